@@ -37,8 +37,10 @@ from fedquilt.transport.link import Link, MalformedMessages, Message
 log = logging.getLogger("fedquilt.agent")
 
 PROGRESS_S: Final = 2.0  # shortest interval between progress messages
-FULL_S: Final = 10.0  # longest interval between telemetry messages while the disk is full
-FULL_MOST_S: Final = 60.0  # a disk counts as full for so long: free bytes do not show every quota
+DISK_FULL_TELEMETRY_S: Final = 10.0  # longest interval between telemetry messages while the disk is full
+MAX_DISK_FULL_S: Final = (
+    60.0  # longest time for which a disk counts as full, because free bytes do not show every quota
+)
 REPUBLISH: Final = Retry(5.0, 600.0)  # presence and profile: a broker may lose retained messages that it acknowledged
 
 
@@ -57,7 +59,7 @@ class Agent:
     """
 
     finished = False
-    told: wire.Telemetry | None
+    last_telemetry: wire.Telemetry | None
 
     def __init__(
         self,
@@ -73,44 +75,53 @@ class Agent:
         clock: Callable[[], float | None] = time.time,
         kinds: Mapping[str, ReleaseKind] = {},
         runner: RunnerStatusReader | None = None,
-        carriers: TransferBackend | None = None,
+        transfer_backends: TransferBackend | None = None,
     ) -> None:
         self._runner = runner
         self._clock = clock
         self.device, self.settings = settings.device, settings
-        self.local = AgentState(Path(settings.home), durable=durable, shared=shared, disk=disk)
-        self._whole_bytes = 0 if durable else SMALL_BYTES
-        self.garbage = MalformedMessages()
+        self.storage = AgentState(Path(settings.home), durable=durable, shared=shared, disk=disk)
+        self._inline_bytes = 0 if durable else SMALL_BYTES
+        self.malformed_messages = MalformedMessages()
         self._link, self._board, self._worker = link, board, worker
         self._boot = boot or os.urandom(8).hex()
-        self._presence = 0  # number of presence messages sent
+        self._presence_count = 0  # number of published presence messages
         self._session = 0
         self._topics = wire.Topics(settings.fleet)
-        depot = self.local.depot
-        self._transfers = Transfers(link, depot, self._topics, "up", self._may_upload, carriers=carriers)
-        means = messages.capabilities_from_settings(settings, board.memory_bytes)
-        kept, counted = self.local.load_outbox()
-        offers = {
-            key: state_machine.OutboxUpdate(update, private, due_s=-math.inf) for key, (update, private) in kept.items()
+        blob_store = self.storage.blob_store
+        self._transfers = Transfers(link, blob_store, self._topics, "up", self._may_upload, carriers=transfer_backends)
+        capabilities = messages.capabilities_from_settings(settings, board.memory_bytes)
+        stored_updates, counted_rounds = self.storage.load_outbox()
+        outbox = {
+            key: state_machine.OutboxUpdate(update, private, resend_s=-math.inf)
+            for key, (update, private) in stored_updates.items()
         }
-        self.duty = TaskRunner(
+        self.task_runner = TaskRunner(
             self.device,
-            state_machine.DeviceState(means, outbox=offers, counted=counted, learned=self.local.load_learned_costs()),
+            state_machine.DeviceState(
+                capabilities,
+                outbox=outbox,
+                counted_rounds=counted_rounds,
+                learned_models=self.storage.load_learned_costs(),
+            ),
             board,
             worker,
             settings.governor,
             self,
         )
-        self.releases = ReleaseManager(self.local, kinds, self.duty, self, clock)
-        if durable and (short := memory_budget.describe_engine_shortage(means.budget_bytes, means.engines)):
-            log.warning("%s: %s", self.device, short)
-        self._tell_s, self._published = math.inf, 0  # next time of presence and profile, times in this session
-        self._means, self.told = means, None  # `told`: the last telemetry
-        self._unable = kinds["agent"].unsupported_reason() if "agent" in kinds else ""
-        self._profile = messages.profile_message(self.device, board, means, self._unable)
+        self.releases = ReleaseManager(self.storage, kinds, self.task_runner, self, clock)
+        if durable and (
+            shortage := memory_budget.describe_engine_shortage(capabilities.budget_bytes, capabilities.engines)
+        ):
+            log.warning("%s: %s", self.device, shortage)
+        self._republish_s = math.inf  # next time of presence and profile
+        self._republish_count = 0  # in this session
+        self._published_capabilities, self.last_telemetry = capabilities, None  # `told`: the last telemetry
+        self._unsupported_reason = kinds["agent"].unsupported_reason() if "agent" in kinds else ""
+        self._profile = messages.profile_message(self.device, board, capabilities, self._unsupported_reason)
         self._progress_s = self._telemetry_s = -math.inf
-        self._full_bytes: int | None = None  # disk space that was free when a task last failed for want of more
-        self._full_s: float | None = None  # when that was reported
+        self._free_bytes_at_failure: int | None = None  # free bytes when the disk was last too full for a task
+        self._disk_full_s: float | None = None  # time of the first telemetry about the full disk
 
     @property
     def is_connected(self) -> bool:
@@ -124,33 +135,35 @@ class Agent:
             self._start_session(now_s)
         for message in self._link.receive():
             self._handle_message(message, now_s)
-        for said in self.garbage.take_due_lines(now_s):
-            log.warning("%s", said)
+        for line in self.malformed_messages.take_due_lines(now_s):
+            log.warning("%s", line)
         self._transfers.step(now_s)
         for _, sha256, error in self._transfers.take_finished():
             self._handle_fetched(sha256, error, now_s)
-        self.duty.step(now_s)
+        self.task_runner.step(now_s)
         release_s = self.releases.step(now_s)
-        if now_s >= self._tell_s:
+        if now_s >= self._republish_s:
             self._publish_presence_and_profile(now_s)
         self._publish_readings(now_s)
-        due_s = self._transfers.step(now_s)  # again: for blobs requested meanwhile
-        return min(due_s, self.duty.next_step_s(now_s), release_s, self._telemetry_due_s(), self._tell_s)
+        due_s = self._transfers.step(now_s)  # a second time, for blobs requested meanwhile
+        return min(due_s, self.task_runner.next_step_s(now_s), release_s, self._telemetry_due_s(), self._republish_s)
 
     def apply_settings(self, settings: AgentSettings) -> None:
         self.settings = settings
         self.apply_capabilities(messages.capabilities_from_settings(settings, self._board.memory_bytes))
 
-    def apply_capabilities(self, means: state_machine.Capabilities) -> None:
-        self.duty.apply_capabilities(means, self.settings.governor)
-        self._means = self.duty.state.means
-        self._profile = messages.profile_message(self.device, self._board, self._means, self._unable)
-        if self._link.connected:  # else it is told with the next session
+    def apply_capabilities(self, capabilities: state_machine.Capabilities) -> None:
+        self.task_runner.apply_capabilities(capabilities, self.settings.governor)
+        self._published_capabilities = self.task_runner.state.capabilities
+        self._profile = messages.profile_message(
+            self.device, self._board, self._published_capabilities, self._unsupported_reason
+        )
+        if self._link.connected:  # else published with the next session
             self.publish_message("profile", self._profile, retain=True)
 
     def shut_down(self) -> None:
         """Stop the current task, publish the offline presence and close the link. The outbox stays."""
-        self.duty.stop()
+        self.task_runner.stop()
         self.releases.stop()
         self._publish_presence(online=False)
         self._link.close()
@@ -164,10 +177,10 @@ class Agent:
 
     def _republish_state(self, now_s: float) -> None:
         # The broker may have lost everything published before.
-        self._published, self._telemetry_s = 0, -math.inf
+        self._republish_count, self._telemetry_s = 0, -math.inf
         self._publish_presence_and_profile(now_s)
         self.releases.republish_progress(now_s)
-        self.duty.handle_event(SessionStarted(), now_s)
+        self.task_runner.handle_event(SessionStarted(), now_s)
 
     def _handle_message(self, message: Message, now_s: float) -> None:
         """Pass a message to its handler by topic. Log a malformed one, and fail the task if the disk fails."""
@@ -191,64 +204,64 @@ class Agent:
             elif not self.releases.handle_message(route.leaf, message.payload, now_s):
                 self._transfers.handle_message(route, message.payload, now_s)
         except WireError as error:
-            if said := self.garbage.count_message(message.topic, error, message.retained, now_s):
-                log.warning("%s", said)
+            if line := self.malformed_messages.count_message(message.topic, error, message.retained, now_s):
+                log.warning("%s", line)
         except StoreError as error:
-            self.duty.fail_task(error, now_s)
+            self.task_runner.fail_task(error, now_s)
 
     def _start_or_cancel_task(self, payload: bytes, now_s: float) -> None:
         if not payload:
-            return self.duty.handle_event(TaskCancelled(), now_s)
+            return self.task_runner.handle_event(TaskCancelled(), now_s)
         task = wire.decode(payload, Task)
-        missing = frozenset(ref for ref in task.bundles.values() if not self.local.depot.has_blob(ref))
-        return self.duty.handle_event(TaskReceived(task, missing), now_s)
+        missing = frozenset(ref for ref in task.bundles.values() if not self.storage.blob_store.has_blob(ref))
+        return self.task_runner.handle_event(TaskReceived(task, missing), now_s)
 
-    def _apply_ack(self, answer: UpdateAcked, reason: str, now_s: float) -> None:
+    def _apply_ack(self, ack: UpdateAcked, reason: str, now_s: float) -> None:
         """Record the coordinator's answer to an update on disk, then drop the update's blobs and act."""
-        key, accepted = answer.key, answer.accepted
-        offer = self.duty.state.outbox.get(key)
-        if offer is None:
+        key, accepted = ack.key, ack.accepted
+        entry = self.task_runner.state.outbox.get(key)
+        if entry is None:
             return
-        state, actions = state_machine.advance(self.duty.state, answer, now_s)
+        state, actions = state_machine.advance(self.task_runner.state, ack, now_s)
         if key in state.outbox:
-            return  # an old answer, to another update of this round
+            return  # the ack belongs to an earlier update of this round
         try:
-            self.local.record_ack(key, accepted, state.counted)
-            self.duty.state = state
-            self._delete_unneeded(offer.update.bundles.values())
+            self.storage.record_ack(key, accepted, state.counted_rounds)
+            self.task_runner.state = state
+            self._delete_unneeded(entry.update.bundles.values())
         except StoreError as error:
-            log.error("the answer to %s, round %d, cannot be noted: %s", key[0], key[1] + 1, error)
+            log.error("the ack of %s, round %d, cannot be recorded: %s", key[0], key[1] + 1, error)
             if accepted:
                 return
-            self.duty.state = state  # what is left of a refused update on the disk may be too little to offer it again
+            self.task_runner.state = state  # an update that is partly deleted cannot be submitted again
         if not accepted:
             ids = log_ids(run=key[0], round=key[1])
             log.warning("the update of %s, round %d, was refused: %s", key[0], key[1] + 1, reason, extra=ids)
-        self.duty.carry_out_actions(actions, now_s)
+        self.task_runner.carry_out_actions(actions, now_s)
 
     def _delete_unneeded(self, refs: Iterable[BlobRef]) -> None:
-        needed = self._needed_blobs()
+        needed_hashes = self._needed_blobs()
         for ref in refs:
-            if ref.sha256 not in needed:
-                self.local.depot.remove_blob(ref.sha256)
+            if ref.sha256 not in needed_hashes:
+                self.storage.blob_store.remove_blob(ref.sha256)
 
     def _may_upload(self, device: str, sha256: str) -> bool:
-        offers = self.duty.state.outbox.values()
-        return any(ref.sha256 == sha256 for offer in offers for ref in offer.update.bundles.values())
+        entries = self.task_runner.state.outbox.values()
+        return any(ref.sha256 == sha256 for entry in entries for ref in entry.update.bundles.values())
 
-    # -- what the duty asks for --
+    # -- services of the task runner --
 
     def publish_claim(self, claim: wire.Claim) -> None:
         ids, number = log_ids(run=claim.job, round=claim.round), claim.round + 1
         if claim.code == "cleared":
             log.info("%s, round %d, given up: %s", claim.job, number, claim.reason, extra=ids)
         elif not claim.accepted:
-            self.local.depot.forget_verifications()  # as it may be what the disk has made of a blob
+            self.storage.blob_store.forget_verifications()  # the task may have failed because of a damaged blob
             log.warning("%s, round %d, refused (%s): %s", claim.job, number, claim.code, claim.reason, extra=ids)
         self.publish_message("claim", claim)
         if claim.code == "full":
-            self._full_s, self._telemetry_s = None, -math.inf
-            self._full_bytes = self.local.free_bytes()
+            self._disk_full_s, self._telemetry_s = None, -math.inf
+            self._free_bytes_at_failure = self.storage.free_bytes()
 
     def discard_update(self, update: Update) -> None:
         """Delete an update whose round the coordinator requests again from another state."""
@@ -257,14 +270,14 @@ class Agent:
             update.job,
             update.round + 1,
         )
-        self.local.record_ack((update.job, update.round), False, self.duty.state.counted)
+        self.storage.record_ack((update.job, update.round), False, self.task_runner.state.counted_rounds)
         self._delete_unneeded(update.bundles.values())
 
     def fetch_blobs(self, refs: Sequence[BlobRef]) -> None:
         size = sum(ref.size for ref in refs)
-        idle = not (self.duty.is_working or self.releases.is_checking)
-        self.local.make_room(size, parse_size(self.settings.cache), self._needed_blobs(), idle=idle)
-        self.local.require_room(size)
+        idle = not (self.task_runner.is_task_running or self.releases.is_checking)
+        self.storage.make_room(size, parse_size(self.settings.cache), self._needed_blobs(), is_idle=idle)
+        self.storage.require_room(size)
         for ref in refs:
             self._transfers.request_blob(self.device, ref)
 
@@ -273,60 +286,59 @@ class Agent:
         if error is not None:
             log.warning("blob %s could not be fetched: %s", sha256[:12], error)
             size = sum(
-                {ref.size for ref in self.duty.state.open.missing if ref.sha256 == sha256}
-                if self.duty.state.open
+                {ref.size for ref in self.task_runner.state.open_task.missing_blobs if ref.sha256 == sha256}
+                if self.task_runner.state.open_task
                 else ()
             )
             try:
-                self.local.require_room(size)
+                self.storage.require_room(size)
             except StoreError as full:
-                return self.duty.fail_task(full, now_s)
-        return self.duty.handle_event(BlobFetched(sha256, error), now_s)
+                return self.task_runner.fail_task(full, now_s)
+        return self.task_runner.handle_event(BlobFetched(sha256, error), now_s)
 
     def cancel_fetch(self, sha256: str) -> None:
         """Cancel the transfer of a blob and delete the blob, unless anything else needs it."""
         if sha256 not in self._needed_blobs():
             self._transfers.cancel(self.device, sha256)
-            self.local.depot.remove_blob(sha256)
+            self.storage.blob_store.remove_blob(sha256)
 
     def build_work_request(self, task: Task, budget_bytes: int, plan_bytes: int) -> WorkRequest:
-        depot, paths = self.local.depot, {}
-        compared = (
-            self.local.durable and task.engine in READ_BY_TASK
-        )  # else here, and a large model takes seconds to hash
+        blob_store, paths = self.storage.blob_store, {}
+        # The task hashes the blobs that it reads, because hashing a large model here would block the agent for seconds.
+        verify_in_task = self.storage.durable and task.engine in READ_BY_TASK
         for name, ref in task.bundles.items():
-            path = depot.verified_path(ref.sha256, compared=compared)
+            path = blob_store.verified_path(ref.sha256, compared=verify_in_task)
             if path is None:
-                raise StoreError(f"bundle {name!r} is gone from {depot.folder}, or damaged: it is fetched again")
+                raise StoreError(f"bundle {name!r} is gone from {blob_store.folder}, or damaged: it is fetched again")
             paths[name] = path
-        self.local.touch_blobs(task.bundles.values())
-        private = self.local.find_private_state(task.job, task.counted)
+        self.storage.touch_blobs(task.bundles.values())
+        private = self.storage.find_private_state(task.job, task.counted)
         return WorkRequest(
             task=task,
             device=self.device,
             budget_bytes=budget_bytes,
             data=self.settings.data,
             bundles=paths,
-            private=private.path,
+            private_state=private.path,
             private_sha256=private.sha256,
-            lost=private.lost,
-            forgotten=private.forgotten,
-            cache=str(self.local.cache_folder(task.job)),
-            out=str(self.local.empty_output()),
+            lost_reason=private.lost_reason,
+            unknown_reason=private.unknown_reason,
+            cache_folder=str(self.storage.cache_folder(task.job)),
+            output_folder=str(self.storage.empty_output()),
             plan_bytes=plan_bytes,
-            checked=compared,
-            plugins=self.settings.plugins,
-            whole_bytes=self._whole_bytes,
-            tensorrt_bytes=0 if self.settings.tensorrt is None else parse_size(self.settings.tensorrt),
+            verify_bundles=verify_in_task,
+            allowed_plugins=self.settings.plugins,
+            max_inline_bytes=self._inline_bytes,
+            max_tensorrt_bytes=0 if self.settings.tensorrt is None else parse_size(self.settings.tensorrt),
         )
 
     def commit_result(self, update: Update, blobs: Mapping[str, bytes], private: BlobRef | None) -> bool:
         if update.note:
             log.warning("%s, round %d: %s", update.job, update.round + 1, update.note)
-        return self.local.commit_update(update, blobs, private)
+        return self.storage.commit_update(update, blobs, private)
 
     def store_learned_costs(self, learned: Mapping[str, LearnedModel]) -> None:
-        self.local.store_learned_costs(learned)
+        self.storage.store_learned_costs(learned)
 
     def report_progress(self, task: Task, fraction: float, now_s: float) -> None:
         if now_s >= self._progress_s + PROGRESS_S:
@@ -339,66 +351,81 @@ class Agent:
         If the disk cannot be read, the next call checks the blobs again.
         """
         try:
-            here = all(self.local.depot.is_intact(ref) for ref in update.bundles.values())
+            has_all_blobs = all(self.storage.blob_store.is_intact(ref) for ref in update.bundles.values())
         except StoreError as error:
-            said = "%s, round %d: the update is offered later: %s"
-            log.warning(said, update.job, update.round + 1, error, extra=log_ids(run=update.job))
+            text = "%s, round %d: the update is submitted later: %s"
+            log.warning(text, update.job, update.round + 1, error, extra=log_ids(run=update.job))
             return
-        if not here:
-            gone = UpdateAcked((update.job, update.round), False, update.epoch, update.attempt)
-            return self._apply_ack(gone, "its blobs are gone from this disk, or damaged", now_s)
-        if self._link.connected:  # else it is offered with the next session
+        if not has_all_blobs:
+            rejection = UpdateAcked((update.job, update.round), False, update.epoch, update.attempt)
+            return self._apply_ack(rejection, "its blobs are gone from this disk, or damaged", now_s)
+        if self._link.connected:  # else submitted with the next session
             self.publish_message("update", update)
 
     def _needed_blobs(self) -> set[str]:
-        needed = self.releases.needed_blobs()
-        needed |= {ref.sha256 for offer in self.duty.state.outbox.values() for ref in offer.update.bundles.values()}
-        if self.duty.state.open is not None:
-            needed |= {ref.sha256 for ref in self.duty.state.open.task.bundles.values()}
-        return needed
+        hashes = self.releases.needed_blobs()
+        hashes |= {
+            ref.sha256 for entry in self.task_runner.state.outbox.values() for ref in entry.update.bundles.values()
+        }
+        if self.task_runner.state.open_task is not None:
+            hashes |= {ref.sha256 for ref in self.task_runner.state.open_task.task.bundles.values()}
+        return hashes
 
     # -- published state --
 
     def _publish_presence_and_profile(self, now_s: float) -> None:
         self._publish_presence(online=True)
         self.publish_message("profile", self._profile, retain=True)
-        self._tell_s, self._published = now_s + REPUBLISH.delay_s(self._published), self._published + 1
+        self._republish_s, self._republish_count = (
+            now_s + REPUBLISH.delay_s(self._republish_count),
+            self._republish_count + 1,
+        )
 
     def _publish_presence(self, online: bool) -> None:
-        self._presence += 1
-        self.publish_message("presence", wire.Presence(online=online, boot=self._boot, seq=self._presence), retain=True)
+        self._presence_count += 1
+        self.publish_message(
+            "presence", wire.Presence(online=online, boot=self._boot, seq=self._presence_count), retain=True
+        )
 
     def _publish_readings(self, now_s: float) -> None:
         if now_s < self._telemetry_due_s():
             return
         self._telemetry_s = now_s
-        self.told = told = messages.telemetry_message(
+        self.last_telemetry = telemetry = messages.telemetry_message(
             self._board.read_sensors(now_s),
             self._worker.resident_bytes or None,
             self._clock(),
             None if self._runner is None else self._runner.read_status(),
             self._is_disk_full(now_s),
         )
-        means = self.duty.state.means
-        if self._board.points != self._profile.points or means != self._means:  # another power mode, or no GPU any more
-            self._means = means
-            self._profile = messages.profile_message(self.device, self._board, self._means, self._unable)
+        capabilities = self.task_runner.state.capabilities
+        # The power mode or the execution provider has changed.
+        if self._board.points != self._profile.points or capabilities != self._published_capabilities:
+            self._published_capabilities = capabilities
+            self._profile = messages.profile_message(
+                self.device, self._board, self._published_capabilities, self._unsupported_reason
+            )
             self.publish_message("profile", self._profile, retain=True)
-        if told is not None:
-            self.publish_message("telemetry", told, reliable=False)
+        if telemetry is not None:
+            self.publish_message("telemetry", telemetry, reliable=False)
 
     def _telemetry_due_s(self) -> float:
         """Return the time of the next telemetry, which is sooner while the disk is full."""
-        is_full = self.told is not None and self.told.disk_full
-        return self._telemetry_s + (min(self.settings.telemetry_s, FULL_S) if is_full else self.settings.telemetry_s)
+        is_full = self.last_telemetry is not None and self.last_telemetry.disk_full
+        return self._telemetry_s + (
+            min(self.settings.telemetry_s, DISK_FULL_TELEMETRY_S) if is_full else self.settings.telemetry_s
+        )
 
     def _is_disk_full(self, now_s: float) -> bool | None:
         """Return None if no task was refused for a full disk, else whether the disk is still as full."""
-        if self._full_bytes is None:
+        if self._free_bytes_at_failure is None:
             return None
-        self._full_s = now_s if self._full_s is None else self._full_s
+        self._disk_full_s = now_s if self._disk_full_s is None else self._disk_full_s
         with contextlib.suppress(StoreError):
-            return now_s < self._full_s + FULL_MOST_S and self.local.free_bytes() < self._full_bytes + SPARE_BYTES
+            return (
+                now_s < self._disk_full_s + MAX_DISK_FULL_S
+                and self.storage.free_bytes() < self._free_bytes_at_failure + SPARE_BYTES
+            )
         return True
 
     def publish_message(self, leaf: str, message: WireMessage, retain: bool = False, reliable: bool = True) -> None:
@@ -406,4 +433,4 @@ class Agent:
         try:
             self._link.publish(topic, wire.encode(message), retain=retain, reliable=reliable)
         except (LinkError, WireError) as error:
-            log.error("cannot tell the coordinator: %s", error)
+            log.error("message to the coordinator cannot be published: %s", error)

@@ -45,14 +45,14 @@ from fedquilt.core import AnyDigest, BlobRef, Count, JobError, Label, Name, Stor
 from fedquilt.edge_agent.power.learned_model import LearnedModel
 from fedquilt.edge_agent.state_machine import CountedRound, Key
 from fedquilt.edge_agent.task import sandbox
-from fedquilt.edge_agent.task.protocol import PRIVATE
+from fedquilt.edge_agent.task.protocol import PRIVATE_FILE
 from fedquilt.host.disk import REAL, Disk, Lock, Place, disk_errors
 
 log = logging.getLogger("fedquilt.agent")
 
-UPDATE: Final = "update.json"
-LEARNED: Final = "learned.json"
-KEPT: Final = ".private"  # ending of its name in the outbox
+UPDATE_FILE: Final = "update.json"
+LEARNED_FILE: Final = "learned.json"
+PRIVATE_SUFFIX: Final = ".private"  # ending of its name in the outbox
 SPARE_BYTES: Final = 1 << 20  # disk space left for small files
 
 
@@ -78,22 +78,24 @@ class AgentState:
         self, home: Path, *, durable: bool = True, shared: SharedBlobStore | None = None, disk: Disk = REAL
     ) -> None:
         self.home, self.durable, self._disk = home.absolute(), durable, disk
-        self._outbox, self._private = self.home / "outbox", self.home / "private"
+        self._outbox_folder, self._private_folder = self.home / "outbox", self.home / "private"
         self._scratch, self._probe = self.home / "scratch", f"{self.home}/probe"
-        self.task = self.home / "task"  # private folders of the task's process
-        self._out, self._caches = self.task / sandbox.OUT, self.task / sandbox.CACHE
+        self.task_folder = self.home / "task"  # private folders of the task's process
+        self._output_folder, self._cache_root = self.task_folder / sandbox.OUT, self.task_folder / sandbox.CACHE
         if durable:
             self._make_folders()
-        self._cache: Path | None = None  # folder of the latest `cache_folder`
-        self._light: set[Key] = set()  # results that are in memory only
-        self._remembered = JobRecords(self.home, disk, durable=durable)
-        self._there = self.home if shared is None else shared.depot.folder  # a folder that exists
+        self._current_cache: Path | None = None  # folder of the latest `cache_folder`
+        self._in_memory_updates: set[Key] = set()  # not written to the disk
+        self._job_records = JobRecords(self.home, disk, durable=durable)
+        self._existing_folder = self.home if shared is None else shared.depot.folder  # a folder that exists
         blobs = self.home / "blobs"
-        self.depot = BlobStore(blobs, durable=durable, disk=disk) if shared is None else SharedBlobView(blobs, shared)
+        self.blob_store = (
+            BlobStore(blobs, durable=durable, disk=disk) if shared is None else SharedBlobView(blobs, shared)
+        )
 
     def _make_folders(self) -> None:
         with disk_errors(f"make the folder {self.home}"):
-            for folder in (self._outbox, self._private):
+            for folder in (self._outbox_folder, self._private_folder):
                 (self._disk.make_durable_folder if self.durable else self._disk.make_folder)(folder)
 
     def lock_home(self) -> Lock:
@@ -114,86 +116,89 @@ class AgentState:
             Updates by job and round, each with whether it has private state, and counted rounds by job.
         """
         if self.durable:
-            self.depot.open_as_owner()
-        if not self._disk.is_dir(self._outbox):
+            self.blob_store.open_as_owner()
+        if not self._disk.is_dir(self._outbox_folder):
             return {}, {}
         updates: dict[Key, tuple[Update, bool]] = {}
         with disk_errors(f"read {self.home}"):
-            counted = self._remembered.load_counted()
+            counted_rounds = self._job_records.load_counted()
             self._remove_quietly(self._scratch)
-            self._remove_quietly(self._out)
-            for entry in sorted(self._disk.entries(self._outbox)):
-                folder = f"{self._outbox}/{entry.name}"
+            self._remove_quietly(self._output_folder)
+            for entry in sorted(self._disk.entries(self._outbox_folder)):
+                folder = f"{self._outbox_folder}/{entry.name}"
                 update = self._load_update(folder)
-                last = counted.get(update.job) if update is not None else None
-                if update is None or (last and update.round <= last.round and update.epoch <= last.epoch):
+                counted_round = counted_rounds.get(update.job) if update is not None else None
+                if update is None or (
+                    counted_round and update.round <= counted_round.round and update.epoch <= counted_round.epoch
+                ):
                     self._remove_outbox_entry(folder)
                 else:
                     key = (update.job, update.round)
                     updates[key] = (
                         update,
-                        self._find_private_state_hash(folder) is not None or self._remembered.has_private_state(key),
+                        self._find_private_state_hash(folder) is not None or self._job_records.has_private_state(key),
                     )
-        return updates, counted
+        return updates, counted_rounds
 
     def _load_update(self, folder: str) -> Update | None:
         try:
-            update = wire.decode(self._disk.read(f"{folder}/{UPDATE}"), Update)
+            update = wire.decode(self._disk.read(f"{folder}/{UPDATE_FILE}"), Update)
         except (FileNotFoundError, NotADirectoryError):
             return None
         except WireError as error:
-            log.warning("%s/%s is damaged (%s); its task will be worked for again", folder, UPDATE, error)
+            log.warning("%s/%s is damaged (%s); its task will be worked for again", folder, UPDATE_FILE, error)
             return None
-        lost = [name for name, ref in update.bundles.items() if not self.depot.has_blob(ref)]
-        if lost:
-            log.warning("%s: bundle %s is gone; its task will be worked for again", folder, ", ".join(lost))
-        return None if lost else update
+        missing_bundles = [name for name, ref in update.bundles.items() if not self.blob_store.has_blob(ref)]
+        if missing_bundles:
+            log.warning("%s: bundle %s is gone; its task will be worked for again", folder, ", ".join(missing_bundles))
+        return None if missing_bundles else update
 
     def _find_private_state_hash(self, folder: str) -> str | None:
         entries = self._disk.entries(folder) if self._disk.is_dir(folder) else []
-        names = [entry.name for entry in entries if entry.name.endswith(KEPT)]
-        return names[0].removesuffix(KEPT) if names else None
+        names = [entry.name for entry in entries if entry.name.endswith(PRIVATE_SUFFIX)]
+        return names[0].removesuffix(PRIVATE_SUFFIX) if names else None
 
     # -- one task --
 
     def empty_output(self) -> Path:
         """Empty the output folder for the next task and return the folder, which may not exist yet."""
         if not self.durable:
-            self._remove_quietly(self._out)
-            return self._out
-        with disk_errors(f"empty {self._out}"):  # a process that waits for the next task may write this very folder
-            self._disk.clear_folder(self._out)
-        return self._out
+            self._remove_quietly(self._output_folder)
+            return self._output_folder
+        # An idle task process may still write this folder.
+        with disk_errors(f"empty {self._output_folder}"):
+            self._disk.clear_folder(self._output_folder)
+        return self._output_folder
 
     def cache_folder(self, job: str) -> Path:
         """Return the cache folder of a job, after deleting those of other jobs.
 
         The folder is valid for this boot of the machine only, so that its files need no sync.
         """
-        folder = self._caches / f"{job}@{_boot_id()}"
-        if self._cache == folder and (not self.durable or self._disk.is_dir(folder)):
+        folder = self._cache_root / f"{job}@{_boot_id()}"
+        if self._current_cache == folder and (not self.durable or self._disk.is_dir(folder)):
             return folder
-        if not self.durable and not self._disk.is_dir(self._caches):
-            self._cache = folder
+        if not self.durable and not self._disk.is_dir(self._cache_root):
+            self._current_cache = folder
             return folder
         with disk_errors(f"make {folder}"):
-            self._disk.make_folder(self._caches)
-            for entry in self._disk.entries(self._caches):
+            self._disk.make_folder(self._cache_root)
+            for entry in self._disk.entries(self._cache_root):
                 if entry.name != folder.name:
-                    self._remove_quietly(self._caches / entry.name)
+                    self._remove_quietly(self._cache_root / entry.name)
             if self._disk.read_link(folder) is not None:  # a link that an earlier job's task has put there
                 self._disk.unlink(folder)
             self._disk.make_folder(folder)
-        self._cache = folder
+        self._current_cache = folder
         return folder
 
-    def find_private_state(self, job: str, counted: int | None) -> PrivateState:
-        with disk_errors(f"read {self._private}"):
-            return self._remembered.find_private_state(job, counted)
+    def find_private_state(self, job: str, counted_round: int | None) -> PrivateState:
+        with disk_errors(f"read {self._private_folder}"):
+            return self._job_records.find_private_state(job, counted_round)
 
     def latest_private_state(self, job: str) -> PrivateState:
-        with disk_errors(f"read {self._private}"):
-            return self._remembered.latest_private_state(job)
+        with disk_errors(f"read {self._private_folder}"):
+            return self._job_records.latest_private_state(job)
 
     def commit_update(self, update: Update, blobs: Mapping[str, bytes] = {}, private: BlobRef | None = None) -> bool:
         """Make the task's output durable as this update. Return whether the update has private state.
@@ -203,81 +208,88 @@ class AgentState:
         scratch = self._scratch
         for ref in set(update.bundles.values()):
             if ref.sha256 in blobs:
-                self.depot.store_small(blobs[ref.sha256], ref)
+                self.blob_store.store_small(blobs[ref.sha256], ref)
             elif self.durable:
-                self.depot.store_untrusted_file(f"{self._out}/{ref.sha256}", ref)
+                self.blob_store.store_untrusted_file(f"{self._output_folder}/{ref.sha256}", ref)
             else:  # on virtual time no process of its own carries out the task
-                self.depot.store_file(f"{self._out}/{ref.sha256}", ref, move=True)
+                self.blob_store.store_file(f"{self._output_folder}/{ref.sha256}", ref, move=True)
         if not self.durable and private is None:
-            self._light.add((update.job, update.round))
+            self._in_memory_updates.add((update.job, update.round))
             return False
         if not self.durable:
             self._make_folders()
         target = self._entry_folder((update.job, update.round))
-        with disk_errors(f"keep the result of {update.job}, round {update.round + 1}, in {self._outbox}"):
+        with disk_errors(f"keep the result of {update.job}, round {update.round + 1}, in {self._outbox_folder}"):
             self._disk.clear_folder(scratch)
             if private is not None:
-                kept = f"{scratch}/{private.sha256}{KEPT}"
-                if self._disk.copy_untrusted(f"{self._out}/{PRIVATE}", kept, private.size) != private.sha256:
-                    raise StoreError(f"the private state in {self._out} is not what the task's process says it wrote")
-            self._disk.write(f"{scratch}/{UPDATE}", wire.encode(update))
+                private_file = f"{scratch}/{private.sha256}{PRIVATE_SUFFIX}"
+                if (
+                    self._disk.copy_untrusted(f"{self._output_folder}/{PRIVATE_FILE}", private_file, private.size)
+                    != private.sha256
+                ):
+                    raise StoreError(
+                        f"the private state in {self._output_folder} is not what the task's process says it wrote"
+                    )
+            self._disk.write(f"{scratch}/{UPDATE_FILE}", wire.encode(update))
             if self.durable:
                 for entry in self._disk.entries(scratch):
                     self._disk.sync(f"{scratch}/{entry.name}")
             self._sync(scratch)
             self._remove_outbox_entry(target)
             self._disk.replace(scratch, target)
-            self._sync(self._outbox)
-        self._remove_quietly(self._out)
+            self._sync(self._outbox_folder)
+        self._remove_quietly(self._output_folder)
         return private is not None
 
-    def record_ack(self, key: Key, accepted: bool, counted: Mapping[str, CountedRound]) -> None:
+    def record_ack(self, key: Key, accepted: bool, counted_rounds: Mapping[str, CountedRound]) -> None:
         """Record the answer to an update, and keep its private state if accepted, else delete the state."""
-        if key in self._light:
-            self._light.remove(key)
-            return self._remembered.record_counted_in_memory(key) if accepted else None
+        if key in self._in_memory_updates:
+            self._in_memory_updates.remove(key)
+            return self._job_records.record_counted_in_memory(key) if accepted else None
         with disk_errors(f"settle {key[0]}, round {key[1] + 1}, in {self.home}"):
             folder = self._entry_folder(key)
             if accepted:
-                made = self._find_private_state_hash(folder)
-                moves = None if made is None else (f"{folder}/{made}{KEPT}", made)
-                waiting = {entry.name.rpartition("@")[0] for entry in self._disk.entries(self._outbox)}
-                self._remembered.record_counted(key, moves, counted, waiting)
+                private_sha256 = self._find_private_state_hash(folder)
+                private_file = (
+                    None if private_sha256 is None else (f"{folder}/{private_sha256}{PRIVATE_SUFFIX}", private_sha256)
+                )
+                jobs_in_outbox = {entry.name.rpartition("@")[0] for entry in self._disk.entries(self._outbox_folder)}
+                self._job_records.record_counted(key, private_file, counted_rounds, jobs_in_outbox)
             self._remove_outbox_entry(folder)
 
     def _remove_outbox_entry(self, folder: str) -> None:
         # update.json goes first, because a folder without that file is no entry.
         if self._disk.is_dir(folder):
-            self._disk.unlink(f"{folder}/{UPDATE}")
+            self._disk.unlink(f"{folder}/{UPDATE_FILE}")
             self._sync(folder)
             self._disk.remove(folder)
         else:
             self._disk.unlink(folder)
 
-    def _remove_quietly(self, place: Path) -> None:
+    def _remove_quietly(self, path: Path) -> None:
         """Remove a file or folder as far as possible. The output folder itself stays."""
         with suppress(OSError):
-            if place == self._out and self._disk.is_dir(place):
-                self._disk.clear_folder(place)
+            if path == self._output_folder and self._disk.is_dir(path):
+                self._disk.clear_folder(path)
             else:
-                self._disk.remove(place)
+                self._disk.remove(path)
 
     def _entry_folder(self, key: Key) -> str:
-        return f"{self._outbox}/{key[0]}@{key[1]}"
+        return f"{self._outbox_folder}/{key[0]}@{key[1]}"
 
-    # -- what the board has learned --
+    # -- learned costs --
 
     def load_learned_costs(self) -> dict[str, LearnedModel]:
         return read_learned_costs(self.home, self._disk) if self.durable else {}
 
-    def store_learned_costs(self, learned: Mapping[str, LearnedModel]) -> None:
+    def store_learned_costs(self, learned_models: Mapping[str, LearnedModel]) -> None:
         """Store the learned costs without a sync. A power failure may restore an older version."""
         if self.durable:
-            with disk_errors(f"write {self.home / LEARNED}"):
-                lessons = LearnedCosts(workloads={workload[:200]: known for workload, known in learned.items()})
-                self._disk.write_atomically(self.home / LEARNED, wire.encode(lessons), durable=False)
+            with disk_errors(f"write {self.home / LEARNED_FILE}"):
+                stored = LearnedCosts(workloads={workload[:200]: model for workload, model in learned_models.items()})
+                self._disk.write_atomically(self.home / LEARNED_FILE, wire.encode(stored), durable=False)
 
-    # -- small files of others --
+    # -- files of other modules --
 
     def write_file(self, name: str, payload: bytes) -> None:
         file = self.home / name
@@ -290,19 +302,21 @@ class AgentState:
         with disk_errors(f"read {file}"):
             return self._disk.read(file) if self._disk.is_file(file) else None
 
-    # -- room --
+    # -- disk space --
 
     def require_room(self, size: int) -> None:
         with disk_errors(f"write to {self.home}"):
             free = self.free_bytes()
             if free < size + SPARE_BYTES:
-                wanted = (size + SPARE_BYTES) / 1e6
-                raise OSError(errno.ENOSPC, f"{free / 1e6:.1f} MB are free, {wanted:.1f} MB are wanted, some to spare")
+                required = (size + SPARE_BYTES) / 1e6
+                raise OSError(
+                    errno.ENOSPC, f"{free / 1e6:.1f} MB are free, {required:.1f} MB are wanted, some to spare"
+                )
             if self.durable:
                 self._disk.write_atomically(self._probe, b"\0")
                 self._disk.unlink(self._probe)
 
-    def make_room(self, size: int, limit_bytes: int, needed: Collection[str], *, idle: bool = False) -> None:
+    def make_room(self, size: int, limit_bytes: int, needed_hashes: Collection[str], *, is_idle: bool = False) -> None:
         """Delete unused blobs and caches until `size` more bytes fit the limit and the disk.
 
         The longest unused are deleted first.
@@ -310,35 +324,37 @@ class AgentState:
         Args:
             size: Bytes about to be written.
             limit_bytes: Most bytes of blobs and caches.
-            needed: Blobs to keep. `require_room` reports if the rest is not enough.
-            idle: Whether no process of a task or check runs. Caches may be deleted only then.
+            needed_hashes: Blobs to keep. `require_room` reports if the rest is not enough.
+            is_idle: Whether no process of a task or check runs. Caches may be deleted only then.
         """
-        caches = self._list_cache_entries(remove=idle)
-        both: list[tuple[int, str | Path, int]] = [*self.depot.files_by_last_use(), *caches]
-        unused = sorted(both, key=lambda each: each[0])
+        caches = self._list_cache_entries(remove=is_idle)
+        candidates: list[tuple[int, str | Path, int]] = [*self.blob_store.files_by_last_use(), *caches]
+        unused = sorted(candidates, key=lambda candidate: candidate[0])
         with disk_errors(f"look at {self.home}"):
             free = self.free_bytes()
-        over = max(sum(kept for _, _, kept in unused) + size - limit_bytes, size + SPARE_BYTES - free)
-        for _, place, kept in unused:
-            if over <= 0:
+        excess_bytes = max(
+            sum(size_bytes for _, _, size_bytes in unused) + size - limit_bytes, size + SPARE_BYTES - free
+        )
+        for _, location, size_bytes in unused:
+            if excess_bytes <= 0:
                 break
-            if isinstance(place, Path):
-                if not idle:
+            if isinstance(location, Path):
+                if not is_idle:
                     continue
-                self._remove_quietly(place)
-            elif len(place) == 64 and place not in needed:
-                self.depot.remove_blob(place)
+                self._remove_quietly(location)
+            elif len(location) == 64 and location not in needed_hashes:
+                self.blob_store.remove_blob(location)
             else:
                 continue
-            over -= kept
+            excess_bytes -= size_bytes
 
     def _list_cache_entries(self, *, remove: bool) -> list[tuple[int, Path, int]]:
         """Return last use, path and size of each cache entry. With `remove`, delete unreadable entries."""
-        found = []
-        for private in (self.task, self.home / sandbox.CHECK):
-            for folder in (private / name for name in (sandbox.CACHE, sandbox.TEMPORARY, sandbox.LIBRARIES)):
+        cache_entries = []
+        for private_folder in (self.task_folder, self.home / sandbox.CHECK):
+            for folder in (private_folder / name for name in (sandbox.CACHE, sandbox.TEMPORARY, sandbox.LIBRARIES)):
                 with disk_errors(f"look at {folder}"):
-                    names = [each.name for each in self._disk.entries(folder)] if self._disk.is_dir(folder) else []
+                    names = [entry.name for entry in self._disk.entries(folder)] if self._disk.is_dir(folder) else []
                 for name in names:
                     try:
                         latest_ns, size = self._disk.measure_usage(folder / name)
@@ -346,16 +362,16 @@ class AgentState:
                         if remove:
                             self._remove_quietly(folder / name)
                         continue
-                    found.append((latest_ns, folder / name, size))
-        return found
+                    cache_entries.append((latest_ns, folder / name, size))
+        return cache_entries
 
     def free_bytes(self) -> int:
         with disk_errors(f"look at {self.home}"):
-            return self._disk.free_bytes(self._there)
+            return self._disk.free_bytes(self._existing_folder)
 
     def touch_blobs(self, refs: Collection[BlobRef]) -> None:
         for ref in refs:
-            self.depot.record_use(ref.sha256)
+            self.blob_store.record_use(ref.sha256)
 
     def _sync(self, path: Place) -> None:
         if self.durable:
@@ -364,17 +380,17 @@ class AgentState:
 
 def read_learned_costs(home: Path, disk: Disk = REAL) -> dict[str, LearnedModel]:
     """Return the learned costs in an agent's home, by workload. Damaged entries are left out."""
-    file = home / LEARNED
+    file = home / LEARNED_FILE
     with disk_errors(f"read {file}"):
         if disk.stat(file) is None:
             return {}
         payload = disk.read(file)
     try:
-        found = wire.decode(payload, LearnedCosts).workloads
+        models = wire.decode(payload, LearnedCosts).workloads
     except WireError as error:
         log.warning("%s is damaged (%s); speed and power of tasks are learned anew", file, error)
         return {}
-    return {workload: known for workload, known in found.items() if known.is_valid}
+    return {workload: model for workload, model in models.items() if model.is_valid}
 
 
 @cache
@@ -385,22 +401,22 @@ def _boot_id() -> str:
         return "unknown"
 
 
-STATES_MOST: Final = 2  # private states of a job
-_PRIVATE: Final = re.compile(r"([a-z0-9][a-z0-9._-]*)@(\d{1,16})\.([0-9a-f]{64})")
+MAX_PRIVATE_STATES: Final = 2  # private states of a job
+_PRIVATE_FILE_NAME: Final = re.compile(r"([a-z0-9][a-z0-9._-]*)@(\d{1,16})\.([0-9a-f]{64})")
 
 
 class PrivateState(NamedTuple):
     path: str | None = None
     sha256: str = ""
-    lost: str = ""  # there was one, and it cannot be used
-    forgotten: str = ""  # there may have been one: nothing is known here of a round that was counted
+    lost_reason: str = ""  # why existing state is unusable
+    unknown_reason: str = ""  # why the device cannot know whether state exists
 
 
 class JobRecord(WireMessage, frozen=True):
-    round: Count  # the last one that was counted
-    epoch: Count  # start of the coordinator that said so
-    private: AnyDigest = ""  # private state after that round; "": it has none
-    left: Count = 0  # the round that has left it
+    round: Count  # last counted round
+    epoch: Count  # epoch of the coordinator that counted the round
+    private: AnyDigest = ""  # sha256 of the private state after that round, or ""
+    private_round: Count = 0  # round that left the private state
 
 
 class JobRecordFile(WireMessage, frozen=True):
@@ -409,7 +425,7 @@ class JobRecordFile(WireMessage, frozen=True):
 
 class StoredPrivateState(NamedTuple):
     job: str
-    round: int  # that left it
+    round: int  # round that left the state
     sha256: str
 
     @property
@@ -432,36 +448,47 @@ class JobRecords:
         self._jobs = self._read_records()
         return {job: CountedRound(entry.round, entry.epoch) for job, entry in self._jobs.items()}
 
-    def find_private_state(self, job: str, counted: int | None) -> PrivateState:
+    def find_private_state(self, job: str, counted_round: int | None) -> PrivateState:
         """Return the private state from which a task of a job starts.
 
         Returns:
-            The state. If a state existed and is unusable, `lost` holds the reason. If nothing is known about a counted
-            round, `forgotten` does.
+            The state. `lost_reason` is set if the stored state is unusable, `unknown_reason` if the counted round is
+            unknown here.
         """
         entry = self._jobs.get(job)
         if entry is None:
-            if counted is None or not self._durable:  # on virtual time, not all is written down
+            if counted_round is None or not self._durable:  # on virtual time, not all is written down
                 return PrivateState()
             return PrivateState(
-                forgotten=f"this device knows nothing of round {counted + 1} of {job}, which has been counted"
+                unknown_reason=f"the counted round {counted_round + 1} of {job} is unknown on this device"
             )
         if not entry.private:
             return PrivateState()
-        kept = {each.round: each for each in self._stored_states() if each.job == job}
-        rounds = [round for round in kept if counted is not None and round <= counted <= entry.round]
-        wanted = entry.left if counted == entry.round else max(rounds, default=-1)
-        if wanted in kept:
-            return PrivateState(str(self._folder / kept[wanted].file_name), kept[wanted].sha256)
-        after = "before its first round" if counted is None else f"after round {counted + 1}"
-        return PrivateState(lost=f"the private state of {job} {after} is not here, only that of round {entry.left + 1}")
+        stored_by_round = {stored.round: stored for stored in self._stored_states() if stored.job == job}
+        rounds = [
+            round for round in stored_by_round if counted_round is not None and round <= counted_round <= entry.round
+        ]
+        wanted_round = entry.private_round if counted_round == entry.round else max(rounds, default=-1)
+        if wanted_round in stored_by_round:
+            return PrivateState(
+                str(self._folder / stored_by_round[wanted_round].file_name), stored_by_round[wanted_round].sha256
+            )
+        position = "before its first round" if counted_round is None else f"after round {counted_round + 1}"
+        stored_round = entry.private_round + 1
+        return PrivateState(
+            lost_reason=f"the private state of {job} {position} is not here, only that of round {stored_round}"
+        )
 
     def latest_private_state(self, job: str) -> PrivateState:
         entry = self._jobs.get(job)
         return PrivateState() if entry is None else self.find_private_state(job, entry.round)
 
     def record_counted(
-        self, key: Key, made: tuple[str, str] | None, counted: Mapping[str, CountedRound], waiting: Collection[str]
+        self,
+        key: Key,
+        private_file: tuple[str, str] | None,
+        counted_rounds: Mapping[str, CountedRound],
+        jobs_in_outbox: Collection[str],
     ) -> None:
         """Record that a round was counted, and store the private state of that round.
 
@@ -470,34 +497,50 @@ class JobRecords:
         """
         job, round = key
         entry = self._jobs.get(job, JobRecord(round=0, epoch=0))
-        sha256, left = entry.private, entry.left
-        if made is not None:
-            for each in self._stored_states():
-                if (each.job, each.round) == key:  # of a coordinator that has been replaced by an older copy of itself
-                    self._disk.unlink(f"{self._folder}/{each.file_name}")
-            self._disk.replace(made[0], f"{self._folder}/{StoredPrivateState(job, round, made[1]).file_name}")
+        sha256, private_round = entry.private, entry.private_round
+        if private_file is not None:
+            for stored in self._stored_states():
+                if (
+                    stored.job,
+                    stored.round,
+                ) == key:  # left for a coordinator that an older copy has replaced
+                    self._disk.unlink(f"{self._folder}/{stored.file_name}")
+            self._disk.replace(
+                private_file[0], f"{self._folder}/{StoredPrivateState(job, round, private_file[1]).file_name}"
+            )
             self._sync_folder()
-        for each in self._stored_states():
-            if (each.job, each.round) == key:
-                sha256, left = each.sha256, round
-        others = {name: JobRecord(round=last.round, epoch=last.epoch) for name, last in counted.items()}
-        this = JobRecord(round=counted[job].round, epoch=counted[job].epoch, private=sha256, left=left)
-        jobs = {name: this if name == job else self._jobs.get(name, other) for name, other in others.items()}
-        half = {name: entry for name, entry in self._jobs.items() if name in waiting and name not in jobs}
-        self._jobs = {**half, **jobs}
+        for stored in self._stored_states():
+            if (stored.job, stored.round) == key:
+                sha256, private_round = stored.sha256, round
+        new_records = {
+            name: JobRecord(round=counted_round.round, epoch=counted_round.epoch)
+            for name, counted_round in counted_rounds.items()
+        }
+        record = JobRecord(
+            round=counted_rounds[job].round,
+            epoch=counted_rounds[job].epoch,
+            private=sha256,
+            private_round=private_round,
+        )
+        jobs = {
+            name: record if name == job else self._jobs.get(name, new_record)
+            for name, new_record in new_records.items()
+        }
+        uncounted = {name: entry for name, entry in self._jobs.items() if name in jobs_in_outbox and name not in jobs}
+        self._jobs = {**uncounted, **jobs}
         self._disk.write_atomically(self._file, wire.encode(JobRecordFile(jobs=self._jobs)), durable=self._durable)
-        self._delete_unused_states(job, left, waiting)
+        self._delete_unused_states(job, private_round, jobs_in_outbox)
 
     def has_private_state(self, key: Key) -> bool:
         """Return whether the private state left by a round is stored, even if the round is not counted."""
-        return any((each.job, each.round) == key for each in self._stored_states())
+        return any((stored.job, stored.round) == key for stored in self._stored_states())
 
     def record_counted_in_memory(self, key: Key) -> None:
         """Record a counted round without private state, in this process only."""
         if (entry := self._jobs.get(key[0])) is not None:
             self._jobs[key[0]] = msgspec.structs.replace(entry, round=key[1])
 
-    # -- within --
+    # -- internals --
 
     def _read_records(self) -> dict[str, JobRecord]:
         try:
@@ -511,22 +554,27 @@ class JobRecords:
             return self._records_from_file_names()
 
     def _records_from_file_names(self) -> dict[str, JobRecord]:
-        last = {each.job: each for each in sorted(self._stored_states())}
-        return {job: JobRecord(round=k.round, epoch=0, private=k.sha256, left=k.round) for job, k in last.items()}
+        last_stored = {stored.job: stored for stored in sorted(self._stored_states())}
+        return {
+            job: JobRecord(round=k.round, epoch=0, private=k.sha256, private_round=k.round)
+            for job, k in last_stored.items()
+        }
 
     def _stored_states(self) -> list[StoredPrivateState]:
         if not self._disk.is_dir(self._folder):
             return []
-        named = [_PRIVATE.fullmatch(entry.name) for entry in self._disk.entries(self._folder)]
-        return [StoredPrivateState(each[1], int(each[2]), each[3]) for each in named if each is not None]
+        matches = [_PRIVATE_FILE_NAME.fullmatch(entry.name) for entry in self._disk.entries(self._folder)]
+        return [StoredPrivateState(match[1], int(match[2]), match[3]) for match in matches if match is not None]
 
     def _delete_unused_states(self, job: str, last_round: int, jobs_in_outbox: Collection[str]) -> None:
         """Delete the private states of unknown jobs, and those of `job` that no task can start from."""
-        kept = self._stored_states()
-        rounds = sorted(each.round for each in kept if each.job == job and each.round <= last_round)[-STATES_MOST:]
-        for each in kept:
-            if each.job not in {*self._jobs, *jobs_in_outbox} or (each.job == job and each.round not in rounds):
-                self._disk.unlink(f"{self._folder}/{each.file_name}")
+        stored_states = self._stored_states()
+        rounds = sorted(stored.round for stored in stored_states if stored.job == job and stored.round <= last_round)[
+            -MAX_PRIVATE_STATES:
+        ]
+        for stored in stored_states:
+            if stored.job not in {*self._jobs, *jobs_in_outbox} or (stored.job == job and stored.round not in rounds):
+                self._disk.unlink(f"{self._folder}/{stored.file_name}")
 
     def _sync_folder(self) -> None:
         if self._durable:

@@ -47,54 +47,65 @@ def run_agent(settings: AgentSettings) -> None:
     board, boot = devices.create_device(settings.board, profile=profile, meter=meter), os.urandom(8).hex()
     presence = wire.Topics(settings.fleet).device_topic(settings.device, "up", "presence")
     sandbox.protect_memory()
-    before = os.umask(0o077)  # models, updates and private state are nobody else's on this board
+    previous_handlers = os.umask(0o077)  # models, updates and private state are nobody else's on this board
     lock = AgentState(Path(settings.home)).lock_home()
     with contextlib.suppress(PermissionError):  # also of a home that its owner has made
         os.chmod(settings.home, 0o700)
     client = f"fedquilt-{settings.fleet}-{settings.device}"
-    plain = MqttLink(broker, client, (presence, wire.encode(wire.Presence(online=False, boot=boot))))
-    own = load_identity(broker)
-    link = plain if own is None else AuthenticatedDeviceLink(plain, own, settings.fleet, settings.device)
-    if own is None:
+    mqtt_link = MqttLink(broker, client, (presence, wire.encode(wire.Presence(online=False, boot=boot))))
+    identity = load_identity(broker)
+    link = (
+        mqtt_link if identity is None else AuthenticatedDeviceLink(mqtt_link, identity, settings.fleet, settings.device)
+    )
+    if identity is None:
         log.info("%s", UNSIGNED)
-    if missing := describe_missing_data(settings):
-        log.warning("%s", missing)
-    cage, home = memory_budget.MemoryLimit(), Path(settings.home).absolute()
-    worker = ChildWorker(settings.warm_s, sandbox.task_command(home / "task"), cage, home / "task")
+    if problem := describe_missing_data(settings):
+        log.warning("%s", problem)
+    memory_limit, home = memory_budget.MemoryLimit(), Path(settings.home).absolute()
+    worker = ChildWorker(settings.warm_s, sandbox.task_command(home / "task"), memory_limit, home / "task")
     check_home = home / sandbox.CHECK
-    checks = ChildWorker(0.0, sandbox.task_command(check_home, sandbox.CHECK_PROGRAM), cage, check_home)
-    stopped: list[int] = []
-    central = SettingsKind(settings, board.memory_bytes, Path(settings.home), lambda given: agent.apply_settings(given))
-    deployed = models.ModelReleases(
+    check_worker = ChildWorker(0.0, sandbox.task_command(check_home, sandbox.CHECK_PROGRAM), memory_limit, check_home)
+    signals: list[int] = []
+    settings_releases = SettingsKind(
+        settings, board.memory_bytes, Path(settings.home), lambda agent_settings: agent.apply_settings(agent_settings)
+    )
+    model_releases = models.ModelReleases(
         settings,
         board,
-        checks,
+        check_worker,
         lambda: agent.settings.task_budget_bytes(board.memory_bytes),
-        kept=lambda job: agent.local.latest_private_state(job),
+        private_state=lambda job: agent.storage.latest_private_state(job),
     )
     kinds: dict[str, ReleaseKind] = {
-        "model": deployed,
-        "agent": AgentKind(read_launch_info(), settings, lambda: link.connected, lambda: stopped.append(0)),
-        "settings": central,
+        "model": model_releases,
+        "agent": AgentKind(read_launch_info(), settings, lambda: link.connected, lambda: signals.append(0)),
+        "settings": settings_releases,
     }
-    carriers = TransferBackend(own, broker.ca)
+    transfer_backends = TransferBackend(identity, broker.ca)
     agent = Agent(
-        link, central.effective_settings(), board, worker, boot, kinds=kinds, runner=deployed.runner, carriers=carriers
+        link,
+        settings_releases.effective_settings(),
+        board,
+        worker,
+        boot,
+        kinds=kinds,
+        runner=model_releases.runner,
+        transfer_backends=transfer_backends,
     )
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda signum, frame: stopped.append(signum))
+    for signal_number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(signal_number, lambda signum, frame: signals.append(signum))
     online = f"online as {settings.device} of fleet {settings.fleet}, through {broker}"
-    watched = systemd.WatchdogEndpoint(
+    watchdog_endpoint = systemd.WatchdogEndpoint(
         agent, lambda: link.problem or (online if link.connected else f"asks for {broker}")
     )
     try:
         with _serve_metrics(agent):
-            links.run_endpoint(watched, link, lambda: bool(stopped))
+            links.run_endpoint(watchdog_endpoint, link, lambda: bool(signals))
     finally:
         systemd.send_notification("STOPPING=1")
         agent.shut_down()
         lock.release()
-        os.umask(before)
+        os.umask(previous_handlers)
 
 
 def _serve_metrics(agent: Agent) -> AbstractContextManager[object]:
@@ -118,14 +129,16 @@ def collect_metrics(agent: Agent) -> Iterator[MetricFamily]:
     """Yield the agent's current metrics and latest sensor readings. Safe from other threads."""
     from fedquilt.open_metrics import MetricFamily
 
-    state, told = agent.duty.state, agent.told
+    state, telemetry = agent.task_runner.state, agent.last_telemetry
     values: list[tuple[str, str, float | None]] = [
         ("connected", "Whether the broker is reached.", float(agent.is_connected)),
-        ("working", "Whether it has a task.", float(state.open is not None)),
+        ("working", "Whether it has a task.", float(state.open_task is not None)),
         ("outbox", "Updates that wait for the coordinator's answer.", float(len(state.outbox))),
-        ("budget_bytes", "Memory that a task may take.", float(state.means.budget_bytes)),
+        ("budget_bytes", "Memory that a task may take.", float(state.capabilities.budget_bytes)),
     ]
-    values += [(name, about, getattr(told, key, None)) for key, (name, about) in _SENSORS.items()]
-    for name, about, value in values:
+    values += [(name, description, getattr(telemetry, key, None)) for key, (name, description) in _SENSORS.items()]
+    for name, description, value in values:
         if value is not None:
-            yield MetricFamily(f"fedquilt_agent_{name}", "gauge", about, ("device",), [((agent.device,), float(value))])
+            yield MetricFamily(
+                f"fedquilt_agent_{name}", "gauge", description, ("device",), [((agent.device,), float(value))]
+            )

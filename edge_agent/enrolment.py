@@ -38,7 +38,7 @@ from fedquilt.transport.mqtt.broker import describe_exception
 
 log = logging.getLogger("fedquilt.enrol")
 
-ANSWER_S: Final = 10.0
+RESPONSE_TIMEOUT_S: Final = 10.0
 RETRY: Final = Retry(2.0, 60.0, jitter=0.5)  # while the endpoint is not reached, by many devices flashed at once
 _NOT_YET, _EXPIRED = 9, 10  # OpenSSL's X509_V_ERR_CERT_NOT_YET_VALID, X509_V_ERR_CERT_HAS_EXPIRED
 
@@ -60,18 +60,17 @@ class CertificateValidity(NamedTuple):
 class EnrolmentRefusedError(JobError): ...
 
 
-Post = Callable[
-    [str, CredentialPaths, str, SigningRequest, bool], SigningResponse
-]  # url, files, path, request, with our certificate
+# Arguments: URL, credentials, path, request, and whether to send this device's certificate.
+Post = Callable[[str, CredentialPaths, str, SigningRequest, bool], SigningResponse]
 
 
-def select_step(held: CertificateValidity | None, token: bool, now: datetime.datetime) -> Step | None:
+def select_step(validity: CertificateValidity | None, has_token: bool, time: datetime.datetime) -> Step | None:
     """Return the enrolment step due, or None if none is possible. A token always means "enrol"."""
-    if token:
+    if has_token:
         return "enrol"
-    if held is None or now >= held.ends:
+    if validity is None or time >= validity.ends:
         return None
-    return "renew" if enrolment.is_renewal_due(held.begins, held.ends, now) else "keep"
+    return "renew" if enrolment.is_renewal_due(validity.begins, validity.ends, time) else "keep"
 
 
 def paths_from_settings(settings: AgentSettings) -> CredentialPaths:
@@ -87,36 +86,36 @@ def enrol(settings: AgentSettings, now: datetime.datetime, post: Post | None = N
     files, post = paths_from_settings(settings), post or _post_request
     token = _read_token(files.token)
     key = load_or_create_key(files)
-    held = _read_certificate(files, settings.device, key)
-    step = select_step(held, token is not None, now)
-    if step == "keep" and held is not None:
-        return f"{settings.device} is enrolled, until {_format_time(held.ends)}"
+    validity = _read_certificate(files, settings.device, key)
+    step = select_step(validity, token is not None, now)
+    if step == "keep" and validity is not None:
+        return f"{settings.device} is enrolled, until {_format_time(validity.ends)}"
     if step is None:
-        ended, mend = "it has no certificate", ""
-        if held is not None:
-            ended = (
-                f"its certificate expired on {_format_time(held.ends)} by this board's clock, which says "
+        problem, hint = "it has no certificate", ""
+        if validity is not None:
+            problem = (
+                f"its certificate expired on {_format_time(validity.ends)} by this board's clock, which says "
                 f"{_format_time(now)},"
             )
-            mend = "set the clock if it is wrong, else "
+            hint = "set the clock if it is wrong, else "
         raise JobError(
-            f"{settings.device} cannot enrol: {ended} and no token is in {files.token}: {mend}`fedquilt identity token "
-            f"{settings.device}` on the operator's machine makes one"
+            f"{settings.device} cannot enrol: {problem} and no token is in {files.token}: {hint}`fedquilt "
+            f"identity token {settings.device}` on the operator's machine makes one"
         )
     if settings.enrol.url is None:
         raise JobError('no endpoint to enrol with: write url = "https://HOST:8884" under [enrol], or carry a request')
     request = SigningRequest(device=settings.device, csr=create_signing_request(key, settings.device), token=token)
     path = enrolment.ENROL if step == "enrol" else enrolment.RENEW
     try:
-        answer = post(settings.enrol.url, files, path, request, step == "renew")
+        response = post(settings.enrol.url, files, path, request, step == "renew")
     except EnrolmentRefusedError as error:
-        if step == "renew" or held is None or now >= held.ends:
+        if step == "renew" or validity is None or now >= validity.ends:
             raise
         log.warning("the token in %s was refused (%s); the certificate in hand stays", files.token, error)
-        return f"{settings.device} is enrolled, until {_format_time(held.ends)}"
-    if answer.certificate is None:
+        return f"{settings.device} is enrolled, until {_format_time(validity.ends)}"
+    if response.certificate is None:
         raise LinkError(f"{settings.enrol.url} answered without a certificate: is it `fedquilt identity serve`?")
-    ends = install_certificate(settings, answer.certificate.encode())
+    ends = install_certificate(settings, response.certificate.encode())
     return f"{settings.device} is {'enrolled' if step == 'enrol' else 'renewed'}, until {_format_time(ends)}"
 
 
@@ -127,13 +126,13 @@ def enrol_with_retries(
     post: Post | None = None,
 ) -> str:
     """Call `enrol` until the endpoint is reachable. Return a sentence about the outcome."""
-    attempts, said = 0, ""
+    attempts, last_error = 0, ""
     while True:
         try:
             return enrol(settings, clock(), post)
         except LinkError as error:
-            if str(error) != said:
-                said = str(error)
+            if str(error) != last_error:
+                last_error = str(error)
                 log.warning("%s; trying again until it answers", error)
         pause(RETRY.delay_s(attempts, random.random()))
         attempts += 1
@@ -145,8 +144,8 @@ def enrol_with_retries(
 def load_or_create_key(files: CredentialPaths) -> ec.EllipticCurvePrivateKey:
     """Return the device's private key, which is created if missing, readable by its owner only."""
     with disk.disk_errors(f"look for {files.key}"):  # a key that cannot be seen may still exist
-        held = files.key.exists()
-    if not held:
+        has_key = files.key.exists()
+    if not has_key:
         key = ec.generate_private_key(ec.SECP256R1())
         plain = serialization.NoEncryption()
         pem = key.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, plain)
@@ -162,12 +161,12 @@ def load_or_create_key(files: CredentialPaths) -> ec.EllipticCurvePrivateKey:
                 "others could read %s: now only its owner can; if they may have, revoke and enrol anew", files.key
             )
     try:
-        loaded = serialization.load_pem_private_key(pem, None)
+        private_key = serialization.load_pem_private_key(pem, None)
     except (ValueError, TypeError, UnsupportedAlgorithm):
-        loaded = None
-    if not isinstance(loaded, ec.EllipticCurvePrivateKey) or not isinstance(loaded.curve, ec.SECP256R1):
+        private_key = None
+    if not isinstance(private_key, ec.EllipticCurvePrivateKey) or not isinstance(private_key.curve, ec.SECP256R1):
         raise JobError(f"{files.key} holds no ECDSA P-256 key in PEM: remove it, and a new one is made")
-    return loaded
+    return private_key
 
 
 def create_signing_request(key: ec.EllipticCurvePrivateKey, device: str) -> str:
@@ -179,13 +178,13 @@ def create_signing_request(key: ec.EllipticCurvePrivateKey, device: str) -> str:
 def install_certificate(settings: AgentSettings, pem: bytes) -> datetime.datetime:
     """Check and store a certificate for this device, and delete the token."""
     files = paths_from_settings(settings)
-    held = _validity_or_reason(pem, files, settings.device, load_or_create_key(files))
-    if isinstance(held, str):
-        raise JobError(f"the certificate that came is not to be used: {held}")
+    validity = _validity_or_reason(pem, files, settings.device, load_or_create_key(files))
+    if isinstance(validity, str):
+        raise JobError(f"the certificate that came is not to be used: {validity}")
     enrolment.write_file_with_mode(files.cert, pem, 0o644)
     with disk.disk_errors(f"remove {files.token}"):
         files.token.unlink(missing_ok=True)
-    return held.ends
+    return validity.ends
 
 
 def _read_token(path: Path) -> str | None:
@@ -207,11 +206,11 @@ def _read_certificate(
         return None
     except OSError as error:
         raise StoreError(f"{files.cert} cannot be read ({error.strerror}): check its owner") from None
-    held = _validity_or_reason(pem, files, device, key)
-    if isinstance(held, str):
-        log.warning("%s is of no use: %s", files.cert, held)
+    validity = _validity_or_reason(pem, files, device, key)
+    if isinstance(validity, str):
+        log.warning("%s is of no use: %s", files.cert, validity)
         return None
-    return held
+    return validity
 
 
 def _validity_or_reason(
@@ -238,25 +237,25 @@ def _validity_or_reason(
     return CertificateValidity(cert.not_valid_before_utc, cert.not_valid_after_utc)
 
 
-def _format_time(at: datetime.datetime) -> str:
-    return at.strftime("%Y-%m-%d %H:%M UTC")
+def _format_time(time: datetime.datetime) -> str:
+    return time.strftime("%Y-%m-%d %H:%M UTC")
 
 
 # -- the endpoint ---------------------------------------------------------------------------------
 
 
 def _post_request(
-    url: str, files: CredentialPaths, path: str, request: SigningRequest, certified: bool
+    url: str, files: CredentialPaths, path: str, request: SigningRequest, with_certificate: bool
 ) -> SigningResponse:
     host, port = _endpoint_address(url)
     try:
         context = ssl.create_default_context(cafile=str(files.ca))
         context.minimum_version = ssl.TLSVersion.TLSv1_3
-        if certified:
+        if with_certificate:
             context.load_cert_chain(files.cert, files.key)
     except (ValueError, OSError) as error:
         raise JobError(f"[enrol] url = {url!r} or {files.ca} cannot be used: {describe_exception(error)}") from None
-    connection = http.client.HTTPSConnection(host, port, timeout=ANSWER_S, context=context)
+    connection = http.client.HTTPSConnection(host, port, timeout=RESPONSE_TIMEOUT_S, context=context)
     try:
         connection.request("POST", path, msgspec.json.encode(request), {"Content-Type": "application/json"})
         response = connection.getresponse()
@@ -266,14 +265,14 @@ def _post_request(
     finally:
         connection.close()
     try:
-        answer = enrolment.decode_message(body, SigningResponse)
+        reply = enrolment.decode_message(body, SigningResponse)
     except FedquiltError as error:
         raise LinkError(f"{url} is no enrolment endpoint ({status}: {error}): check [enrol] url") from None
     if 400 <= status < 500:
-        raise EnrolmentRefusedError(f"{url} refuses {request.device}: {answer.reason}")
+        raise EnrolmentRefusedError(f"{url} refuses {request.device}: {reply.reason}")
     if status != 200:
-        raise LinkError(f"{url} could not answer ({status}): {answer.reason}")
-    return answer
+        raise LinkError(f"{url} could not answer ({status}): {reply.reason}")
+    return reply
 
 
 def _endpoint_address(url: str) -> tuple[str, int]:
@@ -287,10 +286,14 @@ def _endpoint_address(url: str) -> tuple[str, int]:
 def _describe_connection_error(url: str, files: CredentialPaths, error: Exception) -> str:
     if isinstance(error, ssl.SSLCertVerificationError):
         if error.verify_code in (_NOT_YET, _EXPIRED):
-            now = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime())
-            return f"the certificate of {url} is out of date by this board's clock, which says {now}: set the clock"
+            clock_time = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime())
+            return (
+                f"the certificate of {url} is out of date by this board's clock, which says {clock_time}: set the clock"
+            )
         return f"{url} is not to be trusted ({error.verify_message}): check [enrol] url and {files.ca}"
-    said = describe_exception(error)
-    if "alert" in said and "expired" in said:
+    description = describe_exception(error)
+    if "alert" in description and "expired" in description:
         return f"{url} says that {files.cert} has expired: put a new token into {files.token}"
-    return f"{url} cannot be reached ({said}): check the address, the network, and `fedquilt identity serve` there"
+    return (
+        f"{url} cannot be reached ({description}): check the address, the network, and `fedquilt identity serve` there"
+    )

@@ -23,30 +23,34 @@ from fedquilt.edge_agent.task.protocol import WorkResult
 from fedquilt.formats import labels
 from fedquilt.wire import MAX_CONTROL, Progress, Telemetry
 
-LAYOUT_MOST: Final = MAX_CONTROL // 2  # bytes of an update's message that types and shapes may take
+MAX_LAYOUT_BYTES: Final = MAX_CONTROL // 2  # bytes of an update's message that types and shapes may take
 
 
-def profile_message(device: str, board: Device, means: Capabilities, unable: str = "") -> Profile:
-    """Return a device's profile. `unable` is the reason why the agent cannot be upgraded, or ""."""
+def profile_message(device: str, board: Device, capabilities: Capabilities, unsupported_reason: str = "") -> Profile:
+    """Return a device's profile. `unsupported_reason` is the reason why the agent cannot be upgraded, or ""."""
     return Profile(
         device=device,
         board=board.board[:200],
         memory_bytes=board.memory_bytes,
-        budget_bytes=means.budget_bytes,
-        engines=means.engines,
+        budget_bytes=capabilities.budget_bytes,
+        engines=capabilities.engines,
         versions={
-            **_package_versions(means.engines),
-            **({} if means.confined is None else {"tasks without": ", ".join(means.confined) or "nothing"}),
-            **{f"{engine} runs on": where for engine, where in sorted(means.runs_on.items())},
-            **({UPGRADES: unable} if unable else {}),
-            **means.plugins,
+            **_package_versions(capabilities.engines),
+            **(
+                {}
+                if capabilities.sandbox_restrictions is None
+                else {"tasks without": ", ".join(capabilities.sandbox_restrictions) or "nothing"}
+            ),
+            **{f"{engine} runs on": provider for engine, provider in sorted(capabilities.runs_on.items())},
+            **({UPGRADES: unsupported_reason} if unsupported_reason else {}),
+            **capabilities.plugins,
         },
         points=board.points,
         idle_w=board.idle_w,
         provenance=board.provenance,
-        codecs=means.codecs,
-        labels=means.labels,
-        boards=means.boards,
+        codecs=capabilities.codecs,
+        labels=capabilities.labels,
+        boards=capabilities.boards,
     )
 
 
@@ -54,10 +58,10 @@ def telemetry_message(
     reading: Reading,
     task_bytes: int | None = None,
     clock_s: float | None = None,
-    served: RunnerStatus | None = None,
+    runner_status: RunnerStatus | None = None,
     disk_full: bool | None = None,
 ) -> Telemetry | None:
-    told = Telemetry(
+    telemetry = Telemetry(
         power_w=reading.power_w,
         energy_j=reading.energy_j,
         temperature_c=reading.temperature_c,
@@ -68,20 +72,20 @@ def telemetry_message(
         task_bytes=task_bytes,
         mode=None if reading.mode is None else reading.mode[:200],
         clock_s=clock_s,
-        served=None if served is None else served.served,
-        drift=None if served is None else served.drift,
-        accuracy=None if served is None else served.accuracy,
+        served=None if runner_status is None else runner_status.served,
+        drift=None if runner_status is None else runner_status.drift,
+        accuracy=None if runner_status is None else runner_status.accuracy,
     )
-    return None if told == Telemetry() else told
+    return None if telemetry == Telemetry() else telemetry
 
 
 def progress_message(task: Task, fraction: float) -> Progress:
     return Progress(job=task.job, round=task.round, attempt=task.attempt, fraction=fraction)
 
 
-def update_message(device: str, open: OpenTask, outcome: WorkResult, cost: Cost) -> Update:
-    task = open.task
-    moved = task.bundles.keys() & outcome.bundles.keys() if task.wire.codec != "raw" else set()
+def update_message(device: str, open_task: OpenTask, outcome: WorkResult, cost: Cost) -> Update:
+    task = open_task.task
+    delta_bundles = task.bundles.keys() & outcome.bundles.keys() if task.wire.codec != "raw" else set()
     usage = Usage(
         wall_s=cost.duration_s,
         cpu_s=outcome.cpu_s,
@@ -93,7 +97,7 @@ def update_message(device: str, open: OpenTask, outcome: WorkResult, cost: Cost)
         peak_bytes=outcome.peak_bytes,
         base_bytes=outcome.base_bytes,
         examples=outcome.examples,
-        down_bytes=open.down_bytes,
+        down_bytes=open_task.down_bytes,
         up_bytes=sum({ref.sha256: ref.size for ref in outcome.bundles.values()}.values()),
     )
     return Update(
@@ -106,12 +110,12 @@ def update_message(device: str, open: OpenTask, outcome: WorkResult, cost: Cost)
         metrics=outcome.metrics,
         evaluation=outcome.evaluation,
         usage=usage,
-        bases={name: task.bundles[name].sha256 for name in sorted(moved)},
+        bases={name: task.bundles[name].sha256 for name in sorted(delta_bundles)},
         layouts=_layouts_within_limit(outcome),
         state=task.state,
         epoch=task.epoch,
         note=outcome.note,
-        below=outcome.below,
+        below=outcome.site_usage,
     )
 
 
@@ -119,21 +123,25 @@ def _layouts_within_limit(outcome: WorkResult) -> dict[str, dict[str, str]]:
     # The layouts of a large network alone would exceed the size limit of a message.
     sums = outcome.evaluation
     size = 4 * (len(sums.counts) + len(sums.scores)) // 3 if sums else 0
-    size += sum(len(name) + len(said) + 6 for each in outcome.layouts.values() for name, said in each.items())
-    return outcome.layouts if size <= LAYOUT_MOST else {}
+    size += sum(
+        len(name) + len(layout) + 6
+        for tensor_layouts in outcome.layouts.values()
+        for name, layout in tensor_layouts.items()
+    )
+    return outcome.layouts if size <= MAX_LAYOUT_BYTES else {}
 
 
 @lru_cache(maxsize=1)  # reads files that do not change while a process runs
-def _package_versions(available: tuple[str, ...]) -> dict[str, str]:
-    found = {"fedquilt": fedquilt.__version__, "python": platform.python_version()}
-    for engine in available:
+def _package_versions(engine_names: tuple[str, ...]) -> dict[str, str]:
+    versions = {"fedquilt": fedquilt.__version__, "python": platform.python_version()}
+    for engine in engine_names:
         library, _ = engines.NEEDS.get(engine, ("", ""))
         if not library:  # another package's, listed in `Capabilities.plugins`
             continue
         for name in (library, f"{library}-gpu"):
             if (version := _installed_version(name)) is not None:
-                found[name] = version
-    return found
+                versions[name] = version
+    return versions
 
 
 def _installed_version(name: str) -> str | None:
@@ -149,10 +157,18 @@ def capabilities_from_settings(settings: AgentSettings, memory_bytes: int) -> Ca
 
 
 @cache  # looked up on disk, and constant while a process runs
-def _installed_capabilities(budget_bytes: int, allowed: tuple[str, ...] | None) -> Capabilities:
-    with plugins.restrict_plugins_within(allowed):
-        known = (*methods.builtin_names(), *methods.plugin_names(), *(name for name in allowed or () if ":" in name))
-        found = plugins.plugin_fingerprints()
+def _installed_capabilities(budget_bytes: int, allowed_plugins: tuple[str, ...] | None) -> Capabilities:
+    with plugins.restrict_plugins_within(allowed_plugins):
+        method_names = (
+            *methods.builtin_names(),
+            *methods.plugin_names(),
+            *(name for name in allowed_plugins or () if ":" in name),
+        )
+        fingerprints = plugins.plugin_fingerprints()
     return Capabilities(
-        budget_bytes, engines.available_engines(), known, plugins=found, confined=sandbox.available_restrictions()
+        budget_bytes,
+        engines.available_engines(),
+        method_names,
+        plugins=fingerprints,
+        sandbox_restrictions=sandbox.available_restrictions(),
     )

@@ -15,9 +15,9 @@ from fedquilt.core import UNDECODABLE, AnyDigest, Count, DeviceReport
 from fedquilt.host.disk import REAL, Disk
 
 FILE: Final = "served.json"
-FRESH_S: Final = 60.0  # a runner that has written nothing for longer is not there
-SIZE_MOST: Final = 64 * 1024
-LATEST: Final = 500  # most labels that an accuracy counts, the latest ones
+ACTIVE_S: Final = 60.0  # a runner that has written nothing for longer is not there
+MAX_SIZE_BYTES: Final = 64 * 1024
+MAX_LABELS: Final = 500  # most labels that an accuracy counts, the latest ones
 
 Share = Annotated[float, Meta(ge=0.0, le=1.0)]
 
@@ -41,22 +41,22 @@ class RunnerStatusReader:
 
     def __init__(self, folder: Path, disk: Disk = REAL, clock: Callable[[], float] = time.monotonic) -> None:
         self._file, self._disk, self._clock = folder / FILE, disk, clock
-        self._last = RunnerStatus()
+        self._last_status = RunnerStatus()
         self._payload: bytes | None = None
         self._changed_s = -math.inf  # when the file was last seen to have changed
 
     def read_status(self) -> RunnerStatus | None:
         try:
-            found = self._disk.stat(self._file)
-            payload = None if found is None else self._disk.read(self._file, 0, SIZE_MOST)
+            file_stat = self._disk.stat(self._file)
+            payload = None if file_stat is None else self._disk.read(self._file, 0, MAX_SIZE_BYTES)
         except OSError:
             payload = None
         if payload is not None and payload != self._payload:
             if self._payload is not None or self._is_recent(payload):
                 self._changed_s = self._clock()
             self._payload = payload
-            self._last = _decode_status(payload) or self._last
-        return self._last if self._clock() <= self._changed_s + FRESH_S else None
+            self._last_status = _decode_status(payload) or self._last_status
+        return self._last_status if self._clock() <= self._changed_s + ACTIVE_S else None
 
     @property
     def unchanged_s(self) -> float:
@@ -65,8 +65,8 @@ class RunnerStatusReader:
 
     @staticmethod
     def _is_recent(payload: bytes) -> bool:
-        found = _decode_status(payload)
-        return found is not None and abs(time.time() - found.at) <= FRESH_S
+        status = _decode_status(payload)
+        return status is not None and abs(time.time() - status.at) <= ACTIVE_S
 
 
 def _decode_status(payload: bytes) -> RunnerStatus | None:

@@ -98,16 +98,16 @@ def parse_size(text: str) -> int:
 
     kB to TB are powers of 1000, and KiB to TiB powers of 1024.
     """
-    found = re.fullmatch(r"\s*(\d{1,18}(?:\.\d{1,18})?)\s*([A-Za-z]*)\s*", text)
-    unit = found[2].upper().removesuffix("B") + "B" if found else ""
-    size = {name.upper(): each for name, each in UNITS.items()}.get(unit)
-    if found is None or size is None:
+    match = re.fullmatch(r"\s*(\d{1,18}(?:\.\d{1,18})?)\s*([A-Za-z]*)\s*", text)
+    unit = match[2].upper().removesuffix("B") + "B" if match else ""
+    size = {name.upper(): factor for name, factor in UNITS.items()}.get(unit)
+    if match is None or size is None:
         raise JobError(f'{text!r} is no size: write, for example, "512MB" or "1.5GiB"; units are {", ".join(UNITS)}')
-    whole, _, part = found[1].partition(".")
-    number = int(whole + part)  # a float would lose bytes of large sizes
-    if not found[2] and number:
-        raise JobError(f'{text!r} has no unit: write "{found[1]}MB", or "{found[1]}B" if it is bytes')
-    return number * size // 10 ** len(part)
+    whole_digits, _, fraction_digits = match[1].partition(".")
+    number = int(whole_digits + fraction_digits)  # a float would lose bytes of large sizes
+    if not match[2] and number:
+        raise JobError(f'{text!r} has no unit: write "{match[1]}MB", or "{match[1]}B" if it is bytes')
+    return number * size // 10 ** len(fraction_digits)
 
 
 def load_settings(path: Path) -> AgentSettings:
@@ -154,8 +154,10 @@ def describe_missing_data(settings: AgentSettings) -> str:
 
 def _resolve_all_paths(table: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     profile = table.get("profile")
-    named = isinstance(profile, str) and profiles.is_board_name(profile) and not (folder / profile).exists()
-    result = _resolve_paths(table, ("home", *(() if named else ("profile",))), folder)
+    is_shipped_profile = (
+        isinstance(profile, str) and profiles.is_board_name(profile) and not (folder / profile).exists()
+    )
+    result = _resolve_paths(table, ("home", *(() if is_shipped_profile else ("profile",))), folder)
     for key, paths in (
         ("broker", ("ca", "cert", "key", "password_file")),
         ("enrol", ("token",)),
@@ -165,7 +167,9 @@ def _resolve_all_paths(table: Mapping[str, Any], folder: Path) -> dict[str, Any]
         if isinstance(result.get(key), dict):
             result[key] = _resolve_paths(result[key], paths, folder)
     if isinstance(result.get("data"), dict) and isinstance(sources := result["data"].get("sources"), list):
-        anchored = [_resolve_paths(one, ("path",), folder) if isinstance(one, dict) else one for one in sources]
+        anchored = [
+            _resolve_paths(source, ("path",), folder) if isinstance(source, dict) else source for source in sources
+        ]
         result["data"] = {**result["data"], "sources": anchored}
     if isinstance(result.get("data"), dict) and isinstance(text := result["data"].get("text"), dict):
         result["data"] = {**result["data"], "text": _resolve_paths(text, ("vocabulary",), folder)}
@@ -187,15 +191,17 @@ def apply_systemd_credentials(settings: AgentSettings) -> AgentSettings:
     folder = os.environ.get("CREDENTIALS_DIRECTORY")
     if folder is None:
         return settings
-    named = {key: getattr(settings.broker, key) for key in FILES}
-    found: dict[str, str] = {}
-    for key, path in named.items():
+    paths = {key: getattr(settings.broker, key) for key in FILES}
+    copies: dict[str, str] = {}
+    for key, path in paths.items():
         if path is None or not os.path.isfile(copy := os.path.join(folder, os.path.basename(path))):
             continue
-        for other in [other for other, taken in found.items() if taken == copy and named[other] != path]:
+        for other_key in [
+            other_key for other_key, copied_path in copies.items() if copied_path == copy and paths[other_key] != path
+        ]:
             raise JobError(
-                f"broker.{other} {named[other]} and broker.{key} {path} have the same name, and one credential cannot "
-                "be both: rename one of the files"
+                f"broker.{other_key} {paths[other_key]} and broker.{key} {path} have the same name, and one "
+                "credential cannot be both: rename one of the files"
             )
-        found[key] = copy
-    return msgspec.structs.replace(settings, broker=msgspec.structs.replace(settings.broker, **found))
+        copies[key] = copy
+    return msgspec.structs.replace(settings, broker=msgspec.structs.replace(settings.broker, **copies))

@@ -42,7 +42,7 @@ class SessionStarted(msgspec.Struct, frozen=True):
 
 class TaskReceived(msgspec.Struct, frozen=True):
     task: Task
-    missing: frozenset[BlobRef] = frozenset()
+    missing_blobs: frozenset[BlobRef] = frozenset()
 
 
 class TaskCancelled(msgspec.Struct, frozen=True): ...
@@ -55,16 +55,16 @@ class BlobFetched(msgspec.Struct, frozen=True):
 
 class TaskCompleted(msgspec.Struct, frozen=True):
     update: Update
-    private: bool  # the result includes private state
-    learned: LearnedModel = LearnedModel()  # of its workload, this task included
-    planned_bytes: int | None = None  # peak that its engine predicted, beside the bare process
+    has_private_state: bool
+    learned_model: LearnedModel = LearnedModel()  # of the task's workload, with this task
+    planned_bytes: int | None = None  # peak predicted by the engine, without the bare process
 
 
 class TaskFailed(msgspec.Struct, frozen=True):
     code: RefusalCode
     reason: str
-    overrun: bool = False  # memory ran out during the work
-    killed: bool = False  # its process was killed from outside: the next attempt may succeed
+    ran_out_of_memory: bool = False
+    killed_externally: bool = False  # the next attempt may succeed
 
 
 class UpdateAcked(msgspec.Struct, frozen=True):
@@ -72,15 +72,15 @@ class UpdateAcked(msgspec.Struct, frozen=True):
 
     key: Key
     accepted: bool
-    epoch: int = 0  # start of the coordinator that answered
-    attempt: int = 0  # at the round, of the update that it answered
+    epoch: int = 0  # epoch of the coordinator that answered
+    attempt: int = 0  # attempt of the acknowledged update
 
 
 class TimerFired(msgspec.Struct, frozen=True): ...
 
 
 class TaskPauseChanged(msgspec.Struct, frozen=True):
-    on: bool
+    is_paused: bool
 
 
 Event = (
@@ -126,7 +126,7 @@ class DeleteUpdate(msgspec.Struct, frozen=True):
 
 
 class StoreLearnedCosts(msgspec.Struct, frozen=True):
-    learned: Mapping[str, LearnedModel]
+    learned_models: Mapping[str, LearnedModel]
 
 
 Action = PublishClaim | FetchBlobs | CancelFetch | StartTask | StopTask | SendUpdate | DeleteUpdate | StoreLearnedCosts
@@ -136,7 +136,7 @@ Action = PublishClaim | FetchBlobs | CancelFetch | StartTask | StopTask | SendUp
 
 class CountedRound(msgspec.Struct, frozen=True):
     round: int
-    epoch: int = 0  # start of the coordinator that said so
+    epoch: int = 0  # epoch of the coordinator that counted the round
 
 
 class Capabilities(msgspec.Struct, frozen=True):
@@ -146,66 +146,65 @@ class Capabilities(msgspec.Struct, frozen=True):
     engines: tuple[str, ...]
     methods: tuple[str, ...]
     codecs: tuple[str, ...] = CODECS
-    plugins: Mapping[str, str] = field(
-        default_factory=dict
-    )  # of other packages: `fedquilt.plugins.plugin_fingerprints`
-    confined: tuple[str, ...] | None = None  # by `task.sandbox`, or None without a process
-    labels: tuple[str, ...] = ()  # labels given by the owner: `fedquilt.formats.labels`
-    boards: int = 0  # of a site
-    runs_on: Mapping[str, str] = field(default_factory=dict)  # engine that may use a GPU -> what its latest task used
+    plugins: Mapping[str, str] = field(default_factory=dict)  # from `fedquilt.plugins.plugin_fingerprints`
+    sandbox_restrictions: tuple[str, ...] | None = None  # from `task.sandbox`, or None without a process
+    labels: tuple[str, ...] = ()  # set by the owner (`fedquilt.formats.labels`)
+    boards: int = 0  # number of a site's devices
+    runs_on: Mapping[str, str] = field(default_factory=dict)  # engine that may use a GPU -> provider of its latest task
 
 
 class OpenTask(msgspec.Struct, frozen=True):
     task: Task
-    missing: frozenset[BlobRef]
-    due_s: float = math.inf  # its deadline by this device's own clock, set when it first arrived
-    working: bool = False
+    missing_blobs: frozenset[BlobRef]
+    due_s: float = math.inf  # deadline by this device's clock, set when the task first arrived
+    is_running: bool = False
     down_bytes: int = 0  # size of the fetched blobs
-    again: frozenset[BlobRef] = frozenset()  # part of `missing` that failed, to be fetched again at `again_s`
-    again_s: float = math.inf
-    failures: int = 0  # to fetch a blob, since one last arrived
-    killed: int = 0  # times its process was killed from outside
+    retry_blobs: frozenset[BlobRef] = frozenset()  # failed part of `missing_blobs`, fetched again at `retry_s`
+    retry_s: float = math.inf
+    fetch_failures: int = 0  # since the latest fetched blob
+    kill_count: int = 0  # kills of its process from outside
 
 
 class OutboxUpdate(msgspec.Struct, frozen=True):
     update: Update
-    private: bool
-    due_s: float
-    sends: int = 0  # in this session with the coordinator
-    since_s: float | None = None  # when it was first offered; None: before this process began
+    has_private_state: bool
+    resend_s: float
+    send_count: int = 0  # submissions in this session
+    first_sent_s: float | None = None  # None before this process started
 
 
 class DeviceState(msgspec.Struct, frozen=True):
-    means: Capabilities
-    open: OpenTask | None = None
+    capabilities: Capabilities
+    open_task: OpenTask | None = None
     outbox: Mapping[Key, OutboxUpdate] = field(default_factory=dict)
-    counted: Mapping[str, CountedRound] = field(default_factory=dict)  # by job
-    refusal: Claim | None = None  # latest refusal, repeated with its task
-    base_bytes: Mapping[str, int] = field(default_factory=dict)  # engine -> resident with nothing but it
-    learned: Mapping[str, LearnedModel] = field(default_factory=dict)  # by `workload_key`, the latest last
-    sent: Mapping[str, tuple[float, ...]] = field(default_factory=dict)  # by job: latest seconds from offer to answer
-    cautions: Mapping[tuple[str, str], MemoryMargin] = field(default_factory=dict)  # (method, engine) -> what was seen
-    rests: bool = False  # whether no task is begun now
+    counted_rounds: Mapping[str, CountedRound] = field(default_factory=dict)  # by job
+    last_decline: Claim | None = None  # repeated if its task arrives again
+    base_bytes: Mapping[str, int] = field(default_factory=dict)  # engine -> resident size without work
+    learned_models: Mapping[str, LearnedModel] = field(default_factory=dict)  # by `workload_key`, the latest is last
+    # By job: seconds from submission to acknowledgement of the latest updates.
+    upload_times_s: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
+    memory_margins: Mapping[tuple[str, str], MemoryMargin] = field(default_factory=dict)  # by method and engine
+    is_paused: bool = False  # no task is started now
 
 
 def workload_key(task: Task) -> str:
     return " ".join(filter(None, (task.engine, task.method, task.work.workload)))
 
 
-REMEMBERED_JOBS: Final = 64
-REMEMBERED_WORKLOADS: Final = 16  # that something was learned of
-REMEMBERED_WAYS: Final = 3  # answered updates of a job: their median leaves out one that met an outage
-RESERVED_MOST: Final = 0.5  # most of the time left that is kept for the update's way
-COUNTED: Final = "counted already: this is an old message, or the coordinator's log is an older copy"
-KILLED_MOST: Final = 2  # most restarts of a task whose process was killed from outside
+MAX_JOBS: Final = 64
+MAX_WORKLOADS: Final = 16  # workloads with learned models
+MAX_UPLOAD_TIMES: Final = 3  # per job: the median of three ignores one outage
+MAX_RESERVED_FRACTION: Final = 0.5  # limit of the time reserved for the upload, as a share of the remaining time
+COUNTED_REASON: Final = "counted already: this is an old message, or the coordinator's log is an older copy"
+MAX_KILLS: Final = 2  # limit of restarts of a task whose process was killed from outside
 
 Step = tuple[DeviceState, tuple[Action, ...]]
 
 
 def next_due_s(state: DeviceState) -> float:
     """Return the time at which `advance` may act without an event, or infinity."""
-    again_s = state.open.again_s if state.open else math.inf
-    return min([again_s, *(offer.due_s for offer in state.outbox.values())]) if state.outbox else again_s
+    retry_s = state.open_task.retry_s if state.open_task else math.inf
+    return min([retry_s, *(entry.resend_s for entry in state.outbox.values())]) if state.outbox else retry_s
 
 
 def advance(state: DeviceState, event: Event, now_s: float, reading: Reading = Reading()) -> Step:
@@ -222,17 +221,17 @@ def advance(state: DeviceState, event: Event, now_s: float, reading: Reading = R
             return _handle_fetched(state, event, now_s)
         case TaskCompleted():
             return _handle_completion(state, event, now_s)
-        case TaskFailed() if state.open is not None:
-            return _handle_failure(state, state.open, event)
+        case TaskFailed() if state.open_task is not None:
+            return _handle_failure(state, state.open_task, event)
         case UpdateAcked():
             return _handle_ack(state, event, now_s)
         case SessionStarted():
-            offers = {key: replace(offer, due_s=now_s, sends=0) for key, offer in state.outbox.items()}
-            return _repeat_due_actions(replace(state, outbox=offers), now_s)
+            outbox = {key: replace(entry, resend_s=now_s, send_count=0) for key, entry in state.outbox.items()}
+            return _repeat_due_actions(replace(state, outbox=outbox), now_s)
         case TimerFired():
             return _repeat_due_actions(state, now_s)
         case TaskPauseChanged():
-            return _start_if_ready(replace(state, rests=event.on))
+            return _start_if_ready(replace(state, is_paused=event.is_paused))
         case _:
             return state, ()
 
@@ -241,91 +240,99 @@ def advance(state: DeviceState, event: Event, now_s: float, reading: Reading = R
 
 
 def _handle_task(state: DeviceState, event: TaskReceived, now_s: float, reading: Reading) -> Step:
-    task, open = event.task, state.open
+    task, open_task = event.task, state.open_task
     key = (task.job, task.round)
     if key in state.outbox and state.outbox[key].update.state == task.state:
-        offer = state.outbox[key]
-        update = replace(offer.update, attempt=task.attempt, epoch=max(task.epoch, offer.update.epoch))
-        again = _with_submission_counted(replace(offer, update=update, sends=0), now_s)
-        return replace(state, outbox={**state.outbox, key: again}), (SendUpdate(update),)
-    last = state.counted.get(task.job)
-    if last is not None and task.round <= last.round and task.epoch <= last.epoch:
-        claim = replace(_acceptance_claim(state, task), accepted=False, code="counted", reason=COUNTED)
-        return state, (PublishClaim(claim),)  # the coordinator ignores it, if this was an old message
-    if open is not None and open.task.job == task.job and _task_order(open.task) > _task_order(task):
-        return state, ()  # superseded by the task in hand before it arrived
-    if open is not None and _is_same_work(open.task, task):
-        due_s = open.due_s if task == open.task else now_s + task.deadline_s  # an old message carries an old deadline
-        return replace(state, open=replace(open, task=task, due_s=due_s)), (
+        entry = state.outbox[key]
+        update = replace(entry.update, attempt=task.attempt, epoch=max(task.epoch, entry.update.epoch))
+        resubmitted = _with_submission_counted(replace(entry, update=update, send_count=0), now_s)
+        return replace(state, outbox={**state.outbox, key: resubmitted}), (SendUpdate(update),)
+    counted_round = state.counted_rounds.get(task.job)
+    if counted_round is not None and task.round <= counted_round.round and task.epoch <= counted_round.epoch:
+        claim = replace(_acceptance_claim(state, task), accepted=False, code="counted", reason=COUNTED_REASON)
+        return state, (PublishClaim(claim),)  # the coordinator ignores this claim if the message was old
+    if open_task is not None and open_task.task.job == task.job and _task_order(open_task.task) > _task_order(task):
+        return state, ()  # the open task is newer
+    if open_task is not None and _is_same_work(open_task.task, task):
+        # A repeated message has the deadline of the first.
+        due_s = open_task.due_s if task == open_task.task else now_s + task.deadline_s
+        return replace(state, open_task=replace(open_task, task=task, due_s=due_s)), (
             PublishClaim(_acceptance_claim(state, task)),
         )
-    told = _acceptance_claim(state, task)
-    if state.refusal is not None and told == replace(state.refusal, accepted=True, code="ok", reason=""):
-        return state, (PublishClaim(state.refusal),)
-    stale = state.outbox.get(key)  # computed from another state: by this device, for a copy of the coordinator's log
-    if stale is not None:
-        state = replace(state, outbox={other: offer for other, offer in state.outbox.items() if other != key})
+    acceptance = _acceptance_claim(state, task)
+    if state.last_decline is not None and acceptance == replace(
+        state.last_decline, accepted=True, code="ok", reason=""
+    ):
+        return state, (PublishClaim(state.last_decline),)
+    stale_entry = state.outbox.get(key)  # computed from the state of another copy of the coordinator's log
+    if stale_entry is not None:
+        state = replace(
+            state, outbox={other_key: entry for other_key, entry in state.outbox.items() if other_key != key}
+        )
     refusal = decline_reason(state, task, reading)
-    after, actions = _decline_task(state, task, *refusal) if refusal is not None else _accept_task(state, event, now_s)
-    return after, actions if stale is None else (DeleteUpdate(stale.update), *actions)
+    if refusal is None:
+        next_state, actions = _accept_task(state, event, now_s)
+    else:
+        next_state, actions = _decline_task(state, task, *refusal)
+    return next_state, actions if stale_entry is None else (DeleteUpdate(stale_entry.update), *actions)
 
 
 def decline_reason(state: DeviceState, task: Task, reading: Reading) -> tuple[RefusalCode, str] | None:
-    means = state.means
-    if task.method not in means.methods:
+    capabilities = state.capabilities
+    if task.method not in capabilities.methods:
         return "method", (
             f"there is no method {task.method!r} here: install the coordinator's version of fedquilt, or the package "
             "that gives it"
         )
-    if task.engine not in means.engines:
-        there_are = ", ".join(means.engines) or "none"
-        return "engine", f"the {task.engine} engine cannot run here (there are: {there_are}): install its packages"
-    if task.wire.codec not in means.codecs:
-        known = ", ".join(means.codecs)
-        return "codec", f"no codec {task.wire.codec!r} here (known: {known}): install the coordinator's fedquilt"
+    if task.engine not in capabilities.engines:
+        engine_names = ", ".join(capabilities.engines) or "none"
+        return "engine", f"the {task.engine} engine cannot run here (there are: {engine_names}): install its packages"
+    if task.wire.codec not in capabilities.codecs:
+        codec_names = ", ".join(capabilities.codecs)
+        return "codec", f"no codec {task.wire.codec!r} here (known: {codec_names}): install the coordinator's fedquilt"
     return memory_budget.memory_shortage(
         task.engine,
         task.work,
-        means.budget_bytes,
+        capabilities.budget_bytes,
         reading.available_bytes,
         measured=state.base_bytes,
-        caution=_memory_margin(state, task),
+        margin=_memory_margin(state, task),
     )
 
 
 def plan_limit_bytes(state: DeviceState, task: Task) -> int:
     base = memory_budget.engine_base_bytes(task.engine, state.base_bytes)
-    return _memory_margin(state, task).plan_limit_bytes(state.means.budget_bytes, base)
+    return _memory_margin(state, task).plan_limit_bytes(state.capabilities.budget_bytes, base)
 
 
 def _memory_margin(state: DeviceState, task: Task) -> memory_budget.MemoryMargin:
-    return state.cautions.get((task.method, task.engine), memory_budget.MemoryMargin())
+    return state.memory_margins.get((task.method, task.engine), memory_budget.MemoryMargin())
 
 
-def _with_memory_margin(state: DeviceState, task: Task, caution: memory_budget.MemoryMargin) -> DeviceState:
-    return replace(state, cautions={**state.cautions, (task.method, task.engine): caution})
+def _with_memory_margin(state: DeviceState, task: Task, margin: memory_budget.MemoryMargin) -> DeviceState:
+    return replace(state, memory_margins={**state.memory_margins, (task.method, task.engine): margin})
 
 
 def _with_raised_margin(state: DeviceState, event: TaskFailed) -> DeviceState:
     # An engine that refused before the work started is no reason for a larger margin.
-    if state.open is None or event.code != "memory" or not event.overrun:
+    if state.open_task is None or event.code != "memory" or not event.ran_out_of_memory:
         return state
-    return _with_memory_margin(state, state.open.task, _memory_margin(state, state.open.task).with_failure())
+    return _with_memory_margin(state, state.open_task.task, _memory_margin(state, state.open_task.task).with_failure())
 
 
 def _accept_task(state: DeviceState, event: TaskReceived, now_s: float) -> Step:
-    given_up = _stop_actions(state, keep=event.missing)
-    down_bytes, due_s = sum(ref.size for ref in event.missing), now_s + event.task.deadline_s
-    opened = OpenTask(event.task, event.missing, due_s, down_bytes=down_bytes)
-    under_way = state.open.missing - state.open.again if state.open else frozenset()
-    wanted = _sorted_refs(event.missing - under_way)
-    fetch = (FetchBlobs(wanted),) if wanted else ()
-    state, begun = _start_if_ready(replace(state, open=opened, refusal=None))
-    return state, (*given_up, PublishClaim(_acceptance_claim(state, event.task)), *fetch, *begun)
+    stop_actions = _stop_actions(state, keep=event.missing_blobs)
+    down_bytes, due_s = sum(ref.size for ref in event.missing_blobs), now_s + event.task.deadline_s
+    open_task = OpenTask(event.task, event.missing_blobs, due_s, down_bytes=down_bytes)
+    fetching_blobs = state.open_task.missing_blobs - state.open_task.retry_blobs if state.open_task else frozenset()
+    blobs_to_fetch = _sorted_refs(event.missing_blobs - fetching_blobs)
+    fetch = (FetchBlobs(blobs_to_fetch),) if blobs_to_fetch else ()
+    state, start_actions = _start_if_ready(replace(state, open_task=open_task, last_decline=None))
+    return state, (*stop_actions, PublishClaim(_acceptance_claim(state, event.task)), *fetch, *start_actions)
 
 
-def _is_same_work(one: Task, other: Task) -> bool:
-    return replace(one, attempt=other.attempt, deadline_s=other.deadline_s, epoch=other.epoch) == other
+def _is_same_work(left: Task, right: Task) -> bool:
+    return replace(left, attempt=right.attempt, deadline_s=right.deadline_s, epoch=right.epoch) == right
 
 
 def _task_order(task: Task) -> tuple[int, int]:
@@ -335,25 +342,25 @@ def _task_order(task: Task) -> tuple[int, int]:
 
 def _acceptance_claim(state: DeviceState, task: Task) -> Claim:
     claim = Claim(job=task.job, round=task.round, attempt=task.attempt, accepted=True)
-    last = state.counted.get(task.job)
-    if last is None or last.round < task.round:
+    counted_round = state.counted_rounds.get(task.job)
+    if counted_round is None or counted_round.round < task.round:
         return claim
-    return replace(claim, counted=last.round, epoch=last.epoch)
+    return replace(claim, counted=counted_round.round, epoch=counted_round.epoch)
 
 
 def _decline_task(state: DeviceState, task: Task, code: RefusalCode, reason: str) -> Step:
     claim = replace(_acceptance_claim(state, task), accepted=False, code=code, reason=shorten_error(reason))
-    return replace(_without_task(state), refusal=claim), (*_stop_actions(state), PublishClaim(claim))
+    return replace(_without_task(state), last_decline=claim), (*_stop_actions(state), PublishClaim(claim))
 
 
 def _handle_cancellation(state: DeviceState) -> Step:
     """Stop the task and publish a claim, since others than the coordinator can empty the topic."""
-    told: tuple[Action, ...] = ()
-    if state.open is not None:
+    claims: tuple[Action, ...] = ()
+    if state.open_task is not None:
         reason = "its topic was emptied: by the coordinator, or by somebody at the broker"
-        claim = replace(_acceptance_claim(state, state.open.task), accepted=False, code="cleared", reason=reason)
-        told = (PublishClaim(claim),)
-    return replace(_without_task(state), refusal=None), (*_stop_actions(state), *told)
+        claim = replace(_acceptance_claim(state, state.open_task.task), accepted=False, code="cleared", reason=reason)
+        claims = (PublishClaim(claim),)
+    return replace(_without_task(state), last_decline=None), (*_stop_actions(state), *claims)
 
 
 def upload_reserve_s(state: DeviceState, now_s: float) -> float:
@@ -362,110 +369,120 @@ def upload_reserve_s(state: DeviceState, now_s: float) -> float:
     This is the median of the job's latest uploads. Before the first, it is the time that fetching the task's blobs
     took.
     """
-    open = state.open
-    if open is None or not math.isfinite(open.due_s):
+    open_task = state.open_task
+    if open_task is None or not math.isfinite(open_task.due_s):
         return 0.0
-    fetched_s = now_s - (open.due_s - open.task.deadline_s) if open.down_bytes else 0.0
-    known = state.sent.get(open.task.job)
-    import statistics  # here: it takes 0.3 MB, and an idle agent sends nothing
+    fetch_s = now_s - (open_task.due_s - open_task.task.deadline_s) if open_task.down_bytes else 0.0
+    upload_times_s = state.upload_times_s.get(open_task.task.job)
+    import statistics  # imported here to save 0.3 MB in an idle agent
 
-    return min(statistics.median(known) if known else fetched_s, RESERVED_MOST * max(open.due_s - now_s, 0.0))
+    return min(
+        statistics.median(upload_times_s) if upload_times_s else fetch_s,
+        MAX_RESERVED_FRACTION * max(open_task.due_s - now_s, 0.0),
+    )
 
 
-# -- it goes on -----------------------------------------------------------------------------------
+# -- progress of a task ---------------------------------------------------------------------------
 
 
 def _handle_fetched(state: DeviceState, event: BlobFetched, now_s: float) -> Step:
-    open = state.open
-    found = [ref for ref in open.missing if ref.sha256 == event.sha256] if open else []
-    if open is None or not found:
+    open_task = state.open_task
+    refs = [ref for ref in open_task.missing_blobs if ref.sha256 == event.sha256] if open_task else []
+    if open_task is None or not refs:
         return state, ()
     if event.error is None:
-        left = replace(open, missing=open.missing.difference(found), failures=0)
-        return _start_if_ready(replace(state, open=left))
-    later = replace(
-        open,
-        again=open.again.union(found),
-        again_s=min(open.again_s, now_s + REFETCH.delay_s(open.failures)),
-        failures=open.failures + 1,
+        updated = replace(open_task, missing_blobs=open_task.missing_blobs.difference(refs), fetch_failures=0)
+        return _start_if_ready(replace(state, open_task=updated))
+    retrying = replace(
+        open_task,
+        retry_blobs=open_task.retry_blobs.union(refs),
+        retry_s=min(open_task.retry_s, now_s + REFETCH.delay_s(open_task.fetch_failures)),
+        fetch_failures=open_task.fetch_failures + 1,
     )
-    return replace(state, open=later), ()
+    return replace(state, open_task=retrying), ()
 
 
 def _start_if_ready(state: DeviceState) -> Step:
     """Start the open task, unless blobs are missing, tasks pause or private state is unacknowledged."""
-    open = state.open
-    if open is None or open.working or open.missing or state.rests:
+    open_task = state.open_task
+    if open_task is None or open_task.is_running or open_task.missing_blobs or state.is_paused:
         return state, ()
-    if any(offer.private and job == open.task.job for (job, _), offer in state.outbox.items()):
+    if any(entry.has_private_state and job == open_task.task.job for (job, _), entry in state.outbox.items()):
         return state, ()
-    return replace(state, open=replace(open, working=True)), (StartTask(open.task),)
+    return replace(state, open_task=replace(open_task, is_running=True)), (StartTask(open_task.task),)
 
 
 def _handle_completion(state: DeviceState, event: TaskCompleted, now_s: float) -> Step:
     update, bases = event.update, dict(state.base_bytes)
-    if state.open is not None and update.usage.base_bytes is not None:
-        engine = state.open.task.engine
+    if state.open_task is not None and update.usage.base_bytes is not None:
+        engine = state.open_task.task.engine
         bases[engine] = min(update.usage.base_bytes, bases.get(engine, update.usage.base_bytes))
-    noted: tuple[Action, ...] = ()
-    if state.open is not None and event.learned != state.learned.get(
-        kind := workload_key(state.open.task), LearnedModel()
-    ):
-        others = {name: known for name, known in state.learned.items() if name != kind}
-        kept = dict([*others.items(), (kind, event.learned)][-REMEMBERED_WORKLOADS:])
-        state, noted = replace(state, learned=kept), (StoreLearnedCosts(kept),)
+    store_actions: tuple[Action, ...] = ()
+    workload = "" if state.open_task is None else workload_key(state.open_task.task)
+    if state.open_task is not None and event.learned_model != state.learned_models.get(workload, LearnedModel()):
+        other_models = {name: model for name, model in state.learned_models.items() if name != workload}
+        learned_models = dict([*other_models.items(), (workload, event.learned_model)][-MAX_WORKLOADS:])
+        state = replace(state, learned_models=learned_models)
+        store_actions = (StoreLearnedCosts(learned_models),)
     peak = update.usage.peak_bytes
-    if state.open is not None and event.planned_bytes is not None and peak is not None:
-        base = memory_budget.engine_base_bytes(
-            state.open.task.engine, bases
-        )  # of a bare process: this one may have been warm
-        seen = _memory_margin(state, state.open.task).with_peak(peak - base, event.planned_bytes)
-        state = _with_memory_margin(state, state.open.task, seen)
-    offer = _with_submission_counted(OutboxUpdate(update, event.private, now_s, since_s=now_s), now_s)
-    outbox = {**state.outbox, (update.job, update.round): offer}
-    return replace(_without_task(state), outbox=outbox, base_bytes=bases), (SendUpdate(update), *noted)
+    if state.open_task is not None and event.planned_bytes is not None and peak is not None:
+        # The present process may have been warm, so the base is that of a bare process.
+        base = memory_budget.engine_base_bytes(state.open_task.task.engine, bases)
+        margin = _memory_margin(state, state.open_task.task).with_peak(peak - base, event.planned_bytes)
+        state = _with_memory_margin(state, state.open_task.task, margin)
+    entry = _with_submission_counted(OutboxUpdate(update, event.has_private_state, now_s, first_sent_s=now_s), now_s)
+    outbox = {**state.outbox, (update.job, update.round): entry}
+    return replace(_without_task(state), outbox=outbox, base_bytes=bases), (SendUpdate(update), *store_actions)
 
 
-def _handle_failure(state: DeviceState, open: OpenTask, event: TaskFailed) -> Step:
-    """Restart a task whose process was killed from outside, at most KILLED_MOST times, else decline it."""
+def _handle_failure(state: DeviceState, open_task: OpenTask, event: TaskFailed) -> Step:
+    """Restart a task whose process was killed from outside, at most MAX_KILLS times, else decline it."""
     # A task whose process was killed by another cause is restarted with the same plan, for a bit-identical result.
-    if event.killed and open.working and open.killed < KILLED_MOST:
-        return _start_if_ready(replace(state, open=replace(open, killed=open.killed + 1, working=False)))
-    times = f" ({open.killed + 1} times)" if event.killed else ""
-    return _decline_task(_with_raised_margin(state, event), open.task, event.code, f"{event.reason}{times}")
+    if event.killed_externally and open_task.is_running and open_task.kill_count < MAX_KILLS:
+        return _start_if_ready(
+            replace(state, open_task=replace(open_task, kill_count=open_task.kill_count + 1, is_running=False))
+        )
+    kill_note = f" ({open_task.kill_count + 1} times)" if event.killed_externally else ""
+    return _decline_task(_with_raised_margin(state, event), open_task.task, event.code, f"{event.reason}{kill_note}")
 
 
 def _handle_ack(state: DeviceState, event: UpdateAcked, now_s: float) -> Step:
     job, round = event.key
-    offer = state.outbox.get(event.key)
-    if offer is not None and event.epoch < offer.update.epoch:
-        return state, ()  # of an earlier coordinator, to an earlier update of this round
-    if offer is not None and not event.accepted and event.attempt != offer.update.attempt:
-        return state, ()  # it was asked for again since, and may be counted by what was offered then
-    counted = dict(state.counted)
-    asked_epoch = event.epoch if offer is None else offer.update.epoch
+    entry = state.outbox.get(event.key)
+    if entry is not None and event.epoch < entry.update.epoch:
+        return state, ()  # from an earlier coordinator, for an earlier update of this round
+    if entry is not None and not event.accepted and event.attempt != entry.update.attempt:
+        return state, ()  # the round was requested again, and its new update may be counted
+    counted_rounds = dict(state.counted_rounds)
+    update_epoch = event.epoch if entry is None else entry.update.epoch
     if event.accepted:
-        before = counted.pop(job, CountedRound(-1))  # popped, so that the latest job is last
-        # an earlier round counts instead if a coordinator from an older copy asked for it, not if it answers late
-        asked_again = event.epoch > before.epoch and (round == before.round or asked_epoch > before.epoch)
-        later = round > before.round or asked_again
-        counted[job] = CountedRound(round, event.epoch) if later else before
-        counted = dict(list(counted.items())[-REMEMBERED_JOBS:])
-    if event.accepted and offer is not None and offer.since_s is not None:
-        others = {name: known for name, known in state.sent.items() if name != job}
-        latest = (*state.sent.get(job, ()), now_s - offer.since_s)[-REMEMBERED_WAYS:]
-        state = replace(state, sent=dict([*others.items(), (job, latest)][-REMEMBERED_JOBS:]))
-    outbox = {key: offer for key, offer in state.outbox.items() if key != event.key}
-    state = replace(state, outbox=outbox, counted=counted)
-    open = state.open
-    last = None if open is None else counted.get(open.task.job)
-    if open is not None and last is not None and open.task.round <= last.round and open.task.epoch <= last.epoch:
-        return _without_task(state), _stop_actions(state)  # counted while it was worked on again
+        # Removed and inserted again, so that the latest job is last.
+        previous = counted_rounds.pop(job, CountedRound(-1))
+        # An earlier round replaces the later if a restored coordinator requested that round, but not on a late answer.
+        was_repeated = event.epoch > previous.epoch and (round == previous.round or update_epoch > previous.epoch)
+        supersedes = round > previous.round or was_repeated
+        counted_rounds[job] = CountedRound(round, event.epoch) if supersedes else previous
+        counted_rounds = dict(list(counted_rounds.items())[-MAX_JOBS:])
+    if event.accepted and entry is not None and entry.first_sent_s is not None:
+        upload_times_s = {name: times_s for name, times_s in state.upload_times_s.items() if name != job}
+        job_times_s = (*state.upload_times_s.get(job, ()), now_s - entry.first_sent_s)[-MAX_UPLOAD_TIMES:]
+        state = replace(state, upload_times_s=dict([*upload_times_s.items(), (job, job_times_s)][-MAX_JOBS:]))
+    outbox = {key: entry for key, entry in state.outbox.items() if key != event.key}
+    state = replace(state, outbox=outbox, counted_rounds=counted_rounds)
+    open_task = state.open_task
+    counted_round = None if open_task is None else counted_rounds.get(open_task.task.job)
+    if (
+        open_task is not None
+        and counted_round is not None
+        and open_task.task.round <= counted_round.round
+        and open_task.task.epoch <= counted_round.epoch
+    ):
+        return _without_task(state), _stop_actions(state)  # the round was counted while its task ran again
     return _start_if_ready(state)
 
 
-def _with_submission_counted(offer: OutboxUpdate, now_s: float) -> OutboxUpdate:
-    return replace(offer, due_s=now_s + RESEND.delay_s(offer.sends), sends=offer.sends + 1)
+def _with_submission_counted(entry: OutboxUpdate, now_s: float) -> OutboxUpdate:
+    return replace(entry, resend_s=now_s + RESEND.delay_s(entry.send_count), send_count=entry.send_count + 1)
 
 
 def _repeat_due_actions(state: DeviceState, now_s: float) -> Step:
@@ -473,15 +490,15 @@ def _repeat_due_actions(state: DeviceState, now_s: float) -> Step:
         return state, ()
     actions: list[Action] = []
     outbox = dict(state.outbox)
-    for key, offer in state.outbox.items():
-        if offer.due_s <= now_s:
-            outbox[key] = _with_submission_counted(offer, now_s)
-            actions.append(SendUpdate(offer.update))
-    open = state.open
-    if open is not None and open.again_s <= now_s:
-        actions.append(FetchBlobs(_sorted_refs(open.again)))
-        open = replace(open, again=frozenset(), again_s=math.inf)
-    return replace(state, outbox=outbox, open=open), tuple(actions)
+    for key, entry in state.outbox.items():
+        if entry.resend_s <= now_s:
+            outbox[key] = _with_submission_counted(entry, now_s)
+            actions.append(SendUpdate(entry.update))
+    open_task = state.open_task
+    if open_task is not None and open_task.retry_s <= now_s:
+        actions.append(FetchBlobs(_sorted_refs(open_task.retry_blobs)))
+        open_task = replace(open_task, retry_blobs=frozenset(), retry_s=math.inf)
+    return replace(state, outbox=outbox, open_task=open_task), tuple(actions)
 
 
 def _sorted_refs(refs: Collection[BlobRef]) -> tuple[BlobRef, ...]:
@@ -489,11 +506,11 @@ def _sorted_refs(refs: Collection[BlobRef]) -> tuple[BlobRef, ...]:
 
 
 def _without_task(state: DeviceState) -> DeviceState:
-    return replace(state, open=None)
+    return replace(state, open_task=None)
 
 
 def _stop_actions(state: DeviceState, keep: frozenset[BlobRef] = frozenset()) -> tuple[Action, ...]:
-    if state.open is None:
+    if state.open_task is None:
         return ()
-    abandoned = (CancelFetch(ref.sha256) for ref in _sorted_refs(state.open.missing - keep))
-    return (*((StopTask(),) if state.open.working else ()), *abandoned)
+    cancellations = (CancelFetch(ref.sha256) for ref in _sorted_refs(state.open_task.missing_blobs - keep))
+    return (*((StopTask(),) if state.open_task.is_running else ()), *cancellations)

@@ -73,27 +73,29 @@ class TaskRunner:
         state: state_machine.DeviceState,
         board: Device,
         worker: TaskWorker,
-        rule: GovernorPolicy,
-        around: TaskServices,
+        governor_policy: GovernorPolicy,
+        services: TaskServices,
     ) -> None:
         self.device, self.state = device, state
-        self._board, self._worker, self._around = board, worker, around
-        self._pacer = TaskPowerManager(board, rule)
-        self._way_s = 0.0  # of the update that the task in hand will make
+        self._board, self._worker, self._services = board, worker, services
+        self._power_manager = TaskPowerManager(board, governor_policy)
+        self._upload_reserve_s = 0.0  # of the update that the task in hand will make
 
     def step(self, now_s: float) -> None:
-        self._pacer.read_due_sensors(now_s)
+        self._power_manager.read_due_sensors(now_s)
         for event in self._worker.poll_events(now_s):
             self._handle_worker_event(event, now_s)
         if now_s >= state_machine.next_due_s(self.state):
             self.handle_event(TimerFired(), now_s)
 
     def next_step_s(self, now_s: float) -> float:
-        return min(state_machine.next_due_s(self.state), self._worker.next_poll_s(now_s), self._pacer.next_sample_s())
+        return min(
+            state_machine.next_due_s(self.state), self._worker.next_poll_s(now_s), self._power_manager.next_sample_s()
+        )
 
     def stop(self) -> None:
         self._worker.close()
-        self._pacer.stop()
+        self._power_manager.stop()
 
     def handle_event(self, event: state_machine.Event, now_s: float) -> None:
         reading = self.read_sensors(now_s) if isinstance(event, TaskReceived) else Reading()
@@ -109,40 +111,40 @@ class TaskRunner:
             try:
                 match action:  # the most frequent first
                     case state_machine.PublishClaim(claim):
-                        self._around.publish_claim(claim)
+                        self._services.publish_claim(claim)
                     case state_machine.FetchBlobs(refs):
-                        self._around.fetch_blobs(refs)
+                        self._services.fetch_blobs(refs)
                     case StartTask(task):
                         self._start_task(task, now_s)
                     case state_machine.SendUpdate(update):
-                        self._around.submit_update(update, now_s)
+                        self._services.submit_update(update, now_s)
                     case state_machine.StoreLearnedCosts(learned):
-                        self._around.store_learned_costs(learned)
+                        self._services.store_learned_costs(learned)
                     case state_machine.StopTask():
                         self._worker.kill()
-                        self._pacer.stop()
+                        self._power_manager.stop()
                     case state_machine.CancelFetch(sha256):
-                        self._around.cancel_fetch(sha256)
+                        self._services.cancel_fetch(sha256)
                     case state_machine.DeleteUpdate(update):
-                        self._around.discard_update(update)
+                        self._services.discard_update(update)
             except StoreError as error:
                 return self.fail_task(error, now_s)
 
-    def apply_capabilities(self, means: state_machine.Capabilities, rule: GovernorPolicy) -> None:
+    def apply_capabilities(self, capabilities: state_machine.Capabilities, governor_policy: GovernorPolicy) -> None:
         """Replace the capabilities for later tasks. The new governor policy applies at once."""
-        means = msgspec.structs.replace(means, runs_on=self.state.means.runs_on)
-        self.state = msgspec.structs.replace(self.state, means=means)
-        self._pacer.rule = rule
+        capabilities = msgspec.structs.replace(capabilities, runs_on=self.state.capabilities.runs_on)
+        self.state = msgspec.structs.replace(self.state, capabilities=capabilities)
+        self._power_manager.governor_policy = governor_policy
 
     @property
-    def is_working(self) -> bool:
-        return self.state.open is not None and self.state.open.working
+    def is_task_running(self) -> bool:
+        return self.state.open_task is not None and self.state.open_task.is_running
 
-    def set_task_pause(self, on: bool, now_s: float) -> None:
-        """Start no task while `on`, and kill the idle worker to free memory."""
-        if on and not self.is_working:
+    def set_task_pause(self, is_paused: bool, now_s: float) -> None:
+        """Start no task while `is_paused`, and kill the idle worker to free memory."""
+        if is_paused and not self.is_task_running:
             self._worker.kill()
-        self.handle_event(TaskPauseChanged(on), now_s)
+        self.handle_event(TaskPauseChanged(is_paused), now_s)
 
     def read_sensors(self, now_s: float) -> Reading:
         """Return sensor readings in which the memory of an idle worker counts as available."""
@@ -153,43 +155,51 @@ class TaskRunner:
         return msgspec.structs.replace(reading, available_bytes=spare)
 
     def _start_task(self, task: Task, now_s: float) -> None:
-        order = self._around.build_work_request(
-            task, self.state.means.budget_bytes, state_machine.plan_limit_bytes(self.state, task)
+        request = self._services.build_work_request(
+            task, self.state.capabilities.budget_bytes, state_machine.plan_limit_bytes(self.state, task)
         )
-        self._way_s = state_machine.upload_reserve_s(self.state, now_s)
-        self._pacer.start_task(now_s)
-        self._worker.start(order, now_s)
+        self._upload_reserve_s = state_machine.upload_reserve_s(self.state, now_s)
+        self._power_manager.start_task(now_s)
+        self._worker.start(request, now_s)
 
     def _handle_worker_event(self, event: Event, now_s: float) -> None:
-        open = self.state.open
-        if open is None or not open.working:
+        open_task = self.state.open_task
+        if open_task is None or not open_task.is_running:
             return
         if isinstance(event, WorkResult):
-            return self._record_task_result(open, event, now_s)
+            return self._record_task_result(open_task, event, now_s)
         if isinstance(event, DataLoaded):
-            known = self.state.learned.get(state_machine.workload_key(open.task), LearnedModel())
-            done_by_s = open.due_s - self._way_s
-            return self._pacer.start_work(open.task.work.total_for_examples(event.examples), done_by_s, known, now_s)
-        self._pacer.report_progress(event.fraction, now_s)
-        self._around.report_progress(open.task, event.fraction, now_s)
+            learned_model = self.state.learned_models.get(state_machine.workload_key(open_task.task), LearnedModel())
+            finish_s = open_task.due_s - self._upload_reserve_s
+            return self._power_manager.start_work(
+                open_task.task.work.total_for_examples(event.examples), finish_s, learned_model, now_s
+            )
+        self._power_manager.report_progress(event.fraction, now_s)
+        self._services.report_progress(open_task.task, event.fraction, now_s)
 
-    def _record_task_result(self, open: state_machine.OpenTask, outcome: WorkResult, now_s: float) -> None:
-        means = self.state.means
-        if outcome.runs_on not in ("", means.runs_on.get(open.task.engine)):
-            runs_on = {**means.runs_on, open.task.engine: outcome.runs_on}
-            self.state = msgspec.structs.replace(self.state, means=msgspec.structs.replace(means, runs_on=runs_on))
+    def _record_task_result(self, open_task: state_machine.OpenTask, outcome: WorkResult, now_s: float) -> None:
+        capabilities = self.state.capabilities
+        if outcome.runs_on not in ("", capabilities.runs_on.get(open_task.task.engine)):
+            runs_on = {**capabilities.runs_on, open_task.task.engine: outcome.runs_on}
+            self.state = msgspec.structs.replace(
+                self.state, capabilities=msgspec.structs.replace(capabilities, runs_on=runs_on)
+            )
         if outcome.code != "ok":
-            self._pacer.stop()
-            if outcome.killed:
-                log.warning("%s, round %d: %s", open.task.job, open.task.round + 1, outcome.reason)
-            return self.handle_event(TaskFailed(outcome.code, outcome.reason, outcome.overrun, outcome.killed), now_s)
-        spent = self._pacer.end_task(open.task.work.total_for_examples(outcome.examples), outcome.wall_s, now_s)
-        update = messages.update_message(self.device, open, outcome, spent.cost)
+            self._power_manager.stop()
+            if outcome.killed_externally:
+                log.warning("%s, round %d: %s", open_task.task.job, open_task.task.round + 1, outcome.reason)
+            return self.handle_event(
+                TaskFailed(outcome.code, outcome.reason, outcome.ran_out_of_memory, outcome.killed_externally), now_s
+            )
+        task_cost = self._power_manager.end_task(
+            open_task.task.work.total_for_examples(outcome.examples), outcome.wall_s, now_s
+        )
+        update = messages.update_message(self.device, open_task, outcome, task_cost.cost)
         try:
             wire.decode(wire.encode(update), Update)
-            private = self._around.commit_result(update, outcome.blobs, outcome.private)
+            private = self._services.commit_result(update, outcome.blobs, outcome.private)
         except WireError as error:
             return self.handle_event(TaskFailed("exception", f"the method's answer cannot be sent: {error}"), now_s)
         except StoreError as error:
             return self.fail_task(error, now_s)
-        return self.handle_event(TaskCompleted(update, private, spent.learned, outcome.planned_bytes), now_s)
+        return self.handle_event(TaskCompleted(update, private, task_cost.learned_model, outcome.planned_bytes), now_s)

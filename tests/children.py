@@ -111,9 +111,9 @@ class Place:
             budget_bytes=budget_bytes,
             data=changes.get("data", {"path": str(self.folder / "data.npz"), "held": 0.2}),
             bundles={"model": str(self.folder / "model")},
-            private=changes.get("private"),
-            cache=str(self.folder / "cache"),
-            out=str(out),
+            private_state=changes.get("private"),
+            cache_folder=str(self.folder / "cache"),
+            output_folder=str(out),
         )
 
     def command(self) -> list[str]:

@@ -81,7 +81,9 @@ def _upgrades(folder: Path) -> dict[str, Decoder]:
     with archive.open_bundle(path) as bundle:
         manifest, signature = bundle.signed, bundle.signature
     assert signature is not None
-    order = environment_build.BuildRequest("b", SHA, "f", ("agent",), ("/p",), ca, unsigned=False, newest=0, parent=0)
+    order = environment_build.BuildRequest(
+        "b", SHA, "f", ("agent",), ("/p",), ca, unsigned=False, highest_number=0, parent=0
+    )
 
     def opened(payload: bytes) -> object:
         path.write_bytes(payload)
@@ -162,7 +164,7 @@ def _upgrades(folder: Path) -> dict[str, Decoder]:
         "bundle.json": Decoder("edge_agent/upgrade/launcher.py", _named(folder), (), (b'{"id":"f"}',), share=0.1),
         "word of the launcher": Decoder(
             "edge_agent/upgrade/agent_release.py",
-            lambda payload: agent_release.read_launch_info({launcher.LAUNCHED: os.fsdecode(payload)}),
+            lambda payload: agent_release.read_launch_info({launcher.LAUNCH_INFO_VARIABLE: os.fsdecode(payload)}),
             (),
             (told,),
         ),
@@ -215,8 +217,15 @@ def _kept(folder: Path) -> dict[str, Decoder]:
     laid = models.ReleaseManifest(model=SHA, rollout="digits-1", name="digits", serial=3)
     says = RunnerStatus(at=1e9, model=SHA, served=20, failed=2, latency_s=0.1, drift=0.2, accuracy=0.9, labelled=5)
     values = {"budget": "512MB", "labels": ["+canary", "-old"], "policy": "max", "max_w": 9.5, "telemetry_s": 30.0}
-    kept = remote_settings.StoredSettings(serial=3, set=values, before={"labels": ["a=b", "c"]})
-    order = CheckRequest(model="m", out="o", before=None, budget_bytes=1, data={"path": "digits.npz"}, plugins=("a",))
+    kept = remote_settings.StoredSettings(serial=3, set=values, previous={"labels": ["a=b", "c"]})
+    order = CheckRequest(
+        model="m",
+        output_folder="o",
+        current_model=None,
+        budget_bytes=1,
+        data={"path": "digits.npz"},
+        allowed_plugins=("a",),
+    )
 
     def current(payload: bytes) -> object:
         (lies / SHA[:16] / models.RELEASE).write_bytes(payload)
@@ -233,7 +242,7 @@ def _kept(folder: Path) -> dict[str, Decoder]:
         for _ in range(2):
             (lies / FILE).write_bytes(payload)
             board.unhealthy_reason()
-        told = messages.telemetry_message(Reading(), served=runner.read_status())
+        told = messages.telemetry_message(Reading(), runner_status=runner.read_status())
         return None if told is None else wire.decode(wire.encode(told), wire.Telemetry)
 
     def held(payload: bytes) -> object:

@@ -198,7 +198,7 @@ def _log_of(home: Path) -> Path:
 
 def _agent(folder: Path) -> dict[str, Decoder]:
     folder.mkdir()
-    entry = agent_state.JobRecord(round=3, epoch=1, private=SHA, left=3)
+    entry = agent_state.JobRecord(round=3, epoch=1, private=SHA, private_round=3)
     ledger = wire.encode(agent_state.JobRecordFile(jobs={"digits": entry}))
 
     def remember(payload: bytes) -> object:
@@ -206,7 +206,7 @@ def _agent(folder: Path) -> dict[str, Decoder]:
         return agent_state.JobRecords(folder, REAL, durable=False).load_counted()
 
     journal = clock_pin.RestoreJournal(
-        boot="b", settings=clock_pin.BoardControlState(mode="MAXN", levers=()), put="MAXN"
+        boot="b", settings=clock_pin.BoardControlState(mode="MAXN", controls=()), pinned_mode="MAXN"
     )
     clamp = clock_pin.ClockPin(folder / "root", folder / "state")
 

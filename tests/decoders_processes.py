@@ -25,7 +25,14 @@ def every(folder: Path) -> dict[str, Decoder]:
     folder.mkdir()
     task = next(message for message in MESSAGES if type(message).__name__ == "Task")
     order = protocol.WorkRequest(
-        task=task, device="a", budget_bytes=1, data={}, bundles={}, private=None, cache="/c", out="/o"
+        task=task,
+        device="a",
+        budget_bytes=1,
+        data={},
+        bundles={},
+        private_state=None,
+        cache_folder="/c",
+        output_folder="/o",
     )
     outcome = protocol.WorkResult(metrics={"loss": 0.5}, bundles={"model": BlobRef(sha256=SHA, size=3)}, reason="x")
     child = _child()
@@ -39,7 +46,7 @@ def every(folder: Path) -> dict[str, Decoder]:
     status = client.HelperResponse(status=client.HelperStatus(clocks=(clock,), mode="MAXN"))
     held = msgspec.json.encode(client.PinRequest(point=client.OperatingPoint("p", 1e9, 1e9, 1e9)))
     served = helper.ClockHelper.__new__(helper.ClockHelper)
-    served._now_s = served._heard_s = 0.0
+    served._now_s = served._last_message_s = 0.0
     served._decoder, served._holder, served._read_status = msgspec.json.Decoder(client.Request), None, lambda: None  # type: ignore[assignment,method-assign,return-value]
 
     return {
@@ -79,16 +86,16 @@ def every(folder: Path) -> dict[str, Decoder]:
 
 def _child() -> Callable[[bytes], object]:
     child = process.ChildProcess.__new__(process.ChildProcess)
-    child._line = child._tail = child._unsent = b""
-    child.garbled, child._errors, child._invalid_lines = False, None, 0
+    child._partial_line = child._output_tail = child._unsent = b""
+    child.is_garbled, child._errors, child._invalid_lines = False, None, 0
 
     def read(line: bytes) -> object:
         out, into = os.pipe()
         os.set_blocking(out, False)
         os.write(into, line[: 1 << 15] if len(line) > 1 << 15 else line)
         os.close(into)
-        child._answers = os.fdopen(out, "rb", buffering=0)
-        child._line = b""
+        child._output = os.fdopen(out, "rb", buffering=0)
+        child._partial_line = b""
         return child.receive_events()
 
     return read
@@ -98,7 +105,7 @@ def _asked(folder: Path) -> Callable[[bytes], object]:
     def read(payload: bytes) -> object:
         ours, theirs = socket.socketpair()
         clocks = client.ClockClient.__new__(client.ClockClient)
-        clocks._line, clocks._path = ours, folder
+        clocks._connection, clocks._socket_path = ours, folder
         clocks._decoder = msgspec.json.Decoder(client.HelperResponse)
         with ours, theirs:
             theirs.sendall(payload[: 1 << 15].replace(b"\n", b" ") + b"\n")

@@ -70,7 +70,7 @@ class World:
         self.bwmgr = self.root / "sys/class/devfreq/bwmgr"  # Thor's memory clock
         self.cores = [core for cores in self.layout.policies for core in cores]
         self.faults = random.Random(0)
-        self.odds, self.celsius, self.hottest_c = 0.0, 40.0, 85.0
+        self.odds, self.celsius, self.max_temperature_c = 0.0, 40.0, 85.0
         self.max_w: float | None = None
         self.own: dict[Path, int] = {}  # limits that the owner has written by hand
         self.clamp: ClockPin | None = None
@@ -181,12 +181,12 @@ class World:
 
     def pin(self, point: OperatingPoint) -> OperatingPoint:
         assert self.clamp is not None
-        if self.celsius > self.hottest_c:
+        if self.celsius > self.max_temperature_c:
             try:
                 held = self.clamp.pin(point)
             except ClockError:
                 raise
-            raise Outside(f"{held} is held at {self.celsius:g} C, and the limit is {self.hottest_c:g} C")
+            raise Outside(f"{held} is held at {self.celsius:g} C, and the limit is {self.max_temperature_c:g} C")
         return self.clamp.pin(point)
 
     def unpin(self) -> None:
@@ -199,10 +199,10 @@ class World:
     def request_status(self) -> HelperStatus:
         found = controls.discover_controls(self.root)
         if self.clamp is None:
-            return HelperStatus(clocks=tuple(map(read_clock_state, found.found)))
+            return HelperStatus(clocks=tuple(map(read_clock_state, found.controls)))
         owner = self.clamp.owner_mode()
         most = self.clamp.control_limits(found, owner)
-        clocks = tuple(read_clock_state(lever, most.get(lever.name)) for lever in found.found)
+        clocks = tuple(read_clock_state(lever, most.get(lever.name)) for lever in found.controls)
         return HelperStatus(clocks=clocks, mode=owner, modes=tuple(mode.name for mode in found.modes))
 
     def heat(self, celsius: float) -> None:
@@ -225,7 +225,7 @@ def play(world: World, case: int) -> int:
     world.owner = luck.randrange(len(world.layout.modes))
     world.set(world.owner)
     world.heat(luck.uniform(35, 75))
-    world.hottest_c = luck.choice([70.0, 80.0, 85.0])
+    world.max_temperature_c = luck.choice([70.0, 80.0, 85.0])
     world.max_w = luck.choice([None, None, luck.uniform(2, 40)])
     if luck.random() < 0.2:  # the owner has lowered a limit by hand
         file = world.gpu / "max_freq"
@@ -235,7 +235,12 @@ def play(world: World, case: int) -> int:
         world.write(file, world.own[file])
     world.odds = luck.choice([0.0, 0.0, 0.05, 0.3])
     clamp = lambda: ClockPin(  # noqa: E731
-        world.root, world.state, hottest_c=world.hottest_c, max_w=world.max_w, put=world.put, nvpmodel=world.nvpmodel
+        world.root,
+        world.state,
+        max_temperature_c=world.max_temperature_c,
+        max_w=world.max_w,
+        write_file=world.put,
+        nvpmodel=world.nvpmodel,
     )
     world.clamp, held = clamp(), 0
     for step in range(STEPS):
@@ -256,7 +261,7 @@ def play(world: World, case: int) -> int:
             elif event < 0.94:
                 world.heat(luck.uniform(60, 100))
                 world.clamp.unpin_if_required()
-                if world.celsius > world.hottest_c and world.clamp.point is not None:
+                if world.celsius > world.max_temperature_c and world.clamp.point is not None:
                     raise Outside(f"a point is held at {world.celsius:g} C")
             else:  # killed, and started again
                 world.clamp = clamp()

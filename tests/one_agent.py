@@ -18,7 +18,7 @@ from fedquilt.edge_agent.agent import Agent
 from fedquilt.edge_agent.releases.release_kind import ReleaseKind
 from fedquilt.edge_agent.runner_status import RunnerStatusReader
 from fedquilt.edge_agent.settings import AgentSettings
-from fedquilt.edge_agent.task.protocol import PRIVATE, Event, WorkRequest, WorkResult, write_tensors
+from fedquilt.edge_agent.task.protocol import PRIVATE_FILE, Event, WorkRequest, WorkResult, write_tensors
 from fedquilt.edge_agent.task.worker import TaskWorker
 from fedquilt.transport.memory_link import MemoryBroker, MemoryLink
 
@@ -67,7 +67,7 @@ class Bench:
 
     def __init__(self) -> None:
         self.orders: list[WorkRequest] = []
-        self.killed = 0
+        self.killed_externally = 0
         self.events: list[Event] = []
 
     def start(self, order: WorkRequest, now_s: float) -> None:
@@ -81,7 +81,7 @@ class Bench:
         return now_s + 1.0
 
     def kill(self) -> None:
-        self.killed += 1
+        self.killed_externally += 1
         self.events = []
 
     def fds(self) -> Sequence[int]:
@@ -93,11 +93,11 @@ class Bench:
     def finish(self, private: float | None = None, **changes: Any) -> None:
         """The model of the order plus one; private state if the test wants it."""
         order = self.orders[-1]
-        out = Path(order.out)
+        out = Path(order.output_folder)
         model = {name: array + 1 for name, array in tensors.read_tensors(Path(order.bundles["model"])).items()}
         ref = write_tensors(out / "bundle", model)
         os.replace(out / "bundle", out / ref.sha256)
-        left = None if private is None else write_tensors(out / PRIVATE, {"c": np.array([private])})
+        left = None if private is None else write_tensors(out / PRIVATE_FILE, {"c": np.array([private])})
         values = {"weight": 3.0, "metrics": {"loss": 0.5}, "bundles": {"model": ref}, "wall_s": 2.0, "cpu_s": 1.5}
         values["private"] = left
         self.events.append(WorkResult(**{**values, "peak_bytes": 9, "base_bytes": 4, **changes}))

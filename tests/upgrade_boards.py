@@ -38,7 +38,7 @@ class Board:
         running = running if running is not None else "" if choice is None else choice.current
         packages = tuple(path for path in sys.path if path.endswith("site-packages"))
         started = LaunchInfo(
-            str(self.versions), FLASHED, running, ("agent", "a.toml"), packages, changes.pop("unable", "")
+            str(self.versions), FLASHED, running, ("agent", "a.toml"), packages, changes.pop("fallback_reason", "")
         )
         self.restarted = False
 
@@ -49,7 +49,7 @@ class Board:
             self.quiet += 1
 
         settings = agents.parse_settings(self.table)
-        self.kind = AgentKind(started, settings, lambda: self.connected, restart, quiet=quiet, **changes)
+        self.kind = AgentKind(started, settings, lambda: self.connected, restart, cancel_alarm=quiet, **changes)
 
     def release(self, file: Path) -> DesiredRelease:
         self.serial += 1

@@ -22,9 +22,9 @@ from fedquilt.core import UNDECODABLE, Amount, ClockError, Label, OperatingPoint
 log = logging.getLogger("fedquilt.clocks")
 
 SOCKET: Final = "run/fedquilt/clocks.sock"  # below the root of the system
-REQUEST_MOST_BYTES: Final = 4096
-ANSWER_MOST_BYTES: Final = 1 << 18
-ANSWER_S: Final = 2.0
+MAX_REQUEST_BYTES: Final = 4096
+MAX_RESPONSE_BYTES: Final = 1 << 18
+RESPONSE_TIMEOUT_S: Final = 2.0
 KEEPALIVE_S: Final = 2.0  # shortest interval between messages
 
 
@@ -59,11 +59,12 @@ class HelperStatus(WireMessage, frozen=True):
     mode: Label | None = None  # nvpmodel's, as the owner has set it
     modes: tuple[Label, ...] = ()
     temperature_c: float | None = None  # hottest zone
-    hottest_c: float | None = None  # limit above which nothing is held
-    max_w: float | None = None  # watts above which no point is held
+    max_temperature_c: float | None = None  # limit above which nothing is pinned
+    max_w: float | None = None  # limit of power above which no point is pinned
     holder: Sentence | None = None  # description of the holder
     point: OperatingPoint | None = None
-    owes: tuple[Sentence, ...] = ()  # settings of the board that could not be restored; the helper tries again
+    # Settings of the board that the helper could not restore yet.
+    unrestored_settings: tuple[Sentence, ...] = ()
 
 
 class HelperResponse(WireMessage, frozen=True):
@@ -78,17 +79,17 @@ Request = PinRequest | KeepaliveRequest | UnpinRequest | StatusRequest
 class ClockClient:
     """Connection to the clock helper. Every call returns within 2 s or raises ClockError."""
 
-    def __init__(self, line: socket.socket, path: Path) -> None:
+    def __init__(self, connection: socket.socket, path: Path) -> None:
         self.point: OperatingPoint | None = None  # pinned by this client
-        self._line: socket.socket | None = line
-        self._path = path
-        self._told_s: float | None = None  # time of the last message to the helper
+        self._connection: socket.socket | None = connection
+        self._socket_path = path
+        self._last_message_s: float | None = None  # time of the last message to the helper
         self._decoder = msgspec.json.Decoder(HelperResponse)
 
     @classmethod
     def connect(cls, path: Path = Path("/") / SOCKET) -> ClockClient | None:
-        line = _open_socket(path)
-        return None if line is None else cls(line, path)
+        connection = _open_socket(path)
+        return None if connection is None else cls(connection, path)
 
     def pin(self, point: OperatingPoint) -> OperatingPoint:
         """Pin the clocks at a point. Return the point reported by the board.
@@ -99,15 +100,15 @@ class ClockClient:
             ClockError: If the helper refuses. Nothing is pinned then.
         """
         self.point = None
-        if self._line is not None and _is_closed(self._line):
+        if self._connection is not None and _is_closed(self._connection):
             self.close()
-        self._line = self._line or _open_socket(self._path)
-        answer = self._send_request(PinRequest(point=point))
-        if answer.point is None:
+        self._connection = self._connection or _open_socket(self._socket_path)
+        response = self._send_request(PinRequest(point=point))
+        if response.point is None:
             self.close()
-            raise ClockError(f"the clock helper at {self._path} answered beside the question")
-        self.point = answer.point
-        return answer.point
+            raise ClockError(f"the clock helper at {self._socket_path} answered beside the question")
+        self.point = response.point
+        return response.point
 
     def unpin(self) -> None:
         """Unpin the clocks, if pinned.
@@ -128,9 +129,9 @@ class ClockClient:
         """
         if self.point is None:
             return
-        if self._told_s is not None and 0 <= now_s - self._told_s < KEEPALIVE_S:
+        if self._last_message_s is not None and 0 <= now_s - self._last_message_s < KEEPALIVE_S:
             return
-        self._told_s = now_s
+        self._last_message_s = now_s
         try:
             self._send_request(KeepaliveRequest())
         except ClockError:
@@ -138,59 +139,59 @@ class ClockClient:
             raise
 
     def request_status(self) -> HelperStatus:
-        answer = self._send_request(StatusRequest())
-        return answer.status or HelperStatus(clocks=())
+        response = self._send_request(StatusRequest())
+        return response.status or HelperStatus(clocks=())
 
     def close(self) -> None:
         self.point = None
-        if self._line is not None:
-            self._line.close()
-            self._line = None
+        if self._connection is not None:
+            self._connection.close()
+            self._connection = None
 
     def _send_request(self, request: Request) -> HelperResponse:
-        if self._line is None:
-            raise ClockError(f"the clock helper at {self._path} is gone: see `systemctl status fedquilt-clocks`")
+        if self._connection is None:
+            raise ClockError(f"the clock helper at {self._socket_path} is gone: see `systemctl status fedquilt-clocks`")
         try:
-            self._line.settimeout(ANSWER_S)
-            self._line.sendall(msgspec.json.encode(request) + b"\n")
-            answer = self._decoder.decode(self._read_line())
+            self._connection.settimeout(RESPONSE_TIMEOUT_S)
+            self._connection.sendall(msgspec.json.encode(request) + b"\n")
+            response = self._decoder.decode(self._read_line())
         except (OSError, *UNDECODABLE) as error:
             self.close()
-            raise ClockError(f"the clock helper at {self._path} does not answer: {error}") from None
-        if answer.error is not None:
-            raise ClockError(answer.error)
-        return answer
+            raise ClockError(f"the clock helper at {self._socket_path} does not answer: {error}") from None
+        if response.error is not None:
+            raise ClockError(response.error)
+        return response
 
     def _read_line(self) -> bytes:
         # The deadline is for the whole line: a helper that sends byte by byte must not block this process.
-        assert self._line is not None
-        read, end_s = b"", time.monotonic() + ANSWER_S
-        while not read.endswith(b"\n"):
-            self._line.settimeout(max(0.001, end_s - time.monotonic()))
-            some = self._line.recv(65536)
-            if not some:
+        assert self._connection is not None
+        line, end_s = b"", time.monotonic() + RESPONSE_TIMEOUT_S
+        while not line.endswith(b"\n"):
+            self._connection.settimeout(max(0.001, end_s - time.monotonic()))
+            chunk = self._connection.recv(65536)
+            if not chunk:
                 raise ConnectionResetError("it hung up")
-            read += some
-            if len(read) > ANSWER_MOST_BYTES or time.monotonic() > end_s:
+            line += chunk
+            if len(line) > MAX_RESPONSE_BYTES or time.monotonic() > end_s:
                 raise TimeoutError("no whole answer in time")
-        return read
+        return line
 
 
-def _is_closed(line: socket.socket) -> bool:
+def _is_closed(connection: socket.socket) -> bool:
     # Between requests no data arrives, so a readable socket is a closed one.
-    return bool(select.select([line], [], [], 0)[0])
+    return bool(select.select([connection], [], [], 0)[0])
 
 
 def _open_socket(path: Path) -> socket.socket | None:
-    line = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    line.settimeout(ANSWER_S)
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    connection.settimeout(RESPONSE_TIMEOUT_S)
     try:
-        line.connect(str(path))
+        connection.connect(str(path))
     except PermissionError:
         log.warning("no right to speak to the clock helper at %s: add this user to the group fedquilt", path)
     except OSError as error:
         log.debug("no clock helper at %s: %s", path, error)
     else:
-        return line
-    line.close()
+        return connection
+    connection.close()
     return None

@@ -27,15 +27,15 @@ log = logging.getLogger("fedquilt.clocks")
 
 NVPMODEL: Final = "usr/sbin/nvpmodel"
 NVPMODEL_S: Final = 5.0
-COOLER_C: Final = 5.0  # clocks held before overheating are held again only this far below the limit
+COOLING_MARGIN_C: Final = 5.0  # after overheating, clocks are pinned again only this far below the limit
 
 
 class RestoreJournal(WireMessage, frozen=True):
-    boot: str | None  # another boot of the board resets clocks; only a mode survives it
+    boot: str | None  # a reboot resets clocks, and only the mode survives
     settings: BoardControlState
-    put: str | None = None  # mode that a hold has set; None: the owner's own
-    # `controls.status_fingerprint` as of then: another one means that the owner has set a mode since
-    mark: str | None = None
+    pinned_mode: str | None = None  # power mode set by pinning, or None in the owner's mode
+    # A later `controls.status_fingerprint` that differs means that the owner has set another mode.
+    mode_fingerprint: str | None = None
 
 
 class ClockPin:
@@ -43,7 +43,7 @@ class ClockPin:
 
     Args:
         state: Folder of the journal, which must survive a restart of the board as power modes do.
-        hottest_c: Degrees Celsius above which nothing is pinned.
+        max_temperature_c: Degrees Celsius above which nothing is pinned.
         max_w: Watts above which no point is pinned, or None for no limit.
         watts: Function that returns the power of a point, or None if unknown. By default, the client's `busy_w`.
         put: Function that writes a value to a kernel file.
@@ -56,22 +56,22 @@ class ClockPin:
         root: Path,
         state: Path,
         *,
-        hottest_c: float = 85.0,
+        max_temperature_c: float = 85.0,
         max_w: float | None = None,
-        watts: Callable[[OperatingPoint], float | None] | None = None,
-        put: Callable[[Path, str], None] = lambda path, value: _write_value(path, value),
+        power_of_point: Callable[[OperatingPoint], float | None] | None = None,
+        write_file: Callable[[Path, str], None] = lambda path, value: _write_value(path, value),
         nvpmodel: Callable[..., str | None] | None = None,
     ) -> None:
-        self.point: OperatingPoint | None = None  # held now
-        self.hottest_c, self.max_w = hottest_c, max_w
-        self._watts = watts or (lambda point: point.busy_w)
-        self.root, self._put = root, put
+        self.point: OperatingPoint | None = None
+        self.max_temperature_c, self.max_w = max_temperature_c, max_w
+        self._power_of_point = power_of_point or (lambda point: point.busy_w)
+        self.root, self._write_file = root, write_file
         self._nvpmodel = nvpmodel or self._run_nvpmodel
-        self._mode_put: str | None = None  # mode that a hold has set; None: the owner's own
-        self._mark: str | None = None  # of nvpmodel's status when it was last looked at
+        self._pinned_mode: str | None = None  # power mode set by pinning, or None in the owner's mode
+        self._mode_fingerprint: str | None = None  # of nvpmodel's status at the latest check
         self._journal = state / "clocks.json"
-        self._saved: BoardControlState | None = None  # settings before; None: nothing was changed
-        self._cooling = False
+        self._saved: BoardControlState | None = None  # settings before pinning, or None if nothing was changed
+        self._is_cooling = False
         try:
             state.mkdir(mode=0o700, parents=True, exist_ok=True)
         except OSError as error:
@@ -86,9 +86,13 @@ class ClockPin:
             with contextlib.suppress(OSError):
                 self._journal.replace(self._journal.with_suffix(".unreadable"))
             return [f"{self._journal} cannot be read ({error}): clocks stay as they are until the board is restarted"]
-        self._saved, self._mode_put, self._mark = journal.settings, journal.put, journal.mark
+        self._saved, self._pinned_mode, self._mode_fingerprint = (
+            journal.settings,
+            journal.pinned_mode,
+            journal.mode_fingerprint,
+        )
         if journal.boot != self._boot_id():
-            self._saved, self._mark = msgspec.structs.replace(journal.settings, levers=()), None
+            self._saved, self._mode_fingerprint = msgspec.structs.replace(journal.settings, controls=()), None
         return self.restore()
 
     def pin(self, point: OperatingPoint) -> OperatingPoint:
@@ -101,107 +105,112 @@ class ClockPin:
             self._require_power_within(point)
             return self._check_and_pin(point)
         except ClockError as error:
-            left = self.restore()
-            end = f"; NOT as before: {'; '.join(left)}" if left else "; the board's own settings hold"
-            raise ClockError(f"{error}{end}") from None
+            failures = self.restore()
+            outcome = f"; NOT as before: {'; '.join(failures)}" if failures else "; the board's own settings hold"
+            raise ClockError(f"{error}{outcome}") from None
 
     def restore(self) -> list[str]:
         """Restore the board's own settings. Return sentences on failures, or [] if nothing is left to do."""
         self.point = None
         if self._saved is None:
             return []
-        left: list[str] = []
+        failures: list[str] = []
         try:
             self._adopt_owner_mode()
             self._set_mode(controls.discover_controls(self.root), self._saved.mode)
         except ClockError as error:
-            left.append(str(error))
-        found = controls.discover_controls(self.root)
-        left += self._apply_writes(controls.restore_writes(found, self._saved))
-        for name in controls.offline_policies(self.root, self._saved, found.find_mode(self._saved.mode)):
-            left.append(f"{name} is restored once one of its cores is on again")
-        if not left:
-            self._saved = self._mode_put = None
+            failures.append(str(error))
+        clock_controls = controls.discover_controls(self.root)
+        failures += self._apply_writes(controls.restore_writes(clock_controls, self._saved))
+        for name in controls.offline_policies(self.root, self._saved, clock_controls.find_mode(self._saved.mode)):
+            failures.append(f"{name} is restored once one of its cores is on again")
+        if not failures:
+            self._saved = self._pinned_mode = None
             self._delete_journal()
-        return left
+        return failures
 
     @property
     def needs_restore(self) -> bool:
         return self._saved is not None and self.point is None
 
     def unpin_if_required(self) -> str | None:
-        hot = controls.hottest_zone_c(self.root)
-        if self._cooling and hot is not None and hot < self.hottest_c - COOLER_C:
-            self._cooling = False
+        hottest_c = controls.hottest_zone_c(self.root)
+        if self._is_cooling and hottest_c is not None and hottest_c < self.max_temperature_c - COOLING_MARGIN_C:
+            self._is_cooling = False
         if self.point is None:
             return None
         try:
-            why = self._adopt_owner_mode()
+            reason = self._adopt_owner_mode()
         except ClockError as error:
-            why = f"let go: {error}"
-        if why is None and (heat := self._overheat_reason(hot, self.hottest_c)) is not None:
-            self._cooling = True
-            why = f"let go: {heat}, the limit is {self.hottest_c:g} C"
-        if why is not None:
+            reason = f"let go: {error}"
+        if reason is None and (overheat_reason := self._overheat_reason(hottest_c, self.max_temperature_c)) is not None:
+            self._is_cooling = True
+            reason = f"let go: {overheat_reason}, the limit is {self.max_temperature_c:g} C"
+        if reason is not None:
             self.restore()
-        return why
+        return reason
 
     def current_mode(self) -> str | None:
-        said = self._nvpmodel("-q") or ""
-        told = next((line.partition(":")[2].strip() for line in said.splitlines() if "Power Mode:" in line), None)
-        return told or controls.read_mode_name(self.root)
+        output = self._nvpmodel("-q") or ""
+        mode_name = next(
+            (line.partition(":")[2].strip() for line in output.splitlines() if "Power Mode:" in line), None
+        )
+        return mode_name or controls.read_mode_name(self.root)
 
     def owner_mode(self) -> str | None:
         """Return the power mode set by the owner, even while another is pinned, or None if unknown."""
-        return self.current_mode() if self._saved is None or self._mode_put is None else self._saved.mode
+        return self.current_mode() if self._saved is None or self._pinned_mode is None else self._saved.mode
 
-    def control_limits(self, found: ClockControls, owner: str | None) -> owner_limits.Bounds:
-        before = found.read_state(None) if self._saved is None else self._saved
-        return owner_limits.control_limits(found, found.find_mode(owner), {old.name: old.high for old in before.levers})
+    def control_limits(self, clock_controls: ClockControls, owner: str | None) -> owner_limits.ControlLimits:
+        settings = clock_controls.read_state(None) if self._saved is None else self._saved
+        return owner_limits.control_limits(
+            clock_controls, clock_controls.find_mode(owner), {state.name: state.high for state in settings.controls}
+        )
 
-    # -- how ----------------------------------------------------------------------------------
+    # -- steps --------------------------------------------------------------------------------
 
     def _check_and_pin(self, point: OperatingPoint) -> OperatingPoint:
         self._adopt_owner_mode()
-        found = controls.discover_controls(self.root)
-        owner = self.owner_mode() if found.modes else None
-        mode, most = found.find_mode(point.name), self.control_limits(found, owner)
-        writes = controls.pin_writes(found, point)  # before anything is changed
-        owner_limits.require_within_limits(found, point, most, owner)
+        clock_controls = controls.discover_controls(self.root)
+        owner = self.owner_mode() if clock_controls.modes else None
+        mode, limits = clock_controls.find_mode(point.name), self.control_limits(clock_controls, owner)
+        writes = controls.pin_writes(clock_controls, point)  # before anything is changed
+        owner_limits.require_within_limits(clock_controls, point, limits, owner)
         if mode is not None and not controls.is_same_mode(mode.name, owner):
-            owner_limits.require_mode_within(found.find_mode(owner), mode, owner)
-            limited = owner_limits.find_tighter_limit(
-                found, most, owner_limits.control_limits(found, found.find_mode(owner))
+            owner_limits.require_mode_within(clock_controls.find_mode(owner), mode, owner)
+            limited_control = owner_limits.find_tighter_limit(
+                clock_controls, limits, owner_limits.control_limits(clock_controls, clock_controls.find_mode(owner))
             )
-            if limited:  # nvpmodel would raise it to the cap of the mode
+            if limited_control:  # nvpmodel would raise it to the cap of the mode
                 raise ClockError(
-                    f"mode {mode.name} is not set: {limited} is limited below the power mode of this board"
+                    f"mode {mode.name} is not set: {limited_control} is limited below the power mode of this board"
                 )
         if self._saved is None:
-            self._mark = controls.status_fingerprint(self.root)
-            saved = found.read_state(owner)
+            self._mode_fingerprint = controls.status_fingerprint(self.root)
+            saved = clock_controls.read_state(owner)
             self._write_journal(saved)
             self._saved = saved
-        wanted = mode.name if mode else self._saved.mode
+        mode_name = mode.name if mode else self._saved.mode
         # Setting a mode again replaces the settings of the previous point.
-        again = self.point is not None and wanted != self._saved.mode
-        changed = self._set_mode(found, wanted, again)
+        repeat = self.point is not None and mode_name != self._saved.mode
+        changed = self._set_mode(clock_controls, mode_name, repeat)
         if changed:
-            found = controls.discover_controls(self.root)  # the new mode has other cores and policies
-            writes = controls.pin_writes(found, point)
-        self._record_new_controls(found)
-        self._require_restorable({write.lever for write in writes})
-        held = {write.lever.kind for write in writes}
-        others = [lever.kind for lever in found.found if lever.kind not in held]
+            clock_controls = controls.discover_controls(self.root)  # the new mode has other cores and policies
+            writes = controls.pin_writes(clock_controls, point)
+        self._record_new_controls(clock_controls)
+        self._require_restorable({write.control for write in writes})
+        pinned_kinds = {write.control.kind for write in writes}
+        other_kinds = [control.kind for control in clock_controls.controls if control.kind not in pinned_kinds]
         # a mode has limits of its own
-        back = [] if changed and mode else controls.restore_writes(found, self._saved, others)
-        wrong = self._apply_writes([*back, *writes], most)
-        if wrong:
-            raise ClockError("; ".join(wrong))
-        became = _point_with_reported_clocks(point, found)
-        owner_limits.require_within_limits(found, became, most, owner)  # a memory clock may have rounded up
-        self.point = became
-        return became
+        restores = [] if changed and mode else controls.restore_writes(clock_controls, self._saved, other_kinds)
+        failures = self._apply_writes([*restores, *writes], limits)
+        if failures:
+            raise ClockError("; ".join(failures))
+        reported_point = _point_with_reported_clocks(point, clock_controls)
+        # A memory clock may have been rounded up.
+        owner_limits.require_within_limits(clock_controls, reported_point, limits, owner)
+        self.point = reported_point
+        return reported_point
 
     def _adopt_owner_mode(self) -> str | None:
         """Adopt a power mode set by the owner since the last call. Return a text on the change, or None.
@@ -210,102 +219,120 @@ class ClockPin:
         """
         if self._saved is None:
             return None
-        mark, ours = controls.status_fingerprint(self.root), self._mode_put or self._saved.mode
-        if mark is not None and mark == self._mark:
+        fingerprint, expected_mode = controls.status_fingerprint(self.root), self._pinned_mode or self._saved.mode
+        if fingerprint is not None and fingerprint == self._mode_fingerprint:
             return None
-        now = self.current_mode()
-        if now is None or (controls.is_same_mode(now, ours) and (None in (mark, self._mark, self._mode_put))):
-            self._mark = mark
+        current_mode = self.current_mode()
+        if current_mode is None or (
+            controls.is_same_mode(current_mode, expected_mode)
+            and (None in (fingerprint, self._mode_fingerprint, self._pinned_mode))
+        ):
+            self._mode_fingerprint = fingerprint
             return None
-        found = controls.discover_controls(self.root)
-        mode = found.find_mode(now)
-        before, saved = self._saved.mode, self._saved
+        clock_controls = controls.discover_controls(self.root)
+        mode = clock_controls.find_mode(current_mode)
+        previous_mode, saved = self._saved.mode, self._saved
         saved = (
-            msgspec.structs.replace(saved, mode=now)
+            msgspec.structs.replace(saved, mode=current_mode)
             if mode is None
-            else owner_limits.state_after_mode_change(saved, found, mode)
+            else owner_limits.state_after_mode_change(saved, clock_controls, mode)
         )
-        self._mode_put, self._mark = None, mark
+        self._pinned_mode, self._mode_fingerprint = None, fingerprint
         self._write_journal(saved)
         self._saved = saved
-        return f"let go: the owner has set the power mode {now} (before: {before or 'not known'})"
+        return f"let go: the owner has set the power mode {current_mode} (before: {previous_mode or 'not known'})"
 
     def _require_cool(self) -> None:
-        limit = self.hottest_c - (COOLER_C if self._cooling else 0.0)
-        if (heat := self._overheat_reason(controls.hottest_zone_c(self.root), limit)) is not None:
-            raise ClockError(f"{heat}, clocks are held up to {limit:g} C: let the board cool")
+        limit = self.max_temperature_c - (COOLING_MARGIN_C if self._is_cooling else 0.0)
+        if (overheat_reason := self._overheat_reason(controls.hottest_zone_c(self.root), limit)) is not None:
+            raise ClockError(f"{overheat_reason}, clocks are held up to {limit:g} C: let the board cool")
 
-    def _overheat_reason(self, hot: float | None, limit: float) -> str | None:
+    def _overheat_reason(self, hottest_c: float | None, limit: float) -> str | None:
         """Return why the board may be too hot: a zone above `limit`, or zones without a reading, else None."""
-        if hot is not None:
-            return f"the hottest zone is at {hot:g} C" if hot > limit else None
+        if hottest_c is not None:
+            return f"the hottest zone is at {hottest_c:g} C" if hottest_c > limit else None
         return "no thermal zone answers" if sysfs.thermal_zone_files(self.root / "sys/class/thermal") else None
 
     def _require_power_within(self, point: OperatingPoint) -> None:
         if self.max_w is None:
             return
-        watts = self._watts(point)
-        if watts is None or watts > self.max_w:
-            draws = "draws nobody knows how much" if watts is None else f"draws {watts:g} W"
+        power_w = self._power_of_point(point)
+        if power_w is None or power_w > self.max_w:
+            power_text = "draws nobody knows how much" if power_w is None else f"draws {power_w:g} W"
             raise ClockError(
-                f"{point.name!r} {draws}, and no point above {self.max_w:g} W is held here ([governor] max_w)"
+                f"{point.name!r} {power_text}, and no point above {self.max_w:g} W is held here ([governor] max_w)"
             )
 
-    def _record_new_controls(self, found: ClockControls) -> None:
+    def _record_new_controls(self, clock_controls: ClockControls) -> None:
         assert self._saved is not None
-        known = {old.name for old in self._saved.levers}
-        new = tuple(lever.read_state() for lever in found.found if lever.name not in known)
-        if new:
-            saved = msgspec.structs.replace(self._saved, levers=(*self._saved.levers, *new))
+        known_names = {state.name for state in self._saved.controls}
+        new_states = tuple(
+            control.read_state() for control in clock_controls.controls if control.name not in known_names
+        )
+        if new_states:
+            saved = msgspec.structs.replace(self._saved, controls=(*self._saved.controls, *new_states))
             self._write_journal(saved)
             self._saved = saved
 
-    def _require_restorable(self, wanted: set[ClockControl]) -> None:
+    def _require_restorable(self, pinned_controls: set[ClockControl]) -> None:
         assert self._saved is not None
-        known = {old.name: old for old in self._saved.levers}
-        for lever in sorted(wanted, key=lambda lever: lever.name):
+        states_by_name = {state.name: state for state in self._saved.controls}
+        for control in sorted(pinned_controls, key=lambda control: control.name):
             for name in ("low", "high", "lock"):
-                path = getattr(lever, name)
-                if path is not None and getattr(known[lever.name], name) is None:
-                    raise ClockError(f"{lever.name} cannot be held: {path} did not say how it was set before")
+                path = getattr(control, name)
+                if path is not None and getattr(states_by_name[control.name], name) is None:
+                    raise ClockError(f"{control.name} cannot be held: {path} did not say how it was set before")
 
-    def _apply_writes(self, writes: list[ControlWrite], most: owner_limits.Bounds = MappingProxyType({})) -> list[str]:
+    def _apply_writes(
+        self, writes: list[ControlWrite], limits: owner_limits.ControlLimits = MappingProxyType({})
+    ) -> list[str]:
         """Write and read back. Return sentences on failures. A rate above its limit is not locked."""
-        wrong: list[str] = []
+        failures: list[str] = []
         for write in writes:
-            lever = write.lever
-            now, bound = controls.read_number(lever.rate), most.get(lever.name)
-            if write.file == lever.lock and write.value and bound is not None and (now is None or now > bound):
-                wrong.append(f"{write.file} is left open: {lever.rate} says {now}, and {bound} is permitted")
+            control = write.control
+            rate_value, limit = controls.read_number(control.rate), limits.get(control.name)
+            if (
+                write.file == control.lock
+                and write.value
+                and limit is not None
+                and (rate_value is None or rate_value > limit)
+            ):
+                failures.append(
+                    f"{write.file} is left open: {control.rate} says {rate_value}, and {limit} is permitted"
+                )
                 continue
             try:
-                self._put(write.file, str(write.value))
+                self._write_file(write.file, str(write.value))
             except OSError as error:
-                wrong.append(f"{write.file} does not take {write.value}: {error.strerror}")
-        failed = " ".join(wrong)
-        for write, said in controls.read_back(writes):
-            if not write.is_applied(said) and str(write.file) not in failed:
-                wrong.append(f"{write.file} was set to {write.value} and says {said if said else 'nothing'}")
-        return wrong
+                failures.append(f"{write.file} does not take {write.value}: {error.strerror}")
+        failed = " ".join(failures)
+        for write, value in controls.read_back(writes):
+            if not write.is_applied(value) and str(write.file) not in failed:
+                failures.append(f"{write.file} was set to {write.value} and says {value if value else 'nothing'}")
+        return failures
 
-    def _set_mode(self, found: ClockControls, name: str | None, again: bool = False) -> bool:
+    def _set_mode(self, clock_controls: ClockControls, name: str | None, repeat: bool = False) -> bool:
         """Set a mode unless it is set already. Return whether nvpmodel was called."""
-        mode = None if name is None else found.find_mode(name)
+        mode = None if name is None else clock_controls.find_mode(name)
         if mode is None:
             return False
-        before = self.current_mode()
-        if controls.is_same_mode(before, mode.name) and not again:
+        mode_before = self.current_mode()
+        if controls.is_same_mode(mode_before, mode.name) and not repeat:
             return False
-        owner_limits.require_same_gpu_masks(found.find_mode(before), mode)
+        owner_limits.require_same_gpu_masks(clock_controls.find_mode(mode_before), mode)
         assert self._saved is not None
-        self._mode_put = None if controls.is_same_mode(mode.name, self._saved.mode) else mode.name
+        self._pinned_mode = None if controls.is_same_mode(mode.name, self._saved.mode) else mode.name
         self._write_journal(self._saved)  # before the change: what is found after a kill is not the owner's
-        said = self._nvpmodel("-m", str(mode.id))
-        after, self._mark = self.current_mode(), controls.status_fingerprint(self.root)
+        output = self._nvpmodel("-m", str(mode.id))
+        mode_after, self._mode_fingerprint = self.current_mode(), controls.status_fingerprint(self.root)
         self._write_journal(self._saved)
-        if not controls.is_same_mode(after, mode.name):
-            why = "it needs a restart of the board" if "reboot" in (said or "").lower() else f"it is in {after} still"
-            raise ClockError(f"nvpmodel did not go to mode {mode.name}: {why}")
+        if not controls.is_same_mode(mode_after, mode.name):
+            reason = (
+                "it needs a restart of the board"
+                if "reboot" in (output or "").lower()
+                else f"it is in {mode_after} still"
+            )
+            raise ClockError(f"nvpmodel did not go to mode {mode.name}: {reason}")
         return True
 
     def _run_nvpmodel(self, *arguments: str) -> str | None:
@@ -315,7 +342,7 @@ class ClockPin:
         if not sysfs.is_visible(program):
             return None
         try:
-            done = subprocess.run(
+            process = subprocess.run(
                 [program, *arguments],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
@@ -325,7 +352,7 @@ class ClockPin:
             )
         except (OSError, subprocess.TimeoutExpired):
             return None
-        return done.stdout.decode(errors="replace")
+        return process.stdout.decode(errors="replace")
 
     # -- the journal --------------------------------------------------------------------------
 
@@ -335,7 +362,8 @@ class ClockPin:
     def _write_journal(self, saved: BoardControlState) -> None:
         try:
             REAL.write_atomically(
-                self._journal, msgspec.json.encode(RestoreJournal(self._boot_id(), saved, self._mode_put, self._mark))
+                self._journal,
+                msgspec.json.encode(RestoreJournal(self._boot_id(), saved, self._pinned_mode, self._mode_fingerprint)),
             )
         except OSError as error:
             raise ClockError(f"no clock is touched, as {self._journal} cannot be written: {error.strerror}") from None
@@ -348,22 +376,22 @@ class ClockPin:
             log.warning("%s stays: %s", self._journal, error.strerror)
 
 
-def _point_with_reported_clocks(point: OperatingPoint, found: ClockControls) -> OperatingPoint:
+def _point_with_reported_clocks(point: OperatingPoint, clock_controls: ClockControls) -> OperatingPoint:
     hz = {}
-    for kind, wanted in (("cpu", point.cpu_hz), ("gpu", point.gpu_hz), ("emc", point.emc_hz)):
-        told = [
-            value * lever.unit_hz
-            for lever in found.found
-            if lever.kind == kind
-            and (value := controls.read_number(lever.rate if lever.rate is not None else lever.high)) is not None
+    for kind, requested_hz in (("cpu", point.cpu_hz), ("gpu", point.gpu_hz), ("emc", point.emc_hz)):
+        reported_hz = [
+            value * control.unit_hz
+            for control in clock_controls.controls
+            if control.kind == kind
+            and (value := controls.read_number(control.rate if control.rate is not None else control.high)) is not None
         ]
-        hz[f"{kind}_hz"] = wanted if wanted is None else float(min(told, default=wanted))
+        hz[f"{kind}_hz"] = requested_hz if requested_hz is None else float(min(reported_hz, default=requested_hz))
     return msgspec.structs.replace(point, **hz)
 
 
 def _write_value(path: Path, value: str) -> None:
-    number = os.open(path, os.O_WRONLY | os.O_TRUNC)
+    fd = os.open(path, os.O_WRONLY | os.O_TRUNC)
     try:
-        os.write(number, value.encode())
+        os.write(fd, value.encode())
     finally:
-        os.close(number)
+        os.close(fd)

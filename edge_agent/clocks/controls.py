@@ -42,9 +42,9 @@ class ClockCap(NamedTuple):
 class PowerMode:
     name: str
     id: int
-    masks: tuple[str, ...] = ()  # parts of the GPU that are off in it: that changes only at boot
+    gpu_masks: tuple[str, ...] = ()  # parts of the GPU that are off in it: that changes only at boot
     caps: tuple[ClockCap, ...] = ()
-    off: frozenset[int] = frozenset()  # cores that it turns off
+    offline_cores: frozenset[int] = frozenset()  # cores that it turns off
 
     @property
     def emc_hz(self) -> int | None:
@@ -55,9 +55,9 @@ class PowerMode:
 
         All caps of the kind are returned if the catalogue does not name the file.
         """
-        mine = [cap for cap in self.caps if _clock_kind(cap.clock) == kind]
-        own = os.path.realpath(file) if file is not None else ""
-        return [cap.value for cap in [cap for cap in mine if own in cap.files] or mine]
+        caps_of_kind = [cap for cap in self.caps if _clock_kind(cap.clock) == kind]
+        control_path = os.path.realpath(file) if file is not None else ""
+        return [cap.value for cap in [cap for cap in caps_of_kind if control_path in cap.files] or caps_of_kind]
 
 
 def read_modes(root: Path) -> tuple[PowerMode, ...]:
@@ -73,32 +73,32 @@ def read_modes(root: Path) -> tuple[PowerMode, ...]:
 @lru_cache(maxsize=32)
 def _parse_modes(root: Path, text: str) -> tuple[PowerMode, ...]:
     modes: list[PowerMode] = []
-    files: dict[str, list[str]] = {}
-    param = ""
+    files_by_clock: dict[str, list[str]] = {}
+    clock_name = ""
     for line in text.splitlines():
-        words = line.split()
+        fields = line.split()
         if header := re.match(r"<\s*(\w+)(?:\s+ID=(\d+))?(?:\s+TYPE=\w+)?(?:\s+NAME=([^\s>]+))?", line):
-            param = header[3] or "" if header[1] == "PARAM" else ""
+            clock_name = header[3] or "" if header[1] == "PARAM" else ""
             if header[1] == "POWER_MODEL" and header[2] and header[3]:
                 modes.append(PowerMode(header[3], int(header[2])))
             elif modes:
                 break  # the modes end here
-        elif param and len(words) == 2 and words[0].startswith("MAX_FREQ"):
-            files.setdefault(param, []).append(os.path.realpath(root / words[1].lstrip("/")))
-        elif modes and len(words) == 3 and not line.startswith("#"):
-            modes[-1] = _parse_mode_line(modes[-1], words, files)
+        elif clock_name and len(fields) == 2 and fields[0].startswith("MAX_FREQ"):
+            files_by_clock.setdefault(clock_name, []).append(os.path.realpath(root / fields[1].lstrip("/")))
+        elif modes and len(fields) == 3 and not line.startswith("#"):
+            modes[-1] = _parse_mode_line(modes[-1], fields, files_by_clock)
     return tuple(modes)
 
 
-def _parse_mode_line(mode: PowerMode, words: list[str], files: dict[str, list[str]]) -> PowerMode:
-    clock, argument, value = words
+def _parse_mode_line(mode: PowerMode, fields: list[str], files_by_clock: dict[str, list[str]]) -> PowerMode:
+    clock, argument, value = fields
     if argument.endswith("PG_MASK"):
-        return replace(mode, masks=(*mode.masks, " ".join(words)))
+        return replace(mode, gpu_masks=(*mode.gpu_masks, " ".join(fields)))
     if argument == "MAX_FREQ" and _clock_kind(clock) and re.fullmatch(r"-?\d+", value):
-        most = int(value) if int(value) > 0 else UNCAPPED
-        return replace(mode, caps=(*mode.caps, ClockCap(clock, most, tuple(files.get(clock, ())))))
+        cap = int(value) if int(value) > 0 else UNCAPPED
+        return replace(mode, caps=(*mode.caps, ClockCap(clock, cap, tuple(files_by_clock.get(clock, ())))))
     if clock == "CPU_ONLINE" and value == "0" and (core := re.fullmatch(r"CORE_(\d+)", argument)):
-        return replace(mode, off=mode.off | {int(core[1])})
+        return replace(mode, offline_cores=mode.offline_cores | {int(core[1])})
     return mode
 
 
@@ -115,9 +115,9 @@ def read_mode_name(root: Path) -> str | None:
         return None
     status = re.search(r"pmode:(\d+)", sysfs.read_text(root / STATUS) or "")
     default = re.search(r"<\s*PM_CONFIG\s+DEFAULT=(\d+)", sysfs.read_text(root / CONF) or "")
-    found = status or default
-    known = {mode.id: mode.name for mode in read_modes(root)}
-    return known.get(int(found[1])) if found is not None else None
+    match = status or default
+    mode_names = {mode.id: mode.name for mode in read_modes(root)}
+    return mode_names.get(int(match[1])) if match is not None else None
 
 
 def status_fingerprint(root: Path) -> str | None:
@@ -134,8 +134,8 @@ def normalize_mode_name(name: str) -> str:
     return name.lower().replace(" ", "_").removeprefix("mode_")
 
 
-def is_same_mode(one: str | None, other: str | None) -> bool:
-    return one is not None and other is not None and normalize_mode_name(one) == normalize_mode_name(other)
+def is_same_mode(left: str | None, right: str | None) -> bool:
+    return left is not None and right is not None and normalize_mode_name(left) == normalize_mode_name(right)
 
 
 TOLERANCE: Final = 0.01  # 1421 is accepted for 1420.8 MHz
@@ -157,43 +157,43 @@ class ControlState(WireMessage, frozen=True):
 
 class BoardControlState(WireMessage, frozen=True):
     mode: str | None  # nvpmodel's, by name
-    levers: tuple[ControlState, ...]
+    controls: tuple[ControlState, ...]
 
 
 @dataclass(frozen=True)
 class ClockControl:
     name: str  # "policy0", "17000000.gpu", "emc"
     kind: Kind
-    listed: tuple[int, ...]  # ascending, in `unit_hz`; (): none listed, so it cannot be held
+    listed_values: tuple[int, ...]  # ascending, in `unit_hz`; (): none listed, so it cannot be held
     unit_hz: int = 1
     governor: Path | None = None
     low: Path | None = None
     high: Path | None = None
-    now: Path | None = None
+    current: Path | None = None
     rate: Path | None = None  # the memory clock's, where debugfs shows it
     lock: Path | None = None
-    hidden: bool = False  # nothing is listed because this process may not read the list
+    is_list_hidden: bool = False  # nothing is listed because this process may not read the list
 
     @property
     def listed_hz(self) -> tuple[float, ...]:
-        return tuple(float(value * self.unit_hz) for value in self.listed)
+        return tuple(float(value * self.unit_hz) for value in self.listed_values)
 
     def read_state(self) -> ControlState:
         low, high, rate, lock = (read_number(path) for path in (self.low, self.high, self.rate, self.lock))
         return ControlState(name=self.name, governor=read_line(self.governor), low=low, high=high, rate=rate, lock=lock)
 
     def nearest_value(self, hz: float) -> int:
-        nearest = min(self.listed, key=lambda value: abs(value * self.unit_hz - hz), default=None)
+        nearest = min(self.listed_values, key=lambda value: abs(value * self.unit_hz - hz), default=None)
         if nearest is None or abs(nearest * self.unit_hz - hz) > TOLERANCE * hz:
-            has = ", ".join(f"{value * self.unit_hz / 1e6:g}" for value in self.listed)
+            listed_text = ", ".join(f"{value * self.unit_hz / 1e6:g}" for value in self.listed_values)
             raise ClockError(
                 f"{self.name} ({self.kind}) has no {hz / 1e6:g} MHz: "
-                + (f"it lists {has} MHz" if has else self._explain_missing_list())
+                + (f"it lists {listed_text} MHz" if listed_text else self._explain_missing_list())
             )
         return nearest
 
     def _explain_missing_list(self) -> str:
-        if self.hidden:
+        if self.is_list_hidden:
             return "root alone may read its frequencies: run this as root, or through the clock helper"
         return "the board lists no frequencies for it, so leave it out"
 
@@ -201,7 +201,7 @@ class ClockControl:
         """Return writes of both limits, ordered so that the lower limit never exceeds the upper."""
         writes = []
         if self.low is not None:
-            writes.append(ControlWrite(self, self.low, min(self.listed[0], value if low is None else low)))
+            writes.append(ControlWrite(self, self.low, min(self.listed_values[0], value if low is None else low)))
         if self.high is not None:
             writes.append(ControlWrite(self, self.high, value))
         if self.low is not None:
@@ -211,39 +211,43 @@ class ClockControl:
 
 @dataclass(frozen=True)
 class ControlWrite:
-    lever: ClockControl
+    control: ClockControl
     file: Path
     value: int | str
 
     def __str__(self) -> str:
-        return f"write {self.value} to {self.file} ({self.lever.name})"
+        return f"write {self.value} to {self.file} ({self.control.name})"
 
     def is_applied(self, value: str | None) -> bool:
         """Return whether the file has the value. A memory clock may round up to a listed one."""
         if value == str(self.value):
             return True
-        if self.lever.kind != "emc" or self.file not in (self.lever.rate, self.lever.high):
+        if self.control.kind != "emc" or self.file not in (self.control.rate, self.control.high):
             return False
         if value is None or not value.isdigit():
             return False
-        near = [listed for listed in (*self.lever.listed, int(self.value)) if listed >= int(self.value)]
-        return any(abs(int(value) - listed) <= TOLERANCE * listed for listed in near)
+        candidates = [
+            listed_value
+            for listed_value in (*self.control.listed_values, int(self.value))
+            if listed_value >= int(self.value)
+        ]
+        return any(abs(int(value) - listed_value) <= TOLERANCE * listed_value for listed_value in candidates)
 
 
 @dataclass(frozen=True)
 class ClockControls:
-    found: tuple[ClockControl, ...]
+    controls: tuple[ClockControl, ...]
     modes: tuple[PowerMode, ...] = ()
 
     @property
     def hidden_controls(self) -> tuple[ClockControl, ...]:
-        return tuple(lever for lever in self.found if lever.hidden)
+        return tuple(control for control in self.controls if control.is_list_hidden)
 
     def controls_of_kind(self, kind: Kind) -> list[ClockControl]:
-        return [lever for lever in self.found if lever.kind == kind]
+        return [control for control in self.controls if control.kind == kind]
 
     def read_state(self, mode: str | None) -> BoardControlState:
-        return BoardControlState(mode=mode, levers=tuple(lever.read_state() for lever in self.found))
+        return BoardControlState(mode=mode, controls=tuple(control.read_state() for control in self.controls))
 
     def find_mode(self, name: str | None) -> PowerMode | None:
         """Return a mode by name, whatever its capitals, blanks and prefix MODE_, or None."""
@@ -264,13 +268,13 @@ def offline_policies(root: Path, saved: BoardControlState, mode: PowerMode | Non
 
     The kernel accepts no limit for such a policy and keeps the old limits until a core is on again.
     """
-    system, found = root / "sys/devices/system/cpu", []
-    for old in saved.levers:
-        folder = system / "cpufreq" / old.name
+    system, policies = root / "sys/devices/system/cpu", []
+    for state in saved.controls:
+        folder = system / "cpufreq" / state.name
         cores = {int(core) for core in (read_line(folder / "related_cpus") or "").split() if core.isdigit()}
-        if cores and _is_policy_off(system, folder) and not (mode is not None and cores <= mode.off):
-            found.append(old.name)
-    return found
+        if cores and _is_policy_off(system, folder) and not (mode is not None and cores <= mode.offline_cores):
+            policies.append(state.name)
+    return policies
 
 
 def hottest_zone_c(root: Path = Path("/")) -> float | None:
@@ -280,21 +284,21 @@ def hottest_zone_c(root: Path = Path("/")) -> float | None:
 def _cpu_controls(root: Path) -> Iterable[ClockControl]:
     system = root / "sys/devices/system/cpu"
     folders = sysfs.list_matches(system, "cpufreq/policy[0-9]*") or sysfs.list_matches(system, "cpu[0-9]*/cpufreq")
-    seen = {folder.resolve(): folder for folder in reversed(_sorted_by_number(folders))}
-    for folder in reversed(seen.values()):
+    unique_folders = {folder.resolve(): folder for folder in reversed(_sorted_by_number(folders))}
+    for folder in reversed(unique_folders.values()):
         if not sysfs.is_visible(folder / "scaling_max_freq") or _is_policy_off(system, folder):
             continue  # a control with an unreadable limit stays, for its restoration
-        listed, hidden = _listed_values(folder / "scaling_available_frequencies")
+        listed_values, is_list_hidden = _listed_values(folder / "scaling_available_frequencies")
         yield ClockControl(
             name=folder.name if folder.name != "cpufreq" else folder.parent.name,
             kind="cpu",
-            listed=listed,
+            listed_values=listed_values,
             unit_hz=1000,
             governor=_existing_or_none(folder / "scaling_governor"),
             low=_existing_or_none(folder / "scaling_min_freq"),
             high=_existing_or_none(folder / "scaling_max_freq"),
-            now=_existing_or_none(folder / "scaling_cur_freq"),
-            hidden=hidden,
+            current=_existing_or_none(folder / "scaling_cur_freq"),
+            is_list_hidden=is_list_hidden,
         )
 
 
@@ -309,18 +313,18 @@ def _is_policy_off(system: Path, folder: Path) -> bool:
 def _devfreq_controls(root: Path) -> Iterable[ClockControl]:
     for folder in sysfs.list_matches(root / "sys/class/devfreq", "*"):
         name = read_line(folder / "device/of_node/name") or folder.name
-        gpu = any(part in name for part in GPUS) and "nvd" not in name  # Thor's video engines are no GPU cores
-        if (gpu or folder.name == "bwmgr") and sysfs.is_visible(folder / "max_freq"):
-            listed, hidden = _listed_values(folder / "available_frequencies")
+        is_gpu = any(part in name for part in GPUS) and "nvd" not in name  # Thor's video engines are no GPU cores
+        if (is_gpu or folder.name == "bwmgr") and sysfs.is_visible(folder / "max_freq"):
+            listed_values, is_list_hidden = _listed_values(folder / "available_frequencies")
             yield ClockControl(
-                name=folder.name if gpu else "emc",
-                kind="gpu" if gpu else "emc",
-                listed=listed,
+                name=folder.name if is_gpu else "emc",
+                kind="gpu" if is_gpu else "emc",
+                listed_values=listed_values,
                 governor=_existing_or_none(folder / "governor"),
                 low=_existing_or_none(folder / "min_freq"),
                 high=_existing_or_none(folder / "max_freq"),
-                now=_existing_or_none(folder / "cur_freq"),
-                hidden=hidden,
+                current=_existing_or_none(folder / "cur_freq"),
+                is_list_hidden=is_list_hidden,
             )
 
 
@@ -333,64 +337,76 @@ def _emc_controls(root: Path, modes: Sequence[PowerMode]) -> Iterable[ClockContr
         rate = lock = None
     if cap is None and lock is None:
         return
-    khz, hidden = _listed_values(root / EMC / "emc/possible_rates")
-    listed, hidden = tuple(each * 1000 for each in khz), hidden or sysfs.is_forbidden(clock / "max_rate")
-    if not listed and not hidden:
-        told = {read_number(clock / "min_rate"), read_number(clock / "max_rate"), *(mode.emc_hz for mode in modes)}
-        listed = tuple(sorted(hz for hz in told if hz))
-    yield ClockControl("emc", "emc", listed, high=cap, now=rate, rate=rate, lock=lock, hidden=hidden and not listed)
+    khz, is_list_hidden = _listed_values(root / EMC / "emc/possible_rates")
+    listed_values, is_list_hidden = (
+        tuple(value * 1000 for value in khz),
+        is_list_hidden or sysfs.is_forbidden(clock / "max_rate"),
+    )
+    if not listed_values and not is_list_hidden:
+        known_hz = {read_number(clock / "min_rate"), read_number(clock / "max_rate"), *(mode.emc_hz for mode in modes)}
+        listed_values = tuple(sorted(hz for hz in known_hz if hz))
+    yield ClockControl(
+        "emc",
+        "emc",
+        listed_values,
+        high=cap,
+        current=rate,
+        rate=rate,
+        lock=lock,
+        is_list_hidden=is_list_hidden and not listed_values,
+    )
 
 
 # -- what to write --------------------------------------------------------------------------------
 
 
-def pin_writes(levers: ClockControls, point: OperatingPoint) -> list[ControlWrite]:
-    wanted: tuple[tuple[Kind, float | None], ...] = (
+def pin_writes(clock_controls: ClockControls, point: OperatingPoint) -> list[ControlWrite]:
+    requested_clocks: tuple[tuple[Kind, float | None], ...] = (
         ("cpu", point.cpu_hz),
         ("gpu", point.gpu_hz),
         ("emc", point.emc_hz),
     )
     writes: list[ControlWrite] = []
-    for kind, hz in wanted:
+    for kind, hz in requested_clocks:
         if hz is None:
             continue
-        if not levers.controls_of_kind(kind):
+        if not clock_controls.controls_of_kind(kind):
             raise ClockError(f"this board shows no {kind} clock that can be set: leave {kind} out of {point.name!r}")
-        for lever in levers.controls_of_kind(kind):
-            value = lever.nearest_value(hz)
-            writes += lever.limit_writes(value)
-            if lever.rate is not None and lever.lock is not None:
-                writes += [ControlWrite(lever, lever.rate, value), ControlWrite(lever, lever.lock, 1)]
-    if not writes and levers.find_mode(point.name) is None:
-        known = ", ".join(mode.name for mode in levers.modes) or "none"
-        raise ClockError(f"{point.name!r} says no frequency and is no mode of this board; its modes: {known}")
+        for control in clock_controls.controls_of_kind(kind):
+            value = control.nearest_value(hz)
+            writes += control.limit_writes(value)
+            if control.rate is not None and control.lock is not None:
+                writes += [ControlWrite(control, control.rate, value), ControlWrite(control, control.lock, 1)]
+    if not writes and clock_controls.find_mode(point.name) is None:
+        mode_names = ", ".join(mode.name for mode in clock_controls.modes) or "none"
+        raise ClockError(f"{point.name!r} says no frequency and is no mode of this board; its modes: {mode_names}")
     return writes
 
 
 def restore_writes(
-    levers: ClockControls, saved: BoardControlState, kinds: Iterable[Kind] = ("cpu", "gpu", "emc")
+    clock_controls: ClockControls, saved: BoardControlState, kinds: Iterable[Kind] = ("cpu", "gpu", "emc")
 ) -> list[ControlWrite]:
-    found = {lever.name: lever for lever in levers.found if lever.kind in kinds}
+    controls_by_name = {control.name: control for control in clock_controls.controls if control.kind in kinds}
     writes: list[ControlWrite] = []
-    for old in saved.levers:
-        lever = found.get(old.name)
-        if lever is None or not lever.listed:
+    for state in saved.controls:
+        control = controls_by_name.get(state.name)
+        if control is None or not control.listed_values:
             continue  # never held: clocks without a list cannot be
-        if lever.governor is not None and old.governor and read_line(lever.governor) != old.governor:
-            writes.append(ControlWrite(lever, lever.governor, old.governor))
-        if old.high is not None:
-            writes += lever.limit_writes(old.high, low=old.low)
-        if lever.lock is not None and lever.rate is not None and old.lock is not None:
-            if old.lock and old.rate is not None:
-                writes.append(ControlWrite(lever, lever.rate, old.rate))
-            writes.append(ControlWrite(lever, lever.lock, old.lock))
+        if control.governor is not None and state.governor and read_line(control.governor) != state.governor:
+            writes.append(ControlWrite(control, control.governor, state.governor))
+        if state.high is not None:
+            writes += control.limit_writes(state.high, low=state.low)
+        if control.lock is not None and control.rate is not None and state.lock is not None:
+            if state.lock and state.rate is not None:
+                writes.append(ControlWrite(control, control.rate, state.rate))
+            writes.append(ControlWrite(control, control.lock, state.lock))
     return writes
 
 
 def read_back(writes: Iterable[ControlWrite]) -> list[tuple[ControlWrite, str | None]]:
     """Return the last write to each file, with the present content of the file."""
-    last = {write.file: write for write in writes}
-    return [(write, read_line(write.file)) for write in last.values()]
+    last_writes = {write.file: write for write in writes}
+    return [(write, read_line(write.file)) for write in last_writes.values()]
 
 
 # -- files ----------------------------------------------------------------------------------------
@@ -406,8 +422,10 @@ def read_number(path: Path | None) -> int | None:
 
 def _listed_values(path: Path) -> tuple[tuple[int, ...], bool]:
     """Return the positive integers of a list, ascending, and whether the list is hidden."""
-    words = (read_line(path) or "").split()
-    return tuple(sorted({int(word) for word in words if word.isdigit() and int(word) > 0})), sysfs.is_forbidden(path)
+    fields = (read_line(path) or "").split()
+    return tuple(sorted({int(field) for field in fields if field.isdigit() and int(field) > 0})), sysfs.is_forbidden(
+        path
+    )
 
 
 def _existing_or_none(path: Path) -> Path | None:
@@ -415,4 +433,6 @@ def _existing_or_none(path: Path) -> Path | None:
 
 
 def _sorted_by_number(folders: Iterable[Path]) -> list[Path]:
-    return sorted(folders, key=lambda folder: [int(found) for found in re.findall(r"\d+", "/".join(folder.parts[-2:]))])
+    return sorted(
+        folders, key=lambda folder: [int(digits) for digits in re.findall(r"\d+", "/".join(folder.parts[-2:]))]
+    )

@@ -30,7 +30,7 @@ import msgspec
 from fedquilt.core import UNDECODABLE, ClockError, OperatingPoint, StoreError
 from fedquilt.edge_agent.clocks import controls
 from fedquilt.edge_agent.clocks.client import (
-    REQUEST_MOST_BYTES,
+    MAX_REQUEST_BYTES,
     SOCKET,
     ClockState,
     HelperResponse,
@@ -49,20 +49,20 @@ log = logging.getLogger("fedquilt.clocks")
 STATE: Final = "var/lib/fedquilt-clocks"
 GROUP: Final = "fedquilt"  # its members and root may use the helper
 WATCHDOG_S: Final = 10.0
-LOOK_S: Final = 1.0  # interval between looks at the thermal zones, and between attempts to restore
+CHECK_S: Final = 1.0  # interval between looks at the thermal zones, and between attempts to restore
 TICK_S: Final = 0.5  # a signal is noticed within this time
-CLIENTS_MOST: Final = 8
+MAX_CLIENTS: Final = 8
 
 Peer = tuple[int, int, int]  # pid, uid, gid
 
 
-def peer_credentials(line: socket.socket) -> Peer:
+def peer_credentials(connection: socket.socket) -> Peer:
     """Return process, user and group of the other end (SO_PEERCRED, unix(7))."""
-    return struct.unpack("3i", line.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))
+    return struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))
 
 
-def may_connect(who: Peer, group: int | None) -> bool:
-    _, uid, gid = who
+def may_connect(peer: Peer, group: int | None) -> bool:
+    _, uid, gid = peer
     if uid in (0, os.geteuid()) or (group is not None and gid == group):
         return True
     if group is None:
@@ -74,13 +74,13 @@ def may_connect(who: Peer, group: int | None) -> bool:
 
 
 class HelperConnection:
-    def __init__(self, line: socket.socket, who: Peer) -> None:
-        self.line, self.who = line, who
-        self.got = b""
-        self.lost: str | None = None  # why the clocks it held were released without its request
+    def __init__(self, line: socket.socket, peer: Peer) -> None:
+        self.socket, self.peer = line, peer
+        self.received = b""
+        self.unpin_reason: str | None = None  # why the clocks it held were released without its request
 
     def __str__(self) -> str:
-        return f"process {self.who[0]} of user {self.who[1]}"
+        return f"process {self.peer[0]} of user {self.peer[1]}"
 
 
 class ClockHelper:
@@ -93,52 +93,52 @@ class ClockHelper:
 
     def __init__(
         self,
-        clamp: ClockPin,
+        clock_pin: ClockPin,
         path: Path,
         state: Path,
         *,
         group: int | None = None,
         watchdog_s: float = WATCHDOG_S,
-        peer: Callable[[socket.socket], Peer] = peer_credentials,
+        read_peer: Callable[[socket.socket], Peer] = peer_credentials,
     ) -> None:
-        self._clamp, self._path, self._group, self._peer = clamp, path, group, peer
+        self._clock_pin, self._path, self._group, self._read_peer = clock_pin, path, group, read_peer
         self._watchdog_s = watchdog_s
         self._holder: HelperConnection | None = None
         self._now_s = 0.0  # grows only
-        self._seen_s: float | None = None
-        self._heard_s = self._looked_s = 0.0
-        self._owed: tuple[str, ...] = ()
+        self._last_step_s: float | None = None
+        self._last_message_s = self._last_check_s = 0.0
+        self._unrestored_settings: tuple[str, ...] = ()
         self._decoder: msgspec.json.Decoder[Request] = msgspec.json.Decoder(Request)
         self._selector = selectors.DefaultSelector()
         self._clients: list[HelperConnection] = []
         self._lock = _lock_file(state / "lock")
-        self._record_failures(clamp.restore_after_crash())
-        self._door = _listen_on_socket(path, group)
-        self._selector.register(self._door, selectors.EVENT_READ)
+        self._record_failures(clock_pin.restore_after_crash())
+        self._listener = _listen_on_socket(path, group)
+        self._selector.register(self._listener, selectors.EVENT_READ)
 
     def step(self, now_s: float, wait_s: float = 0.0) -> None:
-        self._now_s += 0.0 if self._seen_s is None else max(0.0, now_s - self._seen_s)
-        self._seen_s = now_s
+        self._now_s += 0.0 if self._last_step_s is None else max(0.0, now_s - self._last_step_s)
+        self._last_step_s = now_s
         for key, _ in self._selector.select(wait_s):
             if key.data is None:
                 self._accept_connection()
             else:
                 self._receive_requests(key.data)
-        if self._holder is not None and self._now_s - self._heard_s > self._watchdog_s:
+        if self._holder is not None and self._now_s - self._last_message_s > self._watchdog_s:
             self._unpin(f"let go: no word from the client for {self._watchdog_s:g} s")
-        if self._now_s - self._looked_s >= LOOK_S:
-            self._looked_s = self._now_s
-            if why := self._clamp.unpin_if_required():
-                self._record_loss(why)
-            if self._clamp.needs_restore:
-                self._record_failures(self._clamp.restore())
+        if self._now_s - self._last_check_s >= CHECK_S:
+            self._last_check_s = self._now_s
+            if reason := self._clock_pin.unpin_if_required():
+                self._record_loss(reason)
+            if self._clock_pin.needs_restore:
+                self._record_failures(self._clock_pin.restore())
 
     def close(self) -> None:
         for client in list(self._clients):
             self._disconnect(client)
-        self._record_failures(self._clamp.restore())
+        self._record_failures(self._clock_pin.restore())
         self._selector.close()
-        self._door.close()
+        self._listener.close()
         self._path.unlink(missing_ok=True)
         os.close(self._lock)
 
@@ -146,37 +146,37 @@ class ClockHelper:
 
     def _accept_connection(self) -> None:
         try:
-            line, _ = self._door.accept()
+            connection, _ = self._listener.accept()
         except OSError as error:
             log.warning("a connection failed: %s", error)
             return
-        line.setblocking(False)
-        client = HelperConnection(line, self._peer(line))
+        connection.setblocking(False)
+        client = HelperConnection(connection, self._read_peer(connection))
         refusal = None
-        if not may_connect(client.who, self._group):
-            refusal = f"user {client.who[1]} may not set clocks here: it has to be in the group fedquilt"
-        elif len(self._clients) >= CLIENTS_MOST:
-            refusal = f"{CLIENTS_MOST} clients speak to the helper already: let one of them hang up"
+        if not may_connect(client.peer, self._group):
+            refusal = f"user {client.peer[1]} may not set clocks here: it has to be in the group fedquilt"
+        elif len(self._clients) >= MAX_CLIENTS:
+            refusal = f"{MAX_CLIENTS} clients speak to the helper already: let one of them hang up"
         if refusal is not None:
             _send_response(client, HelperResponse(error=refusal))
-            line.close()
+            connection.close()
             return
         self._clients.append(client)
-        self._selector.register(line, selectors.EVENT_READ, client)
+        self._selector.register(connection, selectors.EVENT_READ, client)
 
     def _receive_requests(self, client: HelperConnection) -> None:
         try:
-            some = client.line.recv(REQUEST_MOST_BYTES)
+            chunk = client.socket.recv(MAX_REQUEST_BYTES)
         except BlockingIOError:
             return
         except OSError:
-            some = b""
-        if not some:
+            chunk = b""
+        if not chunk:
             self._disconnect(client)
             return
-        *requests, client.got = (client.got + some).split(b"\n")
-        if max(map(len, (*requests, client.got))) > REQUEST_MOST_BYTES:
-            _send_response(client, HelperResponse(error=f"a request is one line of at most {REQUEST_MOST_BYTES} bytes"))
+        *requests, client.received = (client.received + chunk).split(b"\n")
+        if max(map(len, (*requests, client.received))) > MAX_REQUEST_BYTES:
+            _send_response(client, HelperResponse(error=f"a request is one line of at most {MAX_REQUEST_BYTES} bytes"))
             self._disconnect(client)
             return
         for request in requests:
@@ -186,8 +186,8 @@ class ClockHelper:
 
     def _disconnect(self, client: HelperConnection) -> None:
         self._clients.remove(client)
-        self._selector.unregister(client.line)
-        client.line.close()
+        self._selector.unregister(client.socket)
+        client.socket.close()
         if client is self._holder:
             self._unpin(f"{client} hung up: the board's own settings are put back")
 
@@ -199,84 +199,86 @@ class ClockHelper:
         if isinstance(request, StatusRequest):
             return HelperResponse(status=self._read_status())
         if client is self._holder:
-            self._heard_s = self._now_s
+            self._last_message_s = self._now_s
         if isinstance(request, PinRequest):
             return self._pin(client, request)
         if isinstance(request, KeepaliveRequest):
             return HelperResponse(
-                error=None if client is self._holder else client.lost or "this client holds no clocks"
+                error=None if client is self._holder else client.unpin_reason or "this client holds no clocks"
             )
         if client is not self._holder:
             return HelperResponse()
         self._unpin(None)
-        return HelperResponse(error=f"not all is put back: {'; '.join(self._owed)}" if self._owed else None)
+        return HelperResponse(
+            error=f"not all is put back: {'; '.join(self._unrestored_settings)}" if self._unrestored_settings else None
+        )
 
     def _pin(self, client: HelperConnection, request: PinRequest) -> HelperResponse:
         holder = self._holder
         if holder is not None and holder is not client:
-            held = self._clamp.point.name if self._clamp.point is not None else ""
-            return HelperResponse(error=f"{holder} holds the clocks at {held!r}: one client at a time")
-        client.lost = None
+            point_name = self._clock_pin.point.name if self._clock_pin.point is not None else ""
+            return HelperResponse(error=f"{holder} holds the clocks at {point_name!r}: one client at a time")
+        client.unpin_reason = None
         try:
-            point = self._clamp.pin(request.point)
+            point = self._clock_pin.pin(request.point)
         except ClockError as error:
             self._holder = None
             return HelperResponse(error=str(error))
-        self._holder, self._heard_s = client, self._now_s
+        self._holder, self._last_message_s = client, self._now_s
         log.info("%s holds %s", client, point)
         return HelperResponse(point=point)
 
     # -- letting go ---------------------------------------------------------------------------
 
-    def _unpin(self, why: str | None) -> None:
-        self._record_loss(why)
-        self._record_failures(self._clamp.restore())
+    def _unpin(self, reason: str | None) -> None:
+        self._record_loss(reason)
+        self._record_failures(self._clock_pin.restore())
 
-    def _record_loss(self, why: str | None) -> None:
+    def _record_loss(self, reason: str | None) -> None:
         """Forget the holder of the clocks, and store the reason for the response to its next keepalive."""
-        if why is not None:
-            log.warning("%s", why)
+        if reason is not None:
+            log.warning("%s", reason)
         if self._holder is not None:
-            self._holder.lost, self._holder = why, None
+            self._holder.unpin_reason, self._holder = reason, None
 
-    def _record_failures(self, left: list[str]) -> None:
-        if tuple(left) != self._owed:
-            self._owed = tuple(left)
-            for sentence in left:
+    def _record_failures(self, failures: list[str]) -> None:
+        if tuple(failures) != self._unrestored_settings:
+            self._unrestored_settings = tuple(failures)
+            for sentence in failures:
                 log.error("not put back: %s", sentence)
 
     def _read_status(self) -> HelperStatus:
-        found = controls.discover_controls(self._clamp.root)
-        owner = self._clamp.owner_mode() if found.modes else None
-        most = self._clamp.control_limits(found, owner)
+        clock_controls = controls.discover_controls(self._clock_pin.root)
+        owner = self._clock_pin.owner_mode() if clock_controls.modes else None
+        limits = self._clock_pin.control_limits(clock_controls, owner)
         return HelperStatus(
-            clocks=tuple(read_clock_state(lever, most.get(lever.name)) for lever in found.found),
+            clocks=tuple(read_clock_state(control, limits.get(control.name)) for control in clock_controls.controls),
             mode=owner,
-            modes=tuple(mode.name for mode in found.modes),
-            temperature_c=controls.hottest_zone_c(self._clamp.root),
-            hottest_c=self._clamp.hottest_c,
-            max_w=self._clamp.max_w,
+            modes=tuple(mode.name for mode in clock_controls.modes),
+            temperature_c=controls.hottest_zone_c(self._clock_pin.root),
+            max_temperature_c=self._clock_pin.max_temperature_c,
+            max_w=self._clock_pin.max_w,
             holder=None if self._holder is None else str(self._holder),
-            point=self._clamp.point,
-            owes=self._owed,
+            point=self._clock_pin.point,
+            unrestored_settings=self._unrestored_settings,
         )
 
 
-def read_clock_state(lever: ClockControl, ceiling: int | None = None) -> ClockState:
+def read_clock_state(control: ClockControl, limit: int | None = None) -> ClockState:
     def read_hz(path: Path | None) -> float | None:
         value = controls.read_number(path)
-        return None if value is None or value < 0 else float(value * lever.unit_hz)
+        return None if value is None or value < 0 else float(value * control.unit_hz)
 
     return ClockState(
-        name=lever.name,
-        kind=lever.kind,
-        listed_hz=lever.listed_hz,
-        low_hz=read_hz(lever.low),
-        high_hz=read_hz(lever.high) or None,  # a cap of 0 means none
-        now_hz=read_hz(lever.now),
-        governor=controls.read_line(lever.governor),
-        hidden=lever.hidden,
-        ceiling_hz=None if ceiling is None else float(ceiling * lever.unit_hz),
+        name=control.name,
+        kind=control.kind,
+        listed_hz=control.listed_hz,
+        low_hz=read_hz(control.low),
+        high_hz=read_hz(control.high) or None,  # a cap of 0 means none
+        now_hz=read_hz(control.current),
+        governor=controls.read_line(control.governor),
+        hidden=control.is_list_hidden,
+        ceiling_hz=None if limit is None else float(limit * control.unit_hz),
     )
 
 
@@ -287,7 +289,7 @@ def run_helper(
     root: Path,
     *,
     max_w: float | None = None,
-    watts: Callable[[OperatingPoint], float | None] | None = None,
+    power_of_point: Callable[[OperatingPoint], float | None] | None = None,
 ) -> None:
     """Run the clock helper until SIGTERM, SIGINT or SIGHUP, then restore the clocks.
 
@@ -297,19 +299,19 @@ def run_helper(
         group = grp.getgrnam(GROUP).gr_gid
     except KeyError:
         group = None
-    ended: list[int] = []
-    for kind in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        signal.signal(kind, lambda kind, _: ended.append(kind))
+    signals: list[int] = []
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, lambda number, _: signals.append(number))
     path, state = root / SOCKET, root / STATE
-    clamp = ClockPin(root, state, max_w=max_w, watts=watts)
-    helper = ClockHelper(clamp, path, state, group=group)
+    clock_pin = ClockPin(root, state, max_w=max_w, power_of_point=power_of_point)
+    helper = ClockHelper(clock_pin, path, state, group=group)
     try:
         print(
             f"setting clocks for {'root alone' if group is None else f'root and the group {GROUP}'} on {path}",
             flush=True,
         )
         send_notification("READY=1")
-        while not ended:
+        while not signals:
             helper.step(time.monotonic(), TICK_S)
             send_notification("WATCHDOG=1")
     finally:
@@ -320,40 +322,40 @@ def run_helper(
 def _lock_file(path: Path) -> int:
     # Two helpers would undo each other's settings.
     try:
-        number = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
         if error.errno == errno.EWOULDBLOCK:
             raise StoreError(f"another clock helper has {path.parent} already") from None
         raise StoreError(f"{path} cannot be locked: {error.strerror}; run the helper as root") from None
-    return number
+    return fd
 
 
 def _listen_on_socket(path: Path, group: int | None) -> socket.socket:
-    door = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     with contextlib.suppress(OSError):
         path.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
-    before = os.umask(0o177)
+    previous_umask = os.umask(0o177)
     try:
         if path.is_socket():
             path.unlink()  # left by a killed helper: by the lock none is alive
-        door.bind(str(path))
+        listener.bind(str(path))
         if group is not None:
             os.chown(path, -1, group)
         path.chmod(0o660)
-        door.listen(CLIENTS_MOST)
+        listener.listen(MAX_CLIENTS)
     except OSError as error:
-        door.close()
+        listener.close()
         raise StoreError(f"no socket at {path}: {error.strerror or error}") from None
     finally:
-        os.umask(before)
-    door.setblocking(False)
-    return door
+        os.umask(previous_umask)
+    listener.setblocking(False)
+    return listener
 
 
-def _send_response(client: HelperConnection, answer: HelperResponse) -> bool:
-    data = msgspec.json.encode(answer) + b"\n"
+def _send_response(client: HelperConnection, response: HelperResponse) -> bool:
+    data = msgspec.json.encode(response) + b"\n"
     try:
-        return client.line.send(data) == len(data)
+        return client.socket.send(data) == len(data)
     except OSError:
         return False

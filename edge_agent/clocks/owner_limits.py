@@ -24,46 +24,51 @@ from fedquilt.edge_agent.clocks.controls import (
     normalize_mode_name,
 )
 
-Bounds = Mapping[str, int]  # name of a lever -> highest value, in its own unit; a lever without bound is left out
-KINDS: tuple[tuple[Kind, str], ...] = (("cpu", "cpu_hz"), ("gpu", "gpu_hz"), ("emc", "emc_hz"))
+# Name of a control -> highest value in the unit of the control. Unlimited controls are left out.
+ControlLimits = Mapping[str, int]
+AXIS_OF_KIND: tuple[tuple[Kind, str], ...] = (("cpu", "cpu_hz"), ("gpu", "gpu_hz"), ("emc", "emc_hz"))
 
 
 def control_limits(
-    levers: ClockControls, mode: PowerMode | None, limits: Mapping[str, int | None] | None = None
-) -> Bounds:
+    clock_controls: ClockControls, mode: PowerMode | None, earlier_limits: Mapping[str, int | None] | None = None
+) -> ControlLimits:
     """Return the highest permitted value of each limited control, from the mode and earlier limits.
 
     A cap between two listed values means the lower one, or a value up to 1 % above it, because NVIDIA rounds its caps
     (850 MHz for 854.25). No clock can be below its lowest listed value.
     """
-    found = {}
-    for lever in levers.found:
-        caps = [] if mode is None else mode.caps_for_clock(lever.kind, lever.high)
-        caps += [most for most in [(limits or {}).get(lever.name)] if most]
-        if lever.listed and min(caps, default=UNCAPPED) < UNCAPPED:
-            below = [value for value in lever.listed if value <= min(caps) * (1 + TOLERANCE)]
-            found[lever.name] = below[-1] if below else lever.listed[0]
-    return found
+    control_limits_by_name = {}
+    for control in clock_controls.controls:
+        caps = [] if mode is None else mode.caps_for_clock(control.kind, control.high)
+        caps += [limit for limit in [(earlier_limits or {}).get(control.name)] if limit]
+        if control.listed_values and min(caps, default=UNCAPPED) < UNCAPPED:
+            permitted = [value for value in control.listed_values if value <= min(caps) * (1 + TOLERANCE)]
+            control_limits_by_name[control.name] = permitted[-1] if permitted else control.listed_values[0]
+    return control_limits_by_name
 
 
-def require_within_limits(levers: ClockControls, point: OperatingPoint, most: Bounds, mode: str | None) -> None:
-    for kind, axis in KINDS:
+def require_within_limits(
+    clock_controls: ClockControls, point: OperatingPoint, limits: ControlLimits, mode: str | None
+) -> None:
+    for kind, axis in AXIS_OF_KIND:
         hz: float | None = getattr(point, axis)
-        for lever in levers.controls_of_kind(kind) if hz is not None else ():
-            value, bound = lever.nearest_value(hz or 0.0), most.get(lever.name)
-            if bound is not None and value > bound:
+        for control in clock_controls.controls_of_kind(kind) if hz is not None else ():
+            value, limit = control.nearest_value(hz or 0.0), limits.get(control.name)
+            if limit is not None and value > limit:
                 owner = f"the power mode {mode}" if mode is not None else "the board's own limit"
                 raise ClockError(
-                    f"{point.name!r} wants {lever.name} at {value * lever.unit_hz / 1e6:g} MHz, and {owner} permits "
-                    f"{bound * lever.unit_hz / 1e6:g} MHz: choose a lower point, or another mode by `sudo nvpmodel -m`"
+                    f"{point.name!r} wants {control.name} at {value * control.unit_hz / 1e6:g} MHz, and "
+                    f"{owner} permits "
+                    f"{limit * control.unit_hz / 1e6:g} MHz: choose a lower point, or another mode by `sudo "
+                    "nvpmodel -m`"
                 )
 
 
-def find_tighter_limit(levers: ClockControls, some: Bounds, other: Bounds) -> str | None:
-    for lever in levers.found:
-        top = lever.listed[-1] if lever.listed else 0
-        if some.get(lever.name, top) < other.get(lever.name, top):
-            return lever.name
+def find_tighter_limit(clock_controls: ClockControls, left: ControlLimits, right: ControlLimits) -> str | None:
+    for control in clock_controls.controls:
+        highest = control.listed_values[-1] if control.listed_values else 0
+        if left.get(control.name, highest) < right.get(control.name, highest):
+            return control.name
     return None
 
 
@@ -72,68 +77,84 @@ def is_mode_within(outer: PowerMode | None, inner: PowerMode) -> bool:
 
     The result is False if `outer` is None, which means that the mode is unknown.
     """
-    if outer is None or not outer.off <= inner.off:
+    if outer is None or not outer.offline_cores <= inner.offline_cores:
         return False
     caps = {cap.clock: cap.value for cap in outer.caps}
     return all(cap.value <= caps.get(cap.clock, UNCAPPED) * (1 + TOLERANCE) for cap in inner.caps)
 
 
-def require_same_gpu_masks(before: PowerMode | None, after: PowerMode) -> None:
+def require_same_gpu_masks(current: PowerMode | None, requested: PowerMode) -> None:
     """Raise ClockError if a mode needs a restart of the board."""
-    if before is not None and set(before.masks) != set(after.masks):
+    if current is not None and set(current.gpu_masks) != set(requested.gpu_masks):
         raise ClockError(
-            f"mode {after.name} switches other parts of the GPU on than {before.name}, which needs a restart of the "
-            f"board: `sudo nvpmodel -m {after.id}` and restart"
+            f"mode {requested.name} switches other parts of the GPU on than {current.name}, which needs a "
+            f"restart of the board: `sudo nvpmodel -m {requested.id}` and restart"
         )
 
 
-def require_mode_within(owner: PowerMode | None, wanted: PowerMode, known: str | None) -> None:
-    if not is_mode_within(owner, wanted):
+def require_mode_within(owner: PowerMode | None, requested: PowerMode, owner_mode_name: str | None) -> None:
+    if not is_mode_within(owner, requested):
         raise ClockError(
-            f"mode {wanted.name} has cores or clocks beyond the power mode, {known or 'which is not known'}: "
-            f"`sudo nvpmodel -m {wanted.id}` lets it, if the board's owner wants that"
+            f"mode {requested.name} has cores or clocks beyond the power mode, "
+            f"{owner_mode_name or 'which is not known'}: "
+            f"`sudo nvpmodel -m {requested.id}` lets it, if the board's owner wants that"
         )
 
 
 def permitted_points(
-    points: tuple[OperatingPoint, ...], levers: ClockControls, mode: PowerMode | None, most_hz: Mapping[str, float]
+    points: tuple[OperatingPoint, ...],
+    clock_controls: ClockControls,
+    mode: PowerMode | None,
+    limits_hz: Mapping[str, float],
 ) -> tuple[OperatingPoint, ...]:
     """Return the points that may be pinned in the owner's mode."""
-    named = {normalize_mode_name(each.name): each for each in levers.modes}
+    modes_by_name = {normalize_mode_name(known_mode.name): known_mode for known_mode in clock_controls.modes}
     return tuple(
         point
         for point in points
-        if all((getattr(point, axis) or 0.0) <= hz * (1 + TOLERANCE) for axis, hz in most_hz.items())
-        and ((own := named.get(normalize_mode_name(point.name))) is None or own == mode or is_mode_within(mode, own))
+        if all((getattr(point, axis) or 0.0) <= hz * (1 + TOLERANCE) for axis, hz in limits_hz.items())
+        and (
+            (mode_of_point := modes_by_name.get(normalize_mode_name(point.name))) is None
+            or mode_of_point == mode
+            or is_mode_within(mode, mode_of_point)
+        )
     )
 
 
-def permitted_hz(levers: ClockControls, most: Bounds) -> dict[str, float]:
+def permitted_hz(clock_controls: ClockControls, limits: ControlLimits) -> dict[str, float]:
     """Return the highest permitted clock in hertz by axis, such as "cpu_hz". Axes without a limit are left out."""
     return {
-        axis: min(each)
-        for kind, axis in KINDS
+        axis: min(limits_hz)
+        for kind, axis in AXIS_OF_KIND
         if (
-            each := [
-                most[lever.name] * float(lever.unit_hz) for lever in levers.controls_of_kind(kind) if lever.name in most
+            limits_hz := [
+                limits[control.name] * float(control.unit_hz)
+                for control in clock_controls.controls_of_kind(kind)
+                if control.name in limits
             ]
         )
     }
 
 
-def state_after_mode_change(saved: BoardControlState, levers: ClockControls, mode: PowerMode) -> BoardControlState:
-    most = control_limits(levers, mode)
-    known = {lever.name: lever for lever in levers.found}
+def state_after_mode_change(
+    saved: BoardControlState, clock_controls: ClockControls, mode: PowerMode
+) -> BoardControlState:
+    limits = control_limits(clock_controls, mode)
+    controls_by_name = {control.name: control for control in clock_controls.controls}
     return BoardControlState(
         mode.name,
-        tuple(_control_after_mode_change(old, known.get(old.name), most.get(old.name)) for old in saved.levers),
+        tuple(
+            _control_after_mode_change(state, controls_by_name.get(state.name), limits.get(state.name))
+            for state in saved.controls
+        ),
     )
 
 
-def _control_after_mode_change(old: ControlState, lever: ClockControl | None, most: int | None) -> ControlState:
-    if lever is None or not lever.listed or old.high is None:
-        return old
-    capped = lever.kind == "emc" and lever.low is None  # nvpmodel's own cap of the memory clock, where 0 means none
-    high = most if most is not None else 0 if capped else lever.listed[-1]
-    low, rate = (None if value is None else min(value, high or value) for value in (old.low, old.rate))
-    return replace(old, high=high, low=low, rate=rate)
+def _control_after_mode_change(state: ControlState, control: ClockControl | None, limit: int | None) -> ControlState:
+    if control is None or not control.listed_values or state.high is None:
+        return state
+    # In nvpmodel's cap of the memory clock, 0 means no cap.
+    is_emc_cap = control.kind == "emc" and control.low is None
+    high = limit if limit is not None else 0 if is_emc_cap else control.listed_values[-1]
+    low, rate = (None if value is None else min(value, high or value) for value in (state.low, state.rate))
+    return replace(state, high=high, low=low, rate=rate)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from fedquilt import plugins
 from fedquilt.core import Device, JobError, Meter
-from fedquilt.edge_agent.devices.meters import WIDTH
+from fedquilt.edge_agent.devices.meters import COVERAGE_ORDER
 
 if TYPE_CHECKING:
     from fedquilt import profiles
@@ -53,12 +53,12 @@ def create_device(
 
         connect = ClockClient.connect
     clocks = connect() if connect is not None else None
-    return linux.detect(root, profile=profile, clocks=clocks, own=meter)
+    return linux.detect(root, profile=profile, clocks=clocks, custom_meter=meter)
 
 
-def create_meter(wanted: str | Mapping[str, Any]) -> Meter:
+def create_meter(meter_spec: str | Mapping[str, Any]) -> Meter:
     """Create the meter named in agent.toml, from an entry point or `module:name`."""
-    table = {"name": wanted} if isinstance(wanted, str) else dict(wanted)
+    table = {"name": meter_spec} if isinstance(meter_spec, str) else dict(meter_spec)
     name = table.pop("name", None)
     if not isinstance(name, str):
         raise JobError(
@@ -70,11 +70,11 @@ def create_meter(wanted: str | Mapping[str, Any]) -> Meter:
     if not callable(factory):
         raise plugins.wrong_kind_error(plugin, "a class or function that makes a meter", factory)
     try:
-        made = factory(**table)
+        meter = factory(**table)
     except Exception as error:  # code from outside may raise anything
         raise JobError(f"{plugin} cannot be made from {table}: {type(error).__name__}: {error}") from None
-    covers = getattr(made, "covers", None)
-    if covers not in WIDTH or not callable(getattr(made, "read", None)):
-        there = ", ".join(WIDTH)
-        raise JobError(f"{plugin} is no meter: it needs `read(now_s)`, and `covers` one of {there}, not {covers!r}")
-    return made
+    covers = getattr(meter, "covers", None)
+    if covers not in COVERAGE_ORDER or not callable(getattr(meter, "read", None)):
+        coverages = ", ".join(COVERAGE_ORDER)
+        raise JobError(f"{plugin} is no meter: it needs `read(now_s)`, and `covers` one of {coverages}, not {covers!r}")
+    return meter

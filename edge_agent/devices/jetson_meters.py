@@ -28,26 +28,27 @@ from fedquilt.core import Covers, Power
 from fedquilt.host import sysfs
 
 OFFSET_W: Final = 0.5  # a sensor without current may read so far below 0; further, and it is wired or set up wrongly
-LEAST_W: Final = 0.1  # no board that runs Linux draws less
-MOST_W: Final = 500.0  # no board of these has a supply for more
+MIN_W: Final = 0.1  # no board that runs Linux draws less
+MAX_W: Final = 500.0  # no board of these has a supply for more
 SLACK: Final = 1.15  # parts may exceed their whole so far, as rails are read one after the other
 SLACK_W: Final = 0.5
-MOVED_W: Final = 1.0  # if the parts moved so far and the total not at all, the total is stuck
+MIN_CHANGE_W: Final = 1.0  # if the parts moved so far and the total not at all, the total is stuck
 WINDOW: Final = 50  # readings
 
 
 @dataclass(frozen=True)
 class RailRoles:
-    fits: tuple[str, ...]  # beginnings of module or board names after "nvidia," in the device tree
-    sums: tuple[str, ...]  # rails whose sum is the total: one, where a rail measures the board's or module's input
-    inside: Mapping[str, str] = field(default_factory=dict)  # part -> rail that its power is included in
+    name_prefixes: tuple[str, ...]  # beginnings of module or board names after "nvidia," in the device tree
+    # Rails whose sum is the total power, a single one if a rail measures the input of the board or module.
+    total_rails: tuple[str, ...]
+    containing_rails: Mapping[str, str] = field(default_factory=dict)  # part -> rail that its power is included in
 
-    def parts_of(self, whole: str) -> list[str]:
-        return [part for part, place in self.inside.items() if place == whole]
+    def parts_of(self, rail: str) -> list[str]:
+        return [part for part, container in self.containing_rails.items() if container == rail]
 
 
-def _roles_with_parts(whole: str, *parts: str) -> RailRoles:
-    return RailRoles((), (whole,), dict.fromkeys(parts, whole))
+def _roles_with_parts(rail: str, *parts: str) -> RailRoles:
+    return RailRoles((), (rail,), dict.fromkeys(parts, rail))
 
 
 _NANO = _roles_with_parts("POM_5V_IN", "POM_5V_GPU", "POM_5V_CPU")
@@ -55,26 +56,30 @@ _TX2 = _roles_with_parts("VDD_IN", "VDD_SYS_CPU", "VDD_SYS_DDR", "VDD_SYS_GPU", 
 _SODIMM = _roles_with_parts("VDD_IN", "VDD_CPU_GPU_CV", "VDD_SOC")
 _THOR = _roles_with_parts("VIN", "VDD_GPU", "VDD_CPU_SOC_MSS", "VIN_SYS_5V0")
 
-TABLE: Final[Sequence[RailRoles]] = (
-    RailRoles(("p3448", "p3450", "p3541", "jetson-nano"), _NANO.sums, _NANO.inside),
+RAIL_ROLES: Final[Sequence[RailRoles]] = (
+    RailRoles(("p3448", "p3450", "p3541", "jetson-nano"), _NANO.total_rails, _NANO.containing_rails),
     RailRoles(("p2180", "p2371"), ("VDD_IN",), {"VDD_GPU": "VDD_IN", "VDD_CPU": "VDD_IN"}),  # TX1
-    RailRoles(("p3310", "p3489", "p3636", "p2771", "quill"), _TX2.sums, _TX2.inside),
-    RailRoles(("p3668",), _SODIMM.sums, _SODIMM.inside),  # Xavier NX
+    RailRoles(("p3310", "p3489", "p3636", "p2771", "quill"), _TX2.total_rails, _TX2.containing_rails),
+    RailRoles(("p3668",), _SODIMM.total_rails, _SODIMM.containing_rails),  # Xavier NX
     RailRoles(("p2888", "p2972", "galen"), ("GPU", "CPU", "SOC", "CV", "VDDRQ", "SYS5V")),  # AGX Xavier
-    RailRoles(("p3767",), _SODIMM.sums, _SODIMM.inside),  # Orin NX and Orin Nano
+    RailRoles(("p3767",), _SODIMM.total_rails, _SODIMM.containing_rails),  # Orin NX and Orin Nano
     RailRoles(("p3701",), ("VDD_GPU_SOC", "VDD_CPU_CV", "VIN_SYS_5V0"), {"VDDQ_VDD2_1V8AO": "VIN_SYS_5V0"}),  # AGX Orin
-    RailRoles(("p3834",), _THOR.sums, _THOR.inside),
+    RailRoles(("p3834",), _THOR.total_rails, _THOR.containing_rails),
 )
 
 
 def find_roles(compatible: Collection[str], labels: Collection[str]) -> RailRoles | None:
     """Return roles by the names in the device tree, else by the rail labels, or None if both are unknown."""
     names = [part for board in compatible for part in board.removeprefix("nvidia,").split("+")]
-    named = [roles for name in names for roles in TABLE if name.startswith(roles.fits)]
-    if named:
-        return named[0]
-    known = [roles for roles in TABLE if {*roles.sums, *roles.inside} >= set(labels) and set(roles.sums) <= set(labels)]
-    return next(iter(known), None)
+    matching_roles = [roles for name in names for roles in RAIL_ROLES if name.startswith(roles.name_prefixes)]
+    if matching_roles:
+        return matching_roles[0]
+    roles_by_labels = [
+        roles
+        for roles in RAIL_ROLES
+        if {*roles.total_rails, *roles.containing_rails} >= set(labels) and set(roles.total_rails) <= set(labels)
+    ]
+    return next(iter(roles_by_labels), None)
 
 
 class RailSum(NamedTuple):
@@ -88,37 +93,39 @@ def total_power(roles: RailRoles | None, watts: Mapping[str, float | None]) -> R
         return RailSum(None)
     if roles is None:
         return RailSum(None, f"it is not known which of the rails {', '.join(watts)} are parts of which on this board")
-    for label in roles.sums:
+    for label in roles.total_rails:
         if label not in watts:
             return RailSum(None, f"the rail {label} is missing: {', '.join(watts)} alone are not the whole board")
         power = watts[label]
         if power is None:
             return RailSum(None, f"the rail {label} does not answer")
-        if power < (0.0 if len(roles.sums) == 1 else -OFFSET_W):
+        if power < (0.0 if len(roles.total_rails) == 1 else -OFFSET_W):
             return RailSum(None, f"the rail {label} reads {power:.2f} W, below 0")
-    found = sum(max(0.0, watts[label] or 0.0) for label in roles.sums)
-    if not LEAST_W <= found <= MOST_W:
-        return RailSum(None, f"the total of {found:.2f} W is implausible")
-    for label in roles.sums:
+    total_w = sum(max(0.0, watts[label] or 0.0) for label in roles.total_rails)
+    if not MIN_W <= total_w <= MAX_W:
+        return RailSum(None, f"the total of {total_w:.2f} W is implausible")
+    for label in roles.total_rails:
         parts = sum(max(0.0, watts.get(part) or 0.0) for part in roles.parts_of(label))
         if parts > SLACK * max(0.0, watts[label] or 0.0) + SLACK_W:
-            said = f"{watts[label]:.2f} W"
-            return RailSum(None, f"the parts of the rail {label} add up to {parts:.2f} W, and it reads {said}")
-    return RailSum(found)
+            rail_power = f"{watts[label]:.2f} W"
+            return RailSum(None, f"the parts of the rail {label} add up to {parts:.2f} W, and it reads {rail_power}")
+    return RailSum(total_w)
 
 
 class StuckRailCheck:
     def __init__(self) -> None:
-        self._seen: list[tuple[float, float]] = []  # (total, sum of its parts)
+        self._readings: list[tuple[float, float]] = []  # (total, sum of its parts)
 
-    def check_reading(self, whole: float, parts: float) -> str | None:
-        if self._seen and whole != self._seen[-1][0]:
-            self._seen.clear()
-        self._seen = [*self._seen[1 - WINDOW :], (whole, parts)]
-        moved = max(each for _, each in self._seen) - min(each for _, each in self._seen)
-        if len(self._seen) < WINDOW or moved < MOVED_W:
+    def check_reading(self, total_w: float, parts_w: float) -> str | None:
+        if self._readings and total_w != self._readings[-1][0]:
+            self._readings.clear()
+        self._readings = [*self._readings[1 - WINDOW :], (total_w, parts_w)]
+        change_w = max(parts_sum_w for _, parts_sum_w in self._readings) - min(
+            parts_sum_w for _, parts_sum_w in self._readings
+        )
+        if len(self._readings) < WINDOW or change_w < MIN_CHANGE_W:
             return None
-        return f"the total reads {whole:.2f} W without change while its parts moved by {moved:.2f} W: it is stuck"
+        return f"the total reads {total_w:.2f} W without change while its parts moved by {change_w:.2f} W: it is stuck"
 
 
 log = logging.getLogger("fedquilt.devices")
@@ -152,63 +159,67 @@ class Ina3221:
     covers: Covers = "board"
 
     def __init__(self, root: Path) -> None:
-        listed = sysfs.list_matches(root / "sys/class/hwmon", "hwmon*")
-        found = [*(_rails_on_bus(root / "sys/bus/i2c/drivers") or _hwmon_rails(listed)), *_input_rails(listed)]
-        self.rails = _with_unique_labels(found)
+        folders = sysfs.list_matches(root / "sys/class/hwmon", "hwmon*")
+        rails = [*(_rails_on_bus(root / "sys/bus/i2c/drivers") or _hwmon_rails(folders)), *_input_rails(folders)]
+        self.rails = _with_unique_labels(rails)
         labels = [rail.label for rail in self.rails]
         self.roles = find_roles(sysfs.read_strings(sysfs.device_tree_folder(root) / "compatible"), labels)
         self.fault: str | None = None
         self._stuck = StuckRailCheck()
-        sums = () if self.roles is None else self.roles.sums
-        chip = "ina238" if sums == (VIN,) else "ina3221"
-        self._source = f"{chip} {'sum of ' if len(sums) > 1 else ''}{', '.join(sums)}"
+        total_rails = () if self.roles is None else self.roles.total_rails
+        chip = "ina238" if total_rails == (VIN,) else "ina3221"
+        self._source = f"{chip} {'sum of ' if len(total_rails) > 1 else ''}{', '.join(total_rails)}"
 
     def read(self, now_s: float) -> Power:
         """Return the power of the board and of each rail. Small negative offsets read as 0."""
-        watts = {rail.label: rail.read_watts() for rail in self.rails}
-        known = {label: max(0.0, one) for label, one in watts.items() if one is not None and one >= -OFFSET_W}
-        whole, fault = total_power(self.roles, watts)
-        if whole is not None and self.roles is not None:
-            inside = [label for label in self.roles.inside if label in known]
-            fault = self._stuck.check_reading(whole, sum(known[label] for label in inside))
-            whole = None if fault else whole
+        powers_w = {rail.label: rail.read_watts() for rail in self.rails}
+        rails_w = {
+            label: max(0.0, power_w)
+            for label, power_w in powers_w.items()
+            if power_w is not None and power_w >= -OFFSET_W
+        }
+        total_w, fault = total_power(self.roles, powers_w)
+        if total_w is not None and self.roles is not None:
+            part_rails = [label for label in self.roles.containing_rails if label in rails_w]
+            fault = self._stuck.check_reading(total_w, sum(rails_w[label] for label in part_rails))
+            total_w = None if fault else total_w
         if fault is not None and fault != self.fault:
             log.warning("the power of this board is not known: %s", fault)
         self.fault = fault
-        return Power(whole, None if whole is None else self._source, known)
+        return Power(total_w, None if total_w is None else self._source, rails_w)
 
 
 def _rails_on_bus(drivers: Path) -> list[Rail]:
     chips = [*sysfs.list_matches(drivers, "ina3221x/*-*"), *sysfs.list_matches(drivers, "ina3221/*-*")]
-    found = []
+    rails = []
     for chip in chips:
-        old = sorted({device.resolve() for device in sysfs.list_matches(chip, "iio[:_]device*")})
-        found += [*_iio_rails(old), *_hwmon_rails(sysfs.list_matches(chip, "hwmon/hwmon*"))]
-    return found
+        iio_devices = sorted({device.resolve() for device in sysfs.list_matches(chip, "iio[:_]device*")})
+        rails += [*_iio_rails(iio_devices), *_hwmon_rails(sysfs.list_matches(chip, "hwmon/hwmon*"))]
+    return rails
 
 
 def _iio_rails(devices: list[Path]) -> list[Rail]:
-    found = []
+    rails = []
     for device in devices:
         for channel in range(3):
             label, file = sysfs.read_line(device / f"rail_name_{channel}"), device / f"in_power{channel}_input"
             if label and label != UNCONNECTED and sysfs.is_visible(file):
-                found.append(Rail(label, (file,), 1e-3))
-    return found
+                rails.append(Rail(label, (file,), 1e-3))
+    return rails
 
 
 def _hwmon_rails(devices: list[Path]) -> list[Rail]:
-    found = []
+    rails = []
     for device in devices:
         if sysfs.read_line(device / "name") != "ina3221":
             continue
         for channel in range(1, 4):
             label = sysfs.read_line(device / f"in{channel}_label")
             files = (device / f"in{channel}_input", device / f"curr{channel}_input")
-            off = sysfs.read_int(device / f"in{channel}_enable") == 0
-            if label and label != UNCONNECTED and not off and all(sysfs.is_visible(file) for file in files):
-                found.append(Rail(label, files, 1e-6))
-    return found
+            is_disabled = sysfs.read_int(device / f"in{channel}_enable") == 0
+            if label and label != UNCONNECTED and not is_disabled and all(sysfs.is_visible(file) for file in files):
+                rails.append(Rail(label, files, 1e-6))
+    return rails
 
 
 def _input_rails(devices: list[Path]) -> list[Rail]:
@@ -217,13 +228,13 @@ def _input_rails(devices: list[Path]) -> list[Rail]:
     return [Rail(VIN, (files[0],), 1e-6)] if files else []
 
 
-def _with_unique_labels(every: list[Rail]) -> list[Rail]:
-    seen: dict[str, int] = {}
-    apart = []
-    for rail in every:
-        seen[rail.label] = number = seen.get(rail.label, 0) + 1
-        apart.append(rail if number == 1 else Rail(f"{rail.label} ({number})", rail.files, rail.scale))
-    return apart
+def _with_unique_labels(rails: list[Rail]) -> list[Rail]:
+    counts: dict[str, int] = {}
+    unique_rails = []
+    for rail in rails:
+        counts[rail.label] = number = counts.get(rail.label, 0) + 1
+        unique_rails.append(rail if number == 1 else Rail(f"{rail.label} ({number})", rail.files, rail.scale))
+    return unique_rails
 
 
 log = logging.getLogger("fedquilt.devices")
@@ -256,10 +267,10 @@ class JtopMeter:
         try:
             if not self._client.ok(spin=True):
                 return Power()
-            told = self._client.power
-            rails_w = {str(label): float(rail["power"]) / 1000 for label, rail in told["rail"].items()}
-            total_w = float(told["tot"]["power"]) / 1000
-            name = told["tot"].get("name")
+            reading = self._client.power
+            rails_w = {str(label): float(rail["power"]) / 1000 for label, rail in reading["rail"].items()}
+            total_w = float(reading["tot"]["power"]) / 1000
+            name = reading["tot"].get("name")
         except Exception as error:  # as above, or values of another shape than this version's
             log.debug("jtop tells no power: %s", error)
             return Power()

@@ -23,11 +23,13 @@ from fedquilt.profiles.clock_model import AXES, format_point_name
 log = logging.getLogger("fedquilt.devices")
 
 PROCESSOR_CHIPS: Final = frozenset({"coretemp", "k10temp", "k8temp", "zenpower", "cpu_thermal"})
-ASK_S: Final = 5.0  # interval between questions to the clock helper about the mode, where its status is hidden
+STATUS_INTERVAL_S: Final = (
+    5.0  # interval between questions to the clock helper about the mode, where its status is hidden
+)
 ROOT: Final = Path("/")
-NONE: Final = ""  # for a board known to differ from every profile
-FITS: Final = {  # name of module or board in its device tree, without "nvidia," -> profile
-    "p3541-0000": NONE,  # Nano 2 GB, which calls itself a 4 GB one too
+NO_PROFILE: Final = ""  # for a board known to differ from every profile
+PROFILES: Final = {  # name of module or board in its device tree, without "nvidia," -> profile
+    "p3541-0000": NO_PROFILE,  # Nano 2 GB, which calls itself a 4 GB one too
     "p3450-0000": "jetson-nano",
     "p3450-0002": "jetson-nano",
     "p3310-1000": "jetson-tx2",
@@ -59,18 +61,18 @@ def detect(
     *,
     profile: profiles.BoardProfile | None = None,
     clocks: ClockClient | None = None,
-    own: Meter | None = None,
+    custom_meter: Meter | None = None,
 ) -> LinuxDevice:
-    known = find_profile(root)
-    meter = _detect_rail_meter(root, known)
-    return LinuxDevice(root, profile=profile or known, clocks=clocks, meter=meter, own=own)
+    detected_profile = find_profile(root)
+    meter = _detect_rail_meter(root, detected_profile)
+    return LinuxDevice(root, profile=profile or detected_profile, clocks=clocks, meter=meter, custom_meter=custom_meter)
 
 
-def _detect_rail_meter(root: Path, known: profiles.BoardProfile | None) -> Meter | None:
+def _detect_rail_meter(root: Path, profile: profiles.BoardProfile | None) -> Meter | None:
     compatible = sysfs.read_strings(sysfs.device_tree_folder(root) / "compatible")
-    tegra = any(board.startswith("nvidia,tegra") for board in compatible)
-    if not tegra and not sysfs.is_visible(root / "etc/nv_tegra_release"):
-        return None if known is None else meters.detect_pmic(root)
+    is_tegra = any(board.startswith("nvidia,tegra") for board in compatible)
+    if not is_tegra and not sysfs.is_visible(root / "etc/nv_tegra_release"):
+        return None if profile is None else meters.detect_pmic(root)
     rails = Ina3221(root)
     if root != ROOT or rails.read(0.0).rails_w:
         return rails
@@ -96,27 +98,33 @@ class LinuxDevice:
         profile: profiles.BoardProfile | None = None,
         clocks: ClockClient | None = None,
         meter: Meter | None = None,
-        own: Meter | None = None,
+        custom_meter: Meter | None = None,
     ) -> None:
         self._memory = MemorySensor(root)
         self.memory_bytes = self._memory.total_bytes
         self.board = _board_name(root)
         self.adjustable, self.holds = clocks is not None, False
         self.mode: str | None = None  # nvpmodel's
-        self._all: tuple[OperatingPoint, ...] = ()  # in the board's widest mode
-        self._looked_s, self._mark = 0.0, controls.status_fingerprint(root)  # of the latest look at the mode
+        self._all_points: tuple[OperatingPoint, ...] = ()  # in the board's widest mode
+        self._mode_checked_s = 0.0
+        self._mode_fingerprint = controls.status_fingerprint(root)
         self.idle_w: float | None = None
         self.provenance = "sysfs"
         self._status = None if clocks is None else _request_status(clocks)
         if profile is not None:
-            self._all = fit_points(profile, _listed_frequencies(root, self._status))
+            self._all_points = fit_points(profile, _listed_frequencies(root, self._status))
             self.idle_w = None if profile.idle_w is None else profile.idle_w.value
             self.provenance = profile.provenance()
         self._root, self._clocks = root, clocks
         self.points: tuple[OperatingPoint, ...] = self._read_permitted_points()
         self._batteries = Batteries(root / "sys/class/power_supply")
-        meters = (own, self._batteries, meter or Hwmon(root / "sys/class/hwmon"), Rapl(root / "sys/class/powercap"))
-        self._meter = WidestRangeMeter(each for each in meters if each is not None)
+        meter_choices = (
+            custom_meter,
+            self._batteries,
+            meter or Hwmon(root / "sys/class/hwmon"),
+            Rapl(root / "sys/class/powercap"),
+        )
+        self._meter = WidestRangeMeter(candidate for candidate in meter_choices if candidate is not None)
         self._sensors = [
             *sysfs.thermal_zone_files(root / "sys/class/thermal"),
             *_processor_sensors(root / "sys/class/hwmon"),
@@ -149,16 +157,16 @@ class LinuxDevice:
             raise ClockError(
                 f"the clocks of {self.board} are only read: no clock helper runs here; start `fedquilt board clocks`"
             )
-        if point.name not in {known.name for known in self.points}:
+        if point.name not in {operating_point.name for operating_point in self.points}:
             raise ClockError(f"{self.board} has no operating point {point.name!r}")
         self.holds = False
         try:
-            taken = self._clocks.pin(point)
+            pinned_point = self._clocks.pin(point)
         except ClockError:
             self._update_points()  # the owner may have changed the mode a moment ago
             raise
         self.holds = True
-        return taken
+        return pinned_point
 
     def unpin_clocks(self) -> None:
         self.holds = False
@@ -173,42 +181,46 @@ class LinuxDevice:
 
         Without control of the clocks, that is the point of the present mode, if the profile has it.
         """
-        found = controls.discover_controls(self._root)
-        told = self._status
-        self.mode = (None if told is None else told.mode) or controls.read_mode_name(self._root)
-        mode = found.find_mode(self.mode)
-        before = (
-            {} if self._clocks is not None else {lever.name: controls.read_number(lever.high) for lever in found.found}
+        clock_controls = controls.discover_controls(self._root)
+        helper_status = self._status
+        self.mode = (None if helper_status is None else helper_status.mode) or controls.read_mode_name(self._root)
+        mode = clock_controls.find_mode(self.mode)
+        high_limits = (
+            {}
+            if self._clocks is not None
+            else {control.name: controls.read_number(control.high) for control in clock_controls.controls}
         )
-        most = owner_limits.permitted_hz(found, owner_limits.control_limits(found, mode, before))
-        for clock in () if told is None else told.clocks:
+        limits_hz = owner_limits.permitted_hz(
+            clock_controls, owner_limits.control_limits(clock_controls, mode, high_limits)
+        )
+        for clock in () if helper_status is None else helper_status.clocks:
             if clock.ceiling_hz is not None:
                 axis = f"{clock.kind}_hz"
-                most[axis] = min(clock.ceiling_hz, most.get(axis, clock.ceiling_hz))
-        points = owner_limits.permitted_points(self._all, found, mode, most)
+                limits_hz[axis] = min(clock.ceiling_hz, limits_hz.get(axis, clock.ceiling_hz))
+        points = owner_limits.permitted_points(self._all_points, clock_controls, mode, limits_hz)
         if self.adjustable:
             return points
         return tuple(point for point in points if controls.is_same_mode(point.name, self.mode)) or points
 
     def _update_points_after_mode_change(self, now_s: float) -> None:
-        if not self._all:
+        if not self._all_points:
             return
-        mark = controls.status_fingerprint(self._root)
-        asked = (
+        fingerprint = controls.status_fingerprint(self._root)
+        is_status_due = (
             self._clocks is not None
-            and now_s >= self._looked_s + ASK_S
+            and now_s >= self._mode_checked_s + STATUS_INTERVAL_S
             and sysfs.is_forbidden(self._root / controls.STATUS)
         )
-        if mark != self._mark or asked:
-            self._looked_s, self._mark = now_s, mark
+        if fingerprint != self._mode_fingerprint or is_status_due:
+            self._mode_checked_s, self._mode_fingerprint = now_s, fingerprint
             self._update_points()
 
     def _update_points(self) -> None:
         if self._clocks is not None:
             self._status = _request_status(self._clocks)
-        before, self.points = self.points, self._read_permitted_points()
-        if len(before) != len(self.points):
-            log.info("%d of %d operating points are within mode %s", len(self.points), len(self._all), self.mode)
+        previous, self.points = self.points, self._read_permitted_points()
+        if len(previous) != len(self.points):
+            log.info("%d of %d operating points are within mode %s", len(self.points), len(self._all_points), self.mode)
 
     def _send_keepalive(self, now_s: float) -> None:
         if self._clocks is not None:
@@ -227,36 +239,36 @@ def _request_status(clocks: ClockClient) -> HelperStatus | None:
         return None
 
 
-def _listed_frequencies(root: Path, told: HelperStatus | None) -> Lists:
-    found = controls.discover_controls(root)
-    lists = {
-        **common_frequencies(found.found),
-        **({} if told is None else common_frequencies(told.clocks)),
+def _listed_frequencies(root: Path, helper_status: HelperStatus | None) -> Lists:
+    clock_controls = controls.discover_controls(root)
+    frequencies = {
+        **common_frequencies(clock_controls.controls),
+        **({} if helper_status is None else common_frequencies(helper_status.clocks)),
     }
-    unknown = [lever.name for lever in found.hidden_controls if f"{lever.kind}_hz" not in lists]
+    unknown = [control.name for control in clock_controls.hidden_controls if f"{control.kind}_hz" not in frequencies]
     if unknown:
         log.info(
             "the frequencies of %s are not known here: root alone may read them, and no clock helper tells them; "
             "the board sets them itself",
             ", ".join(unknown),
         )
-    return lists
+    return frequencies
 
 
 def find_profile(root: Path) -> profiles.BoardProfile | None:
     for board in sysfs.read_strings(sysfs.device_tree_folder(root) / "compatible"):
         for part in board.removeprefix("nvidia,").split("+"):
-            name = FITS.get(part)
-            if name == NONE:
+            profile_name = PROFILES.get(part)
+            if profile_name == NO_PROFILE:
                 return None
-            if name in profiles.board_names():
-                return profiles.load_board_profile(str(name))
+            if profile_name in profiles.board_names():
+                return profiles.load_board_profile(str(profile_name))
     return None
 
 
 def _board_name(root: Path) -> str:
-    for place in (sysfs.device_tree_folder(root) / "model", root / "sys/class/dmi/id/product_name"):
-        if name := sysfs.read_line(place):
+    for path in (sysfs.device_tree_folder(root) / "model", root / "sys/class/dmi/id/product_name"):
+        if name := sysfs.read_line(path):
             return name[:200]
     return f"linux-{platform.machine()}"
 
@@ -268,23 +280,23 @@ def _processor_sensors(hwmon: Path) -> list[Path]:
 
 
 SLACK: Final = 0.01  # 1421 is accepted for 1420.8 MHz
-CAP_REACH: Final = 0.1  # a mode's cap of 1200 MHz means 1113.6 on a board that lists 1113.6 and 1267.2
-SAME_TOP: Final = 0.02
+CAP_TOLERANCE: Final = 0.1  # a mode's cap of 1200 MHz means 1113.6 on a board that lists 1113.6 and 1267.2
+HIGHEST_CLOCK_TOLERANCE: Final = 0.02
 
 Lists = Mapping[str, tuple[float, ...]]  # axis -> hertz, rising; axes without listed frequencies are left out
 
 
 def common_frequencies(clocks: Iterable[controls.ClockControl | ClockState]) -> Lists:
     """Return the frequencies that all clocks of a kind list, by axis. Axes without any are left out."""
-    found, clocks = {}, tuple(clocks)
+    shared_frequencies, clocks = {}, tuple(clocks)
     for axis in AXES:
-        each = [set(clock.listed_hz) for clock in clocks if f"{clock.kind}_hz" == axis]
-        if shared := set[float].intersection(*each) if each else set():
-            found[axis] = tuple(sorted(shared))
-    return found
+        frequency_sets = [set(clock.listed_hz) for clock in clocks if f"{clock.kind}_hz" == axis]
+        if shared := set[float].intersection(*frequency_sets) if frequency_sets else set():
+            shared_frequencies[axis] = tuple(sorted(shared))
+    return shared_frequencies
 
 
-def fit_points(profile: profiles.BoardProfile, own: Lists) -> tuple[OperatingPoint, ...]:
+def fit_points(profile: profiles.BoardProfile, frequencies: Lists) -> tuple[OperatingPoint, ...]:
     """Return the operating points of a profile that this board has: modes first, then the grid.
 
     A mode is at the highest listed frequencies up to the mode's caps. The grid is computed by the profile's model for
@@ -292,30 +304,34 @@ def fit_points(profile: profiles.BoardProfile, own: Lists) -> tuple[OperatingPoi
     and stays as the board sets it. Points without any clock are kept.
     """
     modes = {mode.name for mode in profile.points}
-    chosen = [_point_at_caps(point, own) for point in profile.operating_points() if point.name in modes]
-    found = [point for point in chosen if point is not None]
-    taken = {_clock_values(point) for point in found}
-    for point in _grid_points(profile, own):
-        if point.name not in modes and _clock_values(point) not in taken:
-            taken.add(_clock_values(point))
-            found.append(point)
-    return tuple(found[: profiles.MOST_POINTS])
+    modes_at_caps = [_point_at_caps(point, frequencies) for point in profile.operating_points() if point.name in modes]
+    points = [point for point in modes_at_caps if point is not None]
+    used_clocks = {_clock_values(point) for point in points}
+    for point in _grid_points(profile, frequencies):
+        if point.name not in modes and _clock_values(point) not in used_clocks:
+            used_clocks.add(_clock_values(point))
+            points.append(point)
+    return tuple(points[: profiles.MOST_POINTS])
 
 
 def create_power_lookup(profile: profiles.BoardProfile, root: Path) -> Callable[[OperatingPoint], float | None]:
     """Return a function from an operating point to its watts in a profile, or None for unknown points."""
 
     def find_power_w(point: OperatingPoint) -> float | None:
-        own = fit_points(profile, common_frequencies(controls.discover_controls(root).found))
+        points = fit_points(profile, common_frequencies(controls.discover_controls(root).controls))
         return next(
-            (each.busy_w for each in own if (each.name, _clock_values(each)) == (point.name, _clock_values(point))),
+            (
+                candidate.busy_w
+                for candidate in points
+                if (candidate.name, _clock_values(candidate)) == (point.name, _clock_values(point))
+            ),
             None,
         )
 
     return find_power_w
 
 
-def _point_at_caps(point: OperatingPoint, own: Lists) -> OperatingPoint | None:
+def _point_at_caps(point: OperatingPoint, frequencies: Lists) -> OperatingPoint | None:
     """Return the point with each clock at its highest listed frequency up to the cap of the point.
 
     The result is None if a clock lists no frequency near its cap. Clocks without a list are left out.
@@ -323,37 +339,37 @@ def _point_at_caps(point: OperatingPoint, own: Lists) -> OperatingPoint | None:
     clocks: dict[str, float | None] = dict.fromkeys(AXES)
     for axis in AXES:
         cap = getattr(point, axis)
-        if cap is None or axis not in own:
+        if cap is None or axis not in frequencies:
             continue
-        below = [hz for hz in own[axis] if hz <= cap * (1 + SLACK)]
-        if not below or below[-1] < cap * (1 - CAP_REACH):
+        permitted = [hz for hz in frequencies[axis] if hz <= cap * (1 + SLACK)]
+        if not permitted or permitted[-1] < cap * (1 - CAP_TOLERANCE):
             return None
-        clocks[axis] = below[-1]
+        clocks[axis] = permitted[-1]
     return msgspec.structs.replace(point, **clocks)
 
 
-def _grid_points(profile: profiles.BoardProfile, own: Lists) -> tuple[OperatingPoint, ...]:
+def _grid_points(profile: profiles.BoardProfile, frequencies: Lists) -> tuple[OperatingPoint, ...]:
     """Return the profile's grid on this board's clocks, or none if the highest clocks differ."""
     # Without equal highest clocks the model of the profile is not valid for the board, which then has no grid.
-    top = profile.highest_clocks()
-    for axis, hz in top.items():
-        if axis in own and abs(own[axis][-1] - hz) > SAME_TOP * hz:
+    highest_clocks = profile.highest_clocks()
+    for axis, hz in highest_clocks.items():
+        if axis in frequencies and abs(frequencies[axis][-1] - hz) > HIGHEST_CLOCK_TOLERANCE * hz:
             return ()  # a board unlike the profile's: its model does not hold here
-    if not any(axis in own for axis in top) or profile.clocks is None:
+    if not any(axis in frequencies for axis in highest_clocks) or profile.clocks is None:
         return ()
     steps = {
-        axis: profiles.ClockSteps(own.get(axis, (hz,)), getattr(profile.clocks, axis).source)
-        for axis, hz in top.items()
+        axis: profiles.ClockSteps(frequencies.get(axis, (hz,)), getattr(profile.clocks, axis).source)
+        for axis, hz in highest_clocks.items()
     }
     board = msgspec.structs.replace(profile, clocks=profiles.BoardClocks(**steps))
     modes = {mode.name for mode in profile.points}
-    unlisted = {axis: None for axis in AXES if axis not in own}
+    unlisted = {axis: None for axis in AXES if axis not in frequencies}
     grid = [point for point in board.operating_points() if point.name not in modes]
-    return tuple(msgspec.structs.replace(point, name=_point_name(point, own), **unlisted) for point in grid)
+    return tuple(msgspec.structs.replace(point, name=_point_name(point, frequencies), **unlisted) for point in grid)
 
 
-def _point_name(point: OperatingPoint, own: Lists) -> str:
-    return format_point_name({axis: getattr(point, axis) for axis in own if getattr(point, axis) is not None})
+def _point_name(point: OperatingPoint, frequencies: Lists) -> str:
+    return format_point_name({axis: getattr(point, axis) for axis in frequencies if getattr(point, axis) is not None})
 
 
 def _clock_values(point: OperatingPoint) -> tuple[float | None, ...]:
@@ -378,9 +394,11 @@ class MemorySensor:
         self.total_bytes = min([total, *self._limits.values()])
 
     def read_available_bytes(self) -> int | None:
-        rooms = [_group_available_bytes(group, limit) for group, limit in self._limits.items()]
-        known = [room for room in (_meminfo_bytes(self._meminfo, "MemAvailable"), *rooms) if room is not None]
-        return min(known, default=None)
+        group_bytes = [_group_available_bytes(group, limit) for group, limit in self._limits.items()]
+        known_bytes = [
+            size for size in (_meminfo_bytes(self._meminfo, "MemAvailable"), *group_bytes) if size is not None
+        ]
+        return min(known_bytes, default=None)
 
     def read_pressure(self) -> float | None:
         """Return the share of the last 10 s with tasks waiting for memory, or None before Linux 4.20."""
@@ -396,26 +414,28 @@ class MemorySensor:
 def _meminfo_bytes(meminfo: Path, name: str) -> int | None:
     for line in (sysfs.read_text(meminfo) or "").splitlines():
         if line.startswith(f"{name}:"):
-            words = line.split()
-            return int(words[1]) * 1024 if len(words) == 3 and words[1].isdigit() and words[2] == "kB" else None
+            fields = line.split()
+            return int(fields[1]) * 1024 if len(fields) == 3 and fields[1].isdigit() and fields[2] == "kB" else None
     return None
 
 
 def _control_groups(root: Path) -> list[Path]:
     for line in (sysfs.read_text(root / "proc/self/cgroup") or "").splitlines():
         number, _, path = line.partition("::")
-        own = PurePosixPath(path)
-        if number == "0" and own.is_absolute() and ".." not in own.parts:
-            places = [root / "sys/fs/cgroup" / group.relative_to("/") for group in (own, *own.parents)]
-            return [place for place in places if sysfs.is_visible(place / "memory.max")]
+        own_group = PurePosixPath(path)
+        if number == "0" and own_group.is_absolute() and ".." not in own_group.parts:
+            folders = [root / "sys/fs/cgroup" / group.relative_to("/") for group in (own_group, *own_group.parents)]
+            return [folder for folder in folders if sysfs.is_visible(folder / "memory.max")]
     return []
 
 
 def _group_available_bytes(group: Path, limit_bytes: int) -> int | None:
     # The kernel evicts unused file pages first, so they count as available.
-    used = sysfs.read_int(group / "memory.current")
-    if used is None:
+    used_bytes = sysfs.read_int(group / "memory.current")
+    if used_bytes is None:
         return None
     stat = (sysfs.read_text(group / "memory.stat") or "").splitlines()
-    idle = next((words[1] for words in map(str.split, stat) if words[0] == "inactive_file" and len(words) == 2), "")
-    return max(0, limit_bytes - used + (min(int(idle), used) if idle.isdigit() else 0))
+    cache_bytes = next(
+        (fields[1] for fields in map(str.split, stat) if fields[0] == "inactive_file" and len(fields) == 2), ""
+    )
+    return max(0, limit_bytes - used_bytes + (min(int(cache_bytes), used_bytes) if cache_bytes.isdigit() else 0))

@@ -33,10 +33,10 @@ from fedquilt.host import sysfs
 
 log = logging.getLogger("fedquilt.devices")
 
-WIDTH: Final = {"board": 0, "processor": 1, "rail": 2}  # widest first
-MOST_W: Final = 2000.0  # no board draws more
-SLOW_S: Final = 1.0  # longest `read` without a warning, as the agent's loop waits
-PATIENCE_S: Final = 10.0  # time to wait for a silent meter before a narrower one replaces it
+COVERAGE_ORDER: Final = {"board": 0, "processor": 1, "rail": 2}  # widest first
+MAX_PLAUSIBLE_W: Final = 2000.0  # no board draws more
+MAX_READ_S: Final = 1.0  # longest `read` without a warning, as the agent's loop waits
+SILENCE_TIMEOUT_S: Final = 10.0  # time to wait for a silent meter before a narrower one replaces it
 
 
 class WidestRangeMeter:
@@ -49,10 +49,10 @@ class WidestRangeMeter:
 
     def __init__(self, meters: Iterable[Meter], clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._meters = sorted(meters, key=lambda meter: WIDTH[meter.covers])
-        self._answered_s: dict[int, float] = {}  # place in the list -> time of its last value
-        self._failed: set[int] = set()  # places of meters whose failure has been reported
-        self._slow: set[int] = set()  # places of meters whose slowness has been
+        self._meters = sorted(meters, key=lambda meter: COVERAGE_ORDER[meter.covers])
+        self._last_value_s: dict[int, float] = {}  # index of a meter -> time of its last value
+        self._failed: set[int] = set()  # indices of meters with a reported failure
+        self._slow: set[int] = set()  # indices of meters with a reported slow read
 
     def read(self, now_s: float) -> Power:
         """Return the power of the widest meter that responds, with the rails of all meters.
@@ -60,70 +60,75 @@ class WidestRangeMeter:
         If a meter that responded recently is silent, the reading has no total: a narrower meter would be mistaken for
         it.
         """
-        chosen: Power | None = None
+        widest: Power | None = None
         rails_w: dict[str, float] = {}
-        for place, meter in enumerate(self._meters):
-            power = self._read_meter(place, meter, now_s)
+        for index, meter in enumerate(self._meters):
+            power = self._read_meter(index, meter, now_s)
             rails_w |= power.rails_w
             if meter.covers == "rail":
                 if power.total_w is not None and power.source is not None:
                     rails_w[power.source] = power.total_w
-            elif chosen is None and (power.total_w is not None or power.energy_j is not None):
-                chosen, self._answered_s[place] = power, now_s
-            elif chosen is None and 0 <= now_s - self._answered_s.get(place, math.inf) <= PATIENCE_S:
-                chosen = Power()
-        told = chosen or Power()
-        return Power(told.total_w, told.source, rails_w, told.energy_j)
+            elif widest is None and (power.total_w is not None or power.energy_j is not None):
+                widest, self._last_value_s[index] = power, now_s
+            elif widest is None and 0 <= now_s - self._last_value_s.get(index, math.inf) <= SILENCE_TIMEOUT_S:
+                widest = Power()
+        reading = widest or Power()
+        return Power(reading.total_w, reading.source, rails_w, reading.energy_j)
 
-    def _read_meter(self, place: int, meter: Meter, now_s: float) -> Power:
+    def _read_meter(self, index: int, meter: Meter, now_s: float) -> Power:
         """Return the plausible values of a meter, or an empty reading after an error, which is logged once."""
         try:
-            begun_s = self._clock()
+            started_s = self._clock()
             power = meter.read(now_s)
-            self._report_slow_meter(place, meter, self._clock() - begun_s)
+            self._report_slow_meter(index, meter, self._clock() - started_s)
             rails_w = {
-                label: watts for label, watts in power.rails_w.items() if plausible_or_none(watts, MOST_W) is not None
+                label: watts
+                for label, watts in power.rails_w.items()
+                if plausible_or_none(watts, MAX_PLAUSIBLE_W) is not None
             }
             return Power(
-                plausible_or_none(power.total_w, MOST_W), power.source, rails_w, plausible_or_none(power.energy_j)
+                plausible_or_none(power.total_w, MAX_PLAUSIBLE_W),
+                power.source,
+                rails_w,
+                plausible_or_none(power.energy_j),
             )
         except Exception as error:  # code from outside may raise anything; the board's task continues
-            if place not in self._failed:
-                self._failed.add(place)
+            if index not in self._failed:
+                self._failed.add(index)
                 name = type(meter).__name__
                 log.warning("the meter %s fails and is passed over: %s: %s", name, type(error).__name__, error)
             return Power()
 
-    def _report_slow_meter(self, place: int, meter: Meter, seconds: float) -> None:
-        if seconds > SLOW_S and place not in self._slow:
-            self._slow.add(place)
+    def _report_slow_meter(self, index: int, meter: Meter, read_s: float) -> None:
+        if read_s > MAX_READ_S and index not in self._slow:
+            self._slow.add(index)
             log.warning(
                 "the meter %s took %.1f s to answer, for which the agent answered nobody: let it ask in a thread "
                 "(docs/add-a-sensor.md)",
-                *(type(meter).__name__, seconds),
+                *(type(meter).__name__, read_s),
             )
 
 
-def plausible_or_none(value: float | None, most: float = math.inf) -> float | None:
-    return value if value is not None and math.isfinite(value) and 0 <= value <= most else None
+def plausible_or_none(value: float | None, limit: float = math.inf) -> float | None:
+    return value if value is not None and math.isfinite(value) and 0 <= value <= limit else None
 
 
 class PowerFromEnergy:
     def __init__(self) -> None:
-        self._last: tuple[float, float] | None = None  # (now_s, energy_j)
+        self._last_sample: tuple[float, float] | None = None  # (now_s, energy_j)
 
     def mean_power_w(self, now_s: float, energy_j: float) -> float | None:
-        last, self._last = self._last, (now_s, energy_j)
-        if last is None or now_s <= last[0] or energy_j < last[1]:
+        previous, self._last_sample = self._last_sample, (now_s, energy_j)
+        if previous is None or now_s <= previous[0] or energy_j < previous[1]:
             return None
-        return (energy_j - last[1]) / (now_s - last[0])
+        return (energy_j - previous[1]) / (now_s - previous[0])
 
 
 class Batteries:
     covers: Covers = "board"
 
     def __init__(self, supplies: Path) -> None:
-        self._found = [
+        self._batteries = [
             supply
             for supply in sysfs.list_matches(supplies, "*")
             if sysfs.read_line(supply / "type") == "Battery" and sysfs.read_line(supply / "scope") != "Device"
@@ -133,26 +138,34 @@ class Batteries:
         return Power(self.discharge_power_w(), "battery")
 
     def charge_fraction(self) -> float | None:
-        for now, full in (("energy_now", "energy_full"), ("charge_now", "charge_full")):
-            known = [(sysfs.read_int(one / now), sysfs.read_int(one / full)) for one in self._found]
-            held, most = sum(one[0] or 0 for one in known), sum(one[1] or 0 for one in known)
-            if most > 0 and all(one[0] is not None and one[1] for one in known):
-                return min(1.0, max(0.0, held / most))
-        percents = [percent for one in self._found if (percent := sysfs.read_int(one / "capacity")) is not None]
+        for now_name, full_name in (("energy_now", "energy_full"), ("charge_now", "charge_full")):
+            levels = [
+                (sysfs.read_int(battery / now_name), sysfs.read_int(battery / full_name)) for battery in self._batteries
+            ]
+            charge, full_charge = sum(battery[0] or 0 for battery in levels), sum(battery[1] or 0 for battery in levels)
+            if full_charge > 0 and all(battery[0] is not None and battery[1] for battery in levels):
+                return min(1.0, max(0.0, charge / full_charge))
+        percents = [
+            percent for battery in self._batteries if (percent := sysfs.read_int(battery / "capacity")) is not None
+        ]
         return min(1.0, max(0.0, sum(percents) / len(percents) / 100)) if percents else None
 
     def is_charging(self) -> bool | None:
         """Return whether mains power feeds this host, even with a full battery, or None if unknown."""
-        states = {sysfs.read_line(one / "status") for one in self._found}
+        states = {sysfs.read_line(battery / "status") for battery in self._batteries}
         if "Discharging" in states:
             return False
         return True if states & {"Charging", "Full", "Not charging"} else None
 
     def discharge_power_w(self) -> float | None:
         """Return the host's power on batteries, or None on mains power or without a reading."""
-        drawn = [_battery_power_w(one) for one in self._found if sysfs.read_line(one / "status") == "Discharging"]
-        known = [watts for watts in drawn if watts is not None]
-        return sum(known) if known and len(known) == len(drawn) else None
+        powers_w = [
+            _battery_power_w(battery)
+            for battery in self._batteries
+            if sysfs.read_line(battery / "status") == "Discharging"
+        ]
+        known_powers_w = [watts for watts in powers_w if watts is not None]
+        return sum(known_powers_w) if known_powers_w and len(known_powers_w) == len(powers_w) else None
 
 
 def _battery_power_w(battery: Path) -> float | None:
@@ -164,8 +177,9 @@ def _battery_power_w(battery: Path) -> float | None:
     return None if volts is None or amperes is None else abs(volts * amperes) / 1e12
 
 
-WHOLE_METERS = ("power_meter", "macsmc_hwmon Total System Power")  # ACPI's meter, and Apple's: of the whole machine
-SENSORS = ("power*_average", "power*_input", "energy*_input")
+# Sensors of the whole machine: of ACPI and of Apple.
+WHOLE_MACHINE_METERS = ("power_meter", "macsmc_hwmon Total System Power")
+SENSOR_PATTERNS = ("power*_average", "power*_input", "energy*_input")
 
 
 class Hwmon:
@@ -179,7 +193,7 @@ class Hwmon:
         self._energies: dict[str, tuple[Path, PowerFromEnergy]] = {}
         for chip in sysfs.list_matches(hwmon, "hwmon*"):
             name = sysfs.read_line(chip / "name") or chip.name
-            for file in sorted(each for kind in SENSORS for each in sysfs.list_matches(chip, kind)):
+            for file in sorted(path for kind in SENSOR_PATTERNS for path in sysfs.list_matches(chip, kind)):
                 channel, _, kind = file.name.partition("_")
                 label = sysfs.read_line(chip / f"{channel}_label") or channel
                 rail = f"{name} {label}"
@@ -191,19 +205,23 @@ class Hwmon:
                     self._energies[rail] = (file, PowerFromEnergy())
                 else:
                     self._powers[rail] = file
-        whole = any(rail.startswith(WHOLE_METERS) for rail in (*self._powers, *self._energies))
-        self.covers: Covers = "board" if whole else "rail"
+        measures_whole_machine = any(rail.startswith(WHOLE_MACHINE_METERS) for rail in (*self._powers, *self._energies))
+        self.covers: Covers = "board" if measures_whole_machine else "rail"
 
     def read(self, now_s: float) -> Power:
-        micro = {rail: sysfs.read_int(file) for rail, file in self._powers.items()}
-        rails = {rail: value / 1e6 for rail, value in micro.items() if value is not None}
-        for rail, (file, rate) in self._energies.items():
+        microwatts = {rail: sysfs.read_int(file) for rail, file in self._powers.items()}
+        rails = {rail: value / 1e6 for rail, value in microwatts.items() if value is not None}
+        for rail, (file, power_from_energy) in self._energies.items():
             count_uj = sysfs.read_int(file)
-            watts = None if count_uj is None else rate.mean_power_w(now_s, count_uj / 1e6)
+            watts = None if count_uj is None else power_from_energy.mean_power_w(now_s, count_uj / 1e6)
             if watts is not None:
                 rails[rail] = watts
-        whole = next((rail for rail in rails if rail.startswith(WHOLE_METERS)), None)
-        return Power(None if whole is None else rails[whole], None if whole is None else f"hwmon {whole}", rails)
+        whole_rail = next((rail for rail in rails if rail.startswith(WHOLE_MACHINE_METERS)), None)
+        return Power(
+            None if whole_rail is None else rails[whole_rail],
+            None if whole_rail is None else f"hwmon {whole_rail}",
+            rails,
+        )
 
 
 class Rapl:
@@ -225,27 +243,27 @@ class Rapl:
 
     def read_energy_j(self) -> float | None:
         totals = [counter.read_total_j() for counter in self._counters]
-        known = [total for total in totals if total is not None]
-        return sum(known) if known and len(known) == len(totals) else None
+        known_totals = [total for total in totals if total is not None]
+        return sum(known_totals) if known_totals and len(known_totals) == len(totals) else None
 
 
 class EnergyCounter:
     def __init__(self, zone: Path) -> None:
         self._file = zone / "energy_uj"
-        self._last = sysfs.read_int(self._file)
-        self._range = sysfs.read_int(zone / "max_energy_range_uj")
+        self._last_uj = sysfs.read_int(self._file)
+        self._range_uj = sysfs.read_int(zone / "max_energy_range_uj")
         self._total_uj = 0
 
     def read_total_j(self) -> float | None:
-        now = sysfs.read_int(self._file)
-        if now is None or self._last is None:
+        value_uj = sysfs.read_int(self._file)
+        if value_uj is None or self._last_uj is None:
             return None
-        if now < self._last:
-            if self._range is None:
+        if value_uj < self._last_uj:
+            if self._range_uj is None:
                 return None
-            self._total_uj += self._range
-        self._total_uj += now - self._last
-        self._last = now
+            self._total_uj += self._range_uj
+        self._total_uj += value_uj - self._last_uj
+        self._last_uj = value_uj
         return self._total_uj / 1e6
 
 
@@ -262,12 +280,12 @@ def rapl_zones(powercap: Path) -> list[Path]:
     ]
 
 
-QUESTION: Final = "pmic_read_adc"
+PMIC_COMMAND: Final = "pmic_read_adc"
 MAILBOX: Final = "dev/vcio"
-PROPERTY: Final = 0xC0006400 | struct.calcsize("P") << 16  # _IOWR(100, 0, char *)
-GENCMD: Final = 0x00030080  # tag of the firmware's commands
+PROPERTY_IOCTL: Final = 0xC0006400 | struct.calcsize("P") << 16  # _IOWR(100, 0, char *)
+GENCMD_TAG: Final = 0x00030080  # tag of the firmware's commands
 TEXT_BYTES: Final = 4096  # as newer versions of vcgencmd; all channels together are nearly 1024
-HEAD: Final = 6  # words before the text: size, request, tag, room, length, error
+HEADER_WORDS: Final = 6  # words before the text: size, request, tag, room, length, error
 LINE: Final = re.compile(r"(\w+)_([AV]) (?:current|volt)\(\d+\)=([0-9.]+)[AV]")
 
 
@@ -276,36 +294,36 @@ class Pmic:
 
     covers: Covers = "processor"
 
-    def __init__(self, ask: Callable[[], str | None]) -> None:
-        self._ask = ask
+    def __init__(self, read_output: Callable[[], str | None]) -> None:
+        self._read_output = read_output
 
     def read(self, now_s: float) -> Power:
-        found = {(rail, unit): float(value) for rail, unit, value in LINE.findall(self._ask() or "")}
+        values = {(rail, unit): float(value) for rail, unit, value in LINE.findall(self._read_output() or "")}
         rails_w = {
-            rail: amperes * found[rail, "V"]
-            for (rail, unit), amperes in found.items()
-            if unit == "A" and (rail, "V") in found
+            rail: amperes * values[rail, "V"]
+            for (rail, unit), amperes in values.items()
+            if unit == "A" and (rail, "V") in values
         }
         return Power(sum(rails_w.values()), "pmic", rails_w) if rails_w else Power()
 
 
 def detect_pmic(root: Path) -> Pmic | None:
     """Return the meter of a Raspberry Pi 5, or None on another board or without permission."""
-    meter = Pmic(lambda: run_firmware_command(root / MAILBOX, QUESTION))
+    meter = Pmic(lambda: run_firmware_command(root / MAILBOX, PMIC_COMMAND))
     return meter if meter.read(0.0).rails_w else None
 
 
-def run_firmware_command(mailbox: Path, question: str) -> str | None:
-    words = array.array("I", bytes(4 * HEAD + TEXT_BYTES + 4))
-    text = question.encode() + b"\0"
-    words[0], words[2], words[3] = 4 * len(words), GENCMD, TEXT_BYTES
-    memoryview(words).cast("B")[4 * HEAD : 4 * HEAD + len(text)] = text
+def run_firmware_command(mailbox: Path, command: str) -> str | None:
+    buffer = array.array("I", bytes(4 * HEADER_WORDS + TEXT_BYTES + 4))
+    text = command.encode() + b"\0"
+    buffer[0], buffer[2], buffer[3] = 4 * len(buffer), GENCMD_TAG, TEXT_BYTES
+    memoryview(buffer).cast("B")[4 * HEADER_WORDS : 4 * HEADER_WORDS + len(text)] = text
     with contextlib.suppress(OSError):
-        file = os.open(mailbox, os.O_RDONLY | os.O_CLOEXEC)
+        fd = os.open(mailbox, os.O_RDONLY | os.O_CLOEXEC)
         try:
-            fcntl.ioctl(file, PROPERTY, words)
+            fcntl.ioctl(fd, PROPERTY_IOCTL, buffer)
         finally:
-            os.close(file)
-        if words[5] == 0:
-            return words.tobytes()[4 * HEAD :].split(b"\0")[0].decode(errors="replace")
+            os.close(fd)
+        if buffer[5] == 0:
+            return buffer.tobytes()[4 * HEADER_WORDS :].split(b"\0")[0].decode(errors="replace")
     return None

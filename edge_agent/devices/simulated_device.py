@@ -40,20 +40,20 @@ class SimulationTraits:
     @classmethod
     def parse(cls, text: str) -> SimulationTraits:
         """Parse "battery=40Wh&noise=0.1&spread=0.2&seed=7", in which every part is optional."""
-        told = dict(parse_qsl(text, keep_blank_values=True))
+        values = dict(parse_qsl(text, keep_blank_values=True))
         try:
-            battery = told.pop("battery", None)
-            found = cls(
+            battery = values.pop("battery", None)
+            traits = cls(
                 battery_wh=None if battery is None else float(battery.removesuffix("Wh")),
-                noise=float(told.pop("noise", 0)),
-                spread=float(told.pop("spread", 0)),
-                seed=int(told.pop("seed", 0)),
+                noise=float(values.pop("noise", 0)),
+                spread=float(values.pop("spread", 0)),
+                seed=int(values.pop("seed", 0)),
             )
         except ValueError:
             raise JobError(f"{text!r}: battery, noise and spread are numbers, seed is a whole one") from None
-        if told:
-            raise JobError(f"a simulated board has no {', '.join(sorted(told))}: battery, noise, spread or seed")
-        return found
+        if values:
+            raise JobError(f"a simulated board has no {', '.join(sorted(values))}: battery, noise, spread or seed")
+        return traits
 
 
 class SimulatedDevice:
@@ -70,25 +70,27 @@ class SimulatedDevice:
         provenance: str = "",
     ) -> None:
         self.points = profile.operating_points() if points is None else points
-        self._known = {held.name: held for held in self.points}
-        if point is not None and point not in self._known:
+        self._points_by_name = {operating_point.name: operating_point for operating_point in self.points}
+        if point is not None and point not in self._points_by_name:
             modes = ", ".join(mode.name for mode in profile.points)
             raise JobError(f"board {profile.board!r} has no operating point {point!r}; it has the modes {modes}")
-        self._own = self._point = self.points[0] if point is None else self._known[point]
+        self._default_point = self._point = self.points[0] if point is None else self._points_by_name[point]
         self._profile, self._traits = profile, traits
         self.board = profile.board
         self.memory_bytes = int(profile.memory_bytes.value)
         self.idle_w = None if profile.idle_w is None else profile.idle_w.value
         self.provenance: str = provenance or profile.provenance()
         self.factor = _lognormal(traits.spread, traits.seed, "board")  # of its profile's times, the whole board
-        self._rests_on: dict[tuple[str, str], str] = {}  # (point, workload) -> provenance of its numbers
-        self._told: tuple[WorkEstimate, OperatingPoint, int, Cost] | None = None  # last prediction, and of which task
-        self._tasks = 0  # number of finished tasks
+        self._provenances: dict[tuple[str, str], str] = {}  # (point, workload) -> provenance of its numbers
+        self._last_prediction: tuple[WorkEstimate, OperatingPoint, int, Cost] | None = (
+            None  # last prediction, and of which task
+        )
+        self._task_count = 0  # number of finished tasks
         self._charge_j = None if traits.battery_wh is None else traits.battery_wh * J_PER_WH
         self._temperature_c = None if profile.thermal is None else profile.thermal.ambient_c.value
-        self._changes = self._charge_j is not None or self._temperature_c is not None  # while time passes
-        self._seen_s: float | None = None
-        self._busy: list[tuple[float, float]] = []  # (seconds, watts) of work before the latest reading's time
+        self._has_state = self._charge_j is not None or self._temperature_c is not None  # while time passes
+        self._last_read_s: float | None = None
+        self._pending_work: list[tuple[float, float]] = []  # (seconds, watts) of work before the latest reading's time
 
     @classmethod
     def from_name(cls, board: str) -> SimulatedDevice:
@@ -96,19 +98,19 @@ class SimulatedDevice:
         return cls(*_parse_board(board))
 
     def read_sensors(self, now_s: float) -> Reading:
-        if not self._changes:
+        if not self._has_state:
             return _NOTHING
-        passed_s = 0.0 if self._seen_s is None else max(0.0, now_s - self._seen_s)
-        self._seen_s = now_s if self._seen_s is None else max(now_s, self._seen_s)
-        while passed_s > 0:
-            busy_s, watts = self._busy[0] if self._busy else (math.inf, self.idle_w)
-            step_s = min(passed_s, busy_s)
-            self._advance_time(step_s, watts, idle=not self._busy)
-            if self._busy:
-                self._busy[0] = (busy_s - step_s, self._busy[0][1])
-                if self._busy[0][0] <= 0:
-                    del self._busy[0]
-            passed_s -= step_s
+        elapsed_s = 0.0 if self._last_read_s is None else max(0.0, now_s - self._last_read_s)
+        self._last_read_s = now_s if self._last_read_s is None else max(now_s, self._last_read_s)
+        while elapsed_s > 0:
+            busy_s, watts = self._pending_work[0] if self._pending_work else (math.inf, self.idle_w)
+            step_s = min(elapsed_s, busy_s)
+            self._advance_time(step_s, watts, idle=not self._pending_work)
+            if self._pending_work:
+                self._pending_work[0] = (busy_s - step_s, self._pending_work[0][1])
+                if self._pending_work[0][0] <= 0:
+                    del self._pending_work[0]
+            elapsed_s -= step_s
         full_wh = self._traits.battery_wh
         return Reading(
             temperature_c=self._temperature_c,
@@ -117,13 +119,13 @@ class SimulatedDevice:
         )
 
     def pin_clocks(self, point: OperatingPoint) -> OperatingPoint:
-        if point.name not in self._known:
+        if point.name not in self._points_by_name:
             raise ClockError(f"board {self.board} has no operating point {point.name!r}")
-        self._point = self._known[point.name]
+        self._point = self._points_by_name[point.name]
         return self._point
 
     def unpin_clocks(self) -> None:
-        self._point = self._own
+        self._point = self._default_point
 
     def task_cost(self, work: WorkEstimate, measured: Cost) -> Cost:
         """Return the cost of a task on this device.
@@ -133,21 +135,26 @@ class SimulatedDevice:
         """
         cost = self._predict_cost(work, measured)
         if measured.duration_s > 0:
-            self._tasks += 1
-            if self._changes and cost.energy_j is not None and cost.duration_s > 0:
-                self._busy.append((cost.duration_s, cost.energy_j / cost.duration_s))
+            self._task_count += 1
+            if self._has_state and cost.energy_j is not None and cost.duration_s > 0:
+                self._pending_work.append((cost.duration_s, cost.energy_j / cost.duration_s))
                 self._drain_battery(cost.energy_j)
         return cost
 
     def _predict_cost(self, work: WorkEstimate, measured: Cost) -> Cost:
         """Return the profile's cost at the pinned point, or the measured time if the profile has no speed."""
-        point, told, task = self._point, self._told, self._tasks if self._traits.noise else 0
-        if told is not None and told[1] is point and told[2] == task and told[0] == work:
-            return told[3]
+        point, last_prediction, task = self._point, self._last_prediction, self._task_count if self._traits.noise else 0
+        if (
+            last_prediction is not None
+            and last_prediction[1] is point
+            and last_prediction[2] == task
+            and last_prediction[0] == work
+        ):
+            return last_prediction[3]
         duration_s = cost_model.work_seconds(work, point)
         if duration_s is None:  # what this host took says nothing of the board, least of all its joules
-            least_s = cost_model.overhead_seconds(work, point) if measured.duration_s else 0.0
-            return Cost(duration_s=max(measured.duration_s, least_s), point=point.name)
+            overhead_s = cost_model.overhead_seconds(work, point) if measured.duration_s else 0.0
+            return Cost(duration_s=max(measured.duration_s, overhead_s), point=point.name)
         duration_s *= self.factor * _lognormal(self._traits.noise, self._traits.seed, "task", task)
         duration_s = max(duration_s, cost_model.overhead_seconds(work, point))
         energy_j = cost_model.work_joules(duration_s, point)
@@ -160,16 +167,16 @@ class SimulatedDevice:
             energy_source=f"profile {self.board} ({self._describe_sources(point, work)})",
             point=point.name,
         )
-        self._told = (work, point, task, cost)
+        self._last_prediction = (work, point, task, cost)
         return cost
 
     def _describe_sources(self, point: OperatingPoint, work: WorkEstimate) -> str:
-        rests_on = self._rests_on.get((point.name, work.workload))
-        if rests_on is None:
+        provenance = self._provenances.get((point.name, work.workload))
+        if provenance is None:
             figures = self._profile.values_behind(point.name, *profiles.BEHIND, workload=work.workload)
-            rests_on = self._profile.provenance(*figures)
-            self._rests_on[point.name, work.workload] = rests_on
-        return rests_on
+            provenance = self._profile.provenance(*figures)
+            self._provenances[point.name, work.workload] = provenance
+        return provenance
 
     def _advance_time(self, seconds: float, watts: float | None, *, idle: bool) -> None:
         # `cost` has already taken the energy of work from the battery.
@@ -177,8 +184,8 @@ class SimulatedDevice:
             self._drain_battery(watts * seconds)
         thermal = self._profile.thermal
         if thermal is not None and self._temperature_c is not None and watts is not None:
-            aim_c = thermal.ambient_c.value + thermal.rise_c_per_w.value * watts
-            self._temperature_c = aim_c + (self._temperature_c - aim_c) * math.exp(-seconds / thermal.time_s.value)
+            final_c = thermal.ambient_c.value + thermal.rise_c_per_w.value * watts
+            self._temperature_c = final_c + (self._temperature_c - final_c) * math.exp(-seconds / thermal.time_s.value)
 
     def _drain_battery(self, joules: float) -> None:
         if self._charge_j is not None:
@@ -199,8 +206,8 @@ def _load_points(name: str) -> tuple[OperatingPoint, ...]:
 def _parse_board(
     board: str,
 ) -> tuple[profiles.BoardProfile, str | None, SimulationTraits, tuple[OperatingPoint, ...], str]:
-    place, _, traits = board.partition("?")
-    name, _, point = place.partition(":")
+    point_spec, _, traits = board.partition("?")
+    name, _, point = point_spec.partition(":")
     profile = _load_profile(name)
     return profile, point or None, SimulationTraits.parse(traits), _load_points(name), profile.provenance()
 

@@ -26,16 +26,16 @@ the files that these name, by their paths; an engine of another package may."""
 
 def available_engines() -> tuple[str, ...]:
     """Return the installed engines, sorted, then those of plug-ins. Imports none of them."""
-    own = tuple(name for name, (library, _) in NEEDS.items() if find_spec(library) is not None)
-    return (*own, *(name for name in plugins.plugin_names("engine") if name not in NEEDS))
+    installed = tuple(name for name, (library, _) in NEEDS.items() if find_spec(library) is not None)
+    return (*installed, *(name for name in plugins.plugin_names("engine") if name not in NEEDS))
 
 
 def create_engine(name: str, budget_bytes: int) -> Engine:
     if (plugin := plugins.find_plugin("engine", name, tuple(NEEDS))) is not None:
-        made = plugins.import_plugin(plugin)
-        if not callable(made):
-            raise plugins.wrong_kind_error(plugin, "a class or function that takes a budget in bytes", made)
-        return made(budget_bytes)
+        factory = plugins.import_plugin(plugin)
+        if not callable(factory):
+            raise plugins.wrong_kind_error(plugin, "a class or function that takes a budget in bytes", factory)
+        return factory(budget_bytes)
     library, extra = NEEDS[name]
     if find_spec(library) is None:
         raise JobError(f"engine {name!r} needs {library}, which is not installed: {extras.installation_command(extra)}")

@@ -38,10 +38,10 @@ class TrainCall(NamedTuple):
 
     def run_alone(self, engine: Any) -> Trained | Exception:
         try:
-            found: Trained = engine.train(*self[:5], hooks=self.hooks, progress=self.progress)
+            result: Trained = engine.train(*self[:5], hooks=self.hooks, progress=self.progress)
         except Exception as error:
             return error
-        return found
+        return result
 
 
 class BatchTrainer(ABC):
@@ -59,27 +59,27 @@ class BatchTrainer(ABC):
         """Return a call for `train_together`, or None if the arguments must be trained alone."""
         if hooks.prepare or hooks.inputs or hooks.steps != (Step(),) or not len(examples) or fit.batch < 1:
             return None
-        waiting = TrainCall(network, start, examples, fit, rng, hooks, progress, msgspec.json.encode(network))
-        kind = self._batch_key(waiting)
-        return None if kind is None else waiting._replace(kind=kind)
+        call = TrainCall(network, start, examples, fit, rng, hooks, progress, msgspec.json.encode(network))
+        key = self._batch_key(call)
+        return None if key is None else call._replace(kind=key)
 
     def train_together(self, calls: Sequence[TrainCall]) -> list[Trained | Exception]:
-        found: dict[int, Trained | Exception] = {}
-        kinds: dict[Hashable, list[int]] = {}
+        results: dict[int, Trained | Exception] = {}
+        calls_by_kind: dict[Hashable, list[int]] = {}
         for index, call in enumerate(calls):
-            kinds.setdefault(call.kind, []).append(index)
-        for members in kinds.values():
-            found.update(zip(members, self._train_same_kind([calls[index] for index in members]), strict=True))
-        return [found[index] for index in range(len(calls))]
+            calls_by_kind.setdefault(call.kind, []).append(index)
+        for indices in calls_by_kind.values():
+            results.update(zip(indices, self._train_same_kind([calls[index] for index in indices]), strict=True))
+        return [results[index] for index in range(len(calls))]
 
     def _train_same_kind(self, calls: Sequence[TrainCall]) -> Sequence[Trained | Exception]:
         """Train calls in one pass or, after any exception, one by one from the same random state."""
-        before = [call.rng.bit_generator.state for call in calls]
+        random_states = [call.rng.bit_generator.state for call in calls]
         try:
             return self._train_batch(calls)
         except Exception as error:  # if the call is at fault, the loop raises the same
             log.info("%d devices are trained one by one, not together: %s", len(calls), error)
-            for call, state in zip(calls, before, strict=True):
+            for call, state in zip(calls, random_states, strict=True):
                 call.rng.bit_generator.state = state
             return [call.run_alone(self) for call in calls]
 
@@ -101,21 +101,21 @@ class BatchedNumpyEngine(BatchTrainer, NumpyEngine):
 
     @np.errstate(invalid="ignore", over="ignore")  # values that are not finite are refused through the loss
     def _train_batch(self, calls: Sequence[TrainCall]) -> Sequence[Trained | Exception]:
-        first, count = calls[0], len(calls[0].examples)
-        mlp, fit = numpy_engine.parse_network(first.network), first.fit
+        first_call, count = calls[0], len(calls[0].examples)
+        mlp, fit = numpy_engine.parse_network(first_call.network), first_call.fit
         for call in calls:
             training.require_shapes(call.start, mlp.shapes)
             evaluation_sums.require_targets(call.examples, mlp.classes, mlp.task)
         accounts = [training.TrainingProgress(count, fit, call.progress) for call in calls]
         model = {name: np.array([call.start[name] for call in calls], np.float32) for name in mlp.shapes}
-        descent, failed = NumpyOptimizer(mlp, model, fit, first.hooks), dict[int, Exception]()
-        at_once = self._micro_batch_size(mlp, fit.batch, copies=4)
-        orders = [training.draw_orders(count, fit.epochs, call.rng) for call in calls]
+        optimizer, failed = NumpyOptimizer(mlp, model, fit, first_call.hooks), dict[int, Exception]()
+        micro_batch_size = self._micro_batch_size(mlp, fit.batch, copies=4)
+        device_orders = [training.draw_orders(count, fit.epochs, call.rng) for call in calls]
         for epoch in range(fit.epochs):
             for batch in training.mini_batches(np.arange(count), fit.batch):
                 losses, gradient = np.zeros(len(calls)), dict[str, np.ndarray]()
-                for places in training.micro_batches(batch, at_once):
-                    rows = [order[epoch][places] for order in orders]
+                for positions in training.micro_batches(batch, micro_batch_size):
+                    rows = [device_order[epoch][positions] for device_order in device_orders]
                     losses += _losses_and_gradient(model, calls, rows, len(batch), gradient)
                 for index, loss in enumerate(losses.tolist()):
                     if index not in failed:
@@ -123,7 +123,7 @@ class BatchedNumpyEngine(BatchTrainer, NumpyEngine):
                             accounts[index].add_step(loss, len(batch))
                         except UpdateError as error:  # the others go on
                             failed[index] = error
-                descent.step(gradient)
+                optimizer.step(gradient)
         return [
             failed.get(index) or ({name: array[index] for name, array in model.items()}, account.metrics())
             for index, account in enumerate(accounts)
@@ -146,13 +146,15 @@ def _losses_and_gradient(
         raise ModelError(f"examples hold {ready.shape[2]} values each")
     values = numpy_engine.forward(model, ready)
     scores = values.pop()
-    each, back = evaluation_sums.losses_and_gradients(metrics.task_from_network(network), scores.reshape(len(x), -1), y)
-    numpy_engine.backward(model, values, back.reshape(scores.shape), count, gradient)
-    return np.asarray(each.reshape(len(calls), -1).sum(axis=1).astype(np.float64) / count)
+    losses, score_gradients = evaluation_sums.losses_and_gradients(
+        metrics.task_from_network(network), scores.reshape(len(x), -1), y
+    )
+    numpy_engine.backward(model, values, score_gradients.reshape(scores.shape), count, gradient)
+    return np.asarray(losses.reshape(len(calls), -1).sum(axis=1).astype(np.float64) / count)
 
 
 def _gather_rows(arrays: Sequence[np.ndarray], rows: Sequence[np.ndarray]) -> np.ndarray:
-    found = np.empty((len(arrays), len(rows[0]), *arrays[0].shape[1:]), arrays[0].dtype)
-    for place, array, some in zip(found, arrays, rows, strict=True):
-        array.take(some, axis=0, out=place, mode="clip")  # of rows that there are; numpy is slower if it checks
-    return found.reshape(-1, *arrays[0].shape[1:])
+    gathered = np.empty((len(arrays), len(rows[0]), *arrays[0].shape[1:]), arrays[0].dtype)
+    for target, array, device_rows in zip(gathered, arrays, rows, strict=True):
+        array.take(device_rows, axis=0, out=target, mode="clip")  # of rows that there are; numpy is slower if it checks
+    return gathered.reshape(-1, *arrays[0].shape[1:])

@@ -32,8 +32,8 @@ if TYPE_CHECKING:
 
 STRENGTHS: Final = (0.0, 0.125, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0)
 FOLDS: Final = 5  # of the held-out examples: those of one are counted with the strength that the others choose
-LEAST_DEVIATIONS: Final = 3.0  # by which the G statistic has to exceed its mean without a difference
-LEAST_GAIN: Final = 1.0  # standard errors by which the correction has to win
+MIN_DEVIATIONS: Final = 3.0  # by which the G statistic has to exceed its mean without a difference
+MIN_GAIN: Final = 1.0  # standard errors by which the correction has to win
 
 
 def compute_log_ratios(prior: ClassPrior, outputs: int) -> np.ndarray:
@@ -44,10 +44,10 @@ def compute_log_ratios(prior: ClassPrior, outputs: int) -> np.ndarray:
     """
     shares = np.asarray(prior.shares or np.full(outputs, 1 / outputs), np.float64)
     counts = np.bincount(prior.labels.astype(np.int64), minlength=outputs)[:outputs]
-    total, known, freedom = counts.sum(), counts > 0, outputs - 1
-    g = 2 * (counts[known] * np.log(counts[known] / total / shares[known])).sum()
-    found: np.ndarray = np.log((counts / shares + outputs) / (total + outputs))
-    return found if g > freedom + LEAST_DEVIATIONS * np.sqrt(2 * freedom) else np.zeros(outputs)
+    total, has_examples, freedom = counts.sum(), counts > 0, outputs - 1
+    g = 2 * (counts[has_examples] * np.log(counts[has_examples] / total / shares[has_examples])).sum()
+    log_ratios: np.ndarray = np.log((counts / shares + outputs) / (total + outputs))
+    return log_ratios if g > freedom + MIN_DEVIATIONS * np.sqrt(2 * freedom) else np.zeros(outputs)
 
 
 class StrengthChoice:
@@ -55,31 +55,31 @@ class StrengthChoice:
 
     def __init__(self, log_ratios: np.ndarray) -> None:
         self.log_ratios, self._examples = log_ratios, 0
-        self._right = np.zeros((FOLDS, len(STRENGTHS)), np.int64)
+        self._correct = np.zeros((FOLDS, len(STRENGTHS)), np.int64)
         self._changed = np.zeros((FOLDS, len(STRENGTHS)), np.int64)  # examples right or wrong with this strength alone
 
     def add_batch(self, scores: np.ndarray, y: np.ndarray) -> None:
         folds = (self._examples + np.arange(len(y))) % FOLDS
         self._examples += len(y)
-        plain = scores.argmax(axis=1) == y
-        for place, strength in enumerate(STRENGTHS):
-            right = (scores + strength * self.log_ratios).argmax(axis=1) == y
-            self._right[:, place] += np.bincount(folds[right], minlength=FOLDS)
-            self._changed[:, place] += np.bincount(folds[right != plain], minlength=FOLDS)
+        correct_without = scores.argmax(axis=1) == y
+        for index, strength in enumerate(STRENGTHS):
+            correct = (scores + strength * self.log_ratios).argmax(axis=1) == y
+            self._correct[:, index] += np.bincount(folds[correct], minlength=FOLDS)
+            self._changed[:, index] += np.bincount(folds[correct != correct_without], minlength=FOLDS)
 
     def choose_strength(self) -> float:
         """Return the strength that helps most on all examples, or 0 if none helps."""
-        return STRENGTHS[_find_best_place(self._right.sum(axis=0), self._changed.sum(axis=0))]
+        return STRENGTHS[_find_best_index(self._correct.sum(axis=0), self._changed.sum(axis=0))]
 
     def count_right(self) -> int:
         """Return the correct predictions, each fold's with the best strength on the other folds."""
-        right, changed = self._right.sum(axis=0) - self._right, self._changed.sum(axis=0) - self._changed
-        return sum(int(self._right[fold, _find_best_place(right[fold], changed[fold])]) for fold in range(FOLDS))
+        correct, changed = self._correct.sum(axis=0) - self._correct, self._changed.sum(axis=0) - self._changed
+        return sum(int(self._correct[fold, _find_best_index(correct[fold], changed[fold])]) for fold in range(FOLDS))
 
 
-def _find_best_place(right: np.ndarray, changed: np.ndarray) -> int:
-    gains = right - right[0]
-    gains[gains <= LEAST_GAIN * np.sqrt(changed)] = 0  # of n changed examples by chance half win: deviation root of n
+def _find_best_index(correct: np.ndarray, changed: np.ndarray) -> int:
+    gains = correct - correct[0]
+    gains[gains <= MIN_GAIN * np.sqrt(changed)] = 0  # of n changed examples by chance half win: deviation root of n
     return int(gains.argmax())
 
 
@@ -123,9 +123,9 @@ def losses_and_gradients(task: TaskKind, scores: np.ndarray, y: np.ndarray) -> t
         return np.square(error).mean(axis=1), error * np.float32(2 / scores.shape[1])
     if task == "labels":
         # log(1 + exp(-|s|)) + max(s, 0) - s y, which does not overflow
-        each = np.log1p(np.exp(-np.abs(scores))) + np.maximum(scores, 0) - scores * y
-        share = 0.5 * (1 + np.tanh(0.5 * scores))  # the logistic function
-        return each.mean(axis=1), (share - y) / np.float32(scores.shape[1])
+        losses = np.log1p(np.exp(-np.abs(scores))) + np.maximum(scores, 0) - scores * y
+        probabilities = 0.5 * (1 + np.tanh(0.5 * scores))  # the logistic function
+        return losses.mean(axis=1), (probabilities - y) / np.float32(scores.shape[1])
     rows = np.arange(len(y))
     shifted = scores - np.ascontiguousarray(scores.T).max(axis=0)[:, None]  # in rows of all examples: many times faster
     powers = np.exp(shifted)
@@ -139,7 +139,7 @@ class EvaluationAccumulator:
     """Sums of an evaluation, added batch by batch."""
 
     def __init__(self, task: TaskKind, prior: ClassPrior | None = None) -> None:
-        self._task, self._examples, self._whole, self._prior = task, 0, 0, prior
+        self._task, self._examples, self._all_correct, self._prior = task, 0, 0, prior
         self.strengths: StrengthChoice | None = None  # once examples were added, with a prior
         self._losses: list[float] = []
 
@@ -173,37 +173,37 @@ class EvaluationAccumulator:
                 self.strengths.add_batch(scores, y)
 
     def _add_classification(self, scores: np.ndarray, y: np.ndarray) -> None:
-        found, outputs = scores.argmax(axis=1), self._outputs
+        predicted, outputs = scores.argmax(axis=1), self._outputs
         if outputs > DETAILED:
-            right = found == y
-            for place, classes in enumerate((y[right], found[~right], y[~right])):
-                self._counts[place::3] += np.bincount(classes, minlength=outputs)
+            is_correct = predicted == y
+            for index, classes in enumerate((y[is_correct], predicted[~is_correct], y[~is_correct])):
+                self._counts[index::3] += np.bincount(classes, minlength=outputs)
             return
-        self._counts += np.bincount(y * outputs + found, minlength=outputs**2)
+        self._counts += np.bincount(y * outputs + predicted, minlength=outputs**2)
         shifted = np.asarray(scores, np.float64) - scores.max(axis=1, keepdims=True)
         powers = np.exp(shifted)
-        others = powers.sum(axis=1, keepdims=True) - powers
+        other_powers = powers.sum(axis=1, keepdims=True) - powers
         with np.errstate(divide="ignore"):
-            logits = shifted - np.log(np.maximum(others, 0))
+            logits = shifted - np.log(np.maximum(other_powers, 0))
         self._add_score_histograms(logits, np.arange(outputs) == y[:, None])
 
     def _add_labels(self, scores: np.ndarray, y: np.ndarray) -> None:
-        found = scores > 0
-        self._whole += int((found == y).all(axis=1).sum())
-        for place, each in enumerate((found & y, found & ~y, ~found & y)):
-            self._counts[place::3] += each.sum(axis=0)
+        predicted = scores > 0
+        self._all_correct += int((predicted == y).all(axis=1).sum())
+        for index, outcomes in enumerate((predicted & y, predicted & ~y, ~predicted & y)):
+            self._counts[index::3] += outcomes.sum(axis=0)
         if self._bins:
             self._add_score_histograms(np.asarray(scores, np.float64), y)
 
     def _add_score_histograms(self, logits: np.ndarray, y: np.ndarray) -> None:
-        most = evaluation.LOGIT_MOST
-        places = (np.clip(logits, -most, most) + most) * (self._bins / (2 * most))
-        places = np.minimum(places.astype(np.int64), self._bins - 1)
-        flat = (2 * np.arange(self._outputs) + ~y) * self._bins + places
+        max_logit = evaluation.LOGIT_MOST
+        bins = (np.clip(logits, -max_logit, max_logit) + max_logit) * (self._bins / (2 * max_logit))
+        bins = np.minimum(bins.astype(np.int64), self._bins - 1)
+        flat = (2 * np.arange(self._outputs) + ~y) * self._bins + bins
         self._scores += np.bincount(flat.ravel(), minlength=self._scores.size)
 
-    def _add_errors(self, found: np.ndarray, y: np.ndarray) -> None:
-        error = found - y
+    def _add_errors(self, predicted: np.ndarray, y: np.ndarray) -> None:
+        error = predicted - y
         self._absolute = _add_exactly(self._absolute, np.abs(error))
         squares = np.square(error)
         if not self._targets:
@@ -226,7 +226,7 @@ class EvaluationAccumulator:
             outputs=self._outputs,
             loss=evaluation.exact_sum(self._losses),
             counts=evaluation.pack_counts(self._counts.tolist()),
-            whole=self._whole,
+            whole=self._all_correct,
             scores=evaluation.pack_counts(self._scores.tolist()),
             absolute=self._absolute,
             squares=tuple(self._squares) if regression else (),
@@ -239,10 +239,10 @@ class EvaluationAccumulator:
 def evaluate_scores(
     task: TaskKind, batches: Iterable[tuple[np.ndarray, np.ndarray]], prior: ClassPrior | None = None
 ) -> EvaluationAccumulator:
-    found = EvaluationAccumulator(task, prior)
+    accumulator = EvaluationAccumulator(task, prior)
     for scores, y in batches:
-        found.add_batch(scores, y, float(losses_and_gradients(task, scores, y)[0].sum()))
-    return found
+        accumulator.add_batch(scores, y, float(losses_and_gradients(task, scores, y)[0].sum()))
+    return accumulator
 
 
 Parts = tuple[float, ...]  # of an exact sum

@@ -30,20 +30,20 @@ from fedquilt.onnx import graph_check
 from fedquilt.onnx.graph_check import CheckedGraph
 
 CPU: Final = ("CPUExecutionProvider",)
-REMEMBERED: Final = 4096  # graphs whose check is not repeated while their file is the same
+MAX_CHECKED_GRAPHS: Final = 4096  # graphs whose check is not repeated while their file is the same
 
 _checked: OrderedDict[tuple[Path, int, int, int], CheckedGraph] = OrderedDict()
 
 
 def check_graph(graph: Path) -> CheckedGraph:
     try:
-        found = graph.stat()
+        file_stat = graph.stat()
     except OSError:
         raise ModelError(f"there is no graph {graph}") from None
-    key = (graph, found.st_ino, found.st_size, found.st_mtime_ns)
+    key = (graph, file_stat.st_ino, file_stat.st_size, file_stat.st_mtime_ns)
     if key not in _checked:
         _checked[key] = _name_graph_in_error(graph.name[:12], lambda: graph_check.check_file(graph))
-        while len(_checked) > REMEMBERED:
+        while len(_checked) > MAX_CHECKED_GRAPHS:
             _checked.popitem(last=False)
     return _checked[key]
 
@@ -68,7 +68,7 @@ CUDA: Final = "CUDAExecutionProvider"
 TENSORRT: Final = "TensorrtExecutionProvider"
 NAMES: Final = {TENSORRT: "TensorRT", CUDA: "CUDA"}  # the first is tried first
 ENGINES: Final = "tensorrt"  # folder, in that of the job's files
-WORKSPACE: Final = 0.5  # share of the engine's room that TensorRT may take while it builds and runs
+WORKSPACE_SHARE: Final = 0.5  # share of the engine's room that TensorRT may take while it builds and runs
 _TRT: Final = re.compile(r"tensorrt|\btrt", re.IGNORECASE)  # in its errors: "TensorRT EP failed", "TRTKernel_graph_0"
 NO_TF32: Final = "NVIDIA_TF32_OVERRIDE"  # read by cuBLAS, cuDNN and TensorRT when they begin
 
@@ -77,17 +77,17 @@ class ExecutionProviders:
     """Execution providers of this process, in the order in which they are tried."""
 
     def __init__(self, available: Sequence[str], room_bytes: int) -> None:
-        self._working = [name for name in NAMES if name in available]
-        self._had = bool(self._working)
+        self._usable = [name for name in NAMES if name in available]
+        self._has_gpu_provider = bool(self._usable)
         self._room_bytes = max(room_bytes, 0)
         self._engines: tuple[Path, int] | None = None
         self.note = ""  # what failed, for the board's owner
-        if self._had:
+        if self._has_gpu_provider:
             os.environ.setdefault(NO_TF32, "0")
 
-    def use_tensorrt(self, cache: Path, most_bytes: int) -> None:
+    def use_tensorrt(self, cache: Path, max_bytes: int) -> None:
         """Enable TensorRT with at most this many bytes of engines in `cache`, or disable it with 0."""
-        self._engines = (cache / ENGINES, most_bytes) if most_bytes > 0 else None
+        self._engines = (cache / ENGINES, max_bytes) if max_bytes > 0 else None
         self._delete_oldest_engines()
 
     @property
@@ -96,26 +96,26 @@ class ExecutionProviders:
 
     @property
     def provider_name(self) -> str:
-        if not self._had:
+        if not self._has_gpu_provider:
             return ""
         return NAMES[self._enabled_providers()[0]] if self._enabled_providers() else "processor"
 
-    def create_session(self, make: Callable[[Sequence[Any]], Any]) -> Any:
+    def create_session(self, create: Callable[[Sequence[Any]], Any]) -> Any:
         """Create a session with the first provider that works. Providers that fail are disabled."""
-        wanted, failed = self._enabled_providers(), []
-        for place in range(len(wanted) + 1):
+        providers, failed = self._enabled_providers(), []
+        for index in range(len(providers) + 1):
             try:
-                made = make([*((name, self._provider_options(name)) for name in wanted[place:]), *CPU])
+                session = create([*((name, self._provider_options(name)) for name in providers[index:]), *CPU])
                 break
             except Exception as error:
-                if place == len(wanted) or isinstance(error, ModelError) or _is_device_failure(error):
+                if index == len(providers) or isinstance(error, ModelError) or _is_device_failure(error):
                     raise
-                failed.append((wanted[place], _error_in_brackets(error)))
-        failed += [(name, "") for name in wanted[place:] if name not in made.get_providers()]
+                failed.append((providers[index], _error_in_brackets(error)))
+        failed += [(name, "") for name in providers[index:] if name not in session.get_providers()]
         for name, reason in failed:
             self._disable_provider(name, reason)
         self._delete_oldest_engines()
-        return made
+        return session
 
     def handle_tensorrt_error(self, error: Exception) -> bool:
         """Return whether an error of a run is TensorRT's. TensorRT is disabled in that case."""
@@ -125,13 +125,13 @@ class ExecutionProviders:
         return True
 
     def _enabled_providers(self) -> list[str]:
-        return [name for name in self._working if name != TENSORRT or self._engines is not None]
+        return [name for name in self._usable if name != TENSORRT or self._engines is not None]
 
     def _disable_provider(self, name: str, reason: str) -> None:
-        self._working.remove(name)
+        self._usable.remove(name)
         fallback = NAMES[self._enabled_providers()[0]] if self._enabled_providers() else "the processor"
-        said = f"ONNX Runtime has {NAMES[name]} and cannot use it here{reason}: graphs run on {fallback}"
-        self.note = f"{self.note}; {said}" if self.note else said
+        text = f"ONNX Runtime has {NAMES[name]} and cannot use it here{reason}: graphs run on {fallback}"
+        self.note = f"{self.note}; {text}" if self.note else text
 
     def _provider_options(self, name: str) -> dict[str, str]:
         # cuDNN's algorithms are chosen by rule: timing each costs memory, and more time than a graph's few runs.
@@ -144,7 +144,7 @@ class ExecutionProviders:
             }
         assert self._engines is not None, "TensorRT is chosen only with a folder"
         return {
-            "trt_max_workspace_size": str(int(WORKSPACE * self._room_bytes)),
+            "trt_max_workspace_size": str(int(WORKSPACE_SHARE * self._room_bytes)),
             "trt_fp16_enable": "0",
             "trt_int8_enable": "0",
             "trt_engine_cache_enable": "1",
@@ -155,16 +155,18 @@ class ExecutionProviders:
         """Delete the engines that were built first, until the others fit the configured bytes."""
         if self._engines is None:
             return
-        folder, most_bytes = self._engines
+        folder, max_bytes = self._engines
         folder.mkdir(parents=True, exist_ok=True)
-        found = sorted(((file.stat(), file) for file in folder.iterdir()), key=lambda each: each[0].st_mtime_ns)
-        held = sum(each.st_size for each, _ in found)
-        for each, file in found:
-            if held <= most_bytes:
+        engines = sorted(
+            ((file.stat(), file) for file in folder.iterdir()), key=lambda file_stat: file_stat[0].st_mtime_ns
+        )
+        total_bytes = sum(file_stat.st_size for file_stat, _ in engines)
+        for file_stat, file in engines:
+            if total_bytes <= max_bytes:
                 break
             with contextlib.suppress(FileNotFoundError):
                 file.unlink()
-            held -= each.st_size
+            total_bytes -= file_stat.st_size
 
 
 def _is_device_failure(error: Exception) -> bool:

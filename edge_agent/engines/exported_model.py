@@ -36,14 +36,16 @@ class ExportedModel(NamedTuple):
         if self.input is not None:
             return inputs.prepare_inputs(x, self.input)
         network = self.network or {}
-        made = training.network_inputs(x, network)
-        flat = made.reshape(len(made), -1)  # the graph takes images if the table declares them
-        return flat if flat.shape[1] == network.get("inputs") and "channels" not in network.get("input", {}) else made
+        prepared = training.network_inputs(x, network)
+        flat = prepared.reshape(len(prepared), -1)  # the graph takes images if the table declares them
+        return (
+            flat if flat.shape[1] == network.get("inputs") and "channels" not in network.get("input", {}) else prepared
+        )
 
 
-def read_metadata(facts: Mapping[str, str]) -> ExportedModel:
-    tables = {name: _decode_entry(facts, name, dict) for name in ("input", "network", "reading")}
-    labels = _decode_entry(facts, "labels", list)
+def read_metadata(metadata: Mapping[str, str]) -> ExportedModel:
+    tables = {name: _decode_entry(metadata, name, dict) for name in ("input", "network", "reading")}
+    labels = _decode_entry(metadata, "labels", list)
     if tables["input"] is not None:
         _require_input(tables["input"], "input")
     if tables["network"] is not None:
@@ -68,10 +70,9 @@ def _require_network(network: Mapping[str, Any]) -> None:
 
 def _require_input(table: Any, name: str) -> None:
     try:
-        found = toml.convert_table(table, dict[str, Any], "[input]")
-        inputs.parse_input_table(
-            {key: value for key, value in found.items() if key != "standardise"}
-        )  # it has been done
+        settings = toml.convert_table(table, dict[str, Any], "[input]")
+        # The exported graph contains the standardisation.
+        inputs.parse_input_table({key: value for key, value in settings.items() if key != "standardise"})
     except JobError as error:
         raise _metadata_error(name, error) from None
 
@@ -85,18 +86,20 @@ def _require_reading_settings(settings: Mapping[str, Any]) -> None:
         raise _metadata_error("reading", error) from None
 
 
-def _metadata_error(name: str, why: object = None) -> ModelError:
-    more = "" if why is None else f" ({why})"
+def _metadata_error(name: str, reason: object = None) -> ModelError:
+    detail = "" if reason is None else f" ({reason})"
     return ModelError(
-        f"what its metadata say under {name!r} is not as `fedquilt model export` writes it{more}: export it again"
+        f"what its metadata say under {name!r} is not as `fedquilt model export` writes it{detail}: export it again"
     )
 
 
-def require_shape(made: np.ndarray, wanted: Shape) -> None:
-    given = made.shape[1:]
-    if not graph_check.fits_shape(given, wanted):
-        shape = graph_check.format_shape(wanted)
-        raise DataError(f"the network takes inputs of shape {shape}, and the data here are of shape {given}")
+def require_shape(inputs: np.ndarray, expected_shape: Shape) -> None:
+    actual_shape = inputs.shape[1:]
+    if not graph_check.fits_shape(actual_shape, expected_shape):
+        expected_text = graph_check.format_shape(expected_shape)
+        raise DataError(
+            f"the network takes inputs of shape {expected_text}, and the data here are of shape {actual_shape}"
+        )
 
 
 def require_scores(scores: np.ndarray) -> None:
@@ -105,13 +108,13 @@ def require_scores(scores: np.ndarray) -> None:
         raise ModelError("the network answers with numbers that are not finite: export it anew, or check its weights")
 
 
-def _decode_entry(facts: Mapping[str, str], name: str, kind: type) -> Any:
-    if name not in facts:
+def _decode_entry(metadata: Mapping[str, str], name: str, kind: type) -> Any:
+    if name not in metadata:
         return None
     try:
-        found = msgspec.json.decode(facts[name])
+        value = msgspec.json.decode(metadata[name])
     except UNDECODABLE:
-        found = None
-    if not isinstance(found, kind):
+        value = None
+    if not isinstance(value, kind):
         raise _metadata_error(name)
-    return found
+    return value

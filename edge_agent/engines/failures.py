@@ -82,15 +82,15 @@ def claim_code_from_error(error: Exception) -> Any:
 
 def describe_error(error: Exception) -> str:
     """Return a sentence about an error, with file and line for errors outside fedquilt."""
-    said = shorten_error(str(error))
+    text = shorten_error(str(error))
     if isinstance(error, core.FedquiltError):
-        return said
+        return text
     if is_out_of_memory_error(error):
-        said = said or type(error).__name__
+        text = text or type(error).__name__
         return shorten_error(
-            f"an allocation failed ({said}): the next try plans with less; ask for less, or free memory on the device"
+            f"an allocation failed ({text}): the next try plans with less; ask for less, or free memory on the device"
         )
-    return shorten_error(f"{type(error).__name__}{': ' if said else ''}{said} ({_source_location(error)})")
+    return shorten_error(f"{type(error).__name__}{': ' if text else ''}{text} ({_source_location(error)})")
 
 
 def _source_location(error: Exception) -> str:

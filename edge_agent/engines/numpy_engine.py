@@ -23,7 +23,7 @@ from fedquilt.edge_agent.engines import evaluation_sums, training
 from fedquilt.formats import toml, training_choices
 
 BASE_BYTES = 44_000_000  # resident with numpy and this package, and a share read (x86-64, numpy 2.4)
-EVALUATED_AT_ONCE = 1024
+EVALUATION_BATCH = 1024
 BETAS, EPSILON = (0.9, 0.999), 1e-8  # torch.optim.Adam's
 
 
@@ -38,22 +38,22 @@ class MlpTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        found: dict[str, tuple[int, ...]] = {}
-        for layer, (before, after) in enumerate(pairwise((self.inputs, *self.hidden, self.classes))):
-            found[f"{2 * layer + 1}.weight"] = (after, before)  # every other module is a ReLU
-            found[f"{2 * layer + 1}.bias"] = (after,)
-        return found
+        shapes: dict[str, tuple[int, ...]] = {}
+        for layer, (inputs, outputs) in enumerate(pairwise((self.inputs, *self.hidden, self.classes))):
+            shapes[f"{2 * layer + 1}.weight"] = (outputs, inputs)  # every other module is a ReLU
+            shapes[f"{2 * layer + 1}.bias"] = (outputs,)
+        return shapes
 
 
 def init_tensors(network: Mapping[str, Any], seed: int) -> dict[str, np.ndarray]:
     """Return random initial tensors, drawn like torch's for linear layers: U(-1/sqrt(d), 1/sqrt(d))."""
     rng = tensors.seeded_rng("mlp", seed)
-    made, shapes = {}, iter(parse_network(network).shapes.items())
+    arrays, shapes = {}, iter(parse_network(network).shapes.items())
     for (weight, shape), (bias, size) in zip(shapes, shapes, strict=True):
         bound = 1 / math.sqrt(shape[1])
-        made[weight] = rng.uniform(-bound, bound, shape).astype(np.float32)
-        made[bias] = rng.uniform(-bound, bound, size).astype(np.float32)
-    return made
+        arrays[weight] = rng.uniform(-bound, bound, shape).astype(np.float32)
+        arrays[bias] = rng.uniform(-bound, bound, size).astype(np.float32)
+    return arrays
 
 
 class NumpyEngine:
@@ -79,18 +79,18 @@ class NumpyEngine:
         progress: Callable[[float], None] = lambda fraction: None,
     ) -> tuple[Tensors, dict[str, float]]:
         _require_supported_hooks(hooks)
-        if odd := training_choices.describe_torch_choices(vars(fit)):
-            raise JobError(f"the numpy engine cannot train with {odd}: {extras.installation_command('train')}")
+        if unsupported := training_choices.describe_torch_choices(vars(fit)):
+            raise JobError(f"the numpy engine cannot train with {unsupported}: {extras.installation_command('train')}")
         mlp, model = _load_network(network, start)
         evaluation_sums.require_targets(examples, mlp.classes, mlp.task)
         steps = training.TrainingProgress(len(examples), fit, progress)
-        descent = NumpyOptimizer(mlp, model, fit, hooks)
-        at_once = self._micro_batch_size(mlp, fit.batch, copies=4 + len(hooks.anchors))
-        for order in training.draw_orders(len(examples), fit.epochs, rng):
-            for batch in training.mini_batches(order, fit.batch):
-                loss, gradient = _loss_and_gradient(network, model, examples, batch, at_once, hooks)
+        optimizer = NumpyOptimizer(mlp, model, fit, hooks)
+        micro_batch_size = self._micro_batch_size(mlp, fit.batch, copies=4 + len(hooks.anchors))
+        for epoch_order in training.draw_orders(len(examples), fit.epochs, rng):
+            for batch in training.mini_batches(epoch_order, fit.batch):
+                loss, gradient = _loss_and_gradient(network, model, examples, batch, micro_batch_size, hooks)
                 steps.add_step(loss, len(batch))
-                descent.step(gradient)
+                optimizer.step(gradient)
         return model, steps.metrics()
 
     @np.errstate(invalid="ignore", over="ignore")
@@ -100,9 +100,7 @@ class NumpyEngine:
         _require_supported_hooks(hooks)
         mlp, model = _load_network(network, model)
         evaluation_sums.require_targets(examples, mlp.classes, mlp.task)
-        parts = training.mini_batches(
-            np.arange(len(examples)), self._micro_batch_size(mlp, EVALUATED_AT_ONCE, copies=1)
-        )
+        parts = training.mini_batches(np.arange(len(examples)), self._micro_batch_size(mlp, EVALUATION_BATCH, copies=1))
         batches = (
             (forward(model, _prepare_inputs(network, examples.x[rows], hooks))[-1], examples.y[rows]) for rows in parts
         )
@@ -114,21 +112,21 @@ class NumpyEngine:
     ) -> Tensors:
         _require_supported_hooks(hooks)
         training.require_examples(examples, each)
-        mlp, held = _load_network(network, model)
+        mlp, arrays = _load_network(network, model)
         evaluation_sums.require_targets(examples, mlp.classes, mlp.task)
-        at_once = self._micro_batch_size(mlp, each, copies=4)
-        total = {name: np.zeros_like(array) for name, array in held.items()}
+        micro_batch_size = self._micro_batch_size(mlp, each, copies=4)
+        total = {name: np.zeros_like(array) for name, array in arrays.items()}
         groups = list(training.mini_batches(np.arange(len(examples)), each))
         for rows in groups:
-            _, gradient = _loss_and_gradient(network, held, examples, rows, at_once, hooks)
+            _, gradient = _loss_and_gradient(network, arrays, examples, rows, micro_batch_size, hooks)
             for name, array in gradient.items():
                 total[name] += np.square(array)
         return {name: array / np.float32(len(groups)) for name, array in total.items()}
 
-    def _micro_batch_size(self, mlp: MlpTable, wanted: int, copies: int) -> int:
+    def _micro_batch_size(self, mlp: MlpTable, max_size: int, copies: int) -> int:
         weights = 4 * sum(math.prod(shape) for shape in mlp.shapes.values())
         example = 4 * 3 * (mlp.inputs + sum(mlp.hidden) + mlp.classes)  # values, their gradients, scratch
-        return training.fitting_batch_size(self._room_bytes - copies * weights, example, wanted)
+        return training.fitting_batch_size(self._room_bytes - copies * weights, example, max_size)
 
 
 class NumpyOptimizer:
@@ -137,45 +135,52 @@ class NumpyOptimizer:
     def __init__(self, mlp: MlpTable, model: dict[str, np.ndarray], fit: Fit, hooks: Hooks) -> None:
         self._model, self._fit, self._correct = model, fit, hooks.correct
         self._rates = {name: np.float32(fit.lr * hooks.steps[0].rate(name)) for name in model}
-        adam = fit.optimizer == "adam"
-        self._first = _zeros_like(model) if adam or fit.momentum else {}  # momentum, or Adam's mean
-        self._second = _zeros_like(model) if adam else {}
+        is_adam = fit.optimizer == "adam"
+        self._first_moments = _zeros_like(model) if is_adam or fit.momentum else {}  # momentum, or Adam's mean
+        self._second_moments = _zeros_like(model) if is_adam else {}
         self._steps = 0
         training.require_anchors(hooks.anchors, mlp.shapes)
         anchors: dict[str, Tensors] = {}
         if hooks.correct:
             anchors = {"start": {name: array.copy() for name, array in model.items()}, **hooks.anchors}
-        self._at = {name: {key: np.asarray(held[name], np.float32) for key, held in anchors.items()} for name in model}
+        self._anchors_by_tensor = {
+            name: {key: np.asarray(anchor[name], np.float32) for key, anchor in anchors.items()} for name in model
+        }
 
     def step(self, gradient: dict[str, np.ndarray]) -> None:
-        moved = {name: array for name, array in gradient.items() if self._rates[name] > 0}
+        gradients = {name: array for name, array in gradient.items() if self._rates[name] > 0}
         if self._correct:
-            moved = {name: self._correct(g, self._model[name], self._at[name]) for name, g in moved.items()}
+            gradients = {
+                name: self._correct(g, self._model[name], self._anchors_by_tensor[name])
+                for name, g in gradients.items()
+            }
         scale = 1.0
         if self._fit.clip > 0:
-            norm = math.sqrt(sum(float(np.square(array, dtype=np.float64).sum()) for array in moved.values()))
+            norm = math.sqrt(sum(float(np.square(array, dtype=np.float64).sum()) for array in gradients.values()))
             scale = min(1.0, self._fit.clip / (norm + 1e-6))
         self._steps += 1
-        for name, array in moved.items():
+        for name, array in gradients.items():
             value = self._model[name]
             change = array if scale == 1.0 else array * np.float32(scale)
             if self._fit.weight_decay:
                 change = change + np.float32(self._fit.weight_decay) * value
-            value -= self._rates[name] * (self._adam_direction if self._second else self._sgd_direction)(name, change)
+            value -= self._rates[name] * (self._adam_direction if self._second_moments else self._sgd_direction)(
+                name, change
+            )
 
     def _sgd_direction(self, name: str, change: np.ndarray) -> np.ndarray:
         if not self._fit.momentum:
             return change
         momentum = np.float32(self._fit.momentum)
-        self._first[name] = momentum * self._first[name] + change
-        return change + momentum * self._first[name] if self._fit.nesterov else self._first[name]
+        self._first_moments[name] = momentum * self._first_moments[name] + change
+        return change + momentum * self._first_moments[name] if self._fit.nesterov else self._first_moments[name]
 
     def _adam_direction(self, name: str, change: np.ndarray) -> np.ndarray:
-        first, second = BETAS
-        self._first[name] += np.float32(1 - first) * (change - self._first[name])
-        self._second[name] += np.float32(1 - second) * (np.square(change) - self._second[name])
-        mean = self._first[name] / np.float32(1 - first**self._steps)
-        root = np.sqrt(self._second[name]) / np.float32(math.sqrt(1 - second**self._steps))
+        beta1, beta2 = BETAS
+        self._first_moments[name] += np.float32(1 - beta1) * (change - self._first_moments[name])
+        self._second_moments[name] += np.float32(1 - beta2) * (np.square(change) - self._second_moments[name])
+        mean = self._first_moments[name] / np.float32(1 - beta1**self._steps)
+        root = np.sqrt(self._second_moments[name]) / np.float32(math.sqrt(1 - beta2**self._steps))
         return mean / (root + np.float32(EPSILON))
 
 
@@ -184,16 +189,16 @@ def _zeros_like(model: Tensors) -> dict[str, np.ndarray]:
 
 
 def _require_supported_hooks(hooks: Hooks) -> None:
-    wanted = {
+    hook_values = {
         "prepare": hooks.prepare,
         "a second step": hooks.steps[1:],
         "penalty": hooks.steps[0].penalty,
         "begin": hooks.steps[0].begin,
         "exits": hooks.steps[0].exits,
     }
-    if odd := [name for name, value in wanted.items() if value]:
+    if unsupported := [name for name, value in hook_values.items() if value]:
         raise ModelError(
-            f"the numpy engine cannot train with {' and '.join(odd)} as this method asks: "
+            f"the numpy engine cannot train with {' and '.join(unsupported)} as this method asks: "
             f"{extras.installation_command('train')}"
         )
 
@@ -235,37 +240,46 @@ def forward(model: Tensors, x: np.ndarray) -> list[np.ndarray]:
     With stacked tensors, (devices, ...), each device's part is bit-identical to a call with its tensors alone.
     """
     values = [x]
-    last = len(model) // 2 - 1
-    for layer in range(last + 1):
+    last_layer = len(model) // 2 - 1
+    for layer in range(last_layer + 1):
         x = x @ model[f"{2 * layer + 1}.weight"].swapaxes(-1, -2) + model[f"{2 * layer + 1}.bias"][..., None, :]
-        if layer < last:
+        if layer < last_layer:
             x = np.maximum(x, 0)
         values.append(x)
     return values
 
 
 def _loss_and_gradient(
-    network: Mapping[str, Any], model: Tensors, examples: Examples, batch: np.ndarray, at_once: int, hooks: Hooks
+    network: Mapping[str, Any],
+    model: Tensors,
+    examples: Examples,
+    batch: np.ndarray,
+    micro_batch_size: int,
+    hooks: Hooks,
 ) -> tuple[float, dict[str, np.ndarray]]:
     loss, gradient = 0.0, dict[str, np.ndarray]()
-    for rows in training.micro_batches(batch, at_once):
+    for rows in training.micro_batches(batch, micro_batch_size):
         values = forward(model, _prepare_inputs(network, examples.x[rows], hooks))
-        losses, back = evaluation_sums.losses_and_gradients(
+        losses, score_gradients = evaluation_sums.losses_and_gradients(
             metrics.task_from_network(network), values.pop(), examples.y[rows]
         )
         loss += float(losses.sum()) / len(batch)
-        backward(model, values, back, len(batch), gradient)
+        backward(model, values, score_gradients, len(batch), gradient)
     return loss, gradient
 
 
 def backward(
-    model: Tensors, values: Sequence[np.ndarray], back: np.ndarray, count: int, gradient: dict[str, np.ndarray]
+    model: Tensors,
+    values: Sequence[np.ndarray],
+    value_gradients: np.ndarray,
+    count: int,
+    gradient: dict[str, np.ndarray],
 ) -> None:
     """Add the gradient of the mean loss of a mini-batch to `gradient`, for one device or several."""
-    back /= np.float32(count)
+    value_gradients /= np.float32(count)
     for layer in reversed(range(len(values))):
-        weight, bias = back.swapaxes(-1, -2) @ values[layer], back.sum(axis=-2)
-        for name, found in ((f"{2 * layer + 1}.weight", weight), (f"{2 * layer + 1}.bias", bias)):
-            gradient[name] = found if name not in gradient else gradient[name] + found
+        weight, bias = value_gradients.swapaxes(-1, -2) @ values[layer], value_gradients.sum(axis=-2)
+        for name, tensor_gradient in ((f"{2 * layer + 1}.weight", weight), (f"{2 * layer + 1}.bias", bias)):
+            gradient[name] = tensor_gradient if name not in gradient else gradient[name] + tensor_gradient
         if layer:
-            back = (back @ model[f"{2 * layer + 1}.weight"]) * (values[layer] > 0)
+            value_gradients = (value_gradients @ model[f"{2 * layer + 1}.weight"]) * (values[layer] > 0)

@@ -39,19 +39,19 @@ from fedquilt.host import process_resources
 from fedquilt.onnx.graph_check import CheckedGraph, Shape
 
 BASE_BYTES = peak_memory.task_process_bytes("onnx", 0)  # resident beside weights and activations
-LOADING = 3.5  # factor on its weights held by an optimized session while it loads: 3.3 measured
-LOADED = 2.0  # factor afterwards: 1.8 measured
-WIDER = 2  # factor on its activations in an optimized session, which lays them out anew
+LOADING_FACTOR = 3.5  # factor on its weights held by an optimized session while it loads: 3.3 measured
+LOADED_FACTOR = 2.0  # factor afterwards: 1.8 measured
+OPTIMIZED_ACTIVATION_FACTOR = 2  # factor on its activations in an optimized session, which lays them out anew
 LARGEST_BATCH = 16  # larger batches are slower: activations fall out of the cache
 COMMON_BATCH = 4  # kept sessions are dropped to allow at least this batch
-KEPT = 0.5  # share of the room for sessions between runs, and for one to be optimized while it loads
+SESSION_SHARE = 0.5  # share of the room for sessions between runs, and for one to be optimized while it loads
 MAPPED_SHARE = 128  # allocations above this fraction of the budget return to the system when freed
-MAPPED_MOST_BYTES = 32 << 20  # glibc's largest threshold
-MAPPED_MOST, TRIM_BYTES = 1 << 16, 128 << 10  # glibc's own: pieces that are mapped, and free end of the heap
+MAX_MAPPED_BYTES = 32 << 20  # glibc's largest threshold
+MAX_MAPPED_PIECES, TRIM_BYTES = 1 << 16, 128 << 10  # glibc's own: pieces that are mapped, and free end of the heap
 TRIMMED_BELOW_BYTES = 512 << 20  # with more room, freed pieces are kept: returning them costs page faults
-PLENTY_BYTES = 2 << 30  # with more room, large ones too: a MobileNet's blocks at 224 pixels then run twice as fast
+AMPLE_BYTES = 2 << 30  # with more room, large ones too: a MobileNet's blocks at 224 pixels then run twice as fast
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_MMAP_MAX, M_ARENA_MAX = -1, -3, -4, -8  # glibc's malloc.h
-SHRINK = "memory.enable_memory_arena_shrinkage"  # of a run: what it leaves free in a GPU's arena goes back
+ARENA_SHRINKAGE = "memory.enable_memory_arena_shrinkage"  # of a run: what it leaves free in a GPU's arena goes back
 ERRORS_ONLY = 3  # severity from which the runtime writes to stderr
 FLOAT = "tensor(float)"
 TYPES = {  # ONNX Runtime's names of types -> numpy's
@@ -65,10 +65,10 @@ FATAL_ONLY = 4  # the same for a session: it raises its errors, and onnxruntime 
 
 
 class MemoryPlan(NamedTuple):
-    roomy: bool
-    held_bytes: int  # by the session, between runs
+    is_roomy: bool
+    session_bytes: int  # by the session, between runs
     example_bytes: int | None  # memory of one example's activations; None: not in the graph
-    single: bool  # the graph takes one example at a time
+    takes_single_examples: bool  # the graph takes one example at a time
 
 
 class LoadedGraph(NamedTuple):
@@ -90,26 +90,26 @@ class OnnxEngine:
     ) -> None:
         self._budget_bytes, self._room_bytes = budget_bytes, budget_bytes - base_bytes
         self._threads, self._micro_batch = threads, micro_batch
-        self._kept: OrderedDict[Path, LoadedGraph] = OrderedDict()
-        _configure_malloc(budget_bytes, keep=self._room_bytes >= PLENTY_BYTES)
+        self._graphs: OrderedDict[Path, LoadedGraph] = OrderedDict()
+        _configure_malloc(budget_bytes, keep=self._room_bytes >= AMPLE_BYTES)
         ort.set_default_logger_severity(ERRORS_ONLY)
-        self._places = ExecutionProviders(ort.get_available_providers(), self._room_bytes)
+        self._providers = ExecutionProviders(ort.get_available_providers(), self._room_bytes)
 
     @property
     def note(self) -> str:
         """Pending message for the device's owner, which its reader resets to ""."""
-        return self._places.note
+        return self._providers.note
 
     @note.setter
-    def note(self, said: str) -> None:
-        self._places.note = said
+    def note(self, text: str) -> None:
+        self._providers.note = text
 
     @property
     def runs_on(self) -> str:
-        return self._places.provider_name
+        return self._providers.provider_name
 
-    def use_tensorrt(self, cache: Path, most_bytes: int) -> None:
-        self._places.use_tensorrt(cache, most_bytes)
+    def use_tensorrt(self, cache: Path, max_bytes: int) -> None:
+        self._providers.use_tensorrt(cache, max_bytes)
 
     def run(self, graph: Path, x: np.ndarray) -> np.ndarray:
         """Run a graph with one input and one output: (n, ...) -> (n, ...), float32.
@@ -121,15 +121,15 @@ class OnnxEngine:
         with _translate_errors(graph):
             shape = _output_shape(loaded, x)
         size = self._batch_size(plan, 0, 0)
-        around = 0
+        io_bytes = 0
         if len(x) > size:  # examples and answers need room beside the micro-batch
-            around = x.nbytes + 4 * len(x) * math.prod(shape)
-            size = self._batch_size(plan, around, 0)
-        self.make_room(around + min(size, len(x)) * (plan.example_bytes or 0), graph)
+            io_bytes = x.nbytes + 4 * len(x) * math.prod(shape)
+            size = self._batch_size(plan, io_bytes, 0)
+        self.make_room(io_bytes + min(size, len(x)) * (plan.example_bytes or 0), graph)
         y = np.empty((len(x), *shape), np.float32)
         with _translate_errors(graph):
-            for first in range(0, len(x), size):
-                self._run_batch(graph, _cast_examples(loaded.session, x[first : first + size]), y[first : first + size])
+            for start in range(0, len(x), size):
+                self._run_batch(graph, _cast_examples(loaded.session, x[start : start + size]), y[start : start + size])
         return y
 
     def evaluate_scores(
@@ -145,10 +145,10 @@ class OnnxEngine:
             return None
         try:
             with _translate_errors(graph):
-                found = session.run(None, {session.get_inputs()[0].name: _cast_examples(session, x)})[0]
+                output = session.run(None, {session.get_inputs()[0].name: _cast_examples(session, x)})[0]
         except (ModelError, MemoryBudgetError):
             return None
-        return np.asarray(found, np.float32)
+        return np.asarray(output, np.float32)
 
     @property
     def room_bytes(self) -> int:
@@ -165,27 +165,27 @@ class OnnxEngine:
         """Return how many examples to run at once, 1 to LARGEST_BATCH, or 1 if their memory is unknown."""
         if self._micro_batch is not None:
             return self._micro_batch
-        if plan.example_bytes is None or plan.single:
+        if plan.example_bytes is None or plan.takes_single_examples:
             return 1
-        each = max(plan.example_bytes + example_bytes, 1)
+        example_size = max(plan.example_bytes + example_bytes, 1)
         free = self._room_bytes - around_bytes
-        beside_all = int(free - max(plan.held_bytes, KEPT * self._room_bytes)) // each
-        alone = min(int(free - plan.held_bytes) // each, COMMON_BATCH)
-        return int(np.clip(max(beside_all, alone), 1, LARGEST_BATCH))
+        size_beside_all = int(free - max(plan.session_bytes, SESSION_SHARE * self._room_bytes)) // example_size
+        size_alone = min(int(free - plan.session_bytes) // example_size, COMMON_BATCH)
+        return int(np.clip(max(size_beside_all, size_alone), 1, LARGEST_BATCH))
 
-    def make_room(self, size: int, needed: Path | None = None, in_use: int = 0) -> None:
-        """Close sessions, longest unused first and never `needed`, until `size` more bytes fit.
+    def make_room(self, size: int, needed_graph: Path | None = None, in_use: int = 0) -> None:
+        """Close sessions, longest unused first and never `needed_graph`, until `size` more bytes fit.
 
         Freed memory returns to the system if the room is small, or if more than half is needed and the freed memory
         leaves too little for what is not `in_use` of `size`. Micro-batches do not change.
         """
-        held = sum(one.plan.held_bytes for one in self._kept.values())
-        for other in [path for path in self._kept if path != needed]:
-            if held + size <= self._room_bytes:
+        session_bytes = sum(loaded.plan.session_bytes for loaded in self._graphs.values())
+        for unused_graph in [path for path in self._graphs if path != needed_graph]:
+            if session_bytes + size <= self._room_bytes:
                 break
-            held -= self._kept.pop(other).plan.held_bytes
+            session_bytes -= self._graphs.pop(unused_graph).plan.session_bytes
         if self._room_bytes < TRIMMED_BELOW_BYTES or (
-            held + size > KEPT * self._room_bytes and not self._fits_beside_all(size - in_use)
+            session_bytes + size > SESSION_SHARE * self._room_bytes and not self._fits_beside_all(size - in_use)
         ):
             with contextlib.suppress(AttributeError):  # glibc by itself returns only the end of the heap
                 ctypes.CDLL(None).malloc_trim(0)
@@ -211,43 +211,52 @@ class OnnxEngine:
 
     def loaded_graphs(self) -> tuple[Path, ...]:
         """Return the loaded graphs, the least recently used first."""
-        return tuple(self._kept)
+        return tuple(self._graphs)
 
     def close(self) -> None:
-        self._kept.clear()
+        self._graphs.clear()
 
     def _load_graph(self, graph: Path) -> LoadedGraph:
-        if graph in self._kept:
-            self._kept.move_to_end(graph)
-            return self._kept[graph]
+        if graph in self._graphs:
+            self._graphs.move_to_end(graph)
+            return self._graphs[graph]
         plan = self._plan_memory(graph, execution_providers.check_graph(graph))
-        held = plan.held_bytes + sum(one.plan.held_bytes for one in self._kept.values())
-        while self._kept and held > KEPT * self._room_bytes:
-            held -= self._kept.popitem(last=False)[1].plan.held_bytes
+        session_bytes = plan.session_bytes + sum(
+            loaded_graph.plan.session_bytes for loaded_graph in self._graphs.values()
+        )
+        while self._graphs and session_bytes > SESSION_SHARE * self._room_bytes:
+            session_bytes -= self._graphs.popitem(last=False)[1].plan.session_bytes
         with _translate_errors(graph):
-            session = self._create_session(graph, roomy=plan.roomy)
-        self._kept[graph] = loaded = LoadedGraph(session, plan, {})
+            session = self._create_session(graph, roomy=plan.is_roomy)
+        self._graphs[graph] = loaded = LoadedGraph(session, plan, {})
         return loaded
 
     def _plan_memory(self, graph: Path, checked: CheckedGraph) -> MemoryPlan:
-        weights, each = checked.weight_bytes, checked.activation_bytes
+        weights, activation_bytes = checked.weight_bytes, checked.activation_bytes
         if "weight_bytes" not in checked.metadata:  # not of fedquilt's making
             weights = max(weights, graph.stat().st_size)
-        least = peak_memory.inference_bytes(weights, each or 0, 1)
-        if least > self._room_bytes:
+        required_bytes = peak_memory.inference_bytes(weights, activation_bytes or 0, 1)
+        if required_bytes > self._room_bytes:
             raise MemoryBudgetError(
-                f"graph {graph.name[:12]} needs {least / 1e6:.0f} MB for its weights and one example, and "
+                f"graph {graph.name[:12]} needs {required_bytes / 1e6:.0f} MB for its weights and one example, and "
                 f"{max(self._room_bytes, 0) / 1e6:.0f} MB are left of the budget: raise it, or leave out that block"
             )
-        free = (1 - KEPT) * self._room_bytes
-        roomy = (
-            LOADING * weights + peak_memory.SESSION_BYTES <= KEPT * self._room_bytes
-            and WIDER * COMMON_BATCH * (each or 0) <= free / 2
+        free = (1 - SESSION_SHARE) * self._room_bytes
+        is_roomy = (
+            LOADING_FACTOR * weights + peak_memory.SESSION_BYTES <= SESSION_SHARE * self._room_bytes
+            and OPTIMIZED_ACTIVATION_FACTOR * COMMON_BATCH * (activation_bytes or 0) <= free / 2
         )
-        held = int(LOADED * weights if roomy else weights) + peak_memory.SESSION_BYTES
+        session_bytes = int(LOADED_FACTOR * weights if is_roomy else weights) + peak_memory.SESSION_BYTES
         shape = checked.inputs[0].shape
-        single = bool(shape and shape[0] == 1)
-        return MemoryPlan(roomy, held, each if each is None else each * (WIDER if roomy else 1), single)
+        takes_single_examples = bool(shape and shape[0] == 1)
+        return MemoryPlan(
+            is_roomy,
+            session_bytes,
+            activation_bytes
+            if activation_bytes is None
+            else activation_bytes * (OPTIMIZED_ACTIVATION_FACTOR if is_roomy else 1),
+            takes_single_examples,
+        )
 
     def _create_session(self, graph: Path, *, roomy: bool) -> Any:
         options = ort.SessionOptions()
@@ -263,7 +272,7 @@ class OnnxEngine:
         if not roomy:
             options.add_session_config_entry("session.disable_prepacking", "1")
             options.enable_mem_pattern = False
-        return self._places.create_session(partial(execution_providers.create_session, graph, options))
+        return self._providers.create_session(partial(execution_providers.create_session, graph, options))
 
     def _run_batch(self, graph: Path, x: np.ndarray, y: np.ndarray) -> None:
         """Run a batch and write the output into `y`. If TensorRT fails, disable TensorRT and run again."""
@@ -278,15 +287,15 @@ class OnnxEngine:
         else:
             bound.bind_output(output.name, "cpu")
         options = None
-        if self._places.uses_gpu and not loaded.plan.roomy:
+        if self._providers.uses_gpu and not loaded.plan.is_roomy:
             options = ort.RunOptions()
-            options.add_run_config_entry(SHRINK, "gpu:0")
+            options.add_run_config_entry(ARENA_SHRINKAGE, "gpu:0")
         try:
             session.run_with_iobinding(bound, options)
             if output.type != FLOAT:
                 (y[...],) = bound.copy_outputs_to_cpu()
         except Exception as error:
-            if not self._places.handle_tensorrt_error(error):
+            if not self._providers.handle_tensorrt_error(error):
                 raise
             self.close()
             self._run_batch(graph, x, y)
@@ -295,17 +304,17 @@ class OnnxEngine:
 def _output_shape(loaded: LoadedGraph, x: np.ndarray) -> tuple[int, ...]:
     """Return the output shape of one example, measured on the first if the graph does not declare it."""
     session = loaded.session
-    said = session.get_outputs()[0].shape[1:]
-    if said and all(isinstance(size, int) for size in said):
-        return tuple(said)
+    declared_shape = session.get_outputs()[0].shape[1:]
+    if declared_shape and all(isinstance(size, int) for size in declared_shape):
+        return tuple(declared_shape)
     if x.shape[1:] not in loaded.answers:
-        found = np.shape(session.run(None, {session.get_inputs()[0].name: _cast_examples(session, x[:1])})[0])
-        if found[:1] != (1,):
+        measured_shape = np.shape(session.run(None, {session.get_inputs()[0].name: _cast_examples(session, x[:1])})[0])
+        if measured_shape[:1] != (1,):
             raise ModelError(
-                f"it answers one example with an array of shape {found}: export it with the examples as the first axis "
-                "of its output too"
+                f"it answers one example with an array of shape {measured_shape}: export it with the examples "
+                "as the first axis of its output too"
             )
-        loaded.answers[x.shape[1:]] = found[1:]
+        loaded.answers[x.shape[1:]] = measured_shape[1:]
     return loaded.answers[x.shape[1:]]
 
 
@@ -315,23 +324,23 @@ def _input_type(session: Any) -> np.dtype[Any]:
 
 def _cast_examples(session: Any, x: np.ndarray) -> np.ndarray:
     """Return the examples in the type of the graph's input. Raise DataError if an integer type loses values."""
-    wanted = _input_type(session)
+    input_type = _input_type(session)
     with np.errstate(invalid="ignore", over="ignore"):  # what does not fit is found below
-        made = np.ascontiguousarray(x, wanted)
-    if wanted.kind not in "f" and not np.array_equal(made, x):
+        cast = np.ascontiguousarray(x, input_type)
+    if input_type.kind not in "f" and not np.array_equal(cast, x):
         raise DataError(
-            f"the network takes {wanted}, and the data here are not whole numbers in the range of that type"
+            f"the network takes {input_type}, and the data here are not whole numbers in the range of that type"
         )
-    return made
+    return cast
 
 
 def _configure_malloc(budget_bytes: int, *, keep: bool) -> None:
     # By default glibc keeps freed pieces of up to 32 MB, with 1.7 times the peaks.
     with contextlib.suppress(AttributeError):  # another C library
         library = ctypes.CDLL(None)
-        library.mallopt(M_MMAP_THRESHOLD, min(budget_bytes // MAPPED_SHARE, MAPPED_MOST_BYTES))
+        library.mallopt(M_MMAP_THRESHOLD, min(budget_bytes // MAPPED_SHARE, MAX_MAPPED_BYTES))
         library.mallopt(M_ARENA_MAX, 1)
-        library.mallopt(M_MMAP_MAX, 0 if keep else MAPPED_MOST)
+        library.mallopt(M_MMAP_MAX, 0 if keep else MAX_MAPPED_PIECES)
         library.mallopt(M_TRIM_THRESHOLD, 2**31 - 1 if keep else TRIM_BYTES)
 
 

@@ -14,8 +14,10 @@ from fedquilt.data.inputs import prepare_inputs as network_input
 if TYPE_CHECKING:
     from fedquilt.core import Examples, Fit, Tensors
 
-EXPLODED = 10.0  # factor on the first step's loss, and at least this many nats: worse than a guess among 22,000 classes
-SETTLED_STEPS = 10  # steps before an epoch's mean is judged: one odd mini-batch is no explosion
+MAX_LOSS_FACTOR = (
+    10.0  # factor on the first step's loss, and at least this many nats: worse than a guess among 22,000 classes
+)
+MIN_JUDGED_STEPS = 10  # steps before an epoch's mean is judged: one odd mini-batch is no explosion
 
 
 def draw_orders(count: int, epochs: int, rng: np.random.Generator) -> list[np.ndarray]:
@@ -24,22 +26,22 @@ def draw_orders(count: int, epochs: int, rng: np.random.Generator) -> list[np.nd
 
 
 def mini_batches(order: np.ndarray, size: int) -> Iterator[np.ndarray]:
-    for first in range(0, len(order), size):
-        yield order[first : first + size]
+    for start in range(0, len(order), size):
+        yield order[start : start + size]
 
 
-def micro_batches(batch: np.ndarray, most: int) -> list[np.ndarray]:
-    """Split a mini-batch into the fewest parts of at most `most` examples, about equal in size."""
-    return [batch] if len(batch) <= most else np.array_split(batch, math.ceil(len(batch) / most))
+def micro_batches(batch: np.ndarray, max_examples: int) -> list[np.ndarray]:
+    """Split a mini-batch into the fewest parts of at most `max_examples` examples, about equal in size."""
+    return [batch] if len(batch) <= max_examples else np.array_split(batch, math.ceil(len(batch) / max_examples))
 
 
-def fitting_batch_size(room_bytes: float, example_bytes: float, wanted: int) -> int:
-    """Return the number of examples to run at once: `wanted`, halved until they fit, at least 1.
+def fitting_batch_size(room_bytes: float, example_bytes: float, max_size: int) -> int:
+    """Return the number of examples to run at once: `max_size`, halved until they fit, at least 1.
 
     The room must follow from the budget and constants, never from the present size of the process. The size of
     micro-batches decides the last bits of a result, which must be the same in every run.
     """
-    size = max(1, wanted)
+    size = max(1, max_size)
     while size > 1 and size * example_bytes > room_bytes:
         size = (size + 1) // 2
     return size
@@ -62,14 +64,14 @@ def network_inputs(
     return x.astype(np.float32)
 
 
-def _token_inputs(x: np.ndarray, known: int) -> np.ndarray:
+def _token_inputs(x: np.ndarray, vocabulary_size: int) -> np.ndarray:
     if x.dtype.kind not in "ui":
         raise DataError(f"examples of type {x.dtype}: a transformer takes whole numbers of tokens; see [data.text]")
     low, high = int(x.min(initial=0)), int(x.max(initial=0))
-    if low < 0 or high >= known:
+    if low < 0 or high >= vocabulary_size:
         raise DataError(
-            f"tokens run from {low} to {high}, and the network knows {known} (0 to {known - 1}): give this device the "
-            "vocabulary file that the job was made with"
+            f"tokens run from {low} to {high}, and the network knows {vocabulary_size} (0 to "
+            f"{vocabulary_size - 1}): give this device the vocabulary file that the job was made with"
         )
     return x.astype(np.float32)
 
@@ -91,11 +93,11 @@ def require_shapes(start: Tensors, shapes: Mapping[str, tuple[int, ...]]) -> Non
 
 
 def require_anchors(anchors: Mapping[str, Tensors], shapes: Mapping[str, tuple[int, ...]]) -> None:
-    for anchor, held in anchors.items():
+    for anchor, tensors in anchors.items():
         for name, shape in shapes.items():
-            if name not in held or held[name].shape != shape:
-                what = f"has shape {held[name].shape}" if name in held else "is missing"
-                raise ModelError(f"tensor {name!r} of anchor {anchor!r} {what}, the network expects {shape}")
+            if name not in tensors or tensors[name].shape != shape:
+                problem = f"has shape {tensors[name].shape}" if name in tensors else "is missing"
+                raise ModelError(f"tensor {name!r} of anchor {anchor!r} {problem}, the network expects {shape}")
 
 
 class TrainingProgress:
@@ -110,34 +112,38 @@ class TrainingProgress:
             raise DataError("no examples: this device has nothing to train on")
         if fit.batch < 1 or fit.epochs < 0:
             raise JobError(f"batch {fit.batch} and epochs {fit.epochs}: at least 1 and 0 are wanted")
-        self._each = math.ceil(count / fit.batch)
+        self._steps_per_epoch = math.ceil(count / fit.batch)
         self._fit, self._progress = fit, progress
-        self._done = 0
-        self._sum, self._seen, self._first = 0.0, 0, 0.0
+        self._step_count = 0
+        self._loss_sum, self._example_count, self._first_loss = 0.0, 0, 0.0
 
     def add_step(self, loss: float, examples: int) -> None:
         """Count one step and report progress."""
-        if self._done % self._each == 0:
-            self._sum, self._seen = 0.0, 0  # the last epoch's loss is reported
-        self._done += 1
-        total = self._each * self._fit.epochs
+        if self._step_count % self._steps_per_epoch == 0:
+            self._loss_sum, self._example_count = 0.0, 0  # the last epoch's loss is reported
+        self._step_count += 1
+        total = self._steps_per_epoch * self._fit.epochs
         if not math.isfinite(loss):
             self._raise_diverged(
-                f"the loss became {'NaN' if math.isnan(loss) else 'infinite'} at step {self._done} of {total}"
+                f"the loss became {'NaN' if math.isnan(loss) else 'infinite'} at step {self._step_count} of {total}"
             )
-        if self._done == 1:
-            self._first = loss
-        self._sum += loss * examples
-        self._seen += examples
-        mean, steps = self._sum / self._seen, (self._done - 1) % self._each + 1
-        if mean > EXPLODED * max(self._first, 1.0) and (steps >= SETTLED_STEPS or steps == self._each):
-            self._raise_diverged(f"the loss rose from {self._first:.3g} to {mean:.3g} by step {self._done} of {total}")
-        self._progress(self._done / total)
+        if self._step_count == 1:
+            self._first_loss = loss
+        self._loss_sum += loss * examples
+        self._example_count += examples
+        mean, steps = self._loss_sum / self._example_count, (self._step_count - 1) % self._steps_per_epoch + 1
+        if mean > MAX_LOSS_FACTOR * max(self._first_loss, 1.0) and (
+            steps >= MIN_JUDGED_STEPS or steps == self._steps_per_epoch
+        ):
+            self._raise_diverged(
+                f"the loss rose from {self._first_loss:.3g} to {mean:.3g} by step {self._step_count} of {total}"
+            )
+        self._progress(self._step_count / total)
 
-    def _raise_diverged(self, what: str) -> NoReturn:
-        raise DivergedError(f"{what}, learning rate {self._fit.lr:g}")
+    def _raise_diverged(self, problem: str) -> NoReturn:
+        raise DivergedError(f"{problem}, learning rate {self._fit.lr:g}")
 
     def metrics(self) -> dict[str, float]:
-        if not self._seen:
+        if not self._example_count:
             return {"steps": 0.0}
-        return {"loss": self._sum / self._seen, "steps": float(self._done)}
+        return {"loss": self._loss_sum / self._example_count, "steps": float(self._step_count)}

@@ -50,7 +50,7 @@ from fedquilt.edge_agent.power.learned_model import LearnedModel, TaskSegment, e
 
 STEP_S: Final = 3.0  # shortest interval between changes of clocks: each takes time, and its effect has to be seen first
 MARGIN: Final = 0.05  # share of the predicted time that is kept as reserve
-LEAST_DONE: Final = 0.02  # share of the work to be done at a point before its pace is meaningful
+MIN_FRACTION_DONE: Final = 0.02  # share of the work to be done at a point before its pace is meaningful
 CAUTION: Final = 1.645  # spreads by which a point may be slower than estimated: one in twenty is
 CURIOSITY: Final = 0.6  # spreads by which it is taken for cheaper than estimated
 
@@ -71,7 +71,7 @@ class GovernorPolicy(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class PointForecast(NamedTuple):
     point: OperatingPoint
     seconds: float
-    most_s: float  # upper bound, for a point without measurements
+    max_duration_s: float  # upper bound, for a point without measurements
     watts: float | None  # None if unknown
     spread: float  # uncertainty of the joules, as a share of the joules above idle, at most 1
 
@@ -79,103 +79,120 @@ class PointForecast(NamedTuple):
         assert self.watts is not None
         return (self.watts - idle_w) * self.seconds
 
-    def energy_until_deadline_j(self, left_s: float, idle_w: float) -> float:
-        return self.energy_above_idle_j(idle_w) + idle_w * max(left_s, self.seconds)
+    def energy_until_deadline_j(self, time_left_s: float, idle_w: float) -> float:
+        return self.energy_above_idle_j(idle_w) + idle_w * max(time_left_s, self.seconds)
 
-    def optimistic_energy_j(self, left_s: float, idle_w: float) -> float:
-        return self.energy_until_deadline_j(left_s, idle_w) - CURIOSITY * self.spread * max(
+    def optimistic_energy_j(self, time_left_s: float, idle_w: float) -> float:
+        return self.energy_until_deadline_j(time_left_s, idle_w) - CURIOSITY * self.spread * max(
             self.energy_above_idle_j(idle_w), 0.0
         )
 
 
 def forecast_points(
-    points: Sequence[OperatingPoint], work: WorkEstimate, learned: LearnedModel = LearnedModel()
+    points: Sequence[OperatingPoint], work: WorkEstimate, learned_model: LearnedModel = LearnedModel()
 ) -> list[PointForecast]:
     """Return predictions for each point with a predictable time, fastest first."""
-    found = []
-    for point, each in zip(points, estimate_points(learned, points, work), strict=True):
-        if each is not None:
-            most_s = each.seconds * (1 + CAUTION * each.seconds_spread)
-            spread = min(math.hypot(each.seconds_spread, each.watts_spread), 1.0)
-            found.append(PointForecast(point, each.seconds, most_s, each.watts, spread))
-    return sorted(found, key=lambda each: each.seconds)
+    forecasts = []
+    for point, estimate in zip(points, estimate_points(learned_model, points, work), strict=True):
+        if estimate is not None:
+            max_duration_s = estimate.seconds * (1 + CAUTION * estimate.seconds_spread)
+            spread = min(math.hypot(estimate.seconds_spread, estimate.watts_spread), 1.0)
+            forecasts.append(PointForecast(point, estimate.seconds, max_duration_s, estimate.watts, spread))
+    return sorted(forecasts, key=lambda estimate: estimate.seconds)
 
 
 @cache_last_call
 def choose_operating_point(
-    rule: GovernorPolicy,
+    governor: GovernorPolicy,
     points: Sequence[OperatingPoint],
     work: WorkEstimate,
-    left_s: float,
+    time_left_s: float,
     idle_w: float | None = None,
-    learned: LearnedModel = LearnedModel(),
+    learned_model: LearnedModel = LearnedModel(),
 ) -> OperatingPoint | None:
     """Choose the operating point to pin by the policy, the fastest if none is in time.
 
     Return None to leave the clocks to the board: by policy, without a predicted
     duration or, for "energy", without a known power.
     """
-    found = forecast_points(rule.points_within_max_w(points), work, learned)
-    if rule.max_w is not None:
-        found = [each for each in found if each.watts is not None and each.watts <= rule.max_w]
-    if rule.policy == "board" or not found:
+    forecasts = forecast_points(governor.points_within_max_w(points), work, learned_model)
+    if governor.max_w is not None:
+        forecasts = [
+            forecast for forecast in forecasts if forecast.watts is not None and forecast.watts <= governor.max_w
+        ]
+    if governor.policy == "board" or not forecasts:
         return None
-    if rule.policy == "max":
-        return _fastest_point(found)
-    if rule.policy == "energy" and all(each.watts is None for each in found):
+    if governor.policy == "max":
+        return _fastest_point(forecasts)
+    if governor.policy == "energy" and all(forecast.watts is None for forecast in forecasts):
         return None
-    in_time = [each for each in found if max(each.seconds * (1 + MARGIN), each.most_s) <= left_s]
-    if rule.policy == "paper" and in_time:
+    in_time = [
+        forecast
+        for forecast in forecasts
+        if max(forecast.seconds * (1 + MARGIN), forecast.max_duration_s) <= time_left_s
+    ]
+    if governor.policy == "paper" and in_time:
         return in_time[-1].point
-    priced = [each for each in in_time if each.watts is not None]
+    priced = [forecast for forecast in in_time if forecast.watts is not None]
     if not priced:
-        return _fastest_point(found)
+        return _fastest_point(forecasts)
     if idle_w is not None:
-        return min(priced, key=lambda each: (each.optimistic_energy_j(left_s, idle_w), each.seconds)).point
-    bounds_w = (0.0, min(each.watts for each in found if each.watts is not None))
-    cheapest_j = [min(each.optimistic_energy_j(left_s, bound_w) for each in priced) for bound_w in bounds_w]
+        return min(
+            priced, key=lambda forecast: (forecast.optimistic_energy_j(time_left_s, idle_w), forecast.seconds)
+        ).point
+    bounds_w = (0.0, min(forecast.watts for forecast in forecasts if forecast.watts is not None))
+    cheapest_j = [
+        min(forecast.optimistic_energy_j(time_left_s, bound_w) for forecast in priced) for bound_w in bounds_w
+    ]
 
-    def worst_excess_j(each: PointForecast) -> float:
+    def worst_excess_j(forecast: PointForecast) -> float:
         return max(
-            each.optimistic_energy_j(left_s, bound_w) - j for bound_w, j in zip(bounds_w, cheapest_j, strict=True)
+            forecast.optimistic_energy_j(time_left_s, bound_w) - j
+            for bound_w, j in zip(bounds_w, cheapest_j, strict=True)
         )
 
-    return min(priced, key=lambda each: (worst_excess_j(each), each.seconds)).point
+    return min(priced, key=lambda forecast: (worst_excess_j(forecast), forecast.seconds)).point
 
 
 def choose_faster_point(
-    rule: GovernorPolicy,
+    governor: GovernorPolicy,
     points: Sequence[OperatingPoint],
-    seen: TaskSegment,
-    rest: WorkEstimate,
-    left_s: float,
+    segment: TaskSegment,
+    remaining_work: WorkEstimate,
+    time_left_s: float,
     idle_w: float | None = None,
-    learned: LearnedModel = LearnedModel(),
+    learned_model: LearnedModel = LearnedModel(),
 ) -> OperatingPoint | None:
     """Choose a faster point for a task that would miss its deadline, or None to stay.
 
     The present segment counts at once, even if it is unlike all earlier tasks: the task may be of a new kind.
     """
-    if rule.policy not in ("energy", "paper") or seen.work.tasks < LEAST_DONE or seen.seconds <= 0:
+    if governor.policy not in ("energy", "paper") or segment.work.tasks < MIN_FRACTION_DONE or segment.seconds <= 0:
         return None
-    rest_s = seen.seconds / seen.work.tasks * rest.tasks
-    if rest_s <= left_s:
+    remaining_s = segment.seconds / segment.work.tasks * remaining_work.tasks
+    if remaining_s <= time_left_s:
         return None
-    known = learn_segment(learned, seen, at_once=True)
-    others = [point for point in points if point.name != seen.point.name]
-    told = forecast_points(others, rest, known)
-    faster = [each.point for each in told if each.seconds < rest_s or _has_higher_clocks(each.point, seen.point)]
-    return choose_operating_point(rule, faster, rest, left_s, idle_w, known)
+    updated_model = learn_segment(learned_model, segment, at_once=True)
+    other_points = [point for point in points if point.name != segment.point.name]
+    forecasts = forecast_points(other_points, remaining_work, updated_model)
+    faster_points = [
+        forecast.point
+        for forecast in forecasts
+        if forecast.seconds < remaining_s or _has_higher_clocks(forecast.point, segment.point)
+    ]
+    return choose_operating_point(governor, faster_points, remaining_work, time_left_s, idle_w, updated_model)
 
 
-def _fastest_point(found: Sequence[PointForecast]) -> OperatingPoint:
+def _fastest_point(forecasts: Sequence[PointForecast]) -> OperatingPoint:
     # Higher clocks never make work slower, even if a profile of other work predicts so.
-    above = [each for each in found if _has_higher_clocks(each.point, found[0].point)]
-    return max([found[0], *above], key=lambda each: (sum(_clock_values(each.point)), -each.seconds)).point
+    higher = [forecast for forecast in forecasts if _has_higher_clocks(forecast.point, forecasts[0].point)]
+    return max(
+        [forecasts[0], *higher], key=lambda forecast: (sum(_clock_values(forecast.point)), -forecast.seconds)
+    ).point
 
 
-def _has_higher_clocks(one: OperatingPoint, other: OperatingPoint) -> bool:
-    pairs = [(a, b) for a, b in zip(_clock_values(one), _clock_values(other), strict=True) if a and b]
+def _has_higher_clocks(left: OperatingPoint, right: OperatingPoint) -> bool:
+    pairs = [(a, b) for a, b in zip(_clock_values(left), _clock_values(right), strict=True) if a and b]
     return all(a >= b for a, b in pairs) and any(a > b for a, b in pairs)
 
 

@@ -36,17 +36,18 @@ from fedquilt.core.last_call_cache import cache_last_call
 from fedquilt.costs import cost_model
 
 AXES: Final = ("cpu_hz", "gpu_hz", "emc_hz")
-TIME: Final = (0.6, 0.4, 0.4, 0.4, 0.1)  # prior spread of each weight: profile, cpu, gpu, emc, constant
-POWER: Final = (0.3, 0.1, 0.1, 0.1, 0.1, 0.1, 0.1)  # profile, cpu^3, gpu^3, speed * (cpu^2, gpu^2, 1), constant
+TIME_SPREADS: Final = (0.6, 0.4, 0.4, 0.4, 0.1)  # prior spread of each weight: profile, cpu, gpu, emc, constant
+# Of profile, cpu^3, gpu^3, speed * (cpu^2, gpu^2, 1), constant.
+POWER_SPREADS: Final = (0.3, 0.1, 0.1, 0.1, 0.1, 0.1, 0.1)
 NOISE: Final = 0.05  # relative error of one measurement
-KEPT: Final = 0.98  # weight of a task after the next one: about fifty count
-EXACT: Final = 1e-6  # a profile that is so near leaves nothing to learn: simulated boards without noise
-ODD: Final = 0.5  # least relative error at which a measurement is taken for another regime ...
-SURE: Final = 4.0  # ... and this many times the spread that was expected
-YOUNG: Final = 4  # measurements before which nothing is unlike all before, and the scale is still looked for
-MOST: Final = 1000.0  # beyond this factor from the profile, either way, the cause is not the clocks
-SWEEPS: Final = 100  # most rounds of the solver, which stops earlier
-SOLVED: Final = 1e-6  # change of a weight at which the solver stops
+DECAY: Final = 0.98  # factor on older measurements for each new task, so that about fifty tasks count
+EXACT_TOLERANCE: Final = 1e-6  # relative error of an exact profile, as of simulated boards without noise
+MIN_OUTLIER_ERROR: Final = 0.5  # smallest relative error of an outlier
+OUTLIER_SPREADS: Final = 4.0  # smallest error of an outlier in expected spreads
+MIN_MEASUREMENTS: Final = 4  # with fewer, an outlier changes the scale of the law
+MAX_RATIO: Final = 1000.0  # limit of the ratio, because clocks explain no larger one
+MAX_SWEEPS: Final = 100  # limit of the solver's iterations
+SOLVER_TOLERANCE: Final = 1e-6  # change of a weight at which the solver stops
 
 Numbers = Annotated[tuple[float, ...], Meta(max_length=64)]
 
@@ -54,18 +55,18 @@ Numbers = Annotated[tuple[float, ...], Meta(max_length=64)]
 class CostLaw(WireMessage, frozen=True):
     """Measurements of one quantity, as the normal equations of its weights."""
 
-    at: OperatingPoint  # point of the first measurement: the columns' unit
-    top: dict[Label, Amount]  # highest clocks of the board then, by axis
+    reference_point: OperatingPoint  # point of the first measurement, the unit of the columns
+    reference_clocks: dict[Label, Amount]  # highest clocks of the board at the first measurement, by axis
     ratio: Amount  # measured there, over the profile's
-    rows: Numbers  # information, n * n, without the prior
-    aims: Numbers  # right-hand sides, n
+    information: Numbers  # matrix of the normal equations, n * n, without the prior
+    targets: Numbers  # right-hand sides of the normal equations, n
     count: Count
-    odd: bool = False  # the latest measurement was unlike all before, and was left out
+    is_outlier_pending: bool = False  # the latest measurement was an outlier and was left out
 
 
 class LatestTask(WireMessage, frozen=True):
     work: WorkEstimate  # of the whole task
-    left_s: float  # until its deadline, once its data was loaded
+    time_left_s: float  # until its deadline, once its data was loaded
 
 
 class LearnedModel(WireMessage, frozen=True):
@@ -73,20 +74,21 @@ class LearnedModel(WireMessage, frozen=True):
 
     time: CostLaw | None = None
     power: CostLaw | None = None
-    latest: LatestTask | None = None  # for who examines the board: nothing is chosen by it
+    latest: LatestTask | None = None  # for `fedquilt doctor`, not used to choose points
 
     @property
     def is_valid(self) -> bool:
-        laws = ((self.time, len(TIME)), (self.power, len(POWER)))
-        return all(law is None or (len(law.rows), len(law.aims)) == (size * size, size) for law, size in laws)
+        laws = ((self.time, len(TIME_SPREADS)), (self.power, len(POWER_SPREADS)))
+        return all(law is None or (len(law.information), len(law.targets)) == (size * size, size) for law, size in laws)
 
 
 class TaskSegment(NamedTuple):
     point: OperatingPoint
-    work: WorkEstimate  # done in the stretch
+    work: WorkEstimate  # done in the segment
     seconds: float
-    watts: float | None  # mean of the whole board; None: no meter, or none that can be trusted
-    top: Mapping[str, float] = MappingProxyType({})  # highest clocks of the board, by axis; those of `point` if missing
+    watts: float | None  # mean power of the board, or None without a reliable meter
+    # Highest clocks of the board by axis. Missing axes have the clock of `point`.
+    highest_clocks: Mapping[str, float] = MappingProxyType({})
 
 
 class CostEstimate(NamedTuple):
@@ -99,48 +101,54 @@ class CostEstimate(NamedTuple):
 
 
 def estimate_points(
-    learned: LearnedModel, points: Sequence[OperatingPoint], work: WorkEstimate
+    learned_model: LearnedModel, points: Sequence[OperatingPoint], work: WorkEstimate
 ) -> list[CostEstimate | None]:
-    seconds_at, power = _time_predictor(_fit_law(learned.time, TIME), work), _fit_law(learned.power, POWER)
-    there_s = None if power is None else seconds_at(power.law.at)[0]
-    found: list[CostEstimate | None] = []
+    seconds_at = _time_predictor(_fit_law(learned_model.time, TIME_SPREADS), work)
+    power = _fit_law(learned_model.power, POWER_SPREADS)
+    reference_s = None if power is None else seconds_at(power.law.reference_point)[0]
+    estimates: list[CostEstimate | None] = []
     for point in points:
         seconds, spread = seconds_at(point)
         if not seconds:
-            found.append(None)
+            estimates.append(None)
             continue
         watts: tuple[float | None, float] = (point.busy_w, 0.0)
         if power is not None and point.busy_w is not None:
-            watts = power.evaluate(_power_columns(power.law, point, seconds, there_s))
-        found.append(CostEstimate(seconds, spread, *watts))
-    return found
+            watts = power.evaluate(_power_columns(power.law, point, seconds, reference_s))
+        estimates.append(CostEstimate(seconds, spread, *watts))
+    return estimates
 
 
 @cache_last_call
-def learn_segment(learned: LearnedModel, seen: TaskSegment, *, at_once: bool = False) -> LearnedModel:
+def learn_segment(learned_model: LearnedModel, segment: TaskSegment, *, at_once: bool = False) -> LearnedModel:
     """Return the learned costs after one more segment. Impossible values change nothing.
 
     A segment unlike all earlier ones is left out. A second one in a row resets the law, because the work now runs
     elsewhere, for example on the CPU for lack of a GPU.
     """
-    told_s = cost_model.work_seconds(seen.work, seen.point)
-    if told_s is None or not 0 < seen.seconds < math.inf:
-        return learned
-    point, watts = seen.point, seen.watts
+    profile_s = cost_model.work_seconds(segment.work, segment.point)
+    if profile_s is None or not 0 < segment.seconds < math.inf:
+        return learned_model
+    point, watts = segment.point, segment.watts
     time = _add_measurement(
-        learned.time, TIME, seen, (told_s, seen.seconds), at_once, lambda law: _time_columns(law, seen.work)(point)
+        learned_model.time,
+        TIME_SPREADS,
+        segment,
+        (profile_s, segment.seconds),
+        at_once,
+        lambda law: _time_columns(law, segment.work)(point),
     )
-    anew = learned.time is not None and time is not None and time.count < learned.time.count
-    power = None if anew else learned.power
-    if watts is not None and 0 < watts < math.inf and point.busy_w and not (time and time.odd):
-        seconds_at = _time_predictor(_fit_law(time, TIME), seen.work)
-        here_s = seconds_at(point)[0]
+    is_reset = learned_model.time is not None and time is not None and time.count < learned_model.time.count
+    power = None if is_reset else learned_model.power
+    if watts is not None and 0 < watts < math.inf and point.busy_w and not (time and time.is_outlier_pending):
+        seconds_at = _time_predictor(_fit_law(time, TIME_SPREADS), segment.work)
+        point_s = seconds_at(point)[0]
 
         def power_columns(law: CostLaw) -> list[float]:
-            return _power_columns(law, point, here_s, seconds_at(law.at)[0])
+            return _power_columns(law, point, point_s, seconds_at(law.reference_point)[0])
 
-        power = _add_measurement(power, POWER, seen, (point.busy_w, watts), at_once, power_columns)
-    return LearnedModel(time=time, power=power, latest=learned.latest)
+        power = _add_measurement(power, POWER_SPREADS, segment, (point.busy_w, watts), at_once, power_columns)
+    return LearnedModel(time=time, power=power, latest=learned_model.latest)
 
 
 # -- columns --------------------------------------------------------------------------------------
@@ -148,28 +156,34 @@ def learn_segment(learned: LearnedModel, seen: TaskSegment, *, at_once: bool = F
 
 def _time_columns(law: CostLaw, work: WorkEstimate) -> Callable[[OperatingPoint], list[float] | None]:
     """Return a function from a point to its columns of the time law, or to None without a predicted time."""
-    there_s, unit = cost_model.work_seconds(work, law.at), clocks_by_axis(law.at)
-    if there_s is None:
+    reference_s, unit_clocks = cost_model.work_seconds(work, law.reference_point), clocks_by_axis(law.reference_point)
+    if reference_s is None:
         return lambda point: None
-    unit_s = law.ratio * there_s
+    unit_s = law.ratio * reference_s
 
     def columns_at(point: OperatingPoint) -> list[float] | None:
-        here_s = cost_model.work_seconds(work, point)
-        if here_s is None:
+        point_s = cost_model.work_seconds(work, point)
+        if point_s is None:
             return None
-        clocks = [unit_s / share if share else 0.0 for share in _relative_clocks(unit, point, AXES)]
-        return [law.ratio * here_s, *clocks, unit_s]
+        clocks = [unit_s / ratio if ratio else 0.0 for ratio in _relative_clocks(unit_clocks, point, AXES)]
+        return [law.ratio * point_s, *clocks, unit_s]
 
     return columns_at
 
 
-def _power_columns(law: CostLaw, point: OperatingPoint, here_s: float | None, there_s: float | None) -> list[float]:
-    speed = there_s / here_s if here_s and there_s else 1.0
-    unit_w = law.ratio * (law.at.busy_w or 0.0)
-    here, there = _relative_clocks(law.top, point, AXES), _relative_clocks(law.top, law.at, AXES)
-    cubes = [unit_w * share**3 for share in here[:2]]
-    used = [unit_w * speed * first * share**2 for share, first in zip(here[:2], there[:2], strict=True)]
-    return [law.ratio * (point.busy_w or 0.0), *cubes, *used, unit_w * speed * there[2], unit_w]
+def _power_columns(
+    law: CostLaw, point: OperatingPoint, point_s: float | None, reference_s: float | None
+) -> list[float]:
+    speed = reference_s / point_s if point_s and reference_s else 1.0
+    unit_w = law.ratio * (law.reference_point.busy_w or 0.0)
+    clocks = _relative_clocks(law.reference_clocks, point, AXES)
+    reference_clocks = _relative_clocks(law.reference_clocks, law.reference_point, AXES)
+    cubes = [unit_w * clock**3 for clock in clocks[:2]]
+    active_terms = [
+        unit_w * speed * reference_clock * clock**2
+        for clock, reference_clock in zip(clocks[:2], reference_clocks[:2], strict=True)
+    ]
+    return [law.ratio * (point.busy_w or 0.0), *cubes, *active_terms, unit_w * speed * reference_clocks[2], unit_w]
 
 
 def clocks_by_axis(point: OperatingPoint) -> dict[str, float]:
@@ -179,14 +193,16 @@ def clocks_by_axis(point: OperatingPoint) -> dict[str, float]:
 
 @cache_last_call
 def highest_clocks(points: Sequence[OperatingPoint]) -> dict[str, float]:
-    known = {axis: [hz for point in points if (hz := getattr(point, axis))] for axis in AXES}
-    return {axis: max(values) for axis, values in known.items() if values}
+    clocks = {axis: [hz for point in points if (hz := getattr(point, axis))] for axis in AXES}
+    return {axis: max(values) for axis, values in clocks.items() if values}
 
 
-def _relative_clocks(unit: Mapping[str, float], point: OperatingPoint, axes: Sequence[str]) -> list[float]:
+def _relative_clocks(unit_clocks: Mapping[str, float], point: OperatingPoint, axes: Sequence[str]) -> list[float]:
     """Return clocks relative to a unit: 1 for a clock left to the board, 0 if the unit has none."""
-    known = clocks_by_axis(point)
-    return [known.get(axis, unit[axis]) / unit[axis] if axis in unit else 0.0 for axis in axes]
+    point_clocks = clocks_by_axis(point)
+    return [
+        point_clocks.get(axis, unit_clocks[axis]) / unit_clocks[axis] if axis in unit_clocks else 0.0 for axis in axes
+    ]
 
 
 def _time_predictor(time: _LawFit | None, work: WorkEstimate) -> Callable[[OperatingPoint], tuple[float | None, float]]:
@@ -222,16 +238,16 @@ def _fit_law(law: CostLaw | None, spreads: Sequence[float]) -> _LawFit | None:
         return None
     n = len(spreads)
     prior = [1 / spread**2 for spread in spreads]
-    matrix = [[law.rows[n * i + j] + (prior[i] if i == j else 0.0) for j in range(n)] for i in range(n)]
-    aims = [aim + (prior[0] if i == 0 else 0.0) for i, aim in enumerate(law.aims)]
+    matrix = [[law.information[n * i + j] + (prior[i] if i == j else 0.0) for j in range(n)] for i in range(n)]
+    targets = [target + (prior[0] if i == 0 else 0.0) for i, target in enumerate(law.targets)]
     covariance = _invert_positive_definite(matrix)
-    weights = [max(0.0, sum(map(mul, row, aims))) for row in covariance]
-    for _ in range(SWEEPS):
-        moved = 0.0
+    weights = [max(0.0, sum(map(mul, row, targets))) for row in covariance]
+    for _ in range(MAX_SWEEPS):
+        max_change = 0.0
         for i, row in enumerate(matrix):
-            better = max(0.0, weights[i] + (aims[i] - sum(map(mul, row, weights))) / row[i])
-            moved, weights[i] = max(moved, abs(better - weights[i])), better
-        if moved < SOLVED:
+            better = max(0.0, weights[i] + (targets[i] - sum(map(mul, row, weights))) / row[i])
+            max_change, weights[i] = max(max_change, abs(better - weights[i])), better
+        if max_change < SOLVER_TOLERANCE:
             break
     return _LawFit(law, weights, covariance)
 
@@ -243,21 +259,21 @@ def _invert_positive_definite(matrix: Sequence[Sequence[float]]) -> list[list[fl
         rows[i] = [value / rows[i][i] for value in rows[i]]
         for k in range(n):
             if k != i and (factor := rows[k][i]):
-                rows[k] = [value - factor * other for value, other in zip(rows[k], rows[i], strict=True)]
+                rows[k] = [value - factor * pivot_value for value, pivot_value in zip(rows[k], rows[i], strict=True)]
     return [row[n:] for row in rows]
 
 
 def _add_measurement(
     law: CostLaw | None,
     spreads: Sequence[float],
-    seen: TaskSegment,
+    segment: TaskSegment,
     values: tuple[float, float],
     at_once: bool,
     columns: Callable[[CostLaw], list[float] | None],
 ) -> CostLaw | None:
     """Return the law after a measurement. An outlier is left out, and a second one in a row resets the law."""
-    told, measured = values
-    if law is None and abs(measured / told - 1) < EXACT:
+    predicted, measured = values
+    if law is None and abs(measured / predicted - 1) < EXACT_TOLERANCE:
         return None
     fit = _fit_law(law, spreads)
     if fit is not None:
@@ -265,32 +281,40 @@ def _add_measurement(
         if row is None:
             return law
         value, spread = fit.evaluate(row)
-        if abs(measured / value - 1) > max(ODD, SURE * math.hypot(spread, NOISE)):
-            if fit.law.count < YOUNG:
+        if abs(measured / value - 1) > max(MIN_OUTLIER_ERROR, OUTLIER_SPREADS * math.hypot(spread, NOISE)):
+            if fit.law.count < MIN_MEASUREMENTS:
                 law = _scale_law(fit.law, measured / value)
-            elif fit.law.odd or at_once:
+            elif fit.law.is_outlier_pending or at_once:
                 law = None
             else:
-                return replace(fit.law, odd=True)
+                return replace(fit.law, is_outlier_pending=True)
     n = len(spreads)
     if law is None:
-        ratio = min(max(measured / told, 1 / MOST), MOST)
-        rates = {name: each for name, each in seen.point.rates.items() if name == seen.work.workload}
-        top = {**clocks_by_axis(seen.point), **seen.top}
+        ratio = min(max(measured / predicted, 1 / MAX_RATIO), MAX_RATIO)
+        rates = {name: rate for name, rate in segment.point.rates.items() if name == segment.work.workload}
+        reference_clocks = {**clocks_by_axis(segment.point), **segment.highest_clocks}
         law = CostLaw(
-            at=replace(seen.point, rates=rates), top=top, ratio=ratio, rows=(0.0,) * (n * n), aims=(0.0,) * n, count=0
+            reference_point=replace(segment.point, rates=rates),
+            reference_clocks=reference_clocks,
+            ratio=ratio,
+            information=(0.0,) * (n * n),
+            targets=(0.0,) * n,
+            count=0,
         )
     row = columns(law)
     if row is None:
         return law
-    share = [x / measured for x in row]
-    known = min(seen.work.tasks, 1.0)  # stretches of one task have one error in common
-    weight, kept = known / NOISE**2, 1 - (1 - KEPT) * known
-    rows = tuple(kept * law.rows[n * i + j] + weight * share[i] * share[j] for i in range(n) for j in range(n))
-    aims = tuple(kept * aim + weight * x for aim, x in zip(law.aims, share, strict=True))
-    return replace(law, rows=rows, aims=aims, count=law.count + 1, odd=False)
+    scaled_row = [x / measured for x in row]
+    task_fraction = min(segment.work.tasks, 1.0)  # segments of one task share one error
+    weight, decay = task_fraction / NOISE**2, 1 - (1 - DECAY) * task_fraction
+    information = tuple(
+        decay * law.information[n * i + j] + weight * scaled_row[i] * scaled_row[j] for i in range(n) for j in range(n)
+    )
+    targets = tuple(decay * target + weight * x for target, x in zip(law.targets, scaled_row, strict=True))
+    return replace(law, information=information, targets=targets, count=law.count + 1, is_outlier_pending=False)
 
 
 def _scale_law(law: CostLaw, factor: float) -> CostLaw:
-    rows, aims = tuple(value * factor**2 for value in law.rows), tuple(value * factor for value in law.aims)
-    return replace(law, ratio=law.ratio * factor, rows=rows, aims=aims)
+    information = tuple(value * factor**2 for value in law.information)
+    targets = tuple(value * factor for value in law.targets)
+    return replace(law, ratio=law.ratio * factor, information=information, targets=targets)

@@ -38,98 +38,118 @@ import msgspec
 from msgspec.structs import replace
 
 from fedquilt.core import ClockError, Cost, Device, OperatingPoint, Reading, WorkEstimate
-from fedquilt.edge_agent.devices.meters import MOST_W
+from fedquilt.edge_agent.devices.meters import MAX_PLAUSIBLE_W
 from fedquilt.edge_agent.power import governor
 from fedquilt.edge_agent.power.learned_model import LatestTask, LearnedModel, TaskSegment, highest_clocks, learn_segment
 
 SAMPLE_S = 0.1  # interval between sensor readings while a task runs
-LOST_S = 5.0  # longest gap between readings of a task, after which its energy is unknown
-STILL_S, STILL_TIMES = 10.0, 20.0  # a frozen meter: longer than this at one value, and so many times longer than before
-NEVER_S = 60.0  # likewise of a meter that has never moved, as a coarse one on an idle board
-LET_GO = "let go"  # suffix of a point's name: from there on the board's clocks were its own
-GAP_S = 1.0  # powers further apart leave the time between them unknown
+MAX_READING_GAP_S = 5.0  # longest gap between readings of a task, after which its energy is unknown
+FROZEN_S = 10.0  # a frozen meter repeats one value for longer than this,
+FROZEN_FACTOR = 20.0  # and for this many times as long as before
+NEVER_CHANGED_S = (
+    60.0  # the same limit for a meter whose value has never changed, as with a coarse meter on an idle board
+)
+UNPINNED_NAME = "let go"  # name of a segment at the board's own clocks
+MAX_POWER_GAP_S = 1.0  # longest interval between two powers of which the energy is known
 
 
 class EnergyAccount(msgspec.Struct, frozen=True):
-    began_s: float
-    at_s: float | None = None  # of the last usable reading
-    last: Reading = Reading()
-    first_s: float = 0.0  # of the first
-    intervals: int = 0
-    energy_j: float = 0.0  # from the first to the last
+    started_s: float
+    last_reading_s: float | None = None  # time of the last usable reading
+    last_reading: Reading = Reading()
+    first_reading_s: float = 0.0  # time of the first usable reading
+    interval_count: int = 0
+    energy_j: float = 0.0  # from the first to the last reading
     error_j: float = 0.0
-    most_j: float = 0.0  # largest gain of a counter in one interval
+    max_increment_j: float = 0.0  # largest gain of a counter in one interval
     first_w: float | None = None  # power assumed before the first reading
     last_w: float | None = None  # power assumed after the last reading
-    counted: bool = False  # some of it is from a counter
-    most_w: float = MOST_W  # no more is believed
-    silent_s: float = 0.0  # longest time between two usable readings
-    still_s: float = 0.0  # time since which the meter tells the same value
-    stood_s: float = 0.0  # longest time for which it has told one value and then another
+    has_counter: bool = False  # a counter measured part of the energy
+    max_w: float = MAX_PLAUSIBLE_W  # readings above are ignored
+    longest_gap_s: float = 0.0  # longest time between two usable readings
+    unchanged_since_s: float = 0.0  # time of the latest change of the meter's value
+    longest_unchanged_s: float = 0.0  # longest interval between two changes
 
     def with_reading(self, now_s: float, reading: Reading) -> EnergyAccount:
         """Return the sums with one more reading. An unusable reading changes nothing."""
-        if not _is_usable(reading, self.most_w) or (self.at_s is not None and now_s <= self.at_s):
+        if not _is_usable(reading, self.max_w) or (self.last_reading_s is not None and now_s <= self.last_reading_s):
             return self
-        if self.at_s is None:
+        if self.last_reading_s is None:
             power = _finite_or_none(reading.power_w)
-            first = replace(self, at_s=now_s, last=reading, first_s=now_s, first_w=power, last_w=power, still_s=now_s)
-            return replace(first, silent_s=max(self.silent_s, now_s - self.began_s))
-        added = _interval_energy(self.last, reading, now_s - self.at_s)
-        if added is None or added[0] > self.most_w * (now_s - self.at_s):
+            initial = replace(
+                self,
+                last_reading_s=now_s,
+                last_reading=reading,
+                first_reading_s=now_s,
+                first_w=power,
+                last_w=power,
+                unchanged_since_s=now_s,
+            )
+            return replace(initial, longest_gap_s=max(self.longest_gap_s, now_s - self.started_s))
+        interval = _interval_energy(self.last_reading, reading, now_s - self.last_reading_s)
+        if interval is None or interval[0] > self.max_w * (now_s - self.last_reading_s):
             return self  # the counter fell or jumped, or only one of both has it: wait for one that fits
-        energy, error, first_w, last_w, counted = added
-        moved = _meter_value(reading) != _meter_value(self.last)
+        energy, error, first_w, last_w, from_counter = interval
+        has_changed = _meter_value(reading) != _meter_value(self.last_reading)
+        longest_unchanged_s = self.longest_unchanged_s
+        if has_changed:
+            longest_unchanged_s = max(longest_unchanged_s, now_s - self.unchanged_since_s)
         return replace(
             self,
-            at_s=now_s,
-            last=reading,
-            intervals=self.intervals + 1,
+            last_reading_s=now_s,
+            last_reading=reading,
+            interval_count=self.interval_count + 1,
             energy_j=self.energy_j + energy,
             error_j=self.error_j + error,
-            most_j=max(self.most_j, energy if counted else 0.0),
+            max_increment_j=max(self.max_increment_j, energy if from_counter else 0.0),
             first_w=first_w if self.first_w is None else self.first_w,
             last_w=last_w,
-            counted=self.counted or counted,
-            silent_s=max(self.silent_s, now_s - self.at_s),
-            still_s=now_s if moved else self.still_s,
-            stood_s=max(self.stood_s, now_s - self.still_s) if moved else self.stood_s,
+            has_counter=self.has_counter or from_counter,
+            longest_gap_s=max(self.longest_gap_s, now_s - self.last_reading_s),
+            unchanged_since_s=now_s if has_changed else self.unchanged_since_s,
+            longest_unchanged_s=longest_unchanged_s,
         )
 
     def next_segment(self, now_s: float) -> EnergyAccount:
         """Start a new segment now, with the last reading of this segment if it is recent."""
-        fresh = EnergyAccount(now_s, most_w=self.most_w, stood_s=self.stood_s)
-        if self.at_s is None or self.at_s < now_s:
-            return fresh
-        return replace(fresh.with_reading(now_s, self.last), still_s=self.still_s)
+        account = EnergyAccount(now_s, max_w=self.max_w, longest_unchanged_s=self.longest_unchanged_s)
+        if self.last_reading_s is None or self.last_reading_s < now_s:
+            return account
+        return replace(account.with_reading(now_s, self.last_reading), unchanged_since_s=self.unchanged_since_s)
 
     def cost_until(self, now_s: float, idle_w: float | None, point: str | None = None) -> Cost:
         """Return the cost from `began_s` to now. Energy is None without a working meter."""
-        duration_s = max(now_s - self.began_s, 0.0)
+        duration_s = max(now_s - self.started_s, 0.0)
         idle_j = None if idle_w is None else idle_w * duration_s
-        if self.at_s is None or self.first_w is None or self.last_w is None or self._has_meter_failed(now_s):
+        if self.last_reading_s is None or self.first_w is None or self.last_w is None or self._has_meter_failed(now_s):
             return Cost(duration_s=duration_s, idle_j=idle_j, point=point)
-        held_j = self.first_w * max(self.first_s - self.began_s, 0.0) + self.last_w * max(now_s - self.at_s, 0.0)
+        before_j = self.first_w * max(self.first_reading_s - self.started_s, 0.0)
+        unwatched_j = before_j + self.last_w * max(now_s - self.last_reading_s, 0.0)
         return Cost(
             duration_s=duration_s,
-            energy_j=self.energy_j + held_j,
+            energy_j=self.energy_j + unwatched_j,
             idle_j=idle_j,
-            energy_error_j=self.error_j + self.most_j + held_j,
+            energy_error_j=self.error_j + self.max_increment_j + unwatched_j,
             energy_source=self._describe_source(),
             point=point,
         )
 
     def _has_meter_failed(self, now_s: float) -> bool:
-        at_s = now_s if self.at_s is None else self.at_s
-        limit_s = max(STILL_S, STILL_TIMES * self.stood_s) if self.stood_s else NEVER_S
-        return max(self.silent_s, now_s - at_s) > LOST_S or at_s - self.still_s > limit_s
+        last_reading_s = now_s if self.last_reading_s is None else self.last_reading_s
+        limit_s = (
+            max(FROZEN_S, FROZEN_FACTOR * self.longest_unchanged_s) if self.longest_unchanged_s else NEVER_CHANGED_S
+        )
+        return (
+            max(self.longest_gap_s, now_s - last_reading_s) > MAX_READING_GAP_S
+            or last_reading_s - self.unchanged_since_s > limit_s
+        )
 
     def _describe_source(self) -> str:
-        sensor = self.last.energy_source or "a sensor without a name"
-        if self.counted:
+        sensor = self.last_reading.energy_source or "a sensor without a name"
+        if self.has_counter:
             return f"{sensor}, counter"[:200]
-        span_s = (self.at_s or 0.0) - self.first_s
-        rate = f"{self.intervals / span_s:.2g} Hz" if span_s > 0 else "one reading"
+        span_s = (self.last_reading_s or 0.0) - self.first_reading_s
+        rate = f"{self.interval_count / span_s:.2g} Hz" if span_s > 0 else "one reading"
         return f"{sensor[:160]}, {rate}, trapezoids"
 
 
@@ -139,11 +159,13 @@ def total_cost(costs: Sequence[Cost]) -> Cost:
         return costs[0]
 
     def sum_known(values: Sequence[float | None]) -> float | None:
-        known = [value for value in values if value is not None]
-        return sum(known) if len(known) == len(values) > 0 else None
+        known_values = [value for value in values if value is not None]
+        return sum(known_values) if len(known_values) == len(values) > 0 else None
 
-    points = [point for point, before in zip(costs, [None, *costs], strict=False) if _has_point_changed(point, before)]
-    names = [cost.point or LET_GO for cost in points] if any(cost.point for cost in points) else []
+    point_changes = [
+        point for point, previous in zip(costs, [None, *costs], strict=False) if _has_point_changed(point, previous)
+    ]
+    names = [cost.point or UNPINNED_NAME for cost in point_changes] if any(cost.point for cost in point_changes) else []
     sources = list(dict.fromkeys(cost.energy_source for cost in costs if cost.energy_source is not None))
     return Cost(
         duration_s=sum(cost.duration_s for cost in costs),
@@ -155,15 +177,15 @@ def total_cost(costs: Sequence[Cost]) -> Cost:
     )
 
 
-def _has_point_changed(cost: Cost, before: Cost | None) -> bool:
-    return before is None or cost.point != before.point
+def _has_point_changed(cost: Cost, previous: Cost | None) -> bool:
+    return previous is None or cost.point != previous.point
 
 
-def _is_usable(reading: Reading, most_w: float) -> bool:
+def _is_usable(reading: Reading, max_w: float) -> bool:
     if reading.power_w is None and reading.energy_j is None:  # as of every board without a meter
         return False
     power_w = _finite_or_none(reading.power_w)
-    if power_w is not None and not 0 <= power_w <= most_w:
+    if power_w is not None and not 0 <= power_w <= max_w:
         return False
     return _finite_or_none(reading.energy_j) is not None or power_w is not None
 
@@ -177,58 +199,62 @@ def _finite_or_none(value: float | None) -> float | None:
     return value if value is not None and math.isfinite(value) else None
 
 
-def _interval_energy(before: Reading, after: Reading, dt_s: float) -> tuple[float, float, float, float, bool] | None:
+def _interval_energy(
+    previous: Reading, current: Reading, dt_s: float
+) -> tuple[float, float, float, float, bool] | None:
     """Return energy between two readings, error bound, both powers, and whether a counter measured.
 
     None if they are of different meters, or do not both have a counter or a power.
     """
-    if None not in (before.energy_source, after.energy_source) and before.energy_source != after.energy_source:
+    if None not in (previous.energy_source, current.energy_source) and previous.energy_source != current.energy_source:
         return None
-    counters = _finite_or_none(before.energy_j), _finite_or_none(after.energy_j)
+    counters = _finite_or_none(previous.energy_j), _finite_or_none(current.energy_j)
     if counters[0] is not None and counters[1] is not None and counters[1] >= counters[0]:
         gained = counters[1] - counters[0]
         return gained, 0.0, gained / dt_s, gained / dt_s, True
-    powers = _finite_or_none(before.power_w), _finite_or_none(after.power_w)
+    powers = _finite_or_none(previous.power_w), _finite_or_none(current.power_w)
     if powers[0] is None or powers[1] is None:
         return None
     energy = (powers[0] + powers[1]) / 2 * dt_s
-    error = energy if dt_s > GAP_S else abs(powers[1] - powers[0]) / 2 * dt_s
+    error = energy if dt_s > MAX_POWER_GAP_S else abs(powers[1] - powers[0]) / 2 * dt_s
     return energy, error, powers[0], powers[1], False
 
 
 log = logging.getLogger(__name__)
 
-COARSE: Final = 0.25  # error of a stretch's joules, relative, above which its power teaches nothing
-PEAK: Final = 4.0  # times the most that the profile knows of, above which a meter is not believed
-ALIVE_S: Final = 1.0  # shortest interval of reading a held board, which may release clocks without keepalive
+MAX_RELATIVE_ERROR: Final = 0.25  # limit for learning the power of a segment
+PLAUSIBLE_POWER_FACTOR: Final = 4.0  # limit of plausible readings, times the highest power in the profile
+PINNED_SAMPLE_S: Final = (
+    1.0  # longest interval between readings with pinned clocks, because each reading sends a keepalive
+)
 
 
 class TaskCost(NamedTuple):
     cost: Cost
-    learned: LearnedModel
+    learned_model: LearnedModel
 
 
 class TaskPowerManager:
-    def __init__(self, board: Device, rule: governor.GovernorPolicy) -> None:
-        self._board, self.rule = board, rule
-        self._warned = ""
+    def __init__(self, board: Device, governor_policy: governor.GovernorPolicy) -> None:
+        self._board, self.governor_policy = board, governor_policy
+        self._last_warning = ""
         self._reset()
 
     def _reset(self) -> None:
-        self._ledger: EnergyAccount | None = None  # of the stretch in hand; None: no task
-        self._held_ledger: EnergyAccount | None = None  # since the point is held; None: none is
-        self._every_s = self._sample_s = math.inf
+        self._account: EnergyAccount | None = None  # of the present segment, or None without a task
+        self._pinned_account: EnergyAccount | None = None  # since the clocks were pinned, or None
+        self._sample_interval_s = self._next_sample_s = math.inf
         self._work = WorkEstimate()
-        self._began_s = self._since_s = self._stepped_s = 0.0
-        self._told_s = 0.0  # part of the time since the beginning that is in `_costs`
-        self._done = self._before = 0.0  # shares of the work: done, and done before this stretch
-        self._left_s, self._learned = math.inf, LearnedModel()
-        self._top: Mapping[str, float] = {}  # highest clocks of the board when the point in hand was held
-        self._held: OperatingPoint | None = None
-        self._refused = False  # the board did not take the latest point
-        self._label: str | None = None
+        self._started_s = self._segment_started_s = self._point_changed_s = 0.0
+        self._accounted_s = 0.0  # part of the task's time that is in `_costs`
+        self._fraction_done = self._fraction_accounted = 0.0  # shares of the work
+        self._time_left_s, self._learned_model = math.inf, LearnedModel()
+        self._highest_clocks: Mapping[str, float] = {}  # of the board when the clocks were pinned
+        self._pinned_point: OperatingPoint | None = None
+        self._was_refused = False  # the board refused the latest point
+        self._point_name: str | None = None
         self._costs: list[Cost] = []
-        self._spent_s = 0.0  # sum over finished stretches with a held point
+        self._pinned_s = 0.0  # sum over finished segments with pinned clocks
 
     # -- a task --
 
@@ -236,127 +262,134 @@ class TaskPowerManager:
         """Start measuring a task before its process starts. Loading runs at the board's own clocks."""
         self.stop()
         reading = self._board.read_sensors(now_s)
-        self._ledger = EnergyAccount(now_s, most_w=_max_plausible_w(self._board.points)).with_reading(now_s, reading)
-        self._began_s = self._since_s = now_s
-        self._every_s = SAMPLE_S if self._ledger.at_s is not None else math.inf
-        self._sample_s = now_s + self._every_s
-        self._watched = reading != Reading()  # a board without any sensor need not be read
+        self._account = EnergyAccount(now_s, max_w=_max_plausible_w(self._board.points)).with_reading(now_s, reading)
+        self._started_s = self._segment_started_s = now_s
+        self._sample_interval_s = SAMPLE_S if self._account.last_reading_s is not None else math.inf
+        self._next_sample_s = now_s + self._sample_interval_s
+        self._has_sensors = reading != Reading()  # a board without any sensor need not be read
 
-    def start_work(self, work: WorkEstimate, due_s: float, learned: LearnedModel, now_s: float) -> None:
+    def start_work(self, work: WorkEstimate, deadline_s: float, learned_model: LearnedModel, now_s: float) -> None:
         """Choose an operating point, once the data is loaded and the whole work is known."""
-        if self._ledger is None:
+        if self._account is None:
             return
-        self._work, self._since_s, self._stepped_s = work, now_s, now_s
-        self._left_s, self._learned = due_s - now_s, learned
+        self._work, self._segment_started_s, self._point_changed_s = work, now_s, now_s
+        self._time_left_s, self._learned_model = deadline_s - now_s, learned_model
         if self._board.adjustable:
             self._choose_and_pin_point(now_s)
-            if self._held is None and self._refused:
+            if self._pinned_point is None and self._was_refused:
                 self._choose_and_pin_point(now_s)  # the owner may have changed the mode since the points were read
 
     def report_progress(self, fraction: float, now_s: float) -> None:
-        if self._ledger is None or not self._done <= fraction <= 1:
+        if self._account is None or not self._fraction_done <= fraction <= 1:
             return
-        self._done = fraction
-        if self._held is None or now_s < self._stepped_s + governor.STEP_S:
+        self._fraction_done = fraction
+        if self._pinned_point is None or now_s < self._point_changed_s + governor.STEP_S:
             return
-        seen = self._current_segment(self._done - self._before, None, now_s)
-        left_s = self._left_s - self._spent_s - seen.seconds
-        rest, board = self._work.scale(1 - self._done), self._board
-        faster = governor.choose_faster_point(self.rule, board.points, seen, rest, left_s, board.idle_w, self._learned)
+        segment = self._current_segment(self._fraction_done - self._fraction_accounted, None, now_s)
+        time_left_s = self._time_left_s - self._pinned_s - segment.seconds
+        remaining_work, board = self._work.scale(1 - self._fraction_done), self._board
+        faster = governor.choose_faster_point(
+            self.governor_policy, board.points, segment, remaining_work, time_left_s, board.idle_w, self._learned_model
+        )
         if faster is not None:
-            self._close_segment(self._done, now_s, now_s - self._began_s - self._told_s)
+            self._close_segment(self._fraction_done, now_s, now_s - self._started_s - self._accounted_s)
             self._pin_point(faster, now_s)
 
     def read_due_sensors(self, now_s: float) -> None:
-        if self._ledger is not None and now_s >= self._sample_s:
+        if self._account is not None and now_s >= self._next_sample_s:
             self._read_sensors(now_s)
-            self._sample_s = now_s + self._every_s
-            self._close_if_unpinned(now_s, now_s - self._began_s - self._told_s)
+            self._next_sample_s = now_s + self._sample_interval_s
+            self._close_if_unpinned(now_s, now_s - self._started_s - self._accounted_s)
 
     def next_sample_s(self) -> float:
-        return self._sample_s
+        return self._next_sample_s
 
     def end_task(self, work: WorkEstimate, wall_s: float, now_s: float) -> TaskCost:
         """Return the cost of a completed task and unpin. `wall_s` excludes process start and imports."""
-        if self._ledger is None:
+        if self._account is None:
             return TaskCost(Cost(duration_s=wall_s), LearnedModel())
         self._work = work
         self._read_sensors(now_s)
-        self._close_if_unpinned(now_s, max(wall_s - self._told_s, 0.0))
-        self._close_segment(1.0, now_s, max(wall_s - self._told_s, 0.0))
-        learned = self._learned
-        if learned.time is not None and math.isfinite(self._left_s):
-            learned = msgspec.structs.replace(learned, latest=LatestTask(work=work, left_s=self._left_s))
-        spent = TaskCost(total_cost(self._costs), learned)
+        self._close_if_unpinned(now_s, max(wall_s - self._accounted_s, 0.0))
+        self._close_segment(1.0, now_s, max(wall_s - self._accounted_s, 0.0))
+        learned_model = self._learned_model
+        if learned_model.time is not None and math.isfinite(self._time_left_s):
+            learned_model = msgspec.structs.replace(
+                learned_model, latest=LatestTask(work=work, time_left_s=self._time_left_s)
+            )
+        task_cost = TaskCost(total_cost(self._costs), learned_model)
         self.stop()
-        return spent
+        return task_cost
 
     def stop(self) -> None:
-        held = self._held
+        pinned_point = self._pinned_point
         self._reset()
-        if held is not None:
+        if pinned_point is not None:
             self._call_board(self._board.unpin_clocks)
 
-    # -- stretches --
+    # -- segments --
 
-    def _close_segment(self, done: float, now_s: float, lasted_s: float) -> None:
-        assert self._ledger is not None
+    def _close_segment(self, fraction_done: float, now_s: float, duration_s: float) -> None:
+        assert self._account is not None
         self._read_sensors(now_s)
-        share = done - self._before
-        measured = self._ledger.cost_until(now_s, self._board.idle_w, self._label)
-        told = self._board.task_cost(self._work.scale(share), msgspec.structs.replace(measured, duration_s=lasted_s))
-        self._costs.append(told)
-        if self._held is not None:
-            seen = self._current_segment(share, self._mean_power_w(measured, told, now_s), now_s)
-            self._spent_s += seen.seconds
+        share = fraction_done - self._fraction_accounted
+        measured = self._account.cost_until(now_s, self._board.idle_w, self._point_name)
+        cost = self._board.task_cost(self._work.scale(share), msgspec.structs.replace(measured, duration_s=duration_s))
+        self._costs.append(cost)
+        if self._pinned_point is not None:
+            segment = self._current_segment(share, self._mean_power_w(measured, cost, now_s), now_s)
+            self._pinned_s += segment.seconds
             if self._board.holds:  # after a loss of control, the clocks of the segment are unknown
-                self._learned = learn_segment(self._learned, seen)
-        self._ledger = self._ledger.next_segment(now_s)
-        self._before, self._since_s, self._told_s = done, now_s, self._told_s + lasted_s
+                self._learned_model = learn_segment(self._learned_model, segment)
+        self._account = self._account.next_segment(now_s)
+        self._fraction_accounted, self._segment_started_s = fraction_done, now_s
+        self._accounted_s += duration_s
 
-    def _current_segment(self, share: float, watts: float | None, now_s: float) -> TaskSegment:
-        assert self._held is not None
+    def _current_segment(self, share: float, power_w: float | None, now_s: float) -> TaskSegment:
+        assert self._pinned_point is not None
         work, seconds = self._work.scale(share), self._segment_s(share, now_s)
-        return TaskSegment(self._held, work, seconds, watts, self._top)
+        return TaskSegment(self._pinned_point, work, seconds, power_w, self._highest_clocks)
 
-    def _mean_power_w(self, measured: Cost, told: Cost, now_s: float) -> float | None:
+    def _mean_power_w(self, measured: Cost, predicted: Cost, now_s: float) -> float | None:
         """Return the measured mean power, that of a simulated device's profile, or None if too uncertain."""
         if measured.energy_j is None:  # of a simulated board, its profile's power
-            return told.energy_j / told.duration_s if told.energy_j and told.duration_s > 0 else None
-        cost = Cost(duration_s=0.0) if self._held_ledger is None else self._held_ledger.cost_until(now_s, None)
-        if not cost.energy_j or cost.energy_error_j is None or cost.energy_error_j > COARSE * cost.energy_j:
+            return (
+                predicted.energy_j / predicted.duration_s if predicted.energy_j and predicted.duration_s > 0 else None
+            )
+        cost = Cost(duration_s=0.0) if self._pinned_account is None else self._pinned_account.cost_until(now_s, None)
+        if not cost.energy_j or cost.energy_error_j is None or cost.energy_error_j > MAX_RELATIVE_ERROR * cost.energy_j:
             return None
         return cost.energy_j / cost.duration_s
 
-    def _close_if_unpinned(self, now_s: float, lasted_s: float) -> None:
-        if self._held is not None and not self._board.holds:
-            self._close_segment(self._done, now_s, lasted_s)
-            self._held = self._label = None
+    def _close_if_unpinned(self, now_s: float, duration_s: float) -> None:
+        if self._pinned_point is not None and not self._board.holds:
+            self._close_segment(self._fraction_done, now_s, duration_s)
+            self._pinned_point = self._point_name = None
 
     def _segment_s(self, share: float, now_s: float) -> float:
         """Return the duration of the present segment, predicted on a simulated device and else by the clock."""
-        told_s = self._board.task_cost(self._work.scale(share), Cost(duration_s=0.0)).duration_s
-        return told_s or now_s - self._since_s
+        predicted_s = self._board.task_cost(self._work.scale(share), Cost(duration_s=0.0)).duration_s
+        return predicted_s or now_s - self._segment_started_s
 
     def _read_sensors(self, now_s: float) -> Reading:
         reading = self._board.read_sensors(now_s)
-        if self._ledger is not None:
-            self._ledger = self._ledger.with_reading(now_s, reading)
-        if self._held_ledger is not None:
-            self._held_ledger = self._held_ledger.with_reading(now_s, reading)
+        if self._account is not None:
+            self._account = self._account.with_reading(now_s, reading)
+        if self._pinned_account is not None:
+            self._pinned_account = self._pinned_account.with_reading(now_s, reading)
         return reading
 
     # -- clocks --
 
     def _choose_and_pin_point(self, now_s: float) -> None:
         board = self._board
-        if board.points and not self.rule.points_within_max_w(board.points):
+        if board.points and not self.governor_policy.points_within_max_w(board.points):
             log.warning(
-                "the clocks are left to the board: no operating point is known to draw %g W or less (max_w)",
-                self.rule.max_w,
+                "no operating point is known to draw %g W or less (max_w): using the device's default clocks",
+                self.governor_policy.max_w,
             )
         point = governor.choose_operating_point(
-            self.rule, board.points, self._work, self._left_s, board.idle_w, self._learned
+            self.governor_policy, board.points, self._work, self._time_left_s, board.idle_w, self._learned_model
         )
         self._pin_point(point, now_s)
 
@@ -364,30 +397,30 @@ class TaskPowerManager:
         """Pin a point, or unpin the clocks if the board refuses the point. None changes nothing."""
         if point is None:
             return
-        taken = self._call_board(lambda: self._board.pin_clocks(point))
-        self._refused = taken is None
-        if taken is None:  # continue at the board's own clocks
-            if self._held is not None:
+        pinned_point = self._call_board(lambda: self._board.pin_clocks(point))
+        self._was_refused = pinned_point is None
+        if pinned_point is None:  # continue at the board's own clocks
+            if self._pinned_point is not None:
                 self._call_board(self._board.unpin_clocks)
-            self._held = self._label = None
+            self._pinned_point = self._point_name = None
             return
-        self._held, self._label, self._stepped_s = point, taken.name, now_s
-        self._top = highest_clocks(self._board.points)
-        self._held_ledger = None if self._ledger is None else self._ledger.next_segment(now_s)
-        if self._watched:
-            self._every_s = min(self._every_s, ALIVE_S)
-            self._sample_s = min(self._sample_s, now_s + self._every_s)
+        self._pinned_point, self._point_name, self._point_changed_s = point, pinned_point.name, now_s
+        self._highest_clocks = highest_clocks(self._board.points)
+        self._pinned_account = None if self._account is None else self._account.next_segment(now_s)
+        if self._has_sensors:
+            self._sample_interval_s = min(self._sample_interval_s, PINNED_SAMPLE_S)
+            self._next_sample_s = min(self._next_sample_s, now_s + self._sample_interval_s)
 
     def _call_board(self, call: Callable[[], OperatingPoint | None]) -> OperatingPoint | None:
         try:
             return call()
         except ClockError as error:
-            if str(error) != self._warned:
-                self._warned = str(error)
-                log.warning("the clocks are left to the board: %s", error)
+            if str(error) != self._last_warning:
+                self._last_warning = str(error)
+                log.warning("clock control failed, using the device's default clocks: %s", error)
             return None
 
 
 def _max_plausible_w(points: Sequence[OperatingPoint]) -> float:
-    known = [point.busy_w for point in points if point.busy_w]
-    return PEAK * max(known) if known else MOST_W
+    powers_w = [point.busy_w for point in points if point.busy_w]
+    return PLAUSIBLE_POWER_FACTOR * max(powers_w) if powers_w else MAX_PLAUSIBLE_W

@@ -3,7 +3,7 @@
     python -m fedquilt.edge_agent.releases.check_process PARENT
 
 The process reads `CheckRequest`s as JSON lines from stdin, like a task's process. The process may be killed at any
-moment. Its output is in the request's folder `out` and counts once the agent has copied it from there.
+moment. Its output is in the request's `output_folder` and counts once the agent has copied it from there.
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ from fedquilt.edge_agent.task import main as task_process
 from fedquilt.edge_agent.task import memory_budget
 from fedquilt.edge_agent.task.process import serve_requests
 from fedquilt.edge_agent.task.protocol import (
-    DONE,
-    TENSORRT,
-    TENSORRT_S,
-    TIMED,
+    MAX_TENSORRT_BUILD_S,
+    TENSORRT_FILE,
+    TIMING_ENDED,
+    TIMING_STARTED,
     CheckRequest,
     Event,
     ProgressReport,
@@ -60,113 +60,147 @@ from fedquilt.host.disk import disk_errors
 from fedquilt.onnx import weights
 from fedquilt.onnx.graph_check import Shape, check_file, format_shape
 
-AT_ONCE: Final = 64  # examples prepared at once: limits the memory of their float32 copies
-WARM: Final = 3  # answers before the ones that are timed
-TIMED_LEAST, TIMED_MOST = 5, 100_000  # answers that are timed
+BATCH_EXAMPLES: Final = 64  # examples prepared at once: limits the memory of their float32 copies
+WARM_UP_RUNS: Final = 3  # answers before the ones that are timed
+MIN_TIMED_RUNS, MAX_TIMED_RUNS = 5, 100_000  # answers that are timed
 TIMED_EXAMPLES: Final = 8  # different ones, as a network with branches takes longer for some
-SIDES: Final = (224, 32, 28, 64, 96, 128, 160, 192, 256, 299, 320, 384, 416, 448, 480, 512, 640, 48, 16, 8, 4, 1)
+GUESSED_SIZES: Final = (
+    224,
+    32,
+    28,
+    64,
+    96,
+    128,
+    160,
+    192,
+    256,
+    299,
+    320,
+    384,
+    416,
+    448,
+    480,
+    512,
+    640,
+    48,
+    16,
+    8,
+    4,
+    1,
+)
 """Sizes that are tried for all axes without a declared one, the usual sides of images first."""
 CHANNELS: Final = (3, 1)
-VECTOR_MOST: Final = 4096  # largest size that is tried for the only axis of an example
-GUESS_MOST: Final = 1 << 22  # most numbers of a guessed example
-MIXED: Final = 0.05  # change of a score within a batch, as a share of the range of the scores, that is still rounding
+MAX_VECTOR_SIZE: Final = 4096  # largest size that is tried for the only axis of an example
+MAX_GUESSED_NUMBERS: Final = 1 << 22  # most numbers of a guessed example
+ROUNDING_TOLERANCE: Final = (
+    0.05  # change of a score within a batch, as a share of the range of the scores, that is still rounding
+)
 TENSORRT_BATCH: Final = 16  # most examples at once that an engine is built for
-TIED: Final = (  # becomes a program that ends with this process
+LINKED_PROGRAM: Final = (  # becomes a program that ends with this process
     "import os, sys; from fedquilt.edge_agent.task.process import exit_with_parent; "
     "exit_with_parent(int(sys.argv[1])); os.execv(sys.argv[2], sys.argv[2:])"
 )
 
-Say = Callable[[Event], None]
+SendEvent = Callable[[Event], None]
 
 
 class LoadedModel(NamedTuple):
     engine: Any
     path: Path
-    about: ExportedModel
+    metadata: ExportedModel
     shape: Shape  # of one example
 
     def compute_scores(self, x: np.ndarray) -> np.ndarray:
         """Return the outputs (n, outputs) for stored examples (n, ...)."""
-        made = self.about.prepare_inputs(x)
-        exported_model.require_shape(made, self.shape)
-        return self.run_prepared(made)
+        inputs = self.metadata.prepare_inputs(x)
+        exported_model.require_shape(inputs, self.shape)
+        return self.run_prepared(inputs)
 
-    def run_prepared(self, made: np.ndarray) -> np.ndarray:
-        found: np.ndarray = self.engine.run(self.path, made)
-        if found.ndim != 2:
+    def run_prepared(self, inputs: np.ndarray) -> np.ndarray:
+        scores: np.ndarray = self.engine.run(self.path, inputs)
+        if scores.ndim != 2:
             raise ModelError(
-                f"it answers with an array of shape {found.shape[1:]} to each example, not with scores of classes: "
+                f"it answers with an array of shape {scores.shape[1:]} to each example, not with scores of classes: "
                 "roll out a network whose output has the axes (examples, classes)"
             )
-        exported_model.require_scores(found)
-        return found
+        exported_model.require_scores(scores)
+        return scores
 
 
-def run_check(order: CheckRequest, say: Say = lambda event: None, load: Any = examples.load_share) -> WorkResult:
-    began_s, told = time.perf_counter(), dict[str, float]()
+def run_check(
+    request: CheckRequest, send_event: SendEvent = lambda event: None, load: Any = examples.load_share
+) -> WorkResult:
+    started_s, metrics = time.perf_counter(), dict[str, float]()
     try:
-        engine = engines.create_engine(order.engine, order.budget_bytes)
+        engine = engines.create_engine(request.engine, request.budget_bytes)
         notes = []
-        if order.parted is not None and (note := assemble_network(order.parted, Path(order.model), order.budget_bytes)):
+        if request.split_model is not None and (
+            note := assemble_network(request.split_model, Path(request.model), request.budget_bytes)
+        ):
             notes.append(note)
         memory_budget.reset_peak(os.getpid())
-        bare = memory_budget.resident_bytes(os.getpid())
-        model = _load_model(engine, Path(order.model))
-        shares = _load_examples(order, model.about, load)
-        held = _choose_evaluated(shares)
-        if held is None:
+        base_bytes = memory_budget.resident_bytes(os.getpid())
+        model = _load_model(engine, Path(request.model))
+        splits = _load_examples(request, model.metadata, load)
+        held_out = _choose_evaluated(splits)
+        if held_out is None:
             notes.append("accuracy was not measured: this device has no [data]")
         else:
-            _require_matching_data(model, held, order)
-            notes += _add_class_priors(model, shares, order)
-            told |= _measure_accuracy(model, held, notes)
-        chosen = _choose_examples(model, held, order.input_shape, notes)
-        one = chosen[:1]
-        say(ProgressReport(TIMED))
-        told["latency_s"], count = _measure_latency(model, chosen, order.timed_s)
-        say(ProgressReport(DONE))
-        peak = memory_budget.read_peak_bytes(os.getpid())
-        if bare is None or peak is None or 2 * peak - bare <= order.budget_bytes or model.engine.batch(model.path) > 1:
-            _require_independent_answers(model, one, held)
+            _require_matching_data(model, held_out, request)
+            notes += _add_class_priors(model, splits, request)
+            metrics |= _measure_accuracy(model, held_out, notes)
+        timed_examples = _choose_examples(model, held_out, request.input_shape, notes)
+        first_example = timed_examples[:1]
+        send_event(ProgressReport(TIMING_STARTED))
+        metrics["latency_s"], count = _measure_latency(model, timed_examples, request.timing_s)
+        send_event(ProgressReport(TIMING_ENDED))
+        peak_bytes = memory_budget.read_peak_bytes(os.getpid())
+        if (
+            base_bytes is None
+            or peak_bytes is None
+            or 2 * peak_bytes - base_bytes <= request.budget_bytes
+            or model.engine.batch(model.path) > 1
+        ):
+            _require_independent_answers(model, first_example, held_out)
         else:
             notes.append("answers of a batch were not compared: the budget has no room for a second example")
-        if held is not None and order.before is not None and "accuracy" in told:
-            told |= _measure_accuracy_before(engine, order, Path(order.before), load, notes)
+        if held_out is not None and request.current_model is not None and "accuracy" in metrics:
+            metrics |= _measure_accuracy_before(engine, request, Path(request.current_model), load, notes)
         engine.close()
-        if order.trtexec is not None:
-            notes += _build_tensorrt_engine(order, model, one)
+        if request.trtexec is not None:
+            notes += _build_tensorrt_engine(request, model, first_example)
         return WorkResult(
-            metrics=told,
+            metrics=metrics,
             note=shorten_error("; ".join(notes)),
             examples=count,
-            wall_s=time.perf_counter() - began_s,
-            peak_bytes=peak,
+            wall_s=time.perf_counter() - started_s,
+            peak_bytes=peak_bytes,
         )
     except Exception as error:
         return task.failure_outcome(error)
 
 
-def _load_examples(order: CheckRequest, about: ExportedModel, load: Any) -> tuple[Examples, Examples] | None:
-    if not order.data:
+def _load_examples(request: CheckRequest, metadata: ExportedModel, load: Any) -> tuple[Examples, Examples] | None:
+    if not request.data:
         return None
-    found: tuple[Examples, Examples] = load(reading_settings.spec_with_settings(about.reading, order.data))
-    return found
+    splits: tuple[Examples, Examples] = load(reading_settings.spec_with_settings(metadata.reading, request.data))
+    return splits
 
 
-def _choose_evaluated(shares: tuple[Examples, Examples] | None) -> Examples | None:
-    return None if shares is None else shares[1] if len(shares[1]) else shares[0]
+def _choose_evaluated(splits: tuple[Examples, Examples] | None) -> Examples | None:
+    return None if splits is None else splits[1] if len(splits[1]) else splits[0]
 
 
-def _add_class_priors(model: LoadedModel, shares: tuple[Examples, Examples] | None, order: CheckRequest) -> list[str]:
+def _add_class_priors(model: LoadedModel, splits: tuple[Examples, Examples] | None, request: CheckRequest) -> list[str]:
     """Add class priors to an assembled model if they help on held-out examples. Return notes."""
-    task = None if order.parted is None else personal_models.read_task(Path(order.parted.shared))
-    if order.parted is None or task is None or task.class_shares is None or shares is None:
+    task = None if request.split_model is None else personal_models.read_task(Path(request.split_model.shared))
+    if request.split_model is None or task is None or task.class_shares is None or splits is None:
         return []
-    train, held = shares
-    choice = _evaluate_scores(model, held, ClassPrior(train.y, task.class_shares)).strengths
+    train, held_out = splits
+    choice = _evaluate_scores(model, held_out, ClassPrior(train.y, task.class_shares)).strengths
     if choice is None or not (strength := choice.choose_strength()):
-        return [f"class priors do not help on {len(held)} held-out examples"]
-    assemble_network(order.parted, model.path, order.budget_bytes, strength * choice.log_ratios)
+        return [f"class priors do not help on {len(held_out)} held-out examples"]
+    assemble_network(request.split_model, model.path, request.budget_bytes, strength * choice.log_ratios)
     model.engine.close()  # it has the graph without them
     return [f"class priors of this device count {strength:g} times"]
 
@@ -175,132 +209,135 @@ def _load_model(engine: Any, path: Path) -> LoadedModel:
     return LoadedModel(engine, path, exported_model.read_metadata(engine.read_metadata(path)), engine.input_shape(path))
 
 
-def _require_matching_data(model: LoadedModel, held: Examples, order: CheckRequest) -> None:
-    spec = msgspec.convert(order.data, DataSpec)
-    own, theirs = spec.labels, model.about.labels
-    if own and theirs is not None and tuple(own) != theirs:
+def _require_matching_data(model: LoadedModel, held_out: Examples, request: CheckRequest) -> None:
+    spec = msgspec.convert(request.data, DataSpec)
+    device_labels, model_labels = spec.labels, model.metadata.labels
+    if device_labels and model_labels is not None and tuple(device_labels) != model_labels:
         raise ModelError(
-            f"its labels are {_format_labels(theirs)}, and those of the data here are {_format_labels(own)}"
+            f"its labels are {_format_labels(model_labels)}, and those of the data here are "
+            f"{_format_labels(device_labels)}"
         )
-    if model.about.task not in (None, spec.task):
-        raise ModelError(f"it predicts {model.about.task}, and the data here are for {spec.task}")
-    outputs = model.compute_scores(held.x[:1]).shape[1]
-    evaluation_sums.require_targets(held, outputs, spec.task)
+    if model.metadata.task not in (None, spec.task):
+        raise ModelError(f"it predicts {model.metadata.task}, and the data here are for {spec.task}")
+    outputs = model.compute_scores(held_out.x[:1]).shape[1]
+    evaluation_sums.require_targets(held_out, outputs, spec.task)
 
 
 def _format_labels(labels: tuple[str, ...]) -> str:
     return ", ".join(labels[:6]) + (f" and {len(labels) - 6} more" if len(labels) > 6 else "")
 
 
-def _measure_accuracy(model: LoadedModel, held: Examples, notes: list[str]) -> dict[str, float]:
-    task = model.about.task or "classes"
+def _measure_accuracy(model: LoadedModel, held_out: Examples, notes: list[str]) -> dict[str, float]:
+    task = model.metadata.task or "classes"
     if task == "regression":
         notes.append("accuracy was not measured: it predicts numbers, of which none is right or wrong")
         return {}
-    found = metrics.main_metric(_evaluate_scores(model, held).sums())
-    assert found is not None
-    return {"accuracy": found[1], "examples": float(len(held))}
+    metric = metrics.main_metric(_evaluate_scores(model, held_out).sums())
+    assert metric is not None
+    return {"accuracy": metric[1], "examples": float(len(held_out))}
 
 
 def _evaluate_scores(
-    model: LoadedModel, held: Examples, prior: ClassPrior | None = None
+    model: LoadedModel, held_out: Examples, prior: ClassPrior | None = None
 ) -> evaluation_sums.EvaluationAccumulator:
     batches = (
-        (model.compute_scores(held.x[first : first + AT_ONCE]), held.y[first : first + AT_ONCE])
-        for first in range(0, len(held), AT_ONCE)
+        (model.compute_scores(held_out.x[start : start + BATCH_EXAMPLES]), held_out.y[start : start + BATCH_EXAMPLES])
+        for start in range(0, len(held_out), BATCH_EXAMPLES)
     )
-    return evaluation_sums.evaluate_scores(model.about.task or "classes", batches, prior)
+    return evaluation_sums.evaluate_scores(model.metadata.task or "classes", batches, prior)
 
 
 def _measure_accuracy_before(
-    engine: Any, order: CheckRequest, path: Path, load: Any, notes: list[str]
+    engine: Any, request: CheckRequest, path: Path, load: Any, notes: list[str]
 ) -> dict[str, float]:
     try:
         model = _load_model(engine, path)
-        held = _choose_evaluated(_load_examples(order, model.about, load))
-        assert held is not None
-        found = _measure_accuracy(model, held, notes)
+        held_out = _choose_evaluated(_load_examples(request, model.metadata, load))
+        assert held_out is not None
+        accuracy = _measure_accuracy(model, held_out, notes)
     except (FedquiltError, OSError) as error:
         notes.append(f"accuracy of what runs now was not measured: {error}")
         return {}
-    return {"accuracy_before": found["accuracy"]} if "accuracy" in found else {}
+    return {"accuracy_before": accuracy["accuracy"]} if "accuracy" in accuracy else {}
 
 
 def _choose_examples(
-    model: LoadedModel, held: Examples | None, shape: tuple[int, ...] | None, notes: list[str]
+    model: LoadedModel, held_out: Examples | None, shape: tuple[int, ...] | None, notes: list[str]
 ) -> np.ndarray:
-    if held is not None:
-        return model.about.prepare_inputs(held.x[:TIMED_EXAMPLES])
-    failed = ""
+    if held_out is not None:
+        return model.metadata.prepare_inputs(held_out.x[:TIMED_EXAMPLES])
+    failure = ""
     for guess in [shape] if shape is not None else _guess_shapes(model.shape):
-        if shape is None and math.prod(guess) > GUESS_MOST:
+        if shape is None and math.prod(guess) > MAX_GUESSED_NUMBERS:
             continue
-        one = _random_example(guess, model.engine.input_type(model.path))
+        example = _random_example(guess, model.engine.input_type(model.path))
         if shape is not None or guess == model.shape:
-            return one
+            return example
         try:
-            model.engine.run(model.path, one)
+            model.engine.run(model.path, example)
         except (ModelError, MemoryBudgetError) as error:
-            failed = failed or f" ({guess}: {error})"
+            failure = failure or f" ({guess}: {error})"
             continue
         notes.append(f"it was run on an example of the shape {guess}, a guess: its graph does not state it")
-        return one
+        return example
     raise ModelError(
         f"it was not run: its graph takes examples of shape {format_shape(model.shape)} and ran on none that was "
-        f"guessed{failed}: roll it out with --input-shape, such as --input-shape 3,224,224"
+        f"guessed{failure}: roll it out with --input-shape, such as --input-shape 3,224,224"
     )
 
 
-def _random_example(shape: tuple[int, ...], kind: np.dtype[Any]) -> np.ndarray:
-    draws = np.random.default_rng(0)
-    made = draws.random((1, *shape), np.float32) if kind.kind == "f" else draws.integers(0, 2, (1, *shape))
-    return made.astype(kind)
+def _random_example(shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray:
+    rng = np.random.default_rng(0)
+    example = rng.random((1, *shape), np.float32) if dtype.kind == "f" else rng.integers(0, 2, (1, *shape))
+    return example.astype(dtype)
 
 
 def _guess_shapes(shape: Shape) -> Iterator[tuple[int, ...]]:
     if shape is None or None not in shape:
         yield from [] if shape is None else [tuple(size or 0 for size in shape)]
         return
-    vector = range(1, VECTOR_MOST + 1) if len(shape) == 1 else ()
-    for side in (*SIDES, *vector):
-        tried = tuple(side if size is None else size for size in shape)
+    vector = range(1, MAX_VECTOR_SIZE + 1) if len(shape) == 1 else ()
+    for side in (*GUESSED_SIZES, *vector):
+        guess = tuple(side if size is None else size for size in shape)
         if len(shape) == 3 and shape[0] is None:  # of an image, whose channels are the first axis or the last
-            yield from ((channels, *tried[1:]) for channels in CHANNELS)
-            yield from ((*tried[:2], channels) for channels in CHANNELS if shape[2] is None)
-        yield tried
+            yield from ((channels, *guess[1:]) for channels in CHANNELS)
+            yield from ((*guess[:2], channels) for channels in CHANNELS if shape[2] is None)
+        yield guess
 
 
-def _measure_latency(model: LoadedModel, chosen: np.ndarray, timed_s: float) -> tuple[float, int]:
+def _measure_latency(model: LoadedModel, examples: np.ndarray, timing_s: float) -> tuple[float, int]:
     """Return the mean of the examples' median seconds, and the number of answers."""
-    for _ in range(WARM):
-        model.run_prepared(chosen[:1])
-    found: list[list[float]] = [[] for _ in chosen]
-    count, end_s = 0, time.perf_counter() + timed_s
-    while count < max(TIMED_LEAST, len(chosen)) or (time.perf_counter() < end_s and count < TIMED_MOST):
-        place = count % len(chosen)
-        began_s = time.perf_counter()
-        model.run_prepared(chosen[place : place + 1])
-        found[place].append(time.perf_counter() - began_s)
+    for _ in range(WARM_UP_RUNS):
+        model.run_prepared(examples[:1])
+    durations_s: list[list[float]] = [[] for _ in examples]
+    count, end_s = 0, time.perf_counter() + timing_s
+    while count < max(MIN_TIMED_RUNS, len(examples)) or (time.perf_counter() < end_s and count < MAX_TIMED_RUNS):
+        index = count % len(examples)
+        started_s = time.perf_counter()
+        model.run_prepared(examples[index : index + 1])
+        durations_s[index].append(time.perf_counter() - started_s)
         count += 1
-    return statistics.fmean(map(statistics.median, found)), count
+    return statistics.fmean(map(statistics.median, durations_s)), count
 
 
-def _require_independent_answers(model: LoadedModel, one: np.ndarray, held: Examples | None) -> None:
+def _require_independent_answers(model: LoadedModel, example: np.ndarray, held_out: Examples | None) -> None:
     """Raise ModelError if the answer to an example changes with the other example of a batch."""
-    other = np.zeros_like(one) if held is None else model.about.prepare_inputs(held.x[-1:])
-    both = np.concatenate([one, np.zeros_like(one) if np.array_equal(one, other) else other])
-    together = model.engine.run_together(model.path, both)
-    if together is None:
+    other_example = np.zeros_like(example) if held_out is None else model.metadata.prepare_inputs(held_out.x[-1:])
+    batch = np.concatenate(
+        [example, np.zeros_like(example) if np.array_equal(example, other_example) else other_example]
+    )
+    batch_scores = model.engine.run_together(model.path, batch)
+    if batch_scores is None:
         return
-    alone = model.engine.run(model.path, both[:1]), model.engine.run(model.path, both[1:])
-    expected = np.concatenate(alone)
-    known = np.isfinite(expected)
-    same = together.shape == expected.shape and np.array_equal(np.isfinite(together), known)
-    if same and known.any():
+    single = model.engine.run(model.path, batch[:1]), model.engine.run(model.path, batch[1:])
+    expected = np.concatenate(single)
+    finite = np.isfinite(expected)
+    are_equal = batch_scores.shape == expected.shape and np.array_equal(np.isfinite(batch_scores), finite)
+    if are_equal and finite.any():
         # a common offset of all scores decides nothing
-        most = MIXED * np.ptp(expected[known]) + 1e-4 * np.abs(expected[known]).max()
-        same = bool(np.abs(together[known] - expected[known]).max() <= most)
-    if not same:
+        tolerance = ROUNDING_TOLERANCE * np.ptp(expected[finite]) + 1e-4 * np.abs(expected[finite]).max()
+        are_equal = bool(np.abs(batch_scores[finite] - expected[finite]).max() <= tolerance)
+    if not are_equal:
         raise ModelError(
             "its answer to one example depends on the other examples of a batch: export it in evaluation mode and "
             "without operations over the first axis, or with a first axis of 1"
@@ -310,39 +347,39 @@ def _require_independent_answers(model: LoadedModel, one: np.ndarray, held: Exam
 # -- TensorRT -------------------------------------------------------------------------------------
 
 
-def _build_tensorrt_engine(order: CheckRequest, model: LoadedModel, one: np.ndarray) -> list[str]:
-    assert order.trtexec is not None
-    part = Path(order.out) / f"{TENSORRT}.part"
+def _build_tensorrt_engine(request: CheckRequest, model: LoadedModel, example: np.ndarray) -> list[str]:
+    assert request.trtexec is not None
+    part = Path(request.output_folder) / f"{TENSORRT_FILE}.part"
     command = [
         sys.executable,
         "-c",
-        TIED,
+        LINKED_PROGRAM,
         str(os.getpid()),
-        order.trtexec,
+        request.trtexec,
         f"--onnx={model.path}",
         f"--saveEngine={part}",
     ]
-    name, shape = model.engine.input_name(model.path), "x".join(map(str, one.shape[1:]))
+    name, shape = model.engine.input_name(model.path), "x".join(map(str, example.shape[1:]))
     declared = check_file(model.path).inputs[0].shape
     if not declared or None in declared:  # trtexec refuses shapes for a graph that declares them all
-        most = 1 if declared and declared[0] == 1 else TENSORRT_BATCH
-        sizes = (("min", 1), ("opt", 1), ("max", most))
-        command += [f"--{which}Shapes={name}:{size}x{shape}" for which, size in sizes]
+        max_batch = 1 if declared and declared[0] == 1 else TENSORRT_BATCH
+        sizes = (("min", 1), ("opt", 1), ("max", max_batch))
+        command += [f"--{bound}Shapes={name}:{size}x{shape}" for bound, size in sizes]
     try:
-        done = subprocess.run(
+        process = subprocess.run(
             command,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
-            timeout=TENSORRT_S,
+            timeout=MAX_TENSORRT_BUILD_S,
         )
-        if done.returncode:
-            words = done.stdout.decode(errors="replace").strip().splitlines()
-            said = shorten_error(words[-1]) if words else "no output"
-            return [f"trtexec ended with code {done.returncode}: {said}"]
-        os.replace(part, part.with_name(TENSORRT))
+        if process.returncode:
+            lines = process.stdout.decode(errors="replace").strip().splitlines()
+            last_line = shorten_error(lines[-1]) if lines else "no output"
+            return [f"trtexec ended with code {process.returncode}: {last_line}"]
+        os.replace(part, part.with_name(TENSORRT_FILE))
     except subprocess.TimeoutExpired:
-        return [f"trtexec was ended after {TENSORRT_S:g} s, without an engine"]
+        return [f"trtexec was ended after {MAX_TENSORRT_BUILD_S:g} s, without an engine"]
     except OSError as error:
         return [f"trtexec built no engine: {error.strerror}"]
     finally:
@@ -361,56 +398,61 @@ if __name__ == "__main__":
     main()
 
 
-NONE: Final = Examples(np.empty((0,), np.float32), np.empty((0,), np.int64))
+NO_EXAMPLES: Final = Examples(np.empty((0,), np.float32), np.empty((0,), np.int64))
 
 
 def assemble_network(
-    order: SplitModelFiles, model: Path, budget_bytes: int, class_priors: np.ndarray | None = None
+    files: SplitModelFiles, model: Path, budget_bytes: int, class_priors: np.ndarray | None = None
 ) -> str:
     """Write the device's ONNX file from shared and private parts. Return a note on the network, or ""."""
-    task = personal_models.read_task(Path(order.shared))
+    task = personal_models.read_task(Path(files.shared))
     if task is None:
         raise ModelError("what was sent does not say of which run it is: roll out the run again")
-    parts = personal_models.read_personal(Path(order.shared))
-    lacking = weights.missing_tensors(parts.graph.data)
-    found, note = dict[str, np.ndarray](), ""
-    if (priors := lacking.pop(personal_models.CLASS_PRIORS, None)) is not None:
-        added = np.zeros(priors.shape) if class_priors is None else class_priors
-        found[personal_models.CLASS_PRIORS] = added.astype(priors.dtype)
-    if lacking:
-        own, note = _compute_own_tensors(order, task, parts, model, budget_bytes)
-        found |= own
-    tensors.require_finite(found)
+    parts = personal_models.read_personal(Path(files.shared))
+    missing = weights.missing_tensors(parts.graph.data)
+    own_tensors, note = dict[str, np.ndarray](), ""
+    if (priors := missing.pop(personal_models.CLASS_PRIORS, None)) is not None:
+        prior_values = np.zeros(priors.shape) if class_priors is None else class_priors
+        own_tensors[personal_models.CLASS_PRIORS] = prior_values.astype(priors.dtype)
+    if missing:
+        computed, note = _compute_own_tensors(files, task, parts, model, budget_bytes)
+        own_tensors |= computed
+    tensors.require_finite(own_tensors)
     with disk_errors(f"write {model}", "free some space"), model.open("wb") as file:
-        file.writelines(weights.fill_graph(parts.graph.data, found))
+        file.writelines(weights.fill_graph(parts.graph.data, own_tensors))
     return note
 
 
 def _compute_own_tensors(
-    order: SplitModelFiles, task: Task, parts: personal_models.PersonalParts, model: Path, budget_bytes: int
+    files: SplitModelFiles, task: Task, parts: personal_models.PersonalParts, model: Path, budget_bytes: int
 ) -> tuple[Tensors, str]:
     method = methods.load(task.method)
     if method.personal is None:
         raise JobError(f"method {task.method!r} does not say how a board puts its network together")
-    local, lost = task_process.load_private_state(order.private, order.private_sha256, order.lost, task.job)
-    task_process.require_fresh_state_allowed(method, task.method, lost)
-    site = ClientContext(
-        device=order.device,
+    local, lost_reason = task_process.load_private_state(
+        files.private_state, files.private_sha256, files.lost_reason, task.job
+    )
+    task_process.require_fresh_state_allowed(method, task.method, lost_reason)
+    context = ClientContext(
+        device=files.device,
         budget_bytes=budget_bytes,
         engine=None,
         rng=tensors.seeded_rng(task.seed),
-        train=NONE,
-        held=NONE,
+        train=NO_EXAMPLES,
+        held=NO_EXAMPLES,
         local=compression.method_state(local),
-        lost=lost,
+        lost=lost_reason,
         cache_at=model.parent,
         load=lambda name: _require_bundle(parts, name),
         path=lambda name: Path(name),
     )
-    found = method.personal(task, site)
-    if lost:
-        return found, f"{lost}: the network is that of a board which has not taken part"
-    return found, "" if site.local else f"nothing of {task.job} is kept here: the network is that of a newcomer to it"
+    own_tensors = method.personal(task, context)
+    if lost_reason:
+        return own_tensors, f"{lost_reason}: the network is that of a board which has not taken part"
+    return (
+        own_tensors,
+        "" if context.local else f"nothing of {task.job} is kept here: the network is that of a newcomer to it",
+    )
 
 
 def _require_bundle(parts: personal_models.PersonalParts, name: str) -> Tensors:

@@ -1,6 +1,6 @@
 """Releases of all kinds on one device, as decided by the state machine.
 
-    <home>/releases/<kind>.json     `Noted`: the requested release and its progress
+    <home>/releases/<kind>.json     `ReleaseRecord`: the requested release and its progress
 
 Releases of several kinds proceed side by side, but only one is checked at a time. No task starts during a check.
 """
@@ -30,26 +30,26 @@ if TYPE_CHECKING:
 log = logging.getLogger("fedquilt.agent")
 
 KINDS: Final = frozenset(leaf for leaf, message in wire.DOWN.items() if message is DesiredRelease)
-CHECK_LOOK_S: Final = 0.1  # between two looks at a check
-LOOKS_MOST: Final = 16  # in one step: a release goes through its phases in fewer
+CHECK_POLL_S: Final = 0.1  # between two looks at a check
+MAX_POLLS: Final = 16  # in one step: a release goes through its phases in fewer
 
 
 class ReleaseManager:
     def __init__(
         self,
-        local: AgentState,
+        storage: AgentState,
         kinds: Mapping[str, ReleaseKind],
-        duty: TaskRunner,
-        around: Agent,
+        task_runner: TaskRunner,
+        agent: Agent,
         clock: Callable[[], float | None] = time.time,
     ) -> None:
-        self._local, self._kinds, self._duty, self._around = local, kinds, duty, around
+        self._storage, self._kinds, self._task_runner, self._agent = storage, kinds, task_runner, agent
         self._clock = clock
-        self._states = {kind: state_machine.ReleaseState(noted=self._load_record(kind)) for kind in kinds}
-        self._told: dict[str, ReleaseStatus] = {}
-        self._begun = self._rests = self._worked = False
+        self._states = {kind: state_machine.ReleaseState(record=self._load_record(kind)) for kind in kinds}
+        self._published: dict[str, ReleaseStatus] = {}
+        self._has_started = self._is_task_paused = self._was_task_running = False
 
-    # -- what the agent asks --
+    # -- calls of the agent --
 
     def handle_message(self, leaf: str, payload: bytes, now_s: float) -> bool:
         if leaf not in KINDS:
@@ -66,32 +66,35 @@ class ReleaseManager:
             self._handle_event_or_wait(leaf, state_machine.ReleaseReceived(release), now_s)
             return True
         reason = f"this device exchanges no {leaf}: its agent was started without"
-        told = ReleaseStatus(
+        status = ReleaseStatus(
             rollout=release.rollout, kind=release.kind, serial=release.serial, phase="refused", reason=reason
         )
-        self._around.publish_message("installed", told)
+        self._agent.publish_message("installed", status)
         return True
 
     def step(self, now_s: float) -> float:
         """Advance all releases. Return the time by which the next call is due."""
         self._resume_releases(now_s)
-        ended, self._worked = self._worked and not self._duty.is_working, self._duty.is_working
+        has_task_ended, self._was_task_running = (
+            self._was_task_running and not self._task_runner.is_task_running,
+            self._task_runner.is_task_running,
+        )
         due_s = math.inf
         for name in self._kinds:
             with self._retry_after_store_error(name, now_s):
-                if ended:
+                if has_task_ended:
                     self._handle_event(name, state_machine.DeviceIdle(), now_s)
                 self._advance_release(name, now_s)
-            due_s = min(due_s, now_s + CHECK_LOOK_S if self._is_checking_kind(name) else self._states[name].again_s)
+            due_s = min(due_s, now_s + CHECK_POLL_S if self._is_checking_kind(name) else self._states[name].next_poll_s)
         return due_s
 
     def _advance_release(self, name: str, now_s: float) -> None:
         if self._is_checking_kind(name) and (verdict := self._kinds[name].poll_check()) is not None:
-            if verdict.killed:
-                log.warning("the check of a release of kind %s was killed: %s", name, verdict.refused)
+            if verdict.killed_externally:
+                log.warning("the check of a release of kind %s was killed: %s", name, verdict.refusal_reason)
             self._handle_event(name, verdict, now_s)
-        for _ in range(LOOKS_MOST):
-            if self._states[name].again_s > now_s:
+        for _ in range(MAX_POLLS):
+            if self._states[name].next_poll_s > now_s:
                 break
             self._handle_event(name, self._poll_status(name, now_s), now_s)
 
@@ -102,22 +105,22 @@ class ReleaseManager:
             event: state_machine.Event = state_machine.ReleaseFetched(error)
             if error is not None:
                 try:
-                    self._local.require_room(ref.size)
+                    self._storage.require_room(ref.size)
                 except StoreError as full:
                     event = state_machine.ActionFailed(str(full))
             self._handle_event_or_wait(name, event, now_s)
 
     def needed_blobs(self) -> set[str]:
-        found = set()
+        hashes = set()
         for state in self._states.values():
-            if state.noted is not None and state.noted.step == "wanted" and state.noted.release.blob is not None:
-                found.add(state.noted.release.blob.sha256)
-        return found
+            if state.record is not None and state.record.step == "wanted" and state.record.release.blob is not None:
+                hashes.add(state.record.release.blob.sha256)
+        return hashes
 
     def republish_progress(self, now_s: float) -> None:
         """Publish the progress of each release again, because the broker may have lost it."""
         for name in self._kinds:
-            self._told.pop(name, None)
+            self._published.pop(name, None)
             with self._retry_after_store_error(name, now_s):
                 self._publish_progress(name)
 
@@ -126,7 +129,7 @@ class ReleaseManager:
         return any(map(self._is_checking_kind, self._kinds))
 
     def fds(self) -> Sequence[int]:
-        return [each for kind in self._kinds.values() for each in kind.fds()]
+        return [fd for kind in self._kinds.values() for fd in kind.fds()]
 
     def stop(self) -> None:
         for name, kind in self._kinds.items():
@@ -136,9 +139,9 @@ class ReleaseManager:
     # -- events --
 
     def _resume_releases(self, now_s: float) -> None:
-        if self._begun:
+        if self._has_started:
             return
-        self._begun = True
+        self._has_started = True
         for name, kind in self._kinds.items():
             with self._retry_after_store_error(name, now_s):
                 self._handle_event(
@@ -160,75 +163,80 @@ class ReleaseManager:
             yield
         except StoreError as error:
             log.error("releases of kind %s wait: %s", name, error)
-            self._states[name] = replace(self._states[name], again_s=now_s + state_machine.LOOK_S)
+            self._states[name] = replace(self._states[name], next_poll_s=now_s + state_machine.POLL_S)
 
     def _is_activated(self, name: str) -> bool:
-        noted = self._states[name].noted
-        return noted is not None and noted.step in ("swapping", "soaking")
+        record = self._states[name].record
+        return record is not None and record.step in ("swapping", "soaking")
 
     def _is_checking_kind(self, name: str) -> bool:
         state = self._states[name]
-        return state.noted is not None and state.noted.step == "wanted" and state.stage == "checking"
+        return state.record is not None and state.record.step == "wanted" and state.stage == "checking"
 
     def _blob_in_transfer(self, name: str) -> BlobRef | None:
         state = self._states[name]
-        if state.noted is None or state.noted.step != "wanted" or state.stage != "fetching":
+        if state.record is None or state.record.step != "wanted" or state.stage != "fetching":
             return None
-        return state.noted.release.blob
+        return state.record.release.blob
 
     def _poll_status(self, name: str, now_s: float) -> state_machine.StatusPolled:
         state, kind = self._states[name], self._kinds[name]
-        if state.noted is None or state.noted.step != "wanted":
+        if state.record is None or state.record.step != "wanted":
             return state_machine.StatusPolled(
-                current=kind.current_sha256(), settled=kind.is_settled(), ill=kind.unhealthy_reason()
+                current_sha256=kind.current_sha256(),
+                is_settled=kind.is_settled(),
+                unhealthy_reason=kind.unhealthy_reason(),
             )
-        release, clock_s = state.noted.release, self._clock()
+        release, clock_s = state.record.release, self._clock()
         return state_machine.StatusPolled(
-            current=kind.current_sha256(),
-            here=release.blob is not None and self._local.depot.has_blob(release.blob),
-            works=self._duty.is_working,
-            other=next((other for other in self._kinds if other != name and self._is_checking_kind(other)), ""),
-            need_bytes=kind.check_memory_bytes(release),
-            reading=self._duty.read_sensors(now_s),
-            local=None if clock_s is None else time.localtime(clock_s),
+            current_sha256=kind.current_sha256(),
+            is_blob_stored=release.blob is not None and self._storage.blob_store.has_blob(release.blob),
+            is_task_running=self._task_runner.is_task_running,
+            other_kind_in_check=next(
+                (other_name for other_name in self._kinds if other_name != name and self._is_checking_kind(other_name)),
+                "",
+            ),
+            check_bytes=kind.check_memory_bytes(release),
+            reading=self._task_runner.read_sensors(now_s),
+            local_time=None if clock_s is None else time.localtime(clock_s),
         )
 
     def _handle_event(self, name: str, event: state_machine.Event, now_s: float) -> None:
         """Apply an event, write the record to disk, publish the progress, then carry out the actions."""
-        before = self._states[name]
-        state, actions = state_machine.advance(before, event, now_s)
-        if state.noted is not None and state.noted != before.noted:
+        previous = self._states[name]
+        state, actions = state_machine.advance(previous, event, now_s)
+        if state.record is not None and state.record != previous.record:
             try:
-                self._local.write_file(_record_name(name), wire.encode(state.noted))
+                self._storage.write_file(_record_name(name), wire.encode(state.record))
             except FedquiltError as error:
-                if state.noted.step == "swapping":  # nothing is exchanged unless the note is on disk
+                if state.record.step == "swapping":  # nothing is activated unless the record is on disk
                     return self._handle_event(name, state_machine.ActionFailed(str(error)), now_s)
-                log.error("the release %s of kind %s cannot be noted: %s", state.noted.release.name, name, error)
+                log.error("the release %s of kind %s cannot be recorded: %s", state.record.release.name, name, error)
         self._states[name] = state
         self._publish_progress(name)
-        if self._rests and not self.is_checking:
-            self._rests = False
-            self._duty.set_task_pause(False, now_s)
+        if self._is_task_paused and not self.is_checking:
+            self._is_task_paused = False
+            self._task_runner.set_task_pause(False, now_s)
         for action in actions:
-            if action == "cancel fetch" and before.noted is not None and before.noted.release.blob is not None:
-                self._around.cancel_fetch(before.noted.release.blob.sha256)
-            elif state.noted is not None:
-                self._carry_out_action(name, action, state.noted, now_s)
+            if action == "cancel fetch" and previous.record is not None and previous.record.release.blob is not None:
+                self._agent.cancel_fetch(previous.record.release.blob.sha256)
+            elif state.record is not None:
+                self._carry_out_action(name, action, state.record, now_s)
 
     def _carry_out_action(
-        self, name: str, action: state_machine.Action, noted: state_machine.ReleaseRecord, now_s: float
+        self, name: str, action: state_machine.Action, record: state_machine.ReleaseRecord, now_s: float
     ) -> None:
-        kind, release = self._kinds[name], noted.release
+        kind, release = self._kinds[name], record.release
         if action == "publish":
-            self._told.pop(name, None)
+            self._published.pop(name, None)
             return self._publish_progress(name)
-        if action == "fetch" and release.blob is not None and self._local.depot.has_blob(release.blob):
+        if action == "fetch" and release.blob is not None and self._storage.blob_store.has_blob(release.blob):
             return self._handle_event(name, state_machine.ReleaseFetched(), now_s)
         if action == "check":
-            self._rests = True
-            self._duty.set_task_pause(True, now_s)
+            self._is_task_paused = True
+            self._task_runner.set_task_pause(True, now_s)
         try:
-            found = self._perform_action(kind, action, noted)
+            had_previous = self._perform_action(kind, action, record)
         except FedquiltError as error:
             if action in ("confirm", "delete"):
                 log.error("releases of kind %s: %s failed: %s", name, action, error)
@@ -236,25 +244,25 @@ class ReleaseManager:
                 return None
             in_use = action == "activate" and release.blob is not None and kind.current_sha256() == release.blob.sha256
             return self._handle_event(name, state_machine.ActionFailed(str(error), in_use), now_s)
-        return self._handle_event(name, state_machine.ActionDone(action, found), now_s)
+        return self._handle_event(name, state_machine.ActionDone(action, had_previous), now_s)
 
     def _perform_action(
-        self, kind: ReleaseKind, action: state_machine.Action, noted: state_machine.ReleaseRecord
+        self, kind: ReleaseKind, action: state_machine.Action, record: state_machine.ReleaseRecord
     ) -> bool:
         """Perform an action. Return whether a roll-back found a previous release, and True for other actions."""
-        release, blob, path = noted.release, noted.release.blob, None
+        release, blob, path = record.release, record.release.blob, None
         match action:
             case "fetch":
-                self._around.fetch_blobs([blob] if blob is not None else [])
+                self._agent.fetch_blobs([blob] if blob is not None else [])
             case "check":
-                if blob is not None and (path := self._local.depot.blob_path(blob.sha256)) is None:
+                if blob is not None and (path := self._storage.blob_store.blob_path(blob.sha256)) is None:
                     raise StoreError(f"its blob {blob.sha256[:12]} is damaged on this device's disk")
                 kind.stage(release, path)
                 kind.start_check(release)
             case "activate":
                 kind.activate(release)
             case "roll back":
-                return kind.roll_back() or kind.current_sha256() == noted.before
+                return kind.roll_back() or kind.current_sha256() == record.previous_sha256
             case "confirm":
                 kind.confirm()
             case "delete":
@@ -264,22 +272,24 @@ class ReleaseManager:
     # -- records and published status --
 
     def _load_record(self, name: str) -> state_machine.ReleaseRecord | None:
-        payload = self._local.read_file(_record_name(name))
+        payload = self._storage.read_file(_record_name(name))
         try:
             return None if payload is None else wire.decode(payload, state_machine.ReleaseRecord)
         except WireError as error:
-            log.warning("what was noted of releases of kind %s is damaged (%s): it is forgotten", name, error)
+            log.warning("record of releases of kind %s is damaged (%s): ignored", name, error)
             return None
 
     def _publish_progress(self, name: str) -> None:
-        told = state_machine.release_status_message(self._states[name], self._kinds[name].current_sha256())
-        if told is None or told == self._told.get(name):
+        status = state_machine.release_status_message(self._states[name], self._kinds[name].current_sha256())
+        if status is None or status == self._published.get(name):
             return
-        before, self._told[name] = self._told.get(name), told
-        if before is None or (before.phase, before.reason) != (told.phase, told.reason):
-            say = log.warning if told.phase in ("refused", "returned") and told.reason else log.info
-            say("release %s of %s: %s%s", told.rollout, name, told.phase, told.reason and f", {told.reason}")
-        self._around.publish_message("installed", told)
+        previous, self._published[name] = self._published.get(name), status
+        if previous is None or (previous.phase, previous.reason) != (status.phase, status.reason):
+            log_message = log.warning if status.phase in ("refused", "returned") and status.reason else log.info
+            log_message(
+                "release %s of %s: %s%s", status.rollout, name, status.phase, status.reason and f", {status.reason}"
+            )
+        self._agent.publish_message("installed", status)
 
 
 def _record_name(name: str) -> str:

@@ -40,10 +40,10 @@ from fedquilt.edge_agent.runner_status import RunnerStatus, RunnerStatusReader
 from fedquilt.edge_agent.settings import AgentSettings
 from fedquilt.edge_agent.task import sandbox
 from fedquilt.edge_agent.task.protocol import (
-    DONE,
-    TENSORRT,
-    TENSORRT_S,
-    TIMED,
+    MAX_TENSORRT_BUILD_S,
+    TENSORRT_FILE,
+    TIMING_ENDED,
+    TIMING_STARTED,
     CheckRequest,
     ProgressReport,
     SplitModelFiles,
@@ -57,16 +57,18 @@ from fedquilt.wire import DesiredRelease
 MODEL, SHARED, RELEASE = "model.onnx", "shared.safetensors", "release.json"
 CURRENT, PREVIOUS, NOTHING = "current", "previous", "none"
 CHECK_S: Final = 900.0  # most that a check may take, without the building of a TensorRT engine
-METERED_S: Final = 3.0  # length of the timed answers on a board with a meter, for joules; else TIMED_S
-TIMED_S: Final = 1.0
-FAILED_LEAST: Final = 5  # failures of the runner with a model, and by how much more often than before, of its answers:
-FAILED_SHARE: Final = (
+METERED_TIMING_S: Final = 3.0  # length of the timed answers on a board with a meter, for joules; else TIMED_S
+TIMING_S: Final = 1.0
+MIN_FAILURES: Final = 5  # failures of the runner with a model, and by how much more often than before, of its answers:
+MAX_FAILURE_INCREASE: Final = (
     0.1  # with more the model does not hold up. Requests that are wrong themselves fail with any model
 )
-TAKEN_UP_S: Final = 45.0  # after an exchange a runner that is there answers with the new model
-QUIET_S: Final = 30.0  # no model is settled while the runner, which writes every 20 s, has written nothing for longer
-LABELS_S: Final = 60.0  # without another label, after which the labels so far decide on a model that soaks
-LABELS_MOST_S: Final = 900.0  # after the exchange, likewise
+RUNNER_RELOAD_S: Final = 45.0  # after an exchange a runner that is there answers with the new model
+MAX_RUNNER_SILENCE_S: Final = (
+    30.0  # no model is settled while the runner, which writes every 20 s, has written nothing for longer
+)
+LABEL_TIMEOUT_S: Final = 60.0  # without another label, after which the labels so far decide on a model that soaks
+MAX_LABEL_WAIT_S: Final = 900.0  # after the exchange, likewise
 
 _NAME: Final = re.compile(r"[0-9a-f]{16}(\.part)?\Z")
 _NO_LINKS: Final = (errno.EXDEV, errno.EPERM, errno.EMLINK, errno.EACCES, errno.EOPNOTSUPP)
@@ -94,29 +96,31 @@ class ModelReleases(ReleaseKind):
         budget_bytes: Callable[[], int] | None = None,
         disk: Disk = REAL,
         *,
-        kept: Callable[[str], PrivateState] = lambda job: PrivateState(),
-        examine: Callable[[Path], object] = _check_graph,
+        private_state: Callable[[str], PrivateState] = lambda job: PrivateState(),
+        check_graph: Callable[[Path], object] = _check_graph,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.folder = models_folder(settings)
         self.runner = RunnerStatusReader(self.folder, disk, clock)
         self._settings, self._board, self._worker, self._disk = settings, board, worker, disk
-        self._kept, self._examine, self._clock = kept, examine, clock
+        self._private_state, self._check_graph, self._clock = private_state, check_graph, clock
         self._budget_bytes = budget_bytes or (lambda: settings.task_budget_bytes(board.memory_bytes))
-        self._shared = settings.models.folder is not None
+        self._is_shared_folder = settings.models.folder is not None
         self._hook = ReleaseHook(settings.models.hook, clock)
         self._out = Path(settings.home).absolute() / sandbox.CHECK / sandbox.OUT
-        self._known: dict[str, str] = {}  # folder -> the blob (sha256) that its model is made of
-        self._made: dict[str, str] = {}  # folder -> the model's file (sha256), if it was put together here
+        self._blob_hashes: dict[str, str] = {}  # folder -> the blob (sha256) that its model is made of
+        self._assembled_hashes: dict[str, str] = {}  # folder -> the model's file (sha256), if it was put together here
         self._check: tuple[DesiredRelease, float] | None = None  # the release under check, and the check's time limit
-        self._ledger: EnergyAccount | None = None  # energy of the timed answers
-        self._answers_j: float | None = None
-        self._first: RunnerStatus | None = None  # the runner's first report on the model in use
-        self._before: RunnerStatus | None = None  # the runner's last report on the model before; not kept over restarts
+        self._energy: EnergyAccount | None = None  # energy of the timed answers
+        self._inference_j: float | None = None
+        self._first_status: RunnerStatus | None = None  # the runner's first report on the model in use
+        self._previous_status: RunnerStatus | None = (
+            None  # the runner's last report on the model before; not kept over restarts
+        )
         self._min_gain: float | None = None  # limit of the release in use
-        self._exchanged_s = clock()
-        self._labelled = (0, self._exchanged_s)  # labels of the model in use, and when their number has changed
-        self._there = False  # whether a runner was there at the exchange
+        self._activated_s = clock()
+        self._label_progress = (0, self._activated_s)  # labels of the model in use, and when their number has changed
+        self._had_runner = False  # whether a runner was there at the exchange
 
     # -- what is in use --
 
@@ -129,28 +133,28 @@ class ModelReleases(ReleaseKind):
         name = self._disk.read_link(self.folder / CURRENT)
         if name is None or not self._disk.is_file(self.folder / name / SHARED):
             return self.current_sha256()
-        if name not in self._made:
+        if name not in self._assembled_hashes:
             try:
-                self._made[name] = self._disk.hash_file(self.folder / name / MODEL)
+                self._assembled_hashes[name] = self._disk.hash_file(self.folder / name / MODEL)
             except OSError:
                 return ""
-        return self._made[name]
+        return self._assembled_hashes[name]
 
     def _blob_sha256(self, name: str) -> str:
-        if name not in self._known:
+        if name not in self._blob_hashes:
             try:
                 payload = self._disk.read(self.folder / name / RELEASE)
-                found = msgspec.json.decode(payload, type=ReleaseManifest).model
+                sha256 = msgspec.json.decode(payload, type=ReleaseManifest).model
             except (OSError, *UNDECODABLE):
                 try:
-                    parted = self._disk.is_file(self.folder / name / SHARED)
-                    found = self._disk.hash_file(self.folder / name / (SHARED if parted else MODEL))
+                    is_split = self._disk.is_file(self.folder / name / SHARED)
+                    sha256 = self._disk.hash_file(self.folder / name / (SHARED if is_split else MODEL))
                 except OSError:
                     return ""
-                if found[:16] != name:
+                if sha256[:16] != name:
                     return ""
-            self._known[name] = found
-        return self._known[name]
+            self._blob_hashes[name] = sha256
+        return self._blob_hashes[name]
 
     # -- stage --
 
@@ -159,46 +163,46 @@ class ModelReleases(ReleaseKind):
         assert blob is not None
         assert release.blob is not None
         name, disk = release.blob.sha256[:16], self._disk
-        part, whole = self.folder / f"{name}.part", self.folder / name
+        part, target = self.folder / f"{name}.part", self.folder / name
         if name == disk.read_link(self.folder / PREVIOUS) and self._blob_sha256(name) == release.blob.sha256:
             return  # the model ran here before
         with disk_errors(f"lay the model {release.name} into {self.folder}", "free some space"):
             if not disk.is_dir(self.folder):
                 disk.make_durable_folder(self.folder)
-                if self._shared:
+                if self._is_shared_folder:
                     disk.set_mode(self.folder, 0o750)
-            for left in (part, whole):
-                disk.remove(left)
+            for stale_folder in (part, target):
+                disk.remove(stale_folder)
             disk.make_folder(part)
             file = MODEL if personal_models.read_task(blob, disk) is None else SHARED
             self._link_or_copy(blob, part / file)
-            laid = ReleaseManifest(
+            manifest = ReleaseManifest(
                 model=release.blob.sha256, rollout=release.rollout, name=release.name, serial=release.serial
             )
-            disk.write(part / RELEASE, msgspec.json.encode(laid))
-            for each in (file, RELEASE):
-                disk.sync(part / each)
+            disk.write(part / RELEASE, msgspec.json.encode(manifest))
+            for name_to_sync in (file, RELEASE):
+                disk.sync(part / name_to_sync)
         try:
             if file == MODEL:  # a model with parts is made and examined by the check
-                self._examine(part / MODEL)
+                self._check_graph(part / MODEL)
         except ModelError as error:
             raise ModelError(f"the model cannot be run: {error}") from None
         with disk_errors(f"lay the model {release.name} into {self.folder}", "free some space"):
-            if self._shared:
+            if self._is_shared_folder:
                 for path, mode in ((part / file, 0o640), (part / RELEASE, 0o640), (part, 0o750)):
                     disk.set_mode(path, mode)
             disk.sync(part)
-            disk.replace(part, whole)
+            disk.replace(part, target)
             disk.sync(self.folder)
         self._forget_hashes(name)
 
     def _forget_hashes(self, name: str) -> None:
-        self._known.pop(name, None)
-        self._made.pop(name, None)
+        self._blob_hashes.pop(name, None)
+        self._assembled_hashes.pop(name, None)
 
     def _link_or_copy(self, blob: Path, target: Path) -> None:
         # A folder that other users may read gets a copy, whose permissions can be changed.
-        if not self._shared:
+        if not self._is_shared_folder:
             try:
                 return self._disk.hard_link(blob, target)
             except OSError as error:
@@ -218,28 +222,30 @@ class ModelReleases(ReleaseKind):
                 f"models cannot be checked here, without ONNX Runtime: {extras.installation_command('onnx')}"
             )
         now_s = self._clock()
-        building_s = TENSORRT_S if _find_trtexec() else 0.0
-        self._check = release, now_s + CHECK_S + building_s
+        build_s = MAX_TENSORRT_BUILD_S if _find_trtexec() else 0.0
+        self._check = release, now_s + CHECK_S + build_s
         assert release.blob is not None
-        before = self._disk.read_link(self.folder / CURRENT)
-        self._ledger = self._answers_j = None
+        current = self._disk.read_link(self.folder / CURRENT)
+        self._energy = self._inference_j = None
         with disk_errors(f"empty {self._out}"):
             self._disk.clear_folder(self._out)
         model = self.folder / release.blob.sha256[:16] / MODEL
-        parted = self._parts_of_model(model.parent)
-        order = CheckRequest(
-            model=str(model if parted is None else self._out / MODEL),
-            out=str(self._out),
-            before=None if before is None or not self._blob_sha256(before) else str(self.folder / before / MODEL),
+        split_model = self._parts_of_model(model.parent)
+        request = CheckRequest(
+            model=str(model if split_model is None else self._out / MODEL),
+            output_folder=str(self._out),
+            current_model=None
+            if current is None or not self._blob_sha256(current)
+            else str(self.folder / current / MODEL),
             budget_bytes=self._budget_bytes(),
             data=self._settings.data,
-            plugins=self._settings.plugins,
-            timed_s=METERED_S if _has_meter(self._board, now_s) else TIMED_S,
+            allowed_plugins=self._settings.plugins,
+            timing_s=METERED_TIMING_S if _has_meter(self._board, now_s) else TIMING_S,
             trtexec=_find_trtexec(),
-            parted=parted,
+            split_model=split_model,
             input_shape=release.input_shape,
         )
-        self._worker.start(order, now_s)
+        self._worker.start(request, now_s)
 
     def _parts_of_model(self, folder: Path) -> SplitModelFiles | None:
         shared = folder / SHARED
@@ -247,26 +253,28 @@ class ModelReleases(ReleaseKind):
             task = personal_models.read_task(shared, self._disk) if self._disk.is_file(shared) else None
         if task is None:
             return None
-        kept = self._kept(task.job)
-        return SplitModelFiles(str(shared), self._settings.device, kept.path, kept.sha256, kept.lost)
+        private_state = self._private_state(task.job)
+        return SplitModelFiles(
+            str(shared), self._settings.device, private_state.path, private_state.sha256, private_state.lost_reason
+        )
 
     def poll_check(self) -> CheckResult | None:
         if self._check is None:
             return CheckResult("its check was not begun", {})
         (release, end_s), now_s = self._check, self._clock()
-        if self._ledger is not None:
-            self._ledger = self._ledger.with_reading(now_s, self._board.read_sensors(now_s))
+        if self._energy is not None:
+            self._energy = self._energy.with_reading(now_s, self._board.read_sensors(now_s))
         for event in self._worker.poll_events(now_s):
             match event:
-                case ProgressReport(fraction) if fraction == TIMED:
-                    self._ledger = EnergyAccount(now_s).with_reading(now_s, self._board.read_sensors(now_s))
-                case ProgressReport(fraction) if fraction == DONE and self._ledger is not None:
-                    ledger = self._ledger.with_reading(now_s, self._board.read_sensors(now_s))
-                    self._answers_j, self._ledger = ledger.cost_until(now_s, None).energy_j, None
+                case ProgressReport(fraction) if fraction == TIMING_STARTED:
+                    self._energy = EnergyAccount(now_s).with_reading(now_s, self._board.read_sensors(now_s))
+                case ProgressReport(fraction) if fraction == TIMING_ENDED and self._energy is not None:
+                    energy = self._energy.with_reading(now_s, self._board.read_sensors(now_s))
+                    self._inference_j, self._energy = energy.cost_until(now_s, None).energy_j, None
                 case WorkResult():
                     self._end_check()  # also of processes that it has started: nobody writes its folders any more
-                    verdict = judge_check(release.limits, event, self._answers_j)
-                    return verdict if verdict.refused else self._store_check_output(release, verdict)
+                    verdict = judge_check(release.limits, event, self._inference_j)
+                    return verdict if verdict.refusal_reason else self._store_check_output(release, verdict)
         if now_s > end_s:
             self._end_check()
             return CheckResult("its check did not come to an end: it was ended", {})
@@ -275,20 +283,20 @@ class ModelReleases(ReleaseKind):
     def _store_check_output(self, release: DesiredRelease, verdict: CheckResult) -> CheckResult:
         assert release.blob is not None
         folder, disk = self.folder / release.blob.sha256[:16], self._disk
-        made = [MODEL] if disk.is_file(folder / SHARED) else []
-        if disk.is_file(self._out / TENSORRT):
-            made.append(TENSORRT)
+        output_names = [MODEL] if disk.is_file(folder / SHARED) else []
+        if disk.is_file(self._out / TENSORRT_FILE):
+            output_names.append(TENSORRT_FILE)
         try:
-            for name in made:
+            for name in output_names:
                 part = folder / f"{name}.part"
                 with disk_errors(f"copy {self._out / name} into {folder}", "free some space"):
                     disk.remove(part)
                     disk.copy_untrusted(self._out / name, part, self._budget_bytes())  # it had to fit into memory
-                    if self._shared:
+                    if self._is_shared_folder:
                         disk.set_mode(part, 0o640)
                     disk.sync(part)
                     if name == MODEL:
-                        self._examine(part)
+                        self._check_graph(part)
                     disk.replace(part, folder / name)
                     disk.sync(folder)
         except (ModelError, StoreError) as error:
@@ -308,14 +316,14 @@ class ModelReleases(ReleaseKind):
     def activate(self, release: DesiredRelease) -> None:
         """Point `current` at the model and `previous` at the one before, and start the owner's hook."""
         assert release.blob is not None
-        name, now = release.blob.sha256[:16], self._disk.read_link(self.folder / CURRENT)
-        if now != name:
+        name, current = release.blob.sha256[:16], self._disk.read_link(self.folder / CURRENT)
+        if current != name:
             if not self._disk.is_file(self.folder / name / MODEL):
                 raise StoreError(f"the model is gone from {self.folder / name}: roll it out again")
-            told = self.runner.read_status()
-            self._before = told if told is not None and told.model == self._served_sha256() else None
+            status = self.runner.read_status()
+            self._previous_status = status if status is not None and status.model == self._served_sha256() else None
             with disk_errors(f"exchange the model in {self.folder}", "free some space"):
-                self._disk.repoint_link(self.folder / PREVIOUS, NOTHING if now is None else now)
+                self._disk.repoint_link(self.folder / PREVIOUS, NOTHING if current is None else current)
                 self._disk.repoint_link(self.folder / CURRENT, name)
         self._min_gain = release.limits.min_gain
         self._start_observation_and_hook()
@@ -331,14 +339,14 @@ class ModelReleases(ReleaseKind):
                 self._disk.sync(self.folder)
             elif previous != self._disk.read_link(self.folder / CURRENT):
                 self._disk.repoint_link(self.folder / CURRENT, previous)
-        self._before = None
+        self._previous_status = None
         self._start_observation_and_hook()
         return True
 
     def _start_observation_and_hook(self) -> None:
-        self._first, self._exchanged_s = None, self._clock()
-        self._labelled = (0, self._exchanged_s)
-        self._there = self.runner.read_status() is not None and self.runner.unchanged_s <= QUIET_S
+        self._first_status, self._activated_s = None, self._clock()
+        self._label_progress = (0, self._activated_s)
+        self._had_runner = self.runner.read_status() is not None and self.runner.unchanged_s <= MAX_RUNNER_SILENCE_S
         environment = {"FEDQUILT_MODELS": str(self.folder), "FEDQUILT_MODEL": str(self.folder / CURRENT / MODEL)}
         self._hook.start(environment)
 
@@ -347,47 +355,51 @@ class ModelReleases(ReleaseKind):
 
     def _is_runner_up_to_date(self) -> bool:
         """Return whether the runner serves the model in use, is inactive, or had enough time to change."""
-        told, now = self.runner.read_status(), self._served_sha256()
-        if told is None or not now:
+        status, model_sha256 = self.runner.read_status(), self._served_sha256()
+        if status is None or not model_sha256:
             return True
-        if told.model != now:
-            return self._clock() > self._exchanged_s + TAKEN_UP_S
-        return self.runner.unchanged_s <= QUIET_S
+        if status.model != model_sha256:
+            return self._clock() > self._activated_s + RUNNER_RELOAD_S
+        return self.runner.unchanged_s <= MAX_RUNNER_SILENCE_S
 
     def _awaits_labels(self) -> bool:
-        told, now_s = self.runner.read_status(), self._clock()
-        if told is None or told.model != self._served_sha256():
+        status, now_s = self.runner.read_status(), self._clock()
+        if status is None or status.model != self._served_sha256():
             return False
-        if told.labelled != self._labelled[0]:
-            self._labelled = (told.labelled, now_s)
-        if now_s > min(self._labelled[1] + LABELS_S, self._exchanged_s + LABELS_MOST_S):
+        if status.labelled != self._label_progress[0]:
+            self._label_progress = (status.labelled, now_s)
+        if now_s > min(self._label_progress[1] + LABEL_TIMEOUT_S, self._activated_s + MAX_LABEL_WAIT_S):
             return False
-        return needs_more_labels(self._min_gain, self._before, told)
+        return needs_more_labels(self._min_gain, self._previous_status, status)
 
     def unhealthy_reason(self) -> str:
-        if failed := self._hook.failure:
-            return failed
+        if failure := self._hook.failure:
+            return failure
         name = self._disk.read_link(self.folder / CURRENT)
         if name is not None and not self._disk.is_file(self.folder / name / MODEL):
             return f"its file is gone from {self.folder / name}"
         return self._runner_failure()
 
     def _runner_failure(self) -> str:
-        told = self.runner.read_status()
-        if told is None:
-            was = self._there or self._first is not None
-            return "the model runner has fallen silent with it" if was else ""
-        if told.model != self._served_sha256():
-            late = self._clock() > self._exchanged_s + TAKEN_UP_S
-            return "the model runner has not taken it up: it answers with another model" if late else ""
-        first = self._first
-        if first is None or told.served < first.served or told.failed < first.failed:  # the runner has started anew
-            self._first = first = told if first is None else RunnerStatus(model=told.model)
-        failed, answers = told.failed - first.failed, told.failed - first.failed + told.served - first.served
-        usual = first.failed / max(first.failed + first.served, 1)
-        if failed < FAILED_LEAST or failed <= (FAILED_SHARE + usual) * answers:
-            return accuracy_loss_reason(self._min_gain, self._before, told)
-        return f"the model runner failed {failed} of {answers} times with it"
+        status = self.runner.read_status()
+        if status is None:
+            had_runner = self._had_runner or self._first_status is not None
+            return "the model runner has fallen silent with it" if had_runner else ""
+        if status.model != self._served_sha256():
+            is_late = self._clock() > self._activated_s + RUNNER_RELOAD_S
+            return "the model runner has not taken it up: it answers with another model" if is_late else ""
+        first_status = self._first_status
+        # Smaller counts mean that the runner was restarted.
+        if first_status is None or status.served < first_status.served or status.failed < first_status.failed:
+            self._first_status = first_status = status if first_status is None else RunnerStatus(model=status.model)
+        failures, answers = (
+            status.failed - first_status.failed,
+            status.failed - first_status.failed + status.served - first_status.served,
+        )
+        usual_failure_rate = first_status.failed / max(first_status.failed + first_status.served, 1)
+        if failures < MIN_FAILURES or failures <= (MAX_FAILURE_INCREASE + usual_failure_rate) * answers:
+            return accuracy_loss_reason(self._min_gain, self._previous_status, status)
+        return f"the model runner failed {failures} of {answers} times with it"
 
     def discard_unused(self) -> None:
         if self._check is not None:
@@ -395,11 +407,11 @@ class ModelReleases(ReleaseKind):
         if not self._disk.is_dir(self.folder):
             return
         with disk_errors(f"delete old models in {self.folder}"):
-            used = {link: self._disk.read_link(self.folder / link) for link in (CURRENT, PREVIOUS)}
-            if used[PREVIOUS] is not None and used[PREVIOUS] == (used[CURRENT] or NOTHING):
+            targets = {link: self._disk.read_link(self.folder / link) for link in (CURRENT, PREVIOUS)}
+            if targets[PREVIOUS] is not None and targets[PREVIOUS] == (targets[CURRENT] or NOTHING):
                 self._disk.unlink(self.folder / PREVIOUS)  # no model before it to return to
             for entry in self._disk.entries(self.folder):
-                if entry.is_dir and _NAME.match(entry.name) and entry.name not in used.values():
+                if entry.is_dir and _NAME.match(entry.name) and entry.name not in targets.values():
                     self._disk.remove(self.folder / entry.name)
                     self._forget_hashes(entry.name)
 

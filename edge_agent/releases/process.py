@@ -13,12 +13,12 @@ from typing import IO, Final, NamedTuple
 
 TAIL_BYTES: Final = 4096
 HOOK_S: Final = 60.0  # a hook that takes longer has failed
-WORDS_MOST: Final = 300  # characters of a hook's last words
+MAX_HOOK_OUTPUT: Final = 300  # characters of a hook's last words
 
 
 class ProcessEnd(NamedTuple):
     code: int | None  # exit status, or None after the time limit
-    words: str  # last line of the output
+    last_line: str  # last line of the output
 
 
 class ReleaseProcess:
@@ -85,29 +85,29 @@ class ReleaseProcess:
 class ReleaseHook:
     def __init__(self, command: Sequence[str], clock: Callable[[], float] = time.monotonic) -> None:
         self._command, self._process = list(command), ReleaseProcess(clock)
-        self._failed = ""
+        self._failure = ""
 
     def start(self, environment: Mapping[str, str]) -> None:
         self._process.stop()
-        self._failed = ""
+        self._failure = ""
         try:
             if self._command:
                 self._process.start(self._command, HOOK_S, {**os.environ, **environment})
         except OSError as error:
-            self._failed = f"the hook {self._command[0]} cannot be started: {error.strerror}"
+            self._failure = f"the hook {self._command[0]} cannot be started: {error.strerror}"
 
     @property
     def is_running(self) -> bool:
         """Whether the command still runs. A run beyond its time limit is killed by this check."""
         if (end := self._process.poll()) is not None and end.code != 0:
             if end.code is None:
-                how = f"hung: it was ended after {HOOK_S:g} s"
+                ending = f"hung: it was ended after {HOOK_S:g} s"
             else:
-                how = f"died of {signal.Signals(-end.code).name}" if end.code < 0 else f"ended with code {end.code}"
-                how += f": {end.words[-WORDS_MOST:]}" if end.words else ""
-            self._failed = f"the hook {self._command[0]} {how}"
+                ending = f"died of {signal.Signals(-end.code).name}" if end.code < 0 else f"ended with code {end.code}"
+                ending += f": {end.last_line[-MAX_HOOK_OUTPUT:]}" if end.last_line else ""
+            self._failure = f"the hook {self._command[0]} {ending}"
         return self._process.process is not None
 
     @property
     def failure(self) -> str:
-        return "" if self.is_running else self._failed
+        return "" if self.is_running else self._failure

@@ -12,10 +12,10 @@ from fedquilt.wire import DesiredRelease
 class CheckResult(NamedTuple):
     """Result of a check: the reason of a refusal, or "", and the measured numbers."""
 
-    refused: str
+    refusal_reason: str
     metrics: Mapping[str, float]
     note: str = ""  # remark on a release that is accepted: its accuracy was not measured
-    killed: bool = False  # the process of the check was killed from outside
+    killed_externally: bool = False  # the process of the check was killed from outside
 
 
 class ReleaseKind(Protocol):

@@ -30,20 +30,20 @@ from msgspec.structs import replace
 
 from fedquilt.core import REFETCH, AnyDigest, Label, Metrics, Reading, Sentence, WireMessage, shorten_error
 from fedquilt.edge_agent.releases.release_kind import CheckResult
-from fedquilt.edge_agent.state_machine import KILLED_MOST
+from fedquilt.edge_agent.state_machine import MAX_KILLS
 from fedquilt.edge_agent.task.memory_budget import format_megabytes
 from fedquilt.wire import DesiredRelease, ReleaseStatus
 
-LOOK_S: Final = 5.0  # interval of polls while a release waits
-LEAST_BATTERY: Final = 0.2  # charge below which no release begins, unless the battery is being charged
-HOTTEST_C: Final = 85.0  # temperature above which no release begins
-SOAK_LOOK_S: Final = 1.0  # interval of polls while a release soaks
+POLL_S: Final = 5.0  # interval of polls while a release waits
+MIN_BATTERY: Final = 0.2  # charge below which no release begins, unless the battery is being charged
+MAX_TEMPERATURE_C: Final = 85.0  # temperature above which no release begins
+SOAK_POLL_S: Final = 1.0  # interval of polls while a release soaks
 
 EARLIEST_YEAR: Final = 2020  # an earlier clock was never set: boards without a clock battery begin in 1970
-FORM: Final = 'a window is two times of a day, "02:00-05:00"'
+WINDOW_HINT: Final = 'a window is two times of a day, "02:00-05:00"'
 
-_FORM: Final = re.compile(r"([01]\d|2[0-3]):([0-5]\d)-([01]\d|2[0-3]):([0-5]\d)\Z")
-_WITHIN: Final[dict[str, Any]] = {
+_WINDOW: Final = re.compile(r"([01]\d|2[0-3]):([0-5]\d)-([01]\d|2[0-3]):([0-5]\d)\Z")
+_PHASE_OF_STAGE: Final[dict[str, Any]] = {
     "gate": "waiting",
     "fetching": "fetching",
     "fetched": "fetching",
@@ -55,25 +55,25 @@ _WITHIN: Final[dict[str, Any]] = {
 
 
 class ReleaseRecord(WireMessage, frozen=True, omit_defaults=True):
-    release: DesiredRelease  # the latest one
+    release: DesiredRelease  # the latest release
     step: Literal["wanted", "swapping", "soaking", "committed", "refused", "returning", "returned"] = "wanted"
     reason: Sentence = ""
     metrics: Metrics = msgspec.field(default_factory=dict)
-    next: DesiredRelease | None = None  # a release that arrived while `release` soaks
-    origin: AnyDigest = ""  # release in use (sha256) when the swap is about to be made
-    rollout: Label = ""  # rollout that brought the release in use; "": none that could be taken back
+    next_release: DesiredRelease | None = None  # a release that arrived while `release` soaks
+    replaced_sha256: AnyDigest = ""  # release in use (sha256) when the swap is about to be made
+    rollout: Label = ""  # rollout that installed the release in use, or "" if that cannot be rolled back
     name: Label = ""  # name of the release in use
-    before: AnyDigest = ""  # release (sha256) that ran before the one in use
-    before_name: Label = ""
+    previous_sha256: AnyDigest = ""  # release (sha256) that ran before the one in use
+    previous_name: Label = ""
 
 
 class ReleaseState(msgspec.Struct, frozen=True):
-    noted: ReleaseRecord | None = None
+    record: ReleaseRecord | None = None
     stage: Literal["gate", "fetching", "fetched", "checking", "checked", "undone"] = "gate"  # stage within the step
-    waits: str = ""  # condition that the release waits for
-    again_s: float = math.inf  # when to look again
-    until_s: float = math.inf  # end of the soak
-    failures: int = 0  # to fetch the blob, then kills of the check's process
+    waiting_for: str = ""  # condition that the release waits for
+    next_poll_s: float = math.inf  # time of the next poll
+    soak_end_s: float = math.inf  # end of the soak
+    failures: int = 0  # failed fetches of the blob, then kills of the check's process
 
 
 # -- events and actions ---------------------------------------------------------------------------
@@ -94,10 +94,10 @@ class ReleaseFetched(msgspec.Struct, frozen=True):
 
 
 class ActionDone(msgspec.Struct, frozen=True):
-    """Completed action. `found` is whether a roll-back had a previous release."""
+    """Completed action. `had_previous` is whether a roll-back had a previous release."""
 
     action: Action
-    found: bool = True
+    had_previous: bool = True
 
 
 class ActionFailed(msgspec.Struct, frozen=True):
@@ -110,23 +110,23 @@ class ActionFailed(msgspec.Struct, frozen=True):
 class ProcessStarted(msgspec.Struct, frozen=True):
     """Start of a process with the records of an earlier one."""
 
-    current: str = ""
-    ill: str = ""
+    current_sha256: str = ""
+    unhealthy_reason: str = ""
 
 
 class DeviceIdle(msgspec.Struct, frozen=True): ...
 
 
 class StatusPolled(msgspec.Struct, frozen=True):
-    current: str = ""
-    here: bool = False  # the blob is on this device
-    works: bool = False  # whether a task runs
-    other: str = ""  # kind of another release that is being checked
-    need_bytes: int = 0  # memory that the check will take
+    current_sha256: str = ""
+    is_blob_stored: bool = False  # the blob is on this device
+    is_task_running: bool = False  # whether a task runs
+    other_kind_in_check: str = ""  # kind of another release that is being checked
+    check_bytes: int = 0  # memory that the check will take
     reading: Reading = Reading()
-    local: time.struct_time | None = None
-    settled: bool = True  # no hook runs
-    ill: str = ""  # verdict on the release in use: asked while it soaks, and after a return
+    local_time: time.struct_time | None = None
+    is_settled: bool = True  # no hook runs
+    unhealthy_reason: str = ""  # of the release in use, polled while it soaks and after a roll-back
 
 
 Event = (
@@ -145,72 +145,76 @@ Step = tuple[ReleaseState, tuple[Action, ...]]
 # -- published status -----------------------------------------------------------------------------
 
 
-def release_status_message(state: ReleaseState, current: str) -> ReleaseStatus | None:
-    noted = state.noted
-    if noted is None:
+def release_status_message(state: ReleaseState, current_sha256: str) -> ReleaseStatus | None:
+    record = state.record
+    if record is None:
         return None
-    phase: Any = noted.step
-    reason = noted.reason
+    phase: Any = record.step
+    reason = record.reason
     if phase == "wanted":
-        phase = _WITHIN[state.stage] if state.stage in ("fetching", "checking") or not state.waits else "waiting"
-        reason = state.waits
-    elif phase == "returning" and state.waits:
-        reason = shorten_error(f"{reason}; it cannot return yet: {state.waits}")
+        phase = (
+            _PHASE_OF_STAGE[state.stage]
+            if state.stage in ("fetching", "checking") or not state.waiting_for
+            else "waiting"
+        )
+        reason = state.waiting_for
+    elif phase == "returning" and state.waiting_for:
+        reason = shorten_error(f"{reason}; it cannot return yet: {state.waiting_for}")
     phase = {"swapping": "checking", "returning": "soaking"}.get(phase, phase)
     return ReleaseStatus(
-        rollout=noted.release.rollout,
-        kind=noted.release.kind,
-        serial=noted.release.serial,
+        rollout=record.release.rollout,
+        kind=record.release.kind,
+        serial=record.release.serial,
         phase=phase,
-        current=current,
-        name=noted.name,
+        current=current_sha256,
+        name=record.name,
         reason=reason,
-        metrics=noted.metrics,
+        metrics=record.metrics,
     )
 
 
-# -- what follows ---------------------------------------------------------------------------------
+# -- transitions ----------------------------------------------------------------------------------
 
 
 def advance(state: ReleaseState, event: Event, now_s: float) -> Step:
-    """Return the next state and the actions to carry out in order, once `noted` is on disk."""
+    """Return the next state and the actions to carry out in order, once `record` is on disk."""
     if isinstance(event, ReleaseReceived):
         return _handle_release(state, event, now_s)
-    noted = state.noted
-    if noted is None:
+    record = state.record
+    if record is None:
         return state, ()
     match event:
         case ProcessStarted():
-            return _resume_release(state, noted, event, now_s)
+            return _resume_release(state, record, event, now_s)
         case ReleaseCancelled():
-            return _handle_cancellation(state, noted)
-        case ReleaseFetched() if noted.step == "wanted" and state.stage == "fetching":
+            return _handle_cancellation(state, record)
+        case ReleaseFetched() if record.step == "wanted" and state.stage == "fetching":
             if event.error is None:
-                return replace(state, stage="fetched", waits="", again_s=now_s, failures=0), ()
-            later_s, failures = now_s + REFETCH.delay_s(state.failures), state.failures + 1
-            return replace(state, waits=shorten_error(event.error), again_s=later_s, failures=failures), ()
-        case CheckResult(killed=True) if state.stage == "checking" and state.failures < KILLED_MOST:
+                return replace(state, stage="fetched", waiting_for="", next_poll_s=now_s, failures=0), ()
+            retry_s, failures = now_s + REFETCH.delay_s(state.failures), state.failures + 1
+            return replace(state, waiting_for=shorten_error(event.error), next_poll_s=retry_s, failures=failures), ()
+        case CheckResult(killed_externally=True) if state.stage == "checking" and state.failures < MAX_KILLS:
             return replace(state, failures=state.failures + 1), ("check",)
-        case CheckResult() if noted.step == "wanted" and state.stage == "checking":
-            noted = replace(noted, metrics=dict(event.metrics))
-            if event.refused:
-                return _end_release(replace(state, noted=noted), "refused", event.refused, now_s)
-            noted = replace(noted, reason=shorten_error(event.note))
-            return replace(state, noted=noted, stage="checked", again_s=now_s), ()
+        case CheckResult() if record.step == "wanted" and state.stage == "checking":
+            record = replace(record, metrics=dict(event.metrics))
+            if event.refusal_reason:
+                return _end_release(replace(state, record=record), "refused", event.refusal_reason, now_s)
+            record = replace(record, reason=shorten_error(event.note))
+            return replace(state, record=record, stage="checked", next_poll_s=now_s), ()
         case ActionFailed():
-            return _handle_failure(state, noted, event, now_s)
-        case ActionDone("activate") if noted.step in ("swapping", "soaking"):
-            return _handle_activation(state, noted, now_s)
-        case ActionDone("confirm") if noted.step == "soaking":
-            return _end_release(state, "committed", noted.reason, now_s)
-        case ActionDone("roll back") if noted.step == "returning":
-            if not event.found:
+            return _handle_failure(state, record, event, now_s)
+        case ActionDone("activate") if record.step in ("swapping", "soaking"):
+            return _handle_activation(state, record, now_s)
+        case ActionDone("confirm") if record.step == "soaking":
+            return _end_release(state, "committed", record.reason, now_s)
+        case ActionDone("roll back") if record.step == "returning":
+            if not event.had_previous:
                 return _end_release(state, "refused", "there is nothing before it to return to", now_s)
-            return replace(state, stage="undone", again_s=now_s), ()
-        case DeviceIdle() if noted.step == "wanted" and state.stage != "fetching" and state.waits:
-            return replace(state, again_s=now_s), ()  # at the next look another task may run
-        case StatusPolled() if now_s >= state.again_s:
-            return _handle_poll(state, noted, event, now_s)
+            return replace(state, stage="undone", next_poll_s=now_s), ()
+        case DeviceIdle() if record.step == "wanted" and state.stage != "fetching" and state.waiting_for:
+            return replace(state, next_poll_s=now_s), ()  # before another task starts
+        case StatusPolled() if now_s >= state.next_poll_s:
+            return _handle_poll(state, record, event, now_s)
         case _:
             return state, ()
 
@@ -220,31 +224,39 @@ def _handle_release(state: ReleaseState, event: ReleaseReceived, now_s: float) -
 
     For a serial that is not higher, publish the progress again.
     """
-    release, noted = event.release, state.noted
-    if noted is None:
+    release, record = event.release, state.record
+    if record is None:
         return _start_or_end_release(state, release, now_s)
-    latest = noted.next or noted.release
-    if release.serial <= latest.serial:
+    newest = record.next_release or record.release
+    if release.serial <= newest.serial:
         return state, ("publish",)
-    if noted.step == "soaking" and release.back and release.rollout == noted.rollout:
-        return _start_roll_back(replace(state, noted=replace(noted, release=release, next=None)), "")
-    if noted.step in ("swapping", "soaking", "returning"):
-        return replace(state, noted=replace(noted, next=release)), ()
-    after, actions = _start_or_end_release(state, release, now_s)
-    return after, (*_cancel_actions(state), *actions)
+    if record.step == "soaking" and release.back and release.rollout == record.rollout:
+        return _start_roll_back(replace(state, record=replace(record, release=release, next_release=None)), "")
+    if record.step in ("swapping", "soaking", "returning"):
+        return replace(state, record=replace(record, next_release=release)), ()
+    next_state, actions = _start_or_end_release(state, release, now_s)
+    return next_state, (*_cancel_actions(state), *actions)
 
 
 def _start_or_end_release(state: ReleaseState, release: DesiredRelease, now_s: float) -> Step:
-    known = state.noted
-    if known is None:
-        noted = ReleaseRecord(release=release)
+    previous_record = state.record
+    if previous_record is None:
+        record = ReleaseRecord(release=release)
     else:
-        noted = replace(known, release=release, step="wanted", reason="", metrics={}, next=None, origin="")
-    state = ReleaseState(noted=noted, again_s=now_s)
-    if wrong := window_error(release.window):
-        return _end_release(state, "refused", wrong, now_s)
+        record = replace(
+            previous_record,
+            release=release,
+            step="wanted",
+            reason="",
+            metrics={},
+            next_release=None,
+            replaced_sha256="",
+        )
+    state = ReleaseState(record=record, next_poll_s=now_s)
+    if window_problem := window_error(release.window):
+        return _end_release(state, "refused", window_problem, now_s)
     if release.back:
-        if not noted.rollout or noted.rollout != release.rollout:
+        if not record.rollout or record.rollout != release.rollout:
             return _end_release(state, "returned", "it does not run what that rollout has brought", now_s)
         return state, ()
     if release.kind != "settings" and release.blob is None:
@@ -253,181 +265,191 @@ def _start_or_end_release(state: ReleaseState, release: DesiredRelease, now_s: f
 
 
 def _cancel_actions(state: ReleaseState) -> tuple[Action, ...]:
-    if state.noted is None or state.noted.step != "wanted":
+    if state.record is None or state.record.step != "wanted":
         return ()
     return ("cancel fetch", "delete") if state.stage == "fetching" else ("delete",)
 
 
-def _handle_cancellation(state: ReleaseState, noted: ReleaseRecord) -> Step:
-    if noted.step in ("soaking", "swapping", "returning"):
-        return replace(state, noted=replace(noted, next=None)), ()
-    if noted.step != "wanted":
+def _handle_cancellation(state: ReleaseState, record: ReleaseRecord) -> Step:
+    if record.step in ("soaking", "swapping", "returning"):
+        return replace(state, record=replace(record, next_release=None)), ()
+    if record.step != "wanted":
         return state, ()
-    given_up = _cancel_actions(state)
-    after, _ = _end_release(state, "refused", "it was withdrawn", math.inf)
-    return after, given_up
+    cancel_actions = _cancel_actions(state)
+    next_state, _ = _end_release(state, "refused", "it was withdrawn", math.inf)
+    return next_state, cancel_actions
 
 
-def _resume_release(state: ReleaseState, noted: ReleaseRecord, event: ProcessStarted, now_s: float) -> Step:
+def _resume_release(state: ReleaseState, record: ReleaseRecord, event: ProcessStarted, now_s: float) -> Step:
     """Continue the recorded step of a release after a restart of the process.
 
     A release in use that the new process does not run, or whose start has failed, ends as "returned".
     """
-    blob = noted.release.blob
-    runs = blob is None or event.current == blob.sha256
-    match noted.step:
+    blob = record.release.blob
+    is_running = blob is None or event.current_sha256 == blob.sha256
+    match record.step:
         case "wanted":
-            return replace(state, again_s=now_s), ()
-        case "swapping" if not event.ill or runs:
+            return replace(state, next_poll_s=now_s), ()
+        case "swapping" if not event.unhealthy_reason or is_running:
             return state, ("activate",)
-        case "soaking" if runs:
+        case "soaking" if is_running:
             return state, ("activate",)
         case "swapping" | "soaking":
-            why = event.ill or "this process began without it: something has returned to what ran before"
-            state = _with_release_in_use(state, noted)
-            assert state.noted is not None
-            return _end_release(_with_previous_in_use(state, state.noted), "returned", why, now_s)
+            reason = (
+                event.unhealthy_reason or "this process began without it: something has returned to what ran before"
+            )
+            state = _with_release_in_use(state, record)
+            assert state.record is not None
+            return _end_release(_with_previous_in_use(state, state.record), "returned", reason, now_s)
         case "returning":
             return state, ("roll back",)
         case _:
-            return replace(state, again_s=math.inf if noted.next is None else now_s), ("delete",)
+            return replace(state, next_poll_s=math.inf if record.next_release is None else now_s), ("delete",)
 
 
-def _handle_failure(state: ReleaseState, noted: ReleaseRecord, event: ActionFailed, now_s: float) -> Step:
+def _handle_failure(state: ReleaseState, record: ReleaseRecord, event: ActionFailed, now_s: float) -> Step:
     """Refuse a release that is not in use yet, else return to the previous one. Retry a failed return later."""
-    if event.in_use and noted.step in ("swapping", "soaking"):
-        return _start_roll_back(_with_release_in_use(state, noted), event.reason)
-    if noted.step in ("wanted", "swapping"):
+    if event.in_use and record.step in ("swapping", "soaking"):
+        return _start_roll_back(_with_release_in_use(state, record), event.reason)
+    if record.step in ("wanted", "swapping"):
         return _end_release(state, "refused", event.reason, now_s)
-    if noted.step == "returning":
-        return replace(state, waits=shorten_error(event.reason), again_s=now_s + LOOK_S), ()
-    if noted.step == "soaking":
-        return replace(state, again_s=now_s + LOOK_S), ()
+    if record.step == "returning":
+        return replace(state, waiting_for=shorten_error(event.reason), next_poll_s=now_s + POLL_S), ()
+    if record.step == "soaking":
+        return replace(state, next_poll_s=now_s + POLL_S), ()
     return state, ()
 
 
-def _handle_activation(state: ReleaseState, noted: ReleaseRecord, now_s: float) -> Step:
-    state = _with_release_in_use(state, noted)
-    assert state.noted is not None
-    noted = replace(state.noted, step="soaking")
-    until_s = now_s + noted.release.soak_s
-    return replace(state, noted=noted, until_s=until_s, again_s=now_s, waits=""), ()
+def _handle_activation(state: ReleaseState, record: ReleaseRecord, now_s: float) -> Step:
+    state = _with_release_in_use(state, record)
+    assert state.record is not None
+    record = replace(state.record, step="soaking")
+    soak_end_s = now_s + record.release.soak_s
+    return replace(state, record=record, soak_end_s=soak_end_s, next_poll_s=now_s, waiting_for=""), ()
 
 
-def _with_release_in_use(state: ReleaseState, noted: ReleaseRecord) -> ReleaseState:
-    if noted.step != "swapping":
+def _with_release_in_use(state: ReleaseState, record: ReleaseRecord) -> ReleaseState:
+    if record.step != "swapping":
         return state
-    release = noted.release
+    release = record.release
     return replace(
         state,
-        noted=replace(
-            noted,
+        record=replace(
+            record,
             rollout=release.rollout,
             name=release.name,
-            before=noted.origin,
-            before_name=noted.name,
+            previous_sha256=record.replaced_sha256,
+            previous_name=record.name,
         ),
     )
 
 
 def _start_roll_back(state: ReleaseState, reason: str) -> Step:
-    assert state.noted is not None
-    noted = replace(state.noted, step="returning", reason=shorten_error(reason))
-    return replace(state, noted=noted, stage="gate", again_s=math.inf), ("roll back",)
+    assert state.record is not None
+    record = replace(state.record, step="returning", reason=shorten_error(reason))
+    return replace(state, record=record, stage="gate", next_poll_s=math.inf), ("roll back",)
 
 
-def _with_previous_in_use(state: ReleaseState, noted: ReleaseRecord) -> ReleaseState:
-    return replace(state, noted=replace(noted, rollout="", name=noted.before_name, before="", before_name=""))
+def _with_previous_in_use(state: ReleaseState, record: ReleaseRecord) -> ReleaseState:
+    return replace(
+        state, record=replace(record, rollout="", name=record.previous_name, previous_sha256="", previous_name="")
+    )
 
 
 def _end_release(
     state: ReleaseState, step: Literal["committed", "refused", "returned"], reason: str, now_s: float
 ) -> Step:
-    assert state.noted is not None
-    noted = replace(state.noted, step=step, reason=shorten_error(reason), origin="")
-    return ReleaseState(noted=noted, again_s=math.inf if noted.next is None else now_s), ("delete",)
+    assert state.record is not None
+    record = replace(state.record, step=step, reason=shorten_error(reason), replaced_sha256="")
+    return ReleaseState(record=record, next_poll_s=math.inf if record.next_release is None else now_s), ("delete",)
 
 
-# -- when it is time to look ----------------------------------------------------------------------
+# -- polls ----------------------------------------------------------------------------------------
 
 
-def _handle_poll(state: ReleaseState, noted: ReleaseRecord, seen: StatusPolled, now_s: float) -> Step:
-    match noted.step:
+def _handle_poll(state: ReleaseState, record: ReleaseRecord, status: StatusPolled, now_s: float) -> Step:
+    match record.step:
         case "wanted":
-            return _continue_release(state, noted, seen, now_s)
+            return _continue_release(state, record, status, now_s)
         case "swapping":  # the link was not up the first time
-            return replace(state, again_s=math.inf), ("activate",)
+            return replace(state, next_poll_s=math.inf), ("activate",)
         case "soaking":
-            if seen.ill:
-                return _start_roll_back(state, seen.ill)
-            if now_s >= state.until_s and seen.settled:
-                return replace(state, again_s=math.inf), ("confirm",)
-            late_s = now_s + SOAK_LOOK_S
-            return replace(state, again_s=late_s if now_s >= state.until_s else min(state.until_s, late_s)), ()
+            if status.unhealthy_reason:
+                return _start_roll_back(state, status.unhealthy_reason)
+            if now_s >= state.soak_end_s and status.is_settled:
+                return replace(state, next_poll_s=math.inf), ("confirm",)
+            next_poll_s = now_s + SOAK_POLL_S
+            return replace(
+                state, next_poll_s=next_poll_s if now_s >= state.soak_end_s else min(state.soak_end_s, next_poll_s)
+            ), ()
         case "returning" if state.stage != "undone":
-            return replace(state, again_s=math.inf), ("roll back",)
-        case "returning" if not seen.settled:
-            return replace(state, again_s=now_s + SOAK_LOOK_S), ()
+            return replace(state, next_poll_s=math.inf), ("roll back",)
+        case "returning" if not status.is_settled:
+            return replace(state, next_poll_s=now_s + SOAK_POLL_S), ()
         case "returning":
-            reason = "; ".join(filter(None, (noted.reason, seen.ill and f"after the return: {seen.ill}")))
-            return _end_release(_with_previous_in_use(state, noted), "returned", reason, now_s)
-        case _ if noted.next is not None:
-            return _start_or_end_release(state, noted.next, now_s)
+            reason = "; ".join(
+                filter(
+                    None, (record.reason, status.unhealthy_reason and f"after the return: {status.unhealthy_reason}")
+                )
+            )
+            return _end_release(_with_previous_in_use(state, record), "returned", reason, now_s)
+        case _ if record.next_release is not None:
+            return _start_or_end_release(state, record.next_release, now_s)
         case _:
-            return replace(state, again_s=math.inf), ()
+            return replace(state, next_poll_s=math.inf), ()
 
 
-def _continue_release(state: ReleaseState, noted: ReleaseRecord, seen: StatusPolled, now_s: float) -> Step:
-    release = noted.release
-    if state.stage == "gate" and release.blob is not None and release.blob.sha256 == seen.current:
+def _continue_release(state: ReleaseState, record: ReleaseRecord, status: StatusPolled, now_s: float) -> Step:
+    release = record.release
+    if state.stage == "gate" and release.blob is not None and release.blob.sha256 == status.current_sha256:
         return _end_release(state, "committed", "it ran here already", now_s)
     if state.stage == "fetching":  # the fetch before has failed
-        return replace(state, again_s=math.inf), ("fetch",)
+        return replace(state, next_poll_s=math.inf), ("fetch",)
     if state.stage == "checking":
-        return replace(state, again_s=math.inf), ()
-    if waits := waiting_reason(release, state, seen):
-        return replace(state, waits=shorten_error(waits), again_s=now_s + LOOK_S), ()
-    state = replace(state, waits="", again_s=now_s)
+        return replace(state, next_poll_s=math.inf), ()
+    if condition := waiting_reason(release, state, status):
+        return replace(state, waiting_for=shorten_error(condition), next_poll_s=now_s + POLL_S), ()
+    state = replace(state, waiting_for="", next_poll_s=now_s)
     if release.back:
         return _start_roll_back(state, "")
     if state.stage == "gate":
-        if release.blob is None or seen.here:
+        if release.blob is None or status.is_blob_stored:
             return replace(state, stage="fetched"), ()
-        return replace(state, stage="fetching", again_s=math.inf), ("fetch",)
+        return replace(state, stage="fetching", next_poll_s=math.inf), ("fetch",)
     if state.stage == "fetched":
-        if release.blob is not None and not seen.here:  # dropped, or damaged meanwhile
+        if release.blob is not None and not status.is_blob_stored:  # dropped, or damaged meanwhile
             return replace(state, stage="gate"), ()
-        return replace(state, stage="checking", again_s=math.inf), ("check",)
-    swapping = replace(noted, step="swapping", origin=seen.current)
-    return replace(state, noted=swapping, again_s=math.inf), ("activate",)
+        return replace(state, stage="checking", next_poll_s=math.inf), ("check",)
+    swapping_record = replace(record, step="swapping", replaced_sha256=status.current_sha256)
+    return replace(state, record=swapping_record, next_poll_s=math.inf), ("activate",)
 
 
-def waiting_reason(release: DesiredRelease, state: ReleaseState, seen: StatusPolled) -> str:
+def waiting_reason(release: DesiredRelease, state: ReleaseState, status: StatusPolled) -> str:
     """Return the condition that a release waits for before its next step, or "".
 
     Measured values are left out, because each change of the text is published.
     """
-    idle = release.force or not seen.works
+    is_idle = release.force or not status.is_task_running
     if release.back:  # what runs now is not wanted: only an exchange of the agent itself would end a task
-        return "" if idle or release.kind != "agent" else "a task runs"
-    if waits := outside_window_reason(release.window, seen.local):
-        return waits
-    reading = seen.reading
-    if reading.battery is not None and reading.battery < LEAST_BATTERY and not reading.charging:
-        return f"its battery is below {LEAST_BATTERY:.0%}, and does not charge"
-    if reading.temperature_c is not None and reading.temperature_c > HOTTEST_C:
-        return f"it is hotter than {HOTTEST_C:g} °C"
+        return "" if is_idle or release.kind != "agent" else "a task runs"
+    if window_reason := outside_window_reason(release.window, status.local_time):
+        return window_reason
+    reading = status.reading
+    if reading.battery is not None and reading.battery < MIN_BATTERY and not reading.charging:
+        return f"its battery is below {MIN_BATTERY:.0%}, and does not charge"
+    if reading.temperature_c is not None and reading.temperature_c > MAX_TEMPERATURE_C:
+        return f"it is hotter than {MAX_TEMPERATURE_C:g} °C"
     if state.stage == "gate":
         return ""
-    if not idle:
+    if not is_idle:
         return "a task runs"
     if state.stage != "fetched":
         return ""
-    if seen.other:
-        return f"its release of kind {seen.other} is being checked"
+    if status.other_kind_in_check:
+        return f"its release of kind {status.other_kind_in_check} is being checked"
     free = reading.available_bytes
-    if free is not None and free < seen.need_bytes:
-        return f"its check takes {format_megabytes(seen.need_bytes)} of memory, and less is free"
+    if free is not None and free < status.check_bytes:
+        return f"its check takes {format_megabytes(status.check_bytes)} of memory, and less is free"
     return ""
 
 
@@ -435,19 +457,19 @@ def waiting_reason(release: DesiredRelease, state: ReleaseState, seen: StatusPol
 
 
 def window_error(window: str) -> str:
-    return "" if not window or _FORM.match(window) else f"{window!r} is no window: {FORM}"
+    return "" if not window or _WINDOW.match(window) else f"{window!r} is no window: {WINDOW_HINT}"
 
 
-def outside_window_reason(window: str, local: time.struct_time | None) -> str:
+def outside_window_reason(window: str, local_time: time.struct_time | None) -> str:
     """Return why nothing may be installed now, or ""."""
-    found = _FORM.match(window)
-    if found is None:
+    match = _WINDOW.match(window)
+    if match is None:
         return ""
-    if local is None:
+    if local_time is None:
         return f"its window is {window}, and it has no clock"
-    if local.tm_year < EARLIEST_YEAR:
-        return f"its window is {window}, and its clock says {local.tm_year}"
-    begin, end = (60 * int(found[at]) + int(found[at + 1]) for at in (1, 3))
-    now = 60 * local.tm_hour + local.tm_min
-    inside = begin <= now < end if begin < end else now >= begin or now < end
-    return "" if inside else f"its window is {window}"
+    if local_time.tm_year < EARLIEST_YEAR:
+        return f"its window is {window}, and its clock says {local_time.tm_year}"
+    start, end = (60 * int(match[group]) + int(match[group + 1]) for group in (1, 3))
+    minute = 60 * local_time.tm_hour + local_time.tm_min
+    is_inside = start <= minute < end if start < end else minute >= start or minute < end
+    return "" if is_inside else f"its window is {window}"

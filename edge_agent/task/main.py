@@ -56,8 +56,8 @@ class TaskExecutor:
         self._engine: tuple[tuple[str, int], Any] | None = None
         self._data: tuple[tuple[str, dict[str, Any]], tuple[Examples, Examples]] | None = None
 
-    def load_method(self, order: WorkRequest) -> Method:
-        return methods.load(order.task.method)
+    def load_method(self, request: WorkRequest) -> Method:
+        return methods.load(request.task.method)
 
     def load_engine(self, name: str, budget_bytes: int) -> Any:
         key = (name, budget_bytes)
@@ -85,51 +85,51 @@ class TaskExecutor:
 
 
 def run_task(
-    order: WorkRequest,
-    bench: TaskExecutor,
+    request: WorkRequest,
+    executor: TaskExecutor,
     progress: Callable[[float], None] = lambda fraction: None,
     own_process: bool = False,
-    loaded: Callable[[int], None] = lambda examples: None,
+    report_examples: Callable[[int], None] = lambda examples: None,
 ) -> WorkResult:
     """Run a task and write the result into its output folder. Errors become outcomes, too.
 
     Args:
-        order: Task with the paths of its files.
-        bench: Engine and examples kept between tasks.
+        request: Task with the paths of its files.
+        executor: Engine and examples kept between tasks.
         progress: Callback for the fraction done, from 0 to 1.
         own_process: Whether this process does nothing else, so that its resident peak is the task's.
-        loaded: Callback for the number of the device's examples, called before the work begins.
+        report_examples: Callback for the number of the device's examples, called before the work begins.
     """
-    began_s, cpu_s, base, gpu, site = time.perf_counter(), time.process_time(), None, None, None
+    started_s, cpu_s, base, gpu, context = time.perf_counter(), time.process_time(), None, None, None
     try:
-        engine = bench.load_engine(order.task.engine, plan_limit_bytes(order))
+        engine = executor.load_engine(request.task.engine, plan_limit_bytes(request))
         if hasattr(engine, "planned_bytes"):
             engine.planned_bytes = None  # left by an earlier task
         if hasattr(engine, "use_tensorrt"):
-            engine.use_tensorrt(Path(order.cache), order.tensorrt_bytes)
+            engine.use_tensorrt(Path(request.cache_folder), request.max_tensorrt_bytes)
         if own_process and memory_budget.reset_peak(os.getpid()):
             base = memory_budget.resident_bytes(os.getpid())
             gpu = getattr(engine, "gpu", None)
         if gpu is not None and base is not None:
-            base += gpu.begin(order.budget_bytes - base)
-            if base > order.budget_bytes:
-                held, most = (memory_budget.format_megabytes(size) for size in (base, order.budget_bytes))
+            base += gpu.begin(request.budget_bytes - base)
+            if base > request.budget_bytes:
+                base_size, budget = (memory_budget.format_megabytes(size) for size in (base, request.budget_bytes))
                 raise MemoryBudgetError(
-                    f"torch and its GPU's libraries hold {held} before any work, the budget is {most}: raise budget, "
-                    "or hide the GPU from the agent (CUDA_VISIBLE_DEVICES=-1)"
+                    f"torch and its GPU's libraries hold {base_size} before any work, the budget is {budget}: "
+                    "raise budget, or hide the GPU from the agent (CUDA_VISIBLE_DEVICES=-1)"
                 )
-        site = build_site(order, bench, progress, loaded, engine=engine)
-        outcome = run_method(order, bench.load_method(order), site)
+        context = build_site(request, executor, progress, report_examples, engine=engine)
+        outcome = run_method(request, executor.load_method(request), context)
     except DivergedError as error:
-        network = order.task.params.get("network")
-        is_scaled = site is None or (isinstance(network, Mapping) and network.get("input"))
-        scales = "" if is_scaled or site is None else describe_unequal_scales(site.train.x)
+        network = request.task.params.get("network")
+        is_scaled = context is None or (isinstance(network, Mapping) and network.get("input"))
+        scales = "" if is_scaled or context is None else describe_unequal_scales(context.train.x)
         outcome = failure_outcome(DivergedError(f"{error}; {scales}") if scales else error)
     except Exception as error:
         outcome = failure_outcome(error)
     return msgspec.structs.replace(
         outcome,
-        wall_s=time.perf_counter() - began_s,
+        wall_s=time.perf_counter() - started_s,
         cpu_s=time.process_time() - cpu_s,
         base_bytes=base,
         peak_bytes=None if base is None else _peak_bytes(gpu),
@@ -142,58 +142,61 @@ def _peak_bytes(gpu: Any) -> int | None:
 
 
 def build_site(
-    order: WorkRequest,
-    bench: TaskExecutor,
+    request: WorkRequest,
+    executor: TaskExecutor,
     progress: Callable[[float], None] = lambda fraction: None,
-    loaded: Callable[[int], None] = lambda examples: None,
+    report_examples: Callable[[int], None] = lambda examples: None,
     *,
     engine: Any = None,
 ) -> ClientContext:
-    train, held = bench.load_examples(order.data, order.task.job)
-    loaded(len(train))
-    local, lost = load_private_state(order.private, order.private_sha256, order.lost, order.task.job)
+    train, held_out = executor.load_examples(request.data, request.task.job)
+    report_examples(len(train))
+    local, lost_reason = load_private_state(
+        request.private_state, request.private_sha256, request.lost_reason, request.task.job
+    )
     return ClientContext(
-        device=order.device,
-        budget_bytes=plan_limit_bytes(order),
+        device=request.device,
+        budget_bytes=plan_limit_bytes(request),
         engine=engine,
-        rng=tensors.seeded_rng(order.task.seed),
+        rng=tensors.seeded_rng(request.task.seed),
         train=train,
-        held=held,
+        held=held_out,
         local=compression.method_state(local),
-        lost=lost,
-        cache_at=order.cache,
-        load=lambda name: bench.read_tensors(_bundle_file(order, name), _expected_hash(order, name)),
-        path=lambda name: _verified_bundle_file(order, name),
+        lost=lost_reason,
+        cache_at=request.cache_folder,
+        load=lambda name: executor.read_tensors(_bundle_file(request, name), _expected_hash(request, name)),
+        path=lambda name: _verified_bundle_file(request, name),
         progress=progress,
     )
 
 
-def load_private_state(path: str | None, sha256: str, lost: str, job: str) -> tuple[core.Tensors, str]:
+def load_private_state(path: str | None, sha256: str, lost_reason: str, job: str) -> tuple[core.Tensors, str]:
     """Return the private state of a job, and the reason if an existing state is unusable."""
     if path is None:
-        return {}, lost
+        return {}, lost_reason
     payload = Path(path).read_bytes()
     if sha256 and hashlib.sha256(payload).hexdigest() != sha256:
         return {}, f"the private state of {job} is damaged on this device's disk"
     return tensors.decode_tensors(payload), ""
 
 
-def require_fresh_state_allowed(method: Method, name: str, lost: str) -> None:
-    if lost and not method.traits.replaces_private_state:
+def require_fresh_state_allowed(method: Method, name: str, lost_reason: str) -> None:
+    if lost_reason and not method.traits.replaces_private_state:
         raise StoreError(
-            f"{lost}, and {name} does not allow a device to begin it anew: run the job anew, or leave this device out"
+            f"{lost_reason}, and {name} does not allow a device to begin it anew: run the job anew, or leave "
+            "this device out"
         )
 
 
-def _bundle_file(order: WorkRequest, name: str) -> str:
-    if name not in order.bundles:
-        raise ModelError(f"the task has no bundle {name!r}; it has: {', '.join(sorted(order.bundles)) or 'none'}")
-    return order.bundles[name]
+def _bundle_file(request: WorkRequest, name: str) -> str:
+    if name not in request.bundles:
+        raise ModelError(f"the task has no bundle {name!r}; it has: {', '.join(sorted(request.bundles)) or 'none'}")
+    return request.bundles[name]
 
 
-def _verified_bundle_file(order: WorkRequest, name: str) -> Path:
-    file = _bundle_file(order, name)
-    _require_undamaged(file, _expected_hash(order, name))
+def _verified_bundle_file(request: WorkRequest, name: str) -> Path:
+    file = _bundle_file(request, name)
+    _require_undamaged(file, _expected_hash(request, name))
     return Path(file)
 
 
@@ -203,28 +206,28 @@ def _require_undamaged(file: str, sha256: str) -> None:
             raise StoreError(f"{file} is damaged: its bytes are not those it was stored with")
 
 
-def _expected_hash(order: WorkRequest, name: str) -> str:
+def _expected_hash(request: WorkRequest, name: str) -> str:
     """Return the sha256 of a bundle, or "" if the request does not ask for checks."""
-    ref = order.task.bundles.get(name) if order.checked else None
+    ref = request.task.bundles.get(name) if request.verify_bundles else None
     return "" if ref is None else ref.sha256
 
 
-def run_method(order: WorkRequest, method: Method, site: ClientContext) -> WorkResult:
-    task = order.task
+def run_method(request: WorkRequest, method: Method, context: ClientContext) -> WorkResult:
+    task = request.task
 
-    parts: dict[str, str] = {}  # files that are read tensor by tensor, with their sha256
+    verified_files: dict[str, str] = {}  # files that are read tensor by tensor, with their sha256
 
     def open_private_state() -> core.Tensors:
-        if not order.private or site.lost:
+        if not request.private_state or context.lost:
             return {}
-        parts[order.private] = order.private_sha256
-        return disk_arrays.FloatReader(Path(order.private))
+        verified_files[request.private_state] = request.private_sha256
+        return disk_arrays.FloatReader(Path(request.private_state))
 
     def open_base_bundle(name: str) -> core.Tensors | None:
-        if name not in order.bundles:
+        if name not in request.bundles:
             return None
-        parts[order.bundles[name]] = _expected_hash(order, name)
-        return disk_arrays.FloatReader(Path(order.bundles[name]))
+        verified_files[request.bundles[name]] = _expected_hash(request, name)
+        return disk_arrays.FloatReader(Path(request.bundles[name]))
 
     metrics: dict[str, float] = {}
     evaluation: core.EvaluationSums | None = None
@@ -232,16 +235,16 @@ def run_method(order: WorkRequest, method: Method, site: ClientContext) -> WorkR
     bundles: dict[str, core.BlobRef] = {}
     layouts: dict[str, dict[str, str]] = {}
     blobs: dict[str, bytes] = {}
-    private_left: core.BlobRef | None = None
-    note = site.lost
-    require_fresh_state_allowed(method, task.method, site.lost)
+    private_state: core.BlobRef | None = None
+    note = context.lost
+    require_fresh_state_allowed(method, task.method, context.lost)
     if "check" in task.actions:
         if method.check is None:
             raise core.JobError(f"method {task.method!r} has no evaluation of its own")
-        prior = None if task.class_shares is None else core.ClassPrior(site.train.y, task.class_shares)
-        held = dataclasses.replace(site.held, prior=prior)
+        prior = None if task.class_shares is None else core.ClassPrior(context.train.y, task.class_shares)
+        held_out = dataclasses.replace(context.held, prior=prior)
         evaluation = method.check(
-            task, dataclasses.replace(site, rng=tensors.seeded_rng(task.seed, "check"), held=held)
+            task, dataclasses.replace(context, rng=tensors.seeded_rng(task.seed, "check"), held=held_out)
         )
         if not isinstance(evaluation, core.EvaluationSums):
             raise core.JobError(
@@ -250,30 +253,30 @@ def run_method(order: WorkRequest, method: Method, site: ClientContext) -> WorkR
             )
         weight = float(evaluation.examples)
     if "work" in task.actions:
-        done = method.work(task, site)
-        if not isinstance(done, core.ClientResult):
+        client_result = method.work(task, context)
+        if not isinstance(client_result, core.ClientResult):
             raise core.JobError(
-                f"`work` of method {task.method!r} returned {type(done).__name__}, "
+                f"`work` of method {task.method!r} returned {type(client_result).__name__}, "
                 "and a fedquilt.core.ClientResult is wanted"
             )
-        answer = compression.encode_update(task.wire, done, open_base_bundle, open_private_state)
-        metrics = {name: float(value) for name, value in answer.metrics.items()}
-        weight = float(answer.weight)
-        if answer.local and order.forgotten:
-            note = note or order.forgotten
+        encoded = compression.encode_update(task.wire, client_result, open_base_bundle, open_private_state)
+        metrics = {name: float(value) for name, value in encoded.metrics.items()}
+        weight = float(encoded.weight)
+        if encoded.local and request.unknown_reason:
+            note = note or request.unknown_reason
             require_fresh_state_allowed(method, task.method, note)
-        bundles, blobs, private_left = _write_result(answer, order)
-        for file, sha256 in parts.items():  # after they were read: a bit that flips stays flipped
+        bundles, blobs, private_state = _write_result(encoded, request)
+        for file, sha256 in verified_files.items():  # after they were read: a bit that flips stays flipped
             _require_undamaged(file, sha256)
-        layouts = {name: tensors.layout_from_tensors(bundle) for name, bundle in answer.bundles.items()}
+        layouts = {name: tensors.layout_from_tensors(bundle) for name, bundle in encoded.bundles.items()}
     for name, value in {**metrics, "weight": weight}.items():
         if not math.isfinite(value) or (name == "weight" and value < 0):
             raise DivergedError(f"{name} came out as {value}")
-    planned = getattr(site.engine, "planned_bytes", None)
+    planned_bytes = getattr(context.engine, "planned_bytes", None)
     notes = [f"{note}: it has begun anew"] if note else []
-    if told := getattr(site.engine, "note", ""):
-        notes.append(told)
-        site.engine.note = ""
+    if engine_note := getattr(context.engine, "note", ""):
+        notes.append(engine_note)
+        context.engine.note = ""
     return WorkResult(
         weight=weight,
         metrics=metrics,
@@ -281,11 +284,11 @@ def run_method(order: WorkRequest, method: Method, site: ClientContext) -> WorkR
         bundles=bundles,
         layouts=layouts,
         blobs=blobs,
-        private=private_left,
+        private=private_state,
         note=shorten_error("; ".join(notes)),
-        examples=len(site.train),
-        planned_bytes=planned,
-        runs_on=getattr(site.engine, "runs_on", ""),
+        examples=len(context.train),
+        planned_bytes=planned_bytes,
+        runs_on=getattr(context.engine, "runs_on", ""),
     )
 
 
@@ -294,55 +297,55 @@ def failure_outcome(error: Exception) -> WorkResult:
         return WorkResult(code="engine", reason=shorten_error(str(error)))
     code = failures.claim_code_from_error(error)
     overrun = code == "memory" and failures.is_out_of_memory_error(error)
-    return WorkResult(code=code, reason=failures.describe_error(error), overrun=overrun)
+    return WorkResult(code=code, reason=failures.describe_error(error), ran_out_of_memory=overrun)
 
 
-def plan_limit_bytes(order: WorkRequest) -> int:
-    return order.budget_bytes if order.plan_bytes is None else order.plan_bytes
+def plan_limit_bytes(request: WorkRequest) -> int:
+    return request.budget_bytes if request.plan_bytes is None else request.plan_bytes
 
 
 def _write_result(
-    answer: ClientResult, order: WorkRequest
+    encoded: ClientResult, request: WorkRequest
 ) -> tuple[dict[str, core.BlobRef], dict[str, bytes], core.BlobRef | None]:
-    refs, blobs, out = {}, {}, f"{order.out}/{order.prefix}"
-    for name, bundle in answer.bundles.items():
+    refs, blobs, file_prefix = {}, {}, f"{request.output_folder}/{request.file_prefix}"
+    for name, bundle in encoded.bundles.items():
         tensors.require_finite(bundle)
-        if tensors.total_bytes([bundle]) < order.whole_bytes:
+        if tensors.total_bytes([bundle]) < request.max_inline_bytes:
             payload = tensors.encode_tensors(bundle)
             refs[name] = core.BlobRef(sha256=hashlib.sha256(payload).hexdigest(), size=len(payload))
             blobs[refs[name].sha256] = payload
         else:
-            os.makedirs(order.out, exist_ok=True)
-            refs[name] = ref = protocol.write_tensors(f"{out}bundle", bundle)
-            os.replace(f"{out}bundle", f"{out}{ref.sha256}")
-    private = None
-    if answer.local or order.private is not None:
-        tensors.require_finite(answer.local)
-        os.makedirs(order.out, exist_ok=True)
-        private = protocol.write_tensors(f"{out}{protocol.PRIVATE}", answer.local)
-    return refs, blobs, private
+            os.makedirs(request.output_folder, exist_ok=True)
+            refs[name] = ref = protocol.write_tensors(f"{file_prefix}bundle", bundle)
+            os.replace(f"{file_prefix}bundle", f"{file_prefix}{ref.sha256}")
+    private_state = None
+    if encoded.local or request.private_state is not None:
+        tensors.require_finite(encoded.local)
+        os.makedirs(request.output_folder, exist_ok=True)
+        private_state = protocol.write_tensors(f"{file_prefix}{protocol.PRIVATE_FILE}", encoded.local)
+    return refs, blobs, private_state
 
 
 # -- the process ----------------------------------------------------------------------------------
 
 
 def main() -> None:
-    bench, last_s = TaskExecutor(), -math.inf
+    executor, last_report_s = TaskExecutor(), -math.inf
 
-    def run(order: WorkRequest, send_event: Callable[[Event], None]) -> WorkResult:
+    def run(request: WorkRequest, send_event: Callable[[Event], None]) -> WorkResult:
         def report_progress(fraction: float) -> None:
-            nonlocal last_s
+            nonlocal last_report_s
             now_s = time.monotonic()
-            if now_s >= last_s + PROGRESS_S:
-                last_s = now_s
+            if now_s >= last_report_s + PROGRESS_S:
+                last_report_s = now_s
                 send_event(ProgressReport(min(max(float(fraction), 0.0), 1.0)))
 
         return run_task(
-            order,
-            bench,
+            request,
+            executor,
             report_progress,
             own_process=True,
-            loaded=lambda examples: send_event(DataLoaded(examples)),
+            report_examples=lambda examples: send_event(DataLoaded(examples)),
         )
 
     serve_requests(WorkRequest, run)

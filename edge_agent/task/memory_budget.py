@@ -22,11 +22,11 @@ from fedquilt.host.process_resources import PROC
 from fedquilt.host.process_resources import resident_bytes as resident_bytes
 from fedquilt.wire import RefusalCode
 
-LEARNT: Final = 0.3  # weight of the newest ratio in the average of true over predicted peaks
-RATIO_LEAST, RATIO_MOST = 0.8, 2.0  # limits of that average: one odd task changes little
-TOLERATED: Final = 1.05  # up to this ratio a peak counts as predicted, and the full budget is planned with
-STEP: Final = 1.25  # factor of a margin level, by which the planned budget is smaller
-LEVEL_MOST: Final = 12  # most levels after failures: 1.25 ** 12 = 15 times the prediction
+NEW_RATIO_WEIGHT: Final = 0.3  # weight of the newest ratio in the average of measured over predicted peaks
+MIN_RATIO, MAX_RATIO = 0.8, 2.0  # limits of that average: one odd task changes little
+MAX_MATCHING_RATIO: Final = 1.05  # up to this ratio a peak counts as predicted, and the full budget is planned with
+STEP_FACTOR: Final = 1.25  # factor by which each step reduces the planned budget
+MAX_FAILURES: Final = 12  # limit of counted failures: 1.25 ** 12 = 15 times the prediction
 
 
 @dataclass(frozen=True)
@@ -37,27 +37,27 @@ class MemoryMargin:
     micro-batches decides the last bits of a result and must not follow each measurement.
     """
 
-    ratio: float = 1.0  # true over predicted peak, averaged
-    level: int = 0  # tasks that ran out of memory: one step down for each, until the agent restarts
+    ratio: float = 1.0  # average of measured over predicted peaks
+    failures: int = 0  # tasks that ran out of memory since the agent started: one step down for each
 
     def with_peak(self, peak_bytes: int, planned_bytes: int) -> MemoryMargin:
         if planned_bytes <= 0:
             return self
-        found = min(max(peak_bytes / planned_bytes, RATIO_LEAST), RATIO_MOST)
-        return replace(self, ratio=(1 - LEARNT) * self.ratio + LEARNT * found)
+        ratio = min(max(peak_bytes / planned_bytes, MIN_RATIO), MAX_RATIO)
+        return replace(self, ratio=(1 - NEW_RATIO_WEIGHT) * self.ratio + NEW_RATIO_WEIGHT * ratio)
 
     def with_failure(self) -> MemoryMargin:
-        return replace(self, level=min(self.level + 1, LEVEL_MOST))
+        return replace(self, failures=min(self.failures + 1, MAX_FAILURES))
 
     @property
     def reduction_steps(self) -> int:
         """Number of times that the planning budget is divided by `STEP`."""
-        over = math.log(self.ratio / TOLERATED, STEP)
-        return self.level + max(math.ceil(over), 0)
+        ratio_steps = math.log(self.ratio / MAX_MATCHING_RATIO, STEP_FACTOR)
+        return self.failures + max(math.ceil(ratio_steps), 0)
 
     def plan_limit_bytes(self, budget_bytes: int, base_bytes: int) -> int:
         """Return how much of a budget an engine may plan to use. `base_bytes` is its size without work."""
-        return base_bytes + int(max(budget_bytes - base_bytes, 0) / STEP**self.reduction_steps)
+        return base_bytes + int(max(budget_bytes - base_bytes, 0) / STEP_FACTOR**self.reduction_steps)
 
 
 def engine_base_bytes(engine: str, measured: Mapping[str, int]) -> int:
@@ -69,12 +69,12 @@ def minimum_task_bytes(engine: str, measured: Mapping[str, int]) -> int:
 
 
 def describe_engine_shortage(budget_bytes: int, engines: Collection[str]) -> str | None:
-    need = {name: minimum_task_bytes(name, {}) for name in engines}
-    if any(size < budget_bytes for size in need.values()):
+    sizes = {name: minimum_task_bytes(name, {}) for name in engines}
+    if any(size < budget_bytes for size in sizes.values()):
         return None
-    held = ", ".join(f"{name} {format_megabytes(size)}" for name, size in need.items()) or "none is installed"
+    size_text = ", ".join(f"{name} {format_megabytes(size)}" for name, size in sizes.items()) or "none is installed"
     return (
-        f"the budget of {format_megabytes(budget_bytes)} is less than any engine here holds by itself ({held}): "
+        f"the budget of {format_megabytes(budget_bytes)} is less than any engine here holds by itself ({size_text}): "
         "every task will be declined until the budget is raised"
     )
 
@@ -85,26 +85,27 @@ def memory_shortage(
     budget_bytes: int,
     available_bytes: int | None,
     measured: Mapping[str, int],
-    caution: MemoryMargin = MemoryMargin(),
+    margin: MemoryMargin = MemoryMargin(),
 ) -> tuple[RefusalCode, str] | None:
     """Return why the work does not fit the memory even in its smallest steps, or None if it fits.
 
     The code is "budget" if the work never fits this device, "memory" if it fits after memory is freed.
     """
-    base = minimum_task_bytes(engine, measured)
-    factor = max(STEP**caution.reduction_steps, caution.ratio)
-    share = math.ceil(work.peak_bytes * factor)
-    need = base + share
-    if need <= budget_bytes and (available_bytes is None or need <= available_bytes):
+    base_bytes = minimum_task_bytes(engine, measured)
+    factor = max(STEP_FACTOR**margin.reduction_steps, margin.ratio)
+    work_bytes = math.ceil(work.peak_bytes * factor)
+    required_bytes = base_bytes + work_bytes
+    if required_bytes <= budget_bytes and (available_bytes is None or required_bytes <= available_bytes):
         return None
-    learnt = "" if factor == 1.0 else f" ({factor:.2f} times what was predicted, as such tasks have shown here)"
-    shares = f"{format_megabytes(base)} for the {engine} engine, {format_megabytes(share)} for the work{learnt}"
-    parts = f"needs {format_megabytes(need)} ({shares})"
-    if need > budget_bytes:
-        return "budget", f"{parts}, the budget here is {format_megabytes(budget_bytes)}"
+    correction = "" if factor == 1.0 else f" ({factor:.2f} times what was predicted, as such tasks have shown here)"
+    engine_size, work_size = format_megabytes(base_bytes), format_megabytes(work_bytes)
+    breakdown = f"{engine_size} for the {engine} engine, {work_size} for the work{correction}"
+    requirement = f"needs {format_megabytes(required_bytes)} ({breakdown})"
+    if required_bytes > budget_bytes:
+        return "budget", f"{requirement}, the budget here is {format_megabytes(budget_bytes)}"
     assert available_bytes is not None
     return "memory", (
-        f"{parts}, the board has {format_megabytes(available_bytes)} left: ask for less, or free memory there "
+        f"{requirement}, the board has {format_megabytes(available_bytes)} left: ask for less, or free memory there "
         f"(the budget of {format_megabytes(budget_bytes)} would allow it)"
     )
 
@@ -113,7 +114,7 @@ def format_megabytes(size: int) -> str:
     return f"{size / 1e6:.0f} MB"
 
 
-# -- while it runs --------------------------------------------------------------------------------
+# -- during a task --------------------------------------------------------------------------------
 
 
 def count_oom_kills(proc: Path = PROC) -> int | None:
@@ -138,56 +139,56 @@ class MemoryLimit:
 
     def __init__(self, root: Path = Path("/sys/fs/cgroup"), proc: Path = PROC) -> None:
         self._root, self._proc = root, proc
-        self._task: Path | None = None
-        self._tried = False
+        self._task_group: Path | None = None
+        self._is_initialized = False
 
     def create_group(self) -> None:
         """Create the task's group on the first call, before any child process starts.
 
         The kernel refuses (EBUSY) while a child is in this process's own group.
         """
-        if not self._tried:
-            self._tried = True
-            self._task = self._create_agent_and_task_cgroups()
+        if not self._is_initialized:
+            self._is_initialized = True
+            self._task_group = self._create_agent_and_task_cgroups()
 
     def apply_limit(self, pid: int, budget_bytes: int) -> bool:
         self.create_group()
-        if self._task is None:
+        if self._task_group is None:
             return False
         try:
-            (self._task / "memory.max").write_text(str(budget_bytes))
-            (self._task / "cgroup.procs").write_text(str(pid))
+            (self._task_group / "memory.max").write_text(str(budget_bytes))
+            (self._task_group / "cgroup.procs").write_text(str(pid))
         except OSError:
             return False
         with contextlib.suppress(OSError):  # no such file if the kernel accounts no swap
-            (self._task / "memory.swap.max").write_text("0")
+            (self._task_group / "memory.swap.max").write_text("0")
         return True
 
     def count_oom_kills(self) -> int | None:
-        if self._task is None:
+        if self._task_group is None:
             return None
-        return _read_counter(self._task / "memory.events", "oom_kill")
+        return _read_counter(self._task_group / "memory.events", "oom_kill")
 
     def _create_agent_and_task_cgroups(self) -> Path | None:
         """Move this process into a group of its own. Return a new group for tasks, or None if not permitted."""
-        own = self._own_group()
-        if own is None or not sysfs.is_visible(own / "cgroup.subtree_control"):
+        own_group = self._own_group()
+        if own_group is None or not sysfs.is_visible(own_group / "cgroup.subtree_control"):
             return None
-        leaf, task, pid = own / "agent", own / "task", str(os.getpid())
+        agent_group, task_group, pid = own_group / "agent", own_group / "task", str(os.getpid())
         try:
-            leaf.mkdir(exist_ok=True)
-            (leaf / "cgroup.procs").write_text(pid)
+            agent_group.mkdir(exist_ok=True)
+            (agent_group / "cgroup.procs").write_text(pid)
         except OSError:
             return None
         try:
-            (own / "cgroup.subtree_control").write_text("+memory")
-            task.mkdir(exist_ok=True)
+            (own_group / "cgroup.subtree_control").write_text("+memory")
+            task_group.mkdir(exist_ok=True)
         except OSError:  # other processes live in this group, or the memory controller is not delegated
             with contextlib.suppress(OSError):
-                (own / "cgroup.procs").write_text(pid)
-                leaf.rmdir()
+                (own_group / "cgroup.procs").write_text(pid)
+                agent_group.rmdir()
             return None
-        return task
+        return task_group
 
     def _own_group(self) -> Path | None:
         """Return this process's control group, or None in the root group and without cgroup v2."""
@@ -199,7 +200,7 @@ class MemoryLimit:
         return None
 
 
-# -- what it took ---------------------------------------------------------------------------------
+# -- after a task ---------------------------------------------------------------------------------
 
 
 def reset_peak(pid: int, proc: Path = PROC) -> bool:

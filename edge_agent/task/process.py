@@ -25,10 +25,10 @@ from fedquilt.host.process_resources import PROC
 
 log = logging.getLogger("fedquilt.agent")
 
-LINE_MOST_BYTES: Final = 4 << 20  # of one answer; a thousand metrics of a task are some 100 kB
-INVALID_LINES_MOST: Final = 100  # lines that are no answer, of one process
+MAX_LINE_BYTES: Final = 4 << 20  # of one event: a thousand metrics of a task are some 100 kB
+MAX_INVALID_LINES: Final = 100  # limit of undecodable lines of one process
 TAIL_BYTES: Final = 4096  # of the child's last output
-FROM_OUTSIDE: Final = frozenset({signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP})
+EXTERNAL_SIGNALS: Final = frozenset({signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP})
 
 PR_SET_PDEATHSIG: Final = 1
 
@@ -48,14 +48,14 @@ class ChildProcess:
         self,
         command: Sequence[str],
         engine: str,
-        count_kills: Callable[[], int | None] = memory_budget.count_oom_kills,  # on the machine
-        count_own: Callable[[], int | None] = lambda: None,  # within the task's memory limit
+        count_machine_oom_kills: Callable[[], int | None] = memory_budget.count_oom_kills,  # on the machine
+        count_task_oom_kills: Callable[[], int | None] = lambda: None,  # within the task's memory limit
     ) -> None:
         self.engine = engine
-        self.garbled = False
+        self.is_garbled = False
         self._invalid_lines = 0
-        self._count_kills, self._oom_kills = count_kills, count_kills()
-        self._count_own, self._own_kills = count_own, count_own()
+        self._count_machine_oom_kills, self._initial_machine_kills = count_machine_oom_kills, count_machine_oom_kills()
+        self._count_task_oom_kills, self._initial_task_kills = count_task_oom_kills, count_task_oom_kills()
         self._process = subprocess.Popen(
             [*command, str(os.getpid())],
             stdin=subprocess.PIPE,
@@ -67,25 +67,25 @@ class ChildProcess:
         )
         self.pid = self._process.pid
         assert self._process.stdin is not None
-        self._orders: IO[bytes] = self._process.stdin
-        self._answers: IO[bytes] | None = self._process.stdout
+        self._input: IO[bytes] = self._process.stdin
+        self._output: IO[bytes] | None = self._process.stdout
         self._errors: IO[bytes] | None = self._process.stderr
-        for number in (self._orders.fileno(), *self.fds()):
-            os.set_blocking(number, False)
-        self._unsent, self._line, self._tail = b"", b"", b""
-        self._held: int | None = None
+        for fd in (self._input.fileno(), *self.fds()):
+            os.set_blocking(fd, False)
+        self._unsent, self._partial_line, self._output_tail = b"", b"", b""
+        self._last_resident_bytes: int | None = None
 
     @property
     def has_ended(self) -> bool:
-        return self._answers is None or self._process.poll() is not None
+        return self._output is None or self._process.poll() is not None
 
     @property
     def last_output(self) -> str:
-        lines = self._tail.decode(errors="replace").strip().splitlines()
+        lines = self._output_tail.decode(errors="replace").strip().splitlines()
         return shorten_error(lines[-1], 500) if lines else "(nothing)"
 
     def fds(self) -> list[int]:
-        return [pipe.fileno() for pipe in (self._answers, self._errors) if pipe is not None]
+        return [pipe.fileno() for pipe in (self._output, self._errors) if pipe is not None]
 
     def send_line(self, line: bytes) -> None:
         """Send a line as far as the pipe accepts it. `receive_events` sends the rest."""
@@ -95,14 +95,14 @@ class ChildProcess:
     def receive_events(self) -> list[Event]:
         """Send pending input and return the new events. Invalid lines are kept as the last output."""
         self._send_pending()
-        self._errors, said = _read_available(self._errors)
-        self._tail = (self._tail + said)[-TAIL_BYTES:]
-        self._answers, said = _read_available(self._answers)
-        *lines, self._line = (self._line + said).split(b"\n")
-        self.garbled = self.garbled or len(self._line) > LINE_MOST_BYTES
+        self._errors, output = _read_available(self._errors)
+        self._output_tail = (self._output_tail + output)[-TAIL_BYTES:]
+        self._output, output = _read_available(self._output)
+        *lines, self._partial_line = (self._partial_line + output).split(b"\n")
+        self.is_garbled = self.is_garbled or len(self._partial_line) > MAX_LINE_BYTES
         events: list[Event] = []
         for line in lines:
-            if self.garbled:  # millions of lines may follow, and the agent has other work
+            if self.is_garbled:  # millions of lines may follow and would block the agent
                 break
             try:
                 events.append(_decoder.decode(line))
@@ -111,33 +111,35 @@ class ChildProcess:
         return events
 
     def _keep_invalid_line(self, line: bytes) -> None:
-        self._tail = (self._tail + line + b"\n")[-TAIL_BYTES:]
+        self._output_tail = (self._output_tail + line + b"\n")[-TAIL_BYTES:]
         if not self._invalid_lines:
             log.warning(
                 "the task's process wrote a line that is no answer (further ones are not logged): %s", line[:200]
             )
         self._invalid_lines += 1
-        self.garbled = self._invalid_lines > INVALID_LINES_MOST
+        self.is_garbled = self._invalid_lines > MAX_INVALID_LINES
 
     def measure_resident_bytes(self) -> int | None:
-        held = memory_budget.resident_bytes(self.pid)
-        self._held = held or self._held
-        return held
+        resident_bytes = memory_budget.resident_bytes(self.pid)
+        self._last_resident_bytes = resident_bytes or self._last_resident_bytes
+        return resident_bytes
 
     def explain_end(self) -> WorkResult:
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(timeout=1.0)
         status = self._process.poll()
-        held = (
-            "" if self._held is None else f", which held {memory_budget.format_megabytes(self._held)} when last seen,"
+        size_text = (
+            ""
+            if self._last_resident_bytes is None
+            else f", which held {memory_budget.format_megabytes(self._last_resident_bytes)} when last seen,"
         )
         if status is None:
             return WorkResult(
                 code="failed", reason=f"the task's process stopped answering; it said: {self.last_output}"
             )
-        if status != -signal.SIGKILL and failures.is_out_of_memory_text(self._tail.decode(errors="replace")):
+        if status != -signal.SIGKILL and failures.is_out_of_memory_text(self._output_tail.decode(errors="replace")):
             return self._out_of_memory_outcome(
-                f"the task's process{held} ran out of memory and ended; it said: {self.last_output}"
+                f"the task's process{size_text} ran out of memory and ended; it said: {self.last_output}"
             )
         if status >= 0:
             return WorkResult(
@@ -145,28 +147,32 @@ class ChildProcess:
             )
         if status != -signal.SIGKILL:
             name = signal.Signals(-status).name
-            reason = f"the task's process{held} died of {name}; it said: {self.last_output}"
-            return WorkResult(code="failed", reason=reason, killed=-status in FROM_OUTSIDE)
-        return self._explain_sigkill(held)
+            reason = f"the task's process{size_text} died of {name}; it said: {self.last_output}"
+            return WorkResult(code="failed", reason=reason, killed_externally=-status in EXTERNAL_SIGNALS)
+        return self._explain_sigkill(size_text)
 
-    def _explain_sigkill(self, held: str) -> WorkResult:
+    def _explain_sigkill(self, size_text: str) -> WorkResult:
         # Only a kill within the task's own memory limit proves that the task was too large.
-        if (self._count_own() or 0) > (self._own_kills or 0):
-            return self._out_of_memory_outcome(f"the kernel killed the task's process{held} at its budget")
-        kills = self._count_kills()
-        if kills is None or self._oom_kills is None:  # JetPack 4 (Linux 4.9) does not count
-            how = f"the task's process{held} was killed, most likely by the kernel for want of memory"
-        elif kills > self._oom_kills:
-            how = f"the kernel ran out of memory and killed the task's process{held} most likely"
+        if (self._count_task_oom_kills() or 0) > (self._initial_task_kills or 0):
+            return self._out_of_memory_outcome(f"the kernel killed the task's process{size_text} at its budget")
+        kills = self._count_machine_oom_kills()
+        if kills is None or self._initial_machine_kills is None:  # JetPack 4 (Linux 4.9) does not count
+            cause = f"the task's process{size_text} was killed, most likely by the kernel for want of memory"
+        elif kills > self._initial_machine_kills:
+            cause = f"the kernel ran out of memory and killed the task's process{size_text} most likely"
         else:
             return WorkResult(
-                code="failed", reason=f"the task's process{held} was killed by somebody (SIGKILL)", killed=True
+                code="failed",
+                reason=f"the task's process{size_text} was killed by somebody (SIGKILL)",
+                killed_externally=True,
             )
-        return msgspec.structs.replace(self._out_of_memory_outcome(how), killed=True)
+        return msgspec.structs.replace(self._out_of_memory_outcome(cause), killed_externally=True)
 
-    def _out_of_memory_outcome(self, how: str) -> WorkResult:
-        reason = f"{how}: ask for less, or lower budget to what the board can give"
-        return WorkResult(code="memory", reason=shorten_error(reason), peak_bytes=self._held, overrun=True)
+    def _out_of_memory_outcome(self, cause: str) -> WorkResult:
+        reason = f"{cause}: ask for less, or lower budget to what the board can give"
+        return WorkResult(
+            code="memory", reason=shorten_error(reason), peak_bytes=self._last_resident_bytes, ran_out_of_memory=True
+        )
 
     def has_other_processes(self) -> bool:
         return any(pid != self.pid for pid in _processes_in_group(self.pid))
@@ -176,7 +182,7 @@ class ChildProcess:
             os.killpg(self.pid, signal.SIGKILL)
         self._process.kill()
         self._process.wait()
-        for pipe in (self._orders, self._answers, self._errors):
+        for pipe in (self._input, self._output, self._errors):
             if pipe is not None:
                 with contextlib.suppress(OSError):
                     pipe.close()
@@ -184,8 +190,8 @@ class ChildProcess:
     def _send_pending(self) -> None:
         while self._unsent:
             try:
-                written = self._orders.write(self._unsent[:65536])
-            except BrokenPipeError:  # it is dead, which its obituary will explain
+                written = self._input.write(self._unsent[:65536])
+            except BrokenPipeError:  # `explain_end` reports why the process has ended
                 self._unsent = b""
                 return
             if written is None:  # the pipe is full
@@ -194,9 +200,9 @@ class ChildProcess:
 
 
 def _read_available(pipe: IO[bytes] | None) -> tuple[IO[bytes] | None, bytes]:
-    """Read without blocking, up to about LINE_MOST_BYTES. Return the pipe, or None at its end, and the bytes."""
+    """Read without blocking, up to about MAX_LINE_BYTES. Return the pipe, or None at its end, and the bytes."""
     parts: list[bytes] = []
-    while pipe is not None and sum(map(len, parts)) <= LINE_MOST_BYTES:
+    while pipe is not None and sum(map(len, parts)) <= MAX_LINE_BYTES:
         part = pipe.read(65536)
         if part is None:
             break
@@ -216,27 +222,28 @@ def _processes_in_group(leader: int) -> Iterator[int]:
                     yield int(name)
 
 
-def serve_requests(kind: type[R], answer: Callable[[R, Callable[[Event], None]], WorkResult]) -> None:
+def serve_requests(request_type: type[R], handle_request: Callable[[R, Callable[[Event], None]], WorkResult]) -> None:
     """Answer the requests on standard input, one after another, until the input or the parent process ends.
 
-    The parent's id is the last argument of this process. `answer` gets a request and a function that sends an event.
+    The parent's id is the last argument of this process. `handle_request` gets a request and a function that sends an
+    event.
     """
     exit_with_parent(int(sys.argv[-1]))
     with contextlib.suppress(OSError):  # short of memory, the kernel should take this process and not another
         Path("/proc/self/oom_score_adj").write_text("500")
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C in a terminal is for the daemon
-    answers = os.fdopen(os.dup(1), "wb")
+    output = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
 
     def send_event(event: Event) -> None:
-        answers.write(msgspec.json.encode(event) + b"\n")
-        answers.flush()
+        output.write(msgspec.json.encode(event) + b"\n")
+        output.flush()
 
     with contextlib.suppress(BrokenPipeError):  # the daemon is gone
         for line in sys.stdin.buffer:
-            order = msgspec.json.decode(line, type=kind)
-            plugins.restrict_plugins(order.plugins)
-            send_event(answer(order, send_event))
+            request = msgspec.json.decode(line, type=request_type)
+            plugins.restrict_plugins(request.allowed_plugins)
+            send_event(handle_request(request, send_event))
 
 
 def exit_with_parent(parent: int) -> None:

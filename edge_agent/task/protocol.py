@@ -23,18 +23,20 @@ class WorkRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     budget_bytes: int
     data: dict[str, Any]  # fedquilt.data.spec.DataSpec
     bundles: dict[str, str]  # bundle name -> file
-    private: str | None  # file of the job's private state; None: none yet, or none that can be used
-    cache: str  # folder of the job, made if missing: earlier tasks left files there for later ones
-    out: str  # folder: bundles go into files named by their sha256, private state into private.safetensors
+    private_state: str | None  # file of the job's private state; None: none yet, or none that can be used
+    cache_folder: str  # folder of the job, made if missing: earlier tasks left files there for later ones
+    output_folder: str  # folder: bundles go into files named by their sha256, private state into private.safetensors
     private_sha256: str = ""  # of that file; "": not known
-    lost: str = ""  # why the private state of earlier rounds is unusable
-    forgotten: str = ""  # why the device cannot know whether private state existed
+    lost_reason: str = ""  # why the private state of earlier rounds is unusable
+    unknown_reason: str = ""  # why the device cannot know whether private state existed
     plan_bytes: int | None = None  # part of the budget that the engine may plan with, or None for all of it
-    prefix: str = ""  # prefix of these files' names, if devices share the folder
-    whole_bytes: int = 0  # largest bundle that comes with the outcome instead of in a file
-    checked: bool = False  # compare bundles with the task's hashes as they are read; else the daemon has
-    plugins: tuple[str, ...] | None = None  # packages that this board allows: `fedquilt.plugins.restrict_plugins`
-    tensorrt_bytes: int = 0  # of TensorRT's engines in `cache`; 0: it is not used
+    file_prefix: str = ""  # prefix of these files' names, if devices share the folder
+    max_inline_bytes: int = 0  # largest bundle that comes with the outcome instead of in a file
+    verify_bundles: bool = False  # compare bundles with the task's hashes as they are read; else the daemon has
+    allowed_plugins: tuple[str, ...] | None = (
+        None  # packages that this board allows: `fedquilt.plugins.restrict_plugins`
+    )
+    max_tensorrt_bytes: int = 0  # of TensorRT's engines in `cache`; 0: it is not used
 
     @property
     def engine(self) -> str:
@@ -71,18 +73,18 @@ class WorkResult(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="o
     base_bytes: int | None = None
     planned_bytes: int | None = None  # peak that its engine predicted, beside `base_bytes`
     runs_on: str = ""  # of an engine that may use a GPU: what it used last
-    overrun: bool = False  # memory ran out at work
-    below: Usage | None = None  # of a site: as in its update
-    killed: bool = False  # from outside, not for its own fault: the same order may succeed next time
+    ran_out_of_memory: bool = False  # memory ran out at work
+    site_usage: Usage | None = None  # of a site: as in its update
+    killed_externally: bool = False  # from outside, not for its own fault: the same order may succeed next time
 
 
 Event = DataLoaded | ProgressReport | WorkResult
 
 
-TIMED: Final = 0.5  # progress at which the timed answers begin
-TENSORRT: Final = "model.engine"  # file in `CheckRequest.out`
-TENSORRT_S: Final = 1200.0  # most for the building of a TensorRT engine
-DONE: Final = 0.75  # progress at which the timed answers have ended; `WorkResult.examples` is their number
+TIMING_STARTED: Final = 0.5  # progress at which the timed answers begin
+TENSORRT_FILE: Final = "model.engine"  # file in `CheckRequest.out`
+MAX_TENSORRT_BUILD_S: Final = 1200.0  # most for the building of a TensorRT engine
+TIMING_ENDED: Final = 0.75  # progress at which the timed answers have ended; `WorkResult.examples` is their number
 
 
 class SplitModelFiles(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -90,21 +92,23 @@ class SplitModelFiles(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     shared: str  # file that the coordinator sent
     device: str
-    private: str | None = None  # file of the private state of the run; None: none, or none of use
+    private_state: str | None = None  # file of the private state of the run; None: none, or none of use
     private_sha256: str = ""  # of the file `private`
-    lost: str = ""  # reason why the private state that rounds have left is of no use
+    lost_reason: str = ""  # reason why the private state that rounds have left is of no use
 
 
 class CheckRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     model: str  # file; one that is made of parts is in `out`
-    out: str  # folder for what the check makes: the model of parts, and a TensorRT engine
-    before: str | None  # file of the model in use; None: there is none
+    output_folder: str  # folder for what the check makes: the model of parts, and a TensorRT engine
+    current_model: str | None  # file of the model in use; None: there is none
     budget_bytes: int
     data: dict[str, Any]  # fedquilt.data.spec.DataSpec; {}: this device has none
-    plugins: tuple[str, ...] | None = None  # packages that this board allows: `fedquilt.plugins.restrict_plugins`
-    timed_s: float = 1.0  # seconds of answers one after the other, of which the median is the latency
+    allowed_plugins: tuple[str, ...] | None = (
+        None  # packages that this board allows: `fedquilt.plugins.restrict_plugins`
+    )
+    timing_s: float = 1.0  # seconds of answers one after the other, of which the median is the latency
     trtexec: str | None = None  # program that builds a TensorRT engine; None: there is none
-    parted: SplitModelFiles | None = None  # files to make the model of first; None: the model was sent whole
+    split_model: SplitModelFiles | None = None  # files to make the model of first; None: the model was sent whole
     engine: str = "onnx"
     input_shape: tuple[int, ...] | None = None  # of one example; None: as the graph declares it
 
@@ -112,7 +116,7 @@ class CheckRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 ProcessRequest = WorkRequest | CheckRequest
 
 
-PRIVATE: Final = "private.safetensors"  # the private state that a round leaves
+PRIVATE_FILE: Final = "private.safetensors"  # the private state that a round leaves
 SMALL_BYTES: Final = 1 << 20  # bytes of tensors encoded as a whole before they are written
 
 

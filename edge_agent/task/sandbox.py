@@ -29,21 +29,21 @@ OUT, CACHE, TEMPORARY, LIBRARIES = "out", "cache", "tmp", "libraries"  # private
 CHECK = "check"  # folder in the agent's home with the private folders of a check's process
 CREATE_RULESET, ADD_RULE, RESTRICT_SELF = 444, 445, 446  # of Landlock; the same on all architectures
 VERSION_FLAG, PATH_BENEATH = 1, 1
-LEAST_LANDLOCK: Final = 2  # the first that lets files be renamed from one permitted folder to another
-TRUNCATE_LANDLOCK: Final = 3
+MIN_LANDLOCK_VERSION: Final = 2  # the first that lets files be renamed from one permitted folder to another
+TRUNCATE_LANDLOCK_VERSION: Final = 3
 WRITES: Final = 1 << 1 | sum(1 << bit for bit in range(4, 14))  # writing, and making, removing and moving of any kind
 TRUNCATES: Final = 1 << 14
 
 EPERM, UNIX, NETLINK = 1, 1, 16
 LOAD, EQUAL, GREATER_OR_EQUAL, RETURN = 0x20, 0x15, 0x35, 0x06  # of classic BPF, on 32-bit words
 ALLOW, REFUSE = 0x7FFF0000, 0x00050000 | EPERM
-NUMBER_AT, ARCHITECTURE_AT, ARGUMENT_AT = 0, 4, 16  # in struct seccomp_data; little-endian
+NUMBER_OFFSET, ARCHITECTURE_OFFSET, ARGUMENT_OFFSET = 0, 4, 16  # in struct seccomp_data; little-endian
 
 
 class SystemCalls(NamedTuple):
     architecture: int
     socket: int
-    refused: Sequence[int]  # ptrace, process_vm_readv/writev, io_uring_setup, pidfd_getfd, setsid, setpgid
+    denied: Sequence[int]  # ptrace, process_vm_readv/writev, io_uring_setup, pidfd_getfd, setsid, setpgid
 
 
 CALLS: Final = {
@@ -83,14 +83,16 @@ def apply_restrictions(writable: Iterable[Path]) -> tuple[str, ...]:
     if _prctl(PR_SET_NO_NEW_PRIVS, 1):
         return ()
     return tuple(
-        name for name, done in (("files", _restrict_files(writable)), ("network", _restrict_network())) if done
+        name
+        for name, is_applied in (("files", _restrict_files(writable)), ("network", _restrict_network()))
+        if is_applied
     )
 
 
 def available_restrictions() -> tuple[str, ...]:
-    files = _landlock_version() >= LEAST_LANDLOCK
+    files = _landlock_version() >= MIN_LANDLOCK_VERSION
     network = platform.machine() in CALLS and os.path.exists("/proc/sys/kernel/seccomp/actions_avail")
-    return tuple(name for name, there in (("files", files), ("network", network)) if there)
+    return tuple(name for name, is_available in (("files", files), ("network", network)) if is_available)
 
 
 def writable_folders(private: Path) -> list[Path]:
@@ -103,26 +105,26 @@ def writable_folders(private: Path) -> list[Path]:
 
 def _restrict_files(writable: Iterable[Path]) -> bool:
     version = _landlock_version()
-    if version < LEAST_LANDLOCK:
+    if version < MIN_LANDLOCK_VERSION:
         return False
-    handled = WRITES | (TRUNCATES if version >= TRUNCATE_LANDLOCK else 0)
-    rules = _system_call(CREATE_RULESET, struct.pack("=Q", handled), 8, 0)
-    if rules < 0:
+    handled_access = WRITES | (TRUNCATES if version >= TRUNCATE_LANDLOCK_VERSION else 0)
+    ruleset_fd = _system_call(CREATE_RULESET, struct.pack("=Q", handled_access), 8, 0)
+    if ruleset_fd < 0:
         return False
     try:
         for folder in writable:
             try:
-                place = os.open(folder, os.O_PATH | os.O_CLOEXEC)
+                folder_fd = os.open(folder, os.O_PATH | os.O_CLOEXEC)
             except OSError:
                 continue
             try:
-                if _system_call(ADD_RULE, rules, PATH_BENEATH, struct.pack("=Qi", handled, place), 0):
+                if _system_call(ADD_RULE, ruleset_fd, PATH_BENEATH, struct.pack("=Qi", handled_access, folder_fd), 0):
                     return False
             finally:
-                os.close(place)
-        return _system_call(RESTRICT_SELF, rules, 0) == 0
+                os.close(folder_fd)
+        return _system_call(RESTRICT_SELF, ruleset_fd, 0) == 0
     finally:
-        os.close(rules)
+        os.close(ruleset_fd)
 
 
 def _restrict_network() -> bool:
@@ -130,35 +132,35 @@ def _restrict_network() -> bool:
     if calls is None or sys.byteorder != "little":
         return False
     program = _build_seccomp_program(calls)
-    code = ctypes.create_string_buffer(b"".join(program))
-    whole = struct.pack("@HP", len(program), ctypes.addressof(code))
-    return _prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, ctypes.create_string_buffer(whole)) == 0
+    instructions = ctypes.create_string_buffer(b"".join(program))
+    filter_struct = struct.pack("@HP", len(program), ctypes.addressof(instructions))
+    return _prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, ctypes.create_string_buffer(filter_struct)) == 0
 
 
 def _build_seccomp_program(calls: SystemCalls) -> list[bytes]:
     """Return a program that denies sockets except Unix and Netlink, and calls that reach other processes."""
     tests = [
-        (LOAD, ARCHITECTURE_AT, None),
+        (LOAD, ARCHITECTURE_OFFSET, None),
         (EQUAL, calls.architecture, "next or refuse"),
-        (LOAD, NUMBER_AT, None),
+        (LOAD, NUMBER_OFFSET, None),
         (GREATER_OR_EQUAL, 0x40000000, "refuse"),  # the x32 numbers of x86-64
-        *((EQUAL, number, "refuse") for number in calls.refused),
+        *((EQUAL, number, "refuse") for number in calls.denied),
         (EQUAL, calls.socket, "next or allow"),
-        (LOAD, ARGUMENT_AT, None),
+        (LOAD, ARGUMENT_OFFSET, None),
         (EQUAL, UNIX, "allow"),
         (EQUAL, NETLINK, "allow"),
     ]
     refuse, allow = len(tests), len(tests) + 1
     program = []
-    for at, (code, number, then) in enumerate(tests):
-        to_refuse, to_allow = refuse - at - 1, allow - at - 1
+    for index, (code, number, jump) in enumerate(tests):
+        to_refuse, to_allow = refuse - index - 1, allow - index - 1
         jumps = {
             None: (0, 0),
             "refuse": (to_refuse, 0),
             "allow": (to_allow, 0),
             "next or refuse": (0, to_refuse),
             "next or allow": (0, to_allow),
-        }[then]
+        }[jump]
         program.append(struct.pack("=HBBI", code, *jumps, number))
     return [*program, struct.pack("=HBBI", RETURN, 0, 0, REFUSE), struct.pack("=HBBI", RETURN, 0, 0, ALLOW)]
 
@@ -169,8 +171,8 @@ def _landlock_version() -> int:
 
 
 def _system_call(number: int, *arguments: int | bytes | None) -> int:
-    passed = [ctypes.c_long(each) if isinstance(each, int) else each for each in arguments]
-    return int(ctypes.CDLL(None).syscall(ctypes.c_long(number), *passed))
+    c_arguments = [ctypes.c_long(argument) if isinstance(argument, int) else argument for argument in arguments]
+    return int(ctypes.CDLL(None).syscall(ctypes.c_long(number), *c_arguments))
 
 
 def _prctl(option: int, argument: int, pointer: object = 0) -> int:

@@ -30,9 +30,9 @@ if TYPE_CHECKING:
 
     Shares = tuple[Examples, Examples]  # for training, and held out
 
-WATCH_S: Final = 0.2  # interval between checks of the child's resident size
-TELL_S: Final = 1.0  # on virtual time, progress is reported after this,
-TELL_SHARE: Final = 0.02  # or after this share of the work if that is longer
+CHECK_S: Final = 0.2  # interval between checks of the child's resident size
+PROGRESS_S: Final = 1.0  # interval of progress reports on virtual time,
+PROGRESS_FRACTION: Final = 0.02  # or this share of the task's duration if longer
 COMMAND: Final = (sys.executable, "-m", "fedquilt.edge_agent.task.main")
 
 
@@ -42,7 +42,7 @@ class TaskWorker(Protocol):
         """Memory of the worker's process, available to the next task, or 0 without a process."""
         ...
 
-    def start(self, order: WorkRequest, now_s: float) -> None:
+    def start(self, request: WorkRequest, now_s: float) -> None:
         """Start a task. `poll_events` returns its outcome, even if the start failed."""
         ...
 
@@ -74,46 +74,51 @@ class VirtualWorker:
 
     def __init__(self, board: Device) -> None:
         self._board = board
-        self.order: WorkRequest | None = None  # begun, its outcome not known yet
+        self.pending_request: WorkRequest | None = None  # started, without an outcome yet
         self._outcome: WorkResult | None = None
-        self._loaded = False  # whether that event has been returned
+        self._reported_loaded = False  # whether `DataLoaded` was returned
         self._work = WorkEstimate()
-        self._done, self._at_s, self._whole_s = 0.0, 0.0, 0.0  # share done, by when, and duration of the whole
-        self._tell_s = 0.0  # time of the next progress event
+        self._fraction_done = self._updated_s = 0.0  # fraction at the time `_updated_s`
+        self._total_s = 0.0  # duration of the whole task
+        self._next_report_s = 0.0  # time of the next progress event
 
-    def start(self, order: WorkRequest, now_s: float) -> None:
-        self.order = order
+    def start(self, request: WorkRequest, now_s: float) -> None:
+        self.pending_request = request
 
     def set_outcome(self, outcome: WorkResult, now_s: float) -> None:
-        assert self.order is not None, "no order waits for an outcome"
-        self._work, self._outcome, self.order = self.order.task.work.total_for_examples(outcome.examples), outcome, None
-        self._loaded, self._done, self._at_s, self._tell_s = False, 0.0, now_s, now_s
-        self._whole_s = self._board.task_cost(self._work, Cost(duration_s=0.0)).duration_s
+        assert self.pending_request is not None, "no request is pending"
+        self._work, self._outcome, self.pending_request = (
+            self.pending_request.task.work.total_for_examples(outcome.examples),
+            outcome,
+            None,
+        )
+        self._reported_loaded, self._fraction_done, self._updated_s, self._next_report_s = False, 0.0, now_s, now_s
+        self._total_s = self._board.task_cost(self._work, Cost(duration_s=0.0)).duration_s
 
     def poll_events(self, now_s: float) -> list[Event]:
         if self._outcome is None:
             return []
-        if self._outcome.code == "ok" and not self._loaded:
-            self._loaded, self._tell_s = True, now_s + self._report_interval_s()
+        if self._outcome.code == "ok" and not self._reported_loaded:
+            self._reported_loaded, self._next_report_s = True, now_s + self._report_interval_s()
             return [DataLoaded(self._outcome.examples)]
         if now_s >= self._end_s():
             outcome, self._outcome = self._outcome, None
             return [outcome]
-        if self._outcome.code != "ok" or now_s < self._tell_s:
+        if self._outcome.code != "ok" or now_s < self._next_report_s:
             return []
-        self._tell_s = now_s + self._report_interval_s()
+        self._next_report_s = now_s + self._report_interval_s()
         return [ProgressReport(self._share_done(now_s))]
 
     def next_poll_s(self, now_s: float) -> float:
         if self._outcome is None:
             return math.inf
         whole_s = self._board.task_cost(self._work, Cost(duration_s=0.0)).duration_s
-        if whole_s != self._whole_s:  # the board is held at another point now
-            self._done, self._at_s, self._whole_s = self._share_done(now_s), now_s, whole_s
-        return min(self._end_s(), self._tell_s) if self._outcome.code == "ok" else self._end_s()
+        if whole_s != self._total_s:  # the board is held at another point now
+            self._fraction_done, self._updated_s, self._total_s = self._share_done(now_s), now_s, whole_s
+        return min(self._end_s(), self._next_report_s) if self._outcome.code == "ok" else self._end_s()
 
     def kill(self) -> None:
-        self.order = self._outcome = None
+        self.pending_request = self._outcome = None
 
     def fds(self) -> Sequence[int]:
         return ()
@@ -122,13 +127,13 @@ class VirtualWorker:
         self.kill()
 
     def _share_done(self, now_s: float) -> float:
-        return 1.0 if self._whole_s <= 0 else min(self._done + (now_s - self._at_s) / self._whole_s, 1.0)
+        return 1.0 if self._total_s <= 0 else min(self._fraction_done + (now_s - self._updated_s) / self._total_s, 1.0)
 
     def _end_s(self) -> float:
-        return self._at_s + (1 - self._done) * self._whole_s
+        return self._updated_s + (1 - self._fraction_done) * self._total_s
 
     def _report_interval_s(self) -> float:
-        return max(TELL_S, TELL_SHARE * self._whole_s)
+        return max(PROGRESS_S, PROGRESS_FRACTION * self._total_s)
 
 
 class InlineWorker(VirtualWorker):
@@ -137,14 +142,14 @@ class InlineWorker(VirtualWorker):
     def __init__(self, board: Device, load: Callable[[DataSpec], Shares] | None = None) -> None:
         super().__init__(board)
         self._load = load
-        self._bench: Any = None  # fedquilt.edge_agent.task.main.TaskExecutor, made with the first order
+        self._executor: Any = None  # fedquilt.edge_agent.task.main.TaskExecutor, created with the first request
 
-    def start(self, order: WorkRequest, now_s: float) -> None:
+    def start(self, request: WorkRequest, now_s: float) -> None:
         from fedquilt.edge_agent.task import main
 
-        super().start(order, now_s)
-        self._bench = self._bench or main.TaskExecutor(self._load)
-        self.set_outcome(main.run_task(order, self._bench), now_s)
+        super().start(request, now_s)
+        self._executor = self._executor or main.TaskExecutor(self._load)
+        self.set_outcome(main.run_task(request, self._executor), now_s)
 
 
 class ChildWorker:
@@ -152,36 +157,38 @@ class ChildWorker:
 
     def __init__(
         self,
-        warm_s: float,
+        keep_s: float,
         command: Sequence[str] = COMMAND,
-        cage: memory_budget.MemoryLimit | None = None,
-        private: Path | None = None,
+        memory_limit: memory_budget.MemoryLimit | None = None,
+        private_folder: Path | None = None,
     ) -> None:
-        self._warm_s, self._command, self._private = warm_s, command, private
-        self._cage = cage or memory_budget.MemoryLimit()
+        self._keep_s, self._command, self._private_folder = keep_s, command, private_folder
+        self._memory_limit = memory_limit or memory_budget.MemoryLimit()
         self._child: ChildProcess | None = None
-        self._order: ProcessRequest | None = None
-        self._idle_s = math.inf  # time since which it has been idle
-        self._failed: WorkResult | None = None  # of an order that could not even begin
+        self._request: ProcessRequest | None = None
+        self._idle_since_s = math.inf  # start of the idle time
+        self._start_failure: WorkResult | None = None  # of a request that could not be sent
 
     @property
     def resident_bytes(self) -> int:
         return (memory_budget.resident_bytes(self._child.pid) or 0) if self._child else 0
 
-    def start(self, order: ProcessRequest, now_s: float) -> None:
-        if self._child is not None and self._child.engine != order.engine:
+    def start(self, request: ProcessRequest, now_s: float) -> None:
+        if self._child is not None and self._child.engine != request.engine:
             self._end_child()
         try:
             if self._child is None:
-                self._cage.create_group()
-                self._empty_temporary()  # of a child that an agent which was killed has left
-                self._child = ChildProcess(self._command, order.engine, count_own=self._cage.count_oom_kills)
-                self._cage.apply_limit(self._child.pid, order.budget_bytes)
-            self._child.send_line(msgspec.json.encode(order) + b"\n")
+                self._memory_limit.create_group()
+                self._empty_temporary()  # left by the child of a killed agent
+                self._child = ChildProcess(
+                    self._command, request.engine, count_task_oom_kills=self._memory_limit.count_oom_kills
+                )
+                self._memory_limit.apply_limit(self._child.pid, request.budget_bytes)
+            self._child.send_line(msgspec.json.encode(request) + b"\n")
         except OSError as error:
             self._end_child()
-            self._failed = WorkResult(code="failed", reason=f"the task's process cannot be started: {error}")
-        self._order, self._idle_s = order, math.inf
+            self._start_failure = WorkResult(code="failed", reason=f"the task's process cannot be started: {error}")
+        self._request, self._idle_since_s = request, math.inf
 
     def poll_events(self, now_s: float) -> list[Event]:
         """Return the child's events.
@@ -189,42 +196,45 @@ class ChildWorker:
         End the child if it exceeds its memory budget, ends by itself, breaks the protocol, cannot serve another
         task or is idle too long.
         """
-        if self._failed is not None:
-            failed, self._failed, self._order = self._failed, None, None
-            return [failed]
+        if self._start_failure is not None:
+            start_failure, self._start_failure, self._request = self._start_failure, None, None
+            return [start_failure]
         if self._child is None:
             return []
         events: list[Event] = []
-        spoilt = False
+        is_unusable = False
         for event in self._child.receive_events():
-            if self._order is None:
-                continue  # it has answered already
+            if self._request is None:
+                continue  # the result has arrived already
             if isinstance(event, WorkResult):
-                event = _require_small_result(event, self._order.budget_bytes)
+                event = _require_small_result(event, self._request.budget_bytes)
             events.append(event)
             if isinstance(event, WorkResult):
-                self._order, self._idle_s = None, now_s
-                broken_gpu = event.code == "failed" and failures.is_gpu_failure_text(event.reason)
-                spoilt = broken_gpu or self._child.has_other_processes()  # for every later order too
-        if self._order is not None and (ended := self._detect_process_failure(self._child, self._order)) is not None:
+                self._request, self._idle_since_s = None, now_s
+                has_gpu_failed = event.code == "failed" and failures.is_gpu_failure_text(event.reason)
+                is_unusable = has_gpu_failed or self._child.has_other_processes()  # affects all later requests
+        if (
+            self._request is not None
+            and (failure := self._detect_process_failure(self._child, self._request)) is not None
+        ):
             self._end_child()
-            self._order = None
-            events.append(ended)
-        elif self._order is None and (
-            spoilt or self._child.garbled or self._child.has_ended or now_s >= self._idle_s + self._warm_s
+            self._request = None
+            events.append(failure)
+        elif self._request is None and (
+            is_unusable or self._child.is_garbled or self._child.has_ended or now_s >= self._idle_since_s + self._keep_s
         ):
             self._end_child()
         return events
 
     def next_poll_s(self, now_s: float) -> float:
-        if self._failed is not None:
+        if self._start_failure is not None:
             return now_s
         if self._child is None:
             return math.inf
-        return now_s + WATCH_S if self._order else self._idle_s + self._warm_s
+        return now_s + CHECK_S if self._request else self._idle_since_s + self._keep_s
 
     def kill(self) -> None:
-        self._order = self._failed = None
+        self._request = self._start_failure = None
         self._end_child()
 
     def fds(self) -> Sequence[int]:
@@ -233,24 +243,24 @@ class ChildWorker:
     def close(self) -> None:
         self.kill()
 
-    def _detect_process_failure(self, child: ChildProcess, order: ProcessRequest) -> WorkResult | None:
+    def _detect_process_failure(self, child: ChildProcess, request: ProcessRequest) -> WorkResult | None:
         # A process above its budget has ended too: the caller kills the process.
-        held = child.measure_resident_bytes()
-        if child.garbled:
+        resident_bytes = child.measure_resident_bytes()
+        if child.is_garbled:
             return WorkResult(
                 code="failed", reason=f"the task's process answers no protocol; it said: {child.last_output}"
             )
         if child.has_ended:
             return child.explain_end()
-        if held is not None and held > order.budget_bytes:
-            size = memory_budget.format_megabytes(held)
-            limit = memory_budget.format_megabytes(order.budget_bytes)
+        if resident_bytes is not None and resident_bytes > request.budget_bytes:
+            size = memory_budget.format_megabytes(resident_bytes)
+            limit = memory_budget.format_megabytes(request.budget_bytes)
             return WorkResult(
                 code="memory",
                 reason=f"the task held {size}, the budget is {limit}, so its process was killed: "
                 "ask for less (a smaller model, batch or tier), or raise budget",
-                peak_bytes=held,
-                overrun=True,
+                peak_bytes=resident_bytes,
+                ran_out_of_memory=True,
             )
         return None
 
@@ -262,17 +272,17 @@ class ChildWorker:
                 self._empty_temporary()
 
     def _empty_temporary(self) -> None:
-        if self._private is not None:
-            REAL.clear_folder(self._private / sandbox.TEMPORARY)
+        if self._private_folder is not None:
+            REAL.clear_folder(self._private_folder / sandbox.TEMPORARY)
 
 
 def _require_small_result(outcome: WorkResult, budget_bytes: int) -> WorkResult:
     files = [*outcome.bundles.values(), *([] if outcome.private is None else [outcome.private])]
-    if (size := sum(each.size for each in files)) <= budget_bytes:
+    if (size := sum(ref.size for ref in files)) <= budget_bytes:
         return outcome
-    most = memory_budget.format_megabytes(budget_bytes)
+    limit = memory_budget.format_megabytes(budget_bytes)
     reason = (
-        f"the task's result has {memory_budget.format_megabytes(size)}, more than its memory budget of {most}: send a "
+        f"the task's result has {memory_budget.format_megabytes(size)}, more than its memory budget of {limit}: send a "
         "smaller one"
     )
     return WorkResult(code="failed", reason=reason)

@@ -37,7 +37,9 @@ log = logging.getLogger("fedquilt.agent")
 COMMAND: Final = (sys.executable, "-m", "fedquilt.edge_agent.upgrade.environment_build")
 CHECK_S: Final = 1800.0  # for unpacking, compiling and the new version's own check, on a slow card
 CHECK_BYTES: Final = 300 << 20  # memory of that: an agent, and the process of one small task
-NEWEST: Final = "newest"  # file in the folder of versions: the greatest number of a signed one that was kept
+HIGHEST_NUMBER_FILE: Final = (
+    "newest"  # file in the folder of versions: the greatest number of a signed one that was kept
+)
 NO_LAUNCHER: Final = (
     "this agent was not started by its launcher, which returns from a version that does not start: flash the board "
     "once more, or start `python -m fedquilt.edge_agent.upgrade.launcher FOLDER agent agent.toml` again and again"
@@ -50,14 +52,14 @@ class LaunchInfo(msgspec.Struct, frozen=True):
     folder: str
     flashed: str
     running: str  # version of this process; "": the flashed one
-    words: tuple[str, ...]
+    arguments: tuple[str, ...]
     packages: tuple[str, ...] = ()
-    unable: str = ""  # why it is not the version that was chosen
+    fallback_reason: str = ""  # why it is not the version that was chosen
 
 
 def read_launch_info(environ: Mapping[str, str] = os.environ) -> LaunchInfo | None:
     try:
-        return msgspec.json.decode(environ[launcher.LAUNCHED], type=LaunchInfo)
+        return msgspec.json.decode(environ[launcher.LAUNCH_INFO_VARIABLE], type=LaunchInfo)
     except (KeyError, *UNDECODABLE):
         return None
 
@@ -69,27 +71,27 @@ def _cancel_alarm() -> None:
 class AgentKind(ReleaseKind):
     def __init__(
         self,
-        started: LaunchInfo | None,
+        launch_info: LaunchInfo | None,
         settings: AgentSettings,
-        connected: Callable[[], bool],
+        is_connected: Callable[[], bool],
         restart: Callable[[], None],
         *,
         disk: Disk = REAL,
-        quiet: Callable[[], None] = _cancel_alarm,
+        cancel_alarm: Callable[[], None] = _cancel_alarm,
         command: Sequence[str] = COMMAND,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._started, self._settings = started, settings
-        self._connected, self._restart, self._quiet = connected, restart, quiet
+        self._launch_info, self._settings = launch_info, settings
+        self._is_connected, self._restart, self._cancel_alarm = is_connected, restart, cancel_alarm
         self._disk, self._command, self._check = disk, command, ReleaseProcess(clock)
         self._staged: BuildRequest | None = None
 
     # -- choice.json --
 
     def _require_launcher(self) -> LaunchInfo:
-        if self._started is None:
+        if self._launch_info is None:
             raise ModelError(NO_LAUNCHER)
-        return self._started
+        return self._launch_info
 
     def _versions_folder(self) -> Path:
         return Path(self._require_launcher().folder)
@@ -110,15 +112,15 @@ class AgentKind(ReleaseKind):
 
     def _highest_signed_number(self) -> int:
         """Return the highest signed number of the recorded one and of the versions here that are not on trial."""
-        file = self._versions_folder() / NEWEST
+        file = self._versions_folder() / HIGHEST_NUMBER_FILE
         with disk_errors(f"read {file}"):
             text = self._disk.read(file, 0, 32).decode(errors="replace").strip() if self._disk.is_file(file) else "0"
         if not re.fullmatch(r"[0-9]{1,16}", text):
             log.warning("%s is damaged: only the versions that are here say which signed one was the latest", file)
             text = "0"
         choice = self._read_choice()
-        there = {choice.previous or "", "" if choice.trying else choice.current} - {""}
-        return max([int(text), *(self._version_number(name) for name in there)])
+        versions = {choice.previous or "", "" if choice.trying else choice.current} - {""}
+        return max([int(text), *(self._version_number(name) for name in versions)])
 
     def _version_number(self, name: str) -> int:
         """Return the number in a version's manifest, or 0 if unreadable or unsigned bundles are accepted."""
@@ -127,14 +129,14 @@ class AgentKind(ReleaseKind):
         from fedquilt.edge_agent.upgrade import archive
 
         try:
-            payload = self._disk.read(self._versions_folder() / name / archive.MANIFEST, 0, archive.MANIFEST_MOST)
+            payload = self._disk.read(self._versions_folder() / name / archive.MANIFEST, 0, archive.MAX_MANIFEST_BYTES)
             return msgspec.json.decode(payload, type=archive.UpgradeManifest).number
         except (OSError, *UNDECODABLE):
             return 0
 
     def _record_number_if_highest(self, name: str) -> None:
         if (number := self._version_number(name)) > self._highest_signed_number():
-            file = self._versions_folder() / NEWEST
+            file = self._versions_folder() / HIGHEST_NUMBER_FILE
             with disk_errors(f"write {file}"):
                 self._disk.write_atomically(file, str(number).encode())
 
@@ -142,12 +144,12 @@ class AgentKind(ReleaseKind):
 
     def unsupported_reason(self) -> str:
         # Without a launcher, nothing rolls back a version that fails.
-        return "none: no launcher started the agent" if self._started is None else ""
+        return "none: no launcher started the agent" if self._launch_info is None else ""
 
     def current_sha256(self) -> str:
-        if self._started is None:
+        if self._launch_info is None:
             return ""
-        return self._started.running if self._started.unable else self._read_choice().current
+        return self._launch_info.running if self._launch_info.fallback_reason else self._read_choice().current
 
     def stage(self, release: DesiredRelease, blob: Path | None) -> None:
         started = self._require_launcher()
@@ -164,18 +166,20 @@ class AgentKind(ReleaseKind):
             bundle=str(blob),
             sha256=release.blob.sha256,
             folder=started.folder,
-            words=started.words,
+            arguments=started.arguments,
             packages=started.packages,
             ca=self._settings.broker.ca,
             unsigned=self._settings.upgrade.unsigned,
-            newest=self._highest_signed_number(),
+            highest_number=self._highest_signed_number(),
             parent=os.getpid(),
         )
 
     def start_check(self, release: DesiredRelease) -> None:
         assert self._staged is not None, "a release is staged before it is checked"
         environ = {
-            name: value for name, value in os.environ.items() if name not in (launcher.LAUNCHED, "NOTIFY_SOCKET")
+            name: value
+            for name, value in os.environ.items()
+            if name not in (launcher.LAUNCH_INFO_VARIABLE, "NOTIFY_SOCKET")
         }
         environ = {**process_resources.QUIET, **environ, "PYTHONDONTWRITEBYTECODE": "1"}
         try:
@@ -192,46 +196,46 @@ class AgentKind(ReleaseKind):
             return CheckResult(f"its check has not ended within {CHECK_S:g} s", {})
         if end.code == 0:
             return CheckResult("", {})
-        words = shorten_error(end.words.removeprefix("fedquilt: "), 900) or "it said nothing"
+        last_line = shorten_error(end.last_line.removeprefix("fedquilt: "), 900) or "it said nothing"
         if end.code < 0:
-            said = f"its check was ended by {signal.Signals(-end.code).name}; {words}"
-            return CheckResult(said, {}, killed=end.code == -signal.SIGKILL)
-        return CheckResult(words, {})
+            reason = f"its check was ended by {signal.Signals(-end.code).name}; {last_line}"
+            return CheckResult(reason, {}, killed_externally=end.code == -signal.SIGKILL)
+        return CheckResult(last_line, {})
 
     def activate(self, release: DesiredRelease) -> None:
         assert release.blob is not None
-        started, choice, new = self._require_launcher(), self._read_choice(), release.blob.sha256
-        if choice.current != new:
-            if not launcher.python_path(self._versions_folder(), new).exists():
+        started, choice, sha256 = self._require_launcher(), self._read_choice(), release.blob.sha256
+        if choice.current != sha256:
+            if not launcher.python_path(self._versions_folder(), sha256).exists():
                 raise ModelError(
-                    f"the environment {new[:12]} is gone from {self._versions_folder()}: send the release again"
+                    f"the environment {sha256[:12]} is gone from {self._versions_folder()}: send the release again"
                 )
-            self._write_choice(VersionChoice(started.flashed, new, choice.current, trying=True))
-        if started.running != new:
-            log.warning("ends, to be started as version %s (%s)", release.name or new[:12], new[:12])
+            self._write_choice(VersionChoice(started.flashed, sha256, choice.current, trying=True))
+        if started.running != sha256:
+            log.warning("ends, to be started as version %s (%s)", release.name or sha256[:12], sha256[:12])
             self._restart()
 
     def unhealthy_reason(self) -> str:
         """Return why the launcher has rolled the version back, or "". Record that it is online."""
-        if self._started is None:
+        if self._launch_info is None:
             return NO_LAUNCHER
         choice = self._read_choice()
-        if self._started.unable or choice.returned:
-            return self._started.unable or choice.returned
-        if choice.trying and not choice.online and self._started.running == choice.current and self._connected():
-            self._quiet()
+        if self._launch_info.fallback_reason or choice.returned:
+            return self._launch_info.fallback_reason or choice.returned
+        if choice.trying and not choice.online and self._launch_info.running == choice.current and self._is_connected():
+            self._cancel_alarm()
             self._write_choice(choice._replace(online=True))
         return ""
 
     def is_settled(self) -> bool:
         """Return whether the chosen version runs and has been online, or cannot be started at all."""
-        if self._started is None or self._started.unable:
+        if self._launch_info is None or self._launch_info.fallback_reason:
             return True
         choice = self._read_choice()
-        return self._started.running == choice.current and (not choice.trying or choice.online)
+        return self._launch_info.running == choice.current and (not choice.trying or choice.online)
 
     def roll_back(self) -> bool:
-        if self._started is None:
+        if self._launch_info is None:
             return False
         choice = self._read_choice()
         if choice.previous is None and not choice.failed:
@@ -239,17 +243,17 @@ class AgentKind(ReleaseKind):
         if choice.previous is not None:
             choice = launcher.roll_back(choice, "")
             self._write_choice(choice)
-        if self._started.running != choice.current:
+        if self._launch_info.running != choice.current:
             log.warning("ends, to be started as the version before")
             self._restart()
         return True
 
     def confirm(self) -> None:
         """End the trial of the running version, if it has been online."""
-        if self._started is None:
+        if self._launch_info is None:
             return
         choice = self._read_choice()
-        if choice.trying and choice.online and self._started.running == choice.current:
+        if choice.trying and choice.online and self._launch_info.running == choice.current:
             self._record_number_if_highest(choice.current)
             self._write_choice(choice._replace(trying=False))
 
@@ -257,19 +261,19 @@ class AgentKind(ReleaseKind):
         """End a running check, record a roll-back by the launcher, and delete unused versions."""
         self._check.stop()
         self._staged = None
-        if self._started is None:
+        if self._launch_info is None:
             return
         choice = self._read_choice()
-        if self._started.unable and choice.current != self._started.running:
-            return self._write_choice(launcher.roll_back(choice, self._started.unable))
+        if self._launch_info.fallback_reason and choice.current != self._launch_info.running:
+            return self._write_choice(launcher.roll_back(choice, self._launch_info.fallback_reason))
         if choice.trying:
             return
-        kept = {choice.current, choice.previous, self._started.running}
+        kept_versions = {choice.current, choice.previous, self._launch_info.running}
         folder = self._versions_folder()
         with disk_errors(f"look at {folder}"):
             entries = self._disk.entries(folder) if self._disk.is_dir(folder) else []
         for entry in entries:
-            if entry.is_dir and entry.name not in kept:
+            if entry.is_dir and entry.name not in kept_versions:
                 with disk_errors(f"remove {folder / entry.name}"):
                     self._disk.remove(folder / entry.name)
 

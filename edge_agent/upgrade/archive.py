@@ -27,10 +27,12 @@ if TYPE_CHECKING:
 FORMAT: Final = 1
 MANIFEST: Final = "upgrade.json"
 SIGNATURE: Final = "upgrade.sig"
-SIGNED: Final = b"fedquilt: manifest of an upgrade, 1\n"  # precedes it where it is signed: it can pass for nothing else
-MANIFEST_MOST: Final = 1 << 20
-SIGNATURE_MOST: Final = 1024
-UNPACKED_MOST: Final = 16 << 30  # bytes: more than any environment with torch and CUDA has
+SIGNED_PREFIX: Final = (
+    b"fedquilt: manifest of an upgrade, 1\n"  # precedes it where it is signed: it can pass for nothing else
+)
+MAX_MANIFEST_BYTES: Final = 1 << 20
+MAX_SIGNATURE_BYTES: Final = 1024
+MAX_UNPACKED_BYTES: Final = 16 << 30  # bytes: more than any environment with torch and CUDA has
 
 Wheel = Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._+!-]{0,250}\.whl\Z")]
 
@@ -41,10 +43,9 @@ class UpgradeManifest(msgspec.Struct, frozen=True, omit_defaults=True):
     machine: Label  # as `uname -m` says
     python: Annotated[str, Meta(pattern=r"^3\.\d{1,3}\Z")]
     wheels: dict[Wheel, Digest]
-    unpacked_bytes: Annotated[int, Meta(ge=0, le=UNPACKED_MOST)]
-    present: dict[Label, Label] = msgspec.field(
-        default_factory=dict
-    )  # packages left out -> version that has to be there
+    unpacked_bytes: Annotated[int, Meta(ge=0, le=MAX_UNPACKED_BYTES)]
+    # Packages left out -> version that has to be there.
+    present: dict[Label, Label] = msgspec.field(default_factory=dict)
     made_s: Count = 0  # seconds since 1970
     number: Count = 0  # of the authority's signature, which grows with each; 0: unsigned
 
@@ -54,10 +55,10 @@ class _PlainTarHeader(tarfile.TarInfo):
 
     @classmethod
     def frombuf(cls, buf: bytes | bytearray, encoding: str, errors: str) -> _PlainTarHeader:
-        found = super().frombuf(buf, encoding, errors)
-        if found.type != tarfile.REGTYPE or not 0 <= found.size <= UNPACKED_MOST:
-            raise tarfile.ReadError(f"{found.name[:80]!a} is no file of a size that a bundle has")
-        return found
+        header = super().frombuf(buf, encoding, errors)
+        if header.type != tarfile.REGTYPE or not 0 <= header.size <= MAX_UNPACKED_BYTES:
+            raise tarfile.ReadError(f"{header.name[:80]!a} is no file of a size that a bundle has")
+        return header
 
 
 class UpgradeBundle:
@@ -65,9 +66,9 @@ class UpgradeBundle:
 
     def __init__(self, archive: tarfile.TarFile, path: Path) -> None:
         self._archive, self._path = archive, path
-        self._members = {one.name: one for one in archive.getmembers()}
-        self.signed = self._read_small_file(MANIFEST, MANIFEST_MOST)
-        self.signature = self._read_small_file(SIGNATURE, SIGNATURE_MOST) if SIGNATURE in self._members else None
+        self._members = {member.name: member for member in archive.getmembers()}
+        self.signed = self._read_small_file(MANIFEST, MAX_MANIFEST_BYTES)
+        self.signature = self._read_small_file(SIGNATURE, MAX_SIGNATURE_BYTES) if SIGNATURE in self._members else None
         try:
             self.manifest = msgspec.json.decode(self.signed, type=UpgradeManifest)
         except UNDECODABLE as error:
@@ -86,27 +87,27 @@ class UpgradeBundle:
         return file
 
     def verify_wheels(self) -> None:
-        for name, wanted in self.manifest.wheels.items():
+        for name, sha256 in self.manifest.wheels.items():
             digest = hashlib.sha256()
             with self.open_wheel(name) as file:
-                while piece := file.read(1 << 20):
-                    digest.update(piece)
-            if digest.hexdigest() != wanted:
+                while chunk := file.read(1 << 20):
+                    digest.update(chunk)
+            if digest.hexdigest() != sha256:
                 raise self._error(f"{name} is not the one that its manifest names")
 
-    def _read_small_file(self, name: str, most: int) -> bytes:
+    def _read_small_file(self, name: str, max_bytes: int) -> bytes:
         member = self._members.get(name)
-        file = None if member is None or member.size > most else self._archive.extractfile(member)
+        file = None if member is None or member.size > max_bytes else self._archive.extractfile(member)
         if file is None:
             raise self._error(f"{name} is missing or too large")
         return file.read()
 
-    def _error(self, why: str) -> ModelError:
-        return bundle_error(self._path, why)
+    def _error(self, reason: str) -> ModelError:
+        return bundle_error(self._path, reason)
 
 
-def bundle_error(path: Path, why: object) -> ModelError:
-    return ModelError(f"{path} is no bundle of an upgrade ({why}): `fedquilt rollout build FILE` makes one")
+def bundle_error(path: Path, reason: object) -> ModelError:
+    return ModelError(f"{path} is no bundle of an upgrade ({reason}): `fedquilt rollout build FILE` makes one")
 
 
 @contextmanager

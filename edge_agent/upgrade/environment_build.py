@@ -33,40 +33,40 @@ from fedquilt.host import virtual_environment
 from fedquilt.host.disk import REAL, Disk, disk_errors
 
 SPARE_BYTES: Final = 32 << 20  # that stay free on the disk
-FLASHED: Final = "flashed.pth"  # names the packages that are used where they are
-MEND_ARCHITECTURE: Final = "upgrade each kind of board with a bundle of its own, chosen by --label LABEL"
+FLASHED_PATHS_FILE: Final = "flashed.pth"  # names the packages that are used where they are
+ARCHITECTURE_HINT: Final = "upgrade each kind of board with a bundle of its own, chosen by --label LABEL"
 
 
 class BuildRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     bundle: str
     sha256: str
     folder: str  # of all environments
-    words: tuple[str, ...]  # command line of the agent
+    arguments: tuple[str, ...]  # command line of the agent
     packages: tuple[str, ...]  # folders of the packages that the board was flashed with
     ca: str | None  # file with the authority's certificate
     unsigned: bool  # whether unsigned bundles are accepted
-    newest: int  # number of the latest version confirmed on this board: older bundles are refused
+    highest_number: int  # number of the latest version confirmed on this board: older bundles are refused
     parent: int  # id of the process to end with, or 0
 
 
 def base_interpreter() -> str:
     """Return the Python for a new environment: this one without its own environment."""
     name = f"python{sys.version_info[0]}.{sys.version_info[1]}"
-    for place in (Path(sys.executable).resolve(), Path(sys.base_prefix) / "bin" / name):
-        if place.name.startswith("python") and place.is_file():
-            return str(place)
+    for path in (Path(sys.executable).resolve(), Path(sys.base_prefix) / "bin" / name):
+        if path.name.startswith("python") and path.is_file():
+            return str(path)
     return sys.executable
 
 
 def require_fitting_machine(manifest: UpgradeManifest) -> None:
     if manifest.machine != platform.machine():
         raise ModelError(
-            f"the bundle is for {manifest.machine}, and this board is {platform.machine()}: {MEND_ARCHITECTURE}"
+            f"the bundle is for {manifest.machine}, and this board is {platform.machine()}: {ARCHITECTURE_HINT}"
         )
     python = f"{sys.version_info[0]}.{sys.version_info[1]}"
     if manifest.python != python:
         raise ModelError(
-            f"the bundle is for Python {manifest.python}, and this board has {python}: {MEND_ARCHITECTURE}"
+            f"the bundle is for Python {manifest.python}, and this board has {python}: {ARCHITECTURE_HINT}"
         )
 
 
@@ -99,7 +99,7 @@ def require_valid_signature(bundle: UpgradeBundle, ca: str | None, unsigned: boo
         try:
             key = certificate.public_key()
             if isinstance(key, ec.EllipticCurvePublicKey):
-                return key.verify(bundle.signature, archive.SIGNED + bundle.signed, ec.ECDSA(hashes.SHA256()))
+                return key.verify(bundle.signature, archive.SIGNED_PREFIX + bundle.signed, ec.ECDSA(hashes.SHA256()))
         except (InvalidSignature, UnsupportedAlgorithm, ValueError):
             continue
     raise ModelError(f"the bundle's signature is not of the authority in {ca}: sign it with the fleet's own")
@@ -117,79 +117,80 @@ def require_not_older(manifest: UpgradeManifest, newest: int) -> None:
 def flashed_packages(manifest: UpgradeManifest, packages: Iterable[str]) -> list[str]:
     if not manifest.present:
         return []
-    places = list(packages)
-    found: dict[str, str] = {}
-    for one in metadata.distributions(path=places):
-        if "Name" in one.metadata:
-            found.setdefault(_canonical_name(one.metadata["Name"]), one.version)
-    for name, wanted in sorted(manifest.present.items()):
-        has = found.get(_canonical_name(name))
-        if has != wanted:
-            says = "does not have it" if has is None else f"has {has}"
+    folders = list(packages)
+    installed: dict[str, str] = {}
+    for distribution in metadata.distributions(path=folders):
+        if "Name" in distribution.metadata:
+            installed.setdefault(_canonical_name(distribution.metadata["Name"]), distribution.version)
+    for name, version in sorted(manifest.present.items()):
+        installed_version = installed.get(_canonical_name(name))
+        if installed_version != version:
+            problem = "does not have it" if installed_version is None else f"has {installed_version}"
             raise ModelError(
-                f"the bundle needs {name} {wanted}, and this board {says}: make one with all packages (--whole)"
+                f"the bundle needs {name} {version}, and this board {problem}: make one with all packages (--whole)"
             )
-    return places
+    return folders
 
 
 def _canonical_name(name: str) -> str:
     return name.lower().replace("_", "-").replace(".", "-")
 
 
-def build_environment(order: BuildRequest, disk: Disk = REAL) -> Path:
+def build_environment(request: BuildRequest, disk: Disk = REAL) -> Path:
     """Check a bundle, unpack it unless its environment exists, and return the environment's folder."""
-    folder = Path(order.folder)
-    home, new = folder / order.sha256, folder / f"{order.sha256}.new"
-    with _open_private_copy(order, disk) as copy, archive.open_bundle(Path(order.bundle), copy) as bundle:
+    folder = Path(request.folder)
+    environment, incomplete = folder / request.sha256, folder / f"{request.sha256}.new"
+    with _open_private_copy(request, disk) as copy, archive.open_bundle(Path(request.bundle), copy) as bundle:
         require_fitting_machine(bundle.manifest)
-        require_valid_signature(bundle, order.ca, order.unsigned)
-        if not order.unsigned:
-            require_not_older(bundle.manifest, order.newest)
+        require_valid_signature(bundle, request.ca, request.unsigned)
+        if not request.unsigned:
+            require_not_older(bundle.manifest, request.highest_number)
         bundle.verify_wheels()
-        places = flashed_packages(bundle.manifest, order.packages)
-        if home.is_dir():
-            return home
-        with disk_errors(f"make {new}", "free some space on the board"):
+        flashed_folders = flashed_packages(bundle.manifest, request.packages)
+        if environment.is_dir():
+            return environment
+        with disk_errors(f"make {incomplete}", "free some space on the board"):
             try:
-                disk.remove(new)
+                disk.remove(incomplete)
                 _require_space(folder, bundle.manifest.unpacked_bytes, disk)
-                _install_bundle(bundle, new, home, places)
+                _install_bundle(bundle, incomplete, environment, flashed_folders)
                 os.sync()  # thousands of files: one wait for all of them
-                disk.replace(new, home)
+                disk.replace(incomplete, environment)
                 disk.sync(folder)
             except OSError:
-                shutil.rmtree(new, ignore_errors=True)
+                shutil.rmtree(incomplete, ignore_errors=True)
                 raise
             except virtual_environment.InvalidWheelError as error:
-                shutil.rmtree(new, ignore_errors=True)
+                shutil.rmtree(incomplete, ignore_errors=True)
                 raise ModelError(f"the bundle cannot be unpacked: {error}") from None
-    return home
+    return environment
 
 
 @contextmanager
-def _open_private_copy(order: BuildRequest, disk: Disk) -> Iterator[IO[bytes]]:
+def _open_private_copy(request: BuildRequest, disk: Disk) -> Iterator[IO[bytes]]:
     """Yield a copy of the bundle without a name, so that the bytes checked are those unpacked."""
-    with disk_errors(f"copy {order.bundle}", "free some space on the board"):
-        disk.make_folder(Path(order.folder))
-        file = tempfile.TemporaryFile(dir=order.folder)  # noqa: SIM115 - closed below
+    with disk_errors(f"copy {request.bundle}", "free some space on the board"):
+        disk.make_folder(Path(request.folder))
+        file = tempfile.TemporaryFile(dir=request.folder)  # noqa: SIM115 - closed below
     with file:
         digest = hashlib.sha256()
-        with disk_errors(f"copy {order.bundle}", "free some space on the board"):
-            for piece in disk.read_pieces(order.bundle):
-                digest.update(piece)
-                file.write(piece)
-        if digest.hexdigest() != order.sha256:
-            raise ModelError(f"{order.bundle} is damaged: its sha256 is {digest.hexdigest()}: send the release again")
+        with disk_errors(f"copy {request.bundle}", "free some space on the board"):
+            for chunk in disk.read_pieces(request.bundle):
+                digest.update(chunk)
+                file.write(chunk)
+        if digest.hexdigest() != request.sha256:
+            raise ModelError(f"{request.bundle} is damaged: its sha256 is {digest.hexdigest()}: send the release again")
         file.seek(0)
         yield file
 
 
-def _require_space(folder: Path, needed: int, disk: Disk) -> None:
-    free = disk.free_bytes(folder)
-    if free < needed + SPARE_BYTES:
-        wanted = (needed + SPARE_BYTES) / 1e6
+def _require_space(folder: Path, required_bytes: int, disk: Disk) -> None:
+    free_bytes = disk.free_bytes(folder)
+    if free_bytes < required_bytes + SPARE_BYTES:
+        required_mb = (required_bytes + SPARE_BYTES) / 1e6
         raise StoreError(
-            f"{free / 1e6:.0f} MB are free at {folder}, and this version takes {wanted:.0f} MB: make room on the board"
+            f"{free_bytes / 1e6:.0f} MB are free at {folder}, and this version takes {required_mb:.0f} MB: "
+            "make room on the board"
         )
 
 
@@ -199,9 +200,9 @@ def _install_bundle(bundle: UpgradeBundle, folder: Path, final_folder: Path, fla
     virtual_environment.unpack_wheels(
         [(name, bundle.open_wheel(name)) for name in manifest.wheels], packages, manifest.unpacked_bytes
     )
-    lines = "".join(f"{place}\n" for place in flashed_packages)
+    lines = "".join(f"{path}\n" for path in flashed_packages)
     if lines:
-        (packages / FLASHED).write_text(lines)
+        (packages / FLASHED_PATHS_FILE).write_text(lines)
     virtual_environment.make_environment(folder, manifest.python, base_interpreter())
     virtual_environment.compile_packages(folder, manifest.python, str(final_folder))
     (folder / archive.MANIFEST).write_bytes(bundle.signed)
@@ -210,17 +211,17 @@ def _install_bundle(bundle: UpgradeBundle, folder: Path, final_folder: Path, fla
 def main() -> None:
     try:
         protect_memory()
-        order = msgspec.json.decode(sys.stdin.buffer.read(), type=BuildRequest)
-        if order.parent:
-            exit_with_parent(order.parent)
-        build_environment(order)
+        request = msgspec.json.decode(sys.stdin.buffer.read(), type=BuildRequest)
+        if request.parent:
+            exit_with_parent(request.parent)
+        build_environment(request)
     except (FedquiltError, msgspec.MsgspecError) as error:
         print(f"fedquilt: {error}", file=sys.stderr)
         sys.exit(getattr(error, "exit_code", 1))
-    program = str(launcher.python_path(Path(order.folder), order.sha256))
-    os.environ[launcher.SAFE] = "1"
+    program = str(launcher.python_path(Path(request.folder), request.sha256))
+    os.environ[launcher.SAFE_PATH_VARIABLE] = "1"
     try:
-        os.execv(program, launcher.fedquilt_command(program, (*order.words, "--check")))  # noqa: S606 (no shell is wanted)
+        os.execv(program, launcher.fedquilt_command(program, (*request.arguments, "--check")))  # noqa: S606 (no shell is wanted)
     except OSError as error:
         sys.exit(f"fedquilt: {program} cannot be started ({error.strerror})")
 

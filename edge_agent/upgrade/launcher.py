@@ -12,7 +12,7 @@ contains the remote upgrades:
 If FOLDER is empty or unusable, the launcher starts the version that it was installed with ("flashed"). The launcher
 becomes the agent by exec, so that the service manager watches the same process.
 
-A version on trial gets `STARTS_MOST` starts, and in each of them `ONLINE_S` seconds to reach its broker: an alarm that
+A version on trial gets `MAX_STARTS` starts, and in each of them `ONLINE_S` seconds to reach its broker: an alarm that
 survives the exec ends the process unless the agent cancels it. After that, the launcher chooses the previous version.
 """
 
@@ -29,12 +29,14 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 CHOICE: Final = "choice.json"
-LAUNCHED: Final = "FEDQUILT_LAUNCHED"  # environment variable by which the agent knows its launcher
-SAFE: Final = "PYTHONSAFEPATH"  # from Python 3.11 on: nothing is imported from where a process happens to be started
-START: Final = "import sys; sys.path[:] = filter(None, sys.path); from fedquilt.cli import main; sys.exit(main())"
-STARTS_MOST: Final = 3  # of a version on trial that has not held yet
+LAUNCH_INFO_VARIABLE: Final = "FEDQUILT_LAUNCHED"  # environment variable by which the agent knows its launcher
+SAFE_PATH_VARIABLE: Final = (
+    "PYTHONSAFEPATH"  # from Python 3.11 on: nothing is imported from where a process happens to be started
+)
+START_CODE: Final = "import sys; sys.path[:] = filter(None, sys.path); from fedquilt.cli import main; sys.exit(main())"
+MAX_STARTS: Final = 3  # of a version on trial that has not held yet
 ONLINE_S: Final = 300.0
-NUMBER_MOST: Final = 1e12  # starts or seconds in choice.json: with greater ones the file is damaged
+MAX_NUMBER: Final = 1e12  # starts or seconds in choice.json: with greater ones the file is damaged
 _ENVIRONMENT: Final = re.compile(r"[0-9a-f]{64}\Z")
 
 
@@ -56,18 +58,18 @@ class VersionChoice(NamedTuple):
 def parse_choice(text: str) -> VersionChoice | None:
     try:
         table = json.loads(text)
-        known = {name: table[name] for name in VersionChoice._fields if name in table}
-        choice = VersionChoice(**known)
+        fields = {name: table[name] for name in VersionChoice._fields if name in table}
+        choice = VersionChoice(**fields)
     except (ValueError, TypeError, KeyError, RecursionError):
         return None
     names = (choice.current, choice.failed, *(() if choice.previous is None else (choice.previous,)))
     if not all(isinstance(name, str) and (name == "" or _ENVIRONMENT.match(name)) for name in names):
         return None
-    words = (choice.flashed, choice.boot, choice.returned)
+    texts = (choice.flashed, choice.boot, choice.returned)
     numbers = (choice.starts, choice.began_s)
-    if not all(isinstance(word, str) for word in words):
+    if not all(isinstance(item, str) for item in texts):
         return None
-    if not all(isinstance(each, int | float) and 0 <= each <= NUMBER_MOST for each in numbers):
+    if not all(isinstance(number, int | float) and 0 <= number <= MAX_NUMBER for number in numbers):
         return None
     return choice if isinstance(choice.trying, bool) and isinstance(choice.online, bool) else None
 
@@ -101,18 +103,18 @@ def python_path(folder: Path, version: str) -> Path:
     return folder / version / "bin" / "python"
 
 
-def fedquilt_command(program: str, words: Sequence[str]) -> list[str]:
-    return [program, "-c", START, *words]
+def fedquilt_command(program: str, arguments: Sequence[str]) -> list[str]:
+    return [program, "-c", START_CODE, *arguments]
 
 
-def roll_back(choice: VersionChoice, why: str) -> VersionChoice:
-    """Return the choice of the previous version. `why` is the reason, without a full stop."""
-    return VersionChoice(choice.flashed, choice.previous or "", returned=why, failed=choice.current)
+def roll_back(choice: VersionChoice, reason: str) -> VersionChoice:
+    """Return the choice of the previous version. `reason` is the reason, without a full stop."""
+    return VersionChoice(choice.flashed, choice.previous or "", returned=reason, failed=choice.current)
 
 
 def describe_roll_back(choice: VersionChoice) -> str:
-    now = choice.current[:12] or "the flashed version"
-    return f"returned from {choice.failed[:12]} to {now}: {choice.returned}"
+    current = choice.current[:12] or "the flashed version"
+    return f"returned from {choice.failed[:12]} to {current}: {choice.returned}"
 
 
 def choose_version(
@@ -122,13 +124,13 @@ def choose_version(
     if choice is None:
         return VersionChoice(flashed), ""
     if choice.flashed != flashed:
-        said = f"this board was flashed anew: {choice.current[:12]} no longer counts" if choice.current else ""
-        return VersionChoice(flashed), said
+        message = f"this board was flashed anew: {choice.current[:12]} no longer counts" if choice.current else ""
+        return VersionChoice(flashed), message
     if choice.current and not python_path(folder, choice.current).exists():
         choice = roll_back(choice, "its environment or the Python that it was made for is gone")
     elif choice.trying and not choice.online and choice.boot == boot and now_s - choice.began_s >= ONLINE_S:
         choice = roll_back(choice, f"it was not online within {ONLINE_S:g} s")
-    elif choice.trying and choice.starts >= STARTS_MOST:
+    elif choice.trying and choice.starts >= MAX_STARTS:
         choice = roll_back(choice, f"it ended {choice.starts} times without having held")
     elif choice.trying:
         return choice._replace(starts=choice.starts + 1, online=False, boot=boot, began_s=now_s), ""
@@ -139,24 +141,26 @@ def choose_version(
     return choice, describe_roll_back(choice)
 
 
-def launch_info(folder: Path, flashed: str, running: str, words: list[str], unable: str = "") -> dict[str, Any]:
-    """Return the launcher's information for the agent. `unable` is why the choice does not run."""
+def launch_info(
+    folder: Path, flashed: str, running: str, arguments: list[str], fallback_reason: str = ""
+) -> dict[str, Any]:
+    """Return the launcher's information for the agent. `fallback_reason` is why the choice does not run."""
     packages = [path for path in sys.path if path.endswith(("site-packages", "dist-packages"))]
     return {
         "folder": str(folder),
         "flashed": flashed,
         "running": running,
-        "words": words,
+        "arguments": arguments,
         "packages": packages,
-        "unable": unable,
+        "fallback_reason": fallback_reason,
     }
 
 
-def installation_id(here: Path) -> str:
+def installation_id(folder: Path) -> str:
     try:
-        return str(json.loads((here / "bundle.json").read_text(encoding="utf-8"))["id"])
+        return str(json.loads((folder / "bundle.json").read_text(encoding="utf-8"))["id"])
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
-        return str(here)
+        return str(folder)
 
 
 def _boot_id() -> str:
@@ -173,34 +177,38 @@ def _print_message(sentence: str) -> None:
 def main(arguments: list[str]) -> None:
     if not arguments:
         sys.exit("fedquilt: launch.py FOLDER [word of `fedquilt`]...: FOLDER holds the versions that came over the air")
-    folder, words = Path(arguments[0]).absolute(), arguments[1:]
-    flashed, before = installation_id(Path(__file__).resolve().parent), read_choice(folder)
-    choice, said = choose_version(before, flashed, _boot_id(), time.clock_gettime(time.CLOCK_BOOTTIME), folder)
-    unable = ""
+    folder, fedquilt_arguments = Path(arguments[0]).absolute(), arguments[1:]
+    flashed, stored_choice = installation_id(Path(__file__).resolve().parent), read_choice(folder)
+    choice, message = choose_version(
+        stored_choice, flashed, _boot_id(), time.clock_gettime(time.CLOCK_BOOTTIME), folder
+    )
+    fallback_reason = ""
     while True:
-        if said:
-            _print_message(said)
-        if choice != before and (before is not None or choice != VersionChoice(flashed)):
+        if message:
+            _print_message(message)
+        if choice != stored_choice and (stored_choice is not None or choice != VersionChoice(flashed)):
             try:
                 write_choice(folder, choice)
             except OSError as error:
-                unable = f"{folder / CHOICE} cannot be written ({error.strerror}), so it could not be tried"
-                _print_message(f"{unable}: the flashed version is started")
+                fallback_reason = f"{folder / CHOICE} cannot be written ({error.strerror}), so it could not be tried"
+                _print_message(f"{fallback_reason}: the flashed version is started")
                 choice = VersionChoice(flashed)  # a trial that cannot be counted would have no end
         program = str(python_path(folder, choice.current)) if choice.current else sys.executable
-        os.environ[SAFE] = "1"
-        os.environ[LAUNCHED] = json.dumps(launch_info(folder, flashed, choice.current, words, unable))
+        os.environ[SAFE_PATH_VARIABLE] = "1"
+        os.environ[LAUNCH_INFO_VARIABLE] = json.dumps(
+            launch_info(folder, flashed, choice.current, fedquilt_arguments, fallback_reason)
+        )
         if choice.trying and not choice.online:
             signal.signal(signal.SIGALRM, signal.SIG_DFL)
             signal.setitimer(signal.ITIMER_REAL, ONLINE_S)
         try:
-            os.execv(program, fedquilt_command(program, words))  # noqa: S606 (no shell is wanted)
+            os.execv(program, fedquilt_command(program, fedquilt_arguments))  # noqa: S606 (no shell is wanted)
         except OSError as error:
             signal.setitimer(signal.ITIMER_REAL, 0)
             if not choice.current:
                 sys.exit(f"fedquilt: {program} cannot be started ({error.strerror}): flash this board once more")
-            before, choice = choice, roll_back(choice, f"it cannot be started ({error.strerror})")
-            said = describe_roll_back(choice)
+            stored_choice, choice = choice, roll_back(choice, f"it cannot be started ({error.strerror})")
+            message = describe_roll_back(choice)
 
 
 if __name__ == "__main__":

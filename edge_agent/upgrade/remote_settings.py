@@ -43,82 +43,86 @@ class RemoteSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, om
 class StoredSettings(WireMessage, frozen=True):
     serial: Count  # of the release that set it
     set: dict[str, Any]
-    before: dict[str, Any] | None = None  # what was set before; None: there is nothing to return to
-    returned: bool = False  # `set` is in use again
+    previous: dict[str, Any] | None = None  # what was set before; None: there is nothing to return to
+    is_rolled_back: bool = False  # `set` is in use again
 
 
 def parse_remote_settings(table: Mapping[str, Any]) -> RemoteSettings:
-    central = toml.convert_table(table, RemoteSettings, "settings from the coordinator")
-    if central.budget is not None:
+    remote = toml.convert_table(table, RemoteSettings, "settings from the coordinator")
+    if remote.budget is not None:
         with toml.prefix_errors("budget"):
-            parse_size(central.budget)
-    if central.labels is not None:
+            parse_size(remote.budget)
+    if remote.labels is not None:
         with toml.prefix_errors("labels"):
-            labels.parse_labels(_apply_label_changes((), central.labels))
-    return central
+            labels.parse_labels(_apply_label_changes((), remote.labels))
+    return remote
 
 
-def apply_remote_settings(own: AgentSettings, table: Mapping[str, Any], memory_bytes: int) -> AgentSettings:
-    central, made = parse_remote_settings(table), own
-    if central.budget is not None:
-        most = own.task_budget_bytes(memory_bytes)
-        if parse_size(central.budget) > most:
+def apply_remote_settings(local_settings: AgentSettings, table: Mapping[str, Any], memory_bytes: int) -> AgentSettings:
+    remote, result = parse_remote_settings(table), local_settings
+    if remote.budget is not None:
+        limit_bytes = local_settings.task_budget_bytes(memory_bytes)
+        if parse_size(remote.budget) > limit_bytes:
             raise JobError(
-                f"budget = {central.budget!r} is above the {most / 1e6:.0f} MB that this board's agent.toml allows: "
-                "ask for less, or let its owner raise budget"
+                f"budget = {remote.budget!r} is above the {limit_bytes / 1e6:.0f} MB that this board's "
+                "agent.toml allows: ask for less, or let its owner raise budget"
             )
-        made = replace(made, budget=central.budget)
-    if central.max_w is not None:
-        watts = own.governor.max_w
-        if watts is not None and central.max_w > watts:
+        result = replace(result, budget=remote.budget)
+    if remote.max_w is not None:
+        limit_w = local_settings.governor.max_w
+        if limit_w is not None and remote.max_w > limit_w:
             raise JobError(
-                f"max_w = {central.max_w:g} is above the {watts:g} W that this board's agent.toml allows: "
+                f"max_w = {remote.max_w:g} is above the {limit_w:g} W that this board's agent.toml allows: "
                 "ask for less, or let its owner raise [governor] max_w"
             )
-        made = replace(made, governor=replace(made.governor, max_w=central.max_w))
-    if central.policy is not None:
-        made = replace(made, governor=replace(made.governor, policy=central.policy))
-    if central.telemetry_s is not None:
-        made = replace(made, telemetry_s=central.telemetry_s)
-    if central.labels is not None:
-        made = replace(made, labels=_apply_label_changes(own.labels, central.labels))
+        result = replace(result, governor=replace(result.governor, max_w=remote.max_w))
+    if remote.policy is not None:
+        result = replace(result, governor=replace(result.governor, policy=remote.policy))
+    if remote.telemetry_s is not None:
+        result = replace(result, telemetry_s=remote.telemetry_s)
+    if remote.labels is not None:
+        result = replace(result, labels=_apply_label_changes(local_settings.labels, remote.labels))
         with toml.prefix_errors("labels"):
-            labels.parse_labels(made.labels)
-    return made
+            labels.parse_labels(result.labels)
+    return result
 
 
-def _apply_label_changes(own: tuple[str, ...], words: tuple[str, ...]) -> tuple[str, ...]:
+def _apply_label_changes(local_labels: tuple[str, ...], changes: tuple[str, ...]) -> tuple[str, ...]:
     """Return all labels after signed words such as "+canary" and "-old". Unsigned words replace all."""
-    signed = [word for word in words if word[:1] in "+-" and word]
+    signed = [change for change in changes if change[:1] in "+-" and change]
     if not signed:
-        return words
-    if len(signed) < len(words):
+        return changes
+    if len(signed) < len(changes):
         raise JobError("labels have all a sign (+canary: added, -old: taken away), or none (these and no others)")
-    taken = {word[1:] for word in signed if word[0] == "-"}
-    kept = [label for label in own if label not in taken]
-    return (*kept, *(word[1:] for word in signed if word[0] == "+" and word[1:] not in kept))
+    removed = {change[1:] for change in signed if change[0] == "-"}
+    remaining = [label for label in local_labels if label not in removed]
+    return (*remaining, *(change[1:] for change in signed if change[0] == "+" and change[1:] not in remaining))
 
 
 class SettingsKind(ReleaseKind):
     def __init__(
         self,
-        own: AgentSettings,
+        local_settings: AgentSettings,
         memory_bytes: int,
         home: Path,
-        take: Callable[[AgentSettings], None],
+        apply: Callable[[AgentSettings], None],
         disk: Disk = REAL,
     ) -> None:
-        self._own, self._memory_bytes = own, memory_bytes
-        self._file, self._take, self._disk = home / FILE, take, disk
+        self._local_settings, self._memory_bytes = local_settings, memory_bytes
+        self._file, self._apply, self._disk = home / FILE, apply, disk
 
     def effective_settings(self) -> AgentSettings:
         """Return the settings in effect. Invalid or damaged remote settings are ignored."""
-        kept = self._read_stored()
+        stored = self._read_stored()
         try:
-            return self._own if kept is None else apply_remote_settings(self._own, kept.set, self._memory_bytes)
+            return (
+                self._local_settings
+                if stored is None
+                else apply_remote_settings(self._local_settings, stored.set, self._memory_bytes)
+            )
         except JobError as error:
             log.warning("what the coordinator has set no longer holds here (%s): agent.toml does", error)
-            return self._own
+            return self._local_settings
 
     def _read_stored(self) -> StoredSettings | None:
         with disk_errors(f"read {self._file}"):
@@ -131,35 +135,35 @@ class SettingsKind(ReleaseKind):
             log.warning("%s is damaged (%s): agent.toml holds until settings come again", self._file, error)
             return None
 
-    def _store_and_apply(self, kept: StoredSettings) -> None:
+    def _store_and_apply(self, stored: StoredSettings) -> None:
         with disk_errors(f"write {self._file}"):
-            self._disk.write_atomically(self._file, wire.encode(kept))
-        self._take(self.effective_settings())
+            self._disk.write_atomically(self._file, wire.encode(stored))
+        self._apply(self.effective_settings())
 
     # -- as a kind of release --
 
     def current_sha256(self) -> str:
-        kept = self._read_stored()
-        return "" if kept is None or not kept.set else hashlib.sha256(msgspec.json.encode(kept.set)).hexdigest()
+        stored = self._read_stored()
+        return "" if stored is None or not stored.set else hashlib.sha256(msgspec.json.encode(stored.set)).hexdigest()
 
     def stage(self, release: DesiredRelease, blob: Path | None) -> None:
         try:
-            apply_remote_settings(self._own, release.settings, self._memory_bytes)
+            apply_remote_settings(self._local_settings, release.settings, self._memory_bytes)
         except FedquiltError as error:
             raise ModelError(str(error)) from None
 
     def activate(self, release: DesiredRelease) -> None:
-        kept = self._read_stored()
-        if kept is not None and kept.serial == release.serial and not kept.returned:
-            return self._take(self.effective_settings())
+        stored = self._read_stored()
+        if stored is not None and stored.serial == release.serial and not stored.is_rolled_back:
+            return self._apply(self.effective_settings())
         return self._store_and_apply(
-            StoredSettings(release.serial, dict(release.settings), {} if kept is None else kept.set)
+            StoredSettings(release.serial, dict(release.settings), {} if stored is None else stored.set)
         )
 
     def roll_back(self) -> bool:
-        kept = self._read_stored()
-        if kept is None or (kept.before is None and not kept.returned):
+        stored = self._read_stored()
+        if stored is None or (stored.previous is None and not stored.is_rolled_back):
             return False
-        if kept.before is not None:
-            self._store_and_apply(StoredSettings(kept.serial, kept.before, returned=True))
+        if stored.previous is not None:
+            self._store_and_apply(StoredSettings(stored.serial, stored.previous, is_rolled_back=True))
         return True

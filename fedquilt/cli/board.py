@@ -74,7 +74,7 @@ def serve(settings: Path | None, root: Path) -> None:
         profile_name = limits.profile
         board = linux.find_profile(root) if profile_name is None else profiles.find_board_profile(profile_name)
         watts = None if board is None else linux.create_power_lookup(board, root)
-    helper.run_helper(root, max_w=max_w, watts=watts)
+    helper.run_helper(root, max_w=max_w, power_of_point=watts)
 
 
 @clocks.command()

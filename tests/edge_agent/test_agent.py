@@ -28,7 +28,7 @@ def test_a_task_goes_round_and_leaves_nothing_behind(site: Site) -> None:
     assert site.outbox == ["j-1@0"]
     site.ack()
     assert site.outbox == []
-    assert not site.agent.local.depot.has_blob(update.bundles["model"])
+    assert not site.agent.storage.blob_store.has_blob(update.bundles["model"])
     offered = len(site.all("update"))
     site.run(200.0)
     assert len(site.all("update")) == offered
@@ -55,7 +55,7 @@ def test_an_update_says_what_it_took(site: Site) -> None:
 
 def test_only_blobs_of_the_outbox_are_served(site: Site) -> None:
     task = site.ask()
-    secret = site.agent.local.depot.store_bytes(b"private")
+    secret = site.agent.storage.blob_store.store_bytes(b"private")
     for ref in (secret, task.bundles["model"]):
         site.depot.remove_blob(ref.sha256)
         site.transfers.request_blob("d", ref)
@@ -86,11 +86,11 @@ def test_work_that_fails_is_refused_with_its_reason(site: Site) -> None:
 
 def test_a_task_whose_process_somebody_killed_is_carried_out_all_the_same(site: Site) -> None:
     site.ask()
-    site.bench.events.append(WorkResult(code="failed", reason="killed by somebody", killed=True))
+    site.bench.events.append(WorkResult(code="failed", reason="killed by somebody", killed_externally=True))
     site.run()
     first, second = site.bench.orders
     assert first.task == second.task
-    assert not any(Path(second.out).iterdir())
+    assert not any(Path(second.output_folder).iterdir())
     site.bench.finish()
     site.run()
     assert len(site.all("update")) == 1
@@ -164,7 +164,7 @@ def test_an_answer_too_large_to_be_sent_is_refused(site: Site) -> None:
 def test_bad_bytes_are_counted_and_dropped(site: Site, leaf: str) -> None:
     for payload in (b"\x80\x04K\x01.", b'{"v":1,"crc":"00000000","job":1}', b"{" * 70_000):
         site.say(leaf, payload)
-    assert site.agent.garbage.dropped == 3
+    assert site.agent.malformed_messages.dropped == 3
     site.ask()
     assert len(site.bench.orders) == 1
 
@@ -172,7 +172,7 @@ def test_bad_bytes_are_counted_and_dropped(site: Site, leaf: str) -> None:
 def test_a_cleared_task_is_killed(site: Site) -> None:
     site.ask()
     site.say("task", b"", retain=True)
-    assert site.bench.killed == 1
+    assert site.bench.killed_externally == 1
     site.run(60.0)
     assert site.all("update") == []
 
@@ -195,13 +195,13 @@ def test_a_new_agent_introduces_itself(site: Site) -> None:
 
 def test_a_goodbye_is_an_absence_that_keeps_the_outbox(site: Site) -> None:
     until_offered(site)
-    killed = site.bench.killed
+    killed = site.bench.killed_externally
     site.agent.shut_down()
     site.broker.now_s += 1.0
     site.broker.deliver_due()
     site.listen()
     assert not site.all("presence")[-1].online
-    assert site.bench.killed == killed + 1
+    assert site.bench.killed_externally == killed + 1
     assert site.outbox == ["j-1@0"]
 
 

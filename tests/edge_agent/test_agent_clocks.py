@@ -32,7 +32,7 @@ def working(site: Site, **changes: Any) -> None:
 
 def test_time_for_the_way_of_the_update_is_left_before_the_deadline(site: Site) -> None:
     """40 s fit into 60 s; not if the last update of the job took 25 s from its offer to its answer."""
-    site.agent.duty.state = replace(site.agent.duty.state, sent={"j-1": (25.0,)})
+    site.agent.task_runner.state = replace(site.agent.task_runner.state, upload_times_s={"j-1": (25.0,)})
     working(site)
     assert site.board.clocks == ["fast"]
 
@@ -58,12 +58,12 @@ def test_time_spent_on_fetching_counts_against_the_deadline(site: Site) -> None:
 
 def test_a_repeated_message_does_not_lengthen_the_deadline(site: Site) -> None:
     task = site.ask()
-    due_s = site.agent.duty.state.open.due_s if site.agent.duty.state.open else 0.0
+    due_s = site.agent.task_runner.state.open_task.due_s if site.agent.task_runner.state.open_task else 0.0
     site.say("task", task, retain=True)
-    assert site.agent.duty.state.open is not None
-    assert site.agent.duty.state.open.due_s == due_s
+    assert site.agent.task_runner.state.open_task is not None
+    assert site.agent.task_runner.state.open_task.due_s == due_s
     site.ask(attempt=1, deadline_s=100.0)
-    assert site.agent.duty.state.open.due_s > due_s + 40.0
+    assert site.agent.task_runner.state.open_task.due_s > due_s + 40.0
 
 
 def test_work_by_the_example_waits_for_the_number_of_examples(site: Site) -> None:
@@ -106,7 +106,7 @@ def test_a_boards_pace_is_remembered_for_the_next_task(site: Site, restarted: bo
     site.bench.finish()
     site.run()
     site.ack()
-    (known,) = site.agent.duty.state.learned.values()
+    (known,) = site.agent.task_runner.state.learned_models.values()
     assert known.time is not None
     assert known.time.ratio == pytest.approx(2.0, rel=0.05)
     if restarted:
@@ -121,8 +121,10 @@ ENDS: dict[str, Callable[[Site], object]] = {
     "withdrawn": lambda site: site.say("task", b"", retain=True),
     "overtaken": lambda site: site.ask(round=1),
     "goodbye": lambda site: site.agent.shut_down(),
-    "counted meanwhile": lambda site: site.agent.duty.handle_event(UpdateAcked(("j-1", 0), True), site.broker.now_s),
-    "disk": lambda site: site.agent.duty.handle_event(TaskFailed("disk", "full"), site.broker.now_s),
+    "counted meanwhile": lambda site: site.agent.task_runner.handle_event(
+        UpdateAcked(("j-1", 0), True), site.broker.now_s
+    ),
+    "disk": lambda site: site.agent.task_runner.handle_event(TaskFailed("disk", "full"), site.broker.now_s),
 }
 
 
@@ -153,7 +155,9 @@ def test_clocks_that_cannot_be_set_are_left_to_the_board(site: Site, caplog: pyt
         site.run()
         site.ack(round)
     assert [update.usage.point for update in site.all("update")] == [None, None]
-    assert [record.message for record in caplog.records] == ["the clocks are left to the board: " + site.board.stuck]
+    assert [record.message for record in caplog.records] == [
+        "clock control failed, using the device's default clocks: " + site.board.stuck
+    ]
     site.board.stuck = ""
     working(site, round=2)
     assert site.board.clocks == ["slow"]

@@ -31,14 +31,14 @@ def test_killed_at_any_point_it_delivers_the_same_update_once(
     stage(site)
     site.start()
     if again:
-        assert site.bench.orders[-1].private is None
+        assert site.bench.orders[-1].private_state is None
         site.bench.finish(private=1.0)
         site.run()
     assert len(site.bench.orders) == int(again)
     np.testing.assert_array_equal(site.fetch(site.all("update")[-1])["w"], MODEL["w"] + 1)
     site.ack()
     assert site.outbox == []
-    state = site.agent.local.find_private_state("j-1", 0)
+    state = site.agent.storage.find_private_state("j-1", 0)
     assert state.path is not None
     assert tensors.read_tensors(Path(state.path))["c"] == 1.0
 
@@ -59,13 +59,13 @@ def test_the_next_round_begins_from_the_private_state_that_counted(site: Site) -
     assert len(site.bench.orders) == 1
     site.ack(0, accepted=True)
     second = site.bench.orders[-1]
-    assert second.private is not None
-    assert tensors.read_tensors(Path(second.private))["c"] == 1.0
+    assert second.private_state is not None
+    assert tensors.read_tensors(Path(second.private_state))["c"] == 1.0
     site.bench.finish(private=2.0)
     site.run()
     site.ack(1, accepted=False)
     site.ask(2, counted=0)
-    third = site.bench.orders[-1].private
+    third = site.bench.orders[-1].private_state
     assert third is not None
     assert tensors.read_tensors(Path(third))["c"] == 1.0
 
@@ -115,7 +115,7 @@ def test_a_model_is_hashed_once_when_its_task_is_taken(
     (blob,) = first.bundles.values()
     assert len(site.bench.orders) == 2
     assert digests.count(blob.sha256) == hashed
-    assert site.bench.orders[-1].checked is not bool(hashed)
+    assert site.bench.orders[-1].verify_bundles is not bool(hashed)
 
 
 def test_a_task_that_finds_its_model_damaged_is_refused_and_has_it_fetched_the_next_time(site: Site) -> None:
@@ -145,7 +145,7 @@ def _flip(path: Path, at: int = -1) -> None:
 
 def test_an_update_whose_blobs_the_disk_lost_is_worked_for_again(site: Site) -> None:
     until_offered(site)
-    site.agent.local.depot.remove_blob(site.all("update")[-1].bundles["model"].sha256)
+    site.agent.storage.blob_store.remove_blob(site.all("update")[-1].bundles["model"].sha256)
     site.run(10.0)
     assert site.outbox == []
     site.ask()
@@ -161,7 +161,7 @@ class Silent(Disk):
 
 def test_an_update_is_offered_later_while_the_disk_does_not_say_whether_it_is_there(site: Site) -> None:
     until_offered(site)
-    offers, depot = len(site.all("update")), site.agent.local.depot
+    offers, depot = len(site.all("update")), site.agent.storage.blob_store
     depot.disk = Silent()
     site.run(12.0)
     assert len(site.all("update")) == offers

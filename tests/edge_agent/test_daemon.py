@@ -138,7 +138,7 @@ def test_an_agent_tells_what_it_told_last(tmp_path: Path) -> None:
     board = SimulatedDevice.from_name("jetson-nano")
     options = AgentSettings(device="a", home=str(tmp_path), budget="1GB")
     agent = Agent(broker.connect(), options, board, InlineWorker(board))
-    agent.told = Telemetry(power_w=7.5)
+    agent.last_telemetry = Telemetry(power_w=7.5)
     found = {each.name: each.samples for each in daemon.collect_metrics(agent)}
     assert found["fedquilt_agent_power_watts"] == [(("a",), 7.5)]
     assert found["fedquilt_agent_budget_bytes"] == [(("a",), 1e9)]

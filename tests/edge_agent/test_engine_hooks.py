@@ -231,7 +231,7 @@ def test_mixed_precision_computes_in_16_bits_and_keeps_32(half: str):
     from fedquilt.edge_agent.engines.torch.engine import TorchEngine
 
     start, fit = torch_start(CNN), Fit(epochs=5, batch=6, lr=0.2)
-    engine = TorchEngine(AMPLE, half=getattr(torch, half))
+    engine = TorchEngine(AMPLE, half_dtype=getattr(torch, half))
     mixed, _ = engine.train(CNN, start, pictures(), dataclasses.replace(fit, mixed=True), tensors.seeded_rng(0))
     full, _ = engine.train(CNN, start, pictures(), fit, tensors.seeded_rng(0))
     assert not same_bits(mixed, full)
@@ -246,7 +246,7 @@ def test_a_scaled_loss_is_unscaled_before_clipping(half: str):
     from fedquilt.edge_agent.engines.torch.engine import TorchEngine
 
     start, fit = torch_start(CNN), Fit(epochs=2, batch=6, lr=0.2, clip=0.1)
-    engine = TorchEngine(AMPLE, half=getattr(torch, half))
+    engine = TorchEngine(AMPLE, half_dtype=getattr(torch, half))
     mixed, full = (
         engine.train(CNN, start, pictures(), dataclasses.replace(fit, mixed=m), tensors.seeded_rng(0))[0]
         for m in (True, False)
@@ -290,7 +290,7 @@ def test_the_layout_of_training_changes_no_result(monkeypatch: pytest.MonkeyPatc
     last, turned = trained()
     assert turned or torch.cuda.is_available()
     scored = compute_metrics(engine.evaluate(CNN, last, pictures()))
-    monkeypatch.setattr(torch_engine, "WIDE", 1)
+    monkeypatch.setattr(torch_engine, "MAX_CHANNELS_LAST_WEIGHTS", 1)
     first, turned = trained()
     assert not turned
     assert compute_metrics(engine.evaluate(CNN, last, pictures())) == pytest.approx(scored, rel=1e-5)

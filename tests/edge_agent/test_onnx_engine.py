@@ -67,7 +67,7 @@ def test_only_a_roomy_budget_pays_for_optimizing(tmp_path: Path) -> None:
     graph = product(tmp_path, weights, activation_bytes=8192)
     x = np.random.default_rng(1).normal(size=(5, 1024)).astype(np.float32)
     tight, roomy = (OnnxEngine(size * MB, base_bytes=0) for size in (31, 33))
-    assert (tight.memory_plan(graph).roomy, roomy.memory_plan(graph).roomy) == (False, True)
+    assert (tight.memory_plan(graph).is_roomy, roomy.memory_plan(graph).is_roomy) == (False, True)
     np.testing.assert_allclose(tight.run(graph, x), roomy.run(graph, x), rtol=1e-4, atol=1e-4)
 
 
@@ -119,7 +119,7 @@ def test_sessions_go_for_what_else_needs_their_room(tmp_path: Path) -> None:
     for graph in graphs:
         engine.run(graph, np.ones((1, 512), np.float32))
     assert engine.loaded_graphs() == tuple(graphs)
-    held = engine.memory_plan(graphs[0]).held_bytes
+    held = engine.memory_plan(graphs[0]).session_bytes
     engine.make_room(engine.room_bytes - 3 * held)
     assert engine.loaded_graphs() == tuple(graphs)
     engine.make_room(engine.room_bytes - 3 * held + 1)
@@ -134,7 +134,7 @@ def test_sessions_go_for_what_else_needs_their_room(tmp_path: Path) -> None:
 def test_large_activations_are_not_laid_out_anew(tmp_path: Path, activation_bytes: int, roomy: bool) -> None:
     weights = np.random.default_rng(0).normal(size=(64, 64)).astype(np.float32)
     graph = product(tmp_path, weights, activation_bytes=activation_bytes)
-    assert OnnxEngine(64 * MB, base_bytes=0).memory_plan(graph).roomy is roomy
+    assert OnnxEngine(64 * MB, base_bytes=0).memory_plan(graph).is_roomy is roomy
 
 
 def test_a_graph_that_names_the_boards_key_is_refused_before_the_runtime_sees_it(tmp_path: Path) -> None:

@@ -66,9 +66,9 @@ def order(home: Path, examples: Path, budget_bytes: int) -> WorkRequest:
         budget_bytes=budget_bytes,
         data={"path": str(examples), "held": 0.2},
         bundles={"model": str(home / "model")},
-        private=None,
-        cache=str(home / "cache"),
-        out=str(out),
+        private_state=None,
+        cache_folder=str(home / "cache"),
+        output_folder=str(out),
     )
 
 

@@ -10,7 +10,7 @@ from planned import MEANS, A, B, after, claim, task, update
 from fedquilt.core import REFETCH, Task
 from fedquilt.edge_agent import state_machine
 from fedquilt.edge_agent.state_machine import (
-    KILLED_MOST,
+    MAX_KILLS,
     BlobFetched,
     CancelFetch,
     CountedRound,
@@ -36,9 +36,9 @@ from fedquilt.wire import Claim
 
 # -- a process that is killed ----------------------------------------------------------------------
 def test_a_task_whose_process_is_killed_from_outside_is_begun_again_twice_then_refused() -> None:
-    killed = TaskFailed("memory", "killed by the kernel", overrun=True, killed=True)
+    killed = TaskFailed("memory", "killed by the kernel", ran_out_of_memory=True, killed_externally=True)
     state, _ = after(TaskReceived(task()))
-    for _ in range(KILLED_MOST):
+    for _ in range(MAX_KILLS):
         state, actions = advance(state, killed, 1.0)
         assert actions == (StartTask(task()),)
         assert state_machine.plan_limit_bytes(state, task()) == MEANS.budget_bytes  # the same bits as the first time
@@ -51,7 +51,7 @@ def test_a_task_whose_process_is_killed_from_outside_is_begun_again_twice_then_r
 
 
 def test_the_kills_of_one_task_are_not_held_against_the_next() -> None:
-    killed = TaskFailed("failed", "killed", killed=True)
+    killed = TaskFailed("failed", "killed", killed_externally=True)
     state, _ = after(TaskReceived(task()), killed, killed)
     state, actions = advance(state, TaskReceived(task(round=1)), 1.0)
     assert StartTask(task(round=1)) in actions
@@ -67,17 +67,17 @@ def test_a_task_is_claimed_and_begins_when_its_last_blob_is_here() -> None:
     assert actions == ()
     state, actions = advance(state, BlobFetched(B.sha256), 0.0)
     assert actions == (StartTask(task()),)
-    assert state.open is not None
-    assert state.open.down_bytes == 30
+    assert state.open_task is not None
+    assert state.open_task.down_bytes == 30
     assert after(TaskReceived(task()))[1] == (claim(), StartTask(task()))  # all are here at once
 
 
 def test_a_task_repeated_is_claimed_again_and_not_begun_again() -> None:
     state, actions = after(TaskReceived(task()), TaskReceived(task(attempt=1, deadline_s=5.0)))
     assert actions == (claim(attempt=1),)
-    assert state.open is not None
-    assert state.open.working
-    assert state.open.task.attempt == 1
+    assert state.open_task is not None
+    assert state.open_task.is_running
+    assert state.open_task.task.attempt == 1
 
 
 @pytest.mark.parametrize(
@@ -100,7 +100,7 @@ def test_an_earlier_round_that_comes_late_is_ignored() -> None:
 
 def test_a_cleared_task_is_given_up() -> None:
     state, (stop, say) = after(TaskReceived(task()), TaskCancelled())
-    assert (stop, state.open) == (StopTask(), None)
+    assert (stop, state.open_task) == (StopTask(), None)
     assert isinstance(say, PublishClaim)
     assert (say.claim.accepted, say.claim.code, say.claim.round) == (False, "cleared", 0)
     assert after(TaskReceived(task(), frozenset({A})), TaskCancelled())[1][0] == CancelFetch(A.sha256)
@@ -149,9 +149,9 @@ def test_whatever_happens_one_task_is_worked_on_at_a_time_and_none_that_was_coun
     for event in events:
         now_s += 3.0
         if isinstance(event, bool):
-            if state.open is None or not state.open.working:
+            if state.open_task is None or not state.open_task.is_running:
                 continue
-            event, busy = TaskCompleted(update(state.open.task.round), event), False
+            event, busy = TaskCompleted(update(state.open_task.task.round), event), False
         elif isinstance(event, TaskFailed) and busy:
             busy = False  # the worker is free; the plan may stop it all the same
         state, actions = advance(state, event, now_s)
@@ -160,11 +160,11 @@ def test_whatever_happens_one_task_is_worked_on_at_a_time_and_none_that_was_coun
                 busy = False
             elif isinstance(action, StartTask):
                 assert not busy
-                assert action.task.round > state.counted.get("j-1", CountedRound(-1)).round
-                assert state.open is not None
-                assert not state.open.missing
+                assert action.task.round > state.counted_rounds.get("j-1", CountedRound(-1)).round
+                assert state.open_task is not None
+                assert not state.open_task.missing_blobs
                 busy = True
             elif isinstance(action, SendUpdate):
                 assert (action.update.job, action.update.round) in state.outbox
-        assert busy == (state.open is not None and state.open.working)
+        assert busy == (state.open_task is not None and state.open_task.is_running)
         assert next_due_s(advance(state, TimerFired(), now_s)[0]) > now_s

@@ -9,7 +9,7 @@ from planned import MEANS, A, B, after, claim, done, task, update
 from fedquilt.core import RESEND
 from fedquilt.edge_agent import state_machine
 from fedquilt.edge_agent.state_machine import (
-    REMEMBERED_JOBS,
+    MAX_JOBS,
     BlobFetched,
     CountedRound,
     DeleteUpdate,
@@ -64,7 +64,7 @@ def test_an_acknowledged_update_is_gone_and_its_task_ignored_for_ever() -> None:
     assert actions == ()
     assert next_due_s(state) == math.inf
     claim = Claim(
-        job="j-1", round=0, attempt=0, accepted=False, code="counted", reason=state_machine.COUNTED, counted=0
+        job="j-1", round=0, attempt=0, accepted=False, code="counted", reason=state_machine.COUNTED_REASON, counted=0
     )
     assert advance(state, TaskReceived(task()), 2.0) == (state, (PublishClaim(claim),))
     assert StartTask(task(1)) in advance(state, TaskReceived(task(1)), 2.0)[1]
@@ -85,7 +85,7 @@ def test_a_coordinator_of_a_later_start_may_ask_for_a_round_that_was_counted() -
     state, _ = after(TaskCompleted(update(epoch=5), False), UpdateAcked(("j-1", 0), True, epoch=4), state=state)
     assert ("j-1", 0) in state.outbox  # an answer of the earlier start, which came late
     state, _ = advance(state, UpdateAcked(("j-1", 0), True, epoch=5), 3.0)
-    assert (dict(state.outbox), state.counted["j-1"]) == ({}, CountedRound(0, 5))
+    assert (dict(state.outbox), state.counted_rounds["j-1"]) == ({}, CountedRound(0, 5))
 
 
 def test_a_restored_coordinator_takes_the_place_of_the_one_before_it() -> None:
@@ -94,14 +94,14 @@ def test_a_restored_coordinator_takes_the_place_of_the_one_before_it() -> None:
     assert [type(each) for each in actions] == [StopTask, PublishClaim, StartTask]
     assert advance(state, TaskReceived(task(5, epoch=1)), 1.0) == (state, ())
     state, _ = after(TaskCompleted(update(3, epoch=2), False), UpdateAcked(("j-1", 3), True, epoch=2), state=state)
-    assert state.counted["j-1"] == CountedRound(3, 2)
+    assert state.counted_rounds["j-1"] == CountedRound(3, 2)
 
 
 def test_a_late_answer_to_an_earlier_round_takes_nothing_back() -> None:
     """A restarted coordinator answers round 0 again after round 1 counted, as the first answer was lost."""
     state, _ = after(TaskCompleted(update(0, epoch=1), False), TaskCompleted(update(1, epoch=1), False))
     state, _ = after(UpdateAcked(("j-1", 1), True, epoch=1), UpdateAcked(("j-1", 0), True, epoch=2), state=state)
-    assert (dict(state.outbox), state.counted["j-1"]) == ({}, CountedRound(1, 1))
+    assert (dict(state.outbox), state.counted_rounds["j-1"]) == ({}, CountedRound(1, 1))
 
 
 def test_an_update_from_a_state_that_the_coordinator_does_not_have_is_dropped_and_worked_for_again() -> None:
@@ -132,12 +132,12 @@ def test_a_refusal_of_an_earlier_attempt_leaves_what_was_offered_for_a_later_one
 
 def test_what_was_counted_is_remembered_for_the_latest_jobs() -> None:
     state = DeviceState(MEANS)
-    for number in range(REMEMBERED_JOBS):
+    for number in range(MAX_JOBS):
         state, _ = advance(state, UpdateAcked((f"j-{number}", 0), True), 0.0)
     state, _ = after(UpdateAcked(("j-0", 1), True), UpdateAcked(("new", 0), True), state=state)
-    assert len(state.counted) == REMEMBERED_JOBS
-    assert state.counted["j-0"] == CountedRound(1)
-    assert "j-1" not in state.counted
+    assert len(state.counted_rounds) == MAX_JOBS
+    assert state.counted_rounds["j-0"] == CountedRound(1)
+    assert "j-1" not in state.counted_rounds
 
 
 def test_the_next_round_waits_while_a_private_state_is_undecided() -> None:
@@ -155,10 +155,10 @@ def test_the_next_round_does_not_wait_for_an_update_without_private_state() -> N
 
 def test_a_task_that_turns_out_to_be_counted_is_given_up() -> None:
     state = advance(DeviceState(MEANS), TaskReceived(task()), 0.0)[0]
-    assert state.open is not None
+    assert state.open_task is not None
     state, actions = advance(state, UpdateAcked(("j-1", 0), True), 1.0)
     assert actions == (StopTask(),)
-    assert state.open is None
+    assert state.open_task is None
 
 
 def test_a_clear_leaves_the_outbox_alone() -> None:
@@ -203,11 +203,11 @@ def test_an_update_that_is_sent_under_a_new_attempt_has_been_on_its_way_since_it
     state, _ = advance(state, TaskCompleted(update(), False), 0.0)
     state, _ = advance(state, TaskReceived(task(attempt=1)), 20.0)
     state, _ = advance(state, UpdateAcked(("j-1", 0), True), 21.0)
-    assert state.sent == {"j-1": (21.0,)}
+    assert state.upload_times_s == {"j-1": (21.0,)}
 
 
 def test_a_refused_update_and_one_from_before_a_restart_tell_nothing_of_the_way() -> None:
     refused, _ = advance(done(), UpdateAcked(("j-1", 0), False), 30.0)
     older = DeviceState(MEANS, outbox={("j-1", 0): OutboxUpdate(update(), True, 0.0)})
     recovered, _ = advance(older, UpdateAcked(("j-1", 0), True), 30.0)
-    assert refused.sent == recovered.sent == {}
+    assert refused.upload_times_s == recovered.upload_times_s == {}

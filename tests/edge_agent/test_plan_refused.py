@@ -12,7 +12,7 @@ from fedquilt.core import Encoding, OperatingPoint, Reading, Task, Update, Usage
 from fedquilt.edge_agent import state_machine
 from fedquilt.edge_agent.power.learned_model import LearnedModel, TaskSegment, learn_segment
 from fedquilt.edge_agent.state_machine import (
-    REMEMBERED_WORKLOADS,
+    MAX_WORKLOADS,
     DeviceState,
     OpenTask,
     PublishClaim,
@@ -63,12 +63,12 @@ def test_what_cannot_be_done_here_is_refused_with_what_could(
     found = refusal(task(**changes), reading)
     assert found.code == code
     assert [part for part in said if part not in found.reason] == []
-    assert after(TaskReceived(task()))[0].open is not None  # a board that cannot tell its memory is believed
+    assert after(TaskReceived(task()))[0].open_task is not None  # a board that cannot tell its memory is believed
 
 
 def test_the_engines_own_size_counts_against_the_budget() -> None:
     room = MEANS.budget_bytes - ASSUMED_BASE_BYTES["numpy"]
-    assert after(TaskReceived(task(work=WorkEstimate(peak_bytes=room))))[0].open is not None
+    assert after(TaskReceived(task(work=WorkEstimate(peak_bytes=room))))[0].open_task is not None
     assert refusal(task(work=WorkEstimate(peak_bytes=room + 1))).code == "budget"
 
 
@@ -91,8 +91,10 @@ def test_a_task_that_ran_out_of_memory_is_planned_smaller_the_next_time_and_refu
         assert actions[-1] == StartTask(again(asked, failures))
         planned = state_machine.plan_limit_bytes(state, asked)
         assert planned == ASSUMED_BASE_BYTES["numpy"] + int(room / 1.25**failures)
-        state, _ = after(TaskFailed("memory", "it was killed", overrun=True), state=state)
-    state, _ = after(TaskReceived(again(asked, 3)), TaskFailed("memory", "it was killed", overrun=True), state=state)
+        state, _ = after(TaskFailed("memory", "it was killed", ran_out_of_memory=True), state=state)
+    state, _ = after(
+        TaskReceived(again(asked, 3)), TaskFailed("memory", "it was killed", ran_out_of_memory=True), state=state
+    )
     _, actions = after(TaskReceived(again(asked, 4)), state=state)
     assert isinstance(actions[0], PublishClaim)
     assert actions[0].claim.code == "budget"
@@ -114,17 +116,17 @@ def test_what_a_method_taught_of_memory_holds_for_it_and_its_engine_alone() -> N
     usage = Usage(base_bytes=40 * 10**6, peak_bytes=70 * 10**6)
     seen = msgspec.structs.replace(update(), usage=usage)
     state, _ = after(TaskReceived(task()), TaskCompleted(seen, False, planned_bytes=20 * 10**6))
-    assert state.cautions[("fedavg", "numpy")].ratio == pytest.approx(1.15)
+    assert state.memory_margins[("fedavg", "numpy")].ratio == pytest.approx(1.15)
     assert state_machine.plan_limit_bytes(state, task()) < MEANS.budget_bytes
     assert state_machine.plan_limit_bytes(state, task(method="fedprox")) == MEANS.budget_bytes
     untold, _ = after(TaskReceived(task()), TaskCompleted(seen, False))
-    assert not untold.cautions
+    assert not untold.memory_margins
 
 
 def test_a_refused_task_still_ends_the_one_in_hand() -> None:
     state, actions = after(TaskReceived(task()), TaskReceived(task(1, engine="torch")))
     assert actions[0] == StopTask()
-    assert state.open is None
+    assert state.open_task is None
 
 
 def test_a_refusal_is_repeated_with_its_task_and_reconsidered_at_the_next_attempt() -> None:
@@ -139,7 +141,7 @@ def test_work_that_fails_becomes_a_refusal_with_its_reason() -> None:
     assert stop == StopTask()
     assert isinstance(say, PublishClaim)
     assert (say.claim.accepted, say.claim.code, say.claim.reason) == (False, "memory", "too much")
-    assert state.open is None
+    assert state.open_task is None
 
 
 def test_a_failure_without_a_task_is_nothing() -> None:
@@ -151,15 +153,15 @@ def test_what_was_learned_is_kept_of_the_latest_workloads_and_written_down() -> 
     learned = learn_segment(
         LearnedModel(), TaskSegment(OperatingPoint(name="a", flops_per_s=1.0), WorkEstimate(flops=1.0), 2.0, None)
     )
-    for index in range(REMEMBERED_WORKLOADS + 1):
+    for index in range(MAX_WORKLOADS + 1):
         each = task(method=f"m{index}")
         done = TaskCompleted(Update(**{**vars_of(each), "usage": Usage()}), False, learned)
         state, actions = advance(
-            msgspec.structs.replace(state, open=OpenTask(each, frozenset(), working=True)), done, 0.0
+            msgspec.structs.replace(state, open_task=OpenTask(each, frozenset(), is_running=True)), done, 0.0
         )
-        assert actions[-1] == StoreLearnedCosts(state.learned)
-    assert list(state.learned) == [f"numpy m{index}" for index in range(1, REMEMBERED_WORKLOADS + 1)]
-    again = msgspec.structs.replace(state, open=OpenTask(each, frozenset(), working=True))
+        assert actions[-1] == StoreLearnedCosts(state.learned_models)
+    assert list(state.learned_models) == [f"numpy m{index}" for index in range(1, MAX_WORKLOADS + 1)]
+    again = msgspec.structs.replace(state, open_task=OpenTask(each, frozenset(), is_running=True))
     assert not any(isinstance(action, StoreLearnedCosts) for action in advance(again, done, 0.0)[1])
 
 

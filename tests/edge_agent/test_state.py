@@ -17,7 +17,7 @@ from fedquilt.arrays import tensors
 from fedquilt.core import BlobRef, JobError, OperatingPoint, StoreError, Update, Usage, WorkEstimate
 from fedquilt.edge_agent.agent_state import (
     SPARE_BYTES,
-    UPDATE,
+    UPDATE_FILE,
     AgentState,
     CountedRound,
     JobRecord,
@@ -25,7 +25,7 @@ from fedquilt.edge_agent.agent_state import (
     PrivateState,
 )
 from fedquilt.edge_agent.power.learned_model import LearnedModel, TaskSegment, learn_segment
-from fedquilt.edge_agent.task.protocol import PRIVATE, write_tensors
+from fedquilt.edge_agent.task.protocol import PRIVATE_FILE, write_tensors
 
 KEY = ("j-1", 3)
 
@@ -36,7 +36,7 @@ def worked(local: AgentState, private: float | None = None, round: int = 3, job:
     ref = write_tensors(out / "bundle", {"w": np.full(4, round, np.float32)})
     os.replace(out / "bundle", out / ref.sha256)
     if private is not None:
-        write_tensors(out / PRIVATE, {"c": np.array([private])})
+        write_tensors(out / PRIVATE_FILE, {"c": np.array([private])})
     return Update(
         job=job, round=round, attempt=0, device="d", weight=1.0, bundles={"model": ref}, metrics={}, usage=Usage()
     )
@@ -44,7 +44,7 @@ def worked(local: AgentState, private: float | None = None, round: int = 3, job:
 
 def commit(local: AgentState, update: Update) -> bool:
     """Keep what the task's process has left, with the hash that it says of its private state."""
-    left = local.home / "task/out" / PRIVATE
+    left = local.home / "task/out" / PRIVATE_FILE
     payload = left.read_bytes() if left.exists() else None
     ref = None if payload is None else BlobRef(sha256=hashlib.sha256(payload).hexdigest(), size=len(payload))
     return local.commit_update(update, private=ref)
@@ -61,7 +61,7 @@ def test_a_committed_result_is_found_by_the_next_start(tmp_path: Path) -> None:
     assert commit(local, update)
     again = AgentState(tmp_path)
     assert again.load_outbox() == ({KEY: (update, True)}, {})
-    assert again.depot.has_blob(update.bundles["model"])
+    assert again.blob_store.has_blob(update.bundles["model"])
     assert not (tmp_path / "scratch").exists()
 
 
@@ -71,7 +71,7 @@ def test_a_crash_before_the_commit_leaves_nothing_but_the_old_private_state(tmp_
     local.record_ack(("j-1", 2), True, {"j-1": CountedRound(2)})
     update = worked(local, private=2.0)
     for name in update.bundles.values():  # the blobs were stored already, the folder was not renamed
-        local.depot.store_file(tmp_path / "task/out" / name.sha256, name)
+        local.blob_store.store_file(tmp_path / "task/out" / name.sha256, name)
     again = AgentState(tmp_path)
     assert again.load_outbox() == ({}, {"j-1": CountedRound(2)})
     assert state_of(again, counted=2) == 1.0
@@ -142,7 +142,7 @@ def test_a_crash_after_the_count_was_noted_does_not_deliver_again(tmp_path: Path
 def test_a_crash_while_an_entry_is_removed_leaves_no_update(tmp_path: Path) -> None:
     local = AgentState(tmp_path)
     commit(local, worked(local, private=1.0))
-    (tmp_path / "outbox/j-1@3" / UPDATE).unlink()
+    (tmp_path / "outbox/j-1@3" / UPDATE_FILE).unlink()
     assert AgentState(tmp_path).load_outbox() == ({}, {})
     assert list((tmp_path / "outbox").iterdir()) == []
 
@@ -151,7 +151,7 @@ def test_a_crash_while_an_entry_is_removed_leaves_no_update(tmp_path: Path) -> N
 def test_a_damaged_entry_is_worked_for_again(tmp_path: Path, place: int) -> None:
     local = AgentState(tmp_path)
     commit(local, worked(local))
-    path = tmp_path / "outbox/j-1@3" / UPDATE
+    path = tmp_path / "outbox/j-1@3" / UPDATE_FILE
     payload = bytearray(path.read_bytes())
     payload[place] ^= 1
     path.write_bytes(payload)
@@ -162,7 +162,7 @@ def test_an_entry_whose_blobs_are_gone_is_worked_for_again(tmp_path: Path) -> No
     local = AgentState(tmp_path)
     update = worked(local)
     commit(local, update)
-    local.depot.remove_blob(update.bundles["model"].sha256)
+    local.blob_store.remove_blob(update.bundles["model"].sha256)
     assert AgentState(tmp_path).load_outbox() == ({}, {})
 
 
@@ -195,8 +195,8 @@ def test_the_private_state_is_that_of_the_round_that_the_coordinator_counted_las
         for last in (None, 0, 1, 5):
             found = now.find_private_state("j-1", last)
             assert found.path is None
-            assert "only that of round 5" in found.lost
-    assert "nothing of round 3 of j-2" in local.find_private_state("j-2", 2).forgotten
+            assert "only that of round 5" in found.lost_reason
+    assert "the counted round 3 of j-2 is unknown" in local.find_private_state("j-2", 2).unknown_reason
     assert local.find_private_state("j-2", None) == PrivateState()
 
 
@@ -257,12 +257,12 @@ def test_an_update_too_large_to_send_is_refused_and_leaves_nothing(tmp_path: Pat
 def test_the_longest_unused_blobs_make_room_and_needed_ones_never_do(tmp_path: Path) -> None:
     """Four blobs of 100 bytes, room for 300 and 100 more to come: the two oldest that may go, go."""
     local = AgentState(tmp_path)
-    refs = [local.depot.store_bytes(bytes([n]) * 100) for n in range(4)]
+    refs = [local.blob_store.store_bytes(bytes([n]) * 100) for n in range(4)]
     for age, ref in enumerate(refs):
         os.utime(tmp_path / "blobs" / ref.sha256, (1000 + age, 1000 + age))
     local.touch_blobs([refs[1]])
-    local.make_room(100, 300, needed={refs[0].sha256})
-    assert [local.depot.has_blob(ref) for ref in refs] == [True, True, False, False]
+    local.make_room(100, 300, needed_hashes={refs[0].sha256})
+    assert [local.blob_store.has_blob(ref) for ref in refs] == [True, True, False, False]
 
 
 @pytest.mark.parametrize(("idle", "left"), [(True, [False, True, False, True]), (False, [True, True, True, False])])
@@ -274,7 +274,7 @@ def test_caches_of_tasks_and_checks_make_room_as_blobs_do(tmp_path: Path, idle: 
     local = AgentState(tmp_path)
     outside = tmp_path.with_name("outside")
     outside.write_bytes(bytes(10**7))
-    blob = tmp_path / "blobs" / local.depot.store_bytes(bytes(10**6)).sha256
+    blob = tmp_path / "blobs" / local.blob_store.store_bytes(bytes(10**6)).sha256
     places = [tmp_path / "task/libraries/nv", tmp_path / "task/cache/j@b", tmp_path / "check/tmp/leftover", blob]
     for age, place in zip((1000, 3000, 2000, 4000), places, strict=True):
         if place != blob:
@@ -283,7 +283,7 @@ def test_caches_of_tasks_and_checks_make_room_as_blobs_do(tmp_path: Path, idle: 
             (place / "link").symlink_to(outside)
         for each in (*place.rglob("*"), place):
             os.utime(each, (age, age), follow_symlinks=False)
-    local.make_room(10**6, 3_600_000, needed=(), idle=idle)
+    local.make_room(10**6, 3_600_000, needed_hashes=(), is_idle=idle)
     assert [place.exists() for place in places] == left
     assert outside.stat().st_size == 10**7
 
@@ -293,7 +293,7 @@ def test_folders_too_deep_to_be_measured_go_once_nothing_runs_and_cost_no_blob(
     request: pytest.FixtureRequest, tmp_path: Path, idle: bool
 ) -> None:
     local = AgentState(tmp_path)
-    ref = local.depot.store_bytes(bytes(1000))
+    ref = local.blob_store.store_bytes(bytes(1000))
     request.addfinalizer(lambda: subprocess.run(["rm", "-rf", tmp_path / "task"], check=True))  # pytest cannot
     (tmp_path / "task/libraries/deep").mkdir(parents=True)
     inner = os.open(tmp_path / "task/libraries/deep", os.O_RDONLY)
@@ -302,9 +302,9 @@ def test_folders_too_deep_to_be_measured_go_once_nothing_runs_and_cost_no_blob(
         outer, inner = inner, os.open("d", os.O_RDONLY, dir_fd=inner)
         os.close(outer)
     os.close(inner)
-    local.make_room(1000, 10**6, needed=(), idle=idle)
+    local.make_room(1000, 10**6, needed_hashes=(), is_idle=idle)
     assert (tmp_path / "task/libraries/deep").exists() is not idle
-    assert local.depot.has_blob(ref)
+    assert local.blob_store.has_blob(ref)
 
 
 def test_blobs_make_room_on_a_disk_that_is_smaller_than_their_limit(
@@ -312,19 +312,19 @@ def test_blobs_make_room_on_a_disk_that_is_smaller_than_their_limit(
 ) -> None:
     """As long as 150 bytes are free, 250 are to come, and the limit would allow a million: the oldest goes."""
     local = AgentState(tmp_path)
-    refs = [local.depot.store_bytes(bytes([n]) * 100) for n in range(4)]
+    refs = [local.blob_store.store_bytes(bytes([n]) * 100) for n in range(4)]
     for age, ref in enumerate(refs):
         os.utime(tmp_path / "blobs" / ref.sha256, (1000 + age, 1000 + age))
     disk = SPARE_BYTES + 550  # of which each blob takes 100
 
     def statvfs(path: Path) -> SimpleNamespace:
-        return SimpleNamespace(f_bavail=disk - 100 * sum(local.depot.has_blob(ref) for ref in refs), f_frsize=1)
+        return SimpleNamespace(f_bavail=disk - 100 * sum(local.blob_store.has_blob(ref) for ref in refs), f_frsize=1)
 
     monkeypatch.setattr(os, "statvfs", statvfs)
-    local.make_room(150, 10**6, needed=())
-    assert [local.depot.has_blob(ref) for ref in refs] == [True, True, True, True]
-    local.make_room(250, 10**6, needed={refs[0].sha256})
-    assert [local.depot.has_blob(ref) for ref in refs] == [True, False, True, True]
+    local.make_room(150, 10**6, needed_hashes=())
+    assert [local.blob_store.has_blob(ref) for ref in refs] == [True, True, True, True]
+    local.make_room(250, 10**6, needed_hashes={refs[0].sha256})
+    assert [local.blob_store.has_blob(ref) for ref in refs] == [True, False, True, True]
     local.require_room(250)
 
 
@@ -389,7 +389,7 @@ def test_damaged_lessons_are_learned_anew(
 def test_lessons_of_a_law_of_other_sizes_are_left_out(tmp_path: Path) -> None:
     known = KNOWN["torch fedavg"]
     assert known.time is not None
-    small = msgspec.structs.replace(known, time=msgspec.structs.replace(known.time, aims=(1.0,)))
+    small = msgspec.structs.replace(known, time=msgspec.structs.replace(known.time, targets=(1.0,)))
     AgentState(tmp_path).store_learned_costs({**KNOWN, "onnx fedstitch": small})
     assert AgentState(tmp_path).load_learned_costs() == KNOWN
 

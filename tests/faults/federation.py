@@ -29,7 +29,7 @@ from fedquilt.coordinator.rounds.events import (
 )
 from fedquilt.coordinator.storage.store import Store
 from fedquilt.core import DeviceUpdate, FedquiltError, Method, Task, Update
-from fedquilt.edge_agent.agent_state import UPDATE, JobRecords, PrivateState
+from fedquilt.edge_agent.agent_state import UPDATE_FILE, JobRecords, PrivateState
 from tests.faults import log_checks, schedule
 from tests.faults.broker import DeliveryNoise, SimBroker
 from tests.faults.disk import SimDisk, SimulatedFileSystem
@@ -143,7 +143,7 @@ def _job_id(number: int) -> str:
 def _rounds_in_outbox(disk: SimDisk, root: str, id: str) -> set[int]:
     if not disk.is_dir(f"{root}/outbox"):
         return set()
-    files = [f"{root}/outbox/{each.name}/{UPDATE}" for each in disk.entries(f"{root}/outbox")]
+    files = [f"{root}/outbox/{each.name}/{UPDATE_FILE}" for each in disk.entries(f"{root}/outbox")]
     updates = [wire.decode(disk.read(file), Update) for file in files if disk.is_file(file)]
     return {update.round for update in updates if update.job == id}
 
@@ -285,7 +285,9 @@ class SimulatedFederation:
             return all(store.stored_status(id) in ("done", "failed") for id in self.truths)
 
     def _no_update_waits(self) -> bool:
-        return all(side.dead or (side.inner is not None and not side.inner.duty.state.outbox) for side in self.agents)
+        return all(
+            side.dead or (side.inner is not None and not side.inner.task_runner.state.outbox) for side in self.agents
+        )
 
     def _check_event(self, job: object, fact: AnyEvent) -> None:
         id: str = job.id  # type: ignore[attr-defined]

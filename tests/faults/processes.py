@@ -22,7 +22,7 @@ from fedquilt.coordinator.storage.snapshots import Snapshot
 from fedquilt.coordinator.storage.store import Store
 from fedquilt.core import JobError, StoreError, Task, Update
 from fedquilt.edge_agent.agent import Agent
-from fedquilt.edge_agent.agent_state import UPDATE, JobRecords
+from fedquilt.edge_agent.agent_state import UPDATE_FILE, JobRecords
 from fedquilt.edge_agent.devices import create_device as make_board
 from fedquilt.edge_agent.settings import AgentSettings
 from fedquilt.edge_agent.task.protocol import DataLoaded, Event, WorkRequest, WorkResult
@@ -406,7 +406,9 @@ class AgentProcess(SimulatedProcess):
     counts: Callable[[str, int], bool]  # whether the log has the device's update of a job's round
 
     def _inject_fault(self, what: str, where: Place) -> OSError | None:
-        if what == "name" and "/outbox/" in str(where) and str(where).endswith(UPDATE):  # an update leaves the outbox
+        if (
+            what == "name" and "/outbox/" in str(where) and str(where).endswith(UPDATE_FILE)
+        ):  # an update leaves the outbox
             job, _, round = Path(where).parent.name.rpartition("@")
             known = last_counted_rounds(self.platter.root, self._durable).get(job, -1)
             altered = self._happened["rot"] or self._happened["restore"]
@@ -451,13 +453,13 @@ class AgentProcess(SimulatedProcess):
         entry = f"{root}/outbox/{name}"
         files = [each.name for each in SimDisk(self.platter).entries(entry)]
         lost += [file for file in files if not self._durable.is_file(f"{entry}/{file}")]
-        if lost or UPDATE not in files:
-            raise InvariantError(f"{self.name} offers {name} before it is synced: {lost or UPDATE}")
+        if lost or UPDATE_FILE not in files:
+            raise InvariantError(f"{self.name} offers {name} before it is synced: {lost or UPDATE_FILE}")
 
     def run_task(self, order: WorkRequest) -> WorkResult:
         disk, truth = SimDisk(self.platter), self.truths[order.task.method]
-        private = None if order.private is None else disk.read(order.private)
-        known = PrivateStateModel(private, order.private_sha256, order.lost, order.forgotten)
+        private = None if order.private_state is None else disk.read(order.private_state)
+        known = PrivateStateModel(private, order.private_sha256, order.lost_reason, order.unknown_reason)
         try:
             done = truth.shop.run_task(
                 order.task, self.name, known, lambda sha256: disk.read(f"{self.platter.root}/blobs/{sha256}")
@@ -465,7 +467,7 @@ class AgentProcess(SimulatedProcess):
         except FileNotFoundError:
             return WorkResult(code="disk", reason="a bundle is gone")
         for name, payload in done.files.items():
-            disk.write(f"{order.out}/{name}", payload)
+            disk.write(f"{order.output_folder}/{name}", payload)
         return done.outcome
 
     def next_start_failure(self) -> str | None:
@@ -494,9 +496,9 @@ class SimWorker:
     def start(self, order: WorkRequest, now_s: float) -> None:
         how = self._side.next_start_failure()
         if how == "killed":
-            outcome = WorkResult(code="failed", reason="the task's process was killed", killed=True)
+            outcome = WorkResult(code="failed", reason="the task's process was killed", killed_externally=True)
         elif how is not None:
-            outcome = WorkResult(code=how, reason="by the schedule", overrun=how == "memory")  # type: ignore[arg-type]
+            outcome = WorkResult(code=how, reason="by the schedule", ran_out_of_memory=how == "memory")  # type: ignore[arg-type]
         else:
             outcome = self._side.run_task(order)
         self._events = [(now_s + self._side.work_s, outcome)]

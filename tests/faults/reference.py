@@ -38,7 +38,7 @@ from fedquilt.edge_agent import engines, messages, state_machine
 from fedquilt.edge_agent.devices import create_device as make_board
 from fedquilt.edge_agent.engines import numpy_engine
 from fedquilt.edge_agent.task import main
-from fedquilt.edge_agent.task.protocol import PRIVATE, WorkRequest, WorkResult
+from fedquilt.edge_agent.task.protocol import PRIVATE_FILE, WorkRequest, WorkResult
 from fedquilt.formats import job_bundle
 from fedquilt.testing import toy_networks
 from fedquilt.testing.toy_networks import Scenario, make_scenario
@@ -56,7 +56,7 @@ class ReferenceResult(NamedTuple):
 
     @property
     def private(self) -> bytes | None:
-        return self.files.get(PRIVATE)
+        return self.files.get(PRIVATE_FILE)
 
 
 class PrivateStateModel(NamedTuple):
@@ -127,13 +127,13 @@ class ReferenceClient:
                 budget_bytes=BUDGET_BYTES,
                 data={"share": device},
                 bundles={name: self._real_file(payload) for name, payload in given.items()},
-                private=None if own is None else str(own),
+                private_state=None if own is None else str(own),
                 private_sha256=known.sha256,
-                lost=known.lost,
-                forgotten=known.forgotten,
-                checked=True,
-                cache=f"{folder}/cache",
-                out=str(out),
+                lost_reason=known.lost,
+                unknown_reason=known.forgotten,
+                verify_bundles=True,
+                cache_folder=f"{folder}/cache",
+                output_folder=str(out),
             )
             outcome = main.run_task(order, self._bench)
             files = {path.name: path.read_bytes() for path in out.iterdir()}

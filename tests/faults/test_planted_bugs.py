@@ -228,14 +228,14 @@ def a_refusal_kept_by_its_device(patch: Patch) -> None:
     plain, cleared = state_machine._handle_task, state_machine._handle_cancellation
 
     def arrived(state: Any, event: Any, now_s: float, reading: Any) -> Any:
-        last, task = state.refusal, event.task
+        last, task = state.last_decline, event.task
         if last is not None and (last.job, last.round) == (task.job, task.round):
             return state, (PublishClaim(replace(last, attempt=task.attempt)),)
         return plain(state, event, now_s, reading)
 
     def keep(state: Any) -> Any:
         after, actions = cleared(state)
-        return replace(after, refusal=state.refusal), actions
+        return replace(after, last_decline=state.last_decline), actions
 
     patch.setattr(state_machine, "_handle_task", arrived)
     patch.setattr(state_machine, "_handle_cancellation", keep)

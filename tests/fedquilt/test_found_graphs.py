@@ -166,7 +166,9 @@ def outcome(path: Path, folder: Path) -> tuple[bool, str]:
         return False, str(error)
     laid = folder / "model.onnx"
     laid.write_bytes(payload)
-    order = CheckRequest(model=str(laid), out=str(folder), before=None, budget_bytes=3 * 10**9, data={}, timed_s=0.01)
+    order = CheckRequest(
+        model=str(laid), output_folder=str(folder), current_model=None, budget_bytes=3 * 10**9, data={}, timing_s=0.01
+    )
     found = check_process.run_check(order)
     return found.code == "ok", found.note if found.code == "ok" else found.reason
 

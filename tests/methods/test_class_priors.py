@@ -64,7 +64,7 @@ def reference_right(scores: np.ndarray, y: np.ndarray, ratios: np.ndarray) -> in
             moved = [(scores[i] + strength * ratios).argmax() == y[i] for i in others]
             gain = sum(moved) - sum(plain)
             changed = sum(a != b for a, b in zip(plain, moved, strict=True))
-            if gain > most and gain > evaluation_sums.LEAST_GAIN * changed**0.5:
+            if gain > most and gain > evaluation_sums.MIN_GAIN * changed**0.5:
                 best, most = strength, gain
         right += sum((scores[i] + best * ratios).argmax() == y[i] for i in range(fold, len(y), 5))
     return right
@@ -228,12 +228,12 @@ def test_a_model_on_a_board_adds_the_boards_own_class_priors(tmp_path):
         train, held = examples.load_share(DataSpec(**data))
         order = CheckRequest(
             model=str(model),
-            out=str(tmp_path),
-            before=None,
+            output_folder=str(tmp_path),
+            current_model=None,
             budget_bytes=fitting_budget_bytes(),
             data=data,
-            timed_s=0.01,
-            parted=SplitModelFiles(str(shared), "d"),
+            timing_s=0.01,
+            split_model=SplitModelFiles(str(shared), "d"),
         )
         found = check_process.run_check(order)
         assert found.code == "ok", found.reason

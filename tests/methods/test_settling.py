@@ -118,7 +118,7 @@ def test_measured_statistics_are_exact_however_examples_are_cut_into_mini_batche
     from fedquilt.edge_agent.engines.torch import engine as torch_engine
 
     for size in (7, 64):
-        monkeypatch.setitem(torch_engine.EVALUATED_AT_ONCE, "cpu", size)
+        monkeypatch.setitem(torch_engine.EVALUATION_BATCH, "cpu", size)
         seen = width.BatchNormMoments()
         hooks = Hooks(prepare=seen.add_recording_hooks)
         engine().evaluate(NETWORK, model, Examples(x, draws.integers(0, 3, 50)), hooks=hooks)

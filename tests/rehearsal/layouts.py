@@ -69,7 +69,7 @@ class _FakeClockHelper:
     def request_status(self) -> HelperStatus:
         found = controls.discover_controls(self._tree)
         return HelperStatus(
-            clocks=tuple(map(read_clock_state, found.found)), modes=tuple(mode.name for mode in found.modes)
+            clocks=tuple(map(read_clock_state, found.controls)), modes=tuple(mode.name for mode in found.modes)
         )
 
     def pin(self, point: OperatingPoint) -> OperatingPoint:

@@ -26,7 +26,7 @@ from fedquilt.tools.operations.site import HALTED
 def test_a_site_whose_sum_is_of_another_count_is_refused_by_name(tmp_path: Path) -> None:
     table = {"cohort": {"start_devices": 2, "quorum": 0.5, "deadline_s": 60}}
     with federation(plan(tmp_path, rounds=1, **table), (3, 3)) as made:
-        worker = made.sites["site-0"].agent.agent.duty._worker
+        worker = made.sites["site-0"].agent.agent.task_runner._worker
         plain = worker.poll_events
 
         def poll(now_s: float) -> list[Any]:

@@ -40,7 +40,7 @@ def read_status(root: Path) -> tuple[HelperStatus, bool]:
             return clocks.request_status(), True
     found = controls.discover_controls(root)
     told = HelperStatus(
-        clocks=tuple(read_clock_state(lever) for lever in found.found),
+        clocks=tuple(read_clock_state(lever) for lever in found.controls),
         modes=tuple(mode.name for mode in found.modes),
         temperature_c=controls.hottest_zone_c(root),
     )
@@ -93,7 +93,7 @@ def _format_status(told: HelperStatus, missing: Path | None) -> list[str]:
     if told.modes:
         lines.append(f"mode    {told.mode or 'not known'} of {', '.join(told.modes)}")
     if told.temperature_c is not None:
-        limit = "" if told.hottest_c is None else f"; above {told.hottest_c:g} C nothing is held"
+        limit = "" if told.max_temperature_c is None else f"; above {told.max_temperature_c:g} C nothing is held"
         lines.append(f"hottest {told.temperature_c:g} C{limit}")
     if missing is not None:
         lines.append(f"helper  none at {missing}: `sudo fedquilt board clocks serve` starts one")
@@ -101,7 +101,7 @@ def _format_status(told: HelperStatus, missing: Path | None) -> list[str]:
         lines.append("helper  nobody holds the clocks")
     else:
         lines.append(f"helper  {told.holder} holds {told.point.name}: {_format_point(told.point)}")
-    return [*lines, *(f"NOT PUT BACK: {sentence}" for sentence in told.owes)]
+    return [*lines, *(f"NOT PUT BACK: {sentence}" for sentence in told.unrestored_settings)]
 
 
 def _format_clock(one: ClockState) -> str:

@@ -259,7 +259,7 @@ class CertificateAuthority:
         return number
 
     def sign_upgrade(self, manifest: bytes) -> bytes:
-        return self._key.sign(archive.SIGNED + manifest, ec.ECDSA(hashes.SHA256()))
+        return self._key.sign(archive.SIGNED_PREFIX + manifest, ec.ECDSA(hashes.SHA256()))
 
     def issue_with_new_key(
         self,

@@ -138,11 +138,11 @@ class SiteWorker:
         self._stopping: set[str] = set()  # jobs that this worker has stopped
         self._halting: set[str] = set()  # jobs that somebody else has
 
-    def start(self, order: WorkRequest, now_s: float) -> None:
+    def start(self, request: WorkRequest, now_s: float) -> None:
         # a task of the round that was just cancelled keeps that round and its deadline
-        self._asked = self._left is not None and _get_round_identity(self._left) == _get_round_identity(order)
+        self._asked = self._left is not None and _get_round_identity(self._left) == _get_round_identity(request)
         self._left = None if self._asked else self._left
-        self._order, self._begun_s, self._outcome = order, now_s, None
+        self._order, self._begun_s, self._outcome = request, now_s, None
 
     def poll_events(self, now_s: float) -> list[Event]:
         """Return the outcome when the round has been committed or has failed, and stop cancelled runs."""
@@ -332,11 +332,11 @@ class SiteWorker:
         self._board.energy_j = math.fsum(joules) if len(joules) == len(used) else None
         refs = {}
         if "work" in order.task.actions:
-            out = Path(order.out)
+            out = Path(order.output_folder)
             out.mkdir(parents=True, exist_ok=True)
             for name, sent in self._yield_update_bundles(brought, sorted(known.updates)):
-                refs[name] = ref = protocol.write_tensors(out / f"{order.prefix}bundle", sent)
-                os.replace(out / f"{order.prefix}bundle", out / f"{order.prefix}{ref.sha256}")
+                refs[name] = ref = protocol.write_tensors(out / f"{order.file_prefix}bundle", sent)
+                os.replace(out / f"{order.file_prefix}bundle", out / f"{order.file_prefix}{ref.sha256}")
         return WorkResult(
             weight=math.fsum(update.weight for update in known.updates.values()),
             metrics=fact.metrics,
@@ -345,7 +345,7 @@ class SiteWorker:
             examples=sum(usage.examples or 0 for usage in used),
             cpu_s=math.fsum(usage.cpu_s for usage in used),
             note=_describe_missing_devices(known.updates, known.refusals),
-            below=Usage(
+            site_usage=Usage(
                 down_bytes=sum(usage.down_bytes for usage in used), up_bytes=sum(usage.up_bytes for usage in used)
             ),
         )
@@ -396,7 +396,7 @@ class SiteAgent:
         board, self.link = SiteDevice(), link
         self._worker = SiteWorker(store, board)
         self.agent = Agent(link, options, board, self._worker, boot, durable=durable, clock=lambda: None)
-        self._lock = self.agent.local.lock_home()
+        self._lock = self.agent.storage.lock_home()
         self._means_s, self._there = -math.inf, False  # whether a board has been seen: without any, it is no device yet
 
     def attach_server(self, server: Server) -> None:
@@ -412,9 +412,9 @@ class SiteAgent:
         """
         if now_s >= self._means_s + (MEANS_S if self._there else IDLE_S):
             self._means_s = now_s
-            means = self._worker.read_capabilities(self.agent.duty.state.means, now_s)
+            means = self._worker.read_capabilities(self.agent.task_runner.state.capabilities, now_s)
             self._there = self._there or bool(means.engines)
-            if means != self.agent.duty.state.means:
+            if means != self.agent.task_runner.state.capabilities:
                 self.agent.apply_capabilities(means)
         if not self._there:
             return now_s + IDLE_S
@@ -430,8 +430,8 @@ class SiteAgent:
     @property
     def has_pending_transfer(self) -> bool:
         """Whether a task is being received or an update awaits its acknowledgement."""
-        state = self.agent.duty.state
-        return bool(state.outbox) or (state.open is not None and not state.open.working)
+        state = self.agent.task_runner.state
+        return bool(state.outbox) or (state.open_task is not None and not state.open_task.is_running)
 
     def announce_end(self) -> None:
         self.agent.shut_down()

@@ -36,7 +36,7 @@ from fedquilt.costs.cost_model import LinkCost
 from fedquilt.edge_agent import messages, state_machine
 from fedquilt.edge_agent.power.governor import GovernorPolicy
 from fedquilt.edge_agent.power.learned_model import LearnedModel
-from fedquilt.edge_agent.task.protocol import PRIVATE, WorkRequest, WorkResult
+from fedquilt.edge_agent.task.protocol import PRIVATE_FILE, WorkRequest, WorkResult
 from fedquilt.edge_agent.task.worker import VirtualWorker
 from fedquilt.edge_agent.task_runner import TaskRunner
 
@@ -85,7 +85,7 @@ class FleetDevice:
             return {}
         with open(f"{self._folder}{self._unanswered}", "rb") as file:
             update = wire.decode(file.read(), Update)
-        return {(update.job, update.round): state_machine.OutboxUpdate(update, True, due_s=-math.inf)}
+        return {(update.job, update.round): state_machine.OutboxUpdate(update, True, resend_s=-math.inf)}
 
     def publish_telemetry(self, now_s: float) -> None:
         if now_s < self.tell_s:
@@ -151,12 +151,12 @@ class FleetDevice:
             budget_bytes=budget_bytes,
             data={"share": self.name, **self._spec.data},
             bundles={name: self._fleet.find_bundle(name, ref) for name, ref in task.bundles.items()},
-            private=f"{self._folder}{self._private}" if self._private in self._fleet.private else None,
-            cache=f"{self._fleet.folder}/caches/{self.name}",
-            out=self._fleet.out,
+            private_state=f"{self._folder}{self._private}" if self._private in self._fleet.private else None,
+            cache_folder=f"{self._fleet.folder}/caches/{self.name}",
+            output_folder=self._fleet.out,
             plan_bytes=None if spare else plan_bytes,
-            prefix=self._prefix,
-            whole_bytes=SMALL_BYTES,
+            file_prefix=self._prefix,
+            max_inline_bytes=SMALL_BYTES,
         )
 
     def store_outputs(self, outcome: WorkResult) -> WorkResult:
@@ -185,7 +185,7 @@ class FleetDevice:
             return False
         with open(f"{self._folder}{self._unanswered}", "wb") as file:
             file.write(wire.encode(update))
-        os.replace(f"{made}{PRIVATE}", f"{self._folder}{self._following}")
+        os.replace(f"{made}{PRIVATE_FILE}", f"{self._folder}{self._following}")
         self._fleet.private |= {self._unanswered, self._following}
         self.follows = True
         return True
@@ -296,11 +296,13 @@ class SimulatedFleet:
     @property
     def waiting_requests(self) -> list[WorkRequest]:
         """Work requests of running tasks that need a result before virtual time can continue, by device."""
-        return [order for name in sorted(self._waiting) if (order := self._waiting[name].worker.order) is not None]
+        return [
+            order for name in sorted(self._waiting) if (order := self._waiting[name].worker.pending_request) is not None
+        ]
 
     def find_running_task(self, device: str) -> Task | None:
         given = self._waiting.get(device)
-        return None if given is None or given.worker.order is None else given.worker.order.task
+        return None if given is None or given.worker.pending_request is None else given.worker.pending_request.task
 
     def deliver_outcome(self, device: str, outcome: WorkResult) -> None:
         """Give a device the result of its work request. Results for devices that are offline are dropped."""
@@ -441,10 +443,10 @@ class SimulatedFleet:
         self._track_work_request(device)
 
     def _track_work_request(self, device: FleetDevice) -> None:
-        if device.worker.order is not None:
+        if device.worker.pending_request is not None:
             if device.name not in self._waiting:
                 self._waiting[device.name] = device
-                self.begun(device.worker.order)
+                self.begun(device.worker.pending_request)
         else:
             self._waiting.pop(device.name, None)
         self._moved[device.name] = device

@@ -29,7 +29,7 @@ from msgspec.structs import replace
 
 from fedquilt import extras
 from fedquilt.core import JobError, StoreError
-from fedquilt.edge_agent.task.protocol import PRIVATE, WorkRequest
+from fedquilt.edge_agent.task.protocol import PRIVATE_FILE, WorkRequest
 from fedquilt.host.disk import REAL, disk_errors
 from fedquilt.tools.simulation import adversaries, machines, processes
 from fedquilt.tools.simulation.machines import Machine
@@ -193,9 +193,9 @@ def unpack_request(order: WorkRequest, find: Callable[[str], str], cache: str, o
     return replace(
         order,
         bundles={name: find(sha256) for name, sha256 in order.bundles.items()},
-        private=None if order.private is None else find(order.private),
-        cache=f"{cache}/{order.device}",
-        out=out,
+        private_state=None if order.private_state is None else find(order.private_state),
+        cache_folder=f"{cache}/{order.device}",
+        output_folder=out,
     )
 
 
@@ -297,7 +297,7 @@ class RayNode:
         private = {}
         for order, each in zip(orders, reply.done, strict=True):
             if (left := each.outcome.private) is not None:
-                payload = Path(f"{order.out}/{order.prefix}{PRIVATE}").read_bytes()
+                payload = Path(f"{order.output_folder}/{order.file_prefix}{PRIVATE_FILE}").read_bytes()
                 private[left.sha256] = payload
                 self._files.store_file(left.sha256, payload)
         self._files.evict_files(told.contents)
@@ -554,14 +554,16 @@ def pack_request(order: WorkRequest) -> tuple[WorkRequest, dict[str, str]]:
     """Return a work request without paths, and the path of each file by sha256."""
     files = {order.task.bundles[name].sha256: path for name, path in order.bundles.items()}
     private = None
-    if order.private is not None:
-        private = REAL.hash_file(order.private)
-        files[private] = order.private
+    if order.private_state is not None:
+        private = REAL.hash_file(order.private_state)
+        files[private] = order.private_state
     if (honest := adversaries.honest_file(order)) is not None:
         files[REAL.hash_file(honest)] = honest
         order = adversaries.add_honest_mean(order, REAL.hash_file(honest))
     bundles = {name: order.task.bundles[name].sha256 for name in order.bundles}
-    sent = replace(order, bundles=bundles, private=private, cache="", out="", whole_bytes=sys.maxsize)
+    sent = replace(
+        order, bundles=bundles, private_state=private, cache_folder="", output_folder="", max_inline_bytes=sys.maxsize
+    )
     return sent, files
 
 
@@ -570,13 +572,15 @@ def write_outputs(orders: Sequence[WorkRequest], made: WorkerReply) -> WorkerRep
     found = []
     for order, done in zip(orders, made.done, strict=True):
         outcome, small = done.outcome, {}
-        with disk_errors(f"write into {order.out}"):
+        with disk_errors(f"write into {order.output_folder}"):
             for sha256, payload in outcome.blobs.items():
-                if len(payload) < order.whole_bytes:
+                if len(payload) < order.max_inline_bytes:
                     small[sha256] = payload
                 else:
-                    REAL.write(f"{order.out}/{order.prefix}{sha256}", payload)
+                    REAL.write(f"{order.output_folder}/{order.file_prefix}{sha256}", payload)
             if outcome.private is not None:
-                REAL.write(f"{order.out}/{order.prefix}{PRIVATE}", made.private[outcome.private.sha256])
+                REAL.write(
+                    f"{order.output_folder}/{order.file_prefix}{PRIVATE_FILE}", made.private[outcome.private.sha256]
+                )
         found.append(WorkOutcome(replace(outcome, blobs=small), done.joint))
     return WorkerReply(found)

@@ -93,16 +93,16 @@ class TaskProcess:
             budget_bytes=self._budget_bytes,
             data={},
             bundles=files,
-            private=self._private,
-            cache=str(self._folder / sandbox.CACHE),
-            out=str(out),
-            plugins=self._plugins,
+            private_state=self._private,
+            cache_folder=str(self._folder / sandbox.CACHE),
+            output_folder=str(out),
+            allowed_plugins=self._plugins,
         )
         outcome = self.run_request(asked)
         if outcome.code != "ok":
             raise ModelError(f"a task of {self._method} in {self._budget_bytes / 1e6:.0f} MB: {outcome.reason}")
-        if (out / protocol.PRIVATE).exists():
-            self._private = str(out / protocol.PRIVATE)
+        if (out / protocol.PRIVATE_FILE).exists():
+            self._private = str(out / protocol.PRIVATE_FILE)
         return outcome, {name: tensors.read_tensors(out / ref.sha256) for name, ref in outcome.bundles.items()}
 
     def run_request(self, order: protocol.WorkRequest) -> protocol.WorkResult:
@@ -115,7 +115,7 @@ class TaskProcess:
                 if isinstance(event, protocol.WorkResult):
                     self.outside_bytes = memory_budget.read_peak_bytes(child.pid) or 0
                     return event
-            if child.has_ended or child.garbled:
+            if child.has_ended or child.is_garbled:
                 return child.explain_end()
             if time.monotonic() >= end_s:
                 return protocol.WorkResult(code="failed", reason=f"it has not ended within {self._most_s:g} s")

@@ -26,39 +26,45 @@ Transform = Callable[[torch.Tensor], Any]
 
 class Part(NamedTuple):
     batch: np.ndarray  # rows of the whole mini-batch
-    places: np.ndarray  # within `batch`
+    positions: np.ndarray  # within `batch`
     number: int  # of the pass over a mini-batch
 
 
-def divide_batch(batch: np.ndarray, most: int, number: int) -> list[Part]:
-    return [Part(batch, places, number) for places in training.micro_batches(np.arange(len(batch)), most)]
+def divide_batch(batch: np.ndarray, max_examples: int, number: int) -> list[Part]:
+    return [Part(batch, positions, number) for positions in training.micro_batches(np.arange(len(batch)), max_examples)]
 
 
 class Augmentation:
     def __init__(self, choices: Sequence[Choice], seed: int) -> None:
-        found = training_choices.parse_augmentations(choices)
+        augmentations = training_choices.parse_augmentations(choices)
         self._seed = seed
         self._transforms = [
-            (name, load_transform(name, given)) for name, given in found if name != training_choices.MIXUP
+            (name, load_transform(name, arguments))
+            for name, arguments in augmentations
+            if name != training_choices.MIXUP
         ]
-        self._alphas = [given.alpha for name, given in found if name == training_choices.MIXUP]
+        self._alphas = [arguments.alpha for name, arguments in augmentations if name == training_choices.MIXUP]
         self._is_checked = False
 
     @property
     def is_used(self) -> bool:
         return bool(self._transforms or self._alphas)
 
-    def transform_examples(self, x: np.ndarray, part: Part, places: np.ndarray) -> np.ndarray:
+    def transform_examples(self, x: np.ndarray, part: Part, positions: np.ndarray) -> np.ndarray:
         """Return the examples of a part after the transforms."""
         if not self._transforms or not len(x):
             return x
         with _kept_random_state():
-            one, again = (x[:1], x[:1]) if self._is_checked else [self._transform(x[0], part, 0) for _ in range(2)]
-            if not np.array_equal(one, again, equal_nan=one.dtype.kind == "f"):
+            example, repeated = (
+                (x[:1], x[:1]) if self._is_checked else [self._transform(x[0], part, 0) for _ in range(2)]
+            )
+            if not np.array_equal(example, repeated, equal_nan=example.dtype.kind == "f"):
                 names = " and ".join(name for name, _ in self._transforms)
                 raise JobError(f"[params] augment {names}: two calls differ with one seed; draw with torch's generator")
             self._is_checked = True
-            return np.stack([self._transform(one, part, int(place)) for one, place in zip(x, places, strict=True)])
+            return np.stack(
+                [self._transform(example, part, int(position)) for example, position in zip(x, positions, strict=True)]
+            )
 
     def mixture_of_part(self, part: Part) -> tuple[float, np.ndarray] | None:
         """Return mixup's share and, for each example of the mini-batch, the place of the other one, or None."""
@@ -67,61 +73,66 @@ class Augmentation:
         rng = np.random.default_rng((self._seed, part.number))
         return float(rng.beta(self._alphas[0], self._alphas[0])), rng.permutation(len(part.batch))
 
-    def _transform(self, one: np.ndarray, part: Part, place: int) -> np.ndarray:
-        seed = np.random.SeedSequence((self._seed, part.number, place)).generate_state(1, np.uint64)[0]
+    def _transform(self, example: np.ndarray, part: Part, position: int) -> np.ndarray:
+        seed = np.random.SeedSequence((self._seed, part.number, position)).generate_state(1, np.uint64)[0]
         torch.default_generator.manual_seed(int(seed))
-        is_image = one.dtype.kind == "u" and one.ndim in (2, 3)  # (h, w) or (h, w, c), and transforms take (c, h, w)
-        value = torch.from_numpy(np.array(one))
+        # (h, w) or (h, w, c), and transforms take (c, h, w).
+        is_image = example.dtype.kind == "u" and example.ndim in (2, 3)
+        value = torch.from_numpy(np.array(example))
         if is_image:
-            value = value[None] if one.ndim == 2 else value.permute(2, 0, 1)
+            value = value[None] if example.ndim == 2 else value.permute(2, 0, 1)
         for name, transform in self._transforms:
             value = _call_transform(name, transform, value)
         if is_image:
-            value = value[0] if one.ndim == 2 else value.permute(1, 2, 0)
+            value = value[0] if example.ndim == 2 else value.permute(1, 2, 0)
         return value.numpy()
 
 
 def _call_transform(name: str, transform: Transform, value: torch.Tensor) -> torch.Tensor:
     shape, kind = tuple(value.shape), value.dtype
     try:
-        found = transform(value)
+        transformed = transform(value)
     except Exception as error:  # torchvision and code from outside may raise anything
         raise JobError(
             f"[params] augment {name!r} fails with an example of shape {shape} and type {kind}: {first_line(error)}"
         ) from error
-    told = (tuple(found.shape), found.dtype) if isinstance(found, torch.Tensor) else type(found).__name__
-    if told != (shape, kind):
-        told = " of ".join(map(str, told)) if isinstance(told, tuple) else told
+    kept_type = (
+        (tuple(transformed.shape), transformed.dtype)
+        if isinstance(transformed, torch.Tensor)
+        else type(transformed).__name__
+    )
+    if kept_type != (shape, kind):
+        kept_type = " of ".join(map(str, kept_type)) if isinstance(kept_type, tuple) else kept_type
         raise JobError(
-            f"[params] augment {name!r} returned {told} for an example {shape} of {kind}: a transform keeps shape and "
-            "type, and never gets labels"
+            f"[params] augment {name!r} returned {kept_type} for an example {shape} of {kind}: a transform "
+            "keeps shape and type, and never gets labels"
         )
-    return found
+    return transformed
 
 
 def load_transform(name: str, arguments: Mapping[str, Any]) -> Transform:
     if training_choices.is_own_transform(name):
         function = training_step.load_function("transform", name, arguments, values=1)
         return lambda value: function(value, **arguments)
-    where = f"[params] augment {name!r}"
+    location = f"[params] augment {name!r}"
     torchvision_compat.import_torchvision()
     v2 = importlib.import_module("torchvision.transforms.v2")
     kind = getattr(v2, name, None)
     if not (isinstance(kind, type) and issubclass(kind, v2.Transform)):
-        near = toml.suggest_nearest(name, [each for each in dir(v2) if each[:1].isupper()])
-        raise JobError(f"{where}: torchvision.transforms.v2 has no such transform{near}; your own is module:name")
-    training_step.require_arguments(where, kind, 0, arguments)
+        near = toml.suggest_nearest(name, [attribute for attribute in dir(v2) if attribute[:1].isupper()])
+        raise JobError(f"{location}: torchvision.transforms.v2 has no such transform{near}; your own is module:name")
+    training_step.require_arguments(location, kind, 0, arguments)
     try:
-        made: Transform = kind(**arguments)
+        transform: Transform = kind(**arguments)
     except (TypeError, ValueError) as error:
-        raise JobError(f"{where}: {arguments}: {first_line(error)}") from None
-    return made
+        raise JobError(f"{location}: {arguments}: {first_line(error)}") from None
+    return transform
 
 
 @contextmanager
 def _kept_random_state() -> Iterator[None]:
-    before = torch.default_generator.get_state()
+    state = torch.default_generator.get_state()
     try:
         yield
     finally:
-        torch.default_generator.set_state(before)
+        torch.default_generator.set_state(state)

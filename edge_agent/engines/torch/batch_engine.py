@@ -58,8 +58,8 @@ class BatchedTorchEngine(BatchTrainer, TorchEngine):
             or self._batchable_network(call.table, call.network) is None
         ):
             return None
-        x, y, each = call.examples.x, call.examples.y, math.ceil(len(call.examples) / call.fit.batch)
-        return call.table, call.fit, x.shape[1:], x.dtype.str, y.shape[1:], each
+        x, y, steps_per_epoch = call.examples.x, call.examples.y, math.ceil(len(call.examples) / call.fit.batch)
+        return call.table, call.fit, x.shape[1:], x.dtype.str, y.shape[1:], steps_per_epoch
 
     def _train_batch(self, calls: Sequence[TrainCall]) -> Sequence[Trained | Exception]:
         return _DeviceBatch(self._plain[calls[0].table], calls, self._device).train()
@@ -67,28 +67,29 @@ class BatchedTorchEngine(BatchTrainer, TorchEngine):
     def _batchable_network(self, table: bytes, network: Mapping[str, Any]) -> nn.Module | None:
         if table not in self._plain:
             model = registry.build_network(network).to(self._device)
-            plain = all(type(module) in PLAIN for module in model.modules())
-            hooked = any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
-            own = 0 < len(list(model.parameters())) == len(model.state_dict())  # and no parameter is used in two places
-            self._plain[table] = model if plain and own and not hooked else None
+            has_plain_modules = all(type(module) in PLAIN for module in model.modules())
+            has_hooks = any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+            # All state is in parameters, and no parameter is used in two places.
+            has_plain_parameters = 0 < len(list(model.parameters())) == len(model.state_dict())
+            self._plain[table] = model if has_plain_modules and has_plain_parameters and not has_hooks else None
         return self._plain[table]
 
 
-def forward(module: nn.Module, values: Mapping[str, torch.Tensor], x: torch.Tensor, at: str = "") -> torch.Tensor:
+def forward(module: nn.Module, values: Mapping[str, torch.Tensor], x: torch.Tensor, prefix: str = "") -> torch.Tensor:
     """Return the scores of a network of PLAIN modules, with separate parameters for each device."""
     if isinstance(module, nn.Sequential):
         for name, child in module._modules.items():  # `named_children` omits repeated modules
             assert child is not None
-            x = forward(child, values, x, f"{at}{name}.")
+            x = forward(child, values, x, f"{prefix}{name}.")
     elif isinstance(module, nn.Linear):
         # weight @ x^T instead of x @ weight^T: the weight's gradient has the weight's memory order then, in a third
         # of the time
-        weight = values[f"{at}weight"]  # (devices, out, in)
-        bias = values[f"{at}bias"].unsqueeze(2) if module.bias is not None else weight.new_zeros(())
+        weight = values[f"{prefix}weight"]  # (devices, out, in)
+        bias = values[f"{prefix}bias"].unsqueeze(2) if module.bias is not None else weight.new_zeros(())
         scores = torch.baddbmm(bias, weight, x.flatten(1, -2).transpose(1, 2))  # (devices, out, n * ...)
         x = scores.transpose(1, 2).unflatten(1, x.shape[1:-1])
     elif isinstance(module, nn.Flatten):
-        x = x.flatten(*(place + 1 if place >= 0 else place for place in (module.start_dim, module.end_dim)))
+        x = x.flatten(*(axis + 1 if axis >= 0 else axis for axis in (module.start_dim, module.end_dim)))
     else:
         x = module(x)
     return x
@@ -97,34 +98,35 @@ def forward(module: nn.Module, values: Mapping[str, torch.Tensor], x: torch.Tens
 class _DeviceBatch:
     """Devices of one batch: their stacked parameters, and their positions in their examples."""
 
-    def __init__(self, model: nn.Module | None, calls: Sequence[TrainCall], place: torch.device) -> None:
+    def __init__(self, model: nn.Module | None, calls: Sequence[TrainCall], device: torch.device) -> None:
         assert model is not None
-        self._model, self._calls, self._place, self._fit = model, calls, place, calls[0].fit
+        self._model, self._calls, self._device, self._fit = model, calls, device, calls[0].fit
         self._task = metrics.task_from_network(calls[0].network)
         shapes = {name: tuple(value.shape) for name, value in model.state_dict().items()}
         for call in calls:
             training.require_shapes(call.start, shapes)
             training.require_anchors(call.hooks.anchors, shapes)
         self._names = list(shapes)
-        self._values = [
-            self._stack_parameters([call.start[name] for call in calls]) for name in self._names
-        ]  # (devices, ...)
+        # Each has the shape (devices, ...).
+        self._values = [self._stack_parameters([call.start[name] for call in calls]) for name in self._names]
         self._anchors = [self._device_anchors(index) for index in range(len(calls))]
-        self._moves = training_step.OptimizerStep({self._fit.lr: self._values}, self._fit)
+        self._optimizer = training_step.OptimizerStep({self._fit.lr: self._values}, self._fit)
         self._failed: dict[int, Exception] = {}
         self._accounts = [training.TrainingProgress(len(call.examples), self._fit, call.progress) for call in calls]
         # (epochs, examples) each, drawn in the loop's order; so is the seed that it then uses
-        self._orders = [training.draw_orders(len(call.examples), self._fit.epochs, call.rng) for call in calls]
+        self._example_orders = [training.draw_orders(len(call.examples), self._fit.epochs, call.rng) for call in calls]
         for call in calls:
             call.rng.integers(2**53)
-        self._begun = False
+        self._are_targets_checked = False
 
     def train(self) -> list[Trained | Exception]:
-        each = math.ceil(len(self._calls[0].examples) / self._fit.batch)
+        steps_per_epoch = math.ceil(len(self._calls[0].examples) / self._fit.batch)
         for epoch in range(self._fit.epochs):
-            for step in range(each):
-                first = step * self._fit.batch
-                self._train_step([orders[epoch][first : first + self._fit.batch] for orders in self._orders])
+            for step in range(steps_per_epoch):
+                start = step * self._fit.batch
+                self._train_step(
+                    [device_orders[epoch][start : start + self._fit.batch] for device_orders in self._example_orders]
+                )
         arrays = [value.detach().cpu().numpy() for value in self._values]
         return [
             self._failed.get(index)
@@ -136,25 +138,30 @@ class _DeviceBatch:
         ]
 
     def _train_step(self, rows: Sequence[np.ndarray]) -> None:
-        counts = [len(some) for some in rows]
+        counts = [len(device_rows) for device_rows in rows]
         longest = max(counts)
         y = np.zeros((len(rows), longest, *self._calls[0].examples.y.shape[1:]), self._calls[0].examples.y.dtype)
-        for index, (call, some) in enumerate(zip(self._calls, rows, strict=True)):
-            y[index, : len(some)] = call.examples.y[some]
-        targets = training_step.targets_tensor(self._task, y).to(self._place)
+        for index, (call, device_rows) in enumerate(zip(self._calls, rows, strict=True)):
+            y[index, : len(device_rows)] = call.examples.y[device_rows]
+        targets = training_step.targets_tensor(self._task, y).to(self._device)
         scores = self._compute_scores(
-            self._prepare_inputs([some if len(some) == longest else np.resize(some, longest) for some in rows])
+            self._prepare_inputs(
+                [
+                    device_rows if len(device_rows) == longest else np.resize(device_rows, longest)
+                    for device_rows in rows
+                ]
+            )
         )
-        each = training_step.example_losses(self._task, scores.flatten(0, 1), targets.flatten(0, 1))
-        losses = each.view(len(rows), longest)
+        example_losses = training_step.example_losses(self._task, scores.flatten(0, 1), targets.flatten(0, 1))
+        losses = example_losses.view(len(rows), longest)
         if min(counts) < longest:  # padded rows count for nothing
             mask = torch.arange(longest)[None, :] < torch.tensor(counts)[:, None]
-            losses = torch.where(mask.to(self._place), losses, losses.new_zeros(()))
-        means = losses.sum(dim=1) / torch.tensor(counts, device=self._place)  # (devices,)
-        gradients = torch.autograd.grad(means.sum(), self._values)
+            losses = torch.where(mask.to(self._device), losses, losses.new_zeros(()))
+        mean_losses = losses.sum(dim=1) / torch.tensor(counts, device=self._device)  # (devices,)
+        gradients = torch.autograd.grad(mean_losses.sum(), self._values)
         with torch.no_grad():
             self._apply_gradients(self._clip_gradients(self._correct_gradients(list(gradients))))
-        self._record_losses(means.detach().tolist(), counts)
+        self._record_losses(mean_losses.detach().tolist(), counts)
 
     def _record_losses(self, losses: Sequence[float], counts: Sequence[int]) -> None:
         for index, (account, loss, count) in enumerate(zip(self._accounts, losses, counts, strict=True)):
@@ -190,32 +197,32 @@ class _DeviceBatch:
         # The optimizer works element by element, so that stacked tensors are separate steps.
         for value, gradient in zip(self._values, gradients, strict=True):
             value.grad = gradient
-        self._moves.step()
-        self._moves.zero_grad()
+        self._optimizer.step()
+        self._optimizer.zero_grad()
 
     def _compute_scores(self, x: torch.Tensor) -> torch.Tensor:
         scores = forward(self._model, dict(zip(self._names, self._values, strict=True)), x)
-        if not self._begun:
+        if not self._are_targets_checked:
             if scores.ndim != 3:
                 raise RuntimeError("the network does not give one number per class or output")
             for call in self._calls:
                 evaluation_sums.require_targets(call.examples, scores.shape[2], self._task)
-            self._begun = True
+            self._are_targets_checked = True
         return scores
 
     def _prepare_inputs(self, rows: Sequence[np.ndarray]) -> torch.Tensor:
-        x = np.concatenate([call.examples.x[some] for call, some in zip(self._calls, rows, strict=True)])
+        x = np.concatenate([call.examples.x[device_rows] for call, device_rows in zip(self._calls, rows, strict=True)])
         ready = training.network_inputs(x, self._calls[0].network)
-        return torch.from_numpy(ready).to(self._place).unflatten(0, (len(rows), -1))
+        return torch.from_numpy(ready).to(self._device).unflatten(0, (len(rows), -1))
 
     def _device_anchors(self, index: int) -> dict[str, dict[str, torch.Tensor]]:
         call = self._calls[index]
         if not call.hooks.correct:
             return {}
         start = {name: value[index].detach().clone() for name, value in zip(self._names, self._values, strict=True)}
-        held = training_step.build_anchors(start, call.hooks.anchors, self._place)
-        return {name: {key: each[name] for key, each in held.items()} for name in self._names}
+        anchors = training_step.build_anchors(start, call.hooks.anchors, self._device)
+        return {name: {key: anchor[name] for key, anchor in anchors.items()} for name in self._names}
 
     def _stack_parameters(self, arrays: Sequence[np.ndarray]) -> torch.Tensor:
         value = torch.from_numpy(np.stack([np.asarray(array, np.float32) for array in arrays]))
-        return value.to(self._place).requires_grad_()
+        return value.to(self._device).requires_grad_()

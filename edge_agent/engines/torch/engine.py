@@ -45,14 +45,14 @@ from fedquilt.models.networks import registry, traces
 P = TypeVar("P")
 T = TypeVar("T")
 
-EVALUATED_AT_ONCE = {"cpu": 64, "cuda": 256}  # by device: more is no faster on a processor, and holds more memory
+EVALUATION_BATCH = {"cpu": 64, "cuda": 256}  # by device: more is no faster on a processor, and holds more memory
 # Weights of one convolution from which on a processor is slower with channels last. Convolutions of 3x3 weights take
 # 0.85 to 0.97 of the time up to 128 channels, 1.0 to 1.3 times with 256 and 1.3 to 1.5 times with 512; of 1x1 weights
 # half the time, and max pooling a ninth (x86-64, one core, forward and backward). Grouped ones are a tenth faster, and
 # take 10 MB more in MobileNetV3-small.
-WIDE = 1 << 19
-READ_AT_ONCE = {"cpu": 1, "cuda": 32}  # results that are read together: on a GPU, each reading waits for its work
-PREPARED = {"cpu": 0, "cuda": 2}  # batches that a thread prepares ahead, while the processor launches a GPU's work
+MAX_CHANNELS_LAST_WEIGHTS = 1 << 19
+READ_INTERVAL = {"cpu": 1, "cuda": 32}  # results that are read together: on a GPU, each reading waits for its work
+BATCHES_AHEAD = {"cpu": 0, "cuda": 2}  # batches that a thread prepares ahead, while the processor launches a GPU's work
 # Resident after the import, on x86-64: torch 2.13 for the CPU, 2.15 with its CUDA libraries.
 BASE_BYTES = 230_000_000 if torch.version.cuda is None else 525_000_000
 # Of the driver's context and of loaded libraries, assumed in plans, which follow from constants. The context's part is
@@ -83,20 +83,20 @@ class TorchMemory:
         self, cuda: Any, load_libraries: Callable[[], None], available_bytes: Callable[[], int] | None = None
     ) -> None:
         self._cuda, available_bytes = cuda, available_bytes or _available_or_own_bytes
-        before = available_bytes()
+        available_before = available_bytes()
         cuda.init()
         load_libraries()
         cuda.synchronize()
-        taken = max(before - available_bytes() - int(cuda.memory_reserved(0)), 0)
+        library_bytes = max(available_before - available_bytes() - int(cuda.memory_reserved(0)), 0)
         device = cuda.get_device_properties(0)
         self._total_bytes = int(device.total_memory)
-        self._context_bytes = taken if device.is_integrated else 0
+        self._context_bytes = library_bytes if device.is_integrated else 0
 
-    def begin(self, most_bytes: int) -> int:
+    def begin(self, budget_bytes: int) -> int:
         """Release cached memory, reset the peak, and limit torch's allocator."""
         self._cuda.empty_cache()
         self._cuda.reset_peak_memory_stats(0)
-        share = (most_bytes - self._context_bytes - peak_memory.GPU_KERNELS_BYTES) / self._total_bytes
+        share = (budget_bytes - self._context_bytes - peak_memory.GPU_KERNELS_BYTES) / self._total_bytes
         self._cuda.set_per_process_memory_fraction(min(max(share, 0.0), 1.0), 0)
         return self._context_bytes + int(self._cuda.memory_reserved(0))
 
@@ -110,7 +110,9 @@ class TorchEngine:
     name = "torch"
     gpu: TorchMemory | None = None  # of this process, once an engine has found a GPU
 
-    def __init__(self, budget_bytes: int, *, base_bytes: int = BASE_BYTES, half: torch.dtype | None = None) -> None:
+    def __init__(
+        self, budget_bytes: int, *, base_bytes: int = BASE_BYTES, half_dtype: torch.dtype | None = None
+    ) -> None:
         self.planned_bytes: int | None = None
         self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         on_gpu = self._device.type == "cuda"
@@ -121,7 +123,7 @@ class TorchEngine:
         base_bytes += GPU_BYTES if on_gpu else 0
         self._room_bytes = int((budget_bytes - base_bytes) / peak_memory.MARGIN) - peak_memory.FIRST_USE_BYTES["torch"]
         self._first_use_bytes = peak_memory.FIRST_USE_BYTES["torch"] + (peak_memory.GPU_KERNELS_BYTES if on_gpu else 0)
-        self._half = half or _fast_half_type(self._device)
+        self._half_dtype = half_dtype or _fast_half_type(self._device)
         # a process limited to some cores must not start a thread for each of the board's
         torch.set_num_threads(min(torch.get_num_threads(), len(os.sched_getaffinity(0))))
         if on_gpu and TorchEngine.gpu is None:
@@ -153,55 +155,59 @@ class TorchEngine:
     ) -> tuple[Tensors, dict[str, float]]:
         steps = training.TrainingProgress(len(examples), fit, progress)
         schedule = training_choices.parse_schedule(fit.schedule)
-        orders = training.draw_orders(len(examples), fit.epochs, rng)
-        half = self._half if fit.mixed else None
+        epoch_orders = training.draw_orders(len(examples), fit.epochs, rng)
+        half_dtype = self._half_dtype if fit.mixed else None
         seed = int(rng.integers(2**53))
         with deterministic_torch(seed):
-            model, trained, outputs = self._build_model(network, start, examples, hooks, half)
+            model, properties, outputs = self._build_model(network, start, examples, hooks, half_dtype)
             model.train()
             training_step.freeze_statistics(model, hooks)
             recomputation.handle_single_values(model)
             anchors = training_step.anchor_tensors(model, hooks)
-            kept: dict[str, Any] = {
+            copies: dict[str, Any] = {
                 "anchors": len(anchors),
                 "moments": peak_memory.optimizer_copies(vars(fit)) + bool(fit.ema),
                 "library": _library(network),
             }
             imported_bytes = peak_memory.imported_bytes(vars(fit), _library(network))
-            room_bytes = self._room_bytes - imported_bytes - peak_memory.training_bytes(trained, 0, **kept)
-            at_once = training.fitting_batch_size(room_bytes, peak_memory.bytes_per_example(trained), fit.batch)
+            room_bytes = self._room_bytes - imported_bytes - peak_memory.training_bytes(properties, 0, **copies)
+            micro_batch_size = training.fitting_batch_size(
+                room_bytes, peak_memory.bytes_per_example(properties), fit.batch
+            )
             if recomputation.has_coupled_examples(model):
-                at_once = min(fit.batch, len(examples))
-            at_once = min(at_once, math.ceil(fit.batch / fit.accumulate))
-            piece_bytes = peak_memory.checkpoint_bytes(trained, at_once, room_bytes)
+                micro_batch_size = min(fit.batch, len(examples))
+            micro_batch_size = min(micro_batch_size, math.ceil(fit.batch / fit.accumulate))
+            piece_bytes = peak_memory.checkpoint_bytes(properties, micro_batch_size, room_bytes)
             if piece_bytes is not None:
                 recomputation.return_freed_memory()
-            planned = peak_memory.training_bytes(trained, at_once, **kept, piece_bytes=piece_bytes)
-            self.planned_bytes = self._first_use_bytes + imported_bytes + planned
+            training_bytes = peak_memory.training_bytes(properties, micro_batch_size, **copies, piece_bytes=piece_bytes)
+            self.planned_bytes = self._first_use_bytes + imported_bytes + training_bytes
             loss = training_step.TrainingLoss(fit.loss, metrics.task_from_network(network), outputs, self._device)
             average = training_step.WeightAverage(model, fit.ema)
             steppers = [
-                training_step.Stepper(model, step, fit, hooks, anchors, half, loss.total) for step in hooks.steps
+                training_step.Stepper(model, step, fit, hooks, anchors, half_dtype, loss.total) for step in hooks.steps
             ]
-            told: list[tuple[list[torch.Tensor], int]] = []  # losses of steps that are not read yet
-            batches = [batch for order in orders for batch in training.mini_batches(order, fit.batch)]
+            unread_losses: list[tuple[list[torch.Tensor], int]] = []  # losses of steps that are not read yet
+            batches = [batch for epoch_order in epoch_orders for batch in training.mini_batches(epoch_order, fit.batch)]
             passes = enumerate(batch for batch in batches for _ in steppers)
-            parts = (part for number, batch in passes for part in augmentation.divide_batch(batch, at_once, number))
+            parts = (
+                part for number, batch in passes for part in augmentation.divide_batch(batch, micro_batch_size, number)
+            )
             augmented = augmentation.Augmentation(fit.augment, seed)
             load = partial(self._load_part, network, examples, hooks, augmented)
             # torch's generator belongs to one thread: transforms draw from it
-            loaded = _map_ahead(load, parts, 0 if fit.augment else PREPARED[self._device.type])
+            loaded = _map_ahead(load, parts, 0 if fit.augment else BATCHES_AHEAD[self._device.type])
             for number, batch in enumerate(batches):
                 factor = schedule.step_factor(fit.round, number, len(batches))
                 divisor = loss.divisor(examples.y[batch])
                 for stepper in steppers:
-                    given = itertools.islice(loaded, len(training.micro_batches(batch, at_once)))
-                    found = stepper.step(given, len(batch), piece_bytes, divisor=divisor, factor=factor)
+                    micro_batches = itertools.islice(loaded, len(training.micro_batches(batch, micro_batch_size)))
+                    losses = stepper.step(micro_batches, len(batch), piece_bytes, divisor=divisor, factor=factor)
                 average.add_step()
-                told.append((found, len(batch)))
-                if len(told) >= READ_AT_ONCE[self._device.type]:
-                    _record_steps(told, steps)
-            _record_steps(told, steps)
+                unread_losses.append((losses, len(batch)))
+                if len(unread_losses) >= READ_INTERVAL[self._device.type]:
+                    _record_steps(unread_losses, steps)
+            _record_steps(unread_losses, steps)
             average.load_into_model()
             return _arrays_from_model(model), steps.metrics()
 
@@ -211,41 +217,41 @@ class TorchEngine:
         task = metrics.task_from_network(network)
         if not len(examples):
             return EvaluationSums(examples=0, task=task)
-        found = evaluation_sums.EvaluationAccumulator(task, examples.prior)
+        accumulator = evaluation_sums.EvaluationAccumulator(task, examples.prior)
         with deterministic_torch(0):
-            module, trained, _ = self._build_model(network, model, examples, hooks)
+            module, properties, _ = self._build_model(network, model, examples, hooks)
             module.eval()
-            fixed = peak_memory.evaluation_bytes(trained, 0, library=_library(network))
-            at_once = training.fitting_batch_size(
-                self._room_bytes - fixed, peak_memory.bytes_per_example(trained), EVALUATED_AT_ONCE[self._device.type]
+            fixed = peak_memory.evaluation_bytes(properties, 0, library=_library(network))
+            batch_size = training.fitting_batch_size(
+                self._room_bytes - fixed, peak_memory.bytes_per_example(properties), EVALUATION_BATCH[self._device.type]
             )
-            batches = list(training.mini_batches(np.arange(len(examples)), at_once))
-            told: list[tuple[np.ndarray, torch.Tensor, torch.Tensor]] = []
+            batches = list(training.mini_batches(np.arange(len(examples)), batch_size))
+            unread_scores: list[tuple[np.ndarray, torch.Tensor, torch.Tensor]] = []
             with torch.inference_mode():
                 for rows, (x, y) in zip(batches, self._load_batches(network, examples, batches, hooks), strict=True):
                     scores = module(x)
-                    told.append((examples.y[rows], scores, training_step.total_loss(task, scores, y)))
-                    if len(told) >= READ_AT_ONCE[self._device.type]:
-                        _record_scores(told, found)
-                _record_scores(told, found)
-        return found.sums()
+                    unread_scores.append((examples.y[rows], scores, training_step.total_loss(task, scores, y)))
+                    if len(unread_scores) >= READ_INTERVAL[self._device.type]:
+                        _record_scores(unread_scores, accumulator)
+                _record_scores(unread_scores, accumulator)
+        return accumulator.sums()
 
     def fisher(
         self, network: Mapping[str, Any], model: Tensors, examples: Examples, *, each: int = 1, hooks: Hooks = Hooks()
     ) -> Tensors:
         training.require_examples(examples, each)
         with deterministic_torch(0):
-            module, trained, _ = self._build_model(network, model, examples, hooks)
+            module, properties, _ = self._build_model(network, model, examples, hooks)
             module = module.eval().to(memory_format=torch.contiguous_format)  # as `vmap` wants batch normalisation
-            room = self._room_bytes - peak_memory.training_bytes(trained, 0, library=_library(network))
+            room = self._room_bytes - peak_memory.training_bytes(properties, 0, library=_library(network))
             # a group needs one gradient of all weights, and its examples' activations
-            group = trained.weights_bytes + each * peak_memory.bytes_per_example(trained)
+            group = properties.weights_bytes + each * peak_memory.bytes_per_example(properties)
             groups = training.fitting_batch_size(room, group, fisher.TOGETHER)
             rows = training.mini_batches(np.arange(len(examples)), groups * each)
             parts = self._load_batches(network, examples, rows, hooks)
             loss = partial(training_step.total_loss, metrics.task_from_network(network))
-            found = fisher.fisher_diagonal(module, parts, each, lambda scores, y: loss(scores, y) / len(y))
-        return {name: value.cpu().numpy() for name, value in found.items()}
+            diagonal = fisher.fisher_diagonal(module, parts, each, lambda scores, y: loss(scores, y) / len(y))
+        return {name: value.cpu().numpy() for name, value in diagonal.items()}
 
     def _build_model(
         self,
@@ -253,30 +259,35 @@ class TorchEngine:
         start: Tensors,
         examples: Examples,
         hooks: Hooks,
-        half: torch.dtype | None = None,
+        half_dtype: torch.dtype | None = None,
     ) -> tuple[nn.Module, peak_memory.TrainingProperties, int]:
         model = registry.build_network(network)
         model = hooks.prepare(model) if hooks.prepare else model
-        model = model.to(
-            self._device, memory_format=self._memory_format(model, half)
-        )  # before the probe compiles its kernels
-        held = traces.state_without_aliases(model)
-        start = {name: start[name] for name in start if name in held or name not in model.state_dict()}
-        training.require_shapes(start, {name: tuple(value.shape) for name, value in held.items()})
+        # The format must be set before the probe compiles kernels.
+        model = model.to(self._device, memory_format=self._memory_format(model, half_dtype))
+        model_state = traces.state_without_aliases(model)
+        start = {name: start[name] for name in start if name in model_state or name not in model.state_dict()}
+        training.require_shapes(start, {name: tuple(value.shape) for name, value in model_state.items()})
         training_step.enable_gradients(model, hooks)
-        trained, outputs = self._probe_network(model, network, examples, hooks)
+        properties, outputs = self._probe_network(model, network, examples, hooks)
         evaluation_sums.require_targets(examples, outputs, metrics.task_from_network(network))
         with torch.no_grad():  # after the probe, which changes the statistics of batch normalisation
-            for name, value in held.items():
+            for name, value in model_state.items():
                 value.copy_(torch.tensor(start[name]))
-        return model, trained, outputs
+        return model, properties, outputs
 
-    def _memory_format(self, model: nn.Module, half: torch.dtype | None) -> torch.memory_format:
-        pictured = [each for each in model.modules() if isinstance(each, nn.Conv2d | nn.ConvTranspose2d)]
-        small = all(each.weight is None or each.weight.numel() < WIDE for each in pictured)  # None in other parts
-        plain = all(each.groups == 1 for each in pictured)
-        last = half is not None or (self._device.type == "cpu" and small and plain)
-        return torch.channels_last if last else torch.contiguous_format
+    def _memory_format(self, model: nn.Module, half_dtype: torch.dtype | None) -> torch.memory_format:
+        convolutions = [
+            convolution for convolution in model.modules() if isinstance(convolution, nn.Conv2d | nn.ConvTranspose2d)
+        ]
+        # In partial networks the weights of other parts are None.
+        are_small = all(
+            convolution.weight is None or convolution.weight.numel() < MAX_CHANNELS_LAST_WEIGHTS
+            for convolution in convolutions
+        )
+        are_ungrouped = all(convolution.groups == 1 for convolution in convolutions)
+        use_channels_last = half_dtype is not None or (self._device.type == "cpu" and are_small and are_ungrouped)
+        return torch.channels_last if use_channels_last else torch.contiguous_format
 
     def _probe_network(
         self, model: nn.Module, network: Mapping[str, Any], examples: Examples, hooks: Hooks
@@ -284,7 +295,7 @@ class TorchEngine:
         # Batch normalisation takes no fewer than two examples.
         x, _ = self._load_batch(network, examples, np.array([0, len(examples) - 1]), hooks)
         try:
-            trained, scores = peak_memory.measure_training(model, x)
+            properties, scores = peak_memory.measure_training(model, x)
         except RuntimeError as error:
             if failures.is_out_of_memory_error(error) or failures.is_gpu_failure_text(str(error)):
                 raise
@@ -293,18 +304,18 @@ class TorchEngine:
                 f'({first_line(error)}): give it an "input" table'
             ) from None
         if not isinstance(scores, torch.Tensor) or scores.ndim != 2:
-            given = f" but {tuple(scores.shape[1:])}" if isinstance(scores, torch.Tensor) else ""
+            shape_text = f" but {tuple(scores.shape[1:])}" if isinstance(scores, torch.Tensor) else ""
             raise ModelError(
-                f"network {network.get('name')!r} does not give one number per class or output{given}: end it in a "
-                "linear layer with `classes` outputs"
+                f"network {network.get('name')!r} does not give one number per class or output{shape_text}: "
+                "end it in a linear layer with `classes` outputs"
             )
-        return trained, scores.shape[1]
+        return properties, scores.shape[1]
 
     def _load_batches(
         self, network: Mapping[str, Any], examples: Examples, parts: Iterable[np.ndarray], hooks: Hooks
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         load = partial(self._load_batch, network, examples, hooks=hooks)
-        return _map_ahead(load, parts, PREPARED[self._device.type])
+        return _map_ahead(load, parts, BATCHES_AHEAD[self._device.type])
 
     def _load_part(
         self,
@@ -314,18 +325,18 @@ class TorchEngine:
         augmented: augmentation.Augmentation,
         part: augmentation.Part,
     ) -> tuple[torch.Tensor, torch.Tensor | training_step.MixedTargets]:
-        def load(places: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
-            rows = part.batch[places]
-            x = augmented.transform_examples(examples.x[rows], part, places)
+        def load(positions: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
+            rows = part.batch[positions]
+            x = augmented.transform_examples(examples.x[rows], part, positions)
             return self._load_batch(network, Examples(x, examples.y[rows]), np.arange(len(rows)), hooks)
 
         if not augmented.is_used:
-            return self._load_batch(network, examples, part.batch[part.places], hooks)
-        x, y = load(part.places)
+            return self._load_batch(network, examples, part.batch[part.positions], hooks)
+        x, y = load(part.positions)
         if (mixture := augmented.mixture_of_part(part)) is None:
             return x, y
-        share, others = mixture
-        other_x, other_y = load(others[part.places])
+        share, other_rows = mixture
+        other_x, other_y = load(other_rows[part.positions])
         return share * x + (1 - share) * other_x, training_step.MixedTargets(y, other_y, share)
 
     def _load_batch(
@@ -358,24 +369,27 @@ def _library(network: Mapping[str, Any]) -> str:
     return str(network.get("name", "")).partition("/")[0]
 
 
-def _record_steps(told: list[tuple[list[torch.Tensor], int]], steps: training.TrainingProgress) -> None:
-    values = iter(torch.stack([loss for found, _ in told for loss in found]).tolist() if told else [])
-    for found, examples in told:
-        steps.add_step(sum(itertools.islice(values, len(found))), examples)
-    told.clear()
+def _record_steps(unread_losses: list[tuple[list[torch.Tensor], int]], steps: training.TrainingProgress) -> None:
+    values = iter(
+        torch.stack([loss for losses, _ in unread_losses for loss in losses]).tolist() if unread_losses else []
+    )
+    for losses, examples in unread_losses:
+        steps.add_step(sum(itertools.islice(values, len(losses))), examples)
+    unread_losses.clear()
 
 
 def _record_scores(
-    told: list[tuple[np.ndarray, torch.Tensor, torch.Tensor]], found: evaluation_sums.EvaluationAccumulator
+    unread_scores: list[tuple[np.ndarray, torch.Tensor, torch.Tensor]],
+    accumulator: evaluation_sums.EvaluationAccumulator,
 ) -> None:
-    for y, scores, loss in told:
-        found.add_batch(scores.cpu().numpy(), y, float(loss))
-    told.clear()
+    for y, scores, loss in unread_scores:
+        accumulator.add_batch(scores.cpu().numpy(), y, float(loss))
+    unread_scores.clear()
 
 
 def _available_or_own_bytes() -> int:
-    own = psutil.Process().memory_info()
-    return int(psutil.virtual_memory().available + own.rss - own.shared)
+    process_memory = psutil.Process().memory_info()
+    return int(psutil.virtual_memory().available + process_memory.rss - process_memory.shared)
 
 
 def _fast_half_type(device: torch.device) -> torch.dtype | None:
@@ -393,7 +407,7 @@ def _arrays_from_model(model: nn.Module) -> dict[str, np.ndarray]:
 
 @contextmanager
 def deterministic_torch(seed: int) -> Iterator[None]:
-    before = torch.get_deterministic_debug_mode()  # `use_deterministic_algorithms` imports torch's compiler, 70 MB
+    debug_mode = torch.get_deterministic_debug_mode()  # `use_deterministic_algorithms` imports torch's compiler, 70 MB
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS is deterministic only with this
     with torch.random.fork_rng():
         # `torch.manual_seed` keeps the stack of every call for a GPU to come, and takes a quarter of a millisecond
@@ -402,4 +416,4 @@ def deterministic_torch(seed: int) -> Iterator[None]:
         try:
             yield
         finally:
-            torch.set_deterministic_debug_mode(before)
+            torch.set_deterministic_debug_mode(debug_mode)

@@ -28,8 +28,8 @@ OWN_PAGES_BYTES: Final = 128 << 10  # allocations of at least this size have pag
 
 
 def has_coupled_examples(model: nn.Module) -> bool:
-    norms = (each for each in model.modules() if isinstance(each, _BatchNorm))
-    return any(each.training or each.running_mean is None for each in norms)
+    norms = (module for module in model.modules() if isinstance(module, _BatchNorm))
+    return any(module.training or module.running_mean is None for module in norms)
 
 
 def handle_single_values(model: nn.Module) -> None:
@@ -49,18 +49,18 @@ def handle_single_values(model: nn.Module) -> None:
                 f"batch normalisation {path!r} keeps no running statistics, and a mini-batch of one example leaves it "
                 "one value for each channel: choose a batch that leaves no single example over"
             )
-        layer.single = single
+        layer.takes_single_examples = single
         if single:
             layer.training = False
 
     def unfreeze(layer: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        if layer.single:
+        if layer.takes_single_examples:
             layer.training = True
 
-    for path, each in model.named_modules():
-        if isinstance(each, _BatchNorm):
-            each.register_forward_pre_hook(lambda layer, inputs, path=path: freeze_single_value(path, layer, inputs))
-            each.register_forward_hook(unfreeze, always_call=True)
+    for path, module in model.named_modules():
+        if isinstance(module, _BatchNorm):
+            module.register_forward_pre_hook(lambda layer, inputs, path=path: freeze_single_value(path, layer, inputs))
+            module.register_forward_hook(unfreeze, always_call=True)
 
 
 def return_freed_memory() -> None:
@@ -84,8 +84,8 @@ def run_with_recomputation(
         lasting: Tensors besides the model's that stay in memory until the end of the backward pass.
         piece_bytes: Most bytes of recomputed tensors held at once.
     """
-    again = _RecomputePass(model, forward, lasting, piece_bytes)
-    with torch.autograd.graph.saved_tensors_hooks(again.pack_tensor, again.unpack_tensor):
+    recompute_pass = _RecomputePass(model, forward, lasting, piece_bytes)
+    with torch.autograd.graph.saved_tensors_hooks(recompute_pass.pack_tensor, recompute_pass.unpack_tensor):
         return forward()
 
 
@@ -108,55 +108,55 @@ class _RecomputePass:
     ) -> None:
         self._forward, self._piece_bytes = forward, piece_bytes
         self._buffers = list(model.buffers())
-        self._begun = [value.clone() for value in self._buffers]
-        self._random = _random_state()
-        held = [*model.parameters(), *self._buffers, *lasting]
-        self._lasting = {value.untyped_storage().data_ptr() for value in held}
-        self._kept: list[weakref.ref[_SavedTensor]] = []
+        self._initial_buffers = [value.clone() for value in self._buffers]
+        self._initial_random = _random_state()
+        lasting_tensors = [*model.parameters(), *self._buffers, *lasting]
+        self._lasting = {value.untyped_storage().data_ptr() for value in lasting_tensors}
+        self._saved: list[weakref.ref[_SavedTensor]] = []
         self._sizes: list[int] = []  # bytes that each adds to those before it
-        self._seen: dict[int, StorageWeakRef] = {}
+        self._storages: dict[int, StorageWeakRef] = {}
 
     def pack_tensor(self, value: torch.Tensor) -> Any:
         """Return a placeholder for a saved tensor, or the tensor itself if it stays in memory."""
         storage = value.untyped_storage()
         if storage.data_ptr() in self._lasting:
             return value.detach()
-        place = storage._cdata
-        known = self._seen.get(place)
-        self._sizes.append(0 if known is not None and not known.expired() else storage.nbytes())
-        self._seen[place] = StorageWeakRef(storage)
-        kept = _SavedTensor(len(self._kept))
-        self._kept.append(weakref.ref(kept))
-        return kept
+        storage_id = storage._cdata
+        previous = self._storages.get(storage_id)
+        self._sizes.append(0 if previous is not None and not previous.expired() else storage.nbytes())
+        self._storages[storage_id] = StorageWeakRef(storage)
+        placeholder = _SavedTensor(len(self._saved))
+        self._saved.append(weakref.ref(placeholder))
+        return placeholder
 
-    def unpack_tensor(self, kept: Any) -> torch.Tensor:
-        if isinstance(kept, torch.Tensor):
-            return kept
-        if kept.value is None:
-            self._recompute(kept.index)
-        if kept.value is None:
+    def unpack_tensor(self, placeholder: Any) -> torch.Tensor:
+        if isinstance(placeholder, torch.Tensor):
+            return placeholder
+        if placeholder.value is None:
+            self._recompute(placeholder.index)
+        if placeholder.value is None:
             raise ModelError("this network's forward pass is another one when it is repeated: give it more memory")
-        return kept.value
+        return placeholder.value
 
     def _recompute(self, index: int) -> None:
         """Repeat the forward pass for the tensor at `index`, all later and, within `piece_bytes`, earlier ones."""
-        wanted = [each for ref in self._kept if (each := ref()) is not None and each.value is None]
-        piece, size = {}, 0
-        for each in reversed(wanted):
-            size += self._sizes[each.index]
-            if each.index < index and size > self._piece_bytes:
+        missing = [saved for ref in self._saved if (saved := ref()) is not None and saved.value is None]
+        saved_by_index, size = {}, 0
+        for saved in reversed(missing):
+            size += self._sizes[saved.index]
+            if saved.index < index and size > self._piece_bytes:
                 break
-            piece[each.index] = each
-        count, last = 0, max(piece)
+            saved_by_index[saved.index] = saved
+        count, last_index = 0, max(saved_by_index)
 
         def keep_tensor(value: torch.Tensor) -> None:
             nonlocal count
             if value.untyped_storage().data_ptr() in self._lasting:
                 return
-            if count in piece:
-                piece[count].value = value.detach()
+            if count in saved_by_index:
+                saved_by_index[count].value = value.detach()
             count += 1
-            if count > last:
+            if count > last_index:
                 raise _StopForward
 
         hooks = torch.autograd.graph.saved_tensors_hooks(keep_tensor, _reject_backward)
@@ -165,20 +165,20 @@ class _RecomputePass:
 
     @contextmanager
     def _initial_state(self) -> Iterator[None]:
-        later, random = [value.clone() for value in self._buffers], _random_state()
-        self._set_state(self._begun, self._random)
+        current_buffers, random = [value.clone() for value in self._buffers], _random_state()
+        self._set_state(self._initial_buffers, self._initial_random)
         try:
             yield
         finally:
-            self._set_state(later, random)
+            self._set_state(current_buffers, random)
 
     def _set_state(self, values: list[torch.Tensor], random: list[torch.Tensor]) -> None:
         with torch.no_grad():
             for buffer, value in zip(self._buffers, values, strict=True):
                 buffer.copy_(value)
         torch.set_rng_state(random[0])
-        for each in random[1:]:
-            torch.cuda.set_rng_state(each)
+        for cuda_state in random[1:]:
+            torch.cuda.set_rng_state(cuda_state)
 
 
 def _random_state() -> list[torch.Tensor]:
@@ -186,5 +186,5 @@ def _random_state() -> list[torch.Tensor]:
     return [torch.get_rng_state(), *cuda]
 
 
-def _reject_backward(kept: None) -> torch.Tensor:
+def _reject_backward(placeholder: None) -> torch.Tensor:
     raise AssertionError("the graph of a repeated forward pass has no backward pass")

@@ -42,8 +42,10 @@ class OptimizerStep:
     """Optimizer of `Fit` for tensors grouped by learning rate, usable with `torch.amp.GradScaler`."""
 
     def __init__(self, groups: Mapping[float, Sequence[torch.Tensor]], fit: Fit) -> None:
-        self._fit, (self._name, self._given) = fit, training_choices.parse_optimizer(fit.optimizer)
-        self.param_groups: list[dict[str, Any]] = [{"lr": rate, "params": some} for rate, some in groups.items()]
+        self._fit, (self._name, self._arguments) = fit, training_choices.parse_optimizer(fit.optimizer)
+        self.param_groups: list[dict[str, Any]] = [
+            {"lr": rate, "params": parameters} for rate, parameters in groups.items()
+        ]
         self._momenta: dict[torch.Tensor, torch.Tensor | None] = {}
         self._moments: dict[torch.Tensor, tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = {}  # Adam's, and its steps
 
@@ -56,13 +58,13 @@ class OptimizerStep:
         move = self._sgd if self._name == "sgd" else self._adam
         with torch.no_grad():
             for group in self.param_groups:
-                moved = [value for value in group["params"] if value.grad is not None]
-                move(moved, [value.grad for value in moved], group["lr"])
+                parameters = [value for value in group["params"] if value.grad is not None]
+                move(parameters, [value.grad for value in parameters], group["lr"])
 
-    def _sgd(self, moved: list[torch.Tensor], gradients: list[torch.Tensor], rate: float) -> None:
-        buffers = [self._momenta.get(value) for value in moved]
+    def _sgd(self, parameters: list[torch.Tensor], gradients: list[torch.Tensor], rate: float) -> None:
+        buffers = [self._momenta.get(value) for value in parameters]
         sgd(
-            moved,
+            parameters,
             gradients,
             buffers,
             weight_decay=self._fit.weight_decay,
@@ -72,26 +74,26 @@ class OptimizerStep:
             nesterov=self._fit.nesterov,
             maximize=False,
         )
-        self._momenta.update(zip(moved, buffers, strict=True))
+        self._momenta.update(zip(parameters, buffers, strict=True))
 
-    def _adam(self, moved: list[torch.Tensor], gradients: list[torch.Tensor], rate: float) -> None:
-        for value in moved:
+    def _adam(self, parameters: list[torch.Tensor], gradients: list[torch.Tensor], rate: float) -> None:
+        for value in parameters:
             if value not in self._moments:
                 self._moments[value] = torch.zeros_like(value), torch.zeros_like(value), torch.tensor(0.0)
-        held = [self._moments[value] for value in moved]
+        moments = [self._moments[value] for value in parameters]
         (adam if self._name == "adam" else adamw)(
-            moved,
+            parameters,
             gradients,
-            [first for first, _, _ in held],
-            [second for _, second, _ in held],
+            [mean for mean, _, _ in moments],
+            [square for _, square, _ in moments],
             [],
-            [steps for _, _, steps in held],
+            [steps for _, _, steps in moments],
             amsgrad=False,
-            beta1=self._given.betas[0],
-            beta2=self._given.betas[1],
+            beta1=self._arguments.betas[0],
+            beta2=self._arguments.betas[1],
             lr=rate,
             weight_decay=self._fit.weight_decay,
-            eps=self._given.eps,
+            eps=self._arguments.eps,
             maximize=False,
         )
 
@@ -100,20 +102,32 @@ def make_optimizer(groups: Mapping[float, Sequence[torch.Tensor]], fit: Fit) -> 
     name, arguments = training_choices.parse_optimizer(fit.optimizer)
     if name in training_choices.OPTIMIZERS:
         return OptimizerStep(groups, fit)
-    kind = getattr(torch.optim, name, None)
-    if not (isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)) or name in UNUSABLE:
-        why = "cannot be used here" if name in UNUSABLE else "is no class of torch.optim"
-        raise JobError(f"[params] optimizer = {name!r} {why}: take 'sgd', 'adam', 'adamw' or 'RMSprop', for instance")
-    known = inspect.signature(kind).parameters
-    if odd := sorted(set(arguments) - known.keys()):
-        listed = toml.describe_choices(odd[0], [each for each in known if each not in ("params", "lr")], "it takes")
-        raise JobError(f"[params] optimizer {name!r}: there is no key {odd[0]!r}{listed}")
-    own = {key: getattr(fit, key) for key in ("weight_decay", "momentum", "nesterov")}
-    if odd := sorted(key for key, value in own.items() if value and key not in known):
-        raise JobError(f"[params] {odd[0]} = {own[odd[0]]!r}: optimizer {name!r} has no {odd[0]}; leave the line out")
-    given = {**{key: value for key, value in own.items() if key in known}, **arguments}
+    optimizer_class = getattr(torch.optim, name, None)
+    if (
+        not (isinstance(optimizer_class, type) and issubclass(optimizer_class, torch.optim.Optimizer))
+        or name in UNUSABLE
+    ):
+        reason = "cannot be used here" if name in UNUSABLE else "is no class of torch.optim"
+        raise JobError(
+            f"[params] optimizer = {name!r} {reason}: take 'sgd', 'adam', 'adamw' or 'RMSprop', for instance"
+        )
+    accepted = inspect.signature(optimizer_class).parameters
+    if unknown := sorted(set(arguments) - accepted.keys()):
+        choices = toml.describe_choices(
+            unknown[0], [argument for argument in accepted if argument not in ("params", "lr")], "it takes"
+        )
+        raise JobError(f"[params] optimizer {name!r}: there is no key {unknown[0]!r}{choices}")
+    fit_arguments = {key: getattr(fit, key) for key in ("weight_decay", "momentum", "nesterov")}
+    if unknown := sorted(key for key, value in fit_arguments.items() if value and key not in accepted):
+        raise JobError(
+            f"[params] {unknown[0]} = {fit_arguments[unknown[0]]!r}: optimizer {name!r} has no {unknown[0]}; "
+            "leave the line out"
+        )
+    all_arguments = {**{key: value for key, value in fit_arguments.items() if key in accepted}, **arguments}
     try:
-        return kind([{"lr": rate, "params": some} for rate, some in groups.items()], **given)
+        return optimizer_class(
+            [{"lr": rate, "params": parameters} for rate, parameters in groups.items()], **all_arguments
+        )
     except (TypeError, ValueError) as error:
         raise JobError(f"[params] optimizer {name!r}: {arguments}: {first_line(error)}") from None
 
@@ -133,24 +147,26 @@ class Stepper:
         fit: Fit,
         hooks: Hooks,
         anchors: Anchors,
-        half: torch.dtype | None,
+        half_dtype: torch.dtype | None,
         total: Callable[[torch.Tensor, Any], torch.Tensor],
     ) -> None:
-        self._model, self._step, self._fit, self._half, self._total = model, step, fit, half, total
-        self._correct, self._anchors, self._alone = hooks.correct, anchors, len(hooks.steps) == 1
+        self._model, self._step, self._fit, self._half, self._total = model, step, fit, half_dtype, total
+        self._correct, self._anchors, self._is_only_step = hooks.correct, anchors, len(hooks.steps) == 1
         rates = {name: step.rate(name) for name, _ in model.named_parameters()}
-        self._moved = {name: value for name, value in model.named_parameters() if rates[name] > 0}
-        if not self._moved:
+        self._trained = {name: value for name, value in model.named_parameters() if rates[name] > 0}
+        if not self._trained:
             raise ModelError("the method holds every tensor of this network still: there is nothing to train")
-        self._at = {name: {key: held[name] for key, held in anchors.items()} for name in self._moved if self._correct}
+        self._anchors_by_tensor = {
+            name: {key: anchor[name] for key, anchor in anchors.items()} for name in self._trained if self._correct
+        }
         groups: dict[float, list[torch.Tensor]] = {}
-        for name, value in self._moved.items():
+        for name, value in self._trained.items():
             groups.setdefault(rates[name], []).append(value)
-        self._moves = make_optimizer({fit.lr * rate: some for rate, some in groups.items()}, fit)
-        self._rates = [group["lr"] for group in self._moves.param_groups]
-        place = next(iter(self._moved.values())).device.type
-        self._scaler = torch.amp.GradScaler(place, init_scale=FIRST_SCALE, enabled=half is torch.float16)
-        self._autocast = torch.autocast(place, dtype=half) if half else contextlib.nullcontext()
+        self._optimizer = make_optimizer({fit.lr * rate: parameters for rate, parameters in groups.items()}, fit)
+        self._rates = [group["lr"] for group in self._optimizer.param_groups]
+        device_type = next(iter(self._trained.values())).device.type
+        self._scaler = torch.amp.GradScaler(device_type, init_scale=FIRST_SCALE, enabled=half_dtype is torch.float16)
+        self._autocast = torch.autocast(device_type, dtype=half_dtype) if half_dtype else contextlib.nullcontext()
         self._enable_gradients()
 
     def step(
@@ -168,31 +184,31 @@ class Stepper:
             Share of each part in the mean loss before the step, without penalty, as scalars on the device. Reading a
             scalar waits for the device. A penalty that is not finite is returned as the loss.
         """
-        if not self._alone:
+        if not self._is_only_step:
             self._enable_gradients()
         if self._step.begin:
             self._step.begin(self._model)
-        self._moves.zero_grad()
-        for group, rate in zip(self._moves.param_groups, self._rates, strict=True):
+        self._optimizer.zero_grad()
+        for group, rate in zip(self._optimizer.param_groups, self._rates, strict=True):
             group["lr"] = factor * rate
         losses = []
         for x, y in parts:
-            passed = partial(self._training_and_task_loss, x, y, count, divisor)
+            forward = partial(self._training_and_task_loss, x, y, count, divisor)
             if piece_bytes is None:
-                loss, told = passed()
+                loss, task_loss = forward()
             else:
                 lasting = (x, y) if isinstance(y, torch.Tensor) else (x, y.first, y.second)
-                loss, told = recomputation.run_with_recomputation(self._model, passed, lasting, piece_bytes)
-            losses.append(told)
+                loss, task_loss = recomputation.run_with_recomputation(self._model, forward, lasting, piece_bytes)
+            losses.append(task_loss)
             self._scaler.scale(loss).backward()
-        self._scaler.unscale_(self._moves)
+        self._scaler.unscale_(self._optimizer)
         if correct := self._correct:
-            for name, value in self._moved.items():
+            for name, value in self._trained.items():
                 if value.grad is not None:
-                    value.grad = correct(value.grad, value.detach(), self._at[name])
+                    value.grad = correct(value.grad, value.detach(), self._anchors_by_tensor[name])
         if self._fit.clip > 0:
-            nn.utils.clip_grad_norm_(self._moved.values(), self._fit.clip)
-        self._scaler.step(self._moves)
+            nn.utils.clip_grad_norm_(self._trained.values(), self._fit.clip)
+        self._scaler.step(self._optimizer)
         self._scaler.update()
         return losses
 
@@ -201,8 +217,11 @@ class Stepper:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         with self._autocast:
             scores = self._model(x)
-            first, *others = self._step.exits() if self._step.exits else (scores,)
-            loss = sum((self._total(each, y) for each in others), self._total(first, y)) / divisor
+            main_scores, *other_scores = self._step.exits() if self._step.exits else (scores,)
+            loss = (
+                sum((self._total(exit_scores, y) for exit_scores in other_scores), self._total(main_scores, y))
+                / divisor
+            )
             if not self._step.penalty:
                 return loss, loss.detach()
             extra = self._step.penalty(self._model, x, scores, self._anchors) * (len(y) / count)
@@ -210,20 +229,20 @@ class Stepper:
 
     def _enable_gradients(self) -> None:
         for name, value in self._model.named_parameters():
-            value.requires_grad_(name in self._moved)
+            value.requires_grad_(name in self._trained)
 
 
 class WeightAverage:
     """Exponential moving average of a model's trained parameters, which begins at their first values."""
 
-    def __init__(self, model: nn.Module, kept: float) -> None:
-        self._kept = kept
-        trained = [value for value in model.parameters() if value.requires_grad] if kept else []
+    def __init__(self, model: nn.Module, decay: float) -> None:
+        self._decay = decay
+        trained = [value for value in model.parameters() if value.requires_grad] if decay else []
         self._averages = {value: value.detach().clone() for value in trained}
 
     def add_step(self) -> None:
         for value, average in self._averages.items():
-            average.lerp_(value.detach(), 1 - self._kept)
+            average.lerp_(value.detach(), 1 - self._decay)
 
     def load_into_model(self) -> None:
         with torch.no_grad():
@@ -246,8 +265,11 @@ def freeze_statistics(model: nn.Module, hooks: Hooks) -> None:
         buffers = dict(module.named_buffers(recurse=False))
         if not buffers or any(module.children()):
             continue
-        own = [f"{path}.{leaf}" if path else leaf for leaf in (*dict(module.named_parameters(recurse=False)), *buffers)]
-        if not any(step.rate(name) > 0 for step in hooks.steps for name in own):
+        tensor_names = [
+            f"{path}.{tensor_name}" if path else tensor_name
+            for tensor_name in (*dict(module.named_parameters(recurse=False)), *buffers)
+        ]
+        if not any(step.rate(name) > 0 for step in hooks.steps for name in tensor_names):
             module.training = False
 
 
@@ -255,20 +277,22 @@ def anchor_tensors(model: nn.Module, hooks: Hooks) -> Anchors:
     """Return the method's anchors and the "start" on the model's device, or {} if no hook uses them."""
     if not hooks.correct and not any(step.penalty for step in hooks.steps):
         return {}
-    held = traces.state_without_aliases(model)
-    place = next(iter(held.values())).device
+    model_state = traces.state_without_aliases(model)
+    device = next(iter(model_state.values())).device
     training.require_anchors(hooks.anchors, {name: tuple(value.shape) for name, value in model.named_parameters()})
 
-    return build_anchors({name: value.detach().clone() for name, value in held.items()}, hooks.anchors, place)
+    return build_anchors({name: value.detach().clone() for name, value in model_state.items()}, hooks.anchors, device)
 
 
-def build_anchors(start: Mapping[str, torch.Tensor], anchors: Mapping[str, Tensors], place: torch.device) -> Anchors:
+def build_anchors(start: Mapping[str, torch.Tensor], anchors: Mapping[str, Tensors], device: torch.device) -> Anchors:
     """Return anchors as tensors on a device, floats in 32 bits, with the "start" among them."""
-    found = {"start": start}
+    result = {"start": start}
     for anchor, arrays in anchors.items():
-        kept = {name: torch.tensor(array, device=place) for name, array in arrays.items()}
-        found[anchor] = {name: value.float() if value.is_floating_point() else value for name, value in kept.items()}
-    return found
+        tensors = {name: torch.tensor(array, device=device) for name, array in arrays.items()}
+        result[anchor] = {
+            name: value.float() if value.is_floating_point() else value for name, value in tensors.items()
+        }
+    return result
 
 
 def targets_tensor(task: TaskKind, y: np.ndarray) -> torch.Tensor:
@@ -307,12 +331,12 @@ def load_function(
     return function
 
 
-def require_arguments(where: str, function: Callable[..., Any], values: int, arguments: Mapping[str, Any]) -> None:
+def require_arguments(location: str, function: Callable[..., Any], values: int, arguments: Mapping[str, Any]) -> None:
     signature = inspect.signature(function)
     try:
         signature.bind(*[None] * values, **arguments)
     except TypeError as error:
-        raise JobError(f"{where}: {error}; its arguments are {', '.join(signature.parameters)}") from None
+        raise JobError(f"{location}: {error}; its arguments are {', '.join(signature.parameters)}") from None
 
 
 Sum = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]  # (scores, targets) -> sum of the examples' losses
@@ -329,7 +353,7 @@ class MixedTargets:
 
 
 class TrainingLoss:
-    def __init__(self, choice: Choice, task: TaskKind, outputs: int, place: torch.device) -> None:
+    def __init__(self, choice: Choice, task: TaskKind, outputs: int, device: torch.device) -> None:
         name, arguments = training_choices.parse_loss(choice)
         self._weights: np.ndarray | None = None  # of classes, by whose sum the loss is divided
         if not name:
@@ -338,22 +362,22 @@ class TrainingLoss:
         if name not in training_choices.LOSSES:
             self._sum = load_own_loss(name, arguments)
             return
-        if (wanted := training_choices.LOSSES[name][1]) != task:
+        if (loss_task := training_choices.LOSSES[name][1]) != task:
             raise JobError(
-                f"[params] loss = {name!r} is for task = {wanted!r}, and the network's task is {task!r}: "
+                f"[params] loss = {name!r} is for task = {loss_task!r}, and the network's task is {task!r}: "
                 "take another loss, or set `task` in [data] and [model]"
             )
-        given = getattr(arguments, "weights", ()) or getattr(arguments, "quantiles", ())
-        if given and len(given) not in ((1, outputs) if name == "quantile" else (outputs,)):
+        numbers = getattr(arguments, "weights", ()) or getattr(arguments, "quantiles", ())
+        if numbers and len(numbers) not in ((1, outputs) if name == "quantile" else (outputs,)):
             key = "quantiles" if name == "quantile" else "weights"
             raise JobError(
-                f"[params] loss {name!r}: {key} has {len(given)} numbers, and the network has {outputs} outputs: "
+                f"[params] loss {name!r}: {key} has {len(numbers)} numbers, and the network has {outputs} outputs: "
                 "give one for each"
             )
-        each = torch.tensor(given, device=place) if given else None
-        self._sum = _make_sum(name, arguments, each)
-        if name == "cross_entropy" and given:
-            self._weights = np.asarray(given)
+        weights = torch.tensor(numbers, device=device) if numbers else None
+        self._sum = _make_sum(name, arguments, weights)
+        if name == "cross_entropy" and numbers:
+            self._weights = np.asarray(numbers)
 
     def total(self, scores: torch.Tensor, y: torch.Tensor | MixedTargets) -> torch.Tensor:
         if isinstance(y, MixedTargets):
@@ -365,24 +389,24 @@ class TrainingLoss:
         return float(len(y) if self._weights is None else self._weights[y].sum())
 
 
-def _make_sum(name: str, arguments: Any, each: torch.Tensor | None) -> Sum:
+def _make_sum(name: str, arguments: Any, weights: torch.Tensor | None) -> Sum:
     def focal(scores: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         entropy = F.cross_entropy(scores, y, reduction="none")
         losses = (1 - torch.exp(-entropy)) ** arguments.gamma * entropy
-        return (losses if each is None else losses * each[y]).sum()
+        return (losses if weights is None else losses * weights[y]).sum()
 
     def quantile(scores: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        assert each is not None
+        assert weights is not None
         error = y - scores
-        return torch.maximum(each * error, (each - 1) * error).sum() / scores.shape[1]
+        return torch.maximum(weights * error, (weights - 1) * error).sum() / scores.shape[1]
 
     sums: Mapping[str, Sum] = {
         "cross_entropy": lambda scores, y: F.cross_entropy(
-            scores, y, weight=each, label_smoothing=arguments.smoothing, reduction="sum"
+            scores, y, weight=weights, label_smoothing=arguments.smoothing, reduction="sum"
         ),
         "focal": focal,
         "bce": lambda scores, y: (
-            F.binary_cross_entropy_with_logits(scores, y, pos_weight=each, reduction="sum") / scores.shape[1]
+            F.binary_cross_entropy_with_logits(scores, y, pos_weight=weights, reduction="sum") / scores.shape[1]
         ),
         "mse": lambda scores, y: F.mse_loss(scores, y, reduction="sum") / scores.shape[1],
         "huber": lambda scores, y: F.huber_loss(scores, y, delta=arguments.delta, reduction="sum") / scores.shape[1],
@@ -396,19 +420,19 @@ def load_own_loss(name: str, arguments: Mapping[str, Any]) -> Sum:
     function = load_function("loss", name, arguments, values=2)
 
     def own(scores: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        found = function(scores, y, **arguments)
-        shape = tuple(found.shape) if isinstance(found, torch.Tensor) else type(found).__name__
+        loss = function(scores, y, **arguments)
+        shape = tuple(loss.shape) if isinstance(loss, torch.Tensor) else type(loss).__name__
         if shape != (len(y),):
             raise JobError(
                 f"[params] loss {name!r} returned {shape} for {len(y)} examples: return one loss for each, "
                 f"a tensor of shape ({len(y)},), without their mean"
             )
-        if torch.is_grad_enabled() and not found.requires_grad:
+        if torch.is_grad_enabled() and not loss.requires_grad:
             raise JobError(
                 f"[params] loss {name!r} has no gradient: compute the losses from the scores with torch, without "
                 "detach, item or numpy"
             )
-        total: torch.Tensor = found.sum()
+        total: torch.Tensor = loss.sum()
         return total
 
     return own

@@ -203,7 +203,7 @@ def test_a_helper_that_was_started_anew_is_found_again(tmp_path: Path, held: boo
 def test_an_answer_that_makes_no_sense_is_an_error_and_the_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: bytes, hang_up: bool, problem: str
 ):
-    monkeypatch.setattr(client, "ANSWER_S", 0.2)
+    monkeypatch.setattr(client, "RESPONSE_TIMEOUT_S", 0.2)
     fake = Fake(tmp_path / "s", said, hang_up)
     clocks = ClockClient.connect(tmp_path / "s")
     assert clocks is not None
@@ -249,7 +249,7 @@ def test_status_tells_the_clocks_and_who_holds(served: Served, capsys: pytest.Ca
     assert cli.main(["board", "clocks", "status", "--format", "json", *where]) == 0
     told = json.loads(capsys.readouterr().out)
     assert told["helper"] is True
-    assert told["hottest_c"] == 85.0
+    assert told["max_temperature_c"] == 85.0
     served.stop()
     assert cli.main(["board", "clocks", "status", *where]) == 0
     shown = capsys.readouterr().out
@@ -269,13 +269,13 @@ def test_the_helper_keeps_the_bounds_in_the_boards_settings(tmp_path: Path, monk
         (tmp_path / "agent.toml").write_text(f'device = "d"\nhome = "/h"\n{text}')
         return str(tmp_path / "agent.toml")
 
-    plain = {"max_w": None, "watts": None}
+    plain = {"max_w": None, "power_of_point": None}
     assert bounds() == bounds(settings("")) == plain
     monkeypatch.setattr(linux, "create_power_lookup", lambda profile, root: profile.board)
     named = settings('profile = "jetson-orin-nx"\n[governor]\nmax_w = 15')
-    assert bounds(named) == {**plain, "max_w": 15.0, "watts": "jetson-orin-nx"}
+    assert bounds(named) == {**plain, "max_w": 15.0, "power_of_point": "jetson-orin-nx"}
     shutil.copyfile(Path(profiles.__file__).with_name("jetson-tx2.toml"), tmp_path / "own.toml")
-    assert bounds(settings('profile = "own.toml"\n[governor]\nmax_w = 7'))["watts"] == "jetson-tx2"
+    assert bounds(settings('profile = "own.toml"\n[governor]\nmax_w = 7'))["power_of_point"] == "jetson-tx2"
 
 
 def test_hold_holds_until_it_is_interrupted(
@@ -309,7 +309,7 @@ def test_a_dry_hold_says_what_it_would_write_and_needs_no_helper(tmp_path: Path,
 
 
 def test_a_helper_that_says_nothing_is_waited_for_a_short_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(client, "ANSWER_S", 0.1)
+    monkeypatch.setattr(client, "RESPONSE_TIMEOUT_S", 0.1)
     fake = Fake(tmp_path / "s", b'{"po')
     clocks = ClockClient.connect(tmp_path / "s")
     assert clocks is not None

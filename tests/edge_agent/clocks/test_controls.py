@@ -20,7 +20,7 @@ def apply(writes: Iterable[ControlWrite]) -> None:
     """As a kernel would; a lower limit above the upper one, or the other way round, it refuses."""
     for write in writes:
         write.file.write_text(f"{write.value}\n")
-        low, high = controls.read_number(write.lever.low), controls.read_number(write.lever.high)
+        low, high = controls.read_number(write.control.low), controls.read_number(write.control.high)
         assert low is None or high is None or low <= high, str(write)
 
 
@@ -39,7 +39,7 @@ def test_every_known_board_shows_its_policies_and_its_gpu(board: str, jetpack: i
         f"policy{cores[0]}" for cores in sorted(layout.policies)
     ]
     (gpu,) = found.controls_of_kind("gpu")
-    assert gpu.listed == tuple(round(mhz * 1e6) for mhz in layout.gpu_mhz)
+    assert gpu.listed_values == tuple(round(mhz * 1e6) for mhz in layout.gpu_mhz)
     assert [mode.name for mode in found.modes] == [mode.name for mode in layout.modes]
     assert len(found.controls_of_kind("emc")) == 1
 
@@ -102,8 +102,8 @@ def test_a_list_of_frequencies_is_read_whatever_it_holds(text: str, listed: tupl
     folder.mkdir(parents=True)
     (folder / "scaling_available_frequencies").write_text(text)
     (folder / "scaling_max_freq").write_text("300\n")
-    (lever,) = controls.discover_controls(tmp_path).found
-    assert lever.listed == listed
+    (lever,) = controls.discover_controls(tmp_path).controls
+    assert lever.listed_values == listed
 
 
 def test_a_board_that_lists_no_frequencies_is_not_held(tmp_path: Path):
@@ -120,7 +120,7 @@ def test_a_board_that_lists_no_frequencies_is_not_held(tmp_path: Path):
 
 def test_a_machine_without_clocks_has_no_levers(tmp_path: Path):
     found = controls.discover_controls(tmp_path)
-    assert (found.found, found.modes) == ((), ())
+    assert (found.controls, found.modes) == ((), ())
     assert controls.hottest_zone_c(tmp_path) is None
 
 
@@ -131,20 +131,20 @@ def test_policies_are_found_by_core_where_there_is_no_policy_folder(tmp_path: Pa
         (system / core / "cpufreq/scaling_max_freq").write_text("100\n")
     (system / "cpu1").mkdir()
     os.symlink("../cpu0/cpufreq", system / "cpu1/cpufreq")
-    assert [lever.name for lever in controls.discover_controls(tmp_path).found] == ["cpu0", "cpu2", "cpu10"]
+    assert [lever.name for lever in controls.discover_controls(tmp_path).controls] == ["cpu0", "cpu2", "cpu10"]
     (system / "cpu2/cpufreq/scaling_max_freq").write_text("")
-    assert [lever.name for lever in controls.discover_controls(tmp_path).found] == ["cpu0", "cpu10"]
+    assert [lever.name for lever in controls.discover_controls(tmp_path).controls] == ["cpu0", "cpu10"]
 
 
 def test_memory_clocks_are_listed_by_debugfs_in_khz(tmp_path: Path):
     write_fake_board(tmp_path, "jetson-orin-nano", 6)
     (lever,) = controls.discover_controls(tmp_path).controls_of_kind("emc")
-    assert lever.listed == (204_000_000, 2_133_000_000)
+    assert lever.listed_values == (204_000_000, 2_133_000_000)
     rates = tmp_path / "sys/kernel/debug/bpmp/debug/emc/possible_rates"
     rates.parent.mkdir()
     rates.write_text("204000 665600 2133000 (kHz)\n")
     (lever,) = controls.discover_controls(tmp_path).controls_of_kind("emc")
-    assert lever.listed == (204_000_000, 665_600_000, 2_133_000_000)
+    assert lever.listed_values == (204_000_000, 665_600_000, 2_133_000_000)
 
 
 @pytest.mark.parametrize(
@@ -177,7 +177,7 @@ def test_modes_are_known_by_name_however_it_is_written(tmp_path: Path):
     )
     found = controls.discover_controls(tmp_path)
     assert [(mode.name, mode.id, mode.emc_hz) for mode in found.modes] == [("MODE_15W", 3, 5), ("MAXN_SUPER", 0, None)]
-    assert found.modes[0].masks == ("TPC_POWER_GATING TPC_PG_MASK 248",)
+    assert found.modes[0].gpu_masks == ("TPC_POWER_GATING TPC_PG_MASK 248",)
     assert found.find_mode("15w") is found.modes[0]
     assert found.find_mode("MAXN SUPER") is found.modes[1]
     assert found.find_mode("OLD") is None

@@ -26,7 +26,7 @@ def nx(tmp_path: Path) -> World:
     """An Orin NX of 16 GB in MAXN, with a clock helper."""
     world = World(tmp_path, "jetson-orin-nx", 6)
     world.owner = 0
-    world.clamp = ClockPin(world.root, world.state, put=world.put, nvpmodel=world.nvpmodel)
+    world.clamp = ClockPin(world.root, world.state, write_file=world.put, nvpmodel=world.nvpmodel)
     return world
 
 
@@ -75,7 +75,7 @@ def test_a_mode_changed_while_the_helper_was_dead_is_followed_by_the_next(nx: Wo
     """Killed while it held in MAXN; the owner sets 10W; the next helper must not restore MAXN's limits."""
     nx.clamp.pin(FAST)
     change(nx, "10W")
-    again = ClockPin(nx.root, nx.state, put=nx.put, nvpmodel=nx.nvpmodel)
+    again = ClockPin(nx.root, nx.state, write_file=nx.put, nvpmodel=nx.nvpmodel)
     assert again.restore_after_crash() == []
     nx.check()
     assert controls.read_mode_name(nx.root) == "10W"
@@ -104,7 +104,7 @@ def test_a_limit_that_the_owner_wrote_by_hand_holds_too(nx: World):
 
 
 def test_no_point_above_max_w_is_held_nor_one_that_does_not_say(nx: World):
-    clamp = ClockPin(nx.root, nx.state, max_w=10.0, put=nx.put, nvpmodel=nx.nvpmodel)
+    clamp = ClockPin(nx.root, nx.state, max_w=10.0, write_file=nx.put, nvpmodel=nx.nvpmodel)
     with pytest.raises(ClockError, match="'fast' draws 25 W, and no point above 10 W is held here"):
         clamp.pin(FAST)
     with pytest.raises(ClockError, match="'typed' draws nobody knows how much"):
@@ -114,14 +114,14 @@ def test_no_point_above_max_w_is_held_nor_one_that_does_not_say(nx: World):
 
 def test_a_client_that_is_wrong_about_watts_does_not_get_beyond_max_w(nx: World):
     profile = profiles.load_board_profile("jetson-orin-nx")
-    known = linux.fit_points(profile, linux.common_frequencies(controls.discover_controls(nx.root).found))
+    known = linux.fit_points(profile, linux.common_frequencies(controls.discover_controls(nx.root).controls))
     most = sorted(point.busy_w for point in known if point.busy_w)[len(known) // 2]
     clamp = ClockPin(
         nx.root,
         nx.state,
         max_w=most,
-        watts=linux.create_power_lookup(profile, nx.root),
-        put=nx.put,
+        power_of_point=linux.create_power_lookup(profile, nx.root),
+        write_file=nx.put,
         nvpmodel=nx.nvpmodel,
     )
     grid = [point for point in known if point.name.startswith("cpu") and point.busy_w]

@@ -35,17 +35,17 @@ class Talk:
 
     def __init__(self, helper: ClockHelper, place: Place) -> None:
         self.helper = helper
-        self.line = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        place.lines.append(self.line)
-        self.line.connect(str(place.socket))
-        self.line.setblocking(False)
+        self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        place.lines.append(self.socket)
+        self.socket.connect(str(place.socket))
+        self.socket.setblocking(False)
 
     def raw(self, data: bytes, now_s: float = 0.0) -> bytes:
-        self.line.sendall(data)
+        self.socket.sendall(data)
         for _ in range(3):  # accept, hear
             self.helper.step(now_s)
         try:
-            return self.line.recv(1 << 18)
+            return self.socket.recv(1 << 18)
         except BlockingIOError:
             return b"nothing"
 
@@ -70,7 +70,7 @@ def test_a_client_holds_and_lets_go(helper: ClockHelper, place: Place):
 def test_a_client_that_hangs_up_gives_the_clocks_back(helper: ClockHelper, place: Place):
     talk = Talk(helper, place)
     talk.ask(PinRequest(point=SLOW))
-    talk.line.close()
+    talk.socket.close()
     helper.step(0.0)
     assert place.restored()
 
@@ -142,18 +142,18 @@ def test_what_could_not_be_put_back_is_told_and_tried_again(place: Place):
         if not (stuck[0] and path.name == "max_freq"):
             path.write_text(f"{value}\n")
 
-    helper = ClockHelper(ClockPin(place.root, place.state, put=put), place.socket, place.state)
+    helper = ClockHelper(ClockPin(place.root, place.state, write_file=put), place.socket, place.state)
     talk = Talk(helper, place)
     talk.ask(PinRequest(point=SLOW), 0.0)
     stuck[0] = True
     assert "not all is put back" in (talk.ask(UnpinRequest(), 0.1).error or "")
     status = talk.ask(StatusRequest(), 0.2).status
     assert status is not None
-    assert "max_freq was set to 1300500000 and says 318750000" in status.owes[0]
+    assert "max_freq was set to 1300500000 and says 318750000" in status.unrestored_settings[0]
     stuck[0] = False
     helper.step(5.0)
     assert place.restored()
-    assert Talk(helper, place).ask(StatusRequest(), 5.1).status.owes == ()
+    assert Talk(helper, place).ask(StatusRequest(), 5.1).status.unrestored_settings == ()
     helper.close()
 
 
@@ -205,7 +205,7 @@ def test_a_request_without_end_is_cut_off(data: bytes, helper: ClockHelper, plac
     answer = msgspec.json.decode(talk.raw(data), type=HelperResponse)
     assert answer.error == "a request is one line of at most 4096 bytes"
     assert place.restored()
-    assert talk.line.recv(1) == b""
+    assert talk.socket.recv(1) == b""
 
 
 def test_a_request_may_come_in_pieces_and_several_at_once(helper: ClockHelper, place: Place):
@@ -222,7 +222,7 @@ def test_a_client_that_reads_no_answers_is_hung_up_on(helper: ClockHelper, place
     talk.ask(PinRequest(point=SLOW))
     for _ in range(2000):
         try:
-            talk.line.send(b'{"type":"status"}\n' * 20)
+            talk.socket.send(b'{"type":"status"}\n' * 20)
         except (BlockingIOError, BrokenPipeError, ConnectionResetError):
             break
         helper.step(0.0)
@@ -236,8 +236,8 @@ def test_too_many_clients_are_told_so(helper: ClockHelper, place: Place):
     assert all(talk.ask(KeepaliveRequest()) for talk in talks)
     ninth = Talk(helper, place)
     helper.step(0.0)
-    assert b"8 clients" in ninth.line.recv(4096)
-    talks[0].line.close()
+    assert b"8 clients" in ninth.socket.recv(4096)
+    talks[0].socket.close()
     helper.step(0.0)
     assert Talk(helper, place).ask(UnpinRequest()) == HelperResponse()
 
@@ -248,11 +248,11 @@ def test_only_root_the_helpers_own_user_and_the_group_may_speak(place: Place):
     assert clockd.may_connect((1, 54321, 777), 777)
     assert not clockd.may_connect((1, 54321, 778), 777)
     assert not clockd.may_connect((1, 54321, 778), None)
-    helper = place.helper(peer=lambda line: (1, 54321, 778))
+    helper = place.helper(read_peer=lambda line: (1, 54321, 778))
     stranger = Talk(helper, place)
     helper.step(0.0)
-    assert b"user 54321 may not set clocks here" in stranger.line.recv(4096)
-    assert stranger.line.recv(1) == b""
+    assert b"user 54321 may not set clocks here" in stranger.socket.recv(4096)
+    assert stranger.socket.recv(1) == b""
     helper.close()
 
 

@@ -51,7 +51,7 @@ class Board:
     def settings(self) -> object:
         """How the board is set; the memory's rate is the board's own while its lock is open."""
         found = controls.discover_controls(self.root).read_state(None)
-        return [msgspec.structs.replace(one, rate=one.rate if one.lock else None) for one in found.levers]
+        return [msgspec.structs.replace(one, rate=one.rate if one.lock else None) for one in found.controls]
 
     def read(self, path: str) -> str:
         return (self.root / path).read_text().strip()
@@ -111,7 +111,7 @@ def test_what_the_next_point_does_not_name_goes_back_to_the_board(board: Board):
 def test_the_journal_is_on_disk_before_the_first_change(board: Board):
     seen: list[bytes] = []
     path = board.state / "clocks.json"
-    clamp = board.clamp(put=putting(lambda *_: seen.append(path.read_bytes())))
+    clamp = board.clamp(write_file=putting(lambda *_: seen.append(path.read_bytes())))
     clamp.pin(SLOW)
     assert set(seen) == {path.read_bytes()}
     assert msgspec.json.decode(seen[0])["boot"] == "one"
@@ -137,7 +137,7 @@ def test_one_that_was_killed_is_made_up_for_by_the_next(board: Board):
 
 def test_a_killed_one_may_leave_any_file_without_a_value(board: Board):
     written: list[Path] = []
-    clamp = board.clamp(put=putting(lambda path, _: written.append(path)))
+    clamp = board.clamp(write_file=putting(lambda path, _: written.append(path)))
     clamp.pin(SLOW)
     assert clamp.restore() == []
     assert len(set(written)) == 9
@@ -168,7 +168,7 @@ def test_a_journal_that_cannot_be_read_is_put_aside_and_told(board: Board, rubbi
 def test_a_list_that_lies_is_found_out_and_everything_restored(board: Board):
     """It lists 499.2 MHz, but the kernel makes 806.4 of it: told, with what it says, and nothing stays held."""
     lie = putting(lambda path, value: "806400" if "policy0" in str(path) and value == "499200" else None)
-    clamp = board.clamp(put=lie)
+    clamp = board.clamp(write_file=lie)
     with pytest.raises(ClockError, match=r"scaling_max_freq was set to 499200 and says 806400.*own settings"):
         clamp.pin(msgspec.structs.replace(SLOW, cpu_hz=499.2e6))
     assert (clamp.point, board.settings()) == (None, board.before)
@@ -182,7 +182,7 @@ def test_a_file_that_takes_nothing_is_named_and_everything_restored(board: Board
         if str(path).endswith(fails) and left and left.pop():
             raise OSError(errno.EINVAL, "Invalid argument")
 
-    clamp = board.clamp(put=putting(refuse))
+    clamp = board.clamp(write_file=putting(refuse))
     with pytest.raises(ClockError, match=r"does not take .*: Invalid argument; the board's own settings hold"):
         clamp.pin(SLOW)
     assert board.settings() == board.before
@@ -191,7 +191,7 @@ def test_a_file_that_takes_nothing_is_named_and_everything_restored(board: Board
 def test_what_cannot_be_put_back_is_owed_until_it_can(board: Board):
     capped: list[str] = []
     cap = putting(lambda path, value: capped[0] if capped and path.name == "max_freq" else None)
-    clamp = board.clamp(put=cap)
+    clamp = board.clamp(write_file=cap)
     clamp.pin(SLOW)
     capped.append("586500000")
     (sentence,) = clamp.restore()
@@ -222,7 +222,7 @@ def test_what_is_owed_is_remembered_through_another_hold(board: Board):
     keep = putting(lambda path, value: board.read(f"{GPU}/max_freq") if broken[0] and path.name == "max_freq" else None)
     clamp = board.clamp()
     clamp.pin(SLOW)
-    clamp._put = keep
+    clamp._write_file = keep
     assert clamp.restore()
     broken[0] = False
     clamp.pin(SLOW)
@@ -235,10 +235,10 @@ def test_a_memory_clock_that_rounds_up_is_told_as_it_became(board: Board):
     rates = board.root / "sys/kernel/debug/bpmp/debug/emc/possible_rates"
     rates.parent.mkdir()
     rates.write_text("204000 1600000 2133000 (kHz)\n")
-    clamp = board.clamp(put=putting(lambda path, value: "2133000000" if path.name == "rate" else None))
+    clamp = board.clamp(write_file=putting(lambda path, value: "2133000000" if path.name == "rate" else None))
     became = clamp.pin(OperatingPoint(name="x", emc_hz=1.6e9))
     assert (became.emc_hz, became.cpu_hz) == (2.133e9, None)
-    down = board.clamp(put=putting(lambda path, value: "204000000" if path.name == "rate" else None))
+    down = board.clamp(write_file=putting(lambda path, value: "204000000" if path.name == "rate" else None))
     with pytest.raises(ClockError, match="rate was set to 1600000000 and says 204000000"):
         down.pin(OperatingPoint(name="x", emc_hz=1.6e9))
 
@@ -267,7 +267,7 @@ def test_a_lever_whose_setting_cannot_be_read_is_not_held(board: Board):
 
 def test_nothing_is_held_on_a_board_that_is_too_hot(board: Board):
     """Above the limit it is refused; past it while holding, let go; held again only once it is 5 degrees cooler."""
-    clamp = board.clamp(hottest_c=80.0)
+    clamp = board.clamp(max_temperature_c=80.0)
     board.heat(80.5)
     with pytest.raises(ClockError, match=r"at 80\.5 C, clocks are held up to 80 C"):
         clamp.pin(SLOW)
@@ -349,5 +349,5 @@ def test_a_file_is_never_made(board: Board):
         os.close(number)
 
     with pytest.raises(ClockError, match="scaling_min_freq does not take 345600: No such file"):
-        board.clamp(put=put).pin(SLOW)
+        board.clamp(write_file=put).pin(SLOW)
     assert not gone.exists()

@@ -186,7 +186,7 @@ def test_the_owners_meter_goes_before_all_that_cover_as_much(tree: Tree):
     """The plug says 70 W where the supply's own meter says 60 W and the processor's counter counts."""
     tree.files("sys/class/hwmon/hwmon0", name="power_meter", power1_average=60_000_000)
     tree.rapl("0", "package-0", 0, 10**9)
-    device = LinuxDevice(tree.root, own=Plug(Power(70.0, "plug", energy_j=5.0)))
+    device = LinuxDevice(tree.root, custom_meter=Plug(Power(70.0, "plug", energy_j=5.0)))
     reading = device.read_sensors(0.0)
     assert (reading.power_w, reading.energy_j, reading.energy_source) == (70.0, 5.0, "plug")
     assert reading.rails_w["power_meter power1"] == 60.0
@@ -197,7 +197,7 @@ def test_a_meter_that_fails_or_says_nonsense_is_passed_over(
     tree: Tree, said: Power | Exception, caplog: pytest.LogCaptureFixture
 ):
     tree.rapl("0", "package-0", 0, 10**9)
-    device = LinuxDevice(tree.root, own=Plug(said))
+    device = LinuxDevice(tree.root, custom_meter=Plug(said))
     assert [device.read_sensors(at_s).energy_source for at_s in (0.0, 1.0)] == ["rapl", "rapl"]
     told = [record.getMessage() for record in caplog.records]
     assert len(told) == isinstance(said, Exception)
@@ -209,6 +209,6 @@ def test_a_meter_of_a_rail_is_never_taken_for_the_board(tree: Tree):
     tree.rapl("0", "package-0", 0, 10**9)
     rail = Plug(Power(3.0, "usb port 2"))
     rail.covers = "rail"
-    reading = LinuxDevice(tree.root, own=rail).read_sensors(0.0)
+    reading = LinuxDevice(tree.root, custom_meter=rail).read_sensors(0.0)
     assert (reading.power_w, reading.energy_j, reading.energy_source) == (None, 0.0, "rapl")
     assert reading.rails_w == {"usb port 2": 3.0}

@@ -10,7 +10,7 @@ import pytest
 
 from fedquilt.core import Covers, Power
 from fedquilt.edge_agent.devices import linux, meters
-from fedquilt.edge_agent.devices.meters import PATIENCE_S, WidestRangeMeter
+from fedquilt.edge_agent.devices.meters import SILENCE_TIMEOUT_S, WidestRangeMeter
 
 
 @dataclass
@@ -36,8 +36,8 @@ def test_a_narrower_meter_stands_in_only_when_the_wider_one_has_been_silent_for_
     both = WidestRangeMeter([Fixed("processor", 15.0), board])
     both.read(0.0)
     board.watts = None
-    assert both.read(PATIENCE_S).total_w is None
-    assert both.read(PATIENCE_S + 0.1).total_w == 15.0
+    assert both.read(SILENCE_TIMEOUT_S).total_w is None
+    assert both.read(SILENCE_TIMEOUT_S + 0.1).total_w == 15.0
 
 
 @pytest.mark.parametrize("watts", [-5.0, float("nan"), float("inf"), 1e9])

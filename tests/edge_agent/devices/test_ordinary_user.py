@@ -99,7 +99,7 @@ def test_a_board_is_read_with_debugfs_shut(user: User, planted: Any, board: str,
 def finds_levers(seen: Path) -> Any:
     found = controls.discover_controls(seen)
     assert [lever.name for lever in found.hidden_controls] == ["emc"]
-    return [[lever.name, lever.listed] for lever in found.found]
+    return [[lever.name, lever.listed_values] for lever in found.controls]
 
 
 @pytest.mark.parametrize(("board", "jetpack"), [pair for pair in ONE_EACH if pair[1] < 7])  # Thor has a devfreq device
@@ -107,8 +107,8 @@ def test_the_memory_clock_is_known_and_its_frequencies_are_not(user: User, plant
     """The caps of the modes are no list: on a TX2 they end below its highest clock, and 3 of 198 points were left."""
     seen, whole = planted(board, jetpack)
     as_root = [
-        [lever.name, [] if lever.kind == "emc" else list(lever.listed)]
-        for lever in controls.discover_controls(whole).found
+        [lever.name, [] if lever.kind == "emc" else list(lever.listed_values)]
+        for lever in controls.discover_controls(whole).controls
     ]
     assert user.does(finds_levers, seen) == as_root
     assert controls.discover_controls(whole).hidden_controls == ()

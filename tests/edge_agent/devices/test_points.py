@@ -104,13 +104,13 @@ def test_a_board_with_other_highest_clocks_gets_no_grid():
 )
 def test_lists_that_lie_are_put_right_or_dropped(tree: Tree, listed: str, expected: tuple[float, ...] | None):
     tree.cores(listed)
-    assert linux.common_frequencies(controls.discover_controls(tree.root).found).get("cpu_hz") == expected
+    assert linux.common_frequencies(controls.discover_controls(tree.root).controls).get("cpu_hz") == expected
 
 
 def test_clocks_of_two_policies_are_those_that_both_have(tree: Tree):
     """TX2's two kinds of cores: a point names one clock for all of them."""
     tree.cores("1000000 1500000 2000000")
     tree.cores("1000000 2000000", "policy1")
-    assert linux.common_frequencies(controls.discover_controls(tree.root).found) == {"cpu_hz": (1.0e9, 2.0e9)}
+    assert linux.common_frequencies(controls.discover_controls(tree.root).controls) == {"cpu_hz": (1.0e9, 2.0e9)}
     tree.cores("3000000", "policy1")
-    assert linux.common_frequencies(controls.discover_controls(tree.root).found) == {}
+    assert linux.common_frequencies(controls.discover_controls(tree.root).controls) == {}

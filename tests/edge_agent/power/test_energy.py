@@ -150,11 +150,11 @@ def test_a_coarse_meter_is_not_taken_for_a_frozen_one() -> None:
 
 def test_what_no_board_can_draw_is_passed_over() -> None:
     """Of 5 W boards: 900 W for a moment, and a counter that leaps by 4 kJ and does not come back."""
-    ledger = EnergyAccount(0.0, most_w=40.0)
+    ledger = EnergyAccount(0.0, max_w=40.0)
     for at_s, watts in ((0.0, 5.0), (0.5, 900.0), (1.0, -3.0), (1.5, 5.0)):
         ledger = ledger.with_reading(at_s, Reading(power_w=watts, energy_source=RAIL))
     assert ledger.cost_until(1.5, None).energy_j == pytest.approx(7.5)
-    leap = EnergyAccount(0.0, most_w=40.0)
+    leap = EnergyAccount(0.0, max_w=40.0)
     for index in range(20):
         leap = leap.with_reading(float(index), Reading(energy_j=5.0 * index + (4000.0 if index > 5 else 0.0)))
     assert leap.cost_until(19.0, None).energy_j is None

@@ -190,7 +190,7 @@ def run_job(
         if done < 1.0 and done >= reported + REPORTED:
             reported = done
             pacer.report_progress(done, now_s)
-    return now_s - began_s, pacer.end_task(job.work, now_s - began_s, now_s).learned
+    return now_s - began_s, pacer.end_task(job.work, now_s - began_s, now_s).learned_model
 
 
 def mean_errors(

@@ -135,7 +135,7 @@ def test_what_is_kept_does_not_grow_and_survives_the_wire() -> None:
     assert wire.decode(wire.encode(known), LearnedModel) == known
     assert known.is_valid
     assert known.time is not None
-    assert not replace(known, time=replace(known.time, aims=(0.0,))).is_valid
+    assert not replace(known, time=replace(known.time, targets=(0.0,))).is_valid
 
 
 def test_a_point_that_turned_out_to_draw_more_than_the_owner_allows_is_not_held() -> None:

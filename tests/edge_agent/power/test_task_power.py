@@ -70,12 +70,12 @@ def test_a_task_teaches_time_and_power_of_the_point_it_ran_at() -> None:
     spent = worked(board)
     assert board.clocks == ["own", "slow", "own"]
     assert spent.cost.energy_j == pytest.approx(300.0, rel=0.01)
-    assert spent.learned.time is not None
-    assert spent.learned.power is not None
-    assert (spent.learned.time.at, spent.learned.time.ratio) == (SLOW, pytest.approx(1.5))
-    assert spent.learned.power.ratio == pytest.approx(5.0 / 4.0, rel=0.01)
-    assert spent.learned.power.top == {"cpu_hz": 2e9}
-    assert spent.learned.latest == LatestTask(work=WORK, left_s=1000.0)  # as `doctor` asks for it
+    assert spent.learned_model.time is not None
+    assert spent.learned_model.power is not None
+    assert (spent.learned_model.time.reference_point, spent.learned_model.time.ratio) == (SLOW, pytest.approx(1.5))
+    assert spent.learned_model.power.ratio == pytest.approx(5.0 / 4.0, rel=0.01)
+    assert spent.learned_model.power.reference_clocks == {"cpu_hz": 2e9}
+    assert spent.learned_model.latest == LatestTask(work=WORK, time_left_s=1000.0)  # as `doctor` asks for it
 
 
 FAILS: dict[str, Meter] = {
@@ -93,14 +93,14 @@ def test_a_meter_that_fails_on_the_way_teaches_no_power_and_reports_no_joules(fa
     spent = worked(Board(FAILS[fails]))
     assert spent.cost.energy_j is None
     assert spent.cost.idle_j == 60.0
-    assert spent.learned.power is None
-    assert spent.learned.time is not None
+    assert spent.learned_model.power is None
+    assert spent.learned_model.time is not None
 
 
 def test_a_stretch_whose_clocks_somebody_else_moved_teaches_nothing() -> None:
     board = Board()
     spent = worked(board, lost_s=30.0)
-    assert spent.learned == LearnedModel()
+    assert spent.learned_model == LearnedModel()
     assert spent.cost.point == "slow, then let go"
     assert board.clocks == ["own", "slow"]
 
@@ -108,7 +108,7 @@ def test_a_stretch_whose_clocks_somebody_else_moved_teaches_nothing() -> None:
 def test_clocks_that_are_refused_teach_nothing() -> None:
     board = Board()
     board.refuses = "too hot"
-    assert worked(board).learned == LearnedModel()
+    assert worked(board).learned_model == LearnedModel()
     assert board.clocks == ["own"]
 
 
@@ -123,7 +123,7 @@ def test_without_idle_power_the_idle_joules_are_unknown() -> None:
 def test_a_profile_with_holes_leaves_the_clocks_alone() -> None:
     board = Board()
     board.points = tuple(OperatingPoint(name=each.name, cpu_hz=each.cpu_hz) for each in (SLOW, FAST))
-    assert worked(board).learned == LearnedModel()
+    assert worked(board).learned_model == LearnedModel()
     assert board.clocks == ["own"]
 
 
@@ -142,5 +142,5 @@ def test_a_task_that_is_stepped_up_teaches_both_points() -> None:
     spent = pacer.end_task(WORK, now_s, now_s)
     assert board.clocks == ["own", "slow", "fast", "own"]
     assert spent.cost.point == "slow, then fast"
-    assert spent.learned.time is not None
-    assert spent.learned.time.count == 2
+    assert spent.learned_model.time is not None
+    assert spent.learned_model.time.count == 2

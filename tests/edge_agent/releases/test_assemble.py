@@ -66,8 +66,10 @@ class Place:
         return SplitModelFiles(str(self.shared), "d", str(self.private), sha256)
 
     def checked(self, parted: SplitModelFiles, **changes: Any) -> WorkResult:
-        given = {"budget_bytes": fitting_budget_bytes(), "data": board_data(), "timed_s": 0.01, **changes}
-        order = CheckRequest(model=str(self.model), out=str(self.folder), before=None, parted=parted, **given)
+        given = {"budget_bytes": fitting_budget_bytes(), "data": board_data(), "timing_s": 0.01, **changes}
+        order = CheckRequest(
+            model=str(self.model), output_folder=str(self.folder), current_model=None, split_model=parted, **given
+        )
         return check_process.run_check(order)
 
 
@@ -184,7 +186,7 @@ class Agent:
             self.asked.append(job)
             return self.kept
 
-        return ModelReleases(self.settings, Board(), self.checks, kept=kept)  # type: ignore[arg-type]
+        return ModelReleases(self.settings, Board(), self.checks, private_state=kept)  # type: ignore[arg-type]
 
     @property
     def place(self) -> Path:
@@ -202,8 +204,8 @@ def test_the_check_is_told_where_the_parts_of_that_run_are(tmp_path: Path, sent:
     agent.models.start_check(agent.wanted)
     (order,) = agent.checks.orders
     shared = agent.place / "shared.safetensors"
-    assert order.parted == SplitModelFiles(str(shared), "d", str(tmp_path / "private"), "5" * 64, "")
-    assert (order.model, order.out) == (str(agent.out / "model.onnx"), str(agent.out))
+    assert order.split_model == SplitModelFiles(str(shared), "d", str(tmp_path / "private"), "5" * 64, "")
+    assert (order.model, order.output_folder) == (str(agent.out / "model.onnx"), str(agent.out))
     assert agent.asked == [JOB]
     assert shared.read_bytes() == sent
     assert not (agent.place / "model.onnx").exists()

@@ -14,7 +14,14 @@ from linear_models import board_data, fitting_budget_bytes, network
 
 from fedquilt.edge_agent.releases import check_process
 from fedquilt.edge_agent.releases.acceptance import judge_check
-from fedquilt.edge_agent.task.protocol import DONE, TIMED, CheckRequest, Event, ProgressReport, WorkResult
+from fedquilt.edge_agent.task.protocol import (
+    TIMING_ENDED,
+    TIMING_STARTED,
+    CheckRequest,
+    Event,
+    ProgressReport,
+    WorkResult,
+)
 from fedquilt.wire import ReleaseLimits
 
 Laid = Callable[..., str]
@@ -34,8 +41,8 @@ def laid(tmp_path: Path) -> Laid:
 
 
 def order(model: str, before: str | None = None, **changes: object) -> CheckRequest:
-    given = {"budget_bytes": fitting_budget_bytes(), "data": board_data(), "timed_s": 0.01, **changes}
-    return CheckRequest(model=model, out=str(Path(model).parent), before=before, **given)
+    given = {"budget_bytes": fitting_budget_bytes(), "data": board_data(), "timing_s": 0.01, **changes}
+    return CheckRequest(model=model, output_folder=str(Path(model).parent), current_model=before, **given)
 
 
 def test_it_measures_accuracy_of_both_latency_and_memory(laid: Laid) -> None:
@@ -50,7 +57,7 @@ def test_it_measures_accuracy_of_both_latency_and_memory(laid: Laid) -> None:
     assert found.examples >= 5
     assert found.peak_bytes is not None
     assert found.peak_bytes > 10_000_000
-    assert events == [ProgressReport(TIMED), ProgressReport(DONE)]
+    assert events == [ProgressReport(TIMING_STARTED), ProgressReport(TIMING_ENDED)]
 
 
 def test_different_examples_are_timed_as_a_cascade_takes_longer_for_some(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -81,7 +88,7 @@ def test_a_model_for_other_data_is_refused_by_name(laid: Laid, made: dict, data:
     assert said in found.reason
     assert (found.code == "ok") is (said == "")
     if said:
-        assert judge_check(ReleaseLimits(), found, None).refused.startswith("its check failed: ")
+        assert judge_check(ReleaseLimits(), found, None).refusal_reason.startswith("its check failed: ")
 
 
 def test_a_model_for_other_labels_is_refused_by_name(laid: Laid, tmp_path: Path) -> None:
@@ -97,7 +104,7 @@ def test_without_data_it_only_runs_and_says_so(laid: Laid) -> None:
     found = check_process.run_check(order(laid("new", network()), laid("old", network(turned=5)), data={}))
     assert found.metrics.keys() == {"latency_s"}
     verdict = judge_check(ReleaseLimits(min_gain=-0.01), found, None)
-    assert verdict.refused == ""
+    assert verdict.refusal_reason == ""
     assert verdict.note == "accuracy was not measured: this device has no [data]"
 
 
@@ -165,7 +172,7 @@ def test_a_model_that_was_not_run_is_refused(laid: Laid, shape: list[str] | None
     model = laid("new", made_graphs.product(shape, nodes=identity(-1, 5 * 7), size=35).SerializeToString())
     found = check_process.run_check(order(model, data={}))
     assert (found.code, found.metrics) == ("model", {})
-    assert judge_check(ReleaseLimits(), found, None).refused.startswith("its check failed: it was not run")
+    assert judge_check(ReleaseLimits(), found, None).refusal_reason.startswith("its check failed: it was not run")
     assert "roll it out with --input-shape" in found.reason
 
 
@@ -260,9 +267,9 @@ MEASURED = WorkResult(
 )
 def test_limits_decide_with_a_sentence(limits: ReleaseLimits, refused: str) -> None:
     """50 J while a hundred answers were timed."""
-    verdict = judge_check(limits, MEASURED, answers_j=50.0)
-    assert verdict.refused.startswith(refused)
-    assert bool(verdict.refused) is bool(refused)
+    verdict = judge_check(limits, MEASURED, inference_j=50.0)
+    assert verdict.refusal_reason.startswith(refused)
+    assert bool(verdict.refusal_reason) is bool(refused)
     assert verdict.metrics["energy_j"] == 0.5
 
 
@@ -311,7 +318,7 @@ def test_an_engine_is_built_beside_the_model(laid: Laid, tmp_path: Path) -> None
 def test_a_failure_of_tensorrt_is_told_and_harmless(
     laid: Laid, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, body: str, limit_s: float, note: str
 ) -> None:
-    monkeypatch.setattr(check_process, "TENSORRT_S", limit_s)
+    monkeypatch.setattr(check_process, "MAX_TENSORRT_BUILD_S", limit_s)
     model = laid("new", network())
     found = check_process.run_check(order(model, trtexec=trtexec(tmp_path, body)))
     assert (found.code, found.note) == ("ok", note)

@@ -35,7 +35,7 @@ class Place:
         values = {"data": board_data(), "budget": "600MB", "models": models, **settings}
         self.settings = AgentSettings(device="d", home=str(home), **values)
         private = home / sandbox.CHECK
-        self.worker = ChildWorker(0.0, sandbox.task_command(private, sandbox.CHECK_PROGRAM), private=private)
+        self.worker = ChildWorker(0.0, sandbox.task_command(private, sandbox.CHECK_PROGRAM), private_folder=private)
         self.models = ModelReleases(self.settings, Board(), self.worker)
         self.blob = folder / "blob"
 
@@ -80,7 +80,7 @@ def pids(place: Place) -> list[int]:
 def test_a_check_measures_the_board_and_the_process_ends(place: Place) -> None:
     place.begin()
     verdict = place.verdict()
-    assert verdict.refused == ""
+    assert verdict.refusal_reason == ""
     assert verdict.metrics["accuracy"] > 0.85
     assert verdict.metrics["energy_j"] > 0
     assert 30e6 < verdict.metrics["peak_bytes"] < 600e6
@@ -91,7 +91,7 @@ def test_a_check_that_somebody_kills_can_be_made_again(place: Place) -> None:
     place.begin()
     (pid,) = until(lambda: pids(place), "the process")
     os.kill(pid, signal.SIGKILL)
-    assert place.verdict().killed
+    assert place.verdict().killed_externally
     place.begin()
     assert place.verdict().metrics["accuracy"] > 0.85
 
@@ -100,7 +100,7 @@ def test_a_check_above_the_budget_is_ended_by_name(tmp_path: Path) -> None:
     place = Place(tmp_path, budget="20MB")
     try:
         place.begin()
-        refused = place.verdict().refused
+        refused = place.verdict().refusal_reason
     finally:
         place.worker.close()
     assert "the budget is 20 MB" in refused
@@ -127,7 +127,7 @@ def test_an_engine_is_built_by_trtexec_where_it_is_installed(
     )
     wanted = place.begin()
     verdict = place.verdict()
-    assert (verdict.refused, verdict.note) == ("", "")
+    assert (verdict.refusal_reason, verdict.note) == ("", "")
     assert wanted.blob is not None
     built = place.models.folder / wanted.blob.sha256[:16] / "model.engine"
     assert built.read_text() == ("refused" if "network" in sandbox.available_restrictions() else "connected")
@@ -150,11 +150,11 @@ def test_the_process_of_a_check_cannot_change_the_model_that_it_checks(
         "    except OSError:\n        failed += 1\nopen(out, 'w').write(str(failed))\n",
     )
     place.models.start_check(wanted)
-    assert place.verdict().refused == ""
+    assert place.verdict().refusal_reason == ""
     assert (model.read_bytes(), model.with_name("model.engine").read_text()) == (before, "3")
     install_trtexec(tmp_path, monkeypatch, "os.symlink('/etc/passwd', out)\n")
     place.models.start_check(wanted)
-    assert "cannot be used: cannot copy" in place.verdict().refused
+    assert "cannot be used: cannot copy" in place.verdict().refusal_reason
     assert model.with_name("model.engine").read_text() == "3"
 
 

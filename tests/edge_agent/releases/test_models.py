@@ -35,7 +35,7 @@ def test_a_model_whose_release_json_is_damaged_is_known_by_its_file(place: Place
     second, blob = place.release(2)
     started.stage(second, blob)
     started.start_check(second)
-    assert place.checks.orders[0].before == str(place.folder / short(first) / "model.onnx")
+    assert place.checks.orders[0].current_model == str(place.folder / short(first) / "model.onnx")
     (place.folder / "current/model.onnx").write_bytes(b"another")
     assert ModelReleases(place.settings, place.board, place.checks).current_sha256() == ""
 
@@ -117,9 +117,9 @@ def test_joules_of_an_answer_are_the_boards_while_answers_were_timed(place: Plac
     """5 W, as the meter says, for ten answers in two seconds; what comes before and after does not count."""
     begun(place)
     (order,) = place.checks.orders
-    assert Path(order.before).read_bytes() == network(gain=1)
+    assert Path(order.current_model).read_bytes() == network(gain=1)
     assert Path(order.model).read_bytes() == network(gain=2)
-    assert order.timed_s > 1  # as there is a meter
+    assert order.timing_s > 1  # as there is a meter
     for event, passed_s in (
         (None, 7.0),
         (ProgressReport(0.5), 0.0),
@@ -146,8 +146,8 @@ def test_the_shape_of_a_release_is_the_one_that_its_check_runs(place: Place) -> 
 
 def test_a_check_whose_process_somebody_killed_is_reported(place: Place) -> None:
     begun(place)
-    place.checks.events = [WorkResult(code="failed", reason="killed by somebody", killed=True)]
-    assert place.models.poll_check() == CheckResult("its check failed: killed by somebody", {}, killed=True)
+    place.checks.events = [WorkResult(code="failed", reason="killed by somebody", killed_externally=True)]
+    assert place.models.poll_check() == CheckResult("its check failed: killed by somebody", {}, killed_externally=True)
 
 
 def test_a_check_that_never_ends_is_ended(place: Place) -> None:
@@ -155,7 +155,7 @@ def test_a_check_that_never_ends_is_ended(place: Place) -> None:
     place.now_s += 10_000.0
     verdict = place.models.poll_check()
     assert verdict is not None
-    assert verdict.refused == "its check did not come to an end: it was ended"
+    assert verdict.refusal_reason == "its check did not come to an end: it was ended"
 
 
 # -- the runner -----------------------------------------------------------------------------------

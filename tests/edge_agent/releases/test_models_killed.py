@@ -62,7 +62,9 @@ class Deployed:
         settings = AgentSettings(device="d", fleet="f", home=HOME, telemetry_s=1e9)
         self.own = self.broker.connect()
         clock = lambda: self.broker.now_s  # noqa: E731
-        self.models = ModelReleases(settings, Board(), Checks(), disk=self.disk, examine=lambda path: None, clock=clock)
+        self.models = ModelReleases(
+            settings, Board(), Checks(), disk=self.disk, check_graph=lambda path: None, clock=clock
+        )
         self.agent = Agent(
             self.own, settings, Board(), Bench(), disk=self.disk, clock=lambda: None, kinds={"model": self.models}
         )

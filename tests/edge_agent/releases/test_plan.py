@@ -24,7 +24,7 @@ def ref(number: int) -> BlobRef:
 
 def wanted(**changes: object) -> ReleaseState:
     """A state in which a release waits for its blob's fetching."""
-    return ReleaseState(noted=ReleaseRecord(release=release(1, ref(1), **changes)), again_s=0.0)
+    return ReleaseState(record=ReleaseRecord(release=release(1, ref(1), **changes)), next_poll_s=0.0)
 
 
 @pytest.mark.parametrize(
@@ -41,9 +41,9 @@ def wanted(**changes: object) -> ReleaseState:
 def test_a_low_battery_and_heat_are_waited_for_before_anything_begins(reading: Reading, said: str) -> None:
     seen = StatusPolled(reading=reading)
     state, actions = state_machine.advance(wanted(), seen, 1.0)
-    assert state.waits == said
+    assert state.waiting_for == said
     assert bool(actions) is (said == "")
-    assert state.again_s == (1.0 + state_machine.LOOK_S if said else inf)
+    assert state.next_poll_s == (1.0 + state_machine.POLL_S if said else inf)
 
 
 @pytest.mark.parametrize(
@@ -73,27 +73,27 @@ def test_other_texts_are_no_windows(text: str) -> None:
     state, _ = state_machine.advance(
         ReleaseState(), state_machine.ReleaseReceived(release(1, ref(1), window=text)), 0.0
     )
-    assert state.noted is not None
-    assert state.noted.step == "refused"
+    assert state.record is not None
+    assert state.record.step == "refused"
 
 
 def test_the_swap_is_noted_with_what_runs_before_it_is_made() -> None:
     state = replace(wanted(), stage="checked")
-    state, actions = state_machine.advance(state, StatusPolled(current="c" * 64), 1.0)
-    assert state.noted is not None
-    assert (state.noted.step, state.noted.origin) == ("swapping", "c" * 64)
+    state, actions = state_machine.advance(state, StatusPolled(current_sha256="c" * 64), 1.0)
+    assert state.record is not None
+    assert (state.record.step, state.record.replaced_sha256) == ("swapping", "c" * 64)
     assert actions == ("activate",)
-    assert wire.decode(wire.encode(state.noted), ReleaseRecord) == state.noted
+    assert wire.decode(wire.encode(state.record), ReleaseRecord) == state.record
 
 
 def test_a_check_that_somebody_kills_is_made_again_twice() -> None:
-    state, killed = replace(wanted(), stage="checking"), CheckResult("killed", {}, killed=True)
+    state, killed = replace(wanted(), stage="checking"), CheckResult("killed", {}, killed_externally=True)
     for _ in range(2):
         state, actions = state_machine.advance(state, killed, 1.0)
         assert actions == ("check",)
     state, actions = state_machine.advance(state, killed, 1.0)
-    assert state.noted is not None
-    assert (state.noted.step, state.noted.reason, actions) == ("refused", "killed", ("delete",))
+    assert state.record is not None
+    assert (state.record.step, state.record.reason, actions) == ("refused", "killed", ("delete",))
 
 
 class Board:
@@ -109,12 +109,12 @@ class Board:
 
     def feed(self, event: state_machine.Event) -> None:
         state, actions = state_machine.advance(self.state, event, self.now_s)
-        self.disk = state.noted or self.disk
+        self.disk = state.record or self.disk
         self.state = state
         if (told := state_machine.release_status_message(state, self.running)) is not None:
             self.told.append(wire.decode(wire.encode(told), wire.ReleaseStatus))
         for action in actions:
-            wish, before = state.noted.release, state.noted.before
+            wish, before = state.record.release, state.record.previous_sha256
             match action:
                 case "check":
                     self.checked = wish.blob.sha256
@@ -135,8 +135,8 @@ class Board:
                     self.feed(state_machine.ActionDone(action))
 
     def look(self, **seen: object) -> None:
-        self.now_s = max(self.now_s, self.state.again_s if self.state.again_s < inf else 0.0)
-        self.feed(StatusPolled(current=self.running, here=True, **seen))
+        self.now_s = max(self.now_s, self.state.next_poll_s if self.state.next_poll_s < inf else 0.0)
+        self.feed(StatusPolled(current_sha256=self.running, is_blob_stored=True, **seen))
 
     def play(self, what: str) -> None:
         self.now_s += 0.5
@@ -144,20 +144,20 @@ class Board:
             case "deploy" | "back" | "same":
                 self.serial += what != "same"
                 blob = None if what == "back" else ref(1 + self.serial % 3)
-                rollout = self.state.noted.rollout if what == "back" and self.state.noted else ""
+                rollout = self.state.record.rollout if what == "back" and self.state.record else ""
                 wish = release(self.serial, blob, back=what == "back", rollout=rollout or f"r{self.serial}")
                 self.feed(state_machine.ReleaseReceived(wish))
             case "withdrawn":
                 self.feed(state_machine.ReleaseCancelled())
             case "good" | "bad":
-                if self.state.stage == "checking" and self.state.noted.step == "wanted" and what == "good":
-                    self.proven.add(self.state.noted.release.blob.sha256)
+                if self.state.stage == "checking" and self.state.record.step == "wanted" and what == "good":
+                    self.proven.add(self.state.record.release.blob.sha256)
                 self.feed(CheckResult("" if what == "good" else "bad", {}))
             case "look" | "works" | "ill":
-                self.look(works=what == "works", ill="ill" if what == "ill" else "")
+                self.look(is_task_running=what == "works", unhealthy_reason="ill" if what == "ill" else "")
             case "soaks":
                 for _ in range(5):
-                    if self.state.noted is not None and self.state.noted.step == "wanted":
+                    if self.state.record is not None and self.state.record.step == "wanted":
                         self.play("look")
                         self.play("good")
             case "goes on":
@@ -166,7 +166,7 @@ class Board:
                     self.play("good")
                     self.now_s += 20.0
             case "killed":
-                self.state = ReleaseState(noted=self.disk)
+                self.state = ReleaseState(record=self.disk)
                 self.feed(state_machine.ProcessStarted(self.running))
             case "failed":
                 self.feed(state_machine.ActionFailed("disk"))
@@ -201,7 +201,7 @@ def test_in_any_order_nothing_unproven_runs_and_all_comes_to_an_end(played: list
     assert serials == sorted(serials)
     for _ in range(6):
         board.play("goes on")
-    assert board.state.noted is None or board.state.noted.step in ("committed", "refused", "returned")
-    assert board.state.noted is None or "withdrawn" in played or board.state.noted.release.serial == board.serial
-    assert board.state.noted is None or board.state.noted.next is None
+    assert board.state.record is None or board.state.record.step in ("committed", "refused", "returned")
+    assert board.state.record is None or "withdrawn" in played or board.state.record.release.serial == board.serial
+    assert board.state.record is None or board.state.record.next_release is None
     assert board.told == [] or board.told[-1].current == board.running

@@ -69,7 +69,7 @@ def test_a_killed_check_is_made_again(site: Site, toy: ToyKind) -> None:
     toy.verdict = None
     deploy(site)
     site.run(5.0)
-    toy.verdict = CheckResult("killed", {}, killed=True)
+    toy.verdict = CheckResult("killed", {}, killed_externally=True)
     site.agent.releases.step(site.broker.now_s)
     assert toy.calls.count("check") == 2
     toy.verdict = CheckResult("", {})
@@ -84,7 +84,7 @@ def test_what_cannot_be_staged_or_checked_is_refused_by_name(site: Site, toy: To
     site.run(5.0)
     assert (last(site).phase, last(site).reason, last(site).current) == ("refused", "it is for another board", "")
     assert "swap" not in toy.calls
-    assert not site.agent.duty.state.rests
+    assert not site.agent.task_runner.state.is_paused
     deploy(site, 2)
     site.run(20.0)
     assert last(site).phase == "committed"
@@ -137,7 +137,7 @@ def test_no_task_begins_while_a_release_is_checked(site: Site, toy: ToyKind) -> 
     deploy(site)
     site.run(2.0)
     assert last(site).phase == "checking"
-    killed = site.bench.killed
+    killed = site.bench.killed_externally
     assert killed == 1  # the process that waited for the next task
     site.ask()
     site.run(5.0)
@@ -155,7 +155,7 @@ def test_a_task_that_runs_is_waited_for_unless_the_release_is_forced(site: Site,
     site.run(20.0)
     told = last(site)
     assert (told.phase, told.reason) == (("committed", "") if force else ("waiting", "a task runs"))
-    assert site.bench.killed == 0
+    assert site.bench.killed_externally == 0
     site.bench.finish()
     site.run(30.0)
     assert last(site).phase == "committed"
@@ -195,7 +195,7 @@ def test_its_blob_is_kept_while_it_waits_however_little_room_there_is_for_others
     site.bench.finish()
     site.run(5.0)
     assert wanted.blob is not None
-    assert site.agent.local.depot.has_blob(wanted.blob)
+    assert site.agent.storage.blob_store.has_blob(wanted.blob)
     site.ack()
     site.board.available_bytes = 6 << 30
     site.run(20.0)

@@ -62,7 +62,7 @@ def test_a_newer_release_takes_the_place_of_one_that_is_not_in_use(site: Site, t
     assert newer.blob is not None
     assert toy.running == newer.blob.sha256
     assert toy.previous == ""
-    assert not site.agent.duty.state.rests
+    assert not site.agent.task_runner.state.is_paused
 
 
 def test_a_release_that_soaks_comes_to_its_end_before_the_next_one(site: Site, toy: ToyKind) -> None:
@@ -132,7 +132,7 @@ def test_a_kind_that_this_board_does_not_exchange_is_refused(site: Site) -> None
 
 def test_a_release_on_the_topic_of_another_kind_is_dropped(site: Site) -> None:
     site.say("agent", release(1), retain=True)
-    assert site.agent.garbage.dropped == 1
+    assert site.agent.malformed_messages.dropped == 1
     assert site.all("installed") == []
 
 

@@ -142,7 +142,7 @@ def test_each_task_that_ran_out_steps_down_and_no_further_than_the_bound() -> No
     worst = MemoryMargin()
     for _ in range(1000):
         worst = worst.with_failure()
-    assert worst.reduction_steps == memory_budget.LEVEL_MOST
+    assert worst.reduction_steps == memory_budget.MAX_FAILURES
 
 
 def test_a_board_that_saw_more_than_predicted_asks_for_more() -> None:

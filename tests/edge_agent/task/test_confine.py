@@ -100,8 +100,8 @@ def test_a_task_of_an_agent_that_connects_and_writes_is_refused_both(
     with socket.create_server(("127.0.0.1", 0)) as server:
         for name, command in {"as it is": sandbox.task_command(place.folder), "unconfined": COMMAND}.items():
             elsewhere.write_text("as it was")
-            order = replace(place.order("nosy:METHOD"), plugins=("nosy:METHOD",))
-            told = {"port": server.getsockname()[1], "outside": str(elsewhere), "inside": f"{order.out}/own"}
+            order = replace(place.order("nosy:METHOD"), allowed_plugins=("nosy:METHOD",))
+            told = {"port": server.getsockname()[1], "outside": str(elsewhere), "inside": f"{order.output_folder}/own"}
             order.task.params.update(told)
             with child(command) as worker:
                 outcome = carried_out(worker, order)
@@ -144,7 +144,7 @@ def test_the_filter_lets_each_call_through_but_those_that_are_refused(machine: s
 
     assert ruled(0) == ruled(calls.socket, sandbox.UNIX) == ruled(calls.socket, sandbox.NETLINK) == sandbox.ALLOW
     assert ruled(calls.socket, 2) == ruled(calls.socket, 10) == ruled(calls.socket, 17) == sandbox.REFUSE
-    assert {ruled(number) for number in calls.refused} == {sandbox.REFUSE}
+    assert {ruled(number) for number in calls.denied} == {sandbox.REFUSE}
     assert ruled(0, architecture=0x40000003) == ruled(0x40000000 + 41, 1) == sandbox.REFUSE
 
 
@@ -152,7 +152,7 @@ def test_the_filter_lets_each_call_through_but_those_that_are_refused(machine: s
     ("confined", "told"), [(("files", "network"), "files, network"), ((), "nothing"), (None, None)]
 )
 def test_a_boards_profile_tells_what_its_tasks_give_up(confined: tuple[str, ...] | None, told: str | None) -> None:
-    means = Capabilities(1, ("numpy",), (), confined=confined)
+    means = Capabilities(1, ("numpy",), (), sandbox_restrictions=confined)
     assert (
         messages.profile_message("a", SimulatedDevice.from_name("jetson-tx2"), means).versions.get("tasks without")
         == told

@@ -13,7 +13,7 @@ from msgspec.structs import replace
 from fedquilt.arrays import tensors
 from fedquilt.core import BlobRef, Encoding, StoreError
 from fedquilt.edge_agent.task import main
-from fedquilt.edge_agent.task.protocol import PRIVATE, WorkRequest, WorkResult
+from fedquilt.edge_agent.task.protocol import PRIVATE_FILE, WorkRequest, WorkResult
 
 WORK = """
 from pathlib import Path
@@ -43,7 +43,7 @@ def order(
     ref = BlobRef(sha256=hashlib.sha256(PAYLOAD).hexdigest(), size=len(PAYLOAD))
     made = place.order("moving", wire=Encoding(codec=codec), private=private)
     made.task.params["flips"] = list(flips)
-    return replace(made, task=replace(made.task, bundles={"model": ref}), checked=True, private_sha256=sha256)
+    return replace(made, task=replace(made.task, bundles={"model": ref}), verify_bundles=True, private_sha256=sha256)
 
 
 def done(place: Place, given: WorkRequest) -> WorkResult:
@@ -71,7 +71,7 @@ def test_a_model_that_is_opened_by_its_path_is_compared_with_its_hash_before(mov
     model.write_bytes(changed)
     with pytest.raises(StoreError, match="is damaged"):
         main._verified_bundle_file(given, "model")
-    assert main._verified_bundle_file(replace(given, checked=False), "model") == model
+    assert main._verified_bundle_file(replace(given, verify_bundles=False), "model") == model
 
 
 def test_a_model_that_changes_while_a_task_works_is_no_base_of_its_update(moving: Place) -> None:
@@ -83,7 +83,7 @@ def test_a_model_that_changes_while_a_task_works_is_no_base_of_its_update(moving
 def test_private_state_that_changes_while_a_task_works_is_not_added_to_its_update(moving: Place) -> None:
     first = order(moving)
     assert done(moving, first).code == "ok"
-    private = Path(first.out) / PRIVATE
+    private = Path(first.output_folder) / PRIVATE_FILE
     sha256 = hashlib.sha256(private.read_bytes()).hexdigest()
     assert np.any(tensors.read_tensors(private)["unsent/model/1.weight"])
     calm = done(moving, order(moving, private=str(private), sha256=sha256))

@@ -161,7 +161,7 @@ def test_losses_that_are_read_together_are_those_of_each_step(monkeypatch: pytes
         )
 
     singly = trained()
-    monkeypatch.setitem(torch_engine.READ_AT_ONCE, "cpu", 5)
+    monkeypatch.setitem(torch_engine.READ_INTERVAL, "cpu", 5)
     together = trained()
     assert singly[1] == together[1]
     assert all(np.array_equal(singly[0][name], together[0][name]) for name in start)
@@ -193,10 +193,10 @@ def test_what_is_prepared_and_read_together_changes_no_bit(monkeypatch: pytest.M
         model, told = one.train(network, start, examples, Fit(epochs=2, batch=16), tensors.seeded_rng(1))
         return (model, one.fisher(network, start, examples, each=7)), told, one.evaluate(network, model, examples)
 
-    monkeypatch.setitem(torch_engine.EVALUATED_AT_ONCE, "cpu", 16)
+    monkeypatch.setitem(torch_engine.EVALUATION_BATCH, "cpu", 16)
     singly = worked()
-    monkeypatch.setitem(torch_engine.READ_AT_ONCE, "cpu", 5)
-    monkeypatch.setitem(torch_engine.PREPARED, "cpu", 2)
+    monkeypatch.setitem(torch_engine.READ_INTERVAL, "cpu", 5)
+    monkeypatch.setitem(torch_engine.BATCHES_AHEAD, "cpu", 2)
     together = worked()
     assert singly[1:] == together[1:]
     for one, other in zip(singly[0], together[0], strict=True):
@@ -213,7 +213,7 @@ def test_examples_that_cannot_be_prepared_fail_the_training(monkeypatch: pytest.
             raise DataError("the file is damaged")
         return x
 
-    monkeypatch.setitem(torch_engine.PREPARED, "cpu", 2)
+    monkeypatch.setitem(torch_engine.BATCHES_AHEAD, "cpu", 2)
     with pytest.raises(DataError, match="the file is damaged"):
         torch_engine.TorchEngine(1 << 40).train(
             network,

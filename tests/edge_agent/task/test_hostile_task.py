@@ -19,7 +19,7 @@ from waiting import alive, until
 from fedquilt.core import BlobRef, StoreError, Update, Usage
 from fedquilt.edge_agent.agent_state import AgentState
 from fedquilt.edge_agent.task import sandbox
-from fedquilt.edge_agent.task.protocol import PRIVATE, Event, WorkResult
+from fedquilt.edge_agent.task.protocol import PRIVATE_FILE, Event, WorkResult
 from fedquilt.edge_agent.task.worker import ChildWorker
 from fedquilt.host.disk import REAL
 
@@ -47,13 +47,13 @@ def local(tmp_path: Path) -> AgentState:
 def test_a_result_that_the_task_changes_after_it_was_stored_stays_as_it_was(local: AgentState, how: str) -> None:
     result = local.empty_output() / REF.sha256
     result.write_bytes(HONEST)
-    (result.parent / PRIVATE).write_bytes(HONEST)
+    (result.parent / PRIVATE_FILE).write_bytes(HONEST)
     if how == "a second name":
-        for name in (REF.sha256, PRIVATE):
-            os.link(result.parent / name, local.task / name)
-        held = [os.open(local.task / name, os.O_WRONLY) for name in (REF.sha256, PRIVATE)]
+        for name in (REF.sha256, PRIVATE_FILE):
+            os.link(result.parent / name, local.task_folder / name)
+        held = [os.open(local.task_folder / name, os.O_WRONLY) for name in (REF.sha256, PRIVATE_FILE)]
     else:
-        held = [os.open(result.parent / name, os.O_WRONLY) for name in (REF.sha256, PRIVATE)]
+        held = [os.open(result.parent / name, os.O_WRONLY) for name in (REF.sha256, PRIVATE_FILE)]
     local.commit_update(UPDATE, private=REF)
     for file in held:
         os.pwrite(file, EVIL, 0)
@@ -81,12 +81,12 @@ def sparse(path: Path) -> None:
 
 
 @pytest.mark.parametrize("leave", [changed, pipe, link, sparse])
-@pytest.mark.parametrize("name", [REF.sha256, PRIVATE])
+@pytest.mark.parametrize("name", [REF.sha256, PRIVATE_FILE])
 def test_a_result_that_is_no_plain_file_of_its_size_and_hash_is_refused(
     local: AgentState, leave: Callable[[Path], None], name: str
 ) -> None:
     out = local.empty_output()
-    for each in (REF.sha256, PRIVATE):
+    for each in (REF.sha256, PRIVATE_FILE):
         (out / each).write_bytes(HONEST)
     (out / name).unlink()
     leave(out / name)
@@ -195,10 +195,12 @@ def test_a_task_writes_its_private_folders_alone_and_leaves_no_process_behind(
     for each in places:
         (home / each).parent.mkdir(parents=True, exist_ok=True)
     elsewhere = [str(home / each) for each in places] + ["/tmp/fedquilt-escaped", str(tmp_path / "x")]
-    worker = ChildWorker(60.0, sandbox.task_command(home / "task"), private=home / "task")
+    worker = ChildWorker(60.0, sandbox.task_command(home / "task"), private_folder=home / "task")
     try:
         (home / "task/out").mkdir()
-        order = replace(place.order("escapes:METHOD"), plugins=("escapes:METHOD",), out=str(home / "task/out"))
+        order = replace(
+            place.order("escapes:METHOD"), allowed_plugins=("escapes:METHOD",), output_folder=str(home / "task/out")
+        )
         order.task.params["places"] = elsewhere
         outcome = carried_out(worker, order)
         assert outcome.code == "ok", outcome.reason

@@ -62,5 +62,5 @@ def test_the_end_of_a_process_is_explained(
     said: str,
 ) -> None:
     outcome = obituary(program, kills, own)
-    assert (outcome.code, outcome.overrun, outcome.killed) == ending
+    assert (outcome.code, outcome.ran_out_of_memory, outcome.killed_externally) == ending
     assert said in outcome.reason

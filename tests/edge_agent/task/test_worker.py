@@ -26,7 +26,7 @@ from fedquilt.core import Encoding, JobError, WorkEstimate
 from fedquilt.edge_agent.devices import create_device
 from fedquilt.edge_agent.task import main, memory_budget, sandbox, worker
 from fedquilt.edge_agent.task.process import ChildProcess
-from fedquilt.edge_agent.task.protocol import PRIVATE, DataLoaded, ProgressReport, WorkRequest, WorkResult
+from fedquilt.edge_agent.task.protocol import PRIVATE_FILE, DataLoaded, ProgressReport, WorkRequest, WorkResult
 from fedquilt.edge_agent.task.worker import ChildWorker, InlineWorker
 from fedquilt.methods import fedavg
 
@@ -44,7 +44,7 @@ def test_a_child_trains_checks_and_says_what_it_took(place: Place) -> None:
     assert outcome.evaluation is not None
     assert outcome.evaluation.examples == 2
     assert "loss" in outcome.metrics
-    model = tensors.read_tensors(Path(order.out) / outcome.bundles["model"].sha256)
+    model = tensors.read_tensors(Path(order.output_folder) / outcome.bundles["model"].sha256)
     assert model.keys() == MODEL.keys()
     assert outcome.base_bytes is not None
     assert outcome.peak_bytes is not None
@@ -82,20 +82,20 @@ def test_what_a_codec_leaves_out_comes_back_with_the_next_task(place: Place) -> 
         plain = carried_out(worker, before := place.order())
         first = carried_out(worker, one := place.order(wire=Encoding(codec="int8")))
         second = carried_out(
-            worker, two := place.order(wire=Encoding(codec="int8"), private=str(Path(one.out) / PRIVATE))
+            worker, two := place.order(wire=Encoding(codec="int8"), private=str(Path(one.output_folder) / PRIVATE_FILE))
         )
-    moved = tensors.read_tensors(Path(before.out) / plain.bundles["model"].sha256)
+    moved = tensors.read_tensors(Path(before.output_folder) / plain.bundles["model"].sha256)
     told = {name: np.zeros(array.shape) for name, array in MODEL.items()}
     for order, outcome in ((one, first), (two, second)):
-        sent = tensors.read_tensors(Path(order.out) / outcome.bundles["model"].sha256)
+        sent = tensors.read_tensors(Path(order.output_folder) / outcome.bundles["model"].sha256)
         assert {name: array.nbytes for name, array in sent.items()} == SENT_INT8
         for name, array in compression.decode_bundle(order.task.wire, sent, MODEL).items():
             told[name] += array
-    left = tensors.read_tensors(Path(two.out) / PRIVATE)
+    left = tensors.read_tensors(Path(two.output_folder) / PRIVATE_FILE)
     for name, array in moved.items():
         np.testing.assert_allclose(told[name] + left.get(f"unsent/model/{name}", 0), 2 * array, atol=1e-7)
     assert first.bundles != second.bundles
-    assert not (Path(before.out) / PRIVATE).exists()
+    assert not (Path(before.output_folder) / PRIVATE_FILE).exists()
 
 
 def test_a_check_alone_weighs_by_the_examples_it_was_made_on(place: Place) -> None:
@@ -122,7 +122,7 @@ def test_private_state_goes_in_and_comes_out_and_prints_go_elsewhere(place: Plac
         order = place.order("chatty", private=str(old))
         outcome = carried_out(worker, order)
     assert (outcome.weight, outcome.metrics) == (2.0, {"loss": 1.5})
-    assert tensors.read_tensors(Path(order.out) / PRIVATE)["n"] == 5.0
+    assert tensors.read_tensors(Path(order.output_folder) / PRIVATE_FILE)["n"] == 5.0
 
 
 # -- one that does not ----------------------------------------------------------------------------
@@ -179,12 +179,12 @@ def test_the_daemons_group_is_divided_before_a_child_is_in_it(place: Place, monk
             events.append("limited")
             return True
 
-    def started(command: Sequence[str], engine: str, *, count_own: bool) -> ChildProcess:
+    def started(command: Sequence[str], engine: str, *, count_task_oom_kills: bool) -> ChildProcess:
         events.append("started")
-        return ChildProcess(command, engine, count_own=count_own)
+        return ChildProcess(command, engine, count_task_oom_kills=count_task_oom_kills)
 
     monkeypatch.setattr(worker, "ChildProcess", started)
-    daemon = ChildWorker(60.0, cage=Noted())
+    daemon = ChildWorker(60.0, memory_limit=Noted())
     try:
         assert carried_out(daemon, place.order()).code == "ok"
     finally:
@@ -198,7 +198,7 @@ def test_a_child_killed_in_the_middle_is_told_from_one_out_of_memory(place: Plac
         assert until(worker, ProgressReport).fraction == 0.25
         os.kill(pid_of(worker), signal.SIGKILL)
         outcome = until(worker, WorkResult)
-    assert (outcome.code, outcome.killed) == ("failed", True)
+    assert (outcome.code, outcome.killed_externally) == ("failed", True)
     assert "was killed by somebody (SIGKILL)" in outcome.reason
     assert "MB when last seen" in outcome.reason
 
@@ -271,7 +271,14 @@ def test_a_method_whose_work_returns_no_answer_is_told_so(tmp_path: Path) -> Non
     method = dataclasses.replace(fedavg.METHOD, work=lambda task, site: None)  # type: ignore[arg-type,return-value]
     task = plain.task(method="prox:METHOD", work=WorkEstimate(flops=1.0))
     order = WorkRequest(
-        task=task, device="a", budget_bytes=1 << 30, data={}, bundles={}, private=None, cache="", out=str(tmp_path)
+        task=task,
+        device="a",
+        budget_bytes=1 << 30,
+        data={},
+        bundles={},
+        private_state=None,
+        cache_folder="",
+        output_folder=str(tmp_path),
     )
     with pytest.raises(JobError, match="`work` of method 'prox:METHOD' returned NoneType, and a fedquilt"):
         main.run_method(order, method, SimpleNamespace(lost=""))  # type: ignore[arg-type]

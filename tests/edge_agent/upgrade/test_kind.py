@@ -108,7 +108,7 @@ def test_why_the_launcher_returned_is_told(board: Board, bundle: Callable[..., P
 
 def test_a_version_that_could_not_be_tried_is_given_up(board: Board, bundle: Callable[..., Path]) -> None:
     new = board.take(bundle())
-    board.start("", unable="choice.json cannot be written (No space left on device), so it could not be tried")
+    board.start("", fallback_reason="choice.json cannot be written (No space left on device), so it could not be tried")
     assert board.kind.current_sha256() == ""
     assert "No space left" in board.kind.unhealthy_reason()
     board.kind.discard_unused()
@@ -147,7 +147,7 @@ def test_environments_of_no_use_are_deleted(board: Board, bundle: Callable[..., 
 def test_a_bundle_that_does_not_fit_is_refused_by_name(
     board: Board, bundle: Callable[..., Path], changes: dict[str, Any], said: str
 ) -> None:
-    assert said in board.verdict(bundle(**changes)).refused
+    assert said in board.verdict(bundle(**changes)).refusal_reason
     assert board.kept == []
     assert board.kind.current_sha256() == ""
 
@@ -156,21 +156,21 @@ def test_what_is_no_bundle_is_refused(board: Board, tmp_path: Path) -> None:
     file = tmp_path / "x"
     for content in (b"", b"x" * 5000, bytes(10240)):
         file.write_bytes(content)
-        assert "is no bundle of an upgrade" in board.verdict(file).refused
+        assert "is no bundle of an upgrade" in board.verdict(file).refusal_reason
 
 
 def test_a_wheel_that_would_write_elsewhere_is_refused(board: Board, tmp_path: Path) -> None:
     house = [wheel(tmp_path / "house", "fedquilt", files={"../../../escaped.py": ""})]
     verdict = board.verdict(upgrades.pack(tmp_path / "b.tar", house))
-    assert "fedquilt-1.0-py3-none-any.whl would write to ../../../escaped.py" in verdict.refused
+    assert "fedquilt-1.0-py3-none-any.whl would write to ../../../escaped.py" in verdict.refusal_reason
     assert board.kept == []
 
 
 def test_a_version_whose_check_fails_is_refused_in_its_own_words(board: Board, bundle: Callable[..., Path]) -> None:
     says = "import sys; print('noise', file=sys.stderr); sys.exit('fedquilt: its sensors cannot be read')"
     assert board.verdict(bundle(says)) == CheckResult("its sensors cannot be read", {})
-    assert "No module named 'nowhere'" in board.verdict(bundle("import nowhere")).refused
-    assert "SIGSEGV" in board.verdict(bundle("import os; os.kill(os.getpid(), 11)")).refused
+    assert "No module named 'nowhere'" in board.verdict(bundle("import nowhere")).refusal_reason
+    assert "SIGSEGV" in board.verdict(bundle("import os; os.kill(os.getpid(), 11)")).refusal_reason
 
 
 def test_a_check_that_hangs_is_ended(board: Board, bundle: Callable[..., Path]) -> None:
@@ -184,7 +184,7 @@ def test_a_check_that_hangs_is_ended(board: Board, bundle: Callable[..., Path]) 
     now[0] = 1e6
     verdict = board.kind.poll_check()
     assert verdict is not None
-    assert verdict.refused.startswith("its check has not ended within")
+    assert verdict.refusal_reason.startswith("its check has not ended within")
 
 
 def test_without_a_launcher_nothing_is_taken(tmp_path: Path, bundle: Callable[..., Path]) -> None:
@@ -226,7 +226,7 @@ def order(board: Board, file: Path) -> environment_build.BuildRequest:
     packages = tuple(path for path in sys.path if path.endswith("site-packages"))
     sha256 = hashlib.sha256(file.read_bytes()).hexdigest()
     return environment_build.BuildRequest(
-        str(file), sha256, str(board.versions), ("agent",), packages, None, unsigned=True, newest=0, parent=0
+        str(file), sha256, str(board.versions), ("agent",), packages, None, unsigned=True, highest_number=0, parent=0
     )
 
 
@@ -323,7 +323,7 @@ def test_a_check_that_somebody_kills_can_be_made_again(board: Board, bundle: Cal
     process.wait()
     refused = board.kind.poll_check()
     assert refused is not None
-    assert ("SIGKILL" in refused.refused, refused.killed) == (True, True)
+    assert ("SIGKILL" in refused.refusal_reason, refused.killed_externally) == (True, True)
     assert board.verdict(file) == CheckResult("", {})
 
 

@@ -142,7 +142,7 @@ def test_a_loop_of_starts_ends_at_the_flashed_version(tmp_path: Path) -> None:
     last = start(folder, tmp_path)
     assert last.stdout.startswith("flashed agent a.toml ")
     told = json.loads(last.stdout.split(maxsplit=3)[3])
-    assert (told["running"], told["flashed"], told["words"]) == ("", FLASHED, ["agent", "a.toml"])
+    assert (told["running"], told["flashed"], told["arguments"]) == ("", FLASHED, ["agent", "a.toml"])
     assert any(path.endswith("site-packages") for path in told["packages"])
 
 

@@ -26,11 +26,11 @@ def test_only_the_fleets_authority_is_believed(tmp_path: Path, bundle: Callable[
     board.table["broker"] = {"ca": str(tmp_path / "ours/ca.crt")}
     board.start()
     assert board.verdict(bundle(sign=ours.sign_upgrade)) == CheckResult("", {})
-    assert "is not of the authority in" in board.verdict(bundle("1", sign=theirs.sign_upgrade)).refused
-    assert "the bundle is not signed" in board.verdict(bundle("2")).refused
-    assert "is not of the authority in" in board.verdict(bundle("3", sign=lambda text: b"nonsense")).refused
+    assert "is not of the authority in" in board.verdict(bundle("1", sign=theirs.sign_upgrade)).refusal_reason
+    assert "the bundle is not signed" in board.verdict(bundle("2")).refusal_reason
+    assert "is not of the authority in" in board.verdict(bundle("3", sign=lambda text: b"nonsense")).refusal_reason
     signature = ours.sign_upgrade(b"another manifest")
-    assert "is not of the authority in" in board.verdict(bundle("4", sign=lambda text: signature)).refused
+    assert "is not of the authority in" in board.verdict(bundle("4", sign=lambda text: signature)).refusal_reason
 
 
 class Signed(Board):
@@ -59,20 +59,20 @@ def test_a_version_that_was_signed_before_the_one_kept_is_refused(tmp_path: Path
     unnumbered = bundle("0", sign=sign)
     board.keep(first)
     board.keep(second)
-    said = board.verdict(first).refused
+    said = board.verdict(first).refusal_reason
     assert "has the authority's number 1, and this board has kept number 2" in said
     assert "make and sign its bundle anew" in said
-    assert "number 0" in board.verdict(unnumbered).refused
+    assert "number 0" in board.verdict(unnumbered).refusal_reason
     assert board.kind.roll_back()
     board.start()
     board.kind.discard_unused()
     assert (choice := launcher.read_choice(board.versions)) is not None
     assert choice.current == hashlib.sha256(first.read_bytes()).hexdigest()
-    assert "has kept number 2" in board.verdict(bundle("1 again", sign=sign, number=1)).refused
+    assert "has kept number 2" in board.verdict(bundle("1 again", sign=sign, number=1)).refusal_reason
     board.keep(second)
     board.keep(third)
     (board.versions / "newest").write_bytes(b"\xff damaged")
-    assert "has kept number 3" in board.verdict(second).refused
+    assert "has kept number 3" in board.verdict(second).refusal_reason
 
 
 def test_a_version_that_did_not_hold_makes_none_old(tmp_path: Path, bundle: Callable[..., Path]) -> None:
@@ -103,7 +103,7 @@ def test_killed_as_a_version_is_kept_its_number_is_known(
         board.kind.confirm()
     monkeypatch.undo()
     board.start()
-    assert "has kept number 2" in board.verdict(old).refused
+    assert "has kept number 2" in board.verdict(old).refusal_reason
 
 
 def test_the_authority_numbers_what_it_signs(tmp_path: Path) -> None:
@@ -123,9 +123,9 @@ def test_a_certificate_of_another_version_is_named(tmp_path: Path) -> None:
 
 def test_what_the_launcher_says_may_be_damaged() -> None:
     for said in ("", "{}", "\udcff", "[" * 100_000):
-        assert read_launch_info({launcher.LAUNCHED: said}) is None
+        assert read_launch_info({launcher.LAUNCH_INFO_VARIABLE: said}) is None
 
 
 def test_a_fleet_without_an_authority_has_to_ask_for_it(tmp_path: Path, bundle: Callable[..., Path]) -> None:
     board = Board(tmp_path, unsigned=False)
-    assert "write unsigned = true under [upgrade]" in board.verdict(bundle()).refused
+    assert "write unsigned = true under [upgrade]" in board.verdict(bundle()).refusal_reason

@@ -37,8 +37,8 @@ def test_settings_hold_at_once_and_are_taken_back(site: Site) -> None:
     profile = site.all("profile")[-1]
     assert (profile.budget_bytes, profile.labels) == (1_000_000_000, ("canary", "site=lab"))
     assert site.agent.settings.telemetry_s == 3.0
-    assert site.agent.duty._pacer.rule.max_w == 7.0
-    assert site.agent.duty.state.means.budget_bytes == 1_000_000_000
+    assert site.agent.task_runner._power_manager.governor_policy.max_w == 7.0
+    assert site.agent.task_runner.state.capabilities.budget_bytes == 1_000_000_000
     assert {each.boot for each in site.all("presence")} == boots
 
     assert send(site, 2, back=True) == "returned"

@@ -48,7 +48,7 @@ class Board:
         started = LaunchInfo(str(self.versions), FLASHED, choice.current, ("agent",))
         make = ("sh", "-c", f"cat > /dev/null; mkdir -p {self.made}/bin; touch {self.made}/bin/python")
         self.site.kinds["agent"] = AgentKind(
-            started, settings, lambda: self.site.own.connected, self.end, quiet=lambda: None, command=make
+            started, settings, lambda: self.site.own.connected, self.end, cancel_alarm=lambda: None, command=make
         )
         self.site.start()
 

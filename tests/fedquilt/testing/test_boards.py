@@ -20,8 +20,8 @@ def test_a_planted_board_hangs_together(tmp_path, board, jetpack):
     assert len(named) > 8
     assert [path for path in named if not (tmp_path / path[1:]).is_file()] == []
     found = controls.discover_controls(tmp_path)
-    assert {lever.kind for lever in found.found} == {"cpu", "gpu", "emc"}
-    assert all(lever.listed for lever in found.found if lever.kind != "emc")
+    assert {lever.kind for lever in found.controls} == {"cpu", "gpu", "emc"}
+    assert all(lever.listed_values for lever in found.controls if lever.kind != "emc")
     assert [mode.name for mode in found.modes] == [mode.name for mode in BOARDS[board].modes]
 
 

@@ -161,7 +161,7 @@ def test_a_clock_helper_is_asked_what_it_owes(tmp_path: Path) -> None:
         return [one.number for one in found]
 
     assert told(HelperStatus(clocks=())) == []
-    assert told(HelperStatus(clocks=(), owes=("the GPU's limit",))) == ["FQ171"]
+    assert told(HelperStatus(clocks=(), unrestored_settings=("the GPU's limit",))) == ["FQ171"]
     (dead,) = seen(machine_facts._read_helper_status(place))  # its socket is left, nobody listens
     assert dead.number == "FQ170"
     assert "systemctl restart" in str(dead.fix)

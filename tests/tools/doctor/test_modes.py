@@ -27,7 +27,7 @@ def remembered(board: Any, left_s: float) -> None:
     seen = TaskSegment(point, WORK, 2.0 * seconds(board, "7W"), None)
     learned = learn_segment(LearnedModel(), seen)
     assert learned.time is not None
-    known = LearnedModel(time=learned.time, latest=LatestTask(work=WORK, left_s=left_s))
+    known = LearnedModel(time=learned.time, latest=LatestTask(work=WORK, time_left_s=left_s))
     AgentState(board.root / "var/lib/fedquilt").store_learned_costs({"torch fedavg": known})
 
 
@@ -41,7 +41,7 @@ def seconds(board: Any, name: str) -> float:
     levers = controls.discover_controls(board.root)
     (mode,) = [each for each in levers.modes if each.name == name]
     told_s = agent._estimate_shortest_duration_s(
-        profile(board), levers, mode, LearnedModel(), LatestTask(work=WORK, left_s=0.0)
+        profile(board), levers, mode, LearnedModel(), LatestTask(work=WORK, time_left_s=0.0)
     )
     assert told_s is not None
     return told_s

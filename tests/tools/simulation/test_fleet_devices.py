@@ -16,8 +16,8 @@ from fedquilt.arrays import tensors
 from fedquilt.coordinator import settings
 from fedquilt.coordinator.rounds.events import JobEnded, TaskDeclined, UpdateAccepted, UpdateRejected
 from fedquilt.core import Aggregation, ClientContext, ClientResult, JobError, Method, Task, UpdateError
-from fedquilt.edge_agent.agent_state import PRIVATE
 from fedquilt.edge_agent.engines.numpy_engine import NumpyEngine
+from fedquilt.edge_agent.task.protocol import PRIVATE_FILE
 from fedquilt.testing.toy_networks import point_devices
 from fedquilt.tools.simulation.run import make_local_backend, run_rounds
 from fedquilt.tools.simulation.simulated_job import ROOM_BYTES, Simulation
@@ -103,8 +103,8 @@ def test_a_file_in_a_tasks_cache_is_never_taken_for_private_state(fleet: Fleet) 
     there: list[bool] = []
 
     def caches(task: Task, site: ClientContext) -> ClientResult:
-        there.append((site.cache / PRIVATE).exists())
-        (site.cache / PRIVATE).write_bytes(tensors.encode_tensors({"cached": np.ones(1)}))
+        there.append((site.cache / PRIVATE_FILE).exists())
+        (site.cache / PRIVATE_FILE).write_bytes(tensors.encode_tensors({"cached": np.ones(1)}))
         return ClientResult({}, 1.0, {}, {})
 
     fleet.played("local", devices=1, rounds=3, method=leaving(seen, caches))

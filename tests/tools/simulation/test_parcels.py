@@ -37,11 +37,11 @@ def order(folder: Path, **changes: object) -> WorkRequest:
     given = {
         "data": {"share": "dev-0", **adversaries.make_attack_data(LYING)},
         "bundles": {"model": written(folder / "blob", b"weights")},
-        "private": written(folder / "mine", b"private state"),
-        "cache": str(folder / "cache"),
-        "out": str(folder),
-        "prefix": "dev-0.",
-        "whole_bytes": 8,
+        "private_state": written(folder / "mine", b"private state"),
+        "cache_folder": str(folder / "cache"),
+        "output_folder": str(folder),
+        "file_prefix": "dev-0.",
+        "max_inline_bytes": 8,
     }
     honest = written(folder / "honest", b"what others sent")
     made = WorkRequest(task=task, device="dev-0", budget_bytes=1, **{**given, **changes})  # type: ignore[arg-type]
@@ -54,20 +54,27 @@ def test_a_sent_order_names_no_path_of_this_machine_and_the_other_one_puts_its_o
     assert str(tmp_path) not in repr(sent)
     assert files == {
         sha256(b"weights"): given.bundles["model"],
-        sha256(b"private state"): given.private,
+        sha256(b"private state"): given.private_state,
         sha256(b"what others sent"): str(tmp_path / "honest"),
     }
     there = unpack_request(sent, lambda content: f"/node/{content}", "/node/caches", "/node/out")
     assert there.bundles == {"model": f"/node/{sha256(b'weights')}"}
-    assert there.private == f"/node/{sha256(b'private state')}"
+    assert there.private_state == f"/node/{sha256(b'private state')}"
     assert there.data == adversaries.add_honest_mean(given, f"/node/{sha256(b'what others sent')}").data
-    assert (there.cache, there.out, there.task) == ("/node/caches/dev-0", "/node/out", given.task)
+    assert (there.cache_folder, there.output_folder, there.task) == ("/node/caches/dev-0", "/node/out", given.task)
 
 
 @pytest.mark.parametrize("data", [{}, adversaries.make_attack_data(LYING)])
 def test_an_order_of_a_board_that_overhears_nobody_keeps_its_data(data: dict[str, object]) -> None:
     given = WorkRequest(
-        task=plain.task(), device="dev-0", budget_bytes=1, data=data, bundles={}, private=None, cache="", out=""
+        task=plain.task(),
+        device="dev-0",
+        budget_bytes=1,
+        data=data,
+        bundles={},
+        private_state=None,
+        cache_folder="",
+        output_folder="",
     )
     sent, files = pack_request(given)
     assert (sent.data, files) == (data, {})

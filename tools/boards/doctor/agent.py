@@ -148,15 +148,17 @@ def check_deadlines(settings: AgentSettings, machine: MachineFacts) -> Verdict:
             if board is None or latest is None
             else _estimate_shortest_duration_s(board, levers, mode, learned, latest)
         )
-        if board is None or latest is None or takes_s is None or latest.left_s <= 0:
+        if board is None or latest is None or takes_s is None or latest.time_left_s <= 0:
             continue
         met = True
-        if takes_s > latest.left_s:
+        if takes_s > latest.time_left_s:
             others = {
                 each: _estimate_shortest_duration_s(board, levers, each, learned, latest) for each in levers.modes
             }
-            enough = {each: told_s for each, told_s in others.items() if told_s is not None and told_s <= latest.left_s}
-            return _describe_slow_mode(mode, workload, takes_s, latest.left_s, enough)
+            enough = {
+                each: told_s for each, told_s in others.items() if told_s is not None and told_s <= latest.time_left_s
+            }
+            return _describe_slow_mode(mode, workload, takes_s, latest.time_left_s, enough)
     return f"power mode {mode.name} is fast enough for the latest deadlines" if met else None
 
 

@@ -355,7 +355,7 @@ def _check_clock_helper(helper: HelperStatus | HelperFault) -> Verdict:
 
 
 def _check_restored_clocks(helper: HelperStatus | HelperFault) -> Verdict:
-    owed = "; ".join(helper.owes) if isinstance(helper, HelperStatus) else ""
+    owed = "; ".join(helper.unrestored_settings) if isinstance(helper, HelperStatus) else ""
     return Problem(f"the clock helper could not put back the board's own settings: {owed}") if owed else None
 
 

@@ -202,7 +202,7 @@ def _read_clock_limits(found: controls.ClockControls) -> dict[str, tuple[int, in
     limits = {}
     for lever in (*found.controls_of_kind("cpu"), *found.controls_of_kind("gpu")):
         setting = lever.read_state()
-        if len(lever.listed) > 1 and setting.low is not None and setting.high is not None:
+        if len(lever.listed_values) > 1 and setting.low is not None and setting.high is not None:
             limits[lever.name] = (setting.low * lever.unit_hz, setting.high * lever.unit_hz)
     return limits
 

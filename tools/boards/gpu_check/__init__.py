@@ -248,7 +248,7 @@ class GpuCheck:
             peak = None if used is None or now is None else peak + max(int(now - used), 0)
         found = WorkResult(code="ok", base_bytes=base, peak_bytes=peak, runs_on=engine.runs_on)
         engine.close()
-        predicted = plan.held_bytes + batch * (plan.example_bytes or 0) + peak_memory.FIRST_USE_BYTES["onnx"]
+        predicted = plan.session_bytes + batch * (plan.example_bytes or 0) + peak_memory.FIRST_USE_BYTES["onnx"]
         return tasks.memory_row("ONNX inference", batch, "ample", found, predicted)
 
     def _check_results(self, folder: Path) -> Outcome:
@@ -421,7 +421,7 @@ def measure_energy(meters: dict[str, Callable[[float], Reading]], load: Callable
     with process_resources.call_in_background(read_meters, SAMPLE_S, "meters"):
         load()
     read_meters()
-    costs = {name: one.cost_until(one.at_s or time.monotonic(), None) for name, one in accounts.items()}
+    costs = {name: one.cost_until(one.last_reading_s or time.monotonic(), None) for name, one in accounts.items()}
     return {name: cost for name, cost in costs.items() if cost.energy_j}
 
 

@@ -26,7 +26,7 @@ from fedquilt.costs import peak_memory
 from fedquilt.edge_agent import engines
 from fedquilt.edge_agent.task import memory_budget
 from fedquilt.edge_agent.task.protocol import WorkRequest, WorkResult
-from fedquilt.edge_agent.task.worker import COMMAND, WATCH_S, ChildWorker
+from fedquilt.edge_agent.task.worker import CHECK_S, COMMAND, ChildWorker
 from fedquilt.models.networks import registry
 
 Row: TypeAlias = dict[str, Any]  # texts, numbers and None
@@ -115,9 +115,9 @@ class TaskBench:
             plan_bytes=AMPLE_BYTES,
             data={"path": str(data), "held": 0.0 if action == "work" else 0.5},  # an evaluation is of held-out ones
             bundles={"model": str(self._folder / "model")},
-            private=None,
-            cache=str(self._folder / "cache"),
-            out=str(out),
+            private_state=None,
+            cache_folder=str(self._folder / "cache"),
+            output_folder=str(out),
         )
         worker.start(request, time.monotonic())
         end_s = time.monotonic() + TASK_S
@@ -125,7 +125,7 @@ class TaskBench:
             for event in worker.poll_events(now_s):
                 if isinstance(event, WorkResult):
                     return event, out
-            select.select(worker.fds(), [], [], WATCH_S)
+            select.select(worker.fds(), [], [], CHECK_S)
         worker.kill()
         return WorkResult(code="failed", reason=f"the task had not ended after {TASK_S:g} s"), out
 

@@ -139,7 +139,7 @@ def _unpin_on_exit(clocks: ClockClient | None) -> Iterator[None]:
 def _measure_idle_power(rig: MeasurementSetup, seconds: float) -> tuple[float | None, str | None]:
     now_s = rig.now()
     ledger = EnergyAccount(now_s).with_reading(now_s, rig.read(now_s))
-    if ledger.at_s is None:
+    if ledger.last_reading_s is None:
         return None, None
     end_s = now_s + seconds
     while rig.now() < end_s:

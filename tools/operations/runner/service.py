@@ -17,7 +17,7 @@ import msgspec
 import numpy as np
 
 from fedquilt.core import UNDECODABLE, DataError, FedquiltError, ModelError
-from fedquilt.edge_agent.runner_status import LATEST
+from fedquilt.edge_agent.runner_status import MAX_LABELS
 from fedquilt.host.disk import PRIVATE, REAL
 from fedquilt.tools.artefacts import classifier
 from fedquilt.tools.artefacts.classifier import Classifier
@@ -118,7 +118,7 @@ SELDOM_S: Final = 20.0  # likewise while none come
 REFERENCES_MOST: Final = 4
 AWAITED_MOST: Final = 10_000  # answers whose truth may arrive later
 LATENCIES: Final = 512  # latest answers for the median latency
-LABELLED: Final = LATEST  # latest labels that count in the accuracy
+LABELLED: Final = MAX_LABELS  # latest labels that count in the accuracy
 LABELLED_LEAST: Final = 20  # labels before an accuracy is told
 EXAMPLES_MOST: Final = 1024  # in one request
 BODY_MOST: Final = 16 << 20  # bytes of a file, and of the arrays in it
