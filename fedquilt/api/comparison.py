@@ -207,7 +207,7 @@ def compare(
     order = [todo[index][place] for place in range(len(chosen)) for index in todo]  # seed by seed: whole rows first
     with contextlib.closing(make_display(progress)) as shown:
 
-        def play_case(case: runs.ComparisonCase, tell: runs.Tell) -> SeedRun:
+        def play_case(case: runs.ComparisonCase, tell: runs.ReportRound) -> SeedRun:
             return run_seed(case.settings, Path(case.folder), tell, workers, engine=engine, mixed=mixed)
 
         found, failed = runs.run_cases(order, Path(out), play_case, shown.show, shown.show)

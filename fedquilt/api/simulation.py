@@ -97,8 +97,8 @@ def simulate(
                 workers=workers,
                 engine=engine,
                 mixed=mixed,
-                begun=watch.begin,
-                watch=watch,
+                on_start=watch.begin,
+                on_round=watch,
             )
             watch.report_rounds(ended=True)
         run = Run(place, id)

@@ -22,7 +22,7 @@ from fedquilt.models import local_training
 from fedquilt.models.local_training import NetworkState
 from fedquilt.models.partial import width
 from fedquilt.models.partial.masks import MaskPlan
-from fedquilt.models.partial.width import Places
+from fedquilt.models.partial.width import TensorCut
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class State(NetworkState):
     settled: int  # rounds so far that gathered statistics: counted in a task's round, not in the learning rate
 
 
-def make_subnetwork_state(state: NetworkState, at: Places, own: core.Tensors | None = None) -> NetworkState:
+def make_subnetwork_state(state: NetworkState, at: TensorCut, own: core.Tensors | None = None) -> NetworkState:
     """Return the state of a sub-network, with its cost. Tensors in `own` replace those cut out."""
     sub = {**width.cut_tensors(state.model, at), **(own or {})}
     flops, activations = cost_model.part_shares(state.costs_by_layer(), state.model, sub)
@@ -57,7 +57,7 @@ class BatchNormSums:
 
 
 def make_statistics_round(
-    parts: Callable[[Any], Mapping[float, Places]],
+    parts: Callable[[Any], Mapping[float, TensorCut]],
     rate_of: Callable[[Any, core.DeviceView], float],
     *,
     scaled: bool,
@@ -82,7 +82,8 @@ def make_statistics_round(
             light = make_subnetwork_state(state, at, state.widths.get(f"{rate:g}"))
             found = local_training.evaluation_work(light)
             peak = max(
-                local_training.training_work(light, moved={}).peak_bytes, 2 * tensors.total_bytes([state.model])
+                local_training.training_work(light, trained_tensors={}).peak_bytes,
+                2 * tensors.total_bytes([state.model]),
             )  # it is built whole, as for training
             if rate > own and not _fits_device(device, msgspec.structs.replace(found, peak_bytes=peak)):
                 continue

@@ -35,7 +35,7 @@ from fedquilt.models import local_training
 from fedquilt.models.local_training import NetworkState
 from fedquilt.models.networks import stages
 from fedquilt.models.partial import width as by_width
-from fedquilt.models.partial.width import Places, WeightedEntrySums
+from fedquilt.models.partial.width import TensorCut, WeightedEntrySums
 
 Depth = Annotated[int, Meta(ge=1)]
 
@@ -67,7 +67,7 @@ def body(state: NetworkState) -> stages.StagedNetwork:
     return stages.split_stages(state.model, state.params["exits"], state.register)
 
 
-def leading_stage_places(state: NetworkState, depth: int) -> Places:
+def leading_stage_places(state: NetworkState, depth: int) -> TensorCut:
     """Return the places of the tensors of the first `depth` stages and of their exits."""
     found = body(state)
     names = [name for stage in found.stages[:depth] for name in stage.names]
@@ -109,7 +109,11 @@ class Exits:
             plain = module.state_dict().keys()
             own = {name: array for name, array in start.items() if name in plain}
             module = stages.keep_first_stages(
-                module, own, self.looks, lambda told, last: self._combine_scores(module, told, last), whole=self.whole
+                module,
+                own,
+                self.looks,
+                lambda told, last: self._combine_scores(module, told, last),
+                keep_later_stages=self.whole,
             )
             return stages.add_exits(module, self.looks, self.classes)
 

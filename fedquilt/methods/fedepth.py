@@ -32,7 +32,7 @@ from fedquilt.models.local_training import NetworkState
 from fedquilt.models.networks import stages
 from fedquilt.models.networks.stages import StagedNetwork
 from fedquilt.models.partial import width as by_width
-from fedquilt.models.partial.width import Places, WeightedEntrySums
+from fedquilt.models.partial.width import TensorCut, WeightedEntrySums
 
 Groups = Annotated[int, Meta(ge=1)]
 
@@ -83,7 +83,7 @@ def split_into_groups(body: StagedNetwork, count: int) -> list[StageGroup]:
     return found
 
 
-def places_for_groups(state: NetworkState, body: StagedNetwork, count: int) -> Places:
+def places_for_groups(state: NetworkState, body: StagedNetwork, count: int) -> TensorCut:
     """Return the places of the whole network and of the links for `count` groups."""
     links = [link_name(group.end) for group in split_into_groups(body, count)[:-1]]
     return dict.fromkeys(sorted([*plain_network(state), *links]), (None, None))
@@ -143,7 +143,7 @@ def make_link_hook(behind: stages.Stage, start: Mapping[str, np.ndarray], end: i
             return last(getattr(module.link, f"s{end}")(told[0]))
 
         wide = last.in_features
-        module = stages.keep_first_stages(module, start, (behind,), apply_link, whole=False)
+        module = stages.keep_first_stages(module, start, (behind,), apply_link, keep_later_stages=False)
         module.add_module("link", nn.ModuleDict({f"s{end}": nn.Linear(behind.width, wide, bias=False)}))
         return module
 

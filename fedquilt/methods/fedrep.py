@@ -64,7 +64,9 @@ def send(state: State, device: core.DeviceView) -> core.TaskSpec:
             fedlora.State(**vars(state.plain_state_with(trained)), backbone=state.backbone)
         )
     still = {"backbone": state.backbone} if state.backbone else {}
-    order = local_training.training_task_spec(plain, {"model": state.model, "own": state.own, **still}, moved=trained)
+    order = local_training.training_task_spec(
+        plain, {"model": state.model, "own": state.own, **still}, trained_tensors=trained
+    )
     return fedlora.with_adapted_layers(order, state.network) if state.backbone else order
 
 
@@ -144,7 +146,7 @@ def fedrep_task_spec(state: State, device: core.DeviceView) -> core.TaskSpec:
         return sent
     all_of_it = state.plain_state_with({**state.backbone, **state.own, **state.model})
     light = replace(all_of_it, params={**state.params, "epochs": state.params["head_epochs"]})
-    head = local_training.training_work(light, moved=state.own)
+    head = local_training.training_work(light, trained_tensors=state.own)
     return replace(sent, work=sent.work.add(head))
 
 

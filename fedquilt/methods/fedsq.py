@@ -133,7 +133,7 @@ def send(state: State, device: core.DeviceView) -> core.TaskSpec:
         return order
     tail = replace(whole, layers=cost_model.split_at_trained(state.layers, state.model)[1])
     cached, new = state.params["cache"] != "off", not device.rounds
-    each = local_training.training_task_spec(tail, {}, moved=state.model)
+    each = local_training.training_task_spec(tail, {}, trained_tensors=state.model)
     frozen = local_training.evaluation_work(whole)  # w_SK, and what lies before its trained part
     epochs = 1 if cached else int(state.params["epochs"])
     work, check = each.work, each.check or frozen
@@ -223,8 +223,8 @@ class _Copies:
             folder,
             what,
             len(examples),
-            half=params["cache"] == "float16",
-            most_bytes=params["cache_mb"] * 10**6 - others,
+            is_float16=params["cache"] == "float16",
+            limit_bytes=params["cache_mb"] * 10**6 - others,
         )
 
         def write_rows(seen: output_cache.BatchOutputs) -> None:

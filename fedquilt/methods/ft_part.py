@@ -47,7 +47,9 @@ def send(state: fedrep.State, device: core.DeviceView) -> core.TaskSpec | None:
     """Return the task spec to train the last layers, or None if the device lacks the memory."""
     light = replace(state, example_bytes=int(state.params["kept"] * state.example_bytes))
     whole = replace(light, model={**state.own, **state.model})
-    order = local_training.training_task_spec(whole, {"model": state.model, "own": state.own}, moved=state.model)
+    order = local_training.training_task_spec(
+        whole, {"model": state.model, "own": state.own}, trained_tensors=state.model
+    )
     counted = local_training.minimum_batch(whole, state.model)
     return ft_full.limit_by_memory(order, light, device, ("torch", "numpy"), counted)
 

@@ -188,7 +188,7 @@ def work(task: core.Task, site: core.ClientContext) -> core.ClientResult:
     model = answer.bundles["model"]
     shared = {layer: parts[layer] for layer in params["shared"]}
     order, norm = params["gene_order"], params["gene_norm"]
-    gene = learngene.choose_learngene_layers(shared, model, before, count=params["layers"], order=order, norm=norm)
+    gene = learngene.choose_learngene_layers(shared, model, before, count=params["layers"], selection=order, norm=norm)
     told = {
         **answer.metrics,
         "smooth": sum(strengths[name] * learngene.squared_distance(model[name], received[name]) for name in bound),

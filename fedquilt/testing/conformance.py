@@ -524,7 +524,7 @@ def check_package(name: str) -> Iterator[tuple[bool, str]]:
     if not given:
         yield from _check_method(name)
         return
-    ours = {"method": methods.builtin_names(), "network": registry.OURS, "engine": tuple(engines.NEEDS)}
+    ours = {"method": methods.builtin_names(), "network": registry.BUILTIN_NETWORKS, "engine": tuple(engines.NEEDS)}
     for plugin in given:
         try:
             plugins.find_plugin(plugin.kind, plugin.name, ours.get(plugin.kind, ()))

@@ -21,7 +21,7 @@ from fedquilt.tools.simulation.run import iterate_states
 from fedquilt.tools.simulation.simulated_job import ROOM
 
 BATCH = 64
-MOST_ROUNDS = 1000  # of a search that is compared with: all end before by themselves
+MAX_ROUNDS = 1000  # more than any search needs
 
 
 @dataclass(frozen=True)
@@ -66,13 +66,13 @@ class BaselineSetup:
 
         def features(x: np.ndarray) -> np.ndarray:
             outputs = stitched_network.run_taps(network, self.stock.blocks, self._run_block, x)
-            return np.concatenate([stitched_network.global_average_pool(each) for each in outputs], axis=1)
+            return np.concatenate([stitched_network.global_average_pool(output) for output in outputs], axis=1)
 
-        own = class_moments.device_moments(
+        moments = class_moments.device_moments(
             self._run_in_batches(self.train, features), self.train.y, len(self.stock.labels)
         )
-        given = joint_head.standardise_sums(own.to_sums())
-        head = joint_head.fit_discriminant(given, joint_head.best_penalty(given).ridge)
+        sums = joint_head.standardise_sums(moments.to_sums())
+        head = joint_head.fit_discriminant(sums, joint_head.best_penalty(sums).ridge)
         return replace(network, head={"weights": head.weights, "bias": head.bias}, early=None)
 
     def evaluate_unmodified(self) -> list[BaselineResult]:
@@ -98,9 +98,9 @@ def run_to_last_state(
     job: JobSettings, folder: Path, members: Iterable[DeviceData], method: Method, engine: Any
 ) -> Any:
     """Run a search on devices with unlimited memory until its end, and return the last method state."""
-    whole = msgspec.structs.replace(job, rounds=MOST_ROUNDS, fleet=ROOM)
-    *_, last = iterate_states(whole, folder, members, load=lambda name: method, engine=engine)
-    return last
+    unlimited_job = msgspec.structs.replace(job, rounds=MAX_ROUNDS, fleet=ROOM)
+    *_, last_state = iterate_states(unlimited_job, folder, members, load=lambda name: method, engine=engine)
+    return last_state
 
 
 def pool_examples(members: Sequence[DeviceData]) -> Examples:

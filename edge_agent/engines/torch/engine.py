@@ -240,7 +240,7 @@ class TorchEngine:
             room = self._room_bytes - peak_memory.training_bytes(trained, 0, library=_library(network))
             # a group needs one gradient of all weights, and its examples' activations
             group = trained.weights_bytes + each * peak_memory.bytes_per_example(trained)
-            groups = training.fitting_batch_size(room, group, fisher.TOGETHER)
+            groups = training.fitting_batch_size(room, group, fisher.MAX_GRADIENTS)
             rows = training.mini_batches(np.arange(len(examples)), groups * each)
             parts = self._load_batches(network, examples, rows, hooks)
             loss = partial(training_step.total_loss, metrics.task_from_network(network))

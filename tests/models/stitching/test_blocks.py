@@ -94,7 +94,7 @@ def test_a_users_own_network_is_cut_after_the_modules_named(tmp_path):
     ("cuts", "message"),
     [
         (["layer9"], "runs no module 'layer9': name one of bn1, conv1, layer1"),
-        (["layer1.0.conv1"], "cannot be cut after 'layer1.0.conv1': more than one value goes on"),
+        (["layer1.0.conv1"], "cannot be cut after 'layer1.0.conv1': later modules use more than one value"),
         (["linear"], "cannot be cut after 'linear'"),
         (["layer2", "layer1"], "'layer1' does not come after the one before it"),
     ],

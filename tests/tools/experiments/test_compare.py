@@ -138,7 +138,7 @@ def test_parameters_of_the_command_line_are_toml_values() -> None:
         "a": {"b": [1, 2]},
     }
     for odd in ("mu=0.1", "fedprox.mu", "fedprox.=1", ".mu=1", "fedprox.mu="):
-        with pytest.raises(JobError, match="wanted METHOD"):
+        with pytest.raises(JobError, match="expected METHOD"):
             comparison.parse_changes([odd])
 
 

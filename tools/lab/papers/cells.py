@@ -176,7 +176,7 @@ def _use_one_thread() -> None:
     torch.set_num_threads(1)  # one run per core
 
 
-def run_case(case: ComparisonCase, tell: comparison.Tell) -> SeedRun:
+def run_case(case: ComparisonCase, tell: comparison.ReportRound) -> SeedRun:
     """Run one case, with the `play` function of its row or on single devices if the row requires it."""
     how, job, folder = msgspec.json.decode(case.how, type=ExecutionOptions), case.settings, Path(case.folder)
     if choose_job_engine(job, methods.load(job.method)) == "torch":
@@ -188,7 +188,11 @@ def run_case(case: ComparisonCase, tell: comparison.Tell) -> SeedRun:
 
 
 def run_with_options(
-    job: JobSettings, folder: Path, how: ExecutionOptions, tell: comparison.Tell = lambda done: None, **changes: Any
+    job: JobSettings,
+    folder: Path,
+    how: ExecutionOptions,
+    tell: comparison.ReportRound = lambda done: None,
+    **changes: Any,
 ) -> SeedRun:
     options: dict[str, Any] = {"pick": how.select_devices, "away": how.row.away, "together": how.together}
     options |= {"first": how.first, "tested": how.tested}
