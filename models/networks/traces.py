@@ -101,9 +101,9 @@ class _OperationCounter(TorchDispatchMode):  # type: ignore[misc]
         self._watches = []
         for path, module in model.named_modules():
             self._watches.append(
-                module.register_forward_pre_hook(lambda _, given, path=path: self._running.append(path))
+                module.register_forward_pre_hook(lambda _, inputs, path=path: self._running.append(path))
             )
-            self._watches.append(module.register_forward_hook(lambda _, given, made: self._leave_module()))
+            self._watches.append(module.register_forward_hook(lambda _, inputs, output: self._leave_module()))
 
     def remove_hooks(self) -> None:
         for watch in self._watches:

@@ -235,7 +235,7 @@ class StitchedNetwork:
     early: EarlyExit | None = None
 
 
-def to_artefact(network: StitchedNetwork, stock: DonorPool) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+def to_artefact(network: StitchedNetwork, donor_pool: DonorPool) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
     """Convert a network to an artefact's meta (JSON) and tensors, the inverse of `from_artefact`.
 
     Unused junctions are left out. Meta: "taps", "junctions" {name: {"in_shape", "out_shape", and the names of the
@@ -247,7 +247,7 @@ def to_artefact(network: StitchedNetwork, stock: DonorPool) -> tuple[dict[str, A
     for ids in path_prefixes(network.taps):
         name = junction_name(ids)
         if name in network.junctions:
-            previous, following = (stock.blocks[block] for block in ids[-2:])
+            previous, following = (donor_pool.blocks[block] for block in ids[-2:])
             names = {part: f"{name}.{part}" for part in ("weights", "bias")}
             arrays |= {names[part]: network.junctions[name][part] for part in names}
             junctions[name] = {"in_shape": previous.out_shape, "out_shape": following.in_shape, **names}
@@ -266,8 +266,8 @@ def to_artefact(network: StitchedNetwork, stock: DonorPool) -> tuple[dict[str, A
         "head": head,
         "align": network.align,
         "early": early,
-        "labels": stock.labels,
-        "input": stock.input,
+        "labels": donor_pool.labels,
+        "input": donor_pool.input,
     }
     return msgspec.json.decode(msgspec.json.encode(meta)), arrays
 

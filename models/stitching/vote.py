@@ -158,8 +158,8 @@ def update_weights(
 ) -> dict[str, float]:
     """Multiply weights by 1 + alpha where the rank reaches theta, else by 1 - beta, and normalise.
 
-    With `normalise` "cohort" the devices in `ranks` together keep their weight, but for the limits WEIGHTS. With "all",
-    as in the paper, a selected device can gain weight at the expense of others.
+    With `normalise` "cohort" the devices in `ranks` together keep their weight, except for WEIGHT_LIMITS. With "all", as
+    in the paper, a selected device can gain weight at the expense of others.
     """
     if not ranks:
         return _normalise_within_limits(weights)
@@ -179,7 +179,7 @@ def add_devices(weights: Mapping[str, float], devices: Sequence[str]) -> dict[st
 
 
 def _normalise_within_limits(weights: Mapping[str, float]) -> dict[str, float]:
-    # Bisection for the factor: after clipping to WEIGHTS / N the weights sum to 1.
+    # Bisection for the factor: after clipping to WEIGHT_LIMITS / N the weights sum to 1.
     names = sorted(weights)
     share = np.array([weights[name] for name in names])
     low, high = (bound / len(names) for bound in WEIGHT_LIMITS)

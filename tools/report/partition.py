@@ -175,7 +175,7 @@ def _draw_legend(axis: Any, largest: int, radius: Radius) -> None:
 def _draw_dots(
     axis: Any, add_tooltip: plots.AddTooltip, counts: ClassCounts, dot_position: DotPosition, radius: Radius
 ) -> None:
-    # dots have no tooltips if there are more than MOST_TIPS
+    # dots have no tooltips if there are more than MAX_TOOLTIPS
     from matplotlib.collections import PatchCollection
     from matplotlib.patches import Circle
 

@@ -175,10 +175,10 @@ def fit_discriminant(sums: StandardisedSums, ridge: float) -> LinearHead:
     """
     classes = np.flatnonzero(sums.shares > 0)
     means = sums.means[classes]
-    within = sums.correlation - (means * sums.shares[classes, None]).T @ means
-    within[np.diag_indices(len(within))] += ridge
+    within_classes = sums.correlation - (means * sums.shares[classes, None]).T @ means
+    within_classes[np.diag_indices(len(within_classes))] += ridge
     centre = means.mean(axis=0)
-    directions = np.linalg.solve(within, (means - centre).T).T
+    directions = np.linalg.solve(within_classes, (means - centre).T).T
     weights, bias = np.zeros_like(sums.means), np.full(len(sums.means), NEVER)
     weights[classes] = directions * sums.inverse
     bias[classes] = -0.5 * ((means + centre) * directions).sum(axis=1) - weights[classes] @ sums.mean

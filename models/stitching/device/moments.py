@@ -47,14 +47,14 @@ def compute_junction_moments(request: FitRequest, site: ClientContext) -> Client
     sums_bytes = least_squares.moments_bytes(path[-1].out_shape[0])
     run = BlockRunner(site, request.blocks.values(), len(examples) * flops, matrices_bytes=sums_bytes)
     moments: dict[str, Tensors] = {}
-    for chain, wanted in chains:  # one donor at a time: a winner's sums of 2048 channels are 34 MB
+    for chain, winner_ids in chains:  # one donor at a time: a winner's sums of 2048 channels are 34 MB
         sums: dict[str, least_squares.RegressionMoments] = {}
         for rows in example_batches(site, examples):
             images = block_runner.PreparedExamples(site.train.x[rows], request.input)
             x = run.run_path(path, junctions, images, rows)
             y: ActivationSource = images
             for block in chain:
-                if block.id in wanted:
+                if block.id in winner_ids:
                     run.reserve_memory(sums_bytes)
                     for start, part in block_runner.iterate_pieces(block_runner.resize_maps(x, *block.in_shape[1:])):
                         target = y.read_examples(start, start + len(part))
@@ -70,7 +70,7 @@ def compute_junction_moments(request: FitRequest, site: ClientContext) -> Client
 
 
 def example_batches(site: ClientContext, rows: np.ndarray) -> Iterator[np.ndarray]:
-    """Yield the indices of a device's examples, WAVE at a time."""
+    """Yield the indices of a device's examples, WAVE_IMAGES at a time."""
     if not len(rows):
         raise DataError(f"{site.device} has no examples")
     for start in range(0, len(rows), WAVE_IMAGES):
@@ -230,10 +230,10 @@ def _run_and_pool_paths(
     following: dict[Path, list[Path]] = {}
     for ids in prefixes:
         following.setdefault(ids[:-1], []).append(ids)
-    size = {ids: sum(prefix[: len(ids)] == ids for prefix in prefixes) for ids in prefixes}
-    waiting: list[tuple[Path, ActivationSource]] = [(ids, images) for ids in following[()]]
-    while waiting:
-        ids, maps = waiting.pop()
+    subtree_size = {ids: sum(prefix[: len(ids)] == ids for prefix in prefixes) for ids in prefixes}
+    pending: list[tuple[Path, ActivationSource]] = [(ids, images) for ids in following[()]]
+    while pending:
+        ids, maps = pending.pop()
         block = request.blocks[ids[-1]]
         is_continuation = len(ids) == 1 or stitched_network.is_continuation(request.blocks[ids[-2]], block)
         junction = None if is_continuation else site.load(stitched_network.junction_name(ids))
@@ -241,5 +241,7 @@ def _run_and_pool_paths(
         del maps
         if ids in numbers:
             yield numbers[ids], _average_pool_maps(run, output)
-        waiting += [(child, output) for child in sorted(following.get(ids, ()), key=lambda child_ids: -size[child_ids])]
+        pending += [
+            (child, output) for child in sorted(following.get(ids, ()), key=lambda child_ids: -subtree_size[child_ids])
+        ]
         del output

@@ -190,10 +190,10 @@ class _BlockScorer:
         return sorted(remaining, key=lambda candidate: candidate.index)
 
     def _score_against_labels(self, maps: ActivationSource, examples: int) -> cka.CkaScore:
-        pieces = block_runner.iterate_pieces(SourceSlice(maps, 0, examples))
-        features = np.concatenate([stitched_network.global_average_pool(part) for _, part in pieces])
-        judge = cka.label_alignment if self._request.criterion == "labels" else cka.explained_variance
-        return judge(features, self._site.train.y[self._rows[:examples]])
+        batches = block_runner.iterate_pieces(SourceSlice(maps, 0, examples))
+        features = np.concatenate([stitched_network.global_average_pool(part) for _, part in batches])
+        score = cka.label_alignment if self._request.criterion == "labels" else cka.explained_variance
+        return score(features, self._site.train.y[self._rows[:examples]])
 
     def _compare_with_cached_gram(self, gram: np.ndarray, reference: str) -> cka.CkaScore:
         reference_gram = self.local[reference][: len(gram), : len(gram)]
@@ -208,16 +208,16 @@ class _BlockScorer:
         for chain, _ in donor_chains(self._request.blocks, self._pool):
             if not self._fits_junctions:
                 chain = chain[:-1]  # input scores do not use the deepest candidate's output
-            unknown = [i for i, block in enumerate(chain) if not self._is_cached(block, block is not chain[-1])]
+            uncached = [i for i, block in enumerate(chain) if not self._is_cached(block, block is not chain[-1])]
             maps: ActivationSource = self._images
-            for block in chain[: unknown[-1] + 1] if unknown else ():
+            for block in chain[: uncached[-1] + 1] if uncached else ():
                 feeds = self._fits_junctions and block is not chain[-1]  # a candidate reads this block's output
                 maps = self._runner.run_block(block, maps, 0, len(self._rows) if feeds else self.count)
                 if _gram_name(block) not in self.local:
                     self.local[_gram_name(block)] = self._compute_gram(maps, self.count)
                 if self._by_labels:
-                    merit = _label_score_name(block, self._request.criterion)
-                    self.local[merit] = np.array([self._score_against_labels(maps, self.count).value])
+                    name = _label_score_name(block, self._request.criterion)
+                    self.local[name] = np.array([self._score_against_labels(maps, self.count).value])
                 if feeds:
                     positions = self._draw_positions(block.out_shape)
                     self._runner.reserve_memory(8 * len(positions) * block.out_shape[0])

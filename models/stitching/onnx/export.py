@@ -355,22 +355,22 @@ def fold_projection(graph: onnx.GraphProto, weights: np.ndarray, bias: np.ndarra
     (q, p), area = weights.shape, int(np.prod(attributes.get("strides", (1, 1))))
     if kernel.size * p // q >= q * p * area + kernel.size:  # multiplications for each output position
         return None
-    folded = onnx.GraphProto()
-    folded.CopyFrom(graph)
-    node = next(node for node in folded.node if node.output[0] == convolution.output[0])
+    merged = onnx.GraphProto()
+    merged.CopyFrom(graph)
+    node = next(node for node in merged.node if node.output[0] == convolution.output[0])
     offset = kernel.sum(axis=tuple(range(2, kernel.ndim))) @ bias
     if len(node.input) > 2:
         offset = offset + numpy_helper.to_array(_find_tensor(graph, node.input[2]))
     arrays = {"weight": np.einsum("oq...,qp->op...", kernel, weights), "bias": offset}
     node.input[:] = [node.input[0], *(f"{node.output[0]}/folded_{name}" for name in arrays)]
     for name, array in zip(node.input[1:], arrays.values(), strict=True):
-        folded.initializer.append(numpy_helper.from_array(np.ascontiguousarray(array, np.float32), name))
-    used_names = {name for folded_node in folded.node for name in folded_node.input}
-    unused = [tensor for tensor in folded.initializer if tensor.name not in used_names]
+        merged.initializer.append(numpy_helper.from_array(np.ascontiguousarray(array, np.float32), name))
+    used_names = {name for folded_node in merged.node for name in folded_node.input}
+    unused = [tensor for tensor in merged.initializer if tensor.name not in used_names]
     for tensor in unused:
-        folded.initializer.remove(tensor)
-    folded.input[0].type.tensor_type.shape.dim[1].dim_value = p
-    return folded
+        merged.initializer.remove(tensor)
+    merged.input[0].type.tensor_type.shape.dim[1].dim_value = p
+    return merged
 
 
 def _find_only_reading_convolution(graph: onnx.GraphProto) -> onnx.NodeProto | None:

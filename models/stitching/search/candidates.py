@@ -66,12 +66,12 @@ def choose_taps(state: SearchState) -> tuple[tuple[Path, ...], list[str]]:
 
     Taps beyond a budget, which only cascades use, are dropped first.
     """
-    params, stock = state.params, state.stock
+    params, donor_pool = state.params, state.stock
     bodies = list(dict.fromkeys(finalist.path[:-1] for finalist in state.finalists))
     bodies = [path for path in bodies if _paths_are_within_budget(state, [path], factor=LATE_FACTOR)]
     prefixes = [
-        [path for path in native_taps(stock, donor) if _paths_are_within_budget(state, [path], factor=LATE_FACTOR)]
-        for donor in sorted(stock.donors)
+        [path for path in native_taps(donor_pool, donor) if _paths_are_within_budget(state, [path], factor=LATE_FACTOR)]
+        for donor in sorted(donor_pool.donors)
     ]
     native = [path for paths in prefixes for path in paths]
     stitched = [body for body in bodies if body not in native]
@@ -82,14 +82,15 @@ def choose_taps(state: SearchState) -> tuple[tuple[Path, ...], list[str]]:
         if within_budget & {*paths}
     ]
     down = sorted(
-        (path for path in native if path not in deepest_native), key=lambda path: (relative_depth(stock, path), path)
+        (path for path in native if path not in deepest_native),
+        key=lambda path: (relative_depth(donor_pool, path), path),
     )
-    shallow = [path for path in down if relative_depth(stock, path) < SHALLOW_DEPTH]
+    shallow = [path for path in down if relative_depth(donor_pool, path) < SHALLOW_DEPTH]
     deep = down[len(shallow) :]
     droppable = [*shallow, *stitched[STITCHED_TAPS:][::-1], *deep, *stitched[:STITCHED_TAPS][::-1]]
     droppable.sort(key=lambda path: path in within_budget)
     dropped: list[Path] = []
-    while droppable and sum(tap_width(stock, path) for path in (*deepest_native, *droppable)) > params.features:
+    while droppable and sum(tap_width(donor_pool, path) for path in (*deepest_native, *droppable)) > params.features:
         dropped.append(droppable.pop(0))
     notes = []
     if dropped:
@@ -101,8 +102,8 @@ def choose_taps(state: SearchState) -> tuple[tuple[Path, ...], list[str]]:
 
 
 def require_networks_within_budget(state: SearchState) -> None:
-    limits, stock = budgets(state.params), state.stock
-    taps = [path for donor in stock.donors for path in native_taps(stock, donor)]
+    limits, donor_pool = budgets(state.params), state.stock
+    taps = [path for donor in donor_pool.donors for path in native_taps(donor_pool, donor)]
     if any(_paths_are_within_budget(state, [path]) for path in taps):
         return
     costs = [measure_cost(state.params, _inference_cost(state, [path])) for path in taps]
@@ -113,28 +114,28 @@ def require_networks_within_budget(state: SearchState) -> None:
     raise JobError(f"[params] {limits_text}: no donor has a block within the budget: raise it, or give a smaller donor")
 
 
-def native_taps(stock: DonorPool, donor: str) -> list[Path]:
+def native_taps(donor_pool: DonorPool, donor: str) -> list[Path]:
     """Return a donor's prefixes that end in maps, and the prefix before its classifier."""
-    blocks = stock.donors[donor].blocks[:-1]
+    blocks = donor_pool.donors[donor].blocks[:-1]
     paths = [blocks[: i + 1] for i in range(len(blocks))]
-    return [path for path in paths if len(stock.blocks[path[-1]].out_shape) > 1 or path == paths[-1]]
+    return [path for path in paths if len(donor_pool.blocks[path[-1]].out_shape) > 1 or path == paths[-1]]
 
 
-def relative_depth(stock: DonorPool, path: Path) -> float:
-    last = stock.blocks[path[-1]]
-    return (last.index + 1) / (len(stock.donors[last.donor].blocks) - 1)
+def relative_depth(donor_pool: DonorPool, path: Path) -> float:
+    last = donor_pool.blocks[path[-1]]
+    return (last.index + 1) / (len(donor_pool.donors[last.donor].blocks) - 1)
 
 
-def tap_width(stock: DonorPool, path: Path) -> int:
-    return stock.blocks[path[-1]].out_shape[0]
+def tap_width(donor_pool: DonorPool, path: Path) -> int:
+    return donor_pool.blocks[path[-1]].out_shape[0]
 
 
 def tap_widths(state: SearchState) -> tuple[int, ...]:
     return tuple(tap_width(state.stock, path) for path in state.taps)
 
 
-def is_native_path(stock: DonorPool, path: Path) -> bool:
-    return stitched_network.is_native_path([stock.blocks[name] for name in path])
+def is_native_path(donor_pool: DonorPool, path: Path) -> bool:
+    return stitched_network.is_native_path([donor_pool.blocks[name] for name in path])
 
 
 def aligned_candidates(state: SearchState, finalists: Iterable[ScoredPath]) -> tuple[Candidate, ...]:
@@ -376,24 +377,24 @@ class InferenceCost:
     weight_bytes: float
 
 
-def inference_cost(stock: DonorPool, paths: Sequence[Path], labels: int) -> InferenceCost:
+def inference_cost(donor_pool: DonorPool, paths: Sequence[Path], labels: int) -> InferenceCost:
     """Return the cost of parallel paths under a head with `labels` labels, or without a head for 0.
 
     Common prefixes of paths run once. Traffic counts weights, and the inputs and outputs of blocks.
     """
     flops = weights = maps = 0.0
     for ids in stitched_network.path_prefixes(paths):
-        block = stock.blocks[ids[-1]]
+        block = donor_pool.blocks[ids[-1]]
         flops += block.flops
         maps += 4.0 * (prod(block.in_shape) + prod(block.out_shape))
-        previous = stock.blocks[ids[-2]] if len(ids) > 1 else None
+        previous = donor_pool.blocks[ids[-2]] if len(ids) > 1 else None
         if previous is not None and not stitched_network.is_continuation(previous, block):
             size = previous.out_shape[0] * block.in_shape[0]
             flops += 2.0 * size * min(prod(previous.out_shape[1:]), prod(block.in_shape[1:]))
             weights += 4.0 * (size + block.in_shape[0])
-    weights += sum(stock.blocks[name].weight_bytes for name in {name for path in paths for name in path})
+    weights += sum(donor_pool.blocks[name].weight_bytes for name in {name for path in paths for name in path})
     if labels:
-        width = sum(stock.blocks[path[-1]].out_shape[0] for path in paths)
+        width = sum(donor_pool.blocks[path[-1]].out_shape[0] for path in paths)
         flops += 2.0 * width * labels
         weights += 4.0 * labels * (width + 1)
     return InferenceCost(flops, maps + weights, weights)

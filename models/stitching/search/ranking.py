@@ -23,10 +23,10 @@ def heldout_accuracy(state: SearchState, index: int) -> float | None:
     return count_correct(state, index) / state.examples if state.examples else None
 
 
-def accuracy_interval(right: int, examples: int) -> tuple[float, float]:
+def accuracy_interval(correct: int, examples: int) -> tuple[float, float]:
     if not examples:
         return 0.0, 1.0
-    share, correction = right / examples, NORMAL_95**2 / examples
+    share, correction = correct / examples, NORMAL_95**2 / examples
     half_width = NORMAL_95 * sqrt(share * (1 - share) / examples + correction / (4 * examples))
     return max((share + correction / 2 - half_width) / (1 + correction), 0.0), min(
         (share + correction / 2 + half_width) / (1 + correction), 1.0
@@ -103,7 +103,7 @@ def _best_candidates_to_compare(state: SearchState) -> dict[str, tuple[int | Non
         "joined": lambda each: each.kind == "joined",
         "stitched": is_stitched,
     }
-    return {name: (best_of(wanted, True), best_of(wanted, False)) for name, wanted in kinds.items()}
+    return {name: (best_of(is_kind, True), best_of(is_kind, False)) for name, is_kind in kinds.items()}
 
 
 def describe_validation(state: SearchState) -> list[str]:

@@ -26,21 +26,21 @@ WANTED = 10  # the log explains fewer distinct finalists, or finalists of one do
 # -- order of blocks ------------------------------------------------------------------------------
 
 
-def starting_networks(stock: DonorPool) -> tuple[ScoredPath, ...]:
-    pool = tuple(sorted(name for name, block in stock.blocks.items() if block.kind != "start"))
-    starts = sorted(name for name, block in stock.blocks.items() if block.kind == "start")
+def starting_networks(donor_pool: DonorPool) -> tuple[ScoredPath, ...]:
+    pool = tuple(sorted(name for name, block in donor_pool.blocks.items() if block.kind != "start"))
+    starts = sorted(name for name, block in donor_pool.blocks.items() if block.kind == "start")
     return tuple(ScoredPath((name,), pool, 1.0) for name in starts)
 
 
-def initial_state(params: SearchSettings, seed: int, stock: DonorPool, files: dict[str, BlobRef]) -> SearchState:
+def initial_state(params: SearchSettings, seed: int, donor_pool: DonorPool, files: dict[str, BlobRef]) -> SearchState:
     """Return the state before the first vote.
 
     With `completion`, the donors are finished networks without any vote.
     """
     if params.depth is None:
-        params = replace(params, depth=max(len(donor.blocks) for donor in stock.donors.values()))
-    state = SearchState(params, seed, stock, dict(files), ())
-    for net in starting_networks(stock):
+        params = replace(params, depth=max(len(donor.blocks) for donor in donor_pool.donors.values()))
+    state = SearchState(params, seed, donor_pool, dict(files), ())
+    for net in starting_networks(donor_pool):
         state = _add_path_and_completions(state, net)
     return advance_search(state)
 
@@ -51,7 +51,7 @@ def max_depth(params: SearchSettings) -> int:
 
 
 def eligible_blocks(
-    net: ScoredPath, stock: DonorPool, params: SearchSettings, ends_only: bool = False
+    net: ScoredPath, donor_pool: DonorPool, params: SearchSettings, ends_only: bool = False
 ) -> tuple[str, ...]:
     """Return the blocks of a pool that may follow a partial network, in the order of the pool.
 
@@ -62,17 +62,17 @@ def eligible_blocks(
     Where donors complete paths (`completion`), the rest of the block's donor must fit too, the donor's own next
     block needs no vote, and terminating blocks are left out where a head replaces them.
     """
-    last_block, max_blocks = stock.blocks[net.path[-1]], params.depth or len(stock.blocks)
+    last_block, max_blocks = donor_pool.blocks[net.path[-1]], params.depth or len(donor_pool.blocks)
     ends_only = ends_only or len(net.path) >= max_blocks - 1
 
     def can_follow(name: str) -> bool:
-        block = stock.blocks[name]
-        if block.kind == "end" and params.head == "aligned" and stock.donors[block.donor].align is None:
+        block = donor_pool.blocks[name]
+        if block.kind == "end" and params.head == "aligned" and donor_pool.donors[block.donor].align is None:
             return False
         if name in net.path or (ends_only and block.kind != "end"):
             return False
         if params.completion and not ends_only:
-            rest = stock.donors[block.donor].blocks[block.index :]
+            rest = donor_pool.donors[block.donor].blocks[block.index :]
             if (block.kind == "end" and params.head == "ridge") or stitched_network.is_continuation(last_block, block):
                 return False
             if len(net.path) + len(rest) > max_blocks or not set(rest).isdisjoint(net.path):

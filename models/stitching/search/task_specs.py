@@ -127,8 +127,13 @@ def validation_task_spec(state: SearchState, candidates_to_count: Sequence[Candi
     request = moments.CountRequest(
         **_shared_fields(state, blocks),
         paths=paths,
-        candidates=tuple(tuple(paths.index(path) for path in each.paths) for each in candidates_to_count),
-        align=tuple(None if each.head else label_classes(state, each.paths[0]) for each in candidates_to_count),
+        candidates=tuple(
+            tuple(paths.index(path) for path in counted_candidate.paths) for counted_candidate in candidates_to_count
+        ),
+        align=tuple(
+            None if counted_candidate.head else label_classes(state, counted_candidate.paths[0])
+            for counted_candidate in candidates_to_count
+        ),
         labels=len(state.stock.labels),
         early=cascades.early_candidates(state) if state.phase == "validate" else (),
         margin=margin,
@@ -136,7 +141,11 @@ def validation_task_spec(state: SearchState, candidates_to_count: Sequence[Candi
     spec = _task_spec(
         state, request, paths, blocks_work([(blocks[ids[-1]], 1.0) for ids in stitched_network.path_prefixes(paths)], 0)
     )
-    heads = {f"head.{i}": each.head for i, each in enumerate(candidates_to_count) if each.head}
+    heads = {
+        f"head.{i}": counted_candidate.head
+        for i, counted_candidate in enumerate(candidates_to_count)
+        if counted_candidate.head
+    }
     return replace(spec, bundles={**spec.bundles, **heads}, held_out=True, check=spec.work)
 
 
@@ -175,21 +184,21 @@ def label_classes(state: SearchState, path: Sequence[str]) -> tuple[tuple[int, .
     return state.stock.donors[state.stock.blocks[path[-1]].donor].align
 
 
-def _remaining_blocks(stock: DonorPool, name: str) -> list[str]:
-    block = stock.blocks[name]
-    later_blocks = stock.donors[block.donor].blocks[block.index + 1 :]
-    return [name, *(name_after for name_after in later_blocks if stock.blocks[name_after].kind != "end")]
+def _remaining_blocks(donor_pool: DonorPool, name: str) -> list[str]:
+    block = donor_pool.blocks[name]
+    later_blocks = donor_pool.donors[block.donor].blocks[block.index + 1 :]
+    return [name, *(name_after for name_after in later_blocks if donor_pool.blocks[name_after].kind != "end")]
 
 
 def _collect_path_and_donor_blocks(
-    stock: DonorPool, path: Iterable[str], candidates: Iterable[str]
+    donor_pool: DonorPool, path: Iterable[str], candidates: Iterable[str]
 ) -> dict[str, Block]:
     """Return the blocks of the path, and each candidate with the blocks before it in its donor, by name."""
     names = set(path)
     for name in candidates:
-        block = stock.blocks[name]
-        names |= {stock.donors[block.donor].blocks[i] for i in range(block.index + 1)}
-    return {name: stock.blocks[name] for name in sorted(names)}
+        block = donor_pool.blocks[name]
+        names |= {donor_pool.donors[block.donor].blocks[i] for i in range(block.index + 1)}
+    return {name: donor_pool.blocks[name] for name in sorted(names)}
 
 
 def blocks_work(runs: Iterable[tuple[Block, float]], matrices_bytes: int, examples: int = 0) -> WorkEstimate:

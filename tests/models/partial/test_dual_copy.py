@@ -240,7 +240,7 @@ def test_a_file_gives_rows_in_any_order_and_is_found_by_its_key(tmp_path):
     whole = (folder / "train.rows").read_bytes()
     (folder / "train.rows").write_bytes(bytes([whole[0] ^ 1]) + whole[1:])
     np.testing.assert_array_equal(rows[np.array([4])], wanted[[1]])
-    with pytest.raises(StoreError, match=r"is damaged: the next task makes it anew"):
+    with pytest.raises(StoreError, match=r"is damaged: the next task recreates it"):
         rows[np.array([0])]
     assert output_cache.find_complete_rows(folder, "train", "k", 6) is None
     with (folder / "train.rows").open("ab") as file:

@@ -245,7 +245,7 @@ def test_an_order_of_calls_that_is_not_the_networks_is_found_out():
     part = stages.keep_first_stages(
         Odd(), start, (body.stages[1],), lambda told, scores: told[0], keep_later_stages=False
     )
-    with pytest.raises(ModelError, match="do not tell their order"):
+    with pytest.raises(ModelError, match="order of this network's layers is unknown"):
         part(torch.rand(2, 4))
 
 

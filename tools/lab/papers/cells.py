@@ -194,10 +194,14 @@ def run_with_options(
     tell: comparison.ReportRound = lambda done: None,
     **changes: Any,
 ) -> SeedRun:
-    options: dict[str, Any] = {"pick": how.select_devices, "away": how.row.away, "together": how.together}
-    options |= {"first": how.first, "tested": how.tested}
+    options: dict[str, Any] = {
+        "select_members": how.select_devices,
+        "offline_count": how.row.away,
+        "batch_devices": how.together,
+    }
+    options |= {"evaluate_first": how.first, "tested": how.tested}
     if how.observe:
-        options["look"] = functools.partial(find_function(how.observe), folder, how)
+        options["observe_run"] = functools.partial(find_function(how.observe), folder, how)
     return play_job(job, folder, tell, **{"workers": 0, **options, **changes})
 
 
@@ -211,7 +215,7 @@ def _run_single_devices(job: JobSettings, folder: Path, how: ExecutionOptions) -
         def pick(every: list[DeviceData]) -> list[DeviceData]:
             return [each for each in how.select_devices(every) if each.device == device]
 
-        return run_with_options(job, folder, how, pick=pick)
+        return run_with_options(job, folder, how, select_members=pick)
 
     runs = [run_device(member.device) for member in chosen]
     last = [run.marks[-1] for run in runs]
