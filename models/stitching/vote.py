@@ -158,8 +158,8 @@ def update_weights(
 ) -> dict[str, float]:
     """Multiply weights by 1 + alpha where the rank reaches theta, else by 1 - beta, and normalise.
 
-    With `normalise` "cohort" the devices in `ranks` together keep their weight, except for WEIGHT_LIMITS. With "all", as
-    in the paper, a selected device can gain weight at the expense of others.
+    With `normalise` "cohort" the devices in `ranks` together keep their weight, except for WEIGHT_LIMITS. With "all",
+    as in the paper, a selected device can gain weight at the expense of others.
     """
     if not ranks:
         return _normalise_within_limits(weights)
