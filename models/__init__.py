@@ -143,8 +143,8 @@ def torchvision(
     }
     if weights is None:
         return table
-    other = {} if weights != "DEFAULT" or classes == 1000 else {"weights_classes": 1000}
-    return {**table, "weights": weights, **other}
+    head_settings = {} if weights != "DEFAULT" or classes == 1000 else {"weights_classes": 1000}
+    return {**table, "weights": weights, **head_settings}
 
 
 def module(name: str, /, **settings: Any) -> Table:
@@ -165,5 +165,5 @@ def _image_table(
 
 
 def _input_table(channels: int, size: int, mean: Sequence[float], std: Sequence[float]) -> Table:
-    given = {"mean": list(mean), "std": list(std)}
-    return {"channels": channels, "size": size, **{key: value for key, value in given.items() if value}}
+    normalisation = {"mean": list(mean), "std": list(std)}
+    return {"channels": channels, "size": size, **{key: value for key, value in normalisation.items() if value}}

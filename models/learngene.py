@@ -11,24 +11,30 @@ from fedquilt.core import Hooks, Tensors
 
 
 def choose_learngene_layers(
-    parts: Mapping[str, tuple[str, ...]], model: Tensors, before: Tensors, *, count: int, order: str, norm: str
+    parts: Mapping[str, tuple[str, ...]], model: Tensors, old_model: Tensors, *, count: int, selection: str, norm: str
 ) -> list[str]:
-    """Return the `count` layers whose weights turned least, or most for "highest", in this order (Eq. 9)."""
+    """Return the names of `count` layers, sorted by how far their weights turned from `old_model` (Eq. 9).
+
+    Layers that turned least come first or, with selection "highest", layers that turned most.
+    """
     sizes = {layer: sum(model[name].size for name in names) for layer, names in parts.items()}
     total = sum(sizes.values())
 
     def score(layer: str) -> float:
-        now, then = (
-            np.concatenate([some[name].ravel() for name in parts[layer]]).astype(np.float64) for some in (model, before)
+        new_weights, old_weights = (
+            np.concatenate([tensors[name].ravel() for name in parts[layer]]).astype(np.float64)
+            for tensors in (model, old_model)
         )
-        lengths = float(np.linalg.norm(now) * np.linalg.norm(then))
-        turned = 1.0 - float(now @ then) / lengths if lengths else 0.0
+        lengths = float(np.linalg.norm(new_weights) * np.linalg.norm(old_weights))
+        distance = 1.0 - float(new_weights @ old_weights) / lengths if lengths else 0.0
         share = sizes[layer] / total
-        return turned * share if norm == "mul" else turned / math.sqrt(share) if norm == "div_sqrt" else turned
+        if norm == "mul":
+            return distance * share
+        return distance / math.sqrt(share) if norm == "div_sqrt" else distance
 
-    places = {layer: place for place, layer in enumerate(parts)}
-    sign = -1.0 if order == "highest" else 1.0
-    return sorted(parts, key=lambda layer: (sign * score(layer), places[layer]))[:count]
+    positions = {layer: position for position, layer in enumerate(parts)}
+    sign = -1.0 if selection == "highest" else 1.0
+    return sorted(parts, key=lambda layer: (sign * score(layer), positions[layer]))[:count]
 
 
 def scale_fisher(fisher: np.ndarray) -> np.ndarray:
@@ -42,10 +48,10 @@ def layer_strengths(kind: str, parts: Mapping[str, tuple[str, ...]], model: Tens
     sizes = {layer: sum(model[name].size for name in names) for layer, names in parts.items()}
     largest = max(sizes.values())
     if kind == "size":
-        each = {layer: size / largest for layer, size in sizes.items()}
+        strength_by_layer = {layer: size / largest for layer, size in sizes.items()}
     else:
-        each = {layer: 1 / math.sqrt(size) if kind == "sqrt" else 1.0 for layer, size in sizes.items()}
-    return {name: each[layer] for layer, names in parts.items() for name in names}
+        strength_by_layer = {layer: 1 / math.sqrt(size) if kind == "sqrt" else 1.0 for layer, size in sizes.items()}
+    return {name: strength_by_layer[layer] for layer, names in parts.items() for name in names}
 
 
 def squared_distance(a: np.ndarray, b: np.ndarray) -> float:
@@ -53,33 +59,40 @@ def squared_distance(a: np.ndarray, b: np.ndarray) -> float:
 
 
 def penalty_hooks(
-    smooth: float, elastic: float, before: Tensors, received: Tensors, elastics: Tensors, strengths: Mapping[str, float]
+    smooth_weight: float,
+    elastic_weight: float,
+    trained: Tensors,
+    received: Tensors,
+    elastic_tensors: Tensors,
+    strengths: Mapping[str, float],
 ) -> Hooks:
     """Return hooks that add the gradients of both penalties (Eq. 4 and 8), or empty hooks without a penalty.
 
-    Both penalties combine to one: 2 s (theta - Theta) + 2 e (theta - el) = p (theta - aim).
+    The two gradients are one: 2 s (theta - Theta) + 2 e (theta - el) = p (theta - aim).
 
     Args:
-        smooth: Weight lambda1.
-        elastic: Weight lambda2.
-        before: All trained tensors of theta~.
+        smooth_weight: Weight lambda1.
+        elastic_weight: Weight lambda2.
+        trained: All trained tensors of theta~.
         received: Tensors Theta of the cluster.
-        elastics: Tensors el of the elastic learnGene, for the penalised tensors.
+        elastic_tensors: Tensors el of the elastic learnGene, for the penalised tensors.
         strengths: Strength a_l of each penalised tensor.
     """
-    first = {name: 2 * smooth * value for name, value in strengths.items()}
-    second = 2 * elastic
-    pulls = {name: value + second for name, value in first.items() if value + second > 0}
+    smooth_pulls = {name: 2 * smooth_weight * value for name, value in strengths.items()}
+    elastic_pull = 2 * elastic_weight
+    pulls = {name: value + elastic_pull for name, value in smooth_pulls.items() if value + elastic_pull > 0}
     if not pulls:
         return Hooks()
     aims = {
-        name: (first[name] * received[name] + second * elastics[name]) / pulls[name] if name in pulls else array
-        for name, array in before.items()
+        name: (smooth_pulls[name] * received[name] + elastic_pull * elastic_tensors[name]) / pulls[name]
+        if name in pulls
+        else array
+        for name, array in trained.items()
     }
     return Hooks(
-        correct=lambda gradient, value, at: gradient + at["pull"] * (value - at["aim"]),
+        correct=lambda gradient, value, anchors: gradient + anchors["pull"] * (value - anchors["aim"]),
         anchors={
-            "pull": {name: np.full(array.shape, pulls.get(name, 0.0), np.float32) for name, array in before.items()},
+            "pull": {name: np.full(array.shape, pulls.get(name, 0.0), np.float32) for name, array in trained.items()},
             "aim": {name: np.asarray(array, np.float32) for name, array in aims.items()},
         },
     )

@@ -16,7 +16,7 @@ from fedquilt.arrays import tensors
 from fedquilt.costs import cost_model, peak_memory
 from fedquilt.formats import tensor_register, training_choices
 
-FIT = tuple(each.name for each in fields(core.Fit) if each.name != "round")
+FIT_SETTINGS = tuple(setting.name for setting in fields(core.Fit) if setting.name != "round")
 
 
 @dataclass(frozen=True)
@@ -27,8 +27,8 @@ class NetworkState:
     network: dict[str, Any]
     model: dict[str, np.ndarray]
     flops: float  # of one forward pass of one example
-    example_bytes: int  # bytes of one example in training at the least, beside the weights; 0: not in the bundle
-    layers: tuple[cost_model.Layer, ...] = field(default=(), kw_only=True)  # their costs; (): not in the bundle
+    example_bytes: int  # minimum memory of one example in training, without the weights, or 0 if unknown
+    layers: tuple[cost_model.Layer, ...] = field(default=(), kw_only=True)  # cost of each layer, or () if unknown
 
     def costs_by_layer(self) -> tuple[cost_model.Layer, ...]:
         return self.layers or cost_model.parse_layers({"flops": self.flops})
@@ -53,8 +53,8 @@ def initial_state(bundle: core.Bundle, params: Any) -> NetworkState:
     if "register" in bundle.meta:
         network["register"] = msgspec.to_builtins(bundle.meta["register"])
     flops, example_bytes = float(bundle.meta.get("flops", 0)), int(bundle.meta.get("example_bytes", 0))
-    found = cost_model.parse_layers(bundle.meta) if "layers" in bundle.meta else ()
-    return NetworkState(table, network, model, flops, example_bytes, layers=found)
+    layers = cost_model.parse_layers(bundle.meta) if "layers" in bundle.meta else ()
+    return NetworkState(table, network, model, flops, example_bytes, layers=layers)
 
 
 def training_task_spec(
@@ -62,24 +62,26 @@ def training_task_spec(
     bundles: Mapping[str, core.Tensors],
     traits: core.Traits = core.Traits(),
     *,
-    moved: core.Tensors | None = None,
+    trained_tensors: core.Tensors | None = None,
 ) -> core.TaskSpec:
     """Return the task spec to train the whole network by mini-batches, with its cost by `training_work`."""
     params = {**state.params, "network": tensor_register.without_register(state.network)}
-    return core.TaskSpec(params, bundles, training_work(state, traits, moved=moved), check=evaluation_work(state))
+    return core.TaskSpec(
+        params, bundles, training_work(state, traits, trained_tensors=trained_tensors), check=evaluation_work(state)
+    )
 
 
 def training_work(
-    state: NetworkState, traits: core.Traits = core.Traits(), *, moved: core.Tensors | None = None
+    state: NetworkState, traits: core.Traits = core.Traits(), *, trained_tensors: core.Tensors | None = None
 ) -> core.WorkEstimate:
-    """Return the cost of training the whole network by mini-batches, from its register and the method's traits.
+    """Return the cost of training the whole network by mini-batches.
 
-    The predicted peak is that of one example at a time or, with trained batch norm, of a mini-batch.
+    The predicted peak holds one example at a time or, with trained batch norm, a mini-batch.
 
     Args:
         state: State with the parameters, the network's table and the cost of a forward pass.
-        traits: Passes over each example, and copies of the model in memory.
-        moved: Trained tensors, or None if all are. The other tensors have no gradients and no moments.
+        traits: Traits of the method: passes over each example, and copies of the model in memory.
+        trained_tensors: Trained tensors, or None for all. Other tensors have no gradients and no moments.
     """
     passes, copies = traits.training_passes, traits.model_copies
     trainings = int(state.params[passes]) if isinstance(passes, str) else passes
@@ -88,19 +90,19 @@ def training_work(
     moments = peak_memory.optimizer_copies(state.params) + bool(state.params.get("ema"))
     library = str(state.network.get("name", "")).partition("/")[0]
     convolutions = state.register.convolution_paths(state.model)
-    moving = (1 + moments) * (size if moved is None else tensors.total_bytes([moved]))
+    moving = (1 + moments) * (size if trained_tensors is None else tensors.total_bytes([trained_tensors]))
     fixed = peak_memory.fixed_training_bytes(
         size, len(convolutions), moving, copies=peak_memory.COPIES + anchors, library=library
     )
     fixed += peak_memory.imported_bytes(state.params, library)
-    peak_bytes = fixed + minimum_batch(state, moved) * state.example_bytes
-    costs, names = state.costs_by_layer(), state.model if moved is None else moved
-    each = cost_model.PassCost().add_scaled(cost_model.training_cost(costs, names), trainings)
-    each = each.add_scaled(cost_model.forward_cost(costs), traits.forward_passes)
+    peak_bytes = fixed + minimum_batch(state, trained_tensors) * state.example_bytes
+    costs, names = state.costs_by_layer(), state.model if trained_tensors is None else trained_tensors
+    pass_cost = cost_model.PassCost().add_scaled(cost_model.training_cost(costs, names), trainings)
+    pass_cost = pass_cost.add_scaled(cost_model.forward_cost(costs), traits.forward_passes)
     steps = {
         name: round(trainings * count) for name, count in cost_model.trained_tensor_bytes(state.model, names).items()
     }
-    work = cost_model.training_work(each, state.params, steps, size)
+    work = cost_model.training_work(pass_cost, state.params, steps, size)
     kind = cost_model.workload_kind(costs, convolutions)
     return msgspec.structs.replace(work, peak_bytes=peak_bytes, workload=kind)
 
@@ -115,45 +117,45 @@ def groups_work(state: NetworkState, model: core.Tensors, groups: Sequence[Seque
         model: Tensors of the network. Those in no group are the classifier's.
         groups: Names of the tensors of each group, first to last.
     """
-    works, peaks, before = [], [], dict[str, np.ndarray]()
+    works, peaks, earlier_tensors = [], [], dict[str, np.ndarray]()
     head = {name: model[name] for name in model.keys() - {name for group in groups for name in group}}
     costs = state.costs_by_layer()
     for group in groups:
-        own = {name: model[name] for name in group}
-        before |= own
+        group_tensors = {name: model[name] for name in group}
+        earlier_tensors |= group_tensors
         part = replace(
-            state.plain_state_with({**before, **head}),
-            flops=state.flops * cost_model.part_shares(costs, model, before)[0],
-            layers=cost_model.scale_layers(state.layers, state.model, {**before, **head}),
+            state.plain_state_with({**earlier_tensors, **head}),
+            flops=state.flops * cost_model.part_shares(costs, model, earlier_tensors)[0],
+            layers=cost_model.scale_layers(state.layers, state.model, {**earlier_tensors, **head}),
         )
-        works.append(training_work(part, moved={**own, **head}))
-        activations = cost_model.part_shares(costs, model, own)[1]
+        works.append(training_work(part, trained_tensors={**group_tensors, **head}))
+        activations = cost_model.part_shares(costs, model, group_tensors)[1]
         light = replace(state, example_bytes=math.ceil(activations * state.example_bytes))
-        peaks.append(training_work(light, moved={**own, **head}).peak_bytes)
+        peaks.append(training_work(light, trained_tensors={**group_tensors, **head}).peak_bytes)
     return msgspec.structs.replace(reduce(core.WorkEstimate.add, works), peak_bytes=max(peaks))
 
 
 def evaluation_work(state: NetworkState) -> core.WorkEstimate:
-    """Return the cost of one forward pass over as many examples as a device trains on."""
+    """Return the cost of one forward pass over the device's training examples."""
     kind = cost_model.workload_kind(state.costs_by_layer(), state.register.convolution_paths(state.model))
-    found = cost_model.inference_work(
+    work = cost_model.inference_work(
         cost_model.forward_cost(state.costs_by_layer()), tensors.total_bytes([state.model])
     )
-    return msgspec.structs.replace(found, workload=kind)
+    return msgspec.structs.replace(work, workload=kind)
 
 
-def minimum_batch(state: NetworkState, moved: core.Tensors | None = None) -> int:
-    """Return the least number of examples in memory: a mini-batch with trained batch norm, else one."""
-    names = None if moved is None else moved.keys()
+def minimum_batch(state: NetworkState, trained_tensors: core.Tensors | None = None) -> int:
+    """Return the minimum number of examples in memory: a mini-batch with trained batch norm, else one."""
+    names = None if trained_tensors is None else trained_tensors.keys()
     batch = math.ceil(state.params.get("batch", 1) / state.params.get("accumulate", 1))
     return batch if state.register.is_coupled(state.model, names) else 1
 
 
 def fit_from_task(task: core.Task) -> core.Fit:
-    given = {name: task.params[name] for name in FIT if name in task.params}
-    given["augment"] = tuple(given.get("augment", ()))
+    settings = {name: task.params[name] for name in FIT_SETTINGS if name in task.params}
+    settings["augment"] = tuple(settings.get("augment", ()))
     round = training_round(task.params, task.round)
-    return core.Fit(**{**given, "lr": learning_rate(task.params, task.round), "round": round})
+    return core.Fit(**{**settings, "lr": learning_rate(task.params, task.round), "round": round})
 
 
 def training_round(params: Mapping[str, Any], round: int) -> int:
@@ -162,7 +164,7 @@ def training_round(params: Mapping[str, Any], round: int) -> int:
 
 
 def learning_rate(params: Mapping[str, Any], round: int) -> float:
-    """Return the client's learning rate in a round. A schedule over steps is the engine's."""
+    """Return the client's learning rate in a round. The engine applies schedules over steps."""
     schedule = training_choices.parse_schedule(params.get("schedule", "constant"))
     factor = 1.0 if schedule.over == "steps" else schedule.rate_factor(training_round(params, round))
     return float(params["lr"]) * factor
@@ -195,7 +197,7 @@ def reported_steps(update: core.DeviceUpdate) -> float:
     """Return the number of mini-batches that a device reports in metric "steps"."""
     steps = update.metrics.get("steps", 0.0)
     if not 1 <= steps < 2**53:
-        raise core.UpdateError(f"{update.device} says that it took {steps:g} steps: this method has to know, 1 or more")
+        raise core.UpdateError(f"{update.device} reports {steps:g} steps: this method requires 1 or more")
     return float(steps)
 
 

@@ -31,11 +31,11 @@ def compute_subspace(x: np.ndarray, directions: int) -> np.ndarray:
         flat /= np.iinfo(x.dtype).max
     left, values, _ = np.linalg.svd(flat.T, full_matrices=False)
     rank = int((values > 1e-9 * values.max(initial=0.0)).sum())
-    kept = left[:, : min(rank, directions)]
-    kept = kept * np.where(kept[np.abs(kept).argmax(axis=0), np.arange(kept.shape[1])] < 0, -1.0, 1.0)
-    found = np.zeros((flat.shape[1], directions), np.float32)
-    found[:, : kept.shape[1]] = kept
-    return found
+    vectors = left[:, : min(rank, directions)]
+    vectors = vectors * np.where(vectors[np.abs(vectors).argmax(axis=0), np.arange(vectors.shape[1])] < 0, -1.0, 1.0)
+    fingerprint = np.zeros((flat.shape[1], directions), np.float32)
+    fingerprint[:, : vectors.shape[1]] = vectors
+    return fingerprint
 
 
 def mean_similarity(x: np.ndarray, fingerprint: np.ndarray) -> float:
@@ -59,21 +59,28 @@ def assign_to_nearest(point: np.ndarray, centres: list[np.ndarray], members: lis
     return k
 
 
-def validate_fingerprint(told: Tensors, device: str, directions: int, known: Sequence[np.ndarray]) -> np.ndarray:
+def validate_fingerprint(
+    tensors_by_name: Tensors, device: str, directions: int, other_fingerprints: Sequence[np.ndarray]
+) -> np.ndarray:
     """Return the fingerprint (d, directions) that a device sent as its only tensor, "u"."""
-    if told.keys() != {"u"} or told["u"].ndim != 2 or told["u"].shape[1] != directions or told["u"].dtype != np.float32:
+    if (
+        tensors_by_name.keys() != {"u"}
+        or tensors_by_name["u"].ndim != 2
+        or tensors_by_name["u"].shape[1] != directions
+        or tensors_by_name["u"].dtype != np.float32
+    ):
         raise UpdateError(f"{device} did not send a fingerprint of {directions} vectors")
-    tensors.require_finite(told)
-    found = told["u"]
-    if known and known[0].shape != found.shape:
+    tensors.require_finite(tensors_by_name)
+    fingerprint = tensors_by_name["u"]
+    if other_fingerprints and other_fingerprints[0].shape != fingerprint.shape:
         raise UpdateError(
-            f"{device}'s examples have {len(found)} values each, the others' {len(known[0])}: give all devices "
-            "examples of one size"
+            f"{device}'s examples have {len(fingerprint)} values each, other devices' {len(other_fingerprints[0])}: "
+            "give all devices examples of one size"
         )
-    lengths = np.linalg.norm(found.astype(np.float64), axis=0)
+    lengths = np.linalg.norm(fingerprint.astype(np.float64), axis=0)
     if (np.minimum(lengths, np.abs(lengths - 1)) > 1e-3).any():
         raise UpdateError(f"{device} sent vectors that are not of length 1")
-    return found
+    return fingerprint
 
 
 def cluster_points(points: np.ndarray, count: int, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
@@ -102,8 +109,8 @@ def _draw_spread_centres(flat: np.ndarray, count: int, rng: np.random.Generator)
     # k-means++: each centre is drawn in proportion to its squared distance from earlier ones.
     chosen = [int(rng.integers(len(flat)))]
     while len(chosen) < count:
-        away = _squared_distances(flat, flat[chosen]).min(axis=1)
-        ends = np.cumsum(away)
+        distances = _squared_distances(flat, flat[chosen]).min(axis=1)
+        ends = np.cumsum(distances)
         chosen.append(int(np.searchsorted(ends, rng.random() * ends[-1], side="right").clip(0, len(flat) - 1)))
     return flat[chosen]
 
@@ -112,10 +119,10 @@ def _run_kmeans(flat: np.ndarray, centres: np.ndarray) -> np.ndarray:
     # A cluster that loses all its members is dropped.
     owner = np.zeros(len(flat), int)
     for step in range(STEPS):
-        moved = _squared_distances(flat, centres).argmin(axis=1)
-        if step and (moved == owner).all():
+        new_owner = _squared_distances(flat, centres).argmin(axis=1)
+        if step and (new_owner == owner).all():
             break
-        owner = moved
+        owner = new_owner
         centres = np.stack([flat[owner == k].mean(axis=0) for k in np.unique(owner)])
         owner = np.unique(owner, return_inverse=True)[1]
     return owner

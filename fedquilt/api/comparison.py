@@ -215,7 +215,7 @@ def compare(
     cases = [cases_by_job[index][position] for position in range(len(sorted_seeds)) for index in cases_by_job]
     with contextlib.closing(make_display(progress)) as display:
 
-        def play_case(case: runs.ComparisonCase, report: runs.Tell) -> SeedRun:
+        def play_case(case: runs.ComparisonCase, report: runs.ReportRound) -> SeedRun:
             return run_seed(case.settings, Path(case.folder), report, workers, engine=engine, mixed=mixed)
 
         completed, failed = runs.run_cases(cases, Path(out), play_case, display.show, display.show)

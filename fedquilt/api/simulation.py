@@ -97,8 +97,8 @@ def simulate(
                 workers=workers,
                 engine=engine,
                 mixed=mixed,
-                begun=reporter.begin,
-                watch=reporter,
+                on_start=reporter.begin,
+                on_round=reporter,
             )
             reporter.report_rounds(has_ended=True)
         run = Run(folder, id)

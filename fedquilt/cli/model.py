@@ -43,7 +43,7 @@ def evaluate(run: str, follow: bool, home: Path, format: str) -> None:
 
     report = print_score if follow and format == "text" else lambda score: None
     with home_access.open_existing_home(home) as store, progress.show_progress(f"evaluating {run}"):
-        evaluation = evaluator.evaluate_run(store, run, follow=follow, say=report)
+        evaluation = evaluator.evaluate_run(store, run, follow=follow, report_score=report)
     if format == "text" and not follow:
         if not evaluation.scores:
             return print(f"{run} has no model to evaluate yet")

@@ -22,7 +22,7 @@ from fedquilt.models import local_training
 from fedquilt.models.local_training import NetworkState
 from fedquilt.models.partial import width
 from fedquilt.models.partial.masks import MaskPlan
-from fedquilt.models.partial.width import Places
+from fedquilt.models.partial.width import TensorCut
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class State(NetworkState):
 
 
 def make_subnetwork_state(
-    state: NetworkState, places: Places, replacements: core.Tensors | None = None
+    state: NetworkState, places: TensorCut, replacements: core.Tensors | None = None
 ) -> NetworkState:
     """Return the state of a sub-network, with its cost. Tensors in `replacements` replace those cut out."""
     subnetwork = {**width.cut_tensors(state.model, places), **(replacements or {})}
@@ -59,7 +59,7 @@ class BatchNormSums:
 
 
 def make_statistics_round(
-    parts: Callable[[Any], Mapping[float, Places]],
+    parts: Callable[[Any], Mapping[float, TensorCut]],
     rate_of: Callable[[Any, core.DeviceView], float],
     *,
     scaled: bool,

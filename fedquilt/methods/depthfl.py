@@ -35,7 +35,7 @@ from fedquilt.models import local_training
 from fedquilt.models.local_training import NetworkState
 from fedquilt.models.networks import stages
 from fedquilt.models.partial import width as by_width
-from fedquilt.models.partial.width import Places, WeightedEntrySums
+from fedquilt.models.partial.width import TensorCut, WeightedEntrySums
 
 Depth = Annotated[int, Meta(ge=1)]
 
@@ -67,7 +67,7 @@ def body(state: NetworkState) -> stages.StagedNetwork:
     return stages.split_stages(state.model, state.params["exits"], state.register)
 
 
-def leading_stage_places(state: NetworkState, depth: int) -> Places:
+def leading_stage_places(state: NetworkState, depth: int) -> TensorCut:
     """Return the places of the tensors of the first `depth` stages and of their exits."""
     network = body(state)
     names = [name for stage in network.stages[:depth] for name in stage.names]
@@ -113,7 +113,7 @@ class Exits:
                 initial,
                 self.inputs,
                 lambda stage_inputs, final_scores: self._combine_scores(module, stage_inputs, final_scores),
-                whole=self.has_all_stages,
+                keep_later_stages=self.has_all_stages,
             )
             return stages.add_exits(module, self.inputs, self.classes)
 

@@ -51,7 +51,7 @@ def send(state: fedlora.State, device: core.DeviceView) -> core.TaskSpec:
     full_state = fedlora.make_adapted_state(state)
     bundles = {"model": state.model, "backbone": state.backbone}
     return fedlora.with_adapted_layers(
-        local_training.training_task_spec(full_state, bundles, TRAITS, moved=state.model), state.network
+        local_training.training_task_spec(full_state, bundles, TRAITS, trained_tensors=state.model), state.network
     )
 
 

@@ -32,7 +32,7 @@ from fedquilt.models.local_training import NetworkState
 from fedquilt.models.networks import stages
 from fedquilt.models.networks.stages import StagedNetwork
 from fedquilt.models.partial import width as by_width
-from fedquilt.models.partial.width import Places, WeightedEntrySums
+from fedquilt.models.partial.width import TensorCut, WeightedEntrySums
 
 Groups = Annotated[int, Meta(ge=1)]
 
@@ -83,7 +83,7 @@ def split_into_groups(body: StagedNetwork, count: int) -> list[StageGroup]:
     return groups
 
 
-def places_for_groups(state: NetworkState, body: StagedNetwork, count: int) -> Places:
+def places_for_groups(state: NetworkState, body: StagedNetwork, count: int) -> TensorCut:
     """Return the places of the whole network and of the links for `count` groups."""
     links = [link_name(group.end) for group in split_into_groups(body, count)[:-1]]
     return dict.fromkeys(sorted([*plain_network(state), *links]), (None, None))
@@ -153,7 +153,7 @@ def make_link_hook(next_stage: stages.Stage, start: Mapping[str, np.ndarray], en
             return classifier(getattr(module.link, f"s{end}")(stage_inputs[0]))
 
         features = classifier.in_features
-        module = stages.keep_first_stages(module, start, (next_stage,), apply_link, whole=False)
+        module = stages.keep_first_stages(module, start, (next_stage,), apply_link, keep_later_stages=False)
         module.add_module("link", nn.ModuleDict({f"s{end}": nn.Linear(next_stage.width, features, bias=False)}))
         return module
 

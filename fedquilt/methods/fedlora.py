@@ -88,7 +88,7 @@ def send(state: State, device: core.DeviceView) -> core.TaskSpec:
     """Return the task spec to train adapters and head. The frozen backbone is sent once."""
     bundles = {"model": state.model, "backbone": state.backbone}
     return with_adapted_layers(
-        local_training.training_task_spec(make_adapted_state(state), bundles, TRAITS, moved=state.model),
+        local_training.training_task_spec(make_adapted_state(state), bundles, TRAITS, trained_tensors=state.model),
         state.network,
     )
 

@@ -30,7 +30,7 @@ from fedquilt.methods.heterofl import HeteroFLSums
 from fedquilt.models import local_training
 from fedquilt.models.partial import masks, width
 from fedquilt.models.partial.masks import TensorGroups
-from fedquilt.models.partial.width import Places
+from fedquilt.models.partial.width import TensorCut
 
 NOWHERE = TensorGroups(())
 
@@ -93,7 +93,7 @@ def encoder_names(state: State) -> set[str]:
     return {entry.name for entry in state.register.tensors if entry.layer in state.encoder}
 
 
-def places_by_share(state: State) -> dict[float, Places]:
+def places_by_share(state: State) -> dict[float, TensorCut]:
     """Return the places of each part that can be sent, by the share of channels in the part."""
     shares = sorted({canonical_share(state, share) for share in remaining_shares(state.params)})
     return {

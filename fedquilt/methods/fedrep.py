@@ -65,7 +65,7 @@ def send(state: State, device: core.DeviceView) -> core.TaskSpec:
         )
     frozen = {"backbone": state.backbone} if state.backbone else {}
     task_spec = local_training.training_task_spec(
-        cost_state, {"model": state.model, "own": state.own, **frozen}, moved=trained
+        cost_state, {"model": state.model, "own": state.own, **frozen}, trained_tensors=trained
     )
     return fedlora.with_adapted_layers(task_spec, state.network) if state.backbone else task_spec
 
@@ -150,7 +150,7 @@ def fedrep_task_spec(state: State, device: core.DeviceView) -> core.TaskSpec:
         return task_spec
     full_state = state.plain_state_with({**state.backbone, **state.own, **state.model})
     head_state = replace(full_state, params={**state.params, "epochs": state.params["head_epochs"]})
-    head_work = local_training.training_work(head_state, moved=state.own)
+    head_work = local_training.training_work(head_state, trained_tensors=state.own)
     return replace(task_spec, work=task_spec.work.add(head_work))
 
 

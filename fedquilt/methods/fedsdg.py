@@ -285,7 +285,9 @@ def make_branch_hooks(task: core.Task, received: core.Tensors, branch: core.Tens
     def prepare(module: Any) -> Any:
         from fedquilt.models.partial import adapter_layers
 
-        return adapter_layers.insert_adapters(module, sites, params["rank"], fedlora.adapter_scale(params), own=True)
+        return adapter_layers.insert_adapters(
+            module, sites, params["rank"], fedlora.adapter_scale(params), with_own_branch=True
+        )
 
     def learning_rate_factor(name: str) -> float:
         suffix = name.rpartition(".")[2]

@@ -139,7 +139,7 @@ def send(state: State, device: core.DeviceView) -> core.TaskSpec:
         return full_task_spec
     tail_state = replace(full_state, layers=cost_model.split_at_trained(state.layers, state.model)[1])
     cached, is_first_round = state.params["cache"] != "off", not device.rounds
-    tail_task_spec = local_training.training_task_spec(tail_state, {}, moved=state.model)
+    tail_task_spec = local_training.training_task_spec(tail_state, {}, trained_tensors=state.model)
     frozen_work = local_training.evaluation_work(full_state)  # a forward pass of w_SK
     epochs = 1 if cached else int(state.params["epochs"])
     work, check = tail_task_spec.work, tail_task_spec.check or frozen_work
@@ -231,8 +231,8 @@ class _Copies:
             folder,
             split,
             len(examples),
-            half=params["cache"] == "float16",
-            most_bytes=params["cache_mb"] * 10**6 - other_bytes,
+            is_float16=params["cache"] == "float16",
+            limit_bytes=params["cache_mb"] * 10**6 - other_bytes,
         )
 
         def write_rows(outputs: output_cache.BatchOutputs) -> None:

@@ -50,7 +50,7 @@ def send(state: fedrep.State, device: core.DeviceView) -> core.TaskSpec | None:
     reduced_state = replace(state, example_bytes=int(state.params["kept"] * state.example_bytes))
     full_state = replace(reduced_state, model={**state.own, **state.model})
     task_spec = local_training.training_task_spec(
-        full_state, {"model": state.model, "own": state.own}, moved=state.model
+        full_state, {"model": state.model, "own": state.own}, trained_tensors=state.model
     )
     predicted_examples = local_training.minimum_batch(full_state, state.model)
     return ft_full.limit_by_memory(task_spec, reduced_state, device, ("torch", "numpy"), predicted_examples)

@@ -199,7 +199,9 @@ def work(task: core.Task, site: core.ClientContext) -> core.ClientResult:
     model = client_result.bundles["model"]
     shared = {layer: parts[layer] for layer in params["shared"]}
     order, norm = params["gene_order"], params["gene_norm"]
-    gene = learngene.choose_learngene_layers(shared, model, previous, count=params["layers"], order=order, norm=norm)
+    gene = learngene.choose_learngene_layers(
+        shared, model, previous, count=params["layers"], selection=order, norm=norm
+    )
     metrics = {
         **client_result.metrics,
         "smooth": sum(

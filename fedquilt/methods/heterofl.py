@@ -42,7 +42,7 @@ from fedquilt.models import local_training
 from fedquilt.models.local_training import NetworkState
 from fedquilt.models.partial import masks
 from fedquilt.models.partial import width as width_parts
-from fedquilt.models.partial.width import Places, WeightedEntrySums
+from fedquilt.models.partial.width import TensorCut, WeightedEntrySums
 
 Rate = Annotated[float, Meta(gt=0, le=1)]
 Rates = tuple[Rate, Rate, Rate, Rate, Rate]
@@ -93,7 +93,7 @@ def initial_width_state(bundle: core.Bundle, params: Any, seed: int) -> State:
     )
 
 
-def initial_statistics(state: State, parts: Mapping[float, Places]) -> dict[str, dict[str, np.ndarray]]:
+def initial_statistics(state: State, parts: Mapping[float, TensorCut]) -> dict[str, dict[str, np.ndarray]]:
     """Return the first batch norm statistics of each narrower part, cut from the network's own."""
     names = [entry.name for entry in state.register.tensors if entry.normalises and entry.kind != "parameter"]
     return {
@@ -106,7 +106,7 @@ def initial_statistics(state: State, parts: Mapping[float, Places]) -> dict[str,
 # -- sending parts --------------------------------------------------------------------------------
 
 
-def leading_places(state: State, rate: float) -> Places:
+def leading_places(state: State, rate: float) -> TensorCut:
     """Return the places of the leading units' entries at a rate."""
     return width_parts.unit_indices_by_tensor(state.plan, state.model, width_parts.leading_units(state.plan, rate))
 
@@ -121,7 +121,7 @@ def canonical_rate(widths: Collection[int], rates: Sequence[float], rate: float)
 
 
 def part_task_spec(
-    state: NetworkState, places: Places, rate: float, replacements: core.Tensors | None = None
+    state: NetworkState, places: TensorCut, rate: float, replacements: core.Tensors | None = None
 ) -> core.TaskSpec:
     """Return the task spec to train a part, with the part's own FLOPs, bytes and memory.
 
@@ -144,7 +144,7 @@ def device_rate(state: State, device: core.DeviceView) -> float:
     return canonical_rate(state.plan.widths.values(), rates, width_parts.select_by_tier(device.profile, rates))
 
 
-def places_by_rate(state: State) -> dict[float, Places]:
+def places_by_rate(state: State) -> dict[float, TensorCut]:
     """Return the places of every part that can be sent, by rate."""
     rates, widths = state.params["rates"], state.plan.widths.values()
     return {
@@ -231,7 +231,7 @@ def add_part(
     state: State,
     accumulator: HeteroFLSums | None,
     part: core.Tensors,
-    parts: Mapping[float, Places],
+    parts: Mapping[float, TensorCut],
     weight: float,
     rows: np.ndarray | None = None,
 ) -> HeteroFLSums:

@@ -549,7 +549,11 @@ def check_package(name: str) -> Iterator[tuple[bool, str]]:
     if not package_plugins:
         yield from _check_method(name)
         return
-    builtin_names = {"method": methods.builtin_names(), "network": registry.OURS, "engine": tuple(engines.NEEDS)}
+    builtin_names = {
+        "method": methods.builtin_names(),
+        "network": registry.BUILTIN_NETWORKS,
+        "engine": tuple(engines.NEEDS),
+    }
     for plugin in package_plugins:
         try:
             plugins.find_plugin(plugin.kind, plugin.name, builtin_names.get(plugin.kind, ()))

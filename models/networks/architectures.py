@@ -1,7 +1,7 @@
 """Small networks for edge devices, the residual networks of CIFAR-10, and networks of series, texts and image patches.
 
-Time series and spectrograms come as (n, steps, channels): a row of numbers for each step, as a table of readings has
-them. Text comes as (n, length) numbers of tokens, of which 0 is padding. Requires torch.
+The input of networks for time series and spectrograms is (n, steps, channels). The input of networks for text is
+(n, length) token ids, where 0 is padding. Requires torch.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from fedquilt.core import ModelError
 def mlp(inputs: int, classes: int, hidden: tuple[int, ...] = (64,)) -> nn.Module:
     widths = [inputs, *hidden]
     layers: list[nn.Module] = [nn.Flatten()]
-    for before, after in pairwise(widths):
-        layers += [nn.Linear(before, after), nn.ReLU()]
+    for in_width, out_width in pairwise(widths):
+        layers += [nn.Linear(in_width, out_width), nn.ReLU()]
     return nn.Sequential(*layers, nn.Linear(widths[-1], classes))
 
 
@@ -32,7 +32,7 @@ def rezero(inputs: int, classes: int, width: int = 32, blocks: int = 2) -> nn.Mo
 
 def cnn(channels: int, size: int, classes: int, width: int = 16) -> nn.Module:
     """Build a CNN in the shape of McMahan et al.'s MNIST network."""
-    small = size // 4
+    pooled_size = size // 4
     return nn.Sequential(
         nn.Conv2d(channels, width, 5, padding=2),
         nn.ReLU(),
@@ -41,7 +41,7 @@ def cnn(channels: int, size: int, classes: int, width: int = 16) -> nn.Module:
         nn.ReLU(),
         nn.MaxPool2d(2),
         nn.Flatten(),
-        nn.Linear(2 * width * small * small, 8 * width),
+        nn.Linear(2 * width * pooled_size * pooled_size, 8 * width),
         nn.ReLU(),
         nn.Linear(8 * width, classes),
     )
@@ -49,7 +49,7 @@ def cnn(channels: int, size: int, classes: int, width: int = 16) -> nn.Module:
 
 def lenet(channels: int, size: int, classes: int, width: int = 12) -> nn.Module:
     """Build a smooth network with sigmoids, for gradient inversion attacks (arXiv 1906.08935)."""
-    small = (size + 3) // 4
+    pooled_size = (size + 3) // 4
     return nn.Sequential(
         nn.Conv2d(channels, width, 5, stride=2, padding=2),
         nn.Sigmoid(),
@@ -58,7 +58,7 @@ def lenet(channels: int, size: int, classes: int, width: int = 12) -> nn.Module:
         nn.Conv2d(width, width, 5, padding=2),
         nn.Sigmoid(),
         nn.Flatten(),
-        nn.Linear(width * small * small, classes),
+        nn.Linear(width * pooled_size * pooled_size, classes),
     )
 
 
@@ -120,18 +120,18 @@ class CifarResNet(nn.Module):  # type: ignore[misc]
 
 
 class Residual(nn.Module):  # type: ignore[misc]
-    def __init__(self, before: int, after: int, stride: int, *, project: bool = False) -> None:
+    def __init__(self, in_channels: int, out_channels: int, stride: int, *, project: bool = False) -> None:
         super().__init__()
-        self.conv1 = nn.Conv2d(before, after, 3, stride, padding=1, bias=False)
-        self.bn1 = nn.BatchNorm2d(after)
-        self.conv2 = nn.Conv2d(after, after, 3, padding=1, bias=False)
-        self.bn2 = nn.BatchNorm2d(after)
+        self.conv1 = nn.Conv2d(in_channels, out_channels, 3, stride, padding=1, bias=False)
+        self.bn1 = nn.BatchNorm2d(out_channels)
+        self.conv2 = nn.Conv2d(out_channels, out_channels, 3, padding=1, bias=False)
+        self.bn2 = nn.BatchNorm2d(out_channels)
         self.shortcut: nn.Module = nn.Sequential()
-        if before != after or stride != 1:
+        if in_channels != out_channels or stride != 1:
             self.shortcut = (
-                nn.Sequential(nn.Conv2d(before, after, 1, stride, bias=False), nn.BatchNorm2d(after))
+                nn.Sequential(nn.Conv2d(in_channels, out_channels, 1, stride, bias=False), nn.BatchNorm2d(out_channels))
                 if project
-                else PadShortcut(before, after, stride)
+                else PadShortcut(in_channels, out_channels, stride)
             )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -151,10 +151,10 @@ class ScaledResidual(nn.Module):  # type: ignore[misc]
 
 
 class PadShortcut(nn.Module):  # type: ignore[misc]
-    def __init__(self, before: int, after: int, stride: int) -> None:
+    def __init__(self, in_channels: int, out_channels: int, stride: int) -> None:
         super().__init__()
         self.stride = stride
-        self.side = (after - before) // 2
+        self.side = (out_channels - in_channels) // 2
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         thin = x[:, :, :: self.stride, :: self.stride]
@@ -164,41 +164,45 @@ class PadShortcut(nn.Module):  # type: ignore[misc]
 class ProductPool(nn.Module):  # type: ignore[misc]
     """Adaptive average pooling as two matrix products, because ONNX lacks uneven pooling."""
 
-    def __init__(self, before: tuple[int, ...], after: tuple[int, ...]) -> None:
+    def __init__(self, input_size: tuple[int, ...], output_size: tuple[int, ...]) -> None:
         super().__init__()
-        self.register_buffer("rows", _averaging_matrix(before[0], after[0]))
-        self.register_buffer("columns", _averaging_matrix(before[1], after[1]).T.contiguous())
+        self.register_buffer("rows", _averaging_matrix(input_size[0], output_size[0]))
+        self.register_buffer("columns", _averaging_matrix(input_size[1], output_size[1]).T.contiguous())
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return torch.matmul(torch.matmul(self.rows, x), self.columns)
 
 
-def _averaging_matrix(before: int, after: int) -> torch.Tensor:
+def _averaging_matrix(input_size: int, output_size: int) -> torch.Tensor:
     # Row i averages the entries floor(i b/a) to ceil((i + 1) b/a), as in torch.
-    matrix = torch.zeros(after, before)
-    for row in range(after):
-        first, last = row * before // after, -(-(row + 1) * before // after)
+    matrix = torch.zeros(output_size, input_size)
+    for row in range(output_size):
+        first, last = row * input_size // output_size, -(-(row + 1) * input_size // output_size)
         matrix[row, first:last] = 1.0 / (last - first)
     return matrix
 
 
-def _residual_stage(before: int, after: int, blocks: int, stride: int) -> nn.Module:
-    first = Residual(before, after, stride)
-    return nn.Sequential(first, *(Residual(after, after, 1) for _ in range(blocks - 1)))
+def _residual_stage(in_channels: int, out_channels: int, blocks: int, stride: int) -> nn.Module:
+    first = Residual(in_channels, out_channels, stride)
+    return nn.Sequential(first, *(Residual(out_channels, out_channels, 1) for _ in range(blocks - 1)))
 
 
-def _conv_layer(before: int, after: int, stride: int = 1, pool: bool = False) -> nn.Module:
-    layers = [nn.Conv2d(before, after, 3, stride, padding=1, bias=False), nn.BatchNorm2d(after), nn.ReLU()]
+def _conv_layer(in_channels: int, out_channels: int, stride: int = 1, pool: bool = False) -> nn.Module:
+    layers = [
+        nn.Conv2d(in_channels, out_channels, 3, stride, padding=1, bias=False),
+        nn.BatchNorm2d(out_channels),
+        nn.ReLU(),
+    ]
     return nn.Sequential(*layers, *([nn.MaxPool2d(2)] if pool else []))
 
 
-def _separable_block(before: int, after: int, stride: int) -> nn.Module:
+def _separable_block(in_channels: int, out_channels: int, stride: int) -> nn.Module:
     return nn.Sequential(
-        nn.Conv2d(before, before, 3, stride, padding=1, groups=before, bias=False),
-        nn.BatchNorm2d(before),
+        nn.Conv2d(in_channels, in_channels, 3, stride, padding=1, groups=in_channels, bias=False),
+        nn.BatchNorm2d(in_channels),
         nn.ReLU(),
-        nn.Conv2d(before, after, 1, bias=False),
-        nn.BatchNorm2d(after),
+        nn.Conv2d(in_channels, out_channels, 1, bias=False),
+        nn.BatchNorm2d(out_channels),
         nn.ReLU(),
     )
 
@@ -210,8 +214,8 @@ def _pooled_head(width: int, classes: int) -> tuple[nn.Module, ...]:
 class Attention(nn.Module):  # type: ignore[misc]
     """Self-attention with the tensors of `torch.nn.MultiheadAttention`, batch first.
 
-    torch's own attention reads the weight of `out_proj` without a call, so that no adapter could be inserted. The two
-    attributes below keep `torch.nn.TransformerEncoder` from its fused kernel.
+    torch's own attention reads the weight of `out_proj` without calling the layer, so that no adapter can be inserted.
+    The two class attributes disable the fused kernel of `torch.nn.TransformerEncoder`.
     """
 
     batch_first = True
@@ -229,32 +233,41 @@ class Attention(nn.Module):  # type: ignore[misc]
         nn.init.zeros_(self.out_proj.bias)
 
     @classmethod
-    def from_torch(cls, other: nn.MultiheadAttention) -> Attention:
-        if other.in_proj_weight is None or other.bias_k is not None or other.add_zero_attn or not other.batch_first:
+    def from_torch(cls, attention: nn.MultiheadAttention) -> Attention:
+        if (
+            attention.in_proj_weight is None
+            or attention.bias_k is not None
+            or attention.add_zero_attn
+            or not attention.batch_first
+        ):
             raise ValueError("only self-attention with one input projection, batch first, can be adapted")
-        made = cls(other.embed_dim, other.num_heads)
-        made.dropout = other.dropout
-        made.in_proj_weight, made.in_proj_bias = other.in_proj_weight, other.in_proj_bias
-        made.out_proj.weight, made.out_proj.bias = other.out_proj.weight, other.out_proj.bias
-        return made
+        adaptable = cls(attention.embed_dim, attention.num_heads)
+        adaptable.dropout = attention.dropout
+        adaptable.in_proj_weight, adaptable.in_proj_bias = attention.in_proj_weight, attention.in_proj_bias
+        adaptable.out_proj.weight, adaptable.out_proj.bias = attention.out_proj.weight, attention.out_proj.bias
+        return adaptable
 
     def forward(
         self,
         x: torch.Tensor,
-        *same: torch.Tensor,
+        *key_and_value: torch.Tensor,
         need_weights: bool = False,
         is_causal: bool = False,
         **masks: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return the self-attention of `x`, and None for the weights even with `need_weights`."""
         # torch's layers pass the input again as key and value.
-        if any(each is not x for each in same) or is_causal or any(mask is not None for mask in masks.values()):
+        if (
+            any(tensor is not x for tensor in key_and_value)
+            or is_causal
+            or any(mask is not None for mask in masks.values())
+        ):
             raise ModelError(
                 "only self-attention without a mask can be adapted: take another network, or another method"
             )
         n, patches, width = x.shape
-        both = F.linear(x, self.in_proj_weight, self.in_proj_bias)
-        q, k, v = both.view(n, patches, 3, self.heads, width // self.heads).permute(2, 0, 3, 1, 4)
+        qkv = F.linear(x, self.in_proj_weight, self.in_proj_bias)
+        q, k, v = qkv.view(n, patches, 3, self.heads, width // self.heads).permute(2, 0, 3, 1, 4)
         weights = torch.softmax(q @ k.transpose(-2, -1) / math.sqrt(width // self.heads), dim=-1)
         mixed = F.dropout(weights, self.dropout, self.training) @ v  # (n, heads, patches, width / heads)
         return self.out_proj(mixed.transpose(1, 2).reshape(n, patches, width)), None
@@ -311,15 +324,15 @@ class Conv1d(nn.Module):  # type: ignore[misc]
     def __init__(self, channels: int, steps: int, classes: int, width: int, kernel: int) -> None:
         super().__init__()
         layers: list[nn.Module] = []
-        before = channels
-        for after in (width, 2 * width, 2 * width):
-            layers += [nn.Conv1d(before, after, kernel, padding=kernel // 2), nn.ReLU()]
+        in_channels = channels
+        for out_channels in (width, 2 * width, 2 * width):
+            layers += [nn.Conv1d(in_channels, out_channels, kernel, padding=kernel // 2), nn.ReLU()]
             if steps >= 4:
                 layers.append(nn.MaxPool1d(2))
                 steps //= 2
-            before = after
+            in_channels = out_channels
         self.layers = nn.Sequential(*layers)
-        self.head = nn.Linear(before, classes)
+        self.head = nn.Linear(in_channels, classes)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.head(self.layers(x.transpose(1, 2)).mean(dim=2))
@@ -327,7 +340,7 @@ class Conv1d(nn.Module):  # type: ignore[misc]
 
 def conv1d(channels: int, steps: int, classes: int, width: int = 16, kernel: int = 5) -> nn.Module:
     if kernel % 2 == 0:
-        raise ValueError(f"kernel {kernel} is even: give an odd one")
+        raise ValueError(f"kernel {kernel} is even: give an odd number")
     return Conv1d(channels, steps, classes, width, kernel)
 
 
@@ -344,7 +357,7 @@ class Gru(nn.Module):  # type: ignore[misc]
 
 def gru(channels: int, steps: int, classes: int, width: int = 32, layers: int = 1) -> nn.Module:
     if steps < 1:
-        raise ValueError(f"steps {steps}: 1 or more are wanted")
+        raise ValueError(f"steps {steps} is below 1")
     return Gru(channels, classes, width, layers)
 
 
@@ -358,11 +371,11 @@ class Transformer(nn.Module):  # type: ignore[misc]
         self.head = nn.Linear(width, classes)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        tokens = x.long()  # engines hand over float32
-        said = (tokens != 0).to(self.place.dtype).unsqueeze(2)  # (n, length, 1)
-        values = (self.embed(tokens) + self.place) * said
-        found = self.norm(self.blocks(values)) * said
-        return self.head(found.sum(dim=1) / said.sum(dim=1).clamp(min=1.0))
+        tokens = x.long()  # engines pass float32
+        token_mask = (tokens != 0).to(self.place.dtype).unsqueeze(2)  # (n, length, 1)
+        values = (self.embed(tokens) + self.place) * token_mask
+        hidden = self.norm(self.blocks(values)) * token_mask
+        return self.head(hidden.sum(dim=1) / token_mask.sum(dim=1).clamp(min=1.0))
 
 
 def transformer(

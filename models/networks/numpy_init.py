@@ -31,17 +31,17 @@ def initial_mlp_weights(network: Mapping[str, Any], seed: int) -> dict[str, np.n
     source = np.random.MT19937()
     seeded: Any = np.random.RandomState(seed & 0xFFFFFFFF).get_state(legacy=False)  # seeded like `torch.manual_seed`
     source.state = seeded
-    found: dict[str, np.ndarray] = {}
-    for path, (out, into) in layer_sizes(network).items():
+    weights: dict[str, np.ndarray] = {}
+    for path, (outputs, inputs) in layer_sizes(network).items():
         gain = math.sqrt(2.0 / (1 + math.sqrt(5) ** 2))  # kaiming_uniform_ with a = sqrt(5)
-        bound = math.sqrt(3.0) * (gain / math.sqrt(into))
-        found[f"{path}.weight"] = _draw_uniform_like_torch(source, bound, into * out).reshape(out, into)
-        found[f"{path}.bias"] = _draw_uniform_like_torch(source, 1 / math.sqrt(into), out)
-    return found
+        bound = math.sqrt(3.0) * (gain / math.sqrt(inputs))
+        weights[f"{path}.weight"] = _draw_uniform_like_torch(source, bound, inputs * outputs).reshape(outputs, inputs)
+        weights[f"{path}.bias"] = _draw_uniform_like_torch(source, 1 / math.sqrt(inputs), outputs)
+    return weights
 
 
 def forward_flops(network: Mapping[str, Any]) -> float:
-    return float(sum(2 * out * into for out, into in layer_sizes(network).values()))
+    return float(sum(2 * outputs * inputs for outputs, inputs in layer_sizes(network).values()))
 
 
 def mlp_register(network: Mapping[str, Any]) -> tensor_register.TensorRegister:
@@ -49,22 +49,22 @@ def mlp_register(network: Mapping[str, Any]) -> tensor_register.TensorRegister:
 
 
 def mlp_costs_by_layer(network: Mapping[str, Any]) -> list[Layer]:
-    found: list[Layer] = []
-    for path, (out, into) in layer_sizes(network).items():
-        if found:
-            found.append(Layer(str(int(path) - 1), 0.0, 0.0, 8.0 * into, 1))
-        found.append(Layer(path, 2.0 * out * into, 0.0, 4.0 * (into + out), 1))
-    return found
+    costs: list[Layer] = []
+    for path, (outputs, inputs) in layer_sizes(network).items():
+        if costs:
+            costs.append(Layer(str(int(path) - 1), 0.0, 0.0, 8.0 * inputs, 1))
+        costs.append(Layer(path, 2.0 * outputs * inputs, 0.0, 4.0 * (inputs + outputs), 1))
+    return costs
 
 
 def layer_sizes(network: Mapping[str, Any]) -> dict[str, tuple[int, int]]:
     pairs = itertools.pairwise(_validated_layer_widths(network))
-    return {f"{2 * index + 1}": (out, into) for index, (into, out) in enumerate(pairs)}
+    return {f"{2 * index + 1}": (outputs, inputs) for index, (inputs, outputs) in enumerate(pairs)}
 
 
 def mlp_training_memory(network: Mapping[str, Any]) -> peak_memory.TrainingProperties:
     widths = _validated_layer_widths(network)
-    sizes = [into * out for into, out in itertools.pairwise(widths)]
+    sizes = [inputs * outputs for inputs, outputs in itertools.pairwise(widths)]
     return peak_memory.TrainingProperties(
         weights_bytes=4 * (sum(sizes) + sum(widths[1:])),
         convolutions=0,
@@ -83,17 +83,16 @@ def _draw_uniform_like_torch(source: np.random.MT19937, bound: float, count: int
 
 
 def _validated_layer_widths(network: Mapping[str, Any]) -> Sequence[int]:
-    own = {key: value for key, value in network.items() if key not in ("name", "input", "register", "task")}
-    hidden = own.pop("hidden", (64,))
-    between = hidden if isinstance(hidden, list | tuple) else (hidden, None)
-    given = [own.pop("inputs", None), *between, own.pop("classes", None)]
-    if own or not all(isinstance(each, int) and not isinstance(each, bool) and each > 0 for each in given):
+    settings = {key: value for key, value in network.items() if key not in ("name", "input", "register", "task")}
+    hidden = settings.pop("hidden", (64,))
+    hidden_widths = hidden if isinstance(hidden, list | tuple) else (hidden, None)
+    widths = [settings.pop("inputs", None), *hidden_widths, settings.pop("classes", None)]
+    if settings or not all(isinstance(width, int) and not isinstance(width, bool) and width > 0 for width in widths):
         raise ModelError(
             f"network 'mlp' cannot be built from {registry.describe_settings(network)}: it has inputs, classes and "
             "hidden (a list), whole numbers above 0"
         )
-    if math.prod(registry.input_shape(network)) != given[0]:
-        raise ModelError(
-            f"network 'mlp' takes {given[0]} inputs, and the job's input has {math.prod(registry.input_shape(network))}"
-        )
-    return given
+    values = math.prod(registry.input_shape(network))
+    if values != widths[0]:
+        raise ModelError(f"network 'mlp' takes {widths[0]} inputs, and the job's input has {values}")
+    return widths

@@ -20,22 +20,26 @@ OPSET = 17  # onnxruntime 1.19 and later: what JetPack 5 can install
 
 
 def trace_to_onnx(
-    module: nn.Module, shape: Sequence[int], name: str, mend: str, *, plain: bool = False
+    module: nn.Module, shape: Sequence[int], name: str, fix: str, *, keep_tensor_names: bool = False
 ) -> onnx.ModelProto:
     """Trace a module as an ONNX graph from "x", (n, *shape) float32, to "y".
 
     Args:
         module: Module in evaluation mode.
         shape: Shape of one example.
-        name: Name of the module in errors.
-        mend: Hint in the error if ONNX lacks an operation.
-        plain: Whether the graph has the module's own tensors by their names, without constant folding.
+        name: Name of the module in error messages.
+        fix: Hint in the error message if ONNX lacks an operation.
+        keep_tensor_names: Whether the graph keeps the module's tensors under their names, without constant folding.
     """
     file = io.BytesIO()
     try:
         with warnings.catch_warnings(), torch.no_grad(), registry.without_fused_attention():
-            kept = {"do_constant_folding": False, "training": torch.onnx.TrainingMode.PRESERVE} if plain else {}
-            # torch's newer exporter needs one package more and writes an opset that boards cannot read
+            export_options = (
+                {"do_constant_folding": False, "training": torch.onnx.TrainingMode.PRESERVE}
+                if keep_tensor_names
+                else {}
+            )
+            # torch's newer exporter requires another package and writes an opset that boards cannot read.
             warnings.simplefilter("ignore")
             torch.onnx.export(
                 module,
@@ -46,11 +50,11 @@ def trace_to_onnx(
                 input_names=["x"],
                 output_names=["y"],
                 dynamic_axes={"x": {0: "n"}, "y": {0: "n"}},
-                **kept,
+                **export_options,
             )
     except Exception as error:  # torch.onnx's errors have no common base
         reason = first_line(error)
-        raise ModelError(f"{name} cannot be written as ONNX: {reason}; {mend}") from error
+        raise ModelError(f"{name} cannot be written as ONNX: {reason}; {fix}") from error
     return onnx.load_from_string(file.getvalue())
 
 
@@ -60,43 +64,43 @@ def export_network(network: Mapping[str, Any], weights: Tensors, reading: Mappin
     The file's metadata has the network's table under "network" and its reading settings under "reading".
     """
     model = registry.build_network(network)
-    wanted = model.state_dict()
-    odd = sorted(wanted.keys() ^ weights.keys())
+    network_state = model.state_dict()
+    odd = sorted(network_state.keys() ^ weights.keys())
     if odd:
         raise ModelError(
             f"the result is not the whole network {network.get('name')!r} ({odd[0]!r} differs): "
-            "export it as .safetensors, which holds what there is"
+            "export it as .safetensors, which accepts any tensors"
         )
     model.load_state_dict({name: torch.tensor(array) for name, array in weights.items()})
-    made = trace_to_onnx(
+    proto = trace_to_onnx(
         model.eval(), registry.input_shape(network), f"network {network.get('name')!r}", "export it as .safetensors"
     )
-    return _serialise_with_metadata(made, network, reading)
+    return _serialise_with_metadata(proto, network, reading)
 
 
 def export_without_weights(network: Mapping[str, Any], reading: Mapping[str, Any] | None = None) -> bytes:
     """Return the network as ONNX without the values of its tensors, which `fedquilt.onnx.weights` adds."""
     model = registry.load_network(network, seed=0)
-    held = {
+    float_tensors = {
         name: value.detach() for name, value in traces.state_without_aliases(model).items() if value.is_floating_point()
     }
     draws = torch.Generator().manual_seed(0)
-    for value in held.values():  # no two alike: the exporter makes one of tensors that are equal
+    for value in float_tensors.values():  # different values, because the exporter merges equal tensors
         value.copy_(torch.rand(value.shape, generator=draws) + 0.5)
-    name, mend = f"network {network.get('name')!r}", "roll out a run of a method whose result is whole"
-    made = trace_to_onnx(model, registry.input_shape(network), name, mend, plain=True)
-    graphs = {tensor.name: tensor for tensor in made.graph.initializer}
-    if odd := sorted(held.keys() - graphs.keys()):
-        raise ModelError(f"the ONNX of {name} has no tensor {odd[0]!r}, so that boards cannot put in their own: {mend}")
-    for each in held:
-        graphs[each].ClearField("raw_data")
-    return _serialise_with_metadata(made, network, reading)
+    name, fix = f"network {network.get('name')!r}", "roll out a run of a method whose result is whole"
+    proto = trace_to_onnx(model, registry.input_shape(network), name, fix, keep_tensor_names=True)
+    graphs = {tensor.name: tensor for tensor in proto.graph.initializer}
+    if odd := sorted(float_tensors.keys() - graphs.keys()):
+        raise ModelError(f"the ONNX of {name} has no tensor {odd[0]!r}, so that boards cannot insert weights: {fix}")
+    for tensor_name in float_tensors:
+        graphs[tensor_name].ClearField("raw_data")
+    return _serialise_with_metadata(proto, network, reading)
 
 
 def _serialise_with_metadata(
-    made: onnx.ModelProto, network: Mapping[str, Any], reading: Mapping[str, Any] | None
+    proto: onnx.ModelProto, network: Mapping[str, Any], reading: Mapping[str, Any] | None
 ) -> bytes:
-    made.producer_name, made.producer_version = "fedquilt", ""
+    proto.producer_name, proto.producer_version = "fedquilt", ""
     tables = {"network": dict(network), "reading": dict(reading or {})}
-    onnx.helper.set_model_props(made, {name: json.dumps(table, sort_keys=True) for name, table in tables.items()})
-    return bytes(made.SerializeToString(deterministic=True))
+    onnx.helper.set_model_props(proto, {name: json.dumps(table, sort_keys=True) for name, table in tables.items()})
+    return bytes(proto.SerializeToString(deterministic=True))

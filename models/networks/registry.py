@@ -2,8 +2,8 @@
 
 A network is a table, `{"name": "mlp", "inputs": 64, "hidden": [32], "classes": 10}`. Names are the functions of
 `fedquilt.models.networks.architectures`, `resnet20-cifar` (32, 44, 56),
-`torchvision/<architecture>`, `exits` around another network's table (`models.networks.stages`, what DepthFL ends
-with), an entry point of another package (`fedquilt.networks`), or `module:function` (`fedquilt.plugins`). The keys
+`torchvision/<architecture>`, `exits` around another network's table (`models.networks.stages`, the result of DepthFL),
+an entry point of another package (`fedquilt.networks`), or `module:function` (`fedquilt.plugins`). The keys
 "input" (`fedquilt.data.inputs`), "register" (`fedquilt.formats.tensor_register`) and "task" (`fedquilt.metrics`)
 describe inputs, tensors and predictions. They are ignored when the network is built. With the tasks "regression" and
 "labels", `classes` is the number of outputs.
@@ -12,6 +12,7 @@ describe inputs, tensors and predictions. They are ignored when the network is b
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -25,9 +26,26 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-SMALL = ("cnn", "conv1d", "gru", "lenet", "mlp", "plain", "residual", "rezero", "separable", "transformer", "vit")
+ARCHITECTURES = (
+    "cnn",
+    "conv1d",
+    "gru",
+    "lenet",
+    "mlp",
+    "plain",
+    "residual",
+    "rezero",
+    "separable",
+    "transformer",
+    "vit",
+)
 CIFAR_DEPTHS = (20, 32, 44, 56)
-OURS = (*SMALL, "exits", *(f"resnet{depth}-cifar" for depth in CIFAR_DEPTHS), "torchvision/<architecture>")
+BUILTIN_NETWORKS = (
+    *ARCHITECTURES,
+    "exits",
+    *(f"resnet{depth}-cifar" for depth in CIFAR_DEPTHS),
+    "torchvision/<architecture>",
+)
 
 
 class NetworkCost(NamedTuple):
@@ -124,13 +142,13 @@ def measure_cost(model: nn.Module, shape: tuple[int, ...]) -> NetworkCost:
 
 @contextlib.contextmanager
 def _disable_parameter_gradients(model: nn.Module) -> Iterator[None]:
-    asking = [value for value in model.parameters() if value.requires_grad]
+    trainable = [value for value in model.parameters() if value.requires_grad]
     try:
-        for value in asking:
+        for value in trainable:
             value.requires_grad_(False)
         yield
     finally:
-        for value in asking:
+        for value in trainable:
             value.requires_grad_()
 
 
@@ -142,12 +160,12 @@ def without_fused_attention() -> Iterator[None]:
     """
     import torch
 
-    before = torch.backends.mha.get_fastpath_enabled()
+    was_enabled = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
     try:
         yield
     finally:
-        torch.backends.mha.set_fastpath_enabled(before)
+        torch.backends.mha.set_fastpath_enabled(was_enabled)
 
 
 def input_shape(network: Mapping[str, Any]) -> tuple[int, ...]:
@@ -174,17 +192,23 @@ def input_shape(network: Mapping[str, Any]) -> tuple[int, ...]:
 
 def required_plugins(network: Mapping[str, Any]) -> dict[str, str]:
     """Return the plug-in modules of a network and of nested tables, with version and digest."""
-    found: dict[str, str] = {}
+    modules: dict[str, str] = {}
     for name in plugin_networks(network):
-        found |= _call_with_model_errors(lambda name=name: plugins.required_modules("network", name, OURS))  # type: ignore[misc]
-    return found
+        find = functools.partial(plugins.required_modules, "network", name, BUILTIN_NETWORKS)
+        modules |= _call_with_model_errors(find)
+    return modules
 
 
 def plugin_networks(network: Mapping[str, Any]) -> list[str]:
     name = str(network.get("name", ""))
-    within = [each for value in network.values() if isinstance(value, Mapping) for each in plugin_networks(value)]
-    ours = not name or name in OURS or name.startswith("torchvision/")
-    return within if ours else [name, *within]
+    nested_names = [
+        nested_name
+        for value in network.values()
+        if isinstance(value, Mapping)
+        for nested_name in plugin_networks(value)
+    ]
+    is_builtin = not name or name in BUILTIN_NETWORKS or name.startswith("torchvision/")
+    return nested_names if is_builtin else [name, *nested_names]
 
 
 def _call_with_model_errors(find: Callable[[], Any]) -> Any:
@@ -197,14 +221,14 @@ def _call_with_model_errors(find: Callable[[], Any]) -> Any:
 def _find_factory(name: str) -> Callable[..., nn.Module]:
     if name.startswith("torchvision/"):
         return _find_torchvision_factory(name)
-    own = _call_with_model_errors(lambda: plugins.load_plugin("network", name, OURS))
-    if own is not None:
-        return _wrap_plugin_factory(name, own)
+    plugin = _call_with_model_errors(lambda: plugins.load_plugin("network", name, BUILTIN_NETWORKS))
+    if plugin is not None:
+        return _wrap_plugin_factory(name, plugin)
     from fedquilt.models.networks import architectures, stages
 
     if name == "exits":
         return lambda of, looks, classes: stages.build_exits_network(build_network(of), looks, classes)
-    if name in SMALL:
+    if name in ARCHITECTURES:
         return getattr(architectures, name)
     cifar = {f"resnet{depth}-cifar": depth for depth in CIFAR_DEPTHS}
     return lambda classes=10: architectures.CifarResNet(cifar[name], classes)
@@ -213,12 +237,12 @@ def _find_factory(name: str) -> Callable[..., nn.Module]:
 def require_callable(name: str, factory: Any) -> None:
     if not callable(factory):
         kind = type(factory).__name__
-        raise ModelError(f"network {name!r} is a {kind}, and a function that makes a torch.nn.Module is wanted")
+        raise ModelError(f"network {name!r} is a {kind}, not a function that returns a torch.nn.Module")
 
 
 def describe_settings(network: Mapping[str, Any]) -> str:
-    own = {key: value for key, value in network.items() if key not in ("name", "input", "register", "task")}
-    return ", ".join(f"{key} = {value!r}" for key, value in own.items()) or "no settings"
+    settings = {key: value for key, value in network.items() if key not in ("name", "input", "register", "task")}
+    return ", ".join(f"{key} = {value!r}" for key, value in settings.items()) or "no settings"
 
 
 def _wrap_plugin_factory(name: str, factory: Any) -> Callable[..., nn.Module]:
@@ -259,18 +283,22 @@ def _is_file(weights: str | Path) -> bool:
 
 
 def _load_weights_file(model: nn.Module, name: str, path: Path) -> None:
-    given = _read_state_dict(path)
-    wanted = model.state_dict()
+    weights = _read_state_dict(path)
+    network_state = model.state_dict()
     # batch norm's counters are absent from many published files and unused in inference
-    given |= {key: wanted[key] for key in wanted.keys() - given.keys() if not wanted[key].is_floating_point()}
-    odd = sorted(key for key in given.keys() ^ wanted.keys())
-    odd += sorted(k for k in given.keys() & wanted.keys() if given[k].shape != wanted[k].shape)
+    weights |= {
+        key: network_state[key]
+        for key in network_state.keys() - weights.keys()
+        if not network_state[key].is_floating_point()
+    }
+    odd = sorted(key for key in weights.keys() ^ network_state.keys())
+    odd += sorted(k for k in weights.keys() & network_state.keys() if weights[k].shape != network_state[k].shape)
     if odd:
         raise ModelError(
             f"{path} does not hold the weights of {name!r}: {len(odd)} tensors differ, the first is {odd[0]!r}; "
-            "give the network the file was made from, with its number of classes"
+            "use the file's own network and number of classes"
         )
-    model.load_state_dict(given)
+    model.load_state_dict(weights)
 
 
 def _read_state_dict(path: Path) -> dict[str, torch.Tensor]:
@@ -283,14 +311,14 @@ def _read_state_dict(path: Path) -> dict[str, torch.Tensor]:
             from safetensors.torch import load_file
 
             return load_file(path)
-        held = torch.load(path, map_location="cpu", weights_only=True)
+        state = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # torch and safetensors raise a dozen types for a damaged file
         reason = first_line(error)
         raise ModelError(f"cannot read the weights {path}: {reason}; save a plain state dict") from None
-    held = held.get("state_dict", held) if isinstance(held, dict) else held
-    if not isinstance(held, dict) or not all(isinstance(value, torch.Tensor) for value in held.values()):
-        raise ModelError(f"{path} holds a {type(held).__name__}, not a state dict: save model.state_dict()")
-    return {str(key).removeprefix("module."): value for key, value in held.items()}
+    state = state.get("state_dict", state) if isinstance(state, dict) else state
+    if not isinstance(state, dict) or not all(isinstance(value, torch.Tensor) for value in state.values()):
+        raise ModelError(f"{path} holds a {type(state).__name__}, not a state dict: save model.state_dict()")
+    return {str(key).removeprefix("module."): value for key, value in state.items()}
 
 
 def _download_model(name: str, network: Mapping[str, Any], weights: str) -> nn.Module:
@@ -306,7 +334,5 @@ def _download_model(name: str, network: Mapping[str, Any], weights: str) -> nn.M
         raise ModelError(f"cannot download the weights of {name} ({error}): give a local file instead") from None
     classes = int(network.get("classes", 1000))
     if classes != 1000:
-        raise ModelError(
-            f"torchvision's weights of {name} are for 1000 classes, the table says {classes}: leave it out"
-        )
+        raise ModelError(f"torchvision's weights of {name} are for 1000 classes, not {classes}: remove `classes`")
     return model

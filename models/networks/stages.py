@@ -26,79 +26,95 @@ class Stage:
 
 
 def keep_first_stages(
-    module: Any, start: Tensors, looks: Sequence[Stage], answer: Callable[[list[Any], Any], Any], *, whole: bool
+    module: Any,
+    start: Tensors,
+    recorded_stages: Sequence[Stage],
+    compute_scores: Callable[[list[Any], Any], Any],
+    *,
+    keep_later_stages: bool,
 ) -> Any:
-    """Cut a module to its first stages, in place. `answer` computes scores from stage inputs.
+    """Cut a module to its first stages, in place, and return the module.
 
     Args:
         module: Whole network.
         start: Tensors that remain.
-        looks: Stages whose inputs are recorded, in order. Unless `whole`, the forward pass ends at the last of these
-        inputs.
-        answer: Function from the pooled inputs, (n, width) each, and the network's scores, None unless `whole`, to
-        scores.
-        whole: Whether to keep the stages after the last of `looks`.
+        recorded_stages: Stages whose inputs are recorded, in order. Unless `keep_later_stages`, the forward pass ends
+            at the last of these inputs.
+        compute_scores: Function from the pooled inputs, (n, width) each, and the network's scores to scores. The
+            network's scores are None unless `keep_later_stages`.
+        keep_later_stages: Whether to keep the stages after the last of `recorded_stages`.
     """
     from torch import nn
 
     called: set[str] = set()
-    held = {id(value) for name, value in module.state_dict(keep_vars=True).items() if name in start}
-    heard: dict[int, Any] = {}
+    kept_tensor_ids = {id(value) for name, value in module.state_dict(keep_vars=True).items() if name in start}
+    stage_inputs: dict[int, Any] = {}
     inner = dict(module.named_modules())
-    kept = {path for path, each in inner.items() if any(id(value) in held for value in _own_tensors(each))}
-    for index, stage in enumerate(looks):
-        last = index == len(looks) - 1 and not whole
-        inner[stage.entrance].register_forward_pre_hook(_StageHook(heard, index, stage, last))
-    for path, each in inner.items():
-        if not path or not _own_tensors(each):
+    kept_paths = {
+        path
+        for path, submodule in inner.items()
+        if any(id(value) in kept_tensor_ids for value in _own_tensors(submodule))
+    }
+    for index, stage in enumerate(recorded_stages):
+        is_last = index == len(recorded_stages) - 1 and not keep_later_stages
+        inner[stage.entrance].register_forward_pre_hook(_StageHook(stage_inputs, index, stage, is_last))
+    for path, submodule in inner.items():
+        if not path or not _own_tensors(submodule):
             continue
-        if path in kept:
-            each.register_forward_pre_hook(lambda layer, inputs, path=path: called.add(path))
-        elif not any(each.children()) and not any(path == stage.entrance for stage in looks):
+        if path in kept_paths:
+            submodule.register_forward_pre_hook(lambda layer, inputs, path=path: called.add(path))
+        elif not any(submodule.children()) and not any(path == stage.entrance for stage in recorded_stages):
             _replace_with_identity(module, path)
-        else:  # only an input is read, of the layer or of one in it, and it is never run to its end
-            for leaf in [*dict(each.named_parameters(recurse=False)), *dict(each.named_buffers(recurse=False))]:
-                setattr(each, leaf, None)
-    within = {path: inner[path.rpartition(".")[0]] for path in kept if path}
-    used = {
-        path for path, each in within.items() if not isinstance(each, nn.MultiheadAttention)
-    }  # reads, calls nothing
+        else:  # only the layer's input, or that of a layer inside, is read
+            for attribute in [
+                *dict(submodule.named_parameters(recurse=False)),
+                *dict(submodule.named_buffers(recurse=False)),
+            ]:
+                setattr(submodule, attribute, None)
+    parents = {path: inner[path.rpartition(".")[0]] for path in kept_paths if path}
+    expected_calls = {
+        path for path, submodule in parents.items() if not isinstance(submodule, nn.MultiheadAttention)
+    }  # attention reads its children's weights without calling them
     plain = _capture_original_forward(module)
 
     def forward(x: Any) -> Any:
-        heard.clear()
+        stage_inputs.clear()
         called.clear()
         scores = None
         with contextlib.suppress(_StageReached):
             scores = plain(x)
-        told = [heard[index] for index in range(len(looks)) if index in heard]
-        result = answer(told, scores) if len(told) == len(looks) else None
-        if result is None or called < used:
-            late = ", ".join(sorted(used - called)[:3]) or "a stage"
-            raise ModelError(f"the names of this network's layers do not tell their order ({late}): take another one")
+        pooled_inputs = [stage_inputs[index] for index in range(len(recorded_stages)) if index in stage_inputs]
+        result = compute_scores(pooled_inputs, scores) if len(pooled_inputs) == len(recorded_stages) else None
+        if result is None or called < expected_calls:
+            missing = ", ".join(sorted(expected_calls - called)[:3]) or "a stage"
+            raise ModelError(f"the order of this network's layers is unknown ({missing}): use another network")
         return result
 
     module.forward = forward
     return module
 
 
-def add_exits(module: Any, looks: Sequence[Stage], classes: int) -> Any:
+def add_exits(module: Any, stages: Sequence[Stage], classes: int) -> Any:
     from torch import nn
 
-    module.add_module("exit", nn.ModuleList(nn.Linear(each.width, classes) for each in looks))
+    module.add_module("exit", nn.ModuleList(nn.Linear(stage.width, classes) for stage in stages))
     return module
 
 
-def build_exits_network(module: Any, looks: Sequence[Sequence[Any]], classes: int) -> Any:
+def build_exits_network(module: Any, entrances: Sequence[Sequence[Any]], classes: int) -> Any:
     """Return the network with an exit at each stage. Scores are the mean over all classifiers."""
     import torch
 
-    found = [Stage(str(entrance), int(width), ()) for entrance, width in looks]
+    stages = [Stage(str(entrance), int(width), ()) for entrance, width in entrances]
 
-    def mean_scores(told: list[Any], scores: Any) -> Any:
-        return torch.stack([*(linear(x) for linear, x in zip(module.exit, told, strict=True)), scores]).mean(dim=0)
+    def mean_scores(pooled_inputs: list[Any], scores: Any) -> Any:
+        return torch.stack([*(linear(x) for linear, x in zip(module.exit, pooled_inputs, strict=True)), scores]).mean(
+            dim=0
+        )
 
-    return add_exits(keep_first_stages(module, module.state_dict(), found, mean_scores, whole=True), found, classes)
+    return add_exits(
+        keep_first_stages(module, module.state_dict(), stages, mean_scores, keep_later_stages=True), stages, classes
+    )
 
 
 def _own_tensors(module: Any) -> list[Any]:
@@ -116,35 +132,35 @@ class _StageReached(Exception): ...
 
 
 class _StageHook:
-    def __init__(self, heard: dict[int, Any], index: int, stage: Stage, last: bool) -> None:
-        self._heard, self._index, self._stage, self._last = heard, index, stage, last
+    def __init__(self, stage_inputs: dict[int, Any], index: int, stage: Stage, is_last: bool) -> None:
+        self._stage_inputs, self._index, self._stage, self._is_last = stage_inputs, index, stage, is_last
 
     def __call__(self, layer: Any, inputs: tuple[Any, ...]) -> None:
         x = inputs[0]
         pooled = _average_over_positions(layer, x)
         if pooled.shape[1] != self._stage.width:
             raise ModelError(
-                f"layer {self._stage.entrance!r} hears {pooled.shape[1]} channels, {self._stage.width} were expected"
+                f"layer {self._stage.entrance!r} received {pooled.shape[1]} channels instead of {self._stage.width}"
             )
-        self._heard[self._index] = pooled
-        if self._last:
+        self._stage_inputs[self._index] = pooled
+        if self._is_last:
             raise _StageReached
 
 
 def _average_over_positions(layer: Any, x: Any) -> Any:
     from torch import nn
 
-    # exactly these: torchvision's LayerNorm2d, a kind of LayerNorm, has its channels first
-    last = type(layer) in (nn.Linear, nn.LayerNorm, nn.MultiheadAttention)
-    among = range(1, x.ndim - 1) if last else range(2, x.ndim)
-    return x.mean(dim=tuple(among)) if among else x
+    # Subclasses are excluded, because torchvision's LayerNorm2d has its channels first.
+    is_channels_last = type(layer) in (nn.Linear, nn.LayerNorm, nn.MultiheadAttention)
+    axes = range(1, x.ndim - 1) if is_channels_last else range(2, x.ndim)
+    return x.mean(dim=tuple(axes)) if axes else x
 
 
 def _replace_with_identity(module: Any, path: str) -> None:
     from torch import nn
 
-    parent, _, leaf = path.rpartition(".")
-    setattr(module.get_submodule(parent), leaf, nn.Identity())
+    parent, _, name = path.rpartition(".")
+    setattr(module.get_submodule(parent), name, nn.Identity())
 
 
 Shapes = Mapping[str, tuple[int, ...]]
@@ -163,28 +179,34 @@ class StagedNetwork:
 def split_stages(model: Tensors, count: int, register: TensorRegister) -> StagedNetwork:
     """Split the network into `count` stages, or as many as it has blocks.
 
-    A block is given by the first number in its layers' names ("layer1.0"), or is a layer without a number ("conv1"). A
-    block without weights joins its neighbour.
+    Layers form a block if their names are equal up to the first number ("layer1.0"). A layer without a number is a
+    block ("conv1"). A block without weights joins the block before it.
     """
-    found, head = register.parameters_by_layer(), register.find_classifier()
+    parameters_by_layer, head = register.parameters_by_layer(), register.find_classifier()
     if head is None:
         raise ModelError("this network has no last linear layer: it cannot be cut by depth")
     register.require_plain_weight(head)
     blocks: dict[str, list[str]] = {}
-    for layer in found:
+    for layer in parameters_by_layer:
         if layer != head:
             blocks.setdefault(_block_name(_nearest_called_ancestor(register, layer)), []).append(layer)
-    named = register.weights_by_module()
-    shapes = {layer: model[named[layer]].shape for layer in found if named.get(layer) in model}
+    weight_names = register.weights_by_module()
+    shapes = {
+        layer: model[weight_names[layer]].shape for layer in parameters_by_layer if weight_names.get(layer) in model
+    }
     weights = {layer: shape for layer, shape in shapes.items() if len(shape) > 1}
-    whole = _merge_blocks_without_weights(weights, list(blocks.values()))
-    if not whole:
-        raise ModelError("this network has nothing but the layer that tells classes: it cannot be cut by depth")
-    parts = np.array_split(np.arange(len(whole)), min(count, len(whole)))
-    members = [[layer for i in part for layer in whole[i]] for part in parts]
+    weighted_blocks = _merge_blocks_without_weights(weights, list(blocks.values()))
+    if not weighted_blocks:
+        raise ModelError("this network has only a classifier: it cannot be cut by depth")
+    parts = np.array_split(np.arange(len(weighted_blocks)), min(count, len(weighted_blocks)))
+    members = [[layer for i in part for layer in weighted_blocks[i]] for part in parts]
     stages = tuple(
-        Stage(_entrance_layer(register, some), _input_channels(weights, some), _tensors_of_layers(register, some))
-        for some in members
+        Stage(
+            _entrance_layer(register, stage_layers),
+            _input_channels(weights, stage_layers),
+            _tensors_of_layers(register, stage_layers),
+        )
+        for stage_layers in members
     )
     if len(stages) > 1:
         _require_separate_tensors(register, [*members, [head]])
@@ -207,34 +229,34 @@ def _block_name(layer: str) -> str:
 
 def _merge_blocks_without_weights(weights: Shapes, blocks: Sequence[list[str]]) -> list[list[str]]:
     # A block without weights joins the block before it. Those at the front join the first block.
-    found: list[list[str]] = []
+    merged: list[list[str]] = []
     front: list[str] = []
     for block in blocks:
         if any(layer in weights for layer in block):
-            found.append([*block, *front])
+            merged.append([*block, *front])
             front = []
         else:
-            (found[-1] if found else front).extend(block)
-    return found
+            (merged[-1] if merged else front).extend(block)
+    return merged
 
 
-def _entrance_layer(register: TensorRegister, some: Sequence[str]) -> str:
+def _entrance_layer(register: TensorRegister, layers: Sequence[str]) -> str:
     types = {entry.module: entry.type for entry in register.tensors}
-    return next((layer for layer in some if layer in register.calls and "." not in types.get(layer, ".")), some[0])
+    return next((layer for layer in layers if layer in register.calls and "." not in types.get(layer, ".")), layers[0])
 
 
-def _input_channels(weights: Shapes, some: Sequence[str]) -> int:
+def _input_channels(weights: Shapes, layers: Sequence[str]) -> int:
     # A depthwise convolution has as many input channels as outputs.
-    shape = next(weights[layer] for layer in some if layer in weights)
+    shape = next(weights[layer] for layer in layers if layer in weights)
     return int(shape[1] if len(shape) == 2 or shape[1] > 1 else shape[0])
 
 
-def _tensors_of_layers(register: TensorRegister, some: Sequence[str]) -> tuple[str, ...]:
-    return tuple(sorted(entry.name for entry in register.tensors if entry.layer in some))
+def _tensors_of_layers(register: TensorRegister, layers: Sequence[str]) -> tuple[str, ...]:
+    return tuple(sorted(entry.name for entry in register.tensors if entry.layer in layers))
 
 
 def _require_separate_tensors(register: TensorRegister, members: Sequence[Sequence[str]]) -> None:
-    stage = {_block_name(layer): number for number, some in enumerate(members) for layer in some}
+    stage = {_block_name(layer): number for number, layers in enumerate(members) for layer in layers}
     for entry in register.tensors:
         for alias in entry.aliases:
             if stage.get(_block_name(alias.rpartition(".")[0]), -1) != stage.get(_block_name(entry.layer)):

@@ -34,57 +34,76 @@ class _PathTracer(fx.Tracer):  # type: ignore[misc]
             raise
 
 
-def trace_network(model: nn.Module, what: str, fix: str) -> fx.GraphModule:
-    """Trace a network with torch.fx, or raise ModelError with `what`, the untraceable place and `fix`."""
+def trace_network(model: nn.Module, subject: str, fix: str) -> fx.GraphModule:
+    """Trace a network with torch.fx.
+
+    Args:
+        model: Network to trace.
+        subject: Name of the network in the error message.
+        fix: Alternative to a rewrite, for the error message.
+
+    Raises:
+        ModelError: If the network has operations that torch.fx cannot trace.
+    """
     tracer = _PathTracer()
     try:
         graph = tracer.trace(model)
-    except Exception as error:  # whatever the network's own code makes of a symbolic value
+    except Exception as error:  # the network's own code may raise any exception on a symbolic value
         module = model.get_submodule(tracer.failed)
-        named = f"module {tracer.failed!r}" if tracer.failed else "the network's own forward()"
+        location = f"module {tracer.failed!r}" if tracer.failed else "the network's own forward()"
         reason = first_line(error)
         raise ModelError(
-            f"{what} cannot be traced: {named} ({type(module).__name__}{_error_location(error)}) stops torch.fx: "
+            f"{subject} cannot be traced: {location} ({type(module).__name__}{_error_location(error)}) stops torch.fx: "
             f"{reason}; rewrite that place without branches on values, or {fix}"
         ) from None
     return fx.GraphModule(model, graph)
 
 
 def _error_location(error: Exception) -> str:
-    frames = [each for each in traceback.extract_tb(error.__traceback__) if _TORCH not in Path(each.filename).parents]
-    last = frames[-1]
-    return "" if Path(last.filename) == Path(__file__) else f", {Path(last.filename).name}, line {last.lineno}"
+    frames = [
+        frame for frame in traceback.extract_tb(error.__traceback__) if _TORCH not in Path(frame.filename).parents
+    ]
+    innermost = frames[-1]
+    return (
+        ""
+        if Path(innermost.filename) == Path(__file__)
+        else f", {Path(innermost.filename).name}, line {innermost.lineno}"
+    )
 
 
 def trace_layer_costs(model: nn.Module, shape: tuple[int, ...]) -> list[Layer]:
     """Return the cost of each layer for one example of `shape`, in the order of first use.
 
-    In evaluation mode, as `calls.trace`, but with gradients: without them torch runs a transformer's layers by kernels
-    of their own, which training does not use.
+    The network runs in evaluation mode with gradients. Without gradients torch uses fused kernels for transformers,
+    which training does not use.
     """
     counter = _OperationCounter(model)
     was_training = model.training
-    place = next((value.device for value in model.parameters()), torch.device("cpu"))
+    device = next((value.device for value in model.parameters()), torch.device("cpu"))
     try:
-        x = torch.zeros(1, *shape, device=place)
+        x = torch.zeros(1, *shape, device=device)
         with torch.enable_grad(), counter:
             model.eval()(x)
     finally:
         model.train(was_training)
         counter.remove_hooks()
-    return [Layer(path, *numbers) for path, numbers in counter.found.items()]
+    return [Layer(path, *numbers) for path, numbers in counter.counts_by_layer.items()]
 
 
 class _OperationCounter(TorchDispatchMode):  # type: ignore[misc]
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
-        self._own = {value.untyped_storage().data_ptr() for value in (*model.parameters(), *model.buffers())}
+        self._weight_addresses = {
+            value.untyped_storage().data_ptr() for value in (*model.parameters(), *model.buffers())
+        }
         self._running = [""]
-        self.found: dict[str, list[Any]] = {}
+        self.counts_by_layer: dict[str, list[Any]] = {}
         self._watches = []
-        for path, each in model.named_modules():
-            self._watches.append(each.register_forward_pre_hook(lambda _, given, path=path: self._running.append(path)))
-            self._watches.append(each.register_forward_hook(lambda _, given, made: self._leave_module()))
+        for path, module in model.named_modules():
+            self._watches.append(
+                module.register_forward_pre_hook(lambda _, inputs, path=path: self._running.append(path))
+            )
+            self._watches.append(module.register_forward_hook(lambda _, inputs, output: self._leave_module()))
 
     def remove_hooks(self) -> None:
         for watch in self._watches:
@@ -94,22 +113,26 @@ class _OperationCounter(TorchDispatchMode):  # type: ignore[misc]
         self._running.pop()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        made = func(*args, **(kwargs or {}))
+        output = func(*args, **(kwargs or {}))
         if func.is_view:
-            return made
-        row = self.found.setdefault(self._running[-1], [0.0, 0.0, 0.0, 0])
-        given = [value for value in _tensors_in((args, kwargs)) if value.untyped_storage().data_ptr() not in self._own]
-        weighted = len(given) < len(_tensors_in((args, kwargs)))
+            return output
+        row = self.counts_by_layer.setdefault(self._running[-1], [0.0, 0.0, 0.0, 0])
+        activations = [
+            value
+            for value in _tensors_in((args, kwargs))
+            if value.untyped_storage().data_ptr() not in self._weight_addresses
+        ]
+        weighted = len(activations) < len(_tensors_in((args, kwargs)))
         count = flop_registry.get(func.overloadpacket)
         if count is not None:
-            row[0 if weighted else 1] += float(count(*args, **(kwargs or {}), out_val=made))
-        row[2] += float(sum(value.nbytes for value in (*given, *_tensors_in(made))))
+            row[0 if weighted else 1] += float(count(*args, **(kwargs or {}), out_val=output))
+        row[2] += float(sum(value.nbytes for value in (*activations, *_tensors_in(output))))
         row[3] += 1
-        return made
+        return output
 
 
 def _tensors_in(values: Any) -> list[torch.Tensor]:
-    return [each for each in torch.utils._pytree.tree_leaves(values) if isinstance(each, torch.Tensor)]
+    return [leaf for leaf in torch.utils._pytree.tree_leaves(values) if isinstance(leaf, torch.Tensor)]
 
 
 _NORMS = (nn.modules.batchnorm._NormBase, nn.GroupNorm, nn.LayerNorm)
@@ -125,26 +148,27 @@ def trace_register(model: nn.Module, shape: tuple[int, ...]) -> TensorRegister:
     The calls are those of an example of this shape (without batch) in evaluation mode. Trained tensors are those that a
     training step with two examples, on a copy of the network, changes or gives a gradient.
     """
-    modules, named, state = dict(model.named_modules()), _tensor_names_by_id(model), state_without_aliases(model)
-    moved, calls = _names_trained_by_step(model, shape), _trace_calls(model, shape)
+    modules, names_by_id, state = dict(model.named_modules()), _tensor_names_by_id(model), state_without_aliases(model)
+    trained_names, calls = _names_trained_by_step(model, shape), _trace_calls(model, shape)
     layers, rows = _layers_before_norms(modules, calls), []
     for name, value in state.items():
         path = name.partition(MADE_OF)[0] if MADE_OF in name else name.rpartition(".")[0]
         module = modules[path]
         parameter = isinstance(value, nn.Parameter)
         kind: Kind = "parameter" if parameter else "buffer" if value.is_floating_point() else "counter"
-        held = [each for each in module.buffers(recurse=False) if id(each) in named]  # the others are not in the state
-        running = [named[id(each)][0] in moved for each in held if each.is_floating_point()]
+        state_buffers = [buffer for buffer in module.buffers(recurse=False) if id(buffer) in names_by_id]
+        running = [names_by_id[id(b)][0] in trained_names for b in state_buffers if b.is_floating_point()]
         normalises = isinstance(module, _NORMS) or (any(running) and not any(module.children()))
-        facts = (kind, path, layers.get(path, path), _nearest_torch_type_name(module), normalises, name in moved)
-        rows.append(RegisterEntry(name, *facts, tuple(named[id(value)][1:])))
+        layer, type_name = layers.get(path, path), _nearest_torch_type_name(module)
+        aliases = tuple(names_by_id[id(value)][1:])
+        rows.append(RegisterEntry(name, kind, path, layer, type_name, normalises, name in trained_names, aliases))
     return TensorRegister(tuple(rows), tuple(calls))
 
 
 def state_without_aliases(model: nn.Module) -> dict[str, torch.Tensor]:
     state = model.state_dict(keep_vars=True)
-    first = {same[0] for same in names_of_tensors(model)}
-    return {name: value for name, value in state.items() if name in first}
+    first_names = {names[0] for names in names_of_tensors(model)}
+    return {name: value for name, value in state.items() if name in first_names}
 
 
 def names_of_tensors(model: nn.Module) -> list[list[str]]:
@@ -153,25 +177,29 @@ def names_of_tensors(model: nn.Module) -> list[list[str]]:
 
 def state_names_by_alias(model: nn.Module) -> dict[str, str]:
     """Return the first state-dict name of each module's own tensors, by the tensor's name in that module."""
-    found: dict[str, str] = {}
-    named = _tensor_names_by_id(model)
+    first_names: dict[str, str] = {}
+    names_by_id = _tensor_names_by_id(model)
     for path, module in model.named_modules():
-        own = {**dict(module.named_parameters(recurse=False)), **dict(module.named_buffers(recurse=False))}
-        found |= {f"{path}.{leaf}" if path else leaf: named[id(v)][0] for leaf, v in own.items() if id(v) in named}
-    return found
+        own_tensors = {**dict(module.named_parameters(recurse=False)), **dict(module.named_buffers(recurse=False))}
+        first_names |= {
+            f"{path}.{attribute}" if path else attribute: names_by_id[id(v)][0]
+            for attribute, v in own_tensors.items()
+            if id(v) in names_by_id
+        }
+    return first_names
 
 
 def modules_sharing_weight(model: nn.Module, path: str) -> list[tuple[str, nn.Module]]:
     weight = model.get_submodule(path).weight
-    every = model.named_modules(remove_duplicate=False)
-    return [(other, each) for other, each in every if getattr(each, "weight", None) is weight]
+    all_modules = model.named_modules(remove_duplicate=False)
+    return [(module_path, module) for module_path, module in all_modules if getattr(module, "weight", None) is weight]
 
 
 def _tensor_names_by_id(model: nn.Module) -> dict[int, list[str]]:
-    found: dict[int, list[str]] = {}
+    names_by_id: dict[int, list[str]] = {}
     for name, value in model.state_dict(keep_vars=True).items():
-        found.setdefault(id(value), []).append(name)
-    return found
+        names_by_id.setdefault(id(value), []).append(name)
+    return names_by_id
 
 
 def _nearest_torch_type_name(module: nn.Module) -> str:
@@ -184,16 +212,16 @@ def _nearest_torch_type_name(module: nn.Module) -> str:
 
 
 def _layers_before_norms(modules: Mapping[str, nn.Module], calls: Sequence[str]) -> dict[str, str]:
-    found, before = {}, ""
+    layers, previous_path = {}, ""
     for path in calls:
         module = modules[path]
         if isinstance(module, nn.modules.batchnorm._BatchNorm):
-            last = modules[before]
-            if module.num_features == getattr(last, "out_channels", getattr(last, "out_features", None)):
-                found[path] = before
+            previous = modules[previous_path]
+            if module.num_features == getattr(previous, "out_channels", getattr(previous, "out_features", None)):
+                layers[path] = previous_path
         if not any(module.children()):
-            before = path
-    return found
+            previous_path = path
+    return layers
 
 
 def _trace_calls(model: nn.Module, shape: tuple[int, ...]) -> list[str]:
@@ -202,12 +230,12 @@ def _trace_calls(model: nn.Module, shape: tuple[int, ...]) -> list[str]:
     def record_call(path: str) -> Any:
         return lambda module, inputs: called.setdefault(path)
 
-    watches = [each.register_forward_pre_hook(record_call(path)) for path, each in model.named_modules()]
+    watches = [submodule.register_forward_pre_hook(record_call(path)) for path, submodule in model.named_modules()]
     was_training = model.training
-    place = next((value.device for value in model.parameters()), torch.device("cpu"))
+    device = next((value.device for value in model.parameters()), torch.device("cpu"))
     try:
         with registry.without_fused_attention(), torch.no_grad():
-            model.eval()(torch.zeros(1, *shape, device=place))
+            model.eval()(torch.zeros(1, *shape, device=device))
     finally:
         model.train(was_training)
         for watch in watches:
@@ -217,14 +245,16 @@ def _trace_calls(model: nn.Module, shape: tuple[int, ...]) -> list[str]:
 
 def _names_trained_by_step(model: nn.Module, shape: tuple[int, ...]) -> set[str]:
     model = copy.deepcopy(model).train()
-    before = {name: value.detach().clone() for name, value in state_without_aliases(model).items()}
-    place = next((value.device for value in model.parameters()), torch.device("cpu"))
+    old_values = {name: value.detach().clone() for name, value in state_without_aliases(model).items()}
+    device = next((value.device for value in model.parameters()), torch.device("cpu"))
     with torch.random.fork_rng(devices=[]), torch.enable_grad():
         torch.manual_seed(0)
-        told = model(torch.rand(2, *shape).to(place))  # below 1: token 0, where an example is tokens
-        loss = sum(each.float().sum() for each in _tensors_in(told) if each.requires_grad)
+        output = model(torch.rand(2, *shape).to(device))  # below 1: token 0, where an example is tokens
+        loss = sum(tensor.float().sum() for tensor in _tensors_in(output) if tensor.requires_grad)
         if isinstance(loss, torch.Tensor):
             loss.backward()
-    after = state_without_aliases(model)
-    moved = {name for name, value in after.items() if value.grad is not None}
-    return moved | {name for name, value in after.items() if not torch.equal(value.detach(), before[name])}
+    new_state = state_without_aliases(model)
+    with_gradient = {name for name, value in new_state.items() if value.grad is not None}
+    return with_gradient | {
+        name for name, value in new_state.items() if not torch.equal(value.detach(), old_values[name])
+    }

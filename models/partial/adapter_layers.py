@@ -21,20 +21,20 @@ from fedquilt.models.partial.lora import GATE, OWN, SHARED, AdapterSite
 class LoraLinear(nn.Module):  # type: ignore[misc]
     """Linear layer with a shared adapter and, with `own`, a branch scaled by the block's gate."""
 
-    def __init__(self, linear: nn.Linear, rank: int, scale: float, *, own: bool) -> None:
+    def __init__(self, linear: nn.Linear, rank: int, scale: float, *, with_own_branch: bool) -> None:
         super().__init__()
         self.weight, self.bias, self.scale = linear.weight, linear.bias, scale
         self.gated: tuple[nn.Module, ...] = ()  # the block with the gate; in a tuple, it is no part of this layer
-        out, into = linear.weight.shape
-        for a, b in (SHARED, OWN) if own else (SHARED,):
-            self.register_parameter(a, nn.Parameter(torch.zeros(into, rank)))
-            self.register_parameter(b, nn.Parameter(torch.zeros(rank, out)))
+        outputs, inputs = linear.weight.shape
+        for a, b in (SHARED, OWN) if with_own_branch else (SHARED,):
+            self.register_parameter(a, nn.Parameter(torch.zeros(inputs, rank)))
+            self.register_parameter(b, nn.Parameter(torch.zeros(rank, outputs)))
 
     def with_bias_of(self, linear: nn.Linear) -> LoraLinear:
         """Return a layer that shares all tensors of this one except the bias."""
-        other = copy.copy(self)
-        other._parameters = {**self._parameters, "bias": linear.bias}
-        return other
+        layer_copy = copy.copy(self)
+        layer_copy._parameters = {**self._parameters, "bias": linear.bias}
+        return layer_copy
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return x W^T + b + s x A B and, if the block has a gate, the branch m s x A_p B_p on top."""
@@ -46,56 +46,58 @@ class LoraLinear(nn.Module):  # type: ignore[misc]
 
 
 def insert_adapters(
-    module: nn.Module, places: Sequence[AdapterSite], rank: int, scale: float, *, own: bool = False
+    module: nn.Module, sites: Sequence[AdapterSite], rank: int, scale: float, *, with_own_branch: bool = False
 ) -> nn.Module:
-    """Replace attention and the layers of `places` by layers with zero adapters, in place, and return the network."""
-    for name, each in list(module.named_modules()):
-        if isinstance(each, nn.MultiheadAttention):
+    """Replace attention and the layers of `sites` by layers with zero adapters, in place, and return the network."""
+    for name, submodule in list(module.named_modules()):
+        if isinstance(submodule, nn.MultiheadAttention):
             try:
-                _replace_module(module, each, Attention.from_torch(each))
+                _replace_module(module, submodule, Attention.from_torch(submodule))
             except ValueError as error:
                 raise ModelError(f"{name}: {error}") from None
-    for spot in places:
-        made = []
-        for layer in spot.layers:
+    for site in sites:
+        adapted_layers = []
+        for layer in site.layers:
             try:
                 linear = module.get_submodule(layer)
             except AttributeError:
                 linear = None
             if not isinstance(linear, nn.Linear):
                 raise ModelError(f"{layer!r} is no linear layer of this network: LoRA has nothing to adapt there")
-            made += _replace_layers_sharing_weight(module, layer, LoraLinear(linear, rank, scale, own=own))
-        if own:
-            _add_gate(module.get_submodule(spot.block), made)
+            adapted_layers += _replace_layers_sharing_weight(
+                module, layer, LoraLinear(linear, rank, scale, with_own_branch=with_own_branch)
+            )
+        if with_own_branch:
+            _add_gate(module.get_submodule(site.block), adapted_layers)
     return module
 
 
-def _add_gate(block: nn.Module, adapted: Iterable[LoraLinear]) -> None:
+def _add_gate(block: nn.Module, adapted_layers: Iterable[LoraLinear]) -> None:
     block.register_parameter(GATE, nn.Parameter(torch.zeros(())))
-    for each in adapted:
-        each.gated = (block,)
+    for layer in adapted_layers:
+        layer.gated = (block,)
 
 
-def _replace_layers_sharing_weight(module: nn.Module, layer: str, made: LoraLinear) -> list[LoraLinear]:
-    """Replace a layer by `made`, and other layers with its weight by copies with their own bias."""
-    placed = {id(module.get_submodule(layer)): made}
-    for path, each in traces.modules_sharing_weight(module, layer):
-        if not isinstance(each, nn.Linear):
+def _replace_layers_sharing_weight(module: nn.Module, layer: str, adapted: LoraLinear) -> list[LoraLinear]:
+    """Replace a layer by `adapted`, and other layers with its weight by copies with their own bias."""
+    replacements = {id(module.get_submodule(layer)): adapted}
+    for path, sharing_layer in traces.modules_sharing_weight(module, layer):
+        if not isinstance(sharing_layer, nn.Linear):
             raise ModelError(
                 f"the tensor '{layer}.weight' is '{path}.weight' as well, and that is no linear layer's: an adapter "
                 "beside one of them cannot be merged into both, so give each its own or take another method"
             )
-        if id(each) not in placed:
-            placed[id(each)] = made.with_bias_of(each)
-        _set_module(module, path, placed[id(each)])
-    return list(placed.values())
+        if id(sharing_layer) not in replacements:
+            replacements[id(sharing_layer)] = adapted.with_bias_of(sharing_layer)
+        _set_module(module, path, replacements[id(sharing_layer)])
+    return list(replacements.values())
 
 
 def _replace_module(module: nn.Module, old: nn.Module, new: nn.Module) -> None:
-    for path in [path for path, each in module.named_modules(remove_duplicate=False) if each is old]:
+    for path in [path for path, submodule in module.named_modules(remove_duplicate=False) if submodule is old]:
         _set_module(module, path, new)
 
 
 def _set_module(module: nn.Module, path: str, new: nn.Module) -> None:
-    parent, _, leaf = path.rpartition(".")
-    setattr(module.get_submodule(parent), leaf, new)
+    parent, _, name = path.rpartition(".")
+    setattr(module.get_submodule(parent), name, new)

@@ -32,8 +32,8 @@ def is_trained(trained: Sequence[str], name: str) -> bool:
 class GateFunction:
     """Piecewise linear gate: its slope when off, and its cap when on."""
 
-    slope: float = 0.0  # of what is off
-    cap: float | None = None  # of what is on; None: none
+    slope: float = 0.0  # factor of values whose gate is off
+    cap: float | None = None  # limit of values whose gate is on, or None without a limit
 
 
 def gate_function(traced: fx.GraphModule, node: fx.Node) -> GateFunction | None:
@@ -67,13 +67,13 @@ def max_pool_settings(traced: fx.GraphModule, node: fx.Node) -> dict[str, Any]:
         fields = ("kernel_size", "stride", "padding", "dilation", "ceil_mode")
         return {field: getattr(module, field) for field in fields}
     if node.op == "call_function" and node.target in (F.max_pool2d, torch.max_pool2d):
-        given = dict(zip(("kernel_size", "stride", "padding", "dilation", "ceil_mode"), node.args[1:], strict=False))
-        return {**given, **{key: value for key, value in node.kwargs.items() if key != "return_indices"}}
+        settings = dict(zip(("kernel_size", "stride", "padding", "dilation", "ceil_mode"), node.args[1:], strict=False))
+        return {**settings, **{key: value for key, value in node.kwargs.items() if key != "return_indices"}}
     return {}
 
 
-def second_of_pair(both: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-    return both[1]
+def second_of_pair(pair: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    return pair[1]
 
 
 def make_out_of_place(node: fx.Node) -> fx.Node:
@@ -87,21 +87,21 @@ def make_out_of_place(node: fx.Node) -> fx.Node:
 
 
 def nodes_depending_on_trained(traced: fx.GraphModule, trained: Sequence[str]) -> dict[fx.Node, None]:
-    late: dict[fx.Node, None] = {}
+    dependent_nodes: dict[fx.Node, None] = {}
     for node in traced.graph.nodes:
         if node.op == "output":
             continue
-        if any(source in late for source in node.all_input_nodes) or uses_tensors(traced, node, trained):
-            late[node] = None
-    return late
+        if any(source in dependent_nodes for source in node.all_input_nodes) or uses_tensors(traced, node, trained):
+            dependent_nodes[node] = None
+    return dependent_nodes
 
 
 def nodes_feeding_weights(traced: fx.GraphModule) -> set[fx.Node]:
-    found: set[fx.Node] = set()
+    feeding_nodes: set[fx.Node] = set()
     for node in reversed(traced.graph.nodes):
-        if node in found or uses_tensors(traced, node, None):
-            found.update(node.all_input_nodes)
-    return found
+        if node in feeding_nodes or uses_tensors(traced, node, None):
+            feeding_nodes.update(node.all_input_nodes)
+    return feeding_nodes
 
 
 def uses_tensors(traced: fx.GraphModule, node: fx.Node, trained: Sequence[str] | None) -> bool:
@@ -117,12 +117,12 @@ def uses_tensors(traced: fx.GraphModule, node: fx.Node, trained: Sequence[str] |
 
 def trace_network(model: nn.Module, name: str) -> fx.GraphModule:
     """Trace a network with torch.fx, in evaluation mode."""
-    model.eval()  # in training mode some give more than scores
+    model.eval()  # in training mode some networks return more than scores
     traced = traces.trace_network(model, f"network {name!r}", "take another method than FedSQ, which takes it apart")
     traced.graph.eliminate_dead_code()
     end = next(node for node in traced.graph.nodes if node.op == "output").args[0]
     if not isinstance(end, fx.Node):
-        raise ModelError(f"network {name!r} gives more than scores: FedSQ requires one score per class")
+        raise ModelError(f"network {name!r} returns more than scores: FedSQ requires one score per class")
     return traced
 
 
@@ -168,45 +168,40 @@ class DualCopy:
         bn: Norm = "frozen_stats",
         pool: Pool = "own",
     ) -> None:
-        with torch.device("meta"):  # the shape of the network alone
+        with torch.device("meta"):  # shapes suffice
             model = registry.build_network({key: value for key, value in network.items() if key != "input"})
         self._name, self._keep_statistics = str(network.get("name")), bn == "frozen_stats"
         self._traced = trace_network(model, self._name)
-        self._late = nodes_depending_on_trained(self._traced, trained)
-        if not self._late:
+        self._trained_nodes = nodes_depending_on_trained(self._traced, trained)
+        if not self._trained_nodes:
             raise ModelError(
                 f"network {self._name!r} uses no tensor of {', '.join(trained) or 'nothing'}: none is trained"
             )
-        frozen = gates == "frozen"
+        has_frozen_gates = gates == "frozen"
         inner = nodes_feeding_weights(self._traced)
         self._gates = {
-            node: found
-            for node in self._late
-            if frozen and node in inner and (found := gate_function(self._traced, node))
+            node: gate
+            for node in self._trained_nodes
+            if has_frozen_gates and node in inner and (gate := gate_function(self._traced, node))
         }
-        self._pools = [node for node in self._late if frozen and pool == "sk" and is_max_pool(self._traced, node)]
+        has_frozen_pools = has_frozen_gates and pool == "sk"
+        self._pools = [node for node in self._trained_nodes if has_frozen_pools and is_max_pool(self._traced, node)]
         self._entries = self._trained_part_inputs()
-        tail, frozen, whole = (
-            _build_pruned_module(model, graph)
-            for graph in (
-                self._build_late_graph(),
-                self._build_frozen_graph(scores=False),
-                self._build_frozen_graph(scores=True),
-            )
-        )
-        self._tail, self._look, self._look_scores = tail, frozen, whole
-        self.names = tuple(tail.state_dict())
-        """Tensors behind the first trained one: the quantitative copy's."""
-        self.trained = tuple(name for name, _ in tail.named_parameters() if is_trained(trained, name))
-        """Those of them that gradients update."""
-        self.frozen_names = tuple(frozen.state_dict())
+        self._tail = _build_pruned_module(model, self._build_trained_graph())
+        self._frozen_part = _build_pruned_module(model, self._build_frozen_graph(scores=False))
+        self._frozen_part_with_scores = _build_pruned_module(model, self._build_frozen_graph(scores=True))
+        self.names = tuple(self._tail.state_dict())
+        """Tensors of the quantitative copy: the first trained tensor and all behind it."""
+        self.trained = tuple(name for name, _ in self._tail.named_parameters() if is_trained(trained, name))
+        """Tensors of the quantitative copy that gradients update."""
+        self.frozen_names = tuple(self._frozen_part.state_dict())
         """Tensors that the structural copy needs for gates and features."""
-        self.all_names = tuple(whole.state_dict())
-        """And for scores."""
+        self.all_names = tuple(self._frozen_part_with_scores.state_dict())
+        """Tensors that the structural copy needs for gates, features and scores."""
 
     def build_copy_pair(self, model: nn.Module) -> nn.Module:
         return CopyPair(
-            NetworkPart(self._look, copy.deepcopy(model)), NetworkPart(self._tail, model), self._keep_statistics
+            NetworkPart(self._frozen_part, copy.deepcopy(model)), NetworkPart(self._tail, model), self._keep_statistics
         )
 
     def build_tail(self, model: nn.Module, layout: output_cache.RowLayout) -> nn.Module:
@@ -215,18 +210,18 @@ class DualCopy:
     def build_observer(self, model: nn.Module, sink: Callable[[output_cache.BatchOutputs], None]) -> nn.Module:
         """Return the frozen network, which passes the inputs of the trained part to `sink`."""
         counts = len(self._entries), len(self._pools)
-        return GateObserver(NetworkPart(self._look_scores, model), counts, sink)
+        return GateObserver(NetworkPart(self._frozen_part_with_scores, model), counts, sink)
 
     def _trained_part_inputs(self) -> list[fx.Node]:
-        used = {source for node in self._late for source in node.all_input_nodes}
+        sources = {source for node in self._trained_nodes for source in node.all_input_nodes}
         return [
             node
             for node in self._traced.graph.nodes
-            if node in used and node not in self._late and node.op != "get_attr"
+            if node in sources and node not in self._trained_nodes and node.op != "get_attr"
         ]
 
     def _build_frozen_graph(self, *, scores: bool) -> fx.Graph:
-        """Return the graph from examples to boundary values, pool indices and masks, followed by scores if `scores`."""
+        """Return the graph from examples to inputs of the trained part, pool indices, masks and, on demand, scores."""
         graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
         indices: list[fx.Node] = []
         for node in self._traced.graph.nodes:
@@ -234,28 +229,28 @@ class DualCopy:
                 continue
             copies[node] = make_out_of_place(graph.node_copy(node, copies.__getitem__))
             if node in self._pools:
-                both = graph.call_function(
+                pooled = graph.call_function(
                     F.max_pool2d,
                     (copies[node.args[0]],),
                     {**max_pool_settings(self._traced, node), "return_indices": True},
                 )
-                indices.append(graph.call_function(second_of_pair, (both,)))
+                indices.append(graph.call_function(second_of_pair, (pooled,)))
         masks = []
         for node, gate in self._gates.items():
             z = copies[node.all_input_nodes[0]]
             masks.append(graph.call_function(torch.gt, (z, 0.0)))
             if gate.cap is not None:
                 masks.append(graph.call_function(torch.ge, (z, gate.cap)))
-        found = [*(copies[node] for node in self._entries), *indices, *masks]
+        outputs = [*(copies[node] for node in self._entries), *indices, *masks]
         end = next(node for node in self._traced.graph.nodes if node.op == "output").args[0]
-        graph.output((*found, copies[end]) if scores else tuple(found))
+        graph.output((*outputs, copies[end]) if scores else tuple(outputs))
         return graph
 
-    def _build_late_graph(self) -> fx.Graph:
+    def _build_trained_graph(self) -> fx.Graph:
         graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
         for number, node in enumerate(self._entries):
             copies[node] = graph.placeholder(f"value_{number}")
-        places = {node: graph.placeholder(f"index_{number}") for number, node in enumerate(self._pools)}
+        index_inputs = {node: graph.placeholder(f"index_{number}") for number, node in enumerate(self._pools)}
         masks = {
             node: [graph.placeholder(f"mask_{number}_{bit}") for bit in range(1 + (gate.cap is not None))]
             for number, (node, gate) in enumerate(self._gates.items())
@@ -263,8 +258,8 @@ class DualCopy:
         for node in self._traced.graph.nodes:
             if node.op == "output":
                 graph.output(copies[node.args[0]])
-            elif node in places:
-                copies[node] = graph.call_function(pool_at_indices, (copies[node.args[0]], places[node]))
+            elif node in index_inputs:
+                copies[node] = graph.call_function(pool_at_indices, (copies[node.args[0]], index_inputs[node]))
             elif node in masks:
                 z, gate = copies[node.all_input_nodes[0]], self._gates[node]
                 copies[node] = (
@@ -272,7 +267,9 @@ class DualCopy:
                     if gate.cap is None
                     else graph.call_function(gate_with_cap, (z, *masks[node], gate.cap))
                 )
-            elif node in self._late or (node.op == "get_attr" and not self._late.keys().isdisjoint(node.users)):
+            elif node in self._trained_nodes or (
+                node.op == "get_attr" and not self._trained_nodes.keys().isdisjoint(node.users)
+            ):
                 copies[node] = make_out_of_place(graph.node_copy(node, copies.__getitem__))
         return graph
 
@@ -311,15 +308,15 @@ class NetworkPart(nn.Module):  # type: ignore[misc]
 
     def _attach_at_path(self, path: str, value: Any) -> None:
         *parents, name = path.split(".")
-        at: nn.Module = self
+        owner: nn.Module = self
         for parent in parents:
-            if not hasattr(at, parent):
-                at.add_module(parent, nn.Module())
-            at = getattr(at, parent)
+            if not hasattr(owner, parent):
+                owner.add_module(parent, nn.Module())
+            owner = getattr(owner, parent)
         if isinstance(value, torch.Tensor) and not isinstance(value, nn.Parameter):
-            at.register_buffer(name, value)
+            owner.register_buffer(name, value)
         else:
-            setattr(at, name, value)
+            setattr(owner, name, value)
 
 
 class _TrainedCopy(nn.Module):  # type: ignore[misc]
@@ -347,8 +344,8 @@ class CopyPair(_TrainedCopy):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         with torch.no_grad():
-            seen = self.frozen(x)
-        return self.qk(*seen)
+            frozen_outputs = self.frozen(x)
+        return self.qk(*frozen_outputs)
 
 
 class TrainedTail(_TrainedCopy):
@@ -357,11 +354,14 @@ class TrainedTail(_TrainedCopy):
         self._layout = layout
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
-        seen = output_cache.unpack_rows(rows, self._layout)
+        frozen_outputs = output_cache.unpack_rows(rows, self._layout)
         if any(weight.ndim == 4 and weight.stride(3) > 1 for weight in self.qk.parameters()):
             # a gate with another layout than its values is applied element by element
-            seen = [each.contiguous(memory_format=torch.channels_last) if each.ndim == 4 else each for each in seen]
-        return self.qk(*seen)
+            frozen_outputs = [
+                value.contiguous(memory_format=torch.channels_last) if value.ndim == 4 else value
+                for value in frozen_outputs
+            ]
+        return self.qk(*frozen_outputs)
 
 
 class GateObserver(nn.Module):  # type: ignore[misc]
@@ -372,16 +372,20 @@ class GateObserver(nn.Module):  # type: ignore[misc]
         self.frozen, self._counts, self._sink = frozen, counts, sink
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        *seen, scores = self.frozen(x)
+        *frozen_outputs, scores = self.frozen(x)
         if not self.training:
             values, pools = self._counts
-            self._sink(output_cache.BatchOutputs(seen[:values], seen[values : values + pools], seen[values + pools :]))
+            self._sink(
+                output_cache.BatchOutputs(
+                    frozen_outputs[:values], frozen_outputs[values : values + pools], frozen_outputs[values + pools :]
+                )
+            )
         return scores
 
 
 def _build_pruned_module(model: nn.Module, graph: fx.Graph) -> fx.GraphModule:
-    made = fx.GraphModule(model, graph)
-    made.graph.eliminate_dead_code()
-    made.delete_all_unused_submodules()
-    made.recompile()
-    return made
+    pruned = fx.GraphModule(model, graph)
+    pruned.graph.eliminate_dead_code()
+    pruned.delete_all_unused_submodules()
+    pruned.recompile()
+    return pruned

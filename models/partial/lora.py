@@ -5,9 +5,9 @@ A (in, r) and B (r, out), so that an adapted layer gives
 
     y = x W^T + b + s x A B,   s = alpha / r,
 
-and with a branch of a device's own, FedSDG's Eq. 4 on outputs, y + m s x A_p B_p with m = sigmoid(gate).
+and with a device's own branch, y + m s x A_p B_p with m = sigmoid(gate) (FedSDG's Eq. 4 on outputs).
 Tensors are named after their layer: `<layer>.lora_a`, `.lora_b`, `.own_a`, `.own_b`, and `<block>.gate`.
-The layers themselves, in torch, are in `fedquilt.models.partial.adapter_layers`.
+The torch layers are in `fedquilt.models.partial.adapter_layers`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from fedquilt.formats.tensor_register import ATTENTION, TensorRegister
 SHARED = ("lora_a", "lora_b")
 OWN = ("own_a", "own_b")
 GATE = "gate"
-OWN_STD = 0.01  # of B_p at first: with 0 the gate would have no gradient
+OWN_STD = 0.01  # initial standard deviation of B_p: with 0 the gate would have no gradient
 
 
 class AdapterSite(NamedTuple):
@@ -41,90 +41,92 @@ def find_adapted_layers(register: TensorRegister) -> tuple[AdapterSite, ...]:
     """
     head = register.find_classifier()
     attentions = {entry.module for entry in register.tensors if entry.type == ATTENTION}
-    flat = register.linear_paths()
-    found = []
+    linear_paths = register.linear_paths()
+    sites = []
     for attention in register.sort_by_call_order(attentions):
         block = attention.rpartition(".")[0]
-        others = [each for each in flat if each.startswith(f"{block}.") and not each.startswith(f"{attention}.")]
-        if not block or not others or f"{attention}.out_proj" not in flat:
+        block_layers = [
+            path for path in linear_paths if path.startswith(f"{block}.") and not path.startswith(f"{attention}.")
+        ]
+        if not block or not block_layers or f"{attention}.out_proj" not in linear_paths:
             raise ModelError(f"no output projection or no linear layer beside the attention {attention!r}")
-        found.append(AdapterSite(block, (f"{attention}.out_proj", register.sort_by_call_order(others)[-1])))
+        sites.append(AdapterSite(block, (f"{attention}.out_proj", register.sort_by_call_order(block_layers)[-1])))
     if not attentions:
-        found = [AdapterSite(each, (each,)) for each in register.sort_by_call_order(flat) if each != head]
-    if not found:
+        sites = [AdapterSite(path, (path,)) for path in register.sort_by_call_order(linear_paths) if path != head]
+    if not sites:
         raise ModelError(f"LoRA adapts linear layers, and this network has none before {head!r}: take a transformer")
-    for layer in (layer for spot in found for layer in spot.layers):
+    for layer in (layer for site in sites for layer in site.layers):
         register.require_plain_weight(layer)
-    return tuple(found)
+    return tuple(sites)
 
 
-def split_by_layer(places: Sequence[AdapterSite]) -> tuple[AdapterSite, ...]:
-    return tuple(AdapterSite(layer, (layer,)) for spot in places for layer in spot.layers)
+def split_by_layer(sites: Sequence[AdapterSite]) -> tuple[AdapterSite, ...]:
+    return tuple(AdapterSite(layer, (layer,)) for site in sites for layer in site.layers)
 
 
-def sites_from_json(places: Sequence[Sequence[object]]) -> tuple[AdapterSite, ...]:
-    return tuple(AdapterSite(str(block), tuple(map(str, names))) for block, names in places)  # type: ignore[call-overload]
+def sites_from_json(rows: Sequence[Sequence[object]]) -> tuple[AdapterSite, ...]:
+    return tuple(AdapterSite(str(block), tuple(map(str, names))) for block, names in rows)  # type: ignore[call-overload]
 
 
 def initial_shared_adapters(
-    model: Tensors, places: Sequence[AdapterSite], rank: int, rng: np.random.Generator
+    model: Tensors, sites: Sequence[AdapterSite], rank: int, rng: np.random.Generator
 ) -> dict[str, np.ndarray]:
     """Return the first shared adapters: A from N(0, 1/r), and B = 0."""
-    return _draw_adapter_branch(model, places, rank, rng, SHARED, 0.0)
+    return _draw_adapter_branch(model, sites, rank, rng, SHARED, 0.0)
 
 
 def initial_own_branch(
-    model: Tensors, places: Sequence[AdapterSite], rank: int, rng: np.random.Generator, gate: float
+    model: Tensors, sites: Sequence[AdapterSite], rank: int, rng: np.random.Generator, gate: float
 ) -> dict[str, np.ndarray]:
     """Return a device's first branch: A_p from N(0, 1/r), B_p from N(0, OWN_STD^2), and gate logits."""
-    gates = {f"{spot.block}.{GATE}": np.array(gate, np.float32) for spot in places}
-    return {**_draw_adapter_branch(model, places, rank, rng, OWN, OWN_STD), **gates}
+    gates = {f"{site.block}.{GATE}": np.array(gate, np.float32) for site in sites}
+    return {**_draw_adapter_branch(model, sites, rank, rng, OWN, OWN_STD), **gates}
 
 
-def gate_openness(held: Tensors, places: Sequence[AdapterSite]) -> list[float]:
+def gate_openness(branch: Tensors, sites: Sequence[AdapterSite]) -> list[float]:
     """Return m = sigmoid(a) of every block's gate, 0..1 (FedSDG, Eq. 3)."""
-    return [float(1 / (1 + np.exp(-held[f"{spot.block}.{GATE}"].astype(np.float64)))) for spot in places]
+    return [float(1 / (1 + np.exp(-branch[f"{site.block}.{GATE}"].astype(np.float64)))) for site in sites]
 
 
 def merge_shared(
-    model: Tensors, adapters: Tensors, places: Sequence[AdapterSite], scale: float
+    model: Tensors, adapters: Tensors, sites: Sequence[AdapterSite], scale: float
 ) -> dict[str, np.ndarray]:
-    return _merge_adapter_products(model, adapters, places, SHARED, [scale] * len(places))
+    return _merge_adapter_products(model, adapters, sites, SHARED, [scale] * len(sites))
 
 
 def merge_own_branch(
-    model: Tensors, own: Tensors, places: Sequence[AdapterSite], scale: float
+    model: Tensors, branch: Tensors, sites: Sequence[AdapterSite], scale: float
 ) -> dict[str, np.ndarray]:
     """Merge a device's branch into the weights: W + m s (A_p B_p)^T for every adapted layer."""
-    return _merge_adapter_products(model, own, places, OWN, [scale * m for m in gate_openness(own, places)])
+    return _merge_adapter_products(model, branch, sites, OWN, [scale * m for m in gate_openness(branch, sites)])
 
 
 def _merge_adapter_products(
-    model: Tensors, adapters: Tensors, places: Sequence[AdapterSite], leaves: tuple[str, str], scales: Sequence[float]
+    model: Tensors, adapters: Tensors, sites: Sequence[AdapterSite], suffixes: tuple[str, str], scales: Sequence[float]
 ) -> dict[str, np.ndarray]:
-    found = dict(model)
-    for spot, scale in zip(places, scales, strict=True):
-        for layer in spot.layers:
-            a, b = (adapters[f"{layer}.{leaf}"].astype(np.float64) for leaf in leaves)
+    merged = dict(model)
+    for site, scale in zip(sites, scales, strict=True):
+        for layer in site.layers:
+            a, b = (adapters[f"{layer}.{suffix}"].astype(np.float64) for suffix in suffixes)
             weight = model[f"{layer}.weight"]
-            found[f"{layer}.weight"] = (weight + scale * (a @ b).T).astype(weight.dtype)
-    return found
+            merged[f"{layer}.weight"] = (weight + scale * (a @ b).T).astype(weight.dtype)
+    return merged
 
 
 def _draw_adapter_branch(
     model: Tensors,
-    places: Sequence[AdapterSite],
+    sites: Sequence[AdapterSite],
     rank: int,
     rng: np.random.Generator,
-    leaves: tuple[str, str],
+    suffixes: tuple[str, str],
     std: float,
 ) -> dict[str, np.ndarray]:
-    found: Mapping[str, np.ndarray] = {}
-    for spot in places:
-        for layer in spot.layers:
-            wide, narrow = model[f"{layer}.weight"].shape  # (out, in)
-            a = rng.normal(0.0, rank**-0.5, (narrow, rank))
-            b = rng.normal(0.0, std, (rank, wide)) if std else np.zeros((rank, wide))
-            pair = {f"{layer}.{leaves[0]}": a.astype(np.float32), f"{layer}.{leaves[1]}": b.astype(np.float32)}
-            found = {**found, **pair}
-    return dict(found)
+    branch: Mapping[str, np.ndarray] = {}
+    for site in sites:
+        for layer in site.layers:
+            outputs, inputs = model[f"{layer}.weight"].shape  # (out, in)
+            a = rng.normal(0.0, rank**-0.5, (inputs, rank))
+            b = rng.normal(0.0, std, (rank, outputs)) if std else np.zeros((rank, outputs))
+            pair = {f"{layer}.{suffixes[0]}": a.astype(np.float32), f"{layer}.{suffixes[1]}": b.astype(np.float32)}
+            branch = {**branch, **pair}
+    return dict(branch)

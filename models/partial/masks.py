@@ -37,10 +37,10 @@ class MaskPlan:
     A mask of the network is one array of `neurons` entries, one group after another.
     """
 
-    widths: dict[str, int]  # of each group that may be masked
-    pinned: dict[str, int]  # neurons of each layer that may not be masked, although others of the layer may
-    follows: dict[str, TensorGroups]  # by tensor; others are always covered
-    whole: dict[str, str] = field(default_factory=dict)  # layer whose neurons none may leave out -> what reads them
+    widths: dict[str, int]  # group that may be masked -> neurons
+    pinned: dict[str, int]  # layer -> neurons that are never masked, although other neurons of the layer may be
+    follows: dict[str, TensorGroups]  # tensor -> groups; other tensors are always covered
+    whole: dict[str, str] = field(default_factory=dict)  # layer that is never masked -> unsupported reader
 
     @property
     def neurons(self) -> int:
@@ -49,35 +49,35 @@ class MaskPlan:
 
 def plan_from_layers(layers: Mapping[str, tuple[int, int]]) -> MaskPlan:
     """Return the plan of a chain of fully connected layers."""
-    hidden = {path: out for path, (out, _) in list(layers.items())[:-1]}
+    hidden = {path: outputs for path, (outputs, _) in list(layers.items())[:-1]}
     follows: dict[str, TensorGroups] = {}
-    before: tuple[str, ...] = ()
-    for path, (out, into) in layers.items():
-        own = (path,) if path in hidden else ()
-        if own or before:
-            follows[f"{path}.weight"] = TensorGroups((out, into), own, before)
-        if own:
-            follows[f"{path}.bias"] = TensorGroups((out,), own)
-        before = own
+    previous_groups: tuple[str, ...] = ()
+    for path, (outputs, inputs) in layers.items():
+        groups = (path,) if path in hidden else ()
+        if groups or previous_groups:
+            follows[f"{path}.weight"] = TensorGroups((outputs, inputs), groups, previous_groups)
+        if groups:
+            follows[f"{path}.bias"] = TensorGroups((outputs,), groups)
+        previous_groups = groups
     return MaskPlan(hidden, {}, follows)
 
 
 def describe_unmaskable_layers(plan: MaskPlan) -> str:
     """Return a phrase with up to four layers that cannot be masked and their readers, or "" without any."""
-    some = [f"{layer!r} ({reader})" for layer, reader in plan.whole.items()]
-    if not some:
+    descriptions = [f"{layer!r} ({reader})" for layer, reader in plan.whole.items()]
+    if not descriptions:
         return ""
-    more = f" and {len(some) - 4} more" if len(some) > 4 else ""
-    return f"layers that stay whole, each with what reads it and is not followed: {', '.join(some[:4])}{more}"
+    rest = f" and {len(descriptions) - 4} more" if len(descriptions) > 4 else ""
+    return f"layers that stay whole (with their unsupported reader): {', '.join(descriptions[:4])}{rest}"
 
 
 def validate_plan(plan: MaskPlan, model: Tensors) -> None:
     """Raise ModelError unless the plan is consistent and matches the model's tensors."""
-    known = {**plan.pinned, **plan.widths}
+    widths = {**plan.pinned, **plan.widths}
     for name, follow in plan.follows.items():
-        for axis, along, repeat in ((0, follow.out, 1), (1, follow.into, follow.repeat)):
-            width = sum(known.get(each, 0) for each in along) * repeat
-            if along and (not known.keys() >= set(along) or follow.shape[axis : axis + 1] != (width,)):
+        for axis, groups, repeat in ((0, follow.out, 1), (1, follow.into, follow.repeat)):
+            width = sum(widths.get(group, 0) for group in groups) * repeat
+            if groups and (not widths.keys() >= set(groups) or follow.shape[axis : axis + 1] != (width,)):
                 raise ModelError(f"the plan of masks is damaged at {name!r}: run `fedquilt prepare` anew")
         if name not in model or model[name].shape != follow.shape:
             raise ModelError(
@@ -93,9 +93,9 @@ def plan_from_bundle(bundle: Bundle, model: Tensors) -> MaskPlan:
     plan = plan_from_array(bundle.load("masks")["json"])
     validate_plan(plan, model)
     if not plan.neurons:
-        why = describe_unmaskable_layers(plan) or "it has no hidden layer"
+        reason = describe_unmaskable_layers(plan) or "it has no hidden layer"
         raise ModelError(
-            f"no hidden neuron of this network can be left out: take a method that trains the whole network; {why}"
+            f"no hidden neuron of this network can be masked: use a method that trains the whole network; {reason}"
         )
     return plan
 
@@ -104,64 +104,66 @@ def plan_to_array(plan: MaskPlan) -> np.ndarray:
     return np.frombuffer(msgspec.json.encode(plan), np.uint8)
 
 
-def plan_from_array(given: np.ndarray) -> MaskPlan:
+def plan_from_array(array: np.ndarray) -> MaskPlan:
     try:
-        return msgspec.json.decode(given.tobytes(), type=MaskPlan)
+        return msgspec.json.decode(array.tobytes(), type=MaskPlan)
     except UNDECODABLE as error:
-        raise ModelError(f"what was sent as a plan of masks is none: {error}") from None
+        raise ModelError(f"the plan of masks cannot be decoded: {error}") from None
 
 
 def mask_of_equal_part(plan: MaskPlan, index: int, parts: int) -> np.ndarray:
     """Return the mask (h,) of part `index` of `parts`. In each group, sizes of parts differ by at most 1."""
-    marks = []
+    group_masks = []
     for width in plan.widths.values():
-        mark = np.zeros(width, bool)
-        mark[index * width // parts : (index + 1) * width // parts] = True
-        marks.append(mark)
-    return np.concatenate(marks) if marks else np.zeros(0, bool)
+        group_mask = np.zeros(width, bool)
+        group_mask[index * width // parts : (index + 1) * width // parts] = True
+        group_masks.append(group_mask)
+    return np.concatenate(group_masks) if group_masks else np.zeros(0, bool)
 
 
 def split_by_group(plan: MaskPlan, neurons: np.ndarray) -> dict[str, np.ndarray]:
-    found, first = {name: np.ones(width, bool) for name, width in plan.pinned.items()}, 0
+    masks = {name: np.ones(width, bool) for name, width in plan.pinned.items()}
+    offset = 0
     for name, width in plan.widths.items():
-        found[name] = neurons[first : first + width].astype(bool)
-        first += width
-    return found
+        masks[name] = neurons[offset : offset + width].astype(bool)
+        offset += width
+    return masks
 
 
 def covered_entries(plan: MaskPlan, neurons: np.ndarray) -> dict[str, np.ndarray]:
     """Return the entries covered by a mask (h,), as booleans in the shape of each tensor."""
     by_group = split_by_group(plan, neurons)
-    found = {}
+    covered_by_tensor = {}
     for name, follow in plan.follows.items():
-        mark = np.ones((1,) * len(follow.shape), bool)
+        covered = np.ones((1,) * len(follow.shape), bool)
         if follow.out:
-            mark = mark & _expand_along_axis([by_group[each] for each in follow.out], 1, len(follow.shape), 0)
+            covered = covered & _expand_along_axis([by_group[group] for group in follow.out], 1, len(follow.shape), 0)
         if follow.into:
-            mark = mark & _expand_along_axis(
-                [by_group[each] for each in follow.into], follow.repeat, len(follow.shape), 1
+            covered = covered & _expand_along_axis(
+                [by_group[group] for group in follow.into], follow.repeat, len(follow.shape), 1
             )
-        found[name] = np.broadcast_to(mark, follow.shape)
-    return found
+        covered_by_tensor[name] = np.broadcast_to(covered, follow.shape)
+    return covered_by_tensor
 
 
-def select_covered(model: Tensors, marks: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    return {name: array[marks[name]] if name in marks else array for name, array in model.items()}
+def select_covered(model: Tensors, masks: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    return {name: array[masks[name]] if name in masks else array for name, array in model.items()}
 
 
-def restore_masked_tensors(sent: Tensors, marks: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+def restore_masked_tensors(packed: Tensors, masks: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
     """Return the sent entries where the mask covers, and 0 elsewhere. Tensors without a mask stay as sent."""
-    found = {}
-    for name, array in sent.items():
-        mark = marks.get(name)
-        if mark is None:
-            found[name] = array
+    restored = {}
+    for name, array in packed.items():
+        mask = masks.get(name)
+        if mask is None:
+            restored[name] = array
             continue
-        if array.shape != (wanted := int(mark.sum()),):
-            raise UpdateError(f"tensor {name!r} has shape {array.shape}, its mask covers {wanted} entries")
-        found[name] = np.zeros(mark.shape, array.dtype)
-        found[name][mark] = array
-    return found
+        covered_count = int(mask.sum())
+        if array.shape != (covered_count,):
+            raise UpdateError(f"tensor {name!r} has shape {array.shape}, its mask covers {covered_count} entries")
+        restored[name] = np.zeros(mask.shape, array.dtype)
+        restored[name][mask] = array
+    return restored
 
 
 def pack_mask(neurons: np.ndarray) -> np.ndarray:
@@ -170,9 +172,9 @@ def pack_mask(neurons: np.ndarray) -> np.ndarray:
 
 def unpack_mask(bits: np.ndarray, count: int) -> np.ndarray:
     if bits.dtype != np.uint8 or bits.shape != (-(-count // 8),):
-        raise UpdateError(f"a mask of {count} neurons is {-(-count // 8)} bytes, here are {bits.dtype} {bits.shape}")
+        raise UpdateError(f"a mask of {count} neurons has {-(-count // 8)} bytes, not {bits.dtype} {bits.shape}")
     return np.unpackbits(bits, count=count).astype(bool)
 
 
-def _expand_along_axis(marks: Sequence[np.ndarray], repeat: int, axes: int, axis: int) -> np.ndarray:
-    return np.repeat(np.concatenate(marks), repeat).reshape([-1 if each == axis else 1 for each in range(axes)])
+def _expand_along_axis(masks: Sequence[np.ndarray], repeat: int, axes: int, axis: int) -> np.ndarray:
+    return np.repeat(np.concatenate(masks), repeat).reshape([-1 if index == axis else 1 for index in range(axes)])

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 SPARE = 1.2  # factor on a file's size that has to be free on the disk
 VERSION = 2
 BITS = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little").view(np.int64)[:, 0]
-"""The eight bits of each byte, as bytes in the order in which they are packed."""
+"""The eight bits of each byte as one byte each, least significant first."""
 
 
 class BatchOutputs(NamedTuple):
@@ -42,11 +42,11 @@ class RowLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     values: tuple[tuple[int, ...], ...]
     indices: tuple[tuple[int, ...], ...]
     masks: tuple[tuple[int, ...], ...]
-    half: bool
+    is_float16: bool
 
     @property
     def value_bytes(self) -> int:
-        return _round_up_to_4((2 if self.half else 4) * sum(map(prod, self.values)))
+        return _round_up_to_4((2 if self.is_float16 else 4) * sum(map(prod, self.values)))
 
     @property
     def index_bytes(self) -> int:
@@ -68,55 +68,62 @@ class CacheMetadata(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class NoRoomError(Exception): ...
 
 
-def row_layout(seen: BatchOutputs, *, half: bool) -> RowLayout:
-    every = [*seen.values, *seen.indices, *seen.masks]
-    count = {len(each) if hasattr(each, "shape") and len(each.shape) else 0 for each in every}
-    if len(count) != 1 or not all(value.is_floating_point() for value in seen.values):
-        raise ModelError('what enters the trained part is not all tensors with the examples first: set cache = "off"')
-    values, indices, masks = (tuple(tuple(each.shape[1:]) for each in part) for part in seen)
-    return RowLayout(values, indices, masks, half)
+def row_layout(batch: BatchOutputs, *, is_float16: bool) -> RowLayout:
+    outputs = [*batch.values, *batch.indices, *batch.masks]
+    count = {len(tensor) if hasattr(tensor, "shape") and len(tensor.shape) else 0 for tensor in outputs}
+    if len(count) != 1 or not all(value.is_floating_point() for value in batch.values):
+        raise ModelError(
+            'some input of the trained part is no float tensor with one row per example: set cache = "off"'
+        )
+    values, indices, masks = (tuple(tuple(tensor.shape[1:]) for tensor in part) for part in batch)
+    return RowLayout(values, indices, masks, is_float16)
 
 
-def pack_rows(seen: BatchOutputs, like: RowLayout) -> np.ndarray:
+def pack_rows(batch: BatchOutputs, layout: RowLayout) -> np.ndarray:
     """Pack a batch as rows (n, row_bytes) uint8."""
-    count = len((*seen.values, *seen.masks)[0])
-    rows = np.zeros((count, like.row_bytes), np.uint8)
-    at = 0
-    for value in seen.values:
+    count = len((*batch.values, *batch.masks)[0])
+    rows = np.zeros((count, layout.row_bytes), np.uint8)
+    offset = 0
+    for value in batch.values:
         flat = value.detach().cpu().numpy().reshape(count, -1)
         with np.errstate(over="ignore"):
-            kept = flat.astype(np.float16 if like.half else np.float32)
-        if like.half and np.isinf(kept).any():
+            encoded = flat.astype(np.float16 if layout.is_float16 else np.float32)
+        if layout.is_float16 and np.isinf(encoded).any():
             raise ModelError(f'features of up to {np.abs(flat).max():.3g} do not fit 16 bits: set cache = "float32"')
-        at = _write_columns(rows, at, kept)
-    at = like.value_bytes
-    for index in seen.indices:
-        at = _write_columns(rows, at, index.cpu().numpy().reshape(count, -1).astype(np.int32))
-    for mask in seen.masks:
-        at = _write_columns(rows, at, np.packbits(mask.cpu().numpy().reshape(count, -1), axis=1, bitorder="little"))
+        offset = _write_columns(rows, offset, encoded)
+    offset = layout.value_bytes
+    for index in batch.indices:
+        offset = _write_columns(rows, offset, index.cpu().numpy().reshape(count, -1).astype(np.int32))
+    for mask in batch.masks:
+        offset = _write_columns(
+            rows, offset, np.packbits(mask.cpu().numpy().reshape(count, -1), axis=1, bitorder="little")
+        )
     return rows
 
 
-def unpack_rows(rows: torch.Tensor, like: RowLayout) -> list[torch.Tensor]:
+def unpack_rows(rows: torch.Tensor, layout: RowLayout) -> list[torch.Tensor]:
     import torch
 
-    count, at, found = len(rows), 0, []
-    held = rows[:, : like.value_bytes].view(torch.float16 if like.half else torch.float32)
-    for shape in like.values:
-        found.append(held[:, at : at + prod(shape)].reshape(count, *shape).float())
-        at += prod(shape)
-    held, at = rows[:, like.value_bytes : like.value_bytes + like.index_bytes].view(torch.int32), 0
-    for shape in like.indices:
-        found.append(held[:, at : at + prod(shape)].reshape(count, *shape))
-        at += prod(shape)
-    at = like.value_bytes + like.index_bytes
+    count = len(rows)
+    offset = 0
+    outputs = []
+    section = rows[:, : layout.value_bytes].view(torch.float16 if layout.is_float16 else torch.float32)
+    for shape in layout.values:
+        outputs.append(section[:, offset : offset + prod(shape)].reshape(count, *shape).float())
+        offset += prod(shape)
+    section = rows[:, layout.value_bytes : layout.value_bytes + layout.index_bytes].view(torch.int32)
+    offset = 0
+    for shape in layout.indices:
+        outputs.append(section[:, offset : offset + prod(shape)].reshape(count, *shape))
+        offset += prod(shape)
+    offset = layout.value_bytes + layout.index_bytes
     of_byte = torch.from_numpy(BITS).to(rows.device)
-    for shape in like.masks:
+    for shape in layout.masks:
         size = -(-prod(shape) // 8)
-        each = of_byte[rows[:, at : at + size].long()].view(torch.bool)[:, : prod(shape)]
-        found.append(each.reshape(count, *shape))
-        at += size
-    return found
+        bits = of_byte[rows[:, offset : offset + size].long()].view(torch.bool)[:, : prod(shape)]
+        outputs.append(bits.reshape(count, *shape))
+        offset += size
+    return outputs
 
 
 class CachedRows:
@@ -124,45 +131,45 @@ class CachedRows:
 
     dtype = np.dtype(np.uint8)
 
-    def __init__(self, path: Path, kept: CacheMetadata) -> None:
-        self._path, self.shape = path, (kept.rows, kept.layout.row_bytes)
-        self._sums = np.frombuffer(bytes.fromhex(kept.sums), ">u4")
+    def __init__(self, path: Path, metadata: CacheMetadata) -> None:
+        self._path, self.shape = path, (metadata.rows, metadata.layout.row_bytes)
+        self._sums = np.frombuffer(bytes.fromhex(metadata.sums), ">u4")
 
     def __len__(self) -> int:
         return self.shape[0]
 
     def __getitem__(self, rows: np.ndarray) -> np.ndarray:
         # Raises StoreError if the file is missing, truncated or damaged.
-        found = np.empty((len(rows), self.shape[1]), np.uint8)
+        result = np.empty((len(rows), self.shape[1]), np.uint8)
         try:
             with self._path.open("rb", buffering=0) as file:
-                for place, row in enumerate(rows):
-                    if os.preadv(file.fileno(), [found[place]], int(row) * self.shape[1]) != self.shape[1]:
+                for index, row in enumerate(rows):
+                    if os.preadv(file.fileno(), [result[index]], int(row) * self.shape[1]) != self.shape[1]:
                         raise StoreError(f"{self._path} was cut short while it was in use")
-                    if zlib.crc32(found[place]) != self._sums[row]:
+                    if zlib.crc32(result[index]) != self._sums[row]:
                         self._path.with_suffix(".json").unlink(missing_ok=True)
-                        raise StoreError(f"{self._path} is damaged: the next task makes it anew")
+                        raise StoreError(f"{self._path} is damaged: the next task recreates it")
         except OSError as error:
             raise StoreError(f"cannot read {self._path}: {error.strerror}") from None
-        return found
+        return result
 
 
 class RowWriter:
     """Writer of `folder`/`name`.rows, which appears whole or not at all and replaces an older file."""
 
-    def __init__(self, folder: Path, name: str, count: int, *, half: bool, most_bytes: int) -> None:
+    def __init__(self, folder: Path, name: str, count: int, *, is_float16: bool, limit_bytes: int) -> None:
         self._folder, self._name, self._count = folder, name, count
-        self._half, self._most = half, most_bytes
+        self._is_float16, self._limit_bytes = is_float16, limit_bytes
         self._layout: RowLayout | None = None
         self._part = folder / f"{name}.part"
         self._sums: list[int] = []
 
-    def write_batch(self, seen: BatchOutputs) -> None:
+    def write_batch(self, batch: BatchOutputs) -> None:
         try:
             if self._layout is None:
-                self._layout = row_layout(seen, half=self._half)
+                self._layout = row_layout(batch, is_float16=self._is_float16)
                 self._delete_old_files_and_require_space(self._count * self._layout.row_bytes)
-            rows = pack_rows(seen, self._layout)
+            rows = pack_rows(batch, self._layout)
             with self._part.open("ab") as file:
                 file.write(rows.tobytes())
             self._sums += [zlib.crc32(row) for row in rows]
@@ -173,40 +180,44 @@ class RowWriter:
 
     def finish(self, key: str) -> CacheMetadata:
         assert self._layout is not None
-        kept = CacheMetadata(key, self._count, self._layout, np.array(self._sums, ">u4").tobytes().hex())
+        metadata = CacheMetadata(key, self._count, self._layout, np.array(self._sums, ">u4").tobytes().hex())
         try:
             os.replace(self._part, self._folder / f"{self._name}.rows")
-            (self._folder / f"{self._name}.json").write_bytes(checksummed_json.encode_with_checksum(kept))
+            (self._folder / f"{self._name}.json").write_bytes(checksummed_json.encode_with_checksum(metadata))
         except OSError as error:
             raise NoRoomError(str(error)) from None
-        return kept
+        return metadata
 
     def _delete_old_files_and_require_space(self, size: int) -> None:
         self._folder.mkdir(parents=True, exist_ok=True)
-        for old in (f"{self._name}.json", f"{self._name}.rows", f"{self._name}.part"):
-            (self._folder / old).unlink(missing_ok=True)
-        if size > self._most:
-            raise NoRoomError(f"{size} bytes are more than {self._most}")
+        for file_name in (f"{self._name}.json", f"{self._name}.rows", f"{self._name}.part"):
+            (self._folder / file_name).unlink(missing_ok=True)
+        if size > self._limit_bytes:
+            raise NoRoomError(f"{size} bytes are more than {self._limit_bytes}")
         if SPARE * size > shutil.disk_usage(self._folder).free:
             raise NoRoomError(f"the disk has no {size} bytes to spare")
 
 
 def find_complete_rows(folder: Path, name: str, key: str, count: int) -> CacheMetadata | None:
-    """Return the description of the rows stored under a key, or None unless they are complete."""
+    """Return the metadata of `count` rows stored under a key, or None if rows are missing or incomplete."""
     try:
-        kept = checksummed_json.decode_with_checksum((folder / f"{name}.json").read_bytes(), CacheMetadata)
+        metadata = checksummed_json.decode_with_checksum((folder / f"{name}.json").read_bytes(), CacheMetadata)
         size = (folder / f"{name}.rows").stat().st_size
     except (OSError, checksummed_json.DamagedFileError):
         return None
-    whole = (kept.key, kept.rows, kept.version) == (key, count, VERSION) and size == count * kept.layout.row_bytes
-    whole = whole and len(kept.sums) == 8 * count
-    return kept if whole else None
+    is_complete = (metadata.key, metadata.rows, metadata.version) == (
+        key,
+        count,
+        VERSION,
+    ) and size == count * metadata.layout.row_bytes
+    is_complete = is_complete and len(metadata.sums) == 8 * count
+    return metadata if is_complete else None
 
 
-def _write_columns(rows: np.ndarray, at: int, values: np.ndarray) -> int:
+def _write_columns(rows: np.ndarray, offset: int, values: np.ndarray) -> int:
     raw = np.ascontiguousarray(values).view(np.uint8)
-    rows[:, at : at + raw.shape[1]] = raw
-    return at + raw.shape[1]
+    rows[:, offset : offset + raw.shape[1]] = raw
+    return offset + raw.shape[1]
 
 
 def _round_up_to_4(size: int) -> int:

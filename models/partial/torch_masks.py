@@ -17,7 +17,7 @@ from fedquilt.models.networks import traces
 from fedquilt.models.partial.masks import MaskPlan, TensorGroups
 
 SCORES = "mask_scores"
-"""Of the network, once prepared: s (h,), what the probabilities that neurons are used are the sigmoid of."""
+"""Parameter s (h,) of a prepared network. A neuron is used with probability sigmoid(s)."""
 
 
 class MaskHooks:
@@ -30,16 +30,16 @@ class MaskHooks:
         mu: Weight of the proximal term on covered entries.
     """
 
-    def __init__(self, plan: MaskPlan, others: torch.Tensor | None, diversity: float, mu: float) -> None:
-        self._plan, self._others, self._diversity, self._mu = plan, others, diversity, mu
+    def __init__(self, plan: MaskPlan, others_mean: torch.Tensor | None, diversity: float, mu: float) -> None:
+        self._plan, self._others_mean, self._diversity, self._mu = plan, others_mean, diversity, mu
         self._draws = torch.zeros(plan.neurons)  # uniform, (h,): neuron l is used where its draw is below theta_l
         self._masks: dict[str, torch.Tensor] = {}
-        self._buffers: dict[str, torch.Tensor] = {}  # as they were before a step on the scores
+        self._buffers: dict[str, torch.Tensor] = {}  # values before a step on the scores
 
     def training_steps(self, rate: float) -> tuple[Step, Step]:
         scores = Step(
             rate=lambda name: rate if name == SCORES else 0.0,
-            penalty=self._diversity_penalty if self._others is not None and self._diversity else None,
+            penalty=self._diversity_penalty if self._others_mean is not None and self._diversity else None,
             begin=lambda module: self._begin_step(module, weights=False),
         )
         weights = Step(
@@ -58,8 +58,8 @@ class MaskHooks:
                 continue
             if path not in inner:
                 raise ModelError(f"the plan of masks is another network's: this one has no layer {path!r}")
-            for each in {each for _, each in traces.modules_sharing_weight(module, path)}:
-                each.register_forward_pre_hook(self._make_input_mask_hook(follow))
+            for layer in {layer for _, layer in traces.modules_sharing_weight(module, path)}:
+                layer.register_forward_pre_hook(self._make_input_mask_hook(follow))
         module.register_forward_pre_hook(self._sample_mask)
         return module
 
@@ -84,23 +84,24 @@ class MaskHooks:
 
     def _make_input_mask_hook(self, follow: TensorGroups) -> Any:
         def apply_mask(layer: nn.Module, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-            mask, heard = self._mask_along(follow.into, follow.repeat), inputs[0]
-            if heard.ndim > 2 and not isinstance(layer, nn.Linear):
-                mask = mask.reshape(-1, *(1,) * (heard.ndim - 2))
-            return (heard * mask.to(heard.dtype), *inputs[1:])
+            x = inputs[0]
+            mask = self._mask_along(follow.into, follow.repeat)
+            if x.ndim > 2 and not isinstance(layer, nn.Linear):
+                mask = mask.reshape(-1, *(1,) * (x.ndim - 2))
+            return (x * mask.to(x.dtype), *inputs[1:])
 
         return apply_mask
 
     def _mask_along(self, names: Sequence[str], repeat: int = 1) -> torch.Tensor:
-        found = [self._masks[name] for name in names]
-        mask = found[0] if len(found) == 1 else torch.cat(found)
+        masks = [self._masks[name] for name in names]
+        mask = masks[0] if len(masks) == 1 else torch.cat(masks)
         return mask if repeat == 1 else mask.repeat_interleave(repeat)
 
     def _diversity_penalty(self, module: Any, x: Any, scores: Any, anchors: Mapping[str, Any]) -> torch.Tensor:
         """Return -lambda ||theta_i - theta_{g without i}||^2, summed over neurons (FedPeWS, Eq. 6)."""
-        assert self._others is not None
+        assert self._others_mean is not None
         theta = torch.sigmoid(getattr(module, SCORES))
-        return -self._diversity * torch.square(theta - self._others.to(theta.device)).sum()
+        return -self._diversity * torch.square(theta - self._others_mean.to(theta.device)).sum()
 
     def _proximal_penalty(self, module: nn.Module, x: Any, scores: Any, anchors: Mapping[str, Any]) -> torch.Tensor:
         """Return mu/2 ||(x - x_g) M||^2."""

@@ -18,14 +18,14 @@ from fedquilt.core import ModelError, Profile, Tensors, UpdateError
 from fedquilt.costs import peak_memory
 from fedquilt.models.partial.masks import MaskPlan
 
-Places = Mapping[str, tuple[np.ndarray | None, np.ndarray | None]]
-"""Tensor -> indices along its first and its second axis; None: the whole axis. A tensor not in it is left out."""
+TensorCut = Mapping[str, tuple[np.ndarray | None, np.ndarray | None]]
+"""Tensor of the sub-network -> indices along its first and second axis, None for a whole axis."""
 
 
 def select_by_tier(profile: Profile | None, values: Sequence[Any]) -> Any:
     """Select a value by memory tier: under 1 GB or unknown, 1, 2, 4 and 8 GB."""
-    order = (peak_memory.BELOW, *peak_memory.SIZES)
-    return values[order.index(peak_memory.tier_from_profile(profile)) if profile is not None else 0]
+    tiers = (peak_memory.BELOW, *peak_memory.SIZES)
+    return values[tiers.index(peak_memory.tier_from_profile(profile)) if profile is not None else 0]
 
 
 def leading_units(plan: MaskPlan, rate: float) -> dict[str, np.ndarray]:
@@ -34,14 +34,14 @@ def leading_units(plan: MaskPlan, rate: float) -> dict[str, np.ndarray]:
 
 def strongest_units(plan: MaskPlan, model: Tensors, rate: float) -> dict[str, np.ndarray]:
     """Return the ceil(rate * width) units of each group with the largest L1 norm, in order."""
-    found = {}
+    units_by_group = {}
     for group, width in plan.widths.items():
         norm = np.zeros(width)
         for name, follow in plan.follows.items():
             if follow.out == (group,) and model[name].ndim > 1:
                 norm += np.abs(model[name].astype(np.float64)).reshape(width, -1).sum(axis=1)
-        found[group] = np.sort(np.argsort(-norm, kind="stable")[: unit_count(width, rate)])
-    return found
+        units_by_group[group] = np.sort(np.argsort(-norm, kind="stable")[: unit_count(width, rate)])
+    return units_by_group
 
 
 def unit_count(width: int, rate: float) -> int:
@@ -49,32 +49,34 @@ def unit_count(width: int, rate: float) -> int:
     return max(1, math.ceil(round(rate * width, 9)))
 
 
-def unit_indices_by_tensor(plan: MaskPlan, model: Tensors, kept: Mapping[str, np.ndarray]) -> Places:
-    """Return the kept units' row and column indices in every tensor of the model, None for a whole axis."""
+def unit_indices_by_tensor(plan: MaskPlan, model: Tensors, units_by_group: Mapping[str, np.ndarray]) -> TensorCut:
+    """Return the row and column indices of the given units in every tensor of the model, None for a whole axis."""
     widths = {**plan.pinned, **plan.widths}
 
     def along(groups: Sequence[str], repeat: int = 1) -> np.ndarray | None:
-        if not groups or all(name not in kept or len(kept[name]) == widths[name] for name in groups):
+        if not groups or all(
+            name not in units_by_group or len(units_by_group[name]) == widths[name] for name in groups
+        ):
             return None
-        parts, first = [], 0
+        parts, offset = [], 0
         for name in groups:
-            parts.append(first + kept.get(name, np.arange(widths[name])))
-            first += widths[name]
+            parts.append(offset + units_by_group.get(name, np.arange(widths[name])))
+            offset += widths[name]
         units = np.concatenate(parts)
         return units if repeat == 1 else (units[:, None] * repeat + np.arange(repeat)).reshape(-1)
 
-    found = {}
+    indices = {}
     for name in model:
         follow = plan.follows.get(name)
-        found[name] = (along(follow.out), along(follow.into, follow.repeat)) if follow else (None, None)
-    return found
+        indices[name] = (along(follow.out), along(follow.into, follow.repeat)) if follow else (None, None)
+    return indices
 
 
-def cut_tensors(model: Tensors, at: Places) -> dict[str, np.ndarray]:
-    """Return copies of the entries at the places `at`, for the tensors named there alone."""
+def cut_tensors(model: Tensors, cut: TensorCut) -> dict[str, np.ndarray]:
+    """Return contiguous copies of the entries that `cut` selects."""
     return {
-        name: np.ascontiguousarray(model[name][_numpy_index_of_place(place)]).reshape(_cut_shape(model[name], place))
-        for name, place in at.items()
+        name: np.ascontiguousarray(model[name][_numpy_index(axes)]).reshape(_cut_shape(model[name], axes))
+        for name, axes in cut.items()
     }
 
 
@@ -82,58 +84,58 @@ def cut_tensors(model: Tensors, at: Places) -> dict[str, np.ndarray]:
 class WeightedEntrySums:
     """Sums of every entry over the devices that sent the entry: sum_k n_k x_k and sum_k n_k."""
 
-    total: dict[str, exact_sums.ExactSum] = field(default_factory=dict)  # counters: the largest
+    total: dict[str, exact_sums.ExactSum] = field(default_factory=dict)  # for counters the maximum
     weight: dict[str, exact_sums.ExactSum] = field(default_factory=dict)
 
 
 def add_entries(
-    model: Tensors, so_far: WeightedEntrySums | None, sent: Tensors, at: Places, weight: float
+    model: Tensors, sums: WeightedEntrySums | None, sub_model: Tensors, cut: TensorCut, weight: float
 ) -> WeightedEntrySums:
     """Add a device's sub-network to a round's sums, in place."""
-    tensors.require_addable(sent, cut_shapes(model, at))
-    so_far = so_far or WeightedEntrySums()
-    total, weights = dict(so_far.total), dict(so_far.weight)
-    for name, place in at.items():
-        share, many = np.zeros_like(model[name]), np.zeros(model[name].shape)
-        share[_numpy_index_of_place(place)], many[_numpy_index_of_place(place)] = sent[name], weight
-        total[name] = exact_sums.add_to_sum(total.get(name), share, weight)
-        weights[name] = exact_sums.add_to_sum(weights.get(name), many)
+    tensors.require_addable(sub_model, cut_shapes(model, cut))
+    sums = sums or WeightedEntrySums()
+    total, weights = dict(sums.total), dict(sums.weight)
+    for name, axes in cut.items():
+        entries, entry_weights = np.zeros_like(model[name]), np.zeros(model[name].shape)
+        entries[_numpy_index(axes)], entry_weights[_numpy_index(axes)] = sub_model[name], weight
+        total[name] = exact_sums.add_to_sum(total.get(name), entries, weight)
+        weights[name] = exact_sums.add_to_sum(weights.get(name), entry_weights)
     return WeightedEntrySums(total, weights)
 
 
-def cut_shapes(model: Tensors, at: Places) -> dict[str, tensors.TensorSpec]:
-    return {name: tensors.TensorSpec(_cut_shape(model[name], place), model[name].dtype) for name, place in at.items()}
+def cut_shapes(model: Tensors, cut: TensorCut) -> dict[str, tensors.TensorSpec]:
+    return {name: tensors.TensorSpec(_cut_shape(model[name], axes), model[name].dtype) for name, axes in cut.items()}
 
 
-def average_entries(model: Tensors, counted: WeightedEntrySums | None) -> dict[str, np.ndarray]:
+def average_entries(model: Tensors, sums: WeightedEntrySums | None) -> dict[str, np.ndarray]:
     """Return the mean of every entry over its senders. Entries without senders stay."""
-    found = dict(model)
-    for name, total in counted.total.items() if counted else ():
-        weight = counted.weight[name].rounded_value()  # type: ignore[union-attr]
+    averages = dict(model)
+    for name, total in sums.total.items() if sums else ():
+        weight = sums.weight[name].rounded_value()  # type: ignore[union-attr]
         mean = total.rounded_value() if total.is_counter else total.rounded_value() / np.where(weight > 0, weight, 1.0)
-        found[name] = np.where(weight > 0, mean, model[name]).astype(model[name].dtype)
-    return found
+        averages[name] = np.where(weight > 0, mean, model[name]).astype(model[name].dtype)
+    return averages
 
 
-def recognise_cut(model: Tensors, sent: Tensors, candidates: Sequence[Places]) -> Places:
-    """Return the candidate whose tensors have the names and shapes of `sent`."""
-    shapes = {name: array.shape for name, array in sent.items()}
-    for at in candidates:
-        if shapes == {name: _cut_shape(model[name], place) for name, place in at.items()}:
-            return at
+def recognise_cut(model: Tensors, sub_model: Tensors, candidates: Sequence[TensorCut]) -> TensorCut:
+    """Return the candidate whose tensors have the names and shapes of `sub_model`."""
+    shapes = {name: array.shape for name, array in sub_model.items()}
+    for cut in candidates:
+        if shapes == {name: _cut_shape(model[name], axes) for name, axes in cut.items()}:
+            return cut
     raise UpdateError("the tensors have the names and shapes of none of the sub-models that this job sends")
 
 
-def _numpy_index_of_place(place: tuple[np.ndarray | None, np.ndarray | None]) -> Any:
-    rows, columns = place
+def _numpy_index(axes: tuple[np.ndarray | None, np.ndarray | None]) -> Any:
+    rows, columns = axes
     if rows is None:
         return ... if columns is None else (slice(None), columns)
     return rows if columns is None else np.ix_(rows, columns)
 
 
-def _cut_shape(array: np.ndarray, place: tuple[np.ndarray | None, np.ndarray | None]) -> tuple[int, ...]:
-    along = [size if some is None else len(some) for size, some in zip(array.shape, place, strict=False)]
-    return (*along, *array.shape[len(along) :])
+def _cut_shape(array: np.ndarray, axes: tuple[np.ndarray | None, np.ndarray | None]) -> tuple[int, ...]:
+    sizes = [size if indices is None else len(indices) for size, indices in zip(array.shape, axes, strict=False)]
+    return (*sizes, *array.shape[len(sizes) :])
 
 
 def shrink_module(module: Any, start: Tensors, *, scaled: bool) -> Any:
@@ -147,27 +149,36 @@ def shrink_module(module: Any, start: Tensors, *, scaled: bool) -> Any:
     import torch
     from torch import nn
 
-    made: dict[int, Any] = {}  # a tensor of the whole network -> its cut, which modules may share
-    first: dict[int, str] = {}  # and its name
+    cut_by_id: dict[int, Any] = {}  # id of a tensor of the whole network -> smaller tensor, which modules may share
+    first_names: dict[int, str] = {}  # id of a tensor -> first name
     for name, value in module.state_dict(keep_vars=True).items():
-        first.setdefault(id(value), name)
-    for path, each in module.named_modules():
-        own = {**dict(each.named_parameters(recurse=False)), **dict(each.named_buffers(recurse=False))}
-        names = {leaf: first[id(value)] for leaf, value in own.items() if id(value) in first}
+        first_names.setdefault(id(value), name)
+    for path, submodule in module.named_modules():
+        own_tensors = {
+            **dict(submodule.named_parameters(recurse=False)),
+            **dict(submodule.named_buffers(recurse=False)),
+        }
+        names = {
+            attribute: first_names[id(value)] for attribute, value in own_tensors.items() if id(value) in first_names
+        }
         if odd := [name for name in names.values() if name not in start]:
-            raise ModelError(f"the sub-model has no tensor {odd[0]!r}, the network does")
-        news = {leaf: start[name].shape for leaf, name in names.items() if start[name].shape != tuple(own[leaf].shape)}
-        if not news:
+            raise ModelError(f"the sub-network has no tensor {odd[0]!r}")
+        new_shapes = {
+            attribute: start[name].shape
+            for attribute, name in names.items()
+            if start[name].shape != tuple(own_tensors[attribute].shape)
+        }
+        if not new_shapes:
             continue
-        weight = getattr(each, "weight", None)
-        for leaf, shape in news.items():
-            fresh = torch.zeros(shape, dtype=own[leaf].dtype)
-            fresh = nn.Parameter(fresh) if isinstance(own[leaf], nn.Parameter) else fresh
-            setattr(each, leaf, made.setdefault(id(own[leaf]), fresh))
-        depthwise = _resize_layer(each, path)
-        if scaled and not depthwise and weight is not None and weight.ndim > 1 and len(each.weight) < len(weight):
-            factor = len(weight) / len(each.weight)
-            each.register_forward_hook(lambda layer, inputs, output, factor=factor: output * factor)
+        weight = getattr(submodule, "weight", None)
+        for attribute, shape in new_shapes.items():
+            zeros = torch.zeros(shape, dtype=own_tensors[attribute].dtype)
+            zeros = nn.Parameter(zeros) if isinstance(own_tensors[attribute], nn.Parameter) else zeros
+            setattr(submodule, attribute, cut_by_id.setdefault(id(own_tensors[attribute]), zeros))
+        depthwise = _resize_layer(submodule, path)
+        if scaled and not depthwise and weight is not None and weight.ndim > 1 and len(submodule.weight) < len(weight):
+            factor = len(weight) / len(submodule.weight)
+            submodule.register_forward_hook(lambda layer, inputs, output, factor=factor: output * factor)
     return module
 
 
@@ -190,12 +201,12 @@ def _resize_layer(layer: Any, path: str) -> bool:
     raise ModelError(f"layer {path!r} is a {type(layer).__name__}: it cannot be cut by width")
 
 
-def mask_classes(module: Any, held: np.ndarray) -> Any:
-    """Set the training scores of classes that are not `held` to 0, and return the module."""
+def mask_classes(module: Any, present_classes: np.ndarray) -> Any:
+    """Set the training scores of absent classes to 0, and return the module. `present_classes` is boolean."""
     import torch
 
-    def zero_scores(whole: Any, inputs: Any, scores: Any) -> Any:
-        return scores * torch.from_numpy(held).to(scores) if whole.training else None
+    def zero_scores(network: Any, inputs: Any, scores: Any) -> Any:
+        return scores * torch.from_numpy(present_classes).to(scores) if network.training else None
 
     module.register_forward_hook(zero_scores)
     return module
@@ -211,52 +222,52 @@ class BatchNormMoments:
         still: Tensors whose normalisations keep their running statistics.
     """
 
-    def __init__(self, still: Collection[str] = ()) -> None:
-        self._still = {name.rpartition(".")[0] for name in still}  # modules
+    def __init__(self, frozen_names: Collection[str] = ()) -> None:
+        self._frozen_modules = {name.rpartition(".")[0] for name in frozen_names}  # modules
         self._sums: dict[str, tuple[float, np.ndarray, np.ndarray]] = {}  # by layer: n, mean, sum of squared distances
 
     def add_recording_hooks(self, module: Any) -> Any:
         for path, layer in batch_norms_with_statistics(module).items():
-            if path not in self._still:
+            if path not in self._frozen_modules:
                 layer.register_forward_pre_hook(self._make_recording_hook(path))
         return module
 
     def statistics(self) -> dict[str, np.ndarray]:
         """Return the recorded statistics, float32, under the names of the network's tensors."""
-        told: dict[str, np.ndarray] = {}
-        for path, (count, mean, apart) in self._sums.items():
-            told[f"{path}.running_mean"] = mean.astype(np.float32)
-            told[f"{path}.running_var"] = (apart / count).astype(np.float32)
-        return told
+        result: dict[str, np.ndarray] = {}
+        for path, (count, mean, squared_sum) in self._sums.items():
+            result[f"{path}.running_mean"] = mean.astype(np.float32)
+            result[f"{path}.running_var"] = (squared_sum / count).astype(np.float32)
+        return result
 
     def _make_recording_hook(self, path: str) -> Any:
         """Return a hook that, in evaluation mode, normalises with the batch's own moments and adds them to the sums."""
         import torch
 
         def record_input(layer: Any, inputs: tuple[Any, ...]) -> None:
-            if layer.training:  # the engine's probe of how much memory the network takes, on no real examples
+            if layer.training:  # the engine probes the network's memory without real examples
                 return
             x = inputs[0]
             axes = [axis for axis in range(x.ndim) if axis != 1]
             var, mean = torch.var_mean(x, dim=axes, correction=0)
             layer.running_mean, layer.running_var = mean, var
             count = x.numel() / x.shape[1]
-            self._merge_batch_moments(path, count, *(each.double().cpu().numpy() for each in (mean, var * count)))
+            self._merge_batch_moments(path, count, *(moment.double().cpu().numpy() for moment in (mean, var * count)))
 
         return record_input
 
-    def _merge_batch_moments(self, path: str, count: float, mean: np.ndarray, apart: np.ndarray) -> None:
-        before = self._sums.get(path)
-        if before is None:
-            self._sums[path] = (count, mean, apart)
+    def _merge_batch_moments(self, path: str, count: float, mean: np.ndarray, squared_sum: np.ndarray) -> None:
+        previous = self._sums.get(path)
+        if previous is None:
+            self._sums[path] = (count, mean, squared_sum)
             return
-        total, step = before[0] + count, mean - before[1]
-        apart = before[2] + apart + np.square(step) * before[0] * count / total
-        self._sums[path] = (total, before[1] + step * count / total, apart)
+        total, step = previous[0] + count, mean - previous[1]
+        squared_sum = previous[2] + squared_sum + np.square(step) * previous[0] * count / total
+        self._sums[path] = (total, previous[1] + step * count / total, squared_sum)
 
 
 def batch_norms_with_statistics(module: Any) -> dict[str, Any]:
     from torch.nn.modules.batchnorm import _BatchNorm
 
     inner = module.named_modules()
-    return {path: each for path, each in inner if isinstance(each, _BatchNorm) and each.running_mean is not None}
+    return {path: layer for path, layer in inner if isinstance(layer, _BatchNorm) and layer.running_mean is not None}

@@ -1,9 +1,9 @@
 """Blocks, junctions between blocks, and the outputs of stitched paths.
 
 A path is a sequence of blocks of several donors (FedStitch, arXiv 2409.07202, section 3). A junction connects two
-blocks
-that are not neighbours in one donor: maps are resized for the next block, and projected onto its channels position by
-position (a 1x1 convolution with bias). Maps of images are (c, h, w), maps of time series (c, l). Requires numpy only.
+blocks that are not neighbours in one donor: maps are resized for the next block, and projected onto its channels
+position by position (a 1x1 convolution with bias). Maps of images are (c, h, w), maps of time series (c, l). Requires
+numpy only.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Block:
     weight_bytes: int
     resident_bytes: int  # weights of its largest graph
     activation_bytes: int
-    int8: str | None = None  # a graph of 8-bit weights and maps, for output scores only; None: none was accepted
+    int8: str | None = None  # graph of 8-bit weights and maps, for output scores only, or None without an accepted one
 
     @property
     def id(self) -> str:
@@ -75,42 +75,43 @@ class DonorPool:
 
 
 def load_donor_pool(meta: Mapping[str, Any]) -> DonorPool:
-    """Read the donor pool from a bundle's meta. ModelError says which blocks are missing."""
+    """Read the donor pool from a bundle's meta, or raise ModelError if blocks are missing or inconsistent."""
     try:
-        known = {name: meta[name] for name in ("input", "labels", "donors", "blocks")}
-        found = msgspec.convert(known, DonorPool)
-        msgspec.convert(found.input, inputs.ImageInput if "channels" in found.input else inputs.ValueInput)
+        fields = {name: meta[name] for name in ("input", "labels", "donors", "blocks")}
+        pool = msgspec.convert(fields, DonorPool)
+        msgspec.convert(pool.input, inputs.ImageInput if "channels" in pool.input else inputs.ValueInput)
     except (KeyError, msgspec.ValidationError) as error:
         raise ModelError(
             f"the bundle holds no donor blocks ({error}): give the job [[donors]] and prepare it"
         ) from None
-    for name, donor in found.donors.items():
-        kinds = [found.blocks[block].kind if block in found.blocks else None for block in donor.blocks]
+    for name, donor in pool.donors.items():
+        kinds = [pool.blocks[block].kind if block in pool.blocks else None for block in donor.blocks]
         if kinds != ["start", *["middle"] * (len(kinds) - 2), "end"]:
             raise ModelError(
                 f"donor {name!r}: its blocks are {kinds}, expected start, middle ..., end: prepare it anew"
             )
-        if donor.align is not None and len(donor.align) != len(found.labels):
-            raise ModelError(f"donor {name!r}: align names {len(donor.align)} labels, the job has {len(found.labels)}")
-    return found
+        if donor.align is not None and len(donor.align) != len(pool.labels):
+            raise ModelError(f"donor {name!r}: align names {len(donor.align)} labels, the job has {len(pool.labels)}")
+    return pool
 
 
-# -- which block may follow -----------------------------------------------------------------------
+# -- order of blocks ------------------------------------------------------------------------------
 
 
-def is_continuation(before: Block, after: Block) -> bool:
-    return after.donor == before.donor and after.index == before.index + 1
+def is_continuation(previous: Block, following: Block) -> bool:
+    return following.donor == previous.donor and following.index == previous.index + 1
 
 
 def is_native_path(path: Sequence[Block]) -> bool:
     return path[0].index == 0 and all(is_continuation(a, b) for a, b in itertools.pairwise(path))
 
 
-def can_connect(before: Block, after: Block, max_upsampling: float = 2.0) -> bool:
-    if after.kind == "start" or len(before.out_shape) != len(after.in_shape) or len(after.in_shape) < 2:
+def can_connect(previous: Block, following: Block, max_upsampling: float = 2.0) -> bool:
+    if following.kind == "start" or len(previous.out_shape) != len(following.in_shape) or len(following.in_shape) < 2:
         return False
     return all(
-        wanted <= max_upsampling * size for size, wanted in zip(before.out_shape[1:], after.in_shape[1:], strict=True)
+        target <= max_upsampling * size
+        for size, target in zip(previous.out_shape[1:], following.in_shape[1:], strict=True)
     )
 
 
@@ -125,8 +126,7 @@ def apply_junction(maps: np.ndarray, junction: Tensors | None, block: Block) -> 
     """Resize and project maps (n, c, h, w) or (n, c, l) for `block` if there is a junction.
 
     `junction` is {"weights": (c_out, c_in), "bias": (c_out,)}, float32. Resizing and projecting commute, because both
-    are
-    linear and the rows of a resize sum to one: the projection runs where there are fewer positions.
+    are linear and the rows of a resize sum to one. The projection runs where there are fewer positions.
     """
     if junction is None:
         return maps
@@ -136,23 +136,23 @@ def apply_junction(maps: np.ndarray, junction: Tensors | None, block: Block) -> 
     return _project_maps(inputs.resize_maps(maps, *sizes), junction)
 
 
-def enlarges_maps(before: Sequence[int], after: Sequence[int]) -> bool:
-    return math.prod(before[1:]) < math.prod(after[1:])
+def enlarges_maps(in_shape: Sequence[int], out_shape: Sequence[int]) -> bool:
+    return math.prod(in_shape[1:]) < math.prod(out_shape[1:])
 
 
 def _project_maps(maps: np.ndarray, junction: Tensors) -> np.ndarray:
     n, c, *sizes = maps.shape
-    made = np.matmul(junction["weights"], maps.reshape(n, c, math.prod(sizes)))
-    made += junction["bias"][:, None]
-    return made.reshape(n, -1, *sizes)
+    projected = np.matmul(junction["weights"], maps.reshape(n, c, math.prod(sizes)))
+    projected += junction["bias"][:, None]
+    return projected.reshape(n, -1, *sizes)
 
 
 def load_junctions(path: Sequence[Block], load: Callable[[str], Tensors]) -> list[Tensors | None]:
     ids = [block.id for block in path]
-    found: list[Tensors | None] = [None]
+    junctions: list[Tensors | None] = [None]
     for i in range(1, len(path)):
-        found.append(None if is_continuation(path[i - 1], path[i]) else load(junction_name(ids[: i + 1])))
-    return found
+        junctions.append(None if is_continuation(path[i - 1], path[i]) else load(junction_name(ids[: i + 1])))
+    return junctions
 
 
 def run_block(block: Block, run: Callable[[str, np.ndarray], np.ndarray], x: np.ndarray) -> np.ndarray:
@@ -162,8 +162,8 @@ def run_block(block: Block, run: Callable[[str, np.ndarray], np.ndarray], x: np.
     return x
 
 
-def run_path(path: Sequence[Block], between: Sequence[Tensors | None], run: Run, x: np.ndarray) -> np.ndarray:
-    for block, junction in zip(path, between, strict=True):
+def run_path(path: Sequence[Block], junctions: Sequence[Tensors | None], run: Run, x: np.ndarray) -> np.ndarray:
+    for block, junction in zip(path, junctions, strict=True):
         x = run(block, apply_junction(x, junction, block))
     return x
 
@@ -190,9 +190,9 @@ def align_logits(logits: np.ndarray, groups: Sequence[Sequence[int]]) -> np.ndar
     return scores
 
 
-def random_projection(width: int, wanted: int, seed: int) -> np.ndarray:
-    draw = np.random.Generator(np.random.PCG64(seed)).standard_normal((width, wanted))
-    return draw / np.sqrt(wanted)
+def random_projection(width: int, features: int, seed: int) -> np.ndarray:
+    draw = np.random.Generator(np.random.PCG64(seed)).standard_normal((width, features))
+    return draw / np.sqrt(features)
 
 
 # -- finished networks ----------------------------------------------------------------------------
@@ -202,7 +202,8 @@ def random_projection(width: int, wanted: int, seed: int) -> np.ndarray:
 class EarlyExit:
     """Cheaper network of a cascade, whose paths are beginnings of the larger network's paths.
 
-    An example leaves with its scores if the two best differ by `margin` or more, as `share` of held-out examples do.
+    An example leaves early if its two best scores differ by `margin` or more. `share` is the share of held-out examples
+    that leave early.
     """
 
     taps: tuple[tuple[str, ...], ...]
@@ -234,7 +235,7 @@ class StitchedNetwork:
     early: EarlyExit | None = None
 
 
-def to_artefact(network: StitchedNetwork, stock: DonorPool) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+def to_artefact(network: StitchedNetwork, donor_pool: DonorPool) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
     """Convert a network to an artefact's meta (JSON) and tensors, the inverse of `from_artefact`.
 
     Unused junctions are left out. Meta: "taps", "junctions" {name: {"in_shape", "out_shape", and the names of the
@@ -246,10 +247,10 @@ def to_artefact(network: StitchedNetwork, stock: DonorPool) -> tuple[dict[str, A
     for ids in path_prefixes(network.taps):
         name = junction_name(ids)
         if name in network.junctions:
-            before, after = (stock.blocks[block] for block in ids[-2:])
+            previous, following = (donor_pool.blocks[block] for block in ids[-2:])
             names = {part: f"{name}.{part}" for part in ("weights", "bias")}
             arrays |= {names[part]: network.junctions[name][part] for part in names}
-            junctions[name] = {"in_shape": before.out_shape, "out_shape": after.in_shape, **names}
+            junctions[name] = {"in_shape": previous.out_shape, "out_shape": following.in_shape, **names}
     head = None
     if network.head is not None:
         head = {part: f"head.{part}" for part in network.head}
@@ -265,8 +266,8 @@ def to_artefact(network: StitchedNetwork, stock: DonorPool) -> tuple[dict[str, A
         "head": head,
         "align": network.align,
         "early": early,
-        "labels": stock.labels,
-        "input": stock.input,
+        "labels": donor_pool.labels,
+        "input": donor_pool.input,
     }
     return msgspec.json.decode(msgspec.json.encode(meta)), arrays
 
@@ -296,15 +297,15 @@ def require_label_scores(network: StitchedNetwork) -> None:
     if network.head is None and not any(network.align or ()):
         raise ModelError("the stitched network has neither a head nor an alignment, so its outputs have no labels")
     if network.early and not set(path_prefixes(network.early.taps)) <= set(path_prefixes(network.taps)):
-        raise ModelError("the cascade's first network is no part of its second one: nothing would be computed once")
+        raise ModelError("the cascade's first network is not a part of its second network")
     if network.head is None and len(network.taps) > 1:
         raise ModelError(f"the stitched network joins {len(network.taps)} taps without a head: only a head joins taps")
 
 
 def path_prefixes(taps: Iterable[Sequence[str]]) -> list[tuple[str, ...]]:
     """Return every prefix of the taps' paths once, in an order in which the blocks can run."""
-    every = (tuple(tap[: i + 1]) for tap in taps for i in range(len(tap)))
-    return list(dict.fromkeys(every))
+    prefixes = (tuple(tap[: i + 1]) for tap in taps for i in range(len(tap)))
+    return list(dict.fromkeys(prefixes))
 
 
 def run_taps(network: StitchedNetwork, blocks: Mapping[str, Block], run: Run, x: np.ndarray) -> list[np.ndarray]:
@@ -312,22 +313,22 @@ def run_taps(network: StitchedNetwork, blocks: Mapping[str, Block], run: Run, x:
 
     Common prefixes run once, and maps are freed after their last use.
     """
-    order = path_prefixes(network.taps)
-    takers = Counter(ids[:-1] for ids in order)
-    takers.update(dict.fromkeys(network.taps, 1))
-    made: dict[tuple[str, ...], np.ndarray] = {(): x}
-    for ids in order:
-        before, block = made[ids[:-1]], blocks[ids[-1]]
-        takers[ids[:-1]] -= 1
-        if not takers[ids[:-1]]:
-            del made[ids[:-1]]
-        made[ids] = run(block, apply_junction(before, network.junctions.get(junction_name(ids)), block))
-    return [made[tap] for tap in network.taps]
+    prefixes = path_prefixes(network.taps)
+    readers = Counter(ids[:-1] for ids in prefixes)
+    readers.update(dict.fromkeys(network.taps, 1))
+    outputs: dict[tuple[str, ...], np.ndarray] = {(): x}
+    for ids in prefixes:
+        previous_output, block = outputs[ids[:-1]], blocks[ids[-1]]
+        readers[ids[:-1]] -= 1
+        if not readers[ids[:-1]]:
+            del outputs[ids[:-1]]
+        outputs[ids] = run(block, apply_junction(previous_output, network.junctions.get(junction_name(ids)), block))
+    return [outputs[tap] for tap in network.taps]
 
 
-def choose_early_scores(early: np.ndarray, late: np.ndarray, margin: float) -> np.ndarray:
+def choose_early_scores(early_scores: np.ndarray, late_scores: np.ndarray, margin: float) -> np.ndarray:
     """Return a cascade's scores (n, labels): the early ones where their two best differ by `margin` or more."""
-    return np.where(score_margins(early)[:, None] >= margin, early, late)
+    return np.where(score_margins(early_scores)[:, None] >= margin, early_scores, late_scores)
 
 
 def score_margins(scores: np.ndarray) -> np.ndarray:
@@ -347,7 +348,7 @@ def compute_label_scores(network: StitchedNetwork, blocks: Mapping[str, Block], 
         return choose_early_scores(compute_label_scores(first, blocks, run, x), second, network.early.margin)
     outputs = run_taps(network, blocks, run, x)
     if network.head is not None:
-        z = np.concatenate([global_average_pool(each) for each in outputs], axis=1)
+        z = np.concatenate([global_average_pool(output) for output in outputs], axis=1)
         if "hidden" in network.head:
             z = np.maximum(z @ network.head["hidden"].T, 0.0)
         return z @ network.head["weights"].T + network.head["bias"]
@@ -391,14 +392,14 @@ def path_name(ids: Sequence[str]) -> str:
 
 
 def _abbreviate_donor_runs(ids: Sequence[str]) -> Iterator[str]:
-    place = 0
-    while place < len(ids):
-        donor, _, first = ids[place].rpartition(".")
-        end = place + 1
-        while end < len(ids) and ids[end] == f"{donor}.{int(first) + end - place}":
+    start = 0
+    while start < len(ids):
+        donor, _, first = ids[start].rpartition(".")
+        end = start + 1
+        while end < len(ids) and ids[end] == f"{donor}.{int(first) + end - start}":
             end += 1
-        if end - place > 2:
-            yield f"{ids[place]}-{int(first) + end - place - 1}"
+        if end - start > 2:
+            yield f"{ids[start]}-{int(first) + end - start - 1}"
         else:
-            yield from ids[place:end]
-        place = end
+            yield from ids[start:end]
+        start = end

@@ -24,8 +24,8 @@ from fedquilt.models.stitching.stitched_network import Block
 Theta = float | Literal["median"]
 
 MIN_OTHERS = 3  # other devices needed to judge one
-WEIGHTS = (0.2, 5.0)  # least and largest weight of a device, as multiples of an equal share
-RELATIVE = 1e-9  # sums of votes that differ by a smaller share of the total are equal
+WEIGHT_LIMITS = (0.2, 5.0)  # minimum and maximum weight of a device, as multiples of an equal share
+TIE_TOLERANCE = 1e-9  # sums of votes that differ by a smaller share of the total are a tie
 
 
 @dataclass(frozen=True)
@@ -47,8 +47,8 @@ class Ballot:
 class Winner:
     block: str
     votes: float  # total weight of its voters
-    score: float  # weighted mean at the highest level at which any device scored it
-    voters: int  # number of devices that picked it
+    score: float  # weighted mean of the scores at the highest level that any device reached
+    voters: int  # number of devices that picked the block
 
 
 # -- one device -----------------------------------------------------------------------------------
@@ -61,12 +61,12 @@ def rank_blocks(score: np.ndarray, level: np.ndarray, pool: Sequence[str]) -> li
 
 def alternate_kinds(ordered: Iterable[int], kinds: Sequence[str]) -> list[int]:
     """Reorder positions so that their kinds alternate, each in its own order."""
-    turns: dict[str, int] = {}
-    placed = []
-    for place, j in enumerate(ordered):
-        placed.append((turns.setdefault(kinds[j], 0), place, j))
-        turns[kinds[j]] += 1
-    return [j for _, _, j in sorted(placed)]
+    counts: dict[str, int] = {}
+    keyed = []
+    for position, j in enumerate(ordered):
+        keyed.append((counts.setdefault(kinds[j], 0), position, j))
+        counts[kinds[j]] += 1
+    return [j for _, _, j in sorted(keyed)]
 
 
 def _donor_names(pool: Sequence[str]) -> list[str]:
@@ -88,7 +88,7 @@ def choose_picks(
     return greedy_picks(score, level, pool, k, spread), False
 
 
-def read_ballot(given: Tensors, pool: Sequence[str], k: int, epsilon: float, seed: int, spread: bool = False) -> Ballot:
+def read_ballot(sent: Tensors, pool: Sequence[str], k: int, epsilon: float, seed: int, spread: bool = False) -> Ballot:
     """Validate and read the ballot that a device sent.
 
     Raises:
@@ -96,25 +96,25 @@ def read_ballot(given: Tensors, pool: Sequence[str], k: int, epsilon: float, see
         seed.
     """
     for name, kind in (("screen", np.float64), ("score", np.float64), ("level", np.int64), ("picks", np.int64)):
-        array = given.get(name)
+        array = sent.get(name)
         if array is None or array.dtype != kind or array.ndim != 1:
             raise UpdateError(f"scores: no usable {name!r}, which is a list of {np.dtype(kind)}")
         if name != "picks" and len(array) != len(pool):
             raise UpdateError(f"scores: {name!r} holds {len(array)} of {len(pool)} blocks")
         if kind == np.float64 and not (np.abs(array) <= 1).all():
             raise UpdateError(f"scores: {name!r} holds values that are not finite or not in [-1, 1]")
-    screen, score, level, picks = (given[name] for name in ("screen", "score", "level", "picks"))
+    screen, score, level, picks = (sent[name] for name in ("screen", "score", "level", "picks"))
     if not np.isin(level, (0, 1)).all():
         raise UpdateError("scores: 'level' holds values other than 0 and 1")
-    wanted, explored = choose_picks(score, level, pool, k, epsilon, seed, spread)
-    if picks.tolist() != wanted:
-        raise UpdateError(f"scores: picks {picks.tolist()} do not follow from the scores, which say {wanted}")
+    expected_picks, explored = choose_picks(score, level, pool, k, epsilon, seed, spread)
+    if picks.tolist() != expected_picks:
+        raise UpdateError(f"scores: picks {picks.tolist()} do not follow from the scores: expected {expected_picks}")
     return Ballot(screen, score, level, picks, explored)
 
 
-def block_percentiles(given: Ballot) -> np.ndarray:
+def block_percentiles(ballot: Ballot) -> np.ndarray:
     """Return each block's percentile, (b,): the share of the pool that scores no better, in (0, 1]."""
-    merit = given.score + 4.0 * given.level  # scores lie in [-1, 1]: levels never mix
+    merit = ballot.score + 4.0 * ballot.level  # scores lie in [-1, 1]: levels never mix
     return (merit[None, :] <= merit[:, None]).mean(axis=1)
 
 
@@ -136,15 +136,15 @@ def cross_ranks(
     if len(ballots) <= MIN_OTHERS:
         return {}
     ordered = sorted(ballots)
-    seen = np.array([block_percentiles(ballots[device]) for device in ordered])
-    alike: dict[tuple[int, ...], list[int]] = {}  # picks -> places of the devices that have them
-    for place, given in enumerate(ballots[device] for device in ordered):
-        best = given.picks if judged == "picks" else greedy_picks(given.score, given.level, pool, k, spread)
-        alike.setdefault(tuple(map(int, best)), []).append(place)
+    percentiles = np.array([block_percentiles(ballots[device]) for device in ordered])
+    devices_by_picks: dict[tuple[int, ...], list[int]] = {}  # picks -> indices of the devices with these picks
+    for index, ballot in enumerate(ballots[device] for device in ordered):
+        best = ballot.picks if judged == "picks" else greedy_picks(ballot.score, ballot.level, pool, k, spread)
+        devices_by_picks.setdefault(tuple(map(int, best)), []).append(index)
     ranks = dict.fromkeys(ordered, 0.0)
-    for picks, places in alike.items():
-        means = np.ascontiguousarray(seen[:, picks]).mean(axis=1)  # each device's of these picks
-        ranks.update({ordered[place]: float(np.delete(means, place).mean()) for place in places})
+    for picks, indices in devices_by_picks.items():
+        means = np.ascontiguousarray(percentiles[:, picks]).mean(axis=1)  # mean percentile on each device
+        ranks.update({ordered[index]: float(np.delete(means, index).mean()) for index in indices})
     return ranks
 
 
@@ -158,37 +158,39 @@ def update_weights(
 ) -> dict[str, float]:
     """Multiply weights by 1 + alpha where the rank reaches theta, else by 1 - beta, and normalise.
 
-    With `normalise` "cohort" the devices in `ranks` together keep their weight, but for the limits WEIGHTS. With "all",
+    With `normalise` "cohort" the devices in `ranks` together keep their weight, except for WEIGHT_LIMITS. With "all",
     as in the paper, a selected device can gain weight at the expense of others.
     """
     if not ranks:
         return _normalise_within_limits(weights)
     limit = float(np.median(list(ranks.values()))) if theta == "median" else theta
-    moved = {device: weights[device] * (1 + alpha if rank >= limit else 1 - beta) for device, rank in ranks.items()}
-    before, after = (sum(group[device] for device in sorted(ranks)) for group in (weights, moved))
-    share = before / after if normalise == "cohort" else 1.0
-    return _normalise_within_limits({**weights, **{device: weight * share for device, weight in moved.items()}})
+    new_weights = {
+        device: weights[device] * (1 + alpha if rank >= limit else 1 - beta) for device, rank in ranks.items()
+    }
+    old_sum, new_sum = (sum(group[device] for device in sorted(ranks)) for group in (weights, new_weights))
+    share = old_sum / new_sum if normalise == "cohort" else 1.0
+    return _normalise_within_limits({**weights, **{device: weight * share for device, weight in new_weights.items()}})
 
 
 def add_devices(weights: Mapping[str, float], devices: Sequence[str]) -> dict[str, float]:
-    new = [device for device in devices if device not in weights]
+    new_devices = [device for device in devices if device not in weights]
     mean = sum(weights.values()) / len(weights) if weights else 1.0
-    return _normalise_within_limits({**weights, **dict.fromkeys(new, mean)})
+    return _normalise_within_limits({**weights, **dict.fromkeys(new_devices, mean)})
 
 
 def _normalise_within_limits(weights: Mapping[str, float]) -> dict[str, float]:
-    # Bisection for the factor: after clipping to WEIGHTS / N the weights sum to 1.
+    # Bisection for the factor: after clipping to WEIGHT_LIMITS / N the weights sum to 1.
     names = sorted(weights)
     share = np.array([weights[name] for name in names])
-    low, high = (bound / len(names) for bound in WEIGHTS)
-    below, above = 0.0, high / share.min()
+    low, high = (bound / len(names) for bound in WEIGHT_LIMITS)
+    low_factor, high_factor = 0.0, high / share.min()
     for _ in range(100):
-        factor = (below + above) / 2
+        factor = (low_factor + high_factor) / 2
         if np.clip(share * factor, low, high).sum() < 1:
-            below = factor
+            low_factor = factor
         else:
-            above = factor
-    clipped = np.clip(share * above, low, high)
+            high_factor = factor
+    clipped = np.clip(share * high_factor, low, high)
     return {name: float(weight) for name, weight in zip(names, clipped, strict=True)}
 
 
@@ -202,35 +204,38 @@ def tally_votes(
     """
     votes, voters = np.zeros(len(pool)), np.zeros(len(pool), int)
     means, total = np.zeros(len(pool)), sum(weights[device] for device in sorted(ballots))
-    for device, given in sorted(ballots.items()):
-        votes[given.picks] += weights[device]
-        voters[given.picks] += 1
-        means += given.screen * (weights[device] / total)
+    for device, ballot in sorted(ballots.items()):
+        votes[ballot.picks] += weights[device]
+        voters[ballot.picks] += 1
+        means += ballot.screen * (weights[device] / total)
     chosen = [j for j in range(len(pool)) if voters[j]]
-    grain = RELATIVE * total  # sums of the same weights in another order are a tie
+    grain = TIE_TOLERANCE * total  # sums of the same weights in another order are a tie
     chosen.sort(key=lambda j: (-round(float(votes[j]) / grain), -means[j], pool[j]))
     elected = (alternate_kinds(chosen, _donor_names(pool)) if spread else chosen)[:k]
     return [Winner(pool[j], float(votes[j]), _mean_score(ballots, weights, j), int(voters[j])) for j in elected]
 
 
 def _mean_score(ballots: Mapping[str, Ballot], weights: Mapping[str, float], j: int) -> float:
-    top = max(given.level[j] for given in ballots.values())
-    seen = [(weights[device], given.score[j]) for device, given in sorted(ballots.items()) if given.level[j] == top]
-    return float(sum(weight * score for weight, score in seen) / sum(weight for weight, _ in seen))
+    top = max(ballot.level[j] for ballot in ballots.values())
+    scored = [
+        (weights[device], ballot.score[j]) for device, ballot in sorted(ballots.items()) if ballot.level[j] == top
+    ]
+    return float(sum(weight * score for weight, score in scored) / sum(weight for weight, _ in scored))
 
 
 def shallow_blocks(ballots: Mapping[str, Ballot], blocks: Sequence[Block], margin: float) -> set[str]:
     """Return the ids of blocks that the search-space optimizer drops for a path and its children.
 
     A block is dropped if it is strictly shallower than its donor's best-scoring block and the gap of the scores exceeds
-    `margin` standard errors across devices. Margin 0 drops all of these, as the paper does. Terminating blocks stay.
+    `margin` standard errors across devices. Margin 0, as in the paper, drops all shallower blocks. Terminating blocks
+    are never dropped.
     """
     scores = np.array([ballots[device].screen for device in sorted(ballots)])  # (devices, blocks)
     dropped = set()
     for donor in sorted({block.donor for block in blocks}):
-        own = [j for j, block in enumerate(blocks) if block.donor == donor]
-        best = max(own, key=lambda j: (scores[:, j].mean(), -blocks[j].index))
-        for j in own:
+        donor_indices = [j for j, block in enumerate(blocks) if block.donor == donor]
+        best = max(donor_indices, key=lambda j: (scores[:, j].mean(), -blocks[j].index))
+        for j in donor_indices:
             if blocks[j].index < blocks[best].index and blocks[j].kind != "end":
                 gap = scores[:, best] - scores[:, j]
                 if _exceeds_margin(gap, margin):

@@ -57,7 +57,7 @@ def test_the_jobs_own_keys_and_tables_are_all_there():
 
 def test_the_networks_are_those_there_are():
     zoo = pytest.importorskip("fedquilt.models.networks.registry", reason="networks are torch's")
-    for name in (*zoo.SMALL, "resnet20-cifar", "torchvision/<architecture>"):
+    for name in (*zoo.ARCHITECTURES, "resnet20-cifar", "torchvision/<architecture>"):
         assert f"`{name}`" in section("[model]"), name
 
 
@@ -88,7 +88,7 @@ def test_no_key_is_told_that_is_not_there():
     }.items():
         known |= {f"{table}.{field.name}" for field in msgspec.structs.fields(kind)}
     zoo = pytest.importorskip("fedquilt.models.networks.registry", reason="networks are torch's")
-    known |= {*zoo.SMALL, "resnet20-cifar", "torchvision/<architecture>"}
+    known |= {*zoo.ARCHITECTURES, "resnet20-cifar", "torchvision/<architecture>"}
     cells = [line.split("|")[1] for line in PAGE.splitlines() if line.startswith("| `")]
     told = {key for cell in cells for key in re.findall(r"`([^`]+)`", cell)}
     assert len(told) > 50

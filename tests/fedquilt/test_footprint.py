@@ -145,7 +145,7 @@ def test_an_order_of_a_network_with_batch_norm_is_for_whole_mini_batches(moved, 
     moves = None if moved is None else {name: model[name] for name in moved}
     peaks = [
         local_training.training_task_spec(
-            NetworkState(table, network, model, 1.0, each), {}, moved=moves
+            NetworkState(table, network, model, 1.0, each), {}, trained_tensors=moves
         ).work.peak_bytes
         for each in (0, 1000)
     ]

@@ -173,7 +173,7 @@ def test_an_answer_that_is_not_what_was_asked_is_refused(phase, spoil, why):
 def test_an_answer_to_another_step_of_the_search_is_refused():
     """A straggler's scores of an earlier pool cannot be counted for this one."""
     update = DeviceUpdate("dev-0", 0, 1.0, {"turn": 5.0}, {})
-    with pytest.raises(UpdateError, match=r"answers turn 5\.0 of the search, which is at 0"):
+    with pytest.raises(UpdateError, match=r"is for step 5\.0 of the search, which is at step 0"):
         METHOD.aggregation.fold(FULL[0], None, update)
 
 

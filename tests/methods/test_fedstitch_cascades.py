@@ -72,7 +72,7 @@ def test_budgets_limit_the_mean_cost():
     last = played(expansions=0, budget_mflop=limit)[-1]
     costs = [candidates.candidate_cost(last, each).flops / 1e6 for each in last.candidates]
     worst = [candidates.worst_cost(last, each).flops / 1e6 for each in last.candidates]
-    assert max(costs) <= limit < max(worst) <= candidates.LATE * limit
+    assert max(costs) <= limit < max(worst) <= candidates.LATE_FACTOR * limit
     assert {each.kind for each, most in zip(last.candidates, worst, strict=True) if most > limit} == {"cascade"}
     for donor in last.stock.donors:
         taps = [

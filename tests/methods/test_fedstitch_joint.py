@@ -273,6 +273,6 @@ def test_each_set_on_the_front_is_the_best_of_all_truncations_that_cost_no_more(
 @pytest.mark.parametrize(("widest", "most"), [(17, 14), (18, 18), (4096, 38)])
 def test_no_more_features_are_joined_than_the_widest(widest, most, monkeypatch):
     """Of 38 features in 7 taps."""
-    monkeypatch.setattr(candidates, "WIDEST", widest)
+    monkeypatch.setattr(candidates, "MAX_JOINED_FEATURES", widest)
     joined = [each for each in played(expansions=0)[-1].candidates if each.kind == "joined"]
     assert max(each.head["weights"].shape[1] for each in joined) == most

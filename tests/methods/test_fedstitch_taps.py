@@ -58,11 +58,11 @@ def test_a_board_with_little_memory_gives_fewer_images():
     state, task, site = gathering()
     whole = METHOD.work(task, site)
     assert (whole.weight, whole.metrics["short"]) == (45.0, 0.0)
-    site.engine.room_bytes = moments.ROOM * class_moments.factor_bytes(40, sum(candidates.tap_widths(state)))
+    site.engine.room_bytes = moments.ROOM_DIVISOR * class_moments.factor_bytes(40, sum(candidates.tap_widths(state)))
     tight = METHOD.work(task, site)
     assert (tight.weight, tight.metrics["short"]) == (40.0, 1.0)
     site.engine.room_bytes = 1
-    assert METHOD.work(task, site).weight == moments.LEAST_ROWS
+    assert METHOD.work(task, site).weight == moments.MIN_ROWS
     total = METHOD.aggregation.fold(state, None, DeviceUpdate("dev-0", 0, tight.weight, tight.metrics, tight.bundles))
     after = METHOD.step(state, total)
     assert "1 of 1 devices: memory for some of the wanted images only" in after.log
@@ -71,13 +71,13 @@ def test_a_board_with_little_memory_gives_fewer_images():
 def test_the_orders_memory_counts_the_moments():
     _, task, _ = gathering()
     width = 38
-    assert task.work.peak_bytes >= class_moments.factor_bytes(moments.LEAST_ROWS, width)
+    assert task.work.peak_bytes >= class_moments.factor_bytes(moments.MIN_ROWS, width)
     bundle, _ = build_donors()
     state = METHOD.init(bundle, SearchSettings(**{**SMALL, "expansions": 0}), 3)
     wide = replace(state.stock.blocks["ash.2"], out_shape=(1 << 20, 4, 4))
     state = replace(state, stock=replace(state.stock, blocks={**state.stock.blocks, "ash.2": wide}))
     order = METHOD.send(state, DeviceView("dev-0", None))
-    assert order.work.peak_bytes >= class_moments.factor_bytes(moments.LEAST_ROWS, 1 << 20)
+    assert order.work.peak_bytes >= class_moments.factor_bytes(moments.MIN_ROWS, 1 << 20)
 
 
 def test_a_device_is_charged_for_the_images_that_it_gives():

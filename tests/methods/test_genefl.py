@@ -89,7 +89,7 @@ def test_the_least_turned_layers_are_chosen_weighed_by_their_size():
     after = {"a.w": np.array([2.0, 0]), "b.w": np.array([0, 3.0]), "c.w": np.array([0, 1.0] * 4)}
 
     def chosen(count, order, norm):
-        return learngene.choose_learngene_layers(parts, after, before, count=count, order=order, norm=norm)
+        return learngene.choose_learngene_layers(parts, after, before, count=count, selection=order, norm=norm)
 
     assert chosen(2, "lowest", "mul") == ["a", "b"]
     assert chosen(2, "lowest", "div_sqrt") == ["a", "c"]

@@ -21,7 +21,7 @@ from fedquilt.tools.simulation.run import iterate_states
 from fedquilt.tools.simulation.simulated_job import ROOM
 
 BATCH = 64
-MOST_ROUNDS = 1000  # of a search that is compared with: all end before by themselves
+MAX_ROUNDS = 1000  # more than any search needs
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class BaselineSetup:
     ) -> None:
         self.bundle, self.path, self.engine = bundle, path, engine
         self.train, self.test = train, test
-        self.stock = stitched_network.load_donor_pool(bundle.meta)
+        self.donor_pool = stitched_network.load_donor_pool(bundle.meta)
 
     def _run_block(self, block: Block, x: np.ndarray) -> np.ndarray:
         return stitched_network.run_block(block, lambda graph, x: self.engine.run(self.path(graph), x), x)
@@ -50,14 +50,14 @@ class BaselineSetup:
     def _run_in_batches(self, examples: Examples, function: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
         starts = range(0, len(examples), BATCH)
         return np.concatenate(
-            [function(inputs.prepare_inputs(examples.x[s : s + BATCH], self.stock.input)) for s in starts]
+            [function(inputs.prepare_inputs(examples.x[s : s + BATCH], self.donor_pool.input)) for s in starts]
         )
 
     def mark_correct(self, network: StitchedNetwork) -> np.ndarray:
         """Return for each test example whether a network predicts its label, with the forward pass of the agents."""
 
         def scores(x: np.ndarray) -> np.ndarray:
-            return stitched_network.compute_label_scores(network, self.stock.blocks, self._run_block, x)
+            return stitched_network.compute_label_scores(network, self.donor_pool.blocks, self._run_block, x)
 
         return np.asarray(self._run_in_batches(self.test, scores).argmax(axis=1) == self.test.y)
 
@@ -65,28 +65,28 @@ class BaselineSetup:
         """Return a network with one new head on its taps, solved by FedStitch from the pooled examples."""
 
         def features(x: np.ndarray) -> np.ndarray:
-            outputs = stitched_network.run_taps(network, self.stock.blocks, self._run_block, x)
-            return np.concatenate([stitched_network.global_average_pool(each) for each in outputs], axis=1)
+            outputs = stitched_network.run_taps(network, self.donor_pool.blocks, self._run_block, x)
+            return np.concatenate([stitched_network.global_average_pool(output) for output in outputs], axis=1)
 
-        own = class_moments.device_moments(
-            self._run_in_batches(self.train, features), self.train.y, len(self.stock.labels)
+        moments = class_moments.device_moments(
+            self._run_in_batches(self.train, features), self.train.y, len(self.donor_pool.labels)
         )
-        given = joint_head.standardise_sums(own.to_sums())
-        head = joint_head.fit_discriminant(given, joint_head.best_penalty(given).ridge)
+        sums = joint_head.standardise_sums(moments.to_sums())
+        head = joint_head.fit_discriminant(sums, joint_head.best_penalty(sums).ridge)
         return replace(network, head={"weights": head.weights, "bias": head.bias}, early=None)
 
     def evaluate_unmodified(self) -> list[BaselineResult]:
         """Evaluate all unmodified donors whose classes are aligned with the labels."""
         return [
             BaselineResult(name, self.mark_correct(StitchedNetwork((donor.blocks,), {}, align=donor.align)))
-            for name, donor in self.stock.donors.items()
+            for name, donor in self.donor_pool.donors.items()
             if donor.align is not None
         ]
 
     def evaluate_new_heads(self) -> list[BaselineResult]:
         return [
             BaselineResult(name, self.mark_correct(self.fit_new_head(StitchedNetwork((donor.blocks[:-1],), {}))))
-            for name, donor in self.stock.donors.items()
+            for name, donor in self.donor_pool.donors.items()
         ]
 
     def compute_accuracy(self, artefact: Any) -> float:
@@ -98,9 +98,9 @@ def run_to_last_state(
     job: JobSettings, folder: Path, members: Iterable[DeviceData], method: Method, engine: Any
 ) -> Any:
     """Run a search on devices with unlimited memory until its end, and return the last method state."""
-    whole = msgspec.structs.replace(job, rounds=MOST_ROUNDS, fleet=ROOM)
-    *_, last = iterate_states(whole, folder, members, load=lambda name: method, engine=engine)
-    return last
+    unlimited_job = msgspec.structs.replace(job, rounds=MAX_ROUNDS, fleet=ROOM)
+    *_, last_state = iterate_states(unlimited_job, folder, members, load=lambda name: method, engine=engine)
+    return last_state
 
 
 def pool_examples(members: Sequence[DeviceData]) -> Examples:

@@ -36,9 +36,9 @@ from fedquilt.tools.experiments.single_run import FORMAT, SeedRun, run_seed
 
 class ComparisonCase(msgspec.Struct, frozen=True):
     job: bytes
-    folder: str  # of the bundle
-    how: bytes = b""  # further arguments of the player as JSON, or empty
-    label: str = ""  # what the run is called; empty: by its method
+    folder: str  # folder of the bundle
+    how: bytes = b""  # further arguments of `RunCase` as JSON, or empty
+    label: str = ""  # name of the run, or empty for the name of its method
 
     @property
     def cache_key(self) -> str:
@@ -55,9 +55,9 @@ class ComparisonCase(msgspec.Struct, frozen=True):
         return jobs.parse_job(msgspec.json.decode(self.job))
 
 
-Tell = Callable[[int], None]  # hears how many rounds are done
-Show = Callable[[str, float, float], None]
-Player = Callable[[ComparisonCase, Tell], SeedRun]
+ReportRound = Callable[[int], None]  # receives the number of finished rounds
+ShowStatus = Callable[[str, float, float], None]
+RunCase = Callable[[ComparisonCase, ReportRound], SeedRun]
 
 
 def make_cases(
@@ -73,8 +73,8 @@ def make_cases(
 
     An interrupted comparison is thus complete for its first seeds.
     """
-    made = job_bundle.load_bundle(folder)
-    require_matching_bundle(job, made)
+    bundle = job_bundle.load_bundle(folder)
+    require_matching_bundle(job, bundle)
     if not job.data:
         raise JobError(f"job {job.name!r} has no [data] table: add one with the data of its devices")
     chosen = list(dict.fromkeys(names or (job.method, *job.compare)))
@@ -83,14 +83,14 @@ def make_cases(
         methods.load(name)
     if idle := sorted(changes.keys() - set(chosen)):
         raise JobError(f"--set {idle[0]}...: {idle[0]} is not compared; --methods {' '.join([*chosen, idle[0]])}")
-    compatibility.open_compatible_data(made.meta, DataSpec.parse(job.data))
+    compatibility.open_compatible_data(bundle.meta, DataSpec.parse(job.data))
     if job.test:
-        compatibility.open_compatible_data(made.meta, DataSpec.parse(scores.make_test_table(job), "[test]"))
-    found = []
+        compatibility.open_compatible_data(bundle.meta, DataSpec.parse(scores.make_test_table(job), "[test]"))
+    cases = []
     for seed in sorted(set(seeds)):
         for name in chosen:
             method = methods.load(name)
-            every = 0 if method.check is None else job.check.every or 1
+            evaluation_interval = 0 if method.check is None else job.check.every or 1
             table = {
                 **msgspec.to_builtins(job),
                 "method": name,
@@ -99,12 +99,12 @@ def make_cases(
                 "data": {**job.data, "seed": seed},
                 "engine": job.engine if job.engine in method.engines else None,
                 "rounds": rounds or job.rounds,
-                "check": {"every": every},
+                "check": {"every": evaluation_interval},
             }
             table.pop("compare")
             jobs.parse_job(table)
-            found.append(ComparisonCase(msgspec.json.encode(table, order="sorted"), str(folder)))
-    return found
+            cases.append(ComparisonCase(msgspec.json.encode(table, order="sorted"), str(folder)))
+    return cases
 
 
 def merge_params(job: JobSettings, name: str, changes: Mapping[str, Any]) -> dict[str, Any]:
@@ -113,8 +113,8 @@ def merge_params(job: JobSettings, name: str, changes: Mapping[str, Any]) -> dic
     Parameters in [params] that the method does not have are ignored. In the other two they are kept, and raise an
     error when the job is parsed.
     """
-    known = {field.name for field in dataclasses.fields(methods.load(name).params)}
-    shared = {key: value for key, value in job.params.items() if key in known or name == job.method}
+    known_names = {field.name for field in dataclasses.fields(methods.load(name).params)}
+    shared = {key: value for key, value in job.params.items() if key in known_names or name == job.method}
     return {**shared, **job.compare.get(name, {}), **changes}
 
 
@@ -123,28 +123,28 @@ def parse_changes(texts: Iterable[str]) -> dict[str, dict[str, Any]]:
 
     Values are TOML. A bare word is a string.
     """
-    found: dict[str, dict[str, Any]] = {}
+    changes: dict[str, dict[str, Any]] = {}
     for text in texts:
-        where, equals, value = text.partition("=")
-        name, dot, key = where.strip().partition(".")
+        target, equals, value = text.partition("=")
+        name, dot, key = target.strip().partition(".")
         if not (equals and dot and name and key and value.strip()):
-            raise JobError(f"--set {text}: wanted METHOD.PARAMETER=VALUE, as in fedprox.mu=0.1")
+            raise JobError(f"--set {text}: expected METHOD.PARAMETER=VALUE, as in fedprox.mu=0.1")
         try:
-            read = toml.parse_toml(f"value = {value}", text)["value"]
+            parsed = toml.parse_toml(f"value = {value}", text)["value"]
         except JobError:
-            read = value.strip()
-        found.setdefault(name, {})[key] = read
-    return found
+            parsed = value.strip()
+        changes.setdefault(name, {})[key] = parsed
+    return changes
 
 
 def run_cases(
-    todo: Sequence[ComparisonCase],
+    cases: Sequence[ComparisonCase],
     out: Path,
-    player: Player,
-    say: Callable[[str], None],
-    show: Show = progress.LINE.show_status,
+    player: RunCase,
+    report_line: Callable[[str], None],
+    show: ShowStatus = progress.LINE.show_status,
     *,
-    abreast: bool = False,
+    parallel: bool = False,
 ) -> tuple[dict[ComparisonCase, SeedRun], list[str]]:
     """Run the cases that are not cached in `out`/runs.
 
@@ -152,62 +152,65 @@ def run_cases(
         The run of each case that succeeded, and a sentence for each failure.
     """
     store = RunCache(out)
-    keys = {case: case.cache_key for case in todo}  # of the data as they are before anything runs
-    kept = {case: store.find(key) for case, key in keys.items()}
-    found = {case: run for case, run in kept.items() if run is not None}
-    missing = [case for case in keys if case not in found]
-    for line in store.describe_cache(len(found), keys.values()):
-        say(line)
+    keys = {case: case.cache_key for case in cases}  # digests of the data before any run
+    cached = {case: store.find(key) for case, key in keys.items()}
+    runs = {case: run for case, run in cached.items() if run is not None}
+    missing = [case for case in keys if case not in runs]
+    for line in store.describe_cache(len(runs), keys.values()):
+        report_line(line)
     failed: list[str] = []
-    made = _run_in_parallel(missing, player, show) if abreast else _run_sequentially(missing, player, show)
-    for count, (case, outcome) in enumerate(made, 1):
+    outcomes = _run_in_parallel(missing, player, show) if parallel else _run_sequentially(missing, player, show)
+    for count, (case, outcome) in enumerate(outcomes, 1):
         if isinstance(outcome, str):
             failed.append(f"{case.name}: {outcome}")
-            say(f"run {count} of {len(missing)}: {case.name} failed: {outcome}")
+            report_line(f"run {count} of {len(missing)}: {case.name} failed: {outcome}")
             continue
-        found[case] = outcome
+        runs[case] = outcome
         store.store(keys[case], outcome)
-        (shown,), _ = select_scores([outcome], [each.settings.method for each in todo])
-        last = shown.marks[-1] if shown.marks else None
-        told = (
-            "" if last is None or last.value is None else f", {event_messages.format_metric(last.metric, last.value)}"
-        )
-        say(f"run {count} of {len(missing)}: {case.name}{told}")
+        (scored_run,), _ = select_scores([outcome], [other.settings.method for other in cases])
+        last_point = scored_run.marks[-1] if scored_run.marks else None
+        metric_text = ""
+        if last_point is not None and last_point.value is not None:
+            metric_text = f", {event_messages.format_metric(last_point.metric, last_point.value)}"
+        report_line(f"run {count} of {len(missing)}: {case.name}{metric_text}")
     progress.LINE.end_operation()
-    return {case: found[case] for case in todo if case in found}, failed
+    return {case: runs[case] for case in cases if case in runs}, failed
 
 
 def _run_sequentially(
-    missing: Sequence[ComparisonCase], player: Player, show: Show
+    missing: Sequence[ComparisonCase], player: RunCase, show: ShowStatus
 ) -> Iterator[tuple[ComparisonCase, SeedRun | str]]:
     rounds = [case.settings.rounds for case in missing]
     for count, case in enumerate(missing):
 
-        def show_round(done: int, count: int = count, case: ComparisonCase = case) -> None:
-            line = f"run {count + 1} of {len(missing)}: {case.name}: round {done} of {rounds[count]}"
-            show(line, sum(rounds[:count]) + done, sum(rounds))
+        def show_round(rounds_done: int, count: int = count, case: ComparisonCase = case) -> None:
+            line = f"run {count + 1} of {len(missing)}: {case.name}: round {rounds_done} of {rounds[count]}"
+            show(line, sum(rounds[:count]) + rounds_done, sum(rounds))
 
         yield case, _run_case_or_describe_error(player, case, show_round)
 
 
 def _run_in_parallel(
-    missing: Sequence[ComparisonCase], player: Player, show: Show
+    missing: Sequence[ComparisonCase], player: RunCase, show: ShowStatus
 ) -> Iterator[tuple[ComparisonCase, SeedRun | str]]:
-    began_s, done = time.monotonic(), 0
+    started_s = time.monotonic()
+    finished_count = 0
 
     def show_progress() -> None:
-        elapsed = units.format_duration(time.monotonic() - began_s)
-        show(f"{done} of {len(missing)} runs are done, {elapsed} so far", done, len(missing))
+        elapsed = units.format_duration(time.monotonic() - started_s)
+        show(f"{finished_count} of {len(missing)} runs are done, {elapsed} so far", finished_count, len(missing))
 
     with progress.call_periodically(show_progress):
         for index, run in run_in_processes(_run_case_or_describe_error, [(player, case) for case in missing]):
-            done += 1
+            finished_count += 1
             yield missing[index], run
 
 
-def _run_case_or_describe_error(player: Player, case: ComparisonCase, tell: Tell | None = None) -> SeedRun | str:
+def _run_case_or_describe_error(
+    player: RunCase, case: ComparisonCase, report_round: ReportRound | None = None
+) -> SeedRun | str:
     try:
-        return player(case, tell or (lambda done: None))
+        return player(case, report_round or (lambda done: None))
     except FedquiltError as error:
         return str(error)
 
@@ -222,19 +225,19 @@ def select_scores(runs: Sequence[SeedRun], compared: Iterable[str] = ()) -> tupl
     personal = ", ".join(name for name in names if methods.load(name).personal is not None)
     if not personal or not any(run.tested for run in runs):
         return list(runs), ""
-    blind = ", ".join(name for name in names if methods.load(name).check is None)
-    if blind:
+    without_checks = ", ".join(name for name in names if methods.load(name).check is None)
+    if without_checks:
         return list(runs), (
-            f"on the test set, because {blind} has no scores on held-out shares: the networks of {personal} differ by "
-            "device, and the one of a new device is tested"
+            f"on the test set, because {without_checks} has no scores on held-out shares: the networks of {personal} "
+            "differ by device, and the one of a new device is tested"
         )
-    dropped = [
+    untested_runs = [
         msgspec.structs.replace(
             run, tested=0, marks=tuple(msgspec.structs.replace(mark, test=None) for mark in run.marks)
         )
         for run in runs
     ]
-    return dropped, f"on held-out shares, because the networks of {personal} differ by device"
+    return untested_runs, f"on held-out shares, because the networks of {personal} differ by device"
 
 
 def compare_and_print(
@@ -260,20 +263,20 @@ def compare_and_print(
         raise JobError(f"--target {target:g}: {metric.title} runs from 0 to 1; for {target:g} % give {target / 100:g}")
     todo = make_cases(job, folder, names, seeds, rounds=rounds, changes=changes)
 
-    def run_case(case: ComparisonCase, tell: Tell) -> SeedRun:
-        return run_seed(case.settings, Path(case.folder), tell, workers, engine=engine, mixed=mixed)
+    def run_case(case: ComparisonCase, report_round: ReportRound) -> SeedRun:
+        return run_seed(case.settings, Path(case.folder), report_round, workers, engine=engine, mixed=mixed)
 
-    found, failed = run_cases(todo, out, run_case, progress.LINE.print_lines)
-    runs, note = select_scores(list(found.values()))
+    runs_by_case, failed = run_cases(todo, out, run_case, progress.LINE.print_lines)
+    runs, note = select_scores(list(runs_by_case.values()))
     result = tables.make_result(job.name, runs, target, failed, note)
     files, problem = tables.write_files(result, runs, out)
-    unmade = [problem] if problem else []
+    notes = [problem] if problem else []
     if format == "json":
         print(msgspec.json.format(msgspec.json.encode(result)).decode())
-        progress.LINE.print_lines(*unmade)
+        progress.LINE.print_lines(*notes)
     else:
-        failures = [f"failed: {each}" for each in failed]
-        print("\n".join([*tables.format_table(result), *failures, *files, *unmade]))
+        failures = [f"failed: {failure}" for failure in failed]
+        print("\n".join([*tables.format_table(result), *failures, *files, *notes]))
     return 1 if failed else 0
 
 
@@ -284,22 +287,25 @@ class RunProcessError(FedquiltError): ...
 
 
 def run_in_processes(
-    play: Callable[..., T], todo: Sequence[tuple[Any, ...]], workers: int | None = None
+    function: Callable[..., T], calls: Sequence[tuple[Any, ...]], workers: int | None = None
 ) -> Iterator[tuple[int, T]]:
     """Yield the index and the result of each call as it finishes. An exception in one call stops all."""
-    if not todo:
+    if not calls:
         return
-    count = min(workers or len(os.sched_getaffinity(0)), len(todo))
+    count = min(workers or len(os.sched_getaffinity(0)), len(calls))
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(count, context, _initialise_worker, (os.getpid(),)) as pool:
         try:
-            waiting = {pool.submit(_run_call_until_terminated, play, given): index for index, given in enumerate(todo)}
+            waiting = {
+                pool.submit(_run_call_until_terminated, function, arguments): index
+                for index, arguments in enumerate(calls)
+            }
             for future in as_completed(waiting):
                 yield waiting[future], future.result()
         except BrokenProcessPool:
             raise RunProcessError(
-                f"a process that plays runs has ended, {count} at a time: most likely the kernel killed it for want of "
-                "memory, then allow this command fewer cores (taskset -c 0 fedquilt ...); what it said stands above"
+                f"one of {count} run processes has ended unexpectedly (output above): if the kernel killed it because "
+                "memory was low, allow this command fewer cores (taskset -c 0 fedquilt ...)"
             ) from None
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
@@ -318,12 +324,12 @@ class _TerminationExit(SystemExit): ...
 
 
 def _raise_on_sigterm(number: int, frame: object) -> None:
-    raise _TerminationExit(128 + number)  # by way of all that cleans up
+    raise _TerminationExit(128 + number)  # runs all cleanup handlers
 
 
-def _run_call_until_terminated(play: Callable[..., T], given: tuple[Any, ...]) -> T:
+def _run_call_until_terminated(function: Callable[..., T], arguments: tuple[Any, ...]) -> T:
     # a terminated process must not start the next call
     try:
-        return play(*given)
+        return function(*arguments)
     except _TerminationExit:
         os._exit(1)

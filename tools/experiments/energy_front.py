@@ -30,160 +30,168 @@ from fedquilt.tools.report import plots
 from fedquilt.tools.simulation import agents
 from fedquilt.tools.simulation.simulated_job import choose_job_engine
 
-ROWS: Final = 8  # of the front, that are printed
+ROWS: Final = 8  # plans of the front that are printed
 
 
 @dataclass(frozen=True)
 class EnergyFront:
-    moved: Sequence[EnergyPlan]  # the front, the shortest plan first
-    even: Sequence[EnergyPlan]  # the front of plans in which every board trains for the job's epochs
-    chosen: EnergyPlan  # by the bounds in [cohort]
-    predicted: EnergyPlan | None  # the round as `deadline = "predicted"` has it; None: it predicts nothing
+    front: Sequence[EnergyPlan]  # the front, the shortest plan first
+    even_front: Sequence[EnergyPlan]  # the front of plans in which every board trains for the job's epochs
+    chosen_plan: EnergyPlan  # by the bounds in [cohort]
+    predicted_plan: EnergyPlan | None  # the plan by `deadline = "predicted"`, or None without a prediction
     kinds: Mapping[str, str]  # device -> board
-    epochs: int  # of the job; 0: its method has the same of each board
-    dark: Sequence[str] = ()  # boards whose idle power is not known: joules are without their waiting
+    epochs: int  # epochs of the job, or 0 if the method does not allow different epochs
+    boards_without_idle_power: Sequence[str] = ()  # joules are without the waiting of these boards
 
 
 def compute_fronts(job: JobSettings, folder: Path) -> EnergyFront:
-    asks, known = predict_work(job, folder)
-    problem = deadline.energy_problem(job.cohort, known, asks)
-    chosen = problem and deadline.plan_energy(job.cohort, *problem)
-    if not problem or not chosen:
+    workloads, durations = predict_work(job, folder)
+    problem = deadline.energy_problem(job.cohort, durations, workloads)
+    chosen_plan = problem and deadline.plan_energy(job.cohort, *problem)
+    if not problem or not chosen_plan:
         raise JobError(
             f"{job.method} on {', '.join(dict.fromkeys(job.fleet.boards))}: time or joules of a task are not known; "
             "name boards in [fleet] whose profiles have operating points with speed and busy_w"
         )
-    own, passes = problem
-    alike = {
+    forecasts, passes = problem
+    even_forecasts = {
         device: board._replace(
-            choices=tuple(choice for choice in board.choices if choice.epochs == (asks[device].epochs or 1))
+            choices=tuple(choice for choice in board.choices if choice.epochs == (workloads[device].epochs or 1))
         )
-        for device, board in own.items()
+        for device, board in forecasts.items()
     }
-    kinds = {device: ask.profile.board for device, ask in asks.items() if ask.profile}
-    limit_s = deadline.decide_by_prediction(job.cohort, known, asks).seconds
+    kinds = {device: workload.profile.board for device, workload in workloads.items() if workload.profile}
+    limit_s = deadline.decide_by_prediction(job.cohort, durations, workloads).seconds
     return EnergyFront(
-        energy_scheduling.pareto_front(own, passes),
-        energy_scheduling.pareto_front(alike, passes),
-        chosen,
-        None if limit_s is None else _plan_for_deadline(alike, limit_s),
+        energy_scheduling.pareto_front(forecasts, passes),
+        energy_scheduling.pareto_front(even_forecasts, passes),
+        chosen_plan,
+        None if limit_s is None else _plan_for_deadline(even_forecasts, limit_s),
         kinds,
-        max(ask.epochs for ask in asks.values()),
-        sorted({ask.profile.board for ask in asks.values() if ask.profile and ask.profile.idle_w is None}),
+        max(workload.epochs for workload in workloads.values()),
+        sorted(
+            {
+                workload.profile.board
+                for workload in workloads.values()
+                if workload.profile and workload.profile.idle_w is None
+            }
+        ),
     )
 
 
 def predict_work(
-    job: JobSettings, folder: Path, make: Callable[[str], Device] | None = None
+    job: JobSettings, folder: Path, create_device: Callable[[str], Device] | None = None
 ) -> tuple[dict[str, DeviceWorkload], dict[str, tuple[TaskDuration, ...]]]:
     """Return the predicted work of each device, and predicted times of its last rounds."""
     method, fleet = methods.load(job.method), job.fleet
     state = create_initial_state(job, agents.FleetPlan(job, folder, Path()).validate_and_load_bundle(), method)
     engine = choose_job_engine(job, method)
-    asks: dict[str, DeviceWorkload] = {}
-    known: dict[str, tuple[TaskDuration, ...]] = {}
+    workloads: dict[str, DeviceWorkload] = {}
+    durations: dict[str, tuple[TaskDuration, ...]] = {}
     for index, member in enumerate(single_run.load_devices(job, folder)[0]):
-        board = (make or boards.create_device)(fleet.boards[index % len(fleet.boards)])
+        board = (create_device or boards.create_device)(fleet.boards[index % len(fleet.boards)])
         budget = parse_size(fleet.budgets[index % len(fleet.budgets)])
         profile = messages.profile_message(
             member.device, board, state_machine.Capabilities(budget, (engine,), (job.method,))
         )
-        order = method.send(state, DeviceView(member.device, profile))
-        if order is None or not len(member.train):
+        spec = method.send(state, DeviceView(member.device, profile))
+        if spec is None or not len(member.train):
             continue
         uneven = method.traits.unequal_epochs
-        ask = tasks.predict_workload(order, ("work",), engine, tasks.HELD, uneven)._replace(profile=profile)
-        took_s = ask.predict_duration_s(len(member.train))
-        if took_s is not None:
-            took = TaskDuration(0, took_s, ask.work_amount, took_s, took_s, len(member.train))
-            known[member.device] = (took,) * RECENT
-        asks[member.device] = ask
-    return asks, known
+        workload = tasks.predict_workload(spec, ("work",), engine, tasks.HELD, uneven)._replace(profile=profile)
+        duration_s = workload.predict_duration_s(len(member.train))
+        if duration_s is not None:
+            duration = TaskDuration(0, duration_s, workload.work_amount, duration_s, duration_s, len(member.train))
+            durations[member.device] = (duration,) * RECENT
+        workloads[member.device] = workload
+    return workloads, durations
 
 
-def _plan_for_deadline(own: Mapping[str, DeviceForecast], limit_s: float) -> EnergyPlan:
-    # each board takes its cheapest choice that meets the deadline, or else its fastest
-    picked: dict[str, EpochChoice] = {}
-    for device, board in own.items():
+def _plan_for_deadline(forecasts: Mapping[str, DeviceForecast], limit_s: float) -> EnergyPlan:
+    # Each board takes its cheapest choice that meets the deadline, or else its fastest choice.
+    choices: dict[str, EpochChoice] = {}
+    for device, board in forecasts.items():
         in_time = [choice for choice in board.choices if choice.seconds <= limit_s]
-        picked[device] = min(in_time or board.choices, key=lambda each: each.joules if in_time else each.seconds)
-    end_s = max(choice.seconds for choice in picked.values())
-    joules = sum(choice.joules + own[device].idle_w * end_s for device, choice in picked.items())
-    return EnergyPlan(end_s, joules, {device: choice.epochs for device, choice in picked.items()})
+        choices[device] = min(in_time or board.choices, key=lambda option: option.joules if in_time else option.seconds)
+    end_s = max(choice.seconds for choice in choices.values())
+    joules = sum(choice.joules + forecasts[device].idle_w * end_s for device, choice in choices.items())
+    return EnergyPlan(end_s, joules, {device: choice.epochs for device, choice in choices.items()})
 
 
 def print_fronts(job: JobSettings, folder: Path, out: Path | None, format: str) -> int:
     """Print the energy plans of a job, and draw them into `out` if given. Return 0."""
-    found = compute_fronts(job, folder)
+    fronts = compute_fronts(job, folder)
     if out is not None:
-        disk.write_output(out, plots.render_file(plot_fronts(found)))
+        disk.write_output(out, plots.render_file(plot_fronts(fronts)))
     if format == "json":
         plans = {
-            "front": [each._asdict() for each in found.moved],
-            "front_even": [each._asdict() for each in found.even],
-            "chosen": found.chosen._asdict(),
-            "predicted": found.predicted and found.predicted._asdict(),
-            "boards": dict(found.kinds),
-            "idle_power_unknown": list(found.dark),
+            "front": [plan._asdict() for plan in fronts.front],
+            "front_even": [plan._asdict() for plan in fronts.even_front],
+            "chosen": fronts.chosen_plan._asdict(),
+            "predicted": fronts.predicted_plan and fronts.predicted_plan._asdict(),
+            "boards": dict(fronts.kinds),
+            "idle_power_unknown": list(fronts.boards_without_idle_power),
         }
         progress.LINE.print_to_stdout(msgspec.json.encode(plans).decode())
     else:
-        progress.LINE.print_to_stdout(*format_fronts(found, job), *([f"drawn in {out}"] if out is not None else []))
+        progress.LINE.print_to_stdout(*format_fronts(fronts, job), *([f"drawn in {out}"] if out is not None else []))
     return 0
 
 
-def format_fronts(found: EnergyFront, job: JobSettings) -> list[str]:
-    last = len(found.moved) - 1
-    places = sorted({round(step * last / max(ROWS - 1, 1)) for step in range(ROWS)})
-    named = {"": [found.moved[at] for at in places], "chosen": [found.chosen]}
-    named |= {"even": [found.even[-1]] if found.epochs and found.even else []}
-    named |= {"predicted": [found.predicted] if found.predicted else []}
+def format_fronts(fronts: EnergyFront, job: JobSettings) -> list[str]:
+    last_index = len(fronts.front) - 1
+    indices = sorted({round(step * last_index / max(ROWS - 1, 1)) for step in range(ROWS)})
+    plans_by_name = {"": [fronts.front[index] for index in indices], "chosen": [fronts.chosen_plan]}
+    plans_by_name |= {"even": [fronts.even_front[-1]] if fronts.epochs and fronts.even_front else []}
+    plans_by_name |= {"predicted": [fronts.predicted_plan] if fronts.predicted_plan else []}
     rows = [["", "s a round", "J a round", "epochs"]]
-    for name, plans in named.items():
+    for name, plans in plans_by_name.items():
         rows += [
-            [name, plots.format_number(plan.seconds), plots.format_number(plan.joules), _format_epochs(found, plan)]
+            [name, plots.format_number(plan.seconds), plots.format_number(plan.joules), _format_epochs(fronts, plan)]
             for plan in plans
         ]
-    if not found.epochs:
+    if not fronts.epochs:
         rows = [row[:3] for row in rows]
-    text = table.format_table(rows, "<>>~" if found.epochs else "<>>")
-    told = [f"{len(found.kinds)} boards; joules of all of them until the end of the round, idle included", *text]
-    told += [f"without the waiting of {each}, whose idle power nobody knows" for each in found.dark]
-    told.append('chosen: by deadline = "energy" and its bounds in [cohort]')
-    for name, bound, reached in (
-        ("joules_per_round", job.cohort.joules_per_round, found.chosen.joules),
-        ("deadline_s", job.cohort.deadline_s, found.chosen.seconds),
+    text = table.format_table(rows, "<>>~" if fronts.epochs else "<>>")
+    lines = [f"{len(fronts.kinds)} boards; joules of all of them until the end of the round, idle included", *text]
+    lines += [
+        f"without the waiting of {board}, whose idle power nobody knows" for board in fronts.boards_without_idle_power
+    ]
+    lines.append('chosen: by deadline = "energy" and its bounds in [cohort]')
+    for name, bound, value in (
+        ("joules_per_round", job.cohort.joules_per_round, fronts.chosen_plan.joules),
+        ("deadline_s", job.cohort.deadline_s, fronts.chosen_plan.seconds),
     ):
-        if bound is not None and reached > bound * (1 + 1e-9):
-            told.append(f"no plan keeps {name} = {plots.format_number(bound)}: chosen is the one that comes nearest")
+        if bound is not None and value > bound * (1 + 1e-9):
+            lines.append(f"no plan keeps {name} = {plots.format_number(bound)}: chosen is the one that comes nearest")
             break
-    told += ['predicted: by deadline = "predicted"'] if found.predicted else []
-    if found.epochs:
-        told.append(f"even: the cheapest plan with {found.epochs} epochs on every board")
+    lines += ['predicted: by deadline = "predicted"'] if fronts.predicted_plan else []
+    if fronts.epochs:
+        lines.append(f"even: the cheapest plan with {fronts.epochs} epochs on every board")
     else:
-        told.append(f"{job.method}: every board trains as much as the job says; only a round's time is chosen")
-    return told
+        lines.append(f"{job.method}: every board trains as much as the job says; only a round's time is chosen")
+    return lines
 
 
-def _format_epochs(found: EnergyFront, plan: EnergyPlan) -> str:
+def _format_epochs(fronts: EnergyFront, plan: EnergyPlan) -> str:
     # such as "jetson-nano 1, jetson-orin-nano 6-8"
     by_kind: dict[str, list[int]] = {}
     for device, epochs in sorted(plan.epochs.items()):
-        by_kind.setdefault(found.kinds[device], []).append(epochs)
-    spans = {kind: (min(each), max(each)) for kind, each in by_kind.items()}
+        by_kind.setdefault(fronts.kinds[device], []).append(epochs)
+    spans = {kind: (min(epochs_of_kind), max(epochs_of_kind)) for kind, epochs_of_kind in by_kind.items()}
     return ", ".join(f"{kind} {low}" + (f"-{high}" if high > low else "") for kind, (low, high) in spans.items())
 
 
 def plot_fronts(found: EnergyFront) -> plots.Plot:
-    fronts = {"front": found.moved, "the same epochs on every board": found.even if found.epochs else ()}
-    drawn = [
+    fronts = {"front": found.front, "the same epochs on every board": found.even_front if found.epochs else ()}
+    lines = [
         plots.PlotLine(name, [plan.seconds for plan in plans], [plan.joules for plan in plans])
         for name, plans in fronts.items()
         if plans
     ]
-    drawn += [
+    lines += [
         plots.PlotLine(name, [plan.seconds], [plan.joules])
-        for name, plan in (("chosen", found.chosen), ("predicted", found.predicted))
+        for name, plan in (("chosen", found.chosen_plan), ("predicted", found.predicted_plan))
         if plan is not None
     ]
-    return plots.plot_lines(drawn, "Joules of a round by its time", "seconds", "joules")
+    return plots.plot_lines(lines, "Joules of a round by its time", "seconds", "joules")

@@ -1,9 +1,9 @@
-"""Evaluation of a run's global model on examples of no device.
+"""Evaluation of a run's global model on a test set.
 
-A separate process, because the coordinator does not load torch. It reads committed states from the coordinator's
-store and writes scores to HOME/evaluations/RUN.json. The coordinator deletes a state when the next one is committed,
-so scores of every round require following the run. If rounds are faster than evaluations, some states are skipped,
-but never the last.
+Evaluation is a separate process, because the coordinator does not load torch. The process reads committed states from
+the coordinator's store and writes scores to HOME/evaluations/RUN.json. The coordinator deletes a state when the next
+state is committed, so scores of every round require following the run. If rounds are faster than evaluations, some
+states are skipped, but never the last.
 
 A method's own `check` receives the test set as the held-out share of a new device with unlimited memory. A stitched
 network is run as it would be exported.
@@ -40,9 +40,9 @@ from fedquilt.tools.simulation.pool import ScratchFolder
 from fedquilt.tools.simulation.run import WorkBackend
 from fedquilt.tools.simulation.simulated_job import Simulation
 
-BUDGET_BYTES = 1 << 40  # nothing is refused here
-LOOK_S = 1.0  # between looks at a store that has nothing new
-NOBODY = "evaluator"
+BUDGET_BYTES = 1 << 40  # large enough for any task
+POLL_S = 1.0  # interval of reads from a store without new states
+EVALUATOR_ID = "evaluator"
 
 
 def load_test_set(job: JobSettings) -> Examples:
@@ -76,26 +76,26 @@ class Evaluator:
         if self.method.check is None:
             return self._score_stitched(state, rounds, sha256)
         engine = self._get_engine(self.job.engine or _choose_engine(self.method))
-        order = self.method.send(state, self._make_device_view(engine.name, budget_bytes))
-        if order is None:
+        spec = self.method.send(state, self._make_device_view(engine.name, budget_bytes))
+        if spec is None:
             return None
-        newcomer = DeviceData(NOBODY, Examples(self._test.x[:0], self._test.y[:0]), self._test)
+        newcomer = DeviceData(EVALUATOR_ID, Examples(self._test.x[:0], self._test.y[:0]), self._test)
         with tempfile.TemporaryDirectory(dir=self._cache.path) as folder:
-            given = make_task_and_context(
-                self.method, order, newcomer, Path(folder), engine=engine, actions=("check",), path=self._find_blob
+            task_and_context = make_task_and_context(
+                self.method, spec, newcomer, Path(folder), engine=engine, actions=("check",), path=self._find_blob
             )
-            return score_from_sums(self.method.check(*given), rounds, sha256)
+            return score_from_sums(self.method.check(*task_and_context), rounds, sha256)
 
     def _make_device_view(self, engine: str, budget_bytes: int) -> DeviceView:
         profile = Profile(
-            device=NOBODY,
+            device=EVALUATOR_ID,
             board="none",
             memory_bytes=budget_bytes,
             budget_bytes=budget_bytes,
             engines=(engine,),
             versions={},
         )
-        return DeviceView(NOBODY, profile)
+        return DeviceView(EVALUATOR_ID, profile)
 
     def _find_blob(self, ref: BlobRef) -> Path:
         return job_bundle.verify_file(self._folder, ref)
@@ -127,8 +127,8 @@ def score_from_sums(sums: EvaluationSums | None, rounds: int, sha256: str) -> Ev
 
 
 def _choose_engine(method: Method) -> str:
-    there = engines.available_engines()
-    return next((name for name in method.engines if name in there), method.engines[0])
+    available = engines.available_engines()
+    return next((name for name in method.engines if name in available), method.engines[0])
 
 
 def evaluate_run(
@@ -136,7 +136,7 @@ def evaluate_run(
     run: str,
     *,
     follow: bool = False,
-    say: Callable[[EvaluationScore], None] = lambda score: None,
+    report_score: Callable[[EvaluationScore], None] = lambda score: None,
     sleep: Callable[[float], None] = time.sleep,
 ) -> RunScores:
     """Score the latest stored state of a run unless it has a score, store the score, and return all scores.
@@ -144,93 +144,95 @@ def evaluate_run(
     With `follow`, new states are scored until the run has ended.
     """
     row = store.find_job(run)
-    found, states = scores.read_scores(store.home, row), _StateReader(store, row)
+    all_scores, states = scores.read_scores(store.home, row), _StateReader(store, row)
     with Evaluator(row.job, row.bundle) as evaluator:
         while True:
-            ended = store.stored_status(row.id) in ENDED  # before its states are looked at
-            score = _score_latest_if_new(states, evaluator, {score.state for score in found.scores}, ended)
+            has_ended = store.stored_status(row.id) in ENDED  # read before the states, so that none is missed
+            score = _score_latest_if_new(states, evaluator, {score.state for score in all_scores.scores}, has_ended)
             if score is not None:
-                say(score)
-                found = msgspec.structs.replace(found, scores=(*found.scores, score))
-                scores.write_scores(scores.scores_path(store.home, row.id), found)
-            elif ended or not follow:
-                return found
+                report_score(score)
+                all_scores = msgspec.structs.replace(all_scores, scores=(*all_scores.scores, score))
+                scores.write_scores(scores.scores_path(store.home, row.id), all_scores)
+            elif has_ended or not follow:
+                return all_scores
             else:
-                sleep(LOOK_S)
+                sleep(POLL_S)
 
 
 class _StateReader:
     def __init__(self, store: Store, row: StoredJob) -> None:
-        self.store, self._run, self._seen = store, row.id, 0
+        self.store, self._run, self._last_seq = store, row.id, 0
         self.rounds = JobState(JobConstants.from_job(row.job))
         self._latest: tuple[int, BlobRef] | None = None
 
     def read_latest(self) -> tuple[int, BlobRef] | None:
         """Read new events, and return the rounds behind the latest model state and its blob, or None."""
         # an evaluation-only round leaves the state unchanged
-        for seq, _, fact in self.store.read_events(self._run, self._seen):
-            self._seen, self.rounds = seq, apply_event(self.rounds, fact, 0.0)
-            if isinstance(fact, JobStarted):
-                self._latest = (0, fact.state)
-            elif isinstance(fact, RoundCommitted) and (self._latest is None or fact.state != self._latest[1]):
-                self._latest = (self.rounds.completed_rounds, fact.state)
+        for seq, _, event in self.store.read_events(self._run, self._last_seq):
+            self._last_seq, self.rounds = seq, apply_event(self.rounds, event, 0.0)
+            if isinstance(event, JobStarted):
+                self._latest = (0, event.state)
+            elif isinstance(event, RoundCommitted) and (self._latest is None or event.state != self._latest[1]):
+                self._latest = (self.rounds.completed_rounds, event.state)
         return self._latest
 
 
 def _score_latest_if_new(
-    states: _StateReader, evaluator: Evaluator, known: set[str], ended: bool
+    states: _StateReader, evaluator: Evaluator, scored_digests: set[str], has_ended: bool
 ) -> EvaluationScore | None:
-    # None also if the state was deleted because the next one was committed
+    # The result is also None if the state was deleted because the next state was committed.
     latest = states.read_latest()
-    if latest is None or latest[1].sha256 in known or (states.rounds.settling and not ended):
+    if latest is None or latest[1].sha256 in scored_digests or (states.rounds.settling and not has_ended):
         return None
-    done, ref = latest
+    rounds_done, ref = latest
     path = states.store.depot.blob_path(ref.sha256)
     try:
         payload = None if path is None else path.read_bytes()
     except FileNotFoundError:
         payload = None
     if payload is None:
-        if ended:
+        if has_ended:
             raise StoreError(
-                f"the state after {done} rounds ({ref.sha256[:12]}) is gone from {states.store.home}, or damaged"
+                f"the state after {rounds_done} rounds ({ref.sha256[:12]}) is gone from {states.store.home}, or damaged"
             )
         return None
-    return evaluator.score(tensors.unpack_state(payload, evaluator.method.state), done, ref.sha256)
+    return evaluator.score(tensors.unpack_state(payload, evaluator.method.state), rounds_done, ref.sha256)
 
 
 def format_score(score: EvaluationScore, matrix: bool = False) -> list[str]:
     """Return lines about a score, and the confusion matrix if `matrix` is set and the terminal is wide enough."""
     metric, sums = metrics.KNOWN[score.metric], score.evaluation
-    over = "of" if metric.share else "on"
-    value = f"{metric.title} {metrics.format_value(metric, score.value)} {over} {score.examples} examples"
+    preposition = "of" if metric.share else "on"
+    value = f"{metric.title} {metrics.format_value(metric, score.value)} {preposition} {score.examples} examples"
     parts = [value, *(metrics.describe_metrics(sums)[1:] if sums else ())]
-    said = table.fold_line(f"after {score.rounds} rounds: {', '.join(parts)}")
+    score_lines = table.fold_line(f"after {score.rounds} rounds: {', '.join(parts)}")
     if not matrix or sums is None or (rows := evaluation.confusion_matrix(sums)) is None:
-        return said
+        return score_lines
     head = ["true, predicted", *map(str, range(len(rows)))]
-    lines = table.format_table([head, *([str(at), *map(str, row)] for at, row in enumerate(rows))], "<>", 10**6)
-    if max(map(len, lines)) > table.line_width():
-        lines = [f"--format json has the confusion matrix of {len(rows)} classes"]
-    return [*said, *lines]
+    matrix_lines = table.format_table(
+        [head, *([str(index), *map(str, row)] for index, row in enumerate(rows))], "<>", 10**6
+    )
+    if max(map(len, matrix_lines)) > table.line_width():
+        matrix_lines = [f"--format json has the confusion matrix of {len(rows)} classes"]
+    return [*score_lines, *matrix_lines]
 
 
-def scores_to_dict(found: RunScores) -> dict[str, Any]:
+def scores_to_dict(run_scores: RunScores) -> dict[str, Any]:
     """Return scores for JSON, with metrics and confusion matrices instead of sums."""
-    made: dict[str, Any] = msgspec.to_builtins(found)
-    for score, row in zip(found.scores, made["scores"], strict=True):
+    result: dict[str, Any] = msgspec.to_builtins(run_scores)
+    for score, row in zip(run_scores.scores, result["scores"], strict=True):
         sums = score.evaluation
         row["metrics"] = evaluation.compute_metrics(sums) if sums else {}
         row["confusion"] = evaluation.confusion_matrix(sums) if sums else None
         del row["evaluation"]
-    return made
+    return result
 
 
 @dataclass(frozen=True)
 class EvaluationResult:
-    """Results of one evaluation, None where examples are missing."""
+    """Results of one evaluation, or None without examples."""
 
-    test: EvaluationScore | None  # on the examples that no device has
+    test: EvaluationScore | None  # on the test set
     held: HeldOutScore | None  # on the devices' held-out shares
     devices: Mapping[str, float]  # device -> accuracy on its held-out share, 0..1
 
@@ -250,17 +252,17 @@ class LiveEvaluator:
         if self._evaluator is not None:
             self._evaluator.close()
 
-    def evaluate(self, simulation: Simulation, hands: WorkBackend, *, shares: bool) -> EvaluationResult:
-        told = hands.evaluate(simulation) if self.checks and shares else {}
-        total = evaluation.add_evaluations(told.values())
+    def evaluate(self, simulation: Simulation, backend: WorkBackend, *, shares: bool) -> EvaluationResult:
+        sums_by_device = backend.evaluate(simulation) if self.checks and shares else {}
+        total = evaluation.add_evaluations(sums_by_device.values())
         if total is not None and simulation.running is not None and total.right_with_priors is not None:
             simulation.running.class_counts = evaluation.count_classes(total)
-        own = run_summary.summarise_evaluation(total, told)
-        held = None if own is None else HeldOutScore.from_summary(simulation.completed_rounds, own)
-        done, state = simulation.completed_rounds, simulation.state_digest
+        summary = run_summary.summarise_evaluation(total, sums_by_device)
+        held = None if summary is None else HeldOutScore.from_summary(simulation.completed_rounds, summary)
+        rounds_done, state = simulation.completed_rounds, simulation.state_digest
         test = None
         if self._evaluator is not None:
-            test = self._evaluator.score(simulation.state, done, state)
+            test = self._evaluator.score(simulation.state, rounds_done, state)
         elif self._test is not None:
-            test = score_from_sums(hands.evaluate_test_set(simulation), done, state)
-        return EvaluationResult(test, held, {} if own is None else own.devices)
+            test = score_from_sums(backend.evaluate_test_set(simulation), rounds_done, state)
+        return EvaluationResult(test, held, {} if summary is None else summary.devices)

@@ -33,7 +33,7 @@ class MethodParameter:
     name: str
     kind: str
     default: Any
-    about: str  # "" where the name says it all
+    about: str  # "" if the name is enough
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,14 +45,14 @@ class MethodCard:
     engines: tuple[str, ...]
     evaluates: bool  # whether `[check] every` works
     parameters: tuple[MethodParameter, ...]
-    tables: tuple[tuple[str, str], ...]  # the command of each table that runs it, and where in docs/ what came out is
+    tables: tuple[tuple[str, str], ...]  # command of each table that runs the method, and the page with its results
 
 
 def make_card(name: str, covering: Covering = lambda name: ()) -> MethodCard:
     """Return the description of a method from its source file."""
     method = methods.load(name)
     title, _, about = (inspect.getdoc(methods.method_module(name)) or "").partition("\n")
-    found = tuple(_list_parameters(method.params))
+    parameters = tuple(_list_parameters(method.params))
     return MethodCard(
         name=name,
         title=title,
@@ -60,33 +60,35 @@ def make_card(name: str, covering: Covering = lambda name: ()) -> MethodCard:
         paper=method.paper,
         engines=tuple(method.engines),
         evaluates=method.check is not None,
-        parameters=found,
+        parameters=parameters,
         tables=tuple(covering(name)),
     )
 
 
-def format_card(one: MethodCard, elsewhere: Sequence[MethodParameter] = ()) -> list[str]:
-    """Return the page of a method as lines of Markdown. FedAvg's page explains the parameters `elsewhere`."""
-    found = [f"# {one.name}", "", one.title, "", one.about, ""]
-    found += [f'Runs on: {" or ".join(one.engines)}. In a job: `method = "{one.name}"`.']
-    if not one.evaluates:
-        found.append("It has no evaluation on held-out shares: leave `[check] every` 0.")
-    if one.tables:
-        told = ", ".join(f"`{command}` ([figures](../{page}))" for command, page in one.tables)
-        found += ["", f"Compared in: {told}."]
-    if rows := [each for each in one.parameters if each not in elsewhere]:
-        found += ["", "| `[params]` | type | default | |", "|---|---|---|---|"]
-        found += [f"| `{p.name}` | {p.kind} | `{_format_default(p.default)}` | {p.about} |" for p in rows]
-    if names := [f"`{each.name}`" for each in one.parameters if each in elsewhere]:
-        which = "The other" if rows else "Its"
-        found += ["", f"{which} `[params]` are explained on [FedAvg's page](fedavg.md): {', '.join(names)}."]
-    return found
+def format_card(card: MethodCard, common: Sequence[MethodParameter] = ()) -> list[str]:
+    """Return the page of a method as lines of Markdown. FedAvg's page explains the parameters `common`."""
+    lines = [f"# {card.name}", "", card.title, "", card.about, ""]
+    lines += [f'Runs on: {" or ".join(card.engines)}. In a job: `method = "{card.name}"`.']
+    if not card.evaluates:
+        lines.append("It has no evaluation on held-out shares: leave `[check] every` 0.")
+    if card.tables:
+        table_links = ", ".join(f"`{command}` ([figures](../{page}))" for command, page in card.tables)
+        lines += ["", f"Compared in: {table_links}."]
+    if rows := [parameter for parameter in card.parameters if parameter not in common]:
+        lines += ["", "| `[params]` | type | default | |", "|---|---|---|---|"]
+        lines += [f"| `{p.name}` | {p.kind} | `{_format_default(p.default)}` | {p.about} |" for p in rows]
+    if names := [f"`{parameter.name}`" for parameter in card.parameters if parameter in common]:
+        subject = "The other" if rows else "Its"
+        lines += ["", f"{subject} `[params]` are explained on [FedAvg's page](fedavg.md): {', '.join(names)}."]
+    return lines
 
 
-def format_method_list(names: Iterable[str], outside: Sequence[plugins.Plugin] = ()) -> list[str]:
+def format_method_list(names: Iterable[str], installed_plugins: Sequence[plugins.Plugin] = ()) -> list[str]:
     titles = {name: make_card(name).title for name in names}
-    titles |= {each.name: f"of package {each.package} {each.version} ({each.target})" for each in outside}
-    return table.format_table([list(each) for each in titles.items()], "<~")
+    titles |= {
+        plugin.name: f"of package {plugin.package} {plugin.version} ({plugin.target})" for plugin in installed_plugins
+    }
+    return table.format_table([list(row) for row in titles.items()], "<~")
 
 
 def format_index() -> list[str]:
@@ -113,8 +115,8 @@ def write_pages(folder: Path, covering: Covering) -> list[Path]:
             for name in methods.builtin_names()
         }
         pages[folder / "index.md"] = "\n".join(format_index()) + "\n"
-        for gone in set(folder.glob("*.md")) - set(pages):
-            gone.unlink()
+        for obsolete in set(folder.glob("*.md")) - set(pages):
+            obsolete.unlink()
         for path, text in pages.items():
             path.write_text(text, encoding="utf-8")
     return sorted(pages)
@@ -124,32 +126,32 @@ def write_or_print_pages(name: str | None, out: Path | None, format: str, coveri
     if out is not None:
         print(f"{out}: {len(write_pages(out, covering))} pages")
     elif format == "json":
-        cards = [make_card(each, covering) for each in ([name] if name else methods.builtin_names())]
+        cards = [make_card(method, covering) for method in ([name] if name else methods.builtin_names())]
         print(msgspec.json.encode(cards[0] if name else cards).decode())
     elif name:
         print("\n".join(table.format_markdown(format_card(make_card(name, covering)))))
     else:
-        own = methods.builtin_names()
-        print("\n".join(format_method_list(own, plugins.usable_plugins("method", own))))
-        for said in plugins.name_conflicts("method", own):
-            print(said, file=sys.stderr)
+        builtin = methods.builtin_names()
+        print("\n".join(format_method_list(builtin, plugins.usable_plugins("method", builtin))))
+        for conflict in plugins.name_conflicts("method", builtin):
+            print(conflict, file=sys.stderr)
 
 
 def _list_parameters(params: type) -> Iterable[MethodParameter]:
     hints = typing.get_type_hints(params, include_extras=True)
-    about: dict[str, str] = {}
-    for each in reversed(params.__mro__):
-        if dataclasses.is_dataclass(each):
-            about |= _read_field_comments(each)
+    comments: dict[str, str] = {}
+    for dataclass_type in reversed(params.__mro__):
+        if dataclasses.is_dataclass(dataclass_type):
+            comments |= _read_field_comments(dataclass_type)
     for field in dataclasses.fields(params):
         default = field.default if field.default is not dataclasses.MISSING else None
         if field.default_factory is not dataclasses.MISSING:
             default = field.default_factory()
-        yield MethodParameter(field.name, _format_type(hints[field.name]), default, about.get(field.name, ""))
+        yield MethodParameter(field.name, _format_type(hints[field.name]), default, comments.get(field.name, ""))
 
 
 def _read_field_comments(params: Any) -> dict[str, str]:
-    found: dict[str, str] = {}
+    comments: dict[str, str] = {}
     current = None
     for token in tokenize.generate_tokens(io.StringIO(inspect.getsource(params)).readline):
         words = token.line.split()
@@ -158,8 +160,8 @@ def _read_field_comments(params: Any) -> dict[str, str]:
         elif token.type == tokenize.NAME and words[:1] in (["def"], ["class"]):
             current = None
         elif token.type == tokenize.COMMENT and current and words[0] != "#":
-            found[current] = token.string.lstrip("# ").replace("|", "\\|")
-    return found
+            comments[current] = token.string.lstrip("# ").replace("|", "\\|")
+    return comments
 
 
 def _format_type(hint: Any) -> str:

@@ -27,8 +27,8 @@ from fedquilt.models.networks import registry
 from fedquilt.tools.experiments.single_run import SeedRun
 from fedquilt.tools.simulation import machines
 
-SETTLED_S: Final = 2.0  # after a change, before a file's times are trusted to show another one
-_digests: dict[tuple[int, ...], str] = {}  # of settled files, since each run of a comparison asks for the same data
+SETTLED_S: Final = 2.0  # a later change of the file within this time may leave its time stamps unchanged
+_digest_cache: dict[tuple[int, ...], str] = {}  # digests of unchanged files, which all runs of a comparison share
 
 
 class RunCache:
@@ -49,32 +49,32 @@ class RunCache:
     def store(self, key: str, run: SeedRun) -> None:
         REAL.write_atomically(self.folder / f"{key}.json", msgspec.json.format(msgspec.json.encode(run)), durable=False)
 
-    def describe_cache(self, found: int, keys: Collection[str]) -> list[str]:
+    def describe_cache(self, cached_count: int, keys: Collection[str]) -> list[str]:
         """Return messages with the numbers of cached runs and of files with different inputs."""
-        others = sum(path.stem not in keys for path in self.folder.glob("*.json"))
-        lines = [f"{found} of {len(keys)} runs are in {self.folder} already"] if found else []
-        if others and found < len(keys):
+        other_runs = sum(path.stem not in keys for path in self.folder.glob("*.json"))
+        lines = [f"{cached_count} of {len(keys)} runs are in {self.folder} already"] if cached_count else []
+        if other_runs and cached_count < len(keys):
             lines.append(
-                f"{others} other runs in {self.folder} are not used: their job, bundle, data or version of the code "
-                "is not the one of this comparison"
+                f"{other_runs} other runs in {self.folder} are not used: their job, bundle, data or version of the "
+                "code is not the one of this comparison"
             )
         return lines
 
 
 def make_key(*parts: bytes, bundle: Path, data: Iterable[Path]) -> str:
     """Return a digest of the parts, the content of a bundle and of data files, and the code."""
-    made = bundles.load_bundle(bundle)
-    index = msgspec.json.encode([made.meta, made.files], order="sorted")
-    blobs = sorted({ref.sha256 for ref in made.files.values()})  # others in its folder are of bundles of before
+    bundle_content = bundles.load_bundle(bundle)
+    index = msgspec.json.encode([bundle_content.meta, bundle_content.files], order="sorted")
+    blobs = sorted({ref.sha256 for ref in bundle_content.files.values()})  # the folder may have older blobs
     contents = [compute_content_digest(path) for path in (*(bundle / "blobs" / blob for blob in blobs), *data)]
-    pieces = (*parts, index, *(each.encode() for each in (*contents, compute_code_digest())))
-    return hashlib.sha256(b"".join(hashlib.sha256(each).digest() for each in pieces)).hexdigest()[:24]
+    inputs = (*parts, index, *(part.encode() for part in (*contents, compute_code_digest())))
+    return hashlib.sha256(b"".join(hashlib.sha256(part).digest() for part in inputs)).hexdigest()[:24]
 
 
 def list_data_paths(job: bytes) -> list[Path]:
     table = msgspec.json.decode(job)
-    found = [path for name in ("data", "test") for path in _list_table_paths(table.get(name) or {})]
-    return [Path(path) for path in dict.fromkeys(found)]
+    paths = [path for name in ("data", "test") for path in _list_table_paths(table.get(name) or {})]
+    return [Path(path) for path in dict.fromkeys(paths)]
 
 
 def list_plugin_versions(job: bytes) -> bytes:
@@ -83,20 +83,20 @@ def list_plugin_versions(job: bytes) -> bytes:
     The result is empty without plug-ins.
     """
     table = msgspec.json.decode(job)
-    found = methods.required_plugins(table["method"]) | registry.required_plugins(table.get("model") or {})
+    versions = methods.required_plugins(table["method"]) | registry.required_plugins(table.get("model") or {})
     for data in (table.get("data") or {}, table.get("test") or {}):
         if data.get("dataset") and not data.get("path") and not is_builtin_dataset(data["dataset"]):
-            found |= plugins.required_modules("data", data["dataset"])
+            versions |= plugins.required_modules("data", data["dataset"])
     if table.get("engine"):
-        found |= plugins.required_modules("engine", table["engine"], tuple(engines.NEEDS))
+        versions |= plugins.required_modules("engine", table["engine"], tuple(engines.NEEDS))
     choices = training_choices.select_choices(methods.load(table["method"]).params, table.get("params") or {})
     for kind, name in training_choices.list_plugins(choices):
-        found |= plugins.required_modules(kind, name, training_choices.OURS[kind])
-    return msgspec.json.encode(found, order="sorted") if found else b""
+        versions |= plugins.required_modules(kind, name, training_choices.OURS[kind])
+    return msgspec.json.encode(versions, order="sorted") if versions else b""
 
 
 def _list_table_paths(table: Mapping[str, Any]) -> Iterator[str]:
-    yield from (str(each["path"]) for each in (table, *table.get("sources", ())) if each.get("path"))
+    yield from (str(source["path"]) for source in (table, *table.get("sources", ())) if source.get("path"))
     if table.get("text"):
         yield str(table["text"]["vocabulary"])
 
@@ -108,7 +108,7 @@ def compute_content_digest(path: Path) -> str:
     """
     try:
         if path.is_dir():
-            lines = sorted(f"{each.relative_to(path)}\0{_hash_file(each)}\n" for each in _walk_files(path))
+            lines = sorted(f"{file.relative_to(path)}\0{_hash_file(file)}\n" for file in _walk_files(path))
             return hashlib.sha256("".join(lines).encode()).hexdigest()
         return _hash_file(path) if path.exists() else ""
     except OSError as error:
@@ -116,26 +116,26 @@ def compute_content_digest(path: Path) -> str:
 
 
 def _hash_file(path: Path) -> str:
-    found = path.stat()
-    if time.time() <= max(found.st_mtime, found.st_ctime) + SETTLED_S:
+    status = path.stat()
+    if time.time() <= max(status.st_mtime, status.st_ctime) + SETTLED_S:
         return REAL.hash_file(path)
-    stamp = (found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns)
-    if stamp not in _digests:
-        _digests[stamp] = REAL.hash_file(path)
-    return _digests[stamp]
+    stamp = (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
+    if stamp not in _digest_cache:
+        _digest_cache[stamp] = REAL.hash_file(path)
+    return _digest_cache[stamp]
 
 
 def _walk_files(folder: Path) -> Iterator[Path]:
     # follows links to folders, and visits each folder once
-    seen: set[str] = set()
-    for place, folders, names in os.walk(folder, followlinks=True):
-        real = os.path.realpath(place)
-        if real in seen:
+    visited: set[str] = set()
+    for directory, folders, names in os.walk(folder, followlinks=True):
+        real_path = os.path.realpath(directory)
+        if real_path in visited:
             folders.clear()
             continue
-        seen.add(real)
+        visited.add(real_path)
         folders.sort()
-        yield from (path for name in names if (path := Path(place, name)).is_file())
+        yield from (path for name in names if (path := Path(directory, name)).is_file())
 
 
 def compute_code_digest() -> str:

@@ -28,8 +28,8 @@ from fedquilt.tools.simulation.agents import FleetPlan
 from fedquilt.tools.simulation.run import WorkBackend, simulate
 from fedquilt.tools.simulation.simulated_job import SimulatedRound, Simulation
 
-FORMAT = 2  # of a finished run on disk
-Look = Callable[[Simulation, WorkBackend], Mapping[str, Any]]
+FORMAT = 2  # version of finished runs on disk
+ObserveRun = Callable[[Simulation, WorkBackend], Mapping[str, Any]]
 
 
 class EvaluationPoint(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -38,11 +38,11 @@ class EvaluationPoint(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     rounds: int
     test: float | None  # the main metric on the test set: accuracy, 0..1, unless the task has another
     held: float | None  # on all held-out shares together
-    mean: float | None  # likewise, of devices
+    mean: float | None  # mean of the devices' values on their held-out shares
     worst_decile: float | None
     with_priors: float | None = None  # like `held`, with the devices' class priors
     seconds: float | None  # on the simulated boards, from each round's opening to its end
-    real_s: float  # on this machine, evaluation aside
+    real_s: float  # on this machine, without evaluation
     down_bytes: int
     up_bytes: int
     energy_j: float | None
@@ -63,59 +63,61 @@ class SeedRun(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     seed: int
     params: dict[str, Any]
     devices: int
-    tested: int  # examples of the test set; 0: there is none
+    tested: int  # examples of the test set, or 0 without a test set
     marks: tuple[EvaluationPoint, ...]
-    refusals: dict[str, str] = {}  # device -> why it did not take part in some round
-    figures: dict[str, Any] = {}  # what a table of `fedquilt lab reproduce` reads from the run besides
+    refusals: dict[str, str] = {}  # device -> reason why it missed a round
+    figures: dict[str, Any] = {}  # further values for a table of `fedquilt lab reproduce`
     format: int = FORMAT
 
 
 def run_seed(
     job: JobSettings,
     folder: Path,
-    tell: Callable[[int], None],
+    report_round: Callable[[int], None],
     workers: int | None = 1,
     *,
     engine: str = "pool",
     mixed: bool = False,
-    pick: Callable[[list[DeviceData]], list[DeviceData]] = lambda members: members,
-    away: int = 0,
-    together: bool = True,
-    first: bool = False,
+    select_members: Callable[[list[DeviceData]], list[DeviceData]] = lambda members: members,
+    offline_count: int = 0,
+    batch_devices: bool = True,
+    evaluate_first: bool = False,
     tested: bool = True,
-    look: Look = lambda simulation, hands: {},
+    observe_run: ObserveRun = lambda simulation, backend: {},
 ) -> SeedRun:
     """Run a job with one seed, and evaluate its model outside of the rounds.
 
-    The model is evaluated every `check.every` rounds and after the last one, on all held-out shares and, with `tested`,
-    on the test set, with `first` also before the first round. The last `away` devices are offline at first. `look` is
-    called before the first round, after each round and at the end, may bring them online, and returns
-    `SeedRun.figures`.
+    The model is evaluated every `check.every` rounds and after the last round, on all held-out shares and, with
+    `tested`, on the test set, with `evaluate_first` also before the first round. The last `offline_count` devices
+    start offline. `observe_run` is called before the first round, after each round and at the end. The function may
+    bring devices online, and returns `SeedRun.figures`.
     """
     members, test = load_devices(job, folder)
-    members, test = pick(members), test if tested else None
+    members, test = select_members(members), test if tested else None
     marks: list[EvaluationPoint] = []
-    spent = _CostSoFar()
+    costs = _CumulativeCost()
     every = job.check.every
     refusals: dict[str, str] = {}
     figures: dict[str, Any] = {}
     with LiveEvaluator(job, folder, test) as judge:
 
-        def observe(simulation: Simulation, hands: WorkBackend) -> None:
-            spent.add_rounds(simulation.rounds[spent.rounds :])
-            done = simulation.completed_rounds
-            if first and not done and not marks and simulation.can_evaluate:
-                marks.append(spent.make_evaluation_point(0, judge.evaluate(simulation, hands, shares=False)))
-            if is_evaluation_due(simulation, every) and (not marks or marks[-1].rounds < done):
-                marks.append(spent.make_evaluation_point(done, judge.evaluate(simulation, hands, shares=bool(every))))
+        def observe(simulation: Simulation, backend: WorkBackend) -> None:
+            costs.add_rounds(simulation.rounds[costs.rounds :])
+            rounds_done = simulation.completed_rounds
+            if evaluate_first and not rounds_done and not marks and simulation.can_evaluate:
+                marks.append(costs.make_evaluation_point(0, judge.evaluate(simulation, backend, shares=False)))
+            if is_evaluation_due(simulation, every) and (not marks or marks[-1].rounds < rounds_done):
+                marks.append(
+                    costs.make_evaluation_point(rounds_done, judge.evaluate(simulation, backend, shares=bool(every)))
+                )
             refusals.update(simulation.refusals)
-            figures.update(look(simulation, hands))
-            tell(done)
+            figures.update(observe_run(simulation, backend))
+            report_round(rounds_done)
 
-        # [stop] patience counts evaluations by devices, and those beside are not in the log
+        # [stop] patience counts evaluations in the log, which evaluations outside of rounds are not
         stops = job.stop.patience is not None
         checked = job if stops else msgspec.structs.replace(job, check=EvaluationSettings(every=every, beside=True))
-        absent = [member.device for member in members[len(members) - away :]]
+        offline_devices = [member.device for member in members[len(members) - offline_count :]]
         simulate(
             checked,
             folder,
@@ -123,10 +125,10 @@ def run_seed(
             workers=workers,
             engine=engine,
             mixed=mixed,
-            together=together,
+            together=batch_devices,
             test=test,
             observe=observe,
-            away=absent,
+            away=offline_devices,
         )
     return SeedRun(
         method=job.method,
@@ -141,12 +143,12 @@ def run_seed(
 
 
 def is_evaluation_due(simulation: Simulation, every: int) -> bool:
-    """Return whether the state is evaluated now. With `every` 0, only after the last round."""
-    last = simulation.is_finished or simulation.has_ended
+    """Return whether the state is due for evaluation. With `every` 0, only the last state is."""
+    is_last = simulation.is_finished or simulation.has_ended
     return bool(
         simulation.completed_rounds
         and simulation.can_evaluate
-        and (last or (every and simulation.completed_rounds % every == 0))
+        and (is_last or (every and simulation.completed_rounds % every == 0))
     )
 
 
@@ -167,7 +169,7 @@ def load_devices(job: JobSettings, folder: Path) -> tuple[list[DeviceData], Exam
 
 
 @dataclasses.dataclass
-class _CostSoFar:
+class _CumulativeCost:
     rounds: int = 0
     seconds: float | None = 0.0
     real_s: float = 0.0
@@ -184,17 +186,17 @@ class _CostSoFar:
             self.down_bytes += round.down_bytes
             self.up_bytes += round.up_bytes
 
-    def make_evaluation_point(self, done: int, found: EvaluationResult) -> EvaluationPoint:
-        own = found.held
-        known = found.test or own
+    def make_evaluation_point(self, rounds_done: int, result: EvaluationResult) -> EvaluationPoint:
+        held = result.held
+        metric_source = result.test or held
         return EvaluationPoint(
-            test=None if found.test is None else found.test.value,
-            metric="accuracy" if known is None else known.metric,
-            held=None if own is None else own.weighted,
-            mean=None if own is None else own.mean,
-            worst_decile=None if own is None else own.worst_decile,
-            with_priors=None if own is None else own.with_priors,
-            **{**vars(self), "rounds": done},
+            test=None if result.test is None else result.test.value,
+            metric="accuracy" if metric_source is None else metric_source.metric,
+            held=None if held is None else held.weighted,
+            mean=None if held is None else held.mean,
+            worst_decile=None if held is None else held.worst_decile,
+            with_priors=None if held is None else held.with_priors,
+            **{**vars(self), "rounds": rounds_done},
         )
 
 
@@ -220,9 +222,9 @@ def run_job(
     workers: int | None = 1,
     engine: str = "pool",
     mixed: bool = False,
-    heard: Callable[[RunningJob, AnyEvent], None] = lambda running, fact: None,
-    begun: Callable[[str], None] = lambda run: None,
-    watch: Watch = lambda simulation: None,
+    on_event: Callable[[RunningJob, AnyEvent], None] = lambda running, event: None,
+    on_start: Callable[[str], None] = lambda run: None,
+    on_round: Watch = lambda simulation: None,
 ) -> str:
     """Run a job to its end, or resume its unfinished run, and return the run id.
 
@@ -231,21 +233,21 @@ def run_job(
     any [check], and after the last round, the model is evaluated on the test set if the job has one. Scores are
     stored next to the log (`fedquilt.coordinator.views.scores`).
     """
-    made = FleetPlan(job, folder, home).validate_and_load_bundle()
-    settings.create_initial_state(job, made)
+    bundle = FleetPlan(job, folder, home).validate_and_load_bundle()
+    settings.create_initial_state(job, bundle)
     members, test = load_devices(job, folder)
-    ran: list[Simulation] = []
+    simulations: list[Simulation] = []
     with LiveEvaluator(job, folder, test) as judge:
 
-        def observe(simulation: Simulation, hands: WorkBackend) -> None:
-            if not ran:
-                ran.append(simulation)
-                begun(simulation.run)
+        def observe(simulation: Simulation, backend: WorkBackend) -> None:
+            if not simulations:
+                simulations.append(simulation)
+                on_start(simulation.run)
             if is_evaluation_due(simulation, job.check.every):
                 _evaluate_and_store_once(
-                    home, simulation, lambda: judge.evaluate(simulation, hands, shares=job.check.beside)
+                    home, simulation, lambda: judge.evaluate(simulation, backend, shares=job.check.beside)
                 )
-            watch(simulation)
+            on_round(simulation)
 
         simulate(
             job,
@@ -255,13 +257,13 @@ def run_job(
             engine=engine,
             mixed=mixed,
             test=test,
-            heard=heard,
+            heard=on_event,
             observe=observe,
             home=home,
         )
-    for each in ran:
-        shutil.rmtree(each.devices, ignore_errors=True)
-    return ran[0].run
+    for simulation in simulations:
+        shutil.rmtree(simulation.devices, ignore_errors=True)
+    return simulations[0].run
 
 
 def run_and_print(
@@ -269,9 +271,9 @@ def run_and_print(
 ) -> tuple[str, str]:
     """Run the job of a plan, and print its rounds. Return the run id and its final status."""
     job = msgspec.structs.replace(plan.job, fleet=msgspec.structs.replace(plan.job.fleet, devices=plan.size))
-    seen: list[Simulation] = []
+    simulations: list[Simulation] = []
     runs: list[str] = []
-    console = Console(wordy=wordy, clock=lambda: seen[-1].now_s if seen else 0.0, stamp=VIRTUAL.format)
+    console = Console(wordy=wordy, clock=lambda: simulations[-1].now_s if simulations else 0.0, stamp=VIRTUAL.format)
 
     def print_machines(run: str) -> None:
         runs.append(run)
@@ -286,29 +288,32 @@ def run_and_print(
             workers=workers,
             engine=engine,
             mixed=mixed,
-            heard=console.observe,
-            begun=print_machines,
-            watch=seen.append,
+            on_event=console.observe,
+            on_start=print_machines,
+            on_round=simulations.append,
         )
     except FedquiltError:
         with Store(plan.home, durable=False) as store:
-            ended = store.stored_status(runs[0]) if runs else "running"
-        if ended not in ("failed", "stopped"):
+            status = store.stored_status(runs[0]) if runs else "running"
+        if status not in ("failed", "stopped"):
             raise
-        return runs[0], ended
+        return runs[0], status
     finally:
         console.close()
     return run, "done"
 
 
-def _evaluate_and_store_once(home: Path, simulation: Simulation, look: Callable[[], EvaluationResult]) -> None:
+def _evaluate_and_store_once(home: Path, simulation: Simulation, evaluate: Callable[[], EvaluationResult]) -> None:
     with Store(home, durable=False) as store:
         row = store.find_job(simulation.run)
-    found = scores.read_scores(home, row)
-    if simulation.completed_rounds in {*(each.rounds for each in found.scores), *(each.rounds for each in found.held)}:
+    stored = scores.read_scores(home, row)
+    if simulation.completed_rounds in {
+        *(score.rounds for score in stored.scores),
+        *(score.rounds for score in stored.held),
+    }:
         return
-    verdict = look()
-    test = (*found.scores, verdict.test) if verdict.test else found.scores
-    held = (*found.held, verdict.held) if verdict.held else found.held
-    devices = dict(verdict.devices) or found.devices
-    scores.write_scores(scores.scores_path(home, row.id), scores.RunScores(found.test, test, held, devices))
+    result = evaluate()
+    test = (*stored.scores, result.test) if result.test else stored.scores
+    held = (*stored.held, result.held) if result.held else stored.held
+    devices = dict(result.devices) or stored.devices
+    scores.write_scores(scores.scores_path(home, row.id), scores.RunScores(stored.test, test, held, devices))

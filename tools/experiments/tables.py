@@ -49,43 +49,47 @@ def make_row(name: str, runs: Sequence[SeedRun], target: float | None) -> dict[s
 
     A cost is None if it is unknown for a run, and "sd" is None for one seed.
     """
-    last = [run.marks[-1] for run in runs]
-    found: dict[str, Any] = {
+    last_points = [run.marks[-1] for run in runs]
+    row: dict[str, Any] = {
         "method": name,
         "seeds": [run.seed for run in runs],
-        "accuracy": _compute_mean([mark.value for mark in last]),
-        "sd": _compute_deviation([mark.value for mark in last]),
-        "held": _compute_mean([mark.held for mark in last]),
-        "worst_decile": _compute_mean([mark.worst_decile for mark in last]),
+        "accuracy": _compute_mean([point.value for point in last_points]),
+        "sd": _compute_deviation([point.value for point in last_points]),
+        "held": _compute_mean([point.held for point in last_points]),
+        "worst_decile": _compute_mean([point.worst_decile for point in last_points]),
         "best": _compute_mean([_find_best_value(run) for run in runs]),
-        "in_all": {cost: _compute_mean([_get_cost(mark, cost) for mark in last]) for cost in COSTS},
+        "in_all": {cost: _compute_mean([_get_cost(point, cost) for point in last_points]) for cost in COSTS},
     }
     if target is not None:
-        reached = [mark for run in runs if (mark := find_first_reaching(run, target)) is not None]
-        found["reached"] = len(reached)
-        found["to_target"] = {cost: _compute_mean([_get_cost(mark, cost) for mark in reached]) for cost in COSTS}
-        found["rounds_sd"] = _compute_deviation([float(mark.rounds) for mark in reached])
-    return found
+        points_at_target = [point for run in runs if (point := find_first_reaching(run, target)) is not None]
+        row["reached"] = len(points_at_target)
+        row["to_target"] = {
+            cost: _compute_mean([_get_cost(point, cost) for point in points_at_target]) for cost in COSTS
+        }
+        row["rounds_sd"] = _compute_deviation([float(point.rounds) for point in points_at_target])
+    return row
 
 
 def find_first_reaching(run: SeedRun, target: float) -> EvaluationPoint | None:
     """Return the first evaluation that reaches the target, or None."""
     metric = find_main_metric([run])
-    told = (mark for mark in run.marks if mark.value is not None and metrics.reaches_target(metric, mark.value, target))
-    return next(told, None)
+    reaching_points = (
+        point for point in run.marks if point.value is not None and metrics.reaches_target(metric, point.value, target)
+    )
+    return next(reaching_points, None)
 
 
 def _find_best_value(run: SeedRun) -> float | None:
-    values = [mark.value for mark in run.marks if mark.value is not None]
+    values = [point.value for point in run.marks if point.value is not None]
     return metrics.best_value(find_main_metric([run]), values) if values else None
 
 
 def find_main_metric(runs: Sequence[SeedRun]) -> metrics.Metric:
-    return metrics.KNOWN[next((mark.metric for run in runs for mark in run.marks), "accuracy")]
+    return metrics.KNOWN[next((point.metric for run in runs for point in run.marks), "accuracy")]
 
 
-def _get_cost(mark: EvaluationPoint, name: str) -> float | None:
-    return float(mark.down_bytes + mark.up_bytes) if name == "bytes" else getattr(mark, name)
+def _get_cost(point: EvaluationPoint, name: str) -> float | None:
+    return float(point.down_bytes + point.up_bytes) if name == "bytes" else getattr(point, name)
 
 
 def _compute_mean(values: Sequence[float | None]) -> float | None:
@@ -101,7 +105,7 @@ def _compute_deviation(values: Sequence[float | None]) -> float | None:
 def make_table_head(result: dict[str, Any]) -> list[str]:
     metric = metrics.KNOWN[result["metric"]]
     unit = " %" if metric.share else ""
-    first = [
+    columns = [
         "method",
         "seeds",
         metrics.axis_label(metric),
@@ -112,13 +116,13 @@ def make_table_head(result: dict[str, Any]) -> list[str]:
     ]
     costs = ["rounds", "bytes", "J", "board s", "real s"]
     if result["target"] is None:
-        return [*first, *costs]
-    return [*first, f"to {metrics.display_factor(metric) * result['target']:g}{unit}: seeds", *costs]
+        return [*columns, *costs]
+    return [*columns, f"to {metrics.display_factor(metric) * result['target']:g}{unit}: seeds", *costs]
 
 
 def format_table_cells(result: dict[str, Any]) -> list[list[str]]:
     """Return the table as text cells, with costs up to the target or in total."""
-    found, scale = [], metrics.display_factor(metrics.KNOWN[result["metric"]])
+    rows, scale = [], metrics.display_factor(metrics.KNOWN[result["metric"]])
     for row in result["table"]:
         cells = [row["method"], str(len(row["seeds"]))]
         values = [row[name] for name in ("accuracy", "sd", "best", "held", "worst_decile")]
@@ -127,11 +131,14 @@ def format_table_cells(result: dict[str, Any]) -> list[list[str]]:
         if result["target"] is not None:
             costs = row["to_target"]
             cells.append(f"{row['reached']} of {len(row['seeds'])}")
-        moved = costs["bytes"]
-        cells += [_format_value(costs["rounds"], 1, 1), "-" if moved is None else units.format_bytes(round(moved))]
+        transferred_bytes = costs["bytes"]
+        cells += [
+            _format_value(costs["rounds"], 1, 1),
+            "-" if transferred_bytes is None else units.format_bytes(round(transferred_bytes)),
+        ]
         cells += [_format_cost(costs[name]) for name in ("energy_j", "seconds", "real_s")]
-        found.append(cells)
-    return found
+        rows.append(cells)
+    return rows
 
 
 def format_table(result: dict[str, Any]) -> list[str]:
@@ -145,7 +152,7 @@ def format_table(result: dict[str, Any]) -> list[str]:
 def make_table_notes(result: dict[str, Any]) -> list[str]:
     metric = metrics.KNOWN[result["metric"]]
     article = "an" if metric.title[0] in "aRM" and metric.title != "macro F1" else "a"
-    counted = (
+    cost_note = (
         f"costs: in all; --target A counts them to {article} {metric.title}"
         if result["target"] is None
         else f"costs: to the first evaluation at or {'above' if metric.higher else 'below'} the target, means over the "
@@ -155,7 +162,7 @@ def make_table_notes(result: dict[str, Any]) -> list[str]:
         *([result["note"]] if result["note"] else []),
         f"{metric.title}: on the {result['accuracy_on']} after the last round, mean and sd over seeds; "
         "best: of any round",
-        counted,
+        cost_note,
         "J: of the simulated boards' tasks, at their governors' points; board s: of whole rounds; real s: this machine",
     ]
 
@@ -169,34 +176,34 @@ def _format_cost(value: float | None) -> str:
 
 
 def make_plots(runs: Sequence[SeedRun], target: float | None) -> dict[str, plots.Plot]:
-    """Return plots by file name: accuracy over each cost, and at the end.
+    """Return plots by file name: accuracy over each cost, and the final accuracy.
 
     Lines are means over seeds with a band of one standard deviation.
     """
     by_method = {name: [run for run in runs if run.method == name] for name in dict.fromkeys(r.method for r in runs)}
-    found = {f"accuracy-{FILES.get(x, x)}.svg": plot for x, plot in make_cost_plots(by_method, target).items()}
+    plots_by_file = {f"accuracy-{FILES.get(x, x)}.svg": plot for x, plot in make_cost_plots(by_method, target).items()}
     metric = find_main_metric(runs)
     factor, label = metrics.display_factor(metric), _axis_label(runs)
     ends = [
         plots.DotRow(
             name,
-            [factor * run.marks[-1].value for run in of if run.marks and run.marks[-1].value is not None],
+            [factor * run.marks[-1].value for run in method_runs if run.marks and run.marks[-1].value is not None],
         )
-        for name, of in by_method.items()
+        for name, method_runs in by_method.items()
     ]
-    most = 100.0 if metric.share else math.inf
+    max_value = 100.0 if metric.share else math.inf
     title = f"{metric.title[0].upper()}{metric.title[1:]} at the end, a dot for each seed"
-    found["accuracy-end.svg"] = plots.plot_dots(ends, title, label, most=most)
-    return found
+    plots_by_file["accuracy-end.svg"] = plots.plot_dots(ends, title, label, max_value=max_value)
+    return plots_by_file
 
 
 def make_cost_plots(by_name: Mapping[str, Sequence[SeedRun]], target: float | None = None) -> dict[str, plots.Plot]:
     """Return plots of the main metric over rounds, bytes, joules, seconds and real seconds."""
-    runs = [run for of in by_name.values() for run in of]
+    runs = [run for method_runs in by_name.values() for run in method_runs]
     metric = find_main_metric(runs)
-    factor, most = metrics.display_factor(metric), 100.0 if metric.share else math.inf
+    factor, max_value = metrics.display_factor(metric), 100.0 if metric.share else math.inf
     level = None if target is None else factor * target
-    heading, found = metric.title[0].upper() + metric.title[1:], {}
+    heading, plots_by_cost = metric.title[0].upper() + metric.title[1:], {}
     for cost, title, unit in (
         ("rounds", "by round", "rounds"),
         ("bytes", "by bytes", "B, down and up"),
@@ -205,20 +212,23 @@ def make_cost_plots(by_name: Mapping[str, Sequence[SeedRun]], target: float | No
         ("real_s", "by this machine's time", "s"),
     ):
         lines, largest = [], 0.0
-        for name, of in by_name.items():
-            line = _make_mean_line(name, of, cost)
+        for name, method_runs in by_name.items():
+            line = _make_mean_line(name, method_runs, cost)
             if line is not None:
                 lines.append(line)
                 largest = max([largest, *line.x])
         if not lines:
             continue
-        whole = cost == "rounds" or (cost in ("seconds", "real_s") and largest >= 1)
-        scale, prefix = (1.0, "") if whole else units.select_prefix(largest)
-        scaled = [plots.PlotLine(each.name, [x / scale for x in each.x], each.y, each.low, each.high) for each in lines]
-        found[NAMES.get(cost, cost)] = plots.plot_lines(
-            scaled, f"{heading} {title}", prefix + unit, _axis_label(runs), level=level, most=most
+        is_unscaled = cost == "rounds" or (cost in ("seconds", "real_s") and largest >= 1)
+        scale, prefix = (1.0, "") if is_unscaled else units.select_prefix(largest)
+        scaled = [
+            plots.PlotLine(mean_line.name, [x / scale for x in mean_line.x], mean_line.y, mean_line.low, mean_line.high)
+            for mean_line in lines
+        ]
+        plots_by_cost[NAMES.get(cost, cost)] = plots.plot_lines(
+            scaled, f"{heading} {title}", prefix + unit, _axis_label(runs), level=level, max_value=max_value
         )
-    return found
+    return plots_by_cost
 
 
 def _axis_label(runs: Sequence[SeedRun]) -> str:
@@ -227,25 +237,25 @@ def _axis_label(runs: Sequence[SeedRun]) -> str:
 
 
 def _make_mean_line(name: str, runs: Sequence[SeedRun], cost: str) -> plots.PlotLine | None:
-    # None if a cost is unknown, and only at numbers of rounds that all seeds have
-    by_rounds = [{mark.rounds: mark for mark in run.marks if mark.value is not None} for run in runs]
+    # Return None if a cost is unknown. The line has only numbers of rounds that all seeds have.
+    by_rounds = [{point.rounds: point for point in run.marks if point.value is not None} for run in runs]
     common = sorted(set.intersection(*map(set, by_rounds))) if by_rounds else []
     x, y, low, high = [], [], [], []
     metric = find_main_metric(runs)
-    factor, most = metrics.display_factor(metric), 1.0 if metric.share else math.inf
+    factor, max_value = metrics.display_factor(metric), 1.0 if metric.share else math.inf
     for number in common:
-        marks = [marks[number] for marks in by_rounds]
-        at, value = (
-            _compute_mean([_get_cost(mark, cost) for mark in marks]),
-            _compute_mean([mark.value for mark in marks]),
+        points = [points[number] for points in by_rounds]
+        mean_cost, value = (
+            _compute_mean([_get_cost(point, cost) for point in points]),
+            _compute_mean([point.value for point in points]),
         )
-        if at is None or value is None:
+        if mean_cost is None or value is None:
             return None
-        spread = _compute_deviation([mark.value for mark in marks]) or 0.0
-        x.append(at)
+        spread = _compute_deviation([point.value for point in points]) or 0.0
+        x.append(mean_cost)
         y.append(factor * value)
         low.append(factor * max(value - spread, 0.0))
-        high.append(factor * min(value + spread, most))
+        high.append(factor * min(value + spread, max_value))
     banded = len(runs) > 1
     return plots.PlotLine(name, x, y, low if banded else (), high if banded else ()) if x else None
 
@@ -254,7 +264,7 @@ def write_files(result: dict[str, Any], runs: Sequence[SeedRun], out: Path) -> t
     """Write compare.json and, with the extra `report`, the plots and compare.html into `out`.
 
     Returns:
-        The paths of the files, and why there is no report, or "".
+        The paths of the files, and the reason for a missing report, or "".
     """
     files, problem = {"compare.json": msgspec.json.format(msgspec.json.encode(result)).decode() + "\n"}, ""
     try:
@@ -287,13 +297,16 @@ def _make_report(result: dict[str, Any], runs: Sequence[SeedRun]) -> dict[str, s
     return files
 
 
-T_95: Final = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)  # of 1 to 10 degrees of freedom
+T_95: Final = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)  # for 1 to 10 degrees of freedom
 
 
 def confidence_interval(values: Sequence[float]) -> tuple[float, float]:
     """Return the 95 % confidence interval of the mean of two or more values."""
-    mean, half = statistics.fmean(values), t_quantile(len(values) - 1) * statistics.stdev(values) / len(values) ** 0.5
-    return mean - half, mean + half
+    mean, half_width = (
+        statistics.fmean(values),
+        t_quantile(len(values) - 1) * statistics.stdev(values) / len(values) ** 0.5,
+    )
+    return mean - half_width, mean + half_width
 
 
 def t_quantile(freedom: int) -> float:

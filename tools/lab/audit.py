@@ -256,7 +256,7 @@ def render_grid(titles: Sequence[str], rows: Sequence[Sequence[np.ndarray]], not
     """Render images as a grid in a standalone SVG."""
     step = CELL + GAP
 
-    def draw(axis: plots.Axis, tip: plots.Tip) -> None:
+    def draw(axis: plots.Axis, tip: plots.AddTooltip) -> None:
         for column, title in enumerate(titles):
             middle = GAP + step * column + CELL / 2
             axis.text(middle, TOP - 4, title.replace(", ", "\n", 1), ha="center", va="bottom")

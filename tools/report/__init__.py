@@ -18,33 +18,33 @@ from fedquilt.tools.report.run_data import RunData, load_run_data
 
 def write_run_page(store: Store, run: str, out: Path | None) -> Path:
     """Write the page of a run and return its path. Print the candidates of a stitching job."""
-    found = load_run_data(store, run)
-    file = out or Path(f"{found.row.id}.html")
-    disk.write_output(file, render_run_page(found))
-    for line in run_data.format_candidate_table(found.candidates, found.row.job):
+    data = load_run_data(store, run)
+    file = out or Path(f"{data.row.id}.html")
+    disk.write_output(file, render_run_page(data))
+    for line in run_data.format_candidate_table(data.candidates, data.row.job):
         print(line)
     return file
 
 
-def render_run_page(found: RunData, donors: rendering.PageSection | None = None) -> str:
-    row = found.row
+def render_run_page(run: RunData, donors: rendering.PageSection | None = None) -> str:
+    row = run.row
     return rendering.render_page(
         "run.html",
         row=row,
         began=time.strftime("%Y-%m-%d %H:%M", time.localtime(row.created)),
         version=fedquilt.__version__,
-        tiles=sections.make_tiles(found),
-        accuracy=sections.make_accuracy_section(found),
-        confusion=sections.make_confusion_section(found),
-        time=sections.make_time_section(found),
-        timeline=sections.make_timeline_section(found),
-        devices=sections.make_device_section(found),
-        bytes=sections.make_bytes_section(found),
+        tiles=sections.make_tiles(run),
+        accuracy=sections.make_accuracy_section(run),
+        confusion=sections.make_confusion_section(run),
+        time=sections.make_time_section(run),
+        timeline=sections.make_timeline_section(run),
+        devices=sections.make_device_section(run),
+        bytes=sections.make_bytes_section(run),
         donors=donors,
-        front=run_data.make_candidate_section(found.candidates, row.job),
-        matrix=sections.make_device_matrix(found.parts, found.summary.final) if found.parts else None,
-        reasons=sections.make_reason_table(found),
-        partition=rendering.make_safe_markup(found.partition) if found.partition else None,
-        log=sections.format_log(found),
+        front=run_data.make_candidate_section(run.candidates, row.job),
+        matrix=sections.make_device_matrix(run.parts, run.summary.final) if run.parts else None,
+        reasons=sections.make_reason_table(run),
+        partition=rendering.make_safe_markup(run.partition) if run.partition else None,
+        log=sections.format_log(run),
         job=sections.format_job(row.job),
     )

@@ -11,34 +11,34 @@ from fedquilt.coordinator.views.scores import RunScores
 
 Row = dict[str, Any]
 
-METRIC: Final = metrics.ACCURACY.name  # stands for the main metric of the job's task, by which columns are named
+METRIC: Final = metrics.ACCURACY.name  # placeholder for the main metric of the job's task in names of columns
 
 ROUND: Final = (
     "round",  # from 1
-    METRIC,  # after the round: on the test set, or where the job has none on held-out shares; None: not known
-    "loss",  # of the same evaluation
-    f"held_{METRIC}",  # on the devices' held-out shares, by examples
-    "worst_decile",  # likewise, mean of the worst tenth of the devices
-    "deviation",  # likewise, standard deviation over devices
+    METRIC,  # after the round, on the test set or else on held-out shares, or None if unknown
+    "loss",  # from the same evaluation
+    f"held_{METRIC}",  # on the devices' held-out shares, weighted by examples
+    "worst_decile",  # on held-out shares: mean of the worst tenth of the devices
+    "deviation",  # on held-out shares: standard deviation over devices
     "train_loss",  # mean over the devices' last epoch, by examples
-    "seconds",  # from the round's opening to its end: on the boards' clock in a simulation
-    "joules",  # of all tasks, gross; None: a board has no meter
+    "seconds",  # from the round's opening to its end, on the boards' clock in a simulation
+    "joules",  # of all tasks, gross, or None if a board has no meter
     "down_bytes",
     "up_bytes",
     "participants",  # devices whose updates were aggregated
 )
 DEVICE: Final = (
     "device",
-    "tasks",  # answered and counted
+    "tasks",  # with an aggregated update
     "declined",  # refused tasks and refused updates
     "examples",
-    "seconds",  # at tasks
-    "joules",  # gross; None: no meter
+    "seconds",  # in tasks
+    "joules",  # gross, or None without a meter
     "net_joules",  # above idle
     "down_bytes",
     "up_bytes",
-    "peak_bytes",  # of memory, of the largest task
-    METRIC,  # of the last evaluation on its held-out share; None: there was none
+    "peak_bytes",  # memory of the largest task
+    METRIC,  # from the last evaluation on its held-out share, or None without an evaluation
 )
 
 
@@ -52,50 +52,55 @@ def make_round_rows(summary: RunSummary) -> list[Row]:
     The costs of surveys and evaluation-only rounds count with the preceding round, so that columns add up to the
     whole run.
     """
-    rows, before = list[Row](), None  # what was taken before the first round
-    for each in summary.committed_rounds():
-        if each.scores is not None and rows:  # of the state before the round, hence after `rounds_before` rounds
-            rows[min(each.rounds_before, len(rows)) - 1] |= {
-                METRIC: each.scores.weighted,
-                "loss": each.scores.loss,
-                f"held_{METRIC}": each.scores.weighted,
-                "worst_decile": each.scores.worst_decile,
-                "deviation": each.scores.deviation,
+    rows = list[Row]()
+    unassigned_costs = None  # costs before the first round
+    for round in summary.committed_rounds():
+        if round.scores is not None and rows:  # scores are of the state before the round
+            rows[min(round.rounds_before, len(rows)) - 1] |= {
+                METRIC: round.scores.weighted,
+                "loss": round.scores.loss,
+                f"held_{METRIC}": round.scores.weighted,
+                "worst_decile": round.scores.worst_decile,
+                "deviation": round.scores.deviation,
             }
-        cost = each.cost
-        taken = {
-            "seconds": each.took_s,
+        cost = round.cost
+        costs = {
+            "seconds": round.took_s,
             "joules": cost.whole_j if cost.tasks else 0.0,
             "down_bytes": cost.down_bytes,
             "up_bytes": cost.up_bytes,
         }
-        if each.is_work:
-            row = {**dict.fromkeys(ROUND), "round": each.rounds_before + 1, **taken}
-            rows.append(row | {"train_loss": each.train_loss, "participants": cost.tasks})
-            if before is not None:
-                _add_costs(rows[-1], before)
-                before = None
+        if round.is_work:
+            row = {**dict.fromkeys(ROUND), "round": round.rounds_before + 1, **costs}
+            rows.append(row | {"train_loss": round.train_loss, "participants": cost.tasks})
+            if unassigned_costs is not None:
+                _add_costs(rows[-1], unassigned_costs)
+                unassigned_costs = None
         elif rows:
-            _add_costs(rows[-1], taken)
+            _add_costs(rows[-1], costs)
         else:
-            before = taken
+            unassigned_costs = costs
     return rows
 
 
-def _add_costs(row: Row, more: Row) -> None:
+def _add_costs(row: Row, costs: Row) -> None:
     for name in ("seconds", "joules", "down_bytes", "up_bytes"):
-        row[name] = None if row[name] is None or more[name] is None else row[name] + more[name]
+        row[name] = None if row[name] is None or costs[name] is None else row[name] + costs[name]
 
 
-def make_scored_rows(summary: RunSummary, job: JobSettings, found: RunScores) -> list[Row]:
+def make_scored_rows(summary: RunSummary, job: JobSettings, scores: RunScores) -> list[Row]:
     """Return one row per round, with scores of `fedquilt model evaluate` under the main metric."""
-    held = {each.rounds: each for each in found.held}
-    test = {each.rounds: each for each in found.scores}
+    held = {row_score.rounds: row_score for row_score in scores.held}
+    test = {row_score.rounds: row_score for row_score in scores.scores}
     rows = []
     for row in make_round_rows(summary):
-        if (own := held.get(row["round"])) is not None:
-            row |= {f"held_{METRIC}": own.weighted, "worst_decile": own.worst_decile, "deviation": own.deviation}
-            row |= {METRIC: own.weighted, "loss": own.loss}
+        if (held_score := held.get(row["round"])) is not None:
+            row |= {
+                f"held_{METRIC}": held_score.weighted,
+                "worst_decile": held_score.worst_decile,
+                "deviation": held_score.deviation,
+            }
+            row |= {METRIC: held_score.weighted, "loss": held_score.loss}
         if test:
             score = test.get(row["round"])
             row |= {METRIC: score and score.value, "loss": score and score.loss}
@@ -103,31 +108,31 @@ def make_scored_rows(summary: RunSummary, job: JobSettings, found: RunScores) ->
     return rows
 
 
-def make_round_columns(summary: RunSummary, job: JobSettings, found: RunScores) -> dict[str, list[Any]]:
-    rows = make_scored_rows(summary, job, found)
+def make_round_columns(summary: RunSummary, job: JobSettings, scores: RunScores) -> dict[str, list[Any]]:
+    rows = make_scored_rows(summary, job, scores)
     names = [metrics.column_name(find_main_metric(job), name) for name in ROUND]
     return {name: [row[name] for row in rows] for name in names}
 
 
-def make_device_columns(summary: RunSummary, job: JobSettings, found: RunScores) -> dict[str, list[Any]]:
-    last = max((score.rounds for score in summary.scores.values()), default=0)
-    own = {name: score.value for name, score in summary.scores.items() if score.rounds == last > 0}
-    values, account = found.devices or own, summary.device_costs()
+def make_device_columns(summary: RunSummary, job: JobSettings, scores: RunScores) -> dict[str, list[Any]]:
+    last_rounds = max((score.rounds for score in summary.scores.values()), default=0)
+    held_out_values = {name: score.value for name, score in summary.scores.items() if score.rounds == last_rounds > 0}
+    values, costs = scores.devices or held_out_values, summary.device_costs()
     rows = []
-    for name in sorted({*account, *values}):
-        each = account.get(name, CostLedger())
+    for name in sorted({*costs, *values}):
+        device_cost = costs.get(name, CostLedger())
         rows.append(
             {
                 "device": name,
-                "tasks": each.tasks,
-                "declined": each.declined,
-                "examples": int(each.examples),
-                "seconds": each.wall_s,
-                "joules": each.energy_j,
-                "net_joules": each.net_j,
-                "down_bytes": each.down_bytes,
-                "up_bytes": each.up_bytes,
-                "peak_bytes": each.peak_bytes,
+                "tasks": device_cost.tasks,
+                "declined": device_cost.declined,
+                "examples": int(device_cost.examples),
+                "seconds": device_cost.wall_s,
+                "joules": device_cost.energy_j,
+                "net_joules": device_cost.net_j,
+                "down_bytes": device_cost.down_bytes,
+                "up_bytes": device_cost.up_bytes,
+                "peak_bytes": device_cost.peak_bytes,
                 METRIC: values.get(name),
             }
         )

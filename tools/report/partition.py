@@ -23,14 +23,15 @@ from fedquilt.tools.report import plots
 from fedquilt.tools.simulation.agents import FleetPlan
 
 DARK, PALE = "#2f6fb8", "#9fc4ea"
-WIDE, NARROW, ROOM = 32.0, 6.0, 960.0  # pixels: a device's column at most, at least; all columns where they fit
-BARS, LETTER, LINE = 40.0, 6.6, 16.0  # pixels: the tallest bar, a letter's width, a line's height
+# in pixels; columns shrink to fit MAX_TOTAL_WIDTH
+MAX_COLUMN_WIDTH, MIN_COLUMN_WIDTH, MAX_TOTAL_WIDTH = 32.0, 6.0, 960.0
+MAX_BAR_HEIGHT, LETTER_WIDTH, LINE_HEIGHT = 40.0, 6.6, 16.0
 NOTE = "area: examples of a class; dark: to train on; pale: held out; bars: all of a device"
-MOST_TIPS = 3000  # dots that have tooltips
-FEW = 20  # classes that have a column each in the table
+MAX_TOOLTIPS = 3000  # dots that have tooltips
+MAX_CLASS_COLUMNS = 20  # with more classes, the table has no column for each class
 
-Radius: TypeAlias = Callable[[int], float]  # pixels of a dot for so many examples
-Place: TypeAlias = Callable[[int, int], tuple[float, float]]  # of a dot, for its row and column
+Radius: TypeAlias = Callable[[int], float]  # number of examples -> pixels
+DotPosition: TypeAlias = Callable[[int, int], tuple[float, float]]  # row and column -> x and y
 
 
 @dataclass(frozen=True)
@@ -38,8 +39,8 @@ class ClassCounts:
     devices: tuple[str, ...]
     classes: tuple[str, ...]
     train: np.ndarray  # (devices, classes)
-    held: np.ndarray  # likewise
-    domains: tuple[str, ...] = ()  # of each device; (): none has any
+    held: np.ndarray  # held-out examples (devices, classes)
+    domains: tuple[str, ...] = ()  # domain of each device, or () without domains
 
 
 def count_examples(job: JobSettings, devices: int | None = None) -> ClassCounts:
@@ -48,15 +49,15 @@ def count_examples(job: JobSettings, devices: int | None = None) -> ClassCounts:
     train, held = examples.count_labels(DataSpec.parse(tables[0]["data"]))
     kinds = train.shape[1]
     spec = DataSpec.parse(job.data)
-    known = spec.labels or job.labels
-    classes = tuple(known) if len(known) >= kinds else tuple(map(str, range(kinds)))
+    names = spec.labels or job.labels
+    classes = tuple(names) if len(names) >= kinds else tuple(map(str, range(kinds)))
     if spec.task != "classes":
         classes = ("all",)
     domains = []
     for agent in tables:
-        each = DataSpec.parse(agent["data"])
-        if each.domains:
-            values = each.domains.values_of_share(each.share)
+        agent_spec = DataSpec.parse(agent["data"])
+        if agent_spec.domains:
+            values = agent_spec.domains.values_of_share(agent_spec.share)
             domains.append(", ".join(f"{name} {value:g}" for name, value in values.items()))
     return ClassCounts(tuple(table["device"] for table in tables), classes[:kinds], train, held, tuple(domains))
 
@@ -86,21 +87,31 @@ def format_counts(counts: ClassCounts) -> list[str]:
 
     More than FEW classes are summarised in two columns.
     """
-    every = counts.train + counts.held
-    few = len(counts.classes) <= FEW
-    head = ["device", "examples", "held out", *(counts.classes if few else ["classes", "largest class"])]
+    totals = counts.train + counts.held
+    has_class_columns = len(counts.classes) <= MAX_CLASS_COLUMNS
+    head = ["device", "examples", "held out", *(counts.classes if has_class_columns else ["classes", "largest class"])]
     rows = [head]
-    for name, own, held in zip(counts.devices, every, counts.held, strict=True):
-        most = int(own.argmax())
-        shape = [f"{np.count_nonzero(own)}", f"{counts.classes[most]} ({own[most] / own.sum():.0%})"]
-        rows.append([name, f"{own.sum()}", f"{held.sum()}", *([f"{n or '.'}" for n in own] if few else shape)])
-    sizes = every.sum(axis=1)
+    for name, device_counts, held_out in zip(counts.devices, totals, counts.held, strict=True):
+        largest = int(device_counts.argmax())
+        shape = [
+            f"{np.count_nonzero(device_counts)}",
+            f"{counts.classes[largest]} ({device_counts[largest] / device_counts.sum():.0%})",
+        ]
+        rows.append(
+            [
+                name,
+                f"{device_counts.sum()}",
+                f"{held_out.sum()}",
+                *([f"{n or '.'}" for n in device_counts] if has_class_columns else shape),
+            ]
+        )
+    sizes = totals.sum(axis=1)
     for row, domain in zip(rows, ("domain", *counts.domains), strict=False):
         row += [domain] if counts.domains else []
     return [
         *table.format_table(rows, "<>"),
         f"{len(counts.devices)} devices with {sizes.min()} to {sizes.max()} examples, {sizes.sum()} in all, of "
-        f"{np.count_nonzero(every.sum(axis=0))} classes; {counts.held.sum()} are held out",
+        f"{np.count_nonzero(totals.sum(axis=0))} classes; {counts.held.sum()} are held out",
     ]
 
 
@@ -110,80 +121,90 @@ def draw_counts(counts: ClassCounts, title: str = "") -> plots.Picture:
     The area of a dot is the number of examples. The dark part is for training, the pale rim is held out. Dots have
     tooltips with their numbers.
     """
-    every = counts.train + counts.held
-    cell = min(WIDE, max(NARROW, ROOM / max(1, len(counts.devices))))
-    left = 12 + LETTER * max(map(len, ("class", *counts.classes)), default=0)
-    top, tall = 3.5 * LINE + WIDE, max(cell, LINE - 2)
-    floor = top + tall * len(counts.classes) + 12 + BARS  # where the bars stand
+    totals = counts.train + counts.held
+    cell = min(MAX_COLUMN_WIDTH, max(MIN_COLUMN_WIDTH, MAX_TOTAL_WIDTH / max(1, len(counts.devices))))
+    left_px = 12 + LETTER_WIDTH * max(map(len, ("class", *counts.classes)), default=0)
+    top, row_height = 3.5 * LINE_HEIGHT + MAX_COLUMN_WIDTH, max(cell, LINE_HEIGHT - 2)
+    floor = top + row_height * len(counts.classes) + 12 + MAX_BAR_HEIGHT  # y of the lower end of the bars
     pairs = zip(counts.devices, counts.domains or ("",) * len(counts.devices), strict=True)
     names = [", ".join(filter(None, pair)) for pair in pairs]
-    below = 12 + LETTER * max(map(len, names), default=0)
-    width, height = max(left + cell * len(counts.devices) + 12, 24 + LETTER * len(NOTE)), floor + below
-    largest = int(every.max(initial=1))
+    names_height = 12 + LETTER_WIDTH * max(map(len, names), default=0)
+    width, height = max(left_px + cell * len(counts.devices) + 12, 24 + LETTER_WIDTH * len(NOTE)), floor + names_height
+    largest = int(totals.max(initial=1))
 
     def radius(count: int) -> float:
         return max(0.8, (cell / 2 - 0.5) * math.sqrt(count / largest)) if count else 0.0
 
-    def draw(axis: Any, tip: plots.Tip) -> None:
-        axis.text(12, LINE, title or "examples by device and class", size=13, weight=600)
-        axis.text(12, 2.2 * LINE, NOTE)
+    def draw(axis: Any, add_tooltip: plots.AddTooltip) -> None:
+        axis.text(12, LINE_HEIGHT, title or "examples by device and class", size=13, weight=600)
+        axis.text(12, 2.2 * LINE_HEIGHT, NOTE)
         _draw_legend(axis, largest, radius)
         for row, name in enumerate(counts.classes):
-            y = top + tall * (row + 0.5)
-            axis.text(left - 6, y, name, ha="right", va="center")
-            axis.plot([left, left + cell * len(counts.devices)], [y, y], color=plots.INK, alpha=0.14, linewidth=1)
+            y = top + row_height * (row + 0.5)
+            axis.text(left_px - 6, y, name, ha="right", va="center")
+            axis.plot([left_px, left_px + cell * len(counts.devices)], [y, y], color=plots.INK, alpha=0.14, linewidth=1)
         step = math.ceil(12 / cell)  # rotated names need this distance to be legible
         _draw_dots(
-            axis, tip, counts, lambda row, column: (left + cell * (column + 0.5), top + tall * (row + 0.5)), radius
+            axis,
+            add_tooltip,
+            counts,
+            lambda row, column: (left_px + cell * (column + 0.5), top + row_height * (row + 0.5)),
+            radius,
         )
         for column, name in enumerate(names):
-            x = left + cell * (column + 0.5)
-            _draw_bar(axis, tip, counts, column, x, floor, 0.7 * cell)
+            x = left_px + cell * (column + 0.5)
+            _draw_bar(axis, add_tooltip, counts, column, x, floor, 0.7 * cell)
             if column % step == 0:
                 axis.text(x, floor + 6, name, rotation=90, ha="center", va="top")
 
-    words = f"{title or 'examples by device and class'}: {format_counts(counts)[-1]}"
-    return plots.Picture(width, height, words, draw)
+    summary = f"{title or 'examples by device and class'}: {format_counts(counts)[-1]}"
+    return plots.Picture(width, height, summary, draw)
 
 
 def _draw_legend(axis: Any, largest: int, radius: Radius) -> None:
     from matplotlib.patches import Circle
 
-    x, y = 12.0, 2.8 * LINE + WIDE / 2
+    x, y = 12.0, 2.8 * LINE_HEIGHT + MAX_COLUMN_WIDTH / 2
     for count in sorted({largest, max(1, largest // 4)}, reverse=True):
         axis.add_patch(Circle((x + radius(count), y), radius(count), color=DARK, linewidth=0))
         x += 2 * radius(count) + 5
         axis.text(x, y, f"{count}", va="center")
-        x += LETTER * len(str(count)) + 14
+        x += LETTER_WIDTH * len(str(count)) + 14
 
 
-def _draw_dots(axis: Any, tip: plots.Tip, counts: ClassCounts, place: Place, radius: Radius) -> None:
-    # dots have no tooltips if there are more than MOST_TIPS
+def _draw_dots(
+    axis: Any, add_tooltip: plots.AddTooltip, counts: ClassCounts, dot_position: DotPosition, radius: Radius
+) -> None:
+    # dots have no tooltips if there are more than MAX_TOOLTIPS
     from matplotlib.collections import PatchCollection
     from matplotlib.patches import Circle
 
-    made: dict[str, list[Any]] = {PALE: [], DARK: []}
+    dots_by_colour: dict[str, list[Any]] = {PALE: [], DARK: []}
     for column, row in np.argwhere(counts.train + counts.held).tolist():
-        train, held = int(counts.train[column, row]), int(counts.held[column, row])
-        told = f"{counts.devices[column]}, class {counts.classes[row]}: {train} to train on, {held} held out"
-        sizes = {PALE: train + held if held else 0, DARK: train}
+        train, held_out = int(counts.train[column, row]), int(counts.held[column, row])
+        text = f"{counts.devices[column]}, class {counts.classes[row]}: {train} to train on, {held_out} held out"
+        sizes = {PALE: train + held_out if held_out else 0, DARK: train}
         for ink in (ink for ink, count in sizes.items() if count):
-            made[ink].append((Circle(place(row, column), radius(sizes[ink]), color=ink, linewidth=0), told))
-    for ink, dots in made.items():
-        if sum(map(len, made.values())) > MOST_TIPS:
+            dots_by_colour[ink].append(
+                (Circle(dot_position(row, column), radius(sizes[ink]), color=ink, linewidth=0), text)
+            )
+    for ink, dots in dots_by_colour.items():
+        if sum(map(len, dots_by_colour.values())) > MAX_TOOLTIPS:
             axis.add_collection(PatchCollection([dot for dot, _ in dots], color=ink, linewidth=0))
             continue
-        for dot, told in dots:
+        for dot, text in dots:
             axis.add_patch(dot)
-            tip(dot, told)
+            add_tooltip(dot, text)
 
 
-def _draw_bar(axis: Any, tip: plots.Tip, counts: ClassCounts, column: int, x: float, floor: float, wide: float) -> None:
+def _draw_bar(
+    axis: Any, add_tooltip: plots.AddTooltip, counts: ClassCounts, column: int, x: float, floor: float, width: float
+) -> None:
     from matplotlib.patches import Rectangle
 
     largest = max(1, int((counts.train + counts.held).sum(axis=1).max(initial=1)))
-    train, held = int(counts.train[column].sum()), int(counts.held[column].sum())
-    for ink, count in ((PALE, train + held), (DARK, train)):
-        tall = BARS * count / largest
-        bar = axis.add_patch(Rectangle((x - wide / 2, floor - tall), wide, tall, color=ink, linewidth=0))
-        tip(bar, f"{counts.devices[column]}: {train} to train on, {held} held out")
+    train, held_out = int(counts.train[column].sum()), int(counts.held[column].sum())
+    for ink, count in ((PALE, train + held_out), (DARK, train)):
+        height = MAX_BAR_HEIGHT * count / largest
+        bar = axis.add_patch(Rectangle((x - width / 2, floor - height), width, height, color=ink, linewidth=0))
+        add_tooltip(bar, f"{counts.devices[column]}: {train} to train on, {held_out} held out")

@@ -18,16 +18,16 @@ from fedquilt.tools.report.plots import Plot, render_svg
 class HtmlTable:
     head: Sequence[str]
     rows: Sequence[Sequence[str]]
-    words: Sequence[str] = ()  # columns of sentences: they wrap and start at the left
+    text_columns: Sequence[str] = ()  # columns of sentences, which are wrapped and aligned left
 
 
 @dataclass(frozen=True)
 class PageSection:
-    before: Sequence[str] = ()  # sentences
-    plots: Sequence[Any] = ()  # of `render_plots`
+    introduction: Sequence[str] = ()  # sentences
+    plots: Sequence[Any] = ()  # from `render_plots`
     notes: Sequence[str] = ()
     table: HtmlTable | None = None
-    switch: Sequence[tuple[str, Any]] = ()  # plots of which one is shown, by the name that selects it
+    switch: Sequence[tuple[str, Any]] = ()  # name and plot of alternatives, of which the page shows one at a time
 
 
 def render_plots(*plots: Plot) -> list[Any]:

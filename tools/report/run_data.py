@@ -21,7 +21,7 @@ from fedquilt.tools.report.rendering import HtmlTable, PageSection, render_plots
 
 Candidates = Sequence[Mapping[str, Any]]
 
-LONGEST = 70  # letters of a candidate's name
+MAX_NAME_LETTERS = 70  # letters of a candidate's name
 
 
 def load_candidates(store: Store, run: str) -> Candidates:
@@ -30,15 +30,16 @@ def load_candidates(store: Store, run: str) -> Candidates:
 
     try:
         if "onnx" not in methods.load(store.find_job(run).job.method).engines:
-            return ()  # it trains a network
-        found = export.load_result(store, run).meta.get("search", ())
+            return ()  # the method trains a network
+        candidates = export.load_result(store, run).meta.get("search", ())
     except FedquiltError:
         return ()
-    return found if all(each.get("flops") and each.get("accuracy") is not None for each in found) else ()
+    complete = all(candidate.get("flops") and candidate.get("accuracy") is not None for candidate in candidates)
+    return candidates if complete else ()
 
 
-def make_candidate_section(found: Candidates, job: JobSettings) -> PageSection | None:
-    if not found:
+def make_candidate_section(candidates: Candidates, job: JobSettings) -> PageSection | None:
+    if not candidates:
         return None
     note = (
         "Costs are of one example, milliseconds and joules those of the board's first operating point, from its "
@@ -52,74 +53,76 @@ def make_candidate_section(found: Candidates, job: JobSettings) -> PageSection |
         "examples determine what is clear."
     )
     return PageSection(
-        (), render_plots(_plot_accuracy_by_cost(found)), [note], HtmlTable(*make_candidate_table(found, job))
+        (), render_plots(_plot_accuracy_by_cost(candidates)), [note], HtmlTable(*make_candidate_table(candidates, job))
     )
 
 
-def make_candidate_table(found: Candidates, job: JobSettings) -> tuple[list[str], list[list[str]]]:
+def make_candidate_table(search_result: Candidates, job: JobSettings) -> tuple[list[str], list[list[str]]]:
     from fedquilt.models.stitching.search import candidates
 
-    known = [str(name).partition(":")[0] for name in (job.params.get("board"), *job.fleet.boards) if name]
-    named = [name for name in dict.fromkeys(known) if name in profiles.board_names()]
-    on_boards = [title for board in named for title in (f"ms, {board}", "mJ")]
-    mflop = "MFLOP (at worst)" if any(each["early"] for each in found) else "MFLOP"
+    requested_boards = [str(name).partition(":")[0] for name in (job.params.get("board"), *job.fleet.boards) if name]
+    boards = [name for name in dict.fromkeys(requested_boards) if name in profiles.board_names()]
+    on_boards = [title for board in boards for title in (f"ms, {board}", "mJ")]
+    mflop = "MFLOP (at worst)" if any(candidate["early"] for candidate in search_result) else "MFLOP"
     head = ["", "candidate", "kind", "accuracy", "interval", "front", mflop, "MB", *on_boards]
     rows = []
-    for number, each in enumerate(found, 1):
-        costs = [candidates.board_cost(each["flops"], each["read_bytes"], board) for board in named]
-        took = [amount for ms, joules in costs for amount in (ms, None if joules is None else 1e3 * joules)]
+    for number, candidate in enumerate(search_result, 1):
+        costs = [candidates.board_cost(candidate["flops"], candidate["read_bytes"], board) for board in boards]
+        costs_on_boards = [amount for ms, joules in costs for amount in (ms, None if joules is None else 1e3 * joules)]
         rows.append(
             [
                 str(number),
-                _format_short_name(each),
-                str(each["kind"]),
-                f"{100 * each['accuracy']:.1f} %",
-                "-".join(f"{100 * end:.1f}" for end in each["interval"]),
-                "chosen" if each["chosen"] else "front" if each["front"] else "",
-                f"{each['flops'] / 1e6:.3g}" + (f" ({each['worst_flops'] / 1e6:.3g})" if each["early"] else ""),
-                f"{each['weight_bytes'] / 1e6:.3g}",
-                *("" if amount is None else f"{amount:.3g}" for amount in took),
+                _format_short_name(candidate),
+                str(candidate["kind"]),
+                f"{100 * candidate['accuracy']:.1f} %",
+                "-".join(f"{100 * end:.1f}" for end in candidate["interval"]),
+                "chosen" if candidate["chosen"] else "front" if candidate["front"] else "",
+                f"{candidate['flops'] / 1e6:.3g}"
+                + (f" ({candidate['worst_flops'] / 1e6:.3g})" if candidate["early"] else ""),
+                f"{candidate['weight_bytes'] / 1e6:.3g}",
+                *("" if amount is None else f"{amount:.3g}" for amount in costs_on_boards),
             ]
         )
     return head, rows
 
 
-def format_candidate_table(found: Candidates, job: JobSettings) -> list[str]:
+def format_candidate_table(candidates: Candidates, job: JobSettings) -> list[str]:
     """Return the candidate table as text with full names below the numbered rows, or [] without candidates."""
-    if not found:
+    if not candidates:
         return []
-    head, rows = make_candidate_table(found, job)
-    short = [[row[0], *row[3:]] for row in (head, *rows)]
-    whole = [f"{number}: {_format_full_name(each)}" for number, each in enumerate(found, 1)]
-    return [*table.format_table(short, ">>><" + ">" * (len(head) - 6)), "", *whole]
+    head, rows = make_candidate_table(candidates, job)
+    short_rows = [[row[0], *row[3:]] for row in (head, *rows)]
+    full_names = [f"{number}: {_format_full_name(candidate)}" for number, candidate in enumerate(candidates, 1)]
+    return [*table.format_table(short_rows, ">>><" + ">" * (len(head) - 6)), "", *full_names]
 
 
-def _plot_accuracy_by_cost(found: Candidates) -> plots.Plot:
-    best = sorted((each for each in found if each["front"]), key=lambda each: each["flops"])
-    kinds = sorted({str(each["kind"]) for each in found})
+def _plot_accuracy_by_cost(candidates: Candidates) -> plots.Plot:
+    best = [candidate for candidate in candidates if candidate["front"]]
+    best.sort(key=lambda candidate: candidate["flops"])
+    kinds = sorted({str(candidate["kind"]) for candidate in candidates})
 
-    def get_coordinates(each: Mapping[str, Any]) -> tuple[float, float]:
-        return each["flops"] / 1e6, 100 * each["accuracy"]
+    def get_coordinates(candidate: Mapping[str, Any]) -> tuple[float, float]:
+        return candidate["flops"] / 1e6, 100 * candidate["accuracy"]
 
-    def draw(axis: Any, tip: plots.Tip) -> None:
-        rising = [get_coordinates(each) for each in best]
-        axis.plot([x for x, _ in rising], [y for _, y in rising], color=plots.COLOURS[len(kinds)], linewidth=1.8)
-        for each in found:
-            x, y = get_coordinates(each)
-            ink = plots.COLOURS[kinds.index(str(each["kind"]))]
-            fill = ink if each["front"] else "none"  # those off the front lie close together
+    def draw(axis: Any, add_tooltip: plots.AddTooltip) -> None:
+        front_points = [get_coordinates(candidate) for candidate in best]
+        axis.plot(
+            [x for x, _ in front_points], [y for _, y in front_points], color=plots.COLOURS[len(kinds)], linewidth=1.8
+        )
+        for candidate in candidates:
+            x, y = get_coordinates(candidate)
+            ink = plots.COLOURS[kinds.index(str(candidate["kind"]))]
+            fill = ink if candidate["front"] else "none"  # candidates off the front overlap
             (dot,) = axis.plot([x], [y], "o", color=ink, markerfacecolor=fill, markersize=6, clip_on=False)
-            tip(dot, f"{_format_short_name(each)} ({each['kind']}): {y:.1f} % at {x:.3g} MFLOP")
+            add_tooltip(dot, f"{_format_short_name(candidate)} ({candidate['kind']}): {y:.1f} % at {x:.3g} MFLOP")
         axis.set_xlim(left=0.0)
         axis.set_xlabel("MFLOP of one example")
         axis.set_ylabel("accuracy on held-out examples, %")
 
-    told = "; ".join(
-        f"{_format_short_name(each)} {get_coordinates(each)[1]:.1f} % at {get_coordinates(each)[0]:.3g} MFLOP"
-        for each in best
-    )
+    front = [(_format_short_name(candidate), *get_coordinates(candidate)) for candidate in best]
+    summary = "; ".join(f"{name} {y:.1f} % at {x:.3g} MFLOP" for name, x, y in front)
     keys = (*kinds, "front (filled dots)")
-    return plots.Plot("Accuracy by cost", f"Accuracy by cost; on the front: {told}", draw, plots.BODY, keys=keys)
+    return plots.Plot("Accuracy by cost", f"Accuracy by cost; on the front: {summary}", draw, plots.BODY, keys=keys)
 
 
 def _format_full_name(candidate: Mapping[str, Any]) -> str:
@@ -131,45 +134,46 @@ def _format_full_name(candidate: Mapping[str, Any]) -> str:
 
 def _format_short_name(candidate: Mapping[str, Any]) -> str:
     name = _format_full_name(candidate)
-    return name if len(name) <= LONGEST else f"{name[: LONGEST - 3]}..."
+    return name if len(name) <= MAX_NAME_LETTERS else f"{name[: MAX_NAME_LETTERS - 3]}..."
 
 
-Dated = tuple[float, AnyEvent]  # wall-clock seconds, and the event
+TimedEvent = tuple[float, AnyEvent]  # wall-clock seconds, and the event
 
 
 @dataclass(frozen=True)
 class RunData:
-    home: Path  # of the store
+    home: Path
     row: StoredJob
-    facts: tuple[Dated, ...]
+    events: tuple[TimedEvent, ...]
     summary: RunSummary
     points: tuple[ProgressPoint, ...]
     parts: Mapping[int, Mapping[str, round_outcomes.DeviceOutcome]]
     scores: tuple[EvaluationScore, ...]
-    held: tuple[HeldOutScore, ...]  # of evaluations in the rounds and outside of them
-    partition: str  # SVG; "": the data is not at hand
-    candidates: Candidates = ()  # of a stitching job's result
+    held_out_scores: tuple[HeldOutScore, ...]  # from evaluations in rounds and outside of rounds
+    partition: str  # SVG, or "" if the data is not readable here
+    candidates: Candidates = ()  # candidates of a stitching job's result
 
 
 def load_run_data(store: Store, run: str) -> RunData:
     """Return the data of a run's page, by its id or the name of its job."""
     row = store.find_job(run)
-    facts = tuple((at, fact) for _, at, fact in store.read_events(row.id))
-    told = round_outcomes.RoundOutcomes(JobConstants.from_job(row.job))
-    for at, fact in facts:
-        told.apply_event(fact, at)
-    parts, summary = told.found, told.summary
-    points, found = tuple(progress_points(summary)), read_scores(store.home, row)
-    held = [HeldOutScore.from_summary(point.rounds, point.personal) for point in points if point.personal]
+    events = tuple((time_s, event) for _, time_s, event in store.read_events(row.id))
+    outcomes = round_outcomes.RoundOutcomes(JobConstants.from_job(row.job))
+    for time_s, event in events:
+        outcomes.apply_event(event, time_s)
+    parts, summary = outcomes.found, outcomes.summary
+    points, stored_scores = tuple(progress_points(summary)), read_scores(store.home, row)
+    in_rounds = [HeldOutScore.from_summary(point.rounds, point.personal) for point in points if point.personal]
+    held_out_scores = sorted((*in_rounds, *stored_scores.held), key=lambda score: score.rounds)
     return RunData(
         store.home,
         row,
-        facts,
+        events,
         summary,
         points,
         parts,
-        found.scores,
-        tuple({score.rounds: score for score in sorted((*held, *found.held), key=lambda score: score.rounds)}.values()),
+        stored_scores.scores,
+        tuple({score.rounds: score for score in held_out_scores}.values()),
         _draw_partition(row, {device for devices in parts.values() for device in devices}),
         load_candidates(store, row.id),
     )
@@ -183,7 +187,7 @@ def _draw_partition(row: StoredJob, devices: Set[str]) -> str:
         from fedquilt.tools.report.partition import count_examples, draw_counts
         from fedquilt.tools.report.plots import render_picture
 
-        for count in (len(devices), row.job.fleet.devices):  # all were heard of; or some never came
+        for count in (len(devices), row.job.fleet.devices):  # some devices of the fleet may never have connected
             counts = count_examples(row.job, count)
             if devices <= set(counts.devices):
                 return render_picture(draw_counts(counts))

@@ -37,222 +37,243 @@ MEANINGS: Final = {
     "drawn": "eligible, not drawn",
     **REASONS,
 }
-COLOURED: Final = {
+COLOURED_OUTCOMES: Final = {
     **{code: MEANINGS[code] for code in ("answered", "asked", "declined", "refused")},
     "barred": "not eligible: offline, busy, hot, ...",
     "drawn": MEANINGS["drawn"],
 }
 T = TypeVar("T")
-MOST_DEVICES = 40  # bars in one plot
-MOST_ROUNDS = 40  # likewise
-MOST_CLASSES = 30  # of a confusion matrix
+MAX_BARS = 40  # bars in one plot
+MAX_ROUNDS = 40  # likewise
+MAX_CLASSES = 30  # classes of a confusion matrix
 TIME_PARTS = ("task", "down, start and up", "waiting")
-SWITCHED = 5  # rounds of which the timeline is drawn
-MOST_LINES = 1000  # of the log
+TIMELINE_ROUNDS = 5  # rounds of which the timeline is drawn
+MAX_LOG_LINES = 1000
 
 
 @dataclass(frozen=True)
 class DeviceMatrix:
-    keys: Sequence[tuple[str, str]]  # colours that occur, by their class, with their meaning
-    heads: Sequence[tuple[str, int]]  # a round's number, and how many columns it stands over
-    rows: Sequence[tuple[str, Sequence[tuple[str, str]]]]  # device, and class and tooltip of each round
+    keys: Sequence[tuple[str, str]]  # CSS class of each colour that occurs, and its meaning
+    heads: Sequence[tuple[str, int]]  # number of a round, and its colspan
+    rows: Sequence[tuple[str, Sequence[tuple[str, str]]]]  # device, and the CSS class and tooltip of each round
     notes: Sequence[str]
 
 
 def make_device_matrix(parts: Mapping[int, Mapping[str, DeviceOutcome]], final: int | None) -> DeviceMatrix:
     """Return the outcomes of devices in the latest rounds. `final` is the number of the final evaluation."""
     numbers = sorted(parts)[-MATRIX_ROUNDS:]
-    known = sorted({name for number in numbers for name in parts[number]})
-    names = known[:MATRIX_DEVICES]
+    device_names = sorted({name for number in numbers for name in parts[number]})
+    names = device_names[:MATRIX_DEVICES]
 
     def make_cell(number: int, name: str) -> tuple[str, str]:
         part = parts[number].get(name)
         if part is None:
             return "", ""
-        place = event_messages.format_round_name(number, final)
-        return (part.code if part.code in COLOURED else "barred"), f"{place}, {name}: {part.text}"
+        round_name = event_messages.format_round_name(number, final)
+        return (part.code if part.code in COLOURED_OUTCOMES else "barred"), f"{round_name}, {name}: {part.text}"
 
     rows = [(name, [make_cell(number, name) for number in numbers]) for name in names]
-    seen = {code for _, cells in rows for code, _ in cells}
+    occurring_codes = {code for _, cells in rows for code, _ in cells}
     step = max(1, -(-len(numbers) // 12), 2 if max(numbers, default=0) > 9 and len(numbers) > 1 else 1)
     heads = [
         ("final" if numbers[i] == final else str(numbers[i] + 1), len(numbers[i : i + step]))
         for i in range(0, len(numbers), step)
     ]
     codes = Counter(part.code for devices in parts.values() for part in devices.values())
-    told = ", ".join(f"{MEANINGS.get(code, code)}: {count}" for code, count in codes.most_common())
-    hidden = [f"{len(known) - len(names)} more devices"] if len(known) > len(names) else []
+    summary = ", ".join(f"{MEANINGS.get(code, code)}: {count}" for code, count in codes.most_common())
+    hidden = [f"{len(device_names) - len(names)} more devices"] if len(device_names) > len(names) else []
     hidden += [f"{len(parts) - len(numbers)} earlier rounds"] if len(parts) > len(numbers) else []
-    notes = [f"Over all rounds and devices: {told}."]
+    notes = [f"Over all rounds and devices: {summary}."]
     notes += [f"{' and '.join(hidden)} are not shown.".capitalize()] if hidden else []
-    return DeviceMatrix([(code, text) for code, text in COLOURED.items() if code in seen], heads, rows, notes)
+    return DeviceMatrix(
+        [(code, text) for code, text in COLOURED_OUTCOMES.items() if code in occurring_codes], heads, rows, notes
+    )
 
 
-def make_tiles(found: RunData) -> list[tuple[str, str]]:
-    whole, tiles, title = found.summary.total, [], _find_main_metric(found).title
-    if found.scores:
-        tiles.append((_format_value(found.scores[-1].metric, found.scores[-1].value), f"{title} on the test set"))
-    if found.held:
-        last = found.held[-1]
-        tiles.append((_format_value(last.metric, last.weighted), f"{title} on held-out shares"))
-        tiles.append((_format_value(last.metric, last.worst_decile), "worst tenth of the devices"))
-    done = found.points[-1] if found.points else None
-    tiles.append((str(done.rounds if done else 0), "rounds"))
-    tiles.append((str(len(found.summary.device_costs())), "devices"))
-    if done is not None:
-        virtual = found.row.has_virtual_time
-        tiles.append((format_duration(done.clock_s), "virtual time" if virtual else "by the coordinator's clock"))
-        tiles.append((format_duration(done.real_s), "by this machine's clock"))
-    tiles.append((units.format_bytes(whole.down_bytes + whole.up_bytes), "down and up"))
-    if whole.energy_j is not None:
-        some = "" if whole.metered == whole.tasks else f", {whole.metered} of {whole.tasks} tasks"
-        tiles.append((f"{run_summary.format_number(whole.energy_j)} J", f"of the boards{some}{_say_predicted(found)}"))
+def make_tiles(run: RunData) -> list[tuple[str, str]]:
+    total, tiles, title = run.summary.total, [], _find_main_metric(run).title
+    if run.scores:
+        tiles.append((_format_value(run.scores[-1].metric, run.scores[-1].value), f"{title} on the test set"))
+    if run.held_out_scores:
+        last_score = run.held_out_scores[-1]
+        tiles.append((_format_value(last_score.metric, last_score.weighted), f"{title} on held-out shares"))
+        tiles.append((_format_value(last_score.metric, last_score.worst_decile), "worst tenth of the devices"))
+    last_point = run.points[-1] if run.points else None
+    tiles.append((str(last_point.rounds if last_point else 0), "rounds"))
+    tiles.append((str(len(run.summary.device_costs())), "devices"))
+    if last_point is not None:
+        virtual = run.row.has_virtual_time
+        tiles.append((format_duration(last_point.clock_s), "virtual time" if virtual else "by the coordinator's clock"))
+        tiles.append((format_duration(last_point.real_s), "by this machine's clock"))
+    tiles.append((units.format_bytes(total.down_bytes + total.up_bytes), "down and up"))
+    if total.energy_j is not None:
+        coverage = "" if total.metered == total.tasks else f", {total.metered} of {total.tasks} tasks"
+        tiles.append(
+            (f"{run_summary.format_number(total.energy_j)} J", f"of the boards{coverage}{_format_energy_source(run)}")
+        )
     return tiles
 
 
-def make_accuracy_section(found: RunData) -> PageSection:
-    if not found.held and not found.scores:
-        how = f"fedquilt model evaluate {found.row.id} --home {found.home}"
-        return PageSection([f"Not measured: the job has [check] every = 0. `{how}` measures it on the test set."])
-    notes, table = _summarise_held_out(found)
-    over = make_accuracy_plots(found)
-    if not over:
-        told = [
+def make_accuracy_section(run: RunData) -> PageSection:
+    if not run.held_out_scores and not run.scores:
+        command = f"fedquilt model evaluate {run.row.id} --home {run.home}"
+        return PageSection([f"Not measured: the job has [check] every = 0. `{command}` measures it on the test set."])
+    notes, table = _summarise_held_out(run)
+    plots_by_axis = make_accuracy_plots(run)
+    if not plots_by_axis:
+        sentences = [
             f"After {score.rounds} rounds: {_format_value(score.metric, score.value)} of {score.examples} examples of "
             "the test set."
-            for score in found.scores
+            for score in run.scores
         ]
-        return PageSection(told, (), notes, table)
-    return PageSection((), (), notes, table, _render_switch(over))
+        return PageSection(sentences, (), notes, table)
+    return PageSection((), (), notes, table, _render_switch(plots_by_axis))
 
 
-def make_accuracy_plots(found: RunData) -> dict[str, plots.Plot]:
-    """Return plots of the main metric over rounds, seconds, bytes and joules, or none of fewer than two evaluations."""
-    if len({*(score.rounds for score in found.held), *(score.rounds for score in found.scores)}) < 2:
+def make_accuracy_plots(run: RunData) -> dict[str, plots.Plot]:
+    """Return plots of the main metric over rounds, seconds, bytes and joules, or {} before two evaluations."""
+    if len({*(score.rounds for score in run.held_out_scores), *(score.rounds for score in run.scores)}) < 2:
         return {}
-    at = {point.rounds: point for point in found.points}
-    axes = {"rounds": ("rounds", "by round", {point.rounds: float(point.rounds) for point in found.points})}
-    clock = "virtual time" if found.row.has_virtual_time else "coordinator's clock"
-    for key, title, label, taken in (
-        ("seconds", "by time", clock, {r: point.clock_s for r, point in at.items()}),
+    points = {point.rounds: point for point in run.points}
+    axes = {"rounds": ("rounds", "by round", {point.rounds: float(point.rounds) for point in run.points})}
+    clock = "virtual time" if run.row.has_virtual_time else "coordinator's clock"
+    for key, title, label, seconds in (
+        ("seconds", "by time", clock, {r: point.clock_s for r, point in points.items()}),
         (
             "board seconds",
             "by the boards' time",
             "slowest board of each round",
-            _drop_unknown({r: p.boards_s for r, p in at.items()}),
+            _drop_unknown({r: p.boards_s for r, p in points.items()}),
         ),
     ):
-        if any(taken.values()):
-            scale, name = _choose_time_unit(max(taken.values()))
-            axes[key] = (f"{label}, {name}", title, {r: value / scale for r, value in taken.items()})
-    moved = {r: float(p.down_bytes + p.up_bytes) for r, p in at.items()}
-    scale, prefix = units.select_prefix(max(moved.values(), default=0.0))
-    axes["bytes"] = (f"{prefix}B, down and up", "by bytes", {r: value / scale for r, value in moved.items()})
-    joules = _drop_unknown({r: p.energy_j for r, p in at.items()})
+        if any(seconds.values()):
+            scale, name = _choose_time_unit(max(seconds.values()))
+            axes[key] = (f"{label}, {name}", title, {r: value / scale for r, value in seconds.items()})
+    transferred_bytes = {r: float(p.down_bytes + p.up_bytes) for r, p in points.items()}
+    scale, prefix = units.select_prefix(max(transferred_bytes.values(), default=0.0))
+    axes["bytes"] = (
+        f"{prefix}B, down and up",
+        "by bytes",
+        {r: value / scale for r, value in transferred_bytes.items()},
+    )
+    joules = _drop_unknown({r: p.energy_j for r, p in points.items()})
     if any(joules.values()):
         scale, prefix = units.select_prefix(max(joules.values()))
-        label = f"{prefix}J of the boards, gross{_say_predicted(found)}"
+        label = f"{prefix}J of the boards, gross{_format_energy_source(run)}"
         axes["joules"] = (label, "by energy", {r: v / scale for r, v in joules.items()})
-    metric = _find_main_metric(found)
+    metric = _find_main_metric(run)
     heading = _format_metric_heading(metric)
-    unit, most = (", %", 100.0) if metric.share else ("", math.inf)
+    unit, max_value = (", %", 100.0) if metric.share else ("", math.inf)
     return {
         name: plots.plot_lines(
-            _make_accuracy_lines(found, places), f"{heading} {title}", label, metric.title + unit, most=most
+            _make_accuracy_lines(run, x_by_rounds),
+            f"{heading} {title}",
+            label,
+            metric.title + unit,
+            max_value=max_value,
         )
-        for name, (label, title, places) in axes.items()
+        for name, (label, title, x_by_rounds) in axes.items()
     }
 
 
-def _render_switch(found: Mapping[str, plots.Plot]) -> list[tuple[str, Any]]:
-    return list(zip(found, render_plots(*found.values()), strict=True))
+def _render_switch(plots_by_name: Mapping[str, plots.Plot]) -> list[tuple[str, Any]]:
+    return list(zip(plots_by_name, render_plots(*plots_by_name.values()), strict=True))
 
 
-def _say_predicted(found: RunData) -> str:
-    word = found.summary.total.energy_word.strip()
-    return f", {word} by profile" if word else ""
+def _format_energy_source(run: RunData) -> str:
+    source = run.summary.total.energy_word.strip()
+    return f", {source} by profile" if source else ""
 
 
-def make_confusion_section(found: RunData) -> PageSection | None:
+def make_confusion_section(run: RunData) -> PageSection | None:
     """Return the confusion matrix of the last score on the test set, or else on the held-out shares."""
-    sums, where = found.scores[-1].evaluation if found.scores else None, "the test set"
+    sums = run.scores[-1].evaluation if run.scores else None
+    examples_of = "the test set"
     if sums is None:
-        held = (fact.evaluation for _, fact in reversed(found.facts) if isinstance(fact, RoundCommitted))
-        sums, where = next((each for each in held if each is not None), None), "the held-out shares"
+        held_out_sums = (event.evaluation for _, event in reversed(run.events) if isinstance(event, RoundCommitted))
+        sums = next((evaluation_sums for evaluation_sums in held_out_sums if evaluation_sums is not None), None)
+        examples_of = "the held-out shares"
     rows = None if sums is None else evaluation.confusion_matrix(sums)
     if rows is None or not any(map(any, rows)):
         return None
-    given = found.row.job.labels or found.row.job.data.get("labels") or ()
-    names = list(given) if len(given) == len(rows) else [str(number) for number in range(len(rows))]
-    note = f"Examples of {where} in the last evaluation: a row for each true class, a column for each predicted class."
-    if len(rows) > MOST_CLASSES:
+    labels = run.row.job.labels or run.row.job.data.get("labels") or ()
+    names = list(labels) if len(labels) == len(rows) else [str(number) for number in range(len(rows))]
+    note = (
+        f"Examples of {examples_of} in the last evaluation: a row for each true class, a column for each predicted "
+        "class."
+    )
+    if len(rows) > MAX_CLASSES:
         return PageSection([f"{note} `fedquilt model evaluate --format json` has the {len(rows)} classes."])
     return PageSection([note], render_plots(plots.plot_matrix(rows, names, "Confusion matrix")))
 
 
-def make_timeline_section(found: RunData) -> PageSection | None:
-    """Return bars of what each device did in a round, for a few rounds."""
-    took = {fact.round: fact.took_s for _, fact in found.facts if isinstance(fact, RoundCommitted)}
-    began: dict[int, float] = {}
-    asked: dict[tuple[int, str], float] = {}
-    timed: dict[int, dict[str, tuple[float, float, float]]] = {}  # round -> device -> before, answered after, task
-    for at, fact in found.facts:
-        if isinstance(fact, CohortSelected) and not found.row.has_virtual_time:  # events have this machine's clock
-            began.setdefault(fact.round, at)
-            asked |= {(fact.round, device): at for device in fact.devices}
-        elif isinstance(fact, UpdateAccepted) and fact.took_s is not None and fact.round in took:
-            device = fact.update.device
-            before_s = asked.get((fact.round, device), at) - began.get(fact.round, at)
-            before_s = min(max(before_s, 0.0), max(took[fact.round] - fact.took_s, 0.0))
-            timed.setdefault(fact.round, {})[device] = before_s, fact.took_s, fact.update.usage.wall_s
-    if not timed:
+def make_timeline_section(run: RunData) -> PageSection | None:
+    """Return bars of each device's waiting, task and transfer times, for a few rounds."""
+    durations_s = {event.round: event.took_s for _, event in run.events if isinstance(event, RoundCommitted)}
+    started_s: dict[int, float] = {}
+    selected_s: dict[tuple[int, str], float] = {}
+    # round -> device -> seconds before its selection, until its update, and in its task
+    times_by_round: dict[int, dict[str, tuple[float, float, float]]] = {}
+    for time_s, event in run.events:
+        if isinstance(event, CohortSelected) and not run.row.has_virtual_time:  # events have this machine's clock
+            started_s.setdefault(event.round, time_s)
+            selected_s |= {(event.round, device): time_s for device in event.devices}
+        elif isinstance(event, UpdateAccepted) and event.took_s is not None and event.round in durations_s:
+            device = event.update.device
+            before_s = selected_s.get((event.round, device), time_s) - started_s.get(event.round, time_s)
+            before_s = min(max(before_s, 0.0), max(durations_s[event.round] - event.took_s, 0.0))
+            times_by_round.setdefault(event.round, {})[device] = before_s, event.took_s, event.update.usage.wall_s
+    if not times_by_round:
         return None
-    over: dict[str, plots.Plot] = {}
-    for number in _select_evenly_spaced(sorted(timed), SWITCHED):
-        ends = sorted(timed[number].items(), key=lambda each: each[1][1])[:MOST_DEVICES]
-        lasted_s = max(took[number], *(answered_s for _, (_, answered_s, _) in ends))
+    plots_by_round: dict[str, plots.Plot] = {}
+    for number in _select_evenly_spaced(sorted(times_by_round), TIMELINE_ROUNDS):
+        ends = sorted(times_by_round[number].items(), key=lambda part: part[1][1])[:MAX_BARS]
+        lasted_s = max(durations_s[number], *(answered_s for _, (_, answered_s, _) in ends))
         scale, prefix = units.select_prefix(lasted_s) if lasted_s < 1 else (1.0, "")
         bars = []
         for name, (before_s, answered_s, wall_s) in ends:
             rest_s = max(answered_s - wall_s, 0.0), max(lasted_s - before_s - answered_s, 0.0)
-            bars.append(plots.PlotBar(name, [each / scale for each in (before_s, wall_s, *rest_s)]))
-        name = _format_round_name(found, number)
-        clock = "virtual time" if found.row.has_virtual_time else "since the round began"
-        title = f"Devices in {'the ' * (number == found.summary.final)}{name}"
-        over[name] = plots.plot_bars(bars, title, f"{prefix}s, {clock}", ("before it was asked", *TIME_PARTS))
-    return PageSection(["The fastest device comes first."], switch=_render_switch(over))
+            bars.append(plots.PlotBar(name, [part / scale for part in (before_s, wall_s, *rest_s)]))
+        name = _format_round_name(run, number)
+        clock = "virtual time" if run.row.has_virtual_time else "since the round began"
+        title = f"Devices in {'the ' * (number == run.summary.final)}{name}"
+        plots_by_round[name] = plots.plot_bars(bars, title, f"{prefix}s, {clock}", ("before it was asked", *TIME_PARTS))
+    return PageSection(["The fastest device comes first."], switch=_render_switch(plots_by_round))
 
 
-def _make_accuracy_lines(found: RunData, places: Mapping[int, float]) -> list[plots.PlotLine]:
+def _make_accuracy_lines(run: RunData, x_by_rounds: Mapping[int, float]) -> list[plots.PlotLine]:
     kinds: dict[str, dict[int, float]] = {
-        "test set": {score.rounds: score.value for score in found.scores},
-        "held-out shares": {score.rounds: score.weighted for score in found.held},
-        "worst tenth": {score.rounds: score.worst_decile for score in found.held},
+        "test set": {score.rounds: score.value for score in run.scores},
+        "held-out shares": {score.rounds: score.weighted for score in run.held_out_scores},
+        "worst tenth": {score.rounds: score.worst_decile for score in run.held_out_scores},
     }
-    lines, scale = [], metrics.display_factor(_find_main_metric(found))
+    lines, scale = [], metrics.display_factor(_find_main_metric(run))
     for name, values in kinds.items():
-        known = sorted(number for number in values if number in places)
-        if known:
-            lines.append(plots.PlotLine(name, [places[n] for n in known], [scale * values[n] for n in known]))
+        rounds = sorted(number for number in values if number in x_by_rounds)
+        if rounds:
+            lines.append(plots.PlotLine(name, [x_by_rounds[n] for n in rounds], [scale * values[n] for n in rounds]))
     return lines
 
 
-def _summarise_held_out(found: RunData) -> tuple[list[str], HtmlTable | None]:
-    if not found.held:
+def _summarise_held_out(run: RunData) -> tuple[list[str], HtmlTable | None]:
+    if not run.held_out_scores:
         return [], None
+    scores_to_show = run.held_out_scores
+    if len(scores_to_show) > 6:
+        scores_to_show = (*scores_to_show[:2], *scores_to_show[-4:])
     rows = [
         [
-            str(own.rounds),
+            str(score.rounds),
             *(
-                _format_value(own.metric, value)
-                for value in (own.weighted, own.mean, own.worst_decile, own.gap, own.deviation)
+                _format_value(score.metric, value)
+                for value in (score.weighted, score.mean, score.worst_decile, score.gap, score.deviation)
             ),
-            str(own.count),
-            *([] if own.with_priors is None else [_format_value(own.metric, own.with_priors)]),
+            str(score.count),
+            *([] if score.with_priors is None else [_format_value(score.metric, score.with_priors)]),
         ]
-        for own in (found.held if len(found.held) <= 6 else (*found.held[:2], *found.held[-4:]))
+        for score in scores_to_show
     ]
-    last = found.held[-1]
+    last_score = run.held_out_scores[-1]
     head = [
         "after rounds",
         "weighted by examples",
@@ -261,77 +282,84 @@ def _summarise_held_out(found: RunData) -> tuple[list[str], HtmlTable | None]:
         "gap to the best tenth",
         "spread",
         "devices",
-        *([] if last.with_priors is None else ["with class priors"]),
+        *([] if last_score.with_priors is None else ["with class priors"]),
     ]
-    note = f"Held-out shares: the devices' own examples that are not trained on; {last.count} devices reported."
+    note = f"Held-out shares: the devices' own examples that are not trained on; {last_score.count} devices reported."
     return [note], HtmlTable(head, rows)
 
 
-def make_time_section(found: RunData) -> PageSection | None:
-    splits = [each.times for each in found.summary.committed_rounds() if each.times is not None]
+def make_time_section(run: RunData) -> PageSection | None:
+    splits = [round.times for round in run.summary.committed_rounds() if round.times is not None]
     if not splits:
         return None
-    chosen = _select_evenly_spaced(splits, MOST_ROUNDS)
+    splits_to_draw = _select_evenly_spaced(splits, MAX_ROUNDS)
     lasted_s = sum(split.lasted_s for split in splits)
     scale, prefix = units.select_prefix(max(split.lasted_s for split in splits)) if lasted_s < 100 else (1.0, "")
     bars = [
         plots.PlotBar(
-            _format_round_name(found, split.round),
+            _format_round_name(run, split.round),
             (split.compute_s / scale, split.transfer_s / scale, split.wait_s / scale),
         )
-        for split in chosen
+        for split in splits_to_draw
     ]
     shares = {
         name: 100 * sum(getattr(split, f"{name}_s") for split in splits) / lasted_s if lasted_s else 0.0
         for name in ("compute", "transfer", "wait")
     }
-    some = "" if len(chosen) == len(splits) else f" {len(chosen)} of {len(splits)} rounds are drawn."
+    selection_note = (
+        "" if len(splits_to_draw) == len(splits) else f" {len(splits_to_draw)} of {len(splits)} rounds are drawn."
+    )
     note = (
         f"Of a round, a device that answers spends on average {shares['compute']:.0f} % at its task, "
         f"{shares['transfer']:.0f} % fetching, starting and sending, {shares['wait']:.0f} % waiting for other "
-        f"devices and for the round to begin.{some}"
+        f"devices and for the round to begin.{selection_note}"
     )
-    points = found.points
+    points = run.points
     clocks = []
     if points:
-        last = points[-1]
-        virtual = found.row.has_virtual_time
-        told = (
-            f"{'Virtual time was' if virtual else 'The coordinator counted'} {format_duration(last.clock_s)}, by this "
-            f"machine's clock the run took {format_duration(last.real_s)}"
+        last_point = points[-1]
+        virtual = run.row.has_virtual_time
+        clock_text = (
+            f"{'Virtual time was' if virtual else 'The coordinator counted'} {format_duration(last_point.clock_s)}, "
+            f"by this machine's clock the run took {format_duration(last_point.real_s)}"
         )
-        if last.boards_s is not None:
-            told += f"; the slowest boards of all rounds report {format_duration(last.boards_s)} together"
+        if last_point.boards_s is not None:
+            clock_text += f"; the slowest boards of all rounds report {format_duration(last_point.boards_s)} together"
         clocks.append(
-            f"{told}. Simulated boards report what their profiles predict; what their tasks really took here counts as "
-            "fetching and sending."
+            f"{clock_text}. Simulated boards report what their profiles predict; what their tasks really took here "
+            "counts as fetching and sending."
         )
     plot = plots.plot_bars(bars, "Time per round, mean over its devices", f"{prefix}s", TIME_PARTS)
     return PageSection([note], render_plots(plot), clocks)
 
 
-def make_device_section(found: RunData) -> PageSection | None:
-    known = found.summary.device_costs()
-    if not known:
+def make_device_section(run: RunData) -> PageSection | None:
+    costs = run.summary.device_costs()
+    if not costs:
         return None
-    own = {name: score.value for name, score in found.summary.scores.items()}
+    held_out_values = {name: score.value for name, score in run.summary.scores.items()}
     rows = [
         [
             name,
-            *_format_device_cells(of),
-            *([_format_value(_find_main_metric(found).name, own[name]) if name in own else "-"] if own else []),
+            *_format_device_cells(cost),
+            *(
+                [_format_value(_find_main_metric(run).name, held_out_values[name]) if name in held_out_values else "-"]
+                if held_out_values
+                else []
+            ),
         ]
-        for name, of in known.items()
+        for name, cost in costs.items()
     ]
     head = ["device", "tasks", "refused", "s per task", "J", "J above idle", "peak memory", "down", "up"]
-    head += [f"last {_find_main_metric(found).title}"] if own else []
-    shown = dict(sorted(known.items(), key=lambda each: -(each[1].energy_j or 0.0))[:MOST_DEVICES])
-    notes = [] if len(shown) == len(known) else [f"Drawn: {len(shown)} of {len(known)} devices."]
+    head += [f"last {_find_main_metric(run).title}"] if held_out_values else []
+    drawn = dict(sorted(costs.items(), key=lambda item: -(item[1].energy_j or 0.0))[:MAX_BARS])
+    notes = [] if len(drawn) == len(costs) else [f"Drawn: {len(drawn)} of {len(costs)} devices."]
     figures = []
-    if own:
-        metric, scores = _find_main_metric(found), {name: own[name] for name in known if name in own}
+    if held_out_values:
+        metric = _find_main_metric(run)
+        scores = {name: held_out_values[name] for name in costs if name in held_out_values}
         factor = metrics.display_factor(metric)
-        worst = sorted(scores, key=scores.__getitem__, reverse=not metric.higher)[:MOST_DEVICES]
+        worst = sorted(scores, key=scores.__getitem__, reverse=not metric.higher)[:MAX_BARS]
         rows_of = [plots.PlotBar(name, [factor * scores[name]]) for name in worst]
         if len(worst) < len(scores):
             notes.append(
@@ -339,100 +367,103 @@ def make_device_section(found: RunData) -> PageSection | None:
             )
         label = f"{metric.title}{', %' * metric.share}, last held-out share"
         figures.append(plots.plot_bars(rows_of, f"{_format_metric_heading(metric)} of each device", label))
-    if any(of.energy_j is not None for of in shown.values()):
-        scale, prefix = units.select_prefix(max(of.energy_j or 0.0 for of in shown.values()))
+    if any(cost.energy_j is not None for cost in drawn.values()):
+        scale, prefix = units.select_prefix(max(cost.energy_j or 0.0 for cost in drawn.values()))
         joules = [
-            plots.PlotBar(name, [each and each / scale for each in _split_energy(of)]) for name, of in shown.items()
+            plots.PlotBar(name, [item and item / scale for item in _split_energy(cost)]) for name, cost in drawn.items()
         ]
         kinds = ("idle", "above idle", "idle part unknown")
-        used = 3 if any(bar.parts[2] is not None for bar in joules) else 2
-        joules = [plots.PlotBar(bar.name, bar.parts[:used]) for bar in joules]
+        part_count = 3 if any(bar.parts[2] is not None for bar in joules) else 2
+        joules = [plots.PlotBar(bar.name, bar.parts[:part_count]) for bar in joules]
         figures.append(
-            plots.plot_bars(joules, "Energy of each device", f"{prefix}J{_say_predicted(found)}", kinds[:used])
+            plots.plot_bars(
+                joules, "Energy of each device", f"{prefix}J{_format_energy_source(run)}", kinds[:part_count]
+            )
         )
-    if any(of.peak_bytes is not None for of in shown.values()):
-        peaks = [plots.PlotBar(name, _split_memory_mb(of)) for name, of in shown.items()]
+    if any(cost.peak_bytes is not None for cost in drawn.values()):
+        peaks = [plots.PlotBar(name, _split_memory_mb(cost)) for name, cost in drawn.items()]
         figures.append(plots.plot_bars(peaks, "Highest memory of a task", "MB", ("runtime", "task")))
-    sources = sorted({of.energy_source for of in known.values() if of.energy_source})
-    word = found.summary.total.energy_word.strip() or "measured"
-    notes += [f"Energy {word} by: {'; '.join(sources)}."] if sources else []
+    sources = sorted({cost.energy_source for cost in costs.values() if cost.energy_source})
+    energy_source = run.summary.total.energy_word.strip() or "measured"
+    notes += [f"Energy {energy_source} by: {'; '.join(sources)}."] if sources else []
     return PageSection((), render_plots(*figures), notes, HtmlTable(head, rows))
 
 
-def _format_device_cells(of: CostLedger) -> list[str]:
+def _format_device_cells(cost: CostLedger) -> list[str]:
     return [
-        str(of.tasks),
-        str(of.declined),
-        f"{of.wall_s / of.tasks:.3g}" if of.tasks else "-",
-        "-" if of.energy_j is None else run_summary.format_number(of.energy_j),
-        "-" if of.net_j is None else run_summary.format_number(of.net_j),
-        "-" if of.peak_bytes is None else units.format_bytes(of.peak_bytes),
-        units.format_bytes(of.down_bytes),
-        units.format_bytes(of.up_bytes),
+        str(cost.tasks),
+        str(cost.declined),
+        f"{cost.wall_s / cost.tasks:.3g}" if cost.tasks else "-",
+        "-" if cost.energy_j is None else run_summary.format_number(cost.energy_j),
+        "-" if cost.net_j is None else run_summary.format_number(cost.net_j),
+        "-" if cost.peak_bytes is None else units.format_bytes(cost.peak_bytes),
+        units.format_bytes(cost.down_bytes),
+        units.format_bytes(cost.up_bytes),
     ]
 
 
-def _split_energy(of: CostLedger) -> tuple[float | None, float | None, float | None]:
-    if of.energy_j is None or of.net_j is None:
-        return (None, None, of.energy_j)
-    return (of.energy_j - of.net_j, of.net_j, None)
+def _split_energy(cost: CostLedger) -> tuple[float | None, float | None, float | None]:
+    if cost.energy_j is None or cost.net_j is None:
+        return (None, None, cost.energy_j)
+    return (cost.energy_j - cost.net_j, cost.net_j, None)
 
 
-def _split_memory_mb(of: CostLedger) -> tuple[float | None, float | None]:
-    if of.peak_bytes is None:
+def _split_memory_mb(cost: CostLedger) -> tuple[float | None, float | None]:
+    if cost.peak_bytes is None:
         return (None, None)
-    base = min(of.base_bytes or 0, of.peak_bytes)
-    return (base / 1e6, (of.peak_bytes - base) / 1e6)
+    base = min(cost.base_bytes or 0, cost.peak_bytes)
+    return (base / 1e6, (cost.peak_bytes - base) / 1e6)
 
 
-def make_bytes_section(found: RunData) -> PageSection | None:
-    per_round = found.summary.round_costs()
+def make_bytes_section(run: RunData) -> PageSection | None:
+    per_round = run.summary.round_costs()
     if not per_round:
         return None
-    scale, prefix = units.select_prefix(max(of.down_bytes + of.up_bytes for of in per_round.values()))
-    chosen = _select_evenly_spaced(list(per_round.items()), MOST_ROUNDS)
+    scale, prefix = units.select_prefix(max(cost.down_bytes + cost.up_bytes for cost in per_round.values()))
+    rounds_to_draw = _select_evenly_spaced(list(per_round.items()), MAX_ROUNDS)
     bars = [
-        plots.PlotBar(_format_round_name(found, n), (of.down_bytes / scale, of.up_bytes / scale)) for n, of in chosen
+        plots.PlotBar(_format_round_name(run, n), (cost.down_bytes / scale, cost.up_bytes / scale))
+        for n, cost in rounds_to_draw
     ]
-    whole = found.summary.total
-    down, up = units.format_bytes(whole.down_bytes), units.format_bytes(whole.up_bytes)
+    total = run.summary.total
+    down, up = units.format_bytes(total.down_bytes), units.format_bytes(total.up_bytes)
     note = f"In all {down} down and {up} up: tensors and models, without the protocol's own messages."
     return PageSection(
         [note], render_plots(plots.plot_bars(bars, "Bytes per round, all devices", f"{prefix}B", ("down", "up")))
     )
 
 
-def make_reason_table(found: RunData) -> HtmlTable:
+def make_reason_table(run: RunData) -> HtmlTable:
     """Return the most frequent reasons why devices contributed nothing, at most 20."""
-    counted = Counter(
+    reason_counts = Counter(
         (name, part.text if part.code == "declined" else MEANINGS.get(part.code, part.code))
-        for devices in found.parts.values()
+        for devices in run.parts.values()
         for name, part in devices.items()
         if part.code not in ("answered", "drawn", "asked")
     )
-    rows = [[name, text, str(count)] for (name, text), count in counted.most_common(20)]
+    rows = [[name, text, str(count)] for (name, text), count in reason_counts.most_common(20)]
     return HtmlTable(["device", "why not", "rounds"], rows, ["why not"])
 
 
 class LogText(NamedTuple):
-    brief: list[str]  # without each answer; empty: nothing has happened yet
-    whole: list[str]
+    brief: list[str]  # without single updates, or empty before the first event
+    full: list[str]
     energy: list[str]
 
 
-def format_log(found: RunData) -> LogText:
-    brief, whole, after = [], [], RunSummary.from_job(found.row.job)
-    for at, fact in found.facts:
-        before, after = after, after.with_event(fact, at)
-        first, *more = event_messages.format_event(before, fact, after)
-        lines = [f"{at - found.facts[0][0]:9.1f} s  {first}", *(f"{'':13}{line}" for line in more)]
-        whole += lines
-        if not isinstance(fact, EligibilityRecorded | CohortSelected | UpdateAccepted | RoundClosed):
+def format_log(run: RunData) -> LogText:
+    brief, all_lines, summary = [], [], RunSummary.from_job(run.row.job)
+    for time_s, event in run.events:
+        previous_summary, summary = summary, summary.with_event(event, time_s)
+        first_line, *other_lines = event_messages.format_event(previous_summary, event, summary)
+        lines = [f"{time_s - run.events[0][0]:9.1f} s  {first_line}", *(f"{'':13}{line}" for line in other_lines)]
+        all_lines += lines
+        if not isinstance(event, EligibilityRecorded | CohortSelected | UpdateAccepted | RoundClosed):
             brief += lines
-    cut = [f"... {len(whole) - MOST_LINES} more lines: fedquilt logs {found.row.id}"]
-    detail = whole if len(whole) <= MOST_LINES else [*whole[:MOST_LINES], *cut]
-    told = brief if len(brief) <= MOST_LINES else [*brief[:MOST_LINES], *cut]
-    return LogText(told, detail, event_messages.format_energy_summary(after))
+    cut = [f"... {len(all_lines) - MAX_LOG_LINES} more lines: fedquilt logs {run.row.id}"]
+    detail = all_lines if len(all_lines) <= MAX_LOG_LINES else [*all_lines[:MAX_LOG_LINES], *cut]
+    brief_lines = brief if len(brief) <= MAX_LOG_LINES else [*brief[:MAX_LOG_LINES], *cut]
+    return LogText(brief_lines, detail, event_messages.format_energy_summary(summary))
 
 
 def format_job(job: Any) -> str:
@@ -443,7 +474,7 @@ def format_job(job: Any) -> str:
 
 
 def _list_changed_fields(table: Any) -> dict[str, Any]:
-    found = {}
+    changed = {}
     for field in msgspec.structs.fields(table):
         value = getattr(table, field.name)
         default = field.default if field.default_factory is msgspec.NODEFAULT else field.default_factory()
@@ -453,30 +484,30 @@ def _list_changed_fields(table: Any) -> dict[str, Any]:
                 if isinstance(value, msgspec.Struct)
                 else _drop_none(msgspec.to_builtins(value))
             )
-            found[field.encode_name] = inner
-    return found
+            changed[field.encode_name] = inner
+    return changed
 
 
 def _drop_none(value: Any) -> Any:
     # TOML has no null
     if isinstance(value, dict):
-        return {key: _drop_none(each) for key, each in value.items() if each is not None}
-    return [_drop_none(each) for each in value] if isinstance(value, list) else value
+        return {key: _drop_none(item) for key, item in value.items() if item is not None}
+    return [_drop_none(item) for item in value] if isinstance(value, list) else value
 
 
-def _select_evenly_spaced(items: Sequence[T], most: int) -> list[T]:
-    if len(items) <= most:
+def _select_evenly_spaced(items: Sequence[T], limit: int) -> list[T]:
+    if len(items) <= limit:
         return list(items)
-    return [items[round(i * (len(items) - 1) / (most - 1))] for i in range(most)]
+    return [items[round(i * (len(items) - 1) / (limit - 1))] for i in range(limit)]
 
 
-def _format_round_name(found: RunData, number: int) -> str:
-    return event_messages.format_round_name(number, found.summary.final)
+def _format_round_name(run: RunData, number: int) -> str:
+    return event_messages.format_round_name(number, run.summary.final)
 
 
-def _find_main_metric(found: RunData) -> metrics.Metric:
-    told = [*(score.metric for score in found.scores), *(score.metric for score in found.held)]
-    return metrics.KNOWN[told[0] if told else "accuracy"]
+def _find_main_metric(run: RunData) -> metrics.Metric:
+    metric_names = [*(score.metric for score in run.scores), *(score.metric for score in run.held_out_scores)]
+    return metrics.KNOWN[metric_names[0] if metric_names else "accuracy"]
 
 
 def _format_metric_heading(metric: metrics.Metric) -> str:

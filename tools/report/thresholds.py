@@ -1,4 +1,4 @@
-"""Measured values compared with limits, and the load by other processes in which no value counts."""
+"""Comparison of measured values with limits, and a meter of the load by other processes."""
 
 from __future__ import annotations
 
@@ -8,24 +8,28 @@ from typing import Any, Final
 
 import psutil
 
-VERDICTS: Final = {True: "ok ", False: "NOT", None: "?  "}  # None: of a machine that was busy
-MOST_OTHERS: Final = 0.1  # share of the machine that other processes may use during a measurement
+VERDICTS: Final = {True: "ok ", False: "NOT", None: "?  "}  # None if the machine was busy
+MAX_OTHER_LOAD: Final = 0.1  # share of the machine that other processes may use during a measurement
 
 
 class LoadMeter:
     """Meter of the share of the processors that other processes use.
 
-    The time of a child counts as of another process until the child has ended and was waited for.
+    The time of a child process counts as that of other processes until the child has ended and was waited for.
     """
 
     def __init__(self) -> None:
-        self._others_s, self._began_s = _others_processor_s(), time.monotonic()
+        self._others_s, self._started_s = _others_processor_s(), time.monotonic()
 
     def measure_share(self) -> float:
         """Return the share since the last call, or since the meter was created."""
-        before_s, began_s = self._others_s, self._began_s
-        self._others_s, self._began_s = _others_processor_s(), time.monotonic()
-        return max(self._others_s - before_s, 0.0) / (self._began_s - began_s) / (psutil.cpu_count() or 1)
+        previous_others_s, previous_start_s = self._others_s, self._started_s
+        self._others_s, self._started_s = _others_processor_s(), time.monotonic()
+        return (
+            max(self._others_s - previous_others_s, 0.0)
+            / (self._started_s - previous_start_s)
+            / (psutil.cpu_count() or 1)
+        )
 
 
 def _others_processor_s() -> float:

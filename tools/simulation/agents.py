@@ -104,7 +104,7 @@ class FleetPlan:
         found = plugins.allowlist_entries("method", self.job.method, methods.builtin_names())
         for table in (self.job.model, *(donor.get("network", {}) for donor in self.job.donors)):
             for name in registry.plugin_networks(table):
-                found += plugins.allowlist_entries("network", name, registry.OURS)
+                found += plugins.allowlist_entries("network", name, registry.BUILTIN_NETWORKS)
         if self.job.engine is not None:
             found += plugins.allowlist_entries("engine", self.job.engine, tuple(engines.NEEDS))
         choices = training_choices.select_choices(methods.load(self.job.method).params, self.job.params)

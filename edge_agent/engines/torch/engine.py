@@ -23,10 +23,6 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any, TypeVar
 
-# OpenMP reads this once, when torch loads. By default its threads wait by spinning, which on a board with
-# other work starves both: 250 steps of a small network took 6 s with it, over 60 s without.
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-
 import numpy as np
 import psutil
 import torch
@@ -41,6 +37,11 @@ from fedquilt.edge_agent.engines.torch import augmentation, recomputation, train
 from fedquilt.formats import training_choices
 from fedquilt.models import fisher
 from fedquilt.models.networks import registry, traces
+
+# OpenMP reads this once, when torch loads. By default its threads wait by spinning, which on a board with
+# other work starves both: 250 steps of a small network took 6 s with it, over 60 s without.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
 
 P = TypeVar("P")
 T = TypeVar("T")
@@ -246,7 +247,7 @@ class TorchEngine:
             room = self._room_bytes - peak_memory.training_bytes(properties, 0, library=_library(network))
             # a group needs one gradient of all weights, and its examples' activations
             group = properties.weights_bytes + each * peak_memory.bytes_per_example(properties)
-            groups = training.fitting_batch_size(room, group, fisher.TOGETHER)
+            groups = training.fitting_batch_size(room, group, fisher.MAX_GRADIENTS)
             rows = training.mini_batches(np.arange(len(examples)), groups * each)
             parts = self._load_batches(network, examples, rows, hooks)
             loss = partial(training_step.total_loss, metrics.task_from_network(network))

@@ -1,9 +1,9 @@
 """Linear centred kernel alignment (CKA): similarity of two sets of activations on the same images.
 
 Source: Kornblith et al., Similarity of Neural Network Representations Revisited, ICML 2019, with which FedStitch (arXiv
-2409.07202) scores blocks. Its Eq. 2 is garbled: HSIC(X, Y) = ||Yc' Xc||_F^2 with centred columns is meant, which equals
+2409.07202) scores blocks. Its Eq. 2 is garbled and means HSIC(X, Y) = ||Yc' Xc||_F^2 with centred columns, which equals
 <Kc, Lc> on the centred Gram matrices. So n images take n x n numbers for any width of the layer. Features are centred
-before the product: centring the Gram matrix of float32 features with a large offset loses the signal.
+before the product, because centring the Gram matrix of float32 features with a large offset loses the signal.
 
 Similarity to the donor's own output is 1 for every unmodified donor at any depth, and does not separate blocks that
 help a classifier from others. `label_alignment` and `explained_variance` do, with the same few images.
@@ -20,7 +20,7 @@ Estimator: TypeAlias = Literal["unbiased", "biased"]
 
 CHUNK = 4096  # features centred and multiplied at a time
 MIN_IMAGES = 4  # the unbiased estimator divides by n - 3
-STRENGTHS = (0.03, 0.1, 0.3, 1.0, 3.0, 10.0)  # of the ridge, as multiples of the features' mean squared length
+STRENGTHS = (0.03, 0.1, 0.3, 1.0, 3.0, 10.0)  # ridges, as multiples of the features' mean squared length
 
 
 class CkaScore(NamedTuple):
@@ -97,7 +97,7 @@ def _is_rounding(norm: float, k: np.ndarray) -> bool:
     return norm <= float(eps * len(k)) ** 2 * float(np.vdot(k, k).real)
 
 
-# -- by the labels --------------------------------------------------------------------------------
+# -- comparison with the labels -------------------------------------------------------------------
 
 
 def label_alignment(features: np.ndarray, y: np.ndarray) -> CkaScore:
@@ -118,21 +118,22 @@ def explained_variance(features: np.ndarray, y: np.ndarray) -> CkaScore:
     """
     x = features.astype(np.float64)
     x -= x.mean(axis=0)
-    spread = x.std(axis=0)
-    alive = spread > np.abs(features).max(initial=0.0) * np.finfo(np.float32).eps
+    deviation = x.std(axis=0)
+    varies = deviation > np.abs(features).max(initial=0.0) * np.finfo(np.float32).eps
     labels = _one_hot(y)
     labels -= labels.mean(axis=0)
     n, total = len(labels), float(np.vdot(labels, labels))
-    if n < MIN_IMAGES or not alive.any() or total == 0:
+    if n < MIN_IMAGES or not varies.any() or total == 0:
         return CkaScore(0.0, False)
-    x = x[:, alive] / spread[alive]
+    x = x[:, varies] / deviation[varies]
     values, vectors = np.linalg.eigh(x @ x.T)
     values = np.maximum(values, 0.0)
-    power = ((vectors.T @ labels) ** 2).sum(axis=1)  # of the labels along each eigenvector
+    power = ((vectors.T @ labels) ** 2).sum(axis=1)  # power of the labels along each eigenvector
     errors = []
     for strength in STRENGTHS:
-        left = (lam := strength * float(values.sum()) / n) / (values + lam)
-        errors.append(float(left**2 @ power) / (n - (1 - left).sum() - 1) ** 2)
+        lam = strength * float(values.sum()) / n
+        residual_shares = lam / (values + lam)
+        errors.append(float(residual_shares**2 @ power) / (n - (1 - residual_shares).sum() - 1) ** 2)
     return CkaScore(float(np.clip(1 - min(errors) / (total / (n - 1) ** 2), -1.0, 1.0)), True)
 
 

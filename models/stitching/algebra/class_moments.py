@@ -24,11 +24,11 @@ from fedquilt.core import DeviceUpdate, Tensors, UpdateError
 from fedquilt.models.stitching.algebra import least_squares
 
 PANEL: Final = 128  # rows of second moments in one sum
-TOGETHER: Final = 8  # devices whose factors are unpacked at a time, so that a panel stays in the processor's cache
-SLACK: Final = 1e-9  # by which rounding may have a product of two features exceed what their squares allow, as a share
-WANTED = ("counts", "mean", "means", "factor", "rows")  # tensors that a device sends
-LARGEST = 1e9  # limit of means and factors, which no pooled map reaches
-NEGATIVE = 1e-3  # most negative eigenvalue taken for rounding, as a share of the largest
+DEVICES_PER_BATCH: Final = 8  # devices unpacked at a time, so that a panel stays in the processor's cache
+SLACK: Final = 1e-9  # tolerance of Cauchy-Schwarz: rounding may raise |sum a b| by this share of its bound
+TENSOR_NAMES = ("counts", "mean", "means", "factor", "rows")  # tensors that a device sends
+MAX_ABSOLUTE = 1e9  # limit of means and factors, which no pooled map reaches
+NEGATIVE_TOLERANCE = 1e-3  # negative eigenvalues up to this share of the largest eigenvalue are rounding errors
 
 
 @dataclass(frozen=True)
@@ -98,76 +98,76 @@ def device_moments(z: np.ndarray, y: np.ndarray, labels: int) -> DeviceMoments:
     return DeviceMoments(counts, means, np.asarray(np.linalg.qr(z, mode="r")))
 
 
-def pack_moments(given: DeviceMoments, exact: bool = False) -> dict[str, np.ndarray]:
+def pack_moments(moments: DeviceMoments, exact: bool = False) -> dict[str, np.ndarray]:
     """Pack moments for sending: the mean, the offsets of class means from it, and the factor.
 
     Centred values are sent as float32, which is accurate for large means, or as float64 if `exact`.
     """
-    kind, mean = np.float64 if exact else np.float32, given.mean
+    kind, mean = np.float64 if exact else np.float32, moments.mean
     return {
-        "counts": given.counts,
+        "counts": moments.counts,
         "mean": mean,
-        "means": (given.means[given.counts > 0] - mean).astype(kind),
-        "factor": least_squares.pack_upper(given.factor, kind),
-        "rows": np.array([len(given.factor)], np.int64),
+        "means": (moments.means[moments.counts > 0] - mean).astype(kind),
+        "factor": least_squares.pack_upper(moments.factor, kind),
+        "rows": np.array([len(moments.factor)], np.int64),
     }
 
 
 # -- on the coordinator ---------------------------------------------------------------------------
 
 
-def read_sent_moments(given: Tensors, labels: int, width: int, exact: bool = False) -> DeviceMoments:
+def read_sent_moments(sent: Tensors, labels: int, width: int, exact: bool = False) -> DeviceMoments:
     """Validate and unpack the moments that a device sent, with float64 values if `exact`.
 
     Raises:
         UpdateError: If tensors are missing or have wrong shapes, or if no examples can have such moments.
     """
-    if missing := sorted(set(WANTED) - given.keys()):
+    if missing := sorted(set(TENSOR_NAMES) - sent.keys()):
         raise UpdateError(f"moments: {', '.join(missing)} missing: update the agent")
-    _require_shapes({"counts": given["counts"], "rows": given["rows"]}, {"counts": (labels,), "rows": (1,)}, np.int64)
-    counts, rows = given["counts"], int(given["rows"][0])
+    _require_shapes({"counts": sent["counts"], "rows": sent["rows"]}, {"counts": (labels,), "rows": (1,)}, np.int64)
+    counts, rows = sent["counts"], int(sent["rows"][0])
     if not counts.any():
         raise UpdateError("moments: counts of examples that are all 0")
     if not 1 <= rows <= min(int(counts.sum()), width):
         raise UpdateError(f"moments: a factor of {rows} rows from {counts.sum()} examples of {width} features")
-    present = counts > 0
-    shapes = {"means": (int(present.sum()), width), "factor": (least_squares.packed_size(rows, width),)}
-    _require_shapes({name: given[name] for name in shapes}, shapes, np.float64 if exact else np.float32)
-    _require_shapes({"mean": given["mean"]}, {"mean": (width,)}, np.float64)
+    has_examples = counts > 0
+    shapes = {"means": (int(has_examples.sum()), width), "factor": (least_squares.packed_size(rows, width),)}
+    _require_shapes({name: sent[name] for name in shapes}, shapes, np.float64 if exact else np.float32)
+    _require_shapes({"mean": sent["mean"]}, {"mean": (width,)}, np.float64)
     for name in ("mean", *shapes):
-        if np.abs(given[name]).max(initial=0.0) > LARGEST:
-            raise UpdateError(f"moments: {name} beyond {LARGEST:g}, which no pooled maps reach")
-    found = unpack_without_validation(given)
-    _require_positive_semidefinite(found)
-    return found
+        if np.abs(sent[name]).max(initial=0.0) > MAX_ABSOLUTE:
+            raise UpdateError(f"moments: {name} beyond {MAX_ABSOLUTE:g}, which no pooled maps reach")
+    moments = unpack_without_validation(sent)
+    _require_positive_semidefinite(moments)
+    return moments
 
 
-def unpack_without_validation(given: Tensors) -> DeviceMoments:
-    counts, mean = given["counts"], given["mean"]
+def unpack_without_validation(sent: Tensors) -> DeviceMoments:
+    counts, mean = sent["counts"], sent["mean"]
     means = np.zeros((len(counts), len(mean)))
-    means[counts > 0] = mean + given["means"]
-    factor = least_squares.unpack_upper(given["factor"], int(given["rows"][0]), len(mean))
+    means[counts > 0] = mean + sent["means"]
+    factor = least_squares.unpack_upper(sent["factor"], int(sent["rows"][0]), len(mean))
     return DeviceMoments(counts.astype(np.int64), means, factor)
 
 
-def _require_positive_semidefinite(given: DeviceMoments) -> None:
+def _require_positive_semidefinite(moments: DeviceMoments) -> None:
     # Second moments within classes must be positive semi-definite. Only small matrices are decomposed.
-    apart = np.sqrt(given.counts)[:, None] * (given.means - given.mean)
-    apart = apart[given.counts > 0]
-    both = np.concatenate([given.factor, apart])
-    values, vectors = np.linalg.eigh(both @ both.T)
+    class_offsets = np.sqrt(moments.counts)[:, None] * (moments.means - moments.mean)
+    class_offsets = class_offsets[moments.counts > 0]
+    rows_between_classes = np.concatenate([moments.factor, class_offsets])
+    values, vectors = np.linalg.eigh(rows_between_classes @ rows_between_classes.T)
     root = vectors * np.sqrt(np.maximum(values, 0.0))
-    signs = np.concatenate([np.ones(len(given.factor)), -np.ones(len(apart))])
+    signs = np.concatenate([np.ones(len(moments.factor)), -np.ones(len(class_offsets))])
     inner = np.linalg.eigvalsh(root.T @ (signs[:, None] * root))
-    if inner[0] < -NEGATIVE * max(float(values[-1]), np.finfo(np.float64).tiny):
+    if inner[0] < -NEGATIVE_TOLERANCE * max(float(values[-1]), np.finfo(np.float64).tiny):
         raise UpdateError(
             "moments: class means that differ by more than the second moments allow: within classes these are not "
             "positive semi-definite"
         )
 
 
-def _require_shapes(given: Tensors, shapes: dict[str, tuple[int, ...]], kind: type) -> None:
-    least_squares.require_tensors(given, {name: TensorSpec(shape, np.dtype(kind)) for name, shape in shapes.items()})
+def _require_shapes(sent: Tensors, shapes: dict[str, tuple[int, ...]], kind: type) -> None:
+    least_squares.require_tensors(sent, {name: TensorSpec(shape, np.dtype(kind)) for name, shape in shapes.items()})
 
 
 # -- sums of devices ------------------------------------------------------------------------------
@@ -179,11 +179,11 @@ class ExactMomentSums:
 
     Moments are kept as received while they are smaller than their sum. Then they are added
     (`fedquilt.arrays.exact_sums`), bit-identically in any order and grouping: counts, sums of features over each class,
-    and second moments z z' about zero, each rounded once from the device's factor and mean. The bits of such a product
-    depend on the processor, as other products do.
+    and second moments z z' about zero, each rounded once from the device's factor and mean. The bits of this product
+    depend on the processor.
 
-    Second moments are one exact sum for each PANEL rows of the matrix, from the diagonal on, so that a device's product
-    is added panel by panel and is never whole in memory.
+    Second moments are stored as one exact sum for each PANEL rows of the matrix, from the diagonal on. A device's
+    product is added panel by panel, so that the whole product is never in memory.
 
     Attributes:
         sums: Exact sums "counts" (labels,), "totals" (labels, d) and "second.I" (rows, d - I), from row I on.
@@ -198,10 +198,10 @@ class ExactMomentSums:
     short: int = 0
 
     def add_update(self, update: DeviceUpdate) -> ExactMomentSums:
-        given = {name: np.asarray(update.bundles["moments"][name]) for name in WANTED}
+        arrays = {name: np.asarray(update.bundles["moments"][name]) for name in TENSOR_NAMES}
         return self.merge_with(
             ExactMomentSums(
-                parts={update.device: given},
+                parts={update.device: arrays},
                 devices={update.device: 1},
                 short=int(update.metrics.get("short", 0.0) > 0),
             )
@@ -212,36 +212,36 @@ class ExactMomentSums:
 
         `fedquilt.arrays.exact_sums.merge_accumulators` calls this method.
         """
-        found = ExactMomentSums(
+        merged = ExactMomentSums(
             exact_sums.merge_accumulators(self.sums, other.sums),
             exact_sums.merge_accumulators(self.parts, other.parts),
             exact_sums.merge_accumulators(self.devices, other.devices),
             self.short + other.short,
         )
-        held = sum(tensors.total_bytes([part]) for part in found.parts.values())
-        width = max((len(part["mean"]) for part in found.parts.values()), default=0)
-        return found.fold_parts_into_sums() if found.sums or held > sum_bytes(width) else found
+        parts_bytes = sum(tensors.total_bytes([part]) for part in merged.parts.values())
+        width = max((len(part["mean"]) for part in merged.parts.values()), default=0)
+        return merged.fold_parts_into_sums() if merged.sums or parts_bytes > sum_bytes(width) else merged
 
-    def total_sums(self, before: ClassMoments | None = None) -> ClassMoments:
-        """Return the sums of all devices, with those of earlier devices `before`.
+    def total_sums(self, earlier_sums: ClassMoments | None = None) -> ClassMoments:
+        """Return the sums of all devices, with those of earlier devices `earlier_sums`.
 
         The mean is subtracted at the end: second moments lose (mean / deviation)^2 of float64's 16 digits.
         """
         parts = [unpack_without_validation(part) for part in self.parts.values()]
-        small = _add_counts_and_totals(dict(self.sums), parts)
-        counts, totals = small["counts"].rounded_value(), small["totals"].rounded_value()
+        counts_and_totals = _add_counts_and_totals(dict(self.sums), parts)
+        counts, totals = counts_and_totals["counts"].rounded_value(), counts_and_totals["totals"].rounded_value()
         n, features, width = counts.sum(), totals.sum(axis=0), totals.shape[1]
         scatter, factors = np.empty((width, width)), [_rows_about_zero(part) for part in parts]
-        if before is not None:
-            apart, share = features / n - before.mean, n * before.n / (n + before.n)
-            counts, totals = counts + before.counts, totals + before.totals
+        if earlier_sums is not None:
+            mean_difference, share = features / n - earlier_sums.mean, n * earlier_sums.n / (n + earlier_sums.n)
+            counts, totals = counts + earlier_sums.counts, totals + earlier_sums.totals
         for start in range(0, width, PANEL):
             rows = slice(start, start + PANEL)
             panel = _add_second_moment_panel(self.sums.get(f"second.{start}"), factors, start).rounded_value()
             panel -= np.outer(features[rows], features[start:] / n)
-            if before is not None:
-                panel += before.scatter[rows, start:]
-                panel += np.outer(share * apart[rows], apart[start:])
+            if earlier_sums is not None:
+                panel += earlier_sums.scatter[rows, start:]
+                panel += np.outer(share * mean_difference[rows], mean_difference[start:])
             square = np.triu(panel[:, : len(panel)])
             panel[:, : len(panel)] = square + np.triu(square, 1).T
             scatter[rows, start:], scatter[start:, rows] = panel, panel.T
@@ -249,9 +249,9 @@ class ExactMomentSums:
 
     def fold_parts_into_sums(self) -> ExactMomentSums:
         sums, parts = dict(self.sums), list(self.parts.values())
-        for first in range(0, len(parts), TOGETHER):
-            some = [unpack_without_validation(part) for part in parts[first : first + TOGETHER]]
-            factors, sums = [_rows_about_zero(part) for part in some], _add_counts_and_totals(sums, some)
+        for start_index in range(0, len(parts), DEVICES_PER_BATCH):
+            moments = [unpack_without_validation(part) for part in parts[start_index : start_index + DEVICES_PER_BATCH]]
+            factors, sums = [_rows_about_zero(part) for part in moments], _add_counts_and_totals(sums, moments)
             for start in range(0, factors[0].shape[1], PANEL):
                 sums[f"second.{start}"] = _add_second_moment_panel(sums.get(f"second.{start}"), factors, start)
         return replace(self, sums=sums, parts={})
@@ -276,7 +276,7 @@ def validate_site_moments(total: ExactMomentSums, labels: int, width: int, weigh
     if not 0 <= total.short <= len(total.devices) or set(total.devices.values()) != {1}:
         raise UpdateError("moments: of no devices, or of one twice")
     if total.parts.keys() != (set() if total.sums else total.devices.keys()):
-        raise UpdateError("moments: of other devices than are named beside them")
+        raise UpdateError("moments: the devices of the parts differ from the listed devices")
     parts = [read_sent_moments(part, labels, width, exact) for part in total.parts.values()]
     n = sum(part.n for part in parts)
     if total.sums:
@@ -307,17 +307,17 @@ def _validate_and_count_examples(sums: Mapping[str, ExactSum], labels: int, widt
     shapes: dict[str, tuple[int, ...]] = {"counts": (labels,), "totals": (labels, width)}
     starts = range(0, width, PANEL)
     shapes |= {f"second.{start}": (min(PANEL, width - start), width - start) for start in starts}
-    like: dict[str, Any] = {name: np.broadcast_to(np.float64(0), shape) for name, shape in shapes.items()}
-    exact_sums.require_valid_sums(sums, like, weight)
+    templates: dict[str, Any] = {name: np.broadcast_to(np.float64(0), shape) for name, shape in shapes.items()}
+    exact_sums.require_valid_sums(sums, templates, weight)
     counts = sums["counts"].rounded_value()
     if (counts < 0).any() or (counts != np.floor(counts)).any():
         raise UpdateError("moments: counts of examples that are negative, or not whole")
     squares = np.concatenate([np.diagonal(sums[f"second.{start}"].rounded_value()) for start in starts])
     if (squares < 0).any():
         raise UpdateError("moments: a negative square of a feature")
-    most = np.sqrt(squares) * (1 + SLACK)
+    norms = np.sqrt(squares) * (1 + SLACK)
     for start in starts:
         panel = np.abs(sums[f"second.{start}"].rounded_value())
-        if (panel > most[start : start + PANEL, None] * most[start:]).any():
+        if (panel > norms[start : start + PANEL, None] * norms[start:]).any():
             raise UpdateError("moments: a product of two features that is larger than their squares allow")
     return float(counts.sum())

@@ -22,10 +22,10 @@ import numpy as np
 from fedquilt.core import Tensors
 from fedquilt.models.stitching.algebra.class_moments import ClassMoments
 
-STRENGTHS = tuple(float(each) for each in np.round(10.0 ** np.arange(-4, 3.01, 0.25), 8))  # tried for a head
+STRENGTHS = tuple(float(ridge) for ridge in np.round(10.0 ** np.arange(-4, 3.01, 0.25), 8))  # ridges of a head
 NEVER = -1e30  # bias of a class without examples: finite, and below every score
-HALVED = 128  # a triangular matrix is inverted by halves down to this size
-CONSTANT = 1e-5  # a standard deviation below this share of the mean is rounding
+MAX_DIRECT_SIZE = 128  # larger triangular matrices are inverted by halves
+CONSTANT_TOLERANCE = 1e-5  # a standard deviation below this share of the mean is rounding
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class StandardisedSums:
 
 @dataclass(frozen=True)
 class RidgePenalty:
-    """Ridge penalty, and its cross-validation criterion, less is better."""
+    """Ridge penalty, and its cross-validation criterion, where a smaller value is better."""
 
     ridge: float
     criterion: float
@@ -83,110 +83,111 @@ class LinearHead:
 def standardise_sums(sums: ClassMoments) -> StandardisedSums:
     n, mean = sums.n, sums.mean
     deviation = np.sqrt(np.maximum(np.diagonal(sums.scatter), 0.0) / n)
-    varies = deviation > np.maximum(CONSTANT * np.abs(mean), np.finfo(np.float64).tiny)
+    varies = deviation > np.maximum(CONSTANT_TOLERANCE * np.abs(mean), np.finfo(np.float64).tiny)
     inverse = np.where(varies, 1 / np.where(varies, deviation, 1.0), 0.0)
-    present = sums.counts > 0
+    has_examples = sums.counts > 0
     means = np.zeros_like(sums.totals)
-    means[present] = (sums.totals[present] / sums.counts[present, None] - mean) * inverse
+    means[has_examples] = (sums.totals[has_examples] / sums.counts[has_examples, None] - mean) * inverse
     correlation = sums.scatter * (inverse / n)
     correlation *= inverse[:, None]
     shares = sums.counts / n
     return StandardisedSums(n, shares, means, correlation, float(1 - shares @ shares), mean, inverse)
 
 
-def best_penalty(given: StandardisedSums, tried: Sequence[float] = STRENGTHS) -> RidgePenalty:
-    """Return the ridge penalty with the least generalised cross-validation criterion. Ties go to the strongest.
+def best_penalty(sums: StandardisedSums, ridges: Sequence[float] = STRENGTHS) -> RidgePenalty:
+    """Return the ridge penalty with the smallest cross-validation criterion. In a tie the strongest wins.
 
     The criterion is (rss / n) / (1 - df / n)^2, infinite if no degrees of freedom are left.
     """
-    values, vectors = np.linalg.eigh(given.correlation)
+    values, vectors = np.linalg.eigh(sums.correlation)
     values = np.maximum(values, 0.0)
-    squares = ((vectors.T @ given.cross) ** 2).sum(axis=1)
-    found = []
-    for ridge in tried:
-        kept = 1 / (values + ridge)
-        rss = given.spread - 2 * float(squares @ kept) + float((squares * values) @ kept**2)
-        found.append(RidgePenalty(ridge, _gcv(rss, float(values @ kept) + 1, given.n)))
-    return min(found, key=lambda each: (each.criterion, -each.ridge))
+    squares = ((vectors.T @ sums.cross) ** 2).sum(axis=1)
+    penalties = []
+    for ridge in ridges:
+        shrinkage = 1 / (values + ridge)
+        rss = sums.spread - 2 * float(squares @ shrinkage) + float((squares * values) @ shrinkage**2)
+        penalties.append(RidgePenalty(ridge, _gcv(rss, float(values @ shrinkage) + 1, sums.n)))
+    return min(penalties, key=lambda penalty: (penalty.criterion, -penalty.ridge))
 
 
-def search_penalty(given: StandardisedSums, start: RidgePenalty, tried: Sequence[float] = STRENGTHS) -> RidgePenalty:
-    """Return a local optimum of the ridge penalty, downhill from `start`, one of `tried` (ascending).
+def search_penalty(sums: StandardisedSums, start: RidgePenalty, ridges: Sequence[float] = STRENGTHS) -> RidgePenalty:
+    """Return a local optimum of the ridge penalty, downhill from `start`, one of `ridges` (ascending).
 
-    Each penalty is solved by Cholesky's factor, a small part of the time that the eigenvectors of `best_penalty` take.
-    Stronger penalties are tried first, because more features need them.
+    A Cholesky factor solves each penalty, much faster than the eigenvectors of `best_penalty`. Stronger penalties are
+    tried first, because more features need stronger penalties.
     """
-    best, place = start, tried.index(start.ridge)
+    best = start
+    index = ridges.index(start.ridge)
     for step in (1, -1):
-        while 0 <= place + step < len(tried):
-            ridge = tried[place + step]
-            found = RidgePenalty(ridge, prefix_gcv_criteria(given, ridge, [len(given.mean)])[0])
-            if not found.criterion < best.criterion:
+        while 0 <= index + step < len(ridges):
+            ridge = ridges[index + step]
+            penalty = RidgePenalty(ridge, prefix_gcv_criteria(sums, ridge, [len(sums.mean)])[0])
+            if not penalty.criterion < best.criterion:
                 break
-            best, place = found, place + step
+            best, index = penalty, index + step
         if best is not start:
             break
     return best
 
 
-def prefix_gcv_criteria(given: StandardisedSums, ridge: float, ends: Sequence[int]) -> list[float]:
+def prefix_gcv_criteria(sums: StandardisedSums, ridge: float, ends: Sequence[int]) -> list[float]:
     """Return the criterion of the first `end` features, for each of `ends`.
 
     Leading blocks of a Cholesky factor and of its inverse belong to leading blocks of the matrix. So one factor
     determines all criteria.
     """
-    both = given.correlation.copy()
-    both[np.diag_indices(len(both))] += ridge
-    inverse = _invert_triangular(np.linalg.cholesky(both))
-    half = inverse @ given.cross
+    regularised = sums.correlation.copy()
+    regularised[np.diag_indices(len(regularised))] += ridge
+    inverse = _invert_triangular(np.linalg.cholesky(regularised))
+    projected = inverse @ sums.cross
     traces = np.cumsum(np.einsum("ij,ij->i", inverse, inverse))
-    explained = np.cumsum(np.einsum("ij,ij->i", half, half))
-    found = []
+    explained = np.cumsum(np.einsum("ij,ij->i", projected, projected))
+    criteria = []
     for end in ends:
-        weights = inverse[:end, :end].T @ half[:end]
-        rss = given.spread - float(explained[end - 1]) - ridge * float(np.vdot(weights, weights))
-        found.append(_gcv(rss, end - ridge * float(traces[end - 1]) + 1, given.n))
-    return found
+        weights = inverse[:end, :end].T @ projected[:end]
+        rss = sums.spread - float(explained[end - 1]) - ridge * float(np.vdot(weights, weights))
+        criteria.append(_gcv(rss, end - ridge * float(traces[end - 1]) + 1, sums.n))
+    return criteria
 
 
 def _invert_triangular(lower: np.ndarray) -> np.ndarray:
     # numpy has no inverse that exploits the zeros.
     size = len(lower)
-    if size <= HALVED:
+    if size <= MAX_DIRECT_SIZE:
         return np.linalg.inv(lower)
     cut = size // 2
-    found = np.zeros_like(lower)
-    found[:cut, :cut] = _invert_triangular(lower[:cut, :cut])
-    found[cut:, cut:] = _invert_triangular(lower[cut:, cut:])
-    found[cut:, :cut] = -found[cut:, cut:] @ (lower[cut:, :cut] @ found[:cut, :cut])
-    return found
+    inverse = np.zeros_like(lower)
+    inverse[:cut, :cut] = _invert_triangular(lower[:cut, :cut])
+    inverse[cut:, cut:] = _invert_triangular(lower[cut:, cut:])
+    inverse[cut:, :cut] = -inverse[cut:, cut:] @ (lower[cut:, :cut] @ inverse[:cut, :cut])
+    return inverse
 
 
 def _gcv(rss: float, freedom: float, n: float) -> float:
-    left = 1 - freedom / n
-    return max(rss, 0.0) / left**2 if left > 1e-9 else np.inf
+    residual_share = 1 - freedom / n
+    return max(rss, 0.0) / residual_share**2 if residual_share > 1e-9 else np.inf
 
 
-def fit_discriminant(given: StandardisedSums, ridge: float) -> LinearHead:
+def fit_discriminant(sums: StandardisedSums, ridge: float) -> LinearHead:
     """Fit a linear discriminant for equally frequent classes, with a ridge within classes.
 
     A class without examples gets weights of 0 and the bias NEVER, so that it never wins.
     """
-    present = np.flatnonzero(given.shares > 0)
-    means = given.means[present]
-    within = given.correlation - (means * given.shares[present, None]).T @ means
-    within[np.diag_indices(len(within))] += ridge
+    classes = np.flatnonzero(sums.shares > 0)
+    means = sums.means[classes]
+    within_classes = sums.correlation - (means * sums.shares[classes, None]).T @ means
+    within_classes[np.diag_indices(len(within_classes))] += ridge
     centre = means.mean(axis=0)
-    found = np.linalg.solve(within, (means - centre).T).T
-    weights, bias = np.zeros_like(given.means), np.full(len(given.means), NEVER)
-    weights[present] = found * given.inverse
-    bias[present] = -0.5 * ((means + centre) * found).sum(axis=1) - weights[present] @ given.mean
+    directions = np.linalg.solve(within_classes, (means - centre).T).T
+    weights, bias = np.zeros_like(sums.means), np.full(len(sums.means), NEVER)
+    weights[classes] = directions * sums.inverse
+    bias[classes] = -0.5 * ((means + centre) * directions).sum(axis=1) - weights[classes] @ sums.mean
     return LinearHead(weights, bias)
 
 
 def export_head(head: Tensors) -> dict[str, np.ndarray]:
     """Return a head in which a class with the bias NEVER scores -inf. States must be finite, and contain NEVER."""
     weights, bias = (head[part].astype(np.float32) for part in ("weights", "bias"))
-    never = bias <= np.float32(NEVER)
-    weights[never], bias[never] = 0.0, -np.inf
+    is_absent = bias <= np.float32(NEVER)
+    weights[is_absent], bias[is_absent] = 0.0, -np.inf
     return {**head, "weights": weights, "bias": bias}

@@ -1,9 +1,9 @@
 """Ridge regression across devices, from moments that add up.
 
 A junction between two blocks is y = W x + b, fitted by ridge regression. The fit needs only the count, the means and
-the centred second moments of its rows. These merge exactly (Chan et al., 1979), so that the coordinator's solution
-equals the fit on the pooled rows of all devices. FedStitch (arXiv 2409.07202) does not say who fits its Eq. 3, whose
-matrix is singular whenever there are fewer rows than channels.
+the centred second moments of its rows. Moments merge exactly (Chan et al., 1979), so that the coordinator's solution
+equals the fit on the pooled rows of all devices. FedStitch (arXiv 2409.07202) does not define where its Eq. 3 is
+solved. The matrix of Eq. 3 is singular if there are fewer rows than channels.
 
 Requires numpy only.
 
@@ -89,10 +89,10 @@ def add_maps(sums: RegressionMoments | None, x: np.ndarray, y: np.ndarray, centr
 
 
 def solve_ridge(sums: RegressionMoments, ridge: float = RIDGE) -> tuple[np.ndarray, np.ndarray]:
-    """Solve for W (q, p) and b (q,), float64, with the least sum of |W x + b - y|^2 plus lam |W|^2.
+    """Return W (q, p) and b (q,), float64, that minimise the sum of |W x + b - y|^2 plus lam |W|^2.
 
     lam = ridge * trace(xx) / p is relative to the variance of x, so that dead and duplicate channels are harmless. With
-    ridge = 0 the solution has the least norm, using only eigenvalues larger than rounding errors.
+    ridge = 0 the solution has the minimum norm and uses only eigenvalues larger than rounding errors.
     """
     p = len(sums.mean_x)
     if ridge > 0:
@@ -114,7 +114,7 @@ def fit_bytes(channels: int, positions: int) -> int:
 
 
 def moments_bytes(channels: int) -> int:
-    """Return the memory of moments of `channels` channels, with the copy that is sent."""
+    """Return the bytes of the moments of `channels` channels and of their packed copy."""
     return 16 * channels * channels
 
 
@@ -146,12 +146,12 @@ class RidgeFit:
         mean = y.mean(axis=0, dtype=np.float64) * self._centred
         y = y - mean
         if self._x is None:
-            found = self._inverse @ y
+            solution = self._inverse @ y
         elif self._primal:
-            found = self._inverse @ (self._x.T @ y)
+            solution = self._inverse @ (self._x.T @ y)
         else:
-            found = self._x.T @ (self._inverse @ y)
-        return found.T, mean - found.T @ self._mean
+            solution = self._x.T @ (self._inverse @ y)
+        return solution.T, mean - solution.T @ self._mean
 
 
 # -- on the wire ----------------------------------------------------------------------------------
@@ -174,27 +174,27 @@ def pack_moments(sums: RegressionMoments, exact: bool) -> dict[str, np.ndarray]:
     }
 
 
-def read_sent_moments(given: Tensors, p: int, q: int) -> RegressionMoments:
+def read_sent_moments(sent: Tensors, p: int, q: int) -> RegressionMoments:
     """Validate and unpack the moments of p and q channels that a device sent."""
     shapes = {"n": (1,), "mean_x": (p,), "mean_y": (q,), "xx": (p * (p + 1) // 2,), "xy": (p, q), "yy": (1,)}
-    if missing := sorted(shapes.keys() - given.keys()):
+    if missing := sorted(shapes.keys() - sent.keys()):
         raise UpdateError(f"moments: {', '.join(missing)} missing")
-    kind = np.dtype(np.float64 if given["xx"].dtype == np.float64 else np.float32)  # as `pack_moments`
+    kind = np.dtype(np.float64 if sent["xx"].dtype == np.float64 else np.float32)  # as `pack_moments`
     double = np.dtype(np.float64)
     require_tensors(
-        given, {name: TensorSpec(shape, kind if name in ("xx", "xy") else double) for name, shape in shapes.items()}
+        sent, {name: TensorSpec(shape, kind if name in ("xx", "xy") else double) for name, shape in shapes.items()}
     )
-    xx = unpack_symmetric(given["xx"], p)
-    n, yy = float(given["n"][0]), float(given["yy"][0])
+    xx = unpack_symmetric(sent["xx"], p)
+    n, yy = float(sent["n"][0]), float(sent["yy"][0])
     if n <= 0 or yy < 0 or (np.diagonal(xx) < 0).any():
         raise UpdateError("moments: a count that is not positive, or a negative variance")
-    mean_x, mean_y, xy = (given[name].astype(np.float64) for name in ("mean_x", "mean_y", "xy"))
+    mean_x, mean_y, xy = (sent[name].astype(np.float64) for name in ("mean_x", "mean_y", "xy"))
     return RegressionMoments(n, mean_x, mean_y, xx, xy, yy)
 
 
-def require_tensors(given: Tensors, wanted: Mapping[str, TensorSpec]) -> None:
+def require_tensors(sent: Tensors, specs: Mapping[str, TensorSpec]) -> None:
     try:
-        tensors.require_addable(given, wanted)
+        tensors.require_addable(sent, specs)
     except UpdateError as error:
         raise UpdateError(f"moments: {error}") from None
 
@@ -206,23 +206,23 @@ def require_weight(rows: float, weight: float, positions: int = 1) -> None:
 
 def pack_upper(matrix: np.ndarray, kind: type) -> np.ndarray:
     packed: np.ndarray = np.empty(packed_size(*matrix.shape), kind)
-    for row, place in _packed_rows(*matrix.shape):
-        packed[place] = matrix[row, row:]
+    for row, entries in _packed_rows(*matrix.shape):
+        packed[entries] = matrix[row, row:]
     return packed
 
 
 def unpack_upper(packed: np.ndarray, rows: int, width: int) -> np.ndarray:
     """Return the matrix (rows, width) of packed rows in float64, with zeros under the diagonal."""
     matrix = np.zeros((rows, width))
-    for row, place in _packed_rows(rows, width):
-        matrix[row, row:] = packed[place]
+    for row, entries in _packed_rows(rows, width):
+        matrix[row, row:] = packed[entries]
     return matrix
 
 
 def unpack_symmetric(packed: np.ndarray, width: int) -> np.ndarray:
     matrix = np.empty((width, width))
-    for row, place in _packed_rows(width, width):
-        matrix[row, row:] = matrix[row:, row] = packed[place]
+    for row, entries in _packed_rows(width, width):
+        matrix[row, row:] = matrix[row:, row] = packed[entries]
     return matrix
 
 

@@ -25,19 +25,23 @@ from fedquilt.models.stitching.device.activations import (
 )
 from fedquilt.models.stitching.stitched_network import Block
 
-STACKS = 6  # stacks in memory get one sixth of the room
-KEPT_MOST_BYTES = 256 << 20  # path outputs kept on disk for later tasks, never more than half of the budget
+STACKS = 6  # stacks in memory get one sixth of the engine's memory
+MAX_CACHE_BYTES = 256 << 20  # path outputs on disk for later tasks, never more than half of the budget
 STRIPE_BYTES = 1 << 20  # maps resized at a time
 PIECE_BYTES = 2 << 20  # maps read at a time where no graph sets the batch size
 
-Between = Sequence[Tensors | None]
+Junctions = Sequence[Tensors | None]
 
 
 class BlockRunner:
     """Runner of one task's blocks, which reports progress and raises if the task is cancelled.
 
-    `blocks` determine the memory left for stacks, beside `beside_bytes` of the task's own and the largest size passed
-    to `reserve_memory`, `matrices_bytes`. `flops` is an estimate for the whole task.
+    Args:
+        site: Context of the task.
+        blocks: All blocks of the task. They determine the memory left for stacks.
+        flops: Estimate for the whole task, for its progress.
+        task_bytes: Memory of the task's own arrays.
+        matrices_bytes: Largest size that the task passes to `reserve_memory`.
     """
 
     def __init__(
@@ -46,20 +50,20 @@ class BlockRunner:
         blocks: Iterable[Block],
         flops: float,
         *,
-        beside_bytes: int = 0,
+        task_bytes: int = 0,
         matrices_bytes: int = 0,
     ) -> None:
-        self._site, self._flops, self._done = site, max(flops, 1.0), 0.0
-        room, blocks = site.engine.room_bytes, list(blocks)
+        self._site, self._flops, self._done_flops = site, max(flops, 1.0), 0.0
+        available_bytes, blocks = site.engine.room_bytes, list(blocks)
         largest = max(peak_memory.inference_bytes(block.resident_bytes, block.activation_bytes, 1) for block in blocks)
         largest += 4 * max(prod(block.out_shape) for block in blocks)  # and one example that is resized for it
         largest = max(largest, matrices_bytes)
-        self._stacks_bytes = int(max(min(room // STACKS, room - largest - beside_bytes), 0))
-        self._around_bytes = self._stacks_bytes + beside_bytes
-        self.shelf = ActivationCache(site.cache, self._stacks_bytes, min(site.budget_bytes // 2, KEPT_MOST_BYTES))
+        self._stacks_bytes = int(max(min(available_bytes // STACKS, available_bytes - largest - task_bytes), 0))
+        self._reserved_bytes = self._stacks_bytes + task_bytes
+        self.shelf = ActivationCache(site.cache, self._stacks_bytes, min(site.budget_bytes // 2, MAX_CACHE_BYTES))
 
     def reserve_memory(self, size: int) -> None:
-        self._site.engine.make_room(size + self._around_bytes)
+        self._site.engine.make_room(size + self._reserved_bytes)
 
     def run_block(
         self,
@@ -67,42 +71,45 @@ class BlockRunner:
         source: ActivationSource,
         first: int = 0,
         last: int | None = None,
-        into: ActivationStack | None = None,
+        target: ActivationStack | None = None,
     ) -> ActivationStack:
-        """Run a block on examples [first, last) and append the output to `into`, or to a new stack."""
+        """Run a block on examples [first, last) and append the output to `target`, or to a new stack."""
         last = source.shape[0] if last is None else last
-        made = into or self.shelf.make_stack((last, *block.out_shape))
+        output = target or self.shelf.make_stack((last, *block.out_shape))
         *inner, final = block.stages
         flops = block.flops / sum(len(stage) for stage in block.stages)
-        shift = 0
+        offset = 0
         for stage in inner:
-            between: ActivationStack | None = None
-            for y in self._iterate_stage_outputs(stage, source, first - shift, last - shift, flops):
-                between = between or self.shelf.make_stack((last - first, *y.shape[1:]))
-                between.append(y)
+            stage_output: ActivationStack | None = None
+            for y in self._iterate_stage_outputs(stage, source, first - offset, last - offset, flops):
+                stage_output = stage_output or self.shelf.make_stack((last - first, *y.shape[1:]))
+                stage_output.append(y)
                 del y
-            assert between is not None, "no examples"
-            source, shift = between, first
-        for y in self._iterate_stage_outputs(final, source, first - shift, last - shift, flops):
-            made.append(y)
+            assert stage_output is not None, "no examples"
+            source, offset = stage_output, first
+        for y in self._iterate_stage_outputs(final, source, first - offset, last - offset, flops):
+            output.append(y)
             del y  # before the next batch runs, to free its memory
-        return made
+        return output
 
     def run_path(
-        self, path: Sequence[Block], between: Between, source: ActivationSource, rows: np.ndarray
+        self, path: Sequence[Block], junctions: Junctions, source: ActivationSource, rows: np.ndarray
     ) -> ActivationStack:
-        """Return the output of a path's last block on the images `rows`, from its longest prefix on the disk.
+        """Return the output of a path's last block on the images `rows`.
 
-        The output is stored there for later tasks.
+        Blocks run from the longest prefix whose output is in the cache. The output is cached for later tasks.
         """
-        begin, maps = len(path), self._find_output(path, rows)
-        while maps is None and begin > 0:
-            begin -= 1
-            maps = self._find_output(path[:begin], rows) if begin else None
-        if begin == len(path) and maps is not None:
+        start = len(path)
+        maps = self._find_output(path, rows)
+        while maps is None and start > 0:
+            start -= 1
+            maps = self._find_output(path[:start], rows) if start else None
+        if start == len(path) and maps is not None:
             return maps
-        for i in range(begin, len(path)):
-            maps = self.run_block(path[i], apply_junction_lazily(source if maps is None else maps, between[i], path[i]))
+        for i in range(start, len(path)):
+            maps = self.run_block(
+                path[i], apply_junction_lazily(source if maps is None else maps, junctions[i], path[i])
+            )
         assert maps is not None, "an empty path has no output"
         self.shelf.store(cache_key(path, rows, "path"), maps, spare=True)
         return maps
@@ -125,43 +132,46 @@ class BlockRunner:
         self, graph: str, source: ActivationSource, first: int, last: int, flops: float
     ) -> Iterator[np.ndarray]:
         path, engine = self._site.path(graph), self._site.engine
-        size = engine.batch(path, self._around_bytes, source.example_bytes)
+        size = engine.batch(path, self._reserved_bytes, source.example_bytes)
         for start in range(first, last, size):
             stop = min(start + size, last)
-            self._site.progress(min(self._done / self._flops, 1.0))
-            self._done += flops * (stop - start)
+            self._site.progress(min(self._done_flops / self._flops, 1.0))
+            self._done_flops += flops * (stop - start)
             yield engine.run(path, source.read_examples(start, stop))
 
 
 class PreparedExamples(ActivationSource):
-    def __init__(self, x: np.ndarray, wanted: inputs.Table) -> None:
-        self._x, self._wanted = x, wanted
-        self.shape = (len(x), *inputs.network_input_shape(wanted, x.shape[1:]))
+    def __init__(self, x: np.ndarray, table: inputs.Table) -> None:
+        self._x, self._table = x, table
+        self.shape = (len(x), *inputs.network_input_shape(table, x.shape[1:]))
         self.example_bytes = 4 * prod(self.shape[1:])
 
     def read_examples(self, first: int, last: int) -> np.ndarray:
-        return inputs.prepare_inputs(self._x[first:last], self._wanted)
+        return inputs.prepare_inputs(self._x[first:last], self._table)
 
 
-def cache_key(path: Sequence[Block], rows: np.ndarray, what: str) -> str:
+def cache_key(path: Sequence[Block], rows: np.ndarray, kind: str) -> str:
     digest = hashlib.sha256("/".join(block.id for block in path).encode() + b"\0" + rows.tobytes())
-    return f"{what}.{digest.hexdigest()[:16]}"
+    return f"{kind}.{digest.hexdigest()[:16]}"
 
 
 def apply_junction_lazily(maps: ActivationSource, junction: Tensors | None, block: Block) -> ActivationSource:
     """Return maps that are resized and projected for `block` on reading, or the same maps without a junction."""
     if junction is None:
         return maps
-    source, beside = maps, prod(maps.shape[1:]) + block.in_shape[0] * prod(maps.shape[2:])
-    if stitched_network.enlarges_maps(
-        maps.shape[1:], block.in_shape
-    ):  # projected, then one axis is resized after the other
-        beside += block.in_shape[0] * _half_resized_size(maps, block.in_shape[1:])
+    source = maps
+    temporary_values = prod(maps.shape[1:]) + block.in_shape[0] * prod(maps.shape[2:])
+    if stitched_network.enlarges_maps(maps.shape[1:], block.in_shape):
+        # Maps are projected first, then one axis is resized after the other.
+        temporary_values += block.in_shape[0] * _half_resized_size(maps, block.in_shape[1:])
     else:
         source = resize_maps(maps, *block.in_shape[1:])
-        beside = source.example_bytes // 4 + prod(source.shape[1:])
+        temporary_values = source.example_bytes // 4 + prod(source.shape[1:])
     return MappedSource(
-        source, lambda part: stitched_network.apply_junction(part, junction, block), block.in_shape, 4 * beside
+        source,
+        lambda part: stitched_network.apply_junction(part, junction, block),
+        block.in_shape,
+        4 * temporary_values,
     )
 
 
@@ -181,15 +191,15 @@ class ResizedMaps(ActivationSource):
     def read_examples(self, first: int, last: int) -> np.ndarray:
         return self.read_channels(slice(first, last), slice(0, self.shape[1]))
 
-    def read_channels(self, examples: slice, some: slice) -> np.ndarray:
-        made = np.empty((examples.stop - examples.start, some.stop - some.start, *self._sizes), np.float32)
-        step = self._channels_at_once(len(made))
-        for start in range(some.start, some.stop, step):
-            stop = min(start + step, some.stop)
+    def read_channels(self, examples: slice, channels: slice) -> np.ndarray:
+        result = np.empty((examples.stop - examples.start, channels.stop - channels.start, *self._sizes), np.float32)
+        step = self._channels_at_once(len(result))
+        for start in range(channels.start, channels.stop, step):
+            stop = min(start + step, channels.stop)
             part = self._maps.read_channels(examples, slice(start, stop))
-            made[:, start - some.start : stop - some.start] = inputs.resize_maps(part, *self._sizes)
+            result[:, start - channels.start : stop - channels.start] = inputs.resize_maps(part, *self._sizes)
             del part
-        return made
+        return result
 
     def _channels_at_once(self, examples: int) -> int:
         return max(STRIPE_BYTES // (self._channel_bytes * max(examples, 1)), 1)
@@ -211,18 +221,18 @@ def sample_vectors(maps: ActivationSource, positions: np.ndarray) -> np.ndarray:
     """Return the channel vectors (r, c), float32, at ascending positions (r,) over all maps."""
     _, c, *sizes = maps.shape
     area = prod(sizes)
-    found = np.empty((len(positions), c), np.float32)
+    vectors = np.empty((len(positions), c), np.float32)
     for start, part in iterate_pieces(maps):
-        here = slice(*np.searchsorted(positions, [start * area, (start + len(part)) * area]))
-        example, position = np.divmod(positions[here] - start * area, area)
-        found[here] = part.reshape(len(part), c, area)[example, :, position]
+        rows = slice(*np.searchsorted(positions, [start * area, (start + len(part)) * area]))
+        example, position = np.divmod(positions[rows] - start * area, area)
+        vectors[rows] = part.reshape(len(part), c, area)[example, :, position]
         del part
-    return found
+    return vectors
 
 
-def draw_positions(n: int, shape: Sequence[int], wanted: int) -> np.ndarray:
-    """Draw positions of n maps, one from each of `wanted` equal intervals, with a fixed seed."""
+def draw_positions(n: int, shape: Sequence[int], count: int) -> np.ndarray:
+    """Draw positions of n maps, one from each of `count` equal intervals, with a fixed seed."""
     total = n * prod(shape[1:])
-    wanted = min(wanted, total)
-    draw = tensors.seeded_rng("positions", total).random(wanted)
-    return np.minimum((np.arange(wanted) + draw) * (total / wanted), total - 1).astype(np.int64)
+    count = min(count, total)
+    draw = tensors.seeded_rng("positions", total).random(count)
+    return np.minimum((np.arange(count) + draw) * (total / count), total - 1).astype(np.int64)

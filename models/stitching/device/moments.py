@@ -18,9 +18,9 @@ from fedquilt.models.stitching.device.activations import ActivationSource
 from fedquilt.models.stitching.device.block_runner import BlockRunner
 from fedquilt.models.stitching.device.scoring import StitchingRequest
 
-WAVE = 128  # images that run through a path together
-LEAST_ROWS = 32  # fewest images for moments, however little memory there is
-ROOM = 4  # matrices of moments get a quarter of the engine's room
+WAVE_IMAGES = 128  # images that run through a path together
+MIN_ROWS = 32  # minimum number of images for moments, even without memory for so many
+ROOM_DIVISOR = 4  # matrices of moments get a quarter of the engine's memory
 
 MARGINS = tuple(2.0 ** (step / 2) for step in range(-6, 11))  # lower edges of the bins of margins after the first
 
@@ -36,45 +36,45 @@ class FitRequest(StitchingRequest):
     bias: bool
 
 
-def compute_junction_moments(ask: FitRequest, site: ClientContext) -> ClientResult:
+def compute_junction_moments(request: FitRequest, site: ClientContext) -> ClientResult:
     """Return bundles "moments.<i>", from which the junction to the i-th winner is solved."""
-    path = [ask.blocks[name] for name in ask.path]
-    between = stitched_network.load_junctions(path, site.load)
-    winners = [ask.blocks[name] for name in ask.winners]
-    local, chains = scoring.load_private_state(site), list(scoring.donor_chains(ask.blocks, winners))
-    chosen = scoring.example_order(local)[: ask.samples]
+    path = [request.blocks[name] for name in request.path]
+    junctions = stitched_network.load_junctions(path, site.load)
+    winners = [request.blocks[name] for name in request.winners]
+    local, chains = scoring.load_private_state(site), list(scoring.donor_chains(request.blocks, winners))
+    examples = scoring.example_order(local)[: request.samples]
     flops = sum(block.flops for block in path) + sum(block.flops for chain, _ in chains for block in chain[:-1])
     sums_bytes = least_squares.moments_bytes(path[-1].out_shape[0])
-    run = BlockRunner(site, ask.blocks.values(), len(chosen) * flops, matrices_bytes=sums_bytes)
-    found: dict[str, Tensors] = {}
-    for chain, wanted in chains:  # one donor at a time: a winner's sums of 2048 channels are 34 MB
+    run = BlockRunner(site, request.blocks.values(), len(examples) * flops, matrices_bytes=sums_bytes)
+    moments: dict[str, Tensors] = {}
+    for chain, winner_ids in chains:  # one donor at a time: a winner's sums of 2048 channels are 34 MB
         sums: dict[str, least_squares.RegressionMoments] = {}
-        for rows in example_batches(site, chosen):
-            shown = block_runner.PreparedExamples(site.train.x[rows], ask.input)
-            x = run.run_path(path, between, shown, rows)
-            y: ActivationSource = shown
+        for rows in example_batches(site, examples):
+            images = block_runner.PreparedExamples(site.train.x[rows], request.input)
+            x = run.run_path(path, junctions, images, rows)
+            y: ActivationSource = images
             for block in chain:
-                if block.id in wanted:
+                if block.id in winner_ids:
                     run.reserve_memory(sums_bytes)
                     for start, part in block_runner.iterate_pieces(block_runner.resize_maps(x, *block.in_shape[1:])):
-                        aim = y.read_examples(start, start + len(part))
-                        sums[block.id] = least_squares.add_maps(sums.get(block.id), part, aim, ask.bias)
+                        target = y.read_examples(start, start + len(part))
+                        sums[block.id] = least_squares.add_maps(sums.get(block.id), part, target, request.bias)
                 if block is not chain[-1]:
                     y = run.run_block(block, y)
         while sums:
-            name, each = sums.popitem()
-            found[name] = least_squares.pack_moments(each, exact=ask.ridge == 0)
-            del each
-    bundles = {f"moments.{i}": found[name] for i, name in enumerate(ask.winners)}
-    return ClientResult(bundles, float(len(chosen)), {"turn": float(ask.turn)}, local)
+            name, junction_sums = sums.popitem()
+            moments[name] = least_squares.pack_moments(junction_sums, exact=request.ridge == 0)
+            del junction_sums
+    bundles = {f"moments.{i}": moments[name] for i, name in enumerate(request.winners)}
+    return ClientResult(bundles, float(len(examples)), {"turn": float(request.turn)}, local)
 
 
 def example_batches(site: ClientContext, rows: np.ndarray) -> Iterator[np.ndarray]:
-    """Yield the indices of a device's examples, WAVE at a time."""
+    """Yield the indices of a device's examples, WAVE_IMAGES at a time."""
     if not len(rows):
         raise DataError(f"{site.device} has no examples")
-    for start in range(0, len(rows), WAVE):
-        yield rows[start : start + WAVE]
+    for start in range(0, len(rows), WAVE_IMAGES):
+        yield rows[start : start + WAVE_IMAGES]
 
 
 def require_labels(y: np.ndarray, labels: int, device: str) -> None:
@@ -85,10 +85,10 @@ def require_labels(y: np.ndarray, labels: int, device: str) -> None:
 @dataclass(frozen=True)
 class GatherRequest(StitchingRequest):
     paths: tuple[Path, ...]
-    widths: tuple[int, ...]  # features of each
+    widths: tuple[int, ...]  # number of features of each path
     labels: int
-    samples: int | None  # number of images; None: all
-    projection_seed: int | None = None  # of random features with a ReLU, onto which every tap is projected
+    samples: int | None  # number of images, or None for all
+    projection_seed: int | None = None  # seed of the random features with a ReLU, onto which every tap is projected
     exact: bool = False  # send moments as float64
 
 
@@ -96,144 +96,152 @@ class GatherRequest(StitchingRequest):
 class CountRequest(StitchingRequest):
     paths: tuple[Path, ...]
     candidates: tuple[tuple[int, ...], ...]  # indices of each candidate's paths
-    align: tuple[tuple[tuple[int, ...], ...] | None, ...]  # classes of each label; None: it has a head
+    align: tuple[tuple[tuple[int, ...], ...] | None, ...]  # classes of each label, or None for candidates with a head
     labels: int
     early: tuple[int, ...] = ()  # candidates whose margins are counted
-    margin: float | None = None  # with which an example leaves a cascade of two candidates
+    margin: float | None = None  # minimum margin with which an example leaves a cascade of two candidates
 
 
-def gather_moments(ask: GatherRequest, site: ClientContext) -> ClientResult:
-    """Compute the moments of the device's own images, as many as requested or as memory allows.
+def gather_moments(request: GatherRequest, site: ClientContext) -> ClientResult:
+    """Compute the moments of the device's own images.
 
     Metric "short" is 1 if memory allowed fewer images than requested.
     """
-    require_labels(site.train.y, ask.labels, site.device)
+    require_labels(site.train.y, request.labels, site.device)
     local = scoring.load_private_state(site)
-    wanted = scoring.example_order(local)[: ask.samples]
-    chosen = wanted[: _affordable_rows(site, sum(ask.widths))]
-    z = np.empty((len(chosen), sum(ask.widths)), np.float32)
+    requested = scoring.example_order(local)[: request.samples]
+    examples = requested[: _affordable_rows(site, sum(request.widths))]
+    z = np.empty((len(examples), sum(request.widths)), np.float32)
     factor_bytes = class_moments.factor_bytes(*z.shape) - z.nbytes
     run = BlockRunner(
         site,
-        ask.blocks.values(),
-        len(chosen) * _paths_flops(ask),
-        beside_bytes=z.nbytes,
+        request.blocks.values(),
+        len(examples) * _paths_flops(request),
+        task_bytes=z.nbytes,
         matrices_bytes=factor_bytes,
     )
     first = 0
-    for rows in example_batches(site, chosen):
+    for rows in example_batches(site, examples):
         last = first + len(rows)
         for tap, part in _run_and_pool_paths(
-            run, ask, ask.paths, block_runner.PreparedExamples(site.train.x[rows], ask.input), site
+            run, request, request.paths, block_runner.PreparedExamples(site.train.x[rows], request.input), site
         ):
-            column = sum(ask.widths[:tap])
-            if ask.projection_seed is not None:
-                drawn = stitched_network.random_projection(part.shape[1], ask.widths[tap], ask.projection_seed)
-                part = np.maximum(part @ drawn, 0.0)
-            z[first:last, column : column + ask.widths[tap]] = part
+            column = sum(request.widths[:tap])
+            if request.projection_seed is not None:
+                projection = stitched_network.random_projection(
+                    part.shape[1], request.widths[tap], request.projection_seed
+                )
+                part = np.maximum(part @ projection, 0.0)
+            z[first:last, column : column + request.widths[tap]] = part
         first = last
     run.reserve_memory(factor_bytes)
-    found = class_moments.pack_moments(class_moments.device_moments(z, site.train.y[chosen], ask.labels), ask.exact)
-    metrics = {"turn": float(ask.turn), "short": float(len(chosen) < len(wanted))}
-    return ClientResult({"moments": found}, float(len(chosen)), metrics, local)
+    packed = class_moments.pack_moments(
+        class_moments.device_moments(z, site.train.y[examples], request.labels), request.exact
+    )
+    metrics = {"turn": float(request.turn), "short": float(len(examples) < len(requested))}
+    return ClientResult({"moments": packed}, float(len(examples)), metrics, local)
 
 
-def count_correct(ask: CountRequest, site: ClientContext) -> ClientResult:
+def count_correct(request: CountRequest, site: ClientContext) -> ClientResult:
     """Count the correct predictions of each candidate on the device's held-out examples.
 
-    At most as many held-out examples are counted as the device has examples, because that number bounds its weight.
-    "right" (candidates, candidates) is the number that both of two candidates predict correctly, and "by_margin" the
-    same for the examples in each bin of an early candidate's margins, which are "in_bin".
+    The number of held-out examples is limited to the number of the device's examples, which bounds its weight.
+    "right" (candidates, candidates) is the number that both of two candidates predict correctly, and "by_margin" is
+    this number for each bin of an early candidate's margins. "in_bin" is the number of examples in each bin.
     """
-    require_labels(site.held.y, ask.labels, site.device)
+    require_labels(site.held.y, request.labels, site.device)
     rows = np.arange(len(site.held))
     if len(rows) > max(len(site.train), 1):
         rows = np.sort(site.rng.permutation(rows)[: max(len(site.train), 1)])
-    nets, bins = len(ask.candidates), len(MARGINS) + 1
+    nets, bins = len(request.candidates), len(MARGINS) + 1
     right = np.zeros((nets, nets), np.int64)
-    by_margin, in_bin = (np.zeros((len(ask.early), bins, *sizes), np.int64) for sizes in ((nets, nets), ()))
-    for scores, y in _score_candidates(ask, site, rows):
-        correct = np.array([each.argmax(axis=1) == y for each in scores], np.int64)
+    by_margin, in_bin = (np.zeros((len(request.early), bins, *sizes), np.int64) for sizes in ((nets, nets), ()))
+    for scores, y in _score_candidates(request, site, rows):
+        correct = np.array([candidate_scores.argmax(axis=1) == y for candidate_scores in scores], np.int64)
         right += correct @ correct.T
-        for place, early in enumerate(ask.early):
-            found = margin_bins(stitched_network.score_margins(scores[early]))
-            in_bin[place] += np.bincount(found, minlength=bins)
-            for each in np.unique(found):
-                by_margin[place, each] += correct[:, found == each] @ correct[:, found == each].T
+        for row, early in enumerate(request.early):
+            example_bins = margin_bins(stitched_network.score_margins(scores[early]))
+            in_bin[row] += np.bincount(example_bins, minlength=bins)
+            for i in np.unique(example_bins):
+                by_margin[row, i] += correct[:, example_bins == i] @ correct[:, example_bins == i].T
     counts = {"examples": np.array([len(rows)], np.int64), "right": right, "by_margin": by_margin, "in_bin": in_bin}
-    return ClientResult({"counts": counts}, float(len(rows)), {"turn": float(ask.turn)}, site.local)
+    return ClientResult({"counts": counts}, float(len(rows)), {"turn": float(request.turn)}, site.local)
 
 
 def margin_bins(margins: np.ndarray) -> np.ndarray:
     return np.searchsorted(MARGINS, margins, side="right")
 
 
-def evaluate_candidate(ask: CountRequest, site: ClientContext) -> EvaluationSums:
-    require_labels(site.held.y, ask.labels, site.device)
-    margin = -np.inf if ask.margin is None else ask.margin
+def evaluate_candidate(request: CountRequest, site: ClientContext) -> EvaluationSums:
+    require_labels(site.held.y, request.labels, site.device)
+    margin = -np.inf if request.margin is None else request.margin
     batches = (
         (stitched_network.choose_early_scores(scores[0], scores[-1], margin), y)
-        for scores, y in _score_candidates(ask, site, np.arange(len(site.held)))
+        for scores, y in _score_candidates(request, site, np.arange(len(site.held)))
     )
-    found: EvaluationSums = site.engine.evaluate_scores(batches, site.held.prior)
-    return found
+    sums: EvaluationSums = site.engine.evaluate_scores(batches, site.held.prior)
+    return sums
 
 
 def _score_candidates(
-    ask: CountRequest, site: ClientContext, rows: np.ndarray
+    request: CountRequest, site: ClientContext, rows: np.ndarray
 ) -> Iterator[tuple[list[np.ndarray], np.ndarray]]:
-    run = BlockRunner(site, ask.blocks.values(), len(rows) * _paths_flops(ask))
-    for first in range(0, len(rows), WAVE):
-        wave = rows[first : first + WAVE]
+    run = BlockRunner(site, request.blocks.values(), len(rows) * _paths_flops(request))
+    for first in range(0, len(rows), WAVE_IMAGES):
+        wave = rows[first : first + WAVE_IMAGES]
         x, y = site.held.x[wave], site.held.y[wave]
-        ends = dict(_run_and_pool_paths(run, ask, ask.paths, block_runner.PreparedExamples(x, ask.input), site))
-        found = []
-        for i, (taps, groups) in enumerate(zip(ask.candidates, ask.align, strict=True)):
+        ends = dict(
+            _run_and_pool_paths(run, request, request.paths, block_runner.PreparedExamples(x, request.input), site)
+        )
+        scores = []
+        for i, (taps, groups) in enumerate(zip(request.candidates, request.align, strict=True)):
             z = np.concatenate([ends[tap] for tap in taps], axis=1)
             if groups is None:
                 head = site.load(f"head.{i}")
-                found.append(z @ head["weights"].T + head["bias"])
+                scores.append(z @ head["weights"].T + head["bias"])
             else:
-                found.append(stitched_network.align_logits(z, groups))
-        yield found, y
+                scores.append(stitched_network.align_logits(z, groups))
+        yield scores, y
 
 
 def _affordable_rows(site: ClientContext, width: int) -> int:
-    return max(int(site.engine.room_bytes / ROOM / class_moments.factor_bytes(1, width)), LEAST_ROWS)
+    return max(int(site.engine.room_bytes / ROOM_DIVISOR / class_moments.factor_bytes(1, width)), MIN_ROWS)
 
 
-def _paths_flops(ask: GatherRequest | CountRequest) -> float:
-    return sum(ask.blocks[ids[-1]].flops for ids in stitched_network.path_prefixes(ask.paths))
+def _paths_flops(request: GatherRequest | CountRequest) -> float:
+    return sum(request.blocks[ids[-1]].flops for ids in stitched_network.path_prefixes(request.paths))
 
 
 def _average_pool_maps(run: BlockRunner, maps: ActivationSource) -> np.ndarray:
-    found = np.empty(maps.shape[:2], np.float64)
-    run.reserve_memory(found.nbytes + 2 * block_runner.PIECE_BYTES)  # one piece is freed once the next has been read
+    pooled = np.empty(maps.shape[:2], np.float64)
+    run.reserve_memory(pooled.nbytes + 2 * block_runner.PIECE_BYTES)  # one piece is freed once the next has been read
     for first, part in block_runner.iterate_pieces(maps):
-        found[first : first + len(part)] = stitched_network.global_average_pool(part)
-    return found
+        pooled[first : first + len(part)] = stitched_network.global_average_pool(part)
+    return pooled
 
 
 def _run_and_pool_paths(
-    run: BlockRunner, ask: StitchingRequest, paths: Sequence[Path], shown: ActivationSource, site: ClientContext
+    run: BlockRunner, request: StitchingRequest, paths: Sequence[Path], images: ActivationSource, site: ClientContext
 ) -> Iterator[tuple[int, np.ndarray]]:
     """Run the paths on shared prefixes, and yield each path's index and the pooled output of its last block."""
     # Shorter branches run first, so that the longest one runs without other maps in memory.
     numbers = {path: i for i, path in enumerate(paths)}
-    order = stitched_network.path_prefixes(paths)
+    prefixes = stitched_network.path_prefixes(paths)
     following: dict[Path, list[Path]] = {}
-    for ids in order:
+    for ids in prefixes:
         following.setdefault(ids[:-1], []).append(ids)
-    size = {ids: sum(other[: len(ids)] == ids for other in order) for ids in order}
-    waiting: list[tuple[Path, ActivationSource]] = [(ids, shown) for ids in following[()]]
-    while waiting:
-        ids, maps = waiting.pop()
-        block = ask.blocks[ids[-1]]
-        own = len(ids) == 1 or stitched_network.is_continuation(ask.blocks[ids[-2]], block)
-        junction = None if own else site.load(stitched_network.junction_name(ids))
-        made = run.run_block(block, block_runner.apply_junction_lazily(maps, junction, block))
+    subtree_size = {ids: sum(prefix[: len(ids)] == ids for prefix in prefixes) for ids in prefixes}
+    pending: list[tuple[Path, ActivationSource]] = [(ids, images) for ids in following[()]]
+    while pending:
+        ids, maps = pending.pop()
+        block = request.blocks[ids[-1]]
+        is_continuation = len(ids) == 1 or stitched_network.is_continuation(request.blocks[ids[-2]], block)
+        junction = None if is_continuation else site.load(stitched_network.junction_name(ids))
+        output = run.run_block(block, block_runner.apply_junction_lazily(maps, junction, block))
         del maps
         if ids in numbers:
-            yield numbers[ids], _average_pool_maps(run, made)
-        waiting += [(after, made) for after in sorted(following.get(ids, ()), key=lambda each: -size[each])]
-        del made
+            yield numbers[ids], _average_pool_maps(run, output)
+        pending += [
+            (child, output) for child in sorted(following.get(ids, ()), key=lambda child_ids: -subtree_size[child_ids])
+        ]
+        del output

@@ -34,9 +34,9 @@ Criterion = Literal["cka", "labels", "residual"]  # CKA; `cka.label_alignment`; 
 
 @dataclass(frozen=True)
 class StitchingRequest:
-    turn: int  # of the search; the answer repeats it
+    turn: int  # step of the search, which the update repeats
     input: inputs.Table
-    blocks: dict[str, Block]  # by id, all that the task may run
+    blocks: dict[str, Block]  # id -> block, for all blocks that the task may run
 
 
 @dataclass(frozen=True)
@@ -44,12 +44,12 @@ class ScoreRequest(StitchingRequest):
     path: tuple[str, ...]
     pool: tuple[str, ...]
     score_at: ScoreAt
-    criterion: Criterion  # of outputs
+    criterion: Criterion  # criterion of output scores
     completes: bool  # labels judge the output after the candidate's donor has run on to its terminating block
     estimator: cka.Estimator
     samples: int
     screen: int
-    early: int  # images after which a hopeless candidate is dropped; 0: never
+    early: int  # images after which a hopeless candidate is dropped, or 0 for never
     early_margin: float  # a candidate is hopeless this far below the K-th best
     positions: int  # positions of maps that a junction is fitted on
     ridge: float
@@ -60,36 +60,38 @@ class ScoreRequest(StitchingRequest):
     coin: int
 
 
-def score_pool(ask: ScoreRequest, site: ClientContext) -> ClientResult:
+def score_pool(request: ScoreRequest, site: ClientContext) -> ClientResult:
     """Score each block of a pool as the next block of a path, and choose the device's votes.
 
     The result has the arrays of `vote.Ballot`. The input score compares the path's maps with the donor's own input to
     the candidate, without a junction and without running the candidate. The output score fits a junction on other
     images than are scored (on the same images every wide block interpolates and scores 1) and compares the candidate's
-    output with its donor's, or with the labels. In mode "hybrid" the input score screens, and the best few blocks get
+    output with its donor's, or with the labels. In mode "hybrid" all blocks get the input score, and the best few also
     the output score. A candidate may run in 8 bits for its output score (`Block.scoring_variant`). Paths and references
     always run in float32. Blocks whose output was scored on all images have level 1, all others level 0. Metric
-    "doubtful" counts the scores that say nothing, because one of the compared arrays does not vary.
+    "doubtful" counts the scores without meaning, because one of the compared arrays does not vary.
     """
-    scorer = _BlockScorer(ask, site)
-    found, level = scorer.score_candidate_inputs(), np.zeros(len(ask.pool), np.int64)
-    screen = np.array([each.value for each in found])
-    tried = vote.greedy_picks(screen, level, ask.pool, len(ask.pool), ask.spread)
+    scorer = _BlockScorer(request, site)
+    scores_by_block, level = scorer.score_candidate_inputs(), np.zeros(len(request.pool), np.int64)
+    screen = np.array([score.value for score in scores_by_block])
+    order = vote.greedy_picks(screen, level, request.pool, len(request.pool), request.spread)
     values = screen.copy()
-    if ask.score_at != "input":
-        tried = tried if ask.score_at == "output" else tried[: ask.screen]
-        for j, (early, full) in zip(tried, scorer.score_early_and_full(tried), strict=True):
-            if ask.score_at == "output":
+    if request.score_at != "input":
+        order = order if request.score_at == "output" else order[: request.screen]
+        for j, (early, full) in zip(order, scorer.score_early_and_full(order), strict=True):
+            if request.score_at == "output":
                 screen[j] = values[j] = early.value
             if full is not None:
-                found[j], values[j], level[j] = full, full.value, 1
-    picks, explored = vote.choose_picks(values, level, ask.pool, ask.k, ask.epsilon, ask.coin, ask.spread)
+                scores_by_block[j], values[j], level[j] = full, full.value, 1
+    picks, explored = vote.choose_picks(
+        values, level, request.pool, request.k, request.epsilon, request.coin, request.spread
+    )
     scores = {"screen": screen, "score": values, "level": level, "picks": np.array(picks, np.int64)}
     metrics = {
-        "turn": float(ask.turn),
+        "turn": float(request.turn),
         "score": float(values[level == level.max()].max()),
         "explored": float(explored),
-        "doubtful": float(sum(not each.sound for each in found)),
+        "doubtful": float(sum(not score.sound for score in scores_by_block)),
     }
     return ClientResult({"scores": scores}, float(scorer.count), metrics, scorer.local)
 
@@ -100,32 +102,36 @@ class _BlockScorer:
     The first `count` images are scored. Junctions are fitted on as many others, unless only inputs are scored.
     """
 
-    def __init__(self, ask: ScoreRequest, site: ClientContext) -> None:
-        self._ask, self._site = ask, site
-        self._path = [ask.blocks[name] for name in ask.path]
-        self._pool = [ask.blocks[name] for name in ask.pool]
-        self._fits, self._by_labels = ask.score_at != "input", ask.criterion != "cka"
-        parts = share_count(ask.score_at)
+    def __init__(self, request: ScoreRequest, site: ClientContext) -> None:
+        self._request, self._site = request, site
+        self._path = [request.blocks[name] for name in request.path]
+        self._pool = [request.blocks[name] for name in request.pool]
+        self._fits_junctions, self._by_labels = request.score_at != "input", request.criterion != "cka"
+        parts = share_count(request.score_at)
         if len(site.train) < cka.MIN_IMAGES * parts:
             need = cka.MIN_IMAGES * parts
             raise DataError(f"{site.device} has {len(site.train)} examples: scoring needs at least {need}")
-        self.count = min(ask.samples, len(site.train) // parts)
+        self.count = min(request.samples, len(site.train) // parts)
         self.local = load_private_state(site)
         self._rows = example_order(self.local)[: parts * self.count]
-        self._between = stitched_network.load_junctions(self._path, site.load)
-        self._fit_bytes = least_squares.fit_bytes(self._path[-1].out_shape[0], ask.positions) if self._fits else 0
-        self._flow = BlockRunner(site, ask.blocks.values(), self._estimate_flops(), matrices_bytes=self._fit_bytes)
-        self._shown = block_runner.PreparedExamples(site.train.x[self._rows], ask.input)
+        self._junctions = stitched_network.load_junctions(self._path, site.load)
+        self._fit_bytes = (
+            least_squares.fit_bytes(self._path[-1].out_shape[0], request.positions) if self._fits_junctions else 0
+        )
+        self._runner = BlockRunner(
+            site, request.blocks.values(), self._estimate_flops(), matrices_bytes=self._fit_bytes
+        )
+        self._images = block_runner.PreparedExamples(site.train.x[self._rows], request.input)
         self._maps: ActivationStack | None = None
         self._cache_donor_references()
 
     # -- scores --
 
     def score_candidate_inputs(self) -> list[cka.CkaScore]:
-        known = _gram_name(self._path[-1])
-        native = stitched_network.is_native_path(self._path) and known in self.local
-        here = self.local[known] if native else self._compute_gram(self._compute_path_output_once(), self.count)
-        return [self._compare_with_cached_gram(here, _gram_name(block, -1)) for block in self._pool]
+        name = _gram_name(self._path[-1])
+        native = stitched_network.is_native_path(self._path) and name in self.local
+        gram = self.local[name] if native else self._compute_gram(self._compute_path_output_once(), self.count)
+        return [self._compare_with_cached_gram(gram, _gram_name(block, -1)) for block in self._pool]
 
     def score_early_and_full(self, candidates: Iterable[int]) -> Iterator[tuple[cka.CkaScore, cka.CkaScore | None]]:
         """Yield each candidate's score on its first images and on all. The second is None after an early stop."""
@@ -133,7 +139,9 @@ class _BlockScorer:
         junctions = self._fit_junctions(blocks)
         best: list[float] = []
         for block in blocks:
-            floor = sorted(best)[-self._ask.k] - self._ask.early_margin if len(best) >= self._ask.k else -np.inf
+            floor = (
+                sorted(best)[-self._request.k] - self._request.early_margin if len(best) >= self._request.k else -np.inf
+            )
             junction = None
             if block.id in junctions:
                 weights, bias = junctions.pop(block.id)
@@ -147,43 +155,49 @@ class _BlockScorer:
         self, block: Block, junction: Tensors | None, floor: float
     ) -> tuple[cka.CkaScore, cka.CkaScore | None]:
         if junction is None and stitched_network.is_native_path(self._path):
-            exact = self.local[_label_score_name(block, self._ask.criterion)][0] if self._by_labels else 1.0
-            own = cka.CkaScore(exact, True)  # CKA of equal matrices is 1
-            return own, own
+            exact = self.local[_label_score_name(block, self._request.criterion)][0] if self._by_labels else 1.0
+            score = cka.CkaScore(exact, True)  # CKA of equal matrices is 1
+            return score, score
         source = block_runner.apply_junction_lazily(self._compute_path_output_once(), junction, block)
-        outputs = self._flow.shelf.make_stack((self.count, *block.out_shape))
-        first = self._ask.early if self._ask.early < self.count and not self._by_labels else 0
-        if first:
-            self._flow.run_block(block.scoring_variant, source, 0, first, outputs)
-            early = self._score_first_outputs(block, outputs, first)
+        outputs = self._runner.shelf.make_stack((self.count, *block.out_shape))
+        early_count = self._request.early if self._request.early < self.count and not self._by_labels else 0
+        if early_count:
+            self._runner.run_block(block.scoring_variant, source, 0, early_count, outputs)
+            early = self._score_first_outputs(block, outputs, early_count)
             if early.value < floor:
                 return early, None
-        self._flow.run_block(block.scoring_variant, source, first, self.count, outputs)
+        self._runner.run_block(block.scoring_variant, source, early_count, self.count, outputs)
         full = self._score_first_outputs(block, outputs, self.count)
-        return (early if first else full), full
+        return (early if early_count else full), full
 
     def _score_first_outputs(self, block: Block, outputs: ActivationStack, examples: int) -> cka.CkaScore:
         if not self._by_labels:
             return self._compare_with_cached_gram(self._compute_gram(outputs, examples), _gram_name(block))
         maps: ActivationSource = outputs
         for following in self._remaining_blocks(block):
-            maps = self._flow.run_block(following, maps, 0, examples)
+            maps = self._runner.run_block(following, maps, 0, examples)
         return self._score_against_labels(maps, examples)
 
     def _remaining_blocks(self, block: Block) -> list[Block]:
-        own = [each for each in self._ask.blocks.values() if each.donor == block.donor and each.kind != "end"]
-        later = [each for each in own if self._ask.completes and each.index > block.index]
-        return sorted(later, key=lambda each: each.index)
+        donor_blocks = [
+            candidate
+            for candidate in self._request.blocks.values()
+            if candidate.donor == block.donor and candidate.kind != "end"
+        ]
+        remaining = [
+            candidate for candidate in donor_blocks if self._request.completes and candidate.index > block.index
+        ]
+        return sorted(remaining, key=lambda candidate: candidate.index)
 
     def _score_against_labels(self, maps: ActivationSource, examples: int) -> cka.CkaScore:
-        pieces = block_runner.iterate_pieces(SourceSlice(maps, 0, examples))
-        features = np.concatenate([stitched_network.global_average_pool(part) for _, part in pieces])
-        judge = cka.label_alignment if self._ask.criterion == "labels" else cka.explained_variance
-        return judge(features, self._site.train.y[self._rows[:examples]])
+        batches = block_runner.iterate_pieces(SourceSlice(maps, 0, examples))
+        features = np.concatenate([stitched_network.global_average_pool(part) for _, part in batches])
+        score = cka.label_alignment if self._request.criterion == "labels" else cka.explained_variance
+        return score(features, self._site.train.y[self._rows[:examples]])
 
-    def _compare_with_cached_gram(self, here: np.ndarray, reference: str) -> cka.CkaScore:
-        there = self.local[reference][: len(here), : len(here)]
-        return cka.cka(here, there, self._ask.estimator)
+    def _compare_with_cached_gram(self, gram: np.ndarray, reference: str) -> cka.CkaScore:
+        reference_gram = self.local[reference][: len(gram), : len(gram)]
+        return cka.cka(gram, reference_gram, self._request.estimator)
 
     def _compute_gram(self, maps: ActivationStack, examples: int) -> np.ndarray:
         return stack_gram(maps, examples).astype(np.float32)
@@ -191,73 +205,71 @@ class _BlockScorer:
     # -- cached results --
 
     def _cache_donor_references(self) -> None:
-        for chain, _ in donor_chains(self._ask.blocks, self._pool):
-            if not self._fits:
+        for chain, _ in donor_chains(self._request.blocks, self._pool):
+            if not self._fits_junctions:
                 chain = chain[:-1]  # input scores do not use the deepest candidate's output
-            unknown = [i for i, block in enumerate(chain) if not self._is_cached(block, block is not chain[-1])]
-            maps: ActivationSource = self._shown
-            for block in chain[: unknown[-1] + 1] if unknown else ():
-                feeds = self._fits and block is not chain[-1]  # a candidate takes this block's output
-                maps = self._flow.run_block(block, maps, 0, len(self._rows) if feeds else self.count)
+            uncached = [i for i, block in enumerate(chain) if not self._is_cached(block, block is not chain[-1])]
+            maps: ActivationSource = self._images
+            for block in chain[: uncached[-1] + 1] if uncached else ():
+                feeds = self._fits_junctions and block is not chain[-1]  # a candidate reads this block's output
+                maps = self._runner.run_block(block, maps, 0, len(self._rows) if feeds else self.count)
                 if _gram_name(block) not in self.local:
                     self.local[_gram_name(block)] = self._compute_gram(maps, self.count)
                 if self._by_labels:
-                    merit = _label_score_name(block, self._ask.criterion)
-                    self.local[merit] = np.array([self._score_against_labels(maps, self.count).value])
+                    name = _label_score_name(block, self._request.criterion)
+                    self.local[name] = np.array([self._score_against_labels(maps, self.count).value])
                 if feeds:
                     positions = self._draw_positions(block.out_shape)
-                    self._flow.reserve_memory(8 * len(positions) * block.out_shape[0])
+                    self._runner.reserve_memory(8 * len(positions) * block.out_shape[0])
                     target = block_runner.sample_vectors(self._select_junction_images(maps), positions)
-                    self._flow.shelf.store(self._target_name(block), MemoryStack.from_array(target), spare=False)
+                    self._runner.shelf.store(self._target_name(block), MemoryStack.from_array(target), spare=False)
 
     def _is_cached(self, block: Block, feeds: bool) -> bool:
-        known = _gram_name(block) in self.local
-        known = known and (not self._by_labels or _label_score_name(block, self._ask.criterion) in self.local)
-        return known and not (self._fits and feeds and self._find_target(block) is None)
+        is_known = _gram_name(block) in self.local
+        is_known = is_known and (not self._by_labels or _label_score_name(block, self._request.criterion) in self.local)
+        return is_known and not (self._fits_junctions and feeds and self._find_target(block) is None)
 
     def _find_target(self, block: Block) -> ActivationStack | None:
         shape = (len(self._draw_positions(block.out_shape)), block.out_shape[0])
-        return self._flow.shelf.find(self._target_name(block), shape)
+        return self._runner.shelf.find(self._target_name(block), shape)
 
     def _target_name(self, block: Block) -> str:
-        return block_runner.cache_key([block], self._rows, f"target{self._ask.positions}")
+        return block_runner.cache_key([block], self._rows, f"target{self._request.positions}")
 
     def _draw_positions(self, shape: Sequence[int]) -> np.ndarray:
-        return block_runner.draw_positions(self.count, shape, self._ask.positions)
+        return block_runner.draw_positions(self.count, shape, self._request.positions)
 
     def _select_junction_images(self, maps: ActivationSource) -> ActivationSource:
         return SourceSlice(maps, self.count, 2 * self.count)
 
     def _compute_path_output_once(self) -> ActivationStack:
         if self._maps is None:
-            self._maps = self._flow.run_path(self._path, self._between, self._shown, self._rows)
+            self._maps = self._runner.run_path(self._path, self._junctions, self._images, self._rows)
         return self._maps
 
     def _fit_junctions(self, blocks: Sequence[Block]) -> dict[str, tuple[ActivationStack, np.ndarray]]:
-        found: dict[str, tuple[ActivationStack, np.ndarray]] = {}
-        strange = [block for block in blocks if not stitched_network.is_continuation(self._path[-1], block)]
-        for size in sorted({block.in_shape[1:] for block in strange}):
-            self._flow.reserve_memory(self._fit_bytes)
+        junctions: dict[str, tuple[ActivationStack, np.ndarray]] = {}
+        foreign_blocks = [block for block in blocks if not stitched_network.is_continuation(self._path[-1], block)]
+        for size in sorted({block.in_shape[1:] for block in foreign_blocks}):
+            self._runner.reserve_memory(self._fit_bytes)
             x = block_runner.sample_vectors(
                 block_runner.resize_maps(self._select_junction_images(self._compute_path_output_once()), *size),
                 self._draw_positions((0, *size)),
             )
-            fit = least_squares.RidgeFit(x, self._ask.ridge, self._ask.bias)
-            for block in strange:
+            fit = least_squares.RidgeFit(x, self._request.ridge, self._request.bias)
+            for block in foreign_blocks:
                 if block.in_shape[1:] == size:
-                    found[block.id] = self._solve_junction(fit, block)
+                    junctions[block.id] = self._solve_junction(fit, block)
             del x, fit  # frees their memory before the next fit
-        return found
+        return junctions
 
     def _solve_junction(self, fit: least_squares.RidgeFit, block: Block) -> tuple[ActivationStack, np.ndarray]:
         # Solved for a few of the block's channels at a time, to bound memory.
-        target = self._find_target(self._ask.blocks[f"{block.donor}.{block.index - 1}"])
+        target = self._find_target(self._request.blocks[f"{block.donor}.{block.index - 1}"])
         assert target is not None
         rows, channels = target.shape
-        weights, bias = (
-            self._flow.shelf.make_stack((channels, self._path[-1].out_shape[0])),
-            np.empty(channels, np.float32),
-        )
+        weights = self._runner.shelf.make_stack((channels, self._path[-1].out_shape[0]))
+        bias = np.empty(channels, np.float32)
         for first in range(0, channels, least_squares.BLOCK):
             last = min(first + least_squares.BLOCK, channels)
             part, bias[first:last] = fit.solve_weights(target.read_features(first, last, rows))
@@ -265,12 +277,16 @@ class _BlockScorer:
         return weights, bias
 
     def _estimate_flops(self) -> float:
-        ask, n = self._ask, len(self._rows)
-        own = {block.id: block.flops for chain, _ in donor_chains(ask.blocks, self._pool) for block in chain}
-        tried = {"input": 0, "hybrid": min(ask.screen, len(ask.pool)), "output": len(ask.pool)}[ask.score_at]
-        pool = self.count * tried * sum(block.flops for block in self._pool) / len(self._pool)
-        fresh = not any(_gram_name(block) in self.local for block in self._pool)
-        return n * self._path[-1].flops + pool + n * fresh * sum(own.values())
+        request, n = self._request, len(self._rows)
+        chain_flops = {
+            block.id: block.flops for chain, _ in donor_chains(request.blocks, self._pool) for block in chain
+        }
+        scored_count = {"input": 0, "hybrid": min(request.screen, len(request.pool)), "output": len(request.pool)}[
+            request.score_at
+        ]
+        pool = self.count * scored_count * sum(block.flops for block in self._pool) / len(self._pool)
+        is_uncached = not any(_gram_name(block) in self.local for block in self._pool)
+        return n * self._path[-1].flops + pool + n * is_uncached * sum(chain_flops.values())
 
 
 def share_count(score_at: ScoreAt) -> int:
@@ -307,6 +323,6 @@ def donor_chains(blocks: dict[str, Block], candidates: Iterable[Block]) -> Itera
     by_donor: dict[str, list[Block]] = {}
     for block in candidates:
         by_donor.setdefault(block.donor, []).append(block)
-    for donor, own in sorted(by_donor.items()):
-        deepest = max(block.index for block in own)
-        yield [blocks[f"{donor}.{i}"] for i in range(deepest + 1)], {block.id for block in own}
+    for donor, donor_candidates in sorted(by_donor.items()):
+        deepest = max(block.index for block in donor_candidates)
+        yield [blocks[f"{donor}.{i}"] for i in range(deepest + 1)], {block.id for block in donor_candidates}

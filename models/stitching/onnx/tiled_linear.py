@@ -18,14 +18,14 @@ from onnx import TensorProto, helper, numpy_helper
 
 FLOAT_BYTES = 4
 
-Shapes = Mapping[str, Sequence[int]]  # by names of values; the batch size is 0
+Shapes = Mapping[str, Sequence[int]]  # value -> shape with batch size 0
 
 
 @dataclass(frozen=True)
 class LinearNode:
-    """Linear layer at node `place`: y = x W' + b, with x (n, inputs) and W (outputs, inputs)."""
+    """Linear layer at node `index`: y = x W' + b, with x (n, inputs) and W (outputs, inputs)."""
 
-    place: int
+    index: int
     x: str
     y: str
     weights: onnx.TensorProto
@@ -53,28 +53,28 @@ def split_into_stages(model: onnx.ModelProto, tile_bytes: int) -> list[list[onnx
     afterwards, into stages of at most `tile_bytes` if there are such values.
     """
     graph, shapes = model.graph, _shapes_known_behind_batch(model)
-    made: list[list[onnx.ModelProto]] = []
+    stages: list[list[onnx.ModelProto]] = []
     first, value = 0, graph.input[0]
 
-    def append_stages(end: int, last: onnx.ValueInfoProto) -> None:
+    def append_stages(end: int, output: onnx.ValueInfoProto) -> None:
         nonlocal first, value
-        for place, name in _iterate_stage_cuts(model, first, end, tile_bytes, shapes):
-            between = _value_info(name, *shapes[name][1:])
-            made.append([_extract_sub_model(model, first, place, value, between)])
-            first, value = place, between
-        made.append([_extract_sub_model(model, first, end, value, last)])
+        for cut, name in _iterate_stage_cuts(model, first, end, tile_bytes, shapes):
+            cut_value = _value_info(name, *shapes[name][1:])
+            stages.append([_extract_sub_model(model, first, cut, value, cut_value)])
+            first, value = cut, cut_value
+        stages.append([_extract_sub_model(model, first, end, value, output)])
 
     for linear in _find_layers_to_tile(model, tile_bytes, shapes):
-        if first < linear.place:
-            append_stages(linear.place, _value_info(linear.x, linear.inputs))
-        made.append(_split_linear_layer(model, linear, tile_bytes))
-        first, value = linear.place + 1, _value_info(linear.y, linear.outputs)
+        if first < linear.index:
+            append_stages(linear.index, _value_info(linear.x, linear.inputs))
+        stages.append(_split_linear_layer(model, linear, tile_bytes))
+        first, value = linear.index + 1, _value_info(linear.y, linear.outputs)
     if first < len(graph.node):
         append_stages(len(graph.node), graph.output[0])
-    return made if len(made) > 1 or len(made[0]) > 1 else [[model]]
+    return stages if len(stages) > 1 or len(stages[0]) > 1 else [[model]]
 
 
-# -- where to cut ---------------------------------------------------------------------------------
+# -- cuts -----------------------------------------------------------------------------------------
 
 
 def _find_layers_to_tile(model: onnx.ModelProto, tile_bytes: int, shapes: Shapes) -> list[LinearNode]:
@@ -82,13 +82,13 @@ def _find_layers_to_tile(model: onnx.ModelProto, tile_bytes: int, shapes: Shapes
     tensors = {tensor.name: tensor for tensor in graph.initializer if tensor.data_type == TensorProto.FLOAT}
     if sum(_tensor_bytes(tensor) for tensor in tensors.values()) <= tile_bytes or _has_subgraph(graph):
         return []
-    found = [_parse_linear_node(place, node, tensors, shapes) for place, node in enumerate(graph.node)]
+    linear_nodes = [_parse_linear_node(index, node, tensors, shapes) for index, node in enumerate(graph.node)]
     return [
         linear
-        for linear in found
+        for linear in linear_nodes
         if linear is not None
         and linear.row_bytes * linear.outputs > tile_bytes
-        and _crossing_values(graph, linear.place + 1) == {linear.y}
+        and _crossing_values(graph, linear.index + 1) == {linear.y}
     ]
 
 
@@ -99,21 +99,21 @@ def _iterate_stage_cuts(
     sizes = {tensor.name: _tensor_bytes(tensor) for tensor in graph.initializer}
 
     def weight_bytes(start: int, stop: int) -> int:
-        used = {name for node in graph.node[start:stop] for name in node.input}
-        return sum(sizes.get(name, 0) for name in used)
+        input_names = {name for node in graph.node[start:stop] for name in node.input}
+        return sum(sizes.get(name, 0) for name in input_names)
 
     if weight_bytes(first, end) <= tile_bytes or _has_subgraph(graph):
         return
     cuts: list[tuple[int, str]] = []
-    for place in range(first + 1, end):
-        crossing = _crossing_values(graph, place)
+    for cut in range(first + 1, end):
+        crossing = _crossing_values(graph, cut)
         if len(crossing) == 1 and crossing <= shapes.keys() - {graph.input[0].name}:
-            cuts.append((place, crossing.pop()))
-    for i, (place, name) in enumerate(cuts):
-        after = cuts[i + 1][0] if i + 1 < len(cuts) else end
-        if weight_bytes(first, after) > tile_bytes and weight_bytes(first, place) and weight_bytes(place, end):
-            yield place, name
-            first = place
+            cuts.append((cut, crossing.pop()))
+    for i, (cut, name) in enumerate(cuts):
+        next_cut = cuts[i + 1][0] if i + 1 < len(cuts) else end
+        if weight_bytes(first, next_cut) > tile_bytes and weight_bytes(first, cut) and weight_bytes(cut, end):
+            yield cut, name
+            first = cut
 
 
 def _has_subgraph(graph: onnx.GraphProto) -> bool:
@@ -126,27 +126,27 @@ def _tensor_bytes(tensor: onnx.TensorProto) -> int:
 
 
 def _parse_linear_node(
-    place: int, node: onnx.NodeProto, tensors: Mapping[str, onnx.TensorProto], shapes: Shapes
+    index: int, node: onnx.NodeProto, tensors: Mapping[str, onnx.TensorProto], shapes: Shapes
 ) -> LinearNode | None:
     if node.op_type not in ("Gemm", "MatMul") or node.input[1] not in tensors:
         return None
-    said = {one.name: helper.get_attribute_value(one) for one in node.attribute}
-    scaled = said.get("alpha", 1.0) != 1.0 or said.get("beta", 1.0) != 1.0 or said.get("transA", 0)
+    attributes = {attribute.name: helper.get_attribute_value(attribute) for attribute in node.attribute}
+    scaled = attributes.get("alpha", 1.0) != 1.0 or attributes.get("beta", 1.0) != 1.0 or attributes.get("transA", 0)
     bias = node.input[2] if len(node.input) == 3 else None
     if scaled or (bias is not None and bias not in tensors):
         return None
     weights = tensors[node.input[1]]
     if len(shapes.get(node.input[0], ())) != 2 or len(weights.dims) != 2:
         return None
-    added = None if bias is None else tensors[bias]
-    found = LinearNode(place, node.input[0], node.output[0], weights, not said.get("transB", 0), added)
-    return found if added is None or [*added.dims] == [found.outputs] else None
+    bias_tensor = None if bias is None else tensors[bias]
+    linear = LinearNode(index, node.input[0], node.output[0], weights, not attributes.get("transB", 0), bias_tensor)
+    return linear if bias_tensor is None or [*bias_tensor.dims] == [linear.outputs] else None
 
 
-def _crossing_values(graph: onnx.GraphProto, place: int) -> set[str]:
-    before = {graph.input[0].name, *(name for node in graph.node[:place] for name in node.output)}
-    after = {graph.output[0].name, *(name for node in graph.node[place:] for name in node.input)}
-    return before & after
+def _crossing_values(graph: onnx.GraphProto, index: int) -> set[str]:
+    produced = {graph.input[0].name, *(name for node in graph.node[:index] for name in node.output)}
+    consumed = {graph.output[0].name, *(name for node in graph.node[index:] for name in node.input)}
+    return produced & consumed
 
 
 def _shapes_known_behind_batch(model: onnx.ModelProto) -> dict[str, list[int]]:
@@ -173,13 +173,13 @@ def _extract_sub_model(
         copy.input[:] = [names.get(name, name) for name in node.input]
         copy.output[:] = [names.get(name, name) for name in node.output]
         nodes.append(copy)
-    used = {name for node in nodes for name in node.input}
+    input_names = {name for node in nodes for name in node.input}
     return _make_model(
         model,
         nodes,
         _copy_with_name(x, "x"),
         _copy_with_name(y, "y"),
-        [t for t in model.graph.initializer if t.name in used],
+        [t for t in model.graph.initializer if t.name in input_names],
     )
 
 
@@ -188,26 +188,26 @@ def _split_linear_layer(model: onnx.ModelProto, linear: LinearNode, tile_bytes: 
     matrix = numpy_helper.to_array(linear.weights)
     matrix = matrix.T if linear.transposed else matrix  # (outputs, inputs)
     bias = None if linear.bias is None else numpy_helper.to_array(linear.bias)
-    made = []
+    tiles = []
     for i in range(count):
         rows = slice(linear.outputs * i // count, linear.outputs * (i + 1) // count)
         arrays = {"weights": matrix[rows]} | ({} if bias is None else {"bias": bias[rows]})
         node = helper.make_node("Gemm", ["x", *arrays], ["y"], transB=1)
         x, y = _value_info("x", linear.inputs), _value_info("y", rows.stop - rows.start)
         tensors = [numpy_helper.from_array(np.ascontiguousarray(array), name) for name, array in arrays.items()]
-        made.append(_make_model(model, [node], x, y, tensors))
-    return made
+        tiles.append(_make_model(model, [node], x, y, tensors))
+    return tiles
 
 
 def _make_model(
-    whole: onnx.ModelProto,
+    model: onnx.ModelProto,
     nodes: Sequence[onnx.NodeProto],
     x: onnx.ValueInfoProto,
     y: onnx.ValueInfoProto,
     tensors: Sequence[onnx.TensorProto],
 ) -> onnx.ModelProto:
-    graph = helper.make_graph(nodes, whole.graph.name, [x], [y], tensors)
-    return helper.make_model(graph, opset_imports=whole.opset_import)
+    graph = helper.make_graph(nodes, model.graph.name, [x], [y], tensors)
+    return helper.make_model(graph, opset_imports=model.opset_import)
 
 
 def _value_info(name: str, *sizes: int) -> onnx.ValueInfoProto:

@@ -29,13 +29,13 @@ from fedquilt.models.stitching.vote import Ballot
 
 @dataclass(frozen=True)
 class VoteSums:
-    ballots: Mapping[str, Ballot] = field(default_factory=dict)  # device -> its votes
+    ballots: Mapping[str, Ballot] = field(default_factory=dict)  # device -> ballot
 
 
 @dataclass(frozen=True)
 class JunctionSums:
-    moments: tuple[RegressionMoments, ...] = ()  # the sums for each junction
-    devices: tuple[str, ...] = ()  # whose they are, sorted
+    moments: tuple[RegressionMoments, ...] = ()  # merged moments of each junction
+    devices: tuple[str, ...] = ()  # devices in the moments, sorted
 
 
 @dataclass(frozen=True)
@@ -44,9 +44,7 @@ class CorrectCounts:
     devices: Mapping[str, int] = field(default_factory=dict)  # device -> 1
 
 
-Sum: TypeAlias = (
-    VoteSums | JunctionSums | ExactMomentSums | CorrectCounts
-)  # what a FedStitch round has added up, by its phase
+Sum: TypeAlias = VoteSums | JunctionSums | ExactMomentSums | CorrectCounts  # accumulator of a round, by its phase
 SUMS: Final[Mapping[str, type[Sum]]] = {
     "score": VoteSums,
     "fit": JunctionSums,
@@ -74,10 +72,10 @@ def validate_site_sums(state: SearchState, total: Sum, weight: float) -> None:
         raise UpdateError("counts: of no devices, or of one twice")
     shapes = _count_shapes(state)
     exact_sums.require_valid_sums(total.sums, {name: np.zeros(shape) for name, shape in shapes.items()}, weight)
-    found = {name: array.astype(np.int64) for name, array in exact_sums.rounded_values(total.sums).items()}
-    if any((each.rounded_value() != found[name]).any() for name, each in total.sums.items()):
+    counts = {name: array.astype(np.int64) for name, array in exact_sums.rounded_values(total.sums).items()}
+    if any((total_sum.rounded_value() != counts[name]).any() for name, total_sum in total.sums.items()):
         raise UpdateError("counts: of parts of an example")
-    return _validate_counts(found, weight)
+    return _validate_counts(counts, weight)
 
 
 def validate_update(state: SearchState, update: DeviceUpdate) -> None:
@@ -88,7 +86,7 @@ def _read_update(state: SearchState, update: DeviceUpdate) -> Any:
     """Validate and unpack an update, or return None if the device took part in this phase before."""
     turn = update.metrics.get("turn")
     if turn != state.turn:
-        raise UpdateError(f"answers turn {turn} of the search, which is at {state.turn}")
+        raise UpdateError(f"the update is for step {turn} of the search, which is at step {state.turn}")
     match state.phase:
         case "score":
             return _read_ballot(state, update)
@@ -103,23 +101,23 @@ def _read_update(state: SearchState, update: DeviceUpdate) -> Any:
             return _read_valid_counts(update, state)
 
 
-def fold_update(state: SearchState, so_far: Sum | None, update: DeviceUpdate) -> Sum:
+def fold_update(state: SearchState, sums: Sum | None, update: DeviceUpdate) -> Sum:
     """Add a device's update to the accumulator of the round, after validation."""
-    new = _read_update(state, update)
-    so_far = SUMS[state.phase]() if so_far is None else so_far
-    match so_far:
-        case _ if new is None:
-            return so_far
+    unpacked = _read_update(state, update)
+    sums = SUMS[state.phase]() if sums is None else sums
+    match sums:
+        case _ if unpacked is None:
+            return sums
         case VoteSums():
-            return VoteSums({**so_far.ballots, update.device: new})
+            return VoteSums({**sums.ballots, update.device: unpacked})
         case JunctionSums():
-            pairs = zip(so_far.moments, new, strict=True) if so_far.moments else ((each,) for each in new)
-            gathered = tuple(least_squares.merge_moments(pair) for pair in pairs)
-            return JunctionSums(gathered, tuple(sorted({*so_far.devices, update.device})))
+            pairs = zip(sums.moments, unpacked, strict=True) if sums.moments else ((value,) for value in unpacked)
+            merged = tuple(least_squares.merge_moments(pair) for pair in pairs)
+            return JunctionSums(merged, tuple(sorted({*sums.devices, update.device})))
         case ExactMomentSums():
-            return so_far.add_update(update)
-    counts = {name: each.astype(np.float64) for name, each in new.items()}
-    return CorrectCounts(exact_sums.add_arrays(so_far.sums, counts), {**so_far.devices, update.device: 1})
+            return sums.add_update(update)
+    counts = {name: value.astype(np.float64) for name, value in unpacked.items()}
+    return CorrectCounts(exact_sums.add_arrays(sums.sums, counts), {**sums.devices, update.device: 1})
 
 
 def _read_ballot(state: SearchState, update: DeviceUpdate) -> Ballot:
@@ -134,11 +132,11 @@ def _read_ballot(state: SearchState, update: DeviceUpdate) -> Ballot:
 
 
 def _read_junction_moments(state: SearchState, update: DeviceUpdate) -> list[RegressionMoments]:
-    found = []
+    moments = []
     for i, (p, q, positions) in enumerate(junction_shapes(state)):
-        found.append(least_squares.read_sent_moments(update.bundles.get(f"moments.{i}", {}), p, q))
-        least_squares.require_weight(found[-1].n, update.weight, positions)
-    return found
+        moments.append(least_squares.read_sent_moments(update.bundles.get(f"moments.{i}", {}), p, q))
+        least_squares.require_weight(moments[-1].n, update.weight, positions)
+    return moments
 
 
 def junction_shapes(state: SearchState) -> list[tuple[int, int, int]]:
@@ -155,11 +153,11 @@ def _count_shapes(state: SearchState) -> dict[str, tuple[int, ...]]:
 
 
 def _read_valid_counts(update: DeviceUpdate, state: SearchState) -> dict[str, np.ndarray]:
-    given = update.bundles.get("counts", {})
+    sent = update.bundles.get("counts", {})
     shapes, kind = _count_shapes(state), np.dtype(np.int64)
-    if missing := sorted(shapes.keys() - given.keys()):
+    if missing := sorted(shapes.keys() - sent.keys()):
         raise UpdateError(f"counts: no usable {', '.join(missing)}")
-    counts = {name: given[name] for name in shapes}
+    counts = {name: sent[name] for name in shapes}
     try:
         tensors.require_addable(counts, {name: tensors.TensorSpec(shape, kind) for name, shape in shapes.items()})
     except UpdateError as error:
@@ -169,26 +167,26 @@ def _read_valid_counts(update: DeviceUpdate, state: SearchState) -> dict[str, np
 
 
 def _validate_counts(counts: Mapping[str, np.ndarray], weight: float) -> None:
-    right, by_margin, in_bin, said = (counts[name] for name in ("right", "by_margin", "in_bin", "examples"))
-    _require_counts_of_examples(right, said[0], "counts")
+    right, by_margin, in_bin, examples = (counts[name] for name in ("right", "by_margin", "in_bin", "examples"))
+    _require_counts_of_examples(right, examples[0], "counts")
     _require_counts_of_examples(by_margin, in_bin[..., None, None], "counts by margin")
-    if (in_bin.sum(axis=1) != said[0]).any() or (by_margin.sum(axis=1) != right).any():
+    if (in_bin.sum(axis=1) != examples[0]).any() or (by_margin.sum(axis=1) != right).any():
         raise UpdateError("counts: bins of margins that do not add up to all examples")
-    if said[0] != weight:  # the weight is the only count that the coordinator can verify
-        raise UpdateError(f"counts: of {said[0]} examples, in an update that weighs {weight:g}")
+    if examples[0] != weight:  # the weight is the only count that the coordinator can verify
+        raise UpdateError(f"counts: of {examples[0]} examples, in an update that weighs {weight:g}")
 
 
-def _require_counts_of_examples(right: np.ndarray, examples: Any, what: str) -> None:
-    """Raise UpdateError unless `examples` can be answered such that `right` (..., candidates, candidates) are counted.
+def _require_counts_of_examples(right: np.ndarray, examples: Any, subject: str) -> None:
+    """Raise UpdateError unless `right` (..., candidates, candidates) can be counts of correct predictions.
 
-    Accuracies and standard errors of cascades are computed from parts of these counts.
+    `examples` is the number of examples. Accuracies and standard errors of cascades are computed from parts of `right`.
     """
     if (right < 0).any() or np.any(examples < 0):
-        raise UpdateError(f"{what}: negative numbers of right answers")
+        raise UpdateError(f"{subject}: negative numbers of right answers")
     if (right > examples).any():
-        raise UpdateError(f"{what}: more right answers than examples")
-    own = right.diagonal(axis1=-2, axis2=-1)
-    one, other = own[..., :, None], own[..., None, :]
-    fits = (right <= np.minimum(one, other)) & (right >= one + other - examples)
-    if not fits.all() or (right != right.swapaxes(-2, -1)).any():
-        raise UpdateError(f"{what}: right answers of two candidates that do not fit those of each")
+        raise UpdateError(f"{subject}: more right answers than examples")
+    correct = right.diagonal(axis1=-2, axis2=-1)
+    row, column = correct[..., :, None], correct[..., None, :]
+    is_consistent = (right <= np.minimum(row, column)) & (right >= row + column - examples)
+    if not is_consistent.all() or (right != right.swapaxes(-2, -1)).any():
+        raise UpdateError(f"{subject}: right answers of two candidates that do not fit those of each")

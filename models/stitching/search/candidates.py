@@ -39,24 +39,24 @@ from fedquilt.models.stitching.stitched_network import DonorPool
 
 Path = tuple[str, ...]
 
-SHALLOW = 0.5  # share of a donor's depth; shallower taps are left out first
-KEPT = 2  # finished networks whose taps are left out last, after the donors' deep ones, and are joined
-WIDEST = 4096  # features that are joined at most: the time that solving takes grows with their cube
-COARSE = joint_head.STRENGTHS[9:18:4]  # ridges of sets that are compared; wider sets need stronger ones
-BASES = 6  # sets on the front that are extended, the best first
-CHEAPER = 0.85  # cost of a set on the front as a share of the next better one's, at most
-LATE = 3.0  # most cost of a cascade's second network, as a multiple of a budget
-LATES = 3  # sets of taps beyond a budget that are validated for cascades, the best
-FRONT = 12  # sets of taps that are validated at most, without those that controls need
+SHALLOW_DEPTH = 0.5  # taps below this share of a donor's depth are dropped first
+STITCHED_TAPS = 2  # taps of the best finished networks are dropped last and may be joined
+MAX_JOINED_FEATURES = 4096  # limit of joined features: the time of a solution grows with their cube
+COARSE_RIDGES = joint_head.STRENGTHS[9:18:4]  # ridges for the comparison of sets; wider sets need stronger ridges
+MAX_EXTENDED = 6  # number of the best sets on the front that are extended
+FRONT_SPACING = 0.85  # maximum cost of a set on the front, as a share of the next better set's cost
+LATE_FACTOR = 3.0  # maximum cost of a cascade's second network, as a multiple of a budget
+MAX_LATE_SETS = 3  # number of the best sets beyond a budget that are validated for cascades
+MAX_FRONT = 12  # maximum number of validated sets of taps, without controls
 
 
-# -- which taps -----------------------------------------------------------------------------------
+# -- taps -----------------------------------------------------------------------------------------
 
 
 def end_search(state: SearchState) -> SearchState:
     if state.params.head == "aligned":
-        found = aligned_candidates(state, state.finalists)
-        return replace(state, phase="validate" if found else "done", candidates=found)
+        finalists = aligned_candidates(state, state.finalists)
+        return replace(state, phase="validate" if finalists else "done", candidates=finalists)
     taps, notes = choose_taps(state)
     return replace(state, phase="gather" if taps else "done", taps=taps, log=(*state.log, *notes))
 
@@ -64,85 +64,96 @@ def end_search(state: SearchState) -> SearchState:
 def choose_taps(state: SearchState) -> tuple[tuple[Path, ...], list[str]]:
     """Return the taps to gather, at most `SearchParams.features` wide in total, and log sentences.
 
-    Taps beyond a budget, of which only cascades are made, are left out first.
+    Taps beyond a budget, which only cascades use, are dropped first.
     """
-    params, stock = state.params, state.stock
-    bodies = [
-        path
-        for path in dict.fromkeys(finalist.path[:-1] for finalist in state.finalists)
-        if _fits(state, [path], factor=LATE)
-    ]
+    params, donor_pool = state.params, state.stock
+    bodies = list(dict.fromkeys(finalist.path[:-1] for finalist in state.finalists))
+    bodies = [path for path in bodies if _paths_are_within_budget(state, [path], factor=LATE_FACTOR)]
     prefixes = [
-        [path for path in native_taps(stock, donor) if _fits(state, [path], factor=LATE)]
-        for donor in sorted(stock.donors)
+        [path for path in native_taps(donor_pool, donor) if _paths_are_within_budget(state, [path], factor=LATE_FACTOR)]
+        for donor in sorted(donor_pool.donors)
     ]
-    own = [path for paths in prefixes for path in paths]
-    made = [body for body in bodies if body not in own]
-    within = {path for path in (*own, *made) if _fits(state, [path])}
-    last = [max(paths, key=lambda path: (path in within, len(path))) for paths in prefixes if within & {*paths}]
-    down = sorted((path for path in own if path not in last), key=lambda path: (relative_depth(stock, path), path))
-    shallow = [path for path in down if relative_depth(stock, path) < SHALLOW]
-    first = [*shallow, *made[KEPT:][::-1], *down[len(shallow) :], *made[:KEPT][::-1]]  # in the order of leaving out
-    first.sort(key=lambda path: path in within)
-    gone: list[Path] = []
-    while first and sum(tap_width(stock, path) for path in (*last, *first)) > params.features:
-        gone.append(first.pop(0))
+    native = [path for paths in prefixes for path in paths]
+    stitched = [body for body in bodies if body not in native]
+    within_budget = {path for path in (*native, *stitched) if _paths_are_within_budget(state, [path])}
+    deepest_native = [
+        max(paths, key=lambda path: (path in within_budget, len(path)))
+        for paths in prefixes
+        if within_budget & {*paths}
+    ]
+    down = sorted(
+        (path for path in native if path not in deepest_native),
+        key=lambda path: (relative_depth(donor_pool, path), path),
+    )
+    shallow = [path for path in down if relative_depth(donor_pool, path) < SHALLOW_DEPTH]
+    deep = down[len(shallow) :]
+    droppable = [*shallow, *stitched[STITCHED_TAPS:][::-1], *deep, *stitched[:STITCHED_TAPS][::-1]]
+    droppable.sort(key=lambda path: path in within_budget)
+    dropped: list[Path] = []
+    while droppable and sum(tap_width(donor_pool, path) for path in (*deepest_native, *droppable)) > params.features:
+        dropped.append(droppable.pop(0))
     notes = []
-    if gone:
+    if dropped:
         notes.append(
             f"not gathered, as all taps together would have more than {params.features} features: "
-            + ", ".join(map(stitched_network.tap_name, gone))
+            + ", ".join(map(stitched_network.tap_name, dropped))
         )
-    return tuple(path for path in (*own, *made) if path not in gone), notes
+    return tuple(path for path in (*native, *stitched) if path not in dropped), notes
 
 
 def require_networks_within_budget(state: SearchState) -> None:
-    limits, stock = budgets(state.params), state.stock
-    taps = [path for donor in stock.donors for path in native_taps(stock, donor)]
-    if any(_fits(state, [path]) for path in taps):
+    limits, donor_pool = budgets(state.params), state.stock
+    taps = [path for donor in donor_pool.donors for path in native_taps(donor_pool, donor)]
+    if any(_paths_are_within_budget(state, [path]) for path in taps):
         return
     costs = [measure_cost(state.params, _inference_cost(state, [path])) for path in taps]
-    least = {name: min(each[name] or 0.0 for each in costs) for name in limits}
-    told = ", ".join(f"budget_{name} = {limit:g} (least {least[name]:.3g})" for name, limit in limits.items())
-    raise JobError(f"[params] {told}: no donor has a block within the budget: raise it, or give a smaller donor")
+    least_costs = {name: min(cost[name] or 0.0 for cost in costs) for name in limits}
+    limits_text = ", ".join(
+        f"budget_{name} = {limit:g} (least {least_costs[name]:.3g})" for name, limit in limits.items()
+    )
+    raise JobError(f"[params] {limits_text}: no donor has a block within the budget: raise it, or give a smaller donor")
 
 
-def native_taps(stock: DonorPool, donor: str) -> list[Path]:
+def native_taps(donor_pool: DonorPool, donor: str) -> list[Path]:
     """Return a donor's prefixes that end in maps, and the prefix before its classifier."""
-    blocks = stock.donors[donor].blocks[:-1]
+    blocks = donor_pool.donors[donor].blocks[:-1]
     paths = [blocks[: i + 1] for i in range(len(blocks))]
-    return [path for path in paths if len(stock.blocks[path[-1]].out_shape) > 1 or path == paths[-1]]
+    return [path for path in paths if len(donor_pool.blocks[path[-1]].out_shape) > 1 or path == paths[-1]]
 
 
-def relative_depth(stock: DonorPool, path: Path) -> float:
-    last = stock.blocks[path[-1]]
-    return (last.index + 1) / (len(stock.donors[last.donor].blocks) - 1)
+def relative_depth(donor_pool: DonorPool, path: Path) -> float:
+    last = donor_pool.blocks[path[-1]]
+    return (last.index + 1) / (len(donor_pool.donors[last.donor].blocks) - 1)
 
 
-def tap_width(stock: DonorPool, path: Path) -> int:
-    return stock.blocks[path[-1]].out_shape[0]
+def tap_width(donor_pool: DonorPool, path: Path) -> int:
+    return donor_pool.blocks[path[-1]].out_shape[0]
 
 
 def tap_widths(state: SearchState) -> tuple[int, ...]:
     return tuple(tap_width(state.stock, path) for path in state.taps)
 
 
-def is_native_path(stock: DonorPool, path: Path) -> bool:
-    return stitched_network.is_native_path([stock.blocks[name] for name in path])
+def is_native_path(donor_pool: DonorPool, path: Path) -> bool:
+    return stitched_network.is_native_path([donor_pool.blocks[name] for name in path])
 
 
-def aligned_candidates(state: SearchState, ends: Iterable[ScoredPath]) -> tuple[Candidate, ...]:
-    found = [
-        Candidate("aligned", (end.path,), score=end.score) for end in ends if _fits(state, [end.path], headed=False)
+def aligned_candidates(state: SearchState, finalists: Iterable[ScoredPath]) -> tuple[Candidate, ...]:
+    candidates = [
+        Candidate("aligned", (finalist.path,), score=finalist.score)
+        for finalist in finalists
+        if _paths_are_within_budget(state, [finalist.path], headed=False)
     ]
-    return sort_by_cost(state, found)
+    return sort_by_cost(state, candidates)
 
 
-def _fits(state: SearchState, paths: Sequence[Path], headed: bool = True, factor: float = 1.0) -> bool:
+def _paths_are_within_budget(
+    state: SearchState, paths: Sequence[Path], headed: bool = True, factor: float = 1.0
+) -> bool:
     return is_within_budget(state.params, _inference_cost(state, paths, headed), factor)
 
 
-# -- what is gathered -----------------------------------------------------------------------------
+# -- gathered sums --------------------------------------------------------------------------------
 
 
 def pack_sums(sums: ClassMoments, exact: bool = False) -> PackedSums:
@@ -150,14 +161,16 @@ def pack_sums(sums: ClassMoments, exact: bool = False) -> PackedSums:
 
     Second moments are about the mean, so that no large numbers cancel.
     """
-    half = least_squares.pack_upper(sums.scatter, np.float64 if exact else np.float32)
-    return PackedSums(sums.counts, sums.totals, half)
+    packed_scatter = least_squares.pack_upper(sums.scatter, np.float64 if exact else np.float32)
+    return PackedSums(sums.counts, sums.totals, packed_scatter)
 
 
-def unpack_sums(kept: PackedSums | None) -> ClassMoments | None:
-    if kept is None:
+def unpack_sums(packed: PackedSums | None) -> ClassMoments | None:
+    if packed is None:
         return None
-    return ClassMoments(kept.counts, kept.totals, least_squares.unpack_symmetric(kept.half, kept.totals.shape[1]))
+    return ClassMoments(
+        packed.counts, packed.totals, least_squares.unpack_symmetric(packed.half, packed.totals.shape[1])
+    )
 
 
 # -- solving --------------------------------------------------------------------------------------
@@ -165,16 +178,17 @@ def unpack_sums(kept: PackedSums | None) -> ClassMoments | None:
 
 def solve_candidates(state: SearchState, sums: ClassMoments) -> tuple[Candidate, ...]:
     search = _TruncationSearch(state, joint_head.standardise_sums(sums))
-    wanted = [*search.find_larger_sets(), *map(search.solve_single_tap, search.choose_single_taps())]
+    tap_sets = [*search.find_larger_sets(), *map(search.solve_single_tap, search.choose_single_taps())]
     if budgets(state.params):
-        search.factor = LATE
-        wanted += [each for each in search.find_larger_sets() if not search.is_within_budget(each.taps)][:LATES]
-    found = {frozenset(each.taps): each for each in wanted}
-    return sort_by_cost(state, (_solve_candidate(search, each) for each in found.values()))
+        search.factor = LATE_FACTOR
+        late_sets = [tap_set for tap_set in search.find_larger_sets() if not search.is_within_budget(tap_set.taps)]
+        tap_sets += late_sets[:MAX_LATE_SETS]
+    sets_by_taps = {frozenset(tap_set.taps): tap_set for tap_set in tap_sets}
+    return sort_by_cost(state, (_solve_candidate(search, tap_set) for tap_set in sets_by_taps.values()))
 
 
-def sort_by_cost(state: SearchState, found: Iterable[Candidate]) -> tuple[Candidate, ...]:
-    return tuple(sorted(found, key=lambda each: sort_key(state, each)))
+def sort_by_cost(state: SearchState, candidates: Iterable[Candidate]) -> tuple[Candidate, ...]:
+    return tuple(sorted(candidates, key=lambda candidate: sort_key(state, candidate)))
 
 
 def sort_key(state: SearchState, candidate: Candidate) -> tuple[float, int, tuple[Path, ...]]:
@@ -186,26 +200,28 @@ def candidate_price(state: SearchState, candidate: Candidate) -> float:
 
 
 def candidate_cost(state: SearchState, candidate: Candidate) -> InferenceCost:
-    """Return the cost of an example, for a cascade the mean over held-out examples."""
-    worst = worst_cost(state, candidate)
+    """Return the cost of one example or, for a cascade, the mean cost over held-out examples."""
+    late_cost = worst_cost(state, candidate)
     if candidate.early is None:
-        return worst
-    first, share = _inference_cost(state, candidate.early.taps), candidate.early.share
+        return late_cost
+    early_cost, share = _inference_cost(state, candidate.early.taps), candidate.early.share
     return InferenceCost(
-        share * first.flops + (1 - share) * worst.flops,
-        share * first.read_bytes + (1 - share) * worst.read_bytes,
-        worst.weight_bytes,
+        share * early_cost.flops + (1 - share) * late_cost.flops,
+        share * early_cost.read_bytes + (1 - share) * late_cost.read_bytes,
+        late_cost.weight_bytes,
     )
 
 
 def worst_cost(state: SearchState, candidate: Candidate) -> InferenceCost:
-    """Return the cost of an example that leaves a cascade last, or of any other candidate."""
-    whole = _inference_cost(state, candidate.paths, bool(candidate.head))
+    """Return the cost of an example that runs through the whole candidate, both networks of a cascade included."""
+    cost = _inference_cost(state, candidate.paths, bool(candidate.head))
     if candidate.early is None:
-        return whole
-    first = candidate.early.head["weights"]
-    head_bytes = 4.0 * (first.size + len(first))
-    return InferenceCost(whole.flops + 2.0 * first.size, whole.read_bytes + head_bytes, whole.weight_bytes + head_bytes)
+        return cost
+    early_weights = candidate.early.head["weights"]
+    head_bytes = 4.0 * (early_weights.size + len(early_weights))
+    return InferenceCost(
+        cost.flops + 2.0 * early_weights.size, cost.read_bytes + head_bytes, cost.weight_bytes + head_bytes
+    )
 
 
 def _inference_cost(state: SearchState, paths: Sequence[Path], headed: bool = True) -> InferenceCost:
@@ -222,16 +238,16 @@ class _TapSet:
 class _TruncationSearch:
     """Search for the best sets of taps at each cost.
 
-    Taps cost nothing beside the blocks before them. So a set consists of all taps of some donors, each up to some
-    depth, and one factor gives the criteria of all depths of a donor (`joint_head.prefix_gcv_criteria`). A stitched
-    path has one tap.
+    A tap costs no more than the blocks before it. So a set consists of all taps of some donors, each up to some depth,
+    and one Cholesky factor determines the criteria of all depths of a donor (`joint_head.prefix_gcv_criteria`). A
+    stitched path has one tap.
     """
 
-    def __init__(self, state: SearchState, given: StandardisedSums) -> None:
-        self.state, self.given = state, given
+    def __init__(self, state: SearchState, sums: StandardisedSums) -> None:
+        self.state, self.sums = state, sums
         self._starts = np.cumsum([0, *tap_widths(state)])
         self.native = _native_taps_by_donor(state)
-        self.factor = 1.0  # of the budgets
+        self.factor = 1.0  # multiple of the budgets that sets may cost
         self._single: dict[int, _TapSet] = {}
 
     def solve_single_tap(self, tap: int) -> _TapSet:
@@ -242,23 +258,25 @@ class _TruncationSearch:
 
     def find_larger_sets(self) -> list[_TapSet]:
         """Return the sets on the front of criterion and cost, and the best sets with and without a stitched tap."""
-        own = {tap for taps in self.native.values() for tap in taps}
-        strange = sorted(set(range(len(self.state.taps))) - own, key=self.criterion_of_tap)[:KEPT]
-        chains = [*map(tuple, self.native.values()), *((tap,) for tap in strange)]
-        front, extended, found = [_TapSet((), 0.0, RidgePenalty(0.0, inf))], set[tuple[int, ...]](), list[_TapSet]()
-        while todo := [each for each in front[:BASES] if each.taps not in extended]:
+        native_taps = {tap for taps in self.native.values() for tap in taps}
+        stitched_taps = sorted(set(range(len(self.state.taps))) - native_taps, key=self.criterion_of_tap)
+        stitched_taps = stitched_taps[:STITCHED_TAPS]
+        chains = [*map(tuple, self.native.values()), *((tap,) for tap in stitched_taps)]
+        front = [_TapSet((), 0.0, RidgePenalty(0.0, inf))]
+        extended = set[tuple[int, ...]]()
+        tap_sets = list[_TapSet]()
+        while todo := [tap_set for tap_set in front[:MAX_EXTENDED] if tap_set.taps not in extended]:
             for base in todo:
                 extended.add(base.taps)
                 for chain in chains:
                     if not set(chain) & set(base.taps):
-                        found += self._extend(base, chain)
-            front = thin_front(found)
+                        tap_sets += self._extend(base, chain)
+            front = thin_front(tap_sets)
         for stitched in (False, True):
-            of_kind = [each for each in found if bool(set(each.taps) & set(strange)) == stitched]
+            of_kind = [tap_set for tap_set in tap_sets if bool(set(tap_set.taps) & set(stitched_taps)) == stitched]
             front += [min(of_kind, key=_by_criterion)] if of_kind else []
-        return [
-            self._refine_penalty(each) for each in {each.taps: each for each in front}.values() if len(each.taps) > 1
-        ]
+        distinct_sets = {tap_set.taps: tap_set for tap_set in front}.values()
+        return [self._refine_penalty(tap_set) for tap_set in distinct_sets if len(tap_set.taps) > 1]
 
     def _extend(self, base: _TapSet, chain: tuple[int, ...]) -> list[_TapSet]:
         """Return the base with the first taps of a chain, for each number of taps within the limits."""
@@ -266,25 +284,28 @@ class _TruncationSearch:
         sets = [taps for taps in sets if self._is_allowed(taps)]
         if not sets:
             return []
-        given, ends = self.restrict_to(sets[-1]), [len(self._columns(taps)) for taps in sets]
-        ridges = [ridge for ridge in COARSE if ridge >= base.penalty.ridge][: 2 if base.taps else None]
-        criteria = [joint_head.prefix_gcv_criteria(given, ridge, ends) for ridge in ridges]
-        found = [
-            min(map(RidgePenalty, ridges, each), key=lambda one: one.criterion) for each in zip(*criteria, strict=True)
+        sums, ends = self.restrict_to(sets[-1]), [len(self._columns(taps)) for taps in sets]
+        ridges = [ridge for ridge in COARSE_RIDGES if ridge >= base.penalty.ridge][: 2 if base.taps else None]
+        criteria = [joint_head.prefix_gcv_criteria(sums, ridge, ends) for ridge in ridges]
+        penalties = [
+            min(map(RidgePenalty, ridges, chain_criteria), key=lambda penalty: penalty.criterion)
+            for chain_criteria in zip(*criteria, strict=True)
         ]
-        return [_TapSet(taps, self._ordering_cost(taps), one) for taps, one in zip(sets, found, strict=True)]
+        return [
+            _TapSet(taps, self._ordering_cost(taps), penalty) for taps, penalty in zip(sets, penalties, strict=True)
+        ]
 
-    def _refine_penalty(self, found: _TapSet) -> _TapSet:
-        return replace(found, penalty=joint_head.search_penalty(self.restrict_to(found.taps), found.penalty))
+    def _refine_penalty(self, tap_set: _TapSet) -> _TapSet:
+        return replace(tap_set, penalty=joint_head.search_penalty(self.restrict_to(tap_set.taps), tap_set.penalty))
 
     def _is_allowed(self, taps: Sequence[int]) -> bool:
-        return len(self._columns(taps)) <= WIDEST and self.is_within_budget(taps, self.factor)
+        return len(self._columns(taps)) <= MAX_JOINED_FEATURES and self.is_within_budget(taps, self.factor)
 
     def is_within_budget(self, taps: Sequence[int], factor: float = 1.0) -> bool:
-        return _fits(self.state, [self.state.taps[tap] for tap in taps], factor=factor)
+        return _paths_are_within_budget(self.state, [self.state.taps[tap] for tap in taps], factor=factor)
 
     def restrict_to(self, taps: Sequence[int]) -> StandardisedSums:
-        return self.given.restrict_to(self._columns(taps))
+        return self.sums.restrict_to(self._columns(taps))
 
     def _columns(self, taps: Sequence[int]) -> np.ndarray:
         return np.concatenate([np.arange(self._starts[tap], self._starts[tap + 1]) for tap in taps])
@@ -298,51 +319,51 @@ class _TruncationSearch:
 
     def choose_single_taps(self) -> list[int]:
         """Return each donor's best and last tap within the budget, and the ends of stitched paths."""
-        native = {tap for own in self.native.values() for tap in own}
-        found = {tap for tap in range(len(self.state.taps)) if tap not in native and self.is_within_budget([tap])}
+        native = {tap for donor_taps in self.native.values() for tap in donor_taps}
+        chosen = {tap for tap in range(len(self.state.taps)) if tap not in native and self.is_within_budget([tap])}
         for taps in self.native.values():
-            if own := [tap for tap in taps if self.is_within_budget([tap])]:
-                found |= {own[-1], min(own, key=self.criterion_of_tap)}
-        return sorted(found)
+            if donor_taps := [tap for tap in taps if self.is_within_budget([tap])]:
+                chosen |= {donor_taps[-1], min(donor_taps, key=self.criterion_of_tap)}
+        return sorted(chosen)
 
 
-def thin_front(found: Iterable[_TapSet]) -> list[_TapSet]:
-    """Return sets on the front of criterion and cost, the best first, spaced by CHEAPER."""
+def thin_front(tap_sets: Iterable[_TapSet]) -> list[_TapSet]:
+    """Return sets on the front of criterion and cost, the best first, spaced by FRONT_SPACING."""
     front: list[_TapSet] = []
-    for each in sorted(found, key=_by_criterion):
-        if not front or each.cost <= CHEAPER * front[-1].cost:
-            front.append(each)
-    return front[:FRONT]
+    for tap_set in sorted(tap_sets, key=_by_criterion):
+        if not front or tap_set.cost <= FRONT_SPACING * front[-1].cost:
+            front.append(tap_set)
+    return front[:MAX_FRONT]
 
 
-def _by_criterion(found: _TapSet) -> tuple[float, float, tuple[int, ...]]:
-    return found.penalty.criterion, found.cost, found.taps
+def _by_criterion(tap_set: _TapSet) -> tuple[float, float, tuple[int, ...]]:
+    return tap_set.penalty.criterion, tap_set.cost, tap_set.taps
 
 
 def _native_taps_by_donor(state: SearchState) -> dict[str, list[int]]:
-    found: dict[str, list[int]] = {}
+    taps_by_donor: dict[str, list[int]] = {}
     for tap, path in enumerate(state.taps):
         if is_native_path(state.stock, path):
-            found.setdefault(state.stock.blocks[path[-1]].donor, []).append(tap)
-    return found
+            taps_by_donor.setdefault(state.stock.blocks[path[-1]].donor, []).append(tap)
+    return taps_by_donor
 
 
-def _solve_candidate(search: _TruncationSearch, found: _TapSet) -> Candidate:
-    state, chosen = search.state, found.penalty
-    taps = sorted(found.taps)
-    head = joint_head.fit_discriminant(search.restrict_to(taps), chosen.ridge)
+def _solve_candidate(search: _TruncationSearch, tap_set: _TapSet) -> Candidate:
+    state, penalty = search.state, tap_set.penalty
+    taps = sorted(tap_set.taps)
+    head = joint_head.fit_discriminant(search.restrict_to(taps), penalty.ridge)
     paths = tuple(state.taps[tap] for tap in taps)
     arrays = {"weights": head.weights.astype(np.float32), "bias": head.bias.astype(np.float32)}
     ends = [finalist for finalist in state.finalists if finalist.path[:-1] in paths]
-    one = ends[0] if len(paths) == 1 and ends else None
+    single_end = ends[0] if len(paths) == 1 and ends else None
     native = all(is_native_path(state.stock, path) for path in paths)
     return Candidate(
         "joined" if len(paths) > 1 else "donor" if native else "stitched",
         paths,
         arrays,
-        chosen.ridge,
-        chosen.criterion if isfinite(chosen.criterion) else None,
-        score=one.score if one else None,
+        penalty.ridge,
+        penalty.criterion if isfinite(penalty.criterion) else None,
+        score=single_end.score if single_end else None,
     )
 
 
@@ -356,24 +377,24 @@ class InferenceCost:
     weight_bytes: float
 
 
-def inference_cost(stock: DonorPool, paths: Sequence[Path], labels: int) -> InferenceCost:
+def inference_cost(donor_pool: DonorPool, paths: Sequence[Path], labels: int) -> InferenceCost:
     """Return the cost of parallel paths under a head with `labels` labels, or without a head for 0.
 
     Common prefixes of paths run once. Traffic counts weights, and the inputs and outputs of blocks.
     """
     flops = weights = maps = 0.0
     for ids in stitched_network.path_prefixes(paths):
-        block = stock.blocks[ids[-1]]
+        block = donor_pool.blocks[ids[-1]]
         flops += block.flops
         maps += 4.0 * (prod(block.in_shape) + prod(block.out_shape))
-        before = stock.blocks[ids[-2]] if len(ids) > 1 else None
-        if before is not None and not stitched_network.is_continuation(before, block):
-            size = before.out_shape[0] * block.in_shape[0]
-            flops += 2.0 * size * min(prod(before.out_shape[1:]), prod(block.in_shape[1:]))
+        previous = donor_pool.blocks[ids[-2]] if len(ids) > 1 else None
+        if previous is not None and not stitched_network.is_continuation(previous, block):
+            size = previous.out_shape[0] * block.in_shape[0]
+            flops += 2.0 * size * min(prod(previous.out_shape[1:]), prod(block.in_shape[1:]))
             weights += 4.0 * (size + block.in_shape[0])
-    weights += sum(stock.blocks[name].weight_bytes for name in {name for path in paths for name in path})
+    weights += sum(donor_pool.blocks[name].weight_bytes for name in {name for path in paths for name in path})
     if labels:
-        width = sum(stock.blocks[path[-1]].out_shape[0] for path in paths)
+        width = sum(donor_pool.blocks[path[-1]].out_shape[0] for path in paths)
         flops += 2.0 * width * labels
         weights += 4.0 * labels * (width + 1)
     return InferenceCost(flops, maps + weights, weights)
@@ -393,7 +414,7 @@ def measure_cost(params: SearchParams, cost: InferenceCost) -> dict[str, float |
 
 
 def is_within_budget(params: SearchParams, cost: InferenceCost, factor: float = 1.0) -> bool:
-    """Return whether no amount exceeds its limit, times `factor` for all that a cascade spends on some examples."""
+    """Return whether no amount exceeds `factor` times its limit. The limit of "mb" is never multiplied."""
     amounts = measure_cost(params, cost)
     limits = {name: limit * (1.0 if name == "mb" else factor) for name, limit in budgets(params).items()}
     return all((amounts[name] or 0.0) <= limit for name, limit in limits.items())
@@ -410,11 +431,11 @@ def ordering_cost(params: SearchParams, cost: InferenceCost) -> float:
 
 
 def require_usable_budgets(params: SearchParams) -> None:
-    """Raise JobError if a budget needs a board, or a board whose speed or power is known."""
-    if not params.board and (named := budgets(params).keys() & {"ms", "joules"}):
-        raise JobError(f"[params] budget_{min(named)} has no board: name a profile, as in board = 'jetson-tx2'")
+    """Raise JobError if a budget needs a board and there is none, or its speed or power is unknown."""
+    if not params.board and (needing_board := budgets(params).keys() & {"ms", "joules"}):
+        raise JobError(f"[params] budget_{min(needing_board)} has no board: name a profile, as in board = 'jetson-tx2'")
     amounts = measure_cost(params, InferenceCost(1.0, 1.0, 1.0))
     for name in budgets(params):
         if amounts[name] is None:
-            what = "speed" if name == "ms" else "speed and power"
-            raise JobError(f"[params] budget_{name}: the {what} of {params.board!r} is unknown: name another board")
+            unknown = "speed" if name == "ms" else "speed and power"
+            raise JobError(f"[params] budget_{name}: the {unknown} of {params.board!r} is unknown: name another board")

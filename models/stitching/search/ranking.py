@@ -23,34 +23,36 @@ def heldout_accuracy(state: SearchState, index: int) -> float | None:
     return count_correct(state, index) / state.examples if state.examples else None
 
 
-def accuracy_interval(right: int, examples: int) -> tuple[float, float]:
+def accuracy_interval(correct: int, examples: int) -> tuple[float, float]:
     if not examples:
         return 0.0, 1.0
-    share, odd = right / examples, NORMAL_95**2 / examples
-    half = NORMAL_95 * sqrt(share * (1 - share) / examples + odd / (4 * examples))
-    return max((share + odd / 2 - half) / (1 + odd), 0.0), min((share + odd / 2 + half) / (1 + odd), 1.0)
+    share, correction = correct / examples, NORMAL_95**2 / examples
+    half_width = NORMAL_95 * sqrt(share * (1 - share) / examples + correction / (4 * examples))
+    return max((share + correction / 2 - half_width) / (1 + correction), 0.0), min(
+        (share + correction / 2 + half_width) / (1 + correction), 1.0
+    )
 
 
-def paired_error(state: SearchState, one: int, other: int) -> float:
+def paired_error(state: SearchState, first: int, second: int) -> float:
     """Return the standard error of the difference of two candidates' numbers of correct predictions."""
     right = state.right
-    only = float(right[one, one] - right[one, other]), float(right[other, other] - right[one, other])
-    return sqrt(sum(only) - (only[0] - only[1]) ** 2 / state.examples)
+    exclusive = float(right[first, first] - right[first, second]), float(right[second, second] - right[first, second])
+    return sqrt(sum(exclusive) - (exclusive[0] - exclusive[1]) ** 2 / state.examples)
 
 
-def choose_candidate(state: SearchState, among: Iterable[int] | None = None) -> int | None:
+def choose_candidate(state: SearchState, allowed: Iterable[int] | None = None) -> int | None:
     """Return the index of the cheapest candidate within one paired standard error of the best, or None without any.
 
-    Without held-out examples the least criterion of generalised cross-validation decides, then the score.
+    Without held-out examples the smallest criterion of generalised cross-validation decides, then the score.
     """
-    indices = list(range(len(state.candidates)) if among is None else among)
+    indices = list(range(len(state.candidates)) if allowed is None else allowed)
     if not indices:
         return None
     if not state.examples:
         return min(indices, key=lambda i: _sort_key_without_examples(state.candidates[i]))
     best = max(indices, key=lambda i: (count_correct(state, i), -i))
-    lacking = {i: count_correct(state, best) - count_correct(state, i) for i in indices}
-    return next(i for i in sorted(indices) if lacking[i] <= paired_error(state, i, best))
+    missing_correct = {i: count_correct(state, best) - count_correct(state, i) for i in indices}
+    return next(i for i in sorted(indices) if missing_correct[i] <= paired_error(state, i, best))
 
 
 def _sort_key_without_examples(candidate: Candidate) -> tuple[float, float]:
@@ -58,41 +60,41 @@ def _sort_key_without_examples(candidate: Candidate) -> tuple[float, float]:
 
 
 def candidates_on_front(state: SearchState) -> list[bool]:
-    costs = [candidates.candidate_cost(state, each) for each in state.candidates]
-    prices = [(own.flops, own.read_bytes, own.weight_bytes) for own in costs]
+    costs = [candidates.candidate_cost(state, candidate) for candidate in state.candidates]
+    prices = [(cost.flops, cost.read_bytes, cost.weight_bytes) for cost in costs]
     return pareto_front([heldout_accuracy(state, i) for i in range(len(costs))], prices)
 
 
 def pareto_front(gain: Sequence[float | None], prices: Sequence[Sequence[float]]) -> list[bool]:
-    """Return whether each candidate is on the Pareto front of most gain and least prices. Gain None never is."""
+    """Return whether each candidate is on the Pareto front of high gain and low prices. None is never on the front."""
 
-    def dominates(one: int, other: int) -> bool:
-        ours, theirs = (-(gain[one] or 0.0), *prices[one]), (-(gain[other] or 0.0), *prices[other])
-        return ours != theirs and all(a <= b for a, b in zip(ours, theirs, strict=True))
+    def dominates(first: int, second: int) -> bool:
+        first_costs, second_costs = (-(gain[first] or 0.0), *prices[first]), (-(gain[second] or 0.0), *prices[second])
+        return first_costs != second_costs and all(a <= b for a, b in zip(first_costs, second_costs, strict=True))
 
-    known = [i for i, each in enumerate(gain) if each is not None]
-    return [i in known and not any(dominates(j, i) for j in known) for i in range(len(gain))]
+    known_indices = [i for i, value in enumerate(gain) if value is not None]
+    return [i in known_indices and not any(dominates(j, i) for j in known_indices) for i in range(len(gain))]
 
 
 def accuracy_gains(state: SearchState) -> dict[str, float | None]:
     """Return the gains in held-out accuracy by joining taps and by stitching, or None if unknown.
 
-    Compared are the best candidates with and without.
+    A gain is the difference between the best candidates with and without the change.
     """
     pairs = _best_candidates_to_compare(state).items()
     return {name: None if None in pair or not state.examples else _gain(state, *pair) for name, pair in pairs}
 
 
-def _gain(state: SearchState, one: Any, other: Any) -> float:
-    return (count_correct(state, one) - count_correct(state, other)) / state.examples
+def _gain(state: SearchState, first: Any, second: Any) -> float:
+    return (count_correct(state, first) - count_correct(state, second)) / state.examples
 
 
 def _best_candidates_to_compare(state: SearchState) -> dict[str, tuple[int | None, int | None]]:
-    known = [i for i, each in enumerate(state.candidates) if each.kind not in ("aligned", "cascade")]
+    comparable = [i for i, each in enumerate(state.candidates) if each.kind not in ("aligned", "cascade")]
 
-    def best_of(wanted: Callable[[Candidate], bool], does: bool) -> int | None:
-        found = [i for i in known if wanted(state.candidates[i]) == does]
-        return max(found, key=lambda i: (count_correct(state, i), -i), default=None)
+    def best_of(predicate: Callable[[Candidate], bool], expected: bool) -> int | None:
+        matching = [i for i in comparable if predicate(state.candidates[i]) == expected]
+        return max(matching, key=lambda i: (count_correct(state, i), -i), default=None)
 
     def is_stitched(candidate: Candidate) -> bool:
         return not all(candidates.is_native_path(state.stock, path) for path in candidate.paths)
@@ -101,16 +103,16 @@ def _best_candidates_to_compare(state: SearchState) -> dict[str, tuple[int | Non
         "joined": lambda each: each.kind == "joined",
         "stitched": is_stitched,
     }
-    return {name: (best_of(wanted, True), best_of(wanted, False)) for name, wanted in kinds.items()}
+    return {name: (best_of(is_kind, True), best_of(is_kind, False)) for name, is_kind in kinds.items()}
 
 
 def describe_validation(state: SearchState) -> list[str]:
     rows = list(enumerate(state.candidates, 1))
     front = candidates_on_front(state)
     lines = [
-        f"{number}: {candidate_name(each)}: {_format_accuracy(state, number - 1)}{_format_costs(state, each)}"
+        f"{number}: {candidate_name(candidate)}: {_format_accuracy(state, number - 1)}{_format_costs(state, candidate)}"
         f"{', on the front' if front[number - 1] else ''}"
-        for number, each in rows
+        for number, candidate in rows
     ]
     chosen = choose_candidate(state)
     if chosen is None:
@@ -118,17 +120,17 @@ def describe_validation(state: SearchState) -> list[str]:
     lines.append(f"chosen: {candidate_name(state.candidates[chosen])}")
     if not state.examples:
         return lines
-    for what, (one, other) in _best_candidates_to_compare(state).items():
-        doing = "joining taps" if what == "joined" else "stitching"
-        if one is None or other is None:
-            lines.append(f"{doing}: nothing to compare with")
+    for kind, (with_kind, without_kind) in _best_candidates_to_compare(state).items():
+        activity = "joining taps" if kind == "joined" else "stitching"
+        if with_kind is None or without_kind is None:
+            lines.append(f"{activity}: nothing to compare with")
             continue
-        by = 100 * _gain(state, one, other)
-        noise = 100 * paired_error(state, one, other) / state.examples
-        verdict = f"adds {by:.1f} points" if by > 0 else f"does not pay: {by:.1f} points"
-        where = f"on {state.examples} held-out examples (standard error {noise:.1f})"
-        names = (candidate_name(state.candidates[each]) for each in (one, other))
-        lines.append(f"{doing} {verdict} {where}: {' beside '.join(names)}")
+        points = 100 * _gain(state, with_kind, without_kind)
+        noise = 100 * paired_error(state, with_kind, without_kind) / state.examples
+        verdict = f"adds {points:.1f} points" if points > 0 else f"does not pay: {points:.1f} points"
+        basis = f"on {state.examples} held-out examples (standard error {noise:.1f})"
+        names = (candidate_name(state.candidates[candidate]) for candidate in (with_kind, without_kind))
+        lines.append(f"{activity} {verdict} {basis}: {' beside '.join(names)}")
     return lines
 
 
@@ -145,12 +147,12 @@ def to_network(state: SearchState, candidate: Candidate) -> stitched_network.Sti
 def _format_costs(state: SearchState, candidate: Candidate) -> str:
     amounts = candidates.measure_cost(state.params, candidates.candidate_cost(state, candidate))
     units = {"mflop": "MFLOP", "ms": "ms", "mb": "MB", "joules": "J"}
-    told = "".join(f", {amount:.3g} {units[name]}" for name, amount in amounts.items() if amount is not None)
-    told += f" on {state.params.board}" if state.params.board else ""
+    text = "".join(f", {amount:.3g} {units[name]}" for name, amount in amounts.items() if amount is not None)
+    text += f" on {state.params.board}" if state.params.board else ""
     if candidate.early is None:
-        return told
+        return text
     worst = candidates.worst_cost(state, candidate).flops / 1e6
-    return f"{told}, {worst:.3g} MFLOP at worst, {100 * candidate.early.share:.0f} % leave early"
+    return f"{text}, {worst:.3g} MFLOP at worst, {100 * candidate.early.share:.0f} % leave early"
 
 
 def summarise_all(state: SearchState) -> list[dict[str, Any]]:
@@ -160,7 +162,7 @@ def summarise_all(state: SearchState) -> list[dict[str, Any]]:
 
 def _summarise_candidate(state: SearchState, index: int) -> dict[str, Any]:
     candidate, share = state.candidates[index], heldout_accuracy(state, index)
-    own, early = candidates.candidate_cost(state, candidate), candidate.early
+    cost, early = candidates.candidate_cost(state, candidate), candidate.early
     return {
         "kind": candidate.kind,
         "taps": [list(path) for path in candidate.paths],
@@ -170,9 +172,9 @@ def _summarise_candidate(state: SearchState, index: int) -> dict[str, Any]:
         "criterion": candidate.criterion,
         "ridge": candidate.ridge,
         "score": candidate.score,
-        "flops": own.flops,
-        "read_bytes": own.read_bytes,
-        "weight_bytes": own.weight_bytes,
+        "flops": cost.flops,
+        "read_bytes": cost.read_bytes,
+        "weight_bytes": cost.weight_bytes,
         "worst_flops": candidates.worst_cost(state, candidate).flops,
         "early": None if early is None else {"taps": [list(path) for path in early.taps], "share": early.share},
     }

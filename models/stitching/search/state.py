@@ -128,12 +128,11 @@ class Candidate:
 
     Attributes:
         kind: "joined" for several taps, "donor" for one tap of an unmodified donor, "stitched" for one finished
-        network,
-            "aligned" for one finished network with its terminating block.
+            network, "aligned" for one finished network with its terminating block, or "cascade".
         paths: Paths from a starting block to a tap, or of an aligned network to its terminating block.
         head: "weights" (labels, d) and "bias" (labels,) on the taps' pooled maps side by side, or {} if aligned.
         ridge: Penalty of the head, selected by generalised cross-validation.
-        criterion: Generalised cross-validation criterion of the head, less is better, or None with too few examples.
+        criterion: Generalised cross-validation criterion of the head, or None with too few examples. Lower is better.
         score: Product of the blocks' scores of a finished network.
         early: Cheaper candidate of a "cascade", whose other attributes are those of the larger one.
     """
@@ -162,28 +161,28 @@ class SearchState:
     files: dict[str, BlobRef]
     frontier: tuple[ScoredPath, ...]
     phase: Phase = "score"
-    turn: int = 0  # number of steps taken; answers to another turn are refused
+    turn: int = 0  # number of steps; updates of other steps are rejected
     expansions: int = 0
     subround: int = 0
-    saturated: bool = False  # a sub-round brought no new device: the known devices are all
+    saturated: bool = False  # whether a sub-round had no new device, so that all devices are known
     current: ScoredPath | None = None  # the partial network being expanded
-    pool: tuple[str, ...] = ()  # blocks offered to it
+    pool: tuple[str, ...] = ()  # blocks that may follow the current network
     ballots: dict[str, Ballot] = field(default_factory=dict)
-    weights: dict[str, float] = field(default_factory=dict)  # of every device seen, sum 1
+    weights: dict[str, float] = field(default_factory=dict)  # device -> weight of its vote; the sum is 1
     winners: tuple[Winner, ...] = ()
     dropped: tuple[str, ...] = ()
     junctions: dict[str, dict[str, np.ndarray]] = field(default_factory=dict)
     finished: tuple[ScoredPath, ...] = ()
-    seen: tuple[str, ...] = ()  # devices that ever answered, sorted
-    heard: tuple[str, ...] = ()  # devices that answered in this phase, sorted; only in gather and validate
+    seen: tuple[str, ...] = ()  # devices with an update in any phase, sorted
+    heard: tuple[str, ...] = ()  # devices with an update in this phase, sorted, in "gather" and "validate"
     taps: tuple[tuple[str, ...], ...] = ()  # paths whose pooled ends are gathered
-    gathered: PackedSums | None = None  # moments of the devices heard so far
+    gathered: PackedSums | None = None  # moments of the devices in `heard`
     finalists: tuple[ScoredPath, ...] = ()
     candidates: tuple[Candidate, ...] = ()  # the cheapest first
     examples: int = 0  # held-out examples that the candidates were validated on
     right: np.ndarray = field(default_factory=lambda: np.zeros((0, 0), np.int64))
     """(candidates, candidates) numbers of held-out examples that both of two candidates predict correctly."""
     by_margin: np.ndarray = field(default_factory=lambda: np.zeros((0, 0, 0, 0), np.int64))
-    """(early candidates, margin bins, candidates, candidates): the same for the examples in each bin, in "validate"."""
+    """(early candidates, margin bins, candidates, candidates) of the same numbers by bin of margin, in "validate"."""
     in_bin: np.ndarray = field(default_factory=lambda: np.zeros((0, 0), np.int64))  # (early, bins) held-out examples
-    log: tuple[str, ...] = ()  # the last step in sentences
+    log: tuple[str, ...] = ()  # sentences about the last step

@@ -21,37 +21,37 @@ from fedquilt.models.stitching.stitched_network import Block, DonorPool
 from fedquilt.models.stitching.vote import Ballot, Winner
 
 STEP = 0.9  # expected factor of a path's score over a tenth of a donor
-WANTED = 10  # distinct finalists; with fewer, or of one donor only, the log says why
+WANTED = 10  # the log explains fewer distinct finalists, or finalists of one donor only
 
-# -- which block may follow -----------------------------------------------------------------------
+# -- order of blocks ------------------------------------------------------------------------------
 
 
-def starting_networks(stock: DonorPool) -> tuple[ScoredPath, ...]:
-    pool = tuple(sorted(name for name, block in stock.blocks.items() if block.kind != "start"))
-    starts = sorted(name for name, block in stock.blocks.items() if block.kind == "start")
+def starting_networks(donor_pool: DonorPool) -> tuple[ScoredPath, ...]:
+    pool = tuple(sorted(name for name, block in donor_pool.blocks.items() if block.kind != "start"))
+    starts = sorted(name for name, block in donor_pool.blocks.items() if block.kind == "start")
     return tuple(ScoredPath((name,), pool, 1.0) for name in starts)
 
 
-def initial_state(params: SearchSettings, seed: int, stock: DonorPool, files: dict[str, BlobRef]) -> SearchState:
+def initial_state(params: SearchSettings, seed: int, donor_pool: DonorPool, files: dict[str, BlobRef]) -> SearchState:
     """Return the state before the first vote.
 
     With `completion`, the donors are finished networks without any vote.
     """
     if params.depth is None:
-        params = replace(params, depth=max(len(donor.blocks) for donor in stock.donors.values()))
-    state = SearchState(params, seed, stock, dict(files), ())
-    for net in starting_networks(stock):
+        params = replace(params, depth=max(len(donor.blocks) for donor in donor_pool.donors.values()))
+    state = SearchState(params, seed, donor_pool, dict(files), ())
+    for net in starting_networks(donor_pool):
         state = _add_path_and_completions(state, net)
     return advance_search(state)
 
 
 def max_depth(params: SearchSettings) -> int:
-    assert params.depth is not None, "the state before the first vote knows it"
+    assert params.depth is not None, "set in `initial_state`"
     return params.depth
 
 
 def eligible_blocks(
-    net: ScoredPath, stock: DonorPool, params: SearchSettings, ends_only: bool = False
+    net: ScoredPath, donor_pool: DonorPool, params: SearchSettings, ends_only: bool = False
 ) -> tuple[str, ...]:
     """Return the blocks of a pool that may follow a partial network, in the order of the pool.
 
@@ -62,61 +62,65 @@ def eligible_blocks(
     Where donors complete paths (`completion`), the rest of the block's donor must fit too, the donor's own next
     block needs no vote, and terminating blocks are left out where a head replaces them.
     """
-    last, most = stock.blocks[net.path[-1]], params.depth or len(stock.blocks)
-    ends_only = ends_only or len(net.path) >= most - 1
+    last_block, max_blocks = donor_pool.blocks[net.path[-1]], params.depth or len(donor_pool.blocks)
+    ends_only = ends_only or len(net.path) >= max_blocks - 1
 
     def can_follow(name: str) -> bool:
-        block = stock.blocks[name]
-        if block.kind == "end" and params.head == "aligned" and stock.donors[block.donor].align is None:
+        block = donor_pool.blocks[name]
+        if block.kind == "end" and params.head == "aligned" and donor_pool.donors[block.donor].align is None:
             return False
         if name in net.path or (ends_only and block.kind != "end"):
             return False
         if params.completion and not ends_only:
-            rest = stock.donors[block.donor].blocks[block.index :]
-            if (block.kind == "end" and params.head == "ridge") or stitched_network.is_continuation(last, block):
+            rest = donor_pool.donors[block.donor].blocks[block.index :]
+            if (block.kind == "end" and params.head == "ridge") or stitched_network.is_continuation(last_block, block):
                 return False
-            if len(net.path) + len(rest) > most or not set(rest).isdisjoint(net.path):
+            if len(net.path) + len(rest) > max_blocks or not set(rest).isdisjoint(net.path):
                 return False
-        return stitched_network.can_connect(last, block, params.max_upsampling)
+        return stitched_network.can_connect(last_block, block, params.max_upsampling)
 
     return tuple(name for name in net.pool if can_follow(name))
 
 
-def pick_network(state: SearchState, spent: bool = False) -> ScoredPath:
+def pick_network(state: SearchState, is_budget_spent: bool = False) -> ScoredPath:
     """Select the partial network to expand next: the most promising, a random, or the longest one.
 
     The promise is the score times STEP for each tenth of a donor not yet run: by score alone short paths would always
     be first, and few would be finished. A block counts as its share of its own donor, so that donors cut into many
     blocks are no slower. Skipped blocks count as not run. Where donors complete paths (`completion`) nothing is
     left to run, and the best score is first. Among equal scores (the donors' own prefixes all score 1) donors
-    alternate, each first at its middle, then at its quarters, and so on. With `spent` the longest network is selected.
+    alternate, each first at its middle, then at its quarters, and so on. With `is_budget_spent` the longest network is
+    selected.
     """
     params, blocks, donors = state.params, state.stock.blocks, state.stock.donors
-    if params.order == "random" and not spent:
+    if params.order == "random" and not is_budget_spent:
         ordered = sorted(state.frontier, key=lambda net: net.path)
         return ordered[int(tensors.seeded_rng("frontier", state.seed, state.turn).integers(len(ordered)))]
 
     def remaining_share(net: ScoredPath) -> float:
-        run = (blocks[name] for name in net.path[1:])
-        return max(1 - sum(1 / (len(donors[block.donor].blocks) - 1) for block in run), 0.0)
+        blocks_run = (blocks[name] for name in net.path[1:])
+        return max(1 - sum(1 / (len(donors[block.donor].blocks) - 1) for block in blocks_run), 0.0)
 
     def tie_rank(net: ScoredPath) -> tuple[float, ...]:
-        last = blocks[net.path[-1]]
+        last_block = blocks[net.path[-1]]
         return (
-            _bisection_rank(last.index, len(donors[last.donor].blocks) - 1) if params.completion else (-len(net.path),)
+            _bisection_rank(last_block.index, len(donors[last_block.donor].blocks) - 1)
+            if params.completion
+            else (-len(net.path),)
         )
 
     def promise(net: ScoredPath) -> float:
         return net.score if params.completion else net.score * STEP ** (10 * remaining_share(net))
 
-    if spent:
+    if is_budget_spent:
         return min(state.frontier, key=lambda net: (-len(net.path), -net.score, net.path))
     return min(state.frontier, key=lambda net: (-promise(net), *tie_rank(net), net.path))
 
 
-def _bisection_rank(index: int, whole: int) -> tuple[int, int]:
+def _bisection_rank(index: int, size: int) -> tuple[int, int]:
     """Return the round in which bisection of [0, whole) has `index` as its middle, and the index."""
-    low, high, rounds = 0, whole, 0
+    low, high = 0, size
+    rounds = 0
     while (middle := (low + high) // 2) != index:
         low, high = (low, middle) if index < middle else (middle + 1, high)
         rounds += 1
@@ -127,24 +131,24 @@ def _bisection_rank(index: int, whole: int) -> tuple[int, int]:
 
 
 def advance_search(state: SearchState) -> SearchState:
-    """Offer blocks to the next partial network, or end the search if the budget or frontier is empty.
+    """Start the vote on the next partial network, or end the search if the budget or frontier is empty.
 
-    If the budget is spent and nothing is finished, partial networks are offered terminating blocks only.
+    If the budget is spent and no network is finished, only terminating blocks may follow partial networks.
     """
     params = state.params
-    made = sum(not stitched_network.is_native_path(_path_blocks(state, net)) for net in state.finished)
-    spent = state.expansions >= params.expansions or made >= params.finished
+    stitched_count = sum(not stitched_network.is_native_path(_path_blocks(state, net)) for net in state.finished)
+    is_budget_spent = state.expansions >= params.expansions or stitched_count >= params.finished
     if not params.expansions and params.head == "ridge":
         state = replace(state, frontier=())  # without a search only donors are joined
-    while state.frontier and not (spent and state.finished):
-        net = pick_network(state, spent)
-        state = replace(state, frontier=tuple(other for other in state.frontier if other != net))
-        pool = eligible_blocks(net, state.stock, params, ends_only=spent)
+    while state.frontier and not (is_budget_spent and state.finished):
+        net = pick_network(state, is_budget_spent)
+        state = replace(state, frontier=tuple(partial for partial in state.frontier if partial != net))
+        pool = eligible_blocks(net, state.stock, params, ends_only=is_budget_spent)
         if pool:
             return replace(state, phase="score", current=net, pool=pool, ballots={}, subround=0)
-    left = len(state.frontier)
+    unexpanded = len(state.frontier)
     state = replace(state, current=None, pool=(), frontier=(), ballots={})
-    chosen, notes = choose_finalists(state, left)
+    chosen, notes = choose_finalists(state, unexpanded)
     junctions = _filter_used_junctions(state.junctions, chosen)
     state = replace(state, finalists=chosen, junctions=junctions, subround=0, log=(*state.log, *notes))
     return candidates.end_search(state)
@@ -159,38 +163,39 @@ def is_finished(state: SearchState, net: ScoredPath) -> bool:
 
 
 def distinct_finalists(state: SearchState) -> list[ScoredPath]:
-    """Return the finished networks, best first. With a ridge head, variants of the last block count once."""
-    found: dict[tuple[str, ...], ScoredPath] = {}
+    """Return the finished networks, best first, without variants of the last block if a ridge head replaces it."""
+    finalists: dict[tuple[str, ...], ScoredPath] = {}
     for net in sorted(state.finished, key=lambda net: (-net.score, len(net.path), net.path)):
-        same = net.path[:-1] if state.params.head == "ridge" else net.path  # a head replaces the last block
-        found.setdefault(same, net)
-    return list(found.values())
+        key = net.path[:-1] if state.params.head == "ridge" else net.path  # a head replaces the last block
+        finalists.setdefault(key, net)
+    return list(finalists.values())
 
 
-def choose_finalists(state: SearchState, left: int) -> tuple[tuple[ScoredPath, ...], tuple[str, ...]]:
+def choose_finalists(state: SearchState, unexpanded: int) -> tuple[tuple[ScoredPath, ...], tuple[str, ...]]:
     """Choose the finished networks to validate. Return them and log notes if they are few.
 
     Sets of donors alternate, each with its best network first: by scores alone a donor with a skipped block would rank
-    above every network stitched from several donors. `left` partial networks could still have been expanded.
+    above every network stitched from several donors. `unexpanded` partial networks could still have been expanded.
     """
-    found, params = distinct_finalists(state), state.params
-    sets = [{state.stock.blocks[name].donor for name in finalist.path[:-1]} for finalist in found]
-    turns = vote.alternate_kinds(range(len(found)), [" ".join(sorted(each)) for each in sets])
-    chosen = tuple(found[j] for j in turns)[: params.finalists]
-    used = set().union(*(sets[j] for j in turns[: params.finalists]))
-    few, alike = len(chosen) < min(WANTED, params.finalists), len(used) < 2 and bool(chosen)
-    if not few and not alike:
+    finalists, params = distinct_finalists(state), state.params
+    sets = [{state.stock.blocks[name].donor for name in finalist.path[:-1]} for finalist in finalists]
+    order = vote.alternate_kinds(range(len(finalists)), [" ".join(sorted(names)) for names in sets])
+    chosen = tuple(finalists[j] for j in order)[: params.finalists]
+    donors_used = set().union(*(sets[j] for j in order[: params.finalists]))
+    are_few = len(chosen) < min(WANTED, params.finalists)
+    have_one_donor = len(donors_used) < 2 and bool(chosen)
+    if not are_few and not have_one_donor:
         return chosen, ()
-    what = f"{len(chosen)} distinct networks are validated" if few else "all networks validated are"
-    if left:
-        why = f"the budget was spent ({state.expansions} expansions, {len(state.finished)} networks finished): "
-        why += "raise `expansions` or `finished`"
+    subject = f"{len(chosen)} distinct networks are validated" if are_few else "all networks validated are"
+    if unexpanded:
+        reason = f"the budget was spent ({state.expansions} expansions, {len(state.finished)} networks finished): "
+        reason += "raise `expansions` or `finished`"
     elif len(state.stock.donors) < 2:
-        why = "there is one donor, and no other way through it: give another donor"
+        reason = "there is one donor, and no other way through it: give another donor"
     else:
-        why = "no other block fits: raise `max_upsampling` or `depth`, or take other donors"
-    donors = f", of {' and '.join(sorted(used))} alone" if alike else ""
-    return chosen, (f"only {what}{donors}: {why}" if few else f"{what}{donors[1:]}: {why}",)
+        reason = "no other block fits: raise `max_upsampling` or `depth`, or take other donors"
+    donors = f", of {' and '.join(sorted(donors_used))} alone" if have_one_donor else ""
+    return chosen, (f"only {subject}{donors}: {reason}" if are_few else f"{subject}{donors[1:]}: {reason}",)
 
 
 def exploration_rate(state: SearchState) -> float:
@@ -209,12 +214,12 @@ def add_ballots(state: SearchState, ballots: Mapping[str, Ballot]) -> SearchStat
     """
     net = state.current
     assert net is not None
-    fresh = ballots.keys() - state.ballots.keys()
+    new_devices = ballots.keys() - state.ballots.keys()
     voted = {**state.ballots, **ballots}
-    known = vote.add_devices(state.weights, sorted(ballots))
-    complete = state.params.close_early and (not fresh or (state.saturated and voted.keys() == known.keys()))
+    weights = vote.add_devices(state.weights, sorted(ballots))
+    complete = state.params.close_early and (not new_devices or (state.saturated and voted.keys() == weights.keys()))
     state = replace(
-        state, ballots=voted, weights=known, subround=state.subround + 1, saturated=state.saturated or not fresh
+        state, ballots=voted, weights=weights, subround=state.subround + 1, saturated=state.saturated or not new_devices
     )
     if not complete and state.subround < state.params.subrounds:
         note = f"{stitched_network.path_name(net.path)}: {len(voted)} devices have scored {len(state.pool)} blocks"
@@ -225,9 +230,9 @@ def add_ballots(state: SearchState, ballots: Mapping[str, Ballot]) -> SearchStat
 def close_vote(state: SearchState) -> SearchState:
     params, net = state.params, state.current
     assert net is not None
-    rise = 1 + len(net.path) / max_depth(params)
+    depth_factor = 1 + len(net.path) / max_depth(params)
     ranks = vote.cross_ranks(state.ballots, state.pool, params.k, params.spread, params.judged)
-    reward, penalty = params.alpha * rise, min(params.beta * rise, 1.0)
+    reward, penalty = params.alpha * depth_factor, min(params.beta * depth_factor, 1.0)
     weights = vote.update_weights(state.weights, ranks, params.theta, reward, penalty, params.normalise)
     winners = vote.tally_votes(state.ballots, weights, state.pool, params.k, params.spread)
     blocks = [state.stock.blocks[name] for name in state.pool]
@@ -254,19 +259,19 @@ def grow_paths(state: SearchState, fitted: Mapping[str, dict[str, np.ndarray]]) 
     """Append the winners to the current path, as new partial or finished networks, with the `fitted` junctions."""
     net, winners = state.current, state.winners
     assert net is not None
-    kept = tuple(name for name in net.pool if name not in state.dropped)
+    remaining_pool = tuple(name for name in net.pool if name not in state.dropped)
     state = replace(state, winners=(), dropped=())
     notes: list[str] = []
     for winner in winners:
-        before = net.score if state.params.criterion == "cka" else 1.0  # labels judge the whole path already
-        score = before * max(winner.score, 0.0)
-        pool = tuple(name for name in kept if name != winner.block)
+        path_score = net.score if state.params.criterion == "cka" else 1.0  # labels judge the whole path already
+        score = path_score * max(winner.score, 0.0)
+        pool = tuple(name for name in remaining_pool if name != winner.block)
         child = ScoredPath((*net.path, winner.block), pool, score)
-        before_it = len(state.finished)
+        finished_count = len(state.finished)
         state = _add_path_and_completions(state, child)
         notes += [
-            f"finished {stitched_network.path_name(each.path)}, score {score:.3f}"
-            for each in state.finished[before_it:]
+            f"finished {stitched_network.path_name(finished.path)}, score {score:.3f}"
+            for finished in state.finished[finished_count:]
         ]
     nets = [*state.frontier, *state.finished]
     return advance_search(
@@ -283,12 +288,14 @@ def _add_path_and_completions(state: SearchState, net: ScoredPath) -> SearchStat
     rest = donor.blocks[last.index + 1 :]
     if not params.completion or len(net.path) + len(rest) > max_depth(params):
         return replace(state, frontier=(*state.frontier, net))
-    made = [net]
+    paths = [net]
     for name in rest:
-        pool = tuple(other for other in made[-1].pool if other != name)
-        made.append(ScoredPath((*made[-1].path, name), pool, net.score))
-    ended = (made.pop(),) if params.head == "ridge" or donor.align is not None else (made.pop(),)[:0]
-    return replace(state, frontier=(*state.frontier, *made), finished=(*state.finished, *ended))
+        pool = tuple(candidate for candidate in paths[-1].pool if candidate != name)
+        paths.append(ScoredPath((*paths[-1].path, name), pool, net.score))
+    completed = paths.pop()
+    if params.head == "ridge" or donor.align is not None:
+        state = replace(state, finished=(*state.finished, completed))
+    return replace(state, frontier=(*state.frontier, *paths))
 
 
 def path_junction_names(path: tuple[str, ...]) -> list[str]:
@@ -298,8 +305,8 @@ def path_junction_names(path: tuple[str, ...]) -> list[str]:
 def _filter_used_junctions(
     junctions: Mapping[str, dict[str, np.ndarray]], nets: Collection[ScoredPath]
 ) -> dict[str, dict[str, np.ndarray]]:
-    wanted = {name for net in nets for name in path_junction_names(net.path)}
-    return {name: junction for name, junction in junctions.items() if name in wanted}
+    used_names = {name for net in nets for name in path_junction_names(net.path)}
+    return {name: junction for name, junction in junctions.items() if name in used_names}
 
 
 def _describe_vote(

@@ -30,11 +30,11 @@ def score_task_spec(state: SearchState, device: DeviceView) -> TaskSpec:
     assert net is not None
     completes = params.criterion != "cka" and params.completion
     blocks = _collect_path_and_donor_blocks(state.stock, net.path, state.pool)
-    run = {name: [name] for name in state.pool}  # candidate -> blocks that run to score its output
-    if completes:  # the labels judge the output at the end of the donor
-        run = {name: _remaining_blocks(state.stock, name) for name in state.pool}
-        blocks |= {name: state.stock.blocks[name] for names in run.values() for name in names}
-    ask = scoring.ScoreRequest(
+    blocks_by_candidate = {name: [name] for name in state.pool}  # candidate -> blocks that run to score its output
+    if completes:  # the score compares labels with the output at the end of the donor
+        blocks_by_candidate = {name: _remaining_blocks(state.stock, name) for name in state.pool}
+        blocks |= {name: state.stock.blocks[name] for names in blocks_by_candidate.values() for name in names}
+    request = scoring.ScoreRequest(
         **_shared_fields(state, blocks),
         path=net.path,
         pool=state.pool,
@@ -43,92 +43,110 @@ def score_task_spec(state: SearchState, device: DeviceView) -> TaskSpec:
         epsilon=steps.exploration_rate(state),
         coin=steps.choice_seed(state, device.device),
     )
-    shares = scoring.share_count(params.score_at)  # of the images; one is scored
+    shares = scoring.share_count(params.score_at)  # one share of the images is scored
     runs: list[tuple[Block, float]] = [(blocks[name], 1.0) for name in net.path]
     if not device.rounds:  # later tasks find the donors' results in the cache
         family = _collect_path_and_donor_blocks(state.stock, (), state.pool).values()
         runs += [(block, 1.0) for block in family if block.id not in _blocks_not_run(state)]
     if params.score_at != "input":
-        tried = min(params.screen / len(state.pool), 1.0) if params.score_at == "hybrid" else 1.0
-        runs += [(blocks[name], tried / shares) for names in run.values() for name in names]
+        scored_share = min(params.screen / len(state.pool), 1.0) if params.score_at == "hybrid" else 1.0
+        runs += [(blocks[name], scored_share / shares) for names in blocks_by_candidate.values() for name in names]
     matrices = (
         0
         if params.score_at == "input"
         else least_squares.fit_bytes(blocks[net.path[-1]].out_shape[0], params.positions)
     )
-    return _task_spec(state, ask, [net.path], blocks_work(runs, matrices, shares * params.samples))
+    return _task_spec(state, request, [net.path], blocks_work(runs, matrices, shares * params.samples))
 
 
 def fit_task_spec(state: SearchState) -> TaskSpec:
     params, net = state.params, state.current
     assert net is not None
-    wanted = steps.winners_needing_junction(state)
-    blocks = _collect_path_and_donor_blocks(state.stock, net.path, wanted)
-    ask = moments.FitRequest(
+    winners = steps.winners_needing_junction(state)
+    blocks = _collect_path_and_donor_blocks(state.stock, net.path, winners)
+    request = moments.FitRequest(
         **_shared_fields(state, blocks),
         path=net.path,
-        winners=wanted,
+        winners=winners,
         samples=params.fit_samples,
         ridge=params.ridge,
         bias=params.bias,
     )
-    ran = [blocks[name] for name in net.path] + list(_collect_path_and_donor_blocks(state.stock, (), wanted).values())
+    blocks_run = [blocks[name] for name in net.path] + list(
+        _collect_path_and_donor_blocks(state.stock, (), winners).values()
+    )
     matrices = least_squares.moments_bytes(blocks[net.path[-1]].out_shape[0])
-    return _task_spec(state, ask, [net.path], blocks_work([(each, 1.0) for each in ran], matrices, params.fit_samples))
+    return _task_spec(
+        state, request, [net.path], blocks_work([(block, 1.0) for block in blocks_run], matrices, params.fit_samples)
+    )
 
 
 def gather_task_spec(state: SearchState) -> TaskSpec:
     params = state.params
     blocks = {name: state.stock.blocks[name] for path in state.taps for name in path}
-    ask = moments.GatherRequest(
+    request = moments.GatherRequest(
         **_shared_fields(state, blocks),
         paths=state.taps,
         widths=candidates.tap_widths(state),
         labels=len(state.stock.labels),
         samples=params.head_samples,
     )
-    return _task_spec(state, ask, state.taps, _gather_work(ask))
+    return _task_spec(state, request, state.taps, _gather_work(request))
 
 
-def moments_task_spec(ask: moments.GatherRequest, files: Mapping[str, BlobRef]) -> TaskSpec:
+def moments_task_spec(request: moments.GatherRequest, files: Mapping[str, BlobRef]) -> TaskSpec:
     bundles = {
-        name: files[name] for ids in stitched_network.path_prefixes(ask.paths) for name in ask.blocks[ids[-1]].files
+        name: files[name]
+        for ids in stitched_network.path_prefixes(request.paths)
+        for name in request.blocks[ids[-1]].files
     }
-    return TaskSpec({"phase": "gather", **msgspec.to_builtins(ask)}, bundles, _gather_work(ask))
+    return TaskSpec({"phase": "gather", **msgspec.to_builtins(request)}, bundles, _gather_work(request))
 
 
-def _gather_work(ask: moments.GatherRequest) -> WorkEstimate:
-    runs = [(ask.blocks[ids[-1]], 1.0) for ids in stitched_network.path_prefixes(ask.paths)]
-    return blocks_work(runs, minimum_moments_bytes(ask), ask.samples or 0)
+def _gather_work(request: moments.GatherRequest) -> WorkEstimate:
+    runs = [(request.blocks[ids[-1]], 1.0) for ids in stitched_network.path_prefixes(request.paths)]
+    return blocks_work(runs, minimum_moments_bytes(request), request.samples or 0)
 
 
-def minimum_moments_bytes(ask: moments.GatherRequest) -> int:
-    rows = moments.LEAST_ROWS if ask.samples is None else min(ask.samples, moments.LEAST_ROWS)
-    return class_moments.factor_bytes(rows, sum(ask.widths))
+def minimum_moments_bytes(request: moments.GatherRequest) -> int:
+    rows = moments.MIN_ROWS if request.samples is None else min(request.samples, moments.MIN_ROWS)
+    return class_moments.factor_bytes(rows, sum(request.widths))
 
 
-def validation_task_spec(state: SearchState, among: Sequence[Candidate]) -> TaskSpec | None:
-    if not among:
+def validation_task_spec(state: SearchState, candidates_to_count: Sequence[Candidate]) -> TaskSpec | None:
+    if not candidates_to_count:
         return None
     margin = None
-    if exit := among[0].early:
-        among, margin = (Candidate("joined", exit.taps, exit.head), replace(among[0], early=None)), exit.margin
-    paths = tuple(dict.fromkeys(path for candidate in among for path in candidate.paths))
+    if exit := candidates_to_count[0].early:
+        candidates_to_count, margin = (
+            (Candidate("joined", exit.taps, exit.head), replace(candidates_to_count[0], early=None)),
+            exit.margin,
+        )
+    paths = tuple(dict.fromkeys(path for candidate in candidates_to_count for path in candidate.paths))
     blocks = {name: state.stock.blocks[name] for path in paths for name in path}
-    ask = moments.CountRequest(
+    request = moments.CountRequest(
         **_shared_fields(state, blocks),
         paths=paths,
-        candidates=tuple(tuple(paths.index(path) for path in each.paths) for each in among),
-        align=tuple(None if each.head else label_classes(state, each.paths[0]) for each in among),
+        candidates=tuple(
+            tuple(paths.index(path) for path in counted_candidate.paths) for counted_candidate in candidates_to_count
+        ),
+        align=tuple(
+            None if counted_candidate.head else label_classes(state, counted_candidate.paths[0])
+            for counted_candidate in candidates_to_count
+        ),
         labels=len(state.stock.labels),
         early=cascades.early_candidates(state) if state.phase == "validate" else (),
         margin=margin,
     )
-    order = _task_spec(
-        state, ask, paths, blocks_work([(blocks[ids[-1]], 1.0) for ids in stitched_network.path_prefixes(paths)], 0)
+    spec = _task_spec(
+        state, request, paths, blocks_work([(blocks[ids[-1]], 1.0) for ids in stitched_network.path_prefixes(paths)], 0)
     )
-    heads = {f"head.{i}": each.head for i, each in enumerate(among) if each.head}
-    return replace(order, bundles={**order.bundles, **heads}, held_out=True, check=order.work)
+    heads = {
+        f"head.{i}": counted_candidate.head
+        for i, counted_candidate in enumerate(candidates_to_count)
+        if counted_candidate.head
+    }
+    return replace(spec, bundles={**spec.bundles, **heads}, held_out=True, check=spec.work)
 
 
 def _shared_fields(state: SearchState, blocks: Mapping[str, Block]) -> dict[str, Any]:
@@ -136,19 +154,19 @@ def _shared_fields(state: SearchState, blocks: Mapping[str, Block]) -> dict[str,
 
 
 def _task_spec(
-    state: SearchState, ask: scoring.StitchingRequest, paths: Iterable[tuple[str, ...]], work: WorkEstimate
+    state: SearchState, request: scoring.StitchingRequest, paths: Iterable[tuple[str, ...]], work: WorkEstimate
 ) -> TaskSpec:
     bundles: dict[str, Tensors | BlobRef] = {}
-    idle = _blocks_not_run(state) if state.phase == "score" else set()
+    unused = _blocks_not_run(state) if state.phase == "score" else set()
     scored = state.pool if state.phase == "score" and state.params.score_at != "input" else ()
-    for block in ask.blocks.values():
-        if block.id not in idle:
+    for block in request.blocks.values():
+        if block.id not in unused:
             bundles |= {name: state.files[name] for name in block.files}
         if block.id in scored:
             bundles |= {name: state.files[name] for name in block.scoring_variant.files}
     for path in paths:
         bundles |= {name: state.junctions[name] for name in steps.path_junction_names(path) if name in state.junctions}
-    return TaskSpec({"phase": state.phase, **msgspec.to_builtins(ask)}, bundles, work)
+    return TaskSpec({"phase": state.phase, **msgspec.to_builtins(request)}, bundles, work)
 
 
 def _blocks_not_run(state: SearchState) -> set[str]:
@@ -166,29 +184,29 @@ def label_classes(state: SearchState, path: Sequence[str]) -> tuple[tuple[int, .
     return state.stock.donors[state.stock.blocks[path[-1]].donor].align
 
 
-def _remaining_blocks(stock: DonorPool, name: str) -> list[str]:
-    block = stock.blocks[name]
-    later = stock.donors[block.donor].blocks[block.index + 1 :]
-    return [name, *(other for other in later if stock.blocks[other].kind != "end")]
+def _remaining_blocks(donor_pool: DonorPool, name: str) -> list[str]:
+    block = donor_pool.blocks[name]
+    later_blocks = donor_pool.donors[block.donor].blocks[block.index + 1 :]
+    return [name, *(name_after for name_after in later_blocks if donor_pool.blocks[name_after].kind != "end")]
 
 
 def _collect_path_and_donor_blocks(
-    stock: DonorPool, path: Iterable[str], candidates: Iterable[str]
+    donor_pool: DonorPool, path: Iterable[str], candidates: Iterable[str]
 ) -> dict[str, Block]:
     """Return the blocks of the path, and each candidate with the blocks before it in its donor, by name."""
     names = set(path)
     for name in candidates:
-        block = stock.blocks[name]
-        names |= {stock.donors[block.donor].blocks[i] for i in range(block.index + 1)}
-    return {name: stock.blocks[name] for name in sorted(names)}
+        block = donor_pool.blocks[name]
+        names |= {donor_pool.donors[block.donor].blocks[i] for i in range(block.index + 1)}
+    return {name: donor_pool.blocks[name] for name in sorted(names)}
 
 
 def blocks_work(runs: Iterable[tuple[Block, float]], matrices_bytes: int, examples: int = 0) -> WorkEstimate:
-    """Return the work of running blocks, each on a share of the task's `examples`, of which 0 means all.
+    """Return the work of running blocks, each on a share of the task's `examples`, where 0 means all.
 
-    A launch is one run of a graph on RUN_AT_ONCE images. Traffic is the weights in each run, and for each image the
-    maps that are alive at once, or the input and output if that is more. The peak is the largest memory of one block
-    for one image, weights included. An engine with more memory runs more images at once, and keeps weights and maps.
+    A launch is one run of a graph on RUN_AT_ONCE images. Traffic is the weights in each run and, for each image, the
+    maps in memory at the same time or its input and output, whichever is larger. The peak is the memory of the largest
+    block for one image, weights included. An engine with more memory runs more images at once.
     """
     flops = maps = launches = weights = peak = 0.0
     for block, share in runs:

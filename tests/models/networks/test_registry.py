@@ -93,7 +93,7 @@ def test_series_of_a_single_step_are_convolved_without_pooling():
     """Nothing is left to pool; an even kernel would shift a series by half a step."""
     model = registry.build_network({"name": "conv1d", "channels": 2, "steps": 1, "classes": 3})
     assert model(torch.zeros(2, 1, 2)).shape == (2, 3)
-    with pytest.raises(ModelError, match="kernel 4 is even: give an odd one"):
+    with pytest.raises(ModelError, match="kernel 4 is even: give an odd number"):
         registry.build_network({"name": "conv1d", "channels": 2, "steps": 8, "classes": 3, "kernel": 4})
 
 

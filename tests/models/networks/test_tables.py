@@ -27,7 +27,7 @@ MADE: dict[str, dict[str, Any]] = {
 
 
 def test_every_small_network_has_a_function():
-    assert set(MADE) - {"resnet20-cifar"} == set(registry.SMALL)
+    assert set(MADE) - {"resnet20-cifar"} == set(registry.ARCHITECTURES)
     assert {table["name"] for table in MADE.values()} == set(MADE)
 
 

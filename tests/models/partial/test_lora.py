@@ -67,7 +67,7 @@ def adapted(name: str, *, own: bool = False, trained: bool = False) -> tuple[Any
     if trained:
         draws = tensors.seeded_rng("c")
         values.update({k: draws.normal(size=v.shape).astype(np.float32) for k, v in values.items() if k not in model})
-    copy = filled(adapter_layers.insert_adapters(copy, spots, 2, 8.0, own=own), values)
+    copy = filled(adapter_layers.insert_adapters(copy, spots, 2, 8.0, with_own_branch=own), values)
     return plain, copy, values, torch.tensor(tensors.seeded_rng("x").normal(size=shape).astype(np.float32))
 
 
@@ -108,7 +108,9 @@ def test_both_branches_add_up_as_eq_4_on_outputs():
     """x = [1, 2], W = 0, A_g = A_p = [[1], [1]], B_g = [[1]], B_p = [[10]], s = 2: 2*3 + 0.5*2*30 = 36."""
     layer = nn.Linear(2, 1, bias=False)
     nn.init.zeros_(layer.weight)
-    network = adapter_layers.insert_adapters(nn.Sequential(layer), [lora.AdapterSite("0", ("0",))], 1, 2.0, own=True)
+    network = adapter_layers.insert_adapters(
+        nn.Sequential(layer), [lora.AdapterSite("0", ("0",))], 1, 2.0, with_own_branch=True
+    )
     one = {"0.lora_a": [[1.0], [1.0]], "0.lora_b": [[1.0]], "0.own_a": [[1.0], [1.0]], "0.own_b": [[10.0]]}
     values = {"0.weight": [[0.0, 0.0]], "0.gate": 0.0, **one}
     filled(network, {name: np.array(value, np.float32) for name, value in values.items()})

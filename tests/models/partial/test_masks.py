@@ -93,7 +93,7 @@ def test_a_mask_is_a_bit_for_each_neuron():
     bits = masks.pack_mask(mask)
     assert (bits.nbytes, masks.unpack_mask(bits, 13).tolist()) == (2, mask.tolist())
     for odd in (bits[:1], bits.astype(np.int8), np.zeros((1, 2), np.uint8)):
-        with pytest.raises(UpdateError, match="a mask of 13 neurons is 2 bytes"):
+        with pytest.raises(UpdateError, match="a mask of 13 neurons has 2 bytes"):
             masks.unpack_mask(odd, 13)
 
 

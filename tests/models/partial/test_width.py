@@ -25,7 +25,7 @@ def mlp() -> dict[str, np.ndarray]:
     return {name: draws.normal(size=shape).astype(np.float32) for name, shape in shapes.items()}
 
 
-def at_rate(model: dict[str, np.ndarray], rate: float) -> width.Places:
+def at_rate(model: dict[str, np.ndarray], rate: float) -> width.TensorCut:
     return width.unit_indices_by_tensor(MLP_MASKS, model, width.leading_units(MLP_MASKS, rate))
 
 
@@ -184,7 +184,7 @@ def test_what_a_transformers_stage_hears_is_the_mean_over_its_patches():
     body = body_of(table, 2)
     part = registry.build_network(table).eval()
     start = {key: model[key] for key in body.stages[0].names}
-    part = stages.keep_first_stages(part, start, body.stages[1:], lambda told, scores: told[0], whole=False)
+    part = stages.keep_first_stages(part, start, body.stages[1:], lambda told, scores: told[0], keep_later_stages=False)
     assert part.state_dict().keys() == start.keys()
     part.load_state_dict({key: torch.tensor(value) for key, value in start.items()})
     x = torch.rand(3, 1, 8, 8)
@@ -218,7 +218,7 @@ def test_the_first_stages_alone_say_what_they_say_within_the_network(name):
     whole(x)
     start = {key: model[key] for key in body.stages[0].names}
     part = registry.build_network(table).eval()
-    part = stages.keep_first_stages(part, start, (behind,), lambda told, scores: told[0], whole=False)
+    part = stages.keep_first_stages(part, start, (behind,), lambda told, scores: told[0], keep_later_stages=False)
     assert part.state_dict().keys() == start.keys()
     part.load_state_dict({key: torch.tensor(value) for key, value in start.items()})
     wanted = heard[0].mean(dim=(2, 3)) if heard[0].ndim > 2 else heard[0]
@@ -242,8 +242,10 @@ def test_an_order_of_calls_that_is_not_the_networks_is_found_out():
     ]
     body = stages.split_stages(model, 2, TensorRegister(tuple(rows), ("", "a", "b", "z")))
     start = {name: model[name] for name in body.stages[0].names}
-    part = stages.keep_first_stages(Odd(), start, (body.stages[1],), lambda told, scores: told[0], whole=False)
-    with pytest.raises(ModelError, match="do not tell their order"):
+    part = stages.keep_first_stages(
+        Odd(), start, (body.stages[1],), lambda told, scores: told[0], keep_later_stages=False
+    )
+    with pytest.raises(ModelError, match="order of this network's layers is unknown"):
         part(torch.rand(2, 4))
 
 

@@ -94,9 +94,9 @@ def test_a_users_own_network_is_cut_after_the_modules_named(tmp_path):
     ("cuts", "message"),
     [
         (["layer9"], "runs no module 'layer9': name one of bn1, conv1, layer1"),
-        (["layer1.0.conv1"], "cannot be cut after 'layer1.0.conv1': more than one value goes on"),
+        (["layer1.0.conv1"], "cannot be cut after 'layer1.0.conv1': later modules use more than one value"),
         (["linear"], "cannot be cut after 'linear'"),
-        (["layer2", "layer1"], "'layer1' does not come after the one before it"),
+        (["layer2", "layer1"], "'layer1' is not behind the cut before it"),
     ],
 )
 def test_a_cut_that_cannot_be_made_is_named(cuts, message):
@@ -156,10 +156,10 @@ class Branching(nn.Module):
         (
             registry.build_network({"name": "mlp", "inputs": 16, "classes": 2}),
             (1, 4, 4),
-            "before .* no place where a single stack",
+            "before .* no single stack",
         ),
         (Branching(), (1, 4, 4), r"donor 'own' cannot be traced: .*\(Branching, test_blocks.py"),
-        (nn.Sequential(nn.Conv2d(1, 2, 3)), (1, 4, 4), "no classifier: it yields"),
+        (nn.Sequential(nn.Conv2d(1, 2, 3)), (1, 4, 4), "no classifier: its output is"),
         (
             registry.build_network({"name": "plain", "channels": 1, "classes": 2}),
             (3, 28, 28),

@@ -159,7 +159,7 @@ def test_a_cascade_gives_what_the_agents_compute_and_runs_the_rest_for_some_exam
 def test_a_cascade_whose_first_network_is_no_part_of_its_second_is_refused():
     meta, arrays = artefact([["plain.0"]], None, True)
     meta["early"] = {"taps": [["residual.0"]], "head": meta["head"], "margin": 1.0, "share": 0.5}
-    with pytest.raises(ModelError, match="no part of its second"):
+    with pytest.raises(ModelError, match="not a part of its second"):
         export_stitched(meta, arrays, STOCK.blocks, FILES)
 
 

@@ -60,7 +60,7 @@ def test_a_path_that_is_given_is_taken_with_junctions_where_blocks_are_strangers
 def test_a_donors_new_head_is_that_of_a_job_in_which_devices_are_asked_one_by_one(tmp_path: Path) -> None:
     made = bench(tmp_path)
     for each in made.evaluate_new_heads():
-        led, one = path_method(made.stock.donors[each.name].blocks), {"size": 1}
+        led, one = path_method(made.donor_pool.donors[each.name].blocks), {"size": 1}
         run = run_method(
             "fedstitch",
             made.bundle,
@@ -71,7 +71,7 @@ def test_a_donors_new_head_is_that_of_a_job_in_which_devices_are_asked_one_by_on
             cohort=one,
             rounds=99,
         )
-        alone = (made.stock.donors[each.name].blocks[:-1],)
+        alone = (made.donor_pool.donors[each.name].blocks[:-1],)
         number = next(i for i, candidate in enumerate(run[-1].candidates, 1) if candidate.paths == alone)
         assert made.compute_accuracy(METHOD.candidate(run[-1], number)) == each.accuracy
 

@@ -138,7 +138,7 @@ def test_parameters_of_the_command_line_are_toml_values() -> None:
         "a": {"b": [1, 2]},
     }
     for odd in ("mu=0.1", "fedprox.mu", "fedprox.=1", ".mu=1", "fedprox.mu="):
-        with pytest.raises(JobError, match="wanted METHOD"):
+        with pytest.raises(JobError, match="expected METHOD"):
             comparison.parse_changes([odd])
 
 
@@ -520,5 +520,5 @@ def test_runs_that_are_ended_clean_up_and_begin_no_others(tmp_path: Path) -> Non
 
 
 def test_a_process_that_is_killed_is_told_in_a_sentence() -> None:
-    with pytest.raises(FedquiltError, match=r"has ended, 2 at a time: .* fewer cores"):
+    with pytest.raises(FedquiltError, match=r"one of 2 run processes has ended unexpectedly .* fewer cores"):
         dict(comparison.run_in_processes(os._exit, [(9,), (9,)], workers=2))

@@ -80,7 +80,7 @@ def test_the_last_state_is_scored_and_kept(store: Store) -> None:
     log(store, run, RoundCommitted(0, put(store, run, RIGHT), False, {}))
     store.set_status(run, "done")
     said: list[EvaluationScore] = []
-    found = evaluation.evaluate_run(store, "points", say=said.append)
+    found = evaluation.evaluate_run(store, "points", report_score=said.append)
     (score,) = found.scores
     assert (score.rounds, score.value, score.examples) == (1, 0.75, 4)
     assert said == [score]
@@ -90,7 +90,7 @@ def test_the_last_state_is_scored_and_kept(store: Store) -> None:
     assert int(rows[0][1]) + int(rows[1][2]) == 3
     (row,) = evaluation.scores_to_dict(found)["scores"]
     assert (row["metrics"]["accuracy"], row["confusion"]) == (0.75, [[int(each) for each in row[1:]] for row in rows])
-    assert evaluation.evaluate_run(store, run, say=said.append) == found
+    assert evaluation.evaluate_run(store, run, report_score=said.append) == found
     assert len(said) == 1
 
 

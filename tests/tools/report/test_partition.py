@@ -74,7 +74,7 @@ def box(path: ElementTree.Element | None) -> tuple[tuple[float, float], tuple[fl
 
 @pytest.mark.parametrize(("devices", "classes"), [(1, 1), (40, 10)])
 def test_everything_drawn_lies_in_the_picture(devices: int, classes: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(partition, "MOST_TIPS", 300)
+    monkeypatch.setattr(partition, "MAX_TOOLTIPS", 300)
     rng = np.random.default_rng(0)
     held = rng.integers(1, 5, (devices, classes))
     names = tuple(f"jetson-orin-nano-super-{number}" for number in range(devices))

@@ -49,7 +49,7 @@ def test_a_line_goes_through_its_points() -> None:
 
 
 def test_a_band_lies_around_its_line() -> None:
-    plot = plots.plot_lines([PlotLine("a", [0, 1], [50, 50], [40, 40], [60, 60])], "t", "x", "y", most=100.0)
+    plot = plots.plot_lines([PlotLine("a", [0, 1], [50, 50], [40, 40], [60, 60])], "t", "x", "y", max_value=100.0)
     (band,) = shapes(render_svg(plot), f"fill: {FIRST}; opacity: 0.16")
     (line,) = shapes(render_svg(plot), f"stroke: {FIRST}; stroke-width: 1.8")
     heights = {y for _, y in band}
@@ -107,11 +107,11 @@ def test_dots_have_a_figure_and_a_stroke_at_their_mean() -> None:
 
 def test_an_axis_of_per_cent_ends_at_100() -> None:
     """Of a single value of 96 the ticks would go on; where values lie above, they do."""
-    one = plots.plot_lines([PlotLine("", [1], [96])], "t", "x", "y", most=100.0)
+    one = plots.plot_lines([PlotLine("", [1], [96])], "t", "x", "y", max_value=100.0)
     assert "120" not in texts(render_svg(one))
-    above = plots.plot_lines([PlotLine("", [1, 2], [0, 110])], "t", "x", "y", most=100.0)
+    above = plots.plot_lines([PlotLine("", [1, 2], [0, 110])], "t", "x", "y", max_value=100.0)
     assert "125" in texts(render_svg(above))
-    dots = [plots.plot_dots([DotRow("a", [70.13])], "t", "%", most=most) for most in (100.0, math.inf)]
+    dots = [plots.plot_dots([DotRow("a", [70.13])], "t", "%", max_value=most) for most in (100.0, math.inf)]
     assert ["120" in texts(render_svg(each)) for each in dots] == [False, True]
 
 

@@ -232,7 +232,7 @@ def test_a_device_that_is_asked_again_begins_later_in_the_timeline(tmp_path: Pat
         (108.0, UpdateAccepted(0, update("b", 0), 3.0)),
         (110.0, RoundCommitted(0, BLOB, False, {}, (), 10.0)),
     ]
-    section = sections.make_timeline_section(replace(found, facts=tuple(dated)))
+    section = sections.make_timeline_section(replace(found, events=tuple(dated)))
     assert section is not None
     ((_, drawn),) = section.switch
     assert {"a, before it was asked: 0", "a, task: 2", "a, waiting: 7"} <= set(re.findall("<title>(.*?)<", str(drawn)))

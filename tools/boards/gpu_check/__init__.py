@@ -33,7 +33,7 @@ from fedquilt.tools.boards import clocks
 from fedquilt.tools.boards.gpu_check import tasks
 from fedquilt.tools.boards.gpu_check.tasks import Row
 from fedquilt.tools.boards.record import measurement, probes
-from fedquilt.tools.report.thresholds import MOST_OTHERS, LoadMeter
+from fedquilt.tools.report.thresholds import MAX_OTHER_LOAD, LoadMeter
 
 Verdict: TypeAlias = Literal["ok", "skipped", "refused", "warning", "error"]
 EXIT: Final[dict[Verdict, int]] = {"ok": 0, "skipped": 10, "refused": 10, "warning": 10, "error": 11}
@@ -334,7 +334,7 @@ def judge_rates(rows: list[Row], cpu_share: float, gpu_share: float) -> Outcome:
         raise SkippedPartError(NO_ENGINE)
     worst = min(rows, key=lambda row: row["ratio"])
     told = f"at least {worst['ratio']:.2f} of a bare loop's rate ({worst['work']})"
-    if max(cpu_share, gpu_share) > MOST_OTHERS:
+    if max(cpu_share, gpu_share) > MAX_OTHER_LOAD:
         others = f"other processes use {cpu_share:.0%} of the CPUs and {gpu_share:.0%} of the GPU"
         return "refused", f"{others}: stop them and repeat; measured nevertheless: {told}", rows
     return ("ok" if worst["ratio"] >= LEAST_RATIO else "warning"), told, rows

@@ -19,7 +19,7 @@ import psutil
 
 from fedquilt.console import progress
 from fedquilt.core import JobError, LinkError
-from fedquilt.tools.report.thresholds import MOST_OTHERS, LoadMeter, format_figures
+from fedquilt.tools.report.thresholds import MAX_OTHER_LOAD, LoadMeter, format_figures
 
 BUSY: Final = 12  # exit code of a benchmark whose machine was busy
 START_S: Final = 10.0
@@ -45,7 +45,7 @@ def run_and_print(what: str, format: str, given: Mapping[str, Any]) -> int:
     progress.LINE.end_operation()
     if "report" in options:
         result["others_share"] = round(others, 3)
-    if busy := others > MOST_OTHERS:
+    if busy := others > MAX_OTHER_LOAD:
         for figure in result["figures"].values():
             figure["reached"] = None
     if format == "json":

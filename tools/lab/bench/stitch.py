@@ -28,7 +28,7 @@ from fedquilt.methods.fedstitch import METHOD
 from fedquilt.models.stitching import stitched_network, vote
 from fedquilt.models.stitching.algebra import cka, least_squares
 from fedquilt.models.stitching.device import block_runner, scoring
-from fedquilt.models.stitching.device.activations import SPARE
+from fedquilt.models.stitching.device.activations import SPARE_SUFFIX
 from fedquilt.models.stitching.device.scoring import ScoreAt, ScoreRequest
 from fedquilt.models.stitching.onnx import export
 from fedquilt.models.stitching.search import steps
@@ -228,7 +228,7 @@ def measure_reference_costs(first: ScoringRound) -> np.ndarray:
 
 
 def _delete_path_caches(cache: Path) -> None:
-    for path in cache.glob(f"*{SPARE}"):
+    for path in cache.glob(f"*{SPARE_SUFFIX}"):
         path.unlink()
 
 

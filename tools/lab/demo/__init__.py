@@ -119,7 +119,7 @@ def compare_networks(
     donors = measure_contributions(setup, network, correct, {row.name: row.accuracy for row in heads})
     best = max(heads, key=lambda row: row.accuracy)
     far(f"{rounds} rounds of FedAvg")
-    scratch = train_from_scratch(plan.job, rounds, count_weights(network, setup.stock))
+    scratch = train_from_scratch(plan.job, rounds, count_weights(network, setup.donor_pool))
     return DemoComparison(donors, _paired_interval(correct, best.correct), devices, scratch)
 
 
@@ -128,9 +128,9 @@ def measure_contributions(
 ) -> list[DonorContribution]:
     unmodified = {row.name: row.accuracy for row in setup.evaluate_unmodified()}
     found = []
-    for name, donor in setup.stock.donors.items():
+    for name, donor in setup.donor_pool.donors.items():
         depths = tuple(donor.blocks[: index + 1] for index in range(len(donor.blocks) - 1))
-        labels = zip(setup.stock.labels, donor.align or (), strict=True)
+        labels = zip(setup.donor_pool.labels, donor.align or (), strict=True)
         left = tuple(path for path in network.taps if set(path).isdisjoint(donor.blocks))
         others = setup.mark_correct(setup.fit_new_head(replace(network, taps=left))) if left else None
         found.append(

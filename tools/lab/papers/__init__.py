@@ -89,7 +89,7 @@ def run_table(
     found = found.select_rows(rows) if rows else found
     chosen, wanted = tuple(seeds or found.seeds), [name for name in there if name in (columns or there)]
     todo = cells.make_cells(found, str(table.file), chosen, rounds, wanted, out)
-    runs, failed = comparison.run_cases([cell.case for cell in todo], out, cells.run_case, say, abreast=True)
+    runs, failed = comparison.run_cases([cell.case for cell in todo], out, cells.run_case, say, parallel=True)
     if failed and not (found.may_fail and runs):
         raise JobError(f"{len(failed)} of {len(todo)} runs failed, the others are kept in {out / 'runs'}: {failed[0]}")
     with toml.prefix_errors(f"{table.file}, table {table.name}"):

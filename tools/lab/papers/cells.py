@@ -176,7 +176,7 @@ def _use_one_thread() -> None:
     torch.set_num_threads(1)  # one run per core
 
 
-def run_case(case: ComparisonCase, tell: comparison.Tell) -> SeedRun:
+def run_case(case: ComparisonCase, tell: comparison.ReportRound) -> SeedRun:
     """Run one case, with the `play` function of its row or on single devices if the row requires it."""
     how, job, folder = msgspec.json.decode(case.how, type=ExecutionOptions), case.settings, Path(case.folder)
     if choose_job_engine(job, methods.load(job.method)) == "torch":
@@ -188,12 +188,20 @@ def run_case(case: ComparisonCase, tell: comparison.Tell) -> SeedRun:
 
 
 def run_with_options(
-    job: JobSettings, folder: Path, how: ExecutionOptions, tell: comparison.Tell = lambda done: None, **changes: Any
+    job: JobSettings,
+    folder: Path,
+    how: ExecutionOptions,
+    tell: comparison.ReportRound = lambda done: None,
+    **changes: Any,
 ) -> SeedRun:
-    options: dict[str, Any] = {"pick": how.select_devices, "away": how.row.away, "together": how.together}
-    options |= {"first": how.first, "tested": how.tested}
+    options: dict[str, Any] = {
+        "select_members": how.select_devices,
+        "offline_count": how.row.away,
+        "batch_devices": how.together,
+    }
+    options |= {"evaluate_first": how.first, "tested": how.tested}
     if how.observe:
-        options["look"] = functools.partial(find_function(how.observe), folder, how)
+        options["observe_run"] = functools.partial(find_function(how.observe), folder, how)
     return play_job(job, folder, tell, **{"workers": 0, **options, **changes})
 
 
@@ -207,7 +215,7 @@ def _run_single_devices(job: JobSettings, folder: Path, how: ExecutionOptions) -
         def pick(every: list[DeviceData]) -> list[DeviceData]:
             return [each for each in how.select_devices(every) if each.device == device]
 
-        return run_with_options(job, folder, how, pick=pick)
+        return run_with_options(job, folder, how, select_members=pick)
 
     runs = [run_device(member.device) for member in chosen]
     last = [run.marks[-1] for run in runs]

@@ -118,7 +118,7 @@ def train_from_fedavg(job: JobSettings, folder: Path, how: ExecutionOptions) -> 
         return {}
 
     known = msgspec.structs.replace(how, row=msgspec.structs.replace(how.row, members=(0, how.row.members[0])))
-    run_with_options(msgspec.structs.replace(job, method="fedavg"), folder, known, look=store_model)
+    run_with_options(msgspec.structs.replace(job, method="fedavg"), folder, known, observe_run=store_model)
     with ScratchFolder() as place:
         file = place / "weights.safetensors"
         file.write_bytes(tensors.encode_tensors(last[0]))
