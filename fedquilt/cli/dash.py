@@ -28,7 +28,7 @@ def dash(context: click.Context, home: Path, listen: str, actions: bool, names: 
         listen,
         actions=actions,
         names=[each.lower() for each in names],
-        say=lambda line: print(line, flush=True),
+        print_line=lambda line: print(line, flush=True),
     )
 
 

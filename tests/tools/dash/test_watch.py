@@ -16,7 +16,7 @@ from fedquilt.coordinator.rounds.events import UpdateAccepted, UpdateRejected
 from fedquilt.coordinator.storage.store import Store
 from fedquilt.coordinator.storage.suspended_jobs import Suspension
 from fedquilt.tools.operations.dash import home_watcher, pages, run_follower
-from fedquilt.tools.operations.dash.home_watcher import HELD, HomeWatcher
+from fedquilt.tools.operations.dash.home_watcher import MAX_ENDED_FOLLOWERS, HomeWatcher
 from fedquilt.tools.operations.dash.run_follower import RunFollower
 
 DEVICES = dashes.names(10)
@@ -45,7 +45,7 @@ def written(made: HomeWatcher, name: str = "runs") -> None:
 def test_only_the_ended_runs_that_were_asked_for_last_are_held_with_their_details(tmp_path: Path) -> None:
     going = dashes.add_run(tmp_path, dashes.facts(DEVICES), "going")
     facts = dashes.facts(DEVICES, ended=True)
-    ended = [dashes.add_run(tmp_path, facts, f"ended-{number}", "stopped") for number in range(HELD + 2)]
+    ended = [dashes.add_run(tmp_path, facts, f"ended-{number}", "stopped") for number in range(MAX_ENDED_FOLLOWERS + 2)]
 
     async def asked(made: HomeWatcher) -> list[str]:
         for run in (going, *ended, ended[2]):
@@ -193,9 +193,9 @@ def test_an_answer_is_kept_until_something_changes_and_answers_that_are_kept_are
         written(made)
         told = msgspec.json.decode(await get(answers, "/api/runs"))
         assert [each["name"] for each in told["runs"]] == ["second", "first"]
-        for number in range(2 * app.ANSWERS):
+        for number in range(2 * app.MAX_CACHED_RESPONSES):
             await get(answers, "/api/runs", f"page={number}")
-        assert len(dash._answers) <= app.ANSWERS
+        assert len(dash._responses) <= app.MAX_CACHED_RESPONSES
 
     watched(tmp_path, asked)
 

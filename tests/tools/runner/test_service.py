@@ -31,13 +31,13 @@ def test_served_json_says_what_the_contract_says(running: Running, models: Path)
     assert (told["served"], told["failed"], told["drift"], told["accuracy"], told["at"]) == (1, 0, None, None, 1e6)
     assert told["latency_s"] > 0
     running.client.post(npy(classifiers.image(250)))
-    clock.now += services.OFTEN_S / 2
+    clock.now += services.BUSY_WRITE_S / 2
     running.service.write_status_if_due()
     assert json.loads((models / "served.json").read_text())["served"] == 1
-    clock.now += services.OFTEN_S
+    clock.now += services.BUSY_WRITE_S
     running.service.write_status_if_due()
     assert json.loads((models / "served.json").read_text())["served"] == 2
-    clock.now += services.SELDOM_S + 1
+    clock.now += services.IDLE_WRITE_S + 1
     running.service.write_status_if_due()
     assert json.loads((models / "served.json").read_text())["at"] == clock.now  # the agent sees that it lives
 

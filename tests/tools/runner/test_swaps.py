@@ -20,7 +20,7 @@ from runners import Clock, Running, digest, npy
 
 from fedquilt.core import ModelError
 from fedquilt.host.disk import REAL
-from fedquilt.tools.operations.runner.service import AGAIN_S, ModelSwitcher
+from fedquilt.tools.operations.runner.service import RETRY_S, ModelSwitcher
 
 
 def test_ten_thousand_requests_through_swaps_none_dropped_none_mixed(running: Running, models: Path) -> None:
@@ -131,7 +131,7 @@ def test_a_model_that_failed_is_tried_again_later(models: Path) -> None:
     for _ in range(5):
         assert not found.reload_if_changed()
     assert len(tried) == 1
-    clock.now += AGAIN_S + 1
+    clock.now += RETRY_S + 1
     assert not found.reload_if_changed()
     assert len(tried) == 2
 
@@ -148,7 +148,7 @@ def test_a_file_that_changes_while_it_is_read_is_refused(models: Path, monkeypat
 
 def test_a_file_and_a_models_folder_do_too(models: Path) -> None:
     path = models / "a" / "model.onnx"
-    assert ModelSwitcher(path).now.sha256 == ModelSwitcher(models / "a").now.sha256 == digest(path)
+    assert ModelSwitcher(path).current.sha256 == ModelSwitcher(models / "a").current.sha256 == digest(path)
     found = ModelSwitcher(path)
     os.replace(models / "b" / "model.onnx", path)
     assert found.reload_if_changed()
