@@ -39,7 +39,7 @@ def record(out: Path | None, minutes: float, root: Path, dry_run: bool, format: 
 
     with progress.show_progress(f"measuring for at most {minutes:g} min"):
         say = progress.LINE.print_to_stdout
-        return tool.record_profile(out, minutes, root=root, dry_run=dry_run, format=format, say=say)
+        return tool.record_profile(out, minutes, root=root, dry_run=dry_run, format=format, print_line=say)
 
 
 root_option: Final = option(

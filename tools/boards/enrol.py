@@ -41,6 +41,7 @@ def accept_certificate(path: Path, certificate: Path) -> int:
     with disk.disk_errors(f"read {certificate}"):
         pem = certificate.read_bytes()
     print(
-        f"{agent_settings.device} is enrolled, until {device_enrolment.install_certificate(agent_settings, pem):%Y-%m-%d}"
+        f"{agent_settings.device} is enrolled, until "
+        f"{device_enrolment.install_certificate(agent_settings, pem):%Y-%m-%d}"
     )
     return 0

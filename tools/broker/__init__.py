@@ -104,23 +104,23 @@ class EmbeddedBroker:
     # -- in the thread ----------------------------------------------------------------------------
 
     def _run_event_loop(
-        self, make: Callable[[dict[str, Any]], Any], ready: threading.Event, failures: list[BaseException]
+        self, make_broker: Callable[[dict[str, Any]], Any], ready: threading.Event, failures: list[BaseException]
     ) -> None:
         try:
-            asyncio.run(self._serve_until_stop(make, ready))
+            asyncio.run(self._serve_until_stop(make_broker, ready))
         except Exception as error:
             failures.append(error)
         finally:
             ready.set()
 
-    async def _serve_until_stop(self, make: Callable[[dict[str, Any]], Any], ready: threading.Event) -> None:
+    async def _serve_until_stop(self, make_broker: Callable[[dict[str, Any]], Any], ready: threading.Event) -> None:
         self._loop, self._stop = asyncio.get_running_loop(), asyncio.Event()
         self._loop.set_exception_handler(lambda loop, context: None)  # amqtt leaves tasks of lost clients behind
         auth: dict[str, Any] = {"amqtt.plugins.authentication.AnonymousAuthPlugin": {"allow_anonymous": True}}
         if self.password_file is not None:
             auth = {"amqtt.plugins.authentication.FileAuthPlugin": {"password_file": str(self.password_file)}}
         listener = {"type": "tcp", "bind": f"{self.host}:{self.port}"}
-        broker = make({"listeners": {"default": listener}, "plugins": auth})
+        broker = make_broker({"listeners": {"default": listener}, "plugins": auth})
         await broker.start()
         self.port = broker.port
         ready.set()
@@ -165,11 +165,11 @@ def format_password_line(user: str, password: str) -> str:
 
 
 def serve_foreground(host: str, port: int, password_file: str | Path | None = None) -> None:
-    done = threading.Event()
+    stopped = threading.Event()
     with EmbeddedBroker(host, port, password_file) as broker:
-        signal.signal(signal.SIGTERM, lambda signum, frame: done.set())
+        signal.signal(signal.SIGTERM, lambda signum, frame: stopped.set())
         print(f"listening on {broker.url} (MQTT 3.1.1); Ctrl-C ends it", flush=True)
-        done.wait()
+        stopped.wait()
 
 
 if __name__ == "__main__":

@@ -199,7 +199,8 @@ def write_config(
         enrolment.write_file_with_mode(out / name, data, 0o644)
     messages += [
         f"{out}: {', '.join(sorted([*files, 'broker.key']))}",
-        f"copy it to {installed_folder} on the broker's machine, its files owned by the broker's user ({broker}), broker.key 0600",
+        f"copy it to {installed_folder} on the broker's machine, its files owned by the broker's user ({broker}), "
+        "broker.key 0600",
         f"{install_step}; then restart the broker",
     ]
     if broker == "emqx" and authority.crl_url is None:

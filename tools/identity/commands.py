@@ -72,7 +72,8 @@ def _parse_right(device_patterns: Sequence[str], max_devices: int) -> SiteRight:
         return msgspec.convert({"boards": device_patterns, "most": max_devices}, SiteRight)
     except msgspec.ValidationError as error:
         raise JobError(
-            f"--boards {', '.join(device_patterns)} --most-boards {max_devices}: {error}. A pattern is a name, or its beginning and *"
+            f"--boards {', '.join(device_patterns)} --most-boards {max_devices}: {error}. A pattern is a name, or "
+            "its beginning and *"
         ) from None
 
 
@@ -88,7 +89,8 @@ def print_certificates(folder: Path, format: str) -> int:
         return 0
     for certificate in issued:
         print(
-            f"{certificate.name:24} {certificate.kind:12} {describe_state(certificate, now_s):34} key {certificate.key_id[:16]}"
+            f"{certificate.name:24} {certificate.kind:12} {describe_state(certificate, now_s):34} key "
+            f"{certificate.key_id[:16]}"
         )
     for token in tokens:
         if token.used_s is None:

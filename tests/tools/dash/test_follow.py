@@ -85,7 +85,7 @@ def test_a_board_sees_where_its_time_went(home: Path) -> None:
 def test_early_rounds_are_forgotten_and_can_be_asked_for(tmp_path: Path) -> None:
     facts = dashes.facts(DEVICES, 9)
     dashes.add_run(tmp_path, facts)
-    found = followed(tmp_path, cells=0)
+    found = followed(tmp_path, max_cells=0)
     whole = round_outcomes.outcomes_by_round(facts, JobConstants.from_job(found.row.job))
     assert sorted(found.parts) == sorted(whole)[-MIN_ROUNDS - 1 :]
     assert len(found.round_times) == MIN_ROUNDS + 1

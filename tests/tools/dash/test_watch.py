@@ -95,7 +95,7 @@ def test_of_another_database_in_the_same_place_nothing_is_told_that_was_in_the_f
 def test_boards_are_read_again_after_a_while_though_nobody_has_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, old_s: float, again: bool
 ) -> None:
-    monkeypatch.setattr(home_watcher, "OLD_S", old_s)
+    monkeypatch.setattr(home_watcher, "FLEET_MAX_AGE_S", old_s)
     dashes.add_boards(tmp_path, DEVICES)
 
     async def asked(made: HomeWatcher) -> bool:
@@ -126,7 +126,7 @@ def test_plots_of_a_long_run_have_points_from_its_first_round_to_its_last(
 ) -> None:
     found = follower(tmp_path, dashes.facts(dashes.names(5), 9, ended=True))
     for drawn, numbers in ((3, [0, 4, 8]), (9, list(range(9)))):
-        monkeypatch.setattr(run_follower, "DRAWN", drawn)
+        monkeypatch.setattr(run_follower, "MAX_PLOT_POINTS", drawn)
         assert [row["round"] - found.make_round_rows()[0]["round"] for row in found.make_round_rows()] == numbers
 
 
@@ -181,7 +181,7 @@ def test_an_answer_is_kept_until_something_changes_and_answers_that_are_kept_are
     pytest.importorskip("starlette", reason="starlette is not installed: pip install 'fedquilt[web]'")
     from fedquilt.tools.operations.dash import app
 
-    monkeypatch.setattr(app, "ANSWER_S", 1e9)
+    monkeypatch.setattr(app, "RESPONSE_TTL_S", 1e9)
     dashes.add_run(tmp_path, dashes.facts(DEVICES), "first")
 
     async def asked(made: HomeWatcher) -> None:

@@ -78,7 +78,7 @@ def test_a_hundred_megabytes_are_refused_before_they_are_read(running: Running) 
     assert (status, "at most 16777216 are read" in told["error"]) == (413, True)
     status, told = running.connect().post(bytes(100 << 20), Expect="100-continue")
     assert status == 413
-    assert not running.server._bytes
+    assert not running.server._pending_bytes
 
 
 @pytest.mark.parametrize(
@@ -146,12 +146,12 @@ def test_bodies_that_an_address_announces_and_does_not_finish_keep_nobody_else_o
                 assert line.recv(12) == b"HTTP/1.1 503"
             else:
                 until(lambda least=number: running.server.active_requests >= least, "the request")
-                until(lambda least=number * arrived: running.server._bytes.total() >= least, "the bytes")
+                until(lambda least=number * arrived: running.server._pending_bytes.total() >= least, "the bytes")
         other = http.client.HTTPConnection(*running.server.address, timeout=20, source_address=("127.0.0.2", 0))
         other.request("POST", "/v1/classify", npy(classifiers.image(250)))
         assert other.getresponse().status == 200
         other.close()
-    until(lambda: not running.server._bytes, "the memory of the bodies is free again")
+    until(lambda: not running.server._pending_bytes, "the memory of the bodies is free again")
 
 
 def test_a_request_that_has_begun_is_answered_before_the_runner_ends(models: Path, monkeypatch: Any) -> None:

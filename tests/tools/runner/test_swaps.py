@@ -41,10 +41,10 @@ def test_ten_thousand_requests_through_swaps_none_dropped_none_mixed(running: Ru
 
     def swap() -> None:
         while not ended.is_set():
-            before = running.models.now.sha256
+            before = running.models.current.sha256
             classifiers.lead(models, "b" if os.readlink(models / "current") == "a" else "a")
             assert running.models.reload_if_changed()
-            assert running.models.now.sha256 != before
+            assert running.models.current.sha256 != before
             seen = running.service.served
             until(lambda seen=seen: ended.is_set() or running.service.served > seen + 300, "requests between two swaps")
 
@@ -74,7 +74,7 @@ def test_ten_thousand_requests_through_swaps_none_dropped_none_mixed(running: Ru
 
 
 def test_a_request_begun_with_the_old_model_ends_with_it(running: Running, models: Path) -> None:
-    old, network = running.models.now, running.models.now.network
+    old, network = running.models.current, running.models.current.network
     begun, go_on, told = threading.Event(), threading.Event(), []
     scores = network.compute_scores
 
@@ -105,7 +105,7 @@ def test_a_model_that_does_not_load_leaves_the_old_one(running: Running, models:
         classifiers.written(models / "c" / "model.onnx", labels=("x", "y", "z"))
     if what == "link":
         (models / "c" / "model.onnx").symlink_to("nowhere")
-    old = running.models.now.sha256
+    old = running.models.current.sha256
     classifiers.lead(models, "c")
     assert not running.models.reload_if_changed()
     status, health = running.client.ask("GET", "/v1/health")

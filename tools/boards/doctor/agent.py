@@ -181,7 +181,8 @@ def _describe_slow_mode(
     mode: PowerMode, workload: str, duration_s: float, available_s: float, sufficient_modes: dict[PowerMode, float]
 ) -> Problem:
     sentence = (
-        f"in power mode {mode.name} the latest task ({workload}) takes {duration_s:.1f} s at the highest clocks that the "
+        f"in power mode {mode.name} the latest task ({workload}) takes {duration_s:.1f} s at the highest clocks "
+        "that the "
         f"mode permits, and had {available_s:.1f} s until its deadline"
     )
     if not sufficient_modes:
@@ -323,7 +324,8 @@ def check_free_space(settings: AgentSettings, free: FreeBytes) -> Verdict:
         return error(f"{free_disk_bytes / 1e6:.0f} MB are free where {home} is: a round's blobs do not fit", fix)
     if free_disk_bytes < cache - cached_bytes:
         return Problem(
-            f"{free_disk_bytes / 1e6:.0f} MB are free where {home} is, and its cache may grow by {(cache - cached_bytes) / 1e6:.0f} MB",
+            f"{free_disk_bytes / 1e6:.0f} MB are free where {home} is, and its cache may grow by "
+            f"{(cache - cached_bytes) / 1e6:.0f} MB",
             fix,
         )
     return f"{free_disk_bytes / 1e9:.1f} GB are free where {home} is"
@@ -369,7 +371,8 @@ def _check_profile_fits_board(settings: AgentSettings, path: Path, machine: Mach
     ):
         return None
     return Problem(
-        f"the profile is that of {profile.board}, and this board is {detected_profile.board}: predicted times and joules are wrong",
+        f"the profile is that of {profile.board}, and this board is {detected_profile.board}: predicted times and "
+        "joules are wrong",
         f'take `profile` out of {path}, or write profile = "{detected_profile.board}"',
     )
 

@@ -191,7 +191,8 @@ def judge_device(result: PermissionResult, broker: Broker, name: str) -> Iterato
         acknowledges = "acknowledges" if result.level == 5 else "takes, without a word whether it passes them on,"
         yield (
             "FQ411",
-            f"{broker} {acknowledges} messages on {branch}/up; whether answers arrive is seen while a coordinator is online",
+            f"{broker} {acknowledges} messages on {branch}/up; whether answers arrive is seen while a coordinator "
+            "is online",
         )
     yield "FQ412", _judge_other_branch(result, broker)
 

@@ -69,8 +69,8 @@ def _unreadable_logs(store: Store) -> Iterator[tuple[str, bool]]:
                 pass
         except JobError as problem:
             yield str(problem), isinstance(problem, DamagedRunError)
-    for error in store.rollouts.read_errors().values():
-        yield str(error), isinstance(error, DamagedRunError)
+    for damage in store.rollouts.read_errors().values():
+        yield str(damage), isinstance(damage, DamagedRunError)
 
 
 def _check_free_space(folder: Path, free: FreeBytes) -> str | Problem:

@@ -99,7 +99,8 @@ def _check_torch_cuda(machine: MachineFacts, packages: InstalledPackages) -> Ver
     if driver_cuda is None or not torch_cuda or torch_cuda.split(".")[0] == str(driver_cuda):
         return None
     return Problem(
-        f"torch {packages.versions.get('torch')} is for CUDA {torch_cuda}, and JetPack {machine.jetpack} has CUDA {driver_cuda}: "
+        f"torch {packages.versions.get('torch')} is for CUDA {torch_cuda}, and JetPack {machine.jetpack} has CUDA "
+        f"{driver_cuda}: "
         "it will not find the GPU",
         _installation_command(machine, "train"),
     )
@@ -110,7 +111,8 @@ def _check_numpy(machine: MachineFacts, packages: InstalledPackages) -> Verdict:
     if numpy is None or torch_version is None or packages.torch_numpy != 1 or int(numpy.split(".")[0]) < 2:
         return None
     return error(
-        f"numpy {numpy} is beside torch {torch_version}, which was compiled with NumPy 1: no tensor becomes an array, and "
+        f"numpy {numpy} is beside torch {torch_version}, which was compiled with NumPy 1: no tensor becomes an "
+        "array, and "
         "every task with torch fails",
         f"{FLASH_COMMAND}, with PIP_CONSTRAINT naming a file that holds numpy<2"
         if machine.is_flashed
@@ -316,7 +318,10 @@ def _check_voltage(machine: MachineFacts) -> Verdict:
 
 
 def _check_throttling(machine: MachineFacts) -> Verdict:
-    sentence = f"the kernel slows clocks for heat now ({', '.join(machine.throttling_devices)}): tasks take longer than predicted"
+    sentence = (
+        f"the kernel slows clocks for heat now ({', '.join(machine.throttling_devices)}): tasks take longer than "
+        "predicted"
+    )
     return Problem(sentence, _cool(machine)) if machine.throttling_devices else None
 
 
@@ -354,7 +359,8 @@ def _check_pinned_clocks(machine: MachineFacts) -> Verdict:
         return None
     clocks = ", ".join(f"{name} at {hz / 1e6:.0f} MHz" for name, hz in pinned.items())
     return Problem(
-        f"every clock is pinned ({clocks}), as jetson_clocks does it: the board draws that power when it idles too, and "
+        f"every clock is pinned ({clocks}), as jetson_clocks does it: the board draws that power when it idles too, "
+        "and "
         "no operating point can be compared with its own choice"
     )
 

@@ -117,7 +117,8 @@ def _collect_bundle_files(
     files = bundle.collect_files(board, target, wheel_paths, lock_text)
     size = sum(len(data) if isinstance(data, bytes) else data.stat().st_size for data in files.values())
     print_line(
-        f"{board.device}: {len(wheel_paths)} wheels for {target.name}, Python {target.python}; {size / 1e6:.1f} MB in all"
+        f"{board.device}: {len(wheel_paths)} wheels for {target.name}, Python {target.python}; {size / 1e6:.1f} MB "
+        "in all"
     )
     return files
 
@@ -164,7 +165,8 @@ def write_upgrade_bundle(
     )
     if omitted_wheels:
         print_line(
-            f"boards keep the other {len(omitted_wheels)} packages that they were flashed with (--whole brings them too)"
+            f"boards keep the other {len(omitted_wheels)} packages that they were flashed with (--whole brings them "
+            "too)"
         )
     print_line(f"fedquilt rollout agent {out} --home HOME brings it to the fleet")
 

@@ -194,7 +194,8 @@ class DiskImage:
         free_disk_bytes = self._file_system.free_bytes()
         if free_disk_bytes * (1 - SPARE_SHARE) < needed_bytes:
             raise InstallRefusedError(
-                f"{self.partition} has {free_disk_bytes / 1e6:.0f} MB free, and {needed_bytes / 1e6:.0f} MB are needed: truncate -s +1G "
+                f"{self.partition} has {free_disk_bytes / 1e6:.0f} MB free, and {needed_bytes / 1e6:.0f} MB are "
+                "needed: truncate -s +1G "
                 "the image, let growpart and resize2fs enlarge the partition, and take that image"
             )
         self._file_system.run_write_commands(commands, self._scratch / "commands")

@@ -173,14 +173,16 @@ def check_compatibility(root: RootFileSystem, manifest: Mapping[str, Any]) -> No
         )
     if machine != required_machine:
         raise InstallRefusedError(
-            f"{description} is {machine}, and this bundle for {required_machine}: build one with the --target of that board"
+            f"{description} is {machine}, and this bundle for {required_machine}: build one with the --target of "
+            "that board"
         )
     if read_elf_machine(root.resolve(python.lstrip("/"))) is None:
         other_pythons = sorted(
             path.name for path in root.resolve("usr/bin").glob("python3.[0-9]*") if "-" not in path.name
         )
         raise InstallRefusedError(
-            f"{description} has no {python}{' but ' + ', '.join(other_pythons) if other_pythons else ''}: build the bundle with the "
+            f"{description} has no {python}{' but ' + ', '.join(other_pythons) if other_pythons else ''}: build the "
+            "bundle with the "
             "--python that is there"
         )
 

@@ -200,7 +200,8 @@ def _request_run_action(action: str, watcher: HomeWatcher, run: str) -> str:
             return run_control.stop_run(job_store, run)
         if not job_store.is_served():
             raise JobError(
-                f"no coordinator serves {watcher.home}: `fedquilt resume {run} --home {watcher.home}` is one that goes on"
+                f"no coordinator serves {watcher.home}: `fedquilt resume {run} --home {watcher.home}` is one that "
+                "goes on"
             )
         return f"{run_control.resume_run(job_store, run).id} goes on at the coordinator's next look at its store"
 

@@ -110,10 +110,8 @@ async def load_device_page(watcher: HomeWatcher, query: Query, name: str) -> dic
     device_rounds: list[dict[str, Any]] = []
     followers, reading = await _load_recent_runs(watcher)
     for follower in followers:
-        rounds = await watcher.run_in_reader_thread(
-            lambda follower=follower: follower.list_device_rounds(name)[:MAX_DEVICE_ROUNDS]
-        )  # type: ignore[misc]
-        device_rounds += [{"run": follower.row.id, **device_round} for device_round in rounds]
+        rounds = await watcher.run_in_reader_thread(partial(follower.list_device_rounds, name))
+        device_rounds += [{"run": follower.row.id, **device_round} for device_round in rounds[:MAX_DEVICE_ROUNDS]]
     if row is None and not device_rounds and not reading:
         raise MissingDeviceError(f"no coordinator of {watcher.home} has heard of a board {name[:100]!r}")
     device_rounds.sort(key=lambda device_round: -(device_round.get("at") or 0.0))

@@ -231,7 +231,8 @@ class ModelService:
         with self._lock:
             if id not in self._unlabelled:
                 raise UnknownClassificationError(
-                    f"no answer {id[:100]!r} waits for its label: it has one, or more than {MAX_UNLABELLED} came after it"
+                    f"no answer {id[:100]!r} waits for its label: it has one, or more than {MAX_UNLABELLED} came "
+                    "after it"
                 )
             model, labels, predicted = self._unlabelled[id]
             number = labels.index(label) if isinstance(label, str) and label in labels else label
