@@ -34,9 +34,9 @@ from fedquilt.edge_agent.engines import exported_model
 from fedquilt.edge_agent.engines.onnx_engine import OnnxEngine
 from fedquilt.onnx import weights
 
-MAX_HEADER_BYTES: Final = 10_000  # bytes of an array's header, which numpy reads with a parser of its own
+MAX_HEADER_BYTES: Final = 10_000  # numpy's parser of headers is slow for longer ones
 MAX_CLASSES: Final = 1_000_000
-MAX_ARRAYS: Final = 16  # in an .npz
+MAX_ARRAYS: Final = 16  # arrays of an .npz
 NUMBER_KINDS: Final = "fiub"  # kinds of NumPy's types; labels may also be words, "U"
 _PARSER: Final = threading.Lock()  # numpy reads a header by `ast`, which fails in CPython 3.11 in two threads at once
 BATCH = 64
@@ -55,7 +55,7 @@ class Classifier:
     def __init__(self, model: Path) -> None:
         self.model = self._file = model
         chunks = weights.read_with_external_data(model)
-        if len(chunks) > 1:  # an engine takes numbers from no file that a graph names
+        if len(chunks) > 1:  # engines do not read files that a graph refers to
             folder = tempfile.mkdtemp(prefix="fedquilt-model-")
             weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
             self._file = Path(folder) / model.name
@@ -87,7 +87,7 @@ class Classifier:
 
     def prepare_inputs(self, x: np.ndarray) -> np.ndarray:
         """Return float32 network inputs of stored examples, as in training."""
-        with np.errstate(over="ignore", invalid="ignore"):  # what is too large for float32 is found below
+        with np.errstate(over="ignore", invalid="ignore"):  # overflows are detected below
             prepared = self._metadata.prepare_inputs(inputs.fill_missing(x, self._reading.fill))
         if not np.isfinite(prepared).all():
             raise DataError("the example holds numbers that are not finite")
@@ -192,7 +192,7 @@ def read_array(data: bytes, kinds: str = NUMBER_KINDS) -> np.ndarray:
         read_header = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
         with _PARSER:
             shape, is_fortran_order, dtype = read_header(file, max_header_size=MAX_HEADER_BYTES)
-    except Exception as error:  # numpy's parser raises what Python's does
+    except Exception as error:  # numpy's parser raises any exception of Python's parser
         raise DataError(f"cannot read the array: {shorten_error(str(error))}") from None
     remaining_bytes = len(data) - file.tell()
     if dtype.kind not in kinds:
@@ -225,10 +225,10 @@ def read_arrays(data: bytes, max_bytes: int) -> dict[str, np.ndarray]:
 
 @dataclass(frozen=True)
 class Prediction:
-    image: str  # its file, or its place in the .npz
+    image: str  # file, or index in the array
     label: str
-    score: float  # the network's output for that label, the largest of all; no probability: it may be above 1
-    truth: str | None  # the label it is known to have
+    score: float  # largest output of the network, not a probability
+    truth: str | None  # true label, or None if unknown
 
 
 def run_model(model: Path, source: Path) -> list[Prediction]:

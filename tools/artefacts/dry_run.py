@@ -108,8 +108,7 @@ def convert_to_model_error(sentence: str, fix: str) -> Iterator[list[BaseExcepti
     except Exception as error:  # code of methods and networks from outside may raise anything
         raise ModelError(
             f"{sentence}: {_error_text(errors[0] if errors else error)} (found in a dry run on synthetic examples): "
-            f"{fix} or "
-            "the method's [params], or take another method"
+            f"{fix} or the method's [params], or take another method"
         ) from error
 
 
@@ -139,7 +138,7 @@ def draw_examples(
     elif network.get("name") == "transformer":
         x = rng.integers(0, int(network["vocabulary"]), (count, *shape)).astype(np.int32)
     else:
-        scale = table if isinstance(table, Mapping) else {}  # other examples would be large once they are standardised
+        scale = table if isinstance(table, Mapping) else {}  # otherwise standardised examples would be large
         x = rng.normal(scale.get("mean", 0.0), scale.get("std", 1.0), (count, *shape)).astype(np.float32)
     task = task_from_network(network)
     if task == "regression":

@@ -39,9 +39,7 @@ SHORT_SEARCH: Final[Mapping[str, Any]] = {
     "head_rounds": 1,
     "features": 1,  # only the last tap of each donor: a head on all of large donors takes minutes to solve
 }
-SCORED_EXAMPLES: Final = (
-    2 * cka.MIN_IMAGES
-)  # examples of a device that scores blocks: junctions are fitted on half of them
+SCORED_EXAMPLES: Final = 2 * cka.MIN_IMAGES  # half of the examples is for fitting junctions
 ENGINE_BYTES: Final = 1 << 32  # budget of the engine that runs donors: half of it holds loaded blocks
 
 

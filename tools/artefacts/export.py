@@ -84,24 +84,24 @@ def export_result(store: Store, run: str, out: Path, *, best: bool = False, cand
     artefact, row = load_result(store, run, best=best, candidate=candidate), store.find_job(run)
     suffixes = (".onnx",) if artefact.kind == "stitched" else (".onnx", ".safetensors")
     if out.suffix and out.suffix not in suffixes:
-        description = (
+        label = (
             "a stitched network is one ONNX file" if artefact.kind == "stitched" else "weights are safetensors or ONNX"
         )
-        raise JobError(f"{out}: {description}: name a file that ends with {' or '.join(suffixes)}")
-    payload, description = _encode_result(artefact, row, onnx=out.suffix == ".onnx")
+        raise JobError(f"{out}: {label}: name a file that ends with {' or '.join(suffixes)}")
+    payload, label = _encode_result(artefact, row, onnx=out.suffix == ".onnx")
     temporary = out.with_name(out.name + ".part")
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         if out.exists() and not out.is_file():
-            out.write_bytes(payload)  # a device or a pipe: written to, never replaced
+            out.write_bytes(payload)  # device files and pipes cannot be replaced
         else:
             temporary.write_bytes(payload)
             os.replace(temporary, out)
     except OSError as error:
         raise StoreError(f"cannot write {out}: {error.strerror}") from None
     if best:
-        description = f"{description}, after {_find_states(store, row)[2]} rounds, the best that devices evaluated"
-    return f"{out}: {units.format_bytes(len(payload))}, {description}{_describe_unfinished(store, row)}"
+        label = f"{label}, after {_find_states(store, row)[2]} rounds, the best that devices evaluated"
+    return f"{out}: {units.format_bytes(len(payload))}, {label}{_describe_unfinished(store, row)}"
 
 
 def encode_for_devices(store: Store, run: str) -> tuple[bytes, str]:
@@ -120,10 +120,9 @@ def encode_for_devices(store: Store, run: str) -> tuple[bytes, str]:
     has_private_part = method.personal is not None and artefact.meta.get("private") != []
     if (private_names := artefact.meta.get("private")) and not has_private_part:
         raise JobError(
-            f"{row.job.method} leaves {len(private_names)} tensors ({private_names[0]}, ...) on each board, and "
-            "does not say how "
-            "a board puts its network together of them (`Method.personal`): roll out a run of another method, or a "
-            "FILE.onnx"
+            f"{row.job.method} leaves {len(private_names)} tensors ({private_names[0]}, ...) on each board, and does "
+            "not say how a board puts its network together of them (`Method.personal`): roll out a run of another "
+            "method, or a FILE.onnx"
         )
     if has_private_part:
         from fedquilt.models.networks import onnx_file  # needs torch
@@ -132,21 +131,21 @@ def encode_for_devices(store: Store, run: str) -> tuple[bytes, str]:
         task_spec = method.send(state, DeviceView("", None))
         assert task_spec is not None, f"{row.job.method} orders nothing of a new device"
         private_part_text = f"what it has kept of {row.id}"
-        description = f"network {artefact.meta['network'].get('name')}, in which each board puts {private_part_text}"
+        label = f"network {artefact.meta['network'].get('name')}, in which each board puts {private_part_text}"
     else:
-        graph, description = _encode_result(artefact, row, onnx=True)
+        graph, label = _encode_result(artefact, row, onnx=True)
         task_spec = TaskSpec({}, {})
     shares = None
     if row.job.personal.prior == "auto":
         graph, shares = _add_unfilled_class_priors(graph), _last_class_shares(store, row, method)
-        description = f"{description}, to whose scores each board adds its class priors"
+        label = f"{label}, to whose scores each board adds its class priors"
     zeros = {name: np.zeros(missing.shape, missing.dtype) for name, missing in weights.missing_tensors(graph).items()}
-    require_loadable(b"".join(weights.fill_graph(graph, zeros)) if zeros else graph, description)
-    return (_encode_shared_parts(row, method, task_spec, graph, shares) if zeros else graph), description
+    require_loadable(b"".join(weights.fill_graph(graph, zeros)) if zeros else graph, label)
+    return (_encode_shared_parts(row, method, task_spec, graph, shares) if zeros else graph), label
 
 
 def _add_unfilled_class_priors(graph: bytes) -> bytes:
-    import onnx  # which a coordinator does not need
+    import onnx  # not installed with every coordinator
 
     model = onnx.load_from_string(graph)
     (output,) = model.graph.output
@@ -163,36 +162,30 @@ def _add_unfilled_class_priors(graph: bytes) -> bytes:
 def _last_class_shares(store: Store, row: StoredJob, method: Method) -> tuple[float, ...]:
     """Return the class shares of the run's last evaluation, or () for equal ones."""
     evaluations = [event.evaluation for _, _, event in store.read_events(row.id) if isinstance(event, RoundCommitted)]
-    counted_evaluations = [] if method.traits.equal_classes else [sums for sums in evaluations if sums is not None]
-    return evaluation.class_shares(evaluation.count_classes(counted_evaluations[-1])) if counted_evaluations else ()
+    counted = [] if method.traits.equal_classes else [sums for sums in evaluations if sums is not None]
+    return evaluation.class_shares(evaluation.count_classes(counted[-1])) if counted else ()
 
 
-def require_loadable(
-    payload: bytes | memoryview, description: str, input_shape: Sequence[int] | None = None
-) -> CheckedGraph:
+def require_loadable(payload: bytes | memoryview, label: str, input_shape: Sequence[int] | None = None) -> CheckedGraph:
     """Check an ONNX file as a device does before loading, and return the checked graph."""
     try:
         checked = graph_check.check_bytes(payload)
         checked.require_batched_examples()
     except ModelError as error:
-        raise ModelError(f"{description}: {error}") from None
+        raise ModelError(f"{label}: {error}") from None
     output = checked.outputs[0]
     if output.shape is not None and len(output.shape) != 2:
         raise ModelError(
-            f"{description}: output {output.name[:80]!r} has the shape {graph_check.format_shape(output.shape)}, "
-            "not the axes "
-            "(examples, classes): export a network that ends with scores of classes"
+            f"{label}: output {output.name[:80]!r} has the shape {graph_check.format_shape(output.shape)}, not the "
+            "axes (examples, classes): export a network that ends with scores of classes"
         )
     name, declared = checked.inputs[0].name[:80], checked.input_shape
     if input_shape is None and declared is None:
-        raise ModelError(
-            f"{description}: input {name!r} declares no number of axes: add --input-shape, such as 3,224,224"
-        )
+        raise ModelError(f"{label}: input {name!r} declares no number of axes: add --input-shape, such as 3,224,224")
     if input_shape is not None and not graph_check.fits_shape(input_shape, declared):
         raise ModelError(
-            f"{description}: --input-shape {','.join(map(str, input_shape))} is not what input {name!r} declares, "
-            "examples of "
-            f"shape {graph_check.format_shape(declared)}"
+            f"{label}: --input-shape {','.join(map(str, input_shape))} is not what input {name!r} declares, examples "
+            f"of shape {graph_check.format_shape(declared)}"
         )
     return checked
 
@@ -220,7 +213,7 @@ def _encode_shared_parts(
 def _encode_result(artefact: Artefact, row: StoredJob, *, onnx: bool) -> tuple[bytes, str]:
     if artefact.kind == "stitched":
         from fedquilt.models.stitching import stitched_network
-        from fedquilt.models.stitching.onnx import export  # needs onnx, which a coordinator does not
+        from fedquilt.models.stitching.onnx import export  # needs onnx, which a coordinator may not have
 
         index = job_bundle.load_bundle(row.bundle, content=row.content)
         files = {name: job_bundle.verify_file(row.bundle, ref) for name, ref in index.files.items()}
@@ -231,7 +224,7 @@ def _encode_result(artefact: Artefact, row: StoredJob, *, onnx: bool) -> tuple[b
             files,
             _reading_settings(row),
         )
-        description = f"{stitched_network.artefact_name(artefact.meta)}, labels {', '.join(artefact.meta['labels'])}"
+        label = f"{stitched_network.artefact_name(artefact.meta)}, labels {', '.join(artefact.meta['labels'])}"
     elif onnx:
         if artefact.kind != "weights":
             raise ModelError(
@@ -240,12 +233,12 @@ def _encode_result(artefact: Artefact, row: StoredJob, *, onnx: bool) -> tuple[b
         from fedquilt.models.networks import onnx_file  # needs torch
 
         payload = onnx_file.export_network(artefact.meta["network"], artefact.tensors, _reading_settings(row))
-        description = f"network {artefact.meta['network'].get('name')}"
+        label = f"network {artefact.meta['network'].get('name')}"
     else:
         payload = tensors.encode_tensors(artefact.tensors, {"fedquilt": msgspec.json.encode(artefact.meta).decode()})
         name = artefact.meta.get("network", {}).get("name") if isinstance(artefact.meta.get("network"), dict) else None
-        description = f"{len(artefact.tensors)} tensors" + (f" of network {name}" if name else f" ({artefact.kind})")
-    return payload, description
+        label = f"{len(artefact.tensors)} tensors" + (f" of network {name}" if name else f" ({artefact.kind})")
+    return payload, label
 
 
 def _reading_settings(row: StoredJob) -> Mapping[str, Any]:

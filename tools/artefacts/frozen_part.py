@@ -24,15 +24,15 @@ from fedquilt.models.networks import registry
 if TYPE_CHECKING:
     from torch import nn
 
-MAX_TRUNK_CHILDREN = 8  # a trunk with more children with weights is opened: not AlexNet's 5
+MAX_TRUNK_CHILDREN = 8  # larger trunks are divided. AlexNet's has 5 children
 FIT = Fit(epochs=5, batch=64, lr=0.01, weight_decay=1e-4)  # of each candidate
-BUDGET_BYTES = 1 << 40  # the operator's own machine: nothing is refused here
+BUDGET_BYTES = 1 << 40  # no limit on the operator's machine
 
 
 class CalibrationData(DataSpec, frozen=True, forbid_unknown_fields=True):
     """The `[schedule]` table: examples as in `[data]`, with the held-out share for validation."""
 
-    blocks: tuple[tuple[str, ...], ...] = ()  # modules of each block, first to last; (): by rule (`blocks`)
+    blocks: tuple[tuple[str, ...], ...] = ()  # modules of each block, or () for `list_blocks`
 
 
 class CandidateResult(NamedTuple):

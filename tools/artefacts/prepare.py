@@ -32,7 +32,7 @@ from fedquilt.tools.artefacts import dry_run, frozen_part
 if TYPE_CHECKING:
     from torch import nn
 
-Groups = tuple[tuple[int, ...], ...]  # for each label its classes
+Groups = tuple[tuple[int, ...], ...]  # classes of each label
 Align = str | Groups | dict[str, tuple[int | str, ...]]
 
 # ImageNet-1K has no deer (hartebeest, impala and gazelle stand in) and one horse (sorrel)
@@ -175,12 +175,12 @@ def _normalise_words(text: str) -> list[str]:
 
 class DonorSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     name: Name
-    network: dict[str, Any]  # see fedquilt.models.networks.registry; of outside too
-    weights: str | None = None  # a file, or a name of torchvision's ("DEFAULT"); none: random from `seed`
+    network: dict[str, Any]  # table of `fedquilt.models.networks.registry`
+    weights: str | None = None  # a file or torchvision's name ("DEFAULT"), or None for random weights
     seed: int = 0
-    cuts: tuple[str, ...] = ()  # modules after which to cut; none: by rule
-    align: Align | None = None  # for each label the donor's classes that mean it: `align_labels`
-    classes: str | None = None  # with names in `align`: a file of the classes' names, one a line; or "imagenet"
+    cuts: tuple[str, ...] = ()  # modules after which to cut, or () for automatic cuts
+    align: Align | None = None  # see `align_labels`
+    classes: str | None = None  # file of class names for `align`, or "imagenet"
 
 
 def prepare_bundle(job: Mapping[str, Any], out: Path, print_line: Callable[[str], None] = lambda line: None) -> Bundle:
@@ -275,7 +275,7 @@ def _check_bundle(job: JobSettings, bundle: Bundle, out: Path, print_line: Calla
     sample = None
     if job.data:
         spec = DataSpec.parse(job.data)
-        if _is_here(spec):  # else boards have it
+        if _is_here(spec):  # otherwise only devices have the data
             reader = compatibility.open_compatible_data(bundle.meta, spec)
             sample = reader.take(np.arange(min(len(reader.y), dry_run.EXAMPLES))) if job.params.get("augment") else None
             for warning in compatibility.data_warnings(bundle.meta, reader, spec):
@@ -286,7 +286,7 @@ def _check_bundle(job: JobSettings, bundle: Bundle, out: Path, print_line: Calla
         with scores.name_test_table():
             examples.open_split(spec)
     if "onnx" in methods.load(job.method).engines:
-        from fedquilt.tools.artefacts import dry_run_donors  # here, as it needs the stitching pack
+        from fedquilt.tools.artefacts import dry_run_donors  # needs the stitching packages
 
         dry_run_donors.dry_run_job(job, bundle, out)
     else:
@@ -328,7 +328,7 @@ def _prepare_model(
         metadata["untraced"] = str(error)
     training_properties, _ = peak_memory.measure_training(
         model, torch.zeros(2, *registry.input_shape(network))
-    )  # last: it moves batch norm
+    )  # must come last, as the measurement changes batch norm
     register = traces.trace_register(model, registry.input_shape(network))
     is_coupled = register.is_coupled(state)
     example_bytes = (
@@ -363,9 +363,8 @@ def _require_trainable(model: nn.Module, name: str) -> None:
     )
     raise ModelError(
         f"network {name!r}: {description} are frozen (requires_grad = False), {frozen_names[0]!r} for instance, and "
-        "fedquilt would "
-        "train them all the same: make what never moves a buffer (register_buffer), or leave all free and have the "
-        "method train a part of the network, as ft_part does"
+        "fedquilt would train them all the same: make what never moves a buffer (register_buffer), or leave all free "
+        "and have the method train a part of the network, as ft_part does"
     )
 
 
@@ -438,8 +437,8 @@ def _prepare_donors(
     if mismatched := [name for name in other_names if shapes[name] != shapes[first_name]]:
         raise JobError(
             f"donor {mismatched[0]!r} takes examples of shape {tuple(shapes[mismatched[0]])}, {first_name!r} of "
-            f"{tuple(shapes[first_name])}: "
-            "donors are run on the same examples, so give their networks the same steps and channels"
+            f"{tuple(shapes[first_name])}: donors are run on the same examples, so give their networks the same steps "
+            "and channels"
         )
     return meta
 

@@ -74,7 +74,7 @@ def quantize_block(block: Block, paths: Mapping[str, Path], calibration_inputs: 
     if block.kind == "start" or sum(len(stage) for stage in block.stages) > 1:
         return None
     model = export.load_graph(block.id, paths[block.stages[0][0]])
-    add_pre_process_metadata(model)  # what that would do, the exporter has done
+    add_pre_process_metadata(model)  # the exporter has done the preprocessing
     with tempfile.TemporaryDirectory(prefix="fedquilt-") as folder:
         path = Path(folder) / "graph.onnx"
         quantization.quantize_static(
@@ -133,7 +133,7 @@ UNUSED_KEYS = (  # keys of [data] that are not in [int8]
 class QuantizedBlock:
     graph: bytes
     max_cka_change: float  # largest change of its output's CKA with any block's
-    quantized_s: float  # it took; and the float32 block
+    quantized_s: float  # duration of the 8-bit block
     plain_s: float
 
 
@@ -143,8 +143,8 @@ class QuantizationResult:
 
     accepted: Mapping[str, QuantizedBlock]
     deviating: tuple[str, ...] = ()  # a CKA or a score changed by INT8_DELTA or more
-    choice_changing: tuple[str, ...] = ()  # came among the best K, or left them
-    float_only: tuple[str, ...] = ()  # tiles, nothing that can be quantized, or more memory than in float32
+    choice_changing: tuple[str, ...] = ()  # entered or left the best K
+    float_only: tuple[str, ...] = ()  # tiled, not quantizable, or larger than in float32
 
     def __str__(self) -> str:
         block_count = len(self.accepted) + len(self.deviating) + len(self.choice_changing) + len(self.float_only)
@@ -282,7 +282,7 @@ def _quantize_suitable_blocks(
     quantized_grams: dict[str, np.ndarray] = {}
     prepared = block_runner.PreparedExamples(
         device.examples.x[count:], pool.input
-    )  # n to compare on, and n for the ranges
+    )  # `count` images for the comparison, then `count` for the ranges
     first_block_outputs = _run_first_blocks(runner, pool, SourceSlice(prepared, count, 2 * count))
     for donor in pool.donors.values():
         maps: ActivationSource = prepared

@@ -24,7 +24,7 @@ class BundleTarget:
     machine: str  # as `uname -m` says
     python: str
     glibc: int
-    interpreter: str = ""  # its path on the board
+    interpreter: str = ""  # path on the board
     index: str = ""
     systemd: int = 249
 
@@ -57,7 +57,7 @@ class BundleTarget:
         }
 
 
-NUMPY_2: Final = b"numpy._core._multiarray_umath"  # is imported by what was compiled with the headers of NumPy 2
+NUMPY_2: Final = b"numpy._core._multiarray_umath"  # imported by code that was compiled with NumPy 2
 NVIDIA_JP6: Final = "https://pypi.jetson-ai-lab.io/jp6/cu126"  # wheels with the GPU for JetPack 6; PyPI has none
 # Python and glibc of Ubuntu 22.04 and 24.04, on which JetPack 6 and 7 are built, and of Debian 12 and 13
 TARGETS: Final = {

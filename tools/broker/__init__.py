@@ -67,7 +67,7 @@ class EmbeddedBroker:
             from fedquilt.tools.broker.amqtt_fixes import PatchedBroker
         except ModuleNotFoundError:
             raise JobError("the embedded broker needs amqtt: pip install 'fedquilt[demo]'") from None
-        for name in ("amqtt", "transitions"):  # each connection is three lines of theirs
+        for name in ("amqtt", "transitions"):  # they log three lines for each connection
             logging.getLogger(name).setLevel(logging.CRITICAL)
         ready = threading.Event()
         failures: list[BaseException] = []
@@ -75,7 +75,7 @@ class EmbeddedBroker:
             target=self._run_event_loop, args=(PatchedBroker, ready, failures), name="broker", daemon=True
         )
         self._thread.start()
-        if not ready.wait(START_S):  # an interrupt in the middle of an import leaves a lock of Python's held
+        if not ready.wait(START_S):  # an interrupted import can leave Python's import lock acquired
             self._thread = None
             raise LinkError(f"the embedded broker does not start within {START_S:g} s: run the command again")
         if failures:

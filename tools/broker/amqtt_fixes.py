@@ -80,7 +80,7 @@ class PatchedBroker(Broker):  # type: ignore[misc]
             else:
                 await self._client_connected(listener_name, ReplayedStream(head, reader), StreamWriterAdapter(writer))
         except (asyncio.IncompleteReadError, ConnectionError):
-            pass  # it left
+            pass  # the client disconnected
         finally:
             self._writers.discard(writer)
             writer.close()

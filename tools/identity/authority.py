@@ -90,12 +90,12 @@ AUTHORITY_DAYS: Final = 3650
 VALIDITY_DAYS: dict[Kind, int] = {"device": 365, "coordinator": 730, "server": 730, "observer": 365, "site": 365}
 RESERVED_NAMES: Final = frozenset(
     {authenticated_link.COORDINATOR}
-)  # the user that the broker gives the coordinator's rights
+)  # the broker grants this user the coordinator's rights
 _NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,63}\Z")
 _CLIENT, _SERVER = ExtendedKeyUsageOID.CLIENT_AUTH, ExtendedKeyUsageOID.SERVER_AUTH
 _EXTENDED_KEY_USAGES = {
     "device": [_CLIENT],
-    "coordinator": [_CLIENT, _SERVER],  # it is the broker's client, and the side that boards shake hands with
+    "coordinator": [_CLIENT, _SERVER],  # client of the broker, and server of the handshake
     "server": [_SERVER],
     "observer": [_CLIENT],
     "site": [_CLIENT],
@@ -178,8 +178,8 @@ class CertificateAuthority:
 
     def require_enrollable(self, device: str, key: ec.EllipticCurvePublicKey, now_s: float) -> None:
         """Raise an error if a device may not have a certificate for a key."""
-        certificates = self.register.list_certificates(device)
-        if device in RESERVED_NAMES or any(certificate.kind != "device" for certificate in certificates):
+        certs = self.register.list_certificates(device)
+        if device in RESERVED_NAMES or any(cert.kind != "device" for cert in certs):
             raise JobError(
                 f"{device!r} is no device's name here, but the coordinator's or a server's: rename the device"
             )
@@ -187,10 +187,7 @@ class CertificateAuthority:
             site := next((site for site, site_right in self.valid_sites(now_s) if site_right.authorizes(device)), None)
         ) is not None:
             raise JobError(f"{device!r} is a name of a board of site {site}: rename the device, or enrol it there")
-        if any(
-            certificate.key_id == enrolment.key_fingerprint(key) and certificate.revoked_s is not None
-            for certificate in certificates
-        ):
+        if any(cert.key_id == enrolment.key_fingerprint(key) and cert.revoked_s is not None for cert in certs):
             raise JobError(
                 f"this key of {device} was revoked: remove device.key on the board, which then makes another"
             )
@@ -210,9 +207,7 @@ class CertificateAuthority:
         if not _NAME.match(name):
             raise JobError(f"{name!r} is no name: up to 64 of a-z, 0-9, '.', '_' and '-', beginning with a-z or 0-9")
         checked_by_boards = kind in ("server", "coordinator")
-        valid_from = (
-            EPOCH if checked_by_boards else to_datetime(now_s - DAY_S)
-        )  # a broker's clock may be somewhat behind
+        valid_from = EPOCH if checked_by_boards else to_datetime(now_s - DAY_S)  # the clock of a broker may be slow
         valid_until = min(
             to_datetime(now_s + (VALIDITY_DAYS[kind] if days is None else days) * DAY_S),
             self.cert.not_valid_after_utc,
@@ -259,7 +254,7 @@ class CertificateAuthority:
         The number is at least the seconds since 1970, so that it also grows in a folder restored from a backup.
         """
         file = self.folder / "upgrades"
-        with self.register.transaction():  # one at a time
+        with self.register.transaction():
             with disk.disk_errors(f"read {file}"):
                 text = file.read_text(encoding="ascii", errors="replace").strip() if file.is_file() else "0"
             last_number = int(text) if re.fullmatch(r"[0-9]{1,15}", text) else 0
@@ -283,13 +278,11 @@ class CertificateAuthority:
         """Return a new certificate and its new private key in PEM, for all kinds except devices."""
         key = ec.generate_private_key(ec.SECP256R1())
         with self.register.transaction():
-            other_kind = next(
-                (listed.kind for listed in self.register.list_certificates(name) if listed.kind != kind), kind
-            )
+            other_kind = next((cert.kind for cert in self.register.list_certificates(name) if cert.kind != kind), kind)
             if "device" in (other_kind, kind) or other_kind != kind:
-                listed = "an observer" if other_kind == "observer" else f"a {other_kind}"
+                cert = "an observer" if other_kind == "observer" else f"a {other_kind}"
                 raise JobError(
-                    f"{name!r} is {listed}'s name, and the broker grants rights by name: take a name that nobody has"
+                    f"{name!r} is {cert}'s name, and the broker grants rights by name: take a name that nobody has"
                 )
             if (name in RESERVED_NAMES) != (kind == "coordinator"):
                 raise JobError(
@@ -303,16 +296,10 @@ class CertificateAuthority:
             return certificate, key_to_pem(key)
 
     def _require_free_boards(self, name: str, site_right: SiteRight, now_s: float) -> None:
-        valid_certificates = (
-            certificate
-            for certificate in self.register.list_certificates()
-            if certificate.revoked_s is None and certificate.ends_s > now_s
+        valid_certs = (
+            cert for cert in self.register.list_certificates() if cert.revoked_s is None and cert.ends_s > now_s
         )
-        if (
-            conflicting := next(
-                (certificate for certificate in valid_certificates if site_right.authorizes(certificate.name)), None
-            )
-        ) is not None:
+        if (conflicting := next((cert for cert in valid_certs if site_right.authorizes(cert.name)), None)) is not None:
             raise JobError(
                 f"{name} cannot speak for {conflicting.name}, which is a {conflicting.kind} here: narrow --boards"
             )
@@ -324,40 +311,26 @@ class CertificateAuthority:
                 )
 
     def valid_sites(self, now_s: float) -> list[tuple[str, SiteRight]]:
-        certificates = [certificate for certificate in self.register.list_certificates() if certificate.kind == "site"]
+        certs = [cert for cert in self.register.list_certificates() if cert.kind == "site"]
         return [
-            (certificate.name, _read_site_right(certificate.pem))
-            for certificate in certificates
-            if certificate.revoked_s is None and certificate.ends_s > now_s
+            (cert.name, _read_site_right(cert.pem)) for cert in certs if cert.revoked_s is None and cert.ends_s > now_s
         ]
 
     def valid_observers(self, now_s: float) -> list[str]:
-        certificates = [
-            certificate for certificate in self.register.list_certificates() if certificate.kind == "observer"
-        ]
-        return sorted(
-            {
-                certificate.name
-                for certificate in certificates
-                if certificate.revoked_s is None and certificate.ends_s > now_s
-            }
-        )
+        certs = [cert for cert in self.register.list_certificates() if cert.kind == "observer"]
+        return sorted({cert.name for cert in certs if cert.revoked_s is None and cert.ends_s > now_s})
 
     # -- revoking ---------------------------------------------------------------------------------
 
     def revoke_name(self, name: str, now_s: float) -> list[IssuedCertificate]:
         with self.register.transaction():
-            certificates = self.register.list_certificates(name)
+            certs = self.register.list_certificates(name)
             cancelled = self.register.cancel_tokens(name)
-            if not certificates and not cancelled:
+            if not certs and not cancelled:
                 raise JobError(f"nothing was issued to {name!r}: `fedquilt identity list` shows all")
-            revoked = [
-                certificate
-                for certificate in certificates
-                if certificate.revoked_s is None and certificate.ends_s > now_s
-            ]
-            for certificate in revoked:
-                self.register.revoke_certificate(certificate.serial, now_s)
+            revoked = [cert for cert in certs if cert.revoked_s is None and cert.ends_s > now_s]
+            for cert in revoked:
+                self.register.revoke_certificate(cert.serial, now_s)
         self.write_crl(now_s)
         return revoked
 
@@ -369,7 +342,7 @@ class CertificateAuthority:
         builder = (
             x509.CertificateRevocationListBuilder()
             .issuer_name(self.cert.subject)
-            .last_update(to_datetime(now_s - DAY_S))  # for a broker whose clock is somewhat behind
+            .last_update(to_datetime(now_s - DAY_S))  # the clock of a broker may be slow
             .next_update(self.cert.not_valid_after_utc)
             .add_extension(x509.CRLNumber(int(now_s * 1000)), critical=False)
             .add_extension(authority_key_id(self.cert), critical=False)
@@ -385,11 +358,9 @@ class CertificateAuthority:
                 only_contains_attribute_certs=False,
             )
             builder = builder.add_extension(point, critical=True)
-        for certificate in self.register.list_certificates():
-            if certificate.revoked_s is not None and certificate.ends_s > now_s:
-                entry = x509.RevokedCertificateBuilder(
-                    int(certificate.serial, 16), to_datetime(certificate.revoked_s)
-                ).build()
+        for cert in self.register.list_certificates():
+            if cert.revoked_s is not None and cert.ends_s > now_s:
+                entry = x509.RevokedCertificateBuilder(int(cert.serial, 16), to_datetime(cert.revoked_s)).build()
                 builder = builder.add_revoked_certificate(entry)
         path = self.folder / "crl.pem"
         pem = builder.sign(self._key, hashes.SHA256()).public_bytes(serialization.Encoding.PEM)

@@ -28,11 +28,9 @@ Broker = Literal["mosquitto", "emqx"]
 ALL_ADDRESSES: Final = "0.0.0.0"  # noqa: S104
 PORT: Final = 8883
 MAX_PACKET: Final = 1024 * 1024  # bytes; a chunk is at most 256 KiB, a message or manifest less
-MAX_QUEUED: Final = 50_000  # messages for one client: 10,000 boards that all speak at once, some of them twice
-MAX_QUEUED_BYTES: Final = (
-    512 * 1024 * 1024
-)  # for one client: profiles of 10,000 Jetsons, 40 kB each, when it subscribes
-MAX_INFLIGHT: Final = 100  # messages without an acknowledgement: each wait for one is a turn of a busy coordinator
+MAX_QUEUED: Final = 50_000  # for one client: 10,000 devices that send at once, some twice
+MAX_QUEUED_BYTES: Final = 512 * 1024 * 1024  # for one client: 10,000 profiles of 40 kB
+MAX_INFLIGHT: Final = 100  # unacknowledged messages; a low limit slows a busy coordinator
 SESSION_DAYS: Final = 1  # how long a session outlives its client
 DEFAULT_FOLDERS: dict[Broker, str] = {"mosquitto": "/etc/mosquitto/fedquilt", "emqx": "/etc/emqx/fedquilt"}
 

@@ -82,16 +82,13 @@ def print_certificates(folder: Path, format: str) -> int:
     issued, tokens = register.list_certificates(), register.list_tokens()
     if format == "json":
         rows: Any = {
-            "certificates": [{k: v for k, v in certificate._asdict().items() if k != "pem"} for certificate in issued],
-            "tokens": [certificate._asdict() for certificate in tokens],
+            "certificates": [{k: v for k, v in cert._asdict().items() if k != "pem"} for cert in issued],
+            "tokens": [cert._asdict() for cert in tokens],
         }
         print(msgspec.json.encode(rows).decode())
         return 0
-    for certificate in issued:
-        print(
-            f"{certificate.name:24} {certificate.kind:12} {describe_state(certificate, now_s):34} key "
-            f"{certificate.key_id[:16]}"
-        )
+    for cert in issued:
+        print(f"{cert.name:24} {cert.kind:12} {describe_state(cert, now_s):34} key {cert.key_id[:16]}")
     for token in tokens:
         if token.used_s is None:
             validity = f"{'expired' if token.ends_s <= now_s else 'until'} {format_time(token.ends_s)}"

@@ -47,13 +47,11 @@ class EnrolmentService:
             # only the holder of a token learns who has the name
             self.authority.require_enrollable(request.device, key, now_s)
             valid = _valid_certificates(register.list_certificates(request.device), now_s)
-            if token.used_s is not None and (
-                issued_before := [certificate for certificate in valid if certificate.key_id == fingerprint]
-            ):
-                return issued_before[-1]  # the answer to the first time was lost
+            if token.used_s is not None and (issued_before := [cert for cert in valid if cert.key_id == fingerprint]):
+                return issued_before[-1]  # the first response was lost
             if token.used_s is not None:
                 raise JobError("the certificate of this token has ended: ask the operator for another token")
-            if not token.is_exact and any(certificate.key_id != fingerprint for certificate in valid):
+            if not token.is_exact and any(cert.key_id != fingerprint for cert in valid):
                 raise JobError(
                     f"{request.device} is enrolled with another key: if that board is gone, revoke it (`fedquilt "
                     f"identity revoke {request.device}`) or give a token for this very id; if not, give this "
@@ -80,9 +78,9 @@ class EnrolmentService:
                 raise JobError(f"{current.name} renews with the key it has: with a new key it enrols by a token")
             self.authority.require_enrollable(current.name, key, now_s)
             valid = [
-                certificate
-                for certificate in _valid_certificates(register.list_certificates(current.name), now_s)
-                if certificate.key_id == fingerprint
+                cert
+                for cert in _valid_certificates(register.list_certificates(current.name), now_s)
+                if cert.key_id == fingerprint
             ]
             if not valid:
                 raise JobError(
@@ -101,15 +99,15 @@ class EnrolmentService:
         return renewed
 
     def _sign_and_revoke_others(self, device: str, key: ec.EllipticCurvePublicKey, now_s: float) -> IssuedCertificate:
-        other_certificates = [
-            other_certificate
-            for other_certificate in _valid_certificates(self.authority.register.list_certificates(device), now_s)
-            if other_certificate.key_id != key_fingerprint(key)
+        other_certs = [
+            cert
+            for cert in _valid_certificates(self.authority.register.list_certificates(device), now_s)
+            if cert.key_id != key_fingerprint(key)
         ]
-        for other_certificate in other_certificates:
-            self.authority.register.revoke_certificate(other_certificate.serial, now_s)
+        for cert in other_certs:
+            self.authority.register.revoke_certificate(cert.serial, now_s)
         certificate = self.authority.sign_certificate(device, "device", key, now_s, days=self._days)
-        if other_certificates:
+        if other_certs:
             self.authority.write_crl(now_s)
             log.warning("%s has a new key: its former certificate is revoked, give brokers the new crl.pem", device)
         log.info("enrolled %s, certificate until %s", device, format_time(certificate.ends_s))
@@ -136,12 +134,12 @@ def make_enrolment_response(
         return 500, SigningResponse(reason="the enrolment endpoint cannot write its register: see its log")
 
 
-def _valid_certificates(certificates: list[IssuedCertificate], now_s: float) -> list[IssuedCertificate]:
-    return [certificate for certificate in certificates if certificate.revoked_s is None and certificate.ends_s > now_s]
+def _valid_certificates(certs: list[IssuedCertificate], now_s: float) -> list[IssuedCertificate]:
+    return [cert for cert in certs if cert.revoked_s is None and cert.ends_s > now_s]
 
 
 LIMITS: Final = ConnectionLimits(connections=64, per_address=32)
-REQUEST_S: Final = 10.0  # for a request of at most 16 KiB and the answer
+REQUEST_S: Final = 10.0  # limit for request and response
 RENEWAL_S: Final = 30 * DAY_S  # of the endpoint's own certificate
 
 
@@ -162,7 +160,7 @@ class EnrolmentServer:
         self._lock = threading.Lock()  # for the authority's register
         self._context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         self._context.minimum_version = ssl.TLSVersion.TLSv1_3
-        self._context.verify_mode = ssl.CERT_OPTIONAL  # who enrols has none yet
+        self._context.verify_mode = ssl.CERT_OPTIONAL  # a device without certificate enrols by token
         self._context.load_verify_locations(authority.folder / "ca.crt")
         self._renew_certificate()
         try:
@@ -213,7 +211,7 @@ class EnrolmentServer:
             case "GET" | "HEAD", enrolment.CRL:  # public: brokers elsewhere can fetch the revocation list
                 try:
                     crl = (authority.folder / "crl.pem").read_bytes()
-                except OSError as error:  # raised further, it would count as the connection's
+                except OSError as error:  # an OSError would look like a connection error
                     log.error("the revocation list cannot be read: %s", error)
                     raise RequestRefusedError(
                         500, "the revocation list cannot be read: see the endpoint's log"

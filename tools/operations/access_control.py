@@ -22,12 +22,12 @@ HEADERS: Final = {
     "cross-origin-resource-policy": "same-origin",
     "cross-origin-opener-policy": "same-origin",
 }
-REPORT_HEADERS: Final = {  # a run's page contains its style, no script, and is displayed in a frame of the dashboard
+REPORT_HEADERS: Final = {  # a run's page has inline styles and no script, and the dashboard shows the page in a frame
     **HEADERS,
     "content-security-policy": "default-src 'none'; style-src 'unsafe-inline'; img-src data:; base-uri 'none'; "
     "form-action 'none'; frame-ancestors 'self'; sandbox allow-same-origin",
 }
-PROOF_HEADER: Final = "x-fedquilt-proof"  # header of an action, whose value pages of other sites cannot know
+PROOF_HEADER: Final = "x-fedquilt-proof"  # header of actions, with a value that other sites cannot read
 
 
 def refusal_reason(

@@ -56,9 +56,9 @@ from fedquilt.wire import RefusalCode
 
 log = logging.getLogger("fedquilt.agent")
 
-DEVICE_TIME_SHARE: Final = 0.9  # share of the task's deadline that the boards get: the rest is for the way up
+DEVICE_TIME_SHARE: Final = 0.9  # the rest of the task's deadline is for the upload to the parent
 POLL_S: Final = 0.5
-MAX_ROUNDS: Final = 1_000_000  # rounds of a site's job: the coordinator above ends it
+MAX_ROUNDS: Final = 1_000_000  # the parent coordinator ends the job of a site
 STOP_NOTE: Final = "stopped at the site by request: it takes no part until it is resumed there (`fedquilt resume`)"
 
 
@@ -70,8 +70,8 @@ class SiteDevice:
     adjustable = holds = False
 
     def __init__(self) -> None:
-        self.memory_bytes = 1 << 40  # until its boards are seen
-        self.energy_j: float | None = None  # of the last round's boards; None: one of them has no meter
+        self.memory_bytes = 1 << 40  # until a device has sent its profile
+        self.energy_j: float | None = None  # energy of the last round, or None if a device has no meter
 
     def read_sensors(self, now_s: float) -> Reading:
         return Reading()
@@ -90,9 +90,9 @@ class SiteDevice:
 class _SiteJobLog:
     def __init__(self) -> None:
         self.last_event: events.JobStarted | events.RoundCommitted | None = None
-        self.is_stopped = False  # whether it was stopped here by request, and not resumed since
-        self.updates: dict[str, Update] = {}  # of the round that began last: updates that count, by board
-        self.refusals: dict[str, str] = {}  # board -> reason of its refusal, or of its update's
+        self.is_stopped = False
+        self.updates: dict[str, Update] = {}  # accepted updates of the latest round, by device
+        self.refusals: dict[str, str] = {}  # device -> reason of its declined task or rejected update
         self._seq = 0
 
     @property
@@ -131,18 +131,18 @@ class _SiteJobLog:
 
 class SiteWorker:
     resident_bytes: int = 0
-    server: Server  # set once it is made, with this worker's `observe`
+    server: Server  # set by `SiteAgent.attach_server`
 
     def __init__(self, store: Store, device: SiteDevice, quorum: float = 0.5) -> None:
         self._store, self._device, self._quorum = store, device, quorum
         self._request: WorkRequest | None = None
         self._started_s = 0.0
-        self._round_stored = False  # whether the store has the round of the order
-        self._cancelled_request: WorkRequest | None = None  # given up just now, while its round goes on
+        self._round_stored = False  # whether the event log has the round of the request
+        self._cancelled_request: WorkRequest | None = None  # request whose round still runs
         self._outcome: WorkResult | None = None
         self._logs: dict[str, _SiteJobLog] = {}  # by job
         self._stopping: set[str] = set()  # jobs that this worker has stopped
-        self._stopped_by_user: set[str] = set()  # jobs that somebody else has
+        self._stopped_by_user: set[str] = set()  # jobs that a user has stopped at the site
 
     def start(self, request: WorkRequest, now_s: float) -> None:
         # a task of the round that was just cancelled keeps that round and its deadline
@@ -220,7 +220,7 @@ class SiteWorker:
             budget_bytes=max((device.budget_bytes for device in online_profiles), default=0),
             engines=tuple(sorted({engine for device in online_profiles for engine in device.engines})),
             codecs=tuple(sorted({"raw"}.union(*(device.codecs for device in online_profiles)))),
-            boards=max(len(registered), 1),  # a site without boards is no board
+            boards=max(len(registered), 1),  # a site counts as at least one device
         )
 
     # -- rounds --
@@ -246,7 +246,7 @@ class SiteWorker:
         job = self.server.find_job(request.task.job)
         if job is None or job.id in self._stopping or job.rounds.state is None or sites.STATE not in request.bundles:
             return False
-        with contextlib.suppress(FedquiltError):  # who begins with the order tells it
+        with contextlib.suppress(FedquiltError):  # `_begin_round` reports the error
             is_same_round = job.rounds.ordered is not None and job.rounds.round == request.task.round
             self._round_stored = is_same_round and self._has_parent_state(
                 job.rounds.state, sites.site_state_from_task(tensors.read_tensors(Path(request.bundles[sites.STATE])))
@@ -261,16 +261,18 @@ class SiteWorker:
                 "identity issue NAME --role site`, or [sites.NAME] in its limits.toml without certificates)"
             )
         parent_state = sites.site_state_from_task(tensors.read_tensors(Path(request.bundles[sites.STATE])))
-        tensors.unpack_state(parent_state.inner.tobytes(), methods.load(task.method).state)  # before it is in the log
+        tensors.unpack_state(
+            parent_state.inner.tobytes(), methods.load(task.method).state
+        )  # the state must be valid before the event log refers to the state
         if not store.stored_status(id):
             job = self._make_site_job(task.params["job"])
             folder = (store.home / "sites" / id).resolve()
-            store.add_job(job, folder, id=id)  # first: files of a run that is not in the list are removed
+            store.add_job(job, folder, id=id)  # files of unlisted runs are garbage
             _write_bundle_if_changed(folder, request)
         else:
             _write_bundle_if_changed(
                 store.find_job(id).bundle, request
-            )  # other files than before, or a restored home has the log alone
+            )  # the files have changed, or a restored home has none
         job_log = self._read_log(id)
         if job_log.is_stopped:
             return WorkResult(code="failed", reason=STOP_NOTE)
@@ -396,8 +398,8 @@ def _describe_missing_devices(updates: Mapping[str, Update], refusals: Mapping[s
     return f"refused there: {failed_rounds.format_by_reason(refused)}"[:1000] if refused else ""
 
 
-CAPABILITIES_POLL_S: Final = 5.0  # between two looks at which boards there are
-BUSY_POLL_S: Final = 0.02  # between two looks at the link above while something is on its way
+CAPABILITIES_POLL_S: Final = 5.0
+BUSY_POLL_S: Final = 0.02  # while a transfer to or from the parent is pending
 IDLE_POLL_S: Final = 0.25
 
 
@@ -415,7 +417,7 @@ class SiteAgent:
         self._capabilities_s, self._has_devices = (
             -math.inf,
             False,
-        )  # whether a board has been seen: without any, it is no device yet
+        )  # a site without devices does not register
 
     def attach_server(self, server: Server) -> None:
         self.server = self._worker.server = server

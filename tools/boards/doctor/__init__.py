@@ -24,7 +24,7 @@ from fedquilt.tools.boards.doctor.broker import ExaminationDeadline
 from fedquilt.tools.boards.doctor.findings import EXIT, Check, Finding, Numbered, error, to_finding
 
 TIME_LIMIT_S: Final = 9.0
-SPARE_TIME_S: Final = 0.5  # for what a group still does after its last wait
+SPARE_TIME_S: Final = 0.5  # time after a group's last wait
 CHECKS: Final[tuple[Check, ...]] = (*machine.MACHINE, *machine.PACKAGES, *agent.AGENT)
 """All checks of a board's facts. The checks of connections and of a coordinator's folder are steps, not rows."""
 
@@ -76,7 +76,7 @@ def select_groups(
         CHECKS, Facts.read(target.root, now_s, settings, target.settings, free)
     )
     if target.home is not None:
-        from fedquilt.tools.boards.doctor.coordinator import check_coordinator  # here: boards do not have it
+        from fedquilt.tools.boards.doctor.coordinator import check_coordinator  # not installed on boards
 
         groups["coordinator"] = _group(check_coordinator, target.home, free)
     if target.broker is not None:
@@ -102,10 +102,10 @@ def run_groups(groups: Mapping[str, Group], limit_s: float = TIME_LIMIT_S) -> li
     def run_group(name: str, group: Group) -> None:
         try:
             for finding in group():
-                findings_by_group[name].append(finding)  # one by one: what was found before an exception counts
+                findings_by_group[name].append(finding)  # findings before an exception are kept
         except FedquiltError as problem:
             findings_by_group[name].append(to_finding("FQ002", error(f"{name}: {problem}", findings.VERBOSE)))
-        except Exception as problem:  # whatever a strange machine makes of a check
+        except Exception as problem:  # checks may fail in any way on unusual machines
             sentence = f"{name} could not be examined ({type(problem).__name__}: {problem})"
             fix = f"{findings.VERBOSE}, and tell fedquilt's authors what it says"
             findings_by_group[name].append(to_finding("FQ002", error(sentence, fix)))

@@ -137,9 +137,9 @@ def check_deadlines(settings: AgentSettings, machine: MachineFacts) -> Verdict:
 
     A task's work and the time that it had are the agent's own record, beside what it has learned of its speed.
     """
-    clock_controls = controls.discover_controls(machine.root)
+    board_clocks = controls.discover_controls(machine.root)
     mode = next(
-        (other_mode for other_mode in clock_controls.modes if is_same_mode(other_mode.name, machine.power_mode)), None
+        (other_mode for other_mode in board_clocks.modes if is_same_mode(other_mode.name, machine.power_mode)), None
     )
     if not machine.is_tegra or settings.board != "auto" or mode is None:
         return None
@@ -150,7 +150,7 @@ def check_deadlines(settings: AgentSettings, machine: MachineFacts) -> Verdict:
             else profiles.find_board_profile(settings.profile)
         )
         learned_costs = agent_state.read_learned_costs(Path(settings.home))
-    except FedquiltError:  # the profile is FQ308's; of a home of another user nothing is known
+    except FedquiltError:  # FQ308 reports profiles; homes of other users are unreadable
         return None
     has_data = False
     for workload, learned in learned_costs.items():
@@ -158,15 +158,15 @@ def check_deadlines(settings: AgentSettings, machine: MachineFacts) -> Verdict:
         needed_s = (
             None
             if board is None or latest is None
-            else _estimate_shortest_duration_s(board, clock_controls, mode, learned, latest)
+            else _estimate_shortest_duration_s(board, board_clocks, mode, learned, latest)
         )
         if board is None or latest is None or needed_s is None or latest.left_s <= 0:
             continue
         has_data = True
         if needed_s > latest.left_s:
             durations_s = {
-                other_mode: _estimate_shortest_duration_s(board, clock_controls, other_mode, learned, latest)
-                for other_mode in clock_controls.modes
+                other_mode: _estimate_shortest_duration_s(board, board_clocks, other_mode, learned, latest)
+                for other_mode in board_clocks.modes
             }
             sufficient_modes = {
                 other_mode: duration_s
@@ -181,15 +181,14 @@ def _describe_slow_mode(
     mode: PowerMode, workload: str, duration_s: float, available_s: float, sufficient_modes: dict[PowerMode, float]
 ) -> Problem:
     sentence = (
-        f"in power mode {mode.name} the latest task ({workload}) takes {duration_s:.1f} s at the highest clocks "
-        "that the "
-        f"mode permits, and had {available_s:.1f} s until its deadline"
+        f"in power mode {mode.name} the latest task ({workload}) takes {duration_s:.1f} s at the highest clocks that "
+        f"the mode permits, and had {available_s:.1f} s until its deadline"
     )
     if not sufficient_modes:
         return Problem(f"{sentence}; no mode is fast enough", "a longer deadline_s under [cohort] of the job")
     slowest = max(
         sufficient_modes, key=lambda sufficient_mode: sufficient_modes[sufficient_mode]
-    )  # the slowest one that will do draws the least
+    )  # the slowest sufficient mode needs the least power
     return Problem(
         f"{sentence}; in {slowest.name} it takes {sufficient_modes[slowest]:.1f} s", f"sudo nvpmodel -m {slowest.id}"
     )
@@ -197,22 +196,22 @@ def _describe_slow_mode(
 
 def _estimate_shortest_duration_s(
     board: profiles.BoardProfile,
-    clock_controls: ClockControls,
+    board_clocks: ClockControls,
     mode: PowerMode,
     learned: LearnedModel,
     latest: LatestTask,
 ) -> float | None:
-    max_hz = owner_limits.permitted_hz(clock_controls, owner_limits.control_limits(clock_controls, mode))
-    points = owner_limits.permitted_points(board.operating_points(), clock_controls, mode, max_hz)
+    max_hz = owner_limits.permitted_hz(board_clocks, owner_limits.control_limits(board_clocks, mode))
+    points = owner_limits.permitted_points(board.operating_points(), board_clocks, mode, max_hz)
     durations_s = [
         estimate.seconds for estimate in estimate_points(learned, points, latest.work) if estimate is not None
     ]
     return min(durations_s, default=None)
 
 
-MIN_FREE_BYTES: Final = 100 * 10**6  # of disk: less, and a task's blobs do not fit
-MAX_BUDGET_SHARE: Final = 0.8  # of memory: a budget above it leaves the system too little
-MIN_AVAILABLE_SHARE: Final = 0.8  # of the budget: less than that left, and tasks will be refused
+MIN_FREE_BYTES: Final = 100 * 10**6  # below, the blobs of a task do not fit on the disk
+MAX_BUDGET_SHARE: Final = 0.8  # of memory. The system needs the rest
+MIN_AVAILABLE_SHARE: Final = 0.8  # of the budget. With less memory tasks are declined
 
 
 def settings_under_root(settings: AgentSettings, path: Path, root: Path) -> AgentSettings:
@@ -269,14 +268,14 @@ class Facts:
         file = None if self.settings is None else self.settings.broker.cert
         try:
             return None if file is None else load_certificate(file)
-        except OSError:  # FQ304 tells
+        except OSError:  # FQ304 reports the error
             return None
 
     @property
     def memory_bytes(self) -> int | None:
         try:
             simulated = None if self.settings is None else simulated_memory_bytes(self.settings)
-        except FedquiltError:  # FQ308 tells
+        except FedquiltError:  # FQ308 reports the error
             simulated = None
         return simulated or self.machine.memory_bytes
 
@@ -363,7 +362,7 @@ def _check_profile_fits_board(settings: AgentSettings, path: Path, machine: Mach
     try:
         profile = profiles.find_board_profile(settings.profile)
     except FedquiltError:
-        return None  # FQ308 tells
+        return None  # FQ308 reports the error
     if (
         detected_profile is None
         or profile.board == detected_profile.board

@@ -43,7 +43,7 @@ from fedquilt.transport.mqtt.link import MqttLink
 from fedquilt.wire import MAX_CONTROL
 
 TEST_DEVICE: Final = "fedquilt-doctor"  # a device that does not exist
-GRACE_S: Final = 0.5  # for what may arrive after the broker's acknowledgement
+GRACE_S: Final = 0.5  # wait for messages after the broker's acknowledgement
 CHUNK: Final = 1024
 RULES_FIX: Final = "fedquilt broker config mosquitto ..., which writes the rules that are needed"
 
@@ -59,16 +59,16 @@ class ExaminationDeadline:
 
 @dataclass(frozen=True)
 class PermissionResult:
-    level: int = 5  # of MQTT: only 5 says that it refuses
-    is_coordinator_online: bool | None = None  # online by its own word; None: nothing heard of it
-    is_refused: bool = False  # our message on our own branch
-    has_arrived: bool = False  # it, or its answer
+    level: int = 5  # only MQTT 5 reports refusals
+    is_coordinator_online: bool | None = None  # None if no state was received
+    is_refused: bool = False  # the message on the device's own branch was refused
+    has_arrived: bool = False  # the message or a response has arrived
     is_other_refused: bool = False
-    has_other_arrived: bool = False  # anything on another device's branch
-    is_disconnected: bool = False  # the broker hung up meanwhile
+    has_other_arrived: bool = False  # a message on another device's branch has arrived
+    is_disconnected: bool = False  # the broker closed the connection
 
 
-ProbeRequest = tuple[str, WireMessage]  # leaf and message that a coordinator answers on the same device's branch
+ProbeRequest = tuple[str, WireMessage]  # topic suffix and message, to which a coordinator responds
 
 
 def make_blob_request() -> ProbeRequest:
@@ -94,7 +94,7 @@ def try_device(
         return any("/blob/" in message.topic or message.topic.endswith("/hello") for message in messages)
 
     _receive_until(link, messages, is_answered, deadline.remaining_s(ANSWER_S if coordinator else 0.0))
-    if not is_answered() and not coordinator:  # where a broker has no rules, we hear ourselves
+    if not is_answered() and not coordinator:  # without access rules the message itself comes back
         link.subscribe([f"{own_branch}#"])
         refused |= _send_request(link, topics, name, deadline, messages, is_answered, make_request)
     arrived = is_answered()
@@ -268,11 +268,11 @@ def _is_coordinator_online(messages: list[Message], topics: wire.Topics) -> bool
     return None
 
 
-PORT_S: Final = 3.0  # for a port, and for TLS
-ALERT_S: Final = 0.5  # for a refusal of our certificate
-CONNECT_S: Final = 4.0  # for the broker's answer
-ANSWER_S: Final = 2.5  # for a handshake with the coordinator
-MIN_PAYLOAD: Final = 16 * 1024  # bytes: below it not even a task is sure to pass
+PORT_S: Final = 3.0  # limit for the port, and for TLS
+ALERT_S: Final = 0.5  # wait for a refusal of the client's certificate
+CONNECT_S: Final = 4.0  # limit for the MQTT login
+ANSWER_S: Final = 2.5  # limit for responses of the coordinator
+MIN_PAYLOAD: Final = 16 * 1024  # bytes. Tasks may be larger than a smaller limit
 ISSUE_FIX: Final = "fedquilt identity issue coordinator, on the authority's machine"
 RENEW_FIX: Final = "fedquilt broker config again on the authority's machine, and copy its files to the broker"
 _NOT_YET, _EXPIRED = 9, 10  # OpenSSL's X509_V_ERR_CERT_NOT_YET_VALID, X509_V_ERR_CERT_HAS_EXPIRED
@@ -292,7 +292,7 @@ def check_broker_for_device(
     try:
         broker = Broker.from_url(**msgspec.structs.asdict(settings.broker))
     except FedquiltError:
-        return  # FQ304 tells
+        return  # FQ304 reports the error
     if not (yield from check_connection(broker, clock_s, deadline)):
         return
     if machine_facts.is_locked(Path(settings.home)):
@@ -398,7 +398,7 @@ def _receive_tls_alert(tls_socket: ssl.SSLSocket, deadline: ExaminationDeadline)
         tls_socket.recv(1)
     except ssl.SSLError as alert:
         return alert
-    except OSError:  # it has said nothing so far
+    except OSError:  # no alert has arrived
         pass
     return None
 
@@ -420,7 +420,7 @@ def _explain_untrusted_certificate(
 def open_link(broker: Broker, client: str, deadline: ExaminationDeadline) -> Iterator[MqttLink | Problem]:
     log = logging.getLogger("fedquilt.transport.mqtt")
     level = log.level
-    log.setLevel(logging.CRITICAL)  # what is refused here is a finding, no warning
+    log.setLevel(logging.CRITICAL)  # refusals are reported as findings
     link = MqttLink(dataclasses.replace(broker, session_expiry_s=0), client)
     try:
         try:

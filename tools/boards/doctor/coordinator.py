@@ -21,7 +21,7 @@ from fedquilt.tools.boards.doctor.machine_facts import FreeBytes, free_bytes, ne
 
 LOW_BYTES: Final = 10**9
 MIN_FREE_BYTES: Final = 100 * 10**6
-DATABASE_CHECK_S: Final = 4.0  # for the database; a larger one is looked at in part
+DATABASE_CHECK_S: Final = 4.0  # large databases are checked in part
 MAX_NAMES: Final = 3
 VERSION_FIX: Final = "use the fedquilt that made it, or another --home"
 DAMAGE_FIX: Final = "put back a copy of the whole folder, or begin it anew"
@@ -123,7 +123,7 @@ def _check_waiting_jobs(home: Path, store: Store) -> Iterator[Numbered]:
 
 def _check_stuck_job(row: StoredJob, store: Store) -> Problem | None:
     last_eligibility, attempts = None, 0
-    with contextlib.suppress(JobError):  # of a log that cannot be read, which is a finding of its own
+    with contextlib.suppress(JobError):  # unreadable logs are reported as FQ504
         for _, _, event in store.read_events(row.id):
             if isinstance(event, EligibilityRecorded):
                 last_eligibility = event

@@ -21,7 +21,7 @@ GROUPS: Final = ("doctor", "machine", "packages", "agent", "broker", "coordinato
 class Finding(msgspec.Struct, frozen=True):
     number: str  # such as "FQ110", whose first digit is the group
     severity: Severity
-    sentence: str  # what, and where
+    sentence: str
     fix: str | None = None
 
 
@@ -47,8 +47,8 @@ Numbered: TypeAlias = tuple[str, str | Problem]
 
 class Check(NamedTuple):
     number: str
-    needs: tuple[str, ...]  # facts, by name: without one of them the check does not apply
-    find: Callable[..., Verdict]  # called with these facts
+    needs: tuple[str, ...]  # names of facts. The check does not apply if one is None
+    find: Callable[..., Verdict]  # arguments: the needed facts
     fix: str = ""
 
 
@@ -63,7 +63,7 @@ def run_checks(checks: Iterable[Check], facts: object) -> Iterator[Finding]:
         try:
             needed_facts = [getattr(facts, name, None) for name in check.needs]
             verdict = check.find(*needed_facts) if all(fact is not None for fact in needed_facts) else None
-        except Exception as problem:  # whatever a strange machine makes of a check
+        except Exception as problem:  # checks may fail in any way on unusual machines
             verdict = error(f"this could not be examined ({type(problem).__name__}: {problem})", VERBOSE)
         if verdict is not None:
             yield to_finding(check.number, verdict, check.fix)

@@ -23,16 +23,16 @@ from fedquilt.tools.boards.doctor.findings import Check, Problem, Verdict, error
 from fedquilt.tools.boards.doctor.machine_facts import HelperFault, MachineFacts
 from fedquilt.tools.boards.targets import NUMPY_2, NVIDIA_JP6, TARGETS
 
-CUDA_BY_JETPACK: Final = {5: 11, 6: 12, 7: 13}  # JetPack -> major version of the CUDA that its driver runs
+CUDA_BY_JETPACK: Final = {5: 11, 6: 12, 7: 13}  # JetPack -> major version of CUDA
 FLASH_COMMAND: Final = "on the operator's machine: fedquilt board flash agent.toml --ssh USER@BOARD --target TARGET"
 
 
 @dataclass(frozen=True)
 class InstalledPackages:
-    versions: Mapping[str, str] = field(default_factory=dict)  # name in small letters, "-" for "_" -> version
-    torch_cuda: str | None = None  # CUDA that torch was built with; None: without
+    versions: Mapping[str, str] = field(default_factory=dict)  # canonical name -> version
+    torch_cuda: str | None = None  # version of CUDA, or None for CPU builds
     onnx_cuda: bool = False  # onnxruntime has its CUDA provider
-    torch_numpy: int | None = None  # 1 or 2: NumPy with which torch was compiled; None: not known
+    torch_numpy: int | None = None  # major version of NumPy that torch was compiled with
 
 
 def read_packages(paths: Sequence[Path]) -> InstalledPackages:
@@ -55,7 +55,7 @@ def _package_name(package: metadata.Distribution) -> str:
     # "" for the folder of an interrupted installation
     try:
         return package.metadata["Name"] if "Name" in package.metadata else ""  # noqa: SIM401  (it has no get)
-    except OSError:  # of the importlib_metadata package, if something has imported it; Python's own tells an empty name
+    except OSError:  # raised by importlib_metadata, where Python's own module returns ""
         return ""
 
 
@@ -100,8 +100,7 @@ def _check_torch_cuda(machine: MachineFacts, packages: InstalledPackages) -> Ver
         return None
     return Problem(
         f"torch {packages.versions.get('torch')} is for CUDA {torch_cuda}, and JetPack {machine.jetpack} has CUDA "
-        f"{driver_cuda}: "
-        "it will not find the GPU",
+        f"{driver_cuda}: it will not find the GPU",
         _installation_command(machine, "train"),
     )
 
@@ -111,9 +110,8 @@ def _check_numpy(machine: MachineFacts, packages: InstalledPackages) -> Verdict:
     if numpy is None or torch_version is None or packages.torch_numpy != 1 or int(numpy.split(".")[0]) < 2:
         return None
     return error(
-        f"numpy {numpy} is beside torch {torch_version}, which was compiled with NumPy 1: no tensor becomes an "
-        "array, and "
-        "every task with torch fails",
+        f"numpy {numpy} is beside torch {torch_version}, which was compiled with NumPy 1: no tensor becomes an array, "
+        "and every task with torch fails",
         f"{FLASH_COMMAND}, with PIP_CONSTRAINT naming a file that holds numpy<2"
         if machine.is_flashed
         else "pip install 'numpy<2'",
@@ -188,10 +186,10 @@ def _find_required_numpy_version(library: Path) -> int | None:
         return None
 
 
-MIN_CLOCK_S: Final = 1735689600.0  # 2025-01-01: no clock that is right is before this program was written
-HOT_C: Final = 85.0  # boards slow down from about here on
-MIN_FREE_SWAP_SHARE: Final = 0.1  # share of the swap
-PYTHON_BY_JETPACK: Final = {6: (3, 10), 7: (3, 12)}  # what NVIDIA's wheels for a JetPack are made for
+MIN_CLOCK_S: Final = 1735689600.0  # 2025-01-01. An earlier clock is wrong
+HOT_C: Final = 85.0  # boards throttle above about this temperature
+MIN_FREE_SWAP_SHARE: Final = 0.1
+PYTHON_BY_JETPACK: Final = {6: (3, 10), 7: (3, 12)}  # JetPack -> Python of NVIDIA's wheels
 SET_CLOCK_FIX: Final = "sudo timedatectl set-ntp true"
 RESTART_FIX: Final = "sudo systemctl restart fedquilt-clocks"
 FREE_MEMORY_FIX: Final = "ps -eo rss,comm --sort=-rss | head, and stop what is not needed"
@@ -360,8 +358,7 @@ def _check_pinned_clocks(machine: MachineFacts) -> Verdict:
     clocks = ", ".join(f"{name} at {hz / 1e6:.0f} MHz" for name, hz in pinned.items())
     return Problem(
         f"every clock is pinned ({clocks}), as jetson_clocks does it: the board draws that power when it idles too, "
-        "and "
-        "no operating point can be compared with its own choice"
+        "and no operating point can be compared with its own choice"
     )
 
 
@@ -444,7 +441,7 @@ MACHINE: Final = tuple(
         ("FQ156", "machine", _check_rails, RAILS_FIX),
         ("FQ160", "machine", _check_power_mode, "sudo nvpmodel -m 0"),
         ("FQ161", "machine", _check_pinned_clocks, UNPIN_FIX),
-        ("FQ170", "helper", _check_clock_helper, ""),  # whether one is wanted, the agent's settings say
+        ("FQ170", "helper", _check_clock_helper, ""),  # FQ315 checks whether the settings need a helper
         ("FQ171", "helper", _check_restored_clocks, RESTART_FIX),
         ("FQ172", "machine", _check_hidden_clocks, f"{RESTART_FIX}, and see that it runs as root"),
         ("FQ173", "machine", _check_gpu, KERNEL_FIX),

@@ -21,9 +21,9 @@ from fedquilt.host import sysfs
 from fedquilt.host.disk import REAL
 
 ROOT: Final = Path("/")
-FLASHED_ENVIRONMENT: Final = "opt/fedquilt/current"  # what `fedquilt board flash` puts the agent's packages in
+FLASHED_ENVIRONMENT: Final = "opt/fedquilt/current"  # packages of the agent, installed by `fedquilt board flash`
 UNIT: Final = "etc/systemd/system/fedquilt-agent.service"
-JETPACK: Final = {32: 4, 35: 5, 36: 6, 38: 7, 39: 7}  # by the major number of Linux for Tegra
+JETPACK: Final = {32: 4, 35: 5, 36: 6, 38: 7, 39: 7}  # major version of Linux for Tegra -> JetPack
 THROTTLING_DEVICES: Final = re.compile(
     r"throttle|cpufreq|devfreq"
 )  # types of cooling devices that slow a clock; fans do not
@@ -45,33 +45,33 @@ class MachineFacts:
     clock_s: float  # since 1970
     root: Path = ROOT
     board: str = ""
-    python_bits: int = 64  # of its Python
+    python_bits: int = 64
     python_version: tuple[int, int] | None = None
     is_tegra: bool = False
     jetpack: int | None = None
-    has_gpu: bool = False  # NVIDIA's, with its driver
+    has_gpu: bool = False  # an NVIDIA GPU with driver
     memory_bytes: int | None = None
     available_bytes: int | None = None
     swap_bytes: int | None = None
     swap_free_bytes: int | None = None
-    controllers: frozenset[str] | None = None  # of cgroup v2; None: there is none
-    unit: Mapping[str, str] | None = None  # settings of the agent's unit; None: it is not installed
+    controllers: frozenset[str] | None = None  # controllers of cgroup v2, or None without cgroup v2
+    unit: Mapping[str, str] | None = None  # settings of the agent's unit, or None if not installed
     power_w: float | None = None
-    rail_fault: str | None = None  # why the board's rails tell no total
+    rail_fault: str | None = None  # reason why the rails give no total power
     temperature_c: float | None = None
     undervoltage: bool | None = None
-    power_mode: str | None = None  # nvpmodel's
-    is_mode_hidden: bool = False  # nvpmodel keeps it where this user may not read it
+    power_mode: str | None = None  # name in nvpmodel
+    is_mode_hidden: bool = False  # this user may not read nvpmodel's status
     power_modes: tuple[str, ...] = ()
     hidden_clocks: tuple[str, ...] = ()  # clocks whose frequencies this user may not read
     helper: HelperStatus | HelperFault | None = None  # None without a clock helper
-    paths: tuple[Path, ...] = field(default=())  # where its Python packages are
-    is_flashed: bool = False  # its packages came by `fedquilt board flash`: there is no pip that could change them
-    gpu_listed: bool = False  # its GPU is among the kernel's devices with a clock (devfreq)
+    paths: tuple[Path, ...] = field(default=())  # folders of Python packages
+    is_flashed: bool = False  # installed by `fedquilt board flash`, so without pip
+    gpu_listed: bool = False  # the kernel lists the GPU under devfreq
     clock_limits: Mapping[str, tuple[int, int]] = field(
         default_factory=dict
-    )  # clock -> lower and upper limit, equal: pinned
-    throttling_devices: tuple[str, ...] = ()  # cooling devices at work
+    )  # clock -> lower and upper limit, equal if pinned
+    throttling_devices: tuple[str, ...] = ()  # active cooling devices that slow clocks
     over_current: Mapping[str, int] = field(default_factory=dict)  # counter -> events since the board was started
     swap_on_card: str | None = None  # device or file of a swap that lies on an SD card
 
@@ -188,7 +188,7 @@ def _read_helper_status(path: Path) -> HelperStatus | HelperFault | None:
     try:
         path.stat()
     except PermissionError:
-        pass  # it may be there; this user may not see its folder
+        pass  # the socket may exist in a folder that this user cannot read
     except OSError:
         return None
     if not os.access(path, os.W_OK):

@@ -24,7 +24,7 @@ from fedquilt.tools.boards.doctor.findings import run_checks
 from fedquilt.tools.boards.doctor.machine_facts import MachineFacts
 from fedquilt.tools.simulation.task_process import TaskProcess
 
-TASK_S: Final = 300.0  # a slow card takes a while to read numpy
+TASK_S: Final = 300.0  # importing numpy from a slow SD card takes long
 BUDGET_BYTES: Final = 1 << 30
 NETWORK: Final = {"name": "mlp", "inputs": 5, "hidden": [], "classes": 4}
 DATA: Final = {"dataset": "fedpews-3.2k", "limit": 32}

@@ -37,8 +37,8 @@ PrintLine = Callable[[str], None]
 @dataclass(frozen=True)
 class FlashDestination:
     rootfs: Path | None = None
-    image: Path | None = None  # that is copied; the copy gets fedquilt
-    out: Path | None = None  # the copy, or without a destination an archive; None: fedquilt-DEVICE.img or .tar
+    image: Path | None = None  # the image is copied, and fedquilt installed in the copy
+    out: Path | None = None  # copied image or archive, or None for fedquilt-DEVICE.img or .tar
     ssh: str | None = None
     dry_run: bool = False
 
@@ -110,15 +110,14 @@ def _collect_bundle_files(
 ) -> dict[str, bytes | Path]:
     board_extras = [
         extra for extra in board.extras if extra != "onnx" or "gpu" not in content.extras
-    ]  # they exclude each other
+    ]  # "gpu" and "onnx" exclude each other
     extras = sorted({*content.extras, *board_extras})
     wheel_name: OwnWheel = "fedquilt" if content.role == "coordinator" else "fedquilt-board"
-    wheel_paths, lock_text = wheels.collect_wheels(target, extras, wheel_name)
-    files = bundle.collect_files(board, target, wheel_paths, lock_text)
+    paths, lock_text = wheels.collect_wheels(target, extras, wheel_name)
+    files = bundle.collect_files(board, target, paths, lock_text)
     size = sum(len(data) if isinstance(data, bytes) else data.stat().st_size for data in files.values())
     print_line(
-        f"{board.device}: {len(wheel_paths)} wheels for {target.name}, Python {target.python}; {size / 1e6:.1f} MB "
-        "in all"
+        f"{board.device}: {len(paths)} wheels for {target.name}, Python {target.python}; {size / 1e6:.1f} MB in all"
     )
     return files
 
@@ -132,19 +131,17 @@ def write_upgrade_bundle(
     """
     target = targets.find_target(content.target, content.python)
     progress.LINE.set_part("wheels, of which new ones are downloaded", 0, 2)
-    wheel_paths, _ = wheels.collect_wheels(target, sorted({*content.extras, "identity"}))
-    progress.LINE.set_part(
-        f"packing {len(wheel_paths)} wheels" if with_dependencies else "packing fedquilt's wheel", 1, 2
-    )
-    included_wheels, omitted_wheels = (wheel_paths, []) if with_dependencies else (wheel_paths[:1], wheel_paths[1:])
+    paths, _ = wheels.collect_wheels(target, sorted({*content.extras, "identity"}))
+    progress.LINE.set_part(f"packing {len(paths)} wheels" if with_dependencies else "packing fedquilt's wheel", 1, 2)
+    included, omitted = (paths, []) if with_dependencies else (paths[:1], paths[1:])
     manifest = UpgradeManifest(
         format=archive.FORMAT,
         version=fedquilt.__version__,
         machine=target.machine,
         python=target.python,
-        wheels={path.name: wheels.file_sha256(path) for path in included_wheels},
-        unpacked_bytes=sum(map(bundle.unpacked_bytes, included_wheels)),
-        present={wheel.name: wheel.version for wheel in map(wheels.Wheel.from_file, omitted_wheels)},
+        wheels={path.name: wheels.file_sha256(path) for path in included},
+        unpacked_bytes=sum(map(bundle.unpacked_bytes, included)),
+        present={wheel.name: wheel.version for wheel in map(wheels.Wheel.from_file, omitted)},
         made_s=int(time.time()),
     )
     sign = None
@@ -156,17 +153,16 @@ def write_upgrade_bundle(
             certificate_authority.sign_upgrade,
             msgspec.structs.replace(manifest, number=certificate_authority.next_upgrade_number(time.time())),
         )
-    size = pack_bundle(manifest, wheel_paths, out, sign)
+    size = pack_bundle(manifest, paths, out, sign)
     signature_text = f"signed by the authority in {authority}" if sign else f"not signed: no authority in {authority}"
-    wheels_text = f"{len(included_wheels)} wheel{'s' * (len(included_wheels) > 1)}"
+    wheels_text = f"{len(included)} wheel{'s' * (len(included) > 1)}"
     target_text = f"{target.machine}, Python {manifest.python}"
     print_line(
         f"{out}: fedquilt {manifest.version} for {target_text}; {wheels_text}, {size / 1e6:.1f} MB, {signature_text}"
     )
-    if omitted_wheels:
+    if omitted:
         print_line(
-            f"boards keep the other {len(omitted_wheels)} packages that they were flashed with (--whole brings them "
-            "too)"
+            f"boards keep the other {len(omitted)} packages that they were flashed with (--whole brings them too)"
         )
     print_line(f"fedquilt rollout agent {out} --home HOME brings it to the fleet")
 
@@ -279,13 +275,11 @@ class SshHost:
 
 
 def pack_bundle(
-    manifest: UpgradeManifest, wheel_paths: Sequence[Path], out: Path, sign: Callable[[bytes], bytes] | None
+    manifest: UpgradeManifest, paths: Sequence[Path], out: Path, sign: Callable[[bytes], bytes] | None
 ) -> int:
     """Write an upgrade bundle, unsigned if `sign` is None. Return its size in bytes."""
     text = msgspec.json.format(msgspec.json.encode(manifest), indent=1) + b"\n"
-    files: dict[str, bytes | Path] = {
-        f"wheels/{path.name}": path for path in wheel_paths if path.name in manifest.wheels
-    }
+    files: dict[str, bytes | Path] = {f"wheels/{path.name}": path for path in paths if path.name in manifest.wheels}
     files[archive.MANIFEST] = text
     if sign is not None:
         files[archive.SIGNATURE] = sign(text)

@@ -37,7 +37,7 @@ from fedquilt.transport.mqtt.broker import Broker
 FOLDER: Final = Path(__file__).parent
 ETC: Final = "/etc/fedquilt"
 HOME: Final = "/var/lib/fedquilt"
-DAEMON_BYTES: Final = 256 << 20  # memory of the agent itself and its libraries, as the kernel counts it, beside a task
+DAEMON_BYTES: Final = 256 << 20  # memory of the agent and its libraries, without tasks
 BROKER_FILE_NAMES: Final = {"ca": "ca.crt", "cert": "device.crt", "key": "device.key", "password_file": "password"}
 OWN_CREDENTIALS: Final = "/run/fedquilt-agent"
 LOOPBACK: Final = ("127.0.0.1", "::1", "localhost")
@@ -57,8 +57,8 @@ class BoardFiles:
     files: Mapping[str, bytes]
     budget_bytes: int | None  # None for half of the board's memory
     can_enrol: bool = False  # whether the board gets or renews its certificate by itself
-    models: str | None = None  # folder of models outside of the agent's home; None: in the home
-    serve: str | None = None  # address of the board's model runner; None: the board has none
+    models: str | None = None  # folder of models, or None for the agent's home
+    serve: str | None = None  # address of the model runner, or None without a runner
 
     @property
     def extras(self) -> tuple[str, ...]:
@@ -333,7 +333,7 @@ COORDINATOR_FILES: Final = {
     "password_file": "password",
 }
 COORDINATOR_SECRETS: Final = ("coordinator.key", "password")
-MIN_SYSTEMD: Final = 247  # the first that hands a service its secrets
+MIN_SYSTEMD: Final = 247  # the first version with credentials
 _HOST: Final = re.compile(r"[A-Za-z0-9.:_-]{1,253}")
 
 
@@ -420,7 +420,7 @@ def read_coordinator_files(path: Path) -> CoordinatorFiles:
     if settings.metrics is not None:
         arguments += ["--metrics", settings.metrics]
     arguments += [argument for name, value in blobs.items() for argument in (f"--blobs-{name}", value)]
-    files["coordinator.toml"] = path.read_bytes()  # for people: the units have all that it says
+    files["coordinator.toml"] = path.read_bytes()  # for people. The units contain all settings
     enrol = None if settings.enrol is None else _enrol_arguments(settings.enrol)
     dash = None if settings.dash is None else _dash_arguments(settings.dash)
     return CoordinatorFiles(

@@ -52,7 +52,7 @@ class BoardRow:
     target: str
     budget: str | None = None
     labels: tuple[str, ...] = ()  # empty for the labels of agent.toml
-    address: str | None = None  # as ssh takes it; None: an image or an archive is made
+    address: str | None = None  # for ssh, or None to write an image or archive
 
 
 @dataclass(frozen=True)
@@ -81,13 +81,13 @@ class FlashRecord(msgspec.Struct, frozen=True):
 
 class EnrolmentState(NamedTuple):
     text: str = "-"
-    is_waiting: bool = False  # for the first boot
+    is_waiting: bool = False
     is_expired: bool = False
 
 
 class FlashState(NamedTuple):
     row: BoardRow
-    destination: str  # where to, or why not
+    destination: str  # destination, or reason for a failure
     enrolment: EnrolmentState = EnrolmentState()
     is_done: bool = False
 
@@ -162,7 +162,7 @@ def flash_boards(
     for row in rows:
         if row not in waiting_rows:
             print_line(f"{row.name}: done before")
-    progress_state = (0, "")  # how many are over, and who is flashed
+    progress_state = (0, "")  # completed devices, current device
 
     def show_progress() -> None:
         progress.LINE.show_status(f"flashing {progress_state[1]}", progress_state[0], len(waiting_rows))
@@ -268,17 +268,11 @@ def read_states(rows: Sequence[BoardRow], plan: FlashPlan, failed: Mapping[str, 
 
 
 def determine_enrolment_state(
-    certificates: Sequence[IssuedCertificate], tokens: Sequence[EnrolmentToken], now_s: float
+    certs: Sequence[IssuedCertificate], tokens: Sequence[EnrolmentToken], now_s: float
 ) -> EnrolmentState:
-    valid = [
-        certificate for certificate in certificates if certificate.revoked_s is None and certificate.ends_s > now_s
-    ]
+    valid = [cert for cert in certs if cert.revoked_s is None and cert.ends_s > now_s]
     token = tokens[-1] if tokens else None
-    if (
-        token is not None
-        and token.used_s is None
-        and not any(certificate.issued_s >= token.made_s for certificate in valid)
-    ):
+    if token is not None and token.used_s is None and not any(cert.issued_s >= token.made_s for cert in valid):
         if token.ends_s <= now_s:
             return EnrolmentState("token expired", is_expired=True)
         return EnrolmentState(f"waits for its first boot, until {format_time(token.ends_s)}", is_waiting=True)

@@ -25,15 +25,15 @@ from fedquilt.tools.boards.flash.install import InstallRefusedError
 
 CHUNK_BYTES: Final = 4 << 20
 ZEROS: Final = bytes(CHUNK_BYTES)
-PROGRAM_FOLDERS: Final = ("/usr/sbin", "/sbin")  # often not on an ordinary user's PATH
+PROGRAM_FOLDERS: Final = ("/usr/sbin", "/sbin")  # often not in the PATH of ordinary users
 ARCHITECTURE_FILES: Final = (
     "usr/bin/env",
     "bin/sh",
     "sbin/init",
-)  # files that show a board's architecture, as Python does
+)  # programs that show the architecture
 INSTALLATION_FOLDERS: Final = ("opt/fedquilt", "etc/fedquilt")
 SECTOR_BYTES: Final = 512
-BLOCK, INODE = 4096, 256  # bytes of a file system's block, and of what it notes of a file
+BLOCK, INODE = 4096, 256  # bytes of a block and of an inode
 SPARE_SHARE: Final = 0.05  # share of the file system that stays free
 ROOT_NAME: Final = "APP"  # of L4T's root file system, in its partition table
 SPARSE_MAGIC: Final = b"\x3a\xff\x26\xed"  # Android's sparse format, in which flash.sh writes system.img
@@ -94,7 +94,7 @@ class ExtFileSystem:
     def file_type(self, name: str) -> str:
         """Return "regular", "directory" or "symlink", or "" for a missing path and paths below TAKEN."""
         if any(str(Path(name)).startswith(f"{folder}/") for folder in INSTALLATION_FOLDERS):
-            return ""  # looked at once, when the image was opened
+            return ""  # checked once, when the image was opened
         match = re.search(r"Type: (\w+)", self.run_query(f'stat "/{name}"'))
         return match[1] if match else ""
 
@@ -195,8 +195,8 @@ class DiskImage:
         if free_disk_bytes * (1 - SPARE_SHARE) < needed_bytes:
             raise InstallRefusedError(
                 f"{self.partition} has {free_disk_bytes / 1e6:.0f} MB free, and {needed_bytes / 1e6:.0f} MB are "
-                "needed: truncate -s +1G "
-                "the image, let growpart and resize2fs enlarge the partition, and take that image"
+                "needed: truncate -s +1G the image, let growpart and resize2fs enlarge the partition, and take that "
+                "image"
             )
         self._file_system.run_write_commands(commands, self._scratch / "commands")
         with disk_errors(f"write {self._output_path}"):
@@ -256,7 +256,7 @@ def copy_image(base_image: Path, copy_path: Path) -> None:
         is_compressed = head.read(6) == b"\xfd7zXZ\0"
         copy_path.parent.mkdir(parents=True, exist_ok=True)
         copy_path.unlink(missing_ok=True)
-        copy_path.touch(mode=0o600)  # it will hold a token or a key
+        copy_path.touch(mode=0o600)  # the image will contain a token or key
         with lzma.open(base_image) if is_compressed else base_image.open("rb") as source, copy_path.open("wb") as file:
             try:
                 while chunk := source.read(CHUNK_BYTES):

@@ -182,8 +182,7 @@ def check_compatibility(root: RootFileSystem, manifest: Mapping[str, Any]) -> No
         )
         raise InstallRefusedError(
             f"{description} has no {python}{' but ' + ', '.join(other_pythons) if other_pythons else ''}: build the "
-            "bundle with the "
-            "--python that is there"
+            "bundle with the --python that is there"
         )
 
 
@@ -289,7 +288,7 @@ def _install_settings(bundle: Path, root: RootFileSystem, manifest: Mapping[str,
             continue
         data, name_on_board = (bundle / name).read_bytes(), f"{SETTINGS_FOLDER}/{name[4:]}"
         if name == "etc/token" and old_digests.get(name) == digest:
-            continue  # it was brought before, and works once
+            continue  # the token was installed before, and is valid once
         path, mode = root.path_for(name_on_board), 0o600 if name in manifest["secret"] else 0o644
         if (
             path.is_file()
@@ -302,7 +301,7 @@ def _install_settings(bundle: Path, root: RootFileSystem, manifest: Mapping[str,
 
 def uninstall(root: RootFileSystem, *, purge: bool = False) -> int:
     """Remove the installation from a root. Return the number of changes."""
-    changes_before = root.changes
+    old_changes = root.changes
     units = (
         {path.name for path in root.path_for(UNIT_FOLDER).glob("fedquilt-*")}
         if root.path_for(UNIT_FOLDER).is_dir()
@@ -320,7 +319,7 @@ def uninstall(root: RootFileSystem, *, purge: bool = False) -> int:
         root.print_line(
             f"kept: /{SETTINGS_FOLDER} and /{STATE_FOLDERS[0]}, with the board's identity (--purge removes them)"
         )
-    return root.changes - changes_before
+    return root.changes - old_changes
 
 
 def _remove_unit(root: RootFileSystem, unit: str) -> None:

@@ -62,9 +62,9 @@ NOT_ON_BOARDS: Final = (
     "models/stitching/onnx/",
     *("tools/boards/doctor/coordinator.py", "transport/memory_link.py"),
 )
-SOURCE_TEXT: Final = 'text = "see package fedquilt"'  # of a number of a profile on boards
+SOURCE_TEXT: Final = 'text = "see package fedquilt"'  # short text of sources in the profiles of boards
 _SOURCE_TEXT: Final = re.compile(rb'^text = ".*"$', re.MULTILINE)
-TIMESTAMP: Final = (2020, 1, 1, 0, 0, 0)  # of every file
+TIMESTAMP: Final = (2020, 1, 1, 0, 0, 0)  # of all files
 
 
 def build_own_wheel(folder: Path, name: OwnWheel = "fedquilt-board") -> Path:

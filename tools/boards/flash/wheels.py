@@ -30,14 +30,14 @@ from fedquilt.tools.boards.targets import NUMPY_2, BundleTarget
 if TYPE_CHECKING:
     from packaging.requirements import Requirement
 
-MAX_DOWNLOADS: Final = 6  # of finding that something more is needed
-GPU_PACKAGES: Final = ("onnxruntime-gpu", "torch", "torchvision")  # an index besides PyPI has its own builds of these
+MAX_DOWNLOADS: Final = 6  # each download may reveal missing dependencies
+GPU_PACKAGES: Final = ("onnxruntime-gpu", "torch", "torchvision")  # other indexes than PyPI have GPU builds
 
 
 class CachedWheels(msgspec.Struct, frozen=True):
     """List of the downloaded wheels of a folder. JSON, since a list that was cut off must not read as a shorter one."""
 
-    request_sha256: str  # hash of the question that the wheels answer
+    request_sha256: str  # hash of target, extras, index and constraints
     sha256_by_name: dict[str, str]
 
 
@@ -177,44 +177,42 @@ class WheelDownload:
 
     def run(self) -> list[Path]:
         """Download until no dependency is missing. Return the wheels without the own one."""
-        root_requirement = f"{self.own_wheel.name}[{','.join(self.extras)}]" if self.extras else self.own_wheel.name
+        root = f"{self.own_wheel.name}[{','.join(self.extras)}]" if self.extras else self.own_wheel.name
         with tempfile.TemporaryDirectory(dir=self.folder) as gpu_folder:
-            extra_requirements = (
-                [] if self.index is None else self._download_gpu_builds(root_requirement, Path(gpu_folder), self.index)
-            )
+            extra_lines = [] if self.index is None else self._download_gpu_builds(root, Path(gpu_folder), self.index)
             for _ in range(MAX_DOWNLOADS):
                 with tempfile.TemporaryDirectory(dir=self.folder) as scratch:
-                    own_requirement = f"{root_requirement} @ {self.own_wheel.path.resolve().as_uri()}"
-                    self._download_with_dependencies([own_requirement, *extra_requirements], Path(scratch))
+                    own_requirement = f"{root} @ {self.own_wheel.path.resolve().as_uri()}"
+                    self._download_with_dependencies([own_requirement, *extra_lines], Path(scratch))
                     downloaded = {
                         wheel.name: wheel for wheel in map(Wheel.from_file, sorted(Path(scratch).glob("*.whl")))
                     }
-                    needed_names, missing = dependency_closure(root_requirement, downloaded, self.target)
+                    needed_names, missing = dependency_closure(root, downloaded, self.target)
                     if not missing:
                         paths = [downloaded[name].path for name in sorted(needed_names - {self.own_wheel.name})]
                         return [Path(shutil.copy(path, self.folder / path.name)) for path in paths]
-                    extra_requirements += missing
+                    extra_lines += missing
         raise JobError(
-            f"wheels for {self.target.name} cannot be resolved: {', '.join(extra_requirements)} asks for more each time"
+            f"wheels for {self.target.name} cannot be resolved: {', '.join(extra_lines)} asks for more each time"
         )
 
-    def _download_gpu_builds(self, root_requirement: str, folder: Path, index: str) -> list[str]:
+    def _download_gpu_builds(self, root: str, folder: Path, index: str) -> list[str]:
         """Download packages with GPU builds from `index`, and return requirements that pin them."""
         # PyPI has newer builds for another CUDA. A wheel compiled with NumPy 1 does not run with NumPy 2.
         from packaging.requirements import Requirement
 
-        _, missing = dependency_closure(root_requirement, {self.own_wheel.name: self.own_wheel}, self.target)
+        _, missing = dependency_closure(root, {self.own_wheel.name: self.own_wheel}, self.target)
         for requirement in missing:
             if (
                 Requirement(requirement).name in GPU_PACKAGES
             ):  # packages that this index lacks are resolved like all others
                 self._run_pip([requirement], folder, ["--no-deps", "--index-url", index])
-        pinned_requirements = []
+        pins = []
         for wheel in map(Wheel.from_file, sorted(folder.glob("*.whl"))):
-            pinned_requirements.append(f"{wheel.name} @ {wheel.path.resolve().as_uri()}")
+            pins.append(f"{wheel.name} @ {wheel.path.resolve().as_uri()}")
             if wheel.name == "torch" and not _is_built_for_numpy_2(wheel.path):
-                pinned_requirements.append("numpy<2")
-        return pinned_requirements
+                pins.append("numpy<2")
+        return pins
 
     def _download_with_dependencies(self, requirements: Sequence[str], folder: Path) -> None:
         reason = self._run_pip(requirements, folder, ["--extra-index-url", self.index] if self.index else [])
@@ -222,8 +220,8 @@ class WheelDownload:
             raise JobError(
                 f"no wheels for {self.target.name} (Python {self.target.python}, {self.target.machine}): {reason}; is "
                 "there a network, does this Python have pip, do these packages have wheels for that board "
-                "(PIP_EXTRA_INDEX_URL adds one)"
-                f"{f', does {self.constraint} allow versions that go together' if self.constraint else ''}?"
+                "(PIP_EXTRA_INDEX_URL adds "
+                f"one){f', does {self.constraint} allow versions that go together' if self.constraint else ''}?"
             )
 
     def _run_pip(self, requirements: Sequence[str], folder: Path, index_options: Sequence[str]) -> str | None:
@@ -248,16 +246,14 @@ def _is_built_for_numpy_2(torch: Path) -> bool:
         return not names or any(NUMPY_2 in archive.read(name) for name in names)
 
 
-def dependency_closure(
-    root_requirement: str, wheels: Mapping[str, Wheel], target: BundleTarget
-) -> tuple[set[str], list[str]]:
-    """Return the names of the wheels that `root_requirement` needs on the target, and the unmet requirements."""
+def dependency_closure(root: str, wheels: Mapping[str, Wheel], target: BundleTarget) -> tuple[set[str], list[str]]:
+    """Return the names of the wheels that `root` needs on the target, and the unmet requirements."""
     from packaging.requirements import Requirement
     from packaging.utils import canonicalize_name
 
     extras_by_name: dict[str, set[str]] = {}
     missing: list[str] = []
-    pending = [Requirement(root_requirement)]
+    pending = [Requirement(root)]
     while pending:
         requirement = pending.pop()
         name = canonicalize_name(requirement.name)

@@ -87,15 +87,13 @@ def _text(value: object) -> str:
 TOLERANCE: Final = 5e-3  # largest relative difference of one network's outputs from the CPU's: TF32 has 10 bits
 UPDATE_TOLERANCE: Final = 0.05  # largest relative difference of an update
 NO_TF32: Final = "NVIDIA_TF32_OVERRIDE"
-MIN_RATIO: Final = 0.9  # of the engine's rate to the bare loop's
+MIN_RATIO: Final = 0.9  # rate of the engine, relative to the bare loop
 IDLE_S, LOAD_S = 5.0, 5.0
 NO_ENGINE: Final = "neither torch nor onnxruntime with onnx is installed"
-LATE_SHARE: Final = 0.8  # of the time, after which no part begins
+LATE_SHARE: Final = 0.8  # share of the time after which no part begins
 LATE_PART: Final = PartResult(verdict="skipped", sentence="no time was left: give the check more --minutes")
-CHANNELS, PIXELS = 32, 32  # of the graph that ONNX Runtime runs
-QUERY_FIELDS: Final[
-    dict[str, tuple[str, float | None]]
-] = {  # what nvidia-smi calls it, and the factor to the name's unit
+CHANNELS, PIXELS = 32, 32  # size of the ONNX graph
+QUERY_FIELDS: Final[dict[str, tuple[str, float | None]]] = {  # name in nvidia-smi, and factor to the unit
     "driver": ("driver_version", None),
     "power_w": ("power.draw", 1.0),
     "power_limit_w": ("power.limit", 1.0),
@@ -109,7 +107,7 @@ QUERY_FIELDS: Final[
 }
 
 Outcome = tuple[Verdict, str, list[Row]]
-DeviceRun = tuple[np.ndarray, str, str]  # output, share of the nodes, and why the device took none
+DeviceRun = tuple[np.ndarray, str, str]  # output, share of the nodes, and reason if the device ran none
 
 
 class SkippedPartError(FedquiltError):
@@ -318,7 +316,7 @@ def judge_part(part: Callable[[], Outcome]) -> PartResult:
         verdict, sentence, rows = part()
     except SkippedPartError as reason:
         return PartResult(verdict="skipped", sentence=str(reason))
-    except Exception as error:  # whatever a strange machine makes of a part
+    except Exception as error:  # parts may fail in any way on unusual machines
         return PartResult(verdict="error", sentence=failures.describe_error(error))
     return PartResult(verdict=verdict, sentence=sentence, rows=tuple(rows))
 
@@ -457,7 +455,7 @@ def query_nvidia_smi(cuda: Any, names: Collection[str] = tuple(QUERY_FIELDS)) ->
     command = ("nvidia-smi", f"--id={gpu_id}", f"--query-gpu={fields}", "--format=csv,noheader,nounits")
     try:
         output = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout
-    except subprocess.CalledProcessError:  # a driver that lacks a field answers none: ask each alone
+    except subprocess.CalledProcessError:  # a driver that lacks one field returns none
         single_queries = [query_nvidia_smi(cuda, (name,)) for name in names if len(names) > 1]
         return {name: value for values_ in single_queries for name, value in values_.items()}
     except (OSError, subprocess.SubprocessError):
@@ -465,7 +463,7 @@ def query_nvidia_smi(cuda: Any, names: Collection[str] = tuple(QUERY_FIELDS)) ->
     values: dict[str, Any] = {}
     for name, text in zip(names, map(str.strip, output.split(",")), strict=False):
         factor = QUERY_FIELDS[name][1]
-        with contextlib.suppress(ValueError):  # "[N/A]", as a Jetson or a slice of a GPU (MIG) says
+        with contextlib.suppress(ValueError):  # Jetsons and MIG slices return "[N/A]"
             if text not in ("", "N/A") and not text.startswith("["):
                 values[name] = text if factor is None else float(text.split(" ")[0]) * factor
     return values

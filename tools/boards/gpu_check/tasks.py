@@ -29,11 +29,11 @@ from fedquilt.edge_agent.task.protocol import WorkRequest, WorkResult
 from fedquilt.edge_agent.task.worker import COMMAND, WATCH_S, ChildWorker
 from fedquilt.models.networks import registry
 
-Row: TypeAlias = dict[str, Any]  # texts, numbers and None
+Row: TypeAlias = dict[str, Any]
 ON_CPU: Final = ("env", "CUDA_VISIBLE_DEVICES=", *COMMAND)
 AMPLE_BYTES: Final = 1 << 40  # budget of tasks that should not be limited
 TASK_S: Final = 120.0
-EXCESS_FACTOR: Final = 1.3  # factor on the free memory of a discrete GPU
+EXCESS_FACTOR: Final = 1.3  # relative to the free memory of a discrete GPU
 # Elsewhere a limit is exceeded, and never the board's memory.
 SHARED_LIMIT_BYTES, SHARED_WORK_BYTES = 300 * 10**6, 10**9
 SEED: Final = 0
@@ -65,7 +65,7 @@ RESNET: Final = {
     "classes": 10,
     "input": {"channels": 3, "size": 32, "mean": [0.5], "std": [0.25]},
 }
-SMALL: Final = models.residual(3, 16, 10, width=16, mean=(0.5,), std=(0.25,))  # as a processor is slower
+SMALL: Final = models.residual(3, 16, 10, width=16, mean=(0.5,), std=(0.25,))  # small, for processors
 ON_GPU, WITHOUT_GPU = Workload(RESNET, 32, (32, 256), 128), Workload(SMALL, 16, (16, 64), 64)
 
 
@@ -113,7 +113,7 @@ class TaskBench:
             device="check-gpu",
             budget_bytes=budget_bytes,
             plan_bytes=AMPLE_BYTES,
-            data={"path": str(data), "held": 0.0 if action == "work" else 0.5},  # an evaluation is of held-out ones
+            data={"path": str(data), "held": 0.0 if action == "work" else 0.5},  # evaluations use held-out examples
             bundles={"model": str(self._folder / "model")},
             private=None,
             cache=str(self._folder / "cache"),
@@ -138,7 +138,7 @@ def measure_memory(bench: TaskBench) -> Iterator[Row]:
     """
     properties = bench.workload.properties()
     for batch in bench.workload.batches:
-        budgets: dict[str, tuple[int, int]] = {}  # and predictions, of what ran on a GPU
+        budgets: dict[str, tuple[int, int]] = {}  # work -> budget and prediction in bytes, for a GPU
         with bench.worker() as worker:
             for work in ("training", "inference"):
                 result = _run_measured(bench, worker, work, batch, AMPLE_BYTES)
@@ -152,7 +152,7 @@ def measure_memory(bench: TaskBench) -> Iterator[Row]:
                 if result.runs_on == "CUDA":
                     budgets[work] = result.base_bytes + int(peak_memory.MARGIN * predicted), predicted
                 else:
-                    worker.kill()  # freed memory of the training would serve the inference
+                    worker.kill()  # the inference would reuse freed memory of the training
         with bench.worker() as worker:
             for work, (budget_bytes, predicted) in budgets.items():
                 result = _run_measured(bench, worker, work, batch, budget_bytes)
@@ -225,10 +225,10 @@ def largest_difference(update: Tensors, reference: Tensors, start: Tensors) -> f
 
 
 PAIR_COUNT: Final = 5
-MIN_RUN_S: Final = 1.0  # of one run, reached by more epochs, images or repetitions
+MIN_RUN_S: Final = 1.0
 MAX_REPETITIONS: Final = 500
-MAX_COPIES: Final = 50  # of the images of inference
-BARE_BATCH: Final = {"cpu": 64, "cuda": 256}  # of inference
+MAX_COPIES: Final = 50
+BARE_BATCH: Final = {"cpu": 64, "cuda": 256}
 
 Work = Callable[[], object]
 
@@ -281,7 +281,7 @@ def _repeat(run: Work, times: int) -> None:
 
 
 def count_repetitions(run: Work, min_s: float = MIN_RUN_S) -> int:
-    run()  # the first one loads libraries
+    run()  # the first run loads libraries
     began_s = time.perf_counter()
     run()
     return min(max(math.ceil(min_s / max(time.perf_counter() - began_s, 1e-6)), 1), MAX_REPETITIONS)
@@ -330,7 +330,7 @@ def train_bare(network: Mapping[str, Any], start: Tensors, examples: Examples, f
 
     model, x, y = _load_bare(network, start, examples, device)
     optimizer = torch.optim.SGD(model.train().parameters(), lr=fit.lr)
-    with deterministic_torch(SEED):  # as the engine's algorithms are
+    with deterministic_torch(SEED):  # the engine is deterministic, too
         for rows in [rows for _ in range(fit.epochs) for rows in torch.randperm(len(x)).split(fit.batch)]:
             optimizer.zero_grad()
             scores = model(_normalise(x[rows].to(device)))

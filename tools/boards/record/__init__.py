@@ -36,14 +36,14 @@ Errors: TypeAlias = dict[str, fit.RelativeErrors]  # of time, traffic, and power
 class BoardFacts:
     board: str
     memory_bytes: int
-    description: str  # kernel, versions, date, load: for the source's text
+    description: str  # kernel, versions, date and load
 
 
 @dataclass(frozen=True)
 class FittedProfile:
     board: BoardProfile
     recording: BoardMeasurements
-    errors: Errors  # {}: too few points for a model
+    errors: Errors  # {} with too few points for a model
 
 
 def record_profile(
@@ -60,7 +60,7 @@ def record_profile(
     `root` is the folder with `proc` and `sys`. In a container, that is the mount of the host's.
     """
     if out is not None:
-        disk.make_output_folder(out)  # before minutes of measuring
+        disk.make_output_folder(out)  # fail before the measurement
     clocks = ClockClient.connect(root / SOCKET)
     try:
         device = devices.create_device("auto", root, connect=lambda: None)

@@ -26,14 +26,14 @@ from fedquilt.tools.boards.record.probes import fit_rates as workload_rates
 
 log = logging.getLogger("fedquilt.record")
 
-CURRENT_POINT: Final = "as-is"  # the one point of a board whose clocks cannot be set
-SETTLE_S: Final = 0.5  # clocks and voltages after a change
-MIN_POINT_S: Final = 1.5  # of one point; with less it is skipped
-MIN_UNITS: Final = 3  # timed at a point, or it is skipped
-COMPUTE_SHARE: Final = 0.7  # of the time of plain units at a point; the rest is memory traffic
-PLAIN_SHARE: Final = 0.4  # of a point's time for plain units, where there are workloads to probe
-IDLE_SHARE, IDLE_MOST_S = 0.05, 20.0  # of the whole time for idle power
-IDLE_STEP_S: Final = 0.5  # between its readings
+CURRENT_POINT: Final = "as-is"  # for boards without settable clocks
+SETTLE_S: Final = 0.5  # clocks and voltages settle after a change
+MIN_POINT_S: Final = 1.5  # points with less time are skipped
+MIN_UNITS: Final = 3  # points with fewer units are skipped
+COMPUTE_SHARE: Final = 0.7  # share of arithmetic in the time of plain units. The rest is memory traffic
+PLAIN_SHARE: Final = 0.4  # share of plain units in the time of a point with probes
+IDLE_SHARE, IDLE_MOST_S = 0.05, 20.0  # share of the whole time for idle power, and its limit
+IDLE_STEP_S: Final = 0.5
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class MeasurementSetup:
 @dataclass(frozen=True)
 class PointMeasurement:
     point: OperatingPoint  # with flops_per_s, bytes_per_s, rates by workload and, where there is a meter, busy_w
-    units: int  # of arithmetic that were timed
+    units: int  # timed units of arithmetic
     took_s: float
 
 
@@ -158,7 +158,7 @@ def _measure_point(setup: MeasurementSetup, point: OperatingPoint, deadline_s: f
     if setup.clocks is not None:
         pinned = setup.clocks.pin(point)
         setup.sleep(SETTLE_S)
-    setup.work.compute()  # the first one at new clocks is not like the others
+    setup.work.compute()  # the first run at new clocks is slower
     _keep_pin_and_require_time(setup, deadline_s)
     plain_s = (PLAIN_SHARE if setup.probes else 1.0) * (deadline_s - setup.clock())
     plain_end_s = setup.clock() + plain_s

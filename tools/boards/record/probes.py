@@ -43,7 +43,7 @@ CONV: Final = (  # (name, settings, pixels, examples, batch)
 )
 SCORED_BLOCKS: Final = ((16, 4, 16), (16, 32, 16), (32, 16, 48), (96, 4, 64), (32, 24, 32), (160, 2, 64), (96, 8, 16))
 """(channels, pixels, images) of inverted residual blocks."""
-EXPANSION: Final = 6  # times the channels inside a probe's inverted residual block
+EXPANSION: Final = 6  # expansion factor of the inverted residual blocks
 SEED: Final = 0
 
 
@@ -146,7 +146,7 @@ def build_scoring_probes() -> list[TaskProbe]:
             scoring.stack_gram(flow.run_block(block, x), count)
 
         probes.append(TaskProbe(task_specs.blocks_work([(block, 1.0)], 0).total_for_examples(count), run))
-        run()  # sessions are kept from task to task
+        run()
     return probes
 
 
@@ -213,16 +213,16 @@ def write_probe_block(channels: int, pixels: int, folder: Path) -> Any:
     )
 
 
-IMAGES, CHANNELS, SIZE, KERNEL = 4, 64, 56, 3  # of one convolution, as in the middle of a residual network
+IMAGES, CHANNELS, SIZE, KERNEL = 4, 64, 56, 3  # one convolution in the middle of a residual network
 LAYERS: Final = 2
 CONV_FLOPS: Final = LAYERS * 2 * IMAGES * CHANNELS * CHANNELS * KERNEL**2 * SIZE**2  # one multiply-add is 2
-SIDE: Final = 1024  # of the matrices, where there is no engine
+SIDE: Final = 1024  # size of the matrices without ONNX Runtime
 COPIED_BYTES: Final = 64 << 20  # larger than any cache of these boards
 
 
 @dataclass(frozen=True)
 class TimedWorkload:
-    name: str  # what is timed, in words
+    name: str  # description
     flops: float  # of one `compute`
     compute: Callable[[], Any]
     read_bytes: float  # of one `traffic`: read and written

@@ -47,7 +47,7 @@ def serve_dashboard(
         url = f"http://{f'[{host}]' if ':' in host else host}:{port}/"
         access_policy = AccessPolicy(port=port) if actions else None
         if access_policy is not None:
-            write_token(home, access_policy.token)  # before an address is told: this may fail
+            write_token(home, access_policy.token)  # may fail, so before the address is printed
         print_line(f"dashboard of {home}: {url}")
         if access_policy is not None:
             token = f"WORD, the word in {home / TOKEN_FILE}" if systemd.is_journal_stream() else access_policy.token
@@ -72,7 +72,7 @@ def serve_dashboard(
             for background_task in (
                 poll,
                 reads,
-            ):  # without them nothing is live: better an end than a page that stands still
+            ):  # a dashboard that cannot read must not show old data
                 background_task.add_done_callback(lambda task: setattr(server, "should_exit", True))
             closing = asyncio.create_task(_close_watch_on_exit(server, watch))
             deadline_task = asyncio.create_task(app.close_late_connections(connections, server))

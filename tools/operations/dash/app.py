@@ -40,11 +40,11 @@ log = logging.getLogger("fedquilt.dash")
 MEDIA_TYPES: Final = {".js": "text/javascript", ".css": "text/css", ".svg": "image/svg+xml"}
 MAX_BODY_BYTES: Final = 4096  # bytes of a request
 MAX_QUERY_BYTES: Final = 2048
-MAX_CACHED_RESPONSES: Final = 32  # answers that are kept for whoever asks the same, until something changes
+MAX_CACHED_RESPONSES: Final = 32  # valid until the next change
 RESPONSE_TTL_S: Final = 5.0
 
 PageLoader = Callable[..., Awaitable[dict[str, Any]]]
-PAGES: Final[dict[str, PageLoader]] = {  # called with the watcher, the query and the path's parameter
+PAGES: Final[dict[str, PageLoader]] = {  # arguments: watcher, query and path parameter
     "/api/fleet": pages.load_fleet_page,
     "/api/boards/{name}": pages.load_device_page,
     "/api/runs": pages.load_runs_page,

@@ -26,28 +26,28 @@ from fedquilt.tools.operations.dash.run_follower import MAX_CELLS, RunFollower, 
 T = TypeVar("T")
 
 POLL_S: Final = 0.2  # interval of checking for writes
-FLEET_PAUSE_RATIO: Final = 1.5  # between two readings of all boards, in times of what the last one took
-MAX_EVENTS: Final = 1000  # facts that are read at once
-MAX_ENDED_FOLLOWERS: Final = 4  # runs that have ended and are held with their details: those asked for last
-MAX_LABELS: Final = 100  # that a filter offers
-FLEET_MAX_AGE_S: Final = 15.0  # after which boards are read again without a change: readings grow too old
-RETRY_S: Final = 30.0  # until a log that could not be read is tried again
-KEEPALIVE_S: Final = 15.0  # after which such a connection gets a word, so that both ends see that it holds
+FLEET_PAUSE_RATIO: Final = 1.5  # pause between reads of all devices, relative to their duration
+MAX_EVENTS: Final = 1000  # read in one piece
+MAX_ENDED_FOLLOWERS: Final = 4  # ended runs with details, most recently requested
+MAX_LABELS: Final = 100
+FLEET_MAX_AGE_S: Final = 15.0  # readings become outdated without a change
+RETRY_S: Final = 30.0  # pause after an unreadable log
+KEEPALIVE_S: Final = 15.0  # idle event streams get a comment, so that both ends detect a lost connection
 
 
 class RunList(NamedTuple):
     rows: list[StoredJob | UnreadableRow]
-    statuses: Mapping[str, str]  # run -> its status, and whether somebody works on it
+    statuses: Mapping[str, str]  # run -> status
     is_served: bool
-    wait_reasons: Mapping[str, str]  # run that the coordinator holds -> what it waits for, as a sentence's end
+    wait_reasons: Mapping[str, str]  # suspended run -> reason
 
 
 class FleetView(NamedTuple):
     device_rows: list[devices.DeviceRow]
-    counts: Mapping[str, int]  # by state, and "all"
-    labels: list[str]  # the first of them that there are
-    change_number: int  # number of changes by then
-    read_s: float  # on this process's clock
+    counts: Mapping[str, int]  # state or "all" -> number
+    labels: list[str]  # at most MAX_LABELS
+    change_number: int
+    read_s: float  # monotonic time
     took_s: float
 
 
@@ -65,12 +65,14 @@ class HomeWatcher:
         self._fleet: FleetView | None = None
         self._runs: tuple[int, RunList] | None = None
         self._locks: dict[str, asyncio.Lock] = {}
-        self._followers: dict[str, RunFollower] = {}  # the one asked for last at the end
-        self._problems: dict[str, tuple[float, str]] = {}  # run -> until when it is not read again, why it cannot be
-        self._summaries: dict[str, tuple[object, dict[str, Any]]] = {}  # run -> status and epoch it is of, values
+        self._followers: dict[str, RunFollower] = {}  # least recently requested first
+        self._problems: dict[str, tuple[float, str]] = {}  # run -> time of the next attempt, and error
+        self._summaries: dict[
+            str, tuple[object, dict[str, Any]]
+        ] = {}  # run -> (status, epoch), and values of the list of runs
         self._is_served = False
         self._requested_runs: dict[str, None] = {}  # runs whose logs a viewer waits for
-        self._read_requested = asyncio.Event()  # there may be a log to read
+        self._read_requested = asyncio.Event()
 
     # -- changes --
 
@@ -334,7 +336,7 @@ class HomeWatcher:
             raise StoreError(f"no runs in {self.home}: {error.strerror}") from None
         if old_identity is not None and old_identity != identity:
             self._close_reader()
-            if old_identity[:2] != identity[:2]:  # another database: what was followed is not in it
+            if old_identity[:2] != identity[:2]:  # the database was replaced, so cached runs may not exist
                 self._followers.clear()
                 self._summaries.clear()
         if self._reader is None:

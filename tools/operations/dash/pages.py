@@ -29,15 +29,15 @@ from fedquilt.tools.operations.dash.home_watcher import HomeWatcher, MissingRunE
 
 Query = Mapping[str, str]
 
-PAGE_ROWS: Final = 100  # of a table's page
-PAGE_DEVICES: Final = 30  # of a round
-PAGE_CELLS: Final = 2_000  # cells of the grid's page
-MAX_DEVICE_ROUNDS: Final = 60  # rounds of a board that are shown
+PAGE_ROWS: Final = 100
+PAGE_DEVICES: Final = 30
+PAGE_CELLS: Final = 2_000
+MAX_DEVICE_ROUNDS: Final = 60
 SPANS: Final = {"2h": 2 * 3600.0, "2d": 2 * 86400.0, "30d": 30 * 86400.0}
-MAX_LOG_LINES: Final = 300  # lines of the log that are shown
+MAX_LOG_LINES: Final = 300
 
 _SORTS: Final[dict[str, Callable[[DeviceRow], tuple[Any, ...]] | None]] = {
-    "name": None,  # as they are
+    "name": None,  # already sorted
     "state": lambda each: (each.board.online, each.board.doing is not None),
     "since": lambda each: (each.board.since or 0.0,),
     "watts": lambda each: (each.reading.power_w or -1.0,),
@@ -276,8 +276,8 @@ def _parse_integer(query: Query, name: str, default: int) -> int:
 class MissingDeviceError(JobError): ...
 
 
-MAX_ROLLOUT_DEVICES: Final = 200  # of one rollout that are shown, those first that have not committed it
-MAX_ROLLOUTS: Final = 100  # rollouts of the list
+MAX_ROLLOUT_DEVICES: Final = 200  # devices without the release come first
+MAX_ROLLOUTS: Final = 100
 
 
 async def load_rollouts(watcher: HomeWatcher, query: Query) -> dict[str, Any]:

@@ -24,19 +24,19 @@ from fedquilt.tools.report import columns, sections
 
 MAX_LOG_LINES: Final = 1000  # of the log
 MAX_CELLS: Final = 40_000  # limit on devices times rounds in memory; earlier rounds are read again on request
-MIN_ROUNDS: Final = 2  # rounds that are held in any case
-MAX_PLOT_POINTS: Final = 300  # points of a run's plots
+MIN_ROUNDS: Final = 2
+MAX_PLOT_POINTS: Final = 300
 
 
 class LogLine(NamedTuple):
     seq: int
     at: float  # wall-clock seconds
     run: str
-    kind: str  # of the fact
+    kind: str  # class of the event
     round: int | None
     device: str | None
     text: str
-    more: tuple[str, ...]  # reasons, below it
+    more: tuple[str, ...]  # further lines
 
 
 class UpdateTiming(NamedTuple):
@@ -50,7 +50,7 @@ class UpdateTiming(NamedTuple):
 class RoundTimes:
     started_s: float  # wall-clock seconds
     took_s: float | None = None  # None while running
-    task_sent_s: dict[str, float] = field(default_factory=dict)  # device -> wall-clock seconds of the last time
+    task_sent_s: dict[str, float] = field(default_factory=dict)  # device -> wall-clock seconds of the latest task
     update_timings: dict[str, UpdateTiming] = field(default_factory=dict)
 
 
@@ -62,9 +62,9 @@ class RunFollower:
         self.lines: deque[LogLine] = deque(maxlen=MAX_LOG_LINES)
         self.round_times: dict[int, RoundTimes] = {}
         self._outcomes = round_outcomes.RoundOutcomes(JobConstants.from_job(row.job))
-        self.last_event_s: float | None = None  # wall-clock seconds of the last fact
-        self.first_round: int | None = None  # earliest round in which devices were looked at
-        self.last_round: int | None = None  # latest one
+        self.last_event_s: float | None = None  # wall-clock seconds
+        self.first_round: int | None = None  # first round with an eligibility check
+        self.last_round: int | None = None  # latest round with an eligibility check
 
     @property
     def state(self) -> JobState:

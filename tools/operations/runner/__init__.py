@@ -36,8 +36,8 @@ from fedquilt.tools.operations.runner.service import (
     UnknownClassificationError,
 )
 
-SHUTDOWN_S: Final = 5.0  # for which requests that have begun are waited for at the end
-POLL_S: Final = 0.2  # between two looks for a new model
+SHUTDOWN_S: Final = 5.0  # limit for running requests
+POLL_S: Final = 0.2  # interval of checks for a new model
 
 
 def serve_model(
@@ -59,7 +59,7 @@ def serve_model(
         with contextlib.suppress(KeyboardInterrupt):
             while True:
                 if models.reload_if_changed():
-                    service.write_status()  # the agent waits for a word of the new model
+                    service.write_status()  # the agent waits for the status of the new model
                 service.write_status_if_due()
                 time.sleep(POLL_S)
 
@@ -98,9 +98,9 @@ def _serve_http(service: ModelService, address: tuple[str, int], anywhere: bool)
 
 log = logging.getLogger("fedquilt.runner")
 
-MAX_PENDING_BYTES: Final = 64 << 20  # bytes of all requests that are being read or wait
-MAX_ADDRESS_BYTES: Final = MAX_PENDING_BYTES // 2  # bytes of them that one address may have
-MAX_LABEL_BYTES: Final = 4096  # bytes of a label
+MAX_PENDING_BYTES: Final = 64 << 20  # limit of all request bodies in memory
+MAX_ADDRESS_BYTES: Final = MAX_PENDING_BYTES // 2  # limit of the bodies of one address
+MAX_LABEL_BYTES: Final = 4096
 LIMITS: Final = ConnectionLimits(connections=64, per_address=64)  # on loopback, all clients have one address
 
 
@@ -120,8 +120,8 @@ class RunnerServer:
         connections: ConnectionLimiter | None = None,
     ) -> None:
         self._service, self._anywhere = service, anywhere
-        self.active_requests = 0  # requests that are being answered
-        self._pending_bytes = Counter[str]()  # address -> bytes of its bodies that have arrived
+        self.active_requests = 0
+        self._pending_bytes = Counter[str]()  # address -> received bytes of unfinished requests
         self._lock = threading.Lock()
         limits = ConnectionLimits(LIMITS.connections, LIMITS.connections // 2) if anywhere else LIMITS
         connections = ConnectionLimiter(limits) if connections is None else connections

@@ -26,20 +26,20 @@ import msgspec
 import numpy as np
 from msgspec import Meta
 
-REFERENCE_SIZE: Final = 500  # examples of the reference, and of what is compared with it
-MIN_EXAMPLES: Final = 50  # examples before a comparison
+REFERENCE_SIZE: Final = 500
+MIN_EXAMPLES: Final = 50  # fewer examples give no drift
 BINS: Final = 10
-MIN_CLASS_COUNT: Final = 5  # a class that the reference has less often shares a bin with others
-ALPHA: Final = 1e-6  # share of comparisons of the same distribution that may show drift
-MAX_CHANNELS: Final = 16  # channels with numbers of their own
-MAX_CORRELATION: Final = 0.98  # largest correlation of neighbours that is believed
+MIN_CLASS_COUNT: Final = 5  # rarer classes share one bin
+ALPHA: Final = 1e-6  # probability of drift between samples of the same distribution
+MAX_CHANNELS: Final = 16  # further channels have no features
+MAX_CORRELATION: Final = 0.98
 
 
 class ReferenceDistribution(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    names: tuple[str, ...]  # of the numbers
-    edges: tuple[tuple[float, ...], ...]  # of each: ascending, up to BINS - 1
-    counts: tuple[tuple[float, ...], ...]  # of each: below, at and between its edges
-    weights: tuple[Annotated[float, Meta(gt=0, le=1)], ...]  # of each: what an example counts for
+    names: tuple[str, ...]  # names of the features
+    edges: tuple[tuple[float, ...], ...]  # ascending edges of each feature, up to BINS - 1
+    counts: tuple[tuple[float, ...], ...]  # counts of each feature below, at and between the edges
+    weights: tuple[Annotated[float, Meta(gt=0, le=1)], ...]  # effective weight of an example, for each feature
     classes: tuple[int, ...]  # classes with a bin each, in order; the last bin contains all other classes
     class_counts: tuple[float, ...]
     class_weight: Annotated[float, Meta(gt=0, le=1)] = 1.0
@@ -134,12 +134,12 @@ class DriftCounts:
 
     def __init__(self, reference: ReferenceDistribution | None = None, size: int = REFERENCE_SIZE) -> None:
         self.reference, self._size = reference, size
-        self._decay = 1 - 2 / (size + 1)  # factor of all counts at each example: they weigh as `size` of equal weight
+        self._decay = 1 - 2 / (size + 1)  # makes the counts worth `size` equally weighted examples
         self._first_examples: list[tuple[np.ndarray, int]] = []
         self._names: tuple[str, ...] = ()
         self._counts: list[list[float]] = []
         self._classes: list[float] = []
-        self._weight_sum = self._squared_weight_sum = 0.0  # of the weights of the examples counted
+        self._weight_sum = self._squared_weight_sum = 0.0
         if reference is not None:
             self._reset_counts(reference)
 
@@ -149,7 +149,9 @@ class DriftCounts:
 
     def add_examples(self, names: tuple[str, ...], values: np.ndarray, classes: Sequence[int]) -> None:
         """Count examples, the first of which become the reference if there is none with these features."""
-        if self.reference is not None and self.reference.names != names:  # made by another version
+        if (
+            self.reference is not None and self.reference.names != names
+        ):  # the reference is from another version of fedquilt
             self.reference = None
         for row, number in zip(values, classes, strict=True):
             if self.reference is None:

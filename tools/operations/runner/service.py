@@ -24,7 +24,7 @@ from fedquilt.tools.artefacts.classifier import Classifier
 from fedquilt.tools.operations.runner import drift
 from fedquilt.tools.operations.runner.drift import DriftCounts, ReferenceDistribution
 
-RETRY_S: Final = 30.0  # until a model that could not be loaded is tried again
+RETRY_S: Final = 30.0  # pause after a failed load
 
 FileKey = tuple[str, int, int, int]
 
@@ -62,7 +62,7 @@ class ModelSwitcher:
         self._location, self._clock = location, clock
         self._failed_key: FileKey | None = None
         self._failed_s = 0.0
-        self.trouble = ""  # why the model that is there is not the one in use; "": it is
+        self.trouble = ""  # reason why the newest model is not in use, or ""
         self.current = self._load_and_try_model(resolve_model_file(location))
 
     def reload_if_changed(self) -> bool:
@@ -94,9 +94,7 @@ class ModelSwitcher:
             raise ModelError(f"cannot read {path}: {error.strerror}") from None
         network = Classifier(path)
         if (shape := network.input_shape) is not None:
-            network.compute_scores(
-                np.zeros((1, *shape), np.float32)
-            )  # the first answer takes longest, and shows what is wrong
+            network.compute_scores(np.zeros((1, *shape), np.float32))
         if _make_file_key(path) != key:
             raise ModelError(f"{path} was changed while it was read")
         return ServedModel(network, sha256, key)
@@ -110,26 +108,24 @@ def _make_file_key(path: Path) -> FileKey:
 log = logging.getLogger("fedquilt.runner")
 
 STATUS_FILE: Final = "served.json"  # statistics, which the board's agent sends to the coordinator
-REFERENCE_FILE: Final = (
-    "reference.json"  # references of the latest models, so that a restarted runner continues the comparison
-)
-BUSY_WRITE_S: Final = 5.0  # between two writings of SERVED while requests come
-IDLE_WRITE_S: Final = 20.0  # likewise while none come
+REFERENCE_FILE: Final = "reference.json"  # reference distributions, for restarts
+BUSY_WRITE_S: Final = 5.0  # interval of status files while requests arrive
+IDLE_WRITE_S: Final = 20.0  # interval of status files without requests
 MAX_REFERENCES: Final = 4
-MAX_UNLABELLED: Final = 10_000  # answers whose truth may arrive later
-LATENCY_WINDOW: Final = 512  # latest answers for the median latency
-ACCURACY_WINDOW: Final = LATEST  # latest labels that count in the accuracy
-MIN_LABELS: Final = 20  # labels before an accuracy is told
+MAX_UNLABELLED: Final = 10_000  # classifications that can still get a label
+LATENCY_WINDOW: Final = 512
+ACCURACY_WINDOW: Final = LATEST
+MIN_LABELS: Final = 20  # fewer labels give no accuracy
 MAX_EXAMPLES: Final = 1024  # in one request
-MAX_BODY_BYTES: Final = 16 << 20  # bytes of a file, and of the arrays in it
-NPY, ZIP = b"\x93NUMPY", b"PK\x03\x04"  # with which such files begin
+MAX_BODY_BYTES: Final = 16 << 20  # limit of a file, and of the arrays in the file
+NPY, ZIP = b"\x93NUMPY", b"PK\x03\x04"  # magic numbers
 
 
 class Classification(NamedTuple):
-    id: str  # under which its label may be told
+    id: str  # for the request that sends the true label
     number: int  # of the class
     name: str
-    score: float  # the largest of the network's outputs; no probability: it may be above 1
+    score: float  # largest output of the network, not a probability
     model: str  # sha256 of the model that answered
 
     def to_dict(self) -> dict[str, Any]:
@@ -151,7 +147,7 @@ class ModelService:
         clock: Callable[[], float] = time.time,
     ) -> None:
         self._models, self._home, self._reference_size, self._clock = models, home, size, clock
-        self._lock = threading.Lock()  # of the network and of the counts
+        self._lock = threading.Lock()  # protects network and counters
         self._id_prefix, self._count = secrets.token_hex(3), 0
         self._latencies_s: deque[float] = deque(maxlen=LATENCY_WINDOW)
         self._correct: deque[bool] = deque(maxlen=ACCURACY_WINDOW)
@@ -160,7 +156,7 @@ class ModelService:
         self.served = self.failed = self.refused = self.labelled = self.swaps = 0
         self._references = self._read_references()
         self._drift, self._counted_model = self._make_drift(models.current), models.current.sha256
-        self._last_write: tuple[float, int] = (-1e18, -1)  # when, and after how many requests
+        self._last_write: tuple[float, int] = (-1e18, -1)  # time, and number of requests
         self._write_problem = ""
 
     # -- requests --
@@ -198,7 +194,7 @@ class ModelService:
     def _classify_and_count(self, read: Callable[[ServedModel], np.ndarray]) -> list[Classification]:
         started_s = time.perf_counter()
         with self._lock:
-            loaded = self._follow_current_model()  # once: what begins with it ends with it
+            loaded = self._follow_current_model()  # a request uses one model from start to end
             x = read(loaded)
             if not 0 < len(x) <= MAX_EXAMPLES:
                 raise DataError(f"{len(x)} examples in one request: 1 to {MAX_EXAMPLES} are answered")
@@ -206,7 +202,7 @@ class ModelService:
             try:
                 scores = loaded.network.compute_scores(prepared)
             except Exception:
-                self.failed += 1  # of the network alone: a board returns from a model that fails too often
+                self.failed += 1  # devices roll back a model with too many failures
                 raise
             classes = scores.argmax(axis=1).tolist()
             self._drift.add_examples(*drift.compute_features(prepared, scores), classes)
@@ -307,7 +303,7 @@ class ModelService:
             reference, model = (
                 self._drift.reference,
                 self._counted_model,
-            )  # before `make_status` follows to another model
+            )  # `make_status` may switch to another model
         try:
             REAL.write_atomically(self._home / STATUS_FILE, msgspec.json.encode(self.make_status()), durable=False)
             if reference is not None and self._references.get(model) is not reference:
