@@ -326,9 +326,8 @@ def _prepare_model(
         parts["masks"] = tensors.encode_tensors({"json": masks.plan_to_array(dependency_trace.trace_mask_plan(model))})
     except ModelError as error:  # methods that need masks refuse the network with this reason
         metadata["untraced"] = str(error)
-    training_properties, _ = peak_memory.measure_training(
-        model, torch.zeros(2, *registry.input_shape(network))
-    )  # must come last, as the measurement changes batch norm
+    # must come last, as the measurement changes batch norm
+    training_properties, _ = peak_memory.measure_training(model, torch.zeros(2, *registry.input_shape(network)))
     register = traces.trace_register(model, registry.input_shape(network))
     is_coupled = register.is_coupled(state)
     example_bytes = (

@@ -158,9 +158,7 @@ class QuantizationResult:
         if not self.accepted:
             return text
         delta = max(block.max_cka_change for block in self.accepted.values())
-        times = [
-            sum(getattr(block_, name) for block_ in self.accepted.values()) for name in ("seconds", "plain_seconds")
-        ]
+        times = [sum(getattr(result, name) for result in self.accepted.values()) for name in ("quantized_s", "plain_s")]
         return f"{text}; CKA changes by {delta:.4f} at most; {times[0] / times[1]:.2f} of the float32 time here"
 
 
@@ -280,9 +278,8 @@ def _quantize_suitable_blocks(
     seconds: dict[str, tuple[float, float]] = {}
     grams: dict[str, np.ndarray] = {}
     quantized_grams: dict[str, np.ndarray] = {}
-    prepared = block_runner.PreparedExamples(
-        device.examples.x[count:], pool.input
-    )  # `count` images for the comparison, then `count` for the ranges
+    # `count` images for the comparison, then `count` for the ranges
+    prepared = block_runner.PreparedExamples(device.examples.x[count:], pool.input)
     first_block_outputs = _run_first_blocks(runner, pool, SourceSlice(prepared, count, 2 * count))
     for donor in pool.donors.values():
         maps: ActivationSource = prepared

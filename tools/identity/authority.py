@@ -88,9 +88,8 @@ DAY_S: Final = 86400.0
 EPOCH: Final = datetime.datetime(1970, 1, 1, tzinfo=datetime.timezone.utc)
 AUTHORITY_DAYS: Final = 3650
 VALIDITY_DAYS: dict[Kind, int] = {"device": 365, "coordinator": 730, "server": 730, "observer": 365, "site": 365}
-RESERVED_NAMES: Final = frozenset(
-    {authenticated_link.COORDINATOR}
-)  # the broker grants this user the coordinator's rights
+# the broker grants this user the coordinator's rights
+RESERVED_NAMES: Final = frozenset({authenticated_link.COORDINATOR})
 _NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,63}\Z")
 _CLIENT, _SERVER = ExtendedKeyUsageOID.CLIENT_AUTH, ExtendedKeyUsageOID.SERVER_AUTH
 _EXTENDED_KEY_USAGES = {

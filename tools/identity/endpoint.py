@@ -87,12 +87,8 @@ class EnrolmentService:
                     f"the certificate of {current.name} expired at {format_time(current.ends_s)}: enrol it anew"
                 )
             newest = valid[-1]
-            valid_from, valid_until = (
-                datetime.datetime.fromtimestamp(time_s, datetime.timezone.utc) for time_s in newest[4:6]
-            )
-            if not is_renewal_due(
-                valid_from, valid_until, datetime.datetime.fromtimestamp(now_s, datetime.timezone.utc)
-            ):
+            times_s = (newest.issued_s, newest.ends_s, now_s)
+            if not is_renewal_due(*(datetime.datetime.fromtimestamp(s, datetime.timezone.utc) for s in times_s)):
                 return newest
             renewed = self.authority.sign_certificate(current.name, "device", key, now_s, days=self._days)
         log.info("renewed %s, certificate until %s", renewed.name, format_time(renewed.ends_s))

@@ -261,18 +261,16 @@ class SiteWorker:
                 "identity issue NAME --role site`, or [sites.NAME] in its limits.toml without certificates)"
             )
         parent_state = sites.site_state_from_task(tensors.read_tensors(Path(request.bundles[sites.STATE])))
-        tensors.unpack_state(
-            parent_state.inner.tobytes(), methods.load(task.method).state
-        )  # the state must be valid before the event log refers to the state
+        # the state must be valid before the event log refers to the state
+        tensors.unpack_state(parent_state.inner.tobytes(), methods.load(task.method).state)
         if not store.stored_status(id):
             job = self._make_site_job(task.params["job"])
             folder = (store.home / "sites" / id).resolve()
             store.add_job(job, folder, id=id)  # files of unlisted runs are garbage
             _write_bundle_if_changed(folder, request)
         else:
-            _write_bundle_if_changed(
-                store.find_job(id).bundle, request
-            )  # the files have changed, or a restored home has none
+            # the files have changed, or a restored home has none
+            _write_bundle_if_changed(store.find_job(id).bundle, request)
         job_log = self._read_log(id)
         if job_log.is_stopped:
             return WorkResult(code="failed", reason=STOP_NOTE)
@@ -414,10 +412,7 @@ class SiteAgent:
         self._worker = SiteWorker(store, device)
         self.agent = Agent(link, options, device, self._worker, boot_id, durable=durable, clock=lambda: None)
         self._lock = self.agent.local.lock_home()
-        self._capabilities_s, self._has_devices = (
-            -math.inf,
-            False,
-        )  # a site without devices does not register
+        self._capabilities_s, self._has_devices = -math.inf, False  # a site without devices does not register
 
     def attach_server(self, server: Server) -> None:
         self.server = self._worker.server = server

@@ -88,24 +88,18 @@ def _check_secret_modes(settings: AgentSettings) -> Verdict:
 
 
 def _check_validity(device_certificate: Certificate, path: Path, clock_s: float) -> Verdict:
-    label, end_day, renew_fix = (
-        f"certificate {device_certificate.file}",
-        format_day(device_certificate.ends_s),
-        f"sudo fedquilt identity enrol {path}",
-    )
-    if clock_s < device_certificate.begins_s:
+    begins_s, ends_s = device_certificate.begins_s, device_certificate.ends_s
+    label = f"certificate {device_certificate.file}"
+    end_day = format_day(ends_s)
+    renew_fix = f"sudo fedquilt identity enrol {path}"
+    if clock_s < begins_s:
         return error(
-            f"{label} begins on {format_day(device_certificate.begins_s)}, and the clock says {format_day(clock_s)}: "
-            "it is behind",
+            f"{label} begins on {format_day(begins_s)}, and the clock says {format_day(clock_s)}: it is behind",
             "sudo timedatectl set-ntp true",
         )
-    if clock_s >= device_certificate.ends_s:
+    if clock_s >= ends_s:
         return error(f"{label} ended on {end_day}: the broker will refuse it", renew_fix)
-    if (
-        clock_s
-        >= device_certificate.ends_s
-        - (device_certificate.ends_s - device_certificate.begins_s) * enrolment.DUE_SHARE / 2
-    ):
+    if clock_s >= ends_s - (ends_s - begins_s) * enrolment.DUE_SHARE / 2:
         return Problem(f"{label} ends on {end_day} and was not renewed in time", renew_fix)
     return f"{label} is valid until {end_day}"
 
@@ -133,9 +127,9 @@ IDENTITY: Final = (
 
 
 def check_deadlines(settings: AgentSettings, machine: MachineFacts) -> Verdict:
-    """Check that the power mode meets the latest deadlines, or return None without data.
+    """Check that the power mode meets the deadlines of the latest tasks, or return None without data.
 
-    A task's work and the time that it had are the agent's own record, beside what it has learned of its speed.
+    Durations are predicted from the costs that the agent has learned on this device.
     """
     board_clocks = controls.discover_controls(machine.root)
     mode = next(
@@ -186,9 +180,8 @@ def _describe_slow_mode(
     )
     if not sufficient_modes:
         return Problem(f"{sentence}; no mode is fast enough", "a longer deadline_s under [cohort] of the job")
-    slowest = max(
-        sufficient_modes, key=lambda sufficient_mode: sufficient_modes[sufficient_mode]
-    )  # the slowest sufficient mode needs the least power
+    # the slowest sufficient mode needs the least power
+    slowest = max(sufficient_modes, key=lambda sufficient_mode: sufficient_modes[sufficient_mode])
     return Problem(
         f"{sentence}; in {slowest.name} it takes {sufficient_modes[slowest]:.1f} s", f"sudo nvpmodel -m {slowest.id}"
     )

@@ -75,10 +75,8 @@ def _unreadable_logs(store: Store) -> Iterator[tuple[str, bool]]:
 
 def _check_free_space(folder: Path, free: FreeBytes) -> str | Problem:
     free_disk_bytes = free(folder)
-    sentence, fix = (
-        f"{free_disk_bytes / 1e6:.0f} MB are free where {folder} is",
-        f"sudo du -xh {folder} | sort -h | tail",
-    )
+    sentence = f"{free_disk_bytes / 1e6:.0f} MB are free where {folder} is"
+    fix = f"sudo du -xh {folder} | sort -h | tail"
     if free_disk_bytes < MIN_FREE_BYTES:
         return error(f"{sentence}: updates cannot be stored", fix)
     if free_disk_bytes < LOW_BYTES:

@@ -24,9 +24,8 @@ ROOT: Final = Path("/")
 FLASHED_ENVIRONMENT: Final = "opt/fedquilt/current"  # packages of the agent, installed by `fedquilt board flash`
 UNIT: Final = "etc/systemd/system/fedquilt-agent.service"
 JETPACK: Final = {32: 4, 35: 5, 36: 6, 38: 7, 39: 7}  # major version of Linux for Tegra -> JetPack
-THROTTLING_DEVICES: Final = re.compile(
-    r"throttle|cpufreq|devfreq"
-)  # types of cooling devices that slow a clock; fans do not
+# types of cooling devices that slow a clock; fans do not
+THROTTLING_DEVICES: Final = re.compile(r"throttle|cpufreq|devfreq")
 SIZE_UNITS: Final = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}  # systemd's
 
 
@@ -68,9 +67,8 @@ class MachineFacts:
     paths: tuple[Path, ...] = field(default=())  # folders of Python packages
     is_flashed: bool = False  # installed by `fedquilt board flash`, so without pip
     gpu_listed: bool = False  # the kernel lists the GPU under devfreq
-    clock_limits: Mapping[str, tuple[int, int]] = field(
-        default_factory=dict
-    )  # clock -> lower and upper limit, equal if pinned
+    # clock -> lower and upper limit, equal if pinned
+    clock_limits: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     throttling_devices: tuple[str, ...] = ()  # active cooling devices that slow clocks
     over_current: Mapping[str, int] = field(default_factory=dict)  # counter -> events since the board was started
     swap_on_card: str | None = None  # device or file of a swap that lies on an SD card

@@ -149,10 +149,9 @@ def write_upgrade_bundle(
         from fedquilt.tools.identity.authority import CertificateAuthority
 
         certificate_authority = CertificateAuthority(authority)
-        sign, manifest = (
-            certificate_authority.sign_upgrade,
-            msgspec.structs.replace(manifest, number=certificate_authority.next_upgrade_number(time.time())),
-        )
+        sign = certificate_authority.sign_upgrade
+        number = certificate_authority.next_upgrade_number(time.time())
+        manifest = msgspec.structs.replace(manifest, number=number)
     size = pack_bundle(manifest, paths, out, sign)
     signature_text = f"signed by the authority in {authority}" if sign else f"not signed: no authority in {authority}"
     wheels_text = f"{len(included)} wheel{'s' * (len(included) > 1)}"
@@ -266,10 +265,8 @@ class SshHost:
         except FileNotFoundError:
             raise LinkError("there is no ssh program here: apt install openssh-client") from None
         if process.returncode:
-            reason = (
-                process.stderr.decode(errors="replace").strip().split("\n")[-1]
-                or f"ssh ended with {process.returncode}"
-            )
+            last_line = process.stderr.decode(errors="replace").strip().split("\n")[-1]
+            reason = last_line or f"ssh ended with {process.returncode}"
             raise LinkError(f"{self.name}: {reason}; does `ssh {self.name} true` work?")
         return process.stdout.decode(errors="replace")
 

@@ -77,9 +77,9 @@ def read_board_files(
 
     With a `url` under [enrol], the board creates a missing certificate and key.
     """
-    overrides = {"device": device, "budget": budget, "labels": None if labels is None else list(labels)}
-    overrides_ = {key: value for key, value in overrides.items() if value is not None}
-    table = {**toml.read_toml(path), **overrides_, "home": HOME}
+    possible_overrides = {"device": device, "budget": budget, "labels": None if labels is None else list(labels)}
+    set_overrides = {key: value for key, value in possible_overrides.items() if value is not None}
+    table = {**toml.read_toml(path), **set_overrides, "home": HOME}
     settings = _parse_settings(path, table)
     can_enrol = settings.enrol.url is not None
     broker = dict(table.get("broker", {}))
@@ -412,7 +412,7 @@ def read_coordinator_files(path: Path) -> CoordinatorFiles:
             host, _ = open_metrics.parse_listen_address(settings.dash.listen)
             _check_hosts("[dash] listen", [host])
             _check_hosts("[dash] names", settings.dash.names)
-    files = {COORDINATOR_FILES[key]: _read_file(Path(path_)) for key, path_ in paths.items()}
+    files = {COORDINATOR_FILES[key]: _read_file(Path(source)) for key, source in paths.items()}
     arguments = ["--broker", settings.broker.url, "--fleet", settings.fleet]
     for key in file_names:
         folder = "${CREDENTIALS_DIRECTORY}" if COORDINATOR_FILES[key] in COORDINATOR_SECRETS else ETC

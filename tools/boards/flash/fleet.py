@@ -4,8 +4,8 @@ name,target,budget,labels,address
 orin-01,jetpack6,2GB,hall-a,me@10.0.0.11
 pi-07,raspberry-pi-os,,hall-b window,
 
-A folder keeps what was made: `NAME.token`, `NAME.img` or `NAME.tar`, and `NAME.json` once a board is done. Its state
-afterwards is read in the authority's register; `fedquilt devices` shows who is online.
+A folder contains the output: `NAME.token`, `NAME.img` or `NAME.tar`, and `NAME.json` for each flashed board. The state
+of enrolment is in the authority's register.
 """
 
 from __future__ import annotations

@@ -26,11 +26,7 @@ from fedquilt.tools.boards.flash.install import InstallRefusedError
 CHUNK_BYTES: Final = 4 << 20
 ZEROS: Final = bytes(CHUNK_BYTES)
 PROGRAM_FOLDERS: Final = ("/usr/sbin", "/sbin")  # often not in the PATH of ordinary users
-ARCHITECTURE_FILES: Final = (
-    "usr/bin/env",
-    "bin/sh",
-    "sbin/init",
-)  # programs that show the architecture
+ARCHITECTURE_FILES: Final = ("usr/bin/env", "bin/sh", "sbin/init")  # programs that show the architecture
 INSTALLATION_FOLDERS: Final = ("opt/fedquilt", "etc/fedquilt")
 SECTOR_BYTES: Final = 512
 BLOCK, INODE = 4096, 256  # bytes of a block and of an inode
@@ -109,9 +105,8 @@ class ExtFileSystem:
 
     def free_bytes(self) -> int:
         output = self.run_query("stats -h")
-        block_count, block_size = (
-            re.search(rf"^{key}:\s+(\d+)", output, re.M) for key in ("Free blocks", "Block size")
-        )
+        keys = ("Free blocks", "Block size")
+        block_count, block_size = (re.search(rf"^{key}:\s+(\d+)", output, re.M) for key in keys)
         return int(block_count[1]) * int(block_size[1]) if block_count and block_size else 0
 
     def copy_out(self, name: str, to: Path) -> None:
@@ -161,11 +156,8 @@ class DiskImage:
         print_line: Callable[[str], None],
     ) -> None:
         self.partition = find_root_partition(copy_path, original_path=base_image)
-        self._file_system, self._copy_path, self._output_path = (
-            ExtFileSystem(copy_path, self.partition.offset),
-            copy_path,
-            output_path,
-        )
+        self._file_system = ExtFileSystem(copy_path, self.partition.offset)
+        self._copy_path, self._output_path = copy_path, output_path
         self._scratch, self._print_line = scratch, print_line
         for folder in INSTALLATION_FOLDERS:
             if self._file_system.file_type(folder):

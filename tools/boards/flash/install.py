@@ -41,12 +41,8 @@ WANTS_FOLDERS = {
     for kind, target in (("service", "multi-user"), ("timer", "timers"), ("path", "paths"))
 }
 INSTALLATION_RECORD = f"{PROGRAM_FOLDER}/installed.json"
-INSTALLER_FILES = (
-    "install.py",
-    "environment.py",
-    "launch.py",
-    "sysusers.conf",
-)  # files of a bundle that stay on the board
+# files of a bundle that stay on the board
+INSTALLER_FILES = ("install.py", "environment.py", "launch.py", "sysusers.conf")
 MACHINES = {0xB7: "aarch64", 0x3E: "x86_64", 0x28: "armv7l", 0x03: "i686"}  # e_machine, elf(5)
 FORMAT = 1
 

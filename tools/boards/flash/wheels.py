@@ -35,7 +35,7 @@ GPU_PACKAGES: Final = ("onnxruntime-gpu", "torch", "torchvision")  # other index
 
 
 class CachedWheels(msgspec.Struct, frozen=True):
-    """List of the downloaded wheels of a folder. JSON, since a list that was cut off must not read as a shorter one."""
+    """Downloaded wheels of a folder, stored as JSON because a truncated text list would look complete."""
 
     request_sha256: str  # hash of target, extras, index and constraints
     sha256_by_name: dict[str, str]
@@ -55,9 +55,9 @@ class Wheel:
         try:
             with zipfile.ZipFile(path) as archive:
                 (name,) = [
-                    name_
-                    for name_ in archive.namelist()
-                    if name_.count("/") == 1 and name_.endswith(".dist-info/METADATA")
+                    member
+                    for member in archive.namelist()
+                    if member.count("/") == 1 and member.endswith(".dist-info/METADATA")
                 ]
                 fields = HeaderParser().parsestr(archive.read(name).decode())
         except (OSError, ValueError, zipfile.BadZipFile) as error:
@@ -90,10 +90,8 @@ def collect_wheels(
     """
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fedquilt" / "wheels"
     constraint = Path(constraint_name) if (constraint_name := os.environ.get("PIP_CONSTRAINT")) else None
-    constraints_text, index = (
-        _read_constraints(constraint),
-        os.environ.get("PIP_EXTRA_INDEX_URL") or target.index or None,
-    )
+    constraints_text = _read_constraints(constraint)
+    index = os.environ.get("PIP_EXTRA_INDEX_URL") or target.index or None
     extras = ["gpu" if extra == "onnx" and target.index else extra for extra in extras]
     known_extras = {value for key, value in own_wheels.read_metadata(name) if key == "Provides-Extra"}
     for extra in extras:
@@ -203,9 +201,8 @@ class WheelDownload:
 
         _, missing = dependency_closure(root, {self.own_wheel.name: self.own_wheel}, self.target)
         for requirement in missing:
-            if (
-                Requirement(requirement).name in GPU_PACKAGES
-            ):  # packages that this index lacks are resolved like all others
+            # packages that this index lacks are resolved like all others
+            if Requirement(requirement).name in GPU_PACKAGES:
                 self._run_pip([requirement], folder, ["--no-deps", "--index-url", index])
         pins = []
         for wheel in map(Wheel.from_file, sorted(folder.glob("*.whl"))):

@@ -170,12 +170,8 @@ class GpuCheck:
         idle = measure_energy(self._meters(), lambda: time.sleep(IDLE_S))
         engine: Any = engines.create_engine("torch", tasks.AMPLE_BYTES)
         size = self._workload.batches[1]
-        training_arguments = (
-            self._workload.network,
-            self._workload.initial_weights(),
-            self._workload.draw_examples(size),
-            Fit(epochs=8, batch=size),
-        )
+        fit, examples = Fit(epochs=8, batch=size), self._workload.draw_examples(size)
+        training_arguments = self._workload.network, self._workload.initial_weights(), examples, fit
 
         def load() -> None:
             end_s = time.monotonic() + LOAD_S
@@ -457,7 +453,7 @@ def query_nvidia_smi(cuda: Any, names: Collection[str] = tuple(QUERY_FIELDS)) ->
         output = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout
     except subprocess.CalledProcessError:  # a driver that lacks one field returns none
         single_queries = [query_nvidia_smi(cuda, (name,)) for name in names if len(names) > 1]
-        return {name: value for values_ in single_queries for name, value in values_.items()}
+        return {name: value for single in single_queries for name, value in single.items()}
     except (OSError, subprocess.SubprocessError):
         return {}
     values: dict[str, Any] = {}

@@ -164,7 +164,9 @@ def _fit_time_and_power(
         values_by_clocks = [
             (measurement.clocks_by_axis(measured.point), value(measured.point)) for measured in recording.points
         ]
-        return [fit.MeasuredPoint(clocks, value_) for clocks, value_ in values_by_clocks if value_]
+        return [
+            fit.MeasuredPoint(clocks, measured_value) for clocks, measured_value in values_by_clocks if measured_value
+        ]
 
     errors: Errors = {}
     times, errors["time"] = fit.fit_time_law(observations(lambda point: 1 / (point.flops_per_s or 1.0)), top)

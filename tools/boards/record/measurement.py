@@ -43,9 +43,8 @@ class MeasurementSetup:
     clocks: ClockClient | None  # None to keep the board's clocks
     clock: Callable[[], float]
     sleep: Callable[[float], None]
-    probes: Mapping[str, Sequence[TaskProbe]] = field(
-        default_factory=dict
-    )  # by workload: `probes.build_probes_by_workload`
+    # by workload: `probes.build_probes_by_workload`
+    probes: Mapping[str, Sequence[TaskProbe]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -123,8 +122,7 @@ def measure_points(
     return BoardMeasurements(idle_w, tuple(measurements), tuple(skipped), source, setup.clock() - began_s)
 
 
-class _PointSkipped(Exception):
-    """Why a point was not measured."""
+class _PointSkipped(Exception): ...
 
 
 @contextlib.contextmanager

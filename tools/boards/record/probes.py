@@ -1,9 +1,8 @@
 """Short tasks that show the rates and overheads of the engines on this machine.
 
-A workload is an engine and a kind of network. Its probes differ in arithmetic, traffic, launches and size of a
-mini-batch, so that their times tell the four rates of `fedquilt.costs.cost_model` apart. They go through the engine's
-own
-training loop or sessions: what a task costs whatever its size is in their times.
+A workload is an engine and a kind of network. The probes of a workload differ in arithmetic, traffic, launches and
+size of a mini-batch, so that the four rates of `fedquilt.costs.cost_model` can be fitted to their times. The probes use
+the engine's own training loop or sessions, so the times include the constant costs of a task.
 """
 
 from __future__ import annotations

@@ -69,10 +69,7 @@ def serve_dashboard(
             server = uvicorn.Server(config)
             poll = asyncio.create_task(watch.poll_databases())
             reads = asyncio.create_task(watch.read_logs())
-            for background_task in (
-                poll,
-                reads,
-            ):  # a dashboard that cannot read must not show old data
+            for background_task in (poll, reads):  # a dashboard that cannot read must not show old data
                 background_task.add_done_callback(lambda task: setattr(server, "should_exit", True))
             closing = asyncio.create_task(_close_watch_on_exit(server, watch))
             deadline_task = asyncio.create_task(app.close_late_connections(connections, server))

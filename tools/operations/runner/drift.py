@@ -149,16 +149,15 @@ class DriftCounts:
 
     def add_examples(self, names: tuple[str, ...], values: np.ndarray, classes: Sequence[int]) -> None:
         """Count examples, the first of which become the reference if there is none with these features."""
-        if (
-            self.reference is not None and self.reference.names != names
-        ):  # the reference is from another version of fedquilt
+        # the reference is from another version of fedquilt
+        if self.reference is not None and self.reference.names != names:
             self.reference = None
         for row, number in zip(values, classes, strict=True):
             if self.reference is None:
                 self._first_examples.append((row, number))
                 if len(self._first_examples) >= self._size:
-                    rows, numbers_ = zip(*self._first_examples, strict=True)
-                    self.reference = make_reference(names, np.stack(rows), np.array(numbers_))
+                    rows, class_numbers = zip(*self._first_examples, strict=True)
+                    self.reference = make_reference(names, np.stack(rows), np.array(class_numbers))
                     self._first_examples.clear()
                     self._reset_counts(self.reference)
             else:

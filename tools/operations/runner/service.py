@@ -300,10 +300,7 @@ class ModelService:
             return
         self._last_write = (self._clock(), self.served + self.failed)
         with self._lock:
-            reference, model = (
-                self._drift.reference,
-                self._counted_model,
-            )  # `make_status` may switch to another model
+            reference, model = self._drift.reference, self._counted_model  # `make_status` may switch to another model
         try:
             REAL.write_atomically(self._home / STATUS_FILE, msgspec.json.encode(self.make_status()), durable=False)
             if reference is not None and self._references.get(model) is not reference:
