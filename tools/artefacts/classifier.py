@@ -265,17 +265,13 @@ def compute_accuracy(rows: Sequence[Prediction]) -> float | None:
 def print_predictions(model: Path, source: Path, format: str) -> int:
     """Print each example's predicted label, and the share of correct labels if any is known. Return 0."""
     rows = run_model(model, source)
-    accuracy, labelled_count = compute_accuracy(rows), sum(row.truth is not None for row in rows)
+    accuracy, labelled = compute_accuracy(rows), sum(row.truth is not None for row in rows)
     if format == "json":
         print(json.dumps({"images": [asdict(row) for row in rows], "accuracy": accuracy}, indent=1))
         return 0
-    cells = [
-        [row.image, row.label, f"{row.score:.3f}", *([row.truth or "-"] if labelled_count else [])] for row in rows
-    ]
-    accuracy_lines = (
-        [] if accuracy is None else [f"{accuracy:.1%} of {labelled_count} examples are classified correctly"]
-    )
-    head = ["example", "prediction", "score", *(["label"] if labelled_count else [])]
+    cells = [[row.image, row.label, f"{row.score:.3f}", *([row.truth or "-"] if labelled else [])] for row in rows]
+    accuracy_lines = [] if accuracy is None else [f"{accuracy:.1%} of {labelled} examples are classified correctly"]
+    head = ["example", "prediction", "score", *(["label"] if labelled else [])]
     print("\n".join([*table.format_table([head, *cells], "<<><"), SCORE, *accuracy_lines]))
     return 0
 
@@ -304,11 +300,11 @@ def _batches_from_files(source: Path, network: Classifier) -> Iterator[Batch]:
         raise DataError(f"{source} holds none of the files that the network takes: {', '.join(suffixes)}")
     root = source if source.is_dir() else source.parent
     for start in range(0, len(paths), BATCH):
-        batch_paths = paths[start : start + BATCH]
-        names = [str(path.relative_to(root)) for path in batch_paths]
-        truths = [path.parent.name if path.parent.name in labels else None for path in batch_paths]
+        batch = paths[start : start + BATCH]
+        names = [str(path.relative_to(root)) for path in batch]
+        truths = [path.parent.name if path.parent.name in labels else None for path in batch]
         yield (
             names,
             truths,
-            np.concatenate([network.prepare_inputs(network.read_example(path)[None]) for path in batch_paths]),
+            np.concatenate([network.prepare_inputs(network.read_example(path)[None]) for path in batch]),
         )

@@ -82,10 +82,10 @@ def _dry_run_donors(job: JobSettings, prepared: Bundle, folder: Path, engine: An
         artefact = method.result(last_state)
         _export_and_run_stitched(artefact.meta, artefact.tensors, pool, graphs, examples)
         if isinstance(last_state, SearchState):  # AFL searches no candidates
-            widest_network = ranking.to_network(
+            widest = ranking.to_network(
                 last_state, max(last_state.candidates, key=lambda candidate: len(candidate.paths))
             )
-            _export_and_run_stitched(*stitched_network.to_artefact(widest_network, pool), pool, graphs, examples)
+            _export_and_run_stitched(*stitched_network.to_artefact(widest, pool), pool, graphs, examples)
 
 
 def _require_donors_run(pool: DonorPool, x: np.ndarray, run: Callable[[str, np.ndarray], np.ndarray]) -> None:

@@ -63,16 +63,16 @@ def search_schedule(
     network: Mapping[str, Any],
     model: Tensors,
     train: Examples,
-    validation: Examples,
+    held_out: Examples,
     blocks: Sequence[Sequence[str]],
-    calibration: CalibrationData,
+    data: CalibrationData,
     print_line: Callable[[str], None] = lambda line: None,
 ) -> list[CandidateResult]:
     """Fine-tune the last block, then the last two, and so on. Return all candidates in order.
 
     The search ends after the first candidate that is not better than the previous one.
     """
-    if not len(validation):
+    if not len(held_out):
         raise JobError("[schedule] held = 0 leaves nothing to validate on: take 0.2")
     unknown = [part for block in blocks for part in block if not any(_is_inside(name, (part,)) for name in model)]
     if unknown or not blocks:
@@ -81,13 +81,11 @@ def search_schedule(
     for depth in range(1, len(blocks) + 1):
         trained = tuple(part for block in blocks[-depth:] for part in block)
         hooks = Hooks(steps=(Step(rate=partial(_is_inside, trained=trained)),))
-        tuned, _ = engine.train(
-            network, model, train, FIT, tensors.seeded_rng("schedule", calibration.seed), hooks=hooks
-        )
-        accuracy = evaluation.main_metric_value(engine.evaluate(network, tuned, validation))
+        tuned, _ = engine.train(network, model, train, FIT, tensors.seeded_rng("schedule", data.seed), hooks=hooks)
+        accuracy = evaluation.main_metric_value(engine.evaluate(network, tuned, held_out))
         candidates.append(CandidateResult(trained, accuracy))
         print_line(
-            f"schedule: last {depth} of {len(blocks)} blocks trained: {accuracy:.2%} of {len(validation)} "
+            f"schedule: last {depth} of {len(blocks)} blocks trained: {accuracy:.2%} of {len(held_out)} "
             "validation examples"
         )
         if depth > 1 and accuracy <= candidates[-2].accuracy:

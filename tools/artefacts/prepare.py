@@ -81,14 +81,14 @@ def align_labels(
         groups = [list(group) for group in align]
     if len(groups) != len(labels):
         raise JobError(f"align is for {len(groups)} labels, the job has {len(labels)}")
-    class_numbers = [number for group in groups for number in group]
-    invalid = [number for number in class_numbers if not 0 <= number < classes or class_numbers.count(number) > 1]
+    numbers = [number for group in groups for number in group]
+    invalid = [number for number in numbers if not 0 <= number < classes or numbers.count(number) > 1]
     if invalid:
         exists = 0 <= invalid[0] < classes
-        labels_text = " and ".join(
+        label_text = " and ".join(
             repr(label) for label, group in zip(labels, groups, strict=True) if invalid[0] in group
         )
-        problem = f"is there twice, for {labels_text}" if exists else f"the donor does not have (it has {classes})"
+        problem = f"is there twice, for {label_text}" if exists else f"the donor does not have (it has {classes})"
         raise ModelError(
             f"align names class {invalid[0]}, which {problem}: give `align` as a table that says what it means"
         )
@@ -122,14 +122,14 @@ def _read_class_names(source: str | None, classes: int) -> list[str]:
 
 
 def _match_classes_by_name(labels: Sequence[str], names: Sequence[str]) -> list[list[int]]:
-    synonyms_by_class = [[_normalise_words(synonym) for synonym in name.split(",")] for name in names]
+    names_by_class = [[_normalise_words(synonym) for synonym in name.split(",")] for name in names]
 
     def is_match(label: str, synonyms: Sequence[Sequence[str]]) -> bool:
         label_words = _normalise_words(label)
         return any(label_words and list(synonym[-len(label_words) :]) == label_words for synonym in synonyms)
 
     groups = [
-        [number for number, class_synonyms in enumerate(synonyms_by_class) if is_match(label, class_synonyms)]
+        [number for number, class_synonyms in enumerate(names_by_class) if is_match(label, class_synonyms)]
         for label in labels
     ]
     unmatched = [repr(label) for label, group in zip(labels, groups, strict=True) if not group]
@@ -209,26 +209,26 @@ def prepare_bundle(job: Mapping[str, Any], out: Path, print_line: Callable[[str]
     input_table = job.get("input") or (
         network_input if isinstance(network_input, Mapping) and network_input.get("standardise") else None
     )
-    input_settings = inputs.parse_input_table(input_table) if input_table else None
-    if isinstance(input_settings, inputs.ValueInput) and input_settings.standardise:
+    input_spec = inputs.parse_input_table(input_table) if input_table else None
+    if isinstance(input_spec, inputs.ValueInput) and input_spec.standardise:
         if not job.get("data"):
             raise JobError(
                 "[input] standardise = true needs [data]: name a sample of the data here, or give mean and std"
             )
         sample = examples.load_split(DataSpec.parse(job["data"]))
-        input_settings = msgspec.structs.replace(inputs.measure_scales(sample.x), standardise=True)
+        input_spec = msgspec.structs.replace(inputs.measure_scales(sample.x), standardise=True)
     for line in reading_settings.format_agent_settings(job.get("data") or {}):
         print_line(f"for [data] of each device's agent.toml:\n  {line}")
     if job.get("data"):
         meta["reading"] = reading_settings.reading_settings(DataSpec.parse(job["data"]))
-    quantization_trial = None
+    trial = None
     if job.get("int8"):
         from fedquilt.tools.artefacts import quantization  # onnxruntime
 
-        quantization_trial = quantization.make_trial(job)
+        trial = quantization.make_trial(job)
     if job.get("model"):
         start_part("the network")
-        metadata, parts = _prepare_model(job["model"], input_settings)
+        metadata, parts = _prepare_model(job["model"], input_spec)
         meta |= metadata
         files |= parts
         print_line(f"model {metadata['network']['name']}: {units.format_bytes(len(files['model']))}")
@@ -237,10 +237,10 @@ def prepare_bundle(job: Mapping[str, Any], out: Path, print_line: Callable[[str]
             model = tensors.decode_tensors(files["model"])
             meta["schedule"] = frozen_part.make_schedule(job["schedule"], metadata["network"], model, print_line)
     if job.get("donors"):
-        meta |= _prepare_donors(job, input_settings, files, print_line, start_part)
-    if quantization_trial is not None:
+        meta |= _prepare_donors(job, input_spec, files, print_line, start_part)
+    if trial is not None:
         start_part("blocks in 8 bits")
-        for name, graph in quantization_trial.quantize_blocks(out, meta, files, print_line).items():
+        for name, graph in trial.quantize_blocks(out, meta, files, print_line).items():
             meta["blocks"][name]["int8"] = f"{name}.int8.onnx"
             files[f"{name}.int8.onnx"] = graph
     start_part("the files")
@@ -298,11 +298,11 @@ def _is_here(spec: DataSpec) -> bool:
 
 
 def _prepare_model(
-    table: Mapping[str, Any], input_settings: ImageInput | inputs.ValueInput | None
+    table: Mapping[str, Any], input_spec: ImageInput | inputs.ValueInput | None
 ) -> tuple[dict[str, Any], dict[str, bytes]]:
     network = {key: value for key, value in table.items() if key not in NOT_NETWORK}
-    if input_settings is not None:
-        network["input"] = msgspec.to_builtins(input_settings)
+    if input_spec is not None:
+        network["input"] = msgspec.to_builtins(input_spec)
     if numpy_init.can_initialise(network, table.get("weights")) and "weights_classes" not in table:
         return _prepare_model_with_numpy(network, int(table.get("seed", 0)))
     registry.required_plugins(network)  # refuses an unknown name, also where torch is missing
@@ -327,13 +327,11 @@ def _prepare_model(
     except ModelError as error:  # methods that need masks refuse the network with this reason
         metadata["untraced"] = str(error)
     # must come last, as the measurement changes batch norm
-    training_properties, _ = peak_memory.measure_training(model, torch.zeros(2, *registry.input_shape(network)))
+    properties, _ = peak_memory.measure_training(model, torch.zeros(2, *registry.input_shape(network)))
     register = traces.trace_register(model, registry.input_shape(network))
     is_coupled = register.is_coupled(state)
     example_bytes = (
-        peak_memory.least_bytes_per_example(training_properties)
-        if is_coupled
-        else peak_memory.bytes_per_example(training_properties)
+        peak_memory.least_bytes_per_example(properties) if is_coupled else peak_memory.bytes_per_example(properties)
     )
     metadata |= {"example_bytes": example_bytes, "register": register}
     metadata["layers"] = traces.trace_layer_costs(model, registry.input_shape(network))
@@ -404,13 +402,13 @@ def _count_validated_outputs(model: Any, network: Mapping[str, Any]) -> int:
 
 def _prepare_donors(
     job: Mapping[str, Any],
-    input_settings: ImageInput | inputs.ValueInput | None,
+    input_spec: ImageInput | inputs.ValueInput | None,
     files: dict[str, bytes],
     print_line: Callable[[str], None],
     start_part: Callable[[str], None],
 ) -> dict[str, Any]:
     labels = [str(label) for label in job.get("labels") or ()]
-    if input_settings is None or not labels:
+    if input_spec is None or not labels:
         raise JobError(
             "a job with [[donors]] also needs [input] (channels, size, mean and std of images; mean and std, or "
             "standardise, of time series) and labels = [...]"
@@ -421,21 +419,19 @@ def _prepare_donors(
     )
     if duplicates:
         raise JobError(f"two donors are called {duplicates[0]!r}: give each its own name")
-    meta: dict[str, Any] = {"input": msgspec.to_builtins(input_settings), "labels": labels, "donors": {}, "blocks": {}}
+    meta: dict[str, Any] = {"input": msgspec.to_builtins(input_spec), "labels": labels, "donors": {}, "blocks": {}}
     for donor in donors:
         start_part(f"donor {donor.name}")
-        donor_metadata, blocks = _prepare_donor(donor, input_settings, labels, files, print_line)
-        meta["donors"][donor.name] = donor_metadata
+        donor_meta, blocks = _prepare_donor(donor, input_spec, labels, files, print_line)
+        meta["donors"][donor.name] = donor_meta
         meta["blocks"] |= blocks
         size = sum(block["weight_bytes"] for block in blocks.values())
         print_line(f"donor {donor.name}: {len(blocks)} blocks, {units.format_bytes(size)}")
-    shapes = {
-        name: meta["blocks"][donor_metadata["blocks"][0]]["in_shape"] for name, donor_metadata in meta["donors"].items()
-    }
-    first_name, *other_names = shapes
-    if mismatched := [name for name in other_names if shapes[name] != shapes[first_name]]:
+    shapes = {name: meta["blocks"][donor_meta["blocks"][0]]["in_shape"] for name, donor_meta in meta["donors"].items()}
+    first_name, *others = shapes
+    if other := [name for name in others if shapes[name] != shapes[first_name]]:
         raise JobError(
-            f"donor {mismatched[0]!r} takes examples of shape {tuple(shapes[mismatched[0]])}, {first_name!r} of "
+            f"donor {other[0]!r} takes examples of shape {tuple(shapes[other[0]])}, {first_name!r} of "
             f"{tuple(shapes[first_name])}: donors are run on the same examples, so give their networks the same steps "
             "and channels"
         )
@@ -444,15 +440,15 @@ def _prepare_donors(
 
 def _prepare_donor(
     donor: DonorSettings,
-    input_settings: ImageInput | inputs.ValueInput,
+    input_spec: ImageInput | inputs.ValueInput,
     labels: Sequence[str],
     files: dict[str, bytes],
     print_line: Callable[[str], None],
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     from fedquilt.models.stitching.onnx import blocks  # torch and onnx
 
-    if isinstance(input_settings, ImageInput):
-        shape: tuple[int, ...] = (input_settings.channels, input_settings.size, input_settings.size)
+    if isinstance(input_spec, ImageInput):
+        shape: tuple[int, ...] = (input_spec.channels, input_spec.size, input_spec.size)
     else:
         shape = registry.input_shape(donor.network)
     model = registry.load_network(donor.network, donor.weights, seed=donor.seed)

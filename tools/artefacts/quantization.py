@@ -158,8 +158,9 @@ class QuantizationResult:
         if not self.accepted:
             return text
         delta = max(block.max_cka_change for block in self.accepted.values())
-        times = [sum(getattr(result, name) for result in self.accepted.values()) for name in ("quantized_s", "plain_s")]
-        return f"{text}; CKA changes by {delta:.4f} at most; {times[0] / times[1]:.2f} of the float32 time here"
+        quantized_s = sum(block.quantized_s for block in self.accepted.values())
+        plain_s = sum(block.plain_s for block in self.accepted.values())
+        return f"{text}; CKA changes by {delta:.4f} at most; {quantized_s / plain_s:.2f} of the float32 time here"
 
 
 @dataclass(frozen=True)
@@ -182,37 +183,29 @@ class QuantizationTrial:
             device = _ScoringDevice(folder, self.examples, self.images)
             plain_bundle = job_bundle.write_bundle(folder, meta, files)
             quantized = _quantize_suitable_blocks(device, plain_bundle, self.params)
-            close_blocks = {
-                name: trial_block for name, trial_block in quantized.items() if trial_block.max_cka_change < INT8_DELTA
-            }
+            close = {name: block for name, block in quantized.items() if block.max_cka_change < INT8_DELTA}
             table = {
                 **meta["blocks"],
-                **{name: {**meta["blocks"][name], "int8": make_int8_name(name)} for name in close_blocks},
+                **{name: {**meta["blocks"][name], "int8": make_int8_name(name)} for name in close},
             }
-            graphs = {make_int8_name(name): trial_block.graph for name, trial_block in close_blocks.items()}
-            quantized_bundle = job_bundle.write_bundle(folder, {**meta, "blocks": table}, {**files, **graphs})
-            deviating, choice_changing = find_rejected(
-                list(_score_original_and_quantized(device, plain_bundle, quantized_bundle, self.params)),
-                close_blocks,
+            graphs = {make_int8_name(name): block.graph for name, block in close.items()}
+            int8_bundle = job_bundle.write_bundle(folder, {**meta, "blocks": table}, {**files, **graphs})
+            deviating, changing = find_rejected(
+                list(_score_original_and_quantized(device, plain_bundle, int8_bundle, self.params)),
+                close,
                 self.params.k,
             )
-        accepted = {
-            name: trial_block for name, trial_block in close_blocks.items() if name not in deviating | choice_changing
-        }
-        for donor, donor_metadata in meta["donors"].items():
-            donor_blocks = donor_metadata["blocks"][1:]
+        accepted = {name: block for name, block in close.items() if name not in deviating | changing}
+        for donor, donor_meta in meta["donors"].items():
+            donor_blocks = donor_meta["blocks"][1:]
             verdict = QuantizationResult(
                 {name: accepted[name] for name in donor_blocks if name in accepted},
-                tuple(
-                    name
-                    for name in donor_blocks
-                    if name in deviating or (name in quantized and name not in close_blocks)
-                ),
-                tuple(name for name in donor_blocks if name in choice_changing),
+                tuple(name for name in donor_blocks if name in deviating or (name in quantized and name not in close)),
+                tuple(name for name in donor_blocks if name in changing),
                 tuple(name for name in donor_blocks if name not in quantized),
             )
             print_line(f"donor {donor}: {verdict}")
-        return {name: trial_block.graph for name, trial_block in accepted.items()}
+        return {name: block.graph for name, block in accepted.items()}
 
 
 def make_trial(job: Mapping[str, Any]) -> QuantizationTrial:
@@ -277,10 +270,10 @@ def _quantize_suitable_blocks(
     graphs: dict[str, bytes] = {}
     seconds: dict[str, tuple[float, float]] = {}
     grams: dict[str, np.ndarray] = {}
-    quantized_grams: dict[str, np.ndarray] = {}
+    int8_grams: dict[str, np.ndarray] = {}
     # `count` images for the comparison, then `count` for the ranges
     prepared = block_runner.PreparedExamples(device.examples.x[count:], pool.input)
-    first_block_outputs = _run_first_blocks(runner, pool, SourceSlice(prepared, count, 2 * count))
+    starts = _run_first_blocks(runner, pool, SourceSlice(prepared, count, 2 * count))
     for donor in pool.donors.values():
         maps: ActivationSource = prepared
         for block in (pool.blocks[name] for name in donor.blocks):
@@ -289,24 +282,22 @@ def _quantize_suitable_blocks(
             graph = quantize_block(
                 block,
                 paths,
-                _yield_calibration_inputs(SourceSlice(maps, count, 2 * count), first_block_outputs, block, params),
+                _yield_calibration_inputs(SourceSlice(maps, count, 2 * count), starts, block, params),
             )
             if graph is not None:
                 path = device.folder / make_int8_name(block.id)
                 path.write_bytes(graph)
                 paths[path.name] = path
-                quantized_outputs, quantized_s = _time_block(
-                    runner, replace(block, int8=path.name).scoring_variant, maps, count
-                )
-                graphs[block.id], seconds[block.id] = graph, (quantized_s, plain_s)
-                quantized_grams[block.id] = scoring.stack_gram(quantized_outputs, count)
+                int8_outputs, int8_s = _time_block(runner, replace(block, int8=path.name).scoring_variant, maps, count)
+                graphs[block.id], seconds[block.id] = graph, (int8_s, plain_s)
+                int8_grams[block.id] = scoring.stack_gram(int8_outputs, count)
             maps = runner.run_block(block, maps, count, 2 * count, outputs)
 
     def compute_largest_change(name: str) -> float:
         same_shape_grams = [gram for gram in grams.values() if gram.shape == grams[name].shape]
         return max(
             abs(
-                cka.cka(quantized_grams[name], gram, params.estimator).value
+                cka.cka(int8_grams[name], gram, params.estimator).value
                 - cka.cka(grams[name], gram, params.estimator).value
             )
             for gram in same_shape_grams
@@ -337,16 +328,16 @@ def _run_first_blocks(
 
 def _yield_calibration_inputs(
     own_inputs: ActivationSource,
-    first_block_outputs: Iterable[tuple[Block, ActivationSource]],
+    starts: Iterable[tuple[Block, ActivationSource]],
     block: Block,
     params: SearchSettings,
 ) -> Iterator[np.ndarray]:
     # from the block's own donor, and from junctions fitted to that donor
     yield from (part for _, part in block_runner.iterate_pieces(own_inputs))
-    for previous_block, maps in first_block_outputs:
-        if not stitched_network.can_connect(
-            previous_block, block, params.max_upsampling
-        ) or stitched_network.is_continuation(previous_block, block):
+    for previous, maps in starts:
+        if not stitched_network.can_connect(previous, block, params.max_upsampling) or stitched_network.is_continuation(
+            previous, block
+        ):
             continue
         positions = block_runner.draw_positions(own_inputs.shape[0], block.in_shape, params.positions)
         x = block_runner.sample_vectors(block_runner.resize_maps(maps, *block.in_shape[1:]), positions)
@@ -366,9 +357,9 @@ class QuantizationChoice(NamedTuple):
 
 
 def _score_original_and_quantized(
-    device: _ScoringDevice, plain_bundle: Bundle, quantized_bundle: Bundle, params: SearchSettings
+    device: _ScoringDevice, plain_bundle: Bundle, int8_bundle: Bundle, params: SearchSettings
 ) -> Iterator[QuantizationChoice]:
-    plain_state, quantized_state = (METHOD.init(bundle, params, 0) for bundle in (plain_bundle, quantized_bundle))
+    plain_state, int8_state = (METHOD.init(bundle, params, 0) for bundle in (plain_bundle, int8_bundle))
     scoring_params = replace(plain_state.params, score_at="output", early=0, completion=False)
     device_data = device.make_device()
     local: Tensors = {}
@@ -399,9 +390,7 @@ def _score_original_and_quantized(
             net = replace(start, path=donor_blocks[:length])
             pool = steps.eligible_blocks(net, plain_state.stock, scoring_params)
             if pool and length < len(donor_blocks):
-                yield QuantizationChoice(
-                    pool, score_pool(plain_state, net, pool), score_pool(quantized_state, net, pool)
-                )
+                yield QuantizationChoice(pool, score_pool(plain_state, net, pool), score_pool(int8_state, net, pool))
 
 
 def find_rejected(

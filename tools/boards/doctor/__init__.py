@@ -56,7 +56,7 @@ def select_groups(
     free: machine_facts.FreeBytes = machine_facts.free_bytes,
     limit_s: float = TIME_LIMIT_S,
 ) -> dict[str, Group]:
-    """Return the groups of checks for a subject, by name."""
+    """Return the groups of checks for a target, by name."""
     if target.settings is not None and (target.home is not None or target.broker is not None):
         raise JobError("an agent.toml says which broker: leave --home and --broker out, which are a coordinator's")
     timer = ExaminationDeadline(time.monotonic() + limit_s - SPARE_TIME_S)

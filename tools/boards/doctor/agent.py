@@ -131,10 +131,8 @@ def check_deadlines(settings: AgentSettings, machine: MachineFacts) -> Verdict:
 
     Durations are predicted from the costs that the agent has learned on this device.
     """
-    board_clocks = controls.discover_controls(machine.root)
-    mode = next(
-        (other_mode for other_mode in board_clocks.modes if is_same_mode(other_mode.name, machine.power_mode)), None
-    )
+    clocks = controls.discover_controls(machine.root)
+    mode = next((other_mode for other_mode in clocks.modes if is_same_mode(other_mode.name, machine.power_mode)), None)
     if not machine.is_tegra or settings.board != "auto" or mode is None:
         return None
     try:
@@ -152,50 +150,48 @@ def check_deadlines(settings: AgentSettings, machine: MachineFacts) -> Verdict:
         needed_s = (
             None
             if board is None or latest is None
-            else _estimate_shortest_duration_s(board, board_clocks, mode, learned, latest)
+            else _estimate_shortest_duration_s(board, clocks, mode, learned, latest)
         )
         if board is None or latest is None or needed_s is None or latest.left_s <= 0:
             continue
         has_data = True
         if needed_s > latest.left_s:
-            durations_s = {
-                other_mode: _estimate_shortest_duration_s(board, board_clocks, other_mode, learned, latest)
-                for other_mode in board_clocks.modes
+            times_s = {
+                other_mode: _estimate_shortest_duration_s(board, clocks, other_mode, learned, latest)
+                for other_mode in clocks.modes
             }
-            sufficient_modes = {
+            enough_modes = {
                 other_mode: duration_s
-                for other_mode, duration_s in durations_s.items()
+                for other_mode, duration_s in times_s.items()
                 if duration_s is not None and duration_s <= latest.left_s
             }
-            return _describe_slow_mode(mode, workload, needed_s, latest.left_s, sufficient_modes)
+            return _describe_slow_mode(mode, workload, needed_s, latest.left_s, enough_modes)
     return f"power mode {mode.name} is fast enough for the latest deadlines" if has_data else None
 
 
 def _describe_slow_mode(
-    mode: PowerMode, workload: str, duration_s: float, available_s: float, sufficient_modes: dict[PowerMode, float]
+    mode: PowerMode, workload: str, duration_s: float, available_s: float, modes: dict[PowerMode, float]
 ) -> Problem:
     sentence = (
         f"in power mode {mode.name} the latest task ({workload}) takes {duration_s:.1f} s at the highest clocks that "
         f"the mode permits, and had {available_s:.1f} s until its deadline"
     )
-    if not sufficient_modes:
+    if not modes:
         return Problem(f"{sentence}; no mode is fast enough", "a longer deadline_s under [cohort] of the job")
     # the slowest sufficient mode needs the least power
-    slowest = max(sufficient_modes, key=lambda sufficient_mode: sufficient_modes[sufficient_mode])
-    return Problem(
-        f"{sentence}; in {slowest.name} it takes {sufficient_modes[slowest]:.1f} s", f"sudo nvpmodel -m {slowest.id}"
-    )
+    slowest = max(modes, key=lambda candidate: modes[candidate])
+    return Problem(f"{sentence}; in {slowest.name} it takes {modes[slowest]:.1f} s", f"sudo nvpmodel -m {slowest.id}")
 
 
 def _estimate_shortest_duration_s(
     board: profiles.BoardProfile,
-    board_clocks: ClockControls,
+    clocks: ClockControls,
     mode: PowerMode,
     learned: LearnedModel,
     latest: LatestTask,
 ) -> float | None:
-    max_hz = owner_limits.permitted_hz(board_clocks, owner_limits.control_limits(board_clocks, mode))
-    points = owner_limits.permitted_points(board.operating_points(), board_clocks, mode, max_hz)
+    max_hz = owner_limits.permitted_hz(clocks, owner_limits.control_limits(clocks, mode))
+    points = owner_limits.permitted_points(board.operating_points(), clocks, mode, max_hz)
     durations_s = [
         estimate.seconds for estimate in estimate_points(learned, points, latest.work) if estimate is not None
     ]
@@ -307,20 +303,20 @@ def check_home(settings: AgentSettings) -> Verdict:
 def check_free_space(settings: AgentSettings, free: FreeBytes) -> Verdict:
     home = Path(settings.home)
     existing = nearest_existing(home)
-    free_disk_bytes = free(existing)
+    free_space = free(existing)
     cache = parse_size(settings.cache)
     blobs = (home / "blobs").rglob("*") if os.access(home / "blobs", os.R_OK | os.X_OK) else ()
     cached_bytes = sum(path.stat().st_size for path in blobs if path.is_file())
     fix = f"sudo du -xh {existing} | sort -h | tail; or a smaller `cache` in agent.toml"
-    if free_disk_bytes < MIN_FREE_BYTES:
-        return error(f"{free_disk_bytes / 1e6:.0f} MB are free where {home} is: a round's blobs do not fit", fix)
-    if free_disk_bytes < cache - cached_bytes:
+    if free_space < MIN_FREE_BYTES:
+        return error(f"{free_space / 1e6:.0f} MB are free where {home} is: a round's blobs do not fit", fix)
+    if free_space < cache - cached_bytes:
         return Problem(
-            f"{free_disk_bytes / 1e6:.0f} MB are free where {home} is, and its cache may grow by "
+            f"{free_space / 1e6:.0f} MB are free where {home} is, and its cache may grow by "
             f"{(cache - cached_bytes) / 1e6:.0f} MB",
             fix,
         )
-    return f"{free_disk_bytes / 1e9:.1f} GB are free where {home} is"
+    return f"{free_space / 1e9:.1f} GB are free where {home} is"
 
 
 def _check_board_and_profile_exist(settings: AgentSettings, path: Path) -> Verdict:
@@ -338,8 +334,8 @@ def _check_board_and_profile_exist(settings: AgentSettings, path: Path) -> Verdi
 def _check_shipped_profile(settings: AgentSettings, path: Path, machine: MachineFacts) -> Verdict:
     if settings.board != "auto" or not machine.is_tegra or settings.profile is not None:
         return None
-    if (shipped_profile := linux.find_profile(machine.root)) is not None:
-        return f"its profile is {shipped_profile.board}, which ships"
+    if (shipped := linux.find_profile(machine.root)) is not None:
+        return f"its profile is {shipped.board}, which ships"
     compatible = ", ".join(sysfs.read_strings(sysfs.device_tree_folder(machine.root) / "compatible"))
     return Problem(
         f"no profile ships for this board ({compatible}): "
@@ -351,21 +347,17 @@ def _check_shipped_profile(settings: AgentSettings, path: Path, machine: Machine
 def _check_profile_fits_board(settings: AgentSettings, path: Path, machine: MachineFacts) -> Verdict:
     if settings.board != "auto" or not machine.is_tegra or settings.profile is None:
         return None
-    detected_profile = linux.find_profile(machine.root)
+    shipped = linux.find_profile(machine.root)
     try:
         profile = profiles.find_board_profile(settings.profile)
     except FedquiltError:
         return None  # FQ308 reports the error
-    if (
-        detected_profile is None
-        or profile.board == detected_profile.board
-        or profile.board not in profiles.board_names()
-    ):
+    if shipped is None or profile.board == shipped.board or profile.board not in profiles.board_names():
         return None
     return Problem(
-        f"the profile is that of {profile.board}, and this board is {detected_profile.board}: predicted times and "
+        f"the profile is that of {profile.board}, and this board is {shipped.board}: predicted times and "
         "joules are wrong",
-        f'take `profile` out of {path}, or write profile = "{detected_profile.board}"',
+        f'take `profile` out of {path}, or write profile = "{shipped.board}"',
     )
 
 

@@ -74,12 +74,12 @@ def _unreadable_logs(store: Store) -> Iterator[tuple[str, bool]]:
 
 
 def _check_free_space(folder: Path, free: FreeBytes) -> str | Problem:
-    free_disk_bytes = free(folder)
-    sentence = f"{free_disk_bytes / 1e6:.0f} MB are free where {folder} is"
+    free_space = free(folder)
+    sentence = f"{free_space / 1e6:.0f} MB are free where {folder} is"
     fix = f"sudo du -xh {folder} | sort -h | tail"
-    if free_disk_bytes < MIN_FREE_BYTES:
+    if free_space < MIN_FREE_BYTES:
         return error(f"{sentence}: updates cannot be stored", fix)
-    if free_disk_bytes < LOW_BYTES:
+    if free_space < LOW_BYTES:
         return Problem(f"{sentence}: each round keeps its updates until it is closed", fix)
     return sentence
 
@@ -120,24 +120,18 @@ def _check_waiting_jobs(home: Path, store: Store) -> Iterator[Numbered]:
 
 
 def _check_stuck_job(row: StoredJob, store: Store) -> Problem | None:
-    last_eligibility, attempts = None, 0
+    latest, attempts = None, 0
     with contextlib.suppress(JobError):  # unreadable logs are reported as FQ504
         for _, _, event in store.read_events(row.id):
             if isinstance(event, EligibilityRecorded):
-                last_eligibility = event
+                latest = event
             elif isinstance(event, CohortSelected):
-                attempts, last_eligibility = attempts + 1, None
+                attempts, latest = attempts + 1, None
     cohort = row.job.cohort
     min_devices = max(cohort.min_devices, 1 if attempts else cohort.start_devices, 1)
-    if (attempts and last_eligibility is None) or (
-        last_eligibility is not None and len(last_eligibility.eligible) >= min_devices
-    ):
+    if (attempts and latest is None) or (latest is not None and len(latest.eligible) >= min_devices):
         return None
-    reason = (
-        "; ".join(format_single_event(last_eligibility))
-        if last_eligibility is not None
-        else "no device has come online"
-    )
+    reason = "; ".join(format_single_event(latest)) if latest is not None else "no device has come online"
     sentence = f"{row.id} waits for {min_devices} device{'s' if min_devices > 1 else ''} that can take part: {reason}"
     return Problem(sentence, "on a board that is missing: fedquilt doctor /etc/fedquilt/agent.toml")
 

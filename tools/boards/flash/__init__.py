@@ -108,10 +108,10 @@ def _collect_bundle_files(
     board: bundle.BoardFiles | CoordinatorFiles,
     print_line: PrintLine,
 ) -> dict[str, bytes | Path]:
-    board_extras = [
+    own_extras = [
         extra for extra in board.extras if extra != "onnx" or "gpu" not in content.extras
     ]  # "gpu" and "onnx" exclude each other
-    extras = sorted({*content.extras, *board_extras})
+    extras = sorted({*content.extras, *own_extras})
     wheel_name: OwnWheel = "fedquilt" if content.role == "coordinator" else "fedquilt-board"
     paths, lock_text = wheels.collect_wheels(target, extras, wheel_name)
     files = bundle.collect_files(board, target, paths, lock_text)

@@ -178,9 +178,8 @@ def flash_boards(
         for number, row in enumerate(waiting_rows):
             progress_state = (number, row.name)
             try:
-                _flash_board(
-                    row, replace(plan, base_image=base_image), can_enrol, _hash_inputs(row, plan), print_line, now_s
-                )
+                board_plan = replace(plan, base_image=base_image)
+                _flash_board(row, board_plan, can_enrol, _hash_inputs(row, plan), print_line, now_s)
             except FedquiltError as error:
                 failed[row.name] = str(error)
                 print_line(f"{row.name}: not flashed: {error}")
@@ -224,14 +223,11 @@ def _reuse_or_create_token(row: BoardRow, plan: FlashPlan, now_s: float) -> Path
 
 
 def _hash_inputs(row: BoardRow, plan: FlashPlan) -> str:
-    base = (
-        None
-        if plan.base_image is None or not plan.base_image.is_file()
-        else (str(plan.base_image), plan.base_image.stat().st_mtime)
-    )
-    return hashlib.sha256(repr((row, plan.content, toml.read_toml(plan.content.settings), base)).encode()).hexdigest()[
-        :16
-    ]
+    base = None
+    if plan.base_image is not None and plan.base_image.is_file():
+        base = (str(plan.base_image), plan.base_image.stat().st_mtime)
+    inputs = (row, plan.content, toml.read_toml(plan.content.settings), base)
+    return hashlib.sha256(repr(inputs).encode()).hexdigest()[:16]
 
 
 def find_record(row: BoardRow, plan: FlashPlan) -> FlashRecord | None:
@@ -256,14 +252,8 @@ def read_states(rows: Sequence[BoardRow], plan: FlashPlan, failed: Mapping[str, 
             certificates = [] if register is None else register.list_certificates(row.name)
             destination = record.destination if record else f"not written: {failed.get(row.name, 'not yet')}"
             board_tokens = [token for token in tokens if token.pattern == row.name]
-            states.append(
-                FlashState(
-                    row,
-                    destination,
-                    determine_enrolment_state(certificates, board_tokens, time.time()),
-                    record is not None,
-                )
-            )
+            enrolment_state = determine_enrolment_state(certificates, board_tokens, time.time())
+            states.append(FlashState(row, destination, enrolment_state, record is not None))
         return states
 
 

@@ -159,7 +159,7 @@ def read_elf_machine(path: Path) -> str | None:
 
 
 def check_compatibility(root: RootFileSystem, manifest: Mapping[str, Any]) -> None:
-    python, required_machine = manifest["interpreter"], manifest["machine"]
+    python, required = manifest["interpreter"], manifest["machine"]
     description = "this board" if root.path == Path("/") else str(root.path)
     program_paths = [root.resolve(name) for name in (python.lstrip("/"), "bin/sh", "usr/bin/env", "sbin/init")]
     machine = next((name for name in map(read_elf_machine, program_paths) if name is not None), None)
@@ -167,17 +167,14 @@ def check_compatibility(root: RootFileSystem, manifest: Mapping[str, Any]) -> No
         raise InstallRefusedError(
             f"{description} holds no system: neither {python} nor /bin/sh is a program; mount it first"
         )
-    if machine != required_machine:
+    if machine != required:
         raise InstallRefusedError(
-            f"{description} is {machine}, and this bundle for {required_machine}: build one with the --target of "
-            "that board"
+            f"{description} is {machine}, and this bundle for {required}: build one with the --target of that board"
         )
     if read_elf_machine(root.resolve(python.lstrip("/"))) is None:
-        other_pythons = sorted(
-            path.name for path in root.resolve("usr/bin").glob("python3.[0-9]*") if "-" not in path.name
-        )
+        others = sorted(path.name for path in root.resolve("usr/bin").glob("python3.[0-9]*") if "-" not in path.name)
         raise InstallRefusedError(
-            f"{description} has no {python}{' but ' + ', '.join(other_pythons) if other_pythons else ''}: build the "
+            f"{description} has no {python}{' but ' + ', '.join(others) if others else ''}: build the "
             "bundle with the --python that is there"
         )
 
@@ -278,21 +275,21 @@ def _install_settings(bundle: Path, root: RootFileSystem, manifest: Mapping[str,
     if not root.path_for(SETTINGS_FOLDER).is_dir() and root.record_change(f"make /{SETTINGS_FOLDER}"):
         root.path_for(SETTINGS_FOLDER).mkdir(parents=True)
         root.path_for(SETTINGS_FOLDER).chmod(0o755)
-    old_digests = root.read_json(INSTALLATION_RECORD).get("settings", {})
+    installed = root.read_json(INSTALLATION_RECORD).get("settings", {})
     for name, digest in sorted(manifest["files"].items()):
         if not name.startswith("etc/"):
             continue
-        data, name_on_board = (bundle / name).read_bytes(), f"{SETTINGS_FOLDER}/{name[4:]}"
-        if name == "etc/token" and old_digests.get(name) == digest:
+        data, target = (bundle / name).read_bytes(), f"{SETTINGS_FOLDER}/{name[4:]}"
+        if name == "etc/token" and installed.get(name) == digest:
             continue  # the token was installed before, and is valid once
-        path, mode = root.path_for(name_on_board), 0o600 if name in manifest["secret"] else 0o644
+        path, mode = root.path_for(target), 0o600 if name in manifest["secret"] else 0o644
         if (
             path.is_file()
-            and name in old_digests
-            and hashlib.sha256(path.read_bytes()).hexdigest() not in (old_digests[name], digest)
+            and name in installed
+            and hashlib.sha256(path.read_bytes()).hexdigest() not in (installed[name], digest)
         ):
-            root.write_file(f"{name_on_board}.old", path.read_bytes(), mode)
-        root.write_file(name_on_board, data, mode)
+            root.write_file(f"{target}.old", path.read_bytes(), mode)
+        root.write_file(target, data, mode)
 
 
 def uninstall(root: RootFileSystem, *, purge: bool = False) -> int:

@@ -97,8 +97,8 @@ def collect_wheels(
     for extra in extras:
         if extra not in known_extras:
             raise JobError(f"no extra {extra!r}: {name} has {', '.join(sorted(known_extras))}")
-    constraint_suffix = [f"constrained.{hashlib.sha256(constraints_text).hexdigest()[:8]}"] if constraints_text else []
-    cache_key = "-".join([name, target.name, f"py{target.python}", *sorted(extras), *constraint_suffix])
+    suffix = [f"constrained.{hashlib.sha256(constraints_text).hexdigest()[:8]}"] if constraints_text else []
+    cache_key = "-".join([name, target.name, f"py{target.python}", *sorted(extras), *suffix])
     with disk_errors(f"use {cache}", "free some space or name another folder with XDG_CACHE_HOME"):
         folder = cache / cache_key
         folder.mkdir(parents=True, exist_ok=True)
@@ -108,10 +108,10 @@ def collect_wheels(
         downloaded = _load_cached_wheels(folder, request_sha256)
         if downloaded is None:
             downloaded = WheelDownload(own_wheel, extras, target, folder, index, constraint).run()
-            cached_wheels = CachedWheels(
+            cached = CachedWheels(
                 request_sha256=request_sha256, sha256_by_name={path.name: file_sha256(path) for path in downloaded}
             )
-            (folder / "kept.json").write_bytes(msgspec.json.encode(cached_wheels))
+            (folder / "kept.json").write_bytes(msgspec.json.encode(cached))
         for wheel_path in folder.glob("*.whl"):
             if wheel_path != own_wheel.path and wheel_path not in downloaded:
                 wheel_path.unlink()
@@ -144,11 +144,11 @@ def file_sha256(path: Path) -> str:
 
 def _load_cached_wheels(folder: Path, request_sha256: str) -> list[Path] | None:
     try:
-        cached_wheels = msgspec.json.decode((folder / "kept.json").read_bytes(), type=CachedWheels)
+        cached = msgspec.json.decode((folder / "kept.json").read_bytes(), type=CachedWheels)
     except (OSError, *UNDECODABLE):
         return None
-    paths = {folder / name: digest for name, digest in cached_wheels.sha256_by_name.items()}
-    if cached_wheels.request_sha256 != request_sha256 or not all(
+    paths = {folder / name: digest for name, digest in cached.sha256_by_name.items()}
+    if cached.request_sha256 != request_sha256 or not all(
         path.is_file() and file_sha256(path) == digest for path, digest in paths.items()
     ):
         return None
@@ -177,11 +177,11 @@ class WheelDownload:
         """Download until no dependency is missing. Return the wheels without the own one."""
         root = f"{self.own_wheel.name}[{','.join(self.extras)}]" if self.extras else self.own_wheel.name
         with tempfile.TemporaryDirectory(dir=self.folder) as gpu_folder:
-            extra_lines = [] if self.index is None else self._download_gpu_builds(root, Path(gpu_folder), self.index)
+            more = [] if self.index is None else self._download_gpu_builds(root, Path(gpu_folder), self.index)
             for _ in range(MAX_DOWNLOADS):
                 with tempfile.TemporaryDirectory(dir=self.folder) as scratch:
                     own_requirement = f"{root} @ {self.own_wheel.path.resolve().as_uri()}"
-                    self._download_with_dependencies([own_requirement, *extra_lines], Path(scratch))
+                    self._download_with_dependencies([own_requirement, *more], Path(scratch))
                     downloaded = {
                         wheel.name: wheel for wheel in map(Wheel.from_file, sorted(Path(scratch).glob("*.whl")))
                     }
@@ -189,10 +189,8 @@ class WheelDownload:
                     if not missing:
                         paths = [downloaded[name].path for name in sorted(needed_names - {self.own_wheel.name})]
                         return [Path(shutil.copy(path, self.folder / path.name)) for path in paths]
-                    extra_lines += missing
-        raise JobError(
-            f"wheels for {self.target.name} cannot be resolved: {', '.join(extra_lines)} asks for more each time"
-        )
+                    more += missing
+        raise JobError(f"wheels for {self.target.name} cannot be resolved: {', '.join(more)} asks for more each time")
 
     def _download_gpu_builds(self, root: str, folder: Path, index: str) -> list[str]:
         """Download packages with GPU builds from `index`, and return requirements that pin them."""
@@ -263,9 +261,7 @@ def dependency_closure(root: str, wheels: Mapping[str, Wheel], target: BundleTar
         extras_by_name.setdefault(name, set()).update(new_extras)
         for extra in sorted(new_extras):
             pending += [
-                dependency
-                for dependency in map(Requirement, wheel.requires)
-                if _is_required_for_extra(dependency, target, extra)
+                needed for needed in map(Requirement, wheel.requires) if _is_required_for_extra(needed, target, extra)
             ]
     return set(extras_by_name), sorted(set(missing))
 
@@ -275,9 +271,9 @@ def _is_required_for_extra(requirement: Requirement, target: BundleTarget, extra
     if requirement.marker is None:
         return not extra
     environment = target.marker_environment()
-    applies_without_extra = requirement.marker.evaluate({**environment, "extra": ""})
+    without_extra = requirement.marker.evaluate({**environment, "extra": ""})
     return (
-        applies_without_extra
+        without_extra
         if not extra
-        else not applies_without_extra and requirement.marker.evaluate({**environment, "extra": extra})
+        else not without_extra and requirement.marker.evaluate({**environment, "extra": extra})
     )

@@ -213,21 +213,19 @@ class GpuCheck:
             rows += compare_devices(list_onnx_runs(write_graph(folder), folder))
         else:
             reasons.append("onnxruntime and onnx are not both installed")
-        completed = [row for row in rows if row["difference"] is not None]
+        ran = [row for row in rows if row["difference"] is not None]
         reasons += [f"{row['device']}: {row['reason']}" for row in rows if row["reason"]]
-        deviating = [row for row in completed if row["difference"] > TOLERANCE]
-        if deviating:
+        differing = [row for row in ran if row["difference"] > TOLERANCE]
+        if differing:
             return (
                 "error",
-                f"{deviating[0]['device']} differs from the CPU by {deviating[0]['difference']:.2g} of the output",
+                f"{differing[0]['device']} differs from the CPU by {differing[0]['difference']:.2g} of the output",
                 rows,
             )
-        gpu_names = [
-            str(row["device"]) for row in completed if "cpu" not in str(row["device"]).lower() and not row["reason"]
-        ]
-        if not gpu_names:
+        gpus = [str(row["device"]) for row in ran if "cpu" not in str(row["device"]).lower() and not row["reason"]]
+        if not gpus:
             return "error", f"nothing runs on a GPU: {'; '.join(reasons)}", rows
-        sentence = f"{', '.join(gpu_names)}; outputs as the CPU's within {TOLERANCE:g}"
+        sentence = f"{', '.join(gpus)}; outputs as the CPU's within {TOLERANCE:g}"
         return ("warning" if reasons else "ok"), "; ".join([sentence, *reasons]), rows
 
     def _bench(self, folder: Path) -> tasks.TaskBench:
@@ -290,13 +288,13 @@ class GpuCheck:
         for name in ("graphics", "memory"):
             now_hz, high_hz = self._smi_values.get(f"{name}_hz"), self._smi_values.get(f"{name}_high_hz")
             if now_hz is not None:
-                gpu_row = {
+                gpu = {
                     "clock": f"GPU {name}",
                     "now_mhz": _to_mhz(now_hz),
                     "high_mhz": _to_mhz(high_hz),
                     "settings": 0,
                 }
-                rows.append(gpu_row)
+                rows.append(gpu)
         if not rows:
             raise SkippedPartError("this machine shows no clocks, as a container or a virtual machine")
         settable = sum(1 for row in rows if row["settings"])
@@ -320,19 +318,15 @@ def judge_part(part: Callable[[], Outcome]) -> PartResult:
 def judge_memory(rows: list[Row]) -> Outcome:
     if not rows:
         raise SkippedPartError(NO_ENGINE)
-    if failed_rows := [row for row in rows if row["ended"] != "ok"]:
-        row = failed_rows[0]
+    if failed := [row for row in rows if row["ended"] != "ok"]:
+        row = failed[0]
         return "warning", f"{row['work']} ended with {row['ended']!r}, budget {row['budget']}: {row['reason']}", rows
-    measured_rows = [
-        row for row in rows if row["ratio"] is not None and (row["on"] != "CUDA" or row["budget"] == "plan")
-    ]
-    if not measured_rows:
+    measured = [row for row in rows if row["ratio"] is not None and (row["on"] != "CUDA" or row["budget"] == "plan")]
+    if not measured:
         raise SkippedPartError("this kernel reports no peak")
-    worst_row = max(measured_rows, key=lambda row: row["ratio"])
-    sentence = (
-        f"at most {worst_row['ratio']:.2f} times the prediction ({worst_row['work']}, budget {worst_row['budget']})"
-    )
-    return ("ok" if worst_row["ratio"] <= peak_memory.MARGIN else "warning"), sentence, rows
+    worst = max(measured, key=lambda row: row["ratio"])
+    sentence = f"at most {worst['ratio']:.2f} times the prediction ({worst['work']}, budget {worst['budget']})"
+    return ("ok" if worst["ratio"] <= peak_memory.MARGIN else "warning"), sentence, rows
 
 
 def judge_results(row: Row, why_no_cuda: str) -> Outcome:
@@ -350,12 +344,12 @@ def judge_results(row: Row, why_no_cuda: str) -> Outcome:
 def judge_rates(rows: list[Row], cpu_share: float, gpu_share: float) -> Outcome:
     if not rows:
         raise SkippedPartError(NO_ENGINE)
-    worst_row = min(rows, key=lambda row: row["ratio"])
-    sentence = f"at least {worst_row['ratio']:.2f} of a bare loop's rate ({worst_row['work']})"
+    worst = min(rows, key=lambda row: row["ratio"])
+    sentence = f"at least {worst['ratio']:.2f} of a bare loop's rate ({worst['work']})"
     if max(cpu_share, gpu_share) > MOST_OTHERS:
         load_text = f"other processes use {cpu_share:.0%} of the CPUs and {gpu_share:.0%} of the GPU"
         return "refused", f"{load_text}: stop them and repeat; measured nevertheless: {sentence}", rows
-    return ("ok" if worst_row["ratio"] >= MIN_RATIO else "warning"), sentence, rows
+    return ("ok" if worst["ratio"] >= MIN_RATIO else "warning"), sentence, rows
 
 
 # -- measurements ---------------------------------------------------------------------------------

@@ -183,7 +183,7 @@ def memory_row(work: str, batch: int, budget: str, result: WorkResult, predicted
 
 
 def check_results(bench: TaskBench, worker: ChildWorker, free_bytes: int | None) -> Row:
-    """Compare updates of GPU and CPU and of two runs, then exceed the memory."""
+    """Compare updates of GPU and CPU and of two runs, then run a task that exceeds the memory."""
     first_update, first_result = _train(bench, worker)
     second_update, second_result = _train(bench, worker)
     cpu_update: Tensors | None = None
@@ -287,26 +287,22 @@ def count_repetitions(run: Work, min_s: float = MIN_RUN_S) -> int:
     return min(max(math.ceil(min_s / max(time.perf_counter() - began_s, 1e-6)), 1), MAX_REPETITIONS)
 
 
-def compare_rates(
-    labels: tuple[str, str, str], items: int, engine_run: Work, bare_run: Work, pairs: int = PAIR_COUNT
-) -> Row:
+def compare_rates(labels: tuple[str, str, str], items: int, engine: Work, bare: Work, pairs: int = PAIR_COUNT) -> Row:
     """Time both functions in pairs, in alternating order. The ratio is the median of the pairs."""
-    rates: dict[Work, list[float]] = {engine_run: [], bare_run: []}
-    engine_run()
+    rates: dict[Work, list[float]] = {engine: [], bare: []}
+    engine()
     for pair in range(pairs):
-        for run in (engine_run, bare_run) if pair % 2 else (bare_run, engine_run):
+        for run in (engine, bare) if pair % 2 else (bare, engine):
             began_s = time.perf_counter()
             run()
             rates[run].append(items / (time.perf_counter() - began_s))
-    ratios = [
-        engine_rate / bare_rate for engine_rate, bare_rate in zip(rates[engine_run], rates[bare_run], strict=True)
-    ]
+    ratios = [engine_rate / bare_rate for engine_rate, bare_rate in zip(rates[engine], rates[bare], strict=True)]
     return {
         "work": labels[0],
         "on": labels[1] or "processor",
         "unit": labels[2],
-        "engine": statistics.median(rates[engine_run]),
-        "bare_loop": statistics.median(rates[bare_run]),
+        "engine": statistics.median(rates[engine]),
+        "bare_loop": statistics.median(rates[bare]),
         "ratio": statistics.median(ratios),
         "least": min(ratios),
         "most": max(ratios),

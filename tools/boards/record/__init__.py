@@ -161,12 +161,8 @@ def _fit_time_and_power(
     recording: BoardMeasurements, top: dict[str, float]
 ) -> tuple[profiles.ModelCoefficients, Errors]:
     def observations(value: Callable[[OperatingPoint], float | None]) -> list[fit.MeasuredPoint]:
-        values_by_clocks = [
-            (measurement.clocks_by_axis(measured.point), value(measured.point)) for measured in recording.points
-        ]
-        return [
-            fit.MeasuredPoint(clocks, measured_value) for clocks, measured_value in values_by_clocks if measured_value
-        ]
+        pairs = [(measurement.clocks_by_axis(measured.point), value(measured.point)) for measured in recording.points]
+        return [fit.MeasuredPoint(clocks, measured_value) for clocks, measured_value in pairs if measured_value]
 
     errors: Errors = {}
     times, errors["time"] = fit.fit_time_law(observations(lambda point: 1 / (point.flops_per_s or 1.0)), top)
@@ -190,16 +186,16 @@ def _fit_workload_rates(recording: BoardMeasurements, top: dict[str, float]) -> 
         numbers: dict[str, float] = {}
         points = [measured.point for measured in recording.points if workload in measured.point.rates]
         for key, unit in profiles.UNITS.items():
-            values_by_clocks = [
+            pairs = [
                 (measurement.clocks_by_axis(point), _seconds_per_unit(getattr(point.rates[workload], key), key))
                 for point in points
             ]
-            measured_times = [fit.MeasuredPoint(clocks, value) for clocks, value in values_by_clocks if value]
-            if not measured_times:
+            times = [fit.MeasuredPoint(clocks, value) for clocks, value in pairs if value]
+            if not times:
                 continue
-            time_law = fit.fit_time_law(measured_times, top)[0] if top else laws.InverseTimeLaw(measured_times[0].value)
-            numbers[f"{unit}_s"] = time_law.fixed_s
-            numbers |= {f"{unit}_{axis[:-3]}_cycles": count for axis, count in time_law.cycles.items()}
+            law = fit.fit_time_law(times, top)[0] if top else laws.InverseTimeLaw(times[0].value)
+            numbers[f"{unit}_s"] = law.fixed_s
+            numbers |= {f"{unit}_{axis[:-3]}_cycles": count for axis, count in law.cycles.items()}
         source = FITTED if top else MEASURED
         coefficients[workload] = profiles.TimeCoefficients(
             **{key: _to_figure(value, source) for key, value in numbers.items() if value > 0}
@@ -317,12 +313,12 @@ def _format_errors(result: FittedProfile, index: int) -> str:
 def make_json_report(result: FittedProfile, path: Path) -> dict[str, Any]:
     recording = result.recording
 
-    def report_point(index: int, measured: PointMeasurement) -> dict[str, Any]:
+    def report_point(index: int, result_point: PointMeasurement) -> dict[str, Any]:
         left_out = {name: errors.left_out[index] for name, errors in result.errors.items()}
         return {
-            **msgspec.to_builtins(measured.point),
-            "units": measured.units,
-            "took_s": measured.took_s,
+            **msgspec.to_builtins(result_point.point),
+            "units": result_point.units,
+            "took_s": result_point.took_s,
             "left_out": left_out,
         }
 

@@ -172,18 +172,18 @@ def write_probe_block(channels: int, pixels: int, folder: Path) -> Any:
 
     from fedquilt.models.stitching.stitched_network import Block
 
-    inner_channels, rng = EXPANSION * channels, np.random.default_rng(SEED)
+    inner, rng = EXPANSION * channels, np.random.default_rng(SEED)
     shapes = {
-        "expand": (inner_channels, channels, 1, 1),
-        "depth": (inner_channels, 1, 3, 3),
-        "project": (channels, inner_channels, 1, 1),
+        "expand": (inner, channels, 1, 1),
+        "depth": (inner, 1, 3, 3),
+        "project": (channels, inner, 1, 1),
     }
     weights = {name: (rng.standard_normal(shape) / 10).astype(np.float32) for name, shape in shapes.items()}
     limits = {"low": np.float32(0), "high": np.float32(6)}
     nodes = [
         helper.make_node("Conv", ["x", "expand"], ["a"]),
         helper.make_node("Clip", ["a", "low", "high"], ["b"]),
-        helper.make_node("Conv", ["b", "depth"], ["c"], group=inner_channels, pads=[1] * 4),
+        helper.make_node("Conv", ["b", "depth"], ["c"], group=inner, pads=[1] * 4),
         helper.make_node("Clip", ["c", "low", "high"], ["d"]),
         helper.make_node("Conv", ["d", "project"], ["e"]),
         helper.make_node("Add", ["e", "x"], ["y"]),
@@ -205,10 +205,10 @@ def write_probe_block(channels: int, pixels: int, folder: Path) -> Any:
         data=(),
         in_shape=shape,
         out_shape=shape,
-        flops=2.0 * pixels**2 * (2 * inner_channels * channels + 9 * inner_channels),
+        flops=2.0 * pixels**2 * (2 * inner * channels + 9 * inner),
         weight_bytes=size,
         resident_bytes=size,
-        activation_bytes=4 * pixels**2 * 2 * inner_channels,
+        activation_bytes=4 * pixels**2 * 2 * inner,
     )
 
 

@@ -49,41 +49,39 @@ _SORTS: Final[dict[str, Callable[[DeviceRow], tuple[Any, ...]] | None]] = {
 
 async def load_fleet_page(watcher: HomeWatcher, query: Query) -> dict[str, Any]:
     fleet = await watcher.load_fleet()
-    selected_labels, state, text = (
+    label_filter, state, text = (
         labels.split_words(query.get("label", "")),
         query.get("state") or None,
         query.get("text", ""),
     )
-    labels.require_valid_selection(selected_labels)
+    labels.require_valid_selection(label_filter)
     if state is not None and state not in devices.STATES:
         raise JobError(f"{state[:100]!r} is no state: {', '.join(devices.STATES)}")
-    matching_rows = (
+    rows = (
         fleet.device_rows
-        if not selected_labels and state is None
-        else devices.filter_devices(fleet.device_rows, selected_labels, state)
+        if not label_filter and state is None
+        else devices.filter_devices(fleet.device_rows, label_filter, state)
     )
     if text := text.casefold():
-        matching_rows = [row for row in matching_rows if text in _make_searchable_text(row)]
+        rows = [row for row in rows if text in _make_searchable_text(row)]
     sort = query.get("sort", "name")
     if sort.removeprefix("-") not in _SORTS:
         raise JobError(f"boards are not sorted by {sort[:100]!r}: {', '.join(_SORTS)}")
     if key := _SORTS[sort.removeprefix("-")]:
-        matching_rows = sorted(matching_rows, key=key, reverse=sort.startswith("-"))
+        rows = sorted(rows, key=key, reverse=sort.startswith("-"))
     elif sort.startswith("-"):
-        matching_rows = matching_rows[::-1]
+        rows = rows[::-1]
     grid = query.get("view") == "grid"
-    page_rows, page, pages = _paginate(
-        matching_rows, _parse_integer(query, "page", 1), PAGE_CELLS if grid else PAGE_ROWS
-    )
+    shown, page, pages = _paginate(rows, _parse_integer(query, "page", 1), PAGE_CELLS if grid else PAGE_ROWS)
     return {
         "at": time.time(),
         "served": watcher.is_served,
         "counts": fleet.counts,
         "labels": fleet.labels,
-        "found": len(matching_rows),
+        "found": len(rows),
         "page": page,
         "pages": pages,
-        "boards": [_make_grid_cell(row) if grid else row.to_dict() for row in page_rows],
+        "boards": [_make_grid_cell(row) if grid else row.to_dict() for row in shown],
     }
 
 
@@ -100,9 +98,9 @@ def _make_grid_cell(device: DeviceRow) -> list[Any]:
 
 
 async def load_device_page(watcher: HomeWatcher, query: Query, name: str) -> dict[str, Any]:
-    device_rows = (await watcher.load_fleet()).device_rows
-    index = bisect.bisect_left(device_rows, name, key=lambda follower: follower.board.device)
-    row = device_rows[index] if index < len(device_rows) and device_rows[index].board.device == name else None
+    rows = (await watcher.load_fleet()).device_rows
+    index = bisect.bisect_left(rows, name, key=lambda follower: follower.board.device)
+    row = rows[index] if index < len(rows) and rows[index].board.device == name else None
     now_s, span = time.time(), query.get("span", "2h")
     if span not in SPANS:
         raise JobError(f"{span[:100]!r} is no span: {', '.join(SPANS)}")
@@ -111,10 +109,10 @@ async def load_device_page(watcher: HomeWatcher, query: Query, name: str) -> dic
     followers, reading = await _load_recent_runs(watcher)
     for follower in followers:
         rounds = await watcher.run_in_reader_thread(partial(follower.list_device_rounds, name))
-        device_rounds += [{"run": follower.row.id, **device_round} for device_round in rounds[:MAX_DEVICE_ROUNDS]]
+        device_rounds += [{"run": follower.row.id, **entry} for entry in rounds[:MAX_DEVICE_ROUNDS]]
     if row is None and not device_rounds and not reading:
         raise MissingDeviceError(f"no coordinator of {watcher.home} has heard of a board {name[:100]!r}")
-    device_rounds.sort(key=lambda device_round: -(device_round.get("at") or 0.0))
+    device_rounds.sort(key=lambda entry: -(entry.get("at") or 0.0))
     return {
         "at": now_s,
         "served": watcher.is_served,

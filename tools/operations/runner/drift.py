@@ -207,18 +207,18 @@ class DriftCounts:
 
 
 def compute_excess_distance(
-    reference_counts: Sequence[float], counts: Sequence[float], weight: float, sample_size: float, alpha: float = ALPHA
+    reference: Sequence[float], counts: Sequence[float], weight: float, sample_size: float, alpha: float = ALPHA
 ) -> float:
     """Return the Jensen-Shannon distance (0 to 1) of two histograms in excess of chance.
 
     Args:
-        reference_counts: Counts of the reference.
+        reference: Counts of the reference.
         counts: Counts in the same bins.
         weight: Effective weight of an example.
         sample_size: Number of examples that `counts` is worth.
         alpha: Probability of a distance above 0 without drift.
     """
-    p, q = np.asarray(reference_counts, np.float64), np.asarray(counts, np.float64)
+    p, q = np.asarray(reference, np.float64), np.asarray(counts, np.float64)
     is_used = (p + q) > 0
     bins = int(is_used.sum())
     if bins < 2:
@@ -226,13 +226,7 @@ def compute_excess_distance(
     unit = (1 / (p.sum() * weight) + 1 / (sample_size * weight)) / (8 * math.log(2))
     p, q = p[is_used] / p.sum(), q[is_used] / q.sum()
     mean = (p + q) / 2
-    divergence = float(
-        sum(
-            (distribution[distribution > 0] * np.log2(distribution[distribution > 0] / mean[distribution > 0])).sum()
-            for distribution in (p, q)
-        )
-        / 2
-    )
+    divergence = float(sum((part[part > 0] * np.log2(part[part > 0] / mean[part > 0])).sum() for part in (p, q)) / 2)
     if divergence <= chi_squared_quantile(bins - 1, alpha) * unit:
         return 0.0
     expected = (bins - 1) * unit

@@ -36,7 +36,7 @@ class ServedModel(NamedTuple):
 
 
 def resolve_model_file(models: Path) -> Path:
-    """Return the ONNX file of a place, with links resolved."""
+    """Return the ONNX file of a models folder or path, with links resolved, or raise ModelError if missing."""
     if models.is_dir():
         current = models / "current"
         model_path = (current if current.is_symlink() or current.is_dir() else models) / "model.onnx"
@@ -53,7 +53,7 @@ def resolve_model_file(models: Path) -> Path:
 
 
 class ModelSwitcher:
-    """Current model of a place.
+    """Current model of a models folder or file.
 
     A request reads `current` once, so that its model stays loaded until the request is complete.
     """
@@ -66,7 +66,7 @@ class ModelSwitcher:
         self.current = self._load_and_try_model(resolve_model_file(location))
 
     def reload_if_changed(self) -> bool:
-        """Load the model of the place if it has changed. Return whether a new model is in use.
+        """Load the newest model if it has changed. Return whether a new model is in use.
 
         If loading fails, the old model stays in use, and `trouble` states the reason.
         """
@@ -295,7 +295,7 @@ class ModelService:
             self.write_status()
 
     def write_status(self) -> None:
-        """Write SERVED, and REFERENCES if there is a new reference."""
+        """Write the status file, and the reference file if there is a new reference."""
         if self._home is None:
             return
         self._last_write = (self._clock(), self.served + self.failed)
