@@ -47,7 +47,7 @@ class Certified:
             at_s = clock_s() - days_ago * DAY_S
             hosts = ["127.0.0.1"] if kind == "server" else ()
             issued = self.authority.sign_certificate(
-                name, kind, key.public_key(), at_s, hosts=hosts, days=days, right=right
+                name, kind, key.public_key(), at_s, hosts=hosts, days=days, site_right=right
             )
         (self.folder / f"{name}.crt").write_text(issued.pem)
         (self.folder / f"{name}.key").write_bytes(key_to_pem(key))

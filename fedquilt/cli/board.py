@@ -39,7 +39,7 @@ def record(out: Path | None, minutes: float, root: Path, dry_run: bool, format: 
 
     with progress.show_progress(f"measuring for at most {minutes:g} min"):
         report = progress.LINE.print_to_stdout
-        return tool.record_profile(out, minutes, root=root, dry_run=dry_run, format=format, say=report)
+        return tool.record_profile(out, minutes, root=root, dry_run=dry_run, format=format, print_line=report)
 
 
 root_option: Final = option(

@@ -28,7 +28,7 @@ def dash(context: click.Context, home: Path, listen: str, actions: bool, names: 
         listen,
         actions=actions,
         names=[name.lower() for name in names],
-        say=lambda line: print(line, flush=True),
+        print_line=lambda line: print(line, flush=True),
     )
 
 

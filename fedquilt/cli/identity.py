@@ -138,7 +138,7 @@ def enrol(settings: Path, wait: bool) -> int:
     """Request a certificate for this device at [enrol] url, or renew it when due."""
     from fedquilt.tools.boards import enrol as tool
 
-    return tool.enrol_device(settings, waits=wait)
+    return tool.enrol_device(settings, should_retry=wait)
 
 
 @identity.command()

@@ -75,4 +75,4 @@ def serve(models: Path, listen: str, listen_anywhere: bool) -> None:
     """Serve predictions of an exported network, with updates in place and drift detection."""
     from fedquilt.tools.operations import runner
 
-    runner.serve_model(models, listen=listen, anywhere=listen_anywhere, say=lambda line: print(line, flush=True))
+    runner.serve_model(models, listen=listen, anywhere=listen_anywhere, print_line=lambda line: print(line, flush=True))

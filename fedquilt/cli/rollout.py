@@ -272,7 +272,7 @@ def build(file: Path, target: str, extras: tuple[str, ...], python: str | None, 
 
     content = tool.FlashContent(target=target, extras=tuple(filter(None, extras)), python=python)
     with progress.show_progress(f"collecting what {file} takes"):
-        tool.write_upgrade_bundle(content, file, ca, whole=whole, say=progress.LINE.print_to_stdout)
+        tool.write_upgrade_bundle(content, file, ca, with_dependencies=whole, print_line=progress.LINE.print_to_stdout)
 
 
 @rollout.command()

@@ -117,7 +117,7 @@ def test_a_tasks_process_is_killed_above_its_budget(user: User, examples: Path):
 
 def examine(settings: AgentSettings, number: str) -> Finding:
     facts = Facts(MachineFacts(1.8e9), settings=settings, path=Path("agent.toml"))
-    (found,) = [one for one in run_checks(doctor.TABLE, facts) if one.number == number]
+    (found,) = [one for one in run_checks(doctor.CHECKS, facts) if one.number == number]
     return found
 
 
@@ -228,7 +228,7 @@ def test_the_clock_commands_are_an_ordinary_users(user: User):
 
 def found(root: Path) -> Any:
     seen = machine_facts.read_machine(root, 1.8e9, 0.0)
-    return [[one.severity, one.sentence] for one in run_checks(doctor.TABLE, Facts(seen)) if one.number == "FQ172"]
+    return [[one.severity, one.sentence] for one in run_checks(doctor.CHECKS, Facts(seen)) if one.number == "FQ172"]
 
 
 def test_the_doctor_asks_the_helper_for_what_this_user_may_not_read(user: User):

@@ -45,7 +45,7 @@ def test_the_boards_settings_are_what_flash_takes(site: LoopbackFleet) -> None:
     path = site.folder / "agent.toml"
     path.write_text(toml.format_toml(site.agent_table("board-1", "1GB", DATA)))
     board = bundle.read_board_files(path, token=site.folder / "board-1.token")
-    assert board.enrols
+    assert board.can_enrol
     told = settings.parse_settings(toml.parse_toml(board.files["agent.toml"].decode(), "agent.toml"))
     assert told.broker.url == site.url == f"mqtts://127.0.0.1:{site.broker}"
     assert told.data == DATA

@@ -20,7 +20,7 @@ from fedquilt.coordinator.updates import sites
 from fedquilt.core import DeviceView, JobError
 from fedquilt.edge_agent.task.protocol import WorkResult
 from fedquilt.tools.artefacts.export import export_result
-from fedquilt.tools.operations.site import HALTED
+from fedquilt.tools.operations.site import STOP_NOTE
 
 
 def test_a_site_whose_sum_is_of_another_count_is_refused_by_name(tmp_path: Path) -> None:
@@ -117,7 +117,7 @@ def test_a_run_that_is_stopped_at_a_site_is_told_above_at_once_until_it_is_resum
         assert made.broker.now_s < stopped_s + 600
         declined = [fact for fact in made.facts if isinstance(fact, TaskDeclined)]
         assert {fact.device for fact in declined} == {"site-0"}
-        assert {fact.reason for fact in declined} == {HALTED}
+        assert {fact.reason for fact in declined} == {STOP_NOTE}
         assert made.answered[1] == made.answered[2] == ["site-1"]
         store.set_status("job-1", "running")
         assert made.play() == "done"

@@ -34,10 +34,10 @@ from fedquilt.edge_agent.engines import exported_model
 from fedquilt.edge_agent.engines.onnx_engine import OnnxEngine
 from fedquilt.onnx import weights
 
-HEADER_MOST: Final = 10_000  # bytes of an array's header, which numpy reads with a parser of its own
-CLASSES_MOST: Final = 1_000_000
-ARRAYS_MOST: Final = 16  # in an .npz
-NUMBERS: Final = "fiub"  # kinds of NumPy's types; labels may also be words, "U"
+MAX_HEADER_BYTES: Final = 10_000  # numpy's parser of headers is slow for longer ones
+MAX_CLASSES: Final = 1_000_000
+MAX_ARRAYS: Final = 16  # arrays of an .npz
+NUMBER_KINDS: Final = "fiub"  # kinds of NumPy's types; labels may also be words, "U"
 _PARSER: Final = threading.Lock()  # numpy reads a header by `ast`, which fails in CPython 3.11 in two threads at once
 BATCH = 64
 SCORE = "score: the network's output for the predicted label, not a probability"
@@ -54,59 +54,59 @@ class Classifier:
 
     def __init__(self, model: Path) -> None:
         self.model = self._file = model
-        pieces = weights.read_with_external_data(model)
-        if len(pieces) > 1:  # an engine takes numbers from no file that a graph names
+        chunks = weights.read_with_external_data(model)
+        if len(chunks) > 1:  # engines do not read files that a graph refers to
             folder = tempfile.mkdtemp(prefix="fedquilt-model-")
             weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
             self._file = Path(folder) / model.name
-            self._file.write_bytes(b"".join(pieces))
+            self._file.write_bytes(b"".join(chunks))
         self._engine = OnnxEngine(psutil.virtual_memory().available)
-        self._about = exported_model.read_metadata(self._engine.read_metadata(self._file))
-        self._reading: DataSpec = reading_settings.spec_with_settings(self._about.reading, {"path": "."})
-        found = self._about.labels or self._reading.labels or _number_classes(self._about.network)
-        if not found or (self._about.network is None and self._about.input is None):
+        self._metadata = exported_model.read_metadata(self._engine.read_metadata(self._file))
+        self._reading: DataSpec = reading_settings.spec_with_settings(self._metadata.reading, {"path": "."})
+        labels = self._metadata.labels or self._reading.labels or _number_classes(self._metadata.network)
+        if not labels or (self._metadata.network is None and self._metadata.input is None):
             raise ModelError(f"{model} does not say its labels: give a network that `fedquilt model export` wrote")
-        if self._about.task not in (None, "classes"):
+        if self._metadata.task not in (None, "classes"):
             raise ModelError(
-                f"{model} predicts {self._about.task}, and a network that chooses one of several classes is wanted"
+                f"{model} predicts {self._metadata.task}, and a network that chooses one of several classes is wanted"
             )
-        self.labels = list(found)
+        self.labels = list(labels)
 
     @property
     def image_settings(self) -> Mapping[str, Any] | None:
         """Table of the image inputs, or None if the network takes numbers."""
-        network = self._about.network or {}
-        tables = (self._about.input, network.get("input"), network)
+        network = self._metadata.network or {}
+        tables = (self._metadata.input, network.get("input"), network)
         return next((table for table in tables if table and "channels" in table and "size" in table), None)
 
     @property
     def input_shape(self) -> tuple[int, ...] | None:
         """Shape of one prepared example, or None if the graph does not declare the shape."""
-        found = self._engine.input_shape(self._file)
-        return None if found is None or None in found else tuple(size for size in found if size is not None)
+        shape = self._engine.input_shape(self._file)
+        return None if shape is None or None in shape else tuple(size for size in shape if size is not None)
 
     def prepare_inputs(self, x: np.ndarray) -> np.ndarray:
         """Return float32 network inputs of stored examples, as in training."""
-        with np.errstate(over="ignore", invalid="ignore"):  # what is too large for float32 is found below
-            made = self._about.prepare_inputs(inputs.fill_missing(x, self._reading.fill))
-        if not np.isfinite(made).all():
+        with np.errstate(over="ignore", invalid="ignore"):  # overflows are detected below
+            prepared = self._metadata.prepare_inputs(inputs.fill_missing(x, self._reading.fill))
+        if not np.isfinite(prepared).all():
             raise DataError("the example holds numbers that are not finite")
-        exported_model.require_shape(made, self._engine.input_shape(self._file))
-        return made
+        exported_model.require_shape(prepared, self._engine.input_shape(self._file))
+        return prepared
 
     def compute_scores(self, prepared: np.ndarray) -> np.ndarray:
         """Return the outputs of the network, an array (n, labels) of float32."""
-        found = self._engine.run(self._file, prepared)
-        if found.ndim != 2 or found.shape[1] != len(self.labels):
-            made = f"{found.shape[1:]} numbers" if found.ndim != 2 else f"{found.shape[1]}"
+        scores = self._engine.run(self._file, prepared)
+        if scores.ndim != 2 or scores.shape[1] != len(self.labels):
+            count_text = f"{scores.shape[1:]} numbers" if scores.ndim != 2 else f"{scores.shape[1]}"
             raise ModelError(
-                f"{self.model} answers with {made} for an example, and there are {len(self.labels)} labels"
+                f"{self.model} answers with {count_text} for an example, and there are {len(self.labels)} labels"
             )
         try:
-            exported_model.require_scores(found)
+            exported_model.require_scores(scores)
         except ModelError as error:
             raise ModelError(f"{self.model}: {error}") from None
-        return found
+        return scores
 
     @property
     def file_suffixes(self) -> tuple[str, ...]:
@@ -144,28 +144,28 @@ class Classifier:
             if spec.text is not None
             else table_reader.open_table
         )
-        found = opener(file, spec, labelled=labelled)
-        return StoredExamples(found.take(np.arange(len(found.y))), found.y if labelled else None)
+        examples = opener(file, spec, labelled=labelled)
+        return StoredExamples(examples.take(np.arange(len(examples.y))), examples.y if labelled else None)
 
     @property
     def array_names(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """Names in an .npz for inputs and for labels: those of training, "x_test" and "x"."""
-        given = [name if isinstance(name, str) and name else "" for name in (self._reading.x, self._reading.y)]
-        return (*filter(None, given[:1]), "x_test", "x"), (*filter(None, given[1:]), "y_test", "y")
+        own_names = [name if isinstance(name, str) and name else "" for name in (self._reading.x, self._reading.y)]
+        return (*filter(None, own_names[:1]), "x_test", "x"), (*filter(None, own_names[1:]), "y_test", "y")
 
-    def examples_from_arrays(self, held: Mapping[str, np.ndarray], name: str = "the .npz") -> StoredExamples:
-        x, y = (next((held[key] for key in names if key in held), None) for names in self.array_names)
+    def examples_from_arrays(self, arrays: Mapping[str, np.ndarray], name: str = "the .npz") -> StoredExamples:
+        x, y = (next((arrays[key] for key in names if key in arrays), None) for names in self.array_names)
         if x is None or not x.ndim or not len(x):
             raise DataError(
                 f"{name} holds no examples: they are expected under {' or '.join(map(repr, self.array_names[0]))}"
             )
-        if x.dtype.kind not in NUMBERS:
+        if x.dtype.kind not in NUMBER_KINDS:
             raise DataError(f"{name}: examples of type {x.dtype}: expected numbers")
         if y is not None and self._reading.labels and y.shape == (len(x),):
             y = number_labels(y, name, self._reading.labels)
-        last = len(self.labels) - 1
-        if y is not None and (y.shape != (len(x),) or y.dtype.kind not in "ui" or y.min() < 0 or y.max() > last):
-            raise DataError(f"{name}: labels must be one of 0 to {last} for each of the {len(x)} images")
+        last_label = len(self.labels) - 1
+        if y is not None and (y.shape != (len(x),) or y.dtype.kind not in "ui" or y.min() < 0 or y.max() > last_label):
+            raise DataError(f"{name}: labels must be one of 0 to {last_label} for each of the {len(x)} images")
         return StoredExamples(x, y)
 
     def read_uploaded_rows(self, data: bytes) -> StoredExamples:
@@ -182,36 +182,41 @@ class Classifier:
 def _number_classes(network: Mapping[str, Any] | None) -> tuple[str, ...]:
     # empty if the network's table has no number of classes
     count = (network or {}).get("classes")
-    return tuple(map(str, range(count))) if isinstance(count, int) and 0 < count <= CLASSES_MOST else ()
+    return tuple(map(str, range(count))) if isinstance(count, int) and 0 < count <= MAX_CLASSES else ()
 
 
-def read_array(data: bytes, kinds: str = NUMBERS) -> np.ndarray:
+def read_array(data: bytes, kinds: str = NUMBER_KINDS) -> np.ndarray:
     file = io.BytesIO(data)
     try:
         version = np.lib.format.read_magic(file)
-        read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+        read_header = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
         with _PARSER:
-            shape, order, kind = read(file, max_header_size=HEADER_MOST)
-    except Exception as error:  # numpy's parser raises what Python's does
+            shape, is_fortran_order, dtype = read_header(file, max_header_size=MAX_HEADER_BYTES)
+    except Exception as error:  # numpy's parser raises any exception of Python's parser
         raise DataError(f"cannot read the array: {shorten_error(str(error))}") from None
-    left = len(data) - file.tell()
-    if kind.kind not in kinds:
-        raise DataError(f"an array of type {kind}: expected numbers")
-    if any(size < 0 for size in shape) or math.prod(shape) * kind.itemsize != left:
-        raise DataError(f"the array of shape {shape} and type {kind} is not the {left} bytes that are there")
-    return np.frombuffer(data, kind, offset=file.tell()).reshape(shape, order="F" if order else "C")
+    remaining_bytes = len(data) - file.tell()
+    if dtype.kind not in kinds:
+        raise DataError(f"an array of type {dtype}: expected numbers")
+    if any(size < 0 for size in shape) or math.prod(shape) * dtype.itemsize != remaining_bytes:
+        raise DataError(
+            f"the array of shape {shape} and type {dtype} is not the {remaining_bytes} bytes that are there"
+        )
+    return np.frombuffer(data, dtype, offset=file.tell()).reshape(shape, order="F" if is_fortran_order else "C")
 
 
-def read_arrays(data: bytes, most_bytes: int) -> dict[str, np.ndarray]:
+def read_arrays(data: bytes, max_bytes: int) -> dict[str, np.ndarray]:
     """Return the arrays in the bytes of an .npz file, by name."""
     try:
-        with zipfile.ZipFile(io.BytesIO(data)) as held:
-            found = held.infolist()
-            if len(found) > ARRAYS_MOST:
-                raise DataError(f"an .npz of {len(found)} arrays: at most {ARRAYS_MOST} are read")
-            if sum(each.file_size for each in found) > most_bytes:
-                raise DataError(f"the .npz unpacks to more than the {most_bytes} bytes that are allowed")
-            return {each.filename.removesuffix(".npy"): read_array(held.read(each), NUMBERS + "U") for each in found}
+        with zipfile.ZipFile(io.BytesIO(data)) as archive:
+            entries = archive.infolist()
+            if len(entries) > MAX_ARRAYS:
+                raise DataError(f"an .npz of {len(entries)} arrays: at most {MAX_ARRAYS} are read")
+            if sum(entry.file_size for entry in entries) > max_bytes:
+                raise DataError(f"the .npz unpacks to more than the {max_bytes} bytes that are allowed")
+            return {
+                entry.filename.removesuffix(".npy"): read_array(archive.read(entry), NUMBER_KINDS + "U")
+                for entry in entries
+            }
     except DataError:
         raise
     except Exception as error:  # what zipfile and zlib raise has no common base
@@ -220,10 +225,10 @@ def read_arrays(data: bytes, most_bytes: int) -> dict[str, np.ndarray]:
 
 @dataclass(frozen=True)
 class Prediction:
-    image: str  # its file, or its place in the .npz
+    image: str  # file, or index in the array
     label: str
-    score: float  # the network's output for that label, the largest of all; no probability: it may be above 1
-    truth: str | None  # the label it is known to have
+    score: float  # largest output of the network, not a probability
+    truth: str | None  # true label, or None if unknown
 
 
 def run_model(model: Path, source: Path) -> list[Prediction]:
@@ -233,10 +238,10 @@ def run_model(model: Path, source: Path) -> list[Prediction]:
     if source.suffix == ".npz":
         try:
             with np.load(source, allow_pickle=False) as file:
-                held = {key: file[key] for names in network.array_names for key in names if key in file}
+                arrays = {key: file[key] for names in network.array_names for key in names if key in file}
         except (OSError, ValueError) as error:
             raise DataError(f"cannot read {source}: {error}") from None
-        batches = _batches_of_examples(network.examples_from_arrays(held, str(source)), network)
+        batches = _batches_of_examples(network.examples_from_arrays(arrays, str(source)), network)
     elif source.suffix.lower() in TABLES:
         batches = _batches_of_examples(network.read_rows(source), network)
     else:
@@ -253,31 +258,31 @@ def run_model(model: Path, source: Path) -> list[Prediction]:
 
 def compute_accuracy(rows: Sequence[Prediction]) -> float | None:
     """Return the share of correct predictions, or None if no true label is known."""
-    known = [row.label == row.truth for row in rows if row.truth is not None]
-    return sum(known) / len(known) if known else None
+    correct = [row.label == row.truth for row in rows if row.truth is not None]
+    return sum(correct) / len(correct) if correct else None
 
 
 def print_predictions(model: Path, source: Path, format: str) -> int:
     """Print each example's predicted label, and the share of correct labels if any is known. Return 0."""
     rows = run_model(model, source)
-    share, known = compute_accuracy(rows), sum(row.truth is not None for row in rows)
+    accuracy, labelled = compute_accuracy(rows), sum(row.truth is not None for row in rows)
     if format == "json":
-        print(json.dumps({"images": [asdict(row) for row in rows], "accuracy": share}, indent=1))
+        print(json.dumps({"images": [asdict(row) for row in rows], "accuracy": accuracy}, indent=1))
         return 0
-    cells = [[row.image, row.label, f"{row.score:.3f}", *([row.truth or "-"] if known else [])] for row in rows]
-    right = [] if share is None else [f"{share:.1%} of {known} examples are classified correctly"]
-    head = ["example", "prediction", "score", *(["label"] if known else [])]
-    print("\n".join([*table.format_table([head, *cells], "<<><"), SCORE, *right]))
+    cells = [[row.image, row.label, f"{row.score:.3f}", *([row.truth or "-"] if labelled else [])] for row in rows]
+    accuracy_lines = [] if accuracy is None else [f"{accuracy:.1%} of {labelled} examples are classified correctly"]
+    head = ["example", "prediction", "score", *(["label"] if labelled else [])]
+    print("\n".join([*table.format_table([head, *cells], "<<><"), SCORE, *accuracy_lines]))
     return 0
 
 
-def _batches_of_examples(held: StoredExamples, network: Classifier) -> Iterator[Batch]:
-    x, y, labels = held.x, held.y, network.labels
-    for first in range(0, len(x), BATCH):
-        part = x[first : first + BATCH]
-        names = [str(first + i) for i in range(len(part))]
-        truths = [None if y is None else labels[int(y[first + i])] for i in range(len(part))]
-        yield names, truths, network.prepare_inputs(part)
+def _batches_of_examples(stored: StoredExamples, network: Classifier) -> Iterator[Batch]:
+    x, y, labels = stored.x, stored.y, network.labels
+    for start in range(0, len(x), BATCH):
+        batch = x[start : start + BATCH]
+        names = [str(start + i) for i in range(len(batch))]
+        truths = [None if y is None else labels[int(y[start + i])] for i in range(len(batch))]
+        yield names, truths, network.prepare_inputs(batch)
 
 
 def _batches_from_files(source: Path, network: Classifier) -> Iterator[Batch]:
@@ -294,8 +299,12 @@ def _batches_from_files(source: Path, network: Classifier) -> Iterator[Batch]:
     if not paths:
         raise DataError(f"{source} holds none of the files that the network takes: {', '.join(suffixes)}")
     root = source if source.is_dir() else source.parent
-    for first in range(0, len(paths), BATCH):
-        part = paths[first : first + BATCH]
-        names = [str(path.relative_to(root)) for path in part]
-        truths = [path.parent.name if path.parent.name in labels else None for path in part]
-        yield names, truths, np.concatenate([network.prepare_inputs(network.read_example(path)[None]) for path in part])
+    for start in range(0, len(paths), BATCH):
+        batch = paths[start : start + BATCH]
+        names = [str(path.relative_to(root)) for path in batch]
+        truths = [path.parent.name if path.parent.name in labels else None for path in batch]
+        yield (
+            names,
+            truths,
+            np.concatenate([network.prepare_inputs(network.read_example(path)[None]) for path in batch]),
+        )

@@ -26,9 +26,9 @@ from fedquilt.models.networks import registry
 from fedquilt.tools.simulation import DeviceData
 from fedquilt.tools.simulation import run as simulated
 
-AMPLE: Final = 1 << 40
+UNLIMITED_BYTES: Final = 1 << 40
 # upper limits of parameters: passes, examples, and a learning rate at which no loss explodes
-SHORT: Final[Mapping[str, Any]] = {
+SHORT_PARAMS: Final[Mapping[str, Any]] = {
     "epochs": 1,
     "head_epochs": 1,
     "adapt_epochs": 1,
@@ -42,46 +42,46 @@ BUDGETS: Final = ("512MB", "2GB", "64GB")  # for methods that send parts: a smal
 EXAMPLES: Final = 3  # of a device: with mini-batches of two the last has one
 
 
-def dry_run_job(job: JobSettings, made: Bundle, folder: Path, stored: np.ndarray | None = None) -> None:
+def dry_run_job(job: JobSettings, bundle: Bundle, folder: Path, stored: np.ndarray | None = None) -> None:
     """Run a few rounds of a job that trains a network on synthetic examples, and evaluate the result."""
     method = methods.load(job.method)
     engine = _make_engine(job, method)
-    if engine is None or not made.meta.get("network"):
+    if engine is None or not bundle.meta.get("network"):
         return
-    given, network = parse_params(job), dict(made.meta["network"])
-    phases = {name: min(1, getattr(given, name)) for name in PHASES if hasattr(given, name)}
-    by_memory = any(isinstance(value, tuple) and len(value) == 5 for value in vars(given).values())
-    budgets = BUDGETS if by_memory else BUDGETS[-1:]
-    count = max(3 if by_memory else 2, method.minimum_updates(given))
-    held = draw_examples(network, int(made.meta.get("outputs") or network.get("classes", 2)))
+    params, network = parse_params(job), dict(bundle.meta["network"])
+    phases = {name: min(1, getattr(params, name)) for name in PHASES if hasattr(params, name)}
+    sends_parts = any(isinstance(value, tuple) and len(value) == 5 for value in vars(params).values())
+    budgets = BUDGETS if sends_parts else BUDGETS[-1:]
+    count = max(3 if sends_parts else 2, method.minimum_updates(params))
+    examples = draw_examples(network, int(bundle.meta.get("outputs") or network.get("classes", 2)))
     if stored is not None:
-        held = replace(held, x=np.resize(stored, (len(held), *stored.shape[1:])))
-    schedule = {"schedule": given.schedule} if hasattr(given, "schedule") else {}  # of all rounds of the job
+        examples = replace(examples, x=np.resize(stored, (len(examples), *stored.shape[1:])))
+    schedule = {"schedule": params.schedule} if hasattr(params, "schedule") else {}  # of all rounds of the job
     table = {
-        "params": {**job.params, **schedule, **shorten_params(given, SHORT), **phases},
+        "params": {**job.params, **schedule, **shorten_params(params, SHORT_PARAMS), **phases},
         "rounds": min(job.rounds, 4 if phases else 3),
         "wire": msgspec.to_builtins(job.wire),
         "check": {"every": 0 if method.check is None else 1},
         "fleet": {"devices": count, "budgets": list(budgets)},
     }
-    what = f"{job.method} cannot train the network {network.get('name')!r}"
-    with _limit_torch_to_one_thread(engine), convert_to_model_error(what, "change the network") as seen:
-        members = [DeviceData(f"dry-{number}", held, held) for number in range(count)]
-        last = run_to_last_state(job, table, folder, members, wrap_to_record_errors(method, seen), engine)
-        _require_exportable(method, last, network, held, engine)
+    sentence = f"{job.method} cannot train the network {network.get('name')!r}"
+    with _limit_torch_to_one_thread(engine), convert_to_model_error(sentence, "change the network") as errors:
+        devices = [DeviceData(f"dry-{number}", examples, examples) for number in range(count)]
+        last_state = run_to_last_state(job, table, folder, devices, wrap_to_record_errors(method, errors), engine)
+        _require_exportable(method, last_state, network, examples, engine)
 
 
-def shorten_params(given: Any, most: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: min(value, getattr(given, name)) for name, value in most.items() if hasattr(given, name)}
+def shorten_params(params: Any, limits: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: min(value, getattr(params, name)) for name, value in limits.items() if hasattr(params, name)}
 
 
 def run_to_last_state(
-    job: JobSettings, table: Mapping[str, Any], folder: Path, members: Sequence[DeviceData], method: Method, engine: Any
+    job: JobSettings, table: Mapping[str, Any], folder: Path, devices: Sequence[DeviceData], method: Method, engine: Any
 ) -> Any:
-    common = {"name": "dry-run", "method": job.method, "seed": job.seed, "cohort": {"attempts": 1}}
-    short = settings.parse_job({**common, **table})
-    *_, last = simulated.iterate_states(short, folder, members, load=lambda name: method, engine=engine)
-    return last
+    common_settings = {"name": "dry-run", "method": job.method, "seed": job.seed, "cohort": {"attempts": 1}}
+    short_job = settings.parse_job({**common_settings, **table})
+    *_, last_state = simulated.iterate_states(short_job, folder, devices, load=lambda name: method, engine=engine)
+    return last_state
 
 
 @contextlib.contextmanager
@@ -92,23 +92,23 @@ def _limit_torch_to_one_thread(engine: Any) -> Iterator[None]:
         return
     import torch
 
-    before = torch.get_num_threads()
+    thread_count = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
         yield
     finally:
-        torch.set_num_threads(before)
+        torch.set_num_threads(thread_count)
 
 
 @contextlib.contextmanager
-def convert_to_model_error(what: str, fix: str) -> Iterator[list[BaseException]]:
-    seen: list[BaseException] = []
+def convert_to_model_error(sentence: str, fix: str) -> Iterator[list[BaseException]]:
+    errors: list[BaseException] = []
     try:
-        yield seen
+        yield errors
     except Exception as error:  # code of methods and networks from outside may raise anything
         raise ModelError(
-            f"{what}: {_error_text(seen[0] if seen else error)} (found in a dry run on synthetic examples): {fix} or "
-            "the method's [params], or take another method"
+            f"{sentence}: {_error_text(errors[0] if errors else error)} (found in a dry run on synthetic examples): "
+            f"{fix} or the method's [params], or take another method"
         ) from error
 
 
@@ -117,12 +117,12 @@ def _make_engine(job: JobSettings, method: Method) -> Any:
         if "torch" in method.engines and job.engine != "numpy":
             from fedquilt.edge_agent.engines.torch.engine import TorchEngine
 
-            return TorchEngine(AMPLE, base_bytes=0)
+            return TorchEngine(UNLIMITED_BYTES, base_bytes=0)
     from fedquilt.edge_agent.engines.numpy_engine import NumpyEngine
 
     if "numpy" not in settings.list_engines(job, method):
         return None
-    return NumpyEngine(AMPLE, base_bytes=0)
+    return NumpyEngine(UNLIMITED_BYTES, base_bytes=0)
 
 
 def draw_examples(
@@ -138,7 +138,7 @@ def draw_examples(
     elif network.get("name") == "transformer":
         x = rng.integers(0, int(network["vocabulary"]), (count, *shape)).astype(np.int32)
     else:
-        scale = table if isinstance(table, Mapping) else {}  # other examples would be large once they are standardised
+        scale = table if isinstance(table, Mapping) else {}  # otherwise standardised examples would be large
         x = rng.normal(scale.get("mean", 0.0), scale.get("std", 1.0), (count, *shape)).astype(np.float32)
     task = task_from_network(network)
     if task == "regression":
@@ -148,21 +148,21 @@ def draw_examples(
     return Examples(x, np.arange(count, dtype=np.int64) % outputs)
 
 
-def wrap_to_record_errors(method: Method, seen: list[BaseException]) -> Method:
-    """Return the method with parts that also append to `seen` what they raise."""
+def wrap_to_record_errors(method: Method, errors: list[BaseException]) -> Method:
+    """Return the method with parts that also append to `errors` what they raise."""
 
     def add_recording(part: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*given: Any) -> Any:
+        def call(*arguments: Any) -> Any:
             try:
-                return part(*given)
+                return part(*arguments)
             except Exception as error:
-                seen.append(error)
+                errors.append(error)
                 raise
 
         return call
 
-    def record_fold(of: Aggregation) -> Aggregation:
-        return replace(of, fold=add_recording(of.fold))
+    def record_fold(aggregation: Aggregation) -> Aggregation:
+        return replace(aggregation, fold=add_recording(aggregation.fold))
 
     check = None if method.check is None else add_recording(method.check)
     settle = method.settle and replace(method.settle, aggregation=record_fold(method.settle.aggregation))
@@ -170,16 +170,18 @@ def wrap_to_record_errors(method: Method, seen: list[BaseException]) -> Method:
     return replace(method, work=add_recording(method.work), aggregation=aggregation, check=check, settle=settle)
 
 
-def _require_exportable(method: Method, state: Any, network: Mapping[str, Any], held: Examples, engine: Any) -> None:
-    found = method.result(state)
-    given = tensors.decode_tensors(tensors.encode_tensors(found.tensors))
-    tensors.require_finite(given)
-    if found.kind == "weights":
-        engine.evaluate(dict(found.meta["network"]), given, held)
+def _require_exportable(
+    method: Method, state: Any, network: Mapping[str, Any], examples: Examples, engine: Any
+) -> None:
+    artefact = method.result(state)
+    arrays = tensors.decode_tensors(tensors.encode_tensors(artefact.tensors))
+    tensors.require_finite(arrays)
+    if artefact.kind == "weights":
+        engine.evaluate(dict(artefact.meta["network"]), arrays, examples)
 
 
 def _error_text(error: BaseException) -> str:
     if isinstance(error, FedquiltError):
         return str(error)
-    frame, (said, *_) = traceback.extract_tb(error.__traceback__)[-1], [*str(error).splitlines(), ""]
-    return f"{type(error).__name__}: {said} ({Path(frame.filename).name}, line {frame.lineno})"
+    frame, (message, *_) = traceback.extract_tb(error.__traceback__)[-1], [*str(error).splitlines(), ""]
+    return f"{type(error).__name__}: {message} ({Path(frame.filename).name}, line {frame.lineno})"

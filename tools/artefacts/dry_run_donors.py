@@ -39,11 +39,11 @@ SHORT_SEARCH: Final[Mapping[str, Any]] = {
     "head_rounds": 1,
     "features": 1,  # only the last tap of each donor: a head on all of large donors takes minutes to solve
 }
-SCORED: Final = 2 * cka.MIN_IMAGES  # examples of a device that scores blocks: junctions are fitted on half of them
-DONORS_BYTES: Final = 1 << 32  # budget of the engine that runs donors: half of it holds loaded blocks
+SCORED_EXAMPLES: Final = 2 * cka.MIN_IMAGES  # half of the examples is for fitting junctions
+ENGINE_BYTES: Final = 1 << 32  # budget of the engine that runs donors: half of it holds loaded blocks
 
 
-def dry_run_job(job: JobSettings, made: Bundle, folder: Path) -> None:
+def dry_run_job(job: JobSettings, bundle: Bundle, folder: Path) -> None:
     """Run a few rounds of a job that stitches donors on synthetic examples, and export the result.
 
     Raises:
@@ -53,62 +53,70 @@ def dry_run_job(job: JobSettings, made: Bundle, folder: Path) -> None:
         from fedquilt.edge_agent.engines.onnx_engine import OnnxEngine
     except ImportError:
         return
-    with contextlib.closing(OnnxEngine(DONORS_BYTES, base_bytes=0, threads=1)) as engine:
-        _dry_run_donors(job, made, folder, engine)
+    with contextlib.closing(OnnxEngine(ENGINE_BYTES, base_bytes=0, threads=1)) as engine:
+        _dry_run_donors(job, bundle, folder, engine)
 
 
-def _dry_run_donors(job: JobSettings, made: Bundle, folder: Path, engine: Any) -> None:
-    whole = methods.load(job.method)
-    stock, given = stitched_network.load_donor_pool(made.meta), parse_params(job)
-    if isinstance(given, SearchParams):
-        given = resolve_settings(given)
-    shorter = dry_run.shorten_params(given, SHORT_SEARCH)
-    shorter |= {"completion": True} if hasattr(given, "completion") else {}
-    method = replace(whole, init=lambda bundle, params, seed: whole.init(bundle, replace(given, **shorter), seed))
-    shape = stock.blocks[next(iter(stock.donors.values())).blocks[0]].in_shape
-    held = dry_run.draw_examples({"input": stock.input}, len(stock.labels), SCORED, shape)
+def _dry_run_donors(job: JobSettings, prepared: Bundle, folder: Path, engine: Any) -> None:
+    original = methods.load(job.method)
+    pool, search_params = stitched_network.load_donor_pool(prepared.meta), parse_params(job)
+    if isinstance(search_params, SearchParams):
+        search_params = resolve_settings(search_params)
+    short_params = dry_run.shorten_params(search_params, SHORT_SEARCH)
+    short_params |= {"completion": True} if hasattr(search_params, "completion") else {}
+    method = replace(
+        original, init=lambda bundle, params, seed: original.init(bundle, replace(search_params, **short_params), seed)
+    )
+    shape = pool.blocks[next(iter(pool.donors.values())).blocks[0]].in_shape
+    examples = dry_run.draw_examples({"input": pool.input}, len(pool.labels), SCORED_EXAMPLES, shape)
     table = {"params": job.params, "rounds": 8, "fleet": {"devices": 2, "budgets": ["64GB"]}}
-    graphs = {name: job_bundle.verify_file(folder, ref) for name, ref in made.files.items()}
-    with dry_run.convert_to_model_error(f"{job.method} cannot stitch these donors", "change the donors") as seen:
-        _require_donors_run(stock, held.x[: dry_run.EXAMPLES], lambda name, x: engine.run(graphs[name], x))
-        members = [DeviceData(f"dry-{number}", held, Examples(held.x[:1], held.y[:1])) for number in range(2)]
-        last = dry_run.run_to_last_state(
-            job, table, folder, members, dry_run.wrap_to_record_errors(method, seen), engine
+    graphs = {name: job_bundle.verify_file(folder, ref) for name, ref in prepared.files.items()}
+    with dry_run.convert_to_model_error(f"{job.method} cannot stitch these donors", "change the donors") as errors:
+        _require_donors_run(pool, examples.x[: dry_run.EXAMPLES], lambda name, x: engine.run(graphs[name], x))
+        devices = [
+            DeviceData(f"dry-{number}", examples, Examples(examples.x[:1], examples.y[:1])) for number in range(2)
+        ]
+        last_state = dry_run.run_to_last_state(
+            job, table, folder, devices, dry_run.wrap_to_record_errors(method, errors), engine
         )
-        found = method.result(last)
-        _export_and_run_stitched(found.meta, found.tensors, stock, graphs, held)
-        if isinstance(last, SearchState):  # AFL searches no candidates
-            widest = ranking.to_network(last, max(last.candidates, key=lambda each: len(each.paths)))
-            _export_and_run_stitched(*stitched_network.to_artefact(widest, stock), stock, graphs, held)
+        artefact = method.result(last_state)
+        _export_and_run_stitched(artefact.meta, artefact.tensors, pool, graphs, examples)
+        if isinstance(last_state, SearchState):  # AFL searches no candidates
+            widest = ranking.to_network(
+                last_state, max(last_state.candidates, key=lambda candidate: len(candidate.paths))
+            )
+            _export_and_run_stitched(*stitched_network.to_artefact(widest, pool), pool, graphs, examples)
 
 
-def _require_donors_run(stock: DonorPool, x: np.ndarray, run: Callable[[str, np.ndarray], np.ndarray]) -> None:
-    for name, donor in stock.donors.items():
-        maps = inputs.prepare_inputs(x, stock.input)
-        for block in (stock.blocks[id] for id in donor.blocks):
-            what = f"donor {name!r}: block {block.id}"
+def _require_donors_run(pool: DonorPool, x: np.ndarray, run: Callable[[str, np.ndarray], np.ndarray]) -> None:
+    for name, donor in pool.donors.items():
+        maps = inputs.prepare_inputs(x, pool.input)
+        for block in (pool.blocks[id] for id in donor.blocks):
+            description = f"donor {name!r}: block {block.id}"
             if maps.shape[1:] != block.in_shape:
-                raise ModelError(f"{what} takes inputs of shape {block.in_shape} and would get {maps.shape[1:]}")
-            for each in dict.fromkeys((block.scoring_variant, block)):  # the full-precision output goes on
+                raise ModelError(f"{description} takes inputs of shape {block.in_shape} and would get {maps.shape[1:]}")
+            for variant in dict.fromkeys((block.scoring_variant, block)):  # the full-precision output goes on
                 try:
-                    found = stitched_network.run_block(each, run, maps)
+                    output = stitched_network.run_block(variant, run, maps)
                 except ModelError as error:
-                    raise ModelError(f"{what} does not run on {len(x)} examples: {error}") from None
-                if found.shape != (len(x), *block.out_shape):
-                    raise ModelError(f"{what} returns shape {found.shape[1:]} and should return {block.out_shape}")
-                if not np.isfinite(found).all():
-                    raise ModelError(f"{what} returns numbers that are not finite: check the donor's weights")
-            maps = found
+                    raise ModelError(f"{description} does not run on {len(x)} examples: {error}") from None
+                if output.shape != (len(x), *block.out_shape):
+                    raise ModelError(
+                        f"{description} returns shape {output.shape[1:]} and should return {block.out_shape}"
+                    )
+                if not np.isfinite(output).all():
+                    raise ModelError(f"{description} returns numbers that are not finite: check the donor's weights")
+            maps = output
 
 
 def _export_and_run_stitched(
-    meta: Mapping[str, Any], arrays: Tensors, stock: DonorPool, graphs: Mapping[str, Path], held: Examples
+    meta: Mapping[str, Any], arrays: Tensors, pool: DonorPool, graphs: Mapping[str, Path], examples: Examples
 ) -> None:
     from fedquilt.models.stitching.onnx import export
     from fedquilt.tools.artefacts.classifier import Classifier
 
-    with tempfile.TemporaryDirectory() as place:
-        file = Path(place) / "network.onnx"
-        file.write_bytes(export.export_stitched(meta, arrays, stock.blocks, graphs))
+    with tempfile.TemporaryDirectory() as temporary_folder:
+        file = Path(temporary_folder) / "network.onnx"
+        file.write_bytes(export.export_stitched(meta, arrays, pool.blocks, graphs))
         network = Classifier(file)
-        network.compute_scores(network.prepare_inputs(held.x[: dry_run.EXAMPLES]))
+        network.compute_scores(network.prepare_inputs(examples.x[: dry_run.EXAMPLES]))

@@ -55,23 +55,23 @@ def load_state(store: Store, row: StoredJob, *, best: bool = False) -> Any:
         return tensors.unpack_state(path.read_bytes(), methods.load(row.job.method).state)
     except StoreError as error:
         if row.bundle.parent.name == "sites":
-            above = "its result is at the coordinator above, which has all sites"
-            raise JobError(f"{row.id} is a round of a site, {store.home}: {above}") from None
+            explanation = "its result is at the coordinator above, which has all sites"
+            raise JobError(f"{row.id} is a round of a site, {store.home}: {explanation}") from None
         raise StoreError(
             f"the state of {row.id} cannot be read ({error}): use the version that ran it, or run the job anew"
         ) from None
 
 
 def _find_states(store: Store, row: StoredJob) -> tuple[BlobRef | None, BlobRef | None, int]:
-    latest: BlobRef | None = None
-    best, before, rounds = latest, 0, 0
-    for _, _, fact in store.read_events(row.id):
-        if isinstance(fact, RoundCommitted):
-            best, before = (latest, rounds) if fact.best else (best, before)
-            rounds += not fact.settled
-        if isinstance(fact, JobStarted | RoundCommitted):
-            latest = fact.state
-    return latest, best, before
+    latest_state: BlobRef | None = None
+    best_state, best_rounds, rounds = latest_state, 0, 0
+    for _, _, event in store.read_events(row.id):
+        if isinstance(event, RoundCommitted):
+            best_state, best_rounds = (latest_state, rounds) if event.best else (best_state, best_rounds)
+            rounds += not event.settled
+        if isinstance(event, JobStarted | RoundCommitted):
+            latest_state = event.state
+    return latest_state, best_state, best_rounds
 
 
 def export_result(store: Store, run: str, out: Path, *, best: bool = False, candidate: int | None = None) -> str:
@@ -81,25 +81,27 @@ def export_result(store: Store, run: str, out: Path, *, best: bool = False, cand
     the header, or an ONNX file if `out` ends with .onnx. With `best` the result is that after the round with the best
     evaluation. The sentence states if the run has not ended.
     """
-    found, row = load_result(store, run, best=best, candidate=candidate), store.find_job(run)
-    endings = (".onnx",) if found.kind == "stitched" else (".onnx", ".safetensors")
-    if out.suffix and out.suffix not in endings:
-        what = "a stitched network is one ONNX file" if found.kind == "stitched" else "weights are safetensors or ONNX"
-        raise JobError(f"{out}: {what}: name a file that ends with {' or '.join(endings)}")
-    payload, what = _encode_result(found, row, onnx=out.suffix == ".onnx")
-    part = out.with_name(out.name + ".part")
+    artefact, row = load_result(store, run, best=best, candidate=candidate), store.find_job(run)
+    suffixes = (".onnx",) if artefact.kind == "stitched" else (".onnx", ".safetensors")
+    if out.suffix and out.suffix not in suffixes:
+        label = (
+            "a stitched network is one ONNX file" if artefact.kind == "stitched" else "weights are safetensors or ONNX"
+        )
+        raise JobError(f"{out}: {label}: name a file that ends with {' or '.join(suffixes)}")
+    payload, label = _encode_result(artefact, row, onnx=out.suffix == ".onnx")
+    temporary = out.with_name(out.name + ".part")
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         if out.exists() and not out.is_file():
-            out.write_bytes(payload)  # a device or a pipe: written to, never replaced
+            out.write_bytes(payload)  # device files and pipes cannot be replaced
         else:
-            part.write_bytes(payload)
-            os.replace(part, out)
+            temporary.write_bytes(payload)
+            os.replace(temporary, out)
     except OSError as error:
         raise StoreError(f"cannot write {out}: {error.strerror}") from None
     if best:
-        what = f"{what}, after {_find_states(store, row)[2]} rounds, the best that devices evaluated"
-    return f"{out}: {units.format_bytes(len(payload))}, {what}{_describe_unfinished(store, row)}"
+        label = f"{label}, after {_find_states(store, row)[2]} rounds, the best that devices evaluated"
+    return f"{out}: {units.format_bytes(len(payload))}, {label}{_describe_unfinished(store, row)}"
 
 
 def encode_for_devices(store: Store, run: str) -> tuple[bytes, str]:
@@ -114,86 +116,86 @@ def encode_for_devices(store: Store, run: str) -> tuple[bytes, str]:
         raise JobError(
             f"{row.id} is {status}, so that it has no result yet: `fedquilt resume {row.id}` goes on with it"
         )
-    found = method.result(state)
-    split = method.personal is not None and found.meta.get("private") != []
-    if (private := found.meta.get("private")) and not split:
+    artefact = method.result(state)
+    has_private_part = method.personal is not None and artefact.meta.get("private") != []
+    if (private_names := artefact.meta.get("private")) and not has_private_part:
         raise JobError(
-            f"{row.job.method} leaves {len(private)} tensors ({private[0]}, ...) on each board, and does not say how "
-            "a board puts its network together of them (`Method.personal`): roll out a run of another method, or a "
-            "FILE.onnx"
+            f"{row.job.method} leaves {len(private_names)} tensors ({private_names[0]}, ...) on each board, and does "
+            "not say how a board puts its network together of them (`Method.personal`): roll out a run of another "
+            "method, or a FILE.onnx"
         )
-    if split:
+    if has_private_part:
         from fedquilt.models.networks import onnx_file  # needs torch
 
-        graph = onnx_file.export_without_weights(found.meta["network"], _reading_settings(row))
-        order = method.send(state, DeviceView("", None))
-        assert order is not None, f"{row.job.method} orders nothing of a new device"
-        kept = f"what it has kept of {row.id}"
-        what = f"network {found.meta['network'].get('name')}, in which each board puts {kept}"
+        graph = onnx_file.export_without_weights(artefact.meta["network"], _reading_settings(row))
+        task_spec = method.send(state, DeviceView("", None))
+        assert task_spec is not None, f"{row.job.method} orders nothing of a new device"
+        private_part_text = f"what it has kept of {row.id}"
+        label = f"network {artefact.meta['network'].get('name')}, in which each board puts {private_part_text}"
     else:
-        graph, what = _encode_result(found, row, onnx=True)
-        order = TaskSpec({}, {})
+        graph, label = _encode_result(artefact, row, onnx=True)
+        task_spec = TaskSpec({}, {})
     shares = None
     if row.job.personal.prior == "auto":
         graph, shares = _add_unfilled_class_priors(graph), _last_class_shares(store, row, method)
-        what = f"{what}, to whose scores each board adds its class priors"
-    zeros = {name: np.zeros(lack.shape, lack.dtype) for name, lack in weights.missing_tensors(graph).items()}
-    require_loadable(b"".join(weights.fill_graph(graph, zeros)) if zeros else graph, what)
-    return (_encode_shared_parts(row, method, order, graph, shares) if zeros else graph), what
+        label = f"{label}, to whose scores each board adds its class priors"
+    zeros = {name: np.zeros(missing.shape, missing.dtype) for name, missing in weights.missing_tensors(graph).items()}
+    require_loadable(b"".join(weights.fill_graph(graph, zeros)) if zeros else graph, label)
+    return (_encode_shared_parts(row, method, task_spec, graph, shares) if zeros else graph), label
 
 
 def _add_unfilled_class_priors(graph: bytes) -> bytes:
-    import onnx  # which a coordinator does not need
+    import onnx  # not installed with every coordinator
 
     model = onnx.load_from_string(graph)
     (output,) = model.graph.output
-    added = onnx.TensorProto(name=personal_models.CLASS_PRIORS, data_type=onnx.TensorProto.FLOAT)
-    added.dims.append(output.type.tensor_type.shape.dim[1].dim_value)
-    model.graph.initializer.append(added)
-    node = onnx.helper.make_node("Add", [output.name, added.name], [f"{output.name}_with_{added.name}"])
+    priors = onnx.TensorProto(name=personal_models.CLASS_PRIORS, data_type=onnx.TensorProto.FLOAT)
+    priors.dims.append(output.type.tensor_type.shape.dim[1].dim_value)
+    model.graph.initializer.append(priors)
+    node = onnx.helper.make_node("Add", [output.name, priors.name], [f"{output.name}_with_{priors.name}"])
     model.graph.node.append(node)
     output.name = node.output[0]
-    found: bytes = model.SerializeToString(deterministic=True)
-    return found
+    encoded: bytes = model.SerializeToString(deterministic=True)
+    return encoded
 
 
 def _last_class_shares(store: Store, row: StoredJob, method: Method) -> tuple[float, ...]:
     """Return the class shares of the run's last evaluation, or () for equal ones."""
-    found = [fact.evaluation for _, _, fact in store.read_events(row.id) if isinstance(fact, RoundCommitted)]
-    known = [] if method.traits.equal_classes else [sums for sums in found if sums is not None]
-    return evaluation.class_shares(evaluation.count_classes(known[-1])) if known else ()
+    evaluations = [event.evaluation for _, _, event in store.read_events(row.id) if isinstance(event, RoundCommitted)]
+    counted = [] if method.traits.equal_classes else [sums for sums in evaluations if sums is not None]
+    return evaluation.class_shares(evaluation.count_classes(counted[-1])) if counted else ()
 
 
-def require_loadable(payload: bytes | memoryview, what: str, input_shape: Sequence[int] | None = None) -> CheckedGraph:
+def require_loadable(payload: bytes | memoryview, label: str, input_shape: Sequence[int] | None = None) -> CheckedGraph:
     """Check an ONNX file as a device does before loading, and return the checked graph."""
     try:
-        found = graph_check.check_bytes(payload)
-        found.require_batched_examples()
+        checked = graph_check.check_bytes(payload)
+        checked.require_batched_examples()
     except ModelError as error:
-        raise ModelError(f"{what}: {error}") from None
-    output = found.outputs[0]
+        raise ModelError(f"{label}: {error}") from None
+    output = checked.outputs[0]
     if output.shape is not None and len(output.shape) != 2:
         raise ModelError(
-            f"{what}: output {output.name[:80]!r} has the shape {graph_check.format_shape(output.shape)}, not the axes "
-            "(examples, classes): export a network that ends with scores of classes"
+            f"{label}: output {output.name[:80]!r} has the shape {graph_check.format_shape(output.shape)}, not the "
+            "axes (examples, classes): export a network that ends with scores of classes"
         )
-    name, declared = found.inputs[0].name[:80], found.input_shape
+    name, declared = checked.inputs[0].name[:80], checked.input_shape
     if input_shape is None and declared is None:
-        raise ModelError(f"{what}: input {name!r} declares no number of axes: add --input-shape, such as 3,224,224")
+        raise ModelError(f"{label}: input {name!r} declares no number of axes: add --input-shape, such as 3,224,224")
     if input_shape is not None and not graph_check.fits_shape(input_shape, declared):
         raise ModelError(
-            f"{what}: --input-shape {','.join(map(str, input_shape))} is not what input {name!r} declares, examples of "
-            f"shape {graph_check.format_shape(declared)}"
+            f"{label}: --input-shape {','.join(map(str, input_shape))} is not what input {name!r} declares, examples "
+            f"of shape {graph_check.format_shape(declared)}"
         )
-    return found
+    return checked
 
 
 def _encode_shared_parts(
-    row: StoredJob, method: Method, order: TaskSpec, graph: bytes, class_shares: tuple[float, ...] | None
+    row: StoredJob, method: Method, task_spec: TaskSpec, graph: bytes, class_shares: tuple[float, ...] | None
 ) -> bytes:
-    sent = {name: value for name, value in order.bundles.items() if not isinstance(value, BlobRef)}
+    bundles = {name: value for name, value in task_spec.bundles.items() if not isinstance(value, BlobRef)}
     task = make_task(
-        order,
+        task_spec,
         blob=lambda value: value if isinstance(value, BlobRef) else ref_from_bytes(tensors.encode_tensors(value)),
         actions=("check",),
         engine=method.engines[0],
@@ -205,47 +207,47 @@ def _encode_shared_parts(
         deadline_s=0.0,
         class_shares=class_shares,
     )
-    return personal_models.encode_personal(task, graph, sent)
+    return personal_models.encode_personal(task, graph, bundles)
 
 
-def _encode_result(found: Artefact, row: StoredJob, *, onnx: bool) -> tuple[bytes, str]:
-    if found.kind == "stitched":
+def _encode_result(artefact: Artefact, row: StoredJob, *, onnx: bool) -> tuple[bytes, str]:
+    if artefact.kind == "stitched":
         from fedquilt.models.stitching import stitched_network
-        from fedquilt.models.stitching.onnx import export  # needs onnx, which a coordinator does not
+        from fedquilt.models.stitching.onnx import export  # needs onnx, which a coordinator may not have
 
         index = job_bundle.load_bundle(row.bundle, content=row.content)
         files = {name: job_bundle.verify_file(row.bundle, ref) for name, ref in index.files.items()}
         payload = export.export_stitched(
-            found.meta,
-            found.tensors,
+            artefact.meta,
+            artefact.tensors,
             stitched_network.load_donor_pool(index.meta).blocks,
             files,
             _reading_settings(row),
         )
-        what = f"{stitched_network.artefact_name(found.meta)}, labels {', '.join(found.meta['labels'])}"
+        label = f"{stitched_network.artefact_name(artefact.meta)}, labels {', '.join(artefact.meta['labels'])}"
     elif onnx:
-        if found.kind != "weights":
+        if artefact.kind != "weights":
             raise ModelError(
-                f"a result of the kind {found.kind!r} has no ONNX: `fedquilt model export` writes it as .safetensors"
+                f"a result of the kind {artefact.kind!r} has no ONNX: `fedquilt model export` writes it as .safetensors"
             )
         from fedquilt.models.networks import onnx_file  # needs torch
 
-        payload = onnx_file.export_network(found.meta["network"], found.tensors, _reading_settings(row))
-        what = f"network {found.meta['network'].get('name')}"
+        payload = onnx_file.export_network(artefact.meta["network"], artefact.tensors, _reading_settings(row))
+        label = f"network {artefact.meta['network'].get('name')}"
     else:
-        payload = tensors.encode_tensors(found.tensors, {"fedquilt": msgspec.json.encode(found.meta).decode()})
-        name = found.meta.get("network", {}).get("name") if isinstance(found.meta.get("network"), dict) else None
-        what = f"{len(found.tensors)} tensors" + (f" of network {name}" if name else f" ({found.kind})")
-    return payload, what
+        payload = tensors.encode_tensors(artefact.tensors, {"fedquilt": msgspec.json.encode(artefact.meta).decode()})
+        name = artefact.meta.get("network", {}).get("name") if isinstance(artefact.meta.get("network"), dict) else None
+        label = f"{len(artefact.tensors)} tensors" + (f" of network {name}" if name else f" ({artefact.kind})")
+    return payload, label
 
 
 def _reading_settings(row: StoredJob) -> Mapping[str, Any]:
-    found: Mapping[str, Any] = job_bundle.load_bundle(row.bundle).meta.get("reading", {})
-    return found
+    reading: Mapping[str, Any] = job_bundle.load_bundle(row.bundle).meta.get("reading", {})
+    return reading
 
 
 def _describe_unfinished(store: Store, row: StoredJob) -> str:
     if (status := store.current_status(row)) == "done":
         return ""
-    rounds = sum(isinstance(fact, RoundCommitted) and not fact.settled for _, _, fact in store.read_events(row.id))
+    rounds = sum(isinstance(event, RoundCommitted) and not event.settled for _, _, event in store.read_events(row.id))
     return f"; no final result: {row.id} is {status}, after {rounds} of at most {row.job.rounds} rounds"

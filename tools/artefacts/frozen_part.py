@@ -24,15 +24,15 @@ from fedquilt.models.networks import registry
 if TYPE_CHECKING:
     from torch import nn
 
-OPENED = 8  # a trunk with more children with weights is opened: not AlexNet's 5
+MAX_TRUNK_CHILDREN = 8  # larger trunks are divided. AlexNet's has 5 children
 FIT = Fit(epochs=5, batch=64, lr=0.01, weight_decay=1e-4)  # of each candidate
-BUDGET_BYTES = 1 << 40  # the operator's own machine: nothing is refused here
+BUDGET_BYTES = 1 << 40  # no limit on the operator's machine
 
 
 class CalibrationData(DataSpec, frozen=True, forbid_unknown_fields=True):
     """The `[schedule]` table: examples as in `[data]`, with the held-out share for validation."""
 
-    blocks: tuple[tuple[str, ...], ...] = ()  # modules of each block, first to last; (): by rule (`blocks`)
+    blocks: tuple[tuple[str, ...], ...] = ()  # modules of each block, or () for `list_blocks`
 
 
 class CandidateResult(NamedTuple):
@@ -43,19 +43,19 @@ class CandidateResult(NamedTuple):
 
 
 def make_schedule(
-    table: Mapping[str, Any], network: Mapping[str, Any], model: Tensors, say: Callable[[str], None]
+    table: Mapping[str, Any], network: Mapping[str, Any], model: Tensors, print_line: Callable[[str], None]
 ) -> dict[str, Any]:
     """Search the modules to train by fine-tuning, and return them as the metadata "schedule" of a bundle."""
     from fedquilt.edge_agent.engines.torch.engine import TorchEngine
 
-    wanted = toml.convert_table(table, CalibrationData, "[schedule]")
-    train, held = examples.load_share(wanted)
+    calibration = toml.convert_table(table, CalibrationData, "[schedule]")
+    train, validation = examples.load_share(calibration)
     engine = TorchEngine(BUDGET_BYTES)
-    parts = wanted.blocks or list_blocks(registry.build_network(network))
-    tried = search_schedule(engine, network, model, train, held, parts, wanted, say)
-    best = max(tried, key=lambda one: one.accuracy)
-    say(f"schedule: {', '.join(best.trained)} trained")
-    return {"trained": list(best.trained), "tried": [one._asdict() for one in tried]}
+    blocks = calibration.blocks or list_blocks(registry.build_network(network))
+    candidates = search_schedule(engine, network, model, train, validation, blocks, calibration, print_line)
+    best = max(candidates, key=lambda candidate: candidate.accuracy)
+    print_line(f"schedule: {', '.join(best.trained)} trained")
+    return {"trained": list(best.trained), "tried": [candidate._asdict() for candidate in candidates]}
 
 
 def search_schedule(
@@ -63,31 +63,34 @@ def search_schedule(
     network: Mapping[str, Any],
     model: Tensors,
     train: Examples,
-    held: Examples,
-    parts: Sequence[Sequence[str]],
-    wanted: CalibrationData,
-    say: Callable[[str], None] = lambda line: None,
+    held_out: Examples,
+    blocks: Sequence[Sequence[str]],
+    data: CalibrationData,
+    print_line: Callable[[str], None] = lambda line: None,
 ) -> list[CandidateResult]:
     """Fine-tune the last block, then the last two, and so on. Return all candidates in order.
 
     The search ends after the first candidate that is not better than the previous one.
     """
-    if not len(held):
+    if not len(held_out):
         raise JobError("[schedule] held = 0 leaves nothing to validate on: take 0.2")
-    unknown = [part for block in parts for part in block if not any(_is_inside(name, (part,)) for name in model)]
-    if unknown or not parts:
+    unknown = [part for block in blocks for part in block if not any(_is_inside(name, (part,)) for name in model)]
+    if unknown or not blocks:
         raise JobError(f"[schedule] blocks: {unknown[0]!r} has no tensors" if unknown else "[schedule] blocks: none")
-    tried: list[CandidateResult] = []
-    for depth in range(1, len(parts) + 1):
-        trained = tuple(part for block in parts[-depth:] for part in block)
+    candidates: list[CandidateResult] = []
+    for depth in range(1, len(blocks) + 1):
+        trained = tuple(part for block in blocks[-depth:] for part in block)
         hooks = Hooks(steps=(Step(rate=partial(_is_inside, trained=trained)),))
-        given, _ = engine.train(network, model, train, FIT, tensors.seeded_rng("schedule", wanted.seed), hooks=hooks)
-        accuracy = evaluation.main_metric_value(engine.evaluate(network, given, held))
-        tried.append(CandidateResult(trained, accuracy))
-        say(f"schedule: last {depth} of {len(parts)} blocks trained: {accuracy:.2%} of {len(held)} validation examples")
-        if depth > 1 and accuracy <= tried[-2].accuracy:
+        tuned, _ = engine.train(network, model, train, FIT, tensors.seeded_rng("schedule", data.seed), hooks=hooks)
+        accuracy = evaluation.main_metric_value(engine.evaluate(network, tuned, held_out))
+        candidates.append(CandidateResult(trained, accuracy))
+        print_line(
+            f"schedule: last {depth} of {len(blocks)} blocks trained: {accuracy:.2%} of {len(held_out)} "
+            "validation examples"
+        )
+        if depth > 1 and accuracy <= candidates[-2].accuracy:
             break
-    return tried
+    return candidates
 
 
 def list_blocks(model: nn.Module) -> list[list[str]]:
@@ -99,26 +102,26 @@ def list_blocks(model: nn.Module) -> list[list[str]]:
     """
     from torch import nn
 
-    found: list[list[str]] = []
+    blocks: list[list[str]] = []
     children = [(name, child) for name, child in model.named_children() if _has_parameters(child)]
     for name, child in children:
-        inner = [(f"{name}.{key}", each) for key, each in child.named_children() if _has_parameters(each)]
-        if isinstance(child, nn.Sequential) and len(inner) > OPENED and len(children) <= 2:
-            for path, each in inner:
-                _append_or_extend_block(found, path, each)
+        inner = [(f"{name}.{key}", module) for key, module in child.named_children() if _has_parameters(module)]
+        if isinstance(child, nn.Sequential) and len(inner) > MAX_TRUNK_CHILDREN and len(children) <= 2:
+            for path, module in inner:
+                _append_or_extend_block(blocks, path, module)
         else:
-            _append_or_extend_block(found, name, child)
-    return found
+            _append_or_extend_block(blocks, name, child)
+    return blocks
 
 
-def _append_or_extend_block(found: list[list[str]], name: str, module: nn.Module) -> None:
+def _append_or_extend_block(blocks: list[list[str]], name: str, module: nn.Module) -> None:
     from torch import nn
 
-    linear = any(isinstance(each, (nn.Linear, nn.modules.conv._ConvNd)) for each in module.modules())
-    if linear or not found:
-        found.append([name])
+    is_linear = any(isinstance(submodule, (nn.Linear, nn.modules.conv._ConvNd)) for submodule in module.modules())
+    if is_linear or not blocks:
+        blocks.append([name])
     else:
-        found[-1].append(name)
+        blocks[-1].append(name)
 
 
 def _has_parameters(module: nn.Module) -> bool:
@@ -135,16 +138,16 @@ def load_with_new_head(network: Mapping[str, Any], weights: str, classes: int, s
     The weights are for `classes` classes. The last layer has the network's own number of classes and is drawn from
     `seed`.
     """
-    old = registry.load_network({**network, "classes": classes}, weights).state_dict()
+    old_state = registry.load_network({**network, "classes": classes}, weights).state_dict()
     model = registry.load_network(network, seed=seed)
-    held = model.state_dict()
-    heads = {name.rpartition(".")[0] for name in held if held[name].shape != old[name].shape}
+    new_state = model.state_dict()
+    heads = {name.rpartition(".")[0] for name in new_state if new_state[name].shape != old_state[name].shape}
     if len(heads) != 1:
         raise ModelError(
             f"network {network.get('name')!r}: {len(heads)} layers differ between {classes} classes and its own "
             "number, where one is wanted: the last"
         )
     model.load_state_dict(
-        {name: value if name.rpartition(".")[0] in heads else old[name] for name, value in held.items()}
+        {name: value if name.rpartition(".")[0] in heads else old_state[name] for name, value in new_state.items()}
     )
     return model

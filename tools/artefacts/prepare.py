@@ -32,7 +32,7 @@ from fedquilt.tools.artefacts import dry_run, frozen_part
 if TYPE_CHECKING:
     from torch import nn
 
-Groups = tuple[tuple[int, ...], ...]  # for each label its classes
+Groups = tuple[tuple[int, ...], ...]  # classes of each label
 Align = str | Groups | dict[str, tuple[int | str, ...]]
 
 # ImageNet-1K has no deer (hartebeest, impala and gazelle stand in) and one horse (sorrel)
@@ -49,46 +49,54 @@ _IMAGENET_CIFAR10: Groups = (
     (555, 569, 675, 717, 864, 867),  # truck
 )
 
-KNOWN: Mapping[str, Callable[[int], Groups]] = {
+ALIGNMENTS: Mapping[str, Callable[[int], Groups]] = {
     "identity": lambda classes: tuple((i,) for i in range(classes)),  # class i means label i
     "imagenet-cifar10": lambda classes: _IMAGENET_CIFAR10,
 }
 
 
 def align_labels(
-    align: Align, names: str | None, classes: int, labels: Sequence[str], say: Callable[[str], None] = lambda line: None
+    align: Align,
+    names: str | None,
+    classes: int,
+    labels: Sequence[str],
+    print_line: Callable[[str], None] = lambda line: None,
 ) -> list[list[int]]:
     """Return for each label the numbers of the classes that have its meaning.
 
     `names` is a file with one class per line and commas between synonyms, or "imagenet" for the list of torchvision.
     With the alignment "names" a class belongs to a label if one of its names is the label or ends in the label as
-    separate words ("tiger cat" is a cat, "catamaran" is not), in singular or plural. `say` gets the classes found.
+    separate words ("tiger cat" is a cat, "catamaran" is not), in singular or plural. `print_line` gets the classes.
     """
     if align == "names":
-        found = _match_classes_by_name(labels, _read_class_names(names, classes))
+        groups = _match_classes_by_name(labels, _read_class_names(names, classes))
     elif isinstance(align, str):
-        if align not in KNOWN:
-            known = ", ".join([*KNOWN, "names"])
-            raise JobError(f"align {align!r} is unknown; there are: {known}")
-        found = [list(group) for group in KNOWN[align](classes)]
+        if align not in ALIGNMENTS:
+            names_text = ", ".join([*ALIGNMENTS, "names"])
+            raise JobError(f"align {align!r} is unknown; there are: {names_text}")
+        groups = [list(group) for group in ALIGNMENTS[align](classes)]
     elif isinstance(align, Mapping):
-        found = _match_classes_by_table(align, labels, names, classes)
+        groups = _match_classes_by_table(align, labels, names, classes)
     else:
-        found = [list(group) for group in align]
-    if len(found) != len(labels):
-        raise JobError(f"align is for {len(found)} labels, the job has {len(labels)}")
-    given = [number for group in found for number in group]
-    odd = [number for number in given if not 0 <= number < classes or given.count(number) > 1]
-    if odd:
-        there = 0 <= odd[0] < classes
-        which = " and ".join(repr(label) for label, group in zip(labels, found, strict=True) if odd[0] in group)
-        why = f"is there twice, for {which}" if there else f"the donor does not have (it has {classes})"
-        raise ModelError(f"align names class {odd[0]}, which {why}: give `align` as a table that says what it means")
+        groups = [list(group) for group in align]
+    if len(groups) != len(labels):
+        raise JobError(f"align is for {len(groups)} labels, the job has {len(labels)}")
+    numbers = [number for group in groups for number in group]
+    invalid = [number for number in numbers if not 0 <= number < classes or numbers.count(number) > 1]
+    if invalid:
+        exists = 0 <= invalid[0] < classes
+        label_text = " and ".join(
+            repr(label) for label, group in zip(labels, groups, strict=True) if invalid[0] in group
+        )
+        problem = f"is there twice, for {label_text}" if exists else f"the donor does not have (it has {classes})"
+        raise ModelError(
+            f"align names class {invalid[0]}, which {problem}: give `align` as a table that says what it means"
+        )
     if align == "names":
-        told = _read_class_names(names, classes)
-        for label, group in zip(labels, found, strict=True):
-            say(f"{label}: {'; '.join(f'{number} {told[number]}' for number in group)}")
-    return found
+        class_names = _read_class_names(names, classes)
+        for label, group in zip(labels, groups, strict=True):
+            print_line(f"{label}: {'; '.join(f'{number} {class_names[number]}' for number in group)}")
+    return groups
 
 
 def _read_class_names(source: str | None, classes: int) -> list[str]:
@@ -114,46 +122,49 @@ def _read_class_names(source: str | None, classes: int) -> list[str]:
 
 
 def _match_classes_by_name(labels: Sequence[str], names: Sequence[str]) -> list[list[int]]:
-    known = [[_normalise_words(synonym) for synonym in name.split(",")] for name in names]
+    names_by_class = [[_normalise_words(synonym) for synonym in name.split(",")] for name in names]
 
     def is_match(label: str, synonyms: Sequence[Sequence[str]]) -> bool:
-        wanted = _normalise_words(label)
-        return any(wanted and list(each[-len(wanted) :]) == wanted for each in synonyms)
+        label_words = _normalise_words(label)
+        return any(label_words and list(synonym[-len(label_words) :]) == label_words for synonym in synonyms)
 
-    found = [[number for number, each in enumerate(known) if is_match(label, each)] for label in labels]
-    without = [repr(label) for label, group in zip(labels, found, strict=True) if not group]
-    if without:
+    groups = [
+        [number for number, class_synonyms in enumerate(names_by_class) if is_match(label, class_synonyms)]
+        for label in labels
+    ]
+    unmatched = [repr(label) for label, group in zip(labels, groups, strict=True) if not group]
+    if unmatched:
         raise JobError(
-            f"align = 'names': no class has the name {', '.join(without)}: give `align` as a table, "
+            f"align = 'names': no class has the name {', '.join(unmatched)}: give `align` as a table, "
             "{ label = [numbers or names of classes] }; a label may have none, []"
         )
-    return found
+    return groups
 
 
 def _match_classes_by_table(
     table: Mapping[str, Sequence[int | str]], labels: Sequence[str], names: str | None, classes: int
 ) -> list[list[int]]:
     missing = [repr(label) for label in labels if label not in table]
-    strange = [repr(label) for label in table if label not in labels]
-    if missing or strange:
-        parts = [f"lacks {', '.join(missing)}"] * bool(missing) + [f"has {', '.join(strange)}"] * bool(strange)
+    unknown = [repr(label) for label in table if label not in labels]
+    if missing or unknown:
+        parts = [f"lacks {', '.join(missing)}"] * bool(missing) + [f"has {', '.join(unknown)}"] * bool(unknown)
         raise JobError(f"align {' and '.join(parts)}, and the job's labels are {', '.join(labels)}: one key for each")
     by_name: dict[str, set[int]] = {}
-    if any(isinstance(each, str) for group in table.values() for each in group):
+    if any(isinstance(item, str) for group in table.values() for item in group):
         for number, name in enumerate(_read_class_names(names, classes)):
             for synonym in name.split(","):
                 by_name.setdefault(" ".join(_normalise_words(synonym)), set()).add(number)
 
-    def find_class_number(label: str, given: int | str) -> int:
-        if isinstance(given, int):
-            return given
-        found = sorted(by_name.get(" ".join(_normalise_words(given)), ()))
-        if len(found) != 1:
-            which = f"is the name of classes {' and '.join(map(str, found))}" if found else "is no class's name"
-            raise JobError(f"align of {label!r}: {given!r} {which}: give the number of the class")
-        return found[0]
+    def find_class_number(label: str, key: int | str) -> int:
+        if isinstance(key, int):
+            return key
+        numbers = sorted(by_name.get(" ".join(_normalise_words(key)), ()))
+        if len(numbers) != 1:
+            problem = f"is the name of classes {' and '.join(map(str, numbers))}" if numbers else "is no class's name"
+            raise JobError(f"align of {label!r}: {key!r} {problem}: give the number of the class")
+        return numbers[0]
 
-    return [[find_class_number(label, given) for given in table[label]] for label in labels]
+    return [[find_class_number(label, key) for key in table[label]] for label in labels]
 
 
 def _normalise_words(text: str) -> list[str]:
@@ -164,15 +175,15 @@ def _normalise_words(text: str) -> list[str]:
 
 class DonorSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     name: Name
-    network: dict[str, Any]  # see fedquilt.models.networks.registry; of outside too
-    weights: str | None = None  # a file, or a name of torchvision's ("DEFAULT"); none: random from `seed`
+    network: dict[str, Any]  # table of `fedquilt.models.networks.registry`
+    weights: str | None = None  # a file or torchvision's name ("DEFAULT"), or None for random weights
     seed: int = 0
-    cuts: tuple[str, ...] = ()  # modules after which to cut; none: by rule
-    align: Align | None = None  # for each label the donor's classes that mean it: `align_labels`
-    classes: str | None = None  # with names in `align`: a file of the classes' names, one a line; or "imagenet"
+    cuts: tuple[str, ...] = ()  # modules after which to cut, or () for automatic cuts
+    align: Align | None = None  # see `align_labels`
+    classes: str | None = None  # file of class names for `align`, or "imagenet"
 
 
-def prepare_bundle(job: Mapping[str, Any], out: Path, say: Callable[[str], None] = lambda line: None) -> Bundle:
+def prepare_bundle(job: Mapping[str, Any], out: Path, print_line: Callable[[str], None] = lambda line: None) -> Bundle:
     """Write the bundle of a job (the table of a job file) into the folder `out`.
 
     From `[model]`: the files "model" and "masks" (`models.partial.masks`), or metadata "untraced" with the reason why
@@ -189,23 +200,25 @@ def prepare_bundle(job: Mapping[str, Any], out: Path, say: Callable[[str], None]
     meta: dict[str, Any] = {}
     files: dict[str, bytes] = {}
     network = bool(job.get("model"))
-    far = progress.count_parts(
+    start_part = progress.count_parts(
         network + (network and bool(job.get("schedule"))) + len(job.get("donors") or ()) + bool(job.get("int8")) + 1
     )
     if not job.get("model") and not job.get("donors"):
         raise JobError("the job has neither [model] nor [[donors]]: there is nothing to prepare")
-    own = job["model"].get("input") if job.get("model") else None
-    given = job.get("input") or (own if isinstance(own, Mapping) and own.get("standardise") else None)
-    wanted = inputs.parse_input_table(given) if given else None
-    if isinstance(wanted, inputs.ValueInput) and wanted.standardise:
+    network_input = job["model"].get("input") if job.get("model") else None
+    input_table = job.get("input") or (
+        network_input if isinstance(network_input, Mapping) and network_input.get("standardise") else None
+    )
+    input_spec = inputs.parse_input_table(input_table) if input_table else None
+    if isinstance(input_spec, inputs.ValueInput) and input_spec.standardise:
         if not job.get("data"):
             raise JobError(
                 "[input] standardise = true needs [data]: name a sample of the data here, or give mean and std"
             )
-        found = examples.load_split(DataSpec.parse(job["data"]))
-        wanted = msgspec.structs.replace(inputs.measure_scales(found.x), standardise=True)
+        sample = examples.load_split(DataSpec.parse(job["data"]))
+        input_spec = msgspec.structs.replace(inputs.measure_scales(sample.x), standardise=True)
     for line in reading_settings.format_agent_settings(job.get("data") or {}):
-        say(f"for [data] of each device's agent.toml:\n  {line}")
+        print_line(f"for [data] of each device's agent.toml:\n  {line}")
     if job.get("data"):
         meta["reading"] = reading_settings.reading_settings(DataSpec.parse(job["data"]))
     trial = None
@@ -214,82 +227,82 @@ def prepare_bundle(job: Mapping[str, Any], out: Path, say: Callable[[str], None]
 
         trial = quantization.make_trial(job)
     if job.get("model"):
-        far("the network")
-        facts, parts = _prepare_model(job["model"], wanted)
-        meta |= facts
+        start_part("the network")
+        metadata, parts = _prepare_model(job["model"], input_spec)
+        meta |= metadata
         files |= parts
-        say(f"model {facts['network']['name']}: {units.format_bytes(len(files['model']))}")
+        print_line(f"model {metadata['network']['name']}: {units.format_bytes(len(files['model']))}")
         if job.get("schedule"):
-            far("which part of it to train")
+            start_part("which part of it to train")
             model = tensors.decode_tensors(files["model"])
-            meta["schedule"] = frozen_part.make_schedule(job["schedule"], facts["network"], model, say)
+            meta["schedule"] = frozen_part.make_schedule(job["schedule"], metadata["network"], model, print_line)
     if job.get("donors"):
-        meta |= _prepare_donors(job, wanted, files, say, far)
+        meta |= _prepare_donors(job, input_spec, files, print_line, start_part)
     if trial is not None:
-        far("blocks in 8 bits")
-        for name, graph in trial.quantize_blocks(out, meta, files, say).items():
+        start_part("blocks in 8 bits")
+        for name, graph in trial.quantize_blocks(out, meta, files, print_line).items():
             meta["blocks"][name]["int8"] = f"{name}.int8.onnx"
             files[f"{name}.int8.onnx"] = graph
-    far("the files")
+    start_part("the files")
     return job_bundle.write_bundle(out, meta, files)
 
 
-def prepare_and_check(job: JobSettings, out: Path, say: Callable[[str], None] = lambda line: None) -> Bundle:
+def prepare_and_check(job: JobSettings, out: Path, print_line: Callable[[str], None] = lambda line: None) -> Bundle:
     """Write the bundle of a job, and check that the job can run with its parameters, network and data.
 
     A dry run carries out a few rounds of the method on synthetic examples (`dry_run`, `dry_run_donors`).
     """
-    made = prepare_bundle(msgspec.to_builtins(job), out, say)
+    bundle = prepare_bundle(msgspec.to_builtins(job), out, print_line)
     try:
-        _check_bundle(job, made, out, say)
+        _check_bundle(job, bundle, out, print_line)
     except BaseException:
         (out / "bundle.json").unlink(missing_ok=True)  # without inputs.json, the next command would use the bundle
         raise
-    return made
+    return bundle
 
 
-def _check_bundle(job: JobSettings, made: Bundle, out: Path, say: Callable[[str], None]) -> None:
-    state = settings.create_initial_state(job, made)
+def _check_bundle(job: JobSettings, bundle: Bundle, out: Path, print_line: Callable[[str], None]) -> None:
+    state = settings.create_initial_state(job, bundle)
     if isinstance(plan := getattr(state, "plan", None), masks.MaskPlan) and (
-        why := masks.describe_unmaskable_layers(plan)
+        reason := masks.describe_unmaskable_layers(plan)
     ):
-        say(f"{job.method}: {why}")
-    if (frozen := methods.load(job.method).traits.frozen_weights) and not made.meta.get("pretrained", True):
-        say(
+        print_line(f"{job.method}: {reason}")
+    if (frozen := methods.load(job.method).traits.frozen_weights) and not bundle.meta.get("pretrained", True):
+        print_line(
             f"{job.method} keeps {frozen} of the first weights, and these are random: give [model] weights = a file of "
             "a pre-trained network's"
         )
-    stored = None
+    sample = None
     if job.data:
         spec = DataSpec.parse(job.data)
-        if _is_here(spec):  # else boards have it
-            reader = compatibility.open_compatible_data(made.meta, spec)
-            stored = reader.take(np.arange(min(len(reader.y), dry_run.EXAMPLES))) if job.params.get("augment") else None
-            for warning in compatibility.data_warnings(made.meta, reader, spec):
-                say(f"warning: {warning}")
+        if _is_here(spec):  # otherwise only devices have the data
+            reader = compatibility.open_compatible_data(bundle.meta, spec)
+            sample = reader.take(np.arange(min(len(reader.y), dry_run.EXAMPLES))) if job.params.get("augment") else None
+            for warning in compatibility.data_warnings(bundle.meta, reader, spec):
+                print_line(f"warning: {warning}")
             if spec.path:
                 readers.require_supported_images(spec)
     if job.test and _is_here(spec := DataSpec.parse(scores.make_test_table(job), "[test]")):
         with scores.name_test_table():
             examples.open_split(spec)
     if "onnx" in methods.load(job.method).engines:
-        from fedquilt.tools.artefacts import dry_run_donors  # here, as it needs the stitching pack
+        from fedquilt.tools.artefacts import dry_run_donors  # needs the stitching packages
 
-        dry_run_donors.dry_run_job(job, made, out)
+        dry_run_donors.dry_run_job(job, bundle, out)
     else:
-        dry_run.dry_run_job(job, made, out, stored)
+        dry_run.dry_run_job(job, bundle, out, sample)
 
 
 def _is_here(spec: DataSpec) -> bool:
-    return spec.is_synthetic or all(Path(each.path).exists() for each in spec.sources or (spec,))
+    return spec.is_synthetic or all(Path(source.path).exists() for source in spec.sources or (spec,))
 
 
 def _prepare_model(
-    table: Mapping[str, Any], wanted: ImageInput | inputs.ValueInput | None
+    table: Mapping[str, Any], input_spec: ImageInput | inputs.ValueInput | None
 ) -> tuple[dict[str, Any], dict[str, bytes]]:
     network = {key: value for key, value in table.items() if key not in NOT_NETWORK}
-    if wanted is not None:
-        network["input"] = msgspec.to_builtins(wanted)
+    if input_spec is not None:
+        network["input"] = msgspec.to_builtins(input_spec)
     if numpy_init.can_initialise(network, table.get("weights")) and "weights_classes" not in table:
         return _prepare_model_with_numpy(network, int(table.get("seed", 0)))
     registry.required_plugins(network)  # refuses an unknown name, also where torch is missing
@@ -308,42 +321,47 @@ def _prepare_model(
     flops = registry.measure_cost(model, registry.input_shape(network)).flops
     state = {name: value.detach().numpy() for name, value in traces.state_without_aliases(model).items()}
     parts = {"model": tensors.encode_tensors(state)}
-    facts: dict[str, Any] = {"network": network, "flops": flops}
+    metadata: dict[str, Any] = {"network": network, "flops": flops}
     try:
         parts["masks"] = tensors.encode_tensors({"json": masks.plan_to_array(dependency_trace.trace_mask_plan(model))})
     except ModelError as error:  # methods that need masks refuse the network with this reason
-        facts["untraced"] = str(error)
-    trained, _ = peak_memory.measure_training(
-        model, torch.zeros(2, *registry.input_shape(network))
-    )  # last: it moves batch norm
+        metadata["untraced"] = str(error)
+    # must come last, as the measurement changes batch norm
+    properties, _ = peak_memory.measure_training(model, torch.zeros(2, *registry.input_shape(network)))
     register = traces.trace_register(model, registry.input_shape(network))
-    whole = register.is_coupled(state)
-    each_bytes = peak_memory.least_bytes_per_example(trained) if whole else peak_memory.bytes_per_example(trained)
-    facts |= {"example_bytes": each_bytes, "register": register}
-    facts["layers"] = traces.trace_layer_costs(model, registry.input_shape(network))
-    facts |= {"pretrained": table.get("weights") is not None}
+    is_coupled = register.is_coupled(state)
+    example_bytes = (
+        peak_memory.least_bytes_per_example(properties) if is_coupled else peak_memory.bytes_per_example(properties)
+    )
+    metadata |= {"example_bytes": example_bytes, "register": register}
+    metadata["layers"] = traces.trace_layer_costs(model, registry.input_shape(network))
+    metadata |= {"pretrained": table.get("weights") is not None}
     if registry.plugin_networks(network):
-        facts |= {"plugins": registry.required_plugins(network), "outputs": _count_validated_outputs(model, network)}
-    return facts, parts
+        metadata |= {"plugins": registry.required_plugins(network), "outputs": _count_validated_outputs(model, network)}
+    return metadata, parts
 
 
 def _require_trainable(model: nn.Module, name: str) -> None:
     # engines train all parameters as float32 and ignore requires_grad, so other networks would be trained wrongly
-    every = dict(model.named_parameters())
-    for path, value in every.items():
-        if (kind := str(value.dtype).removeprefix("torch.")) != "float32":
+    parameters = dict(model.named_parameters())
+    for path, value in parameters.items():
+        if (dtype := str(value.dtype).removeprefix("torch.")) != "float32":
             raise ModelError(
-                f"network {name!r}: parameter {path!r} is {kind}, and examples and weights are float32: return "
+                f"network {name!r}: parameter {path!r} is {dtype}, and examples and weights are float32: return "
                 "the network's .float(); [params] mixed = true has 16-bit arithmetic where a GPU has it"
             )
-    frozen = [path for path, value in every.items() if not value.requires_grad]
-    if not frozen:
+    frozen_names = [path for path, value in parameters.items() if not value.requires_grad]
+    if not frozen_names:
         return
-    what = "all parameters" if len(frozen) == len(every) else f"{len(frozen)} of {len(every)} parameters"
+    description = (
+        "all parameters"
+        if len(frozen_names) == len(parameters)
+        else f"{len(frozen_names)} of {len(parameters)} parameters"
+    )
     raise ModelError(
-        f"network {name!r}: {what} are frozen (requires_grad = False), {frozen[0]!r} for instance, and fedquilt would "
-        "train them all the same: make what never moves a buffer (register_buffer), or leave all free and have the "
-        "method train a part of the network, as ft_part does"
+        f"network {name!r}: {description} are frozen (requires_grad = False), {frozen_names[0]!r} for instance, and "
+        "fedquilt would train them all the same: make what never moves a buffer (register_buffer), or leave all free "
+        "and have the method train a part of the network, as ft_part does"
     )
 
 
@@ -352,7 +370,7 @@ def _prepare_model_with_numpy(network: Mapping[str, Any], seed: int) -> tuple[di
         numpy_init.initial_mlp_weights(network, seed),
         masks.plan_to_array(masks.plan_from_layers(numpy_init.layer_sizes(network))),
     )
-    facts = {
+    metadata = {
         "network": network,
         "flops": numpy_init.forward_flops(network),
         "example_bytes": peak_memory.bytes_per_example(numpy_init.mlp_training_memory(network)),
@@ -360,7 +378,7 @@ def _prepare_model_with_numpy(network: Mapping[str, Any], seed: int) -> tuple[di
         "layers": numpy_init.mlp_costs_by_layer(network),
         "pretrained": False,
     }
-    return facts, {"model": tensors.encode_tensors(model), "masks": tensors.encode_tensors({"json": plan})}
+    return metadata, {"model": tensors.encode_tensors(model), "masks": tensors.encode_tensors({"json": plan})}
 
 
 def _count_validated_outputs(model: Any, network: Mapping[str, Any]) -> int:
@@ -369,10 +387,10 @@ def _count_validated_outputs(model: Any, network: Mapping[str, Any]) -> int:
     shape, name = registry.input_shape(network), network["name"]
     with torch.no_grad():
         scores = model.eval()(torch.zeros(2, *shape))
-    told = tuple(getattr(scores, "shape", ())) or type(scores).__name__
+    shape_text = tuple(getattr(scores, "shape", ())) or type(scores).__name__
     if not isinstance(scores, torch.Tensor) or scores.ndim != 2 or len(scores) != 2:
         raise ModelError(
-            f"network {name!r} returns {told} for two examples, and scores of shape (2, classes) are wanted"
+            f"network {name!r} returns {shape_text} for two examples, and scores of shape (2, classes) are wanted"
         )
     if network.get("classes", scores.shape[1]) != scores.shape[1]:
         raise ModelError(
@@ -384,61 +402,64 @@ def _count_validated_outputs(model: Any, network: Mapping[str, Any]) -> int:
 
 def _prepare_donors(
     job: Mapping[str, Any],
-    wanted: ImageInput | inputs.ValueInput | None,
+    input_spec: ImageInput | inputs.ValueInput | None,
     files: dict[str, bytes],
-    say: Callable[[str], None],
-    far: Callable[[str], None],
+    print_line: Callable[[str], None],
+    start_part: Callable[[str], None],
 ) -> dict[str, Any]:
     labels = [str(label) for label in job.get("labels") or ()]
-    if wanted is None or not labels:
+    if input_spec is None or not labels:
         raise JobError(
             "a job with [[donors]] also needs [input] (channels, size, mean and std of images; mean and std, or "
             "standardise, of time series) and labels = [...]"
         )
     donors = [toml.convert_table(table, DonorSettings, f"[[donors]] {i + 1}") for i, table in enumerate(job["donors"])]
-    twice = sorted({donor.name for donor in donors if sum(other.name == donor.name for other in donors) > 1})
-    if twice:
-        raise JobError(f"two donors are called {twice[0]!r}: give each its own name")
-    meta: dict[str, Any] = {"input": msgspec.to_builtins(wanted), "labels": labels, "donors": {}, "blocks": {}}
+    duplicates = sorted(
+        {donor.name for donor in donors if sum(other_donor.name == donor.name for other_donor in donors) > 1}
+    )
+    if duplicates:
+        raise JobError(f"two donors are called {duplicates[0]!r}: give each its own name")
+    meta: dict[str, Any] = {"input": msgspec.to_builtins(input_spec), "labels": labels, "donors": {}, "blocks": {}}
     for donor in donors:
-        far(f"donor {donor.name}")
-        facts, blocks = _prepare_donor(donor, wanted, labels, files, say)
-        meta["donors"][donor.name] = facts
+        start_part(f"donor {donor.name}")
+        donor_meta, blocks = _prepare_donor(donor, input_spec, labels, files, print_line)
+        meta["donors"][donor.name] = donor_meta
         meta["blocks"] |= blocks
         size = sum(block["weight_bytes"] for block in blocks.values())
-        say(f"donor {donor.name}: {len(blocks)} blocks, {units.format_bytes(size)}")
-    shapes = {name: meta["blocks"][facts["blocks"][0]]["in_shape"] for name, facts in meta["donors"].items()}
-    first, *others = shapes
-    if odd := [name for name in others if shapes[name] != shapes[first]]:
+        print_line(f"donor {donor.name}: {len(blocks)} blocks, {units.format_bytes(size)}")
+    shapes = {name: meta["blocks"][donor_meta["blocks"][0]]["in_shape"] for name, donor_meta in meta["donors"].items()}
+    first_name, *others = shapes
+    if other := [name for name in others if shapes[name] != shapes[first_name]]:
         raise JobError(
-            f"donor {odd[0]!r} takes examples of shape {tuple(shapes[odd[0]])}, {first!r} of {tuple(shapes[first])}: "
-            "donors are run on the same examples, so give their networks the same steps and channels"
+            f"donor {other[0]!r} takes examples of shape {tuple(shapes[other[0]])}, {first_name!r} of "
+            f"{tuple(shapes[first_name])}: donors are run on the same examples, so give their networks the same steps "
+            "and channels"
         )
     return meta
 
 
 def _prepare_donor(
     donor: DonorSettings,
-    wanted: ImageInput | inputs.ValueInput,
+    input_spec: ImageInput | inputs.ValueInput,
     labels: Sequence[str],
     files: dict[str, bytes],
-    say: Callable[[str], None],
+    print_line: Callable[[str], None],
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     from fedquilt.models.stitching.onnx import blocks  # torch and onnx
 
-    if isinstance(wanted, ImageInput):
-        shape: tuple[int, ...] = (wanted.channels, wanted.size, wanted.size)
+    if isinstance(input_spec, ImageInput):
+        shape: tuple[int, ...] = (input_spec.channels, input_spec.size, input_spec.size)
     else:
         shape = registry.input_shape(donor.network)
     model = registry.load_network(donor.network, donor.weights, seed=donor.seed)
     architecture = str(donor.network.get("name", "")).removeprefix("torchvision/")
     parts = blocks.split_donor(model, donor.name, shape, cuts=donor.cuts, architecture=architecture)
     classes = parts[-1].out_shape[0]
-    facts: dict[str, Any] = {"blocks": [part.id for part in parts], "classes": classes}
+    metadata: dict[str, Any] = {"blocks": [part.id for part in parts], "classes": classes}
     if donor.align is not None:
-        tell: Callable[[str], None] = lambda line: say(f"donor {donor.name}: {line}")  # noqa: E731
+        print_donor_line: Callable[[str], None] = lambda line: print_line(f"donor {donor.name}: {line}")  # noqa: E731
         try:
-            facts["align"] = align_labels(donor.align, donor.classes, classes, labels, tell)
+            metadata["align"] = align_labels(donor.align, donor.classes, classes, labels, print_donor_line)
         except FedquiltError as error:
             raise type(error)(f"donor {donor.name!r}: {error}") from None
     table = {}
@@ -446,9 +467,11 @@ def _prepare_donor(
         stages = blocks.export_block(part)
         graphs = [graph for stage in stages for graph in stage]
         names = _make_graph_names(part.id, [len(stage) for stage in stages])
-        flat = [name for stage in names for name in stage]
-        files |= {f"{name}.onnx": graph.graph for name, graph in zip(flat, graphs, strict=True)}
-        data = {f"{name}.data": graph.data for name, graph in zip(flat, graphs, strict=True) if graph.data is not None}
+        flat_names = [name for stage in names for name in stage]
+        files |= {f"{name}.onnx": graph.graph for name, graph in zip(flat_names, graphs, strict=True)}
+        data = {
+            f"{name}.data": graph.data for name, graph in zip(flat_names, graphs, strict=True) if graph.data is not None
+        }
         files |= data
         table[part.id] = {
             "donor": part.donor,
@@ -463,7 +486,7 @@ def _prepare_donor(
             "resident_bytes": max(graph.weight_bytes for graph in graphs),
             "activation_bytes": max(graph.activation_bytes for graph in graphs),
         }
-    return facts, table
+    return metadata, table
 
 
 def _make_graph_names(block: str, counts: Sequence[int]) -> list[list[str]]:

@@ -66,64 +66,64 @@ class _RangeReader(quantization.CalibrationDataReader):  # type: ignore[misc]
         return next(self._parts, None)
 
 
-def quantize_block(block: Block, paths: Mapping[str, Path], fed: Iterator[np.ndarray]) -> bytes | None:
+def quantize_block(block: Block, paths: Mapping[str, Path], calibration_inputs: Iterator[np.ndarray]) -> bytes | None:
     """Return the 8-bit graph of a block, or None if it is a first or divided block or would gain nothing.
 
-    The inputs `fed` determine the ranges of the activations.
+    The inputs `calibration_inputs` determine the ranges of the activations.
     """
     if block.kind == "start" or sum(len(stage) for stage in block.stages) > 1:
         return None
     model = export.load_graph(block.id, paths[block.stages[0][0]])
-    add_pre_process_metadata(model)  # what that would do, the exporter has done
+    add_pre_process_metadata(model)  # the exporter has done the preprocessing
     with tempfile.TemporaryDirectory(prefix="fedquilt-") as folder:
         path = Path(folder) / "graph.onnx"
         quantization.quantize_static(
             model,
             path,
-            _RangeReader(model.graph.input[0].name, fed),
+            _RangeReader(model.graph.input[0].name, calibration_inputs),
             quant_format=quantization.QuantFormat.QOperator,
             per_channel=True,
             reduce_range=True,
             activation_type=quantization.QuantType.QUInt8,
             weight_type=quantization.QuantType.QInt8,
         )
-        made = onnx.load(path)
-    if not any(tensor.data_type == TensorProto.INT8 for tensor in made.graph.initializer):
+        quantized = onnx.load(path)
+    if not any(tensor.data_type == TensorProto.INT8 for tensor in quantized.graph.initializer):
         return None
-    weight_bytes = sum(numpy_helper.to_array(tensor).nbytes for tensor in made.graph.initializer)
-    activation_bytes = _measure_activation_bytes(made, block.in_shape)
+    weight_bytes = sum(numpy_helper.to_array(tensor).nbytes for tensor in quantized.graph.initializer)
+    activation_bytes = _measure_activation_bytes(quantized, block.in_shape)
     if weight_bytes + activation_bytes > block.resident_bytes + block.activation_bytes:
         return None
-    del made.metadata_props[:]
-    facts = {"activation_bytes": str(activation_bytes), "weight_bytes": str(weight_bytes)}
-    helper.set_model_props(made, facts)
-    made.producer_name, made.producer_version = "fedquilt", ""
-    return bytes(made.SerializeToString(deterministic=True))
+    del quantized.metadata_props[:]
+    properties = {"activation_bytes": str(activation_bytes), "weight_bytes": str(weight_bytes)}
+    helper.set_model_props(quantized, properties)
+    quantized.producer_name, quantized.producer_version = "fedquilt", ""
+    return bytes(quantized.SerializeToString(deterministic=True))
 
 
 def _measure_activation_bytes(model: onnx.ModelProto, shape: Sequence[int]) -> int:
     # float32 sizes: shapes of quantized operators cannot be inferred
     values = [name for node in model.graph.node for name in node.output if name]
-    seen = onnx.ModelProto()
-    seen.CopyFrom(model)
-    del seen.graph.output[:]
-    seen.graph.output.extend(onnx.ValueInfoProto(name=name) for name in values)
+    model_with_outputs = onnx.ModelProto()
+    model_with_outputs.CopyFrom(model)
+    del model_with_outputs.graph.output[:]
+    model_with_outputs.graph.output.extend(onnx.ValueInfoProto(name=name) for name in values)
     options = onnxruntime.SessionOptions()
     options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
-    session = execution_providers.create_session(seen.SerializeToString(), options)
+    session = execution_providers.create_session(model_with_outputs.SerializeToString(), options)
     example = {session.get_inputs()[0].name: np.zeros((1, *shape), np.float32)}
-    found = session.run(None, example) + list(example.values())
-    sizes = {name: value.nbytes for name, value in zip((*values, *example), found, strict=True)}
-    most = memory.peak_buffer_bytes(model.graph, sizes)
-    assert most is not None
-    return most
+    outputs = session.run(None, example) + list(example.values())
+    sizes = {name: value.nbytes for name, value in zip((*values, *example), outputs, strict=True)}
+    peak_bytes = memory.peak_buffer_bytes(model.graph, sizes)
+    assert peak_bytes is not None
+    return peak_bytes
 
 
-IMAGES_MOST = 64  # largest number of images for each of three uses: value ranges, comparison, junctions
+MAX_IMAGES = 64  # largest number of images for each of three uses: value ranges, comparison, junctions
 INT8_DELTA = 0.01  # smallest change of a CKA or score that excludes a block from int8
-LENGTHS = (1, 2)  # numbers of blocks of a donor after which candidates are scored
+PATH_LENGTHS = (1, 2)  # numbers of blocks of a donor after which candidates are scored
 ENGINE_BYTES = 2 << 30
-UNUSED = (  # keys of [data] that are not in [int8]
+UNUSED_KEYS = (  # keys of [data] that are not in [int8]
     *("limit", "per_class", "held", "groups", "partition"),
     *("share", "shares", "alpha", "min_size", "classes", "domains"),
 )
@@ -132,9 +132,9 @@ UNUSED = (  # keys of [data] that are not in [int8]
 @dataclass(frozen=True)
 class QuantizedBlock:
     graph: bytes
-    delta: float  # largest change of its output's CKA with any block's
-    seconds: float  # it took; and the float32 block
-    plain_seconds: float
+    max_cka_change: float  # largest change of its output's CKA with any block's
+    quantized_s: float  # duration of the 8-bit block
+    plain_s: float
 
 
 @dataclass(frozen=True)
@@ -142,24 +142,25 @@ class QuantizationResult:
     """Blocks of a donor by quantisation result, without its first block."""
 
     accepted: Mapping[str, QuantizedBlock]
-    off: tuple[str, ...] = ()  # a CKA or a score changed by INT8_DELTA or more
-    choices: tuple[str, ...] = ()  # came among the best K, or left them
-    float_only: tuple[str, ...] = ()  # tiles, nothing that can be quantized, or more memory than in float32
+    deviating: tuple[str, ...] = ()  # a CKA or a score changed by INT8_DELTA or more
+    choice_changing: tuple[str, ...] = ()  # entered or left the best K
+    float_only: tuple[str, ...] = ()  # tiled, not quantizable, or larger than in float32
 
     def __str__(self) -> str:
-        blocks = len(self.accepted) + len(self.off) + len(self.choices) + len(self.float_only)
-        told = f"{len(self.accepted)} of {blocks} candidates in 8 bits"
-        for count, why in (
-            (self.off, "too far off"),
-            (self.choices, "changed a choice"),
+        block_count = len(self.accepted) + len(self.deviating) + len(self.choice_changing) + len(self.float_only)
+        text = f"{len(self.accepted)} of {block_count} candidates in 8 bits"
+        for count, reason in (
+            (self.deviating, "too far off"),
+            (self.choice_changing, "changed a choice"),
             (self.float_only, "float32 only"),
         ):
-            told += f", {len(count)} {why}" if count else ""
+            text += f", {len(count)} {reason}" if count else ""
         if not self.accepted:
-            return told
-        delta = max(tried.delta for tried in self.accepted.values())
-        times = [sum(getattr(t, name) for t in self.accepted.values()) for name in ("seconds", "plain_seconds")]
-        return f"{told}; CKA changes by {delta:.4f} at most; {times[0] / times[1]:.2f} of the float32 time here"
+            return text
+        delta = max(block.max_cka_change for block in self.accepted.values())
+        quantized_s = sum(block.quantized_s for block in self.accepted.values())
+        plain_s = sum(block.plain_s for block in self.accepted.values())
+        return f"{text}; CKA changes by {delta:.4f} at most; {quantized_s / plain_s:.2f} of the float32 time here"
 
 
 @dataclass(frozen=True)
@@ -171,7 +172,7 @@ class QuantizationTrial:
     images: int
 
     def quantize_blocks(
-        self, out: Path, meta: Mapping[str, Any], files: Mapping[str, bytes], say: Callable[[str], None]
+        self, out: Path, meta: Mapping[str, Any], files: Mapping[str, bytes], print_line: Callable[[str], None]
     ) -> dict[str, bytes]:
         """Return the accepted 8-bit graphs of a bundle, by block."""
         with disk_errors(f"write the bundle {out}"):
@@ -179,30 +180,32 @@ class QuantizationTrial:
             temporary = tempfile.TemporaryDirectory(prefix="int8-", dir=out)
         with temporary as name:
             folder = Path(name)
-            bench = _ScoringDevice(folder, self.examples, self.images)
-            plain = job_bundle.write_bundle(folder, meta, files)
-            tried = _quantize_suitable_blocks(bench, plain, self.params)
-            close = {name: one for name, one in tried.items() if one.delta < INT8_DELTA}
+            device = _ScoringDevice(folder, self.examples, self.images)
+            plain_bundle = job_bundle.write_bundle(folder, meta, files)
+            quantized = _quantize_suitable_blocks(device, plain_bundle, self.params)
+            close = {name: block for name, block in quantized.items() if block.max_cka_change < INT8_DELTA}
             table = {
                 **meta["blocks"],
                 **{name: {**meta["blocks"][name], "int8": make_int8_name(name)} for name in close},
             }
-            graphs = {make_int8_name(name): one.graph for name, one in close.items()}
-            quick = job_bundle.write_bundle(folder, {**meta, "blocks": table}, {**files, **graphs})
-            off, moved = find_rejected(
-                list(_score_original_and_quantized(bench, plain, quick, self.params)), close, self.params.k
+            graphs = {make_int8_name(name): block.graph for name, block in close.items()}
+            int8_bundle = job_bundle.write_bundle(folder, {**meta, "blocks": table}, {**files, **graphs})
+            deviating, changing = find_rejected(
+                list(_score_original_and_quantized(device, plain_bundle, int8_bundle, self.params)),
+                close,
+                self.params.k,
             )
-        taken = {name: one for name, one in close.items() if name not in off | moved}
-        for donor, facts in meta["donors"].items():
-            own = facts["blocks"][1:]
+        accepted = {name: block for name, block in close.items() if name not in deviating | changing}
+        for donor, donor_meta in meta["donors"].items():
+            donor_blocks = donor_meta["blocks"][1:]
             verdict = QuantizationResult(
-                {name: taken[name] for name in own if name in taken},
-                tuple(name for name in own if name in off or (name in tried and name not in close)),
-                tuple(name for name in own if name in moved),
-                tuple(name for name in own if name not in tried),
+                {name: accepted[name] for name in donor_blocks if name in accepted},
+                tuple(name for name in donor_blocks if name in deviating or (name in quantized and name not in close)),
+                tuple(name for name in donor_blocks if name in changing),
+                tuple(name for name in donor_blocks if name not in quantized),
             )
-            say(f"donor {donor}: {verdict}")
-        return {name: one.graph for name, one in taken.items()}
+            print_line(f"donor {donor}: {verdict}")
+        return {name: block.graph for name, block in accepted.items()}
 
 
 def make_trial(job: Mapping[str, Any]) -> QuantizationTrial:
@@ -213,16 +216,16 @@ def make_trial(job: Mapping[str, Any]) -> QuantizationTrial:
     for name, value in (("score_at", "input"), ("expansions", 0)):
         if getattr(params, name) == value:
             raise JobError(f"[params] {name} = {value!r} scores no outputs: leave out [int8], which would do nothing")
-    if odd := [key for key in UNUSED if key in job["int8"]]:
-        raise JobError(f"[int8] {', '.join(odd)}: images are drawn from all of the split; leave it out")
-    wanted = DataSpec.parse(job["int8"], "[int8]")
+    if unused := [key for key in UNUSED_KEYS if key in job["int8"]]:
+        raise JobError(f"[int8] {', '.join(unused)}: images are drawn from all of the split; leave it out")
+    spec = DataSpec.parse(job["int8"], "[int8]")
     # a third for the value ranges, a third for the comparison, and a third for the junctions
-    found = load_split(msgspec.structs.replace(wanted, limit=3 * IMAGES_MOST))
-    images = len(found) // 3
+    images_found = load_split(msgspec.structs.replace(spec, limit=3 * MAX_IMAGES))
+    images = len(images_found) // 3
     if images < cka.MIN_IMAGES:
-        raise DataError(f"{wanted.source_name} has {len(found)} images: [int8] takes {3 * cka.MIN_IMAGES} or more")
-    order = tensors.seeded_rng("int8", wanted.seed).permutation(3 * images)
-    return QuantizationTrial(params, Examples(found.x[order], found.y[order]), images)
+        raise DataError(f"{spec.source_name} has {len(images_found)} images: [int8] takes {3 * cka.MIN_IMAGES} or more")
+    permutation = tensors.seeded_rng("int8", spec.seed).permutation(3 * images)
+    return QuantizationTrial(params, Examples(images_found.x[permutation], images_found.y[permutation]), images)
 
 
 def make_int8_name(block: str) -> str:
@@ -234,105 +237,112 @@ class _ScoringDevice:
         self.folder, self.examples, self.images = folder, examples, images
         self.engine = OnnxEngine(ENGINE_BYTES)
 
-    def blob_paths(self, made: Bundle) -> dict[str, Path]:
-        return {name: self.folder / "blobs" / ref.sha256 for name, ref in made.files.items()}
+    def blob_paths(self, bundle: Bundle) -> dict[str, Path]:
+        return {name: self.folder / "blobs" / ref.sha256 for name, ref in bundle.files.items()}
 
     def make_device(self) -> DeviceData:
         # the last third of the images is for the ranges
-        rest = Examples(self.examples.x[: 2 * self.images], self.examples.y[: 2 * self.images])
-        return DeviceData("int8", rest, rest)
+        examples = Examples(self.examples.x[: 2 * self.images], self.examples.y[: 2 * self.images])
+        return DeviceData("int8", examples, examples)
 
-    def make_block_runner(self, paths: Mapping[str, Path], stock: DonorPool) -> BlockRunner:
-        member, cache = self.make_device(), self.folder / "cache"
-        site = ClientContext(
-            member.device,
+    def make_block_runner(self, paths: Mapping[str, Path], pool: DonorPool) -> BlockRunner:
+        device, cache = self.make_device(), self.folder / "cache"
+        context = ClientContext(
+            device.device,
             ENGINE_BYTES,
             self.engine,
             tensors.seeded_rng("int8"),
-            member.train,
-            member.held,
+            device.train,
+            device.held,
             {},
             lambda name: {},
             paths.__getitem__,
             cache,
         )
-        return BlockRunner(site, stock.blocks.values(), 1.0)
+        return BlockRunner(context, pool.blocks.values(), 1.0)
 
 
 def _quantize_suitable_blocks(
-    bench: _ScoringDevice, plain: Bundle, params: SearchSettings
+    device: _ScoringDevice, bundle: Bundle, params: SearchSettings
 ) -> dict[str, QuantizedBlock]:
-    stock, paths, n = stitched_network.load_donor_pool(plain.meta), bench.blob_paths(plain), bench.images
-    run = bench.make_block_runner(paths, stock)
+    pool, paths, count = stitched_network.load_donor_pool(bundle.meta), device.blob_paths(bundle), device.images
+    runner = device.make_block_runner(paths, pool)
     graphs: dict[str, bytes] = {}
     seconds: dict[str, tuple[float, float]] = {}
     grams: dict[str, np.ndarray] = {}
-    grams8: dict[str, np.ndarray] = {}
-    shown = block_runner.PreparedExamples(bench.examples.x[n:], stock.input)  # n to compare on, and n for the ranges
-    begun = _run_first_blocks(run, stock, SourceSlice(shown, n, 2 * n))
-    for donor in stock.donors.values():
-        maps: ActivationSource = shown
-        for block in (stock.blocks[name] for name in donor.blocks):
-            outputs, plain_s = _time_block(run, block, maps, n)
-            grams[block.id] = scoring.stack_gram(outputs, n)
+    int8_grams: dict[str, np.ndarray] = {}
+    # `count` images for the comparison, then `count` for the ranges
+    prepared = block_runner.PreparedExamples(device.examples.x[count:], pool.input)
+    starts = _run_first_blocks(runner, pool, SourceSlice(prepared, count, 2 * count))
+    for donor in pool.donors.values():
+        maps: ActivationSource = prepared
+        for block in (pool.blocks[name] for name in donor.blocks):
+            outputs, plain_s = _time_block(runner, block, maps, count)
+            grams[block.id] = scoring.stack_gram(outputs, count)
             graph = quantize_block(
-                block, paths, _yield_calibration_inputs(SourceSlice(maps, n, 2 * n), begun, block, params)
+                block,
+                paths,
+                _yield_calibration_inputs(SourceSlice(maps, count, 2 * count), starts, block, params),
             )
             if graph is not None:
-                path = bench.folder / make_int8_name(block.id)
+                path = device.folder / make_int8_name(block.id)
                 path.write_bytes(graph)
                 paths[path.name] = path
-                outputs8, quick_s = _time_block(run, replace(block, int8=path.name).scoring_variant, maps, n)
-                graphs[block.id], seconds[block.id] = graph, (quick_s, plain_s)
-                grams8[block.id] = scoring.stack_gram(outputs8, n)
-            maps = run.run_block(block, maps, n, 2 * n, outputs)
+                int8_outputs, int8_s = _time_block(runner, replace(block, int8=path.name).scoring_variant, maps, count)
+                graphs[block.id], seconds[block.id] = graph, (int8_s, plain_s)
+                int8_grams[block.id] = scoring.stack_gram(int8_outputs, count)
+            maps = runner.run_block(block, maps, count, 2 * count, outputs)
 
     def compute_largest_change(name: str) -> float:
-        others = [gram for gram in grams.values() if gram.shape == grams[name].shape]
+        same_shape_grams = [gram for gram in grams.values() if gram.shape == grams[name].shape]
         return max(
             abs(
-                cka.cka(grams8[name], gram, params.estimator).value - cka.cka(grams[name], gram, params.estimator).value
+                cka.cka(int8_grams[name], gram, params.estimator).value
+                - cka.cka(grams[name], gram, params.estimator).value
             )
-            for gram in others
+            for gram in same_shape_grams
         )
 
     return {name: QuantizedBlock(graph, compute_largest_change(name), *seconds[name]) for name, graph in graphs.items()}
 
 
-def _time_block(run: BlockRunner, block: Block, maps: ActivationSource, n: int) -> tuple[ActivationStack, float]:
+def _time_block(runner: BlockRunner, block: Block, maps: ActivationSource, count: int) -> tuple[ActivationStack, float]:
     # the first call loads the graphs
-    run.run_block(block, SourceSlice(maps, 0, 1))
+    runner.run_block(block, SourceSlice(maps, 0, 1))
     start = time.perf_counter()
-    outputs = run.run_block(block, maps, 0, n)
+    outputs = runner.run_block(block, maps, 0, count)
     return outputs, time.perf_counter() - start
 
 
 def _run_first_blocks(
-    run: BlockRunner, stock: DonorPool, shown: ActivationSource
+    runner: BlockRunner, pool: DonorPool, prepared: ActivationSource
 ) -> list[tuple[Block, ActivationSource]]:
-    found: list[tuple[Block, ActivationSource]] = []
-    for donor in stock.donors.values():
-        maps = shown
-        for block in (stock.blocks[name] for name in donor.blocks[: max(LENGTHS)]):
-            maps = run.run_block(block, maps)
-            found.append((block, maps))
-    return found
+    outputs: list[tuple[Block, ActivationSource]] = []
+    for donor in pool.donors.values():
+        maps = prepared
+        for block in (pool.blocks[name] for name in donor.blocks[: max(PATH_LENGTHS)]):
+            maps = runner.run_block(block, maps)
+            outputs.append((block, maps))
+    return outputs
 
 
 def _yield_calibration_inputs(
-    own: ActivationSource, begun: Iterable[tuple[Block, ActivationSource]], block: Block, params: SearchSettings
+    own_inputs: ActivationSource,
+    starts: Iterable[tuple[Block, ActivationSource]],
+    block: Block,
+    params: SearchSettings,
 ) -> Iterator[np.ndarray]:
     # from the block's own donor, and from junctions fitted to that donor
-    yield from (part for _, part in block_runner.iterate_pieces(own))
-    for before, maps in begun:
-        if not stitched_network.can_connect(before, block, params.max_upsampling) or stitched_network.is_continuation(
-            before, block
+    yield from (part for _, part in block_runner.iterate_pieces(own_inputs))
+    for previous, maps in starts:
+        if not stitched_network.can_connect(previous, block, params.max_upsampling) or stitched_network.is_continuation(
+            previous, block
         ):
             continue
-        places = block_runner.draw_positions(own.shape[0], block.in_shape, params.positions)
-        x = block_runner.sample_vectors(block_runner.resize_maps(maps, *block.in_shape[1:]), places)
+        positions = block_runner.draw_positions(own_inputs.shape[0], block.in_shape, params.positions)
+        x = block_runner.sample_vectors(block_runner.resize_maps(maps, *block.in_shape[1:]), positions)
         weights, bias = least_squares.RidgeFit(x, params.ridge, params.bias).solve_weights(
-            block_runner.sample_vectors(own, places)
+            block_runner.sample_vectors(own_inputs, positions)
         )
         junction = {"weights": weights.astype(np.float32), "bias": bias.astype(np.float32)}
         yield from (
@@ -342,43 +352,45 @@ def _yield_calibration_inputs(
 
 class QuantizationChoice(NamedTuple):
     pool: tuple[str, ...]
-    plain: np.ndarray
-    quick: np.ndarray
+    plain_scores: np.ndarray
+    quantized_scores: np.ndarray
 
 
 def _score_original_and_quantized(
-    bench: _ScoringDevice, plain: Bundle, quick: Bundle, params: SearchSettings
+    device: _ScoringDevice, plain_bundle: Bundle, int8_bundle: Bundle, params: SearchSettings
 ) -> Iterator[QuantizationChoice]:
-    before, after = (METHOD.init(made, params, 0) for made in (plain, quick))
-    everywhere = replace(before.params, score_at="output", early=0, completion=False)
-    member = bench.make_device()
+    plain_state, int8_state = (METHOD.init(bundle, params, 0) for bundle in (plain_bundle, int8_bundle))
+    scoring_params = replace(plain_state.params, score_at="output", early=0, completion=False)
+    device_data = device.make_device()
     local: Tensors = {}
 
-    def score_pool(state: SearchState, net: ScoredPath, pool: tuple[str, ...]) -> np.ndarray:
+    def score_pool(state: SearchState, network: ScoredPath, pool: tuple[str, ...]) -> np.ndarray:
         nonlocal local
-        order = METHOD.send(replace(state, params=everywhere, current=net, pool=pool), DeviceView("int8", None, ()))
-        assert order is not None
-        task, site = local_backend.make_task_and_context(
-            METHOD,
-            order,
-            member,
-            bench.folder / "sent",
-            engine=bench.engine,
-            local=local,
-            cache=bench.folder / "cache",
-            path=lambda ref: bench.folder / "blobs" / ref.sha256,
+        task_spec = METHOD.send(
+            replace(state, params=scoring_params, current=network, pool=pool), DeviceView("int8", None, ())
         )
-        answer = METHOD.work(task, site)
-        local = answer.local
-        return answer.bundles["scores"]["score"]
+        assert task_spec is not None
+        task, context = local_backend.make_task_and_context(
+            METHOD,
+            task_spec,
+            device_data,
+            device.folder / "sent",
+            engine=device.engine,
+            local=local,
+            cache=device.folder / "cache",
+            path=lambda ref: device.folder / "blobs" / ref.sha256,
+        )
+        update = METHOD.work(task, context)
+        local = update.local
+        return update.bundles["scores"]["score"]
 
-    for begun in steps.starting_networks(before.stock):
-        own = before.stock.donors[before.stock.blocks[begun.path[0]].donor].blocks
-        for length in LENGTHS:
-            net = replace(begun, path=own[:length])
-            pool = steps.eligible_blocks(net, before.stock, everywhere)
-            if pool and length < len(own):
-                yield QuantizationChoice(pool, score_pool(before, net, pool), score_pool(after, net, pool))
+    for start in steps.starting_networks(plain_state.stock):
+        donor_blocks = plain_state.stock.donors[plain_state.stock.blocks[start.path[0]].donor].blocks
+        for length in PATH_LENGTHS:
+            net = replace(start, path=donor_blocks[:length])
+            pool = steps.eligible_blocks(net, plain_state.stock, scoring_params)
+            if pool and length < len(donor_blocks):
+                yield QuantizationChoice(pool, score_pool(plain_state, net, pool), score_pool(int8_state, net, pool))
 
 
 def find_rejected(
@@ -388,23 +400,23 @@ def find_rejected(
 
     Candidates that enter or leave the best K are rejected repeatedly until the remaining ones change no choice.
     """
-    left = set(candidates)
-    off = {
+    remaining = set(candidates)
+    deviating = {
         name
-        for pool, plain, quick in choices
-        for name, change in zip(pool, np.abs(quick - plain), strict=True)
-        if name in left and change >= INT8_DELTA
+        for pool, plain_scores, quantized_scores in choices
+        for name, change in zip(pool, np.abs(quantized_scores - plain_scores), strict=True)
+        if name in remaining and change >= INT8_DELTA
     }
-    left -= off
-    moved: set[str] = set()
+    remaining -= deviating
+    choice_changing: set[str] = set()
     while True:
-        found: set[str] = set()
-        for pool, plain, quick in choices:
-            mixed = np.where([name in left for name in pool], quick, plain)
-            found |= (_select_best(pool, plain, k) ^ _select_best(pool, mixed, k)) & left
-        if not found:
-            return off, moved
-        left, moved = left - found, moved | found
+        changed: set[str] = set()
+        for pool, plain_scores, quantized_scores in choices:
+            mixed = np.where([name in remaining for name in pool], quantized_scores, plain_scores)
+            changed |= (_select_best(pool, plain_scores, k) ^ _select_best(pool, mixed, k)) & remaining
+        if not changed:
+            return deviating, choice_changing
+        remaining, choice_changing = remaining - changed, choice_changing | changed
 
 
 def _select_best(pool: Sequence[str], scores: np.ndarray, k: int) -> set[str]:

@@ -19,17 +19,17 @@ UNITS = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9}
 
 def parse_point(text: str) -> OperatingPoint:
     """Parse an operating point, such as "MAXQ", "cpu=1.2GHz,gpu=850MHz" or "MAXQ,emc=1600M"."""
-    first, *rest = text.split(",")
-    named = "=" not in first
-    hz: dict[str, float] = {}
-    for part in rest if named else [first, *rest]:
-        found = re.fullmatch(r"\s*(cpu|gpu|emc)\s*=\s*(\d+(?:\.\d+)?)\s*([kmg]?)(?:hz)?\s*", part, re.IGNORECASE)
-        if found is None or f"{found[1].lower()}_hz" in hz:
+    mode_name, *clock_settings = text.split(",")
+    has_mode = "=" not in mode_name
+    clocks_hz: dict[str, float] = {}
+    for part in clock_settings if has_mode else [mode_name, *clock_settings]:
+        match = re.fullmatch(r"\s*(cpu|gpu|emc)\s*=\s*(\d+(?:\.\d+)?)\s*([kmg]?)(?:hz)?\s*", part, re.IGNORECASE)
+        if match is None or f"{match[1].lower()}_hz" in clocks_hz:
             raise JobError(f"{part.strip()!r} is no clock: write cpu=1.2GHz, gpu=850MHz or emc=1600MHz, each once")
-        hz[f"{found[1].lower()}_hz"] = float(found[2]) * UNITS[found[3].lower()]
-    if named and not 0 < len(first.strip()) <= 200:
+        clocks_hz[f"{match[1].lower()}_hz"] = float(match[2]) * UNITS[match[3].lower()]
+    if has_mode and not 0 < len(mode_name.strip()) <= 200:
         raise JobError("name a mode of the board, or clocks as in cpu=1.2GHz,gpu=850MHz")
-    return msgspec.convert({"name": first.strip() if named else text.strip()[:200], **hz}, OperatingPoint)
+    return msgspec.convert({"name": mode_name.strip() if has_mode else text.strip()[:200], **clocks_hz}, OperatingPoint)
 
 
 def read_status(root: Path) -> tuple[HelperStatus, bool]:
@@ -38,39 +38,39 @@ def read_status(root: Path) -> tuple[HelperStatus, bool]:
     if clocks is not None:
         with contextlib.closing(clocks):
             return clocks.request_status(), True
-    found = controls.discover_controls(root)
-    told = HelperStatus(
-        clocks=tuple(read_clock_state(lever) for lever in found.controls),
-        modes=tuple(mode.name for mode in found.modes),
+    clock_controls = controls.discover_controls(root)
+    status = HelperStatus(
+        clocks=tuple(read_clock_state(control) for control in clock_controls.controls),
+        modes=tuple(mode.name for mode in clock_controls.modes),
         temperature_c=controls.hottest_zone_c(root),
     )
-    return told, False
+    return status, False
 
 
 def print_status(root: Path, format: str) -> int:
-    told, has_helper = read_status(root)
+    status, has_helper = read_status(root)
     if format == "json":
-        print(msgspec.json.encode({"helper": has_helper, **msgspec.to_builtins(told)}).decode())
+        print(msgspec.json.encode({"helper": has_helper, **msgspec.to_builtins(status)}).decode())
     else:
-        print("\n".join(_format_status(told, None if has_helper else root / SOCKET)))
+        print("\n".join(_format_status(status, None if has_helper else root / SOCKET)))
     return 0
 
 
 def pin_point(text: str, root: Path, *, dry_run: bool = False) -> int:
     """Pin the clocks to a point until an interrupt, or with `dry_run` only print the settings. Return 0."""
-    wanted = parse_point(text)
+    point = parse_point(text)
     if dry_run:
-        found = controls.discover_controls(root)
-        mode = found.find_mode(wanted.name)
-        writes = [str(write) for write in controls.pin_writes(found, wanted)]
+        clock_controls = controls.discover_controls(root)
+        mode = clock_controls.find_mode(point.name)
+        writes = [str(write) for write in controls.pin_writes(clock_controls, point)]
         print("\n".join([*([f"nvpmodel -m {mode.id} ({mode.name})"] if mode else []), *writes]))
         return 0
     clocks = ClockClient.connect(root / SOCKET)
     if clocks is None:
         raise ClockError(f"no clock helper at {root / SOCKET}: start one with `sudo fedquilt board clocks serve`")
     try:
-        became = clocks.pin(wanted)
-        print(f"held: {_format_point(became)} (interrupt to let go)", flush=True)
+        pinned = clocks.pin(point)
+        print(f"held: {_format_point(pinned)} (interrupt to let go)", flush=True)
         with contextlib.suppress(KeyboardInterrupt):
             while True:
                 time.sleep(1.0)
@@ -84,32 +84,32 @@ def pin_point(text: str, root: Path, *, dry_run: bool = False) -> int:
 
 def _format_point(point: OperatingPoint) -> str:
     clocks = {"cpu": point.cpu_hz, "gpu": point.gpu_hz, "emc": point.emc_hz}
-    told = ", ".join(f"{kind} {hz / 1e6:g} MHz" for kind, hz in clocks.items() if hz is not None)
-    return told or f"mode {point.name}"
+    clocks_text = ", ".join(f"{kind} {hz / 1e6:g} MHz" for kind, hz in clocks.items() if hz is not None)
+    return clocks_text or f"mode {point.name}"
 
 
-def _format_status(told: HelperStatus, missing: Path | None) -> list[str]:
-    lines = [_format_clock(one) for one in told.clocks] or ["no clock of this machine can be seen"]
-    if told.modes:
-        lines.append(f"mode    {told.mode or 'not known'} of {', '.join(told.modes)}")
-    if told.temperature_c is not None:
-        limit = "" if told.max_temperature_c is None else f"; above {told.max_temperature_c:g} C nothing is held"
-        lines.append(f"hottest {told.temperature_c:g} C{limit}")
-    if missing is not None:
-        lines.append(f"helper  none at {missing}: `sudo fedquilt board clocks serve` starts one")
-    elif told.point is None or told.holder is None:
+def _format_status(status: HelperStatus, missing_socket: Path | None) -> list[str]:
+    lines = [_format_clock(clock) for clock in status.clocks] or ["no clock of this machine can be seen"]
+    if status.modes:
+        lines.append(f"mode    {status.mode or 'not known'} of {', '.join(status.modes)}")
+    if status.temperature_c is not None:
+        limit = "" if status.max_temperature_c is None else f"; above {status.max_temperature_c:g} C nothing is held"
+        lines.append(f"hottest {status.temperature_c:g} C{limit}")
+    if missing_socket is not None:
+        lines.append(f"helper  none at {missing_socket}: `sudo fedquilt board clocks serve` starts one")
+    elif status.point is None or status.holder is None:
         lines.append("helper  nobody holds the clocks")
     else:
-        lines.append(f"helper  {told.holder} holds {told.point.name}: {_format_point(told.point)}")
-    return [*lines, *(f"NOT PUT BACK: {sentence}" for sentence in told.unrestored_settings)]
+        lines.append(f"helper  {status.holder} holds {status.point.name}: {_format_point(status.point)}")
+    return [*lines, *(f"NOT PUT BACK: {sentence}" for sentence in status.unrestored_settings)]
 
 
-def _format_clock(one: ClockState) -> str:
+def _format_clock(clock: ClockState) -> str:
     def format_mhz(hz: float | None) -> str:
         return "?" if hz is None else f"{hz / 1e6:g}"
 
-    listed = " ".join(format_mhz(hz) for hz in one.listed_hz)
-    limits = f"{format_mhz(one.now_hz)} now, limits {format_mhz(one.low_hz)} to {format_mhz(one.high_hz)} MHz"
-    governor = f", {one.governor}" if one.governor else ""
-    none = "its list is for root alone to read" if one.hidden else "lists none: not settable"
-    return f"{one.kind:7} {one.name}: {limits}{governor}; " + (f"lists {listed}" if listed else none)
+    settings = " ".join(format_mhz(hz) for hz in clock.listed_hz)
+    limits = f"{format_mhz(clock.now_hz)} now, limits {format_mhz(clock.low_hz)} to {format_mhz(clock.high_hz)} MHz"
+    governor = f", {clock.governor}" if clock.governor else ""
+    missing_reason = "its list is for root alone to read" if clock.hidden else "lists none: not settable"
+    return f"{clock.kind:7} {clock.name}: {limits}{governor}; " + (f"lists {settings}" if settings else missing_reason)

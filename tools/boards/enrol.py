@@ -12,31 +12,36 @@ from fedquilt.host import disk
 from fedquilt.security import enrolment
 
 
-def enrol_device(settings: Path, *, waits: bool) -> int:
+def enrol_device(path: Path, *, should_retry: bool) -> int:
     def current_time() -> datetime.datetime:
         return datetime.datetime.now(datetime.timezone.utc)
 
-    told = agent.load_settings(settings)
+    agent_settings = agent.load_settings(path)
     print(
-        device_enrolment.enrol_with_retries(told, current_time, time.sleep)
-        if waits
-        else device_enrolment.enrol(told, current_time())
+        device_enrolment.enrol_with_retries(agent_settings, current_time, time.sleep)
+        if should_retry
+        else device_enrolment.enrol(agent_settings, current_time())
     )
     return 0
 
 
-def request_certificate(settings: Path, csr: Path) -> int:
-    told = agent.load_settings(settings)
-    key = device_enrolment.load_or_create_key(device_enrolment.paths_from_settings(told))
-    enrolment.write_file_with_mode(csr, device_enrolment.create_signing_request(key, told.device).encode(), 0o644)
-    print(f"{csr}: for {told.device}; its key's fingerprint is {enrolment.key_fingerprint(key.public_key())}")
-    print(f"carry it to the authority: fedquilt identity sign {csr.name} --device {told.device}")
+def request_certificate(path: Path, csr: Path) -> int:
+    agent_settings = agent.load_settings(path)
+    key = device_enrolment.load_or_create_key(device_enrolment.paths_from_settings(agent_settings))
+    enrolment.write_file_with_mode(
+        csr, device_enrolment.create_signing_request(key, agent_settings.device).encode(), 0o644
+    )
+    print(f"{csr}: for {agent_settings.device}; its key's fingerprint is {enrolment.key_fingerprint(key.public_key())}")
+    print(f"carry it to the authority: fedquilt identity sign {csr.name} --device {agent_settings.device}")
     return 0
 
 
-def accept_certificate(settings: Path, certificate: Path) -> int:
-    told = agent.load_settings(settings)
+def accept_certificate(path: Path, certificate: Path) -> int:
+    agent_settings = agent.load_settings(path)
     with disk.disk_errors(f"read {certificate}"):
         pem = certificate.read_bytes()
-    print(f"{told.device} is enrolled, until {device_enrolment.install_certificate(told, pem):%Y-%m-%d}")
+    print(
+        f"{agent_settings.device} is enrolled, until "
+        f"{device_enrolment.install_certificate(agent_settings, pem):%Y-%m-%d}"
+    )
     return 0

@@ -24,7 +24,7 @@ class BundleTarget:
     machine: str  # as `uname -m` says
     python: str
     glibc: int
-    interpreter: str = ""  # its path on the board
+    interpreter: str = ""  # path on the board
     index: str = ""
     systemd: int = 249
 
@@ -57,10 +57,10 @@ class BundleTarget:
         }
 
 
-NUMPY_2: Final = b"numpy._core._multiarray_umath"  # is imported by what was compiled with the headers of NumPy 2
+NUMPY_2: Final = b"numpy._core._multiarray_umath"  # imported by code that was compiled with NumPy 2
 NVIDIA_JP6: Final = "https://pypi.jetson-ai-lab.io/jp6/cu126"  # wheels with the GPU for JetPack 6; PyPI has none
 # Python and glibc of Ubuntu 22.04 and 24.04, on which JetPack 6 and 7 are built, and of Debian 12 and 13
-KNOWN: Final = {
+TARGETS: Final = {
     "jetpack5": BundleTarget("jetpack5", "aarch64", "", 31, systemd=245),
     "jetpack6": BundleTarget("jetpack6", "aarch64", "3.10", 35),
     "jetpack6-gpu": BundleTarget("jetpack6-gpu", "aarch64", "3.10", 35, index=NVIDIA_JP6),
@@ -77,9 +77,9 @@ OWN_PYTHON: Final = (
 
 def find_target(name: str, python: str | None = None) -> BundleTarget:
     """Return a target by name, with its Python replaced by a version or path where given."""
-    if name not in KNOWN:
-        raise JobError(f"no target {name!r}: one of {', '.join(KNOWN)}")
-    target = KNOWN[name]
+    if name not in TARGETS:
+        raise JobError(f"no target {name!r}: one of {', '.join(TARGETS)}")
+    target = TARGETS[name]
     python = python or target.python
     if not python:
         raise JobError(
@@ -88,13 +88,13 @@ def find_target(name: str, python: str | None = None) -> BundleTarget:
         )
     interpreter = None
     if "/" in python:
-        named = re.fullmatch(r"(?:/[A-Za-z0-9._+-]+)*/python(3\.\d+)", python)
-        if named is None:
+        path_match = re.fullmatch(r"(?:/[A-Za-z0-9._+-]+)*/python(3\.\d+)", python)
+        if path_match is None:
             raise JobError(
                 f"--python {python}: the whole path on the board is wanted, up to python3.N, in plain letters"
             )
-        interpreter, python = python, named[1]
-    found = re.fullmatch(r"3\.(\d+)", python)
-    if found is None or int(found[1]) < 10:
+        interpreter, python = python, path_match[1]
+    match = re.fullmatch(r"3\.(\d+)", python)
+    if match is None or int(match[1]) < 10:
         raise JobError(f"--python {python}: fedquilt needs 3.10 or newer; {OWN_PYTHON}")
     return replace(target, python=python, interpreter=interpreter or f"/usr/bin/python{python}")

@@ -67,7 +67,7 @@ class EmbeddedBroker:
             from fedquilt.tools.broker.amqtt_fixes import PatchedBroker
         except ModuleNotFoundError:
             raise JobError("the embedded broker needs amqtt: pip install 'fedquilt[demo]'") from None
-        for name in ("amqtt", "transitions"):  # each connection is three lines of theirs
+        for name in ("amqtt", "transitions"):  # they log three lines for each connection
             logging.getLogger(name).setLevel(logging.CRITICAL)
         ready = threading.Event()
         failures: list[BaseException] = []
@@ -75,7 +75,7 @@ class EmbeddedBroker:
             target=self._run_event_loop, args=(PatchedBroker, ready, failures), name="broker", daemon=True
         )
         self._thread.start()
-        if not ready.wait(START_S):  # an interrupt in the middle of an import leaves a lock of Python's held
+        if not ready.wait(START_S):  # an interrupted import can leave Python's import lock acquired
             self._thread = None
             raise LinkError(f"the embedded broker does not start within {START_S:g} s: run the command again")
         if failures:
@@ -104,23 +104,23 @@ class EmbeddedBroker:
     # -- in the thread ----------------------------------------------------------------------------
 
     def _run_event_loop(
-        self, make: Callable[[dict[str, Any]], Any], ready: threading.Event, failures: list[BaseException]
+        self, make_broker: Callable[[dict[str, Any]], Any], ready: threading.Event, failures: list[BaseException]
     ) -> None:
         try:
-            asyncio.run(self._serve_until_stop(make, ready))
+            asyncio.run(self._serve_until_stop(make_broker, ready))
         except Exception as error:
             failures.append(error)
         finally:
             ready.set()
 
-    async def _serve_until_stop(self, make: Callable[[dict[str, Any]], Any], ready: threading.Event) -> None:
+    async def _serve_until_stop(self, make_broker: Callable[[dict[str, Any]], Any], ready: threading.Event) -> None:
         self._loop, self._stop = asyncio.get_running_loop(), asyncio.Event()
         self._loop.set_exception_handler(lambda loop, context: None)  # amqtt leaves tasks of lost clients behind
         auth: dict[str, Any] = {"amqtt.plugins.authentication.AnonymousAuthPlugin": {"allow_anonymous": True}}
         if self.password_file is not None:
             auth = {"amqtt.plugins.authentication.FileAuthPlugin": {"password_file": str(self.password_file)}}
         listener = {"type": "tcp", "bind": f"{self.host}:{self.port}"}
-        broker = make({"listeners": {"default": listener}, "plugins": auth})
+        broker = make_broker({"listeners": {"default": listener}, "plugins": auth})
         await broker.start()
         self.port = broker.port
         ready.set()
@@ -165,11 +165,11 @@ def format_password_line(user: str, password: str) -> str:
 
 
 def serve_foreground(host: str, port: int, password_file: str | Path | None = None) -> None:
-    done = threading.Event()
+    stopped = threading.Event()
     with EmbeddedBroker(host, port, password_file) as broker:
-        signal.signal(signal.SIGTERM, lambda signum, frame: done.set())
+        signal.signal(signal.SIGTERM, lambda signum, frame: stopped.set())
         print(f"listening on {broker.url} (MQTT 3.1.1); Ctrl-C ends it", flush=True)
-        done.wait()
+        stopped.wait()
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ from amqtt.broker import Broker
 
 PROTOCOL = b"\x00\x04MQTT"
 LEVEL_311 = 4
-HEAD = 11  # bytes: a CONNECT's longest fixed header, its protocol's name and level; the shortest CONNECT has 14
+HEAD_BYTES = 11  # bytes: a CONNECT's longest fixed header, its protocol's name and level; the shortest CONNECT has 14
 REFUSED_LEVEL = b"\x20\x02\x00\x01"  # CONNACK of 3.1.1, "unacceptable protocol version"
 
 
@@ -73,14 +73,14 @@ class PatchedBroker(Broker):  # type: ignore[misc]
         # amqtt does not answer an unsupported protocol level with a CONNACK
         self._writers.add(writer)
         try:
-            head = await reader.readexactly(HEAD)
-            _, found, level = head.partition(PROTOCOL)
-            if found and level and level[0] != LEVEL_311:
+            head = await reader.readexactly(HEAD_BYTES)
+            _, protocol, level = head.partition(PROTOCOL)
+            if protocol and level and level[0] != LEVEL_311:
                 writer.write(REFUSED_LEVEL)
             else:
                 await self._client_connected(listener_name, ReplayedStream(head, reader), StreamWriterAdapter(writer))
         except (asyncio.IncompleteReadError, ConnectionError):
-            pass  # it left
+            pass  # the client disconnected
         finally:
             self._writers.discard(writer)
             writer.close()

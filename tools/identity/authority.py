@@ -39,12 +39,14 @@ def certificate_to_pem(cert: x509.Certificate) -> bytes:
 
 
 def subject_name(name: str, unit: str | None = None) -> x509.Name:
-    common = x509.NameAttribute(NameOID.COMMON_NAME, name)
-    return x509.Name([common] if unit is None else [x509.NameAttribute(NameOID.ORGANIZATIONAL_UNIT_NAME, unit), common])
+    common_name = x509.NameAttribute(NameOID.COMMON_NAME, name)
+    return x509.Name(
+        [common_name] if unit is None else [x509.NameAttribute(NameOID.ORGANIZATIONAL_UNIT_NAME, unit), common_name]
+    )
 
 
-def to_datetime(at_s: float) -> datetime.datetime:
-    return datetime.datetime.fromtimestamp(int(at_s), datetime.timezone.utc)
+def to_datetime(time_s: float) -> datetime.datetime:
+    return datetime.datetime.fromtimestamp(int(time_s), datetime.timezone.utc)
 
 
 def key_usage(signs_certificates: bool = False) -> x509.KeyUsage:
@@ -62,8 +64,8 @@ def key_usage(signs_certificates: bool = False) -> x509.KeyUsage:
 
 
 def authority_key_id(cert: x509.Certificate) -> x509.AuthorityKeyIdentifier:
-    own = cert.extensions.get_extension_for_class(x509.SubjectKeyIdentifier).value
-    return x509.AuthorityKeyIdentifier.from_issuer_subject_key_identifier(own)
+    subject_key_id = cert.extensions.get_extension_for_class(x509.SubjectKeyIdentifier).value
+    return x509.AuthorityKeyIdentifier.from_issuer_subject_key_identifier(subject_key_id)
 
 
 def crl_distribution_points(url: str) -> x509.CRLDistributionPoints:
@@ -85,13 +87,14 @@ def to_general_name(host: str) -> x509.GeneralName:
 DAY_S: Final = 86400.0
 EPOCH: Final = datetime.datetime(1970, 1, 1, tzinfo=datetime.timezone.utc)
 AUTHORITY_DAYS: Final = 3650
-DAYS: dict[Kind, int] = {"device": 365, "coordinator": 730, "server": 730, "observer": 365, "site": 365}
-RESERVED: Final = frozenset({authenticated_link.COORDINATOR})  # the user that the broker gives the coordinator's rights
+VALIDITY_DAYS: dict[Kind, int] = {"device": 365, "coordinator": 730, "server": 730, "observer": 365, "site": 365}
+# the broker grants this user the coordinator's rights
+RESERVED_NAMES: Final = frozenset({authenticated_link.COORDINATOR})
 _NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,63}\Z")
 _CLIENT, _SERVER = ExtendedKeyUsageOID.CLIENT_AUTH, ExtendedKeyUsageOID.SERVER_AUTH
-_USE = {
+_EXTENDED_KEY_USAGES = {
     "device": [_CLIENT],
-    "coordinator": [_CLIENT, _SERVER],  # it is the broker's client, and the side that boards shake hands with
+    "coordinator": [_CLIENT, _SERVER],  # client of the broker, and server of the handshake
     "server": [_SERVER],
     "observer": [_CLIENT],
     "site": [_CLIENT],
@@ -102,10 +105,10 @@ def parse_signing_request(pem: str, device: str) -> ec.EllipticCurvePublicKey:
     """Return the public key of a device's signing request."""
     try:
         csr = x509.load_pem_x509_csr(pem.encode())
-        sound, key, name = csr.is_signature_valid, csr.public_key(), enrolment.common_name(csr)
+        is_valid, key, name = csr.is_signature_valid, csr.public_key(), enrolment.common_name(csr)
     except (ValueError, TypeError, UnsupportedAlgorithm, InvalidSignature, x509.InvalidVersion):
         raise JobError("this is no signing request (PKCS#10, PEM): `fedquilt identity request` makes one") from None
-    if not sound:
+    if not is_valid:
         raise JobError("the signing request was changed on its way: its signature does not fit it")
     if not isinstance(key, ec.EllipticCurvePublicKey) or not isinstance(key.curve, ec.SECP256R1):
         raise JobError("the signing request has another key than ECDSA P-256: let `fedquilt identity request` make it")
@@ -158,9 +161,9 @@ class CertificateAuthority:
             builder = builder.add_extension(crl_distribution_points(crl_url), critical=False)
         enrolment.write_file_with_mode(folder / "ca.crt", certificate_to_pem(builder.sign(key, hashes.SHA256())), 0o644)
         enrolment.write_file_with_mode(folder / "ca.key", key_to_pem(key), 0o600)
-        made = cls(folder)
-        made.write_crl(now_s)
-        return made
+        authority = cls(folder)
+        authority.write_crl(now_s)
+        return authority
 
     @property
     def crl_url(self) -> str | None:
@@ -174,16 +177,16 @@ class CertificateAuthority:
 
     def require_enrollable(self, device: str, key: ec.EllipticCurvePublicKey, now_s: float) -> None:
         """Raise an error if a device may not have a certificate for a key."""
-        known = self.register.list_certificates(device)
-        if device in RESERVED or any(one.kind != "device" for one in known):
+        certs = self.register.list_certificates(device)
+        if device in RESERVED_NAMES or any(cert.kind != "device" for cert in certs):
             raise JobError(
                 f"{device!r} is no device's name here, but the coordinator's or a server's: rename the device"
             )
         if (
-            site := next((site for site, right in self.valid_sites(now_s) if right.authorizes(device)), None)
+            site := next((site for site, site_right in self.valid_sites(now_s) if site_right.authorizes(device)), None)
         ) is not None:
             raise JobError(f"{device!r} is a name of a board of site {site}: rename the device, or enrol it there")
-        if any(one.key_id == enrolment.key_fingerprint(key) and one.revoked_s is not None for one in known):
+        if any(cert.key_id == enrolment.key_fingerprint(key) and cert.revoked_s is not None for cert in certs):
             raise JobError(
                 f"this key of {device} was revoked: remove device.key on the board, which then makes another"
             )
@@ -197,15 +200,15 @@ class CertificateAuthority:
         *,
         hosts: Sequence[str] = (),
         days: float | None = None,
-        right: SiteRight | None = None,
+        site_right: SiteRight | None = None,
     ) -> IssuedCertificate:
         """Sign a certificate for a key and add it to the register, within `register.transaction`."""
         if not _NAME.match(name):
             raise JobError(f"{name!r} is no name: up to 64 of a-z, 0-9, '.', '_' and '-', beginning with a-z or 0-9")
         checked_by_boards = kind in ("server", "coordinator")
-        begins = EPOCH if checked_by_boards else to_datetime(now_s - DAY_S)  # a broker's clock may be somewhat behind
-        ends = min(
-            to_datetime(now_s + (DAYS[kind] if days is None else days) * DAY_S),
+        valid_from = EPOCH if checked_by_boards else to_datetime(now_s - DAY_S)  # the clock of a broker may be slow
+        valid_until = min(
+            to_datetime(now_s + (VALIDITY_DAYS[kind] if days is None else days) * DAY_S),
             self.cert.not_valid_after_utc,
         )
         builder = (
@@ -215,34 +218,34 @@ class CertificateAuthority:
                 key,
                 x509.random_serial_number(),
             )
-            .not_valid_before(begins)
-            .not_valid_after(ends)
+            .not_valid_before(valid_from)
+            .not_valid_after(valid_until)
             .add_extension(x509.BasicConstraints(False, None), critical=True)
             .add_extension(key_usage(), critical=True)
-            .add_extension(x509.ExtendedKeyUsage(_USE[kind]), critical=False)
+            .add_extension(x509.ExtendedKeyUsage(_EXTENDED_KEY_USAGES[kind]), critical=False)
             .add_extension(x509.SubjectKeyIdentifier.from_public_key(key), critical=False)
             .add_extension(authority_key_id(self.cert), critical=False)
         )
-        names = [to_general_name(one) for one in hosts]
-        if right is not None:
-            names.append(x509.UniformResourceIdentifier(handshake.uri_from_right(right)))
+        names = [to_general_name(host) for host in hosts]
+        if site_right is not None:
+            names.append(x509.UniformResourceIdentifier(handshake.uri_from_right(site_right)))
         if names:
             builder = builder.add_extension(x509.SubjectAlternativeName(names), critical=False)
         if self.crl_url is not None:
             builder = builder.add_extension(crl_distribution_points(self.crl_url), critical=False)
         cert = builder.sign(self._key, hashes.SHA256())
-        made = IssuedCertificate(
+        certificate = IssuedCertificate(
             serial=f"{cert.serial_number:x}",
             name=name,
             kind=kind,
             key_id=enrolment.key_fingerprint(key),
             issued_s=now_s,
-            ends_s=ends.timestamp(),
+            ends_s=valid_until.timestamp(),
             revoked_s=None,
             pem=certificate_to_pem(cert).decode(),
         )
-        self.register.add_certificate(made)
-        return made
+        self.register.add_certificate(certificate)
+        return certificate
 
     def next_upgrade_number(self, now_s: float) -> int:
         """Reserve the number of the next signed upgrade, greater than all earlier numbers.
@@ -250,11 +253,11 @@ class CertificateAuthority:
         The number is at least the seconds since 1970, so that it also grows in a folder restored from a backup.
         """
         file = self.folder / "upgrades"
-        with self.register.transaction():  # one at a time
+        with self.register.transaction():
             with disk.disk_errors(f"read {file}"):
                 text = file.read_text(encoding="ascii", errors="replace").strip() if file.is_file() else "0"
-            last = int(text) if re.fullmatch(r"[0-9]{1,15}", text) else 0
-            number = max(last + 1, int(now_s))
+            last_number = int(text) if re.fullmatch(r"[0-9]{1,15}", text) else 0
+            number = max(last_number + 1, int(now_s))
             enrolment.write_file_with_mode(file, f"{number}\n".encode(), 0o600)
         return number
 
@@ -269,58 +272,66 @@ class CertificateAuthority:
         *,
         hosts: Sequence[str] = (),
         days: float | None = None,
-        right: SiteRight | None = None,
+        site_right: SiteRight | None = None,
     ) -> tuple[IssuedCertificate, bytes]:
         """Return a new certificate and its new private key in PEM, for all kinds except devices."""
         key = ec.generate_private_key(ec.SECP256R1())
         with self.register.transaction():
-            other = next((one.kind for one in self.register.list_certificates(name) if one.kind != kind), kind)
-            if "device" in (other, kind) or other != kind:
-                one = "an observer" if other == "observer" else f"a {other}"
+            other_kind = next((cert.kind for cert in self.register.list_certificates(name) if cert.kind != kind), kind)
+            if "device" in (other_kind, kind) or other_kind != kind:
+                cert = "an observer" if other_kind == "observer" else f"a {other_kind}"
                 raise JobError(
-                    f"{name!r} is {one}'s name, and the broker grants rights by name: take a name that nobody has"
+                    f"{name!r} is {cert}'s name, and the broker grants rights by name: take a name that nobody has"
                 )
-            if (name in RESERVED) != (kind == "coordinator"):
+            if (name in RESERVED_NAMES) != (kind == "coordinator"):
                 raise JobError(
                     f"the name {authenticated_link.COORDINATOR!r} and the coordinator's rights belong together"
                 )
-            if right is not None:
-                self._require_free_boards(name, right, now_s)
-            made = self.sign_certificate(name, kind, key.public_key(), now_s, hosts=hosts, days=days, right=right)
-            return made, key_to_pem(key)
+            if site_right is not None:
+                self._require_free_boards(name, site_right, now_s)
+            certificate = self.sign_certificate(
+                name, kind, key.public_key(), now_s, hosts=hosts, days=days, site_right=site_right
+            )
+            return certificate, key_to_pem(key)
 
-    def _require_free_boards(self, name: str, right: SiteRight, now_s: float) -> None:
-        known = (one for one in self.register.list_certificates() if one.revoked_s is None and one.ends_s > now_s)
-        if (taken := next((one for one in known if right.authorizes(one.name)), None)) is not None:
-            raise JobError(f"{name} cannot speak for {taken.name}, which is a {taken.kind} here: narrow --boards")
-        for site, other in self.valid_sites(now_s):
-            if site != name and right.overlaps(other):
+    def _require_free_boards(self, name: str, site_right: SiteRight, now_s: float) -> None:
+        valid_certs = (
+            cert for cert in self.register.list_certificates() if cert.revoked_s is None and cert.ends_s > now_s
+        )
+        if (conflicting := next((cert for cert in valid_certs if site_right.authorizes(cert.name)), None)) is not None:
+            raise JobError(
+                f"{name} cannot speak for {conflicting.name}, which is a {conflicting.kind} here: narrow --boards"
+            )
+        for site, other_right in self.valid_sites(now_s):
+            if site != name and site_right.overlaps(other_right):
                 raise JobError(
                     f"{name} and {site} could both speak for one board: give each board to one site (--boards), or "
                     f"`fedquilt identity revoke {site}`"
                 )
 
     def valid_sites(self, now_s: float) -> list[tuple[str, SiteRight]]:
-        known = [one for one in self.register.list_certificates() if one.kind == "site"]
-        return [(one.name, _read_site_right(one.pem)) for one in known if one.revoked_s is None and one.ends_s > now_s]
+        certs = [cert for cert in self.register.list_certificates() if cert.kind == "site"]
+        return [
+            (cert.name, _read_site_right(cert.pem)) for cert in certs if cert.revoked_s is None and cert.ends_s > now_s
+        ]
 
     def valid_observers(self, now_s: float) -> list[str]:
-        known = [one for one in self.register.list_certificates() if one.kind == "observer"]
-        return sorted({one.name for one in known if one.revoked_s is None and one.ends_s > now_s})
+        certs = [cert for cert in self.register.list_certificates() if cert.kind == "observer"]
+        return sorted({cert.name for cert in certs if cert.revoked_s is None and cert.ends_s > now_s})
 
     # -- revoking ---------------------------------------------------------------------------------
 
     def revoke_name(self, name: str, now_s: float) -> list[IssuedCertificate]:
         with self.register.transaction():
-            known = self.register.list_certificates(name)
+            certs = self.register.list_certificates(name)
             cancelled = self.register.cancel_tokens(name)
-            if not known and not cancelled:
+            if not certs and not cancelled:
                 raise JobError(f"nothing was issued to {name!r}: `fedquilt identity list` shows all")
-            ended = [one for one in known if one.revoked_s is None and one.ends_s > now_s]
-            for one in ended:
-                self.register.revoke_certificate(one.serial, now_s)
+            revoked = [cert for cert in certs if cert.revoked_s is None and cert.ends_s > now_s]
+            for cert in revoked:
+                self.register.revoke_certificate(cert.serial, now_s)
         self.write_crl(now_s)
-        return ended
+        return revoked
 
     def write_crl(self, now_s: float) -> Path:
         """Write crl.pem, the list of revoked certificates that have not expired. Return its path.
@@ -330,7 +341,7 @@ class CertificateAuthority:
         builder = (
             x509.CertificateRevocationListBuilder()
             .issuer_name(self.cert.subject)
-            .last_update(to_datetime(now_s - DAY_S))  # for a broker whose clock is somewhat behind
+            .last_update(to_datetime(now_s - DAY_S))  # the clock of a broker may be slow
             .next_update(self.cert.not_valid_after_utc)
             .add_extension(x509.CRLNumber(int(now_s * 1000)), critical=False)
             .add_extension(authority_key_id(self.cert), critical=False)
@@ -346,9 +357,9 @@ class CertificateAuthority:
                 only_contains_attribute_certs=False,
             )
             builder = builder.add_extension(point, critical=True)
-        for one in self.register.list_certificates():
-            if one.revoked_s is not None and one.ends_s > now_s:
-                entry = x509.RevokedCertificateBuilder(int(one.serial, 16), to_datetime(one.revoked_s)).build()
+        for cert in self.register.list_certificates():
+            if cert.revoked_s is not None and cert.ends_s > now_s:
+                entry = x509.RevokedCertificateBuilder(int(cert.serial, 16), to_datetime(cert.revoked_s)).build()
                 builder = builder.add_revoked_certificate(entry)
         path = self.folder / "crl.pem"
         pem = builder.sign(self._key, hashes.SHA256()).public_bytes(serialization.Encoding.PEM)
@@ -365,10 +376,10 @@ def _read_site_right(pem: str) -> SiteRight:
         raise StoreError(f"a site's certificate in the register cannot be read ({error}): restore a copy") from None
 
 
-def describe_state(issued: IssuedCertificate, now_s: float) -> str:
-    if issued.revoked_s is not None:
-        return f"revoked {format_time(issued.revoked_s)}"
-    return f"{'expired' if issued.ends_s <= now_s else 'valid until'} {format_time(issued.ends_s)}"
+def describe_state(certificate: IssuedCertificate, now_s: float) -> str:
+    if certificate.revoked_s is not None:
+        return f"revoked {format_time(certificate.revoked_s)}"
+    return f"{'expired' if certificate.ends_s <= now_s else 'valid until'} {format_time(certificate.ends_s)}"
 
 
 def clock_s() -> float:

@@ -25,21 +25,19 @@ from fedquilt.wire import VERSION
 
 Broker = Literal["mosquitto", "emqx"]
 
-ANYWHERE: Final = "0.0.0.0"  # noqa: S104
+ALL_ADDRESSES: Final = "0.0.0.0"  # noqa: S104
 PORT: Final = 8883
 MAX_PACKET: Final = 1024 * 1024  # bytes; a chunk is at most 256 KiB, a message or manifest less
-MAX_QUEUED: Final = 50_000  # messages for one client: 10,000 boards that all speak at once, some of them twice
-MAX_QUEUED_BYTES: Final = (
-    512 * 1024 * 1024
-)  # for one client: profiles of 10,000 Jetsons, 40 kB each, when it subscribes
-MAX_INFLIGHT: Final = 100  # messages without an acknowledgement: each wait for one is a turn of a busy coordinator
-ABSENT_DAYS: Final = 1  # how long a session outlives its client
-INSTALLED: dict[Broker, str] = {"mosquitto": "/etc/mosquitto/fedquilt", "emqx": "/etc/emqx/fedquilt"}
+MAX_QUEUED: Final = 50_000  # for one client: 10,000 devices that send at once, some twice
+MAX_QUEUED_BYTES: Final = 512 * 1024 * 1024  # for one client: 10,000 profiles of 40 kB
+MAX_INFLIGHT: Final = 100  # unacknowledged messages; a low limit slows a busy coordinator
+SESSION_DAYS: Final = 1  # how long a session outlives its client
+DEFAULT_FOLDERS: dict[Broker, str] = {"mosquitto": "/etc/mosquitto/fedquilt", "emqx": "/etc/emqx/fedquilt"}
 
 
 def mosquitto_config(host: str, port: int, folder: str) -> str:
     return f"""# made by `fedquilt broker config mosquitto`
-listener {port}{"" if host == ANYWHERE else f" {host}"}
+listener {port}{"" if host == ALL_ADDRESSES else f" {host}"}
 cafile {folder}/ca.crt
 certfile {folder}/broker.crt
 keyfile {folder}/broker.key
@@ -54,7 +52,7 @@ max_packet_size {MAX_PACKET}
 max_inflight_messages {MAX_INFLIGHT}
 max_queued_messages {MAX_QUEUED}
 max_queued_bytes {MAX_QUEUED_BYTES}
-persistent_client_expiration {ABSENT_DAYS}d
+persistent_client_expiration {SESSION_DAYS}d
 persistence true
 """
 
@@ -92,10 +90,10 @@ pattern read {root}/coord/state
 
 def emqx_config(host: str, port: int, folder: str, crl: bool) -> str:
     """Return text for emqx.conf. `crl` enables the check of the revocation list."""
-    at = f"[{host}]" if ":" in host else host
+    url_host = f"[{host}]" if ":" in host else host
     return f"""# made by `fedquilt broker config emqx`
 listeners.ssl.default {{
-  bind = "{at}:{port}"
+  bind = "{url_host}:{port}"
   ssl_options {{
     cacertfile = "{folder}/ca.crt"
     certfile = "{folder}/broker.crt"
@@ -114,7 +112,7 @@ mqtt {{
   max_packet_size = {MAX_PACKET // 2**20}MB
   max_inflight = {MAX_INFLIGHT}
   max_mqueue_len = {MAX_QUEUED}
-  session_expiry_interval = {ABSENT_DAYS * 24}h
+  session_expiry_interval = {SESSION_DAYS * 24}h
 }}
 authorization {{
   no_match = deny
@@ -151,7 +149,7 @@ def write_config(
     now_s: float,
     *,
     fleet: str = "fleet",
-    listen: tuple[str, int] = (ANYWHERE, PORT),
+    listen: tuple[str, int] = (ALL_ADDRESSES, PORT),
     installed: str | None = None,
 ) -> list[str]:
     """Write the configuration, certificates and key of a broker into a folder.
@@ -161,8 +159,13 @@ def write_config(
     """
     if not hosts:
         raise JobError("a broker's certificate says by which names it is reached: give --host NAME or ADDRESS")
-    at = (installed or INSTALLED[broker]).rstrip("/")
-    if not at.startswith("/") or not at.isprintable() or '"' in at or " " in at:
+    installed_folder = (installed or DEFAULT_FOLDERS[broker]).rstrip("/")
+    if (
+        not installed_folder.startswith("/")
+        or not installed_folder.isprintable()
+        or '"' in installed_folder
+        or " " in installed_folder
+    ):
         raise JobError(f"--installed {installed!r} is no folder's full path without white space")
     with disk.disk_errors(f"make {out}"):
         out.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -173,35 +176,36 @@ def write_config(
     }
     if broker == "mosquitto":
         files |= {
-            "fedquilt.conf": mosquitto_config(*listen, at).encode(),
+            "fedquilt.conf": mosquitto_config(*listen, installed_folder).encode(),
             "acl": mosquitto_acl(fleet, observers).encode(),
         }
-        begin = f"link {at}/fedquilt.conf into /etc/mosquitto/conf.d"
+        install_step = f"link {installed_folder}/fedquilt.conf into /etc/mosquitto/conf.d"
     else:
         crl = authority.crl_url is not None
         files |= {
-            "fedquilt.conf": emqx_config(*listen, at, crl).encode(),
+            "fedquilt.conf": emqx_config(*listen, installed_folder, crl).encode(),
             "acl.conf": emqx_acl(fleet, observers).encode(),
         }
-        begin = f"append {at}/fedquilt.conf to /etc/emqx/emqx.conf"
-    said = []
+        install_step = f"append {installed_folder}/fedquilt.conf to /etc/emqx/emqx.conf"
+    messages = []
     if not _is_certificate_current(authority, out, hosts, now_s):
         issued, key = authority.issue_with_new_key("broker", "server", now_s, hosts=hosts)
         files |= {"broker.crt": issued.pem.encode()}
         enrolment.write_file_with_mode(out / "broker.key", key, 0o600)
-        said.append(f"a new certificate of the broker, for {', '.join(hosts)}")
+        messages.append(f"a new certificate of the broker, for {', '.join(hosts)}")
     for name, data in files.items():
         enrolment.write_file_with_mode(out / name, data, 0o644)
-    said += [
+    messages += [
         f"{out}: {', '.join(sorted([*files, 'broker.key']))}",
-        f"copy it to {at} on the broker's machine, its files owned by the broker's user ({broker}), broker.key 0600",
-        f"{begin}; then restart the broker",
+        f"copy it to {installed_folder} on the broker's machine, its files owned by the broker's user ({broker}), "
+        "broker.key 0600",
+        f"{install_step}; then restart the broker",
     ]
     if broker == "emqx" and authority.crl_url is None:
-        said.append(
+        messages.append(
             "EMQX will know no revocation: it fetches the list from where `fedquilt identity init --crl-url` says"
         )
-    return said
+    return messages
 
 
 def _is_certificate_current(authority: CertificateAuthority, out: Path, hosts: Sequence[str], now_s: float) -> bool:
@@ -210,12 +214,12 @@ def _is_certificate_current(authority: CertificateAuthority, out: Path, hosts: S
         names = cert.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
     except (OSError, ValueError, x509.ExtensionNotFound):
         return False
-    known = authority.register.find_by_serial(f"{cert.serial_number:x}")
-    if known is None or known.revoked_s is not None or not (out / "broker.key").is_file():
+    registered = authority.register.find_by_serial(f"{cert.serial_number:x}")
+    if registered is None or registered.revoked_s is not None or not (out / "broker.key").is_file():
         return False
-    has = {str(one.value) for one in names}
-    fresh = now_s < known.ends_s - (known.ends_s - known.issued_s) * enrolment.DUE_SHARE
-    return has == set(hosts) and fresh
+    certificate_hosts = {str(name.value) for name in names}
+    is_fresh = now_s < registered.ends_s - (registered.ends_s - registered.issued_s) * enrolment.DUE_SHARE
+    return certificate_hosts == set(hosts) and is_fresh
 
 
 def reload_advice() -> list[str]:

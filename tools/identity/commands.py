@@ -15,15 +15,15 @@ from fedquilt.core import JobError, SiteRight
 from fedquilt.host import disk, http_server
 from fedquilt.security import enrolment
 from fedquilt.tools.identity import broker_config
-from fedquilt.tools.identity.authority import RESERVED, CertificateAuthority, clock_s, describe_state
+from fedquilt.tools.identity.authority import RESERVED_NAMES, CertificateAuthority, clock_s, describe_state
 from fedquilt.tools.identity.endpoint import EnrolmentServer, EnrolmentService, serve_until_signal
-from fedquilt.tools.identity.register import TOKEN_S, Kind, format_time
+from fedquilt.tools.identity.register import TOKEN_VALIDITY_S, Kind, format_time
 
 
 def create_authority(folder: Path, crl_url: str | None) -> int:
-    made = CertificateAuthority.create(folder, "fedquilt", clock_s(), crl_url)
-    print(f"{folder}: a new authority, until {made.cert.not_valid_after_utc:%Y-%m-%d}")
-    print(f"fingerprint of its key: {enrolment.key_fingerprint(made.cert.public_key())}")
+    authority = CertificateAuthority.create(folder, "fedquilt", clock_s(), crl_url)
+    print(f"{folder}: a new authority, until {authority.cert.not_valid_after_utc:%Y-%m-%d}")
+    print(f"fingerprint of its key: {enrolment.key_fingerprint(authority.cert.public_key())}")
     print(
         f"boards get {folder}/ca.crt; {folder}/ca.key is the fleet: keep a copy of the folder where nobody else reads"
     )
@@ -37,26 +37,26 @@ def issue_and_write_certificate(
     out: Path,
     days: float | None,
     role: Literal["observer", "site"] | None = None,
-    boards: Sequence[str] = (),
-    most: int | None = None,
+    device_patterns: Sequence[str] = (),
+    max_devices: int | None = None,
 ) -> int:
     """Write a certificate and key for a server (with hosts), an observer, a site or the coordinator."""
     kind: Kind = role or ("server" if hosts else "coordinator")
     if role is not None and hosts:
         raise JobError(f"{name}: --role {role} is for no server: leave --host out")
-    if (role == "site") != bool(boards and most):
+    if (role == "site") != bool(device_patterns and max_devices):
         raise JobError(
             f"{name}: a site's certificate, and no other, says which devices the site may speak for: --role site "
             "--boards 'cam-*' --most-boards 40"
         )
-    right = _parse_right(boards, most) if boards and most else None
-    if kind == "coordinator" and name not in RESERVED:
+    site_right = _parse_right(device_patterns, max_devices) if device_patterns and max_devices else None
+    if kind == "coordinator" and name not in RESERVED_NAMES:
         raise JobError(
             f"{name}: add --host HOST for a server, or --role ROLE for an observer or a site; a device enrols "
             f"(`fedquilt identity token {name}`)"
         )
     authority = CertificateAuthority(folder)
-    issued, key = authority.issue_with_new_key(name, kind, clock_s(), hosts=hosts, days=days, right=right)
+    issued, key = authority.issue_with_new_key(name, kind, clock_s(), hosts=hosts, days=days, site_right=site_right)
     with disk.disk_errors(f"make {out}"):
         out.mkdir(parents=True, exist_ok=True)
     enrolment.write_file_with_mode(out / f"{name}.key", key, 0o600)
@@ -67,12 +67,13 @@ def issue_and_write_certificate(
     return 0
 
 
-def _parse_right(boards: Sequence[str], most: int) -> SiteRight:
+def _parse_right(device_patterns: Sequence[str], max_devices: int) -> SiteRight:
     try:
-        return msgspec.convert({"boards": boards, "most": most}, SiteRight)
+        return msgspec.convert({"boards": device_patterns, "most": max_devices}, SiteRight)
     except msgspec.ValidationError as error:
         raise JobError(
-            f"--boards {', '.join(boards)} --most-boards {most}: {error}. A pattern is a name, or its beginning and *"
+            f"--boards {', '.join(device_patterns)} --most-boards {max_devices}: {error}. A pattern is a name, or "
+            "its beginning and *"
         ) from None
 
 
@@ -81,23 +82,23 @@ def print_certificates(folder: Path, format: str) -> int:
     issued, tokens = register.list_certificates(), register.list_tokens()
     if format == "json":
         rows: Any = {
-            "certificates": [{k: v for k, v in one._asdict().items() if k != "pem"} for one in issued],
-            "tokens": [one._asdict() for one in tokens],
+            "certificates": [{k: v for k, v in cert._asdict().items() if k != "pem"} for cert in issued],
+            "tokens": [cert._asdict() for cert in tokens],
         }
         print(msgspec.json.encode(rows).decode())
         return 0
-    for one in issued:
-        print(f"{one.name:24} {one.kind:12} {describe_state(one, now_s):34} key {one.key_id[:16]}")
+    for cert in issued:
+        print(f"{cert.name:24} {cert.kind:12} {describe_state(cert, now_s):34} key {cert.key_id[:16]}")
     for token in tokens:
         if token.used_s is None:
-            until = f"{'expired' if token.ends_s <= now_s else 'until'} {format_time(token.ends_s)}"
-            print(f"{token.pattern:24} {'token':12} {until}")
+            validity = f"{'expired' if token.ends_s <= now_s else 'until'} {format_time(token.ends_s)}"
+            print(f"{token.pattern:24} {'token':12} {validity}")
     return 0
 
 
 def revoke_certificates(folder: Path, name: str) -> int:
-    ended = CertificateAuthority(folder).revoke_name(name, clock_s())
-    print(f"{name}: {len(ended)} certificate{'' if len(ended) == 1 else 's'} revoked, its tokens forgotten")
+    revoked = CertificateAuthority(folder).revoke_name(name, clock_s())
+    print(f"{name}: {len(revoked)} certificate{'' if len(revoked) == 1 else 's'} revoked, its tokens forgotten")
     print(f"{folder / 'crl.pem'} is written; brokers refuse {name} once they have it:")
     for line in broker_config.reload_advice():
         print(f"  {line}")
@@ -105,18 +106,18 @@ def revoke_certificates(folder: Path, name: str) -> int:
 
 
 def create_token(folder: Path, pattern: str, out: Path | None) -> int:
-    if pattern in RESERVED:
+    if pattern in RESERVED_NAMES:
         raise JobError(f"no board can be named {pattern!r}: `fedquilt identity issue {pattern}` makes that certificate")
     now_s = clock_s()
-    text = CertificateAuthority(folder).register.create_token(pattern, TOKEN_S, now_s)
-    said = f"for one board named {pattern}, until {format_time(now_s + TOKEN_S)}; it is not shown again"
+    text = CertificateAuthority(folder).register.create_token(pattern, TOKEN_VALIDITY_S, now_s)
+    notice = f"for one board named {pattern}, until {format_time(now_s + TOKEN_VALIDITY_S)}; it is not shown again"
     if out is None:
         print(text)
-        print(said, file=sys.stderr)
+        print(notice, file=sys.stderr)
     else:
         disk.make_output_folder(out)
         enrolment.write_file_with_mode(out, f"{text}\n".encode(), 0o600)
-        print(f"{out}: {said}")
+        print(f"{out}: {notice}")
     return 0
 
 
@@ -145,7 +146,9 @@ def configure_broker(
     folder: Path, broker: Any, hosts: Sequence[str], out: Path, *, fleet: str, listen: str, installed: str | None
 ) -> int:
     authority, now_s = CertificateAuthority(folder), clock_s()
-    at = open_metrics.parse_listen_address(listen)
-    made = broker_config.write_config(authority, broker, hosts, out, now_s, fleet=fleet, listen=at, installed=installed)
-    print("\n".join(made))
+    address = open_metrics.parse_listen_address(listen)
+    messages = broker_config.write_config(
+        authority, broker, hosts, out, now_s, fleet=fleet, listen=address, installed=installed
+    )
+    print("\n".join(messages))
     return 0

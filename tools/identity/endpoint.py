@@ -39,19 +39,19 @@ class EnrolmentService:
         if request.token is None:
             raise JobError("enrolling takes a token: ask the operator for one (`fedquilt identity token`)")
         key = parse_signing_request(request.csr, request.device)
-        own = key_fingerprint(key)
+        fingerprint = key_fingerprint(key)
         with register.transaction():
-            token = register.redeem_token(request.token, request.device, own, now_s)
+            token = register.redeem_token(request.token, request.device, fingerprint, now_s)
             if isinstance(token, str):
                 raise JobError(token)
             # only the holder of a token learns who has the name
             self.authority.require_enrollable(request.device, key, now_s)
             valid = _valid_certificates(register.list_certificates(request.device), now_s)
-            if token.used_s is not None and (again := [one for one in valid if one.key_id == own]):
-                return again[-1]  # the answer to the first time was lost
+            if token.used_s is not None and (issued_before := [cert for cert in valid if cert.key_id == fingerprint]):
+                return issued_before[-1]  # the first response was lost
             if token.used_s is not None:
                 raise JobError("the certificate of this token has ended: ask the operator for another token")
-            if not token.is_exact and any(one.key_id != own for one in valid):
+            if not token.is_exact and any(cert.key_id != fingerprint for cert in valid):
                 raise JobError(
                     f"{request.device} is enrolled with another key: if that board is gone, revoke it (`fedquilt "
                     f"identity revoke {request.device}`) or give a token for this very id; if not, give this "
@@ -63,47 +63,51 @@ class EnrolmentService:
         """Sign a certificate for the holder of certificate `serial`, or return that one if not yet due."""
         now_s, register = self._clock(), self.authority.register
         with register.transaction():
-            held = None if serial is None else register.find_by_serial(serial)
-            if held is None or held.kind != "device":
+            current = None if serial is None else register.find_by_serial(serial)
+            if current is None or current.kind != "device":
                 raise JobError("renewing takes the device's own certificate: enrol with a token instead")
-            if held.name != request.device:
-                raise JobError(f"{held.name} cannot renew the certificate of {request.device}")
-            if held.revoked_s is not None:
+            if current.name != request.device:
+                raise JobError(f"{current.name} cannot renew the certificate of {request.device}")
+            if current.revoked_s is not None:
                 raise JobError(
-                    f"the certificate of {held.name} was revoked at {format_time(held.revoked_s)}: enrol it anew"
+                    f"the certificate of {current.name} was revoked at {format_time(current.revoked_s)}: enrol it anew"
                 )
             key = parse_signing_request(request.csr, request.device)
-            own = key_fingerprint(key)
-            if own != held.key_id:
-                raise JobError(f"{held.name} renews with the key it has: with a new key it enrols by a token")
-            self.authority.require_enrollable(held.name, key, now_s)
+            fingerprint = key_fingerprint(key)
+            if fingerprint != current.key_id:
+                raise JobError(f"{current.name} renews with the key it has: with a new key it enrols by a token")
+            self.authority.require_enrollable(current.name, key, now_s)
             valid = [
-                one for one in _valid_certificates(register.list_certificates(held.name), now_s) if one.key_id == own
+                cert
+                for cert in _valid_certificates(register.list_certificates(current.name), now_s)
+                if cert.key_id == fingerprint
             ]
             if not valid:
-                raise JobError(f"the certificate of {held.name} expired at {format_time(held.ends_s)}: enrol it anew")
+                raise JobError(
+                    f"the certificate of {current.name} expired at {format_time(current.ends_s)}: enrol it anew"
+                )
             newest = valid[-1]
-            begins, ends = (datetime.datetime.fromtimestamp(s, datetime.timezone.utc) for s in newest[4:6])
-            if not is_renewal_due(begins, ends, datetime.datetime.fromtimestamp(now_s, datetime.timezone.utc)):
+            times_s = (newest.issued_s, newest.ends_s, now_s)
+            if not is_renewal_due(*(datetime.datetime.fromtimestamp(s, datetime.timezone.utc) for s in times_s)):
                 return newest
-            made = self.authority.sign_certificate(held.name, "device", key, now_s, days=self._days)
-        log.info("renewed %s, certificate until %s", made.name, format_time(made.ends_s))
-        return made
+            renewed = self.authority.sign_certificate(current.name, "device", key, now_s, days=self._days)
+        log.info("renewed %s, certificate until %s", renewed.name, format_time(renewed.ends_s))
+        return renewed
 
     def _sign_and_revoke_others(self, device: str, key: ec.EllipticCurvePublicKey, now_s: float) -> IssuedCertificate:
-        others = [
-            one
-            for one in _valid_certificates(self.authority.register.list_certificates(device), now_s)
-            if one.key_id != key_fingerprint(key)
+        other_certs = [
+            cert
+            for cert in _valid_certificates(self.authority.register.list_certificates(device), now_s)
+            if cert.key_id != key_fingerprint(key)
         ]
-        for one in others:
-            self.authority.register.revoke_certificate(one.serial, now_s)
-        made = self.authority.sign_certificate(device, "device", key, now_s, days=self._days)
-        if others:
+        for cert in other_certs:
+            self.authority.register.revoke_certificate(cert.serial, now_s)
+        certificate = self.authority.sign_certificate(device, "device", key, now_s, days=self._days)
+        if other_certs:
             self.authority.write_crl(now_s)
             log.warning("%s has a new key: its former certificate is revoked, give brokers the new crl.pem", device)
-        log.info("enrolled %s, certificate until %s", device, format_time(made.ends_s))
-        return made
+        log.info("enrolled %s, certificate until %s", device, format_time(certificate.ends_s))
+        return certificate
 
     def sign_request(self, csr: str, device: str) -> IssuedCertificate:
         now_s, key = self._clock(), parse_signing_request(csr, device)
@@ -112,25 +116,27 @@ class EnrolmentService:
             return self._sign_and_revoke_others(device, key, now_s)
 
 
-def make_enrolment_response(decide: Callable[[], IssuedCertificate], who: str) -> tuple[int, SigningResponse]:
-    """Return the HTTP status and body for the outcome of `decide`, and log a refusal."""
+def make_enrolment_response(
+    issue_certificate: Callable[[], IssuedCertificate], requester: str
+) -> tuple[int, SigningResponse]:
+    """Return the HTTP status and body for the outcome of `issue_certificate`, and log a refusal."""
     try:
-        return 200, SigningResponse(certificate=decide().pem)
+        return 200, SigningResponse(certificate=issue_certificate().pem)
     except JobError as error:
-        log.warning("refused %s: %s", who, error)
+        log.warning("refused %s: %s", requester, error)
         return 403, SigningResponse(reason=str(error))
     except FedquiltError as error:
-        log.error("%s got no certificate: %s", who, error)
+        log.error("%s got no certificate: %s", requester, error)
         return 500, SigningResponse(reason="the enrolment endpoint cannot write its register: see its log")
 
 
-def _valid_certificates(issued: list[IssuedCertificate], now_s: float) -> list[IssuedCertificate]:
-    return [one for one in issued if one.revoked_s is None and one.ends_s > now_s]
+def _valid_certificates(certs: list[IssuedCertificate], now_s: float) -> list[IssuedCertificate]:
+    return [cert for cert in certs if cert.revoked_s is None and cert.ends_s > now_s]
 
 
 LIMITS: Final = ConnectionLimits(connections=64, per_address=32)
-REQUEST_S: Final = 10.0  # for a request of at most 16 KiB and the answer
-RENEW_S: Final = 30 * DAY_S  # of the endpoint's own certificate
+REQUEST_S: Final = 10.0  # limit for request and response
+RENEWAL_S: Final = 30 * DAY_S  # of the endpoint's own certificate
 
 
 class EnrolmentServer:
@@ -145,12 +151,12 @@ class EnrolmentServer:
         clock: Callable[[], float] = clock_s,
         connections: ConnectionLimiter | None = None,
     ) -> None:
-        self._desk = EnrolmentService(authority, days, clock)
+        self._service = EnrolmentService(authority, days, clock)
         self.hosts, self._clock = tuple(hosts), clock
         self._lock = threading.Lock()  # for the authority's register
         self._context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         self._context.minimum_version = ssl.TLSVersion.TLSv1_3
-        self._context.verify_mode = ssl.CERT_OPTIONAL  # who enrols has none yet
+        self._context.verify_mode = ssl.CERT_OPTIONAL  # a device without certificate enrols by token
         self._context.load_verify_locations(authority.folder / "ca.crt")
         self._renew_certificate()
         try:
@@ -176,9 +182,9 @@ class EnrolmentServer:
         self._http.close()
 
     def _renew_certificate(self) -> None:
-        authority = self._desk.authority
+        authority = self._service.authority
         issued, key = authority.issue_with_new_key(
-            "enrolment", "server", self._clock(), hosts=self.hosts, days=3 * RENEW_S / DAY_S
+            "enrolment", "server", self._clock(), hosts=self.hosts, days=3 * RENEWAL_S / DAY_S
         )
         self._certified_s = self._clock()
         for name, data in (("enrolment.crt", issued.pem.encode()), ("enrolment.key", key)):
@@ -187,21 +193,21 @@ class EnrolmentServer:
 
     def _current_context(self) -> ssl.SSLContext:
         with self._lock:
-            if not 0 <= self._clock() - self._certified_s < RENEW_S:
+            if not 0 <= self._clock() - self._certified_s < RENEWAL_S:
                 self._renew_certificate()
         return self._context
 
     # -- requests --
 
     def _route_request(self, exchange: HttpExchange) -> None:
-        authority = self._desk.authority
+        authority = self._service.authority
         match exchange.method, exchange.path:
             case "POST", enrolment.ENROL | enrolment.RENEW:
                 self._answer_enrolment(exchange)
             case "GET" | "HEAD", enrolment.CRL:  # public: brokers elsewhere can fetch the revocation list
                 try:
                     crl = (authority.folder / "crl.pem").read_bytes()
-                except OSError as error:  # raised further, it would count as the connection's
+                except OSError as error:  # an OSError would look like a connection error
                     log.error("the revocation list cannot be read: %s", error)
                     raise RequestRefusedError(
                         500, "the revocation list cannot be read: see the endpoint's log"
@@ -218,25 +224,29 @@ class EnrolmentServer:
         assert isinstance(exchange.socket, ssl.SSLSocket)
         der = exchange.socket.getpeercert(binary_form=True)  # checked by the handshake
         serial = None if der is None else f"{x509.load_der_x509_certificate(der).serial_number:x}"
-        who = f"{request.device} at {exchange.client_address}"
+        requester = f"{request.device} at {exchange.client_address}"
 
         with self._lock:
             if exchange.path == enrolment.ENROL:
-                status, said = make_enrolment_response(lambda: self._desk.enrol_device(request), who)
+                status, response = make_enrolment_response(lambda: self._service.enrol_device(request), requester)
             else:
-                status, said = make_enrolment_response(lambda: self._desk.renew_certificate(request, serial), who)
-        exchange.send_response(status, {"Content-Type": "application/json"}, msgspec.json.encode(said))
+                status, response = make_enrolment_response(
+                    lambda: self._service.renew_certificate(request, serial), requester
+                )
+        exchange.send_response(status, {"Content-Type": "application/json"}, msgspec.json.encode(response))
 
 
-def serve_until_signal(endpoint: EnrolmentServer, say: Callable[[str], None]) -> None:
+def serve_until_signal(endpoint: EnrolmentServer, print_line: Callable[[str], None]) -> None:
     stopped = threading.Event()
-    before = signal.signal(signal.SIGTERM, lambda number, frame: stopped.set())
-    say(f"enrolling on port {endpoint.port}: boards call https://{endpoint.hosts[0]}:{endpoint.port}; Ctrl-C ends it")
+    old_handler = signal.signal(signal.SIGTERM, lambda number, frame: stopped.set())
+    print_line(
+        f"enrolling on port {endpoint.port}: boards call https://{endpoint.hosts[0]}:{endpoint.port}; Ctrl-C ends it"
+    )
     endpoint.start()
     try:
         stopped.wait()
     except KeyboardInterrupt:
         pass
     finally:
-        signal.signal(signal.SIGTERM, before)
+        signal.signal(signal.SIGTERM, old_handler)
         endpoint.close()

@@ -21,7 +21,7 @@ from fedquilt.host.disk import PRIVATE
 
 Kind = Literal["device", "coordinator", "server", "observer", "site"]
 
-TOKEN_S: Final = 72 * 3600.0  # validity of a one-time token
+TOKEN_VALIDITY_S: Final = 72 * 3600.0  # validity of a one-time token
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS certificate (
   serial TEXT PRIMARY KEY, name TEXT NOT NULL, kind TEXT NOT NULL, key_id TEXT NOT NULL,
@@ -93,12 +93,12 @@ class CertificateRegister:
 
     # -- certificates --
 
-    def add_certificate(self, issued: IssuedCertificate) -> None:
-        self._db.execute("INSERT INTO certificate VALUES (?,?,?,?,?,?,?,?)", issued)
+    def add_certificate(self, certificate: IssuedCertificate) -> None:
+        self._db.execute("INSERT INTO certificate VALUES (?,?,?,?,?,?,?,?)", certificate)
 
     def list_certificates(self, name: str | None = None) -> list[IssuedCertificate]:
-        where, values = ("", ()) if name is None else (" WHERE name = ?", (name,))
-        rows = self._db.execute(f"SELECT * FROM certificate{where} ORDER BY issued_s, rowid", values)  # noqa: S608
+        condition, values = ("", ()) if name is None else (" WHERE name = ?", (name,))
+        rows = self._db.execute(f"SELECT * FROM certificate{condition} ORDER BY issued_s, rowid", values)  # noqa: S608
         return [IssuedCertificate(*row) for row in rows]
 
     def find_by_serial(self, serial: str) -> IssuedCertificate | None:
@@ -110,11 +110,11 @@ class CertificateRegister:
 
     # -- tokens --
 
-    def create_token(self, pattern: str, lasts_s: float, now_s: float) -> str:
+    def create_token(self, pattern: str, validity_s: float, now_s: float) -> str:
         if not PATTERN.match(pattern):
             raise JobError(f"{pattern!r} is no device id, nor a pattern of ids such as 'orin-*'")
         token = secrets.token_urlsafe(24)
-        row: tuple[Any, ...] = (_hash_token(token), pattern, now_s, now_s + lasts_s, None, None, None)
+        row: tuple[Any, ...] = (_hash_token(token), pattern, now_s, now_s + validity_s, None, None, None)
         with self.transaction():
             self._db.execute("INSERT INTO token VALUES (?,?,?,?,?,?,?)", row)
         return token
@@ -155,8 +155,8 @@ class CertificateRegister:
         return self._db.execute("DELETE FROM token WHERE pattern = ? OR device = ?", (device, device)).rowcount
 
 
-def format_time(at_s: float) -> str:
-    return time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(at_s))
+def format_time(time_s: float) -> str:
+    return time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(time_s))
 
 
 def _hash_token(token: str) -> str:

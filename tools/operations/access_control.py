@@ -22,20 +22,22 @@ HEADERS: Final = {
     "cross-origin-resource-policy": "same-origin",
     "cross-origin-opener-policy": "same-origin",
 }
-REPORT: Final = {  # a run's page contains its style, no script, and is displayed in a frame of the dashboard
+REPORT_HEADERS: Final = {  # a run's page has inline styles and no script, and the dashboard shows the page in a frame
     **HEADERS,
     "content-security-policy": "default-src 'none'; style-src 'unsafe-inline'; img-src data:; base-uri 'none'; "
     "form-action 'none'; frame-ancestors 'self'; sandbox allow-same-origin",
 }
-PROOF: Final = "x-fedquilt-proof"  # header of an action, whose value pages of other sites cannot know
+PROOF_HEADER: Final = "x-fedquilt-proof"  # header of actions, with a value that other sites cannot read
 
 
-def refusal_reason(headers: Mapping[str, str], names: Collection[str] = (), *, acts: bool = False) -> str | None:
+def refusal_reason(
+    headers: Mapping[str, str], permitted_names: Collection[str] = (), *, is_action: bool = False
+) -> str | None:
     """Return why a request is refused for its host or origin, or None if it is permitted."""
     host = headers.get("host", "")
-    if not _is_permitted_host(host, names):
+    if not _is_permitted_host(host, permitted_names):
         return f"this dashboard is not called {host[:100]!r}: use its address, or allow the name with --host"
-    if not acts:
+    if not is_action:
         return None
     origin = headers.get("origin")
     if origin is None:
@@ -47,13 +49,13 @@ def refusal_reason(headers: Mapping[str, str], names: Collection[str] = (), *, a
     return None
 
 
-def _is_permitted_host(host: str, names: Collection[str]) -> bool:
+def _is_permitted_host(host: str, permitted_names: Collection[str]) -> bool:
     # addresses are permitted, because no name server can redirect them
     name = host.lower()
     if not name.endswith("]"):
-        before, colon, port = name.rpartition(":")
-        name = before if colon and port.isascii() and port.isdigit() else name
-    if name == "localhost" or name in names:
+        host_name, colon, port = name.rpartition(":")
+        name = host_name if colon and port.isascii() and port.isdigit() else name
+    if name == "localhost" or name in permitted_names:
         return True
     try:
         ipaddress.ip_address(name.removeprefix("[").removesuffix("]"))
@@ -71,28 +73,30 @@ class AccessPolicy:
 
     def __init__(self, token: str = "", port: int = 0) -> None:
         self.token = token or secrets.token_urlsafe(32)
-        self._cookie = f"fedquilt-dash-{port}"
+        self._cookie_name = f"fedquilt-dash-{port}"
 
     def accepts_token(self, token: object) -> bool:
         return isinstance(token, str) and hmac.compare_digest(token.encode(), self.token.encode())
 
     def make_session_cookie(self) -> str:
-        return f"{self._cookie}={self._derive_secret('session')}; Path=/; HttpOnly; SameSite=Strict"
+        return f"{self._cookie_name}={self._derive_secret('session')}; Path=/; HttpOnly; SameSite=Strict"
 
     def has_session(self, headers: Mapping[str, str]) -> bool:
         try:
-            found = SimpleCookie(headers.get("cookie", "")).get(self._cookie)
+            cookie = SimpleCookie(headers.get("cookie", "")).get(self._cookie_name)
         except CookieError:
             return False
-        return found is not None and hmac.compare_digest(found.value.encode(), self._derive_secret("session").encode())
+        return cookie is not None and hmac.compare_digest(
+            cookie.value.encode(), self._derive_secret("session").encode()
+        )
 
     @property
     def proof(self) -> str:
         return self._derive_secret("proof")
 
     def permits_action(self, headers: Mapping[str, str]) -> bool:
-        given = headers.get(PROOF, "")
-        return self.has_session(headers) and hmac.compare_digest(given.encode(), self.proof.encode())
+        proof = headers.get(PROOF_HEADER, "")
+        return self.has_session(headers) and hmac.compare_digest(proof.encode(), self.proof.encode())
 
-    def _derive_secret(self, use: str) -> str:
-        return hmac.new(self.token.encode(), use.encode(), hashlib.sha256).hexdigest()
+    def _derive_secret(self, purpose: str) -> str:
+        return hmac.new(self.token.encode(), purpose.encode(), hashlib.sha256).hexdigest()

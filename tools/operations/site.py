@@ -56,10 +56,10 @@ from fedquilt.wire import RefusalCode
 
 log = logging.getLogger("fedquilt.agent")
 
-WITHIN: Final = 0.9  # share of the task's deadline that the boards get: the rest is for the way up
+DEVICE_TIME_SHARE: Final = 0.9  # the rest of the task's deadline is for the upload to the parent
 POLL_S: Final = 0.5
-LONG: Final = 1_000_000  # rounds of a site's job: the coordinator above ends it
-HALTED: Final = "stopped at the site by request: it takes no part until it is resumed there (`fedquilt resume`)"
+MAX_ROUNDS: Final = 1_000_000  # the parent coordinator ends the job of a site
+STOP_NOTE: Final = "stopped at the site by request: it takes no part until it is resumed there (`fedquilt resume`)"
 
 
 class SiteDevice:
@@ -70,8 +70,8 @@ class SiteDevice:
     adjustable = holds = False
 
     def __init__(self) -> None:
-        self.memory_bytes = 1 << 40  # until its boards are seen
-        self.energy_j: float | None = None  # of the last round's boards; None: one of them has no meter
+        self.memory_bytes = 1 << 40  # until a device has sent its profile
+        self.energy_j: float | None = None  # energy of the last round, or None if a device has no meter
 
     def read_sensors(self, now_s: float) -> Reading:
         return Reading()
@@ -89,92 +89,100 @@ class SiteDevice:
 
 class _SiteJobLog:
     def __init__(self) -> None:
-        self.last: events.JobStarted | events.RoundCommitted | None = None
-        self.halted = False  # whether it was stopped here by request, and not resumed since
-        self.updates: dict[str, Update] = {}  # of the round that began last: updates that count, by board
-        self.refusals: dict[str, str] = {}  # board -> reason of its refusal, or of its update's
+        self.last_event: events.JobStarted | events.RoundCommitted | None = None
+        self.is_stopped = False
+        self.updates: dict[str, Update] = {}  # accepted updates of the latest round, by device
+        self.refusals: dict[str, str] = {}  # device -> reason of its declined task or rejected update
         self._seq = 0
 
     @property
     def current_round(self) -> int:
-        return self.last.begins if isinstance(self.last, events.JobStarted) else self.last.round if self.last else 0
+        return (
+            self.last_event.begins
+            if isinstance(self.last_event, events.JobStarted)
+            else self.last_event.round
+            if self.last_event
+            else 0
+        )
 
-    def apply_new_events(self, store: Store, id: str) -> _SiteJobLog:
-        for seq, _, fact in store.read_events(id, self._seq):
+    def apply_new_events(self, store: Store, job_id: str) -> _SiteJobLog:
+        for seq, _, event in store.read_events(job_id, self._seq):
             self._seq = seq
-            match fact:
+            match event:
                 case events.JobStarted():
-                    self.last, self.halted = fact, False
+                    self.last_event, self.is_stopped = event, False
                     self.updates, self.refusals = {}, {}
                 case events.RoundCommitted():
-                    self.last = fact
+                    self.last_event = event
                 case events.UpdateAccepted():
-                    self.updates[fact.update.device] = fact.update
+                    self.updates[event.update.device] = event.update
                 case events.UpdateLost():
-                    self.updates.pop(fact.device, None)
+                    self.updates.pop(event.device, None)
                 case events.TaskDeclined(code=code) if code == NOTHING:
                     continue
                 case events.TaskDeclined() | events.UpdateRejected():
-                    self.refusals[fact.device] = fact.reason
-                case events.NoteRecorded(said):
-                    self.halted = self.halted or said == HALTED
+                    self.refusals[event.device] = event.reason
+                case events.NoteRecorded(note):
+                    self.is_stopped = self.is_stopped or note == STOP_NOTE
                 case events.JobResumed():
-                    self.halted = False
+                    self.is_stopped = False
         return self
 
 
 class SiteWorker:
     resident_bytes: int = 0
-    server: Server  # set once it is made, with this worker's `observe`
+    server: Server  # set by `SiteAgent.attach_server`
 
-    def __init__(self, store: Store, board: SiteDevice, quorum: float = 0.5) -> None:
-        self._store, self._board, self._quorum = store, board, quorum
-        self._order: WorkRequest | None = None
-        self._begun_s = 0.0
-        self._asked = False  # whether the store has the round of the order
-        self._left: WorkRequest | None = None  # given up just now, while its round goes on
+    def __init__(self, store: Store, device: SiteDevice, quorum: float = 0.5) -> None:
+        self._store, self._device, self._quorum = store, device, quorum
+        self._request: WorkRequest | None = None
+        self._started_s = 0.0
+        self._round_stored = False  # whether the event log has the round of the request
+        self._cancelled_request: WorkRequest | None = None  # request whose round still runs
         self._outcome: WorkResult | None = None
         self._logs: dict[str, _SiteJobLog] = {}  # by job
         self._stopping: set[str] = set()  # jobs that this worker has stopped
-        self._halting: set[str] = set()  # jobs that somebody else has
+        self._stopped_by_user: set[str] = set()  # jobs that a user has stopped at the site
 
     def start(self, request: WorkRequest, now_s: float) -> None:
         # a task of the round that was just cancelled keeps that round and its deadline
-        self._asked = self._left is not None and _get_round_identity(self._left) == _get_round_identity(request)
-        self._left = None if self._asked else self._left
-        self._order, self._begun_s, self._outcome = request, now_s, None
+        self._round_stored = self._cancelled_request is not None and _get_round_identity(
+            self._cancelled_request
+        ) == _get_round_identity(request)
+        self._cancelled_request = None if self._round_stored else self._cancelled_request
+        self._request, self._started_s, self._outcome = request, now_s, None
 
     def poll_events(self, now_s: float) -> list[Event]:
         """Return the outcome when the round has been committed or has failed, and stop cancelled runs."""
         self._record_stopped_jobs()
-        if self._left is not None:
-            self._request_stop_if_active(self._left.task.job)
-            self._left = None
-        order = self._order
-        if order is None:
+        if self._cancelled_request is not None:
+            self._request_stop_if_active(self._cancelled_request.task.job)
+            self._cancelled_request = None
+        request = self._request
+        if request is None:
             return []
-        runs = self.server.find_job(order.task.job) is not None
-        if not self._asked and self._outcome is None and not runs:
-            self._asked = True
+        is_running = self.server.find_job(request.task.job) is not None
+        if not self._round_stored and self._outcome is None and not is_running:
+            self._round_stored = True
             try:
-                self._outcome = self._begin_round(order)
+                self._outcome = self._begin_round(request)
             except FedquiltError as error:
                 self._outcome = WorkResult(code="failed", reason=shorten_error(str(error)))
-        elif not self._asked and self._outcome is None and not self._adopt_running_round(order):
-            self._request_stop_if_active(order.task.job)
-        if self._outcome is None or self.server.find_job(order.task.job) is not None:
+        elif not self._round_stored and self._outcome is None and not self._adopt_running_round(request):
+            self._request_stop_if_active(request.task.job)
+        if self._outcome is None or self.server.find_job(request.task.job) is not None:
             return []
-        outcome, self._outcome, self._order = self._outcome, None, None
-        return [msgspec.structs.replace(outcome, wall_s=now_s - self._begun_s)]
+        outcome, self._outcome, self._request = self._outcome, None, None
+        return [msgspec.structs.replace(outcome, wall_s=now_s - self._started_s)]
 
     def next_poll_s(self, now_s: float) -> float:
-        return math.inf if self._order is self._left is None else now_s + POLL_S
+        return math.inf if self._request is self._cancelled_request is None else now_s + POLL_S
 
     def kill(self) -> None:
         # the next `poll_events` stops the round
-        if self._order is not None and self._asked and self._outcome is None:
-            self._left = self._order
-        self._order = self._outcome = None
+        if self._request is not None and self._round_stored and self._outcome is None:
+            self._cancelled_request = self._request
+        self._request = self._outcome = None
 
     def fds(self) -> Sequence[int]:
         return ()
@@ -183,42 +191,42 @@ class SiteWorker:
         # the round stays in the log and resumes at the next start
         ...
 
-    def observe(self, job: JobView, fact: events.AnyEvent) -> None:
+    def observe(self, job: JobView, event: events.AnyEvent) -> None:
         """Record the commit or failure of the requested round.
 
         A committed run is stopped until the next task.
         """
-        if isinstance(fact, events.RoundCommitted):
+        if isinstance(event, events.RoundCommitted):
             self._request_stop_if_active(job.id)
-            if self._is_ordered(job.id) and self._order is not None and fact.round == self._order.task.round:
-                self._outcome = self._write_bundles_and_make_outcome(job.id, fact)
-        elif isinstance(fact, events.JobEnded) and fact.status == "stopped":
-            self._halting |= {job.id} - self._stopping
+            if self._is_ordered(job.id) and self._request is not None and event.round == self._request.task.round:
+                self._outcome = self._write_bundles_and_make_outcome(job.id, event)
+        elif isinstance(event, events.JobEnded) and event.status == "stopped":
+            self._stopped_by_user |= {job.id} - self._stopping
             self._stopping.discard(job.id)
-        elif isinstance(fact, events.JobEnded) and fact.status == "failed" and self._is_ordered(job.id):
-            code: Any = fact.code if fact.code in get_args(RefusalCode) else "failed"
-            self._outcome = WorkResult(code=code, reason=shorten_error(f"the site's round failed: {fact.reason}"))
+        elif isinstance(event, events.JobEnded) and event.status == "failed" and self._is_ordered(job.id):
+            code: Any = event.code if event.code in get_args(RefusalCode) else "failed"
+            self._outcome = WorkResult(code=code, reason=shorten_error(f"the site's round failed: {event.reason}"))
 
-    def read_capabilities(self, before: Capabilities, now_s: float) -> Capabilities:
+    def read_capabilities(self, capabilities: Capabilities, now_s: float) -> Capabilities:
         """Return the site's capabilities, and update the memory of the site.
 
         Engines and codecs are those of any device, the budget is the largest.
         """
-        known = [each for each in self.server.registry.device_views(now_s).values() if each.profile]
-        seen = [each.profile for each in known if each.online and each.profile]
-        self._board.memory_bytes = sum(each.memory_bytes for each in seen)
+        registered = [device for device in self.server.registry.device_views(now_s).values() if device.profile]
+        online_profiles = [device.profile for device in registered if device.online and device.profile]
+        self._device.memory_bytes = sum(device.memory_bytes for device in online_profiles)
         return msgspec.structs.replace(
-            before,
-            budget_bytes=max((each.budget_bytes for each in seen), default=0),
-            engines=tuple(sorted({engine for each in seen for engine in each.engines})),
-            codecs=tuple(sorted({"raw"}.union(*(each.codecs for each in seen)))),
-            boards=max(len(known), 1),  # a site without boards is no board
+            capabilities,
+            budget_bytes=max((device.budget_bytes for device in online_profiles), default=0),
+            engines=tuple(sorted({engine for device in online_profiles for engine in device.engines})),
+            codecs=tuple(sorted({"raw"}.union(*(device.codecs for device in online_profiles)))),
+            boards=max(len(registered), 1),  # a site counts as at least one device
         )
 
     # -- rounds --
 
-    def _is_ordered(self, id: str) -> bool:
-        return self._order is not None and id == self._order.task.job
+    def _is_ordered(self, job_id: str) -> bool:
+        return self._request is not None and job_id == self._request.task.job
 
     def _request_stop_if_active(self, id: str) -> None:
         if self._store.stored_status(id) in ("queued", "running"):
@@ -228,62 +236,62 @@ class SiteWorker:
 
     def _record_stopped_jobs(self) -> None:
         # runs that a user stopped at the site
-        for id in [id for id in self._halting if self.server.find_job(id) is None]:
-            self._halting.discard(id)
-            self._store.append_event(id, events.NoteRecorded(HALTED))
+        for id in [id for id in self._stopped_by_user if self.server.find_job(id) is None]:
+            self._stopped_by_user.discard(id)
+            self._store.append_event(id, events.NoteRecorded(STOP_NOTE))
             if self._is_ordered(id) and self._outcome is None:
-                self._asked, self._outcome = True, WorkResult(code="failed", reason=HALTED)
+                self._round_stored, self._outcome = True, WorkResult(code="failed", reason=STOP_NOTE)
 
-    def _adopt_running_round(self, order: WorkRequest) -> bool:
-        job = self.server.find_job(order.task.job)
-        if job is None or job.id in self._stopping or job.rounds.state is None or sites.STATE not in order.bundles:
+    def _adopt_running_round(self, request: WorkRequest) -> bool:
+        job = self.server.find_job(request.task.job)
+        if job is None or job.id in self._stopping or job.rounds.state is None or sites.STATE not in request.bundles:
             return False
-        with contextlib.suppress(FedquiltError):  # who begins with the order tells it
-            here = job.rounds.ordered is not None and job.rounds.round == order.task.round
-            self._asked = here and self._has_parent_state(
-                job.rounds.state, sites.site_state_from_task(tensors.read_tensors(Path(order.bundles[sites.STATE])))
+        with contextlib.suppress(FedquiltError):  # `_begin_round` reports the error
+            is_same_round = job.rounds.ordered is not None and job.rounds.round == request.task.round
+            self._round_stored = is_same_round and self._has_parent_state(
+                job.rounds.state, sites.site_state_from_task(tensors.read_tensors(Path(request.bundles[sites.STATE])))
             )
-        return self._asked
+        return self._round_stored
 
-    def _begin_round(self, order: WorkRequest) -> WorkResult | None:
-        task, store, id = order.task, self._store, order.task.job
-        if sites.STATE not in order.bundles or "job" not in task.params:
+    def _begin_round(self, request: WorkRequest) -> WorkResult | None:
+        task, store, id = request.task, self._store, request.task.job
+        if sites.STATE not in request.bundles or "job" not in task.params:
             raise JobError(
                 "the task is none for a site: the coordinator above does not know this device as a site (`fedquilt "
                 "identity issue NAME --role site`, or [sites.NAME] in its limits.toml without certificates)"
             )
-        given = sites.site_state_from_task(tensors.read_tensors(Path(order.bundles[sites.STATE])))
-        tensors.unpack_state(given.inner.tobytes(), methods.load(task.method).state)  # before it is in the log
+        parent_state = sites.site_state_from_task(tensors.read_tensors(Path(request.bundles[sites.STATE])))
+        # the state must be valid before the event log refers to the state
+        tensors.unpack_state(parent_state.inner.tobytes(), methods.load(task.method).state)
         if not store.stored_status(id):
             job = self._make_site_job(task.params["job"])
             folder = (store.home / "sites" / id).resolve()
-            store.add_job(job, folder, id=id)  # first: files of a run that is not in the list are removed
-            _write_bundle_if_changed(folder, order)
+            store.add_job(job, folder, id=id)  # files of unlisted runs are garbage
+            _write_bundle_if_changed(folder, request)
         else:
-            _write_bundle_if_changed(
-                store.find_job(id).bundle, order
-            )  # other files than before, or a restored home has the log alone
-        known = self._read_log(id)
-        if known.halted:
-            return WorkResult(code="failed", reason=HALTED)
-        if known.last is not None and self._has_parent_state(known.last.state, given):
-            if isinstance(known.last, events.RoundCommitted) and known.last.round == task.round:
-                return self._write_bundles_and_make_outcome(id, known.last)
-            if isinstance(known.last, events.JobStarted) and known.last.begins == task.round:
+            # the files have changed, or a restored home has none
+            _write_bundle_if_changed(store.find_job(id).bundle, request)
+        job_log = self._read_log(id)
+        if job_log.is_stopped:
+            return WorkResult(code="failed", reason=STOP_NOTE)
+        if job_log.last_event is not None and self._has_parent_state(job_log.last_event.state, parent_state):
+            if isinstance(job_log.last_event, events.RoundCommitted) and job_log.last_event.round == task.round:
+                return self._write_bundles_and_make_outcome(id, job_log.last_event)
+            if isinstance(job_log.last_event, events.JobStarted) and job_log.last_event.begins == task.round:
                 self._resume_job(id)
                 return None
-        if known.last is not None and known.current_round > task.round:
+        if job_log.last_event is not None and job_log.current_round > task.round:
             log.warning(
                 "the coordinator above asks for round %d of %s, and round %d was worked for here: its home is an older "
                 "copy, or has lost its end; the boards work for these rounds again",
-                *(task.round + 1, id, known.current_round + 1),
+                *(task.round + 1, id, job_log.current_round + 1),
             )
         started = events.JobStarted(
-            store.depot.store_bytes(tensors.pack_state(given)),
+            store.depot.store_bytes(tensors.pack_state(parent_state)),
             begins=task.round,
             actions=task.actions,
             settling=bool(task.params.get("settling")),
-            deadline_s=max(WITHIN * task.deadline_s, 1.0),
+            deadline_s=max(DEVICE_TIME_SHARE * task.deadline_s, 1.0),
             class_shares=task.class_shares or (),
         )
         store.append_event(id, started)
@@ -298,9 +306,9 @@ class SiteWorker:
         self._store.set_status(id, "running")
         self.server.request_poll()
 
-    def _has_parent_state(self, ref: BlobRef, given: sites.SiteJobState) -> bool:
-        found = self._read_state(ref)
-        return found is not None and np.array_equal(found.inner, given.inner)
+    def _has_parent_state(self, ref: BlobRef, parent_state: sites.SiteJobState) -> bool:
+        stored_state = self._read_state(ref)
+        return stored_state is not None and np.array_equal(stored_state.inner, parent_state.inner)
 
     def _read_state(self, ref: BlobRef) -> sites.SiteJobState | None:
         # a large sum stays on disk. None if the blob is missing or damaged
@@ -308,12 +316,16 @@ class SiteWorker:
         return None if path is None else disk_arrays.read_state(path, sites.SiteJobState, disk, job_blobs.WHOLE_BYTES)
 
     def _make_site_job(self, table: Mapping[str, Any]) -> JobSettings:
-        told = settings.parse_job(table)
-        spared = {name: getattr(told.cohort, name) for name in ("min_battery", "max_temperature_c", "max_examples")}
+        parent_job = settings.parse_job(table)
+        device_limits = {
+            name: getattr(parent_job.cohort, name) for name in ("min_battery", "max_temperature_c", "max_examples")
+        }
         return msgspec.structs.replace(
-            told,
-            rounds=LONG,
-            cohort=settings.CohortSettings(quorum=self._quorum, attempts=1, select=told.cohort.select, **spared),
+            parent_job,
+            rounds=MAX_ROUNDS,
+            cohort=settings.CohortSettings(
+                quorum=self._quorum, attempts=1, select=parent_job.cohort.select, **device_limits
+            ),
             check=settings.EvaluationSettings(),
             stop=settings.JobLimits(),
             trigger=None,
@@ -322,58 +334,61 @@ class SiteWorker:
             donors=(),
         )
 
-    def _write_bundles_and_make_outcome(self, id: str, fact: events.RoundCommitted) -> WorkResult:
-        order, brought, known = self._order, self._read_state(fact.state), self._read_log(id)
-        assert order is not None
-        if brought is None:
+    def _write_bundles_and_make_outcome(self, id: str, event: events.RoundCommitted) -> WorkResult:
+        request, state, job_log = self._request, self._read_state(event.state), self._read_log(id)
+        assert request is not None
+        if state is None:
             return WorkResult(code="failed", reason="what the site's round has brought is gone from its disk")
-        used = [update.usage for update in known.updates.values()]
-        joules = [usage.energy_j for usage in used if usage.energy_j is not None]
-        self._board.energy_j = math.fsum(joules) if len(joules) == len(used) else None
+        usages = [update.usage for update in job_log.updates.values()]
+        joules = [usage.energy_j for usage in usages if usage.energy_j is not None]
+        self._device.energy_j = math.fsum(joules) if len(joules) == len(usages) else None
         refs = {}
-        if "work" in order.task.actions:
-            out = Path(order.output_folder)
+        if "work" in request.task.actions:
+            out = Path(request.output_folder)
             out.mkdir(parents=True, exist_ok=True)
-            for name, sent in self._yield_update_bundles(brought, sorted(known.updates)):
-                refs[name] = ref = protocol.write_tensors(out / f"{order.file_prefix}bundle", sent)
-                os.replace(out / f"{order.file_prefix}bundle", out / f"{order.file_prefix}{ref.sha256}")
+            for name, bundle in self._yield_update_bundles(state, sorted(job_log.updates)):
+                refs[name] = ref = protocol.write_tensors(out / f"{request.file_prefix}bundle", bundle)
+                os.replace(out / f"{request.file_prefix}bundle", out / f"{request.file_prefix}{ref.sha256}")
         return WorkResult(
-            weight=math.fsum(update.weight for update in known.updates.values()),
-            metrics=fact.metrics,
-            evaluation=fact.evaluation,
+            weight=math.fsum(update.weight for update in job_log.updates.values()),
+            metrics=event.metrics,
+            evaluation=event.evaluation,
             bundles=refs,
-            examples=sum(usage.examples or 0 for usage in used),
-            cpu_s=math.fsum(usage.cpu_s for usage in used),
-            note=_describe_missing_devices(known.updates, known.refusals),
+            examples=sum(usage.examples or 0 for usage in usages),
+            cpu_s=math.fsum(usage.cpu_s for usage in usages),
+            note=_describe_missing_devices(job_log.updates, job_log.refusals),
             site_usage=Usage(
-                down_bytes=sum(usage.down_bytes for usage in used), up_bytes=sum(usage.up_bytes for usage in used)
+                down_bytes=sum(usage.down_bytes for usage in usages), up_bytes=sum(usage.up_bytes for usage in usages)
             ),
         )
 
-    def _yield_update_bundles(self, state: sites.SiteJobState, boards: Sequence[str]) -> Iterator[tuple[str, Tensors]]:
+    def _yield_update_bundles(self, state: sites.SiteJobState, devices: Sequence[str]) -> Iterator[tuple[str, Tensors]]:
         # the partial sum of the devices, or their updates
         if state.form:
-            yield sites.SUM, sites.bundle_from_aggregate(state.total, state.form, boards)
+            yield sites.SUM, sites.bundle_from_aggregate(state.total, state.form, devices)
             return
         yield from sites.bundle_updates(
-            [DeviceUpdate(each.device, each.round, each.weight, each.metrics, each.bundles) for each in state.sent]
+            [
+                DeviceUpdate(update.device, update.round, update.weight, update.metrics, update.bundles)
+                for update in state.sent
+            ]
         )
 
 
-def _get_round_identity(order: WorkRequest) -> tuple[str, int, str, tuple[str, ...]]:
+def _get_round_identity(request: WorkRequest) -> tuple[str, int, str, tuple[str, ...]]:
     # two requests with the same identity are served by one round
-    task = order.task
+    task = request.task
     return task.job, task.round, task.state, task.actions
 
 
-def _write_bundle_if_changed(folder: Path, order: WorkRequest) -> None:
-    files = {name.removeprefix(sites.FILE): name for name in order.bundles if name.startswith(sites.FILE)}
+def _write_bundle_if_changed(folder: Path, request: WorkRequest) -> None:
+    files = {name.removeprefix(sites.FILE): name for name in request.bundles if name.startswith(sites.FILE)}
     with contextlib.suppress(JobError):  # the file is missing or incomplete
-        known = job_bundle.load_bundle(folder).files
-        if all(known.get(name) == order.task.bundles[given] for name, given in files.items()):
+        stored_files = job_bundle.load_bundle(folder).files
+        if all(stored_files.get(name) == request.task.bundles[contents] for name, contents in files.items()):
             return
-    given = {name: Path(order.bundles[each]).read_bytes() for name, each in files.items()}
-    job_bundle.write_bundle(folder, {"network": {}}, given)
+    contents = {name: Path(request.bundles[bundle]).read_bytes() for name, bundle in files.items()}
+    job_bundle.write_bundle(folder, {"network": {}}, contents)
 
 
 def _describe_missing_devices(updates: Mapping[str, Update], refusals: Mapping[str, str]) -> str:
@@ -381,9 +396,9 @@ def _describe_missing_devices(updates: Mapping[str, Update], refusals: Mapping[s
     return f"refused there: {failed_rounds.format_by_reason(refused)}"[:1000] if refused else ""
 
 
-MEANS_S: Final = 5.0  # between two looks at which boards there are
-BUSY_S: Final = 0.02  # between two looks at the link above while something is on its way
-IDLE_S: Final = 0.25
+CAPABILITIES_POLL_S: Final = 5.0
+BUSY_POLL_S: Final = 0.02  # while a transfer to or from the parent is pending
+IDLE_POLL_S: Final = 0.25
 
 
 class SiteAgent:
@@ -391,34 +406,34 @@ class SiteAgent:
     server: Server
 
     def __init__(
-        self, link: Link, options: AgentSettings, store: Store, boot: str | None = None, *, durable: bool = True
+        self, link: Link, options: AgentSettings, store: Store, boot_id: str | None = None, *, durable: bool = True
     ) -> None:
-        board, self.link = SiteDevice(), link
-        self._worker = SiteWorker(store, board)
-        self.agent = Agent(link, options, board, self._worker, boot, durable=durable, clock=lambda: None)
+        device, self.link = SiteDevice(), link
+        self._worker = SiteWorker(store, device)
+        self.agent = Agent(link, options, device, self._worker, boot_id, durable=durable, clock=lambda: None)
         self._lock = self.agent.storage.lock_home()
-        self._means_s, self._there = -math.inf, False  # whether a board has been seen: without any, it is no device yet
+        self._capabilities_s, self._has_devices = -math.inf, False  # a site without devices does not register
 
     def attach_server(self, server: Server) -> None:
         self.server = self._worker.server = server
 
-    def observe(self, job: JobView, fact: AnyEvent) -> None:
-        self._worker.observe(job, fact)
+    def observe(self, job: JobView, event: AnyEvent) -> None:
+        self._worker.observe(job, event)
 
     def step(self, now_s: float) -> float:
         """Handle messages of the parent coordinator, and publish changed capabilities.
 
         Nothing is published before the site has a device.
         """
-        if now_s >= self._means_s + (MEANS_S if self._there else IDLE_S):
-            self._means_s = now_s
-            means = self._worker.read_capabilities(self.agent.task_runner.state.capabilities, now_s)
-            self._there = self._there or bool(means.engines)
-            if means != self.agent.task_runner.state.capabilities:
-                self.agent.apply_capabilities(means)
-        if not self._there:
-            return now_s + IDLE_S
-        return min(self.agent.step(now_s), self._means_s + MEANS_S)
+        if now_s >= self._capabilities_s + (CAPABILITIES_POLL_S if self._has_devices else IDLE_POLL_S):
+            self._capabilities_s = now_s
+            capabilities = self._worker.read_capabilities(self.agent.task_runner.state.capabilities, now_s)
+            self._has_devices = self._has_devices or bool(capabilities.engines)
+            if capabilities != self.agent.task_runner.state.capabilities:
+                self.agent.apply_capabilities(capabilities)
+        if not self._has_devices:
+            return now_s + IDLE_POLL_S
+        return min(self.agent.step(now_s), self._capabilities_s + CAPABILITIES_POLL_S)
 
     def make_endpoint(self, server: Server) -> Endpoint:
         self.attach_server(server)
@@ -450,7 +465,9 @@ class _SiteEndpoint:
         # the caller waits for the coordinator's link alone, so the agent's link is polled
         server_s = self._server.step(now_s)
         self._site.link.wait(0.0)
-        return min(server_s, self._site.step(now_s), now_s + (BUSY_S if self._site.has_pending_transfer else IDLE_S))
+        return min(
+            server_s, self._site.step(now_s), now_s + (BUSY_POLL_S if self._site.has_pending_transfer else IDLE_POLL_S)
+        )
 
     def fds(self) -> Sequence[int]:
         return [*self._server.fds(), *self._site.fds()]
@@ -458,14 +475,14 @@ class _SiteEndpoint:
 
 def connect_site_agent(path: Path, store: Store) -> SiteAgent:
     options = load_settings(path)
-    broker, boot = Broker.from_url(**msgspec.structs.asdict(options.broker)), os.urandom(8).hex()
+    broker, boot_id = Broker.from_url(**msgspec.structs.asdict(options.broker)), os.urandom(8).hex()
     presence = wire.Topics(options.fleet).device_topic(options.device, "up", "presence")
-    will = presence, wire.encode(wire.Presence(online=False, boot=boot))
-    plain = MqttLink(broker, f"fedquilt-{options.fleet}-{options.device}", will)
-    own = load_identity(broker)
+    will = presence, wire.encode(wire.Presence(online=False, boot=boot_id))
+    link = MqttLink(broker, f"fedquilt-{options.fleet}-{options.device}", will)
+    identity = load_identity(broker)
     return SiteAgent(
-        plain if own is None else AuthenticatedDeviceLink(plain, own, options.fleet, options.device),
+        link if identity is None else AuthenticatedDeviceLink(link, identity, options.fleet, options.device),
         options,
         store,
-        boot,
+        boot_id,
     )

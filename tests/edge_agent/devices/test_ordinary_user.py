@@ -190,7 +190,7 @@ def looked_at(root: Path) -> Any:
     controls.discover_controls(root).read_state(None)
     controls.hottest_zone_c(root)
     seen = machine_facts.read_machine(root, 1.8e9, 0.0)
-    return [one.number for one in run_checks(doctor.TABLE, Facts(seen)) if one.severity == "error"]
+    return [one.number for one in run_checks(doctor.CHECKS, Facts(seen)) if one.severity == "error"]
 
 
 def richly(root: Path, board: str, jetpack: int) -> None:
@@ -271,7 +271,7 @@ def test_all_files_may_be_shut_but_that_of_the_memory(user: User, board: str, je
 def asks_for_the_mode(root: Path) -> Any:
     device = board_of(root)
     seen = Facts(machine_facts.read_machine(root, 1.8e9, 0.0))
-    told = {one.number: one.sentence for one in run_checks(doctor.TABLE, seen)}
+    told = {one.number: one.sentence for one in run_checks(doctor.CHECKS, seen)}
     assert isinstance(device, LinuxDevice)
     return [device.mode, len(device.points) > 1, told["FQ160"]]
 

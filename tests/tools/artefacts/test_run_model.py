@@ -61,7 +61,7 @@ def test_a_network_in_two_files_is_run_as_one(model: Path, tmp_path: Path) -> No
     two = made_graphs.two_files(tmp_path / "two", made_graphs.onnx.load(model))
     x = npz(tmp_path / "a.npz", x=np.broadcast_to(LEVELS[:, None, None], (4, 8, 8)))
     assert run_model(two, x) == run_model(model, x)
-    found = ModelSwitcher(two).now.network.compute_scores(np.zeros((1, 1, 4, 4), np.float32))
+    found = ModelSwitcher(two).current.network.compute_scores(np.zeros((1, 1, 4, 4), np.float32))
     assert found.tolist() == [[0.5, -0.5]]
     assert sorted(path.name for path in two.parent.iterdir()) == ["model.onnx", "model.onnx.data"]
 

@@ -141,7 +141,7 @@ def test_the_bare_loop_does_the_same_work_as_the_engine() -> None:
     from fedquilt.edge_agent.engines.torch.engine import TorchEngine
 
     work, device = tasks.WITHOUT_GPU, "cuda" if torch.cuda.is_available() else "cpu"
-    examples, start, fit = work.draw(16), work.start(), Fit(epochs=2, batch=16, lr=0.01)
+    examples, start, fit = work.draw_examples(16), work.initial_weights(), Fit(epochs=2, batch=16, lr=0.01)
     ours, _ = TorchEngine(1 << 40).train(work.network, start, examples, fit, np.random.default_rng(0))
     bare = tasks.train_bare(work.network, start, examples, fit, device)
     assert tasks.largest_difference(ours, bare, start) < 1e-2

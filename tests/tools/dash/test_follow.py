@@ -13,7 +13,7 @@ from fedquilt.coordinator.fleet.device_status import DeviceStatus
 from fedquilt.coordinator.rounds.events import CohortSelected, JobConstants, JobStarted
 from fedquilt.coordinator.storage.store import Store, StoreReader
 from fedquilt.coordinator.views import round_outcomes
-from fedquilt.tools.operations.dash.run_follower import LEAST, RunFollower, find_round_outcomes
+from fedquilt.tools.operations.dash.run_follower import MIN_ROUNDS, RunFollower, find_round_outcomes
 
 DEVICES = dashes.names(10)
 
@@ -85,11 +85,11 @@ def test_a_board_sees_where_its_time_went(home: Path) -> None:
 def test_early_rounds_are_forgotten_and_can_be_asked_for(tmp_path: Path) -> None:
     facts = dashes.facts(DEVICES, 9)
     dashes.add_run(tmp_path, facts)
-    found = followed(tmp_path, cells=0)
+    found = followed(tmp_path, max_cells=0)
     whole = round_outcomes.outcomes_by_round(facts, JobConstants.from_job(found.row.job))
-    assert sorted(found.parts) == sorted(whole)[-LEAST - 1 :]
-    assert len(found.turns) == LEAST + 1
-    assert (found.first, found.last) == (0, 8)
+    assert sorted(found.parts) == sorted(whole)[-MIN_ROUNDS - 1 :]
+    assert len(found.round_times) == MIN_ROUNDS + 1
+    assert (found.first_round, found.last_round) == (0, 8)
     for number in whole:
         assert find_round_outcomes(facts, JobConstants.from_job(found.row.job), number) == whole[number]
     assert find_round_outcomes(facts, JobConstants.from_job(found.row.job), 9) is None
@@ -99,7 +99,7 @@ def test_a_round_that_nobody_can_be_asked_in_says_whom_it_waits_for(tmp_path: Pa
     start, survey, *_ = dashes.facts(DEVICES)
     dashes.add_run(tmp_path, [start, type(survey)(0, (), {"offline": tuple(DEVICES)})])
     found = followed(tmp_path)
-    assert (found.first, found.last) == (0, 0)
+    assert (found.first_round, found.last_round) == (0, 0)
     assert "0 online" in found.describe_current_round()["waits"]
     assert {part.code for part in found.parts[0].values()} == {"offline"}
 

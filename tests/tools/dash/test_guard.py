@@ -41,13 +41,13 @@ def test_a_name_that_was_allowed_is_ours() -> None:
 def test_pages_of_other_sites_may_link_here_and_change_nothing(more: dict[str, str]) -> None:
     headers = {"host": "127.0.0.1:8080", "origin": "http://127.0.0.1:8080", **more}
     assert access_control.refusal_reason(headers) is None
-    assert "somebody else" in (access_control.refusal_reason(headers, acts=True) or "")
+    assert "somebody else" in (access_control.refusal_reason(headers, is_action=True) or "")
 
 
 def test_who_wants_something_done_says_from_which_page() -> None:
     headers = {"host": "127.0.0.1:8080"}
-    assert access_control.refusal_reason(headers, acts=True) is not None
-    assert access_control.refusal_reason({**headers, "origin": "http://127.0.0.1:8080"}, acts=True) is None
+    assert access_control.refusal_reason(headers, is_action=True) is not None
+    assert access_control.refusal_reason({**headers, "origin": "http://127.0.0.1:8080"}, is_action=True) is None
 
 
 def test_a_door_opens_for_its_token_and_its_cookie() -> None:
@@ -65,16 +65,16 @@ def test_a_door_opens_for_its_token_and_its_cookie() -> None:
     assert not other.has_session(headers)
     assert not door.has_session({"cookie": "fedquilt-dash-1=ü; ;=;"})
     assert not door.permits_action(headers)
-    assert door.permits_action({**headers, access_control.PROOF: door.proof})
-    assert not door.permits_action({access_control.PROOF: door.proof})
-    assert not door.permits_action({**headers, access_control.PROOF: "ü"})
+    assert door.permits_action({**headers, access_control.PROOF_HEADER: door.proof})
+    assert not door.permits_action({access_control.PROOF_HEADER: door.proof})
+    assert not door.permits_action({**headers, access_control.PROOF_HEADER: "ü"})
 
 
 def test_no_page_runs_a_script_that_is_not_ours() -> None:
-    for headers in (access_control.HEADERS, access_control.REPORT):
+    for headers in (access_control.HEADERS, access_control.REPORT_HEADERS):
         policy = headers["content-security-policy"]
         assert policy.startswith("default-src 'none'")
         assert "unsafe-eval" not in policy
         assert "script-src 'unsafe-inline'" not in policy
     assert "unsafe" not in access_control.HEADERS["content-security-policy"]
-    assert "script-src" not in access_control.REPORT["content-security-policy"]
+    assert "script-src" not in access_control.REPORT_HEADERS["content-security-policy"]

@@ -16,7 +16,7 @@ from fedquilt.coordinator.rounds.events import UpdateAccepted, UpdateRejected
 from fedquilt.coordinator.storage.store import Store
 from fedquilt.coordinator.storage.suspended_jobs import Suspension
 from fedquilt.tools.operations.dash import home_watcher, pages, run_follower
-from fedquilt.tools.operations.dash.home_watcher import HELD, HomeWatcher
+from fedquilt.tools.operations.dash.home_watcher import MAX_ENDED_FOLLOWERS, HomeWatcher
 from fedquilt.tools.operations.dash.run_follower import RunFollower
 
 DEVICES = dashes.names(10)
@@ -45,7 +45,7 @@ def written(made: HomeWatcher, name: str = "runs") -> None:
 def test_only_the_ended_runs_that_were_asked_for_last_are_held_with_their_details(tmp_path: Path) -> None:
     going = dashes.add_run(tmp_path, dashes.facts(DEVICES), "going")
     facts = dashes.facts(DEVICES, ended=True)
-    ended = [dashes.add_run(tmp_path, facts, f"ended-{number}", "stopped") for number in range(HELD + 2)]
+    ended = [dashes.add_run(tmp_path, facts, f"ended-{number}", "stopped") for number in range(MAX_ENDED_FOLLOWERS + 2)]
 
     async def asked(made: HomeWatcher) -> list[str]:
         for run in (going, *ended, ended[2]):
@@ -95,7 +95,7 @@ def test_of_another_database_in_the_same_place_nothing_is_told_that_was_in_the_f
 def test_boards_are_read_again_after_a_while_though_nobody_has_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, old_s: float, again: bool
 ) -> None:
-    monkeypatch.setattr(home_watcher, "OLD_S", old_s)
+    monkeypatch.setattr(home_watcher, "FLEET_MAX_AGE_S", old_s)
     dashes.add_boards(tmp_path, DEVICES)
 
     async def asked(made: HomeWatcher) -> bool:
@@ -126,7 +126,7 @@ def test_plots_of_a_long_run_have_points_from_its_first_round_to_its_last(
 ) -> None:
     found = follower(tmp_path, dashes.facts(dashes.names(5), 9, ended=True))
     for drawn, numbers in ((3, [0, 4, 8]), (9, list(range(9)))):
-        monkeypatch.setattr(run_follower, "DRAWN", drawn)
+        monkeypatch.setattr(run_follower, "MAX_PLOT_POINTS", drawn)
         assert [row["round"] - found.make_round_rows()[0]["round"] for row in found.make_round_rows()] == numbers
 
 
@@ -181,7 +181,7 @@ def test_an_answer_is_kept_until_something_changes_and_answers_that_are_kept_are
     pytest.importorskip("starlette", reason="starlette is not installed: pip install 'fedquilt[web]'")
     from fedquilt.tools.operations.dash import app
 
-    monkeypatch.setattr(app, "ANSWER_S", 1e9)
+    monkeypatch.setattr(app, "RESPONSE_TTL_S", 1e9)
     dashes.add_run(tmp_path, dashes.facts(DEVICES), "first")
 
     async def asked(made: HomeWatcher) -> None:
@@ -193,9 +193,9 @@ def test_an_answer_is_kept_until_something_changes_and_answers_that_are_kept_are
         written(made)
         told = msgspec.json.decode(await get(answers, "/api/runs"))
         assert [each["name"] for each in told["runs"]] == ["second", "first"]
-        for number in range(2 * app.ANSWERS):
+        for number in range(2 * app.MAX_CACHED_RESPONSES):
             await get(answers, "/api/runs", f"page={number}")
-        assert len(dash._answers) <= app.ANSWERS
+        assert len(dash._responses) <= app.MAX_CACHED_RESPONSES
 
     watched(tmp_path, asked)
 

@@ -246,7 +246,7 @@ def test_an_embedded_broker_of_this_machine_has_no_finding(board: Any, embedded_
 
 
 def test_an_open_broker_on_a_network_is_found() -> None:
-    seen = broker.PermissionResult(arrived=True, other_arrived=True)
+    seen = broker.PermissionResult(has_arrived=True, has_other_arrived=True)
     told = [
         told_by(broker.judge_device(seen, Broker(host, 1883, user=user), "a"))
         for host, user in (("10.0.0.9", None), ("b", "u"))

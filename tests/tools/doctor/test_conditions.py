@@ -24,7 +24,7 @@ OC = "sys/class/hwmon/hwmon9"
 
 
 def check(seen: MachineFacts, held: InstalledPackages = InstalledPackages()) -> list[Finding]:
-    return list(run_checks(doctor.TABLE, Facts(seen, held)))
+    return list(run_checks(doctor.CHECKS, Facts(seen, held)))
 
 
 def pin(root: Path, top: bool = True) -> None:

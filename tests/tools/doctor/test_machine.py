@@ -23,7 +23,7 @@ from fedquilt.tools.boards.doctor.machine_facts import MachineFacts
 
 
 def check(seen: MachineFacts, versions: Mapping[str, str] = {}) -> list[Finding]:
-    return list(run_checks(doctor.TABLE, Facts(seen, InstalledPackages(versions))))
+    return list(run_checks(doctor.CHECKS, Facts(seen, InstalledPackages(versions))))
 
 
 def test_a_healthy_board_has_no_finding(board: Any) -> None:
@@ -33,7 +33,7 @@ def test_a_healthy_board_has_no_finding(board: Any) -> None:
 @pytest.mark.parametrize(("name", "jetpack"), [("jetson-tx2", 4), ("jetson-agx-orin", 5), ("jetson-nano", 4)])
 def test_other_healthy_boards_have_none_either(tmp_path: Path, name: str, jetpack: int) -> None:
     boards.write_fake_board(tmp_path, name, jetpack)
-    seen = dataclasses.replace(machine_facts.read_machine(tmp_path, 1.8e9, 0.0), python=(3, 10))
+    seen = dataclasses.replace(machine_facts.read_machine(tmp_path, 1.8e9, 0.0), python_version=(3, 10))
     found = check(seen, {"onnxruntime": "1.23.2"})
     assert [one for one in found if one.severity != "ok"] == []
     assert seen.jetpack == jetpack
@@ -99,7 +99,7 @@ def test_a_swap_that_is_full_is_found(board: Any) -> None:
 
 
 def test_a_32_bit_python_is_found() -> None:
-    found = [one for one in check(MachineFacts(1.8e9, bits=32, memory_bytes=10**9)) if one.severity != "ok"]
+    found = [one for one in check(MachineFacts(1.8e9, python_bits=32, memory_bytes=10**9)) if one.severity != "ok"]
     assert [one.number for one in found] == ["FQ102"]
 
 

@@ -54,7 +54,7 @@ def own_wheels_built_once(tmp_path_factory: pytest.TempPathFactory) -> Iterator[
 
 @pytest.fixture
 def root(tmp_path: Path) -> RootFileSystem:
-    return RootFileSystem(plant(tmp_path / "root"), say=lambda line: None)
+    return RootFileSystem(plant(tmp_path / "root"), print_line=lambda line: None)
 
 
 @pytest.fixture

@@ -32,7 +32,7 @@ def test_files_go_with_the_settings_that_name_them(site: Path) -> None:
     assert known.home == "/var/lib/fedquilt"
     assert (known.broker.ca, known.broker.cert) == ("/etc/fedquilt/ca.crt", "/etc/fedquilt/device.crt")
     assert known.broker.key == "/etc/fedquilt/device.key"
-    assert (made.device, made.budget_bytes, made.enrols) == ("orin-1", 10**9, False)
+    assert (made.device, made.budget_bytes, made.can_enrol) == ("orin-1", 10**9, False)
 
 
 def test_one_file_does_for_many_boards(site: Path) -> None:
@@ -62,7 +62,7 @@ def test_a_board_that_enrols_makes_its_own_key(site: Path) -> None:
         site, f'{URL}ca = "ca.crt"\ncert = "not-made-yet.crt"\nkey = "not-made-yet.key"\n{ENROL}', None, site / "token"
     )
     assert set(made.files) == {"agent.toml", "ca.crt", "token"}
-    assert made.enrols
+    assert made.can_enrol
     known = agents.parse_settings(toml.parse_toml(made.files["agent.toml"].decode(), ""))
     assert (known.broker.cert, known.broker.key) == ("/etc/fedquilt/device.crt", "/etc/fedquilt/device.key")
     assert (known.enrol.url, known.enrol.token) == ("https://hub.site:8884", None)
@@ -71,7 +71,7 @@ def test_a_board_that_enrols_makes_its_own_key(site: Path) -> None:
 def test_a_board_may_bring_its_certificate_and_renew_it(site: Path) -> None:
     made = told(site, f'{URL}ca = "ca.crt"\ncert = "orin-1.crt"\nkey = "orin-1.key"\n{ENROL}')
     assert {"device.crt", "device.key"} <= set(made.files)
-    assert made.enrols
+    assert made.can_enrol
 
 
 def test_a_password_is_a_secret_of_its_own(site: Path) -> None:
@@ -146,7 +146,7 @@ def test_a_coordinators_units_say_what_its_settings_do(site: Path) -> None:
     assert (options["hosts"], options["listen"]) == (("hub.site", "10.0.0.1"), "0.0.0.0:9000")
     assert options["ca"] == Path("/var/lib/fedquilt-ca")
     assert made.files["coordinator.key"] == (site / "orin-1.key").read_bytes()
-    assert {"etc/coordinator.key", "etc/device.key"} <= bundle.SECRET
+    assert {"etc/coordinator.key", "etc/device.key"} <= bundle.SECRET_FILES
     assert "fedquilt-enrol-serve.service" not in bundle.render_units(serving(site))
     assert "fedquilt-dash.service" not in units
     for text in units.values():

@@ -181,18 +181,18 @@ def issued(at_s: float, ends_s: float = 1e9, revoked_s: float | None = None) -> 
 def test_enrolment_is_what_the_register_says() -> None:
     token = EnrolmentToken("a", 100.0, 1000.0, None, None, None)
     used = token._replace(used_s=200.0)
-    waits = EnrolmentState("waits for its first boot, until 1970-01-01 00:16 UTC", waits=True)
+    waits = EnrolmentState("waits for its first boot, until 1970-01-01 00:16 UTC", is_waiting=True)
     assert fleet.determine_enrolment_state([], [token], 150.0) == waits
     assert fleet.determine_enrolment_state([issued(50.0)], [token], 150.0) == waits
     enrolled = EnrolmentState("enrolled 1970-01-01 00:03 UTC")
     assert fleet.determine_enrolment_state([issued(50.0), issued(200.0)], [used], 250.0) == enrolled
-    assert fleet.determine_enrolment_state([], [token], 2000.0) == EnrolmentState("token expired", expired=True)
+    assert fleet.determine_enrolment_state([], [token], 2000.0) == EnrolmentState("token expired", is_expired=True)
     assert fleet.determine_enrolment_state([issued(50.0, revoked_s=60.0)], [], 150.0) == EnrolmentState()
 
 
 def test_a_watch_tells_each_change_once_and_ends_when_all_are_there() -> None:
     rows = [BoardRow("a", "jetpack6"), BoardRow("b", "jetpack6"), BoardRow("lost", "jetpack6")]
-    waits, enrolled = EnrolmentState("waits", waits=True), EnrolmentState("enrolled")
+    waits, enrolled = EnrolmentState("waits", is_waiting=True), EnrolmentState("enrolled")
     seen = iter([waits, waits, enrolled])
     waited: list[float] = []
     said: list[str] = []
@@ -224,4 +224,4 @@ def test_states_join_table_and_register(site: Path, capfd: pytest.CaptureFixture
     register.close()
     one, two = fleet.read_states(rows, plan, {"orin-2": "no route"})
     assert one.enrolment.text.startswith("enrolled ")
-    assert two.enrolment.waits
+    assert two.enrolment.is_waiting

@@ -105,7 +105,7 @@ def test_a_raspberrys_image_gets_what_a_mounted_root_gets(
     said = put(base, tmp_path / "orin-1.img", bundle)
     assert hashlib.sha256(base.read_bytes()).digest() == before
     assert said[-1].endswith("partition 2 holds it; write it to a card as any image")
-    install.install_bundle(bundle, install.RootFileSystem(tree, say=lambda line: None))
+    install.install_bundle(bundle, install.RootFileSystem(tree, print_line=lambda line: None))
     got = inside(tmp_path / "orin-1.img", tmp_path)
 
     def listed(folder: Path) -> dict[str, object]:

@@ -51,7 +51,7 @@ def test_a_second_time_nothing_changes(root: RootFileSystem, make: Make) -> None
 def test_a_dry_run_says_what_would_be_written_and_writes_nothing(root: RootFileSystem, make: Make) -> None:
     said: list[str] = []
     before = snapshot(root.path)
-    would = install_bundle(make(), RootFileSystem(root.path, dry_run=True, say=said.append))
+    would = install_bundle(make(), RootFileSystem(root.path, dry_run=True, print_line=said.append))
     assert snapshot(root.path) == before
     assert "would write /etc/fedquilt/agent.toml" in said
     assert any("would unpack 1 wheels" in line for line in said)
@@ -59,7 +59,7 @@ def test_a_dry_run_says_what_would_be_written_and_writes_nothing(root: RootFileS
 
 
 def test_the_installed_python_finds_the_packages_and_no_others(tmp_path: Path, make: Make) -> None:
-    root = RootFileSystem(plant(tmp_path / "board", python=sys.executable), say=lambda line: None)
+    root = RootFileSystem(plant(tmp_path / "board", python=sys.executable), print_line=lambda line: None)
     install_bundle(make(target=HERE), root)
     current = root.path / "opt/fedquilt/current"
     code = "import sys, toy, importlib.metadata as m; print(toy.version, m.version('toy'), sys.prefix); import pytest"
@@ -83,7 +83,7 @@ def test_a_foreign_pythons_files_are_compiled_at_the_first_boot(root: RootFileSy
     ("number", "name"), [(X86_64, "x86_64"), (ARM, "armv7l"), (0xF3, r"machine 243 of elf\.h")], ids=str
 )
 def test_another_architecture_is_refused(tmp_path: Path, make: Make, number: int, name: str) -> None:
-    root = RootFileSystem(plant(tmp_path / "other", number), say=lambda line: None)
+    root = RootFileSystem(plant(tmp_path / "other", number), print_line=lambda line: None)
     before = snapshot(root.path)
     with pytest.raises(InstallRefusedError, match=f"is {name}, and this bundle for aarch64"):
         install_bundle(make(), root)
@@ -103,7 +103,7 @@ def test_an_elf_header_is_read_in_its_own_byte_order(tmp_path: Path) -> None:
 
 
 def test_a_root_without_the_python_is_told_which_it_has(tmp_path: Path, make: Make) -> None:
-    root = RootFileSystem(plant(tmp_path / "newer", python="/usr/bin/python3.12"), say=lambda line: None)
+    root = RootFileSystem(plant(tmp_path / "newer", python="/usr/bin/python3.12"), print_line=lambda line: None)
     (root.path / "usr/bin/python3.12-config").write_text("")
     with pytest.raises(InstallRefusedError, match=r"has no /usr/bin/python3\.10 but python3\.12: "):
         install_bundle(make(), root)
@@ -142,7 +142,7 @@ def test_a_bundle_that_is_damaged_unknown_or_too_large_is_refused_before_anythin
 
 
 def test_links_of_the_root_are_followed_within_it(tmp_path: Path, make: Make) -> None:
-    root = RootFileSystem(plant(tmp_path / "root"), say=lambda line: None)
+    root = RootFileSystem(plant(tmp_path / "root"), print_line=lambda line: None)
     outside = tmp_path / "outside"
     outside.mkdir()
     (root.path / "opt").symlink_to(outside)  # absolute, as the board would see it
@@ -157,7 +157,7 @@ def test_links_of_the_root_are_followed_within_it(tmp_path: Path, make: Make) ->
 
 
 def test_links_in_circles_are_refused(tmp_path: Path, make: Make) -> None:
-    root = RootFileSystem(plant(tmp_path / "root"), say=lambda line: None)
+    root = RootFileSystem(plant(tmp_path / "root"), print_line=lambda line: None)
     (root.path / "opt").symlink_to("opt")
     with pytest.raises(InstallRefusedError, match="circles"):
         install_bundle(make(), root)
@@ -255,7 +255,7 @@ def test_uninstalling_leaves_the_identity_and_purging_leaves_nothing(root: RootF
     (root.path / "var/lib/fedquilt").mkdir(parents=True)
     (root.path / "var/lib/fedquilt/outbox").write_text("an update")
     (root.path / "etc/systemd/system/other.service").write_text("other")
-    assert uninstall(RootFileSystem(root.path, dry_run=True, say=lambda line: None)) == 9
+    assert uninstall(RootFileSystem(root.path, dry_run=True, print_line=lambda line: None)) == 9
     assert uninstall(root) == 9
     left = set(snapshot(root.path)) - set(before)
     assert left == {
@@ -322,7 +322,7 @@ def test_an_ordinary_user_runs_what_was_installed(user: User, tmp_path: Path) ->
     bundle.write_folder(
         bundle.collect_files(bundle.BoardFiles("orin-1", files, 1_000_000_000, False), HERE, house, ""), folder
     )
-    root = RootFileSystem(plant(user.folder / "board", python=sys.executable), say=lambda line: None)
+    root = RootFileSystem(plant(user.folder / "board", python=sys.executable), print_line=lambda line: None)
     before = os.umask(0o077)
     try:
         install_bundle(folder, root)

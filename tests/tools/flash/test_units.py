@@ -51,7 +51,7 @@ def test_secrets_reach_the_agent_as_credentials() -> None:
 
 
 def test_a_board_that_enrols_starts_its_agent_when_it_has() -> None:
-    enrols, other = BoardFiles("d", {"token": b""}, None, enrols=True), BoardFiles("d", {}, None)
+    enrols, other = BoardFiles("d", {"token": b""}, None, can_enrol=True), BoardFiles("d", {}, None)
     assert "ConditionPathExists=/etc/fedquilt/device.crt" in unit(enrols)
     assert "LoadCredential=device.key:/etc/fedquilt/device.key" in unit(enrols)
     start = exec_line(bundle.render_units(enrols)["fedquilt-enrol.service"])
@@ -75,14 +75,17 @@ def test_a_model_runner_is_a_unit_where_the_settings_ask_for_it(site: Path) -> N
     assert made.extras == ("identity", "images", "onnx")
     units = bundle.render_units(made)
     options = command_lines.parsed([word for word in exec_line(units["fedquilt-serve-model.service"]) if word != "-v"])
-    assert (options["models"], options["listen"]) == (Path(bundle.MODELS), "127.0.0.1:8090")
+    assert (options["models"], options["listen"]) == (Path(bundle.MODELS_FOLDER), "127.0.0.1:8090")
     assert "User=fedquilt-runner" in unit(made, "fedquilt-serve-model.service")
-    assert f"PathExists={bundle.MODELS}/current" in unit(made, "fedquilt-serve-model.path")
+    assert f"PathExists={bundle.MODELS_FOLDER}/current" in unit(made, "fedquilt-serve-model.path")
     for text in units.values():
         assert not re.findall(rb"@[A-Z_]+@", text)
-    assert agents.parse_settings(toml.parse_toml(made.files["agent.toml"].decode(), "")).models.folder == bundle.MODELS
-    assert f"ReadWritePaths=-{bundle.MODELS}" in unit(made)
-    (line,) = [line for line in unit(made, "fedquilt-setup.service") if bundle.MODELS in line]
+    assert (
+        agents.parse_settings(toml.parse_toml(made.files["agent.toml"].decode(), "")).models.folder
+        == bundle.MODELS_FOLDER
+    )
+    assert f"ReadWritePaths=-{bundle.MODELS_FOLDER}" in unit(made)
+    (line,) = [line for line in unit(made, "fedquilt-setup.service") if bundle.MODELS_FOLDER in line]
     assert "install -d -o fedquilt -g fedquilt-runner -m 3770" in line
     (rights,) = [one for one in unit(made, "fedquilt-setup.service") if one.startswith("CapabilityBoundingSet=")]
     assert "CAP_FSETID" in rights  # without it the kernel drops the mode's 2, and no model would be its group's
@@ -137,7 +140,7 @@ def test_systemd_finds_nothing_wrong_with_the_units(tmp_path: Path, site: Path, 
         pytest.skip("systemd-analyze is not installed: apt install systemd")
     folder = tmp_path / "etc/systemd/system"
     folder.mkdir(parents=True)
-    agent = BoardFiles("d", {"device.key": b"", "token": b""}, 10**9, enrols=True)
+    agent = BoardFiles("d", {"device.key": b"", "token": b""}, 10**9, can_enrol=True)
     runner = told(site, f'{URL}[models]\nserve = "127.0.0.1:8080"\n')
     made = bundle.render_units({"agent": agent, "runner": runner}.get(role) or serving(site, "[enrol]\n[dash]\n"))
     programs = ("opt/fedquilt/current/bin/python", "bin/systemd-sysusers", "bin/systemctl", "usr/bin/touch")

@@ -87,7 +87,7 @@ def started(root: RootFileSystem) -> subprocess.CompletedProcess[str]:
 
 
 def test_a_flashed_board_starts_what_was_flashed_or_what_came_over_the_air(tmp_path: Path, make: Make) -> None:
-    root = RootFileSystem(plant(tmp_path / "root", python=sys.executable), say=lambda line: None)
+    root = RootFileSystem(plant(tmp_path / "root", python=sys.executable), print_line=lambda line: None)
 
     def flashed(name: str) -> Path:
         files = {"fedquilt/__init__.py": "", "fedquilt/cli.py": SHOWS.format(name=name)}

@@ -253,7 +253,7 @@ def test_a_torch_compiled_with_numpy_1_gets_numpy_1(
 def test_the_target_with_the_gpu_knows_its_index(
     nvidias: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(targets.KNOWN, "jetpack6-gpu", replace(targets.KNOWN["jetpack6-gpu"], index=shelf(nvidias)))
+    monkeypatch.setitem(targets.TARGETS, "jetpack6-gpu", replace(targets.TARGETS["jetpack6-gpu"], index=shelf(nvidias)))
     house, _ = wheels.collect_wheels(targets.find_target("jetpack6-gpu"), ["onnx"])
     assert f"onnxruntime_gpu-1.23.0-{LOCAL}.whl" in [path.name for path in house]
     assert "onnxruntime" not in names(house)

@@ -172,20 +172,20 @@ def test_a_site_speaks_for_boards_that_are_nobody_elses(authority: CertificateAu
     with authority.register.transaction():
         authority.sign_certificate("cam-1", "device", new_key().public_key(), NOW_S)
     with pytest.raises(JobError, match="plant cannot speak for cam-1, which is a device here"):
-        authority.issue_with_new_key("plant", "site", NOW_S, right=SiteRight(("cam-*",), 4))
-    authority.issue_with_new_key("plant", "site", NOW_S, right=SiteRight(("door-*",), 4))
+        authority.issue_with_new_key("plant", "site", NOW_S, site_right=SiteRight(("cam-*",), 4))
+    authority.issue_with_new_key("plant", "site", NOW_S, site_right=SiteRight(("door-*",), 4))
     with pytest.raises(JobError, match="gate and plant could both speak for one board"):
-        authority.issue_with_new_key("gate", "site", NOW_S, right=SiteRight(("door-7",), 1))
-    authority.issue_with_new_key("plant", "site", NOW_S, right=SiteRight(("door-1",), 1))
+        authority.issue_with_new_key("gate", "site", NOW_S, site_right=SiteRight(("door-7",), 1))
+    authority.issue_with_new_key("plant", "site", NOW_S, site_right=SiteRight(("door-1",), 1))
     with pytest.raises(JobError, match="gate and plant"):  # the first certificate is valid still
-        authority.issue_with_new_key("gate", "site", NOW_S, right=SiteRight(("door-7",), 1))
+        authority.issue_with_new_key("gate", "site", NOW_S, site_right=SiteRight(("door-7",), 1))
     authority.revoke_name("plant", NOW_S)
-    authority.issue_with_new_key("gate", "site", NOW_S, right=SiteRight(("door-7",), 1))
+    authority.issue_with_new_key("gate", "site", NOW_S, site_right=SiteRight(("door-7",), 1))
     assert authority.valid_sites(NOW_S) == [("gate", SiteRight(("door-7",), 1))]
 
 
 def test_no_device_is_enrolled_under_the_name_of_a_sites_board(authority: CertificateAuthority) -> None:
-    authority.issue_with_new_key("plant", "site", NOW_S, right=SiteRight(("cam-*",), 4))
+    authority.issue_with_new_key("plant", "site", NOW_S, site_right=SiteRight(("cam-*",), 4))
     key = new_key().public_key()
     with pytest.raises(JobError, match="'cam-9' is a name of a board of site plant"):
         authority.require_enrollable("cam-9", key, NOW_S)

@@ -87,7 +87,7 @@ def test_without_a_token_nobody_learns_whose_a_name_is(office: Office) -> None:
     office.enrol("orin-7", office.token("orin-7"), key)
     office.authority.revoke_name("orin-7", NOW_S)
     office.authority.issue_with_new_key("watcher", "observer", NOW_S)
-    office.authority.issue_with_new_key("plant", "site", NOW_S, right=SiteRight(("cam-*",), 4))
+    office.authority.issue_with_new_key("plant", "site", NOW_S, site_right=SiteRight(("cam-*",), 4))
     for device, said in (
         ("watcher", "rename the device"),
         ("cam-9", "a name of a board of site plant"),

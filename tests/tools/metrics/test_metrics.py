@@ -33,7 +33,7 @@ NAMES = re.compile(r"\b(?:fedquilt|process)_\w+")
 
 
 def test_the_dashboard_asks_for_metrics_that_there_are() -> None:
-    board = json.loads((tool.HERE / "grafana.json").read_text())
+    board = json.loads((tool.FOLDER / "grafana.json").read_text())
     expressions = [target["expr"] for panel in board["panels"] for target in panel["targets"]]
     assert len(expressions) > 15
     asked = {name for each in expressions for name in NAMES.findall(each)}
@@ -44,7 +44,7 @@ def test_the_dashboard_asks_for_metrics_that_there_are() -> None:
 
 
 def test_the_rules_ask_for_metrics_that_there_are() -> None:
-    text = (tool.HERE / "alerts.yml").read_text()
+    text = (tool.FOLDER / "alerts.yml").read_text()
     asked = {name for line in text.splitlines() if "expr:" in line for name in NAMES.findall(line)}
     assert len(asked) > 6
     assert asked <= OURS

@@ -28,8 +28,8 @@ from waiting import until
 
 from fedquilt.host.http_server import RequestRefusedError
 from fedquilt.tools.operations import runner
-from fedquilt.tools.operations.runner import BODIES_MOST, BODIES_SHARE
-from fedquilt.tools.operations.runner.service import BODY_MOST, ModelService, ModelSwitcher
+from fedquilt.tools.operations.runner import MAX_ADDRESS_BYTES, MAX_PENDING_BYTES
+from fedquilt.tools.operations.runner.service import MAX_BODY_BYTES, ModelService, ModelSwitcher
 
 
 def member(name: str, data: bytes) -> bytes:
@@ -78,7 +78,7 @@ def test_a_hundred_megabytes_are_refused_before_they_are_read(running: Running) 
     assert (status, "at most 16777216 are read" in told["error"]) == (413, True)
     status, told = running.connect().post(bytes(100 << 20), Expect="100-continue")
     assert status == 413
-    assert not running.server._bytes
+    assert not running.server._pending_bytes
 
 
 @pytest.mark.parametrize(
@@ -117,7 +117,7 @@ def test_a_body_that_is_refused_unread_is_not_taken_for_the_next_request(running
     assert running.client.ask("POST", "/v1/else", body)[0] == 404
     assert running.client.post(body)[0] == 200
     with running.server.reserve_body_memory("127.0.0.1") as reserve:
-        reserve(BODIES_SHARE - len(body) + 1)
+        reserve(MAX_ADDRESS_BYTES - len(body) + 1)
         status, told = running.client.post(body)
     assert (status, told["error"]) == (503, "too many requests wait: try again")
     assert running.client.post(body)[0] == 200
@@ -125,18 +125,18 @@ def test_a_body_that_is_refused_unread_is_not_taken_for_the_next_request(running
 
 def test_bodies_of_all_addresses_together_are_limited(running: Running) -> None:
     with contextlib.ExitStack() as stack:
-        for number in range(BODIES_MOST // BODIES_SHARE):
-            stack.enter_context(running.server.reserve_body_memory(f"10.0.0.{number}"))(BODIES_SHARE)
+        for number in range(MAX_PENDING_BYTES // MAX_ADDRESS_BYTES):
+            stack.enter_context(running.server.reserve_body_memory(f"10.0.0.{number}"))(MAX_ADDRESS_BYTES)
         reserve = stack.enter_context(running.server.reserve_body_memory("10.0.0.250"))
         with pytest.raises(RequestRefusedError, match="too many requests wait"):
             reserve(1)
 
 
-@pytest.mark.parametrize("arrived", [0, BODY_MOST - 1], ids=["nothing", "all but one byte"])
+@pytest.mark.parametrize("arrived", [0, MAX_BODY_BYTES - 1], ids=["nothing", "all but one byte"])
 def test_bodies_that_an_address_announces_and_does_not_finish_keep_nobody_else_out(
     running: Running, arrived: int
 ) -> None:
-    header = f"POST /v1/classify HTTP/1.1\r\nhost: localhost\r\ncontent-length: {BODY_MOST}\r\n\r\n".encode()
+    header = f"POST /v1/classify HTTP/1.1\r\nhost: localhost\r\ncontent-length: {MAX_BODY_BYTES}\r\n\r\n".encode()
     with contextlib.ExitStack() as stack:
         for number in (1, 2, 3, 4):
             line = stack.enter_context(socket.create_connection(running.server.address, timeout=20))
@@ -145,19 +145,19 @@ def test_bodies_that_an_address_announces_and_does_not_finish_keep_nobody_else_o
             if arrived and number > 2:  # the share of an address is two such bodies
                 assert line.recv(12) == b"HTTP/1.1 503"
             else:
-                until(lambda least=number: running.server.busy >= least, "the request")
-                until(lambda least=number * arrived: running.server._bytes.total() >= least, "the bytes")
+                until(lambda least=number: running.server.active_requests >= least, "the request")
+                until(lambda least=number * arrived: running.server._pending_bytes.total() >= least, "the bytes")
         other = http.client.HTTPConnection(*running.server.address, timeout=20, source_address=("127.0.0.2", 0))
         other.request("POST", "/v1/classify", npy(classifiers.image(250)))
         assert other.getresponse().status == 200
         other.close()
-    until(lambda: not running.server._bytes, "the memory of the bodies is free again")
+    until(lambda: not running.server._pending_bytes, "the memory of the bodies is free again")
 
 
 def test_a_request_that_has_begun_is_answered_before_the_runner_ends(models: Path, monkeypatch: Any) -> None:
     service = ModelService(ModelSwitcher(models))
     begun, go_on, told = threading.Event(), threading.Event(), list[int]()
-    network = service._models.now.network
+    network = service._models.current.network
     scores = network.compute_scores
 
     def slowly(x: np.ndarray) -> np.ndarray:

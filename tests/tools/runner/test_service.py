@@ -31,13 +31,13 @@ def test_served_json_says_what_the_contract_says(running: Running, models: Path)
     assert (told["served"], told["failed"], told["drift"], told["accuracy"], told["at"]) == (1, 0, None, None, 1e6)
     assert told["latency_s"] > 0
     running.client.post(npy(classifiers.image(250)))
-    clock.now += services.OFTEN_S / 2
+    clock.now += services.BUSY_WRITE_S / 2
     running.service.write_status_if_due()
     assert json.loads((models / "served.json").read_text())["served"] == 1
-    clock.now += services.OFTEN_S
+    clock.now += services.BUSY_WRITE_S
     running.service.write_status_if_due()
     assert json.loads((models / "served.json").read_text())["served"] == 2
-    clock.now += services.SELDOM_S + 1
+    clock.now += services.IDLE_WRITE_S + 1
     running.service.write_status_if_due()
     assert json.loads((models / "served.json").read_text())["at"] == clock.now  # the agent sees that it lives
 
@@ -49,7 +49,7 @@ def test_a_network_that_cannot_answer_an_input_has_failed(
     def fail(x: np.ndarray) -> np.ndarray:
         raise error
 
-    monkeypatch.setattr(running.models.now.network, "compute_scores", fail)
+    monkeypatch.setattr(running.models.current.network, "compute_scores", fail)
     assert running.client.post(npy(classifiers.image(250)))[0] == 500
     health = running.service.make_health()
     assert (health["failed"], health["refused"], health["served"]) == (1, 0, 0)
@@ -122,7 +122,7 @@ def test_what_is_told_of_a_model_was_counted_with_it(running: Running, models: P
     classifiers.lead(models, "b")
     assert running.models.reload_if_changed()
     told = running.service.make_status()
-    assert told["model"] == running.models.now.sha256
+    assert told["model"] == running.models.current.sha256
     assert (told["drift"], told["accuracy"], told["labelled"]) == (None, None, 0)
 
 
@@ -170,7 +170,7 @@ def test_references_whose_parts_do_not_fit_are_left_out(running: Running, models
 
 
 def test_the_oldest_answers_wait_no_longer_for_their_labels(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(services, "AWAITED_MOST", 3)
+    monkeypatch.setattr(services, "MAX_UNLABELLED", 3)
     first, *others = running.service.classify_bytes(npz(x=np.stack([classifiers.image(250)] * 4)))["answers"]
     with pytest.raises(services.UnknownClassificationError, match="or more than 3 came after it"):
         running.service.record_label(first["id"], 1)
@@ -180,7 +180,7 @@ def test_the_oldest_answers_wait_no_longer_for_their_labels(running: Running, mo
 def test_references_of_the_latest_models_alone_are_kept(
     running: Running, models: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(services, "REFERENCES_MOST", 1)
+    monkeypatch.setattr(services, "MAX_REFERENCES", 1)
     for name in ("a", "b"):
         classifiers.lead(models, name)
         running.models.reload_if_changed()

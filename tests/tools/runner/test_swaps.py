@@ -20,7 +20,7 @@ from runners import Clock, Running, digest, npy
 
 from fedquilt.core import ModelError
 from fedquilt.host.disk import REAL
-from fedquilt.tools.operations.runner.service import AGAIN_S, ModelSwitcher
+from fedquilt.tools.operations.runner.service import RETRY_S, ModelSwitcher
 
 
 def test_ten_thousand_requests_through_swaps_none_dropped_none_mixed(running: Running, models: Path) -> None:
@@ -41,10 +41,10 @@ def test_ten_thousand_requests_through_swaps_none_dropped_none_mixed(running: Ru
 
     def swap() -> None:
         while not ended.is_set():
-            before = running.models.now.sha256
+            before = running.models.current.sha256
             classifiers.lead(models, "b" if os.readlink(models / "current") == "a" else "a")
             assert running.models.reload_if_changed()
-            assert running.models.now.sha256 != before
+            assert running.models.current.sha256 != before
             seen = running.service.served
             until(lambda seen=seen: ended.is_set() or running.service.served > seen + 300, "requests between two swaps")
 
@@ -74,7 +74,7 @@ def test_ten_thousand_requests_through_swaps_none_dropped_none_mixed(running: Ru
 
 
 def test_a_request_begun_with_the_old_model_ends_with_it(running: Running, models: Path) -> None:
-    old, network = running.models.now, running.models.now.network
+    old, network = running.models.current, running.models.current.network
     begun, go_on, told = threading.Event(), threading.Event(), []
     scores = network.compute_scores
 
@@ -105,7 +105,7 @@ def test_a_model_that_does_not_load_leaves_the_old_one(running: Running, models:
         classifiers.written(models / "c" / "model.onnx", labels=("x", "y", "z"))
     if what == "link":
         (models / "c" / "model.onnx").symlink_to("nowhere")
-    old = running.models.now.sha256
+    old = running.models.current.sha256
     classifiers.lead(models, "c")
     assert not running.models.reload_if_changed()
     status, health = running.client.ask("GET", "/v1/health")
@@ -131,7 +131,7 @@ def test_a_model_that_failed_is_tried_again_later(models: Path) -> None:
     for _ in range(5):
         assert not found.reload_if_changed()
     assert len(tried) == 1
-    clock.now += AGAIN_S + 1
+    clock.now += RETRY_S + 1
     assert not found.reload_if_changed()
     assert len(tried) == 2
 
@@ -148,7 +148,7 @@ def test_a_file_that_changes_while_it_is_read_is_refused(models: Path, monkeypat
 
 def test_a_file_and_a_models_folder_do_too(models: Path) -> None:
     path = models / "a" / "model.onnx"
-    assert ModelSwitcher(path).now.sha256 == ModelSwitcher(models / "a").now.sha256 == digest(path)
+    assert ModelSwitcher(path).current.sha256 == ModelSwitcher(models / "a").current.sha256 == digest(path)
     found = ModelSwitcher(path)
     os.replace(models / "b" / "model.onnx", path)
     assert found.reload_if_changed()

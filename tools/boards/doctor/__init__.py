@@ -23,9 +23,9 @@ from fedquilt.tools.boards.doctor.agent import Facts
 from fedquilt.tools.boards.doctor.broker import ExaminationDeadline
 from fedquilt.tools.boards.doctor.findings import EXIT, Check, Finding, Numbered, error, to_finding
 
-LIMIT_S: Final = 9.0
-SPARE_S: Final = 0.5  # for what a group still does after its last wait
-TABLE: Final[tuple[Check, ...]] = (*machine.MACHINE, *machine.PACKAGES, *agent.AGENT)
+TIME_LIMIT_S: Final = 9.0
+SPARE_TIME_S: Final = 0.5  # time after a group's last wait
+CHECKS: Final[tuple[Check, ...]] = (*machine.MACHINE, *machine.PACKAGES, *agent.AGENT)
 """All checks of a board's facts. The checks of connections and of a coordinator's folder are steps, not rows."""
 
 Group = Callable[[], Iterable[Finding]]
@@ -40,85 +40,88 @@ class ExaminationTarget:
     root: Path = machine_facts.ROOT
 
 
-def print_findings(wanted: ExaminationTarget, format: str) -> int:
-    found = run_groups(select_groups(wanted))
+def print_findings(target: ExaminationTarget, format: str) -> int:
+    results = run_groups(select_groups(target))
     if format == "json":
-        print(msgspec.json.encode(findings.to_report(found)).decode())
+        print(msgspec.json.encode(findings.to_report(results)).decode())
     else:
-        print("\n".join(findings.format_findings(found)))
-    return EXIT[findings.worst_severity(found)]
+        print("\n".join(findings.format_findings(results)))
+    return EXIT[findings.worst_severity(results)]
 
 
 def select_groups(
-    wanted: ExaminationTarget,
+    target: ExaminationTarget,
     *,
     clock_s: float | None = None,
-    free: machine_facts.Free = machine_facts.free_bytes,
-    limit_s: float = LIMIT_S,
+    free: machine_facts.FreeBytes = machine_facts.free_bytes,
+    limit_s: float = TIME_LIMIT_S,
 ) -> dict[str, Group]:
-    """Return the groups of checks for a subject, by name."""
-    if wanted.settings is not None and (wanted.home is not None or wanted.broker is not None):
+    """Return the groups of checks for a target, by name."""
+    if target.settings is not None and (target.home is not None or target.broker is not None):
         raise JobError("an agent.toml says which broker: leave --home and --broker out, which are a coordinator's")
-    timer = ExaminationDeadline(time.monotonic() + limit_s - SPARE_S)
+    timer = ExaminationDeadline(time.monotonic() + limit_s - SPARE_TIME_S)
     now_s = time.time() if clock_s is None else clock_s
-    made: dict[str, Group] = {}
+    groups: dict[str, Group] = {}
     settings: AgentSettings | None = None
-    if wanted.settings is not None:
+    if target.settings is not None:
         try:
-            loaded = agents.load_settings(wanted.settings)
+            loaded = agents.load_settings(target.settings)
         except JobError as problem:
-            wrong = to_finding("FQ301", error(str(problem), f"correct {wanted.settings}"))
-            made["settings"] = lambda: [wrong]
+            finding = to_finding("FQ301", error(str(problem), f"correct {target.settings}"))
+            groups["settings"] = lambda: [finding]
         else:
-            settings = agent.settings_under_root(loaded, wanted.settings, wanted.root)
-            made["broker"] = _group(broker.check_broker_for_device, settings, now_s, timer)
-    made["machine"] = lambda: findings.run_checks(
-        TABLE, Facts.read(wanted.root, now_s, settings, wanted.settings, free)
+            settings = agent.settings_under_root(loaded, target.settings, target.root)
+            groups["broker"] = _group(broker.check_broker_for_device, settings, now_s, timer)
+    groups["machine"] = lambda: findings.run_checks(
+        CHECKS, Facts.read(target.root, now_s, settings, target.settings, free)
     )
-    if wanted.home is not None:
-        from fedquilt.tools.boards.doctor.coordinator import check_coordinator  # here: boards do not have it
+    if target.home is not None:
+        from fedquilt.tools.boards.doctor.coordinator import check_coordinator  # not installed on boards
 
-        made["coordinator"] = _group(check_coordinator, wanted.home, free)
-    if wanted.broker is not None:
-        made["broker"] = _group(
-            broker.check_broker_for_coordinator, wanted.broker, wanted.home, wanted.fleet, now_s, timer
+        groups["coordinator"] = _group(check_coordinator, target.home, free)
+    if target.broker is not None:
+        groups["broker"] = _group(
+            broker.check_broker_for_coordinator, target.broker, target.home, target.fleet, now_s, timer
         )
-    if not (wanted.settings or wanted.home or wanted.broker or wanted.root != machine_facts.ROOT):
-        made["operator"] = lambda: findings.run_checks(machine.OPERATOR, None)
-    return made
+    if not (target.settings or target.home or target.broker or target.root != machine_facts.ROOT):
+        groups["operator"] = lambda: findings.run_checks(machine.OPERATOR, None)
+    return groups
 
 
-def _group(steps: Callable[..., Iterable[Numbered]], *given: Any) -> Group:
-    return lambda: (to_finding(number, verdict) for number, verdict in steps(*given))
+def _group(steps: Callable[..., Iterable[Numbered]], *arguments: Any) -> Group:
+    return lambda: (to_finding(number, verdict) for number, verdict in steps(*arguments))
 
 
-def run_groups(groups: Mapping[str, Group], limit_s: float = LIMIT_S) -> list[Finding]:
+def run_groups(groups: Mapping[str, Group], limit_s: float = TIME_LIMIT_S) -> list[Finding]:
     """Run all groups within `limit_s` and return their findings, sorted by number.
 
     A group that raises an exception or exceeds the limit keeps its findings until then, and that is an error finding.
     """
-    told: dict[str, list[Finding]] = {name: [] for name in groups}
+    findings_by_group: dict[str, list[Finding]] = {name: [] for name in groups}
 
     def run_group(name: str, group: Group) -> None:
         try:
-            for one in group():
-                told[name].append(one)  # one by one: what was found before an exception counts
+            for finding in group():
+                findings_by_group[name].append(finding)  # findings before an exception are kept
         except FedquiltError as problem:
-            told[name].append(to_finding("FQ002", error(f"{name}: {problem}", findings.VERBOSE)))
-        except Exception as problem:  # whatever a strange machine makes of a check
-            said = f"{name} could not be examined ({type(problem).__name__}: {problem})"
+            findings_by_group[name].append(to_finding("FQ002", error(f"{name}: {problem}", findings.VERBOSE)))
+        except Exception as problem:  # checks may fail in any way on unusual machines
+            sentence = f"{name} could not be examined ({type(problem).__name__}: {problem})"
             fix = f"{findings.VERBOSE}, and tell fedquilt's authors what it says"
-            told[name].append(to_finding("FQ002", error(said, fix)))
+            findings_by_group[name].append(to_finding("FQ002", error(sentence, fix)))
 
-    threads = {name: threading.Thread(target=run_group, args=(name, one), daemon=True) for name, one in groups.items()}
-    until_s = time.monotonic() + limit_s
+    threads = {
+        name: threading.Thread(target=run_group, args=(name, check_group), daemon=True)
+        for name, check_group in groups.items()
+    }
+    deadline_s = time.monotonic() + limit_s
     for thread in threads.values():
         thread.start()
-    found = []
+    all_findings = []
     for name, thread in threads.items():
-        thread.join(max(until_s - time.monotonic(), 0.0))
-        found += told[name]
+        thread.join(max(deadline_s - time.monotonic(), 0.0))
+        all_findings += findings_by_group[name]
         if thread.is_alive():
-            said = f"{name} was not examined within {limit_s:g} s: something there does not answer"
-            found.append(to_finding("FQ001", error(said, findings.VERBOSE)))
-    return sorted(found, key=lambda one: one.number)
+            sentence = f"{name} was not examined within {limit_s:g} s: something there does not answer"
+            all_findings.append(to_finding("FQ001", error(sentence, findings.VERBOSE)))
+    return sorted(all_findings, key=lambda check_group: check_group.number)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import ssl
 import time
-from _ssl import _test_decode_cert  # type: ignore[attr-defined]
+from _ssl import _test_decode_cert
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, NamedTuple
@@ -29,15 +29,21 @@ from fedquilt.security import enrolment
 from fedquilt.tools.boards.doctor import machine_facts
 from fedquilt.tools.boards.doctor.findings import Check, Problem, Verdict, error
 from fedquilt.tools.boards.doctor.machine import (
-    FREE_MEMORY,
+    FREE_MEMORY_FIX,
     InstalledPackages,
     onnx_installation_command,
     read_packages,
 )
-from fedquilt.tools.boards.doctor.machine_facts import Free, HelperFault, MachineFacts, free_bytes, nearest_existing
+from fedquilt.tools.boards.doctor.machine_facts import (
+    FreeBytes,
+    HelperFault,
+    MachineFacts,
+    free_bytes,
+    nearest_existing,
+)
 from fedquilt.transport.mqtt.broker import Broker
 
-PARTS: Final = ("ca", "cert", "key", "password_file")
+CREDENTIAL_FIELDS: Final = ("ca", "cert", "key", "password_file")
 
 
 class Certificate(NamedTuple):
@@ -50,11 +56,11 @@ class Certificate(NamedTuple):
 
 def load_certificate(file: str) -> Certificate:
     """Load the first certificate of a PEM file, with Python's own ssl alone, and without verification."""
-    told: dict[str, Any] = _test_decode_cert(file)  # boards may not have the cryptography library
+    certificate: dict[str, Any] = _test_decode_cert(file)  # boards may not have the cryptography library
     subject: dict[str, str] = {}
-    for key, value in (each for names in told["subject"] for each in names):
+    for key, value in (entry for names in certificate["subject"] for entry in names):
         subject.setdefault(key, value)
-    begins_s, ends_s = (ssl.cert_time_to_seconds(told[key]) for key in ("notBefore", "notAfter"))
+    begins_s, ends_s = (ssl.cert_time_to_seconds(certificate[key]) for key in ("notBefore", "notAfter"))
     return Certificate(file, subject.get("commonName"), begins_s, ends_s, subject.get("organizationalUnitName"))
 
 
@@ -62,10 +68,10 @@ def _check_credentials(settings: AgentSettings, path: Path) -> Verdict:
     try:
         return f"[broker] can be used: {Broker.from_url(**msgspec.structs.asdict(settings.broker))}"
     except FedquiltError as problem:
-        files = [Path(name) for part in PARTS if (name := getattr(settings.broker, part)) is not None]
-        if any(sysfs.is_forbidden(one) for one in files):
+        files = [Path(name) for part in CREDENTIAL_FIELDS if (name := getattr(settings.broker, part)) is not None]
+        if any(sysfs.is_forbidden(file) for file in files):
             return error(str(problem), f"sudo fedquilt doctor {path}")
-        if settings.enrol.url is not None and not all(sysfs.is_visible(one) for one in files):
+        if settings.enrol.url is not None and not all(sysfs.is_visible(file) for file in files):
             return error(str(problem), f"sudo fedquilt identity enrol {path}")
         return error(str(problem), f"correct [broker] in {path}")
 
@@ -81,31 +87,28 @@ def _check_secret_modes(settings: AgentSettings) -> Verdict:
     return None
 
 
-def _check_validity(held: Certificate, path: Path, clock_s: float) -> Verdict:
-    certificate, ends, renew = (
-        f"certificate {held.file}",
-        format_day(held.ends_s),
-        f"sudo fedquilt identity enrol {path}",
-    )
-    if clock_s < held.begins_s:
+def _check_validity(device_certificate: Certificate, path: Path, clock_s: float) -> Verdict:
+    begins_s, ends_s = device_certificate.begins_s, device_certificate.ends_s
+    label = f"certificate {device_certificate.file}"
+    end_day = format_day(ends_s)
+    renew_fix = f"sudo fedquilt identity enrol {path}"
+    if clock_s < begins_s:
         return error(
-            f"{certificate} begins on {format_day(held.begins_s)}, and the clock says {format_day(clock_s)}: "
-            "it is behind",
+            f"{label} begins on {format_day(begins_s)}, and the clock says {format_day(clock_s)}: it is behind",
             "sudo timedatectl set-ntp true",
         )
-    if clock_s >= held.ends_s:
-        return error(f"{certificate} ended on {ends}: the broker will refuse it", renew)
-    if clock_s >= held.ends_s - (held.ends_s - held.begins_s) * enrolment.DUE_SHARE / 2:
-        return Problem(f"{certificate} ends on {ends} and was not renewed in time", renew)
-    return f"{certificate} is valid until {ends}"
+    if clock_s >= ends_s:
+        return error(f"{label} ended on {end_day}: the broker will refuse it", renew_fix)
+    if clock_s >= ends_s - (ends_s - begins_s) * enrolment.DUE_SHARE / 2:
+        return Problem(f"{label} ends on {end_day} and was not renewed in time", renew_fix)
+    return f"{label} is valid until {end_day}"
 
 
-def _check_certificate_name(held: Certificate, settings: AgentSettings) -> Verdict:
-    if held.name == settings.device:
+def _check_certificate_name(certificate: Certificate, settings: AgentSettings) -> Verdict:
+    if certificate.name == settings.device:
         return f"the certificate names {settings.device}"
     return error(
-        f"certificate {held.file} is of {held.name!r}, and this device is {settings.device!r}: "
-        "the broker keeps it to the other's branch",
+        f"certificate {certificate.file} is of {certificate.name!r}, and this device is {settings.device!r}: the broker keeps it to the other's branch",
         f"fedquilt identity token {settings.device} on the authority's machine, then enrol this board anew",
     )
 
@@ -123,13 +126,13 @@ IDENTITY: Final = (
 
 
 def check_deadlines(settings: AgentSettings, machine: MachineFacts) -> Verdict:
-    """Check that the power mode meets the latest deadlines, or return None without data.
+    """Check that the power mode meets the deadlines of the latest tasks, or return None without data.
 
-    A task's work and the time that it had are the agent's own record, beside what it has learned of its speed.
+    Durations are predicted from the costs that the agent has learned on this device.
     """
-    levers = controls.discover_controls(machine.root)
-    mode = next((each for each in levers.modes if is_same_mode(each.name, machine.mode)), None)
-    if not machine.tegra or settings.board != "auto" or mode is None:
+    clocks = controls.discover_controls(machine.root)
+    mode = next((other_mode for other_mode in clocks.modes if is_same_mode(other_mode.name, machine.power_mode)), None)
+    if not machine.is_tegra or settings.board != "auto" or mode is None:
         return None
     try:
         board = (
@@ -137,56 +140,59 @@ def check_deadlines(settings: AgentSettings, machine: MachineFacts) -> Verdict:
             if settings.profile is None
             else profiles.find_board_profile(settings.profile)
         )
-        known = agent_state.read_learned_costs(Path(settings.home))
-    except FedquiltError:  # the profile is FQ308's; of a home of another user nothing is known
+        learned_costs = agent_state.read_learned_costs(Path(settings.home))
+    except FedquiltError:  # FQ308 reports profiles; homes of other users are unreadable
         return None
-    met = False
-    for workload, learned in known.items():
+    has_data = False
+    for workload, learned in learned_costs.items():
         latest = learned.latest
-        takes_s = (
+        needed_s = (
             None
             if board is None or latest is None
-            else _estimate_shortest_duration_s(board, levers, mode, learned, latest)
+            else _estimate_shortest_duration_s(board, clocks, mode, learned, latest)
         )
-        if board is None or latest is None or takes_s is None or latest.time_left_s <= 0:
+        if board is None or latest is None or needed_s is None or latest.time_left_s <= 0:
             continue
-        met = True
-        if takes_s > latest.time_left_s:
-            others = {
-                each: _estimate_shortest_duration_s(board, levers, each, learned, latest) for each in levers.modes
+        has_data = True
+        if needed_s > latest.time_left_s:
+            times_s = {
+                other_mode: _estimate_shortest_duration_s(board, clocks, other_mode, learned, latest)
+                for other_mode in clocks.modes
             }
-            enough = {
-                each: told_s for each, told_s in others.items() if told_s is not None and told_s <= latest.time_left_s
+            enough_modes = {
+                other_mode: duration_s
+                for other_mode, duration_s in times_s.items()
+                if duration_s is not None and duration_s <= latest.time_left_s
             }
-            return _describe_slow_mode(mode, workload, takes_s, latest.time_left_s, enough)
-    return f"power mode {mode.name} is fast enough for the latest deadlines" if met else None
+            return _describe_slow_mode(mode, workload, needed_s, latest.time_left_s, enough_modes)
+    return f"power mode {mode.name} is fast enough for the latest deadlines" if has_data else None
 
 
 def _describe_slow_mode(
-    mode: PowerMode, workload: str, takes_s: float, left_s: float, enough: dict[PowerMode, float]
+    mode: PowerMode, workload: str, duration_s: float, available_s: float, modes: dict[PowerMode, float]
 ) -> Problem:
-    said = (
-        f"in power mode {mode.name} the latest task ({workload}) takes {takes_s:.1f} s at the highest clocks that the "
-        f"mode permits, and had {left_s:.1f} s until its deadline"
-    )
-    if not enough:
-        return Problem(f"{said}; no mode is fast enough", "a longer deadline_s under [cohort] of the job")
-    least = max(enough, key=lambda each: enough[each])  # the slowest one that will do draws the least
-    return Problem(f"{said}; in {least.name} it takes {enough[least]:.1f} s", f"sudo nvpmodel -m {least.id}")
+    sentence = f"in power mode {mode.name} the latest task ({workload}) takes {duration_s:.1f} s at the highest clocks that the mode permits, and had {available_s:.1f} s until its deadline"
+    if not modes:
+        return Problem(f"{sentence}; no mode is fast enough", "a longer deadline_s under [cohort] of the job")
+    # the slowest sufficient mode needs the least power
+    slowest = max(modes, key=lambda candidate: modes[candidate])
+    return Problem(f"{sentence}; in {slowest.name} it takes {modes[slowest]:.1f} s", f"sudo nvpmodel -m {slowest.id}")
 
 
 def _estimate_shortest_duration_s(
-    board: profiles.BoardProfile, levers: ClockControls, mode: PowerMode, learned: LearnedModel, latest: LatestTask
+    board: profiles.BoardProfile, clocks: ClockControls, mode: PowerMode, learned: LearnedModel, latest: LatestTask
 ) -> float | None:
-    most = owner_limits.permitted_hz(levers, owner_limits.control_limits(levers, mode))
-    points = owner_limits.permitted_points(board.operating_points(), levers, mode, most)
-    told = [each.seconds for each in estimate_points(learned, points, latest.work) if each is not None]
-    return min(told, default=None)
+    max_hz = owner_limits.permitted_hz(clocks, owner_limits.control_limits(clocks, mode))
+    points = owner_limits.permitted_points(board.operating_points(), clocks, mode, max_hz)
+    durations_s = [
+        estimate.seconds for estimate in estimate_points(learned, points, latest.work) if estimate is not None
+    ]
+    return min(durations_s, default=None)
 
 
-LEAST_BYTES: Final = 100 * 10**6  # of disk: less, and a task's blobs do not fit
-SYSTEM_SHARE: Final = 0.8  # of memory: a budget above it leaves the system too little
-LEFT_SHARE: Final = 0.8  # of the budget: less than that left, and tasks will be refused
+MIN_FREE_BYTES: Final = 100 * 10**6  # below, the blobs of a task do not fit on the disk
+MAX_BUDGET_SHARE: Final = 0.8  # of memory. The system needs the rest
+MIN_AVAILABLE_SHARE: Final = 0.8  # of the budget. With less memory tasks are declined
 
 
 def settings_under_root(settings: AgentSettings, path: Path, root: Path) -> AgentSettings:
@@ -200,7 +206,7 @@ def settings_under_root(settings: AgentSettings, path: Path, root: Path) -> Agen
         return str(base / name.lstrip("/"))
 
     broker = msgspec.structs.replace(
-        settings.broker, **{p: path_under_root(getattr(settings.broker, p)) for p in PARTS}
+        settings.broker, **{p: path_under_root(getattr(settings.broker, p)) for p in CREDENTIAL_FIELDS}
     )
     table = dict(settings.data)
     if isinstance(table.get("path"), str):
@@ -220,10 +226,12 @@ class Facts:
     packages: InstalledPackages = InstalledPackages()
     settings: AgentSettings | None = None
     path: Path | None = None  # of agent.toml
-    free: Free = free_bytes
+    free: FreeBytes = free_bytes
 
     @classmethod
-    def read(cls, root: Path, clock_s: float, settings: AgentSettings | None, path: Path | None, free: Free) -> Facts:
+    def read(
+        cls, root: Path, clock_s: float, settings: AgentSettings | None, path: Path | None, free: FreeBytes
+    ) -> Facts:
         machine = machine_facts.read_machine(root, clock_s, time.monotonic())
         return cls(machine, read_packages(machine.paths), settings, path, free)
 
@@ -241,14 +249,14 @@ class Facts:
         file = None if self.settings is None else self.settings.broker.cert
         try:
             return None if file is None else load_certificate(file)
-        except OSError:  # FQ304 tells
+        except OSError:  # FQ304 reports the error
             return None
 
     @property
     def memory_bytes(self) -> int | None:
         try:
             simulated = None if self.settings is None else simulated_memory_bytes(self.settings)
-        except FedquiltError:  # FQ308 tells
+        except FedquiltError:  # FQ308 reports the error
             simulated = None
         return simulated or self.machine.memory_bytes
 
@@ -272,34 +280,34 @@ def simulated_memory_bytes(settings: AgentSettings) -> int | None:
 
 def check_home(settings: AgentSettings) -> Verdict:
     home = Path(settings.home)
-    place = nearest_existing(home)
-    if not place.is_dir():
-        return error(f"the agent's home {home} cannot be made: {place} is a file", f"mv {place} {place}.old")
-    if not os.access(place, os.W_OK | os.X_OK):
-        owner = place.stat().st_uid
+    existing = nearest_existing(home)
+    if not existing.is_dir():
+        return error(f"the agent's home {home} cannot be made: {existing} is a file", f"mv {existing} {existing}.old")
+    if not os.access(existing, os.W_OK | os.X_OK):
+        owner = existing.stat().st_uid
         return error(
-            f"the agent's home {home} cannot be written by this user ({place} is user {owner}'s)",
-            f"sudo fedquilt doctor ..., or sudo chown -R $USER {place}",
+            f"the agent's home {home} cannot be written by this user ({existing} is user {owner}'s)",
+            f"sudo fedquilt doctor ..., or sudo chown -R $USER {existing}",
         )
     return f"the agent's home {home} can be written"
 
 
-def check_free_space(settings: AgentSettings, free: Free) -> Verdict:
+def check_free_space(settings: AgentSettings, free: FreeBytes) -> Verdict:
     home = Path(settings.home)
-    place = nearest_existing(home)
-    left = free(place)
+    existing = nearest_existing(home)
+    free_space = free(existing)
     cache = parse_size(settings.cache)
     blobs = (home / "blobs").rglob("*") if os.access(home / "blobs", os.R_OK | os.X_OK) else ()
-    held = sum(one.stat().st_size for one in blobs if one.is_file())
-    fix = f"sudo du -xh {place} | sort -h | tail; or a smaller `cache` in agent.toml"
-    if left < LEAST_BYTES:
-        return error(f"{left / 1e6:.0f} MB are free where {home} is: a round's blobs do not fit", fix)
-    if left < cache - held:
+    cached_bytes = sum(path.stat().st_size for path in blobs if path.is_file())
+    fix = f"sudo du -xh {existing} | sort -h | tail; or a smaller `cache` in agent.toml"
+    if free_space < MIN_FREE_BYTES:
+        return error(f"{free_space / 1e6:.0f} MB are free where {home} is: a round's blobs do not fit", fix)
+    if free_space < cache - cached_bytes:
         return Problem(
-            f"{left / 1e6:.0f} MB are free where {home} is, and its cache may grow by {(cache - held) / 1e6:.0f} MB",
+            f"{free_space / 1e6:.0f} MB are free where {home} is, and its cache may grow by {(cache - cached_bytes) / 1e6:.0f} MB",
             fix,
         )
-    return f"{left / 1e9:.1f} GB are free where {home} is"
+    return f"{free_space / 1e9:.1f} GB are free where {home} is"
 
 
 def _check_board_and_profile_exist(settings: AgentSettings, path: Path) -> Verdict:
@@ -315,31 +323,30 @@ def _check_board_and_profile_exist(settings: AgentSettings, path: Path) -> Verdi
 
 
 def _check_shipped_profile(settings: AgentSettings, path: Path, machine: MachineFacts) -> Verdict:
-    if settings.board != "auto" or not machine.tegra or settings.profile is not None:
+    if settings.board != "auto" or not machine.is_tegra or settings.profile is not None:
         return None
-    if (fits := linux.find_profile(machine.root)) is not None:
-        return f"its profile is {fits.board}, which ships"
-    named = ", ".join(sysfs.read_strings(sysfs.device_tree_folder(machine.root) / "compatible"))
+    if (shipped := linux.find_profile(machine.root)) is not None:
+        return f"its profile is {shipped.board}, which ships"
+    compatible = ", ".join(sysfs.read_strings(sysfs.device_tree_folder(machine.root) / "compatible"))
     return Problem(
-        f"no profile ships for this board ({named}): "
-        "its speed and power are not known, and no operating point is chosen",
+        f"no profile ships for this board ({compatible}): its speed and power are not known, and no operating point is chosen",
         f'sudo fedquilt board record --out own.toml, and profile = "own.toml" in {path}',
     )
 
 
 def _check_profile_fits_board(settings: AgentSettings, path: Path, machine: MachineFacts) -> Verdict:
-    if settings.board != "auto" or not machine.tegra or settings.profile is None:
+    if settings.board != "auto" or not machine.is_tegra or settings.profile is None:
         return None
-    fits = linux.find_profile(machine.root)
+    shipped = linux.find_profile(machine.root)
     try:
-        given = profiles.find_board_profile(settings.profile)
+        profile = profiles.find_board_profile(settings.profile)
     except FedquiltError:
-        return None  # FQ308 tells
-    if fits is None or given.board == fits.board or given.board not in profiles.board_names():
+        return None  # FQ308 reports the error
+    if shipped is None or profile.board == shipped.board or profile.board not in profiles.board_names():
         return None
     return Problem(
-        f"the profile is that of {given.board}, and this board is {fits.board}: predicted times and joules are wrong",
-        f'take `profile` out of {path}, or write profile = "{fits.board}"',
+        f"the profile is that of {profile.board}, and this board is {shipped.board}: predicted times and joules are wrong",
+        f'take `profile` out of {path}, or write profile = "{shipped.board}"',
     )
 
 
@@ -348,85 +355,87 @@ def _check_profile_fits_board(settings: AgentSettings, path: Path, machine: Mach
 
 def check_examples(settings: AgentSettings, path: Path) -> Verdict:
     if not settings.data:
-        said = f"{path} has no [data]: this board declines every task that needs examples"
-        return Problem(said, f"add [data] to {path}")
+        problem = f"{path} has no [data]: this board declines every task that needs examples"
+        return Problem(problem, f"add [data] to {path}")
     spec = DataSpec.parse(settings.data)
     sources = [(spec.path, spec.download), *((source.path, source.download) for source in spec.sources)]
-    places = [Path(place) for place, fetched in sources if place and not fetched]
-    for place in places:
-        if not os.access(place, os.R_OK):
-            said = "cannot be read by this user" if sysfs.is_forbidden(place) else "are not there"
-            return error(f"the examples at {place} {said} ([data] of {path})", f"ls -ld {place}")
-        if _is_empty(place):
-            said = f"the examples at {place} are none: it is empty ([data] of {path})"
-            return error(said, f"ls -la {place}; mount or copy the board's data there")
-    return f"the examples are there: {', '.join(map(str, places)) or spec.source_name}"
+    paths = [Path(data_path) for data_path, is_downloaded in sources if data_path and not is_downloaded]
+    for data_path in paths:
+        if not os.access(data_path, os.R_OK):
+            problem = "cannot be read by this user" if sysfs.is_forbidden(data_path) else "are not there"
+            return error(f"the examples at {data_path} {problem} ([data] of {path})", f"ls -ld {data_path}")
+        if _is_empty(data_path):
+            problem = f"the examples at {data_path} are none: it is empty ([data] of {path})"
+            return error(problem, f"ls -la {data_path}; mount or copy the board's data there")
+    return f"the examples are there: {', '.join(map(str, paths)) or spec.source_name}"
 
 
-def _is_empty(place: Path) -> bool:
-    if place.is_file():
-        return place.stat().st_size == 0
-    return not any(names for _, _, names in os.walk(place))
+def _is_empty(path: Path) -> bool:
+    if path.is_file():
+        return path.stat().st_size == 0
+    return not any(names for _, _, names in os.walk(path))
 
 
 def _check_memory_budget(budget_bytes: int, memory_bytes: int, path: Path) -> Verdict:
-    said = f"the budget is {budget_bytes / 1e6:.0f} MB of {memory_bytes / 1e6:.0f} MB of memory"
+    sentence = f"the budget is {budget_bytes / 1e6:.0f} MB of {memory_bytes / 1e6:.0f} MB of memory"
     fix = f'budget = "{memory_bytes // 2 // 10**6}MB" in {path}'
     if budget_bytes > memory_bytes:
-        return error(f"{said}: more than there is; the kernel would kill what comes near it", fix)
-    if budget_bytes > SYSTEM_SHARE * memory_bytes:
-        return Problem(f"{said}: too little is left for the system", fix)
-    return said
+        return error(f"{sentence}: more than there is; the kernel would kill what comes near it", fix)
+    if budget_bytes > MAX_BUDGET_SHARE * memory_bytes:
+        return Problem(f"{sentence}: too little is left for the system", fix)
+    return sentence
 
 
 def _installed_engines(packages: InstalledPackages) -> list[str]:
     needs = {"numpy": ("numpy",), "torch": ("torch",), "onnx": ("onnxruntime", "onnxruntime-gpu")}
-    return [name for name in NEEDS if any(each in packages.versions for each in needs.get(name, ()))]
+    return [name for name in NEEDS if any(package in packages.versions for package in needs.get(name, ()))]
 
 
 def _check_engines_fit_budget(
     budget_bytes: int, path: Path, packages: InstalledPackages, machine: MachineFacts
 ) -> Verdict:
-    known = _installed_engines(packages)
-    if short := memory_budget.describe_engine_shortage(budget_bytes, known):
-        return error(short, f'budget = "512MB" in {path}' if known else onnx_installation_command(machine))
-    fit = [name for name in known if memory_budget.minimum_task_bytes(name, {}) < budget_bytes]
-    return f"engines that fit the budget: {', '.join(fit)}"
+    engines = _installed_engines(packages)
+    if shortage := memory_budget.describe_engine_shortage(budget_bytes, engines):
+        return error(shortage, f'budget = "512MB" in {path}' if engines else onnx_installation_command(machine))
+    fitting = [name for name in engines if memory_budget.minimum_task_bytes(name, {}) < budget_bytes]
+    return f"engines that fit the budget: {', '.join(fitting)}"
 
 
 def _check_other_engines(budget_bytes: int, path: Path, packages: InstalledPackages, machine: MachineFacts) -> Verdict:
-    known = _installed_engines(packages)
-    if [name for name in known if memory_budget.minimum_task_bytes(name, {}) < budget_bytes] != ["numpy"]:
+    engines = _installed_engines(packages)
+    if [name for name in engines if memory_budget.minimum_task_bytes(name, {}) < budget_bytes] != ["numpy"]:
         return None
     return Problem(
         "of the engines only numpy's can be used here: no stitching, no training of more than small networks",
-        onnx_installation_command(machine) if known == ["numpy"] else f'budget = "512MB" in {path}',
+        onnx_installation_command(machine) if engines == ["numpy"] else f'budget = "512MB" in {path}',
     )
 
 
 def _check_available_memory(settings: AgentSettings, budget_bytes: int, machine: MachineFacts) -> Verdict:
     if settings.board != "auto" or machine.available_bytes is None:
         return None
-    said = f"{machine.available_bytes / 1e6:.0f} MB of memory are left now"
-    if machine.available_bytes < LEFT_SHARE * budget_bytes:
-        return Problem(f"{said}, and the budget is {budget_bytes / 1e6:.0f} MB: tasks that would need it are declined")
-    return said
+    sentence = f"{machine.available_bytes / 1e6:.0f} MB of memory are left now"
+    if machine.available_bytes < MIN_AVAILABLE_SHARE * budget_bytes:
+        return Problem(
+            f"{sentence}, and the budget is {budget_bytes / 1e6:.0f} MB: tasks that would need it are declined"
+        )
+    return sentence
 
 
 def _check_unit_limit(budget_bytes: int, machine: MachineFacts) -> Verdict:
-    most = machine_facts.parse_systemd_size((machine.unit or {}).get("MemoryMax", ""))
-    if most is None:
+    limit_bytes = machine_facts.parse_systemd_size((machine.unit or {}).get("MemoryMax", ""))
+    if limit_bytes is None:
         return None
-    said = f"fedquilt-agent.service may take {most / 1e6:.0f} MB"
-    if most < budget_bytes:
-        less = f"less than the budget of {budget_bytes / 1e6:.0f} MB: the kernel would kill its tasks"
-        return error(f"{said} (MemoryMax), {less}")
-    return said
+    sentence = f"fedquilt-agent.service may take {limit_bytes / 1e6:.0f} MB"
+    if limit_bytes < budget_bytes:
+        problem = f"less than the budget of {budget_bytes / 1e6:.0f} MB: the kernel would kill its tasks"
+        return error(f"{sentence} (MemoryMax), {problem}")
+    return sentence
 
 
 def _check_clock_helper(settings: AgentSettings, machine: MachineFacts) -> Verdict:
-    policy, real = settings.governor.policy, machine.tegra and settings.board == "auto"
-    if not real or policy == "board" or machine.helper is not None:
+    policy, is_jetson = settings.governor.policy, machine.is_tegra and settings.board == "auto"
+    if not is_jetson or policy == "board" or machine.helper is not None:
         return None
     return Problem(f"[governor] policy is {policy!r}, and no clock helper runs here: the board decides")
 
@@ -441,7 +450,7 @@ AGENT: Final = (
     Check("FQ310", ("budget_bytes", "memory_bytes", "path"), _check_memory_budget),
     Check("FQ311", ("budget_bytes", "path", "packages", "machine"), _check_engines_fit_budget),
     Check("FQ312", ("budget_bytes", "path", "packages", "machine"), _check_other_engines),
-    Check("FQ313", ("settings", "budget_bytes", "machine"), _check_available_memory, FREE_MEMORY),
+    Check("FQ313", ("settings", "budget_bytes", "machine"), _check_available_memory, FREE_MEMORY_FIX),
     Check(
         "FQ314",
         ("budget_bytes", "machine"),

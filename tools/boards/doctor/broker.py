@@ -42,175 +42,184 @@ from fedquilt.transport.mqtt.connection import unreachable_error
 from fedquilt.transport.mqtt.link import MqttLink
 from fedquilt.wire import MAX_CONTROL
 
-NOBODY: Final = "fedquilt-doctor"  # a device that does not exist
-GRACE_S: Final = 0.5  # for what may arrive after the broker's acknowledgement
+TEST_DEVICE: Final = "fedquilt-doctor"  # a device that does not exist
+GRACE_S: Final = 0.5  # wait for messages after the broker's acknowledgement
 CHUNK: Final = 1024
-RULES: Final = "fedquilt broker config mosquitto ..., which writes the rules that are needed"
+RULES_FIX: Final = "fedquilt broker config mosquitto ..., which writes the rules that are needed"
 
 
 @dataclass(frozen=True)
 class ExaminationDeadline:
-    until_s: float
+    deadline_s: float
 
-    def remaining_s(self, most_s: float) -> float:
-        """Return the seconds left for a check, between 0.05 and `most_s`."""
-        return max(min(most_s, self.until_s - time.monotonic()), 0.05)
+    def remaining_s(self, limit_s: float) -> float:
+        """Return the seconds left for a check, between 0.05 and `limit_s`."""
+        return max(min(limit_s, self.deadline_s - time.monotonic()), 0.05)
 
 
 @dataclass(frozen=True)
 class PermissionResult:
-    level: int = 5  # of MQTT: only 5 says that it refuses
-    coordinator: bool | None = None  # online by its own word; None: nothing heard of it
-    refused: bool = False  # our message on our own branch
-    arrived: bool = False  # it, or its answer
-    other_refused: bool = False
-    other_arrived: bool = False  # anything on another device's branch
-    broke: bool = False  # the broker hung up meanwhile
+    level: int = 5  # only MQTT 5 reports refusals
+    is_coordinator_online: bool | None = None  # None if no state was received
+    is_refused: bool = False  # the message on the device's own branch was refused
+    has_arrived: bool = False  # the message or a response has arrived
+    is_other_refused: bool = False
+    has_other_arrived: bool = False  # a message on another device's branch has arrived
+    is_disconnected: bool = False  # the broker closed the connection
 
 
-Question = tuple[str, WireMessage]  # leaf and message that a coordinator answers on the same device's branch
+ProbeRequest = tuple[str, WireMessage]  # topic suffix and message, to which a coordinator responds
 
 
-def blob_question() -> Question:
+def make_blob_request() -> ProbeRequest:
     return "blob/get", wire.ChunkRequest(sha256=secrets.token_hex(32), chunk=CHUNK)
 
 
 def try_device(
-    link: MqttLink, fleet: str, name: str, timer: ExaminationDeadline, question: Callable[[], Question] = blob_question
+    link: MqttLink,
+    fleet: str,
+    name: str,
+    deadline: ExaminationDeadline,
+    make_request: Callable[[], ProbeRequest] = make_blob_request,
 ) -> PermissionResult:
-    """Test the rights of a device. A signed coordinator answers only a handshake as `question`."""
+    """Test the rights of a device. A signed coordinator answers only a handshake as `make_request`."""
     topics = wire.Topics(fleet)
-    own, other = (topics.device_topic(one, "up", "") for one in (name, NOBODY))
-    heard: list[Message] = []
+    own_branch, other_branch = (topics.device_topic(message, "up", "") for message in (name, TEST_DEVICE))
+    messages: list[Message] = []
     link.subscribe(topics.device_filters(name))
-    refused = _send_question(link, topics, name, timer, heard, question=question)
-    coordinator = _is_coordinator_online(heard, topics)
+    refused = _send_request(link, topics, name, deadline, messages, make_request=make_request)
+    coordinator = _is_coordinator_online(messages, topics)
 
     def is_answered() -> bool:
-        return any("/blob/" in one.topic or one.topic.endswith("/hello") for one in heard)
+        return any("/blob/" in message.topic or message.topic.endswith("/hello") for message in messages)
 
-    _receive_until(link, heard, is_answered, timer.remaining_s(ANSWER_S if coordinator else 0.0))
-    if not is_answered() and not coordinator:  # where a broker has no rules, we hear ourselves
-        link.subscribe([f"{own}#"])
-        refused |= _send_question(link, topics, name, timer, heard, is_answered, question)
+    _receive_until(link, messages, is_answered, deadline.remaining_s(ANSWER_S if coordinator else 0.0))
+    if not is_answered() and not coordinator:  # without access rules the message itself comes back
+        link.subscribe([f"{own_branch}#"])
+        refused |= _send_request(link, topics, name, deadline, messages, is_answered, make_request)
     arrived = is_answered()
-    strange: list[Message] = []
-    link.subscribe([f"{other}#", topics.device_topic(NOBODY, "dn", "#")])
+    leaked_messages: list[Message] = []
+    link.subscribe([f"{other_branch}#", topics.device_topic(TEST_DEVICE, "dn", "#")])
 
     def has_leaked() -> bool:
-        return any(f"/dev/{NOBODY}/" in one.topic for one in strange)
+        return any(f"/dev/{TEST_DEVICE}/" in message.topic for message in leaked_messages)
 
-    other_refused = _send_question(link, topics, NOBODY, timer, strange, has_leaked, question)
+    other_refused = _send_request(link, topics, TEST_DEVICE, deadline, leaked_messages, has_leaked, make_request)
     return PermissionResult(
         level=link.level,
-        coordinator=coordinator,
-        refused=refused,
-        arrived=arrived,
-        other_refused=other_refused or not link.connected,
-        other_arrived=has_leaked(),
-        broke=not link.connected and not arrived,
+        is_coordinator_online=coordinator,
+        is_refused=refused,
+        has_arrived=arrived,
+        is_other_refused=other_refused or not link.connected,
+        has_other_arrived=has_leaked(),
+        is_disconnected=not link.connected and not arrived,
     )
 
 
-def try_coordinator(link: MqttLink, fleet: str, timer: ExaminationDeadline) -> PermissionResult:
+def try_coordinator(link: MqttLink, fleet: str, deadline: ExaminationDeadline) -> PermissionResult:
     topics = wire.Topics(fleet)
-    heard: list[Message] = []
+    messages: list[Message] = []
     link.subscribe(topics.coordinator_filters())
-    before = link.dropped
+    dropped_before = link.dropped
     digest = secrets.token_hex(32)
     link.publish(
-        topics.blob_topic(NOBODY, "dn", digest, "missing"),
+        topics.blob_topic(TEST_DEVICE, "dn", digest, "missing"),
         wire.encode(wire.MissingBlob(sha256=digest, reason="a self-test of fedquilt doctor")),
     )
-    _receive_until(link, heard, lambda: link.backlog == 0, timer.remaining_s(ANSWER_S))
-    refused = link.dropped > before
-    _receive_until(link, heard, lambda: bool(heard), timer.remaining_s(GRACE_S))
-    if not heard:
-        _send_question(link, topics, NOBODY, timer, heard, lambda: bool(heard))
-    return PermissionResult(level=link.level, refused=refused, arrived=bool(heard), broke=not link.connected)
+    _receive_until(link, messages, lambda: link.backlog == 0, deadline.remaining_s(ANSWER_S))
+    refused = link.dropped > dropped_before
+    _receive_until(link, messages, lambda: bool(messages), deadline.remaining_s(GRACE_S))
+    if not messages:
+        _send_request(link, topics, TEST_DEVICE, deadline, messages, lambda: bool(messages))
+    return PermissionResult(
+        level=link.level, is_refused=refused, has_arrived=bool(messages), is_disconnected=not link.connected
+    )
 
 
 def try_observer(
-    link: MqttLink, fleet: str, name: str, timer: ExaminationDeadline
+    link: MqttLink, fleet: str, name: str, deadline: ExaminationDeadline
 ) -> tuple[PermissionResult, set[str]]:
     """Test the rights of an observer. Return the outcome and the senders of received messages."""
     topics = wire.Topics(fleet)
-    heard: list[Message] = []
+    messages: list[Message] = []
     link.subscribe([f"{topics.root}/dev/+/up/+", topics.coord])
-    refused = _send_question(link, topics, name, timer, heard)
-    devices = {wire.device_from_topic(one.topic) for one in heard} - {""}
+    refused = _send_request(link, topics, name, deadline, messages)
+    devices = {wire.device_from_topic(message.topic) for message in messages} - {""}
     return PermissionResult(
         level=link.level,
-        coordinator=_is_coordinator_online(heard, topics),
-        arrived=bool(heard),
-        refused=refused,
-        broke=not link.connected,
+        is_coordinator_online=_is_coordinator_online(messages, topics),
+        has_arrived=bool(messages),
+        is_refused=refused,
+        is_disconnected=not link.connected,
     ), devices
 
 
-def judge_observer(seen: PermissionResult, devices: Collection[str], broker: Broker) -> str | Problem:
-    rules = (
+def judge_observer(result: PermissionResult, devices: Collection[str], broker: Broker) -> str | Problem:
+    fix = (
         "fedquilt broker config mosquitto --host BROKER --out FOLDER, where the authority is: its rules name "
         "the observers with a certificate; then copy FOLDER to the broker and reload it"
     )
-    if seen.level == 5 and not seen.refused and not seen.broke:
-        return error(f"the rules of {broker} do not name this observer, which may write as a device", rules)
-    if not seen.arrived:
-        said = f"{broker} shows an observer nothing: neither a device nor the coordinator has said anything"
-        return Problem(said, rules)
-    online = "online" if seen.coordinator else "offline"
-    said = f"an observer hears {len(devices)} device{'' if len(devices) == 1 else 's'}, and writes nothing"
-    return f"{said}; the coordinator is {online}"
+    if result.level == 5 and not result.is_refused and not result.is_disconnected:
+        return error(f"the rules of {broker} do not name this observer, which may write as a device", fix)
+    if not result.has_arrived:
+        sentence = f"{broker} shows an observer nothing: neither a device nor the coordinator has said anything"
+        return Problem(sentence, fix)
+    online = "online" if result.is_coordinator_online else "offline"
+    sentence = f"an observer hears {len(devices)} device{'' if len(devices) == 1 else 's'}, and writes nothing"
+    return f"{sentence}; the coordinator is {online}"
 
 
-def judge_device(seen: PermissionResult, broker: Broker, name: str) -> Iterator[Numbered]:
+def judge_device(result: PermissionResult, broker: Broker, name: str) -> Iterator[Numbered]:
     branch = f"dev/{name}"
-    if seen.broke:
-        yield "FQ411", error(f"{broker} hung up while {branch} was tried: see the broker's log", RULES)
+    if result.is_disconnected:
+        yield "FQ411", error(f"{broker} hung up while {branch} was tried: see the broker's log", RULES_FIX)
         return
-    if seen.refused:
-        yield "FQ411", error(f"{broker} refuses what this device sends on its own branch, {branch}/up", RULES)
-    elif seen.arrived:
+    if result.is_refused:
+        yield "FQ411", error(f"{broker} refuses what this device sends on its own branch, {branch}/up", RULES_FIX)
+    elif result.has_arrived:
         yield "FQ411", f"what this device sends on {branch} arrives, and so does the answer"
-    elif seen.coordinator:
+    elif result.is_coordinator_online:
         yield (
             "FQ411",
             error(
                 f"a coordinator is online, but what it answers to this device does not arrive: {broker} does not "
                 f"let it read {branch}/dn, or drops what it sends on {branch}/up",
-                RULES,
+                RULES_FIX,
             ),
         )
     else:
-        word = "acknowledges" if seen.level == 5 else "takes, without a word whether it passes them on,"
+        acknowledges = "acknowledges" if result.level == 5 else "takes, without a word whether it passes them on,"
         yield (
             "FQ411",
-            f"{broker} {word} messages on {branch}/up; whether answers arrive is seen while a coordinator is online",
+            f"{broker} {acknowledges} messages on {branch}/up; whether answers arrive is seen while a coordinator "
+            "is online",
         )
-    yield "FQ412", _judge_other_branch(seen, broker)
+    yield "FQ412", _judge_other_branch(result, broker)
 
 
-def _judge_other_branch(seen: PermissionResult, broker: Broker) -> str | Problem:
-    if seen.other_arrived:
-        said = f"{broker} lets this device reach another device's branch: what was sent on dev/{NOBODY} arrived"
+def _judge_other_branch(result: PermissionResult, broker: Broker) -> str | Problem:
+    if result.has_other_arrived:
+        sentence = (
+            f"{broker} lets this device reach another device's branch: what was sent on dev/{TEST_DEVICE} arrived"
+        )
         if broker.tls or broker.user is not None:
-            return error(said, RULES)
+            return error(sentence, RULES_FIX)
         if is_loopback(broker):
             return f"{broker} has no rules for devices; only this machine reaches it"
-        return Problem(f"{said}; it has neither encryption nor users", RULES)
-    if seen.other_refused or seen.level < 5:
+        return Problem(f"{sentence}; it has neither encryption nor users", RULES_FIX)
+    if result.is_other_refused or result.level < 5:
         return f"nothing passes from this device to another's branch through {broker}"
     return Problem(
-        f"{broker} acknowledges a message that this device sends on another's branch, dev/{NOBODY}; "
+        f"{broker} acknowledges a message that this device sends on another's branch, dev/{TEST_DEVICE}; "
         "whether it is passed on is not seen from here",
-        RULES,
+        RULES_FIX,
     )
 
 
-def judge_coordinator(seen: PermissionResult, broker: Broker) -> str | Problem:
-    if seen.broke or seen.refused:
-        return error(f"{broker} refuses what a coordinator sends to devices (dev/+/dn)", RULES)
-    if seen.arrived:
+def judge_coordinator(result: PermissionResult, broker: Broker) -> str | Problem:
+    if result.is_disconnected or result.is_refused:
+        return error(f"{broker} refuses what a coordinator sends to devices (dev/+/dn)", RULES_FIX)
+    if result.has_arrived:
         return f"{broker} lets a coordinator write to devices and hear them"
     return f"{broker} lets a coordinator write to devices; none has said anything yet"
 
@@ -225,86 +234,90 @@ def is_loopback(broker: Broker) -> bool:
 # -- trying ---------------------------------------------------------------------------------------
 
 
-def _send_question(
+def _send_request(
     link: MqttLink,
     topics: wire.Topics,
     name: str,
-    timer: ExaminationDeadline,
-    heard: list[Message],
-    enough: Callable[[], bool] = lambda: False,
-    question: Callable[[], Question] = blob_question,
+    deadline: ExaminationDeadline,
+    messages: list[Message],
+    is_complete: Callable[[], bool] = lambda: False,
+    make_request: Callable[[], ProbeRequest] = make_blob_request,
 ) -> bool:
-    before = link.dropped
-    leaf, message = question()
-    link.publish(topics.device_topic(name, "up", leaf), wire.encode(message))
-    _receive_until(link, heard, lambda: link.backlog == 0, timer.remaining_s(ANSWER_S))
-    _receive_until(link, heard, enough, timer.remaining_s(GRACE_S))
-    return link.dropped > before
+    dropped_before = link.dropped
+    topic_suffix, message = make_request()
+    link.publish(topics.device_topic(name, "up", topic_suffix), wire.encode(message))
+    _receive_until(link, messages, lambda: link.backlog == 0, deadline.remaining_s(ANSWER_S))
+    _receive_until(link, messages, is_complete, deadline.remaining_s(GRACE_S))
+    return link.dropped > dropped_before
 
 
-def _receive_until(link: MqttLink, heard: list[Message], enough: Callable[[], bool], limit_s: float) -> None:
-    until_s = time.monotonic() + limit_s
-    while not enough() and link.connected and (left_s := until_s - time.monotonic()) > 0:
-        link.wait(left_s)
-        heard += link.receive()
+def _receive_until(link: MqttLink, messages: list[Message], is_complete: Callable[[], bool], limit_s: float) -> None:
+    deadline_s = time.monotonic() + limit_s
+    while not is_complete() and link.connected and (remaining_s := deadline_s - time.monotonic()) > 0:
+        link.wait(remaining_s)
+        messages += link.receive()
 
 
-def _is_coordinator_online(heard: list[Message], topics: wire.Topics) -> bool | None:
-    for one in reversed(heard):
-        if one.topic == topics.coord:
+def _is_coordinator_online(messages: list[Message], topics: wire.Topics) -> bool | None:
+    for message in reversed(messages):
+        if message.topic == topics.coord:
             try:
-                return wire.decode(one.payload, wire.CoordState).online
+                return wire.decode(message.payload, wire.CoordState).online
             except WireError:
                 return None
     return None
 
 
-STEP_S: Final = 3.0  # for a port, and for TLS
-ALERT_S: Final = 0.5  # for a refusal of our certificate
-WORD_S: Final = 4.0  # for the broker's answer
-ANSWER_S: Final = 2.5  # for a handshake with the coordinator
-LEAST_PAYLOAD: Final = 16 * 1024  # bytes: below it not even a task is sure to pass
-ISSUE: Final = "fedquilt identity issue coordinator, on the authority's machine"
-AGAIN: Final = "fedquilt broker config again on the authority's machine, and copy its files to the broker"
+PORT_S: Final = 3.0  # limit for the port, and for TLS
+ALERT_S: Final = 0.5  # wait for a refusal of the client's certificate
+CONNECT_S: Final = 4.0  # limit for the MQTT login
+ANSWER_S: Final = 2.5  # limit for responses of the coordinator
+MIN_PAYLOAD: Final = 16 * 1024  # bytes. Tasks may be larger than a smaller limit
+ISSUE_FIX: Final = "fedquilt identity issue coordinator, on the authority's machine"
+RENEW_FIX: Final = "fedquilt broker config again on the authority's machine, and copy its files to the broker"
 _NOT_YET, _EXPIRED = 9, 10  # OpenSSL's X509_V_ERR_CERT_NOT_YET_VALID, X509_V_ERR_CERT_HAS_EXPIRED
 _OTHER_NAME: Final = frozenset({62, 64})
 
-Steps = Generator[Numbered, None, bool]
+CheckSteps = Generator[Numbered, None, bool]
 """Findings of a part of the examination, which returns whether the examination can go on."""
 
 
 # -- the whole of a device and of a coordinator ---------------------------------------------------
 
 
-def check_broker_for_device(settings: AgentSettings, clock_s: float, timer: ExaminationDeadline) -> Iterator[Numbered]:
+def check_broker_for_device(
+    settings: AgentSettings, clock_s: float, deadline: ExaminationDeadline
+) -> Iterator[Numbered]:
     """Yield findings on a device's connection, access rules and handshake, up to an error that hides the rest."""
     try:
         broker = Broker.from_url(**msgspec.structs.asdict(settings.broker))
     except FedquiltError:
-        return  # FQ304 tells
-    if not (yield from check_connection(broker, clock_s, timer)):
+        return  # FQ304 reports the error
+    if not (yield from check_connection(broker, clock_s, deadline)):
         return
     if machine_facts.is_locked(Path(settings.home)):
         yield "FQ411", f"{settings.device}'s agent runs here: its rights at {broker} are tried while it is stopped"
         return
-    with open_link(broker, f"{NOBODY}-{settings.device}", timer) as link:
+    with open_link(broker, f"{TEST_DEVICE}-{settings.device}", deadline) as link:
         if isinstance(link, Problem):
             yield "FQ408", link
             return
         yield from check_packet_limit(broker, link)
-        own, told = load_identity(broker)
-        question = blob_question
-        if own is not None:
-            question = lambda: ("hello", authenticated_link.handshake_probe(own))  # noqa: E731
-        seen = try_device(link, settings.fleet, settings.device, timer, question)
-        yield from judge_device(seen, broker, settings.device)
-        if own is not None:
-            told = check_handshake(link, own, settings.fleet, settings.device, seen.coordinator, timer)
-        yield "FQ414", told
+        identity, verdict = load_identity(broker)
+        make_request = make_blob_request
+        if identity is not None:
+            make_request = lambda: ("hello", authenticated_link.handshake_probe(identity))  # noqa: E731
+        result = try_device(link, settings.fleet, settings.device, deadline, make_request)
+        yield from judge_device(result, broker, settings.device)
+        if identity is not None:
+            verdict = check_handshake(
+                link, identity, settings.fleet, settings.device, result.is_coordinator_online, deadline
+            )
+        yield "FQ414", verdict
 
 
 def check_broker_for_coordinator(
-    table: Mapping[str, Any], home: Path | None, fleet: str, clock_s: float, timer: ExaminationDeadline
+    table: Mapping[str, Any], home: Path | None, fleet: str, clock_s: float, deadline: ExaminationDeadline
 ) -> Iterator[Numbered]:
     """Yield findings on the connection and access rules of a coordinator or an observer."""
     try:
@@ -312,104 +325,106 @@ def check_broker_for_coordinator(
     except FedquiltError as problem:
         yield "FQ400", error(str(problem), "correct --broker and the files beside it")
         return
-    if not (yield from check_connection(broker, clock_s, timer)):
+    if not (yield from check_connection(broker, clock_s, deadline)):
         return
-    held = None if broker.cert is None else load_certificate(str(broker.cert))
-    watches = held is not None and held.unit == authenticated_link.OBSERVER
-    if not watches and home is not None and machine_facts.is_locked(home):
+    certificate = None if broker.cert is None else load_certificate(str(broker.cert))
+    is_observer = certificate is not None and certificate.unit == authenticated_link.OBSERVER
+    if not is_observer and home is not None and machine_facts.is_locked(home):
         yield "FQ413", f"a coordinator serves {home}: its rights at {broker} are tried while it is stopped"
         return
-    with open_link(broker, f"{NOBODY}-{'observer' if watches else 'coordinator'}", timer) as link:
+    with open_link(broker, f"{TEST_DEVICE}-{'observer' if is_observer else 'coordinator'}", deadline) as link:
         if isinstance(link, Problem):
             yield "FQ408", link
             return
         yield from check_packet_limit(broker, link)
-        if watches:
-            seen, devices = try_observer(link, fleet, str(held and held.name), timer)
-            yield "FQ415", judge_observer(seen, devices, broker)
+        if is_observer:
+            result, devices = try_observer(link, fleet, str(certificate and certificate.name), deadline)
+            yield "FQ415", judge_observer(result, devices, broker)
             return
-        own, told = load_identity(broker)
-        yield "FQ414", told if own is None else check_coordinator_certificate(own, clock_s)
-        yield "FQ413", judge_coordinator(try_coordinator(link, fleet, timer), broker)
+        identity, verdict = load_identity(broker)
+        yield "FQ414", verdict if identity is None else check_coordinator_certificate(identity, clock_s)
+        yield "FQ413", judge_coordinator(try_coordinator(link, fleet, deadline), broker)
 
 
 # -- getting there --------------------------------------------------------------------------------
 
 
-def check_connection(broker: Broker, clock_s: float, timer: ExaminationDeadline) -> Steps:
+def check_connection(broker: Broker, clock_s: float, deadline: ExaminationDeadline) -> CheckSteps:
     """Yield findings on name, port and TLS up to the first error. Return True without errors."""
     try:
-        found = socket.getaddrinfo(broker.host, broker.port, type=socket.SOCK_STREAM)
+        addresses = socket.getaddrinfo(broker.host, broker.port, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError) as problem:
         yield "FQ401", error(str(unreachable_error(broker, problem)), f"getent hosts {broker.host}")
         return False
-    yield "FQ401", f"{broker.host} is {', '.join(sorted({str(one[4][0]) for one in found}))}"
+    yield "FQ401", f"{broker.host} is {', '.join(sorted({str(address[4][0]) for address in addresses}))}"
     try:
-        line = socket.create_connection((broker.host, broker.port), timer.remaining_s(STEP_S))
+        connection = socket.create_connection((broker.host, broker.port), deadline.remaining_s(PORT_S))
     except OSError as problem:
         yield "FQ402", error(str(unreachable_error(broker, problem)), f"nc -vz {broker.host} {broker.port}")
         return False
     yield "FQ402", f"something listens at {broker}"
-    with line:
+    with connection:
         if not broker.tls:
             return True
-        number, told = _check_tls(broker, line, clock_s, timer)
-    yield number, told
-    return not (isinstance(told, Problem) and told.severity == "error")
+        number, verdict = _check_tls(broker, connection, clock_s, deadline)
+    yield number, verdict
+    return not (isinstance(verdict, Problem) and verdict.severity == "error")
 
 
-def _check_tls(broker: Broker, line: socket.socket, clock_s: float, timer: ExaminationDeadline) -> Numbered:
-    show = f"openssl s_client -connect {broker.host}:{broker.port} </dev/null"
+def _check_tls(broker: Broker, connection: socket.socket, clock_s: float, deadline: ExaminationDeadline) -> Numbered:
+    show_command = f"openssl s_client -connect {broker.host}:{broker.port} </dev/null"
     try:
-        line.settimeout(timer.remaining_s(STEP_S))
-        with broker.tls_context().wrap_socket(line, server_hostname=broker.host) as secure:
-            ends_s = ssl.cert_time_to_seconds(str((secure.getpeercert() or {})["notAfter"]))
-            if broker.cert is not None and (refusal := _receive_tls_alert(secure, timer)) is not None:
+        connection.settimeout(deadline.remaining_s(PORT_S))
+        with broker.tls_context().wrap_socket(connection, server_hostname=broker.host) as tls_socket:
+            ends_s = ssl.cert_time_to_seconds(str((tls_socket.getpeercert() or {})["notAfter"]))
+            if broker.cert is not None and (refusal := _receive_tls_alert(tls_socket, deadline)) is not None:
                 return "FQ408", error(str(unreachable_error(broker, refusal)), _login_fix(broker))
     except ssl.SSLCertVerificationError as problem:
-        return _explain_untrusted_certificate(broker, problem, show)
+        return _explain_untrusted_certificate(broker, problem, show_command)
     except OSError as problem:
-        return "FQ403", error(str(unreachable_error(broker, problem)), show)
+        return "FQ403", error(str(unreachable_error(broker, problem)), show_command)
     except FedquiltError as problem:
         return "FQ403", error(str(problem), "correct [broker]")
     day = format_day(ends_s)
     if ends_s - clock_s < enrolment.SOON_S:
-        return "FQ407", Problem(f"the certificate of {broker} ends on {day}", AGAIN)
+        return "FQ407", Problem(f"the certificate of {broker} ends on {day}", RENEW_FIX)
     return "FQ403", f"the certificate of {broker} is to be trusted, until {day}"
 
 
-def _receive_tls_alert(secure: ssl.SSLSocket, timer: ExaminationDeadline) -> ssl.SSLError | None:
+def _receive_tls_alert(tls_socket: ssl.SSLSocket, deadline: ExaminationDeadline) -> ssl.SSLError | None:
     # TLS 1.3 checks the client's certificate after the handshake
-    secure.settimeout(timer.remaining_s(ALERT_S))
+    tls_socket.settimeout(deadline.remaining_s(ALERT_S))
     try:
-        secure.recv(1)
-    except ssl.SSLError as refusal:
-        return refusal
-    except OSError:  # it has said nothing so far
+        tls_socket.recv(1)
+    except ssl.SSLError as alert:
+        return alert
+    except OSError:  # no alert has arrived
         pass
     return None
 
 
-def _explain_untrusted_certificate(broker: Broker, problem: ssl.SSLCertVerificationError, show: str) -> Numbered:
-    said = str(unreachable_error(broker, problem))
+def _explain_untrusted_certificate(
+    broker: Broker, problem: ssl.SSLCertVerificationError, show_command: str
+) -> Numbered:
+    sentence = str(unreachable_error(broker, problem))
     if problem.verify_code == _NOT_YET:
-        return "FQ404", error(said, "sudo timedatectl set-ntp true")
+        return "FQ404", error(sentence, "sudo timedatectl set-ntp true")
     if problem.verify_code == _EXPIRED:
-        return "FQ404", error(said, AGAIN)
+        return "FQ404", error(sentence, RENEW_FIX)
     if problem.verify_code in _OTHER_NAME:
-        return "FQ406", error(said, f"fedquilt broker config ... --host {broker.host}, on the authority's machine")
-    return "FQ405", error(said, f"{show} | openssl x509 -noout -issuer; give that authority's file as ca")
+        return "FQ406", error(sentence, f"fedquilt broker config ... --host {broker.host}, on the authority's machine")
+    return "FQ405", error(sentence, f"{show_command} | openssl x509 -noout -issuer; give that authority's file as ca")
 
 
 @contextmanager
-def open_link(broker: Broker, client: str, timer: ExaminationDeadline) -> Iterator[MqttLink | Problem]:
+def open_link(broker: Broker, client: str, deadline: ExaminationDeadline) -> Iterator[MqttLink | Problem]:
     log = logging.getLogger("fedquilt.transport.mqtt")
     level = log.level
-    log.setLevel(logging.CRITICAL)  # what is refused here is a finding, no warning
+    log.setLevel(logging.CRITICAL)  # refusals are reported as findings
     link = MqttLink(dataclasses.replace(broker, session_expiry_s=0), client)
     try:
         try:
-            link.wait_until_connected(timer.remaining_s(WORD_S))
+            link.wait_until_connected(deadline.remaining_s(CONNECT_S))
         except LinkError as problem:
             yield error(str(problem), _login_fix(broker))
         else:
@@ -429,15 +444,15 @@ def _login_fix(broker: Broker) -> str:
 
 def check_packet_limit(broker: Broker, link: MqttLink) -> Iterator[Numbered]:
     yield "FQ408", f"{broker} lets us in, by MQTT {'5' if link.level == 5 else '3.1.1'}"
-    most, raise_it = link.max_payload, "max_packet_size 1048576 in mosquitto.conf, or what your broker calls it"
-    takes = f"{broker} takes no more than {most} bytes"
-    if most < LEAST_PAYLOAD:
-        yield "FQ409", error(f"{takes}: tasks do not pass", raise_it)
-    elif most < MAX_CONTROL:
-        yield "FQ409", Problem(f"{takes}: long lists of tensors (up to {MAX_CONTROL} bytes) do not pass", raise_it)
+    limit_bytes, fix = link.max_payload, "max_packet_size 1048576 in mosquitto.conf, or what your broker calls it"
+    limit_text = f"{broker} takes no more than {limit_bytes} bytes"
+    if limit_bytes < MIN_PAYLOAD:
+        yield "FQ409", error(f"{limit_text}: tasks do not pass", fix)
+    elif limit_bytes < MAX_CONTROL:
+        yield "FQ409", Problem(f"{limit_text}: long lists of tensors (up to {MAX_CONTROL} bytes) do not pass", fix)
     else:
-        said = "announces no limit" if link.level < 5 else f"takes {most} bytes in a message"
-        yield "FQ409", f"{broker} {said}"
+        sentence = "announces no limit" if link.level < 5 else f"takes {limit_bytes} bytes in a message"
+        yield "FQ409", f"{broker} {sentence}"
 
 
 # -- signatures -----------------------------------------------------------------------------------
@@ -446,11 +461,11 @@ def check_packet_limit(broker: Broker, link: MqttLink) -> Iterator[Numbered]:
 def load_identity(broker: Broker) -> tuple[LinkIdentity | None, str | Problem]:
     """Return the identity for signing, or None and what that means."""
     try:
-        found = authenticated_link.load_identity(broker)
+        identity = authenticated_link.load_identity(broker)
     except JobError as problem:
         return None, error(str(problem), "add ca")
-    if found is not None:
-        return found, ""
+    if identity is not None:
+        return identity, ""
     if is_loopback(broker):
         return None, f"{authenticated_link.UNSIGNED}; only this machine reaches {broker}"
     fix = "fedquilt identity gives both sides a certificate (docs/security.md)"
@@ -458,28 +473,28 @@ def load_identity(broker: Broker) -> tuple[LinkIdentity | None, str | Problem]:
 
 
 def check_handshake(
-    link: MqttLink, own: LinkIdentity, fleet: str, name: str, online: bool | None, timer: ExaminationDeadline
+    link: MqttLink, identity: LinkIdentity, fleet: str, name: str, is_online: bool | None, deadline: ExaminationDeadline
 ) -> str | Problem:
     """Check the handshake of a device. An offline coordinator is not waited for."""
-    board = AuthenticatedDeviceLink(link, own, fleet, name)
-    until_s = time.monotonic() + timer.remaining_s(ANSWER_S if online else 0.0)
-    board.receive()
-    while not board.connected and link.connected and (left_s := until_s - time.monotonic()) > 0:
-        link.wait(left_s)
-        board.receive()
-    if board.connected:
+    device_link = AuthenticatedDeviceLink(link, identity, fleet, name)
+    deadline_s = time.monotonic() + deadline.remaining_s(ANSWER_S if is_online else 0.0)
+    device_link.receive()
+    while not device_link.connected and link.connected and (remaining_s := deadline_s - time.monotonic()) > 0:
+        link.wait(remaining_s)
+        device_link.receive()
+    if device_link.connected:
         return "signed: the coordinator has proved that it is, and takes this device's certificate"
-    if not online:
+    if not is_online:
         return "signed: whether certificates are taken is seen while a coordinator is online"
-    said = f"no handshake with the coordinator comes about: {board.problem or 'it does not answer'}"
-    return error(said, "look into the coordinator's log, which says why it refuses a device")
+    sentence = f"no handshake with the coordinator comes about: {device_link.problem or 'it does not answer'}"
+    return error(sentence, "look into the coordinator's log, which says why it refuses a device")
 
 
-def check_coordinator_certificate(own: LinkIdentity, clock_s: float) -> str | Problem:
+def check_coordinator_certificate(identity: LinkIdentity, clock_s: float) -> str | Problem:
     try:
-        ends_s = own.require_coordinator_certificate()
+        ends_s = identity.require_coordinator_certificate()
     except JobError as problem:
-        return error(str(problem), ISSUE)
+        return error(str(problem), ISSUE_FIX)
     if ends_s - clock_s < enrolment.SOON_S:
-        return Problem(f"signed: no board takes the coordinator's certificate after {format_day(ends_s)}", ISSUE)
+        return Problem(f"signed: no board takes the coordinator's certificate after {format_day(ends_s)}", ISSUE_FIX)
     return "signed: boards will take the certificate for the coordinator's"

@@ -21,7 +21,7 @@ GROUPS: Final = ("doctor", "machine", "packages", "agent", "broker", "coordinato
 class Finding(msgspec.Struct, frozen=True):
     number: str  # such as "FQ110", whose first digit is the group
     severity: Severity
-    sentence: str  # what, and where
+    sentence: str
     fix: str | None = None
 
 
@@ -47,8 +47,8 @@ Numbered: TypeAlias = tuple[str, str | Problem]
 
 class Check(NamedTuple):
     number: str
-    needs: tuple[str, ...]  # facts, by name: without one of them the check does not apply
-    find: Callable[..., Verdict]  # called with these facts
+    needs: tuple[str, ...]  # names of facts. The check does not apply if one is None
+    find: Callable[..., Verdict]  # arguments: the needed facts
     fix: str = ""
 
 
@@ -61,36 +61,38 @@ def to_finding(number: str, verdict: str | Problem, fix: str = "") -> Finding:
 def run_checks(checks: Iterable[Check], facts: object) -> Iterator[Finding]:
     for check in checks:
         try:
-            needed = [getattr(facts, name, None) for name in check.needs]
-            verdict = check.find(*needed) if all(each is not None for each in needed) else None
-        except Exception as problem:  # whatever a strange machine makes of a check
+            needed_facts = [getattr(facts, name, None) for name in check.needs]
+            verdict = check.find(*needed_facts) if all(fact is not None for fact in needed_facts) else None
+        except Exception as problem:  # checks may fail in any way on unusual machines
             verdict = error(f"this could not be examined ({type(problem).__name__}: {problem})", VERBOSE)
         if verdict is not None:
             yield to_finding(check.number, verdict, check.fix)
 
 
-def worst_severity(found: Iterable[Finding]) -> Severity:
-    return max((one.severity for one in found), key=tuple(EXIT).index, default="ok")
+def worst_severity(all_findings: Iterable[Finding]) -> Severity:
+    return max((finding.severity for finding in all_findings), key=tuple(EXIT).index, default="ok")
 
 
-def to_report(found: Sequence[Finding]) -> dict[str, Any]:
-    rows = [{**msgspec.to_builtins(one), "group": GROUPS[int(one.number[2])]} for one in found]
-    return {"severity": worst_severity(found), "findings": rows}
+def to_report(all_findings: Sequence[Finding]) -> dict[str, Any]:
+    rows = [{**msgspec.to_builtins(finding), "group": GROUPS[int(finding.number[2])]} for finding in all_findings]
+    return {"severity": worst_severity(all_findings), "findings": rows}
 
 
-def format_findings(found: Sequence[Finding], wide: int | None = None) -> list[str]:
+def format_findings(all_findings: Sequence[Finding], width: int | None = None) -> list[str]:
     """Format the findings as lines of text, with fixes and a summary line."""
-    wide = table.line_width() if wide is None and sys.stdout.isatty() else wide
-    told = []
-    for one in found:
-        head = f"{one.severity:<8} {one.number}  "
+    width = table.line_width() if width is None and sys.stdout.isatty() else width
+    lines = []
+    for finding in all_findings:
+        head = f"{finding.severity:<8} {finding.number}  "
         blank = " " * len(head)
-        wrapped = [one.sentence]
-        if wide is not None:
-            wrapped = textwrap.wrap(one.sentence, wide - len(head), break_on_hyphens=False, break_long_words=False)
-        told += [f"{blank if at else head}{text}" for at, text in enumerate(wrapped)]
-        if one.fix is not None:
-            told.append(f"{blank} fix: {one.fix}")
-    counts = [(sum(one.severity == kind for one in found), kind) for kind in ("error", "warning")]
-    parts = [f"{count} {kind}{'s' if count > 1 else ''}" for count, kind in counts if count]
-    return [*told, f"{len(found)} checks: {', '.join(parts) if parts else 'all is well'}"]
+        wrapped = [finding.sentence]
+        if width is not None:
+            wrapped = textwrap.wrap(finding.sentence, width - len(head), break_on_hyphens=False, break_long_words=False)
+        lines += [f"{blank if line_number else head}{text}" for line_number, text in enumerate(wrapped)]
+        if finding.fix is not None:
+            lines.append(f"{blank} fix: {finding.fix}")
+    counts = [
+        (sum(finding.severity == severity for finding in all_findings), severity) for severity in ("error", "warning")
+    ]
+    parts = [f"{count} {severity}{'s' if count > 1 else ''}" for count, severity in counts if count]
+    return [*lines, f"{len(all_findings)} checks: {', '.join(parts) if parts else 'all is well'}"]

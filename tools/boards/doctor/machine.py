@@ -21,27 +21,27 @@ from fedquilt.tools.boards import targets
 from fedquilt.tools.boards.doctor import machine_facts
 from fedquilt.tools.boards.doctor.findings import Check, Problem, Verdict, error
 from fedquilt.tools.boards.doctor.machine_facts import HelperFault, MachineFacts
-from fedquilt.tools.boards.targets import KNOWN, NUMPY_2, NVIDIA_JP6
+from fedquilt.tools.boards.targets import NUMPY_2, NVIDIA_JP6, TARGETS
 
-CUDA: Final = {5: 11, 6: 12, 7: 13}  # JetPack -> major version of the CUDA that its driver runs
-FLASH: Final = "on the operator's machine: fedquilt board flash agent.toml --ssh USER@BOARD --target TARGET"
+CUDA_BY_JETPACK: Final = {5: 11, 6: 12, 7: 13}  # JetPack -> major version of CUDA
+FLASH_COMMAND: Final = "on the operator's machine: fedquilt board flash agent.toml --ssh USER@BOARD --target TARGET"
 
 
 @dataclass(frozen=True)
 class InstalledPackages:
-    versions: Mapping[str, str] = field(default_factory=dict)  # name in small letters, "-" for "_" -> version
-    torch_cuda: str | None = None  # CUDA that torch was built with; None: without
+    versions: Mapping[str, str] = field(default_factory=dict)  # canonical name -> version
+    torch_cuda: str | None = None  # version of CUDA, or None for CPU builds
     onnx_cuda: bool = False  # onnxruntime has its CUDA provider
-    torch_numpy: int | None = None  # 1 or 2: NumPy with which torch was compiled; None: not known
+    torch_numpy: int | None = None  # major version of NumPy that torch was compiled with
 
 
 def read_packages(paths: Sequence[Path]) -> InstalledPackages:
     """Read the packages in these folders. Of two with the same name, the first counts."""
     versions: dict[str, str] = {}
-    for one in metadata.distributions(path=[str(path) for path in paths]):
-        name = _package_name(one).lower().replace("_", "-")
+    for package in metadata.distributions(path=[str(path) for path in paths]):
+        name = _package_name(package).lower().replace("_", "-")
         if name:
-            versions.setdefault(name, one.version)
+            versions.setdefault(name, package.version)
     torch, onnx = (_find_folder(paths, name) for name in ("torch", "onnxruntime"))
     return InstalledPackages(
         versions=versions,
@@ -55,12 +55,12 @@ def _package_name(package: metadata.Distribution) -> str:
     # "" for the folder of an interrupted installation
     try:
         return package.metadata["Name"] if "Name" in package.metadata else ""  # noqa: SIM401  (it has no get)
-    except OSError:  # of the importlib_metadata package, if something has imported it; Python's own tells an empty name
+    except OSError:  # raised by importlib_metadata, where Python's own module returns ""
         return ""
 
 
 def is_gpu_expected(machine: MachineFacts) -> bool:
-    return machine.gpu and (not machine.tegra or (machine.jetpack or 0) >= 6)
+    return machine.has_gpu and (not machine.is_tegra or (machine.jetpack or 0) >= 6)
 
 
 def _check_onnx(machine: MachineFacts, packages: InstalledPackages) -> Verdict:
@@ -68,7 +68,9 @@ def _check_onnx(machine: MachineFacts, packages: InstalledPackages) -> Verdict:
     if plain is not None and gpu is not None:
         return Problem(
             f"onnxruntime {plain} and onnxruntime-gpu {gpu} are both installed, each with some of the other's files",
-            _installation_command(machine, "gpu" if machine.gpu else "onnx", drop="onnxruntime onnxruntime-gpu"),
+            _installation_command(
+                machine, "gpu" if machine.has_gpu else "onnx", uninstalled="onnxruntime onnxruntime-gpu"
+            ),
         )
     if plain is None and gpu is None:
         return None
@@ -76,42 +78,42 @@ def _check_onnx(machine: MachineFacts, packages: InstalledPackages) -> Verdict:
 
 
 def _check_onnx_gpu(machine: MachineFacts, packages: InstalledPackages) -> Verdict:
-    found = [packages.versions[name] for name in ("onnxruntime", "onnxruntime-gpu") if name in packages.versions]
-    if len(found) != 1 or packages.onnx_cuda or not is_gpu_expected(machine):
+    versions = [packages.versions[name] for name in ("onnxruntime", "onnxruntime-gpu") if name in packages.versions]
+    if len(versions) != 1 or packages.onnx_cuda or not is_gpu_expected(machine):
         return None
-    said = f"onnxruntime {found[0]} runs on the CPU alone, and there is a GPU: stitching is slow"
-    return Problem(said, _installation_command(machine, "gpu", drop="onnxruntime"))
+    sentence = f"onnxruntime {versions[0]} runs on the CPU alone, and there is a GPU: stitching is slow"
+    return Problem(sentence, _installation_command(machine, "gpu", uninstalled="onnxruntime"))
 
 
 def _check_torch(machine: MachineFacts, packages: InstalledPackages) -> Verdict:
     if (version := packages.versions.get("torch")) is None:
         return None
     if is_gpu_expected(machine) and packages.torch_cuda is None:
-        said = f"torch {version} runs on the CPU alone, and there is a GPU: training is slow"
-        return Problem(said, _installation_command(machine, "train"))
+        sentence = f"torch {version} runs on the CPU alone, and there is a GPU: training is slow"
+        return Problem(sentence, _installation_command(machine, "train"))
     return f"torch {version}" + (f", CUDA {packages.torch_cuda}" if packages.torch_cuda else ", on the CPU")
 
 
 def _check_torch_cuda(machine: MachineFacts, packages: InstalledPackages) -> Verdict:
-    driver, cuda = CUDA.get(machine.jetpack or 0), packages.torch_cuda
-    if driver is None or not cuda or cuda.split(".")[0] == str(driver):
+    driver_cuda, torch_cuda = CUDA_BY_JETPACK.get(machine.jetpack or 0), packages.torch_cuda
+    if driver_cuda is None or not torch_cuda or torch_cuda.split(".")[0] == str(driver_cuda):
         return None
     return Problem(
-        f"torch {packages.versions.get('torch')} is for CUDA {cuda}, and JetPack {machine.jetpack} has CUDA {driver}: "
-        "it will not find the GPU",
+        f"torch {packages.versions.get('torch')} is for CUDA {torch_cuda}, and JetPack {machine.jetpack} has CUDA "
+        f"{driver_cuda}: it will not find the GPU",
         _installation_command(machine, "train"),
     )
 
 
 def _check_numpy(machine: MachineFacts, packages: InstalledPackages) -> Verdict:
-    version, torch = packages.versions.get("numpy"), packages.versions.get("torch")
-    if version is None or torch is None or packages.torch_numpy != 1 or int(version.split(".")[0]) < 2:
+    numpy, torch_version = packages.versions.get("numpy"), packages.versions.get("torch")
+    if numpy is None or torch_version is None or packages.torch_numpy != 1 or int(numpy.split(".")[0]) < 2:
         return None
     return error(
-        f"numpy {version} is beside torch {torch}, which was compiled with NumPy 1: no tensor becomes an array, and "
-        "every task with torch fails",
-        f"{FLASH}, with PIP_CONSTRAINT naming a file that holds numpy<2"
-        if machine.flashed
+        f"numpy {numpy} is beside torch {torch_version}, which was compiled with NumPy 1: no tensor becomes an array, "
+        "and every task with torch fails",
+        f"{FLASH_COMMAND}, with PIP_CONSTRAINT naming a file that holds numpy<2"
+        if machine.is_flashed
         else "pip install 'numpy<2'",
     )
 
@@ -132,18 +134,20 @@ def onnx_installation_command(machine: MachineFacts) -> str:
     return _installation_command(machine, "gpu" if is_gpu_expected(machine) else "onnx")
 
 
-def _installation_command(machine: MachineFacts, extra: str, drop: str = "") -> str:
+def _installation_command(machine: MachineFacts, extra: str, uninstalled: str = "") -> str:
     # a flashed board does not have pip
-    jp6 = machine.jetpack == 6
-    if machine.flashed:
-        others = {"gpu": "gpu", "train": "gpu train" if machine.gpu else "onnx train", "onnx": "onnx"}[extra]
-        target = "jetpack6-gpu" if jp6 else f"jetpack{machine.jetpack}"
-        known = KNOWN.get(target)
-        python = "" if known is None or known.python else " --python PATH"
-        return f"{FLASH.replace('TARGET', target if known else 'TARGET')}{python} --extras {others}"
-    what = {"gpu": "onnxruntime-gpu", "train": "--force-reinstall torch torchvision", "onnx": "onnxruntime"}[extra]
-    index = f" --index-url {NVIDIA_JP6}" if jp6 and extra != "onnx" else ""
-    return (f"pip uninstall -y {drop} && " if drop else "") + f"pip install {what}{index}"
+    is_jetpack6 = machine.jetpack == 6
+    if machine.is_flashed:
+        extras = {"gpu": "gpu", "train": "gpu train" if machine.has_gpu else "onnx train", "onnx": "onnx"}[extra]
+        target = "jetpack6-gpu" if is_jetpack6 else f"jetpack{machine.jetpack}"
+        target_settings = TARGETS.get(target)
+        python = "" if target_settings is None or target_settings.python else " --python PATH"
+        return f"{FLASH_COMMAND.replace('TARGET', target if target_settings else 'TARGET')}{python} --extras {extras}"
+    requirement = {"gpu": "onnxruntime-gpu", "train": "--force-reinstall torch torchvision", "onnx": "onnxruntime"}[
+        extra
+    ]
+    index = f" --index-url {NVIDIA_JP6}" if is_jetpack6 and extra != "onnx" else ""
+    return (f"pip uninstall -y {uninstalled} && " if uninstalled else "") + f"pip install {requirement}{index}"
 
 
 # -- reading --------------------------------------------------------------------------------------
@@ -158,12 +162,16 @@ def _read_string_constant(path: Path, name: str) -> str | None:
         body = ast.parse(path.read_text(encoding="utf-8")).body
     except (OSError, ValueError, SyntaxError):
         return None
-    for one in body:
+    for statement in body:
         target = (
-            one.target if isinstance(one, ast.AnnAssign) else one.targets[0] if isinstance(one, ast.Assign) else None
+            statement.target
+            if isinstance(statement, ast.AnnAssign)
+            else statement.targets[0]
+            if isinstance(statement, ast.Assign)
+            else None
         )
-        if isinstance(target, ast.Name) and target.id == name and isinstance(one, (ast.Assign, ast.AnnAssign)):
-            value = one.value
+        if isinstance(target, ast.Name) and target.id == name and isinstance(statement, (ast.Assign, ast.AnnAssign)):
+            value = statement.value
             return value.value if isinstance(value, ast.Constant) and isinstance(value.value, str) else None
     return None
 
@@ -178,55 +186,55 @@ def _find_required_numpy_version(library: Path) -> int | None:
         return None
 
 
-WRITTEN_S: Final = 1735689600.0  # 2025-01-01: no clock that is right is before this program was written
-HOT_C: Final = 85.0  # boards slow down from about here on
-SWAP_LEFT: Final = 0.1  # share of the swap
-PYTHON: Final = {6: (3, 10), 7: (3, 12)}  # what NVIDIA's wheels for a JetPack are made for
-SET_CLOCK: Final = "sudo timedatectl set-ntp true"
-RESTART: Final = "sudo systemctl restart fedquilt-clocks"
-FREE_MEMORY: Final = "ps -eo rss,comm --sort=-rss | head, and stop what is not needed"
+MIN_CLOCK_S: Final = 1735689600.0  # 2025-01-01. An earlier clock is wrong
+HOT_C: Final = 85.0  # boards throttle above about this temperature
+MIN_FREE_SWAP_SHARE: Final = 0.1
+PYTHON_BY_JETPACK: Final = {6: (3, 10), 7: (3, 12)}  # JetPack -> Python of NVIDIA's wheels
+SET_CLOCK_FIX: Final = "sudo timedatectl set-ntp true"
+RESTART_FIX: Final = "sudo systemctl restart fedquilt-clocks"
+FREE_MEMORY_FIX: Final = "ps -eo rss,comm --sort=-rss | head, and stop what is not needed"
 
 
 def _check_python(machine: MachineFacts) -> Verdict:
-    if machine.python is None:
+    if machine.python_version is None:
         return None
-    has = ".".join(map(str, machine.python))
-    if machine.python < (3, 10):
-        return error(f"this machine has Python {has}, and fedquilt needs 3.10 or newer", targets.OWN_PYTHON)
-    made_for = PYTHON.get(machine.jetpack or 0)
-    if made_for is not None and machine.python != made_for:
-        wanted = ".".join(map(str, made_for))
+    version = ".".join(map(str, machine.python_version))
+    if machine.python_version < (3, 10):
+        return error(f"this machine has Python {version}, and fedquilt needs 3.10 or newer", targets.OWN_PYTHON)
+    required_version = PYTHON_BY_JETPACK.get(machine.jetpack or 0)
+    if required_version is not None and machine.python_version != required_version:
+        required = ".".join(map(str, required_version))
         return Problem(
-            f"NVIDIA's wheels for JetPack {machine.jetpack} are for Python {wanted}, and this is {has}: "
+            f"NVIDIA's wheels for JetPack {machine.jetpack} are for Python {required}, and this is {version}: "
             "torch and onnxruntime with the GPU do not install here",
-            f"/usr/bin/python{wanted} -m venv --system-site-packages ~/fedquilt",
+            f"/usr/bin/python{required} -m venv --system-site-packages ~/fedquilt",
         )
-    return f"Python {has}" + (f" on JetPack {machine.jetpack}" if machine.jetpack else "")
+    return f"Python {version}" + (f" on JetPack {machine.jetpack}" if machine.jetpack else "")
 
 
 def _check_word_size(machine: MachineFacts) -> Verdict:
-    said = f"this Python has {machine.bits} bits: there are no wheels of onnxruntime and torch for it"
-    return None if machine.bits == 64 else error(said)
+    sentence = f"this Python has {machine.python_bits} bits: there are no wheels of onnxruntime and torch for it"
+    return None if machine.python_bits == 64 else error(sentence)
 
 
 def _check_clock(machine: MachineFacts) -> Verdict:
-    said = f"the clock says {time.strftime('%Y-%m-%d %H:%M', time.gmtime(machine.clock_s))} UTC"
-    if machine.clock_s < WRITTEN_S:
-        return error(f"{said}, before this program was written: certificates look not yet valid")
-    return said
+    sentence = f"the clock says {time.strftime('%Y-%m-%d %H:%M', time.gmtime(machine.clock_s))} UTC"
+    if machine.clock_s < MIN_CLOCK_S:
+        return error(f"{sentence}, before this program was written: certificates look not yet valid")
+    return sentence
 
 
 def _check_memory(machine: MachineFacts) -> Verdict:
     if machine.memory_bytes is None:
         return error(f"{machine.root / 'proc/meminfo'} does not tell the memory: is {machine.root} a Linux that runs?")
-    left = "" if machine.available_bytes is None else f", {machine.available_bytes / 1e6:.0f} MB of it left"
-    return f"{machine.board}: {machine.memory_bytes / 1e6:.0f} MB of memory{left}"
+    available = "" if machine.available_bytes is None else f", {machine.available_bytes / 1e6:.0f} MB of it left"
+    return f"{machine.board}: {machine.memory_bytes / 1e6:.0f} MB of memory{available}"
 
 
 def _check_swap(machine: MachineFacts) -> Verdict:
     if not machine.swap_bytes or machine.swap_free_bytes is None:
         return None
-    if machine.swap_free_bytes < SWAP_LEFT * machine.swap_bytes:
+    if machine.swap_free_bytes < MIN_FREE_SWAP_SHARE * machine.swap_bytes:
         return Problem(
             f"{1 - machine.swap_free_bytes / machine.swap_bytes:.0%} of the {machine.swap_bytes / 1e6:.0f} MB of swap "
             "is in use: programs here need more memory than there is, and tasks will be slow"
@@ -245,11 +253,11 @@ def _check_swap_on_card(machine: MachineFacts) -> Verdict:
 
 
 def _check_control_group(machine: MachineFacts) -> Verdict:
-    watched = "a task's memory is watched, not limited by the kernel"
+    consequence = "a task's memory is watched, not limited by the kernel"
     if machine.controllers is None:
-        return f"no cgroup v2: {watched}"
+        return f"no cgroup v2: {consequence}"
     if "memory" not in machine.controllers:
-        return Problem(f"this kernel's cgroup v2 has no memory controller: {watched}")
+        return Problem(f"this kernel's cgroup v2 has no memory controller: {consequence}")
     return "cgroup v2 can limit memory"
 
 
@@ -266,13 +274,17 @@ def _check_delegation(machine: MachineFacts) -> Verdict:
 def _check_power_sensors(machine: MachineFacts) -> Verdict:
     if machine.power_w is not None:
         return f"power: {machine.power_w:.2f} W"
-    if not machine.tegra or machine.rail_fault is not None:  # most other boards have no meter
+    if not machine.is_tegra or machine.rail_fault is not None:  # most other boards have no meter
         return None
     return Problem(
         f"no power sensor of {machine.board} can be read (its INA3221, below {machine.root / 'sys/bus/i2c/drivers'}): "
         "energy will be unknown",
         "sudo apt install python3-pip && sudo pip3 install jetson-stats && sudo usermod -aG jtop fedquilt"
-        + (", and on the operator's machine: fedquilt board flash ... --extras onnx jetson" if machine.flashed else ""),
+        + (
+            ", and on the operator's machine: fedquilt board flash ... --extras onnx jetson"
+            if machine.is_flashed
+            else ""
+        ),
     )
 
 
@@ -285,7 +297,7 @@ def _check_rails(machine: MachineFacts) -> Verdict:
 def _check_temperature(machine: MachineFacts) -> Verdict:
     if machine.temperature_c is not None:
         return f"the hottest zone is at {machine.temperature_c:.0f} C"
-    if not machine.tegra:
+    if not machine.is_tegra:
         return None
     return Problem(
         f"no thermal zone answers below {machine.root / 'sys/class/thermal'}: nobody sees this board get hot"
@@ -299,74 +311,79 @@ def _check_heat(machine: MachineFacts) -> Verdict:
 
 
 def _check_voltage(machine: MachineFacts) -> Verdict:
-    said = "the firmware has seen too low a voltage since the board was started: it slows down, and may fail"
-    return Problem(said) if machine.undervoltage else None
+    sentence = "the firmware has seen too low a voltage since the board was started: it slows down, and may fail"
+    return Problem(sentence) if machine.undervoltage else None
 
 
 def _check_throttling(machine: MachineFacts) -> Verdict:
-    said = f"the kernel slows clocks for heat now ({', '.join(machine.slowed)}): tasks take longer than predicted"
-    return Problem(said, _cool(machine)) if machine.slowed else None
+    sentence = (
+        f"the kernel slows clocks for heat now ({', '.join(machine.throttling_devices)}): tasks take longer than "
+        "predicted"
+    )
+    return Problem(sentence, _cool(machine)) if machine.throttling_devices else None
 
 
 def _cool(machine: MachineFacts) -> str:
-    return "give it air, or a lower power mode (nvpmodel)" if machine.tegra else "give it air"
+    return "give it air, or a lower power mode (nvpmodel)" if machine.is_tegra else "give it air"
 
 
 def _check_over_current(machine: MachineFacts) -> Verdict:
-    told = ", ".join(f"{name} {events} times" for name, events in machine.over_current.items() if events)
-    if not told:
+    counts = ", ".join(f"{name} {events} times" for name, events in machine.over_current.items() if events)
+    if not counts:
         return None
     return Problem(
         "the hardware has cut its clocks for too much current or too low a voltage since the board was started "
-        f"({told}): what a task takes then is not that of its operating point"
+        f"({counts}): what a task takes then is not that of its operating point"
     )
 
 
 def _check_power_mode(machine: MachineFacts) -> Verdict:
-    if not machine.tegra or machine.mode is not None:
-        return f"power mode {machine.mode}" if machine.tegra else None
-    if not machine.modes:
+    if not machine.is_tegra or machine.power_mode is not None:
+        return f"power mode {machine.power_mode}" if machine.is_tegra else None
+    if not machine.power_modes:
         return "this board tells no power modes"
-    if machine.mode_hidden:
+    if machine.is_mode_hidden:
         return "nvpmodel's status is for root alone to read: the power mode is not known to this user"
     return Problem(
         f"nvpmodel's status ({machine.root / 'var/lib/nvpmodel/status'}) names a mode that its catalogue has not "
-        f"({', '.join(machine.modes)}): speed and power are those of no known point"
+        f"({', '.join(machine.power_modes)}): speed and power are those of no known point"
     )
 
 
 def _check_pinned_clocks(machine: MachineFacts) -> Verdict:
-    fixed = {name: low for name, (low, high) in machine.limits.items() if low == high}
-    held = isinstance(machine.helper, HelperStatus) and machine.helper.point is not None
-    if not fixed or held or len(fixed) < len(machine.limits):
+    pinned = {name: low for name, (low, high) in machine.clock_limits.items() if low == high}
+    is_pinned_by_helper = isinstance(machine.helper, HelperStatus) and machine.helper.point is not None
+    if not pinned or is_pinned_by_helper or len(pinned) < len(machine.clock_limits):
         return None
-    told = ", ".join(f"{name} at {hz / 1e6:.0f} MHz" for name, hz in fixed.items())
+    clocks = ", ".join(f"{name} at {hz / 1e6:.0f} MHz" for name, hz in pinned.items())
     return Problem(
-        f"every clock is pinned ({told}), as jetson_clocks does it: the board draws that power when it idles too, and "
-        "no operating point can be compared with its own choice"
+        f"every clock is pinned ({clocks}), as jetson_clocks does it: the board draws that power when it idles too, "
+        "and no operating point can be compared with its own choice"
     )
 
 
 def _check_clock_helper(helper: HelperStatus | HelperFault) -> Verdict:
     if isinstance(helper, HelperStatus):
         return "the clock helper answers"
-    fix = "sudo usermod -aG fedquilt $USER, and log in again" if helper.kind == "not permitted" else RESTART
+    fix = "sudo usermod -aG fedquilt $USER, and log in again" if helper.kind == "not permitted" else RESTART_FIX
     return Problem(helper.sentence, fix)
 
 
 def _check_restored_clocks(helper: HelperStatus | HelperFault) -> Verdict:
-    owed = "; ".join(helper.unrestored_settings) if isinstance(helper, HelperStatus) else ""
-    return Problem(f"the clock helper could not put back the board's own settings: {owed}") if owed else None
+    unrestored = "; ".join(helper.unrestored_settings) if isinstance(helper, HelperStatus) else ""
+    return (
+        Problem(f"the clock helper could not put back the board's own settings: {unrestored}") if unrestored else None
+    )
 
 
 def _check_hidden_clocks(machine: MachineFacts) -> Verdict:
-    if not machine.hidden:
+    if not machine.hidden_clocks:
         return None
-    names = ", ".join(machine.hidden)
+    names = ", ".join(machine.hidden_clocks)
     if not isinstance(machine.helper, HelperStatus):
         return f"the frequencies of {names} are for root alone to read: without the clock helper not known"
-    listed = {clock.name for clock in machine.helper.clocks if clock.listed_hz}
-    if unknown := [name for name in machine.hidden if name not in listed]:
+    readable_clocks = {clock.name for clock in machine.helper.clocks if clock.listed_hz}
+    if unknown := [name for name in machine.hidden_clocks if name not in readable_clocks]:
         return Problem(
             f"the frequencies of {', '.join(unknown)} are known neither to this user nor to the clock helper: "
             "the board sets these clocks itself"
@@ -375,29 +392,31 @@ def _check_hidden_clocks(machine: MachineFacts) -> Verdict:
 
 
 def _check_gpu(machine: MachineFacts) -> Verdict:
-    if not machine.tegra or machine.gpu_listed:
-        return "the GPU is among the devices with a clock (devfreq)" if machine.tegra else None
+    if not machine.is_tegra or machine.gpu_listed:
+        return "the GPU is among the devices with a clock (devfreq)" if machine.is_tegra else None
     return Problem(
         "the GPU is not among the devices with a clock (/sys/class/devfreq): its driver was not loaded, so nothing "
         "runs on it"
     )
 
 
-DELEGATE: Final = (
+DELEGATE_FIX: Final = (
     f"sudo mkdir -p /{machine_facts.UNIT}.d; "
     f"printf '[Service]\\nDelegate=memory\\n' | sudo tee /{machine_facts.UNIT}.d/memory.conf; "
     "sudo systemctl daemon-reload; sudo systemctl restart fedquilt-agent"
 )
-CGROUP: Final = "append cgroup_enable=memory cgroup_memory=1 to the one line of /boot/firmware/cmdline.txt, and reboot"
-CURRENT: Final = (
+CGROUP_FIX: Final = (
+    "append cgroup_enable=memory cgroup_memory=1 to the one line of /boot/firmware/cmdline.txt, and reboot"
+)
+CURRENT_FIX: Final = (
     "a stronger supply and a shorter cable, or a lower power mode; `grep . /sys/class/hwmon/hwmon*/oc*_event_cnt`"
 )
-RAILS: Final = (
+RAILS_FIX: Final = (
     "grep . /sys/class/hwmon/hwmon*/{in,curr}[123]_*; report board and output; a wall or USB-C meter helps meanwhile "
     "(`meter` in agent.toml)"
 )
-UNPIN: Final = "sudo jetson_clocks --restore, or reboot; and disable what pins them at boot"
-KERNEL: Final = (
+UNPIN_FIX: Final = "sudo jetson_clocks --restore, or reboot; and disable what pins them at boot"
+KERNEL_FIX: Final = (
     "sudo dmesg | grep -iE 'nvgpu|ga10b|gv11b|gp10b'; after an upgrade of the kernel: "
     "sudo apt install --reinstall nvidia-l4t-kernel nvidia-l4t-kernel-dtbs, and reboot"
 )
@@ -407,32 +426,32 @@ MACHINE: Final = tuple(
     for number, needs, find, fix in (
         ("FQ101", "machine", _check_python, ""),
         ("FQ102", "machine", _check_word_size, "install the board's 64-bit system (`uname -m` then says aarch64)"),
-        ("FQ110", "machine", _check_clock, SET_CLOCK),
+        ("FQ110", "machine", _check_clock, SET_CLOCK_FIX),
         ("FQ120", "machine", _check_memory, "fedquilt doctor --root / on the board itself"),
-        ("FQ130", "machine", _check_swap, FREE_MEMORY),
+        ("FQ130", "machine", _check_swap, FREE_MEMORY_FIX),
         ("FQ131", "machine", _check_swap_on_card, ""),
-        ("FQ140", "machine", _check_control_group, CGROUP),
-        ("FQ141", "machine", _check_delegation, DELEGATE),
+        ("FQ140", "machine", _check_control_group, CGROUP_FIX),
+        ("FQ141", "machine", _check_delegation, DELEGATE_FIX),
         ("FQ150", "machine", _check_power_sensors, ""),
         ("FQ151", "machine", _check_temperature, "grep . /sys/class/thermal/thermal_zone*/temp"),
         ("FQ152", "machine", _check_heat, ""),
         ("FQ153", "machine", _check_voltage, "use the supply that was made for this board, and reboot"),
         ("FQ154", "machine", _check_throttling, ""),
-        ("FQ155", "machine", _check_over_current, CURRENT),
-        ("FQ156", "machine", _check_rails, RAILS),
+        ("FQ155", "machine", _check_over_current, CURRENT_FIX),
+        ("FQ156", "machine", _check_rails, RAILS_FIX),
         ("FQ160", "machine", _check_power_mode, "sudo nvpmodel -m 0"),
-        ("FQ161", "machine", _check_pinned_clocks, UNPIN),
-        ("FQ170", "helper", _check_clock_helper, ""),  # whether one is wanted, the agent's settings say
-        ("FQ171", "helper", _check_restored_clocks, RESTART),
-        ("FQ172", "machine", _check_hidden_clocks, f"{RESTART}, and see that it runs as root"),
-        ("FQ173", "machine", _check_gpu, KERNEL),
+        ("FQ161", "machine", _check_pinned_clocks, UNPIN_FIX),
+        ("FQ170", "helper", _check_clock_helper, ""),  # FQ315 checks whether the settings need a helper
+        ("FQ171", "helper", _check_restored_clocks, RESTART_FIX),
+        ("FQ172", "machine", _check_hidden_clocks, f"{RESTART_FIX}, and see that it runs as root"),
+        ("FQ173", "machine", _check_gpu, KERNEL_FIX),
     )
 )
 
 
-def _make_module_check(name: str, why: str) -> Callable[[], Verdict]:
+def _make_module_check(name: str, reason: str) -> Callable[[], Verdict]:
     def check() -> Verdict:
-        return f"{name} is installed" if find_spec(name) is not None else Problem(f"{name} is not installed: {why}")
+        return f"{name} is installed" if find_spec(name) is not None else Problem(f"{name} is not installed: {reason}")
 
     return check
 
@@ -443,12 +462,12 @@ def _check_ssh() -> Verdict:
     return Problem("there is no ssh program: `fedquilt board flash --ssh` reaches no board, --rootfs and an archive do")
 
 
-_RESOLVES = _make_module_check("packaging", "`fedquilt board flash` resolves wheels with it")
-_DOWNLOADS = _make_module_check("pip", "`fedquilt board flash` downloads wheels with it")
-_SIGNS = _make_module_check("cryptography", "`fedquilt identity` and `enrol` need it")
+_check_packaging = _make_module_check("packaging", "`fedquilt board flash` resolves wheels with it")
+_check_pip = _make_module_check("pip", "`fedquilt board flash` downloads wheels with it")
+_check_cryptography = _make_module_check("cryptography", "`fedquilt identity` and `enrol` need it")
 OPERATOR: Final = (
-    Check("FQ601", (), _RESOLVES, "pip install 'fedquilt[flash]'"),
-    Check("FQ602", (), _DOWNLOADS, "python3 -m ensurepip"),
-    Check("FQ603", (), _SIGNS, "pip install 'fedquilt[identity]'"),
+    Check("FQ601", (), _check_packaging, "pip install 'fedquilt[flash]'"),
+    Check("FQ602", (), _check_pip, "python3 -m ensurepip"),
+    Check("FQ603", (), _check_cryptography, "pip install 'fedquilt[identity]'"),
     Check("FQ604", (), _check_ssh, "sudo apt install openssh-client"),
 )

@@ -24,11 +24,11 @@ from fedquilt.tools.boards.doctor.findings import run_checks
 from fedquilt.tools.boards.doctor.machine_facts import MachineFacts
 from fedquilt.tools.simulation.task_process import TaskProcess
 
-TASK_S: Final = 300.0  # a slow card takes a while to read numpy
+TASK_S: Final = 300.0  # importing numpy from a slow SD card takes long
 BUDGET_BYTES: Final = 1 << 30
 NETWORK: Final = {"name": "mlp", "inputs": 5, "hidden": [], "classes": 4}
 DATA: Final = {"dataset": "fedpews-3.2k", "limit": 32}
-PARTS: Final = (
+MODULES: Final = (
     "edge_agent.daemon",
     "transport.mqtt.link",
     "security.authenticated_link",
@@ -38,15 +38,15 @@ PARTS: Final = (
 
 def check_version(settings: AgentSettings, path: Path) -> None:
     """Check that an agent of this version can run with these settings."""
-    for part in PARTS:
+    for module in MODULES:
         try:
-            import_module(f"fedquilt.{part}")
+            import_module(f"fedquilt.{module}")
         except ImportError as error:
-            raise JobError(f"{part} of this version cannot be imported ({error}): a package is missing") from None
+            raise JobError(f"{module} of this version cannot be imported ({error}): a package is missing") from None
     facts = agent.Facts(MachineFacts(time.time()), settings=settings, path=path)
-    for found in run_checks((agent.HOME, *agent.IDENTITY), facts):
-        if found.severity == "error":
-            raise JobError(f"{found.sentence} (fix: {found.fix})")
+    for finding in run_checks((agent.HOME, *agent.IDENTITY), facts):
+        if finding.severity == "error":
+            raise JobError(f"{finding.sentence} (fix: {finding.fix})")
     read_sensors(settings)
     train_small_task()
 
@@ -59,9 +59,9 @@ def read_sensors(settings: AgentSettings) -> None:
 
 def train_small_task() -> None:
     method, model = methods.load("fedavg"), numpy_engine.init_tensors(NETWORK, seed=0)
-    made = Bundle({"network": NETWORK}, {"model": BlobRef(sha256="0" * 64, size=0)}, lambda name: model)
-    order = method.send(method.init(made, method.params(), 0), DeviceView("check", None))
-    assert order is not None
+    bundle = Bundle({"network": NETWORK}, {"model": BlobRef(sha256="0" * 64, size=0)}, lambda name: model)
+    task_spec = method.send(method.init(bundle, method.params(), 0), DeviceView("check", None))
+    assert task_spec is not None
     with tempfile.TemporaryDirectory(prefix="fedquilt-") as folder:
         process = TaskProcess(
             "fedavg",
@@ -77,6 +77,6 @@ def train_small_task() -> None:
         )
         try:
             with process:
-                process.run_task(order, 0)
+                process.run_task(task_spec, 0)
         except (ModelError, OSError) as error:
             raise JobError(f"one small task has failed: {error}") from None

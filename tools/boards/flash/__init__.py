@@ -31,14 +31,14 @@ from fedquilt.tools.boards.flash.bundle import CoordinatorFiles
 from fedquilt.tools.boards.flash.install import InstallRefusedError
 from fedquilt.tools.boards.flash.own_wheels import OwnWheel
 
-Say = Callable[[str], None]
+PrintLine = Callable[[str], None]
 
 
 @dataclass(frozen=True)
 class FlashDestination:
     rootfs: Path | None = None
-    image: Path | None = None  # that is copied; the copy gets fedquilt
-    out: Path | None = None  # the copy, or without a destination an archive; None: fedquilt-DEVICE.img or .tar
+    image: Path | None = None  # the image is copied, and fedquilt installed in the copy
+    out: Path | None = None  # copied image or archive, or None for fedquilt-DEVICE.img or .tar
     ssh: str | None = None
     dry_run: bool = False
 
@@ -56,110 +56,125 @@ class FlashContent:
     role: str = "agent"  # or "coordinator"
 
 
-def flash_board(what: FlashContent, where: FlashDestination, say: Say = print) -> None:
+def flash_board(content: FlashContent, destination: FlashDestination, print_line: PrintLine = print) -> None:
     """Build a board's bundle and install or write it at its destination."""
-    target = targets.find_target(what.target, what.python)
+    target = targets.find_target(content.target, content.python)
     board: bundle.BoardFiles | CoordinatorFiles
-    if what.role == "coordinator":
-        board = bundle.read_coordinator_files(what.settings)
+    if content.role == "coordinator":
+        board = bundle.read_coordinator_files(content.settings)
     else:
-        board = bundle.read_board_files(what.settings, what.device, what.token, what.budget, what.labels)
-        if board.enrols and not board.files.keys() & {"token", "device.crt"}:
-            say(
+        board = bundle.read_board_files(content.settings, content.device, content.token, content.budget, content.labels)
+        if board.can_enrol and not board.files.keys() & {"token", "device.crt"}:
+            print_line(
                 f"without --token {board.device} enrols only if it was enrolled before: "
                 f"`fedquilt identity token {board.device} --out FILE` makes one"
             )
-    asked = {"interpreter": target.interpreter, "machine": target.machine}
+    requirements = {"interpreter": target.interpreter, "machine": target.machine}
     try:
         with ExitStack() as stack:
-            root = None if where.rootfs is None else _open_mounted_root(where, say)
-            copied = None
-            if where.image is not None:
-                out = where.out or Path(f"fedquilt-{board.device}.img")
-                copied = stack.enter_context(image.open_image_copy(where.image, out, target.interpreter, say))
-                root = copied.root
-                root.dry_run = where.dry_run
+            root = None if destination.rootfs is None else _open_mounted_root(destination, print_line)
+            image_copy = None
+            if destination.image is not None:
+                out = destination.out or Path(f"fedquilt-{board.device}.img")
+                image_copy = stack.enter_context(
+                    image.open_image_copy(destination.image, out, target.interpreter, print_line)
+                )
+                root = image_copy.root
+                root.dry_run = destination.dry_run
             if root is not None:
-                install.check_compatibility(root, asked)
-            host = None if where.ssh is None else SshHost(where.ssh)
+                install.check_compatibility(root, requirements)
+            host = None if destination.ssh is None else SshHost(destination.ssh)
             user_is_root = host is not None and host.check_board(target.machine, target.interpreter)
-            files = _collect_bundle_files(what, target, board, say)
+            files = _collect_bundle_files(content, target, board, print_line)
             scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="fedquilt-")))
             if root is not None:
-                bundle.write_folder(files, scratch / TOP)
-                changes = install.install_bundle(scratch / TOP, root)
-                say(install.describe_changes(changes, where.dry_run))
-                if copied is not None and not where.dry_run:
-                    copied.save_image()
+                bundle.write_folder(files, scratch / TOP_FOLDER)
+                changes = install.install_bundle(scratch / TOP_FOLDER, root)
+                print_line(install.describe_changes(changes, destination.dry_run))
+                if image_copy is not None and not destination.dry_run:
+                    image_copy.save_image()
             elif host is not None:
-                bundle.write_archive(files, scratch / "bundle.tar", TOP)
-                host.install_archive(scratch / "bundle.tar", user_is_root, ["--dry-run"] if where.dry_run else [])
+                bundle.write_archive(files, scratch / "bundle.tar", TOP_FOLDER)
+                host.install_archive(scratch / "bundle.tar", user_is_root, ["--dry-run"] if destination.dry_run else [])
             else:
-                _write_archive(files, where, f"fedquilt-{board.device}", say)
+                _write_archive(files, destination, f"fedquilt-{board.device}", print_line)
     except install.InstallRefusedError as error:
         raise JobError(str(error)) from None
 
 
 def _collect_bundle_files(
-    what: FlashContent, target: targets.BundleTarget, board: bundle.BoardFiles | CoordinatorFiles, say: Say
+    content: FlashContent,
+    target: targets.BundleTarget,
+    board: bundle.BoardFiles | CoordinatorFiles,
+    print_line: PrintLine,
 ) -> dict[str, bytes | Path]:
-    own = [extra for extra in board.extras if extra != "onnx" or "gpu" not in what.extras]  # they exclude each other
-    extras = sorted({*what.extras, *own})
-    name: OwnWheel = "fedquilt" if what.role == "coordinator" else "fedquilt-board"
-    house, lock = wheels.collect_wheels(target, extras, name)
-    files = bundle.collect_files(board, target, house, lock)
+    own_extras = [
+        extra for extra in board.extras if extra != "onnx" or "gpu" not in content.extras
+    ]  # "gpu" and "onnx" exclude each other
+    extras = sorted({*content.extras, *own_extras})
+    wheel_name: OwnWheel = "fedquilt" if content.role == "coordinator" else "fedquilt-board"
+    paths, lock_text = wheels.collect_wheels(target, extras, wheel_name)
+    files = bundle.collect_files(board, target, paths, lock_text)
     size = sum(len(data) if isinstance(data, bytes) else data.stat().st_size for data in files.values())
-    say(f"{board.device}: {len(house)} wheels for {target.name}, Python {target.python}; {size / 1e6:.1f} MB in all")
+    print_line(
+        f"{board.device}: {len(paths)} wheels for {target.name}, Python {target.python}; {size / 1e6:.1f} MB in all"
+    )
     return files
 
 
 def write_upgrade_bundle(
-    what: FlashContent, out: Path, authority: Path, *, whole: bool = False, say: Say = print
+    content: FlashContent, out: Path, authority: Path, *, with_dependencies: bool = False, print_line: PrintLine = print
 ) -> None:
     """Write the bundle of an over-the-air upgrade, signed if the authority's key is here.
 
-    Without `whole`, the boards must have the dependencies already.
+    Without `with_dependencies`, the boards must have the dependencies already.
     """
-    target = targets.find_target(what.target, what.python)
+    target = targets.find_target(content.target, content.python)
     progress.LINE.set_part("wheels, of which new ones are downloaded", 0, 2)
-    house, _ = wheels.collect_wheels(target, sorted({*what.extras, "identity"}))
-    progress.LINE.set_part(f"packing {len(house)} wheels" if whole else "packing fedquilt's wheel", 1, 2)
-    brought, left = (house, []) if whole else (house[:1], house[1:])
-    made = UpgradeManifest(
+    paths, _ = wheels.collect_wheels(target, sorted({*content.extras, "identity"}))
+    progress.LINE.set_part(f"packing {len(paths)} wheels" if with_dependencies else "packing fedquilt's wheel", 1, 2)
+    included, omitted = (paths, []) if with_dependencies else (paths[:1], paths[1:])
+    manifest = UpgradeManifest(
         format=archive.FORMAT,
         version=fedquilt.__version__,
         machine=target.machine,
         python=target.python,
-        wheels={path.name: wheels.file_sha256(path) for path in brought},
-        unpacked_bytes=sum(map(bundle.unpacked_bytes, brought)),
-        present={one.name: one.version for one in map(wheels.Wheel.from_file, left)},
+        wheels={path.name: wheels.file_sha256(path) for path in included},
+        unpacked_bytes=sum(map(bundle.unpacked_bytes, included)),
+        present={wheel.name: wheel.version for wheel in map(wheels.Wheel.from_file, omitted)},
         made_s=int(time.time()),
     )
     sign = None
     if (authority / "ca.key").is_file():
         from fedquilt.tools.identity.authority import CertificateAuthority
 
-        signs = CertificateAuthority(authority)
-        sign, made = signs.sign_upgrade, msgspec.structs.replace(made, number=signs.next_upgrade_number(time.time()))
-    size = pack_bundle(made, house, out, sign)
-    signed = f"signed by the authority in {authority}" if sign else f"not signed: no authority in {authority}"
-    brings = f"{len(brought)} wheel{'s' * (len(brought) > 1)}"
-    kind = f"{target.machine}, Python {made.python}"
-    say(f"{out}: fedquilt {made.version} for {kind}; {brings}, {size / 1e6:.1f} MB, {signed}")
-    if left:
-        say(f"boards keep the other {len(left)} packages that they were flashed with (--whole brings them too)")
-    say(f"fedquilt rollout agent {out} --home HOME brings it to the fleet")
+        certificate_authority = CertificateAuthority(authority)
+        sign = certificate_authority.sign_upgrade
+        number = certificate_authority.next_upgrade_number(time.time())
+        manifest = msgspec.structs.replace(manifest, number=number)
+    size = pack_bundle(manifest, paths, out, sign)
+    signature_text = f"signed by the authority in {authority}" if sign else f"not signed: no authority in {authority}"
+    wheels_text = f"{len(included)} wheel{'s' * (len(included) > 1)}"
+    target_text = f"{target.machine}, Python {manifest.python}"
+    print_line(
+        f"{out}: fedquilt {manifest.version} for {target_text}; {wheels_text}, {size / 1e6:.1f} MB, {signature_text}"
+    )
+    if omitted:
+        print_line(
+            f"boards keep the other {len(omitted)} packages that they were flashed with (--whole brings them too)"
+        )
+    print_line(f"fedquilt rollout agent {out} --home HOME brings it to the fleet")
 
 
-def remove_installation(where: FlashDestination, *, purge: bool = False, say: Say = print) -> None:
+def remove_installation(destination: FlashDestination, *, purge: bool = False, print_line: PrintLine = print) -> None:
     """Remove fedquilt from a mounted root or a running board."""
-    arguments = ["--uninstall", *["--purge"] * purge, *["--dry-run"] * where.dry_run]
+    arguments = ["--uninstall", *["--purge"] * purge, *["--dry-run"] * destination.dry_run]
     try:
-        if where.rootfs is not None:
-            changes = install.uninstall(_open_mounted_root(where, say), purge=purge)
-            say(f"{changes} things {'would be' if where.dry_run else 'were'} removed")
-        elif where.ssh is not None:
-            SshHost(where.ssh).uninstall(arguments)
+        if destination.rootfs is not None:
+            changes = install.uninstall(_open_mounted_root(destination, print_line), purge=purge)
+            print_line(f"{changes} things {'would be' if destination.dry_run else 'were'} removed")
+        elif destination.ssh is not None:
+            SshHost(destination.ssh).uninstall(arguments)
         else:
             raise JobError(
                 "board uninstall needs --rootfs or --ssh; on the board it is `sudo sh install.sh --uninstall`"
@@ -168,31 +183,35 @@ def remove_installation(where: FlashDestination, *, purge: bool = False, say: Sa
         raise JobError(str(error)) from None
 
 
-def _open_mounted_root(where: FlashDestination, say: Say) -> install.RootFileSystem:
-    assert where.rootfs is not None
-    if not where.rootfs.is_dir():
-        raise JobError(f"--rootfs {where.rootfs} is no folder: mount the board's root file system there")
-    if where.rootfs.resolve() == Path("/") or os.path.samefile(where.rootfs, "/"):
+def _open_mounted_root(destination: FlashDestination, print_line: PrintLine) -> install.RootFileSystem:
+    assert destination.rootfs is not None
+    if not destination.rootfs.is_dir():
+        raise JobError(f"--rootfs {destination.rootfs} is no folder: mount the board's root file system there")
+    if destination.rootfs.resolve() == Path("/") or os.path.samefile(destination.rootfs, "/"):
         raise JobError(
             "--rootfs / is this machine itself: flash an archive, and `sudo sh install.sh` from it, to put it here"
         )
-    return install.RootFileSystem(where.rootfs, where.dry_run, say)
+    return install.RootFileSystem(destination.rootfs, destination.dry_run, print_line)
 
 
-def _write_archive(files: dict[str, bytes | Path], where: FlashDestination, top: str, say: Say) -> None:
-    path = where.out or Path(f"{top}.tar")
-    if where.dry_run:
+def _write_archive(
+    files: dict[str, bytes | Path], destination: FlashDestination, top_folder: str, print_line: PrintLine
+) -> None:
+    path = destination.out or Path(f"{top_folder}.tar")
+    if destination.dry_run:
         for name in sorted(files):
-            say(f"would pack {name}")
+            print_line(f"would pack {name}")
         return
-    size = bundle.write_archive(files, path, top)
-    say(f"{path}: {size / 1e6:.1f} MB. On the board: tar -xf {path.name} && sudo sh {top}/install.sh")
+    size = bundle.write_archive(files, path, top_folder)
+    print_line(f"{path}: {size / 1e6:.1f} MB. On the board: tar -xf {path.name} && sudo sh {top_folder}/install.sh")
 
 
-PROBE: Final = 'uname -m; id -u; test -x "$1" && echo python; for f in /usr/bin/python3.*; do echo "has $f"; done'
-TOP: Final = "fedquilt-bundle"
+PROBE_COMMAND: Final = (
+    'uname -m; id -u; test -x "$1" && echo python; for f in /usr/bin/python3.*; do echo "has $f"; done'
+)
+TOP_FOLDER: Final = "fedquilt-bundle"
 # a folder of root's own making would need root for the copy as well; of the user's, nobody else reads it
-UNPACK: Final = f'umask 077; d=$(mktemp -d) && tar -x -C "$d" && mv "$d/{TOP}" "$d/b" && echo "$d"'
+UNPACK_COMMAND: Final = f'umask 077; d=$(mktemp -d) && tar -x -C "$d" && mv "$d/{TOP_FOLDER}" "$d/b" && echo "$d"'
 
 
 class SshHost:
@@ -205,16 +224,16 @@ class SshHost:
 
     def check_board(self, machine: str, interpreter: str) -> bool:
         """Check machine and Python of the board. Return whether ssh logs in as root."""
-        said = self._run_captured(f"sh -c {shlex.quote(PROBE)} sh {shlex.quote(interpreter)}").split("\n")
-        found, user = said[0].strip(), said[1].strip() if len(said) > 1 else ""
-        if found != machine:
+        lines = self._run_captured(f"sh -c {shlex.quote(PROBE_COMMAND)} sh {shlex.quote(interpreter)}").split("\n")
+        machine_type, user = lines[0].strip(), lines[1].strip() if len(lines) > 1 else ""
+        if machine_type != machine:
             raise InstallRefusedError(
-                f"{self.name} is {found or 'no Linux'}, and the target {machine}: name that board's --target"
+                f"{self.name} is {machine_type or 'no Linux'}, and the target {machine}: name that board's --target"
             )
-        if "python" not in said:
-            others = [line.rsplit("/", 1)[-1] for line in said if re.fullmatch(r"has \S+/python3\.\d+", line)]
-            has = f" but {', '.join(others)}" if others else ""
-            raise InstallRefusedError(f"{self.name} has no {interpreter}{has}: name what it has with --python")
+        if "python" not in lines:
+            other_pythons = [line.rsplit("/", 1)[-1] for line in lines if re.fullmatch(r"has \S+/python3\.\d+", line)]
+            available = f" but {', '.join(other_pythons)}" if other_pythons else ""
+            raise InstallRefusedError(f"{self.name} has no {interpreter}{available}: name what it has with --python")
         return user == "0"
 
     def install_archive(self, archive: Path, root: bool, arguments: Sequence[str]) -> None:
@@ -223,7 +242,7 @@ class SshHost:
         sudo may request a password on this terminal.
         """
         with archive.open("rb") as file:
-            folder = self._run_captured(f"sh -c {shlex.quote(UNPACK)}", stdin=file).strip().split("\n")[-1]
+            folder = self._run_captured(f"sh -c {shlex.quote(UNPACK_COMMAND)}", stdin=file).strip().split("\n")[-1]
         if not re.fullmatch(r"/[A-Za-z0-9._/-]+", folder):
             raise LinkError(f"{self.name}: the bundle was not unpacked: {folder[:200]}")
         sudo = "" if root else "sudo "
@@ -236,25 +255,28 @@ class SshHost:
         self._run_interactive(f"{'' if root else 'sudo '}{home}/bin/python -B {home}/install.py {' '.join(arguments)}")
 
     def _run_interactive(self, command: str) -> None:
-        done = subprocess.run(["ssh", "-t", self.name, command], check=False)
-        if done.returncode:
-            raise LinkError(f"{self.name}: it ended with {done.returncode}; what it said stands above")
+        process = subprocess.run(["ssh", "-t", self.name, command], check=False)
+        if process.returncode:
+            raise LinkError(f"{self.name}: it ended with {process.returncode}; what it said stands above")
 
     def _run_captured(self, command: str, stdin: IO[bytes] | int = subprocess.DEVNULL) -> str:
         try:
-            done = subprocess.run(["ssh", self.name, command], stdin=stdin, capture_output=True, check=False)
+            process = subprocess.run(["ssh", self.name, command], stdin=stdin, capture_output=True, check=False)
         except FileNotFoundError:
             raise LinkError("there is no ssh program here: apt install openssh-client") from None
-        if done.returncode:
-            why = done.stderr.decode(errors="replace").strip().split("\n")[-1] or f"ssh ended with {done.returncode}"
-            raise LinkError(f"{self.name}: {why}; does `ssh {self.name} true` work?")
-        return done.stdout.decode(errors="replace")
+        if process.returncode:
+            last_line = process.stderr.decode(errors="replace").strip().split("\n")[-1]
+            reason = last_line or f"ssh ended with {process.returncode}"
+            raise LinkError(f"{self.name}: {reason}; does `ssh {self.name} true` work?")
+        return process.stdout.decode(errors="replace")
 
 
-def pack_bundle(made: UpgradeManifest, house: Sequence[Path], out: Path, sign: Callable[[bytes], bytes] | None) -> int:
+def pack_bundle(
+    manifest: UpgradeManifest, paths: Sequence[Path], out: Path, sign: Callable[[bytes], bytes] | None
+) -> int:
     """Write an upgrade bundle, unsigned if `sign` is None. Return its size in bytes."""
-    text = msgspec.json.format(msgspec.json.encode(made), indent=1) + b"\n"
-    files: dict[str, bytes | Path] = {f"wheels/{path.name}": path for path in house if path.name in made.wheels}
+    text = msgspec.json.format(msgspec.json.encode(manifest), indent=1) + b"\n"
+    files: dict[str, bytes | Path] = {f"wheels/{path.name}": path for path in paths if path.name in manifest.wheels}
     files[archive.MANIFEST] = text
     if sign is not None:
         files[archive.SIGNATURE] = sign(text)

@@ -23,16 +23,16 @@ from fedquilt.host.disk import disk_errors
 from fedquilt.tools.boards.flash import install
 from fedquilt.tools.boards.flash.install import InstallRefusedError
 
-PIECE: Final = 4 << 20
-ZEROS: Final = bytes(PIECE)
-PATHS: Final = ("/usr/sbin", "/sbin")  # often not on an ordinary user's PATH
-LOOKED_AT: Final = ("usr/bin/env", "bin/sh", "sbin/init")  # files that show a board's architecture, as Python does
-TAKEN: Final = ("opt/fedquilt", "etc/fedquilt")
-SECTOR: Final = 512
-BLOCK, INODE = 4096, 256  # bytes of a file system's block, and of what it notes of a file
-SPARE: Final = 0.05  # share of the file system that stays free
+CHUNK_BYTES: Final = 4 << 20
+ZEROS: Final = bytes(CHUNK_BYTES)
+PROGRAM_FOLDERS: Final = ("/usr/sbin", "/sbin")  # often not in the PATH of ordinary users
+ARCHITECTURE_FILES: Final = ("usr/bin/env", "bin/sh", "sbin/init")  # programs that show the architecture
+INSTALLATION_FOLDERS: Final = ("opt/fedquilt", "etc/fedquilt")
+SECTOR_BYTES: Final = 512
+BLOCK, INODE = 4096, 256  # bytes of a block and of an inode
+SPARE_SHARE: Final = 0.05  # share of the file system that stays free
 ROOT_NAME: Final = "APP"  # of L4T's root file system, in its partition table
-SPARSE: Final = b"\x3a\xff\x26\xed"  # Android's sparse format, in which flash.sh writes system.img
+SPARSE_MAGIC: Final = b"\x3a\xff\x26\xed"  # Android's sparse format, in which flash.sh writes system.img
 PARTITION: Final = re.compile(r'NR="(\d+)" START="(\d+)" SECTORS="(\d+)" NAME="(.*)"')
 
 
@@ -50,26 +50,26 @@ class Partition(NamedTuple):
         return f"partition {self.number}" + (f" ({self.name})" if self.name else "")
 
 
-def find_root_partition(image: Path, *, called: Path | None = None) -> Partition:
+def find_root_partition(image: Path, *, original_path: Path | None = None) -> Partition:
     """Return the ext partition named APP (L4T), or else the largest ext partition."""
-    name = called or image
-    words = [_find_program("partx"), "--pairs", "--output", "NR,START,SECTORS,NAME", "-", str(image)]
-    table = subprocess.run(words, capture_output=True, text=True, check=False).stdout  # "" without a partition table
-    found = [Partition(0, 0, image.stat().st_size)]
+    name = original_path or image
+    command = [_find_program("partx"), "--pairs", "--output", "NR,START,SECTORS,NAME", "-", str(image)]
+    table = subprocess.run(command, capture_output=True, text=True, check=False).stdout  # "" without a partition table
+    partitions = [Partition(0, 0, image.stat().st_size)]
     for number, start, sectors, label in PARTITION.findall(table):
-        found.append(Partition(int(number), int(start) * SECTOR, int(sectors) * SECTOR, label))
+        partitions.append(Partition(int(number), int(start) * SECTOR_BYTES, int(sectors) * SECTOR_BYTES, label))
     with image.open("rb") as file:
-        if file.read(4) == SPARSE:
+        if file.read(4) == SPARSE_MAGIC:
             raise InstallRefusedError(
                 f"{name} is in Android's sparse format: simg2img {name} raw.img, and take raw.img"
             )
-        ext = [one for one in found if _is_ext(file, one.offset)]
-    if not ext:
-        has = ", ".join(map(str, found[1:])) or "no partition table"
+        ext_partitions = [partition for partition in partitions if _is_ext(file, partition.offset)]
+    if not ext_partitions:
+        partition_text = ", ".join(map(str, partitions[1:])) or "no partition table"
         raise InstallRefusedError(
-            f"{name} has no root file system of type ext4 ({has}): take a Raspberry Pi's or L4T's disk image"
+            f"{name} has no root file system of type ext4 ({partition_text}): take a Raspberry Pi's or L4T's disk image"
         )
-    return max(ext, key=lambda one: (one.name == ROOT_NAME, one.size))
+    return max(ext_partitions, key=lambda partition: (partition.name == ROOT_NAME, partition.size))
 
 
 def _is_ext(file: BinaryIO, offset: int) -> bool:
@@ -80,33 +80,34 @@ def _is_ext(file: BinaryIO, offset: int) -> bool:
 class ExtFileSystem:
     def __init__(self, image: Path, offset: int) -> None:
         self._debugfs, self._e2fsck = _find_program("debugfs"), _find_program("e2fsck")
-        self._at = f"{image}?offset={offset}"
+        self._location = f"{image}?offset={offset}"
 
     def run_query(self, command: str) -> str:
         """Return the output of a read-only debugfs command, or "" if a path is missing."""
-        done = subprocess.run([self._debugfs, "-R", command, self._at], capture_output=True, check=False)
-        return done.stdout.decode(errors="replace")
+        process = subprocess.run([self._debugfs, "-R", command, self._location], capture_output=True, check=False)
+        return process.stdout.decode(errors="replace")
 
     def file_type(self, name: str) -> str:
         """Return "regular", "directory" or "symlink", or "" for a missing path and paths below TAKEN."""
-        if any(str(Path(name)).startswith(f"{one}/") for one in TAKEN):
-            return ""  # looked at once, when the image was opened
-        found = re.search(r"Type: (\w+)", self.run_query(f'stat "/{name}"'))
-        return found[1] if found else ""
+        if any(str(Path(name)).startswith(f"{folder}/") for folder in INSTALLATION_FOLDERS):
+            return ""  # checked once, when the image was opened
+        match = re.search(r"Type: (\w+)", self.run_query(f'stat "/{name}"'))
+        return match[1] if match else ""
 
-    def resolve_links(self, name: str, links: int = 20) -> str:
-        for _ in range(links):
-            told = self.run_query(f'stat "/{name}"')
-            found = re.search(r'link dest: "(.*)"', told)
-            if found is None:
+    def resolve_links(self, name: str, max_links: int = 20) -> str:
+        for _ in range(max_links):
+            output = self.run_query(f'stat "/{name}"')
+            match = re.search(r'link dest: "(.*)"', output)
+            if match is None:
                 return name
-            name = os.path.normpath(os.path.join(os.path.dirname(f"/{name}"), found[1])).lstrip("/")
+            name = os.path.normpath(os.path.join(os.path.dirname(f"/{name}"), match[1])).lstrip("/")
         raise InstallRefusedError(f"links go in circles at /{name} of the image")
 
     def free_bytes(self) -> int:
-        told = self.run_query("stats -h")
-        blocks, size = (re.search(rf"^{key}:\s+(\d+)", told, re.M) for key in ("Free blocks", "Block size"))
-        return int(blocks[1]) * int(size[1]) if blocks and size else 0
+        output = self.run_query("stats -h")
+        keys = ("Free blocks", "Block size")
+        block_count, block_size = (re.search(rf"^{key}:\s+(\d+)", output, re.M) for key in keys)
+        return int(block_count[1]) * int(block_size[1]) if block_count and block_size else 0
 
     def copy_out(self, name: str, to: Path) -> None:
         to.parent.mkdir(parents=True, exist_ok=True)
@@ -115,51 +116,64 @@ class ExtFileSystem:
     def run_write_commands(self, commands: Sequence[str], script: Path) -> None:
         """Run writing debugfs commands, then check the file system."""
         script.write_text("\n".join(commands) + "\n", encoding="utf-8")
-        done = subprocess.run([self._debugfs, "-w", "-f", str(script), self._at], capture_output=True, check=False)
-        told = [line for line in done.stderr.decode(errors="replace").splitlines() if not line.startswith("debugfs ")]
-        if told or done.returncode:
+        process = subprocess.run(
+            [self._debugfs, "-w", "-f", str(script), self._location], capture_output=True, check=False
+        )
+        errors = [
+            line for line in process.stderr.decode(errors="replace").splitlines() if not line.startswith("debugfs ")
+        ]
+        if errors or process.returncode:
             raise InstallRefusedError(
-                f"the image cannot be written: {'; '.join(told[:3]) or f'debugfs ended with {done.returncode}'}"
+                f"the image cannot be written: {'; '.join(errors[:3]) or f'debugfs ended with {process.returncode}'}"
             )
         self.check_integrity()
 
     def check_integrity(self) -> None:
-        done = subprocess.run([self._e2fsck, "-fn", self._at], capture_output=True, check=False)
-        if done.returncode:
-            last = done.stdout.decode(errors="replace").strip().splitlines()[-1:]
-            raise InstallRefusedError(f"the image's file system is not sound ({' '.join(last)}): fetch the image again")
+        process = subprocess.run([self._e2fsck, "-fn", self._location], capture_output=True, check=False)
+        if process.returncode:
+            last_line = process.stdout.decode(errors="replace").strip().splitlines()[-1:]
+            raise InstallRefusedError(
+                f"the image's file system is not sound ({' '.join(last_line)}): fetch the image again"
+            )
 
 
 def _find_program(name: str) -> str:
-    found = shutil.which(name, path=os.pathsep.join((os.environ.get("PATH", ""), *PATHS)))
-    if found is None:
+    program = shutil.which(name, path=os.pathsep.join((os.environ.get("PATH", ""), *PROGRAM_FOLDERS)))
+    if program is None:
         package = "util-linux" if name == "partx" else "e2fsprogs"
         raise JobError(f"--image needs {name}, which is not here: sudo apt install {package}")
-    return found
+    return program
 
 
 class DiskImage:
     def __init__(
-        self, base: Path, copy: Path, out: Path, scratch: Path, interpreter: str, say: Callable[[str], None]
+        self,
+        base_image: Path,
+        copy_path: Path,
+        output_path: Path,
+        scratch: Path,
+        interpreter: str,
+        print_line: Callable[[str], None],
     ) -> None:
-        self.partition = find_root_partition(copy, called=base)
-        self._system, self._copy, self._out = ExtFileSystem(copy, self.partition.offset), copy, out
-        self._scratch, self._say = scratch, say
-        for taken in TAKEN:
-            if self._system.file_type(taken):
-                raise InstallRefusedError(f"the image has /{taken} already: use an image as its maker ships it")
+        self.partition = find_root_partition(copy_path, original_path=base_image)
+        self._file_system = ExtFileSystem(copy_path, self.partition.offset)
+        self._copy_path, self._output_path = copy_path, output_path
+        self._scratch, self._print_line = scratch, print_line
+        for folder in INSTALLATION_FOLDERS:
+            if self._file_system.file_type(folder):
+                raise InstallRefusedError(f"the image has /{folder} already: use an image as its maker ships it")
         staged = scratch / "root"
-        self._brought = {*self._copy_files_for_checks(interpreter, staged)}
-        self.root = install.RootFileSystem(staged, say=say)
+        self._staged_files = {*self._copy_files_for_checks(interpreter, staged)}
+        self.root = install.RootFileSystem(staged, print_line=print_line)
 
     def _copy_files_for_checks(self, interpreter: str, staged: Path) -> Iterator[Path]:
         # `install.check_compatibility` reads these files. Of other Pythons it reads only the names.
-        for name in (interpreter.lstrip("/"), *LOOKED_AT):
+        for name in (interpreter.lstrip("/"), *ARCHITECTURE_FILES):
             path = staged / name
-            self._system.copy_out(self._system.resolve_links(name), path)
+            self._file_system.copy_out(self._file_system.resolve_links(name), path)
             if path.is_file():
                 yield path
-        for name in re.findall(r"python3\.\d+\b(?!-)", self._system.run_query("ls /usr/bin")):
+        for name in re.findall(r"python3\.\d+\b(?!-)", self._file_system.run_query("ls /usr/bin")):
             path = staged / "usr/bin" / name
             if not path.exists():
                 path.parent.mkdir(parents=True, exist_ok=True)
@@ -168,36 +182,37 @@ class DiskImage:
 
     def save_image(self) -> None:
         """Copy the installed files into the image, and rename the copy to its final name."""
-        commands, needed = self._build_write_commands()
-        free = self._system.free_bytes()
-        if free * (1 - SPARE) < needed:
+        commands, needed_bytes = self._build_write_commands()
+        free_disk_bytes = self._file_system.free_bytes()
+        if free_disk_bytes * (1 - SPARE_SHARE) < needed_bytes:
             raise InstallRefusedError(
-                f"{self.partition} has {free / 1e6:.0f} MB free, and {needed / 1e6:.0f} MB are needed: truncate -s +1G "
-                "the image, let growpart and resize2fs enlarge the partition, and take that image"
+                f"{self.partition} has {free_disk_bytes / 1e6:.0f} MB free, and {needed_bytes / 1e6:.0f} MB are "
+                "needed: truncate -s +1G the image, let growpart and resize2fs enlarge the partition, and take that "
+                "image"
             )
-        self._system.run_write_commands(commands, self._scratch / "commands")
-        with disk_errors(f"write {self._out}"):
-            self._copy.replace(self._out)
-        self._say(f"{self._out}: {self.partition} holds it; write it to a card as any image")
+        self._file_system.run_write_commands(commands, self._scratch / "commands")
+        with disk_errors(f"write {self._output_path}"):
+            self._copy_path.replace(self._output_path)
+        self._print_line(f"{self._output_path}: {self.partition} holds it; write it to a card as any image")
 
     def _build_write_commands(self) -> tuple[list[str], int]:
         commands: list[str] = []
-        needed, staged, there = 0, self.root.path, {"."}
+        needed_bytes, staged, existing_folders = 0, self.root.path, {"."}
         for folder, folders, names in os.walk(staged):
-            here = Path(folder).relative_to(staged)
+            relative_folder = Path(folder).relative_to(staged)
             folders.sort()
             links = [name for name in folders if Path(folder, name).is_symlink()]
-            new = [name for name in sorted({*names, *links}) if Path(folder, name) not in self._brought]
-            if not new and not here.as_posix().startswith(TAKEN):
+            new_names = [name for name in sorted({*names, *links}) if Path(folder, name) not in self._staged_files]
+            if not new_names and not relative_folder.as_posix().startswith(INSTALLATION_FOLDERS):
                 continue
-            for one in reversed([here, *here.parents]):
-                if one.as_posix() not in there:
-                    there.add(one.as_posix())
-                    if not self._system.file_type(one.as_posix()):
-                        commands += [f'cd "/{one.parent.as_posix()}"', f'mkdir "{one.name}"']
-                        needed += BLOCK
-            commands.append(f'cd "/{here.as_posix()}"')
-            for name in new:
+            for parent in reversed([relative_folder, *relative_folder.parents]):
+                if parent.as_posix() not in existing_folders:
+                    existing_folders.add(parent.as_posix())
+                    if not self._file_system.file_type(parent.as_posix()):
+                        commands += [f'cd "/{parent.parent.as_posix()}"', f'mkdir "{parent.name}"']
+                        needed_bytes += BLOCK
+            commands.append(f'cd "/{relative_folder.as_posix()}"')
+            for name in new_names:
                 path = Path(folder, name)
                 if re.search(r'["\n\\]', str(path)):
                     raise InstallRefusedError(f"{path.name!r} has a letter that debugfs does not take")
@@ -205,38 +220,42 @@ class DiskImage:
                     commands.append(f'symlink "{name}" "{os.readlink(path)}"')
                 else:
                     commands.append(f'write "{path}" "{name}"')
-                    needed += -(-path.stat().st_size // BLOCK) * BLOCK + INODE
-        return commands, needed
+                    needed_bytes += -(-path.stat().st_size // BLOCK) * BLOCK + INODE
+        return commands, needed_bytes
 
 
 @contextmanager
-def open_image_copy(base: Path, out: Path, interpreter: str, say: Callable[[str], None]) -> Iterator[DiskImage]:
+def open_image_copy(
+    base_image: Path, output_path: Path, interpreter: str, print_line: Callable[[str], None]
+) -> Iterator[DiskImage]:
     """Yield a copy of a disk image to install into. The copy is removed unless saved."""
-    copy = out.with_name(out.name + ".part")
+    copy_path = output_path.with_name(output_path.name + ".part")
     try:
-        copy_image(base, copy)
+        copy_image(base_image, copy_path)
         with tempfile.TemporaryDirectory(prefix="fedquilt-") as scratch:
-            yield DiskImage(base, copy, out, Path(scratch), interpreter, say)
+            yield DiskImage(base_image, copy_path, output_path, Path(scratch), interpreter, print_line)
     finally:
-        copy.unlink(missing_ok=True)
+        copy_path.unlink(missing_ok=True)
 
 
-def copy_image(base: Path, to: Path) -> None:
+def copy_image(base_image: Path, copy_path: Path) -> None:
     """Copy a disk image as a sparse file, decompressing xz."""
-    if not base.is_file():
-        raise JobError(f"--image {base} is no file: a Raspberry Pi's or L4T's disk image is wanted, .img or .img.xz")
-    with disk_errors(f"write {to}"), base.open("rb") as head:
-        packed = head.read(6) == b"\xfd7zXZ\0"
-        to.parent.mkdir(parents=True, exist_ok=True)
-        to.unlink(missing_ok=True)
-        to.touch(mode=0o600)  # it will hold a token or a key
-        with lzma.open(base) if packed else base.open("rb") as source, to.open("wb") as file:
+    if not base_image.is_file():
+        raise JobError(
+            f"--image {base_image} is no file: a Raspberry Pi's or L4T's disk image is wanted, .img or .img.xz"
+        )
+    with disk_errors(f"write {copy_path}"), base_image.open("rb") as head:
+        is_compressed = head.read(6) == b"\xfd7zXZ\0"
+        copy_path.parent.mkdir(parents=True, exist_ok=True)
+        copy_path.unlink(missing_ok=True)
+        copy_path.touch(mode=0o600)  # the image will contain a token or key
+        with lzma.open(base_image) if is_compressed else base_image.open("rb") as source, copy_path.open("wb") as file:
             try:
-                while piece := source.read(PIECE):
-                    if piece == ZEROS[: len(piece)]:
-                        file.seek(len(piece), os.SEEK_CUR)
+                while chunk := source.read(CHUNK_BYTES):
+                    if chunk == ZEROS[: len(chunk)]:
+                        file.seek(len(chunk), os.SEEK_CUR)
                     else:
-                        file.write(piece)
+                        file.write(chunk)
             except (lzma.LZMAError, EOFError) as error:
-                raise JobError(f"{base} is damaged ({error}): fetch it again") from None
+                raise JobError(f"{base_image} is damaged ({error}): fetch it again") from None
             file.truncate(file.tell())

@@ -30,18 +30,19 @@ if TYPE_CHECKING or __package__:
 else:
     import environment as virtual_environment  # on a board the module is in the folder of this file
 
-OPT, ETC, UNITS, STATE = (
+PROGRAM_FOLDER, SETTINGS_FOLDER, UNIT_FOLDER, STATE_FOLDERS = (
     "opt/fedquilt",
     "etc/fedquilt",
     "etc/systemd/system",
     tuple(f"var/lib/fedquilt{name}" for name in ("", "-agent", "-clocks", "-models", "-ca")),
 )
-WANTS = {
-    f".{kind}": f"{UNITS}/{target}.target.wants"
+WANTS_FOLDERS = {
+    f".{kind}": f"{UNIT_FOLDER}/{target}.target.wants"
     for kind, target in (("service", "multi-user"), ("timer", "timers"), ("path", "paths"))
 }
-INSTALLED = f"{OPT}/installed.json"
-BROUGHT = ("install.py", "environment.py", "launch.py", "sysusers.conf")  # files of a bundle that stay on the board
+INSTALLATION_RECORD = f"{PROGRAM_FOLDER}/installed.json"
+# files of a bundle that stay on the board
+INSTALLER_FILES = ("install.py", "environment.py", "launch.py", "sysusers.conf")
 MACHINES = {0xB7: "aarch64", 0x3E: "x86_64", 0x28: "armv7l", 0x03: "i686"}  # e_machine, elf(5)
 FORMAT = 1
 
@@ -55,39 +56,39 @@ class RootFileSystem:
     Args:
         path: Folder of the root.
         dry_run: Whether to print changes without making them.
-        say: Function that prints a line.
+        print_line: Function that prints a line.
     """
 
-    def __init__(self, path: str | Path, dry_run: bool = False, say: Callable[[str], None] = print) -> None:
-        self.path, self.dry_run, self.say = Path(path).resolve(), dry_run, say
+    def __init__(self, path: str | Path, dry_run: bool = False, print_line: Callable[[str], None] = print) -> None:
+        self.path, self.dry_run, self.print_line = Path(path).resolve(), dry_run, print_line
         self.changes = 0
 
-    def resolve(self, name: str | PurePosixPath, links: int = 20) -> Path:
+    def resolve(self, name: str | PurePosixPath, max_links: int = 20) -> Path:
         """Return the real path of a name, with links resolved inside this root."""
-        done, waiting = self.path, list(PurePosixPath(name).parts)
-        while waiting:
-            part = waiting.pop(0)
+        resolved, remaining_parts = self.path, list(PurePosixPath(name).parts)
+        while remaining_parts:
+            part = remaining_parts.pop(0)
             if part == "/":
-                done = self.path
+                resolved = self.path
             elif part == "..":
-                done = done.parent if done != self.path else done
-            elif (done / part).is_symlink():
-                links -= 1
-                if links < 0:
+                resolved = resolved.parent if resolved != self.path else resolved
+            elif (resolved / part).is_symlink():
+                max_links -= 1
+                if max_links < 0:
                     raise InstallRefusedError(f"links go in circles at /{name} in {self.path}")
-                waiting = list(PurePosixPath(os.readlink(done / part)).parts) + waiting
+                remaining_parts = list(PurePosixPath(os.readlink(resolved / part)).parts) + remaining_parts
             else:
-                done = done / part
-        return done
+                resolved = resolved / part
+        return resolved
 
     def path_for(self, name: str) -> Path:
         path = PurePosixPath(name)
         return self.resolve(path.parent) / path.name
 
-    def record_change(self, what: str) -> bool:
+    def record_change(self, change: str) -> bool:
         """Count and print a change. Return False in a dry run, where the caller must not make the change."""
         self.changes += 1
-        self.say(f"would {what}" if self.dry_run else what)
+        self.print_line(f"would {change}" if self.dry_run else change)
         return not self.dry_run
 
     def write_file(self, name: str, data: bytes, mode: int = 0o644) -> bool:
@@ -102,14 +103,14 @@ class RootFileSystem:
             return False
         if self.record_change(f"write /{name}"):
             path.parent.mkdir(parents=True, exist_ok=True)
-            new = path.with_name(path.name + ".new")
-            new.unlink(missing_ok=True)
-            with os.fdopen(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as file:
+            temporary = path.with_name(path.name + ".new")
+            temporary.unlink(missing_ok=True)
+            with os.fdopen(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as file:
                 file.write(data)
                 file.flush()
                 os.fchmod(file.fileno(), mode)
                 os.fsync(file.fileno())
-            new.replace(path)
+            temporary.replace(path)
         return True
 
     def create_symlink(self, name: str, to: str) -> bool:
@@ -118,10 +119,10 @@ class RootFileSystem:
             return False
         if self.record_change(f"link /{name} to {to}"):
             path.parent.mkdir(parents=True, exist_ok=True)
-            new = path.with_name(path.name + ".new")
-            new.unlink(missing_ok=True)
-            new.symlink_to(to)
-            new.replace(path)
+            temporary = path.with_name(path.name + ".new")
+            temporary.unlink(missing_ok=True)
+            temporary.symlink_to(to)
+            temporary.replace(path)
         return True
 
     def remove_path(self, name: str) -> bool:
@@ -158,21 +159,23 @@ def read_elf_machine(path: Path) -> str | None:
 
 
 def check_compatibility(root: RootFileSystem, manifest: Mapping[str, Any]) -> None:
-    python, wanted = manifest["interpreter"], manifest["machine"]
-    where = "this board" if root.path == Path("/") else str(root.path)
-    shells = [root.resolve(name) for name in (python.lstrip("/"), "bin/sh", "usr/bin/env", "sbin/init")]
-    found = next((name for name in map(read_elf_machine, shells) if name is not None), None)
-    if found is None:
-        raise InstallRefusedError(f"{where} holds no system: neither {python} nor /bin/sh is a program; mount it first")
-    if found != wanted:
+    python, required = manifest["interpreter"], manifest["machine"]
+    description = "this board" if root.path == Path("/") else str(root.path)
+    program_paths = [root.resolve(name) for name in (python.lstrip("/"), "bin/sh", "usr/bin/env", "sbin/init")]
+    machine = next((name for name in map(read_elf_machine, program_paths) if name is not None), None)
+    if machine is None:
         raise InstallRefusedError(
-            f"{where} is {found}, and this bundle for {wanted}: build one with the --target of that board"
+            f"{description} holds no system: neither {python} nor /bin/sh is a program; mount it first"
+        )
+    if machine != required:
+        raise InstallRefusedError(
+            f"{description} is {machine}, and this bundle for {required}: build one with the --target of that board"
         )
     if read_elf_machine(root.resolve(python.lstrip("/"))) is None:
         others = sorted(path.name for path in root.resolve("usr/bin").glob("python3.[0-9]*") if "-" not in path.name)
         raise InstallRefusedError(
-            f"{where} has no {python}{' but ' + ', '.join(others) if others else ''}: build the bundle with the "
-            "--python that is there"
+            f"{description} has no {python}{' but ' + ', '.join(others) if others else ''}: build the "
+            "bundle with the --python that is there"
         )
 
 
@@ -204,117 +207,129 @@ def install_bundle(bundle: Path, root: RootFileSystem, *, start: bool = True) ->
 
 
 def _install_and_start(bundle: Path, root: RootFileSystem, manifest: Mapping[str, Any], start: bool) -> int:
-    before = root.changes
+    changes_before = root.changes
     _install_packages(bundle, root, manifest)
     _install_settings(bundle, root, manifest)
     units = sorted(name.split("/")[1] for name in manifest["files"] if name.startswith("units/"))
     for unit in units:
-        root.write_file(f"{UNITS}/{unit}", (bundle / "units" / unit).read_bytes())
-        root.create_symlink(f"{WANTS[Path(unit).suffix]}/{unit}", f"../{unit}")
-    for unit in set(root.read_json(INSTALLED).get("units", ())) - set(units):
+        root.write_file(f"{UNIT_FOLDER}/{unit}", (bundle / "units" / unit).read_bytes())
+        root.create_symlink(f"{WANTS_FOLDERS[Path(unit).suffix]}/{unit}", f"../{unit}")
+    for unit in set(root.read_json(INSTALLATION_RECORD).get("units", ())) - set(units):
         _remove_unit(root, unit)
-    note = {"version": manifest["version"], "device": manifest["device"], "id": manifest["id"], "units": units}
-    note["settings"] = {name: digest for name, digest in manifest["files"].items() if name.startswith("etc/")}
-    root.write_file(INSTALLED, (json.dumps(note, indent=1, sort_keys=True) + "\n").encode())
-    changes = root.changes - before
+    record = {"version": manifest["version"], "device": manifest["device"], "id": manifest["id"], "units": units}
+    record["settings"] = {name: digest for name, digest in manifest["files"].items() if name.startswith("etc/")}
+    root.write_file(INSTALLATION_RECORD, (json.dumps(record, indent=1, sort_keys=True) + "\n").encode())
+    changes = root.changes - changes_before
     if root.path == Path("/") and start and not root.dry_run:
-        _start_units(units, root.say, changed=changes > 0)
+        _start_units(units, root.print_line, has_changed=changes > 0)
     return changes
 
 
 def _install_packages(bundle: Path, root: RootFileSystem, manifest: Mapping[str, Any]) -> None:
-    home = f"{OPT}/{manifest['id']}"
+    home = f"{PROGRAM_FOLDER}/{manifest['id']}"
     if not (root.path_for(home) / "bundle.json").is_file():
         _require_free_space(root, manifest["unpacked_bytes"])
         if root.record_change(f"unpack {len(manifest['wheels'])} wheels into /{home}"):
             _unpack_environment(bundle, root.path_for(home), manifest)
-    root.create_symlink(f"{OPT}/current", manifest["id"])
+    root.create_symlink(f"{PROGRAM_FOLDER}/current", manifest["id"])
     keep = {"current", "installed.json", manifest["id"]}
-    folder = root.path_for(OPT)
+    folder = root.path_for(PROGRAM_FOLDER)
     for path in sorted(folder.iterdir()) if folder.is_dir() else ():
         if path.name not in keep:
-            root.remove_path(f"{OPT}/{path.name}")
+            root.remove_path(f"{PROGRAM_FOLDER}/{path.name}")
 
 
 def _unpack_environment(bundle: Path, home: Path, manifest: Mapping[str, Any]) -> None:
     # a virtual environment without running Python: the board's Python may not run on this machine
-    new = home.with_name(home.name + ".new")
-    shutil.rmtree(new, ignore_errors=True)
+    temporary = home.with_name(home.name + ".new")
+    shutil.rmtree(temporary, ignore_errors=True)
     wheels = [(name, bundle / "wheels" / name) for name in manifest["wheels"]]
     try:
         virtual_environment.unpack_wheels(
-            wheels, virtual_environment.packages_folder(new, manifest["python"]), manifest["unpacked_bytes"]
+            wheels, virtual_environment.packages_folder(temporary, manifest["python"]), manifest["unpacked_bytes"]
         )
     except virtual_environment.InvalidWheelError as error:
         raise InstallRefusedError(str(error)) from None
-    virtual_environment.make_environment(new, manifest["python"], manifest["interpreter"])
-    for name in BROUGHT:
-        shutil.copy(bundle / name, new / name)
-    if virtual_environment.compile_packages(new, manifest["python"], f"/{OPT}/current"):
-        (new / "compiled").touch()  # else fedquilt-compile.service does it at the first boot
-    shutil.copy(bundle / "bundle.json", new / "bundle.json")
-    virtual_environment.make_world_readable(new)
-    new.replace(home)
+    virtual_environment.make_environment(temporary, manifest["python"], manifest["interpreter"])
+    for name in INSTALLER_FILES:
+        shutil.copy(bundle / name, temporary / name)
+    if virtual_environment.compile_packages(temporary, manifest["python"], f"/{PROGRAM_FOLDER}/current"):
+        (temporary / "compiled").touch()  # else fedquilt-compile.service does it at the first boot
+    shutil.copy(bundle / "bundle.json", temporary / "bundle.json")
+    virtual_environment.make_world_readable(temporary)
+    temporary.replace(home)
 
 
-def _require_free_space(root: RootFileSystem, needed: int) -> None:
-    folder = root.resolve(OPT)
+def _require_free_space(root: RootFileSystem, needed_bytes: int) -> None:
+    folder = root.resolve(PROGRAM_FOLDER)
     while not folder.exists():
         folder = folder.parent
-    free = shutil.disk_usage(folder).free
-    if free < needed:
+    free_disk_bytes = shutil.disk_usage(folder).free
+    if free_disk_bytes < needed_bytes:
         raise InstallRefusedError(
-            f"{folder} has {free / 1e6:.0f} MB free, and {needed / 1e6:.0f} MB are needed: make room"
+            f"{folder} has {free_disk_bytes / 1e6:.0f} MB free, and {needed_bytes / 1e6:.0f} MB are needed: make room"
         )
 
 
 def _install_settings(bundle: Path, root: RootFileSystem, manifest: Mapping[str, Any]) -> None:
-    if not root.path_for(ETC).is_dir() and root.record_change(f"make /{ETC}"):
-        root.path_for(ETC).mkdir(parents=True)
-        root.path_for(ETC).chmod(0o755)
-    was = root.read_json(INSTALLED).get("settings", {})
+    if not root.path_for(SETTINGS_FOLDER).is_dir() and root.record_change(f"make /{SETTINGS_FOLDER}"):
+        root.path_for(SETTINGS_FOLDER).mkdir(parents=True)
+        root.path_for(SETTINGS_FOLDER).chmod(0o755)
+    installed = root.read_json(INSTALLATION_RECORD).get("settings", {})
     for name, digest in sorted(manifest["files"].items()):
         if not name.startswith("etc/"):
             continue
-        data, at = (bundle / name).read_bytes(), f"{ETC}/{name[4:]}"
-        if name == "etc/token" and was.get(name) == digest:
-            continue  # it was brought before, and works once
-        path, mode = root.path_for(at), 0o600 if name in manifest["secret"] else 0o644
-        if path.is_file() and name in was and hashlib.sha256(path.read_bytes()).hexdigest() not in (was[name], digest):
-            root.write_file(f"{at}.old", path.read_bytes(), mode)
-        root.write_file(at, data, mode)
+        data, target = (bundle / name).read_bytes(), f"{SETTINGS_FOLDER}/{name[4:]}"
+        if name == "etc/token" and installed.get(name) == digest:
+            continue  # the token was installed before, and is valid once
+        path, mode = root.path_for(target), 0o600 if name in manifest["secret"] else 0o644
+        if (
+            path.is_file()
+            and name in installed
+            and hashlib.sha256(path.read_bytes()).hexdigest() not in (installed[name], digest)
+        ):
+            root.write_file(f"{target}.old", path.read_bytes(), mode)
+        root.write_file(target, data, mode)
 
 
 def uninstall(root: RootFileSystem, *, purge: bool = False) -> int:
     """Remove the installation from a root. Return the number of changes."""
-    before = root.changes
-    units = {path.name for path in root.path_for(UNITS).glob("fedquilt-*")} if root.path_for(UNITS).is_dir() else set()
+    old_changes = root.changes
+    units = (
+        {path.name for path in root.path_for(UNIT_FOLDER).glob("fedquilt-*")}
+        if root.path_for(UNIT_FOLDER).is_dir()
+        else set()
+    )
     if root.path == Path("/") and units and not root.dry_run:
         _run_systemctl("stop", *sorted(units))
     for unit in sorted(units):
         _remove_unit(root, unit)
-    for name in (OPT, *((ETC, *STATE) if purge else ())):
+    for name in (PROGRAM_FOLDER, *((SETTINGS_FOLDER, *STATE_FOLDERS) if purge else ())):
         root.remove_path(name)
     if root.path == Path("/") and units and not root.dry_run:
         _run_systemctl("daemon-reload")
-    if not purge and root.path_for(ETC).is_dir():
-        root.say(f"kept: /{ETC} and /{STATE[0]}, with the board's identity (--purge removes them)")
-    return root.changes - before
+    if not purge and root.path_for(SETTINGS_FOLDER).is_dir():
+        root.print_line(
+            f"kept: /{SETTINGS_FOLDER} and /{STATE_FOLDERS[0]}, with the board's identity (--purge removes them)"
+        )
+    return root.changes - old_changes
 
 
 def _remove_unit(root: RootFileSystem, unit: str) -> None:
-    root.remove_path(f"{WANTS[Path(unit).suffix]}/{unit}")
-    root.remove_path(f"{UNITS}/{unit}")
+    root.remove_path(f"{WANTS_FOLDERS[Path(unit).suffix]}/{unit}")
+    root.remove_path(f"{UNIT_FOLDER}/{unit}")
 
 
-def _start_units(units: Sequence[str], say: Callable[[str], None], *, changed: bool) -> None:
+def _start_units(units: Sequence[str], print_line: Callable[[str], None], *, has_changed: bool) -> None:
     if not Path("/run/systemd/system").is_dir():
-        say("systemd does not run here: /opt/fedquilt/current/bin/fedquilt agent /etc/fedquilt/agent.toml is the agent")
+        print_line(
+            "systemd does not run here: /opt/fedquilt/current/bin/fedquilt agent /etc/fedquilt/agent.toml is the agent"
+        )
         return
     _run_systemctl("daemon-reload")
-    _run_systemctl("restart" if changed else "start", "--no-block", *units)
+    _run_systemctl("restart" if has_changed else "start", "--no-block", *units)
     name = "fedquilt-serve" if "fedquilt-serve.service" in units else "fedquilt-agent"
-    say(f"started; `journalctl -fu {name}` shows what it does")
+    print_line(f"started; `journalctl -fu {name}` shows what it does")
 
 
 def _run_systemctl(*arguments: str) -> None:

@@ -62,54 +62,56 @@ NOT_ON_BOARDS: Final = (
     "models/stitching/onnx/",
     *("tools/boards/doctor/coordinator.py", "transport/memory_link.py"),
 )
-SOURCE_TEXT: Final = 'text = "see package fedquilt"'  # of a number of a profile on boards
+SOURCE_TEXT: Final = 'text = "see package fedquilt"'  # short text of sources in the profiles of boards
 _SOURCE_TEXT: Final = re.compile(rb'^text = ".*"$', re.MULTILINE)
-STAMP: Final = (2020, 1, 1, 0, 0, 0)  # of every file
+TIMESTAMP: Final = (2020, 1, 1, 0, 0, 0)  # of all files
 
 
 def build_own_wheel(folder: Path, name: OwnWheel = "fedquilt-board") -> Path:
-    package, stem = Path(fedquilt.__file__).parent, f"{name.replace('-', '_')}-{fedquilt.__version__}"
-    info = f"{stem}.dist-info"
-    files = dict(_iterate_package_files(package) if name == "fedquilt" else _iterate_board_files(package))
-    files[f"{info}/METADATA"] = "".join(f"{key}: {value}\n" for key, value in read_metadata(name)).encode()
-    files[f"{info}/WHEEL"] = b"Wheel-Version: 1.0\nGenerator: fedquilt\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
-    files[f"{info}/entry_points.txt"] = b"[console_scripts]\nfedquilt = fedquilt.cli:main\n"
+    package_folder, stem = Path(fedquilt.__file__).parent, f"{name.replace('-', '_')}-{fedquilt.__version__}"
+    info_folder = f"{stem}.dist-info"
+    files = dict(_iterate_package_files(package_folder) if name == "fedquilt" else _iterate_board_files(package_folder))
+    files[f"{info_folder}/METADATA"] = "".join(f"{key}: {value}\n" for key, value in read_metadata(name)).encode()
+    files[f"{info_folder}/WHEEL"] = (
+        b"Wheel-Version: 1.0\nGenerator: fedquilt\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+    )
+    files[f"{info_folder}/entry_points.txt"] = b"[console_scripts]\nfedquilt = fedquilt.cli:main\n"
     record = "".join(f"{name},sha256={_urlsafe_sha256(data)},{len(data)}\n" for name, data in files.items())
-    files[f"{info}/RECORD"] = f"{record}{info}/RECORD,,\n".encode()
-    made = io.BytesIO()
-    with zipfile.ZipFile(made, "w") as archive:
+    files[f"{info_folder}/RECORD"] = f"{record}{info_folder}/RECORD,,\n".encode()
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w") as archive:
         for file, data in files.items():
-            entry = zipfile.ZipInfo(file, STAMP)
+            entry = zipfile.ZipInfo(file, TIMESTAMP)
             entry.external_attr = 0o644 << 16
             archive.writestr(entry, data, zipfile.ZIP_DEFLATED, 9)
     path = folder / f"{stem}-py3-none-any.whl"
     with disk_errors(f"write {path}"):
-        path.write_bytes(made.getvalue())
+        path.write_bytes(buffer.getvalue())
     return path
 
 
 def read_metadata(name: OwnWheel) -> list[tuple[str, str]]:
     """Return the fields of a wheel's METADATA, from pyproject.toml in a clone and else from the installed package."""
     # pyproject.toml comes first, because the metadata of an editable installation may be outdated
-    clone = Path(fedquilt.__file__).parents[1]
-    said = [("Metadata-Version", "2.1"), ("Name", name), ("Version", fedquilt.__version__)]
-    if not (clone / "pyproject.toml").is_file():
-        known = metadata.metadata("fedquilt")
+    repository = Path(fedquilt.__file__).parents[1]
+    fields = [("Metadata-Version", "2.1"), ("Name", name), ("Version", fedquilt.__version__)]
+    if not (repository / "pyproject.toml").is_file():
+        installed_metadata = metadata.metadata("fedquilt")
         keys = ("Requires-Python", "Requires-Dist", "Provides-Extra")
-        said += [(key, value) for key in keys for value in known.get_all(key) or ()]
+        fields += [(key, value) for key in keys for value in installed_metadata.get_all(key) or ()]
     else:
         from packaging.requirements import Requirement
 
-        project = toml.read_toml(clone / "pyproject.toml")["project"]
-        said.append(("Requires-Python", project["requires-python"]))
-        said += [("Requires-Dist", line) for line in project["dependencies"]]
+        project = toml.read_toml(repository / "pyproject.toml")["project"]
+        fields.append(("Requires-Python", project["requires-python"]))
+        fields += [("Requires-Dist", line) for line in project["dependencies"]]
         for extra, lines in project["optional-dependencies"].items():
-            said.append(("Provides-Extra", extra))
-            for one in map(Requirement, lines):
-                marker = f"({one.marker}) and " if one.marker else ""
-                one.marker = None
-                said.append(("Requires-Dist", f'{one}; {marker}extra == "{extra}"'))
-    return said if name == "fedquilt" else [field for field in said if _is_for_boards(field)]
+            fields.append(("Provides-Extra", extra))
+            for requirement in map(Requirement, lines):
+                marker = f"({requirement.marker}) and " if requirement.marker else ""
+                requirement.marker = None
+                fields.append(("Requires-Dist", f'{requirement}; {marker}extra == "{extra}"'))
+    return fields if name == "fedquilt" else [field for field in fields if _is_for_boards(field)]
 
 
 def _is_for_boards(field: tuple[str, str]) -> bool:
@@ -141,16 +143,16 @@ def _iterate_board_files(package: Path) -> Iterator[tuple[str, bytes]]:
             yield name, data
 
 
-def _is_below(file: str, places: Sequence[str]) -> bool:
-    return any(file == place or (place.endswith("/") and file.startswith(place)) for place in places)
+def _is_below(file: str, paths: Sequence[str]) -> bool:
+    return any(file == path or (path.endswith("/") and file.startswith(path)) for path in paths)
 
 
 def strip_prose(source: str) -> str:
     """Return the code of a module, without annotations that nothing reads and without imports for these."""
     tree = ast.parse(source)
-    used = _find_used_names(tree)
+    used_names = _find_used_names(tree)
     tree = ast.fix_missing_locations(_ProseRemover().visit(tree))
-    remover = _ImportRemover(used - _find_used_names(tree), any(map(_is_annotated, ast.walk(tree))))
+    remover = _ImportRemover(used_names - _find_used_names(tree), any(map(_is_annotated, ast.walk(tree))))
     text = ast.unparse(remover.visit(tree))
     if '"""' in text or "'''" in text:  # lines of a string may begin with spaces
         return text
@@ -168,8 +170,8 @@ class _ProseRemover(ast.NodeTransformer):
             node.body = body or ([] if isinstance(node, ast.Module) else [ast.Pass()])
         if not isinstance(node, ast.ClassDef):
             return super().generic_visit(node)
-        fields = [each for each in node.body if isinstance(each, ast.AnnAssign)]
-        node.body = [each if each in fields else self.visit(each) for each in node.body]
+        fields = [statement for statement in node.body if isinstance(statement, ast.AnnAssign)]
+        node.body = [statement if statement in fields else self.visit(statement) for statement in node.body]
         return node
 
     def visit_AnnAssign(self, node: ast.AnnAssign) -> ast.AST:
@@ -192,13 +194,13 @@ class _ImportRemover(ast.NodeTransformer):
         self._unused, self._postponed = unused, postponed
 
     def visit_Import(self, node: ast.Import) -> ast.AST | None:
-        node.names = [each for each in node.names if (each.asname or each.name.split(".")[0]) not in self._unused]
+        node.names = [alias for alias in node.names if (alias.asname or alias.name.split(".")[0]) not in self._unused]
         return node if node.names else None
 
     def visit_ImportFrom(self, node: ast.ImportFrom) -> ast.AST | None:
         if node.module == "__future__":
             return node if self._postponed else None
-        node.names = [each for each in node.names if (each.asname or each.name) not in self._unused]
+        node.names = [alias for alias in node.names if (alias.asname or alias.name) not in self._unused]
         return node if node.names else None
 
 

@@ -30,14 +30,14 @@ from fedquilt.tools.boards.targets import NUMPY_2, BundleTarget
 if TYPE_CHECKING:
     from packaging.requirements import Requirement
 
-ROUNDS_MOST: Final = 6  # of finding that something more is needed
-FOR_A_GPU: Final = ("onnxruntime-gpu", "torch", "torchvision")  # an index besides PyPI has its own builds of these
+MAX_DOWNLOADS: Final = 6  # each download may reveal missing dependencies
+GPU_PACKAGES: Final = ("onnxruntime-gpu", "torch", "torchvision")  # other indexes than PyPI have GPU builds
 
 
 class CachedWheels(msgspec.Struct, frozen=True):
-    """List of the downloaded wheels of a folder. JSON, since a list that was cut off must not read as a shorter one."""
+    """Downloaded wheels of a folder, stored as JSON because a truncated text list would look complete."""
 
-    asked: str  # hash of the question that the wheels answer
+    request_sha256: str  # hash of target, extras, index and constraints
     sha256_by_name: dict[str, str]
 
 
@@ -54,11 +54,17 @@ class Wheel:
 
         try:
             with zipfile.ZipFile(path) as archive:
-                (name,) = [n for n in archive.namelist() if n.count("/") == 1 and n.endswith(".dist-info/METADATA")]
-                said = HeaderParser().parsestr(archive.read(name).decode())
+                (name,) = [
+                    member
+                    for member in archive.namelist()
+                    if member.count("/") == 1 and member.endswith(".dist-info/METADATA")
+                ]
+                fields = HeaderParser().parsestr(archive.read(name).decode())
         except (OSError, ValueError, zipfile.BadZipFile) as error:
             raise StoreError(f"{path} is no wheel ({error}): delete it, and run this again") from None
-        return cls(canonicalize_name(said["Name"]), said["Version"], tuple(said.get_all("Requires-Dist") or ()), path)
+        return cls(
+            canonicalize_name(fields["Name"]), fields["Version"], tuple(fields.get_all("Requires-Dist") or ()), path
+        )
 
 
 # -- everything it needs --------------------------------------------------------------------------
@@ -83,30 +89,33 @@ def collect_wheels(
         StoreError: If the cache is unusable.
     """
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fedquilt" / "wheels"
-    constraint = Path(named) if (named := os.environ.get("PIP_CONSTRAINT")) else None
-    allowed, index = _read_constraints(constraint), os.environ.get("PIP_EXTRA_INDEX_URL") or target.index or None
+    constraint = Path(constraint_name) if (constraint_name := os.environ.get("PIP_CONSTRAINT")) else None
+    constraints_text = _read_constraints(constraint)
+    index = os.environ.get("PIP_EXTRA_INDEX_URL") or target.index or None
     extras = ["gpu" if extra == "onnx" and target.index else extra for extra in extras]
-    known = {value for key, value in own_wheels.read_metadata(name) if key == "Provides-Extra"}
+    known_extras = {value for key, value in own_wheels.read_metadata(name) if key == "Provides-Extra"}
     for extra in extras:
-        if extra not in known:
-            raise JobError(f"no extra {extra!r}: {name} has {', '.join(sorted(known))}")
-    narrowed = [f"constrained.{hashlib.sha256(allowed).hexdigest()[:8]}"] if allowed else []
-    what = "-".join([name, target.name, f"py{target.python}", *sorted(extras), *narrowed])
+        if extra not in known_extras:
+            raise JobError(f"no extra {extra!r}: {name} has {', '.join(sorted(known_extras))}")
+    suffix = [f"constrained.{hashlib.sha256(constraints_text).hexdigest()[:8]}"] if constraints_text else []
+    cache_key = "-".join([name, target.name, f"py{target.python}", *sorted(extras), *suffix])
     with disk_errors(f"use {cache}", "free some space or name another folder with XDG_CACHE_HOME"):
-        folder = cache / what
+        folder = cache / cache_key
         folder.mkdir(parents=True, exist_ok=True)
-        own = Wheel.from_file(own_wheels.build_own_wheel(folder, name))
-        question = (own.requires, target, sorted(extras), index, allowed)
-        asked = hashlib.sha256(repr(question).encode()).hexdigest()
-        found = _load_cached_wheels(folder, asked)
-        if found is None:
-            found = WheelDownload(own, extras, target, folder, index, constraint).run()
-            kept = CachedWheels(asked=asked, sha256_by_name={path.name: file_sha256(path) for path in found})
-            (folder / "kept.json").write_bytes(msgspec.json.encode(kept))
-        for other in folder.glob("*.whl"):
-            if other != own.path and other not in found:
-                other.unlink()
-        return [own.path, *found], format_lock([own.path, *found])
+        own_wheel = Wheel.from_file(own_wheels.build_own_wheel(folder, name))
+        request = (own_wheel.requires, target, sorted(extras), index, constraints_text)
+        request_sha256 = hashlib.sha256(repr(request).encode()).hexdigest()
+        downloaded = _load_cached_wheels(folder, request_sha256)
+        if downloaded is None:
+            downloaded = WheelDownload(own_wheel, extras, target, folder, index, constraint).run()
+            cached = CachedWheels(
+                request_sha256=request_sha256, sha256_by_name={path.name: file_sha256(path) for path in downloaded}
+            )
+            (folder / "kept.json").write_bytes(msgspec.json.encode(cached))
+        for wheel_path in folder.glob("*.whl"):
+            if wheel_path != own_wheel.path and wheel_path not in downloaded:
+                wheel_path.unlink()
+        return [own_wheel.path, *downloaded], format_lock([own_wheel.path, *downloaded])
 
 
 def _read_constraints(constraint: Path | None) -> bytes:
@@ -119,25 +128,29 @@ def _read_constraints(constraint: Path | None) -> bytes:
 
 
 def format_lock(wheels: Sequence[Path]) -> str:
-    read = sorted((Wheel.from_file(path) for path in wheels), key=lambda wheel: wheel.name)
-    return "".join(f"{wheel.name}=={wheel.version} --hash=sha256:{file_sha256(wheel.path)}\n" for wheel in read)
+    sorted_wheels = sorted((Wheel.from_file(path) for path in wheels), key=lambda wheel: wheel.name)
+    return "".join(
+        f"{wheel.name}=={wheel.version} --hash=sha256:{file_sha256(wheel.path)}\n" for wheel in sorted_wheels
+    )
 
 
 def file_sha256(path: Path) -> str:
     with path.open("rb") as file:
         digest = hashlib.sha256()
-        while some := file.read(1 << 20):
-            digest.update(some)
+        while chunk := file.read(1 << 20):
+            digest.update(chunk)
     return digest.hexdigest()
 
 
-def _load_cached_wheels(folder: Path, asked: str) -> list[Path] | None:
+def _load_cached_wheels(folder: Path, request_sha256: str) -> list[Path] | None:
     try:
-        kept = msgspec.json.decode((folder / "kept.json").read_bytes(), type=CachedWheels)
+        cached = msgspec.json.decode((folder / "kept.json").read_bytes(), type=CachedWheels)
     except (OSError, *UNDECODABLE):
         return None
-    paths = {folder / name: digest for name, digest in kept.sha256_by_name.items()}
-    if kept.asked != asked or not all(path.is_file() and file_sha256(path) == digest for path, digest in paths.items()):
+    paths = {folder / name: digest for name, digest in cached.sha256_by_name.items()}
+    if cached.request_sha256 != request_sha256 or not all(
+        path.is_file() and file_sha256(path) == digest for path, digest in paths.items()
+    ):
         return None
     return list(paths)
 
@@ -147,13 +160,13 @@ class WheelDownload:
     """Download of the wheels that the own wheel needs on a target.
 
     Attributes:
-        own: Fedquilt's own wheel.
+        own_wheel: Fedquilt's own wheel.
         folder: Folder that gets the wheels.
         index: Address of an index besides PyPI, or None.
         constraint: File of allowed versions, or None.
     """
 
-    own: Wheel
+    own_wheel: Wheel
     extras: Sequence[str]
     target: BundleTarget
     folder: Path
@@ -162,18 +175,20 @@ class WheelDownload:
 
     def run(self) -> list[Path]:
         """Download until no dependency is missing. Return the wheels without the own one."""
-        root = f"{self.own.name}[{','.join(self.extras)}]" if self.extras else self.own.name
-        with tempfile.TemporaryDirectory(dir=self.folder) as built:
-            more = [] if self.index is None else self._download_gpu_builds(root, Path(built), self.index)
-            for _ in range(ROUNDS_MOST):
+        root = f"{self.own_wheel.name}[{','.join(self.extras)}]" if self.extras else self.own_wheel.name
+        with tempfile.TemporaryDirectory(dir=self.folder) as gpu_folder:
+            more = [] if self.index is None else self._download_gpu_builds(root, Path(gpu_folder), self.index)
+            for _ in range(MAX_DOWNLOADS):
                 with tempfile.TemporaryDirectory(dir=self.folder) as scratch:
-                    own = f"{root} @ {self.own.path.resolve().as_uri()}"
-                    self._download_with_dependencies([own, *more], Path(scratch))
-                    got = {wheel.name: wheel for wheel in map(Wheel.from_file, sorted(Path(scratch).glob("*.whl")))}
-                    needed, missing = dependency_closure(root, got, self.target)
+                    own_requirement = f"{root} @ {self.own_wheel.path.resolve().as_uri()}"
+                    self._download_with_dependencies([own_requirement, *more], Path(scratch))
+                    downloaded = {
+                        wheel.name: wheel for wheel in map(Wheel.from_file, sorted(Path(scratch).glob("*.whl")))
+                    }
+                    needed_names, missing = dependency_closure(root, downloaded, self.target)
                     if not missing:
-                        kept = [got[name].path for name in sorted(needed - {self.own.name})]
-                        return [Path(shutil.copy(path, self.folder / path.name)) for path in kept]
+                        paths = [downloaded[name].path for name in sorted(needed_names - {self.own_wheel.name})]
+                        return [Path(shutil.copy(path, self.folder / path.name)) for path in paths]
                     more += missing
         raise JobError(f"wheels for {self.target.name} cannot be resolved: {', '.join(more)} asks for more each time")
 
@@ -182,25 +197,26 @@ class WheelDownload:
         # PyPI has newer builds for another CUDA. A wheel compiled with NumPy 1 does not run with NumPy 2.
         from packaging.requirements import Requirement
 
-        _, missing = dependency_closure(root, {self.own.name: self.own}, self.target)
-        for wanted in missing:
-            if Requirement(wanted).name in FOR_A_GPU:  # packages that this index lacks are resolved like all others
-                self._run_pip([wanted], folder, ["--no-deps", "--index-url", index])
-        pinned = []
+        _, missing = dependency_closure(root, {self.own_wheel.name: self.own_wheel}, self.target)
+        for requirement in missing:
+            # packages that this index lacks are resolved like all others
+            if Requirement(requirement).name in GPU_PACKAGES:
+                self._run_pip([requirement], folder, ["--no-deps", "--index-url", index])
+        pins = []
         for wheel in map(Wheel.from_file, sorted(folder.glob("*.whl"))):
-            pinned.append(f"{wheel.name} @ {wheel.path.resolve().as_uri()}")
+            pins.append(f"{wheel.name} @ {wheel.path.resolve().as_uri()}")
             if wheel.name == "torch" and not _is_built_for_numpy_2(wheel.path):
-                pinned.append("numpy<2")
-        return pinned
+                pins.append("numpy<2")
+        return pins
 
     def _download_with_dependencies(self, requirements: Sequence[str], folder: Path) -> None:
-        why = self._run_pip(requirements, folder, ["--extra-index-url", self.index] if self.index else [])
-        if why is not None:
+        reason = self._run_pip(requirements, folder, ["--extra-index-url", self.index] if self.index else [])
+        if reason is not None:
             raise JobError(
-                f"no wheels for {self.target.name} (Python {self.target.python}, {self.target.machine}): {why}; is "
+                f"no wheels for {self.target.name} (Python {self.target.python}, {self.target.machine}): {reason}; is "
                 "there a network, does this Python have pip, do these packages have wheels for that board "
-                "(PIP_EXTRA_INDEX_URL adds one)"
-                f"{f', does {self.constraint} allow versions that go together' if self.constraint else ''}?"
+                "(PIP_EXTRA_INDEX_URL adds "
+                f"one){f', does {self.constraint} allow versions that go together' if self.constraint else ''}?"
             )
 
     def _run_pip(self, requirements: Sequence[str], folder: Path, index_options: Sequence[str]) -> str | None:
@@ -210,13 +226,13 @@ class WheelDownload:
         for platform in ([self.target.local_platform] if self.index else []) + list(self.target.platforms):
             command += ["--platform", platform]
         command += ["--constraint", str(self.constraint)] if self.constraint else []
-        done = subprocess.run(
+        process = subprocess.run(
             [*command, *index_options, "--dest", str(folder), *requirements], capture_output=True, text=True
         )
-        if not done.returncode:
+        if not process.returncode:
             return None
-        told = [line.strip() for line in done.stderr.splitlines() if "error" in line.lower()]
-        return "; ".join(told[-2:]) or done.stderr.strip()[-300:] or "pip said nothing"
+        errors = [line.strip() for line in process.stderr.splitlines() if "error" in line.lower()]
+        return "; ".join(errors[-2:]) or process.stderr.strip()[-300:] or "pip said nothing"
 
 
 def _is_built_for_numpy_2(torch: Path) -> bool:
@@ -230,28 +246,34 @@ def dependency_closure(root: str, wheels: Mapping[str, Wheel], target: BundleTar
     from packaging.requirements import Requirement
     from packaging.utils import canonicalize_name
 
-    needed: dict[str, set[str]] = {}
+    extras_by_name: dict[str, set[str]] = {}
     missing: list[str] = []
-    waiting = [Requirement(root)]
-    while waiting:
-        wanted = waiting.pop()
-        name = canonicalize_name(wanted.name)
+    pending = [Requirement(root)]
+    while pending:
+        requirement = pending.pop()
+        name = canonicalize_name(requirement.name)
         wheel = wheels.get(name)
-        if wheel is None or not wanted.specifier.contains(wheel.version, prereleases=True):
-            wanted.marker = None
-            missing.append(str(wanted))
+        if wheel is None or not requirement.specifier.contains(wheel.version, prereleases=True):
+            requirement.marker = None
+            missing.append(str(requirement))
             continue
-        fresh = ({"", *wanted.extras}) - needed.get(name, set())
-        needed.setdefault(name, set()).update(fresh)
-        for extra in sorted(fresh):
-            waiting += [one for one in map(Requirement, wheel.requires) if _is_required_for_extra(one, target, extra)]
-    return set(needed), sorted(set(missing))
+        new_extras = ({"", *requirement.extras}) - extras_by_name.get(name, set())
+        extras_by_name.setdefault(name, set()).update(new_extras)
+        for extra in sorted(new_extras):
+            pending += [
+                needed for needed in map(Requirement, wheel.requires) if _is_required_for_extra(needed, target, extra)
+            ]
+    return set(extras_by_name), sorted(set(missing))
 
 
-def _is_required_for_extra(one: Requirement, target: BundleTarget, extra: str) -> bool:
+def _is_required_for_extra(requirement: Requirement, target: BundleTarget, extra: str) -> bool:
     """Return whether a requirement applies on the target with this extra alone, or without any for ""."""
-    if one.marker is None:
+    if requirement.marker is None:
         return not extra
     environment = target.marker_environment()
-    without = one.marker.evaluate({**environment, "extra": ""})
-    return without if not extra else not without and one.marker.evaluate({**environment, "extra": extra})
+    without_extra = requirement.marker.evaluate({**environment, "extra": ""})
+    return (
+        without_extra
+        if not extra
+        else not without_extra and requirement.marker.evaluate({**environment, "extra": extra})
+    )

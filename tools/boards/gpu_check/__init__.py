@@ -36,7 +36,7 @@ from fedquilt.tools.boards.record import measurement, probes
 from fedquilt.tools.report.thresholds import MAX_OTHER_LOAD, LoadMeter
 
 Verdict: TypeAlias = Literal["ok", "skipped", "refused", "warning", "error"]
-EXIT: Final[dict[Verdict, int]] = {"ok": 0, "skipped": 10, "refused": 10, "warning": 10, "error": 11}
+EXIT_CODES: Final[dict[Verdict, int]] = {"ok": 0, "skipped": 10, "refused": 10, "warning": 10, "error": 11}
 COLOURS: Final = {"ok": "green", "error": "red", "warning": "yellow", "refused": "yellow"}
 
 
@@ -59,21 +59,21 @@ class GpuReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
 
 
 def exit_code(report: GpuReport) -> int:
-    return max(EXIT[part.verdict] for part in report.parts.values())
+    return max(EXIT_CODES[part.verdict] for part in report.parts.values())
 
 
 def format_report(report: GpuReport) -> list[str]:
     """Format the report as tables of at most 80 columns, or of a terminal's width."""
-    facts = [(key.replace("_", " "), _text(value)) for key, value in report.environment.items()]
+    environment_rows = [(key.replace("_", " "), _text(value)) for key, value in report.environment.items()]
     verdicts = [(name, part.verdict, part.sentence) for name, part in report.parts.items()]
-    said = [*table.format_table(facts, "<~"), "", *table.format_table(verdicts, "<<~", None, COLOURS)]
+    lines = [*table.format_table(environment_rows, "<~"), "", *table.format_table(verdicts, "<<~", None, COLOURS)]
     for name, part in report.parts.items():
         if part.rows:
             head = [key.replace("_", " ") for key in part.rows[0]]
             rows = [head, *([_text(row[key]) for key in part.rows[0]] for row in part.rows)]
             align = "".join("<" if isinstance(value, str) else ">" for value in part.rows[0].values())
-            said += ["", f"{name}:", *table.format_table(rows, align)]
-    return said
+            lines += ["", f"{name}:", *table.format_table(rows, align)]
+    return lines
 
 
 def _text(value: object) -> str:
@@ -87,13 +87,13 @@ def _text(value: object) -> str:
 TOLERANCE: Final = 5e-3  # largest relative difference of one network's outputs from the CPU's: TF32 has 10 bits
 UPDATE_TOLERANCE: Final = 0.05  # largest relative difference of an update
 NO_TF32: Final = "NVIDIA_TF32_OVERRIDE"
-LEAST_RATIO: Final = 0.9  # of the engine's rate to the bare loop's
+MIN_RATIO: Final = 0.9  # rate of the engine, relative to the bare loop
 IDLE_S, LOAD_S = 5.0, 5.0
 NO_ENGINE: Final = "neither torch nor onnxruntime with onnx is installed"
-LATE: Final = 0.8  # of the time, after which no part begins
+LATE_SHARE: Final = 0.8  # share of the time after which no part begins
 LATE_PART: Final = PartResult(verdict="skipped", sentence="no time was left: give the check more --minutes")
-CHANNELS, PIXELS = 32, 32  # of the graph that ONNX Runtime runs
-QUERY: Final[dict[str, tuple[str, float | None]]] = {  # what nvidia-smi calls it, and the factor to the name's unit
+CHANNELS, PIXELS = 32, 32  # size of the ONNX graph
+QUERY_FIELDS: Final[dict[str, tuple[str, float | None]]] = {  # name in nvidia-smi, and factor to the unit
     "driver": ("driver_version", None),
     "power_w": ("power.draw", 1.0),
     "power_limit_w": ("power.limit", 1.0),
@@ -107,7 +107,7 @@ QUERY: Final[dict[str, tuple[str, float | None]]] = {  # what nvidia-smi calls i
 }
 
 Outcome = tuple[Verdict, str, list[Row]]
-DeviceRun = tuple[np.ndarray, str, str]  # output, share of the nodes, and why the device took none
+DeviceRun = tuple[np.ndarray, str, str]  # output, share of the nodes, and reason if the device ran none
 
 
 class SkippedPartError(FedquiltError):
@@ -117,14 +117,14 @@ class SkippedPartError(FedquiltError):
 class GpuCheck:
     def __init__(self) -> None:
         self._device: Device = devices.create_device("auto", devices.ROOT)
-        self._cuda, self._why_no_cuda = _find_cuda()
-        self._smi = query_nvidia_smi(self._cuda)
-        self._work = tasks.WITHOUT_GPU if self._cuda is None else tasks.ON_GPU
+        self._cuda, self._no_cuda_reason = _find_cuda()
+        self._smi_values = query_nvidia_smi(self._cuda)
+        self._workload = tasks.WITHOUT_GPU if self._cuda is None else tasks.ON_GPU
 
     def run(self, limit_s: float) -> GpuReport:
         began_s, began, tf32 = time.monotonic(), datetime.now(timezone.utc), os.environ.get(NO_TF32)
         environment, unknown = self._read_environment()
-        found: dict[str, PartResult] = {}
+        results: dict[str, PartResult] = {}
         with tempfile.TemporaryDirectory(prefix="fedquilt-gpu-") as scratch:
             parts = {
                 "energy": self._measure_energy,
@@ -134,11 +134,11 @@ class GpuCheck:
                 "throughput": self._check_rates,
                 "clocks": self._check_clocks,
             }
-            for place, (name, part) in enumerate(parts.items()):
-                progress.LINE.set_part(name, place, len(parts))
-                found[name] = LATE_PART
-                if time.monotonic() - began_s <= LATE * limit_s:
-                    found[name] = judge_part(partial(part, Path(scratch)))
+            for index, (name, part) in enumerate(parts.items()):
+                progress.LINE.set_part(name, index, len(parts))
+                results[name] = LATE_PART
+                if time.monotonic() - began_s <= LATE_SHARE * limit_s:
+                    results[name] = judge_part(partial(part, Path(scratch)))
                 if tf32 is None:  # the ONNX engine switches TF32 off for its process, and tasks have their own
                     os.environ.pop(NO_TF32, None)
         return GpuReport(
@@ -147,33 +147,36 @@ class GpuCheck:
             took_s=round(time.monotonic() - began_s, 1),
             environment=environment,
             unknown=unknown,
-            parts=found,
+            parts=results,
         )
 
     def _read_environment(self) -> tuple[Row, dict[str, str]]:
-        limits = {name: self._smi.get(name) for name in ("driver", "power_limit_w", "power_limit_default_w")}
+        limits = {name: self._smi_values.get(name) for name in ("driver", "power_limit_w", "power_limit_default_w")}
         groups: tuple[tuple[Row, str], ...] = (
             ({"board": self._device.board, "memory_mb": self._device.memory_bytes / 1e6}, ""),
-            (_describe_gpu(self._cuda), self._why_no_cuda),
+            (_describe_gpu(self._cuda), self._no_cuda_reason),
             (limits, "nvidia-smi does not tell"),
             ({name: _read_version(name) for name in ("torch", "onnxruntime")}, "not installed, or damaged"),
             ({"power_mode": self._device.read_sensors(time.monotonic()).mode}, "no nvpmodel"),
             ({"python": platform.python_version(), "kernel": platform.release()}, ""),
         )
-        known = {name: value for some, _ in groups for name, value in some.items()}
-        return known, {name: why for some, why in groups for name, value in some.items() if value is None}
+        environment = {name: value for values, _ in groups for name, value in values.items()}
+        return environment, {
+            name: reason for values, reason in groups for name, value in values.items() if value is None
+        }
 
     def _measure_energy(self, folder: Path) -> Outcome:
         _require_torch()
         idle = measure_energy(self._meters(), lambda: time.sleep(IDLE_S))
         engine: Any = engines.create_engine("torch", tasks.AMPLE_BYTES)
-        size = self._work.batches[1]
-        given = self._work.network, self._work.start(), self._work.draw(size), Fit(epochs=8, batch=size)
+        size = self._workload.batches[1]
+        fit, examples = Fit(epochs=8, batch=size), self._workload.draw_examples(size)
+        training_arguments = self._workload.network, self._workload.initial_weights(), examples, fit
 
         def load() -> None:
             end_s = time.monotonic() + LOAD_S
             while time.monotonic() < end_s:
-                engine.train(*given, np.random.default_rng(0))
+                engine.train(*training_arguments, np.random.default_rng(0))
 
         loaded = measure_energy(self._meters(), load)
         rows = [
@@ -194,16 +197,16 @@ class GpuCheck:
         return "ok", "; ".join(f"{row['meter']}: {row['idle_w']:.3g} to {row['load_w']:.3g} W" for row in rows), rows
 
     def _meters(self) -> dict[str, Callable[[float], Reading]]:
-        found: dict[str, Callable[[float], Reading]] = {"board": self._device.read_sensors}
-        if self._smi.get("power_w") is not None:
-            found["GPU"] = lambda now_s: Reading(
+        meters: dict[str, Callable[[float], Reading]] = {"board": self._device.read_sensors}
+        if self._smi_values.get("power_w") is not None:
+            meters["GPU"] = lambda now_s: Reading(
                 power_w=query_nvidia_smi(self._cuda, ("power_w",)).get("power_w"), energy_source="nvidia-smi"
             )
-        return found
+        return meters
 
     def _check_providers(self, folder: Path) -> Outcome:
         rows: list[Row] = []
-        reasons = [] if self._cuda is not None else [self._why_no_cuda]
+        reasons = [] if self._cuda is not None else [self._no_cuda_reason]
         if importlib.util.find_spec("torch"):
             rows += compare_devices(_list_torch_runs(("cpu",) if self._cuda is None else ("cpu", "cuda")))
         if has_onnx():
@@ -212,18 +215,22 @@ class GpuCheck:
             reasons.append("onnxruntime and onnx are not both installed")
         ran = [row for row in rows if row["difference"] is not None]
         reasons += [f"{row['device']}: {row['reason']}" for row in rows if row["reason"]]
-        odd = [row for row in ran if row["difference"] > TOLERANCE]
-        if odd:
-            return "error", f"{odd[0]['device']} differs from the CPU by {odd[0]['difference']:.2g} of the output", rows
+        differing = [row for row in ran if row["difference"] > TOLERANCE]
+        if differing:
+            return (
+                "error",
+                f"{differing[0]['device']} differs from the CPU by {differing[0]['difference']:.2g} of the output",
+                rows,
+            )
         gpus = [str(row["device"]) for row in ran if "cpu" not in str(row["device"]).lower() and not row["reason"]]
         if not gpus:
             return "error", f"nothing runs on a GPU: {'; '.join(reasons)}", rows
-        told = f"{', '.join(gpus)}; outputs as the CPU's within {TOLERANCE:g}"
-        return ("warning" if reasons else "ok"), "; ".join([told, *reasons]), rows
+        sentence = f"{', '.join(gpus)}; outputs as the CPU's within {TOLERANCE:g}"
+        return ("warning" if reasons else "ok"), "; ".join([sentence, *reasons]), rows
 
     def _bench(self, folder: Path) -> tasks.TaskBench:
         _require_torch()
-        return tasks.TaskBench(Path(tempfile.mkdtemp(dir=folder)), self._work)
+        return tasks.TaskBench(Path(tempfile.mkdtemp(dir=folder)), self._workload)
 
     def _check_memory(self, folder: Path) -> Outcome:
         rows: list[Row] = []
@@ -236,58 +243,63 @@ class GpuCheck:
     def _measure_graph(self, graph: Path, batch: int) -> Row:
         from fedquilt.edge_agent.engines.onnx_engine import OnnxEngine
 
-        me = os.getpid()
+        process_id = os.getpid()
         engine = OnnxEngine(tasks.AMPLE_BYTES, micro_batch=batch)
         x = np.random.default_rng(0).standard_normal((batch, CHANNELS, PIXELS, PIXELS), np.float32)
-        used = query_nvidia_smi(self._cuda).get("used_bytes")
-        base = memory_budget.resident_bytes(me) if memory_budget.reset_peak(me) else None
+        used_before = query_nvidia_smi(self._cuda).get("used_bytes")
+        base = memory_budget.resident_bytes(process_id) if memory_budget.reset_peak(process_id) else None
         engine.run(graph, x)
-        peak, plan = memory_budget.read_peak_bytes(me), engine.memory_plan(graph)
+        peak, plan = memory_budget.read_peak_bytes(process_id), engine.memory_plan(graph)
         if engine.runs_on not in ("", "processor") and peak is not None:
-            now = query_nvidia_smi(self._cuda).get("used_bytes")
-            peak = None if used is None or now is None else peak + max(int(now - used), 0)
-        found = WorkResult(code="ok", base_bytes=base, peak_bytes=peak, runs_on=engine.runs_on)
+            used_after = query_nvidia_smi(self._cuda).get("used_bytes")
+            peak = None if used_before is None or used_after is None else peak + max(int(used_after - used_before), 0)
+        result = WorkResult(code="ok", base_bytes=base, peak_bytes=peak, runs_on=engine.runs_on)
         engine.close()
         predicted = plan.session_bytes + batch * (plan.example_bytes or 0) + peak_memory.FIRST_USE_BYTES["onnx"]
-        return tasks.memory_row("ONNX inference", batch, "ample", found, predicted)
+        return tasks.memory_row("ONNX inference", batch, "ample", result, predicted)
 
     def _check_results(self, folder: Path) -> Outcome:
         bench, free = self._bench(folder), None
         if self._cuda is not None and not self._cuda.get_device_properties(0).is_integrated:
             free = self._cuda.mem_get_info(0)[0]
         with bench.worker() as worker:
-            return judge_results(tasks.check_results(bench, worker, free), self._why_no_cuda)
+            return judge_results(tasks.check_results(bench, worker, free), self._no_cuda_reason)
 
     def _check_rates(self, folder: Path) -> Outcome:
         rows: list[Row] = []
         load = LoadMeter()
         if importlib.util.find_spec("torch"):
-            rows += tasks.measure_torch_rates(self._work)
+            rows += tasks.measure_torch_rates(self._workload)
         if has_onnx():
             rows.append(tasks.measure_onnx_rates(write_graph(folder), (CHANNELS, PIXELS, PIXELS)))
-        return judge_rates(rows, load.measure_share(), self._smi.get("busy_share") or 0.0)
+        return judge_rates(rows, load.measure_share(), self._smi_values.get("busy_share") or 0.0)
 
     def _check_clocks(self, folder: Path) -> Outcome:
-        told, has_helper = clocks.read_status(devices.ROOT)
+        status, has_helper = clocks.read_status(devices.ROOT)
         rows: list[Row] = [
             {
-                "clock": one.name,
-                "now_mhz": _to_mhz(one.now_hz),
-                "high_mhz": _to_mhz(one.high_hz),
-                "settings": len(one.listed_hz) if has_helper else 0,
+                "clock": clock.name,
+                "now_mhz": _to_mhz(clock.now_hz),
+                "high_mhz": _to_mhz(clock.high_hz),
+                "settings": len(clock.listed_hz) if has_helper else 0,
             }
-            for one in told.clocks
+            for clock in status.clocks
         ]
         for name in ("graphics", "memory"):
-            now, high = self._smi.get(f"{name}_hz"), self._smi.get(f"{name}_high_hz")
-            if now is not None:
-                named = {"clock": f"GPU {name}", "now_mhz": _to_mhz(now), "high_mhz": _to_mhz(high), "settings": 0}
-                rows.append(named)
+            now_hz, high_hz = self._smi_values.get(f"{name}_hz"), self._smi_values.get(f"{name}_high_hz")
+            if now_hz is not None:
+                gpu = {
+                    "clock": f"GPU {name}",
+                    "now_mhz": _to_mhz(now_hz),
+                    "high_mhz": _to_mhz(high_hz),
+                    "settings": 0,
+                }
+                rows.append(gpu)
         if not rows:
             raise SkippedPartError("this machine shows no clocks, as a container or a virtual machine")
-        can = sum(1 for row in rows if row["settings"])
+        settable = sum(1 for row in rows if row["settings"])
         points = f"{len(self._device.points)} operating points in the board's profile"
-        return "ok", f"{len(rows)} clocks can be read, the clock helper can set {can}; {points}", rows
+        return "ok", f"{len(rows)} clocks can be read, the clock helper can set {settable}; {points}", rows
 
 
 # -- verdicts -------------------------------------------------------------------------------------
@@ -298,7 +310,7 @@ def judge_part(part: Callable[[], Outcome]) -> PartResult:
         verdict, sentence, rows = part()
     except SkippedPartError as reason:
         return PartResult(verdict="skipped", sentence=str(reason))
-    except Exception as error:  # whatever a strange machine makes of a part
+    except Exception as error:  # parts may fail in any way on unusual machines
         return PartResult(verdict="error", sentence=failures.describe_error(error))
     return PartResult(verdict=verdict, sentence=sentence, rows=tuple(rows))
 
@@ -309,35 +321,35 @@ def judge_memory(rows: list[Row]) -> Outcome:
     if failed := [row for row in rows if row["ended"] != "ok"]:
         row = failed[0]
         return "warning", f"{row['work']} ended with {row['ended']!r}, budget {row['budget']}: {row['reason']}", rows
-    judged = [row for row in rows if row["ratio"] is not None and (row["on"] != "CUDA" or row["budget"] == "plan")]
-    if not judged:
+    measured = [row for row in rows if row["ratio"] is not None and (row["on"] != "CUDA" or row["budget"] == "plan")]
+    if not measured:
         raise SkippedPartError("this kernel reports no peak")
-    worst = max(judged, key=lambda row: row["ratio"])
-    told = f"at most {worst['ratio']:.2f} times the prediction ({worst['work']}, budget {worst['budget']})"
-    return ("ok" if worst["ratio"] <= peak_memory.MARGIN else "warning"), told, rows
+    worst = max(measured, key=lambda row: row["ratio"])
+    sentence = f"at most {worst['ratio']:.2f} times the prediction ({worst['work']}, budget {worst['budget']})"
+    return ("ok" if worst["ratio"] <= peak_memory.MARGIN else "warning"), sentence, rows
 
 
 def judge_results(row: Row, why_no_cuda: str) -> Outcome:
     if (row["too_large"], row["next_task"]) != ("memory", "ok"):
         return "error", f"a task above the memory ended as {row['too_large']}, the next as {row['next_task']}", [row]
-    repeated, to_cpu = row["to_repetition"], row["to_cpu"]
-    told = f"two runs differ by {repeated:.2g}" if repeated else "two runs are bit-identical"
-    told += "; a task above the memory is refused, and the next one works"
-    if to_cpu is None:
-        return "skipped", f"{told}; GPU and CPU are not compared: {why_no_cuda}", [row]
-    told = f"after {row['steps']} steps the update differs from the CPU's by {to_cpu:.2g}; {told}"
-    return ("ok" if to_cpu <= UPDATE_TOLERANCE and not repeated else "warning"), told, [row]
+    repeat_difference, cpu_difference = row["to_repetition"], row["to_cpu"]
+    sentence = f"two runs differ by {repeat_difference:.2g}" if repeat_difference else "two runs are bit-identical"
+    sentence += "; a task above the memory is refused, and the next one works"
+    if cpu_difference is None:
+        return "skipped", f"{sentence}; GPU and CPU are not compared: {why_no_cuda}", [row]
+    sentence = f"after {row['steps']} steps the update differs from the CPU's by {cpu_difference:.2g}; {sentence}"
+    return ("ok" if cpu_difference <= UPDATE_TOLERANCE and not repeat_difference else "warning"), sentence, [row]
 
 
 def judge_rates(rows: list[Row], cpu_share: float, gpu_share: float) -> Outcome:
     if not rows:
         raise SkippedPartError(NO_ENGINE)
     worst = min(rows, key=lambda row: row["ratio"])
-    told = f"at least {worst['ratio']:.2f} of a bare loop's rate ({worst['work']})"
+    sentence = f"at least {worst['ratio']:.2f} of a bare loop's rate ({worst['work']})"
     if max(cpu_share, gpu_share) > MAX_OTHER_LOAD:
-        others = f"other processes use {cpu_share:.0%} of the CPUs and {gpu_share:.0%} of the GPU"
-        return "refused", f"{others}: stop them and repeat; measured nevertheless: {told}", rows
-    return ("ok" if worst["ratio"] >= LEAST_RATIO else "warning"), told, rows
+        load_text = f"other processes use {cpu_share:.0%} of the CPUs and {gpu_share:.0%} of the GPU"
+        return "refused", f"{load_text}: stop them and repeat; measured nevertheless: {sentence}", rows
+    return ("ok" if worst["ratio"] >= MIN_RATIO else "warning"), sentence, rows
 
 
 # -- measurements ---------------------------------------------------------------------------------
@@ -350,22 +362,22 @@ def write_graph(folder: Path) -> Path:
     block = probes.write_probe_block(CHANNELS, PIXELS, folder)
     path = folder / block.stages[0][0]
     model = onnx.load(path)
-    facts = {"weight_bytes": str(block.weight_bytes), "activation_bytes": str(block.activation_bytes)}
-    onnx.helper.set_model_props(model, facts)
+    properties = {"weight_bytes": str(block.weight_bytes), "activation_bytes": str(block.activation_bytes)}
+    onnx.helper.set_model_props(model, properties)
     path.write_bytes(model.SerializeToString())
     return path
 
 
 def compare_devices(runs: Mapping[str, Callable[[], DeviceRun]]) -> Iterator[Row]:
-    wanted: np.ndarray | None = None  # output of the first device
+    reference: np.ndarray | None = None  # output of the first device
     for device, run in runs.items():
         try:
-            found, nodes, reason = run()
+            output, nodes, reason = run()
         except Exception as error:  # errors of ONNX Runtime have no common base
             yield {"device": device, "nodes": "", "difference": None, "reason": shorten_error(str(error))}
             continue
-        wanted = found if wanted is None else wanted
-        difference = float(np.max(np.abs(found - wanted)) / np.max(np.abs(wanted)))
+        reference = output if reference is None else reference
+        difference = float(np.max(np.abs(output - reference)) / np.max(np.abs(reference)))
         yield {"device": device, "nodes": nodes, "difference": difference, "reason": reason}
 
 
@@ -392,18 +404,18 @@ def list_onnx_runs(graph: Path, folder: Path) -> dict[str, Callable[[], DeviceRu
     x = np.random.default_rng(0).standard_normal((4, CHANNELS, PIXELS, PIXELS), np.float32)
 
     def run(name: str) -> DeviceRun:
-        places = ExecutionProviders([name], 1 << 30)
+        providers = ExecutionProviders([name], 1 << 30)
         if name == TENSORRT:
-            places.use_tensorrt(folder, 1 << 30)
+            providers.use_tensorrt(folder, 1 << 30)
         options = ort.SessionOptions()
         options.enable_profiling, options.profile_file_prefix = True, str(folder / name)
         options.log_severity_level = 4
-        session = places.create_session(partial(onnx_session.create_session, graph, options))
-        found = session.run(None, {"x": x})[0]
+        session = providers.create_session(partial(onnx_session.create_session, graph, options))
+        output = session.run(None, {"x": x})[0]
         events = json.loads(Path(session.end_profiling()).read_text())
-        ran = [event.get("args", {}).get("provider") for event in events if event.get("cat") == "Node"]
-        reason = "" if name in ran else places.note or "it took none of the graph's nodes"
-        return found, f"{ran.count(name)} of {len(ran)}", reason
+        node_providers = [event.get("args", {}).get("provider") for event in events if event.get("cat") == "Node"]
+        reason = "" if name in node_providers else providers.note or "it took none of the graph's nodes"
+        return output, f"{node_providers.count(name)} of {len(node_providers)}", reason
 
     names = (*onnx_session.CPU, *NAMES)
     return {name: partial(run, name) for name in names if name in ort.get_available_providers()}
@@ -421,30 +433,32 @@ def measure_energy(meters: dict[str, Callable[[float], Reading]], load: Callable
     with process_resources.call_in_background(read_meters, SAMPLE_S, "meters"):
         load()
     read_meters()
-    costs = {name: one.cost_until(one.last_reading_s or time.monotonic(), None) for name, one in accounts.items()}
+    costs = {
+        name: account.cost_until(account.last_reading_s or time.monotonic(), None) for name, account in accounts.items()
+    }
     return {name: cost for name, cost in costs.items() if cost.energy_j}
 
 
-def query_nvidia_smi(cuda: Any, names: Collection[str] = tuple(QUERY)) -> dict[str, Any]:
+def query_nvidia_smi(cuda: Any, names: Collection[str] = tuple(QUERY_FIELDS)) -> dict[str, Any]:
     """Return the known values of torch's GPU by nvidia-smi. `names` are keys of QUERY."""
     uuid = None if cuda is None else getattr(cuda.get_device_properties(0), "uuid", None)
-    which = "0" if uuid is None else f"GPU-{str(uuid).removeprefix('GPU-')}"
-    asked = ",".join(QUERY[name][0] for name in names)
-    command = ("nvidia-smi", f"--id={which}", f"--query-gpu={asked}", "--format=csv,noheader,nounits")
+    gpu_id = "0" if uuid is None else f"GPU-{str(uuid).removeprefix('GPU-')}"
+    fields = ",".join(QUERY_FIELDS[name][0] for name in names)
+    command = ("nvidia-smi", f"--id={gpu_id}", f"--query-gpu={fields}", "--format=csv,noheader,nounits")
     try:
-        said = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout
-    except subprocess.CalledProcessError:  # a driver that lacks a field answers none: ask each alone
-        alone = [query_nvidia_smi(cuda, (name,)) for name in names if len(names) > 1]
-        return {name: value for one in alone for name, value in one.items()}
+        output = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout
+    except subprocess.CalledProcessError:  # a driver that lacks one field returns none
+        single_queries = [query_nvidia_smi(cuda, (name,)) for name in names if len(names) > 1]
+        return {name: value for single in single_queries for name, value in single.items()}
     except (OSError, subprocess.SubprocessError):
         return {}
-    found: dict[str, Any] = {}
-    for name, text in zip(names, map(str.strip, said.split(",")), strict=False):
-        factor = QUERY[name][1]
-        with contextlib.suppress(ValueError):  # "[N/A]", as a Jetson or a slice of a GPU (MIG) says
+    values: dict[str, Any] = {}
+    for name, text in zip(names, map(str.strip, output.split(",")), strict=False):
+        factor = QUERY_FIELDS[name][1]
+        with contextlib.suppress(ValueError):  # Jetsons and MIG slices return "[N/A]"
             if text not in ("", "N/A") and not text.startswith("["):
-                found[name] = text if factor is None else float(text.split(" ")[0]) * factor
-    return found
+                values[name] = text if factor is None else float(text.split(" ")[0]) * factor
+    return values
 
 
 def _find_cuda() -> tuple[Any, str]:
@@ -466,10 +480,10 @@ def _describe_gpu(cuda: Any) -> Row:
         return dict.fromkeys(names)
     import torch
 
-    of = cuda.get_device_properties(0)
-    memory = of.total_memory / 1e6, "the board's" if of.is_integrated else "its own"
-    version = f"{of.major}.{of.minor}", torch.version.cuda, str(torch.backends.cudnn.version())
-    return dict(zip(names, (of.name, *memory, *version), strict=True))
+    properties = cuda.get_device_properties(0)
+    memory = properties.total_memory / 1e6, "the board's" if properties.is_integrated else "its own"
+    version = f"{properties.major}.{properties.minor}", torch.version.cuda, str(torch.backends.cudnn.version())
+    return dict(zip(names, (properties.name, *memory, *version), strict=True))
 
 
 def _require_torch() -> None:

@@ -29,11 +29,11 @@ from fedquilt.edge_agent.task.protocol import WorkRequest, WorkResult
 from fedquilt.edge_agent.task.worker import CHECK_S, COMMAND, ChildWorker
 from fedquilt.models.networks import registry
 
-Row: TypeAlias = dict[str, Any]  # texts, numbers and None
+Row: TypeAlias = dict[str, Any]
 ON_CPU: Final = ("env", "CUDA_VISIBLE_DEVICES=", *COMMAND)
 AMPLE_BYTES: Final = 1 << 40  # budget of tasks that should not be limited
 TASK_S: Final = 120.0
-OVER: Final = 1.3  # factor on the free memory of a discrete GPU
+EXCESS_FACTOR: Final = 1.3  # relative to the free memory of a discrete GPU
 # Elsewhere a limit is exceeded, and never the board's memory.
 SHARED_LIMIT_BYTES, SHARED_WORK_BYTES = 300 * 10**6, 10**9
 SEED: Final = 0
@@ -45,12 +45,12 @@ class Workload(NamedTuple):
     batches: tuple[int, int]
     examples: int  # of the compared tasks
 
-    def draw(self, count: int) -> Examples:
+    def draw_examples(self, count: int) -> Examples:
         draws = np.random.default_rng(SEED)
         x = draws.integers(0, 256, (count, self.pixels, self.pixels, 3), np.uint8)
         return Examples(x, draws.integers(0, 10, count))
 
-    def start(self) -> dict[str, np.ndarray]:
+    def initial_weights(self) -> dict[str, np.ndarray]:
         return {name: value.numpy() for name, value in registry.load_network(self.network).state_dict().items()}
 
     def properties(self) -> peak_memory.TrainingProperties:
@@ -65,19 +65,19 @@ RESNET: Final = {
     "classes": 10,
     "input": {"channels": 3, "size": 32, "mean": [0.5], "std": [0.25]},
 }
-SMALL: Final = models.residual(3, 16, 10, width=16, mean=(0.5,), std=(0.25,))  # as a processor is slower
+SMALL: Final = models.residual(3, 16, 10, width=16, mean=(0.5,), std=(0.25,))  # small, for processors
 ON_GPU, WITHOUT_GPU = Workload(RESNET, 32, (32, 256), 128), Workload(SMALL, 16, (16, 64), 64)
 
 
 class TaskBench:
     def __init__(self, folder: Path, work: Workload) -> None:
-        self.work, self._folder, self._count = work, folder, 0
-        self.start = work.start()
+        self.workload, self._folder, self._count = work, folder, 0
+        self.start = work.initial_weights()
         (folder / "model").write_bytes(tensors.encode_tensors(self.start))
 
     def worker(self, command: tuple[str, ...] = COMMAND) -> contextlib.closing[ChildWorker]:
-        nowhere = memory_budget.MemoryLimit(self._folder)  # control groups are the agent's, not those of this check
-        return contextlib.closing(ChildWorker(math.inf, command, nowhere))
+        no_limit = memory_budget.MemoryLimit(self._folder)  # control groups are the agent's, not those of this check
+        return contextlib.closing(ChildWorker(math.inf, command, no_limit))
 
     def run(
         self,
@@ -92,8 +92,8 @@ class TaskBench:
         data, out = self._folder / f"{examples}.npz", self._folder / f"out{self._count}"
         self._count += 1
         if not data.exists():
-            drawn = self.work.draw(examples)
-            np.savez(data, x=drawn.x, y=drawn.y)
+            drawn_examples = self.workload.draw_examples(examples)
+            np.savez(data, x=drawn_examples.x, y=drawn_examples.y)
         out.mkdir()
         task = Task(
             job="check-gpu",
@@ -101,7 +101,7 @@ class TaskBench:
             attempt=0,
             method="fedavg",
             engine="torch",
-            params={"epochs": epochs, "batch": batch, "lr": 0.01, "network": dict(self.work.network)},
+            params={"epochs": epochs, "batch": batch, "lr": 0.01, "network": dict(self.workload.network)},
             bundles={},
             work=WorkEstimate(),
             seed=SEED,
@@ -113,15 +113,15 @@ class TaskBench:
             device="check-gpu",
             budget_bytes=budget_bytes,
             plan_bytes=AMPLE_BYTES,
-            data={"path": str(data), "held": 0.0 if action == "work" else 0.5},  # an evaluation is of held-out ones
+            data={"path": str(data), "held": 0.0 if action == "work" else 0.5},  # evaluations use held-out examples
             bundles={"model": str(self._folder / "model")},
             private_state=None,
             cache_folder=str(self._folder / "cache"),
             output_folder=str(out),
         )
         worker.start(request, time.monotonic())
-        end_s = time.monotonic() + TASK_S
-        while (now_s := time.monotonic()) < end_s:
+        deadline_s = time.monotonic() + TASK_S
+        while (now_s := time.monotonic()) < deadline_s:
             for event in worker.poll_events(now_s):
                 if isinstance(event, WorkResult):
                     return event, out
@@ -136,27 +136,27 @@ def measure_memory(bench: TaskBench) -> Iterator[Row]:
     On a GPU one process trains and then evaluates. Another process repeats both within budgets of their predictions
     with the margin of plans, as cuDNN takes more if there is more.
     """
-    properties = bench.work.properties()
-    for batch in bench.work.batches:
-        budgets: dict[str, tuple[int, int]] = {}  # and predictions, of what ran on a GPU
+    properties = bench.workload.properties()
+    for batch in bench.workload.batches:
+        budgets: dict[str, tuple[int, int]] = {}  # work -> budget and prediction in bytes, for a GPU
         with bench.worker() as worker:
             for work in ("training", "inference"):
-                found = _run_measured(bench, worker, work, batch, AMPLE_BYTES)
-                if found.code != "ok" or found.base_bytes is None:
-                    raise ModelError(f"{work}, batch {batch}: {found.reason or 'this kernel reports no peak'}")
-                predicted = found.planned_bytes
+                result = _run_measured(bench, worker, work, batch, AMPLE_BYTES)
+                if result.code != "ok" or result.base_bytes is None:
+                    raise ModelError(f"{work}, batch {batch}: {result.reason or 'this kernel reports no peak'}")
+                predicted = result.planned_bytes
                 if predicted is None:
                     predicted = peak_memory.evaluation_bytes(properties, batch) + peak_memory.FIRST_USE_BYTES["torch"]
-                    predicted += peak_memory.GPU_KERNELS_BYTES if found.runs_on == "CUDA" else 0
-                yield memory_row(work, batch, "ample", found, predicted)
-                if found.runs_on == "CUDA":
-                    budgets[work] = found.base_bytes + int(peak_memory.MARGIN * predicted), predicted
+                    predicted += peak_memory.GPU_KERNELS_BYTES if result.runs_on == "CUDA" else 0
+                yield memory_row(work, batch, "ample", result, predicted)
+                if result.runs_on == "CUDA":
+                    budgets[work] = result.base_bytes + int(peak_memory.MARGIN * predicted), predicted
                 else:
-                    worker.kill()  # freed memory of the training would serve the inference
+                    worker.kill()  # the inference would reuse freed memory of the training
         with bench.worker() as worker:
             for work, (budget_bytes, predicted) in budgets.items():
-                found = _run_measured(bench, worker, work, batch, budget_bytes)
-                yield memory_row(work, batch, "plan", found, predicted)
+                result = _run_measured(bench, worker, work, batch, budget_bytes)
+                yield memory_row(work, batch, "plan", result, predicted)
 
 
 def _run_measured(bench: TaskBench, worker: ChildWorker, work: str, batch: int, budget_bytes: int) -> WorkResult:
@@ -165,70 +165,70 @@ def _run_measured(bench: TaskBench, worker: ChildWorker, work: str, batch: int, 
     return bench.run(worker, batch, batch, epochs=4, budget_bytes=budget_bytes)[0]
 
 
-def memory_row(work: str, batch: int, budget: str, found: WorkResult, predicted: int | None) -> Row:
+def memory_row(work: str, batch: int, budget: str, result: WorkResult, predicted: int | None) -> Row:
     """Return predicted and measured peak above the idle engine, on processor and GPU together."""
-    known = found.peak_bytes is not None and found.base_bytes is not None
-    above = found.peak_bytes - found.base_bytes if known else None  # type: ignore[operator]
+    is_measured = result.peak_bytes is not None and result.base_bytes is not None
+    peak_above_idle_bytes = result.peak_bytes - result.base_bytes if is_measured else None  # type: ignore[operator]
     return {
         "work": f"{work}, {batch}",
-        "on": found.runs_on or ("processor" if found.code == "ok" else None),
+        "on": result.runs_on or ("processor" if result.code == "ok" else None),
         "budget": budget,
-        "ended": found.code,
-        "idle_mb": None if found.base_bytes is None else found.base_bytes / 1e6,
+        "ended": result.code,
+        "idle_mb": None if result.base_bytes is None else result.base_bytes / 1e6,
         "plan_mb": None if predicted is None else predicted / 1e6,
-        "peak_mb": None if above is None else above / 1e6,
-        "ratio": above / predicted if above is not None and predicted else None,
-        **({} if found.code == "ok" else {"reason": found.reason}),
+        "peak_mb": None if peak_above_idle_bytes is None else peak_above_idle_bytes / 1e6,
+        "ratio": peak_above_idle_bytes / predicted if peak_above_idle_bytes is not None and predicted else None,
+        **({} if result.code == "ok" else {"reason": result.reason}),
     }
 
 
 def check_results(bench: TaskBench, worker: ChildWorker, free_bytes: int | None) -> Row:
-    """Compare updates of GPU and CPU and of two runs, then exceed the memory."""
-    first, found = _train(bench, worker)
-    again, latest = _train(bench, worker)
-    on_cpu: Tensors | None = None
-    if found.runs_on == "CUDA":
-        with bench.worker(ON_CPU) as other:
-            on_cpu, elsewhere = _train(bench, other)
-        if elsewhere.runs_on == "CUDA":
+    """Compare updates of GPU and CPU and of two runs, then run a task that exceeds the memory."""
+    first_update, first_result = _train(bench, worker)
+    second_update, second_result = _train(bench, worker)
+    cpu_update: Tensors | None = None
+    if first_result.runs_on == "CUDA":
+        with bench.worker(ON_CPU) as cpu_worker:
+            cpu_update, cpu_result = _train(bench, cpu_worker)
+        if cpu_result.runs_on == "CUDA":
             raise ModelError("a task without visible GPUs ran on CUDA all the same")
-    each_bytes = bench.work.properties().kept_bytes
-    work_bytes = SHARED_WORK_BYTES if free_bytes is None else OVER * free_bytes
-    idle_bytes = latest.base_bytes or worker.resident_bytes
+    example_bytes = bench.workload.properties().kept_bytes
+    work_bytes = SHARED_WORK_BYTES if free_bytes is None else EXCESS_FACTOR * free_bytes
+    idle_bytes = second_result.base_bytes or worker.resident_bytes
     budget_bytes = idle_bytes + SHARED_LIMIT_BYTES if free_bytes is None else AMPLE_BYTES
-    examples = math.ceil(work_bytes / each_bytes)
-    refused, _ = bench.run(worker, examples, examples, epochs=20, budget_bytes=budget_bytes)
-    after, _ = bench.run(worker, bench.work.examples, bench.work.batches[0])
+    examples = math.ceil(work_bytes / example_bytes)
+    refused_result, _ = bench.run(worker, examples, examples, epochs=20, budget_bytes=budget_bytes)
+    next_result, _ = bench.run(worker, bench.workload.examples, bench.workload.batches[0])
     return {
-        "on": found.runs_on or "processor",
-        "too_large": refused.code,
-        "next_task": after.code,
-        "steps": round(found.metrics["steps"]),
-        "to_cpu": None if on_cpu is None else largest_difference(first, on_cpu, bench.start),
-        "to_repetition": largest_difference(again, first, bench.start),
+        "on": first_result.runs_on or "processor",
+        "too_large": refused_result.code,
+        "next_task": next_result.code,
+        "steps": round(first_result.metrics["steps"]),
+        "to_cpu": None if cpu_update is None else largest_difference(first_update, cpu_update, bench.start),
+        "to_repetition": largest_difference(second_update, first_update, bench.start),
     }
 
 
 def _train(bench: TaskBench, worker: ChildWorker) -> tuple[Tensors, WorkResult]:
-    outcome, out = bench.run(worker, bench.work.examples, bench.work.batches[0])
+    outcome, out = bench.run(worker, bench.workload.examples, bench.workload.batches[0])
     if outcome.code != "ok":
         raise ModelError(f"a FedAvg task failed ({outcome.code}): {outcome.reason}")
     return tensors.read_tensors(out / outcome.bundles["model"].sha256), outcome
 
 
-def largest_difference(one: Tensors, other: Tensors, start: Tensors) -> float:
-    """Return the largest difference, relative to the largest change from `start` to `other`."""
-    floats = [name for name, value in other.items() if value.dtype.kind == "f"]
-    change = max(float(np.max(np.abs(other[name] - start[name]), initial=0.0)) for name in floats)
-    apart = max(float(np.max(np.abs(one[name] - other[name]), initial=0.0)) for name in floats)
-    return apart / change if change else apart
+def largest_difference(update: Tensors, reference: Tensors, start: Tensors) -> float:
+    """Return the largest difference, relative to the largest change from `start` to `reference`."""
+    floats = [name for name, value in reference.items() if value.dtype.kind == "f"]
+    change = max(float(np.max(np.abs(reference[name] - start[name]), initial=0.0)) for name in floats)
+    difference = max(float(np.max(np.abs(update[name] - reference[name]), initial=0.0)) for name in floats)
+    return difference / change if change else difference
 
 
-PAIRS: Final = 5
-LEAST_S: Final = 1.0  # of one run, reached by more epochs, images or repetitions
-MOST_TIMES: Final = 500
-MOST_COPIES: Final = 50  # of the images of inference
-BARE_BATCH: Final = {"cpu": 64, "cuda": 256}  # of inference
+PAIR_COUNT: Final = 5
+MIN_RUN_S: Final = 1.0
+MAX_REPETITIONS: Final = 500
+MAX_COPIES: Final = 50
+BARE_BATCH: Final = {"cpu": 64, "cuda": 256}
 
 Work = Callable[[], object]
 
@@ -236,23 +236,25 @@ Work = Callable[[], object]
 def measure_torch_rates(work: Workload) -> Iterator[Row]:
     """Yield the rates of torch in training at both batch sizes and in inference."""
     engine: Any = engines.create_engine("torch", AMPLE_BYTES)
-    start, device = work.start(), "cpu" if engine.gpu is None else "cuda"
+    start, device = work.initial_weights(), "cpu" if engine.gpu is None else "cuda"
     for batch in work.batches:
-        given = work.network, start, work.draw(4 * batch)
-        fit = Fit(epochs=count_repetitions(partial(train_bare, *given, Fit(batch=batch), device)), batch=batch, lr=1e-3)
-        ours = partial(engine.train, *given, fit, np.random.default_rng(SEED))
-        what = f"training, {batch}", engine.runs_on, "steps/s"
-        yield compare_rates(what, 4 * fit.epochs, ours, partial(train_bare, *given, fit, device))
-    once = work.draw(16 * work.batches[1])
-    copies = min(count_repetitions(partial(_classify_bare, work.network, start, once, device)), MOST_COPIES)
-    given = work.network, start, work.draw(copies * len(once))
-    bare = partial(_classify_bare, *given, device)
+        arguments = work.network, start, work.draw_examples(4 * batch)
+        fit = Fit(
+            epochs=count_repetitions(partial(train_bare, *arguments, Fit(batch=batch), device)), batch=batch, lr=1e-3
+        )
+        engine_run = partial(engine.train, *arguments, fit, np.random.default_rng(SEED))
+        labels = f"training, {batch}", engine.runs_on, "steps/s"
+        yield compare_rates(labels, 4 * fit.epochs, engine_run, partial(train_bare, *arguments, fit, device))
+    run_examples = work.draw_examples(16 * work.batches[1])
+    copies = min(count_repetitions(partial(_classify_bare, work.network, start, run_examples, device)), MAX_COPIES)
+    arguments = work.network, start, work.draw_examples(copies * len(run_examples))
+    bare_run = partial(_classify_bare, *arguments, device)
     yield compare_rates(
-        ("inference", engine.runs_on, "images/s"), len(given[2]), partial(engine.evaluate, *given), bare
+        ("inference", engine.runs_on, "images/s"), len(arguments[2]), partial(engine.evaluate, *arguments), bare_run
     )
 
 
-def measure_onnx_rates(graph: Path, shape: tuple[int, ...], pairs: int = PAIRS, least_s: float = LEAST_S) -> Row:
+def measure_onnx_rates(graph: Path, shape: tuple[int, ...], pairs: int = PAIR_COUNT, least_s: float = MIN_RUN_S) -> Row:
     import onnxruntime as ort
 
     engine: Any = engines.create_engine("onnx", AMPLE_BYTES)
@@ -264,13 +266,13 @@ def measure_onnx_rates(graph: Path, shape: tuple[int, ...], pairs: int = PAIRS, 
     size = BARE_BATCH["cuda" if on_gpu else "cpu"]
 
     def run_bare() -> None:
-        for first in range(0, len(x), size):
-            session.run(None, {"x": x[first : first + size]})
+        for start in range(0, len(x), size):
+            session.run(None, {"x": x[start : start + size]})
 
     times = count_repetitions(run_bare, least_s)
-    what = "ONNX inference", engine.runs_on, "images/s"
-    ours, bare = (partial(_repeat, run, times) for run in (partial(engine.run, graph, x), run_bare))
-    return compare_rates(what, times * len(x), ours, bare, pairs)
+    labels = "ONNX inference", engine.runs_on, "images/s"
+    engine_run, bare_run = (partial(_repeat, run, times) for run in (partial(engine.run, graph, x), run_bare))
+    return compare_rates(labels, times * len(x), engine_run, bare_run, pairs)
 
 
 def _repeat(run: Work, times: int) -> None:
@@ -278,28 +280,28 @@ def _repeat(run: Work, times: int) -> None:
         run()
 
 
-def count_repetitions(once: Work, least_s: float = LEAST_S) -> int:
-    once()  # the first one loads libraries
+def count_repetitions(run: Work, min_s: float = MIN_RUN_S) -> int:
+    run()  # the first run loads libraries
     began_s = time.perf_counter()
-    once()
-    return min(max(math.ceil(least_s / max(time.perf_counter() - began_s, 1e-6)), 1), MOST_TIMES)
+    run()
+    return min(max(math.ceil(min_s / max(time.perf_counter() - began_s, 1e-6)), 1), MAX_REPETITIONS)
 
 
-def compare_rates(what: tuple[str, str, str], items: int, ours: Work, bare: Work, pairs: int = PAIRS) -> Row:
+def compare_rates(labels: tuple[str, str, str], items: int, engine: Work, bare: Work, pairs: int = PAIR_COUNT) -> Row:
     """Time both functions in pairs, in alternating order. The ratio is the median of the pairs."""
-    rates: dict[Work, list[float]] = {ours: [], bare: []}
-    ours()
+    rates: dict[Work, list[float]] = {engine: [], bare: []}
+    engine()
     for pair in range(pairs):
-        for one in (ours, bare) if pair % 2 else (bare, ours):
+        for run in (engine, bare) if pair % 2 else (bare, engine):
             began_s = time.perf_counter()
-            one()
-            rates[one].append(items / (time.perf_counter() - began_s))
-    ratios = [mine / other for mine, other in zip(rates[ours], rates[bare], strict=True)]
+            run()
+            rates[run].append(items / (time.perf_counter() - began_s))
+    ratios = [engine_rate / bare_rate for engine_rate, bare_rate in zip(rates[engine], rates[bare], strict=True)]
     return {
-        "work": what[0],
-        "on": what[1] or "processor",
-        "unit": what[2],
-        "engine": statistics.median(rates[ours]),
+        "work": labels[0],
+        "on": labels[1] or "processor",
+        "unit": labels[2],
+        "engine": statistics.median(rates[engine]),
         "bare_loop": statistics.median(rates[bare]),
         "ratio": statistics.median(ratios),
         "least": min(ratios),
@@ -324,7 +326,7 @@ def train_bare(network: Mapping[str, Any], start: Tensors, examples: Examples, f
 
     model, x, y = _load_bare(network, start, examples, device)
     optimizer = torch.optim.SGD(model.train().parameters(), lr=fit.lr)
-    with deterministic_torch(SEED):  # as the engine's algorithms are
+    with deterministic_torch(SEED):  # the engine is deterministic, too
         for rows in [rows for _ in range(fit.epochs) for rows in torch.randperm(len(x)).split(fit.batch)]:
             optimizer.zero_grad()
             scores = model(_normalise(x[rows].to(device)))
@@ -339,14 +341,14 @@ def _classify_bare(network: Mapping[str, Any], start: Tensors, examples: Example
     from fedquilt.edge_agent.engines.torch.engine import deterministic_torch
 
     model, x, y = _load_bare(network, start, examples, device)
-    loss, right = torch.zeros((), device=device), torch.zeros((), device=device)
+    loss, correct_count = torch.zeros((), device=device), torch.zeros((), device=device)
     with deterministic_torch(SEED), torch.inference_mode():
         for rows in torch.arange(len(x)).split(BARE_BATCH[device]):
             scores, targets = model.eval()(_normalise(x[rows].to(device))), y[rows].to(device)
             loss += torch.nn.functional.cross_entropy(scores, targets, reduction="sum")
-            right += (scores.argmax(dim=1) == targets).sum()
-    return float(loss) + float(right)
+            correct_count += (scores.argmax(dim=1) == targets).sum()
+    return float(loss) + float(correct_count)
 
 
-def _normalise(x: Any) -> Any:
-    return ((x.float() / 255 - 0.5) / 0.25).permute(0, 3, 1, 2)
+def _normalise(pixels: Any) -> Any:
+    return ((pixels.float() / 255 - 0.5) / 0.25).permute(0, 3, 1, 2)

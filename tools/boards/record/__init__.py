@@ -36,14 +36,14 @@ Errors: TypeAlias = dict[str, fit.RelativeErrors]  # of time, traffic, and power
 class BoardFacts:
     board: str
     memory_bytes: int
-    told: str  # kernel, versions, date, load: for the source's text
+    description: str  # kernel, versions, date and load
 
 
 @dataclass(frozen=True)
 class FittedProfile:
     board: BoardProfile
     recording: BoardMeasurements
-    errors: Errors  # {}: too few points for a model
+    errors: Errors  # {} with too few points for a model
 
 
 def record_profile(
@@ -53,90 +53,96 @@ def record_profile(
     root: Path = devices.ROOT,
     dry_run: bool = False,
     format: str = "text",
-    say: Callable[[str], None] = print,
+    print_line: Callable[[str], None] = print,
 ) -> int:
     """Measure the board and write its profile, or with `dry_run` print the points. Return 1 if any were skipped.
 
     `root` is the folder with `proc` and `sys`. In a container, that is the mount of the host's.
     """
     if out is not None:
-        disk.make_output_folder(out)  # before minutes of measuring
+        disk.make_output_folder(out)  # fail before the measurement
     clocks = ClockClient.connect(root / SOCKET)
     try:
         device = devices.create_device("auto", root, connect=lambda: None)
-        told = () if clocks is None else clocks.request_status().clocks
-        lists = common_settings(told)
-        points = measurement.select_points(measurement.candidate_points(permitted_settings(told)))
+        clock_states = () if clocks is None else clocks.request_status().clocks
+        lists = common_settings(clock_states)
+        points = measurement.select_points(measurement.candidate_points(permitted_settings(clock_states)))
         if dry_run:
-            plan = [point.name for point in points] or [measurement.OWN]
+            plan = [point.name for point in points] or [measurement.CURRENT_POINT]
             if format == "json":
-                say(msgspec.json.encode({"points": plan, "minutes": minutes}).decode())
+                print_line(msgspec.json.encode({"points": plan, "minutes": minutes}).decode())
             else:
-                say("\n".join(["would measure, without setting anything now:", *(f"    {name}" for name in plan)]))
+                print_line(
+                    "\n".join(["would measure, without setting anything now:", *(f"    {name}" for name in plan)])
+                )
             return 0
-        work, probed = probes.build_workload(), probes.build_probes_by_workload()
+        work, probes_by_workload = probes.build_workload(), probes.build_probes_by_workload()
         load = f"{os.getloadavg()[0]:.1f} other"
-        rig = measurement.MeasurementSetup(
-            work, device.read_sensors, clocks if lists else None, time.monotonic, time.sleep, probed
+        setup = measurement.MeasurementSetup(
+            work, device.read_sensors, clocks if lists else None, time.monotonic, time.sleep, probes_by_workload
         )
-        quiet = format == "json"
-        recording = measurement.measure_points(rig, points, 60 * minutes, (lambda line: None) if quiet else say)
+        is_json = format == "json"
+        recording = measurement.measure_points(
+            setup, points, 60 * minutes, (lambda line: None) if is_json else print_line
+        )
     finally:
         if clocks is not None:
             clocks.close()
     result = build_profile(recording, BoardFacts(device.board, device.memory_bytes, _describe_setup(work, load)), lists)
     path = out or Path(f"{result.board.board}.toml")
     disk.write_output(path, format_board(result.board))
-    told_next = f'wrote {path}; `profile = "{path.resolve()}"` in agent.toml makes the agent use it'
-    say(
+    next_step = f'wrote {path}; `profile = "{path.resolve()}"` in agent.toml makes the agent use it'
+    print_line(
         msgspec.json.encode(make_json_report(result, path)).decode()
-        if quiet
-        else "\n".join([*format_fitted_profile(result), told_next])
+        if is_json
+        else "\n".join([*format_fitted_profile(result), next_step])
     )
     return 1 if recording.skipped else 0
 
 
 def common_settings(clocks: Sequence[ClockState]) -> Lists:
-    found: Lists = {}
+    settings_by_axis: Lists = {}
     for kind, axis in KINDS.items():
-        each = [set(clock.listed_hz) for clock in clocks if clock.kind == kind and clock.listed_hz]
-        if each and (shared := set.intersection(*each)):
-            found[axis] = tuple(sorted(shared))
-    return found
+        settings_per_clock = [set(clock.listed_hz) for clock in clocks if clock.kind == kind and clock.listed_hz]
+        if settings_per_clock and (shared := set.intersection(*settings_per_clock)):
+            settings_by_axis[axis] = tuple(sorted(shared))
+    return settings_by_axis
 
 
 def permitted_settings(clocks: Sequence[ClockState]) -> Lists:
     """Return the common settings within the owner's bounds, such as caps of the power mode."""
 
     def limit_clock(clock: ClockState) -> ClockState:
-        most = float("inf") if clock.ceiling_hz is None else clock.ceiling_hz
-        return msgspec.structs.replace(clock, listed_hz=tuple(hz for hz in clock.listed_hz if hz <= most))
+        max_hz = float("inf") if clock.ceiling_hz is None else clock.ceiling_hz
+        return msgspec.structs.replace(clock, listed_hz=tuple(hz for hz in clock.listed_hz if hz <= max_hz))
 
     return common_settings([limit_clock(clock) for clock in clocks])
 
 
 def build_profile(recording: BoardMeasurements, facts: BoardFacts, lists: Lists) -> FittedProfile:
     """Build a profile from measured points, with a model if there are enough points."""
-    done = recording.points
-    if not done:
-        why = "; ".join(f"{name}: {reason}" for name, reason in recording.skipped)
-        raise ClockError(f"nothing could be measured ({why}): give it more --minutes, or let the board cool")
+    measured_points = recording.points
+    if not measured_points:
+        reasons = "; ".join(f"{name}: {reason}" for name, reason in recording.skipped)
+        raise ClockError(f"nothing could be measured ({reasons}): give it more --minutes, or let the board cool")
     sources = {
-        HOST: NumberSource("measured", f"MemTotal of /proc/meminfo on the board itself. {facts.told}"),
+        HOST: NumberSource("measured", f"MemTotal of /proc/meminfo on the board itself. {facts.description}"),
         MEASURED: NumberSource("measured", _describe_method(recording, facts)),
     }
     top = {axis: values[-1] for axis, values in lists.items()}
-    varying = [axis for axis in top if len({getattr(each.point, axis) or top[axis] for each in done}) > 1]
+    varying = [
+        axis for axis in top if len({getattr(measured.point, axis) or top[axis] for measured in measured_points}) > 1
+    ]
     model, clocks = None, None
     errors: Errors = {}
-    if varying and len(done) >= len(varying) + 2:
+    if varying and len(measured_points) >= len(varying) + 2:
         model, errors = _fit_time_and_power(recording, top)
         axes = {axis: ClockSteps(values, LISTED) for axis, values in lists.items()}
         clocks = profiles.BoardClocks(**axes)
         sources[LISTED] = NumberSource(
             "measured", "What the board's own clock files list, as the clock helper told it."
         )
-        sources[FITTED] = NumberSource("measured", _describe_fit(len(done), errors))
+        sources[FITTED] = NumberSource("measured", _describe_fit(len(measured_points), errors))
     board = BoardProfile(
         board=_slug(facts.board),
         title=facts.board[:200],
@@ -146,7 +152,7 @@ def build_profile(recording: BoardMeasurements, facts: BoardFacts, lists: Lists)
         clocks=clocks,
         model=model,
         workloads=_fit_workload_rates(recording, top if model is not None else {}),
-        points=tuple(_to_profile_point(each.point) for each in done),
+        points=tuple(_to_profile_point(measured.point) for measured in measured_points),
     )
     return FittedProfile(board, recording, errors)
 
@@ -155,8 +161,8 @@ def _fit_time_and_power(
     recording: BoardMeasurements, top: dict[str, float]
 ) -> tuple[profiles.ModelCoefficients, Errors]:
     def observations(value: Callable[[OperatingPoint], float | None]) -> list[fit.MeasuredPoint]:
-        each = [(measurement.clocks_by_axis(done.point), value(done.point)) for done in recording.points]
-        return [fit.MeasuredPoint(clocks, known) for clocks, known in each if known]
+        pairs = [(measurement.clocks_by_axis(measured.point), value(measured.point)) for measured in recording.points]
+        return [fit.MeasuredPoint(clocks, measured_value) for clocks, measured_value in pairs if measured_value]
 
     errors: Errors = {}
     times, errors["time"] = fit.fit_time_law(observations(lambda point: 1 / (point.flops_per_s or 1.0)), top)
@@ -175,26 +181,26 @@ def _fit_time_and_power(
 
 
 def _fit_workload_rates(recording: BoardMeasurements, top: dict[str, float]) -> dict[str, profiles.TimeCoefficients]:
-    found = {}
-    for workload in sorted({name for each in recording.points for name in each.point.rates}):
+    coefficients = {}
+    for workload in sorted({name for measured in recording.points for name in measured.point.rates}):
         numbers: dict[str, float] = {}
-        seen = [each.point for each in recording.points if workload in each.point.rates]
+        points = [measured.point for measured in recording.points if workload in measured.point.rates]
         for key, unit in profiles.UNITS.items():
-            known = [
+            pairs = [
                 (measurement.clocks_by_axis(point), _seconds_per_unit(getattr(point.rates[workload], key), key))
-                for point in seen
+                for point in points
             ]
-            each_s = [fit.MeasuredPoint(clocks, value) for clocks, value in known if value]
-            if not each_s:
+            times = [fit.MeasuredPoint(clocks, value) for clocks, value in pairs if value]
+            if not times:
                 continue
-            law = fit.fit_time_law(each_s, top)[0] if top else laws.InverseTimeLaw(each_s[0].value)
+            law = fit.fit_time_law(times, top)[0] if top else laws.InverseTimeLaw(times[0].value)
             numbers[f"{unit}_s"] = law.fixed_s
             numbers |= {f"{unit}_{axis[:-3]}_cycles": count for axis, count in law.cycles.items()}
         source = FITTED if top else MEASURED
-        found[workload] = profiles.TimeCoefficients(
+        coefficients[workload] = profiles.TimeCoefficients(
             **{key: _to_figure(value, source) for key, value in numbers.items() if value > 0}
         )
-    return found
+    return coefficients
 
 
 def _seconds_per_unit(value: float | None, key: str) -> float | None:
@@ -225,21 +231,24 @@ def _describe_setup(work: probes.TimedWorkload, load: str) -> str:
 
 
 def _describe_method(recording: BoardMeasurements, facts: BoardFacts) -> str:
-    each_s = sum(done.took_s for done in recording.points) / len(recording.points)
+    mean_s = sum(measured.took_s for measured in recording.points) / len(recording.points)
     power = "power could not be measured" if recording.power_source is None else f"power: {recording.power_source}"
     skipped = f"; {len(recording.skipped)} more points were skipped" if recording.skipped else ""
     return (
         f"fedquilt board record on {facts.board}: median time of a unit of work, {len(recording.points)} "
-        f"point(s) in {each_s:.1f} s each{skipped}; {power}. {facts.told}"
+        f"point(s) in {mean_s:.1f} s each{skipped}; {power}. {facts.description}"
     )
 
 
 def _describe_fit(count: int, errors: Errors) -> str:
-    told = [
-        f"{name} off by {_format_percent(each.median)} (median) and {_format_percent(each.worst)} (worst)"
-        for name, each in errors.items()
+    descriptions = [
+        f"{name} off by {_format_percent(error.median)} (median) and {_format_percent(error.worst)} (worst)"
+        for name, error in errors.items()
     ]
-    return f"Fitted to the {count} measured points; at points left out of the fit, one at a time: {'; '.join(told)}."
+    return (
+        f"Fitted to the {count} measured points; at points left out of the fit, one at a time: "
+        f"{'; '.join(descriptions)}."
+    )
 
 
 def _format_percent(value: float | None) -> str:
@@ -249,20 +258,21 @@ def _format_percent(value: float | None) -> str:
 def format_fitted_profile(result: FittedProfile) -> list[str]:
     recording = result.recording
     idle = "not measurable here" if recording.idle_w is None else f"{recording.idle_w:.2f} W"
-    said = [f"idle power: {idle}"]
+    lines = [f"idle power: {idle}"]
     if recording.power_source is None:
-        said.append("no power meter: power is left out of the profile")
+        lines.append("no power meter: power is left out of the profile")
     if not result.errors:
-        said.append(f"no model: {len(recording.points)} point(s) at known clocks are too few to fit one")
+        lines.append(f"no model: {len(recording.points)} point(s) at known clocks are too few to fit one")
     else:
-        said += [
-            f"    {each.point.name:28} {_format_errors(result, place)}" for place, each in enumerate(recording.points)
+        lines += [
+            f"    {measured.point.name:28} {_format_errors(result, index)}"
+            for index, measured in enumerate(recording.points)
         ]
-        said.append(result.board.sources[FITTED].text)
-        said += describe_accuracy(result)
-    said += [_format_rates(name, rates) for name, rates in recording.points[0].point.rates.items()]
-    said += [f"skipped {name}: {reason}" for name, reason in recording.skipped]
-    return said
+        lines.append(result.board.sources[FITTED].text)
+        lines += describe_accuracy(result)
+    lines += [_format_rates(name, rates) for name, rates in recording.points[0].point.rates.items()]
+    lines += [f"skipped {name}: {reason}" for name, reason in recording.skipped]
+    return lines
 
 
 def _format_rates(workload: str, rates: Rates) -> str:
@@ -270,64 +280,76 @@ def _format_rates(workload: str, rates: Rates) -> str:
     parts += [f"{rates.bytes_per_s / 1e9:.3g} GB/s"] if rates.bytes_per_s else []
     parts += [f"{1e6 * rates.launch_s:.3g} us a launch"] if rates.launch_s else []
     parts += [f"{1e3 * rates.task_s:.3g} ms a task"] if rates.task_s else []
-    return f"{workload} at {parts[0]}{''.join(f', {each}' for each in parts[1:])}"
+    return f"{workload} at {parts[0]}{''.join(f', {part}' for part in parts[1:])}"
 
 
-TRUST: Final = ((0.1, "well"), (0.25, "roughly"))  # worst error at points left out of the fit
+ACCURACY_LIMITS: Final = ((0.1, "well"), (0.25, "roughly"))  # worst error at points left out of the fit
 
 
 def describe_accuracy(result: FittedProfile) -> list[str]:
-    said = []
+    lines = []
     for name, errors in result.errors.items():
         if errors.worst is None:
-            said.append(f"{name}: not cross-validated, as too few points were measured: give it more --minutes")
+            lines.append(f"{name}: not cross-validated, as too few points were measured: give it more --minutes")
             continue
-        word = next((word for limit, word in TRUST if errors.worst <= limit), "badly")
-        said.append(
-            f"{name}: the model holds {word} elsewhere, within {_format_percent(errors.worst)} at every point left out"
+        quality = next((quality for limit, quality in ACCURACY_LIMITS if errors.worst <= limit), "badly")
+        lines.append(
+            f"{name}: the model holds {quality} elsewhere, within {_format_percent(errors.worst)} at every point "
+            "left out"
         )
-    return said
+    return lines
 
 
-def _format_errors(result: FittedProfile, place: int) -> str:
+def _format_errors(result: FittedProfile, index: int) -> str:
     def format_percent(value: float | None) -> str:
         return "?" if value is None else f"{100 * value:+.1f} %"
 
     return ", ".join(
-        f"{name} {format_percent(each.fitted[place])} (left out {format_percent(each.left_out[place])})"
-        for name, each in result.errors.items()
+        f"{name} {format_percent(error.fitted[index])} (left out {format_percent(error.left_out[index])})"
+        for name, error in result.errors.items()
     )
 
 
 def make_json_report(result: FittedProfile, path: Path) -> dict[str, Any]:
     recording = result.recording
 
-    def report_point(place: int, each: PointMeasurement) -> dict[str, Any]:
-        off = {name: errors.left_out[place] for name, errors in result.errors.items()}
-        return {**msgspec.to_builtins(each.point), "units": each.units, "took_s": each.took_s, "left_out": off}
+    def report_point(index: int, result_point: PointMeasurement) -> dict[str, Any]:
+        left_out = {name: errors.left_out[index] for name, errors in result.errors.items()}
+        return {
+            **msgspec.to_builtins(result_point.point),
+            "units": result_point.units,
+            "took_s": result_point.took_s,
+            "left_out": left_out,
+        }
 
     return {
         "profile": str(path),
         "board": result.board.board,
         "idle_w": recording.idle_w,
         "power_source": recording.power_source,
-        "points": [report_point(place, each) for place, each in enumerate(recording.points)],
+        "points": [report_point(index, error) for index, error in enumerate(recording.points)],
         "skipped": [{"point": name, "why": reason} for name, reason in recording.skipped],
-        "error": {name: {"median": each.median, "worst": each.worst} for name, each in result.errors.items()},
+        "error": {name: {"median": error.median, "worst": error.worst} for name, error in result.errors.items()},
         "took_s": recording.took_s,
     }
 
 
 def format_board(board: BoardProfile) -> str:
     table = msgspec.to_builtins(board)
-    known = {key: value for key, value in table.items() if value is not None}
-    facts = ("board", "title", "memory_bytes", "idle_w")
-    parts = [_format_table({key: known[key] for key in facts if key in known})]
-    parts += [f"[sources.{_format_key(key)}]\n{_format_table(source)}" for key, source in known["sources"].items()]
-    parts += [f"[clocks.{axis}]\n{_format_table(steps)}" for axis, steps in known.get("clocks", {}).items() if steps]
-    parts += [f"[{key}]\n{_format_table(known[key])}" for key in ("model", "thermal") if key in known]
-    parts += [f"[workloads.{_format_key(key)}]\n{_format_table(times)}" for key, times in known["workloads"].items()]
-    parts += [f"[[points]]\n{_format_table(point)}" for point in known["points"]]
+    table_values = {key: value for key, value in table.items() if value is not None}
+    keys = ("board", "title", "memory_bytes", "idle_w")
+    parts = [_format_table({key: table_values[key] for key in keys if key in table_values})]
+    parts += [
+        f"[sources.{_format_key(key)}]\n{_format_table(source)}" for key, source in table_values["sources"].items()
+    ]
+    parts += [
+        f"[clocks.{axis}]\n{_format_table(steps)}" for axis, steps in table_values.get("clocks", {}).items() if steps
+    ]
+    parts += [f"[{key}]\n{_format_table(table_values[key])}" for key in ("model", "thermal") if key in table_values]
+    parts += [
+        f"[workloads.{_format_key(key)}]\n{_format_table(times)}" for key, times in table_values["workloads"].items()
+    ]
+    parts += [f"[[points]]\n{_format_table(point)}" for point in table_values["points"]]
     return add_checksum("\n".join(parts))
 
 
@@ -341,9 +363,9 @@ def _format_table(table: Mapping[str, Any]) -> str:
 
 def _format_value(value: Any) -> str:
     if isinstance(value, dict):
-        return "{ " + ", ".join(f"{key} = {_format_value(each)}" for key, each in value.items()) + " }"
+        return "{ " + ", ".join(f"{key} = {_format_value(item)}" for key, item in value.items()) + " }"
     if isinstance(value, list | tuple):
-        return "[" + ", ".join(_format_value(each) for each in value) + "]"
+        return "[" + ", ".join(_format_value(item) for item in value) + "]"
     if isinstance(value, float):
         return str(int(value)) if value.is_integer() and abs(value) < 2**63 else repr(value)
     # JSON strings are TOML strings, except for DEL and surrogate pairs, which TOML writes as characters

@@ -26,14 +26,14 @@ from fedquilt.tools.boards.record.probes import fit_rates as workload_rates
 
 log = logging.getLogger("fedquilt.record")
 
-OWN: Final = "as-is"  # the one point of a board whose clocks cannot be set
-SETTLE_S: Final = 0.5  # clocks and voltages after a change
-LEAST_S: Final = 1.5  # of one point; with less it is skipped
-LEAST_UNITS: Final = 3  # timed at a point, or it is skipped
-COMPUTING: Final = 0.7  # of the time of plain units at a point; the rest is memory traffic
-PLAIN: Final = 0.4  # of a point's time for plain units, where there are workloads to probe
-IDLE_SHARE, IDLE_MOST_S = 0.05, 20.0  # of the whole time for idle power
-IDLE_STEP_S: Final = 0.5  # between its readings
+CURRENT_POINT: Final = "as-is"  # for boards without settable clocks
+SETTLE_S: Final = 0.5  # clocks and voltages settle after a change
+MIN_POINT_S: Final = 1.5  # points with less time are skipped
+MIN_UNITS: Final = 3  # points with fewer units are skipped
+COMPUTE_SHARE: Final = 0.7  # share of arithmetic in the time of plain units. The rest is memory traffic
+PLAIN_SHARE: Final = 0.4  # share of plain units in the time of a point with probes
+IDLE_SHARE, IDLE_MOST_S = 0.05, 20.0  # share of the whole time for idle power, and its limit
+IDLE_STEP_S: Final = 0.5
 
 
 @dataclass(frozen=True)
@@ -41,17 +41,16 @@ class MeasurementSetup:
     work: TimedWorkload
     read: Callable[[float], Reading]
     clocks: ClockClient | None  # None to keep the board's clocks
-    now: Callable[[], float]
+    clock: Callable[[], float]
     sleep: Callable[[float], None]
-    probes: Mapping[str, Sequence[TaskProbe]] = field(
-        default_factory=dict
-    )  # by workload: `probes.build_probes_by_workload`
+    # by workload: `probes.build_probes_by_workload`
+    probes: Mapping[str, Sequence[TaskProbe]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class PointMeasurement:
     point: OperatingPoint  # with flops_per_s, bytes_per_s, rates by workload and, where there is a meter, busy_w
-    units: int  # of arithmetic that were timed
+    units: int  # timed units of arithmetic
     took_s: float
 
 
@@ -72,10 +71,10 @@ def candidate_points(lists: dict[str, tuple[float, ...]]) -> list[OperatingPoint
 
 def select_points(points: Sequence[OperatingPoint]) -> list[OperatingPoint]:
     """Select the points to measure, most informative first: 3 per varying clock, and 3 more."""
-    every = [clocks_by_axis(point) for point in points]
+    clocks_by_point = [clocks_by_axis(point) for point in points]
     top = highest_clocks(points)
-    varying = [axis for axis in top if len({clocks[axis] for clocks in every}) > 1]
-    return [points[place] for place in fit.select_points_to_measure(every, 3 * len(varying) + 3, top)]
+    varying = [axis for axis in top if len({clocks[axis] for clocks in clocks_by_point}) > 1]
+    return [points[index] for index in fit.select_points_to_measure(clocks_by_point, 3 * len(varying) + 3, top)]
 
 
 def clocks_by_axis(point: OperatingPoint) -> dict[str, float | None]:
@@ -83,45 +82,47 @@ def clocks_by_axis(point: OperatingPoint) -> dict[str, float | None]:
 
 
 def highest_clocks(points: Sequence[OperatingPoint]) -> dict[str, float]:
-    known = {axis: [hz for point in points if (hz := getattr(point, axis))] for axis in laws.AXES}
-    return {axis: max(values) for axis, values in known.items() if values}
+    settings_by_axis = {axis: [hz for point in points if (hz := getattr(point, axis))] for axis in laws.AXES}
+    return {axis: max(values) for axis, values in settings_by_axis.items() if values}
 
 
 def measure_points(
-    rig: MeasurementSetup,
+    setup: MeasurementSetup,
     points: Sequence[OperatingPoint],
     limit_s: float,
-    say: Callable[[str], None] = lambda line: None,
+    print_line: Callable[[str], None] = lambda line: None,
 ) -> BoardMeasurements:
     """Measure idle power and each point, and release the clocks at the end.
 
     The time may exceed `limit_s` by one unit of work. If the clocks cannot be set, only the current point is measured.
     """
-    began_s = rig.now()
-    end_s = began_s + limit_s
-    done: list[PointMeasurement] = []
+    began_s = setup.clock()
+    deadline_s = began_s + limit_s
+    measurements: list[PointMeasurement] = []
     skipped: list[tuple[str, str]] = []
-    with _unpin_on_exit(rig.clocks):
-        idle_w, source = _measure_idle_power(rig, min(IDLE_SHARE * limit_s, IDLE_MOST_S))
-        wanted = [OperatingPoint(name=OWN)] if rig.clocks is None else list(points)
-        for place, point in enumerate(wanted):
-            share_s = (end_s - rig.now()) / (len(wanted) - place)
-            say(f"[{place + 1}/{len(wanted)}] {point.name}; at most {max(0.0, end_s - rig.now()) / 60:.1f} min more")
+    with _unpin_on_exit(setup.clocks):
+        idle_w, source = _measure_idle_power(setup, min(IDLE_SHARE * limit_s, IDLE_MOST_S))
+        selected_points = [OperatingPoint(name=CURRENT_POINT)] if setup.clocks is None else list(points)
+        for index, point in enumerate(selected_points):
+            share_s = (deadline_s - setup.clock()) / (len(selected_points) - index)
+            print_line(
+                f"[{index + 1}/{len(selected_points)}] {point.name}; at most "
+                f"{max(0.0, deadline_s - setup.clock()) / 60:.1f} min more"
+            )
             try:
-                if share_s < LEAST_S:
+                if share_s < MIN_POINT_S:
                     raise _PointSkipped("no time was left")
-                found = _measure_point(rig, point, rig.now() + share_s)
+                measured = _measure_point(setup, point, setup.clock() + share_s)
             except (_PointSkipped, ClockError) as reason:
                 skipped.append((point.name, str(reason)))
-                say(f"{point.name}: skipped, {reason}")
+                print_line(f"{point.name}: skipped, {reason}")
                 continue
-            done.append(found)
-            say(_format_measurement(found))
-    return BoardMeasurements(idle_w, tuple(done), tuple(skipped), source, rig.now() - began_s)
+            measurements.append(measured)
+            print_line(_format_measurement(measured))
+    return BoardMeasurements(idle_w, tuple(measurements), tuple(skipped), source, setup.clock() - began_s)
 
 
-class _PointSkipped(Exception):
-    """Why a point was not measured."""
+class _PointSkipped(Exception): ...
 
 
 @contextlib.contextmanager
@@ -136,100 +137,105 @@ def _unpin_on_exit(clocks: ClockClient | None) -> Iterator[None]:
                 log.warning("the clocks could not be given back: %s", error)
 
 
-def _measure_idle_power(rig: MeasurementSetup, seconds: float) -> tuple[float | None, str | None]:
-    now_s = rig.now()
-    ledger = EnergyAccount(now_s).with_reading(now_s, rig.read(now_s))
-    if ledger.last_reading_s is None:
+def _measure_idle_power(setup: MeasurementSetup, seconds: float) -> tuple[float | None, str | None]:
+    now_s = setup.clock()
+    account = EnergyAccount(now_s).with_reading(now_s, setup.read(now_s))
+    if account.last_reading_s is None:
         return None, None
-    end_s = now_s + seconds
-    while rig.now() < end_s:
-        rig.sleep(min(IDLE_STEP_S, end_s - rig.now()))
-        ledger = ledger.with_reading(rig.now(), rig.read(rig.now()))
-    cost = ledger.cost_until(rig.now(), None)
+    deadline_s = now_s + seconds
+    while setup.clock() < deadline_s:
+        setup.sleep(min(IDLE_STEP_S, deadline_s - setup.clock()))
+        account = account.with_reading(setup.clock(), setup.read(setup.clock()))
+    cost = account.cost_until(setup.clock(), None)
     return mean_power_w(cost), cost.energy_source
 
 
-def _measure_point(rig: MeasurementSetup, point: OperatingPoint, end_s: float) -> PointMeasurement:
-    began_s = rig.now()
-    held = point
-    if rig.clocks is not None:
-        held = rig.clocks.pin(point)
-        rig.sleep(SETTLE_S)
-    rig.work.compute()  # the first one at new clocks is not like the others
-    _keep_pin_and_require_time(rig, end_s)
-    plain_s = (PLAIN if rig.probes else 1.0) * (end_s - rig.now())
-    plain_end_s = rig.now() + plain_s
-    compute_s, busy_w = _time_units(rig, rig.work.compute, plain_end_s - (1 - COMPUTING) * plain_s, end_s)
-    traffic_s, _ = _time_units(rig, rig.work.traffic, plain_end_s, end_s)
+def _measure_point(setup: MeasurementSetup, point: OperatingPoint, deadline_s: float) -> PointMeasurement:
+    began_s = setup.clock()
+    pinned = point
+    if setup.clocks is not None:
+        pinned = setup.clocks.pin(point)
+        setup.sleep(SETTLE_S)
+    setup.work.compute()  # the first run at new clocks is slower
+    _keep_pin_and_require_time(setup, deadline_s)
+    plain_s = (PLAIN_SHARE if setup.probes else 1.0) * (deadline_s - setup.clock())
+    plain_end_s = setup.clock() + plain_s
+    compute_s, busy_w = _time_units(setup, setup.work.compute, plain_end_s - (1 - COMPUTE_SHARE) * plain_s, deadline_s)
+    traffic_s, _ = _time_units(setup, setup.work.traffic, plain_end_s, deadline_s)
     rates = {}
-    for place, (workload, some) in enumerate(rig.probes.items()):
-        until_s = rig.now() + (end_s - rig.now()) / (len(rig.probes) - place)
-        if (found := _measure_rates(rig, some, until_s, end_s)) is not None:
-            rates[workload] = found
+    for index, (workload, probes) in enumerate(setup.probes.items()):
+        workload_end_s = setup.clock() + (deadline_s - setup.clock()) / (len(setup.probes) - index)
+        if (rates_found := _measure_rates(setup, probes, workload_end_s, deadline_s)) is not None:
+            rates[workload] = rates_found
     return PointMeasurement(
         point=OperatingPoint(
             name=point.name,
-            cpu_hz=held.cpu_hz,
-            gpu_hz=held.gpu_hz,
-            emc_hz=held.emc_hz,
-            flops_per_s=rig.work.flops / statistics.median(compute_s),
-            bytes_per_s=rig.work.read_bytes / statistics.median(traffic_s),
+            cpu_hz=pinned.cpu_hz,
+            gpu_hz=pinned.gpu_hz,
+            emc_hz=pinned.emc_hz,
+            flops_per_s=setup.work.flops / statistics.median(compute_s),
+            bytes_per_s=setup.work.read_bytes / statistics.median(traffic_s),
             busy_w=busy_w,
             rates=rates,
         ),
         units=len(compute_s),
-        took_s=rig.now() - began_s,
+        took_s=setup.clock() - began_s,
     )
 
 
-def _measure_rates(rig: MeasurementSetup, probes: Sequence[TaskProbe], until_s: float, end_s: float) -> Rates | None:
+def _measure_rates(
+    setup: MeasurementSetup, probes: Sequence[TaskProbe], target_end_s: float, deadline_s: float
+) -> Rates | None:
     times: list[list[float]] = [[] for _ in probes]
     try:
-        while rig.now() < until_s or len(times[-1]) < LEAST_UNITS:
-            for probe, seen in zip(probes, times, strict=True):
-                _keep_pin_and_require_time(rig, end_s)
-                before_s = rig.now()
+        while setup.clock() < target_end_s or len(times[-1]) < MIN_UNITS:
+            for probe, durations_s in zip(probes, times, strict=True):
+                _keep_pin_and_require_time(setup, deadline_s)
+                before_s = setup.clock()
                 probe.run()
-                seen.append(rig.now() - before_s)
+                durations_s.append(setup.clock() - before_s)
     except _PointSkipped:
         pass
-    if len(times[-1]) < LEAST_UNITS or not all(min(seen) > 0 for seen in times):
+    if len(times[-1]) < MIN_UNITS or not all(min(durations_s) > 0 for durations_s in times):
         return None
-    found = workload_rates(probes, [min(seen) for seen in times])
-    return found if found.flops_per_s else None
+    rates = workload_rates(probes, [min(durations_s) for durations_s in times])
+    return rates if rates.flops_per_s else None
 
 
 def _time_units(
-    rig: MeasurementSetup, unit: Callable[[], object], until_s: float, end_s: float
+    setup: MeasurementSetup, unit: Callable[[], object], target_end_s: float, deadline_s: float
 ) -> tuple[list[float], float | None]:
     times: list[float] = []
-    now_s = rig.now()
-    ledger = EnergyAccount(now_s).with_reading(now_s, rig.read(now_s))
-    while now_s < until_s or len(times) < LEAST_UNITS:
-        _keep_pin_and_require_time(rig, end_s)
-        before_s = rig.now()
+    now_s = setup.clock()
+    account = EnergyAccount(now_s).with_reading(now_s, setup.read(now_s))
+    while now_s < target_end_s or len(times) < MIN_UNITS:
+        _keep_pin_and_require_time(setup, deadline_s)
+        before_s = setup.clock()
         unit()
-        now_s = rig.now()
+        now_s = setup.clock()
         times.append(now_s - before_s)
-        ledger = ledger.with_reading(now_s, rig.read(now_s))
-    cost = ledger.cost_until(now_s, None)
+        account = account.with_reading(now_s, setup.read(now_s))
+    cost = account.cost_until(now_s, None)
     return times, mean_power_w(cost)
 
 
-def _keep_pin_and_require_time(rig: MeasurementSetup, end_s: float) -> None:
-    now_s = rig.now()
-    if rig.clocks is not None:
-        rig.clocks.send_keepalive(now_s)
-    if now_s >= end_s:
-        raise _PointSkipped(f"its time did not suffice for {LEAST_UNITS} units of work")
+def _keep_pin_and_require_time(setup: MeasurementSetup, deadline_s: float) -> None:
+    now_s = setup.clock()
+    if setup.clocks is not None:
+        setup.clocks.send_keepalive(now_s)
+    if now_s >= deadline_s:
+        raise _PointSkipped(f"its time did not suffice for {MIN_UNITS} units of work")
 
 
 def mean_power_w(cost: Cost) -> float | None:
     return None if not cost.energy_j or cost.duration_s <= 0 else cost.energy_j / cost.duration_s
 
 
-def _format_measurement(found: PointMeasurement) -> str:
-    point = found.point
+def _format_measurement(measured: PointMeasurement) -> str:
+    point = measured.point
     watts = "power not measurable" if point.busy_w is None else f"{point.busy_w:.2f} W"
     speed, traffic = (point.flops_per_s or 0) / 1e9, (point.bytes_per_s or 0) / 1e9
-    return f"{point.name}: {speed:.1f} GFLOP/s, {traffic:.1f} GB/s, {watts} ({found.units} units, {found.took_s:.1f} s)"
+    return (
+        f"{point.name}: {speed:.1f} GFLOP/s, {traffic:.1f} GB/s, {watts} ({measured.units} units, "
+        f"{measured.took_s:.1f} s)"
+    )

@@ -1,9 +1,8 @@
 """Short tasks that show the rates and overheads of the engines on this machine.
 
-A workload is an engine and a kind of network. Its probes differ in arithmetic, traffic, launches and size of a
-mini-batch, so that their times tell the four rates of `fedquilt.costs.cost_model` apart. They go through the engine's
-own
-training loop or sessions: what a task costs whatever its size is in their times.
+A workload is an engine and a kind of network. The probes of a workload differ in arithmetic, traffic, launches and
+size of a mini-batch, so that the four rates of `fedquilt.costs.cost_model` can be fitted to their times. The probes use
+the engine's own training loop or sessions, so the times include the constant costs of a task.
 """
 
 from __future__ import annotations
@@ -41,9 +40,9 @@ CONV: Final = (  # (name, settings, pixels, examples, batch)
     ("plain", {"channels": 3, "width": 32}, 32, 48, 16),
     ("separable", {"channels": 3}, 32, 64, 16),
 )
-SCORED: Final = ((16, 4, 16), (16, 32, 16), (32, 16, 48), (96, 4, 64), (32, 24, 32), (160, 2, 64), (96, 8, 16))
+SCORED_BLOCKS: Final = ((16, 4, 16), (16, 32, 16), (32, 16, 48), (96, 4, 64), (32, 24, 32), (160, 2, 64), (96, 8, 16))
 """(channels, pixels, images) of inverted residual blocks."""
-WIDER: Final = 6  # times the channels inside a probe's inverted residual block
+EXPANSION: Final = 6  # expansion factor of the inverted residual blocks
 SEED: Final = 0
 
 
@@ -53,12 +52,12 @@ class TaskProbe(NamedTuple):
 
 
 def build_probes_by_workload() -> dict[str, list[TaskProbe]]:
-    found = {"numpy-dense": build_dense_probes("numpy")}
+    probes = {"numpy-dense": build_dense_probes("numpy")}
     if importlib.util.find_spec("torch"):
-        found |= {"torch-dense": build_dense_probes("torch"), "torch-conv": build_convolution_probes()}
+        probes |= {"torch-dense": build_dense_probes("torch"), "torch-conv": build_convolution_probes()}
     if importlib.util.find_spec("onnxruntime") and importlib.util.find_spec("onnx"):
-        found["onnx-score"] = build_scoring_probes()
-    return found
+        probes["onnx-score"] = build_scoring_probes()
+    return probes
 
 
 def fit_rates(probes: Sequence[TaskProbe], seconds: Sequence[float]) -> Rates:
@@ -66,7 +65,7 @@ def fit_rates(probes: Sequence[TaskProbe], seconds: Sequence[float]) -> Rates:
 
     Negative values cannot occur, and a rate without effect is None.
     """
-    counts = [(each.work.tasks, each.work.launches, each.work.flops, each.work.read_bytes) for each in probes]
+    counts = [(probe.work.tasks, probe.work.launches, probe.work.flops, probe.work.read_bytes) for probe in probes]
     task, launch, flop, byte = fit.fit_unit_costs(counts, seconds)
     return Rates(
         flops_per_s=1 / flop if flop else None,
@@ -78,34 +77,34 @@ def fit_rates(probes: Sequence[TaskProbe], seconds: Sequence[float]) -> Rates:
 
 def build_dense_probes(engine_name: str) -> list[TaskProbe]:
     engine = make_engine(engine_name)
-    found = []
+    probes = []
     for inputs, hidden, count, batch in DENSE:
         network = {"name": "mlp", "inputs": inputs, "hidden": list(hidden), "classes": CLASSES}
         x = np.random.default_rng(SEED).standard_normal((count, inputs), np.float32)
         start = numpy_init.initial_mlp_weights(network, SEED)
-        found.append(build_training_probe(engine, network, start, numpy_init.mlp_costs_by_layer(network), x, batch))
-    return found
+        probes.append(build_training_probe(engine, network, start, numpy_init.mlp_costs_by_layer(network), x, batch))
+    return probes
 
 
 def build_convolution_probes() -> list[TaskProbe]:
     from fedquilt.models.networks import traces as traced
 
     engine = make_engine("torch")
-    found = []
+    probes = []
     for name, settings, pixels, count, batch in CONV:
         channels = settings["channels"]
-        seen = {"channels": channels, "size": pixels, "mean": [0.5], "std": [0.25]}
-        network = {"name": name, **settings, "classes": CLASSES, "input": seen}
+        input_table = {"channels": channels, "size": pixels, "mean": [0.5], "std": [0.25]}
+        network = {"name": name, **settings, "classes": CLASSES, "input": input_table}
         model = registry.load_network(network, seed=SEED)
         start = {key: value.numpy() for key, value in model.state_dict().items()}
         shape = (count, pixels, pixels, channels) if channels > 1 else (count, pixels, pixels)
         x = np.random.default_rng(SEED).integers(0, 256, shape, np.uint8)
-        found.append(
+        probes.append(
             build_training_probe(
                 engine, network, start, traced.trace_layer_costs(model, (channels, pixels, pixels)), x, batch
             )
         )
-    return found
+    return probes
 
 
 def build_training_probe(
@@ -116,14 +115,14 @@ def build_training_probe(
     x: np.ndarray,
     batch: int,
 ) -> TaskProbe:
-    own = Examples(x, np.random.default_rng(SEED).integers(0, CLASSES, len(x)))
-    each = cost_model.training_cost(layers, start)
-    moved = cost_model.trained_tensor_bytes(start, start.keys())
-    work = cost_model.training_work(each, {"batch": batch}, moved, tensors.total_bytes([start])).total_for_examples(
-        len(x)
-    )
+    examples = Examples(x, np.random.default_rng(SEED).integers(0, CLASSES, len(x)))
+    cost = cost_model.training_cost(layers, start)
+    transferred_bytes = cost_model.trained_tensor_bytes(start, start.keys())
+    work = cost_model.training_work(
+        cost, {"batch": batch}, transferred_bytes, tensors.total_bytes([start])
+    ).total_for_examples(len(x))
     settings = Fit(batch=batch, lr=1e-3)
-    return TaskProbe(work, lambda: engine.train(network, start, own, settings, np.random.default_rng(SEED)))
+    return TaskProbe(work, lambda: engine.train(network, start, examples, settings, np.random.default_rng(SEED)))
 
 
 def build_scoring_probes() -> list[TaskProbe]:
@@ -133,21 +132,21 @@ def build_scoring_probes() -> list[TaskProbe]:
     from fedquilt.models.stitching.search import task_specs
 
     folder = Path(tempfile.mkdtemp(prefix="fedquilt-probes-"))
-    site = _BlockContext(make_engine("onnx"), folder)
-    found = []
-    for channels, pixels, count in SCORED:
+    context = _BlockContext(make_engine("onnx"), folder)
+    probes = []
+    for channels, pixels, count in SCORED_BLOCKS:
         block = write_probe_block(channels, pixels, folder)
         x = MemoryStack.from_array(
             np.random.default_rng(SEED).standard_normal((count, channels, pixels, pixels), np.float32)
         )
 
         def run(block: Any = block, x: Any = x, count: int = count) -> None:
-            flow: Any = block_runner.BlockRunner(site, [block], block.flops)  # type: ignore[arg-type]
+            flow: Any = block_runner.BlockRunner(context, [block], block.flops)  # type: ignore[arg-type]
             scoring.stack_gram(flow.run_block(block, x), count)
 
-        found.append(TaskProbe(task_specs.blocks_work([(block, 1.0)], 0).total_for_examples(count), run))
-        run()  # sessions are kept from task to task
-    return found
+        probes.append(TaskProbe(task_specs.blocks_work([(block, 1.0)], 0).total_for_examples(count), run))
+        run()
+    return probes
 
 
 class _BlockContext(NamedTuple):
@@ -173,21 +172,25 @@ def write_probe_block(channels: int, pixels: int, folder: Path) -> Any:
 
     from fedquilt.models.stitching.stitched_network import Block
 
-    wide, rng = WIDER * channels, np.random.default_rng(SEED)
-    shapes = {"expand": (wide, channels, 1, 1), "depth": (wide, 1, 3, 3), "project": (channels, wide, 1, 1)}
+    inner, rng = EXPANSION * channels, np.random.default_rng(SEED)
+    shapes = {
+        "expand": (inner, channels, 1, 1),
+        "depth": (inner, 1, 3, 3),
+        "project": (channels, inner, 1, 1),
+    }
     weights = {name: (rng.standard_normal(shape) / 10).astype(np.float32) for name, shape in shapes.items()}
     limits = {"low": np.float32(0), "high": np.float32(6)}
     nodes = [
         helper.make_node("Conv", ["x", "expand"], ["a"]),
         helper.make_node("Clip", ["a", "low", "high"], ["b"]),
-        helper.make_node("Conv", ["b", "depth"], ["c"], group=wide, pads=[1] * 4),
+        helper.make_node("Conv", ["b", "depth"], ["c"], group=inner, pads=[1] * 4),
         helper.make_node("Clip", ["c", "low", "high"], ["d"]),
         helper.make_node("Conv", ["d", "project"], ["e"]),
         helper.make_node("Add", ["e", "x"], ["y"]),
     ]
     value = [helper.make_tensor_value_info(name, TensorProto.FLOAT, ["n", channels, pixels, pixels]) for name in "xy"]
-    held = [numpy_helper.from_array(np.asarray(array), name) for name, array in {**weights, **limits}.items()]
-    graph = helper.make_graph(nodes, "block", value[:1], value[1:], held)
+    constants = [numpy_helper.from_array(np.asarray(array), name) for name, array in {**weights, **limits}.items()]
+    graph = helper.make_graph(nodes, "block", value[:1], value[1:], constants)
     path = folder / f"{channels}-{pixels}.onnx"
     path.write_bytes(
         helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8).SerializeToString()
@@ -202,23 +205,23 @@ def write_probe_block(channels: int, pixels: int, folder: Path) -> Any:
         data=(),
         in_shape=shape,
         out_shape=shape,
-        flops=2.0 * pixels**2 * (2 * wide * channels + 9 * wide),
+        flops=2.0 * pixels**2 * (2 * inner * channels + 9 * inner),
         weight_bytes=size,
         resident_bytes=size,
-        activation_bytes=4 * pixels**2 * 2 * wide,
+        activation_bytes=4 * pixels**2 * 2 * inner,
     )
 
 
-IMAGES, CHANNELS, SIZE, KERNEL = 4, 64, 56, 3  # of one convolution, as in the middle of a residual network
+IMAGES, CHANNELS, SIZE, KERNEL = 4, 64, 56, 3  # one convolution in the middle of a residual network
 LAYERS: Final = 2
 CONV_FLOPS: Final = LAYERS * 2 * IMAGES * CHANNELS * CHANNELS * KERNEL**2 * SIZE**2  # one multiply-add is 2
-SIDE: Final = 1024  # of the matrices, where there is no engine
+SIDE: Final = 1024  # size of the matrices without ONNX Runtime
 COPIED_BYTES: Final = 64 << 20  # larger than any cache of these boards
 
 
 @dataclass(frozen=True)
 class TimedWorkload:
-    name: str  # what is timed, in words
+    name: str  # description
     flops: float  # of one `compute`
     compute: Callable[[], Any]
     read_bytes: float  # of one `traffic`: read and written
@@ -281,5 +284,5 @@ def _build_convolutions() -> tuple[str, Callable[[], Any]]:
     providers = [p for p in ("CUDAExecutionProvider", "CPUExecutionProvider") if p in available]
     session = onnx_session.create_session(model.SerializeToString(), options, providers)
     x = rng.standard_normal(shape, np.float32)
-    where = session.get_providers()[0].removesuffix("ExecutionProvider")
-    return f"float32 convolutions on ONNX Runtime, {where}", lambda: session.run(None, {"x": x})
+    provider = session.get_providers()[0].removesuffix("ExecutionProvider")
+    return f"float32 convolutions on ONNX Runtime, {provider}", lambda: session.run(None, {"x": x})

@@ -19,7 +19,7 @@ from fedquilt.core import JobError
 from fedquilt.host import disk
 from fedquilt.host.http_server import ConnectionLimiter, raise_descriptor_limit
 
-TOKEN: Final = "dash.token"  # noqa: S105  # a file's name
+TOKEN_FILE: Final = "dash.token"  # noqa: S105  # a file's name
 BACKLOG: Final = 128
 
 
@@ -29,7 +29,7 @@ def serve_dashboard(
     *,
     actions: bool,
     names: Collection[str] = (),
-    say: Callable[[str], None] = print,
+    print_line: Callable[[str], None] = print,
     connections: ConnectionLimiter | None = None,
 ) -> None:
     """Serve the dashboard of a home until the process ends."""
@@ -42,21 +42,21 @@ def serve_dashboard(
     from fedquilt.tools.operations.dash.home_watcher import HomeWatcher
 
     connections = ConnectionLimiter(settings.load_limits(home).http) if connections is None else connections
-    with contextlib.closing(_open_listening_socket(listen)) as place:
-        host, port = place.getsockname()[:2]
+    with contextlib.closing(_open_listening_socket(listen)) as listener:
+        host, port = listener.getsockname()[:2]
         url = f"http://{f'[{host}]' if ':' in host else host}:{port}/"
-        door = AccessPolicy(port=port) if actions else None
-        if door is not None:
-            write_token(home, door.token)  # before an address is told: this may fail
-        say(f"dashboard of {home}: {url}")
-        if door is not None:
-            token = f"WORD, the word in {home / TOKEN}" if systemd.is_journal_stream() else door.token
-            say(f"to approve, stop and resume runs, open {url}#token={token}")
+        access_policy = AccessPolicy(port=port) if actions else None
+        if access_policy is not None:
+            write_token(home, access_policy.token)  # may fail, so before the address is printed
+        print_line(f"dashboard of {home}: {url}")
+        if access_policy is not None:
+            token = f"WORD, the word in {home / TOKEN_FILE}" if systemd.is_journal_stream() else access_policy.token
+            print_line(f"to approve, stop and resume runs, open {url}#token={token}")
 
         async def serve() -> None:
             watch = HomeWatcher(home)
             config = uvicorn.Config(
-                Dashboard(watch, door, names).make_app(),
+                Dashboard(watch, access_policy, names).make_app(),
                 log_config=None,
                 access_log=False,
                 lifespan="off",
@@ -69,15 +69,15 @@ def serve_dashboard(
             server = uvicorn.Server(config)
             poll = asyncio.create_task(watch.poll_databases())
             reads = asyncio.create_task(watch.read_logs())
-            for each in (poll, reads):  # without them nothing is live: better an end than a page that stands still
-                each.add_done_callback(lambda task: setattr(server, "should_exit", True))
+            for background_task in (poll, reads):  # a dashboard that cannot read must not show old data
+                background_task.add_done_callback(lambda task: setattr(server, "should_exit", True))
             closing = asyncio.create_task(_close_watch_on_exit(server, watch))
-            late = asyncio.create_task(app.close_late_connections(connections, server))
+            deadline_task = asyncio.create_task(app.close_late_connections(connections, server))
             try:
-                await server.serve([place])
+                await server.serve([listener])
             finally:
                 watch.close()
-                await asyncio.gather(poll, reads, closing, late, return_exceptions=True)
+                await asyncio.gather(poll, reads, closing, deadline_task, return_exceptions=True)
                 watch.close_databases()
             poll.result()
             reads.result()
@@ -86,30 +86,30 @@ def serve_dashboard(
             asyncio.run(serve())
 
 
-async def _close_watch_on_exit(server: Any, watch: Any) -> None:
+async def _close_watch_on_exit(server: Any, watcher: Any) -> None:
     # the server waits for the event streams, which end when the watcher is closed
     while not server.should_exit:
         await asyncio.sleep(0.2)
-    watch.close()
+    watcher.close()
 
 
 def _open_listening_socket(listen: str) -> socket.socket:
     host, port = open_metrics.parse_listen_address(listen)
     try:
         family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
-        place = socket.socket(family)
+        listener = socket.socket(family)
         try:
-            place.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            place.bind(address)
-            place.listen(BACKLOG)
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind(address)
+            listener.listen(BACKLOG)
         except BaseException:
-            place.close()
+            listener.close()
             raise
     except OSError as error:
         raise JobError(f"no dashboard can be served at {listen}: {error.strerror}; choose another --listen") from None
-    return place
+    return listener
 
 
 def write_token(home: Path, token: str) -> None:
-    with disk.disk_errors(f"write {home / TOKEN}"):
-        disk.PRIVATE.write_atomically(home / TOKEN, f"{token}\n".encode(), durable=False)
+    with disk.disk_errors(f"write {home / TOKEN_FILE}"):
+        disk.PRIVATE.write_atomically(home / TOKEN_FILE, f"{token}\n".encode(), durable=False)

@@ -37,14 +37,14 @@ from fedquilt.tools.operations.dash.reports import ReportBuilder
 
 log = logging.getLogger("fedquilt.dash")
 
-KINDS: Final = {".js": "text/javascript", ".css": "text/css", ".svg": "image/svg+xml"}
-MOST_BODY: Final = 4096  # bytes of a request
-MOST_QUERY: Final = 2048
-ANSWERS: Final = 32  # answers that are kept for whoever asks the same, until something changes
-ANSWER_S: Final = 5.0
+MEDIA_TYPES: Final = {".js": "text/javascript", ".css": "text/css", ".svg": "image/svg+xml"}
+MAX_BODY_BYTES: Final = 4096  # bytes of a request
+MAX_QUERY_BYTES: Final = 2048
+MAX_CACHED_RESPONSES: Final = 32  # valid until the next change
+RESPONSE_TTL_S: Final = 5.0
 
 PageLoader = Callable[..., Awaitable[dict[str, Any]]]
-PAGES: Final[dict[str, PageLoader]] = {  # called with the watcher, the query and the path's parameter
+PAGES: Final[dict[str, PageLoader]] = {  # arguments: watcher, query and path parameter
     "/api/fleet": pages.load_fleet_page,
     "/api/boards/{name}": pages.load_device_page,
     "/api/runs": pages.load_runs_page,
@@ -57,20 +57,22 @@ PAGES: Final[dict[str, PageLoader]] = {  # called with the watcher, the query an
 
 
 class Dashboard:
-    def __init__(self, watch: HomeWatcher, door: AccessPolicy | None = None, names: Collection[str] = ()) -> None:
-        self._watch, self._door, self._names = watch, door, names
-        self._reports = ReportBuilder(watch.home)
-        self._answers: dict[str, tuple[object, float, bytes]] = {}
+    def __init__(
+        self, watcher: HomeWatcher, access_policy: AccessPolicy | None = None, names: Collection[str] = ()
+    ) -> None:
+        self._watcher, self._access_policy, self._names = watcher, access_policy, names
+        self._reports = ReportBuilder(watcher.home)
+        self._responses: dict[str, tuple[object, float, bytes]] = {}
         folder = resources.files("fedquilt.tools.operations.dash") / "static"
-        files = {each.name: each.read_bytes() for each in folder.iterdir() if each.name != "index.html"}
+        files = {file.name: file.read_bytes() for file in folder.iterdir() if file.name != "index.html"}
         digest = hashlib.sha256(b"".join(files[name] for name in sorted(files))).hexdigest()[:12]
         self._files = {f"/static/{digest}/{name}": body for name, body in files.items()}
-        self._shell = (folder / "index.html").read_bytes().replace(b"{static}", f"/static/{digest}".encode())
+        self._index_page = (folder / "index.html").read_bytes().replace(b"{static}", f"/static/{digest}".encode())
 
     def make_app(self) -> ASGIApp:
-        shells = ("/", "/boards/{name}", "/runs", "/runs/{run}", "/rollouts", "/rollouts/{rollout}", "/log")
+        page_paths = ("/", "/boards/{name}", "/runs", "/runs/{run}", "/rollouts", "/rollouts/{rollout}", "/log")
         routes = [
-            *(Route(path, self._serve_page) for path in shells),
+            *(Route(path, self._serve_page) for path in page_paths),
             Route("/static/{digest}/{name}", self._serve_file),
             *(Route(path, self._make_cached_json_handler(load)) for path, load in PAGES.items()),
             Route("/api/runs/{run}/report", self._serve_report),
@@ -89,45 +91,47 @@ class Dashboard:
     # -- pages --
 
     async def _serve_page(self, request: Request) -> Response:
-        return Response(self._shell, media_type="text/html", headers={"cache-control": "no-cache"})
+        return Response(self._index_page, media_type="text/html", headers={"cache-control": "no-cache"})
 
     async def _serve_file(self, request: Request) -> Response:
         body = self._files.get(request.url.path)
         if body is None:
             raise HTTPException(404)
-        kind = KINDS[request.url.path[request.url.path.rindex(".") :]]
-        return Response(body, media_type=kind, headers={"cache-control": "max-age=31536000, immutable"})
+        media_type = MEDIA_TYPES[request.url.path[request.url.path.rindex(".") :]]
+        return Response(body, media_type=media_type, headers={"cache-control": "max-age=31536000, immutable"})
 
     async def _serve_report(self, request: Request) -> Response:
-        found = await self._watch.load_follower(_get_path_parameter(request, "run"))
-        summary = await self._watch.run_in_reader_thread(found.make_summary)
-        page = await self._reports.get_page(found.row.id, f"{summary['done']} {found.row.status}")
-        return Response(page, media_type="text/html", headers={**access_control.REPORT, "cache-control": "no-cache"})
+        follower = await self._watcher.load_follower(_get_path_parameter(request, "run"))
+        summary = await self._watcher.run_in_reader_thread(follower.make_summary)
+        page = await self._reports.get_page(follower.row.id, f"{summary['done']} {follower.row.status}")
+        return Response(
+            page, media_type="text/html", headers={**access_control.REPORT_HEADERS, "cache-control": "no-cache"}
+        )
 
     # -- values --
 
     def _make_cached_json_handler(self, load: PageLoader) -> Callable[[Request], Awaitable[Response]]:
         async def handle_request(request: Request) -> Response:
-            key, stamp = f"{request.url.path}?{request.url.query}", dict(self._watch.changes)
-            kept = self._answers.pop(key, None)
-            if kept is None or kept[0] != stamp or time.monotonic() > kept[1] + ANSWER_S:
-                kept = (
-                    stamp,
+            key, changes = f"{request.url.path}?{request.url.query}", dict(self._watcher.changes)
+            cached = self._responses.pop(key, None)
+            if cached is None or cached[0] != changes or time.monotonic() > cached[1] + RESPONSE_TTL_S:
+                cached = (
+                    changes,
                     time.monotonic(),
                     msgspec.json.encode(
-                        await load(self._watch, dict(parse_qsl(request.url.query)), *request.path_params.values())
+                        await load(self._watcher, dict(parse_qsl(request.url.query)), *request.path_params.values())
                     ),
                 )
-            while len(self._answers) >= ANSWERS:
-                del self._answers[next(iter(self._answers))]
-            self._answers[key] = kept
-            return _make_json_response(kept[2])
+            while len(self._responses) >= MAX_CACHED_RESPONSES:
+                del self._responses[next(iter(self._responses))]
+            self._responses[key] = cached
+            return _make_json_response(cached[2])
 
         return handle_request
 
     async def _serve_events(self, request: Request) -> Response:
         async def encode_changes() -> AsyncIterator[bytes]:
-            async with aclosing(self._watch.iterate_changes()) as news:
+            async with aclosing(self._watcher.iterate_changes()) as news:
                 async for changes in news:
                     yield _encode_event(changes)
 
@@ -138,65 +142,68 @@ class Dashboard:
     # -- what can be done --
 
     async def _serve_session(self, request: Request) -> Response:
-        door, headers = self._door, {}
-        knows = door is not None and door.has_session(request.headers)
+        access_policy, headers = self._access_policy, {}
+        has_session = access_policy is not None and access_policy.has_session(request.headers)
         if request.method == "POST":
-            if door is None:
+            if access_policy is None:
                 raise HTTPException(403, "this dashboard only shows: start it with --actions")
             try:
-                given = msgspec.json.decode(await _read_body(request), type=dict[str, str]).get("token")
+                token = msgspec.json.decode(await _read_body(request), type=dict[str, str]).get("token")
             except msgspec.MsgspecError:
-                given = None
-            if not door.accepts_token(given):
+                token = None
+            if not access_policy.accepts_token(token):
                 raise HTTPException(403, "that is not the token of this start: open the address that was printed last")
-            headers, knows = {"set-cookie": door.make_session_cookie()}, True
-        told = {
+            headers, has_session = {"set-cookie": access_policy.make_session_cookie()}, True
+        session = {
             "version": __version__,
-            "home": str(self._watch.home),
-            "actions": door is not None,
-            "proof": door.proof if door is not None and knows else None,
+            "home": str(self._watcher.home),
+            "actions": access_policy is not None,
+            "proof": access_policy.proof if access_policy is not None and has_session else None,
         }
-        return _make_json_response(msgspec.json.encode(told), headers=headers)
+        return _make_json_response(msgspec.json.encode(session), headers=headers)
 
     async def _control_run(self, request: Request) -> Response:
-        what = await self._require_allowed_action(request, ("approve", "stop", "resume"))
-        row = await self._watch.find_run(_get_path_parameter(request, "run"))
+        action = await self._require_allowed_action(request, ("approve", "stop", "resume"))
+        row = await self._watcher.find_run(_get_path_parameter(request, "run"))
         return _confirm_action(
-            what, await self._watch.run_in_reader_thread(lambda: _request_run_action(what, self._watch, row.id))
+            action, await self._watcher.run_in_reader_thread(lambda: _request_run_action(action, self._watcher, row.id))
         )
 
     async def _control_rollout(self, request: Request) -> Response:
-        what = await self._require_allowed_action(request, ("back",))
-        return _confirm_action(what, await pages.request_revert(self._watch, _get_path_parameter(request, "rollout")))
+        action = await self._require_allowed_action(request, ("back",))
+        return _confirm_action(
+            action, await pages.request_revert(self._watcher, _get_path_parameter(request, "rollout"))
+        )
 
-    async def _require_allowed_action(self, request: Request, known: Collection[str]) -> str:
+    async def _require_allowed_action(self, request: Request, actions: Collection[str]) -> str:
         await _read_body(request)
-        door, what = self._door, _get_path_parameter(request, "what")
-        if what not in known:
+        access_policy, action = self._access_policy, _get_path_parameter(request, "what")
+        if action not in actions:
             raise HTTPException(404)
-        if door is None:
+        if access_policy is None:
             raise HTTPException(403, "this dashboard only shows: start it with --actions")
-        if not door.permits_action(request.headers):
+        if not access_policy.permits_action(request.headers):
             raise HTTPException(403, "this needs the address with the token that `fedquilt dash --actions` printed")
-        return what
+        return action
 
 
-def _confirm_action(what: str, said: str) -> Response:
-    log.warning("%s was asked for from the dashboard: %s", what, said)
-    return _make_json_response(msgspec.json.encode({"said": said}))
+def _confirm_action(action: str, message: str) -> Response:
+    log.warning("%s was asked for from the dashboard: %s", action, message)
+    return _make_json_response(msgspec.json.encode({"said": message}))
 
 
-def _request_run_action(what: str, watch: HomeWatcher, run: str) -> str:
-    with store.Store(watch.home) as written:
-        if what == "approve":
-            return run_control.approve_run(written, run)
-        if what == "stop":
-            return run_control.stop_run(written, run)
-        if not written.is_served():
+def _request_run_action(action: str, watcher: HomeWatcher, run: str) -> str:
+    with store.Store(watcher.home) as job_store:
+        if action == "approve":
+            return run_control.approve_run(job_store, run)
+        if action == "stop":
+            return run_control.stop_run(job_store, run)
+        if not job_store.is_served():
             raise JobError(
-                f"no coordinator serves {watch.home}: `fedquilt resume {run} --home {watch.home}` is one that goes on"
+                f"no coordinator serves {watcher.home}: `fedquilt resume {run} --home {watcher.home}` is one that "
+                "goes on"
             )
-        return f"{run_control.resume_run(written, run).id} goes on at the coordinator's next look at its store"
+        return f"{run_control.resume_run(job_store, run).id} goes on at the coordinator's next look at its store"
 
 
 class SecuredApp:
@@ -211,18 +218,21 @@ class SecuredApp:
 
         async def send_with_headers(message: Message) -> None:
             if message["type"] == "http.response.start":
-                known = {name.lower() for name, _ in message["headers"]}
-                more = [(name.encode(), value.encode()) for name, value in access_control.HEADERS.items()]
-                message["headers"] = [*message["headers"], *(each for each in more if each[0] not in known)]
+                present_names = {name.lower() for name, _ in message["headers"]}
+                security_headers = [(name.encode(), value.encode()) for name, value in access_control.HEADERS.items()]
+                message["headers"] = [
+                    *message["headers"],
+                    *(header for header in security_headers if header[0] not in present_names),
+                ]
             await send(message)
 
         request = Request(scope)
-        acts = request.method not in ("GET", "HEAD")
-        said = access_control.refusal_reason(request.headers, self._names, acts=acts)
-        if said is None and len(scope.get("query_string", b"")) > MOST_QUERY:
-            said = "so long a question has no answer here"
-        if said is not None:
-            return await _make_problem_response(403, said)(scope, receive, send_with_headers)
+        is_action = request.method not in ("GET", "HEAD")
+        reason = access_control.refusal_reason(request.headers, self._names, is_action=is_action)
+        if reason is None and len(scope.get("query_string", b"")) > MAX_QUERY_BYTES:
+            reason = "so long a question has no answer here"
+        if reason is not None:
+            return await _make_problem_response(403, reason)(scope, receive, send_with_headers)
         return await self._app(scope, receive, send_with_headers)
 
 
@@ -231,8 +241,8 @@ def _make_json_response(body: bytes, status: int = 200, headers: dict[str, str] 
     return Response(body, status, media_type="application/json", headers=headers)
 
 
-def _make_problem_response(status: int, said: str) -> Response:
-    return _make_json_response(msgspec.json.encode({"problem": said}), status)
+def _make_problem_response(status: int, problem: str) -> Response:
+    return _make_json_response(msgspec.json.encode({"problem": problem}), status)
 
 
 async def _handle_http_error(request: Request, error: HTTPException) -> Response:
@@ -258,12 +268,12 @@ def _get_path_parameter(request: Request, name: str) -> str:
 
 
 async def _read_body(request: Request) -> bytes:
-    found = b""
-    async for piece in request.stream():
-        found += piece
-        if len(found) > MOST_BODY:
+    body = b""
+    async for chunk in request.stream():
+        body += chunk
+        if len(body) > MAX_BODY_BYTES:
             raise HTTPException(413, "so long a request has no answer here")
-    return found
+    return body
 
 
 def _encode_event(changes: dict[str, int] | None) -> bytes:

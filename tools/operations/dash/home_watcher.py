@@ -21,33 +21,33 @@ from fedquilt.coordinator.storage.rows import DatabaseIdentity, UnreadableRow
 from fedquilt.coordinator.storage.store import NAME, ChangeDetector, StoredJob, StoreReader
 from fedquilt.coordinator.views import devices, round_outcomes
 from fedquilt.core import FedquiltError, JobError, StoreError
-from fedquilt.tools.operations.dash.run_follower import CELLS, RunFollower, find_round_outcomes
+from fedquilt.tools.operations.dash.run_follower import MAX_CELLS, RunFollower, find_round_outcomes
 
 T = TypeVar("T")
 
 POLL_S: Final = 0.2  # interval of checking for writes
-PAUSE: Final = 1.5  # between two readings of all boards, in times of what the last one took
-PIECE: Final = 1000  # facts that are read at once
-HELD: Final = 4  # runs that have ended and are held with their details: those asked for last
-KNOWN_LABELS: Final = 100  # that a filter offers
-OLD_S: Final = 15.0  # after which boards are read again without a change: readings grow too old
-DOUBT_S: Final = 30.0  # until a log that could not be read is tried again
-ALIVE_S: Final = 15.0  # after which such a connection gets a word, so that both ends see that it holds
+FLEET_PAUSE_RATIO: Final = 1.5  # pause between reads of all devices, relative to their duration
+MAX_EVENTS: Final = 1000  # read in one piece
+MAX_ENDED_FOLLOWERS: Final = 4  # ended runs with details, most recently requested
+MAX_LABELS: Final = 100
+FLEET_MAX_AGE_S: Final = 15.0  # readings become outdated without a change
+RETRY_S: Final = 30.0  # pause after an unreadable log
+KEEPALIVE_S: Final = 15.0  # idle event streams get a comment, so that both ends detect a lost connection
 
 
 class RunList(NamedTuple):
     rows: list[StoredJob | UnreadableRow]
-    standing: Mapping[str, str]  # run -> its status, and whether somebody works on it
-    served: bool
-    holds: Mapping[str, str]  # run that the coordinator holds -> what it waits for, as a sentence's end
+    statuses: Mapping[str, str]  # run -> status
+    is_served: bool
+    wait_reasons: Mapping[str, str]  # suspended run -> reason
 
 
 class FleetView(NamedTuple):
-    boards: list[devices.DeviceRow]
-    counts: Mapping[str, int]  # by state, and "all"
-    labels: list[str]  # the first of them that there are
-    change: int  # number of changes by then
-    at: float  # on this process's clock
+    device_rows: list[devices.DeviceRow]
+    counts: Mapping[str, int]  # state or "all" -> number
+    labels: list[str]  # at most MAX_LABELS
+    change_number: int
+    read_s: float  # monotonic time
     took_s: float
 
 
@@ -55,22 +55,24 @@ class HomeWatcher:
     def __init__(self, home: Path) -> None:
         self.home = home
         self.changes = {"boards": 0, "runs": 0}
-        self._news = asyncio.Event()
+        self._change_event = asyncio.Event()
         self._closing = False
         self._threads = {name: ThreadPoolExecutor(1, thread_name_prefix=name) for name in ("boards", "runs")}
-        self._marks: dict[str, ChangeDetector] = {}
-        self._seen: dict[str, object] = {}
+        self._change_detectors: dict[str, ChangeDetector] = {}
+        self._versions: dict[str, object] = {}
         self._reader: StoreReader | None = None
-        self._reader_of: DatabaseIdentity | None = None
+        self._reader_identity: DatabaseIdentity | None = None
         self._fleet: FleetView | None = None
         self._runs: tuple[int, RunList] | None = None
         self._locks: dict[str, asyncio.Lock] = {}
-        self._followers: dict[str, RunFollower] = {}  # the one asked for last at the end
-        self._problems: dict[str, tuple[float, str]] = {}  # run -> until when it is not read again, why it cannot be
-        self._summaries: dict[str, tuple[object, dict[str, Any]]] = {}  # run -> status and epoch it is of, values
-        self._served = False
-        self._wanted: dict[str, None] = {}  # runs whose logs a viewer waits for
-        self._wish = asyncio.Event()  # there may be a log to read
+        self._followers: dict[str, RunFollower] = {}  # least recently requested first
+        self._problems: dict[str, tuple[float, str]] = {}  # run -> time of the next attempt, and error
+        self._summaries: dict[
+            str, tuple[object, dict[str, Any]]
+        ] = {}  # run -> (status, epoch), and values of the list of runs
+        self._is_served = False
+        self._requested_runs: dict[str, None] = {}  # runs whose logs a viewer waits for
+        self._read_requested = asyncio.Event()
 
     # -- changes --
 
@@ -80,57 +82,59 @@ class HomeWatcher:
         while not self._closing:
             changed = False
             for name, file in files.items():
-                now = await self._run_in_thread(name, lambda name=name, file=file: self._read_mark(name, file))  # type: ignore[misc]
-                if now != self._seen.get(name, self) and not (name == "boards" and self._is_pausing()):
-                    self._seen[name] = now
+                version = await self._run_in_thread(name, lambda name=name, file=file: self._read_mark(name, file))  # type: ignore[misc]
+                if version != self._versions.get(name, self) and not (name == "boards" and self._is_pausing()):
+                    self._versions[name] = version
                     self.changes[name] += 1
                     changed = True
             if changed:
-                self._wish.set()
+                self._read_requested.set()
                 self._notify()
             await asyncio.sleep(POLL_S)
 
     def _is_pausing(self) -> bool:
         # reading all devices takes a while, so reads are spaced in proportion
-        return self._fleet is not None and time.monotonic() < self._fleet.at + PAUSE * self._fleet.took_s
+        return (
+            self._fleet is not None and time.monotonic() < self._fleet.read_s + FLEET_PAUSE_RATIO * self._fleet.took_s
+        )
 
     def _read_mark(self, name: str, file: str) -> object:
-        found = self._marks.setdefault(name, ChangeDetector(self.home / file)).read_version()
-        return (found, self._update_served()) if name == "runs" else found
+        version = self._change_detectors.setdefault(name, ChangeDetector(self.home / file)).read_version()
+        return (version, self._update_served()) if name == "runs" else version
 
     def _update_served(self) -> bool:
         try:
-            self._served = self._get_current_reader().is_served()
+            self._is_served = self._get_current_reader().is_served()
         except StoreError:
-            self._served = False
-        return self._served
+            self._is_served = False
+        return self._is_served
 
     def _notify(self) -> None:
-        news, self._news = self._news, asyncio.Event()
-        news.set()
+        change_event, self._change_event = self._change_event, asyncio.Event()
+        change_event.set()
 
     async def iterate_changes(self) -> AsyncGenerator[dict[str, int] | None, None]:
         """Yield the numbers of changes now and after each change, and None after ALIVE_S without a change."""
         while not self._closing:
-            news = self._news
+            change_event = self._change_event
             yield dict(self.changes)
             while not self._closing:
                 try:
-                    await asyncio.wait_for(news.wait(), ALIVE_S)
+                    await asyncio.wait_for(change_event.wait(), KEEPALIVE_S)
                     break
                 except asyncio.TimeoutError:
                     yield None
 
     def close(self) -> None:
         self._closing = True
-        self._wish.set()
+        self._read_requested.set()
         self._notify()
 
     def close_databases(self) -> None:
         """Close the databases and stop the threads. Call after all reads have ended."""
         for name, thread in self._threads.items():
-            if name in self._marks:
-                thread.submit(self._marks[name].close)
+            if name in self._change_detectors:
+                thread.submit(self._change_detectors[name].close)
             if name == "runs":
                 thread.submit(self._close_reader)
             thread.shutdown()
@@ -139,27 +143,31 @@ class HomeWatcher:
 
     @property
     def is_served(self) -> bool:
-        return self._served
+        return self._is_served
 
     async def load_fleet(self) -> FleetView:
         async with self._get_lock("fleet"):
-            change, now = self.changes["boards"], time.monotonic()
-            if self._fleet is None or self._fleet.change != change or now > self._fleet.at + OLD_S:
-                found = await self._run_in_thread("boards", self._read_all_devices)
-                ended = time.monotonic()
-                self._fleet = FleetView(*found, change, ended, ended - now)
+            change_number, started_s = self.changes["boards"], time.monotonic()
+            if (
+                self._fleet is None
+                or self._fleet.change_number != change_number
+                or started_s > self._fleet.read_s + FLEET_MAX_AGE_S
+            ):
+                fleet = await self._run_in_thread("boards", self._read_all_devices)
+                ended_s = time.monotonic()
+                self._fleet = FleetView(*fleet, change_number, ended_s, ended_s - started_s)
             return self._fleet
 
     def _read_all_devices(self) -> tuple[list[devices.DeviceRow], dict[str, int], list[str]]:
-        found = devices.load_devices(self.home)
-        counts = Counter(name for each in found for name in devices.matching_states(each))
-        labels = sorted({label for each in found for label in each.board.labels})[:KNOWN_LABELS]
-        return found, {name: counts[name] for name in devices.STATES} | {"all": len(found)}, labels
+        device_rows = devices.load_devices(self.home)
+        counts = Counter(name for row in device_rows for name in devices.matching_states(row))
+        labels = sorted({label for row in device_rows for label in row.board.labels})[:MAX_LABELS]
+        return device_rows, {name: counts[name] for name in devices.STATES} | {"all": len(device_rows)}, labels
 
-    async def load_readings(self, device: str, begin: float, end: float) -> list[Any]:
+    async def load_readings(self, device: str, begin_s: float, end_s: float) -> list[Any]:
         def read() -> list[Any]:
             with device_status.TelemetryStore(self.home) as store:
-                return store.load_readings(device, begin, end)
+                return store.load_readings(device, begin_s, end_s)
 
         return await self._run_in_thread("boards", read)
 
@@ -167,18 +175,18 @@ class HomeWatcher:
 
     async def load_runs(self) -> RunList:
         async with self._get_lock("runs"):
-            change = self.changes["runs"]
-            if self._runs is None or self._runs[0] != change:
-                self._runs = (change, await self._run_in_thread("runs", self._read_runs))
+            change_number = self.changes["runs"]
+            if self._runs is None or self._runs[0] != change_number:
+                self._runs = (change_number, await self._run_in_thread("runs", self._read_runs))
             return self._runs[1]
 
     def _read_runs(self) -> RunList:
         store = self._get_current_reader()
         rows = store.all_jobs()
-        standing = {row.id: store.current_status(row) if isinstance(row, StoredJob) else row.status for row in rows}
+        statuses = {row.id: store.current_status(row) if isinstance(row, StoredJob) else row.status for row in rows}
         suspended = store.holds.current_suspensions()
-        holds = {run: str(hold) for run, hold in suspended.items() if standing.get(run) == "held"}
-        return RunList(rows, standing, self._update_served(), holds)
+        wait_reasons = {run: str(hold) for run, hold in suspended.items() if statuses.get(run) == "held"}
+        return RunList(rows, statuses, self._update_served(), wait_reasons)
 
     def open_rollout_log(self) -> RolloutLog:
         """Return the rollouts of the home. Use only in the thread of `run_in_reader_thread`."""
@@ -197,38 +205,38 @@ class HomeWatcher:
         """Return the follower of a run after reading all its events."""
         row = await self.find_run(run)
         async with self._get_lock(row.id):
-            until, problem = self._problems.get(row.id, (0.0, ""))
-            if time.monotonic() < until:
+            retry_s, problem = self._problems.get(row.id, (0.0, ""))
+            if time.monotonic() < retry_s:
                 raise JobError(problem)
-            found = self._followers.pop(row.id, None) or RunFollower(row)
-            found.row, found.cells = row, CELLS // max(len(self._followers), HELD)
+            follower = self._followers.pop(row.id, None) or RunFollower(row)
+            follower.row, follower.max_cells = row, MAX_CELLS // max(len(self._followers), MAX_ENDED_FOLLOWERS)
             try:
-                await self._read_new_events(found)
+                await self._read_new_events(follower)
             except JobError as error:
-                self._problems[row.id] = (time.monotonic() + DOUBT_S, str(error))
+                self._problems[row.id] = (time.monotonic() + RETRY_S, str(error))
                 raise
-            self._followers[row.id] = found
-        self._summaries[row.id] = ((row.status, row.epoch), await self.run_in_reader_thread(found.make_summary))
+            self._followers[row.id] = follower
+        self._summaries[row.id] = ((row.status, row.epoch), await self.run_in_reader_thread(follower.make_summary))
         self._forget_old_followers()
-        return found
+        return follower
 
-    async def _read_new_events(self, found: RunFollower) -> None:
+    async def _read_new_events(self, follower: RunFollower) -> None:
         # in pieces, so that other reads get their turn
         while True:
-            if await self.run_in_reader_thread(lambda: self._read_event_piece(found)) < PIECE:
+            if await self.run_in_reader_thread(lambda: self._read_event_piece(follower)) < MAX_EVENTS:
                 return
 
-    def _read_event_piece(self, found: RunFollower) -> int:
+    def _read_event_piece(self, follower: RunFollower) -> int:
         count = 0
-        for seq, at, fact in self._get_current_reader().read_events(found.row.id, found.seq, PIECE):
-            found.add_event(seq, at, fact)
+        for seq, time_s, event in self._get_current_reader().read_events(follower.row.id, follower.seq, MAX_EVENTS):
+            follower.add_event(seq, time_s, event)
             count += 1
         return count
 
     def _forget_old_followers(self) -> None:
         rows = {} if self._runs is None else {row.id: row.status for row in self._runs[1].rows}
-        ended = [id for id in self._followers if rows.get(id) in ENDED]
-        for id in [*ended[:-HELD], *(self._followers.keys() - rows.keys())]:
+        ended_ids = [id for id in self._followers if rows.get(id) in ENDED]
+        for id in [*ended_ids[:-MAX_ENDED_FOLLOWERS], *(self._followers.keys() - rows.keys())]:
             del self._followers[id]
         for id in self._summaries.keys() - rows.keys():
             del self._summaries[id]
@@ -240,8 +248,8 @@ class HomeWatcher:
         """
         if run in self._followers or run in self._problems:
             return await self.load_follower(run)
-        self._wanted[run] = None
-        self._wish.set()
+        self._requested_runs[run] = None
+        self._read_requested.set()
         return None
 
     async def load_summary(self, row: StoredJob) -> dict[str, Any]:
@@ -249,30 +257,32 @@ class HomeWatcher:
 
         The key "problem" states why the log cannot be read.
         """
-        known = self._summaries.get(row.id)
+        cached_summary = self._summaries.get(row.id)
         if row.status in ENDED:
-            return known[1] if known is not None and known[0] == (row.status, row.epoch) else {}
+            return (
+                cached_summary[1] if cached_summary is not None and cached_summary[0] == (row.status, row.epoch) else {}
+            )
         try:
-            found = await self.get_loaded_follower(row.id)
-            return {} if found is None else await self.run_in_reader_thread(found.make_summary)
+            follower = await self.get_loaded_follower(row.id)
+            return {} if follower is None else await self.run_in_reader_thread(follower.make_summary)
         except JobError as error:
             return {"problem": str(error)}
 
     async def read_logs(self) -> None:
         """Read requested logs, then those of ended runs, until the watcher is closed."""
         while not self._closing:
-            self._wish.clear()
+            self._read_requested.clear()
             while not self._closing and await self._read_next_log():
                 self.changes["runs"] += 1
                 self._notify()
-            await self._wish.wait()
+            await self._read_requested.wait()
 
     async def _read_next_log(self) -> bool:
-        if self._wanted:
-            run = next(iter(self._wanted))
+        if self._requested_runs:
+            run = next(iter(self._requested_runs))
             with contextlib.suppress(FedquiltError):  # the next request for the log reports the error
                 await self.load_follower(run)
-            self._wanted.pop(run, None)
+            self._requested_runs.pop(run, None)
             return True
         try:
             rows = [row for row in (await self.load_runs()).rows if isinstance(row, StoredJob) and row.status in ENDED]
@@ -281,28 +291,32 @@ class HomeWatcher:
         unknown = [row for row in rows if self._summaries.get(row.id, (None,))[0] != (row.status, row.epoch)]
         if not unknown:
             return False
-        row, told = unknown[-1], {}
+        row, summary = unknown[-1], {}
         try:
-            found = RunFollower(row, 0)  # no details
-            await self._read_new_events(found)
-            told = await self.run_in_reader_thread(found.make_summary)
+            follower = RunFollower(row, 0)  # no details
+            await self._read_new_events(follower)
+            summary = await self.run_in_reader_thread(follower.make_summary)
         except FedquiltError as error:
-            told = {"problem": str(error)}
-        self._summaries[row.id] = ((row.status, row.epoch), told)
+            summary = {"problem": str(error)}
+        self._summaries[row.id] = ((row.status, row.epoch), summary)
         return True
 
     async def load_round_outcomes(
-        self, found: RunFollower, round: int
+        self, follower: RunFollower, round: int
     ) -> Mapping[str, round_outcomes.DeviceOutcome] | None:
         """Return the outcomes of all devices in a round, or None if the round does not exist."""
-        if (held := await self.run_in_reader_thread(lambda: dict(found.parts.get(round, {})))) or round in found.parts:
-            return held
-        if found.first is None or not found.first <= round <= found.state.round:
+        if (
+            stored_outcomes := await self.run_in_reader_thread(lambda: dict(follower.parts.get(round, {})))
+        ) or round in follower.parts:
+            return stored_outcomes
+        if follower.first_round is None or not follower.first_round <= round <= follower.state.round:
             return None
-        id, plan = found.row.id, JobConstants.from_job(found.row.job)
+        id, constants = follower.row.id, JobConstants.from_job(follower.row.job)
 
         def find_outcomes() -> Mapping[str, round_outcomes.DeviceOutcome] | None:
-            return find_round_outcomes((fact for _, _, fact in self._get_current_reader().read_events(id)), plan, round)
+            return find_round_outcomes(
+                (event for _, _, event in self._get_current_reader().read_events(id)), constants, round
+            )
 
         return await self.run_in_reader_thread(find_outcomes)
 
@@ -314,15 +328,15 @@ class HomeWatcher:
 
     def _get_current_reader(self) -> StoreReader:
         # opened again if the database file was replaced. Called in the reader thread
-        before = self._reader_of
+        old_identity = self._reader_identity
         try:
-            self._reader_of = found = DatabaseIdentity.from_path(self.home / NAME)
+            self._reader_identity = identity = DatabaseIdentity.from_path(self.home / NAME)
         except OSError as error:
             self._close_reader()
             raise StoreError(f"no runs in {self.home}: {error.strerror}") from None
-        if before is not None and before != found:
+        if old_identity is not None and old_identity != identity:
             self._close_reader()
-            if before[:2] != found[:2]:  # another database: what was followed is not in it
+            if old_identity[:2] != identity[:2]:  # the database was replaced, so cached runs may not exist
                 self._followers.clear()
                 self._summaries.clear()
         if self._reader is None:

@@ -29,15 +29,15 @@ from fedquilt.tools.operations.dash.home_watcher import HomeWatcher, MissingRunE
 
 Query = Mapping[str, str]
 
-ROWS: Final = 100  # of a table's page
-DEVICES: Final = 30  # of a round
-GRID: Final = 2_000  # cells of the grid's page
-TURNS: Final = 60  # rounds of a board that are shown
+PAGE_ROWS: Final = 100
+PAGE_DEVICES: Final = 30
+PAGE_CELLS: Final = 2_000
+MAX_DEVICE_ROUNDS: Final = 60
 SPANS: Final = {"2h": 2 * 3600.0, "2d": 2 * 86400.0, "30d": 30 * 86400.0}
-LOGGED: Final = 300  # lines of the log that are shown
+MAX_LOG_LINES: Final = 300
 
 _SORTS: Final[dict[str, Callable[[DeviceRow], tuple[Any, ...]] | None]] = {
-    "name": None,  # as they are
+    "name": None,  # already sorted
     "state": lambda each: (each.board.online, each.board.doing is not None),
     "since": lambda each: (each.board.since or 0.0,),
     "watts": lambda each: (each.reading.power_w or -1.0,),
@@ -47,33 +47,41 @@ _SORTS: Final[dict[str, Callable[[DeviceRow], tuple[Any, ...]] | None]] = {
 }
 
 
-async def load_fleet_page(watch: HomeWatcher, query: Query) -> dict[str, Any]:
-    known = await watch.load_fleet()
-    wanted, state, text = labels.split_words(query.get("label", "")), query.get("state") or None, query.get("text", "")
-    labels.require_valid_selection(wanted)
+async def load_fleet_page(watcher: HomeWatcher, query: Query) -> dict[str, Any]:
+    fleet = await watcher.load_fleet()
+    label_filter, state, text = (
+        labels.split_words(query.get("label", "")),
+        query.get("state") or None,
+        query.get("text", ""),
+    )
+    labels.require_valid_selection(label_filter)
     if state is not None and state not in devices.STATES:
         raise JobError(f"{state[:100]!r} is no state: {', '.join(devices.STATES)}")
-    found = known.boards if not wanted and state is None else devices.filter_devices(known.boards, wanted, state)
+    rows = (
+        fleet.device_rows
+        if not label_filter and state is None
+        else devices.filter_devices(fleet.device_rows, label_filter, state)
+    )
     if text := text.casefold():
-        found = [each for each in found if text in _make_searchable_text(each)]
+        rows = [row for row in rows if text in _make_searchable_text(row)]
     sort = query.get("sort", "name")
     if sort.removeprefix("-") not in _SORTS:
         raise JobError(f"boards are not sorted by {sort[:100]!r}: {', '.join(_SORTS)}")
     if key := _SORTS[sort.removeprefix("-")]:
-        found = sorted(found, key=key, reverse=sort.startswith("-"))
+        rows = sorted(rows, key=key, reverse=sort.startswith("-"))
     elif sort.startswith("-"):
-        found = found[::-1]
+        rows = rows[::-1]
     grid = query.get("view") == "grid"
-    shown, page, pages = _paginate(found, _parse_integer(query, "page", 1), GRID if grid else ROWS)
+    shown, page, pages = _paginate(rows, _parse_integer(query, "page", 1), PAGE_CELLS if grid else PAGE_ROWS)
     return {
         "at": time.time(),
-        "served": watch.is_served,
-        "counts": known.counts,
-        "labels": known.labels,
-        "found": len(found),
+        "served": watcher.is_served,
+        "counts": fleet.counts,
+        "labels": fleet.labels,
+        "found": len(rows),
         "page": page,
         "pages": pages,
-        "boards": [_make_grid_cell(each) if grid else each.to_dict() for each in shown],
+        "boards": [_make_grid_cell(row) if grid else row.to_dict() for row in shown],
     }
 
 
@@ -84,126 +92,128 @@ def _make_searchable_text(device: DeviceRow) -> str:
 
 
 def _make_grid_cell(device: DeviceRow) -> list[Any]:
-    doing = device.board.doing
-    share = doing.fraction if doing is not None else None
+    task = device.board.doing
+    share = task.fraction if task is not None else None
     return [device.board.device, device.state, share, device.board.refusal is not None]
 
 
-async def load_device_page(watch: HomeWatcher, query: Query, name: str) -> dict[str, Any]:
-    known = (await watch.load_fleet()).boards
-    place = bisect.bisect_left(known, name, key=lambda each: each.board.device)
-    found = known[place] if place < len(known) and known[place].board.device == name else None
-    now, span = time.time(), query.get("span", "2h")
+async def load_device_page(watcher: HomeWatcher, query: Query, name: str) -> dict[str, Any]:
+    rows = (await watcher.load_fleet()).device_rows
+    index = bisect.bisect_left(rows, name, key=lambda follower: follower.board.device)
+    row = rows[index] if index < len(rows) and rows[index].board.device == name else None
+    now_s, span = time.time(), query.get("span", "2h")
     if span not in SPANS:
         raise JobError(f"{span[:100]!r} is no span: {', '.join(SPANS)}")
-    readings = await watch.load_readings(name, now - SPANS[span] + 1, now)
-    turns: list[dict[str, Any]] = []
-    followed, reading = await _load_recent_runs(watch)
-    for each in followed:
-        told = await watch.run_in_reader_thread(lambda each=each: each.list_device_rounds(name)[:TURNS])  # type: ignore[misc]
-        turns += [{"run": each.row.id, **turn} for turn in told]
-    if found is None and not turns and not reading:
-        raise MissingDeviceError(f"no coordinator of {watch.home} has heard of a board {name[:100]!r}")
-    turns.sort(key=lambda turn: -(turn.get("at") or 0.0))
+    readings = await watcher.load_readings(name, now_s - SPANS[span] + 1, now_s)
+    device_rounds: list[dict[str, Any]] = []
+    followers, reading = await _load_recent_runs(watcher)
+    for follower in followers:
+        rounds = await watcher.run_in_reader_thread(partial(follower.list_device_rounds, name))
+        device_rounds += [{"run": follower.row.id, **entry} for entry in rounds[:MAX_DEVICE_ROUNDS]]
+    if row is None and not device_rounds and not reading:
+        raise MissingDeviceError(f"no coordinator of {watcher.home} has heard of a board {name[:100]!r}")
+    device_rounds.sort(key=lambda entry: -(entry.get("at") or 0.0))
     return {
-        "at": now,
-        "served": watch.is_served,
-        "board": None if found is None else found.to_dict(),
-        "span": [now - SPANS[span], now],
-        "readings": [msgspec.structs.astuple(each) for each in readings],
-        "turns": turns[:TURNS],
+        "at": now_s,
+        "served": watcher.is_served,
+        "board": None if row is None else row.to_dict(),
+        "span": [now_s - SPANS[span], now_s],
+        "readings": [msgspec.structs.astuple(follower) for follower in readings],
+        "turns": device_rounds[:MAX_DEVICE_ROUNDS],
         "reading": reading,
     }
 
 
-async def _load_recent_runs(watch: HomeWatcher) -> tuple[list[run_follower.RunFollower], bool]:
+async def _load_recent_runs(watcher: HomeWatcher) -> tuple[list[run_follower.RunFollower], bool]:
     # all unfinished runs and the two that ended last. Unreadable logs are left out
     try:
-        rows = [row for row in (await watch.load_runs()).rows if isinstance(row, StoredJob)]
+        rows = [row for row in (await watcher.load_runs()).rows if isinstance(row, StoredJob)]
     except FedquiltError:
         return [], False
     latest = [row.id for row in rows if row.status in ENDED][-2:]
-    found = []
+    followers = []
     for row in rows:
         if row.status not in ENDED or row.id in latest:
             with contextlib.suppress(FedquiltError):
-                found.append(await watch.get_loaded_follower(row.id))
-    return [each for each in found if each is not None], None in found
+                followers.append(await watcher.get_loaded_follower(row.id))
+    return [follower for follower in followers if follower is not None], None in followers
 
 
-async def load_runs_page(watch: HomeWatcher, query: Query) -> dict[str, Any]:
-    listed = await watch.load_runs()
-    shown, page, pages = _paginate(list(reversed(listed.rows)), _parse_integer(query, "page", 1), ROWS)
-    told = []
-    for row in shown:
-        head = {"run": row.id, "status": listed.standing[row.id], "began": row.created}
+async def load_runs_page(watcher: HomeWatcher, query: Query) -> dict[str, Any]:
+    run_list = await watcher.load_runs()
+    page_rows, page, pages = _paginate(list(reversed(run_list.rows)), _parse_integer(query, "page", 1), PAGE_ROWS)
+    runs = []
+    for row in page_rows:
+        run = {"run": row.id, "status": run_list.statuses[row.id], "began": row.created}
         if isinstance(row, UnreadableRow):
-            told.append({**head, "problem": row.reason})
+            runs.append({**run, "problem": row.reason})
             continue
-        head |= {"name": row.job.name, "method": row.job.method, "rounds": row.job.rounds, "origin": row.origin}
-        head |= await watch.load_summary(row)
-        if row.status not in ENDED and "done" in head:
-            running = (await watch.load_follower(row.id)).describe_current_round
-            head["now"] = await watch.run_in_reader_thread(partial(running, listed.holds.get(row.id)))
-        told.append(head)
-    return {"at": time.time(), "served": listed.served, "page": page, "pages": pages, "runs": told}
+        run |= {"name": row.job.name, "method": row.job.method, "rounds": row.job.rounds, "origin": row.origin}
+        run |= await watcher.load_summary(row)
+        if row.status not in ENDED and "done" in run:
+            describe_round = (await watcher.load_follower(row.id)).describe_current_round
+            run["now"] = await watcher.run_in_reader_thread(partial(describe_round, run_list.wait_reasons.get(row.id)))
+        runs.append(run)
+    return {"at": time.time(), "served": run_list.is_served, "page": page, "pages": pages, "runs": runs}
 
 
-async def load_run_page(watch: HomeWatcher, query: Query, id: str) -> dict[str, Any]:
-    found = await watch.load_follower(id)
-    listed = await watch.load_runs()
-    boards = {each.board.device: each.board for each in (await watch.load_fleet()).boards}
-    row = found.row
+async def load_run_page(watcher: HomeWatcher, query: Query, id: str) -> dict[str, Any]:
+    follower = await watcher.load_follower(id)
+    run_list = await watcher.load_runs()
+    boards = {device_row.board.device: device_row.board for device_row in (await watcher.load_fleet()).device_rows}
+    row = follower.row
 
     def load_figures() -> dict[str, Any]:
         return {
-            **found.make_summary(),
-            "now": found.describe_current_round(listed.holds.get(row.id), boards) if row.status not in ENDED else None,
-            "table": found.make_round_rows(),
-            "first": found.first,
-            "last": found.last,
+            **follower.make_summary(),
+            "now": follower.describe_current_round(run_list.wait_reasons.get(row.id), boards)
+            if row.status not in ENDED
+            else None,
+            "table": follower.make_round_rows(),
+            "first": follower.first_round,
+            "last": follower.last_round,
         }
 
     return {
         "at": time.time(),
-        "served": listed.served,
+        "served": run_list.is_served,
         "run": row.id,
-        "status": listed.standing.get(row.id, row.status),
+        "status": run_list.statuses.get(row.id, row.status),
         "origin": row.origin,
         "began": row.created,
         "name": row.job.name,
         "method": row.job.method,
         "rounds": row.job.rounds,
-        **await watch.run_in_reader_thread(load_figures),
-        "commands": _make_commands(row.job, row.id, watch),
+        **await watcher.run_in_reader_thread(load_figures),
+        "commands": _make_commands(row.job, row.id, watcher),
     }
 
 
-def _make_commands(job: JobSettings, id: str, watch: HomeWatcher) -> dict[str, str]:
-    home = f"--home {watch.home}"
+def _make_commands(job: JobSettings, id: str, watcher: HomeWatcher) -> dict[str, str]:
+    home = f"--home {watcher.home}"
     return {"resume": f"fedquilt resume {id} {home}", "export": f"fedquilt model export {id} {home} --out FILE"}
 
 
-async def load_round_page(watch: HomeWatcher, query: Query, id: str) -> dict[str, Any]:
-    found = await watch.load_follower(id)
-    first, last = found.first, found.last
+async def load_round_page(watcher: HomeWatcher, query: Query, id: str) -> dict[str, Any]:
+    follower = await watcher.load_follower(id)
+    first, last = follower.first_round, follower.last_round
     if first is None or last is None:
         return {"at": time.time(), "round": None, "counts": [], "found": 0, "page": 1, "pages": 1, "devices": []}
     round = _parse_integer(query, "round", last + 1) - 1
-    parts = await watch.load_round_outcomes(found, round)
+    parts = await watcher.load_round_outcomes(follower, round)
     if parts is None:
         raise JobError(f"there has been no round {round + 1}; rounds so far: {first + 1} to {last + 1}")
     code, text = query.get("code", ""), query.get("text", "").casefold()
-    chosen = sorted(
+    matching = sorted(
         (
             (name, part)
             for name, part in parts.items()
             if code in ("", part.code) and (not text or text in name.casefold() or text in part.text.casefold())
         ),
-        key=lambda each: (each[1].code not in round_outcomes.ASKED, each[1].place or 0, each[0]),
+        key=lambda entry: (entry[1].code not in round_outcomes.ASKED, entry[1].place or 0, entry[0]),
     )
-    shown, page, pages = _paginate(chosen, _parse_integer(query, "page", 1), DEVICES)
-    running = round == found.state.round and found.state.phase in ("selecting", "open", "closing")
+    page_outcomes, page, pages = _paginate(matching, _parse_integer(query, "page", 1), PAGE_DEVICES)
+    running = round == follower.state.round and follower.state.phase in ("selecting", "open", "closing")
     return {
         "at": time.time(),
         "round": round + 1,
@@ -211,45 +221,45 @@ async def load_round_page(watch: HomeWatcher, query: Query, id: str) -> dict[str
         "first": first + 1,
         "last": last + 1,
         "counts": run_follower.count_outcomes(parts, running),
-        "found": len(chosen),
+        "found": len(matching),
         "page": page,
         "pages": pages,
-        "devices": [{"device": name, "code": part.code, "text": part.text} for name, part in shown],
+        "devices": [{"device": name, "code": part.code, "text": part.text} for name, part in page_outcomes],
     }
 
 
-async def load_log_page(watch: HomeWatcher, query: Query) -> dict[str, Any]:
-    wanted = query.get("run", "")
-    followed, reading = ([await watch.load_follower(wanted)], False) if wanted else await _load_recent_runs(watch)
+async def load_log_page(watcher: HomeWatcher, query: Query) -> dict[str, Any]:
+    run = query.get("run", "")
+    followers, reading = ([await watcher.load_follower(run)], False) if run else await _load_recent_runs(watcher)
     device, kind, text = query.get("device", ""), query.get("kind", ""), query.get("text", "").casefold()
 
     def select_lines() -> tuple[list[run_follower.LogLine], set[str]]:
-        known = [line for each in followed for line in each.lines]
-        chosen = [
+        lines = [line for follower in followers for line in follower.lines]
+        matching = [
             line
-            for line in known
+            for line in lines
             if kind in ("", line.kind)
             and (not device or device == line.device or device in line.text)
-            and (not text or any(text in said.casefold() for said in (line.text, *line.more)))
+            and (not text or any(text in text_line.casefold() for text_line in (line.text, *line.more)))
         ]
-        return sorted(chosen, key=lambda line: (-line.at, -line.seq)), {line.kind for line in known}
+        return sorted(matching, key=lambda line: (-line.at, -line.seq)), {line.kind for line in lines}
 
-    chosen, kinds = await watch.run_in_reader_thread(select_lines)
-    listed = await watch.load_runs()
+    matching, kinds = await watcher.run_in_reader_thread(select_lines)
+    run_list = await watcher.load_runs()
     return {
         "at": time.time(),
-        "runs": [row.id for row in reversed(listed.rows)][:ROWS],
+        "runs": [row.id for row in reversed(run_list.rows)][:PAGE_ROWS],
         "kinds": sorted(kinds),
-        "found": len(chosen),
+        "found": len(matching),
         "reading": reading,
-        "lines": [line._asdict() for line in chosen[:LOGGED]],
+        "lines": [line._asdict() for line in matching[:MAX_LOG_LINES]],
     }
 
 
-def _paginate(found: Sequence[Any], page: int, size: int) -> tuple[Sequence[Any], int, int]:
-    pages = max(1, -(-len(found) // size))
+def _paginate(rows: Sequence[Any], page: int, size: int) -> tuple[Sequence[Any], int, int]:
+    pages = max(1, -(-len(rows) // size))
     page = min(max(page, 1), pages)
-    return found[(page - 1) * size : page * size], page, pages
+    return rows[(page - 1) * size : page * size], page, pages
 
 
 def _parse_integer(query: Query, name: str, default: int) -> int:
@@ -264,68 +274,68 @@ def _parse_integer(query: Query, name: str, default: int) -> int:
 class MissingDeviceError(JobError): ...
 
 
-BOARDS: Final = 200  # of one rollout that are shown, those first that have not committed it
-LATEST: Final = 100  # rollouts of the list
+MAX_ROLLOUT_DEVICES: Final = 200  # devices without the release come first
+MAX_ROLLOUTS: Final = 100
 
 
-async def load_rollouts(watch: HomeWatcher, query: Query) -> dict[str, Any]:
+async def load_rollouts(watcher: HomeWatcher, query: Query) -> dict[str, Any]:
     def read() -> tuple[list[dict[str, Any]], dict[str, str]]:
-        log = watch.open_rollout_log()
-        around, latest = view.load_context(watch.home, log), log.readable_rollouts()[::-1][:LATEST]
-        return [{**_format_row(kept), "waits": view.load_rollout_wait(kept, log, around)} for kept in latest], {
-            id: str(why) for id, why in log.read_errors().items()
-        }
+        log = watcher.open_rollout_log()
+        context, latest = view.load_context(watcher.home, log), log.readable_rollouts()[::-1][:MAX_ROLLOUTS]
+        return [
+            {**_format_row(rollout), "waits": view.load_rollout_wait(rollout, log, context)} for rollout in latest
+        ], {id: str(reason) for id, reason in log.read_errors().items()}
 
-    rows, odd = await watch.run_in_reader_thread(read)
-    rows += [{"rollout": id, "problem": why} for id, why in odd.items()]
-    return {"at": time.time(), "served": watch.is_served, "rollouts": rows}
+    rows, unreadable = await watcher.run_in_reader_thread(read)
+    rows += [{"rollout": id, "problem": reason} for id, reason in unreadable.items()]
+    return {"at": time.time(), "served": watcher.is_served, "rollouts": rows}
 
 
-async def load_rollout(watch: HomeWatcher, query: Query, id: str) -> dict[str, Any]:
-    kept = await _find_rollout(watch, id)
+async def load_rollout(watcher: HomeWatcher, query: Query, id: str) -> dict[str, Any]:
+    rollout = await _find_rollout(watcher, id)
 
     def read() -> tuple[Any, str]:
-        log = watch.open_rollout_log()
-        facts = log.read_events(id)
-        return facts, view.describe_rollout_wait(kept.state, facts, view.load_context(watch.home, log))
+        log = watcher.open_rollout_log()
+        events = log.read_events(id)
+        return events, view.describe_rollout_wait(rollout.state, events, view.load_context(watcher.home, log))
 
-    facts, waits = await watch.run_in_reader_thread(read)
-    told = view.summarise_rollout_and_devices(kept)
+    events, waits = await watcher.run_in_reader_thread(read)
+    page = view.summarise_rollout_and_devices(rollout)
     steps = [
-        {"at": at, "text": view.format_event(kept.state, fact)}
-        for _, at, fact in facts
-        if not isinstance(fact, StatusReported)
+        {"at": time_s, "text": view.format_event(rollout.state, event)}
+        for _, time_s, event in events
+        if not isinstance(event, StatusReported)
     ]
-    boards = told.pop("boards")
+    boards = page.pop("boards")
     return {
         "at": time.time(),
-        "served": watch.is_served,
-        **told,
-        **_format_row(kept),
-        "boards": boards[:BOARDS],
-        "more": max(0, len(boards) - BOARDS),
+        "served": watcher.is_served,
+        **page,
+        **_format_row(rollout),
+        "boards": boards[:MAX_ROLLOUT_DEVICES],
+        "more": max(0, len(boards) - MAX_ROLLOUT_DEVICES),
         "steps": steps,
         "waits": waits,
     }
 
 
-async def request_revert(watch: HomeWatcher, id: str) -> str:
+async def request_revert(watcher: HomeWatcher, id: str) -> str:
     """Request the end or the roll-back of a rollout, and return a sentence on the effect."""
-    kept = await _find_rollout(watch, id)
+    rollout = await _find_rollout(watcher, id)
 
     def store_request() -> str:
-        with store.Store(watch.home) as written:
-            return run_control.revert_rollout(written, kept.state.id)
+        with store.Store(watcher.home) as job_store:
+            return run_control.revert_rollout(job_store, rollout.state.id)
 
-    return await watch.run_in_reader_thread(store_request)
-
-
-def _format_row(kept: StoredRollout) -> dict[str, Any]:
-    return {**view.summarise_rollout(kept), "now": view.format_step(kept.state)}
+    return await watcher.run_in_reader_thread(store_request)
 
 
-async def _find_rollout(watch: HomeWatcher, id: str) -> StoredRollout:
-    for kept in await watch.run_in_reader_thread(lambda: watch.open_rollout_log().readable_rollouts()):
-        if kept.state.id == id:
-            return kept
-    raise MissingRunError(f"there is no rollout {id[:100]!r} in {watch.home}, or it cannot be read")
+def _format_row(rollout: StoredRollout) -> dict[str, Any]:
+    return {**view.summarise_rollout(rollout), "now": view.format_step(rollout.state)}
+
+
+async def _find_rollout(watcher: HomeWatcher, id: str) -> StoredRollout:
+    for rollout in await watcher.run_in_reader_thread(lambda: watcher.open_rollout_log().readable_rollouts()):
+        if rollout.state.id == id:
+            return rollout
+    raise MissingRunError(f"there is no rollout {id[:100]!r} in {watcher.home}, or it cannot be read")

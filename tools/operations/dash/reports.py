@@ -13,10 +13,10 @@ from typing import Final
 
 from fedquilt.core import FedquiltError, JobError, shorten_error
 
-LIMIT_S: Final = 120.0
-MOST_BYTES: Final = 30_000_000
-HELD: Final = 4  # pages
-NICE: Final = 10  # the coordinator may be on the same machine
+TIMEOUT_S: Final = 120.0
+MAX_BYTES: Final = 30_000_000
+MAX_CACHED_PAGES: Final = 4  # pages
+NICENESS: Final = 10  # the coordinator may be on the same machine
 
 
 class ReportBuilder:
@@ -24,29 +24,31 @@ class ReportBuilder:
         self._home, self._lock = home, asyncio.Lock()
         self._pages: dict[tuple[str, str], bytes] = {}
 
-    async def get_page(self, run: str, done: str) -> bytes:
+    async def get_page(self, run: str, state: str) -> bytes:
         async with self._lock:
-            if (run, done) not in self._pages:
-                made = await self._make_page(run)
-                while len(self._pages) >= HELD:
+            if (run, state) not in self._pages:
+                page = await self._make_page(run)
+                while len(self._pages) >= MAX_CACHED_PAGES:
                     del self._pages[next(iter(self._pages))]
-                self._pages[run, done] = made
-            return self._pages[run, done]
+                self._pages[run, state] = page
+            return self._pages[run, state]
 
     async def _make_page(self, run: str) -> bytes:
-        words = (sys.executable, "-m", "fedquilt.tools.operations.dash.reports", str(self._home), run)
+        command = (sys.executable, "-m", "fedquilt.tools.operations.dash.reports", str(self._home), run)
         pipe = asyncio.subprocess.PIPE
-        process = await asyncio.create_subprocess_exec(*words, stdout=pipe, stderr=pipe, limit=MOST_BYTES)
+        process = await asyncio.create_subprocess_exec(*command, stdout=pipe, stderr=pipe, limit=MAX_BYTES)
         try:
-            page, said = await asyncio.wait_for(process.communicate(), LIMIT_S)
+            page, error_output = await asyncio.wait_for(process.communicate(), TIMEOUT_S)
         except asyncio.TimeoutError:
-            raise JobError(f"the page of {run} was not made within {LIMIT_S:.0f} s: `fedquilt report {run}`") from None
+            raise JobError(
+                f"the page of {run} was not made within {TIMEOUT_S:.0f} s: `fedquilt report {run}`"
+            ) from None
         finally:
             if process.returncode is None:
                 process.kill()
                 await process.wait()
         if process.returncode:
-            lines = said.decode(errors="replace").strip().splitlines() or ["it says nothing"]
+            lines = error_output.decode(errors="replace").strip().splitlines() or ["it says nothing"]
             raise JobError(f"no page of {run} can be made: {shorten_error(lines[-1])}")
         return page
 
@@ -58,7 +60,7 @@ def main(home: str, run: str) -> int:
     from fedquilt.tools import report
     from fedquilt.tools.report.run_data import load_run_data
 
-    os.nice(NICE)
+    os.nice(NICENESS)
     try:
         with StoreReader(Path(home)) as store, extras.report_missing_extras():
             page = report.render_run_page(load_run_data(store, run))

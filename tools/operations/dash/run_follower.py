@@ -22,21 +22,21 @@ from fedquilt.coordinator.views import event_messages, round_outcomes, run_summa
 from fedquilt.coordinator.views.run_summary import RunSummary
 from fedquilt.tools.report import columns, sections
 
-LINES: Final = 1000  # of the log
-CELLS: Final = 40_000  # limit on devices times rounds in memory; earlier rounds are read again on request
-LEAST: Final = 2  # rounds that are held in any case
-DRAWN: Final = 300  # points of a run's plots
+MAX_LOG_LINES: Final = 1000  # of the log
+MAX_CELLS: Final = 40_000  # limit on devices times rounds in memory; earlier rounds are read again on request
+MIN_ROUNDS: Final = 2
+MAX_PLOT_POINTS: Final = 300
 
 
 class LogLine(NamedTuple):
     seq: int
     at: float  # wall-clock seconds
     run: str
-    kind: str  # of the fact
+    kind: str  # class of the event
     round: int | None
     device: str | None
     text: str
-    more: tuple[str, ...]  # reasons, below it
+    more: tuple[str, ...]  # further lines
 
 
 class UpdateTiming(NamedTuple):
@@ -48,86 +48,92 @@ class UpdateTiming(NamedTuple):
 
 @dataclass
 class RoundTimes:
-    began: float  # wall-clock seconds
+    started_s: float  # wall-clock seconds
     took_s: float | None = None  # None while running
-    asked: dict[str, float] = field(default_factory=dict)  # device -> wall-clock seconds of the last time
-    timed: dict[str, UpdateTiming] = field(default_factory=dict)
+    task_sent_s: dict[str, float] = field(default_factory=dict)  # device -> wall-clock seconds of the latest task
+    update_timings: dict[str, UpdateTiming] = field(default_factory=dict)
 
 
 class RunFollower:
     """State of one run after the events so far."""
 
-    def __init__(self, row: StoredJob, cells: int = CELLS) -> None:
-        self.row, self.seq, self.cells = row, 0, cells
-        self.lines: deque[LogLine] = deque(maxlen=LINES)
-        self.turns: dict[int, RoundTimes] = {}
-        self._parts = round_outcomes.RoundOutcomes(JobConstants.from_job(row.job))
-        self.at: float | None = None  # wall-clock seconds of the last fact
-        self.first: int | None = None  # earliest round in which devices were looked at
-        self.last: int | None = None  # latest one
+    def __init__(self, row: StoredJob, max_cells: int = MAX_CELLS) -> None:
+        self.row, self.seq, self.max_cells = row, 0, max_cells
+        self.lines: deque[LogLine] = deque(maxlen=MAX_LOG_LINES)
+        self.round_times: dict[int, RoundTimes] = {}
+        self._outcomes = round_outcomes.RoundOutcomes(JobConstants.from_job(row.job))
+        self.last_event_s: float | None = None  # wall-clock seconds
+        self.first_round: int | None = None  # first round with an eligibility check
+        self.last_round: int | None = None  # latest round with an eligibility check
 
     @property
     def state(self) -> JobState:
-        return self._parts.summary.state
+        return self._outcomes.summary.state
 
     @property
     def summary(self) -> RunSummary:
-        return self._parts.summary
+        return self._outcomes.summary
 
     @property
     def parts(self) -> Mapping[int, Mapping[str, round_outcomes.DeviceOutcome]]:
-        return self._parts.found
+        return self._outcomes.found
 
-    def add_event(self, seq: int, at: float, fact: AnyEvent) -> None:
+    def add_event(self, seq: int, time_s: float, event: AnyEvent) -> None:
         """Apply the next event of the run and add its log line."""
-        before = self.summary
-        self._parts.apply_event(fact, at)
-        text, *more = event_messages.format_event(before, fact, self.summary)
-        round: int | None = fact.round + 1 if hasattr(fact, "round") else None
-        device = fact.update.device if isinstance(fact, UpdateAccepted) else getattr(fact, "device", None)
-        kind = type(fact).__name__
-        self.lines.append(LogLine(seq, at, self.row.id, kind, round, device, text, tuple(more)))
-        if isinstance(fact, CohortSelected | EligibilityRecorded) and fact.round in self._parts.found:
-            self.first = fact.round if self.first is None else self.first
-            self.last = fact.round
-        self._record_times(at, fact)
-        self.seq, self.at = seq, at
-        if isinstance(fact, RoundCommitted):
+        old_summary = self.summary
+        self._outcomes.apply_event(event, time_s)
+        text, *details = event_messages.format_event(old_summary, event, self.summary)
+        round: int | None = event.round + 1 if hasattr(event, "round") else None
+        device = event.update.device if isinstance(event, UpdateAccepted) else getattr(event, "device", None)
+        kind = type(event).__name__
+        self.lines.append(LogLine(seq, time_s, self.row.id, kind, round, device, text, tuple(details)))
+        if isinstance(event, CohortSelected | EligibilityRecorded) and event.round in self._outcomes.found:
+            self.first_round = event.round if self.first_round is None else self.first_round
+            self.last_round = event.round
+        self._record_times(time_s, event)
+        self.seq, self.last_event_s = seq, time_s
+        if isinstance(event, RoundCommitted):
             self._forget_old_rounds()
 
-    def _record_times(self, at: float, fact: AnyEvent) -> None:
-        match fact:
+    def _record_times(self, time_s: float, event: AnyEvent) -> None:
+        match event:
             case CohortSelected():
-                turn = self.turns.setdefault(fact.round, RoundTimes(at))
-                turn.asked.update(dict.fromkeys(fact.devices, at))
+                round_times = self.round_times.setdefault(event.round, RoundTimes(time_s))
+                round_times.task_sent_s.update(dict.fromkeys(event.devices, time_s))
             case UpdateAccepted():
-                usage, turn = fact.update.usage, self.turns.setdefault(fact.round, RoundTimes(at))
-                took_s = usage.wall_s if fact.took_s is None else fact.took_s
-                turn.timed[fact.update.device] = UpdateTiming(took_s, usage.wall_s, usage.down_bytes, usage.up_bytes)
+                usage, round_times = event.update.usage, self.round_times.setdefault(event.round, RoundTimes(time_s))
+                took_s = usage.wall_s if event.took_s is None else event.took_s
+                round_times.update_timings[event.update.device] = UpdateTiming(
+                    took_s, usage.wall_s, usage.down_bytes, usage.up_bytes
+                )
             case RoundCommitted():
-                if fact.round in self.turns:
-                    self.turns[fact.round].took_s = fact.took_s
+                if event.round in self.round_times:
+                    self.round_times[event.round].took_s = event.took_s
 
     def _forget_old_rounds(self) -> None:
-        found = self._parts.found
-        count = sum(map(len, found.values()))
-        for number in sorted(found)[:-LEAST]:
-            if count <= self.cells:
+        outcomes = self._outcomes.found
+        count = sum(map(len, outcomes.values()))
+        for number in sorted(outcomes)[:-MIN_ROUNDS]:
+            if count <= self.max_cells:
                 break
-            count -= len(found.pop(number))
-            self.turns.pop(number, None)
+            count -= len(outcomes.pop(number))
+            self.round_times.pop(number, None)
 
     # -- what is shown --
 
     def make_round_rows(self) -> list[dict[str, Any]]:
         rows = columns.make_round_rows(self.summary)
-        if len(rows) > DRAWN:
-            rows = [rows[round(i * (len(rows) - 1) / (DRAWN - 1))] for i in range(DRAWN)]
+        if len(rows) > MAX_PLOT_POINTS:
+            rows = [rows[round(i * (len(rows) - 1) / (MAX_PLOT_POINTS - 1))] for i in range(MAX_PLOT_POINTS)]
         return rows
 
     def find_last_metric(self) -> float | None:
-        known = (each.scores for each in reversed(self.summary.committed_rounds()) if each.rounds_before)
-        return next((scores.weighted for scores in known if scores is not None), None)
+        all_scores = (
+            committed_round.scores
+            for committed_round in reversed(self.summary.committed_rounds())
+            if committed_round.rounds_before
+        )
+        return next((scores.weighted for scores in all_scores if scores is not None), None)
 
     def make_summary(self) -> dict[str, Any]:
         state, metric = self.state, columns.find_main_metric(self.row.job)
@@ -140,12 +146,12 @@ class RunFollower:
             "metered": state.spent.metered,
             "tasks": state.spent.metered + state.spent.unmetered,
             "declined": self.summary.total.declined,
-            "fact_at": self.at,
+            "fact_at": self.last_event_s,
             "reason": state.reason,
         }
 
     def describe_current_round(
-        self, hold: str | None = None, boards: Mapping[str, DeviceStatus] = {}
+        self, wait_reason: str | None = None, devices: Mapping[str, DeviceStatus] = {}
     ) -> dict[str, Any]:
         """Return phase, devices, counts and wait reason of the current round."""
         state = self.state
@@ -159,16 +165,16 @@ class RunFollower:
             "answered": len(state.answered),
             "selected": len(state.asked) + len(state.answered) + len(state.declined),
             "counts": count_outcomes(parts, running=True),
-            "waits": hold
-            or (wait.text if (wait := wait_reasons.find_round_wait(self.row, state, boards)) is not None else None),
+            "waits": wait_reason
+            or (wait.text if (wait := wait_reasons.find_round_wait(self.row, state, devices)) is not None else None),
         }
 
     def list_device_rounds(self, device: str) -> list[dict[str, Any]]:
-        found = []
+        device_rounds = []
         for number in sorted(self.parts, reverse=True):
             part = self.parts[number].get(device)
             if part is not None:
-                found.append(
+                device_rounds.append(
                     {
                         "round": number + 1,
                         "code": part.code,
@@ -176,49 +182,49 @@ class RunFollower:
                         **self._split_device_time(number, device),
                     }
                 )
-        return found
+        return device_rounds
 
     def _split_device_time(self, number: int, device: str) -> dict[str, Any]:
         # fetching and sending are reported as one time, which is divided by bytes
-        turn = self.turns.get(number)
-        if turn is None:
+        round_times = self.round_times.get(number)
+        if round_times is None:
             return {}
-        asked, timed = turn.asked.get(device), turn.timed.get(device)
-        told: dict[str, Any] = {"at": turn.began, "asked": asked}
-        if timed is None:
-            return told
-        took_s = timed.took_s if turn.took_s is None else turn.took_s
-        split = run_summary.split_round_time(number, took_s, [(timed.took_s, timed.wall_s)])
-        before_s = min(max((asked or turn.began) - turn.began, 0.0), split.wait_s)
-        moved = timed.down_bytes + timed.up_bytes
-        down_s = split.transfer_s * (timed.down_bytes / moved if moved else 0.5)
+        task_sent_s, timing = round_times.task_sent_s.get(device), round_times.update_timings.get(device)
+        times: dict[str, Any] = {"at": round_times.started_s, "asked": task_sent_s}
+        if timing is None:
+            return times
+        took_s = timing.took_s if round_times.took_s is None else round_times.took_s
+        split = run_summary.split_round_time(number, took_s, [(timing.took_s, timing.wall_s)])
+        before_s = min(max((task_sent_s or round_times.started_s) - round_times.started_s, 0.0), split.wait_s)
+        transferred_bytes = timing.down_bytes + timing.up_bytes
+        down_s = split.transfer_s * (timing.down_bytes / transferred_bytes if transferred_bytes else 0.5)
         return {
-            **told,
+            **times,
             "before_s": before_s,
             "down_s": down_s,
             "train_s": split.compute_s,
             "up_s": split.transfer_s - down_s,
             "after_s": split.wait_s - before_s,
-            "down_bytes": timed.down_bytes,
-            "up_bytes": timed.up_bytes,
+            "down_bytes": timing.down_bytes,
+            "up_bytes": timing.up_bytes,
         }
 
 
 def count_outcomes(parts: Mapping[str, round_outcomes.DeviceOutcome], running: bool) -> list[dict[str, Any]]:
     codes = Counter(part.code for part in parts.values())
-    words = {**sections.MEANINGS, "asked": "at work"} if running else sections.MEANINGS
-    return [{"code": code, "text": words.get(code, code), "count": count} for code, count in codes.most_common()]
+    descriptions = {**sections.MEANINGS, "asked": "at work"} if running else sections.MEANINGS
+    return [{"code": code, "text": descriptions.get(code, code), "count": count} for code, count in codes.most_common()]
 
 
 def find_round_outcomes(
-    facts: Iterable[AnyEvent], plan: JobConstants, round: int
+    events: Iterable[AnyEvent], constants: JobConstants, round: int
 ) -> Mapping[str, round_outcomes.DeviceOutcome] | None:
     """Return the outcomes of all devices in one round from a run's events, or None without that round."""
-    told = round_outcomes.RoundOutcomes(plan)
-    for fact in facts:
-        told.apply_event(fact)
-        for number in [number for number in told.found if number < min(round, told.summary.state.round)]:
-            del told.found[number]
-        if told.summary.state.round > round:
+    outcomes = round_outcomes.RoundOutcomes(constants)
+    for event in events:
+        outcomes.apply_event(event)
+        for number in [number for number in outcomes.found if number < min(round, outcomes.summary.state.round)]:
+            del outcomes.found[number]
+        if outcomes.summary.state.round > round:
             break
-    return told.found.get(round)
+    return outcomes.found.get(round)

@@ -8,9 +8,9 @@ from typing import Final
 from fedquilt import open_metrics
 from fedquilt.host import disk
 
-HERE: Final = Path(__file__).parent
+FOLDER: Final = Path(__file__).parent
 FILES: Final = ("grafana.json", "alerts.yml")
-SCRAPE: Final = """\
+PROMETHEUS_CONFIG: Final = """\
 scrape_configs:
   - job_name: fedquilt
     static_configs:
@@ -25,6 +25,6 @@ def write_monitoring_files(folder: Path, target: str) -> list[Path]:
     with disk.disk_errors(f"write {folder}"):
         folder.mkdir(parents=True, exist_ok=True)
     for name in FILES:
-        disk.write_output(folder / name, (HERE / name).read_text(encoding="utf-8"))
-    disk.write_output(folder / "prometheus.yml", SCRAPE.format(target=target, rules=FILES[1]))
+        disk.write_output(folder / name, (FOLDER / name).read_text(encoding="utf-8"))
+    disk.write_output(folder / "prometheus.yml", PROMETHEUS_CONFIG.format(target=target, rules=FILES[1]))
     return [folder / name for name in (*FILES, "prometheus.yml")]

@@ -29,41 +29,48 @@ from fedquilt.core import UNDECODABLE, DataError, FedquiltError, JobError
 from fedquilt.host import http_server
 from fedquilt.host.http_server import ConnectionLimiter, ConnectionLimits, HttpExchange, HttpServer, RequestRefusedError
 from fedquilt.tools.operations import access_control
-from fedquilt.tools.operations.runner.service import BODY_MOST, ModelService, ModelSwitcher, UnknownClassificationError
+from fedquilt.tools.operations.runner.service import (
+    MAX_BODY_BYTES,
+    ModelService,
+    ModelSwitcher,
+    UnknownClassificationError,
+)
 
-ENDING_S: Final = 5.0  # for which requests that have begun are waited for at the end
-LOOK_S: Final = 0.2  # between two looks for a new model
+SHUTDOWN_S: Final = 5.0  # limit for running requests
+POLL_S: Final = 0.2  # interval of checks for a new model
 
 
 def serve_model(
-    place: Path,
+    location: Path,
     listen: str,
     *,
     anywhere: bool = False,
-    say: Callable[[str], None] = print,
+    print_line: Callable[[str], None] = print,
 ) -> None:
     http_server.raise_descriptor_limit()
     address = _require_permitted_address(listen, anywhere)
-    models = ModelSwitcher(place)
-    service = ModelService(models, place if place.is_dir() else None)
+    models = ModelSwitcher(location)
+    service = ModelService(models, location if location.is_dir() else None)
     with contextlib.ExitStack() as stack:
-        say(f"{models.now.network.model} answers at {stack.enter_context(_serve_http(service, address, anywhere))}")
+        print_line(
+            f"{models.current.network.model} answers at {stack.enter_context(_serve_http(service, address, anywhere))}"
+        )
         stack.callback(service.write_status)
         with contextlib.suppress(KeyboardInterrupt):
             while True:
                 if models.reload_if_changed():
-                    service.write_status()  # the agent waits for a word of the new model
+                    service.write_status()  # the agent waits for the status of the new model
                 service.write_status_if_due()
-                time.sleep(LOOK_S)
+                time.sleep(POLL_S)
 
 
 def _require_permitted_address(listen: str, anywhere: bool) -> tuple[str, int]:
     host, port = open_metrics.parse_listen_address(listen)
     try:
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][4][0]
+        ip_address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][4][0]
     except OSError as error:
         raise JobError(f"{listen!r} is no address here: {error.strerror}") from None
-    if not anywhere and not ipaddress.ip_address(str(found).partition("%")[0]).is_loopback:
+    if not anywhere and not ipaddress.ip_address(str(ip_address).partition("%")[0]).is_loopback:
         raise JobError(
             f"--listen {listen}: other machines reach that, and whoever does may ask; say --listen-anywhere if that is "
             "wanted, or use 127.0.0.1"
@@ -76,24 +83,24 @@ def _serve_http(service: ModelService, address: tuple[str, int], anywhere: bool)
     try:
         server = RunnerServer(service, *address, anywhere=anywhere)
     except OSError as error:
-        taken = error.errno == errno.EADDRINUSE
-        mend = "another program listens there; choose another port" if taken else "choose another address"
-        raise JobError(f"cannot answer at {address[0]}:{address[1]}: {error.strerror}; {mend} with --listen") from None
+        in_use = error.errno == errno.EADDRINUSE
+        fix = "another program listens there; choose another port" if in_use else "choose another address"
+        raise JobError(f"cannot answer at {address[0]}:{address[1]}: {error.strerror}; {fix} with --listen") from None
     server.start()
     try:
         yield server.url
     finally:
         server.close()
-        end_s = time.monotonic() + ENDING_S
-        while server.busy and time.monotonic() < end_s:
+        deadline_s = time.monotonic() + SHUTDOWN_S
+        while server.active_requests and time.monotonic() < deadline_s:
             time.sleep(0.02)
 
 
 log = logging.getLogger("fedquilt.runner")
 
-BODIES_MOST: Final = 64 << 20  # bytes of all requests that are being read or wait
-BODIES_SHARE: Final = BODIES_MOST // 2  # bytes of them that one address may have
-SMALL_MOST: Final = 4096  # bytes of a label
+MAX_PENDING_BYTES: Final = 64 << 20  # limit of all request bodies in memory
+MAX_ADDRESS_BYTES: Final = MAX_PENDING_BYTES // 2  # limit of the bodies of one address
+MAX_LABEL_BYTES: Final = 4096
 LIMITS: Final = ConnectionLimits(connections=64, per_address=64)  # on loopback, all clients have one address
 
 
@@ -113,8 +120,8 @@ class RunnerServer:
         connections: ConnectionLimiter | None = None,
     ) -> None:
         self._service, self._anywhere = service, anywhere
-        self.busy = 0  # requests that are being answered
-        self._bytes = Counter[str]()  # address -> bytes of its bodies that have arrived
+        self.active_requests = 0
+        self._pending_bytes = Counter[str]()  # address -> received bytes of unfinished requests
         self._lock = threading.Lock()
         limits = ConnectionLimits(LIMITS.connections, LIMITS.connections // 2) if anywhere else LIMITS
         connections = ConnectionLimiter(limits) if connections is None else connections
@@ -137,12 +144,12 @@ class RunnerServer:
     @contextmanager
     def _count_as_busy(self) -> Iterator[None]:
         with self._lock:
-            self.busy += 1
+            self.active_requests += 1
         try:
             yield
         finally:
             with self._lock:
-                self.busy -= 1
+                self.active_requests -= 1
 
     @contextmanager
     def reserve_body_memory(self, address: str) -> Iterator[Callable[[int], None]]:
@@ -152,48 +159,51 @@ class RunnerServer:
         def reserve(size: int) -> None:
             nonlocal reserved
             with self._lock:
-                if self._bytes[address] + size > BODIES_SHARE or self._bytes.total() + size > BODIES_MOST:
+                if (
+                    self._pending_bytes[address] + size > MAX_ADDRESS_BYTES
+                    or self._pending_bytes.total() + size > MAX_PENDING_BYTES
+                ):
                     raise RequestRefusedError(503, "too many requests wait: try again")
-                self._bytes[address] += size
+                self._pending_bytes[address] += size
                 reserved += size
 
         try:
             yield reserve
         finally:
             with self._lock:
-                self._bytes[address] -= reserved
-                if not self._bytes[address]:
-                    del self._bytes[address]
+                self._pending_bytes[address] -= reserved
+                if not self._pending_bytes[address]:
+                    del self._pending_bytes[address]
 
     # -- requests --
 
     def _answer_request(self, exchange: HttpExchange) -> None:
         with self._count_as_busy():
             try:
-                status, found = 200, self._compute_result(exchange)
+                status, response = 200, self._compute_result(exchange)
             except UnknownClassificationError as error:
-                status, found = 404, {"error": str(error)}
+                status, response = 404, {"error": str(error)}
             except DataError as error:
-                status, found = 400, {"error": str(error)}
+                status, response = 400, {"error": str(error)}
             except FedquiltError as error:
-                status, found = 500, {"error": str(error)}
+                status, response = 500, {"error": str(error)}
             except (RequestRefusedError, OSError):
                 raise
             except Exception as error:
                 log.exception("no answer to a request")
-                status, found = 500, {"error": f"an error of fedquilt's own ({type(error).__name__}): see the log"}
+                status, response = 500, {"error": f"an error of fedquilt's own ({type(error).__name__}): see the log"}
             headers = {"content-type": "application/json", "cache-control": "no-store"}
-            exchange.send_response(status, headers, msgspec.json.encode(found))
+            exchange.send_response(status, headers, msgspec.json.encode(response))
 
     def _compute_result(self, exchange: HttpExchange) -> Any:
         self._require_own_page(exchange)
         match exchange.method, exchange.path:
             case "POST", "/v1/classify":
                 with self.reserve_body_memory(exchange.connection.address) as reserve:
-                    return self._service.classify_bytes(exchange.read_body(BODY_MOST, reserve))
+                    return self._service.classify_bytes(exchange.read_body(MAX_BODY_BYTES, reserve))
             case "POST", "/v1/label":
                 try:
-                    label = msgspec.json.decode(exchange.read_body(SMALL_MOST), type=_LabelRequest)
+                    label = msgspec.json.decode(exchange.read_body(MAX_LABEL_BYTES), type=_LabelRequest)
                 except UNDECODABLE as error:
                     raise RequestRefusedError(400, f'a label is {{"id": ..., "label": ...}}: {error}') from None
                 return {"right": self._service.record_label(label.id, label.label)}
@@ -205,14 +215,17 @@ class RunnerServer:
 
     def _require_own_page(self, exchange: HttpExchange) -> None:
         headers = exchange.headers
-        called = headers.get("host", "").rpartition(":")[0].lower()
-        by_browser = "origin" in headers or "sec-fetch-site" in headers
-        acts = exchange.method == "POST" and by_browser
-        if access_control.refusal_reason(headers, (called,) if self._anywhere else (), acts=acts) is not None:
+        host_name = headers.get("host", "").rpartition(":")[0].lower()
+        from_browser = "origin" in headers or "sec-fetch-site" in headers
+        is_action = exchange.method == "POST" and from_browser
+        if (
+            access_control.refusal_reason(headers, (host_name,) if self._anywhere else (), is_action=is_action)
+            is not None
+        ):
             raise RequestRefusedError(
                 403, "this comes from somebody else's page, or calls the runner by a name: use its address"
             )
 
 
-def _json_error_body(sentence: str) -> tuple[str, bytes]:
-    return "application/json", msgspec.json.encode({"error": sentence})
+def _json_error_body(message: str) -> tuple[str, bytes]:
+    return "application/json", msgspec.json.encode({"error": message})

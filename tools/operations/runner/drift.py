@@ -26,20 +26,20 @@ import msgspec
 import numpy as np
 from msgspec import Meta
 
-SIZE: Final = 500  # examples of the reference, and of what is compared with it
-LEAST: Final = 50  # examples before a comparison
+REFERENCE_SIZE: Final = 500
+MIN_EXAMPLES: Final = 50  # fewer examples give no drift
 BINS: Final = 10
-FEW: Final = 5  # a class that the reference has less often shares a bin with others
-ALPHA: Final = 1e-6  # share of comparisons of the same distribution that may show drift
-CHANNELS_MOST: Final = 16  # channels with numbers of their own
-CORRELATED: Final = 0.98  # largest correlation of neighbours that is believed
+MIN_CLASS_COUNT: Final = 5  # rarer classes share one bin
+ALPHA: Final = 1e-6  # probability of drift between samples of the same distribution
+MAX_CHANNELS: Final = 16  # further channels have no features
+MAX_CORRELATION: Final = 0.98
 
 
 class ReferenceDistribution(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    names: tuple[str, ...]  # of the numbers
-    edges: tuple[tuple[float, ...], ...]  # of each: ascending, up to BINS - 1
-    counts: tuple[tuple[float, ...], ...]  # of each: below, at and between its edges
-    weights: tuple[Annotated[float, Meta(gt=0, le=1)], ...]  # of each: what an example counts for
+    names: tuple[str, ...]  # names of the features
+    edges: tuple[tuple[float, ...], ...]  # ascending edges of each feature, up to BINS - 1
+    counts: tuple[tuple[float, ...], ...]  # counts of each feature below, at and between the edges
+    weights: tuple[Annotated[float, Meta(gt=0, le=1)], ...]  # effective weight of an example, for each feature
     classes: tuple[int, ...]  # classes with a bin each, in order; the last bin contains all other classes
     class_counts: tuple[float, ...]
     class_weight: Annotated[float, Meta(gt=0, le=1)] = 1.0
@@ -47,37 +47,39 @@ class ReferenceDistribution(msgspec.Struct, frozen=True, forbid_unknown_fields=T
     @property
     def is_consistent(self) -> bool:
         """Whether the fields fit each other. A damaged file may violate this."""
-        numbers = len(self.names) == len(self.edges) == len(self.counts) == len(self.weights)
-        bins = all(len(found) == 2 * len(limits) + 1 for limits, found in zip(self.edges, self.counts, strict=False))
-        counted = all(sum(found) > 0 and min(found) >= 0 for found in (*self.counts, self.class_counts))
-        return numbers and bins and counted and len(self.class_counts) == len(self.classes) + 1
+        has_all_features = len(self.names) == len(self.edges) == len(self.counts) == len(self.weights)
+        has_all_bins = all(
+            len(counts) == 2 * len(limits) + 1 for limits, counts in zip(self.edges, self.counts, strict=False)
+        )
+        has_counts = all(sum(counts) > 0 and min(counts) >= 0 for counts in (*self.counts, self.class_counts))
+        return has_all_features and has_all_bins and has_counts and len(self.class_counts) == len(self.classes) + 1
 
 
 def compute_features(prepared: np.ndarray, scores: np.ndarray) -> tuple[tuple[str, ...], np.ndarray]:
-    found: dict[str, np.ndarray] = {}
+    features: dict[str, np.ndarray] = {}
     x = prepared.astype(np.float64)
     if x.ndim == 4:  # images (n, channels, height, width)
-        for channel in range(min(x.shape[1], CHANNELS_MOST)):
-            found[f"mean {channel}"] = x[:, channel].mean(axis=(1, 2))
-            found[f"deviation {channel}"] = x[:, channel].std(axis=(1, 2))
+        for channel in range(min(x.shape[1], MAX_CHANNELS)):
+            features[f"mean {channel}"] = x[:, channel].mean(axis=(1, 2))
+            features[f"deviation {channel}"] = x[:, channel].std(axis=(1, 2))
         if x.shape[3] > 1:
-            found["grain"] = np.abs(np.diff(x, axis=3)).mean(axis=(1, 2, 3))
+            features["grain"] = np.abs(np.diff(x, axis=3)).mean(axis=(1, 2, 3))
     elif x.ndim == 3:  # series (n, steps, channels)
-        for channel in range(min(x.shape[2], CHANNELS_MOST)):
-            found[f"mean {channel}"] = x[:, :, channel].mean(axis=1)
-            found[f"deviation {channel}"] = x[:, :, channel].std(axis=1)
+        for channel in range(min(x.shape[2], MAX_CHANNELS)):
+            features[f"mean {channel}"] = x[:, :, channel].mean(axis=1)
+            features[f"deviation {channel}"] = x[:, :, channel].std(axis=1)
     else:
         flat = x.reshape(len(x), -1)
-        if flat.shape[1] <= CHANNELS_MOST:
-            found |= {f"value {column}": flat[:, column] for column in range(flat.shape[1])}
+        if flat.shape[1] <= MAX_CHANNELS:
+            features |= {f"value {column}": flat[:, column] for column in range(flat.shape[1])}
         else:
-            found |= {"mean": flat.mean(axis=1), "deviation": flat.std(axis=1)}
-            found["grain"] = np.abs(np.diff(flat, axis=1)).mean(axis=1)
+            features |= {"mean": flat.mean(axis=1), "deviation": flat.std(axis=1)}
+            features["grain"] = np.abs(np.diff(flat, axis=1)).mean(axis=1)
     odds = np.exp(scores - scores.max(axis=1, keepdims=True).astype(np.float64))
     shares = odds / odds.sum(axis=1, keepdims=True)
-    found["confidence"] = shares.max(axis=1)
-    found["entropy"] = -(shares * np.log(np.maximum(shares, 1e-300))).sum(axis=1)
-    return tuple(found), np.stack(list(found.values()), axis=1)
+    features["confidence"] = shares.max(axis=1)
+    features["entropy"] = -(shares * np.log(np.maximum(shares, 1e-300))).sum(axis=1)
+    return tuple(features), np.stack(list(features.values()), axis=1)
 
 
 def make_reference(names: Sequence[str], values: np.ndarray, classes: np.ndarray) -> ReferenceDistribution:
@@ -86,20 +88,24 @@ def make_reference(names: Sequence[str], values: np.ndarray, classes: np.ndarray
     )
     counts = []
     for column, limits in zip(values.T, edges, strict=True):
-        found = Counter(find_bin(limits, value) for value in column)
-        counts.append(tuple(float(found[bin]) for bin in range(2 * len(limits) + 1)))
-    told = Counter(int(each) for each in classes)
-    own = tuple(sorted(number for number, count in told.items() if count >= FEW))
-    rest = float(len(classes) - sum(told[number] for number in own))
-    hot = np.stack([classes == number for number in own], axis=1) if own else np.zeros((len(classes), 1))
+        bin_counts = Counter(find_bin(limits, value) for value in column)
+        counts.append(tuple(float(bin_counts[bin]) for bin in range(2 * len(limits) + 1)))
+    class_counts = Counter(int(class_number) for class_number in classes)
+    frequent_classes = tuple(sorted(number for number, count in class_counts.items() if count >= MIN_CLASS_COUNT))
+    rare_count = float(len(classes) - sum(class_counts[number] for number in frequent_classes))
+    one_hot = (
+        np.stack([classes == number for number in frequent_classes], axis=1)
+        if frequent_classes
+        else np.zeros((len(classes), 1))
+    )
     return ReferenceDistribution(
         tuple(names),
         edges,
         tuple(counts),
         tuple(_estimate_effective_weight(column[:, None]) for column in values.T),
-        own,
-        (*(float(told[number]) for number in own), rest),
-        _estimate_effective_weight(hot.astype(np.float64)),
+        frequent_classes,
+        (*(float(class_counts[number]) for number in frequent_classes), rare_count),
+        _estimate_effective_weight(one_hot.astype(np.float64)),
     )
 
 
@@ -111,11 +117,11 @@ def find_bin(edges: Sequence[float], value: float) -> int:
 def _estimate_effective_weight(columns: np.ndarray) -> float:
     # (1 - r) / (1 + r) with the correlation r of neighbouring examples
     centred = columns - columns.mean(axis=0)
-    whole = float((centred**2).sum())
-    if whole <= 0:
+    total_variance = float((centred**2).sum())
+    if total_variance <= 0:
         return 1.0
-    alike = min(max(float((centred[1:] * centred[:-1]).sum()) / whole, 0.0), CORRELATED)
-    return 1.0 if alike < 2 / math.sqrt(len(columns)) else (1 - alike) / (1 + alike)
+    correlation = min(max(float((centred[1:] * centred[:-1]).sum()) / total_variance, 0.0), MAX_CORRELATION)
+    return 1.0 if correlation < 2 / math.sqrt(len(columns)) else (1 - correlation) / (1 + correlation)
 
 
 class DriftCounts:
@@ -126,68 +132,74 @@ class DriftCounts:
         size: Number of examples of the reference, and effective number of compared examples.
     """
 
-    def __init__(self, known: ReferenceDistribution | None = None, size: int = SIZE) -> None:
-        self.reference, self._size = known, size
-        self._keep = 1 - 2 / (size + 1)  # factor of all counts at each example: they weigh as `size` of equal weight
-        self._first: list[tuple[np.ndarray, int]] = []
+    def __init__(self, reference: ReferenceDistribution | None = None, size: int = REFERENCE_SIZE) -> None:
+        self.reference, self._size = reference, size
+        self._decay = 1 - 2 / (size + 1)  # makes the counts worth `size` equally weighted examples
+        self._first_examples: list[tuple[np.ndarray, int]] = []
         self._names: tuple[str, ...] = ()
         self._counts: list[list[float]] = []
         self._classes: list[float] = []
-        self._sum = self._squares = 0.0  # of the weights of the examples counted
-        if known is not None:
-            self._reset_counts(known)
+        self._weight_sum = self._squared_weight_sum = 0.0
+        if reference is not None:
+            self._reset_counts(reference)
 
-    def _reset_counts(self, known: ReferenceDistribution) -> None:
-        self._counts = [[0.0] * len(each) for each in known.counts]
-        self._classes = [0.0] * len(known.class_counts)
+    def _reset_counts(self, reference: ReferenceDistribution) -> None:
+        self._counts = [[0.0] * len(counts) for counts in reference.counts]
+        self._classes = [0.0] * len(reference.class_counts)
 
     def add_examples(self, names: tuple[str, ...], values: np.ndarray, classes: Sequence[int]) -> None:
         """Count examples, the first of which become the reference if there is none with these features."""
-        if self.reference is not None and self.reference.names != names:  # made by another version
+        # the reference is from another version of fedquilt
+        if self.reference is not None and self.reference.names != names:
             self.reference = None
         for row, number in zip(values, classes, strict=True):
             if self.reference is None:
-                self._first.append((row, number))
-                if len(self._first) >= self._size:
-                    rows, numbers_ = zip(*self._first, strict=True)
-                    self.reference = make_reference(names, np.stack(rows), np.array(numbers_))
-                    self._first.clear()
+                self._first_examples.append((row, number))
+                if len(self._first_examples) >= self._size:
+                    rows, class_numbers = zip(*self._first_examples, strict=True)
+                    self.reference = make_reference(names, np.stack(rows), np.array(class_numbers))
+                    self._first_examples.clear()
                     self._reset_counts(self.reference)
             else:
                 self._add_to_decayed_counts(self.reference, row.tolist(), number)
 
-    def _add_to_decayed_counts(self, known: ReferenceDistribution, row: Sequence[float], number: int) -> None:
-        keep = self._keep
-        self._sum, self._squares = self._sum * keep + 1, self._squares * keep * keep + 1
+    def _add_to_decayed_counts(self, reference: ReferenceDistribution, row: Sequence[float], class_number: int) -> None:
+        decay = self._decay
+        self._weight_sum, self._squared_weight_sum = (
+            self._weight_sum * decay + 1,
+            self._squared_weight_sum * decay * decay + 1,
+        )
         for counts in (*self._counts, self._classes):
             for index, count in enumerate(counts):
                 if count:
-                    counts[index] = count * keep
-        for counts, edges, value in zip(self._counts, known.edges, row, strict=True):
+                    counts[index] = count * decay
+        for counts, edges, value in zip(self._counts, reference.edges, row, strict=True):
             counts[find_bin(edges, value)] += 1
-        found = bisect_left(known.classes, number)
-        mine = found < len(known.classes) and known.classes[found] == number
-        self._classes[found if mine else len(known.classes)] += 1
+        position = bisect_left(reference.classes, class_number)
+        has_bin = position < len(reference.classes) and reference.classes[position] == class_number
+        self._classes[position if has_bin else len(reference.classes)] += 1
 
     @property
     def effective_sample(self) -> float:
         """Number of equally weighted examples that the decaying counts are worth."""
-        return self._sum**2 / self._squares if self._squares else 0.0
+        return self._weight_sum**2 / self._squared_weight_sum if self._squared_weight_sum else 0.0
 
     def compute_distances(self) -> dict[str, float]:
         """Return the distance (0 to 1) of each feature, or {} before enough examples were counted."""
-        known = self.reference
-        if known is None or self.effective_sample < min(LEAST, self._size):
+        reference = self.reference
+        if reference is None or self.effective_sample < min(MIN_EXAMPLES, self._size):
             return {}
-        alpha = ALPHA / (len(known.names) + 1)
-        found = {
-            name: compute_excess_distance(before, now, weight, self.effective_sample, alpha)
-            for name, before, now, weight in zip(known.names, known.counts, self._counts, known.weights, strict=True)
+        alpha = ALPHA / (len(reference.names) + 1)
+        distances = {
+            name: compute_excess_distance(reference_counts, counts, weight, self.effective_sample, alpha)
+            for name, reference_counts, counts, weight in zip(
+                reference.names, reference.counts, self._counts, reference.weights, strict=True
+            )
         }
-        found["class"] = compute_excess_distance(
-            known.class_counts, self._classes, known.class_weight, self.effective_sample, alpha
+        distances["class"] = compute_excess_distance(
+            reference.class_counts, self._classes, reference.class_weight, self.effective_sample, alpha
         )
-        return found
+        return distances
 
     def compute_score(self) -> float | None:
         """Return the largest distance, or None before enough examples were counted."""
@@ -195,30 +207,30 @@ class DriftCounts:
 
 
 def compute_excess_distance(
-    before: Sequence[float], now: Sequence[float], weight: float, sample: float, alpha: float = ALPHA
+    reference: Sequence[float], counts: Sequence[float], weight: float, sample_size: float, alpha: float = ALPHA
 ) -> float:
     """Return the Jensen-Shannon distance (0 to 1) of two histograms in excess of chance.
 
     Args:
-        before: Counts of the reference.
-        now: Counts in the same bins.
+        reference: Counts of the reference.
+        counts: Counts in the same bins.
         weight: Effective weight of an example.
-        sample: Number of examples that `now` is worth.
+        sample_size: Number of examples that `counts` is worth.
         alpha: Probability of a distance above 0 without drift.
     """
-    p, q = np.asarray(before, np.float64), np.asarray(now, np.float64)
-    used = (p + q) > 0
-    bins = int(used.sum())
+    p, q = np.asarray(reference, np.float64), np.asarray(counts, np.float64)
+    is_used = (p + q) > 0
+    bins = int(is_used.sum())
     if bins < 2:
         return 0.0
-    unit = (1 / (p.sum() * weight) + 1 / (sample * weight)) / (8 * math.log(2))
-    p, q = p[used] / p.sum(), q[used] / q.sum()
+    unit = (1 / (p.sum() * weight) + 1 / (sample_size * weight)) / (8 * math.log(2))
+    p, q = p[is_used] / p.sum(), q[is_used] / q.sum()
     mean = (p + q) / 2
-    found = float(sum((each[each > 0] * np.log2(each[each > 0] / mean[each > 0])).sum() for each in (p, q)) / 2)
-    if found <= chi_squared_quantile(bins - 1, alpha) * unit:
+    divergence = float(sum((part[part > 0] * np.log2(part[part > 0] / mean[part > 0])).sum() for part in (p, q)) / 2)
+    if divergence <= chi_squared_quantile(bins - 1, alpha) * unit:
         return 0.0
     expected = (bins - 1) * unit
-    return math.sqrt(min(max((found - expected) / (1 - expected), 0.0), 1.0)) if expected < 1 else 0.0
+    return math.sqrt(min(max((divergence - expected) / (1 - expected), 0.0), 1.0)) if expected < 1 else 0.0
 
 
 def chi_squared_quantile(degrees: int, alpha: float) -> float:
@@ -226,5 +238,5 @@ def chi_squared_quantile(degrees: int, alpha: float) -> float:
 
     The approximation is by E. B. Wilson and M. M. Hilferty, PNAS 17, 1931.
     """
-    part = 2 / (9 * degrees)
-    return degrees * (1 - part + NormalDist().inv_cdf(1 - alpha) * math.sqrt(part)) ** 3
+    variance = 2 / (9 * degrees)
+    return degrees * (1 - variance + NormalDist().inv_cdf(1 - alpha) * math.sqrt(variance)) ** 3
