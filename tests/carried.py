@@ -96,7 +96,7 @@ def plan(name: str, place: Path) -> agents.FleetPlan:
 
 
 def simulated(given: agents.FleetPlan, hands: WorkBackend, home: Path) -> Outcome:
-    held = {member.device: len(member.held) for member in given.load_devices()[0]}
+    held = {member.device: len(member.held_out) for member in given.load_devices()[0]}
     with Simulation(given.job, given.bundle, held, home) as simulation:
         for _ in run.run_rounds(simulation, hands):
             pass

@@ -153,7 +153,7 @@ class Agents:
         command = (
             sys.executable,
             "-c",
-            agents.RUN,
+            agents.AGENT_PROGRAM,
             str(os.getpid()),
             "agent",
             str(self._user.folder / f"{name}.toml"),

@@ -66,12 +66,12 @@ class Bench:
     resident_bytes = 0
 
     def __init__(self) -> None:
-        self.orders: list[WorkRequest] = []
+        self.requests: list[WorkRequest] = []
         self.killed = 0
         self.events: list[Event] = []
 
     def start(self, order: WorkRequest, now_s: float) -> None:
-        self.orders.append(order)
+        self.requests.append(order)
 
     def poll_events(self, now_s: float) -> list[Event]:
         events, self.events = self.events, []
@@ -92,7 +92,7 @@ class Bench:
 
     def finish(self, private: float | None = None, **changes: Any) -> None:
         """The model of the order plus one; private state if the test wants it."""
-        order = self.orders[-1]
+        order = self.requests[-1]
         out = Path(order.out)
         model = {name: array + 1 for name, array in tensors.read_tensors(Path(order.bundles["model"])).items()}
         ref = write_tensors(out / "bundle", model)

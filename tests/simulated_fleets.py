@@ -45,10 +45,10 @@ class Fleet:
         bundle = write_bundle(self.place / f"bundle-{flops:g}", replace(made, meta={**made.meta, "flops": flops}))
         load = methods.load if method is None else lambda name: method
         given = list(members) or point_members(devices, 13)
-        hands, held = run.make_local_backend(given, load=load, engine=self.engine)
+        hands, held = run.make_local_backend(given, load_method=load, engine=self.engine)
         wanted = make_job(name, table.pop("params", SMALL), **{"rounds": 2, **table})
         place = self.place / (home or f"home-{self._count}")
-        simulation = Simulation(wanted, bundle, held, place, load=load, engine="numpy", make=make)
+        simulation = Simulation(wanted, bundle, held, place, load_method=load, engine="numpy", create_board=make)
         return self._stack.enter_context(simulation), hands
 
     def played(self, *args: Any, **options: Any) -> Simulation:
@@ -59,6 +59,6 @@ class Fleet:
 
 
 def facts(simulation: Simulation, kind: type[Any] | None = None) -> list[Any]:
-    with Store(simulation.fleet.depot.folder.parent) as store:
+    with Store(simulation.fleet.blob_store.folder.parent) as store:
         found: list[AnyEvent] = [fact for _, _, fact in store.read_events(simulation.run)]
     return [fact for fact in found if kind is None or isinstance(fact, kind)]

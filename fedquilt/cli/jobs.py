@@ -157,10 +157,10 @@ def _run_job(
 
             return single_run.run_and_print(plan, wordy=wordy, **workers.to_keywords())
         if link == "memory":
-            return tool.run_fleet_virtually(plan, wordy=wordy)
+            return tool.run_fleet_virtually(plan, verbose=wordy)
     except KeyboardInterrupt:
         return "", "running"
-    return tool.run_fleet_on_broker(plan, broker.to_table() if link == "broker" else None, wordy=wordy)
+    return tool.run_fleet_on_broker(plan, broker.to_table() if link == "broker" else None, verbose=wordy)
 
 
 def _write_report(home: Path, run: str, file: Path) -> None:
@@ -373,7 +373,7 @@ def config(
 
 def write_job(job: NewJob, *, force: bool) -> None:
     job.write(force=force)
-    for line in (*job.list_notes(), f"wrote {job.out}"):
+    for line in (*job.list_notes(), f"wrote {job.path}"):
         print("\n".join(table.fold_line(line)), flush=True)
 
 

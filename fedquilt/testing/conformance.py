@@ -171,9 +171,13 @@ def _require_run_on_network(
         return there[-1]
 
     double = replace(method, step=step_through_store)
-    devices = [replace(each, train=as_images(each.train), held=as_images(each.held)) for each in point_members()]
     devices = [
-        replace(each, train=with_targets(each.train, task), held=with_targets(each.held, task)) for each in devices
+        replace(
+            device,
+            train=with_targets(as_images(device.train), task),
+            held_out=with_targets(as_images(device.held_out), task),
+        )
+        for device in point_members()
     ]
     if task not in method.traits.prediction_tasks:
         told = ""

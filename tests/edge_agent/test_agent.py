@@ -18,7 +18,7 @@ from fedquilt.edge_agent.task.protocol import ProgressReport, WorkResult
 def test_a_task_goes_round_and_leaves_nothing_behind(site: Site) -> None:
     task = site.ask()
     assert [(claim.accepted, claim.round) for claim in site.all("claim")] == [(True, 0)]
-    (order,) = site.bench.orders
+    (order,) = site.bench.requests
     assert order.task == task
     np.testing.assert_array_equal(tensors.read_tensors(Path(order.bundles["model"]))["w"], MODEL["w"])
     site.bench.finish()
@@ -88,7 +88,7 @@ def test_a_task_whose_process_somebody_killed_is_carried_out_all_the_same(site: 
     site.ask()
     site.bench.events.append(WorkResult(code="failed", reason="killed by somebody", killed=True))
     site.run()
-    first, second = site.bench.orders
+    first, second = site.bench.requests
     assert first.task == second.task
     assert not any(Path(second.out).iterdir())
     site.bench.finish()
@@ -101,7 +101,7 @@ def test_a_board_without_memory_left_refuses(site: Site) -> None:
     site.board.available_bytes = 1 << 20
     site.ask()
     assert site.all("claim")[-1].code == "memory"
-    assert site.bench.orders == []
+    assert site.bench.requests == []
 
 
 def test_memory_that_the_waiting_task_process_holds_counts_as_free(site: Site) -> None:
@@ -109,7 +109,7 @@ def test_memory_that_the_waiting_task_process_holds_counts_as_free(site: Site) -
     site.bench.resident_bytes = 1 << 30
     site.ask()
     assert site.all("claim")[-1].accepted
-    assert len(site.bench.orders) == 1
+    assert len(site.bench.requests) == 1
 
 
 def test_a_task_larger_than_the_disk_is_refused(site: Site) -> None:
@@ -166,7 +166,7 @@ def test_bad_bytes_are_counted_and_dropped(site: Site, leaf: str) -> None:
         site.say(leaf, payload)
     assert site.agent.garbage.dropped == 3
     site.ask()
-    assert len(site.bench.orders) == 1
+    assert len(site.bench.requests) == 1
 
 
 def test_a_cleared_task_is_killed(site: Site) -> None:

@@ -66,7 +66,7 @@ def test_agents_and_a_resumed_run_give_the_bits_of_a_calm_one(tmp_path: Path, mo
 
 def simulated(given: agents.FleetPlan, home: Path, interrupted: bool = False) -> Outcome:
     devices, _ = given.load_devices()
-    held = {member.device: len(member.held) for member in devices}
+    held = {member.device: len(member.held_out) for member in devices}
     hands, _ = run.make_local_backend(devices)
     for last in (0, None) if interrupted else (None,):
         with Simulation(given.job, given.bundle, held, home) as simulation:

@@ -80,7 +80,7 @@ def run_to_last_state(
 ) -> Any:
     common = {"name": "dry-run", "method": job.method, "seed": job.seed, "cohort": {"attempts": 1}}
     short = settings.parse_job({**common, **table})
-    *_, last = simulated.iterate_states(short, folder, members, load=lambda name: method, engine=engine)
+    *_, last = simulated.iterate_states(short, folder, members, load_method=lambda name: method, engine=engine)
     return last
 
 

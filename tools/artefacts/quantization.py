@@ -250,7 +250,7 @@ class _ScoringDevice:
             self.engine,
             tensors.seeded_rng("int8"),
             member.train,
-            member.held,
+            member.held_out,
             {},
             lambda name: {},
             paths.__getitem__,
@@ -366,7 +366,7 @@ def _score_original_and_quantized(
             engine=bench.engine,
             local=local,
             cache=bench.folder / "cache",
-            path=lambda ref: bench.folder / "blobs" / ref.sha256,
+            path_of_blob=lambda ref: bench.folder / "blobs" / ref.sha256,
         )
         answer = METHOD.work(task, site)
         local = answer.local

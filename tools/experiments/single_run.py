@@ -108,7 +108,7 @@ def run_seed(
                 marks.append(spent.make_evaluation_point(0, judge.evaluate(simulation, hands, shares=False)))
             if is_evaluation_due(simulation, every) and (not marks or marks[-1].rounds < done):
                 marks.append(spent.make_evaluation_point(done, judge.evaluate(simulation, hands, shares=bool(every))))
-            refusals.update(simulation.refusals)
+            refusals.update(simulation.decline_reasons)
             figures.update(look(simulation, hands))
             tell(done)
 
@@ -123,10 +123,10 @@ def run_seed(
             workers=workers,
             engine=engine,
             mixed=mixed,
-            together=together,
+            batched=together,
             test=test,
             observe=observe,
-            away=absent,
+            offline=absent,
         )
     return SeedRun(
         method=job.method,
@@ -255,12 +255,12 @@ def run_job(
             engine=engine,
             mixed=mixed,
             test=test,
-            heard=heard,
+            on_event=heard,
             observe=observe,
             home=home,
         )
     for each in ran:
-        shutil.rmtree(each.devices, ignore_errors=True)
+        shutil.rmtree(each.devices_folder, ignore_errors=True)
     return ran[0].run
 
 

@@ -35,7 +35,7 @@ def test_a_model_whose_release_json_is_damaged_is_known_by_its_file(place: Place
     second, blob = place.release(2)
     started.stage(second, blob)
     started.start_check(second)
-    assert place.checks.orders[0].before == str(place.folder / short(first) / "model.onnx")
+    assert place.checks.requests[0].before == str(place.folder / short(first) / "model.onnx")
     (place.folder / "current/model.onnx").write_bytes(b"another")
     assert ModelReleases(place.settings, place.board, place.checks).current_sha256() == ""
 
@@ -116,7 +116,7 @@ def begun(place: Place) -> DesiredRelease:
 def test_joules_of_an_answer_are_the_boards_while_answers_were_timed(place: Place) -> None:
     """5 W, as the meter says, for ten answers in two seconds; what comes before and after does not count."""
     begun(place)
-    (order,) = place.checks.orders
+    (order,) = place.checks.requests
     assert Path(order.before).read_bytes() == network(gain=1)
     assert Path(order.model).read_bytes() == network(gain=2)
     assert order.timed_s > 1  # as there is a meter
@@ -141,7 +141,7 @@ def test_the_shape_of_a_release_is_the_one_that_its_check_runs(place: Place) -> 
     wanted = replace(wanted, input_shape=(3, 48, 192))
     place.models.stage(wanted, blob)
     place.models.start_check(wanted)
-    assert [order.input_shape for order in place.checks.orders] == [(3, 48, 192)]
+    assert [order.input_shape for order in place.checks.requests] == [(3, 48, 192)]
 
 
 def test_a_check_whose_process_somebody_killed_is_reported(place: Place) -> None:

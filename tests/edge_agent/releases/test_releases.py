@@ -142,10 +142,10 @@ def test_no_task_begins_while_a_release_is_checked(site: Site, toy: ToyKind) -> 
     site.ask()
     site.run(5.0)
     assert site.all("claim")[-1].accepted
-    assert site.bench.orders == []
+    assert site.bench.requests == []
     toy.verdict = verdict
     site.run(1.0)
-    assert len(site.bench.orders) == 1
+    assert len(site.bench.requests) == 1
 
 
 @pytest.mark.parametrize("force", [False, True])

@@ -62,7 +62,7 @@ def facts_of(given: fleet.FleetPlan, run: str) -> list[object]:
 
 def test_a_fleet_on_virtual_time_that_waits_for_boards_that_never_come_says_so(tmp_path: Path) -> None:
     given = plan(tmp_path, cohort={"min_devices": 5}, fleet={"devices": 2})
-    with pytest.raises(JobError, match="has waited for boards since its round 1"):
+    with pytest.raises(JobError, match="waits for devices in round 1"):
         fleet.run_fleet_virtually(given)
 
 
@@ -113,7 +113,7 @@ def test_processes_on_a_real_broker_end_with_the_same_bits_as_virtual_time(tmp_p
 def test_a_fleet_whose_agents_all_fail_says_what_one_of_them_said(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fleet, "RUN", "raise SystemExit('the port is taken')")
+    monkeypatch.setattr(fleet, "AGENT_PROGRAM", "raise SystemExit('the port is taken')")
     with pytest.raises(JobError, match="every agent has ended; jetson-nano-00 said: the port is taken"):
         fleet.run_fleet_on_broker(plan(tmp_path), None)
 
@@ -121,10 +121,10 @@ def test_a_fleet_whose_agents_all_fail_says_what_one_of_them_said(
 def test_an_agent_that_is_killed_is_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    killed = fleet.RUN.replace(
+    killed = fleet.AGENT_PROGRAM.replace(
         "import sys;", "import os, sys; 'jetson-tx2-01' in sys.argv[-1] and os.kill(os.getpid(), 9);"
     )
-    monkeypatch.setattr(fleet, "RUN", killed)
+    monkeypatch.setattr(fleet, "AGENT_PROGRAM", killed)
     given = plan(tmp_path, cohort={"size": 2}, check={"every": 0})
     monkeypatch.setattr(
         fleet.FleetPlan, "queue_or_resume", lambda plan, store: store.add_job(plan.job, plan.bundle.resolve())

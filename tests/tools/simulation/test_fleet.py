@@ -197,7 +197,7 @@ def test_what_devices_declined_before_an_interruption_is_told_after_it(fleet: Fl
     ended = fleet.played(**options)
     assert ended.run == begun.run
     assert len(ended.rounds) == 3
-    assert list(ended.refusals) == ["dev-1"]
+    assert list(ended.decline_reasons) == ["dev-1"]
 
 
 def test_a_kill_while_an_answer_is_noted_loses_no_home(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -264,7 +264,7 @@ def test_a_worker_that_is_killed_is_told_with_the_mend_and_leaves_nothing_behind
 def test_what_a_worker_said_last_or_died_of_is_told(words: str, ends: signal.Signals, said: str) -> None:
     with WorkerPool(processes := ProcessWorkers("numpy", 1), point_members(2, 13)) as pool:
         pool.wait_until_ready()
-        (pool.folder / "said").write_text(words)
+        (pool.folder / "workers.log").write_text(words)
         os.kill(processes.pid, ends)
         with pytest.raises(PoolError, match=said):
             pool.wait_until_ready()

@@ -20,7 +20,7 @@ from fedquilt.edge_agent.agent_state import PRIVATE
 from fedquilt.edge_agent.engines.numpy_engine import NumpyEngine
 from fedquilt.testing.toy_networks import point_members
 from fedquilt.tools.simulation.run import make_local_backend, run_rounds
-from fedquilt.tools.simulation.simulated_job import ROOM_BYTES, Simulation
+from fedquilt.tools.simulation.simulated_job import UNLIMITED_BYTES, Simulation
 
 JOB = {"name": "toy", "engine": "numpy", "params": {"epochs": 1, "batch": 4, "lr": 0.1}}
 
@@ -29,8 +29,8 @@ def played(
     folder: Path, act: Callable[[Simulation], None], *, method: str = "fedavg", away: Collection[str] = (), **job: Any
 ) -> Simulation:
     given = settings.parse_job({**JOB, "method": method, **job})
-    hands, held = make_local_backend(point_members(4, 13), engine=NumpyEngine(ROOM_BYTES, base_bytes=0))
-    with Simulation(given, folder, held, folder.parent / "home", away=away) as simulation:
+    hands, held = make_local_backend(point_members(4, 13), engine=NumpyEngine(UNLIMITED_BYTES, base_bytes=0))
+    with Simulation(given, folder, held, folder.parent / "home", offline=away) as simulation:
         for each in run_rounds(simulation, hands):
             act(each)
     return simulation
@@ -49,10 +49,10 @@ def test_devices_that_come_later_take_part_from_the_round_that_is_open_then(fold
 
 def test_a_run_that_everybody_has_left_stands_still_and_says_so(folder: Path) -> None:
     given = settings.parse_job({**JOB, "method": "fedavg", "rounds": 2})
-    hands, held = make_local_backend(point_members(4, 13), engine=NumpyEngine(ROOM_BYTES, base_bytes=0))
-    with Simulation(given, folder, held, folder.parent / "home", away=held) as simulation:
+    hands, held = make_local_backend(point_members(4, 13), engine=NumpyEngine(UNLIMITED_BYTES, base_bytes=0))
+    with Simulation(given, folder, held, folder.parent / "home", offline=held) as simulation:
         assert list(run_rounds(simulation, hands)) == []
-        assert (simulation.status, simulation.reason) == ("running", "no device is left that could go on with it")
+        assert (simulation.status, simulation.reason) == ("running", "no device is left that could continue the run")
         simulation.fleet.bring_online(["dev-1"])
         assert [len(each.rounds) for each in run_rounds(simulation, hands)] == [0, 1, 2]
         assert (simulation.status, simulation.reason) == ("done", "")
@@ -115,7 +115,7 @@ def test_a_file_in_a_tasks_cache_is_never_taken_for_private_state(fleet: Fleet) 
 def test_a_device_whose_tasks_keep_nothing_has_no_folder_for_it(fleet: Fleet) -> None:
     ended = fleet.played(devices=2)
     assert ended.status == "done"
-    assert not (ended.devices / "work").exists()
+    assert not (ended.devices_folder / "work").exists()
 
 
 def test_private_state_of_a_task_that_failed_is_not_taken_with_the_next_one(fleet: Fleet) -> None:
