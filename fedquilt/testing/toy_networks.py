@@ -123,8 +123,8 @@ def deliver_task(
     """Return the task and the client context of a task spec, with its tensors in memory and without ONNX graphs."""
     assert order is not None
     with tempfile.TemporaryDirectory() as place:
-        told = {"path": lambda ref: Path(ref.sha256), **options}
-        task, site = local_backend.make_task_and_context(method, order, member, Path(place), engine=engine, **told)
+        options = {"path_of_blob": lambda ref: Path(ref.sha256), **options}
+        task, site = local_backend.make_task_and_context(method, order, member, Path(place), engine=engine, **options)
         return task, with_loaded_tensors(task, site)
 
 

@@ -109,7 +109,7 @@ def test_the_command_writes_the_pictures_and_tells_every_row(
     x = np.concatenate([one().x, 255 - one().x])
     np.savez(tmp_path / "data.npz", x_train=x, y_train=np.array([0, 1]))
     out = tmp_path / "new" / "sheet.svg"
-    monkeypatch.setattr("fedquilt.tools.lab.audit.STEPS_MOST", 3)
+    monkeypatch.setattr("fedquilt.tools.lab.audit.MAX_STEPS", 3)
     asked = ["lab", "audit", "--data", str(tmp_path / "data.npz"), "--images", "1", "--out", str(out)]
     assert cli.main([*asked, "--format", "json"]) == 0
     told = json.loads(capsys.readouterr().out)

@@ -114,7 +114,7 @@ def test_a_fleet_whose_agents_all_fail_says_what_one_of_them_said(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(fleet, "AGENT_PROGRAM", "raise SystemExit('the port is taken')")
-    with pytest.raises(JobError, match="every agent has ended; jetson-nano-00 said: the port is taken"):
+    with pytest.raises(JobError, match="every agent has ended; last line of jetson-nano-00: the port is taken"):
         fleet.run_fleet_on_broker(plan(tmp_path), None)
 
 
@@ -133,8 +133,8 @@ def test_an_agent_that_is_killed_is_told(
     assert status == "done"
     told = [line for line in capsys.readouterr().out.splitlines() if "the agent of" in line]
     assert len(told) == 1
-    assert "the agent of jetson-tx2-01 was killed by SIGKILL; it said: (nothing)" in told[0]
-    assert told[0].endswith("2 agents go on")
+    assert "the agent of jetson-tx2-01 was killed by SIGKILL; last line: (nothing)" in told[0]
+    assert told[0].endswith("2 agents are left")
 
 
 def test_a_fleet_that_is_killed_goes_on_when_it_is_started_again_and_leaves_no_agents(tmp_path: Path) -> None:

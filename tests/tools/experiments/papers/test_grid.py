@@ -97,7 +97,7 @@ def test_tables_of_one_file_share_what_stands_outside_of_them(tmp_path: Path) ->
         ("[rows.odd]\nmembers = [3, 3]", r"rows\.odd\.members = \[3, 3\]: write"),
         ("[rows.odd]\nmembers = [-2, 3]", r"rows\.odd\.members = \[-2, 3\]: write"),
         ("[rows.odd]\nplay = 'alone'", r"'alone' names a function, and only the papers' tables have code"),
-        ("[rows.odd]\nlike = 'none'", r"made\.toml: odd: like = 'none': there is no such table beside it"),
+        ("[rows.odd]\nlike = 'none'", r"made\.toml: odd: like = 'none': no such table at the same level"),
         ("[rows.a]\nlike = 'b'\n[rows.b]\nlike = 'a'", r"like = 'a'"),
     ],
 )
