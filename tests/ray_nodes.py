@@ -67,7 +67,7 @@ def hands(workers: RayWorkers, given: agents.FleetPlan) -> Iterator[WorkBackend]
     with WorkerPool(workers, members) as pool:
         pool.wait_until_ready()
         yield WorkBackend(
-            lambda orders: (outcome for _, outcome in pool.run_requests(orders)), pool.held_out_counts, pool
+            lambda requests: (outcome for _, outcome in pool.run_requests(requests)), pool.held_out_counts, pool
         )
 
 

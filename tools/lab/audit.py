@@ -95,14 +95,16 @@ def extract_gradient(
             bundle_folder, {"network": dict(network), "register": register}, {"model": tensors.encode_tensors(start)}
         )
         for _ in iterate_states(job, bundle_folder, [victim], load_method=lambda name: recording_method, engine=engine):
-            arrays = [(name, array) for each in uploads for some in each.values() for name, array in some.items()]
-            kept = {
+            arrays = [
+                (name, array) for bundles in uploads for bundle in bundles.values() for name, array in bundle.items()
+            ]
+            differences = {
                 name: (start[name].astype(np.float64) - array) / LEARNING_RATE
                 for name, array in arrays
                 if name in start and array.shape == start[name].shape
             }
-            if kept:
-                return kept
+            if differences:
+                return differences
     raise JobError(f"{variant.method} uploads no tensors of the network: there is no gradient to audit")
 
 
@@ -230,7 +232,7 @@ def reconstruct_example(
     parameters = dict(model.named_parameters())
     uploaded = [parameters[name] for name in gradient]
     targets = [torch.tensor(np.asarray(array, np.float64)) for array in gradient.values()]
-    squared_norm = sum(float(each.square().sum()) for each in targets) or 1.0
+    squared_norm = sum(float(target.square().sum()) for target in targets) or 1.0
     y = torch.tensor([label])
     best_image, least_distance = np.zeros(shape), np.inf
     for _ in range(STARTS):

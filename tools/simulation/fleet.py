@@ -108,7 +108,7 @@ class FleetDevice:
 
     def submit_update(self, update: Update, now_s: float) -> None:
         # published only when the simulated upload of the blobs has ended
-        if update in [given for _, given in self._uploads]:
+        if update in [pending for _, pending in self._uploads]:
             return
         due_s = self._compute_transfer_end_s(self._uploads, sum(ref.size for ref in update.bundles.values()), now_s)
         if due_s > now_s:

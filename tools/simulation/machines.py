@@ -48,12 +48,16 @@ class Machine(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     def describe_platform_differences(self, other: Machine) -> str:
         """Return differences in processor, GPUs, threads and libraries in words, or "" for none."""
-        here, there = (
-            {"processor": each.processor, "GPU": ", ".join(each.gpus) or "none", "threads": each.threads or "any"}
-            | each.libraries
-            for each in (self, other)
+        expected, actual = (
+            {
+                "processor": machine.processor,
+                "GPU": ", ".join(machine.gpus) or "none",
+                "threads": machine.threads or "any",
+            }
+            | machine.libraries
+            for machine in (self, other)
         )
-        return _format_differences(there, here)
+        return _format_differences(actual, expected)
 
 
 class MachineSet(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -104,10 +108,10 @@ def record_machines(home: Path, run: str, new_machines: Mapping[str, Machine], *
     """Record the machines of a run, in addition to those recorded earlier."""
     path = home / "machines" / f"{run}.json"
     recorded = read_machines(home, run)
-    run_machines = {f"{other}, where {run} began": machine for other, machine in recorded.items()}
+    run_machines = {f"{old_name}, where {run} began": machine for old_name, machine in recorded.items()}
     for name, machine in new_machines.items():
         if not mixed:  # a run may resume with a newer fedquilt
-            run_code = next((each.code for each in run_machines.values()), machine.code)
+            run_code = next((recorded_machine.code for recorded_machine in run_machines.values()), machine.code)
             require_same_results(run_machines, name, msgspec.structs.replace(machine, code=run_code), mixed=False)
     with disk_errors(f"write {path}"):
         PRIVATE.make_folder(path.parent)
@@ -135,10 +139,10 @@ def format_machines(machines_by_name: Mapping[str, Machine]) -> list[str]:
     return [f"{', '.join(names)}: {description}" for description, names in names_by_description.items()]
 
 
-def _format_differences(expected: Mapping[str, str], actual: Mapping[str, str]) -> str:
-    differing_names = [name for name in {**actual, **expected} if actual.get(name) != expected.get(name)]
+def _format_differences(actual: Mapping[str, str], expected: Mapping[str, str]) -> str:
+    differing_names = [name for name in {**expected, **actual} if expected.get(name) != actual.get(name)]
     return "; ".join(
-        f"{name} {expected.get(name, 'missing')}, not {actual.get(name, 'missing')}" for name in differing_names
+        f"{name} {actual.get(name, 'missing')}, not {expected.get(name, 'missing')}" for name in differing_names
     )
 
 
@@ -170,8 +174,8 @@ def compute_code_digest() -> str:
     # the digest is equal for a checkout with symbolic links and an installed package
     folder, digest, files = Path(fedquilt.__file__).parent, hashlib.sha256(), []
     for folder_path, folders, names in os.walk(folder, followlinks=True):
-        folders[:] = [each for each in folders if each != "__pycache__"]
-        files += [Path(folder_path, each) for each in names if each.endswith((".py", ".toml"))]  # profiles are TOML
+        folders[:] = [name for name in folders if name != "__pycache__"]
+        files += [Path(folder_path, name) for name in names if name.endswith((".py", ".toml"))]  # profiles are TOML
     for file in sorted(files):
         content = hashlib.sha256(file.read_bytes()).hexdigest()
         digest.update(f"{file.relative_to(folder).as_posix()}\0{content}\n".encode())

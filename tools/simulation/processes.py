@@ -71,7 +71,7 @@ class ProcessWorkers:
     def start(self, folder: Path) -> None:
         self._log_path = folder / "workers.log"
         pipe_pairs = [Pipe() for _ in range(self._count)]
-        self._pipes, worker_ends = [ours for ours, _ in pipe_pairs], [theirs for _, theirs in pipe_pairs]
+        self._pipes, worker_ends = [own_end for own_end, _ in pipe_pairs], [worker_end for _, worker_end in pipe_pairs]
         self._blob_files = [os.memfd_create("fedquilt-blobs") for _ in worker_ends]
         pairs = [(end.fileno(), blobs) for end, blobs in zip(worker_ends, self._blob_files, strict=True)]
         command = [sys.executable, "-m", "fedquilt.tools.simulation.processes", str(os.getpid()), self._engine]
@@ -87,19 +87,19 @@ class ProcessWorkers:
         for end in worker_ends:
             end.close()
         self._selector = selectors.DefaultSelector()
-        for index, each in enumerate(self._pipes):
-            self._selector.register(each, selectors.EVENT_READ, index)
+        for index, pipe in enumerate(self._pipes):
+            self._selector.register(pipe, selectors.EVENT_READ, index)
 
     def send_setup(self, setup: PoolSetup) -> None:
         payload = msgspec.msgpack.encode(setup)
-        for each in self._pipes:
-            self._send_message(each, payload)
+        for pipe in self._pipes:
+            self._send_message(pipe, payload)
 
     def wait_until_ready(self) -> None:
-        for each in self._pipes:
-            self._send_message(each, msgspec.msgpack.encode(WorkBatch()))
-        for each in self._pipes:
-            self._receive_message(each)
+        for pipe in self._pipes:
+            self._send_message(pipe, msgspec.msgpack.encode(WorkBatch()))
+        for pipe in self._pipes:
+            self._receive_message(pipe)
 
     @property
     def pid(self) -> int:
@@ -122,8 +122,8 @@ class ProcessWorkers:
 
     def stop(self, *, immediately: bool) -> None:
         self._selector.close()
-        for each in self._pipes:
-            each.close()
+        for pipe in self._pipes:
+            pipe.close()
         for blob_file in self._blob_files:
             os.close(blob_file)
         if self._process is not None:
@@ -180,9 +180,11 @@ class DetachedResult(msgspec.Struct, frozen=True, array_like=True, tag=True):
     @staticmethod
     def from_reply(reply: WorkerReply) -> DetachedResult:
         outcomes_without_blobs = [
-            WorkOutcome(structs.replace(each.result, blobs={}), each.batchable) for each in reply.outcomes
+            WorkOutcome(structs.replace(outcome.result, blobs={}), outcome.batchable) for outcome in reply.outcomes
         ]
-        sizes = [[(sha256, len(payload)) for sha256, payload in each.result.blobs.items()] for each in reply.outcomes]
+        sizes = [
+            [(sha256, len(payload)) for sha256, payload in outcome.result.blobs.items()] for outcome in reply.outcomes
+        ]
         return DetachedResult(WorkerReply(outcomes_without_blobs, reply.has_sum), sizes)
 
     def read_from_file(self, file: int) -> WorkerReply:
@@ -270,10 +272,11 @@ class PoolWorker(WorkExecutor):
     def run_batch(self, work: WorkBatch) -> WorkerReply:
         # if the reply promises a sum, `sums.pack_sum` returns it next
         outcomes = [
-            WorkOutcome(*each) for each in run_requests([(self, request) for request in work.requests], work.batched)
+            WorkOutcome(*outcome)
+            for outcome in run_requests([(self, request) for request in work.requests], work.batched)
         ]
         return WorkerReply(
-            outcomes, self.sums.prepare_sum(work.state_path, work.requests, [each.result for each in outcomes])
+            outcomes, self.sums.prepare_sum(work.state_path, work.requests, [outcome.result for outcome in outcomes])
         )
 
     def read_tensors(self, path: str, sha256: str) -> dict[str, np.ndarray]:
@@ -334,7 +337,7 @@ def run_workers() -> None:
     """Serve requests in one process for each PIPE:BLOBS after the arguments PARENT and ENGINE."""
     exit_with_parent(int(sys.argv[1]))
     import_engine(sys.argv[2])
-    pairs = [(int(pipe), int(blobs)) for pipe, _, blobs in (each.partition(":") for each in sys.argv[3:])]
+    pairs = [(int(pipe), int(blobs)) for pipe, _, blobs in (argument.partition(":") for argument in sys.argv[3:])]
     own_pair = pairs[0]
     children = []
     for pair in pairs[1:]:

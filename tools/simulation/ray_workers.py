@@ -220,8 +220,8 @@ class NodeFiles:
             fetch,
             max_bytes,
         )
-        for each in (self._shared_folder, own_folder):
-            each.mkdir(exist_ok=True)
+        for path in (self._shared_folder, own_folder):
+            path.mkdir(exist_ok=True)
 
     def ensure_file(self, sha256: str, reference: Any) -> str:
         """Return the path of a file with this sha256, fetched from the object store if missing."""
@@ -301,15 +301,17 @@ class RayNode:
         def find(sha256: str) -> str:
             return self._files.ensure_file(sha256, reference_of_hash[sha256])
 
-        requests = tuple(unpack_request(each, find, cache_folder, str(self._output_folder)) for each in batch.requests)
+        requests = tuple(
+            unpack_request(request, find, cache_folder, str(self._output_folder)) for request in batch.requests
+        )
         assert self._worker is not None
         reply = self._worker.run_batch(WorkBatch(requests, batch.batched))
-        for each in reply.outcomes:
-            if each.result.code == "disk":
-                raise StoreError(each.result.reason)
+        for outcome in reply.outcomes:
+            if outcome.result.code == "disk":
+                raise StoreError(outcome.result.reason)
         private_states = {}
-        for request, each in zip(requests, reply.outcomes, strict=True):
-            if (private_ref := each.result.private) is not None:
+        for request, outcome in zip(requests, reply.outcomes, strict=True):
+            if (private_ref := outcome.result.private) is not None:
                 payload = Path(f"{request.out}/{request.prefix}{PRIVATE}").read_bytes()
                 private_states[private_ref.sha256] = payload
                 self._files.store_file(private_ref.sha256, payload)

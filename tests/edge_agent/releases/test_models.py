@@ -12,7 +12,7 @@ import pytest
 from linear_models import network
 from model_places import Place, short, told
 from msgspec.structs import replace
-from waiting import alive, until
+from waiting import is_running, wait_until
 
 from fedquilt.core import ModelError
 from fedquilt.edge_agent.releases.models import ModelReleases
@@ -383,10 +383,10 @@ def test_a_hook_that_hangs_is_ended_with_what_it_has_started(tmp_path: Path) -> 
     place.put(1)
     assert not place.models.is_settled()
     assert place.models.unhealthy_reason() == ""
-    sleeper = int(until(lambda: pid.exists() and pid.read_text(), "the hook's child"))
+    sleeper = int(wait_until(lambda: pid.exists() and pid.read_text(), "the hook's child"))
     place.now_s += HOOK_S + 1
     assert told(place) == "the hook sh hung: it was ended after 60 s"
-    until(lambda: not alive(sleeper), "the end of what it has started")
+    wait_until(lambda: not is_running(sleeper), "the end of what it has started")
 
 
 def test_no_hook_is_no_matter() -> None:

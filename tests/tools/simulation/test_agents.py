@@ -11,7 +11,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from waiting import LIMIT_S, alive, until
+from waiting import LIMIT_S, is_running, wait_until
 
 from fedquilt.arrays import tensors
 from fedquilt.cli import main
@@ -155,7 +155,7 @@ def test_a_fleet_that_is_killed_goes_on_when_it_is_started_again_and_leaves_no_a
             assert len(agents) >= 3
         finally:
             first.kill()
-    until(lambda: not any(alive(pid) for pid in agents), "the end of every agent")
+    wait_until(lambda: not any(is_running(pid) for pid in agents), "the end of every agent")
     again = subprocess.run(words, capture_output=True, text=True, timeout=LIMIT_S)
     assert again.returncode == 0, again.stdout + again.stderr
     with Store(given.home) as store:
@@ -168,7 +168,7 @@ def test_a_fleet_that_is_killed_goes_on_when_it_is_started_again_and_leaves_no_a
 
 def children(pid: int) -> list[int]:
     found = [int(each) for each in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-    return [*found, *(pid for each in found if alive(each) for pid in children(each))]
+    return [*found, *(pid for each in found if is_running(each) for pid in children(each))]
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import numpy as np
 import plain
 import pytest
 from msgspec import structs
-from simulated_fleets import Fleet, facts
+from simulated_fleets import Fleet, read_events
 
 from fedquilt import methods, wire
 from fedquilt.arrays import tensors
@@ -245,7 +245,7 @@ def test_a_refusal_is_heard_while_others_are_at_work(fleet: Fleet) -> None:
     simulation, _ = fleet.begin(fleet={"budgets": ["512MB", "1MB"]})
     orders = simulation.advance()
     assert [order.device for order in orders] == ["dev-0", "dev-2"]
-    assert [fact.device for fact in facts(simulation, TaskDeclined)] == ["dev-1"]
+    assert [fact.device for fact in read_events(simulation, TaskDeclined)] == ["dev-1"]
 
 
 NETWORK = {"name": "mlp", "inputs": 4, "hidden": [3], "classes": 2}

@@ -108,7 +108,7 @@ def observe_newcomers(
 
 
 def _mean_accuracy(device_metrics: Iterable[Mapping[str, float]]) -> float:
-    return statistics.fmean(each["held_correct"] / each["held_examples"] for each in device_metrics)
+    return statistics.fmean(metrics["held_correct"] / metrics["held_examples"] for metrics in device_metrics)
 
 
 def train_from_scratch(job: JobSettings, folder: Path, options: ExecutionOptions) -> SeedRun:
@@ -251,8 +251,10 @@ def restore_batchnorm(job: Mapping[str, Any], examples: Examples) -> Tensors:
 
 def is_folded(model: nn.Module) -> bool:
     """Return whether all batch-norm layers of a model have mean 0 and variance 1."""
-    layers = [each for each in model.modules() if _is_batch_norm(each)]
-    return bool(layers) and all(not each.running_mean.any() and bool((each.running_var == 1).all()) for each in layers)
+    layers = [layer for layer in model.modules() if _is_batch_norm(layer)]
+    return bool(layers) and all(
+        not layer.running_mean.any() and bool((layer.running_var == 1).all()) for layer in layers
+    )
 
 
 def set_statistics_from_inputs(model: nn.Module, x: torch.Tensor) -> None:
@@ -263,8 +265,8 @@ def set_statistics_from_inputs(model: nn.Module, x: torch.Tensor) -> None:
     """
     import torch
 
-    layers = [each for each in model.modules() if _is_batch_norm(each)]
-    handles = [each.register_forward_pre_hook(_adopt_statistics) for each in layers]
+    layers = [layer for layer in model.modules() if _is_batch_norm(layer)]
+    handles = [layer.register_forward_pre_hook(_adopt_statistics) for layer in layers]
     try:
         with torch.no_grad():
             model.eval()(x)
