@@ -1,6 +1,6 @@
-"""A method outside the checkout, FedProx written anew. A job names it as `method = "own_method:METHOD"`.
+"""A method outside the checkout, a second FedProx. A job names it as `method = "own_method:METHOD"`.
 
-In a package of its own it gets a name by [project.entry-points."fedquilt.methods"] mine = "own_method:METHOD".
+A package gives the method a short name with [project.entry-points."fedquilt.methods"] mine = "own_method:METHOD".
 """
 
 from dataclasses import dataclass
@@ -11,13 +11,13 @@ from fedquilt.core import ClientContext, ClientResult, Task
 
 @dataclass(frozen=True)
 class Params(fq.fedavg.Params):
-    """FedAvg's, and how strongly a device is pulled towards the received model."""
+    """Parameters of FedAvg, and the weight `mu` of the proximal term."""
 
     mu: float = 0.1
 
 
 def work(task: Task, client: ClientContext) -> ClientResult:
-    """Train as FedAvg does, with the gradient of mu/2 * ||w - w_start||^2 added."""
+    """Train like FedAvg, with the gradient of mu/2 * ||w - w_start||^2 added."""
     return fq.fedavg.work(task, client, fq.Hooks(correct=lambda g, w, at: g + task.params["mu"] * (w - at["start"])))
 
 

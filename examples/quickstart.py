@@ -1,8 +1,7 @@
-"""A federation in Python: describe a job, simulate it, look at the run, compare two methods.
+"""A federation in Python: describe a job, simulate it, inspect the run, compare two methods.
 
-Run it beside a copy of tools/lab/demo/digits.npz; it needs torch for the network's first weights, pandas for the
-frames,
-and matplotlib for the report: pip install '.[train,onnx,frames,report]'
+Run it in a folder with a copy of tools/lab/demo/digits.npz. It needs torch for the initial weights, pandas for the
+frames and matplotlib for the report: pip install '.[train,onnx,frames,report]'
 """
 
 import fedquilt as fq

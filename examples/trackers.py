@@ -1,7 +1,7 @@
 """Reports of rounds to TensorBoard, MLflow and Weights & Biases, each by one callback.
 
-A callback receives a row of `Run.rounds` for each finished round. It is called by `fq.simulate(..., on_round=...)`, or
-by your own loop over `Run.follow`, also for a run on real boards:
+A callback receives a row of `Run.rounds` for each finished round. `fq.simulate(..., on_round=...)` or
+your own loop over `Run.follow` calls it, also for a run on real boards:
 
     with mlflow_run("digits", job) as report:
         fq.simulate(job, on_round=report)
@@ -10,7 +10,7 @@ by your own loop over `Run.follow`, also for a run on real boards:
         for row in fq.Run.open("fedquilt-runs", "train").follow():
             report(row)
 
-`pip install tensorboard`, `mlflow-skinny` or `wandb` for the tracker that you use.
+Install your tracker with `pip install tensorboard`, `mlflow-skinny` or `wandb`.
 """
 
 from collections.abc import Callable, Iterator, Mapping

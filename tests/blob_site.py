@@ -61,10 +61,10 @@ class Site:
 
 
 def answer_of(sock: socket.socket) -> tuple[int, dict[str, str], bytes]:
-    said = b""
+    payload = b""
     while data := sock.recv(1 << 16):
-        said += data
-    head, _, body = said.partition(b"\r\n\r\n")
+        payload += data
+    head, _, body = payload.partition(b"\r\n\r\n")
     rows = head.decode().split("\r\n")
     headers = dict(row.split(": ", 1) for row in rows[1:])
     return int(rows[0].split()[1]) if rows[0] else 0, headers, body

@@ -35,8 +35,8 @@ class ClockDomain:
         share = hz / self.steps_hz[-1]
         rise = max(0.0, (share - self.knee) / (1 - self.knee)) if self.knee < 1 else 1.0
         volts = (self.floor_v + (self.top_v - self.floor_v) * rise) / self.top_v
-        used = self.waiting + (1 - self.waiting) * min(busy, 1.0)
-        return self.switching_w * share * volts**2 * used + self.leakage_w * volts**3
+        used_share = self.waiting + (1 - self.waiting) * min(busy, 1.0)
+        return self.switching_w * share * volts**2 * used_share + self.leakage_w * volts**3
 
 
 def _from_mhz(*values: float) -> tuple[float, ...]:
@@ -95,9 +95,9 @@ class BoardPhysics:
         for _ in range(8):  # as the load depends on the other clocks
             parts, all_s = self.busy_seconds(work, engine, clocks), self.seconds(work, engine, clocks)
             for axis in ("gpu_hz", "emc_hz"):
-                wanted = 1.25 * (clocks[axis] or 0.0) * parts[axis] / all_s
+                target = 1.25 * (clocks[axis] or 0.0) * parts[axis] / all_s
                 steps = self.units[axis].steps_hz
-                clocks[axis] = next((hz for hz in steps if hz >= wanted), steps[-1])
+                clocks[axis] = next((hz for hz in steps if hz >= target), steps[-1])
         return clocks
 
     def clock_lists(self) -> dict[str, tuple[float, ...]]:

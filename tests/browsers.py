@@ -12,7 +12,7 @@ from collections import deque
 from pathlib import Path
 from typing import Any
 
-from waiting import LIMIT_S, until
+from waiting import LIMIT_S, wait_until
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 
@@ -125,7 +125,7 @@ class Tab:
         def told() -> str:
             return f"{self.problems}; {self.value('document.body && document.body.innerText.slice(0, 1000)')}"
 
-        return until(lambda: self.value(code), code, LIMIT_S, told=told)
+        return wait_until(lambda: self.value(code), code, LIMIT_S, diagnostics=told)
 
     @property
     def text(self) -> str:

@@ -1,4 +1,4 @@
-"""A coordinator and devices whose every message a test says, over a MemoryBroker on virtual time."""
+"""Coordinator on virtual time, and devices whose messages a test publishes one by one."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ TABLE = {"name": "j", "method": "fedavg", "rounds": 1, "cohort": {"deadline_s": 
 
 
 class Hand:
-    """A device whose every message is said by the test."""
+    """Device whose messages are published by the test."""
 
     def __init__(self, broker: MemoryBroker, name: str, folder: Path, codecs: tuple[str, ...] = CODECS) -> None:
         self.name, self.topics = name, wire.Topics("f")
@@ -42,7 +42,10 @@ class Hand:
         self.link.subscribe(self.topics.device_filters(name))
         self.tasks: list[Task | None] = []
         self.acks: list[wire.Ack] = []
-        self.presence, self.answers = wire.Presence(online=True, boot="1"), True  # the coordinator's requests for it
+        self.presence, self.answers = (
+            wire.Presence(online=True, boot="1"),
+            True,
+        )  # whether to answer requests for the presence
         self.say("presence", self.presence, retain=True)
         self.profile = Profile(
             device=name,
@@ -55,8 +58,8 @@ class Hand:
         )
         self.say("profile", self.profile, retain=True)
 
-    def measured(self, **point: float) -> None:
-        """Say what the board does at its one operating point."""
+    def publish_operating_point(self, **point: float) -> None:
+        """Publish a profile with one operating point."""
         points = (OperatingPoint(name="p", **point),)
         self.say("profile", msgspec.structs.replace(self.profile, points=points), retain=True)
 
@@ -88,7 +91,7 @@ class Hand:
 
 
 class Stage:
-    """A coordinator, hands, and time that the test moves on; `made`, whose stores are closed after each test."""
+    """Coordinator with devices on virtual time. The fixtures close the stores of all instances in `made`."""
 
     made: ClassVar[list[Stage]] = []
 
@@ -99,17 +102,17 @@ class Stage:
         worker: BackgroundWorker | None = None,
         model: dict[str, np.ndarray] = MODEL,
         network: dict[str, Any] = NETWORK,
-        by_wall: bool = False,
+        uses_wall_clock: bool = False,
         **table: Any,
     ) -> None:
         self.folder, self.broker, self.facts, self.worker = folder, MemoryBroker(), [], worker
-        self.by_wall = by_wall  # whether restarted coordinators go by the store's clock; see `wall_s`
-        self.limits, self.all = limits, limits is not None  # whether the coordinator serves all jobs, or `job` alone
-        self.dues: list[tuple[float, float, int]] = []  # of each step: its time, when the next is due, rounds committed
+        self.uses_wall_clock = uses_wall_clock  # whether restarted coordinators use the store's clock
+        self.limits, self.all = limits, limits is not None  # `all`: serve all jobs instead of only `job`
+        self.steps: list[tuple[float, float, int]] = []  # time, next due time and number of commits of each step
         job_bundle.write_bundle(
             folder / "bundle", {"network": network, "flops": 8}, {"model": tensors.encode_tensors(model)}
         )
-        self.disk: Disk = PRIVATE  # of the coordinator, from its next start on
+        self.disk: Disk = PRIVATE  # used from the next restart on
         self.store = Store(folder / "home")
         self.job = self.store.add_job(settings.parse_job({**TABLE, **table}), folder / "bundle")
         self.hands: list[Hand] = []
@@ -117,7 +120,7 @@ class Stage:
         self.start()
 
     def start(self) -> None:
-        """A coordinator process begins."""
+        """Start a coordinator process."""
         self.link = self.broker.connect()
         self.executor = LinkExecutor(self.link, "f", self.store.depot, self.store.begin_epoch())
         self.server = Server(
@@ -127,47 +130,47 @@ class Stage:
             only=None if self.all else self.job,
             limits=self.limits or CoordinatorLimits(),
             worker=self.worker,
-            by_wall=self.by_wall,
+            by_wall=self.uses_wall_clock,
         )
 
     def add(self, name: str, **table: Any) -> str:
-        """Queue another job; from now on all are served."""
+        """Queue another job and serve all jobs from now on. Return the id of its run."""
         self.all, self.server._only = True, None
         return self.store.add_job(settings.parse_job({**TABLE, "name": name, **table}), self.folder / "bundle")
 
     def restart(self) -> None:
-        """It dies, and another begins on the same folder."""
+        """Kill the coordinator, and start another on the same folder."""
         self.broker.lose_client(self.link)
         self.store.close()
         self.store = Store(self.folder / "home", disk=self.disk)
         self.start()
 
-    def observe(self, job: Any, fact: AnyEvent) -> None:
-        self.facts.append(fact)
+    def observe(self, job: Any, event: AnyEvent) -> None:
+        self.facts.append(event)
 
     def hand(self, name: str, **changes: Any) -> Hand:
         self.hands.append(Hand(self.broker, name, self.folder / name, **changes))
         return self.hands[-1]
 
     def play(self, seconds: float = 2.0) -> None:
-        """Let virtual time pass in steps of 50 ms."""
-        until = self.broker.now_s + seconds
-        while self.broker.now_s < until:
+        """Advance virtual time in steps of 50 ms."""
+        end_s = self.broker.now_s + seconds
+        while self.broker.now_s < end_s:
             self.broker.now_s += 0.05
             self.broker.deliver_due()
             if not self.server.finished:
-                self.dues.append(
+                self.steps.append(
                     (self.broker.now_s, self.server.step(self.broker.now_s), len(self.told(RoundCommitted)))
                 )
             for hand in self.hands:
                 hand.listen(self.broker.now_s)
 
     def told(self, kind: type) -> list[Any]:
-        return [fact for fact in self.facts if isinstance(fact, kind)]
+        return [event for event in self.facts if isinstance(event, kind)]
 
 
-class Noted(Stage):
-    """A coordinator that notes what devices do, as `fedquilt serve` does."""
+class MonitoredStage(Stage):
+    """Coordinator that tracks the status of devices, like `fedquilt serve`."""
 
     def start(self) -> None:
         self.link = self.broker.connect()
@@ -177,20 +180,20 @@ class Noted(Stage):
 
 
 class Killed(BaseException):
-    """The process ends."""
+    """Simulated end of the process."""
 
 
 class SlowWorker(BackgroundWorker):
-    """A worker that carries out pieces when the test says so, and stores a sum with each update.
+    """Worker that runs submitted items when the test calls `run_pending`, and stores a sum with each update.
 
     Args:
-        at_once: whether `go_on` carries out all pieces that are there, not one.
-        large_bytes: as of its base.
+        runs_all: Whether `run_pending` runs all pending items instead of one.
+        large_bytes: Parameter of `BackgroundWorker`.
     """
 
-    def __init__(self, at_once: bool = False, large_bytes: int = 0) -> None:
+    def __init__(self, runs_all: bool = False, large_bytes: int = 0) -> None:
         super().__init__(large_bytes=large_bytes)
-        self.stored_at, self.at_once = 0.0, at_once
+        self.stored_at, self.runs_all = 0.0, runs_all
         self.begun: deque[tuple[Any, Any]] = deque()
 
     @property
@@ -200,12 +203,12 @@ class SlowWorker(BackgroundWorker):
     def submit(self, piece: Any, then: Any) -> None:
         self.begun.append((piece, then))
 
-    def go_on(self) -> None:
-        while self.begun or not self.at_once:
+    def run_pending(self) -> None:
+        while self.begun or not self.runs_all:
             super().submit(*self.begun.popleft())
-            if not self.at_once:
+            if not self.runs_all:
                 return
 
 
-def ones(factor: float = 1.0) -> dict[str, np.ndarray]:
+def constant_model(factor: float = 1.0) -> dict[str, np.ndarray]:
     return {name: np.full_like(array, factor) for name, array in MODEL.items()}

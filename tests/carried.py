@@ -50,19 +50,19 @@ class Outcome(NamedTuple):
     ended: str
 
 
-def outcome(home: Path, run: str) -> Outcome:
+def run_and_collect(home: Path, run: str) -> Outcome:
     with Store(home) as store:
-        facts = [fact for _, _, fact in store.read_events(run)]
-    usage = [(f.round, f.update.device, f.update.usage) for f in facts if isinstance(f, UpdateAccepted)]
+        events = [event for _, _, event in store.read_events(run)]
+    usage = [(f.round, f.update.device, f.update.usage) for f in events if isinstance(f, UpdateAccepted)]
     return Outcome(
-        [(fact.round, fact.devices) for fact in facts if isinstance(fact, CohortSelected)],
+        [(event.round, event.devices) for event in events if isinstance(event, CohortSelected)],
         sorted((number, device, used.down_bytes, used.up_bytes) for number, device, used in usage),
-        [fact.state.sha256 for fact in facts if isinstance(fact, RoundCommitted)],
-        next(fact.status for fact in facts if isinstance(fact, JobEnded)),
+        [event.state.sha256 for event in events if isinstance(event, RoundCommitted)],
+        next(event.status for event in events if isinstance(event, JobEnded)),
     )
 
 
-def engine_of(name: str) -> str:
+def choose_engine(name: str) -> str:
     able = [engine for engine in ("numpy", "onnx", "torch") if engine in methods.load(name).engines]
     there = [engine for engine in able if engine in engines.available_engines()]
     if not there:
@@ -84,7 +84,7 @@ def plan(name: str, place: Path) -> agents.FleetPlan:
     table = {
         "name": "carried",
         "method": name,
-        "engine": engine_of(name),
+        "engine": choose_engine(name),
         "rounds": 3,
         "seed": 3,
         "params": params,
@@ -96,9 +96,9 @@ def plan(name: str, place: Path) -> agents.FleetPlan:
 
 
 def simulated(given: agents.FleetPlan, hands: WorkBackend, home: Path) -> Outcome:
-    held = {member.device: len(member.held) for member in given.load_devices()[0]}
+    held = {member.device: len(member.held_out) for member in given.load_devices()[0]}
     with Simulation(given.job, given.bundle, held, home) as simulation:
         for _ in run.run_rounds(simulation, hands):
             pass
         name = simulation.run
-    return outcome(home, name)
+    return run_and_collect(home, name)

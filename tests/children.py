@@ -135,19 +135,19 @@ def child(command: Sequence[str] = COMMAND, warm_s: float = 60.0) -> Iterator[Ch
         worker.close()
 
 
-def until(worker: TaskWorker, wanted: type) -> Any:
+def until(worker: TaskWorker, kind: type) -> Any:
     """The first event of a kind; everything before it is let go."""
     limit_s = time.monotonic() + LIMIT_S
     while (now_s := time.monotonic()) < limit_s:
         for event in worker.poll_events(now_s):
-            if isinstance(event, wanted):
+            if isinstance(event, kind):
                 return event
         select.select(worker.fds(), [], [], max(min(worker.next_poll_s(now_s) - now_s, 1.0), 0.0))
-    raise TimeoutError(f"no {wanted.__name__} within {LIMIT_S} s")
+    raise TimeoutError(f"no {kind.__name__} within {LIMIT_S} s")
 
 
-def carried_out(worker: TaskWorker, order: WorkRequest, now_s: float = 0.0) -> WorkResult:
-    worker.start(order, now_s)
+def run_request(worker: TaskWorker, request: WorkRequest, now_s: float = 0.0) -> WorkResult:
+    worker.start(request, now_s)
     outcome = until(worker, WorkResult)
     assert isinstance(outcome, WorkResult)
     return outcome

@@ -12,7 +12,7 @@ import numpy as np
 LABELS = ("night", "day")
 
 
-def written(
+def write_classifier(
     path: Path,
     *,
     labels: tuple[str, ...] = LABELS,

@@ -13,7 +13,7 @@ from typing import Any
 
 from evaluations import of_classes, total
 from job_facts import BLOB
-from waiting import LIMIT_S, until
+from waiting import LIMIT_S, wait_until
 
 from fedquilt import wire
 from fedquilt.coordinator import settings
@@ -94,8 +94,8 @@ def add_run(home: Path, found: list[AnyEvent], name: str = "digits", status: str
         else:
             store.set_status(run, status)
         with store.batch_events():
-            for fact in found:
-                store.append_event(run, fact)
+            for event in found:
+                store.append_event(run, event)
     return run
 
 
@@ -150,7 +150,7 @@ class Dashboard:
             assert found or not ended, self.said
             return found
 
-        self.port = int(until(address, "its address", LIMIT_S, told=lambda: self.said)[1])
+        self.port = int(wait_until(address, "its address", LIMIT_S, diagnostics=lambda: self.said)[1])
         self.url = f"http://127.0.0.1:{self.port}"
 
     def __enter__(self) -> Dashboard:
@@ -197,7 +197,7 @@ class Dashboard:
             found = self.values(path)
             return condition(found)
 
-        until(fulfilled, path, LIMIT_S, told=lambda: str(found))
+        wait_until(fulfilled, path, LIMIT_S, diagnostics=lambda: str(found))
         return found
 
     def until_status(self, path: str, status: int) -> None:
@@ -208,7 +208,7 @@ class Dashboard:
             found = self.ask(path)
             return bool(found[0] == status)
 
-        until(has_it, f"{path} answers {status}", LIMIT_S, told=lambda: str(found))
+        wait_until(has_it, f"{path} answers {status}", LIMIT_S, diagnostics=lambda: str(found))
 
     def cookie(self, token: str) -> str:
         body = json.dumps({"token": token})
@@ -233,5 +233,5 @@ def add_rollout(home: Path, devices: list[str], name: str = "digits-20261123-041
         found += (
             [RolloutReverted(8, "2 of 2 boards failed")] if bad else [PhasePassed(0), ReleaseOffered(1, tuple(rest))]
         )
-        store.rollouts.append_events([(id, fact) for fact in found])
+        store.rollouts.append_events([(id, event) for event in found])
     return id

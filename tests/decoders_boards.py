@@ -363,7 +363,7 @@ def _rollouts(home: Path) -> dict[str, Decoder]:
         RolloutReverted(2, "two of two"),
         RolloutReverted(2, "why"),
     )
-    bodies = tuple(msgspec.json.encode(fact) for fact in facts)
+    bodies = tuple(msgspec.json.encode(event) for event in facts)
 
     def kept(text: str, lines: tuple[str, ...]) -> object:
         head = FIRST

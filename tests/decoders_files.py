@@ -104,7 +104,7 @@ def _coordinator(folder: Path) -> dict[str, Decoder]:
             tuple(evaluation.pack_counts(range(start, start + 20)) for start in (0, 120, 1 << 40)),
         ),
         "what a fact names": Decoder(
-            "coordinator/storage/rows.py", followed, (), tuple(msgspec.json.encode(fact) for fact in log)
+            "coordinator/storage/rows.py", followed, (), tuple(msgspec.json.encode(event) for event in log)
         ),
         "snapshot": Decoder(
             "coordinator/storage/snapshots.py",
@@ -116,7 +116,7 @@ def _coordinator(folder: Path) -> dict[str, Decoder]:
             "coordinator/storage/rows.py",
             lambda payload: rows.decoded(payload.decode("utf-8", "replace")),
             (msgspec.MsgspecError,),
-            tuple(msgspec.json.encode(fact) for fact in log),
+            tuple(msgspec.json.encode(event) for event in log),
         ),
         "job as stored": Decoder(
             "coordinator/storage/store.py",

@@ -21,7 +21,7 @@ def every(folder: Path) -> dict[str, Decoder]:
     Args:
         folder: for files of theirs, empty.
     """
-    place = classifiers.written(folder / "model.onnx")
+    place = classifiers.write_classifier(folder / "model.onnx")
     answers = ModelService(ModelSwitcher(place), size=20)
     x = np.stack([classifiers.image(level) for level in (0, 90, 250)])
     files = [io.BytesIO() for _ in range(4)]

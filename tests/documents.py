@@ -12,7 +12,7 @@ import types
 from collections.abc import Callable
 from pathlib import Path
 
-from waiting import until
+from waiting import wait_until
 
 from fedquilt.coordinator.rounds import events
 
@@ -106,7 +106,7 @@ class Shell:
 
     def until(self, condition: Callable[[], bool], what: str) -> None:
         """Poll what only other processes can change."""
-        until(condition, what, LIMIT_S, told=self.log)
+        wait_until(condition, what, LIMIT_S, diagnostics=self.log)
 
     def log(self) -> str:
         """What the commands in the background have printed."""
@@ -143,10 +143,10 @@ def data() -> Path:
 def format_mermaid_diagram() -> str:
     """The table of a job's events as the diagram of the page."""
     arrows: dict[tuple[events.Phase, events.Phase], list[str]] = {}
-    for fact, moves in events.TRANSITIONS.items():
+    for event, moves in events.TRANSITIONS.items():
         for before, afters in moves.items():
             for after in afters:
-                arrows.setdefault((before, after), []).append(fact)
+                arrows.setdefault((before, after), []).append(event)
     order = sorted(arrows, key=lambda pair: (events.PHASES.index(pair[0]), events.PHASES.index(pair[1])))
     lines = [f"    {before} --> {after}: {', '.join(arrows[before, after])}" for before, after in order]
     return "\n".join(["stateDiagram-v2", "    [*] --> new", *lines, "    done --> [*]"])

@@ -19,10 +19,10 @@ PR_SET_DUMPABLE = 4
 CLONE_NEWNS, MS_BIND, MS_REC, MS_PRIVATE = 0x20000, 0x1000, 0x4000, 0x40000
 
 
-def drop(uid: int, gid: int, needed: Iterable[Path]) -> None:
+def drop(uid: int, gid: int, folders: Iterable[Path]) -> None:
     if os.geteuid() == 0:
         libc = ctypes.CDLL(None, use_errno=True)
-        _open_folders(libc, set(needed))
+        _open_folders(libc, set(folders))
         os.setgroups([])
         os.setgid(gid)
         os.setuid(uid)
@@ -30,13 +30,13 @@ def drop(uid: int, gid: int, needed: Iterable[Path]) -> None:
     os.umask(0o077)
 
 
-def _open_folders(libc: ctypes.CDLL, needed: set[Path]) -> None:
-    shut = {above for place in needed for above in (place, *place.parents) if not above.stat().st_mode & 0o001}
-    tops = {one for one in shut if not shut & set(one.parents)}
-    if not tops or libc.unshare(CLONE_NEWNS) or libc.mount(b"none", b"/", None, MS_REC | MS_PRIVATE, None):
+def _open_folders(libc: ctypes.CDLL, folders: set[Path]) -> None:
+    closed = {above for place in folders for above in (place, *place.parents) if not above.stat().st_mode & 0o001}
+    closed_tops = {one for one in closed if not closed & set(one.parents)}
+    if not closed_tops or libc.unshare(CLONE_NEWNS) or libc.mount(b"none", b"/", None, MS_REC | MS_PRIVATE, None):
         return
-    for top in tops:
-        inside = sorted(place for place in needed if top in place.parents)
+    for top in closed_tops:
+        inside = sorted(place for place in folders if top in place.parents)
         inside = [place for place in inside if not {*place.parents} & {*inside}]
         held = {place: os.open(place, os.O_PATH) for place in inside}
         libc.mount(b"tmpfs", bytes(top), b"tmpfs", 0, b"mode=0755")

@@ -313,11 +313,11 @@ def every(folder: Path) -> list[World]:
     return [World(folder / f"{board}-{jetpack}", board, jetpack) for board, jetpack in EVERY]
 
 
-def main(words: Sequence[str] | None = None) -> int:
+def main(arguments: Sequence[str] | None = None) -> int:
     """Play the cases; 1 when one went outside."""
     parser = argparse.ArgumentParser(description="try to hold boards beyond their owners' bounds")
     parser.add_argument("--cases", default="0-99999", help="one, or first-last")
-    first, _, last = parser.parse_args(words).cases.partition("-")
+    first, _, last = parser.parse_args(arguments).cases.partition("-")
     numbers, began_s, held = range(int(first), int(last or first) + 1), time.monotonic(), 0
     outside = 0
     controls.discover_controls = once(controls.discover_controls)  # type: ignore[assignment]

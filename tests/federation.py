@@ -1,6 +1,7 @@
-"""Three agents' processes that are kept for many jobs, and a coordinator that can be ended between two rounds.
+"""Three agent processes that are reused for many jobs, and a coordinator that can be killed between rounds.
 
-The agents are the ordinary user's, as on a board. Jobs are small: starting a task's process takes longer than its work.
+The agents run as an unprivileged user, as on a board. Jobs are small, because the start of a task process takes longer
+than its work.
 """
 
 from __future__ import annotations
@@ -36,13 +37,19 @@ from fedquilt.transport.mqtt.broker import Broker
 from fedquilt.transport.mqtt.link import MqttLink
 
 ROUNDS, DEVICES = 2, 3
-LIMIT_S = 240.0  # of a job; nothing waits so long unless something hangs
+LIMIT_S = 240.0  # of a job, reached only if a process hangs
 TRAINING = {"epochs": 1, "batch": 8, "lr": 0.1}
 SEARCH = {"expansions": 4, "k": 2, "depth": 4, "subrounds": 1, "samples": 16, "fit_samples": 24, "finalists": 2}
-PICTURES = {"channels": 1, "size": 8, "mean": [0.5], "std": [0.5]}
+IMAGE_INPUT = {"channels": 1, "size": 8, "mean": [0.5], "std": [0.5]}
 NETWORKS: dict[str, dict[str, Any]] = {
     "perceptron": {"name": "mlp", "inputs": 64, "hidden": [12, 8], "classes": 10},
-    "batch-norm": {"name": "residual", "channels": 1, "classes": 10, "width": 4, "input": PICTURES},  # int64 counters
+    "batch-norm": {
+        "name": "residual",
+        "channels": 1,
+        "classes": 10,
+        "width": 4,
+        "input": IMAGE_INPUT,
+    },  # int64 counters
     "no-axes": {"name": "rezero", "inputs": 64, "classes": 10, "width": 8, "blocks": 2},  # parameters of shape ()
     "recurrent": {"name": "gru", "channels": 8, "steps": 8, "classes": 10, "width": 6},  # rows of pixels as steps
     "transformer": {
@@ -53,68 +60,68 @@ NETWORKS: dict[str, dict[str, Any]] = {
         "width": 12,
         "depth": 1,
         "heads": 2,
-        "input": PICTURES,
+        "input": IMAGE_INPUT,
     },
 }
-DONORS = "donors"  # what a method has that trains no network
+DONORS = "donors"  # in place of a network, for methods that train none
 FLEET = {"devices": DEVICES, "boards": ["jetson-agx-orin"], "budgets": ["1GB", "4GB", "8GB"]}
 
 
-def stitches(method: str) -> bool:
-    """Whether it puts donors' blocks together, and trains no network."""
+def is_stitching(method: str) -> bool:
+    """Return whether the method stitches donor blocks and trains no network."""
     return "torch" not in methods.load(method).engines
 
 
-def networks_of(method: str, wanted: Sequence[str] = tuple(NETWORKS)) -> tuple[str, ...]:
-    """On which networks a method is played."""
-    return (DONORS,) if stitches(method) else tuple(wanted)
+def list_networks(method: str, names: Sequence[str] = tuple(NETWORKS)) -> tuple[str, ...]:
+    """Return the networks with which a method is tested."""
+    return (DONORS,) if is_stitching(method) else tuple(names)
 
 
-def in_order(names: Sequence[str]) -> list[str]:
-    """Methods by their engine: agents start another process for a task of another engine than the last one's."""
-    return sorted(names, key=lambda name: (stitches(name), name))
+def sort_by_engine(names: Sequence[str]) -> list[str]:
+    """Sort methods by engine, because an agent starts a new task process when the engine changes."""
+    return sorted(names, key=lambda name: (is_stitching(name), name))
 
 
 # -- jobs -----------------------------------------------------------------------------------------
 
 
-def digits(path: Path) -> Path:
-    """A few of the demo's digits, for training and for a test."""
-    whole, found = np.load(Path(demo.__file__).parent / "digits.npz"), {}
+def write_digits(path: Path) -> Path:
+    """Write some of the demo's digits for training and test, and return the path."""
+    digits, subset = np.load(Path(demo.__file__).parent / "digits.npz"), {}
     for split, count in (("train", 100), ("test", 20)):
-        found |= {f"{kind}_{split}": whole[f"{kind}_{split}"][:count] for kind in ("x", "y")}
-    np.savez(path, **found)
+        subset |= {f"{kind}_{split}": digits[f"{kind}_{split}"][:count] for kind in ("x", "y")}
+    np.savez(path, **subset)
     path.chmod(0o644)
     return path
 
 
-def bundle_of(network: str, folder: Path) -> Path:
-    """What `fedquilt prepare` makes of a network, as if its weights were a file's; the demo's for donors."""
+def prepare_bundle(network: str, folder: Path) -> Path:
+    """Return the bundle folder of a network with weights marked as pretrained, or the demo's bundle for DONORS."""
     if network == DONORS:
         return Path(demo.__file__).parent / "bundle"
     if not (folder / "bundle.json").exists():
         table = dict(NETWORKS[network])
         job = {"input": table.pop("input", {}), "model": table}
-        made = prepare.prepare_bundle({key: value for key, value in job.items() if value}, folder)
-        contents = {name: tensors.encode_tensors(made.load(name)) for name in made.files}
+        bundle = prepare.prepare_bundle({key: value for key, value in job.items() if value}, folder)
+        contents = {name: tensors.encode_tensors(bundle.load(name)) for name in bundle.files}
         job_bundle.write_bundle(
-            folder, {**made.meta, "pretrained": True}, contents
-        )  # some methods hold still what is not
+            folder, {**bundle.meta, "pretrained": True}, contents
+        )  # some methods freeze only pretrained weights
     return folder
 
 
-def job_of(method: str, network: str, data: Path) -> JobSettings:
-    """Two rounds of all devices, an evaluation before each and one after the last."""
-    known = {field.name for field in fields(methods.load(method).params)}
-    wanted = SEARCH if stitches(method) else TRAINING
+def make_job(method: str, network: str, data: Path) -> JobSettings:
+    """Return a job of ROUNDS rounds with all devices, and with evaluations if the method has any."""
+    accepted_params = {field.name for field in fields(methods.load(method).params)}
+    params = SEARCH if is_stitching(method) else TRAINING
     return settings.parse_job(
         {
             "name": f"{method.replace('_', '-')}-{network}",
             "method": method,
             "rounds": ROUNDS,
             "seed": 3,
-            "engine": "onnx" if stitches(method) else "torch",
-            "params": {key: value for key, value in wanted.items() if key in known},
+            "engine": "onnx" if is_stitching(method) else "torch",
+            "params": {key: value for key, value in params.items() if key in accepted_params},
             "cohort": {"deadline_s": LIMIT_S, "min_devices": DEVICES, "attempts": 1},
             "check": {"every": 0 if methods.load(method).check is None else 1},
             "fleet": FLEET,
@@ -127,11 +134,12 @@ def job_of(method: str, network: str, data: Path) -> JobSettings:
 
 
 class Agents:
-    """Agents' processes, one for each device of `FLEET`.
+    """Agent processes, one for each device of `FLEET`.
 
     Args:
-        user: who runs them.
-        boards: their settings, without the broker and the home.
+        user: User that runs the processes.
+        broker: URL of the broker.
+        boards: Settings of the agents, without broker and home.
     """
 
     def __init__(self, user: User, broker: str, boards: Sequence[Mapping[str, Any]]) -> None:
@@ -140,8 +148,8 @@ class Agents:
         self.log = user.folder / "agents.log"
         for table in boards:
             name = str(table["device"])
-            told = {**table, "home": str(user.home / name), "broker": {"url": broker}, "warm_s": 600.0}
-            (user.folder / f"{name}.toml").write_text(toml.format_toml(told))
+            settings_table = {**table, "home": str(user.home / name), "broker": {"url": broker}, "warm_s": 600.0}
+            (user.folder / f"{name}.toml").write_text(toml.format_toml(settings_table))
             self.start(name)
 
     @property
@@ -153,7 +161,7 @@ class Agents:
         command = (
             sys.executable,
             "-c",
-            agents.RUN,
+            agents.AGENT_PROGRAM,
             str(os.getpid()),
             "agent",
             str(self._user.folder / f"{name}.toml"),
@@ -161,25 +169,25 @@ class Agents:
         self._running[name] = self._user.start(*command, log=self.log)
 
     def kill(self, name: str) -> None:
-        """SIGKILL: it says goodbye to nobody."""
+        """Kill an agent with SIGKILL, and wait for its end."""
         self._running[name].kill()
         self._running[name].wait()
 
     def require_alive(self) -> None:
-        ended = [name for name, process in self._running.items() if process.poll() is not None]
-        assert not ended, f"the agents of {', '.join(ended)} have ended: {self.log.read_text()[-3000:]}"
+        ended_names = [name for name, process in self._running.items() if process.poll() is not None]
+        assert not ended_names, f"the agents of {', '.join(ended_names)} have ended: {self.log.read_text()[-3000:]}"
 
 
 # -- coordinators ---------------------------------------------------------------------------------
 
 
 class Killed(BaseException):
-    """What ends a coordinator as SIGKILL does: in the middle of what it does, with no goodbye."""
+    """Exception that ends a coordinator at any point, like SIGKILL."""
 
 
 @dataclass
 class Federation:
-    """A broker, agents, and coordinators that begin and end."""
+    """Broker, agents, and coordinators that are started and killed."""
 
     broker: str
     agents: Agents
@@ -188,11 +196,11 @@ class Federation:
 
     def plan(self, method: str, network: str, home: Path) -> simulation.agents.FleetPlan:
         return simulation.agents.FleetPlan(
-            job_of(method, network, self.data), bundle_of(network, self.bundles / network), home
+            make_job(method, network, self.data), prepare_bundle(network, self.bundles / network), home
         )
 
     def coordinate(self, home: Path, run: str, observe: Callable[[AnyEvent], None] = lambda fact: None) -> None:
-        """Be the coordinator of a home until a run has ended, or `observe` raises `Killed`."""
+        """Run a coordinator until the run has ended or `observe` raises `Killed`."""
         link = MqttLink(Broker.from_url(self.broker), "fedquilt-coordinator-fleet")
         end_s = time.monotonic() + LIMIT_S
 
@@ -201,69 +209,73 @@ class Federation:
             assert time.monotonic() < end_s, f"{run} has not ended within {LIMIT_S:g} s: {self.agents.log.read_text()}"
             return False
 
-        def told(job: RunningJob, fact: AnyEvent) -> None:
-            observe(fact)
+        def forward_event(job: RunningJob, event: AnyEvent) -> None:
+            observe(event)
 
         with Store(home) as store:
             assert store.acquire_lock()
-            server = Server(LinkExecutor(link, "fleet", store.depot, store.begin_epoch()), store, told, run)
+            server = Server(LinkExecutor(link, "fleet", store.depot, store.begin_epoch()), store, forward_event, run)
             try:
                 links.run_endpoint(server, link, stop)
                 server.shut_down()
             except Killed:
-                link.close()  # the broker sees it go; nothing has been said
+                link.close()  # without a last message
 
-    def resumed(
+    def run_with_restarts(
         self, plan: simulation.agents.FleetPlan, observe: Callable[[AnyEvent], None] = lambda fact: None
     ) -> list[AnyEvent]:
-        """The facts of a job whose coordinator ends whenever a round is committed, and another one goes on."""
+        """Run a job, with a new coordinator after each committed round, and return the events."""
         with Store(plan.home) as store:
             run = plan.queue_or_resume(store)
 
-        def until_committed(fact: AnyEvent) -> None:
-            observe(fact)
-            if isinstance(fact, RoundCommitted):
+        def until_committed(event: AnyEvent) -> None:
+            observe(event)
+            if isinstance(event, RoundCommitted):
                 raise Killed
 
-        found: list[AnyEvent] = []
-        while not found or not isinstance(found[-1], JobEnded):
+        events: list[AnyEvent] = []
+        while not events or not isinstance(events[-1], JobEnded):
             self.coordinate(plan.home, run, until_committed)
-            before, found = found, facts(plan.home, run)
-            assert found[: len(before)] == before
-            assert isinstance(found[-1], RoundCommitted | JobEnded), found[-1]
-        return found
+            old_events, events = events, read_events(plan.home, run)
+            assert events[: len(old_events)] == old_events
+            assert isinstance(events[-1], RoundCommitted | JobEnded), events[-1]
+        return events
 
 
-def facts(home: Path, run: str) -> list[AnyEvent]:
+def read_events(home: Path, run: str) -> list[AnyEvent]:
     with Store(home) as store:
-        return [fact for _, _, fact in store.read_events(run)]
+        return [event for _, _, event in store.read_events(run)]
 
 
-def undisturbed(plan: simulation.agents.FleetPlan, home: Path) -> list[AnyEvent]:
-    """The facts of the same job on virtual time, in this process, with nothing that happens to it."""
-    calm = simulation.agents.FleetPlan(plan.job, plan.bundle, home, plan.devices, plan.fleet)
-    run, _ = simulation.agents.run_fleet_virtually(calm)
-    return facts(home, run)
+def run_virtually(plan: simulation.agents.FleetPlan, home: Path) -> list[AnyEvent]:
+    """Return the events of the same job on virtual time in this process, without interruptions."""
+    virtual_plan = simulation.agents.FleetPlan(plan.job, plan.bundle, home, plan.devices, plan.fleet)
+    run, _ = simulation.agents.run_fleet_virtually(virtual_plan)
+    return read_events(home, run)
 
 
-def states(found: Sequence[AnyEvent]) -> list[str]:
-    """The content of every state that was committed, in order."""
-    return [fact.state.sha256 for fact in found if isinstance(fact, RoundCommitted)]
+def committed_hashes(events: Sequence[AnyEvent]) -> list[str]:
+    """Return the sha256 of each committed state in order."""
+    return [event.state.sha256 for event in events if isinstance(event, RoundCommitted)]
 
 
-def rounds_of(method: str) -> int:
-    """How many rounds of all devices a job takes: as many as it asks for, unless the method is done after one."""
+def count_rounds(method: str) -> int:
+    """Return the number of rounds with all devices: ROUNDS, or 1 for methods with a parameter `rounds`."""
     return 1 if "rounds" in {field.name for field in fields(methods.load(method).params)} else ROUNDS
 
 
-def require_whole(found: Sequence[AnyEvent], least: int = ROUNDS) -> None:
-    """Check that a run has ended well, with every device in every round, and with so many rounds at least."""
-    last = found[-1]
-    assert isinstance(last, JobEnded), last
-    assert last.status == "done", last
-    rounds = [fact for fact in found if isinstance(fact, RoundCommitted)]
-    worked = [fact for fact in rounds if not fact.settled]
-    assert len(worked) >= least, [type(fact).__name__ for fact in found]
-    for each in rounds:
-        folded = {fact.update.device for fact in found if isinstance(fact, UpdateAccepted) and fact.round == each.round}
-        assert len(folded) == DEVICES, f"round {each.round} has the updates of {sorted(folded)}"
+def require_complete_run(events: Sequence[AnyEvent], min_rounds: int = ROUNDS) -> None:
+    """Check that a run is done, has at least `min_rounds` rounds, and has updates of all devices in each round."""
+    last_event = events[-1]
+    assert isinstance(last_event, JobEnded), last_event
+    assert last_event.status == "done", last_event
+    rounds = [event for event in events if isinstance(event, RoundCommitted)]
+    work_rounds = [event for event in rounds if not event.settled]
+    assert len(work_rounds) >= min_rounds, [type(event).__name__ for event in events]
+    for committed in rounds:
+        folded_devices = {
+            event.update.device
+            for event in events
+            if isinstance(event, UpdateAccepted) and event.round == committed.round
+        }
+        assert len(folded_devices) == DEVICES, f"round {committed.round} has the updates of {sorted(folded_devices)}"

@@ -167,13 +167,13 @@ def score_fedquilt(given: DataSet, train: np.ndarray, test: np.ndarray) -> float
         return float(score["metrics"]["r2" if given.metric == "r2" else "accuracy"])
 
 
-def run_quietly(*words: str) -> str:
+def run_quietly(*arguments: str) -> str:
     """Return the standard output of a command."""
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-        code = fedquilt(words)
+        code = fedquilt(arguments)
     if code:
-        raise SystemExit(f"fedquilt {' '.join(words)} ended with {code}: {err.getvalue()}")
+        raise SystemExit(f"fedquilt {' '.join(arguments)} ended with {code}: {err.getvalue()}")
     return out.getvalue()
 
 

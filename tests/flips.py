@@ -32,7 +32,7 @@ from typing import Literal
 if __name__ == "__main__":  # else tests/fedquilt, which a script finds first, is taken for the package
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from homes import Federation, answered
+from homes import Federation, is_nth_update
 
 from fedquilt.arrays import tensors
 from fedquilt.coordinator.rounds.events import AnyEvent, JobEnded
@@ -84,11 +84,11 @@ class Ground:
         self._read: dict[str, str] = {}
         for method, codec in KINDS:
             name = f"{method}-{codec}"
-            live = Federation(folder / "live", method, rounds=5, codec=codec).make()
-            when = answered(3, 2)
+            live = Federation(folder / "live", method, rounds=5, codec=codec).create()
+            when = is_nth_update(3, 2)
 
-            def killed(fact: AnyEvent, when=when, live=live, name=name) -> bool:  # type: ignore[no-untyped-def]
-                if not when(fact):
+            def killed(event: AnyEvent, when=when, live=live, name=name) -> bool:  # type: ignore[no-untyped-def]
+                if not when(event):
                     return False
                 shutil.copytree(live.folder, folder / f"{name}-half")  # with the write-ahead log, as SIGKILL leaves it
                 return True
@@ -110,10 +110,10 @@ class Ground:
         name = f"{method}-{codec}"
         situation = roll.choices(("half", "on", "whole"), (4, 3, 3))[0]
         with self._at(f"{name}-whole" if situation == "whole" else f"{name}-half") as federation:
-            flipped, facts = [], roll.randint(1, 12)
+            flipped, event_count = [], roll.randint(1, 12)
 
-            def later(fact: AnyEvent) -> bool:
-                flipped.append(_flip(roll, federation.folder, True) if len(flipped) == facts - 1 else "")
+            def later(event: AnyEvent) -> bool:
+                flipped.append(_flip(roll, federation.folder, True) if len(flipped) == event_count - 1 else "")
                 return False
 
             if situation != "on":
@@ -137,7 +137,7 @@ class Ground:
     def _gone_on(
         self, name: str, federation: Federation, told: Callable[[AnyEvent], bool] | None
     ) -> tuple[bool, list[str]]:
-        federation.run(told or (lambda fact: False))
+        federation.run(told or (lambda event: False))
         last = federation.facts()[-1]
         done = isinstance(last, JobEnded) and last.status == "done"
         notes = [last.reason if isinstance(last, JobEnded) else "", *federation.notes()]
@@ -149,11 +149,11 @@ class Ground:
     def _told(self, federation: Federation) -> str:
         with Store(federation.folder / "coordinator") as store:
             row = store.find_job("sim")
-            facts = [(at, fact) for _, at, fact in store.read_events(row.id)]
+            events = [(at, event) for _, at, event in store.read_events(row.id)]
             found = export.load_result(store, row.id)
             payload = tensors.encode_tensors(found.tensors)
             told = scores.read_scores(store.home, row)
-            return f"{row} {facts} {found.meta} {told} {payload.hex()}".replace(str(federation.folder), "")
+            return f"{row} {events} {found.meta} {told} {payload.hex()}".replace(str(federation.folder), "")
 
     @contextlib.contextmanager
     def _at(self, name: str) -> Iterator[Federation]:
@@ -206,12 +206,12 @@ def main() -> int:
     counts: Counter[str] = Counter()
     with ground() as made:
         for seed in seeds:
-            found = made.play(seed)
-            counts[found.verdict] += 1
-            if found.verdict == "SILENT" or options.seed is not None:
-                print(f"seed {seed}: {found.verdict}: {found.file}: {found.said[:2000]}", flush=True)
-    told = ", ".join(f"{counts[verdict]} {verdict}" for verdict in ("same", "refused", "noted", "SILENT"))
-    print(f"{len(seeds)} flips: {told}")
+            result = made.play(seed)
+            counts[result.verdict] += 1
+            if result.verdict == "SILENT" or options.seed is not None:
+                print(f"seed {seed}: {result.verdict}: {result.file}: {result.said[:2000]}", flush=True)
+    report = ", ".join(f"{counts[verdict]} {verdict}" for verdict in ("same", "refused", "noted", "SILENT"))
+    print(f"{len(seeds)} flips: {report}")
     return 1 if counts["SILENT"] else 0
 
 

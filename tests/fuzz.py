@@ -164,14 +164,14 @@ def play(only: Sequence[str], first: int, inputs: int) -> Part:
         return Part(done, read, time.process_time() - began_s, tuple(failures))
 
 
-def main(words: Sequence[str] | None = None) -> int:
+def main(arguments: Sequence[str] | None = None) -> int:
     """Play as many inputs as the command line says; 1 when one failed."""
     parser = argparse.ArgumentParser(description="give every decoder mutated inputs")
     parser.add_argument("--inputs", type=int, default=10_000_000)
     parser.add_argument("--first", type=int, default=0, help="number of each decoder's first input")
     parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help="decoders whose names begin so")
     parser.add_argument("--processes", type=int, default=1)
-    options = parser.parse_args(words)
+    options = parser.parse_args(arguments)
     each, began_s = -(-options.inputs // options.processes), time.monotonic()
     firsts = [options.first + number * each for number in range(options.processes)]
     if options.processes == 1:

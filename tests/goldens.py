@@ -104,14 +104,14 @@ def play(method: str, folder: Path) -> Golden:
     states: list[Content] = []
     append = Store.append_event
 
-    def watched(store: Store, run: str, fact: Any) -> None:
-        append(store, run, fact)
-        if isinstance(fact, CohortSelected):
-            asked.append(list(fact.devices))
+    def watched(store: Store, run: str, event: Any) -> None:
+        append(store, run, event)
+        if isinstance(event, CohortSelected):
+            asked.append(list(event.devices))
         if isinstance(
-            fact, JobStarted | RoundCommitted
+            event, JobStarted | RoundCommitted
         ):  # read at once: the store drops a state once there is a newer one
-            path = store.depot.blob_path(fact.state.sha256)
+            path = store.depot.blob_path(event.state.sha256)
             assert path is not None, f"{method}: a state is recorded that is not on disk"
             states.append(content(path.read_bytes(), "state"))
 
@@ -233,8 +233,8 @@ def main() -> int:
         print(f"{method}: {'; '.join(moved.get(method, ['is new'])) or 'as kept'}")
     if "--write" not in sys.argv[1:]:
         return 1 if any(moved.values()) or kept.keys() != found.keys() else 0
-    told = f"{platform.machine()}, Python {platform.python_version()}, numpy {np.__version__}"
-    text = msgspec.json.encode(File({method: probe(method) for method in found}, told, found))
+    lines = f"{platform.machine()}, Python {platform.python_version()}, numpy {np.__version__}"
+    text = msgspec.json.encode(File({method: probe(method) for method in found}, lines, found))
     FILE.write_bytes(msgspec.json.format(text, indent=1) + b"\n")
     print(f"written: {FILE}")
     return 0

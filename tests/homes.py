@@ -1,4 +1,4 @@
-"""A federation whose sides can be killed together, so that a test may do something to their homes, and begin again."""
+"""Federation whose coordinator and agents can be killed together and started again on the same folders."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ LIMIT_S = 20_000.0  # virtual
 
 
 class Killed(Exception):
-    """Everything ends, in the middle of what it did."""
+    """Exception that ends all processes at any point."""
 
 
 class Federation:
-    """A coordinator and its devices in one folder: `coordinator/`, `bundle/`, and a folder for each device."""
+    """Coordinator and devices in one folder: `coordinator/`, `bundle/`, and a folder for each device."""
 
     def __init__(
         self, folder: Path, method: str = "scaffold", rounds: int = 6, codec: str = "raw", **tables: dict[str, Any]
@@ -52,10 +52,10 @@ class Federation:
             **tables,
         }
 
-    def make(self) -> Federation:
+    def create(self) -> Federation:
         """Write the bundle and the devices' data, and queue the job."""
-        first = tensors.encode_tensors(numpy_engine.init_tensors(NETWORK, seed=0))
-        job_bundle.write_bundle(self.folder / "bundle", {"network": NETWORK, "flops": 96}, {"model": first})
+        initial_model = tensors.encode_tensors(numpy_engine.init_tensors(NETWORK, seed=0))
+        job_bundle.write_bundle(self.folder / "bundle", {"network": NETWORK, "flops": 96}, {"model": initial_model})
         data = np.random.default_rng(0)
         for index in range(DEVICES):
             arrays = {"x": data.random((12, 4, 4), np.float32), "y": data.integers(0, 3, 12)}
@@ -65,15 +65,15 @@ class Federation:
         return self
 
     def run(self, kill: Callable[[AnyEvent], bool] = lambda fact: False, *, limit_s: float = LIMIT_S) -> None:
-        """Go on until the job has ended, or a fact is written at which everything is killed.
+        """Run until the job has ended, or until `kill` returns true for an event.
 
         Raises:
-            TimeoutError: the job does not end.
+            TimeoutError: If the job does not end within `limit_s` of virtual time.
         """
         broker = MemoryBroker(max_payload=4096)
 
-        def observe(job: Any, fact: AnyEvent) -> None:
-            if kill(fact):
+        def observe(job: Any, event: AnyEvent) -> None:
+            if kill(event):
                 raise Killed
 
         with contextlib.suppress(Killed), Store(self.folder / "coordinator") as store:
@@ -83,47 +83,47 @@ class Federation:
             server = Server(LinkExecutor(link, "sim", store.depot, store.begin_epoch()), store, observe, only=row.id)
             sides: list[tuple[MemoryLink, Endpoint]] = [(link, server)]
             for index in range(DEVICES):
-                own, board = broker.connect(), make_board("jetson-nano")
+                device_link, board = broker.connect(), make_board("jetson-nano")
                 options = AgentSettings(
                     device=f"dev-{index}",
                     fleet="sim",
                     home=str(self.folder / f"dev-{index}"),
                     data={"path": str(self.folder / f"data-{index}.npz"), "held": 0.25},
                 )
-                sides.append((own, Agent(own, options, board, InlineWorker(board))))
+                sides.append((device_link, Agent(device_link, options, board, InlineWorker(board))))
             run_on_virtual_time(broker, lambda: sides, lambda: server.finished, limit_s=limit_s)
 
     @property
     def job(self) -> str:
-        """Id of the only run here."""
+        """Id of the only run."""
         with Store(self.folder / "coordinator") as store:
             return store.all_jobs()[0].id
 
     def facts(self) -> list[AnyEvent]:
-        """The run's facts so far."""
+        """Return the events of the run."""
         with Store(self.folder / "coordinator") as store:
-            return [fact for _, _, fact in store.read_events(self.job)]
+            return [event for _, _, event in store.read_events(self.job)]
 
     def states(self) -> list[str]:
-        """Hash (sha256) of every state so far."""
-        return [fact.state.sha256 for fact in self.facts() if isinstance(fact, JobStarted | RoundCommitted)]
+        """Return the sha256 of the initial state and of each committed state."""
+        return [event.state.sha256 for event in self.facts() if isinstance(event, JobStarted | RoundCommitted)]
 
     def notes(self) -> list[str]:
-        """What devices have said of their updates."""
-        return [fact.update.note for fact in self.facts() if isinstance(fact, UpdateAccepted) and fact.update.note]
+        """Return the notes of all accepted updates."""
+        return [event.update.note for event in self.facts() if isinstance(event, UpdateAccepted) and event.update.note]
 
 
-def committed(round: int) -> Callable[[AnyEvent], bool]:
-    """Whether a fact is the end of this round."""
-    return lambda fact: isinstance(fact, RoundCommitted) and fact.round == round
+def is_commit_of(round: int) -> Callable[[AnyEvent], bool]:
+    """Return a predicate for the commit of this round."""
+    return lambda event: isinstance(event, RoundCommitted) and event.round == round
 
 
-def answered(round: int, count: int) -> Callable[[AnyEvent], bool]:
-    """Whether a fact is the `count`th answer of this round."""
-    found: list[AnyEvent] = []
+def is_nth_update(round: int, count: int) -> Callable[[AnyEvent], bool]:
+    """Return a predicate for the `count`th accepted update of this round."""
+    events: list[AnyEvent] = []
 
-    def told(fact: AnyEvent) -> bool:
-        found.extend([fact] if isinstance(fact, UpdateAccepted) and fact.round == round else [])
-        return len(found) == count
+    def matches(event: AnyEvent) -> bool:
+        events.extend([event] if isinstance(event, UpdateAccepted) and event.round == round else [])
+        return len(events) == count
 
-    return told
+    return matches

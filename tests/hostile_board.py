@@ -33,7 +33,7 @@ import processes
 from certified import Certified
 from mosquittos import Mosquitto
 from processes import DIGITS, NETWORK, Processes
-from waiting import until
+from waiting import wait_until
 
 from fedquilt import wire
 from fedquilt.arrays import tensors
@@ -296,15 +296,17 @@ class Site:
         calm = {**table, "cohort": {"start_devices": 3}}
         self.plan = fleet.FleetPlan(settings.parse_job(calm), folder / "job.bundle", folder / "calm")
         (folder / "mosquitto").mkdir()
-        given = self.certified.configure_broker(folder / "site")
-        self.mosquitto = Mosquitto(folder / "mosquitto", tuple(given)).start()
+        config_lines = self.certified.configure_broker(folder / "site")
+        self.mosquitto = Mosquitto(folder / "mosquitto", tuple(config_lines)).start()
         self.url = self.mosquitto.url.replace("mqtt://", "mqtts://")
         self.home, self.log = folder / "runs", folder / "run.log"
 
     def boards(self) -> None:
         """Start the honest boards."""
-        tables, own = self.plan.make_agent_tables(), self.certified.files
-        self.processes.start_agents(self.folder, tables, lambda name: {"url": self.url, **own(name)}, warm_s=600.0)
+        tables, certificate_files = self.plan.make_agent_tables(), self.certified.files
+        self.processes.start_agents(
+            self.folder, tables, lambda name: {"url": self.url, **certificate_files(name)}, warm_s=600.0
+        )
 
     def coordinate(self) -> None:
         """Start the coordinator."""
@@ -323,16 +325,16 @@ class Site:
 
     def facts(self) -> list[AnyEvent]:
         """The job's facts so far."""
-        return processes.facts(self.home)
+        return processes.read_events(self.home)
 
     def ended(self) -> bool:
-        return any(isinstance(fact, JobEnded) for fact in self.facts())
+        return any(isinstance(event, JobEnded) for event in self.facts())
 
     def calm(self) -> list[AnyEvent]:
         """Facts of the same job in this process, without the liar."""
         run, _ = fleet.run_fleet_virtually(self.plan)
         with Store(self.plan.home) as store:
-            return [fact for _, _, fact in store.read_events(run)]
+            return [event for _, _, event in store.read_events(run)]
 
 
 @contextlib.contextmanager
@@ -365,7 +367,7 @@ def main() -> int:
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="fedquilt-liar-") as folder, site(Path(folder), start_devices=9) as made:
         made.coordinate()
-        until(made.facts, "the start of the job")
+        wait_until(made.facts, "the start of the job")
         pid = made.processes.running["coordinator"].pid
         time.sleep(options.seconds)
         start_s, start_mb = spent(pid)

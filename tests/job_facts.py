@@ -1,4 +1,4 @@
-"""Facts of a job in few words, and the rounds that they lead to."""
+"""Short constructors of events, and the job states that follow from events."""
 
 from __future__ import annotations
 
@@ -31,37 +31,39 @@ def update(device: str, round: int = 0) -> Update:
     return Update(job="j-1", round=round, attempt=0, device=device, weight=1.0, bundles={}, metrics={}, usage=Usage())
 
 
-def asking(flops: float) -> DeviceWorkload:
+def workload_of(flops: float) -> DeviceWorkload:
     return DeviceWorkload(WorkEstimate(flops=flops))
 
 
-def begun(rounds: int = 2, check_every: int = 0, **cohort: float | str) -> JobState:
+def started_state(rounds: int = 2, check_every: int = 0, **cohort: float | str) -> JobState:
     plan = JobConstants(0, rounds, msgspec.convert({"deadline_s": 10.0, **cohort}, CohortSettings), check_every)
     return apply_event(JobState(plan), JobStarted(BLOB), 0.0)
 
 
-def after(state: JobState, *facts: AnyEvent, now_s: float = 0.0) -> JobState:
-    for fact in facts:
-        state = apply_event(state, fact, now_s)
+def apply_events(state: JobState, *events: AnyEvent, now_s: float = 0.0) -> JobState:
+    for event in events:
+        state = apply_event(state, event, now_s)
     return state
 
 
-def summarised(facts: Iterable[AnyEvent | tuple[float, AnyEvent]], rounds: int = 100) -> RunSummary:
-    """Return the summary of events, with the starts and ends of rounds that such a log must have between them."""
-    found = RunSummary(JobState(JobConstants(0, rounds, CohortSettings(), 0)))
-    for each in facts:
-        at, fact = each if isinstance(each, tuple) else (0.0, each)
-        while type(fact).__name__ not in ALLOWED[found.state.phase] or found.state.round < getattr(fact, "round", 0):
-            number = found.state.round
+def summarise_events(events: Iterable[AnyEvent | tuple[float, AnyEvent]], rounds: int = 100) -> RunSummary:
+    """Return the summary of events, after insertion of the missing starts and ends of rounds."""
+    summary = RunSummary(JobState(JobConstants(0, rounds, CohortSettings(), 0)))
+    for entry in events:
+        time_s, event = entry if isinstance(entry, tuple) else (0.0, entry)
+        while type(event).__name__ not in ALLOWED[summary.state.phase] or summary.state.round < getattr(
+            event, "round", 0
+        ):
+            number = summary.state.round
             step: dict[str, AnyEvent] = {
                 "new": JobStarted(BLOB),
                 "selecting": CohortSelected(number, 0, ("a",)),
                 "open": RoundClosed(number),
                 "closing": committed(number),
             }
-            found = found.with_event(step[found.state.phase], at)
-        found = found.with_event(fact, at)
-    return found
+            summary = summary.with_event(step[summary.state.phase], time_s)
+        summary = summary.with_event(event, time_s)
+    return summary
 
 
 ALLOWED = {phase: [name for name, moves in TRANSITIONS.items() if phase in moves] for phase in PHASES}
@@ -71,7 +73,7 @@ def committed(round: int, finished: bool = False) -> RoundCommitted:
     return RoundCommitted(round, BLOB, finished, {})
 
 
-def whole_round(*devices: str, round: int = 0, asked: str = "") -> list[AnyEvent]:
-    """The facts of a round in which these devices answered."""
+def whole_round(*devices: str, round: int = 0, selected: str = "") -> list[AnyEvent]:
+    """Return the events of a round with updates of these devices."""
     answers = [UpdateAccepted(round, update(device, round)) for device in devices]
-    return [CohortSelected(round, 0, tuple(asked) or devices), *answers, RoundClosed(round), committed(round)]
+    return [CohortSelected(round, 0, tuple(selected) or devices), *answers, RoundClosed(round), committed(round)]

@@ -36,9 +36,9 @@ if __name__ == "__main__":
     os.environ.update(dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1"))
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from federation import bundle_of, digits
+from federation import prepare_bundle, write_digits
 from mosquittos import Mosquitto
-from processes import Processes, facts
+from processes import Processes, read_events
 
 from fedquilt.arrays import tensors
 from fedquilt.coordinator import settings
@@ -98,11 +98,11 @@ class Moments:
         self._wanted = max(self._facts + self._roll.randint(0, FACTS), 1)
         self._share, self._from_s = self._roll.random(), -1.0
 
-    def due(self, facts: int, now_s: float) -> bool:
+    def due(self, events: int, now_s: float) -> bool:
         """Whether it has come, with so many facts in the log."""
-        if facts > self._facts:
-            self._facts, self._seen_s, self._between_s = facts, now_s, now_s - self._seen_s
-        if facts >= self._wanted and self._from_s < 0:
+        if events > self._facts:
+            self._facts, self._seen_s, self._between_s = events, now_s, now_s - self._seen_s
+        if events >= self._wanted and self._from_s < 0:
             self._from_s = now_s
         return 0 <= self._from_s <= now_s - self._share * self._between_s
 
@@ -137,7 +137,7 @@ class Campaign:
         self._next: list[str] = []  # kinds to kill: each once, before any of them again
         self._home = folder / "runs"
         self._log = folder / "all.log"
-        self._bundle = bundle_of(network, folder / "job.bundle")
+        self._bundle = prepare_bundle(network, folder / "job.bundle")
         job = {
             "name": "kills",
             "method": case,
@@ -147,7 +147,12 @@ class Campaign:
             "cohort": {"start_devices": DEVICES, "min_devices": DEVICES},
             "check": {"every": 2},
             "fleet": {"devices": DEVICES, "boards": ["jetson-agx-orin"], "budgets": ["1GB", "4GB", "8GB"]},
-            "data": {"path": str(digits(folder / "digits.npz")), "partition": "dirichlet", "alpha": 2.0, "min_size": 8},
+            "data": {
+                "path": str(write_digits(folder / "digits.npz")),
+                "partition": "dirichlet",
+                "alpha": 2.0,
+                "min_size": 8,
+            },
         }
         (folder / "job.toml").write_text(toml.format_toml(job))
         self.plan = fleet.FleetPlan(settings.load_job(folder / "job.toml"), self._bundle, folder / "calm")
@@ -177,8 +182,8 @@ class Campaign:
         commands = {"coordinator": run}
         for table in self.plan.make_agent_tables():
             name = table["device"]
-            told = {**table, "home": str(self.folder / name), "broker": {"url": broker.url}, "warm_s": 600.0}
-            (self.folder / f"{name}.toml").write_text(toml.format_toml(told))
+            report = {**table, "home": str(self.folder / name), "broker": {"url": broker.url}, "warm_s": 600.0}
+            (self.folder / f"{name}.toml").write_text(toml.format_toml(report))
             commands[name] = ("agent", str(self.folder / f"{name}.toml"))
         for name, command in commands.items():
             processes.start(name, self._log, *command)
@@ -194,9 +199,9 @@ class Campaign:
                 seen, moved_s = len(found), now_s
             if now_s > moved_s + LIMIT_S:
                 raise LostError(f"nothing has happened for {LIMIT_S:g} s: {self._words()}")
-            if (count := sum(isinstance(fact, UpdateAccepted) for fact in found)) > answers:
+            if (count := sum(isinstance(event, UpdateAccepted) for event in found)) > answers:
                 answers, row = count, 0
-            due = moments.due(sum(isinstance(fact, STEPS) for fact in found), now_s)
+            due = moments.due(sum(isinstance(event, STEPS) for event in found), now_s)
             able = self.killed.total() < self._kills and row < IN_A_ROW
             if due and able and self._kill(processes, broker, commands, found):
                 row += 1
@@ -204,8 +209,8 @@ class Campaign:
             time.sleep(POLL_S)
         if processes.running["coordinator"].wait(timeout=60) != 0:
             raise LostError(f"the coordinator failed: {self._words()}")
-        if "damaged" in (said := self._log.read_text(errors="replace")):
-            raise LostError(f"something is called damaged, and nothing is: {said[-3000:]}")
+        if "damaged" in (output := self._log.read_text(errors="replace")):
+            raise LostError(f"something is called damaged, and nothing is: {output[-3000:]}")
         if found := sorted(path.name for path in self._home.glob("*.damaged")):  # by whoever looked, this process too
             raise LostError(f"there is {', '.join(found)}, and nothing is damaged")
 
@@ -228,7 +233,7 @@ class Campaign:
             broker.kill()
             broker.restart()
         elif kind == "task":
-            round = max((fact.round for fact in found if isinstance(fact, CohortSelected)), default=0)
+            round = max((event.round for event in found if isinstance(event, CohortSelected)), default=0)
             found_tasks = ((name, _task_of(process.pid)) for name, process in processes.running.items())
             tasks = {name: task for name, task in found_tasks if task is not None}
             able = sorted(name for name in tasks if self._tasks[name, round] < TASK_KILLS)
@@ -255,7 +260,7 @@ class Campaign:
 
     def facts(self) -> list[AnyEvent]:
         """The job's facts so far; none before it is queued."""
-        return facts(self._home, "kills")
+        return read_events(self._home, "kills")
 
     def _require(self) -> None:
         found = self.facts()
@@ -263,22 +268,22 @@ class Campaign:
         if not isinstance(last, JobEnded) or last.status != "done":
             raise LostError(f"the job has not been done: {last}")
         cohorts: list[frozenset[str]] = []
-        for fact in found:
-            if isinstance(fact, RoundCommitted):
-                asked = {name for each in found if isinstance(each, CohortSelected) and each.round == fact.round
+        for event in found:
+            if isinstance(event, RoundCommitted):
+                asked = {name for each in found if isinstance(each, CohortSelected) and each.round == event.round
                          for name in each.devices}  # fmt: skip
                 counted = [
                     each.update.device
                     for each in found
-                    if isinstance(each, UpdateAccepted) and each.round == fact.round
+                    if isinstance(each, UpdateAccepted) and each.round == event.round
                 ]
                 if sorted(counted) != sorted(asked):
-                    raise LostError(f"round {fact.round} asked {sorted(asked)}, and counted {sorted(counted)}")
+                    raise LostError(f"round {event.round} asked {sorted(asked)}, and counted {sorted(counted)}")
                 cohorts.append(frozenset(counted))
         self.partial = sum(len(cohort) < DEVICES for cohort in cohorts)
         run, undisturbed = calm(self.plan, cohorts)
-        states = [fact.state.sha256[:12] for fact in found if isinstance(fact, RoundCommitted)]
-        wanted = [fact.state.sha256[:12] for fact in undisturbed if isinstance(fact, RoundCommitted)]
+        states = [event.state.sha256[:12] for event in found if isinstance(event, RoundCommitted)]
+        wanted = [event.state.sha256[:12] for event in undisturbed if isinstance(event, RoundCommitted)]
         if states != wanted:
             raise LostError(f"states are {states}, and without kills {wanted}; boards: {[*map(sorted, cohorts)]}")
         with Store(self._home) as store:
@@ -307,7 +312,7 @@ def calm(plan: fleet.FleetPlan, cohorts: Sequence[Collection[str]]) -> tuple[str
     with mock.patch.object(decisions, "decide_event", among), contextlib.redirect_stdout(io.StringIO()):
         run, _ = fleet.run_fleet_virtually(plan)
     with Store(plan.home) as store:
-        return run, [fact for _, _, fact in store.read_events(run)]
+        return run, [event for _, _, event in store.read_events(run)]
 
 
 def _task_of(agent: int) -> int | None:
@@ -364,10 +369,10 @@ def main(words: Sequence[str] | None = None) -> int:
                 return 1
         partial += campaign.partial
         print(f"{case}: {dict(campaign.killed)}; {killed.total()} of {options.kills} kills", flush=True)
-    told = ", ".join(f"{count} {kind}" for kind, count in sorted(killed.items()))
+    report = ", ".join(f"{count} {kind}" for kind, count in sorted(killed.items()))
     print(
-        f"{killed.total()} kills ({told}) in {jobs} jobs, {partial} rounds without all boards: every state and private "
-        f"state has the bits of a calm run, no update is lost; {time.monotonic() - began_s:.0f} s"
+        f"{killed.total()} kills ({report}) in {jobs} jobs, {partial} rounds without all boards: every state and "
+        f"private state has the bits of a calm run, no update is lost; {time.monotonic() - began_s:.0f} s"
     )
     return 0
 

@@ -61,9 +61,9 @@ def pooled(into: str) -> list[Any]:
     return [helper.make_node("GlobalAveragePool", ["x"], ["p"]), helper.make_node("Flatten", ["p"], [into])]
 
 
-def two_files(folder: Path, made: Any = None, location: str = "model.onnx.data") -> Path:
+def two_files(folder: Path, graph: Any = None, location: str = "model.onnx.data") -> Path:
     onnx.save(
-        product() if made is None else made,
+        product() if graph is None else graph,
         folder / "model.onnx",
         save_as_external_data=True,
         location="model.onnx.data",

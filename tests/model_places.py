@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from linear_models import network
-from one_agent import Bench, Board
+from one_agent import Board, ScriptedWorker
 from toy_kinds import release
-from waiting import until
+from waiting import wait_until
 
 from fedquilt.core import BlobRef
 from fedquilt.edge_agent.releases.models import ModelReleases
@@ -28,7 +28,7 @@ class Place:
         self.now_s, self.blobs = 100.0, root / "blobs"
         self.blobs.mkdir()
         self.settings = AgentSettings(device="d", home=str(root / "d"), models=ModelSettings(**settings))
-        self.checks, self.board = Bench(), Board()
+        self.checks, self.board = ScriptedWorker(), Board()
         self.models = ModelReleases(self.settings, self.board, self.checks, clock=lambda: self.now_s)
         self.folder = self.models.folder
 
@@ -40,10 +40,10 @@ class Place:
 
     def put(self, serial: int) -> DesiredRelease:
         """Bring a release into use."""
-        wanted, blob = self.release(serial)
-        self.models.stage(wanted, blob)
-        self.models.activate(wanted)
-        return wanted
+        release, blob = self.release(serial)
+        self.models.stage(release, blob)
+        self.models.activate(release)
+        return release
 
     def served(self, **told: Any) -> None:
         values = {"at": time.time(), "model": self.models.current_sha256(), "served": 0, "failed": 0, "labelled": 0}
@@ -63,5 +63,5 @@ def short(wanted: DesiredRelease) -> str:
 
 def told(place: Place, condition: Callable[[], bool] = lambda: True) -> str:
     """What is wrong once the hook has come to its end."""
-    until(lambda: place.models.is_settled() and condition(), "the hook's end")
+    wait_until(lambda: place.models.is_settled() and condition(), "the hook's end")
     return place.models.unhealthy_reason()

@@ -10,7 +10,7 @@ import socket
 import subprocess
 from pathlib import Path
 
-from waiting import until
+from waiting import wait_until
 
 MOSQUITTO = shutil.which("mosquitto", path=os.environ.get("PATH", "") + ":/usr/sbin")
 
@@ -51,7 +51,7 @@ class Mosquitto:
         assert self._process is not None
         before = self.log().count("Reloading config")
         self._process.send_signal(signal.SIGHUP)
-        until(lambda: self.log().count("Reloading config") > before, "Mosquitto reloads")
+        wait_until(lambda: self.log().count("Reloading config") > before, "Mosquitto reloads")
 
     def log(self) -> str:
         return (self.folder / "mosquitto.log").read_text()
@@ -66,7 +66,7 @@ class Mosquitto:
             self._process = subprocess.Popen(
                 [str(MOSQUITTO), "-c", str(self.folder / "mosquitto.conf")], stdout=log, stderr=log
             )
-        until(lambda: self._ended() or self._accepts(), "Mosquitto accepts connections", told=self.log)
+        wait_until(lambda: self._ended() or self._accepts(), "Mosquitto accepts connections", diagnostics=self.log)
         return not self._ended()
 
     def _ended(self) -> bool:

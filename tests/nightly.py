@@ -262,7 +262,7 @@ def chosen(every: Sequence[Stage], only: Iterable[str], skip: Iterable[str]) -> 
 # -- running --------------------------------------------------------------------------------------
 
 
-def play(stage: Stage, out: Path, say: Callable[[str], None] = print) -> Outcome:
+def play(stage: Stage, out: Path, report: Callable[[str], None] = print) -> Outcome:
     """Run a stage; what it prints is said and goes into `out`/NAME.log."""
     if stage.hindrance:
         return Outcome(stage.name, "skipped", 0.0, stage.hindrance)
@@ -271,7 +271,7 @@ def play(stage: Stage, out: Path, say: Callable[[str], None] = print) -> Outcome
         for command in stage.commands:
             log.write(f"$ {' '.join(command)}\n")
             try:
-                status, heard = _run(command, log.write, say)
+                status, heard = _run(command, log.write, report)
             except OSError as error:
                 status, heard = 127, f"{command[0]}: {error.strerror}"
                 log.write(f"{heard}\n")
@@ -283,7 +283,7 @@ def play(stage: Stage, out: Path, say: Callable[[str], None] = print) -> Outcome
     return Outcome(stage.name, "skipped" if none else "passed", time.monotonic() - began_s, last)
 
 
-def _run(command: Sequence[str], write: Callable[[str], object], say: Callable[[str], None]) -> tuple[int, str]:
+def _run(command: Sequence[str], write: Callable[[str], object], report: Callable[[str], None]) -> tuple[int, str]:
     """(exit code, last line that is not empty) of a command, both of its outputs together."""
     last = ""
     with subprocess.Popen(
@@ -298,16 +298,19 @@ def _run(command: Sequence[str], write: Callable[[str], object], say: Callable[[
         assert process.stdout is not None
         for line in process.stdout:
             write(line)
-            say(line.rstrip("\n"))
+            report(line.rstrip("\n"))
             last = line.strip() or last
     return process.returncode, last
 
 
 def summary(outcomes: Sequence[Outcome]) -> list[str]:
     """The table at the end."""
-    width = max((len(each.stage) for each in outcomes), default=0)
-    rows = [f"{each.stage:{width}}  {each.result:7}  {_time(each.seconds):>8}  {each.last}" for each in outcomes]
-    counts = {kind: sum(each.result == kind for each in outcomes) for kind in ("passed", "FAILED", "skipped")}
+    width = max((len(outcome.stage) for outcome in outcomes), default=0)
+    rows = [
+        f"{outcome.stage:{width}}  {outcome.result:7}  {_time(outcome.seconds):>8}  {outcome.last}"
+        for outcome in outcomes
+    ]
+    counts = {kind: sum(outcome.result == kind for outcome in outcomes) for kind in ("passed", "FAILED", "skipped")}
     return [*rows, "", ", ".join(f"{count} {kind}" for kind, count in counts.items())]
 
 
@@ -315,7 +318,7 @@ def _time(seconds: float) -> str:
     return f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min"
 
 
-def main(words: Sequence[str] | None = None) -> int:
+def main(arguments: Sequence[str] | None = None) -> int:
     """Run the stages that are asked for; 1 when one failed, 2 when one that is asked for does not exist."""
     parser = argparse.ArgumentParser(prog="make nightly", description="run what takes too long for `make test`")
     parser.add_argument("--only", nargs="+", default=[], metavar="STAGE", help="these, or all that begin so")
@@ -323,7 +326,7 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--data", type=Path, help="a folder with MNIST's IDX files; default: $FEDQUILT_TEST_DATA")
     parser.add_argument("--out", type=Path, default=Path("nightly"), help="a folder for the stages' output")
     parser.add_argument("--list", action="store_true", help="say which stages there are, and run none")
-    options = parser.parse_args(words)
+    options = parser.parse_args(arguments)
     try:
         some = chosen(stages(_given(options.data)), options.only, options.skip)
     except ValueError as error:

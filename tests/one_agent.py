@@ -1,4 +1,4 @@
-"""An agent whose coordinator, board and task process are driven by a test, on virtual time."""
+"""Agent on virtual time, with coordinator, board and task process controlled by the test."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ TOPICS = wire.Topics("f")
 
 
 class Board:
-    """5 W whenever it is asked, as much memory as the test says, and clocks that note what is done to them."""
+    """Board that draws 5 W, has the memory that the test sets, and records changes of its clocks."""
 
     board, memory_bytes, idle_w, provenance = "hand-made", 8 << 30, 1.0, "measured"
     # a task of 1 MFLOP takes 40 or 10 s; above idle 40 or 90 J
@@ -37,19 +37,19 @@ class Board:
     )
     available_bytes: int | None = None
     adjustable = holds = True
-    stuck = ""  # why it takes no clocks
+    clock_error = ""  # error of `pin_clocks`, or "" for success
 
     def __init__(self) -> None:
-        self.clocks: list[str] = []  # the point held, or "-", at each change
-        self.reads_s: list[float] = []
+        self.clocks: list[str] = []  # pinned point, or "-" for unpinned, at each change
+        self.sensor_reads_s: list[float] = []
 
     def read_sensors(self, now_s: float) -> Reading:
-        self.reads_s.append(now_s)
+        self.sensor_reads_s.append(now_s)
         return Reading(energy_j=5.0 * now_s, energy_source="meter", power_w=5.0, available_bytes=self.available_bytes)
 
     def pin_clocks(self, point: OperatingPoint) -> OperatingPoint:
-        if self.stuck:
-            raise ClockError(self.stuck)
+        if self.clock_error:
+            raise ClockError(self.clock_error)
         self.clocks.append(point.name)
         return point
 
@@ -60,18 +60,18 @@ class Board:
         return measured
 
 
-class Bench:
-    """A worker that ends when the test says so, and writes what the test gives it."""
+class ScriptedWorker:
+    """Worker whose tasks end when the test calls `finish`."""
 
     resident_bytes = 0
 
     def __init__(self) -> None:
-        self.orders: list[WorkRequest] = []
+        self.requests: list[WorkRequest] = []
         self.killed_externally = 0
         self.events: list[Event] = []
 
-    def start(self, order: WorkRequest, now_s: float) -> None:
-        self.orders.append(order)
+    def start(self, request: WorkRequest, now_s: float) -> None:
+        self.requests.append(request)
 
     def poll_events(self, now_s: float) -> list[Event]:
         events, self.events = self.events, []
@@ -91,20 +91,22 @@ class Bench:
         self.kill()
 
     def finish(self, private: float | None = None, **changes: Any) -> None:
-        """The model of the order plus one; private state if the test wants it."""
-        order = self.orders[-1]
-        out = Path(order.output_folder)
-        model = {name: array + 1 for name, array in tensors.read_tensors(Path(order.bundles["model"])).items()}
-        ref = write_tensors(out / "bundle", model)
-        os.replace(out / "bundle", out / ref.sha256)
-        left = None if private is None else write_tensors(out / PRIVATE_FILE, {"c": np.array([private])})
+        """End the task with the received model plus one, and with a private state unless `private` is None."""
+        request = self.requests[-1]
+        output_folder = Path(request.output_folder)
+        model = {name: array + 1 for name, array in tensors.read_tensors(Path(request.bundles["model"])).items()}
+        ref = write_tensors(output_folder / "bundle", model)
+        os.replace(output_folder / "bundle", output_folder / ref.sha256)
+        private_ref = (
+            None if private is None else write_tensors(output_folder / PRIVATE_FILE, {"c": np.array([private])})
+        )
         values = {"weight": 3.0, "metrics": {"loss": 0.5}, "bundles": {"model": ref}, "wall_s": 2.0, "cpu_s": 1.5}
-        values["private"] = left
+        values["private"] = private_ref
         self.events.append(WorkResult(**{**values, "peak_bytes": 9, "base_bytes": 4, **changes}))
 
 
 class Site:
-    """One device, one coordinator played by the test, and time that the test moves on."""
+    """Agent of one device on virtual time, and the coordinator's side of the link, controlled by the test."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -121,17 +123,17 @@ class Site:
         self.start()
 
     def start(self, worker: TaskWorker | None = None, **changes: Any) -> None:
-        """A new process on the same folder; one that ran before has died in the middle of whatever it did."""
+        """Kill the agent if it runs, and start another on the same folder."""
         if hasattr(self, "own"):
             self.broker.lose_client(self.own)
-        self.bench = Bench()
+        self.worker = ScriptedWorker()
         self.own: MemoryLink = self.broker.connect()
         options = AgentSettings(**{"device": "d", "fleet": "f", "home": str(self.folder / "d"), **changes})
         self.agent = Agent(
             self.own,
             options,
             self.board,
-            worker or self.bench,
+            worker or self.worker,
             kinds=self.kinds,
             runner=self.runner,
             clock=lambda: self.clock(),
@@ -139,7 +141,7 @@ class Site:
         self.run()
 
     def run(self, seconds: float = 0.5) -> None:
-        """Let both sides do what they have to, in steps of 10 ms."""
+        """Run both sides in steps of 10 ms of virtual time."""
         until_s = self.broker.now_s + seconds
         while self.broker.now_s < until_s:
             self.broker.now_s += 0.01
@@ -165,7 +167,7 @@ class Site:
         self.run()
 
     def ask(self, round: int = 0, **changes: Any) -> Task:
-        """Ask for a round's work on MODEL plus the round's number."""
+        """Send a task with MODEL plus the round number as the model."""
         model = self.depot.store_bytes(tensors.encode_tensors({name: array + round for name, array in MODEL.items()}))
         values: dict[str, Any] = {"attempt": 0, "method": "fedavg", "engine": "numpy", "actions": ("work",)}
         values |= {"params": {}, "bundles": {"model": model}, "work": WorkEstimate(flops=1e6), "deadline_s": 60.0}
@@ -173,8 +175,8 @@ class Site:
         self.say("task", task, retain=True)
         return task
 
-    def fetch(self, update: Update) -> dict[str, np.ndarray]:
-        """Pull an update's model as the coordinator does."""
+    def fetch_model(self, update: Update) -> dict[str, np.ndarray]:
+        """Fetch the model of an update, and return its tensors."""
         ref = update.bundles["model"]
         self.transfers.request_blob("d", ref)
         self.run()
@@ -199,7 +201,7 @@ def until_claimed(site: Site) -> None:
 
 def until_finished(site: Site) -> None:
     until_claimed(site)
-    site.bench.finish(private=1.0)
+    site.worker.finish(private=1.0)
 
 
 def until_offered(site: Site) -> None:

@@ -38,18 +38,18 @@ def look(home: Path, run: str, number: int) -> str:
         ("devices", "--home", str(home)),
         ("doctor", "--home", str(home)),
     )
-    words, said = every[number % len(every)], io.StringIO()
-    if words[0] == "doctor":  # its look at a home; the rest is about this machine
+    arguments, said = every[number % len(every)], io.StringIO()
+    if arguments[0] == "doctor":  # its look at a home; the rest is about this machine
         told = [to_finding(number, verdict) for number, verdict in coordinator.check_coordinator(home)]
         found = [each for each in told if each.severity == "error" and each.number != DISK]
         return f"{FAILED} {found}" if found else ""
     with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
         try:
-            code = main(words)
+            code = main(arguments)
         except SystemExit as end:
             code = int(end.code or 0)
     file.unlink(missing_ok=True)
-    return f"{FAILED} {' '.join(words)}: exit code {code}: {said.getvalue()}" if code else ""
+    return f"{FAILED} {' '.join(arguments)}: exit code {code}: {said.getvalue()}" if code else ""
 
 
 def watch(home: Path, run: str, roll: random.Random) -> str:

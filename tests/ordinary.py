@@ -64,10 +64,10 @@ class User:
         mode = path.stat().st_mode & 0o700 if self.root else 0  # its owner would not be kept out by 0700
         path.chmod(mode)
 
-    def does(self, body: Callable[..., Any], *given: Any) -> Any:
+    def does(self, body: Callable[..., Any], *arguments: Any) -> Any:
         """Carry out a module's function as this user; what it returns, as JSON has it. Its exception fails the test."""
         reading, writing = CONTEXT.Pipe(duplex=False)
-        child = CONTEXT.Process(target=_be, args=(self.uid, self.gid, self.home, writing, body, given))
+        child = CONTEXT.Process(target=_be, args=(self.uid, self.gid, self.home, writing, body, arguments))
         child.start()
         writing.close()
         try:
@@ -89,10 +89,10 @@ class User:
             environment: what it has beside, or in place of, this process's.
         """
         reading, writing = os.pipe()
-        numbers, needed = map(str, (writing, self.uid, self.gid)), ":".join(map(str, NEEDED))
+        numbers, folders = map(str, (writing, self.uid, self.gid)), ":".join(map(str, NEEDED))
         with log.open("ab") as out, open(reading, "rb") as pipe:
             process = subprocess.Popen(
-                (sys.executable, "-IS", dropped.__file__, *numbers, needed, *command),
+                (sys.executable, "-IS", dropped.__file__, *numbers, folders, *command),
                 pass_fds=[writing],
                 stdout=out,
                 stderr=subprocess.STDOUT,

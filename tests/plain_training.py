@@ -120,8 +120,8 @@ class Plain:
         return F.cross_entropy(self.scores(share.x[rows]), torch.tensor(share.y[rows]))
 
     def gradients(self, share: Examples, rows: np.ndarray) -> dict[str, Any]:
-        found = torch.autograd.grad(self.loss(share, rows), list(self.values.values()), materialize_grads=True)
-        return dict(zip(self.values, found, strict=True))
+        gradients = torch.autograd.grad(self.loss(share, rows), list(self.values.values()), materialize_grads=True)
+        return dict(zip(self.values, gradients, strict=True))
 
     def move(self, steps: Mapping[str, Any]) -> None:
         with torch.no_grad():
@@ -163,20 +163,20 @@ def local(network: str, begun: Model, member: DeviceData, round: int, correct: A
 def mean(models: list[Model], weights: Any = SIZES) -> Model:
     """Weighted mean of numbers, plain with None; of whole numbers the largest."""
     weights = [1.0] * len(models) if weights is None else weights
-    found = {}
-    for name, first in models[0].items():
+    result = {}
+    for name, first_update in models[0].items():
         each = np.stack([model[name] for model in models])
-        if first.dtype.kind in "iu":
-            found[name] = each.max(axis=0)
+        if first_update.dtype.kind in "iu":
+            result[name] = each.max(axis=0)
         else:
             share = np.asarray(weights, float) / np.sum(weights)
-            found[name] = np.tensordot(share, each.astype(np.float64), axes=1).astype(first.dtype)
-    return found
+            result[name] = np.tensordot(share, each.astype(np.float64), axes=1).astype(first_update.dtype)
+    return result
 
 
-def own_of(kept: Mapping[str, Model]) -> Model:
+def own_of(stored: Mapping[str, Model]) -> Model:
     """Private tensors by device and name."""
-    return {f"{device}/{name}": array for device, held in kept.items() for name, array in held.items()}
+    return {f"{device}/{name}": array for device, held in stored.items() for name, array in held.items()}
 
 
 # -- the product ----------------------------------------------------------------------------------
@@ -213,12 +213,12 @@ def played(
     method, found = methods.load(name), Played([], {}, [])
 
     def work(task: Task, site: ClientContext) -> ClientResult:
-        answer = method.work(task, site)
-        if answer.local:
-            found.kept[site.device] = {key: np.array(array) for key, array in answer.local.items()}
-        return answer
+        result = method.work(task, site)
+        if result.local:
+            found.kept[site.device] = {key: np.array(array) for key, array in result.local.items()}
+        return result
 
-    def observe(simulation: Any, hands: Any) -> None:
+    def observe(simulation: Any, backend: Any) -> None:
         found.devices[:] = [each.devices for each in simulation.rounds]
 
     made = bundle_of(network)

@@ -1,4 +1,4 @@
-"""Coordinator and agents as processes of their own, and a small job for them."""
+"""Processes of a coordinator and of agents, and a small job for them."""
 
 from __future__ import annotations
 
@@ -34,20 +34,20 @@ TABLE: dict[str, Any] = {
 
 
 class Processes:
-    """Everything that was started; all of it is killed at the end."""
+    """Processes that are killed at the end of a context."""
 
     def __init__(self) -> None:
         self.running: dict[str, subprocess.Popen[bytes]] = {}
 
     def start(self, name: str, log: Path, *command: str, **variables: str) -> None:
-        """Start a command with these environment variables besides."""
+        """Start a command with additional environment variables."""
         self.python(name, log, "-m", "fedquilt.cli", *command, **variables)
 
-    def python(self, name: str, log: Path, *words: str, **variables: str) -> None:
+    def python(self, name: str, log: Path, *arguments: str, **variables: str) -> None:
         env = {**os.environ, **variables}
         with log.open("ab") as out:
             self.running[name] = subprocess.Popen(
-                [sys.executable, *words], stdout=out, stderr=subprocess.STDOUT, env=env
+                [sys.executable, *arguments], stdout=out, stderr=subprocess.STDOUT, env=env
             )
 
     def start_agents(
@@ -78,28 +78,28 @@ class Processes:
         self.running[name].wait()
 
     def end(self) -> None:
-        """Kill everything that still runs."""
+        """Kill all running processes."""
         for name in self.running:
             self.kill(name)
 
 
-def facts(home: Path, run: str = "digits") -> list[AnyEvent]:
-    """A job's facts so far; none before it is queued."""
+def read_events(home: Path, run: str = "digits") -> list[AnyEvent]:
+    """Return the events of a job, or none before it is queued."""
     if not (home / "fedquilt.db").exists():
         return []
     with Store(home) as store:
-        return [fact for _, _, fact in store.read_events(store.find_job(run).id)] if store.readable_jobs() else []
+        return [event for _, _, event in store.read_events(store.find_job(run).id)] if store.readable_jobs() else []
 
 
-def answers(home: Path, round: int) -> int:
-    return sum(isinstance(fact, UpdateAccepted) and fact.round == round for fact in facts(home))
+def read_updates(home: Path, round: int) -> int:
+    return sum(isinstance(event, UpdateAccepted) and event.round == round for event in read_events(home))
 
 
-def calm_states(plan: fleet.FleetPlan) -> list[Any]:
-    """States of each round of the job on virtual time, where nobody dies."""
+def undisturbed_state_hashes(plan: fleet.FleetPlan) -> list[Any]:
+    """Return the state of each round of the job on virtual time, without kills."""
     run, _ = fleet.run_fleet_virtually(plan)
     with Store(plan.home) as store:
-        return [fact.state for _, _, fact in store.read_events(run) if isinstance(fact, RoundCommitted)]
+        return [event.state for _, _, event in store.read_events(run) if isinstance(event, RoundCommitted)]
 
 
 def make_job(folder: Path, hidden: int = 64, **cohort: Any) -> fleet.FleetPlan:

@@ -55,7 +55,7 @@ class Watched(RayWorkers):
         self.nodes: list[str] = []
 
     def send_work(self, worker: int, work: WorkBatch) -> None:
-        node = self._all[worker].node
+        node = self._workers[worker].node_id
         self.nodes.append(node)
         with self._amid(node, len(self.nodes)):
             super().send_work(worker, work)
@@ -66,7 +66,9 @@ def hands(workers: RayWorkers, given: agents.FleetPlan) -> Iterator[WorkBackend]
     members = given.load_devices()[0]
     with WorkerPool(workers, members) as pool:
         pool.wait_until_ready()
-        yield WorkBackend(lambda orders: (outcome for _, outcome in pool.run_requests(orders)), pool.held, pool)
+        yield WorkBackend(
+            lambda requests: (outcome for _, outcome in pool.run_requests(requests)), pool.held_out_counts, pool
+        )
 
 
 @contextmanager

@@ -164,7 +164,7 @@ class Ground:
         self.link = self.broker.connect(will)
         self.executor = LinkExecutor(self.link, "f", self.store.depot, self.store.begin_epoch())
         self.server = Server(
-            self.executor, self.store, tell=lambda rollout, fact: self.facts.append((rollout.id, fact))
+            self.executor, self.store, tell=lambda rollout, event: self.facts.append((rollout.id, event))
         )
 
     def restart(self) -> None:
@@ -193,8 +193,8 @@ class Ground:
 
     def play(self, seconds: float = 10.0) -> None:
         """Let virtual time pass in steps of 0.1 s."""
-        until = self.broker.now_s + seconds
-        while self.broker.now_s < until:
+        end_s = self.broker.now_s + seconds
+        while self.broker.now_s < end_s:
             self.broker.now_s += 0.1
             self.broker.deliver_due()
             self.server.step(self.broker.now_s)

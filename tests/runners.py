@@ -31,8 +31,8 @@ class Client:
 
     def ask(self, method: str, path: str, body: Any = None, **headers: str) -> tuple[int, Any]:
         self._connection.request(method, path, body, headers)
-        answer = self._connection.getresponse()
-        return answer.status, json.loads(answer.read())
+        response = self._connection.getresponse()
+        return response.status, json.loads(response.read())
 
     def post(self, body: Any, **headers: str) -> tuple[int, Any]:
         return self.ask("POST", "/v1/classify", body, **headers)

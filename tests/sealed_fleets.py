@@ -1,4 +1,4 @@
-"""A fleet on a signed link, and a broker that changes messages."""
+"""Fleet on a signed link, and a broker that tampers with messages."""
 
 from __future__ import annotations
 
@@ -16,31 +16,31 @@ TOPICS = wire.Topics("f")
 CLAIM = b'{"v":1,"crc":"00000000","round":1}'
 
 
-class Tampered(MemoryBroker):
+class TamperingBroker(MemoryBroker):
     def __init__(self) -> None:
         super().__init__()
-        self.carried: list[tuple[str, bytes]] = []
+        self.transcript: list[tuple[str, bytes]] = []
         self.change: Callable[[str, bytes], bytes | None] = lambda topic, payload: payload
 
     def _receive_message(self, topic: str, payload: bytes, retain: bool) -> None:
-        self.carried.append((topic, payload))
+        self.transcript.append((topic, payload))
         changed = self.change(topic, payload)
         if changed is not None:
             super()._receive_message(topic, changed, retain)
 
     def of(self, topic: str) -> list[bytes]:
-        return [payload for at, payload in self.carried if at == topic]
+        return [payload for at, payload in self.transcript if at == topic]
 
 
 class Fleet:
     def __init__(self, site: Certified) -> None:
-        self.site, self.broker = site, Tampered()
+        self.site, self.broker = site, TamperingBroker()
         self.identities = {"coordinator": LinkIdentity(site.broker("coordinator", "coordinator"))}
         self.boards: dict[str, AuthenticatedDeviceLink] = {}
         self.heard: dict[str, list[Message]] = {}
         self.epoch = 0
         self.coordinate()
-        self.mallory = self.broker.connect()  # writes where it likes
+        self.attacker = self.broker.connect()  # may publish on all topics
 
     def coordinate(self) -> None:
         self.epoch += 1
@@ -53,7 +53,7 @@ class Fleet:
         self.heard["coordinator"] = []
 
     def reconnect(self, link: AuthenticatedFleetLink) -> None:
-        """Connect a coordinator again that has lost its connection."""
+        """Reconnect a coordinator after a connection loss."""
         self.broker.lose_client(self.raw)
         self.raw, self.link = self.broker.connect(), link
         self.raw.session = link.session + 1
@@ -61,17 +61,17 @@ class Fleet:
         link.subscribe(TOPICS.coordinator_filters())
         link.publish(TOPICS.coord, wire.encode(wire.CoordState(online=True, epoch=self.epoch)), retain=True)
 
-    def displace(self) -> None:
-        """Let a coordinator of another home, with the same certificate and number of its start, serve for a while."""
-        first = self.link
+    def displace_coordinator(self) -> None:
+        """Run a coordinator of another home with the same certificate and epoch for 6 s, then the first one again."""
+        first_link = self.link
         self.broker.lose_client(self.raw)
         self.epoch -= 1
         self.coordinate()
         for name, board in self.boards.items():
-            board.publish(up(name, "telemetry"), CLAIM)
+            board.publish(up_topic(name, "telemetry"), CLAIM)
         self.run(6.0)
-        assert first._keys.keys() == self.link._keys.keys()
-        self.reconnect(first)
+        assert first_link._keys.keys() == self.link._keys.keys()
+        self.reconnect(first_link)
         self.heard = {name: [] for name in self.heard}
 
     def join(self, name: str, identity: LinkIdentity | None = None) -> AuthenticatedDeviceLink:
@@ -96,9 +96,9 @@ class Fleet:
         return [message.payload for message in self.heard[name]]
 
 
-def up(device: str, leaf: str = "claim") -> str:
+def up_topic(device: str, leaf: str = "claim") -> str:
     return TOPICS.device_topic(device, "up", leaf)
 
 
-def down(device: str, leaf: str = "task") -> str:
+def down_topic(device: str, leaf: str = "task") -> str:
     return TOPICS.device_topic(device, "dn", leaf)

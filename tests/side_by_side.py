@@ -1,11 +1,11 @@
-"""Several jobs of one coordinator, and boards that carry out whatever they are sent."""
+"""Several jobs of one coordinator, and devices that run all tasks."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeAlias
 
-from by_hand import Hand, Stage, ones
+from by_hand import Hand, Stage, constant_model
 
 from fedquilt.core import Task
 
@@ -14,7 +14,7 @@ Staged: TypeAlias = Callable[..., Stage]  # makes a stage from limits and a job'
 
 
 class TwoJobs(NamedTuple):
-    """A job whose task both boards have, and a job that was queued since."""
+    """A job whose task both devices have, and a second queued job."""
 
     stage: Stage
     first: str
@@ -24,19 +24,19 @@ class TwoJobs(NamedTuple):
 
 
 def begin_two_jobs(stage: Stage) -> TwoJobs:
-    """Give both boards of a stage the task of its job, and queue a second job."""
+    """Add two devices, wait until they have the task of the first job, and queue a second job."""
     a, b = stage.hand("a"), stage.hand("b")
     stage.play()
     return TwoJobs(stage, stage.job, stage.add("k", cohort=LONG), a, b)
 
 
-def facts(stage: Stage, id: str, kind: type) -> list[Any]:
-    """The facts of one kind in a job's log."""
-    return [fact for _, _, fact in stage.store.read_events(id) if isinstance(fact, kind)]
+def read_events(stage: Stage, id: str, kind: type) -> list[Any]:
+    """Return the events of one class in the log of a job."""
+    return [event for _, _, event in stage.store.read_events(id) if isinstance(event, kind)]
 
 
 class Worker:
-    """A hand that carries out whatever it is sent: each task takes its job's time."""
+    """Device that runs all tasks, with a duration for each job."""
 
     def __init__(self, hand: Hand, seconds: dict[str, float]) -> None:
         self.hand, self._seconds = hand, seconds
@@ -53,7 +53,7 @@ class Worker:
         if now_s >= self._due_s:
             self._due_s = float("inf")
             task = next(task for task in reversed(self.hand.tasks) if task)
-            self.hand.answer(ones(1.0 + task.round + len(task.job) + ord(self.hand.name[-1])))
+            self.hand.answer(constant_model(1.0 + task.round + len(task.job) + ord(self.hand.name[-1])))
 
 
 def _name(task: Task) -> str:
@@ -61,9 +61,9 @@ def _name(task: Task) -> str:
 
 
 def work(stage: Stage, workers: list[Worker], seconds: float) -> None:
-    """Let virtual time pass in which these boards work."""
-    until = stage.broker.now_s + seconds
-    while stage.broker.now_s < until:
+    """Advance virtual time while these devices work."""
+    end_s = stage.broker.now_s + seconds
+    while stage.broker.now_s < end_s:
         stage.play(0.05)
         for worker in workers:
             worker.step(stage.broker.now_s)

@@ -19,12 +19,12 @@ from fedquilt.tools.simulation import DeviceData, run
 from fedquilt.tools.simulation.simulated_job import Simulation
 
 SMALL = {"epochs": 2, "batch": 4, "lr": 0.1}
-HEAVY = 1e10  # FLOPs of an example: seconds on any board
+HEAVY = 1e10  # FLOPs of an example, seconds on all boards
 
 
 class Fleet:
-    def __init__(self, place: Path, stack: contextlib.ExitStack) -> None:
-        self.place, self._stack = place, stack
+    def __init__(self, folder: Path, stack: contextlib.ExitStack) -> None:
+        self.place, self._stack = folder, stack
         self.engine = NumpyEngine(1 << 40, base_bytes=0)
         self._count = 0
 
@@ -37,28 +37,38 @@ class Fleet:
         home: str = "",
         flops: float = HEAVY,
         members: Sequence[DeviceData] = (),
-        make: Callable[[str], Any] = SimulatedDevice.from_name,
+        create_board: Callable[[str], Any] = SimulatedDevice.from_name,
         **table: Any,
     ) -> tuple[Simulation, run.WorkBackend]:
         self._count += 1
-        made = toy_bundle()
-        bundle = write_bundle(self.place / f"bundle-{flops:g}", replace(made, meta={**made.meta, "flops": flops}))
-        load = methods.load if method is None else lambda name: method
-        given = list(members) or point_devices(devices, 13)
-        hands, held = run.make_local_backend(given, load=load, engine=self.engine)
-        wanted = make_job(name, table.pop("params", SMALL), **{"rounds": 2, **table})
-        place = self.place / (home or f"home-{self._count}")
-        simulation = Simulation(wanted, bundle, held, place, load=load, engine="numpy", make=make)
-        return self._stack.enter_context(simulation), hands
+        bundle_source = toy_bundle()
+        bundle = write_bundle(
+            self.place / f"bundle-{flops:g}", replace(bundle_source, meta={**bundle_source.meta, "flops": flops})
+        )
+        load_method = methods.load if method is None else lambda name: method
+        devices_data = list(members) or point_devices(devices, 13)
+        backend, held_out_counts = run.make_local_backend(devices_data, load_method=load_method, engine=self.engine)
+        job = make_job(name, table.pop("params", SMALL), **{"rounds": 2, **table})
+        home_folder = self.place / (home or f"home-{self._count}")
+        simulation = Simulation(
+            job,
+            bundle,
+            held_out_counts,
+            home_folder,
+            load_method=load_method,
+            engine="numpy",
+            create_board=create_board,
+        )
+        return self._stack.enter_context(simulation), backend
 
-    def played(self, *args: Any, **options: Any) -> Simulation:
-        simulation, hands = self.begin(*args, **options)
-        for _ in run.run_rounds(simulation, hands):
+    def run_job(self, *args: Any, **options: Any) -> Simulation:
+        simulation, backend = self.begin(*args, **options)
+        for _ in run.run_rounds(simulation, backend):
             pass
         return simulation
 
 
-def facts(simulation: Simulation, kind: type[Any] | None = None) -> list[Any]:
-    with Store(simulation.fleet.depot.folder.parent) as store:
-        found: list[AnyEvent] = [fact for _, _, fact in store.read_events(simulation.run)]
-    return [fact for fact in found if kind is None or isinstance(fact, kind)]
+def read_events(simulation: Simulation, kind: type[Any] | None = None) -> list[Any]:
+    with Store(simulation.fleet.blob_store.folder.parent) as store:
+        events: list[AnyEvent] = [event for _, _, event in store.read_events(simulation.run)]
+    return [event for event in events if kind is None or isinstance(event, kind)]

@@ -94,12 +94,12 @@ class Federation:
         self._open()
         self._serve()
 
-    def _observe(self, job: Any, fact: AnyEvent) -> None:
-        self.facts.append(fact)
-        if isinstance(fact, UpdateAccepted):
-            self.answered.setdefault(fact.round, []).append(fact.update.device)
-        if isinstance(fact, RoundCommitted):
-            payload = self.store.depot.load(fact.state.sha256)
+    def _observe(self, job: Any, event: AnyEvent) -> None:
+        self.facts.append(event)
+        if isinstance(event, UpdateAccepted):
+            self.answered.setdefault(event.round, []).append(event.update.device)
+        if isinstance(event, RoundCommitted):
+            payload = self.store.depot.load(event.state.sha256)
             assert payload is not None
             self.states.append(payload)
 
@@ -124,7 +124,7 @@ class Federation:
 
     def _start(self, name: str) -> None:
         made = VirtualSite(
-            self.broker, self._stores[name], self.plan.fleet, name, lambda job, fact: self.below[name].append(fact)
+            self.broker, self._stores[name], self.plan.fleet, name, lambda job, event: self.below[name].append(event)
         )
         self.seats += made.list_endpoints()
         self.sites[name] = made
@@ -206,9 +206,9 @@ def plan(
     return FleetPlan(job, folder / "bundle", folder / "home")
 
 
-def states(folder: Path, method: str, split: tuple[int, ...], waits: int, **table: Any) -> list[bytes]:
+def list_states(folder: Path, method: str, split: tuple[int, ...], waits: int, **table: Any) -> list[bytes]:
     table = {"cohort": {"start_devices": waits}, **table}
     with federation(plan(folder, method, **table), split) as made:
         assert made.play() == "done", made.facts[-1]
-        assert not [fact for fact in made.facts if isinstance(fact, TaskDeclined)]
+        assert not [event for event in made.facts if isinstance(event, TaskDeclined)]
         return made.states

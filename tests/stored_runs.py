@@ -1,4 +1,4 @@
-"""Runs in a store, written as their coordinator writes them, and what their facts come to."""
+"""Stored runs, written like by a coordinator, and the job states that follow from their events."""
 
 from __future__ import annotations
 
@@ -38,19 +38,19 @@ DEVICES = tuple("abcdef")
 
 
 class Run:
-    """A run in a store, written as its coordinator writes it."""
+    """Run in a store, written like by a coordinator."""
 
     def __init__(self, store: Store) -> None:
         self.store, self.id = store, store.add_job(JOB, store.home / "bundle")
         self.plan = JobConstants.from_job(JOB)
         self.standing = Snapshot(JobState(self.plan))
 
-    def record(self, *facts: AnyEvent) -> None:
-        for fact in facts:
-            after = apply_event(self.standing.rounds, fact, NOW_S)
-            self.store.append_event(self.id, fact)
-            self.standing.apply_event(fact, after)
-            if isinstance(fact, RoundCommitted | JobEnded):
+    def record(self, *events: AnyEvent) -> None:
+        for event in events:
+            after = apply_event(self.standing.rounds, event, NOW_S)
+            self.store.append_event(self.id, event)
+            self.standing.apply_event(event, after)
+            if isinstance(event, RoundCommitted | JobEnded):
                 self.store.snapshots.save_if_due(self.id, self.standing)
 
     def round(self, number: int, *devices: str) -> None:
@@ -64,7 +64,7 @@ class Run:
 
 
 def of(run: str, device: str, round: int) -> Update:
-    """An update with a blob of its own."""
+    """Return an update whose blob is unique for run, device and round."""
     blob = BlobRef(sha256=f"{round:02x}{ord(device):02x}" * 16, size=1)
     usage = Usage(wall_s=1.5, examples=40 + round, energy_j=0.25 if device < "c" else None, up_bytes=9)
     return Update(run, round, 0, device, 1.0, {"model": blob}, {"loss": 0.5}, usage)
@@ -74,64 +74,76 @@ def state(round: int) -> BlobRef:
     return BlobRef(sha256=f"{round:04x}" * 16, size=5)
 
 
-def taken_up(store: Store, run: str, plan: JobConstants, now_s: float = NOW_S) -> tuple[Snapshot, int]:
-    """As a coordinator takes a run up: its snapshot, and the facts behind it; and where the snapshot ended."""
-    standing, upto = store.snapshots.load_state(run, plan, now_s)
-    for _, _, fact in store.read_events(run, upto):
-        standing.apply_event(fact, apply_event(standing.rounds, fact, now_s))
-    return standing, upto
+def load_job_state(store: Store, run: str, plan: JobConstants, now_s: float = NOW_S) -> tuple[Snapshot, int]:
+    """Return the state from the stored snapshot and later events, and the position of the snapshot in the log."""
+    snapshot, upto = store.snapshots.load_state(run, plan, now_s)
+    for _, _, event in store.read_events(run, upto):
+        snapshot.apply_event(event, apply_event(snapshot.rounds, event, now_s))
+    return snapshot, upto
 
 
-def whole(store: Store, run: str, plan: JobConstants, now_s: float = NOW_S) -> Snapshot:
-    """What all facts of a run come to."""
-    standing = Snapshot(JobState(plan))
-    for _, _, fact in store.read_events(run):
-        standing.apply_event(fact, apply_event(standing.rounds, fact, now_s))
-    return standing
+def replay_events(store: Store, run: str, plan: JobConstants, now_s: float = NOW_S) -> Snapshot:
+    """Return the state from all events of a run."""
+    snapshot = Snapshot(JobState(plan))
+    for _, _, event in store.read_events(run):
+        snapshot.apply_event(event, apply_event(snapshot.rounds, event, now_s))
+    return snapshot
 
 
 def blob_of(run: str, device: str, round: int) -> set[str]:
     return {ref.sha256 for ref in of(run, device, round).bundles.values()}
 
 
-def any_fact(roll: random.Random, run: str, now: JobState) -> AnyEvent:
-    """A fact that may come next, of any kind that there is."""
-    one = roll.choice(DEVICES)
-    asked = sorted(now.asked)
-    if now.phase == "new":
-        return roll.choice([JobStarted(BLOB, settles=roll.random() < 0.3), NoteRecorded("by [trigger]")])
-    if now.phase in ("stopped", "failed"):
+def random_event(rng: random.Random, run: str, job_state: JobState) -> AnyEvent:
+    """Return a random event that may follow this job state."""
+    one = rng.choice(DEVICES)
+    asked = sorted(job_state.asked)
+    if job_state.phase == "new":
+        return rng.choice([JobStarted(BLOB, settles=rng.random() < 0.3), NoteRecorded("by [trigger]")])
+    if job_state.phase in ("stopped", "failed"):
         return JobResumed()
-    if now.phase == "closing":
-        if now.answered and roll.random() < 0.2:
-            return UpdateLost(now.round, min(now.answered), "it is gone")
-        return RoundCommitted(now.round, state(now.round), False, {}, (), 2.5, settled=now.settling)
-    if roll.random() < 0.05:
-        return JobEnded(roll.choice(["stopped", "failed"]), "by request")
-    if now.phase == "selecting":
-        some = tuple(sorted(roll.sample(DEVICES, 3)))
+    if job_state.phase == "closing":
+        if job_state.answered and rng.random() < 0.2:
+            return UpdateLost(job_state.round, min(job_state.answered), "it is gone")
+        return RoundCommitted(job_state.round, state(job_state.round), False, {}, (), 2.5, settled=job_state.settling)
+    if rng.random() < 0.05:
+        return JobEnded(rng.choice(["stopped", "failed"]), "by request")
+    if job_state.phase == "selecting":
+        some = tuple(sorted(rng.sample(DEVICES, 3)))
         survey = EligibilityRecorded(
-            now.round, some, {"hot": tuple(sorted(set(DEVICES) - set(some)))}, {one: roll.random()}
+            job_state.round, some, {"hot": tuple(sorted(set(DEVICES) - set(some)))}, {one: rng.random()}
         )
-        epochs = {some[0]: 2} if roll.random() < 0.3 else {}
-        return roll.choice(
-            [survey, CohortSelected(now.round, now.attempt, some, dict.fromkeys(some, 2.0), 9.0, epochs=epochs)]
+        epochs = {some[0]: 2} if rng.random() < 0.3 else {}
+        return rng.choice(
+            [
+                survey,
+                CohortSelected(job_state.round, job_state.attempt, some, dict.fromkeys(some, 2.0), 9.0, epochs=epochs),
+            ]
         )
     if not asked:
-        return roll.choice(
-            [RoundClosed(now.round), RoundRetried(now.round, now.attempt + 1), CohortSelected(now.round, 0, (one,))]
+        return rng.choice(
+            [
+                RoundClosed(job_state.round),
+                RoundRetried(job_state.round, job_state.attempt + 1),
+                CohortSelected(job_state.round, 0, (one,)),
+            ]
         )
-    code = roll.choice(["memory", "data", "none", "failed"])
-    return roll.choice(
+    code = rng.choice(["memory", "data", "none", "failed"])
+    return rng.choice(
         [
-            UpdateAccepted(now.round, of(run, asked[0], now.round), 3.5, roll.choice([None, 1.25])),
-            UpdateAccepted(now.round, of(run, asked[-1], now.round), 0.1),
+            UpdateAccepted(job_state.round, of(run, asked[0], job_state.round), 3.5, rng.choice([None, 1.25])),
+            UpdateAccepted(job_state.round, of(run, asked[-1], job_state.round), 0.1),
             TaskDeclined(
-                now.round, asked[0], code, "x", MemoryShortage(5, 1.5, None) if code == "memory" else None, "boot 1"
+                job_state.round,
+                asked[0],
+                code,
+                "x",
+                MemoryShortage(5, 1.5, None) if code == "memory" else None,
+                "boot 1",
             ),
-            UpdateRejected(now.round, asked[0], "not finite"),
-            DeadlineExtended(now.round),
-            AttemptResumed(now.round, 4.5),
-            RoundRetried(now.round, now.attempt + 1),
+            UpdateRejected(job_state.round, asked[0], "not finite"),
+            DeadlineExtended(job_state.round),
+            AttemptResumed(job_state.round, 4.5),
+            RoundRetried(job_state.round, job_state.attempt + 1),
         ]
     )

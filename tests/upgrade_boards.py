@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from waiting import until
+from waiting import wait_until
 
 from fedquilt.core import BlobRef, FedquiltError
 from fedquilt.edge_agent import settings as agents
@@ -67,7 +67,7 @@ class Board:
         except FedquiltError as error:
             return CheckResult(str(error), {})
 
-        return until(self.kind.poll_check, "the check ends")
+        return wait_until(self.kind.poll_check, "the check ends")
 
     def take(self, file: Path) -> str:
         """Check a bundle, put it on trial, and begin anew as its version; the version's name."""

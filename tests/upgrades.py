@@ -76,9 +76,9 @@ def pack(
     return out
 
 
-def launcher(folder: Path, *words: str) -> list[str]:
+def launcher(folder: Path, *arguments: str) -> list[str]:
     """The command that a unit has."""
-    return [sys.executable, str(LAUNCHER), str(folder), *words]
+    return [sys.executable, str(LAUNCHER), str(folder), *arguments]
 
 
 def toy(folder: Path, says: str = "", version: str = NEW) -> Path:

@@ -58,9 +58,9 @@ class VirtualSite:
         options = settings.parse_settings({"device": name, "fleet": fleet, "home": str(store.home / "above")})
         self.agent = agent = SiteAgent(self.up, options, store, durable=False)
 
-        def notify_observers(job: Any, fact: Any) -> None:
-            observe(job, fact)
-            agent.observe(job, fact)
+        def notify_observers(job: Any, event: Any) -> None:
+            observe(job, event)
+            agent.observe(job, event)
 
         executor = LinkExecutor(self.down, name, store.depot, store.begin_epoch())
         worker = BackgroundWorker(LARGE_BYTES)

@@ -1,4 +1,4 @@
-"""Waiting for what only other processes and threads can change."""
+"""Waiting for other processes and threads."""
 
 from __future__ import annotations
 
@@ -9,34 +9,34 @@ from typing import TypeVar
 
 Found = TypeVar("Found")
 
-LIMIT_S = 600.0  # many times what anything here takes, also on a machine that is busy: a test that needs more hangs
+LIMIT_S = 600.0  # far above the duration of any test on a busy machine
 
 
-def until(
+def wait_until(
     condition: Callable[[], Found],
-    what: str,
+    description: str,
     limit_s: float = LIMIT_S,
     pause_s: float = 0.02,
-    told: Callable[[], str] = str,
+    diagnostics: Callable[[], str] = str,
 ) -> Found:
-    """Poll a condition until it holds.
+    """Poll a condition until the result is true, and return the result.
 
     Args:
-        condition: polled; what it says first that is not false is returned.
-        what: is waited for, in a word or two.
-        limit_s: after so many seconds it fails.
-        pause_s: between two polls.
-        told: what else is said when it fails, such as a log's end.
+        condition: Function to poll.
+        description: What the test waits for, for the failure message.
+        limit_s: Seconds after which the wait fails.
+        pause_s: Seconds between two polls.
+        diagnostics: Function that returns further text for the failure message, such as the end of a log.
     """
     end_s = time.monotonic() + limit_s
-    while not (found := condition()):
-        assert time.monotonic() < end_s, f"not within {limit_s:g} s: {what}; {told()}".removesuffix("; ")
+    while not (result := condition()):
+        assert time.monotonic() < end_s, f"not within {limit_s:g} s: {description}; {diagnostics()}".removesuffix("; ")
         time.sleep(pause_s)
-    return found
+    return result
 
 
-def alive(pid: int) -> bool:
-    """Whether a process runs; one that has ended and that nobody has waited for does not."""
+def is_running(pid: int) -> bool:
+    """Return whether a process is running. A zombie is not."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
     except (FileNotFoundError, ProcessLookupError):

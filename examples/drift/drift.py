@@ -1,10 +1,10 @@
-"""From drift to a new model, with three boards on this machine. Every step is a `fedquilt` command.
+"""From drift to a new model, with three simulated boards. Every step is a `fedquilt` command.
 
-Run it beside a copy of tools/lab/demo/job.toml, digits.npz and bundle/ with the extra `onnx`:
+Run it in a folder with a copy of tools/lab/demo/job.toml, digits.npz and bundle/ with the extra `onnx`:
 
-1. Boards make a network for digits. `rollout model` brings it to all of them, and `model serve` answers with it.
+1. Boards stitch a network for digits. `rollout model` sends it to all boards, and `model serve` classifies with it.
 2. The inputs get darker and noisier. The runner reports drift, and `fedquilt devices` shows it.
-3. Boards get labels of what they see now, make another network, and `rollout model` replaces the first one.
+3. Boards get labels of the changed inputs and stitch another network. `rollout model` replaces the first network.
 """
 
 from __future__ import annotations
@@ -26,26 +26,26 @@ import numpy as np
 
 BOARDS = ("jetson-nano", "jetson-tx2", "raspberry-pi-5")
 FEDQUILT = (sys.executable, "-m", "fedquilt.cli")
-LIMIT_S = 120.0
+TIMEOUT_S = 120.0
 
 
-def run(*words: str) -> None:
-    print("\n$ fedquilt", *words, flush=True)
-    subprocess.run([*FEDQUILT, *words], check=True, stdin=subprocess.DEVNULL)
+def run(*arguments: str) -> None:
+    print("\n$ fedquilt", *arguments, flush=True)
+    subprocess.run([*FEDQUILT, *arguments], check=True, stdin=subprocess.DEVNULL)
 
 
-def start(stack: contextlib.ExitStack, *words: str) -> None:
+def start(stack: contextlib.ExitStack, *arguments: str) -> None:
     with Path("processes.log").open("ab") as log:
-        process = subprocess.Popen([*FEDQUILT, *words], stdout=log, stderr=log, stdin=subprocess.DEVNULL)
+        process = subprocess.Popen([*FEDQUILT, *arguments], stdout=log, stderr=log, stdin=subprocess.DEVNULL)
     stack.callback(process.wait)
     stack.callback(process.terminate)
 
 
-def wait_until(condition: Callable[[], bool], what: str) -> None:
-    limit_s = time.monotonic() + LIMIT_S
+def wait_until(condition: Callable[[], bool], description: str) -> None:
+    deadline_s = time.monotonic() + TIMEOUT_S
     while not condition():
-        if time.monotonic() > limit_s:
-            sys.exit(f"{what}: not within {LIMIT_S:g} s, see processes.log")
+        if time.monotonic() > deadline_s:
+            sys.exit(f"{description}: not within {TIMEOUT_S:g} s, see processes.log")
         time.sleep(0.2)
 
 
@@ -77,32 +77,32 @@ def darken(x: np.ndarray, seed: int) -> np.ndarray:
 def store_examples(digits: dict[str, np.ndarray]) -> None:
     with open("seen.npz.part", "wb") as file:
         np.savez(file, **digits)  # type: ignore[arg-type]
-    os.replace("seen.npz.part", "seen.npz")  # boards read the file at any time
+    os.replace("seen.npz.part", "seen.npz")  # atomic, because boards may read the file at any time
 
 
 def serve(x: np.ndarray, y: np.ndarray, port: int, count: int) -> float:
-    """Let the runner classify images with their labels. Return the share of right answers."""
-    right, link = 0, http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+    """Let the runner classify `count` random images. Return the share of correct answers."""
+    correct, connection = 0, http.client.HTTPConnection("127.0.0.1", port, timeout=60)
     draws = np.random.default_rng(0)
     for _ in range(count // 20):
         rows, file = draws.integers(len(y), size=20), io.BytesIO()
         np.savez(file, x=x[rows], y=y[rows])
-        link.request("POST", "/v1/classify", file.getvalue())
-        answers = json.loads(link.getresponse().read())["answers"]
-        right += sum(each["class"] == label for each, label in zip(answers, y[rows].tolist(), strict=True))
-    return right / (count // 20 * 20)
+        connection.request("POST", "/v1/classify", file.getvalue())
+        answers = json.loads(connection.getresponse().read())["answers"]
+        correct += sum(answer["class"] == label for answer, label in zip(answers, y[rows].tolist(), strict=True))
+    return correct / (count // 20 * 20)
 
 
 def rollouts_are_done() -> bool:
-    words = (*FEDQUILT, "rollout", "status", "--home", "runs", "--format", "json")
-    return all(each["status"] == "done" for each in json.loads(subprocess.check_output(words)))
+    command = (*FEDQUILT, "rollout", "status", "--home", "runs", "--format", "json")
+    return all(rollout["status"] == "done" for rollout in json.loads(subprocess.check_output(command)))
 
 
-def described(board: str) -> str:
+def describe_device(board: str) -> str:
     return subprocess.check_output((*FEDQUILT, "devices", board, "--home", "runs"), text=True)
 
 
-def served(board: str) -> dict[str, float]:
+def read_served(board: str) -> dict[str, float]:
     path = Path(board, "models", "served.json")
     return json.loads(path.read_text()) if path.exists() else {}
 
@@ -117,7 +117,7 @@ def main() -> None:
     Path("digits.toml").write_text(job.replace("deadline_s = 60", "deadline_s = 60\nstart_devices = 3"))
     Path("digits.bundle").symlink_to("bundle")
     broker_port, port = free_port(), free_port()
-    broker, first = f"mqtt://127.0.0.1:{broker_port}", BOARDS[0]
+    broker, first_board = f"mqtt://127.0.0.1:{broker_port}", BOARDS[0]
     with contextlib.ExitStack() as stack:
         start(stack, "broker", "--listen", f"127.0.0.1:{broker_port}")
         start(stack, "serve", "--home", "runs", "--broker", broker)
@@ -128,20 +128,23 @@ def main() -> None:
         rollout = ("--home", "runs", "--phases", "12%", "100%", "--soak", "1s")
         run("run", "digits.toml", "--home", "runs")
         run("rollout", "model", "digits", *rollout)
-        wait_until(Path(first, "models", "current").exists, "the model is in use")
-        start(stack, "model", "serve", f"{first}/models", "--listen", f"127.0.0.1:{port}")
+        wait_until(Path(first_board, "models", "current").exists, "the model is in use")
+        start(stack, "model", "serve", f"{first_board}/models", "--listen", f"127.0.0.1:{port}")
         wait_until(lambda: accepts_connections(port), "the runner starts")
         x, y, dark = digits["x_test"], digits["y_test"], darken(digits["x_test"], 1)
         print(f"\nright answers: {serve(x, y, port, 1000):.1%}")
         print(f"right answers in the dark: {serve(dark, y, port, 1000):.1%}")
-        wait_until(lambda: (served(first).get("drift") or 0.0) > 0.3, "the runner reports drift")
-        wait_until(lambda: re.search(r"drift (0\.[3-9]|1)", described(first)) is not None, "the agent reports drift")
-        run("devices", first, "--home", "runs")
+        wait_until(lambda: (read_served(first_board).get("drift") or 0.0) > 0.3, "the runner reports drift")
+        wait_until(
+            lambda: re.search(r"drift (0\.[3-9]|1)", describe_device(first_board)) is not None,
+            "the agent reports drift",
+        )
+        run("devices", first_board, "--home", "runs")
         store_examples({**digits, "x_train": darken(digits["x_train"], 0), "x_test": dark})
-        before = Path(first, "models", "current").resolve()
+        old_model = Path(first_board, "models", "current").resolve()
         run("run", "digits.toml", "--home", "runs")
         run("rollout", "model", "digits", *rollout, "--min-gain", "5pt")
-        wait_until(lambda: Path(first, "models", "current").resolve() != before, "the new model is in use")
+        wait_until(lambda: Path(first_board, "models", "current").resolve() != old_model, "the new model is in use")
         wait_until(rollouts_are_done, "every board keeps the new model")
         print(f"\nright answers in the dark, with the new model: {serve(dark, y, port, 1000):.1%}")
         run("rollout", "status", "--home", "runs")

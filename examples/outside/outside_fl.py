@@ -32,13 +32,13 @@ def init(bundle, params, seed):
 
 
 def step(state, total):
-    beta, after = state.params["beta"], fedavg.step(state, total).model
+    beta, averaged = state.params["beta"], fedavg.step(state, total).model
 
     def speed(before, old, new):  # counters, which are integers, have no momentum
         return np.asarray(new - old if old.dtype.kind in "iu" else beta * before + new - old, old.dtype)
 
-    velocity = tensors.map_arrays(speed, state.velocity, state.model, after)
-    model = tensors.map_arrays(lambda old, moved: np.asarray(old + moved), state.model, velocity)
+    velocity = tensors.map_arrays(speed, state.velocity, state.model, averaged)
+    model = tensors.map_arrays(lambda old, change: np.asarray(old + change), state.model, velocity)
     return replace(state, model=dict(model), velocity=dict(velocity))
 
 
@@ -52,8 +52,8 @@ def network(inputs: int, classes: int, width: int = 16):
 
 
 def moons(spec: DataSpec):
-    draws = np.random.default_rng(len(spec.split))
-    y = draws.integers(0, 2, 400)
-    angle = np.pi * (draws.random(400) + y)
-    x = np.stack([np.cos(angle) + y, np.sin(angle) + y / 2], axis=1) + draws.normal(0, 0.1, (400, 2))
+    rng = np.random.default_rng(len(spec.split))
+    y = rng.integers(0, 2, 400)
+    angle = np.pi * (rng.random(400) + y)
+    x = np.stack([np.cos(angle) + y, np.sin(angle) + y / 2], axis=1) + rng.normal(0, 0.1, (400, 2))
     return x.astype(np.float32), y

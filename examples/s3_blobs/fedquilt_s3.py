@@ -4,8 +4,8 @@
     AWS_ACCESS_KEY_ID=... AWS_SECRET_ACCESS_KEY=... fedquilt serve --blobs-backend
     s3=https://HOST/BUCKET/PREFIX?region=R
 
-The coordinator uploads each model once, and gives devices URLs of it. A lifecycle rule of the bucket that deletes
-objects after a day or more keeps it small: models stay there, updates are removed when they have been fetched.
+The coordinator uploads each model once, and sends its URLs to the devices. Updates are deleted after their download,
+models are not. A lifecycle rule of the bucket should delete objects after a day or more.
 
 A signed URL permits one HTTP method on one object for EXPIRES_S, to anyone who has the URL. The keys stay in this
 process. A store checks times by its own clock, so URLs are signed with that time (`Bucket.offset_s`).
@@ -32,13 +32,13 @@ from fedquilt.coordinator.delivery.blob_server import OpenBackend
 from fedquilt.core import BlobLocation, BlobRef, JobError, LinkError
 from fedquilt.host.http_server import split_http_url
 
-EXPIRES_S: Final = 3600  # validity of a signed address
+EXPIRES_S: Final = 3600  # validity of a signed URL
 FORM: Final = "write s3=https://HOST[:PORT]/BUCKET[/PREFIX][?region=REGION]"
-VARIABLES: Final = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN")
+KEY_VARIABLES: Final = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN")
 Method = Literal["GET", "PUT", "HEAD", "DELETE"]
-THERE_S: Final = 3600.0  # time for which a stored object is assumed to exist; then it is stored again
-REST_S: Final = 60.0  # pause after the store has refused
-SKEW_S: Final = 60.0  # least difference of the store's clock that is logged
+STORED_S: Final = 3600.0  # time for which a stored object is assumed to exist
+PAUSE_S: Final = 60.0  # pause after a failed request
+MAX_SKEW_S: Final = 60.0  # larger differences of the store's clock are logged
 _CLOCK: Final = ("", "clock")
 _REMOVED: Final = ("", "removed")
 
@@ -66,7 +66,7 @@ class Bucket:
     secret: str = field(repr=False)
     session: str = field(default="", repr=False)
     clock: Callable[[], float] = time.time
-    offset_s: float = 0.0  # the store's clock less `clock`
+    offset_s: float = 0.0  # of the store's clock to `clock`
 
     @classmethod
     def from_url(cls, url: str, environment: Mapping[str, str]) -> Bucket:
@@ -78,17 +78,17 @@ class Bucket:
         try:
             parts = split_http_url(url)
         except ValueError:
-            raise JobError(f"--blobs-backend s3: this is no address of a bucket: {FORM}") from None
-        given, path = dict(parse_qsl(parts.query)), parts.path.rstrip("/")
-        if not path or parts.fragment or given.keys() - {"region"}:
-            raise JobError(f"--blobs-backend s3: this is no address of a bucket: {FORM}")
-        key_id, secret, session = (environment.get(name, "") for name in VARIABLES)
+            raise JobError(f"--blobs-backend s3: the URL names no bucket: {FORM}") from None
+        query, path = dict(parse_qsl(parts.query)), parts.path.rstrip("/")
+        if not path or parts.fragment or query.keys() - {"region"}:
+            raise JobError(f"--blobs-backend s3: the URL names no bucket: {FORM}")
+        key_id, secret, session = (environment.get(name, "") for name in KEY_VARIABLES)
         if not key_id or not secret:
             raise JobError(
-                f"--blobs-backend s3: the store's access key is missing: put it into the environment as "
-                f"{VARIABLES[0]} and {VARIABLES[1]}"
+                f"--blobs-backend s3: the access key is missing: set the environment variables "
+                f"{KEY_VARIABLES[0]} and {KEY_VARIABLES[1]}"
             )
-        return cls(f"{parts.scheme}://{parts.netloc}", path, given.get("region", "us-east-1"), key_id, secret, session)
+        return cls(f"{parts.scheme}://{parts.netloc}", path, query.get("region", "us-east-1"), key_id, secret, session)
 
     def sign_source(self, method: Method, name: str, size: int | None = None) -> BlobLocation:
         return BlobLocation(url=self.sign_url(method, name, size))
@@ -111,24 +111,24 @@ class Bucket:
         }
         if self.session:
             query["X-Amz-Security-Token"] = self.session
-        said = "&".join(f"{quote(key, safe='-_.~')}={quote(query[key], safe='-_.~')}" for key in sorted(query))
+        query_text = "&".join(f"{quote(key, safe='-_.~')}={quote(query[key], safe='-_.~')}" for key in sorted(query))
         path = quote(f"{self.path if name else '/' + self.path.split('/')[1]}{'/' if name else ''}{name}", safe="/-_.~")
-        rows = "".join(f"{key}:{headers[key]}\n" for key in sorted(headers))
-        canonical = f"{method}\n{path}\n{said}\n{rows}\n{names}\nUNSIGNED-PAYLOAD"
+        header_lines = "".join(f"{key}:{headers[key]}\n" for key in sorted(headers))
+        canonical = f"{method}\n{path}\n{query_text}\n{header_lines}\n{names}\nUNSIGNED-PAYLOAD"
         digest = hashlib.sha256(canonical.encode()).hexdigest()
         key = f"AWS4{self.secret}".encode()
         for part in (stamp[:8], self.region, "s3", "aws4_request"):
             key = hmac.digest(key, part.encode(), "sha256")
         code = hmac.digest(key, f"AWS4-HMAC-SHA256\n{stamp}\n{scope}\n{digest}".encode(), "sha256").hex()
-        return f"{self.origin}{path}?{said}&X-Amz-Signature={code}"
+        return f"{self.origin}{path}?{query_text}&X-Amz-Signature={code}"
 
     def set_clock(self, date: str) -> float:
         """Set the clock offset from an HTTP date. Return the change in seconds, 0 for an invalid date."""
         try:
-            before, self.offset_s = self.offset_s, parsedate_to_datetime(date).timestamp() - self.clock()
+            old_offset_s, self.offset_s = self.offset_s, parsedate_to_datetime(date).timestamp() - self.clock()
         except (TypeError, ValueError, OverflowError):
             return 0.0
-        return abs(self.offset_s - before)
+        return abs(self.offset_s - old_offset_s)
 
 
 def open_bucket(address: str) -> OpenBackend:
@@ -156,13 +156,18 @@ class ObjectStoreBlobs:
         carriers: The runner of the threads, which passes their results to `handle_result`.
     """
 
-    def __init__(self, bucket: Bucket, fleet: str, depot: BlobStore, carriers: TransferBackend) -> None:
-        self._bucket, self._fleet, self._depot, self._carriers = bucket, fleet, depot, carriers
-        self._there: dict[str, float] = {}  # sha256 -> time until which the object is assumed to exist
-        self._wanted: dict[str, dict[str, None]] = {}  # sha256 of blobs under way to the store -> devices that wait
-        self._ready: list[Key] = []
-        self._asked: set[Key] = set()  # blobs that devices were given an address for
-        self._clock_known = False
+    def __init__(self, bucket: Bucket, fleet: str, blob_store: BlobStore, transfer_backend: TransferBackend) -> None:
+        self._bucket, self._fleet, self._blob_store, self._transfer_backend = (
+            bucket,
+            fleet,
+            blob_store,
+            transfer_backend,
+        )
+        self._stored_until_s: dict[str, float] = {}  # by sha256
+        self._waiting_devices: dict[str, dict[str, None]] = {}  # by sha256 of blobs in upload
+        self._ready_blobs: list[Key] = []
+        self._upload_keys: set[Key] = set()  # blobs for which devices received a URL
+        self._is_clock_known = False
         self._not_before_s = -math.inf
         self.request_clock()
 
@@ -171,74 +176,78 @@ class ObjectStoreBlobs:
 
         A blob that is missing in the store is uploaded first, and then returned by `take_ready_blobs`.
         """
-        if time.monotonic() < self._there.get(ref.sha256, -math.inf):
+        if time.monotonic() < self._stored_until_s.get(ref.sha256, -math.inf):
             return (self._bucket.sign_source("GET", self._download_name(ref.sha256)),)
-        if ref.sha256 in self._wanted:
-            self._wanted[ref.sha256][device] = None
+        if ref.sha256 in self._waiting_devices:
+            self._waiting_devices[ref.sha256][device] = None
         elif self._is_usable():
-            self._wanted[ref.sha256] = {device: None}
+            self._waiting_devices[ref.sha256] = {device: None}
             source = self._bucket.sign_source("PUT", self._download_name(ref.sha256), ref.size)
-            self._carriers.start_upload(("", ref.sha256), self._depot, ref, (source,), lambda size: None)
+            self._transfer_backend.start_upload(("", ref.sha256), self._blob_store, ref, (source,), lambda size: None)
         return ()
 
     def upload_locations(self, device: str, ref: BlobRef) -> tuple[BlobLocation, ...]:
         if not self._is_usable():
             return ()
-        self._asked.add((device, ref.sha256))
+        self._upload_keys.add((device, ref.sha256))
         return (self._bucket.sign_source("PUT", self._upload_name(device, ref.sha256), ref.size),)
 
     def uploaded_locations(self, device: str, ref: BlobRef) -> tuple[BlobLocation, ...]:
-        known = (device, ref.sha256) in self._asked
-        return (self._bucket.sign_source("GET", self._upload_name(device, ref.sha256)),) if known else ()
+        has_upload_url = (device, ref.sha256) in self._upload_keys
+        return (self._bucket.sign_source("GET", self._upload_name(device, ref.sha256)),) if has_upload_url else ()
 
     def delete_upload(self, key: Key) -> None:
-        if key in self._asked:
-            self._asked.discard(key)
+        if key in self._upload_keys:
+            self._upload_keys.discard(key)
             source = self._bucket.sign_source("DELETE", self._upload_name(*key))
-            self._carriers.start_job(lambda: self._delete_object(source), TransferResult(_REMOVED, None, None))
+            self._transfer_backend.start_job(lambda: self._delete_object(source), TransferResult(_REMOVED, None, None))
 
     def take_ready_blobs(self) -> list[Key]:
         """Return the blobs that reached the store since the last call, once per waiting device."""
-        ready, self._ready = self._ready, []
+        ready, self._ready_blobs = self._ready_blobs, []
         return ready
 
-    def handle_result(self, ended: TransferResult) -> bool:
+    def handle_result(self, result: TransferResult) -> bool:
         """Process the result of a request. Return whether the request was made by this object."""
-        if ended.key == _CLOCK and ended.error is not None:
-            self._pause(ended.error)
-        if ended.key[0] != "":
+        if result.key == _CLOCK and result.error is not None:
+            self._pause(result.error)
+        if result.key[0] != "":
             return False
-        devices = self._wanted.pop(ended.key[1], {})
-        if ended.key not in (_CLOCK, _REMOVED) and ended.error is None:
-            self._there[ended.key[1]] = time.monotonic() + THERE_S
-            self._ready += [(device, ended.key[1]) for device in devices]
-        elif ended.key not in (_CLOCK, _REMOVED):
-            self._pause(str(ended.error))
+        devices = self._waiting_devices.pop(result.key[1], {})
+        if result.key not in (_CLOCK, _REMOVED) and result.error is None:
+            self._stored_until_s[result.key[1]] = time.monotonic() + STORED_S
+            self._ready_blobs += [(device, result.key[1]) for device in devices]
+        elif result.key not in (_CLOCK, _REMOVED):
+            self._pause(str(result.error))
         return True
 
     def request_clock(self) -> None:
         source = self._bucket.sign_source("HEAD", "")
-        self._not_before_s = math.inf  # until the store has answered
-        self._carriers.start_job(lambda: self._fetch_clock(source), TransferResult(_CLOCK, None, "no answer"))
+        self._not_before_s = math.inf  # until the store replies
+        self._transfer_backend.start_job(lambda: self._fetch_clock(source), TransferResult(_CLOCK, None, "no answer"))
 
     def _is_usable(self) -> bool:
         # Requests the store's clock if the clock is unknown.
         if time.monotonic() < self._not_before_s:
             return False
-        if not self._clock_known:
+        if not self._is_clock_known:
             self.request_clock()
-        return self._clock_known
+        return self._is_clock_known
 
     def _fetch_clock(self, source: BlobLocation) -> TransferResult:
-        _, date = self._carriers.http.send_request("HEAD", source)
-        if self._bucket.set_clock(date) > SKEW_S:
-            log.warning("the clock of %s is %+.0f s from this machine's: set one of them", source.origin, self.offset_s)
-        self._clock_known, self._not_before_s = True, -math.inf
+        _, date = self._transfer_backend.http.send_request("HEAD", source)
+        if self._bucket.set_clock(date) > MAX_SKEW_S:
+            log.warning(
+                "the clock of %s differs by %+.0f s from this machine's: correct one of them",
+                source.origin,
+                self.offset_s,
+            )
+        self._is_clock_known, self._not_before_s = True, -math.inf
         return TransferResult(_CLOCK, None, None)
 
     def _delete_object(self, source: BlobLocation) -> TransferResult:
         try:
-            self._carriers.http.send_request("DELETE", source)
+            self._transfer_backend.http.send_request("DELETE", source)
         except LinkError as error:
             log.debug("an object is left in the store: %s", error)
         return TransferResult(_REMOVED, None, None)
@@ -248,8 +257,8 @@ class ObjectStoreBlobs:
         return self._bucket.offset_s
 
     def _pause(self, error: str) -> None:
-        log.warning("the object store is not used for %g s: %s", REST_S, error)
-        self._not_before_s, self._clock_known = time.monotonic() + REST_S, False
+        log.warning("the object store is not used for %g s: %s", PAUSE_S, error)
+        self._not_before_s, self._is_clock_known = time.monotonic() + PAUSE_S, False
 
     def _download_name(self, sha256: str) -> str:
         return f"{self._fleet}/dn/{sha256}"

@@ -1,4 +1,4 @@
-"""Make data/train.csv and data/test.csv, notes from a machine hall, and vocabulary.txt, the words and parts of them."""
+"""Make data/train.csv and data/test.csv, notes from a machine hall, and vocabulary.txt, words and word pieces."""
 
 import csv
 import random
@@ -11,17 +11,17 @@ NOTES = {
     "leak": ("oil dripping below", "leaking coolant at", "a puddle of water under", "hose leaks near", "wet floor at"),
     "heat": ("overheating badly", "too hot to touch", "smells burnt at", "smoke rising from", "temperature alarm at"),
 }
-PIECES = ("##s", "##ing", "##ed", "##ly", "##er")
+WORD_PIECES = ("##s", "##ing", "##ed", "##ly", "##er")
 
 
-def note(kind: str, draw: random.Random) -> str:
-    """One note; the words come in two orders."""
-    what, place, when = draw.choice(NOTES[kind]), draw.choice(PLACES), draw.choice(WHEN)
-    return draw.choice((f"{what} {place} {when}", f"{place} {when}: {what}")).capitalize() + "."
+def make_note(kind: str, rng: random.Random) -> str:
+    """Return one note, in one of two word orders."""
+    symptom, location, time_text = rng.choice(NOTES[kind]), rng.choice(PLACES), rng.choice(WHEN)
+    return rng.choice((f"{symptom} {location} {time_text}", f"{location} {time_text}: {symptom}")).capitalize() + "."
 
 
-def vocabulary() -> list[str]:
-    """[PAD] first; every word of the notes, the letters, and pieces that words may go on with."""
+def make_vocabulary() -> list[str]:
+    """Return [PAD], [UNK], characters, word pieces and all words of the notes."""
     words = {
         word.strip(":.,").lower()
         for group in (PLACES, WHEN, *NOTES.values())
@@ -29,26 +29,26 @@ def vocabulary() -> list[str]:
         for word in phrase.split()
     }
     letters = "abcdefghijklmnopqrstuvwxyz"
-    marks = [".", ",", ":", *"0123456789"]
+    characters = [".", ",", ":", *"0123456789"]
     return [
         "[PAD]",
         "[UNK]",
-        *dict.fromkeys([*marks, *letters, *(f"##{each}" for each in letters), *PIECES, *sorted(words)]),
+        *dict.fromkeys([*characters, *letters, *(f"##{letter}" for letter in letters), *WORD_PIECES, *sorted(words)]),
     ]
 
 
 def main() -> None:
     """Write all three files."""
-    here, draw = Path(__file__).parent, random.Random(0)
-    (here / "data").mkdir(exist_ok=True)
-    (here / "vocabulary.txt").write_text("\n".join(vocabulary()) + "\n", encoding="utf-8")
+    folder, rng = Path(__file__).parent, random.Random(0)
+    (folder / "data").mkdir(exist_ok=True)
+    (folder / "vocabulary.txt").write_text("\n".join(make_vocabulary()) + "\n", encoding="utf-8")
     for split, count in (("train", 240), ("test", 90)):
-        with (here / "data" / f"{split}.csv").open("w", encoding="utf-8", newline="") as stream:
-            table = csv.writer(stream, lineterminator="\n")
+        with (folder / "data" / f"{split}.csv").open("w", encoding="utf-8", newline="") as file:
+            table = csv.writer(file, lineterminator="\n")
             table.writerow(["note", "kind"])
             for number in range(count):
                 kind = sorted(NOTES)[number % len(NOTES)]
-                table.writerow([note(kind, draw), kind])
+                table.writerow([make_note(kind, rng), kind])
 
 
 if __name__ == "__main__":

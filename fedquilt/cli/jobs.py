@@ -157,10 +157,10 @@ def _run_job(
 
             return single_run.run_and_print(plan, wordy=verbose, **workers.to_keywords())
         if link == "memory":
-            return tool.run_fleet_virtually(plan, wordy=verbose)
+            return tool.run_fleet_virtually(plan, verbose=verbose)
     except KeyboardInterrupt:
         return "", "running"
-    return tool.run_fleet_on_broker(plan, broker.to_table() if link == "broker" else None, wordy=verbose)
+    return tool.run_fleet_on_broker(plan, broker.to_table() if link == "broker" else None, verbose=verbose)
 
 
 def _write_report(home: Path, run: str, file: Path) -> None:
@@ -379,7 +379,7 @@ def config(
 
 def write_job(job: NewJob, *, force: bool) -> None:
     job.write(force=force)
-    for line in (*job.list_notes(), f"wrote {job.out}"):
+    for line in (*job.list_notes(), f"wrote {job.path}"):
         print("\n".join(table.fold_line(line)), flush=True)
 
 

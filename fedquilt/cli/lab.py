@@ -188,7 +188,7 @@ def reproduce(
         rows=list(rows) or None,
         out=out,
         picture=picture,
-        kept=kept,
+        cache_folder=kept,
         format=format,
     )
 

@@ -178,7 +178,12 @@ def _require_run_on_network(
         replace(device, train=as_images(device.train), held=as_images(device.held)) for device in point_devices()
     ]
     devices = [
-        replace(each, train=with_targets(each.train, task), held=with_targets(each.held, task)) for each in devices
+        replace(
+            device,
+            train=with_targets(as_images(device.train), task),
+            held_out=with_targets(as_images(device.held_out), task),
+        )
+        for device in point_members()
     ]
     if task not in method.traits.prediction_tasks:
         message = ""

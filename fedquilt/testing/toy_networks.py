@@ -110,7 +110,7 @@ def run_method(
                 make_job(name, params, **table),
                 write_bundle(Path(folder), bundle),
                 devices,
-                load=methods.load if method is None else lambda name: method,
+                load_method=methods.load if method is None else lambda name: method,
                 engine=engine,
                 observe=observe,
             )

@@ -82,7 +82,7 @@ def run(often: Callable[[], Store]) -> Run:
 @pytest.fixture
 def home(tmp_path: Path) -> Path:
     """A home in the middle of a round's answers."""
-    federation = Federation(tmp_path / "run", "fedavg").make()
+    federation = Federation(tmp_path / "run", "fedavg").create()
     federation.run(lambda fact: isinstance(fact, UpdateAccepted) and fact.round == 1)
     return federation.folder / "coordinator"
 

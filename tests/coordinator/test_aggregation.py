@@ -11,7 +11,7 @@ from unittest import mock
 import msgspec
 import numpy as np
 import pytest
-from by_hand import Stage, ones
+from by_hand import Stage, constant_model
 from opened import opened
 
 from fedquilt.arrays import exact_sums, tensors
@@ -151,7 +151,7 @@ def running(tmp_path: Path, request: pytest.FixtureRequest) -> RunningJob:
 
 def update_summing(running: RunningJob, device: str, factor: float) -> Update:
     """An update that is on the coordinator's disk."""
-    ref = running._store.depot.store_bytes(tensors.encode_tensors(ones(factor)))
+    ref = running._store.depot.store_bytes(tensors.encode_tensors(constant_model(factor)))
     return Update(running.id, 0, 0, device, 1.0, {"model": ref}, {}, Usage())
 
 

@@ -15,9 +15,9 @@ from typing import Any
 
 import pytest
 from forks import CONTEXT
-from homes import Federation, committed
+from homes import Federation, is_commit_of
 from saved_homes import contents, saved
-from waiting import until
+from waiting import wait_until
 
 from fedquilt.blobs.store import BlobStore
 from fedquilt.cli import main
@@ -38,14 +38,14 @@ from fedquilt.core import JobError, StoreError
 @pytest.fixture(scope="module")
 def calm(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     """The states of an undisturbed run of scaffold, whose boards have private state."""
-    federation = Federation(tmp_path_factory.mktemp("calm")).make()
+    federation = Federation(tmp_path_factory.mktemp("calm")).create()
     federation.run()
     return federation.states()
 
 
 @pytest.mark.parametrize("moment", [CohortSelected, UpdateAccepted, RoundCommitted])
 def test_a_home_that_is_restored_from_a_backup_of_its_live_run_gives_the_same_result(tmp_path, calm, moment):
-    federation = Federation(tmp_path).make()
+    federation = Federation(tmp_path).create()
     home, file = federation.folder / "coordinator", tmp_path / "backup.tar"
 
     def at(fact):
@@ -68,14 +68,14 @@ def runs_beside(home: Path, backups: Path) -> None:
     def at(fact: AnyEvent) -> bool:
         if isinstance(fact, RoundCommitted):
             before = len(list(backups.glob("*.tar")))
-            until(lambda: len(list(backups.glob("*.tar"))) > before, "one more backup")
+            wait_until(lambda: len(list(backups.glob("*.tar"))) > before, "one more backup")
         return False
 
     Federation(home).run(at)
 
 
 def test_backups_made_all_the_time_while_another_process_runs_the_job_all_go_on_to_its_result(tmp_path):
-    federation = Federation(tmp_path / "run", "fedavg", rounds=12).make()
+    federation = Federation(tmp_path / "run", "fedavg", rounds=12).create()
     child = CONTEXT.Process(target=runs_beside, args=(federation.folder, tmp_path))
     child.start()
     files = []
@@ -95,7 +95,7 @@ def test_backups_made_all_the_time_while_another_process_runs_the_job_all_go_on_
 
 
 def test_a_backup_writes_nothing_into_the_home(tmp_path):
-    federation = Federation(tmp_path / "run", "fedavg").make()
+    federation = Federation(tmp_path / "run", "fedavg").create()
     federation.run(lambda fact: isinstance(fact, RoundClosed) and fact.round == 1)
     home = federation.folder / "coordinator"
     before = contents(home / "blobs")
@@ -135,7 +135,7 @@ def test_a_blob_that_is_dropped_while_it_is_saved_is_taken_from_a_later_moment(h
 
     def go_on():
         federation = Federation(home.parent, "fedavg")
-        federation.run(committed(2))
+        federation.run(is_commit_of(2))
 
     later.append(go_on)
     monkeypatch.setattr(backup, "_copy_database", snapshot)
@@ -295,8 +295,8 @@ def test_a_damaged_home_is_not_saved(home, tmp_path):
 
 
 def saves_and_restores(folder: Path) -> None:
-    federation = Federation(folder / "run", "fedavg").make()
-    federation.run(committed(1))
+    federation = Federation(folder / "run", "fedavg").create()
+    federation.run(is_commit_of(1))
     home = federation.folder / "coordinator"
     assert main(["backup", "save", str(home), str(folder / "b.tar")]) == 0
     assert main(["backup", "restore", str(folder / "b.tar"), str(folder / "again")]) == 0

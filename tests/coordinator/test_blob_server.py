@@ -14,7 +14,7 @@ from certified import Certified
 from cutting import Relay
 from streamed import Pair
 from two_sides import noise
-from waiting import until
+from waiting import wait_until
 
 from fedquilt.blobs import http_client
 from fedquilt.blobs.download import BlobWriter, WriterClosedError
@@ -116,7 +116,7 @@ def test_an_upload_is_taken_and_gone_on_with_from_where_it_stands(site):
     with socket.create_connection(("127.0.0.1", site.server.port), timeout=30) as sock:
         head = f"PUT /blobs/{ref.sha256} HTTP/1.1\r\nAuthorization: Bearer {token}\r\nContent-Length: {size}\r\n"
         sock.sendall(f"{head}Content-Range: bytes 0-{size - 1}/{size}\r\n\r\n".encode() + payload[:100_000])
-    until(lambda: intake.moved == 100_000, "what has come is written")
+    wait_until(lambda: intake.moved == 100_000, "what has come is written")
     status, headers, _ = site.ask(f"HEAD /blobs/{ref.sha256} HTTP/1.1\nAuthorization: Bearer {token}")
     assert (status, headers["Upload-Offset"]) == (204, "100000")
     assert site.put(token, ref, f"100000-{size - 1}/{size}", size - 100_000, payload[100_000:]) == 204
@@ -340,7 +340,7 @@ def test_a_board_that_holds_all_its_connections_leaves_the_others_theirs(site):
         refused.close()
         assert said == b"you have 8 connections open here: let one end first"
         assert site.get() == (200, PAYLOAD)
-    until(lambda: not len(site.server._connections), "the places are free again")
+    wait_until(lambda: not len(site.server._connections), "the places are free again")
     with asking(site, tokens[0], large[0].sha256) as sock:
         assert sock.recv(12) == b"TTP/1.1 200 "
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import msgspec
 import plain
 import pytest
-from by_hand import Hand, Noted, ones
+from by_hand import Hand, MonitoredStage, constant_model
 
 from fedquilt import wire
 from fedquilt.cli import main
@@ -334,7 +334,7 @@ def test_a_fleet_that_is_looked_at_while_its_tables_are_made_is_empty(tmp_path):
             assert store.latest_readings(0.0) == {}
 
 
-class Home(Noted):
+class Home(MonitoredStage):
     """A coordinator with its home, on which commands are run."""
 
     def said(self, capsys: pytest.CaptureFixture[str], *words: str, code: int = 0) -> str:
@@ -365,7 +365,7 @@ def fleet(tmp_path: Path) -> tuple[Home, Hand, Hand]:
 def test_a_removed_device_leaves_nothing_at_the_broker_and_in_the_home(fleet, capsys):
     stage, a, b = fleet
     b.say("presence", wire.Presence(online=False, boot="1"), retain=True)
-    a.answer(ones())
+    a.answer(constant_model())
     stage.play(10.0)
     assert [fact.status for fact in stage.told(JobEnded)] == ["done"]
     told = stage.said(capsys, "b", "--remove")
@@ -390,7 +390,7 @@ def test_a_device_with_a_task_is_removed_only_by_force_and_its_round_goes_on(fle
     assert [(fact.device, fact.reason) for fact in stage.told(UpdateRejected)] == [("b", decisions.REMOVED)]
     assert b.tasks[-1] is None
     assert stage.retained("b") == []
-    a.answer(ones())
+    a.answer(constant_model())
     stage.play()
     assert [fact.update.device for fact in stage.told(UpdateAccepted)] == ["a"]
     assert [fact.status for fact in stage.told(JobEnded)] == ["done"]

@@ -5,8 +5,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
-from by_hand import ones
-from side_by_side import LONG, Worker, facts, work
+from by_hand import constant_model
+from side_by_side import LONG, Worker, read_events, work
 
 from fedquilt.cli import main
 from fedquilt.coordinator import settings
@@ -121,7 +121,7 @@ def test_two_jobs_share_the_boards_time_by_their_priority(staged):
     stage = staged(rounds=10_000, cohort=LONG, priority=3.0)
     second = stage.add("k", rounds=10_000, cohort=LONG)
     work(stage, [Worker(stage.hand(name), {"j": 1.0, "k": 5.0}) for name in "abcd"], 150.0)
-    had = [sum(fact.took_s for fact in facts(stage, id, UpdateAccepted)) for id in (stage.job, second)]
+    had = [sum(fact.took_s for fact in read_events(stage, id, UpdateAccepted)) for id in (stage.job, second)]
     assert sum(had) > 0.9 * 4 * 150.0  # the boards are not left idle
     assert had[0] / sum(had) == pytest.approx(0.75, rel=0.1)
 
@@ -134,9 +134,12 @@ def test_a_job_that_comes_later_starts_level_with_the_others(staged, waits):
     workers = [Worker(stage.hand(name), {}) for name in "ab"]
     work(stage, workers, 60.0)
     workers.append(Worker(stage.hand("c"), {}))
-    second, before = second or stage.add("k", **settings), len(facts(stage, stage.job, UpdateAccepted))
+    second, before = second or stage.add("k", **settings), len(read_events(stage, stage.job, UpdateAccepted))
     work(stage, workers, 40.0)
-    answers = len(facts(stage, stage.job, UpdateAccepted)) - before, len(facts(stage, second, UpdateAccepted))
+    answers = (
+        len(read_events(stage, stage.job, UpdateAccepted)) - before,
+        len(read_events(stage, second, UpdateAccepted)),
+    )
     assert answers[0] / sum(answers) == pytest.approx(0.25, abs=0.1)
 
 
@@ -148,9 +151,9 @@ def test_a_cohort_of_some_boards_is_drawn_from_the_free_ones_and_the_log_says_wh
     (had,) = stage.told(CohortSelected)[0].devices
     second = stage.add("k", cohort={**LONG, "size": 2})
     stage.play()
-    (asked,) = facts(stage, second, CohortSelected)
+    (asked,) = read_events(stage, second, CohortSelected)
     assert set(asked.devices) == set("abc") - {had}
-    (noted,) = facts(stage, second, EligibilityRecorded)
+    (noted,) = read_events(stage, second, EligibilityRecorded)
     assert noted.passed == {"busy": (had,)}
     assert round_outcomes.load_outcomes(stage.store, second).found[0][had].code == "busy"
 
@@ -160,7 +163,7 @@ def test_a_job_that_waits_for_boards_of_others_writes_nothing_meanwhile(staged):
     workers = [Worker(stage.hand(name), {}) for name in "ab"]
     waits = stage.add("k", cohort={**LONG, "min_devices": 3})
     work(stage, workers, 50.0)
-    assert len(facts(stage, stage.job, RoundCommitted)) > 10
+    assert len(read_events(stage, stage.job, RoundCommitted)) > 10
     assert len(list(stage.store.read_events(waits))) <= 3
 
 
@@ -172,7 +175,7 @@ def test_a_submitters_jobs_have_no_more_boards_than_its_share(staged):
     assert len(at_work) == 2
     codes = {name: part.code for name, part in round_outcomes.load_outcomes(stage.store, stage.job).found[0].items()}
     assert codes == {hand.name: "asked" if hand in at_work else "share" for hand in hands}
-    at_work[0].answer(ones())
+    at_work[0].answer(constant_model())
     stage.play()
     assert len([hand for hand in hands if hand.tasks and hand.tasks[-1]]) == 2
     workers = [Worker(hand, {}) for hand in hands]
@@ -190,7 +193,7 @@ def test_why_says_that_a_job_waits_for_its_submitters_share(staged):
     codes = [part.code for part in round_outcomes.load_outcomes(stage.store, stage.job).found[0].values()]
     assert sorted(codes) == ["asked", "asked", "drawn", "drawn"]
     assert "share" in {part.code for part in round_outcomes.load_outcomes(stage.store, second).found[0].values()}
-    assert len(facts(stage, second, EligibilityRecorded)) == 1
+    assert len(read_events(stage, second, EligibilityRecorded)) == 1
     work(stage, [Worker(hand, {}) for hand in hands], 10.0)
     assert [stage.store.stored_status(id) for id in (stage.job, second)] == ["done", "done"]
     assert "share" not in {part.code for part in round_outcomes.load_outcomes(stage.store, second).found[0].values()}
@@ -216,7 +219,7 @@ def test_ls_says_what_a_job_waits_for_and_what_each_alone_takes_on_the_disk(two_
     ref = stage.store.depot.find_ref(state)
     assert ref is not None
     assert all(own[id] > 0 for id in (first, second, third))
-    a.answer(ones())
+    a.answer(constant_model())
     stage.play()
     grown = retention.exclusive_bytes(stage.store)[first] - own[first]
     assert grown > next(iter(stage.told(UpdateAccepted)[0].update.bundles.values())).size  # and the fact
@@ -229,7 +232,7 @@ def test_ended_runs_are_deleted_as_the_settings_say_while_others_run(staged):
     a, second = stage.hand("a"), stage.job
     for name in ("k", "l", "m"):
         stage.play()
-        a.answer(ones(float(ord(name))))
+        a.answer(constant_model(float(ord(name))))
         stage.play()
         assert stage.store.stored_status(second) == "done"
         ended.append(second)
@@ -239,7 +242,7 @@ def test_ended_runs_are_deleted_as_the_settings_say_while_others_run(staged):
     stage.server._tidy_s = 0.0
     stage.play()
     assert [row.id for row in stage.store.readable_jobs()] == [ended[-1], second]
-    a.answer(ones())
+    a.answer(constant_model())
     stage.play()
     assert stage.store.stored_status(second) == "done"
 
@@ -251,7 +254,7 @@ def test_a_run_that_took_long_is_not_deleted_as_soon_as_it_has_ended(staged, mon
         monkeypatch.setattr(time, "time", lambda later_s=later_s: now + later_s)
         stage.play()
         if later_s == 7200.0:
-            a.answer(ones())
+            a.answer(constant_model())
             stage.play()
             assert stage.store.stored_status(stage.job) == "done"
         stage.server._tidy_s = 0.0

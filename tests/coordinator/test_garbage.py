@@ -4,8 +4,8 @@ import select
 import threading
 
 import pytest
-from by_hand import TABLE, Stage, ones
-from waiting import until
+from by_hand import TABLE, Stage, constant_model
+from waiting import wait_until
 
 from fedquilt.blobs import chunks
 from fedquilt.coordinator import run_control, settings
@@ -42,21 +42,21 @@ def test_a_run_whose_update_is_also_another_runs_goes_on_when_that_one_is_delete
     stage = Stage(tmp_path)
     a, b = stage.hand("a"), stage.hand("b")
     stage.play()
-    a.answer(ones(3.0))
+    a.answer(constant_model(3.0))
     stage.play()
     stage.store.set_status(stage.job, "stopping")
     stage.play()
     doomed, stage.job = stage.job, stage.store.add_job(settings.parse_job(TABLE), tmp_path / "bundle")
     stage.restart()
     stage.play()
-    a.answer(ones(3.0))
+    a.answer(constant_model(3.0))
     stage.play()
     with Store(tmp_path / "home") as command:
         swept = retention.remove_runs(command, [doomed])
     assert not swept.blobs_left
     stage.restart()
     stage.play()
-    b.answer(ones(5.0))
+    b.answer(constant_model(5.0))
     stage.play()
     assert [fact.update.device for fact in stage.told(UpdateAccepted)] == ["a", "a", "b"]
     assert [fact.status for fact in stage.told(JobEnded)] == ["stopped", "done"]
@@ -104,7 +104,7 @@ def test_a_worker_that_is_closed_begins_no_further_piece():
     worker.submit(lambda: ran.append("next"), lambda result, now_s: None)
     closing = threading.Thread(target=worker.close)
     closing.start()
-    until(lambda: worker._closed, "the worker is told to end")
+    wait_until(lambda: worker._closed, "the worker is told to end")
     gate.set()
     closing.join()
     assert ran == []
@@ -121,7 +121,7 @@ def test_blobs_of_a_work_item_are_kept_until_its_result_is_recorded_and_others_a
         return depot.has_blob(found) and depot.store_bytes(b"stored") == stored and gate.wait(60)
 
     stage.server._desk.start_work(item, lambda result, now_s: None)
-    until(lambda: depot.pinned_blobs() >= {found.sha256, stored.sha256}, "the work item has stored its blob")
+    wait_until(lambda: depot.pinned_blobs() >= {found.sha256, stored.sha256}, "the work item has stored its blob")
     stage.hand("a")
     stage.play()
     assert [depot.has_blob(ref) for ref in (left, found, stored)] == [False, True, True]

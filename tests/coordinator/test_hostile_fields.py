@@ -10,7 +10,7 @@ import hostile_fields
 import msgspec
 import numpy as np
 import pytest
-from by_hand import Hand, Stage, ones
+from by_hand import Hand, Stage, constant_model
 from evaluations import of_classes, total
 
 from fedquilt import wire
@@ -68,13 +68,15 @@ class Liar:
         self.say("progress", wire.Progress(**of, fraction=0.5))
         if speaks:
             parts = [self.change(sites.SiteUpdatePart(name, 10.0, {}, ("model",))) for name in ("a", "b")]
-            given = [DeviceUpdate(p.device, task.round, p.weight, p.metrics, {"model": ones(7.0)}) for p in parts]
+            given = [
+                DeviceUpdate(p.device, task.round, p.weight, p.metrics, {"model": constant_model(7.0)}) for p in parts
+            ]
             bundles = {
                 name: self.hand.depot.store_bytes(tensors.encode_tensors(each))
                 for name, each in sites.bundle_updates(given)
             }
         else:
-            bundles = {"model": self.hand.depot.store_bytes(tensors.encode_tensors(ones(7.0)))}
+            bundles = {"model": self.hand.depot.store_bytes(tensors.encode_tensors(constant_model(7.0)))}
         bundles = {name: self.change(ref) for name, ref in bundles.items()}
         sha256 = next(iter(bundles.values())).sha256
         self.say("manifest", wire.BlobManifest(sha256=sha256, size=1, chunk=1024, digests=""), sha256)
@@ -111,7 +113,7 @@ def play(folder: Path, changes: Sequence[Change], **table: Any) -> Stage:
             liar.lie(speaks=True)
             stage.play(0.3)
         for hand in honest:
-            hand.answer(ones(float(1 + HONEST.index(hand.name))), weight=10.0, usage=Usage(examples=10))
+            hand.answer(constant_model(float(1 + HONEST.index(hand.name))), weight=10.0, usage=Usage(examples=10))
         stage.play(0.3)
         if not number % 2:
             liar.lie(speaks=False)
@@ -184,9 +186,9 @@ def test_no_sum_of_a_device_changes_more_than_its_own_part_of_an_evaluation(tmp_
     own = of_classes(0.5)
     for number, value in enumerate(values):
         for hand in honest:
-            hand.answer(ones(), weight=10.0, evaluation=own)
+            hand.answer(constant_model(), weight=10.0, evaluation=own)
         with contextlib.suppress(WireError):
-            liar.answer(ones(), weight=10.0, evaluation=msgspec.structs.replace(own, **{name: value}))
+            liar.answer(constant_model(), weight=10.0, evaluation=msgspec.structs.replace(own, **{name: value}))
         for _ in range(40):
             if len(stage.told(RoundCommitted)) > number:
                 break
@@ -229,7 +231,7 @@ def test_control_characters_of_a_device_reach_no_log(tmp_path):
     of = {"job": task.job, "round": task.round, "attempt": task.attempt}
     claim = wire.Claim(**of, accepted=False, code="data", reason=odd)
     liar.link.publish(liar.topics.device_topic("b", "up", "claim"), wire.encode(claim))
-    honest.answer(ones(1.0), weight=10.0, metrics={odd: 1.0, "loss": 0.5})
+    honest.answer(constant_model(1.0), weight=10.0, metrics={odd: 1.0, "loss": 0.5})
     stage.play(2.0)
     (declined,) = stage.told(TaskDeclined)
     (rejected,) = stage.told(UpdateRejected)

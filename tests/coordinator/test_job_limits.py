@@ -12,7 +12,7 @@ from evaluations import of_classes, of_numbers
 from homes import Federation
 from hypothesis import given
 from hypothesis import strategies as st
-from job_facts import begun, whole_round
+from job_facts import started_state, whole_round
 from saved_homes import saved
 
 from fedquilt import methods
@@ -102,7 +102,7 @@ def state(round: int) -> BlobRef:
 
 def evaluated(values: list[EvaluationSums | None], limits: JobLimits, every: int = 1) -> JobState:
     """The state of a job after a round for each evaluation."""
-    plan = msgspec.structs.replace(begun(rounds=99, check_every=every).plan, stop=limits)
+    plan = msgspec.structs.replace(started_state(rounds=99, check_every=every).plan, stop=limits)
     reached = apply_event(JobState(plan), JobStarted(state(0)), 0.0)
     for round, sums in enumerate(values):
         *before, _ = whole_round("a", round=round)
@@ -206,7 +206,7 @@ def stopping(folder: Path) -> Federation:
 
 def made(folder: Path) -> Federation:
     """With data that can be learnt in part: the brightest third of an image, and noise."""
-    found, draw = stopping(folder).make(), np.random.default_rng(4)
+    found, draw = stopping(folder).create(), np.random.default_rng(4)
     for path in sorted(folder.glob("data-*.npz")):
         x = draw.random((60, 4, 4), np.float32)
         y = (x.reshape(60, 16)[:, :15].reshape(60, 3, 5).sum(axis=2) + draw.normal(0, 0.5, (60, 3))).argmax(axis=1)
@@ -282,7 +282,7 @@ def test_the_best_state_outlives_garbage_collection_and_is_in_a_backup(
 
 
 def test_a_run_without_evaluations_has_no_best_state(tmp_path: Path, capsys) -> None:
-    federation = Federation(tmp_path, "fedavg", rounds=2, check={"every": 0}).make()
+    federation = Federation(tmp_path, "fedavg", rounds=2, check={"every": 0}).create()
     federation.run()
     words = [
         "model",

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from by_hand import Killed, SlowWorker, Stage, ones
+from by_hand import Killed, SlowWorker, Stage, constant_model
 
 from fedquilt import compression, wire
 from fedquilt.arrays.disk_arrays import ScratchFile
@@ -54,7 +54,7 @@ def played(folder: Path, order: str, worker: BackgroundWorker | None, **table: A
     hands = {name: stage.hand(name) for name in "abc"}
     stage.play()
     for name in order:
-        hands[name].answer(ones(VALUES[name]))
+        hands[name].answer(constant_model(VALUES[name]))
         stage.play()
     return stage
 
@@ -95,7 +95,9 @@ def test_a_lossy_codec_is_decoded_by_the_worker(tmp_path):
         hands = {each: stage.hand(each) for each in "abc"}
         stage.play()
         for each in "cab":
-            hands[each].answer(compression.encode_bundle(Encoding(codec="fp16"), ones(VALUES[each]), {}, {})[0])
+            hands[each].answer(
+                compression.encode_bundle(Encoding(codec="fp16"), constant_model(VALUES[each]), {}, {})[0]
+            )
             stage.play()
         assert not [fact.reason for fact in stage.told(UpdateRejected)]
         found.append(states(stage))
@@ -111,7 +113,7 @@ def test_what_is_in_a_stored_sum_is_dropped_and_a_restart_goes_on_from_it(tmp_pa
     assert blobs(stage) == set()
     stage.restart()
     stage.play()
-    stage.hands[1].answer(ones(VALUES["b"]))
+    stage.hands[1].answer(constant_model(VALUES["b"]))
     stage.play()
     assert states(stage) == states(calm)
     assert not stage.told(UpdateLost)
@@ -139,7 +141,7 @@ def test_a_coordinator_that_dies_between_a_sum_and_its_fact_folds_once(tmp_path,
     stage.restart()
     stage.play()
     for hand in stage.hands[:2]:
-        hand.answer(ones(VALUES[hand.name]))
+        hand.answer(constant_model(VALUES[hand.name]))
         stage.play()
     assert states(stage) == states(calm)
 
@@ -152,12 +154,12 @@ def test_a_damaged_sum_is_named_and_the_devices_in_it_are_asked_again(tmp_path):
     path.write_bytes(payload)
     stage.restart()
     stage.play()
-    stage.hands[1].answer(ones(VALUES["b"]))
+    stage.hands[1].answer(constant_model(VALUES["b"]))
     stage.play()
     assert sorted(fact.device for fact in stage.told(UpdateLost)) == ["a", "c"]
     assert "the sum" in stage.told(UpdateLost)[0].reason
     for hand in (stage.hands[0], stage.hands[2]):
-        hand.answer(ones(VALUES[hand.name]), epoch=stage.store.epoch)
+        hand.answer(constant_model(VALUES[hand.name]), epoch=stage.store.epoch)
         stage.play()
     assert len(states(stage)) == 1
     assert [fact.status for fact in stage.told(JobEnded)] == ["done"]
@@ -167,10 +169,10 @@ def test_a_large_update_that_is_not_finite_is_refused_by_name_and_in_no_sum(tmp_
     stage = Stage(tmp_path, worker=eager(), cohort={**COHORT, "quorum": 0.5})
     hands = {name: stage.hand(name) for name in "abc"}
     stage.play()
-    hands["a"].answer(ones(1.0))
+    hands["a"].answer(constant_model(1.0))
     stage.play()
-    hands["b"].answer(ones(float("nan")))
-    hands["c"].answer(ones(3.0))
+    hands["b"].answer(constant_model(float("nan")))
+    hands["c"].answer(constant_model(3.0))
     stage.play()
     assert [fact.device for fact in stage.told(UpdateRejected)] == ["b"]
     assert "not finite" in stage.told(UpdateRejected)[0].reason
@@ -185,11 +187,11 @@ def test_an_update_that_came_in_time_counts_though_it_is_read_past_the_deadline(
     settle(stage)
     stage.play()
     for name in "ab":
-        hands[name].answer(ones(1.0))
+        hands[name].answer(constant_model(1.0))
         stage.play()
         settle(stage)
     worker.submit(lambda: gate.wait(60), lambda result, now_s: None)
-    hands["c"].answer(ones(2.0))
+    hands["c"].answer(constant_model(2.0))
     stage.play(25.0)
     assert stage.broker.now_s > 20.0
     assert not stage.told(RoundClosed)
@@ -211,7 +213,7 @@ def test_an_update_that_is_offered_again_while_it_waits_for_the_worker_is_examin
     settle(stage)
     stage.play()
     worker.submit(lambda: gate.wait(60), lambda result, now_s: None)
-    update = hand.answer(ones(1.0))
+    update = hand.answer(constant_model(1.0))
     stage.play()
     begun = worker._open
     for _ in range(3):
@@ -234,7 +236,7 @@ def test_an_update_that_is_given_up_while_it_is_read_ends_nothing(tmp_path, monk
     settle(stage)
     stage.play()
     worker.submit(lambda: gate.wait(60), lambda result, now_s: None)
-    update = hand.answer(ones(1.0))
+    update = hand.answer(constant_model(1.0))
     stage.play()
     hand.say("claim", wire.Claim(update.job, 0, 0, accepted=False, code="failed", reason="out of memory"))
     stage.play()
@@ -255,7 +257,7 @@ def test_an_update_that_is_given_up_while_it_is_read_ends_nothing(tmp_path, monk
 def test_an_update_that_is_the_model_itself_is_kept_for_those_who_fetch_that(tmp_path):
     stage = played(tmp_path, "", eager(), rounds=2)
     for hand in [*stage.hands, stage.hands[0]]:
-        hand.answer(ones(5.0))
+        hand.answer(constant_model(5.0))
         stage.play()
     ref = stage.told(UpdateAccepted)[-1].update.bundles["model"]
     assert ref == [task.bundles["model"] for task in stage.hands[1].tasks if task][-1]
@@ -268,7 +270,7 @@ def test_a_job_that_begins_is_read_made_and_stored_by_the_worker(tmp_path):
     stage = played(tmp_path, "", worker)
     assert not stage.facts
     assert not list(stage.store.depot.folder.iterdir())
-    worker.go_on()
+    worker.run_pending()
     stage.play()
     assert [type(fact) for fact in stage.facts].count(CohortSelected) == 1
     calm = played(tmp_path / "calm", "", None)
@@ -278,7 +280,7 @@ def test_a_job_that_begins_is_read_made_and_stored_by_the_worker(tmp_path):
     stage.restart()
     stage.play()
     assert len(stage.worker.begun) == 1
-    stage.worker.go_on()
+    stage.worker.run_pending()
     stage.play()
     assert {hand.tasks[-1].epoch for hand in stage.hands if hand.tasks[-1]} == {stage.store.epoch}
     assert stage.store.depot.has_blob(sent.pop())
@@ -291,7 +293,7 @@ def test_an_error_in_what_a_method_sends_ends_its_job_alone(tmp_path, monkeypatc
     worker = SlowWorker()
     stage = played(tmp_path, "", worker)
     monkeypatch.setattr(job_blobs, "store_tensors", fails)
-    worker.go_on()
+    worker.run_pending()
     stage.play()
     assert [fact.reason for fact in stage.told(JobEnded)] == ["ValueError: no such layer"]
 
@@ -299,13 +301,13 @@ def test_an_error_in_what_a_method_sends_ends_its_job_alone(tmp_path, monkeypatc
 def test_two_boards_send_the_same_bytes_and_one_of_them_waits_when_the_other_is_in_the_sum(tmp_path):
     worker = SlowWorker()
     stage = played(tmp_path, "", worker)
-    worker.go_on()  # what they are sent is stored
+    worker.run_pending()  # what they are sent is stored
     stage.play()
     for hand in stage.hands[:2]:
-        hand.answer(ones(1.0))
+        hand.answer(constant_model(1.0))
     for _ in range(4):  # read a, read b, fold a, fold b
         stage.play()
-        worker.go_on()
+        worker.run_pending()
     stage.play()
     assert [fact.devices for fact in stage.told(UpdatesAggregated)] == [("a",), ("a", "b")]
     assert not stage.told(UpdateLost)
@@ -316,15 +318,15 @@ def test_no_more_is_folded_before_a_sum_is_stored_than_it_takes(tmp_path):
     stage = Stage(tmp_path, worker=worker, cohort={**COHORT, "start_devices": 4})
     hands = [stage.hand(name) for name in "abcd"]
     stage.play()
-    worker.go_on()  # what they are sent is stored
+    worker.run_pending()  # what they are sent is stored
     stage.play()
     for hand in hands[:3]:
-        hand.answer(ones(1.0))
+        hand.answer(constant_model(1.0))
     stage.play()
     for _ in range(3):  # all are read
-        worker.go_on()
+        worker.run_pending()
     stage.play()
     while worker.begun:
-        worker.go_on()
+        worker.run_pending()
         stage.play()
     assert [fact.devices for fact in stage.told(UpdatesAggregated)] == [("a",), ("a", "b"), ("a", "b", "c")]

@@ -58,7 +58,7 @@ class Paced(Stage):
         super().__init__(folder, limits, SlowWorker(), NORMED, **{"cohort": COHORT, **table})
         self.by_name = {name: self.hand(name) for name in names}
         self.play()
-        self.worker.go_on()  # what they are sent is stored
+        self.worker.run_pending()  # what they are sent is stored
         self.play()
         assert all(hand.tasks for hand in self.hands)
 
@@ -83,7 +83,7 @@ class Paced(Stage):
         until_s = self.broker.now_s + seconds
         while self.broker.now_s < until_s:
             if self.worker.begun:
-                self.worker.go_on()
+                self.worker.run_pending()
             self.play(0.5)
             assert len(self.unfolded) <= most
 
@@ -216,14 +216,14 @@ def test_a_board_that_dies_while_it_is_held_back_does_not_keep_a_round_open(tmp_
     stage.work(15.0)
     assert [fact.round for fact in stage.told(RoundClosed)] == [0]
     assert stage.broker.now_s <= until_s + 1.0
-    assert stage.dues[-1][1] > stage.dues[-1][0]
+    assert stage.steps[-1][1] > stage.steps[-1][0]
 
 
 def test_a_loop_that_waits_past_the_deadline_does_not_spin(tmp_path):
     stage = Paced(tmp_path)
     stage.answer("abcd")
     stage.play(24.0)
-    assert all(due_s > now_s for now_s, due_s, _ in stage.dues[-20:])
+    assert all(due_s > now_s for now_s, due_s, _ in stage.steps[-20:])
 
 
 @pytest.mark.parametrize("pieces", range(9))
@@ -232,13 +232,13 @@ def test_a_coordinator_that_is_killed_while_boards_wait_comes_to_the_same_bits(t
     stage.answer("fbdaec")
     for _ in range(pieces):
         stage.play(0.5)
-        stage.worker.go_on()
+        stage.worker.run_pending()
     stage.play(0.3)
     stage.worker = SlowWorker()
     stage.restart()
     stage.play()
     if stage.worker.begun:  # it is stored again
-        stage.worker.go_on()
+        stage.worker.run_pending()
     stage.play()
     counted = set(stage.answered)
     stage.answer("".join(name for name in "fbdaec" if name not in counted))
@@ -255,10 +255,10 @@ def test_each_update_that_is_folded_gives_its_place_to_the_next(tmp_path):
     stage.answer("abcd")
     stage.play()
     for _ in range(2):  # both are read
-        stage.worker.go_on()
+        stage.worker.run_pending()
     stage.play()
     assert (stage.answered, stage.here) == (["a", "b"], {"a", "b"})
-    stage.worker.go_on()
+    stage.worker.run_pending()
     stage.play()
     assert stage.here == {"a", "b", "c"}
 

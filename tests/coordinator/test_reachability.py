@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from by_hand import Hand, Stage, ones
+from by_hand import Hand, Stage, constant_model
 
 from fedquilt import wire
 from fedquilt.coordinator.device_columns import ELIGIBLE
@@ -49,7 +49,7 @@ def test_a_broker_that_is_away_for_long_costs_no_attempt(tmp_path):
     stage.play(RECONNECT.most_s + 15.0)  # of the 30 s, 20 were left
     assert stage.told(RoundRetried) == []
     for hand in hands:
-        hand.answer(ones())
+        hand.answer(constant_model())
     stage.play()
     assert [fact.update.device for fact in stage.told(UpdateAccepted)] == ["a", "b", "c"]
     assert [fact.status for fact in stage.told(JobEnded)] == ["done"]
@@ -59,7 +59,7 @@ def test_a_round_ends_at_its_later_deadline(tmp_path):
     stage, hands = _begun(tmp_path, quorum=0.5)
     _away(stage, 5.0)
     for hand in hands[:2]:
-        hand.answer(ones())
+        hand.answer(constant_model())
     stage.play(24.5)
     assert stage.told(RoundClosed) == []
     stage.play(1.5)
@@ -70,7 +70,7 @@ def test_a_round_that_all_have_answered_closes_at_once_though_its_broker_was_awa
     stage, hands = _begun(tmp_path)
     _away(stage, 40.0)
     for hand in hands:
-        hand.answer(ones())
+        hand.answer(constant_model())
     stage.play(1.0)
     assert len(stage.told(RoundClosed)) == 1
 
@@ -93,7 +93,7 @@ def test_a_coordinator_that_starts_before_its_broker_waits_with_the_round(tmp_pa
     stage.link.connected = True
     stage.play(1.0)
     for hand in hands:
-        hand.answer(ones())
+        hand.answer(constant_model())
     stage.play()
     assert [fact.status for fact in stage.told(JobEnded)] == ["done"]
 
@@ -250,8 +250,8 @@ def goes_offline(hand: Hand) -> None:
 
 def test_a_round_closes_within_5_s_after_a_device_went_offline_that_alone_has_not_answered(tmp_path):
     stage, (a, b, c) = begun(tmp_path)
-    a.answer(ones())
-    b.answer(ones())
+    a.answer(constant_model())
+    b.answer(constant_model())
     stage.play(60.0)
     goes_offline(c)
     assert GRACE_S - 0.1 <= closed_after_s(stage, 10.0) <= GRACE_S + TURN_S
@@ -264,23 +264,23 @@ def test_a_round_closes_at_once_when_the_last_reachable_device_answers(tmp_path)
     stage, (a, b, c) = begun(tmp_path)
     goes_offline(c)
     stage.play(60.0)
-    a.answer(ones())
+    a.answer(constant_model())
     stage.play(60.0)
     assert stage.told(RoundClosed) == []
-    b.answer(ones())
+    b.answer(constant_model())
     assert closed_after_s(stage, 10.0) <= TURN_S
 
 
 def test_a_device_that_is_back_within_5_s_is_waited_for(tmp_path):
     stage, (a, b, c) = begun(tmp_path)
-    a.answer(ones())
-    b.answer(ones())
+    a.answer(constant_model())
+    b.answer(constant_model())
     goes_offline(c)
     stage.play(GRACE_S - 1.0)
     c.say("presence", c.presence, retain=True)
     stage.play(500.0)
     assert stage.told(RoundClosed) == []
-    c.answer(ones())
+    c.answer(constant_model())
     stage.play()
     assert [fact.update.device for fact in stage.told(UpdateAccepted)] == ["a", "b", "c"]
 
@@ -289,8 +289,8 @@ def test_a_device_that_is_back_within_5_s_is_waited_for(tmp_path):
 def test_a_round_of_a_fixed_size_closes_early_if_its_quorum_is_reached(tmp_path, quorum, closes):
     stage, (a, b, c) = begun(tmp_path, cohort={"deadline_s": 600.0, "size": 3, "quorum": quorum})
     goes_offline(c)
-    a.answer(ones())
-    b.answer(ones())
+    a.answer(constant_model())
+    b.answer(constant_model())
     stage.play(GRACE_S + TURN_S)
     assert bool(stage.told(RoundClosed)) == closes
 
@@ -298,8 +298,8 @@ def test_a_round_of_a_fixed_size_closes_early_if_its_quorum_is_reached(tmp_path,
 def test_a_silent_device_is_not_waited_for_and_not_selected_until_its_next_message(tmp_path):
     stage, (a, b, c) = begun(tmp_path, rounds=4)
     c.answers = False
-    a.answer(ones())
-    b.answer(ones())
+    a.answer(constant_model())
+    b.answer(constant_model())
     assert closed_after_s(stage, 100.0) <= SILENT_S + TURN_S
     stage.play()
     assert stage.told(CohortSelected)[-1].devices == ("a", "b")
@@ -313,11 +313,11 @@ def test_a_silent_device_is_not_waited_for_and_not_selected_until_its_next_messa
 
 def test_a_device_at_work_that_answers_requests_is_waited_for(tmp_path):
     stage, (a, b, c) = begun(tmp_path)
-    a.answer(ones())
-    b.answer(ones())
+    a.answer(constant_model())
+    b.answer(constant_model())
     stage.play(540.0)
     assert stage.told(RoundClosed) == []
-    c.answer(ones())
+    c.answer(constant_model())
     stage.play()
     assert len(stage.told(UpdateAccepted)) == 3
 
@@ -328,6 +328,6 @@ def test_after_a_restart_retained_presence_counts_for_seconds_only(tmp_path):
     stage.restart()
     stage.play(RETURN_S + REQUESTS * AGAIN_S + TURN_S)
     assert stage.server.registry.online_devices(stage.broker.now_s) == {"a", "b"}
-    a.answer(ones())
-    b.answer(ones())
+    a.answer(constant_model())
+    b.answer(constant_model())
     assert closed_after_s(stage, 10.0) <= TURN_S

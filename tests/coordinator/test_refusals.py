@@ -6,8 +6,8 @@ from typing import get_args, get_type_hints
 import msgspec
 import plain
 import pytest
-from by_hand import Hand, Stage, ones
-from job_facts import after, begun, committed, update
+from by_hand import Hand, Stage, constant_model
+from job_facts import apply_events, committed, started_state, update
 
 from fedquilt import wire
 from fedquilt.coordinator.fleet import device_status
@@ -57,7 +57,7 @@ def play(stage: Stage, without: str, seconds: float, code: str = "data") -> None
             if latest is not None and hand.name in without:
                 refuse(stage, hand, code)
             elif latest is not None:
-                hand.answer(ones(2.0))
+                hand.answer(constant_model(2.0))
 
 
 def test_the_table_has_every_code_by_which_a_device_declines_and_the_page_of_jobs_describes_it():
@@ -117,29 +117,29 @@ def test_where_all_refuse_the_job_ends_with_their_reasons(tmp_path):
 
 
 def test_a_board_that_refused_is_left_alone_until_it_starts_anew_or_less_is_asked_for():
-    state = after(begun(rounds=9, check_every=2, size=2), CohortSelected(0, 0, tuple("abc")))
-    state = after(state, state.decline_event("a", "data", "none", DeviceWorkload(), "1"))
+    state = apply_events(started_state(rounds=9, check_every=2, size=2), CohortSelected(0, 0, tuple("abc")))
+    state = apply_events(state, state.decline_event("a", "data", "none", DeviceWorkload(), "1"))
     assert alone(state, "abc") == {"a": "data"}
-    assert alone(after(state, RoundRetried(0, 1)), "abc") == {"a": "data"}
+    assert alone(apply_events(state, RoundRetried(0, 1)), "abc") == {"a": "data"}
     assert alone(state, "abc", starts="a") == {}
-    assert alone(after(state, JobEnded("stopped"), JobResumed()), "abc") == {}
-    work = after(state, *(UpdateAccepted(0, update(device)) for device in "bc"), RoundClosed(0), committed(0))
+    assert alone(apply_events(state, JobEnded("stopped"), JobResumed()), "abc") == {}
+    work = apply_events(state, *(UpdateAccepted(0, update(device)) for device in "bc"), RoundClosed(0), committed(0))
     assert work.task_actions == ("work",)
     assert alone(work, "abc") == {}
 
 
 def test_where_the_others_are_too_few_all_are_asked_once_in_each_round():
-    state = after(begun(min_devices=2, rounds=9), CohortSelected(0, 0, tuple("abc")))
-    state = after(state, state.decline_event("a", "data", "none", DeviceWorkload(), "1"))
-    assert alone(after(state, RoundRetried(0, 1)), "ab") == {"a": "data"}
-    state = after(state, *(UpdateAccepted(0, update(device)) for device in "bc"), RoundClosed(0), committed(0))
+    state = apply_events(started_state(min_devices=2, rounds=9), CohortSelected(0, 0, tuple("abc")))
+    state = apply_events(state, state.decline_event("a", "data", "none", DeviceWorkload(), "1"))
+    assert alone(apply_events(state, RoundRetried(0, 1)), "ab") == {"a": "data"}
+    state = apply_events(state, *(UpdateAccepted(0, update(device)) for device in "bc"), RoundClosed(0), committed(0))
     assert alone(state, "ab") == {}
     assert alone(state, "abc") == {"a": "data"}
 
 
 def test_late_refusals_cost_no_attempt_while_other_boards_can_be_asked():
-    state = after(
-        begun(size=2, deadline_s=600.0),
+    state = apply_events(
+        started_state(size=2, deadline_s=600.0),
         CohortSelected(0, 0, ("a", "b")),
         *(TaskDeclined(0, d, "data", "") for d in "ab"),
     )
@@ -149,11 +149,11 @@ def test_late_refusals_cost_no_attempt_while_other_boards_can_be_asked():
 
 
 def test_a_job_that_fails_names_those_that_an_earlier_attempt_refused():
-    state = after(begun(size=3, attempts=2), CohortSelected(0, 0, tuple("abc")))
-    state = after(
+    state = apply_events(started_state(size=3, attempts=2), CohortSelected(0, 0, tuple("abc")))
+    state = apply_events(
         state, state.decline_event("a", "data", "none", DeviceWorkload(), "1"), UpdateAccepted(0, update("b"))
     )
-    state = after(state, RoundRetried(0, 1), CohortSelected(0, 1, ("c",)))
+    state = apply_events(state, RoundRetried(0, 1), CohortSelected(0, 1, ("c",)))
     fact = decide_event(state, 10.0, set("bc"))
     assert (
         "1 answered, 1 declined, 1 stayed silent, and 3 updates are needed; refused: a: none; silent: c" in fact.reason
@@ -248,10 +248,10 @@ def test_one_device_that_reports_a_failure_ends_no_job_of_others(tmp_path):
         stage.hand(name)
     stage.play(0.5)
     refuse(stage, stage.hands[0], "diverged")
-    stage.hands[1].answer(ones(2.0))
+    stage.hands[1].answer(constant_model(2.0))
     stage.play(35.0)
     assert [(fact.round, fact.attempt) for fact in stage.told(RoundRetried)] == [(0, 1)]
-    stage.hands[2].answer(ones(2.0))
+    stage.hands[2].answer(constant_model(2.0))
     stage.play(2.0)
     assert asked(stage) == [(0, 0, ("a", "b", "c")), (0, 1, ("c",))]
     assert [fact.status for fact in stage.told(JobEnded)] == ["done"]
@@ -273,7 +273,7 @@ def test_updates_that_are_rejected_are_not_asked_for_again(tmp_path):
         stage.hand(name)
     stage.play(0.5)
     for hand in stage.hands:
-        hand.answer(ones(float("nan")))
+        hand.answer(constant_model(float("nan")))
     stage.play(40.0)
     (ended,) = stage.told(JobEnded)
     assert (ended.status, ended.code) == ("failed", "update")
@@ -291,7 +291,7 @@ def test_a_device_with_a_full_disk_is_not_selected_until_it_reports_free_space(t
     refuse(stage, full, "full")
     full.say("telemetry", wire.Telemetry(disk_full=True))
     for hand in stage.hands[:-1]:
-        hand.answer(ones(2.0))
+        hand.answer(constant_model(2.0))
     play(stage, "", 5.0)
     assert len(stage.told(RoundCommitted)) > 3
     assert len(full.tasks) == 2  # one task, and that it was withdrawn

@@ -6,7 +6,7 @@ import random
 import msgspec
 import plain
 import pytest
-from job_facts import BLOB, after, asking, begun, committed, update, whole_round
+from job_facts import BLOB, apply_events, committed, started_state, update, whole_round, workload_of
 from msgspec.structs import replace
 
 from fedquilt.coordinator.rounds.deadline import DeviceWorkload
@@ -33,39 +33,41 @@ from fedquilt.core import JobError, WorkEstimate
 
 
 def test_a_round_asks_everybody_online_when_no_size_is_given():
-    assert decide_event(begun(), 0.0, {"b", "a"}) == CohortSelected(0, 0, ("a", "b"))
+    assert decide_event(started_state(), 0.0, {"b", "a"}) == CohortSelected(0, 0, ("a", "b"))
 
 
 def test_a_round_waits_for_the_least_number_of_devices():
     for key, waits in (("start_devices", [True, False]), ("min_devices", [True, True])):
-        first = begun(size=1, **{key: 2})
-        later = after(first, *whole_round("a"))
+        first = started_state(size=1, **{key: 2})
+        later = apply_events(first, *whole_round("a"))
         assert [decide_event(state, 0.0, {"a"}) is None for state in (first, later)] == waits
         assert isinstance(decide_event(later, 0.0, {"a", "b"}), CohortSelected)
 
 
 def test_no_round_commits_with_fewer_than_the_least_number_whatever_the_quorum():
-    state = after(begun(size=4, quorum=0.5, min_devices=3, attempts=1), CohortSelected(0, 0, tuple("abcd")))
-    state = after(state, UpdateAccepted(0, update("a")), UpdateAccepted(0, update("b")))
+    state = apply_events(
+        started_state(size=4, quorum=0.5, min_devices=3, attempts=1), CohortSelected(0, 0, tuple("abcd"))
+    )
+    state = apply_events(state, UpdateAccepted(0, update("a")), UpdateAccepted(0, update("b")))
     assert decide_event(state, 10.0, {"a", "b"}) == RoundRetried(0, 0)
     assert isinstance(decide_event(state, 10.0, set("abc")), JobEnded)
-    assert decide_event(after(state, UpdateAccepted(0, update("c"))), 10.0, set("abc")) == RoundClosed(0)
+    assert decide_event(apply_events(state, UpdateAccepted(0, update("c"))), 10.0, set("abc")) == RoundClosed(0)
 
 
 @pytest.mark.parametrize("answers", [0, 1, 2])
 def test_a_restart_that_finds_boards_offline_does_not_commit_with_those_it_sees(answers):
-    state = after(
-        begun(), CohortSelected(0, 0, tuple("abcde")), *(UpdateAccepted(0, update(d)) for d in "ab"[:answers])
+    state = apply_events(
+        started_state(), CohortSelected(0, 0, tuple("abcde")), *(UpdateAccepted(0, update(d)) for d in "ab"[:answers])
     )
     assert decide_event(state, 1.0, {"a"}) is None
     # fewer than half of the five: not a fleet, but a part of one
     assert decide_event(state, 10.0, {"a"}) == RoundRetried(0, 0)
-    state = after(state, RoundRetried(0, 0), now_s=10.0)
+    state = apply_events(state, RoundRetried(0, 0), now_s=10.0)
     for device in sorted(set("abc") - state.answered.keys()):
         assert decide_event(state, 11.0, {device}) == CohortSelected(0, 0, (device,))
-        state = after(state, CohortSelected(0, 0, (device,)), now_s=11.0)
+        state = apply_events(state, CohortSelected(0, 0, (device,)), now_s=11.0)
         assert decide_event(state, 12.0, set("abc")) != RoundClosed(0)
-        state = after(state, UpdateAccepted(0, update(device)), now_s=12.0)
+        state = apply_events(state, UpdateAccepted(0, update(device)), now_s=12.0)
     # d and e have been silent for an attempt, and are gone
     assert decide_event(state, 13.0, set("abc")) == RoundClosed(0)
 
@@ -75,45 +77,51 @@ def too_large(peak_bytes: int, budget_bytes: int = 100, flops: float = 0.0) -> D
 
 
 def test_a_board_that_declined_for_memory_is_left_alone_until_something_has_changed():
-    state = after(begun(rounds=99), CohortSelected(0, 0, ("a", "b")))
-    state = after(state, state.decline_event("a", "memory", "too big", too_large(50)), UpdateAccepted(0, update("b")))
+    state = apply_events(started_state(rounds=99), CohortSelected(0, 0, ("a", "b")))
+    state = apply_events(
+        state, state.decline_event("a", "memory", "too big", too_large(50)), UpdateAccepted(0, update("b"))
+    )
     assert devices_to_skip(state, {"a", "b"}, lambda device: too_large(50)) == {}
-    state = after(state, RoundClosed(0), committed(0))
+    state = apply_events(state, RoundClosed(0), committed(0))
     assert devices_to_skip(state, {"a", "b"}, lambda device: too_large(50)) == {"a": "memory"}
     assert devices_to_skip(state, {"b"}, lambda device: too_large(50)) == {}
     for ask in (too_large(49), too_large(50, budget_bytes=101)):
         assert devices_to_skip(state, {"a"}, lambda device, ask=ask: ask) == {}
     for round, alone in ((AGAIN_ROUNDS - 1, {"a": "memory"}), (AGAIN_ROUNDS, {})):
         assert devices_to_skip(replace(state, round=round), {"a"}, lambda device: too_large(51)) == alone
-    answered = after(
+    answered = apply_events(
         state, CohortSelected(1, 0, ("a",)), UpdateAccepted(1, update("a", 1)), RoundClosed(1), committed(1)
     )
     assert devices_to_skip(answered, {"a"}, lambda device: too_large(50)) == {}
 
 
 def test_a_board_that_declined_for_another_reason_is_asked_again():
-    state = after(begun(rounds=99), CohortSelected(0, 0, ("a", "b")))
-    state = after(state, state.decline_event("a", "disk", "full", too_large(0, flops=5.0)))
-    state = after(state, state.decline_event("b", "memory", "too big", too_large(0, flops=5.0)))
+    state = apply_events(started_state(rounds=99), CohortSelected(0, 0, ("a", "b")))
+    state = apply_events(state, state.decline_event("a", "disk", "full", too_large(0, flops=5.0)))
+    state = apply_events(state, state.decline_event("b", "memory", "too big", too_large(0, flops=5.0)))
     state = replace(state, round=1)
     assert devices_to_skip(state, {"a", "b"}, lambda device: too_large(0, flops=5.0)) == {"b": "memory"}
     assert devices_to_skip(state, {"a", "b"}, lambda device: too_large(0, flops=4.0)) == {}
 
 
 def test_the_next_round_of_all_begins_with_half_of_those_who_were_asked_last():
-    last = after(begun(rounds=9), *whole_round(*"abcde"))
+    last = apply_events(started_state(rounds=9), *whole_round(*"abcde"))
     assert decide_event(last, 0.0, {"a", "b"}) is None
     assert decide_event(last, 0.0, {"a", "b", "c"}) == CohortSelected(1, 0, ("a", "b", "c"))
-    low = after(begun(rounds=9, quorum=0.4), *whole_round(*"abcde"))
+    low = apply_events(started_state(rounds=9, quorum=0.4), *whole_round(*"abcde"))
     assert decide_event(low, 0.0, {"a", "b"}) == CohortSelected(1, 0, ("a", "b"))
-    asked, *rest = whole_round("a", "b", asked="abcde")
+    asked, *rest = whole_round("a", "b", selected="abcde")
     declined = [TaskDeclined(0, device, "memory", "too big") for device in "cde"]
-    assert decide_event(after(begun(rounds=9), asked, *declined, *rest), 0.0, {"a"}) == CohortSelected(1, 0, ("a",))
+    assert decide_event(apply_events(started_state(rounds=9), asked, *declined, *rest), 0.0, {"a"}) == CohortSelected(
+        1, 0, ("a",)
+    )
 
 
 def test_updates_that_are_refused_do_not_make_one_board_a_fleet():
     bad = [UpdateRejected(0, device, "NaN") for device in "bcde"]
-    state = after(begun(attempts=1), CohortSelected(0, 0, tuple("abcde")), *bad, UpdateAccepted(0, update("a")))
+    state = apply_events(
+        started_state(attempts=1), CohortSelected(0, 0, tuple("abcde")), *bad, UpdateAccepted(0, update("a"))
+    )
     assert decide_event(state, 1.0, set("abcde")) is None
     fact = decide_event(state, 10.0, set("abcde"))
     assert isinstance(fact, JobEnded)
@@ -121,47 +129,49 @@ def test_updates_that_are_refused_do_not_make_one_board_a_fleet():
 
 
 def test_a_sized_round_asks_that_many_and_over_selects_by_the_share():
-    fact = decide_event(begun(size=2, over_select=0.5), 0.0, set("abcdef"))
+    fact = decide_event(started_state(size=2, over_select=0.5), 0.0, set("abcdef"))
     assert isinstance(fact, CohortSelected)
     assert len(fact.devices) == 3
 
 
 def test_a_round_closes_as_soon_as_enough_have_answered():
-    state = after(begun(size=2, over_select=0.5), CohortSelected(0, 0, ("a", "b", "c")))
-    state = after(state, UpdateAccepted(0, update("a")), UpdateAccepted(0, update("c")))
+    state = apply_events(started_state(size=2, over_select=0.5), CohortSelected(0, 0, ("a", "b", "c")))
+    state = apply_events(state, UpdateAccepted(0, update("a")), UpdateAccepted(0, update("c")))
     assert decide_event(state, 1.0, set("abc")) == RoundClosed(0)
 
 
 def test_a_device_that_declines_is_replaced_at_once():
-    state = after(begun(size=2), CohortSelected(0, 0, ("a", "b")), TaskDeclined(0, "a", "memory", "too big"))
+    state = apply_events(
+        started_state(size=2), CohortSelected(0, 0, ("a", "b")), TaskDeclined(0, "a", "memory", "too big")
+    )
     assert decide_event(state, 1.0, set("abc")) == CohortSelected(0, 0, ("c",))
 
 
 def test_a_device_that_vanished_is_replaced_but_may_still_answer():
-    state = after(begun(size=1), CohortSelected(0, 0, ("a",)))
+    state = apply_events(started_state(size=1), CohortSelected(0, 0, ("a",)))
     assert decide_event(state, 1.0, {"b"}) == CohortSelected(0, 0, ("b",))
-    state = after(state, CohortSelected(0, 0, ("b",)), UpdateAccepted(0, update("a")))
+    state = apply_events(state, CohortSelected(0, 0, ("b",)), UpdateAccepted(0, update("a")))
     assert decide_event(state, 1.0, {"b"}) == RoundClosed(0)
 
 
 def test_the_deadline_closes_a_round_that_has_its_quorum():
-    state = after(begun(size=4, quorum=0.5), CohortSelected(0, 0, tuple("abcd")))
-    state = after(state, UpdateAccepted(0, update("a")), UpdateAccepted(0, update("b")))
+    state = apply_events(started_state(size=4, quorum=0.5), CohortSelected(0, 0, tuple("abcd")))
+    state = apply_events(state, UpdateAccepted(0, update("a")), UpdateAccepted(0, update("b")))
     assert decide_event(state, 9.9, set("abcd")) is None
     assert next_decision_s(state) == 10.0
     assert decide_event(state, 10.0, set("abcd")) == RoundClosed(0)
 
 
 def test_a_round_without_quorum_is_tried_again_with_what_it_has():
-    state = after(begun(size=2), CohortSelected(0, 0, ("a", "b")), UpdateAccepted(0, update("a")))
+    state = apply_events(started_state(size=2), CohortSelected(0, 0, ("a", "b")), UpdateAccepted(0, update("a")))
     assert decide_event(state, 10.0, set("ab")) == RoundRetried(0, 1)
-    state = after(state, RoundRetried(0, 1), now_s=10.0)
+    state = apply_events(state, RoundRetried(0, 1), now_s=10.0)
     assert decide_event(state, 10.0, set("ab")) == CohortSelected(0, 1, ("b",))
 
 
 def test_a_job_fails_with_reasons_when_its_attempts_are_used_up():
-    state = after(
-        begun(size=2, attempts=1), CohortSelected(0, 0, ("a", "b")), TaskDeclined(0, "a", "memory", "too big")
+    state = apply_events(
+        started_state(size=2, attempts=1), CohortSelected(0, 0, ("a", "b")), TaskDeclined(0, "a", "memory", "too big")
     )
     fact = decide_event(state, 10.0, {"b"})
     assert isinstance(fact, JobEnded)
@@ -176,13 +186,15 @@ def test_a_job_that_fails_says_what_became_of_everybody_who_was_asked():
         assert isinstance(fact, JobEnded)
         return fact.reason
 
-    alone = after(begun(attempts=1), CohortSelected(0, 0, ("a",)), TaskDeclined(0, "a", "failed", "too big"))
+    alone = apply_events(
+        started_state(attempts=1), CohortSelected(0, 0, ("a",)), TaskDeclined(0, "a", "failed", "too big")
+    )
     assert said(alone, {"a"}).startswith(
         "round 1 asked 1 device in 1 attempt: 0 answered, 1 declined, and 1 update is needed; refused: a: too big.\nFix"
     )
-    state = after(begun(size=5, attempts=2, quorum=0.6), CohortSelected(0, 0, tuple("abcde")))
-    state = after(state, UpdateAccepted(0, update("a")), RoundRetried(0, 1), CohortSelected(0, 1, tuple("bcd")))
-    state = after(
+    state = apply_events(started_state(size=5, attempts=2, quorum=0.6), CohortSelected(0, 0, tuple("abcde")))
+    state = apply_events(state, UpdateAccepted(0, update("a")), RoundRetried(0, 1), CohortSelected(0, 1, tuple("bcd")))
+    state = apply_events(
         state,
         TaskDeclined(0, "b", "failed", "too big"),
         UpdateRejected(0, "c", "NaN"),
@@ -196,59 +208,64 @@ def test_a_job_that_fails_says_what_became_of_everybody_who_was_asked():
 
 def test_a_reason_that_many_devices_give_is_told_once():
     names = tuple("abcdefghij")
-    state = after(begun(size=10, attempts=1), CohortSelected(0, 0, names))
-    state = after(state, *(TaskDeclined(0, device, "failed", "too big") for device in names[1:]))
-    fact = decide_event(after(state, TaskDeclined(0, "a", "disk", "broken")), 1e9, set(names))
+    state = apply_events(started_state(size=10, attempts=1), CohortSelected(0, 0, names))
+    state = apply_events(state, *(TaskDeclined(0, device, "failed", "too big") for device in names[1:]))
+    fact = decide_event(apply_events(state, TaskDeclined(0, "a", "disk", "broken")), 1e9, set(names))
     assert isinstance(fact, JobEnded)
     assert "; refused: a: broken; b, c, d, e, f and 4 more: too big.\nFix: see to" in fact.reason
 
 
 def test_a_round_in_which_the_method_has_nothing_for_anybody_closes_with_nobody():
     for cohort in ({}, {"size": 2}):
-        state = after(begun(**cohort), CohortSelected(0, 0, ("a", "b")))
-        state = after(state, *(TaskDeclined(0, device, "none", "nothing for it now") for device in "ab"))
+        state = apply_events(started_state(**cohort), CohortSelected(0, 0, ("a", "b")))
+        state = apply_events(state, *(TaskDeclined(0, device, "none", "nothing for it now") for device in "ab"))
         assert decide_event(state, 1.0, set("ab")) == RoundClosed(0)
 
 
 def test_whom_the_method_has_nothing_for_is_replaced_and_counts_as_answered_only_then():
-    state = after(
-        begun(size=2),
+    state = apply_events(
+        started_state(size=2),
         CohortSelected(0, 0, ("a", "b")),
         UpdateAccepted(0, update("a")),
         TaskDeclined(0, "b", "none", ""),
     )
     assert decide_event(state, 1.0, set("abc")) == CohortSelected(0, 0, ("c",))
-    state = after(state, CohortSelected(0, 0, ("c",)))
+    state = apply_events(state, CohortSelected(0, 0, ("c",)))
     assert decide_event(state, 1.0, set("abc")) is None
-    assert decide_event(after(state, TaskDeclined(0, "c", "none", "")), 1.0, set("abc")) == RoundClosed(0)
-    assert decide_event(after(state, TaskDeclined(0, "c", "memory", "")), 1.0, set("abc")) == RoundClosed(0)
+    assert decide_event(apply_events(state, TaskDeclined(0, "c", "none", "")), 1.0, set("abc")) == RoundClosed(0)
+    assert decide_event(apply_events(state, TaskDeclined(0, "c", "memory", "")), 1.0, set("abc")) == RoundClosed(0)
 
 
 def test_a_refusal_is_no_answer_with_nothing_to_do():
-    state = after(
-        begun(size=2),
+    state = apply_events(
+        started_state(size=2),
         CohortSelected(0, 0, ("a", "b")),
         TaskDeclined(0, "a", "memory", ""),
         TaskDeclined(0, "b", "none", ""),
     )
     assert decide_event(state, 1.0, set("ab")) is None
-    state = after(state, RoundRetried(0, 1))
+    state = apply_events(state, RoundRetried(0, 1))
     assert state.idle == frozenset()
 
 
 def test_without_a_size_a_board_that_is_gone_for_good_is_waited_for_until_the_deadline():
-    state = after(
-        begun(), CohortSelected(0, 0, ("a", "b", "c")), UpdateAccepted(0, update("a")), UpdateAccepted(0, update("b"))
+    state = apply_events(
+        started_state(),
+        CohortSelected(0, 0, ("a", "b", "c")),
+        UpdateAccepted(0, update("a")),
+        UpdateAccepted(0, update("b")),
     )
     assert decide_event(state, 1.0, set("abc")) is None
     assert decide_event(state, 9.0, set("ab")) is None
     assert decide_event(state, 10.0, set("ab")) == RoundRetried(0, 1)
-    assert decide_event(after(state, RoundRetried(0, 1), now_s=10.0), 10.0, set("ab")) == RoundClosed(0)
+    assert decide_event(apply_events(state, RoundRetried(0, 1), now_s=10.0), 10.0, set("ab")) == RoundClosed(0)
 
 
 def test_a_reopened_round_whose_silent_board_is_gone_closes_or_fails_but_never_stalls():
-    state = after(begun(size=2, attempts=2), CohortSelected(0, 0, ("a", "b")), UpdateAccepted(0, update("a")))
-    state = after(state, RoundRetried(0, 1), now_s=10.0)
+    state = apply_events(
+        started_state(size=2, attempts=2), CohortSelected(0, 0, ("a", "b")), UpdateAccepted(0, update("a"))
+    )
+    state = apply_events(state, RoundRetried(0, 1), now_s=10.0)
     assert decide_event(state, 11.0, {"a"}) is None
     assert next_decision_s(state) == 20.0
     fact = decide_event(state, 20.0, {"a"})
@@ -258,17 +275,17 @@ def test_a_reopened_round_whose_silent_board_is_gone_closes_or_fails_but_never_s
 
 
 def test_a_fleet_that_is_gone_for_a_night_costs_no_attempt():
-    state = after(begun(attempts=1), CohortSelected(0, 0, ("a", "b")))
+    state = apply_events(started_state(attempts=1), CohortSelected(0, 0, ("a", "b")))
     for hour in (1, 2, 3):
         now_s = 3600.0 * hour
         assert decide_event(state, now_s, set()) == RoundRetried(0, 0)
-        state = after(state, RoundRetried(0, 0), now_s=now_s)
+        state = apply_events(state, RoundRetried(0, 0), now_s=now_s)
     assert decide_event(state, now_s + 1, {"b"}) == CohortSelected(0, 0, ("b",))
 
 
 def test_when_everybody_has_declined_the_deadline_is_not_waited_out():
-    state = after(
-        begun(size=1, deadline_s=600.0), CohortSelected(0, 0, ("a",)), TaskDeclined(0, "a", "data", "no data")
+    state = apply_events(
+        started_state(size=1, deadline_s=600.0), CohortSelected(0, 0, ("a",)), TaskDeclined(0, "a", "data", "no data")
     )
     assert next_decision_s(state) == 10.0
     assert decide_event(state, 9.0, {"a"}) is None
@@ -276,12 +293,12 @@ def test_when_everybody_has_declined_the_deadline_is_not_waited_out():
 
 
 def test_a_refused_update_frees_its_place():
-    state = after(begun(size=1), CohortSelected(0, 0, ("a",)), UpdateRejected(0, "a", "NaN"))
+    state = apply_events(started_state(size=1), CohortSelected(0, 0, ("a",)), UpdateRejected(0, "a", "NaN"))
     assert decide_event(state, 1.0, set("ab")) == CohortSelected(0, 0, ("b",))
 
 
 def test_facts_of_another_round_are_refused():
-    state = after(begun(), CohortSelected(0, 0, ("a",)))
+    state = apply_events(started_state(), CohortSelected(0, 0, ("a",)))
     for fact in (
         UpdateAccepted(1, update("a", 1)),
         RoundClosed(3),
@@ -294,20 +311,20 @@ def test_facts_of_another_round_are_refused():
 
 
 def test_the_job_ends_after_its_last_round():
-    state = begun(rounds=2)
+    state = started_state(rounds=2)
     for round in (0, 1):
-        state = after(
+        state = apply_events(
             state, CohortSelected(round, 0, ("a",)), UpdateAccepted(round, update("a", round)), RoundClosed(round)
         )
         assert decide_event(state, 0.0, {"a"}) is None
-        state = after(state, committed(round))
+        state = apply_events(state, committed(round))
     assert decide_event(state, 0.0, {"a"}) == JobEnded("done")
     assert list(state.history["a"]) == [0, 1]
 
 
 def test_a_method_that_is_finished_ends_the_job_early():
-    state = after(
-        begun(rounds=9),
+    state = apply_events(
+        started_state(rounds=9),
         CohortSelected(0, 0, ("a",)),
         UpdateAccepted(0, update("a")),
         RoundClosed(0),
@@ -317,44 +334,46 @@ def test_a_method_that_is_finished_ends_the_job_early():
 
 
 def test_evaluation_accompanies_every_so_many_rounds_and_closes_the_job():
-    state, seen = begun(rounds=3, check_every=2), []
+    state, seen = started_state(rounds=3, check_every=2), []
     for round in range(4):
         seen.append(state.task_actions)
-        state = after(
+        state = apply_events(
             state, CohortSelected(round, 0, ("a",)), UpdateAccepted(round, update("a", round)), RoundClosed(round)
         )
-        state = after(state, committed(round))
+        state = apply_events(state, committed(round))
     assert seen == [("check", "work"), ("work",), ("check", "work"), ("check",)]
     assert decide_event(state, 0.0, {"a"}) == JobEnded("done")
 
 
 def test_a_stopped_job_decides_nothing_until_it_is_resumed():
-    state = after(begun(size=2), CohortSelected(0, 0, ("a", "b")), UpdateAccepted(0, update("a")), JobEnded("stopped"))
+    state = apply_events(
+        started_state(size=2), CohortSelected(0, 0, ("a", "b")), UpdateAccepted(0, update("a")), JobEnded("stopped")
+    )
     assert decide_event(state, 99.0, set("ab")) is None
-    state = after(state, JobResumed(), now_s=100.0)
+    state = apply_events(state, JobResumed(), now_s=100.0)
     assert decide_event(state, 101.0, set("ab")) is None
     assert state.remaining_s(101.0) == 9.0
-    assert decide_event(after(state, UpdateAccepted(0, update("b"))), 102.0, set("ab")) == RoundClosed(0)
+    assert decide_event(apply_events(state, UpdateAccepted(0, update("b"))), 102.0, set("ab")) == RoundClosed(0)
 
 
 def test_nothing_is_due_while_no_round_is_open():
-    assert next_decision_s(begun()) == math.inf
+    assert next_decision_s(started_state()) == math.inf
 
 
 def test_who_stayed_silent_in_one_attempt_is_asked_last_in_the_next():
-    first = decide_event(begun(size=2), 0.0, set("abcd"))
+    first = decide_event(started_state(size=2), 0.0, set("abcd"))
     assert isinstance(first, CohortSelected)
     slow, quick = first.devices
-    state = after(begun(size=2), first, UpdateAccepted(0, update(quick)), RoundRetried(0, 1))
+    state = apply_events(started_state(size=2), first, UpdateAccepted(0, update(quick)), RoundRetried(0, 1))
     again = decide_event(state, 0.0, set("abcd"))
     assert isinstance(again, CohortSelected)
     assert again.devices != (slow,)
     assert decide_event(state, 0.0, {slow, quick}) == CohortSelected(0, 1, (slow,))  # where nobody else is left
     (second,) = again.devices
-    turns = after(state, again, RoundRetried(0, 2))
+    turns = apply_events(state, again, RoundRetried(0, 2))
     # whoever has waited longest
     assert decide_event(turns, 0.0, {slow, second, quick}) == CohortSelected(0, 2, (slow,))
-    state = after(state, again, UpdateAccepted(0, update(second)), RoundClosed(0), committed(0))
+    state = apply_events(state, again, UpdateAccepted(0, update(second)), RoundClosed(0), committed(0))
     assert state.silent == ()
 
 
@@ -363,7 +382,7 @@ def test_answers_alone_lead_to_nothing_until_all_or_enough_have_answered():
     for _ in range(300):
         devices = [f"d{number}" for number in range(draw.randrange(2, 8))]
         online = draw.sample(devices, draw.randrange(1, len(devices) + 1))
-        state = begun(
+        state = started_state(
             size=draw.choice([0, 0, 1, 2, 3]), quorum=draw.choice([0.5, 1.0]), over_select=draw.choice([0.0, 0.4, 1.0])
         )
         while isinstance(fact := decide_event(state, 1.0, online), CohortSelected):
@@ -387,8 +406,8 @@ def played(state: JobState, online: set[str], most: int = 30) -> list[tuple[int,
         assert isinstance(fact, CohortSelected)
         found.append((state.round, state.settling, state.task_actions, len(fact.devices)))
         answers = [UpdateAccepted(state.round, update(device, state.round)) for device in fact.devices]
-        state = after(state, fact, *answers, RoundClosed(state.round))
-        state = after(state, RoundCommitted(state.round, BLOB, False, {}, took_s=1.0, settled=state.settling))
+        state = apply_events(state, fact, *answers, RoundClosed(state.round))
+        state = apply_events(state, RoundCommitted(state.round, BLOB, False, {}, took_s=1.0, settled=state.settling))
     raise AssertionError("the job does not end")
 
 
@@ -424,8 +443,10 @@ def test_a_job_that_has_taken_enough_gathers_what_an_evaluation_needs_before_it_
 
 def test_at_its_deadline_such_a_round_wants_no_more_than_another():
     plan = JobConstants(0, 1, msgspec.convert({"size": 2, "deadline_s": 10.0}, CohortSettings), 0)
-    state = after(apply_event(JobState(plan), JobStarted(BLOB, settles=True), 0.0), CohortSelected(0, 0, ("a", "b")))
-    state = after(
+    state = apply_events(
+        apply_event(JobState(plan), JobStarted(BLOB, settles=True), 0.0), CohortSelected(0, 0, ("a", "b"))
+    )
+    state = apply_events(
         state,
         *[UpdateAccepted(0, update(device)) for device in "ab"],
         RoundClosed(0),
@@ -436,43 +457,43 @@ def test_at_its_deadline_such_a_round_wants_no_more_than_another():
     fact = decide_event(state, 0.0, online)
     assert isinstance(fact, CohortSelected)
     assert set(fact.devices) == online
-    state = after(state, fact, *[UpdateAccepted(1, update(device, 1)) for device in "abcde"])
+    state = apply_events(state, fact, *[UpdateAccepted(1, update(device, 1)) for device in "abcde"])
     assert decide_event(state, 5.0, online) is None
     assert decide_event(state, 11.0, online) == RoundClosed(1)
 
 
 def paced(**cohort: float | str) -> JobState:
     """The state after a round in which boards a and b took 40 s and 60 s for 2 units of work."""
-    state = begun(rounds=9, size=2, deadline_s=600.0, deadline="predicted", **cohort)
-    state = after(state, CohortSelected(0, 0, ("a", "b"), {"a": 2.0, "b": 2.0}))
+    state = started_state(rounds=9, size=2, deadline_s=600.0, deadline="predicted", **cohort)
+    state = apply_events(state, CohortSelected(0, 0, ("a", "b"), {"a": 2.0, "b": 2.0}))
     for device, at_s in (("a", 40.0), ("b", 60.0)):
-        state = after(state, state.acceptance_event(update(device), at_s), now_s=at_s)
-    return after(state, RoundClosed(0), committed(0), now_s=60.0)
+        state = apply_events(state, state.acceptance_event(update(device), at_s), now_s=at_s)
+    return apply_events(state, RoundClosed(0), committed(0), now_s=60.0)
 
 
 def test_a_round_opens_with_what_its_devices_have_to_do_and_how_long_that_takes_them():
-    fact = decide_event(paced(), 60.0, {"a", "b"}, lambda device: asking(1.0))
+    fact = decide_event(paced(), 60.0, {"a", "b"}, lambda device: workload_of(1.0))
     assert fact == CohortSelected(1, 0, ("a", "b"), {"a": 1.0, "b": 1.0}, 45.0)
-    state = after(paced(), fact, now_s=60.0)
+    state = apply_events(paced(), fact, now_s=60.0)
     assert next_decision_s(state) == 105.0
     assert state.remaining_s(70.0) == 35.0
 
 
 def test_the_first_round_has_the_cohorts_deadline():
-    assert decide_event(begun(deadline="predicted"), 0.0, {"a"}, lambda device: asking(1.0)) == CohortSelected(
-        0, 0, ("a",), {"a": 1.0}
-    )
+    assert decide_event(
+        started_state(deadline="predicted"), 0.0, {"a"}, lambda device: workload_of(1.0)
+    ) == CohortSelected(0, 0, ("a",), {"a": 1.0})
     state = paced()
     state = replace(
         state, plan=replace(state.plan, cohort=msgspec.structs.replace(state.plan.cohort, deadline="fixed"))
     )
     fact = decide_event(state, 60.0, {"a", "b"})
     assert fact == CohortSelected(1, 0, ("a", "b"))
-    assert next_decision_s(after(state, fact, now_s=60.0)) == 660.0
+    assert next_decision_s(apply_events(state, fact, now_s=60.0)) == 660.0
 
 
 def test_a_prediction_with_a_quorum_ends_the_round():
-    state = after(
+    state = apply_events(
         paced(quorum=0.5), CohortSelected(1, 0, ("a", "b"), {}, 45.0), UpdateAccepted(1, update("a", 1)), now_s=60.0
     )
     assert decide_event(state, 104.0, {"a", "b"}) is None
@@ -480,14 +501,14 @@ def test_a_prediction_with_a_quorum_ends_the_round():
 
 
 def test_a_prediction_that_was_too_short_costs_no_attempt_and_interrupts_nobody():
-    state = after(paced(quorum=0.5, attempts=1), CohortSelected(1, 0, ("a", "b"), {}, 45.0), now_s=60.0)
+    state = apply_events(paced(quorum=0.5, attempts=1), CohortSelected(1, 0, ("a", "b"), {}, 45.0), now_s=60.0)
     assert decide_event(state, 105.0, {"a", "b"}) == DeadlineExtended(1)
-    state = after(state, DeadlineExtended(1), now_s=105.0)
+    state = apply_events(state, DeadlineExtended(1), now_s=105.0)
     assert state.asked == {"a", "b"}
     assert decide_event(state, 106.0, {"a", "b"}) is None
-    answered = after(state, UpdateAccepted(1, update("b", 1)), now_s=300.0)
+    answered = apply_events(state, UpdateAccepted(1, update("b", 1)), now_s=300.0)
     assert decide_event(answered, 300.0, {"a", "b"}) == RoundClosed(1)
-    following = after(
+    following = apply_events(
         answered, RoundClosed(1), committed(1), CohortSelected(2, 0, ("a", "b")), UpdateAccepted(2, update("a", 2))
     )
     assert decide_event(following, 1.0, {"a", "b"}) is None
@@ -497,46 +518,48 @@ def test_a_prediction_that_was_too_short_costs_no_attempt_and_interrupts_nobody(
 
 
 def test_devices_that_are_not_there_are_waited_for_as_long_as_with_a_fixed_deadline():
-    state = after(
+    state = apply_events(
         paced(attempts=1), CohortSelected(1, 0, ("a",), {}, 45.0), UpdateAccepted(1, update("a", 1)), now_s=60.0
     )
     assert decide_event(state, 105.0, {"a"}) == DeadlineExtended(1)
-    state = after(state, DeadlineExtended(1), now_s=105.0)
+    state = apply_events(state, DeadlineExtended(1), now_s=105.0)
     assert next_decision_s(state) == 660.0
     assert decide_event(state, 300.0, {"a", "c"}) == CohortSelected(1, 0, ("c",))
 
 
 def test_a_round_that_is_tried_again_or_resumed_waits_for_all_anew():
-    state = after(paced(quorum=0.5), CohortSelected(1, 0, ("a", "b"), {}, 45.0), DeadlineExtended(1), now_s=60.0)
-    again = after(
+    state = apply_events(paced(quorum=0.5), CohortSelected(1, 0, ("a", "b"), {}, 45.0), DeadlineExtended(1), now_s=60.0)
+    again = apply_events(
         state, RoundRetried(1, 1), CohortSelected(1, 1, ("a", "b")), UpdateAccepted(1, update("a", 1)), now_s=660.0
     )
     assert decide_event(again, 661.0, {"a", "b"}) is None
-    resumed = after(state, JobEnded("stopped"), JobResumed(), UpdateAccepted(1, update("a", 1)), now_s=700.0)
+    resumed = apply_events(state, JobEnded("stopped"), JobResumed(), UpdateAccepted(1, update("a", 1)), now_s=700.0)
     assert decide_event(resumed, 701.0, {"a", "b"}) is None
     assert next_decision_s(resumed) == 1300.0
 
 
 def test_what_a_replacement_has_to_do_is_noted_too_and_only_for_its_round():
-    state = after(paced(), CohortSelected(1, 0, ("a", "b"), {"a": 1.0, "b": 1.0}, 45.0), TaskDeclined(1, "a", "x", "y"))
-    fact = decide_event(state, 0.0, {"a", "b", "c"}, lambda device: asking(4.0))
+    state = apply_events(
+        paced(), CohortSelected(1, 0, ("a", "b"), {"a": 1.0, "b": 1.0}, 45.0), TaskDeclined(1, "a", "x", "y")
+    )
+    fact = decide_event(state, 0.0, {"a", "b", "c"}, lambda device: workload_of(4.0))
     assert fact == CohortSelected(1, 0, ("c",), {"c": 4.0})
-    state = after(
+    state = apply_events(
         state, fact, UpdateAccepted(1, update("c", 1), 20.0), UpdateAccepted(1, update("b", 1), 9.0), RoundClosed(1)
     )
     assert state.deadline_s == 45.0
-    state = after(state, committed(1), CohortSelected(2, 0, ("b", "c")), UpdateAccepted(2, update("c", 2), 30.0))
+    state = apply_events(state, committed(1), CohortSelected(2, 0, ("b", "c")), UpdateAccepted(2, update("c", 2), 30.0))
     assert state.took["c"] == ((1, 20.0, 4.0, 0.0, None, 1, 0), (2, 30.0, 1.0, 0.0, None, 1, 0))
 
 
 def test_a_method_that_does_not_say_what_a_round_takes_has_rounds_that_take_the_same():
-    state = after(begun(deadline_s=600.0, deadline="predicted"), CohortSelected(0, 0, ("a",)))
-    state = after(state, UpdateAccepted(0, update("a"), 40.0), RoundClosed(0), committed(0))
+    state = apply_events(started_state(deadline_s=600.0, deadline="predicted"), CohortSelected(0, 0, ("a",)))
+    state = apply_events(state, UpdateAccepted(0, update("a"), 40.0), RoundClosed(0), committed(0))
     assert decide_event(state, 0.0, {"a"}) == CohortSelected(1, 0, ("a",), {}, 60.0)
 
 
 def test_when_everybody_has_declined_a_prediction_changes_nothing():
-    state = after(paced(), CohortSelected(1, 0, ("a", "b"), {}, 45.0), now_s=60.0)
-    state = after(state, TaskDeclined(1, "a", "memory", "too big"), TaskDeclined(1, "b", "memory", "too big"))
+    state = apply_events(paced(), CohortSelected(1, 0, ("a", "b"), {}, 45.0), now_s=60.0)
+    state = apply_events(state, TaskDeclined(1, "a", "memory", "too big"), TaskDeclined(1, "b", "memory", "too big"))
     assert next_decision_s(state) == 70.0
     assert decide_event(state, 70.0, {"a", "b"}) == RoundRetried(1, 1)

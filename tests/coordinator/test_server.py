@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from by_hand import MODEL, Hand, Stage, ones
+from by_hand import MODEL, Hand, Stage, constant_model
 
 from fedquilt import wire
 from fedquilt.arrays import tensors
@@ -31,8 +31,8 @@ from fedquilt.models.local_training import NetworkState
 def test_updates_are_averaged_and_the_job_ends(stage):
     a, b = stage.hand("a"), stage.hand("b")
     stage.play()
-    a.answer(ones(1.0), weight=1.0)
-    b.answer(ones(5.0), weight=3.0)
+    a.answer(constant_model(1.0), weight=1.0)
+    b.answer(constant_model(5.0), weight=3.0)
     stage.play()
     assert [fact.status for fact in stage.told(JobEnded)] == ["done"]
     assert stage.server.finished
@@ -55,7 +55,7 @@ def test_a_round_that_follows_a_long_computation_has_its_whole_deadline(tmp_path
     hand = stage.hand("a")
     stage.play()
     for _ in range(2):
-        hand.answer(ones())
+        hand.answer(constant_model())
         stage.play()  # past the commit, which ends it early
         stage.play()
     assert [fact.round for fact in stage.told(RoundCommitted)] == [0, 1]
@@ -66,9 +66,9 @@ def test_a_step_that_commits_a_round_wants_the_next_step_at_once(tmp_path):
     stage = Stage(tmp_path, rounds=2)
     hand = stage.hand("a")
     stage.play()
-    hand.answer(ones())
+    hand.answer(constant_model())
     stage.play()
-    commits = [(now, due) for (*_, before), (now, due, after) in itertools.pairwise(stage.dues) if after > before]
+    commits = [(now, due) for (*_, before), (now, due, after) in itertools.pairwise(stage.steps) if after > before]
     assert [due - now for now, due in commits] == [0.0]
 
 
@@ -89,7 +89,7 @@ def test_the_executor_keeps_up_its_connection_while_a_method_computes(stage, mon
     monkeypatch.setattr(RunningJob, "_compute_commit", noted)
     hand = stage.hand("a")
     stage.play()
-    hand.answer(ones())
+    hand.answer(constant_model())
     stage.play()
     assert told == ["tended", "computes", "back"]
 
@@ -98,7 +98,7 @@ def test_updates_are_folded_in_the_order_of_devices_not_of_arrival(stage):
     hands = {name: stage.hand(name) for name in "abc"}
     stage.play()
     for name, value in (("a", 1e19), ("c", 1.0), ("b", -1e19)):
-        hands[name].answer(ones(value))
+        hands[name].answer(constant_model(value))
         stage.play()
     assert [fact.update.device for fact in stage.told(UpdateAccepted)] == ["a", "c", "b"]
     stored = stage.store.depot.blob_path(stage.told(RoundCommitted)[0].state.sha256)
@@ -119,8 +119,8 @@ def test_a_device_is_answered_when_the_fact_of_its_update_is_written(stage, monk
     a, b = stage.hand("a"), stage.hand("b")
     stage.play()
     monkeypatch.setattr(stage.executor, "send_ack", answered)
-    a.answer(ones())
-    b.answer(ones())
+    a.answer(constant_model())
+    b.answer(constant_model())
     stage.play()
     assert written == [{"a", "b"}] * 2
 
@@ -178,7 +178,7 @@ def test_an_attempt_that_nobody_was_asked_in_leaves_no_task_when_its_job_ends(tm
 def test_a_stale_task_that_the_broker_kept_is_taken_back_when_it_is_claimed(stage):
     a, _ = stage.hand("a"), stage.hand("b")
     stage.play()
-    a.answer(ones())
+    a.answer(constant_model())
     stage.play()
     heard = len(a.tasks)
     a.say("claim", wire.Claim(job="of-old", round=7, attempt=0, accepted=True))
@@ -197,7 +197,7 @@ def test_an_answer_that_counts_does_not_read_the_other_jobs_facts(stage, monkeyp
     stage.play(1.0)
     monkeypatch.setattr(Store, "referenced_blobs", counted)
     for hand in hands:
-        hand.answer(ones())
+        hand.answer(constant_model())
     stage.play()
     assert len(stage.told(UpdateAccepted)) == 3
     assert looked == [1]
@@ -223,7 +223,7 @@ def test_a_board_that_is_low_or_hot_is_passed_over_until_it_is_not(tmp_path):
     assert [fact.devices for fact in stage.told(CohortSelected)] == [("b",)]
     b.say("telemetry", wire.Telemetry(temperature_c=90.0))  # from the work: it is not taken from it
     stage.play()
-    b.answer(ones())
+    b.answer(constant_model())
     stage.play()
     assert stage.store.stored_status(stage.job) == "done"
     found = round_outcomes.load_outcomes(stage.store, stage.job).found
@@ -234,7 +234,7 @@ def test_a_job_stops_when_its_bytes_are_used_up_and_says_what_joules_it_cannot_c
     stage = Stage(tmp_path, rounds=9, stop={"max_bytes": 10, "max_joules": 5.0})
     a = stage.hand("a")
     stage.play()
-    a.answer(ones(), usage=Usage(up_bytes=12))
+    a.answer(constant_model(), usage=Usage(up_bytes=12))
     stage.play()
     assert [fact.round for fact in stage.told(RoundCommitted)] == [0]
     assert stage.told(RoundCommitted)[0].warnings == (
@@ -251,7 +251,7 @@ def test_a_limit_of_joules_that_no_board_counts_is_told_once_more_at_the_end(tmp
     stage = Stage(tmp_path, rounds=1, stop={"max_joules": 5.0})
     a = stage.hand("a")
     stage.play()
-    a.answer(ones(), usage=Usage())
+    a.answer(constant_model(), usage=Usage())
     stage.play()
     (ended,) = stage.told(JobEnded)
     assert ended.status == "done"
@@ -261,7 +261,7 @@ def test_a_limit_of_joules_that_no_board_counts_is_told_once_more_at_the_end(tmp
 def test_boards_that_take_fewer_joules_are_preferred_where_the_job_says_so(tmp_path):
     stage = Stage(tmp_path, cohort={"size": 1, "min_devices": 2, "prefer": "energy"})
     for name, watts in (("a", 1000.0), ("b", 1.23456)):
-        stage.hand(name).measured(flops_per_s=1.0, busy_w=watts)
+        stage.hand(name).publish_operating_point(flops_per_s=1.0, busy_w=watts)
     stage.play()
     assert stage.told(EligibilityRecorded)[-1].costs == {"a": 1000.0, "b": 1.23}
     assert stage.told(CohortSelected)[0].devices == ("b",)
@@ -387,7 +387,7 @@ def test_a_device_that_is_asked_again_at_the_deadline_works_on(tmp_path):
     assert [fact.attempt for fact in stage.told(CohortSelected)] == [0, 1, 2]
     attempts = [task.attempt if task else None for task in slow.tasks]
     assert list(dict.fromkeys(attempts)) == [0, 1, 2]
-    slow.answer(ones())
+    slow.answer(constant_model())
     stage.play()
     assert [fact.status for fact in stage.told(JobEnded)] == ["done"]
     assert slow.tasks[-1] is None
@@ -402,6 +402,6 @@ def test_a_task_that_somebody_emptied_at_the_broker_is_sent_again_at_once(stage)
     assert [task is not None for task in a.tasks[sent:]] == [True]
     assert stage.told(TaskDeclined) == []
     for hand in (a, b):
-        hand.answer(ones())
+        hand.answer(constant_model())
     stage.play()
     assert [fact.status for fact in stage.told(JobEnded)] == ["done"]

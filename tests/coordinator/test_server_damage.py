@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from by_hand import TABLE, Stage, ones
+from by_hand import TABLE, Stage, constant_model
 
 from fedquilt import wire
 from fedquilt.arrays import tensors
@@ -41,7 +41,7 @@ def test_the_first_state_of_a_job_is_made_again_if_it_is_damaged(stage, caplog):
     stage.restart()
     stage.play()
     assert f"({sha256[:12]}) was gone or damaged: it is made again" in caplog.text
-    hand.answer(ones())
+    hand.answer(constant_model())
     stage.play()
     assert [fact.status for fact in stage.told(JobEnded)] == ["done"]
 
@@ -60,7 +60,7 @@ def test_a_run_goes_on_with_the_bundle_that_it_began_with_alone(stage):
     stage.store.set_status(stage.job, "queued")
     stage.restart()
     stage.play()
-    hand.answer(ones())
+    hand.answer(constant_model())
     stage.play()
     assert stage.store.stored_status(stage.job) == "done"
 
@@ -100,21 +100,21 @@ def test_a_counted_update_that_is_damaged_is_asked_for_again_and_the_result_is_t
         stage = Stage(tmp_path / name)
         a, b = stage.hand("a"), stage.hand("b")
         stage.play()
-        a.answer(ones(1.0))
+        a.answer(constant_model(1.0))
         stage.play()
         (answered,) = stage.told(UpdateAccepted)
         stage.restart()
         if damaged:
             flip(stage.store.depot.folder / answered.update.bundles["model"].sha256)
         stage.play()
-        b.answer(ones(5.0))
+        b.answer(constant_model(5.0))
         stage.play()
         if damaged:
             (lost,) = stage.told(UpdateLost)
             assert (lost.device, "or damaged" in lost.reason) == ("a", True)
             task = a.tasks[-1]
             assert (task.round, task.epoch) == (0, 3)  # two starts, and another number for the device's sake
-            a.answer(ones(1.0))
+            a.answer(constant_model(1.0))
             stage.play()
         assert [fact.status for fact in stage.told(JobEnded)] == ["done"]
         found.append(stage.told(RoundCommitted)[-1].state)
@@ -146,7 +146,7 @@ def test_a_job_whose_log_is_damaged_hides_no_other_and_keeps_its_blobs(tmp_path,
     stage.restart()
     stage.server._only = None
     stage.play()
-    hand.answer(ones())
+    hand.answer(constant_model())
     stage.play()
     assert [(row.id == later, row.status) for row in stage.store.readable_jobs()] == [(False, "failed"), (True, "done")]
     assert "is damaged: fact 1" in caplog.text
@@ -159,7 +159,7 @@ def test_a_metric_that_is_huge_bricks_nothing(stage, value):
     hands = [stage.hand("a"), stage.hand("b")]
     stage.play()
     for hand in hands:
-        hand.answer(ones(), weight=10.0, metrics={"loss": value})
+        hand.answer(constant_model(), weight=10.0, metrics={"loss": value})
     stage.play()
     assert stage.told(RoundCommitted)[0].metrics == {"loss": pytest.approx(value)}
     assert event_messages.summarise_run(stage.store.find_job(stage.job), stage.store)["problem"] is None
@@ -184,7 +184,7 @@ def test_what_no_device_has_an_example_of_is_said_in_words(staged, answer, said)
     hands = [stage.hand("a"), stage.hand("b")]
     stage.play()
     for hand in hands:
-        hand.answer(ones(), **answer)
+        hand.answer(constant_model(), **answer)
     stage.play()
     assert stage.told(RoundCommitted)[0].warnings[-1] == said
 
@@ -192,10 +192,10 @@ def test_what_no_device_has_an_example_of_is_said_in_words(staged, answer, said)
 def test_a_profile_of_extremes_bricks_nothing(tmp_path):
     stage = Stage(tmp_path, rounds=2, cohort={"prefer": "energy", "deadline": "predicted"})
     a = stage.hand("a")
-    a.measured(flops_per_s=1e-320, busy_w=1e24)
+    a.publish_operating_point(flops_per_s=1e-320, busy_w=1e24)
     stage.play()
     for _ in range(2):
-        a.answer(ones(), usage=Usage(wall_s=1.0, point="p"))
+        a.answer(constant_model(), usage=Usage(wall_s=1.0, point="p"))
         stage.play()
     assert stage.store.stored_status(stage.job) == "done"
     assert [fact.expected_s for fact in stage.told(UpdateAccepted)] == [None, None]
@@ -207,7 +207,7 @@ def test_a_fact_that_cannot_be_kept_ends_its_job_and_not_the_coordinator(stage, 
     monkeypatch.setattr(
         stage.server.find_job(stage.job), "method", replace(fedavg.METHOD, explain=lambda state: ["a file \udcff"])
     )
-    a.answer(ones())
+    a.answer(constant_model())
     stage.play()
     assert stage.store.stored_status(stage.job) == "failed"
     assert "cannot be kept" in stage.told(JobEnded)[0].reason
@@ -229,11 +229,11 @@ def full_disk() -> Iterator[None]:
 def test_an_update_that_finds_the_disk_full_is_taken_once_there_is_room(stage):
     a, b = stage.hand("a"), stage.hand("b")
     stage.play()
-    a.answer(ones())
+    a.answer(constant_model())
     stage.play()
-    b.depot.store_bytes(tensors.encode_tensors(ones(3.0)))
+    b.depot.store_bytes(tensors.encode_tensors(constant_model(3.0)))
     with full_disk():
-        update = b.answer(ones(3.0))
+        update = b.answer(constant_model(3.0))
         stage.play()
     assert [fact.update.device for fact in stage.told(UpdateAccepted)] == ["a"]
     assert b.acks == []
@@ -252,7 +252,7 @@ def test_a_log_that_cannot_be_written_ends_the_coordinator_with_a_sentence_and_a
     assert a.acks == []
     stage.restart()
     stage.play()
-    a.answer(ones())
+    a.answer(constant_model())
     stage.play()
     assert stage.told(JobEnded)[0].status == "done"
 
@@ -261,7 +261,7 @@ def test_a_device_that_changes_its_mind_about_an_update_fills_no_disk(stage):
     a = stage.hand("a")
     stage.play()
     for factor in range(5):
-        a.answer(ones(), bundles={"model": BlobRef(sha256=f"{factor:064x}", size=1000)})
+        a.answer(constant_model(), bundles={"model": BlobRef(sha256=f"{factor:064x}", size=1000)})
     a.answer({"1.bias": np.zeros(2, np.float32)})
     stage.play()
     assert "tensor names differ" in stage.told(UpdateRejected)[0].reason

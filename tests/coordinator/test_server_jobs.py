@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from by_hand import MODEL, NETWORK, TABLE, Hand, Killed, SlowWorker, Stage, ones
+from by_hand import MODEL, NETWORK, TABLE, Hand, Killed, SlowWorker, Stage, constant_model
 
 from fedquilt import wire
 from fedquilt.arrays import tensors
@@ -28,7 +28,7 @@ def half_answered(stage: Stage) -> tuple[Hand, Hand]:
     """Two boards: the first has answered in its round, and the second works."""
     a, b = stage.hand("a"), stage.hand("b")
     stage.play()
-    a.answer(ones())
+    a.answer(constant_model())
     stage.play()
     return a, b
 
@@ -42,7 +42,7 @@ def test_a_stopped_job_takes_its_tasks_back_and_resumes_where_it_was(stage):
     stage.store.set_status(stage.job, "running")
     stage.restart()
     stage.play()
-    b.answer(ones())
+    b.answer(constant_model())
     stage.play()
     assert stage.store.stored_status(stage.job) == "done"
     assert len(stage.told(UpdateAccepted)) == 2
@@ -51,7 +51,7 @@ def test_a_stopped_job_takes_its_tasks_back_and_resumes_where_it_was(stage):
 def test_work_for_a_job_that_nobody_here_knows_is_refused(stage):
     a = stage.hand("a")
     stage.play()
-    a.answer(ones(), job="of-old")
+    a.answer(constant_model(), job="of-old")
     stage.play()
     assert [(ack.accepted, ack.reason) for ack in a.acks] == [(False, "no job of-old is under way here")]
 
@@ -68,7 +68,7 @@ def test_a_job_whose_state_is_lost_or_whose_method_breaks_fails_alone(tmp_path):
     stage = Stage(tmp_path, rounds=2)
     hand = stage.hand("a")
     stage.play()
-    hand.answer(ones())
+    hand.answer(constant_model())
     stage.play()
     (sha256,) = stage.store.latest_state_hashes()
     stage.store.depot.remove_blob(sha256)
@@ -89,18 +89,18 @@ def test_a_job_whose_boards_have_gone_lets_the_next_one_be_done(tmp_path):
     stage = Stage(tmp_path, cohort={"deadline_s": 600.0, "min_devices": 2})
     first, a, b = stage.job, stage.hand("a"), stage.hand("b")
     stage.play()
-    a.answer(ones())
+    a.answer(constant_model())
     stage.play()
     b.say("presence", wire.Presence(online=False, boot="1"), retain=True)
     stage.play(25.0)  # longer than a grace
     second = stage.add("k")
     stage.play()
-    a.answer(ones())
+    a.answer(constant_model())
     stage.play()
     assert [stage.store.stored_status(job) for job in (first, second)] == ["running", "done"]
     b.say("presence", wire.Presence(online=True, boot="2"), retain=True)
     stage.play()
-    b.answer(ones())
+    b.answer(constant_model())
     stage.play()
     assert stage.store.stored_status(first) == "done"
     assert [
@@ -137,7 +137,7 @@ def test_a_job_that_was_stopped_before_it_began_can_be_resumed(stage):
     stage.store.set_status(stage.job, "running")
     a = stage.hand("a")
     stage.play()
-    a.answer(ones())
+    a.answer(constant_model())
     stage.play()
     assert stage.store.stored_status(stage.job) == "done"
 
@@ -175,7 +175,7 @@ def test_what_a_round_needed_is_dropped_when_the_next_ones_tasks_are_sent(tmp_pa
     stage.play()
     first = stage.server.active_jobs()[0].rounds.state
     assert first is not None
-    updates = [a.answer(ones(2.0)), b.answer(ones(4.0))]
+    updates = [a.answer(constant_model(2.0)), b.answer(constant_model(4.0))]
     stage.play()
     assert [fact.round for fact in stage.told(CohortSelected)] == [0, 1]
     depot = stage.store.depot
@@ -204,19 +204,19 @@ def facts(stage: Stage, id: str) -> list[AnyEvent]:
 
 
 def test_other_jobs_go_on_while_a_large_one_is_taken_up(tmp_path):
-    worker = SlowWorker(at_once=True, large_bytes=SMALL_BYTES)
+    worker = SlowWorker(runs_all=True, large_bytes=SMALL_BYTES)
     stage = Stage(tmp_path, CoordinatorLimits(), worker)
     id = large(stage)
     a = stage.hand("a")
     stage.play()
-    a.answer(ones())
+    a.answer(constant_model())
     stage.play()
     assert stage.store.stored_status(stage.job) == "done"
     assert (facts(stage, id), len(worker.begun)) == ([], 1)
-    worker.go_on()
+    worker.run_pending()
     stage.play()
     assert [type(fact) for fact in facts(stage, id)][:1] == [JobStarted]
-    a.answer(ones())
+    a.answer(constant_model())
     stage.play()
     assert stage.store.stored_status(id) == "done"
 
@@ -231,25 +231,25 @@ def test_a_coordinator_that_dies_between_the_first_state_and_its_fact_makes_it_a
 
     found = []
     for name in ("calm", "killed"):
-        worker = SlowWorker(at_once=True, large_bytes=SMALL_BYTES)
+        worker = SlowWorker(runs_all=True, large_bytes=SMALL_BYTES)
         stage = Stage(tmp_path / name, CoordinatorLimits(running=1), worker)
         stage.store.set_status(stage.job, "done")
         id, a = large(stage), stage.hand("a")
         stage.play()
-        worker.go_on()
+        worker.run_pending()
         if name == "killed":
             monkeypatch.setattr(Store, "append_event", dies)
             with pytest.raises(Killed):
                 stage.play()
             monkeypatch.setattr(Store, "append_event", append)
-            stage.worker = worker = SlowWorker(at_once=True, large_bytes=SMALL_BYTES)
+            stage.worker = worker = SlowWorker(runs_all=True, large_bytes=SMALL_BYTES)
             stage.restart()
             stage.play()
-            worker.go_on()
+            worker.run_pending()
         stage.play()
-        a.answer(ones(3.0))
+        a.answer(constant_model(3.0))
         stage.play()
-        worker.go_on()
+        worker.run_pending()
         stage.play()
         found.append([fact.state for fact in facts(stage, id) if isinstance(fact, JobStarted | RoundCommitted)])
     assert len(found[0]) == 2
@@ -257,12 +257,12 @@ def test_a_coordinator_that_dies_between_the_first_state_and_its_fact_makes_it_a
 
 
 def test_boards_of_a_job_that_is_taken_up_again_are_left_to_it_and_keep_their_tasks(tmp_path):
-    worker = SlowWorker(at_once=True, large_bytes=SMALL_BYTES)
+    worker = SlowWorker(runs_all=True, large_bytes=SMALL_BYTES)
     stage = Stage(tmp_path, CoordinatorLimits(), worker)
     stage.store.set_status(stage.job, "done")
     id, a = large(stage, cohort={"deadline_s": 1000.0}), stage.hand("a")
     stage.play()
-    worker.go_on()
+    worker.run_pending()
     stage.play()
     (task,) = [task for task in a.tasks if task]
     stage.restart()
@@ -272,17 +272,17 @@ def test_boards_of_a_job_that_is_taken_up_again_are_left_to_it_and_keep_their_ta
     stage.play()
     assert worker.begun
     assert not [fact for fact in facts(stage, other) if isinstance(fact, CohortSelected)]
-    worker.go_on()
+    worker.run_pending()
     stage.play()
     assert all(a.tasks)
     assert (a.tasks[-1].job, a.tasks[-1].round, a.tasks[-1].epoch > task.epoch) == (id, 0, True)
-    a.answer(ones())
+    a.answer(constant_model())
     stage.play()
     assert [type(fact) for fact in facts(stage, other)].count(CohortSelected) == 1
 
 
 def test_a_job_that_is_stopped_while_it_is_taken_up_stops_then(tmp_path):
-    worker = SlowWorker(at_once=True, large_bytes=SMALL_BYTES)
+    worker = SlowWorker(runs_all=True, large_bytes=SMALL_BYTES)
     stage = Stage(tmp_path, worker=worker)
     stage.store.set_status(stage.job, "done")
     id = large(stage)
@@ -291,7 +291,7 @@ def test_a_job_that_is_stopped_while_it_is_taken_up_stops_then(tmp_path):
     stage.store.set_status(id, "stopping")
     stage.play()
     assert stage.store.stored_status(id) == "stopping"
-    worker.go_on()
+    worker.run_pending()
     stage.play()
     assert stage.store.stored_status(id) == "stopped"
     assert facts(stage, id)[-1] == JobEnded("stopped", "by request")
@@ -328,18 +328,18 @@ def test_a_job_that_ends_before_it_is_taken_up_is_published_as_any_that_ends(tmp
 
 
 def test_a_first_state_that_another_job_releases_meanwhile_is_kept(tmp_path):
-    worker = SlowWorker(at_once=True, large_bytes=SMALL_BYTES)
+    worker = SlowWorker(runs_all=True, large_bytes=SMALL_BYTES)
     stage = Stage(tmp_path, worker=worker)
     stage.store.set_status(stage.job, "done")
     id, a = large(stage), stage.hand("a")
     stage.play()
-    worker.go_on()
+    worker.run_pending()
     stage.server._desk.garbage.add_candidates({path.name for path in stage.store.depot.folder.iterdir()}, soon=True)
     stage.server._desk.collect_garbage()
     stage.play()
     (started,) = [fact for fact in facts(stage, id) if isinstance(fact, JobStarted)]
     assert stage.store.depot.has_blob(started.state)
-    a.answer(ones())
+    a.answer(constant_model())
     stage.play()
     assert stage.store.stored_status(id) == "done"
 
@@ -348,7 +348,7 @@ def test_work_that_comes_while_its_job_is_stopped_is_kept_for_when_it_goes_on(st
     _, b = half_answered(stage)
     stage.store.set_status(stage.job, "stopping")
     stage.play()
-    update = b.answer(ones())
+    update = b.answer(constant_model())
     stage.server.finished = False
     stage.play()
     assert b.acks == []

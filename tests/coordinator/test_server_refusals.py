@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from by_hand import Stage, ones
+from by_hand import Stage, constant_model
 from evaluations import of_classes
 
 from fedquilt import methods, wire
@@ -29,18 +29,24 @@ from fedquilt.models.local_training import NetworkState
 @pytest.mark.parametrize(
     ("model", "said"),
     [
-        ({**ones(), "1.bias": np.array([np.nan, 1], np.float32)}, "'1.bias' holds 1 values that are not finite"),
-        ({**ones(), "1.bias": np.zeros(3, np.float32)}, "'1.bias' has shape (3,), expected (2,)"),
+        (
+            {**constant_model(), "1.bias": np.array([np.nan, 1], np.float32)},
+            "'1.bias' holds 1 values that are not finite",
+        ),
+        ({**constant_model(), "1.bias": np.zeros(3, np.float32)}, "'1.bias' has shape (3,), expected (2,)"),
         ({"1.bias": np.zeros(2, np.float32)}, "tensor names differ: 1.weight"),
-        ({**ones(), "1.bias": np.full(2, 1e300)}, "a: tensor '1.bias' is float64, expected float32"),
-        ({**ones(), "1.bias": np.full(2, 7, np.int64)}, "a: tensor '1.bias' is int64, expected float32"),
-        ({**ones(), "1.bias": np.full(2, 3e38, np.float32)}, "a: tensor '1.bias' holds numbers from 3e+38 to 3e+38"),
+        ({**constant_model(), "1.bias": np.full(2, 1e300)}, "a: tensor '1.bias' is float64, expected float32"),
+        ({**constant_model(), "1.bias": np.full(2, 7, np.int64)}, "a: tensor '1.bias' is int64, expected float32"),
+        (
+            {**constant_model(), "1.bias": np.full(2, 3e38, np.float32)},
+            "a: tensor '1.bias' holds numbers from 3e+38 to 3e+38",
+        ),
     ],
 )
 def test_a_bad_update_is_refused_with_its_reason_and_costs_nothing(stage, model, said):
     a, b = stage.hand("a"), stage.hand("b")
     stage.play()
-    b.answer(ones(2.0))
+    b.answer(constant_model(2.0))
     a.answer(model)
     stage.play()
     assert said in stage.told(UpdateRejected)[0].reason
@@ -58,8 +64,8 @@ def test_a_bad_update_is_refused_with_its_reason_and_costs_nothing(stage, model,
 def test_a_device_counts_as_no_more_examples_than_it_has(stage, weight, examples, said):
     a, b = stage.hand("a"), stage.hand("b")
     stage.play()
-    a.answer(ones(5.0), weight=weight, usage=Usage(examples=examples))
-    b.answer(ones(2.0), weight=30.0, usage=Usage(examples=30))
+    a.answer(constant_model(5.0), weight=weight, usage=Usage(examples=examples))
+    b.answer(constant_model(2.0), weight=30.0, usage=Usage(examples=30))
     stage.play()
     assert said in stage.told(UpdateRejected)[0].reason
     stored = stage.store.depot.blob_path(stage.told(RoundCommitted)[0].state.sha256)
@@ -71,7 +77,7 @@ def test_devices_of_equal_weight_count_with_all_their_examples(staged):
     hands = [stage.hand(name) for name in "abcd"]
     stage.play()
     for hand in hands:
-        hand.answer(ones(), weight=1.0, usage=Usage(examples=2000), evaluation=of_classes(0.5, 400))
+        hand.answer(constant_model(), weight=1.0, usage=Usage(examples=2000), evaluation=of_classes(0.5, 400))
         stage.play()
     assert not stage.told(UpdateRejected)
     assert [fact.update.usage.examples for fact in stage.told(UpdateAccepted)] == [2000] * 4
@@ -81,12 +87,12 @@ def test_a_state_that_is_not_finite_is_not_committed(stage, monkeypatch):
     a = stage.hand("a")
     stage.play()
     assert stage.server.find_job(stage.job) is not None
-    broken = {**ones(), "1.bias": np.array([np.inf, 1], np.float32)}
+    broken = {**constant_model(), "1.bias": np.array([np.inf, 1], np.float32)}
     method = dataclasses.replace(
         stage.server.find_job(stage.job).method, step=lambda state, total: dataclasses.replace(state, model=broken)
     )
     monkeypatch.setattr(stage.server.find_job(stage.job), "method", method)
-    a.answer(ones(1.0))
+    a.answer(constant_model(1.0))
     stage.play()
     assert not stage.told(RoundCommitted)
     (ended,) = stage.told(JobEnded)
@@ -97,7 +103,7 @@ def test_a_state_that_is_not_finite_is_not_committed(stage, monkeypatch):
 def test_an_update_that_is_no_tensors_at_all_is_refused(stage):
     a = stage.hand("a")
     stage.play()
-    a.answer(ones(), bundles={"model": a.depot.store_bytes(b"\x80\x04pickle!")})
+    a.answer(constant_model(), bundles={"model": a.depot.store_bytes(b"\x80\x04pickle!")})
     stage.play()
     assert "not a safetensors blob" in stage.told(UpdateRejected)[0].reason
 
@@ -105,7 +111,7 @@ def test_an_update_that_is_no_tensors_at_all_is_refused(stage):
 def test_an_update_larger_than_the_job_allows_is_refused_before_it_is_fetched(stage):
     a = stage.hand("a")
     stage.play()
-    a.answer(ones(), bundles={"model": BlobRef(sha256="a" * 64, size=1 << 40)})
+    a.answer(constant_model(), bundles={"model": BlobRef(sha256="a" * 64, size=1 << 40)})
     stage.play()
     assert stage.told(UpdateRejected)[0].reason.startswith("a: bundle 'model' has 1099511627776 bytes")
     assert not list(stage.store.depot.folder.glob("a" * 64 + "*"))
@@ -122,10 +128,10 @@ def test_an_update_larger_than_the_job_allows_is_refused_before_it_is_fetched(st
 def test_an_update_is_refused_for_its_manifest_before_a_byte_of_it_is_fetched(stage, changed, said):
     a, b = stage.hand("a"), stage.hand("b")
     stage.play()
-    model = {**ones(), **changed}
+    model = {**constant_model(), **changed}
     held = {path.name for path in stage.store.depot.folder.iterdir()}
     a.answer(model, layouts={"model": tensors.layout_from_tensors(model)})
-    b.answer(ones(2.0), layouts={"model": tensors.layout_from_tensors(ones())})
+    b.answer(constant_model(2.0), layouts={"model": tensors.layout_from_tensors(constant_model())})
     stage.play(0.2)
     assert [fact.reason for fact in stage.told(UpdateRejected)] == [said]
     assert stage.executor._transfers.traffic_bytes("a", "up") == 0
@@ -147,7 +153,7 @@ def test_of_all_that_a_device_begins_to_send_one_update_at_most_is_on_the_disk(s
     for number in range(20):
         whole = a.depot.store_bytes(np.full(1000, number, np.uint8).tobytes())
         half = a.depot.store_bytes(np.full(size, number, np.uint8).tobytes())
-        a.answer(ones(), bundles={"one": whole, "two": half})
+        a.answer(constant_model(), bundles={"one": whole, "two": half})
         for _ in range(6):
             stage.play(0.05)
         a.depot.remove_blob(half.sha256)
@@ -158,7 +164,7 @@ def test_of_all_that_a_device_begins_to_send_one_update_at_most_is_on_the_disk(s
     assert len(parts) <= 1
     assert len(new) <= 2
     if ends == "closed":
-        b.answer(ones())
+        b.answer(constant_model())
         stage.play(40.0)  # its deadline
         assert not list(stage.store.depot.folder.glob("*.part"))
         assert stage.server.finished
@@ -174,7 +180,7 @@ def test_a_board_that_floods_is_set_aside_by_name_and_the_round_goes_on(tmp_path
     stage.play(0.2)
     assert [fact.reason for fact in stage.told(UpdateRejected)] == [decisions.FLOODED]
     assert f"a {decisions.FLOODED}" in caplog.text
-    b.answer(ones(2.0))
+    b.answer(constant_model(2.0))
     stage.play(2.0)
     assert [fact.update.device for fact in stage.told(UpdateAccepted)] == ["b"]
     assert stage.told(RoundCommitted)
@@ -199,8 +205,8 @@ def test_a_claim_of_joules_or_bytes_that_cannot_be_ends_no_job(tmp_path, caplog,
     stage = Stage(tmp_path, rounds=2, stop={"max_joules": 1e6, "max_bytes": 10_000_000})
     a, b = stage.hand("a"), stage.hand("b")
     stage.play()
-    a.answer(ones(1.0), usage=Usage(**usage))
-    b.answer(ones(3.0), usage=Usage(energy_j=100.0, wall_s=1.0))
+    a.answer(constant_model(1.0), usage=Usage(**usage))
+    b.answer(constant_model(3.0), usage=Usage(energy_j=100.0, wall_s=1.0))
     stage.play()
     assert [fact.update.device for fact in stage.told(UpdateAccepted)] == ["a", "b"]
     assert len(stage.told(CohortSelected)) == 2  # the second round has begun
@@ -213,10 +219,10 @@ def test_a_claim_of_joules_or_bytes_that_cannot_be_ends_no_job(tmp_path, caplog,
 def test_a_device_counts_as_no_more_examples_than_it_can_have_worked_through(tmp_path):
     stage = Stage(tmp_path, cohort={"deadline_s": 30.0, "attempts": 1, "max_examples": 10**9})
     a, b = stage.hand("a"), stage.hand("b")
-    a.measured(flops_per_s=1e6)
+    a.publish_operating_point(flops_per_s=1e6)
     stage.play()
-    a.answer(ones(5.0), weight=5.1e7, usage=Usage(examples=51_000_000))
-    b.answer(ones(2.0), weight=30.0, usage=Usage(examples=30))
+    a.answer(constant_model(5.0), weight=5.1e7, usage=Usage(examples=51_000_000))
+    b.answer(constant_model(2.0), weight=30.0, usage=Usage(examples=30))
     stage.play()
     assert "a claims to count as 5.1e+07 examples, and at 1e+06 FLOP/s" in stage.told(UpdateRejected)[0].reason
 
@@ -224,7 +230,7 @@ def test_a_device_counts_as_no_more_examples_than_it_can_have_worked_through(tmp
 def test_a_device_cannot_speak_for_another(stage, caplog):
     a, _ = stage.hand("a"), stage.hand("b")
     stage.play()
-    a.answer(ones(), device="b")
+    a.answer(constant_model(), device="b")
     stage.play()
     assert not stage.told(UpdateAccepted)
     assert not a.acks
@@ -238,7 +244,7 @@ def test_garbage_from_the_network_is_counted_and_dropped(stage):
         a.say(leaf, b"\x00garbage")
     stage.play()
     assert stage.executor.garbage.dropped == 6
-    a.answer(ones())
+    a.answer(constant_model())
     stage.play()
     assert stage.server.finished
 

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from by_hand import TABLE, Stage, ones
+from by_hand import TABLE, Stage, constant_model
 
 from fedquilt import methods, wire
 from fedquilt.arrays import tensors
@@ -26,12 +26,12 @@ from fedquilt.transport.memory_link import MemoryBroker
 def test_a_coordinator_that_dies_mid_round_continues_the_round(stage):
     a, b = stage.hand("a"), stage.hand("b")
     stage.play()
-    a.answer(ones(1.0))
+    a.answer(constant_model(1.0))
     stage.play()
     stage.restart()
     stage.play()
     assert a.tasks[-1] is None
-    b.answer(ones(3.0))
+    b.answer(constant_model(3.0))
     stage.play()
     assert [fact.update.device for fact in stage.told(UpdateAccepted)] == ["a", "b"]
     assert stage.told(JobEnded)[0].status == "done"
@@ -54,7 +54,7 @@ def test_a_board_that_looks_offline_after_a_restart_has_its_grace_before_it_is_r
 def test_a_job_that_was_done_when_its_coordinator_was_killed_stays_done(stage, monkeypatch, served):
     a = stage.hand("a")
     stage.play()
-    a.answer(ones())
+    a.answer(constant_model())
 
     def killed(id, status, **given):
         raise KeyboardInterrupt
@@ -91,9 +91,9 @@ def test_boards_that_are_gone_are_waited_for_without_a_turn_of_the_loop(tmp_path
         hand.say("presence", wire.Presence(online=False, boot="1"), retain=True)
     stage.play(30.0)
     assert stage.told(RoundRetried)
-    before = len(stage.dues)
+    before = len(stage.steps)
     stage.play(30.0)
-    at_once = [now_s for now_s, due_s, _ in stage.dues[before:] if due_s <= now_s]
+    at_once = [now_s for now_s, due_s, _ in stage.steps[before:] if due_s <= now_s]
     assert len(at_once) <= 8  # one for each attempt at the round
 
 
@@ -110,7 +110,7 @@ class Wall(Disk):
 
 
 def by_wall(folder: Path, **cohort: float) -> tuple[Stage, Wall]:
-    stage = Stage(folder, by_wall=True, cohort=cohort)
+    stage = Stage(folder, uses_wall_clock=True, cohort=cohort)
     wall = Wall(stage.broker)
     stage.disk = wall
     stage.restart()
@@ -122,7 +122,7 @@ def test_a_round_ends_though_its_coordinators_live_for_a_fiftieth_of_its_deadlin
     stage, wall = by_wall(tmp_path, deadline_s=50.0, quorum=0.5, attempts=1)
     a, _ = stage.hand("a"), stage.hand("b")
     stage.play(1.0)
-    a.answer(ones(3.0))
+    a.answer(constant_model(3.0))
     stage.play(1.0)
     lives = 0
     while not stage.told(JobEnded):
@@ -142,13 +142,13 @@ def test_devices_that_answer_are_waited_for_though_a_restart_sets_the_clock(tmp_
         stage, wall = by_wall(tmp_path / name, deadline_s=50.0, quorum=0.5, attempts=1)
         a, b = stage.hand("a"), stage.hand("b")
         stage.play(1.0)
-        a.answer(ones(1.0))
+        a.answer(constant_model(1.0))
         stage.play(1.0)
         wall.ahead_s += set_s
         stage.restart()
         stage.play(30.0)
         assert stage.told(RoundCommitted) == []
-        b.answer(ones(3.0))
+        b.answer(constant_model(3.0))
         stage.play()
         assert [fact.update.device for fact in stage.told(UpdateAccepted)] == ["a", "b"]
 
@@ -157,7 +157,7 @@ def test_a_run_leaves_alone_what_an_interrupted_one_still_needs(tmp_path):
     stage = Stage(tmp_path)
     a, _ = stage.hand("a"), stage.hand("b")
     stage.play()
-    a.answer(ones(3.0))
+    a.answer(constant_model(3.0))
     stage.play()
     stage.store.set_status(stage.job, "stopping")
     stage.play()
@@ -168,7 +168,7 @@ def test_a_run_leaves_alone_what_an_interrupted_one_still_needs(tmp_path):
     stage.restart()
     stage.play()
     for hand in stage.hands:
-        hand.answer(ones())
+        hand.answer(constant_model())
     stage.play()
     assert [fact.status for fact in stage.told(JobEnded)] == ["stopped", "done"]
     assert all(stage.store.depot.blob_path(sha256) for sha256 in needed)
@@ -177,6 +177,6 @@ def test_a_run_leaves_alone_what_an_interrupted_one_still_needs(tmp_path):
     stage.store.set_status(first, "running")
     stage.restart()
     stage.play()
-    stage.hands[1].answer(ones(5.0))
+    stage.hands[1].answer(constant_model(5.0))
     stage.play()
     assert stage.store.stored_status(first) == "done"

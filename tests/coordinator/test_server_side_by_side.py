@@ -1,8 +1,8 @@
 """Several jobs at once on one fleet: what boards and jobs do side by side, with devices driven by hand."""
 
 import pytest
-from by_hand import ones
-from side_by_side import LONG, begin_two_jobs, facts
+from by_hand import constant_model
+from side_by_side import LONG, begin_two_jobs, read_events
 
 from fedquilt import wire
 from fedquilt.coordinator.fleet.registry import GRACE_S
@@ -15,20 +15,20 @@ def test_two_jobs_have_each_board_by_turns(two_jobs):
     stage, first, second, a, b = two_jobs
     stage.play()
     assert [job.id for job in stage.server.active_jobs()] == [first, second]
-    assert facts(stage, second, CohortSelected) == []
-    a.answer(ones())
+    assert read_events(stage, second, CohortSelected) == []
+    a.answer(constant_model())
     stage.play()
     assert [task.job if task else None for task in a.tasks[-2:]] == [None, second]
-    assert [fact.devices for fact in facts(stage, second, CohortSelected)] == [("a",)]
-    b.answer(ones())
+    assert [fact.devices for fact in read_events(stage, second, CohortSelected)] == [("a",)]
+    b.answer(constant_model())
     stage.play()
     assert stage.store.stored_status(first) == "done"
-    assert [fact.devices for fact in facts(stage, second, CohortSelected)] == [("a",), ("b",)]
-    a.answer(ones())
-    b.answer(ones())
+    assert [fact.devices for fact in read_events(stage, second, CohortSelected)] == [("a",), ("b",)]
+    a.answer(constant_model())
+    b.answer(constant_model())
     stage.play()
     assert stage.store.stored_status(second) == "done"
-    assert {fact.update.device for fact in facts(stage, second, UpdateAccepted)} == {"a", "b"}
+    assert {fact.update.device for fact in read_events(stage, second, UpdateAccepted)} == {"a", "b"}
 
 
 def test_a_deadline_of_a_board_that_another_job_got_meanwhile_costs_no_attempt(staged):
@@ -45,10 +45,10 @@ def test_a_deadline_of_a_board_that_another_job_got_meanwhile_costs_no_attempt(s
     stage.play(5.0)
     assert stage.server.find_job(first) is not None
     stage.play(350.0)
-    assert {fact.attempt for fact in facts(stage, first, RoundRetried)} == {0}
-    a.answer(ones())
+    assert {fact.attempt for fact in read_events(stage, first, RoundRetried)} == {0}
+    a.answer(constant_model())
     stage.play()
-    a.answer(ones())
+    a.answer(constant_model())
     stage.play()
     assert [stage.store.stored_status(id) for id in (first, second)] == ["done", "done"]
 
@@ -68,7 +68,7 @@ def test_a_job_whose_method_fails_at_a_task_fails_once_and_leaves_no_task_behind
     stage.play()
     second = stage.add("k", cohort=LONG)
     stage.play()
-    assert [fact.status for fact in facts(stage, stage.job, JobEnded)] == ["failed"]
+    assert [fact.status for fact in read_events(stage, stage.job, JobEnded)] == ["failed"]
     assert [hand.tasks[-1].job for hand in hands] == [second] * 4
     assert {task.job for hand in hands for task in hand.tasks if task} == {second}
 
@@ -80,7 +80,7 @@ def test_a_job_that_can_never_start_delays_no_other(staged):
         stage.play(5.0)
         second = stage.add("k", cohort=LONG)
         before_s = stage.broker.now_s
-        while not facts(stage, second, CohortSelected):
+        while not read_events(stage, second, CohortSelected):
             stage.play(0.05)
         assert stage.broker.now_s - before_s <= 0.65  # a poll of the store, and two steps of time
 
@@ -100,24 +100,24 @@ def test_a_board_that_a_method_has_nothing_for_is_another_jobs_at_once(staged, m
 
 def test_a_restarted_coordinator_waits_for_the_boards_that_its_round_was_to_have_from_other_jobs(two_jobs):
     stage, first, second, a, b = two_jobs
-    a.answer(ones())
+    a.answer(constant_model())
     stage.play()
-    a.answer(ones())
+    a.answer(constant_model())
     stage.play()
     for hand in (a, b):
         hand.say("presence", b"", retain=True)  # the broker has lost what it knew
         hand.answers = False
     stage.restart()
     stage.play(60.0)
-    assert facts(stage, second, RoundCommitted) == []
+    assert read_events(stage, second, RoundCommitted) == []
     for hand in (a, b):
         hand.say("presence", wire.Presence(online=True, boot="1"), retain=True)
-    b.answer(ones())
+    b.answer(constant_model())
     stage.play()
-    b.answer(ones(2.0))
+    b.answer(constant_model(2.0))
     stage.play()
     assert [stage.store.stored_status(id) for id in (first, second)] == ["done", "done"]
-    assert {fact.update.device for fact in facts(stage, second, UpdateAccepted)} == {"a", "b"}
+    assert {fact.update.device for fact in read_events(stage, second, UpdateAccepted)} == {"a", "b"}
 
 
 def test_a_board_of_another_job_that_goes_offline_is_not_waited_for(staged):
@@ -125,38 +125,38 @@ def test_a_board_of_another_job_that_goes_offline_is_not_waited_for(staged):
     a, b = stage.hand("a"), stage.hand("b")
     stage.play()
     second = stage.add("k", cohort={"deadline_s": 60.0, "attempts": 1})
-    a.answer(ones())
+    a.answer(constant_model())
     stage.play()
-    a.answer(ones())
+    a.answer(constant_model())
     b.say("presence", wire.Presence(online=False, boot="1"), retain=True)
     stage.play(GRACE_S - 1.0)
-    assert facts(stage, second, RoundCommitted) == []
+    assert read_events(stage, second, RoundCommitted) == []
     stage.play(2.0)
-    assert facts(stage, second, RoundRetried) == []
+    assert read_events(stage, second, RoundRetried) == []
     assert stage.store.stored_status(second) == "done"
-    assert [fact.update.device for fact in facts(stage, second, UpdateAccepted)] == ["a"]
+    assert [fact.update.device for fact in read_events(stage, second, UpdateAccepted)] == ["a"]
 
 
 def test_an_old_message_about_one_job_takes_nothing_from_another(two_jobs):
     stage, first, second, a, b = two_jobs
-    a.answer(ones())
+    a.answer(constant_model())
     stage.play()
     task = a.tasks[-1]
     assert task.job == second
     a.say("claim", wire.Claim(job=first, round=0, attempt=0, accepted=True))
     a.say("claim", wire.Claim(job="of-old", round=0, attempt=0, accepted=True))
-    a.answer(ones(), job="of-old")
+    a.answer(constant_model(), job="of-old")
     stage.play()
     assert a.tasks[-1] == task
-    b.answer(ones())
+    b.answer(constant_model())
     stage.play()
     assert stage.store.stored_status(first) == "done"
 
 
 def test_blobs_that_two_jobs_have_in_common_outlive_the_first(two_jobs):
     stage, _, second, a, b = two_jobs
-    a.answer(ones())
-    b.answer(ones())
+    a.answer(constant_model())
+    b.answer(constant_model())
     stage.play()
     for hand in (a, b):
         task = hand.tasks[-1]
@@ -171,12 +171,12 @@ def test_the_blobs_of_a_task_outlive_another_jobs_round_that_sent_the_same(stage
     stage.add("k", **settings)
     stage.play()
     for hand in hands:
-        hand.answer(ones(2.0))
+        hand.answer(constant_model(2.0))
     stage.play()
     tasks = [hand.tasks[-1] for hand in hands]
     assert [task.round for task in tasks if task] == [1, 1]
     assert tasks[0].bundles == tasks[1].bundles
-    hands[0].answer(ones(5.0))
+    hands[0].answer(constant_model(5.0))
     stage.play()
     assert hands[1].tasks[-1] == tasks[1]
     assert all(stage.store.depot.has_blob(ref) for ref in tasks[1].bundles.values())
@@ -184,7 +184,7 @@ def test_the_blobs_of_a_task_outlive_another_jobs_round_that_sent_the_same(stage
 
 def test_a_later_epoch_is_that_of_all_jobs(two_jobs):
     stage, first, second, a, b = two_jobs
-    a.answer(ones())
+    a.answer(constant_model())
     stage.play()
     claim = wire.Claim(job=second, round=0, attempt=0, accepted=False, code="counted", reason="", counted=0, epoch=7)
     a.say("claim", claim)
@@ -193,6 +193,6 @@ def test_a_later_epoch_is_that_of_all_jobs(two_jobs):
     stage.store.acquire_lock()  # as the coordinator's process does
     assert [stage.store.current_status(stage.store.find_job(id)) for id in (first, second)] == ["running", "running"]
     assert (a.tasks[-1].job, a.tasks[-1].epoch) == (second, 8)
-    b.answer(ones())
+    b.answer(constant_model())
     stage.play()
     assert stage.store.stored_status(first) == "done"

@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
-from by_hand import Hand, Stage, ones
+from by_hand import Hand, Stage, constant_model
 
 from fedquilt import methods, wire
 from fedquilt.arrays import tensors
@@ -212,9 +212,9 @@ def task_of(hand: Hand) -> Task:
 
 def speak(site: Hand, *names: str) -> None:
     """Submit updates of these devices."""
-    given = [DeviceUpdate(name, 0, 10.0, {}, {"model": ones(7.0)}) for name in names]
+    given = [DeviceUpdate(name, 0, 10.0, {}, {"model": constant_model(7.0)}) for name in names]
     bundles = {name: site.depot.store_bytes(tensors.encode_tensors(each)) for name, each in sites.bundle_updates(given)}
-    site.answer(ones(), bundles=bundles, weight=10.0 * len(names))
+    site.answer(constant_model(), bundles=bundles, weight=10.0 * len(names))
 
 
 @pytest.mark.parametrize(
@@ -232,7 +232,7 @@ def test_a_site_speaks_for_the_boards_of_its_right_alone(tmp_path, names, said):
     device, plant = made.hands
     speak(plant, *names)
     made.play()
-    device.answer(ones(1.0), weight=10.0)
+    device.answer(constant_model(1.0), weight=10.0)
     made.play(8.0)
     assert said in "".join(fact.reason for fact in made.told(UpdateRejected))
     updates = {fact.update.device: fact.update for fact in made.told(UpdateAccepted)}
@@ -259,7 +259,7 @@ def test_a_site_that_loses_its_right_in_a_round_is_a_device(tmp_path):
     speak(plant, "cam-1")
     made.play()
     assert "it is what a site sends, and the device has no right to be one" in made.told(UpdateRejected)[0].reason
-    device.answer(ones(1.0))
+    device.answer(constant_model(1.0))
     made.play(8.0)
     plant.tasks.clear()
     plant.say("profile", msgspec.structs.replace(plant.profile, boards=9), retain=True)
@@ -272,11 +272,11 @@ def test_a_device_that_becomes_a_site_in_a_round_answers_once(tmp_path):
     device, plant = made.hands
     plant.say("profile", plant.profile, retain=True)
     made.play(0.5)
-    plant.answer(ones(2.0), weight=10.0)
+    plant.answer(constant_model(2.0), weight=10.0)
     made.play(0.5)
     plant.say("profile", msgspec.structs.replace(plant.profile, boards=9), retain=True)
     speak(plant, "cam-1")
-    device.answer(ones(1.0), weight=10.0)
+    device.answer(constant_model(1.0), weight=10.0)
     made.play(0.5)
     assert [fact.update.boards for fact in made.told(UpdateAccepted)] == [(), ()]
     speak(plant, "cam-1")

@@ -13,7 +13,7 @@ import msgspec
 import pytest
 from job_facts import BLOB
 from stored_job import JOB
-from stored_runs import DEVICES, Run, any_fact, blob_of, state, taken_up, whole
+from stored_runs import DEVICES, Run, blob_of, load_job_state, random_event, replay_events, state
 
 from fedquilt.coordinator.rounds.events import (
     EligibilityRecorded,
@@ -33,8 +33,8 @@ from fedquilt.coordinator.storage.store import Store
 def behind(made: Run) -> int:
     """Facts behind the snapshot with which a run is taken up, by another process."""
     with Store(made.store.home) as store:
-        standing, upto = taken_up(store, made.id, made.plan)
-        assert standing == whole(store, made.id, made.plan) == made.standing
+        standing, upto = load_job_state(store, made.id, made.plan)
+        assert standing == replay_events(store, made.id, made.plan) == made.standing
         return sum(seq > upto for seq, _, _ in store.read_events(made.id))
 
 
@@ -52,11 +52,11 @@ def test_a_snapshot_and_the_facts_behind_it_come_to_what_the_whole_log_comes_to(
     roll, made = random.Random(seed), Run(often())
     kinds, used = set(), 0
     while len(made.standing.rounds.history) < 3 or made.standing.facts < 60:
-        fact = any_fact(roll, made.id, made.standing.rounds)
+        fact = random_event(roll, made.id, made.standing.rounds)
         made.record(fact)
         kinds.add(type(fact).__name__)
-        standing, upto = taken_up(made.store, made.id, made.plan, 99.0)
-        assert standing == whole(made.store, made.id, made.plan, 99.0)
+        standing, upto = load_job_state(made.store, made.id, made.plan, 99.0)
+        assert standing == replay_events(made.store, made.id, made.plan, 99.0)
         used += upto > 0
     assert used > 20
     assert {"UpdateAccepted", "RoundCommitted", "CohortSelected"} <= kinds
@@ -89,7 +89,7 @@ def test_a_restart_counts_on_from_the_snapshot_that_it_takes_up(tmp_path):
         for number in range(3):
             made.round(number, *DEVICES)
     with Store(tmp_path, every=20) as made.store:
-        assert taken_up(made.store, made.id, made.plan) == (made.standing, 29)
+        assert load_job_state(made.store, made.id, made.plan) == (made.standing, 29)
         made.round(3, *DEVICES)
         assert made.store.snapshots.load_state(made.id, made.plan, 0.0)[1] == 29
 
@@ -166,8 +166,8 @@ def test_a_snapshot_beyond_its_log_is_not_used(run, caplog):
         run.store._db.execute("delete from facts where seq > ?", (keep,))
         run.store._rows.update_job(run.id, head=head)
     with Store(run.store.home) as store:
-        standing, upto = taken_up(store, run.id, run.plan)
-        assert (standing, upto) == (whole(store, run.id, run.plan), 0)
+        standing, upto = load_job_state(store, run.id, run.plan)
+        assert (standing, upto) == (replay_events(store, run.id, run.plan), 0)
         assert (standing.facts, standing.rounds.round) == (13, 1)
         assert store.referenced_blobs() == {state(0).sha256, *(blob_of(run.id, "a", 1))}
     assert "the log has another fact, or none, where it ends" in caplog.text
@@ -181,7 +181,7 @@ def test_a_snapshot_of_other_settings_is_not_used(run, caplog):
 def test_what_is_damaged_before_a_snapshot_keeps_nobody_from_going_on_and_is_found_by_who_reads_it(run):
     edited(run.store.home, "update facts set body = replace(body, '0.5', '0.6') where seq = 5")
     with Store(run.store.home) as store:
-        assert taken_up(store, run.id, run.plan)[0] == run.standing
+        assert load_job_state(store, run.id, run.plan)[0] == run.standing
         assert store.find_damaged_ids() == []
         with pytest.raises(Exception, match="fact 5, or the one before it, is not what was written"):
             list(store.read_events(run.id))
@@ -189,7 +189,7 @@ def test_what_is_damaged_before_a_snapshot_keeps_nobody_from_going_on_and_is_fou
     with Store(run.store.home) as store:
         assert store.find_damaged_ids() == [run.id]
         with pytest.raises(Exception, match="fact 31, or the one before it, is not what was written"):
-            taken_up(store, run.id, run.plan)
+            load_job_state(store, run.id, run.plan)
 
 
 def test_a_snapshot_that_cannot_be_written_is_done_without(run, caplog):
@@ -234,6 +234,6 @@ def test_the_rules_of_the_facts_are_those_that_snapshots_name():
         enc_hook=lambda value: dict(value) if isinstance(value, Mapping) else list(value), order="deterministic"
     )
     for _ in range(400):
-        now = apply_event(now, any_fact(roll, "run", now), 1.0)
+        now = apply_event(now, random_event(roll, "run", now), 1.0)
         seen.update(sorts.encode(now))
     assert (seen.hexdigest()[:16], snapshots.RULES) == ("7ea79a6a535ebbe9", 11)

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from by_hand import TABLE, Hand, Stage, ones
+from by_hand import TABLE, Hand, Stage, constant_model
 
 from fedquilt import wire
 from fedquilt.coordinator import run_control, settings
@@ -120,7 +120,7 @@ def test_a_job_is_started_by_drift_and_carried_out(stage):
         stage.store.find_job(stage.job).submitter,
     )
     for hand in (a, b):
-        hand.answer(ones())
+        hand.answer(constant_model())
     stage.play()
     assert stage.store.stored_status(started.id) == "done"
     why = "[trigger]: 1 of 1 boards that tell are beyond drift 0.3: a (drift 0.70)"
@@ -186,7 +186,7 @@ def test_a_damaged_log_of_an_armed_job_starts_nothing_and_stops_nobody(stage):
     tells(stage, a, 0.9)
     stage.play()
     (started,) = others(stage)
-    a.answer(ones())
+    a.answer(constant_model())
     stage.play()
     stage.store._db.execute("update facts set body = replace(body, 'drift', 'drifT') where job = ?", (stage.job,))
     stage.play(5.0)

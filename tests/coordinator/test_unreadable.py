@@ -5,7 +5,7 @@ import os
 from pathlib import Path
 
 import pytest
-from by_hand import NETWORK, Stage, ones
+from by_hand import NETWORK, Stage, constant_model
 
 from fedquilt import compression
 from fedquilt.arrays import tensors
@@ -56,7 +56,7 @@ def second_round(stage: Stage) -> str:
     """Play the first of two rounds with one device; returns the sha256 of the state that follows."""
     hand = stage.hand("a")
     stage.play()
-    hand.answer(ones(2.0))
+    hand.answer(constant_model(2.0))
     stage.play()
     (committed,) = stage.told(RoundCommitted)
     return str(committed.state.sha256)
@@ -69,7 +69,7 @@ def test_a_state_that_can_never_be_read_fails_its_job_by_name_and_no_other(tmp_p
     stage.disk = Bad(sha256)
     stage.restart()
     stage.play()
-    stage.hands[0].answer(ones())
+    stage.hands[0].answer(constant_model())
     stage.play()
     assert stage.store.stored_status(other) == "done"
     assert stage.store.stored_status(stage.job) == "running"
@@ -97,7 +97,7 @@ def test_a_job_that_was_failed_for_its_state_goes_on_where_that_can_be_read_agai
     stage.store.set_status(stage.job, "queued")
     stage.restart()
     stage.play()
-    stage.hands[0].answer(ones())
+    stage.hands[0].answer(constant_model())
     stage.play()
     assert stage.store.stored_status(stage.job) == "done"
 
@@ -132,7 +132,7 @@ def test_a_disk_that_fails_for_a_moment_fails_no_job(tmp_path):
     stage.play()
     assert not stage.server.finished
     wait(stage, 2)
-    stage.hands[0].answer(ones())
+    stage.hands[0].answer(constant_model())
     stage.play()
     assert stage.store.stored_status(stage.job) == "done"
 
@@ -147,7 +147,7 @@ def test_a_first_state_that_can_never_be_read_is_made_again(tmp_path):
     wait(stage, TRIES - 1)
     bad.left = 0  # another file lies on other sectors
     stage.play()
-    stage.hands[0].answer(ones())
+    stage.hands[0].answer(constant_model())
     stage.play()
     assert stage.store.stored_status(stage.job) == "done"
     assert (tmp_path / "home" / "blobs" / f"{sha256}.damaged").exists()
@@ -157,7 +157,7 @@ def test_an_update_that_can_never_be_read_is_asked_for_again(tmp_path):
     stage = Stage(tmp_path, cohort={"min_devices": 2})
     a, b = stage.hand("a"), stage.hand("b")
     stage.play()
-    a.answer(ones(1.0))
+    a.answer(constant_model(1.0))
     stage.play()
     (answered,) = stage.told(UpdateAccepted)
     sha256 = answered.update.bundles["model"].sha256
@@ -165,12 +165,12 @@ def test_an_update_that_can_never_be_read_is_asked_for_again(tmp_path):
     stage.disk = bad = Bad(sha256)
     stage.restart()
     stage.play()
-    b.answer(ones(5.0))
+    b.answer(constant_model(5.0))
     wait(stage, TRIES)
     (lost,) = stage.told(UpdateLost)
     assert lost.device == "a"
     bad.left = 0
-    a.answer(ones(1.0))
+    a.answer(constant_model(1.0))
     stage.play()
     assert stage.store.stored_status(stage.job) == "done"
 
@@ -179,15 +179,15 @@ def test_an_update_that_can_never_be_read_is_asked_for_again(tmp_path):
 def test_an_update_that_cannot_be_read_when_it_has_come_is_taken_when_it_is_offered_again(tmp_path, caplog, large):
     stage = Stage(tmp_path, worker=BackgroundWorker(large_bytes=0) if large else None)
     hand = stage.hand("a")
-    ref = hand.depot.store_bytes(tensors.encode_tensors(ones()))
+    ref = hand.depot.store_bytes(tensors.encode_tensors(constant_model()))
     stage.disk = Bad(ref.sha256, left=1)
     stage.restart()
     stage.play()
-    hand.answer(ones())
+    hand.answer(constant_model())
     stage.play()
     assert not stage.told(UpdateAccepted)
     assert "a's update could not be read" in caplog.text
-    hand.answer(ones())
+    hand.answer(constant_model())
     stage.play()
     assert not stage.told(UpdateRejected)
     assert (tmp_path / "home" / "blobs" / f"{ref.sha256}.damaged").exists()
@@ -202,13 +202,13 @@ def test_a_stored_sum_that_a_disk_does_not_give_back_once_is_not_lost(tmp_path):
         stage = Stage(tmp_path / name, worker=worker, cohort={"min_devices": 2})
         a, b = stage.hand("a"), stage.hand("b")
         stage.play()
-        a.answer(ones(1.0))
+        a.answer(constant_model(1.0))
         stage.play()
         (folded,) = stage.told(UpdatesAggregated)
         stage.disk = Bad(folded.sum.sha256, left=left)
         stage.restart()
         wait(stage)
-        b.answer(ones(5.0))
+        b.answer(constant_model(5.0))
         wait(stage)
         assert not stage.told(UpdateLost)
         assert stage.store.stored_status(stage.job) == "done"
@@ -219,7 +219,7 @@ def test_a_stored_sum_that_a_disk_does_not_give_back_once_is_not_lost(tmp_path):
 def apart(stage: Stage) -> str:
     """Queue another job, with a bundle of its own."""
     id = stage.add("other")
-    files = {"model": tensors.encode_tensors(ones(7.0))}
+    files = {"model": tensors.encode_tensors(constant_model(7.0))}
     job_bundle.write_bundle(stage.folder / "apart", {"network": NETWORK, "flops": 8}, files)
     job = stage.store.find_job(id).job
     stage.store.delete_runs([id])
@@ -236,7 +236,7 @@ def test_a_bundle_that_can_never_be_read_fails_its_job_by_name_and_no_other(tmp_
     stage.restart()
     other, a = apart(stage), stage.hand("a")
     stage.play()
-    a.answer(ones())
+    a.answer(constant_model())
     stage.play()
     assert (stage.store.stored_status(other), stage.store.stored_status(stage.job)) == ("done", "queued")
     wait(stage, TRIES - 1)
@@ -248,7 +248,7 @@ def test_a_bundle_that_can_never_be_read_fails_its_job_by_name_and_no_other(tmp_
     bad.left = 0
     stage.store.set_status(stage.job, "queued")
     stage.play()
-    a.answer(ones())
+    a.answer(constant_model())
     stage.play()
     assert stage.store.stored_status(stage.job) == "done"
 
@@ -261,7 +261,7 @@ def test_a_bundle_that_cannot_be_read_for_a_moment_fails_no_job(tmp_path):
     stage.play()
     assert not a.tasks
     wait(stage)
-    a.answer(ones())
+    a.answer(constant_model())
     stage.play()
     assert stage.store.stored_status(stage.job) == "done"
 
@@ -282,14 +282,14 @@ def test_what_a_packed_update_has_moved_from_holds_up_its_job_alone(tmp_path, le
     stage.disk = bad = Bad(base, left=0)
     bad.but = tmp_path / "bundle" / "blobs"
     stage.restart()
-    sent = compression.encode_bundle(Encoding(codec="fp16"), ones(), {}, {})[0]
+    sent = compression.encode_bundle(Encoding(codec="fp16"), constant_model(), {}, {})[0]
     stage.play()
     bad.left = left
     a.answer(sent, bases={"model": base})
     stage.play()
     stage.store.set_status(other, "queued")
     stage.play()
-    a.answer(ones())
+    a.answer(constant_model())
     stage.play()
     assert (stage.store.stored_status(other), stage.store.stored_status(stage.job)) == ("done", "queued")
     for _ in range(1, TRIES if left > 1 else 1):
@@ -350,7 +350,7 @@ def test_a_job_for_which_no_descriptor_is_left_waits_until_there_is_one(tmp_path
     assert os.strerror(code) in str(stage.store.holds.current_suspension(stage.job))
     stage.disk.left = 0
     wait(stage)
-    stage.hands[0].answer(ones())
+    stage.hands[0].answer(constant_model())
     stage.play()
     assert stage.store.stored_status(stage.job) == "done"
 

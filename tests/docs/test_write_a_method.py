@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from waiting import LIMIT_S, until
+from waiting import LIMIT_S, wait_until
 
 from fedquilt import methods
 from fedquilt.core import Method
@@ -91,6 +91,6 @@ def test_the_wall_plug_of_the_page_is_asked_beside_the_agents_loop(folder):
         meter = devices.create_meter({"name": "wall_plug:WallPlug", "host": f"127.0.0.1:{server.server_port}"})
         assert meter.read(0.0).total_w is None
         Tasmota.may.set()
-        power = until(lambda: (now := meter.read(0.0)).total_w is not None and now, "the plug's watts")
+        power = wait_until(lambda: (now := meter.read(0.0)).total_w is not None and now, "the plug's watts")
         assert (power.total_w, power.source) == (42.5, "wall plug")
         server.shutdown()

@@ -18,13 +18,13 @@ from fedquilt.edge_agent.task.protocol import ProgressReport, WorkResult
 def test_a_task_goes_round_and_leaves_nothing_behind(site: Site) -> None:
     task = site.ask()
     assert [(claim.accepted, claim.round) for claim in site.all("claim")] == [(True, 0)]
-    (order,) = site.bench.orders
+    (order,) = site.worker.requests
     assert order.task == task
     np.testing.assert_array_equal(tensors.read_tensors(Path(order.bundles["model"]))["w"], MODEL["w"])
-    site.bench.finish()
+    site.worker.finish()
     site.run()
     update = site.all("update")[-1]
-    np.testing.assert_array_equal(site.fetch(update)["w"], MODEL["w"] + 1)
+    np.testing.assert_array_equal(site.fetch_model(update)["w"], MODEL["w"] + 1)
     assert site.outbox == ["j-1@0"]
     site.ack()
     assert site.outbox == []
@@ -38,7 +38,7 @@ def test_an_update_says_what_it_took(site: Site) -> None:
     """5 W for the time between begin and end; the bytes of the blobs fetched and offered."""
     task = site.ask()
     site.run(3.0)
-    site.bench.finish()
+    site.worker.finish()
     site.run(0.1)
     (update,) = site.all("update")
     usage = update.usage
@@ -66,11 +66,11 @@ def test_only_blobs_of_the_outbox_are_served(site: Site) -> None:
 
 def test_a_blob_that_is_here_is_not_fetched_again(site: Site) -> None:
     first = site.ask()
-    site.bench.finish()
+    site.worker.finish()
     site.run()
     site.ack()
     site.ask(1, bundles=first.bundles)
-    site.bench.finish()
+    site.worker.finish()
     site.run()
     assert [update.usage.down_bytes > 0 for update in site.all("update")] == [True, False]
 
@@ -78,7 +78,7 @@ def test_a_blob_that_is_here_is_not_fetched_again(site: Site) -> None:
 # -- what can go wrong ----------------------------------------------------------------------------
 def test_work_that_fails_is_refused_with_its_reason(site: Site) -> None:
     site.ask()
-    site.bench.events.append(WorkResult(code="data", reason="no examples of class 3"))
+    site.worker.events.append(WorkResult(code="data", reason="no examples of class 3"))
     site.run()
     claim = site.all("claim")[-1]
     assert (claim.accepted, claim.code, claim.reason) == (False, "data", "no examples of class 3")
@@ -86,12 +86,12 @@ def test_work_that_fails_is_refused_with_its_reason(site: Site) -> None:
 
 def test_a_task_whose_process_somebody_killed_is_carried_out_all_the_same(site: Site) -> None:
     site.ask()
-    site.bench.events.append(WorkResult(code="failed", reason="killed by somebody", killed_externally=True))
+    site.worker.events.append(WorkResult(code="failed", reason="killed by somebody", killed_externally=True))
     site.run()
-    first, second = site.bench.orders
+    first, second = site.worker.requests
     assert first.task == second.task
     assert not any(Path(second.output_folder).iterdir())
-    site.bench.finish()
+    site.worker.finish()
     site.run()
     assert len(site.all("update")) == 1
     assert all(claim.accepted for claim in site.all("claim"))
@@ -101,15 +101,15 @@ def test_a_board_without_memory_left_refuses(site: Site) -> None:
     site.board.available_bytes = 1 << 20
     site.ask()
     assert site.all("claim")[-1].code == "memory"
-    assert site.bench.orders == []
+    assert site.worker.requests == []
 
 
 def test_memory_that_the_waiting_task_process_holds_counts_as_free(site: Site) -> None:
     site.board.available_bytes = 1 << 20
-    site.bench.resident_bytes = 1 << 30
+    site.worker.resident_bytes = 1 << 30
     site.ask()
     assert site.all("claim")[-1].accepted
-    assert len(site.bench.orders) == 1
+    assert len(site.worker.requests) == 1
 
 
 def test_a_task_larger_than_the_disk_is_refused(site: Site) -> None:
@@ -123,7 +123,7 @@ def test_a_result_that_cannot_be_kept_is_refused_and_the_agent_goes_on(site: Sit
     site.ask()
     (site.folder / "d/outbox").rmdir()
     (site.folder / "d/outbox").touch()
-    site.bench.finish()
+    site.worker.finish()
     site.run()
     claim = site.all("claim")[-1]
     assert (claim.accepted, claim.code) == (False, "disk")
@@ -131,7 +131,7 @@ def test_a_result_that_cannot_be_kept_is_refused_and_the_agent_goes_on(site: Sit
     (site.folder / "d/outbox").unlink()
     (site.folder / "d/outbox").mkdir()
     site.ask(1)
-    site.bench.finish()
+    site.worker.finish()
     site.run()
     assert site.outbox == ["j-1@1"]
 
@@ -152,7 +152,7 @@ def test_an_answer_that_cannot_be_noted_is_waited_for_again(site: Site) -> None:
 
 def test_an_answer_too_large_to_be_sent_is_refused(site: Site) -> None:
     site.ask()
-    site.bench.finish(metrics={f"m{n}": 0.0 for n in range(1001)})
+    site.worker.finish(metrics={f"m{n}": 0.0 for n in range(1001)})
     site.run()
     claim = site.all("claim")[-1]
     assert (claim.accepted, claim.code) == (False, "exception")
@@ -166,13 +166,13 @@ def test_bad_bytes_are_counted_and_dropped(site: Site, leaf: str) -> None:
         site.say(leaf, payload)
     assert site.agent.malformed_messages.dropped == 3
     site.ask()
-    assert len(site.bench.orders) == 1
+    assert len(site.worker.requests) == 1
 
 
 def test_a_cleared_task_is_killed(site: Site) -> None:
     site.ask()
     site.say("task", b"", retain=True)
-    assert site.bench.killed_externally == 1
+    assert site.worker.killed_externally == 1
     site.run(60.0)
     assert site.all("update") == []
 
@@ -195,13 +195,13 @@ def test_a_new_agent_introduces_itself(site: Site) -> None:
 
 def test_a_goodbye_is_an_absence_that_keeps_the_outbox(site: Site) -> None:
     until_offered(site)
-    killed = site.bench.killed_externally
+    killed = site.worker.killed_externally
     site.agent.shut_down()
     site.broker.now_s += 1.0
     site.broker.deliver_due()
     site.listen()
     assert not site.all("presence")[-1].online
-    assert site.bench.killed_externally == killed + 1
+    assert site.worker.killed_externally == killed + 1
     assert site.outbox == ["j-1@0"]
 
 
@@ -228,7 +228,7 @@ def test_a_device_that_is_asked_for_its_presence_answers_though_it_is_at_work(si
 def test_progress_is_told_now_and_then(site: Site) -> None:
     site.ask()
     for step in range(55):
-        site.bench.events.append(ProgressReport(step / 55))
+        site.worker.events.append(ProgressReport(step / 55))
         site.run(0.1)
     told = [progress.fraction for progress in site.all("progress")]
     assert len(told) == 3
@@ -247,7 +247,7 @@ def test_a_profile_says_what_an_engine_with_a_gpu_ran_on_last(site: Site) -> Non
     for round, where in enumerate(("CUDA", "processor")):
         site.ask(round)
         site.run(3.0)
-        site.bench.finish(runs_on=where)
+        site.worker.finish(runs_on=where)
         site.run(31.0)
         site.ack(round)
         site.run(1.0)

@@ -26,7 +26,7 @@ SGD = {"network": {"name": "mlp", "inputs": 4, "hidden": [], "classes": 2}, "epo
 def working(site: Site, **changes: Any) -> None:
     """A task whose data is there, due in a minute unless the test says otherwise."""
     site.ask(**changes)
-    site.bench.events.append(DataLoaded(10))
+    site.worker.events.append(DataLoaded(10))
     site.run(1.1)
 
 
@@ -41,7 +41,7 @@ def test_a_task_is_worked_on_at_the_point_its_deadline_asks_for(site: Site) -> N
     """40 s fit into 60 s, and are cheaper; its usage names the point, and then the board is let go."""
     working(site)
     assert site.board.clocks == ["slow"]
-    site.bench.finish()
+    site.worker.finish()
     site.run()
     assert site.board.clocks == ["slow", "-"]
     assert site.all("update")[-1].usage.point == "slow"
@@ -51,7 +51,7 @@ def test_time_spent_on_fetching_counts_against_the_deadline(site: Site) -> None:
     """45 s remain when the task comes, which 40 s and a tenth of it fit into, but not 3 s later."""
     site.ask(deadline_s=45.0)
     site.run(3.0)
-    site.bench.events.append(DataLoaded(10))
+    site.worker.events.append(DataLoaded(10))
     site.run(1.1)
     assert site.board.clocks == ["fast"]
 
@@ -71,7 +71,7 @@ def test_work_by_the_example_waits_for_the_number_of_examples(site: Site) -> Non
     site.ask(work=WorkEstimate(flops_per_example=1e5))
     site.run(2.0)
     assert site.board.clocks == []
-    site.bench.events.append(DataLoaded(10))
+    site.worker.events.append(DataLoaded(10))
     site.run(1.1)
     assert site.board.clocks == ["slow"]
 
@@ -81,10 +81,10 @@ def test_a_task_that_turns_out_late_is_stepped_up_once(site: Site) -> None:
     working(site)
     for _ in range(3):
         site.run(3.0)
-        site.bench.events.append(ProgressReport(0.1))
+        site.worker.events.append(ProgressReport(0.1))
         site.run(1.1)
     assert site.board.clocks == ["slow", "fast"]
-    site.bench.finish()
+    site.worker.finish()
     site.run()
     usage = site.all("update")[-1].usage
     assert usage.point == "slow, then fast"
@@ -93,7 +93,7 @@ def test_a_task_that_turns_out_late_is_stepped_up_once(site: Site) -> None:
 
 def test_clocks_are_not_changed_at_once(site: Site) -> None:
     working(site)
-    site.bench.events.append(ProgressReport(0.021))
+    site.worker.events.append(ProgressReport(0.021))
     site.run(1.1)
     assert site.board.clocks == ["slow"]
 
@@ -103,7 +103,7 @@ def test_a_boards_pace_is_remembered_for_the_next_task(site: Site, restarted: bo
     """It took twice the 40 s predicted; so the next one, due in 60 s, runs fast, by a new agent too."""
     working(site, deadline_s=1000.0)
     site.run(79.0)
-    site.bench.finish()
+    site.worker.finish()
     site.run()
     site.ack()
     (known,) = site.agent.task_runner.state.learned_models.values()
@@ -116,8 +116,8 @@ def test_a_boards_pace_is_remembered_for_the_next_task(site: Site, restarted: bo
 
 
 ENDS: dict[str, Callable[[Site], object]] = {
-    "done": lambda site: site.bench.finish(),
-    "failed": lambda site: site.bench.events.append(WorkResult(code="memory", reason="too much")),
+    "done": lambda site: site.worker.finish(),
+    "failed": lambda site: site.worker.events.append(WorkResult(code="memory", reason="too much")),
     "withdrawn": lambda site: site.say("task", b"", retain=True),
     "overtaken": lambda site: site.ask(round=1),
     "goodbye": lambda site: site.agent.shut_down(),
@@ -141,33 +141,33 @@ def test_a_result_that_cannot_be_kept_lets_the_clocks_go(site: Site) -> None:
     outbox = site.folder / "d/outbox"
     outbox.rmdir()
     outbox.write_text("")
-    site.bench.finish()
+    site.worker.finish()
     site.run()
     assert site.all("claim")[-1].code == "disk"
     assert site.board.clocks == ["slow", "-"]
 
 
 def test_clocks_that_cannot_be_set_are_left_to_the_board(site: Site, caplog: pytest.LogCaptureFixture) -> None:
-    site.board.stuck = "86 C: too hot to be held"
+    site.board.clock_error = "86 C: too hot to be held"
     for round in (0, 1):
         working(site, round=round)
-        site.bench.finish()
+        site.worker.finish()
         site.run()
         site.ack(round)
     assert [update.usage.point for update in site.all("update")] == [None, None]
     assert [record.message for record in caplog.records] == [
-        "clock control failed, using the device's default clocks: " + site.board.stuck
+        "clock control failed, using the device's default clocks: " + site.board.clock_error
     ]
-    site.board.stuck = ""
+    site.board.clock_error = ""
     working(site, round=2)
     assert site.board.clocks == ["slow"]
 
 
 def test_a_step_up_that_fails_lets_go_of_what_was_held(site: Site) -> None:
     working(site)
-    site.board.stuck = "the clocks did not take"
+    site.board.clock_error = "the clocks did not take"
     site.run(10.0)
-    site.bench.events.append(ProgressReport(0.1))
+    site.worker.events.append(ProgressReport(0.1))
     site.run(1.1)
     assert site.board.clocks == ["slow", "-"]
 
@@ -177,7 +177,7 @@ def test_a_point_that_was_not_held_to_the_end_is_not_told_as_if_it_were(site: Si
     working(site)
     site.board.holds = False
     site.run(before_s)
-    site.bench.finish()
+    site.worker.finish()
     site.run()
     update = site.all("update")[-1]
     assert update.usage.point == "slow, then let go"
@@ -186,7 +186,7 @@ def test_a_point_that_was_not_held_to_the_end_is_not_told_as_if_it_were(site: Si
     site.board.holds = True
     site.ack(0)
     working(site, round=1)
-    site.bench.finish()
+    site.worker.finish()
     site.run()
     assert site.all("update")[-1].usage.point == "slow"
 
@@ -198,7 +198,7 @@ def test_a_board_that_may_not_or_cannot_be_held_is_only_measured(
     site.board.adjustable = adjustable
     site.start(governor=GovernorPolicy(**changes))
     working(site)
-    site.bench.finish()
+    site.worker.finish()
     site.run()
     assert site.board.clocks == []
     assert site.all("update")[-1].usage.energy_j > 0
@@ -207,15 +207,15 @@ def test_a_board_that_may_not_or_cannot_be_held_is_only_measured(
 def test_sensors_are_read_ten_times_a_second_while_a_task_runs_and_else_not(site: Site) -> None:
     """Telemetry every 30 s apart."""
     site.run(5.0)
-    before = len(site.board.reads_s)
+    before = len(site.board.sensor_reads_s)
     working(site)
-    during = len(site.board.reads_s) - before
+    during = len(site.board.sensor_reads_s) - before
     assert 14 <= during <= 20  # 1.6 s, and once when the task came
-    site.bench.finish()
+    site.worker.finish()
     site.run()
-    after = len(site.board.reads_s)
+    after = len(site.board.sensor_reads_s)
     site.run(5.0)
-    assert len(site.board.reads_s) == after
+    assert len(site.board.sensor_reads_s) == after
 
 
 SIMULATED = """
@@ -268,4 +268,4 @@ def test_a_method_is_carried_out_on_the_devices_own_data(site: Site) -> None:
     site.run(11.0)
     update = site.all("update")[-1]
     assert update.weight == 8.0
-    assert np.abs(site.fetch(update)["1.weight"]).sum() > 0
+    assert np.abs(site.fetch_model(update)["1.weight"]).sum() > 0

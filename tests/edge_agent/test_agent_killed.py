@@ -19,7 +19,7 @@ from fedquilt.host.disk import REAL, Disk, PathInfo, Place
 
 def until_pulled(site: Site) -> None:
     until_offered(site)
-    site.fetch(site.all("update")[-1])
+    site.fetch_model(site.all("update")[-1])
 
 
 @pytest.mark.parametrize(
@@ -31,11 +31,11 @@ def test_killed_at_any_point_it_delivers_the_same_update_once(
     stage(site)
     site.start()
     if again:
-        assert site.bench.orders[-1].private_state is None
-        site.bench.finish(private=1.0)
+        assert site.worker.requests[-1].private_state is None
+        site.worker.finish(private=1.0)
         site.run()
-    assert len(site.bench.orders) == int(again)
-    np.testing.assert_array_equal(site.fetch(site.all("update")[-1])["w"], MODEL["w"] + 1)
+    assert len(site.worker.requests) == int(again)
+    np.testing.assert_array_equal(site.fetch_model(site.all("update")[-1])["w"], MODEL["w"] + 1)
     site.ack()
     assert site.outbox == []
     state = site.agent.storage.find_private_state("j-1", 0)
@@ -47,7 +47,7 @@ def test_killed_after_the_acknowledgement_it_does_not_work_for_the_task_again(si
     until_offered(site)
     site.ack()
     site.start()
-    assert site.bench.orders == []
+    assert site.worker.requests == []
     offered = len(site.all("update"))
     site.run(100.0)
     assert len(site.all("update")) == offered
@@ -56,16 +56,16 @@ def test_killed_after_the_acknowledgement_it_does_not_work_for_the_task_again(si
 def test_the_next_round_begins_from_the_private_state_that_counted(site: Site) -> None:
     until_offered(site)
     site.ask(1, counted=0)
-    assert len(site.bench.orders) == 1
+    assert len(site.worker.requests) == 1
     site.ack(0, accepted=True)
-    second = site.bench.orders[-1]
+    second = site.worker.requests[-1]
     assert second.private_state is not None
     assert tensors.read_tensors(Path(second.private_state))["c"] == 1.0
-    site.bench.finish(private=2.0)
+    site.worker.finish(private=2.0)
     site.run()
     site.ack(1, accepted=False)
     site.ask(2, counted=0)
-    third = site.bench.orders[-1].private_state
+    third = site.worker.requests[-1].private_state
     assert third is not None
     assert tensors.read_tensors(Path(third))["c"] == 1.0
 
@@ -75,22 +75,24 @@ def test_a_damaged_update_in_the_outbox_is_worked_for_again(site: Site) -> None:
     (blob,) = site.all("update")[-1].bundles.values()
     _flip(site.folder / "d/blobs" / blob.sha256)
     site.start()
-    assert len(site.bench.orders) == 1
-    site.bench.finish(private=1.0)
+    assert len(site.worker.requests) == 1
+    site.worker.finish(private=1.0)
     site.run()
-    np.testing.assert_array_equal(site.fetch(site.all("update")[-1])["w"], MODEL["w"] + 1)
+    np.testing.assert_array_equal(site.fetch_model(site.all("update")[-1])["w"], MODEL["w"] + 1)
 
 
 def test_a_damaged_blob_of_a_task_is_fetched_again(site: Site, caplog: pytest.LogCaptureFixture) -> None:
     first = site.ask()
-    site.bench.finish()
+    site.worker.finish()
     site.run()
     site.ack()
     (blob,) = first.bundles.values()
     _flip(site.folder / "d/blobs" / blob.sha256)
     site.start()
     site.ask(1, bundles=first.bundles)
-    np.testing.assert_array_equal(tensors.read_tensors(Path(site.bench.orders[-1].bundles["model"]))["w"], MODEL["w"])
+    np.testing.assert_array_equal(
+        tensors.read_tensors(Path(site.worker.requests[-1].bundles["model"]))["w"], MODEL["w"]
+    )
     assert f"blob {blob.sha256[:12]}" in caplog.text
 
 
@@ -107,20 +109,20 @@ def test_a_model_is_hashed_once_when_its_task_is_taken(
     whole = Disk.hash_file
     monkeypatch.setattr(Disk, "hash_file", digest)
     first = site.ask()
-    site.bench.finish()
+    site.worker.finish()
     site.run()
     site.ack()
     digests.clear()
     site.ask(1, bundles=first.bundles, engine=engine)
     (blob,) = first.bundles.values()
-    assert len(site.bench.orders) == 2
+    assert len(site.worker.requests) == 2
     assert digests.count(blob.sha256) == hashed
-    assert site.bench.orders[-1].verify_bundles is not bool(hashed)
+    assert site.worker.requests[-1].verify_bundles is not bool(hashed)
 
 
 def test_a_task_that_finds_its_model_damaged_is_refused_and_has_it_fetched_the_next_time(site: Site) -> None:
     first = site.ask()
-    site.bench.finish()
+    site.worker.finish()
     site.run()
     site.ack()
     (blob,) = first.bundles.values()
@@ -129,11 +131,13 @@ def test_a_task_that_finds_its_model_damaged_is_refused_and_has_it_fetched_the_n
     os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))  # as a disk does it
     site.ask(1, bundles=first.bundles)
     with pytest.raises(StoreError, match="is damaged"):
-        tensors.read_tensors(Path(site.bench.orders[-1].bundles["model"]), blob.sha256)  # as `task.main` does
-    site.bench.events.append(WorkResult(code="disk", reason="it is damaged"))
+        tensors.read_tensors(Path(site.worker.requests[-1].bundles["model"]), blob.sha256)  # as `task.main` does
+    site.worker.events.append(WorkResult(code="disk", reason="it is damaged"))
     site.run()
     site.ask(1, bundles=first.bundles, attempt=1)
-    np.testing.assert_array_equal(tensors.read_tensors(Path(site.bench.orders[-1].bundles["model"]))["w"], MODEL["w"])
+    np.testing.assert_array_equal(
+        tensors.read_tensors(Path(site.worker.requests[-1].bundles["model"]))["w"], MODEL["w"]
+    )
 
 
 def _flip(path: Path, at: int = -1) -> None:
@@ -149,7 +153,7 @@ def test_an_update_whose_blobs_the_disk_lost_is_worked_for_again(site: Site) -> 
     site.run(10.0)
     assert site.outbox == []
     site.ask()
-    assert len(site.bench.orders) == 2
+    assert len(site.worker.requests) == 2
 
 
 class Silent(Disk):
@@ -169,4 +173,4 @@ def test_an_update_is_offered_later_while_the_disk_does_not_say_whether_it_is_th
     depot.disk = REAL
     site.run(60.0)
     assert len(site.all("update")) > offers
-    assert len(site.bench.orders) == 1
+    assert len(site.worker.requests) == 1

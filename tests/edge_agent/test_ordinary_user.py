@@ -16,7 +16,7 @@ from unittest import mock
 import numpy as np
 import pytest
 from ordinary import Served, User
-from waiting import until
+from waiting import wait_until
 
 from fedquilt import cli
 from fedquilt.arrays import tensors
@@ -80,7 +80,7 @@ def carried_out(given: WorkRequest) -> WorkResult:
 
     try:
         worker.start(given, 0.0)
-        return until(lambda: next(outcomes(), None), "an answer of the task's process")
+        return wait_until(lambda: next(outcomes(), None), "an answer of the task's process")
     finally:
         worker.close()
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 from cutting import Relay
-from processes import TABLE, Processes, facts
-from waiting import until
+from processes import TABLE, Processes, read_events
+from waiting import wait_until
 
 from fedquilt.arrays import tensors
 from fedquilt.coordinator import settings
@@ -74,9 +74,9 @@ def test_a_job_whose_blobs_go_by_http_outlives_a_kill_in_the_middle_of_one(
     agents = processes.start_agents(tmp_path, plan.make_agent_tables(), broker.url, log.name)
     processes.start("coordinator", log, *commands["coordinator"])
     agent, commands = next(iter(agents)), {**commands, **agents}
-    until(lambda: (home / "fedquilt.db").exists(), "a home")
+    wait_until(lambda: (home / "fedquilt.db").exists(), "a home")
     processes.start("run", log, "run", str(tmp_path / "job.toml"), "--home", str(home))
-    until(lambda: happened, "a transfer to break", told=log.read_text)
+    wait_until(lambda: happened, "a transfer to break", diagnostics=log.read_text)
     if killed == "broker":
         broker.kill()
         broker.restart()
@@ -84,8 +84,10 @@ def test_a_job_whose_blobs_go_by_http_outlives_a_kill_in_the_middle_of_one(
         who = agent if killed == "agent" else "coordinator"
         processes.kill(who)
         processes.start(who, log, *commands[who])
-    until(lambda: isinstance((facts(home) or [None])[-1], JobEnded), "the end of the job", told=log.read_text)
-    found = facts(home)
+    wait_until(
+        lambda: isinstance((read_events(home) or [None])[-1], JobEnded), "the end of the job", diagnostics=log.read_text
+    )
+    found = read_events(home)
     assert isinstance(found[-1], JobEnded)
     assert found[-1].status == "done"
     assert sum(isinstance(fact, RoundCommitted) for fact in found) >= ROUNDS

@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 from mosquittos import Mosquitto
-from processes import Processes, answers, facts, make_job
-from waiting import LIMIT_S, until
+from processes import Processes, make_job, read_events, read_updates
+from waiting import LIMIT_S, wait_until
 
 from fedquilt.coordinator.rounds.events import CohortSelected
 from fedquilt.coordinator.views import devices
@@ -47,9 +47,11 @@ class Fleet:
 
     def suspend(self) -> str:
         """Hold the last device before it can answer the first round, wait for the others' answers, return its name."""
-        until(lambda: any(isinstance(fact, CohortSelected) for fact in facts(self.home)), "the beginning of round 0")
+        wait_until(
+            lambda: any(isinstance(fact, CohortSelected) for fact in read_events(self.home)), "the beginning of round 0"
+        )
         self.processes.running[self.names[-1]].send_signal(signal.SIGSTOP)
-        until(lambda: answers(self.home, 0) == DEVICES - 1, "the answers of the others")
+        wait_until(lambda: read_updates(self.home, 0) == DEVICES - 1, "the answers of the others")
         return self.names[-1]
 
     def said(self, *words: str) -> str:
@@ -86,18 +88,18 @@ def test_a_killed_device_that_a_round_needs_is_named_with_since_when_and_until_w
     dead = stage.suspend()
     stage.processes.kill(dead)
     wait = re.compile(WAITS.format(dead))
-    until(lambda: stage.state(dead) == "offline", "the broker publishes the last will")
+    wait_until(lambda: stage.state(dead) == "offline", "the broker publishes the last will")
     (row,) = json.loads(stage.said("ls", "--format", "json"))
     assert wait.fullmatch(row["waits"]), row["waits"]
     assert 0 < int(wait.fullmatch(row["waits"])[2]) <= 2 * LIMIT_S  # type: ignore[index]
     assert re.search(rf"{row['run']} waits for {wait.pattern}", " ".join(stage.said("ls").split()))
     assert re.search(rf"{row['run']} waits for {wait.pattern}", " ".join(stage.said("why", row["run"]).split()))
     assert f"{dead}  offline" in stage.said("devices")
-    until(lambda: wait.search(stage.log()), "`run` names the device", told=stage.log)
+    wait_until(lambda: wait.search(stage.log()), "`run` names the device", diagnostics=stage.log)
     stage.processes.start("logs", stage.folder / "logs.log", "logs", row["run"], "--follow", "--home", str(stage.home))
-    until(lambda: wait.search((stage.folder / "logs.log").read_text()), "`logs --follow` names it")
+    wait_until(lambda: wait.search((stage.folder / "logs.log").read_text()), "`logs --follow` names it")
     assert "start more" not in stage.log() + (stage.folder / "logs.log").read_text()
-    assert answers(stage.home, 0) == DEVICES - 1
+    assert read_updates(stage.home, 0) == DEVICES - 1
 
 
 def test_a_device_that_is_suspended_behind_a_broker_that_does_not_notice_is_silent_and_comes_back(
@@ -106,9 +108,9 @@ def test_a_device_that_is_suspended_behind_a_broker_that_does_not_notice_is_sile
     """Its connection stays open, as a half-open one does; the broker would take 15 minutes to see it."""
     stage = fleet(min_devices=DEVICES, keepalive_s=600)
     held = stage.suspend()
-    until(lambda: stage.state(held) == "silent", "the device is silent")
+    wait_until(lambda: stage.state(held) == "silent", "the device is silent")
     wait = json.loads(stage.said("ls", "--format", "json"))[0]["waits"]
     assert re.match(rf"{held}, silent since (\d\d\d\d-\d\d-\d\d )?\d\d:\d\d, until ", wait), wait
     stage.processes.running[held].send_signal(signal.SIGCONT)
     assert stage.processes.running["run"].wait(timeout=LIMIT_S) == 0, stage.log()
-    assert answers(stage.home, 0) == DEVICES
+    assert read_updates(stage.home, 0) == DEVICES

@@ -14,7 +14,7 @@ import pytest
 from linear_models import DIGITS, network
 from ordinary import User
 from processes import Processes
-from waiting import LIMIT_S, until
+from waiting import LIMIT_S, wait_until
 
 from fedquilt import wire
 from fedquilt.formats import toml
@@ -64,11 +64,13 @@ class Fleet:
             fits = last is not None and last.phase == phase and last.serial >= serial
             return last if fits and name in (None, last.name) else None
 
-        return until(holds, f"{phase} {name}", told=lambda: f"{self.told[-3:]} {self.log()[-2000:]}")
+        return wait_until(holds, f"{phase} {name}", diagnostics=lambda: f"{self.told[-3:]} {self.log()[-2000:]}")
 
     def until_again(self, phase: str) -> None:
         begun = len(self.told)
-        until(lambda: self.listen() and any(one.phase == phase for one in self.told[begun:]), phase, told=self.log)
+        wait_until(
+            lambda: self.listen() and any(one.phase == phase for one in self.told[begun:]), phase, diagnostics=self.log
+        )
 
     def log(self) -> str:
         return (self.folder / "agent.log").read_text()
@@ -80,7 +82,7 @@ class Fleet:
 @pytest.fixture
 def fleet(tmp_path: Path, mosquitto: Callable[..., Any], processes: Processes, user: User) -> Iterator[Fleet]:
     made = Fleet(tmp_path, mosquitto(), processes, user)
-    until((made.runs / "fedquilt.db").exists, "the coordinator's home")
+    wait_until((made.runs / "fedquilt.db").exists, "the coordinator's home")
     yield made
     made.link.close()
 

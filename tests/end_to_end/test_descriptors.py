@@ -11,8 +11,8 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
-from processes import Processes, answers, facts, make_job
-from waiting import until
+from processes import Processes, make_job, read_events, read_updates
+from waiting import wait_until
 
 from fedquilt.coordinator.rounds.events import CohortSelected, JobEnded
 
@@ -29,10 +29,10 @@ def test_a_job_is_done_after_connections_have_taken_every_descriptor_of_its_coor
     words = ("run", str(tmp_path / "job.toml"), "--home", str(home), "--broker", broker.url)
     processes.start("run", log, *words, "--blobs-http", "127.0.0.1:0")
     run = processes.running["run"]
-    until(lambda: any(isinstance(fact, CohortSelected) for fact in facts(home)), "the beginning of round 0")
+    wait_until(lambda: any(isinstance(fact, CohortSelected) for fact in read_events(home)), "the beginning of round 0")
     slow = processes.running[tables[-1]["device"]]
     slow.send_signal(signal.SIGSTOP)
-    until(lambda: answers(home, 0) == len(tables) - 1, "the answers of the others")
+    wait_until(lambda: read_updates(home, 0) == len(tables) - 1, "the answers of the others")
 
     port = int(re.findall(r"blobs at http://127\.0\.0\.1:(\d+)", log.read_text())[0])
     before = resource.prlimit(run.pid, resource.RLIMIT_NOFILE)
@@ -45,12 +45,14 @@ def test_a_job_is_done_after_connections_have_taken_every_descriptor_of_its_coor
             with suppress(OSError):
                 sock.connect(("127.0.0.1", port))
         slow.send_signal(signal.SIGCONT)
-        until(
-            lambda: "Too many open files" in log.read_text() or run.poll() is not None, "the lack", told=log.read_text
+        wait_until(
+            lambda: "Too many open files" in log.read_text() or run.poll() is not None,
+            "the lack",
+            diagnostics=log.read_text,
         )
         assert run.poll() is None, log.read_text()
     resource.prlimit(run.pid, resource.RLIMIT_NOFILE, before)
 
-    until(lambda: run.poll() is not None, "the end of the run", told=log.read_text)
+    wait_until(lambda: run.poll() is not None, "the end of the run", diagnostics=log.read_text)
     assert run.returncode == 0, log.read_text()
-    assert [fact.status for fact in facts(home) if isinstance(fact, JobEnded)] == ["done"]
+    assert [fact.status for fact in read_events(home) if isinstance(fact, JobEnded)] == ["done"]

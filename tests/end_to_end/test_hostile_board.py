@@ -9,7 +9,7 @@ from typing import Any
 
 import hostile_board
 from hostile_board import ATTACKS, LIAR
-from waiting import LIMIT_S, until
+from waiting import LIMIT_S, wait_until
 
 from fedquilt.coordinator.rounds.events import JobEnded, RoundCommitted, UpdateAccepted, UpdateRejected
 from fedquilt.coordinator.storage.store import Store
@@ -25,7 +25,7 @@ def test_a_hostile_board_changes_no_bit_of_the_result_and_is_named(
         site.coordinate()
         liar = site.liar()
         try:
-            until(site.ended, "the end of the job")
+            wait_until(site.ended, "the end of the job")
             assert site.processes.running["coordinator"].wait(timeout=LIMIT_S) == 0
         finally:
             liar.end()

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from certified import Certified
-from processes import Processes, answers, calm_states, facts, make_job
+from processes import Processes, make_job, read_events, read_updates, undisturbed_state_hashes
 from signed_payloads import payload_without_check
-from waiting import LIMIT_S, until
+from waiting import LIMIT_S, wait_until
 
 from fedquilt import wire
 from fedquilt.coordinator.rounds.events import JobEnded, RoundCommitted, UpdateAccepted
@@ -172,10 +172,10 @@ def test_a_hostile_broker_delays_and_changes_no_bit_of_the_result(
         home = tmp_path / "runs"
         run = ("run", str(tmp_path / "job.toml"), "--home", str(home), "--broker", for_coordinator, *own)
         processes.start("coordinator", tmp_path / "run.log", *run)
-        until(lambda: answers(home, 1) >= 1, "an answer in round 1")
+        wait_until(lambda: read_updates(home, 1) >= 1, "an answer in round 1")
         processes.kill("coordinator")
         processes.start("coordinator", tmp_path / "run.log", *run)
-        until(lambda: any(isinstance(fact, JobEnded) for fact in facts(home)), "the end of the job")
+        wait_until(lambda: any(isinstance(fact, JobEnded) for fact in read_events(home)), "the end of the job")
         log = (tmp_path / "run.log").read_text()
         assert processes.running["coordinator"].wait(timeout=LIMIT_S) == 0, log
     finally:
@@ -183,10 +183,10 @@ def test_a_hostile_broker_delays_and_changes_no_bit_of_the_result(
     assert sorted(mallory.done) == sorted(ATTACKS)
     assert mallory.dropped
 
-    found = facts(home)
+    found = read_events(home)
     counted = [(fact.round, fact.update.device) for fact in found if isinstance(fact, UpdateAccepted)]
     assert len(counted) == len(set(counted)) == 4 * 3
-    assert [fact.state for fact in found if isinstance(fact, RoundCommitted)] == calm_states(plan)
+    assert [fact.state for fact in found if isinstance(fact, RoundCommitted)] == undisturbed_state_hashes(plan)
 
     log, boards = (tmp_path / "run.log").read_text(), (tmp_path / "agents.log").read_text()
     for text, leaf, said in (

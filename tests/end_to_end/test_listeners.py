@@ -17,7 +17,7 @@ import dashes
 import pytest
 from blob_site import Site
 from two_sides import noise
-from waiting import until
+from waiting import wait_until
 
 from fedquilt import open_metrics
 from fedquilt.coordinator.storage.store import Store
@@ -119,7 +119,7 @@ def runner(folder: Path, stack: ExitStack, connections: ConnectionLimiter) -> Li
     from fedquilt.tools.operations.runner import RunnerServer
     from fedquilt.tools.operations.runner.service import ModelService, ModelSwitcher
 
-    models = ModelSwitcher(classifiers.written(folder / "a" / "model.onnx"))
+    models = ModelSwitcher(classifiers.write_classifier(folder / "a" / "model.onnx"))
     server = RunnerServer(ModelService(models, None), "127.0.0.1", 0, connections=connections)
     stack.callback(server.close)
     server.start()
@@ -249,7 +249,7 @@ def test_requests_of_one_address_that_do_not_end_leave_others_served(patient: Li
         pytest.skip("all answers of this listener are small")
     with flood(patient, 16, (patient.large or "") if sends == "large" else sends, buffer=4096):
         assert patient.status(OTHER) == 200
-    until(lambda: patient.status(FLOODER) == 200, "a place")
+    wait_until(lambda: patient.status(FLOODER) == 200, "a place")
 
 
 @pytest.mark.parametrize("sends", ["", "large"])
@@ -277,7 +277,7 @@ def test_connections_beyond_all_places_end_without_a_traceback(
 ) -> None:
     with flood(patient, 40, BODY.format("/v1/classify")), flood(patient, 40, patient.large or "GET "):
         assert patient.status(OTHER) == 200
-    until(lambda: patient.status(FLOODER) == 200, "a place")
+    wait_until(lambda: patient.status(FLOODER) == 200, "a place")
     said = "".join((caplog.text, *capfd.readouterr(), patient.log.read_text() if patient.log else ""))
     assert "Traceback" not in said
 
@@ -298,7 +298,7 @@ def test_half_open_requests_are_ended_by_a_deadline(strict: Listener) -> None:
             finally:
                 sock.setblocking(True)
 
-        until(sent, "the end of the connection")
+        wait_until(sent, "the end of the connection")
 
 
 def test_a_body_that_does_not_come_is_not_waited_for(strict: Listener) -> None:
@@ -328,4 +328,4 @@ def test_a_client_that_reads_slowly_loses_its_connection(strict: Listener) -> No
                 return sock.recv(64) == b""
             return True
 
-        until(lost, "the end of the connection")
+        wait_until(lost, "the end of the connection")

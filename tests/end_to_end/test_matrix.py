@@ -16,14 +16,14 @@ from federation import (
     FLEET,
     Agents,
     Federation,
-    digits,
-    in_order,
-    job_of,
-    networks_of,
-    require_whole,
-    rounds_of,
-    states,
-    undisturbed,
+    committed_hashes,
+    count_rounds,
+    list_networks,
+    make_job,
+    require_complete_run,
+    run_virtually,
+    sort_by_engine,
+    write_digits,
 )
 
 from fedquilt import methods
@@ -32,7 +32,7 @@ from fedquilt.coordinator.storage.store import Store
 from fedquilt.core import ModelError
 from fedquilt.tools import simulation
 
-EVERY = in_order(methods.builtin_names())
+EVERY = sort_by_engine(methods.builtin_names())
 QUICK = ("fedrep", "fedstitch")  # private layers, a search
 NO_LINEAR = "adapts linear layers, and this network has none"
 UNFIT = {  # (method, network) -> what is said: adapters of linear layers that it lacks, no parts that could be left out
@@ -54,8 +54,8 @@ def federation(lasting_broker: str, tmp_path_factory: pytest.TempPathFactory) ->
     with ordinary.made() as user, pytest.MonkeyPatch.context() as patch:
         patch.setenv("OMP_NUM_THREADS", "1")
         torch.set_num_threads(1)
-        data = digits(user.folder / "digits.npz")
-        boards = simulation.agents.FleetPlan(job_of("fedavg", "perceptron", data), Path(), Path()).make_agent_tables()
+        data = write_digits(user.folder / "digits.npz")
+        boards = simulation.agents.FleetPlan(make_job("fedavg", "perceptron", data), Path(), Path()).make_agent_tables()
         agents = Agents(user, lasting_broker, boards)
         assert len(agents.names) == DEVICES == FLEET["devices"]
         yield Federation(lasting_broker, agents, data, tmp_path_factory.mktemp("bundles"))
@@ -70,11 +70,11 @@ def require_same_bits(federation: Federation, method: str, network: str, folder:
                 plan.queue_or_resume(store)
             assert not store.readable_jobs()
         return
-    found = federation.resumed(plan)
-    require_whole(found, rounds_of(method))
-    calm = undisturbed(plan, folder / "calm")
-    require_whole(calm, rounds_of(method))
-    assert states(found) == states(calm)
+    found = federation.run_with_restarts(plan)
+    require_complete_run(found, count_rounds(method))
+    calm = run_virtually(plan, folder / "calm")
+    require_complete_run(calm, count_rounds(method))
+    assert committed_hashes(found) == committed_hashes(calm)
 
 
 @pytest.mark.parametrize("method", [name for name in EVERY if name in QUICK])
@@ -82,11 +82,11 @@ def test_a_method_of_each_kind_trains_a_network_with_batch_norm(
     federation: Federation, method: str, tmp_path: Path
 ) -> None:
     """A method that stitches donors does that: some of the demo's have batch normalisation."""
-    (network,) = networks_of(method, ["batch-norm"])
+    (network,) = list_networks(method, ["batch-norm"])
     require_same_bits(federation, method, network, tmp_path)
 
 
-CELLS = [pytest.param(name, network, id=f"{name}-{network}") for name in EVERY for network in networks_of(name)]
+CELLS = [pytest.param(name, network, id=f"{name}-{network}") for name in EVERY for network in list_networks(name)]
 
 
 @pytest.mark.nightly
@@ -101,7 +101,7 @@ def test_an_agent_that_is_killed_in_the_second_round_costs_nobody_anything(
     federation: Federation, method: str, tmp_path: Path
 ) -> None:
     """kill -9 as round 1 is asked for; the agent comes back, and the bits are those of a calm run."""
-    plan = federation.plan(method, *networks_of(method, ["batch-norm"]), tmp_path / "home")
+    plan = federation.plan(method, *list_networks(method, ["batch-norm"]), tmp_path / "home")
     victim = federation.agents.names[0]
 
     def kill_once(fact: AnyEvent) -> None:
@@ -109,6 +109,6 @@ def test_an_agent_that_is_killed_in_the_second_round_costs_nobody_anything(
             federation.agents.kill(victim)
             federation.agents.start(victim)
 
-    found = federation.resumed(plan, kill_once)
-    require_whole(found)
-    assert states(found) == states(undisturbed(plan, tmp_path / "calm"))
+    found = federation.run_with_restarts(plan, kill_once)
+    require_complete_run(found)
+    assert committed_hashes(found) == committed_hashes(run_virtually(plan, tmp_path / "calm"))

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from federation import LIMIT_S, Agents, Federation, digits, facts, job_of
+from federation import LIMIT_S, Agents, Federation, make_job, read_events, write_digits
 from ordinary import User
 
 from fedquilt.arrays import tensors
@@ -38,8 +38,8 @@ def federation(
     threads = torch.get_num_threads()
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     torch.set_num_threads(1)
-    data, broker = digits(user.folder / "digits.npz"), mosquitto().url
-    boards = simulation.agents.FleetPlan(job_of("fedavg", "perceptron", data), Path(), Path()).make_agent_tables()
+    data, broker = write_digits(user.folder / "digits.npz"), mosquitto().url
+    boards = simulation.agents.FleetPlan(make_job("fedavg", "perceptron", data), Path(), Path()).make_agent_tables()
     yield Federation(broker, Agents(user, broker, boards), data, tmp_path / "bundles")
     torch.set_num_threads(threads)
 
@@ -98,7 +98,7 @@ def test_boards_put_their_own_parts_into_what_they_run(federation: Federation, u
                     assert np.array_equal(held[name], array), (method, device, name)
             told = [
                 main_metric_value(fact.update.evaluation)
-                for fact in facts(home, run)
+                for fact in read_events(home, run)
                 if isinstance(fact, UpdateAccepted) and fact.update.device == device
                 if fact.update.evaluation is not None and fact.update.evaluation.examples
             ]

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from one_agent import Bench
 from one_agent import Board as Sensors
+from one_agent import ScriptedWorker
 from rolled import MODEL, OTHER, TOPICS, Ground
 from toy_kinds import ToyKind
 
@@ -51,7 +51,7 @@ class Fleet:
         options = AgentSettings(device=name, fleet="f", home=str(self.ground.folder / "agents" / name))
         kinds = {"model": self.models[name]}
         self.agents[name] = Agent(
-            self.links[name], options, Sensors(), Bench(), durable=False, kinds=kinds, clock=lambda: None
+            self.links[name], options, Sensors(), ScriptedWorker(), durable=False, kinds=kinds, clock=lambda: None
         )
 
     def end(self, name: str) -> None:

@@ -9,9 +9,9 @@ from typing import Any
 
 import kills
 import pytest
-from federation import bundle_of, digits, states
-from processes import Processes, facts
-from waiting import LIMIT_S, until
+from federation import committed_hashes, prepare_bundle, write_digits
+from processes import Processes, read_events
+from waiting import LIMIT_S, wait_until
 
 from fedquilt.coordinator import settings
 from fedquilt.coordinator.rounds.events import (
@@ -41,11 +41,16 @@ def plan(folder: Path, method: str, every: int) -> FleetPlan:
         "cohort": {"start_devices": 2, "min_devices": 2, "deadline_s": LIMIT_S, "deadline": "predicted"},
         "check": {"every": every},
         "fleet": {"devices": BOARDS, "boards": ["jetson-agx-orin"], "budgets": ["1GB", "4GB"]},
-        "data": {"path": str(digits(folder / "digits.npz")), "partition": "dirichlet", "alpha": 2.0, "min_size": 8},
+        "data": {
+            "path": str(write_digits(folder / "digits.npz")),
+            "partition": "dirichlet",
+            "alpha": 2.0,
+            "min_size": 8,
+        },
     }
     (folder / "job.toml").write_text(toml.format_toml(job))
     return FleetPlan(
-        settings.load_job(folder / "job.toml"), bundle_of("batch-norm", folder / "job.bundle"), folder / "calm"
+        settings.load_job(folder / "job.toml"), prepare_bundle("batch-norm", folder / "job.bundle"), folder / "calm"
     )
 
 
@@ -89,39 +94,41 @@ def test_a_killed_site_and_a_dead_board_change_no_bit_beside_the_boards_in_one_p
                     "--broker", above.url)  # fmt: skip
 
     def answered(round: int) -> set[str]:
-        return counted(facts(home_below, RUN), round)
+        return counted(read_events(home_below, RUN), round)
 
     def signalled(name: str, sent: signal.Signals) -> None:
         processes.running[name].send_signal(sent)
 
     def asked(round: int) -> set[str]:
-        found = [fact for fact in facts(home_below, RUN) if isinstance(fact, CohortSelected) and fact.round == round]
+        found = [
+            fact for fact in read_events(home_below, RUN) if isinstance(fact, CohortSelected) and fact.round == round
+        ]
         return {device for fact in found for device in fact.devices}
 
-    until(lambda: asked(0) == set(members), "all boards of the site are asked")
+    wait_until(lambda: asked(0) == set(members), "all boards of the site are asked")
     first, victim, last = members
     signalled(first, signal.SIGSTOP)  # so that the round cannot be over before somebody looks
-    until(lambda: answered(0), "an answer below in round 0")
+    wait_until(lambda: answered(0), "an answer below in round 0")
     processes.kill("site")
     processes.start("site", tmp_path / "site.log", *serve)
-    until(lambda: answered(0) == {victim, last}, "the others' answers in round 0")
+    wait_until(lambda: answered(0) == {victim, last}, "the others' answers in round 0")
     held = last if dies == "when it has answered" else victim
     signalled(held, signal.SIGSTOP)  # so that round 1 waits for it
     signalled(first, signal.SIGCONT)
-    until(lambda: asked(1) == set(members), "round 1 below")
+    wait_until(lambda: asked(1) == set(members), "round 1 below")
     if held != victim:
-        until(lambda: victim in answered(1), "its answer in round 1")
+        wait_until(lambda: victim in answered(1), "its answer in round 1")
     processes.kill(victim)
     signalled(last, signal.SIGCONT)
     assert processes.running["root"].wait(timeout=LIMIT_S) == 0, (tmp_path / "run.log").read_text()
 
-    found = facts(home, RUN)
+    found = read_events(home, RUN)
     assert not [fact for fact in found if isinstance(fact, TaskDeclined | UpdateRejected)]
     late = {*members, direct} - {victim}
     middle = {*members, direct} if dies == "when it has answered" else late
     cohorts = [{*members, direct}, middle, late, *[late] * every]  # the last may be the closing evaluation
     assert [counted(found, round) for round in range(ROUNDS)] == cohorts[:ROUNDS]
     assert sum(isinstance(fact, RoundCommitted) for fact in found) == len(cohorts)
-    assert len(set(states(found))) == ROUNDS
+    assert len(set(committed_hashes(found))) == ROUNDS
     _, flat = kills.calm(made, cohorts)
-    assert states(found) == states(flat)
+    assert committed_hashes(found) == committed_hashes(flat)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from carried import DIGITS, NETWORK, Outcome, outcome
+from carried import DIGITS, NETWORK, Outcome, run_and_collect
 
 from fedquilt.coordinator import settings
 from fedquilt.coordinator.jobs.job import required_packages
@@ -57,7 +57,7 @@ def test_agents_and_a_resumed_run_give_the_bits_of_a_calm_one(tmp_path: Path, mo
     assert len(packages["own_training"].split()[-1]) == 64  # the sha256 that boards have to report
     given = agents.FleetPlan(job, tmp_path / "bundle", tmp_path / "linked")
     started, _ = agents.run_fleet_virtually(given)
-    linked = outcome(given.home, started)
+    linked = run_and_collect(given.home, started)
     assert linked.ended == "done"
     assert len(set(linked.states)) == 3
     assert simulated(given, tmp_path / "calm") == linked
@@ -66,7 +66,7 @@ def test_agents_and_a_resumed_run_give_the_bits_of_a_calm_one(tmp_path: Path, mo
 
 def simulated(given: agents.FleetPlan, home: Path, interrupted: bool = False) -> Outcome:
     devices, _ = given.load_devices()
-    held = {member.device: len(member.held) for member in devices}
+    held = {member.device: len(member.held_out) for member in devices}
     hands, _ = run.make_local_backend(devices)
     for last in (0, None) if interrupted else (None,):
         with Simulation(given.job, given.bundle, held, home) as simulation:
@@ -74,4 +74,4 @@ def simulated(given: agents.FleetPlan, home: Path, interrupted: bool = False) ->
                 if number == last:
                     break
             name = simulation.run
-    return outcome(home, name)
+    return run_and_collect(home, name)

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from dashes import Dashboard
 from processes import Processes
-from waiting import until
+from waiting import wait_until
 
 from fedquilt.coordinator.views import devices
 from fedquilt.edge_agent.settings import BrokerSettings
@@ -46,7 +46,7 @@ def test_a_board_that_says_nothing_any_more_is_offline_and_back_when_it_does(
     words = ("--home", str(home), "--broker", broker.url, "--metrics", "127.0.0.1:0")
     processes.start("coordinator", log, "serve", *words)
     processes.start("a", tmp_path / "a.log", "agent", str(tmp_path / "a.toml"))
-    metrics = until(lambda: re.search(r"metrics at (\S+)", log.read_text()), "metrics are served")[1]
+    metrics = wait_until(lambda: re.search(r"metrics at (\S+)", log.read_text()), "metrics are served")[1]
 
     def states() -> list[tuple[str, tuple[str, ...]]]:
         return [(each.state, each.board.labels) for each in devices.load_devices(home)]
@@ -56,7 +56,7 @@ def test_a_board_that_says_nothing_any_more_is_offline_and_back_when_it_does(
             found = re.search(r'^fedquilt_board_online\{device="a"\} (\S+)', answer.read().decode(), re.MULTILINE)
         return found[1] if found else ""
 
-    until(lambda: states() == [("idle", ("site=lab",))], "the board is online")
+    wait_until(lambda: states() == [("idle", ("site=lab",))], "the board is online")
     with Dashboard(home) as dash:
 
         def page() -> str:
@@ -66,17 +66,17 @@ def test_a_board_that_says_nothing_any_more_is_offline_and_back_when_it_does(
         assert (page(), metric()) == ("idle", "1.0")
         processes.running["a"].send_signal(signal.SIGSTOP)
         stopped_s = time.monotonic()
-        until(lambda: states() == [("offline", ("site=lab",))], "the board is offline")
+        wait_until(lambda: states() == [("offline", ("site=lab",))], "the board is offline")
         seen_s = [time.monotonic() - stopped_s]
-        until(lambda: page() == "offline", "the page shows it")
+        wait_until(lambda: page() == "offline", "the page shows it")
         seen_s.append(time.monotonic() - stopped_s)
-        until(lambda: metric() == "0.0", "the metric says it")
+        wait_until(lambda: metric() == "0.0", "the metric says it")
         seen_s.append(time.monotonic() - stopped_s)
         told = ", ".join(f"{where} {after_s:.1f} s" for where, after_s in zip(PLACES, seen_s, strict=True))
         print(f"keepalive_s {KEEPALIVE_S}, stopped: offline after {told}")
         processes.running["a"].send_signal(signal.SIGCONT)
-        until(lambda: states() == [("idle", ("site=lab",))], "the board is online again")
-        until(lambda: page() == "idle", "the page shows that too")
+        wait_until(lambda: states() == [("idle", ("site=lab",))], "the board is online again")
+        wait_until(lambda: page() == "idle", "the page shows that too")
     (found,) = devices.load_devices(home)
     assert found.board.version
     assert found.board.skew_s is not None

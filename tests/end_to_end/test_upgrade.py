@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 import upgrades
-from processes import TABLE, Processes, facts, make_job
-from waiting import until
+from processes import TABLE, Processes, make_job, read_events
+from waiting import wait_until
 
 import fedquilt
 from fedquilt.coordinator import run_control, settings
@@ -47,7 +47,7 @@ class Units:
         """Ends of all logs, and the facts last written: a board that is silent is explained by the other side's."""
         logs = [path for path in (self.folder / "serve.log", self.folder / "run.log", self.log) if path.exists()]
         ends = [f"{path.name}:\n{path.read_text(errors='replace')[-4000:]}" for path in logs]
-        latest = [f"{type(fact).__name__} {str(fact)[:300]}" for fact in facts(self.folder / "runs")[-12:]]
+        latest = [f"{type(fact).__name__} {str(fact)[:300]}" for fact in read_events(self.folder / "runs")[-12:]]
         return "\n".join([*ends, "facts:", *latest])
 
     def end(self) -> None:
@@ -71,7 +71,7 @@ def order(*words: str) -> str:
 
 
 def committed(home: Path) -> int:
-    return sum(isinstance(fact, RoundCommitted) for fact in facts(home))
+    return sum(isinstance(fact, RoundCommitted) for fact in read_events(home))
 
 
 def versions(home: Path) -> dict[str, str | None]:
@@ -101,9 +101,9 @@ def test_agents_are_upgraded_and_taken_back_in_the_middle_of_a_job(
         units.start(table, broker.url)
     serve = ("serve", "--home", str(home), "--broker", broker.url)
     processes.start("coordinator", tmp_path / "serve.log", *serve)
-    until(lambda: len(versions(home)) == 3, "all boards are online", told=units.said)
+    wait_until(lambda: len(versions(home)) == 3, "all boards are online", diagnostics=units.said)
     processes.start("run", tmp_path / "run.log", "run", str(path), "--home", str(home))  # it shows the job to its end
-    until(lambda: committed(home) >= 2, "two rounds", told=units.said)
+    wait_until(lambda: committed(home) >= 2, "two rounds", diagnostics=units.said)
 
     file = upgrades.pack(tmp_path / "agents.tar", [upgrades.wheel(tmp_path / "house")])
     phases = ("--phases", "34%", "100", "--soak", "1s", "--patience", "5min")
@@ -111,21 +111,21 @@ def test_agents_are_upgraded_and_taken_back_in_the_middle_of_a_job(
     assert "not signed: only boards whose agent.toml says unsigned = true under [upgrade] take it" in said
     assert f"fedquilt {upgrades.NEW} for " in said
     new, old = dict.fromkeys(members, upgrades.NEW), dict.fromkeys(members, fedquilt.__version__)
-    until(lambda: status(home) in ("done", "aborted"), "the upgrade is over", told=units.said)
+    wait_until(lambda: status(home) in ("done", "aborted"), "the upgrade is over", diagnostics=units.said)
     assert status(home) == "done"
-    until(lambda: versions(home) == new, "all boards say that they are new", told=units.said)
+    wait_until(lambda: versions(home) == new, "all boards say that they are new", diagnostics=units.said)
     upgraded = committed(home)
-    until(lambda: committed(home) > upgraded + 1, "the new version's rounds", told=units.said)
+    wait_until(lambda: committed(home) > upgraded + 1, "the new version's rounds", diagnostics=units.said)
 
     order("rollout", "back", "agent", "--home", str(home))
-    until(lambda: versions(home) == old, "all boards are back", told=units.said)
+    wait_until(lambda: versions(home) == old, "all boards are back", diagnostics=units.said)
     returned = committed(home)
-    until(lambda: committed(home) > returned + 1, "the old version's rounds again", told=units.said)
+    wait_until(lambda: committed(home) > returned + 1, "the old version's rounds again", diagnostics=units.said)
     with Store(home) as store:
         run_control.stop_run(store, "digits")
-    until(lambda: any(isinstance(fact, JobEnded) for fact in facts(home)), "the end of the job")
+    wait_until(lambda: any(isinstance(fact, JobEnded) for fact in read_events(home)), "the end of the job")
 
-    found = facts(home)
+    found = read_events(home)
     states = [fact.state for fact in found if isinstance(fact, RoundCommitted)]
     for fact in found:
         if isinstance(fact, RoundCommitted):
@@ -150,18 +150,18 @@ def test_a_version_that_cannot_start_is_returned_from_and_the_rollout_ends(
     for table in plan.make_agent_tables()[:2]:
         units.start(table, broker.url)
     processes.start("coordinator", tmp_path / "serve.log", "serve", "--home", str(home), "--broker", broker.url)
-    until(lambda: len(versions(home)) == 2, "both boards are online", told=units.said)
+    wait_until(lambda: len(versions(home)) == 2, "both boards are online", diagnostics=units.said)
     broken = upgrades.wheel(tmp_path / "house", changes={"fedquilt/cli/entry.py": upgrades.cannot_start})
     file = upgrades.pack(tmp_path / "agents.tar", [broken])
     order("rollout", "agent", str(file), "--home", str(home), "--phases", "50%", "100", "--soak", "1s")
-    until(lambda: status(home) in ("done", "aborted"), "the upgrade is over", told=units.said)
+    wait_until(lambda: status(home) in ("done", "aborted"), "the upgrade is over", diagnostics=units.said)
     with Store(home) as store:
         state = store.rollouts.find_rollout().state
     assert (state.status, len(state.offered)) == ("aborted", 1)
     assert "it ended 3 times without having held" in state.reason
     assert units.log.read_text().count("this version cannot start") == 3
-    until(
+    wait_until(
         lambda: versions(home) == dict.fromkeys(versions(home), fedquilt.__version__) and len(versions(home)) == 2,
         "both run the old version",
-        told=units.said,
+        diagnostics=units.said,
     )

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from waiting import until
+from waiting import wait_until
 
 import command_lines
 
@@ -79,7 +79,7 @@ def test_slurms_warning_before_the_time_is_up_reaches_the_command(tmp_path):
     env = environment(tmp_path, {**PROGRAMS, "fedquilt": waits})
     process = subprocess.Popen(["bash", str(SCRIPT), "job.toml"], cwd=tmp_path, env=env)
     said = tmp_path / "said"
-    until(lambda: said.exists() and "began\n" in said.read_text(), "the command", 60.0)
+    wait_until(lambda: said.exists() and "began\n" in said.read_text(), "the command", 60.0)
     process.send_signal(signal.SIGTERM)
     assert process.wait(timeout=60)
     assert said.read_text().endswith("ended\nray stop\n")

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from waiting import LIMIT_S, until
+from waiting import LIMIT_S, wait_until
 
 import command_lines
 from fedquilt import __version__
@@ -90,7 +90,7 @@ class Podman:
         self._holder = subprocess.Popen(
             ["unshare", "--net", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc", "sleep", "infinity"]
         )
-        until(lambda: find_container_process(self._holder.pid), "the namespaces", 30.0)
+        wait_until(lambda: find_container_process(self._holder.pid), "the namespaces", 30.0)
         self._inside = find_container_process(self._holder.pid)
         self("ip", "link", "set", "lo", "up")
 
@@ -180,8 +180,11 @@ def test_the_compose_file_serves_a_fleet_whose_board_is_a_container_too(podman, 
         return done.stdout + done.stderr
 
     def logged(name, words, count=1):
-        until(
-            lambda: logs(name).count(words) >= count, f"{words!r} of {name}", LIMIT_S, told=lambda: logs(name)[-2000:]
+        wait_until(
+            lambda: logs(name).count(words) >= count,
+            f"{words!r} of {name}",
+            LIMIT_S,
+            diagnostics=lambda: logs(name)[-2000:],
         )
 
     logged("fleet_coordinator_1", "connected to the broker")

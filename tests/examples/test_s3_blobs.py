@@ -102,7 +102,7 @@ def test_a_coordinator_gives_boards_signed_addresses_of_the_backend(tmp_path):
     bucket = Bucket.from_url(f"http://127.0.0.1:{store.port}/bucket/models", KEYS)
     pair = Pair(tmp_path, "a", where=BlobLocationSettings(open_backend=partial(fedquilt_s3.ObjectStoreBlobs, bucket)))
     pair.others.append(store.close)
-    pair.play(lambda: pair.places._backend._clock_known)
+    pair.play(lambda: pair.places._backend._is_clock_known)
     ref = pair.boards["a"].depot.store_bytes(noise(2 * CHUNK))
     manifest = chunks.ManifestBuilder(ref, CHUNK, lambda at, size: noise(2 * CHUNK)[at : at + size]).hash_chunks()
     writer = BlobWriter(pair.coordinator.depot, manifest, bytes(2))
@@ -133,7 +133,7 @@ class Site:
             where=BlobLocationSettings(listen, None, partial(fedquilt_s3.ObjectStoreBlobs, self.bucket)),
         )
         self.pair.others.append(self.relay.close)
-        self.pair.play(lambda: self.pair.places._backend._clock_known)
+        self.pair.play(lambda: self.pair.places._backend._is_clock_known)
 
     def there(self, name: str) -> bool:
         return asked(self.direct.sign_url("HEAD", name), "HEAD")[0] == 200
@@ -218,9 +218,9 @@ def test_an_address_that_has_expired_is_refused_and_named_and_the_blob_comes_all
 
 def test_a_clock_that_is_years_off_signs_by_the_store_s(site, caplog):
     site.bucket.clock = lambda: 0.0
-    site.pair.places._backend._clock_known = False
+    site.pair.places._backend._is_clock_known = False
     site.pair.places._backend.request_clock()
-    site.pair.play(lambda: site.pair.places._backend._clock_known)
+    site.pair.play(lambda: site.pair.places._backend._is_clock_known)
     assert abs(site.bucket.offset_s - time.time()) < 3600
     stamp = site.bucket.sign_url("GET", "x").partition("X-Amz-Date=")[2][:4]
     assert stamp == str(time.gmtime().tm_year)
@@ -228,7 +228,7 @@ def test_a_clock_that_is_years_off_signs_by_the_store_s(site, caplog):
 
 
 def test_a_store_that_refuses_rests(site, monkeypatch):
-    monkeypatch.setattr(fedquilt_s3, "REST_S", 1000.0)
+    monkeypatch.setattr(fedquilt_s3, "PAUSE_S", 1000.0)
     site.bucket.path = "/nobucket/models"
     pair, board = site.pair, site.pair.boards["a"]
     first, second = (pair.coordinator.depot.store_bytes(noise(4 * CHUNK, seed)) for seed in (7, 8))

@@ -99,7 +99,7 @@ class ReferenceClient:
 
     def _examples_of(self, device: str) -> Any:
         member = self.scene.devices[int(device.rpartition("-")[2])]
-        return member.train, member.held
+        return member.train, member.held_out
 
     def run_task(
         self, task: Task, device: str, known: PrivateStateModel, load: Callable[[str], bytes]

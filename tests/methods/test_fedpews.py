@@ -357,7 +357,7 @@ def test_a_device_is_judged_by_what_it_has():
 
     run = play("fedpews_fixed", numpy_one(), point_devices(1), devices=["dev-0"], warmup=2, work=work)
     mark = masks.covered_entries(PLAN, np.array([1, 1, 0, 0, 0], bool))
-    held = point_devices(1)[0].held
+    held = point_devices(1)[0].held_out
     own = [{n: a * mark[n] if n in mark else a for n, a in state.model.items()} for state in run[:2]]
     wanted = [compute_metrics(numpy_one().evaluate(MLP, model, held))["accuracy"] for model in [*own, run[2].model]]
     assert checked == wanted

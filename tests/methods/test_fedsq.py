@@ -114,7 +114,7 @@ def test_with_gates_of_its_own_it_is_the_baseline_bit_for_bit(mu, work):
 
 
 def test_at_its_start_it_tells_what_the_pre_trained_network_tells(tmp_path):
-    held = members()[0].held
+    held = members()[0].held_out
     wanted = compute_metrics(engine().evaluate(RESIDUAL, bundle().load("model"), held))
     for cache in ("float32", "off"):
         told = compute_metrics(fedsq.check(*one_task(params(cache=cache), tmp_path)))
@@ -252,7 +252,9 @@ def test_a_module_that_is_not_there_is_refused_with_those_that_are():
 
 def test_a_device_without_held_out_examples_tells_that(tmp_path):
     member = members()[0]
-    task, site = one_task(params(), tmp_path, replace(member, held=Examples(member.held.x[:0], member.held.y[:0])))
+    task, site = one_task(
+        params(), tmp_path, replace(member, held_out=Examples(member.held_out.x[:0], member.held_out.y[:0]))
+    )
     assert fedsq.check(task, site).examples == 0
 
 

@@ -79,8 +79,8 @@ def evaluate(found: Any, devices: list[DeviceData]) -> float:
         assert entry["in_shape"] == list(stock.blocks[before].out_shape)
         assert entry["out_shape"] == list(stock.blocks[after].in_shape)
     network = stitched_network.from_artefact(found.meta, found.tensors)
-    x = inputs.prepare_images(np.concatenate([member.held.x for member in devices]), found.meta["input"])
-    y = np.concatenate([member.held.y for member in devices])
+    x = inputs.prepare_images(np.concatenate([member.held_out.x for member in devices]), found.meta["input"])
+    y = np.concatenate([member.held_out.y for member in devices])
     run = lambda block, maps: runner.run(Path(block.stages[0][0]), maps)  # noqa: E731
     scores = stitched_network.compute_label_scores(network, stock.blocks, run, x)
     return float((scores.argmax(axis=1) == y).mean())
@@ -227,7 +227,9 @@ def test_a_device_that_joins_in_the_middle_takes_part():
 
 
 def test_without_held_out_examples_the_criterion_decides_and_the_story_says_so():
-    devices = [replace(member, held=Examples(member.held.x[:0], member.held.y[:0])) for member in image_devices()]
+    devices = [
+        replace(member, held_out=Examples(member.held_out.x[:0], member.held_out.y[:0])) for member in image_devices()
+    ]
     last = play(devices)[-1]
     found = METHOD.result(last)
     assert all(each["accuracy"] is None for each in found.meta["search"])

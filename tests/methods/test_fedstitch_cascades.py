@@ -19,7 +19,7 @@ from fedquilt.testing.toy_networks import build_donors, deliver_task, image_devi
 JOINED = played(expansions=0)
 LAST = JOINED[-1]
 CASCADES = [(i, each) for i, each in enumerate(LAST.candidates) if each.early is not None]
-HELD = [member.held for member in image_devices(8)]
+HELD = [member.held_out for member in image_devices(8)]
 Y = np.concatenate([share.y for share in HELD])
 
 
@@ -128,7 +128,7 @@ def test_a_job_cut_short_or_without_held_out_examples_has_no_candidate_beyond_it
     for state in (run[1], next(each for each in run if each.phase == "validate" and each.heard)):
         told = METHOD.result(state).meta["search"]
         assert max(each["flops"] for each in told) <= 1e6 * limit
-    devices = [replace(each, held=Examples(each.held.x[:0], each.held.y[:0])) for each in image_devices(4)]
+    devices = [replace(each, held_out=Examples(each.held_out.x[:0], each.held_out.y[:0])) for each in image_devices(4)]
     bare = played(devices, expansions=0, budget_mflop=limit)[-1]
     assert all(each.early is None for each in bare.candidates)
     assert max(candidates.candidate_cost(bare, each).flops for each in bare.candidates) <= 1e6 * limit

@@ -119,13 +119,13 @@ def test_a_job_without_a_search_joins_donors():
 def test_a_class_that_nobody_has_is_named_and_never_wins():
     devices = []
     for member in image_devices(4):
-        shares = [Examples(share.x[share.y != 2], share.y[share.y != 2]) for share in (member.train, member.held)]
+        shares = [Examples(share.x[share.y != 2], share.y[share.y != 2]) for share in (member.train, member.held_out)]
         devices.append(DeviceData(member.device, *shares))
     run = played(devices, expansions=2)
     assert any("no device has examples of c: never predicted" in state.log for state in run)
     for candidate in run[-1].candidates:
         assert not candidate.head["weights"][2].any()
-        z = ends(run[-1], candidate.paths, [member.held for member in image_devices(4)])
+        z = ends(run[-1], candidate.paths, [member.held_out for member in image_devices(4)])
         scores = 1e6 * z @ candidate.head["weights"].T + candidate.head["bias"]
         assert (scores.argmax(axis=1) != 2).all()
     found = METHOD.result(run[-1])
@@ -137,8 +137,10 @@ def test_a_class_that_nobody_has_is_named_and_never_wins():
 def test_a_single_example_gives_a_head(same):
     member = image_devices(1)[0]
     own = Examples(member.train.x[:1], member.train.y[:1])
-    kin = (member.held.y == own.y[0]) == same
-    last = played([DeviceData(member.device, own, Examples(member.held.x[kin], member.held.y[kin]))], expansions=0)[-1]
+    kin = (member.held_out.y == own.y[0]) == same
+    last = played(
+        [DeviceData(member.device, own, Examples(member.held_out.x[kin], member.held_out.y[kin]))], expansions=0
+    )[-1]
     assert METHOD.done(last)
     assert {each.criterion for each in last.candidates} == {None}
     assert last.examples == 1  # of several held-out ones: no device counts as more than it has of its own

@@ -268,7 +268,7 @@ def test_private_state_of_another_network_is_refused():
 
 
 def test_without_held_out_examples_nobody_tells_an_accuracy():
-    alone = [DeviceData(m.device, m.train, Examples(m.held.x[:0], m.held.y[:0])) for m in point_devices(3)]
+    alone = [DeviceData(m.device, m.train, Examples(m.held_out.x[:0], m.held_out.y[:0])) for m in point_devices(3)]
     run, worked = play(alone, rounds=3, shrink_every=1)
     assert all("held_examples" not in answer.metrics for _, _, answer in worked)
     assert run[-1].size == 1

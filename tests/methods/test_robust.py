@@ -133,7 +133,7 @@ def test_a_fleet_with_an_attacker_in_every_round_learns_all_the_same(rule):
         *_, last = run_method(
             name, toy_bundle(), devices, chosen, engine=engine, rounds=rounds, cohort=cohort, fleet=fleet
         )
-        evaluated = [compute_metrics(engine.evaluate(last.network, last.model, each.held)) for each in devices]
+        evaluated = [compute_metrics(engine.evaluate(last.network, last.model, each.held_out)) for each in devices]
         return float(np.mean([each["loss"] for each in evaluated]))
 
     assert loss("robust", 8, rule=rule) < np.log(3)

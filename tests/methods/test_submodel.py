@@ -246,7 +246,7 @@ def test_depthfls_result_says_the_mean_of_all_exits():
     assert order is not None
     task, site = deliver_task(method, order, member, engine())
     network = found.meta["network"]
-    assert engine().evaluate(network, found.tensors, member.held) == method.check(task, site)
+    assert engine().evaluate(network, found.tensors, member.held_out) == method.check(task, site)
     assert registry.input_shape(network) == (1, 8, 8)
     module = registry.build_network(network).eval()
     module.load_state_dict({key: torch.tensor(value) for key, value in found.tensors.items()})

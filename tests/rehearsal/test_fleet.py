@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from waiting import until
+from waiting import wait_until
 
 from command_lines import parsed
 from fedquilt.core import JobError, LinkError
@@ -82,7 +82,7 @@ def test_a_server_is_waited_for_and_ended_with_all_it_has_started(tmp_path: Path
         child = int(sites.last(tmp_path / "log"))
         assert process.poll() is None
     assert process.returncode is not None
-    until(lambda: _ended(child), "the end of its child")
+    wait_until(lambda: _ended(child), "the end of its child")
 
 
 def _ended(pid: int) -> bool:

@@ -4,16 +4,16 @@ import logging
 import shutil
 
 import pytest
-from homes import Federation, committed
+from homes import Federation, is_commit_of
 
 from fedquilt.coordinator.rounds.events import JobEnded
 
 
 def put_back(federation: Federation, after: int, until: int) -> None:
     home, copy = federation.folder / "coordinator", federation.folder / "copy"
-    federation.run(committed(after))
+    federation.run(is_commit_of(after))
     shutil.copytree(home, copy)
-    federation.run(committed(until))
+    federation.run(is_commit_of(until))
     shutil.rmtree(home)
     copy.rename(home)
 
@@ -28,7 +28,7 @@ def ended(federation: Federation) -> str:
 def calm(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
     found = {}
     for method in ("fedavg", "scaffold", "local"):
-        federation = Federation(tmp_path_factory.mktemp(method), method).make()
+        federation = Federation(tmp_path_factory.mktemp(method), method).create()
         federation.run()
         assert ended(federation) == "done: "
         found[method] = federation.states()
@@ -36,7 +36,7 @@ def calm(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
 
 
 def test_a_home_that_is_put_back_three_rounds_later_gives_the_same_result(tmp_path, calm, caplog):
-    federation = Federation(tmp_path, "fedavg").make()
+    federation = Federation(tmp_path, "fedavg").create()
     put_back(federation, after=2, until=5)
     federation.run()
     assert ended(federation) == "done: "
@@ -46,7 +46,7 @@ def test_a_home_that_is_put_back_three_rounds_later_gives_the_same_result(tmp_pa
 
 
 def test_private_state_of_rounds_that_a_home_does_not_know_begins_anew_where_the_method_allows(tmp_path, calm):
-    federation = Federation(tmp_path, "scaffold").make()
+    federation = Federation(tmp_path, "scaffold").create()
     put_back(federation, after=1, until=5)  # of which devices have heard no answer
     federation.run()
     assert ended(federation) == "done: "
@@ -58,7 +58,7 @@ def test_private_state_of_rounds_that_a_home_does_not_know_begins_anew_where_the
 
 def test_private_state_of_the_round_before_is_still_there(tmp_path, calm):
     for method in ("scaffold", "local"):
-        federation = Federation(tmp_path / method, method).make()
+        federation = Federation(tmp_path / method, method).create()
         put_back(federation, after=2, until=3)
         federation.run()
         assert ended(federation) == "done: "
@@ -68,7 +68,7 @@ def test_private_state_of_the_round_before_is_still_there(tmp_path, calm):
 
 def test_an_update_of_a_later_round_than_the_homes_costs_nothing(tmp_path, calm):
     for method in ("scaffold", "local"):
-        federation = Federation(tmp_path / method, method).make()
+        federation = Federation(tmp_path / method, method).create()
         put_back(federation, after=1, until=3)
         federation.run()
         assert ended(federation) == "done: ", method
@@ -77,7 +77,7 @@ def test_an_update_of_a_later_round_than_the_homes_costs_nothing(tmp_path, calm)
 
 
 def test_a_method_that_allows_no_new_beginning_declines_by_name(tmp_path):
-    federation = Federation(tmp_path, "local").make()
+    federation = Federation(tmp_path, "local").create()
     put_back(federation, after=1, until=5)
     federation.run()
     assert "after round 2 is not here, only that of round 5, and local does not allow" in ended(federation)
@@ -85,12 +85,12 @@ def test_a_method_that_allows_no_new_beginning_declines_by_name(tmp_path):
 
 def test_a_copy_from_before_several_starts_learns_the_epoch_from_its_devices(tmp_path, calm, caplog):
     caplog.set_level(logging.WARNING)
-    federation = Federation(tmp_path, "fedavg").make()
+    federation = Federation(tmp_path, "fedavg").create()
     home, copy = tmp_path / "coordinator", tmp_path / "copy"
-    federation.run(committed(1))
+    federation.run(is_commit_of(1))
     shutil.copytree(home, copy)
     for round in (2, 3, 4):
-        federation.run(committed(round))
+        federation.run(is_commit_of(round))
     shutil.rmtree(home)
     copy.rename(home)
     federation.run()

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 from saved_homes import contents, saved
-from sited import federation, plan, states
+from sited import federation, list_states, plan
 
 from fedquilt import methods
 from fedquilt.coordinator import settings
@@ -69,7 +69,7 @@ def reached(facts: list[AnyEvent], kind: type, count: int) -> bool:
 
 
 def test_a_site_that_is_killed_goes_on_with_its_round_and_gives_an_answer_again_that_was_lost(tmp_path: Path) -> None:
-    flat = states(tmp_path / "flat", "scaffold", (), waits=6)
+    flat = list_states(tmp_path / "flat", "scaffold", (), waits=6)
     with federation(plan(tmp_path / "sited", "scaffold", cohort={"start_devices": 2}), (3, 3)) as made:
         below = made.below["site-1"]
         for kind, count in ((UpdateAccepted, 1), (RoundCommitted, 1), (UpdateAccepted, 5), (RoundCommitted, 3)):

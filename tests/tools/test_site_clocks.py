@@ -8,7 +8,7 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
-from sited import federation, plan, states
+from sited import federation, list_states, plan
 
 from fedquilt.coordinator.rounds.events import JobEnded, RoundCommitted, UpdateRejected
 
@@ -19,7 +19,7 @@ ROUNDS = 5
 def test_a_coordinator_above_that_is_put_back_by_rounds_comes_to_the_same_states(
     tmp_path: Path, method: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    calm = states(tmp_path / "calm", method, (3, 2), waits=3, rounds=ROUNDS)
+    calm = list_states(tmp_path / "calm", method, (3, 2), waits=3, rounds=ROUNDS)
     table = {"rounds": ROUNDS, "cohort": {"start_devices": 3, "deadline_s": 60}}
     with federation(plan(tmp_path / "sited", method, **table), (3, 2)) as made:
         assert made.play(lambda: len(made.states) == 1) == "running"
@@ -34,10 +34,10 @@ def test_a_coordinator_above_that_is_put_back_by_rounds_comes_to_the_same_states
 
 
 def test_clocks_that_are_years_apart_change_no_bit(tmp_path: Path) -> None:
-    calm = states(tmp_path / "calm", "fedavg", (3, 2), waits=3)
+    calm = list_states(tmp_path / "calm", "fedavg", (3, 2), waits=3)
     real, years = time.time, itertools.cycle([0.0, 9.0, -20.0, 30.0, -3.0])
     with mock.patch.object(time, "time", side_effect=lambda: real() + next(years) * 365 * 86400):
-        assert states(tmp_path / "apart", "fedavg", (3, 2), waits=3) == calm
+        assert list_states(tmp_path / "apart", "fedavg", (3, 2), waits=3) == calm
 
 
 def test_a_board_that_leaves_does_not_have_the_site_begin_its_round_again(tmp_path: Path) -> None:

@@ -80,7 +80,9 @@ def run_to_last_state(
 ) -> Any:
     common_settings = {"name": "dry-run", "method": job.method, "seed": job.seed, "cohort": {"attempts": 1}}
     short_job = settings.parse_job({**common_settings, **table})
-    *_, last_state = simulated.iterate_states(short_job, folder, devices, load=lambda name: method, engine=engine)
+    *_, last_state = simulated.iterate_states(
+        short_job, folder, devices, load_method=lambda name: method, engine=engine
+    )
     return last_state
 
 

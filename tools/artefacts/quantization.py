@@ -253,7 +253,7 @@ class _ScoringDevice:
             self.engine,
             tensors.seeded_rng("int8"),
             device.train,
-            device.held,
+            device.held_out,
             {},
             lambda name: {},
             paths.__getitem__,
@@ -378,7 +378,7 @@ def _score_original_and_quantized(
             engine=device.engine,
             local=local,
             cache=device.folder / "cache",
-            path=lambda ref: device.folder / "blobs" / ref.sha256,
+            path_of_blob=lambda ref: device.folder / "blobs" / ref.sha256,
         )
         update = METHOD.work(task, context)
         local = update.local

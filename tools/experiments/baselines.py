@@ -18,7 +18,7 @@ from fedquilt.models.stitching.algebra import class_moments, joint_head
 from fedquilt.models.stitching.stitched_network import Block, StitchedNetwork
 from fedquilt.tools.simulation import DeviceData
 from fedquilt.tools.simulation.run import iterate_states
-from fedquilt.tools.simulation.simulated_job import ROOM
+from fedquilt.tools.simulation.simulated_job import UNLIMITED_FLEET
 
 BATCH = 64
 MAX_ROUNDS = 1000  # more than any search needs
@@ -98,8 +98,8 @@ def run_to_last_state(
     job: JobSettings, folder: Path, members: Iterable[DeviceData], method: Method, engine: Any
 ) -> Any:
     """Run a search on devices with unlimited memory until its end, and return the last method state."""
-    unlimited_job = msgspec.structs.replace(job, rounds=MAX_ROUNDS, fleet=ROOM)
-    *_, last_state = iterate_states(unlimited_job, folder, members, load=lambda name: method, engine=engine)
+    unlimited_job = msgspec.structs.replace(job, rounds=MAX_ROUNDS, fleet=UNLIMITED_FLEET)
+    *_, last_state = iterate_states(unlimited_job, folder, members, load_method=lambda name: method, engine=engine)
     return last_state
 
 

@@ -82,7 +82,13 @@ class Evaluator:
         newcomer = DeviceData(EVALUATOR_ID, Examples(self._test.x[:0], self._test.y[:0]), self._test)
         with tempfile.TemporaryDirectory(dir=self._cache.path) as folder:
             task_and_context = make_task_and_context(
-                self.method, spec, newcomer, Path(folder), engine=engine, actions=("check",), path=self._find_blob
+                self.method,
+                spec,
+                newcomer,
+                Path(folder),
+                engine=engine,
+                actions=("check",),
+                path_of_blob=self._find_blob,
             )
             return score_from_sums(self.method.check(*task_and_context), rounds, sha256)
 

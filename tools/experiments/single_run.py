@@ -110,7 +110,7 @@ def run_seed(
                 marks.append(
                     costs.make_evaluation_point(rounds_done, judge.evaluate(simulation, backend, shares=bool(every)))
                 )
-            refusals.update(simulation.refusals)
+            refusals.update(simulation.decline_reasons)
             figures.update(observe_run(simulation, backend))
             report_round(rounds_done)
 
@@ -125,10 +125,10 @@ def run_seed(
             workers=workers,
             engine=engine,
             mixed=mixed,
-            together=batch_devices,
+            batched=batch_devices,
             test=test,
             observe=observe,
-            away=offline_devices,
+            offline=offline_devices,
         )
     return SeedRun(
         method=job.method,
@@ -257,12 +257,12 @@ def run_job(
             engine=engine,
             mixed=mixed,
             test=test,
-            heard=on_event,
+            on_event=on_event,
             observe=observe,
             home=home,
         )
     for simulation in simulations:
-        shutil.rmtree(simulation.devices, ignore_errors=True)
+        shutil.rmtree(simulation.devices_folder, ignore_errors=True)
     return simulations[0].run
 
 

@@ -39,15 +39,15 @@ from fedquilt.tools.report import plots
 from fedquilt.tools.simulation import DeviceData
 from fedquilt.tools.simulation.pool import ScratchFolder
 from fedquilt.tools.simulation.run import iterate_states
-from fedquilt.tools.simulation.simulated_job import ROOM, ROOM_BYTES
+from fedquilt.tools.simulation.simulated_job import UNLIMITED_BYTES, UNLIMITED_FLEET
 
-STEPS_MOST: Final = 300  # of an attack
+MAX_STEPS: Final = 300  # of an attack
 NOISE: Final = 0.001  # standard deviation of the noise that one row adds to gradients
 SEED: Final = 0  # of the choice of images and of the attack
-RATE: Final = 1.0  # of the one step: its length is the gradient itself
-PLAIN: Final = {"epochs": 1, "batch": 1, "lr": RATE}
-SIZES: Final = (16, 64, 256)  # examples that a fingerprint is of
-STARTS = 2  # number of starts, of which the best counts, because the attacker sees the loss
+LEARNING_RATE: Final = 1.0  # of the one step, which then is the gradient itself
+ONE_STEP_PARAMS: Final = {"epochs": 1, "batch": 1, "lr": LEARNING_RATE}
+FINGERPRINT_SIZES: Final = (16, 64, 256)  # numbers of examples
+STARTS = 2  # of an attack; the best counts, because the attacker knows the loss
 CELL, GAP, TOP = 112, 12, 40  # pixels
 
 
@@ -61,7 +61,7 @@ class UploadVariant:
     noise: float = 0.0  # deviation of the normal noise on every value of the gradient
 
 
-ROWS: Final = (
+VARIANTS: Final = (
     UploadVariant("FedAvg", "fedavg", {}),
     UploadVariant(f"FedAvg, noise {NOISE:g}", "fedavg", {}, NOISE),
     UploadVariant("ParFed, 1 layer kept", "parfed", {"layers": 1}),
@@ -72,90 +72,96 @@ ROWS: Final = (
 
 
 def extract_gradient(
-    row: UploadVariant, network: Mapping[str, Any], start: Tensors, example: Examples, engine: Any
+    variant: UploadVariant, network: Mapping[str, Any], start: Tensors, example: Examples, engine: Any
 ) -> Tensors:
     """Return the gradient that a device's upload after one step reveals, by tensor of the network."""
-    sent: list[Mapping[str, Tensors]] = []
-    method = methods.load(row.method)
+    uploads: list[Mapping[str, Tensors]] = []
+    method = methods.load(variant.method)
 
     def record_work(task: Task, site: ClientContext) -> ClientResult:
-        answer = method.work(task, site)
-        sent.append(answer.bundles)
-        return answer
+        result = method.work(task, site)
+        uploads.append(result.bundles)
+        return result
 
-    known = {field.name for field in fields(method.params)}
-    params = {key: value for key, value in {**PLAIN, **row.params}.items() if key in known}
-    job = JobSettings(name="audit", method=row.method, rounds=3, params=params, fleet=ROOM)
+    accepted_params = {field.name for field in fields(method.params)}
+    params = {key: value for key, value in {**ONE_STEP_PARAMS, **variant.params}.items() if key in accepted_params}
+    job = JobSettings(name="audit", method=variant.method, rounds=3, params=params, fleet=UNLIMITED_FLEET)
     victim = DeviceData("victim", example, Examples(example.x[:0], example.y[:0]))
-    double = replace(method, work=record_work)
+    recording_method = replace(method, work=record_work)
 
-    with ScratchFolder() as place:
+    with ScratchFolder() as bundle_folder:
         register = traces.register_from_table(network)
         job_bundle.write_bundle(
-            place, {"network": dict(network), "register": register}, {"model": tensors.encode_tensors(start)}
+            bundle_folder, {"network": dict(network), "register": register}, {"model": tensors.encode_tensors(start)}
         )
-        for _ in iterate_states(job, place, [victim], load=lambda name: double, engine=engine):
-            found = [(name, array) for each in sent for some in each.values() for name, array in some.items()]
-            kept = {
-                name: (start[name].astype(np.float64) - array) / RATE
-                for name, array in found
+        for _ in iterate_states(job, bundle_folder, [victim], load_method=lambda name: recording_method, engine=engine):
+            arrays = [
+                (name, array) for bundles in uploads for bundle in bundles.values() for name, array in bundle.items()
+            ]
+            differences = {
+                name: (start[name].astype(np.float64) - array) / LEARNING_RATE
+                for name, array in arrays
                 if name in start and array.shape == start[name].shape
             }
-            if kept:
-                return kept
-    raise JobError(f"{row.method} uploads no tensors of the network: there is no gradient to audit")
+            if differences:
+                return differences
+    raise JobError(f"{variant.method} uploads no tensors of the network: there is no gradient to audit")
 
 
 def audit_methods(data: Path, *, count: int = 4, size: int = 0) -> dict[str, Any]:
     """Attack `count` examples in each row. Return figures, and "pictures" (h, w, channels) from 0 to 1."""
-    drawn = shares.load_split(DataSpec(path=str(data), limit=max(count, *SIZES), size=size, seed=SEED))
-    if drawn.x.ndim not in (3, 4) or drawn.x.shape[1] != drawn.x.shape[2]:
-        raise DataError(f"{data}: examples of shape {drawn.x.shape[1:]}: square images are wanted, --size scales them")
-    channels, side = (1 if drawn.x.ndim == 3 else drawn.x.shape[3]), drawn.x.shape[1]
+    examples = shares.load_split(DataSpec(path=str(data), limit=max(count, *FINGERPRINT_SIZES), size=size, seed=SEED))
+    if examples.x.ndim not in (3, 4) or examples.x.shape[1] != examples.x.shape[2]:
+        raise DataError(
+            f"{data}: examples of shape {examples.x.shape[1:]} are no square images: scale them with --size"
+        )
+    channels, side = (1 if examples.x.ndim == 3 else examples.x.shape[3]), examples.x.shape[1]
     table = {"channels": channels, "size": side}
-    network = {"name": "lenet", **table, "classes": max(10, int(drawn.y.max()) + 1), "input": table}
+    network = {"name": "lenet", **table, "classes": max(10, int(examples.y.max()) + 1), "input": table}
     start, head = draw_weights(network, SEED), traces.register_from_table(network).find_classifier()
-    engine = TorchEngine(ROOM_BYTES)
+    engine = TorchEngine(UNLIMITED_BYTES)
     torch.set_num_threads(1)  # several threads are slower on such a small network
-    found: dict[str, Any] = {row.label: {"psnr_db": [], "values": 0, "label_read": []} for row in ROWS}
+    results: dict[str, Any] = {variant.label: {"psnr_db": [], "values": 0, "label_read": []} for variant in VARIANTS}
     pictures: list[list[np.ndarray]] = []
-    for index in range(min(count, len(drawn))):
-        example = Examples(drawn.x[index : index + 1], drawn.y[index : index + 1])
-        truth = inputs.prepare_images(example.x, table)[0]
-        line = [truth]
-        for place, row in enumerate(ROWS):
-            progress.LINE.set_part(row.label, index * len(ROWS) + place, min(count, len(drawn)) * len(ROWS))
-            gradient = extract_gradient(row, network, start, example, engine)
-            rng = tensors.seeded_rng("audit", SEED, index, row.label)
-            if row.noise:
-                gradient = {name: array + rng.normal(0, row.noise, array.shape) for name, array in gradient.items()}
+    for index in range(min(count, len(examples))):
+        example = Examples(examples.x[index : index + 1], examples.y[index : index + 1])
+        original = inputs.prepare_images(example.x, table)[0]
+        images = [original]
+        for number, variant in enumerate(VARIANTS):
+            progress.LINE.set_part(
+                variant.label, index * len(VARIANTS) + number, min(count, len(examples)) * len(VARIANTS)
+            )
+            gradient = extract_gradient(variant, network, start, example, engine)
+            rng = tensors.seeded_rng("audit", SEED, index, variant.label)
+            if variant.noise:
+                gradient = {name: array + rng.normal(0, variant.noise, array.shape) for name, array in gradient.items()}
             label = int(example.y[0])
-            guess = reconstruct_example(network, start, gradient, label, truth.shape, rng, STEPS_MOST)
-            account = found[row.label]
-            account["psnr_db"].append(round(psnr(guess, truth), 2))
-            account["values"] = sum(array.size for array in gradient.values())
-            account["label_read"].append(infer_label(gradient, head) == label)
-            line.append(guess)
-        pictures.append([np.moveaxis(each, 0, -1) for each in line])
+            guess = reconstruct_example(network, start, gradient, label, original.shape, rng, MAX_STEPS)
+            entry = results[variant.label]
+            entry["psnr_db"].append(round(psnr(guess, original), 2))
+            entry["values"] = sum(array.size for array in gradient.values())
+            entry["label_read"].append(infer_label(gradient, head) == label)
+            images.append(guess)
+        pictures.append([np.moveaxis(each, 0, -1) for each in images])
     return {
         "rows": {
-            label: {**each, "mean_db": round(float(np.mean(each["psnr_db"])), 2)} for label, each in found.items()
+            label: {**each, "mean_db": round(float(np.mean(each["psnr_db"])), 2)} for label, each in results.items()
         },
-        "fingerprints": compare_fingerprints(drawn),
-        "settings": {"network": network, "steps": STEPS_MOST, "noise": NOISE, "seed": SEED, "examples": len(pictures)},
+        "fingerprints": compare_fingerprints(examples),
+        "settings": {"network": network, "steps": MAX_STEPS, "noise": NOISE, "seed": SEED, "examples": len(pictures)},
         "pictures": pictures,
     }
 
 
 def compare_fingerprints(examples: Examples) -> list[dict[str, float]]:
     """Compare a fingerprint's first vector with the mean image, for several numbers of examples."""
-    found = []
-    for size in (1, *SIZES):
+    similarities = []
+    for size in (1, *FINGERPRINT_SIZES):
         if size <= len(examples):
-            some = examples.x[:size]
-            likeness = subspaces.mean_similarity(some, subspaces.compute_subspace(some, 5))
-            found.append({"examples": size, "cosine": round(likeness, 4)})
-    return found
+            subset = examples.x[:size]
+            likeness = subspaces.mean_similarity(subset, subspaces.compute_subspace(subset, 5))
+            similarities.append({"examples": size, "cosine": round(likeness, 4)})
+    return similarities
 
 
 def psnr(guess: np.ndarray, truth: np.ndarray) -> float:
@@ -166,16 +172,16 @@ def psnr(guess: np.ndarray, truth: np.ndarray) -> float:
 
 def format_result(result: Mapping[str, Any]) -> list[str]:
     settings = result["settings"]
-    found = [
-        f"iDLG on {settings['examples']} examples, up to {settings['steps']} steps; a high PSNR is a picture given away"
+    lines = [
+        f"iDLG on {settings['examples']} examples, up to {settings['steps']} steps; a high PSNR means a recovered image"
     ]
     for label, row in result["rows"].items():
-        each = ", ".join(f"{value:.1f}" for value in row["psnr_db"])
+        decibels = ", ".join(f"{value:.1f}" for value in row["psnr_db"])
         read = f"label read off {sum(row['label_read'])} of {len(row['label_read'])}"
-        found.append(f"  {label:24} {row['mean_db']:6.2f} dB ({each})   {row['values']} values, {read}")
-    found.append("GENE-FL's fingerprint: cosine of its first vector and the mean picture")
-    told = [f"{each['cosine']:.3f} of {each['examples']}" for each in result["fingerprints"]]
-    return [*found, f"  {', '.join(told)}"]
+        lines.append(f"  {label:24} {row['mean_db']:6.2f} dB ({decibels})   {row['values']} values, {read}")
+    lines.append("GENE-FL's fingerprint: cosine of its first vector and the mean picture")
+    cosines = [f"{decibels['cosine']:.3f} of {decibels['examples']}" for decibels in result["fingerprints"]]
+    return [*lines, f"  {', '.join(cosines)}"]
 
 
 def audit_and_print(data: Path, out: Path, format: str, options: Mapping[str, Any]) -> int:
@@ -194,8 +200,10 @@ def audit_and_print(data: Path, out: Path, format: str, options: Mapping[str, An
 def draw_weights(network: Mapping[str, Any], seed: int) -> dict[str, np.ndarray]:
     """Draw the network's tensors from U(-0.5, 0.5)."""
     rng = tensors.seeded_rng("audit weights", seed)
-    held = registry.build_network(network).state_dict()
-    return {name: rng.uniform(-0.5, 0.5, tuple(value.shape)).astype(np.float32) for name, value in sorted(held.items())}
+    state = registry.build_network(network).state_dict()
+    return {
+        name: rng.uniform(-0.5, 0.5, tuple(value.shape)).astype(np.float32) for name, value in sorted(state.items())
+    }
 
 
 def infer_label(gradient: Tensors, head: str | None) -> int | None:
@@ -221,12 +229,12 @@ def reconstruct_example(
     with torch.no_grad():
         for name, value in model.state_dict().items():
             value.copy_(torch.tensor(start[name]))
-    known = dict(model.named_parameters())
-    moved = [known[name] for name in gradient]
-    wanted = [torch.tensor(np.asarray(array, np.float64)) for array in gradient.values()]
-    whole = sum(float(each.square().sum()) for each in wanted) or 1.0
+    parameters = dict(model.named_parameters())
+    uploaded = [parameters[name] for name in gradient]
+    targets = [torch.tensor(np.asarray(array, np.float64)) for array in gradient.values()]
+    squared_norm = sum(float(target.square().sum()) for target in targets) or 1.0
     y = torch.tensor([label])
-    best, least = np.zeros(shape), np.inf
+    best_image, least_distance = np.zeros(shape), np.inf
     for _ in range(STARTS):
         x = torch.tensor(rng.normal(0.0, 1.0, (1, *shape)), requires_grad=True)
         search = torch.optim.LBFGS(
@@ -240,36 +248,39 @@ def reconstruct_example(
 
         def closure(x: torch.Tensor = x, search: torch.optim.LBFGS = search) -> torch.Tensor:
             search.zero_grad()
-            found = torch.autograd.grad(F.cross_entropy(model(x), y), moved, create_graph=True)
-            away = sum(((a - b).square().sum() for a, b in zip(found, wanted, strict=True)), torch.zeros(())) / whole
-            away.backward(inputs=[x])
-            return away
+            gradients = torch.autograd.grad(F.cross_entropy(model(x), y), uploaded, create_graph=True)
+            distance = (
+                sum(((a - b).square().sum() for a, b in zip(gradients, targets, strict=True)), torch.zeros(()))
+                / squared_norm
+            )
+            distance.backward(inputs=[x])
+            return distance
 
         search.step(closure)
-        left = float(closure().detach())
-        if left < least:
-            best, least = x.detach().numpy()[0].copy(), left
-    return np.clip(best, 0, 1).astype(np.float32)
+        distance = float(closure().detach())
+        if distance < least_distance:
+            best_image, least_distance = x.detach().numpy()[0].copy(), distance
+    return np.clip(best_image, 0, 1).astype(np.float32)
 
 
 def render_grid(titles: Sequence[str], rows: Sequence[Sequence[np.ndarray]], notes: Sequence[Sequence[str]]) -> str:
     """Render images as a grid in a standalone SVG."""
-    step = CELL + GAP
+    stride = CELL + GAP
 
-    def draw(axis: plots.Axis, tip: plots.AddTooltip) -> None:
+    def draw(axis: plots.Axis, add_tooltip: plots.AddTooltip) -> None:
         for column, title in enumerate(titles):
-            middle = GAP + step * column + CELL / 2
+            middle = GAP + stride * column + CELL / 2
             axis.text(middle, TOP - 4, title.replace(", ", "\n", 1), ha="center", va="bottom")
-            for number, (row, told) in enumerate(zip(rows, notes, strict=True)):
-                image, (x, y) = row[column], (GAP + step * column, TOP + (step + 14) * number)
+            for number, (row, note) in enumerate(zip(rows, notes, strict=True)):
+                image, (x, y) = row[column], (GAP + stride * column, TOP + (stride + 14) * number)
                 values = (
                     np.clip(image, 0, 1).reshape(image.shape[:2]) if image.shape[2:] != (3,) else np.clip(image, 0, 1)
                 )
-                place = (x, x + CELL, y + CELL, y)
-                drawn = axis.imshow(values, "gray", vmin=0, vmax=1, extent=place, interpolation="none", aspect="auto")
-                tip(drawn, f"{title} {told[column]}".strip())
-                axis.text(middle, y + CELL + 12, told[column], ha="center")
+                extent = (x, x + CELL, y + CELL, y)
+                artist = axis.imshow(values, "gray", vmin=0, vmax=1, extent=extent, interpolation="none", aspect="auto")
+                add_tooltip(artist, f"{title} {note[column]}".strip())
+                axis.text(middle, y + CELL + 12, note[column], ha="center")
 
-    size = GAP + step * len(titles), TOP + (step + 14) * len(rows)
-    words = f"{len(rows)} images and what was reconstructed of them: {', '.join(titles)}"
-    return plots.add_background(plots.render_picture(plots.Picture(*size, words, draw)))
+    size = GAP + stride * len(titles), TOP + (stride + 14) * len(rows)
+    description = f"{len(rows)} images and their reconstructions: {', '.join(titles)}"
+    return plots.add_background(plots.render_picture(plots.Picture(*size, description, draw)))

@@ -22,22 +22,22 @@ from fedquilt.host import disk
 from fedquilt.tools.experiments import method_pages
 from fedquilt.tools.lab import demo
 
-DIGITS: Final = "digits"  # names the handwritten digits that come with fedquilt
+DIGITS: Final = "digits"  # name of the handwritten digits in the package
 DEVICES: Final = 10
 ROUNDS: Final = 30
-SEARCH_ROUNDS: Final = 200  # at most, of a method that ends by itself
+SEARCH_ROUNDS: Final = 200  # maximum, because a search ends by itself
 BOARDS: Final = ("jetson-nano", "jetson-orin-nano", "raspberry-pi-5", "x86-host")
 DONORS: Final = {"mobilenet": "torchvision/mobilenet_v2", "squeezenet": "torchvision/squeezenet1_1"}  # of images
-NEEDED: Final = {"fedlps": {"encoder": 0.0}}  # parameters without whose values a network of random weights is refused
-TRAINING: Final = {"batch": 16, "lr": 0.05, "momentum": 0.9, "weight_decay": 0.01}  # if a method has them
-STEPS: Final = 10  # of a device in a round, by the number of epochs
-SMALL_SIDE: Final = 12  # pixels of images that a fully connected network tells apart
+REQUIRED_PARAMS: Final = {"fedlps": {"encoder": 0.0}}  # without which a method refuses random weights
+TRAINING: Final = {"batch": 16, "lr": 0.05, "momentum": 0.9, "weight_decay": 0.01}  # if the method has these parameters
+STEPS: Final = 10  # of a device per round, reached by the number of epochs
+SMALL_SIDE: Final = 12  # largest image for a fully connected network
 
 
 @dataclass(frozen=True)
 class NewJob:
-    out: Path
-    found: DataInspection
+    path: Path
+    data: DataInspection
     method: str
     devices: int
     rounds: int
@@ -49,81 +49,85 @@ class NewJob:
     @property
     def network(self) -> dict[str, Any]:
         """Table [model] of a network that fits the examples."""
-        found = self.found
-        outputs = {"classes" if found.data.get("task", "classes") == "classes" else "outputs": found.outputs}
+        data = self.data
+        outputs = {"classes" if data.data.get("task", "classes") == "classes" else "outputs": data.outputs}
         has_torch = importlib.util.find_spec("torch") is not None
-        if (size := found.input.get("size", 0)) > SMALL_SIDE and has_torch:
-            return {"name": "cnn", "channels": found.input["channels"], "size": size, **outputs}
-        if len(found.shape) == 2 and not size and has_torch:
-            return {"name": "conv1d", "steps": found.shape[0], "channels": found.shape[1], **outputs}
-        inputs = found.input["channels"] * size**2 if size else math.prod(found.shape)
+        if (size := data.input.get("size", 0)) > SMALL_SIDE and has_torch:
+            return {"name": "cnn", "channels": data.input["channels"], "size": size, **outputs}
+        if len(data.shape) == 2 and not size and has_torch:
+            return {"name": "conv1d", "steps": data.shape[0], "channels": data.shape[1], **outputs}
+        inputs = data.input["channels"] * size**2 if size else math.prod(data.shape)
         return {"name": "mlp", "inputs": inputs, "hidden": [64 if inputs > 32 else 32], **outputs}
 
     @property
     def params(self) -> dict[str, Any]:
         """Chosen parameters of the method."""
-        needed, kind = NEEDED.get(self.method, {}), methods.load(self.method).params
-        batches = math.ceil(self.found.examples * 0.8 / self.devices / TRAINING["batch"])
-        chosen = {"epochs": max(1, round(STEPS / batches)), **TRAINING, **needed}
+        required, params_class = REQUIRED_PARAMS.get(self.method, {}), methods.load(self.method).params
+        batches = math.ceil(self.data.examples * 0.8 / self.devices / TRAINING["batch"])
+        params = {"epochs": max(1, round(STEPS / batches)), **TRAINING, **required}
         try:
-            kind(**chosen)
-        except (TypeError, ValueError):  # SCAFFOLD refuses momentum, a search trains nothing
-            return needed
-        return chosen
+            params_class(**params)
+        except (TypeError, ValueError):  # SCAFFOLD refuses momentum, and a search has no training parameters
+            return required
+        return params
 
     def list_notes(self) -> list[str]:
         """Return sentences on the data and the choices."""
         network = ", ".join(f"{key} {value}" for key, value in self.network.items() if key != "name")
         if self.is_search:
-            chosen = f"{self.method} from donors {' and '.join(DONORS)}"
+            choice = f"{self.method} from donors {' and '.join(DONORS)}"
         else:
-            chosen = f"{self.method} trains {self.network['name']} ({network})"
-        return [*self.found.notes, f"{chosen}, {self.rounds} rounds, {self.devices} devices"]
+            choice = f"{self.method} trains {self.network['name']} ({network})"
+        return [*self.data.notes, f"{choice}, {self.rounds} rounds, {self.devices} devices"]
 
     def write(self, *, force: bool = False) -> None:
-        """Write the job file, beside it the digits if these are the data."""
-        path = self.found.data.get("path")
-        if self.is_search and "channels" not in self.found.input:
+        """Write the job file, and the digits into the same folder if they are the data.
+
+        Raises:
+            StoreError: If a file with other content exists and `force` is false.
+        """
+        path = self.data.data.get("path")
+        if self.is_search and "channels" not in self.data.input:
             raise JobError(
                 f"{self.method} begins with donors, init knows donors of images only, and examples of "
-                f"{path or self.found.data['dataset']} have shape {self.found.shape}: write a job with [[donors]] of "
+                f"{path or self.data.data['dataset']} have shape {self.data.shape}: write a job with [[donors]] of "
                 "your own (docs/jobs.md), as examples/series_stitching has for time series"
             )
-        text, beside = "\n".join(self._format_lines()) + "\n", self.out.with_name(find_digits().name)
+        text, digits_copy = "\n".join(self._format_lines()) + "\n", self.path.with_name(find_digits().name)
         has_digits = path == str(find_digits())
         if not force:
-            _require_same_or_absent(self.out, text.encode())
+            _require_same_or_absent(self.path, text.encode())
             if has_digits:
-                _require_same_or_absent(beside, find_digits().read_bytes())
-        disk.write_output(self.out, text)
+                _require_same_or_absent(digits_copy, find_digits().read_bytes())
+        disk.write_output(self.path, text)
         if has_digits:
-            with disk.disk_errors(f"write {beside}"):
-                shutil.copyfile(find_digits(), beside)
+            with disk.disk_errors(f"write {digits_copy}"):
+                shutil.copyfile(find_digits(), digits_copy)
 
     def _format_lines(self) -> Iterator[str]:
-        found, card, method = self.found, method_pages.make_card(self.method), methods.load(self.method)
+        data, card, method = self.data, method_pages.make_card(self.method), methods.load(self.method)
         network = self.network
-        name = re.sub(r"[^a-z0-9._-]+", "-", self.out.stem.lower()).strip("-._")[:40] or "job"
+        name = re.sub(r"[^a-z0-9._-]+", "-", self.path.stem.lower()).strip("-._")[:40] or "job"
         yield "# A job for fedquilt; docs/jobs.md lists every key. Lines that begin with # hold defaults."
         yield ""
         yield f"name = {json.dumps(name)}"
         yield f"method = {json.dumps(self.method)}   # {card.title}"
         yield f"rounds = {self.rounds}" + ("        # at most: the job ends by itself" if self.is_search else "")
         if self.is_search:
-            names = found.data.get("labels") or [str(each) for each in range(found.outputs)]
+            names = data.data.get("labels") or [str(parameter) for parameter in range(data.outputs)]
             yield f"labels = {format_value(names)}   # names of the classes in order"
         yield "# seed = 0          # everything random is drawn from it"
         if "numpy" in method.engines and network["name"] == "mlp":
             yield 'engine = "numpy"    # enough for a small network; without this line devices train with torch'
         yield ""
         yield "[params]              # of the method"
-        chosen = self.params
-        wide = max((len(each.name) for each in card.parameters), default=0)
-        for each in card.parameters:
-            about = each.about.replace("\n", " ")
-            value = chosen.get(each.name, each.default)
-            yield f"{'' if each.name in chosen else '# '}{each.name.ljust(wide)} = {format_value(value)}" + (
-                f"   # {about}" if about else ""
+        params = self.params
+        width = max((len(parameter.name) for parameter in card.parameters), default=0)
+        for parameter in card.parameters:
+            description = parameter.about.replace("\n", " ")
+            value = params.get(parameter.name, parameter.default)
+            yield f"{'' if parameter.name in params else '# '}{parameter.name.ljust(width)} = {format_value(value)}" + (
+                f"   # {description}" if description else ""
             )
         yield ""
         yield "[cohort]"
@@ -152,14 +156,14 @@ class NewJob:
             yield f'# weights = "FILE"    # of a pre-trained network, of which the method keeps {frozen}'
         yield ""
         yield "[input]               # scales of what the network gets"
-        for key, value in self.found.input.items():
+        for key, value in self.data.input.items():
             yield f"{key} = {format_value(value)}"
 
     def _format_data(self) -> Iterator[str]:
-        table = dict(self.found.data)
+        table = dict(self.data.data)
         if path := table.get("path"):
             is_digits = path == str(find_digits())
-            table["path"] = find_digits().name if is_digits else os.path.relpath(path, self.out.parent)
+            table["path"] = find_digits().name if is_digits else os.path.relpath(path, self.path.parent)
         yield "[data]                # of simulated devices; a board of your own names its data in agent.toml"
         for key, value in table.items():
             yield f"{key} = {format_value(value)}"
@@ -182,8 +186,8 @@ def inspect_source(source: str, label: str) -> DataInspection:
     return inspection.inspect_data(str(find_digits()) if source == DIGITS else source, label)
 
 
-def choose_devices(found: DataInspection) -> int:
-    return max(1, min(DEVICES, found.examples // 4))
+def choose_devices(data: DataInspection) -> int:
+    return max(1, min(DEVICES, data.examples // 4))
 
 
 def choose_rounds(method: str) -> int:
@@ -203,7 +207,7 @@ def format_value(value: Any) -> str:
     if value is None:
         return "..."
     if isinstance(value, Mapping):
-        return f"{{ {', '.join(f'{toml.key_text(key)} = {format_value(each)}' for key, each in value.items())} }}"
+        return f"{{ {', '.join(f'{toml.key_text(key)} = {format_value(item)}' for key, item in value.items())} }}"
     return json.dumps(list(value) if isinstance(value, tuple) else value, ensure_ascii=False)
 
 

@@ -17,4 +17,4 @@ from fedquilt.core import Examples
 class DeviceData:
     device: str
     train: Examples
-    held: Examples
+    held_out: Examples

@@ -48,9 +48,9 @@ from fedquilt.transport.memory_link import MemoryBroker, MemoryLink, run_on_virt
 from fedquilt.transport.mqtt.broker import Broker
 from fedquilt.transport.mqtt.link import MqttLink
 
-WAITS_S: Final = 3600.0  # of virtual time for which nobody is at a run
-ENDING_S: Final = 10.0  # for which a process that was told to stop is waited for
-RUN: Final = (
+MAX_IDLE_S: Final = 3600.0  # virtual time without activity after which a run fails
+STOP_TIMEOUT_S: Final = 10.0  # after SIGTERM
+AGENT_PROGRAM: Final = (
     "import sys; from fedquilt.edge_agent.task.process import exit_with_parent; exit_with_parent(int(sys.argv[1])); "
     "from fedquilt.cli import main; sys.exit(main(sys.argv[2:]))"
 )
@@ -80,10 +80,10 @@ class FleetPlan:
         """Return the agent.toml tables of all devices. Boards and budgets are assigned in rotation."""
         if not self.job.data:
             raise JobError("the job has no [data] table: add one with the data of the simulated devices")
-        spec, allowed = self.job.fleet, self._list_allowed_plugins()
+        fleet, allowed_plugins = self.job.fleet, self._list_allowed_plugins()
         agents = []
         for index in range(self.size):
-            board = spec.boards[index % len(spec.boards)]
+            board = fleet.boards[index % len(fleet.boards)]
             device = f"{board}-{index:02d}"
             agents.append(
                 {
@@ -91,81 +91,79 @@ class FleetPlan:
                     "fleet": self.fleet,
                     "home": str(self.get_agent_folder(run, device)),
                     "board": board,
-                    "budget": spec.budgets[index % len(spec.budgets)],
-                    "labels": list(spec.device_labels(index)),
-                    "governor": {"policy": spec.policy},
+                    "budget": fleet.budgets[index % len(fleet.budgets)],
+                    "labels": list(fleet.device_labels(index)),
+                    "governor": {"policy": fleet.policy},
                     "data": {"seed": self.job.seed, **self.job.data, "share": index, "shares": self.size},
-                    **({"plugins": allowed} if allowed else {}),
+                    **({"plugins": allowed_plugins} if allowed_plugins else {}),
                 }
             )
         return agents
 
     def _list_allowed_plugins(self) -> list[str]:
-        found = plugins.allowlist_entries("method", self.job.method, methods.builtin_names())
+        allowed = plugins.allowlist_entries("method", self.job.method, methods.builtin_names())
         for table in (self.job.model, *(donor.get("network", {}) for donor in self.job.donors)):
             for name in registry.plugin_networks(table):
-                found += plugins.allowlist_entries("network", name, registry.BUILTIN_NETWORKS)
+                allowed += plugins.allowlist_entries("network", name, registry.BUILTIN_NETWORKS)
         if self.job.engine is not None:
-            found += plugins.allowlist_entries("engine", self.job.engine, tuple(engines.NEEDS))
+            allowed += plugins.allowlist_entries("engine", self.job.engine, tuple(engines.NEEDS))
         choices = training_choices.select_choices(methods.load(self.job.method).params, self.job.params)
         for kind, name in training_choices.list_plugins(choices):
-            found += plugins.allowlist_entries(kind, name, training_choices.OURS[kind])
-        return sorted(set(found))
+            allowed += plugins.allowlist_entries(kind, name, training_choices.OURS[kind])
+        return sorted(set(allowed))
 
     def load_devices(self) -> tuple[list[DeviceData], Examples]:
         tables = self.make_agent_tables()
         shares = examples.load_all_shares(msgspec.convert(tables[0]["data"], DataSpec))
-        found = [DeviceData(table["device"], *share) for table, share in zip(tables, shares, strict=True)]
-        return found, examples.load_split(msgspec.convert({**self.job.data, "split": "test"}, DataSpec))
+        devices = [DeviceData(table["device"], *share) for table, share in zip(tables, shares, strict=True)]
+        return devices, examples.load_split(msgspec.convert({**self.job.data, "split": "test"}, DataSpec))
 
-    def validate_and_load_bundle(self, make: Callable[[str], Device] = make_board) -> Bundle:
-        self.validate_fleet(make)
-        made = load_bundle(self.bundle)
-        require_matching_bundle(self.job, made)
+    def validate_and_load_bundle(self, create_board: Callable[[str], Device] = make_board) -> Bundle:
+        self.validate_fleet(create_board)
+        bundle = load_bundle(self.bundle)
+        require_matching_bundle(self.job, bundle)
         agents = self.make_agent_tables()
         spec = DataSpec.parse(agents[0]["data"])
-        examples.require_nonempty_shares(compatibility.open_compatible_data(made.meta, spec), spec)
-        return made
+        examples.require_nonempty_shares(compatibility.open_compatible_data(bundle.meta, spec), spec)
+        return bundle
 
-    def validate_fleet(self, make: Callable[[str], Device] = make_board) -> None:
+    def validate_fleet(self, create_board: Callable[[str], Device] = make_board) -> None:
         """Raise JobError or ModelError if a key of [fleet] is wrong. Needs no bundle."""
         self.job.fleet.require_enough_devices(self.job.cohort, self.size)
         with toml.prefix_errors("[fleet]"):
             for budget in dict.fromkeys(self.job.fleet.budgets):
                 settings.parse_size(budget)
             for board in dict.fromkeys(self.job.fleet.boards):
-                make(board)
+                create_board(board)
 
     def queue_or_resume(
-        self, store: Store, make: Callable[[str], Device] = make_board, origin: Origin = "fleet"
+        self, store: Store, create_board: Callable[[str], Device] = make_board, origin: Origin = "fleet"
     ) -> str:
         """Queue the job, or resume its unfinished run, and return the id of the run.
 
         The first round waits for all selected devices of the fleet.
         """
-        made = self.validate_and_load_bundle(make)
-        there = self.job.fleet.count_selected_devices(self.job.cohort, self.size)
-        cohort = msgspec.structs.replace(self.job.cohort, start_devices=there)
-        job, folder = msgspec.structs.replace(self.job, cohort=cohort), self.bundle.resolve()
-        run = store.find_unfinished(job, folder, origin)
+        bundle = self.validate_and_load_bundle(create_board)
+        start_devices = self.job.fleet.count_selected_devices(self.job.cohort, self.size)
+        cohort = msgspec.structs.replace(self.job.cohort, start_devices=start_devices)
+        job, bundle_folder = msgspec.structs.replace(self.job, cohort=cohort), self.bundle.resolve()
+        run = store.find_unfinished(job, bundle_folder, origin)
         if run is None:
-            create_initial_state(job, made)
-            return store.add_job(job, folder, origin)
+            create_initial_state(job, bundle)
+            return store.add_job(job, bundle_folder, origin)
         store.set_status(run, "running")
         return run
 
 
-def run_fleet_on_broker(plan: FleetPlan, broker: Mapping[str, Any] | None, *, wordy: bool = False) -> tuple[str, str]:
+def run_fleet_on_broker(plan: FleetPlan, broker: Mapping[str, Any] | None, *, verbose: bool = False) -> tuple[str, str]:
     """Run agents as processes and a coordinator here. Return the run id and its final status."""
     require_no_adversaries(plan.job)
     if plan.job.fleet.links:
-        raise JobError(
-            "[fleet] links: a broker's clients have the links that they have; --link memory simulates others"
-        )
+        raise JobError("[fleet] links: clients of a broker use their real links. --link memory simulates links")
     if broker is not None and broker.get("cert"):
         raise JobError(
-            "simulated boards cannot share the certificate of one board: leave --cert and --key out and use a "
-            "broker that needs no certificates, or start `fedquilt agent` for each"
+            "simulated boards cannot share the certificate of one board: leave out --cert and --key and use a "
+            "broker without certificates, or start `fedquilt agent` for each board"
         )
     with contextlib.ExitStack() as stack:
         if broker is None:
@@ -174,7 +172,7 @@ def run_fleet_on_broker(plan: FleetPlan, broker: Mapping[str, Any] | None, *, wo
         if not store.acquire_lock():
             raise JobError(f"another coordinator serves {plan.home.resolve()} already: give another --home")
         run = plan.queue_or_resume(store)
-        console = Console(wordy=wordy, mend=f"the boards' logs: {plan.get_agent_folder(run, '*')}/agent.log")
+        console = Console(wordy=verbose, mend=f"the boards' logs: {plan.get_agent_folder(run, '*')}/agent.log")
         console.report(f"{run}: starting {plan.size} agents")
         agents = stack.enter_context(start_agents(plan.make_agent_tables(run), broker))
         link = MqttLink(Broker.from_url(**broker), f"fedquilt-coordinator-{plan.fleet}")
@@ -182,14 +180,14 @@ def run_fleet_on_broker(plan: FleetPlan, broker: Mapping[str, Any] | None, *, wo
         run_coordinator(
             store, link, plan.fleet, console, only=run, watch=_make_agent_watcher(plan, run, agents, console.report)
         )
-        ended = store.stored_status(run)
-    if ended == "done":
+        status = store.stored_status(run)
+    if status == "done":
         _delete_run_files(plan, run)
-    return run, ended
+    return run, status
 
 
 def run_fleet_virtually(
-    plan: FleetPlan, *, wordy: bool = False, make: Callable[[str], Device] = make_board
+    plan: FleetPlan, *, verbose: bool = False, create_board: Callable[[str], Device] = make_board
 ) -> tuple[str, str]:
     """Run all agents and the coordinator on virtual time. Return the run id and the final status.
 
@@ -200,27 +198,31 @@ def run_fleet_virtually(
     with Store(plan.home, durable=False) as store:
         if not store.acquire_lock():
             raise JobError(f"another coordinator serves {plan.home.resolve()} already: give another --home")
-        run = plan.queue_or_resume(store, make, "virtual")
-        console = Console(wordy=wordy, clock=lambda: broker.now_s, stamp=VIRTUAL.format)
-        console.report(f"{run}: making {plan.size} devices")
+        run = plan.queue_or_resume(store, create_board, "virtual")
+        console = Console(wordy=verbose, clock=lambda: broker.now_s, stamp=VIRTUAL.format)
+        console.report(f"{run}: creating {plan.size} devices")
         link = broker.connect()
         server = Server(
             LinkExecutor(link, plan.fleet, store.depot, store.begin_epoch()), store, console.observe, only=run
         )
         sides: list[tuple[MemoryLink, Endpoint]] = [(link, server)]
-        together = examples.SharedLoader()
+        shared_loader = examples.SharedLoader()
         agents: list[Agent] = []
         busy_s = 0.0
-        shared = SharedBlobStore(plan.get_agent_folder(run, ".shared"))
-        with plugins.search_current_folder():  # the code there is these boards', too
+        shared_blobs = SharedBlobStore(plan.get_agent_folder(run, ".shared"))
+        with plugins.search_current_folder():  # simulated devices may use the plug-ins there
             for index, table in enumerate(plan.make_agent_tables(run)):
                 options = settings.parse_settings(table)
-                board = make(options.board)
-                own = broker.connect(pace=plan.job.fleet.device_link(index))
-                worker = InlineWorker(board, together.load_share)
-                agents.append(Agent(own, options, board, worker, durable=False, shared=shared, clock=lambda: None))
-                sides.append((own, agents[-1]))
-                console.show_status(lambda: f"{len(agents)} of {plan.size} devices are made")
+                board = create_board(options.board)
+                link_of_device = broker.connect(pace=plan.job.fleet.device_link(index))
+                worker = InlineWorker(board, shared_loader.load_share)
+                agents.append(
+                    Agent(
+                        link_of_device, options, board, worker, durable=False, shared=shared_blobs, clock=lambda: None
+                    )
+                )
+                sides.append((link_of_device, agents[-1]))
+                console.show_status(lambda: f"{len(agents)} of {plan.size} devices created")
 
         def watch() -> None:
             nonlocal busy_s
@@ -228,30 +230,30 @@ def run_fleet_virtually(
             job = server.find_job(run)
             if job is None or job.rounds.asked or job.rounds.phase not in ("new", "selecting", "open"):
                 busy_s = broker.now_s
-            elif broker.now_s > busy_s + WAITS_S:  # devices on virtual time never join later
+            elif broker.now_s > busy_s + MAX_IDLE_S:  # no device joins later on virtual time
                 raise JobError(
-                    f"{run} has waited for boards since its round {job.rounds.round + 1}, and no others will come: "
+                    f"{run} waits for devices in round {job.rounds.round + 1}, and no other device will join: "
                     "see `fedquilt why`, and correct [cohort] (min_devices, min_battery, max_temperature_c) or [fleet]"
                 )
 
-        with _suppress_agent_logs(wordy), contextlib.closing(console):
+        with _suppress_agent_logs(verbose), contextlib.closing(console):
             run_on_virtual_time(broker, lambda: sides, lambda: server.finished, watch=watch)
-        ended = store.stored_status(run)
-    if ended == "done":
+        status = store.stored_status(run)
+    if status == "done":
         _delete_run_files(plan, run)
-    return run, ended
+    return run, status
 
 
 @contextlib.contextmanager
-def _suppress_agent_logs(wordy: bool) -> Iterator[None]:
+def _suppress_agent_logs(verbose: bool) -> Iterator[None]:
     log = logging.getLogger("fedquilt.agent")
-    before = log.level
-    if not wordy:
+    old_level = log.level
+    if not verbose:
         log.setLevel(max(log.getEffectiveLevel(), logging.ERROR))
     try:
         yield
     finally:
-        log.setLevel(before)
+        log.setLevel(old_level)
 
 
 def _delete_run_files(plan: FleetPlan, run: str) -> None:
@@ -278,7 +280,7 @@ def start_agents(
             (home / "agent.toml").write_text(toml.format_toml({**table, "broker": dict(broker)}))
             with (home / "agent.log").open("ab") as log:
                 started[table["device"]] = subprocess.Popen(
-                    [sys.executable, "-c", RUN, str(os.getpid()), "agent", str(home / "agent.toml")],
+                    [sys.executable, "-c", AGENT_PROGRAM, str(os.getpid()), "agent", str(home / "agent.toml")],
                     stdin=subprocess.DEVNULL,
                     stdout=log,
                     stderr=log,
@@ -290,16 +292,16 @@ def start_agents(
             process.terminate()
         for process in started.values():
             try:
-                process.wait(timeout=ENDING_S)
+                process.wait(timeout=STOP_TIMEOUT_S)
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
 
 
 def _make_agent_watcher(
-    plan: FleetPlan, run: str, agents: Mapping[str, subprocess.Popen[bytes]], say: Callable[[str], None]
+    plan: FleetPlan, run: str, agents: Mapping[str, subprocess.Popen[bytes]], report: Callable[[str], None]
 ) -> Callable[[], None]:
-    ended: set[str] = set()  # devices whose end is reported
+    ended_devices: set[str] = set()  # whose end is reported
 
     def read_last_line(device: str) -> str:
         log = plan.get_agent_folder(run, device) / "agent.log"
@@ -307,13 +309,16 @@ def _make_agent_watcher(
 
     def watch() -> None:
         for device, process in sorted(agents.items()):
-            if device not in ended and (code := process.poll()) is not None:
-                ended.add(device)
-                how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-                left = len(agents) - len(ended)
-                say(f"the agent of {device} {how}; it said: {read_last_line(device)}; {left} agents go on")
-        if len(ended) == len(agents):
-            first = sorted(agents)[0]
-            raise JobError(f"every agent has ended; {first} said: {read_last_line(first)}")
+            if device not in ended_devices and (code := process.poll()) is not None:
+                ended_devices.add(device)
+                end_description = (
+                    f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+                )
+                remaining = len(agents) - len(ended_devices)
+                last_line = read_last_line(device)
+                report(f"the agent of {device} {end_description}; last line: {last_line}; {remaining} agents are left")
+        if len(ended_devices) == len(agents):
+            first_device = sorted(agents)[0]
+            raise JobError(f"every agent has ended; last line of {first_device}: {read_last_line(first_device)}")
 
     return watch

@@ -21,26 +21,26 @@ from fedquilt.edge_agent.task.protocol import WorkRequest, WorkResult
 from fedquilt.tools.simulation import DeviceData, adversaries
 
 T = TypeVar("T")
-Given = tuple[Any, Any]  # what a call gave, or raises, and where its generator was after it
-ENGINES = 8  # budgets that an engine is kept for
-FILES = 8  # those of a round, mostly one to three
+TrainingReply = tuple[Any, Any]  # result or exception of a call, and the generator's state after the call
+MAX_ENGINES = 8  # cached engines
+MAX_FILES = 8  # a round needs one to three
 
 
 class RestartableClient(Generic[T]):
     """Client function that can be restarted with the same random state."""
 
-    def __init__(self, site: Callable[[Any], ClientContext], work: Callable[[ClientContext], T]) -> None:
-        self._make, self._work = site, work
-        self._site: ClientContext | None = None
-        self._begun: Any = None  # where its generator begins
+    def __init__(self, make_context: Callable[[Any], ClientContext], work: Callable[[ClientContext], T]) -> None:
+        self._make_context, self._work = make_context, work
+        self._context: ClientContext | None = None
+        self._initial_rng_state: Any = None
 
     def __call__(self, engine: Any) -> T:
-        if self._site is None:
-            self._site = self._make(engine)
-            self._begun = self._site.rng.bit_generator.state
+        if self._context is None:
+            self._context = self._make_context(engine)
+            self._initial_rng_state = self._context.rng.bit_generator.state
         else:
-            self._site.rng.bit_generator.state = self._begun
-        return self._work(self._site)
+            self._context.rng.bit_generator.state = self._initial_rng_state
+        return self._work(self._context)
 
 
 class BatchWait(BaseException):
@@ -55,7 +55,7 @@ class ReplayEngine:
 
     def __init__(self, engine: Any) -> None:
         self._engine = engine
-        self.given: list[Given | None] = []  # calls of `train` so far, None for a call that must run alone
+        self.replies: list[TrainingReply | None] = []  # calls of `train` so far, None for a call that must run alone
         self.next_call = 0
 
     def __getattr__(self, name: str) -> Any:
@@ -63,16 +63,16 @@ class ReplayEngine:
 
     def train(self, network: Any, start: Any, examples: Any, fit: Any, rng: Any, **options: Any) -> Any:
         """Return the stored result of this call, or train alone if the call cannot be batched."""
-        if self.next_call == len(self.given):
+        if self.next_call == len(self.replies):
             call = self._engine.batchable_call(network, start, examples, fit, rng, **options)
             if call is not None:
                 raise BatchWait(call)
-            self.given.append(None)
-        before = self.given[self.next_call]
+            self.replies.append(None)
+        earlier_reply = self.replies[self.next_call]
         self.next_call += 1
-        if before is None:
+        if earlier_reply is None:
             return self._engine.train(network, start, examples, fit, rng, **options)
-        reply, rng.bit_generator.state = before
+        reply, rng.bit_generator.state = earlier_reply
         if isinstance(reply, Exception):
             raise reply
         return reply
@@ -81,33 +81,33 @@ class ReplayEngine:
 def run_together(functions: Sequence[Callable[[Any], T]], engine: Any) -> list[tuple[T | Exception, bool]]:
     """Call all functions with an engine, training in batches where possible.
 
-    A client function calls `site.engine.train`. Where the engine can train several devices at once, the call raises
+    A client function calls `context.engine.train`. Where the engine can train several devices at once, the call raises
     `BatchWait`. When all functions wait or have ended, the waiting calls are trained together. Then each function is
     called again from its beginning, and its earlier calls return their stored results. This is correct because a client
-    function depends on its Task and Site alone and draws from a keyed generator.
+    function depends only on its Task and ClientContext and draws from a keyed generator.
 
     Returns:
         For each function its result or exception, and whether its training could be batched.
     """
-    found: list[Any] = [None] * len(functions)
-    left = list(range(len(functions)))
-    joints = [ReplayEngine(engine) for _ in functions] if hasattr(engine, "train_together") else []
-    while left:
+    results: list[Any] = [None] * len(functions)
+    pending = list(range(len(functions)))
+    replay_engines = [ReplayEngine(engine) for _ in functions] if hasattr(engine, "train_together") else []
+    while pending:
         calls: dict[int, Any] = {}
-        for index in left:
+        for index in pending:
             try:
-                if joints:
-                    joints[index].next_call = 0
-                found[index] = functions[index](joints[index] if joints else engine)
+                if replay_engines:
+                    replay_engines[index].next_call = 0
+                results[index] = functions[index](replay_engines[index] if replay_engines else engine)
             except BatchWait as wait:
                 calls[index] = wait.call
             except Exception as error:
-                found[index] = error
-        left = list(calls)
+                results[index] = error
+        pending = list(calls)
         replies = engine.train_together(list(calls.values())) if calls else []
         for (index, call), reply in zip(calls.items(), replies, strict=True):
-            joints[index].given.append((reply, call.rng.bit_generator.state))
-    return [(value, bool(joints) and any(joints[index].given)) for index, value in enumerate(found)]
+            replay_engines[index].replies.append((reply, call.rng.bit_generator.state))
+    return [(value, bool(replay_engines) and any(replay_engines[index].replies)) for index, value in enumerate(results)]
 
 
 def make_engine(name: str, budget_bytes: int) -> Any:
@@ -128,29 +128,29 @@ class WorkExecutor(main.TaskExecutor):
 
     def __init__(
         self,
-        shares: Callable[[str], tuple[Examples, Examples]],
-        load: Callable[[str], Method] = methods.load,
-        make: Callable[[str, int], Any] = engines.create_engine,
+        load_shard: Callable[[str], tuple[Examples, Examples]],
+        load_method: Callable[[str], Method] = methods.load,
+        create_engine: Callable[[str, int], Any] = engines.create_engine,
     ) -> None:
         super().__init__()
-        self._shares, self._methods, self._make = shares, load, make
+        self._load_shard, self._load_method, self._create_engine = load_shard, load_method, create_engine
         self._engines: dict[tuple[str, int], Any] = {}
 
-    def load_method(self, order: WorkRequest) -> Method:
-        return adversaries.corrupt_method(self._methods(order.task.method), order.data)
+    def load_method(self, request: WorkRequest) -> Method:
+        return adversaries.corrupt_method(self._load_method(request.task.method), request.data)
 
     def load_engine(self, name: str, budget_bytes: int) -> Any:
         # at most ENGINES engines are cached, and the oldest is closed
         key = (name, budget_bytes)
         if key not in self._engines:
-            while len(self._engines) >= ENGINES:
+            while len(self._engines) >= MAX_ENGINES:
                 self._engines.pop(next(iter(self._engines))).close()
-            self._engines[key] = self._make(name, budget_bytes)
+            self._engines[key] = self._create_engine(name, budget_bytes)
         return self._engines[key]
 
     def load_examples(self, spec: Mapping[str, Any], run: str) -> tuple[Examples, Examples]:
         try:
-            return self._shares(spec["share"])
+            return self._load_shard(spec["share"])
         except KeyError:
             raise DataError(f"simulated device {spec.get('share')!r} has no examples") from None
 
@@ -159,84 +159,84 @@ class SingleEngineExecutor(WorkExecutor):
     """Executor with one engine for all devices and budgets. The caller closes the engine."""
 
     def __init__(
-        self, shares: Callable[[str], tuple[Examples, Examples]], load: Callable[[str], Method], engine: Any
+        self, load_shard: Callable[[str], tuple[Examples, Examples]], load_method: Callable[[str], Method], engine: Any
     ) -> None:
-        super().__init__(shares, load)
-        self._one = engine
+        super().__init__(load_shard, load_method)
+        self._shared_engine = engine
 
     def load_engine(self, name: str, budget_bytes: int) -> Any:
-        return self._one
+        return self._shared_engine
 
 
 class SharedTensors:
     """Cache of the tensors of files that many devices read. The arrays are read-only."""
 
     def __init__(self) -> None:
-        self._held: dict[str, dict[str, np.ndarray]] = {}
+        self._tensors_by_path: dict[str, dict[str, np.ndarray]] = {}
 
     def __call__(self, path: str, read: Callable[[Path], dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
-        if path not in self._held:
-            while len(self._held) >= FILES:
-                del self._held[next(iter(self._held))]
-            found = read(Path(path))
-            for array in found.values():
+        if path not in self._tensors_by_path:
+            while len(self._tensors_by_path) >= MAX_FILES:
+                del self._tensors_by_path[next(iter(self._tensors_by_path))]
+            arrays = read(Path(path))
+            for array in arrays.values():
                 array.flags.writeable = False
-            self._held[path] = found
-        return dict(self._held[path])
+            self._tensors_by_path[path] = arrays
+        return dict(self._tensors_by_path[path])
 
 
 def run_requests(
-    asked: Sequence[tuple[main.TaskExecutor, WorkRequest]], together: bool = False
+    executor_requests: Sequence[tuple[main.TaskExecutor, WorkRequest]], batched: bool = False
 ) -> list[tuple[WorkResult, bool]]:
     """Run work requests.
 
     Returns:
         For each request its result, and whether its training could be batched. Failures are results, not exceptions.
     """
-    if not together:
-        return [(main.run_task(order, bench), False) for bench, order in asked]
-    kinds: dict[tuple[str, int | None], list[int]] = {}
-    for index, (_, order) in enumerate(asked):
-        kinds.setdefault((order.task.engine, order.plan_bytes), []).append(index)
-    found: dict[int, tuple[WorkResult, bool]] = {}
-    for indices in kinds.values():
-        found.update(zip(indices, _run_in_batch([asked[index] for index in indices]), strict=True))
-    return [found[index] for index in range(len(asked))]
+    if not batched:
+        return [(main.run_task(request, executor), False) for executor, request in executor_requests]
+    batches: dict[tuple[str, int | None], list[int]] = {}
+    for index, (_, request) in enumerate(executor_requests):
+        batches.setdefault((request.task.engine, request.plan_bytes), []).append(index)
+    results: dict[int, tuple[WorkResult, bool]] = {}
+    for indices in batches.values():
+        results.update(zip(indices, _run_in_batch([executor_requests[index] for index in indices]), strict=True))
+    return [results[index] for index in range(len(executor_requests))]
 
 
-def _run_in_batch(asked: Sequence[tuple[main.TaskExecutor, WorkRequest]]) -> list[tuple[WorkResult, bool]]:
+def _run_in_batch(executor_requests: Sequence[tuple[main.TaskExecutor, WorkRequest]]) -> list[tuple[WorkResult, bool]]:
     # measured time is divided evenly between the requests
-    began_s, cpu_s = time.perf_counter(), time.process_time()
-    bench, first = asked[0]
+    started_s, cpu_s = time.perf_counter(), time.process_time()
+    first_executor, first_request = executor_requests[0]
     try:
-        engine = bench.load_engine(first.task.engine, main.plan_limit_bytes(first))
+        engine = first_executor.load_engine(first_request.task.engine, main.plan_limit_bytes(first_request))
     except Exception as error:
-        return [(main.failure_outcome(error), False)] * len(asked)
+        return [(main.failure_outcome(error), False)] * len(executor_requests)
 
-    def make_client(bench: main.TaskExecutor, order: WorkRequest) -> RestartableClient[WorkResult]:
+    def make_client(executor: main.TaskExecutor, request: WorkRequest) -> RestartableClient[WorkResult]:
         return RestartableClient(
-            lambda engine: main.build_site(order, bench, engine=engine),
-            lambda site: main.run_method(order, bench.load_method(order), site),
+            lambda engine: main.build_site(request, executor, engine=engine),
+            lambda site: main.run_method(request, executor.load_method(request), site),
         )
 
-    given = run_together([make_client(*each) for each in asked], engine)
-    wall_s = (time.perf_counter() - began_s) / len(asked)
-    cpu_s = (time.process_time() - cpu_s) / len(asked)
+    results = run_together([make_client(*pair) for pair in executor_requests], engine)
+    wall_s = (time.perf_counter() - started_s) / len(executor_requests)
+    cpu_s = (time.process_time() - cpu_s) / len(executor_requests)
     return [
         (
             msgspec.structs.replace(
                 main.failure_outcome(value) if isinstance(value, Exception) else value, wall_s=wall_s, cpu_s=cpu_s
             ),
-            joint,
+            batchable,
         )
-        for value, joint in given
+        for value, batchable in results
     ]
 
 
 def make_task_and_context(
     method: Method,
-    order: core.TaskSpec,
-    member: DeviceData,
+    task_spec: core.TaskSpec,
+    device: DeviceData,
     folder: Path,
     *,
     engine: Any = None,
@@ -245,14 +245,14 @@ def make_task_and_context(
     seed: int = 0,
     local: Tensors | None = None,
     cache: Path | None = None,
-    path: Callable[[BlobRef], Path] | None = None,
+    path_of_blob: Callable[[BlobRef], Path] | None = None,
 ) -> tuple[Task, ClientContext]:
     """Return the task and the client context of a method's task spec for one device, without rounds.
 
-    Tensors are stored in `folder` by their content. `path` finds blobs of the task spec that are elsewhere.
+    Tensors are stored in `folder` by their content. `path_of_blob` finds blobs of the task spec that are elsewhere.
     """
 
-    def blob(value: Tensors | BlobRef) -> BlobRef:
+    def ref_of_value(value: Tensors | BlobRef) -> BlobRef:
         if isinstance(value, BlobRef):
             return value
         payload = tensors.encode_tensors(value)
@@ -261,35 +261,35 @@ def make_task_and_context(
         return ref
 
     folder.mkdir(parents=True, exist_ok=True)
-    made = make_task(
-        order,
-        blob=blob,
+    wire_task = make_task(
+        task_spec,
+        blob=ref_of_value,
         actions=actions,
         job="alone",
         round=number,
         attempt=0,
         method="alone",
         engine=method.engines[0],
-        seed=derive_seed(seed, "alone", number, member.device),
+        seed=derive_seed(seed, "alone", number, device.device),
         deadline_s=0.0,
     )
-    task = wire.decode(wire.encode(made), Task)
-    named = {value for value in order.bundles.values() if isinstance(value, BlobRef)}
+    task = wire.decode(wire.encode(wire_task), Task)
+    blobs_of_spec = {value for value in task_spec.bundles.values() if isinstance(value, BlobRef)}
 
-    def find(name: str) -> Path:
+    def path_of_bundle(name: str) -> Path:
         ref = task.bundles[name]
-        return path(ref) if path is not None and ref in named else folder / ref.sha256
+        return path_of_blob(ref) if path_of_blob is not None and ref in blobs_of_spec else folder / ref.sha256
 
-    site = ClientContext(
-        device=member.device,
+    context = ClientContext(
+        device=device.device,
         budget_bytes=1 << 40,
         engine=engine,
         rng=tensors.seeded_rng(task.seed),
-        train=member.train,
-        held=member.held,
+        train=device.train,
+        held=device.held_out,
         local={} if local is None else local,
-        load=lambda name: tensors.read_tensors(find(name)),
-        path=find,
+        load=lambda name: tensors.read_tensors(path_of_bundle(name)),
+        path=path_of_bundle,
         cache_at=folder if cache is None else cache,
     )
-    return task, site
+    return task, context

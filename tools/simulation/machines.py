@@ -26,21 +26,21 @@ from fedquilt.host.disk import PRIVATE, disk_errors
 
 log = logging.getLogger("fedquilt.simulation")
 
-LIBRARIES: Final = ("numpy", "torch", "torchvision", "onnxruntime")
-PROCESSOR: Final = ("model name", "cpu model", "hardware", "cpu part")  # keys of /proc/cpuinfo, the best first
+NUMERICAL_LIBRARIES: Final = ("numpy", "torch", "torchvision", "onnxruntime")
+PROCESSOR: Final = ("model name", "cpu model", "hardware", "cpu part")  # of /proc/cpuinfo, the most precise first
 
 
 class Machine(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     processor: str
-    gpus: tuple[str, ...]  # models of those that the driver lists
-    threads: str  # OMP_NUM_THREADS of the workers; "": as the libraries like
-    libraries: dict[str, str]  # Python and the numerical libraries that are installed, with their versions
-    code: dict[str, str]  # fedquilt and the job's plug-ins: version and sha256 of their files
+    gpus: tuple[str, ...]  # models
+    threads: str  # OMP_NUM_THREADS of the workers, "" for the libraries' default
+    libraries: dict[str, str]  # versions of Python and of the installed numerical libraries
+    code: dict[str, str]  # version and digest of fedquilt and of the job's plug-ins
 
     def __str__(self) -> str:
-        ours = f"fedquilt {self.code['fedquilt']}" if "fedquilt" in self.code else "no fedquilt"
-        versions = [f"{name} {version}" for name, version in self.libraries.items()]
-        return ", ".join([self.processor, *self.gpus, *versions, ours])
+        fedquilt_version = f"fedquilt {self.code['fedquilt']}" if "fedquilt" in self.code else "no fedquilt"
+        library_versions = [f"{name} {version}" for name, version in self.libraries.items()]
+        return ", ".join([self.processor, *self.gpus, *library_versions, fedquilt_version])
 
     def describe_code_differences(self, other: Machine) -> str:
         """Return the differences of another machine's code in words, or "" for none."""
@@ -48,12 +48,16 @@ class Machine(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     def describe_platform_differences(self, other: Machine) -> str:
         """Return differences in processor, GPUs, threads and libraries in words, or "" for none."""
-        here, there = (
-            {"processor": each.processor, "GPU": ", ".join(each.gpus) or "none", "threads": each.threads or "any"}
-            | each.libraries
-            for each in (self, other)
+        expected, actual = (
+            {
+                "processor": machine.processor,
+                "GPU": ", ".join(machine.gpus) or "none",
+                "threads": machine.threads or "any",
+            }
+            | machine.libraries
+            for machine in (self, other)
         )
-        return _format_differences(there, here)
+        return _format_differences(actual, expected)
 
 
 class MachineSet(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -76,7 +80,7 @@ def describe_this_machine(modules: Collection[str] = (), threads: str | None = N
 
 def find_library_versions() -> dict[str, str]:
     versions = {}
-    for name in LIBRARIES:
+    for name in NUMERICAL_LIBRARIES:
         with contextlib.suppress(metadata.PackageNotFoundError):
             versions[name] = metadata.version(name)
     return versions
@@ -86,31 +90,33 @@ def get_machine_name() -> str:
     return platform.node() or "localhost"
 
 
-def require_same_results(known: Mapping[str, Machine], named: str, machine: Machine, *, mixed: bool) -> None:
+def require_same_results(run_machines: Mapping[str, Machine], name: str, machine: Machine, *, mixed: bool) -> None:
     """Check that a machine gives bit-identical results to the machines of a run."""
-    for other, first in list(known.items())[:1]:
-        if code := first.describe_code_differences(machine):
-            raise JobError(f"{named} has other code than {other}: {code}; install the same on both")
-        if not mixed and (rest := first.describe_platform_differences(machine)):
+    for run_machine_name, run_machine in list(run_machines.items())[:1]:
+        if code_differences := run_machine.describe_code_differences(machine):
             raise JobError(
-                f"{named} differs from {other}: {rest}; results would have other last bits. Leave it out, or permit it "
-                "with --mixed (mixed=True)"
+                f"{name} has other code than {run_machine_name}: {code_differences}; install the same code on both"
+            )
+        if not mixed and (platform_differences := run_machine.describe_platform_differences(machine)):
+            raise JobError(
+                f"{name} differs from {run_machine_name}: {platform_differences}; results would have other last bits. "
+                "Leave it out, or permit it with --mixed (mixed=True)"
             )
 
 
-def record_machines(home: Path, run: str, found: Mapping[str, Machine], *, mixed: bool) -> None:
+def record_machines(home: Path, run: str, new_machines: Mapping[str, Machine], *, mixed: bool) -> None:
     """Record the machines of a run, in addition to those recorded earlier."""
     path = home / "machines" / f"{run}.json"
-    before = read_machines(home, run)
-    known = {f"{other}, where {run} began": machine for other, machine in before.items()}
-    for named, machine in found.items():
-        if not mixed:  # a run may go on with a newer fedquilt
-            then = next((each.code for each in known.values()), machine.code)
-            require_same_results(known, named, msgspec.structs.replace(machine, code=then), mixed=False)
+    recorded = read_machines(home, run)
+    run_machines = {f"{old_name}, where {run} began": machine for old_name, machine in recorded.items()}
+    for name, machine in new_machines.items():
+        if not mixed:  # a run may resume with a newer fedquilt
+            run_code = next((recorded_machine.code for recorded_machine in run_machines.values()), machine.code)
+            require_same_results(run_machines, name, msgspec.structs.replace(machine, code=run_code), mixed=False)
     with disk_errors(f"write {path}"):
         PRIVATE.make_folder(path.parent)
         PRIVATE.write_atomically(
-            path, checksummed_json.encode_with_checksum(MachineSet({**before, **found})), durable=False
+            path, checksummed_json.encode_with_checksum(MachineSet({**recorded, **new_machines})), durable=False
         )
 
 
@@ -122,31 +128,33 @@ def read_machines(home: Path, run: str) -> dict[str, Machine]:
     except FileNotFoundError:
         return {}
     except checksummed_json.DamagedFileError as error:
-        log.warning("%s is damaged (%s): what the run was computed on is noted anew", path, error)
+        log.warning("%s is damaged (%s): the machines of the run are recorded again", path, error)
         return {}
 
 
-def format_machines(found: Mapping[str, Machine]) -> list[str]:
-    kinds: dict[str, list[str]] = {}
-    for named, machine in found.items():
-        kinds.setdefault(str(machine), []).append(named)
-    return [f"{', '.join(names)}: {kind}" for kind, names in kinds.items()]
+def format_machines(machines_by_name: Mapping[str, Machine]) -> list[str]:
+    names_by_description: dict[str, list[str]] = {}
+    for name, machine in machines_by_name.items():
+        names_by_description.setdefault(str(machine), []).append(name)
+    return [f"{', '.join(names)}: {description}" for description, names in names_by_description.items()]
 
 
-def _format_differences(there: Mapping[str, str], here: Mapping[str, str]) -> str:
-    odd = [name for name in {**here, **there} if here.get(name) != there.get(name)]
-    return "; ".join(f"{name} {there.get(name, 'missing')}, not {here.get(name, 'missing')}" for name in odd)
+def _format_differences(actual: Mapping[str, str], expected: Mapping[str, str]) -> str:
+    differing_names = [name for name in {**expected, **actual} if expected.get(name) != actual.get(name)]
+    return "; ".join(
+        f"{name} {actual.get(name, 'missing')}, not {expected.get(name, 'missing')}" for name in differing_names
+    )
 
 
 def _read_processor_model() -> str:
-    told: dict[str, str] = {}
+    cpu_info: dict[str, str] = {}
     try:
         for line in Path("/proc/cpuinfo").read_text(errors="replace").splitlines():
             key, _, value = line.partition(":")
-            told.setdefault(key.strip().lower(), " ".join(value.split()))
+            cpu_info.setdefault(key.strip().lower(), " ".join(value.split()))
     except OSError:
         pass
-    model = next((told[key] for key in PROCESSOR if told.get(key)), "unknown processor")
+    model = next((cpu_info[key] for key in PROCESSOR if cpu_info.get(key)), "unknown processor")
     return f"{model} ({platform.machine()})"
 
 
@@ -154,20 +162,20 @@ def _read_gpu_models() -> tuple[str, ...]:
     # read from /proc, because loading a GPU library is slow
     if os.environ.get("CUDA_VISIBLE_DEVICES", "all") in ("", "-1"):
         return ()
-    found = []
+    models = []
     for path in sorted(Path("/proc/driver/nvidia/gpus").glob("*/information")):
-        told = dict(line.partition(":")[::2] for line in path.read_text(errors="replace").splitlines())
-        found.append(told.get("Model", "unknown GPU").strip())
-    return tuple(found)
+        properties = dict(line.partition(":")[::2] for line in path.read_text(errors="replace").splitlines())
+        models.append(properties.get("Model", "unknown GPU").strip())
+    return tuple(models)
 
 
 @lru_cache(maxsize=1)
 def compute_code_digest() -> str:
     # the digest is equal for a checkout with symbolic links and an installed package
     folder, digest, files = Path(fedquilt.__file__).parent, hashlib.sha256(), []
-    for place, folders, names in os.walk(folder, followlinks=True):
-        folders[:] = [each for each in folders if each != "__pycache__"]
-        files += [Path(place, each) for each in names if each.endswith((".py", ".toml"))]  # profiles are TOML
+    for folder_path, folders, names in os.walk(folder, followlinks=True):
+        folders[:] = [name for name in folders if name != "__pycache__"]
+        files += [Path(folder_path, name) for name in names if name.endswith((".py", ".toml"))]  # profiles are TOML
     for file in sorted(files):
         content = hashlib.sha256(file.read_bytes()).hexdigest()
         digest.update(f"{file.relative_to(folder).as_posix()}\0{content}\n".encode())

@@ -42,13 +42,13 @@ if TYPE_CHECKING:
     from fedquilt.tools.simulation.simulated_job import Simulation
 
 PREFIX: Final = "fedquilt-scratch-"
-# one thread a worker, so that sums have one order; no thread of a library is alive when the first one forks
-SINGLE: Final = {**process_resources.QUIET, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
-# Keep freed arrays of some MB in the heap: returned to the kernel, their pages are cleared again at every step.
-KEPT: Final = {"MALLOC_MMAP_THRESHOLD_": str(4 << 20), "MALLOC_TRIM_THRESHOLD_": str(32 << 20)}
-SCHEME: Final = "ray://"
-TOGETHER: Final = 32  # orders at most that go to a worker at once; more are hardly faster, and keep others waiting
-LOST: Final = 3  # workers lost with the same orders, after which these are taken for the cause
+# One thread for each worker keeps the order of sums. No library thread may be alive when the first worker forks.
+SINGLE_THREAD_ENV: Final = {**process_resources.QUIET, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+# Keep freed arrays of some MB in the heap, because the kernel clears returned pages again at every step.
+MALLOC_ENV: Final = {"MALLOC_MMAP_THRESHOLD_": str(4 << 20), "MALLOC_TRIM_THRESHOLD_": str(32 << 20)}
+RAY_SCHEME: Final = "ray://"
+MAX_BATCH_REQUESTS: Final = 32  # larger batches are hardly faster, and keep other workers waiting
+MAX_LOST_WORKERS: Final = 3  # with the same requests, which are then taken for the cause
 
 
 class ScratchFolder:
@@ -81,7 +81,7 @@ def _make_locked_folder() -> tuple[Path, int | None]:
         path = Path(tempfile.mkdtemp(prefix=PREFIX))
         try:
             lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-        except FileNotFoundError:  # another process took it for one that was left behind
+        except FileNotFoundError:  # another process removed the folder as stale
             continue
         try:
             fcntl.flock(lock, fcntl.LOCK_EX)
@@ -90,7 +90,7 @@ def _make_locked_folder() -> tuple[Path, int | None]:
             return path, None
         if path.exists():
             return path, lock
-        os.close(lock)  # taken for one that was left behind all the same, before it was locked
+        os.close(lock)  # another process removed the folder as stale before it was locked
 
 
 class SharedFolder:
@@ -106,7 +106,7 @@ class SharedFolder:
                 fcntl.flock(self._lock, fcntl.LOCK_SH)
                 if self.path.exists():
                     return
-                os.close(self._lock)  # the last one left it before it was locked
+                os.close(self._lock)  # the last process removed the folder before it was locked
 
     def release(self) -> None:
         """Unlock the folder, and remove it unless another process uses it."""
@@ -142,36 +142,36 @@ class ArrayLocation(msgspec.Struct, frozen=True, array_like=True):
 
 class DeviceExamples(msgspec.Struct, frozen=True, array_like=True):
     train: tuple[ArrayLocation, ArrayLocation]
-    held: tuple[ArrayLocation, ArrayLocation]
+    held_out: tuple[ArrayLocation, ArrayLocation]
 
 
 class PoolSetup(msgspec.Struct, frozen=True):
-    examples: str  # the file
-    shares: dict[str, DeviceExamples]
+    examples: str  # path of the file
+    shards: dict[str, DeviceExamples]
 
 
 class WorkBatch(msgspec.Struct, frozen=True):
     """Work requests for one worker, with a sha256 instead of each path for a worker of another machine."""
 
-    orders: tuple[WorkRequest, ...] = ()
-    together: bool = False
-    state: str = ""  # file of the round's state if the worker folds the updates, or ""
-    contents: tuple[str, ...] = ()  # files that the other machine can fetch, in the order of their references
+    requests: tuple[WorkRequest, ...] = ()
+    batched: bool = False
+    state_path: str = ""  # file of the round's state if the worker folds the updates, or ""
+    file_hashes: tuple[str, ...] = ()  # of the files that another machine can fetch, in the order of their references
 
 
 class WorkOutcome(msgspec.Struct, frozen=True, array_like=True):
     """Result of a work request, and whether its training could be batched."""
 
-    outcome: WorkResult
-    joint: bool
+    result: WorkResult
+    batchable: bool
 
 
 class WorkerReply(msgspec.Struct, frozen=True, array_like=True):
-    """Reply of a worker: results in the order of the requests, and whether a sum follows."""
+    """Outcomes in the order of the requests, and whether a `WorkerSum` follows."""
 
-    done: list[WorkOutcome]
-    summed: bool = False
-    private: dict[str, bytes] = {}  # on the way from another machine: private state by sha256
+    outcomes: list[WorkOutcome]
+    has_sum: bool = False
+    private_states: dict[str, bytes] = {}  # by sha256, from workers of other machines only
 
 
 class WorkerSum(msgspec.Struct, frozen=True):
@@ -206,8 +206,8 @@ class WorkerGroup(Protocol):
         """Return the replies and sums of workers. None marks a lost worker whose work must be repeated."""
         ...
 
-    def stop(self, *, now: bool) -> None:
-        """Stop the workers, with `now` also during their work."""
+    def stop(self, *, immediately: bool) -> None:
+        """Stop the workers, with `immediately` also during their work."""
         ...
 
 
@@ -218,38 +218,38 @@ def choose_engine(engine: str, environ: Mapping[str, str]) -> str:
     """
     if engine == "auto":
         return "ray" if environ.get("RAY_ADDRESS") else "pool"
-    host, _, port = engine.removeprefix(SCHEME).rpartition(":")
-    if engine in ("pool", "ray") or (engine.startswith(SCHEME) and host and port.isdigit()):
+    host, _, port = engine.removeprefix(RAY_SCHEME).rpartition(":")
+    if engine in ("pool", "ray") or (engine.startswith(RAY_SCHEME) and host and port.isdigit()):
         return engine
-    raise JobError(f"engine {engine!r} is none of auto, pool, ray and {SCHEME}HOST:PORT")
+    raise JobError(f"engine {engine!r} is none of auto, pool, ray and {RAY_SCHEME}HOST:PORT")
 
 
 @dataclass
 class WorkAssignment:
-    orders: Sequence[WorkRequest]
-    given: bool = False  # whether a worker has it, or has had it
-    answer: WorkerReply | None = None
-    sum: bytes | None = None  # of the updates in it, once its worker has made it
-    lost: int = 0  # how many workers have been lost that had it
+    requests: Sequence[WorkRequest]
+    is_assigned: bool = False  # stays true after the reply
+    reply: WorkerReply | None = None
+    packed_sum: bytes | None = None  # of its updates, None until the worker sends the sum
+    lost_workers: int = 0
 
-    def consists_of(self, orders: Sequence[WorkRequest]) -> bool:
+    def consists_of(self, requests: Sequence[WorkRequest]) -> bool:
         # compares identity, because equal requests can have different files
-        return len(orders) == len(self.orders) and all(map(operator.is_, orders, self.orders))
+        return len(requests) == len(self.requests) and all(map(operator.is_, requests, self.requests))
 
 
 class WorkerPool:
     """Workers for one fleet, started and stopped by `with`."""
 
-    def __init__(self, workers: WorkerGroup, members: Iterable[DeviceData], *, together: bool = False) -> None:
-        self._workers, self._members, self._together = workers, members, together
-        self._joint = False
-        self._given: dict[int, WorkAssignment] = {}  # worker -> what it works on
-        self._sizes: deque[int] = deque()  # of the packages that are announced and not complete
-        self._begun: list[WorkRequest] = []  # orders of the first of them
-        self._ahead: list[WorkAssignment] = []  # announced, and not asked for yet
-        self._sums: Simulation | None = None
+    def __init__(self, workers: WorkerGroup, devices: Iterable[DeviceData], *, batched: bool = False) -> None:
+        self._workers, self._devices, self._batched = workers, devices, batched
+        self._is_batching = False
+        self._assignments: dict[int, WorkAssignment] = {}  # by worker
+        self._expected_sizes: deque[int] = deque()  # of batches that are expected and not complete
+        self._incomplete_batch: list[WorkRequest] = []  # requests of the first expected batch
+        self._prefetched: list[WorkAssignment] = []  # announced, and not requested by `run_requests` yet
+        self._sum_receiver: Simulation | None = None
         self.folder = Path()
-        self.held: dict[str, int] = {}  # device -> how many held-out examples it has
+        self.held_out_counts: dict[str, int] = {}  # by device
 
     def __enter__(self) -> WorkerPool:
         self._scratch = ScratchFolder()
@@ -266,7 +266,7 @@ class WorkerPool:
         self._stop_workers(now=kind is not None)
 
     def _stop_workers(self, *, now: bool) -> None:
-        self._workers.stop(now=now)
+        self._workers.stop(immediately=now)
         self._scratch.cleanup()
 
     def wait_until_ready(self) -> None:
@@ -274,117 +274,118 @@ class WorkerPool:
 
     def expect_requests(self, count: int) -> None:
         """Expect `count` announced work requests, and discard earlier ones that were not run."""
-        self._sizes, self._begun = deque(self._choose_package_sizes(count)), []
-        self._ahead.clear()
+        self._expected_sizes, self._incomplete_batch = deque(self._choose_batch_sizes(count)), []
+        self._prefetched.clear()
 
-    def prefetch(self, order: WorkRequest) -> None:
-        """Announce a work request. An idle worker starts the package that the request completes."""
-        if not self._sizes:
+    def prefetch(self, request: WorkRequest) -> None:
+        """Announce a work request. An idle worker starts the batch that the request completes."""
+        if not self._expected_sizes:
             return
-        self._begun.append(order)
-        if len(self._begun) < self._sizes[0]:
+        self._incomplete_batch.append(request)
+        if len(self._incomplete_batch) < self._expected_sizes[0]:
             return
-        self._sizes.popleft()
-        self._ahead.append(WorkAssignment(self._begun))
-        self._begun = []
-        with contextlib.suppress(PoolError):  # a worker has died: `run_requests` will find out, and says why
+        self._expected_sizes.popleft()
+        self._prefetched.append(WorkAssignment(self._incomplete_batch))
+        self._incomplete_batch = []
+        with contextlib.suppress(PoolError):  # `run_requests` reports a worker that has died
             self._collect_replies(block=False)
-            self._assign_packages(self._ahead)
+            self._assign_workers(self._prefetched)
 
-    def set_sum_receiver(self, sums: Simulation) -> None:
-        """Let the workers fold updates, and deliver the partial sums to `sums`."""
-        self._sums = sums
+    def set_sum_receiver(self, simulation: Simulation) -> None:
+        """Let the workers fold updates, and deliver the partial sums to `simulation`."""
+        self._sum_receiver = simulation
 
-    def run_requests(self, orders: Sequence[WorkRequest]) -> Iterator[tuple[WorkRequest, WorkResult]]:
+    def run_requests(self, requests: Sequence[WorkRequest]) -> Iterator[tuple[WorkRequest, WorkResult]]:
         """Yield each work request with its result, in order and as early as possible."""
-        if not orders:
+        if not requests:
             return
-        packages, following = [], iter(orders)
-        for size in self._choose_package_sizes(len(orders)):
-            group = tuple(itertools.islice(following, size))
-            ahead = next((each for each in self._ahead if each.consists_of(group)), None)
-            packages.append(ahead or WorkAssignment(group))
-        self._ahead = [each for each in self._ahead if each not in packages]
-        first, following = True, iter(orders)
-        for package, answer in zip(packages, self._run_packages(packages), strict=True):
-            if answer.summed and self._sums is not None:
-                self._sums.receive_sum(
-                    package.orders, [done.outcome for done in answer.done], partial(self._wait_for_sum, package)
-                )
-            for done in answer.done:
-                if first:
-                    self._joint, first = done.joint, False
-                yield next(following), done.outcome
+        assignments, remaining = [], iter(requests)
+        for size in self._choose_batch_sizes(len(requests)):
+            group = tuple(itertools.islice(remaining, size))
+            prefetched = (each for each in self._prefetched if each.consists_of(group))
+            assignments.append(next(prefetched, None) or WorkAssignment(group))
+        self._prefetched = [each for each in self._prefetched if each not in assignments]
+        is_first, remaining = True, iter(requests)
+        for assignment, reply in zip(assignments, self._run_assignments(assignments), strict=True):
+            if reply.has_sum and self._sum_receiver is not None:
+                results = [outcome.result for outcome in reply.outcomes]
+                self._sum_receiver.receive_sum(assignment.requests, results, partial(self._wait_for_sum, assignment))
+            for outcome in reply.outcomes:
+                if is_first:
+                    self._is_batching, is_first = outcome.batchable, False
+                yield next(remaining), outcome.result
 
-    # -- within -----------------------------------------------------------------------------------
-
-    def _choose_package_sizes(self, count: int) -> list[int]:
-        # equal sizes of at most TOGETHER, and 1 while batching is not known to work
-        if not self._joint:
+    def _choose_batch_sizes(self, count: int) -> list[int]:
+        # equal sizes of at most TOGETHER, and 1 until a request was batched
+        if not self._is_batching:
             return [1] * count
-        return [len(part) for part in np.array_split(np.arange(count), math.ceil(count / TOGETHER))]
+        return [len(part) for part in np.array_split(np.arange(count), math.ceil(count / MAX_BATCH_REQUESTS))]
 
-    def _run_packages(self, packages: Sequence[WorkAssignment]) -> Iterator[WorkerReply]:
-        for wanted in packages:
-            self._assign_packages(packages)
-            while wanted.answer is None:
+    def _run_assignments(self, assignments: Sequence[WorkAssignment]) -> Iterator[WorkerReply]:
+        for assignment in assignments:
+            self._assign_workers(assignments)
+            while assignment.reply is None:
                 self._collect_replies(block=True)
-                self._assign_packages(packages)
-            answer, wanted.answer = wanted.answer, None
-            yield answer
-            self._collect_replies(block=False)  # a worker that has ended gets its next package first
+                self._assign_workers(assignments)
+            reply, assignment.reply = assignment.reply, None
+            yield reply
+            self._collect_replies(block=False)  # so that an idle worker receives its next batch first
 
-    def _assign_packages(self, packages: Sequence[WorkAssignment]) -> None:
-        left = (each for each in packages if not each.given)
+    def _assign_workers(self, assignments: Sequence[WorkAssignment]) -> None:
+        unassigned = (each for each in assignments if not each.is_assigned)
         for worker in self._workers.ready:
-            if worker not in self._given:
-                if (package := next(left, None)) is None:
+            if worker not in self._assignments:
+                if (assignment := next(unassigned, None)) is None:
                     return
-                package.given = True
-                state = self._sums.find_state_file(package.orders) if self._sums is not None else ""
-                self._workers.send_work(worker, WorkBatch(tuple(package.orders), self._together, state))
-                self._given[worker] = package
+                assignment.is_assigned = True
+                state_path = ""
+                if self._sum_receiver is not None:
+                    state_path = self._sum_receiver.find_state_file(assignment.requests)
+                self._workers.send_work(worker, WorkBatch(tuple(assignment.requests), self._batched, state_path))
+                self._assignments[worker] = assignment
 
     def _collect_replies(self, *, block: bool) -> None:
-        for worker, answer in self._workers.receive_replies(block=block):
-            package = self._given[worker]
-            if answer is None or isinstance(answer, WorkerSum) or not answer.summed:
-                del self._given[worker]
-            if isinstance(answer, WorkerSum):
-                package.sum = answer.packed
+        for worker, reply in self._workers.receive_replies(block=block):
+            assignment = self._assignments[worker]
+            if reply is None or isinstance(reply, WorkerSum) or not reply.has_sum:
+                del self._assignments[worker]
+            if isinstance(reply, WorkerSum):
+                assignment.packed_sum = reply.packed
                 continue
-            package.answer = answer
-            if answer is None:
-                package.given, package.lost = False, package.lost + 1
-                if package.lost >= LOST:
-                    names = ", ".join(order.device for order in package.orders)
+            assignment.reply = reply
+            if reply is None:
+                assignment.is_assigned = False
+                assignment.lost_workers += 1
+                if assignment.lost_workers >= MAX_LOST_WORKERS:
+                    names = ", ".join(request.device for request in assignment.requests)
                     raise PoolError(
-                        f"{LOST} workers were lost, one after the other, with the work of {names}: most likely it "
-                        "needs more memory than a node has; give fewer --workers, or a smaller network or batch"
+                        f"{MAX_LOST_WORKERS} workers were lost, one after the other, with the work of {names}, "
+                        "which probably needs more memory than a node has: give fewer --workers, or a smaller network "
+                        "or batch"
                     )
 
-    def _wait_for_sum(self, package: WorkAssignment) -> bytes:
+    def _wait_for_sum(self, assignment: WorkAssignment) -> bytes:
         # an empty sum makes the coordinator fold the updates one by one
-        with contextlib.suppress(PoolError):  # a worker has died: the next orders find out, and say why
-            while package.sum is None:
+        with contextlib.suppress(PoolError):  # the next requests report a worker that has died
+            while assignment.packed_sum is None:
                 self._collect_replies(block=True)
-        return package.sum or b""
+        return assignment.packed_sum or b""
 
     def _write_examples(self) -> dict[str, DeviceExamples]:
-        shares: dict[str, DeviceExamples] = {}
+        shards: dict[str, DeviceExamples] = {}
         with (self.folder / "examples").open("wb") as file:
 
             def write_array(array: np.ndarray) -> ArrayLocation:
                 if array.dtype.kind not in "uifb":
                     raise DataError(f"examples of type {array.dtype}: expected numbers")
-                place = ArrayLocation(file.tell(), array.shape, array.dtype.str)
+                location = ArrayLocation(file.tell(), array.shape, array.dtype.str)
                 file.write(np.ascontiguousarray(array).data)
-                return place
+                return location
 
-            for member in self._members:
-                train, held = member.train, member.held
-                self.held[member.device] = len(held)
-                shares[member.device] = DeviceExamples(
-                    (write_array(train.x), write_array(train.y)), (write_array(held.x), write_array(held.y))
+            for device in self._devices:
+                train, held_out = device.train, device.held_out
+                self.held_out_counts[device.device] = len(held_out)
+                shards[device.device] = DeviceExamples(
+                    (write_array(train.x), write_array(train.y)), (write_array(held_out.x), write_array(held_out.y))
                 )
-        return shares
+        return shards

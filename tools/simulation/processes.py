@@ -35,8 +35,8 @@ from fedquilt.host.disk import write_fully
 from fedquilt.tools.simulation import machines
 from fedquilt.tools.simulation.local_backend import SharedTensors, WorkExecutor, make_engine, run_requests
 from fedquilt.tools.simulation.pool import (
-    KEPT,
-    SINGLE,
+    MALLOC_ENV,
+    SINGLE_THREAD_ENV,
     ArrayLocation,
     PoolError,
     PoolSetup,
@@ -46,8 +46,8 @@ from fedquilt.tools.simulation.pool import (
     WorkOutcome,
 )
 
-TRACEBACK: Final = "Traceback (most recent call last)"  # before the last words of a worker that Python has ended
-WORKERS_MOST: Final = 256  # each takes two open files of this process
+TRACEBACK: Final = "Traceback (most recent call last)"  # marks a worker that an exception has ended
+MAX_WORKERS: Final = 256  # each worker needs two open files of this process
 
 
 class ProcessWorkers:
@@ -57,49 +57,49 @@ class ProcessWorkers:
     """
 
     def __init__(self, engine: str, count: int, modules: Collection[str] = ()) -> None:
-        if not 1 <= count <= WORKERS_MOST:
-            raise JobError(f"{count} workers: 1 to {WORKERS_MOST} can be had, and one for each core is enough")
+        if not 1 <= count <= MAX_WORKERS:
+            raise JobError(f"{count} workers: give 1 to {MAX_WORKERS}, and at most one for each core")
         self._engine, self._count = engine, count
         self._pipes: list[Connection] = []
-        self._blobs: list[int] = []  # files in memory, one for each worker
+        self._blob_files: list[int] = []  # memory files, one for each worker
         self._process: subprocess.Popen[bytes] | None = None
         self._oom_kills = memory_budget.count_oom_kills()
         self.machines = {
-            machines.get_machine_name(): machines.describe_this_machine(modules, SINGLE["OMP_NUM_THREADS"])
+            machines.get_machine_name(): machines.describe_this_machine(modules, SINGLE_THREAD_ENV["OMP_NUM_THREADS"])
         }
 
     def start(self, folder: Path) -> None:
-        self._said = folder / "said"
-        both = [Pipe() for _ in range(self._count)]
-        self._pipes, ends = [ours for ours, _ in both], [theirs for _, theirs in both]
-        self._blobs = [os.memfd_create("fedquilt-blobs") for _ in ends]
-        pairs = [(end.fileno(), blobs) for end, blobs in zip(ends, self._blobs, strict=True)]
+        self._log_path = folder / "workers.log"
+        pipe_pairs = [Pipe() for _ in range(self._count)]
+        self._pipes, worker_ends = [own_end for own_end, _ in pipe_pairs], [worker_end for _, worker_end in pipe_pairs]
+        self._blob_files = [os.memfd_create("fedquilt-blobs") for _ in worker_ends]
+        pairs = [(end.fileno(), blobs) for end, blobs in zip(worker_ends, self._blob_files, strict=True)]
         command = [sys.executable, "-m", "fedquilt.tools.simulation.processes", str(os.getpid()), self._engine]
-        with self._said.open("wb") as said:
+        with self._log_path.open("wb") as log_file:
             self._process = subprocess.Popen(
                 [*command, *(f"{end}:{blobs}" for end, blobs in pairs)],
                 pass_fds=[number for pair in pairs for number in pair],
                 stdin=subprocess.DEVNULL,
-                stdout=said,
-                stderr=said,
-                env={**KEPT, **os.environ, **SINGLE},
+                stdout=log_file,
+                stderr=log_file,
+                env={**MALLOC_ENV, **os.environ, **SINGLE_THREAD_ENV},
             )
-        for end in ends:
+        for end in worker_ends:
             end.close()
         self._selector = selectors.DefaultSelector()
-        for index, each in enumerate(self._pipes):
-            self._selector.register(each, selectors.EVENT_READ, index)
+        for index, pipe in enumerate(self._pipes):
+            self._selector.register(pipe, selectors.EVENT_READ, index)
 
     def send_setup(self, setup: PoolSetup) -> None:
         payload = msgspec.msgpack.encode(setup)
-        for each in self._pipes:
-            self._send_message(each, payload)
+        for pipe in self._pipes:
+            self._send_message(pipe, payload)
 
     def wait_until_ready(self) -> None:
-        for each in self._pipes:
-            self._send_message(each, msgspec.msgpack.encode(WorkBatch()))
-        for each in self._pipes:
-            self._receive_message(each)
+        for pipe in self._pipes:
+            self._send_message(pipe, msgspec.msgpack.encode(WorkBatch()))
+        for pipe in self._pipes:
+            self._receive_message(pipe)
 
     @property
     def pid(self) -> int:
@@ -117,54 +117,54 @@ class ProcessWorkers:
 
     def receive_replies(self, *, block: bool) -> Iterator[tuple[int, WorkerReply | WorkerSum | None]]:
         for key, _ in self._selector.select(None if block else 0):
-            reply = FROM.decode(self._receive_message(self._pipes[key.data]))
-            yield key.data, reply.read_from_file(self._blobs[key.data])
+            reply = REPLY_DECODER.decode(self._receive_message(self._pipes[key.data]))
+            yield key.data, reply.read_from_file(self._blob_files[key.data])
 
-    def stop(self, *, now: bool) -> None:
+    def stop(self, *, immediately: bool) -> None:
         self._selector.close()
-        for each in self._pipes:
-            each.close()
-        for blobs in self._blobs:
-            os.close(blobs)
+        for pipe in self._pipes:
+            pipe.close()
+        for blob_file in self._blob_files:
+            os.close(blob_file)
         if self._process is not None:
-            if now:
+            if immediately:
                 self._process.kill()
             self._process.wait()
 
-    def _send_message(self, to: Connection, payload: bytes) -> None:
+    def _send_message(self, connection: Connection, payload: bytes) -> None:
         try:
-            to.send_bytes(payload)
+            connection.send_bytes(payload)
         except OSError:
             raise self._make_worker_error() from None
 
-    def _receive_message(self, of: Connection) -> bytes:
+    def _receive_message(self, connection: Connection) -> bytes:
         try:
-            return of.recv_bytes()
+            return connection.recv_bytes()
         except (EOFError, OSError):
             raise self._make_worker_error() from None
 
     def _make_worker_error(self) -> PoolError:
         # only the exit status of the first process is available, because it is the parent of all workers
-        said = self._said.read_text(errors="replace").strip()
-        words = f"it said: {said.splitlines()[-1][-500:] if said else '(nothing)'}"
-        fewer = f"fewer --workers than {self._count}" if self._count > 1 else "a smaller network or batch"
-        if failures.is_out_of_memory_text(said):
-            return PoolError(f"a worker of the pool ran out of memory; {words}; give {fewer}")
-        if TRACEBACK in said:
-            return PoolError(f"a worker of the pool has ended; {words}")
+        log_text = self._log_path.read_text(errors="replace").strip()
+        last_line_text = f"it said: {log_text.splitlines()[-1][-500:] if log_text else '(nothing)'}"
+        advice = f"fewer --workers than {self._count}" if self._count > 1 else "a smaller network or batch"
+        if failures.is_out_of_memory_text(log_text):
+            return PoolError(f"a worker of the pool ran out of memory; {last_line_text}; give {advice}")
+        if TRACEBACK in log_text:
+            return PoolError(f"a worker of the pool has ended; {last_line_text}")
         assert self._process is not None
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(timeout=1.0)
         status = self._process.poll()
         if status is not None and status not in (0, -signal.SIGKILL):
-            how = f"died of {signal.Signals(-status).name}" if status < 0 else f"ended with code {status}"
-            return PoolError(f"a worker of the pool {how}; {words}")
+            end_description = f"died of {signal.Signals(-status).name}" if status < 0 else f"ended with code {status}"
+            return PoolError(f"a worker of the pool {end_description}; {last_line_text}")
         kills = memory_budget.count_oom_kills()
         if kills is not None and self._oom_kills is not None and kills > self._oom_kills:
-            return PoolError(f"the kernel ran out of memory and killed a worker of the pool most likely: give {fewer}")
+            return PoolError(f"the kernel ran out of memory and killed a worker of the pool most likely: give {advice}")
         return PoolError(
             "a worker of the pool was killed from outside (SIGKILL): start the command again; if it was for want of "
-            f"memory, give {fewer}"
+            f"memory, give {advice}"
         )
 
 
@@ -174,27 +174,35 @@ class DetachedResult(msgspec.Struct, frozen=True, array_like=True, tag=True):
     A pipe would block both sides, because its buffer is smaller than a reply can be.
     """
 
-    answer: WorkerReply
-    blobs: list[list[tuple[str, int]]]  # sha256 and size of each outcome's
+    reply: WorkerReply
+    blob_sizes: list[list[tuple[str, int]]]  # sha256 and size of the blobs of each outcome
 
     @staticmethod
-    def from_reply(answer: WorkerReply) -> DetachedResult:
-        bare = [WorkOutcome(structs.replace(each.outcome, blobs={}), each.joint) for each in answer.done]
-        sizes = [[(sha256, len(piece)) for sha256, piece in each.outcome.blobs.items()] for each in answer.done]
-        return DetachedResult(WorkerReply(bare, answer.summed), sizes)
+    def from_reply(reply: WorkerReply) -> DetachedResult:
+        outcomes_without_blobs = [
+            WorkOutcome(structs.replace(outcome.result, blobs={}), outcome.batchable) for outcome in reply.outcomes
+        ]
+        sizes = [
+            [(sha256, len(payload)) for sha256, payload in outcome.result.blobs.items()] for outcome in reply.outcomes
+        ]
+        return DetachedResult(WorkerReply(outcomes_without_blobs, reply.has_sum), sizes)
 
     def read_from_file(self, file: int) -> WorkerReply:
-        size = sum(size for blobs in self.blobs for _, size in blobs)
+        size = sum(size for sizes in self.blob_sizes for _, size in sizes)
         if not size:
-            return self.answer
-        at, done = 0, []
+            return self.reply
+        offset = 0
+        outcomes = []
         with mmap.mmap(file, size, prot=mmap.PROT_READ) as view:
-            for each, blobs in zip(self.answer.done, self.blobs, strict=True):
-                found = {}
-                for sha256, size in blobs:
-                    found[sha256], at = view[at : at + size], at + size
-                done.append(WorkOutcome(structs.replace(each.outcome, blobs=found), each.joint) if found else each)
-            return WorkerReply(done, self.answer.summed)
+            for outcome, sizes in zip(self.reply.outcomes, self.blob_sizes, strict=True):
+                blobs_by_hash = {}
+                for sha256, size in sizes:
+                    blobs_by_hash[sha256] = view[offset : offset + size]
+                    offset += size
+                if blobs_by_hash:
+                    outcome = structs.replace(outcome, result=structs.replace(outcome.result, blobs=blobs_by_hash))
+                outcomes.append(outcome)
+            return WorkerReply(outcomes, self.reply.has_sum)
 
 
 class SharedMemorySum(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -207,7 +215,7 @@ class SharedMemorySum(msgspec.Struct, frozen=True, array_like=True, tag=True):
         return WorkerSum(os.pread(file, self.size, self.offset))
 
 
-FROM: Final = msgspec.msgpack.Decoder(DetachedResult | SharedMemorySum)
+REPLY_DECODER: Final = msgspec.msgpack.Decoder(DetachedResult | SharedMemorySum)
 
 
 class OutcomeSums:
@@ -219,123 +227,130 @@ class OutcomeSums:
     """
 
     def __init__(self) -> None:
-        self._state: tuple[str, Any] = ("", None)  # the last one, and its file
-        self._waiting: tuple[Method, list[DeviceUpdate]] | None = None  # what the next sum is of
+        self._cached_state: tuple[str, Any] = ("", None)  # path and content of the last state file
+        self._pending_sum: tuple[Method, list[DeviceUpdate]] | None = None  # for the next `pack_sum`
 
-    def prepare_sum(self, file: str, orders: Sequence[WorkRequest], outcomes: Sequence[WorkResult]) -> bool:
+    def prepare_sum(self, state_path: str, requests: Sequence[WorkRequest], results: Sequence[WorkResult]) -> bool:
         """Validate updates for the next `pack_sum`. Return whether they can be summed."""
-        self._waiting = None
+        self._pending_sum = None
         with contextlib.suppress(Exception):  # the coordinator folds the same updates and reports the error
-            if not file:
+            if not state_path:
                 return False
-            method = methods.load(orders[0].task.method)
-            if self._state[0] != file:
-                self._state = file, tensors.unpack_state(Path(file).read_bytes(), method.state)
-            if method.aggregation.accumulator(self._state[1]) is None:
+            method = methods.load(requests[0].task.method)
+            if self._cached_state[0] != state_path:
+                self._cached_state = state_path, tensors.unpack_state(Path(state_path).read_bytes(), method.state)
+            if method.aggregation.accumulator(self._cached_state[1]) is None:
                 return False
-            done = zip(orders, outcomes, strict=True)
-            given = [_read_update(order, outcome) for order, outcome in done if outcome.code == "ok"]
-            for each in given:
-                method.aggregation.require_valid_update(self._state[1], each)
-            self._waiting = (method, given) if given else None
-        return self._waiting is not None
+            results_of_requests = zip(requests, results, strict=True)
+            updates = [_read_update(request, result) for request, result in results_of_requests if result.code == "ok"]
+            for update in updates:
+                method.aggregation.require_valid_update(self._cached_state[1], update)
+            self._pending_sum = (method, updates) if updates else None
+        return self._pending_sum is not None
 
     def pack_sum(self) -> bytes:
         """Return the packed sum of the prepared updates, or b"" if they cannot be summed."""
-        waiting, self._waiting = self._waiting, None
-        with contextlib.suppress(Exception):  # the coordinator folds these updates one by one then
-            assert waiting is not None
-            method, given = waiting
-            return tensors.pack_state(reduce(partial(method.aggregation.fold, self._state[1]), given, None))
+        pending_sum, self._pending_sum = self._pending_sum, None
+        with contextlib.suppress(Exception):  # the coordinator then folds these updates one by one
+            assert pending_sum is not None
+            method, updates = pending_sum
+            return tensors.pack_state(reduce(partial(method.aggregation.fold, self._cached_state[1]), updates, None))
         return b""
 
 
-def _read_update(order: WorkRequest, outcome: WorkResult) -> DeviceUpdate:
-    bundles = {name: tensors.decode_tensors(outcome.blobs[ref.sha256]) for name, ref in outcome.bundles.items()}
-    return DeviceUpdate(order.device, order.task.round, outcome.weight, outcome.metrics, bundles)
+def _read_update(request: WorkRequest, result: WorkResult) -> DeviceUpdate:
+    bundles = {name: tensors.decode_tensors(result.blobs[ref.sha256]) for name, ref in result.bundles.items()}
+    return DeviceUpdate(request.device, request.task.round, result.weight, result.metrics, bundles)
 
 
 class PoolWorker(WorkExecutor):
     def __init__(self, setup: PoolSetup) -> None:
-        super().__init__(self._load_device_examples, make=make_engine)
-        self._shares_at, self._file = setup.shares, os.open(setup.examples, os.O_RDONLY)
-        self._files, self.sums = SharedTensors(), OutcomeSums()
+        super().__init__(self._load_device_examples, create_engine=make_engine)
+        self._shards, self._examples_file = setup.shards, os.open(setup.examples, os.O_RDONLY)
+        self._tensor_cache, self.sums = SharedTensors(), OutcomeSums()
 
     def run_batch(self, work: WorkBatch) -> WorkerReply:
         # if the reply promises a sum, `sums.pack_sum` returns it next
-        done = [WorkOutcome(*each) for each in run_requests([(self, order) for order in work.orders], work.together)]
-        return WorkerReply(done, self.sums.prepare_sum(work.state, work.orders, [each.outcome for each in done]))
+        outcomes = [
+            WorkOutcome(*outcome)
+            for outcome in run_requests([(self, request) for request in work.requests], work.batched)
+        ]
+        return WorkerReply(
+            outcomes, self.sums.prepare_sum(work.state_path, work.requests, [outcome.result for outcome in outcomes])
+        )
 
     def read_tensors(self, path: str, sha256: str) -> dict[str, np.ndarray]:
-        return self._files(path, partial(tensors.read_tensors, sha256=sha256))
+        return self._tensor_cache(path, partial(tensors.read_tensors, sha256=sha256))
 
     def _load_device_examples(self, device: str) -> tuple[Examples, Examples]:
         # read, not mapped: mapped pages would count as memory of this process
-        train, held = (
+        train, held_out = (
             Examples(self._read_array(x), self._read_array(y))
-            for x, y in (self._shares_at[device].train, self._shares_at[device].held)
+            for x, y in (self._shards[device].train, self._shards[device].held_out)
         )
-        return train, held
+        return train, held_out
 
-    def _read_array(self, place: ArrayLocation) -> np.ndarray:
-        found = np.empty(place.shape, place.dtype)
-        if not found.nbytes:  # a memory view of nothing cannot be cast
-            return found
-        view, have = found.reshape(-1).view(np.uint8).data, 0
-        while have < found.nbytes:
-            have += os.preadv(self._file, [view[have:]], place.offset + have)
-        return found
+    def _read_array(self, location: ArrayLocation) -> np.ndarray:
+        array = np.empty(location.shape, location.dtype)
+        if not array.nbytes:  # a memory view of nothing cannot be cast
+            return array
+        view, read_bytes = array.reshape(-1).view(np.uint8).data, 0
+        while read_bytes < array.nbytes:
+            read_bytes += os.preadv(self._examples_file, [view[read_bytes:]], location.offset + read_bytes)
+        return array
 
 
 def import_engine(engine: str) -> None:
     module = {"torch": "torch.batch_engine", "numpy": "batch_training"}.get(engine, f"{engine}_engine")
     importlib.import_module(f"fedquilt.edge_agent.engines.{module}")
-    gc.freeze()  # imported objects stay, so collections need not visit them
+    gc.freeze()  # garbage collections need not visit imported objects
 
 
-def serve_requests(orders: Connection, blobs: int) -> None:
+def serve_requests(connection: Connection, blob_file: int) -> None:
     """Run work requests from a pipe until the pipe is closed."""
-    messages = receive_messages(orders)
-    if (first := next(messages, None)) is None:
+    messages = receive_messages(connection)
+    if (setup_message := next(messages, None)) is None:
         return
-    worker = PoolWorker(msgspec.msgpack.decode(first, type=PoolSetup))
+    worker = PoolWorker(msgspec.msgpack.decode(setup_message, type=PoolSetup))
     decoder, encoder = msgspec.msgpack.Decoder(WorkBatch), msgspec.msgpack.Encoder()
-    for order in messages:
-        answer, place = worker.run_batch(decoder.decode(order)), 0
-        for each in answer.done:
-            for piece in each.outcome.blobs.values():
-                write_fully(blobs, piece, place)
-                place += len(piece)
-        orders.send_bytes(encoder.encode(DetachedResult.from_reply(answer)))
-        if answer.summed:
+    for message in messages:
+        reply = worker.run_batch(decoder.decode(message))
+        offset = 0
+        for outcome in reply.outcomes:
+            for payload in outcome.result.blobs.values():
+                write_fully(blob_file, payload, offset)
+                offset += len(payload)
+        connection.send_bytes(encoder.encode(DetachedResult.from_reply(reply)))
+        if reply.has_sum:
             packed = worker.sums.pack_sum()
-            write_fully(blobs, packed, place)
-            orders.send_bytes(encoder.encode(SharedMemorySum(place, len(packed))))
+            write_fully(blob_file, packed, offset)
+            connection.send_bytes(encoder.encode(SharedMemorySum(offset, len(packed))))
 
 
-def receive_messages(orders: Connection) -> Iterator[bytes]:
-    with contextlib.suppress(EOFError, OSError):  # an OSError where the coordinator ends within a message
+def receive_messages(connection: Connection) -> Iterator[bytes]:
+    with contextlib.suppress(EOFError, OSError):  # OSError if the coordinator ends within a message
         while True:
-            yield orders.recv_bytes()
+            yield connection.recv_bytes()
 
 
 def run_workers() -> None:
     """Serve requests in one process for each PIPE:BLOBS after the arguments PARENT and ENGINE."""
     exit_with_parent(int(sys.argv[1]))
     import_engine(sys.argv[2])
-    pairs = [(int(pipe), int(blobs)) for pipe, _, blobs in (each.partition(":") for each in sys.argv[3:])]
-    mine, children = pairs[0], []
+    pairs = [(int(pipe), int(blobs)) for pipe, _, blobs in (argument.partition(":") for argument in sys.argv[3:])]
+    own_pair = pairs[0]
+    children = []
     for pair in pairs[1:]:
         if pid := os.fork():
             children.append(pid)
             continue
         exit_with_parent(os.getppid())
-        mine, children = pair, []
+        own_pair, children = pair, []
         break
     for pair in pairs:
-        for number in pair if pair != mine else ():
+        for number in pair if pair != own_pair else ():
             os.close(number)
-    serve_requests(Connection(mine[0]), mine[1])
+    serve_requests(Connection(own_pair[0]), own_pair[1])
     for pid in children:
         os.waitpid(pid, 0)
     os._exit(0)  # regular exit of torch takes a second, and all results are sent

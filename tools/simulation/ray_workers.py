@@ -34,9 +34,9 @@ from fedquilt.host.disk import REAL, disk_errors
 from fedquilt.tools.simulation import adversaries, machines, processes
 from fedquilt.tools.simulation.machines import Machine
 from fedquilt.tools.simulation.pool import (
-    KEPT,
-    SCHEME,
-    SINGLE,
+    MALLOC_ENV,
+    RAY_SCHEME,
+    SINGLE_THREAD_ENV,
     PoolError,
     PoolSetup,
     SharedFolder,
@@ -47,29 +47,31 @@ from fedquilt.tools.simulation.pool import (
 
 log = logging.getLogger("fedquilt.simulation")
 
-STORE_BYTES: Final = 256 << 20  # of the object store of a Ray that is started here; what is more goes to its disk
-KNOCK_S: Final = 10.0
-ATTEMPTS: Final = 3  # at a client server
-QUIET: Final = {"RAY_USAGE_STATS_ENABLED": "0"}  # nothing is reported to Ray's makers
-# A Ray that listens on 127.0.0.1 alone, and whose workers have the priority of the command and not 15 steps less.
-ALONE: Final = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0", "RAY_worker_niceness": "0"}
+OBJECT_STORE_BYTES: Final = 256 << 20  # of a Ray started here; larger contents are on its disk
+CONNECT_TIMEOUT_S: Final = 10.0
+CONNECT_ATTEMPTS: Final = 3  # to connect to a client server
+NO_USAGE_STATS_ENV: Final = {"RAY_USAGE_STATS_ENABLED": "0"}  # Ray reports nothing to its developers
+# Ray listens on 127.0.0.1 only, and its workers have the priority of this process instead of niceness 15.
+LOCAL_RAY_ENV: Final = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0", "RAY_worker_niceness": "0"}
 
-VERSIONS: Final = re.compile(r"Ray: (\S+) Python: (\S+)")  # of the cluster and of this process, in Ray's complaint
-TOKEN: Final = {"RAY_AUTH_MODE": "token"}
-MOST_BYTES: Final = 1 << 30  # of a node's files beside the examples; those used longest ago go first
-Fetch = Callable[[Any], bytes]  # bytes of a reference into the object store
-PIECE_BYTES: Final = 16 << 20  # of the examples' file at a time
-REFERENCES: Final = 8  # contents that stay in the object store: those of a round, mostly one to three
-LOOK_S: Final = 5.0  # between two looks at which nodes there are
-PATIENCE_S: Final = 60.0  # for workers that find no free processor, while others are ready
-FAILED: Final = 3  # workers of a node that never got ready, after which none is started there
-LEAVING_S: Final = 5.0
+VERSION_MISMATCH: Final = re.compile(
+    r"Ray: (\S+) Python: (\S+)"
+)  # in Ray's error text: of the cluster, then of this process
+TOKEN_AUTH_ENV: Final = {"RAY_AUTH_MODE": "token"}
+MAX_SHARED_BYTES: Final = 1 << 30  # files of a node without the examples; the least recently used are removed first
+Fetch = Callable[[Any], bytes]  # returns the content of an object reference
+CHUNK_BYTES: Final = 16 << 20  # of the examples' file
+MAX_REFERENCES: Final = 8  # kept in the object store; a round needs one to three
+NODE_POLL_S: Final = 5.0  # interval of queries for the nodes
+START_TIMEOUT_S: Final = 60.0  # for workers without a free processor, if others are ready
+MAX_FAILED_STARTS: Final = 3  # consecutive, after which no worker is started on the node
+STOP_TIMEOUT_S: Final = 5.0
 
 
 class RayConnection(NamedTuple):
     ray: Any  # the module
-    ours: bool  # whether it is to be closed at the end: the program was not connected before
-    own: bool  # whether this Ray was started for the run, with the workers' environment
+    must_close: bool  # whether this connection was opened here
+    is_local: bool  # whether this Ray was started for the run, with the workers' environment
 
 
 def find_ray_address(environ: Mapping[str, str]) -> str | None:
@@ -80,40 +82,44 @@ def find_ray_address(environ: Mapping[str, str]) -> str | None:
     """
     if address := environ.get("RAY_ADDRESS"):
         return address
-    noted = Path(environ.get("RAY_TMPDIR", "/tmp"), "ray", "ray_current_cluster")  # noqa: S108
+    address_file = Path(environ.get("RAY_TMPDIR", "/tmp"), "ray", "ray_current_cluster")  # noqa: S108
     try:
-        return noted.read_text().strip() or None
+        return address_file.read_text().strip() or None
     except OSError:
         return None
 
 
 def connect_to_ray(engine: str, processors: int | None) -> RayConnection:
     """Import Ray, and connect to a cluster unless this process is connected already."""
-    there = engine if engine != "ray" else find_ray_address(os.environ)
-    how: dict[str, Any] = {"logging_level": logging.ERROR, "log_to_driver": False}
-    if not there:
-        how |= {
+    address = engine if engine != "ray" else find_ray_address(os.environ)
+    options: dict[str, Any] = {"logging_level": logging.ERROR, "log_to_driver": False}
+    if not address:
+        options |= {
             "num_cpus": processors or len(os.sched_getaffinity(0)),
             "include_dashboard": False,
-            "object_store_memory": STORE_BYTES,
+            "object_store_memory": OBJECT_STORE_BYTES,
             "_node_ip_address": "127.0.0.1",
         }
-    locked = engine.startswith(SCHEME) and "RAY_AUTH_MODE" not in os.environ and _has_token(os.environ)
-    kept = {**QUIET, **({} if there else {**SINGLE, **KEPT, **ALONE}), **(TOKEN if locked else {})}
-    with _set_environment(kept):
+    needs_token = engine.startswith(RAY_SCHEME) and "RAY_AUTH_MODE" not in os.environ and _has_token(os.environ)
+    environment = {
+        **NO_USAGE_STATS_ENV,
+        **({} if address else {**SINGLE_THREAD_ENV, **MALLOC_ENV, **LOCAL_RAY_ENV}),
+        **(TOKEN_AUTH_ENV if needs_token else {}),
+    }
+    with _set_environment(environment):
         ray = extras.load_optional("ray")
         if ray.is_initialized():
-            return RayConnection(ray, ours=False, own=False)
+            return RayConnection(ray, must_close=False, is_local=False)
         try:
-            host, colon, port = (there or "").removeprefix(SCHEME).rpartition(":")
-            if colon and port.isdigit():  # Ray itself waits for minutes for a cluster that is gone
-                socket.create_connection((host.strip("[]"), int(port)), KNOCK_S).close()
-            if locked:
-                ray._raylet.Config.initialize("")  # the environment again, where Ray was imported before
-            _init_ray(ray, there, how)
+            host, colon, port = (address or "").removeprefix(RAY_SCHEME).rpartition(":")
+            if colon and port.isdigit():  # fails fast, because Ray waits minutes for an unreachable cluster
+                socket.create_connection((host.strip("[]"), int(port)), CONNECT_TIMEOUT_S).close()
+            if needs_token:
+                ray._raylet.Config.initialize("")  # reads the environment again if Ray was imported earlier
+            _init_ray(ray, address, options)
         except (OSError, RuntimeError, ValueError, ImportError, ray.exceptions.RayError) as error:
-            raise PoolError(_format_connection_error(ray, there, " ".join(str(error).split()))) from None
-    return RayConnection(ray, ours=True, own=not there)
+            raise PoolError(_format_connection_error(ray, address, " ".join(str(error).split()))) from None
+    return RayConnection(ray, must_close=True, is_local=not address)
 
 
 def _has_token(environ: Mapping[str, str]) -> bool:
@@ -124,45 +130,47 @@ def _has_token(environ: Mapping[str, str]) -> bool:
     )
 
 
-def _format_connection_error(ray: Any, there: str | None, said: str) -> str:
-    if not there:
-        return f"Ray could not be started ({said[:300]}): `fedquilt simulate --engine pool` needs none"
-    told = VERSIONS.findall(said)
-    if len(told) == 2:
-        (theirs, their_python), (ours, our_python) = told
+def _format_connection_error(ray: Any, address: str | None, error_text: str) -> str:
+    if not address:
         return (
-            f"the cluster at {there} runs Ray {theirs} on Python {their_python}, and this command Ray {ours} on Python "
-            f"{our_python}: they have to be the same. Install the cluster's here (pip install 'ray[client]=={theirs}', "
-            "on its Python), or this command's on all of its nodes"
+            f"Ray could not be started ({error_text[:300]}): use `fedquilt simulate --engine pool`, which needs no Ray"
+        )
+    versions = VERSION_MISMATCH.findall(error_text)
+    if len(versions) == 2:
+        (cluster_version, cluster_python), (local_version, local_python) = versions
+        return (
+            f"the cluster at {address} runs Ray {cluster_version} on Python {cluster_python}, and this command Ray "
+            f"{local_version} on Python {local_python}: the versions must be equal. Install the cluster's version here "
+            f"(pip install 'ray[client]=={cluster_version}', on its Python), or this command's version on all nodes"
         )
     return (
-        f"no Ray could be reached at {there} ({said[:300]}): it has to run the same versions of Ray and Python (here "
-        f"Ray {ray.__version__}), with the same token (~/.ray/auth_token); {SCHEME}HOST:PORT names a cluster's client "
-        "server, port 10001 unless told otherwise; `ray stop` forgets a Ray of this machine that is gone"
+        f"no Ray could be reached at {address} ({error_text[:300]}): the cluster must run the same versions of Ray and "
+        f"Python (here Ray {ray.__version__}), with the same token (~/.ray/auth_token); {RAY_SCHEME}HOST:PORT names a "
+        "cluster's client server, by default port 10001. `ray stop` clears the address of an ended Ray of this machine"
     )
 
 
-def _init_ray(ray: Any, there: str | None, how: Mapping[str, Any]) -> None:
+def _init_ray(ray: Any, address: str | None, options: Mapping[str, Any]) -> None:
     # the first process of a client server sometimes ends during its start, so the connection is tried again
-    for left in reversed(range(ATTEMPTS)):
+    for remaining in reversed(range(CONNECT_ATTEMPTS)):
         try:
             with _restore_sigterm_handler():
-                ray.init(address=there or "local", **how)
+                ray.init(address=address or "local", **options)
             return
         except ConnectionAbortedError as error:
-            if not left:
+            if not remaining:
                 raise
-            log.warning("the client server at %s had no process for this command, and is asked again: %s", there, error)
+            log.warning("client server at %s refused the connection (%s), trying again", address, error)
 
 
 @contextlib.contextmanager
-def _set_environment(wanted: Mapping[str, str]) -> Iterator[None]:
-    before = {name: os.environ.get(name) for name in wanted}
-    os.environ.update(wanted)
+def _set_environment(variables: Mapping[str, str]) -> Iterator[None]:
+    old_values = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
     try:
         yield
     finally:
-        for name, value in before.items():
+        for name, value in old_values.items():
             if value is None:
                 del os.environ[name]
             else:
@@ -172,29 +180,29 @@ def _set_environment(wanted: Mapping[str, str]) -> Iterator[None]:
 @contextlib.contextmanager
 def _restore_sigterm_handler() -> Iterator[None]:
     # ray.init replaces the handler
-    before = signal.getsignal(signal.SIGTERM)
+    old_handler = signal.getsignal(signal.SIGTERM)
     try:
         yield
     finally:
-        with contextlib.suppress(ValueError):  # in another thread than the main one, where Ray handles none either
-            signal.signal(signal.SIGTERM, before)
+        with contextlib.suppress(ValueError):  # not in the main thread, where Ray replaces no handler
+            signal.signal(signal.SIGTERM, old_handler)
 
 
 class WorkerSetup(msgspec.Struct, frozen=True):
     engine: str
-    modules: tuple[str, ...]  # of plug-ins, whose content it reports
-    folder: str  # name of the folder that the workers of its node share
+    modules: tuple[str, ...]  # of plug-ins, for the digests in `Machine.code`
+    folder: str  # name of the folder that the workers of a node share
 
 
-def unpack_request(order: WorkRequest, find: Callable[[str], str], cache: str, out: str) -> WorkRequest:
-    """Return the work request with paths of this machine. `find` returns the path of a sha256."""
-    if (honest := adversaries.honest_file(order)) is not None:
-        order = adversaries.add_honest_mean(order, find(honest))
+def unpack_request(request: WorkRequest, path_of_hash: Callable[[str], str], cache: str, out: str) -> WorkRequest:
+    """Return the work request with paths of this machine. `path_of_hash` returns the path of a sha256."""
+    if (honest_hash := adversaries.get_honest_mean_path(request)) is not None:
+        request = adversaries.add_honest_mean(request, path_of_hash(honest_hash))
     return replace(
-        order,
-        bundles={name: find(sha256) for name, sha256 in order.bundles.items()},
-        private_state=None if order.private_state is None else find(order.private_state),
-        cache_folder=f"{cache}/{order.device}",
+        request,
+        bundles={name: path_of_hash(sha256) for name, sha256 in request.bundles.items()},
+        private_state=None if request.private_state is None else path_of_hash(request.private_state),
+        cache_folder=f"{cache}/{request.device}",
         output_folder=out,
     )
 
@@ -205,17 +213,22 @@ class NodeFiles:
     Files in use are also linked into the worker's own folder.
     """
 
-    def __init__(self, folder: Path, own: Path, fetch: Fetch, most_bytes: int = MOST_BYTES) -> None:
-        self._shared, self._own, self._fetch, self._most = folder / "files", own, fetch, most_bytes
-        for each in (self._shared, own):
-            each.mkdir(exist_ok=True)
+    def __init__(self, folder: Path, own_folder: Path, fetch: Fetch, max_bytes: int = MAX_SHARED_BYTES) -> None:
+        self._shared_folder, self._own_folder, self._fetch, self._max_bytes = (
+            folder / "files",
+            own_folder,
+            fetch,
+            max_bytes,
+        )
+        for path in (self._shared_folder, own_folder):
+            path.mkdir(exist_ok=True)
 
     def ensure_file(self, sha256: str, reference: Any) -> str:
         """Return the path of a file with this sha256, fetched from the object store if missing."""
-        path = self._own / sha256
+        path = self._own_folder / sha256
         if not path.exists():
             try:
-                os.link(self._shared / sha256, path)
+                os.link(self._shared_folder / sha256, path)
                 os.utime(path)
             except FileNotFoundError:
                 self.store_file(sha256, self._fetch(reference))
@@ -223,113 +236,115 @@ class NodeFiles:
 
     def store_file(self, sha256: str, payload: bytes) -> None:
         if hashlib.sha256(payload).hexdigest() != sha256:
-            raise StoreError(f"content {sha256[:12]} came damaged from the object store")
-        part = self._own / "part"
-        part.write_bytes(payload)
-        os.replace(part, self._own / sha256)
+            raise StoreError(f"content {sha256[:12]} is damaged: the object store returned other bytes")
+        partial_path = self._own_folder / "part"
+        partial_path.write_bytes(payload)
+        os.replace(partial_path, self._own_folder / sha256)
         with contextlib.suppress(FileExistsError):
-            os.link(self._own / sha256, self._shared / sha256)
+            os.link(self._own_folder / sha256, self._shared_folder / sha256)
 
-    def evict_files(self, used: Sequence[str]) -> None:
-        """Unlink this worker's files that are not in `used`, and the oldest shared files above the limit."""
-        for each in os.scandir(self._own):
-            if each.name not in used:
+    def evict_files(self, used_hashes: Sequence[str]) -> None:
+        """Unlink this worker's files that are not in `used_hashes`, and the oldest shared files above the limit."""
+        for each in os.scandir(self._own_folder):
+            if each.name not in used_hashes:
                 os.unlink(each.path)
-        found = []
-        for each in os.scandir(self._shared):
-            with contextlib.suppress(FileNotFoundError):  # another worker gave it up
-                found.append((each.stat().st_mtime, each.stat().st_size, each.path))
-        held = sum(size for _, size, _ in found)
-        for _, size, path in sorted(found):
-            if held <= self._most:
+        shared_files = []
+        for each in os.scandir(self._shared_folder):
+            with contextlib.suppress(FileNotFoundError):  # another worker removed the file
+                shared_files.append((each.stat().st_mtime, each.stat().st_size, each.path))
+        total_bytes = sum(size for _, size, _ in shared_files)
+        for _, size, path in sorted(shared_files):
+            if total_bytes <= self._max_bytes:
                 return
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(path)
-            held -= size
+            total_bytes -= size
 
 
 class RayNode:
     """Worker of a pool as an actor on a node of a Ray cluster. All methods take and return msgpack bytes."""
 
-    def __init__(self, asked: bytes) -> None:
+    def __init__(self, setup: bytes) -> None:
         import ray
 
-        self._asked = msgspec.msgpack.decode(asked, type=WorkerSetup)
+        self._setup = msgspec.msgpack.decode(setup, type=WorkerSetup)
         self._fetch: Fetch = ray.get
         self._worker: processes.PoolWorker | None = None
 
-    def hello(self) -> bytes:
+    def describe_machine(self) -> bytes:
         """Import the engine, and return the encoded `machines.Machine` of this node."""
-        told = machines.describe_this_machine(self._asked.modules)
-        processes.import_engine(self._asked.engine)
-        self._common = SharedFolder(self._asked.folder)
-        self._own = self._common.path / f"worker-{os.getpid()}"
-        self._out = self._common.path / f"made-{os.getpid()}"
-        self._files = NodeFiles(self._common.path, self._own, self._fetch)
-        return msgspec.msgpack.encode(told)
+        machine = machines.describe_this_machine(self._setup.modules)
+        processes.import_engine(self._setup.engine)
+        self._shared_folder = SharedFolder(self._setup.folder)
+        self._own_folder = self._shared_folder.path / f"worker-{os.getpid()}"
+        self._output_folder = self._shared_folder.path / f"made-{os.getpid()}"
+        self._files = NodeFiles(self._shared_folder.path, self._own_folder, self._fetch)
+        return msgspec.msgpack.encode(machine)
 
-    def begin(self, begin: bytes, pieces: Sequence[Any]) -> bytes:
+    def load_examples(self, setup_message: bytes, chunks: Sequence[Any]) -> bytes:
         # only the first worker of a node fetches the examples
-        setup = msgspec.msgpack.decode(begin, type=PoolSetup)
-        path = self._common.path / "examples"
-        with (self._common.path / "examples.lock").open("w") as lock:
+        setup = msgspec.msgpack.decode(setup_message, type=PoolSetup)
+        path = self._shared_folder.path / "examples"
+        with (self._shared_folder.path / "examples.lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             if not path.exists():
-                self._fetch_examples(path, setup.examples, pieces)
+                self._fetch_examples(path, setup.examples, chunks)
         self._worker = processes.PoolWorker(replace(setup, examples=str(path)))
         return b""
 
-    def answer(self, parcel: bytes, offered: Sequence[Any]) -> bytes:
+    def run_batch(self, batch_message: bytes, object_references: Sequence[Any]) -> bytes:
         """Run work requests and return an encoded `WorkerReply`."""
-        told = msgspec.msgpack.decode(parcel, type=WorkBatch)
-        references = dict(zip(told.contents, offered, strict=True))
-        caches = f"{self._common.path}/caches"
+        batch = msgspec.msgpack.decode(batch_message, type=WorkBatch)
+        reference_of_hash = dict(zip(batch.file_hashes, object_references, strict=True))
+        cache_folder = f"{self._shared_folder.path}/caches"
 
         def find(sha256: str) -> str:
-            return self._files.ensure_file(sha256, references[sha256])
+            return self._files.ensure_file(sha256, reference_of_hash[sha256])
 
-        orders = tuple(unpack_request(each, find, caches, str(self._out)) for each in told.orders)
+        requests = tuple(
+            unpack_request(request, find, cache_folder, str(self._output_folder)) for request in batch.requests
+        )
         assert self._worker is not None
-        reply = self._worker.run_batch(WorkBatch(orders, told.together))
-        for each in reply.done:
-            if each.outcome.code == "disk":
-                raise StoreError(each.outcome.reason)
-        private = {}
-        for order, each in zip(orders, reply.done, strict=True):
-            if (left := each.outcome.private) is not None:
-                payload = Path(f"{order.output_folder}/{order.file_prefix}{PRIVATE_FILE}").read_bytes()
-                private[left.sha256] = payload
-                self._files.store_file(left.sha256, payload)
-        self._files.evict_files(told.contents)
-        shutil.rmtree(self._out, ignore_errors=True)
-        return msgspec.msgpack.encode(replace(reply, private=private))
+        reply = self._worker.run_batch(WorkBatch(requests, batch.batched))
+        for outcome in reply.outcomes:
+            if outcome.result.code == "disk":
+                raise StoreError(outcome.result.reason)
+        private_states = {}
+        for request, outcome in zip(requests, reply.outcomes, strict=True):
+            if (private_ref := outcome.result.private) is not None:
+                payload = Path(f"{request.output_folder}/{request.file_prefix}{PRIVATE_FILE}").read_bytes()
+                private_states[private_ref.sha256] = payload
+                self._files.store_file(private_ref.sha256, payload)
+        self._files.evict_files(batch.file_hashes)
+        shutil.rmtree(self._output_folder, ignore_errors=True)
+        return msgspec.msgpack.encode(replace(reply, private=private_states))
 
-    def leave(self) -> bytes:
+    def release_files(self) -> bytes:
         """Delete the files of this worker, and those of the node with its last worker. Return empty bytes."""
-        for each in (self._own, self._out):
+        for each in (self._own_folder, self._output_folder):
             shutil.rmtree(each, ignore_errors=True)
-        self._common.release()
+        self._shared_folder.release()
         return b""
 
-    def _fetch_examples(self, path: Path, sha256: str, pieces: Sequence[Any]) -> None:
+    def _fetch_examples(self, path: Path, sha256: str, chunks: Sequence[Any]) -> None:
         digest, part = hashlib.sha256(), path.with_suffix(".part")
         with part.open("wb") as file:
-            for each in pieces:
-                payload = self._fetch(each)
+            for chunk in chunks:
+                payload = self._fetch(chunk)
                 digest.update(payload)
                 file.write(payload)
         if digest.hexdigest() != sha256:
-            raise StoreError("the examples came damaged from the object store")
+            raise StoreError("the examples are damaged: the object store returned other bytes")
         os.replace(part, path)
 
 
 @dataclass
 class RayWorkerHandle:
     actor: Any
-    node: str  # id
-    state: Literal["hello", "begin", "ready"] = "hello"
-    orders: Sequence[WorkRequest] = ()
-    held: list[Any] = field(default_factory=list)  # references that its orders need
+    node_id: str
+    state: Literal["starting", "loading", "ready"] = "starting"
+    requests: Sequence[WorkRequest] = ()
+    references: list[Any] = field(default_factory=list)  # keeps the objects of the requests alive
 
 
 class RayWorkers:
@@ -337,250 +352,271 @@ class RayWorkers:
         self, engine: str, address: str, *, count: int | None, mixed: bool, modules: Collection[str] = ()
     ) -> None:
         if count is not None and count < 1:
-            raise JobError(f"{count} workers: at least 1 is needed")
+            raise JobError(f"{count} workers: give at least 1")
         self._engine, self._address, self._count = engine, address, count
         self._mixed, self._modules = mixed, tuple(sorted(modules))
         self._ray: Any = None
-        self._connected = self._own = False  # whether this Ray is to be left at the end, and was started for the run
-        self._all: dict[int, RayWorkerHandle] = {}
-        self._calls: dict[Any, int] = {}  # reference of an answer -> worker
-        self._number = 0
+        self._connected = self._is_local = False
+        self._workers: dict[int, RayWorkerHandle] = {}
+        self._worker_of_call: dict[Any, int] = {}  # by the reference of the reply
+        self._next_number = 0
         self._folder = f"ray-{secrets.token_hex(8)}"
-        self._examples, self._begin = "", b""  # file of the examples, and the message that precedes them
-        self._pieces: list[Any] = []  # of the examples, while a worker fetches them
-        self._references: dict[str, Any] = {}  # sha256 -> reference
-        self._failed: Counter[str] = Counter()  # node -> workers in a row that did not get ready
-        self._names: dict[str, str] = {}  # node -> what it is called
-        self._words = ""  # last words of a worker that was lost
-        self._warmed = False
-        self._looked_s = 0.0
+        self._examples, self._setup_message = "", b""  # path of the examples, and the encoded `PoolSetup`
+        self._example_chunks: list[Any] = []  # references, empty when no worker fetches the examples
+        self._references: dict[str, Any] = {}  # by sha256, the most recently used last
+        self._failed_starts: Counter[str] = Counter()  # consecutive, by node id
+        self._node_names: dict[str, str] = {}  # by node id
+        self._last_error = ""  # error text of the last lost worker
+        self._has_started = False
+        self._last_poll_s = 0.0
         self.machines: dict[str, Machine] = {}
 
     def start(self, folder: Path) -> None:
-        self._ray, self._connected, self._own = connect_to_ray(self._address, self._count)
+        self._ray, self._connected, self._is_local = connect_to_ray(self._address, self._count)
         nodes = self._list_nodes()
-        there = sum(nodes.values())
-        if self._count is not None and self._count > there:
-            raise JobError(f"{self._count} workers: the Ray cluster has {there} processors; give --workers {there}")
+        processors = sum(nodes.values())
+        if self._count is not None and self._count > processors:
+            raise JobError(
+                f"{self._count} workers: the Ray cluster has {processors} processors; give --workers {processors}"
+            )
         self._actor = self._ray.remote(RayNode)
-        self._start_workers(self._count or there, nodes)
+        self._start_workers(self._count or processors, nodes)
 
     def send_setup(self, setup: PoolSetup) -> None:
         # each node receives the examples when its first worker has reported
         self._examples = setup.examples
-        self._begin = msgspec.msgpack.encode(replace(setup, examples=REAL.hash_file(setup.examples)))
+        self._setup_message = msgspec.msgpack.encode(replace(setup, examples=REAL.hash_file(setup.examples)))
 
     def wait_until_ready(self) -> None:
         """Wait until all workers are ready, or some are and PATIENCE_S has passed."""
-        began_s = time.monotonic()
-        while any(each.state != "ready" for each in self._all.values()) or not self._all:
+        started_s = time.monotonic()
+        while any(each.state != "ready" for each in self._workers.values()) or not self._workers:
             for _ in self.receive_replies(block=True):
-                raise AssertionError("nobody has orders yet")
-            if time.monotonic() > began_s + PATIENCE_S and any(self.ready):
-                log.warning("%d of %d workers are ready: the others find no processor", len(self.ready), len(self._all))
+                raise AssertionError("no worker has requests yet")
+            if time.monotonic() > started_s + START_TIMEOUT_S and any(self.ready):
+                log.warning(
+                    "%d of %d workers are ready: the cluster has no free processor for the others",
+                    len(self.ready),
+                    len(self._workers),
+                )
                 break
-        self._warmed = True
+        self._has_started = True
 
     @property
     def ready(self) -> list[int]:
-        return [number for number, each in self._all.items() if each.state == "ready"]
+        return [number for number, each in self._workers.items() if each.state == "ready"]
 
     def send_work(self, worker: int, work: WorkBatch) -> None:
-        # workers on Ray do not fold: the state of the round is not among the files
-        sent, files, orders = [], {}, work.orders
-        for order in orders:
-            packed, named = pack_request(order)
-            sent.append(packed)
-            files.update(named)
-        shared = {ref.sha256 for order in orders for ref in order.task.bundles.values()}
-        offered = [self._get_object_reference(sha256, path, sha256 in shared) for sha256, path in files.items()]
-        parcel = WorkBatch(tuple(sent), work.together, contents=tuple(files))
-        given = self._all[worker]
-        given.orders, given.held = orders, offered
-        self._calls[given.actor.answer.remote(msgspec.msgpack.encode(parcel), offered)] = worker
+        # workers on Ray do not fold updates, because they have no state of the round
+        packed_requests, files, requests = [], {}, work.requests
+        for request in requests:
+            packed_request, paths_of_request = pack_request(request)
+            packed_requests.append(packed_request)
+            files.update(paths_of_request)
+        shared = {ref.sha256 for request in requests for ref in request.task.bundles.values()}
+        references = [self._get_object_reference(sha256, path, sha256 in shared) for sha256, path in files.items()]
+        batch = WorkBatch(tuple(packed_requests), work.batched, file_hashes=tuple(files))
+        handle = self._workers[worker]
+        handle.requests, handle.references = requests, references
+        self._worker_of_call[handle.actor.run_batch.remote(msgspec.msgpack.encode(batch), references)] = worker
 
     def receive_replies(self, *, block: bool) -> Iterator[tuple[int, WorkerReply | None]]:
         # lost workers are replaced while their node is alive
-        if block and not self._calls:
+        if block and not self._worker_of_call:
             self._replace_lost_workers()
-        for reference in self._wait_for_calls(LOOK_S if block else 0.0):
-            number = self._calls.pop(reference)
-            hired = self._all[number]
-            orders, hired.orders, hired.held = hired.orders, (), []
+        for reference in self._wait_for_calls(NODE_POLL_S if block else 0.0):
+            worker = self._worker_of_call.pop(reference)
+            handle = self._workers[worker]
+            requests, handle.requests, handle.references = handle.requests, (), []
             try:
-                answer = self._ray.get(reference)
+                reply = self._ray.get(reference)
             except self._ray.exceptions.RayError as error:
-                self._remove_worker(number, error)
-                if orders:
-                    yield number, None
+                self._remove_worker(worker, error)
+                if requests:
+                    yield worker, None
                 continue
-            if hired.state == "ready":
-                yield number, write_outputs(orders, msgspec.msgpack.decode(answer, type=WorkerReply))
+            if handle.state == "ready":
+                yield worker, write_outputs(requests, msgspec.msgpack.decode(reply, type=WorkerReply))
             else:
-                self._advance_startup(number, hired, answer)
-        if block and time.monotonic() > self._looked_s + LOOK_S:
+                self._advance_startup(worker, handle, reply)
+        if block and time.monotonic() > self._last_poll_s + NODE_POLL_S:
             self._replace_lost_workers()
 
-    def stop(self, *, now: bool) -> None:
+    def stop(self, *, immediately: bool) -> None:
         """Stop the workers, and disconnect from Ray if `start` has connected."""
         if self._ray is None or not self._ray.is_initialized():
             return
-        with contextlib.suppress(Exception):  # a cluster that is gone has ended them
-            if not now:
-                left = [each.actor.leave.remote() for each in self._all.values() if each.state != "hello"]
-                if left:
-                    self._ray.wait(left, num_returns=len(left), timeout=LEAVING_S)
-            for each in self._all.values():
+        with contextlib.suppress(Exception):  # an unreachable cluster has ended the workers
+            if not immediately:
+                calls = [
+                    each.actor.release_files.remote() for each in self._workers.values() if each.state != "starting"
+                ]
+                if calls:
+                    self._ray.wait(calls, num_returns=len(calls), timeout=STOP_TIMEOUT_S)
+            for each in self._workers.values():
                 self._ray.kill(each.actor)
-        self._all, self._calls, self._references, self._pieces = {}, {}, {}, []
+        self._workers, self._worker_of_call, self._references, self._example_chunks = {}, {}, {}, []
         if self._connected:
             self._ray.shutdown()
 
     def _list_nodes(self) -> dict[str, int]:
-        found = {}
+        processors_of_node = {}
         for node in self._ray.nodes():
-            if node["Alive"] and (count := int(node["Resources"].get("CPU", 0))):
-                found[node["NodeID"]] = count
-                called = node.get("NodeName") or node["NodeManagerAddress"]
-                self._names[node["NodeID"]] = f"{called} (Ray node {node['NodeID'][:8]})"
-        return found
+            if node["Alive"] and (processors := int(node["Resources"].get("CPU", 0))):
+                processors_of_node[node["NodeID"]] = processors
+                node_name = node.get("NodeName") or node["NodeManagerAddress"]
+                self._node_names[node["NodeID"]] = f"{node_name} (Ray node {node['NodeID'][:8]})"
+        return processors_of_node
 
-    def _start_workers(self, wanted: int, nodes: Mapping[str, int]) -> None:
+    def _start_workers(self, missing_workers: int, nodes: Mapping[str, int]) -> None:
         # distributed evenly over nodes, without those on which several workers have failed to start
-        free = {
-            node: count - sum(each.node == node for each in self._all.values())
-            for node, count in nodes.items()
-            if self._failed[node] < FAILED
+        free_processors = {
+            node: processors - sum(each.node_id == node for each in self._workers.values())
+            for node, processors in nodes.items()
+            if self._failed_starts[node] < MAX_FAILED_STARTS
         }
-        while wanted > 0 and (able := [node for node, count in free.items() if count > 0]):
-            for node in able[:wanted]:
-                free[node] -= 1
-                wanted -= 1
+        while missing_workers > 0 and (
+            nodes_with_room := [node for node, processors in free_processors.items() if processors > 0]
+        ):
+            for node in nodes_with_room[:missing_workers]:
+                free_processors[node] -= 1
+                missing_workers -= 1
                 self._start_worker(node)
 
-    def _start_worker(self, node: str) -> None:
+    def _start_worker(self, node_id: str) -> None:
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-        folder = f"{self._folder}-{node[:12]}"
-        asked = WorkerSetup(self._engine, self._modules, folder)
+        folder = f"{self._folder}-{node_id[:12]}"
+        setup = WorkerSetup(self._engine, self._modules, folder)
         actor = self._actor.options(
             num_cpus=1,
-            scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False),
-            runtime_env=None if self._own else {"env_vars": {**KEPT, **SINGLE}},
-        ).remote(msgspec.msgpack.encode(asked))
-        self._all[self._number] = RayWorkerHandle(actor, node)
-        self._calls[actor.hello.remote()] = self._number
-        self._number += 1
+            scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False),
+            runtime_env=None if self._is_local else {"env_vars": {**MALLOC_ENV, **SINGLE_THREAD_ENV}},
+        ).remote(msgspec.msgpack.encode(setup))
+        self._workers[self._next_number] = RayWorkerHandle(actor, node_id)
+        self._worker_of_call[actor.describe_machine.remote()] = self._next_number
+        self._next_number += 1
 
     def _wait_for_calls(self, timeout_s: float) -> list[Any]:
-        if not self._calls:
+        if not self._worker_of_call:
             return []
-        waiting = list(self._calls)
-        come, _ = self._ray.wait(waiting, num_returns=1, timeout=timeout_s)
-        return self._ray.wait(waiting, num_returns=len(waiting), timeout=0)[0] if come else []
+        calls = list(self._worker_of_call)
+        ready_calls, _ = self._ray.wait(calls, num_returns=1, timeout=timeout_s)
+        return self._ray.wait(calls, num_returns=len(calls), timeout=0)[0] if ready_calls else []
 
-    def _advance_startup(self, number: int, hired: RayWorkerHandle, answer: bytes) -> None:
-        if hired.state == "begin":
-            hired.state, self._failed[hired.node] = "ready", 0
-            if not any(each.state == "begin" for each in self._all.values()):
-                self._pieces = []
+    def _advance_startup(self, worker: int, handle: RayWorkerHandle, reply: bytes) -> None:
+        if handle.state == "loading":
+            handle.state, self._failed_starts[handle.node_id] = "ready", 0
+            if not any(each.state == "loading" for each in self._workers.values()):
+                self._example_chunks = []
             return
-        if not self._admit_machine(number, hired, answer):
+        if not self._admit_machine(worker, handle, reply):
             return
-        hired.state = "begin"
-        if not self._pieces:
+        handle.state = "loading"
+        if not self._example_chunks:
             with open(self._examples, "rb") as file:
-                self._pieces = [self._ray.put(piece) for piece in iter(lambda: file.read(PIECE_BYTES), b"")]
-        self._calls[hired.actor.begin.remote(self._begin, self._pieces)] = number
+                self._example_chunks = [self._ray.put(chunk) for chunk in iter(lambda: file.read(CHUNK_BYTES), b"")]
+        self._worker_of_call[handle.actor.begin.remote(self._setup_message, self._example_chunks)] = worker
 
-    def _admit_machine(self, number: int, hired: RayWorkerHandle, answer: bytes) -> bool:
-        named = self._names[hired.node]
+    def _admit_machine(self, worker: int, handle: RayWorkerHandle, reply: bytes) -> bool:
+        node_name = self._node_names[handle.node_id]
         try:
             try:
-                machine = msgspec.msgpack.decode(answer, type=Machine)
+                machine = msgspec.msgpack.decode(reply, type=Machine)
             except msgspec.ValidationError as error:
-                raise JobError(f"{named} has another version of fedquilt ({error}): install the same there") from None
-            here = machines.describe_this_machine(self._modules)
-            machines.require_same_results({"this machine": here}, named, machine, mixed=True)
-            machines.require_same_results(self.machines, named, machine, mixed=self._mixed)
+                raise JobError(
+                    f"{node_name} has another version of fedquilt ({error}): install the version of this machine"
+                ) from None
+            local_machine = machines.describe_this_machine(self._modules)
+            machines.require_same_results({"this machine": local_machine}, node_name, machine, mixed=True)
+            machines.require_same_results(self.machines, node_name, machine, mixed=self._mixed)
         except JobError as error:
-            if not self._warmed:
+            if not self._has_started:
                 raise
-            if self._failed[hired.node] < FAILED:
-                log.warning("%s is left out: %s", named, error)
-            self._failed[hired.node] = FAILED
-            self._ray.kill(self._all.pop(number).actor)
+            if self._failed_starts[handle.node_id] < MAX_FAILED_STARTS:
+                log.warning("%s is left out: %s", node_name, error)
+            self._failed_starts[handle.node_id] = MAX_FAILED_STARTS
+            self._ray.kill(self._workers.pop(worker).actor)
             return False
-        self.machines.setdefault(named, machine)
+        self.machines.setdefault(node_name, machine)
         return True
 
-    def _remove_worker(self, number: int, error: BaseException) -> None:
-        hired = self._all.pop(number)
-        self._words = " ".join(str(error).split())[-500:]
-        if hired.state != "ready":
-            self._failed[hired.node] += 1
-        log.warning("a worker on %s is lost, and its orders go to another: %s", self._names[hired.node], self._words)
+    def _remove_worker(self, worker: int, error: BaseException) -> None:
+        handle = self._workers.pop(worker)
+        self._last_error = " ".join(str(error).split())[-500:]
+        if handle.state != "ready":
+            self._failed_starts[handle.node_id] += 1
+        log.warning(
+            "lost a worker on %s, its requests go to another worker: %s",
+            self._node_names[handle.node_id],
+            self._last_error,
+        )
         with contextlib.suppress(Exception):
-            self._ray.kill(hired.actor)
+            self._ray.kill(handle.actor)
         self._replace_lost_workers()
 
     def _replace_lost_workers(self) -> None:
-        self._looked_s = time.monotonic()
+        self._last_poll_s = time.monotonic()
         try:
             nodes = self._list_nodes()
-        except Exception as error:  # the cluster's head is gone
-            raise PoolError(f"the Ray cluster is lost ({error}): start the command again, and it goes on") from None
-        self._start_workers((self._count or sum(nodes.values())) - len(self._all), nodes)
-        if not self._all:
+        except Exception as error:  # the cluster's head node is unreachable
+            raise PoolError(f"the Ray cluster is lost ({error}): start the command again to resume") from None
+        self._start_workers((self._count or sum(nodes.values())) - len(self._workers), nodes)
+        if not self._workers:
             raise PoolError(
-                f"no worker is left on the Ray cluster; the last one's words: {self._words or '(none)'}; start the "
-                "command again when it has nodes, and it goes on"
+                f"no worker is left on the Ray cluster; the last error: {self._last_error or '(none)'}; start the command again to resume when the cluster has nodes"
             )
 
-    def _get_object_reference(self, sha256: str, path: str, shared: bool) -> Any:
+    def _get_object_reference(self, sha256: str, path: str, is_shared: bool) -> Any:
         # references of files that many devices need are cached
         if sha256 in self._references:
             self._references[sha256] = self._references.pop(sha256)
             return self._references[sha256]
         reference = self._ray.put(Path(path).read_bytes())
-        if shared:
+        if is_shared:
             self._references[sha256] = reference
-            while len(self._references) > REFERENCES:
+            while len(self._references) > MAX_REFERENCES:
                 del self._references[next(iter(self._references))]
         return reference
 
 
-def pack_request(order: WorkRequest) -> tuple[WorkRequest, dict[str, str]]:
+def pack_request(request: WorkRequest) -> tuple[WorkRequest, dict[str, str]]:
     """Return a work request without paths, and the path of each file by sha256."""
-    files = {order.task.bundles[name].sha256: path for name, path in order.bundles.items()}
-    private = None
-    if order.private_state is not None:
-        private = REAL.hash_file(order.private_state)
-        files[private] = order.private_state
-    if (honest := adversaries.honest_file(order)) is not None:
-        files[REAL.hash_file(honest)] = honest
-        order = adversaries.add_honest_mean(order, REAL.hash_file(honest))
-    bundles = {name: order.task.bundles[name].sha256 for name in order.bundles}
-    sent = replace(
-        order, bundles=bundles, private_state=private, cache_folder="", output_folder="", max_inline_bytes=sys.maxsize
+    files = {request.task.bundles[name].sha256: path for name, path in request.bundles.items()}
+    private_hash = None
+    if request.private_state is not None:
+        private_hash = REAL.hash_file(request.private_state)
+        files[private_hash] = request.private_state
+    if (honest_path := adversaries.get_honest_mean_path(request)) is not None:
+        files[REAL.hash_file(honest_path)] = honest_path
+        request = adversaries.add_honest_mean(request, REAL.hash_file(honest_path))
+    bundles = {name: request.task.bundles[name].sha256 for name in request.bundles}
+    packed = replace(
+        request,
+        bundles=bundles,
+        private_state=private_hash,
+        cache_folder="",
+        output_folder="",
+        max_inline_bytes=sys.maxsize,
     )
-    return sent, files
+    return packed, files
 
 
-def write_outputs(orders: Sequence[WorkRequest], made: WorkerReply) -> WorkerReply:
+def write_outputs(requests: Sequence[WorkRequest], reply: WorkerReply) -> WorkerReply:
     """Write a remote worker's outputs into the folders of the work requests, and return the reply with small blobs."""
-    found = []
-    for order, done in zip(orders, made.done, strict=True):
-        outcome, small = done.outcome, {}
-        with disk_errors(f"write into {order.output_folder}"):
-            for sha256, payload in outcome.blobs.items():
-                if len(payload) < order.max_inline_bytes:
-                    small[sha256] = payload
+    outcomes = []
+    for request, worker_outcome in zip(requests, reply.outcomes, strict=True):
+        result, small_blobs = worker_outcome.result, {}
+        with disk_errors(f"write into {request.output_folder}"):
+            for sha256, payload in result.blobs.items():
+                if len(payload) < request.max_inline_bytes:
+                    small_blobs[sha256] = payload
                 else:
-                    REAL.write(f"{order.output_folder}/{order.file_prefix}{sha256}", payload)
-            if outcome.private is not None:
+                    REAL.write(f"{request.output_folder}/{request.file_prefix}{sha256}", payload)
+            if result.private is not None:
                 REAL.write(
-                    f"{order.output_folder}/{order.file_prefix}{PRIVATE_FILE}", made.private[outcome.private.sha256]
+                    f"{request.output_folder}/{request.file_prefix}{PRIVATE_FILE}",
+                    reply.private_states[result.private.sha256],
                 )
-        found.append(WorkOutcome(replace(outcome, blobs=small), done.joint))
-    return WorkerReply(found)
+        outcomes.append(WorkOutcome(replace(result, blobs=small_blobs), worker_outcome.batchable))
+    return WorkerReply(outcomes)

@@ -34,31 +34,36 @@ class WorkBackend:
 
     def __init__(
         self,
-        carry: Callable[[Sequence[WorkRequest]], Iterable[WorkResult]],
-        held: Mapping[str, int],
-        ahead: WorkerPool | None = None,
-        ready: Callable[[], None] = lambda: None,
+        run_requests: Callable[[Sequence[WorkRequest]], Iterable[WorkResult]],
+        held_out_counts: Mapping[str, int],
+        pool: WorkerPool | None = None,
+        wait_until_ready: Callable[[], None] = lambda: None,
         machines: Mapping[str, Machine] = {},
     ) -> None:
-        self._carry, self._held, self.ahead, self.ready, self.machines = carry, held, ahead, ready, machines
+        self._run_requests, self._held_out_counts = run_requests, held_out_counts
+        self.pool, self.wait_until_ready, self.machines = pool, wait_until_ready, machines
 
-    def __call__(self, orders: Sequence[WorkRequest]) -> Iterable[WorkResult]:
-        return self._carry(orders)
+    def __call__(self, requests: Sequence[WorkRequest]) -> Iterable[WorkResult]:
+        return self._run_requests(requests)
 
     def evaluate(self, simulation: Simulation, devices: Iterable[str] = ()) -> dict[str, EvaluationSums]:
         """Evaluate the model on the held-out examples of devices, by default of all that have any.
 
         Devices without anything to evaluate are missing in the result.
         """
-        names = list(devices) or sorted(name for name in simulation.members if self._held.get(name))
-        orders = [order for name in names if (order := simulation.make_evaluation_request(name)) is not None]
-        found = {}
-        for order, outcome in zip(orders, self._carry(orders), strict=True):
-            if outcome.code != "ok":
-                raise JobError(f"the evaluation on {order.device} failed ({outcome.code}): {outcome.reason}")
-            if outcome.evaluation is not None:
-                found[order.device] = outcome.evaluation
-        return found
+        device_names = list(devices) or sorted(
+            name for name in simulation.held_out_counts if self._held_out_counts.get(name)
+        )
+        requests = [
+            request for name in device_names if (request := simulation.make_evaluation_request(name)) is not None
+        ]
+        sums_by_device = {}
+        for request, result in zip(requests, self._run_requests(requests), strict=True):
+            if result.code != "ok":
+                raise JobError(f"the evaluation on {request.device} failed ({result.code}): {result.reason}")
+            if result.evaluation is not None:
+                sums_by_device[request.device] = result.evaluation
+        return sums_by_device
 
     def evaluate_test_set(self, simulation: Simulation) -> EvaluationSums | None:
         """Evaluate on the test set, or return None if the method has nothing to evaluate yet."""
@@ -68,64 +73,70 @@ class WorkBackend:
 @contextlib.contextmanager
 def open_pool_backend(
     job: JobSettings,
-    members: Iterable[DeviceData],
+    devices: Iterable[DeviceData],
     *,
     workers: int | None = 1,
     engine: str = "pool",
     mixed: bool = False,
     modules: Collection[str] = (),
-    together: bool = False,
+    batched: bool = False,
     test: Examples | None = None,
 ) -> Iterator[tuple[WorkBackend, dict[str, int]]]:
     """Start a pool and return its backend, and the number of held-out examples of each device.
 
     The pool ends with the context.
     """
-    nothing = () if test is None else (_test_set_device(test),)
-    library, where = choose_job_engine(job, methods.load(job.method)), choose_engine(engine, os.environ)
-    made: WorkerGroup
-    if where == "pool":
-        made = ProcessWorkers(library, len(os.sched_getaffinity(0)) if workers is None else workers, modules)
+    test_devices = () if test is None else (_test_set_device(test),)
+    training_engine, worker_engine = choose_job_engine(job, methods.load(job.method)), choose_engine(engine, os.environ)
+    workers_group: WorkerGroup
+    if worker_engine == "pool":
+        workers_group = ProcessWorkers(
+            training_engine, len(os.sched_getaffinity(0)) if workers is None else workers, modules
+        )
     else:
-        from fedquilt.tools.simulation.ray_workers import RayWorkers  # here, as it is a pack
+        from fedquilt.tools.simulation.ray_workers import RayWorkers  # optional package
 
-        made = RayWorkers(library, where, count=workers, mixed=mixed, modules=modules)
-    with WorkerPool(made, itertools.chain(members, nothing), together=together) as pool:
-        held = {name: count for name, count in pool.held.items() if name != NEWCOMER}
+        workers_group = RayWorkers(training_engine, worker_engine, count=workers, mixed=mixed, modules=modules)
+    with WorkerPool(workers_group, itertools.chain(devices, test_devices), batched=batched) as pool:
+        held_out_counts = {name: count for name, count in pool.held_out_counts.items() if name != NEWCOMER}
 
-        def carry(orders: Sequence[WorkRequest]) -> Iterator[WorkResult]:
-            return (outcome for _, outcome in pool.run_requests(orders))
+        def carry(requests: Sequence[WorkRequest]) -> Iterator[WorkResult]:
+            return (outcome for _, outcome in pool.run_requests(requests))
 
-        yield WorkBackend(carry, held, pool, pool.wait_until_ready, made.machines), held
+        yield WorkBackend(carry, held_out_counts, pool, pool.wait_until_ready, workers_group.machines), held_out_counts
 
 
 def make_local_backend(
-    members: Iterable[DeviceData],
+    devices: Iterable[DeviceData],
     *,
-    load: Callable[[str], Method] = methods.load,
+    load_method: Callable[[str], Method] = methods.load,
     engine: Any = None,
-    together: bool = False,
+    batched: bool = False,
     test: Examples | None = None,
 ) -> tuple[WorkBackend, dict[str, int]]:
     """Return a backend in this process, and the number of held-out examples of each device."""
-    held = {member.device: member for member in members}
-    count = {name: len(member.held) for name, member in held.items()}
+    devices_by_name = {member.device: member for member in devices}
+    held_out_counts = {name: len(member.held_out) for name, member in devices_by_name.items()}
     if test is not None:
-        held[NEWCOMER] = _test_set_device(test)
+        devices_by_name[NEWCOMER] = _test_set_device(test)
 
-    def share(device: str) -> tuple[Examples, Examples]:
-        return held[device].train, held[device].held
+    def load_shard(device: str) -> tuple[Examples, Examples]:
+        return devices_by_name[device].train, devices_by_name[device].held_out
 
     if engine is None:
-        make = local_backend.make_engine if together else engines.create_engine
-        executor = local_backend.WorkExecutor(share, load, make)
+        create_engine = local_backend.make_engine if batched else engines.create_engine
+        executor = local_backend.WorkExecutor(load_shard, load_method, create_engine)
     else:
-        executor = local_backend.SingleEngineExecutor(share, load, engine)
+        executor = local_backend.SingleEngineExecutor(load_shard, load_method, engine)
 
-    def carry(orders: Sequence[WorkRequest]) -> list[WorkResult]:
-        return [outcome for outcome, _ in local_backend.run_requests([(executor, order) for order in orders], together)]
+    def carry(requests: Sequence[WorkRequest]) -> list[WorkResult]:
+        return [
+            outcome for outcome, _ in local_backend.run_requests([(executor, request) for request in requests], batched)
+        ]
 
-    return WorkBackend(carry, count, machines={machines.get_machine_name(): machines.describe_this_machine()}), count
+    return WorkBackend(
+        carry, held_out_counts, machines={machines.get_machine_name(): machines.describe_this_machine()}
+    ), held_out_counts
 
 
 def _test_set_device(test: Examples) -> DeviceData:
@@ -136,37 +147,37 @@ def run_rounds(
     simulation: Simulation, run_requests: Callable[[Sequence[WorkRequest]], Iterable[WorkResult]]
 ) -> Iterator[Simulation]:
     """Run a simulation, and yield it before its first round, after each round, and at the end."""
-    told = -1
+    reported_rounds = -1
     while True:
-        orders = simulation.advance()
-        if simulation.running is not None and told < len(simulation.rounds):
-            told = len(simulation.rounds)
-            began_s = time.perf_counter()
+        requests = simulation.advance()
+        if simulation.running is not None and reported_rounds < len(simulation.rounds):
+            reported_rounds = len(simulation.rounds)
+            started_s = time.perf_counter()
             yield simulation
-            simulation.exclude_time(time.perf_counter() - began_s)
-        if not orders:
+            simulation.exclude_time(time.perf_counter() - started_s)
+        if not requests:
             return
-        for order, outcome in zip(orders, run_requests(orders), strict=True):
-            simulation.deliver_outcome(order.device, outcome)
+        for request, result in zip(requests, run_requests(requests), strict=True):
+            simulation.deliver_outcome(request.device, result)
 
 
 def iterate_states(
     job: JobSettings,
     folder: Path,
-    members: Iterable[DeviceData],
+    devices: Iterable[DeviceData],
     *,
-    load: Callable[[str], Method] = methods.load,
+    load_method: Callable[[str], Method] = methods.load,
     engine: Any = None,
-    observe: Callable[[Simulation, WorkBackend], None] = lambda simulation, hands: None,
+    observe: Callable[[Simulation, WorkBackend], None] = lambda simulation, backend: None,
 ) -> Iterator[Any]:
     """Run a job here, and yield the method state before the first round and after each round."""
-    carry, held = make_local_backend(members, load=load, engine=engine)
+    backend, held_out_counts = make_local_backend(devices, load_method=load_method, engine=engine)
     with ScratchFolder() as home:
         name = None if engine is None else engine.name
-        with Simulation(job, folder, held, home, load=load, engine=name) as simulation:
-            for each in run_rounds(simulation, carry):
-                observe(each, carry)
-                yield each.state
+        with Simulation(job, folder, held_out_counts, home, load_method=load_method, engine=name) as simulation:
+            for current in run_rounds(simulation, backend):
+                observe(current, backend)
+                yield current.state
             if simulation.status != "done":
                 raise JobError(f"{simulation.run} has {simulation.final_status}: {simulation.reason}")
 
@@ -175,63 +186,65 @@ def iterate_states(
 class RunOutcomes:
     rounds: tuple[SimulatedRound, ...]
     artefact: Artefact
-    start_s: float  # until the first round began
-    wall_s: float  # of all, that included
+    start_s: float  # until the first round started
+    wall_s: float  # of the whole run, with `start_s`
 
 
 def simulate(
     job: JobSettings,
     folder: Path,
-    members: Iterable[DeviceData],
+    devices: Iterable[DeviceData],
     *,
     workers: int | None = 1,
     engine: str = "pool",
     mixed: bool = False,
-    together: bool = False,
+    batched: bool = False,
     test: Examples | None = None,
-    heard: Callable[[RunningJob, AnyEvent], None] = lambda running, fact: None,
-    observe: Callable[[Simulation, WorkBackend], None] = lambda simulation, hands: None,
+    on_event: Callable[[RunningJob, AnyEvent], None] = lambda running, fact: None,
+    observe: Callable[[Simulation, WorkBackend], None] = lambda simulation, backend: None,
     home: Path | None = None,
-    away: Collection[str] = (),
+    offline: Collection[str] = (),
 ) -> RunOutcomes:
     """Run a whole job on a pool of workers. Results are bit-identical for any number of workers.
 
     Args:
         job: Job with its fleet.
         folder: Folder of the bundle.
-        members: Devices, iterated once. Examples of an iterator are never in memory all at once.
+        devices: Devices, iterated once. Examples of an iterator are never in memory all at once.
         workers: Number of workers, 0 to run the work in this process, or None for one per core.
         engine: "auto", "pool", "ray" or "ray://HOST:PORT".
         mixed: Permit machines that differ in processor, GPU and libraries.
-        together: Train devices in one graph where the engine can, equal to the loop to float tolerance.
+        batched: Train devices in one graph where the engine can, equal to the loop to float tolerance.
         test: Examples of `WorkBackend.evaluate_test_set`.
-        heard: Function called with each event of the run.
+        on_event: Function called with each event of the run.
         observe: Function called before the first round, after each round, and at the end.
         home: Folder of the run, which resumes there after an interruption, or None for a temporary folder.
-        away: Devices that are offline at first.
+        offline: Devices that are offline at first.
     """
-    began_s = time.perf_counter()
+    started_s = time.perf_counter()
     with contextlib.ExitStack() as stack:
-        place = stack.enter_context(ScratchFolder()) if home is None else home
+        run_folder = stack.enter_context(ScratchFolder()) if home is None else home
         if workers == 0:
-            carry, held = make_local_backend(members, together=together, test=test)
+            backend, held_out_counts = make_local_backend(devices, batched=batched, test=test)
         else:
             modules = required_packages(job, job_bundle.load_bundle(folder))
             pool = open_pool_backend(
-                job, members, workers=workers, engine=engine, mixed=mixed, modules=modules, together=together, test=test
+                job, devices, workers=workers, engine=engine, mixed=mixed, modules=modules, batched=batched, test=test
             )
-            carry, held = stack.enter_context(pool)
-        simulation = stack.enter_context(Simulation(job, folder, held, place, heard=heard, away=away))
-        simulation.set_prefetcher(carry.ahead)
-        waited_s = time.perf_counter()
-        carry.ready()  # workers have imported their engine while the run was taken up
-        simulation.exclude_time(time.perf_counter() - waited_s)
-        machines.record_machines(place, simulation.run, carry.machines, mixed=mixed)
-        start_s = time.perf_counter() - began_s
-        for each in run_rounds(simulation, carry):
-            observe(each, carry)
+            backend, held_out_counts = stack.enter_context(pool)
+        simulation = stack.enter_context(
+            Simulation(job, folder, held_out_counts, run_folder, on_event=on_event, offline=offline)
+        )
+        simulation.set_prefetcher(backend.pool)
+        wait_started_s = time.perf_counter()
+        backend.wait_until_ready()  # workers import their engine while the simulation is created
+        simulation.exclude_time(time.perf_counter() - wait_started_s)
+        machines.record_machines(run_folder, simulation.run, backend.machines, mixed=mixed)
+        start_s = time.perf_counter() - started_s
+        for current in run_rounds(simulation, backend):
+            observe(current, backend)
         if simulation.status != "done":
             raise JobError(f"{simulation.run} has {simulation.final_status}: {simulation.reason}")
         assert simulation.running is not None
         artefact = simulation.running.method.result(simulation.state)
-        return RunOutcomes(tuple(simulation.rounds), artefact, start_s, time.perf_counter() - began_s)
+        return RunOutcomes(tuple(simulation.rounds), artefact, start_s, time.perf_counter() - started_s)

@@ -1,7 +1,7 @@
 """Simulated job with the coordinator's own rounds and store and devices on virtual time.
 
 `coordinator.server` opens and commits the rounds with an event log, so deadlines, quorums, budgets, governors, codecs
-and limits are those of a real run, and an interrupted run resumes. `run` runs the work of the devices.
+and limits are those of a real run, and an interrupted run resumes. `run` runs the work requests of the devices.
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ from fedquilt.tools.simulation.fleet import DeviceSpec, SimulatedFleet
 if TYPE_CHECKING:
     from fedquilt.tools.simulation.pool import WorkerPool
 
-NEWCOMER = "newcomer"  # a device that has taken part in nothing, and has room for everything
-ROOM_BYTES = 1 << 40
-ROOM = FleetSettings(budgets=("1TiB",))  # for runs in which no device may be short of memory
-WAITS_S = 3600.0  # virtual seconds without activity after which a run fails, as no further device will come online
+NEWCOMER = "newcomer"  # a device without private state and memory limit, for evaluations
+UNLIMITED_BYTES = 1 << 40
+UNLIMITED_FLEET = FleetSettings(budgets=("1TiB",))  # for runs in which no device may be short of memory
+MAX_IDLE_S = 3600.0  # virtual seconds without activity after which a run fails, as no further device will come online
 POLL_S = 1e18  # nothing else writes the store of a simulated run, so it is never polled
 
 
@@ -58,70 +58,74 @@ class SimulatedRound:
 
     number: int  # from 0
     devices: tuple[str, ...]  # whose updates were folded, sorted
-    metrics: Mapping[str, float]  # devices' means, of training
+    metrics: Mapping[str, float]  # means of the devices' training metrics
     down_bytes: int
     up_bytes: int
-    wall_s: float  # on this machine; of a round that an interrupted process made, with evaluations after the one before
-    duration_s: float  # on virtual time, from the round's opening to its end
-    energy_j: float | None  # of the boards' tasks; None: one does not tell
+    wall_s: float  # on this machine; for rounds before a resume also with the evaluations before the round
+    duration_s: float  # virtual time from the round's opening to its end
+    energy_j: float | None  # of the devices' tasks, None if a device reports none
     devices_metrics: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
-    cpu_s: float = 0.0  # of the devices' work, on this machine
+    cpu_s: float = 0.0  # of the devices' work on this machine
     evaluation: EvaluationSums | None = None
 
 
 class Simulation:
     """One job on one simulated fleet.
 
-    `members` has the number of held-out examples of each device. Boards and budgets are assigned in this order. An
-    interrupted run resumes in `home`, and `rounds` starts with its earlier rounds. Devices in `away` are offline at
-    first (`SimulatedFleet.bring_online`).
+    `held_out_counts` has the number of held-out examples of each device. Boards and budgets are assigned in this
+    order. An interrupted run resumes in `home`, and `rounds` starts with its earlier rounds. Devices in `offline` are
+    offline at first (`SimulatedFleet.bring_online`).
     """
 
     def __init__(
         self,
         job: JobSettings,
         folder: Path,
-        members: Mapping[str, int],
+        held_out_counts: Mapping[str, int],
         home: Path,
         *,
-        load: Callable[[str], Method] = methods.load,
+        load_method: Callable[[str], Method] = methods.load,
         engine: str | None = None,
-        heard: Callable[[RunningJob, AnyEvent], None] = lambda running, fact: None,
-        make: Callable[[str], Device] = boards.create_device,
-        away: Collection[str] = (),
+        on_event: Callable[[RunningJob, AnyEvent], None] = lambda running, fact: None,
+        create_board: Callable[[str], Device] = boards.create_device,
+        offline: Collection[str] = (),
     ) -> None:
-        self.job, self.members, self._heard = job, members, heard
+        self.job, self.held_out_counts, self._on_event = job, held_out_counts, on_event
         self.now_s = 0.0
         self.rounds: list[SimulatedRound] = []
         self.status, self.reason = "running", ""
         self.running: RunningJob | None = None
-        self.refusals: dict[str, str] = {}  # device -> the last reason for which it did not take part
-        self._answers: list[UpdateAccepted] = []
-        self._ahead: WorkerPool | None = None
-        self._busy_s = 0.0  # when somebody was last at the run, on virtual time
-        self.adversaries = adversaries.choose_adversaries(job, members)
-        self._overheard = adversaries.HonestUpdates()
+        self.decline_reasons: dict[str, str] = {}  # last reason by device
+        self._accepted_updates: list[UpdateAccepted] = []
+        self._prefetch_pool: WorkerPool | None = None
+        self._last_activity_s = 0.0  # virtual time
+        self.adversaries = adversaries.choose_adversaries(job, held_out_counts)
+        self._honest_updates = adversaries.HonestUpdates()
         self._store = Store(home, durable=False)
         if not self._store.acquire_lock():
             raise JobError(f"another coordinator serves {home} already: give another home")
         self._store.begin_epoch()
-        place = folder.resolve()
-        self.run = self._store.find_unfinished(job, place, "simulation") or self._store.add_job(
-            job, place, "simulation"
+        bundle_folder = folder.resolve()
+        self.run = self._store.find_unfinished(job, bundle_folder, "simulation") or self._store.add_job(
+            job, bundle_folder, "simulation"
         )
         self._replay_log()
         self._store.set_status(self.run, "running")
-        self.engine = engine or choose_job_engine(job, load(job.method))
+        self.engine = engine or choose_job_engine(job, load_method(job.method))
         self._plugins = {
-            f"plugin {module}": proof
-            for module, proof in required_packages(job, job_bundle.load_bundle(folder)).items()
+            f"plugin {module}": digest
+            for module, digest in required_packages(job, job_bundle.load_bundle(folder)).items()
         }
-        spare = self._make_capabilities(ROOM_BYTES)
-        self.devices = home / "agents" / self.run  # of this run alone: what a board keeps of another would count here
-        newcomer = DeviceSpec(NEWCOMER, lambda: boards.create_device("x86-host"), spare)
-        self.fleet = SimulatedFleet(self._make_specs(make), self._store.depot, self.devices, {NEWCOMER: newcomer}, away)
-        self._server = Server(self.fleet, self._store, self._observe_event, self.run, load, poll_s=POLL_S)
-        self._began_s, self._opened_s = time.perf_counter(), 0.0
+        newcomer_capabilities = self._make_capabilities(UNLIMITED_BYTES)
+        self.devices_folder = (
+            home / "agents" / self.run
+        )  # for this run alone, because stored state of another run would affect this one
+        newcomer = DeviceSpec(NEWCOMER, lambda: boards.create_device("x86-host"), newcomer_capabilities)
+        self.fleet = SimulatedFleet(
+            self._make_specs(create_board), self._store.depot, self.devices_folder, {NEWCOMER: newcomer}, offline
+        )
+        self._server = Server(self.fleet, self._store, self._observe_event, self.run, load_method, poll_s=POLL_S)
+        self._wall_start_s, self._virtual_start_s = time.perf_counter(), 0.0
 
     def __enter__(self) -> Simulation:
         return self
@@ -172,93 +176,99 @@ class Simulation:
         while not self.has_ended:
             due_s = self._server.step(self.now_s)
             if self.fleet.waiting_requests:
-                self._server.step(self.now_s)  # devices have said that they begin: it is heard while they are at work
-            if orders := self._select_requests(self.fleet.waiting_requests):
-                return orders
+                self._server.step(self.now_s)  # handles the messages that the tasks have started
+            if requests := self._select_requests(self.fleet.waiting_requests):
+                return requests
             job = self._server.find_job(self.run)
             if job is None and not self.has_ended:
                 # a run that could not be loaded has no observed events, only its log
                 self.status = self._store.stored_status(self.run)
-                ends = [fact for _, _, fact in self._store.read_events(self.run) if isinstance(fact, JobEnded)]
-                self.reason = ends[-1].reason if ends else ""
+                end_events = [event for _, _, event in self._store.read_events(self.run) if isinstance(event, JobEnded)]
+                self.reason = end_events[-1].reason if end_events else ""
                 break
-            at_work = job is not None and job.rounds.asked
-            if due_s >= (POLL_S if at_work else self._busy_s + WAITS_S):
-                self.reason = "no device is left that could go on with it"
+            has_open_attempt = job is not None and job.rounds.asked
+            if due_s >= (POLL_S if has_open_attempt else self._last_activity_s + MAX_IDLE_S):
+                self.reason = "no device is left that could continue the run"
                 break
             self.now_s = max(self.now_s, due_s)
         return []
 
-    def set_prefetcher(self, ahead: WorkerPool | None) -> None:
-        """Announce work requests to `ahead` as soon as devices start them.
+    def set_prefetcher(self, prefetch_pool: WorkerPool | None) -> None:
+        """Announce work requests to `prefetch_pool` as soon as devices start them.
 
         This is disabled with adversaries that observe honest updates.
         """
-        if ahead is not None and not self._adversaries_observe:
-            self._ahead, self.fleet.begun = ahead, ahead.prefetch
-            ahead.set_sum_receiver(self)
+        if prefetch_pool is not None and not self._adversaries_observe:
+            self._prefetch_pool, self.fleet.on_work_started = prefetch_pool, prefetch_pool.prefetch
+            prefetch_pool.set_sum_receiver(self)
 
     def exclude_time(self, seconds: float) -> None:
-        self._began_s += seconds
+        self._wall_start_s += seconds
 
-    def deliver_outcome(self, device: str, outcome: WorkResult) -> None:
+    def deliver_outcome(self, device: str, result: WorkResult) -> None:
         """Pass a result to its device, after folding a small update early and recording what adversaries observe."""
         task, job = self.fleet.find_running_task(device), self._server.find_job(self.run)
-        if job is not None and task is not None and task.job == job.id and outcome.bundles:
-            small = all(ref.sha256 in outcome.blobs for ref in outcome.bundles.values())
-            if small and job.aggregator.can_fold_early(job.rounds, task.round, device):
-                job.aggregator.fold_early(
-                    self._read_update(device, task, outcome), outcome.bundles
-                )  # while others are at work
+        if job is not None and task is not None and task.job == job.id and result.bundles:
+            is_small = all(ref.sha256 in result.blobs for ref in result.bundles.values())
+            if is_small and job.aggregator.can_fold_early(job.rounds, task.round, device):
+                job.aggregator.fold_early(self._read_update(device, task, result), result.bundles)
             if self._adversaries_observe and device not in self.adversaries:
-                self._overheard.add_update(self._read_update(device, task, outcome))
-        self.fleet.deliver_outcome(device, outcome)
+                self._honest_updates.add_update(self._read_update(device, task, result))
+        self.fleet.deliver_outcome(device, result)
 
-    def find_state_file(self, orders: Sequence[WorkRequest]) -> str:
+    def find_state_file(self, requests: Sequence[WorkRequest]) -> str:
         """Return the file of the method state with which workers may sum these updates, or "" if they may not."""
         job = self._server.find_job(self.run)
-        if job is None or any((each.task.job, each.task.round) != (job.id, job.rounds.round) for each in orders):
+        if job is None or any(
+            (request.task.job, request.task.round) != (job.id, job.rounds.round) for request in requests
+        ):
             return ""
         return job.aggregator.state_path_for_folding(job.rounds) or ""
 
     def receive_sum(
-        self, orders: Sequence[WorkRequest], outcomes: Sequence[WorkResult], packed: Callable[[], bytes]
+        self, requests: Sequence[WorkRequest], results: Sequence[WorkResult], pack_sum: Callable[[], bytes]
     ) -> None:
-        job, done = self._server.find_job(self.run), zip(orders, outcomes, strict=True)
-        if job is not None and all(self.fleet.find_running_task(each.device) is each.task for each in orders):
-            given = {each.device: (it.weight, it.metrics, it.bundles) for each, it in done if it.code == "ok"}
-            job.aggregator.fold_aggregate_early(job.rounds, orders[0].task.round, given, packed)
+        job, pairs = self._server.find_job(self.run), zip(requests, results, strict=True)
+        if job is not None and all(
+            self.fleet.find_running_task(request.device) is request.task for request in requests
+        ):
+            results_by_device = {
+                request.device: (result.weight, result.metrics, result.bundles)
+                for request, result in pairs
+                if result.code == "ok"
+            }
+            job.aggregator.fold_aggregate_early(job.rounds, requests[0].task.round, results_by_device, pack_sum)
 
-    def _read_update(self, device: str, task: Task, outcome: WorkResult) -> DeviceUpdate:
+    def _read_update(self, device: str, task: Task, result: WorkResult) -> DeviceUpdate:
         bundles: dict[str, Tensors] = {}
-        for name, ref in outcome.bundles.items():
-            if (payload := outcome.blobs.get(ref.sha256)) is not None:
+        for name, ref in result.bundles.items():
+            if (payload := result.blobs.get(ref.sha256)) is not None:
                 bundles[name] = tensors.decode_tensors(payload)
             else:
-                bundles[name] = tensors.read_tensors(Path(f"{self.fleet.out}/{device}.{ref.sha256}"))
-        return DeviceUpdate(device, task.round, outcome.weight, outcome.metrics, bundles)
+                bundles[name] = tensors.read_tensors(Path(f"{self.fleet.output_folder}/{device}.{ref.sha256}"))
+        return DeviceUpdate(device, task.round, result.weight, result.metrics, bundles)
 
     @property
     def _adversaries_observe(self) -> bool:
         lying = self.job.fleet.adversaries
         return lying is not None and lying.attack == "inner_product"
 
-    def _select_requests(self, orders: list[WorkRequest]) -> list[WorkRequest]:
+    def _select_requests(self, requests: list[WorkRequest]) -> list[WorkRequest]:
         """Return the requests to run now. Adversaries that observe run after honest devices and receive their mean."""
         if not self._adversaries_observe:
-            return orders
-        first = [order for order in orders if order.device not in self.adversaries]
-        if first or not orders:
-            return first
+            return requests
+        honest_requests = [request for request in requests if request.device not in self.adversaries]
+        if honest_requests or not requests:
+            return honest_requests
         job = self._server.find_job(self.run)
         assert job is not None
-        for device, update in job.rounds.answered.items():  # those that an interrupted process has carried out
-            if device not in self.adversaries and device not in self._overheard.list_devices(job.rounds.round):
-                self._overheard.add_update(job_blobs.load_update(self._store.depot, update))
-        if not self._overheard.list_devices(job.rounds.round):
-            return orders
-        honest = self._overheard.write_mean(self.devices / "honest.safetensors")
-        return [adversaries.add_honest_mean(order, honest) for order in orders]
+        for device, update in job.rounds.answered.items():  # updates that an interrupted process has received
+            if device not in self.adversaries and device not in self._honest_updates.list_devices(job.rounds.round):
+                self._honest_updates.add_update(job_blobs.load_update(self._store.depot, update))
+        if not self._honest_updates.list_devices(job.rounds.round):
+            return requests
+        honest_path = self._honest_updates.write_mean(self.devices_folder / "honest.safetensors")
+        return [adversaries.add_honest_mean(request, honest_path) for request in requests]
 
     def make_evaluation_request(self, device: str) -> WorkRequest | None:
         """Return a work request that evaluates the next model, or None if there is nothing to evaluate."""
@@ -269,22 +279,22 @@ class Simulation:
         task = job.build_task(device, self.engine, self.fleet.profile(device), self.now_s, ("check",))
         return None if task is None else self.fleet.make_extra_request(device, task)
 
-    def _make_specs(self, make: Callable[[str], Device]) -> Iterator[DeviceSpec]:
+    def _make_specs(self, create_board: Callable[[str], Device]) -> Iterator[DeviceSpec]:
         fleet = self.job.fleet
-        rule, honest = GovernorPolicy(fleet.policy), dict[str, object]()
-        lies = adversaries.make_attack_data(fleet.adversaries) if fleet.adversaries else honest
-        factories = [partial(make, board) for board in fleet.boards]
+        governor, no_data = GovernorPolicy(fleet.policy), dict[str, object]()
+        attack_data = adversaries.make_attack_data(fleet.adversaries) if fleet.adversaries else no_data
+        board_factories = [partial(create_board, board) for board in fleet.boards]
         budgets = [parse_size(budget) for budget in fleet.budgets]
 
-        @cache  # devices of a kind share all that is not their own
+        @cache  # devices of one kind share these objects
         def make_kind(board: int, budget: int, labels: int, link: int) -> tuple[Any, ...]:
-            means = self._make_capabilities(budgets[budget], fleet.device_labels(labels))
-            return factories[board], means, rule, fleet.device_link(link)
+            capabilities = self._make_capabilities(budgets[budget], fleet.device_labels(labels))
+            return board_factories[board], capabilities, governor, fleet.device_link(link)
 
-        periods = [max(len(each), 1) for each in (factories, budgets, fleet.labels, fleet.links)]
-        for index, name in enumerate(self.members):
-            board, means, rule, link = make_kind(*(index % period for period in periods))
-            yield DeviceSpec(name, board, means, lies if name in self.adversaries else honest, rule, link)
+        periods = [max(len(each), 1) for each in (board_factories, budgets, fleet.labels, fleet.links)]
+        for index, name in enumerate(self.held_out_counts):
+            board, means, governor, link = make_kind(*(index % period for period in periods))
+            yield DeviceSpec(name, board, means, attack_data if name in self.adversaries else no_data, governor, link)
 
     def _make_capabilities(self, budget_bytes: int, labels: tuple[str, ...] = ()) -> state_machine.Capabilities:
         # simulated devices have the plug-ins of this process, because they share its code
@@ -292,68 +302,68 @@ class Simulation:
             budget_bytes, (self.engine,), (self.job.method,), plugins=self._plugins, labels=labels
         )
 
-    def _observe_event(self, job: JobView, fact: AnyEvent) -> None:
-        if isinstance(job, RunningJob):  # it has not failed before it was taken up
+    def _observe_event(self, job: JobView, event: AnyEvent) -> None:
+        if isinstance(job, RunningJob):  # not for a job that failed before its start
             self.running = job
-            self._heard(job, fact)
-        if isinstance(fact, CohortSelected) and self._ahead is not None:
-            self._ahead.expect_requests(len(fact.devices))
-        if isinstance(fact, CohortSelected | UpdateAccepted | RoundCommitted):
-            self._busy_s = self.now_s
-        if isinstance(fact, RoundCommitted):
+            self._on_event(job, event)
+        if isinstance(event, CohortSelected) and self._prefetch_pool is not None:
+            self._prefetch_pool.expect_requests(len(event.devices))
+        if isinstance(event, CohortSelected | UpdateAccepted | RoundCommitted):
+            self._last_activity_s = self.now_s
+        if isinstance(event, RoundCommitted):
             now_s = time.perf_counter()
-            self._add_round(fact, now_s - self._began_s, self.now_s - self._opened_s)
-            self._began_s, self._opened_s = now_s, self.now_s
+            self._add_round(event, now_s - self._wall_start_s, self.now_s - self._virtual_start_s)
+            self._wall_start_s, self._virtual_start_s = now_s, self.now_s
         else:
-            self._record_event(fact)
+            self._record_event(event)
 
     def _replay_log(self) -> None:
-        began_s = 0.0  # by the clock of the day: rounds follow one another, with evaluations between them
-        for _, at_s, fact in self._store.read_events(self.run):
-            if isinstance(fact, RoundCommitted):
-                self._add_round(fact, at_s - began_s, fact.took_s)
-            elif isinstance(fact, JobEnded):
-                continue  # it goes on
-            self._record_event(fact)
-            if isinstance(fact, JobStarted | RoundCommitted | JobResumed):
-                began_s = at_s
+        started_s = 0.0  # wall clock of the log, so times between rounds include evaluations
+        for _, at_s, event in self._store.read_events(self.run):
+            if isinstance(event, RoundCommitted):
+                self._add_round(event, at_s - started_s, event.took_s)
+            elif isinstance(event, JobEnded):
+                continue  # the run resumes
+            self._record_event(event)
+            if isinstance(event, JobStarted | RoundCommitted | JobResumed):
+                started_s = at_s
 
-    def _add_round(self, fact: RoundCommitted, wall_s: float, duration_s: float) -> None:
-        self.rounds.append(_make_round(fact, self._answers, wall_s, duration_s))
-        self._answers = []
+    def _add_round(self, event: RoundCommitted, wall_s: float, duration_s: float) -> None:
+        self.rounds.append(_make_round(event, self._accepted_updates, wall_s, duration_s))
+        self._accepted_updates = []
 
-    def _record_event(self, fact: AnyEvent) -> None:
-        if isinstance(fact, UpdateAccepted):
-            self._answers.append(fact)
-        elif isinstance(fact, TaskDeclined | UpdateRejected) and getattr(fact, "code", "") != "none":
-            self.refusals[fact.device] = fact.reason
-        elif isinstance(fact, JobEnded):
-            self.status, self.reason = fact.status, fact.reason
+    def _record_event(self, event: AnyEvent) -> None:
+        if isinstance(event, UpdateAccepted):
+            self._accepted_updates.append(event)
+        elif isinstance(event, TaskDeclined | UpdateRejected) and getattr(event, "code", "") != "none":
+            self.decline_reasons[event.device] = event.reason
+        elif isinstance(event, JobEnded):
+            self.status, self.reason = event.status, event.reason
 
 
 def _make_round(
-    fact: RoundCommitted, answers: Sequence[UpdateAccepted], wall_s: float, duration_s: float
+    event: RoundCommitted, accepted_updates: Sequence[UpdateAccepted], wall_s: float, duration_s: float
 ) -> SimulatedRound:
-    updates = sorted((answer.update for answer in answers), key=lambda update: update.device)
+    updates = sorted((accepted.update for accepted in accepted_updates), key=lambda update: update.device)
     joules = [update.usage.energy_j for update in updates]
     return SimulatedRound(
-        number=fact.round,
+        number=event.round,
         devices=tuple(update.device for update in updates),
-        metrics=fact.metrics,
-        evaluation=fact.evaluation,
+        metrics=event.metrics,
+        evaluation=event.evaluation,
         down_bytes=sum(update.usage.down_bytes for update in updates),
         up_bytes=sum(update.usage.up_bytes for update in updates),
         wall_s=wall_s,
         duration_s=duration_s,
-        energy_j=sum(each for each in joules if each is not None) if None not in joules else None,
+        energy_j=sum(energy_j for energy_j in joules if energy_j is not None) if None not in joules else None,
         devices_metrics={update.device: update.metrics for update in updates},
         cpu_s=sum(update.usage.cpu_s for update in updates),
     )
 
 
 def choose_job_engine(job: JobSettings, method: Method) -> str:
-    there = engines.available_engines()
+    installed = engines.available_engines()
     for name in [job.engine] if job.engine else method.engines:
-        if name in there:
+        if name in installed:
             return name
-    raise JobError(f"{job.method} runs on {' or '.join(method.engines)}; installed here: {', '.join(there)}")
+    raise JobError(f"{job.method} runs on {' or '.join(method.engines)}; installed here: {', '.join(installed)}")

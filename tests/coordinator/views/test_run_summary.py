@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import pytest
 from evaluations import of_classes, total
-from job_facts import summarised
+from job_facts import summarise_events
 
 from fedquilt.coordinator.rounds.events import (
     AnyEvent,
@@ -36,7 +36,7 @@ def checked(round: int, accuracy: float) -> RoundCommitted:
 
 
 def test_joules_are_gross_and_net_with_their_error_by_task_round_device_and_example():
-    found = summarised(
+    found = summarise_events(
         [
             answered("a", 0, energy_j=8.0, idle_j=2.0, energy_error_j=0.5, energy_source="rapl", wall_s=1.0),
             answered("b", 0, 20.0, energy_j=12.0, idle_j=5.0, energy_error_j=1.0, energy_source="rapl"),
@@ -61,10 +61,10 @@ def test_joules_are_gross_and_net_with_their_error_by_task_round_device_and_exam
 
 
 def test_what_was_not_measured_is_none_and_never_nothing():
-    assert summarised([answered("a", 0)]).total.energy_j is None
-    assert format_energy_summary(summarised([answered("a", 0)])) == []
-    assert format_energy_summary(summarised([])) == []
-    half = summarised([answered("a", 0), answered("b", 0, energy_j=6.0, idle_j=1.0)])
+    assert summarise_events([answered("a", 0)]).total.energy_j is None
+    assert format_energy_summary(summarise_events([answered("a", 0)])) == []
+    assert format_energy_summary(summarise_events([])) == []
+    half = summarise_events([answered("a", 0), answered("b", 0, energy_j=6.0, idle_j=1.0)])
     assert (half.total.tasks, half.total.metered, half.total.energy_j, half.total.example_j) == (2, 1, 6.0, 0.6)
     assert "6.00 J (5.00 J above idle) for 1 task of 2; the others were not metered: " in format_energy_summary(half)[0]
     partly = sum_costs(
@@ -74,7 +74,7 @@ def test_what_was_not_measured_is_none_and_never_nothing():
 
 
 def test_joules_for_a_point_of_accuracy_are_counted_from_the_first_check_to_the_best():
-    found = summarised(
+    found = summarise_events(
         [
             *(answered("a", 0, energy_j=30.0), checked(0, 0.5)),
             *(answered("a", 1, energy_j=10.0), checked(1, 0.6)),
@@ -88,14 +88,14 @@ def test_joules_for_a_point_of_accuracy_are_counted_from_the_first_check_to_the_
 
 def test_without_a_gain_or_with_an_unmetered_task_a_point_has_no_price():
     fell = [answered("a", 0, energy_j=30.0), checked(0, 0.5), answered("a", 1, energy_j=1.0), checked(1, 0.4)]
-    assert energy_per_point_j(progress_points(summarised(fell))) is None
+    assert energy_per_point_j(progress_points(summarise_events(fell))) is None
     blind = [answered("a", 0), checked(0, 0.5), answered("a", 1, energy_j=1.0), checked(1, 0.9)]
-    assert progress_points(summarised(blind))[1].energy_j is None
-    assert energy_per_point_j(progress_points(summarised(blind))) is None
+    assert progress_points(summarise_events(blind))[1].energy_j is None
+    assert energy_per_point_j(progress_points(summarise_events(blind))) is None
 
 
 def test_the_peak_is_the_highest_with_the_base_of_the_same_task():
-    found = summarised(
+    found = summarise_events(
         [
             answered("a", 0, peak_bytes=300, base_bytes=100, down_bytes=7),
             answered("a", 1, peak_bytes=200, base_bytes=150, up_bytes=3),
@@ -162,7 +162,7 @@ FACTS: list[tuple[float, AnyEvent]] = [
 
 
 def test_what_stands_beside_an_evaluation_is_what_all_rounds_before_it_took():
-    found = run_summary.progress_points(summarised(FACTS, 2))
+    found = run_summary.progress_points(summarise_events(FACTS, 2))
     assert [point.rounds for point in found] == [0, 1, 2]
     assert [point.clock_s for point in found] == [0.0, 7.0, 12.0]
     assert [point.real_s for point in found] == [0.0, 5.0, 5.0 + 1.0 + 4.0]
@@ -173,16 +173,18 @@ def test_what_stands_beside_an_evaluation_is_what_all_rounds_before_it_took():
 
 
 def test_a_run_that_goes_on_has_a_last_point_without_an_evaluation():
-    found = run_summary.progress_points(summarised(FACTS, 10))
+    found = run_summary.progress_points(summarise_events(FACTS, 10))
     assert [point.rounds for point in found] == [0, 1, 2, 3]
     assert (found[-1].clock_s, found[-1].energy_j, found[-1].personal) == (14.0, 15.0, None)
-    assert run_summary.progress_points(summarised(FACTS[:2], 10)) == []
-    assert run_summary.progress_points(summarised([], 10)) == []
+    assert run_summary.progress_points(summarise_events(FACTS[:2], 10)) == []
+    assert run_summary.progress_points(summarise_events([], 10)) == []
 
 
 def test_a_method_that_ends_by_itself_has_its_closing_evaluation_too():
     facts = [(0.0, committed(0, 1.0, finished=True)), (1.0, answered_progress("a", 1, 1.0, of_classes(0.5, 2)))]
-    found = run_summary.progress_points(summarised([*facts, (2.0, committed(1, 9.0, sums=of_classes(0.5, 2)))], 10))
+    found = run_summary.progress_points(
+        summarise_events([*facts, (2.0, committed(1, 9.0, sums=of_classes(0.5, 2)))], 10)
+    )
     assert [(point.rounds, point.clock_s) for point in found] == [(0, 0.0), (1, 1.0)]
     assert found[-1].personal is not None
 
@@ -196,11 +198,16 @@ def test_joules_of_which_one_task_was_not_metered_are_not_known_from_then_on():
         (3.0, answered_progress("a", 2, energy_j=3.0)),
         (3.0, committed(2)),
     ]
-    assert [point.energy_j for point in run_summary.progress_points(summarised(facts, 9))] == [0.0, 3.0, None, None]
+    assert [point.energy_j for point in run_summary.progress_points(summarise_events(facts, 9))] == [
+        0.0,
+        3.0,
+        None,
+        None,
+    ]
 
 
 def times(facts: Sequence[tuple[float, AnyEvent]]) -> list[run_summary.TimeBreakdown]:
-    return [each.times for each in summarised(facts).committed_rounds() if each.times is not None]
+    return [each.times for each in summarise_events(facts).committed_rounds() if each.times is not None]
 
 
 def test_the_parts_of_a_round_add_up_to_it():
@@ -223,7 +230,7 @@ def test_an_answer_that_took_longer_than_its_round_leaves_no_negative_waiting():
 
 def test_the_closing_evaluation_is_no_round():
     facts = [committed(0), committed(1), committed(2)]
-    assert summarised(facts, 9).completed_rounds == 3
-    assert summarised(facts, 2).completed_rounds == 2
-    assert summarised([committed(0, finished=True), committed(1)], 9).completed_rounds == 1
-    assert summarised([], 9).completed_rounds == 0
+    assert summarise_events(facts, 9).completed_rounds == 3
+    assert summarise_events(facts, 2).completed_rounds == 2
+    assert summarise_events([committed(0, finished=True), committed(1)], 9).completed_rounds == 1
+    assert summarise_events([], 9).completed_rounds == 0

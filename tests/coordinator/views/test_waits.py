@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
-from by_hand import Noted, Stage, ones
+from by_hand import MonitoredStage, Stage, constant_model
 from stored_job import JOB
 
 from fedquilt import cli, wire
@@ -130,7 +130,7 @@ def test_a_job_that_is_held_for_the_disk_says_so_since_when_and_when_it_is_tried
     held.play(suspended_jobs.AGAIN_S + 1.0)
     assert event_messages.summarise_run(held.store.find_job(held.job), held.store)["status"] == "running"
     assert wait_reasons.describe_wait(held.store.find_job(held.job), held.store) is None
-    held.hands[0].answer(ones())
+    held.hands[0].answer(constant_model())
     held.play()
     assert held.store.stored_status(held.job) == "done"
 
@@ -196,7 +196,7 @@ def test_a_round_whose_boards_have_all_gone_to_other_runs_says_to_which():
 
 
 def test_a_round_whose_devices_have_all_declined_waits_for_others_for_seconds(tmp_path, capsys):
-    stage = Noted(tmp_path, cohort={"deadline_s": 600.0})
+    stage = MonitoredStage(tmp_path, cohort={"deadline_s": 600.0})
     hands = [stage.hand(name) for name in "abc"]
     console = terminal.Console(clock=lambda: stage.broker.now_s)
     stage.play()
@@ -264,7 +264,7 @@ def test_a_log_that_is_not_followed_has_no_live_block(opened, monkeypatch):
 
 
 def test_a_device_that_goes_offline_is_named_within_10_s(tmp_path, capsys):
-    stage = Noted(tmp_path, cohort={"deadline_s": 600.0, "min_devices": 3})
+    stage = MonitoredStage(tmp_path, cohort={"deadline_s": 600.0, "min_devices": 3})
     hands = [stage.hand(name) for name in "abc"]
     console = terminal.Console(clock=lambda: stage.broker.now_s)
     stage.play(10.0)
@@ -280,7 +280,7 @@ def test_a_device_that_goes_offline_is_named_within_10_s(tmp_path, capsys):
 
 
 def test_a_round_that_goes_on_without_a_lost_device_does_not_say_that_it_waits_for_it(tmp_path, capsys):
-    stage = Noted(tmp_path, cohort={"deadline_s": 600.0})
+    stage = MonitoredStage(tmp_path, cohort={"deadline_s": 600.0})
     hands = [stage.hand(name) for name in "abc"]
     console, told = terminal.Console(clock=lambda: stage.broker.now_s), ""
     stage.play(10.0)
@@ -290,14 +290,14 @@ def test_a_round_that_goes_on_without_a_lost_device_does_not_say_that_it_waits_f
         console.report_waits(stage.server, stage.noted.find_status)
         told += " ".join(capsys.readouterr().out.split())
     assert re.search(r"waiting for a, b, at work for 1\d s, until \S.*\(58\d s\), not for c, offline since", told), told
-    hands[0].answer(ones())
-    hands[1].answer(ones())
+    hands[0].answer(constant_model())
+    hands[1].answer(constant_model())
     stage.play(3.0)
     assert stage.told(RoundCommitted)
 
 
 def test_the_dashboard_names_the_device_that_a_round_waits_for(tmp_path):
-    stage = Noted(tmp_path, cohort={"deadline_s": 600.0, "min_devices": 3})
+    stage = MonitoredStage(tmp_path, cohort={"deadline_s": 600.0, "min_devices": 3})
     assert stage.store.acquire_lock()
     hands = [stage.hand(name) for name in "abc"]
     stage.play(10.0)

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from waiting import until
+from waiting import wait_until
 
 from fedquilt import cli, profiles
 from fedquilt.core import ClockError, JobError, OperatingPoint
@@ -129,7 +129,7 @@ def test_letting_go_on_the_helpers_part_is_told_at_the_next_keepalive(served: Se
     clocks, other = served.connect(), served.connect()
     clocks.pin(SLOW)
     served.jump_s = 60.0
-    until(lambda: other.request_status().holder is None, "the helper lets go")
+    wait_until(lambda: other.request_status().holder is None, "the helper lets go")
     with pytest.raises(ClockError, match="no word from the client for 10 s"):
         clocks.send_keepalive(0.0)
     assert clocks.point is None

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from clock_trees import Place
-from waiting import LIMIT_S, until
+from waiting import LIMIT_S, wait_until
 
 from fedquilt.edge_agent.clocks.client import ClockClient
 
@@ -30,7 +30,7 @@ class Processes:
 
     def helper(self) -> subprocess.Popen[bytes]:
         made = self.start("serve")
-        until(self.answers, "the helper answers")
+        wait_until(self.answers, "the helper answers")
         return made
 
     def answers(self) -> bool:
@@ -42,7 +42,7 @@ class Processes:
 
     def client(self) -> subprocess.Popen[bytes]:
         made = self.start("hold", "cpu=345.6MHz")
-        until(self.place.held, "the client holds")
+        wait_until(self.place.held, "the client holds")
         return made
 
 
@@ -59,7 +59,7 @@ def test_a_client_that_is_killed_gives_the_clocks_back(processes: Processes):
     """kill -9: it can do nothing about it itself."""
     processes.helper()
     processes.client().kill()
-    until(processes.place.restored, "the helper restores")
+    wait_until(processes.place.restored, "the helper restores")
 
 
 def test_a_helper_that_is_killed_restores_at_its_next_start(processes: Processes):
@@ -71,7 +71,7 @@ def test_a_helper_that_is_killed_restores_at_its_next_start(processes: Processes
     assert client.wait(timeout=LIMIT_S) == 8
     assert processes.place.held()
     processes.helper()
-    until(processes.place.restored, "the next helper restores")
+    wait_until(processes.place.restored, "the next helper restores")
     assert not (processes.place.state / "clocks.json").exists()
 
 

@@ -162,10 +162,10 @@ class Checks:
     """A check's process that answers nothing: what it is asked."""
 
     def __init__(self) -> None:
-        self.orders: list[Any] = []
+        self.requests: list[Any] = []
 
     def start(self, order: Any, now_s: float) -> None:
-        self.orders.append(order)
+        self.requests.append(order)
 
 
 class Agent:
@@ -202,7 +202,7 @@ def test_the_check_is_told_where_the_parts_of_that_run_are(tmp_path: Path, sent:
     agent = Agent(tmp_path, sent, folder=str(tmp_path / "srv"))
     agent.models.stage(agent.wanted, agent.blob)
     agent.models.start_check(agent.wanted)
-    (order,) = agent.checks.orders
+    (order,) = agent.checks.requests
     shared = agent.place / "shared.safetensors"
     assert order.split_model == SplitModelFiles(str(shared), "d", str(tmp_path / "private"), "5" * 64, "")
     assert (order.model, order.output_folder) == (str(agent.out / "model.onnx"), str(agent.out))

@@ -15,7 +15,7 @@ import pytest
 from linear_models import board_data, network
 from one_agent import Board
 from toy_kinds import release
-from waiting import until
+from waiting import wait_until
 
 from fedquilt.core import BlobRef
 from fedquilt.edge_agent.releases.models import ModelReleases
@@ -52,7 +52,7 @@ class Place:
         return wanted
 
     def verdict(self) -> CheckResult:
-        return until(self.models.poll_check, "the check's end")
+        return wait_until(self.models.poll_check, "the check's end")
 
 
 @pytest.fixture
@@ -84,12 +84,12 @@ def test_a_check_measures_the_board_and_the_process_ends(place: Place) -> None:
     assert verdict.metrics["accuracy"] > 0.85
     assert verdict.metrics["energy_j"] > 0
     assert 30e6 < verdict.metrics["peak_bytes"] < 600e6
-    until(lambda: not pids(place), "the process has ended")
+    wait_until(lambda: not pids(place), "the process has ended")
 
 
 def test_a_check_that_somebody_kills_can_be_made_again(place: Place) -> None:
     place.begin()
-    (pid,) = until(lambda: pids(place), "the process")
+    (pid,) = wait_until(lambda: pids(place), "the process")
     os.kill(pid, signal.SIGKILL)
     assert place.verdict().killed_externally
     place.begin()
@@ -108,7 +108,7 @@ def test_a_check_above_the_budget_is_ended_by_name(tmp_path: Path) -> None:
 
 def test_a_check_that_is_dropped_ends_at_once(place: Place) -> None:
     place.begin()
-    until(lambda: pids(place), "the process")
+    wait_until(lambda: pids(place), "the process")
     place.models.discard_unused()
     assert pids(place) == []
     assert place.models.poll_check() == CheckResult("its check was not begun", {})

@@ -12,7 +12,7 @@ import pytest
 from linear_models import network
 from model_places import Place, short, told
 from msgspec.structs import replace
-from waiting import alive, until
+from waiting import is_running, wait_until
 
 from fedquilt.core import ModelError
 from fedquilt.edge_agent.releases.models import ModelReleases
@@ -35,7 +35,7 @@ def test_a_model_whose_release_json_is_damaged_is_known_by_its_file(place: Place
     second, blob = place.release(2)
     started.stage(second, blob)
     started.start_check(second)
-    assert place.checks.orders[0].current_model == str(place.folder / short(first) / "model.onnx")
+    assert place.checks.requests[0].current_model == str(place.folder / short(first) / "model.onnx")
     (place.folder / "current/model.onnx").write_bytes(b"another")
     assert ModelReleases(place.settings, place.board, place.checks).current_sha256() == ""
 
@@ -116,7 +116,7 @@ def begun(place: Place) -> DesiredRelease:
 def test_joules_of_an_answer_are_the_boards_while_answers_were_timed(place: Place) -> None:
     """5 W, as the meter says, for ten answers in two seconds; what comes before and after does not count."""
     begun(place)
-    (order,) = place.checks.orders
+    (order,) = place.checks.requests
     assert Path(order.current_model).read_bytes() == network(gain=1)
     assert Path(order.model).read_bytes() == network(gain=2)
     assert order.timing_s > 1  # as there is a meter
@@ -141,7 +141,7 @@ def test_the_shape_of_a_release_is_the_one_that_its_check_runs(place: Place) -> 
     wanted = replace(wanted, input_shape=(3, 48, 192))
     place.models.stage(wanted, blob)
     place.models.start_check(wanted)
-    assert [order.input_shape for order in place.checks.orders] == [(3, 48, 192)]
+    assert [order.input_shape for order in place.checks.requests] == [(3, 48, 192)]
 
 
 def test_a_check_whose_process_somebody_killed_is_reported(place: Place) -> None:
@@ -383,10 +383,10 @@ def test_a_hook_that_hangs_is_ended_with_what_it_has_started(tmp_path: Path) -> 
     place.put(1)
     assert not place.models.is_settled()
     assert place.models.unhealthy_reason() == ""
-    sleeper = int(until(lambda: pid.exists() and pid.read_text(), "the hook's child"))
+    sleeper = int(wait_until(lambda: pid.exists() and pid.read_text(), "the hook's child"))
     place.now_s += HOOK_S + 1
     assert told(place) == "the hook sh hung: it was ended after 60 s"
-    until(lambda: not alive(sleeper), "the end of what it has started")
+    wait_until(lambda: not is_running(sleeper), "the end of what it has started")
 
 
 def test_no_hook_is_no_matter() -> None:

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from one_agent import Bench, Board
+from one_agent import Board, ScriptedWorker
 from toy_kinds import release
 
 from fedquilt import wire
@@ -30,7 +30,7 @@ HOME = "/home"
 FIRST, SECOND = b"first model" * 50, b"second model" * 50
 
 
-class Checks(Bench):
+class Checks(ScriptedWorker):
     """A check's process that finds nothing wrong, at once."""
 
     def start(self, order: ProcessRequest, now_s: float) -> None:
@@ -66,7 +66,13 @@ class Deployed:
             settings, Board(), Checks(), disk=self.disk, check_graph=lambda path: None, clock=clock
         )
         self.agent = Agent(
-            self.own, settings, Board(), Bench(), disk=self.disk, clock=lambda: None, kinds={"model": self.models}
+            self.own,
+            settings,
+            Board(),
+            ScriptedWorker(),
+            disk=self.disk,
+            clock=lambda: None,
+            kinds={"model": self.models},
         )
 
     def run(self, seconds: float) -> None:

@@ -137,15 +137,15 @@ def test_no_task_begins_while_a_release_is_checked(site: Site, toy: ToyKind) -> 
     deploy(site)
     site.run(2.0)
     assert last(site).phase == "checking"
-    killed = site.bench.killed_externally
+    killed = site.worker.killed_externally
     assert killed == 1  # the process that waited for the next task
     site.ask()
     site.run(5.0)
     assert site.all("claim")[-1].accepted
-    assert site.bench.orders == []
+    assert site.worker.requests == []
     toy.verdict = verdict
     site.run(1.0)
-    assert len(site.bench.orders) == 1
+    assert len(site.worker.requests) == 1
 
 
 @pytest.mark.parametrize("force", [False, True])
@@ -155,8 +155,8 @@ def test_a_task_that_runs_is_waited_for_unless_the_release_is_forced(site: Site,
     site.run(20.0)
     told = last(site)
     assert (told.phase, told.reason) == (("committed", "") if force else ("waiting", "a task runs"))
-    assert site.bench.killed_externally == 0
-    site.bench.finish()
+    assert site.worker.killed_externally == 0
+    site.worker.finish()
     site.run(30.0)
     assert last(site).phase == "committed"
     assert len(site.all("update")) >= 1
@@ -167,7 +167,7 @@ def test_a_release_goes_on_as_soon_as_a_task_has_ended(site: Site) -> None:
     deploy(site)
     site.run(6.0)
     assert last(site).reason == "a task runs"
-    site.bench.finish()
+    site.worker.finish()
     site.run(0.5)
     site.ask()
     site.run(0.5)
@@ -192,7 +192,7 @@ def test_its_blob_is_kept_while_it_waits_however_little_room_there_is_for_others
     assert last(site).phase == "waiting"
     fetched = len(site.all("installed"))
     site.ask()
-    site.bench.finish()
+    site.worker.finish()
     site.run(5.0)
     assert wanted.blob is not None
     assert site.agent.storage.blob_store.has_blob(wanted.blob)

@@ -159,7 +159,7 @@ def test_what_cannot_be_read_for_a_while_ends_nothing(
     site: Site, toy: ToyKind, caplog: pytest.LogCaptureFixture, calls: int
 ) -> None:
     site.ask()
-    site.bench.finish()
+    site.worker.finish()
     site.run()
     site.ask(1)
     current, left = toy.current_sha256, iter(range(calls))
@@ -175,7 +175,7 @@ def test_what_cannot_be_read_for_a_while_ends_nothing(
     assert "releases of kind model wait: cannot read choice.json" in caplog.text
     assert all(claim.accepted for claim in site.all("claim"))
     toy.current_sha256 = current
-    site.bench.finish()
+    site.worker.finish()
     site.run(30.0)
     assert last(site).phase == "committed"
     assert len(site.all("update")) >= 2

@@ -7,8 +7,8 @@ import sys
 
 import msgspec
 import pytest
-from children import Place, carried_out, child, pid_of
-from waiting import until
+from children import Place, child, pid_of, run_request
+from waiting import wait_until
 
 from fedquilt.edge_agent.task.worker import TaskWorker
 
@@ -34,12 +34,12 @@ def script(text: str) -> list[str]:
 def test_garbage_between_answers_is_passed_over(place: Place) -> None:
     """Not JSON, not an answer, not UTF-8, and a null byte."""
     with child(echo(b'}{\n{"type":"outcome","weight":"heavy"}\n\xff\xfe\n\0\n' + ANSWER)) as worker:
-        assert carried_out(worker, place.order()).weight == 3.0
+        assert run_request(worker, place.order()).weight == 3.0
 
 
 def test_an_answer_that_nobody_waits_for_is_dropped(place: Place) -> None:
     with child(echo(times=2)) as worker:
-        assert carried_out(worker, place.order()).weight == 3.0
+        assert run_request(worker, place.order()).weight == 3.0
         until_quiet(worker)
 
 
@@ -54,7 +54,7 @@ def test_a_child_that_answers_no_protocol_is_killed(
 ) -> None:
     endless = f"import sys; sys.stdin.readline()\nwhile True: sys.stdout.write('{said}' * 65536)"
     with child(script(endless)) as worker:
-        outcome = carried_out(worker, place.order())
+        outcome = run_request(worker, place.order())
     assert outcome.code == "failed"
     assert "answers no protocol" in outcome.reason
     assert len(caplog.records) == logged
@@ -65,20 +65,20 @@ def test_an_idle_child_that_writes_lines_without_end_is_killed(place: Place) -> 
         f"import sys; sys.stdin.readline(); sys.stdout.write({ANSWER.decode()!r})\nwhile True: sys.stdout.write('x\\n')"
     )
     with child(script(endless)) as worker:
-        carried_out(worker, place.order())
-        until(lambda: worker.poll_events(0.0) == [] and not worker.fds(), "the end of the child")
+        run_request(worker, place.order())
+        wait_until(lambda: worker.poll_events(0.0) == [] and not worker.fds(), "the end of the child")
 
 
 def test_a_child_that_ends_by_itself_is_quoted(place: Place) -> None:
     with child(script("import sys; print('no such library', file=sys.stderr); sys.exit(3)")) as worker:
-        outcome = carried_out(worker, place.order())
+        outcome = run_request(worker, place.order())
     assert outcome.code == "failed"
     assert "ended with code 3; it said: no such library" in outcome.reason
 
 
 def test_a_child_that_cannot_be_started_is_an_outcome(place: Place) -> None:
     with child(["/nowhere/python"]) as worker:
-        outcome = carried_out(worker, place.order())
+        outcome = run_request(worker, place.order())
         assert worker.poll_events(0.0) == []
     assert outcome.code == "failed"
     assert "cannot be started" in outcome.reason
@@ -93,7 +93,7 @@ for line in sys.stdin:
 """
     order = msgspec.structs.replace(place.order(), bundles={f"{n:0200}": "/x" * 100 for n in range(1000)})
     with child(script(counting)) as worker:
-        assert carried_out(worker, order).weight == 1000.0
+        assert run_request(worker, order).weight == 1000.0
 
 
 # -- how long it is kept --------------------------------------------------------------------------
@@ -112,9 +112,9 @@ def test_an_idle_child_is_ended_when_its_time_is_up(place: Place) -> None:
 
 def test_another_engine_gets_another_child(place: Place) -> None:
     with child(echo()) as worker:
-        carried_out(worker, place.order())
+        run_request(worker, place.order())
         first = pid_of(worker)
-        carried_out(worker, place.order())
+        run_request(worker, place.order())
         assert pid_of(worker) == first
-        carried_out(worker, place.order(engine="onnx"))
+        run_request(worker, place.order(engine="onnx"))
         assert pid_of(worker) != first

@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from children import FOOT, HEAD, Place, carried_out, child
+from children import FOOT, HEAD, Place, child, run_request
 from msgspec.structs import replace
 
 from fedquilt.edge_agent import messages
@@ -104,7 +104,7 @@ def test_a_task_of_an_agent_that_connects_and_writes_is_refused_both(
             told = {"port": server.getsockname()[1], "outside": str(elsewhere), "inside": f"{order.output_folder}/own"}
             order.task.params.update(told)
             with child(command) as worker:
-                outcome = carried_out(worker, order)
+                outcome = run_request(worker, order)
             assert outcome.code == "ok", outcome.reason
             done[name] = set(outcome.metrics), elsewhere.read_text()
     given_up = set(sandbox.available_restrictions())

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from children import METHODS, MODEL, Place, carried_out, child
+from children import METHODS, MODEL, Place, child, run_request
 from msgspec.structs import replace
 
 from fedquilt.arrays import tensors
@@ -48,7 +48,7 @@ def order(
 
 def done(place: Place, given: WorkRequest) -> WorkResult:
     with child(place.command()) as worker:
-        return carried_out(worker, given)
+        return run_request(worker, given)
 
 
 def test_a_model_that_has_changed_since_the_agent_opened_it_is_not_worked_with(moving: Place) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from children import Place, carried_out, child
+from children import Place, child, run_request
 
 from fedquilt.arrays import tensors
 from fedquilt.core import DataError, Examples, Fit, Hooks, UpdateError
@@ -142,10 +142,10 @@ def test_a_tasks_peak_is_what_it_held_resident_and_on_the_gpu(place: Place) -> N
 
 def test_a_process_whose_gpu_failed_is_replaced(place: Place) -> None:
     with child(place.command()) as worker:
-        failed = carried_out(worker, place.order("astray"))
+        failed = run_request(worker, place.order("astray"))
         assert (failed.code, "CUDA error: an illegal memory access" in failed.reason) == ("failed", True)
         assert worker.resident_bytes == 0  # it is gone
-        assert carried_out(worker, place.order()).code == "ok"
+        assert run_request(worker, place.order()).code == "ok"
         assert worker.resident_bytes > 0  # while one whose task went well is kept
 
 

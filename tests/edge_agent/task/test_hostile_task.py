@@ -11,10 +11,10 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from children import FOOT, HEAD, Place, carried_out
+from children import FOOT, HEAD, Place, run_request
 from msgspec.structs import replace
 from ordinary import User
-from waiting import alive, until
+from waiting import is_running, wait_until
 
 from fedquilt.core import BlobRef, StoreError, Update, Usage
 from fedquilt.edge_agent.agent_state import AgentState
@@ -111,7 +111,7 @@ def test_a_result_larger_than_the_memory_that_it_was_made_in_is_refused(place: P
     program.write_text(f"input(); print({msgspec.json.encode(answer).decode()!r}, flush=True); input()")
     worker = ChildWorker(60.0, ["python3", str(program)])
     try:
-        outcome = carried_out(worker, place.order())
+        outcome = run_request(worker, place.order())
     finally:
         worker.close()
     assert (outcome.code, outcome.bundles) == ("failed", {})
@@ -202,9 +202,9 @@ def test_a_task_writes_its_private_folders_alone_and_leaves_no_process_behind(
             place.order("escapes:METHOD"), allowed_plugins=("escapes:METHOD",), output_folder=str(home / "task/out")
         )
         order.task.params["places"] = elsewhere
-        outcome = carried_out(worker, order)
+        outcome = run_request(worker, order)
         assert outcome.code == "ok", outcome.reason
-        until(lambda: not alive(int(outcome.weight)), "the end of what the task has started")
+        wait_until(lambda: not is_running(int(outcome.weight)), "the end of what the task has started")
         assert worker.resident_bytes == 0
     finally:
         worker.close()
@@ -217,12 +217,12 @@ def test_what_a_task_has_started_ends_where_its_own_process_ended_before(place: 
     program = "import os, subprocess; print(subprocess.Popen(['sleep', '600']).pid, flush=True); os._exit(3)"
     worker = ChildWorker(60.0, ["python3", "-c", program])
     try:
-        outcome = carried_out(worker, place.order())
+        outcome = run_request(worker, place.order())
     finally:
         worker.close()
     assert outcome.code == "failed"
     left = int(outcome.reason.rpartition(" ")[2])
-    until(lambda: not alive(left), "the end of what the task has started")
+    wait_until(lambda: not is_running(left), "the end of what the task has started")
 
 
 # -- the agent's own process ----------------------------------------------------------------------
@@ -254,7 +254,7 @@ def reached(pid: int) -> list[str]:
 def test_the_agents_memory_is_shut_to_other_processes_of_its_user(user: User, how: str, found: list[str]) -> None:
     ready = user.home / "ready"
     process = user.start(sys.executable, "-c", AGENT, how, str(ready), log=user.home / "log")
-    until(ready.exists, "the agent's beginning")
+    wait_until(ready.exists, "the agent's beginning")
     seen = user.does(reached, process.pid)
     process.send_signal(signal.SIGKILL)
     assert seen == found or (how == "open" and seen == found[1:])

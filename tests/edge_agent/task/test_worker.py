@@ -17,7 +17,7 @@ import msgspec
 import numpy as np
 import plain
 import pytest
-from children import MODEL, Place, carried_out, child, pid_of, until
+from children import MODEL, Place, child, pid_of, run_request, until
 from msgspec.structs import replace
 
 from fedquilt import compression
@@ -38,7 +38,7 @@ def test_a_child_trains_checks_and_says_what_it_took(place: Place) -> None:
     """8 examples to train on, 2 held out; the model's file is named by its content; the peak is above the base."""
     with child() as worker:
         order = place.order()
-        outcome = carried_out(worker, order)
+        outcome = run_request(worker, order)
     assert (outcome.code, outcome.reason) == ("ok", "")
     assert outcome.weight == 8.0
     assert outcome.evaluation is not None
@@ -54,7 +54,7 @@ def test_a_child_trains_checks_and_says_what_it_took(place: Place) -> None:
 
 def test_a_confined_child_does_the_same_work_and_its_layouts_are_told(place: Place) -> None:
     with child() as worker, child(sandbox.task_command(place.folder)) as confined:
-        free, held = carried_out(worker, place.order()), carried_out(confined, place.order())
+        free, held = run_request(worker, place.order()), run_request(confined, place.order())
     assert (held.code, held.reason) == ("ok", "")
     assert held.bundles == free.bundles
     assert held.base_bytes is not None
@@ -63,9 +63,9 @@ def test_a_confined_child_does_the_same_work_and_its_layouts_are_told(place: Pla
 
 def test_the_same_task_gives_the_same_bits_in_a_warm_child_and_inline(place: Place) -> None:
     with child() as worker:
-        first = carried_out(worker, place.order())
+        first = run_request(worker, place.order())
         held = worker.resident_bytes
-        second = carried_out(worker, place.order())
+        second = run_request(worker, place.order())
     inline = InlineWorker(create_device("jetson-nano"))
     inline.start(place.order(), 0.0)
     assert inline.poll_events(0.0) == [DataLoaded(8)]
@@ -79,9 +79,9 @@ def test_the_same_task_gives_the_same_bits_in_a_warm_child_and_inline(place: Pla
 def test_what_a_codec_leaves_out_comes_back_with_the_next_task(place: Place) -> None:
     """The same training twice by int8: the two moves that are told and what is left make two whole ones."""
     with child() as worker:
-        plain = carried_out(worker, before := place.order())
-        first = carried_out(worker, one := place.order(wire=Encoding(codec="int8")))
-        second = carried_out(
+        plain = run_request(worker, before := place.order())
+        first = run_request(worker, one := place.order(wire=Encoding(codec="int8")))
+        second = run_request(
             worker, two := place.order(wire=Encoding(codec="int8"), private=str(Path(one.output_folder) / PRIVATE_FILE))
         )
     moved = tensors.read_tensors(Path(before.output_folder) / plain.bundles["model"].sha256)
@@ -100,17 +100,17 @@ def test_what_a_codec_leaves_out_comes_back_with_the_next_task(place: Place) -> 
 
 def test_a_check_alone_weighs_by_the_examples_it_was_made_on(place: Place) -> None:
     with child() as worker:
-        outcome = carried_out(worker, place.order(actions=("check",)))
+        outcome = run_request(worker, place.order(actions=("check",)))
     assert (outcome.weight, outcome.bundles) == (2.0, {})
 
 
 def test_examples_that_have_come_meanwhile_are_there_for_the_next_run(place: Place) -> None:
     with child() as worker:
-        first = carried_out(worker, place.order())
+        first = run_request(worker, place.order())
         np.savez(place.folder / "data.npz", x=np.ones((20, 4), np.float32), y=np.arange(20) % 2)
-        same = carried_out(worker, place.order())
+        same = run_request(worker, place.order())
         order = place.order()
-        other = carried_out(worker, replace(order, task=replace(order.task, job="j-2")))
+        other = run_request(worker, replace(order, task=replace(order.task, job="j-2")))
     assert (first.weight, same.weight, other.weight) == (8.0, 8.0, 16.0)
 
 
@@ -120,7 +120,7 @@ def test_private_state_goes_in_and_comes_out_and_prints_go_elsewhere(place: Plac
     old.write_bytes(tensors.encode_tensors({"n": np.array([4.0])}))
     with child(place.command()) as worker:
         order = place.order("chatty", private=str(old))
-        outcome = carried_out(worker, order)
+        outcome = run_request(worker, order)
     assert (outcome.weight, outcome.metrics) == (2.0, {"loss": 1.5})
     assert tensors.read_tensors(Path(order.output_folder) / PRIVATE_FILE)["n"] == 5.0
 
@@ -159,13 +159,13 @@ def test_what_goes_wrong_inside_is_an_outcome_with_a_code_and_a_sentence(
 def test_a_child_above_its_budget_is_killed_with_numbers(place: Place) -> None:
     """8 MB more at a time, until the watchdog sees it; the next task gets a fresh child."""
     with child(place.command()) as worker:
-        outcome = carried_out(worker, place.order("hog", budget_bytes=150 * 10**6))
+        outcome = run_request(worker, place.order("hog", budget_bytes=150 * 10**6))
         assert outcome.code == "memory"
         assert "the budget is 150 MB" in outcome.reason
         assert outcome.peak_bytes is not None
         assert outcome.peak_bytes > 150 * 10**6
         assert worker.resident_bytes == 0
-        assert carried_out(worker, place.order()).code == "ok"
+        assert run_request(worker, place.order()).code == "ok"
 
 
 def test_the_daemons_group_is_divided_before_a_child_is_in_it(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -186,7 +186,7 @@ def test_the_daemons_group_is_divided_before_a_child_is_in_it(place: Place, monk
     monkeypatch.setattr(worker, "ChildProcess", started)
     daemon = ChildWorker(60.0, memory_limit=Noted())
     try:
-        assert carried_out(daemon, place.order()).code == "ok"
+        assert run_request(daemon, place.order()).code == "ok"
     finally:
         daemon.close()
     assert events == ["divided", "started", "limited"]
@@ -211,7 +211,7 @@ def test_a_task_given_up_is_killed_and_never_heard_of(place: Place) -> None:
         worker.kill()
         assert not Path(f"/proc/{pid}").exists()
         assert worker.poll_events(0.0) == []
-        assert carried_out(worker, place.order("chatty")).code == "ok"
+        assert run_request(worker, place.order("chatty")).code == "ok"
 
 
 def test_a_child_does_not_outlive_its_daemon(place: Place) -> None:

@@ -16,7 +16,7 @@ import upgrades
 from boards import wheel
 from msgspec.structs import replace
 from upgrade_boards import FLASHED, Board
-from waiting import alive, until
+from waiting import is_running, wait_until
 
 from fedquilt.core import BlobRef, ModelError, StoreError
 from fedquilt.core.messages import UPGRADES
@@ -304,7 +304,7 @@ def test_a_kill_while_the_environment_is_made_leaves_what_runs(board: Board, bun
     board.start(command=HALF)
     board.kind.stage(release, file)
     board.kind.start_check(release)
-    until(lambda: (board.versions / f"{new}.new/bin/fedquilt").exists(), "the environment is nearly there")
+    wait_until(lambda: (board.versions / f"{new}.new/bin/fedquilt").exists(), "the environment is nearly there")
     board.kind._check.stop()
     assert board.kept == [f"{new}.new"]
     board.start()
@@ -338,8 +338,8 @@ def test_the_check_dies_with_the_agent(board: Board, bundle: Callable[..., Path]
     agent = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
     assert agent.stdout is not None
     child = int(agent.stdout.readline())
-    until(lambda: list(board.versions.glob("*.new/bin/fedquilt")), "the environment is nearly there")
+    wait_until(lambda: list(board.versions.glob("*.new/bin/fedquilt")), "the environment is nearly there")
     agent.kill()
     agent.wait()
     agent.stdout.close()
-    until(lambda: not alive(child), "the check ends")
+    wait_until(lambda: not is_running(child), "the check ends")

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from waiting import until
+from waiting import wait_until
 
 from fedquilt.blobs import store
 from fedquilt.blobs.store import BlobStore
@@ -39,7 +39,7 @@ def test_a_large_blob_is_gone_while_its_blocks_are_still_to_be_freed(tmp_path, h
     depot.remove_blob(ref.sha256)
     assert not depot.has_blob(ref)
     assert not list(tmp_path.iterdir())
-    until(lambda: held.closed, "a close")
+    wait_until(lambda: held.closed, "a close")
     assert held.closed == [f"{tmp_path / ref.sha256} (deleted)"]
     depot.store_bytes(bytes(1000))
     held.may.set()
@@ -64,7 +64,7 @@ def test_leftovers_are_freed_there_too(tmp_path, held):
     ref = depot.store_bytes(bytes(1000))
     depot.remove_all_but(set())
     assert not depot.has_blob(ref)
-    until(lambda: held.closed, "a close")
+    wait_until(lambda: held.closed, "a close")
 
 
 def test_without_a_free_thread_a_large_blob_is_freed_at_once(tmp_path, held, monkeypatch):

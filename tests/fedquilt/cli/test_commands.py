@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 import pytest
-from waiting import until
+from waiting import wait_until
 
 from command_lines import parsed
 from fedquilt.cli import commands, main, options
@@ -209,7 +209,7 @@ def test_what_may_take_long_says_that_it_goes_on(tmp_path, monkeypatch, capsys, 
     monkeypatch.setattr(progress, "QUIET_S", 0.0)
 
     def work(*args):
-        until(lambda: "so far" in capsys.readouterr().err, "a line")
+        wait_until(lambda: "so far" in capsys.readouterr().err, "a line")
         raise JobError("that is enough")
 
     monkeypatch.setattr(f"fedquilt.{module}.{function}", work)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
-from waiting import LIMIT_S, until
+from waiting import LIMIT_S, wait_until
 
 from fedquilt.core import LinkError
 from fedquilt.transport.mqtt.broker import Broker
@@ -82,7 +82,7 @@ def told_in_vain(broker: Broker) -> str:
         return "" if said == f"no answer from {broker} within 0.2 s" else said
 
     try:
-        return until(told, "a reason")
+        return wait_until(told, "a reason")
     finally:
         link.close()
 

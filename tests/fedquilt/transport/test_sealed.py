@@ -4,7 +4,7 @@ import logging
 from collections.abc import Callable
 
 import pytest
-from sealed_fleets import CLAIM, TOPICS, Fleet, down, up
+from sealed_fleets import CLAIM, TOPICS, Fleet, down_topic, up_topic
 from signed_payloads import payload_without_check
 
 from fedquilt import wire
@@ -13,16 +13,16 @@ from fedquilt.transport.link import Message
 
 
 def test_what_is_said_arrives_as_it_was_said(fleet):
-    fleet.boards["a"].publish(up("a"), CLAIM)
-    fleet.link.publish(down("a"), CLAIM, retain=True)
+    fleet.boards["a"].publish(up_topic("a"), CLAIM)
+    fleet.link.publish(down_topic("a"), CLAIM, retain=True)
     fleet.run()
-    fleet.link.publish(down("a"), b"", retain=True)
+    fleet.link.publish(down_topic("a"), b"", retain=True)
     fleet.run()
-    assert fleet.heard["coordinator"] == [Message(up("a"), CLAIM)]
+    assert fleet.heard["coordinator"] == [Message(up_topic("a"), CLAIM)]
     assert fleet.payloads("a") == [CLAIM, b""]
     assert fleet.heard["b"] == []
-    assert [payload_without_check(payload) for payload in fleet.broker.of(up("a"))] == [CLAIM]
-    assert len(fleet.broker.of(up("a"))[0]) <= len(CLAIM) + authenticated_link.ENVELOPE_BYTES
+    assert [payload_without_check(payload) for payload in fleet.broker.of(up_topic("a"))] == [CLAIM]
+    assert len(fleet.broker.of(up_topic("a"))[0]) <= len(CLAIM) + authenticated_link.ENVELOPE_BYTES
 
 
 def test_chunks_and_what_is_for_everybody_are_in_no_envelope(fleet):
@@ -41,46 +41,46 @@ Attack = Callable[[Fleet], None]
 
 
 def forged(fleet: Fleet) -> None:
-    fleet.mallory.publish(up("a"), CLAIM)
-    fleet.mallory.publish(down("a"), CLAIM)
+    fleet.attacker.publish(up_topic("a"), CLAIM)
+    fleet.attacker.publish(down_topic("a"), CLAIM)
 
 
 def altered(fleet: Fleet) -> None:
     fleet.broker.change = lambda topic, payload: payload.replace(b'"round":1', b'"round":2')
-    fleet.boards["a"].publish(up("a"), CLAIM)
-    fleet.link.publish(down("a"), CLAIM)
+    fleet.boards["a"].publish(up_topic("a"), CLAIM)
+    fleet.link.publish(down_topic("a"), CLAIM)
 
 
 def renumbered(fleet: Fleet) -> None:
     fleet.broker.change = lambda topic, payload: payload.replace(b'"no":1,', b'"no":9,')
-    fleet.boards["a"].publish(up("a"), CLAIM)
-    fleet.link.publish(down("a"), CLAIM)
+    fleet.boards["a"].publish(up_topic("a"), CLAIM)
+    fleet.link.publish(down_topic("a"), CLAIM)
 
 
 def withheld(fleet: Fleet) -> tuple[bytes, bytes]:
     fleet.broker.change = lambda topic, payload: None if "hello" not in topic else payload
-    fleet.boards["a"].publish(up("a"), CLAIM)
-    fleet.link.publish(down("a"), CLAIM)
+    fleet.boards["a"].publish(up_topic("a"), CLAIM)
+    fleet.link.publish(down_topic("a"), CLAIM)
     fleet.broker.change = lambda topic, payload: payload
-    return fleet.broker.of(up("a"))[-1], fleet.broker.of(down("a"))[-1]
+    return fleet.broker.of(up_topic("a"))[-1], fleet.broker.of(down_topic("a"))[-1]
 
 
 def to_another(fleet: Fleet) -> None:
     said, answered = withheld(fleet)
-    fleet.mallory.publish(up("b"), said)
-    fleet.mallory.publish(down("b"), answered)
+    fleet.attacker.publish(up_topic("b"), said)
+    fleet.attacker.publish(down_topic("b"), answered)
 
 
 def as_another_kind(fleet: Fleet) -> None:
     said, answered = withheld(fleet)
-    fleet.mallory.publish(up("a", "update"), said)
-    fleet.mallory.publish(down("a", "ack"), answered)
+    fleet.attacker.publish(up_topic("a", "update"), said)
+    fleet.attacker.publish(down_topic("a", "ack"), answered)
 
 
 def sent_back(fleet: Fleet) -> None:
     said, answered = withheld(fleet)
-    fleet.mallory.publish(down("a"), said)
-    fleet.mallory.publish(up("a"), answered)
+    fleet.attacker.publish(down_topic("a"), said)
+    fleet.attacker.publish(up_topic("a"), answered)
 
 
 @pytest.mark.parametrize("attack", [forged, altered, renumbered, to_another, as_another_kind, sent_back])
@@ -93,8 +93,8 @@ def test_what_the_other_side_has_not_said_here_is_refused_by_name(fleet, attack,
     assert any("/up/" in line for line in dropped)
     assert any("/dn/" in line for line in dropped)
     fleet.broker.change = lambda topic, payload: payload
-    fleet.boards["a"].publish(up("a"), b"1")
-    fleet.link.publish(down("a"), b"2")
+    fleet.boards["a"].publish(up_topic("a"), b"1")
+    fleet.link.publish(down_topic("a"), b"2")
     fleet.run()
     assert fleet.payloads("coordinator") == [b"1"]
     assert fleet.payloads("a") == [b"2"]
@@ -102,57 +102,57 @@ def test_what_the_other_side_has_not_said_here_is_refused_by_name(fleet, attack,
 
 def test_an_older_message_of_a_kind_is_refused_and_the_latest_may_come_again(fleet, caplog):
     for text in (b"1", b"2"):
-        fleet.boards["a"].publish(up("a"), text)
-        fleet.link.publish(down("a"), text)
+        fleet.boards["a"].publish(up_topic("a"), text)
+        fleet.link.publish(down_topic("a"), text)
     fleet.run()
-    for topic in (up("a"), down("a")):
+    for topic in (up_topic("a"), down_topic("a")):
         older, latest = fleet.broker.of(topic)
-        fleet.mallory.publish(topic, older)
-        fleet.mallory.publish(topic, latest)
+        fleet.attacker.publish(topic, older)
+        fleet.attacker.publish(topic, latest)
     fleet.run()
     assert fleet.payloads("coordinator") == fleet.payloads("a") == [b"1", b"2", b"2"]
     assert caplog.text.count("replayed: ") == 2
 
 
 def test_nothing_of_an_earlier_coordinator_counts_for_the_next(fleet, caplog):
-    fleet.boards["a"].publish(up("a", "update"), CLAIM)
-    fleet.link.publish(down("a"), CLAIM)
+    fleet.boards["a"].publish(up_topic("a", "update"), CLAIM)
+    fleet.link.publish(down_topic("a"), CLAIM)
     fleet.run()
     before = fleet.boards["a"].session
     fleet.coordinate()
     fleet.run(6.0)
     assert fleet.boards["a"].session == before + 1
     fleet.heard["a"].clear()
-    for topic in (up("a", "update"), down("a")):
-        fleet.mallory.publish(topic, fleet.broker.of(topic)[-1])
+    for topic in (up_topic("a", "update"), down_topic("a")):
+        fleet.attacker.publish(topic, fleet.broker.of(topic)[-1])
     fleet.run()
     assert fleet.heard == {"coordinator": [], "a": [], "b": []}
     assert caplog.text.count("stale: it is sealed under another session") == 2
 
 
 def test_nothing_of_an_earlier_start_of_a_board_counts_for_the_next(fleet):
-    fleet.boards["a"].publish(up("a", "profile"), b"old", retain=True)
-    fleet.link.publish(down("a"), CLAIM)
+    fleet.boards["a"].publish(up_topic("a", "profile"), b"old", retain=True)
+    fleet.link.publish(down_topic("a"), CLAIM)
     fleet.run()
     fleet.heard["coordinator"].clear()
     fleet.join("a")
     fleet.run()
     assert fleet.boards["a"].connected
-    for topic in (up("a", "profile"), down("a")):
-        fleet.mallory.publish(topic, fleet.broker.of(topic)[-1])
+    for topic in (up_topic("a", "profile"), down_topic("a")):
+        fleet.attacker.publish(topic, fleet.broker.of(topic)[-1])
     fleet.run()
     assert fleet.heard == {"coordinator": [], "a": [], "b": []}
 
 
 def test_handshakes_that_are_replayed_or_changed_delay_and_change_nothing(fleet):
-    hellos = [(topic, payload) for topic, payload in fleet.broker.carried if topic.endswith("/hello")]
+    hellos = [(topic, payload) for topic, payload in fleet.broker.transcript if topic.endswith("/hello")]
     assert len(hellos) == 8  # four flights with each board
     for topic, payload in hellos:
-        fleet.mallory.publish(topic, payload)
-        fleet.mallory.publish(topic, payload.replace(b'"tls":"', b'"tls":"AAAA'))
+        fleet.attacker.publish(topic, payload)
+        fleet.attacker.publish(topic, payload.replace(b'"tls":"', b'"tls":"AAAA'))
     fleet.run(6.0)
-    fleet.boards["a"].publish(up("a"), CLAIM)
-    fleet.link.publish(down("a"), CLAIM)
+    fleet.boards["a"].publish(up_topic("a"), CLAIM)
+    fleet.link.publish(down_topic("a"), CLAIM)
     fleet.run()
     assert fleet.payloads("coordinator") == fleet.payloads("a") == [CLAIM]
 
@@ -166,10 +166,10 @@ def test_a_board_that_is_alone_tells_observers_that_it_is_there(fleet, caplog):
     assert board.session > 0
     assert not board.connected
     assert "no coordinator answers" in str(board.problem)
-    board.publish(up("c", "presence"), b"there", retain=True)
-    board.publish(up("c", "update"), CLAIM)
-    assert fleet.broker.of(up("c", "presence")) == [b"there"]
-    assert fleet.broker.of(up("c", "update")) == []
+    board.publish(up_topic("c", "presence"), b"there", retain=True)
+    board.publish(up_topic("c", "update"), CLAIM)
+    assert fleet.broker.of(up_topic("c", "presence")) == [b"there"]
+    assert fleet.broker.of(up_topic("c", "update")) == []
     fleet.coordinate()
     fleet.broker.change = lambda topic, payload: payload
     caplog.clear()
@@ -202,25 +202,25 @@ def test_a_lost_flight_of_a_handshake_is_made_up_for(fleet, flight):
 
 def test_a_forged_announcement_costs_a_handshake_every_few_seconds_at_most(fleet):
     fleet.run(6.0)
-    before = len(fleet.broker.of(up("a", "hello")))
+    before = len(fleet.broker.of(up_topic("a", "hello")))
     for epoch in range(200):
-        fleet.mallory.publish(TOPICS.coord, wire.encode(wire.CoordState(online=True, epoch=99 + epoch)))
-        fleet.mallory.publish(down("a", "hello"), wire.encode(wire.Hello()))
+        fleet.attacker.publish(TOPICS.coord, wire.encode(wire.CoordState(online=True, epoch=99 + epoch)))
+        fleet.attacker.publish(down_topic("a", "hello"), wire.encode(wire.Hello()))
         fleet.run(0.05)
-    assert len(fleet.broker.of(up("a", "hello"))) - before <= 2 * (10.0 / authenticated_link.HINT_S + 1)
+    assert len(fleet.broker.of(up_topic("a", "hello"))) - before <= 2 * (10.0 / authenticated_link.HINT_S + 1)
 
 
 def test_a_forged_announcement_that_the_broker_keeps_costs_one_handshake(fleet):
     fleet.run(6.0)
-    before = len(fleet.broker.of(up("a", "hello")))
-    fleet.mallory.publish(TOPICS.coord, wire.encode(wire.CoordState(online=True, epoch=99)), retain=True)
+    before = len(fleet.broker.of(up_topic("a", "hello")))
+    fleet.attacker.publish(TOPICS.coord, wire.encode(wire.CoordState(online=True, epoch=99)), retain=True)
     for _ in range(10):
         fleet.boards["a"].subscribe(TOPICS.device_filters("a"))
         fleet.run(3.0)
-    assert len(fleet.broker.of(up("a", "hello"))) == before + 2
+    assert len(fleet.broker.of(up_topic("a", "hello"))) == before + 2
     session, fleet.epoch = fleet.boards["a"].session, 98
     fleet.coordinate()
-    fleet.boards["a"].publish(up("a"), CLAIM)
+    fleet.boards["a"].publish(up_topic("a"), CLAIM)
     fleet.run(6.0)
     assert fleet.boards["a"].session == session + 1
 
@@ -228,17 +228,17 @@ def test_a_forged_announcement_that_the_broker_keeps_costs_one_handshake(fleet):
 def test_what_comes_late_from_the_session_before_begins_no_other_one(fleet):
     board = fleet.boards["a"]
     fleet.run(6.0)
-    board.publish(up("a", "progress"), CLAIM)
-    fleet.mallory.publish(down("a", "hello"), wire.encode(wire.Hello()))
+    board.publish(up_topic("a", "progress"), CLAIM)
+    fleet.attacker.publish(down_topic("a", "hello"), wire.encode(wire.Hello()))
     fleet.run(1.0)
     late, session, hellos = (
-        fleet.broker.of(up("a", "progress"))[0],
+        fleet.broker.of(up_topic("a", "progress"))[0],
         board.session,
-        len(fleet.broker.of(up("a", "hello"))),
+        len(fleet.broker.of(up_topic("a", "hello"))),
     )
     assert hellos == 4  # two handshakes
     for _ in range(60):
-        fleet.mallory.publish(up("a", "progress"), late)
+        fleet.attacker.publish(up_topic("a", "progress"), late)
         fleet.run(0.5)
     assert board.session == session
-    assert len(fleet.broker.of(up("a", "hello"))) == hellos
+    assert len(fleet.broker.of(up_topic("a", "hello"))) == hellos

@@ -1,6 +1,6 @@
 """Bounds of a signed link: floods, late packets and made-up names cost it little time and memory."""
 
-from sealed_fleets import CLAIM, down, up
+from sealed_fleets import CLAIM, down_topic, up_topic
 
 from fedquilt import wire
 from fedquilt.security import authenticated_link
@@ -11,41 +11,41 @@ from fedquilt.security.handshake import Session
 def test_what_comes_late_after_a_change_is_no_warning_and_later_it_is_one(fleet, caplog):
     def told(topic, payload):
         caplog.clear()
-        fleet.mallory.publish(topic, payload)
+        fleet.attacker.publish(topic, payload)
         fleet.run(0.1)
         (record,) = (each for each in caplog.records if "stale: " in each.getMessage())
         return record.levelname
 
-    fleet.boards["a"].publish(up("a"), CLAIM)
-    fleet.link.publish(down("a"), CLAIM)
+    fleet.boards["a"].publish(up_topic("a"), CLAIM)
+    fleet.link.publish(down_topic("a"), CLAIM)
     fleet.run()
-    own, sent = fleet.broker.of(up("a"))[-1], fleet.broker.of(down("a"))[-1]
+    own, sent = fleet.broker.of(up_topic("a"))[-1], fleet.broker.of(down_topic("a"))[-1]
     fleet.broker.change = lambda topic, payload: None if topic.endswith("up/hello") else payload
     fleet.coordinate()
     fleet.run(3.0)
-    assert told(up("a"), own) == "INFO"  # no board has a session with this coordinator yet
+    assert told(up_topic("a"), own) == "INFO"  # no board has a session with this coordinator yet
     fleet.broker.change = lambda topic, payload: payload
     fleet.run(60.0)
     assert fleet.boards["a"].connected
-    assert told(down("a"), sent) == told(up("a"), own) == "WARNING"
-    fleet.boards["a"].publish(up("a"), CLAIM)
-    fleet.link.publish(down("a"), CLAIM)
+    assert told(down_topic("a"), sent) == told(up_topic("a"), own) == "WARNING"
+    fleet.boards["a"].publish(up_topic("a"), CLAIM)
+    fleet.link.publish(down_topic("a"), CLAIM)
     fleet.run()
-    own, sent = fleet.broker.of(up("a"))[-1], fleet.broker.of(down("a"))[-1]
-    fleet.mallory.publish(down("a", "hello"), wire.encode(wire.Hello()))  # it asks for another session
+    own, sent = fleet.broker.of(up_topic("a"))[-1], fleet.broker.of(down_topic("a"))[-1]
+    fleet.attacker.publish(down_topic("a", "hello"), wire.encode(wire.Hello()))  # it asks for another session
     fleet.run(6.0)
-    assert told(down("a"), sent) == told(up("a"), own) == "INFO"
+    assert told(down_topic("a"), sent) == told(up_topic("a"), own) == "INFO"
     fleet.run(authenticated_link.LATE_S)
-    assert told(down("a"), sent) == told(up("a"), own) == "WARNING"
+    assert told(down_topic("a"), sent) == told(up_topic("a"), own) == "WARNING"
     assert fleet.payloads("coordinator")[1:] == []
 
 
 def test_what_is_larger_than_any_message_is_not_even_hashed(fleet, monkeypatch, caplog):
-    fleet.boards["a"].publish(up("a"), CLAIM)
+    fleet.boards["a"].publish(up_topic("a"), CLAIM)
     fleet.run()
     monkeypatch.setattr(Session, "verify", None)
-    large = fleet.broker.of(up("a"))[0].replace(b"round", bytes(wire.MAX_CHUNK + 100))
-    fleet.mallory.publish(up("a"), large)
+    large = fleet.broker.of(up_topic("a"))[0].replace(b"round", bytes(wire.MAX_CHUNK + 100))
+    fleet.attacker.publish(up_topic("a"), large)
     fleet.run()
     assert fleet.payloads("coordinator") == [CLAIM]
     assert f"oversized: it has {len(large)} bytes, and a message has at most 262272" in caplog.text
@@ -53,8 +53,8 @@ def test_what_is_larger_than_any_message_is_not_even_hashed(fleet, monkeypatch, 
 
 
 def test_a_signed_message_whose_end_is_lost_is_not_called_unsigned(fleet, caplog):
-    fleet.broker.change = lambda topic, payload: payload[:-2] if topic == up("a") else payload
-    fleet.boards["a"].publish(up("a"), CLAIM)
+    fleet.broker.change = lambda topic, payload: payload[:-2] if topic == up_topic("a") else payload
+    fleet.boards["a"].publish(up_topic("a"), CLAIM)
     fleet.run()
     assert fleet.payloads("coordinator") == []
     assert "forged: " in caplog.text
@@ -62,33 +62,33 @@ def test_a_signed_message_whose_end_is_lost_is_not_called_unsigned(fleet, caplog
 
 
 def test_a_flood_of_handshakes_takes_a_hundredth_of_the_coordinators_time(fleet):
-    first = next(payload for payload in fleet.broker.of(up("a", "hello")) if b'"flight":0' in payload)
-    before = len(fleet.broker.of(down("a", "hello")))
+    first = next(payload for payload in fleet.broker.of(up_topic("a", "hello")) if b'"flight":0' in payload)
+    before = len(fleet.broker.of(down_topic("a", "hello")))
     for _ in range(100):
-        fleet.mallory.publish(up("a", "hello"), first)
+        fleet.attacker.publish(up_topic("a", "hello"), first)
     fleet.run()
-    assert len(fleet.broker.of(down("a", "hello"))) - before <= 1
+    assert len(fleet.broker.of(down_topic("a", "hello"))) - before <= 1
     count = 1500
     for index in range(count):
-        fleet.mallory.publish(up(f"x{index}", "hello"), first)
+        fleet.attacker.publish(up_topic(f"x{index}", "hello"), first)
     fleet.run()
-    answered = sum(bool(fleet.broker.of(down(f"x{index}", "hello"))) for index in range(count))
+    answered = sum(bool(fleet.broker.of(down_topic(f"x{index}", "hello"))) for index in range(count))
     assert 900 < answered <= BURST + 10
-    fleet.boards["a"].publish(up("a"), CLAIM)
+    fleet.boards["a"].publish(up_topic("a"), CLAIM)
     fleet.run()
     assert fleet.payloads("coordinator") == [CLAIM]
 
 
 def test_a_last_will_counts_for_the_start_that_it_names(fleet):
     will = wire.encode(wire.Presence(online=False, boot="1"))
-    fleet.mallory.publish(up("a", "presence"), will)
-    fleet.mallory.publish(up("a", "presence"), wire.encode(wire.Presence(online=True, boot="1")))
+    fleet.attacker.publish(up_topic("a", "presence"), will)
+    fleet.attacker.publish(up_topic("a", "presence"), wire.encode(wire.Presence(online=True, boot="1")))
     fleet.run()
     assert fleet.heard["coordinator"] == []
-    fleet.boards["a"].publish(up("a", "presence"), wire.encode(wire.Presence(online=True, boot="1")))
-    fleet.mallory.publish(up("a", "presence"), wire.encode(wire.Presence(online=False, boot="2")))
+    fleet.boards["a"].publish(up_topic("a", "presence"), wire.encode(wire.Presence(online=True, boot="1")))
+    fleet.attacker.publish(up_topic("a", "presence"), wire.encode(wire.Presence(online=False, boot="2")))
     fleet.run()
-    fleet.mallory.publish(up("a", "presence"), will)
+    fleet.attacker.publish(up_topic("a", "presence"), will)
     fleet.run()
     told = [wire.decode(payload, wire.Presence) for payload in fleet.payloads("coordinator")]
     assert [(one.online, one.boot) for one in told] == [(True, "1"), (False, "1")]
@@ -96,10 +96,10 @@ def test_a_last_will_counts_for_the_start_that_it_names(fleet):
 
 def test_nobody_says_in_no_envelope_that_a_board_is_there(fleet):
     online = wire.encode(wire.Presence(online=True, boot="1"))
-    fleet.boards["a"].publish(up("a", "presence"), online)
+    fleet.boards["a"].publish(up_topic("a", "presence"), online)
     fleet.run()
     assert fleet.payloads("coordinator") == [online]
-    fleet.mallory.publish(up("a", "presence"), online)
+    fleet.attacker.publish(up_topic("a", "presence"), online)
     fleet.run()
     assert fleet.payloads("coordinator") == [online]
 
@@ -109,28 +109,28 @@ def test_the_envelope_takes_its_part_of_the_largest_payload(fleet):
 
 
 def test_a_board_that_nobody_answers_asks_ever_more_rarely(fleet):
-    fleet.broker.change = lambda topic, payload: None if topic == down("c", "hello") else payload
+    fleet.broker.change = lambda topic, payload: None if topic == down_topic("c", "hello") else payload
     fleet.join("c")
     fleet.run(80.0)
-    assert 5 <= len(fleet.broker.of(up("c", "hello"))) <= 7
+    assert 5 <= len(fleet.broker.of(up_topic("c", "hello"))) <= 7
 
 
 def test_what_the_broker_keeps_of_an_earlier_session_makes_nobody_begin_another(fleet):
-    fleet.boards["a"].publish(up("a", "profile"), CLAIM, retain=True)
+    fleet.boards["a"].publish(up_topic("a", "profile"), CLAIM, retain=True)
     fleet.run()
     del fleet.boards["a"]
-    before = len(fleet.broker.of(down("a", "hello")))
+    before = len(fleet.broker.of(down_topic("a", "hello")))
     fleet.coordinate()
     fleet.run()
     assert fleet.boards["b"].connected
-    assert len(fleet.broker.of(down("a", "hello"))) == before
+    assert len(fleet.broker.of(down_topic("a", "hello"))) == before
 
 
 def test_handshakes_that_are_begun_and_left_fill_no_memory(fleet, monkeypatch):
     monkeypatch.setattr(authenticated_link, "ATTEMPTS_MOST", 3)
     for number in range(10):
         begun = authenticated_link.handshake_probe(fleet.identities["a"])
-        fleet.mallory.publish(up(f"x{number}", "hello"), wire.encode(begun))
+        fleet.attacker.publish(up_topic(f"x{number}", "hello"), wire.encode(begun))
     fleet.run()
     assert list(fleet.link._attempts) == ["x7", "x8", "x9"]
     fleet.join("c")

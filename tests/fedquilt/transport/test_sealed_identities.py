@@ -3,7 +3,7 @@
 import math
 
 import pytest
-from sealed_fleets import CLAIM, Fleet, Tampered, up
+from sealed_fleets import CLAIM, Fleet, TamperingBroker, up_topic
 
 from fedquilt.core import JobError, SiteRight, WireError
 from fedquilt.security import authenticated_link, handshake
@@ -40,7 +40,7 @@ def test_a_board_takes_nobody_but_the_coordinator_for_it(site, caplog):
             AuthenticatedFleetLink(MemoryBroker().connect(), posing, "f")
         posing.require_coordinator_certificate = lambda: math.inf
         fleet = Fleet.__new__(Fleet)
-        fleet.site, fleet.broker, fleet.boards, fleet.heard, fleet.epoch = site, Tampered(), {}, {}, 0
+        fleet.site, fleet.broker, fleet.boards, fleet.heard, fleet.epoch = site, TamperingBroker(), {}, {}, 0
         fleet.identities = {"coordinator": posing}
         fleet.coordinate()
         board = fleet.join("b")
@@ -73,15 +73,15 @@ def test_certificates_are_checked_anew_every_day(fleet, site):
     fleet.broker.now_s += authenticated_link.RENEW_S + 1.0
     fleet.run()
     assert fleet.boards["a"].session == first + 1
-    fleet.boards["b"].publish(up("b"), b"1")
+    fleet.boards["b"].publish(up_topic("b"), b"1")
     fleet.run()
     assert fleet.payloads("coordinator") == [b"1"]
     fleet.broker.now_s += authenticated_link.RENEW_S + 1.0
     fleet.run()
     for name in ("a", "b"):
-        fleet.boards[name].publish(up(name), b"2")
+        fleet.boards[name].publish(up_topic(name), b"2")
     fleet.run()
-    assert fleet.heard["coordinator"][1:] == [Message(up("a"), b"2")]
+    assert fleet.heard["coordinator"][1:] == [Message(up_topic("a"), b"2")]
 
 
 def test_a_renewed_certificate_is_used_without_a_restart(fleet, site, tmp_path):
@@ -89,7 +89,7 @@ def test_a_renewed_certificate_is_used_without_a_restart(fleet, site, tmp_path):
     fleet.coordinate()
     fleet.run(6.0)
     assert fleet.boards["a"].connected
-    fleet.boards["a"].publish(up("a"), CLAIM)
+    fleet.boards["a"].publish(up_topic("a"), CLAIM)
     fleet.run()
     assert fleet.payloads("coordinator") == [CLAIM]
 

@@ -30,7 +30,7 @@ from fedquilt.tools.artefacts.quantization import INT8_DELTA, QuantizationChoice
 from fedquilt.tools.simulation import DeviceData
 from fedquilt.tools.simulation.local_backend import make_task_and_context
 from fedquilt.tools.simulation.run import iterate_states
-from fedquilt.tools.simulation.simulated_job import ROOM
+from fedquilt.tools.simulation.simulated_job import UNLIMITED_FLEET
 
 PLAIN = {"name": "plain", "channels": 1, "classes": 3}
 RESIDUAL = {"name": "residual", "channels": 1, "classes": 3}
@@ -100,7 +100,7 @@ def scored(folder: Path, engine: OnnxEngine, length: int, cache: Path) -> tuple[
     member = DeviceData("d", pictures(40, 7), pictures(4, 8))
     blobs, sent = folder / "blobs", cache / "sent"
     task, site = make_task_and_context(
-        METHOD, order, member, sent, engine=engine, cache=cache, path=lambda ref: blobs / ref.sha256
+        METHOD, order, member, sent, engine=engine, cache=cache, path_of_blob=lambda ref: blobs / ref.sha256
     )
     return METHOD.work(task, site), dict(order.bundles), pool
 
@@ -196,8 +196,10 @@ def test_only_tasks_that_score_outputs_get_and_run_8_bits(both: tuple[Path, Path
     double = replace(METHOD, work=work)
 
     def search(**changes: Any) -> None:
-        wanted = JobSettings(name="toy", method="fedstitch", rounds=1000, params={**params, **changes}, fleet=ROOM)
-        list(iterate_states(wanted, both[1], members, load=lambda name: double, engine=engine))
+        wanted = JobSettings(
+            name="toy", method="fedstitch", rounds=1000, params={**params, **changes}, fleet=UNLIMITED_FLEET
+        )
+        list(iterate_states(wanted, both[1], members, load_method=lambda name: double, engine=engine))
 
     search()
     assert phases["score"] & quick

@@ -23,7 +23,7 @@ LEVELS = np.array([10, 30, 200, 250], np.uint8)  # brightness of four images
 
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
-    return classifiers.written(tmp_path / "net.onnx")
+    return classifiers.write_classifier(tmp_path / "net.onnx")
 
 
 @pytest.fixture
@@ -115,10 +115,10 @@ def test_what_is_printed_tells_wrong_answers_and_the_share_of_right_ones(
 def test_a_trained_network_has_numbers_for_labels(tmp_path: Path) -> None:
     x = np.broadcast_to(LEVELS[:, None, None], (4, 4, 4))
     table = {"name": "cnn", "classes": 2, "input": {"channels": 1, "size": 4}}
-    model = classifiers.written(tmp_path / "trained.onnx", facts={"network": json.dumps(table)})
+    model = classifiers.write_classifier(tmp_path / "trained.onnx", facts={"network": json.dumps(table)})
     rows = run_model(model, npz(tmp_path / "a.npz", x=x, y=np.array([0, 0, 1, 1])))
     assert [(row.label, row.truth) for row in rows] == [("0", "0"), ("0", "0"), ("1", "1"), ("1", "1")]
-    model = classifiers.written(
+    model = classifiers.write_classifier(
         tmp_path / "numbers.onnx", facts={"network": json.dumps({**table, "task": "regression"})}
     )
     with pytest.raises(ModelError, match="predicts regression, and a network that chooses one of several classes"):
@@ -130,7 +130,7 @@ def test_what_cannot_be_classified_says_why(model: Path, tmp_path: Path) -> None
     empty.mkdir()
     good = npz(tmp_path / "good.npz", x=np.zeros((2, 4, 4), np.uint8))
     with pytest.raises(ModelError, match="does not say its labels: give a network that `fedquilt model export` wrote"):
-        run_model(classifiers.written(tmp_path / "other.onnx", facts={}), good)
+        run_model(classifiers.write_classifier(tmp_path / "other.onnx", facts={}), good)
     with pytest.raises(ModelError, match=r"absent\.onnx: it cannot be read"):
         run_model(tmp_path / "absent.onnx", good)
     with pytest.raises(DataError, match="does not exist: name a folder or a file of"):

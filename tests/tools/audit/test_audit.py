@@ -109,7 +109,7 @@ def test_the_command_writes_the_pictures_and_tells_every_row(
     x = np.concatenate([one().x, 255 - one().x])
     np.savez(tmp_path / "data.npz", x_train=x, y_train=np.array([0, 1]))
     out = tmp_path / "new" / "sheet.svg"
-    monkeypatch.setattr("fedquilt.tools.lab.audit.STEPS_MOST", 3)
+    monkeypatch.setattr("fedquilt.tools.lab.audit.MAX_STEPS", 3)
     asked = ["lab", "audit", "--data", str(tmp_path / "data.npz"), "--images", "1", "--out", str(out)]
     assert cli.main([*asked, "--format", "json"]) == 0
     told = json.loads(capsys.readouterr().out)
@@ -123,7 +123,7 @@ def test_the_command_writes_the_pictures_and_tells_every_row(
 def test_what_are_no_square_pictures_is_said(tmp_path: Path) -> None:
     pytest.importorskip("torch")
     np.savez(tmp_path / "data.npz", x_train=np.zeros((3, 8, 6), np.uint8), y_train=np.zeros(3, int))
-    with pytest.raises(DataError, match="square images are wanted, --size"):
+    with pytest.raises(DataError, match="no square images: scale them with --size"):
         audit_methods(tmp_path / "data.npz")
 
 

@@ -160,7 +160,7 @@ def test_large_images_are_held_to_more() -> None:
     """25 times faster is enough for output scores at both sizes, and for hybrid ones at the small size only."""
     compared = [round_of(5, 100.0, 4.0)]
     reached = {
-        size: [way for way in stitch.FASTER if found["figures"][f"{way}_score_to_naive_by_cpu"]["reached"]]
+        size: [way for way in stitch.MIN_SPEEDUPS if found["figures"][f"{way}_score_to_naive_by_cpu"]["reached"]]
         for size in (64, 224)
         for found in [stitch._build_result(size, WHOLE, OWN, compared)]
     }
@@ -170,7 +170,7 @@ def test_large_images_are_held_to_more() -> None:
     ]
 
 
-TINY = replace(sim.OVERHEAD, clients=6, each=40, asked=4, rounds=8)
+TINY = replace(sim.OVERHEAD, clients=6, examples_per_client=40, cohort_size=4, rounds=8)
 
 
 @pytest.fixture
@@ -194,7 +194,7 @@ def test_ours_and_the_bare_loop_take_the_same_steps(images: Path, monkeypatch: p
     pytest.importorskip("torch")
     said: dict[tuple[str, float, float], None] = {}
     rows: list[str] = []
-    monkeypatch.setattr(sim, "NAMES", {"W2": TINY})
+    monkeypatch.setattr(sim, "WORKLOADS", {"W2": TINY})
     result = sim.measure(images, repeats=1, processes=2, show=lambda *told: said.setdefault(told), report=rows.append)
     names = ("fedquilt", "fedquilt, torch engine", "bare loop, 2 processes", "bare loop, 1 process")
     assert list(said) == [(f"overhead, turn 1 of 1: {name}", done, 4) for done, name in enumerate(names)]

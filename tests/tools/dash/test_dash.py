@@ -16,7 +16,7 @@ from pathlib import Path
 import dashes
 import pytest
 from dashes import Dashboard
-from waiting import until
+from waiting import wait_until
 
 from fedquilt import cli
 from fedquilt.coordinator.rounds.rollout import RolloutCompleted
@@ -278,7 +278,9 @@ def test_a_token_never_goes_to_the_journal(tmp_path: Path) -> None:
         found = os.fstat(out.fileno())
         environment = {**os.environ, "JOURNAL_STREAM": f"{found.st_dev}:{found.st_ino}"}
         with subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, env=environment) as process:
-            until(lambda: "#token=" in log.read_text() or process.poll() is not None, "its address", dashes.LIMIT_S)
+            wait_until(
+                lambda: "#token=" in log.read_text() or process.poll() is not None, "its address", dashes.LIMIT_S
+            )
             process.kill()
     said, token = log.read_text(), (home / "dash.token").read_text().strip()
     assert f"#token=WORD, the word in {home / 'dash.token'}\n" in said

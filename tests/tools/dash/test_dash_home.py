@@ -123,7 +123,7 @@ def test_it_writes_nothing(tmp_path: Path) -> None:
 
 
 def test_a_run_goes_on_when_it_is_killed(tmp_path: Path) -> None:
-    watched, alone = homes.Federation(tmp_path / "watched").make(), homes.Federation(tmp_path / "alone").make()
+    watched, alone = homes.Federation(tmp_path / "watched").create(), homes.Federation(tmp_path / "alone").create()
     alone.run()
     with Dashboard(tmp_path / "watched" / "coordinator") as dash:
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import dashes
 import pytest
-from job_facts import BLOB, summarised, whole_round
+from job_facts import BLOB, summarise_events, whole_round
 
 from fedquilt.coordinator import settings
 from fedquilt.coordinator.fleet.device_status import DeviceStatus
@@ -52,7 +52,7 @@ def test_it_comes_to_what_the_views_say(home: Path) -> None:
     found = followed(home)
     plain = dashes.facts(DEVICES)
     assert found.parts == round_outcomes.outcomes_by_round(plain, JobConstants.from_job(found.row.job))
-    whole = summarised(plain).total
+    whole = summarise_events(plain).total
     told = found.make_summary()
     assert (told["down_bytes"], told["up_bytes"]) == (whole.down_bytes, whole.up_bytes)
     assert told["joules"] == pytest.approx(whole.energy_j)

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 from cryptography import x509
-from waiting import LIMIT_S, until
+from waiting import LIMIT_S, wait_until
 
 from fedquilt.core import JobError, LinkError
 from fedquilt.edge_agent import enrolment as edge_agent_enrolment
@@ -201,7 +201,7 @@ def test_plain_http_and_garbage_are_dropped_quietly(site: Site, caplog: pytest.L
             while raw.recv(4096):
                 pass
             assert ask(site, "GET", "/")[0] == 404
-        until(lambda: "the connection of 127.0.0.1 ended early" in caplog.text, "the log says it")
+        wait_until(lambda: "the connection of 127.0.0.1 ended early" in caplog.text, "the log says it")
     assert "Traceback" not in caplog.text
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from waiting import until
+from waiting import wait_until
 
 from fedquilt import cli, open_metrics
 from fedquilt.coordinator.fleet.device_status import DeviceStatus
@@ -87,7 +87,9 @@ def prometheus(folder: Path) -> Iterator[str]:
     words = ("--config.file=prometheus.yml", "--storage.tsdb.path=data", "--web.listen-address=127.0.0.1:0")
     with log.open("w") as out, subprocess.Popen([str(PROMETHEUS), *words], cwd=folder, stderr=out) as process:
         try:
-            until(lambda: "ready to receive web requests" in log.read_text(), "Prometheus", told=log.read_text)
+            wait_until(
+                lambda: "ready to receive web requests" in log.read_text(), "Prometheus", diagnostics=log.read_text
+            )
             (place,) = re.findall(r'"Listening on" address=(\S+)', log.read_text())
             yield f"http://{place}/api/v1"
         finally:
@@ -113,15 +115,15 @@ def test_prometheus_itself_reads_a_coordinator_and_answers_every_panel(tmp_path:
         path.write_text(f"global: {{scrape_interval: 1s, evaluation_interval: 1s}}\n{path.read_text()}")
         with prometheus(tmp_path) as api:
             query = f"{api}/query?query="
-            states = until(lambda: asked(f"{query}fedquilt_board_online")["result"], "boards are read")
+            states = wait_until(lambda: asked(f"{query}fedquilt_board_online")["result"], "boards are read")
             assert {each["metric"]["device"]: each["value"][1] for each in states} == {"a": "1", "b": "0"}
-            until(
+            wait_until(
                 lambda: all(rule["health"] == "ok" for rule in asked(f"{api}/rules")["groups"][0]["rules"]),
                 "every rule is evaluated",
-                told=lambda: str(asked(f"{api}/rules")),
+                diagnostics=lambda: str(asked(f"{api}/rules")),
             )
             offline = query + urllib.parse.quote('ALERTS{alertname="FedquiltBoardOffline"}')
-            (alert,) = until(lambda: asked(offline)["result"], "an alert of b")
+            (alert,) = wait_until(lambda: asked(offline)["result"], "an alert of b")
             assert (alert["metric"]["device"], alert["metric"]["alertstate"]) == ("b", "pending")
             for panel in json.loads((tmp_path / "grafana.json").read_text())["panels"]:
                 for target in panel["targets"]:

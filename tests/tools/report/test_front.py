@@ -134,7 +134,7 @@ def test_every_candidate_is_exported_as_a_file_that_is_as_right_as_the_devices_c
 
     plan, run, folder = finished
     members, _ = plan.load_devices()
-    held = [member.held for member in members]
+    held = [member.held_out for member in members]
     x, y = (np.concatenate(parts) for parts in zip(*((share.x, share.y) for share in held), strict=True))
     made = Run(plan.home, run)
     for number, told in enumerate(made.candidates(), 1):

@@ -43,7 +43,7 @@ def test_counts_are_those_of_what_devices_load(tmp_path: Path) -> None:
     assert counts.devices == tuple(member.device for member in members)
     for own, train, held in zip(members, counts.train, counts.held, strict=True):
         assert np.bincount(own.train.y, minlength=10).tolist() == train.tolist()
-        assert np.bincount(own.held.y, minlength=10).tolist() == held.tolist()
+        assert np.bincount(own.held_out.y, minlength=10).tolist() == held.tolist()
 
 
 def test_a_dot_has_the_area_of_its_count() -> None:

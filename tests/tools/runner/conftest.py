@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 @pytest.fixture
 def models(tmp_path: Path) -> Path:
     place = tmp_path / "models"
-    classifiers.written(place / "a" / "model.onnx")
-    classifiers.written(place / "b" / "model.onnx", turned=True)
+    classifiers.write_classifier(place / "a" / "model.onnx")
+    classifiers.write_classifier(place / "b" / "model.onnx", turned=True)
     classifiers.lead(place, "a")
     return place
 

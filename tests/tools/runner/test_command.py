@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from ordinary import User
-from waiting import until
+from waiting import wait_until
 
 pytest.importorskip("onnx")
 pytest.importorskip("onnxruntime")
@@ -28,7 +28,7 @@ FEDQUILT = (sys.executable, "-m", "fedquilt.cli")
 def models(user: User) -> Path:
     place = user.own("models")
     for name, turned in (("a", False), ("b", True)):
-        user.owns(classifiers.written(place / name / "model.onnx", turned=turned))
+        user.owns(classifiers.write_classifier(place / name / "model.onnx", turned=turned))
         user.owns(place / name)
     classifiers.lead(place, "a")
     return place
@@ -37,7 +37,7 @@ def models(user: User) -> Path:
 def test_it_serves_follows_and_ends_in_good_order(user: User, models: Path, tmp_path: Path) -> None:
     log = tmp_path / "log"
     process = user.start(*FEDQUILT, "model", "serve", str(models), "--listen", "127.0.0.1:0", log=log)
-    found = until(lambda: re.search(r"answers at http://127\.0\.0\.1:(\d+)/", log.read_text()), "its address")
+    found = wait_until(lambda: re.search(r"answers at http://127\.0\.0\.1:(\d+)/", log.read_text()), "its address")
     line = http.client.HTTPConnection("127.0.0.1", int(found[1]), timeout=60)
 
     def health() -> dict[str, object]:
@@ -46,7 +46,7 @@ def test_it_serves_follows_and_ends_in_good_order(user: User, models: Path, tmp_
 
     first = health()["model"]
     classifiers.lead(models, "b")
-    until(lambda: health()["model"] != first, "the other model")
+    wait_until(lambda: health()["model"] != first, "the other model")
     line.close()
     process.send_signal(signal.SIGTERM)
     assert process.wait(60) == 0, log.read_text()

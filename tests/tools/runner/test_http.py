@@ -16,20 +16,19 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import classifiers
 import numpy as np
 import pytest
-
-pytest.importorskip("onnx")
-pytest.importorskip("onnxruntime")
-
-import classifiers
 from runners import Running, npy, npz, png
-from waiting import until
+from waiting import wait_until
 
 from fedquilt.host.http_server import RequestRefusedError
 from fedquilt.tools.operations import runner
 from fedquilt.tools.operations.runner import MAX_ADDRESS_BYTES, MAX_PENDING_BYTES
 from fedquilt.tools.operations.runner.service import MAX_BODY_BYTES, ModelService, ModelSwitcher
+
+pytest.importorskip("onnx")
+pytest.importorskip("onnxruntime")
 
 
 def member(name: str, data: bytes) -> bytes:
@@ -145,13 +144,13 @@ def test_bodies_that_an_address_announces_and_does_not_finish_keep_nobody_else_o
             if arrived and number > 2:  # the share of an address is two such bodies
                 assert line.recv(12) == b"HTTP/1.1 503"
             else:
-                until(lambda least=number: running.server.active_requests >= least, "the request")
-                until(lambda least=number * arrived: running.server._pending_bytes.total() >= least, "the bytes")
+                wait_until(lambda least=number: running.server.active_requests >= least, "the request")
+                wait_until(lambda least=number * arrived: running.server._pending_bytes.total() >= least, "the bytes")
         other = http.client.HTTPConnection(*running.server.address, timeout=20, source_address=("127.0.0.2", 0))
         other.request("POST", "/v1/classify", npy(classifiers.image(250)))
         assert other.getresponse().status == 200
         other.close()
-    until(lambda: not running.server._pending_bytes, "the memory of the bodies is free again")
+    wait_until(lambda: not running.server._pending_bytes, "the memory of the bodies is free again")
 
 
 def test_a_request_that_has_begun_is_answered_before_the_runner_ends(models: Path, monkeypatch: Any) -> None:

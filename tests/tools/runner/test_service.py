@@ -144,7 +144,7 @@ def test_labels_that_arrive_later_make_an_accuracy(running: Running) -> None:
 
 def test_a_label_is_one_of_the_model_that_answered(running: Running, models: Path) -> None:
     first, second = running.service.classify_bytes(npz(x=np.stack([classifiers.image(250)] * 2)))["answers"]
-    classifiers.written(models / "b" / "model.onnx", labels=("day", "dusk"))
+    classifiers.write_classifier(models / "b" / "model.onnx", labels=("day", "dusk"))
     classifiers.lead(models, "b")
     assert running.models.reload_if_changed()
     assert first["name"] == "day"

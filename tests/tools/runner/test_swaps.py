@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from waiting import until
+from waiting import wait_until
 
 pytest.importorskip("onnx")
 pytest.importorskip("onnxruntime")
@@ -46,7 +46,9 @@ def test_ten_thousand_requests_through_swaps_none_dropped_none_mixed(running: Ru
             assert running.models.reload_if_changed()
             assert running.models.current.sha256 != before
             seen = running.service.served
-            until(lambda seen=seen: ended.is_set() or running.service.served > seen + 300, "requests between two swaps")
+            wait_until(
+                lambda seen=seen: ended.is_set() or running.service.served > seen + 300, "requests between two swaps"
+            )
 
     errors: list[BaseException] = []
 
@@ -102,7 +104,7 @@ def test_a_model_that_does_not_load_leaves_the_old_one(running: Running, models:
     if what == "garbage":
         (models / "c" / "model.onnx").write_bytes(b"no network" * 100)
     if what == "labels":  # three names for two outputs
-        classifiers.written(models / "c" / "model.onnx", labels=("x", "y", "z"))
+        classifiers.write_classifier(models / "c" / "model.onnx", labels=("x", "y", "z"))
     if what == "link":
         (models / "c" / "model.onnx").symlink_to("nowhere")
     old = running.models.current.sha256

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from waiting import LIMIT_S, alive, until
+from waiting import LIMIT_S, is_running, wait_until
 
 from fedquilt.arrays import tensors
 from fedquilt.cli import main
@@ -62,7 +62,7 @@ def facts_of(given: fleet.FleetPlan, run: str) -> list[object]:
 
 def test_a_fleet_on_virtual_time_that_waits_for_boards_that_never_come_says_so(tmp_path: Path) -> None:
     given = plan(tmp_path, cohort={"min_devices": 5}, fleet={"devices": 2})
-    with pytest.raises(JobError, match="has waited for boards since its round 1"):
+    with pytest.raises(JobError, match="waits for devices in round 1"):
         fleet.run_fleet_virtually(given)
 
 
@@ -113,18 +113,18 @@ def test_processes_on_a_real_broker_end_with_the_same_bits_as_virtual_time(tmp_p
 def test_a_fleet_whose_agents_all_fail_says_what_one_of_them_said(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fleet, "RUN", "raise SystemExit('the port is taken')")
-    with pytest.raises(JobError, match="every agent has ended; jetson-nano-00 said: the port is taken"):
+    monkeypatch.setattr(fleet, "AGENT_PROGRAM", "raise SystemExit('the port is taken')")
+    with pytest.raises(JobError, match="every agent has ended; last line of jetson-nano-00: the port is taken"):
         fleet.run_fleet_on_broker(plan(tmp_path), None)
 
 
 def test_an_agent_that_is_killed_is_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    killed = fleet.RUN.replace(
+    killed = fleet.AGENT_PROGRAM.replace(
         "import sys;", "import os, sys; 'jetson-tx2-01' in sys.argv[-1] and os.kill(os.getpid(), 9);"
     )
-    monkeypatch.setattr(fleet, "RUN", killed)
+    monkeypatch.setattr(fleet, "AGENT_PROGRAM", killed)
     given = plan(tmp_path, cohort={"size": 2}, check={"every": 0})
     monkeypatch.setattr(
         fleet.FleetPlan, "queue_or_resume", lambda plan, store: store.add_job(plan.job, plan.bundle.resolve())
@@ -133,8 +133,8 @@ def test_an_agent_that_is_killed_is_told(
     assert status == "done"
     told = [line for line in capsys.readouterr().out.splitlines() if "the agent of" in line]
     assert len(told) == 1
-    assert "the agent of jetson-tx2-01 was killed by SIGKILL; it said: (nothing)" in told[0]
-    assert told[0].endswith("2 agents go on")
+    assert "the agent of jetson-tx2-01 was killed by SIGKILL; last line: (nothing)" in told[0]
+    assert told[0].endswith("2 agents are left")
 
 
 def test_a_fleet_that_is_killed_goes_on_when_it_is_started_again_and_leaves_no_agents(tmp_path: Path) -> None:
@@ -155,7 +155,7 @@ def test_a_fleet_that_is_killed_goes_on_when_it_is_started_again_and_leaves_no_a
             assert len(agents) >= 3
         finally:
             first.kill()
-    until(lambda: not any(alive(pid) for pid in agents), "the end of every agent")
+    wait_until(lambda: not any(is_running(pid) for pid in agents), "the end of every agent")
     again = subprocess.run(words, capture_output=True, text=True, timeout=LIMIT_S)
     assert again.returncode == 0, again.stdout + again.stderr
     with Store(given.home) as store:
@@ -168,7 +168,7 @@ def test_a_fleet_that_is_killed_goes_on_when_it_is_started_again_and_leaves_no_a
 
 def children(pid: int) -> list[int]:
     found = [int(each) for each in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-    return [*found, *(pid for each in found if alive(each) for pid in children(each))]
+    return [*found, *(pid for each in found if is_running(each) for pid in children(each))]
 
 
 @pytest.mark.parametrize(

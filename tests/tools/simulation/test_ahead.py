@@ -33,7 +33,7 @@ MEMBERS = point_devices(5, 13)
 
 @contextmanager
 def begun(folder: Path, home: Path, **more: Any) -> Iterator[Simulation]:
-    job, held = settings.parse_job({**JOB, **more}), {each.device: len(each.held) for each in MEMBERS}
+    job, held = settings.parse_job({**JOB, **more}), {each.device: len(each.held_out) for each in MEMBERS}
     with Simulation(job, folder, held, home) as simulation:
         yield simulation
 
@@ -41,14 +41,14 @@ def begun(folder: Path, home: Path, **more: Any) -> Iterator[Simulation]:
 class Heard:
     def __init__(self) -> None:
         self.counts: list[int] = []
-        self.orders: list[WorkRequest] = []
+        self.requests: list[WorkRequest] = []
 
     def expect_requests(self, count: int) -> None:
         self.counts.append(count)
-        self.orders = []
+        self.requests = []
 
     def prefetch(self, order: WorkRequest) -> None:
-        self.orders.append(order)
+        self.requests.append(order)
 
     def set_sum_receiver(self, sums: Simulation) -> None: ...
 
@@ -74,7 +74,7 @@ def test_a_round_announces_exactly_the_orders_that_it_then_asks_for(folder: Path
         orders = simulation.advance()
     assert heard.counts == [3]
     assert len(orders) == 3
-    assert all(one is other for one, other in zip(orders, heard.orders, strict=True))
+    assert all(one is other for one, other in zip(orders, heard.requests, strict=True))
 
 
 def test_nothing_is_announced_where_adversaries_listen_to_the_others(folder: Path, tmp_path: Path) -> None:

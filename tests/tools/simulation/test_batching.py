@@ -129,14 +129,14 @@ class Recorded:
     def __init__(self) -> None:
         self.ready = (0,)
         self.groups: list[int] = []
-        self.joint: Iterator[bool] = iter(())  # of the answers to come
+        self.batchable: Iterator[bool] = iter(())  # of the answers to come
         self.answers: list[WorkerReply] = []
 
     def send_work(self, worker: int, work: WorkBatch) -> None:
-        assert work.together
-        self.groups.append(len(work.orders))
+        assert work.batched
+        self.groups.append(len(work.requests))
         self.answers.append(
-            WorkerReply([WorkOutcome(WorkResult(reason=each.device), next(self.joint)) for each in work.orders])
+            WorkerReply([WorkOutcome(WorkResult(reason=each.device), next(self.batchable)) for each in work.requests])
         )
 
     def receive_replies(self, *, block: bool) -> list[tuple[int, WorkerReply | None]]:
@@ -156,10 +156,10 @@ class Recorded:
 class Grouped:
     def __init__(self) -> None:
         self.worker = Recorded()
-        self.pool = WorkerPool(self.worker, [], together=True)
+        self.pool = WorkerPool(self.worker, [], batched=True)
 
     def call(self, joint: Sequence[bool]) -> list[int]:
-        self.worker.groups, self.worker.joint = [], iter(joint)
+        self.worker.groups, self.worker.batchable = [], iter(joint)
         orders = [WorkRequest(TASK, f"dev-{index}", 0, {}, {}, None, "cache", "out") for index in range(len(joint))]
         assert [(order, outcome.reason) for order, outcome in self.pool.run_requests(orders)] == [
             (order, order.device) for order in orders

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from carried import outcome, plan, simulated
+from carried import plan, run_and_collect, simulated
 
 from fedquilt import methods
 from fedquilt.tools.simulation import agents, run
@@ -41,7 +41,7 @@ def pools() -> Iterator[Pools]:
 def test_cohorts_bytes_and_bits_are_equal_on_all_three_carriers(name: str, tmp_path: Path, pools: Pools) -> None:
     given = plan(name, tmp_path)
     started, _ = agents.run_fleet_virtually(given)
-    linked = outcome(given.home, started)
+    linked = run_and_collect(given.home, started)
     assert linked.ended == "done"
     assert len(linked.states) == 3
     here, _ = run.make_local_backend(given.load_devices()[0])
@@ -57,6 +57,6 @@ def test_what_a_codec_makes_is_equal_too(codec: str, tmp_path: Path, pools: Pool
     coded = msgspec.structs.replace(given.job, wire=msgspec.structs.replace(given.job.wire, codec=codec))
     given = agents.FleetPlan(coded, given.bundle, given.home)
     started, _ = agents.run_fleet_virtually(given)
-    linked = outcome(given.home, started)
+    linked = run_and_collect(given.home, started)
     assert linked.ended == "done"
     assert simulated(given, pools("numpy", 2, given), tmp_path / "pool") == linked

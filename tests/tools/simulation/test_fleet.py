@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import pytest
-from simulated_fleets import HEAVY, Fleet, facts
+from simulated_fleets import HEAVY, Fleet, read_events
 
 from fedquilt.arrays import tensors
 from fedquilt.coordinator.rounds.events import (
@@ -33,12 +33,12 @@ FAST, SLOW = "jetson-agx-orin", "jetson-nano"
 
 
 def answered(simulation: Simulation) -> list[tuple[int, str]]:
-    return sorted((fact.round, fact.update.device) for fact in facts(simulation, UpdateAccepted))
+    return sorted((fact.round, fact.update.device) for fact in read_events(simulation, UpdateAccepted))
 
 
 def test_a_device_without_the_memory_declines_and_the_others_go_on(fleet: Fleet) -> None:
-    ended = fleet.played(fleet={"budgets": ["512MB", "1MB"]})
-    refusals = facts(ended, TaskDeclined)
+    ended = fleet.run_job(fleet={"budgets": ["512MB", "1MB"]})
+    refusals = read_events(ended, TaskDeclined)
     assert {(fact.device, fact.code) for fact in refusals} == {("dev-1", "budget")}
     assert "the budget here is 1 MB" in refusals[0].reason
     assert answered(ended) == [(0, "dev-0"), (0, "dev-2"), (1, "dev-0"), (1, "dev-2")]
@@ -46,26 +46,26 @@ def test_a_device_without_the_memory_declines_and_the_others_go_on(fleet: Fleet)
 
 
 def test_a_fleet_that_cannot_make_its_quorum_fails_with_the_reasons(fleet: Fleet) -> None:
-    ended = fleet.played(devices=2, cohort={"size": 2}, fleet={"budgets": ["512MB", "1MB"]})
+    ended = fleet.run_job(devices=2, cohort={"size": 2}, fleet={"budgets": ["512MB", "1MB"]})
     assert ended.status == "failed"
     assert ended.reason.startswith("the task does not fit the memory budget in round 1 on 1 of 2 devices (needs ")
-    assert [fact.attempt for fact in facts(ended, CohortSelected)] == [0]
+    assert [fact.attempt for fact in read_events(ended, CohortSelected)] == [0]
 
 
 def seconds_of(fleet: Fleet, board: str) -> float:
-    ended = fleet.played(devices=1, rounds=1, fleet={"boards": [board], "policy": "max"})
-    return float(facts(ended, UpdateAccepted)[0].update.usage.wall_s)
+    ended = fleet.run_job(devices=1, rounds=1, fleet={"boards": [board], "policy": "max"})
+    return float(read_events(ended, UpdateAccepted)[0].update.usage.wall_s)
 
 
 def test_a_deadline_closes_the_round_without_the_slow_board(fleet: Fleet) -> None:
     fast_s, slow_s = seconds_of(fleet, FAST), seconds_of(fleet, SLOW)
     assert fast_s < slow_s / 4
-    ended = fleet.played(
+    ended = fleet.run_job(
         cohort={"size": 3, "quorum": 0.6, "deadline_s": 2 * fast_s},
         fleet={"boards": [FAST, SLOW, FAST], "policy": "max"},
     )
     assert answered(ended) == [(0, "dev-0"), (0, "dev-2"), (1, "dev-0"), (1, "dev-2")]
-    assert len(facts(ended, RoundClosed)) == 2
+    assert len(read_events(ended, RoundClosed)) == 2
     assert [each.duration_s for each in ended.rounds] == pytest.approx([2 * fast_s] * 2)
     assert ended.status == "done"
 
@@ -81,7 +81,7 @@ def test_a_device_is_called_on_only_when_something_is_due(fleet: Fleet, monkeypa
         step(duty, now_s)
 
     monkeypatch.setattr(TaskRunner, "step", noted)
-    ended = fleet.played(
+    ended = fleet.run_job(
         rounds=3,
         cohort={"size": 3, "quorum": 0.6, "deadline_s": 2.3 * fast_s},
         fleet={"boards": [FAST, SLOW, FAST], "policy": "max"},
@@ -92,7 +92,7 @@ def test_a_device_is_called_on_only_when_something_is_due(fleet: Fleet, monkeypa
 
 def test_without_the_quorum_the_deadline_ends_the_job_after_its_attempts(fleet: Fleet) -> None:
     fast_s = seconds_of(fleet, FAST)
-    ended = fleet.played(
+    ended = fleet.run_job(
         cohort={"size": 3, "deadline_s": 2 * fast_s, "attempts": 2},
         fleet={"boards": [FAST, SLOW, FAST], "policy": "max"},
     )
@@ -102,33 +102,33 @@ def test_without_the_quorum_the_deadline_ends_the_job_after_its_attempts(fleet: 
 
 def test_over_selected_devices_that_are_slow_are_sent_home(fleet: Fleet) -> None:
     slow_s = seconds_of(fleet, SLOW)
-    ended = fleet.played(
+    ended = fleet.run_job(
         cohort={"size": 2, "over_select": 0.5, "turns": 100.0}, fleet={"boards": [FAST, SLOW, FAST], "policy": "max"}
     )
-    assert [fact.devices for fact in facts(ended, CohortSelected)] == [("dev-0", "dev-1", "dev-2")] * 2
+    assert [fact.devices for fact in read_events(ended, CohortSelected)] == [("dev-0", "dev-1", "dev-2")] * 2
     assert answered(ended) == [(0, "dev-0"), (0, "dev-2"), (1, "dev-0"), (1, "dev-2")]
     assert all(each.duration_s < slow_s / 2 for each in ended.rounds)
 
 
 def test_limits_of_the_job_end_it_between_rounds(fleet: Fleet) -> None:
     boards = {"boards": ["jetson-tx2"]}
-    one = fleet.played(rounds=1, fleet=boards)
+    one = fleet.run_job(rounds=1, fleet=boards)
     limits = {
         "max_joules": 1.5 * (one.rounds[0].energy_j or 0.0),
         "max_bytes": int(1.5 * (one.rounds[0].down_bytes + one.rounds[0].up_bytes)),
         "max_wall_s": 1.5 * one.rounds[0].duration_s,
     }
     for name, limit in limits.items():
-        ended = fleet.played(rounds=5, fleet=boards, stop={name: limit})
+        ended = fleet.run_job(rounds=5, fleet=boards, stop={name: limit})
         assert (len(ended.rounds), ended.status) == (2, "done"), name
-        assert facts(ended, JobEnded)[-1].reason, name
+        assert read_events(ended, JobEnded)[-1].reason, name
 
 
 def test_boards_run_at_the_point_that_their_governor_chooses_and_tell_their_joules(fleet: Fleet) -> None:
     told = {}
     for policy in ("paper", "max"):
-        ended = fleet.played(devices=1, rounds=1, fleet={"boards": ["jetson-tx2"], "policy": policy})
-        told[policy] = facts(ended, UpdateAccepted)[0].update.usage
+        ended = fleet.run_job(devices=1, rounds=1, fleet={"boards": ["jetson-tx2"], "policy": policy})
+        told[policy] = read_events(ended, UpdateAccepted)[0].update.usage
         assert ended.rounds[0].energy_j == told[policy].energy_j > told[policy].idle_j > 0
         assert "jetson-tx2" in told[policy].energy_source
     assert told["paper"].point != told["max"].point
@@ -145,8 +145,10 @@ def test_boards_run_at_the_point_that_their_governor_chooses_and_tell_their_joul
 def test_a_board_that_is_spent_is_left_alone(
     fleet: Fleet, code: str, limit: dict[str, float], board: str, flops: float
 ) -> None:
-    ended = fleet.played(devices=2, rounds=12, cohort=limit, flops=flops, fleet={"boards": [board, SLOW]})
-    assert (code, ("dev-0",)) in [item for fact in facts(ended, EligibilityRecorded) for item in fact.passed.items()]
+    ended = fleet.run_job(devices=2, rounds=12, cohort=limit, flops=flops, fleet={"boards": [board, SLOW]})
+    assert (code, ("dev-0",)) in [
+        item for fact in read_events(ended, EligibilityRecorded) for item in fact.passed.items()
+    ]
     took_part = [number for number, device in answered(ended) if device == "dev-0"]
     assert 0 < len(took_part) < 12
     assert [number for number, device in answered(ended) if device == "dev-1"] == list(range(12))
@@ -156,7 +158,7 @@ def test_a_board_that_is_spent_is_left_alone(
 
 @pytest.mark.parametrize("name", ["fedavg", "scaffold"])
 def test_a_run_that_is_interrupted_goes_on_to_the_same_bits(fleet: Fleet, name: str) -> None:
-    whole = fleet.played(name, rounds=3)
+    whole = fleet.run_job(name, rounds=3)
     begun, hands = fleet.begin(name, rounds=3, home="again")
     count = 0
 
@@ -172,10 +174,10 @@ def test_a_run_that_is_interrupted_goes_on_to_the_same_bits(fleet: Fleet, name: 
         for _ in run.run_rounds(begun, breaks):
             pass
     begun._store.close()
-    ended = fleet.played(name, rounds=3, home="again")
+    ended = fleet.run_job(name, rounds=3, home="again")
     assert ended.run == begun.run
-    assert [fact.state for fact in facts(ended, RoundCommitted)] == [
-        fact.state for fact in facts(whole, RoundCommitted)
+    assert [fact.state for fact in read_events(ended, RoundCommitted)] == [
+        fact.state for fact in read_events(whole, RoundCommitted)
     ]
     assert tensors.pack_state(ended.state) == tensors.pack_state(whole.state)
     assert [told(each) for each in ended.rounds] == [told(each) for each in whole.rounds]
@@ -194,14 +196,14 @@ def test_what_devices_declined_before_an_interruption_is_told_after_it(fleet: Fl
         if len(each.rounds) == 1:
             break
     begun._store.close()
-    ended = fleet.played(**options)
+    ended = fleet.run_job(**options)
     assert ended.run == begun.run
     assert len(ended.rounds) == 3
-    assert list(ended.refusals) == ["dev-1"]
+    assert list(ended.decline_reasons) == ["dev-1"]
 
 
 def test_a_kill_while_an_answer_is_noted_loses_no_home(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = fleet.played("scaffold", rounds=2)
+    whole = fleet.run_job("scaffold", rounds=2)
     begun, hands = fleet.begin("scaffold", rounds=2, home="again")
 
     def killed(source: str, target: str) -> None:
@@ -216,12 +218,12 @@ def test_a_kill_while_an_answer_is_noted_loses_no_home(fleet: Fleet, monkeypatch
             for _ in run.run_rounds(begun, hands):
                 pass
     begun._store.close()
-    ended = fleet.played("scaffold", rounds=2, home="again")
+    ended = fleet.run_job("scaffold", rounds=2, home="again")
     assert tensors.pack_state(ended.state) == tensors.pack_state(whole.state)
 
 
 def test_a_board_that_is_short_of_memory_does_not_hold_up_a_job_that_wants_it_to_be_there(fleet: Fleet) -> None:
-    ended = fleet.played(
+    ended = fleet.run_job(
         devices=3, rounds=4, cohort={"size": 2, "min_devices": 3}, fleet={"budgets": ["512MB", "512MB", "1MB"]}
     )
     assert ended.status == "done"
@@ -264,7 +266,7 @@ def test_a_worker_that_is_killed_is_told_with_the_mend_and_leaves_nothing_behind
 def test_what_a_worker_said_last_or_died_of_is_told(words: str, ends: signal.Signals, said: str) -> None:
     with WorkerPool(processes := ProcessWorkers("numpy", 1), point_devices(2, 13)) as pool:
         pool.wait_until_ready()
-        (pool.folder / "said").write_text(words)
+        (pool.folder / "workers.log").write_text(words)
         os.kill(processes.pid, ends)
         with pytest.raises(PoolError, match=said):
             pool.wait_until_ready()

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from simulated_fleets import Fleet, facts
+from simulated_fleets import Fleet, read_events
 
 from fedquilt import methods
 from fedquilt.arrays import tensors
@@ -20,7 +20,7 @@ from fedquilt.edge_agent.engines.numpy_engine import NumpyEngine
 from fedquilt.edge_agent.task.protocol import PRIVATE_FILE
 from fedquilt.testing.toy_networks import point_devices
 from fedquilt.tools.simulation.run import make_local_backend, run_rounds
-from fedquilt.tools.simulation.simulated_job import ROOM_BYTES, Simulation
+from fedquilt.tools.simulation.simulated_job import UNLIMITED_BYTES, Simulation
 
 JOB = {"name": "toy", "engine": "numpy", "params": {"epochs": 1, "batch": 4, "lr": 0.1}}
 
@@ -29,8 +29,8 @@ def played(
     folder: Path, act: Callable[[Simulation], None], *, method: str = "fedavg", away: Collection[str] = (), **job: Any
 ) -> Simulation:
     given = settings.parse_job({**JOB, "method": method, **job})
-    hands, held = make_local_backend(point_devices(4, 13), engine=NumpyEngine(ROOM_BYTES, base_bytes=0))
-    with Simulation(given, folder, held, folder.parent / "home", away=away) as simulation:
+    hands, held = make_local_backend(point_devices(4, 13), engine=NumpyEngine(UNLIMITED_BYTES, base_bytes=0))
+    with Simulation(given, folder, held, folder.parent / "home", offline=away) as simulation:
         for each in run_rounds(simulation, hands):
             act(each)
     return simulation
@@ -49,10 +49,10 @@ def test_devices_that_come_later_take_part_from_the_round_that_is_open_then(fold
 
 def test_a_run_that_everybody_has_left_stands_still_and_says_so(folder: Path) -> None:
     given = settings.parse_job({**JOB, "method": "fedavg", "rounds": 2})
-    hands, held = make_local_backend(point_devices(4, 13), engine=NumpyEngine(ROOM_BYTES, base_bytes=0))
-    with Simulation(given, folder, held, folder.parent / "home", away=held) as simulation:
+    hands, held = make_local_backend(point_devices(4, 13), engine=NumpyEngine(UNLIMITED_BYTES, base_bytes=0))
+    with Simulation(given, folder, held, folder.parent / "home", offline=held) as simulation:
         assert list(run_rounds(simulation, hands)) == []
-        assert (simulation.status, simulation.reason) == ("running", "no device is left that could go on with it")
+        assert (simulation.status, simulation.reason) == ("running", "no device is left that could continue the run")
         simulation.fleet.bring_online(["dev-1"])
         assert [len(each.rounds) for each in run_rounds(simulation, hands)] == [0, 1, 2]
         assert (simulation.status, simulation.reason) == ("done", "")
@@ -81,9 +81,9 @@ def refusing(number: int, device: str, seen: list[tuple[int, str, bool]]) -> Met
 def test_private_state_counts_only_with_an_update_that_was_taken(fleet: Fleet) -> None:
     """dev-1's second update is refused: at its third task it is where it was after its first."""
     seen: list[tuple[int, str, bool]] = []
-    ended = fleet.played("local", devices=2, rounds=3, method=refusing(1, "dev-1", seen))
-    assert [(fact.round, fact.device) for fact in facts(ended, UpdateRejected)] == [(1, "dev-1")]
-    counted = {(f.round, f.update.device): f.update.metrics["tasks"] for f in facts(ended, UpdateAccepted)}
+    ended = fleet.run_job("local", devices=2, rounds=3, method=refusing(1, "dev-1", seen))
+    assert [(fact.round, fact.device) for fact in read_events(ended, UpdateRejected)] == [(1, "dev-1")]
+    counted = {(f.round, f.update.device): f.update.metrics["tasks"] for f in read_events(ended, UpdateAccepted)}
     assert counted == {(0, "dev-0"): 1, (0, "dev-1"): 1, (1, "dev-0"): 2, (2, "dev-0"): 3, (2, "dev-1"): 2}
 
 
@@ -107,15 +107,15 @@ def test_a_file_in_a_tasks_cache_is_never_taken_for_private_state(fleet: Fleet) 
         (site.cache / PRIVATE_FILE).write_bytes(tensors.encode_tensors({"cached": np.ones(1)}))
         return ClientResult({}, 1.0, {}, {})
 
-    fleet.played("local", devices=1, rounds=3, method=leaving(seen, caches))
+    fleet.run_job("local", devices=1, rounds=3, method=leaving(seen, caches))
     assert seen == [[], [], []]
     assert there == [False, True, True]
 
 
 def test_a_device_whose_tasks_keep_nothing_has_no_folder_for_it(fleet: Fleet) -> None:
-    ended = fleet.played(devices=2)
+    ended = fleet.run_job(devices=2)
     assert ended.status == "done"
-    assert not (ended.devices / "work").exists()
+    assert not (ended.devices_folder / "work").exists()
 
 
 def test_private_state_of_a_task_that_failed_is_not_taken_with_the_next_one(fleet: Fleet) -> None:
@@ -127,8 +127,8 @@ def test_private_state_of_a_task_that_failed_is_not_taken_with_the_next_one(flee
             return ClientResult({}, 1.0, {"loss": np.inf}, {"stale": np.ones(1)})
         return ClientResult({}, 1.0, {}, {})
 
-    ended = fleet.played("local", devices=2, rounds=3, method=leaving(seen, fails_once))
-    assert [(fact.round, fact.device) for fact in facts(ended, TaskDeclined)] == [(0, "dev-0")]
+    ended = fleet.run_job("local", devices=2, rounds=3, method=leaving(seen, fails_once))
+    assert [(fact.round, fact.device) for fact in read_events(ended, TaskDeclined)] == [(0, "dev-0")]
     assert seen == [[], [], []]
 
 
@@ -146,7 +146,7 @@ def test_an_update_on_its_way_is_kept_though_an_equal_one_of_another_device_is_r
 
     method = replace(plain, work=work, aggregation=Aggregation(fold))
     links, cohort = {"links": ["10MB/s 1s", "300B/s"]}, {"quorum": 0.5, "deadline_s": 1000.0}
-    ended = fleet.played("fedavg", devices=2, rounds=1, method=method, fleet=links, cohort=cohort)
-    assert [fact.device for fact in facts(ended, UpdateRejected)] == ["dev-0"]
-    assert [fact.update.device for fact in facts(ended, UpdateAccepted)] == ["dev-1"]
-    assert [fact.status for fact in facts(ended, JobEnded)] == ["done"]
+    ended = fleet.run_job("fedavg", devices=2, rounds=1, method=method, fleet=links, cohort=cohort)
+    assert [fact.device for fact in read_events(ended, UpdateRejected)] == ["dev-0"]
+    assert [fact.update.device for fact in read_events(ended, UpdateAccepted)] == ["dev-1"]
+    assert [fact.status for fact in read_events(ended, JobEnded)] == ["done"]

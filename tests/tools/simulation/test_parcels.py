@@ -90,9 +90,9 @@ def test_what_a_node_made_lies_where_a_worker_of_this_machine_would_have_written
         blobs={sha256(small): small, sha256(large): large},
         private=ref(private),
     )
-    made = WorkerReply([WorkOutcome(outcome, False)], private={sha256(private): private})
-    (done,) = write_outputs([given], made).done
-    assert done.outcome.blobs == {sha256(small): small}
+    made = WorkerReply([WorkOutcome(outcome, False)], private_states={sha256(private): private})
+    (done,) = write_outputs([given], made).outcomes
+    assert done.result.blobs == {sha256(small): small}
     assert (tmp_path / f"dev-0.{sha256(large)}").read_bytes() == large
     assert (tmp_path / "dev-0.private.safetensors").read_bytes() == private
 
@@ -140,6 +140,6 @@ def test_a_full_folder_loses_what_was_used_longest_ago_and_nobody_loses_what_is_
 
 def test_a_content_that_comes_damaged_is_refused(tmp_path: Path) -> None:
     made = files(tmp_path, "one", {"ref": b"weighty"}, [])
-    with pytest.raises(StoreError, match="came damaged from the object store"):
+    with pytest.raises(StoreError, match="is damaged: the object store"):
         made.ensure_file(sha256(b"weights"), "ref")
     assert not list((tmp_path / "files").iterdir())

@@ -27,7 +27,7 @@ from fedquilt.methods import fedavg
 from fedquilt.models import local_training
 from fedquilt.testing.toy_networks import point_devices
 from fedquilt.tools.simulation import DeviceData, processes
-from fedquilt.tools.simulation.pool import SINGLE, WorkerPool
+from fedquilt.tools.simulation.pool import SINGLE_THREAD_ENV, WorkerPool
 from fedquilt.tools.simulation.processes import OutcomeSums
 from fedquilt.tools.simulation.run import RunOutcomes, WorkBackend, simulate
 from fedquilt.tools.simulation.simulated_job import Simulation
@@ -56,7 +56,7 @@ def test_devices_that_are_trained_in_one_graph_give_the_same_bits_on_any_number_
     pytest.importorskip("torch")
     members = [point_devices(i + 1, 9 + 2 * i)[i] for i in range(5)]
     job = {"method": "fedprox", "engine": "torch"}
-    one, two = (play(folder, members, job=job, workers=count, together=True) for count in (1, 2))
+    one, two = (play(folder, members, job=job, workers=count, batched=True) for count in (1, 2))
     assert bits(one) == bits(two)
     loop = play(folder, members, job={"method": "fedprox"})
     for name, value in loop.artefact.tensors.items():
@@ -72,7 +72,7 @@ def test_examples_that_are_made_as_they_are_asked_for_are_never_all_there(folder
             assert sum(ref() is not None for ref in held) <= 1
             x = member.train.x.copy()
             held.append(weakref.ref(x))
-            yield DeviceData(member.device, Examples(x, member.train.y), member.held)
+            yield DeviceData(member.device, Examples(x, member.train.y), member.held_out)
             del x
 
     streamed = simulate(settings.parse_job(JOB), folder, one_by_one())
@@ -103,7 +103,9 @@ def test_seconds_are_the_slowest_boards_and_joules_are_everybodys(folder: Path) 
 
 def test_evaluations_beside_the_rounds_are_of_the_state_that_was_committed(folder: Path) -> None:
     members = point_devices(4, 13)
-    members[1] = DeviceData(members[1].device, members[1].train, Examples(members[1].held.x[:0], members[1].held.y[:0]))
+    members[1] = DeviceData(
+        members[1].device, members[1].train, Examples(members[1].held_out.x[:0], members[1].held_out.y[:0])
+    )
     test = members[0].train
     told: list[tuple[int, Any, dict[str, Any], Any]] = []
 
@@ -123,7 +125,7 @@ def test_evaluations_beside_the_rounds_are_of_the_state_that_was_committed(folde
     for _, model, devices, tested in told:
         assert sorted(devices) == ["dev-0", "dev-2", "dev-3"]
         for index in (0, 2, 3):
-            assert devices[f"dev-{index}"] == engine.evaluate(network, model, members[index].held)
+            assert devices[f"dev-{index}"] == engine.evaluate(network, model, members[index].held_out)
         assert tested == engine.evaluate(network, model, test)
     plain = play(folder, members)
     assert [round.energy_j for round in plain.rounds] == [round.energy_j for round in outcome.rounds]
@@ -133,9 +135,11 @@ def test_evaluations_beside_the_rounds_are_of_the_state_that_was_committed(folde
 def test_a_device_whose_training_diverges_is_told_by_its_name_and_the_others_go_on(folder: Path) -> None:
     members = point_devices(3, 13)
     bad = members[1].train
-    members[1] = DeviceData(members[1].device, Examples(bad.x * np.float32(1e30), bad.y), members[1].held)
+    members[1] = DeviceData(members[1].device, Examples(bad.x * np.float32(1e30), bad.y), members[1].held_out)
     seen: dict[str, str] = {}
-    outcome = play(folder, members, workers=2, observe=lambda simulation, hands: seen.update(simulation.refusals))
+    outcome = play(
+        folder, members, workers=2, observe=lambda simulation, hands: seen.update(simulation.decline_reasons)
+    )
     assert all(round.devices == ("dev-0", "dev-2") for round in outcome.rounds)
     assert list(seen) == ["dev-1"]
     assert "the loss became NaN" in seen["dev-1"]
@@ -143,7 +147,7 @@ def test_a_device_whose_training_diverges_is_told_by_its_name_and_the_others_go_
 
 @pytest.mark.parametrize("workers", [-1, 257])
 def test_too_few_and_too_many_workers_are_refused(folder: Path, workers: int) -> None:
-    with pytest.raises(JobError, match=f"{workers} workers: 1 to 256 can be had"):
+    with pytest.raises(JobError, match=f"{workers} workers: give 1 to 256"):
         play(folder, workers=workers)
 
 
@@ -152,7 +156,11 @@ def test_a_process_that_forks_the_workers_has_one_thread(engine: str) -> None:
     code = "import os, sys; from fedquilt.tools.simulation import processes; processes.import_engine(sys.argv[1]); "
     code += "print(len(os.listdir('/proc/self/task')))"
     told = subprocess.run(
-        [sys.executable, "-c", code, engine], env={**os.environ, **SINGLE}, capture_output=True, text=True, check=True
+        [sys.executable, "-c", code, engine],
+        env={**os.environ, **SINGLE_THREAD_ENV},
+        capture_output=True,
+        text=True,
+        check=True,
     )
     assert told.stdout == "1\n"
 
@@ -193,7 +201,7 @@ def taken(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[int]]:
 
 
 def played(folder: Path, workers: int, **job: Any) -> tuple[bytes, list[Any]]:
-    made = simulate(settings.parse_job({**SUMMED, **job}), folder, point_devices(6, 13), workers=workers, together=True)
+    made = simulate(settings.parse_job({**SUMMED, **job}), folder, point_devices(6, 13), workers=workers, batched=True)
     return tensors.encode_tensors(made.artefact.tensors), [each.devices for each in made.rounds]
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
-from simulated_fleets import Fleet, facts
+from simulated_fleets import Fleet, read_events
 
 from fedquilt.coordinator.rounds.events import (
     CohortSelected,
@@ -71,17 +71,17 @@ CAUSES: dict[str, tuple[Callable[[Task, ClientContext], Any], str]] = {
 
 
 def attempts(ended: Simulation) -> list[tuple[int, int]]:
-    return [(fact.round, fact.attempt) for fact in facts(ended, CohortSelected)]
+    return [(fact.round, fact.attempt) for fact in read_events(ended, CohortSelected)]
 
 
 @pytest.mark.parametrize("code", CAUSES)
 def test_what_fails_on_every_device_ends_the_job_in_one_attempt_with_cause_and_fix(fleet: Fleet, code: str) -> None:
     fail, reason = CAUSES[code]
-    ended = fleet.played(method=broken(fail, DEVICES))
+    ended = fleet.run_job(method=broken(fail, DEVICES))
     assert ended.status == "failed"
     assert attempts(ended) == [(0, 0)]
-    assert [fact.code for fact in facts(ended, TaskDeclined)] == [code] * 3
-    (end,) = facts(ended, JobEnded)
+    assert [fact.code for fact in read_events(ended, TaskDeclined)] == [code] * 3
+    (end,) = read_events(ended, JobEnded)
     assert end.code == code
     assert re.match(reason, end.reason), end.reason
     assert end.reason.count("\n") == 1
@@ -89,12 +89,12 @@ def test_what_fails_on_every_device_ends_the_job_in_one_attempt_with_cause_and_f
 
 @pytest.mark.parametrize("code", CAUSES)
 def test_what_fails_on_one_device_costs_the_others_no_attempt(fleet: Fleet, code: str) -> None:
-    ended = fleet.played(method=broken(CAUSES[code][0], {"dev-1"}))
+    ended = fleet.run_job(method=broken(CAUSES[code][0], {"dev-1"}))
     assert ended.status == "done"
     assert attempts(ended) == [(0, 0), (1, 0)]
-    declined = [(fact.round, fact.device, fact.code) for fact in facts(ended, TaskDeclined)]
+    declined = [(fact.round, fact.device, fact.code) for fact in read_events(ended, TaskDeclined)]
     assert declined == ([(0, "dev-1", "data")] if code == "data" else [(0, "dev-1", code), (1, "dev-1", code)])
-    assert {fact.update.device for fact in facts(ended, UpdateAccepted)} == {"dev-0", "dev-2"}
+    assert {fact.update.device for fact in read_events(ended, UpdateAccepted)} == {"dev-0", "dev-2"}
 
 
 def test_a_passing_failure_is_tried_again(fleet: Fleet) -> None:
@@ -105,11 +105,11 @@ def test_a_passing_failure_is_tried_again(fleet: Fleet) -> None:
             left[site.device] -= 1
             raise OSError(5, "Input/output error")
 
-    ended = fleet.played(method=broken(fail, DEVICES))
+    ended = fleet.run_job(method=broken(fail, DEVICES))
     assert ended.status == "done"
-    assert [fact.code for fact in facts(ended, TaskDeclined)] == ["disk"] * 3
+    assert [fact.code for fact in read_events(ended, TaskDeclined)] == ["disk"] * 3
     assert attempts(ended) == [(0, 0), (0, 1), (1, 0)]
-    assert len(facts(ended, RoundRetried)) == 1
+    assert len(read_events(ended, RoundRetried)) == 1
 
 
 def test_an_update_with_nan_that_no_engine_noticed_is_diverged_too(fleet: Fleet) -> None:
@@ -118,7 +118,7 @@ def test_an_update_with_nan_that_no_engine_noticed_is_diverged_too(fleet: Fleet)
         spoiled = {name: array * np.float32(np.nan) for name, array in answer.bundles["model"].items()}
         return replace(answer, bundles={"model": spoiled})
 
-    ended = fleet.played(method=replace(fedavg.METHOD, work=work))
+    ended = fleet.run_job(method=replace(fedavg.METHOD, work=work))
     assert attempts(ended) == [(0, 0)]
     assert "training diverged in round 1 on 3 of 3 devices" in ended.reason
     assert "not finite" in ended.reason
@@ -128,7 +128,7 @@ def test_a_loss_that_explodes_on_unscaled_features_names_them(fleet: Fleet) -> N
     given = point_devices(2, 13)
     for member in given:
         member.train.x[:, 0] *= 1e4
-    ended = fleet.played(members=given)
+    ended = fleet.run_job(members=given)
     assert ended.status == "failed"
     assert "training diverged in round 1 on 2 of 2 devices" in ended.reason
     assert "features differ in scale by a factor of" in ended.reason
@@ -137,9 +137,9 @@ def test_a_loss_that_explodes_on_unscaled_features_names_them(fleet: Fleet) -> N
 
 def test_a_loss_that_never_changes_is_noted_with_its_likely_cause(fleet: Fleet) -> None:
     params = {"lr": 1e-12, "epochs": 1, "batch": 4}
-    still, learns = (fleet.played(rounds=7, params=given) for given in (params, {**params, "lr": 0.05}))
-    notes = [(fact.round, note) for fact in facts(still, RoundCommitted) for note in fact.warnings]
+    still, learns = (fleet.run_job(rounds=7, params=given) for given in (params, {**params, "lr": 0.05}))
+    notes = [(fact.round, note) for fact in read_events(still, RoundCommitted) for note in fact.warnings]
     assert [round for round, _ in notes] == [4]
     assert "the loss has stayed at " in notes[0][1]
     assert notes[0][1].endswith("for 5 rounds: the learning rate is probably too low (1e-12): raise [params] lr")
-    assert not [note for fact in facts(learns, RoundCommitted) for note in fact.warnings]
+    assert not [note for fact in read_events(learns, RoundCommitted) for note in fact.warnings]

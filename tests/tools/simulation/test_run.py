@@ -12,7 +12,7 @@ import numpy as np
 import plain
 import pytest
 from msgspec import structs
-from simulated_fleets import Fleet, facts
+from simulated_fleets import Fleet, read_events
 
 from fedquilt import methods, wire
 from fedquilt.arrays import tensors
@@ -56,8 +56,8 @@ def begin(tmp_path: Path, engine: NumpyEngine) -> Iterator[Any]:
         def make(name: str = "fedavg", method: Method | None = None, **table: Any) -> Simulation:
             wanted = make_job(name, {**SMALL, **table.pop("params", {})}, **table)
             load = methods.load if method is None else lambda name: method
-            held = {member.device: len(member.held) for member in point_devices(5, 13)}
-            return stack.enter_context(Simulation(wanted, bundle, held, next(homes), load=load, engine="numpy"))
+            held = {member.device: len(member.held_out) for member in point_devices(5, 13)}
+            return stack.enter_context(Simulation(wanted, bundle, held, next(homes), load_method=load, engine="numpy"))
 
         yield make
 
@@ -98,7 +98,7 @@ def test_what_is_done_between_two_rounds_is_no_part_of_their_seconds(
 def test_devices_of_one_name_in_two_runs_have_a_cache_each(begin: Any, engine: NumpyEngine) -> None:
     seen: list[str] = []
     method = counting(seen)
-    carry, _ = run.make_local_backend(point_devices(5, 13), load=lambda name: method, engine=engine)
+    carry, _ = run.make_local_backend(point_devices(5, 13), load_method=lambda name: method, engine=engine)
     for _ in range(2):
         list(run.run_rounds(begin(method=method, rounds=2, cohort={"size": 1}), carry))
     assert sorted(seen) == sorted(
@@ -198,7 +198,7 @@ def test_a_run_that_cannot_be_taken_up_says_why_and_does_not_wait(engine: NumpyE
 
 
 def test_a_run_that_waits_for_devices_that_never_come_ends(engine: NumpyEngine) -> None:
-    with pytest.raises(JobError, match=r"has stopped: no device is left that could go on with it"):
+    with pytest.raises(JobError, match=r"has stopped: no device is left that could continue the run"):
         run_method("fedavg", toy_bundle(), point_devices(2), SMALL, engine=engine, rounds=1, cohort={"min_devices": 3})
 
 
@@ -245,7 +245,7 @@ def test_a_refusal_is_heard_while_others_are_at_work(fleet: Fleet) -> None:
     simulation, _ = fleet.begin(fleet={"budgets": ["512MB", "1MB"]})
     orders = simulation.advance()
     assert [order.device for order in orders] == ["dev-0", "dev-2"]
-    assert [fact.device for fact in facts(simulation, TaskDeclined)] == ["dev-1"]
+    assert [fact.device for fact in read_events(simulation, TaskDeclined)] == ["dev-1"]
 
 
 NETWORK = {"name": "mlp", "inputs": 4, "hidden": [3], "classes": 2}
@@ -270,7 +270,7 @@ def test_a_task_tells_its_peak_and_gives_what_it_would_send_or_says_why_not(tmp_
         assert outcome.weight == 16  # the others are held out
         assert outcome.peak_bytes is not None
         assert 10**7 < outcome.peak_bytes < 1 << 30
-        assert outcome.peak_bytes <= process.outside_bytes < 1.5 * outcome.peak_bytes  # a little later, so no less
+        assert outcome.peak_bytes <= process.kernel_peak_bytes < 1.5 * outcome.peak_bytes  # a little later, so no less
         assert sent["model"].keys() == MODEL.keys()
         assert not np.array_equal(sent["model"]["1.weight"], MODEL["1.weight"])
         order.params["network"]["inputs"] = 5  # type: ignore[index]

@@ -72,8 +72,8 @@ def train_small_task() -> None:
             Path(folder),
             command=sandbox.task_command(Path(folder)),
             plugins=(),
-            most_s=TASK_S,
-            most_bytes=BUDGET_BYTES,
+            timeout_s=TASK_S,
+            limit_bytes=BUDGET_BYTES,
         )
         try:
             with process:

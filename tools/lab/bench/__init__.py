@@ -25,27 +25,27 @@ BUSY: Final = 12  # exit code of a benchmark whose machine was busy
 START_S: Final = 10.0
 
 
-def run_and_print(what: str, format: str, given: Mapping[str, Any]) -> int:
+def run_and_print(what: str, format: str, arguments: Mapping[str, Any]) -> int:
     """Run one benchmark, and print each measurement and the result.
 
     Return 0, 1 if a figure missed its limit, or BUSY if other processes disturbed a benchmark of times.
     """
     bench = importlib.import_module(f"fedquilt.tools.lab.bench.{what}")
     options = signature(bench.measure).parameters
-    load, others = LoadMeter(), 0.0
+    load, other_share = LoadMeter(), 0.0
 
     def report(row: str) -> None:
-        nonlocal others
-        others = max(others, share := load.measure_share())
+        nonlocal other_share
+        other_share = max(other_share, share := load.measure_share())
         show = progress.LINE.print_to_stdout if format == "text" else progress.LINE.print_lines
         show(f"{row} (other processes: {share:.0%} of the processors)")
 
     with contextlib.nullcontext() if "show" in options else progress.show_progress(f"bench {what}"):
-        result = bench.measure(**given, **({"report": report} if "report" in options else {}))
+        result = bench.measure(**arguments, **({"report": report} if "report" in options else {}))
     progress.LINE.end_operation()
     if "report" in options:
-        result["others_share"] = round(others, 3)
-    if busy := others > MAX_OTHER_LOAD:
+        result["others_share"] = round(other_share, 3)
+    if busy := other_share > MAX_OTHER_LOAD:
         for figure in result["figures"].values():
             figure["reached"] = None
     if format == "json":
@@ -53,8 +53,8 @@ def run_and_print(what: str, format: str, given: Mapping[str, Any]) -> int:
     else:
         print("\n".join(getattr(bench, "lines", format_figures)(result)))
     if busy:
-        why = f"other processes used up to {others:.0%} of the processors during a measurement"
-        progress.LINE.print_lines(f"not measured: {why}. Repeat the benchmark while they are stopped.")
+        reason = f"other processes used up to {other_share:.0%} of the processors during a measurement"
+        progress.LINE.print_lines(f"not measured: {reason}. Repeat the benchmark while they are stopped.")
         return BUSY
     return 0 if all(figure["reached"] for figure in result["figures"].values()) else 1
 
@@ -73,8 +73,8 @@ def start_mosquitto(folder: Path, port: int, settings: str = "") -> subprocess.P
     config = folder / "mosquitto.conf"
     user = psutil.Process().username()  # a broker started by root would change to the user "mosquitto"
     config.write_text(f"listener {port} 127.0.0.1\nallow_anonymous true\nset_tcp_nodelay true\nuser {user}\n{settings}")
-    file = folder / "mosquitto.log"
-    with file.open("wb") as log:
+    log_path = folder / "mosquitto.log"
+    with log_path.open("wb") as log:
         process = subprocess.Popen([program, "-c", str(config)], stdout=subprocess.DEVNULL, stderr=log)
     limit_s = time.monotonic() + START_S
     while process.poll() is None and time.monotonic() < limit_s:
@@ -85,5 +85,5 @@ def start_mosquitto(folder: Path, port: int, settings: str = "") -> subprocess.P
             time.sleep(0.05)
     process.kill()
     process.wait()
-    said = " ".join(file.read_text(errors="replace").split())[-300:] or "no message"
-    raise LinkError(f"mosquitto accepts no connections on port {port} ({said}): start the bench again")
+    log_text = " ".join(log_path.read_text(errors="replace").split())[-300:] or "no message"
+    raise LinkError(f"mosquitto accepts no connections on port {port} ({log_text}): start the bench again")

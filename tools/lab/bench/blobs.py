@@ -1,8 +1,8 @@
 """Benchmark of blob transfers by HTTP and MQTT, with and without faults, against TCP that hashes and stores the same.
 
 With faults, 2 % of chunks are lost (MQTT) or end a connection (HTTP, TCP), and the broker is killed once. MQTT is then
-compared with TCP whose server is away for as long, and HTTP with TCP whose server is never away: HTTP does not need the
-broker once it has begun. A transfer ends when its last agent has the blob on its disk.
+compared with TCP whose server is unreachable for as long, and HTTP with TCP whose server is always reachable, because
+a started HTTP transfer does not need the broker. A transfer ends when its last agent has the blob on its disk.
 """
 
 from __future__ import annotations
@@ -25,23 +25,23 @@ import psutil
 from fedquilt.blobs.store import BlobStore
 from fedquilt.edge_agent.task import memory_budget
 from fedquilt.tools.lab.bench import find_free_port, start_mosquitto
-from fedquilt.tools.lab.bench.transfer_nodes import AGENTS, DOWN_S, SIZE
+from fedquilt.tools.lab.bench.transfer_nodes import AGENTS, OUTAGE_S, SIZE
 from fedquilt.tools.report.thresholds import compare_at_least, compare_at_most, format_figures
 
 LOSS: Final = 0.02
-TURNS: Final = 3  # of each way, one after another
-DIES: Final = 0.5  # of the time that TCP takes, after the agents have begun
+REPEATS: Final = 3  # of each method, in turn
+OUTAGE_START: Final = 0.5  # as a share of TCP's duration, after the start of the agents
 
-Way = Literal["tcp", "http", "mqtt"]
+TransferMethod = Literal["tcp", "http", "mqtt"]
 
 
 class TransferRun(NamedTuple):
-    way: Way
+    method: TransferMethod
     loss: float = 0.0
     outage: bool = False  # of the broker, or of TCP's server
 
 
-RUNS: Final = {  # all runs are compared with the first, whose duration determines when outages of the others begin
+TRANSFER_RUNS: Final = {  # the duration of the first run determines the start of outages in the others
     "tcp": TransferRun("tcp"),
     "http": TransferRun("http"),
     "mqtt": TransferRun("mqtt"),
@@ -57,16 +57,19 @@ def measure(report: Callable[[str], None]) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         home = Path(folder)
         sha256 = BlobStore(home / "server").store_bytes(random.Random(0).randbytes(SIZE)).sha256
-        ran: dict[str, list[dict[str, Any]]] = {}
-        for _ in range(TURNS):
-            for name, run in RUNS.items():
-                dies_s = DIES * ran["tcp"][-1]["seconds"] if run.outage else None
-                ran.setdefault(name, []).append(found := _measure_run(home, sha256, run, dies_s))
-                report(f"{name.replace('_', ' ')}: {found['seconds']:.2f} s, {found['cpu_s']:.2f} s of processors")
-        return _build_result(ran)
+        measurements: dict[str, list[dict[str, Any]]] = {}
+        for _ in range(REPEATS):
+            for name, run in TRANSFER_RUNS.items():
+                outage_start_s = OUTAGE_START * measurements["tcp"][-1]["seconds"] if run.outage else None
+                measurements.setdefault(name, []).append(measurement := _measure_run(home, sha256, run, outage_start_s))
+                report(
+                    f"{name.replace('_', ' ')}: {measurement['seconds']:.2f} s, "
+                    f"{measurement['cpu_s']:.2f} s of processors"
+                )
+        return _build_result(measurements)
 
 
-def _measure_run(home: Path, sha256: str, run: TransferRun, dies_s: float | None) -> dict[str, Any]:
+def _measure_run(home: Path, sha256: str, run: TransferRun, outage_start_s: float | None) -> dict[str, Any]:
     port = find_free_port()
     url = f"mqtt://127.0.0.1:{port}"
     node = [sys.executable, "-m", "fedquilt.tools.lab.bench.transfer_nodes"]
@@ -80,35 +83,37 @@ def _measure_run(home: Path, sha256: str, run: TransferRun, dies_s: float | None
     broker = start_mosquitto(home, port)
     broker_peak = 0
     try:
-        server = start_node("serve", url, str(home / "server"), sha256, run.way, str(run.loss))
-        served_at = str(json.loads(_read_line(server))["port"])
+        server = start_node("serve", url, str(home / "server"), sha256, run.method, str(run.loss))
+        server_port = str(json.loads(_read_line(server))["port"])
         agents = [
-            start_node("pull", url, str(home / f"agent-{number}"), sha256, f"agent-{number}", run.way, served_at)
+            start_node("pull", url, str(home / f"agent-{number}"), sha256, f"agent-{number}", run.method, server_port)
             for number in range(AGENTS)
         ]
         for agent in agents:
             _read_line(agent)
-        began = time.monotonic()
+        start_s = time.monotonic()
         for agent in agents:
             assert agent.stdin is not None
             agent.stdin.write("\n")
             agent.stdin.flush()
-        if dies_s is not None:
-            time.sleep(dies_s)
-            if run.way == "tcp":
+        if outage_start_s is not None:
+            time.sleep(outage_start_s)
+            if run.method == "tcp":
                 server.send_signal(signal.SIGUSR1)
             else:
                 broker_peak = memory_budget.read_peak_bytes(broker.pid) or 0
                 broker.kill()
                 broker.wait()
-                time.sleep(DOWN_S)
+                time.sleep(OUTAGE_S)
                 broker = start_mosquitto(home, port)
-        pulled = [json.loads(_read_line(agent)) for agent in agents]
-        seconds = max(agent["ended"] for agent in pulled) - began  # of this machine's one monotonic clock
-        brokers_s = sum(psutil.Process(broker.pid).cpu_times()[:2])
+        agent_reports = [json.loads(_read_line(agent)) for agent in agents]
+        seconds = (
+            max(agent["ended"] for agent in agent_reports) - start_s
+        )  # processes of one machine share the monotonic clock
+        broker_cpu_s = sum(psutil.Process(broker.pid).cpu_times()[:2])
         broker_peak = max(broker_peak, memory_budget.read_peak_bytes(broker.pid) or 0)
         server.terminate()
-        served = json.loads(_read_line(server))
+        server_report = json.loads(_read_line(server))
     finally:
         broker.kill()
         broker.wait()
@@ -117,8 +122,14 @@ def _measure_run(home: Path, sha256: str, run: TransferRun, dies_s: float | None
             process.communicate()
         for number in range(AGENTS):
             shutil.rmtree(home / f"agent-{number}", ignore_errors=True)
-    cpu_s = served["cpu_s"] + brokers_s + sum(agent["cpu_s"] for agent in pulled)
-    return {"seconds": seconds, "cpu_s": cpu_s, "agents": pulled, "server": served, "broker_peak": broker_peak}
+    cpu_s = server_report["cpu_s"] + broker_cpu_s + sum(agent["cpu_s"] for agent in agent_reports)
+    return {
+        "seconds": seconds,
+        "cpu_s": cpu_s,
+        "agents": agent_reports,
+        "server": server_report,
+        "broker_peak": broker_peak,
+    }
 
 
 def _read_line(process: subprocess.Popen[str]) -> str:
@@ -126,25 +137,32 @@ def _read_line(process: subprocess.Popen[str]) -> str:
     return process.stdout.readline()
 
 
-def _build_result(ran: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
+def _build_result(measurements: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
     def speed_ratio(name: str, tcp: str = "tcp", by: str = "seconds") -> float:
-        return statistics.median(bare[by] / each[by] for bare, each in zip(ran[tcp], ran[name], strict=True))
+        return statistics.median(
+            bare[by] / each[by] for bare, each in zip(measurements[tcp], measurements[name], strict=True)
+        )
 
-    runs = [each for several in ran.values() for each in several]
-    agents = [agent for each in runs for agent in each["agents"]]
+    runs = [measurement for several in measurements.values() for measurement in several]
+    agents = [agent for measurement in runs for agent in measurement["agents"]]
     errors = [agent["error"] for agent in agents if agent["error"]]
     return {
         "bench": "blobs",
         "bytes": SIZE,
         "agents": AGENTS,
-        "turns": TURNS,
+        "turns": REPEATS,
         "chunk_loss": LOSS,
-        "chunks_lost": sum(each["server"]["lost"] for each in runs),
+        "chunks_lost": sum(measurement["server"]["lost"] for measurement in runs),
         "errors": errors,
-        "seconds": {name: [round(each["seconds"], 2) for each in several] for name, several in ran.items()},
-        "processor_seconds": {name: [round(each["cpu_s"], 2) for each in several] for name, several in ran.items()},
+        "seconds": {
+            name: [round(measurement["seconds"], 2) for measurement in several]
+            for name, several in measurements.items()
+        },
+        "processor_seconds": {
+            name: [round(measurement["cpu_s"], 2) for measurement in several] for name, several in measurements.items()
+        },
         "agent_base_mb": round(max(agent["base"] for agent in agents) / 1e6, 1),
-        "coordinator_base_mb": round(max(each["server"]["base"] for each in runs) / 1e6, 1),
+        "coordinator_base_mb": round(max(measurement["server"]["base"] for measurement in runs) / 1e6, 1),
         "figures": {
             "agents_that_did_not_finish": compare_at_most(len(errors), 0, "agents"),
             "http_beside_tcp": compare_at_least(speed_ratio("http"), 0.8, "of its speed"),
@@ -161,9 +179,11 @@ def _build_result(ran: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
                 max(agent["peak"] - agent["base"] for agent in agents) / 1e6, 12, "MB"
             ),
             "coordinator_peak_above_base": compare_at_most(
-                max(each["server"]["peak"] - each["server"]["base"] for each in runs) / 1e6, 40, "MB"
+                max(measurement["server"]["peak"] - measurement["server"]["base"] for measurement in runs) / 1e6,
+                40,
+                "MB",
             ),
-            "broker_peak": compare_at_most(max(each["broker_peak"] for each in runs) / 1e6, 100, "MB"),
+            "broker_peak": compare_at_most(max(measurement["broker_peak"] for measurement in runs) / 1e6, 100, "MB"),
         },
     }
 
@@ -173,9 +193,9 @@ def lines(result: dict[str, Any]) -> list[str]:
         *format_figures(result),
         f"    {result['agents']} x {result['bytes'] / 1e6:g} MB; {result['chunks_lost']} chunks lost, or connections",
         *(
-            f"    {name.replace('_', ' ')}: {' '.join(map(str, took))} s, of processors "
+            f"    {name.replace('_', ' ')}: {' '.join(map(str, durations))} s, of processors "
             f"{' '.join(map(str, result['processor_seconds'][name]))} s"
-            for name, took in result["seconds"].items()
+            for name, durations in result["seconds"].items()
         ),
         *(f"    failed: {error}" for error in result["errors"]),
     ]

@@ -60,26 +60,29 @@ from fedquilt.transport.mqtt.link import MqttLink
 
 AGENTS: Final = (200, 3000)
 ROUNDS: Final = 6
-PROCESSES: Final = 4  # processes of boards
+DEVICE_PROCESSES: Final = 4
 NETWORK: Final = {"name": "mlp", "inputs": 16, "hidden": [16], "classes": 10}
-LIMIT_S: Final = 600.0  # longest that a round may take
-BARE: Final = 2000  # answers of the bare loop
-SERVE: Final = (sys.executable, "-m", "fedquilt.cli", "serve")
-BOARDS: Final = (sys.executable, "-m", "fedquilt.tools.lab.bench.coordinator")
+ROUND_TIMEOUT_S: Final = 600.0
+BARE_UPDATES: Final = 2000
+SERVE_COMMAND: Final = (sys.executable, "-m", "fedquilt.cli", "serve")
+DEVICES_COMMAND: Final = (sys.executable, "-m", "fedquilt.tools.lab.bench.coordinator")
 BROKER_LIMITS: Final = (  # as `fedquilt broker config` writes them
     f"max_inflight_messages {broker_config.MAX_INFLIGHT}\nmax_queued_messages {broker_config.MAX_QUEUED}\n"
     f"max_queued_bytes {broker_config.MAX_QUEUED_BYTES}\n"
 )
-SPARE_FILES: Final = 200  # files that a process opens besides its boards' connections
+SPARE_FILES: Final = 200  # open files of a process in addition to its devices' connections
 
 MOST_MS, MOST_ROUND_S, MOST_MB, MOST_GROWTH = 1.5, 30.0, 200.0, 1.2
 MOST_OPENING_S: Final = 1.0
-MOST_TIMES: Final = {"cpu": 13.0, "wall": 25.0}  # of the bare loop, whose order of clocks is the same
-JUDGED: Final = 3000  # largest fleet whose rounds are judged by a limit
+MOST_TIMES: Final = {
+    "cpu": 13.0,
+    "wall": 25.0,
+}  # ratio to the bare loop by clock, in the order of `_measure_bare_loop_ms`
+MAX_JUDGED_DEVICES: Final = 3000  # round times of larger fleets have no limit
 FLEET: Final = "bench"
 EXAMPLES: Final = 32
-LOOK_S: Final = 1.0  # pause between looks for requests to repeat
-AGAIN_S: Final = 30.0  # time after which an update without an answer is offered again
+POLL_S: Final = 1.0
+RESUBMIT_S: Final = 30.0  # time after which an unacknowledged update is submitted again
 CHUNK: Final = chunks.chunk_size_for(payload_limit(5, None))
 PROFILE: Final[dict[str, Any]] = {
     "board": "bench",
@@ -96,7 +99,7 @@ class ResourceSample(NamedTuple):
 
     round: int
     at_s: float
-    coordinator_s: float  # processor time, as the next two
+    coordinator_s: float  # processor time of each kind of process
     broker_s: float
     boards_s: float
     resident_mb: float
@@ -109,98 +112,110 @@ def measure(
     _raise_file_limit(max(agents) + SPARE_FILES)
     fleets: dict[str, dict[str, Any]] = {}
     for count in agents:
-        fleets[str(count)] = each = _measure_fleet(count, rounds, 0)
-        report(_format_fleet(str(count), each))
+        fleets[str(count)] = result_of_fleet = _measure_fleet(count, rounds, 0)
+        report(_format_fleet(str(count), result_of_fleet))
     figures: dict[str, Any] = {}
-    for name, each in fleets.items():
-        figures[f"processor_time_of_an_answer_of_{name}"] = compare_at_most(each["answer_ms"], MOST_MS, "ms")
-        for clock, ratio in each["times_bare"].items():
+    for name, result_of_fleet in fleets.items():
+        figures[f"processor_time_of_an_answer_of_{name}"] = compare_at_most(result_of_fleet["answer_ms"], MOST_MS, "ms")
+        for clock, ratio in result_of_fleet["times_bare"].items():
             figures[f"answer_of_{name}_over_bare_loop_by_{clock}"] = compare_at_most(ratio, MOST_TIMES[clock], "times")
-        if int(name) <= JUDGED:  # a larger fleet's figure is reported without a limit
-            figures[f"round_of_{name}"] = compare_at_most(each["round_s"], MOST_ROUND_S, "s")
-        figures[f"resident_with_{name}"] = compare_at_most(each["resident_mb"], MOST_MB, "MB")
+        if int(name) <= MAX_JUDGED_DEVICES:  # a larger fleet's figure is reported without a limit
+            figures[f"round_of_{name}"] = compare_at_most(result_of_fleet["round_s"], MOST_ROUND_S, "s")
+        figures[f"resident_with_{name}"] = compare_at_most(result_of_fleet["resident_mb"], MOST_MB, "MB")
     result = {"bench": "coordinator", "fleets": fleets, "figures": figures}
     if after:
-        later = _measure_fleet(agents[0], rounds, after)
-        report(_format_fleet(f"after {after} rounds: {agents[0]}", later))
-        growth = later["answer_ms"] / fleets[str(agents[0])]["answer_ms"]
-        result["after"] = {"rounds": after, "growth": round(growth, 2), **later}
+        after_result = _measure_fleet(agents[0], rounds, after)
+        report(_format_fleet(f"after {after} rounds: {agents[0]}", after_result))
+        growth = after_result["answer_ms"] / fleets[str(agents[0])]["answer_ms"]
+        result["after"] = {"rounds": after, "growth": round(growth, 2), **after_result}
         figures[f"an_answer_after_{after}_rounds_over_one_before"] = compare_at_most(growth, MOST_GROWTH, "times")
-        figures[f"opening_of_{after}_rounds"] = compare_at_most(later["opening_s"], MOST_OPENING_S, "s")
-        figures[f"resident_after_{after}_rounds"] = compare_at_most(later["resident_mb"], MOST_MB, "MB")
+        figures[f"opening_of_{after}_rounds"] = compare_at_most(after_result["opening_s"], MOST_OPENING_S, "s")
+        figures[f"resident_after_{after}_rounds"] = compare_at_most(after_result["resident_mb"], MOST_MB, "MB")
     return result
 
 
-def _format_fleet(name: str, each: dict[str, Any]) -> str:
+def _format_fleet(name: str, result: dict[str, Any]) -> str:
     return (
-        f"{name} boards: {each['answer_ms']} ms of the coordinator's processor time an answer "
-        f"({each['times_bare']['cpu']} times the bare loop's {each['bare_ms']} ms), {each['broker_ms']} of the broker, "
-        f"a round {each['round_s']} s (first {each['first_round_s']}); {each['resident_mb']} MB resident"
+        f"{name} boards: {result['answer_ms']} ms of the coordinator's processor time an answer "
+        f"({result['times_bare']['cpu']} times the bare loop's {result['bare_ms']} ms), "
+        f"{result['broker_ms']} of the broker, "
+        f"a round {result['round_s']} s (first {result['first_round_s']}); {result['resident_mb']} MB resident"
     )
 
 
-def _measure_fleet(count: int, rounds: int, after: int) -> dict[str, Any]:
+def _measure_fleet(count: int, rounds: int, past_rounds: int) -> dict[str, Any]:
     bare_ms = [_measure_bare_loop_ms()]
-    with tempfile.TemporaryDirectory() as folder, _kill_processes_at_end() as running:
+    with tempfile.TemporaryDirectory() as folder, _kill_processes_at_end() as processes:
         home = Path(folder)
-        run = _queue_job(home, count, after, rounds)
+        run = _queue_job(home, count, past_rounds, rounds)
         opening_s = _measure_opening_s(home)
         port = find_free_port()
         broker = start_mosquitto(home, port, BROKER_LIMITS)
-        running.append(broker)
+        processes.append(broker)
         url = f"mqtt://127.0.0.1:{port}"
         watch = MqttLink(Broker.from_url(url), "bench-watch")
         watch.wait_until_connected(timeout_s=10.0)
         watch.subscribe([wire.Topics(FLEET).round_topic(run)])
-        each = -(-count // PROCESSES)
+        devices_per_process = -(-count // DEVICE_PROCESSES)
         boards = [
-            subprocess.Popen([*BOARDS, url, str(first), str(min(each, count - first))], stdout=subprocess.PIPE)
-            for first in range(0, count, each)
+            subprocess.Popen(
+                [*DEVICES_COMMAND, url, str(first_device), str(min(devices_per_process, count - first_device))],
+                stdout=subprocess.PIPE,
+            )
+            for first_device in range(0, count, devices_per_process)
         ]
-        running += boards
+        processes += boards
         for group in boards:
             assert group.stdout is not None
             if group.stdout.readline().strip() != b"ready":
-                raise LinkError("boards did not connect: see above")
-        where = ["--broker", url, "--home", str(home / "runs"), "--fleet", FLEET]
-        serving = subprocess.Popen([*SERVE, *where], stdout=subprocess.DEVNULL)
-        running.append(serving)
-        samples = [_sample_resources(after, serving, broker, boards)]
-        while samples[-1].round < after + rounds:
-            samples.append(_sample_resources(_wait_for_next_round(watch, samples[-1].round), serving, broker, boards))
+                raise LinkError("devices did not connect: see the error above")
+        serve_options = ["--broker", url, "--home", str(home / "runs"), "--fleet", FLEET]
+        coordinator = subprocess.Popen([*SERVE_COMMAND, *serve_options], stdout=subprocess.DEVNULL)
+        processes.append(coordinator)
+        samples = [_sample_resources(past_rounds, coordinator, broker, boards)]
+        while samples[-1].round < past_rounds + rounds:
+            samples.append(
+                _sample_resources(_wait_for_next_round(watch, samples[-1].round), coordinator, broker, boards)
+            )
         watch.close()
     bare_ms.append(_measure_bare_loop_ms())
     return {"opening_s": opening_s, **_summarise_samples(samples, count, np.mean(bare_ms, axis=0))}
 
 
 def _summarise_samples(samples: Sequence[ResourceSample], count: int, bare_ms: np.ndarray) -> dict[str, Any]:
-    counted = samples[1:]
-    answers = count * (counted[-1].round - counted[0].round)
-    answer_ms = 1000 * (counted[-1].coordinator_s - counted[0].coordinator_s) / answers
-    ratios = np.array([answer_ms, 1000 * (counted[-1].at_s - counted[0].at_s) / answers]) / bare_ms
+    steady = samples[1:]
+    updates = count * (steady[-1].round - steady[0].round)
+    update_ms = 1000 * (steady[-1].coordinator_s - steady[0].coordinator_s) / updates
+    ratios = np.array([update_ms, 1000 * (steady[-1].at_s - steady[0].at_s) / updates]) / bare_ms
     return {
-        "answers": answers,
-        "answer_ms": round(answer_ms, 3),
+        "answers": updates,
+        "answer_ms": round(update_ms, 3),
         "bare_ms": round(float(bare_ms[0]), 3),
-        "times_bare": {clock: round(float(each), 1) for clock, each in zip(MOST_TIMES, ratios, strict=True)},
-        "broker_ms": round(1000 * (counted[-1].broker_s - counted[0].broker_s) / answers, 3),
-        "boards_ms": round(1000 * (counted[-1].boards_s - counted[0].boards_s) / answers, 3),
-        "first_round_s": round(counted[0].at_s - samples[0].at_s, 2),
-        "round_s": round((counted[-1].at_s - counted[0].at_s) / (counted[-1].round - counted[0].round), 2),
-        "resident_mb": round(max(each.resident_mb for each in counted), 1),
+        "times_bare": {clock: round(float(sample), 1) for clock, sample in zip(MOST_TIMES, ratios, strict=True)},
+        "broker_ms": round(1000 * (steady[-1].broker_s - steady[0].broker_s) / updates, 3),
+        "boards_ms": round(1000 * (steady[-1].boards_s - steady[0].boards_s) / updates, 3),
+        "first_round_s": round(steady[0].at_s - samples[0].at_s, 2),
+        "round_s": round((steady[-1].at_s - steady[0].at_s) / (steady[-1].round - steady[0].round), 2),
+        "resident_mb": round(max(sample.resident_mb for sample in steady), 1),
     }
 
 
-def _queue_job(home: Path, count: int, after: int, rounds: int) -> str:
-    made = _encode_model()
-    job_bundle.write_bundle(home / "bundle", {"network": NETWORK, "flops": 1000}, {"model": made})
-    cohort = {"deadline_s": LIMIT_S, "start_devices": count, "quorum": 1.0}
-    table = {"name": "bench", "method": "fedavg", "engine": "numpy", "rounds": after + rounds + 1, "cohort": cohort}
+def _queue_job(home: Path, count: int, past_rounds: int, rounds: int) -> str:
+    model = _encode_model()
+    job_bundle.write_bundle(home / "bundle", {"network": NETWORK, "flops": 1000}, {"model": model})
+    cohort = {"deadline_s": ROUND_TIMEOUT_S, "start_devices": count, "quorum": 1.0}
+    table = {
+        "name": "bench",
+        "method": "fedavg",
+        "engine": "numpy",
+        "rounds": past_rounds + rounds + 1,
+        "cohort": cohort,
+    }
     job = settings.parse_job(table)
     with Store(home / "runs") as store:
         run = store.add_job(job, home / "bundle")
-        if after:
-            _write_past_rounds(store, run, job, count, after)
+        if past_rounds:
+            _write_past_rounds(store, run, job, count, past_rounds)
     return run
 
 
@@ -211,11 +226,11 @@ def _write_past_rounds(store: Store, run: str, job: JobSettings, count: int, rou
     )
     devices = tuple(f"board-{number:05d}" for number in range(count))
     update = BlobRef(sha256=hashlib.sha256(b"update").hexdigest(), size=3000)
-    standing = Snapshot(events.JobState(JobConstants.from_job(job)))
+    snapshot = Snapshot(events.JobState(JobConstants.from_job(job)))
 
-    def append_event(fact: events.AnyEvent) -> None:
-        store.append_event(run, fact)
-        standing.apply_event(fact, events.apply_event(standing.rounds, fact, 0.0))
+    def append_event(event: events.AnyEvent) -> None:
+        store.append_event(run, event)
+        snapshot.apply_event(event, events.apply_event(snapshot.rounds, event, 0.0))
 
     with store.batch_events():
         append_event(events.JobStarted(state))
@@ -230,7 +245,7 @@ def _write_past_rounds(store: Store, run: str, job: JobSettings, count: int, rou
                 )
             append_event(events.RoundClosed(round))
             append_event(events.RoundCommitted(round, state, False, {"loss": 1.0}, took_s=1.0))
-        store.snapshots.save_if_due(run, standing)
+        store.snapshots.save_if_due(run, snapshot)
 
 
 def _create_update(run: str, round: int, device: str, ref: BlobRef, state: str) -> Update:
@@ -255,39 +270,39 @@ def _measure_opening_s(home: Path) -> float:
         "from fedquilt import methods\n"
         "from fedquilt.coordinator.jobs.job import RunningJob\n"
         "from fedquilt.coordinator.storage.store import Store\n"
-        "begun = time.perf_counter()\n"
+        "started_s = time.perf_counter()\n"
         "with Store(Path(sys.argv[1])) as store:\n"
         "    row = store.readable_jobs()[0]\n"
         "    job = RunningJob(row, store, 0.0, methods.load(row.job.method))\n"
         "    job.use_loaded_state(job.build_state_loader()(), 0.0)\n"
-        "    print(time.perf_counter() - begun)\n"
+        "    print(time.perf_counter() - started_s)\n"
     )
-    copied = home / "opened"
-    shutil.copytree(home / "runs", copied)  # a run that is opened notes its first state
-    told = subprocess.run([sys.executable, "-c", code, str(copied)], check=True, stdout=subprocess.PIPE).stdout
-    shutil.rmtree(copied)
-    return round(float(told), 3)
+    copy = home / "opened"
+    shutil.copytree(home / "runs", copy)  # opening a run writes its first state
+    output = subprocess.run([sys.executable, "-c", code, str(copy)], check=True, stdout=subprocess.PIPE).stdout
+    shutil.rmtree(copy)
+    return round(float(output), 3)
 
 
-def _wait_for_next_round(watch: MqttLink, before: int) -> int:
-    until_s = time.monotonic() + LIMIT_S
-    while time.monotonic() < until_s:
+def _wait_for_next_round(watch: MqttLink, last_round: int) -> int:
+    deadline_s = time.monotonic() + ROUND_TIMEOUT_S
+    while time.monotonic() < deadline_s:
         watch.wait(1.0)
         for message in watch.receive():
-            if message.payload and (told := wire.decode(message.payload, wire.RoundState)).round > before:
-                return told.round
-    raise LinkError(f"round {before} has not ended within {LIMIT_S:g} s")
+            if message.payload and (round_state := wire.decode(message.payload, wire.RoundState)).round > last_round:
+                return round_state.round
+    raise LinkError(f"round {last_round} has not ended within {ROUND_TIMEOUT_S:g} s")
 
 
 def _sample_resources(
-    round: int, serving: subprocess.Popen[bytes], broker: subprocess.Popen[bytes], boards: Sequence[Any]
+    round: int, coordinator: subprocess.Popen[bytes], broker: subprocess.Popen[bytes], boards: Sequence[Any]
 ) -> ResourceSample:
     def processor_s(*processes: subprocess.Popen[bytes]) -> float:
-        return sum(sum(psutil.Process(each.pid).cpu_times()[:2]) for each in processes)
+        return sum(sum(psutil.Process(process.pid).cpu_times()[:2]) for process in processes)
 
-    resident_mb = psutil.Process(serving.pid).memory_info().rss / 1e6
+    resident_mb = psutil.Process(coordinator.pid).memory_info().rss / 1e6
     return ResourceSample(
-        round, time.monotonic(), processor_s(serving), processor_s(broker), processor_s(*boards), resident_mb
+        round, time.monotonic(), processor_s(coordinator), processor_s(broker), processor_s(*boards), resident_mb
     )
 
 
@@ -295,21 +310,21 @@ def _measure_bare_loop_ms() -> np.ndarray:
     method, model = methods.load("fedavg"), _encode_model()
     message = wire.encode(_create_update("bench", 0, "board-00000", _blob_ref(model), _blob_ref(b"").sha256))
     with tempfile.TemporaryDirectory() as folder:
-        made = job_bundle.write_bundle(Path(folder), {"network": NETWORK, "flops": 1000}, {"model": model})
-        state = method.init(made, method.params(), 0)
+        bundle = job_bundle.write_bundle(Path(folder), {"network": NETWORK, "flops": 1000}, {"model": model})
+        state = method.init(bundle, method.params(), 0)
         with (Path(folder) / "blobs.bin").open("wb") as out:
-            total, began = None, np.array([time.process_time(), time.monotonic()])
-            for _ in range(BARE):
+            total, started = None, np.array([time.process_time(), time.monotonic()])
+            for _ in range(BARE_UPDATES):
                 update = wire.decode(message, Update)
                 if hashlib.sha256(model).hexdigest() != update.bundles["model"].sha256:
-                    raise JobError("the bare loop has hashed another blob")
-                given = DeviceUpdate(
+                    raise JobError("the bare loop hashed another blob")
+                device_update = DeviceUpdate(
                     update.device, 0, update.weight, update.metrics, {"model": tensors.decode_tensors(model)}
                 )
-                total = method.aggregation.fold(state, total, given)
+                total = method.aggregation.fold(state, total, device_update)
                 out.write(model)
                 out.flush()
-            return 1000 * (np.array([time.process_time(), time.monotonic()]) - began) / BARE
+            return 1000 * (np.array([time.process_time(), time.monotonic()]) - started) / BARE_UPDATES
 
 
 def _encode_model() -> bytes:
@@ -332,18 +347,20 @@ def _kill_processes_at_end() -> Iterator[list[subprocess.Popen[bytes]]]:
             process.communicate()
 
 
-def _raise_file_limit(wanted: int) -> None:
+def _raise_file_limit(connections: int) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft < wanted:
-        if hard != resource.RLIM_INFINITY and hard < wanted:
-            raise JobError(f"{wanted} connections need as many open files, and {hard} are allowed: raise `ulimit -n`")
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    if soft < connections:
+        if hard != resource.RLIM_INFINITY and hard < connections:
+            raise JobError(
+                f"{connections} connections need as many open files, and {hard} are allowed: raise `ulimit -n`"
+            )
+        resource.setrlimit(resource.RLIMIT_NOFILE, (connections, hard))
 
 
 class DeviceGroup:
-    def __init__(self, url: str, first: int, count: int) -> None:
+    def __init__(self, url: str, first_device: int, count: int) -> None:
         self.broker, self.topics = Broker.from_url(url), wire.Topics(FLEET)
-        self.boards = [LightDevice(self, number) for number in range(first, first + count)]
+        self.boards = [LightDevice(self, number) for number in range(first_device, first_device + count)]
         self._ready = selectors.DefaultSelector()
 
     def connect_all(self) -> None:
@@ -351,15 +368,15 @@ class DeviceGroup:
         for board in self.boards:
             self._ready.register(board.connect(), selectors.EVENT_READ, board)
             self._process_messages(0.0)
-        while not all(board.is_known for board in self.boards):
+        while not all(board.is_registered for board in self.boards):
             self._process_messages(1.0)
 
     def run_until_disconnected(self) -> None:
         look_s = 0.0
         while True:
-            self._process_messages(LOOK_S)
+            self._process_messages(POLL_S)
             if (now_s := time.monotonic()) >= look_s:
-                look_s = now_s + LOOK_S
+                look_s = now_s + POLL_S
                 for board in self.boards:
                     board.repeat_requests(now_s)
 
@@ -373,14 +390,14 @@ class LightDevice:
 
     def __init__(self, group: DeviceGroup, number: int) -> None:
         self.group, self.number, self.device = group, number, f"board-{number:05d}"
-        self.is_known = False  # whether the broker has its presence and profile
+        self.is_registered = False  # whether the broker has the presence and profile
         self.client: MqttClient
-        self._profile_mid, self._publish_s, self._published = -1, 0.0, 0
+        self._profile_message_id, self._republish_s, self._publish_count = -1, 0.0, 0
         self._task: Task | None = None
         self._download: Download | None = None
-        self._update: Update | None = None  # not answered yet
+        self._update: Update | None = None  # unacknowledged
         self._model = b""  # of the latest update
-        self._offered_s = 0.0
+        self._submitted_s = 0.0
 
     def connect(self) -> socket.socket:
         """Start to connect and return the socket. `read` completes the connection."""
@@ -402,15 +419,13 @@ class LightDevice:
 
     def repeat_requests(self, now_s: float) -> None:
         self._request_chunks(now_s)
-        if self._update is not None and now_s >= self._offered_s + AGAIN_S:
-            self._offer_update(self._update, now_s)
-        if now_s >= self._publish_s:
+        if self._update is not None and now_s >= self._submitted_s + RESUBMIT_S:
+            self._announce_update(self._update, now_s)
+        if now_s >= self._republish_s:
             self._publish_profile(now_s)
         self.client.loop_misc()
         while self.client.want_write():
             self.client.loop_write()
-
-    # -- messages --
 
     def _handle_connect(self, client: Any, userdata: Any, flags: Any, reason: Any, properties: Any) -> None:
         self.client.subscribe_filters(self.group.topics.device_filters(self.device))
@@ -418,17 +433,17 @@ class LightDevice:
 
     def _publish_profile(self, now_s: float) -> None:
         self._publish("presence", wire.Presence(online=True, boot="bench"), retain=True)
-        self._profile_mid = self._publish("profile", Profile(device=self.device, **PROFILE), retain=True)
-        self._publish_s, self._published = now_s + REPUBLISH.delay_s(self._published), self._published + 1
+        self._profile_message_id = self._publish("profile", Profile(device=self.device, **PROFILE), retain=True)
+        self._republish_s, self._publish_count = now_s + REPUBLISH.delay_s(self._publish_count), self._publish_count + 1
 
-    def _handle_publish_ack(self, mid: int, code: int) -> None:
-        self.is_known = self.is_known or mid == self._profile_mid
+    def _handle_publish_ack(self, message_id: int, code: int) -> None:
+        self.is_registered = self.is_registered or message_id == self._profile_message_id
 
     def _handle_message(self, topic: str, payload: bytes, retained: bool) -> None:
         route, now_s = wire.parse_topic(topic), time.monotonic()
         match route.leaf:
             case "coord" if wire.decode(payload, wire.CoordState).online:
-                self._published = 0
+                self._publish_count = 0
                 self._publish_profile(now_s)
             case "presence":
                 self._publish("presence", wire.Presence(online=True, boot="bench"), retain=True)
@@ -444,18 +459,18 @@ class LightDevice:
                     self._submit_update(payload, now_s)
 
     def _accept_task(self, task: Task, now_s: float) -> None:
-        again = self._task is not None and (task.job, task.round) == (self._task.job, self._task.round)
+        is_repeated = self._task is not None and (task.job, task.round) == (self._task.job, self._task.round)
         self._task = task
         self._publish("claim", wire.Claim(job=task.job, round=task.round, attempt=task.attempt, accepted=True))
-        if again and self._update is not None:
-            self._offer_update(self._update, now_s)
-        elif not again or self._download is None:
+        if is_repeated and self._update is not None:
+            self._announce_update(self._update, now_s)
+        elif not is_repeated or self._download is None:
             self._download = Download(task.bundles["model"], CHUNK, now_s)
             self._request_chunks(now_s)
 
     def _request_chunks(self, now_s: float) -> None:
-        for get in self._download.next_requests(now_s) if self._download is not None else ():
-            self._publish("blob/get", get)
+        for request in self._download.next_requests(now_s) if self._download is not None else ():
+            self._publish("blob/get", request)
 
     def _submit_update(self, received: bytes, now_s: float) -> None:
         task = self._task
@@ -479,15 +494,15 @@ class LightDevice:
             state=task.state,
             epoch=task.epoch,
         )
-        self._offer_update(self._update, now_s)
+        self._announce_update(self._update, now_s)
 
-    def _offer_update(self, update: Update, now_s: float) -> None:
-        self._offered_s = now_s
+    def _announce_update(self, update: Update, now_s: float) -> None:
+        self._submitted_s = now_s
         self._publish("update", update)
 
-    def _send_model(self, get: wire.ChunkRequest) -> None:
-        if self._update is not None and get.sha256 == self._update.bundles["model"].sha256:
-            topic = self.group.topics.chunk_topic(self.device, "up", get.sha256, 0)
+    def _send_model(self, request: wire.ChunkRequest) -> None:
+        if self._update is not None and request.sha256 == self._update.bundles["model"].sha256:
+            topic = self.group.topics.chunk_topic(self.device, "up", request.sha256, 0)
             self.client.queue_message(topic, self._model, 0, False)
 
     def _handle_ack(self, ack: wire.Ack) -> None:
@@ -501,9 +516,9 @@ class LightDevice:
         return self.client.queue_message(topic, wire.encode(message), 1, retain)
 
 
-def main(url: str, first: str, count: str) -> int:
+def main(url: str, first_device: str, count: str) -> int:
     """Run devices until the process is killed or the broker closes a connection. Print "ready" first."""
-    group = DeviceGroup(url, int(first), int(count))
+    group = DeviceGroup(url, int(first_device), int(count))
     try:
         group.connect_all()
         print("ready", flush=True)

@@ -38,7 +38,11 @@ BOARDS: Final = ("jetson-tx2", "jetson-nano", "jetson-xavier-nx", "jetson-orin-n
 POLICIES: Final[tuple[Policy, ...]] = get_args(Policy)
 SCALE: Final = 3000.0
 SEARCH: Final = {"expansions": 3, "k": 2, "depth": 5, "samples": 24, "fit_samples": 48, "finalists": 2, "subrounds": 1}
-PAPER: Final = {"CIFAR10": 32.3, "CIFAR100": 30.4, "CINIC10": 40.1}  # % less than the highest clocks; FedStitch, Fig. 8
+PAPER_SAVED_PERCENT: Final = {
+    "CIFAR10": 32.3,
+    "CIFAR100": 30.4,
+    "CINIC10": 40.1,
+}  # less than at the highest clocks; FedStitch, Fig. 8
 
 
 class ScaledBoard:
@@ -81,10 +85,10 @@ class ScaledBoard:
 class PolicyRun:
     """Results of one federation under one policy."""
 
-    path: Sequence[str] = ()  # blocks of its network
-    rounds: dict[int, dict[str, Usage]] = field(default_factory=dict)  # round -> board -> what its task took
+    path: Sequence[str] = ()  # blocks of the network
+    rounds: dict[int, dict[str, Usage]] = field(default_factory=dict)  # by round and board
     deadlines_s: dict[int, float] = field(default_factory=dict)
-    took_s: dict[int, float] = field(default_factory=dict)  # of a round's last answer
+    duration_s: dict[int, float] = field(default_factory=dict)  # until the round's last update
     boards: dict[str, ScaledBoard] = field(default_factory=dict)
 
 
@@ -101,18 +105,18 @@ def run_federation(policy: Policy, folder: Path, search: Mapping[str, int] = SEA
         return run.boards[name]
 
     with contextlib.redirect_stdout(io.StringIO()):
-        name, status = agents.run_fleet_virtually(plan, make=create_device)
+        name, status = agents.run_fleet_virtually(plan, create_board=create_device)
     if status != "done":
         raise RuntimeError(f"the federation under {policy!r} ended as {status}")
     with Store(plan.home) as store:
         run.path = [ids[-1] for ids in stitched_network.path_prefixes(export.load_result(store, name).meta["taps"])]
-        for _, _, fact in store.read_events(name):
-            if isinstance(fact, CohortSelected):
-                run.deadlines_s[fact.round] = cohort.deadline_s if fact.deadline_s is None else fact.deadline_s
-            elif isinstance(fact, UpdateAccepted):
-                board = fact.update.device.rsplit("-", 1)[0]
-                run.rounds.setdefault(fact.round, {})[board] = fact.update.usage
-                run.took_s[fact.round] = max(run.took_s.get(fact.round, 0.0), fact.took_s or 0.0)
+        for _, _, event in store.read_events(name):
+            if isinstance(event, CohortSelected):
+                run.deadlines_s[event.round] = cohort.deadline_s if event.deadline_s is None else event.deadline_s
+            elif isinstance(event, UpdateAccepted):
+                board = event.update.device.rsplit("-", 1)[0]
+                run.rounds.setdefault(event.round, {})[board] = event.update.usage
+                run.duration_s[event.round] = max(run.duration_s.get(event.round, 0.0), event.took_s or 0.0)
     return run
 
 
@@ -137,7 +141,7 @@ def summarise_run(run: PolicyRun) -> dict[str, Any]:
     return {
         "joules": {board: round(value, 1) for board, value in joules.items()},
         "fleet_j": round(sum(joules.values()), 1),
-        "round_s": round(sum(run.took_s.values()) / len(run.took_s), 1),
+        "round_s": round(sum(run.duration_s.values()) / len(run.duration_s), 1),
         "deadline_s": round(sum(run.deadlines_s.values()) / len(run.deadlines_s), 1),
         "in_time": in_time / tasks,
         "points": points,
@@ -160,8 +164,10 @@ def energy_until(board: ScaledBoard, point: OperatingPoint, work: WorkEstimate, 
 
 def minimum_energy(board: ScaledBoard, work: WorkEstimate, round_s: float) -> float:
     """Return the least energy of all points that finish within the round."""
-    found = [p for p in board.points if p.busy_w is not None and (cost_model.work_seconds(work, p) or 1e9) <= round_s]
-    return min(energy_until(board, point, work, round_s) for point in found)
+    in_time_points = [
+        p for p in board.points if p.busy_w is not None and (cost_model.work_seconds(work, p) or 1e9) <= round_s
+    ]
+    return min(energy_until(board, point, work, round_s) for point in in_time_points)
 
 
 def replay_tasks(boards: Mapping[str, ScaledBoard]) -> dict[str, Any]:
@@ -169,9 +175,9 @@ def replay_tasks(boards: Mapping[str, ScaledBoard]) -> dict[str, Any]:
 
     Each round waits for the slowest board. Joules are those of boards with a known idle power.
     """
-    known = {name: boards[name] for name in known_idle_w(boards)}
-    rows: dict[str, dict[str, float]] = {name: dict.fromkeys((*POLICIES, "cheapest"), 0.0) for name in known}
-    hurried = dict.fromkeys(boards, True)
+    measured_boards = {name: boards[name] for name in known_idle_w(boards)}
+    rows: dict[str, dict[str, float]] = {name: dict.fromkeys((*POLICIES, "cheapest"), 0.0) for name in measured_boards}
+    is_always_slowest = dict.fromkeys(boards, True)
     count = min(len(board.tasks) for board in boards.values())
     total_s = 0.0
     for index in range(count):
@@ -179,15 +185,15 @@ def replay_tasks(boards: Mapping[str, ScaledBoard]) -> dict[str, Any]:
         total_s += round_s
         for name, board in boards.items():
             work = board.tasks[index]
-            hurried[name] = hurried[name] and fastest_s(board, work) >= round_s
-            if name not in known:
+            is_always_slowest[name] = is_always_slowest[name] and fastest_s(board, work) >= round_s
+            if name not in measured_boards:
                 continue
             rows[name]["cheapest"] += minimum_energy(board, work, round_s)
             for policy in POLICIES:
-                chosen = governor.choose_operating_point(
+                point = governor.choose_operating_point(
                     GovernorPolicy(policy), board.points, work, round_s, board.idle_w
                 )
-                rows[name][policy] += energy_until(board, chosen or board.points[0], work, round_s)
+                rows[name][policy] += energy_until(board, point or board.points[0], work, round_s)
     rows["fleet"] = {key: sum(row[key] for row in rows.values()) for key in (*POLICIES, "cheapest")}
     return {
         "rounds": count,
@@ -198,7 +204,7 @@ def replay_tasks(boards: Mapping[str, ScaledBoard]) -> dict[str, Any]:
             for name, row in rows.items()
         },
         "above_cheapest_percent": {n: round(100 * (row["energy"] / row["cheapest"] - 1), 2) for n, row in rows.items()},
-        "no_time_to_spare": [name for name, always in hurried.items() if always],
+        "no_time_to_spare": [name for name, is_slowest in is_always_slowest.items() if is_slowest],
     }
 
 
@@ -207,47 +213,51 @@ def measure() -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         runs = {policy: run_federation(policy, Path(folder)) for policy in POLICIES}
     boards = runs["max"].boards
-    again, told = replay_tasks(boards), {policy: summarise_run(run) for policy, run in runs.items()}
-    other = sum(run.path != runs["max"].path for run in runs.values())
+    replayed, summaries = replay_tasks(boards), {policy: summarise_run(run) for policy, run in runs.items()}
+    different_paths = sum(run.path != runs["max"].path for run in runs.values())
     return {
         "bench": "energy",
         "boards": {
             n: {"provenance": b.provenance, "idle_w": b.idle_w, "points": len(b.points)} for n, b in boards.items()
         },
         "blocks": list(runs["max"].path),
-        "federation": told,
-        "at_the_round_time_of_max": again,
-        "paper_saved_percent": PAPER,
+        "federation": summaries,
+        "at_the_round_time_of_max": replayed,
+        "paper_saved_percent": PAPER_SAVED_PERCENT,
         "figures": {
-            "policies_that_chose_other_blocks": compare_at_most(other, 0, "of 4"),
-            "energy_saved_against_max": compare_at_least(again["saved_percent"]["fleet"]["energy"], 0.0, "%"),
-            "energy_above_the_cheapest_there_is": compare_at_most(again["above_cheapest_percent"]["fleet"], 2.0, "%"),
-            "tasks_in_time_under_energy": compare_at_least(100 * told["energy"]["in_time"], 95.0, "%"),
+            "policies_that_chose_other_blocks": compare_at_most(different_paths, 0, "of 4"),
+            "energy_saved_against_max": compare_at_least(replayed["saved_percent"]["fleet"]["energy"], 0.0, "%"),
+            "energy_above_the_cheapest_there_is": compare_at_most(
+                replayed["above_cheapest_percent"]["fleet"], 2.0, "%"
+            ),
+            "tasks_in_time_under_energy": compare_at_least(100 * summaries["energy"]["in_time"], 95.0, "%"),
         },
     }
 
 
 def lines(result: dict[str, Any]) -> list[str]:
-    again, boards = result["at_the_round_time_of_max"], result["boards"]
-    text = [*format_figures(result), "", f"blocks chosen under every policy: {' > '.join(result['blocks'])}", ""]
-    text.append(f"{again['rounds']} rounds of {again['round_s']} s, as long as `max` makes them; joules, idle included")
+    replayed, boards = result["at_the_round_time_of_max"], result["boards"]
+    text = [*format_figures(result), "", f"blocks selected under every policy: {' > '.join(result['blocks'])}", ""]
+    text.append(
+        f"{replayed['rounds']} rounds of {replayed['round_s']} s, as long as `max` makes them; joules, idle included"
+    )
     text.append(f"{'':18} {'max':>9} {'board':>9} {'paper':>9} {'energy':>9} {'cheapest':>9} {'saved':>7}  profile")
-    for name, row in again["joules"].items():
+    for name, row in replayed["joules"].items():
         numbers = " ".join(f"{row[key]:9.0f}" for key in ("max", "board", "paper", "energy", "cheapest"))
-        saved = again["saved_percent"][name]["energy"]
+        saved = replayed["saved_percent"][name]["energy"]
         text.append(
             f"{name:18} {numbers} {saved:6.1f}%  {boards[name]['provenance'] if name in boards else ''}".rstrip()
         )
-    for name in (name for name in boards if name not in again["joules"]):
-        text.append(f"{name:18} waits at an idle power that its profile does not know: no joules, and not in the sum")
+    for name in (name for name in boards if name not in replayed["joules"]):
+        text.append(f"{name:18} has no idle power in its profile: no joules, not in the sum")
     figures = ", ".join(f"{name} {percent} %" for name, percent in result["paper_saved_percent"].items())
     text.append(f"the paper, against its highest clocks, on real TX2 boards: {figures}")
-    if again["no_time_to_spare"]:
-        text.append(f"Every round waits for {', '.join(again['no_time_to_spare'])}, which so has no time to save with.")
+    if replayed["no_time_to_spare"]:
+        text.append(f"Every round waits for {', '.join(replayed['no_time_to_spare'])}, which cannot save energy.")
     text += ["", "the federation, with the coordinator's own deadlines; joules until each deadline, idle included"]
     text.append(f"{'policy':18} {'joules':>9} {'of max':>7} {'round s':>9} {'deadline':>9} {'in time':>8}")
-    for policy, each in result["federation"].items():
-        share = 100 * each["fleet_j"] / result["federation"]["max"]["fleet_j"]
-        numbers = f"{each['fleet_j']:9.0f} {share:6.1f}% {each['round_s']:9.1f} {each['deadline_s']:9.1f}"
-        text.append(f"{policy:18} {numbers} {100 * each['in_time']:7.0f}%")
+    for policy, summary in result["federation"].items():
+        share = 100 * summary["fleet_j"] / result["federation"]["max"]["fleet_j"]
+        numbers = f"{summary['fleet_j']:9.0f} {share:6.1f}% {summary['round_s']:9.1f} {summary['deadline_s']:9.1f}"
+        text.append(f"{policy:18} {numbers} {100 * summary['in_time']:7.0f}%")
     return text

@@ -18,8 +18,8 @@ from fedquilt.tools.report.thresholds import compare_at_most, format_figures
 from fedquilt.transport.mqtt.broker import Broker
 from fedquilt.transport.mqtt.link import MqttLink
 
-SETTLE_S = 5.0
-HEAVY = ("torch", "onnxruntime", "pandas")
+SAMPLE_S = 5.0
+HEAVY_LIBRARIES = ("torch", "onnxruntime", "pandas")
 
 
 def measure() -> dict[str, Any]:
@@ -54,23 +54,23 @@ def _wait_online(url: str) -> None:
     link = MqttLink(Broker.from_url(url), "bench-watch")
     link.wait_until_connected(timeout_s=10.0)
     link.subscribe([topics.coord, topics.device_topic("bench", "up", "presence")])
-    seen: set[str] = set()
-    limit_s = time.monotonic() + 30
-    while len(seen) < 2:
-        if time.monotonic() > limit_s:
-            raise LinkError(f"only {sorted(seen)} came online within 30 s")
+    topics_seen: set[str] = set()
+    deadline_s = time.monotonic() + 30
+    while len(topics_seen) < 2:
+        if time.monotonic() > deadline_s:
+            raise LinkError(f"only {sorted(topics_seen)} came online within 30 s")
         link.wait(0.5)
-        seen |= {message.topic for message in link.receive()}
+        topics_seen |= {message.topic for message in link.receive()}
     link.close()
 
 
 def _build_result(processes: dict[str, psutil.Process]) -> dict[str, Any]:
-    before = sum(processes["agent"].cpu_times()[:2])
-    time.sleep(SETTLE_S)
-    cpu = 100 * (sum(processes["agent"].cpu_times()[:2]) - before) / SETTLE_S
+    cpu_start_s = sum(processes["agent"].cpu_times()[:2])
+    time.sleep(SAMPLE_S)
+    cpu = 100 * (sum(processes["agent"].cpu_times()[:2]) - cpu_start_s) / SAMPLE_S
     resident = {name: process.memory_info().rss / 1e6 for name, process in processes.items()}
     mapped = {name: " ".join(m.path for m in processes[name].memory_maps()) for name in ("agent", "coordinator")}
-    heavy = sum(word in paths for paths in mapped.values() for word in HEAVY)
+    heavy = sum(library in paths for paths in mapped.values() for library in HEAVY_LIBRARIES)
     return {
         "bench": "idle",
         "resident_mb": {name: round(mb, 1) for name, mb in resident.items()},
@@ -86,4 +86,4 @@ def _build_result(processes: dict[str, psutil.Process]) -> dict[str, Any]:
 
 def lines(result: dict[str, Any]) -> list[str]:
     ratios = ", ".join(f"{name} {ratio}x" for name, ratio in result["ratio_to_bare_python"].items())
-    return [*format_figures(result), f"    a bare Python holds {result['resident_mb']['python']} MB: {ratios}"]
+    return [*format_figures(result), f"    a bare Python has {result['resident_mb']['python']} MB: {ratios}"]

@@ -43,13 +43,17 @@ IMAGES = 64
 DEPTH = 10
 CLOCKS = ("cpu", "wall")  # as `_read_clocks` returns them
 DEPTHS = (1, 5, 9)  # of paths
-SMALL = 64  # pixels
-REPEATS = 3  # of what is compared with a forward pass, and of that: the fastest counts
-BUDGET_BYTES = 4 << 30  # both sides have all the memory they want
-FASTER: Mapping[ScoreAt, float] = {"output": 8.0, "hybrid": 20.0, "input": 40.0}  # times the naive procedure, at least
-FASTER_LARGE: Mapping[ScoreAt, float] = {"output": 20.0, "hybrid": 30.0, "input": 200.0}  # of images beyond SMALL
-SLOWER = 1.2  # times a plain forward pass, at most
-SAME = 1e-4  # scores of both procedures differ by no more
+SMALL_SIDE = 64  # pixels
+REPEATS = 3  # of references and of a forward pass; the fastest counts
+BUDGET_BYTES = 4 << 30  # enough for all procedures
+MIN_SPEEDUPS: Mapping[ScoreAt, float] = {
+    "output": 8.0,
+    "hybrid": 20.0,
+    "input": 40.0,
+}  # minimum, by processor time of the naive procedure
+MIN_SPEEDUPS_LARGE: Mapping[ScoreAt, float] = {"output": 20.0, "hybrid": 30.0, "input": 200.0}  # of images beyond SMALL
+MAX_REFERENCE_RATIO = 1.2  # to a plain forward pass
+SCORE_TOLERANCE = 1e-4
 Run = Callable[[Block, np.ndarray], np.ndarray]
 
 
@@ -57,25 +61,30 @@ Run = Callable[[Block, np.ndarray], np.ndarray]
 class ScoringRound:
     """Task parameters and site of one scoring round."""
 
-    ask: ScoreRequest
+    request: ScoreRequest
     site: ClientContext
 
 
-def measure(report: Callable[[str], None], size: int = SMALL, images: int = IMAGES) -> dict[str, Any]:
+def measure(report: Callable[[str], None], size: int = SMALL_SIDE, images: int = IMAGES) -> dict[str, Any]:
     """Measure a device's rounds by each way of scoring, naive scoring, and the references."""
-    depths = DEPTHS if size <= SMALL else DEPTHS[1:2]
+    depths = DEPTHS if size <= SMALL_SIDE else DEPTHS[1:2]
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch) / "donors"
-        made = prepare_donors(folder, size)
+        bundle = prepare_donors(folder, size)
 
-        def find(name: str) -> Path:
-            return folder / "blobs" / made.files[name].sha256
+        def blob_path(name: str) -> Path:
+            return folder / "blobs" / bundle.files[name].sha256
 
-        rounds = walk_path(made, find, Path(scratch), max(depths), images)
-        whole, own = measure_forward_pass(made, find, Path(scratch), images), measure_reference_costs(rounds[0])
-        report(f"references {own[0]:.2f} s of the processor, a forward pass {whole[0]:.2f} s")
-        compared = [compare_scoring(rounds[max(depth - 2, 0)], rounds[depth - 1], find, report) for depth in depths]
-    return _build_result(size, whole, own, compared)
+        rounds = walk_path(bundle, blob_path, Path(scratch), max(depths), images)
+        forward_costs, reference_costs = (
+            measure_forward_pass(bundle, blob_path, Path(scratch), images),
+            measure_reference_costs(rounds[0]),
+        )
+        report(f"references {reference_costs[0]:.2f} s of the processor, a forward pass {forward_costs[0]:.2f} s")
+        comparisons = [
+            compare_scoring(rounds[max(depth - 2, 0)], rounds[depth - 1], blob_path, report) for depth in depths
+        ]
+    return _build_result(size, forward_costs, reference_costs, comparisons)
 
 
 def prepare_donors(folder: Path, size: int) -> Bundle:
@@ -104,7 +113,7 @@ def draw_examples(count: int) -> Examples:
 
 
 def walk_path(
-    made: Bundle, find: Callable[[str], Path], scratch: Path, longest: int = DEPTH - 1, count: int = IMAGES
+    bundle: Bundle, blob_path: Callable[[str], Path], scratch: Path, max_length: int = DEPTH - 1, count: int = IMAGES
 ) -> list[ScoringRound]:
     """Run the rounds in which one device scores along a path, up to the longest length.
 
@@ -121,50 +130,52 @@ def walk_path(
         explore=0.0,
         explore_floor=0.0,
     )
-    state = METHOD.init(made, params, 0)
-    path_of = {ref: find(name) for name, ref in made.files.items()}.__getitem__
-    shown, engine, blocks = draw_examples(2 * count), OnnxEngine(BUDGET_BYTES), state.stock.blocks
-    member = DeviceData("bench", shown, shown)
-    deliver = functools.partial(
+    state = METHOD.init(bundle, params, 0)
+    path_of = {ref: blob_path(name) for name, ref in bundle.files.items()}.__getitem__
+    examples, engine, blocks = draw_examples(2 * count), OnnxEngine(BUDGET_BYTES), state.stock.blocks
+    device = DeviceData("bench", examples, examples)
+    make_task_and_site = functools.partial(
         local_backend.make_task_and_context,
         METHOD,
-        member=member,
+        device=device,
         folder=scratch / "sent",
         engine=engine,
         cache=scratch / "walk",
-        path=path_of,
+        path_of_blob=path_of,
     )
     net = next(net for net in steps.starting_networks(state.stock) if net.path[0].startswith("resnet"))
-    local: Tensors = _initial_state(shown)
+    private_state: Tensors = _initial_state(examples)
     rounds: list[ScoringRound] = []
     while True:
         eligible = [blocks[name] for name in steps.eligible_blocks(net, state.stock, params)]
         pool = [block.id for block in eligible if not stitched_network.is_continuation(blocks[net.path[-1]], block)]
         state = replace(state, current=net, pool=tuple(pool))
-        order = METHOD.send(state, DeviceView("bench", None, tuple(range(len(rounds)))))
-        assert order is not None
-        task, site = deliver(order, number=len(rounds), local=local)
+        task_spec = METHOD.send(state, DeviceView("bench", None, tuple(range(len(rounds)))))
+        assert task_spec is not None
+        task, site = make_task_and_site(task_spec, number=len(rounds), local=private_state)
         rounds.append(ScoringRound(msgspec.convert(task.params, ScoreRequest), site))
         print(f"path: {' > '.join(net.path)}", file=sys.stderr, flush=True)
-        answer = METHOD.work(task, site)
-        local = answer.local
-        if len(net.path) == longest:
+        result = METHOD.work(task, site)
+        private_state = result.local
+        if len(net.path) == max_length:
             break
-        ballot = vote.read_ballot(answer.bundles["scores"], state.pool, params.k, 0.0, 0)
-        least = made.meta["input"]["size"] >> (2 + len(net.path) // 2)
-        fit = {
+        ballot = vote.read_ballot(result.bundles["scores"], state.pool, params.k, 0.0, 0)
+        min_side = bundle.meta["input"]["size"] >> (2 + len(net.path) // 2)
+        fitting_blocks = {
             j
             for j, name in enumerate(state.pool)
             if blocks[name].kind == "middle"
-            and blocks[name].out_shape[1] >= least
+            and blocks[name].out_shape[1] >= min_side
             and blocks[name].donor != blocks[net.path[-1]].donor
         }
-        best = state.pool[next(j for j in vote.rank_blocks(ballot.score, ballot.level, state.pool) if j in fit)]
+        best = state.pool[
+            next(j for j in vote.rank_blocks(ballot.score, ballot.level, state.pool) if j in fitting_blocks)
+        ]
         shallow = vote.shallow_blocks({"bench": ballot}, [blocks[name] for name in state.pool], 0.0)
         fitted = replace(state, phase="fit", winners=(vote.Winner(best, 1.0, 1.0, 1),))
-        order = METHOD.send(fitted, DeviceView("bench", None))
-        assert order is not None
-        task, site = deliver(order, local=local)
+        task_spec = METHOD.send(fitted, DeviceView("bench", None))
+        assert task_spec is not None
+        task, site = make_task_and_site(task_spec, local=private_state)
         [moments] = METHOD.work(task, site).bundles.values()
         shape = blocks[net.path[-1]].out_shape[0], blocks[best].in_shape[0]
         weights, bias = least_squares.solve_ridge(least_squares.read_sent_moments(moments, *shape), params.ridge)
@@ -184,13 +195,16 @@ def _initial_state(train: Examples) -> Tensors:
 class ScoringComparison:
     """One round by all ways of scoring and naively: processor and wall seconds, and scores."""
 
-    ask: ScoreRequest
+    request: ScoreRequest
     seconds: Mapping[str, np.ndarray]
     scores: Mapping[str, np.ndarray]
 
 
 def compare_scoring(
-    before: ScoringRound, each: ScoringRound, find: Callable[[str], Path], report: Callable[[str], None]
+    earlier_round: ScoringRound,
+    scoring_round: ScoringRound,
+    blob_path: Callable[[str], Path],
+    report: Callable[[str], None],
 ) -> ScoringComparison:
     """Score a round in each way, after the round before, and naively.
 
@@ -199,32 +213,40 @@ def compare_scoring(
     engine = OnnxEngine(BUDGET_BYTES)
     seconds: dict[str, np.ndarray] = {}
     scores: dict[str, np.ndarray] = {}
-    for way in FASTER:
+    for score_at in MIN_SPEEDUPS:
         with tempfile.TemporaryDirectory() as folder:
-            _, _, local = _time_scoring(before, way, engine, Path(folder), _initial_state(before.site.train))
-            if before is each:
+            _, _, private_state = _time_scoring(
+                earlier_round, score_at, engine, Path(folder), _initial_state(earlier_round.site.train)
+            )
+            if earlier_round is scoring_round:
                 _delete_path_caches(Path(folder))
-            seconds[way], scores[way], _ = _time_scoring(each, way, engine, Path(folder), local)
-        report(f"{way}, after {len(each.ask.path)} blocks: {seconds[way][0]:.2f} s of the processor")
-    seconds["naive"], scores["naive"] = measure_naive(each, find, engine)
-    report(f"naive, after {len(each.ask.path)} blocks: {seconds['naive'][0]:.1f} s of the processor")
+            seconds[score_at], scores[score_at], _ = _time_scoring(
+                scoring_round, score_at, engine, Path(folder), private_state
+            )
+        report(
+            f"{score_at}, after {len(scoring_round.request.path)} blocks: {seconds[score_at][0]:.2f} s of the processor"
+        )
+    seconds["naive"], scores["naive"] = measure_naive(scoring_round, blob_path, engine)
+    report(f"naive, after {len(scoring_round.request.path)} blocks: {seconds['naive'][0]:.1f} s of the processor")
     engine.close()
-    return ScoringComparison(each.ask, seconds, scores)
+    return ScoringComparison(scoring_round.request, seconds, scores)
 
 
-def measure_reference_costs(first: ScoringRound) -> np.ndarray:
+def measure_reference_costs(first_round: ScoringRound) -> np.ndarray:
     """Measure the extra processor and wall seconds (2,) of a round in which the donors are loaded and not cached."""
     engine = OnnxEngine(BUDGET_BYTES)
     with tempfile.TemporaryDirectory() as folder:
-        uncached, known = [], []
-        for number in range(1 + REPEATS):  # the first one loads the graphs
+        uncached_times, cached = [], []
+        for number in range(1 + REPEATS):  # the first repeat also loads the graphs
             cache = Path(folder) / str(number)
-            took, _, local = _time_scoring(first, "hybrid", engine, cache, _initial_state(first.site.train))
-            uncached.append(took)
+            uncached_time, _, private_state = _time_scoring(
+                first_round, "hybrid", engine, cache, _initial_state(first_round.site.train)
+            )
+            uncached_times.append(uncached_time)
             _delete_path_caches(cache)
-            known.append(_time_scoring(first, "hybrid", engine, cache, local)[0])
+            cached.append(_time_scoring(first_round, "hybrid", engine, cache, private_state)[0])
     engine.close()
-    return np.min(uncached[1:], axis=0) - np.min(known[1:], axis=0)
+    return np.min(uncached_times[1:], axis=0) - np.min(cached[1:], axis=0)
 
 
 def _delete_path_caches(cache: Path) -> None:
@@ -233,58 +255,67 @@ def _delete_path_caches(cache: Path) -> None:
 
 
 def _time_scoring(
-    each: ScoringRound, way: ScoreAt, engine: OnnxEngine, cache: Path, local: Tensors
+    scoring_round: ScoringRound, score_at: ScoreAt, engine: OnnxEngine, cache: Path, private_state: Tensors
 ) -> tuple[np.ndarray, np.ndarray, Tensors]:
-    site = replace(each.site, engine=engine, cache_at=cache, local=local)
-    began = _read_clocks()
-    answer = scoring.score_pool(replace(each.ask, score_at=way, early=0), site)
-    return _read_clocks() - began, answer.bundles["scores"]["score"], answer.local
+    site = replace(scoring_round.site, engine=engine, cache_at=cache, local=private_state)
+    started = _read_clocks()
+    result = scoring.score_pool(replace(scoring_round.request, score_at=score_at, early=0), site)
+    return _read_clocks() - started, result.bundles["scores"]["score"], result.local
 
 
 def _read_clocks() -> np.ndarray:
     return np.array([time.process_time(), time.perf_counter()])
 
 
-def measure_naive(each: ScoringRound, find: Callable[[str], Path], engine: OnnxEngine) -> tuple[np.ndarray, np.ndarray]:
+def measure_naive(
+    scoring_round: ScoringRound, blob_path: Callable[[str], Path], engine: OnnxEngine
+) -> tuple[np.ndarray, np.ndarray]:
     """Score one round by the naive procedure.
 
     Returns:
         Processor and wall seconds (2,) of the whole round, and the scores of the pool.
     """
-    ask, site = each.ask, each.site
-    count = ask.samples
+    request, site = scoring_round.request, scoring_round.site
+    count = request.samples
 
     def run(block: Block, x: np.ndarray) -> np.ndarray:
-        return stitched_network.run_block(block, lambda graph, x: engine.run(find(graph), x), x)
+        return stitched_network.run_block(block, lambda graph, x: engine.run(blob_path(graph), x), x)
 
-    began = _read_clocks()
+    started = _read_clocks()
     rows = scoring.example_order(_initial_state(site.train))
-    scored, fitted = (inputs.prepare_images(site.train.x[rows[i : i + count]], ask.input) for i in (0, count))
-    path = [ask.blocks[name] for name in ask.path]
-    between = stitched_network.load_junctions(path, site.load)
+    scored, fitted = (inputs.prepare_images(site.train.x[rows[i : i + count]], request.input) for i in (0, count))
+    path = [request.blocks[name] for name in request.path]
+    junctions = stitched_network.load_junctions(path, site.load)
     scores = []
-    for name in ask.pool:
-        own = [ask.blocks[f"{ask.blocks[name].donor}.{i}"] for i in range(ask.blocks[name].index + 1)]
-        positions = block_runner.draw_positions(count, own[-1].in_shape, ask.positions)
-        scores.append(score_output(path, between, own, run, scored, fitted, positions, ask.ridge))
-    return _read_clocks() - began, np.array(scores)
+    for name in request.pool:
+        donor_blocks = [
+            request.blocks[f"{request.blocks[name].donor}.{i}"] for i in range(request.blocks[name].index + 1)
+        ]
+        positions = block_runner.draw_positions(count, donor_blocks[-1].in_shape, request.positions)
+        scores.append(score_output(path, junctions, donor_blocks, run, scored, fitted, positions, request.ridge))
+    return _read_clocks() - started, np.array(scores)
 
 
-def measure_forward_pass(made: Bundle, find: Callable[[str], Path], folder: Path, count: int = IMAGES) -> np.ndarray:
+def measure_forward_pass(
+    bundle: Bundle, blob_path: Callable[[str], Path], folder: Path, count: int = IMAGES
+) -> np.ndarray:
     """Measure the processor and wall seconds (2,) of all donors on twice the images, once their graphs are loaded."""
-    shown = inputs.prepare_images(draw_examples(2 * count).x, made.meta["input"])
+    images = inputs.prepare_images(draw_examples(2 * count).x, bundle.meta["input"])
     total = np.zeros(2)
-    for donor in made.meta["donors"].values():
+    for donor in bundle.meta["donors"].values():
         file = folder / "whole.onnx"
-        stock, files = stitched_network.load_donor_pool(made.meta), {name: find(name) for name in made.files}
+        donor_pool, files = (
+            stitched_network.load_donor_pool(bundle.meta),
+            {name: blob_path(name) for name in bundle.files},
+        )
         network = stitched_network.StitchedNetwork((tuple(donor["blocks"]),), {}, align=tuple((i,) for i in range(10)))
-        meta, arrays = stitched_network.to_artefact(network, stock)
-        file.write_bytes(export.export_stitched(meta, arrays, stock.blocks, files))
+        meta, arrays = stitched_network.to_artefact(network, donor_pool)
+        file.write_bytes(export.export_stitched(meta, arrays, donor_pool.blocks, files))
         engine = OnnxEngine(BUDGET_BYTES)
         seconds = []
         for _ in range(1 + REPEATS):
             began = _read_clocks()
-            engine.run(file, shown)
+            engine.run(file, images)
             seconds.append(_read_clocks() - began)
         total += np.min(seconds[1:], axis=0)
         engine.close()
@@ -292,39 +323,46 @@ def measure_forward_pass(made: Bundle, find: Callable[[str], Path], folder: Path
 
 
 def _build_result(
-    size: int, whole: np.ndarray, own: np.ndarray, compared: Sequence[ScoringComparison]
+    size: int, forward_costs: np.ndarray, reference_costs: np.ndarray, comparisons: Sequence[ScoringComparison]
 ) -> dict[str, Any]:
-    limits = FASTER if size <= SMALL else FASTER_LARGE
-    total = {way: np.sum([each.seconds[way] for each in compared], axis=0) for way in (*FASTER, "naive")}
-    ratios = {f"{way}_score_to_naive": total["naive"] / total[way] for way in limits}
-    slower = own / whole
-    strays = [float(np.abs(each.scores["output"] - each.scores["naive"]).max()) for each in compared]
+    limits = MIN_SPEEDUPS if size <= SMALL_SIDE else MIN_SPEEDUPS_LARGE
+    total = {
+        score_at: np.sum([comparison.seconds[score_at] for comparison in comparisons], axis=0)
+        for score_at in (*MIN_SPEEDUPS, "naive")
+    }
+    ratios = {f"{score_at}_score_to_naive": total["naive"] / total[score_at] for score_at in limits}
+    slower = reference_costs / forward_costs
+    differences = [
+        float(np.abs(comparison.scores["output"] - comparison.scores["naive"]).max()) for comparison in comparisons
+    ]
     table = [
         {
-            "path": list(each.ask.path),
-            "candidates": len(each.ask.pool),
-            **{way: round(float(took[0]), 4) for way, took in each.seconds.items()},
+            "path": list(comparison.request.path),
+            "candidates": len(comparison.request.pool),
+            **{score_at: round(float(times[0]), 4) for score_at, times in comparison.seconds.items()},
         }
-        for each in compared
+        for comparison in comparisons
     ]
     return {
         "bench": "stitch",
         "size": size,
-        "images": compared[0].ask.samples,
+        "images": comparisons[0].request.samples,
         "rounds": table,
-        "plain_forward_s": round(float(whole[0]), 3),
-        "references_s": round(float(own[0]), 3),
+        "plain_forward_s": round(float(forward_costs[0]), 3),
+        "references_s": round(float(reference_costs[0]), 3),
         "figures": {
             **{
-                f"{name}_by_{clock}": compare_at_least(float(each[at]), limit, "times faster")
-                for (name, each), limit in zip(ratios.items(), limits.values(), strict=True)
-                for at, clock in enumerate(CLOCKS)
+                f"{name}_by_{clock}": compare_at_least(float(comparison[clock_index]), limit, "times faster")
+                for (name, comparison), limit in zip(ratios.items(), limits.values(), strict=True)
+                for clock_index, clock in enumerate(CLOCKS)
             },
             **{
-                f"references_to_plain_forward_by_{clock}": compare_at_most(float(slower[at]), SLOWER, "times as long")
-                for at, clock in enumerate(CLOCKS)
+                f"references_to_plain_forward_by_{clock}": compare_at_most(
+                    float(slower[clock_index]), MAX_REFERENCE_RATIO, "times as long"
+                )
+                for clock_index, clock in enumerate(CLOCKS)
             },
-            "difference_of_scores": compare_at_most(max(strays), SAME, ""),
+            "difference_of_scores": compare_at_most(max(differences), SCORE_TOLERANCE, ""),
         },
     }
 
@@ -333,7 +371,7 @@ def lines(result: dict[str, Any]) -> list[str]:
     head = f"    {'path':>6} {'blocks scored':>14} {'naive':>9} {'output':>9} {'hybrid':>9} {'input':>9}   CPU seconds"
     table = [
         f"    {len(row['path']):6} {row['candidates']:14} "
-        + " ".join(f"{row[way]:9.3f}" for way in ("naive", "output", "hybrid", "input"))
+        + " ".join(f"{row[score_at]:9.3f}" for score_at in ("naive", "output", "hybrid", "input"))
         for row in result["rounds"]
     ]
     return [
@@ -348,27 +386,29 @@ def lines(result: dict[str, Any]) -> list[str]:
 
 def score_output(
     path: Sequence[Block],
-    between: Sequence[Tensors | None],
-    own: Sequence[Block],
+    junctions: Sequence[Tensors | None],
+    donor_blocks: Sequence[Block],
     run: Run,
     scored: np.ndarray,
     fitted: np.ndarray,
     positions: np.ndarray,
     ridge: float,
 ) -> float:
-    """Return the CKA of the outputs of `own`'s last block behind the path and in its donor, all run from the images.
+    """Return the CKA of a candidate's outputs behind the path and in the donor, both computed from the images.
 
     `positions` are those of its input maps on `fitted`, of n * h * w.
     """
-    candidate = own[-1]
-    here = stitched_network.run_path(path, between, run, np.concatenate([scored, fitted]))
-    there = stitched_network.run_path(own[:-1], [None] * (len(own) - 1), run, np.concatenate([scored, fitted]))
+    candidate = donor_blocks[-1]
+    path_outputs = stitched_network.run_path(path, junctions, run, np.concatenate([scored, fitted]))
+    donor_outputs = stitched_network.run_path(
+        donor_blocks[:-1], [None] * (len(donor_blocks) - 1), run, np.concatenate([scored, fitted])
+    )
     n = len(scored)
     junction = None
     if not stitched_network.is_continuation(path[-1], candidate):
-        x = inputs.resize_maps(here[n:], *candidate.in_shape[1:])
-        rows = [maps.transpose(0, 2, 3, 1).reshape(-1, maps.shape[1])[positions] for maps in (x, there[n:])]
+        x = inputs.resize_maps(path_outputs[n:], *candidate.in_shape[1:])
+        rows = [maps.transpose(0, 2, 3, 1).reshape(-1, maps.shape[1])[positions] for maps in (x, donor_outputs[n:])]
         weights, bias = least_squares.RidgeFit(rows[0], ridge).solve_weights(rows[1])
         junction = {"weights": weights.astype(np.float32), "bias": bias.astype(np.float32)}
-    output = run(candidate, stitched_network.apply_junction(here[:n], junction, candidate))
-    return cka.cka(cka.gram_matrix(output), cka.gram_matrix(run(candidate, there[:n]))).value
+    output = run(candidate, stitched_network.apply_junction(path_outputs[:n], junction, candidate))
+    return cka.cka(cka.gram_matrix(output), cka.gram_matrix(run(candidate, donor_outputs[:n]))).value

@@ -1,7 +1,7 @@
 """Serving and pulling processes of `fedquilt lab bench blobs`.
 
 An agent is a process with the daemon's own imports and the transfer code it uses; the serving process has the
-coordinator's. What they hold beyond their idle size is their own peak (VmHWM after a reset).
+coordinator's. Their memory use is the peak above their idle size (VmHWM after a reset).
 """
 
 from __future__ import annotations
@@ -34,42 +34,42 @@ from fedquilt.transport.mqtt.link import MqttLink
 
 SIZE: Final = 45_000_000
 AGENTS: Final = 10
-DOWN_S: Final = 1.0  # for which a broker, or TCP's server, is away
-LIMIT_S: Final = 180.0
-OWN: Final = ("127.0.0.2", 0)
-TRY_S: Final = 0.01  # between TCP's attempts to connect again
+OUTAGE_S: Final = 1.0  # of the broker, or of TCP's server
+TIMEOUT_S: Final = 180.0
+PULL_ADDRESS: Final = ("127.0.0.2", 0)
+RECONNECT_S: Final = 0.01  # between connection attempts of TCP
 
 
 class LossyLink:
     """Link that drops a share of the published chunks."""
 
     def __init__(self, link: MqttLink, loss: float, seed: int) -> None:
-        self._link, self._loss, self._roll = link, loss, random.Random(seed)
-        self.lost = 0
+        self._link, self._loss, self._rng = link, loss, random.Random(seed)
+        self.lost_chunks = 0
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._link, name)
 
     def publish(self, topic: str, payload: bytes, *, retain: bool = False, reliable: bool = True) -> None:
-        if topic.rpartition("/")[2].isdigit() and self._roll.random() < self._loss:
-            self.lost += 1
+        if topic.rpartition("/")[2].isdigit() and self._rng.random() < self._loss:
+            self.lost_chunks += 1
         else:
             self._link.publish(topic, payload, retain=retain, reliable=reliable)
 
 
-def _create_unreliable_send(loss: float, lost: list[int]) -> Callable[..., None]:
-    roll, send = random.Random(1), http_client.send_file
+def _create_unreliable_send(loss: float, lost_count: list[int]) -> Callable[..., None]:
+    rng, send = random.Random(1), http_client.send_file
 
     def send_unreliably(
-        sock: socket.socket, file: int, offset: int, size: int, moved: Callable[[int], None] = lambda size: None
+        sock: socket.socket, file: int, offset: int, size: int, on_progress: Callable[[int], None] = lambda size: None
     ) -> None:
         while size:
-            piece = min(wire.MAX_CHUNK, size)
-            if roll.random() < loss:
-                lost[0] += 1
-                raise ConnectionError("broken for the bench")
-            send(sock, file, offset, piece, moved)
-            offset, size = offset + piece, size - piece
+            chunk_bytes = min(wire.MAX_CHUNK, size)
+            if rng.random() < loss:
+                lost_count[0] += 1
+                raise ConnectionError("broken by the benchmark")
+            send(sock, file, offset, chunk_bytes, on_progress)
+            offset, size = offset + chunk_bytes, size - chunk_bytes
 
     return send_unreliably
 
@@ -83,17 +83,21 @@ def serve_blob(url: str, folder: str, sha256: str, transport: str, loss: str) ->
     from fedquilt.coordinator.delivery import blob_server
     from fedquilt.coordinator.delivery.blob_server import BlobLocationProvider, BlobLocationSettings
 
-    depot, lost = BlobStore(Path(folder)), [0]
+    blob_store, lost_count = BlobStore(Path(folder)), [0]
     if transport == "tcp":
-        return _serve_tcp(depot.verified_path(sha256) or "", float(loss))
+        return _serve_tcp(blob_store.verified_path(sha256) or "", float(loss))
     link = MqttLink(Broker.from_url(url), "bench-coordinator")
     lossy = LossyLink(link, float(loss), seed=1)
     if float(loss):
-        blob_server.send_file = _create_unreliable_send(float(loss), lost)  # type: ignore[attr-defined]
-    places = BlobLocationProvider(
-        BlobLocationSettings("127.0.0.1:0" if transport == "http" else None), depot, lambda device, sha: sha == sha256
+        blob_server.send_file = _create_unreliable_send(float(loss), lost_count)  # type: ignore[attr-defined]
+    location_provider = BlobLocationProvider(
+        BlobLocationSettings("127.0.0.1:0" if transport == "http" else None),
+        blob_store,
+        lambda device, sha: sha == sha256,
     )
-    transfers = Transfers(lossy, depot, wire.Topics("bench"), "dn", lambda device, sha: sha == sha256, carriers=places)
+    transfers = Transfers(
+        lossy, blob_store, wire.Topics("bench"), "dn", lambda device, sha: sha == sha256, carriers=location_provider
+    )
     running = [True]
     signal.signal(signal.SIGTERM, lambda number, frame: running.clear())
     base = _connect_and_measure_base(link, wire.Topics("bench").coordinator_filters())
@@ -103,19 +107,19 @@ def serve_blob(url: str, folder: str, sha256: str, transport: str, loss: str) ->
         due = _process_messages(link, transfers)
         link.wait(min(max(due - time.monotonic(), 0.0), 0.2), transfers.fds())
     cpu_s = time.process_time() - idle_s
-    told = {
+    report = {
         "base": base,
         "peak": memory_budget.read_peak_bytes(os.getpid()),
-        "lost": lossy.lost + lost[0],
+        "lost": lossy.lost_chunks + lost_count[0],
         "cpu_s": cpu_s,
     }
-    print(json.dumps(told), flush=True)
+    print(json.dumps(report), flush=True)
 
 
 def _serve_tcp(path: str, loss: float) -> None:
     # SIGUSR1 closes all connections and the listener for DOWN_S, like a killed server
-    lost, socks = [0], list[socket.socket]()
-    send = _create_unreliable_send(loss, lost) if loss else _send_rest
+    lost_count, socks = [0], list[socket.socket]()
+    send = _create_unreliable_send(loss, lost_count) if loss else _send_rest
 
     def send_blob(sock: socket.socket) -> None:
         with suppress(OSError), sock, open(path, "rb") as file:
@@ -123,7 +127,7 @@ def _serve_tcp(path: str, loss: float) -> None:
             send(sock, file.fileno(), start, SIZE - start)
 
     def accept_connections(listener: socket.socket) -> None:
-        with suppress(OSError):  # the listener was shut
+        with suppress(OSError):  # the listener was closed
             while True:
                 socks.append(listener.accept()[0])
                 threading.Thread(target=send_blob, args=(socks[-1],), daemon=True).start()
@@ -136,19 +140,19 @@ def _serve_tcp(path: str, loss: float) -> None:
             if not address[1]:
                 address = listener.getsockname()
                 print(json.dumps({"port": address[1]}), flush=True)
-            taking = threading.Thread(target=accept_connections, args=(listener,))
-            taking.start()
+            accepting = threading.Thread(target=accept_connections, args=(listener,))
+            accepting.start()
             number = signal.sigwait(signals)
             listener.shutdown(socket.SHUT_RDWR)
-            taking.join()
+            accepting.join()
         if number == signal.SIGTERM:
             break
         for sock in socks:
             with suppress(OSError):
                 sock.shutdown(socket.SHUT_RDWR)
-        time.sleep(DOWN_S)
+        time.sleep(OUTAGE_S)
     cpu_s = time.process_time() - idle_s
-    print(json.dumps({"base": 0, "peak": 0, "lost": lost[0], "cpu_s": cpu_s}), flush=True)
+    print(json.dumps({"base": 0, "peak": 0, "lost": lost_count[0], "cpu_s": cpu_s}), flush=True)
 
 
 def _send_rest(sock: socket.socket, file: int, offset: int, size: int) -> None:
@@ -166,46 +170,49 @@ def pull_blob(url: str, folder: str, sha256: str, device: str, transport: str, p
     if transport == "tcp":
         return _pull_tcp(int(port), Path(folder), sha256)
     link = MqttLink(Broker.from_url(url), f"bench-{device}")
-    depot = BlobStore(Path(folder))
+    blob_store = BlobStore(Path(folder))
     transfers = Transfers(
-        link, depot, wire.Topics("bench"), "up", lambda device, sha: False, carriers=TransferBackend()
+        link, blob_store, wire.Topics("bench"), "up", lambda device, sha: False, carriers=TransferBackend()
     )
     base = _connect_and_measure_base(link, wire.Topics("bench").device_filters(device))
     idle_s = _wait_for_start()
-    began = time.monotonic()
+    start_s = time.monotonic()
     transfers.request_blob(device, BlobRef(sha256=sha256, size=SIZE))
-    done: list[tuple[str, str, str | None]] = []
-    while not done and time.monotonic() < began + LIMIT_S:
+    finished: list[tuple[str, str, str | None]] = []
+    while not finished and time.monotonic() < start_s + TIMEOUT_S:
         due = _process_messages(link, transfers)
-        done = transfers.take_finished()
-        if not done:
+        finished = transfers.take_finished()
+        if not finished:
             link.wait(min(max(due - time.monotonic(), 0.0), 0.2), transfers.fds())
-    error = done[0][2] if done else f"not finished after {LIMIT_S:g} s"
-    ended, cpu_s, peak = time.monotonic(), time.process_time() - idle_s, memory_budget.read_peak_bytes(os.getpid())
-    print(json.dumps({"base": base, "peak": peak, "error": error, "cpu_s": cpu_s, "ended": ended}), flush=True)
+    error = finished[0][2] if finished else f"not finished after {TIMEOUT_S:g} s"
+    end_s, cpu_s, peak = time.monotonic(), time.process_time() - idle_s, memory_budget.read_peak_bytes(os.getpid())
+    print(json.dumps({"base": base, "peak": peak, "error": error, "cpu_s": cpu_s, "ended": end_s}), flush=True)
     link.close()
 
 
 def _pull_tcp(port: int, folder: Path, sha256: str) -> None:
     folder.mkdir(parents=True)
     idle_s = _wait_for_start()
-    buffer, digest, came = memoryview(bytearray(256 * 1024)), hashlib.sha256(), 0
+    buffer, digest, total_bytes = memoryview(bytearray(256 * 1024)), hashlib.sha256(), 0
     with open(folder / "part", "wb", buffering=0) as file:
-        while came < SIZE:
-            # from another address: a client may be given the unused port itself, and would then connect to itself
-            with suppress(ConnectionError), socket.create_connection(("127.0.0.1", port), LIMIT_S, OWN) as sock:
-                sock.sendall(came.to_bytes(8, "big"))
-                while got := sock.recv_into(buffer):
-                    digest.update(buffer[:got])
-                    file.write(buffer[:got])
-                    came += got
-            if came < SIZE:
-                time.sleep(TRY_S)
+        while total_bytes < SIZE:
+            # Another address, because the kernel may assign the unused port to the client, which would reach itself.
+            with (
+                suppress(ConnectionError),
+                socket.create_connection(("127.0.0.1", port), TIMEOUT_S, PULL_ADDRESS) as sock,
+            ):
+                sock.sendall(total_bytes.to_bytes(8, "big"))
+                while received_bytes := sock.recv_into(buffer):
+                    digest.update(buffer[:received_bytes])
+                    file.write(buffer[:received_bytes])
+                    total_bytes += received_bytes
+            if total_bytes < SIZE:
+                time.sleep(RECONNECT_S)
         os.fsync(file.fileno())
     os.replace(folder / "part", folder / sha256)
-    ended, cpu_s = time.monotonic(), time.process_time() - idle_s
+    end_s, cpu_s = time.monotonic(), time.process_time() - idle_s
     error = None if digest.hexdigest() == sha256 else "damaged"
-    print(json.dumps({"base": 0, "peak": 0, "error": error, "cpu_s": cpu_s, "ended": ended}), flush=True)
+    print(json.dumps({"base": 0, "peak": 0, "error": error, "cpu_s": cpu_s, "ended": end_s}), flush=True)
 
 
 def _wait_for_start() -> float:

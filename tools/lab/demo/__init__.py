@@ -1,9 +1,8 @@
 """Demo federation on handwritten digits, compared with its baselines (`fedquilt demo`).
 
 Six simulated boards hold uneven shares of the UCI optical digits. Each of three donors was trained on a few digits of
-MNIST only, by `tests/demo_donors.py`, so that their blocks do together what none of them does alone.
-The boards are simulated (times and joules follow their profiles), everything else is real: processes,
-memory budgets, broker, bytes, accuracy.
+MNIST only, by `tests/demo_donors.py`, so that no donor recognises all digits alone. The boards are simulated: times and
+joules follow their profiles. Everything else is real: processes, memory budgets, broker, bytes, accuracy.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ from fedquilt.tools.report.run_data import load_run_data
 from fedquilt.tools.simulation import DeviceData, agents
 from fedquilt.tools.simulation.agents import FleetPlan
 
-BUDGET_BYTES = 1 << 30  # of the evaluation, which runs here
+BUDGET_BYTES = 1 << 30  # of evaluations, which run in this process
 PIXELS: Final = 64  # of a digit, the inputs of FedAvg's network
 SCRATCH_NAME: Final = "FedAvg from scratch"
 SCRATCH_PARAMS: Final = {"lr": 0.2, "batch": 16}
@@ -64,20 +63,20 @@ class DeviceAccuracy(msgspec.Struct, frozen=True):
     """Accuracy of the network that one device stitches alone."""
 
     name: str
-    examples: int  # with those that nothing is fitted to
+    examples: int  # training and held-out
     alone: float  # on the test digits
 
 
 class DonorContribution(msgspec.Struct, frozen=True):
-    """What a donor knows and adds to the network. Accuracies are on the test digits."""
+    """Accuracies of a donor on the test digits, and its contribution to the stitched network."""
 
     name: str
     labels: tuple[str, ...]  # that the donor was trained on
     unmodified: float
     head: float  # with a new last layer
     depths: float  # with a new last layer on all its depths
-    without: float | None  # of the network without the donor's blocks; None: no block is left
-    gain: tuple[float, float] | None  # 95 % interval of what the network gains by the donor, paired by test digits
+    without: float | None  # of the network without the donor's blocks, None if no block is left
+    gain: tuple[float, float] | None  # 95 % interval of the accuracy gained with the donor, paired by test digits
 
 
 @dataclass(frozen=True)
@@ -89,80 +88,88 @@ class DemoComparison:
 
     @property
     def best_donor(self) -> DonorContribution:
-        return max(self.donors, key=lambda donor: donor.head)  # chosen on the test digits, which favours the donor
+        return max(self.donors, key=lambda donor: donor.head)  # selected on the test digits, which favours the donor
 
 
 def compare_networks(
     plan: FleetPlan,
-    members: Sequence[DeviceData],
+    devices: Sequence[DeviceData],
     test: Examples,
     rounds: int,
     artefact: Artefact,
-    far: Callable[[str], None],
+    report_progress: Callable[[str], None],
 ) -> DemoComparison:
     """Measure all baselines of the stitched network."""
-    opened = job_bundle.load_bundle(plan.bundle)
+    bundle = job_bundle.load_bundle(plan.bundle)
     folder = plan.bundle / "blobs"
     engine: Any = engines.create_engine("onnx", BUDGET_BYTES)
 
-    setup = BaselineSetup(opened, lambda name: folder / opened.files[name].sha256, engine, pool_examples(members), test)
+    setup = BaselineSetup(bundle, lambda name: folder / bundle.files[name].sha256, engine, pool_examples(devices), test)
     single = msgspec.structs.replace(plan.job, cohort=CohortSettings())
-    devices = []
-    for member in members:
-        far(f"{member.device} alone")
-        own = fedstitch.result(run_to_last_state(single, plan.bundle, [member], fedstitch.METHOD, engine))
-        devices.append(DeviceAccuracy(member.device, len(member.train) + len(member.held), setup.compute_accuracy(own)))
-    far("what each donor contributes")
+    accuracies = []
+    for member in devices:
+        report_progress(f"{member.device} alone")
+        artefact_of_device = fedstitch.result(
+            run_to_last_state(single, plan.bundle, [member], fedstitch.METHOD, engine)
+        )
+        accuracies.append(
+            DeviceAccuracy(
+                member.device, len(member.train) + len(member.held_out), setup.compute_accuracy(artefact_of_device)
+            )
+        )
+    report_progress("what each donor contributes")
     network = stitched_network.from_artefact(artefact.meta, artefact.tensors)
     correct = setup.mark_correct(network)
     heads = setup.evaluate_new_heads()
     donors = measure_contributions(setup, network, correct, {row.name: row.accuracy for row in heads})
     best = max(heads, key=lambda row: row.accuracy)
-    far(f"{rounds} rounds of FedAvg")
+    report_progress(f"{rounds} rounds of FedAvg")
     scratch = train_from_scratch(plan.job, rounds, count_weights(network, setup.donor_pool))
-    return DemoComparison(donors, _paired_interval(correct, best.correct), devices, scratch)
+    return DemoComparison(donors, _paired_interval(correct, best.correct), accuracies, scratch)
 
 
 def measure_contributions(
     setup: BaselineSetup, network: StitchedNetwork, correct: np.ndarray, heads: Mapping[str, float]
 ) -> list[DonorContribution]:
     unmodified = {row.name: row.accuracy for row in setup.evaluate_unmodified()}
-    found = []
+    contributions = []
     for name, donor in setup.donor_pool.donors.items():
         depths = tuple(donor.blocks[: index + 1] for index in range(len(donor.blocks) - 1))
         labels = zip(setup.donor_pool.labels, donor.align or (), strict=True)
-        left = tuple(path for path in network.taps if set(path).isdisjoint(donor.blocks))
-        others = setup.mark_correct(setup.fit_new_head(replace(network, taps=left))) if left else None
-        found.append(
+        remaining_paths = tuple(path for path in network.taps if set(path).isdisjoint(donor.blocks))
+        correct_without = (
+            setup.mark_correct(setup.fit_new_head(replace(network, taps=remaining_paths))) if remaining_paths else None
+        )
+        contributions.append(
             DonorContribution(
                 name,
                 tuple(label for label, classes in labels if classes),
                 unmodified[name],
                 heads[name],
                 float(setup.mark_correct(setup.fit_new_head(StitchedNetwork(depths, {}))).mean()),
-                None if others is None else float(others.mean()),
-                None if others is None else _paired_interval(correct, others),
+                None if correct_without is None else float(correct_without.mean()),
+                None if correct_without is None else _paired_interval(correct, correct_without),
             )
         )
-    return found
+    return contributions
 
 
 def count_weights(network: StitchedNetwork, stock: DonorPool) -> int:
     """Return the number of weights of a stitched network. Blocks that several paths share count once."""
-    used = {block for path in network.taps for block in path}
-    own = (*network.junctions.values(), network.head or {})
-    return sum(stock.blocks[block].weight_bytes // 4 for block in used) + sum(
-        array.size for arrays in own for array in arrays.values()
+    used_blocks = {block for path in network.taps for block in path}
+    solved_layers = (*network.junctions.values(), network.head or {})
+    return sum(stock.blocks[block].weight_bytes // 4 for block in used_blocks) + sum(
+        array.size for arrays in solved_layers for array in arrays.values()
     )
 
 
-def _paired_interval(correct: np.ndarray, other: np.ndarray) -> tuple[float, float]:
-    return tables.confidence_interval((correct.astype(float) - other.astype(float)).tolist())
+def _paired_interval(correct: np.ndarray, baseline: np.ndarray) -> tuple[float, float]:
+    return tables.confidence_interval((correct.astype(float) - baseline.astype(float)).tolist())
 
 
 def train_from_scratch(job: JobSettings, rounds: int, size: int) -> NetworkResult:
     """Train a network of about `size` weights with FedAvg, from random weights, on the same devices and examples."""
-    wanted = JobSettings(
+    job_from_scratch = JobSettings(
         name="scratch",
         method="fedavg",
         rounds=rounds,
@@ -174,70 +181,70 @@ def train_from_scratch(job: JobSettings, rounds: int, size: int) -> NetworkResul
     )
     labels = len(job.labels)
     hidden = max(1, round((size - labels) / (PIXELS + 1 + labels)))
-    with tempfile.TemporaryDirectory(prefix="fedquilt-") as place:
+    with tempfile.TemporaryDirectory(prefix="fedquilt-") as folder:
         model = {"name": "mlp", "inputs": PIXELS, "hidden": [hidden], "classes": labels}
-        prepare.prepare_bundle({"model": model}, Path(place))
-        last = run_seed(wanted, Path(place), lambda done: None, 1).marks[-1]
-    if last.value is None:
+        prepare.prepare_bundle({"model": model}, Path(folder))
+        evaluation = run_seed(job_from_scratch, Path(folder), lambda done: None, 1).marks[-1]
+    if evaluation.value is None:
         raise FedquiltError("FedAvg from scratch has no accuracy on the test digits")
     return NetworkResult(
         SCRATCH_NAME,
-        last.value,
+        evaluation.value,
         f"{hidden * (PIXELS + 1 + labels) + labels} weights, {rounds} rounds",
-        last.energy_j,
-        last.down_bytes + last.up_bytes,
+        evaluation.energy_j,
+        evaluation.down_bytes + evaluation.up_bytes,
     )
 
 
-def run_demo(out: Path, format: str = "text", wordy: bool = False, show: bool = False) -> int:
+def run_demo(out: Path, format: str = "text", verbose: bool = False, show: bool = False) -> int:
     """Run the federation, compare results, and write report, network and test digits into `out`.
 
     Returns:
         0, or 8 if the run failed.
     """
     began_s = time.monotonic()
-    # a folder for each run: what boards have cached from an earlier one would change what is measured
+    # a folder for each run, because caches of an earlier run would change the measurements
     plan = agents.FleetPlan(jobs.load_job(HERE / "job.toml"), HERE / "bundle", out / time.strftime("%Y%m%d-%H%M%S"))
-    members, test = plan.load_devices()
+    devices, test = plan.load_devices()
     text = format == "text"
     if text:
-        print("\n".join(_format_introduction(plan, members, test)), flush=True)
-    run, status = agents.run_fleet_on_broker(plan, None, wordy=wordy)
-    if status == "running":  # Ctrl-C ended its coordinator in good order
+        print("\n".join(_format_introduction(plan, devices, test)), flush=True)
+    run, status = agents.run_fleet_on_broker(plan, None, verbose=verbose)
+    if status == "running":  # Ctrl-C stopped the coordinator cleanly
         raise KeyboardInterrupt
     if status != "done":
         return 8
     with Store(plan.home) as store, progress.show_progress("comparing"):
-        far = progress.count_parts(3 + len(members))
-        far("the boards' network")
+        report_progress = progress.count_parts(3 + len(devices))
+        report_progress("the boards' network")
         evaluation.evaluate_run(store, run)
-        found = load_run_data(store, run)
+        run_data = load_run_data(store, run)
         artefact = export.load_result(store, run)
-        others = compare_networks(plan, members, test, found.points[-1].rounds, artefact, far)
+        comparison = compare_networks(plan, devices, test, run_data.points[-1].rounds, artefact, report_progress)
         written = export.export_result(store, run, out / "stitched.onnx")
-    whole = found.summary.total
-    moved = whole.down_bytes + whole.up_bytes
+    total = run_data.summary.total
+    transferred_bytes = total.down_bytes + total.up_bytes
     name = stitched_network.artefact_name(artefact.meta)  # as in the log of the search
-    stitched = NetworkResult(STITCHED, found.scores[-1].value, name, whole.energy_j, moved)
-    networks = _list_networks(stitched, others)
+    stitched = NetworkResult(STITCHED, run_data.scores[-1].value, name, total.energy_j, transferred_bytes)
+    networks = _list_networks(stitched, comparison)
     np.savez_compressed(out / "held-out.npz", x=test.x, y=test.y)
     report = out / "report.html"
-    head, *rows = make_donor_table(others.donors)
+    head, *rows = make_donor_table(comparison.donors)
     section = PageSection(table=HtmlTable(head, rows), notes=[DEPTHS, WITHOUT])
-    disk.write_output(report, render_run_page(found, section))
+    disk.write_output(report, render_run_page(run_data, section))
     result = {
         "run": run,
         "accuracy": msgspec.to_builtins(networks),
-        "donors": msgspec.to_builtins(others.donors),
-        "lead": others.lead,
-        "alone": msgspec.to_builtins(others.devices),
-        "devices": {name: cost.to_table() for name, cost in found.summary.device_costs().items()},
+        "donors": msgspec.to_builtins(comparison.donors),
+        "lead": comparison.lead,
+        "alone": msgspec.to_builtins(comparison.devices),
+        "devices": {name: cost.to_table() for name, cost in run_data.summary.device_costs().items()},
         "report": str(report),
     }
     if not text:
         print(msgspec.json.encode(result).decode())
         return 0
-    print("\n".join(_format_results(networks, others)))
+    print("\n".join(_format_results(networks, comparison)))
     print("\n".join(["", *_wrap_text(written)]))
     print(f"classify with it: fedquilt model run {out / 'stitched.onnx'} {out / 'held-out.npz'}")
     print(f"{time.monotonic() - began_s:.0f} s in all; report of the run, with plots (--open shows it): {report}")
@@ -249,7 +256,7 @@ def run_demo(out: Path, format: str = "text", wordy: bool = False, show: bool = 
 def _format_introduction(plan: agents.FleetPlan, members: Sequence[DeviceData], test: Examples) -> list[str]:
     donors = job_bundle.load_bundle(plan.bundle).meta["donors"]
     blocks = sum(len(donor["blocks"]) for donor in donors.values())
-    sizes = [len(member.train) + len(member.held) for member in members]
+    sizes = [len(member.train) + len(member.held_out) for member in members]
     budgets = [int(table["budget"].removesuffix("MB")) for table in plan.make_agent_tables()]
     rows = [
         (
@@ -277,42 +284,44 @@ def _wrap_text(text: str) -> list[str]:
     return textwrap.wrap(text, table.line_width(), break_on_hyphens=False, break_long_words=False)
 
 
-def _list_networks(stitched: NetworkResult, others: DemoComparison) -> list[NetworkResult]:
+def _list_networks(stitched: NetworkResult, comparison: DemoComparison) -> list[NetworkResult]:
     return [
         stitched,
-        *(NetworkResult(f"donor {donor.name} + new head", donor.head) for donor in others.donors),
-        others.scratch,
-        NetworkResult(ALONE, float(np.mean([device.alone for device in others.devices]))),
+        *(NetworkResult(f"donor {donor.name} + new head", donor.head) for donor in comparison.donors),
+        comparison.scratch,
+        NetworkResult(ALONE, float(np.mean([device.alone for device in comparison.devices]))),
     ]
 
 
 def format_verdict(networks: Sequence[NetworkResult]) -> str:
-    first, *others = networks
+    stitched, *others = networks
     best = max(others, key=lambda network: network.accuracy)
-    gap = 100 * (first.accuracy - best.accuracy)
+    gap = 100 * (stitched.accuracy - best.accuracy)
     if gap > 0:
         return f"The boards' network is the best here, by {gap:.1f} points over the best of the others ({best.name})."
     return f"The boards' network is not the best here: {best.name} is {-gap:.1f} points better."
 
 
-def _format_results(networks: Sequence[NetworkResult], others: DemoComparison) -> list[str]:
+def _format_results(networks: Sequence[NetworkResult], comparison: DemoComparison) -> list[str]:
     head = f"{'accuracy on the test digits':29} {'%':>6} {'energy':>8} {'sent':>8}"
     lines = [table.colour_text(head, "bold")]
     for network in networks:
         energy = "-" if network.energy_j is None else run_summary.format_joules(network.energy_j)
-        moved = "-" if network.moved_bytes is None else units.format_bytes(network.moved_bytes)
-        lines.append(f"{network.name:29} {100 * network.accuracy:6.1f} {energy:>8} {moved:>8}")
-    lead = f"Over {others.best_donor.name} + new head, the 95 % interval is {_format_points(others.lead)} points."
+        transferred = "-" if network.moved_bytes is None else units.format_bytes(network.moved_bytes)
+        lines.append(f"{network.name:29} {100 * network.accuracy:6.1f} {energy:>8} {transferred:>8}")
+    lead = (
+        f"Over {comparison.best_donor.name} + new head, the 95 % interval is {_format_points(comparison.lead)} points."
+    )
     lines += [*_wrap_text(format_verdict(networks)), *_wrap_text(lead)]
     lines += [
         "+ new head: last layer solved from all images in one place, as no board would",
-        f"FedAvg: {others.scratch.note}; the boards' network has about as many weights",
+        f"FedAvg: {comparison.scratch.note}; the boards' network has about as many weights",
         "energy: as the boards' profiles predict; accuracy and bytes: measured",
         "",
     ]
-    columns, *rows = make_donor_table(others.donors)
-    first, *rest = table.format_table([columns, *rows], "<<>>>>")
-    return [*lines, table.colour_text(first, "bold"), *rest, *_wrap_text(DEPTHS), *_wrap_text(WITHOUT)]
+    columns, *rows = make_donor_table(comparison.donors)
+    header, *donor_lines = table.format_table([columns, *rows], "<<>>>>")
+    return [*lines, table.colour_text(header, "bold"), *donor_lines, *_wrap_text(DEPTHS), *_wrap_text(WITHOUT)]
 
 
 def make_donor_table(donors: Sequence[DonorContribution]) -> list[list[str]]:

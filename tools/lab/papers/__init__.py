@@ -26,7 +26,7 @@ from fedquilt.tools.lab.papers.cells import GridCell, read_value
 from fedquilt.tools.lab.papers.grid import ClaimSpec, Grid, GridColumn, GridTable
 from fedquilt.tools.report import plots
 
-KEPT: Final = Path("fedquilt-compare")
+CACHE_FOLDER: Final = Path("fedquilt-compare")
 
 
 @cache
@@ -36,16 +36,16 @@ def load_tables() -> dict[str, GridTable]:
     )
 
 
-def find_table(name: str, known: Mapping[str, GridTable]) -> GridTable:
+def find_table(name: str, tables: Mapping[str, GridTable]) -> GridTable:
     """Return a paper's table by name, or the table in a file NAME.toml."""
-    if name in known:
-        return known[name]
+    if name in tables:
+        return tables[name]
     if not name.endswith(".toml"):
-        raise JobError(f"table {name!r} is unknown; there are: {', '.join(known) or 'none'}, and files NAME.toml")
-    found = grids.read_tables(Path(name))
-    if len(found) > 1:
-        raise JobError(f"{name} has {len(found)} tables, and a file of your own holds one: leave [tables] out")
-    return next(iter(found.values()))
+        raise JobError(f"table {name!r} is unknown; there are: {', '.join(tables) or 'none'}, and files NAME.toml")
+    own_tables = grids.read_tables(Path(name))
+    if len(own_tables) > 1:
+        raise JobError(f"{name} has {len(own_tables)} tables: write one table per file, without [tables]")
+    return next(iter(own_tables.values()))
 
 
 def find_tables_of_method(method: str) -> list[tuple[str, str]]:
@@ -57,12 +57,14 @@ def find_tables_of_method(method: str) -> list[tuple[str, str]]:
 
 
 def format_catalogue(rows: Sequence[dict[str, Any]]) -> list[str]:
-    found: dict[str, list[str]] = {}
+    names_by_description: dict[str, list[str]] = {}
     for row in rows:
-        found.setdefault(row["about"], []).append("  " + row["table"] + " (--data FOLDER)" * row["takes_data"])
+        names_by_description.setdefault(row["about"], []).append(
+            "  " + row["table"] + " (--data FOLDER)" * row["takes_data"]
+        )
     lines = []
-    for about, names in found.items():
-        lines += [*textwrap.wrap(about, layout.line_width(), break_on_hyphens=False), *names]
+    for description, names in names_by_description.items():
+        lines += [*textwrap.wrap(description, layout.line_width(), break_on_hyphens=False), *names]
     return lines
 
 
@@ -74,26 +76,31 @@ def run_table(
     folder: Path | None = None,
     columns: Sequence[str] | None = None,
     rows: Sequence[str] | None = None,
-    out: Path = KEPT,
-    say: Callable[[str], None] = lambda line: None,
+    out: Path = CACHE_FOLDER,
+    report: Callable[[str], None] = lambda line: None,
 ) -> dict[str, Any]:
     """Run a table, and return its result with the description of the file under "about"."""
     if folder is not None and not table.takes_data:
-        raise JobError(f"{table.name} makes its own data: leave --data out")
-    there = table.grid.columns
-    if columns and len(there) == 1:
-        raise JobError(f"{table.name} is run as a whole: leave --columns out")
-    if odd := sorted(set(columns or ()) - there.keys()):
-        raise JobError(f"{table.name} has no column {odd[0]!r}; it has: {', '.join(there)}")
-    found = table.fill_marks(folder)
-    found = found.select_rows(rows) if rows else found
-    chosen, wanted = tuple(seeds or found.seeds), [name for name in there if name in (columns or there)]
-    todo = cells.make_cells(found, str(table.file), chosen, rounds, wanted, out)
-    runs, failed = comparison.run_cases([cell.case for cell in todo], out, cells.run_case, say, parallel=True)
-    if failed and not (found.may_fail and runs):
-        raise JobError(f"{len(failed)} of {len(todo)} runs failed, the others are kept in {out / 'runs'}: {failed[0]}")
+        raise JobError(f"{table.name} creates its own data: leave out --data")
+    all_columns = table.grid.columns
+    if columns and len(all_columns) == 1:
+        raise JobError(f"{table.name} has one column: leave out --columns")
+    if unknown := sorted(set(columns or ()) - all_columns.keys()):
+        raise JobError(f"{table.name} has no column {unknown[0]!r}; it has: {', '.join(all_columns)}")
+    grid = table.fill_marks(folder)
+    grid = grid.select_rows(rows) if rows else grid
+    chosen_seeds, column_names = (
+        tuple(seeds or grid.seeds),
+        [name for name in all_columns if name in (columns or all_columns)],
+    )
+    grid_cells = cells.make_cells(grid, str(table.file), chosen_seeds, rounds, column_names, out)
+    runs, failed = comparison.run_cases([cell.case for cell in grid_cells], out, cells.run_case, report, parallel=True)
+    if failed and not (grid.may_fail and runs):
+        raise JobError(
+            f"{len(failed)} of {len(grid_cells)} runs failed, results of the others are in {out / 'runs'}: {failed[0]}"
+        )
     with toml.prefix_errors(f"{table.file}, table {table.name}"):
-        return {**make_result(table.name, found, todo, runs, chosen, rounds), "about": found.about}
+        return {**make_result(table.name, grid, grid_cells, runs, chosen_seeds, rounds), "about": grid.about}
 
 
 def list_or_run_tables(
@@ -106,21 +113,25 @@ def list_or_run_tables(
     rows: Sequence[str] | None,
     out: Path | None,
     picture: Path | None,
-    kept: Path = KEPT,
+    cache_folder: Path = CACHE_FOLDER,
     format: str,
 ) -> int:
     """List the tables, or run one and print its result. Return 1 if a claim fails, otherwise 0."""
-    known = load_tables()
+    tables = load_tables()
     if name is None:
-        every = [
+        rows_of_list = [
             {"table": each, "about": table.grid.about.partition("\n")[0], "takes_data": table.takes_data}
-            for each, table in known.items()
+            for each, table in tables.items()
         ]
-        print(msgspec.json.encode(every).decode() if format == "json" else "\n".join(format_catalogue(every)))
+        print(
+            msgspec.json.encode(rows_of_list).decode()
+            if format == "json"
+            else "\n".join(format_catalogue(rows_of_list))
+        )
         return 0
-    table = find_table(name, known)
+    table = find_table(name, tables)
     options: dict[str, Any] = {"seeds": seeds, "rounds": rounds, "folder": folder, "columns": columns, "rows": rows}
-    result = run_table(table, **options, out=kept, say=progress.LINE.print_lines)
+    result = run_table(table, **options, out=cache_folder, report=progress.LINE.print_lines)
     text = msgspec.json.format(msgspec.json.encode(result)).decode()
     lines = [*format_result(table.grid, result), "", result["about"].strip()]
     print(text if format == "json" else "\n".join(lines))
@@ -145,10 +156,10 @@ def make_result(
         "columns" (column, row, then "values" per seed, "paper" and "runs"), "figures" (judged claims), "told"
         (reported comparisons without a claim), "table" and "seeds".
     """
-    found: dict[str, dict[str, Any]] = {}
+    columns: dict[str, dict[str, Any]] = {}
     for cell in cells:
         papers = [point.paper.get(cell.row, {}) for point in grid.columns[cell.column]]
-        entry = found.setdefault(cell.column, {}).setdefault(
+        entry = columns.setdefault(cell.column, {}).setdefault(
             cell.row,
             {
                 "rounds": cell.case.settings.rounds,
@@ -162,27 +173,29 @@ def make_result(
         entry["runs"].append(msgspec.to_builtins(run))
         for key, values in entry["values"].items():
             values.append(None if run is None else read_value(run, key, cell.target))
-    judged = judge_claims(grid, found)
+    judged = judge_claims(grid, columns)
     return {
         "table": name,
         "seeds": list(seeds),
-        "columns": found,
-        "figures": {key: told for key, (claim, told) in judged.items() if not claim.told} if rounds is None else {},
-        "told": {key: told for key, (claim, told) in judged.items() if claim.told},
+        "columns": columns,
+        "figures": {key: verdict for key, (claim, verdict) in judged.items() if not claim.told}
+        if rounds is None
+        else {},
+        "told": {key: verdict for key, (claim, verdict) in judged.items() if claim.told},
     }
 
 
-def judge_claims(grid: Grid, found: Mapping[str, Mapping[str, Any]]) -> dict[str, tuple[ClaimSpec, dict[str, Any]]]:
+def judge_claims(grid: Grid, columns: Mapping[str, Mapping[str, Any]]) -> dict[str, tuple[ClaimSpec, dict[str, Any]]]:
     """Judge all claims for their rows and columns. Return claims and verdicts by name."""
     judged = {}
     for claim in grid.claims:
-        other = claim.over or claim.of
-        for row in [row for row in claim.list_rows(grid.rows) if row != other]:
+        baseline = claim.over or claim.of
+        for row in [row for row in claim.list_rows(grid.rows) if row != baseline]:
             by_column = {
                 column: values
-                for column, rows in found.items()
-                if column in (claim.columns or found)
-                and (values := compute_claim_values(claim, rows[row], rows.get(other)))
+                for column, rows in columns.items()
+                if column in (claim.columns or columns)
+                and (values := compute_claim_values(claim, rows[row], rows.get(baseline)))
             }
             if claim.worst and by_column:
                 by_column = {"": [max(each) for each in zip(*by_column.values(), strict=True)]}
@@ -193,20 +206,20 @@ def judge_claims(grid: Grid, found: Mapping[str, Mapping[str, Any]]) -> dict[str
     return judged
 
 
-def compute_claim_values(claim: ClaimSpec, row: Mapping[str, Any], other: Mapping[str, Any] | None) -> list[float]:
+def compute_claim_values(claim: ClaimSpec, row: Mapping[str, Any], baseline: Mapping[str, Any] | None) -> list[float]:
     """Return a claim's value for each seed in one column, or [] if a run lacks the value.
 
     A target that was never reached counts as one round more than were run.
     """
 
     def get_values(row: Mapping[str, Any]) -> list[float | None]:
-        never = row["rounds"] + 1 if claim.value == "rounds_to" else None
-        return [never if value is None else value for value in row["values"][claim.value]]
+        unreached = row["rounds"] + 1 if claim.value == "rounds_to" else None
+        return [unreached if value is None else value for value in row["values"][claim.value]]
 
-    mine = get_values(row)
-    theirs = [0.0] * len(mine) if other is None else get_values(other)
-    pairs = [(a, b) for a, b in zip(mine, theirs, strict=True) if a is not None and b is not None]
-    if len(pairs) < len(mine):
+    values = get_values(row)
+    baseline_values = [0.0] * len(values) if baseline is None else get_values(baseline)
+    pairs = [(a, b) for a, b in zip(values, baseline_values, strict=True) if a is not None and b is not None]
+    if len(pairs) < len(values):
         return []
     if claim.of and any(b == 0 for _, b in pairs):
         raise JobError(
@@ -231,101 +244,99 @@ def judge_claim(
     limit, side = (at_most, -1) if at_least is None else (at_least, 1)
     assert limit is not None
     assert values
-    mean = round(statistics.fmean(values), 3) + 0.0  # not -0.0, which is printed with its sign
-    found: dict[str, Any] = {"value": mean, "low": None, "high": None, "unit": unit}
-    found["at_least" if side > 0 else "at_most"] = limit
+    mean = round(statistics.fmean(values), 3) + 0.0  # replaces -0.0 by 0.0
+    figure: dict[str, Any] = {"value": mean, "low": None, "high": None, "unit": unit}
+    figure["at_least" if side > 0 else "at_most"] = limit
     verdict = "one seed: no interval"
     if len(values) > 1:
         low, high = confidence_interval(values)
-        found |= {"low": round(low, 3), "high": round(high, 3)}
-        ends = sorted((side * (low - limit), side * (high - limit)))
-        verdict = "holds" if ends[0] > 0 else "against" if ends[1] < 0 else "not shown"
-    return {**found, "seeds": len(values), "verdict": verdict, "reached": verdict == "holds"}
-
-
-# -- text -----------------------------------------------------------------------------------------
+        figure |= {"low": round(low, 3), "high": round(high, 3)}
+        margins = sorted((side * (low - limit), side * (high - limit)))
+        verdict = "holds" if margins[0] > 0 else "against" if margins[1] < 0 else "not shown"
+    return {**figure, "seeds": len(values), "verdict": verdict, "reached": verdict == "holds"}
 
 
 def format_result(grid: Grid, result: Mapping[str, Any]) -> list[str]:
-    told = [f"seeds {', '.join(map(str, result['seeds']))}"] if result["seeds"] else []
+    title_notes = [f"seeds {', '.join(map(str, result['seeds']))}"] if result["seeds"] else []
     if any(row["paper"] for rows in result["columns"].values() for row in rows.values()):
-        told.append("the paper's in brackets")
-    found = [f"{result['table']}: {'; '.join(told)}"]
+        title_notes.append("numbers of the paper in brackets")
+    lines = [f"{result['table']}: {'; '.join(title_notes)}"]
     for column, rows in result["columns"].items():
-        about = ", ".join(point.about for point in grid.columns[column] if point.about)
+        description = ", ".join(point.about for point in grid.columns[column] if point.about)
         ran = f"{next(iter(rows.values()))['rounds']} rounds" if result["seeds"] else ""
-        found += ["", ", ".join(filter(None, [column, about, ran]))] if column or ran else [""]
-        kept = [
-            show
-            for show in grid.show
-            if show.value == "rounds_to" or any(_has_value(row["values"][show.value]) for row in rows.values())
+        lines += ["", ", ".join(filter(None, [column, description, ran]))] if column or ran else [""]
+        shown = [
+            shown_column
+            for shown_column in grid.show
+            if shown_column.value == "rounds_to"
+            or any(_has_value(row["values"][shown_column.value]) for row in rows.values())
         ]
-        cells = [["", *(show.title for show in kept)]]
+        cells = [["", *(shown_column.title for shown_column in shown)]]
         for name, row in rows.items():
-            cells.append([name, *(_format_cell(show, row) for show in kept)])
-        found += layout.format_table(cells, "<>")
-    found += [
+            cells.append([name, *(_format_cell(shown_column, row) for shown_column in shown)])
+        lines += layout.format_table(cells, "<>")
+    lines += [
         "",
-        *(f"{name}: {format_claim(each)}" for name, each in result["told"].items()),
+        *(f"{name}: {format_claim(comparison)}" for name, comparison in result["told"].items()),
         *format_judged_claims(result),
     ]
-    return found if found[-1] else found[:-1]
+    return lines if lines[-1] else lines[:-1]
 
 
-def format_claim(found: Mapping[str, Any]) -> str:
-    sign = "+" if found.get("at_least") == 0 else ""
-    mean, unit = f"{found['value']:{sign}.2f}", f" {found['unit']}" if found["unit"] else ""
-    if found["low"] is None:
-        return f"{mean}{unit}, {found['verdict']}"
-    return f"{mean} [{found['low']:{sign}.2f}, {found['high']:{sign}.2f}]{unit}: {found['verdict']}"
+def format_claim(claim: Mapping[str, Any]) -> str:
+    sign = "+" if claim.get("at_least") == 0 else ""
+    mean, unit = f"{claim['value']:{sign}.2f}", f" {claim['unit']}" if claim["unit"] else ""
+    if claim["low"] is None:
+        return f"{mean}{unit}, {claim['verdict']}"
+    return f"{mean} [{claim['low']:{sign}.2f}, {claim['high']:{sign}.2f}]{unit}: {claim['verdict']}"
 
 
 def format_judged_claims(result: Mapping[str, Any]) -> list[str]:
-    found = []
-    for name, each in result["figures"].items():
-        limit = f"at most {each['at_most']:g}" if "at_most" in each else f"above {each['at_least']:g}"
-        found.append(f"{'ok ' if each['reached'] else 'NOT'} {name:44} {format_claim(each)} (claimed: {limit})")
-    return found
+    lines = []
+    for name, claim in result["figures"].items():
+        limit = f"at most {claim['at_most']:g}" if "at_most" in claim else f"above {claim['at_least']:g}"
+        lines.append(f"{'ok ' if claim['reached'] else 'NOT'} {name:44} {format_claim(claim)} (claimed: {limit})")
+    return lines
 
 
 def _has_value(values: Sequence[Any]) -> bool:
     return any(value is not None for value in values)
 
 
-def _format_cell(show: GridColumn, row: Mapping[str, Any]) -> str:
-    values, paper = row["values"][show.value], row["paper"].get(show.value)
-    own = (
-        format_spread(values, show.scale, show.digits, show.each)
-        if _has_value(values) or show.value == "rounds_to"
+def _format_cell(column: GridColumn, row: Mapping[str, Any]) -> str:
+    values, paper = row["values"][column.value], row["paper"].get(column.value)
+    measured = (
+        format_spread(values, column.scale, column.digits, column.each)
+        if _has_value(values) or column.value == "rounds_to"
         else ""
     )
     if paper is None:
-        return own
-    theirs = "never" if not paper else f"{paper[0]:g}" + "".join(f" ± {sd:g}" for sd in paper[1:])
-    return f"{own} ({theirs})"
+        return measured
+    published = "never" if not paper else f"{paper[0]:g}" + "".join(f" ± {sd:g}" for sd in paper[1:])
+    return f"{measured} ({published})"
 
 
-def format_spread(values: Sequence[Any], scale: float, digits: int, each: bool) -> str:
-    """Return mean and standard deviation over seeds as text, or with `each` the value of each seed."""
-    if each:
+def format_spread(values: Sequence[Any], scale: float, digits: int, each_seed: bool) -> str:
+    """Return mean and standard deviation over seeds as text, or with `each_seed` the value of each seed."""
+    if each_seed:
         return ", ".join("-" if value is None else f"{scale * value:.{digits}f}" for value in values)
-    known = [scale * value for value in values if value is not None]
-    if not known:
+    numbers = [scale * value for value in values if value is not None]
+    if not numbers:
         return ""
-    deviation = f" ± {statistics.stdev(known):.{digits}f}" if len(known) > 1 else ""
-    return f"{statistics.fmean(known):.{digits}f}{deviation}"
+    deviation = f" ± {statistics.stdev(numbers):.{digits}f}" if len(numbers) > 1 else ""
+    return f"{statistics.fmean(numbers):.{digits}f}{deviation}"
 
 
 def draw_picture(grid: Grid, result: Mapping[str, Any]) -> str:
     """Return an SVG with a plot for each shown value: a line for each row and column, a dot for each seed."""
-    drawn = []
-    for show in [show for show in grid.show if show.value != "rounds_to"]:
+    plot_list = []
+    for shown_column in [shown_column for shown_column in grid.show if shown_column.value != "rounds_to"]:
         lines = [
-            plots.DotRow(", ".join(filter(None, [row, column])), [show.scale * value for value in known])
+            plots.DotRow(", ".join(filter(None, [row, column])), [shown_column.scale * value for value in numbers])
             for column, rows in result["columns"].items()
             for row, entry in rows.items()
-            if (known := [value for value in entry["values"][show.value] if value is not None])
+            if (numbers := [value for value in entry["values"][shown_column.value] if value is not None])
         ]
         if lines:
-            drawn.append(plots.plot_dots(lines, f"{result['table']}: {show.title}", show.title))
-    return plots.render_file(*drawn)
+            plot_list.append(plots.plot_dots(lines, f"{result['table']}: {shown_column.title}", shown_column.title))
+    return plots.render_file(*plot_list)

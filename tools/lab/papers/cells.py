@@ -30,9 +30,9 @@ from fedquilt.tools.experiments.single_run import SeedRun
 from fedquilt.tools.experiments.single_run import run_seed as play_job
 from fedquilt.tools.lab.papers.grid import NETWORK, Grid, GridRow, PretrainSettings, merge_tables
 from fedquilt.tools.simulation import DeviceData
-from fedquilt.tools.simulation.simulated_job import ROOM_BYTES, choose_job_engine
+from fedquilt.tools.simulation.simulated_job import UNLIMITED_BYTES, choose_job_engine
 
-WEIGHTS: Final = ("weights", "weights_classes")  # keys of [model] that are used up when the bundle is made
+WEIGHT_KEYS: Final = ("weights", "weights_classes")  # keys of [model] that the bundle replaces
 
 
 class ExecutionOptions(msgspec.Struct, frozen=True):
@@ -40,18 +40,18 @@ class ExecutionOptions(msgspec.Struct, frozen=True):
     row: GridRow
     together: bool
     first: bool
-    tested: bool
+    needs_test_set: bool
     device: str
 
-    def select_devices(self, members: list[DeviceData]) -> list[DeviceData]:
+    def select_devices(self, devices: list[DeviceData]) -> list[DeviceData]:
         if self.device:
-            members = [DeviceData(f"{self.device}-{i:02}", each.train, each.held) for i, each in enumerate(members)]
-        chosen = members[slice(*self.row.members)] if self.row.members else members
-        if not chosen:
+            devices = [DeviceData(f"{self.device}-{i:02}", each.train, each.held_out) for i, each in enumerate(devices)]
+        selected = devices[slice(*self.row.members)] if self.row.members else devices
+        if not selected:
             raise JobError(
-                f"members = {list(self.row.members)}: the job has {len(members)} devices: give a smaller first number"
+                f"members = {list(self.row.members)}: the job has {len(devices)} devices: give a smaller first number"
             )
-        return chosen
+        return selected
 
 
 class GridCell(NamedTuple):
@@ -62,180 +62,196 @@ class GridCell(NamedTuple):
 
 
 def make_cells(
-    grid: Grid, where: str, seeds: Sequence[int], rounds: int | None, columns: Sequence[str], out: Path
+    grid: Grid, source: str, seeds: Sequence[int], rounds: int | None, columns: Sequence[str], out: Path
 ) -> list[GridCell]:
     """Return all runs of a table, and make their bundles in `out`.
 
     Runs are ordered by seed, so that an interrupted table is complete for its first seeds.
     """
-    found: list[tuple[str, str, dict[str, Any], PretrainSettings | None, GridRow, float | None]] = []
+    planned: list[tuple[str, str, dict[str, Any], PretrainSettings | None, GridRow, float | None]] = []
     for seed in seeds:
         for column in columns:
             points = grid.columns[column]
             for name, row in grid.rows.items():
                 job = grid.make_job(points, row, seed, rounds)
-                with toml.prefix_errors(f"{where}, row {name!r}"):
+                with toml.prefix_errors(f"{source}, row {name!r}"):
                     settings.parse_job(job)
                 before = [grid.pretrain, *(point.pretrain for point in points), row.pretrain]
                 targets = [point.target for point in points if point.target is not None]
-                found.append((column, name, job, [None, *filter(None, before)][-1], row, [None, *targets][-1]))
-    bundles = make_bundles([(job, before) for _, _, job, before, _, _ in found], out)
-    made = []
-    for (column, name, job, _, row, target), folder in zip(found, bundles, strict=True):
-        network = {key: value for key, value in job.get("model", {}).items() if key not in WEIGHTS}
-        given = settings.parse_job({**job, "model": network})
-        how = ExecutionOptions(grid.observe, row, grid.together, grid.first, grid.needs_test_set, grid.device)
-        written = [msgspec.json.encode(each, order="sorted") for each in (given, how)]
-        made.append(
+                planned.append((column, name, job, [None, *filter(None, before)][-1], row, [None, *targets][-1]))
+    bundles = make_bundles([(job, before) for _, _, job, before, _, _ in planned], out)
+    cells = []
+    for (column, name, job, _, row, target), folder in zip(planned, bundles, strict=True):
+        network = {key: value for key, value in job.get("model", {}).items() if key not in WEIGHT_KEYS}
+        settings_of_run = settings.parse_job({**job, "model": network})
+        options = ExecutionOptions(grid.observe, row, grid.together, grid.first, grid.needs_test_set, grid.device)
+        encoded = [msgspec.json.encode(each, order="sorted") for each in (settings_of_run, options)]
+        cells.append(
             GridCell(
-                column, name, target, ComparisonCase(written[0], str(folder), written[1], f"{column} {name}".strip())
+                column, name, target, ComparisonCase(encoded[0], str(folder), encoded[1], f"{column} {name}".strip())
             )
         )
-    return made
+    return cells
 
 
-def make_bundles(wanted: Sequence[tuple[Mapping[str, Any], PretrainSettings | None]], out: Path) -> list[Path]:
+def make_bundles(jobs: Sequence[tuple[Mapping[str, Any], PretrainSettings | None]], out: Path) -> list[Path]:
     """Make the bundles of jobs, with pretraining if requested, and return their folders.
 
     Cached bundles are reused.
     """
     todo: dict[Path, tuple[Any, ...]] = {}
-    found = []
-    for job, before in wanted:
+    folders = []
+    for job, pretrain in jobs:
         table = {key: job[key] for key in (*NETWORK, "name", "method", "seed", "params", "data") if key in job}
         if table.get("model"):
             table["model"] = {"seed": job["seed"], **table["model"]}
-        if before is not None:
-            before = msgspec.structs.replace(before, data={"seed": job["seed"], **before.data})
-        measured = table.get("int8") or table.get("input", {}).get("standardise")  # uses the job's own data
-        of = [table.get(part) for part in (*NETWORK, *(["data"] if measured else []))]
-        key: list[Any] = [of, msgspec.to_builtins(before), job["seed"] if before else 0]
+        if pretrain is not None:
+            pretrain = msgspec.structs.replace(pretrain, data={"seed": job["seed"], **pretrain.data})
+        needs_data = table.get("int8") or table.get("input", {}).get(
+            "standardise"
+        )  # the bundle depends on the job's data
+        bundle_inputs = [table.get(part) for part in (*NETWORK, *(["data"] if needs_data else []))]
+        key: list[Any] = [bundle_inputs, msgspec.to_builtins(pretrain), job["seed"] if pretrain else 0]
         key += [
             run_cache.compute_code_digest(),
             *(run_cache.compute_content_digest(Path(file)) for file in _list_named_files(key)),
         ]
         folder = out / "starts" / hashlib.sha256(msgspec.json.encode(key, order="sorted")).hexdigest()[:24]
-        found.append(folder / "bundle")
+        folders.append(folder / "bundle")
         if not (folder / "bundle" / "bundle.json").exists():
-            todo[folder] = (table, before, folder)
+            todo[folder] = (table, pretrain, folder)
     for _ in comparison.run_in_processes(make_pretrained_bundle, list(todo.values())):
         pass
-    return found
+    return folders
 
 
-def make_pretrained_bundle(table: dict[str, Any], before: PretrainSettings | None, folder: Path) -> None:
+def make_pretrained_bundle(table: dict[str, Any], pretrain: PretrainSettings | None, folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    if before is not None:
+    if pretrain is not None:
         _use_one_thread()
         file = folder / "weights.safetensors"
-        file.write_bytes(tensors.encode_tensors(pretrain_weights(table, before)))
+        file.write_bytes(tensors.encode_tensors(pretrain_weights(table, pretrain)))
         table = merge_tables(table, {"model": {"weights": str(file)}})
     prepare.prepare_and_check(settings.parse_job(table), folder / "bundle")
 
 
-def pretrain_weights(job: Mapping[str, Any], wanted: PretrainSettings) -> Tensors:
+def pretrain_weights(job: Mapping[str, Any], pretrain: PretrainSettings) -> Tensors:
     from fedquilt.edge_agent.engines.torch.engine import TorchEngine
     from fedquilt.models.networks import registry, traces
 
-    known = [field.name for field in dataclasses.fields(Fit)]
-    for odd in wanted.fit.keys() - set(known):
-        raise JobError(f"[pretrain.fit] {odd} is unknown{toml.describe_choices(odd, known)}")
-    fit, given = Fit(**wanted.fit), examples.load_split(DataSpec.parse(wanted.data, "[pretrain.data]"))
-    if wanted.by:
-        return dict(find_function(wanted.by)(job, given))
-    if wanted.below:
-        rows = given.y < wanted.below
-        given = Examples(given.x[rows], given.y[rows])
-    drawn, seed = {key: value for key, value in job["model"].items() if key not in ("seed", "input")}, job["seed"]
-    network = {**drawn, "input": job.get("input") or job["model"].get("input", {})}
+    fit_fields = [field.name for field in dataclasses.fields(Fit)]
+    for unknown in pretrain.fit.keys() - set(fit_fields):
+        raise JobError(f"[pretrain.fit] {unknown} is unknown{toml.describe_choices(unknown, fit_fields)}")
+    fit, examples_to_fit = Fit(**pretrain.fit), examples.load_split(DataSpec.parse(pretrain.data, "[pretrain.data]"))
+    if pretrain.by:
+        return dict(find_function(pretrain.by)(job, examples_to_fit))
+    if pretrain.below:
+        rows = examples_to_fit.y < pretrain.below
+        examples_to_fit = Examples(examples_to_fit.x[rows], examples_to_fit.y[rows])
+    model_table, seed = {key: value for key, value in job["model"].items() if key not in ("seed", "input")}, job["seed"]
+    network = {**model_table, "input": job.get("input") or job["model"].get("input", {})}
 
     def draw_weights(seed: int) -> Tensors:
-        return {name: value.numpy() for name, value in registry.load_network(drawn, seed=seed).state_dict().items()}
+        return {
+            name: value.numpy() for name, value in registry.load_network(model_table, seed=seed).state_dict().items()
+        }
 
-    found: Tensors = TorchEngine(ROOM_BYTES).train(
-        network, draw_weights(seed), given, fit, tensors.seeded_rng(*wanted.draw, seed)
+    trained: Tensors = TorchEngine(UNLIMITED_BYTES).train(
+        network, draw_weights(seed), examples_to_fit, fit, tensors.seeded_rng(*pretrain.draw, seed)
     )[0]
-    if not wanted.new_head:
-        return found
+    if not pretrain.new_head:
+        return trained
     register = traces.register_from_table(network)
-    last = register.tensors_of_modules([register.find_classifier() or ""])
-    return {name: value if name in last else found[name] for name, value in draw_weights(seed + 1000).items()}
+    head_names = register.tensors_of_modules([register.find_classifier() or ""])
+    return {name: value if name in head_names else trained[name] for name, value in draw_weights(seed + 1000).items()}
 
 
 def _list_named_files(value: Any) -> list[str]:
     if isinstance(value, Mapping):
-        own = [str(value[key]) for key in ("path", "weights") if isinstance(value.get(key), str)]
-        return [*own, *(file for each in value.values() for file in _list_named_files(each))]
+        own_files = [str(value[key]) for key in ("path", "weights") if isinstance(value.get(key), str)]
+        return [*own_files, *(file for each in value.values() for file in _list_named_files(each))]
     return [file for each in value for file in _list_named_files(each)] if isinstance(value, list | tuple) else []
 
 
 def _use_one_thread() -> None:
-    importlib.import_module("fedquilt.edge_agent.engines.torch.engine")  # before torch: it sets how threads wait
+    importlib.import_module(
+        "fedquilt.edge_agent.engines.torch.engine"
+    )  # imported before torch, because the module sets how threads wait
     import torch
 
     torch.set_num_threads(1)  # one run per core
 
 
-def run_case(case: ComparisonCase, tell: comparison.ReportRound) -> SeedRun:
+def run_case(case: ComparisonCase, report: comparison.ReportRound) -> SeedRun:
     """Run one case, with the `play` function of its row or on single devices if the row requires it."""
-    how, job, folder = msgspec.json.decode(case.how, type=ExecutionOptions), case.settings, Path(case.folder)
+    options, job, folder = msgspec.json.decode(case.how, type=ExecutionOptions), case.settings, Path(case.folder)
     if choose_job_engine(job, methods.load(job.method)) == "torch":
         _use_one_thread()
-    if how.row.play:
-        run: SeedRun = find_function(how.row.play)(job, folder, how)
+    if options.row.play:
+        run: SeedRun = find_function(options.row.play)(job, folder, options)
         return run
-    return _run_single_devices(job, folder, how) if how.row.alone else run_with_options(job, folder, how, tell)
+    return (
+        _run_single_devices(job, folder, options)
+        if options.row.alone
+        else run_with_options(job, folder, options, report)
+    )
 
 
 def run_with_options(
     job: JobSettings,
     folder: Path,
-    how: ExecutionOptions,
-    tell: comparison.ReportRound = lambda done: None,
+    options: ExecutionOptions,
+    report: comparison.ReportRound = lambda done: None,
     **changes: Any,
 ) -> SeedRun:
-    options: dict[str, Any] = {
-        "select_members": how.select_devices,
-        "offline_count": how.row.away,
-        "batch_devices": how.together,
+    arguments: dict[str, Any] = {
+        "select_members": options.select_devices,
+        "offline_count": options.row.away,
+        "batch_devices": options.together,
     }
-    options |= {"evaluate_first": how.first, "tested": how.tested}
-    if how.observe:
-        options["observe_run"] = functools.partial(find_function(how.observe), folder, how)
-    return play_job(job, folder, tell, **{"workers": 0, **options, **changes})
+    arguments |= {"evaluate_first": options.first, "tested": options.needs_test_set}
+    if options.observe:
+        arguments["observe_run"] = functools.partial(find_function(options.observe), folder, options)
+    return play_job(job, folder, report, **{"workers": 0, **arguments, **changes})
 
 
-def _run_single_devices(job: JobSettings, folder: Path, how: ExecutionOptions) -> SeedRun:
-    # each device alone; values are means, held-out accuracy by examples, and such devices send nothing
-    members = how.select_devices(single_run.load_devices(job, folder)[0])
-    names = selection.select_cohort(job.seed, 0, [each.device for each in members], how.row.alone)
-    chosen = [member for member in members if member.device in names]
+def _run_single_devices(job: JobSettings, folder: Path, options: ExecutionOptions) -> SeedRun:
+    # Each device trains alone and sends nothing. Values are means, weighted by examples for held-out accuracy.
+    devices = options.select_devices(single_run.load_devices(job, folder)[0])
+    names = selection.select_cohort(job.seed, 0, [each.device for each in devices], options.row.alone)
+    selected = [member for member in devices if member.device in names]
 
     def run_device(device: str) -> SeedRun:
-        def pick(every: list[DeviceData]) -> list[DeviceData]:
-            return [each for each in how.select_devices(every) if each.device == device]
+        def pick(devices: list[DeviceData]) -> list[DeviceData]:
+            return [each for each in options.select_devices(devices) if each.device == device]
 
-        return run_with_options(job, folder, how, select_members=pick)
+        return run_with_options(job, folder, options, select_members=pick)
 
-    runs = [run_device(member.device) for member in chosen]
-    last = [run.marks[-1] for run in runs]
+    runs = [run_device(member.device) for member in selected]
+    last_points = [run.marks[-1] for run in runs]
     figures: dict[str, Any] = {"held": None, "worst_decile": None, "up_bytes": 0}
     for name in ("rounds", "test", "mean", "seconds", "real_s", "energy_j", "down_bytes"):
-        values = [getattr(mark, name) for mark in last]
+        values = [getattr(mark, name) for mark in last_points]
         figures[name] = None if None in values else statistics.fmean(values)
-    sized = [(mark.held, len(member.held)) for mark, member in zip(last, chosen, strict=True) if len(member.held)]
-    shares = [(value, size) for value, size in sized if value is not None]
-    if shares and len(shares) == len(sized):
-        figures["held"] = sum(value * size for value, size in shares) / sum(size for _, size in shares)
-        ordered = sorted((value for value, _ in shares), reverse=not metrics.KNOWN[last[0].metric].higher)
-        figures["worst_decile"] = statistics.fmean(ordered[: math.ceil(len(ordered) / 10)])
+    all_values = [
+        (mark.held, len(member.held_out))
+        for mark, member in zip(last_points, selected, strict=True)
+        if len(member.held_out)
+    ]
+    sized_values = [(value, size) for value, size in all_values if value is not None]
+    if sized_values and len(sized_values) == len(all_values):
+        figures["held"] = sum(value * size for value, size in sized_values) / sum(size for _, size in sized_values)
+        sorted_values = sorted(
+            (value for value, _ in sized_values), reverse=not metrics.KNOWN[last_points[0].metric].higher
+        )
+        figures["worst_decile"] = statistics.fmean(sorted_values[: math.ceil(len(sorted_values) / 10)])
     return msgspec.structs.replace(runs[-1], devices=len(runs), marks=(), figures=figures)
 
 
 def find_function(name: str) -> Callable[..., Any]:
     """Return a function of `custom`, which is imported only for tables that name one."""
-    found: Callable[..., Any] = getattr(importlib.import_module(f"{__package__}.custom"), name)
-    return found
+    function: Callable[..., Any] = getattr(importlib.import_module(f"{__package__}.custom"), name)
+    return function
 
 
 def read_value(run: SeedRun, name: str, target: float | None = None) -> Any:
@@ -249,6 +265,6 @@ def read_value(run: SeedRun, name: str, target: float | None = None) -> Any:
     if name == "rounds_to":
         assert target is not None  # as `GridTable.grid` requires
         return next((mark.rounds for mark in run.marks if mark.test is not None and mark.test >= target), None)
-    key, _, at = name.partition("@")
-    marks = [mark for mark in run.marks if not at or mark.rounds == int(at)]
-    return getattr(marks[-1], key, None) if marks else None
+    key, _, rounds = name.partition("@")
+    points = [mark for mark in run.marks if not rounds or mark.rounds == int(rounds)]
+    return getattr(points[-1], key, None) if points else None

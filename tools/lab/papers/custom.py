@@ -1,8 +1,8 @@
 """Functions named by the tables of papers.
 
-`observe` names a function (folder, how, simulation, hands), called before the first round, after each round and at the
-end, which returns values for `SeedRun.figures`. `play` names a function (job, folder, how) that runs a row and returns
-a `SeedRun`. `by` names a function (job, examples) that computes starting weights.
+`observe` names a function (folder, options, simulation, backend), called before the first round, after each round
+and at the end, which returns values for `SeedRun.figures`. `play` names a function (job, folder, options) that runs a
+row and returns a `SeedRun`. `by` names a function (job, examples) that computes starting weights.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from fedquilt.tools.experiments.single_run import SeedRun
 from fedquilt.tools.lab.papers.cells import ExecutionOptions, run_with_options
 from fedquilt.tools.simulation.pool import ScratchFolder
 from fedquilt.tools.simulation.run import WorkBackend, iterate_states, run_rounds
-from fedquilt.tools.simulation.simulated_job import ROOM_BYTES, SimulatedRound, Simulation
+from fedquilt.tools.simulation.simulated_job import UNLIMITED_BYTES, SimulatedRound, Simulation
 from fedquilt.tools.simulation.task_process import TaskProcess
 
 if TYPE_CHECKING:
@@ -38,18 +38,20 @@ if TYPE_CHECKING:
     from torch import nn
 
 BUDGETS: Final = ("1GB", "2GB", "4GB")  # of sub-models
-WHOLE: Final = ("fedavg", "fedepth")  # methods that send the whole network to every device
+WHOLE_NETWORK_METHODS: Final = ("fedavg", "fedepth")  # these send the whole network to each device
 PAPER_EPOCHS: Final = 10  # in each round of FedStitch's paper
-PAPER_BATCH: Final = 128  # batch size for the memory of tasks, and hence for who takes part
+PAPER_BATCH: Final = 128  # determines the memory of tasks, and so which devices can take part
 
 
-def observe_gates(folder: Path, how: ExecutionOptions, simulation: Simulation, hands: WorkBackend) -> dict[str, Any]:
+def observe_gates(
+    folder: Path, options: ExecutionOptions, simulation: Simulation, backend: WorkBackend
+) -> dict[str, Any]:
     """Return after the last round the sizes, the uploads in % of the shared part, and FedSDG's gates."""
     if not simulation.is_finished:
         return {}
     tasks = sum(len(each.devices) for each in simulation.rounds)
     shared = tensors.total_bytes([simulation.state.model])
-    found: dict[str, Any] = {
+    figures: dict[str, Any] = {
         "shared_bytes": shared,
         "model_bytes": tensors.total_bytes([job_bundle.load_bundle(folder).load("model")]),
         "sent": 100 * sum(each.up_bytes for each in simulation.rounds) / (tasks * shared),
@@ -58,16 +60,16 @@ def observe_gates(folder: Path, how: ExecutionOptions, simulation: Simulation, h
         device: [value for key, value in sorted(metrics.items()) if key.startswith("gate.")]
         for device, metrics in simulation.rounds[-1].devices_metrics.items()
     }
-    if known := [value for values in gates.values() for value in values]:
-        found |= {"gates": gates, "least_gate": min(known), "most_gate": max(known)}
-    return found
+    if openness := [value for values in gates.values() for value in values]:
+        figures |= {"gates": gates, "least_gate": min(openness), "most_gate": max(openness)}
+    return figures
 
 
 def observe_submodels(
-    folder: Path, how: ExecutionOptions, simulation: Simulation, hands: WorkBackend
+    folder: Path, options: ExecutionOptions, simulation: Simulation, backend: WorkBackend
 ) -> dict[str, Any]:
     """Return after the last round the accuracy of the sub-model for each memory budget."""
-    if not simulation.is_finished or simulation.job.method in WHOLE:
+    if not simulation.is_finished or simulation.job.method in WHOLE_NETWORK_METHODS:
         return {}
     state, rounds = simulation.state, simulation.completed_rounds
     with Evaluator(simulation.job, folder) as judge:
@@ -76,80 +78,88 @@ def observe_submodels(
 
 
 def observe_newcomers(
-    folder: Path, how: ExecutionOptions, simulation: Simulation, hands: WorkBackend
+    folder: Path, options: ExecutionOptions, simulation: Simulation, backend: WorkBackend
 ) -> dict[str, Any]:
     """Bring GENE-FL's new devices online for the last two rounds, and return accuracies and sizes."""
-    if not how.row.away:
+    if not options.row.away:
         return {}
-    new, left = list(simulation.members)[-how.row.away :], simulation.job.rounds - len(simulation.rounds)
-    if left == 2:
-        simulation.fleet.bring_online(new)
-    if left == 1:  # newcomers train from this state
+    newcomers, remaining_rounds = (
+        list(simulation.held_out_counts)[-options.row.away :],
+        simulation.job.rounds - len(simulation.rounds),
+    )
+    if remaining_rounds == 2:
+        simulation.fleet.bring_online(newcomers)
+    if remaining_rounds == 1:  # newcomers train from this state
         state = simulation.state
-        genes = [state.genes[state.assigned[name]] for name in new]
-        begun = [tensors.total_bytes([state.initial_layers[layer] for layer in gene]) for gene in genes]
-        return {"begun_bytes": statistics.fmean(begun), "genes": {str(k): list(g) for k, g in enumerate(state.genes)}}
+        genes = [state.genes[state.assigned[name]] for name in newcomers]
+        initial_bytes = [tensors.total_bytes([state.initial_layers[layer] for layer in gene]) for gene in genes]
+        return {
+            "begun_bytes": statistics.fmean(initial_bytes),
+            "genes": {str(k): list(g) for k, g in enumerate(state.genes)},
+        }
     if not simulation.is_finished:
         return {}
-    before, last = simulation.rounds[:-2], simulation.rounds[-1]
+    earlier_rounds, last_round = simulation.rounds[:-2], simulation.rounds[-1]
     return {
-        "mean": _mean_accuracy(before[-1].devices_metrics.values()),
-        "up_bytes": sum(each.up_bytes for each in before),
-        "newcomers": _mean_accuracy(last.devices_metrics[name] for name in new),
+        "mean": _mean_accuracy(earlier_rounds[-1].devices_metrics.values()),
+        "up_bytes": sum(each.up_bytes for each in earlier_rounds),
+        "newcomers": _mean_accuracy(last_round.devices_metrics[name] for name in newcomers),
     }
 
 
-def _mean_accuracy(found: Iterable[Mapping[str, float]]) -> float:
-    return statistics.fmean(each["held_correct"] / each["held_examples"] for each in found)
+def _mean_accuracy(device_metrics: Iterable[Mapping[str, float]]) -> float:
+    return statistics.fmean(metrics["held_correct"] / metrics["held_examples"] for metrics in device_metrics)
 
 
-def train_from_scratch(job: JobSettings, folder: Path, how: ExecutionOptions) -> SeedRun:
+def train_from_scratch(job: JobSettings, folder: Path, options: ExecutionOptions) -> SeedRun:
     """Train new devices from the weights in the bundle, each alone."""
-    run = run_with_options(job, folder, how)
+    run = run_with_options(job, folder, options)
     return msgspec.structs.replace(run, marks=(), figures={"newcomers": run.marks[-1].mean})
 
 
-def train_from_fedavg(job: JobSettings, folder: Path, how: ExecutionOptions) -> SeedRun:
+def train_from_fedavg(job: JobSettings, folder: Path, options: ExecutionOptions) -> SeedRun:
     """Run FedAvg on the known devices, then train new devices from its result, each alone."""
-    last: list[dict[str, Any]] = []
+    last_model: list[dict[str, Any]] = []
 
-    def store_model(simulation: Simulation, hands: WorkBackend) -> dict[str, Any]:
-        last[:] = [simulation.state.model]
+    def store_model(simulation: Simulation, backend: WorkBackend) -> dict[str, Any]:
+        last_model[:] = [simulation.state.model]
         return {}
 
-    known = msgspec.structs.replace(how, row=msgspec.structs.replace(how.row, members=(0, how.row.members[0])))
-    run_with_options(msgspec.structs.replace(job, method="fedavg"), folder, known, observe_run=store_model)
-    with ScratchFolder() as place:
-        file = place / "weights.safetensors"
-        file.write_bytes(tensors.encode_tensors(last[0]))
-        prepare.prepare_bundle({"model": {**job.model, "weights": str(file)}}, place / "bundle")
-        run = train_from_scratch(msgspec.structs.replace(job, rounds=1), place / "bundle", how)
-    return msgspec.structs.replace(run, figures={**run.figures, "begun_bytes": tensors.total_bytes(last)})
+    known_devices = msgspec.structs.replace(
+        options, row=msgspec.structs.replace(options.row, members=(0, options.row.members[0]))
+    )
+    run_with_options(msgspec.structs.replace(job, method="fedavg"), folder, known_devices, observe_run=store_model)
+    with ScratchFolder() as folder_of_weights:
+        file = folder_of_weights / "weights.safetensors"
+        file.write_bytes(tensors.encode_tensors(last_model[0]))
+        prepare.prepare_bundle({"model": {**job.model, "weights": str(file)}}, folder_of_weights / "bundle")
+        run = train_from_scratch(msgspec.structs.replace(job, rounds=1), folder_of_weights / "bundle", options)
+    return msgspec.structs.replace(run, figures={**run.figures, "begun_bytes": tensors.total_bytes(last_model)})
 
 
-def run_with_costs(job: JobSettings, folder: Path, how: ExecutionOptions) -> SeedRun:
+def run_with_costs(job: JobSettings, folder: Path, options: ExecutionOptions) -> SeedRun:
     """Run a job, and add the costs of the paper's own schedule and the memory of its tasks.
 
     The schedule has the rounds of the row's `paper`, or else is the run itself. Memory counts only devices whose budget
     permits a task.
     """
-    run = run_with_options(job, folder, how)
+    run = run_with_options(job, folder, options)
     costs: Mapping[str, Any] = {"planned_s": run.marks[-1].seconds, "planned_j": run.marks[-1].energy_j}
-    heavy = job
-    if "rounds" in how.row.paper:
-        rounds = int(how.row.paper["rounds"][0])
+    memory_job = job
+    if "rounds" in options.row.paper:
+        rounds = int(options.row.paper["rounds"][0])
         params = {**job.params, "epochs": PAPER_EPOCHS}
         costs = measure_schedule(msgspec.structs.replace(job, rounds=rounds, params=params), folder)
-        heavy = msgspec.structs.replace(job, params={**job.params, "epochs": 1, "batch": PAPER_BATCH})
+        memory_job = msgspec.structs.replace(job, params={**job.params, "epochs": 1, "batch": PAPER_BATCH})
     budgets = job.fleet.budgets
-    peaks = {budget: measure_peak_bytes(folder, heavy, budget) for budget in dict.fromkeys(budgets)}
-    known = [peak for peak in map(peaks.__getitem__, budgets) if peak is not None]
-    memory = {"takes_part": len(known) / len(budgets)}
-    memory |= {"peak_bytes": statistics.fmean(known), "most_bytes": max(known)} if known else {}
+    peaks = {budget: measure_peak_bytes(folder, memory_job, budget) for budget in dict.fromkeys(budgets)}
+    known_peaks = [peak for peak in map(peaks.__getitem__, budgets) if peak is not None]
+    memory = {"takes_part": len(known_peaks) / len(budgets)}
+    memory |= {"peak_bytes": statistics.fmean(known_peaks), "most_bytes": max(known_peaks)} if known_peaks else {}
     return msgspec.structs.replace(run, figures={**costs, **memory})
 
 
-def measure_schedule(given: JobSettings, folder: Path) -> dict[str, float]:
+def measure_schedule(job: JobSettings, folder: Path) -> dict[str, float]:
     """Return simulated seconds and joules of a whole job, run without training.
 
     The cost of a task on a simulated board depends on its work and the number of examples, never on values.
@@ -157,18 +167,18 @@ def measure_schedule(given: JobSettings, folder: Path) -> dict[str, float]:
     """
     from fedquilt.edge_agent.engines.torch.engine import TorchEngine
 
-    unchecked = msgspec.structs.replace(given, check=EvaluationSettings())
+    unchecked = msgspec.structs.replace(job, check=EvaluationSettings())
     rounds: list[SimulatedRound] = []
 
-    def observe(simulation: Simulation, hands: WorkBackend) -> None:
+    def observe(simulation: Simulation, backend: WorkBackend) -> None:
         rounds[:] = simulation.rounds
 
-    members, engine = single_run.load_devices(given, folder)[0], FrozenEngine(TorchEngine(ROOM_BYTES))
+    members, engine = single_run.load_devices(job, folder)[0], FrozenEngine(TorchEngine(UNLIMITED_BYTES))
     for _ in iterate_states(unchecked, folder, members, engine=engine, observe=observe):
         pass
     joules = [round.energy_j for round in rounds if round.energy_j is not None]
     if len(joules) < len(rounds):
-        raise ModelError("a simulated board's profile has no power: the schedule's joules are not known")
+        raise ModelError("a simulated board's profile has no power: the energy of the schedule is unknown")
     return {"planned_s": sum(round.duration_s for round in rounds), "planned_j": sum(joules)}
 
 
@@ -187,62 +197,64 @@ class FrozenEngine:
         return self._engine.evaluate(network, model, Examples(examples.x[:1], examples.y[:1]), hooks=hooks)
 
 
-def measure_peak_bytes(folder: Path, given: JobSettings, budget: str) -> int | None:
+def measure_peak_bytes(folder: Path, job: JobSettings, budget: str) -> int | None:
     """Return the peak memory of a task process in one round of training or a whole search.
 
     The device is alone in its job and has the first share of the examples. The result is None if it declines because
     the budget is too small.
     """
-    alone = msgspec.structs.replace(
-        given,
-        cohort=msgspec.structs.replace(given.cohort, size=0, attempts=1),
+    single_job = msgspec.structs.replace(
+        job,
+        cohort=msgspec.structs.replace(job.cohort, size=0, attempts=1),
         check=EvaluationSettings(),
-        fleet=msgspec.structs.replace(given.fleet, budgets=(budget,)),
+        fleet=msgspec.structs.replace(job.fleet, budgets=(budget,)),
     )
-    member, engine = single_run.load_devices(given, folder)[0][0], methods.load(given.method).engines[0]
+    member, engine = single_run.load_devices(job, folder)[0][0], methods.load(job.method).engines[0]
     peaks: list[int] = []
     with ScratchFolder() as scratch:
-        own = scratch / "own.npz"
-        np.savez(own, x_train=member.train.x, y_train=member.train.y)
-        data = {"path": str(own)}
+        examples_path = scratch / "own.npz"
+        np.savez(examples_path, x_train=member.train.x, y_train=member.train.y)
+        data = {"path": str(examples_path)}
         with (
-            TaskProcess(given.method, engine, parse_size(budget), data, Path, scratch) as process,
-            Simulation(alone, folder, {member.device: 0}, scratch / "home", engine=engine) as simulation,
+            TaskProcess(job.method, engine, parse_size(budget), data, Path, scratch) as process,
+            Simulation(single_job, folder, {member.device: 0}, scratch / "home", engine=engine) as simulation,
         ):
 
-            def run_requests(orders: Sequence[WorkRequest]) -> list[WorkResult]:
-                outcomes = [process.run_request(order) for order in orders]
-                for outcome in outcomes:
-                    if outcome.code != "ok":
-                        raise ModelError(f"a task of {given.method} in {budget}: {outcome.reason}")
-                    if outcome.peak_bytes is None:
+            def run_requests(requests: Sequence[WorkRequest]) -> list[WorkResult]:
+                results = [process.run_request(request) for request in requests]
+                for result in results:
+                    if result.code != "ok":
+                        raise ModelError(f"a task of {job.method} in {budget}: {result.reason}")
+                    if result.peak_bytes is None:
                         raise ModelError("this kernel does not report the peak memory of a process")
-                    peaks.append(outcome.peak_bytes)
-                return outcomes
+                    peaks.append(result.peak_bytes)
+                return results
 
             for each in run_rounds(simulation, run_requests):
-                if "epochs" in given.params and each.rounds:
+                if "epochs" in job.params and each.rounds:
                     break
     return max(peaks, default=None)
 
 
-def restore_batchnorm(job: Mapping[str, Any], seen: Examples) -> Tensors:
-    """Return a donor's weights. Folded batch normalisation is restored with statistics of `seen`."""
+def restore_batchnorm(job: Mapping[str, Any], examples: Examples) -> Tensors:
+    """Return a donor's weights. Folded batch normalisation is restored with statistics of `examples`."""
     import torch
 
     from fedquilt.models.networks import registry
 
     model = registry.load_network({"name": job["model"]["name"]}, job["model"]["weights"])
     if is_folded(model):
-        given = inputs.prepare_images(seen.x, msgspec.convert(job["input"], inputs.ImageInput))
-        set_statistics_from_inputs(model, torch.from_numpy(given))
+        images = inputs.prepare_images(examples.x, msgspec.convert(job["input"], inputs.ImageInput))
+        set_statistics_from_inputs(model, torch.from_numpy(images))
     return {name: value.numpy() for name, value in model.state_dict().items()}
 
 
 def is_folded(model: nn.Module) -> bool:
     """Return whether all batch-norm layers of a model have mean 0 and variance 1."""
-    own = [each for each in model.modules() if _is_batch_norm(each)]
-    return bool(own) and all(not each.running_mean.any() and bool((each.running_var == 1).all()) for each in own)
+    layers = [layer for layer in model.modules() if _is_batch_norm(layer)]
+    return bool(layers) and all(
+        not layer.running_mean.any() and bool((layer.running_var == 1).all()) for layer in layers
+    )
 
 
 def set_statistics_from_inputs(model: nn.Module, x: torch.Tensor) -> None:
@@ -253,8 +265,8 @@ def set_statistics_from_inputs(model: nn.Module, x: torch.Tensor) -> None:
     """
     import torch
 
-    own = [each for each in model.modules() if _is_batch_norm(each)]
-    handles = [each.register_forward_pre_hook(_adopt_statistics) for each in own]
+    layers = [layer for layer in model.modules() if _is_batch_norm(layer)]
+    handles = [layer.register_forward_pre_hook(_adopt_statistics) for layer in layers]
     try:
         with torch.no_grad():
             model.eval()(x)

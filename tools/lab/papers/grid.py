@@ -25,7 +25,7 @@ from fedquilt.tools.experiments.single_run import EvaluationPoint
 
 HERE: Final = Path(__file__).parent
 DIGITS: Final = Path(__file__).resolve().parents[1] / "demo" / "digits.npz"
-MARKED: Final = re.compile(r"\A\$(\w+)(?:/(.+))?\Z")
+MARK: Final = re.compile(r"\A\$(\w+)(?:/(.+))?\Z")
 VALUES: Final = ("rounds_to", *(name for name in EvaluationPoint.__struct_fields__ if name != "metric"))
 NETWORK: Final = ("model", "input", "labels", "donors", "schedule", "int8")  # keys of a job that make its bundle
 
@@ -87,9 +87,12 @@ class ClaimSpec(GridStruct, frozen=True):
     at_most: float | None = None
     told: bool = False  # print the comparison without claiming anything
 
-    def list_rows(self, every: Iterable[str]) -> list[str]:
-        other = self.over or self.of
-        return [*([self.row] if self.row else [row for row in every if row != other]), *([other] if other else [])]
+    def list_rows(self, rows: Iterable[str]) -> list[str]:
+        baseline = self.over or self.of
+        return [
+            *([self.row] if self.row else [row for row in rows if row != baseline]),
+            *([baseline] if baseline else []),
+        ]
 
 
 class Grid(GridStruct, frozen=True):
@@ -111,8 +114,11 @@ class Grid(GridStruct, frozen=True):
     @property
     def columns(self) -> dict[str, tuple[AxisPoint, ...]]:
         """Points of each axis by column name. Without axes there is one column ""."""
-        found = itertools.product(*(axis.items() for axis in self.axes.values()))
-        return {", ".join(name for name, _ in each): tuple(point for _, point in each) for each in found}
+        combinations = itertools.product(*(axis.items() for axis in self.axes.values()))
+        return {
+            ", ".join(name for name, _ in combination): tuple(point for _, point in combination)
+            for combination in combinations
+        }
 
     @property
     def points(self) -> list[AxisPoint]:
@@ -120,13 +126,13 @@ class Grid(GridStruct, frozen=True):
 
     @property
     def function_names(self) -> list[str]:
-        befores = [
+        pretrainings = [
             self.pretrain,
             *(row.pretrain for row in self.rows.values()),
             *(each.pretrain for each in self.points),
         ]
-        named = [self.observe, *(row.play for row in self.rows.values()), *(each.by for each in befores if each)]
-        return [name for name in named if name]
+        names = [self.observe, *(row.play for row in self.rows.values()), *(each.by for each in pretrainings if each)]
+        return [name for name in names if name]
 
     @property
     def methods(self) -> set[str]:
@@ -145,18 +151,20 @@ class Grid(GridStruct, frozen=True):
         """Return the grid with these rows and the claims about them."""
         _require_known("row", rows, self.rows)
         claims = tuple(claim for claim in self.claims if {claim.row, claim.over, claim.of} <= {"", *rows})
-        kept = {name: row for name, row in self.rows.items() if name in rows}
-        return msgspec.structs.replace(self, rows=kept, claims=claims)
+        selected = {name: row for name, row in self.rows.items() if name in rows}
+        return msgspec.structs.replace(self, rows=selected, claims=claims)
 
     def make_job(self, points: Iterable[AxisPoint], row: GridRow, seed: int, rounds: int | None) -> dict[str, Any]:
-        found = self.job
+        table = self.job
         for point in points:
-            found = merge_tables(found, point.job)
-            least = rounds or _get_rounds(found)
-            found = merge_tables(found, {"params": {key: round(share * least) for key, share in point.shares.items()}})
-        found = merge_tables(found, row.job)
-        count = _get_rounds(found) if rounds is None or row.fixed else rounds
-        return merge_tables(found, {"rounds": count + row.more, "seed": seed, "data": {"seed": seed}})
+            table = merge_tables(table, point.job)
+            total_rounds = rounds or _get_rounds(table)
+            table = merge_tables(
+                table, {"params": {key: round(share * total_rounds) for key, share in point.shares.items()}}
+            )
+        table = merge_tables(table, row.job)
+        count = _get_rounds(table) if rounds is None or row.fixed else rounds
+        return merge_tables(table, {"rounds": count + row.more, "seed": seed, "data": {"seed": seed}})
 
 
 @dataclass(frozen=True)
@@ -175,7 +183,7 @@ class GridTable:
         with toml.prefix_errors(str(self.file)):
             return self._parse_grid(
                 _resolve_paths_and_marks(
-                    self.raw, lambda mark, rest: resolve_mark(self.name, mark, rest, data), self.file.parent
+                    self.raw, lambda mark, name: resolve_mark(self.name, mark, name, data), self.file.parent
                 )
             )
 
@@ -185,17 +193,17 @@ class GridTable:
 
     def _parse_grid(self, raw: Any) -> Grid:
         with toml.prefix_errors(f"{self.file}, table {self.name}"):
-            found = toml.convert_table(raw, Grid, "the table")
+            grid = toml.convert_table(raw, Grid, "the table")
             if self.file.parent != HERE:  # functions of a paper's table may define other values
-                _require_known("value", {value.partition("@")[0] for value in found.value_names}, VALUES)
-                for function in found.function_names:
+                _require_known("value", {value.partition("@")[0] for value in grid.value_names}, VALUES)
+                for function in grid.function_names:
                     raise JobError(
                         f"{function!r} names a function, and only the papers' tables have code: leave it out"
                     )
-            for value in found.value_names:
+            for value in grid.value_names:
                 if "@" in value and not value.partition("@")[2].isdigit():
-                    raise JobError(f"value {value!r}: a number of rounds is wanted after @")
-            for name, row in found.rows.items():
+                    raise JobError(f"value {value!r}: write a number of rounds after @")
+            for name, row in grid.rows.items():
                 for key, count in (("alone", row.alone), ("away", row.away)):
                     if count < 0:
                         raise JobError(f"rows.{name}.{key} = {count}: write a number of devices, at least 0")
@@ -204,19 +212,21 @@ class GridTable:
                         f"rows.{name}.members = {list(row.members)}: write the first device and one past the last, as "
                         "[0, 5]"
                     )
-            for name, points in found.columns.items():
-                if "rounds_to" in found.value_names and all(point.target is None for point in points):
-                    place = f"column {name!r}" if name else "a table without axes"
-                    raise JobError(f"value 'rounds_to': {place} has no target: write target = 0.9 in [axes.AXIS.POINT]")
-            for claim in found.claims:
-                _require_known(f"row of the claim {claim.name!r}", claim.list_rows(found.rows), found.rows)
-                _require_known(f"column of the claim {claim.name!r}", claim.columns, found.columns)
+            for name, points in grid.columns.items():
+                if "rounds_to" in grid.value_names and all(point.target is None for point in points):
+                    column = f"column {name!r}" if name else "a table without axes"
+                    raise JobError(
+                        f"value 'rounds_to': {column} has no target: write target = 0.9 in [axes.AXIS.POINT]"
+                    )
+            for claim in grid.claims:
+                _require_known(f"row of the claim {claim.name!r}", claim.list_rows(grid.rows), grid.rows)
+                _require_known(f"column of the claim {claim.name!r}", claim.columns, grid.columns)
                 if not claim.told and (claim.at_least is None) == (claim.at_most is None):
                     raise JobError(f"the claim {claim.name!r} requires one of at_least and at_most")
-            for name, points in found.columns.items():
+            for name, points in grid.columns.items():
                 for point in points:
-                    _require_known(f"row of the paper's numbers in {name!r}", point.paper, found.rows)
-            return found
+                    _require_known(f"row of the paper's numbers in {name!r}", point.paper, grid.rows)
+            return grid
 
 
 def _get_rounds(job: Mapping[str, Any]) -> int:
@@ -226,9 +236,9 @@ def _get_rounds(job: Mapping[str, Any]) -> int:
     return count
 
 
-def _require_known(what: str, wanted: Iterable[str], known: Iterable[str]) -> None:
-    for word in sorted(set(wanted) - set(known)):
-        raise JobError(f"{what}: there is no {word!r}{toml.describe_choices(word, known)}")
+def _require_known(kind: str, names: Iterable[str], choices: Iterable[str]) -> None:
+    for name in sorted(set(names) - set(choices)):
+        raise JobError(f"{kind}: there is no {name!r}{toml.describe_choices(name, choices)}")
 
 
 def read_tables(file: Path) -> dict[str, GridTable]:
@@ -240,81 +250,85 @@ def read_tables(file: Path) -> dict[str, GridTable]:
     return {name: GridTable(name, file, merge_tables(common, own)) for name, own in several.items()}
 
 
-def merge_tables(under: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
-    """Return two tables merged recursively. Values of `over` replace those of `under`."""
-    found = dict(under)
-    for key, value in over.items():
-        known = found.get(key)
-        found[key] = merge_tables(known, value) if isinstance(known, Mapping) and isinstance(value, Mapping) else value
-    return found
+def merge_tables(base: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """Return two tables merged recursively. Values of `overrides` replace those of `base`."""
+    merged = dict(base)
+    for key, value in overrides.items():
+        base_value = merged.get(key)
+        merged[key] = (
+            merge_tables(base_value, value) if isinstance(base_value, Mapping) and isinstance(value, Mapping) else value
+        )
+    return merged
 
 
 def _resolve_likes(table: Mapping[str, Any]) -> dict[str, Any]:
     """Return a table with each `like` replaced by the keys of the table that it names, at all depths."""
-    found = {key: _resolve_likes(value) if isinstance(value, Mapping) else value for key, value in table.items()}
+    resolved = {key: _resolve_likes(value) if isinstance(value, Mapping) else value for key, value in table.items()}
 
-    def resolve(key: str, seen: tuple[str, ...] = ()) -> Any:
-        value = found[key]
-        if not isinstance(value, Mapping) or not isinstance(other := value.get("like"), str):
+    def resolve(key: str, ancestors: tuple[str, ...] = ()) -> Any:
+        value = resolved[key]
+        if not isinstance(value, Mapping) or not isinstance(sibling := value.get("like"), str):
             return value
-        if other not in found or other in seen:
-            raise JobError(f"{key}: like = {other!r}: there is no such table beside it to begin with")
+        if sibling not in resolved or sibling in ancestors:
+            raise JobError(f"{key}: like = {sibling!r}: no such table at the same level")
         return merge_tables(
-            resolve(other, (*seen, key)), {name: each for name, each in value.items() if name != "like"}
+            resolve(sibling, (*ancestors, key)), {name: entry for name, entry in value.items() if name != "like"}
         )
 
-    return {key: resolve(key) for key in found}
+    return {key: resolve(key) for key in resolved}
 
 
-def resolve_mark(table: str, mark: str, rest: str, data: Path | None) -> dict[str, str]:
+def resolve_mark(table: str, mark: str, name: str, data: Path | None) -> dict[str, str]:
     """Return the keys that replace a mark in a path: "path", and further keys of the same table."""
     if mark == "digits":
         return {"path": str(DIGITS)}
-    wanted = {"mnist": "MNIST's files", "cifar": "CIFAR-10", "weights": "torchvision's weights in weights/"}
-    if mark not in wanted:
-        raise JobError(f"{table}: ${mark} is unknown; there are: $digits, {', '.join(f'${each}' for each in wanted)}")
+    descriptions = {"mnist": "MNIST's files", "cifar": "CIFAR-10", "weights": "torchvision's weights in weights/"}
+    if mark not in descriptions:
+        raise JobError(
+            f"{table}: ${mark} is unknown; there are: $digits, {', '.join(f'${each}' for each in descriptions)}"
+        )
     if data is None:
-        raise DataError(f"{table} needs --data: a folder with {wanted[mark]}")
+        raise DataError(f"{table} needs --data: a folder with {descriptions[mark]}")
     if mark == "mnist":
         nested = data / "MNIST" / "raw"  # as torchvision has it
-        found = nested if nested.is_dir() else data
-        if not any(found.glob("*images?idx3-ubyte*")):
+        folder = nested if nested.is_dir() else data
+        if not any(folder.glob("*images?idx3-ubyte*")):
             raise DataError(
-                f"there is no MNIST in {found}: train-images-idx3-ubyte, t10k-images-idx3-ubyte and their labels, "
+                f"there is no MNIST in {folder}: train-images-idx3-ubyte, t10k-images-idx3-ubyte and their labels, "
                 "or the same with .gz, are wanted there or in MNIST/raw below it"
             )
-        return {"path": str(found)}
+        return {"path": str(folder)}
     if mark == "cifar":
         files = sorted(data.glob("cifar10*.npz"))
         if not files and not (data / "cifar-10-batches-py").is_dir():
             raise DataError(f"there is no CIFAR-10 in {data}: cifar10.npz, or torchvision's folder cifar-10-batches-py")
         return {"path": str(files[0])} if files else {"path": str(data), "dataset": "CIFAR10"}
-    files = sorted((data / "weights").glob(f"{rest}*.pt*"))
+    files = sorted((data / "weights").glob(f"{name}*.pt*"))
     if not files:
-        raise DataError(f"no {rest}*.pt in {data / 'weights'}: put torchvision's weights there")
+        raise DataError(f"no {name}*.pt in {data / 'weights'}: put torchvision's weights there")
     return {"path": str(files[0])}
 
 
-def _resolve_paths_and_marks(value: Any, known: Any, folder: Path) -> Any:
+def _resolve_paths_and_marks(value: Any, resolve: Any, folder: Path) -> Any:
     # other relative paths are resolved against the folder
     if isinstance(value, list):
-        return [_resolve_paths_and_marks(each, known, folder) for each in value]
+        return [_resolve_paths_and_marks(entry, resolve, folder) for entry in value]
     if not isinstance(value, Mapping):
         return value
-    found: dict[str, Any] = {}
-    for key, each in value.items():
-        match = MARKED.match(each) if isinstance(each, str) else None
+    resolved: dict[str, Any] = {}
+    for key, entry in value.items():
+        match = MARK.match(entry) if isinstance(entry, str) else None
         if match is None:
-            found[key] = _resolve_paths_and_marks(each, known, folder)
+            resolved[key] = _resolve_paths_and_marks(entry, resolve, folder)
             continue
-        told = known(match[1], match[2] or "")
-        found |= told if key == "path" else {key: told["path"]}
-    return settings.make_paths_absolute(found, folder)
+        replacement = resolve(match[1], match[2] or "")
+        resolved |= replacement if key == "path" else {key: replacement["path"]}
+    return settings.make_paths_absolute(resolved, folder)
 
 
 def _iterate_mark_names(value: Any) -> Iterator[str]:
     if isinstance(value, Mapping | list):
         for each in value.values() if isinstance(value, Mapping) else value:
             yield from _iterate_mark_names(each)
-    elif isinstance(value, str) and (match := MARKED.match(value)):
+    elif isinstance(value, str) and (match := MARK.match(value)):
         yield match[1]

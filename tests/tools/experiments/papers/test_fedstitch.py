@@ -39,7 +39,7 @@ def job(method: str, rounds: int, seed: int = 7, **changes: Any) -> JobSettings:
 
 
 def how(row: GridRow) -> ExecutionOptions:
-    return ExecutionOptions("", row, together=True, first=False, tested=True, device="")
+    return ExecutionOptions("", row, together=True, first=False, needs_test_set=True, device="")
 
 
 def bundle(given: JobSettings, place: Path) -> Path:

@@ -85,7 +85,7 @@ def test_tables_of_one_file_share_what_stands_outside_of_them(tmp_path: Path) ->
         ),
         ("[axes.rate.mid]\npaper.plein.test = [1.0]", r"row of the paper's numbers in 'mid, iid': there is no 'plein'"),
         ("[[show]]\nvalue = 'tset'\ntitle = 'x'", r"value: there is no 'tset'; did you mean 'test'\? There are: "),
-        ("[[show]]\nvalue = 'test@x'\ntitle = 'x'", r"value 'test@x': a number of rounds is wanted after @"),
+        ("[[show]]\nvalue = 'test@x'\ntitle = 'x'", r"value 'test@x': write a number of rounds after @"),
         ("[[show]]\nvalue = 'metric'\ntitle = 'x'", r"value: there is no 'metric'; there are: rounds_to, "),
         (
             "[[show]]\nvalue = 'rounds_to'\ntitle = 'x'",
@@ -97,7 +97,7 @@ def test_tables_of_one_file_share_what_stands_outside_of_them(tmp_path: Path) ->
         ("[rows.odd]\nmembers = [3, 3]", r"rows\.odd\.members = \[3, 3\]: write"),
         ("[rows.odd]\nmembers = [-2, 3]", r"rows\.odd\.members = \[-2, 3\]: write"),
         ("[rows.odd]\nplay = 'alone'", r"'alone' names a function, and only the papers' tables have code"),
-        ("[rows.odd]\nlike = 'none'", r"made\.toml: odd: like = 'none': there is no such table beside it"),
+        ("[rows.odd]\nlike = 'none'", r"made\.toml: odd: like = 'none': no such table at the same level"),
         ("[rows.a]\nlike = 'b'\n[rows.b]\nlike = 'a'", r"like = 'a'"),
     ],
 )
@@ -309,7 +309,7 @@ def test_the_text_has_the_papers_numbers_beside_ours() -> None:
     }
     text = papers.format_result(PEWS, result)
     assert text[:3] == [
-        "fedpews-table2: seeds 0, 1; the paper's in brackets",
+        "fedpews-table2: seeds 0, 1; numbers of the paper in brackets",
         "",
         "3.2k-0.1, eta_g 0.1, tau 0.1, target 99 %, 500 rounds",
     ]

@@ -107,10 +107,10 @@ def test_without_a_table_they_are_listed(capsys: pytest.CaptureFixture[str]) -> 
     [
         (["table-99"], 2, "'table-99' is unknown; there are: budgets, class-priors, codecs, fedpews-table2"),
         (["none.toml"], 2, "cannot read none.toml"),
-        (["genefl", "--data", ".", "--columns", "a"], 2, "genefl is run as a whole: leave --columns out"),
+        (["genefl", "--data", ".", "--columns", "a"], 2, "genefl has one column: leave out --columns"),
         (["fedpews-table2", "--columns", "64k"], 2, "has no column '64k'; it has: 32k-1.0"),
         (["fedpews-table6", "--rows", "FedPros"], 2, "there is no 'FedPros'; did you mean 'FedProx'? There are: "),
-        (["fedpews-table2", "--data", "."], 2, "fedpews-table2 makes its own data: leave --data out"),
+        (["fedpews-table2", "--data", "."], 2, "fedpews-table2 creates its own data: leave out --data"),
         (["fedsdg"], 3, "fedsdg needs --data: a folder with MNIST's files"),
         (["fedstitch"], 3, "fedstitch needs --data"),
     ],
@@ -126,7 +126,7 @@ def test_what_is_not_there_is_said_before_anything_is_run(
     monkeypatch.chdir(tmp_path)
     assert main(["lab", "reproduce", *words]) == code
     assert said in " ".join(capsys.readouterr().err.split())
-    assert not (tmp_path / papers.KEPT).exists()
+    assert not (tmp_path / papers.CACHE_FOLDER).exists()
 
 
 def test_a_relative_folder_of_data_is_one_of_the_current_folder(
@@ -207,7 +207,7 @@ def test_devices_that_train_alone_have_the_mean_of_the_worst_tenth(own: Path, tm
 def test_a_run_that_fails_is_named_and_the_others_are_kept(own: Path, tmp_path: Path) -> None:
     own.write_text(OWN + '[rows.large]\njob.fleet.budgets = ["1MB"]\n')
     table = grid.read_tables(own)["own"]
-    with pytest.raises(JobError, match=r"1 of 3 runs failed, the others are kept in .*runs: all large, seed 4: "):
+    with pytest.raises(JobError, match=r"1 of 3 runs failed, results of the others are in .*runs: all large, seed 4: "):
         papers.run_table(table, seeds=[4], columns=["all"], out=tmp_path / "kept")
     assert len(list((tmp_path / "kept" / "runs").glob("*.json"))) == 2
 

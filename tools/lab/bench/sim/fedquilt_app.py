@@ -24,18 +24,18 @@ from fedquilt.tools.simulation.simulated_job import Simulation
 def read_members(folder: Path, spec: dict[str, Any]) -> Iterator[DeviceData]:
     """Yield the clients, each read from disk on demand."""
     files = {folder / f"{name}.npy": np.load(folder / f"{name}.npy", mmap_mode="r") for name in "xy"}
-    places = {path: (file.offset, file.dtype, file.shape[1:]) for path, file in files.items()}
-    del files  # read, not mapped: pages that are mapped would count as this process's own
-    each = spec["each"]
+    array_locations = {path: (file.offset, file.dtype, file.shape[1:]) for path, file in files.items()}
+    del files  # read, not mapped: mapped pages would count as memory of this process
+    examples_per_client = spec["each"]
 
-    def read_rows(path: Path, first: int) -> np.ndarray:
-        offset, dtype, shape = places[path]
+    def read_rows(path: Path, first_row: int) -> np.ndarray:
+        offset, dtype, shape = array_locations[path]
         row = math.prod(shape)
-        found = np.fromfile(path, dtype, each * row, offset=offset + first * row * dtype.itemsize)
-        return found.reshape(each, *shape)
+        values = np.fromfile(path, dtype, examples_per_client * row, offset=offset + first_row * row * dtype.itemsize)
+        return values.reshape(examples_per_client, *shape)
 
     for index in range(spec["clients"]):
-        x, y = (read_rows(path, index * each) for path in places)
+        x, y = (read_rows(path, index * examples_per_client) for path in array_locations)
         yield DeviceData(spec["name"].format(index), Examples(x, y), Examples(x[:0], y[:0]))
 
 
@@ -44,15 +44,17 @@ def main() -> None:
     spec = json.loads((folder / "spec.json").read_text())
     test = Examples(np.load(folder / "test_x.npy"), np.load(folder / "test_y.npy"))
     job = settings.parse_job({**spec["job"], **({"engine": sys.argv[3]} if sys.argv[3:] else {})})
-    before_s = time.time() - float(os.environ["BENCH_BEGAN"])
-    told: dict[str, float] = {}
+    import_s = time.time() - float(os.environ["BENCH_BEGAN"])
+    accuracy_metrics: dict[str, float] = {}
     rounds_cpu_s: list[float] = []
 
-    def observe(simulation: Simulation, hands: WorkBackend) -> None:
+    def observe(simulation: Simulation, backend: WorkBackend) -> None:
         if len(simulation.rounds) in (1, job.rounds):
             rounds_cpu_s.append(processor_seconds())
         if simulation.is_finished:
-            told.update(evaluation.compute_metrics(found) if (found := hands.evaluate_test_set(simulation)) else {})
+            accuracy_metrics.update(
+                evaluation.compute_metrics(sums) if (sums := backend.evaluate_test_set(simulation)) else {}
+            )
 
     outcome = simulate(
         job,
@@ -60,14 +62,14 @@ def main() -> None:
         read_members(folder, spec),
         workers=workers,
         engine="pool",
-        together=True,
+        batched=True,
         test=test,
         observe=observe,
     )
     print_result(
-        before_s + outcome.start_s,
+        import_s + outcome.start_s,
         [round.wall_s for round in outcome.rounds],
-        told["accuracy"],
+        accuracy_metrics["accuracy"],
         steady_cpu_s=rounds_cpu_s[-1] - rounds_cpu_s[0],
     )
 

@@ -27,14 +27,14 @@ class TimedFedAvg(FedAvg):  # type: ignore[misc]
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
-        self.began_s: list[float] = []
+        self.round_starts_s: list[float] = []
         self.start_s = 0.0
 
     def configure_train(self, *args: Any, **options: Any) -> Any:
         """Record the begin of a round and, in the first one, the start time, then continue as FedAvg."""
-        if not self.began_s:
+        if not self.round_starts_s:
             self.start_s = seconds_since_start()
-        self.began_s.append(time.perf_counter())
+        self.round_starts_s.append(time.perf_counter())
         return super().configure_train(*args, **options)
 
 

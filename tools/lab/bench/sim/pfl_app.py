@@ -53,7 +53,7 @@ def run_rank() -> None:
 
     work, _ = read_arguments()
     torch.set_num_threads(1)
-    np.random.seed(work.spec["seed"])  # the same on every process: they draw the same cohorts
+    np.random.seed(work.spec["seed"])  # equal in all processes, so that they draw the same cohorts
     module: Any = work.network()
     module.loss = lambda x, y, **_: F.cross_entropy(module(x), y)
     module.metrics = lambda x, y, **_: {}
@@ -64,7 +64,7 @@ def run_rank() -> None:
         return Dataset(raw_data=[x[rows], y[rows]], user_id=str(user))
 
     class RoundClock(TrainingProcessCallback):  # type: ignore[misc]
-        """Notes when each round is over."""
+        """Recorder of the end of each round."""
 
         def __init__(self) -> None:
             self.times: list[float] = []
@@ -79,8 +79,8 @@ def run_rank() -> None:
             self.times.append(time.perf_counter())
             return False, Metrics()
 
-    asked = iter(work.cohorts.ravel().tolist() * 2)
-    training = FederatedDataset(create_dataset, lambda: next(asked))
+    cohort_members = iter(work.cohorts.ravel().tolist() * 2)
+    training = FederatedDataset(create_dataset, lambda: next(cohort_members))
     rounds, cohort = work.cohorts.shape
     model = PyTorchModel(
         model=module,

@@ -11,18 +11,18 @@ from flwr.app import ArrayRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 from workload import ContestantWorkload
 
-held: dict[str, Any] = {}  # an actor keeps its workload and network from one client to the next
+cache: dict[str, Any] = {}  # workload and network, reused for all clients of an actor
 client = ClientApp()
 
 
 @client.train()  # type: ignore[untyped-decorator]
 def train(message: Message, context: Context) -> Message:
     """Train one epoch on the client's examples."""
-    if not held:
+    if not cache:
         torch.set_num_threads(1)
-        held["work"] = ContestantWorkload(os.environ["BENCH_FOLDER"])
-        held["model"] = held["work"].network(begun=False)
-    work, model = held["work"], held["model"]
+        cache["work"] = ContestantWorkload(os.environ["BENCH_FOLDER"])
+        cache["model"] = cache["work"].network(initial_weights=False)
+    work, model = cache["work"], cache["model"]
     model.load_state_dict(message.content["arrays"].to_torch_state_dict())
     x, y = work.client(int(context.node_config["partition-id"]))
     optimizer = torch.optim.SGD(model.parameters(), lr=work.spec["lr"])

@@ -16,7 +16,7 @@ class TrainingLoop:
 
     def __init__(self, work: ContestantWorkload) -> None:
         torch.set_num_threads(1)
-        self.work, self.model = work, work.network(begun=False)
+        self.work, self.model = work, work.network(initial_weights=False)
         self.parameters = list(self.model.parameters())
         self.optimizer = torch.optim.SGD(self.parameters, lr=work.spec["lr"])
 
@@ -24,15 +24,15 @@ class TrainingLoop:
         for client in clients:
             x, y = self.work.client(int(client))
             with torch.no_grad():
-                for value, begun in zip(self.parameters, start, strict=True):
-                    value.copy_(begun)
+                for value, initial in zip(self.parameters, start, strict=True):
+                    value.copy_(initial)
             for rows in torch.randperm(len(y)).split(self.work.spec["batch"]):
                 self.optimizer.zero_grad()
                 F.cross_entropy(self.model(x[rows]), y[rows]).backward()
                 self.optimizer.step()
             with torch.no_grad():
-                for value, added in zip(self.parameters, total, strict=True):
-                    added.add_(value)
+                for value, sum_of_value in zip(self.parameters, total, strict=True):
+                    sum_of_value.add_(value)
 
 
 def run_worker(folder: str, start: list[torch.Tensor], total: list[torch.Tensor], pipe: Any) -> None:
@@ -54,9 +54,9 @@ def main() -> None:
     totals = [[torch.zeros_like(value).share_memory_() for value in start] for _ in range(processes)]
     pipes = []
     for total in totals[1:]:
-        ours, theirs = spawn.Pipe()
-        spawn.Process(target=run_worker, args=(str(work.folder), start, total, theirs), daemon=True).start()
-        pipes.append(ours)
+        own_end, worker_end = spawn.Pipe()
+        spawn.Process(target=run_worker, args=(str(work.folder), start, total, worker_end), daemon=True).start()
+        pipes.append(own_end)
     for pipe in pipes:
         pipe.recv()
     start_s, rounds_s, began_cpu_s = seconds_since_start(), [], 0.0

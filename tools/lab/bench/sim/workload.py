@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # every contestant gets its cores by processes
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # contestants use several cores by processes only
 
 
 class ContestantWorkload:
@@ -32,8 +32,8 @@ class ContestantWorkload:
         """Return a client's examples as tensors: x (n, 1, 28, 28) in 0..1, y (n,)."""
         return self._tensors(slice(index * self.spec["each"], (index + 1) * self.spec["each"]))
 
-    def network(self, begun: bool = True) -> Any:
-        """Build the network, with the initial weights if `begun`."""
+    def network(self, initial_weights: bool = True) -> Any:
+        """Build the network, with the initial weights if `initial_weights`."""
         import torch
         from torch import nn
 
@@ -52,7 +52,7 @@ class ContestantWorkload:
                 nn.ReLU(),
                 nn.Linear(128, 10),
             )
-        if begun:
+        if initial_weights:
             start = np.load(self.folder / "start.npz")
             model.load_state_dict({name: torch.from_numpy(start[name]) for name in start.files})
         return model
@@ -62,13 +62,13 @@ class ContestantWorkload:
         import torch
 
         x, y = (np.load(self.folder / f"test_{name}.npy") for name in "xy")
-        right = 0
+        correct = 0
         model.eval()
         with torch.inference_mode():
-            for first in range(0, len(y), 250):
-                scores = model(torch.from_numpy(x[first : first + 250]).float().div(255).unsqueeze(1))
-                right += int((scores.argmax(dim=1).numpy() == y[first : first + 250]).sum())
-        return right / len(y)
+            for start in range(0, len(y), 250):
+                scores = model(torch.from_numpy(x[start : start + 250]).float().div(255).unsqueeze(1))
+                correct += int((scores.argmax(dim=1).numpy() == y[start : start + 250]).sum())
+        return correct / len(y)
 
     def _tensors(self, rows: slice) -> tuple[Any, Any]:
         import torch
@@ -77,12 +77,12 @@ class ContestantWorkload:
         return x, torch.from_numpy(np.array(self.y[rows], dtype=np.int64))
 
 
-def print_result(start_s: float, rounds_s: list[float], accuracy: float, **more: float) -> None:
+def print_result(start_s: float, rounds_s: list[float], accuracy: float, **measurements: float) -> None:
     """Print the timings and the accuracy as one line of JSON.
 
     `steady_cpu_s` is `processor_seconds` between the ends of the first and the last round.
     """
-    print(json.dumps({"start_s": start_s, "rounds_s": rounds_s, "accuracy": accuracy, **more}), flush=True)
+    print(json.dumps({"start_s": start_s, "rounds_s": rounds_s, "accuracy": accuracy, **measurements}), flush=True)
 
 
 def seconds_since_start() -> float:
@@ -93,12 +93,12 @@ def seconds_since_start() -> float:
 def processor_seconds() -> float:
     import psutil  # the environments of other simulators may lack it
 
-    me = psutil.Process()
-    found = sum(me.cpu_times()[:4])
-    for each in me.children(recursive=True):
-        with contextlib.suppress(psutil.NoSuchProcess):  # its time counts for its parent once it has ended
-            found += sum(each.cpu_times()[:4])
-    return found
+    process = psutil.Process()
+    total_s = sum(process.cpu_times()[:4])
+    for child in process.children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):  # the time of an ended process counts for its parent
+            total_s += sum(child.cpu_times()[:4])
+    return total_s
 
 
 def read_arguments() -> tuple[ContestantWorkload, int]:
