@@ -173,22 +173,22 @@ class Agent:
         """Pass a message to its handler by topic. Log a malformed one, and fail the task if the disk fails."""
         try:
             route = wire.parse_topic(message.topic)
-            if route.leaf == "coord":
+            if route.subtopic == "coord":
                 if message.payload and wire.decode(message.payload, wire.CoordState).online:
                     self._republish_state(now_s)
             elif route.direction != "dn" or route.device != self.device:
                 return
-            elif route.leaf == "presence":
+            elif route.subtopic == "presence":
                 wire.decode(message.payload, wire.CoordState)
                 self._publish_presence(online=True)
-            elif route.leaf == "task":
+            elif route.subtopic == "task":
                 self._start_or_cancel_task(message.payload, now_s)
-            elif route.leaf == "ack":
+            elif route.subtopic == "ack":
                 ack = wire.decode(message.payload, wire.Ack)
                 self._apply_ack(
                     UpdateAcked((ack.job, ack.round), ack.accepted, ack.epoch, ack.attempt), ack.reason, now_s
                 )
-            elif not self.releases.handle_message(route.leaf, message.payload, now_s):
+            elif not self.releases.handle_message(route.subtopic, message.payload, now_s):
                 self._transfers.handle_message(route, message.payload, now_s)
         except WireError as error:
             if said := self.garbage.count_message(message.topic, error, message.retained, now_s):
@@ -300,7 +300,7 @@ class Agent:
                 raise StoreError(f"bundle {name!r} is gone from {depot.folder}, or damaged: it is fetched again")
             paths[name] = path
         self.local.touch_blobs(task.bundles.values())
-        private = self.local.find_private_state(task.job, task.counted)
+        private = self.local.find_private_state(task.job, task.last_counted_round)
         return WorkRequest(
             task=task,
             device=self.device,

@@ -41,7 +41,18 @@ import msgspec
 from fedquilt import wire
 from fedquilt.blobs.shared_store import SharedBlobStore, SharedBlobView
 from fedquilt.blobs.store import BlobStore
-from fedquilt.core import AnyDigest, BlobRef, Count, JobError, Label, Name, StoreError, Update, WireError, WireMessage
+from fedquilt.core import (
+    BlobRef,
+    Count,
+    JobError,
+    Name,
+    OptionalDigest,
+    ShortText,
+    StoreError,
+    Update,
+    WireError,
+    WireMessage,
+)
 from fedquilt.edge_agent.power.learned_model import LearnedModel
 from fedquilt.edge_agent.state_machine import CountedRound, Key
 from fedquilt.edge_agent.task import sandbox
@@ -57,7 +68,7 @@ SPARE_BYTES: Final = 1 << 20  # disk space left for small files
 
 
 class LearnedCosts(WireMessage, frozen=True):
-    workloads: dict[Label, LearnedModel]
+    workloads: dict[ShortText, LearnedModel]
 
 
 class AgentState:
@@ -302,13 +313,13 @@ class AgentState:
                 self._disk.write_atomically(self._probe, b"\0")
                 self._disk.unlink(self._probe)
 
-    def make_room(self, size: int, limit_bytes: int, needed: Collection[str], *, idle: bool = False) -> None:
-        """Delete unused blobs and caches until `size` more bytes fit the limit and the disk.
+    def make_room(self, size_bytes: int, limit_bytes: int, needed: Collection[str], *, idle: bool = False) -> None:
+        """Delete unused blobs and caches until `size_bytes` more bytes fit the limit and the disk.
 
         The longest unused are deleted first.
 
         Args:
-            size: Bytes about to be written.
+            size_bytes: Bytes about to be written.
             limit_bytes: Most bytes of blobs and caches.
             needed: Blobs to keep. `require_room` reports if the rest is not enough.
             idle: Whether no process of a task or check runs. Caches may be deleted only then.
@@ -318,7 +329,7 @@ class AgentState:
         unused = sorted(both, key=lambda each: each[0])
         with disk_errors(f"look at {self.home}"):
             free = self.free_bytes()
-        over = max(sum(kept for _, _, kept in unused) + size - limit_bytes, size + SPARE_BYTES - free)
+        over = max(sum(kept for _, _, kept in unused) + size_bytes - limit_bytes, size_bytes + SPARE_BYTES - free)
         for _, place, kept in unused:
             if over <= 0:
                 break
@@ -399,7 +410,7 @@ class PrivateState(NamedTuple):
 class JobRecord(WireMessage, frozen=True):
     round: Count  # the last one that was counted
     epoch: Count  # start of the coordinator that said so
-    private: AnyDigest = ""  # private state after that round; "": it has none
+    private: OptionalDigest = ""  # private state after that round; "": it has none
     left: Count = 0  # the round that has left it
 
 

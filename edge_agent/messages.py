@@ -46,7 +46,7 @@ def profile_message(device: str, board: Device, means: Capabilities, unable: str
         provenance=board.provenance,
         codecs=means.codecs,
         labels=means.labels,
-        boards=means.boards,
+        site_device_count=means.boards,
     )
 
 
@@ -111,7 +111,7 @@ def update_message(device: str, open: OpenTask, outcome: WorkResult, cost: Cost)
         state=task.state,
         epoch=task.epoch,
         note=outcome.note,
-        below=outcome.below,
+        devices_usage=outcome.below,
     )
 
 

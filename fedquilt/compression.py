@@ -68,7 +68,7 @@ def encode_update(
         bundles[bundle], unsent = encode_bundle(wire, given, base(bundle) or {}, before)
         kept = {name: array for name, array in kept.items() if not name.startswith(prefix)}
         kept |= {prefix + name: array for name, array in unsent.items()}
-    return replace(answer, bundles=bundles, local={**answer.local, **kept})
+    return replace(answer, bundles=bundles, private_state={**answer.private_state, **kept})
 
 
 def encode_bundle(

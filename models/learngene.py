@@ -77,7 +77,7 @@ def penalty_hooks(
         for name, array in before.items()
     }
     return Hooks(
-        correct=lambda gradient, value, at: gradient + at["pull"] * (value - at["aim"]),
+        correct_gradient=lambda gradient, value, at: gradient + at["pull"] * (value - at["aim"]),
         anchors={
             "pull": {name: np.full(array.shape, pulls.get(name, 0.0), np.float32) for name, array in before.items()},
             "aim": {name: np.asarray(array, np.float32) for name, array in aims.items()},

@@ -39,7 +39,7 @@ from typing import Annotated, Final, Literal, TypeAlias
 import msgspec
 from msgspec import Meta
 
-from fedquilt.core import JobError, Label, Name, OperatingPoint, Rates
+from fedquilt.core import JobError, Name, OperatingPoint, Rates, ShortText
 from fedquilt.formats import toml
 from fedquilt.profiles import clock_model as laws
 
@@ -159,7 +159,7 @@ BEHIND: Final[Mapping[str, tuple[str, ...]]] = {  # a point's number -> the coef
 class ProfilePoint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Named mode of a board. Names contain the unit, and `bytes_per_s` is memory traffic."""
 
-    name: Label
+    name: ShortText
     cores: SourcedValue | None = None  # processor cores that are on; for people: no point tells it to a board
     cpu_hz: SourcedValue | None = None
     gpu_hz: SourcedValue | None = None
@@ -186,7 +186,7 @@ class ThermalModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 class BoardProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     board: Name
-    title: Label
+    title: ShortText
     memory_bytes: SourcedValue
     sources: dict[str, NumberSource]
     points: Annotated[tuple[ProfilePoint, ...], Meta(min_length=1, max_length=MOST_POINTS)]
@@ -194,7 +194,7 @@ class BoardProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     clocks: BoardClocks | None = None
     model: ModelCoefficients | None = None
     workloads: Annotated[
-        dict[Label, TimeCoefficients], Meta(max_length=20)
+        dict[ShortText, TimeCoefficients], Meta(max_length=20)
     ] = {}  # by `fedquilt.core.WorkEstimate.workload`
     thermal: ThermalModel | None = None
 

@@ -214,8 +214,8 @@ def played(
 
     def work(task: Task, site: ClientContext) -> ClientResult:
         answer = method.work(task, site)
-        if answer.local:
-            found.kept[site.device] = {key: np.array(array) for key, array in answer.local.items()}
+        if answer.private_state:
+            found.kept[site.device] = {key: np.array(array) for key, array in answer.private_state.items()}
         return answer
 
     def observe(simulation: Any, hands: Any) -> None:

@@ -101,9 +101,9 @@ class Board:
             route = wire.parse_topic(message.topic)
             if self.transfers.handle_message(route, message.payload, now_s):
                 continue
-            if route.leaf == "presence":
+            if route.subtopic == "presence":
                 self.say("presence", wire.Presence(online=True, boot="1"), retain=True)
-            if route.leaf in ("model", "agent"):
+            if route.subtopic in ("model", "agent"):
                 self.take(wire.decode(message.payload, wire.DesiredRelease) if message.payload else None)
         self.transfers.step(now_s)
         for _, _, error in self.transfers.take_finished():
@@ -114,7 +114,7 @@ class Board:
         self.releases.append(release)
         if release is None or release.serial < self.serial:
             return
-        if release.back:
+        if release.is_rollback:
             if release.serial > self.serial and self.runs and self.wanted is None:
                 self.runs, self.before = self.before, ""
             self.serial, self.wanted = release.serial, None

@@ -73,8 +73,8 @@ def create_meter(wanted: str | Mapping[str, Any]) -> Meter:
         made = factory(**table)
     except Exception as error:  # code from outside may raise anything
         raise JobError(f"{plugin} cannot be made from {table}: {type(error).__name__}: {error}") from None
-    covers = getattr(made, "covers", None)
-    if covers not in WIDTH or not callable(getattr(made, "read", None)):
+    coverage = getattr(made, "coverage", None)
+    if coverage not in WIDTH or not callable(getattr(made, "read", None)):
         there = ", ".join(WIDTH)
-        raise JobError(f"{plugin} is no meter: it needs `read(now_s)`, and `covers` one of {there}, not {covers!r}")
+        raise JobError(f"{plugin} is no meter: it needs `read(now_s)`, and `coverage` one of {there}, not {coverage!r}")
     return made

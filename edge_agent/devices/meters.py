@@ -1,6 +1,6 @@
 """Meters of Linux hosts: batteries, hwmon, RAPL, the controller of a Raspberry Pi 5, and several meters as one.
 
-A meter is an object with `covers` and `read`, see `fedquilt.core.Meter`. Sources of the formats:
+A meter is an object with `coverage` and `read`, see `fedquilt.core.Meter`. Sources of the formats:
 
 - Batteries: kernel, ABI/testing/sysfs-class-power.
 - RAPL: Linux's powercap class `intel-rapl`, which includes AMD. Zones named `package-N` or `package-N-die-D`, some
@@ -28,7 +28,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Final
 
-from fedquilt.core import Covers, Meter, Power
+from fedquilt.core import Coverage, Meter, Power
 from fedquilt.host import sysfs
 
 log = logging.getLogger("fedquilt.devices")
@@ -49,7 +49,7 @@ class WidestRangeMeter:
 
     def __init__(self, meters: Iterable[Meter], clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._meters = sorted(meters, key=lambda meter: WIDTH[meter.covers])
+        self._meters = sorted(meters, key=lambda meter: WIDTH[meter.coverage])
         self._answered_s: dict[int, float] = {}  # place in the list -> time of its last value
         self._failed: set[int] = set()  # places of meters whose failure has been reported
         self._slow: set[int] = set()  # places of meters whose slowness has been
@@ -65,7 +65,7 @@ class WidestRangeMeter:
         for place, meter in enumerate(self._meters):
             power = self._read_meter(place, meter, now_s)
             rails_w |= power.rails_w
-            if meter.covers == "rail":
+            if meter.coverage == "rail":
                 if power.total_w is not None and power.source is not None:
                     rails_w[power.source] = power.total_w
             elif chosen is None and (power.total_w is not None or power.energy_j is not None):
@@ -120,7 +120,7 @@ class PowerFromEnergy:
 
 
 class Batteries:
-    covers: Covers = "board"
+    coverage: Coverage = "board"
 
     def __init__(self, supplies: Path) -> None:
         self._found = [
@@ -192,7 +192,7 @@ class Hwmon:
                 else:
                     self._powers[rail] = file
         whole = any(rail.startswith(WHOLE_METERS) for rail in (*self._powers, *self._energies))
-        self.covers: Covers = "board" if whole else "rail"
+        self.coverage: Coverage = "board" if whole else "rail"
 
     def read(self, now_s: float) -> Power:
         micro = {rail: sysfs.read_int(file) for rail, file in self._powers.items()}
@@ -212,7 +212,7 @@ class Rapl:
     Counters must be read before they wrap, within some minutes of full load.
     """
 
-    covers: Covers = "processor"
+    coverage: Coverage = "processor"
 
     def __init__(self, powercap: Path) -> None:
         self._counters = [EnergyCounter(zone) for zone in rapl_zones(powercap)]
@@ -274,7 +274,7 @@ LINE: Final = re.compile(r"(\w+)_([AV]) (?:current|volt)\(\d+\)=([0-9.]+)[AV]")
 class Pmic:
     """Power of each rail with a voltage and a current, as a `fedquilt.core.Meter`."""
 
-    covers: Covers = "processor"
+    coverage: Coverage = "processor"
 
     def __init__(self, ask: Callable[[], str | None]) -> None:
         self._ask = ask

@@ -156,9 +156,9 @@ def choose_faster_point(
 
     The present segment counts at once, even if it is unlike all earlier tasks: the task may be of a new kind.
     """
-    if rule.policy not in ("energy", "paper") or seen.work.tasks < LEAST_DONE or seen.seconds <= 0:
+    if rule.policy not in ("energy", "paper") or seen.work.task_share < LEAST_DONE or seen.seconds <= 0:
         return None
-    rest_s = seen.seconds / seen.work.tasks * rest.tasks
+    rest_s = seen.seconds / seen.work.task_share * rest.task_share
     if rest_s <= left_s:
         return None
     known = learn_segment(learned, seen, at_once=True)

@@ -31,7 +31,7 @@ from typing import Annotated, Final, NamedTuple
 from msgspec import Meta
 from msgspec.structs import replace
 
-from fedquilt.core import Amount, Count, Label, OperatingPoint, WireMessage, WorkEstimate
+from fedquilt.core import Amount, Count, OperatingPoint, ShortText, WireMessage, WorkEstimate
 from fedquilt.core.last_call_cache import cache_last_call
 from fedquilt.costs import cost_model
 
@@ -55,7 +55,7 @@ class CostLaw(WireMessage, frozen=True):
     """Measurements of one quantity, as the normal equations of its weights."""
 
     at: OperatingPoint  # point of the first measurement: the columns' unit
-    top: dict[Label, Amount]  # highest clocks of the board then, by axis
+    top: dict[ShortText, Amount]  # highest clocks of the board then, by axis
     ratio: Amount  # measured there, over the profile's
     rows: Numbers  # information, n * n, without the prior
     aims: Numbers  # right-hand sides, n
@@ -284,7 +284,7 @@ def _add_measurement(
     if row is None:
         return law
     share = [x / measured for x in row]
-    known = min(seen.work.tasks, 1.0)  # stretches of one task have one error in common
+    known = min(seen.work.task_share, 1.0)  # stretches of one task have one error in common
     weight, kept = known / NOISE**2, 1 - (1 - KEPT) * known
     rows = tuple(kept * law.rows[n * i + j] + weight * share[i] * share[j] for i in range(n) for j in range(n))
     aims = tuple(kept * aim + weight * x for aim, x in zip(law.aims, share, strict=True))

@@ -309,7 +309,7 @@ class TaskPowerManager:
         if self._held is not None:
             seen = self._current_segment(share, self._mean_power_w(measured, told, now_s), now_s)
             self._spent_s += seen.seconds
-            if self._board.holds:  # after a loss of control, the clocks of the segment are unknown
+            if self._board.clocks_unchanged:  # after a loss of control, the clocks of the segment are unknown
                 self._learned = learn_segment(self._learned, seen)
         self._ledger = self._ledger.next_segment(now_s)
         self._before, self._since_s, self._told_s = done, now_s, self._told_s + lasted_s
@@ -329,7 +329,7 @@ class TaskPowerManager:
         return cost.energy_j / cost.duration_s
 
     def _close_if_unpinned(self, now_s: float, lasted_s: float) -> None:
-        if self._held is not None and not self._board.holds:
+        if self._held is not None and not self._board.clocks_unchanged:
             self._close_segment(self._done, now_s, lasted_s)
             self._held = self._label = None
 

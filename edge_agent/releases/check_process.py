@@ -390,7 +390,7 @@ def _compute_own_tensors(
     order: SplitModelFiles, task: Task, parts: personal_models.PersonalParts, model: Path, budget_bytes: int
 ) -> tuple[Tensors, str]:
     method = methods.load(task.method)
-    if method.personal is None:
+    if method.personal_model is None:
         raise JobError(f"method {task.method!r} does not say how a board puts its network together")
     local, lost = task_process.load_private_state(order.private, order.private_sha256, order.lost, task.job)
     task_process.require_fresh_state_allowed(method, task.method, lost)
@@ -400,17 +400,20 @@ def _compute_own_tensors(
         engine=None,
         rng=tensors.seeded_rng(task.seed),
         train=NONE,
-        held=NONE,
-        local=compression.method_state(local),
-        lost=lost,
-        cache_at=model.parent,
+        held_out=NONE,
+        private_state=compression.method_state(local),
+        lost_state_reason=lost,
+        cache_folder=model.parent,
         load=lambda name: _require_bundle(parts, name),
         path=lambda name: Path(name),
     )
-    found = method.personal(task, site)
+    found = method.personal_model(task, site)
     if lost:
         return found, f"{lost}: the network is that of a board which has not taken part"
-    return found, "" if site.local else f"nothing of {task.job} is kept here: the network is that of a newcomer to it"
+    return (
+        found,
+        "" if site.private_state else f"nothing of {task.job} is kept here: the network is that of a newcomer to it",
+    )
 
 
 def _require_bundle(parts: personal_models.PersonalParts, name: str) -> Tensors:

@@ -28,7 +28,7 @@ from typing import Any, Final, Literal
 import msgspec
 from msgspec.structs import replace
 
-from fedquilt.core import REFETCH, AnyDigest, Label, Metrics, Reading, Sentence, WireMessage, shorten_error
+from fedquilt.core import REFETCH, Metrics, OptionalDigest, Reading, Sentence, ShortText, WireMessage, shorten_error
 from fedquilt.edge_agent.releases.release_kind import CheckResult
 from fedquilt.edge_agent.state_machine import KILLED_MOST
 from fedquilt.edge_agent.task.memory_budget import format_megabytes
@@ -60,11 +60,11 @@ class ReleaseRecord(WireMessage, frozen=True, omit_defaults=True):
     reason: Sentence = ""
     metrics: Metrics = msgspec.field(default_factory=dict)
     next: DesiredRelease | None = None  # a release that arrived while `release` soaks
-    origin: AnyDigest = ""  # release in use (sha256) when the swap is about to be made
-    rollout: Label = ""  # rollout that brought the release in use; "": none that could be taken back
-    name: Label = ""  # name of the release in use
-    before: AnyDigest = ""  # release (sha256) that ran before the one in use
-    before_name: Label = ""
+    origin: OptionalDigest = ""  # release in use (sha256) when the swap is about to be made
+    rollout: ShortText = ""  # rollout that brought the release in use; "": none that could be taken back
+    name: ShortText = ""  # name of the release in use
+    before: OptionalDigest = ""  # release (sha256) that ran before the one in use
+    before_name: ShortText = ""
 
 
 class ReleaseState(msgspec.Struct, frozen=True):
@@ -226,7 +226,7 @@ def _handle_release(state: ReleaseState, event: ReleaseReceived, now_s: float) -
     latest = noted.next or noted.release
     if release.serial <= latest.serial:
         return state, ("publish",)
-    if noted.step == "soaking" and release.back and release.rollout == noted.rollout:
+    if noted.step == "soaking" and release.is_rollback and release.rollout == noted.rollout:
         return _start_roll_back(replace(state, noted=replace(noted, release=release, next=None)), "")
     if noted.step in ("swapping", "soaking", "returning"):
         return replace(state, noted=replace(noted, next=release)), ()
@@ -243,7 +243,7 @@ def _start_or_end_release(state: ReleaseState, release: DesiredRelease, now_s: f
     state = ReleaseState(noted=noted, again_s=now_s)
     if wrong := window_error(release.window):
         return _end_release(state, "refused", wrong, now_s)
-    if release.back:
+    if release.is_rollback:
         if not noted.rollout or noted.rollout != release.rollout:
             return _end_release(state, "returned", "it does not run what that rollout has brought", now_s)
         return state, ()
@@ -388,7 +388,7 @@ def _continue_release(state: ReleaseState, noted: ReleaseRecord, seen: StatusPol
     if waits := waiting_reason(release, state, seen):
         return replace(state, waits=shorten_error(waits), again_s=now_s + LOOK_S), ()
     state = replace(state, waits="", again_s=now_s)
-    if release.back:
+    if release.is_rollback:
         return _start_roll_back(state, "")
     if state.stage == "gate":
         if release.blob is None or seen.here:
@@ -408,7 +408,7 @@ def waiting_reason(release: DesiredRelease, state: ReleaseState, seen: StatusPol
     Measured values are left out, because each change of the text is published.
     """
     idle = release.force or not seen.works
-    if release.back:  # what runs now is not wanted: only an exchange of the agent itself would end a task
+    if release.is_rollback:  # what runs now is not wanted: only an exchange of the agent itself would end a task
         return "" if idle or release.kind != "agent" else "a task runs"
     if waits := outside_window_reason(release.window, seen.local):
         return waits

@@ -158,10 +158,10 @@ def build_site(
         engine=engine,
         rng=tensors.seeded_rng(order.task.seed),
         train=train,
-        held=held,
-        local=compression.method_state(local),
-        lost=lost,
-        cache_at=order.cache,
+        held_out=held,
+        private_state=compression.method_state(local),
+        lost_state_reason=lost,
+        cache_folder=order.cache,
         load=lambda name: bench.read_tensors(_bundle_file(order, name), _expected_hash(order, name)),
         path=lambda name: _verified_bundle_file(order, name),
         progress=progress,
@@ -215,7 +215,7 @@ def run_method(order: WorkRequest, method: Method, site: ClientContext) -> WorkR
     parts: dict[str, str] = {}  # files that are read tensor by tensor, with their sha256
 
     def open_private_state() -> core.Tensors:
-        if not order.private or site.lost:
+        if not order.private or site.lost_state_reason:
             return {}
         parts[order.private] = order.private_sha256
         return disk_arrays.FloatReader(Path(order.private))
@@ -233,15 +233,15 @@ def run_method(order: WorkRequest, method: Method, site: ClientContext) -> WorkR
     layouts: dict[str, dict[str, str]] = {}
     blobs: dict[str, bytes] = {}
     private_left: core.BlobRef | None = None
-    note = site.lost
-    require_fresh_state_allowed(method, task.method, site.lost)
+    note = site.lost_state_reason
+    require_fresh_state_allowed(method, task.method, site.lost_state_reason)
     if "check" in task.actions:
         if method.check is None:
             raise core.JobError(f"method {task.method!r} has no evaluation of its own")
         prior = None if task.class_shares is None else core.ClassPrior(site.train.y, task.class_shares)
-        held = dataclasses.replace(site.held, prior=prior)
+        held = dataclasses.replace(site.held_out, prior=prior)
         evaluation = method.check(
-            task, dataclasses.replace(site, rng=tensors.seeded_rng(task.seed, "check"), held=held)
+            task, dataclasses.replace(site, rng=tensors.seeded_rng(task.seed, "check"), held_out=held)
         )
         if not isinstance(evaluation, core.EvaluationSums):
             raise core.JobError(
@@ -259,7 +259,7 @@ def run_method(order: WorkRequest, method: Method, site: ClientContext) -> WorkR
         answer = compression.encode_update(task.wire, done, open_base_bundle, open_private_state)
         metrics = {name: float(value) for name, value in answer.metrics.items()}
         weight = float(answer.weight)
-        if answer.local and order.forgotten:
+        if answer.private_state and order.forgotten:
             note = note or order.forgotten
             require_fresh_state_allowed(method, task.method, note)
         bundles, blobs, private_left = _write_result(answer, order)
@@ -316,10 +316,10 @@ def _write_result(
             refs[name] = ref = protocol.write_tensors(f"{out}bundle", bundle)
             os.replace(f"{out}bundle", f"{out}{ref.sha256}")
     private = None
-    if answer.local or order.private is not None:
-        tensors.require_finite(answer.local)
+    if answer.private_state or order.private is not None:
+        tensors.require_finite(answer.private_state)
         os.makedirs(order.out, exist_ok=True)
-        private = protocol.write_tensors(f"{out}{protocol.PRIVATE}", answer.local)
+        private = protocol.write_tensors(f"{out}{protocol.PRIVATE}", answer.private_state)
     return refs, blobs, private
 
 

@@ -231,15 +231,15 @@ class DirectTransfers:
         self._offered.add((device, ref.sha256))
         if sources := self._carriers.download_locations(device, ref):
             self._publish(
-                device, f"blob/{ref.sha256}/place", LocationOffer(sha256=ref.sha256, way="get", sources=sources)
+                device, f"blob/{ref.sha256}/place", LocationOffer(sha256=ref.sha256, direction="get", locations=sources)
             )
 
     def queue_upload(self, key: Key, ref: BlobRef, place: LocationOffer) -> None:
         if key not in self._going:
-            self._going[key] = _DirectUpload(ref, place.sources)
+            self._going[key] = _DirectUpload(ref, place.locations)
 
     def add_locations(self, key: Key, place: LocationOffer) -> None:
-        self._places[key] = place.sources
+        self._places[key] = place.locations
 
     def handle_upload_progress(self, key: Key, placed: UploadProgress, now_s: float) -> None:
         coming = self._coming.get(key)
@@ -247,9 +247,9 @@ class DirectTransfers:
             return
         if placed.error:
             self._abandon(key, coming, placed.error)
-        elif not placed.done:
-            coming.told = max(coming.told, placed.moved)
-        elif sources := self._carriers.uploaded_locations(key[0], coming.intake.ref, placed.source):
+        elif not placed.complete:
+            coming.told = max(coming.told, placed.uploaded_bytes)
+        elif sources := self._carriers.uploaded_locations(key[0], coming.intake.ref, placed.location_index):
             del self._coming[key]
             coming.intake.close()
             self._places[key] = sources
@@ -272,7 +272,9 @@ class DirectTransfers:
             if sources := self._carriers.upload_locations(key[0], intake):
                 pull.pause_requests()
                 self._coming[key] = _DirectDownload(pull, intake, now_s + QUIET_S)
-                self._publish(key[0], f"blob/{key[1]}/place", LocationOffer(sha256=key[1], way="put", sources=sources))
+                self._publish(
+                    key[0], f"blob/{key[1]}/place", LocationOffer(sha256=key[1], direction="put", locations=sources)
+                )
 
     def start_completion(self, key: Key, pull: Download) -> None:
         if key not in self._coming and pull.manifest is not None:
@@ -334,7 +336,9 @@ class DirectTransfers:
                 going.tell_s = now_s + TELL_S
                 if going.moved != going.told:
                     going.told = going.moved
-                    self._publish(key[0], f"blob/{key[1]}/placed", UploadProgress(sha256=key[1], moved=going.moved))
+                    self._publish(
+                        key[0], f"blob/{key[1]}/placed", UploadProgress(sha256=key[1], uploaded_bytes=going.moved)
+                    )
         until = [coming.until_s for coming in self._coming.values()] + [going.tell_s for going in self._going.values()]
         resting = [
             self._carriers.retry_at_s(sources) for key, sources in self._places.items() if key not in self._coming
@@ -353,5 +357,7 @@ class DirectTransfers:
         sha256, error = ended.key[1], shorten_error(ended.error or "")
         if error:
             log.warning("blob %s is put nowhere: %s; it goes over the broker", sha256[:12], error)
-        placed = UploadProgress(sha256=sha256, moved=going.moved, source=ended.source, done=True, error=error)
+        placed = UploadProgress(
+            sha256=sha256, uploaded_bytes=going.moved, location_index=ended.source, complete=True, error=error
+        )
         self._publish(ended.key[0], f"blob/{sha256}/placed", placed)

@@ -123,21 +123,21 @@ class Transfers:
 
     def handle_message(self, route: wire.Route, payload: bytes, now_s: float) -> bool:
         """Process a message if it concerns a blob. Return whether it does, or raise WireError."""
-        if route.leaf not in _LEAVES:
+        if route.subtopic not in _LEAVES:
             return False
         if route.direction == self._direction:
             return True  # an own message, returned
-        if route.leaf == "get":
+        if route.subtopic == "get":
             self._sender.handle_request(route.device, wire.decode(payload, wire.ChunkRequest))
             return True
         key = (route.device, route.sha256)
-        if route.leaf == "chunk":
+        if route.subtopic == "chunk":
             self._handle_chunk(key, route.index, payload, now_s)
-        elif route.leaf == "manifest":
+        elif route.subtopic == "manifest":
             self._handle_manifest(key, wire.decode(payload, wire.BlobManifest), now_s)
-        elif route.leaf == "place":
+        elif route.subtopic == "place":
             self._handle_location_offer(key, wire.decode(payload, LocationOffer))
-        elif route.leaf == "placed":
+        elif route.subtopic == "placed":
             self._streaming.handle_upload_progress(key, wire.decode(payload, UploadProgress), now_s)
         else:
             missing = wire.decode(payload, wire.MissingBlob)
@@ -176,9 +176,9 @@ class Transfers:
                 self._finish_if_complete(key, pull)
 
     def _handle_location_offer(self, key: Key, place: LocationOffer) -> None:
-        if place.way == "get" and key in self._wanted:
+        if place.direction == "get" and key in self._wanted:
             self._streaming.add_locations(key, place)
-        elif place.way == "put" and self._allowed(*key) and (ref := self._depot.find_ref(key[1])) is not None:
+        elif place.direction == "put" and self._allowed(*key) and (ref := self._depot.find_ref(key[1])) is not None:
             self._streaming.queue_upload(key, ref, place)
 
     def _handle_direct_results(self, now_s: float) -> None:

@@ -23,7 +23,7 @@ import msgspec
 
 from fedquilt.console import units
 from fedquilt.core import OperatingPoint, Rates, Tensors, WorkEstimate, tensor_shapes
-from fedquilt.core.messages import ADDED
+from fedquilt.core.messages import ADDITIVE_FIELDS
 from fedquilt.costs.peak_memory import choice_name
 
 
@@ -50,7 +50,7 @@ def overhead_seconds(work: WorkEstimate, point: OperatingPoint) -> float:
 
 
 def _overhead_seconds(work: WorkEstimate, speed: Rates | OperatingPoint) -> float:
-    found = work.tasks * (speed.task_s or 0.0) + work.launches * (speed.launch_s or 0.0)
+    found = work.task_share * (speed.task_s or 0.0) + work.launches * (speed.launch_s or 0.0)
     return found if math.isfinite(found) else 0.0
 
 
@@ -255,7 +255,7 @@ def inference_work(each: PassCost, weights_bytes: int, share: float = 1.0, batch
 
 
 def repeat_work(work: WorkEstimate, times: float) -> WorkEstimate:
-    return msgspec.structs.replace(work, **{name: times * getattr(work, name) for name in ADDED})
+    return msgspec.structs.replace(work, **{name: times * getattr(work, name) for name in ADDITIVE_FIELDS})
 
 
 def trained_tensor_bytes(model: Tensors, moved: Collection[str]) -> dict[str, int]:

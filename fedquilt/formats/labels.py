@@ -11,10 +11,10 @@ import re
 from collections.abc import Collection, Iterable, Sequence
 from typing import Final, get_args
 
-from fedquilt.core import JobError, Word
+from fedquilt.core import DeviceLabel, JobError
 
 MOST: Final = 32  # labels of one board, and words of one selection
-_LABEL: Final = re.compile(get_args(Word)[1].pattern)
+_LABEL: Final = re.compile(get_args(DeviceLabel)[1].pattern)
 _FORM: Final = (
     "a label is a word as site=lab or window: up to 64 of a-z, 0-9, '.', '_' and '-', beginning with one of a-z, 0-9, "
     "and behind '=' capitals too"

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 import msgspec
 
 from fedquilt import wire
-from fedquilt.core import UNDECODABLE, ModelError, Task, UpdateError, WireError
+from fedquilt.core import DECODE_ERRORS, ModelError, Task, UpdateError, WireError
 from fedquilt.host.disk import REAL, Disk
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ def read_task(path: Path, disk: Disk = REAL) -> Task | None:
         return None
     try:
         found = msgspec.json.decode(disk.read(path, 8, size), type=_PersonalHeader).metadata.get(_KEY)
-    except UNDECODABLE:
+    except DECODE_ERRORS:
         return None
     try:
         return None if found is None else wire.decode(found.encode(), Task)

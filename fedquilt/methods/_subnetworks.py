@@ -103,7 +103,7 @@ def make_statistics_round(
             found[f"statistics.{rate:g}"] = width.cut_shapes(
                 state.model, {name: at[name] for name in statistic_names(state)}
             )
-        return core.UpdateSchema(found, whole=False)
+        return core.UpdateSchema(found, exact=False)
 
     def fold(state: State, so_far: BatchNormSums | None, update: core.DeviceUpdate) -> BatchNormSums:
         so_far = so_far or BatchNormSums()
@@ -178,4 +178,4 @@ def gather_statistics(task: core.Task, site: core.ClientContext) -> core.ClientR
         site.engine.evaluate(task.params["network"], start, shuffled, hooks=core.Hooks(prepare=prepare))
         bundles[f"statistics.{rate:g}"] = seen.statistics()
         site.progress((index + 1) / len(task.params["asked"]))
-    return core.ClientResult(bundles, weight=float(len(site.train)), local=site.local)
+    return core.ClientResult(bundles, weight=float(len(site.train)), private_state=site.private_state)

@@ -64,19 +64,19 @@ def work(task: core.Task, site: core.ClientContext) -> core.ClientResult:
     answer = local_training.train_from(task, replace(site, progress=lambda done: site.progress(done / 2)), start, hooks)
     if pull:
         correct = lambda gradient, value, at: gradient + pull * (value - at["received"])  # noqa: E731
-        hooks = replace(hooks, correct=correct, anchors={"received": start})
+        hooks = replace(hooks, correct_gradient=correct, anchors={"received": start})
     second = replace(site, rng=again, progress=lambda done: site.progress(0.5 + done / 2))
     mine = local_training.train_from(task, second, {**still, **load_personal_model(site, received)}, hooks)
     model, local = ({name: each.bundles["model"][name] for name in received} for each in (answer, mine))
     told = {**answer.metrics, "own_loss": mine.metrics["loss"]}
-    return replace(answer, bundles={"model": model}, local=local, metrics=told)
+    return replace(answer, bundles={"model": model}, private_state=local, metrics=told)
 
 
 def load_personal_model(site: core.ClientContext, received: core.Tensors) -> core.Tensors:
     """Return the device's personal model, or the received model before the first training."""
-    if site.local:
-        tensors.require_matching(site.local, received)
-    return site.local or received
+    if site.private_state:
+        tensors.require_matching(site.private_state, received)
+    return site.private_state or received
 
 
 def check(task: core.Task, site: core.ClientContext) -> core.EvaluationSums:
@@ -84,7 +84,7 @@ def check(task: core.Task, site: core.ClientContext) -> core.EvaluationSums:
     received = site.load("model")
     still, hooks = fedlora.load_backbone(task, site, received)
     model = {**still, **load_personal_model(site, received)}
-    return site.engine.evaluate(task.params["network"], model, site.held, hooks=hooks)
+    return site.engine.evaluate(task.params["network"], model, site.held_out, hooks=hooks)
 
 
 def personal(task: core.Task, site: core.ClientContext) -> core.Tensors:
@@ -110,5 +110,5 @@ METHOD = replace(
     work=work,
     check=check,
     result=result,
-    personal=personal,
+    personal_model=personal,
 )

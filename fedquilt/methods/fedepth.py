@@ -153,7 +153,7 @@ def make_link_hook(behind: stages.Stage, start: Mapping[str, np.ndarray], end: i
 def check(task: core.Task, site: core.ClientContext) -> core.EvaluationSums:
     """Evaluate the whole network on the held-out examples."""
     model = {name: array for name, array in site.load("model").items() if not name.startswith("link.")}
-    return site.engine.evaluate(task.params["network"], model, site.held)
+    return site.engine.evaluate(task.params["network"], model, site.held_out)
 
 
 def fold(state: NetworkState, so_far: WeightedEntrySums | None, update: core.DeviceUpdate) -> WeightedEntrySums:

@@ -120,7 +120,9 @@ def make_adapter_hooks(task: core.Task, moved: core.Tensors) -> core.Hooks:
         return adapter_layers.insert_adapters(module, places, rank, adapter_scale(task.params))
 
     pull = (lambda gradient, value, at: gradient + mu * (value - at["start"])) if mu else None
-    return core.Hooks(prepare=prepare, correct=pull, steps=(core.Step(rate=lambda name: float(name in moved)),))
+    return core.Hooks(
+        prepare=prepare, correct_gradient=pull, steps=(core.Step(rate=lambda name: float(name in moved)),)
+    )
 
 
 def load_backbone(task: core.Task, site: core.ClientContext, moved: core.Tensors) -> tuple[core.Tensors, core.Hooks]:
@@ -140,7 +142,7 @@ def check(task: core.Task, site: core.ClientContext) -> core.EvaluationSums:
     """Evaluate the backbone with the received adapters and head on the held-out examples."""
     backbone, received = site.load("backbone"), site.load("model")
     adapted = make_adapter_hooks(task, received)
-    return site.engine.evaluate(task.params["network"], {**backbone, **received}, site.held, hooks=adapted)
+    return site.engine.evaluate(task.params["network"], {**backbone, **received}, site.held_out, hooks=adapted)
 
 
 def result(state: State) -> core.Artefact:

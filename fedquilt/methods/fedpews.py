@@ -151,7 +151,11 @@ def _mean_mask_of_others(state: State, device: str) -> np.ndarray | None:
 def proximal_hooks(task: core.Task) -> core.Hooks:
     """Return hooks that add FedProx's proximal term, or no hooks if mu is 0."""
     mu = task.params["mu"]
-    return core.Hooks(correct=lambda gradient, value, at: gradient + mu * (value - at["start"])) if mu else core.Hooks()
+    return (
+        core.Hooks(correct_gradient=lambda gradient, value, at: gradient + mu * (value - at["start"]))
+        if mu
+        else core.Hooks()
+    )
 
 
 def work(task: core.Task, site: core.ClientContext) -> core.ClientResult:
@@ -170,7 +174,7 @@ def work(task: core.Task, site: core.ClientContext) -> core.ClientResult:
         steps=gates.training_steps(task.params["mask_lr"] / local_training.fit_from_task(task).lr),
     )
     first = np.full(plan.neurons, task.params["first_score"], np.float32)
-    answer = local_training.train_from(task, site, {**received, SCORES: site.local.get("scores", first)}, hooks)
+    answer = local_training.train_from(task, site, {**received, SCORES: site.private_state.get("scores", first)}, hooks)
     model = dict(answer.bundles["model"])
     scores = model.pop(SCORES)
     theta = (1 / (1 + np.exp(-scores.astype(np.float64)))).astype(np.float32)
@@ -183,7 +187,7 @@ def work(task: core.Task, site: core.ClientContext) -> core.ClientResult:
         answer,
         bundles={"model": sent, "mask": told},
         metrics={**answer.metrics, "used": float(neurons.mean()), "theta": float(theta.mean())},
-        local={"scores": scores},
+        private_state={"scores": scores},
     )
 
 
@@ -202,7 +206,7 @@ def update_schema(state: State) -> core.UpdateSchema:
     count = state.plan.neurons
     mask = {"bits": tensors.TensorSpec((-(-count // 8),), np.dtype(np.uint8))}
     theta = {"theta": tensors.TensorSpec((count,), np.dtype(np.float16))}
-    return core.UpdateSchema({"model": state.model, "mask": {**mask, **theta}}, whole=False)
+    return core.UpdateSchema({"model": state.model, "mask": {**mask, **theta}}, exact=False)
 
 
 def fold(state: State, so_far: RoundSums | None, update: core.DeviceUpdate) -> RoundSums:

@@ -26,7 +26,7 @@ class Params(fedavg.Params):
 def work(task: Task, site: ClientContext) -> ClientResult:
     """Train with the gradient of the proximal term, mu * (w - w_t), added (Eq. 2)."""
     mu = task.params["mu"]
-    pull = Hooks(correct=lambda gradient, value, at: gradient + mu * (value - at["start"]))
+    pull = Hooks(correct_gradient=lambda gradient, value, at: gradient + mu * (value - at["start"]))
     return fedavg.work(task, site, pull)
 
 

@@ -71,15 +71,17 @@ def send(state: State, device: core.DeviceView) -> core.TaskSpec:
 def load_device_network(site: core.ClientContext) -> dict[str, np.ndarray]:
     """Return the device's network: the received part and the device's own part."""
     own = site.load("own")
-    tensors.require_matching(site.local, {name: own[name] for name in own if name in site.local})
-    return {**own, **site.local, **site.load("model")}
+    tensors.require_matching(site.private_state, {name: own[name] for name in own if name in site.private_state})
+    return {**own, **site.private_state, **site.load("model")}
 
 
 def split_result(answer: core.ClientResult, shared: Collection[str]) -> core.ClientResult:
     """Return the result with the tensors in `shared` to send and the others kept on the device."""
     model = answer.bundles["model"]
     sent = {name: model[name] for name in sorted(shared)}
-    return replace(answer, bundles={"model": sent}, local={name: model[name] for name in model if name not in sent})
+    return replace(
+        answer, bundles={"model": sent}, private_state={name: model[name] for name in model if name not in sent}
+    )
 
 
 def train_whole_network(task: core.Task, site: core.ClientContext) -> core.ClientResult:
@@ -91,7 +93,7 @@ def check(task: core.Task, site: core.ClientContext) -> core.EvaluationSums:
     """Evaluate the device's network on the held-out examples."""
     still, hooks = fedlora.load_backbone(task, site, {})
     model = {**still, **load_device_network(site)}
-    return site.engine.evaluate(task.params["network"], model, site.held, hooks=core.Hooks(prepare=hooks.prepare))
+    return site.engine.evaluate(task.params["network"], model, site.held_out, hooks=core.Hooks(prepare=hooks.prepare))
 
 
 def personal(task: core.Task, site: core.ClientContext) -> core.Tensors:
@@ -185,5 +187,5 @@ METHOD = replace(
     work=work,
     check=check,
     result=result,
-    personal=personal,
+    personal_model=personal,
 )

@@ -216,7 +216,7 @@ def work(task: core.Task, site: core.ClientContext) -> core.ClientResult:
     delta = {name: model[name] - received[name] for name in received}
     kept = {name: model[name] for name in mine}
     return replace(
-        answer, bundles={"delta": delta}, metrics={**answer.metrics, **_gate_metrics(task, kept)}, local=kept
+        answer, bundles={"delta": delta}, metrics={**answer.metrics, **_gate_metrics(task, kept)}, private_state=kept
     )
 
 
@@ -225,7 +225,7 @@ def check(task: core.Task, site: core.ClientContext) -> core.EvaluationSums:
     backbone, received = site.load("backbone"), site.load("model")
     mine = _load_evaluation_branch(task, site, backbone)
     adapted = make_branch_hooks(task, received, mine)
-    return site.engine.evaluate(task.params["network"], {**backbone, **received, **mine}, site.held, hooks=adapted)
+    return site.engine.evaluate(task.params["network"], {**backbone, **received, **mine}, site.held_out, hooks=adapted)
 
 
 def personal(task: core.Task, site: core.ClientContext) -> core.Tensors:
@@ -240,7 +240,7 @@ def _load_evaluation_branch(task: core.Task, site: core.ClientContext, backbone:
     """Return the device's branch and gates, with all gates shut if the device has never trained."""
     # A device that has never trained has a branch of noise, so its gates are shut.
     mine = load_own_branch(task, site, backbone)
-    if site.local:
+    if site.private_state:
         return mine
     return {name: shut_gate(array) if name.rpartition(".")[2] == lora.GATE else array for name, array in mine.items()}
 
@@ -260,14 +260,14 @@ def load_own_branch(task: core.Task, site: core.ClientContext, backbone: core.Te
     first = lora.initial_own_branch(backbone, layers_by_gate(task), task.params["rank"], rng, task.params["gate"])
     if task.params["head"] == "private":
         first.update({name: backbone[name] for name in task.params["head_names"]})
-    if not site.local:
+    if not site.private_state:
         return first
     shapes = {name: array.shape for name, array in first.items()}
-    if {name: array.shape for name, array in site.local.items()} != shapes:
+    if {name: array.shape for name, array in site.private_state.items()} != shapes:
         raise core.ModelError(
             f"{site.device} keeps a branch of another network, rank or choice of gates: give the job a new name"
         )
-    return dict(site.local)
+    return dict(site.private_state)
 
 
 def layers_by_gate(task: core.Task) -> tuple[lora.AdapterSite, ...]:
@@ -329,7 +329,7 @@ METHOD = replace(
     step=step,
     result=result,
     explain=lambda state: state.told,
-    personal=personal,
+    personal_model=personal,
     traits=replace(
         fedlora.METHOD.traits, per_device_data="changes of adapters and head, `most` of them, which are compared"
     ),

@@ -151,7 +151,7 @@ def work(task: core.Task, site: core.ClientContext) -> core.ClientResult:
     mu = task.params["mu"]
     hooks = replace(
         hooks,
-        correct=(lambda gradient, value, at: gradient + mu * (value - at["start"])) if mu else None,
+        correct_gradient=(lambda gradient, value, at: gradient + mu * (value - at["start"])) if mu else None,
         steps=(core.Step(rate=lambda name: float(name in moved)),),
     )
     given, metrics = site.engine.train(
@@ -169,9 +169,9 @@ def work(task: core.Task, site: core.ClientContext) -> core.ClientResult:
 
 def check(task: core.Task, site: core.ClientContext) -> core.EvaluationSums:
     """Evaluate w_QK under the gates of w_SK on the held-out examples."""
-    if not len(site.held):
+    if not len(site.held_out):
         return core.EvaluationSums(examples=0)
-    examples, start, hooks, _ = _Copies(task, site).prepare_run(site.load("model"), site.held, "held")
+    examples, start, hooks, _ = _Copies(task, site).prepare_run(site.load("model"), site.held_out, "held")
     return site.engine.evaluate(task.params["network"], start, examples, hooks=hooks)
 
 

@@ -176,7 +176,9 @@ def work(task: core.Task, site: core.ClientContext) -> core.ClientResult:
     if params["ask"] == "fingerprint":
         some = _sample_examples(site, params["fingerprint_samples"])
         found = subspaces.compute_subspace(some.x, params["directions"])
-        return core.ClientResult({"fingerprint": {"u": found}}, weight=float(len(site.train)), local=site.local)
+        return core.ClientResult(
+            {"fingerprint": {"u": found}}, weight=float(len(site.train)), private_state=site.private_state
+        )
     received, parts = _load_received_layers(task, site)
     before = _load_previous_model(site, received)
     bound = [name for layer in params["bound"] for name in parts[layer]]
@@ -196,7 +198,7 @@ def work(task: core.Task, site: core.ClientContext) -> core.ClientResult:
         **_count_held_correct(task, site, model),
     }
     sent = {name: model[name] for layer in gene for name in parts[layer]}
-    return core.ClientResult({"gene": sent}, answer.weight, told, local=model)
+    return core.ClientResult({"gene": sent}, answer.weight, told, private_state=model)
 
 
 def check(task: core.Task, site: core.ClientContext) -> core.EvaluationSums:
@@ -204,7 +206,7 @@ def check(task: core.Task, site: core.ClientContext) -> core.EvaluationSums:
     if task.params["ask"] == "fingerprint":
         return core.EvaluationSums(examples=0)
     return site.engine.evaluate(
-        task.params["network"], _load_previous_model(site, _load_received_layers(task, site)[0]), site.held
+        task.params["network"], _load_previous_model(site, _load_received_layers(task, site)[0]), site.held_out
     )
 
 
@@ -214,11 +216,11 @@ def personal(task: core.Task, site: core.ClientContext) -> core.Tensors:
     Raises:
         ModelError: If the device has not trained yet.
     """
-    if not site.local:
+    if not site.private_state:
         raise core.ModelError(
             f"{site.device} has no model of its own of {task.job}: genefl gives a device one once it has taken part"
         )
-    return site.local
+    return site.private_state
 
 
 def _load_received_layers(
@@ -235,10 +237,10 @@ def _load_received_layers(
 
 def _load_previous_model(site: core.ClientContext, received: core.Tensors) -> core.Tensors:
     """Return theta~: the device's stored model, or the received model before the first training."""
-    if not site.local:
+    if not site.private_state:
         return received
-    tensors.require_matching(site.local, received)
-    return site.local
+    tensors.require_matching(site.private_state, received)
+    return site.private_state
 
 
 def _sample_examples(site: core.ClientContext, most: int) -> core.Examples:
@@ -253,13 +255,13 @@ def _find_elastic_gene(
     if not (bound and task.params["elastic"]):
         return {name: before[name] for name in bound}
     some = _sample_examples(site, task.params["fisher_samples"])
-    found = site.engine.fisher(task.params["network"], before, some, each=task.params["fisher_group"])
+    found = site.engine.fisher(task.params["network"], before, some, examples_per_gradient=task.params["fisher_group"])
     gamma = task.params["gamma"]
     return {name: np.where(learngene.scale_fisher(found[name]) < gamma, before[name], received[name]) for name in bound}
 
 
 def _count_held_correct(task: core.Task, site: core.ClientContext, model: core.Tensors) -> dict[str, float]:
-    held = site.engine.evaluate(task.params["network"], model, site.held)
+    held = site.engine.evaluate(task.params["network"], model, site.held_out)
     rated = metrics.main_metric(held)
     if rated is None:
         return {}
@@ -406,6 +408,6 @@ METHOD = replace(
     step=step,
     result=result,
     explain=explain,
-    personal=personal,
+    personal_model=personal,
     traits=TRAITS,
 )

@@ -31,20 +31,20 @@ def init(bundle: core.Bundle, params: Any, seed: int) -> State:
 def work(task: core.Task, site: core.ClientContext) -> core.ClientResult:
     """Train the device's own model further. No tensors are sent."""
     answer = local_training.train_from(task, site, personal(task, site))
-    return replace(answer, bundles={}, local=answer.bundles["model"])
+    return replace(answer, bundles={}, private_state=answer.bundles["model"])
 
 
 def check(task: core.Task, site: core.ClientContext) -> core.EvaluationSums:
     """Evaluate the device's own model on the held-out examples."""
-    return site.engine.evaluate(task.params["network"], personal(task, site), site.held)
+    return site.engine.evaluate(task.params["network"], personal(task, site), site.held_out)
 
 
 def personal(task: core.Task, site: core.ClientContext) -> core.Tensors:
     """Return the device's model, or the job's first model before training."""
     first = site.load("model")
-    if site.local:
-        tensors.require_matching(site.local, first)
-    return site.local or first
+    if site.private_state:
+        tensors.require_matching(site.private_state, first)
+    return site.private_state or first
 
 
 def fold(state: State, so_far: int | None, update: core.DeviceUpdate) -> int:
@@ -80,6 +80,6 @@ METHOD = replace(
     aggregation=core.Aggregation(fold, schema=lambda state: core.UpdateSchema({})),
     step=step,
     result=result,
-    personal=personal,
+    personal_model=personal,
     traits=core.Traits(replaces_private_state=False),  # the own model is what a device trains for
 )

@@ -96,13 +96,13 @@ def send(state: NetworkState, device: DeviceView) -> TaskSpec:
 def work(task: Task, site: ClientContext) -> ClientResult:
     """Train with the contrastive loss if there is a previous model, and keep the new model."""
     hooks = Hooks()
-    if site.local:
+    if site.private_state:
         contrast = ContrastiveHooks(task.params["mu"], task.params["temperature"], task.params["head"])
         hooks = Hooks(
-            prepare=contrast.prepare, anchors={"previous": site.local}, steps=(Step(penalty=contrast.penalty),)
+            prepare=contrast.prepare, anchors={"previous": site.private_state}, steps=(Step(penalty=contrast.penalty),)
         )
     answer = fedavg.work(task, site, hooks)
-    return replace(answer, local=answer.bundles["model"])
+    return replace(answer, private_state=answer.bundles["model"])
 
 
 METHOD = replace(

@@ -90,14 +90,18 @@ def send(state: State, device: core.DeviceView) -> core.TaskSpec:
 def work(task: core.Task, site: core.ClientContext) -> core.ClientResult:
     """Train with each gradient corrected by c - c_i. The new c_i stays on the device (option II)."""
     received, control = site.load("model"), site.load("control")
-    own = site.local or {name: np.zeros_like(array) for name, array in control.items()}
+    own = site.private_state or {name: np.zeros_like(array) for name, array in control.items()}
     tensors.require_matching(own, control)
     shift = {name: control[name] - own[name] for name in control}
-    correction = core.Hooks(correct=lambda gradient, value, at: gradient + at["shift"], anchors={"shift": shift})
+    correction = core.Hooks(
+        correct_gradient=lambda gradient, value, at: gradient + at["shift"], anchors={"shift": shift}
+    )
     answer = local_training.train_from(task, site, received, correction)
     model, path = answer.bundles["model"], answer.metrics["steps"] * local_training.fit_from_task(task).lr
     kept = {name: (received[name] - model[name]) / np.float32(path) - shift[name] for name in control}
-    return replace(answer, weight=1.0, metrics={**answer.metrics, "new": float(not site.local)}, local=kept)
+    return replace(
+        answer, weight=1.0, metrics={**answer.metrics, "new": float(not site.private_state)}, private_state=kept
+    )
 
 
 def validate_site_sums(state: State, total: ScaffoldSums, weight: float) -> None:

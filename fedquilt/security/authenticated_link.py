@@ -148,7 +148,7 @@ class AuthenticatedDeviceLink(AuthenticatedLink):
 
     def publish(self, topic: str, payload: bytes, *, retain: bool = False, reliable: bool = True) -> None:
         """Publish a signed message. The agent publishes its state again with the next session."""
-        leaf = wire.parse_topic(topic).leaf
+        leaf = wire.parse_topic(topic).subtopic
         if self._key is not None and leaf != "chunk":
             payload = make_signed_payload(self._key, topic, payload)
         elif leaf != "chunk" and not (self._alone and leaf in _OBSERVED):
@@ -170,7 +170,7 @@ class AuthenticatedDeviceLink(AuthenticatedLink):
 
     def _process_or_verify_message(self, message: Message) -> Message | None:
         route = wire.parse_topic(message.topic)
-        if route.leaf == "coord":
+        if route.subtopic == "coord":
             told = wire.decode(message.payload, wire.CoordState)
             if told.online and (self._key is None or told.epoch not in (self._key.epoch, self._disproved)):
                 self._announced = told.epoch
@@ -178,10 +178,10 @@ class AuthenticatedDeviceLink(AuthenticatedLink):
             return None
         if route.direction != "dn" or route.device != self._device:
             return None
-        if route.leaf == "hello":
+        if route.subtopic == "hello":
             self._handle_hello(wire.decode(message.payload, wire.Hello))
             return None
-        if route.leaf == "chunk":
+        if route.subtopic == "chunk":
             return message
         if not message.payload:  # cleared at the broker: the coordinator takes a task back in an envelope
             return None
@@ -289,14 +289,14 @@ class AuthenticatedFleetLink(AuthenticatedLink):
         """Publish a message, signed for its device. Without a session, only an empty message is sent."""
         self._look_at_connection()
         route = wire.parse_topic(topic)
-        if route.direction == "dn" and route.leaf != "chunk":
+        if route.direction == "dn" and route.subtopic != "chunk":
             session = self._current_session(route.device)
             if session is not None:
                 payload = make_signed_payload(session, topic, payload)
                 self._request_handshake_if_unanswered(route.device)
             elif payload:
                 return
-        elif route.leaf == "coord":
+        elif route.subtopic == "coord":
             self._epoch = wire.decode(payload, wire.CoordState).epoch
         self._link.publish(topic, payload, retain=retain, reliable=reliable)
 
@@ -334,19 +334,19 @@ class AuthenticatedFleetLink(AuthenticatedLink):
             )
 
     def _process_or_verify_message(self, route: wire.Route, message: Message) -> Message | None:
-        if route.direction != "up" or route.leaf == "chunk":
+        if route.direction != "up" or route.subtopic == "chunk":
             return message
         if not message.payload:  # a retained message that was cleared
             return None
-        if route.leaf == "hello":
+        if route.subtopic == "hello":
             self._handle_hello(route.device, wire.decode(message.payload, wire.Hello))
             return None
-        if route.leaf == "presence" and not is_signed(message.payload):
+        if route.subtopic == "presence" and not is_signed(message.payload):
             return self._accept_last_will(route.device, message)
         said = verify_message(self._current_session(route.device), route, message)
         if not message.retained:
             self._used[route.device] = self._connection
-        if route.leaf == "presence":
+        if route.subtopic == "presence":
             self._boots[route.device] = wire.decode(said.payload, wire.Presence).boot
         return said
 
@@ -489,5 +489,5 @@ def verify_message(session: Session | None, route: wire.Route, message: Message)
     if session is None or found[2] != session.name.encode():
         raise UnknownSessionError(found[2].decode())
     said = message.payload[found.end() : -1]
-    session.verify(message.topic, route.leaf, int(found[3]), binascii.a2b_base64(found[1]), said)
+    session.verify(message.topic, route.subtopic, int(found[3]), binascii.a2b_base64(found[1]), said)
     return message._replace(payload=b"" if said == _NOTHING else said)

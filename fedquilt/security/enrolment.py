@@ -16,7 +16,7 @@ from typing import Annotated, Any, Final, TypeVar
 import msgspec
 from msgspec import Meta
 
-from fedquilt.core import UNDECODABLE, Name, WireError
+from fedquilt.core import DECODE_ERRORS, Name, WireError
 from fedquilt.host import disk
 
 PORT: Final = 8884  # beside MQTT's 8883
@@ -48,7 +48,7 @@ def decode_message(body: bytes, kind: type[M]) -> M:
         raise WireError(f"{len(body)} bytes are more than the {MAX_BODY} of an enrolment message")
     try:
         return msgspec.json.decode(body, type=kind)
-    except UNDECODABLE as error:
+    except DECODE_ERRORS as error:
         raise WireError(f"this is no enrolment message: {error}") from None
 
 

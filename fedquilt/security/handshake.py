@@ -26,7 +26,7 @@ from typing import Annotated, Final, cast
 import msgspec
 from msgspec import Meta
 
-from fedquilt.core import UNDECODABLE, Count, JobError, SiteRight, WireError
+from fedquilt.core import DECODE_ERRORS, Count, JobError, SiteRight, WireError
 from fedquilt.transport.mqtt.broker import Broker, describe_exception, refuse_passphrase
 from fedquilt.transport.mqtt.connection import OUT_OF_DATE
 
@@ -139,7 +139,7 @@ class Handshake:
             return Session(msgspec.json.decode(self._tls.read(FLIGHT_BYTES), type=SessionGrant))
         except ssl.SSLError as error:
             raise WireError(_describe_ssl_error(error)) from None
-        except UNDECODABLE as error:
+        except DECODE_ERRORS as error:
             raise WireError(f"no session was given: {error}") from None
 
     @property
@@ -175,7 +175,7 @@ def right_from_uri(uri: str) -> SiteRight:
     most, _, boards = uri.removeprefix(SITE).partition(":")
     try:
         return msgspec.convert({"most": most, "boards": boards.split(",")}, SiteRight, strict=False)
-    except UNDECODABLE as error:
+    except DECODE_ERRORS as error:
         raise WireError(f"the site's right {uri[:100]!r} in its certificate cannot be read: {error}") from None
 
 

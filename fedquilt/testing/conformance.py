@@ -95,7 +95,7 @@ def state_survives_packing(name: str) -> None:
     for state in run:
         again: Any = tensors.unpack_state(tensors.pack_state(state), here.method.state)
         assert tensors.pack_state(again) == tensors.pack_state(state)
-        assert here.method.done(again) == here.method.done(state)
+        assert here.method.is_done(again) == here.method.is_done(state)
         assert here.method.explain(again) == here.method.explain(state)
 
 
@@ -357,7 +357,7 @@ def update_contains_no_private_state(name: str) -> None:
     _, _, _, worked = record_run(name)
     for site, answer in worked:
         sent = b"".join(tensors.encode_tensors(bundle) for bundle in answer.bundles.values())
-        for kept, array in site.local.items():
+        for kept, array in site.private_state.items():
             if array.size > 2 and len(np.unique(array)) > 1:  # zeros are found anywhere
                 assert array.tobytes() not in sent, f"{name} sends {kept}"
         assert answer.bundles.keys().isdisjoint({"local", "private"})
@@ -368,9 +368,9 @@ def client_half_keeps_inputs(name: str) -> None:
     here = make_scene(name)
 
     def work(task: Any, site: ClientContext) -> ClientResult:
-        before = tensors.encode_tensors(site.local), site.train.x.tobytes(), site.train.y.tobytes()
+        before = tensors.encode_tensors(site.private_state), site.train.x.tobytes(), site.train.y.tobytes()
         answer = here.method.work(task, site)
-        assert (tensors.encode_tensors(site.local), site.train.x.tobytes(), site.train.y.tobytes()) == before
+        assert (tensors.encode_tensors(site.private_state), site.train.x.tobytes(), site.train.y.tobytes()) == before
         return answer
 
     here.run_rounds(method=replace(here.method, work=work), rounds=2)

@@ -73,7 +73,7 @@ class Site:
         self.executor.send_pending(self.broker.now_s)
         for message in self._own.receive():
             route = wire.parse_topic(message.topic)
-            if route.leaf == "get":
+            if route.subtopic == "get":
                 self.asked.append(wire.decode(message.payload, wire.ChunkRequest).sha256)
             self._sends.handle_message(route, message.payload, self.broker.now_s)
         self._sends.step(self.broker.now_s)

@@ -216,7 +216,7 @@ def test_no_values_of_many_fields_change_more_than_the_update_of_their_device(tm
 @pytest.mark.parametrize("seed", [n if n < 2 else pytest.param(n, marks=pytest.mark.nightly) for n in range(5)])
 def test_the_median_of_honest_devices_stays(tmp_path, seed):
     robust_job = {"method": "robust", "params": {"rule": "median"}}
-    changes = [*of_field(Profile, "boards"), *at_random(seed, 4)]
+    changes = [*of_field(Profile, "site_device_count"), *at_random(seed, 4)]
     require_right(play(tmp_path, changes, **robust_job), len(changes), lambda weight: [3.0, 3.5], robust.State)
 
 

@@ -275,7 +275,9 @@ def test_an_update_that_lies_in_the_store_is_not_put_into_the_own_server_meanwhi
     moved.start_download(("a", ref.sha256), pull, 0.0)
     turn = ways.own.replace_writer()
     ways.own.write(memoryview(payload[:1000]), turn)
-    moved.handle_upload_progress(("a", ref.sha256), UploadProgress(sha256=ref.sha256, moved=ref.size, done=True), 1.0)
+    moved.handle_upload_progress(
+        ("a", ref.sha256), UploadProgress(sha256=ref.sha256, uploaded_bytes=ref.size, complete=True), 1.0
+    )
     moved.start_download(("a", ref.sha256), pull, 1.0)
     assert ways.fetched.next_range() == (0, ref.size)
     with pytest.raises(WriterClosedError, match="another way"):

@@ -120,13 +120,13 @@ def test_sessions_go_for_what_else_needs_their_room(tmp_path: Path) -> None:
         engine.run(graph, np.ones((1, 512), np.float32))
     assert engine.loaded_graphs() == tuple(graphs)
     held = engine.memory_plan(graphs[0]).held_bytes
-    engine.make_room(engine.room_bytes - 3 * held)
+    engine.make_room(engine.available_bytes - 3 * held)
     assert engine.loaded_graphs() == tuple(graphs)
-    engine.make_room(engine.room_bytes - 3 * held + 1)
+    engine.make_room(engine.available_bytes - 3 * held + 1)
     assert engine.loaded_graphs() == tuple(graphs[1:])
-    engine.batch(graphs[1], around_bytes=engine.room_bytes)
+    engine.batch(graphs[1], caller_bytes=engine.available_bytes)
     assert engine.loaded_graphs() == (graphs[1],)
-    engine.make_room(engine.room_bytes)
+    engine.make_room(engine.available_bytes)
     assert engine.loaded_graphs() == ()
 
 

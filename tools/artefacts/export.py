@@ -115,7 +115,7 @@ def encode_for_devices(store: Store, run: str) -> tuple[bytes, str]:
             f"{row.id} is {status}, so that it has no result yet: `fedquilt resume {row.id}` goes on with it"
         )
     found = method.result(state)
-    split = method.personal is not None and found.meta.get("private") != []
+    split = method.personal_model is not None and found.meta.get("private") != []
     if (private := found.meta.get("private")) and not split:
         raise JobError(
             f"{row.job.method} leaves {len(private)} tensors ({private[0]}, ...) on each board, and does not say how "

@@ -369,7 +369,7 @@ def _score_original_and_quantized(
             path=lambda ref: bench.folder / "blobs" / ref.sha256,
         )
         answer = METHOD.work(task, site)
-        local = answer.local
+        local = answer.private_state
         return answer.bundles["scores"]["score"]
 
     for begun in steps.starting_networks(before.stock):

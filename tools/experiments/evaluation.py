@@ -108,7 +108,7 @@ class Evaluator:
     def _score_stitched(self, state: Any, rounds: int, sha256: str) -> EvaluationScore | None:
         from fedquilt.tools.experiments.baselines import BaselineSetup
 
-        if not self.method.done(state):
+        if not self.method.is_done(state):
             return None
         engine = self._get_engine(self.job.engine or _choose_engine(self.method))
         bench = BaselineSetup(
@@ -253,7 +253,7 @@ class LiveEvaluator:
     def evaluate(self, simulation: Simulation, hands: WorkBackend, *, shares: bool) -> EvaluationResult:
         told = hands.evaluate(simulation) if self.checks and shares else {}
         total = evaluation.add_evaluations(told.values())
-        if total is not None and simulation.running is not None and total.right_with_priors is not None:
+        if total is not None and simulation.running is not None and total.correct_with_priors is not None:
             simulation.running.class_counts = evaluation.count_classes(total)
         own = run_summary.summarise_evaluation(total, told)
         held = None if own is None else HeldOutScore.from_summary(simulation.completed_rounds, own)

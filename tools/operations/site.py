@@ -67,7 +67,7 @@ class SiteDevice:
     points: tuple[OperatingPoint, ...] = ()
     idle_w: float | None = None
     provenance = "its boards'"
-    adjustable = holds = False
+    adjustable = clocks_unchanged = False
 
     def __init__(self) -> None:
         self.memory_bytes = 1 << 40  # until its boards are seen
@@ -212,7 +212,7 @@ class SiteWorker:
             budget_bytes=max((each.budget_bytes for each in seen), default=0),
             engines=tuple(sorted({engine for each in seen for engine in each.engines})),
             codecs=tuple(sorted({"raw"}.union(*(each.codecs for each in seen)))),
-            boards=max(len(known), 1),  # a site without boards is no board
+            site_device_count=max(len(known), 1),  # a site without boards is no board
         )
 
     # -- rounds --

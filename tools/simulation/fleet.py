@@ -209,7 +209,7 @@ class FleetDevice:
         self.follows = False
 
 
-OWN: Final = ("seed", "tier", "counted")  # fields of a task that are of its device alone, and plain
+OWN: Final = ("seed", "tier", "last_counted_round")  # fields of a task that are of its device alone, and plain
 
 
 class EncodedTasks:
@@ -386,7 +386,7 @@ class SimulatedFleet:
 
     def yield_transfer_turn(self, device: str, now_s: float) -> None: ...  # no device waits for a turn
 
-    def send_release(self, device: str, kind: wire.Kind, release: wire.DesiredRelease | None) -> None:
+    def send_release(self, device: str, kind: wire.ReleaseKind, release: wire.DesiredRelease | None) -> None:
         raise JobError(
             "devices that are simulated in this process run no releases: `fedquilt agent` starts one that does"
         )

@@ -286,10 +286,10 @@ def make_task_and_context(
         engine=engine,
         rng=tensors.seeded_rng(task.seed),
         train=member.train,
-        held=member.held,
-        local={} if local is None else local,
+        held_out=member.held,
+        private_state={} if local is None else local,
         load=lambda name: tensors.read_tensors(find(name)),
         path=find,
-        cache_at=folder if cache is None else cache,
+        cache_folder=folder if cache is None else cache,
     )
     return task, site

@@ -231,20 +231,28 @@ class TorchEngine:
         return found.sums()
 
     def fisher(
-        self, network: Mapping[str, Any], model: Tensors, examples: Examples, *, each: int = 1, hooks: Hooks = Hooks()
+        self,
+        network: Mapping[str, Any],
+        model: Tensors,
+        examples: Examples,
+        *,
+        examples_per_gradient: int = 1,
+        hooks: Hooks = Hooks(),
     ) -> Tensors:
-        training.require_examples(examples, each)
+        training.require_examples(examples, examples_per_gradient)
         with deterministic_torch(0):
             module, trained, _ = self._build_model(network, model, examples, hooks)
             module = module.eval().to(memory_format=torch.contiguous_format)  # as `vmap` wants batch normalisation
             room = self._room_bytes - peak_memory.training_bytes(trained, 0, library=_library(network))
             # a group needs one gradient of all weights, and its examples' activations
-            group = trained.weights_bytes + each * peak_memory.bytes_per_example(trained)
+            group = trained.weights_bytes + examples_per_gradient * peak_memory.bytes_per_example(trained)
             groups = training.fitting_batch_size(room, group, fisher.TOGETHER)
-            rows = training.mini_batches(np.arange(len(examples)), groups * each)
+            rows = training.mini_batches(np.arange(len(examples)), groups * examples_per_gradient)
             parts = self._load_batches(network, examples, rows, hooks)
             loss = partial(training_step.total_loss, metrics.task_from_network(network))
-            found = fisher.fisher_diagonal(module, parts, each, lambda scores, y: loss(scores, y) / len(y))
+            found = fisher.fisher_diagonal(
+                module, parts, examples_per_gradient, lambda scores, y: loss(scores, y) / len(y)
+            )
         return {name: value.cpu().numpy() for name, value in found.items()}
 
     def _build_model(

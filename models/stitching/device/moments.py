@@ -145,8 +145,8 @@ def count_correct(ask: CountRequest, site: ClientContext) -> ClientResult:
     "right" (candidates, candidates) is the number that both of two candidates predict correctly, and "by_margin" the
     same for the examples in each bin of an early candidate's margins, which are "in_bin".
     """
-    require_labels(site.held.y, ask.labels, site.device)
-    rows = np.arange(len(site.held))
+    require_labels(site.held_out.y, ask.labels, site.device)
+    rows = np.arange(len(site.held_out))
     if len(rows) > max(len(site.train), 1):
         rows = np.sort(site.rng.permutation(rows)[: max(len(site.train), 1)])
     nets, bins = len(ask.candidates), len(MARGINS) + 1
@@ -161,7 +161,7 @@ def count_correct(ask: CountRequest, site: ClientContext) -> ClientResult:
             for each in np.unique(found):
                 by_margin[place, each] += correct[:, found == each] @ correct[:, found == each].T
     counts = {"examples": np.array([len(rows)], np.int64), "right": right, "by_margin": by_margin, "in_bin": in_bin}
-    return ClientResult({"counts": counts}, float(len(rows)), {"turn": float(ask.turn)}, site.local)
+    return ClientResult({"counts": counts}, float(len(rows)), {"turn": float(ask.turn)}, site.private_state)
 
 
 def margin_bins(margins: np.ndarray) -> np.ndarray:
@@ -169,13 +169,13 @@ def margin_bins(margins: np.ndarray) -> np.ndarray:
 
 
 def evaluate_candidate(ask: CountRequest, site: ClientContext) -> EvaluationSums:
-    require_labels(site.held.y, ask.labels, site.device)
+    require_labels(site.held_out.y, ask.labels, site.device)
     margin = -np.inf if ask.margin is None else ask.margin
     batches = (
         (stitched_network.choose_early_scores(scores[0], scores[-1], margin), y)
-        for scores, y in _score_candidates(ask, site, np.arange(len(site.held)))
+        for scores, y in _score_candidates(ask, site, np.arange(len(site.held_out)))
     )
-    found: EvaluationSums = site.engine.evaluate_scores(batches, site.held.prior)
+    found: EvaluationSums = site.engine.evaluate_scores(batches, site.held_out.prior)
     return found
 
 
@@ -185,7 +185,7 @@ def _score_candidates(
     run = BlockRunner(site, ask.blocks.values(), len(rows) * _paths_flops(ask))
     for first in range(0, len(rows), WAVE):
         wave = rows[first : first + WAVE]
-        x, y = site.held.x[wave], site.held.y[wave]
+        x, y = site.held_out.x[wave], site.held_out.y[wave]
         ends = dict(_run_and_pool_paths(run, ask, ask.paths, block_runner.PreparedExamples(x, ask.input), site))
         found = []
         for i, (taps, groups) in enumerate(zip(ask.candidates, ask.align, strict=True)):
@@ -199,7 +199,7 @@ def _score_candidates(
 
 
 def _affordable_rows(site: ClientContext, width: int) -> int:
-    return max(int(site.engine.room_bytes / ROOM / class_moments.factor_bytes(1, width)), LEAST_ROWS)
+    return max(int(site.engine.available_bytes / ROOM / class_moments.factor_bytes(1, width)), LEAST_ROWS)
 
 
 def _paths_flops(ask: GatherRequest | CountRequest) -> float:

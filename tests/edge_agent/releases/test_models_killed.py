@@ -76,7 +76,7 @@ class Deployed:
             for message in self.link.receive():
                 route = wire.parse_topic(message.topic)
                 handled = self.transfers.handle_message(route, message.payload, self.broker.now_s)
-                if not handled and route.leaf == "installed":
+                if not handled and route.subtopic == "installed":
                     self.told.append(wire.decode(message.payload, wire.ReleaseStatus))
             self.transfers.step(self.broker.now_s)
 

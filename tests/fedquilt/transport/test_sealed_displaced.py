@@ -52,7 +52,7 @@ def test_a_board_that_does_not_answer_is_asked_every_few_seconds_at_most_and_onc
         fleet.run(0.2)
     assert 2 <= hellos(fleet) - before <= 20.0 / ASK_S
     fleet.broker.change = lambda topic, payload: payload
-    fleet.run(authenticated_link.RESEND.most_s)
+    fleet.run(authenticated_link.RESEND.max_s)
     fleet.link.publish(down("a"), CLAIM)
     fleet.run(ASK_S)
     proved = hellos(fleet)

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
-from fedquilt.core import UNDECODABLE, JobError, StoreError
+from fedquilt.core import DECODE_ERRORS, JobError, StoreError
 from fedquilt.host.disk import disk_errors
 from fedquilt.tools.boards.flash import own_wheels
 from fedquilt.tools.boards.flash.own_wheels import OwnWheel
@@ -134,7 +134,7 @@ def file_sha256(path: Path) -> str:
 def _load_cached_wheels(folder: Path, asked: str) -> list[Path] | None:
     try:
         kept = msgspec.json.decode((folder / "kept.json").read_bytes(), type=CachedWheels)
-    except (OSError, *UNDECODABLE):
+    except (OSError, *DECODE_ERRORS):
         return None
     paths = {folder / name: digest for name, digest in kept.sha256_by_name.items()}
     if kept.asked != asked or not all(path.is_file() and file_sha256(path) == digest for path, digest in paths.items()):

@@ -66,7 +66,7 @@ def fit_rates(probes: Sequence[TaskProbe], seconds: Sequence[float]) -> Rates:
 
     Negative values cannot occur, and a rate without effect is None.
     """
-    counts = [(each.work.tasks, each.work.launches, each.work.flops, each.work.read_bytes) for each in probes]
+    counts = [(each.work.task_share, each.work.launches, each.work.flops, each.work.read_bytes) for each in probes]
     task, launch, flop, byte = fit.fit_unit_costs(counts, seconds)
     return Rates(
         flops_per_s=1 / flop if flop else None,

@@ -147,7 +147,7 @@ def walk_path(
         rounds.append(ScoringRound(msgspec.convert(task.params, ScoreRequest), site))
         print(f"path: {' > '.join(net.path)}", file=sys.stderr, flush=True)
         answer = METHOD.work(task, site)
-        local = answer.local
+        local = answer.private_state
         if len(net.path) == longest:
             break
         ballot = vote.read_ballot(answer.bundles["scores"], state.pool, params.k, 0.0, 0)
@@ -235,10 +235,10 @@ def _delete_path_caches(cache: Path) -> None:
 def _time_scoring(
     each: ScoringRound, way: ScoreAt, engine: OnnxEngine, cache: Path, local: Tensors
 ) -> tuple[np.ndarray, np.ndarray, Tensors]:
-    site = replace(each.site, engine=engine, cache_at=cache, local=local)
+    site = replace(each.site, engine=engine, cache_folder=cache, private_state=local)
     began = _read_clocks()
     answer = scoring.score_pool(replace(each.ask, score_at=way, early=0), site)
-    return _read_clocks() - began, answer.bundles["scores"]["score"], answer.local
+    return _read_clocks() - began, answer.bundles["scores"]["score"], answer.private_state
 
 
 def _read_clocks() -> np.ndarray:

@@ -16,7 +16,7 @@ from typing import Any, Final, NamedTuple
 import msgspec
 import numpy as np
 
-from fedquilt.core import UNDECODABLE, DataError, FedquiltError, ModelError
+from fedquilt.core import DECODE_ERRORS, DataError, FedquiltError, ModelError
 from fedquilt.edge_agent.runner_status import LATEST
 from fedquilt.host.disk import PRIVATE, REAL
 from fedquilt.tools.artefacts import classifier
@@ -322,6 +322,6 @@ class ModelService:
             return {sha256: each for sha256, each in found.items() if each.is_consistent}
         except FileNotFoundError:
             return {}
-        except (OSError, *UNDECODABLE) as error:
+        except (OSError, *DECODE_ERRORS) as error:
             log.warning("%s cannot be used (%s): the next answers make new ones", self._home / REFERENCES, error)
             return {}
