@@ -338,7 +338,7 @@ def _acceptance_claim(state: DeviceState, task: Task) -> Claim:
     last = state.counted.get(task.job)
     if last is None or last.round < task.round:
         return claim
-    return replace(claim, counted=last.round, epoch=last.epoch)
+    return replace(claim, last_counted_round=last.round, epoch=last.epoch)
 
 
 def _decline_task(state: DeviceState, task: Task, code: RefusalCode, reason: str) -> Step:

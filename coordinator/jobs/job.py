@@ -169,7 +169,7 @@ class RunningJob:
             ),
             seed=self._seeded(device),
             tier=peak_memory.tier_from_profile(profile),
-            counted=self.rounds.history.get(device, NEVER).last_round,
+            last_counted_round=self.rounds.history.get(device, NEVER).last_round,
         )
         while len(self._encoded) > HELD * len(made.bundles):  # drop the parts that were cut for each device alone
             del self._encoded[next(iter(self._encoded))]

@@ -99,7 +99,7 @@ def _replace_in_texts(value: Any) -> Any:
 def limit_profile(profile: Profile, right: SiteRight | None) -> Profile:
     """Return the profile with its number of boards limited to the site right, or 0 without a right."""
     boards = min(profile.site_device_count, right.most) if right is not None else 0
-    return profile if boards == profile.site_device_count else replace(profile, boards=boards)
+    return profile if boards == profile.site_device_count else replace(profile, site_device_count=boards)
 
 
 def longest_work_s(waited_s: float, deadline_s: float, attempts: int) -> float:
@@ -145,7 +145,7 @@ def limit_claims(update: Update, bounds: ClaimBounds) -> tuple[Update, str]:
     if below is not None and max(below.down_bytes, below.up_bytes) > most:
         odd.append(f"{below.down_bytes} bytes down and {below.up_bytes} up of its boards, and {most} are the most")
         below = None
-    return (replace(update, usage=usage, below=below, evaluation=sums), "; ".join(odd)) if odd else (update, "")
+    return (replace(update, usage=usage, devices_usage=below, evaluation=sums), "; ".join(odd)) if odd else (update, "")
 
 
 def require_plausible(update: Update, bounds: ClaimBounds, *, work: bool) -> None:

@@ -373,8 +373,8 @@ def test_batch_norm_stays_on_the_device_and_is_used_there():
     def work(task, site):
         answer = fedbn.work(task, site)
         assert answer.bundles["model"].keys().isdisjoint(answer.private_state)
-        with_own = compute_metrics(fedbn.check(task, replace(site, local=answer.private_state)))
-        with_first = compute_metrics(fedbn.check(task, replace(site, local={})))
+        with_own = compute_metrics(fedbn.check(task, replace(site, private_state=answer.private_state)))
+        with_first = compute_metrics(fedbn.check(task, replace(site, private_state={})))
         checked.append(abs(with_own["loss"] - with_first["loss"]))
         kept[site.device] = answer.private_state
         return answer

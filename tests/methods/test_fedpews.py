@@ -279,7 +279,9 @@ def test_scores_are_kept_from_round_to_round_and_begun_anew_where_they_are_lost(
 
     def work(task, site):
         if site.private_state:
-            site = replace(site, local={"scores": np.full(H, 3.0, np.float32)} if site.device != "dev-0" else {})
+            site = replace(
+                site, private_state={"scores": np.full(H, 3.0, np.float32)} if site.device != "dev-0" else {}
+            )
         answer = fedpews.work(task, site)
         first.append(round(float(answer.private_state["scores"].mean()), 2))
         return answer

@@ -270,7 +270,7 @@ def test_private_state_begins_anew_when_a_device_has_other_examples(tmp_path):
     task, site = first_task(tmp_path)
     first = METHOD.work(task, site)
     fewer = Examples(site.train.x[:30], site.train.y[:30])
-    second = METHOD.work(task, replace(site, train=fewer, local=first.private_state))
+    second = METHOD.work(task, replace(site, train=fewer, private_state=first.private_state))
     assert second.private_state["drawn"][0] == 30
     assert not np.array_equal(second.private_state["gram.elm.0"], first.private_state["gram.elm.0"])
     with pytest.raises(ModelError, match="knows no phase"):

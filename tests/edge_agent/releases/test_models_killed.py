@@ -132,7 +132,7 @@ def ended(made: Deployed, back: bool) -> None:
     made.deploy(2)
     made.run(1.2)
     if back:
-        made.deploy(3, rollout="r2", back=True)
+        made.deploy(3, rollout="r2", is_rollback=True)
     made.run(6.0)
 
 
