@@ -87,7 +87,7 @@ class Agent:
         self._session = 0
         self._topics = wire.Topics(settings.fleet)
         depot = self.local.depot
-        self._transfers = Transfers(link, depot, self._topics, "up", self._may_upload, carriers=carriers)
+        self._transfers = Transfers(link, depot, self._topics, "up", self._may_upload, backend=carriers)
         means = messages.capabilities_from_settings(settings, board.memory_bytes)
         kept, counted = self.local.load_outbox()
         offers = {
@@ -295,7 +295,7 @@ class Agent:
             self.local.durable and task.engine in READ_BY_TASK
         )  # else here, and a large model takes seconds to hash
         for name, ref in task.bundles.items():
-            path = depot.verified_path(ref.sha256, compared=compared)
+            path = depot.verified_path(ref.sha256, caller_hashes=compared)
             if path is None:
                 raise StoreError(f"bundle {name!r} is gone from {depot.folder}, or damaged: it is fetched again")
             paths[name] = path

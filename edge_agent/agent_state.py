@@ -98,7 +98,7 @@ class AgentState:
         self._cache: Path | None = None  # folder of the latest `cache_folder`
         self._light: set[Key] = set()  # results that are in memory only
         self._remembered = JobRecords(self.home, disk, durable=durable)
-        self._there = self.home if shared is None else shared.depot.folder  # a folder that exists
+        self._there = self.home if shared is None else shared.blob_store.folder  # a folder that exists
         blobs = self.home / "blobs"
         self.depot = BlobStore(blobs, durable=durable, disk=disk) if shared is None else SharedBlobView(blobs, shared)
 

@@ -45,7 +45,7 @@ class Board:
         self.engines = engines
         self.depot = BlobStore(folder, durable=False)
         self.serial, self.runs, self.before = 0, "", ""  # of the last release, blobs
-        self.had: set[str] = set()  # blobs that it has ever run
+        self.stored_chunks: set[str] = set()  # blobs that it has ever run
         self.releases: list[wire.DesiredRelease | None] = []
         self.boots = 0
         self.link: Any = None
@@ -139,7 +139,7 @@ class Board:
         ends = self.judge(self.name, release)
         if ends in ("committed", "soaking", "returned") and self.runs != release.blob.sha256:
             self.runs, self.before = release.blob.sha256, self.runs
-            self.had.add(self.runs)
+            self.stored_chunks.add(self.runs)
             self.tell(release, "soaking")
         if ends == "returned":
             self.runs, self.before = self.before, ""
@@ -213,4 +213,4 @@ class Ground:
     def ever(self, blob: bytes = MODEL) -> list[str]:
         """Boards that have ever run a model."""
         sha256 = self.store.depot.store_bytes(blob).sha256
-        return [board.name for board in self.boards if sha256 in board.had]
+        return [board.name for board in self.boards if sha256 in board.stored_chunks]

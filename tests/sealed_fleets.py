@@ -70,7 +70,7 @@ class Fleet:
         for name, board in self.boards.items():
             board.publish(up(name, "telemetry"), CLAIM)
         self.run(6.0)
-        assert first._keys.keys() == self.link._keys.keys()
+        assert first._sessions.keys() == self.link._sessions.keys()
         self.reconnect(first)
         self.heard = {name: [] for name in self.heard}
 

@@ -231,7 +231,7 @@ class LinkExecutor:
         may_have = self._issues.may_fetch_blob
         self.places = BlobLocationProvider(where, depot, may_have, identity, fleet)
         self._transfers = Transfers(
-            self._link, depot, self._topics, "dn", may_have, carriers=self.places, apart_bytes=LARGE_BYTES
+            self._link, depot, self._topics, "dn", may_have, backend=self.places, background_bytes=LARGE_BYTES
         )
         self._fetching: dict[str, set[str]] = {}  # device -> sha256 of the blobs still expected from it
 
@@ -303,7 +303,7 @@ class LinkExecutor:
         if wanted:
             self._fetching[device] = set(wanted)
         for ref in wanted.values():
-            self._transfers.request_blob(device, ref, in_turn=in_turn)
+            self._transfers.request_blob(device, ref, use_queue=in_turn)
 
     def set_backlog(self, updates: int, waiting_bytes: int, most_bytes: float) -> None:
         self._transfers.queue.set_unprocessed(updates, waiting_bytes, most_bytes)

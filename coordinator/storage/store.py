@@ -507,7 +507,7 @@ class StoreReader(Store):
                 raise
         self.rollouts = RolloutLog(self._db, self._rows, home, self.open_transaction)
         self.holds = SuspendedJobs(self._db, home, self.open_transaction, self._read_epoch)
-        self.depot = BlobStore(home / "blobs", make=False)
+        self.depot = BlobStore(home / "blobs", create=False)
         self._lock, self._waiting = None, None
 
 

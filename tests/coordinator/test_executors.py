@@ -55,7 +55,7 @@ class Site:
         self.given: set[str] = set()  # what the device may send
         self._own = self.broker.connect()
         self._own.subscribe(topics.device_filters("a"))
-        self._sends = Transfers(self._own, self.theirs, topics, "up", lambda device, sha256: sha256 in self.given)
+        self._uploading = Transfers(self._own, self.theirs, topics, "up", lambda device, sha256: sha256 in self.given)
         self.asked: list[str] = []  # what it was asked for, in order
         self.heard: list[Heard] = []
 
@@ -75,8 +75,8 @@ class Site:
             route = wire.parse_topic(message.topic)
             if route.subtopic == "get":
                 self.asked.append(wire.decode(message.payload, wire.ChunkRequest).sha256)
-            self._sends.handle_message(route, message.payload, self.broker.now_s)
-        self._sends.step(self.broker.now_s)
+            self._uploading.handle_message(route, message.payload, self.broker.now_s)
+        self._uploading.step(self.broker.now_s)
 
     def play(self, seconds: float = 3.0) -> list[Heard]:
         """What the coordinator has heard in this time."""

@@ -214,7 +214,7 @@ def _is_certificate_current(authority: CertificateAuthority, out: Path, hosts: S
     if known is None or known.revoked_s is not None or not (out / "broker.key").is_file():
         return False
     has = {str(one.value) for one in names}
-    fresh = now_s < known.ends_s - (known.ends_s - known.issued_s) * enrolment.DUE_SHARE
+    fresh = now_s < known.ends_s - (known.ends_s - known.issued_s) * enrolment.RENEWAL_SHARE
     return has == set(hosts) and fresh
 
 

@@ -95,7 +95,7 @@ def _check_validity(held: Certificate, path: Path, clock_s: float) -> Verdict:
         )
     if clock_s >= held.ends_s:
         return error(f"{certificate} ended on {ends}: the broker will refuse it", renew)
-    if clock_s >= held.ends_s - (held.ends_s - held.begins_s) * enrolment.DUE_SHARE / 2:
+    if clock_s >= held.ends_s - (held.ends_s - held.begins_s) * enrolment.RENEWAL_SHARE / 2:
         return Problem(f"{certificate} ends on {ends} and was not renewed in time", renew)
     return f"{certificate} is valid until {ends}"
 

@@ -93,7 +93,7 @@ def serve_blob(url: str, folder: str, sha256: str, transport: str, loss: str) ->
     places = BlobLocationProvider(
         BlobLocationSettings("127.0.0.1:0" if transport == "http" else None), depot, lambda device, sha: sha == sha256
     )
-    transfers = Transfers(lossy, depot, wire.Topics("bench"), "dn", lambda device, sha: sha == sha256, carriers=places)
+    transfers = Transfers(lossy, depot, wire.Topics("bench"), "dn", lambda device, sha: sha == sha256, backend=places)
     running = [True]
     signal.signal(signal.SIGTERM, lambda number, frame: running.clear())
     base = _connect_and_measure_base(link, wire.Topics("bench").coordinator_filters())
@@ -167,9 +167,7 @@ def pull_blob(url: str, folder: str, sha256: str, device: str, transport: str, p
         return _pull_tcp(int(port), Path(folder), sha256)
     link = MqttLink(Broker.from_url(url), f"bench-{device}")
     depot = BlobStore(Path(folder))
-    transfers = Transfers(
-        link, depot, wire.Topics("bench"), "up", lambda device, sha: False, carriers=TransferBackend()
-    )
+    transfers = Transfers(link, depot, wire.Topics("bench"), "up", lambda device, sha: False, backend=TransferBackend())
     base = _connect_and_measure_base(link, wire.Topics("bench").device_filters(device))
     idle_s = _wait_for_start()
     began = time.monotonic()
