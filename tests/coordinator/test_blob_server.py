@@ -259,7 +259,7 @@ def test_a_board_that_poses_as_the_coordinator_is_told_no_token(tmp_path, fleet)
         pair.places._base = f"https://127.0.0.1:{listener.getsockname()[1]}"
         board, ref = pair.boards["a"], pair.coordinator.depot.store_bytes(noise(600_000))
         board.transfers.request_blob("a", ref)
-        pair.play(lambda: bool(board.transfers._direct_transfers._coming))
+        pair.play(lambda: bool(board.transfers._direct_transfers._downloads))
         heard = b"never asked"
         with context.wrap_socket(listener.accept()[0], server_side=True) as sealed:
             try:

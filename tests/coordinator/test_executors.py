@@ -211,7 +211,7 @@ def test_a_hundred_requests_do_not_have_a_blob_hashed_a_hundred_times(site, monk
             cut.append(chunk)
 
     monkeypatch.setattr(upload, "ManifestBuilder", Counted)
-    monkeypatch.setattr(site.executor._transfers._sender, "_allowed", lambda device, sha256: True)
+    monkeypatch.setattr(site.executor._transfers._sender, "_is_allowed", lambda device, sha256: True)
     site.link._link.max_payload = 1 << 18
     for device in ("a", "b"):
         for size in range(1024, 40_000, 390):

@@ -174,7 +174,7 @@ def test_a_cancelled_download_writes_nothing_more(pair, monkeypatch):
     relay = relayed(pair, monkeypatch, most=lambda number: None)
     board, ref = pair.boards["a"], pair.coordinator.depot.store_bytes(noise(12 * CHUNK))
     board.transfers.request_blob("a", ref)
-    pair.play(lambda: bool(board.transfers._direct_transfers._coming))
+    pair.play(lambda: bool(board.transfers._direct_transfers._downloads))
     board.transfers.cancel("a", ref.sha256)
     board.depot.remove_blob(ref.sha256)
     board.transfers.request_blob("a", ref)

@@ -131,9 +131,9 @@ def test_a_device_that_is_not_wanted_any_more_leaves_the_queue(tmp_path):
     for number, ref in enumerate(refs):
         coordinator.transfers.request_blob(f"d{number}", ref, use_queue=True)
     coordinator.step(0.0)
-    assert list(coordinator.transfers._open) == [("d0", refs[0].sha256), ("d1", refs[1].sha256)]
+    assert list(coordinator.transfers._active_downloads) == [("d0", refs[0].sha256), ("d1", refs[1].sha256)]
     coordinator.transfers.cancel("d2", refs[2].sha256)
     coordinator.transfers.cancel("d0", refs[0].sha256)
     coordinator.step(0.1)
-    assert list(coordinator.transfers._open) == [("d1", refs[1].sha256), ("d3", refs[3].sha256)]
-    assert not coordinator.transfers._held
+    assert list(coordinator.transfers._active_downloads) == [("d1", refs[1].sha256), ("d3", refs[3].sha256)]
+    assert not coordinator.transfers._keys_in_queue
