@@ -124,8 +124,8 @@ class TensorRegister(msgspec.Struct, frozen=True):
             return last_module[0] if last_module else None
         raise ModelError(
             f"the last layer {last_module[0]!r} shares the tensor {borrowed[last_module[0]].name!r} with "
-            "another layer, so it cannot be treated apart as the classifier: give the layer weights of its own, or take "
-            "another method"
+            "another layer, so it cannot be treated apart as the classifier: give the layer weights of its own, or "
+            "take another method"
         )
 
     def sort_by_call_order(self, names: Iterable[str]) -> list[str]:
