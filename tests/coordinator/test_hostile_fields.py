@@ -139,7 +139,7 @@ def require_right(stage: Stage, rounds: int, result: Callable[[float], list[floa
     for round in range(rounds):
         updates = {fact.update.device: fact.update for fact in stage.told(UpdateAccepted) if fact.round == round}
         assert updates.keys() - {LIAR} == set(HONEST)
-        assert all(update.boards == () for update in updates.values())
+        assert all(update.site_devices == () for update in updates.values())
         weight = updates[LIAR].weight if LIAR in updates else 0.0
         assert weight <= 1000.0
     payload = stage.store.depot.load(stage.told(RoundCommitted)[-1].state.sha256)

@@ -278,10 +278,10 @@ def test_a_device_that_becomes_a_site_in_a_round_answers_once(tmp_path):
     speak(plant, "cam-1")
     device.answer(ones(1.0), weight=10.0)
     made.play(0.5)
-    assert [fact.update.boards for fact in made.told(UpdateAccepted)] == [(), ()]
+    assert [fact.update.site_devices for fact in made.told(UpdateAccepted)] == [(), ()]
     speak(plant, "cam-1")
     made.play(0.5)
-    assert made.told(UpdateAccepted)[-1].update.boards == ("cam-1",)
+    assert made.told(UpdateAccepted)[-1].update.site_devices == ("cam-1",)
 
 
 def test_a_right_holds_after_a_restart(tmp_path):
