@@ -55,11 +55,13 @@ class RolloutRunner:
         self._executor, self._store, self._registry = executor, store, registry
         self._every_s, self._tell = poll_s, tell
         self._states: dict[str, Rollout] = {}  # in the order in which they were queued
-        self._owners: dict[tuple[wire.Kind, str], str] = {}  # kind and device -> the rollout that offered to it last
+        self._owners: dict[
+            tuple[wire.ReleaseKind, str], str
+        ] = {}  # kind and device -> the rollout that offered to it last
         self._unwritten: list[tuple[str, wire.ReleaseStatus]] = []
         self._told_s: dict[str, float] = {}  # device -> when it was offered something, or told something new
         # next time, times; None: it was reported
-        self._sent: dict[tuple[wire.Kind, str], tuple[float, int | None]] = {}
+        self._sent: dict[tuple[wire.ReleaseKind, str], tuple[float, int | None]] = {}
         self._facts: Counter[tuple[str, str]] = Counter()  # rollout and device -> facts
         self._warned: set[str] = set()  # rollouts whose rows cannot be read
         self._opened_s = math.inf  # when the session with the broker began, as far as it is known here
@@ -213,7 +215,7 @@ class RolloutRunner:
             if self._owners[state.plan.kind, device] == state.id:
                 self._send_release(state.plan.kind, device, now_s)
 
-    def _send_release(self, kind: wire.Kind, device: str, now_s: float) -> None:
+    def _send_release(self, kind: wire.ReleaseKind, device: str, now_s: float) -> None:
         """Send a device its release and schedule a resend. After a failure, abort a running rollout."""
         state = self._states[self._owners[kind, device]]
         try:

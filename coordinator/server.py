@@ -320,8 +320,8 @@ class Server:
                 else:
                     self._answer_inactive_job(decisions.ClaimReceived(device, message), now_s)
             case Update():
-                own = message.layouts or message.boards  # not stored, and not from a device
-                told = msgspec.structs.replace(message, layouts={}, boards=()) if own else message
+                own = message.layouts or message.site_devices  # not stored, and not from a device
+                told = msgspec.structs.replace(message, layouts={}, site_devices=()) if own else message
                 if (serving := self._jobs.get(message.job)) is not None:
                     serving.handle_update_offer(device, message, told, now_s)
                 else:
@@ -334,7 +334,7 @@ class Server:
                     self._handle_connection(device, now_s)
             case Profile():
                 right = self.registry.site_right(device)
-                if message.boards and right is None and device not in self._unentitled:
+                if message.site_device_count and right is None and device not in self._unentitled:
                     self._unentitled.add(device)
                     log.warning(validation.UNENTITLED, device, extra=log_ids(device=device))
                 self.registry.update_profile(device, validation.limit_profile(message, right))

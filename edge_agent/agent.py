@@ -89,7 +89,7 @@ class Agent:
         self._session = 0
         self._topics = wire.Topics(settings.fleet)
         blob_store = self.storage.blob_store
-        self._transfers = Transfers(link, blob_store, self._topics, "up", self._may_upload, carriers=transfer_backends)
+        self._transfers = Transfers(link, blob_store, self._topics, "up", self._may_upload, backend=transfer_backends)
         capabilities = messages.capabilities_from_settings(settings, board.memory_bytes)
         stored_updates, counted_rounds = self.storage.load_outbox()
         outbox = {
@@ -186,22 +186,22 @@ class Agent:
         """Pass a message to its handler by topic. Log a malformed one, and fail the task if the disk fails."""
         try:
             route = wire.parse_topic(message.topic)
-            if route.leaf == "coord":
+            if route.subtopic == "coord":
                 if message.payload and wire.decode(message.payload, wire.CoordState).online:
                     self._republish_state(now_s)
             elif route.direction != "dn" or route.device != self.device:
                 return
-            elif route.leaf == "presence":
+            elif route.subtopic == "presence":
                 wire.decode(message.payload, wire.CoordState)
                 self._publish_presence(online=True)
-            elif route.leaf == "task":
+            elif route.subtopic == "task":
                 self._start_or_cancel_task(message.payload, now_s)
-            elif route.leaf == "ack":
+            elif route.subtopic == "ack":
                 ack = wire.decode(message.payload, wire.Ack)
                 self._apply_ack(
                     UpdateAcked((ack.job, ack.round), ack.accepted, ack.epoch, ack.attempt), ack.reason, now_s
                 )
-            elif not self.releases.handle_message(route.leaf, message.payload, now_s):
+            elif not self.releases.handle_message(route.subtopic, message.payload, now_s):
                 self._transfers.handle_message(route, message.payload, now_s)
         except WireError as error:
             if line := self.malformed_messages.count_message(message.topic, error, message.retained, now_s):
@@ -307,12 +307,12 @@ class Agent:
         # The task hashes the blobs that it reads, because hashing a large model here would block the agent for seconds.
         verify_in_task = self.storage.durable and task.engine in READ_BY_TASK
         for name, ref in task.bundles.items():
-            path = blob_store.verified_path(ref.sha256, compared=verify_in_task)
+            path = blob_store.verified_path(ref.sha256, caller_hashes=verify_in_task)
             if path is None:
                 raise StoreError(f"bundle {name!r} is gone from {blob_store.folder}, or damaged: it is fetched again")
             paths[name] = path
         self.storage.touch_blobs(task.bundles.values())
-        private = self.storage.find_private_state(task.job, task.counted)
+        private = self.storage.find_private_state(task.job, task.last_counted_round)
         return WorkRequest(
             task=task,
             device=self.device,

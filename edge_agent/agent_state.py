@@ -41,7 +41,18 @@ import msgspec
 from fedquilt import wire
 from fedquilt.blobs.shared_store import SharedBlobStore, SharedBlobView
 from fedquilt.blobs.store import BlobStore
-from fedquilt.core import AnyDigest, BlobRef, Count, JobError, Label, Name, StoreError, Update, WireError, WireMessage
+from fedquilt.core import (
+    BlobRef,
+    Count,
+    JobError,
+    Name,
+    OptionalDigest,
+    ShortText,
+    StoreError,
+    Update,
+    WireError,
+    WireMessage,
+)
 from fedquilt.edge_agent.power.learned_model import LearnedModel
 from fedquilt.edge_agent.state_machine import CountedRound, Key
 from fedquilt.edge_agent.task import sandbox
@@ -57,7 +68,7 @@ SPARE_BYTES: Final = 1 << 20  # disk space left for small files
 
 
 class LearnedCosts(WireMessage, frozen=True):
-    workloads: dict[Label, LearnedModel]
+    workloads: dict[ShortText, LearnedModel]
 
 
 class AgentState:
@@ -87,7 +98,7 @@ class AgentState:
         self._current_cache: Path | None = None  # folder of the latest `cache_folder`
         self._in_memory_updates: set[Key] = set()  # not written to the disk
         self._job_records = JobRecords(self.home, disk, durable=durable)
-        self._existing_folder = self.home if shared is None else shared.depot.folder  # a folder that exists
+        self._existing_folder = self.home if shared is None else shared.blob_store.folder  # a folder that exists
         blobs = self.home / "blobs"
         self.blob_store = (
             BlobStore(blobs, durable=durable, disk=disk) if shared is None else SharedBlobView(blobs, shared)
@@ -316,13 +327,15 @@ class AgentState:
                 self._disk.write_atomically(self._probe, b"\0")
                 self._disk.unlink(self._probe)
 
-    def make_room(self, size: int, limit_bytes: int, needed_hashes: Collection[str], *, is_idle: bool = False) -> None:
-        """Delete unused blobs and caches until `size` more bytes fit the limit and the disk.
+    def make_room(
+        self, size_bytes: int, limit_bytes: int, needed_hashes: Collection[str], *, is_idle: bool = False
+    ) -> None:
+        """Delete unused blobs and caches until `size_bytes` more bytes fit the limit and the disk.
 
         The longest unused are deleted first.
 
         Args:
-            size: Bytes about to be written.
+            size_bytes: Bytes about to be written.
             limit_bytes: Most bytes of blobs and caches.
             needed_hashes: Blobs to keep. `require_room` reports if the rest is not enough.
             is_idle: Whether no process of a task or check runs. Caches may be deleted only then.
@@ -333,7 +346,7 @@ class AgentState:
         with disk_errors(f"look at {self.home}"):
             free = self.free_bytes()
         excess_bytes = max(
-            sum(size_bytes for _, _, size_bytes in unused) + size - limit_bytes, size + SPARE_BYTES - free
+            sum(size_bytes for _, _, size_bytes in unused) + size_bytes - limit_bytes, size_bytes + SPARE_BYTES - free
         )
         for _, location, size_bytes in unused:
             if excess_bytes <= 0:
@@ -415,7 +428,7 @@ class PrivateState(NamedTuple):
 class JobRecord(WireMessage, frozen=True):
     round: Count  # last counted round
     epoch: Count  # epoch of the coordinator that counted the round
-    private: AnyDigest = ""  # sha256 of the private state after that round, or ""
+    private: OptionalDigest = ""  # sha256 of the private state after that round, or ""
     private_round: Count = 0  # round that left the private state
 
 

@@ -50,7 +50,7 @@ def profile_message(device: str, board: Device, capabilities: Capabilities, unsu
         provenance=board.provenance,
         codecs=capabilities.codecs,
         labels=capabilities.labels,
-        boards=capabilities.boards,
+        site_device_count=capabilities.boards,
     )
 
 
@@ -115,7 +115,7 @@ def update_message(device: str, open_task: OpenTask, outcome: WorkResult, cost: 
         state=task.state,
         epoch=task.epoch,
         note=outcome.note,
-        below=outcome.site_usage,
+        devices_usage=outcome.site_usage,
     )
 
 

@@ -11,7 +11,7 @@ from typing import Annotated, Final
 import msgspec
 from msgspec import Meta
 
-from fedquilt.core import UNDECODABLE, AnyDigest, Count, DeviceReport
+from fedquilt.core import DECODE_ERRORS, Count, DeviceReport, OptionalDigest
 from fedquilt.host.disk import REAL, Disk
 
 FILE: Final = "served.json"
@@ -24,7 +24,7 @@ Share = Annotated[float, Meta(ge=0.0, le=1.0)]
 
 class RunnerStatus(DeviceReport, frozen=True):
     at: float = 0.0  # seconds since 1970
-    model: AnyDigest = ""  # that it runs
+    model: OptionalDigest = ""  # that it runs
     served: Count = 0
     failed: Count = 0  # runs of the network, of inputs that fit the network
     latency_s: float | None = None
@@ -72,5 +72,5 @@ class RunnerStatusReader:
 def _decode_status(payload: bytes) -> RunnerStatus | None:
     try:
         return msgspec.json.decode(payload, type=RunnerStatus)
-    except UNDECODABLE:
+    except DECODE_ERRORS:
         return None

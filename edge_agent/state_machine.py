@@ -345,7 +345,7 @@ def _acceptance_claim(state: DeviceState, task: Task) -> Claim:
     counted_round = state.counted_rounds.get(task.job)
     if counted_round is None or counted_round.round < task.round:
         return claim
-    return replace(claim, counted=counted_round.round, epoch=counted_round.epoch)
+    return replace(claim, last_counted_round=counted_round.round, epoch=counted_round.epoch)
 
 
 def _decline_task(state: DeviceState, task: Task, code: RefusalCode, reason: str) -> Step:

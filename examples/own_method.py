@@ -18,7 +18,9 @@ class Params(fq.fedavg.Params):
 
 def work(task: Task, client: ClientContext) -> ClientResult:
     """Train like FedAvg, with the gradient of mu/2 * ||w - w_start||^2 added."""
-    return fq.fedavg.work(task, client, fq.Hooks(correct=lambda g, w, at: g + task.params["mu"] * (w - at["start"])))
+    return fq.fedavg.work(
+        task, client, fq.Hooks(correct_gradient=lambda g, w, at: g + task.params["mu"] * (w - at["start"]))
+    )
 
 
 METHOD = fq.method(fq.fedavg, params=Params, work=work, paper="arXiv 1812.06127")

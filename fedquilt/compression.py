@@ -53,47 +53,53 @@ def method_state(private: Tensors) -> dict[str, np.ndarray]:
 
 
 def encode_update(
-    wire: Encoding, answer: ClientResult, base: Callable[[str], Tensors | None], private: Callable[[], Tensors]
+    wire: Encoding, result: ClientResult, base: Callable[[str], Tensors | None], private: Callable[[], Tensors]
 ) -> ClientResult:
     """Return an update as sent. The arrays of `private`, called only now to save memory, are overwritten."""
     if wire.codec == "raw":
-        return answer
-    begun = private()
-    kept = {name: begun[name] for name in begun if name.startswith(UNSENT)}
+        return result
+    started = private()
+    new_unsent = {name: started[name] for name in started if name.startswith(UNSENT)}
     bundles = {}
-    for bundle, given in answer.bundles.items():
-        tensors.require_finite(given)
+    for bundle, bundle_tensors in result.bundles.items():
+        tensors.require_finite(bundle_tensors)
         prefix = f"{UNSENT}{bundle}/"
-        before = {name.removeprefix(prefix): array for name, array in kept.items() if name.startswith(prefix)}
-        bundles[bundle], unsent = encode_bundle(wire, given, base(bundle) or {}, before)
-        kept = {name: array for name, array in kept.items() if not name.startswith(prefix)}
-        kept |= {prefix + name: array for name, array in unsent.items()}
-    return replace(answer, bundles=bundles, local={**answer.local, **kept})
+        bundle_unsent = {
+            name.removeprefix(prefix): array for name, array in new_unsent.items() if name.startswith(prefix)
+        }
+        bundles[bundle], unsent = encode_bundle(wire, bundle_tensors, base(bundle) or {}, bundle_unsent)
+        new_unsent = {name: array for name, array in new_unsent.items() if not name.startswith(prefix)}
+        new_unsent |= {prefix + name: array for name, array in unsent.items()}
+    return replace(result, bundles=bundles, private_state={**result.private_state, **new_unsent})
 
 
 def encode_bundle(
-    wire: Encoding, given: Tensors, base: Tensors, unsent: Tensors
+    wire: Encoding, bundle_tensors: Tensors, base: Tensors, unsent: Tensors
 ) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
     """Return a bundle as sent, and the residuals to add to the next update. `unsent` is overwritten."""
-    coder, sent, left, unchanged = CODERS[wire.codec], {}, dict(unsent), frozenset(wire.unchanged)
-    for name, array in given.items():
+    coder, encoded, remaining, unchanged = CODERS[wire.codec], {}, dict(unsent), frozenset(wire.unchanged)
+    for name, array in bundle_tensors.items():
         if MARK in name:
             raise ModelError(f"tensor {name!r}: a name with {MARK} cannot be told from a part's; [wire] codec = 'raw'")
         start = _find_matching_start(base, name, array.shape)
         if name in unchanged or not _can_round(array) or (start is None and not coder.alone):
-            sent[name] = array
+            encoded[name] = array
             continue
-        before, rest = left.pop(name, None), None
+        previous_residual, residual = remaining.pop(name, None), None
         if start is not None and coder.remembers:
-            rest = np.zeros(array.shape, np.float32) if before is None or before.shape != array.shape else before
+            residual = (
+                np.zeros(array.shape, np.float32)
+                if previous_residual is None or previous_residual.shape != array.shape
+                else previous_residual
+            )
         try:
-            parts = coder.put(np.ascontiguousarray(array), start, rest, wire.keep)
+            parts = coder.put(np.ascontiguousarray(array), start, residual, wire.keep)
         except UpdateError as error:
             raise UpdateError(f"tensor {name!r}, {error}") from None
-        sent |= {f"{name}{MARK}{part}": value for part, value in zip(coder.parts, parts, strict=True)}
-        if rest is not None and rest.any():
-            left[name] = rest
-    return sent, left
+        encoded |= {f"{name}{MARK}{part}": value for part, value in zip(coder.parts, parts, strict=True)}
+        if residual is not None and residual.any():
+            remaining[name] = residual
+    return encoded, remaining
 
 
 def decode_update(
@@ -101,14 +107,14 @@ def decode_update(
 ) -> Mapping[str, Tensors]:
     if wire.codec == "raw":
         return bundles
-    return {name: decode_bundle(wire, sent, base(name) or {}) for name, sent in bundles.items()}
+    return {name: decode_bundle(wire, encoded, base(name) or {}) for name, encoded in bundles.items()}
 
 
-def decode_bundle(wire: Encoding, sent: Tensors, base: Tensors) -> dict[str, np.ndarray]:
+def decode_bundle(wire: Encoding, encoded: Tensors, base: Tensors) -> dict[str, np.ndarray]:
     """Return the bundle given to `encode_bundle`, up to the codec's error, or raise UpdateError."""
-    tensors.require_finite(sent)
+    tensors.require_finite(encoded)
     coder = CODERS[wire.codec]
-    plain, split = _group_parts(wire, sent)
+    plain, split = _group_parts(wire, encoded)
     for name, parts in split.items():
         start = _find_matching_start(base, name, None if not coder.alone else parts[coder.parts[0]].shape)
         if start is None and not coder.alone:
@@ -122,44 +128,48 @@ def decode_bundle(wire: Encoding, sent: Tensors, base: Tensors) -> dict[str, np.
     return dict(sorted(plain.items()))
 
 
-def decoded_specs(wire: Encoding, sent: Mapping[str, TensorSpec], like: Mapping[str, Any]) -> dict[str, TensorSpec]:
-    """Return types and shapes that `decode_bundle` would return. Shapes that are not sent are those of `like`."""
+def decoded_specs(
+    wire: Encoding, encoded: Mapping[str, TensorSpec], reference: Mapping[str, Any]
+) -> dict[str, TensorSpec]:
+    """Return types and shapes that `decode_bundle` would return. Shapes that are not sent are those of `reference`."""
     if wire.codec == "raw":
-        return dict(sent)
+        return dict(encoded)
     coder = CODERS[wire.codec]
-    plain, split = _group_parts(wire, sent)
+    plain, split = _group_parts(wire, encoded)
     for name, parts in split.items():
-        shape = coder.told([parts[part] for part in coder.parts], getattr(like.get(name), "shape", ()), wire.keep)
+        shape = coder.told([parts[part] for part in coder.parts], getattr(reference.get(name), "shape", ()), wire.keep)
         if shape is None:
             raise UpdateError(f"tensor {name!r} is told in parts of types or shapes that {wire.codec} does not make")
         plain[name] = TensorSpec(shape, np.dtype(np.float32))
     return plain
 
 
-def _group_parts(wire: Encoding, sent: Mapping[str, T]) -> tuple[dict[str, T], dict[str, dict[str, T]]]:
+def _group_parts(wire: Encoding, encoded: Mapping[str, T]) -> tuple[dict[str, T], dict[str, dict[str, T]]]:
     coder = CODERS[wire.codec]
     plain: dict[str, T] = {}
     split: dict[str, dict[str, T]] = {}
-    for name, each in sent.items():
-        of, _, part = name.rpartition(MARK)
-        if of and part in coder.parts:
-            split.setdefault(of, {})[part] = each
+    for name, value in encoded.items():
+        tensor, _, part = name.rpartition(MARK)
+        if tensor and part in coder.parts:
+            split.setdefault(tensor, {})[part] = value
         else:
-            plain[name] = each
+            plain[name] = value
     if odd := split.keys() & set(wire.unchanged):
         raise UpdateError(f"tensor {min(odd)!r} was sent by {wire.codec}, and is a buffer, which travels unchanged")
     for name, parts in split.items():
         if name in plain or parts.keys() != set(coder.parts):
-            given = ", ".join([*(["itself"] if name in plain else []), *sorted(parts)])
-            raise UpdateError(f"tensor {name!r} was sent as {given}; {wire.codec} wants {' and '.join(coder.parts)}")
+            part_names = ", ".join([*(["itself"] if name in plain else []), *sorted(parts)])
+            raise UpdateError(
+                f"tensor {name!r} was sent as {part_names}; {wire.codec} wants {' and '.join(coder.parts)}"
+            )
     return plain, split
 
 
 def _find_matching_start(base: Tensors, name: str, shape: tuple[int, ...] | None) -> np.ndarray | None:
-    found = base.get(name)
-    if found is None or not _can_round(found) or shape not in (None, found.shape):
+    candidate = base.get(name)
+    if candidate is None or not _can_round(candidate) or shape not in (None, candidate.shape):
         return None
-    return found
+    return candidate
 
 
 def _can_round(array: np.ndarray) -> bool:
@@ -183,32 +193,32 @@ class LossyCodec:
     alone: bool  # whether it works without a start
 
 
-def _require_finite(array: np.ndarray, mend: str) -> np.ndarray:
+def _require_finite(array: np.ndarray, fix: str) -> np.ndarray:
     if not np.isfinite(array).all():
-        raise DivergedError(f"values that are too large: {mend}")
+        raise DivergedError(f"values that are too large: {fix}")
     return array
 
 
 def _split_blocks(size: int) -> Iterator[slice]:
-    return (slice(first, min(first + BLOCK, size)) for first in range(0, size, BLOCK))
+    return (slice(start, min(start + BLOCK, size)) for start in range(0, size, BLOCK))
 
 
-def _add_change(array: np.ndarray, start: np.ndarray, rest: np.ndarray) -> np.ndarray:
-    # The sum replaces `rest`, to save memory. The result is flat.
-    flat, now, then = rest.reshape(-1), array.reshape(-1), start.reshape(-1)
+def _add_change(array: np.ndarray, start: np.ndarray, residual: np.ndarray) -> np.ndarray:
+    # The sum replaces `residual`, to save memory. The result is flat.
+    flat, values, start_values = residual.reshape(-1), array.reshape(-1), start.reshape(-1)
     with np.errstate(over="ignore"):
         for block in _split_blocks(flat.size):
-            flat[block] += now[block] - then[block]
+            flat[block] += values[block] - start_values[block]
     return _require_finite(flat, "32 bits do not hold how far it moved")
 
 
 def _encode_fp16(
-    array: np.ndarray, start: np.ndarray | None, rest: np.ndarray | None, keep: float
+    array: np.ndarray, start: np.ndarray | None, residual: np.ndarray | None, keep: float
 ) -> Sequence[np.ndarray]:
-    halves, now = np.empty(array.shape, np.float16), array.reshape(-1)
+    halves, values = np.empty(array.shape, np.float16), array.reshape(-1)
     with np.errstate(over="ignore"):
-        for block in _split_blocks(now.size):
-            halves.reshape(-1)[block] = now[block] if start is None else now[block] - start.reshape(-1)[block]
+        for block in _split_blocks(values.size):
+            halves.reshape(-1)[block] = values[block] if start is None else values[block] - start.reshape(-1)[block]
     return (_require_finite(halves, "16 bits hold up to 65504; [wire] codec = 'int8' or 'raw'"),)
 
 
@@ -216,10 +226,10 @@ def _decode_fp16(parts: Sequence[np.ndarray], start: np.ndarray, keep: float) ->
     (halves,) = parts
     if halves.dtype != np.float16:
         raise UpdateError(f"part fp16: {halves.dtype}, wanted float16")
-    found, flat = np.empty(start.shape, np.float32), halves.reshape(-1)
+    decoded, flat = np.empty(start.shape, np.float32), halves.reshape(-1)
     for block in _split_blocks(flat.size):
-        found.reshape(-1)[block] = start.reshape(-1)[block] + flat[block].astype(np.float32)
-    return found
+        decoded.reshape(-1)[block] = start.reshape(-1)[block] + flat[block].astype(np.float32)
+    return decoded
 
 
 def _fp16_shape(parts: Sequence[TensorSpec], shape: tuple[int, ...], keep: float) -> tuple[int, ...] | None:
@@ -227,19 +237,19 @@ def _fp16_shape(parts: Sequence[TensorSpec], shape: tuple[int, ...], keep: float
 
 
 def _encode_int8(
-    array: np.ndarray, start: np.ndarray | None, rest: np.ndarray | None, keep: float
+    array: np.ndarray, start: np.ndarray | None, residual: np.ndarray | None, keep: float
 ) -> Sequence[np.ndarray]:
-    moved = array.reshape(-1) if start is None or rest is None else _add_change(array, start, rest)
-    step = np.float32(max(moved.max(), -moved.min()) / np.float32(127))
+    changes = array.reshape(-1) if start is None or residual is None else _add_change(array, start, residual)
+    step = np.float32(max(changes.max(), -changes.min()) / np.float32(127))
     counts = np.zeros(array.shape, np.int8)
     if not step:  # no change, or less than a float32 can divide
         return counts, np.zeros(1, np.float32)
-    for block in _split_blocks(moved.size):
-        steps = np.rint(moved[block] / step).clip(-127, 127)
+    for block in _split_blocks(changes.size):
+        steps = np.rint(changes[block] / step).clip(-127, 127)
         counts.reshape(-1)[block] = steps
-        if start is not None and rest is not None:
-            then = start.reshape(-1)[block]
-            moved[block] -= (then + steps * step) - then  # as the coordinator will round it
+        if start is not None and residual is not None:
+            start_values = start.reshape(-1)[block]
+            changes[block] -= (start_values + steps * step) - start_values  # as the coordinator will round it
     return counts, np.full(1, step, np.float32)
 
 
@@ -251,96 +261,98 @@ def _decode_int8(parts: Sequence[np.ndarray], start: np.ndarray, keep: float) ->
         )
     if not 0 <= step[0] < np.inf:
         raise UpdateError(f"part step: {step[0]:g}, wanted a number of at least 0")
-    found, flat = np.empty(start.shape, np.float32), counts.reshape(-1)
+    decoded, flat = np.empty(start.shape, np.float32), counts.reshape(-1)
     with np.errstate(over="ignore"):
         for block in _split_blocks(flat.size):
-            moved = start.reshape(-1)[block] + flat[block].astype(np.float32) * step
-            found.reshape(-1)[block] = _require_finite(moved, f"its step is {step[0]:g}")
-    return found
+            values = start.reshape(-1)[block] + flat[block].astype(np.float32) * step
+            decoded.reshape(-1)[block] = _require_finite(values, f"its step is {step[0]:g}")
+    return decoded
 
 
 def _int8_shape(parts: Sequence[TensorSpec], shape: tuple[int, ...], keep: float) -> tuple[int, ...] | None:
     counts, step = parts
-    fits = counts.dtype == np.int8 and step == TensorSpec((1,), np.dtype(np.float32))
-    return counts.shape if fits else None
+    is_valid = counts.dtype == np.int8 and step == TensorSpec((1,), np.dtype(np.float32))
+    return counts.shape if is_valid else None
 
 
 def _encode_topk(
-    array: np.ndarray, start: np.ndarray | None, rest: np.ndarray | None, keep: float
+    array: np.ndarray, start: np.ndarray | None, residual: np.ndarray | None, keep: float
 ) -> Sequence[np.ndarray]:
     assert start is not None
-    assert rest is not None
-    moved = _add_change(array, start, rest)
-    at = _largest_indices(moved, _sent_count(moved.size, keep))
-    now, then = array.reshape(-1)[at], start.reshape(-1)[at]
-    told = now + (moved[at] - (now - then))  # the tensor's own entry to the last bit, if nothing was left out before
-    moved[at] -= told - then
-    return at.astype(np.min_scalar_type(moved.size - 1)), told
+    assert residual is not None
+    changes = _add_change(array, start, residual)
+    indices = _largest_indices(changes, _sent_count(changes.size, keep))
+    current_values, start_values = array.reshape(-1)[indices], start.reshape(-1)[indices]
+    sent_values = current_values + (
+        changes[indices] - (current_values - start_values)
+    )  # the tensor's own entry to the last bit, if nothing was left out before
+    changes[indices] -= sent_values - start_values
+    return indices.astype(np.min_scalar_type(changes.size - 1)), sent_values
 
 
-def _largest_indices(moved: np.ndarray, count: int) -> np.ndarray:
+def _largest_indices(changes: np.ndarray, count: int) -> np.ndarray:
     """Return the sorted indices of the largest magnitudes. Of equal ones the first are selected."""
-    edge = _kth_largest(moved, count)
+    edge = _kth_largest(changes, count)
 
-    def select_indices(where: Callable[[np.ndarray], np.ndarray], most: int) -> list[np.ndarray]:
-        places: list[np.ndarray] = []
-        for block in _split_blocks(moved.size):
-            if most <= 0:
+    def select_indices(condition: Callable[[np.ndarray], np.ndarray], limit: int) -> list[np.ndarray]:
+        index_blocks: list[np.ndarray] = []
+        for block in _split_blocks(changes.size):
+            if limit <= 0:
                 break
-            places.append(np.flatnonzero(where(np.abs(moved[block])))[:most] + block.start)
-            most -= len(places[-1])
-        return places
+            index_blocks.append(np.flatnonzero(condition(np.abs(changes[block])))[:limit] + block.start)
+            limit -= len(index_blocks[-1])
+        return index_blocks
 
-    above = select_indices(lambda sizes: sizes > edge, count)
-    level = select_indices(lambda sizes: sizes == edge, count - sum(map(len, above)))
-    return np.sort(np.concatenate([*above, *level]))
+    larger = select_indices(lambda sizes: sizes > edge, count)
+    level = select_indices(lambda sizes: sizes == edge, count - sum(map(len, larger)))
+    return np.sort(np.concatenate([*larger, *level]))
 
 
-def _kth_largest(moved: np.ndarray, count: int) -> np.ndarray:
+def _kth_largest(changes: np.ndarray, count: int) -> np.ndarray:
     """Return the `count`-th largest magnitude.
 
     Magnitudes of floats are ordered like their bits, so the upper 16 bits are searched first, and then the lower 16.
     """
 
     def magnitude_bits(block: slice) -> np.ndarray:
-        return np.abs(moved[block]).view(np.uint32)
+        return np.abs(changes[block]).view(np.uint32)
 
-    def find_bin(counts: np.ndarray, wanted: int) -> tuple[int, int]:
+    def find_bin(counts: np.ndarray, rank: int) -> tuple[int, int]:
         beyond = np.cumsum(counts[::-1])
-        index = int(np.searchsorted(beyond, wanted))
+        index = int(np.searchsorted(beyond, rank))
         return len(counts) - 1 - index, int(beyond[index] - counts[::-1][index])
 
     upper, lower = np.zeros(1 << 16, np.int64), np.zeros(1 << 16, np.int64)
-    for block in _split_blocks(moved.size):
+    for block in _split_blocks(changes.size):
         upper += np.bincount(magnitude_bits(block) >> 16, minlength=1 << 16)
-    high, above = find_bin(upper, count)
-    for block in _split_blocks(moved.size):
-        some = magnitude_bits(block)
-        lower += np.bincount(some[some >> 16 == high] & 0xFFFF, minlength=1 << 16)
-    low, _ = find_bin(lower, count - above)
+    high, larger_count = find_bin(upper, count)
+    for block in _split_blocks(changes.size):
+        bits = magnitude_bits(block)
+        lower += np.bincount(bits[bits >> 16 == high] & 0xFFFF, minlength=1 << 16)
+    low, _ = find_bin(lower, count - larger_count)
     return np.array(high << 16 | low, np.uint32).view(np.float32)
 
 
 def _decode_topk(parts: Sequence[np.ndarray], start: np.ndarray, keep: float) -> np.ndarray:
-    at, values = parts
+    indices, values = parts
     count = _sent_count(start.size, keep)
-    if at.dtype.kind != "u" or values.dtype != np.float32 or not at.shape == values.shape == (count,):
+    if indices.dtype.kind != "u" or values.dtype != np.float32 or not indices.shape == values.shape == (count,):
         raise UpdateError(
-            f"parts at and value: {at.shape} {at.dtype} and {values.shape} {values.dtype}, wanted {count} places as "
-            "unsigned numbers and as many float32 values"
+            f"parts at and value: {indices.shape} {indices.dtype} and {values.shape} {values.dtype}, "
+            f"wanted {count} places as unsigned numbers and as many float32 values"
         )
-    if (at[1:] <= at[:-1]).any() or at[-1] >= start.size:
+    if (indices[1:] <= indices[:-1]).any() or indices[-1] >= start.size:
         raise UpdateError(f"part at: places that are repeated, out of order or beyond its {start.size} entries")
-    found = start.flatten()
-    found[at] = values
-    return found.reshape(start.shape)
+    decoded = start.flatten()
+    decoded[indices] = values
+    return decoded.reshape(start.shape)
 
 
 def _topk_shape(parts: Sequence[TensorSpec], shape: tuple[int, ...], keep: float) -> tuple[int, ...] | None:
-    at, values = parts
+    indices, values = parts
     count = _sent_count(math.prod(shape), keep)
-    fits = at.dtype.kind == "u" and values.dtype == np.float32 and at.shape == values.shape == (count,)
-    return shape if fits else None
+    is_valid = indices.dtype.kind == "u" and values.dtype == np.float32 and indices.shape == values.shape == (count,)
+    return shape if is_valid else None
 
 
 def _sent_count(size: int, keep: float) -> int:

@@ -91,10 +91,10 @@ def format_value(metric: Metric, value: float, digits: int = 2) -> str:
 def describe_metrics(sums: EvaluationSums, digits: int = 2, skip: Collection[str] = ()) -> list[str]:
     """Format each metric of an evaluation, without those in `skip`. An AUC is followed by its error."""
     values = evaluation.compute_metrics(sums)
-    told = {name: f"{KNOWN[name].title} {format_value(KNOWN[name], value, digits)}" for name, value in values.items()}
+    texts = {name: f"{KNOWN[name].title} {format_value(KNOWN[name], value, digits)}" for name, value in values.items()}
     if (error := values.get("auc_error")) is not None:
-        told["auc"] += f" ± {error:.2g}"
-    return [said for name, said in told.items() if name != "auc_error" and name not in skip]
+        texts["auc"] += f" ± {error:.2g}"
+    return [text for name, text in texts.items() if name != "auc_error" and name not in skip]
 
 
 def axis_label(metric: Metric) -> str:

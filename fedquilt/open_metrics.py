@@ -93,7 +93,7 @@ class _CachedResponses:
         accepted = {name: exchange.headers.get(name, "") for name in ("accept", "accept-encoding")}
         with self._lock:
             now_s = time.monotonic()
-            self._made = {key: made for key, made in self._made.items() if now_s < made[0] + REUSE_S}
+            self._made = {key: response for key, response in self._made.items() if now_s < response[0] + REUSE_S}
             key = (query, *accepted.values())
             if key not in self._made:
                 status, headers, body = self._call_application(path, query, accepted)
@@ -123,11 +123,11 @@ class _Collector:
 
     def collect(self) -> Iterator[Any]:
         try:
-            found = list(self._collect())
+            families = list(self._collect())
         except Exception:
             log.exception("metrics cannot be made")
             raise
-        for each in found:
+        for each in families:
             kind = self._kinds.CounterMetricFamily if each.kind == "counter" else self._kinds.GaugeMetricFamily
             family = kind(each.name, each.about, labels=each.labels)
             for values, value in each.samples:

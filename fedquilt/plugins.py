@@ -65,8 +65,8 @@ class Plugin:
         return self.target.partition(":")[0].partition(".")[0]
 
     def __str__(self) -> str:
-        whose = f"package {self.package} {self.version}".strip() if self.version else f"module {self.module}"
-        return f"{CALLED[self.kind]} {self.name!r} of {whose}" + (
+        owner = f"package {self.package} {self.version}".strip() if self.version else f"module {self.module}"
+        return f"{CALLED[self.kind]} {self.name!r} of {owner}" + (
             f" ({self.target})" if self.name != self.target else ""
         )
 
@@ -83,36 +83,40 @@ def plugin_fingerprints(
     kinds: Collection[Kind] = ("method", "network", "loss", "transform", "engine"),
 ) -> dict[str, str]:
     """Return the plug-ins of a device's profile: "plugin <module>" -> `fingerprint`."""
-    found = [plugin for kind in kinds for plugin in _list_allowed_plugins(kind)]
-    found += [_plugin_from_target("network", name) for name in sorted(_allowed or ()) if TARGET.fullmatch(name)]
-    return {f"plugin {plugin.module}": fingerprint(plugin) for plugin in found}
+    plugins = [plugin for kind in kinds for plugin in _list_allowed_plugins(kind)]
+    plugins += [_plugin_from_target("network", name) for name in sorted(_allowed or ()) if TARGET.fullmatch(name)]
+    return {f"plugin {plugin.module}": fingerprint(plugin) for plugin in plugins}
 
 
 def package_plugins(name: str) -> list[Plugin]:
     """Return all plug-ins of an installed package, or [] if there are none."""
-    found = [plugin for kind in GROUPS for plugin in _list_allowed_plugins(kind)]
-    return [plugin for plugin in found if _normalized_package(plugin.package) == _normalized_package(name)]
+    plugins = [plugin for kind in GROUPS for plugin in _list_allowed_plugins(kind)]
+    return [plugin for plugin in plugins if _normalized_package(plugin.package) == _normalized_package(name)]
 
 
-def usable_plugins(kind: Kind, ours: Collection[str]) -> list[Plugin]:
+def usable_plugins(kind: Kind, builtin_names: Collection[str]) -> list[Plugin]:
     """Return the plug-ins of a kind with an unambiguous name. Nothing is imported."""
-    found = _list_allowed_plugins(kind)
-    return [each for each in found if each.name not in ours and sum(each.name == one.name for one in found) == 1]
+    plugins = _list_allowed_plugins(kind)
+    return [
+        plugin
+        for plugin in plugins
+        if plugin.name not in builtin_names and sum(plugin.name == other.name for other in plugins) == 1
+    ]
 
 
-def name_conflicts(kind: Kind, ours: Collection[str]) -> list[str]:
+def name_conflicts(kind: Kind, builtin_names: Collection[str]) -> list[str]:
     """Return an error message for each ambiguous name of a kind."""
-    said = []
+    conflicts = []
     for name in plugin_names(kind):
         try:
-            find_plugin(kind, name, ours)
+            find_plugin(kind, name, builtin_names)
         except JobError as error:
-            said.append(str(error))
-    return said
+            conflicts.append(str(error))
+    return conflicts
 
 
-def find_plugin(kind: Kind, name: str, ours: Collection[str] = ()) -> Plugin | None:
-    """Return the plug-in of a name, or None for a built-in name in `ours`. Nothing is imported.
+def find_plugin(kind: Kind, name: str, builtin_names: Collection[str] = ()) -> Plugin | None:
+    """Return the plug-in of a name, or None for a built-in name in `builtin_names`. Nothing is imported.
 
     Raises:
         JobError: If the name is unknown or ambiguous, or the device's agent.toml does not allow the plug-in.
@@ -120,7 +124,7 @@ def find_plugin(kind: Kind, name: str, ours: Collection[str] = ()) -> Plugin | N
     if ":" in name:
         return _plugin_from_target(kind, name)
     claims = [plugin for plugin in _list_allowed_plugins(kind) if plugin.name == name]
-    if name in ours:
+    if name in builtin_names:
         if claims:
             raise JobError(
                 f"{claims[0]} has the name of fedquilt's own {CALLED[kind]} {name!r}: rename its entry point in "
@@ -128,29 +132,29 @@ def find_plugin(kind: Kind, name: str, ours: Collection[str] = ()) -> Plugin | N
             )
         return None
     if len(claims) > 1:
-        whose = " and ".join(f"{plugin.package} {plugin.version}" for plugin in claims)
+        owners = " and ".join(f"{plugin.package} {plugin.version}" for plugin in claims)
         raise JobError(
-            f"two packages give a {CALLED[kind]} {name!r}: {whose}; uninstall one, or write {claims[0].target!r}"
+            f"two packages give a {CALLED[kind]} {name!r}: {owners}; uninstall one, or write {claims[0].target!r}"
         )
     if claims:
         return claims[0]
-    there = [*sorted(ours), *plugin_names(kind)]
+    names = [*sorted(builtin_names), *plugin_names(kind)]
     shut = [plugin for plugin in _list_installed_plugins(kind, tuple(sys.path)) if plugin.name == name]
     if shut:
         raise JobError(f"{shut[0]} is not allowed here: add {shut[0].package!r} to `plugins` in agent.toml")
     raise JobError(
-        f"{CALLED[kind]} {name!r} is unknown{toml.describe_choices(name, there)}; "
+        f"{CALLED[kind]} {name!r} is unknown{toml.describe_choices(name, names)}; "
         "your own is module:name, or an entry point of an installed package"
     )
 
 
-def load_plugin(kind: Kind, name: str, ours: Collection[str] = ()) -> Any:
-    """Import the object of a name, or return None for a built-in name in `ours`.
+def load_plugin(kind: Kind, name: str, builtin_names: Collection[str] = ()) -> Any:
+    """Import the object of a name, or return None for a built-in name in `builtin_names`.
 
     Raises:
         JobError: If `find_plugin` fails, the object does not exist or its import fails.
     """
-    plugin = find_plugin(kind, name, ours)
+    plugin = find_plugin(kind, name, builtin_names)
     return None if plugin is None else import_plugin(plugin)
 
 
@@ -163,25 +167,27 @@ def import_plugin(plugin: Plugin) -> Any:
     module, _, attribute = plugin.target.partition(":")
     with search_current_folder():
         try:
-            found = importlib.import_module(module)
+            imported_module = importlib.import_module(module)
         except (Exception, SystemExit) as error:
             if isinstance(error, ModuleNotFoundError) and error.name in (module, plugin.module):
-                mend = f"start the command in the folder of {plugin.module}.py, or install its package"
-                raise JobError(f"{plugin}: there is no module {error.name!r}; {mend}") from None
-            mend = "mend it" + (f", or uninstall {plugin.package}" if plugin.version else "")
-            said = shorten_error(str(error)) or type(error).__name__
+                fix = f"start the command in the folder of {plugin.module}.py, or install its package"
+                raise JobError(f"{plugin}: there is no module {error.name!r}; {fix}") from None
+            fix = "mend it" + (f", or uninstall {plugin.package}" if plugin.version else "")
+            problem = shorten_error(str(error)) or type(error).__name__
             raise JobError(
-                f"{plugin} fails at import: {type(error).__name__}: {said} ({_error_location(error)}); {mend}"
+                f"{plugin} fails at import: {type(error).__name__}: {problem} ({_error_location(error)}); {fix}"
             ) from None
-    if not hasattr(found, attribute):
-        there = [name for name in vars(found) if not name.startswith("_")]
-        raise JobError(f"{plugin}: {found.__file__} has no {attribute!r}{toml.suggest_nearest(attribute, there)}")
-    return getattr(found, attribute)
+    if not hasattr(imported_module, attribute):
+        names = [name for name in vars(imported_module) if not name.startswith("_")]
+        raise JobError(
+            f"{plugin}: {imported_module.__file__} has no {attribute!r}{toml.suggest_nearest(attribute, names)}"
+        )
+    return getattr(imported_module, attribute)
 
 
-def wrong_kind_error(plugin: Plugin, wanted: str, found: Any) -> JobError:
-    """Return the error for a plug-in with an object that is not of the kind `wanted`."""
-    return JobError(f"{plugin} is a {type(found).__name__}, and {wanted} is wanted: correct {plugin.target}")
+def wrong_kind_error(plugin: Plugin, expected: str, actual: Any) -> JobError:
+    """Return the error for a plug-in with an object that is not of the kind `expected`."""
+    return JobError(f"{plugin} is a {type(actual).__name__}, and {expected} is wanted: correct {plugin.target}")
 
 
 # -- what a board allows --------------------------------------------------------------------------
@@ -204,12 +210,12 @@ def restrict_plugins(allowed: Collection[str] | None) -> None:
 def restrict_plugins_within(allowed: Collection[str] | None) -> Iterator[None]:
     """Limit this process to the allowed plug-ins within a `with` block."""
     global _allowed, _by_code
-    before = _allowed, _by_code
+    previous = _allowed, _by_code
     restrict_plugins(allowed)
     try:
         yield
     finally:
-        _allowed, _by_code = before
+        _allowed, _by_code = previous
 
 
 @contextmanager
@@ -249,50 +255,50 @@ def module_digest(module: str) -> str:
 
 def format_fingerprint(proof: str) -> str:
     """Return version and short digest of a fingerprint, "1.0 (3fa1b2c4)", or "" if invalid."""
-    _, _, rest = proof.partition(" ")
-    version, _, content = rest.partition(" ")
+    _, _, digest = proof.partition(" ")
+    version, _, content = digest.partition(" ")
     return f"{'without version' if version == '-' else version} ({content[:8]})" if content else ""
 
 
-def require_unchanged_modules(then: Mapping[str, str]) -> None:
+def require_unchanged_modules(recorded_digests: Mapping[str, str]) -> None:
     """Check that the packages of a bundle's network are unchanged since `fedquilt prepare`.
 
     Modules without files on this machine are not checked.
 
     Args:
-        then: A mapping of each module to its fingerprint at the time of `fedquilt prepare`.
+        recorded_digests: A mapping of each module to its fingerprint at the time of `fedquilt prepare`.
 
     Raises:
         JobError: If the files of a module have changed.
     """
-    for module, before in then.items():
-        now = module_digest(module)
-        if now != "unknown" and not before.endswith(f" {now}"):
-            package = before.partition(" ")[0]
+    for module, recorded_digest in recorded_digests.items():
+        digest = module_digest(module)
+        if digest != "unknown" and not recorded_digest.endswith(f" {digest}"):
+            package = recorded_digest.partition(" ")[0]
             raise JobError(
-                f"the bundle's network is of package {package} {format_fingerprint(before)}, which has "
+                f"the bundle's network is of package {package} {format_fingerprint(recorded_digest)}, which has "
                 "another content here "
-                f"({now[:8]}): make the bundle anew with `fedquilt prepare`"
+                f"({digest[:8]}): make the bundle anew with `fedquilt prepare`"
             )
 
 
-def required_modules(kind: Kind, name: str, ours: Collection[str] = ()) -> dict[str, str]:
+def required_modules(kind: Kind, name: str, builtin_names: Collection[str] = ()) -> dict[str, str]:
     """Return the modules that a device needs for a name, with fingerprints, or {} if built in.
 
     Raises:
         JobError: If `find_plugin` fails.
     """
-    plugin = find_plugin(kind, name, ours)
+    plugin = find_plugin(kind, name, builtin_names)
     return {} if plugin is None else {plugin.module: fingerprint(plugin)}
 
 
-def allowlist_entries(kind: Kind, name: str, ours: Collection[str] = ()) -> list[str]:
+def allowlist_entries(kind: Kind, name: str, builtin_names: Collection[str] = ()) -> list[str]:
     """Return the `plugins` entries that a simulated device needs to use a name.
 
     Raises:
         JobError: If `find_plugin` fails.
     """
-    plugin = find_plugin(kind, name, ours)
+    plugin = find_plugin(kind, name, builtin_names)
     return [] if plugin is None else [plugin.name if ":" in plugin.name else plugin.package]
 
 
@@ -305,9 +311,9 @@ def _compute_module_digest(module: str, path: tuple[str, ...]) -> str:
         return "unknown"
     if spec is None:
         return "unknown"
-    found = [Path(folder) for folder in spec.submodule_search_locations or ()]  # a namespace package may have several
-    files = sorted((file.relative_to(folder).as_posix(), file) for folder in found for file in _module_files(folder))
-    if not found and spec.origin and Path(spec.origin).is_file():
+    folders = [Path(folder) for folder in spec.submodule_search_locations or ()]  # a namespace package may have several
+    files = sorted((file.relative_to(folder).as_posix(), file) for folder in folders for file in _module_files(folder))
+    if not folders and spec.origin and Path(spec.origin).is_file():
         files = [(Path(spec.origin).name, Path(spec.origin))]
     digest = hashlib.sha256()
     for name, file in files:
@@ -316,9 +322,9 @@ def _compute_module_digest(module: str, path: tuple[str, ...]) -> str:
 
 
 def _module_files(folder: Path) -> Iterator[Path]:
-    for place, folders, names in os.walk(folder):
+    for root, folders, names in os.walk(folder):
         folders[:] = [name for name in folders if name != "__pycache__"]
-        yield from (Path(place, name) for name in names if not name.endswith((".pyc", ".pyo")))
+        yield from (Path(root, name) for name in names if not name.endswith((".pyc", ".pyo")))
 
 
 # -- within ---------------------------------------------------------------------------------------
@@ -326,10 +332,12 @@ def _module_files(folder: Path) -> Iterator[Path]:
 
 def _list_allowed_plugins(kind: Kind) -> list[Plugin]:
     # An ambiguous name is listed for each of its packages.
-    found = _list_installed_plugins(kind, tuple(sys.path))
-    allowed = {_normalized_package(name) for name in _allowed or ()}
+    plugins = _list_installed_plugins(kind, tuple(sys.path))
+    allowed_packages = {_normalized_package(name) for name in _allowed or ()}
     return [
-        each for each in found if kind in OWNERS or _allowed is None or _normalized_package(each.package) in allowed
+        plugin
+        for plugin in plugins
+        if kind in OWNERS or _allowed is None or _normalized_package(plugin.package) in allowed_packages
     ]
 
 
@@ -340,7 +348,7 @@ def _list_installed_plugins(kind: Kind, path: tuple[str, ...]) -> tuple[Plugin, 
         return ()
     from importlib import metadata  # here, as it takes 1 MB, and most devices have no plug-ins
 
-    found: dict[tuple[str, str], Plugin] = {}  # a package found twice on the path counts once, the first
+    plugins: dict[tuple[str, str], Plugin] = {}  # a package found twice on the path counts once, the first
     for distribution in metadata.distributions():
         try:
             points = [point for point in distribution.entry_points if point.group == GROUPS[kind]]
@@ -348,10 +356,10 @@ def _list_installed_plugins(kind: Kind, path: tuple[str, ...]) -> tuple[Plugin, 
                 if NAMED.fullmatch(point.name) and TARGET.fullmatch(point.value):
                     package = str(distribution.metadata["Name"])
                     plugin = Plugin(kind, point.name, point.value, package, str(distribution.version))
-                    found.setdefault((package, point.name), plugin)
+                    plugins.setdefault((package, point.name), plugin)
         except Exception:  # noqa: S112  (a package with damaged metadata has no plug-ins)
             continue
-    return tuple(sorted(found.values(), key=lambda plugin: (plugin.name, plugin.package)))
+    return tuple(sorted(plugins.values(), key=lambda plugin: (plugin.name, plugin.package)))
 
 
 def _has_plugins(folder: Path) -> bool:

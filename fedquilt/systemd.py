@@ -13,19 +13,19 @@ from fedquilt.transport.link import Endpoint
 BEAT_S: Final = 1.0  # shortest interval between messages to the watchdog
 
 
-def send_notification(word: str, to: str | None = None) -> None:
+def send_notification(message: str, to: str | None = None) -> None:
     """Send a message to systemd's socket, ignoring socket errors, or do nothing without a socket."""
     address = to or os.environ.get("NOTIFY_SOCKET")
     if address:
         with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as line, contextlib.suppress(OSError):
             line.setblocking(False)
-            line.sendto(word.encode(), "\0" + address[1:] if address.startswith("@") else address)
+            line.sendto(message.encode(), "\0" + address[1:] if address.startswith("@") else address)
 
 
 def is_journal_stream(environ: Mapping[str, str] = os.environ, file: int = 1) -> bool:
     """Return whether a file descriptor, by default standard output, is connected to the journal."""
-    found = os.fstat(file)
-    return environ.get("JOURNAL_STREAM") == f"{found.st_dev}:{found.st_ino}"
+    info = os.fstat(file)
+    return environ.get("JOURNAL_STREAM") == f"{info.st_dev}:{info.st_ino}"
 
 
 class WatchdogEndpoint:
@@ -41,11 +41,11 @@ class WatchdogEndpoint:
     """
 
     def __init__(
-        self, endpoint: Endpoint, status: Callable[[], str], tell: Callable[[str], None] = send_notification
+        self, endpoint: Endpoint, status: Callable[[], str], notify: Callable[[str], None] = send_notification
     ) -> None:
-        self._endpoint, self._status, self._tell = endpoint, status, tell
+        self._endpoint, self._status, self._notify = endpoint, status, notify
         self._told_s: float | None = None
-        self._said = ""
+        self._sent_status = ""
 
     @property
     def finished(self) -> bool:
@@ -56,16 +56,16 @@ class WatchdogEndpoint:
 
     def step(self, now_s: float) -> float:
         due_s = self._endpoint.step(now_s)
-        words = []
+        messages = []
         if self._told_s is None:
-            words.append("READY=1")
+            messages.append("READY=1")
         if self._told_s is None or not 0 <= now_s - self._told_s < BEAT_S:
             self._told_s = now_s
-            words.append("WATCHDOG=1")
-        said = " ".join(self._status().split())
-        if said != self._said:
-            self._said = said
-            words.append(f"STATUS={said}")
-        if words:
-            self._tell("\n".join(words))
+            messages.append("WATCHDOG=1")
+        text = " ".join(self._status().split())
+        if text != self._sent_status:
+            self._sent_status = text
+            messages.append(f"STATUS={text}")
+        if messages:
+            self._notify("\n".join(messages))
         return due_s

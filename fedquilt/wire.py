@@ -20,20 +20,20 @@ import msgspec
 from msgspec import Meta
 
 from fedquilt.core import (
-    UNDECODABLE,
+    DECODE_ERRORS,
     Amount,
-    AnyDigest,
     BlobRef,
     Count,
     DeviceReport,
     Digest,
-    Label,
     LocationOffer,
     Metrics,
     Name,
+    OptionalDigest,
     Profile,
     Seconds,
     Sentence,
+    ShortText,
     Task,
     Update,
     UploadProgress,
@@ -42,7 +42,7 @@ from fedquilt.core import (
 )
 
 VERSION: Final = 1
-MAX_CONTROL: Final = 64 * 1024  # bytes of one control message; a manifest may fill a chunk instead
+MAX_CONTROL: Final = 64 * 1024  # bytes of a control message other than a manifest, which may fill a chunk
 MAX_CHUNK: Final = 256 * 1024
 MIN_CHUNK: Final = 1024
 MAX_WINDOW: Final = 64  # chunk indices in one request
@@ -53,35 +53,35 @@ Seconds1970 = Annotated[float, Meta(ge=-1e12, le=1e12)]
 
 
 class CoordState(WireMessage, frozen=True):
-    """State of the coordinator on coord/state, retained and also its last will.
+    """State of the coordinator on coord/state, retained and used as last will.
 
     On dn/presence, this message requests the presence of a device.
     """
 
     online: bool
-    epoch: Count = 0  # grows with every start of the coordinator
+    epoch: Count = 0  # number of coordinator starts
 
 
 class RoundState(WireMessage, frozen=True):
-    """State of the running round on job/<job>/round, retained until the job's end, for any observer."""
+    """State of the running round on job/<job>/round for observers, retained until the end of the job."""
 
     job: Name
     method: Name
     round: Count
-    rounds: Count  # most that the job may take
+    rounds: Count  # limit of the job
     phase: Literal["selecting", "open", "closing", "committed", "done", "stopped", "failed"]
-    asked: tuple[Name, ...] = ()
-    answered: tuple[Name, ...] = ()
+    cohort: tuple[Name, ...] = ()
+    submitted_by: tuple[Name, ...] = ()
     deadline_s: Seconds = 0.0
     metrics: Metrics = msgspec.field(default_factory=dict)
     note: Sentence = ""
 
 
 class Presence(DeviceReport, frozen=True):
-    """Presence of a device on dev/<device>/up/presence, retained and as its last will."""
+    """Presence of a device on dev/<device>/up/presence, retained and used as last will."""
 
     online: bool
-    boot: Label  # new at every start of the agent
+    boot: ShortText  # different at every start of the agent
     seq: Count = 0
 
 
@@ -99,7 +99,7 @@ RefusalCode = Literal[
     "method",
     "model",
 ]
-"""Why a device declines a task. `fedquilt.coordinator.rounds.selection` describes each code."""
+"""Reason for declining a task. `fedquilt.coordinator.rounds.selection` describes each code."""
 
 
 class Claim(DeviceReport, frozen=True):
@@ -111,8 +111,10 @@ class Claim(DeviceReport, frozen=True):
     accepted: bool
     code: Literal["ok", "cleared", "counted", RefusalCode] = "ok"
     reason: Sentence = ""
-    counted: Count | None = None  # last round of the job that this device has counted, if the task's is not after it
-    epoch: Count = 0  # start of the coordinator that counted it
+    last_counted_round: Count | None = (
+        None  # last round of the job with an accepted update, if not before the task's round
+    )
+    epoch: Count = 0  # number of the coordinator start that accepted the update
 
 
 class Progress(DeviceReport, frozen=True):
@@ -131,15 +133,15 @@ class Telemetry(DeviceReport, frozen=True):
     energy_j: float | None = None
     temperature_c: float | None = None
     available_bytes: Count | None = None
-    disk_full: bool | None = None  # a task failed for want of disk space, and no space has been freed since
+    disk_full: bool | None = None  # a task failed because the disk is full, and no space has been freed since
     battery: Annotated[float, Meta(ge=0.0, le=1.0)] | None = None
     charging: bool | None = None
-    task_bytes: Count | None = None  # resident memory of the task's process
-    mode: Label | None = None  # power mode that the board's owner has set
-    clock_s: Seconds1970 | None = None  # the board's own clock when it was sent
-    served: Count | None = None  # answers that its model runner has given since it started
-    drift: Annotated[float, Meta(ge=0.0, le=1.0)] | None = None  # of the runner's inputs: 0 as at first, 1 unlike it
-    accuracy: Annotated[float, Meta(ge=0.0, le=1.0)] | None = None  # of the runner's answers, where labels arrive
+    task_bytes: Count | None = None  # resident memory of the task process
+    mode: ShortText | None = None  # power mode set by the owner of the board
+    clock_s: Seconds1970 | None = None  # clock of the board at sending
+    served: Count | None = None  # predictions of the model runner since its start
+    drift: Annotated[float, Meta(ge=0.0, le=1.0)] | None = None  # of the runner's inputs, from 0 for none
+    accuracy: Annotated[float, Meta(ge=0.0, le=1.0)] | None = None  # of the runner's predictions with known labels
 
 
 class Ack(WireMessage, frozen=True):
@@ -153,22 +155,24 @@ class Ack(WireMessage, frozen=True):
     attempt: Count
     accepted: bool
     reason: Sentence = ""
-    epoch: Count = 0  # start of the coordinator that answers
+    epoch: Count = 0  # number of the coordinator start that sent the acknowledgement
 
 
-Kind = Literal["model", "agent", "settings"]
-"""What a rollout brings to a device."""
+ReleaseKind = Literal["model", "agent", "settings"]
+"""Content of a release."""
 
-Phase = Literal["waiting", "fetching", "checking", "soaking", "committed", "refused", "returned"]
-"""How far a device is with a release."""
+ReleasePhase = Literal["waiting", "fetching", "checking", "soaking", "committed", "refused", "returned"]
+"""Progress of a release on a device."""
 
 
 class ReleaseLimits(WireMessage, frozen=True, omit_defaults=True):
-    """Limits that a release must meet in the device's own check. None means no limit."""
+    """Limits that the device checks before it installs a release. None means no limit."""
 
-    min_gain: Annotated[float, Meta(ge=-1.0, le=1.0)] | None = None  # accuracy minus that of what runs now, share
-    max_latency_s: Seconds | None = None  # median of one answer
-    max_energy_j: Amount | None = None  # of one answer
+    min_gain: Annotated[float, Meta(ge=-1.0, le=1.0)] | None = (
+        None  # accuracy minus the accuracy of the running release
+    )
+    max_latency_s: Seconds | None = None  # median of one prediction
+    max_energy_j: Amount | None = None  # of one prediction
     max_peak_bytes: Count | None = None
 
 
@@ -176,37 +180,37 @@ InputShape: TypeAlias = Annotated[tuple[Annotated[int, Meta(ge=1, le=2**31)], ..
 
 
 class ReleaseContent(WireMessage, frozen=True, omit_defaults=True):
-    """What a rollout brings to a device, and when the device installs it."""
+    """Content of a release, with the time and conditions of its installation."""
 
-    kind: Kind
-    name: Label = ""  # what people call it: the run, or the version
-    blob: BlobRef | None = None  # None for settings and for a return
+    kind: ReleaseKind
+    name: ShortText = ""  # run or version, for display
+    blob: BlobRef | None = None  # None for settings and for a rollback
     limits: ReleaseLimits = ReleaseLimits()
-    input_shape: InputShape | None = None  # of one example of a model; None: as its graph declares it
-    soak_s: Seconds = 60.0  # time for which it has to hold before it counts as committed
-    window: Label = ""  # of the board's local time, "02:00-05:00"; "": at any time
-    force: bool = False  # swap also while a task runs
-    settings: Annotated[dict[Label, Any], Meta(max_length=100)] = msgspec.field(default_factory=dict)
+    input_shape: InputShape | None = None  # shape of a model's example, None for the shape in the graph
+    soak_s: Seconds = 60.0  # time without failure before the release is committed
+    window: ShortText = ""  # local time of the board, such as "02:00-05:00", "" for any time
+    force: bool = False  # install also while a task runs
+    settings: Annotated[dict[ShortText, Any], Meta(max_length=100)] = msgspec.field(default_factory=dict)
 
 
 class DesiredRelease(ReleaseContent, frozen=True, omit_defaults=True, kw_only=True):
     """Desired release of a device on dev/<device>/dn/<kind>, retained for devices that are offline."""
 
     rollout: Name
-    serial: Count  # grows with each release for this device and kind: a smaller one is old news
-    back: bool = False  # return to what ran before
+    serial: Count  # grows with each release for this device and kind, so smaller numbers are outdated
+    is_rollback: bool = False  # restore the previous release
 
 
 class ReleaseStatus(DeviceReport, frozen=True, omit_defaults=True):
     """Release status of a device on dev/<device>/up/installed, at each change and each connection."""
 
     rollout: Name
-    kind: Kind
+    kind: ReleaseKind
     serial: Count
-    phase: Phase
-    current: AnyDigest = ""  # blob that it runs now; "": what it was flashed with
-    name: Label = ""
-    reason: Sentence = ""  # what it waits for, why it was refused, why it returned to what ran before
+    phase: ReleasePhase
+    current: OptionalDigest = ""  # blob of the running release, "" for the flashed one
+    name: ShortText = ""
+    reason: Sentence = ""  # reason for the phase
     metrics: Metrics = msgspec.field(default_factory=dict)  # accuracy[_before], latency_s, energy_j, peak_bytes
 
 
@@ -214,7 +218,7 @@ class ChunkRequest(WireMessage, frozen=True):
     """Request for chunks of a blob on <up|dn>/blob/get, or for its manifest without indices."""
 
     sha256: Digest
-    chunk: Annotated[int, Meta(ge=MIN_CHUNK, le=MAX_CHUNK)]  # largest chunk that the asking side accepts
+    chunk: Annotated[int, Meta(ge=MIN_CHUNK, le=MAX_CHUNK)]  # largest chunk that the requester accepts
     indices: Annotated[tuple[Count, ...], Meta(max_length=MAX_WINDOW)] = ()
 
 
@@ -228,14 +232,14 @@ class BlobManifest(WireMessage, frozen=True):
 
 
 class MissingBlob(WireMessage, frozen=True):
-    """Report on <dn|up>/blob/<sha256>/missing that the sender does not send the blob."""
+    """Report on <dn|up>/blob/<sha256>/missing that the requested blob is not sent."""
 
     sha256: Digest
     reason: Sentence = ""
 
 
 class Hello(DeviceReport, frozen=True):
-    """Flight of a handshake on <up|dn>/hello. Without an attempt, a request to begin a handshake."""
+    """Flight of a handshake on <up|dn>/hello. An empty `attempt` requests a handshake."""
 
     attempt: Annotated[str, Meta(pattern=r"^([0-9a-f]{16})?\Z")] = ""
     flight: Annotated[int, Meta(ge=0, le=3)] = 0
@@ -280,15 +284,15 @@ def encode(message: WireMessage) -> bytes:
         WireError: If the message exceeds the size limit or contains text that is not Unicode.
     """
     try:
-        rest = _encoder.encode(message)[1:]
-    except UnicodeEncodeError as error:  # such as a file name that is no UTF-8
-        raise WireError(f"a {type(message).__name__} holds text that is not Unicode: {error}") from None
-    if rest != b"}":
-        rest = b"," + rest
+        body = _encoder.encode(message)[1:]
+    except UnicodeEncodeError as error:  # such as a file name that is not UTF-8
+        raise WireError(f"a {type(message).__name__} contains text that is not Unicode: {error}") from None
+    if body != b"}":
+        body = b"," + body
     limit = MAX_CHUNK if isinstance(message, BlobManifest) else MAX_CONTROL
-    if len(rest) > limit - _PREFIX_SIZE:
-        raise WireError(f"a {type(message).__name__} of {len(rest)} bytes exceeds the {limit} allowed")
-    return b'{"v":%d,"crc":"%08x"' % (VERSION, zlib.crc32(rest)) + rest
+    if len(body) > limit - _PREFIX_SIZE:
+        raise WireError(f"a {type(message).__name__} of {len(body)} bytes exceeds the {limit} allowed")
+    return b'{"v":%d,"crc":"%08x"' % (VERSION, zlib.crc32(body)) + body
 
 
 def decode(payload: bytes, kind: type[M]) -> M:
@@ -301,18 +305,18 @@ def decode(payload: bytes, kind: type[M]) -> M:
     limit = MAX_CHUNK if kind is BlobManifest else MAX_CONTROL
     if len(payload) > limit:
         raise WireError(f"a {kind.__name__} of {len(payload)} bytes exceeds the {limit} allowed")
-    found = _PREFIX.match(payload)
-    if found is None:
+    prefix = _PREFIX.match(payload)
+    if prefix is None:
         raise WireError(f"not a fedquilt message: {_describe_payload(payload)}")
-    if int(found[1]) != VERSION:
-        raise WireError(f"protocol version {int(found[1])}, this side speaks {VERSION}: update the older side")
-    rest = payload[found.end(2) + 1 :]
-    if zlib.crc32(rest) != int(found[2], 16):
+    if int(prefix[1]) != VERSION:
+        raise WireError(f"protocol version {int(prefix[1])}, this side uses {VERSION}: update the older side")
+    body = payload[prefix.end(2) + 1 :]
+    if zlib.crc32(body) != int(prefix[2], 16):
         raise WireError(f"checksum does not match: {_describe_payload(payload)}")
     decoder = _decoders.get(kind) or _decoders.setdefault(kind, msgspec.json.Decoder(kind))
     try:
-        return decoder.decode(b"{" + rest[1:] if rest[:1] == b"," else b"{" + rest)
-    except UNDECODABLE as error:
+        return decoder.decode(b"{" + body[1:] if body[:1] == b"," else b"{" + body)
+    except DECODE_ERRORS as error:
         raise WireError(f"not a {kind.__name__}: {error}") from None
 
 
@@ -325,7 +329,7 @@ def _describe_payload(payload: bytes) -> str:
 _NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,63}\Z")
 _SHA = re.compile(r"[0-9a-f]{64}\Z")
 
-UP: dict[str, type[WireMessage]] = {
+DEVICE_MESSAGES: dict[str, type[WireMessage]] = {
     "presence": Presence,
     "profile": Profile,
     "claim": Claim,
@@ -335,14 +339,14 @@ UP: dict[str, type[WireMessage]] = {
     "installed": ReleaseStatus,
     "hello": Hello,
 }
-DOWN: dict[str, type[WireMessage]] = {
+COORDINATOR_MESSAGES: dict[str, type[WireMessage]] = {
     "task": Task,
     "ack": Ack,
     "hello": Hello,
     "presence": CoordState,
-    **dict.fromkeys(get_args(Kind), DesiredRelease),
+    **dict.fromkeys(get_args(ReleaseKind), DesiredRelease),
 }
-BLOB: dict[str, type[WireMessage]] = {
+BLOB_MESSAGES: dict[str, type[WireMessage]] = {
     "manifest": BlobManifest,
     "missing": MissingBlob,
     "place": LocationOffer,
@@ -363,17 +367,17 @@ class Topics:
         """Return the topic of a job's round state."""
         return f"{self.root}/job/{job}/round"
 
-    def device_topic(self, device: str, direction: Direction, leaf: str) -> str:
-        """Return the topic of a device's messages of one kind."""
-        return f"{self.root}/dev/{device}/{direction}/{leaf}"
+    def device_topic(self, device: str, direction: Direction, subtopic: str) -> str:
+        """Return the topic of a device for one subtopic, such as "up" and "presence"."""
+        return f"{self.root}/dev/{device}/{direction}/{subtopic}"
 
     def chunk_topic(self, device: str, direction: Direction, sha256: str, index: int) -> str:
         """Return the topic of a blob's chunk."""
         return f"{self.root}/dev/{device}/{direction}/blob/{sha256}/{index}"
 
-    def blob_topic(self, device: str, direction: Direction, sha256: str, leaf: str) -> str:
-        """Return the topic of a blob's other messages, such as "manifest" or "missing"."""
-        return f"{self.root}/dev/{device}/{direction}/blob/{sha256}/{leaf}"
+    def blob_topic(self, device: str, direction: Direction, sha256: str, subtopic: str) -> str:
+        """Return the topic of a blob for one subtopic, such as "manifest" or "missing"."""
+        return f"{self.root}/dev/{device}/{direction}/blob/{sha256}/{subtopic}"
 
     def coordinator_filters(self) -> tuple[str, ...]:
         """Return the topic filters of the coordinator."""
@@ -385,10 +389,10 @@ class Topics:
 
 
 class Route(msgspec.Struct, frozen=True):
-    """Content of a topic: device, direction, kind of message, and blob and index of a chunk."""
+    """Parts of a topic. Parts that the topic does not have are "" or -1."""
 
-    leaf: str  # "presence", ..., "get", "chunk", "manifest", "missing", "place", "coord", "round"
-    kind: type[WireMessage] | None  # None for the raw bytes of a chunk
+    subtopic: str  # "presence", ..., "get", "chunk", "manifest", "missing", "place", "coord", "round"
+    message_type: type[WireMessage] | None  # None for the raw bytes of a chunk
     device: str = ""
     direction: str = ""
     sha256: str = ""
@@ -402,7 +406,7 @@ def device_from_topic(topic: str) -> str:
     return parts[4] if len(parts) > 5 and parts[3] == "dev" and _NAME.match(parts[4]) else ""
 
 
-@lru_cache(maxsize=1 << 14)  # the topics of a large fleet on the memory link; a board has a few
+@lru_cache(maxsize=1 << 14)  # large for simulated fleets; a device has a few topics
 def parse_topic(topic: str) -> Route:
     """Return the parts of a topic.
 
@@ -414,24 +418,24 @@ def parse_topic(topic: str) -> Route:
             return Route("coord", CoordState)
         case ["fq", "1", fleet, "job", job, "round"] if _NAME.match(fleet) and _NAME.match(job):
             return Route("round", RoundState, job=job)
-        case ["fq", "1", fleet, "dev", device, ("up" | "dn") as way, *leaf] if _NAME.match(fleet) and _NAME.match(
-            device
-        ):
-            found = _parse_leaf(device, way, leaf)
-            if found is not None:
-                return found
+        case ["fq", "1", fleet, "dev", device, ("up" | "dn") as direction, *levels] if _NAME.match(
+            fleet
+        ) and _NAME.match(device):
+            route = _parse_levels(device, direction, levels)
+            if route is not None:
+                return route
     raise WireError(f"not a topic of this protocol: {topic[:200]!r}")
 
 
-def _parse_leaf(device: str, way: str, leaf: list[str]) -> Route | None:
-    named = UP if way == "up" else DOWN
-    match leaf:
-        case [name] if name in named:
-            return Route(name, named[name], device, way)
+def _parse_levels(device: str, direction: str, levels: list[str]) -> Route | None:
+    message_types = DEVICE_MESSAGES if direction == "up" else COORDINATOR_MESSAGES
+    match levels:
+        case [name] if name in message_types:
+            return Route(name, message_types[name], device, direction)
         case ["blob", "get"]:
-            return Route("get", ChunkRequest, device, way)
-        case ["blob", sha, name] if _SHA.match(sha) and name in BLOB:
-            return Route(name, BLOB[name], device, way, sha)
+            return Route("get", ChunkRequest, device, direction)
+        case ["blob", sha, name] if _SHA.match(sha) and name in BLOB_MESSAGES:
+            return Route(name, BLOB_MESSAGES[name], device, direction, sha)
         case ["blob", sha, index] if _SHA.match(sha) and index.isascii() and index.isdigit() and len(index) < 8:
-            return Route("chunk", None, device, way, sha, int(index))
+            return Route("chunk", None, device, direction, sha, int(index))
     return None

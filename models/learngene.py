@@ -90,7 +90,7 @@ def penalty_hooks(
         for name, array in trained.items()
     }
     return Hooks(
-        correct=lambda gradient, value, anchors: gradient + anchors["pull"] * (value - anchors["aim"]),
+        correct_gradient=lambda gradient, value, anchors: gradient + anchors["pull"] * (value - anchors["aim"]),
         anchors={
             "pull": {name: np.full(array.shape, pulls.get(name, 0.0), np.float32) for name, array in trained.items()},
             "aim": {name: np.asarray(array, np.float32) for name, array in aims.items()},

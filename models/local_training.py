@@ -185,7 +185,7 @@ def full_model_schema(state: Any) -> core.UpdateSchema:
 
 
 def partial_model_schema(state: Any) -> core.UpdateSchema:
-    return core.UpdateSchema({"model": tensors.tensor_shapes(state.model)}, whole=False)
+    return core.UpdateSchema({"model": tensors.tensor_shapes(state.model)}, exact=False)
 
 
 def require_unit_weight(update: core.DeviceUpdate) -> None:

@@ -39,7 +39,7 @@ from typing import Annotated, Final, Literal, TypeAlias
 import msgspec
 from msgspec import Meta
 
-from fedquilt.core import JobError, Label, Name, OperatingPoint, Rates
+from fedquilt.core import JobError, Name, OperatingPoint, Rates, ShortText
 from fedquilt.formats import toml
 from fedquilt.profiles import clock_model as laws
 
@@ -109,17 +109,17 @@ class TimeCoefficients(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
         `top` contains the highest clocks of the board. Unknown numbers are left out.
         """
-        found = {}
+        rates = {}
         for key, unit in UNITS.items():
             each_s = self.time_law(unit).compute_seconds(clocks, top)
             if each_s is not None:
-                found[key] = _round_to_four_digits(1 / each_s if key.endswith("_per_s") else each_s)
-        return found
+                rates[key] = _round_to_four_digits(1 / each_s if key.endswith("_per_s") else each_s)
+        return rates
 
     def sourced_values(self, *prefixes: str) -> tuple[SourcedValue, ...]:
         """Return the coefficients with one of these name prefixes, or all without a prefix."""
-        named = [key for key in self.__struct_fields__ if not prefixes or key.startswith(prefixes)]
-        return tuple(figure for key in named if (figure := getattr(self, key)) is not None)
+        keys = [key for key in self.__struct_fields__ if not prefixes or key.startswith(prefixes)]
+        return tuple(figure for key in keys if (figure := getattr(self, key)) is not None)
 
     def _coefficient(self, key: str) -> float:
         figure: SourcedValue | None = getattr(self, key)
@@ -135,9 +135,9 @@ class ModelCoefficients(TimeCoefficients, frozen=True, forbid_unknown_fields=Tru
 
     def power_model(self) -> laws.PowerModel:
         axes_w = {axis: self._coefficient(key) for axis, key in laws.POWERED.items()}
-        known = {axis: watts for axis, watts in axes_w.items() if watts}
+        watts_by_axis = {axis: watts for axis, watts in axes_w.items() if watts}
         return laws.PowerModel(
-            self._coefficient("base_w"), known, self._coefficient("exponent") or laws.PowerModel.exponent
+            self._coefficient("base_w"), watts_by_axis, self._coefficient("exponent") or laws.PowerModel.exponent
         )
 
 
@@ -159,7 +159,7 @@ BEHIND: Final[Mapping[str, tuple[str, ...]]] = {  # a point's number -> the coef
 class ProfilePoint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Named mode of a board. Names contain the unit, and `bytes_per_s` is memory traffic."""
 
-    name: Label
+    name: ShortText
     cores: SourcedValue | None = None  # processor cores that are on; for people: no point tells it to a board
     cpu_hz: SourcedValue | None = None
     gpu_hz: SourcedValue | None = None
@@ -171,8 +171,8 @@ class ProfilePoint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     busy_w: SourcedValue | None = None
 
     def sourced_values(self) -> tuple[SourcedValue, ...]:
-        every = (getattr(self, key) for key in self.__struct_fields__ if key != "name")
-        return tuple(figure for figure in every if figure is not None)
+        values = (getattr(self, key) for key in self.__struct_fields__ if key != "name")
+        return tuple(figure for figure in values if figure is not None)
 
 
 class ThermalModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -186,7 +186,7 @@ class ThermalModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 class BoardProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     board: Name
-    title: Label
+    title: ShortText
     memory_bytes: SourcedValue
     sources: dict[str, NumberSource]
     points: Annotated[tuple[ProfilePoint, ...], Meta(min_length=1, max_length=MOST_POINTS)]
@@ -194,43 +194,47 @@ class BoardProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     clocks: BoardClocks | None = None
     model: ModelCoefficients | None = None
     workloads: Annotated[
-        dict[Label, TimeCoefficients], Meta(max_length=20)
+        dict[ShortText, TimeCoefficients], Meta(max_length=20)
     ] = {}  # by `fedquilt.core.WorkEstimate.workload`
     thermal: ThermalModel | None = None
 
     def sourced_values(self) -> tuple[Sourced, ...]:
-        whole: list[Sourced | None] = [self.memory_bytes, self.idle_w]
+        values: list[Sourced | None] = [self.memory_bytes, self.idle_w]
         if self.clocks is not None:
-            whole += [self.clocks.cpu_hz, self.clocks.gpu_hz, self.clocks.emc_hz]
+            values += [self.clocks.cpu_hz, self.clocks.gpu_hz, self.clocks.emc_hz]
         parts = [
             part for part in (self.model, *self.workloads.values(), self.thermal, *self.points) if part is not None
         ]
-        return (*(f for f in whole if f is not None), *(figure for part in parts for figure in part.sourced_values()))
+        return (*(f for f in values if f is not None), *(figure for part in parts for figure in part.sourced_values()))
 
     def provenance(self, *figures: Sourced | None) -> Provenance:
         """Return the least certain provenance of these numbers, or of all numbers without arguments."""
-        chosen = [figure for figure in figures or self.sourced_values() if figure is not None]
-        return max((self.sources[figure.source].provenance for figure in chosen), key=FROM_SUREST.index)
+        sourced = [figure for figure in figures or self.sourced_values() if figure is not None]
+        return max((self.sources[figure.source].provenance for figure in sourced), key=FROM_SUREST.index)
 
     def operating_points(self) -> tuple[OperatingPoint, ...]:
         """Return the named modes, completed by the model, followed by the grid of the model.
 
         The number of points is at most MOST_POINTS.
         """
-        named = [
+        listed_points = [
             self._make_completed_point(point.name, {key: _value_or_none(getattr(point, key)) for key in NUMBERS})
             for point in self.points
         ]
         if self.clocks is None or self.model is None:
-            return tuple(named)
-        taken = [{axis: getattr(point, axis) for axis in laws.AXES} for point in named]
-        room = MOST_POINTS - len(named)
+            return tuple(listed_points)
+        listed_clocks = [{axis: getattr(point, axis) for axis in laws.AXES} for point in listed_points]
+        room = MOST_POINTS - len(listed_points)
         clocks = laws.make_grid(self.clocks.frequencies_by_axis(), room)
-        every: list[dict[str, float | None]] = [{axis: each.get(axis) for axis in laws.AXES} for each in clocks]
-        new = [
-            (laws.format_point_name(each), full) for each, full in zip(clocks, every, strict=True) if full not in taken
+        full_clocks: list[dict[str, float | None]] = [
+            {axis: clocks_of_point.get(axis) for axis in laws.AXES} for clocks_of_point in clocks
         ]
-        return (*named, *(self._make_completed_point(name, full) for name, full in new))
+        new_points = [
+            (laws.format_point_name(clocks_of_point), full)
+            for clocks_of_point, full in zip(clocks, full_clocks, strict=True)
+            if full not in listed_clocks
+        ]
+        return (*listed_points, *(self._make_completed_point(name, full) for name, full in new_points))
 
     def values_behind(self, point: str, *numbers: str, workload: str = "") -> tuple[SourcedValue, ...]:
         """Return the sourced values from which numbers of an operating point are derived.
@@ -238,25 +242,27 @@ class BoardProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         A number comes from the point's mode, or else from coefficients of the model or of the `workload`.
         """
         mode = next((mode for mode in self.points if mode.name == point), None)
-        found: list[SourcedValue] = []
+        values: list[SourcedValue] = []
         for number in numbers:
             if number in UNITS and workload in self.workloads:
-                found += self.workloads[workload].sourced_values(*BEHIND[number])
+                values += self.workloads[workload].sourced_values(*BEHIND[number])
                 continue
-            given: SourcedValue | None = getattr(mode, number, None)
-            found += [given] if given is not None else self.model.sourced_values(*BEHIND[number]) if self.model else []
-        return tuple(found)
+            value: SourcedValue | None = getattr(mode, number, None)
+            values += [value] if value is not None else self.model.sourced_values(*BEHIND[number]) if self.model else []
+        return tuple(values)
 
-    def _make_completed_point(self, name: str, known: Mapping[str, float | None]) -> OperatingPoint:
-        numbers = {key: value for key, value in known.items() if value is not None}
+    def _make_completed_point(self, name: str, known_clocks: Mapping[str, float | None]) -> OperatingPoint:
+        numbers = {key: value for key, value in known_clocks.items() if value is not None}
         top = self.highest_clocks()
         if self.model is not None:
-            numbers = {**self.model.compute_rates(known, top), **numbers}
-            busy_w = self.model.power_model().compute_watts(known, top)
+            numbers = {**self.model.compute_rates(known_clocks, top), **numbers}
+            busy_w = self.model.power_model().compute_watts(known_clocks, top)
             if busy_w is not None:
                 numbers.setdefault("busy_w", _round_to_four_digits(busy_w))
-        each = {workload: Rates(**times.compute_rates(known, top)) for workload, times in self.workloads.items()}
-        return OperatingPoint(name=name, **numbers, rates=each)
+        rates = {
+            workload: Rates(**times.compute_rates(known_clocks, top)) for workload, times in self.workloads.items()
+        }
+        return OperatingPoint(name=name, **numbers, rates=rates)
 
     def highest_clocks(self) -> dict[str, float]:
         return (
@@ -284,28 +290,28 @@ def board_names() -> list[str]:
 
 def load_board_profile(name: str) -> BoardProfile:
     if name not in board_names():
-        listed = toml.describe_choices(name, board_names())
-        raise JobError(f"board {name!r} is unknown{listed}, and auto for this host")
+        names_text = toml.describe_choices(name, board_names())
+        raise JobError(f"board {name!r} is unknown{names_text}, and auto for this host")
     path = Path(__file__).parent / f"{name}.toml"
     return parse_board_profile(path.read_text(encoding="utf-8"), str(path))
 
 
-def find_board_profile(given: str) -> BoardProfile:
+def find_board_profile(name_or_path: str) -> BoardProfile:
     """Return the profile in a file, or the included profile with this name."""
-    path = Path(given)
-    if not path.exists() and is_board_name(given):
-        if given in board_names():
-            return load_board_profile(given)
-        listed = toml.describe_choices(given, board_names())
-        raise JobError(f"profile {given!r} is no file, and none that ships{listed}")
+    path = Path(name_or_path)
+    if not path.exists() and is_board_name(name_or_path):
+        if name_or_path in board_names():
+            return load_board_profile(name_or_path)
+        names_text = toml.describe_choices(name_or_path, board_names())
+        raise JobError(f"profile {name_or_path!r} is no file, and none that ships{names_text}")
     try:
         return parse_board_profile(path.read_text(encoding="utf-8"), str(path))
     except (OSError, UnicodeDecodeError) as error:
         raise JobError(f"profile: {path} cannot be read ({error}): `fedquilt board record` writes one") from None
 
 
-def is_board_name(given: str) -> bool:
-    return "/" not in given and not given.endswith(".toml")
+def is_board_name(text: str) -> bool:
+    return "/" not in text and not text.endswith(".toml")
 
 
 _SUM: Final = "# sha256 of the lines above: "
@@ -315,39 +321,39 @@ def add_checksum(text: str) -> str:
     return f"{text}{_SUM}{hashlib.sha256(text.encode()).hexdigest()}\n"
 
 
-def parse_board_profile(text: str, where: str) -> BoardProfile:
+def parse_board_profile(text: str, source: str) -> BoardProfile:
     """Return the profile in TOML text.
 
-    `where` names the text in errors.
+    `source` names the text in errors.
     """
-    body, mark, told = text.rpartition(_SUM)
-    if mark and told.strip() != hashlib.sha256(body.encode()).hexdigest():
+    body, marker, checksum = text.rpartition(_SUM)
+    if marker and checksum.strip() != hashlib.sha256(body.encode()).hexdigest():
         raise JobError(
-            f"{where} is damaged, or was changed since `fedquilt board record` wrote it: record it anew, or remove its "
-            "last line if you changed it"
+            f"{source} is damaged, or was changed since `fedquilt board record` wrote it: record it anew, or remove "
+            "its last line if you changed it"
         )
     try:
-        board = msgspec.convert(toml.parse_toml(text, where), BoardProfile)
+        board = msgspec.convert(toml.parse_toml(text, source), BoardProfile)
     except msgspec.ValidationError as error:
-        raise JobError(f"{where}: {error}") from None
+        raise JobError(f"{source}: {error}") from None
     unknown = sorted({figure.source for figure in board.sourced_values()} - set(board.sources))
     if unknown:
-        raise JobError(f"{where}: numbers name the sources {', '.join(unknown)}, which [sources] does not hold")
+        raise JobError(f"{source}: numbers name the sources {', '.join(unknown)}, which [sources] does not hold")
     called = [point.name for point in board.points]
     if len(set(called)) < len(called):
-        raise JobError(f"{where}: two points share a name: {', '.join(sorted(called))}")
+        raise JobError(f"{source}: two points share a name: {', '.join(sorted(called))}")
     lists = {} if board.clocks is None else board.clocks.frequencies_by_axis()
     for axis, values in lists.items():
         if list(values) != sorted(set(values)):
-            raise JobError(f"{where}: [clocks] {axis} must rise from the lowest value to the highest")
+            raise JobError(f"{source}: [clocks] {axis} must rise from the lowest value to the highest")
     for table, times in {
         "model": board.model,
-        **{f"workloads.{key}": one for key, one in board.workloads.items()},
+        **{f"workloads.{key}": workload for key, workload in board.workloads.items()},
     }.items():
         if times is None:
             continue
         axes = {axis for unit in UNITS.values() for axis in times.time_law(unit).cycles}
         axes |= set(times.power_model().axes_w) if isinstance(times, ModelCoefficients) else set()
         if missing := sorted(axes - set(lists)):
-            raise JobError(f"{where}: [{table}] uses {', '.join(missing)}, of which [clocks] lists no values")
+            raise JobError(f"{source}: [{table}] uses {', '.join(missing)}, of which [clocks] lists no values")
     return board

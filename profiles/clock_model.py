@@ -35,8 +35,8 @@ class InverseTimeLaw:
 
     def compute_seconds(self, clocks: Clocks, top: Mapping[str, float]) -> float | None:
         """Return the time at these clocks, or None without coefficients."""
-        found = self.fixed_s + sum(count / clock_of_axis(clocks, top, axis) for axis, count in self.cycles.items())
-        return found or None
+        seconds = self.fixed_s + sum(count / clock_of_axis(clocks, top, axis) for axis, count in self.cycles.items())
+        return seconds or None
 
 
 @dataclass(frozen=True)
@@ -60,8 +60,8 @@ def clock_of_axis(clocks: Clocks, top: Mapping[str, float], axis: str) -> float:
 
 def power_ratio(axis: str, clocks: Clocks, top: Mapping[str, float], exponent: float) -> float:
     """Return the power of an axis at these clocks, as a share of its power at the highest clock."""
-    found = clock_of_axis(clocks, top, axis) / top[axis]
-    return float(found if axis == LINEAR else found**exponent)
+    ratio = clock_of_axis(clocks, top, axis) / top[axis]
+    return float(ratio if axis == LINEAR else ratio**exponent)
 
 
 def make_grid(axes: Mapping[str, Sequence[float]], room: int) -> list[dict[str, float]]:
@@ -78,23 +78,23 @@ def make_grid(axes: Mapping[str, Sequence[float]], room: int) -> list[dict[str, 
     while _product(sizes) > room:
         longest = max(sizes, key=lambda axis: (sizes[axis], -AXES.index(axis)))
         sizes[longest] -= 1
-    chosen = [list(reversed(pick_evenly(values, sizes[axis]))) for axis, values in lists.items()]
-    return [dict(zip(lists, values, strict=True)) for values in itertools.product(*chosen)]
+    axis_values = [list(reversed(pick_evenly(values, sizes[axis]))) for axis, values in lists.items()]
+    return [dict(zip(lists, values, strict=True)) for values in itertools.product(*axis_values)]
 
 
 def pick_evenly(values: Sequence[float], count: int) -> list[float]:
     """Return `count` values at even distances, including both ends, or the last for a single one."""
     if count == 1:
         return [values[-1]]
-    last = len(values) - 1
-    return [values[(2 * i * last + count - 1) // (2 * (count - 1))] for i in range(count)]
+    last_index = len(values) - 1
+    return [values[(2 * i * last_index + count - 1) // (2 * (count - 1))] for i in range(count)]
 
 
 def _product(sizes: Mapping[str, int]) -> int:
-    found = 1
+    product = 1
     for size in sizes.values():
-        found *= size
-    return found
+        product *= size
+    return product
 
 
 def format_point_name(clocks: Mapping[str, float]) -> str:

@@ -36,8 +36,8 @@ class RelativeErrors:
     @property
     def median(self) -> float | None:
         """Median of the absolute errors in `left_out`, or None if all are unknown."""
-        known = [abs(error) for error in self.left_out if error is not None]
-        return float(np.median(known)) if known else None
+        absolute_errors = [abs(error) for error in self.left_out if error is not None]
+        return float(np.median(absolute_errors)) if absolute_errors else None
 
     @property
     def worst(self) -> float | None:
@@ -45,30 +45,32 @@ class RelativeErrors:
         return max((abs(error) for error in self.left_out if error is not None), default=None)
 
 
-def fit_time_law(seen: Sequence[MeasuredPoint], top: Mapping[str, float]) -> tuple[laws.InverseTimeLaw, RelativeErrors]:
+def fit_time_law(
+    measurements: Sequence[MeasuredPoint], top: Mapping[str, float]
+) -> tuple[laws.InverseTimeLaw, RelativeErrors]:
     """Fit the time law a + b / f_cpu + c / f_gpu + d / f_emc."""
-    axes = _find_varying_axes(seen, top)
-    x = _time_law_rows(seen, axes, top)  # (n, 1 + axes)
-    found, errors = _fit_non_negative_with_errors(x, _target_values(seen))
+    axes = _find_varying_axes(measurements, top)
+    x = _time_law_rows(measurements, axes, top)  # (n, 1 + axes)
+    coefficients, errors = _fit_non_negative_with_errors(x, _target_values(measurements))
     return laws.InverseTimeLaw(
-        found[0], {axis: value for axis, value in zip(axes, found[1:], strict=True) if value}
+        coefficients[0], {axis: value for axis, value in zip(axes, coefficients[1:], strict=True) if value}
     ), errors
 
 
 def fit_power_model(
-    seen: Sequence[MeasuredPoint], top: Mapping[str, float], floor_w: float = 0.0
+    measurements: Sequence[MeasuredPoint], top: Mapping[str, float], floor_w: float = 0.0
 ) -> tuple[laws.PowerModel, RelativeErrors]:
     """Fit the power model base + sum of w * r^k, with k from `EXPONENTS` and `base` >= `floor_w`."""
-    axes = _find_varying_axes(seen, top)
-    values = _target_values(seen)
+    axes = _find_varying_axes(measurements, top)
+    values = _target_values(measurements)
     best: tuple[float, laws.PowerModel, RelativeErrors] | None = None
     for exponent in EXPONENTS:
-        x = _power_model_rows(seen, axes, top, exponent)
-        found, errors = _fit_non_negative_with_errors(x, values, floor_w)
-        known = {axis: value for axis, value in zip(axes, found[1:], strict=True) if value}
+        x = _power_model_rows(measurements, axes, top, exponent)
+        coefficients, errors = _fit_non_negative_with_errors(x, values, floor_w)
+        axis_coefficients = {axis: value for axis, value in zip(axes, coefficients[1:], strict=True) if value}
         rating = float(np.sum(np.square(errors.fitted)))
         if best is None or rating < best[0] * (1 - BETTER):
-            best = rating, laws.PowerModel(found[0], known, exponent), errors
+            best = rating, laws.PowerModel(coefficients[0], axis_coefficients, exponent), errors
     assert best is not None
     return best[1], best[2]
 
@@ -83,61 +85,65 @@ def select_points_to_measure(candidates: Sequence[laws.Clocks], count: int, top:
     """
     if not candidates or count < 1:
         return []
-    seen = [MeasuredPoint(clocks, 1.0) for clocks in candidates]
-    axes = _find_varying_axes(seen, top)
-    x = _time_law_rows(seen, axes, top)
+    candidate_points = [MeasuredPoint(clocks, 1.0) for clocks in candidates]
+    axes = _find_varying_axes(candidate_points, top)
+    x = _time_law_rows(candidate_points, axes, top)
     x[:, 1:] = (x[:, 1:] - x[:, 1:].mean(0)) / np.maximum(np.ptp(x[:, 1:], axis=0), 1e-300)
     speed = np.array([[laws.clock_of_axis(clocks, top, axis) / top[axis] for axis in axes] for clocks in candidates])
-    order = [int(np.argmax(speed.sum(1)))] if axes else [0]
+    selected = [int(np.argmax(speed.sum(1)))] if axes else [0]
     middle = np.square(speed - (speed.min(0) + speed.max(0)) / 2).sum(1) if axes else np.zeros(len(x))
-    middle[order[0]] = np.inf
+    middle[selected[0]] = np.inf
     if count > 1 and len(candidates) > 1:
-        order.append(int(np.argmin(middle)))
-    while len(order) < min(count, len(candidates)):
-        information = x[order].T @ x[order] + TINY_DESIGN * np.eye(x.shape[1])
+        selected.append(int(np.argmin(middle)))
+    while len(selected) < min(count, len(candidates)):
+        information = x[selected].T @ x[selected] + TINY_DESIGN * np.eye(x.shape[1])
         gain = np.einsum("ni,ij,nj->n", x, np.linalg.inv(information), x)  # det grows by 1 + gain
-        gain[order] = -1.0
-        order.append(int(np.argmax(np.round(gain, 9))))
-    return order
+        gain[selected] = -1.0
+        selected.append(int(np.argmax(np.round(gain, 9))))
+    return selected
 
 
-def _find_varying_axes(seen: Sequence[MeasuredPoint], top: Mapping[str, float]) -> list[str]:
-    if not seen:
+def _find_varying_axes(measurements: Sequence[MeasuredPoint], top: Mapping[str, float]) -> list[str]:
+    if not measurements:
         raise ValueError("there is nothing to fit")
     return [
         axis
         for axis in laws.AXES
-        if axis in top and len({laws.clock_of_axis(each.clocks, top, axis) for each in seen}) > 1
+        if axis in top and len({laws.clock_of_axis(point.clocks, top, axis) for point in measurements}) > 1
     ]
 
 
-def _target_values(seen: Sequence[MeasuredPoint]) -> np.ndarray:
-    return np.array([each.value for each in seen], float)  # (n,)
+def _target_values(measurements: Sequence[MeasuredPoint]) -> np.ndarray:
+    return np.array([point.value for point in measurements], float)  # (n,)
 
 
-def _time_law_rows(seen: Sequence[MeasuredPoint], axes: Sequence[str], top: Mapping[str, float]) -> np.ndarray:
-    return np.array([[1.0, *(1 / laws.clock_of_axis(each.clocks, top, axis) for axis in axes)] for each in seen])
+def _time_law_rows(measurements: Sequence[MeasuredPoint], axes: Sequence[str], top: Mapping[str, float]) -> np.ndarray:
+    return np.array(
+        [[1.0, *(1 / laws.clock_of_axis(point.clocks, top, axis) for axis in axes)] for point in measurements]
+    )
 
 
 def _power_model_rows(
-    seen: Sequence[MeasuredPoint], axes: Sequence[str], top: Mapping[str, float], exponent: float
+    measurements: Sequence[MeasuredPoint], axes: Sequence[str], top: Mapping[str, float], exponent: float
 ) -> np.ndarray:
-    return np.array([[1.0, *(laws.power_ratio(axis, each.clocks, top, exponent) for axis in axes)] for each in seen])
+    return np.array(
+        [[1.0, *(laws.power_ratio(axis, point.clocks, top, exponent) for axis in axes)] for point in measurements]
+    )
 
 
 def _fit_non_negative_with_errors(
     x: np.ndarray, y: np.ndarray, floor: float = 0.0
 ) -> tuple[list[float], RelativeErrors]:
-    found = _solve_non_negative(x, y, floor)
+    coefficients = _solve_non_negative(x, y, floor)
     left_out: list[float | None] = []
     for i in range(len(y)):
-        rest = np.arange(len(y)) != i
-        if rest.sum() < x.shape[1] or np.linalg.matrix_rank(x[rest] / x.max(0)) < x.shape[1]:
+        others = np.arange(len(y)) != i
+        if others.sum() < x.shape[1] or np.linalg.matrix_rank(x[others] / x.max(0)) < x.shape[1]:
             left_out.append(None)  # the other points do not vary all clocks
         else:
-            left_out.append(float(x[i] @ _solve_non_negative(x[rest], y[rest], floor) / y[i] - 1))
-    return [float(value) for value in found], RelativeErrors(
-        tuple(float(e) for e in x @ found / y - 1), tuple(left_out)
+            left_out.append(float(x[i] @ _solve_non_negative(x[others], y[others], floor) / y[i] - 1))
+    return [float(value) for value in coefficients], RelativeErrors(
+        tuple(float(e) for e in x @ coefficients / y - 1), tuple(left_out)
     )
 
 
@@ -146,27 +152,27 @@ def fit_unit_costs(counts: Sequence[Sequence[float]], values: Sequence[float]) -
 
     The fit minimises relative errors.
     """
-    found = _solve_non_negative(np.array(counts, float), np.array(values, float), 0.0)
-    return [float(value) for value in found]
+    coefficients = _solve_non_negative(np.array(counts, float), np.array(values, float), 0.0)
+    return [float(value) for value in coefficients]
 
 
 def _solve_non_negative(x: np.ndarray, y: np.ndarray, floor: float) -> np.ndarray:
     if (odd := ~(np.isfinite(y) & (y > 0))).any():
-        place = int(odd.argmax())
+        index = int(odd.argmax())
         raise ValueError(
-            f"measurement {place} is {y[place]:g}, and has to be above 0: measure it again or leave it out"
+            f"measurement {index} is {y[index]:g}, and has to be above 0: measure it again or leave it out"
         )
     rows = x / y[:, None]
     aim = 1.0 - floor * rows[:, 0]  # what is left for the coefficients above their lowest
     scale = np.maximum(np.abs(rows).max(0), 1e-300)
-    best, least = np.zeros(x.shape[1]), float(aim @ aim)
+    best, smallest_error = np.zeros(x.shape[1]), float(aim @ aim)
     for size in range(1, x.shape[1] + 1):
         for columns in itertools.combinations(range(x.shape[1]), size):
             part = rows[:, columns] / scale[list(columns)]
             solved = np.linalg.lstsq(part, aim, rcond=None)[0]
             error = float(np.square(part @ solved - aim).sum())
-            if (solved >= 0).all() and error < least * (1 - BETTER) - 1e-24:
-                least = error
+            if (solved >= 0).all() and error < smallest_error * (1 - BETTER) - 1e-24:
+                smallest_error = error
                 best = np.zeros(x.shape[1])
                 best[list(columns)] = solved / scale[list(columns)]
     best[0] += floor

@@ -40,7 +40,7 @@ class Site:
         digests = "".join(hashlib.sha256(payload[at : at + CHUNK]).hexdigest() for at in range(0, len(payload), CHUNK))
         sha256 = hashlib.sha256(payload).hexdigest()
         manifest = wire.BlobManifest(sha256=sha256, size=len(payload), chunk=CHUNK, digests=digests)
-        intake = BlobWriter(self.depot, manifest, self.depot.open_part(manifest), through=True)
+        intake = BlobWriter(self.depot, manifest, self.depot.open_part(manifest), to_end=True)
         return intake, self.server.issue_token("a", intake.ref, intake)
 
     def ask(self, request: str, body: bytes = b"") -> tuple[int, dict[str, str], bytes]:

@@ -81,11 +81,11 @@ class Hand:
             route = wire.parse_topic(message.topic)
             if self.transfers.handle_message(route, message.payload, now_s):
                 continue
-            if route.leaf == "task":
+            if route.subtopic == "task":
                 self.tasks.append(wire.decode(message.payload, Task) if message.payload else None)
-            elif route.leaf == "presence" and self.answers:
+            elif route.subtopic == "presence" and self.answers:
                 self.say("presence", self.presence, retain=True)
-            elif route.leaf == "ack":
+            elif route.subtopic == "ack":
                 self.acks.append(wire.decode(message.payload, wire.Ack))
         self.transfers.step(now_s)
 

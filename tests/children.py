@@ -47,7 +47,7 @@ METHODS = {  # client halves that misbehave; none of their server halves is used
         def work(task, site):
             print("hello")
             os.write(1, b'{"type":"outcome"}')
-            rounds = site.local.get("n", np.zeros(1)) + 1
+            rounds = site.private_state.get("n", np.zeros(1)) + 1
             return ClientResult({"w": {"w": np.ones(1)}}, 2.0, {"loss": 1.5}, local={"n": rounds})
         """,
     "diverged": """

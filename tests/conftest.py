@@ -131,7 +131,7 @@ class Stage:
     def join(self, broker: Broker | str, name: str, *filters: str, will: tuple[str, bytes] | None = None) -> MqttLink:
         """A new client, not yet connected; jitter makes its back-off as short as can be."""
         parsed = Broker.from_url(broker) if isinstance(broker, str) else broker
-        link = MqttLink(parsed, name, will, roll=lambda: 1.0)
+        link = MqttLink(parsed, name, will, random_number=lambda: 1.0)
         link.subscribe(filters)
         self.links.append(link)
         return link

@@ -33,7 +33,7 @@ from fedquilt.coordinator.rounds.rollout import (
 from fedquilt.coordinator.storage.rollout_log import RolloutLog
 from fedquilt.coordinator.storage.rows import FIRST, JobRow, checksum
 from fedquilt.coordinator.storage.store import Store
-from fedquilt.core import UNDECODABLE, BlobRef, DataError, JobError, ModelError, Reading
+from fedquilt.core import DECODE_ERRORS, BlobRef, DataError, JobError, ModelError, Reading
 from fedquilt.edge_agent import messages
 from fedquilt.edge_agent import settings as agent_settings
 from fedquilt.edge_agent.engines import exported_model
@@ -255,7 +255,7 @@ def _kept(folder: Path) -> dict[str, Decoder]:
     def set_by(payload: bytes) -> object:
         try:
             table = msgspec.json.decode(payload, type=dict[str, Any])
-        except UNDECODABLE:
+        except DECODE_ERRORS:
             return None
         found = remote_settings.apply_remote_settings(settings, table, 8 << 30)
         return found.task_budget_bytes(8 << 30)

@@ -22,7 +22,7 @@ from fedquilt.coordinator.storage import backup, rows, snapshots, write_ahead_lo
 from fedquilt.coordinator.storage.rows import IndexedLog
 from fedquilt.coordinator.storage.store import Store
 from fedquilt.coordinator.views.scores import EvaluationScore, RunScores
-from fedquilt.core import UNDECODABLE, BlobRef, JobError, ModelError, StoreError, Update, UpdateError, evaluation
+from fedquilt.core import DECODE_ERRORS, BlobRef, JobError, ModelError, StoreError, Update, UpdateError, evaluation
 from fedquilt.edge_agent import agent_state
 from fedquilt.edge_agent import settings as agent_settings
 from fedquilt.edge_agent.clocks import clock_pin
@@ -109,7 +109,7 @@ def _coordinator(folder: Path) -> dict[str, Decoder]:
         "snapshot": Decoder(
             "coordinator/storage/snapshots.py",
             snapshots.decode,
-            UNDECODABLE,
+            DECODE_ERRORS,
             (snapshots.encode(snapshots.Snapshot(rounds, {"a": 9}, 12)),),
         ),
         "facts": Decoder(
@@ -243,7 +243,7 @@ def _tables() -> dict[str, Decoder]:
     def stock(payload: bytes) -> object:
         try:
             table = msgspec.json.decode(payload)
-        except UNDECODABLE:
+        except DECODE_ERRORS:
             return None
         return stitched_network.load_donor_pool(table) if isinstance(table, dict) else None
 

@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 from decoding import Decoder
 
-from fedquilt.core import UNDECODABLE, DataError
+from fedquilt.core import DECODE_ERRORS, DataError
 from fedquilt.tools.operations.runner import drift
 from fedquilt.tools.operations.runner.service import ModelService, ModelSwitcher
 
@@ -47,6 +47,6 @@ def every(folder: Path) -> dict[str, Decoder]:
             "tools/artefacts/classifier.py", answers.classify_bytes, (DataError,), tuple(bodies), share=0.2
         ),
         "reference": Decoder(
-            "tools/operations/runner/service.py", compared, UNDECODABLE, (msgspec.json.encode(kept),), share=0.2
+            "tools/operations/runner/service.py", compared, DECODE_ERRORS, (msgspec.json.encode(kept),), share=0.2
         ),
     }

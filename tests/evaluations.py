@@ -23,8 +23,8 @@ def of_numbers(rmse: float, mae: float, examples: int, target: float = 0.0) -> E
         examples=examples,
         task="regression",
         loss=(rmse**2 * examples,),
-        absolute=(mae * examples,),
-        squares=((rmse**2 * examples,),),
+        absolute_errors=(mae * examples,),
+        squared_errors=((rmse**2 * examples,),),
         targets=((target * examples,),),
         target_squares=((target**2 * examples,),),
     )

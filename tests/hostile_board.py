@@ -169,9 +169,9 @@ class Liar(threading.Thread):
             self._link.wait(0.005)
             for message in self._link.receive():
                 route = wire.parse_topic(message.topic)
-                if route.kind is Task and message.payload:
+                if route.message_type is Task and message.payload:
                     self._tasked(wire.decode(message.payload, Task))
-                elif route.kind is wire.ChunkRequest:
+                elif route.message_type is wire.ChunkRequest:
                     self._served(wire.decode(message.payload, wire.ChunkRequest))
             if self._link.connected and self._session != self._link.session:
                 self._session = self._link.session
@@ -195,7 +195,7 @@ class Liar(threading.Thread):
         self._say("presence", wire.Presence(online=True, boot="b"), retain=True)
         means = state_machine.Capabilities(2_000_000_000, ("numpy",), ())
         profile = messages.profile_message(LIAR, make_board("x86-host"), means)
-        self._say("profile", msgspec.structs.replace(profile, boards=5), retain=True)
+        self._say("profile", msgspec.structs.replace(profile, site_device_count=5), retain=True)
 
     def _tasked(self, task: Task) -> None:
         if task.round in self._offered or not self._left or "work" not in task.actions:

@@ -154,10 +154,10 @@ class Site:
             route = wire.parse_topic(message.topic)
             if (
                 not self.transfers.handle_message(route, message.payload, self.broker.now_s)
-                and route.kind
+                and route.message_type
                 and message.payload
             ):
-                self.heard.setdefault(route.leaf, []).append(wire.decode(message.payload, route.kind))
+                self.heard.setdefault(route.subtopic, []).append(wire.decode(message.payload, route.message_type))
         self.transfers.step(self.broker.now_s)
         self.transfers.take_finished()
 

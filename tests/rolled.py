@@ -45,7 +45,7 @@ class Board:
         self.engines = engines
         self.depot = BlobStore(folder, durable=False)
         self.serial, self.runs, self.before = 0, "", ""  # of the last release, blobs
-        self.had: set[str] = set()  # blobs that it has ever run
+        self.stored_chunks: set[str] = set()  # blobs that it has ever run
         self.releases: list[wire.DesiredRelease | None] = []
         self.boots = 0
         self.link: Any = None
@@ -101,9 +101,9 @@ class Board:
             route = wire.parse_topic(message.topic)
             if self.transfers.handle_message(route, message.payload, now_s):
                 continue
-            if route.leaf == "presence":
+            if route.subtopic == "presence":
                 self.say("presence", wire.Presence(online=True, boot="1"), retain=True)
-            if route.leaf in ("model", "agent"):
+            if route.subtopic in ("model", "agent"):
                 self.take(wire.decode(message.payload, wire.DesiredRelease) if message.payload else None)
         self.transfers.step(now_s)
         for _, _, error in self.transfers.take_finished():
@@ -114,7 +114,7 @@ class Board:
         self.releases.append(release)
         if release is None or release.serial < self.serial:
             return
-        if release.back:
+        if release.is_rollback:
             if release.serial > self.serial and self.runs and self.wanted is None:
                 self.runs, self.before = self.before, ""
             self.serial, self.wanted = release.serial, None
@@ -139,7 +139,7 @@ class Board:
         ends = self.judge(self.name, release)
         if ends in ("committed", "soaking", "returned") and self.runs != release.blob.sha256:
             self.runs, self.before = release.blob.sha256, self.runs
-            self.had.add(self.runs)
+            self.stored_chunks.add(self.runs)
             self.tell(release, "soaking")
         if ends == "returned":
             self.runs, self.before = self.before, ""
@@ -213,4 +213,4 @@ class Ground:
     def ever(self, blob: bytes = MODEL) -> list[str]:
         """Boards that have ever run a model."""
         sha256 = self.store.depot.store_bytes(blob).sha256
-        return [board.name for board in self.boards if sha256 in board.had]
+        return [board.name for board in self.boards if sha256 in board.stored_chunks]

@@ -70,7 +70,7 @@ class Fleet:
         for name, board in self.boards.items():
             board.publish(up_topic(name, "telemetry"), CLAIM)
         self.run(6.0)
-        assert first_link._keys.keys() == self.link._keys.keys()
+        assert first_link._sessions.keys() == self.link._sessions.keys()
         self.reconnect(first_link)
         self.heard = {name: [] for name in self.heard}
 

@@ -54,7 +54,7 @@ class Side:
             TOPICS,
             self._way,
             lambda device, sha256: (device, sha256) not in self.refused,
-            carriers=carriers,
+            backend=carriers,
         )
 
     def fds(self) -> Sequence[int]:

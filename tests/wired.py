@@ -20,7 +20,7 @@ SHA = "ab" * 32
 NUMBERED = {"job": "digits-1", "round": 3, "attempt": 0}
 MESSAGES: list[WireMessage] = [
     wire.CoordState(online=True, epoch=7),
-    wire.RoundState(job="digits-1", method="fedavg", round=3, rounds=5, phase="open", asked=("tx2-1", "nano-2")),
+    wire.RoundState(job="digits-1", method="fedavg", round=3, rounds=5, phase="open", cohort=("tx2-1", "nano-2")),
     wire.Presence(online=False, boot="b1", seq=2),
     Profile(device="tx2-1", board="tx2", memory_bytes=8, budget_bytes=4, engines=("onnx",), versions={"numpy": "2"}),
     wire.Claim(**NUMBERED, accepted=False, code="memory", reason="needs 12 MB, has 8"),
@@ -53,7 +53,9 @@ MESSAGES: list[WireMessage] = [
     wire.ChunkRequest(sha256=SHA, chunk=1024, indices=(0, 5)),
     wire.BlobManifest(sha256=SHA, size=1500, chunk=1024, digests=SHA * 2),
     wire.MissingBlob(sha256=SHA, reason="not offered"),
-    LocationOffer(sha256=SHA, way="get", sources=(BlobLocation(url=f"https://c.site:8443/blobs/{SHA}", token="abc"),)),
-    UploadProgress(sha256=SHA, moved=1500, done=True),
+    LocationOffer(
+        sha256=SHA, direction="get", locations=(BlobLocation(url=f"https://c.site:8443/blobs/{SHA}", token="abc"),)
+    ),
+    UploadProgress(sha256=SHA, uploaded_bytes=1500, complete=True),
     wire.Hello(attempt="0123456789abcdef", flight=2, tls="AAAA"),
 ]

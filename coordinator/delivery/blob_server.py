@@ -26,7 +26,7 @@ from typing import Final, Protocol
 from fedquilt import open_metrics
 from fedquilt.blobs.direct_transfers import Key, TransferBackend, TransferResult, close_failed_transfer
 from fedquilt.blobs.download import BlobWriter, ContentError, WriterClosedError
-from fedquilt.blobs.http_client import STALL_S, read_pieces, send_file
+from fedquilt.blobs.http_client import STALL_TIMEOUT_S, read_pieces, send_file
 from fedquilt.blobs.store import BlobStore
 from fedquilt.core import BlobLocation, BlobRef, JobError, StoreError
 from fedquilt.host.http_server import (
@@ -130,7 +130,7 @@ class BlobServer:
 
     def _serve_request(self, exchange: HttpExchange) -> None:
         exchange.close_after()
-        exchange.socket.settimeout(STALL_S)
+        exchange.socket.settimeout(STALL_TIMEOUT_S)
         grant = self._require_grant(exchange)
         if not self._connections.assign_owner(exchange.connection, grant.device, PER_BOARD):
             raise RequestRefusedError(503, f"you have {PER_BOARD} connections open here: let one end first")
@@ -161,7 +161,7 @@ class BlobServer:
         if request.method == "HEAD":
             turn = grant.intake.replace_writer()  # bytes of an earlier connection are refused from now on
             due = grant.intake.next_range()
-            if due is None and not grant.intake.finished:
+            if due is None and not grant.intake.is_finished:
                 self._finish_upload(grant, grant.intake, turn)
             return request.send_response(204, {"Upload-Offset": str(grant.ref.size if due is None else due[0])})
         return self._receive_blob(request, grant, grant.intake)
@@ -330,7 +330,7 @@ class BlobLocationProvider(TransferBackend):
         identity: LinkIdentity | None = None,
         fleet: str = "fleet",
     ) -> None:
-        super().__init__(identity, where.ca, most=JOBS_MOST)
+        super().__init__(identity, where.ca, max_transfers=JOBS_MOST)
         self._backend = None if where.open_backend is None else where.open_backend(fleet, depot, self)
         self._first_own: dict[Key, int] = {}  # uploads -> index of the first place that is the own server
         self._server: BlobServer | None = None
@@ -356,14 +356,14 @@ class BlobLocationProvider(TransferBackend):
             *self._own_locations(device, ref, None),
         )
 
-    def upload_locations(self, device: str, intake: BlobWriter) -> tuple[BlobLocation, ...]:
-        stored = self._backend.upload_locations(device, intake.ref) if self._backend else ()
-        self._first_own[device, intake.ref.sha256] = len(stored)
-        return (*stored, *self._own_locations(device, intake.ref, intake))
+    def upload_locations(self, device: str, writer: BlobWriter) -> tuple[BlobLocation, ...]:
+        stored = self._backend.upload_locations(device, writer.ref) if self._backend else ()
+        self._first_own[device, writer.ref.sha256] = len(stored)
+        return (*stored, *self._own_locations(device, writer.ref, writer))
 
-    def uploaded_locations(self, device: str, ref: BlobRef, source: int) -> tuple[BlobLocation, ...]:
-        """Return where the backend stores an upload, or nothing if location `source` is the own server."""
-        if self._backend is None or source >= self._first_own.get((device, ref.sha256), 0):
+    def uploaded_locations(self, device: str, ref: BlobRef, location_index: int) -> tuple[BlobLocation, ...]:
+        """Return where the backend stores an upload, or nothing if location `location_index` is the own server."""
+        if self._backend is None or location_index >= self._first_own.get((device, ref.sha256), 0):
             return ()
         return self._backend.uploaded_locations(device, ref)
 
@@ -390,7 +390,7 @@ class BlobLocationProvider(TransferBackend):
         if self._server is None:
             return ()
         token = self._server.issue_token(device, ref, intake)
-        start = 0 if intake is None else intake.at
+        start = 0 if intake is None else intake.offset
         return (BlobLocation(url=f"{self._base}/blobs/{ref.sha256}", token=token, start=start),)
 
 

@@ -28,7 +28,7 @@ from fedquilt.coordinator.rounds import decisions
 from fedquilt.coordinator.rounds.events import ENDED, JobView
 from fedquilt.coordinator.updates import validation
 from fedquilt.core import (
-    ATTEMPTS_MOST,
+    MAX_COUNTED_ATTEMPTS,
     RESEND,
     BlobRef,
     JobError,
@@ -43,7 +43,7 @@ from fedquilt.security.authenticated_link import AuthenticatedFleetLink
 from fedquilt.security.handshake import LinkIdentity
 from fedquilt.transport.link import Link, MalformedMessages, Message
 
-KINDS: Final[tuple[wire.Kind, ...]] = get_args(wire.Kind)
+KINDS: Final[tuple[wire.ReleaseKind, ...]] = get_args(wire.ReleaseKind)
 
 
 @dataclass
@@ -65,7 +65,7 @@ class TaskDispatcher:
         self._open: dict[str, DispatchedTask] = {}
         self._agenda: list[tuple[float, str]] = []  # heap of (time, device): when an open task may be due, or earlier
         self._listed: dict[str, float] = {}  # device -> time of its valid entry
-        self._released: dict[tuple[str, wire.Kind], wire.DesiredRelease] = {}  # by device
+        self._released: dict[tuple[str, wire.ReleaseKind], wire.DesiredRelease] = {}  # by device
 
     def __contains__(self, device: str) -> bool:
         return device in self._open
@@ -83,7 +83,7 @@ class TaskDispatcher:
 
     def slow_resends(self, device: str) -> None:
         if device in self._open:
-            self._open[device].sends = ATTEMPTS_MOST
+            self._open[device].sends = MAX_COUNTED_ATTEMPTS
 
     def take_due_devices(self, now_s: float) -> list[str]:
         """Return the devices whose task must be sent again now, and again after the same interval."""
@@ -121,7 +121,7 @@ class TaskDispatcher:
         self._released[device, release.kind] = release
         return before != release
 
-    def forget_release(self, device: str, kind: wire.Kind) -> None:
+    def forget_release(self, device: str, kind: wire.ReleaseKind) -> None:
         self._released.pop((device, kind), None)
 
     def may_fetch_blob(self, device: str, sha256: str) -> bool:
@@ -188,7 +188,7 @@ class Executor(Protocol):
 
     def send_ack(self, device: str, ack: wire.Ack) -> None: ...
 
-    def send_release(self, device: str, kind: wire.Kind, release: wire.DesiredRelease | None) -> None:
+    def send_release(self, device: str, kind: wire.ReleaseKind, release: wire.DesiredRelease | None) -> None:
         """Send a device a release and let the device fetch its blob. None clears the device's release."""
 
     def set_epoch(self, epoch: int) -> None:
@@ -231,7 +231,7 @@ class LinkExecutor:
         may_have = self._issues.may_fetch_blob
         self.places = BlobLocationProvider(where, depot, may_have, identity, fleet)
         self._transfers = Transfers(
-            self._link, depot, self._topics, "dn", may_have, carriers=self.places, apart_bytes=LARGE_BYTES
+            self._link, depot, self._topics, "dn", may_have, backend=self.places, background_bytes=LARGE_BYTES
         )
         self._fetching: dict[str, set[str]] = {}  # device -> sha256 of the blobs still expected from it
 
@@ -303,7 +303,7 @@ class LinkExecutor:
         if wanted:
             self._fetching[device] = set(wanted)
         for ref in wanted.values():
-            self._transfers.request_blob(device, ref, in_turn=in_turn)
+            self._transfers.request_blob(device, ref, use_queue=in_turn)
 
     def set_backlog(self, updates: int, waiting_bytes: int, most_bytes: float) -> None:
         self._transfers.queue.set_unprocessed(updates, waiting_bytes, most_bytes)
@@ -323,7 +323,7 @@ class LinkExecutor:
     def send_ack(self, device: str, ack: wire.Ack) -> None:
         self._publish(self._topics.device_topic(device, "dn", "ack"), msgspec.structs.replace(ack, epoch=self._epoch))
 
-    def send_release(self, device: str, kind: wire.Kind, release: wire.DesiredRelease | None) -> None:
+    def send_release(self, device: str, kind: wire.ReleaseKind, release: wire.DesiredRelease | None) -> None:
         payload = b"" if release is None else wire.encode(release)
         if release is not None and self._issues.record_release(device, release):
             self._gate.charge_time(device, -ROUND_S)
@@ -345,8 +345,8 @@ class LinkExecutor:
             round=state.round,
             rounds=job.job.rounds,
             phase="selecting" if state.phase == "new" else state.phase,
-            asked=tuple(sorted(state.asked)[:200]),
-            answered=tuple(sorted(state.answered)[:200]),
+            cohort=tuple(sorted(state.asked)[:200]),
+            submitted_by=tuple(sorted(state.answered)[:200]),
             deadline_s=state.deadline_s,
             note=shorten_error(state.reason),
         )
@@ -367,18 +367,18 @@ class LinkExecutor:
             route = wire.parse_topic(message.topic)
             if route.direction != "up":
                 return None
-            if route.leaf == "hello":  # a signed link would have taken it
+            if route.subtopic == "hello":  # a signed link would have taken it
                 raise WireError("it is signed, and this coordinator is not: give it --ca, --cert and --key")
-            if route.leaf in ("presence", "profile") and not message.payload:
+            if route.subtopic in ("presence", "profile") and not message.payload:
                 return None  # cleared retained message: the device was removed from the broker
-            if self._transfers.handle_message(route, message.payload, now_s) or route.kind is None:
+            if self._transfers.handle_message(route, message.payload, now_s) or route.message_type is None:
                 unasked = self._transfers.take_senders_of_unrequested_chunks()
                 for device in unasked:
                     self._gate.admit_message(device, 0)
                 if not unasked:  # else anybody may have sent it: a chunk is not signed
                     self._record_contact(route.device)
                 return None
-            told = validation.replace_unprintable(wire.decode(message.payload, route.kind), message.payload)
+            told = validation.replace_unprintable(wire.decode(message.payload, route.message_type), message.payload)
             if (named := getattr(told, "device", route.device)) != route.device:
                 raise WireError(f"it names another device, {named}")
             if isinstance(told, wire.Presence) and not told.online:

@@ -152,9 +152,9 @@ class RateLimitedLink(LinkWrapper):
             route = wire.parse_topic(message.topic)
         except WireError:
             return self.admit_message(device, len(message.payload))
-        if route.kind is None:  # a chunk, which the coordinator has requested or charges later
+        if route.message_type is None:  # a chunk, which the coordinator has requested or charges later
             return True
-        return self.admit_message(device, len(message.payload), HELLO_S if route.leaf == "hello" else MESSAGE_S)
+        return self.admit_message(device, len(message.payload), HELLO_S if route.subtopic == "hello" else MESSAGE_S)
 
     def _register_new_device(self, device: str) -> None:
         if len(self._known) <= KNOWN_MOST:

@@ -47,7 +47,7 @@ class LatestDecline(msgspec.Struct, frozen=True):
 
 
 class InstalledRelease(msgspec.Struct, frozen=True, omit_defaults=True):
-    kind: wire.Kind
+    kind: wire.ReleaseKind
     phase: str
     name: str = ""  # name of the running release, or empty for the flashed one
     current: str = ""  # sha256 of the running blob

@@ -60,7 +60,7 @@ class BrokerOutage:
         elif reached and self._since_s is not None:
             gone_s, self._since_s = now_s - self._since_s, None
             began = self._known or gone_s < RECONNECT.first_s  # here, or it was not away: a connection takes a moment
-            back_off_s = min(gone_s, RECONNECT.most_s) if began else RECONNECT.most_s
+            back_off_s = min(gone_s, RECONNECT.max_s) if began else RECONNECT.max_s
             self.lost_s, self._back_s = self.lost_s + gone_s + back_off_s, now_s + max(back_off_s, RETURN_S)
         if reached and not self._known:
             self._known, self._back_s = True, max(self._back_s, now_s + RETURN_S)

@@ -169,7 +169,7 @@ class RunningJob:
             ),
             seed=self._seeded(device),
             tier=peak_memory.tier_from_profile(profile),
-            counted=self.rounds.history.get(device, NEVER).last_round,
+            last_counted_round=self.rounds.history.get(device, NEVER).last_round,
         )
         while len(self._encoded) > HELD * len(made.bundles):  # drop the parts that were cut for each device alone
             del self._encoded[next(iter(self._encoded))]
@@ -250,7 +250,7 @@ class RunningJob:
                 else UpdateSchema({})
             )
             self._manifests = validation.ManifestValidator(known, self.job.wire)
-        return self._manifests.manifest_problem(update, profile.boards if profile else 0)
+        return self._manifests.manifest_problem(update, profile.site_device_count if profile else 0)
 
     def build_validation(
         self,
@@ -333,7 +333,7 @@ class RunningJob:
         if "work" in rounds.task_actions:
             state = self._active_method.step(state, self.aggregator.take_aggregate(rounds))
             validation.require_finite_state(state, tuple(sorted(rounds.answered)))
-        spent, finished, updates = rounds.spent, self.method.done(state), rounds.answered.values()
+        spent, finished, updates = rounds.spent, self.method.is_done(state), rounds.answered.values()
         caveat = events.describe_unmetered_tasks(self.job.stop, spent) if spent.metered or not rounds.round else None
         short = None if finished else describe_early_end(self.method, self.job.method, self.job.rounds, rounds.round)
         means, evaluation = average_metrics(updates), aggregate_evaluations(updates)
@@ -401,7 +401,7 @@ class RunningJob:
 
     @property
     def _active_method(self) -> Method | EvaluationRound:
-        return self.method.settle if self.rounds.settling and self.method.settle else self.method
+        return self.method.evaluation_round if self.rounds.settling and self.method.evaluation_round else self.method
 
     def _apply_event(self, fact: events.AnyEvent, after: events.JobState) -> None:
         for device in fact.epochs if isinstance(fact, events.CohortSelected) else ():
@@ -425,7 +425,7 @@ class RunningJob:
 
 def describe_early_end(method: Method, name: str, rounds: int, round: int) -> str | None:
     """Return a sentence on a job that ends before its method has finished, or None."""
-    if method.done is Method.done or round + 1 < rounds:
+    if method.is_done is Method.is_done or round + 1 < rounds:
         return None
     return f"the job's {rounds} rounds are over before {name} has ended: the result is what it has so far; raise rounds"
 

@@ -34,7 +34,7 @@ import msgspec
 from fedquilt.coordinator.rounds import energy_scheduling
 from fedquilt.coordinator.settings import CohortSettings
 from fedquilt.core import OperatingPoint, Profile, Update, WorkEstimate
-from fedquilt.core.messages import ADDED
+from fedquilt.core.messages import ADDITIVE_FIELDS
 from fedquilt.costs import cost_model
 
 SLACK = 0.5  # share added with "predicted"
@@ -72,7 +72,7 @@ class DeviceWorkload(NamedTuple):
 
     def with_epochs(self, epochs: int) -> DeviceWorkload:
         more = epochs - self.epochs
-        sums = {name: getattr(self.work, name) + more * getattr(self.epoch, name) for name in ADDED}
+        sums = {name: getattr(self.work, name) + more * getattr(self.epoch, name) for name in ADDITIVE_FIELDS}
         return self._replace(work=msgspec.structs.replace(self.work, **sums), epochs=epochs)
 
     @property
@@ -135,7 +135,7 @@ def work_amount(work: WorkEstimate) -> float:
 
     Only the device knows its number of examples. The ratio of its measured times contains this number.
     """
-    return work.total_for_examples(work.examples or 1).flops
+    return work.total_for_examples(work.max_examples or 1).flops
 
 
 def predict_duration_s(
@@ -203,7 +203,7 @@ class FleetDurations(NamedTuple):
     def assumed_examples(self, took: Sequence[TaskDuration], ask: DeviceWorkload) -> int:
         """Return a device's number of examples: reported, else the fleet's largest, else the task's."""
         told = took[-1].examples if took else self.examples
-        return told or ask.work.examples or 1
+        return told or ask.work.max_examples or 1
 
     @staticmethod
     def from_durations(known: Known) -> FleetDurations:
@@ -226,7 +226,7 @@ def _predict_p90_s(took: Sequence[TaskDuration], ask: DeviceWorkload, fleet: Fle
         return fleet.predict_rest_s(ask) + base_s * _p90_ratio(fleet.logs, FLEET_SPREAD)
     if fleet.pace_s is not None:
         return fleet.pace_s * ask.work_amount
-    if base_s is not None and (ask.work.examples or not ask.work.flops_per_example):  # else it is half a prediction
+    if base_s is not None and (ask.work.max_examples or not ask.work.flops_per_example):  # else it is half a prediction
         return fleet.predict_rest_s(ask) + base_s * _p90_ratio((), FLEET_SPREAD)
     return None
 

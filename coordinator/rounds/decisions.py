@@ -541,7 +541,7 @@ def _decide_on_validation(state: JobState | None, arriving: Arriving, event: Upd
         return Decision(arriving)
     if event.taken is None:
         return _reject_update(device, update, event.reason)
-    for board in event.taken.boards:
+    for board in event.taken.site_devices:
         if board in state.answered or board in state.through:
             return _reject_update(
                 device, update, f"{device}: {_duplicate_device_text(board, state.through.get(board, 'itself'))}"

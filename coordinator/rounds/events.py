@@ -454,8 +454,8 @@ def _apply_allowed_event(state: JobState, fact: AnyEvent, now_s: float) -> JobSt
             if state.plan.cohort.deadline != "fixed":  # later deadlines are predicted from what tasks took so far
                 took = deadline.add_update_duration(took, fact.update, state.work, fact.took_s, fact.expected_s)
             answered, spent = {**state.answered, device: fact.update}, state.spent.add_update(fact.update)
-            if fact.update.boards:
-                state = replace(state, through={**state.through, **dict.fromkeys(fact.update.boards, device)})
+            if fact.update.site_devices:
+                state = replace(state, through={**state.through, **dict.fromkeys(fact.update.site_devices, device)})
             return replace(state, asked=state.asked - {device}, answered=answered, spent=spent, took=took)
         case JobStarted():
             begun: Phase = "selecting" if state.phase == "new" else state.phase

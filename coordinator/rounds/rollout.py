@@ -18,7 +18,7 @@ from msgspec.structs import replace
 
 from fedquilt import wire
 from fedquilt.coordinator.rounds.decisions import capped_elapsed_s
-from fedquilt.core import Count, JobError, Label, Name, Profile, Seconds, Sentence, seed_deriver, shorten_error
+from fedquilt.core import Count, JobError, Name, Profile, Seconds, Sentence, ShortText, seed_deriver, shorten_error
 from fedquilt.core.messages import UPGRADES
 from fedquilt.formats import labels
 from fedquilt.onnx import file_format
@@ -88,9 +88,9 @@ class ReleaseOffered(RolloutEvent, frozen=True):
 class StatusReported(RolloutEvent, frozen=True):
     device: Name
     serial: Count
-    phase: wire.Phase
+    phase: wire.ReleasePhase
     reason: Sentence = ""
-    metrics: dict[Label, float] = {}
+    metrics: dict[ShortText, float] = {}
 
 
 class RolloutResumed(RolloutEvent, frozen=True):
@@ -237,7 +237,7 @@ def release_for_device(state: Rollout, device: str) -> wire.DesiredRelease | Non
     if before is not None and before.serial == state.serial and before.phase in FAILED:
         return None
     return wire.DesiredRelease(
-        rollout=state.id, kind=plan.kind, serial=state.back, name=plan.name, back=True, force=plan.force
+        rollout=state.id, kind=plan.kind, serial=state.back, name=plan.name, is_rollback=True, force=plan.force
     )
 
 

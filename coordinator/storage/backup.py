@@ -31,7 +31,7 @@ from fedquilt.coordinator import settings
 from fedquilt.coordinator.storage.rollout_log import RolloutLog
 from fedquilt.coordinator.storage.rows import RowStore, database_errors
 from fedquilt.coordinator.storage.store import UNENDED, Store, StoredJob
-from fedquilt.core import UNDECODABLE, JobError, StoreError
+from fedquilt.core import DECODE_ERRORS, JobError, StoreError
 from fedquilt.host.disk import REAL, disk_errors
 
 FORMAT: Final = 1
@@ -271,7 +271,7 @@ def _parse_and_verify_manifest(
         if known != FORMAT:
             raise StoreError(f"{file} has format {known}, and this fedquilt reads {FORMAT}: use the one that wrote it")
         manifest = msgspec.json.decode(text, type=BackupManifest)
-    except (*UNDECODABLE, KeyError, TypeError):
+    except (*DECODE_ERRORS, KeyError, TypeError):
         raise StoreError(f"{file} is no backup of fedquilt: its manifest cannot be read") from None
     for name in sorted(found.keys() | manifest.files.keys()):
         if found.get(name) != manifest.files.get(name):

@@ -22,7 +22,7 @@ from fedquilt.coordinator.rounds.rollout import (
 )
 from fedquilt.coordinator.storage import rows
 from fedquilt.coordinator.storage.rows import FIRST, JobRow, RowStore, current_user, database_errors, encode_lossless
-from fedquilt.core import UNDECODABLE, JobError, StoreError
+from fedquilt.core import DECODE_ERRORS, JobError, StoreError
 
 SCHEMA: Final = rows.SCHEMA.format(table="rollouts", facts="rollout_facts")
 _SERIAL: Final = "release"  # counter of the releases: the latest one's
@@ -162,7 +162,7 @@ class RolloutLog:
         else:
             try:
                 seq, before, state, at = 0, FIRST, Rollout(id, _plan(row.settings)), row.created
-            except UNDECODABLE as error:
+            except DECODE_ERRORS as error:
                 raise self._version_error(id, str(error)) from None
         if before != row.head:
             for last, when, fact in self._load_events(id, seq):
@@ -178,7 +178,7 @@ class RolloutLog:
         for seq, at, body in self._rows.read_events(id, after):
             try:
                 yield seq, at, _decoded(body)
-            except UNDECODABLE as error:
+            except DECODE_ERRORS as error:
                 raise self._version_error(id, f"fact {seq}: {error}") from None
 
     def _version_error(self, id: str, what: str) -> JobError:

@@ -22,7 +22,7 @@ from typing import Any, Final, NamedTuple, TypeVar
 import msgspec
 
 from fedquilt.coordinator.rounds.events import AnyEvent
-from fedquilt.core import UNDECODABLE, JobError, StoreError, Update
+from fedquilt.core import DECODE_ERRORS, JobError, StoreError, Update
 from fedquilt.host.disk import FIXES, NOT_ALLOWED, PRIVATE, Disk
 
 FIRST: Final = b""  # instead of the checksum of a fact before the first one
@@ -66,7 +66,7 @@ class IndexedLog(msgspec.Struct):
         self.facts, self.size = self.facts + 1, self.size + size
         try:
             named = _named(body)
-        except (*UNDECODABLE, TypeError):
+        except (*DECODE_ERRORS, TypeError):
             return
         if named.state is not None:
             self.best = self.state if named.best else self.best

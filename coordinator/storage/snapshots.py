@@ -21,7 +21,7 @@ from fedquilt import __version__
 from fedquilt.coordinator.device_columns import DeviceColumn, DeviceWeights, RoundBitmap
 from fedquilt.coordinator.rounds.events import ENDED, AnyEvent, JobConstants, JobState, UpdateAccepted
 from fedquilt.coordinator.storage.rows import DamagedRunError, IndexedLog, checksum, database_errors, has_event
-from fedquilt.core import UNDECODABLE, StoreError, Update
+from fedquilt.core import DECODE_ERRORS, StoreError, Update
 from fedquilt.host.logs import log_ids
 
 RULES: Final = 11  # raise it whenever the same facts come to another state, or a state is another type
@@ -49,7 +49,7 @@ class Snapshot(msgspec.Struct):
         self.rounds, self.facts = after, self.facts + 1
 
     def _record_update_numbers(self, update: Update, *, work: bool) -> None:
-        boards = max(len(update.boards), 1)
+        boards = max(len(update.site_devices), 1)
         if (examples := update.usage.examples) is not None:
             self.examples[update.device] = examples
             self.reported.set_number(update.device, examples / boards)
@@ -105,7 +105,7 @@ class SnapshotStore:
             return Snapshot(JobState(plan)), 0
         try:
             standing = decode(body)
-        except UNDECODABLE as error:
+        except DECODE_ERRORS as error:
             self._warn_of_unusable_snapshot(job, f"its state cannot be read ({error})")
             return Snapshot(JobState(plan)), 0
         if standing.rounds.plan != plan:

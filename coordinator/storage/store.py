@@ -43,7 +43,7 @@ from fedquilt.coordinator.storage.rows import (
 )
 from fedquilt.coordinator.storage.snapshots import EVERY, SnapshotStore
 from fedquilt.coordinator.storage.suspended_jobs import SuspendedJobs
-from fedquilt.core import UNDECODABLE, JobError, StoreError, Update
+from fedquilt.core import DECODE_ERRORS, JobError, StoreError, Update
 from fedquilt.formats import toml
 from fedquilt.host.disk import PRIVATE, REAL, Disk, Lock
 
@@ -278,7 +278,7 @@ class Store:
             return UnreadableRow(id, status, created, reason, damaged=True)
         try:
             job = msgspec.json.decode(row.settings, type=JobSettings)
-        except UNDECODABLE as error:
+        except DECODE_ERRORS as error:
             reason = f"{self.home}: {row.id} was made by another version of fedquilt: {error}"
             return UnreadableRow(row.id, row.status, row.created, reason, damaged=False)
         at = Path(row.bundle), row.status, row.created
@@ -450,7 +450,7 @@ class Store:
         for seq, at, body in rows:
             try:
                 yield seq, at, decoded(body)
-            except UNDECODABLE as error:
+            except DECODE_ERRORS as error:
                 raise JobError(
                     f"fact {seq} of {id} in {self.home} cannot be read by this version ({error}): go on with the "
                     "version that wrote it, or run the job anew"
@@ -507,7 +507,7 @@ class StoreReader(Store):
                 raise
         self.rollouts = RolloutLog(self._db, self._rows, home, self.open_transaction)
         self.holds = SuspendedJobs(self._db, home, self.open_transaction, self._read_epoch)
-        self.depot = BlobStore(home / "blobs", make=False)
+        self.depot = BlobStore(home / "blobs", create=False)
         self._lock, self._waiting = None, None
 
 

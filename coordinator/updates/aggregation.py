@@ -406,7 +406,7 @@ class Aggregator:
         """Fold all updates in the order of device ids, with each site's update split into those of its devices."""
         boards: dict[str, Callable[[], DeviceUpdate]] = {}
         for device, update in updates.items():
-            if update.boards:
+            if update.site_devices:
                 given = self._open_update(update)
                 boards.update({each.device: partial(_return_update, each) for each in sites.split_site_update(given)})
             elif not has_site_bundles(update.bundles):
@@ -481,7 +481,7 @@ class Aggregator:
             return update
         parts = sites.parts_of_site(given)
         validation.require_site_right(update, parts, bounds)
-        return msgspec.structs.replace(update, boards=tuple(part.device for part in parts))
+        return msgspec.structs.replace(update, site_devices=tuple(part.device for part in parts))
 
     def _store_decoded(self, update: Update, given: DeviceUpdate) -> Update:
         """Store an update's decoded bundles and return it with their references. Raw and site updates stay."""

@@ -172,7 +172,7 @@ def _load_object(depot: BlobStore, ref: BlobRef, kind: type[T], large: Callable[
 
 def warn_of_rolled_back_log(rounds: JobState, job: str, device: str, claim: Claim, reported: set[str]) -> None:
     """Log a warning, once per job, if a device has counted a round that the event log lacks."""
-    if claim.counted is None or job in reported or (claim.job, claim.round) != (job, rounds.round):
+    if claim.last_counted_round is None or job in reported or (claim.job, claim.round) != (job, rounds.round):
         return
     if device not in rounds.asked or device in rounds.lost:
         return
@@ -180,7 +180,7 @@ def warn_of_rolled_back_log(rounds: JobState, job: str, device: str, claim: Clai
     log.warning(
         "%s has counted round %d of %s, whose log here is at round %d: this home is an older copy, or has lost its "
         "end; the job goes on from its log, and what devices know beyond does not count",
-        *(device, claim.counted + 1, job, rounds.round + 1),
+        *(device, claim.last_counted_round + 1, job, rounds.round + 1),
     )
 
 
@@ -284,7 +284,7 @@ class ModelStates:
         restore_bundle_files(self._run, self._depot, self._folder, self._bundle.files)
         ref = rounds.state or store_tensors(self._depot, *tensors.split_state(self._create_initial_state()))
         state = self.load_state(ref, rounds.round, again=not rounds.round)  # what is stored, also of a new job
-        settles = self._method.settle is not None and self._method.settle.wanted(state)
+        settles = self._method.evaluation_round is not None and self._method.evaluation_round.is_needed(state)
         return LoadedState(ref, state, settles, encode_common_bundles(self._method, state, ref, self._depot))
 
     def load_state(self, ref: BlobRef, round: int, *, again: bool) -> Any:

@@ -32,7 +32,7 @@ from fedquilt.arrays import exact_sums, tensors
 from fedquilt.coordinator.settings import JobSettings
 from fedquilt.coordinator.updates import validation
 from fedquilt.core import (
-    UNDECODABLE,
+    DECODE_ERRORS,
     Aggregation,
     Amount,
     Artefact,
@@ -41,10 +41,10 @@ from fedquilt.core import (
     DeviceView,
     EvaluationRound,
     JobError,
-    Label,
     Method,
     Metrics,
     Name,
+    ShortText,
     StoreError,
     TaskSpec,
     Tensors,
@@ -67,7 +67,7 @@ class SiteUpdatePart(msgspec.Struct, frozen=True, omit_defaults=True):
     device: Name
     weight: Amount = 0.0
     metrics: Metrics = {}
-    bundles: tuple[Label, ...] = ()
+    bundles: tuple[ShortText, ...] = ()
 
 
 def encode_parts(parts: Sequence[SiteUpdatePart]) -> np.ndarray:
@@ -191,7 +191,7 @@ def _decode_parts(bundle: Tensors) -> list[SiteUpdatePart]:
         raise UpdateError(f"it has no table of its boards ({TABLE!r}): the site has to be of this version of fedquilt")
     try:
         return msgspec.json.decode(given.tobytes(), type=list[SiteUpdatePart])
-    except UNDECODABLE as error:
+    except DECODE_ERRORS as error:
         raise UpdateError(f"its table of boards cannot be read: {error}") from None
 
 
@@ -212,7 +212,7 @@ def site_aggregate_type(of: Aggregation, state: Any) -> type | None:
 def adapt_for_sites(method: Method, job: JobSettings, files: Mapping[str, BlobRef]) -> Method:
     """Return the method for a coordinator with sites among its devices."""
     params = {"job": msgspec.to_builtins(job)}
-    settle = method.settle
+    settle = method.evaluation_round
     if settle is not None:
         order = {**params, "settling": True}
         settle = replace(
@@ -221,7 +221,7 @@ def adapt_for_sites(method: Method, job: JobSettings, files: Mapping[str, BlobRe
             aggregation=_accept_site_updates(settle.aggregation),
         )
     send, aggregation = _wrap_send(method.send, params, files), _accept_site_updates(method.aggregation)
-    return replace(method, send=send, aggregation=aggregation, settle=settle)
+    return replace(method, send=send, aggregation=aggregation, evaluation_round=settle)
 
 
 def _wrap_send(
@@ -283,7 +283,7 @@ def _accept_site_updates(plain: Aggregation) -> Aggregation:
 
 
 def _count_devices(view: DeviceView) -> int:
-    return 0 if view.profile is None else view.profile.boards
+    return 0 if view.profile is None else view.profile.site_device_count
 
 
 @dataclass(frozen=True)
@@ -321,18 +321,18 @@ def adapt_for_parent(method: Method, job: JobSettings, files: Mapping[str, BlobR
     def result(state: SiteJobState) -> Artefact:
         raise JobError(f"this home is a site's: the result of {job.name} is at the coordinator above")
 
-    settle = method.settle
+    settle = method.evaluation_round
     return replace(
         method,
         state=SiteJobState,
         init=lambda bundle, params, seed: SiteJobState(NOTHING),
         **_site_functions(method, unpack_parent_state),
         result=result,
-        done=lambda state: False,
+        is_done=lambda state: False,
         explain=lambda state: (),
-        settle=None
+        evaluation_round=None
         if settle is None
-        else EvaluationRound(wanted=lambda state: False, **_site_functions(settle, unpack_parent_state)),
+        else EvaluationRound(is_needed=lambda state: False, **_site_functions(settle, unpack_parent_state)),
     )
 
 

@@ -11,7 +11,7 @@ import msgspec
 from fedquilt.arrays import tensors
 from fedquilt.coordinator.rounds.deadline import DeviceWorkload
 from fedquilt.core import Action, BlobRef, DeviceView, Task, TaskSpec, Tensors, WorkEstimate
-from fedquilt.core.messages import ADDED
+from fedquilt.core.messages import ADDITIVE_FIELDS
 from fedquilt.costs import cost_model
 
 HELD: Final = 0.2  # share of a device's examples that is held out, where the job does not tell: `DataSpec.held`
@@ -38,7 +38,7 @@ class TaskSpecCache:
         """Return the method's task spec. With `common`, call `send` once for sites and once for all others."""
         if not common:
             return send(state, view)
-        is_site = view.profile is not None and view.profile.boards > 0
+        is_site = view.profile is not None and view.profile.site_device_count > 0
         if is_site not in self._orders:
             self._orders[is_site] = send(state, view)
         return self._orders[is_site]
@@ -138,7 +138,9 @@ def predict_evaluation_work(order: TaskSpec, held: float = HELD) -> WorkEstimate
 
 def _scale_to_held_out(work: WorkEstimate, each: WorkEstimate, held: float) -> WorkEstimate:
     share = held / (1 - held)  # held out for each example that is trained on
-    return msgspec.structs.replace(work, **{name: share * getattr(each, name) for name in ADDED}, batch=each.batch)
+    return msgspec.structs.replace(
+        work, **{name: share * getattr(each, name) for name in ADDITIVE_FIELDS}, batch=each.batch
+    )
 
 
 def total_blob_bytes(order: TaskSpec) -> int:

@@ -98,8 +98,8 @@ def _replace_in_texts(value: Any) -> Any:
 
 def limit_profile(profile: Profile, right: SiteRight | None) -> Profile:
     """Return the profile with its number of boards limited to the site right, or 0 without a right."""
-    boards = min(profile.boards, right.most) if right is not None else 0
-    return profile if boards == profile.boards else replace(profile, boards=boards)
+    boards = min(profile.site_device_count, right.most) if right is not None else 0
+    return profile if boards == profile.site_device_count else replace(profile, site_device_count=boards)
 
 
 def longest_work_s(waited_s: float, deadline_s: float, attempts: int) -> float:
@@ -111,7 +111,7 @@ def highest_power_w(profile: Profile | None) -> float:
     said = [profile.idle_w, *(point.busy_w for point in profile.points)] if profile else []
     known = [watts for watts in said if watts is not None]
     most = min(max(WIDE * max(known), LEAST_W), MOST_W) if known else UNKNOWN_W
-    return most * (max(profile.boards, 1) if profile else 1)
+    return most * (max(profile.site_device_count, 1) if profile else 1)
 
 
 def limit_claims(update: Update, bounds: ClaimBounds) -> tuple[Update, str]:
@@ -131,13 +131,13 @@ def limit_claims(update: Update, bounds: ClaimBounds) -> tuple[Update, str]:
         if (said := getattr(usage, name)) > most:
             odd.append(f"{name} of {said}, and it was {most} at the most")
             usage = replace(usage, **{name: most})
-    below, sums = update.below, update.evaluation
+    below, sums = update.devices_usage, update.evaluation
     if sums is not None and not bounds.checks:
         odd.append("an evaluation that it was not asked for")
         sums = None
-    if sums is not None and sums.right_with_priors is not None and not bounds.priors:
+    if sums is not None and sums.correct_with_priors is not None and not bounds.priors:
         odd.append("predictions with class priors that it was not asked for")
-        sums = replace(sums, right_with_priors=None)
+        sums = replace(sums, correct_with_priors=None)
     if (usage.examples or 0) > (most_examples := bounds.reported * (bounds.right.most if bounds.right else 1)):
         odd.append(f"{usage.examples} examples, and {most_examples:g} are the most: not counted")
         usage = replace(usage, examples=None)
@@ -145,7 +145,7 @@ def limit_claims(update: Update, bounds: ClaimBounds) -> tuple[Update, str]:
     if below is not None and max(below.down_bytes, below.up_bytes) > most:
         odd.append(f"{below.down_bytes} bytes down and {below.up_bytes} up of its boards, and {most} are the most")
         below = None
-    return (replace(update, usage=usage, below=below, evaluation=sums), "; ".join(odd)) if odd else (update, "")
+    return (replace(update, usage=usage, devices_usage=below, evaluation=sums), "; ".join(odd)) if odd else (update, "")
 
 
 def require_plausible(update: Update, bounds: ClaimBounds, *, work: bool) -> None:
@@ -302,7 +302,7 @@ def require_manifest_fits(update: Update, expected: UpdateSchema | None, wire: E
         return
     if odd := sorted(update.bundles.keys() - expected.bundles.keys()):
         raise UpdateError(f"bundle {odd[0]!r} was not asked for")
-    if expected.whole and (absent := sorted(expected.bundles.keys() - update.bundles.keys())):
+    if expected.exact and (absent := sorted(expected.bundles.keys() - update.bundles.keys())):
         raise UpdateError(f"it has no bundle {absent[0]!r}")
     for bundle, ref in update.bundles.items():
         like = expected.bundles[bundle]
@@ -312,7 +312,7 @@ def require_manifest_fits(update: Update, expected: UpdateSchema | None, wire: E
             sent = tensors.specs_from_layout(update.layouts[bundle])
             if (held := sum(each.nbytes for each in sent.values())) > ref.size:
                 raise UpdateError(f"bundle {bundle!r} has {ref.size} bytes, and its tensors {held}")
-            _require_expected_tensors(compression.decoded_specs(wire, sent, like), like, expected.whole)
+            _require_expected_tensors(compression.decoded_specs(wire, sent, like), like, expected.exact)
 
 
 class ManifestValidator:

@@ -203,8 +203,8 @@ def describe_evaluation(sums: EvaluationSums | None) -> list[str]:
         told = (metrics.format_value(main, value, 1) for value in (over.worst_decile, over.gap, over.deviation))
         words = f"worst tenth of {over.devices} devices", "gap to the best tenth", "spread"
         others.insert(0, ", ".join(map(" ".join, zip(words, told, strict=True))))
-    if sums.right_with_priors is not None:
-        others.insert(0, f"with the devices' class priors {100 * sums.right_with_priors / sums.examples:.1f} %")
+    if sums.correct_with_priors is not None:
+        others.insert(0, f"with the devices' class priors {100 * sums.correct_with_priors / sums.examples:.1f} %")
     return [f"{first} on {sums.examples} held-out examples", *others]
 
 
@@ -217,10 +217,10 @@ def _format_energy(taken: CostLedger) -> str:
 
 def _describe_sender(update: Update) -> str:
     said = update.device
-    if update.boards:
-        said += f" of {len(update.boards)} {'board' if len(update.boards) == 1 else 'boards'}"
-    if update.below is not None:
-        below = update.below
+    if update.site_devices:
+        said += f" of {len(update.site_devices)} {'board' if len(update.site_devices) == 1 else 'boards'}"
+    if update.devices_usage is not None:
+        below = update.devices_usage
         said += (
             f" ({units.format_bytes(below.down_bytes)} down and {units.format_bytes(below.up_bytes)} up to them "
             "and from them)"

@@ -112,7 +112,7 @@ class RoundOutcomes:
             case events.UpdateAccepted():
                 found[fact.round][fact.update.device] = DeviceOutcome("answered", "update received")
                 through = DeviceOutcome("answered", f"update received, of the site {fact.update.device}")
-                found[fact.round].update(dict.fromkeys(fact.update.boards, through))
+                found[fact.round].update(dict.fromkeys(fact.update.site_devices, through))
             case events.RoundRetried():
                 late = DeviceOutcome(
                     "asked", "selected; no update by the deadline: another attempt at the round asks it last"

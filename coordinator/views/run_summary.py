@@ -195,7 +195,7 @@ def summarise_evaluation(
         loss=math.fsum(total.loss) / total.examples,
         devices=known,
         metric=main[0].name,
-        with_priors=None if total.right_with_priors is None else total.right_with_priors / total.examples,
+        with_priors=None if total.correct_with_priors is None else total.correct_with_priors / total.examples,
     )
 
 

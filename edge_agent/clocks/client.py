@@ -17,7 +17,7 @@ from typing import Annotated, Final
 import msgspec
 from msgspec import Meta
 
-from fedquilt.core import UNDECODABLE, Amount, ClockError, Label, OperatingPoint, Sentence, WireMessage
+from fedquilt.core import DECODE_ERRORS, Amount, ClockError, OperatingPoint, Sentence, ShortText, WireMessage
 
 log = logging.getLogger("fedquilt.clocks")
 
@@ -43,21 +43,21 @@ class StatusRequest(WireMessage, frozen=True, tag="status"): ...
 
 
 class ClockState(WireMessage, frozen=True):
-    name: Label
-    kind: Label  # cpu | gpu | emc
+    name: ShortText
+    kind: ShortText  # cpu | gpu | emc
     listed_hz: tuple[Amount, ...]  # empty if the clock cannot be pinned
     low_hz: Amount | None
     high_hz: Amount | None
     now_hz: Amount | None
-    governor: Label | None
+    governor: ShortText | None
     hidden: bool = False  # nothing is listed because the sender may not read the list
     ceiling_hz: Amount | None = None  # highest that the owner's bounds permit; None: no bound
 
 
 class HelperStatus(WireMessage, frozen=True):
     clocks: tuple[ClockState, ...]
-    mode: Label | None = None  # nvpmodel's, as the owner has set it
-    modes: tuple[Label, ...] = ()
+    mode: ShortText | None = None  # nvpmodel's, as the owner has set it
+    modes: tuple[ShortText, ...] = ()
     temperature_c: float | None = None  # hottest zone
     max_temperature_c: float | None = None  # limit above which nothing is pinned
     max_w: float | None = None  # limit of power above which no point is pinned
@@ -155,7 +155,7 @@ class ClockClient:
             self._connection.settimeout(RESPONSE_TIMEOUT_S)
             self._connection.sendall(msgspec.json.encode(request) + b"\n")
             response = self._decoder.decode(self._read_line())
-        except (OSError, *UNDECODABLE) as error:
+        except (OSError, *DECODE_ERRORS) as error:
             self.close()
             raise ClockError(f"the clock helper at {self._socket_path} does not answer: {error}") from None
         if response.error is not None:

@@ -17,7 +17,7 @@ from typing import Final
 
 import msgspec
 
-from fedquilt.core import UNDECODABLE, ClockError, OperatingPoint, StoreError, WireMessage
+from fedquilt.core import DECODE_ERRORS, ClockError, OperatingPoint, StoreError, WireMessage
 from fedquilt.edge_agent.clocks import controls, owner_limits
 from fedquilt.edge_agent.clocks.controls import BoardControlState, ClockControl, ClockControls, ControlWrite
 from fedquilt.host import sysfs
@@ -82,7 +82,7 @@ class ClockPin:
             journal = msgspec.json.decode(self._journal.read_bytes(), type=RestoreJournal)
         except FileNotFoundError:
             return []
-        except (OSError, *UNDECODABLE) as error:
+        except (OSError, *DECODE_ERRORS) as error:
             with contextlib.suppress(OSError):
                 self._journal.replace(self._journal.with_suffix(".unreadable"))
             return [f"{self._journal} cannot be read ({error}): clocks stay as they are until the board is restarted"]

@@ -27,7 +27,7 @@ from typing import Final
 
 import msgspec
 
-from fedquilt.core import UNDECODABLE, ClockError, OperatingPoint, StoreError
+from fedquilt.core import DECODE_ERRORS, ClockError, OperatingPoint, StoreError
 from fedquilt.edge_agent.clocks import controls
 from fedquilt.edge_agent.clocks.client import (
     MAX_REQUEST_BYTES,
@@ -194,7 +194,7 @@ class ClockHelper:
     def _handle_request(self, client: HelperConnection, line: bytes) -> HelperResponse:
         try:
             request = self._decoder.decode(line)
-        except UNDECODABLE as error:
+        except DECODE_ERRORS as error:
             return HelperResponse(error=f"no request that the helper knows: {error}")
         if isinstance(request, StatusRequest):
             return HelperResponse(status=self._read_status())

@@ -73,8 +73,10 @@ def create_meter(meter_spec: str | Mapping[str, Any]) -> Meter:
         meter = factory(**table)
     except Exception as error:  # code from outside may raise anything
         raise JobError(f"{plugin} cannot be made from {table}: {type(error).__name__}: {error}") from None
-    covers = getattr(meter, "covers", None)
-    if covers not in COVERAGE_ORDER or not callable(getattr(meter, "read", None)):
+    coverage = getattr(meter, "coverage", None)
+    if coverage not in COVERAGE_ORDER or not callable(getattr(meter, "read", None)):
         coverages = ", ".join(COVERAGE_ORDER)
-        raise JobError(f"{plugin} is no meter: it needs `read(now_s)`, and `covers` one of {coverages}, not {covers!r}")
+        raise JobError(
+            f"{plugin} is no meter: it needs `read(now_s)`, and `coverage` one of {coverages}, not {coverage!r}"
+        )
     return meter

@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-from fedquilt.core import Covers, Power
+from fedquilt.core import Coverage, Power
 from fedquilt.host import sysfs
 
 OFFSET_W: Final = 0.5  # a sensor without current may read so far below 0; further, and it is wired or set up wrongly
@@ -156,7 +156,7 @@ class Ina3221:
     `fault` is the reason why the latest reading had no total, or None.
     """
 
-    covers: Covers = "board"
+    coverage: Coverage = "board"
 
     def __init__(self, root: Path) -> None:
         folders = sysfs.list_matches(root / "sys/class/hwmon", "hwmon*")
@@ -258,7 +258,7 @@ class JtopMeter:
     Readings are instantaneous milliwatts. The "averages" of jtop are not averages and not used.
     """
 
-    covers: Covers = "board"
+    coverage: Coverage = "board"
 
     def __init__(self, client: Any) -> None:
         self._client = client

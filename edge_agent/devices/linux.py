@@ -103,7 +103,7 @@ class LinuxDevice:
         self._memory = MemorySensor(root)
         self.memory_bytes = self._memory.total_bytes
         self.board = _board_name(root)
-        self.adjustable, self.holds = clocks is not None, False
+        self.adjustable, self.clocks_unchanged = clocks is not None, False
         self.mode: str | None = None  # nvpmodel's
         self._all_points: tuple[OperatingPoint, ...] = ()  # in the board's widest mode
         self._mode_checked_s = 0.0
@@ -159,17 +159,17 @@ class LinuxDevice:
             )
         if point.name not in {operating_point.name for operating_point in self.points}:
             raise ClockError(f"{self.board} has no operating point {point.name!r}")
-        self.holds = False
+        self.clocks_unchanged = False
         try:
             pinned_point = self._clocks.pin(point)
         except ClockError:
             self._update_points()  # the owner may have changed the mode a moment ago
             raise
-        self.holds = True
+        self.clocks_unchanged = True
         return pinned_point
 
     def unpin_clocks(self) -> None:
-        self.holds = False
+        self.clocks_unchanged = False
         if self._clocks is not None:
             self._clocks.unpin()
 
@@ -227,7 +227,7 @@ class LinuxDevice:
             try:
                 self._clocks.send_keepalive(now_s)
             except ClockError as error:
-                self.holds = False
+                self.clocks_unchanged = False
                 log.warning("the clocks of this board are its own again: %s", error)
 
 

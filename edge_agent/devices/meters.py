@@ -1,6 +1,6 @@
 """Meters of Linux hosts: batteries, hwmon, RAPL, the controller of a Raspberry Pi 5, and several meters as one.
 
-A meter is an object with `covers` and `read`, see `fedquilt.core.Meter`. Sources of the formats:
+A meter is an object with `coverage` and `read`, see `fedquilt.core.Meter`. Sources of the formats:
 
 - Batteries: kernel, ABI/testing/sysfs-class-power.
 - RAPL: Linux's powercap class `intel-rapl`, which includes AMD. Zones named `package-N` or `package-N-die-D`, some
@@ -28,7 +28,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Final
 
-from fedquilt.core import Covers, Meter, Power
+from fedquilt.core import Coverage, Meter, Power
 from fedquilt.host import sysfs
 
 log = logging.getLogger("fedquilt.devices")
@@ -49,7 +49,7 @@ class WidestRangeMeter:
 
     def __init__(self, meters: Iterable[Meter], clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._meters = sorted(meters, key=lambda meter: COVERAGE_ORDER[meter.covers])
+        self._meters = sorted(meters, key=lambda meter: COVERAGE_ORDER[meter.coverage])
         self._last_value_s: dict[int, float] = {}  # index of a meter -> time of its last value
         self._failed: set[int] = set()  # indices of meters with a reported failure
         self._slow: set[int] = set()  # indices of meters with a reported slow read
@@ -65,7 +65,7 @@ class WidestRangeMeter:
         for index, meter in enumerate(self._meters):
             power = self._read_meter(index, meter, now_s)
             rails_w |= power.rails_w
-            if meter.covers == "rail":
+            if meter.coverage == "rail":
                 if power.total_w is not None and power.source is not None:
                     rails_w[power.source] = power.total_w
             elif widest is None and (power.total_w is not None or power.energy_j is not None):
@@ -125,7 +125,7 @@ class PowerFromEnergy:
 
 
 class Batteries:
-    covers: Covers = "board"
+    coverage: Coverage = "board"
 
     def __init__(self, supplies: Path) -> None:
         self._batteries = [
@@ -206,7 +206,7 @@ class Hwmon:
                 else:
                     self._powers[rail] = file
         measures_whole_machine = any(rail.startswith(WHOLE_MACHINE_METERS) for rail in (*self._powers, *self._energies))
-        self.covers: Covers = "board" if measures_whole_machine else "rail"
+        self.coverage: Coverage = "board" if measures_whole_machine else "rail"
 
     def read(self, now_s: float) -> Power:
         microwatts = {rail: sysfs.read_int(file) for rail, file in self._powers.items()}
@@ -230,7 +230,7 @@ class Rapl:
     Counters must be read before they wrap, within some minutes of full load.
     """
 
-    covers: Covers = "processor"
+    coverage: Coverage = "processor"
 
     def __init__(self, powercap: Path) -> None:
         self._counters = [EnergyCounter(zone) for zone in rapl_zones(powercap)]
@@ -292,7 +292,7 @@ LINE: Final = re.compile(r"(\w+)_([AV]) (?:current|volt)\(\d+\)=([0-9.]+)[AV]")
 class Pmic:
     """Power of each rail with a voltage and a current, as a `fedquilt.core.Meter`."""
 
-    covers: Covers = "processor"
+    coverage: Coverage = "processor"
 
     def __init__(self, read_output: Callable[[], str | None]) -> None:
         self._read_output = read_output

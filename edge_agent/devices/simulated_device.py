@@ -59,7 +59,7 @@ class SimulationTraits:
 class SimulatedDevice:
     """Simulated device at one operating point, by default the first in its profile."""
 
-    adjustable = holds = True
+    adjustable = clocks_unchanged = True
 
     def __init__(
         self,

@@ -95,7 +95,7 @@ class BatchTrainer(ABC):
 class BatchedNumpyEngine(BatchTrainer, NumpyEngine):
     def _batch_key(self, call: TrainCall) -> Hashable | None:
         x, y = call.examples.x, call.examples.y
-        if call.hooks.correct or call.fit.clip > 0 or training_choices.describe_torch_choices(vars(call.fit)):
+        if call.hooks.correct_gradient or call.fit.clip > 0 or training_choices.describe_torch_choices(vars(call.fit)):
             return None
         return call.table, call.fit, x.shape, x.dtype.str, y.shape[1:], y.dtype.str
 

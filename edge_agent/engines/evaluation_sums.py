@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
-from fedquilt.core import DETAILED, ClassPrior, DataError, DivergedError, EvaluationSums, evaluation
+from fedquilt.core import MAX_DETAILED_OUTPUTS, ClassPrior, DataError, DivergedError, EvaluationSums, evaluation
 from fedquilt.data.readers.base import describe_class_problem
 
 if TYPE_CHECKING:
@@ -144,7 +144,7 @@ class EvaluationAccumulator:
         self._losses: list[float] = []
 
     def _allocate_sums(self, outputs: int) -> None:
-        task, detailed = self._task, outputs if outputs <= DETAILED else 0
+        task, detailed = self._task, outputs if outputs <= MAX_DETAILED_OUTPUTS else 0
         self._outputs, self._bins = outputs, evaluation.histogram_bins(outputs)
         self._counts = np.zeros(evaluation.counts_length(task, outputs), np.int64)
         self._scores = np.zeros(evaluation.scores_length(task, outputs), np.int64)
@@ -174,7 +174,7 @@ class EvaluationAccumulator:
 
     def _add_classification(self, scores: np.ndarray, y: np.ndarray) -> None:
         predicted, outputs = scores.argmax(axis=1), self._outputs
-        if outputs > DETAILED:
+        if outputs > MAX_DETAILED_OUTPUTS:
             is_correct = predicted == y
             for index, classes in enumerate((y[is_correct], predicted[~is_correct], y[~is_correct])):
                 self._counts[index::3] += np.bincount(classes, minlength=outputs)
@@ -196,7 +196,7 @@ class EvaluationAccumulator:
             self._add_score_histograms(np.asarray(scores, np.float64), y)
 
     def _add_score_histograms(self, logits: np.ndarray, y: np.ndarray) -> None:
-        max_logit = evaluation.LOGIT_MOST
+        max_logit = evaluation.MAX_LOGIT
         bins = (np.clip(logits, -max_logit, max_logit) + max_logit) * (self._bins / (2 * max_logit))
         bins = np.minimum(bins.astype(np.int64), self._bins - 1)
         flat = (2 * np.arange(self._outputs) + ~y) * self._bins + bins
@@ -226,13 +226,13 @@ class EvaluationAccumulator:
             outputs=self._outputs,
             loss=evaluation.exact_sum(self._losses),
             counts=evaluation.pack_counts(self._counts.tolist()),
-            whole=self._all_correct,
+            exact_matches=self._all_correct,
             scores=evaluation.pack_counts(self._scores.tolist()),
-            absolute=self._absolute,
-            squares=tuple(self._squares) if regression else (),
+            absolute_errors=self._absolute,
+            squared_errors=tuple(self._squares) if regression else (),
             targets=tuple(self._targets) if regression else (),
             target_squares=tuple(self._target_squares) if regression else (),
-            right_with_priors=None if self.strengths is None else self.strengths.count_right(),
+            correct_with_priors=None if self.strengths is None else self.strengths.count_right(),
         )
 
 

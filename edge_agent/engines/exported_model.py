@@ -9,7 +9,7 @@ import msgspec
 import numpy as np
 
 from fedquilt import metrics
-from fedquilt.core import UNDECODABLE, DataError, JobError, ModelError, TaskKind
+from fedquilt.core import DECODE_ERRORS, DataError, JobError, ModelError, TaskKind
 from fedquilt.data import inputs, reading_settings
 from fedquilt.edge_agent.engines import training
 from fedquilt.formats import toml
@@ -113,7 +113,7 @@ def _decode_entry(metadata: Mapping[str, str], name: str, kind: type) -> Any:
         return None
     try:
         value = msgspec.json.decode(metadata[name])
-    except UNDECODABLE:
+    except DECODE_ERRORS:
         value = None
     if not isinstance(value, kind):
         raise _metadata_error(name)

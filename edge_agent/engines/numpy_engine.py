@@ -108,15 +108,21 @@ class NumpyEngine:
 
     @np.errstate(invalid="ignore", over="ignore")
     def fisher(
-        self, network: Mapping[str, Any], model: Tensors, examples: Examples, *, each: int = 1, hooks: Hooks = Hooks()
+        self,
+        network: Mapping[str, Any],
+        model: Tensors,
+        examples: Examples,
+        *,
+        examples_per_gradient: int = 1,
+        hooks: Hooks = Hooks(),
     ) -> Tensors:
         _require_supported_hooks(hooks)
-        training.require_examples(examples, each)
+        training.require_examples(examples, examples_per_gradient)
         mlp, arrays = _load_network(network, model)
         evaluation_sums.require_targets(examples, mlp.classes, mlp.task)
-        micro_batch_size = self._micro_batch_size(mlp, each, copies=4)
+        micro_batch_size = self._micro_batch_size(mlp, examples_per_gradient, copies=4)
         total = {name: np.zeros_like(array) for name, array in arrays.items()}
-        groups = list(training.mini_batches(np.arange(len(examples)), each))
+        groups = list(training.mini_batches(np.arange(len(examples)), examples_per_gradient))
         for rows in groups:
             _, gradient = _loss_and_gradient(network, arrays, examples, rows, micro_batch_size, hooks)
             for name, array in gradient.items():
@@ -133,7 +139,7 @@ class NumpyOptimizer:
     """In-place optimizer of a model: correction, clipping over all tensors, weight decay and step."""
 
     def __init__(self, mlp: MlpTable, model: dict[str, np.ndarray], fit: Fit, hooks: Hooks) -> None:
-        self._model, self._fit, self._correct = model, fit, hooks.correct
+        self._model, self._fit, self._correct = model, fit, hooks.correct_gradient
         self._rates = {name: np.float32(fit.lr * hooks.steps[0].rate(name)) for name in model}
         is_adam = fit.optimizer == "adam"
         self._first_moments = _zeros_like(model) if is_adam or fit.momentum else {}  # momentum, or Adam's mean
@@ -141,7 +147,7 @@ class NumpyOptimizer:
         self._steps = 0
         training.require_anchors(hooks.anchors, mlp.shapes)
         anchors: dict[str, Tensors] = {}
-        if hooks.correct:
+        if hooks.correct_gradient:
             anchors = {"start": {name: array.copy() for name, array in model.items()}, **hooks.anchors}
         self._anchors_by_tensor = {
             name: {key: np.asarray(anchor[name], np.float32) for key, anchor in anchors.items()} for name in model
@@ -193,7 +199,7 @@ def _require_supported_hooks(hooks: Hooks) -> None:
         "prepare": hooks.prepare,
         "a second step": hooks.steps[1:],
         "penalty": hooks.steps[0].penalty,
-        "begin": hooks.steps[0].begin,
+        "before_step": hooks.steps[0].before_step,
         "exits": hooks.steps[0].exits,
     }
     if unsupported := [name for name, value in hook_values.items() if value]:

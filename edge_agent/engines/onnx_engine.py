@@ -151,14 +151,16 @@ class OnnxEngine:
         return np.asarray(output, np.float32)
 
     @property
-    def room_bytes(self) -> int:
+    def available_bytes(self) -> int:
         return self._room_bytes
 
-    def batch(self, graph: Path, around_bytes: int = 0, example_bytes: int = 0) -> int:
+    def batch(self, graph: Path, caller_bytes: int = 0, caller_bytes_per_example: int = 0) -> int:
         """Return the number of examples to run at once."""
         plan = self._load_graph(graph).plan
-        size = self._batch_size(plan, around_bytes, example_bytes)
-        self.make_room(around_bytes + size * ((plan.example_bytes or 0) + example_bytes), graph, around_bytes)
+        size = self._batch_size(plan, caller_bytes, caller_bytes_per_example)
+        self.make_room(
+            caller_bytes + size * ((plan.example_bytes or 0) + caller_bytes_per_example), graph, caller_bytes
+        )
         return size
 
     def _batch_size(self, plan: MemoryPlan, around_bytes: int, example_bytes: int) -> int:
@@ -173,19 +175,20 @@ class OnnxEngine:
         size_alone = min(int(free - plan.session_bytes) // example_size, COMMON_BATCH)
         return int(np.clip(max(size_beside_all, size_alone), 1, LARGEST_BATCH))
 
-    def make_room(self, size: int, needed_graph: Path | None = None, in_use: int = 0) -> None:
-        """Close sessions, longest unused first and never `needed_graph`, until `size` more bytes fit.
+    def make_room(self, size_bytes: int, needed_graph: Path | None = None, in_use: int = 0) -> None:
+        """Close sessions, longest unused first and never `needed_graph`, until `size_bytes` more bytes fit.
 
         Freed memory returns to the system if the room is small, or if more than half is needed and the freed memory
-        leaves too little for what is not `in_use` of `size`. Micro-batches do not change.
+        leaves too little for what is not `in_use` of `size_bytes`. Micro-batches do not change.
         """
         session_bytes = sum(loaded.plan.session_bytes for loaded in self._graphs.values())
         for unused_graph in [path for path in self._graphs if path != needed_graph]:
-            if session_bytes + size <= self._room_bytes:
+            if session_bytes + size_bytes <= self._room_bytes:
                 break
             session_bytes -= self._graphs.pop(unused_graph).plan.session_bytes
         if self._room_bytes < TRIMMED_BELOW_BYTES or (
-            session_bytes + size > SESSION_SHARE * self._room_bytes and not self._fits_beside_all(size - in_use)
+            session_bytes + size_bytes > SESSION_SHARE * self._room_bytes
+            and not self._fits_beside_all(size_bytes - in_use)
         ):
             with contextlib.suppress(AttributeError):  # glibc by itself returns only the end of the heap
                 ctypes.CDLL(None).malloc_trim(0)

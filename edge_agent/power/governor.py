@@ -167,9 +167,13 @@ def choose_faster_point(
 
     The present segment counts at once, even if it is unlike all earlier tasks: the task may be of a new kind.
     """
-    if governor.policy not in ("energy", "paper") or segment.work.tasks < MIN_FRACTION_DONE or segment.seconds <= 0:
+    if (
+        governor.policy not in ("energy", "paper")
+        or segment.work.task_share < MIN_FRACTION_DONE
+        or segment.seconds <= 0
+    ):
         return None
-    remaining_s = segment.seconds / segment.work.tasks * remaining_work.tasks
+    remaining_s = segment.seconds / segment.work.task_share * remaining_work.task_share
     if remaining_s <= time_left_s:
         return None
     updated_model = learn_segment(learned_model, segment, at_once=True)

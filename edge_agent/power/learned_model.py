@@ -31,7 +31,7 @@ from typing import Annotated, Final, NamedTuple
 from msgspec import Meta
 from msgspec.structs import replace
 
-from fedquilt.core import Amount, Count, Label, OperatingPoint, WireMessage, WorkEstimate
+from fedquilt.core import Amount, Count, OperatingPoint, ShortText, WireMessage, WorkEstimate
 from fedquilt.core.last_call_cache import cache_last_call
 from fedquilt.costs import cost_model
 
@@ -56,7 +56,7 @@ class CostLaw(WireMessage, frozen=True):
     """Measurements of one quantity, as the normal equations of its weights."""
 
     reference_point: OperatingPoint  # point of the first measurement, the unit of the columns
-    reference_clocks: dict[Label, Amount]  # highest clocks of the board at the first measurement, by axis
+    reference_clocks: dict[ShortText, Amount]  # highest clocks of the board at the first measurement, by axis
     ratio: Amount  # measured there, over the profile's
     information: Numbers  # matrix of the normal equations, n * n, without the prior
     targets: Numbers  # right-hand sides of the normal equations, n
@@ -305,7 +305,7 @@ def _add_measurement(
     if row is None:
         return law
     scaled_row = [x / measured for x in row]
-    task_fraction = min(segment.work.tasks, 1.0)  # segments of one task share one error
+    task_fraction = min(segment.work.task_share, 1.0)  # segments of one task share one error
     weight, decay = task_fraction / NOISE**2, 1 - (1 - DECAY) * task_fraction
     information = tuple(
         decay * law.information[n * i + j] + weight * scaled_row[i] * scaled_row[j] for i in range(n) for j in range(n)

@@ -339,7 +339,7 @@ class TaskPowerManager:
         if self._pinned_point is not None:
             segment = self._current_segment(share, self._mean_power_w(measured, cost, now_s), now_s)
             self._pinned_s += segment.seconds
-            if self._board.holds:  # after a loss of control, the clocks of the segment are unknown
+            if self._board.clocks_unchanged:  # after a loss of control, the clocks of the segment are unknown
                 self._learned_model = learn_segment(self._learned_model, segment)
         self._account = self._account.next_segment(now_s)
         self._fraction_accounted, self._segment_started_s = fraction_done, now_s
@@ -362,7 +362,7 @@ class TaskPowerManager:
         return cost.energy_j / cost.duration_s
 
     def _close_if_unpinned(self, now_s: float, duration_s: float) -> None:
-        if self._pinned_point is not None and not self._board.holds:
+        if self._pinned_point is not None and not self._board.clocks_unchanged:
             self._close_segment(self._fraction_done, now_s, duration_s)
             self._pinned_point = self._point_name = None
 

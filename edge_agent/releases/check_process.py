@@ -427,7 +427,7 @@ def _compute_own_tensors(
     files: SplitModelFiles, task: Task, parts: personal_models.PersonalParts, model: Path, budget_bytes: int
 ) -> tuple[Tensors, str]:
     method = methods.load(task.method)
-    if method.personal is None:
+    if method.personal_model is None:
         raise JobError(f"method {task.method!r} does not say how a board puts its network together")
     local, lost_reason = task_process.load_private_state(
         files.private_state, files.private_sha256, files.lost_reason, task.job
@@ -439,10 +439,10 @@ def _compute_own_tensors(
         engine=None,
         rng=tensors.seeded_rng(task.seed),
         train=NO_EXAMPLES,
-        held=NO_EXAMPLES,
-        local=compression.method_state(local),
-        lost=lost_reason,
-        cache_at=model.parent,
+        held_out=NO_EXAMPLES,
+        private_state=compression.method_state(local),
+        lost_state_reason=lost_reason,
+        cache_folder=model.parent,
         load=lambda name: _require_bundle(parts, name),
         path=lambda name: Path(name),
     )

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("fedquilt.agent")
 
-KINDS: Final = frozenset(leaf for leaf, message in wire.DOWN.items() if message is DesiredRelease)
+KINDS: Final = frozenset(leaf for leaf, message in wire.COORDINATOR_MESSAGES.items() if message is DesiredRelease)
 CHECK_POLL_S: Final = 0.1  # between two looks at a check
 MAX_POLLS: Final = 16  # in one step: a release goes through its phases in fewer
 

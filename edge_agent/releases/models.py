@@ -28,7 +28,7 @@ from typing import Final
 import msgspec
 
 from fedquilt import extras
-from fedquilt.core import UNDECODABLE, Count, Device, DeviceReport, Digest, Label, ModelError, StoreError
+from fedquilt.core import DECODE_ERRORS, Count, Device, DeviceReport, Digest, ModelError, ShortText, StoreError
 from fedquilt.costs import peak_memory
 from fedquilt.edge_agent import engines
 from fedquilt.edge_agent.agent_state import PrivateState
@@ -82,8 +82,8 @@ def _check_graph(path: Path) -> object:
 
 class ReleaseManifest(DeviceReport, frozen=True):
     model: Digest
-    rollout: Label
-    name: Label
+    rollout: ShortText
+    name: ShortText
     serial: Count
 
 
@@ -145,7 +145,7 @@ class ModelReleases(ReleaseKind):
             try:
                 payload = self._disk.read(self.folder / name / RELEASE)
                 sha256 = msgspec.json.decode(payload, type=ReleaseManifest).model
-            except (OSError, *UNDECODABLE):
+            except (OSError, *DECODE_ERRORS):
                 try:
                     is_split = self._disk.is_file(self.folder / name / SHARED)
                     sha256 = self._disk.hash_file(self.folder / name / (SHARED if is_split else MODEL))

@@ -28,7 +28,7 @@ from typing import Any, Final, Literal
 import msgspec
 from msgspec.structs import replace
 
-from fedquilt.core import REFETCH, AnyDigest, Label, Metrics, Reading, Sentence, WireMessage, shorten_error
+from fedquilt.core import REFETCH, Metrics, OptionalDigest, Reading, Sentence, ShortText, WireMessage, shorten_error
 from fedquilt.edge_agent.releases.release_kind import CheckResult
 from fedquilt.edge_agent.state_machine import MAX_KILLS
 from fedquilt.edge_agent.task.memory_budget import format_megabytes
@@ -60,11 +60,11 @@ class ReleaseRecord(WireMessage, frozen=True, omit_defaults=True):
     reason: Sentence = ""
     metrics: Metrics = msgspec.field(default_factory=dict)
     next_release: DesiredRelease | None = None  # a release that arrived while `release` soaks
-    replaced_sha256: AnyDigest = ""  # release in use (sha256) when the swap is about to be made
-    rollout: Label = ""  # rollout that installed the release in use, or "" if that cannot be rolled back
-    name: Label = ""  # name of the release in use
-    previous_sha256: AnyDigest = ""  # release (sha256) that ran before the one in use
-    previous_name: Label = ""
+    replaced_sha256: OptionalDigest = ""  # release in use (sha256) when the swap is about to be made
+    rollout: ShortText = ""  # rollout that installed the release in use, or "" if that cannot be rolled back
+    name: ShortText = ""  # name of the release in use
+    previous_sha256: OptionalDigest = ""  # release (sha256) that ran before the one in use
+    previous_name: ShortText = ""
 
 
 class ReleaseState(msgspec.Struct, frozen=True):
@@ -230,7 +230,7 @@ def _handle_release(state: ReleaseState, event: ReleaseReceived, now_s: float) -
     newest = record.next_release or record.release
     if release.serial <= newest.serial:
         return state, ("publish",)
-    if record.step == "soaking" and release.back and release.rollout == record.rollout:
+    if record.step == "soaking" and release.is_rollback and release.rollout == record.rollout:
         return _start_roll_back(replace(state, record=replace(record, release=release, next_release=None)), "")
     if record.step in ("swapping", "soaking", "returning"):
         return replace(state, record=replace(record, next_release=release)), ()
@@ -255,7 +255,7 @@ def _start_or_end_release(state: ReleaseState, release: DesiredRelease, now_s: f
     state = ReleaseState(record=record, next_poll_s=now_s)
     if window_problem := window_error(release.window):
         return _end_release(state, "refused", window_problem, now_s)
-    if release.back:
+    if release.is_rollback:
         if not record.rollout or record.rollout != release.rollout:
             return _end_release(state, "returned", "it does not run what that rollout has brought", now_s)
         return state, ()
@@ -410,7 +410,7 @@ def _continue_release(state: ReleaseState, record: ReleaseRecord, status: Status
     if condition := waiting_reason(release, state, status):
         return replace(state, waiting_for=shorten_error(condition), next_poll_s=now_s + POLL_S), ()
     state = replace(state, waiting_for="", next_poll_s=now_s)
-    if release.back:
+    if release.is_rollback:
         return _start_roll_back(state, "")
     if state.stage == "gate":
         if release.blob is None or status.is_blob_stored:
@@ -430,7 +430,7 @@ def waiting_reason(release: DesiredRelease, state: ReleaseState, status: StatusP
     Measured values are left out, because each change of the text is published.
     """
     is_idle = release.force or not status.is_task_running
-    if release.back:  # what runs now is not wanted: only an exchange of the agent itself would end a task
+    if release.is_rollback:  # what runs now is not wanted: only an exchange of the agent itself would end a task
         return "" if is_idle or release.kind != "agent" else "a task runs"
     if window_reason := outside_window_reason(release.window, status.local_time):
         return window_reason

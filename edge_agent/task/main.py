@@ -160,10 +160,10 @@ def build_site(
         engine=engine,
         rng=tensors.seeded_rng(request.task.seed),
         train=train,
-        held=held_out,
-        local=compression.method_state(local),
-        lost=lost_reason,
-        cache_at=request.cache_folder,
+        held_out=held_out,
+        private_state=compression.method_state(local),
+        lost_state_reason=lost_reason,
+        cache_folder=request.cache_folder,
         load=lambda name: executor.read_tensors(_bundle_file(request, name), _expected_hash(request, name)),
         path=lambda name: _verified_bundle_file(request, name),
         progress=progress,
@@ -218,7 +218,7 @@ def run_method(request: WorkRequest, method: Method, context: ClientContext) -> 
     verified_files: dict[str, str] = {}  # files that are read tensor by tensor, with their sha256
 
     def open_private_state() -> core.Tensors:
-        if not request.private_state or context.lost:
+        if not request.private_state or context.lost_state_reason:
             return {}
         verified_files[request.private_state] = request.private_sha256
         return disk_arrays.FloatReader(Path(request.private_state))
@@ -236,15 +236,15 @@ def run_method(request: WorkRequest, method: Method, context: ClientContext) -> 
     layouts: dict[str, dict[str, str]] = {}
     blobs: dict[str, bytes] = {}
     private_state: core.BlobRef | None = None
-    note = context.lost
-    require_fresh_state_allowed(method, task.method, context.lost)
+    note = context.lost_state_reason
+    require_fresh_state_allowed(method, task.method, context.lost_state_reason)
     if "check" in task.actions:
         if method.check is None:
             raise core.JobError(f"method {task.method!r} has no evaluation of its own")
         prior = None if task.class_shares is None else core.ClassPrior(context.train.y, task.class_shares)
-        held_out = dataclasses.replace(context.held, prior=prior)
+        held_out = dataclasses.replace(context.held_out, prior=prior)
         evaluation = method.check(
-            task, dataclasses.replace(context, rng=tensors.seeded_rng(task.seed, "check"), held=held_out)
+            task, dataclasses.replace(context, rng=tensors.seeded_rng(task.seed, "check"), held_out=held_out)
         )
         if not isinstance(evaluation, core.EvaluationSums):
             raise core.JobError(
@@ -262,7 +262,7 @@ def run_method(request: WorkRequest, method: Method, context: ClientContext) -> 
         encoded = compression.encode_update(task.wire, client_result, open_base_bundle, open_private_state)
         metrics = {name: float(value) for name, value in encoded.metrics.items()}
         weight = float(encoded.weight)
-        if encoded.local and request.unknown_reason:
+        if encoded.private_state and request.unknown_reason:
             note = note or request.unknown_reason
             require_fresh_state_allowed(method, task.method, note)
         bundles, blobs, private_state = _write_result(encoded, request)
@@ -319,10 +319,10 @@ def _write_result(
             refs[name] = ref = protocol.write_tensors(f"{file_prefix}bundle", bundle)
             os.replace(f"{file_prefix}bundle", f"{file_prefix}{ref.sha256}")
     private_state = None
-    if encoded.local or request.private_state is not None:
-        tensors.require_finite(encoded.local)
+    if encoded.private_state or request.private_state is not None:
+        tensors.require_finite(encoded.private_state)
         os.makedirs(request.output_folder, exist_ok=True)
-        private_state = protocol.write_tensors(f"{file_prefix}{protocol.PRIVATE_FILE}", encoded.local)
+        private_state = protocol.write_tensors(f"{file_prefix}{protocol.PRIVATE_FILE}", encoded.private_state)
     return refs, blobs, private_state
 
 

@@ -16,7 +16,7 @@ from typing import IO, Final, TypeVar
 import msgspec
 
 from fedquilt import plugins
-from fedquilt.core import UNDECODABLE, shorten_error
+from fedquilt.core import DECODE_ERRORS, shorten_error
 from fedquilt.edge_agent.engines import failures
 from fedquilt.edge_agent.task import memory_budget
 from fedquilt.edge_agent.task.protocol import Event, ProcessRequest, WorkResult
@@ -106,7 +106,7 @@ class ChildProcess:
                 break
             try:
                 events.append(_decoder.decode(line))
-            except UNDECODABLE:
+            except DECODE_ERRORS:
                 self._keep_invalid_line(line)
         return events
 

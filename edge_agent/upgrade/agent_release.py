@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
-from fedquilt.core import UNDECODABLE, ModelError, shorten_error
+from fedquilt.core import DECODE_ERRORS, ModelError, shorten_error
 from fedquilt.edge_agent.releases.process import ReleaseProcess
 from fedquilt.edge_agent.releases.release_kind import CheckResult, ReleaseKind
 from fedquilt.edge_agent.settings import AgentSettings
@@ -60,7 +60,7 @@ class LaunchInfo(msgspec.Struct, frozen=True):
 def read_launch_info(environ: Mapping[str, str] = os.environ) -> LaunchInfo | None:
     try:
         return msgspec.json.decode(environ[launcher.LAUNCH_INFO_VARIABLE], type=LaunchInfo)
-    except (KeyError, *UNDECODABLE):
+    except (KeyError, *DECODE_ERRORS):
         return None
 
 
@@ -131,7 +131,7 @@ class AgentKind(ReleaseKind):
         try:
             payload = self._disk.read(self._versions_folder() / name / archive.MANIFEST, 0, archive.MAX_MANIFEST_BYTES)
             return msgspec.json.decode(payload, type=archive.UpgradeManifest).number
-        except (OSError, *UNDECODABLE):
+        except (OSError, *DECODE_ERRORS):
             return 0
 
     def _record_number_if_highest(self, name: str) -> None:

@@ -18,7 +18,7 @@ from typing import IO, TYPE_CHECKING, Annotated, Final
 import msgspec
 from msgspec import Meta
 
-from fedquilt.core import UNDECODABLE, Count, Digest, Label, ModelError
+from fedquilt.core import DECODE_ERRORS, Count, Digest, ModelError, ShortText
 from fedquilt.host.disk import disk_errors
 
 if TYPE_CHECKING:
@@ -39,13 +39,13 @@ Wheel = Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._+!-]{0,250}\.whl\Z
 
 class UpgradeManifest(msgspec.Struct, frozen=True, omit_defaults=True):
     format: int
-    version: Label  # of fedquilt
-    machine: Label  # as `uname -m` says
+    version: ShortText  # of fedquilt
+    machine: ShortText  # as `uname -m` says
     python: Annotated[str, Meta(pattern=r"^3\.\d{1,3}\Z")]
     wheels: dict[Wheel, Digest]
     unpacked_bytes: Annotated[int, Meta(ge=0, le=MAX_UNPACKED_BYTES)]
     # Packages left out -> version that has to be there.
-    present: dict[Label, Label] = msgspec.field(default_factory=dict)
+    present: dict[ShortText, ShortText] = msgspec.field(default_factory=dict)
     made_s: Count = 0  # seconds since 1970
     number: Count = 0  # of the authority's signature, which grows with each; 0: unsigned
 
@@ -71,7 +71,7 @@ class UpgradeBundle:
         self.signature = self._read_small_file(SIGNATURE, MAX_SIGNATURE_BYTES) if SIGNATURE in self._members else None
         try:
             self.manifest = msgspec.json.decode(self.signed, type=UpgradeManifest)
-        except UNDECODABLE as error:
+        except DECODE_ERRORS as error:
             raise self._error(f"{MANIFEST}: {error}") from None
         if self.manifest.format != FORMAT:
             raise ModelError(

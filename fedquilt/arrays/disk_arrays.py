@@ -39,10 +39,10 @@ class NamedFile:
         return str(self.path)
 
     def size(self) -> int:
-        found = self.disk.stat(self.path)
-        if found is None:
+        info = self.disk.stat(self.path)
+        if info is None:
             raise StoreError(f"cannot read {self.path}: it is gone")
-        return found.size
+        return info.size
 
     def read_into(self, buffer: Any, offset: int) -> int:
         return self.disk.read_into(self.path, buffer, offset)
@@ -67,10 +67,10 @@ class DiskArray(TensorSpec):
     def read(self) -> np.ndarray:
         """Read the array, or raise StoreError if it cannot be read, is cut short, or has changed."""
         with disk_errors(f"read {self.source}"):
-            found = self.read_available()
-        if isinstance(found, int) or self.check not in (None, checksum(found)):
+            payload = self.read_available()
+        if isinstance(payload, int) or self.check not in (None, checksum(payload)):
             raise StoreError(f"{self.source} was changed or cut off on the disk: check the disk, and resume the job")
-        return found
+        return payload
 
     def with_checksum(self) -> DiskArray:
         return replace(self, check=checksum(self.read()))
@@ -113,13 +113,13 @@ class ScratchFile:
     def read_into(self, buffer: Any, offset: int) -> int:
         return self._file.read_into(buffer, offset)
 
-    def store_array(self, array: np.ndarray, before: object = None) -> np.ndarray | DiskArray:
-        """Store an array in the space of `before`, and return a reference to it, or the array itself if small."""
+    def store_array(self, array: np.ndarray, previous: object = None) -> np.ndarray | DiskArray:
+        """Store an array in the space of `previous`, and return a reference to it, or the array itself if small."""
         array = np.asarray(array, order="C")
         if array.size < self._least:
             return array
-        own = isinstance(before, DiskArray) and before.source is self and before.nbytes == array.nbytes
-        offset = before.offset if own else self._end  # type: ignore[attr-defined]
+        is_reusable = isinstance(previous, DiskArray) and previous.source is self and previous.nbytes == array.nbytes
+        offset = previous.offset if is_reusable else self._end  # type: ignore[attr-defined]
         with disk_errors(f"write {self}"):
             self._file.write(array.reshape(-1).view(np.uint8).data, offset)
         self._end = max(self._end, offset + array.nbytes)
@@ -128,10 +128,10 @@ class ScratchFile:
 
 def checksum(array: np.ndarray) -> int:
     """Return the sum of an array's 64-bit words and its remaining bytes, modulo 2^64."""
-    given = np.asarray(array, order="C").reshape(-1).view(np.uint8)
-    whole = given.size // 8 * 8
-    words = np.add.reduce(given[:whole].view(np.uint64), dtype=np.uint64)
-    return (int(words) + int.from_bytes(given[whole:].tobytes(), "little")) % 2**64
+    flat = np.asarray(array, order="C").reshape(-1).view(np.uint8)
+    aligned_bytes = flat.size // 8 * 8
+    word_sum = np.add.reduce(flat[:aligned_bytes].view(np.uint64), dtype=np.uint64)
+    return (int(word_sum) + int.from_bytes(flat[aligned_bytes:].tobytes(), "little")) % 2**64
 
 
 T = TypeVar("T")
@@ -162,14 +162,14 @@ class SafetensorsReader(LazyTensors):
             raise UpdateError(f"not a safetensors file: {e}") from None
 
     def _array_from_entry(self, begin: int, entry: Mapping[str, Any]) -> DiskArray | None:
-        first, end = map(int, entry["data_offsets"])
+        start, end = map(int, entry["data_offsets"])
         shape = tuple(map(int, entry["shape"]))
-        place = DiskArray(shape, np.dtype(TYPES[entry["dtype"]]), self._file, begin + first)
-        if min((place.offset, *place.shape)) < 0:
+        array = DiskArray(shape, np.dtype(TYPES[entry["dtype"]]), self._file, begin + start)
+        if min((array.offset, *array.shape)) < 0:
             raise ValueError("an offset or a size is below 0")
-        if end - first != place.nbytes:
+        if end - start != array.nbytes:
             raise ValueError("the data have another size than the tensor")
-        return place
+        return array
 
     def __getitem__(self, name: str) -> np.ndarray:
         place = self.shapes[name]
@@ -187,53 +187,53 @@ class FloatReader(SafetensorsReader):
         return super()._array_from_entry(begin, entry) if entry["dtype"] == "F32" else None
 
 
-def write_safetensors(path: Path, given: Tensors, metadata: dict[str, str] | None = None, disk: Disk = REAL) -> None:
+def write_safetensors(path: Path, arrays: Tensors, metadata: dict[str, str] | None = None, disk: Disk = REAL) -> None:
     """Write tensors to a file, with the bytes of `encode_tensors` but without a copy in memory."""
-    shapes = tensors.tensor_shapes(given)
+    shapes = tensors.tensor_shapes(arrays)
     empty = {name: np.empty(0, shapes[name].dtype) for name in sorted(shapes)}
     payload = safetensors.numpy.save(empty, metadata)  # the library knows the order of tensors, by types and names
     table: dict[str, Any] = json.loads(payload[8:])
-    at = 0
+    offset = 0
     for name, entry in table.items():
         if name != "__metadata__":
             size = shapes[name].nbytes
-            entry["shape"], entry["data_offsets"] = list(shapes[name].shape), [at, at + size]
-            at += size
+            entry["shape"], entry["data_offsets"] = list(shapes[name].shape), [offset, offset + size]
+            offset += size
     head = json.dumps(table, separators=(",", ":"), ensure_ascii=False).encode()
     head += b" " * (-len(head) % 8)
     disk.write(path, struct.pack("<Q", len(head)) + head)
-    at = 8 + len(head)
+    offset = 8 + len(head)
     for name in table:
         if name != "__metadata__" and shapes[name].nbytes:
-            disk.write_at(path, np.asarray(given[name], order="C").reshape(-1).view(np.uint8).data, at)
-            at += shapes[name].nbytes
+            disk.write_at(path, np.asarray(arrays[name], order="C").reshape(-1).view(np.uint8).data, offset)
+            offset += shapes[name].nbytes
 
 
 def read_state(path: Place, kind: type[T], disk: Disk = REAL, lazy_bytes: float = math.inf) -> T:
     """Read a state like `unpack_state`. Mappings of arrays of at least `lazy_bytes` stay in the file."""
     try:
-        found = SafetensorsReader(path, disk, STATE_HEADER_MOST)
-        skeleton = json.loads(found.metadata["state"])
+        reader = SafetensorsReader(path, disk, STATE_HEADER_MOST)
+        skeleton = json.loads(reader.metadata["state"])
         places = {
-            name: _arrays_by_key(found, skeleton[name])
+            name: _arrays_by_key(reader, skeleton[name])
             for name in tensors.array_mapping_fields(kind)
             if name in skeleton
         }
-        late = {
-            name: LazyTensors(each)
-            for name, each in places.items()
-            if each and tensors.total_bytes([each]) >= lazy_bytes  # type: ignore[list-item]
+        lazy_tensors = {
+            name: LazyTensors(lazy)
+            for name, lazy in places.items()
+            if lazy and tensors.total_bytes([lazy]) >= lazy_bytes  # type: ignore[list-item]
         }
-        for name, each in late.items():
-            skeleton[name], late[name] = (
+        for name, lazy in lazy_tensors.items():
+            skeleton[name], lazy_tensors[name] = (
                 {},
-                LazyTensors({key: place.with_checksum() for key, place in each.shapes.items()}),
+                LazyTensors({key: array.with_checksum() for key, array in lazy.shapes.items()}),
             )
-        whole = tensors.state_from_parts(found, {"state": json.dumps(skeleton)}, kind)
-        return replace(whole, **late) if late else whole  # type: ignore[type-var]
+        state = tensors.state_from_parts(reader, {"state": json.dumps(skeleton)}, kind)
+        return replace(state, **lazy_tensors) if lazy_tensors else state  # type: ignore[type-var]
     except (UpdateError, ValueError, LookupError, AttributeError, TypeError) as error:
         raise tensors.NoStateError(f"not a stored {kind.__name__}: {error}") from None
 
 
-def _arrays_by_key(found: SafetensorsReader, value: Any) -> dict[str, DiskArray]:
-    return {key: found.shapes[str(each["$array"])] for key, each in (value or {}).items()}
+def _arrays_by_key(reader: SafetensorsReader, value: Any) -> dict[str, DiskArray]:
+    return {key: reader.shapes[str(entry["$array"])] for key, entry in (value or {}).items()}

@@ -58,14 +58,16 @@ class ExactSum:
 
     def rounded_value(self) -> np.ndarray:
         """Return the sum rounded to float64, without negative zeros, or the maximum of integers."""
-        first, *rest = map(np.asarray, self.limbs)
-        if self.is_counter or not rest:
-            return np.array(first) if self.is_counter else first + np.float64(0)
-        found = np.asarray(first + rest[0], np.float64)
-        if len(rest) > 1:
-            odd = np.any([limb != 0 for limb in rest[1:]], axis=0)
-            found[odd] = [math.fsum(parts) for parts in zip(*(limb[odd] for limb in (first, *rest)), strict=True)]
-        return np.add(found, 0.0, out=found)
+        largest, *smaller = map(np.asarray, self.limbs)
+        if self.is_counter or not smaller:
+            return np.array(largest) if self.is_counter else largest + np.float64(0)
+        rounded = np.asarray(largest + smaller[0], np.float64)
+        if len(smaller) > 1:
+            odd = np.any([limb != 0 for limb in smaller[1:]], axis=0)
+            rounded[odd] = [
+                math.fsum(parts) for parts in zip(*(limb[odd] for limb in (largest, *smaller)), strict=True)
+            ]
+        return np.add(rounded, 0.0, out=rounded)
 
     def mean(self, weight: float) -> np.ndarray:
         """Return the sum divided by its weight in float64, or a counter undivided."""
@@ -78,16 +80,16 @@ def add_to_sum(total: ExactSum | None, array: np.ndarray, weight: float = 1.0) -
         largest = array if total is None else np.maximum(total.limbs[0], array, dtype=total.limbs[0].dtype)
         return _store_limbs((np.array(largest),), total)
     if total is None:
-        first = np.asarray(np.multiply(array, weight, dtype=np.float64, order="C"))
+        product = np.asarray(np.multiply(array, weight, dtype=np.float64, order="C"))
         second = np.zeros(array.shape, np.float32 if array.size >= SHORT else np.float64)
-        return _store_limbs((first, second))
+        return _store_limbs((product, second))
     limbs = [np.asarray(limb).reshape(-1) for limb in total.limbs]
-    given = array.reshape(-1)
+    flat = array.reshape(-1)
     for start in range(0, array.size, BLOCK):
-        place = slice(start, start + BLOCK)
-        as_it_is = weight == 1.0 and given.dtype == np.float64
+        block = slice(start, start + BLOCK)
+        as_it_is = weight == 1.0 and flat.dtype == np.float64
         _add_to_float_expansion(
-            limbs, place, given[place] if as_it_is else np.multiply(given[place], weight, dtype=np.float64)
+            limbs, block, flat[block] if as_it_is else np.multiply(flat[block], weight, dtype=np.float64)
         )
     return _store_limbs(tuple(limb.reshape(array.shape) for limb in limbs), total)
 
@@ -105,20 +107,20 @@ def sums_on_disk(room: ScratchFile | None) -> Iterator[None]:
         _room.reset(before)
 
 
-def _store_limbs(limbs: tuple[np.ndarray, ...], before: ExactSum | None = None) -> ExactSum:
+def _store_limbs(limbs: tuple[np.ndarray, ...], previous: ExactSum | None = None) -> ExactSum:
     room = _room.get()
     if room is None:
         return ExactSum(limbs)
-    places = zip_longest(limbs, before.limbs if before else ())
-    return ExactSum(tuple(room.store_array(limb, place) for limb, place in places))  # type: ignore[misc]
+    limb_pairs = zip_longest(limbs, previous.limbs if previous else ())
+    return ExactSum(tuple(room.store_array(limb, old_limb) for limb, old_limb in limb_pairs))  # type: ignore[misc]
 
 
-def merge_sums(one: ExactSum, other: ExactSum) -> ExactSum:
+def merge_sums(left: ExactSum, right: ExactSum) -> ExactSum:
     """Return the merged sums of different devices. The first must not be used afterwards."""
-    for limb in other.limbs:
+    for limb in right.limbs:
         if (values := np.asarray(limb)).any():  # as the second one seldom does
-            one = add_to_sum(one, values)
-    return one
+            left = add_to_sum(left, values)
+    return left
 
 
 def add_arrays(
@@ -128,29 +130,29 @@ def add_arrays(
 
 
 def rounded_values(total: Mapping[str, ExactSum]) -> dict[str, np.ndarray]:
-    return {name: each.rounded_value() for name, each in total.items()}
+    return {name: exact.rounded_value() for name, exact in total.items()}
 
 
-def _add_to_float_expansion(limbs: list[np.ndarray], place: slice, rest: np.ndarray) -> None:
+def _add_to_float_expansion(limbs: list[np.ndarray], block: slice, remainder: np.ndarray) -> None:
     for index, limb in enumerate(limbs):
-        held = limb[place]
-        found = held + rest
-        gap = found - held
-        rest = rest - gap
-        np.subtract(found, gap, out=gap)
-        rest += np.subtract(held, gap, out=gap)  # what found lacks of the sum: TwoSum
+        stored = limb[block]
+        total = stored + remainder
+        gap = total - stored
+        remainder = remainder - gap
+        np.subtract(total, gap, out=gap)
+        remainder += np.subtract(stored, gap, out=gap)  # what found lacks of the sum: TwoSum
         if limb.dtype == np.float32:
             with np.errstate(over="ignore", under="ignore"):
-                held[...] = found
-            if not np.array_equal(held, found):
+                stored[...] = total
+            if not np.array_equal(stored, total):
                 limbs[index] = limb.astype(np.float64)
-                limbs[index][place] = found
+                limbs[index][block] = total
         else:
-            held[...] = found
-        if not rest.any():  # as most often: nothing is left for another limb
+            stored[...] = total
+        if not remainder.any():  # as most often: nothing is left for another limb
             return
     limbs.append(np.zeros_like(limbs[0]))
-    limbs[-1][place] = rest
+    limbs[-1][block] = remainder
 
 
 def require_valid_sums(given: Mapping[str, ExactSum], like: Tensors, weight: float) -> None:
@@ -179,26 +181,26 @@ def _require_valid_sum(name: str, total: ExactSum, like: np.ndarray, weight: flo
     return None
 
 
-def merge_accumulators(one: Any, other: Any) -> Any:
+def merge_accumulators(left: Any, right: Any) -> Any:
     """Return the merged accumulators, by `merge_with` if defined. The first must not be used afterwards."""
-    if isinstance(one, ExactSum):
-        return merge_sums(one, other)
-    if hasattr(one, "merge_with"):
-        return one.merge_with(other)
-    if isinstance(one, int):
-        return one + other
-    if isinstance(one, Mapping):
+    if isinstance(left, ExactSum):
+        return merge_sums(left, right)
+    if hasattr(left, "merge_with"):
+        return left.merge_with(right)
+    if isinstance(left, int):
+        return left + right
+    if isinstance(left, Mapping):
         return {
-            **one,
+            **left,
             **{
-                name: merge_accumulators(one[name], each) if name in one else copy_accumulator(each)
-                for name, each in other.items()
+                name: merge_accumulators(left[name], field) if name in left else copy_accumulator(field)
+                for name, field in right.items()
             },
         }
-    if is_dataclass(one) and not isinstance(one, type):
-        names = [each.name for each in fields(one)]
-        return type(one)(**{name: merge_accumulators(getattr(one, name), getattr(other, name)) for name in names})
-    raise TypeError(f"accumulators cannot be merged that hold a {type(one).__name__}")
+    if is_dataclass(left) and not isinstance(left, type):
+        names = [field.name for field in fields(left)]
+        return type(left)(**{name: merge_accumulators(getattr(left, name), getattr(right, name)) for name in names})
+    raise TypeError(f"accumulators cannot be merged that hold a {type(left).__name__}")
 
 
 def map_limbs(value: Any, keep: Callable[[Any], Any], other: Callable[[Any], Any] = lambda array: array) -> Any:
@@ -206,20 +208,22 @@ def map_limbs(value: Any, keep: Callable[[Any], Any], other: Callable[[Any], Any
     if isinstance(value, ExactSum):
         return ExactSum(tuple(keep(limb) for limb in value.limbs))
     if isinstance(value, Mapping):
-        return {name: map_limbs(each, keep, other) for name, each in value.items()}
+        return {name: map_limbs(field, keep, other) for name, field in value.items()}
     if is_dataclass(value) and not isinstance(value, type):
-        return type(value)(**{each.name: map_limbs(getattr(value, each.name), keep, other) for each in fields(value)})
+        return type(value)(
+            **{field.name: map_limbs(getattr(value, field.name), keep, other) for field in fields(value)}
+        )
     return other(value) if isinstance(value, np.ndarray) else value
 
 
 def read_accumulator(path: Place, kind: type[T], disk: Disk, room: ScratchFile) -> T:
     """Read an accumulator of type `kind` into a scratch file, one array at a time."""
     try:
-        found = SafetensorsReader(path, disk, STATE_HEADER_MOST)
-        slots = {name: np.empty(0) for name in found}
+        reader = SafetensorsReader(path, disk, STATE_HEADER_MOST)
+        slots = {name: np.empty(0) for name in reader}
         names = {id(slot): name for name, slot in slots.items()}
-        total = tensors.state_from_parts(slots, found.metadata, kind)
-        return map_limbs(total, lambda slot: room.store_array(found[names[id(slot)]]))
+        total = tensors.state_from_parts(slots, reader.metadata, kind)
+        return map_limbs(total, lambda slot: room.store_array(reader[names[id(slot)]]))
     except UpdateError as error:
         raise tensors.NoStateError(f"not a stored {kind.__name__}: {error}") from None
 
@@ -242,13 +246,13 @@ class ExactScalar:
     def add_numbers(self, *numbers: float) -> ExactScalar:
         parts = list(self.parts)
         for number in numbers:
-            kept, rest = [], float(number)
+            new_parts, remainder = [], float(number)
             for part in parts:
-                big, small = (rest, part) if abs(rest) >= abs(part) else (part, rest)
-                rest = big + small
-                if low := small - (rest - big):
-                    kept.append(low)
-            parts = [*kept, rest]
+                larger, smaller = (remainder, part) if abs(remainder) >= abs(part) else (part, remainder)
+                remainder = larger + smaller
+                if low := smaller - (remainder - larger):
+                    new_parts.append(low)
+            parts = [*new_parts, remainder]
         return ExactScalar(tuple(parts))
 
     def merge_with(self, other: ExactScalar) -> ExactScalar:
@@ -268,4 +272,4 @@ class WeightedSums:
 
     def mean(self) -> dict[str, np.ndarray]:
         """Return sum_k n_k x_k / sum_k n_k in float64. Counters are not divided."""
-        return {name: each.mean(self.weight) for name, each in self.total.items()}
+        return {name: exact.mean(self.weight) for name, exact in self.total.items()}

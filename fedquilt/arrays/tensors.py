@@ -50,36 +50,39 @@ class TensorSpec:
 
 def layout_from_tensors(tensors: Tensors) -> dict[str, str]:
     """Return types and shapes for an update's manifest, such as {"fc.weight": "f4:10,64"}."""
-    told = tensor_shapes(tensors).items()
-    return {name: f"{a.dtype.kind}{a.dtype.itemsize}:{','.join(map(str, a.shape))}" for name, a in told}
+    shapes = tensor_shapes(tensors).items()
+    return {name: f"{a.dtype.kind}{a.dtype.itemsize}:{','.join(map(str, a.shape))}" for name, a in shapes}
 
 
 def specs_from_layout(layout: Mapping[str, str]) -> dict[str, TensorSpec]:
-    return {name: _spec_from_text(name, told) for name, told in layout.items()}
+    return {name: _spec_from_text(name, text) for name, text in layout.items()}
 
 
 @lru_cache(maxsize=1 << 12)
-def _spec_from_text(name: str, told: str) -> TensorSpec:
-    found = _LAYOUT.fullmatch(told)
-    if found is None or found[2].count(",") >= AXES_MOST:
+def _spec_from_text(name: str, text: str) -> TensorSpec:
+    match = _LAYOUT.fullmatch(text)
+    if match is None or match[2].count(",") >= AXES_MOST:
         raise UpdateError(
-            f"tensor {name[:80]!r} is described as {told[:80]!r}: a type and a shape are wanted, as in f4:10,64"
+            f"tensor {name[:80]!r} is described as {text[:80]!r}: a type and a shape are wanted, as in f4:10,64"
         )
-    return TensorSpec(tuple(int(size) for size in found[2].split(",") if size), np.dtype(found[1]))
+    return TensorSpec(tuple(int(size) for size in match[2].split(",") if size), np.dtype(match[1]))
 
 
 _LAYOUT: Final = re.compile(r"(b1|[iu][1248]|f[248]):((?:[0-9]{1,10}(?:,[0-9]{1,10})*)?)")
 
 
-def cast_like(model: Tensors, like: Tensors) -> dict[str, np.ndarray]:
-    return {name: np.asarray(array).astype(like[name].dtype) for name, array in model.items()}
+def cast_like(model: Tensors, reference: Tensors) -> dict[str, np.ndarray]:
+    return {name: np.asarray(array).astype(reference[name].dtype) for name, array in model.items()}
 
 
-def map_arrays(function: Callable[..., np.ndarray], first: Tensors, *others: Tensors) -> Tensors:
+def map_arrays(function: Callable[..., np.ndarray], first: Tensors, *further_models: Tensors) -> Tensors:
     """Apply a function to the arrays of the same name in every mapping, or raise UpdateError if they do not match."""
-    for other in others:
-        require_matching(other, first)
-    return {name: np.asarray(function(array, *(other[name] for other in others))) for name, array in first.items()}
+    for further in further_models:
+        require_matching(further, first)
+    return {
+        name: np.asarray(function(array, *(further[name] for further in further_models)))
+        for name, array in first.items()
+    }
 
 
 def require_matching(given: Tensors, wanted: Tensors) -> None:
@@ -100,19 +103,19 @@ def require_addable(given: Tensors, wanted: Tensors | Mapping[str, TensorSpec]) 
         UpdateError: If a name, shape or type differs from `wanted`, or a number is out of bounds.
     """
     _require_names(given, wanted)
-    like = tensor_shapes(wanted)
+    expected_shapes = tensor_shapes(wanted)
     for name, array in given.items():
-        _require_shape(name, array, like[name])
-        if array.dtype != like[name].dtype:
-            raise UpdateError(f"tensor {name!r} is {array.dtype}, expected {like[name].dtype}")
+        _require_shape(name, array, expected_shapes[name])
+        if array.dtype != expected_shapes[name].dtype:
+            raise UpdateError(f"tensor {name!r} is {array.dtype}, expected {expected_shapes[name].dtype}")
         if array.dtype.kind not in "fiu" or not array.size:
             continue
-        least, most = addable_range(array.dtype)
-        if not (least <= array.min() and array.max() <= most):
+        minimum, maximum = addable_range(array.dtype)
+        if not (minimum <= array.min() and array.max() <= maximum):
             require_finite({name: array})
             raise UpdateError(
                 f"tensor {name!r} holds numbers from {array.min():g} to {array.max():g}, "
-                f"as {array.dtype} they may be from {least:g} to {most:g}"
+                f"as {array.dtype} they may be from {minimum:g} to {maximum:g}"
             )
 
 
@@ -153,9 +156,9 @@ def encode_tensors(tensors: Tensors, metadata: dict[str, str] | None = None) -> 
     """Encode tensors as safetensors. Equal tensors have equal bytes."""
     placed = sort_tensors(tensors)
     shapes = tuple((name, array.dtype, array.shape) for name, array in placed.items())
-    known = None if metadata else _heads.get(shapes)
-    if known is not None:
-        head, names = known
+    cached_header = None if metadata else _heads.get(shapes)
+    if cached_header is not None:
+        head, names = cached_header
         return b"".join((head, *(placed[name].data for name in names)))
     payload = safetensors.numpy.save(placed, metadata)
     if not metadata and all(dtype.isnative and dtype.kind in "fiub" for _, dtype, _ in shapes):
@@ -169,21 +172,21 @@ def sort_tensors(tensors: Tensors) -> dict[str, np.ndarray]:
 
 def decode_tensors(payload: bytes) -> dict[str, np.ndarray]:
     """Decode safetensors bytes as arrays sorted by name, or raise UpdateError."""
-    known = _layouts.get(payload[: _header_bytes(payload)])
-    if known is not None and len(payload) == known.size:
+    cached_layout = _layouts.get(payload[: _header_bytes(payload)])
+    if cached_layout is not None and len(payload) == cached_layout.size:
         return {
             name: np.ndarray(shape, dtype, payload, start).copy()  # the caller's own
-            for name, dtype, shape, start in known.places
+            for name, dtype, shape, start in cached_layout.places
         }
     try:
         (size,) = struct.unpack("<Q", payload[:8])
         if size > HEADER_MOST:
             raise ValueError(f"a header of {size} bytes: {HEADER_MOST} are permitted")
-        found = dict(sorted(safetensors.numpy.load(payload).items()))  # the library gives them in any order
+        arrays = dict(sorted(safetensors.numpy.load(payload).items()))  # the library gives them in any order
     except (SafetensorError, ValueError, KeyError, OverflowError, struct.error) as error:
         raise UpdateError(f"not a safetensors blob: {error}") from None
-    _cache_header(payload, found)
-    return found
+    _cache_header(payload, arrays)
+    return arrays
 
 
 def read_tensors(path: Path, sha256: str = "") -> dict[str, np.ndarray]:
@@ -215,7 +218,7 @@ def _header_bytes(payload: bytes) -> int:
     return 8 + int.from_bytes(payload[:8], "little")
 
 
-def _cache_header(payload: bytes, found: Tensors) -> None:
+def _cache_header(payload: bytes, arrays: Tensors) -> None:
     size = _header_bytes(payload)
     if size > LEARNED_MOST:
         return
@@ -224,14 +227,14 @@ def _cache_header(payload: bytes, found: Tensors) -> None:
     if "__metadata__" in table:
         return
     begins = {name: size + int(entry["data_offsets"][0]) for name, entry in table.items()}
-    places = tuple((name, found[name].dtype, found[name].shape, begins[name]) for name in sorted(found))
+    places = tuple((name, arrays[name].dtype, arrays[name].shape, begins[name]) for name in sorted(arrays))
     shapes = tuple((name, dtype, shape) for name, dtype, shape, _ in places)
     with _learning:
-        for held in (_heads, _layouts):
-            while len(held) >= LAYOUTS_MOST:
-                held.pop(next(iter(held)))  # type: ignore[call-overload]
+        for cache in (_heads, _layouts):
+            while len(cache) >= LAYOUTS_MOST:
+                cache.pop(next(iter(cache)))  # type: ignore[call-overload]
         _layouts[head] = _BlobLayout(len(payload), places)
-        _heads[shapes] = (head, tuple(sorted(found, key=lambda name: table[name]["data_offsets"])))
+        _heads[shapes] = (head, tuple(sorted(arrays, key=lambda name: table[name]["data_offsets"])))
 
 
 def pack_state(state: Any) -> bytes:
@@ -268,29 +271,29 @@ class _ArrayPlaceholder:
         self.array = array
 
 
-def _convert_scalars(value: Any, kind: Any, at: str) -> Any:
+def _convert_scalars(value: Any, kind: Any, path: str) -> Any:
     if _declares_array(kind):
         if isinstance(value, np.generic):
             return np.asarray(value)
         if isinstance(value, TensorSpec) and hasattr(value, "__array__"):
             return _ArrayPlaceholder(value)
         if kind is np.ndarray and not isinstance(value, np.ndarray):
-            raise TypeError(f"{at} is annotated as an array and holds a {type(value).__name__}")
+            raise TypeError(f"{path} is annotated as an array and holds a {type(value).__name__}")
         return value
     if isinstance(value, np.generic):
         return value.item()
     if (hints := _field_annotations(value.__class__)) is not None:
-        return {name: _convert_scalars(getattr(value, name), hint, f"{at}.{name}") for name, hint in hints}
+        return {name: _convert_scalars(getattr(value, name), hint, f"{path}.{name}") for name, hint in hints}
     if isinstance(value, Mapping):
         inner = (_type_arguments(kind, Mapping) or (Any, Any))[1]
-        return {key: _convert_scalars(each, inner, f"{at}[{key!r}]") for key, each in tensor_shapes(value).items()}
+        return {key: _convert_scalars(item, inner, f"{path}[{key!r}]") for key, item in tensor_shapes(value).items()}
     if isinstance(value, tuple | list):
         kinds = _type_arguments(kind, tuple) or _type_arguments(kind, Sequence)
         if len(kinds) != len(value) or Ellipsis in kinds:
             kinds = (kinds[0] if kinds else Any,) * len(value)
         return [
-            _convert_scalars(each, inner, f"{at}[{i}]")
-            for i, (each, inner) in enumerate(zip(value, kinds, strict=True))
+            _convert_scalars(item, inner, f"{path}[{i}]")
+            for i, (item, inner) in enumerate(zip(value, kinds, strict=True))
         ]
     return value
 
@@ -301,11 +304,11 @@ def _declares_array(kind: Any) -> bool:
 
 
 @cache
-def _type_arguments(kind: Any, of: type) -> tuple[Any, ...]:
-    for each in (kind, *get_args(kind)):
-        origin = get_origin(each)
-        if isinstance(origin, type) and issubclass(origin, of):
-            return get_args(each)
+def _type_arguments(kind: Any, generic: type) -> tuple[Any, ...]:
+    for option in (kind, *get_args(kind)):
+        origin = get_origin(option)
+        if isinstance(origin, type) and issubclass(origin, generic):
+            return get_args(option)
     return ()
 
 
@@ -314,7 +317,7 @@ def _field_annotations(kind: type) -> tuple[tuple[str, Any], ...] | None:
     if not is_dataclass(kind):
         return None
     hints = get_type_hints(kind)
-    return tuple((each.name, hints[each.name]) for each in fields(kind))
+    return tuple((field.name, hints[field.name]) for field in fields(kind))
 
 
 def array_mapping_fields(kind: type) -> list[str]:
@@ -335,10 +338,10 @@ def unpack_state(payload: bytes, kind: type[T]) -> T:
 
 
 def state_from_parts(arrays: Tensors, metadata: Mapping[str, str], kind: type[T]) -> T:
-    def restore_array(wanted: type, value: Any) -> Any:
-        if wanted is np.ndarray and isinstance(value, dict):
+    def restore_array(array_type: type, value: Any) -> Any:
+        if array_type is np.ndarray and isinstance(value, dict):
             return arrays[str(value["$array"])]
-        raise ValueError(f"expected a {wanted.__name__}")  # msgspec adds where
+        raise ValueError(f"expected a {array_type.__name__}")  # msgspec adds where
 
     try:
         skeleton = json.loads(metadata["state"])
@@ -353,26 +356,28 @@ def total_bytes(bundles: Iterable[Tensors]) -> int:
     return sum(array.nbytes for tensors in bundles for array in tensor_shapes(tensors).values())
 
 
-def require_known_fields(stored: Any, read: Any, at: str) -> None:
+def require_known_fields(stored: Any, read: Any, path: str) -> None:
     """Raise ValueError if a stored field is not in the object made from it, as with another version of the program."""
     if not _has_fields(stored):
         return
     if is_dataclass(read) or isinstance(read, msgspec.Struct):
-        known = read.__struct_fields__ if isinstance(read, msgspec.Struct) else [each.name for each in fields(read)]
-        if unknown := sorted(stored.keys() - set(known)):
-            raise ValueError(f"{at} holds {', '.join(unknown)}: it is of another version of fedquilt")
-        pairs = [(value, getattr(read, name), f"{at}.{name}") for name, value in stored.items() if _has_fields(value)]
+        field_names = (
+            read.__struct_fields__ if isinstance(read, msgspec.Struct) else [field.name for field in fields(read)]
+        )
+        if unknown := sorted(stored.keys() - set(field_names)):
+            raise ValueError(f"{path} holds {', '.join(unknown)}: it is of another version of fedquilt")
+        pairs = [(value, getattr(read, name), f"{path}.{name}") for name, value in stored.items() if _has_fields(value)]
     elif isinstance(read, Mapping):
         parts = {str(key): value for key, value in read.items()}
         inner = {key: value for key, value in stored.items() if _has_fields(value) and key in parts}
-        pairs = [(value, parts[key], f"{at}[{key!r}]") for key, value in inner.items()]
+        pairs = [(value, parts[key], f"{path}[{key!r}]") for key, value in inner.items()]
     elif isinstance(read, tuple | list) and isinstance(stored, list):
-        both = enumerate(zip(stored, read, strict=True))
-        pairs = [(value, part, f"{at}[{i}]") for i, (value, part) in both if _has_fields(value)]
+        pairs_of_items = enumerate(zip(stored, read, strict=True))
+        pairs = [(value, part, f"{path}[{i}]") for i, (value, part) in pairs_of_items if _has_fields(value)]
     else:
         return
-    for value, part, place in pairs:
-        require_known_fields(value, part, place)
+    for value, part, item_path in pairs:
+        require_known_fields(value, part, item_path)
 
 
 def _has_fields(stored: Any) -> bool:

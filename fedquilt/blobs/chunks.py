@@ -29,17 +29,17 @@ class DamagedBlobError(StoreError): ...
 
 def chunk_size_for(max_payload: int) -> int:
     """Return the chunk size in bytes for a link with payloads of up to `max_payload` bytes, or raise LinkError."""
-    chunk = min(wire.MAX_CHUNK, max_payload - HEADROOM_BYTES)
-    if chunk < wire.MIN_CHUNK:
-        least = wire.MIN_CHUNK + HEADROOM_BYTES
-        raise LinkError(f"the broker takes {max_payload} bytes at most: raise its packet limit to {least} or more")
-    return chunk
+    chunk_bytes = min(wire.MAX_CHUNK, max_payload - HEADROOM_BYTES)
+    if chunk_bytes < wire.MIN_CHUNK:
+        min_bytes = wire.MIN_CHUNK + HEADROOM_BYTES
+        raise LinkError(f"the broker takes {max_payload} bytes at most: raise its packet limit to {min_bytes} or more")
+    return chunk_bytes
 
 
-def negotiate_chunk_size(own: int, asked: int) -> int:
-    """Return the chunk size for a peer that accepts `asked` bytes, one of few, as blobs are hashed for each."""
-    packet = 1 << ((asked + HEADROOM_BYTES).bit_length() - 1)
-    return own if asked >= own else max(packet - HEADROOM_BYTES, wire.MIN_CHUNK)
+def negotiate_chunk_size(own_bytes: int, requested_bytes: int) -> int:
+    """Return a chunk size of at most `requested_bytes`. Sizes are few, because blobs are hashed for each size."""
+    packet_bytes = 1 << ((requested_bytes + HEADROOM_BYTES).bit_length() - 1)
+    return own_bytes if requested_bytes >= own_bytes else max(packet_bytes - HEADROOM_BYTES, wire.MIN_CHUNK)
 
 
 def single_chunk_manifest(ref: BlobRef, chunk: int) -> wire.BlobManifest | None:
@@ -69,29 +69,29 @@ class ManifestBuilder:
     """Builder of a manifest, which calls `read(offset, size)` for each chunk of a blob, step by step."""
 
     def __init__(self, ref: BlobRef, chunk: int, read: Callable[[int, int], bytes]) -> None:
-        self._ref, self._chunk, self._read = ref, chunk, read
-        self._whole, self._digests = hashlib.sha256(), list[str]()
+        self._blob_ref, self._chunk, self._read = ref, chunk, read
+        self._blob_hash, self._digests = hashlib.sha256(), list[str]()
         self._count = -(-ref.size // chunk)
         if _MANIFEST_BYTES + 64 * self._count > chunk:
-            most_mb = (chunk - _MANIFEST_BYTES) // 64 * chunk / 1e6
-            mend = "raise the broker's packet limit" if chunk < wire.MAX_CHUNK else "store it as several smaller files"
+            max_mb = (chunk - _MANIFEST_BYTES) // 64 * chunk / 1e6
+            fix = "raise the broker's packet limit" if chunk < wire.MAX_CHUNK else "store it as several smaller files"
             raise LinkError(
                 f"blob {ref.sha256[:12]} has {ref.size / 1e6:.0f} MB; "
-                f"in chunks of {chunk} bytes {most_mb:.0f} MB is the most that can be sent: {mend}"
+                f"in chunks of {chunk} bytes {max_mb:.0f} MB is the most that can be sent: {fix}"
             )
 
-    def hash_chunks(self, most_bytes: float = math.inf) -> wire.BlobManifest | None:
-        """Hash about `most_bytes` more. Return the manifest after the last chunk, or raise DamagedBlobError."""
-        ref, left_bytes = self._ref, most_bytes
+    def hash_chunks(self, limit_bytes: float = math.inf) -> wire.BlobManifest | None:
+        """Hash about `limit_bytes` more. Return the manifest after the last chunk, or raise DamagedBlobError."""
+        ref, left_bytes = self._blob_ref, limit_bytes
         while len(self._digests) < self._count and left_bytes > 0:
             offset = len(self._digests) * self._chunk
             payload = self._read(offset, min(self._chunk, ref.size - offset))
-            self._whole.update(payload)
+            self._blob_hash.update(payload)
             self._digests.append(hashlib.sha256(payload).hexdigest())
             left_bytes -= self._chunk
         if len(self._digests) < self._count:
             return None
-        if self._whole.hexdigest() != ref.sha256:
+        if self._blob_hash.hexdigest() != ref.sha256:
             raise DamagedBlobError(
                 f"blob {ref.sha256[:12]} is damaged on disk: its bytes are not the ones it was stored with"
             )
@@ -99,8 +99,8 @@ class ManifestBuilder:
 
 
 def damaged_arrival_error(ref: BlobRef) -> DamagedBlobError:
-    said = f"blob {ref.sha256[:12]} arrived with other content than its name says"
-    return DamagedBlobError(f"{said}: the sender's copy is damaged; ask for it anew")
+    problem = f"blob {ref.sha256[:12]} arrived with other content than its name says"
+    return DamagedBlobError(f"{problem}: the sender's copy is damaged; ask for it anew")
 
 
 def ref_from_bytes(payload: bytes, expected: BlobRef | None = None) -> BlobRef:

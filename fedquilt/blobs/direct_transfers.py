@@ -40,43 +40,45 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("fedquilt.blobs.direct_transfers")
 
-JOBS_MOST: Final = 2  # at once, on a board
-QUIET_S: Final = 30.0  # longest pause of a device's upload, before its chunks are asked for over the link
-TELL_S: Final = 5.0  # between two messages on the progress of putting a blob
-_OFFERED_MOST: Final = 4096
-_BUG: Final = "an error in the program ended the transfer"
+MAX_TRANSFERS: Final = 2  # at once, on a board
+UPLOAD_TIMEOUT_S: Final = 30.0  # longest pause of a device's upload, before its chunks are asked for over the link
+PROGRESS_INTERVAL_S: Final = 5.0  # between two messages on the progress of putting a blob
+_MAX_REMEMBERED_OFFERS: Final = 4096
+_PROGRAM_ERROR: Final = "an error in the program ended the transfer"
 
 Key = tuple[str, str]  # device, sha256
 
 
 class TransferResult(NamedTuple):
     key: Key
-    intake: BlobWriter | None  # None for uploads
+    writer: BlobWriter | None  # None for uploads
     error: str | None
-    later: bool = False  # whether the same places may work after a while
-    disk: bool = False  # whether this side's disk has refused
-    source: int = 0  # index of the place that took the blob
+    can_retry: bool = False  # whether the same places may work after a while
+    is_disk_error: bool = False  # whether this side's disk has refused
+    location_index: int = 0  # index of the place that took the blob
 
 
 class TransferBackend:
     """Blob transfers of a device, at locations that the coordinator offers."""
 
-    def __init__(self, identity: LinkIdentity | None = None, ca: Path | None = None, most: int = JOBS_MOST) -> None:
-        self._identity, self._ca, self._most = identity, ca, most
+    def __init__(
+        self, identity: LinkIdentity | None = None, ca: Path | None = None, max_transfers: int = MAX_TRANSFERS
+    ) -> None:
+        self._identity, self._ca, self._max_transfers = identity, ca, max_transfers
         self._http: HttpClient | None = None
-        self._ended: deque[tuple[TransferResult, int]] = deque()  # and how many jobs had ended by then
+        self._results: deque[tuple[TransferResult, int]] = deque()  # and how many jobs had ended by then
         self._running = 0
-        self._left: deque[Callable[[], None]] = deque()  # jobs that wait for one of those that run to end
-        self._wake: int | None = None
+        self._queued_jobs: deque[Callable[[], None]] = deque()  # jobs that wait for one of those that run to end
+        self._wake_fd: int | None = None
 
     def download_locations(self, device: str, ref: BlobRef) -> tuple[BlobLocation, ...]:
         return ()
 
-    def upload_locations(self, device: str, intake: BlobWriter) -> tuple[BlobLocation, ...]:
-        """Return the locations for an upload. The coordinator's own server writes the blob into `intake`."""
+    def upload_locations(self, device: str, writer: BlobWriter) -> tuple[BlobLocation, ...]:
+        """Return the locations for an upload. The coordinator's own server writes the blob into `writer`."""
         return ()
 
-    def uploaded_locations(self, device: str, ref: BlobRef, source: int) -> tuple[BlobLocation, ...]:
+    def uploaded_locations(self, device: str, ref: BlobRef, location_index: int) -> tuple[BlobLocation, ...]:
         return ()
 
     def close_locations(self, key: Key) -> None: ...
@@ -86,66 +88,75 @@ class TransferBackend:
         return []
 
     def fds(self) -> Sequence[int]:
-        return () if self._wake is None else (self._wake,)
+        return () if self._wake_fd is None else (self._wake_fd,)
 
     @property
     def has_free_thread(self) -> bool:
-        return self._running < self._most
+        return self._running < self._max_transfers
 
     def take_results(self) -> list[TransferResult]:
-        if self._wake is not None:
+        if self._wake_fd is not None:
             with contextlib.suppress(BlockingIOError):
-                os.eventfd_read(self._wake)
-        found = []
-        while self._ended:
-            ended, jobs = self._ended.popleft()
+                os.eventfd_read(self._wake_fd)
+        results = []
+        while self._results:
+            result, jobs = self._results.popleft()
             self._running -= jobs
-            found.append(ended)
+            results.append(result)
         self._start_queued_jobs()
-        return found
+        return results
 
-    def add_result(self, ended: TransferResult, jobs: int = 0) -> None:
+    def add_result(self, result: TransferResult, jobs: int = 0) -> None:
         """Record the end of a transfer and wake the event loop. May be called from any thread."""
-        self._ended.append((ended, jobs))
-        if self._wake is not None:
-            os.eventfd_write(self._wake, 1)
+        self._results.append((result, jobs))
+        if self._wake_fd is not None:
+            os.eventfd_write(self._wake_fd, 1)
 
-    def retry_at_s(self, sources: Sequence[BlobLocation]) -> float:
+    def retry_at_s(self, locations: Sequence[BlobLocation]) -> float:
         """Return the earliest time to try one of the locations, in seconds of the monotonic clock."""
         client = self._http
-        return min((client.retry_at_s(each) for each in sources), default=math.inf) if client else -math.inf
+        return min((client.retry_at_s(location) for location in locations), default=math.inf) if client else -math.inf
 
-    def start_download(self, key: Key, intake: BlobWriter, sources: Sequence[BlobLocation]) -> None:
+    def start_download(self, key: Key, writer: BlobWriter, locations: Sequence[BlobLocation]) -> None:
         def job() -> TransferResult:
             try:
-                self.http.fetch_blob(sources, intake)
+                self.http.fetch_blob(locations, writer)
             except (LinkError, StoreError) as error:
-                return close_failed_transfer(key, intake, error)
-            return TransferResult(key, intake, None)
+                return close_failed_transfer(key, writer, error)
+            return TransferResult(key, writer, None)
 
-        self.start_job(job, TransferResult(key, intake, _BUG))
+        self.start_job(job, TransferResult(key, writer, _PROGRAM_ERROR))
 
     def start_upload(
-        self, key: Key, depot: BlobStore, ref: BlobRef, sources: Sequence[BlobLocation], moved: Callable[[int], None]
+        self,
+        key: Key,
+        blob_store: BlobStore,
+        ref: BlobRef,
+        locations: Sequence[BlobLocation],
+        count_bytes: Callable[[int], None],
     ) -> None:
         def job() -> TransferResult:
-            file = depot.open_blob_file(ref.sha256)
+            file = blob_store.open_blob_file(ref.sha256)
             try:
-                return TransferResult(key, None, None, source=self.http.upload_blob(sources, file, ref, moved))
+                return TransferResult(
+                    key, None, None, location_index=self.http.upload_blob(locations, file, ref, count_bytes)
+                )
             finally:
                 os.close(file)
 
-        self.start_job(job, TransferResult(key, None, _BUG))
+        self.start_job(job, TransferResult(key, None, _PROGRAM_ERROR))
 
-    def start_completion(self, key: Key, intake: BlobWriter) -> None:
+    def start_completion(self, key: Key, writer: BlobWriter) -> None:
         def job() -> TransferResult:
-            intake.finish_received()
-            return TransferResult(key, intake, None)
+            writer.finish_received()
+            return TransferResult(key, writer, None)
 
-        self.start_job(job, TransferResult(key, intake, _BUG, disk=True))
+        self.start_job(job, TransferResult(key, writer, _PROGRAM_ERROR, is_disk_error=True))
 
-    def abandon_download(self, key: Key, intake: BlobWriter, reason: str) -> None:
-        self.start_job(lambda: close_failed_transfer(key, intake, LinkError(reason)), TransferResult(key, intake, _BUG))
+    def abandon_download(self, key: Key, writer: BlobWriter, reason: str) -> None:
+        self.start_job(
+            lambda: close_failed_transfer(key, writer, LinkError(reason)), TransferResult(key, writer, _PROGRAM_ERROR)
+        )
 
     @property
     def http(self) -> HttpClient:
@@ -155,203 +166,223 @@ class TransferBackend:
             self._http = HttpClient(self._identity, self._ca)
         return self._http
 
-    def start_job(self, job: Callable[[], TransferResult], failed: TransferResult) -> None:
-        """Run a job in a thread as soon as one is free. `failed` is its result if it raises an exception."""
-        if self._wake is None:
-            self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+    def start_job(self, job: Callable[[], TransferResult], failure_result: TransferResult) -> None:
+        """Run a job in a thread as soon as one is free. `failure_result` is its result if it raises an exception."""
+        if self._wake_fd is None:
+            self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
 
         def run() -> None:
-            ended = failed
+            result = failure_result
             try:
-                ended = job()
+                result = job()
             except (LinkError, StoreError) as error:
-                ended = failed._replace(error=str(error))
+                result = failure_result._replace(error=str(error))
             except Exception:
-                log.exception("a transfer of blob %s has ended", failed.key[1][:12])
+                log.exception("a transfer of blob %s has ended", failure_result.key[1][:12])
             finally:
-                self.add_result(ended, 1)
+                self.add_result(result, 1)
 
-        self._left.append(run)
+        self._queued_jobs.append(run)
         self._start_queued_jobs()
 
     def _start_queued_jobs(self) -> None:
-        while self._left and self.has_free_thread:
+        while self._queued_jobs and self.has_free_thread:
             self._running += 1
-            threading.Thread(target=self._left.popleft(), name="blob", daemon=True).start()
+            threading.Thread(target=self._queued_jobs.popleft(), name="blob", daemon=True).start()
 
 
-def close_failed_transfer(key: Key, intake: BlobWriter, error: FedquiltError) -> TransferResult:
+def close_failed_transfer(key: Key, writer: BlobWriter, error: FedquiltError) -> TransferResult:
     try:
-        intake.close_and_check()
-    except StoreError as full:
-        return TransferResult(key, intake, str(full), disk=True)
-    later = isinstance(error, BlobLocationError) and error.later
-    return TransferResult(key, intake, str(error), later, isinstance(error, StoreError))
+        writer.close_and_check()
+    except StoreError as disk_error:
+        return TransferResult(key, writer, str(disk_error), is_disk_error=True)
+    can_retry = isinstance(error, BlobLocationError) and error.can_retry
+    return TransferResult(key, writer, str(error), can_retry, isinstance(error, StoreError))
 
 
 @dataclass
 class _DirectDownload:
-    pull: Download
-    intake: BlobWriter
-    until_s: float = math.inf  # time by which further bytes have to arrive
-    seen: int = 0  # bytes that had come at the last look
-    told: int = 0  # bytes sent, as the device reports
+    download: Download
+    writer: BlobWriter
+    deadline_s: float = math.inf  # time by which further bytes have to arrive
+    checked_bytes: int = 0  # bytes that had come at the last look
+    reported_bytes: int = 0  # bytes sent, as the device reports
 
 
 @dataclass
 class _DirectUpload:
     ref: BlobRef
-    sources: tuple[BlobLocation, ...]
-    begun: bool = False
-    moved: int = 0
-    tell_s: float = math.inf
-    told: int = 0
+    locations: tuple[BlobLocation, ...]
+    is_started: bool = False
+    sent_bytes: int = 0
+    next_report_s: float = math.inf
+    reported_bytes: int = 0
 
     def add_bytes(self, size: int) -> None:
-        self.moved += size
+        self.sent_bytes += size
 
 
 class DirectTransfers:
     def __init__(
-        self, carriers: TransferBackend, depot: BlobStore, publish: Callable[[str, str, WireMessage], None]
+        self, backend: TransferBackend, blob_store: BlobStore, publish: Callable[[str, str, WireMessage], None]
     ) -> None:
-        self._carriers, self._depot, self._publish = carriers, depot, publish
-        self._places: dict[Key, tuple[BlobLocation, ...]] = {}  # where wanted blobs can be fetched
-        self._asked: set[Key] = set()  # blobs that their devices were asked to put
-        self._coming: dict[Key, _DirectDownload] = {}
-        self._going: dict[Key, _DirectUpload] = {}
-        self._offered: set[Key] = set()
+        self._backend, self._blob_store, self._publish = backend, blob_store, publish
+        self._locations: dict[Key, tuple[BlobLocation, ...]] = {}  # where wanted blobs can be fetched
+        self._offered_uploads: set[Key] = set()  # blobs that their devices were asked to put
+        self._downloads: dict[Key, _DirectDownload] = {}
+        self._uploads: dict[Key, _DirectUpload] = {}
+        self._offered_downloads: set[Key] = set()
 
-    def offer_locations(self, device: str, ref: BlobRef, *, again: bool = True) -> None:
-        """Publish the locations of a blob to a device. Without `again`, only the first time."""
-        if not again and (device, ref.sha256) in self._offered:
+    def offer_locations(self, device: str, ref: BlobRef, *, repeat: bool = True) -> None:
+        """Publish the locations of a blob to a device. Without `repeat`, only the first time."""
+        if not repeat and (device, ref.sha256) in self._offered_downloads:
             return
-        if len(self._offered) >= _OFFERED_MOST:
-            self._offered.clear()
-        self._offered.add((device, ref.sha256))
-        if sources := self._carriers.download_locations(device, ref):
+        if len(self._offered_downloads) >= _MAX_REMEMBERED_OFFERS:
+            self._offered_downloads.clear()
+        self._offered_downloads.add((device, ref.sha256))
+        if locations := self._backend.download_locations(device, ref):
             self._publish(
-                device, f"blob/{ref.sha256}/place", LocationOffer(sha256=ref.sha256, way="get", sources=sources)
+                device,
+                f"blob/{ref.sha256}/place",
+                LocationOffer(sha256=ref.sha256, direction="get", locations=locations),
             )
 
-    def queue_upload(self, key: Key, ref: BlobRef, place: LocationOffer) -> None:
-        if key not in self._going:
-            self._going[key] = _DirectUpload(ref, place.sources)
+    def queue_upload(self, key: Key, ref: BlobRef, offer: LocationOffer) -> None:
+        if key not in self._uploads:
+            self._uploads[key] = _DirectUpload(ref, offer.locations)
 
-    def add_locations(self, key: Key, place: LocationOffer) -> None:
-        self._places[key] = place.sources
+    def add_locations(self, key: Key, offer: LocationOffer) -> None:
+        self._locations[key] = offer.locations
 
-    def handle_upload_progress(self, key: Key, placed: UploadProgress, now_s: float) -> None:
-        coming = self._coming.get(key)
-        if coming is None or coming.until_s == math.inf:
+    def handle_upload_progress(self, key: Key, progress: UploadProgress, now_s: float) -> None:
+        transfer = self._downloads.get(key)
+        if transfer is None or transfer.deadline_s == math.inf:
             return
-        if placed.error:
-            self._abandon(key, coming, placed.error)
-        elif not placed.done:
-            coming.told = max(coming.told, placed.moved)
-        elif sources := self._carriers.uploaded_locations(key[0], coming.intake.ref, placed.source):
-            del self._coming[key]
-            coming.intake.close()
-            self._places[key] = sources
-            coming.pull.resume_requests(None, now_s)
+        if progress.error:
+            self._abandon(key, transfer, progress.error)
+        elif not progress.complete:
+            transfer.reported_bytes = max(transfer.reported_bytes, progress.uploaded_bytes)
+        elif locations := self._backend.uploaded_locations(key[0], transfer.writer.ref, progress.location_index):
+            del self._downloads[key]
+            transfer.writer.close()
+            self._locations[key] = locations
+            transfer.download.resume_requests(None, now_s)
 
-    def start_download(self, key: Key, pull: Download, now_s: float) -> None:
+    def start_download(self, key: Key, download: Download, now_s: float) -> None:
         """Start to fetch a blob from a location, or offer its device one for the upload, and pause its requests."""
-        manifest = pull.manifest
-        if pull.held or pull.is_complete or manifest is None or chunks.chunk_count(manifest) == 1:
+        manifest = download.manifest
+        if download.is_paused or download.is_complete or manifest is None or chunks.chunk_count(manifest) == 1:
             return
-        if sources := self._places.get(key):
-            if self._carriers.has_free_thread and self._carriers.retry_at_s(sources) <= time.monotonic():
-                intake = BlobWriter(self._depot, manifest, pull.had)
-                pull.pause_requests()
-                self._coming[key] = _DirectDownload(pull, intake)
-                self._carriers.start_download(key, intake, sources)
-        elif key not in self._asked:
-            self._asked.add(key)
-            intake = BlobWriter(self._depot, manifest, pull.had, through=True)
-            if sources := self._carriers.upload_locations(key[0], intake):
-                pull.pause_requests()
-                self._coming[key] = _DirectDownload(pull, intake, now_s + QUIET_S)
-                self._publish(key[0], f"blob/{key[1]}/place", LocationOffer(sha256=key[1], way="put", sources=sources))
+        if locations := self._locations.get(key):
+            if self._backend.has_free_thread and self._backend.retry_at_s(locations) <= time.monotonic():
+                intake = BlobWriter(self._blob_store, manifest, download.stored_chunks)
+                download.pause_requests()
+                self._downloads[key] = _DirectDownload(download, intake)
+                self._backend.start_download(key, intake, locations)
+        elif key not in self._offered_uploads:
+            self._offered_uploads.add(key)
+            intake = BlobWriter(self._blob_store, manifest, download.stored_chunks, to_end=True)
+            if locations := self._backend.upload_locations(key[0], intake):
+                download.pause_requests()
+                self._downloads[key] = _DirectDownload(download, intake, now_s + UPLOAD_TIMEOUT_S)
+                self._publish(
+                    key[0], f"blob/{key[1]}/place", LocationOffer(sha256=key[1], direction="put", locations=locations)
+                )
 
-    def start_completion(self, key: Key, pull: Download) -> None:
-        if key not in self._coming and pull.manifest is not None:
-            pull.pause_requests()
-            self._coming[key] = _DirectDownload(pull, BlobWriter(self._depot, pull.manifest, pull.had))
-            self._carriers.start_completion(key, self._coming[key].intake)
+    def start_completion(self, key: Key, download: Download) -> None:
+        if key not in self._downloads and download.manifest is not None:
+            download.pause_requests()
+            self._downloads[key] = _DirectDownload(
+                download, BlobWriter(self._blob_store, download.manifest, download.stored_chunks)
+            )
+            self._backend.start_completion(key, self._downloads[key].writer)
 
     def cancel_download(self, key: Key) -> None:
-        coming = self._coming.pop(key, None)
-        if coming is not None:
-            coming.intake.close()
-        if coming is not None or key in self._asked:
-            self._carriers.close_locations(key)
-        self._places.pop(key, None)
-        self._asked.discard(key)
+        transfer = self._downloads.pop(key, None)
+        if transfer is not None:
+            transfer.writer.close()
+        if transfer is not None or key in self._offered_uploads:
+            self._backend.close_locations(key)
+        self._locations.pop(key, None)
+        self._offered_uploads.discard(key)
 
     def fall_back_to_link(self, key: Key, reason: str) -> None:
-        coming = self._coming.get(key)
-        if coming is not None and coming.until_s < math.inf:
-            self._abandon(key, coming, reason)
+        transfer = self._downloads.get(key)
+        if transfer is not None and transfer.deadline_s < math.inf:
+            self._abandon(key, transfer, reason)
 
     def take_results(self, now_s: float) -> list[tuple[TransferResult, int]]:
         """Return the finished downloads with the number of bytes received, and resume failed ones."""
-        found = []
-        for ended in self._carriers.take_results():
-            if ended.intake is None:
-                self._publish_transfer_end(ended)
+        results = []
+        for result in self._backend.take_results():
+            if result.writer is None:
+                self._publish_transfer_end(result)
                 continue
-            coming = self._coming.get(ended.key)
-            if coming is None or coming.intake is not ended.intake:
+            transfer = self._downloads.get(result.key)
+            if transfer is None or transfer.writer is not result.writer:
                 continue
-            del self._coming[ended.key]
-            self._carriers.close_locations(ended.key)
-            if not ended.later:
-                self._places.pop(ended.key, None)
-            if ended.error is not None:
-                said = "blob %s of %s: %s; the rest comes over the broker"
-                log.warning(said, ended.key[1][:12], ended.key[0], ended.error)
-                same = coming.pull.manifest is ended.intake.manifest
-                coming.pull.resume_requests(ended.intake.had if same else None, now_s)
-            found.append((ended, ended.intake.moved))
-        return found
+            del self._downloads[result.key]
+            self._backend.close_locations(result.key)
+            if not result.can_retry:
+                self._locations.pop(result.key, None)
+            if result.error is not None:
+                text = "blob %s of %s: %s; the rest comes over the broker"
+                log.warning(text, result.key[1][:12], result.key[0], result.error)
+                has_same_manifest = transfer.download.manifest is result.writer.manifest
+                transfer.download.resume_requests(result.writer.stored_chunks if has_same_manifest else None, now_s)
+            results.append((result, result.writer.written_bytes))
+        return results
 
     def step(self, now_s: float) -> float:
-        if not (self._coming or self._going or self._places):  # as where all blobs go over the broker
+        if not (self._downloads or self._uploads or self._locations):  # as where all blobs go over the broker
             return math.inf
-        for key, coming in list(self._coming.items()):
-            if now_s >= coming.until_s:
-                seen = coming.intake.moved + coming.told
-                if seen == coming.seen:
-                    self._abandon(key, coming, f"nothing has come for {QUIET_S:g} s from where it was to be put")
+        for key, download in list(self._downloads.items()):
+            if now_s >= download.deadline_s:
+                received_bytes = download.writer.written_bytes + download.reported_bytes
+                if received_bytes == download.checked_bytes:
+                    self._abandon(
+                        key, download, f"nothing has come for {UPLOAD_TIMEOUT_S:g} s from where it was to be put"
+                    )
                 else:
-                    coming.seen, coming.until_s = seen, now_s + QUIET_S
-        for key, going in self._going.items():
-            if not going.begun and self._carriers.has_free_thread:
-                going.begun, going.tell_s = True, now_s + TELL_S
-                self._carriers.start_upload(key, self._depot, going.ref, going.sources, going.add_bytes)
-            elif now_s >= going.tell_s:
-                going.tell_s = now_s + TELL_S
-                if going.moved != going.told:
-                    going.told = going.moved
-                    self._publish(key[0], f"blob/{key[1]}/placed", UploadProgress(sha256=key[1], moved=going.moved))
-        until = [coming.until_s for coming in self._coming.values()] + [going.tell_s for going in self._going.values()]
-        resting = [
-            self._carriers.retry_at_s(sources) for key, sources in self._places.items() if key not in self._coming
+                    download.checked_bytes, download.deadline_s = received_bytes, now_s + UPLOAD_TIMEOUT_S
+        for key, upload in self._uploads.items():
+            if not upload.is_started and self._backend.has_free_thread:
+                upload.is_started, upload.next_report_s = True, now_s + PROGRESS_INTERVAL_S
+                self._backend.start_upload(key, self._blob_store, upload.ref, upload.locations, upload.add_bytes)
+            elif now_s >= upload.next_report_s:
+                upload.next_report_s = now_s + PROGRESS_INTERVAL_S
+                if upload.sent_bytes != upload.reported_bytes:
+                    upload.reported_bytes = upload.sent_bytes
+                    self._publish(
+                        key[0], f"blob/{key[1]}/placed", UploadProgress(sha256=key[1], uploaded_bytes=upload.sent_bytes)
+                    )
+        times_s = [download.deadline_s for download in self._downloads.values()] + [
+            upload.next_report_s for upload in self._uploads.values()
         ]
-        return min((each for each in until + resting if each > now_s), default=math.inf)
+        retry_times_s = [
+            self._backend.retry_at_s(locations)
+            for key, locations in self._locations.items()
+            if key not in self._downloads
+        ]
+        return min((time_s for time_s in times_s + retry_times_s if time_s > now_s), default=math.inf)
 
-    def _abandon(self, key: Key, coming: _DirectDownload, reason: str) -> None:
-        coming.until_s = math.inf
-        self._carriers.close_locations(key)
-        self._carriers.abandon_download(key, coming.intake, reason)
+    def _abandon(self, key: Key, transfer: _DirectDownload, reason: str) -> None:
+        transfer.deadline_s = math.inf
+        self._backend.close_locations(key)
+        self._backend.abandon_download(key, transfer.writer, reason)
 
-    def _publish_transfer_end(self, ended: TransferResult) -> None:
-        going = self._going.pop(ended.key, None)
-        if going is None:
+    def _publish_transfer_end(self, result: TransferResult) -> None:
+        upload = self._uploads.pop(result.key, None)
+        if upload is None:
             return
-        sha256, error = ended.key[1], shorten_error(ended.error or "")
+        sha256, error = result.key[1], shorten_error(result.error or "")
         if error:
             log.warning("blob %s is put nowhere: %s; it goes over the broker", sha256[:12], error)
-        placed = UploadProgress(sha256=sha256, moved=going.moved, source=ended.source, done=True, error=error)
-        self._publish(ended.key[0], f"blob/{sha256}/placed", placed)
+        progress = UploadProgress(
+            sha256=sha256,
+            uploaded_bytes=upload.sent_bytes,
+            location_index=result.location_index,
+            complete=True,
+            error=error,
+        )
+        self._publish(result.key[0], f"blob/{sha256}/placed", progress)

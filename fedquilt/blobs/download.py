@@ -21,49 +21,53 @@ from fedquilt.blobs.chunks import MANIFEST
 from fedquilt.blobs.store import BlobStore
 from fedquilt.core import BlobRef, LinkError, Retry
 
-WINDOW: Final = 8  # chunks in flight at once, for one blob
-BATCH: Final = 4  # chunks requested in one message
-OVERTAKEN: Final = 3  # arrivals of chunks requested later, after which one counts as lost
-PATIENCE_S: Final = 300.0  # without progress, after which a download fails
+MAX_WINDOW: Final = 8  # chunks in flight at once, for one blob
+CHUNKS_PER_REQUEST: Final = 4  # chunks requested in one message
+OVERTAKEN_LIMIT: Final = 3  # arrivals of chunks requested later, after which one counts as lost
+STALL_TIMEOUT_S: Final = 300.0  # without progress, after which a download fails
 
 _START_WINDOW: Final = 2
-_TIMEOUT_FIRST_S: Final = 2.0  # before the line's round-trip time is known
-_TIMEOUT_LEAST_S: Final = 0.5  # RFC 6298 asks for 1 s and Linux takes 0.2 s; the last chunk, or a peer that was away
-_TIMEOUT_MOST_S: Final = 30.0
-_BAD_IN_A_ROW: Final = 20
-_CUTS_MOST: Final = 8  # manifests, each of smaller chunks than the one before: all that is here is hashed for each
-_DOUBT_S: Final = 1.0  # a "missing" counts when repeated after this time: it may be a late answer to an old Get
+_INITIAL_TIMEOUT_S: Final = 2.0  # before the line's round-trip time is known
+_MIN_TIMEOUT_S: Final = 0.5  # RFC 6298 asks for 1 s and Linux takes 0.2 s; the last chunk, or a peer that was away
+_MAX_TIMEOUT_S: Final = 30.0
+_MAX_BAD_MESSAGES: Final = 20
+_MAX_MANIFESTS: Final = 8  # manifests, each of smaller chunks than the one before: all that is here is hashed for each
+_MISSING_CONFIRMATION_S: Final = (
+    1.0  # a "missing" counts when repeated after this time: it may be a late answer to an old Get
+)
 
 
 class Download:
     """Download of one blob from one peer.
 
     The caller sends the messages of `next_requests`, passes on all arrivals, and writes a chunk if `handle_chunk`
-    returns True, until `is_complete` is true or `failed` contains a reason.
+    returns True, until `is_complete` is true or `failure` contains a reason.
     """
 
-    def __init__(self, ref: BlobRef, chunk: int, now_s: float) -> None:
+    def __init__(self, ref: BlobRef, chunk_bytes: int, now_s: float) -> None:
         self.ref = ref
-        self.chunk = chunk
-        self.had = bytearray()  # one byte per chunk: 1 if it is written
-        self.failed: str | None = None
-        self.bad = 0
+        self.chunk_bytes = chunk_bytes
+        self.stored_chunks = bytearray()  # one byte per chunk: 1 if it is written
+        self.failure: str | None = None
+        self.bad_messages = 0
         self.backoff = 0  # time-outs since the last arrival
         self._missing_chunks = 0
-        self._cuts = 0
+        self._manifests = 0
         self._window = _START_WINDOW
-        self._asked: dict[int, float] = {}  # index -> time of the last request, in the order of requests
-        self._overtaken: dict[int, int] = {}  # index of a request -> later ones that were answered
-        self._lost = False  # a request was overtaken since the last look
-        self._times: dict[int, tuple[float, float]] = {}  # index -> times of the first and the last request
+        self._request_times: dict[int, float] = {}  # index -> time of the last request, in the order of requests
+        self._overtaken_counts: dict[int, int] = {}  # index of a request -> later ones that were answered
+        self._has_lost_request = False  # a request was overtaken since the last look
+        self._first_and_last_request_s: dict[
+            int, tuple[float, float]
+        ] = {}  # index -> times of the first and the last request
         self._srtt_s: float | None = None
-        self._heard_s = self._progress_s = now_s
-        self._parked_s: float | None = None
-        self._bad_run = 0
-        self._doubted = False
-        self._hold_s = -math.inf
-        self.held = False  # its chunks come another way
-        self.manifest: wire.BlobManifest | None = chunks.single_chunk_manifest(ref, chunk)
+        self._last_message_s = self._progress_s = now_s
+        self._suspended_s: float | None = None
+        self._bad_messages_in_a_row = 0
+        self._is_reported_missing = False
+        self._resume_requests_s = -math.inf
+        self.is_paused = False  # its chunks come another way
+        self.manifest: wire.BlobManifest | None = chunks.single_chunk_manifest(ref, chunk_bytes)
         if self.manifest is not None:
             self.set_stored_chunks(bytes(1))
 
@@ -78,207 +82,212 @@ class Download:
 
     @property
     def timeout_s(self) -> float:
-        normal_s = _TIMEOUT_FIRST_S if self._srtt_s is None else max(_TIMEOUT_LEAST_S, 4 * self._srtt_s)
-        return Retry(normal_s, _TIMEOUT_MOST_S).delay_s(self.backoff)
+        normal_s = _INITIAL_TIMEOUT_S if self._srtt_s is None else max(_MIN_TIMEOUT_S, 4 * self._srtt_s)
+        return Retry(normal_s, _MAX_TIMEOUT_S).delay_s(self.backoff)
 
     @property
     def outstanding_bytes(self) -> int:
-        return len(self._asked) * self._largest_chunk_bytes
+        return len(self._request_times) * self._largest_chunk_bytes
 
     @property
     def due_s(self) -> float:
-        if self.held:
+        if self.is_paused:
             return math.inf
-        if not self._asked:
-            return self._hold_s
-        return min(min(self._asked.values()) + self.timeout_s, self._progress_s + PATIENCE_S)
+        if not self._request_times:
+            return self._resume_requests_s
+        return min(min(self._request_times.values()) + self.timeout_s, self._progress_s + STALL_TIMEOUT_S)
 
-    def next_requests(self, now_s: float, room_bytes: float = math.inf) -> list[wire.ChunkRequest]:
-        """Return the messages to send now, for at most `room_bytes` beyond the outstanding ones."""
-        if self.held:
+    def next_requests(self, now_s: float, available_bytes: float = math.inf) -> list[wire.ChunkRequest]:
+        """Return the messages to send now, for at most `available_bytes` beyond the outstanding ones."""
+        if self.is_paused:
             return []
-        late = self._drop_overdue_requests(now_s) or self._lost
-        self._lost = False
+        has_overdue = self._drop_overdue_requests(now_s) or self._has_lost_request
+        self._has_lost_request = False
         if (
-            self.failed is not None
+            self.failure is not None
             or self.is_complete
-            or now_s < self._hold_s
-            or room_bytes < self._largest_chunk_bytes
+            or now_s < self._resume_requests_s
+            or available_bytes < self._largest_chunk_bytes
         ):
             return []
         if self.manifest is None:
-            return [self._make_request((), now_s)] if MANIFEST not in self._asked else []
-        free = int(min(self._window - len(self._asked), room_bytes // self._largest_chunk_bytes))
-        if self._asked and not late and free < min(BATCH, self._window // 2):
+            return [self._make_request((), now_s)] if MANIFEST not in self._request_times else []
+        free_chunks = int(min(self._window - len(self._request_times), available_bytes // self._largest_chunk_bytes))
+        if self._request_times and not has_overdue and free_chunks < min(CHUNKS_PER_REQUEST, self._window // 2):
             return []  # a few at a time: half as many messages, and the window never runs dry
-        indices = self._missing_indices(free)
-        return [self._make_request(indices[at : at + BATCH], now_s) for at in range(0, len(indices), BATCH)]
+        indices = self._missing_indices(free_chunks)
+        return [
+            self._make_request(indices[start : start + CHUNKS_PER_REQUEST], now_s)
+            for start in range(0, len(indices), CHUNKS_PER_REQUEST)
+        ]
 
     def _make_request(self, indices: tuple[int, ...], now_s: float) -> wire.ChunkRequest:
         for index in indices or (MANIFEST,):
-            self._asked[index] = now_s
-            self._overtaken.pop(index, None)
-            self._times[index] = (self._times.get(index, (now_s,))[0], now_s)
-        return wire.ChunkRequest(sha256=self.ref.sha256, chunk=self.chunk, indices=indices)
+            self._request_times[index] = now_s
+            self._overtaken_counts.pop(index, None)
+            self._first_and_last_request_s[index] = (self._first_and_last_request_s.get(index, (now_s,))[0], now_s)
+        return wire.ChunkRequest(sha256=self.ref.sha256, chunk=self.chunk_bytes, indices=indices)
 
-    def _missing_indices(self, most: int) -> tuple[int, ...]:
-        found: list[int] = []
-        index = self.had.find(0)
-        while index >= 0 and len(found) < most:
-            if index not in self._asked:
-                found.append(index)
-            index = self.had.find(0, index + 1)
-        return tuple(found)
+    def _missing_indices(self, limit: int) -> tuple[int, ...]:
+        indices: list[int] = []
+        index = self.stored_chunks.find(0)
+        while index >= 0 and len(indices) < limit:
+            if index not in self._request_times:
+                indices.append(index)
+            index = self.stored_chunks.find(0, index + 1)
+        return tuple(indices)
 
     def _drop_overdue_requests(self, now_s: float) -> bool:
-        if now_s >= self._progress_s + PATIENCE_S:
-            self.failed = f"no answer for {PATIENCE_S:.0f} s"
+        if now_s >= self._progress_s + STALL_TIMEOUT_S:
+            self.failure = f"no answer for {STALL_TIMEOUT_S:.0f} s"
         timeout_s = self.timeout_s
         # sums are compared, as in due_s: a difference may round to below the time-out, and nothing would ever be due
-        overdue = [index for index, asked_s in self._asked.items() if now_s >= asked_s + timeout_s]
-        if overdue and now_s >= self._heard_s + timeout_s:
+        overdue = [index for index, request_s in self._request_times.items() if now_s >= request_s + timeout_s]
+        if overdue and now_s >= self._last_message_s + timeout_s:
             # nothing arrives: all is lost, or the line is slower than estimated; request one and wait longer
-            self._asked.clear()
+            self._request_times.clear()
             self._window = 1
             self.backoff += 1
         elif overdue:
             self._window = max(1, self._window // 2)
         for index in overdue:
-            self._asked.pop(index, None)
+            self._request_times.pop(index, None)
         return bool(overdue)
 
     @property
     def _largest_chunk_bytes(self) -> int:
-        return max(1, min(self.chunk, self.ref.size))
+        return max(1, min(self.chunk_bytes, self.ref.size))
 
     def handle_manifest(self, manifest: wire.BlobManifest, now_s: float) -> bool:
         """Return whether a manifest is new and valid. The caller must then call `set_stored_chunks`."""
         self._record_arrival(MANIFEST, now_s)
         if self.manifest is not None and manifest.chunk >= self.manifest.chunk:
             return False
-        fits = manifest.sha256 == self.ref.sha256 and manifest.size == self.ref.size and manifest.chunk <= self.chunk
-        if not fits or len(manifest.digests) != 64 * chunks.chunk_count(manifest):
+        describes_blob = (
+            manifest.sha256 == self.ref.sha256 and manifest.size == self.ref.size and manifest.chunk <= self.chunk_bytes
+        )
+        if not describes_blob or len(manifest.digests) != 64 * chunks.chunk_count(manifest):
             self._record_bad_message("manifests that do not describe this blob")
             return False
-        self._cuts += 1
-        if self._cuts > _CUTS_MOST:
-            self.failed = f"the other side cut it anew more than {_CUTS_MOST} times"
+        self._manifests += 1
+        if self._manifests > _MAX_MANIFESTS:
+            self.failure = f"the other side cut it anew more than {_MAX_MANIFESTS} times"
             return False
         self._record_progress(now_s)
-        self.manifest, self.chunk = manifest, manifest.chunk
+        self.manifest, self.chunk_bytes = manifest, manifest.chunk
         self._clear_requests()
         self.set_stored_chunks(bytes(chunks.chunk_count(manifest)))
         return True
 
-    def set_stored_chunks(self, had: bytes | bytearray) -> None:
+    def set_stored_chunks(self, stored_chunks: bytes | bytearray) -> None:
         """Set which chunks are on disk and verified: one byte per chunk, 1 if stored."""
-        self.had = bytearray(had)
-        self._missing_chunks = self.had.count(0)
+        self.stored_chunks = bytearray(stored_chunks)
+        self._missing_chunks = self.stored_chunks.count(0)
 
     def handle_chunk(self, index: int, payload: bytes, now_s: float) -> bool:
         """Return whether the caller must write the chunk to disk."""
-        if self.manifest is None or not 0 <= index < len(self.had):
+        if self.manifest is None or not 0 <= index < len(self.stored_chunks):
             return False
         self._drop_overtaken_requests(index)
         self._record_arrival(index, now_s)
-        if self.had[index]:
+        if self.stored_chunks[index]:
             return False
         if not chunks.is_valid_chunk(self.manifest, index, payload):
             self._record_bad_message("chunks that are damaged")
             return False
         self._record_progress(now_s)
-        self._window = min(self._window + 1, WINDOW)
-        self.had[index] = 1
+        self._window = min(self._window + 1, MAX_WINDOW)
+        self.stored_chunks[index] = 1
         self._missing_chunks -= 1
         return True
 
     def handle_missing(self, reason: str, now_s: float) -> None:
-        if now_s < self._hold_s:
+        if now_s < self._resume_requests_s:
             return
-        if self._doubted:
-            self.failed = f"the other side cannot send it: {reason or 'no reason given'}"
-        self._doubted = True
-        self._hold_s = now_s + _DOUBT_S
-        self._asked.clear()
+        if self._is_reported_missing:
+            self.failure = f"the other side cannot send it: {reason or 'no reason given'}"
+        self._is_reported_missing = True
+        self._resume_requests_s = now_s + _MISSING_CONFIRMATION_S
+        self._request_times.clear()
 
     def _record_arrival(self, index: int, now_s: float) -> None:
-        self._heard_s = now_s
+        self._last_message_s = now_s
         self.backoff = 0
-        self._asked.pop(index, None)
-        first_s, last_s = self._times.pop(index, (None, now_s))
+        self._request_times.pop(index, None)
+        first_s, last_s = self._first_and_last_request_s.pop(index, (None, now_s))
         if first_s is not None and index != MANIFEST:  # a manifest is small and its time says little on a chunk
-            took_s = now_s - last_s
-            if self._srtt_s is None or took_s < self._srtt_s / 2:
-                took_s = now_s - first_s  # too soon for an answer to the last request: it answers an earlier one
-            self._srtt_s = took_s if self._srtt_s is None else self._srtt_s + (took_s - self._srtt_s) / 8
+            round_trip_s = now_s - last_s
+            if self._srtt_s is None or round_trip_s < self._srtt_s / 2:
+                round_trip_s = now_s - first_s  # too soon for an answer to the last request: it answers an earlier one
+            self._srtt_s = round_trip_s if self._srtt_s is None else self._srtt_s + (round_trip_s - self._srtt_s) / 8
 
     def _drop_overtaken_requests(self, index: int) -> None:
-        if index not in self._asked:
+        if index not in self._request_times:
             return
-        earlier = []
-        for other in self._asked:
-            if other == index:
+        earlier_indices = []
+        for earlier_index in self._request_times:
+            if earlier_index == index:
                 break
-            earlier.append(other)
-        for other in earlier:
-            self._overtaken[other] = self._overtaken.get(other, 0) + 1
-            if self._overtaken[other] >= OVERTAKEN:
-                del self._asked[other], self._overtaken[other]
+            earlier_indices.append(earlier_index)
+        for earlier_index in earlier_indices:
+            self._overtaken_counts[earlier_index] = self._overtaken_counts.get(earlier_index, 0) + 1
+            if self._overtaken_counts[earlier_index] >= OVERTAKEN_LIMIT:
+                del self._request_times[earlier_index], self._overtaken_counts[earlier_index]
                 self._window = max(1, self._window // 2)
-                self._lost = True
+                self._has_lost_request = True
 
     def _record_progress(self, now_s: float) -> None:
         self._progress_s = now_s
-        self._bad_run = 0
-        self._doubted = False
+        self._bad_messages_in_a_row = 0
+        self._is_reported_missing = False
 
-    def _record_bad_message(self, what: str) -> None:
-        self.bad += 1
-        self._bad_run += 1
-        if self._bad_run >= _BAD_IN_A_ROW:
-            self.failed = f"the other side sent {self._bad_run} {what}, one after the other"
+    def _record_bad_message(self, description: str) -> None:
+        self.bad_messages += 1
+        self._bad_messages_in_a_row += 1
+        if self._bad_messages_in_a_row >= _MAX_BAD_MESSAGES:
+            self.failure = f"the other side sent {self._bad_messages_in_a_row} {description}, one after the other"
 
     def _clear_requests(self) -> None:
-        self._asked.clear()
-        self._times.clear()
+        self._request_times.clear()
+        self._first_and_last_request_s.clear()
 
-    def handle_reconnect(self, chunk: int, now_s: float) -> None:
+    def handle_reconnect(self, chunk_bytes: int, now_s: float) -> None:
         """Forget outstanding requests after a reconnection, and the manifest if chunks must be smaller."""
         self._clear_requests()
         self.backoff = 0
         self._window = _START_WINDOW
-        self._heard_s = self._progress_s = now_s
-        if chunk < self.chunk or self.manifest is None:
-            self.chunk, self.manifest = chunk, chunks.single_chunk_manifest(self.ref, chunk)
+        self._last_message_s = self._progress_s = now_s
+        if chunk_bytes < self.chunk_bytes or self.manifest is None:
+            self.chunk_bytes, self.manifest = chunk_bytes, chunks.single_chunk_manifest(self.ref, chunk_bytes)
 
     def pause_requests(self) -> None:
-        self.held = True
+        self.is_paused = True
         self._clear_requests()
 
-    def resume_requests(self, had: bytes | bytearray | None, now_s: float) -> None:
-        self.held = False
-        if had is not None:
-            self.set_stored_chunks(had)
+    def resume_requests(self, stored_chunks: bytes | bytearray | None, now_s: float) -> None:
+        self.is_paused = False
+        if stored_chunks is not None:
+            self.set_stored_chunks(stored_chunks)
         self.backoff, self._window = 0, _START_WINDOW
-        self._heard_s = now_s
+        self._last_message_s = now_s
         self._record_progress(now_s)
 
     def suspend(self, now_s: float) -> None:
         """Suspend the download, with all timeouts, until `resume`."""
         self._clear_requests()
-        self._parked_s = now_s
+        self._suspended_s = now_s
 
     def resume(self, now_s: float) -> None:
-        if self._parked_s is not None:
-            self._heard_s += now_s - self._parked_s
-            self._progress_s += now_s - self._parked_s
-            self._parked_s = None
+        if self._suspended_s is not None:
+            self._last_message_s += now_s - self._suspended_s
+            self._progress_s += now_s - self._suspended_s
+            self._suspended_s = None
 
 
 class BlobLocationError(LinkError):
-    def __init__(self, sentence: str, *, later: bool = False) -> None:
+    def __init__(self, sentence: str, *, can_retry: bool = False) -> None:
         super().__init__(sentence)
-        self.later = later
+        self.can_retry = can_retry
 
 
 class WriterClosedError(LinkError): ...
@@ -296,98 +305,107 @@ class BlobWriter:
     """
 
     def __init__(
-        self, depot: BlobStore, manifest: wire.BlobManifest, had: bytes | bytearray, *, through: bool = False
+        self,
+        blob_store: BlobStore,
+        manifest: wire.BlobManifest,
+        stored_chunks: bytes | bytearray,
+        *,
+        to_end: bool = False,
     ) -> None:
         self.manifest = manifest
         self.ref = BlobRef(sha256=manifest.sha256, size=manifest.size)
-        self.had: bytes | bytearray = bytes(had)
-        self.moved = 0  # bytes written
-        self.at = 0  # offset of the next byte
-        self.finished = False  # whether the part is the blob
-        self._depot = depot
+        self.stored_chunks: bytes | bytearray = bytes(stored_chunks)
+        self.written_bytes = 0  # bytes written
+        self.offset = 0  # offset of the next byte
+        self.is_finished = False  # whether the part is the blob
+        self._blob_store = blob_store
         self._lock = threading.Lock()
-        self._open = True
-        self._turn = 0
-        self._runs = _missing_ranges(manifest, self.had, through)
-        self._whole = hashlib.sha256() if 1 not in self.had else None
+        self._is_open = True
+        self._writer_id = 0
+        self._ranges = _missing_ranges(manifest, self.stored_chunks, to_end)
+        self._blob_hash = hashlib.sha256() if 1 not in self.stored_chunks else None
         self._skip_complete_ranges()
 
     def replace_writer(self) -> int:
         """Return the number of a new writer. Writes of earlier writers then fail."""
         with self._lock:
-            self._turn += 1
-            return self._turn
+            self._writer_id += 1
+            return self._writer_id
 
     def next_range(self) -> tuple[int, int] | None:
         """Return the next range of bytes to fetch, (offset, end), or None if all are written."""
-        return (self.at, self._runs[0][1]) if self._runs else None
+        return (self.offset, self._ranges[0][1]) if self._ranges else None
 
-    def write(self, piece: memoryview, turn: int) -> None:
+    def write(self, data: memoryview, writer_id: int) -> None:
         """Write the next bytes of the range that `next_range` returns, or raise WriterClosedError or StoreError."""
         with self._lock:
-            self._require_current(turn)
-            if not self._runs or self.at + len(piece) > self._runs[0][1]:
+            self._require_current(writer_id)
+            if not self._ranges or self.offset + len(data) > self._ranges[0][1]:
                 raise WriterClosedError("more bytes came than were asked for")
-            self._depot.write_part(self.ref.sha256, self.at, piece)
-            if self._whole is not None:
-                self._whole.update(piece)
-            self.at += len(piece)
-            self.moved += len(piece)
+            self._blob_store.write_part(self.ref.sha256, self.offset, data)
+            if self._blob_hash is not None:
+                self._blob_hash.update(data)
+            self.offset += len(data)
+            self.written_bytes += len(data)
             self._skip_complete_ranges()
 
-    def finish(self, turn: int) -> None:
+    def finish(self, writer_id: int) -> None:
         """Verify the part and turn it into the blob. After a ContentError, `had` tells the matching chunks."""
         with self._lock:
-            self._require_current(turn)
-            self._open = False
-            digest = None if self._whole is None else self._whole.hexdigest()
+            self._require_current(writer_id)
+            self._is_open = False
+            digest = None if self._blob_hash is None else self._blob_hash.hexdigest()
             if digest != self.ref.sha256:
                 digest = None
-                self.had = self._depot.open_part(self.manifest)
-                if bad := self.had.count(0):
-                    raise ContentError(f"it brought {bad} of {len(self.had)} chunks with other content")
-            self._depot.finish_part(self.ref, digest)
-            self.finished = True
+                self.stored_chunks = self._blob_store.open_part(self.manifest)
+                if mismatches := self.stored_chunks.count(0):
+                    raise ContentError(
+                        f"it brought {mismatches} of {len(self.stored_chunks)} chunks with other content"
+                    )
+            self._blob_store.finish_part(self.ref, digest)
+            self.is_finished = True
 
     def finish_received(self) -> None:
         with self._lock:
-            self._require_current(self._turn)
-            self._open = False
-            self._depot.finish_part(self.ref)
-            self.finished = True
+            self._require_current(self._writer_id)
+            self._is_open = False
+            self._blob_store.finish_part(self.ref)
+            self.is_finished = True
 
     def close_and_check(self) -> None:
         with self._lock:
-            was, self._open = self._open, False
-        if was:
-            self.had = self._depot.open_part(self.manifest)
+            was_open, self._is_open = self._is_open, False
+        if was_open:
+            self.stored_chunks = self._blob_store.open_part(self.manifest)
 
     def close(self) -> None:
         """Close the writer. After the return no thread writes to the part."""
         with self._lock:
-            self._open = False
+            self._is_open = False
 
-    def _require_current(self, turn: int) -> None:
-        if not self._open or turn != self._turn:
+    def _require_current(self, writer_id: int) -> None:
+        if not self._is_open or writer_id != self._writer_id:
             raise WriterClosedError("it comes another way meanwhile")
 
     def _skip_complete_ranges(self) -> None:
-        while self._runs and self.at >= self._runs[0][1]:
-            self._runs.pop(0)
-        if self._runs:
-            self.at = max(self.at, self._runs[0][0])
+        while self._ranges and self.offset >= self._ranges[0][1]:
+            self._ranges.pop(0)
+        if self._ranges:
+            self.offset = max(self.offset, self._ranges[0][0])
 
 
-def _missing_ranges(manifest: wire.BlobManifest, had: bytes | bytearray, through: bool) -> list[tuple[int, int]]:
-    found: list[tuple[int, int]] = []
-    for index, here in enumerate(had):
+def _missing_ranges(
+    manifest: wire.BlobManifest, stored_chunks: bytes | bytearray, to_end: bool
+) -> list[tuple[int, int]]:
+    ranges: list[tuple[int, int]] = []
+    for index, is_stored in enumerate(stored_chunks):
         offset, size = chunks.chunk_extent(manifest, index)
-        if here:
+        if is_stored:
             continue
-        if through:
+        if to_end:
             return [(offset, manifest.size)]
-        if found and found[-1][1] == offset:
-            found[-1] = (found[-1][0], offset + size)
+        if ranges and ranges[-1][1] == offset:
+            ranges[-1] = (ranges[-1][0], offset + size)
         else:
-            found.append((offset, offset + size))
-    return found
+            ranges.append((offset, offset + size))
+    return ranges

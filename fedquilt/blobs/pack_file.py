@@ -25,57 +25,57 @@ from fedquilt.host.disk import Disk, OpenFile
 log = logging.getLogger("fedquilt.blobs.store")
 
 _MARK: Final = b"fqslot1\n"
-_HEAD: Final = struct.Struct("<8s32sQI")  # mark, digest, size of the blob, CRC-32 of these three
-_AT_ONCE: Final = 1 << 20  # bytes that are searched for a mark at once
+_HEADER: Final = struct.Struct("<8s32sQI")  # mark, digest, size of the blob, CRC-32 of these three
+_SEARCH_BYTES: Final = 1 << 20  # bytes that are searched for a mark at once
 
 
 class PackEntry(NamedTuple):
     sha256: str
-    place: int
+    offset: int
     size: int
 
     @property
     def end_offset(self) -> int:
-        return self.place + self.size
+        return self.offset + self.size
 
 
 class PackFile:
     """File of many blobs, each at its offset. With `checks` a blob is hashed at loading."""
 
-    def __init__(self, path: str, disk: Disk, checks: bool = False) -> None:
-        self._path, self._disk, self._checks, self._end = path, disk, checks, 0
-        self._opened: OpenFile | None = None
-        self._at: dict[str, tuple[int, int]] = {}  # sha256 -> place, size
-        self._free: dict[int, list[int]] = {}  # size -> places
+    def __init__(self, path: str, disk: Disk, verify_on_load: bool = False) -> None:
+        self._path, self._disk, self._verify_on_load, self._end = path, disk, verify_on_load, 0
+        self._file: OpenFile | None = None
+        self._entries: dict[str, tuple[int, int]] = {}  # sha256 -> place, size
+        self._free_offsets: dict[int, list[int]] = {}  # size -> places
         self._lock = threading.RLock()  # the coordinator's worker reads and drops beside the loop
-        self._unsettled = self._named = False  # whether a blob, or the file's name, is not on the disk yet
+        self._is_unsynced = self._is_name_synced = False  # whether a blob, or the file's name, is not on the disk yet
         if disk.is_file(path):
             self._read_existing_blobs()
-            self._unsettled = True  # an earlier process may have ended before it synced its last blobs
+            self._is_unsynced = True  # an earlier process may have ended before it synced its last blobs
 
     def __contains__(self, sha256: str) -> bool:
-        return sha256 in self._at
+        return sha256 in self._entries
 
     def blob_names(self) -> list[str]:
-        return list(self._at)
+        return list(self._entries)
 
     def blob_size(self, sha256: str) -> int | None:
-        found = self._at.get(sha256)
-        return None if found is None else found[1]
+        entry = self._entries.get(sha256)
+        return None if entry is None else entry[1]
 
     def read_range(self, sha256: str, offset: int = 0, size: int | None = None) -> bytes:
         with self._lock:
-            place, whole = self._at[sha256]
-            left = max(whole - offset, 0)
-            return self._open_file.read(place + offset, left if size is None else min(size, left))
+            blob_offset, blob_size = self._entries[sha256]
+            remaining = max(blob_size - offset, 0)
+            return self._open_file.read(blob_offset + offset, remaining if size is None else min(size, remaining))
 
     def load(self, sha256: str) -> bytes | None:
         """Return a whole blob, or None if missing or damaged. A damaged blob is removed."""
         with self._lock:
-            if sha256 not in self._at:
+            if sha256 not in self._entries:
                 return None
             payload = self.read_range(sha256)
-        if self._checks and hashlib.sha256(payload).hexdigest() != sha256:
+        if self._verify_on_load and hashlib.sha256(payload).hexdigest() != sha256:
             log.warning("blob %s in %s is damaged: its bytes are not those it was stored with", sha256[:12], self._path)
             self.remove_blob(sha256)
             return None
@@ -84,98 +84,98 @@ class PackFile:
     def write_blob(self, sha256: str, payload: bytes) -> int:
         """Write a blob and return its place. The blob is not available until `register_blob`."""
         with self._lock:
-            places = self._free.get(len(payload))
-            place = places.pop() if places else self._end + _HEAD.size
-            self._unsettled = True
-            self._open_file.write(_entry_header(sha256, len(payload)) + payload, place - _HEAD.size)
-            self._end = max(self._end, place + len(payload))
-            return place
+            free_offsets = self._free_offsets.get(len(payload))
+            offset = free_offsets.pop() if free_offsets else self._end + _HEADER.size
+            self._is_unsynced = True
+            self._open_file.write(_entry_header(sha256, len(payload)) + payload, offset - _HEADER.size)
+            self._end = max(self._end, offset + len(payload))
+            return offset
 
     def sync(self) -> None:
         with self._lock:
-            if self._unsettled:
+            if self._is_unsynced:
                 self._open_file.sync()
-                if not self._named:
+                if not self._is_name_synced:
                     self._disk.sync(os.path.dirname(self._path))
-                self._unsettled, self._named = False, True
+                self._is_unsynced, self._is_name_synced = False, True
 
-    def register_blob(self, sha256: str, place: int, size: int) -> None:
+    def register_blob(self, sha256: str, offset: int, size: int) -> None:
         with self._lock:
-            if sha256 in self._at:
-                self.free_place(place, size)
+            if sha256 in self._entries:
+                self.free_space(offset, size)
             else:
-                self._at[sha256] = (place, size)
+                self._entries[sha256] = (offset, size)
 
-    def free_place(self, place: int, size: int) -> None:
+    def free_space(self, offset: int, size: int) -> None:
         with self._lock:
-            self._free.setdefault(size, []).append(place)
+            self._free_offsets.setdefault(size, []).append(offset)
 
     def remove_blob(self, sha256: str) -> None:
         with self._lock:
-            found = self._at.pop(sha256, None)
-            if found is not None:
-                self.free_place(*found)
-            if self._checks and not self._at and self._end:
+            entry = self._entries.pop(sha256, None)
+            if entry is not None:
+                self.free_space(*entry)
+            if self._verify_on_load and not self._entries and self._end:
                 self._open_file.truncate()
-                self._free.clear()
+                self._free_offsets.clear()
                 self._end = 0
 
     @property
     def _open_file(self) -> OpenFile:
-        if self._opened is None:
-            self._opened = self._disk.open(self._path)
-        return self._opened
+        if self._file is None:
+            self._file = self._disk.open(self._path)
+        return self._file
 
     def _read_existing_blobs(self) -> None:
-        for slot in iterate_entries(self._open_file):
-            if slot.sha256 not in self._at and _is_undamaged(self._open_file, slot):
-                self._at[slot.sha256] = (slot.place, slot.size)
+        for entry in iterate_entries(self._open_file):
+            if entry.sha256 not in self._entries and _is_undamaged(self._open_file, entry):
+                self._entries[entry.sha256] = (entry.offset, entry.size)
             else:
-                self.free_place(slot.place, slot.size)
-            self._end = slot.end_offset
+                self.free_space(entry.offset, entry.size)
+            self._end = entry.end_offset
 
 
 def iterate_entries(file: OpenFile) -> Iterator[PackEntry]:
-    at, whole = 0, file.size()
-    while at < whole:
-        slot = _read_entry_at(file, at, whole) or _find_next_entry(file, at + 1, whole)
-        if slot is None:
+    position, file_size = 0, file.size()
+    while position < file_size:
+        entry = _read_entry_at(file, position, file_size) or _find_next_entry(file, position + 1, file_size)
+        if entry is None:
             return  # the next blob overwrites what is left
-        yield slot
-        at = slot.end_offset
+        yield entry
+        position = entry.end_offset
 
 
 def _entry_header(sha256: str, size: int) -> bytes:
-    head = _HEAD.pack(_MARK, bytes.fromhex(sha256), size, 0)[:-4]
-    return head + zlib.crc32(head).to_bytes(4, "little")
+    header = _HEADER.pack(_MARK, bytes.fromhex(sha256), size, 0)[:-4]
+    return header + zlib.crc32(header).to_bytes(4, "little")
 
 
-def _read_entry_at(file: OpenFile, at: int, whole: int) -> PackEntry | None:
-    head = file.read(at, _HEAD.size)
-    if len(head) < _HEAD.size:
+def _read_entry_at(file: OpenFile, position: int, file_size: int) -> PackEntry | None:
+    header = file.read(position, _HEADER.size)
+    if len(header) < _HEADER.size:
         return None
-    mark, digest, size, checksum = _HEAD.unpack(head)
-    found = PackEntry(digest.hex(), at + _HEAD.size, size)
-    return found if mark == _MARK and checksum == zlib.crc32(head[:-4]) and found.end_offset <= whole else None
+    mark, digest, size, checksum = _HEADER.unpack(header)
+    entry = PackEntry(digest.hex(), position + _HEADER.size, size)
+    return entry if mark == _MARK and checksum == zlib.crc32(header[:-4]) and entry.end_offset <= file_size else None
 
 
-def _find_next_entry(file: OpenFile, at: int, whole: int) -> PackEntry | None:
+def _find_next_entry(file: OpenFile, position: int, file_size: int) -> PackEntry | None:
     # A blob may contain bytes that look like a header, so only an entry with an undamaged blob counts.
-    while at < whole:
-        piece = file.read(at, _AT_ONCE)
-        begin = piece.find(_MARK)
-        if begin < 0:
-            at += max(len(piece) - len(_MARK) + 1, 1)
+    while position < file_size:
+        data = file.read(position, _SEARCH_BYTES)
+        mark_index = data.find(_MARK)
+        if mark_index < 0:
+            position += max(len(data) - len(_MARK) + 1, 1)
             continue
-        slot = _read_entry_at(file, at + begin, whole)
-        if slot is not None and _is_undamaged(file, slot):
-            return slot
-        at += begin + 1
+        entry = _read_entry_at(file, position + mark_index, file_size)
+        if entry is not None and _is_undamaged(file, entry):
+            return entry
+        position += mark_index + 1
     return None
 
 
-def _is_undamaged(file: OpenFile, slot: PackEntry) -> bool:
-    return hashlib.sha256(file.read(slot.place, slot.size)).hexdigest() == slot.sha256
+def _is_undamaged(file: OpenFile, entry: PackEntry) -> bool:
+    return hashlib.sha256(file.read(entry.offset, entry.size)).hexdigest() == entry.sha256
 
 
 def read_foreign_blob(path: str, disk: Disk, sha256: str) -> bytes | None:
@@ -184,7 +184,7 @@ def read_foreign_blob(path: str, disk: Disk, sha256: str) -> bytes | None:
         return None
     file = disk.open(path)
     try:
-        found = (file.read(slot.place, slot.size) for slot in iterate_entries(file) if slot.sha256 == sha256)
-        return next((each for each in found if hashlib.sha256(each).hexdigest() == sha256), None)
+        payloads = (file.read(entry.offset, entry.size) for entry in iterate_entries(file) if entry.sha256 == sha256)
+        return next((payload for payload in payloads if hashlib.sha256(payload).hexdigest() == sha256), None)
     finally:
         file.close()

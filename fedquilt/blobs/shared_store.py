@@ -13,8 +13,8 @@ from fedquilt.host.disk import Place
 
 class SharedBlobStore:
     def __init__(self, folder: Path) -> None:
-        self.depot = BlobStore(folder, durable=False)
-        self.depot.remove_all_but(set())  # leftovers of a killed process
+        self.blob_store = BlobStore(folder, durable=False)
+        self.blob_store.remove_all_but(set())  # leftovers of a killed process
         self._holders: Counter[str] = Counter()  # sha256 -> number of depots that have it
 
     def add_holder(self, ref: BlobRef) -> None:
@@ -24,7 +24,7 @@ class SharedBlobStore:
         self._holders[sha256] -= 1
         if not self._holders[sha256]:
             del self._holders[sha256]
-            self.depot.remove_blob(sha256)
+            self.blob_store.remove_blob(sha256)
 
 
 class SharedBlobView(BlobStore):
@@ -32,34 +32,42 @@ class SharedBlobView(BlobStore):
 
     def __init__(self, folder: Path, shared: SharedBlobStore) -> None:
         self._shared = shared
-        self._here: dict[str, BlobRef] = {}  # by sha256, the longest unused first
-        super().__init__(folder, durable=False, make=False)
-        self._made = self.disk.is_dir(folder)
+        self._device_blobs: dict[str, BlobRef] = {}  # by sha256, the longest unused first
+        super().__init__(folder, durable=False, create=False)
+        self._has_folder = self.disk.is_dir(folder)
 
-    def verified_path(self, sha256: str, *, compared: bool = False) -> str | None:
-        if sha256 in self._here:
-            return self._shared.depot.verified_path(sha256, compared=compared)
-        return super().verified_path(sha256, compared=compared)
+    def verified_path(self, sha256: str, *, caller_hashes: bool = False) -> str | None:
+        if sha256 in self._device_blobs:
+            return self._shared.blob_store.verified_path(sha256, caller_hashes=caller_hashes)
+        return super().verified_path(sha256, caller_hashes=caller_hashes)
 
     def find_ref(self, sha256: str) -> BlobRef | None:
-        found = self._here.get(sha256)
-        return super().find_ref(sha256) if found is None and self._made else found
+        ref = self._device_blobs.get(sha256)
+        return super().find_ref(sha256) if ref is None and self._has_folder else ref
 
     def is_intact(self, ref: BlobRef) -> bool:
-        return self._shared.depot.is_intact(ref) if ref.sha256 in self._here else self._made and super().is_intact(ref)
+        return (
+            self._shared.blob_store.is_intact(ref)
+            if ref.sha256 in self._device_blobs
+            else self._has_folder and super().is_intact(ref)
+        )
 
     def read_range(self, sha256: str, offset: int, size: int) -> bytes:
-        own = sha256 not in self._here
-        return super().read_range(sha256, offset, size) if own else self._shared.depot.read_range(sha256, offset, size)
+        is_local = sha256 not in self._device_blobs
+        return (
+            super().read_range(sha256, offset, size)
+            if is_local
+            else self._shared.blob_store.read_range(sha256, offset, size)
+        )
 
     def load(self, sha256: str) -> bytes | None:
-        return super().load(sha256) if sha256 not in self._here else self._shared.depot.load(sha256)
+        return super().load(sha256) if sha256 not in self._device_blobs else self._shared.blob_store.load(sha256)
 
     def store_bytes(self, payload: bytes, expected: BlobRef | None = None) -> BlobRef:
-        return self._add_to_shared(self._shared.depot.store_bytes(payload, expected))
+        return self._add_to_shared(self._shared.blob_store.store_bytes(payload, expected))
 
     def store_small(self, payload: bytes, expected: BlobRef | None = None) -> BlobRef:
-        return self._add_to_shared(self._shared.depot.store_small(payload, expected))
+        return self._add_to_shared(self._shared.blob_store.store_small(payload, expected))
 
     def store_file(self, path: Place, expected: BlobRef | None = None, *, move: bool = False) -> BlobRef:
         self._make_folder()
@@ -71,46 +79,46 @@ class SharedBlobView(BlobStore):
 
     def finish_part(self, ref: BlobRef, digest: str | None = None) -> None:
         super().finish_part(ref, digest)
-        self._shared.depot.adopt_file(self._file_path(ref.sha256), ref)
+        self._shared.blob_store.adopt_file(self._file_path(ref.sha256), ref)
         self._add_to_shared(ref)
 
     def discard_damaged(self, sha256: str) -> None:
-        if sha256 in self._here:
-            self._shared.depot.discard_damaged(sha256)
+        if sha256 in self._device_blobs:
+            self._shared.blob_store.discard_damaged(sha256)
         else:
             super().discard_damaged(sha256)
 
     def remove_blob(self, sha256: str) -> None:
-        if self._here.pop(sha256, None) is not None:
+        if self._device_blobs.pop(sha256, None) is not None:
             self._shared.remove_holder(sha256)
-        if self._made:
+        if self._has_folder:
             super().remove_blob(sha256)
 
-    def remove_all_but(self, only: set[str]) -> None:
-        for sha256 in self._here.keys() - only:
+    def remove_all_but(self, needed: set[str]) -> None:
+        for sha256 in self._device_blobs.keys() - needed:
             self.remove_blob(sha256)
-        if self._made:
-            super().remove_all_but(only)
+        if self._has_folder:
+            super().remove_all_but(needed)
 
     def files_by_last_use(self) -> list[tuple[int, str, int]]:
         # Blobs in memory have no time of use, only an order.
-        here = ((order, ref.sha256, ref.size) for order, ref in enumerate(self._here.values()))
-        return [*(super().files_by_last_use() if self._made else ()), *here]
+        shared_blobs = ((index, ref.sha256, ref.size) for index, ref in enumerate(self._device_blobs.values()))
+        return [*(super().files_by_last_use() if self._has_folder else ()), *shared_blobs]
 
     def record_use(self, sha256: str) -> None:
-        if sha256 in self._here:
-            self._here[sha256] = self._here.pop(sha256)
+        if sha256 in self._device_blobs:
+            self._device_blobs[sha256] = self._device_blobs.pop(sha256)
         else:
             super().record_use(sha256)
 
     def _add_to_shared(self, ref: BlobRef) -> BlobRef:
-        if ref.sha256 not in self._here:
+        if ref.sha256 not in self._device_blobs:
             self._shared.add_holder(ref)
-            self._here[ref.sha256] = ref
+            self._device_blobs[ref.sha256] = ref
         return ref
 
     def _make_folder(self) -> None:
-        if not self._made:
-            with self._doing("make the folder"):
+        if not self._has_folder:
+            with self._report_disk_errors("make the folder"):
                 self.disk.make_folder(self.folder)
-            self._made = True
+            self._has_folder = True

@@ -50,7 +50,7 @@ _STALE_S: Final = 24 * 3600.0
 PACK: Final = "small.pack"
 SMALL_BYTES: Final = 128 * 1024  # largest blob that is stowed without a file of its own
 LARGE_BYTES: Final = 4 << 20  # from here on a file is freed in the thread
-OPEN_MOST: Final = 64  # queued files, above which files are freed in the caller's thread
+MAX_OPEN_FILES: Final = 64  # queued files, above which files are freed in the caller's thread
 
 
 class BlobStore:
@@ -62,7 +62,7 @@ class BlobStore:
         wall_clock: Callable[[], float] = time.time,
         *,
         durable: bool = True,
-        make: bool = True,
+        create: bool = True,
         disk: Disk = REAL,
     ) -> None:
         self.folder, self.disk = folder, disk
@@ -70,34 +70,34 @@ class BlobStore:
         self._durable = durable
         self._wall_clock = wall_clock
         self._verified = VerificationCache(disk)
-        self._freeing = BackgroundDeleter(disk)
-        self._kind = "tmp"  # ending of the files that it is writing
+        self._deleter = BackgroundDeleter(disk)
+        self._temporary_suffix = "tmp"  # ending of the files that it is writing
         self._pins: dict[int, set[str]] = {}  # by work item: what it has stored or found
-        self._item = threading.local()  # `pins`: those of the work item of this thread
+        self._thread_state = threading.local()  # `pins`: those of the work item of this thread
         self._pin_lock = threading.Lock()  # from the look at the pins until the blob is removed
-        with self._doing("make the folder"):
-            if make:
+        with self._report_disk_errors("make the folder"):
+            if create:
                 (disk.make_durable_folder if durable else disk.make_folder)(folder)
-            self._unsynced = durable and make  # an earlier process may have ended before it synced the last names
-            self._pack = None if durable else PackFile(self._prefix + PACK, self.disk, checks=self._durable)
+            self._unsynced = durable and create  # an earlier process may have ended before it synced the last names
+            self._pack = None if durable else PackFile(self._prefix + PACK, self.disk, verify_on_load=self._durable)
 
     def open_as_owner(self) -> None:
         """Open the blob store as the only process that stores small blobs in one file."""
-        with self._doing("open the small blobs"):
-            self._pack = self._pack or PackFile(self._prefix + PACK, self.disk, checks=self._durable)
-            if self._kind != "own":
-                self._kind = "own"
-                for found in self._iterate_stored_files():
-                    if found.name.endswith(".own"):
-                        self._freeing.unlink(f"{self._prefix}{found.name}")
+        with self._report_disk_errors("open the small blobs"):
+            self._pack = self._pack or PackFile(self._prefix + PACK, self.disk, verify_on_load=self._durable)
+            if self._temporary_suffix != "own":
+                self._temporary_suffix = "own"
+                for file in self._iterate_stored_files():
+                    if file.name.endswith(".own"):
+                        self._deleter.unlink(f"{self._prefix}{file.name}")
 
     def sync_small_blobs(self) -> None:
         if self._pack is not None and self._durable:
-            with self._doing("store blobs"):
+            with self._report_disk_errors("store blobs"):
                 self._pack.sync()
 
     def pin_during(
-        self, item: Callable[[], T], then: Callable[[Callable[[], T], float], None]
+        self, work_item: Callable[[], T], callback: Callable[[Callable[[], T], float], None]
     ) -> tuple[Callable[[], T], Callable[[Callable[[], T], float], None]]:
         """Return a work item and its callback, wrapped so that the item's blobs are pinned until both have run."""
         pins = set[str]()
@@ -105,15 +105,15 @@ class BlobStore:
         def run_pinned() -> T:
             with self._pin_lock:
                 self._pins[id(pins)] = pins
-            self._item.pins = pins
+            self._thread_state.pins = pins
             try:
-                return item()
+                return work_item()
             finally:
-                del self._item.pins
+                del self._thread_state.pins
 
         def call_and_unpin(result: Callable[[], T], now_s: float) -> None:
             try:
-                then(result, now_s)
+                callback(result, now_s)
             finally:
                 with self._pin_lock:
                     self._pins.pop(id(pins), None)
@@ -126,7 +126,7 @@ class BlobStore:
 
     def _pin(self, sha256: str) -> None:
         # Before the blob is looked up, so that no other thread removes it in between.
-        pins: set[str] | None = getattr(self._item, "pins", None)
+        pins: set[str] | None = getattr(self._thread_state, "pins", None)
         if pins is not None:
             with self._pin_lock:
                 pins.add(sha256)
@@ -135,16 +135,16 @@ class BlobStore:
         return any(sha256 in pins for pins in self._pins.values())
 
     def blob_path(self, sha256: str) -> Path | None:
-        found = self.verified_path(sha256)
-        return None if found is None else Path(found)
+        path = self.verified_path(sha256)
+        return None if path is None else Path(path)
 
-    def verified_path(self, sha256: str, *, compared: bool = False) -> str | None:
-        """Return the path of an undamaged blob, or None. With `compared`, the caller hashes the file itself."""
+    def verified_path(self, sha256: str, *, caller_hashes: bool = False) -> str | None:
+        """Return the path of an undamaged blob, or None. With `caller_hashes`, the caller hashes the file itself."""
         path = self._file_path(sha256)
         self._pin(sha256)
-        with self._doing(f"read blob {sha256[:12]}"):
+        with self._report_disk_errors(f"read blob {sha256[:12]}"):
             with suppress(FileNotFoundError):  # another process has dropped it meanwhile
-                if self._verified_file(sha256, opens=self._durable and not compared) is not None:
+                if self._verified_file(sha256, force_hash=self._durable and not caller_hashes) is not None:
                     return path
             if (payload := self.load_packed(sha256)) is not None:
                 self._store_payload(payload, sha256)
@@ -155,10 +155,10 @@ class BlobStore:
         self._pin(sha256)
         if self._pack is not None and (size := self._pack.blob_size(sha256)) is not None:
             return BlobRef(sha256=sha256, size=size)
-        found = None
+        info = None
         with suppress(OSError):
-            found = self.disk.stat(self._file_path(sha256))
-        return None if found is None else BlobRef(sha256=sha256, size=found.size)
+            info = self.disk.stat(self._file_path(sha256))
+        return None if info is None else BlobRef(sha256=sha256, size=info.size)
 
     def has_blob(self, ref: BlobRef) -> bool:
         """Return whether a blob is stored and undamaged. Disk errors count as missing."""
@@ -170,47 +170,47 @@ class BlobStore:
         self._pin(ref.sha256)
         if self._pack is not None and (size := self._pack.blob_size(ref.sha256)) is not None:
             return size == ref.size
-        with self._doing(f"look for blob {ref.sha256[:12]}"):
-            if (found := self._verified_file(ref.sha256)) is not None:
+        with self._report_disk_errors(f"look for blob {ref.sha256[:12]}"):
+            if (info := self._verified_file(ref.sha256)) is not None:
                 self._sync_folder()
-        return found is not None and found.size == ref.size
+        return info is not None and info.size == ref.size
 
     def forget_verifications(self) -> None:
         """Hash every blob again at its next use, after a failure that a disk may have caused."""
         self._verified.forget()
 
     def discard_damaged(self, sha256: str) -> None:
-        with self._doing(f"put the damaged blob {sha256[:12]} aside"):
+        with self._report_disk_errors(f"put the damaged blob {sha256[:12]} aside"):
             if self._pack is not None and sha256 in self._pack:
                 return self._pack.remove_blob(sha256)
             if self.disk.is_file(self._file_path(sha256)):
                 self._move_damaged_aside(sha256)
 
     def read_range(self, sha256: str, offset: int, size: int) -> bytes:
-        with self._doing(f"read blob {sha256[:12]}"):
+        with self._report_disk_errors(f"read blob {sha256[:12]}"):
             if self._pack is not None and sha256 in self._pack:
                 return self._pack.read_range(sha256, offset, size)
             return self.disk.read(self._file_path(sha256), offset, size)
 
     def open_blob_file(self, sha256: str) -> int:
-        with self._doing(f"read blob {sha256[:12]}"):
+        with self._report_disk_errors(f"read blob {sha256[:12]}"):
             return self.disk.open_for_reading(self._file_path(sha256))
 
     def load(self, sha256: str) -> bytes | None:
         self._pin(sha256)
-        with self._doing(f"read blob {sha256[:12]}"):
+        with self._report_disk_errors(f"read blob {sha256[:12]}"):
             if self._pack is not None and sha256 in self._pack:
                 return self._pack.load(sha256)
             try:
-                hashed = not self._durable and self._verified_file(sha256) is not None
-                if (payload := self._verified.load(self._file_path(sha256), sha256, hashed=hashed)) is None:
+                is_verified = not self._durable and self._verified_file(sha256) is not None
+                if (payload := self._verified.load(self._file_path(sha256), sha256, is_verified=is_verified)) is None:
                     self._move_damaged_aside(sha256)
                 return payload
             except (FileNotFoundError, IsADirectoryError):
                 return self.load_packed(sha256)
 
     def load_packed(self, sha256: str) -> bytes | None:
-        with self._doing(f"read blob {sha256[:12]}"):
+        with self._report_disk_errors(f"read blob {sha256[:12]}"):
             return self._pack.load(sha256) if self._pack else read_foreign_blob(self._prefix + PACK, self.disk, sha256)
 
     def store_bytes(self, payload: bytes, expected: BlobRef | None = None) -> BlobRef:
@@ -221,7 +221,7 @@ class BlobStore:
             if self._verified_file(ref.sha256) is not None:  # a stowed blob may be dropped by its user
                 self._sync_folder()
                 return ref
-        with self._doing(f"store blob {ref.sha256[:12]}"):
+        with self._report_disk_errors(f"store blob {ref.sha256[:12]}"):
             self._store_payload(payload, ref.sha256)
         return ref
 
@@ -234,10 +234,10 @@ class BlobStore:
             self.name_blob(ref, self.write_unnamed(ref, payload))
         return ref
 
-    def store_written(self, write: Callable[[Path], None]) -> BlobRef:
-        """Store a file that the function `write` creates, for content that is too large for memory."""
-        with self._doing("store a blob"), self._temporary_path() as path:
-            write(Path(path))
+    def store_written(self, write_file: Callable[[Path], None]) -> BlobRef:
+        """Store a file that the function `write_file` creates, for content that is too large for memory."""
+        with self._report_disk_errors("store a blob"), self._temporary_path() as path:
+            write_file(Path(path))
             if not self.has_blob(ref := self._sync_and_hash(path)):
                 self._move_into_place(path, ref.sha256)
         return ref
@@ -245,22 +245,22 @@ class BlobStore:
     def write_unnamed(self, ref: BlobRef, payload: bytes) -> int:
         """Write a small blob without a name yet, and return its place in the pack file."""
         assert self._pack is not None
-        with self._doing(f"store blob {ref.sha256[:12]}"):
+        with self._report_disk_errors(f"store blob {ref.sha256[:12]}"):
             return self._pack.write_blob(ref.sha256, payload)
 
-    def name_blob(self, ref: BlobRef, place: int) -> None:
+    def name_blob(self, ref: BlobRef, offset: int) -> None:
         assert self._pack is not None
-        self._pack.register_blob(ref.sha256, place, ref.size)
+        self._pack.register_blob(ref.sha256, offset, ref.size)
 
-    def discard_unnamed(self, ref: BlobRef, place: int) -> None:
+    def discard_unnamed(self, ref: BlobRef, offset: int) -> None:
         assert self._pack is not None
-        self._pack.free_place(place, ref.size)
+        self._pack.free_space(offset, ref.size)
 
     def store_untrusted_file(self, path: Place, expected: BlobRef) -> None:
         """Store a copy of a file that another process may still change, or raise DamagedBlobError or StoreError."""
         if self.has_blob(expected):
             return
-        with self._doing(f"store {path}"), self._temporary_path() as temporary:
+        with self._report_disk_errors(f"store {path}"), self._temporary_path() as temporary:
             digest = self.disk.copy_untrusted(path, temporary, expected.size)
             self._require_expected(path, self._sync_and_hash(temporary, digest), expected)
             self._move_into_place(temporary, expected.sha256)
@@ -273,7 +273,7 @@ class BlobStore:
         """
         if expected is not None and self.has_blob(expected):
             return expected
-        with self._doing(f"store {path}"), self._temporary_path() as temporary:
+        with self._report_disk_errors(f"store {path}"), self._temporary_path() as temporary:
             try:
                 if move:
                     self.disk.replace(path, temporary)
@@ -289,7 +289,7 @@ class BlobStore:
 
     def adopt_file(self, path: str, ref: BlobRef) -> None:
         """Move a file of this process, with this digest, into the store without hashing or syncing it."""
-        with self._doing(f"store {path}"):
+        with self._report_disk_errors(f"store {path}"):
             if self.has_blob(ref):
                 self.disk.unlink(path)
             else:
@@ -297,7 +297,7 @@ class BlobStore:
                 self._verified.record_verified(self._file_path(ref.sha256), ref.sha256)
 
     def remove_blob(self, sha256: str) -> None:
-        with self._doing(f"remove blob {sha256[:12]}"), self._pin_lock:
+        with self._report_disk_errors(f"remove blob {sha256[:12]}"), self._pin_lock:
             if self._is_pinned(sha256):
                 return
             if self._pack is not None and sha256 in self._pack:
@@ -306,66 +306,66 @@ class BlobStore:
                     return
             self._verified.forget(sha256)
             for path in (self._file_path(sha256), self._part_path(sha256)):
-                self._freeing.unlink(path)
+                self._deleter.unlink(path)
 
-    def remove_all_but(self, only: set[str]) -> None:
+    def remove_all_but(self, needed: set[str]) -> None:
         """Remove all other blobs unless pinned.
 
         Parts, damaged and temporary files are removed a day after their last write.
         """
-        with self._doing("collect garbage"):
-            for sha256 in () if self._pack is None else set(self._pack.blob_names()) - only:
+        with self._report_disk_errors("collect garbage"):
+            for sha256 in () if self._pack is None else set(self._pack.blob_names()) - needed:
                 with self._pin_lock:
                     if not self._is_pinned(sha256):
                         self._pack.remove_blob(sha256)  # type: ignore[union-attr]
-            for found in self._iterate_stored_files():
-                sha256, _, kind = found.name.partition(".")
-                stale = kind != "own" and self._wall_clock() - found.mtime_ns / 1e9 >= _STALE_S
+            for file in self._iterate_stored_files():
+                sha256, _, kind = file.name.partition(".")
+                stale = kind != "own" and self._wall_clock() - file.mtime_ns / 1e9 >= _STALE_S
                 superfluous = kind == "part" and self.find_ref(sha256) is not None
                 with self._pin_lock:
-                    if (stale or superfluous) if kind else sha256 not in only and not self._is_pinned(sha256):
-                        self._verified.forget(found.name)
-                        self._freeing.unlink(f"{self._prefix}{found.name}")
+                    if (stale or superfluous) if kind else sha256 not in needed and not self._is_pinned(sha256):
+                        self._verified.forget(file.name)
+                        self._deleter.unlink(f"{self._prefix}{file.name}")
 
     def files_by_last_use(self) -> list[tuple[int, str, int]]:
         """Return (time of last use in ns, sha256, size) of every file, parts included, oldest first."""
-        with self._doing("list blobs"):
+        with self._report_disk_errors("list blobs"):
             return sorted(
-                (each.mtime_ns, each.name.partition(".")[0], each.size) for each in self._iterate_stored_files()
+                (file.mtime_ns, file.name.partition(".")[0], file.size) for file in self._iterate_stored_files()
             )
 
     def record_use(self, sha256: str) -> None:
-        with self._doing(f"touch blob {sha256[:12]}"):
+        with self._report_disk_errors(f"touch blob {sha256[:12]}"):
             self._verified.touch(self._file_path(sha256), sha256)
 
     def open_part(self, manifest: wire.BlobManifest) -> bytearray:
         """Open or create the part of a blob. Return one byte per chunk, 1 if stored and verified."""
-        had = bytearray(chunks.chunk_count(manifest))
-        with self._doing(f"receive blob {manifest.sha256[:12]}"):
+        stored_chunks = bytearray(chunks.chunk_count(manifest))
+        with self._report_disk_errors(f"receive blob {manifest.sha256[:12]}"):
             part = self._part_path(manifest.sha256)
             self.disk.resize(part, manifest.size)
             for start, end in self.disk.data_ranges(part):
                 # a written chunk begins inside data
                 for index in range(-(-start // manifest.chunk), -(-end // manifest.chunk)):
                     offset, size = chunks.chunk_extent(manifest, index)
-                    had[index] = chunks.is_valid_chunk(manifest, index, self.disk.read(part, offset, size))
-        return had
+                    stored_chunks[index] = chunks.is_valid_chunk(manifest, index, self.disk.read(part, offset, size))
+        return stored_chunks
 
     def write_part(self, sha256: str, offset: int, payload: bytes | memoryview) -> None:
-        with self._doing(f"receive blob {sha256[:12]}"):
+        with self._report_disk_errors(f"receive blob {sha256[:12]}"):
             self.disk.write_at(self._part_path(sha256), payload, offset)
 
     def finish_part(self, ref: BlobRef, digest: str | None = None) -> None:
         """Rename a complete `.part` file to its blob, or delete it and raise DamagedBlobError."""
         part = self._part_path(ref.sha256)
-        with self._doing(f"complete blob {ref.sha256[:12]}"):
+        with self._report_disk_errors(f"complete blob {ref.sha256[:12]}"):
             if self._sync_and_hash(part, digest) != ref:
                 self.disk.unlink(part)
                 raise chunks.damaged_arrival_error(ref)
             self._move_into_place(part, ref.sha256)
 
-    def _doing(self, what: str) -> disk_errors:
-        return disk_errors(f"{what} in {self.folder}", "free some space or use another folder")
+    def _report_disk_errors(self, action: str) -> disk_errors:
+        return disk_errors(f"{action} in {self.folder}", "free some space or use another folder")
 
     def _file_path(self, sha256: str) -> str:
         if not _DIGEST.fullmatch(sha256):
@@ -381,15 +381,15 @@ class BlobStore:
             if kind in ("tmp", "own") or (kind in ("", "part", "damaged") and _DIGEST.fullmatch(sha256)):
                 yield entry
 
-    def _verified_file(self, sha256: str, *, opens: bool = False) -> PathInfo | None:
+    def _verified_file(self, sha256: str, *, force_hash: bool = False) -> PathInfo | None:
         path = self._file_path(sha256)
-        found = self.disk.stat(path)
-        if found is None or found.is_dir:
+        info = self.disk.stat(path)
+        if info is None or info.is_dir:
             return None
-        if not self._verified.is_verified(path, found, sha256, opens=opens):
+        if not self._verified.is_verified(path, info, sha256, force_hash=force_hash):
             self._move_damaged_aside(sha256)
             return None
-        return found
+        return info
 
     def _move_damaged_aside(self, sha256: str) -> None:
         path = self._file_path(sha256)
@@ -401,10 +401,10 @@ class BlobStore:
     def _sync_and_hash(self, path: str, digest: str | None = None) -> BlobRef:
         if self._durable:
             self.disk.sync(path)
-        found = self.disk.stat(path)
-        if found is None:
+        info = self.disk.stat(path)
+        if info is None:
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
-        return BlobRef(sha256=digest or self.disk.hash_file(path), size=found.size)
+        return BlobRef(sha256=digest or self.disk.hash_file(path), size=info.size)
 
     @staticmethod
     def _require_expected(path: Place, ref: BlobRef, expected: BlobRef | None) -> None:
@@ -420,7 +420,7 @@ class BlobStore:
 
     @contextmanager
     def _temporary_path(self) -> Iterator[str]:
-        path = f"{self._prefix}{os.urandom(16).hex()}.{self._kind}"
+        path = f"{self._prefix}{os.urandom(16).hex()}.{self._temporary_suffix}"
         try:
             yield path
         finally:
@@ -448,7 +448,7 @@ class BackgroundDeleter:
 
     def __init__(self, disk: Disk) -> None:
         self._disk = disk
-        self._free = threading.Semaphore(OPEN_MOST)
+        self._open_slots = threading.Semaphore(MAX_OPEN_FILES)
 
     def unlink(self, path: str) -> None:
         file = self._open_if_large(path)
@@ -460,13 +460,13 @@ class BackgroundDeleter:
 
     def _open_if_large(self, path: str) -> int | None:
         with suppress(OSError):
-            found = self._disk.stat(path)
-            if found is None or found.size < LARGE_BYTES or not self._free.acquire(blocking=False):
+            info = self._disk.stat(path)
+            if info is None or info.size < LARGE_BYTES or not self._open_slots.acquire(blocking=False):
                 return None
             try:
                 return self._disk.open_for_reading(path)
             except OSError:  # it is gone, or too many files are open
-                self._free.release()
+                self._open_slots.release()
         return None
 
     def _close_in_background(self, file: int) -> None:
@@ -477,7 +477,7 @@ class BackgroundDeleter:
 
     def _close(self, file: int) -> None:
         os.close(file)
-        self._free.release()
+        self._open_slots.release()
 
 
 VERIFIED_S: Final = 3600.0  # for which a file that has not changed counts as verified
@@ -486,43 +486,43 @@ VERIFIED_S: Final = 3600.0  # for which a file that has not changed counts as ve
 class VerificationCache:
     def __init__(self, disk: Disk) -> None:
         self._disk = disk
-        self._known: dict[str, tuple[PathInfo, float]] = {}  # file, and when it was hashed
+        self._hashed_files: dict[str, tuple[PathInfo, float]] = {}  # file, and when it was hashed
 
     def forget(self, sha256: str | None = None) -> None:
         if sha256 is None:
-            self._known.clear()
+            self._hashed_files.clear()
         else:
-            self._known.pop(sha256, None)
+            self._hashed_files.pop(sha256, None)
 
     def record_verified(self, path: str, sha256: str) -> None:
-        found = self._disk.stat(path)
-        if found is not None:
-            self._known[sha256] = (found, time.monotonic())
+        info = self._disk.stat(path)
+        if info is not None:
+            self._hashed_files[sha256] = (info, time.monotonic())
 
     def touch(self, path: str, sha256: str) -> None:
-        known, hashed_s = self._known.get(sha256, (None, 0.0))
-        same = known is not None and self._disk.stat(path) == known
+        cached_info, hashed_s = self._hashed_files.get(sha256, (None, 0.0))
+        is_unchanged = cached_info is not None and self._disk.stat(path) == cached_info
         self._disk.touch(path)
-        if same and (found := self._disk.stat(path)) is not None:
-            self._known[sha256] = (found, hashed_s)
+        if is_unchanged and (info := self._disk.stat(path)) is not None:
+            self._hashed_files[sha256] = (info, hashed_s)
 
-    def load(self, path: str, sha256: str, *, hashed: bool) -> bytes | None:
+    def load(self, path: str, sha256: str, *, is_verified: bool) -> bytes | None:
         for _ in range(2):
             payload = self._disk.read(path)
-            if hashed or hashlib.sha256(payload).hexdigest() == sha256:
+            if is_verified or hashlib.sha256(payload).hexdigest() == sha256:
                 return payload
         return None
 
-    def is_verified(self, path: str, found: PathInfo, sha256: str, *, opens: bool = False) -> bool:
+    def is_verified(self, path: str, info: PathInfo, sha256: str, *, force_hash: bool = False) -> bool:
         """Return whether a file matches its sha256.
 
-        The file is hashed unless unchanged since a hash within the last hour, and always with `opens`. A mismatch is
-        hashed twice, so that one wrong read of the memory does not condemn a good file.
+        The file is hashed unless it is unchanged and was hashed within the last hour, and always with `force_hash`. A
+        mismatch is hashed twice, because one read may have been wrong.
         """
-        known, hashed_s = self._known.get(sha256, (None, 0.0))
-        if known == found and not opens and time.monotonic() < hashed_s + VERIFIED_S:
+        cached_info, hashed_s = self._hashed_files.get(sha256, (None, 0.0))
+        if cached_info == info and not force_hash and time.monotonic() < hashed_s + VERIFIED_S:
             return True
         if self._disk.hash_file(path) != sha256 and self._disk.hash_file(path) != sha256:
             return False
-        self._known[sha256] = (found, time.monotonic())
+        self._hashed_files[sha256] = (info, time.monotonic())
         return True

@@ -22,15 +22,15 @@ from fedquilt.blobs import chunks
 from fedquilt.blobs.direct_transfers import DirectTransfers, Key, TransferBackend
 from fedquilt.blobs.download import Download
 from fedquilt.blobs.store import BlobStore
-from fedquilt.blobs.upload import HASHED_BYTE_S, ChunkSender, UploadQueue
+from fedquilt.blobs.upload import HASH_S_PER_BYTE, ChunkSender, UploadQueue
 from fedquilt.core import BlobRef, LinkError, LocationOffer, StoreError, UploadProgress, WireMessage
 from fedquilt.transport.link import Link
 
-_LEAVES: Final = frozenset({"get", "manifest", "missing", "chunk", "place", "placed"})
+_SUBTOPICS: Final = frozenset({"get", "manifest", "missing", "chunk", "place", "placed"})
 _DRAIN_POLL_S: Final = 0.01  # interval between looks at a link with a full queue
 _OFFLINE_POLL_S: Final = 1.0
-DOWNLOADS_MOST: Final = 16  # at once
-_MANY: Final = 128  # at once, of blobs that are small together
+MAX_DOWNLOADS: Final = 16  # at once
+_MAX_SMALL_DOWNLOADS: Final = 128  # at once, of blobs that are small together
 
 
 class Transfers:
@@ -39,49 +39,53 @@ class Transfers:
     def __init__(
         self,
         link: Link,
-        depot: BlobStore,
+        blob_store: BlobStore,
         topics: wire.Topics,
         direction: wire.Direction,
-        allowed: Callable[[str, str], bool],
-        carriers: TransferBackend | None = None,
-        apart_bytes: float = math.inf,
+        is_allowed: Callable[[str, str], bool],
+        backend: TransferBackend | None = None,
+        background_bytes: float = math.inf,
     ) -> None:
-        self._link, self._depot, self._topics = link, depot, topics
+        self._link, self._blob_store, self._topics = link, blob_store, topics
         self._direction: wire.Direction = direction
         # graphs on a device read their weights from files in the same folder, so a device needs one file for each blob
-        self._store = depot.store_small if direction == "dn" else depot.store_bytes
-        self._allowed = allowed
-        self._apart_bytes = apart_bytes
-        self._wanted: dict[Key, BlobRef] = {}
-        self._askers: dict[str, dict[Key, None]] = {}  # sha256 -> the keys of `_wanted` with it, in order
+        self._store = blob_store.store_small if direction == "dn" else blob_store.store_bytes
+        self._is_allowed = is_allowed
+        self._background_bytes = background_bytes
+        self._requested: dict[Key, BlobRef] = {}
+        self._keys_by_blob: dict[str, dict[Key, None]] = {}  # sha256 -> the keys of `_wanted` with it, in order
         self._waiting: dict[Key, None] = {}  # in order
         self.queue = UploadQueue()  # of devices whose blobs come in turn
-        self._held: dict[str, dict[Key, None]] = {}  # device that waits for its turn -> keys of these blobs, in order
-        self._pulls: dict[Key, Download] = {}  # begun, some of them parked
-        self._open: dict[Key, Download] = {}  # active, the longest without a request first
-        self._done: list[tuple[str, str, str | None]] = []
-        self._carriers = carriers or TransferBackend()
-        self._streaming = DirectTransfers(self._carriers, depot, self._publish)
-        self._sender = ChunkSender(link, depot, topics, direction, allowed, self._streaming, strain=self._charge)
-        self._came_bytes: Counter[str] = Counter()  # device -> bytes of chunks, repetitions included
-        self._strain_s: dict[str, float] = {}
-        self._unasked: list[str] = []
+        self._keys_in_queue: dict[
+            str, dict[Key, None]
+        ] = {}  # device that waits for its turn -> keys of these blobs, in order
+        self._downloads: dict[Key, Download] = {}  # begun, some of them parked
+        self._active_downloads: dict[Key, Download] = {}  # active, the longest without a request first
+        self._finished: list[tuple[str, str, str | None]] = []
+        self._backend = backend or TransferBackend()
+        self._direct_transfers = DirectTransfers(self._backend, blob_store, self._publish)
+        self._sender = ChunkSender(
+            link, blob_store, topics, direction, is_allowed, self._direct_transfers, charge=self._charge
+        )
+        self._received_bytes: Counter[str] = Counter()  # device -> bytes of chunks, repetitions included
+        self._charges_s: dict[str, float] = {}
+        self._unrequested_senders: list[str] = []
         self._session = link.session
 
     def fds(self) -> Sequence[int]:
-        return self._carriers.fds()
+        return self._backend.fds()
 
-    def request_blob(self, device: str, ref: BlobRef, *, in_turn: bool = False) -> None:
-        """Fetch a blob from a device, with `in_turn` only when the upload queue permits. An agent names itself."""
+    def request_blob(self, device: str, ref: BlobRef, *, use_queue: bool = False) -> None:
+        """Fetch a blob from a device, with `use_queue` only when the upload queue permits. An agent names itself."""
         key = (device, ref.sha256)
-        if key in self._wanted:
+        if key in self._requested:
             return
-        self._wanted[key] = ref
-        self._askers.setdefault(ref.sha256, {})[key] = None
-        if self._depot.has_blob(ref):
+        self._requested[key] = ref
+        self._keys_by_blob.setdefault(ref.sha256, {})[key] = None
+        if self._blob_store.has_blob(ref):
             self._end_transfer(key, None)
-        elif in_turn and not self.queue.add_blob(device, ref.sha256, ref.size):
-            self._held.setdefault(device, {})[key] = None
+        elif use_queue and not self.queue.add_blob(device, ref.sha256, ref.size):
+            self._keys_in_queue.setdefault(device, {})[key] = None
         else:
             self._waiting[key] = None
 
@@ -94,215 +98,231 @@ class Transfers:
         if not self.queue or not self.queue.is_sending(device):
             return
         keys = [(device, sha256) for sha256 in self.queue.pending_blobs(device)]
-        if held := [key for key in keys if key in self._open and self._open[key].held]:
-            for key in held:
-                self._streaming.fall_back_to_link(key, "it takes too long, and others wait for their turn")
+        if paused_keys := [
+            key for key in keys if key in self._active_downloads and self._active_downloads[key].is_paused
+        ]:
+            for key in paused_keys:
+                self._direct_transfers.fall_back_to_link(key, "it takes too long, and others wait for their turn")
         else:
-            self._park_blobs(keys, now_s)
+            self._suspend_blobs(keys, now_s)
 
     def take_finished(self) -> list[tuple[str, str, str | None]]:
         """Return (device, sha256, error or None) of the transfers that ended since the last call."""
-        done, self._done = self._done, []
-        return done
+        finished, self._finished = self._finished, []
+        return finished
 
     def traffic_bytes(self, device: str, direction: wire.Direction) -> int:
         """Return the bytes of chunks sent to ("dn") or received from ("up") a device, with repetitions."""
-        return (self._sender.sent_bytes if direction == self._direction else self._came_bytes)[device]
+        return (self._sender.sent_bytes if direction == self._direction else self._received_bytes)[device]
 
     def take_charges(self) -> dict[str, float]:
         """Return the seconds of processing to charge to each device since the last call. Credits are negative."""
-        strain, self._strain_s = self._strain_s, {}
-        return strain
+        charges, self._charges_s = self._charges_s, {}
+        return charges
 
     def take_senders_of_unrequested_chunks(self) -> list[str]:
-        unasked, self._unasked = self._unasked, []
-        return unasked
+        devices, self._unrequested_senders = self._unrequested_senders, []
+        return devices
 
     def _charge(self, device: str, seconds: float) -> None:
-        self._strain_s[device] = self._strain_s.get(device, 0.0) + seconds
+        self._charges_s[device] = self._charges_s.get(device, 0.0) + seconds
 
     def handle_message(self, route: wire.Route, payload: bytes, now_s: float) -> bool:
         """Process a message if it concerns a blob. Return whether it does, or raise WireError."""
-        if route.leaf not in _LEAVES:
+        if route.subtopic not in _SUBTOPICS:
             return False
         if route.direction == self._direction:
             return True  # an own message, returned
-        if route.leaf == "get":
+        if route.subtopic == "get":
             self._sender.handle_request(route.device, wire.decode(payload, wire.ChunkRequest))
             return True
         key = (route.device, route.sha256)
-        if route.leaf == "chunk":
+        if route.subtopic == "chunk":
             self._handle_chunk(key, route.index, payload, now_s)
-        elif route.leaf == "manifest":
+        elif route.subtopic == "manifest":
             self._handle_manifest(key, wire.decode(payload, wire.BlobManifest), now_s)
-        elif route.leaf == "place":
+        elif route.subtopic == "place":
             self._handle_location_offer(key, wire.decode(payload, LocationOffer))
-        elif route.leaf == "placed":
-            self._streaming.handle_upload_progress(key, wire.decode(payload, UploadProgress), now_s)
+        elif route.subtopic == "placed":
+            self._direct_transfers.handle_upload_progress(key, wire.decode(payload, UploadProgress), now_s)
         else:
             missing = wire.decode(payload, wire.MissingBlob)
-            if pull := self._pulls.get(key):
-                pull.handle_missing(missing.reason, now_s)
+            if download := self._downloads.get(key):
+                download.handle_missing(missing.reason, now_s)
         return True
 
     def _handle_manifest(self, key: Key, manifest: wire.BlobManifest, now_s: float) -> None:
-        pull = self._pulls.get(key)
-        if pull is not None and pull.handle_manifest(manifest, now_s) and not _is_single_chunk(manifest):
+        download = self._downloads.get(key)
+        if download is not None and download.handle_manifest(manifest, now_s) and not _is_single_chunk(manifest):
             try:
-                pull.set_stored_chunks(self._depot.open_part(manifest))
-                self._charge(key[0], (manifest.size - pull.missing_bytes) * HASHED_BYTE_S)
+                download.set_stored_chunks(self._blob_store.open_part(manifest))
+                self._charge(key[0], (manifest.size - download.missing_bytes) * HASH_S_PER_BYTE)
             except StoreError as error:
                 self._end_transfer(key, str(error))
             else:
-                self._finish_if_complete(key, pull)
+                self._finish_if_complete(key, download)
 
     def _handle_chunk(self, key: Key, index: int, payload: bytes, now_s: float) -> None:
-        pull = self._pulls.get(key)
-        if pull is None:
-            return self._unasked.append(key[0])
-        self._came_bytes[key[0]] += len(payload)
-        bad = pull.bad
-        if not pull.handle_chunk(index, payload, now_s):
-            self._charge(key[0], len(payload) * (pull.bad - bad) * HASHED_BYTE_S)
-        elif pull.manifest is not None:
+        download = self._downloads.get(key)
+        if download is None:
+            return self._unrequested_senders.append(key[0])
+        self._received_bytes[key[0]] += len(payload)
+        bad_messages = download.bad_messages
+        if not download.handle_chunk(index, payload, now_s):
+            self._charge(key[0], len(payload) * (download.bad_messages - bad_messages) * HASH_S_PER_BYTE)
+        elif download.manifest is not None:
             try:
-                if _is_single_chunk(pull.manifest):
-                    self._store(payload, pull.ref)
+                if _is_single_chunk(download.manifest):
+                    self._store(payload, download.ref)
                 else:
-                    self._depot.write_part(key[1], chunks.chunk_extent(pull.manifest, index)[0], payload)
+                    self._blob_store.write_part(key[1], chunks.chunk_extent(download.manifest, index)[0], payload)
             except StoreError as error:
                 self._end_transfer(key, str(error))
             else:
-                self._finish_if_complete(key, pull)
+                self._finish_if_complete(key, download)
 
-    def _handle_location_offer(self, key: Key, place: LocationOffer) -> None:
-        if place.way == "get" and key in self._wanted:
-            self._streaming.add_locations(key, place)
-        elif place.way == "put" and self._allowed(*key) and (ref := self._depot.find_ref(key[1])) is not None:
-            self._streaming.queue_upload(key, ref, place)
+    def _handle_location_offer(self, key: Key, offer: LocationOffer) -> None:
+        if offer.direction == "get" and key in self._requested:
+            self._direct_transfers.add_locations(key, offer)
+        elif (
+            offer.direction == "put"
+            and self._is_allowed(*key)
+            and (ref := self._blob_store.find_ref(key[1])) is not None
+        ):
+            self._direct_transfers.queue_upload(key, ref, offer)
 
     def _handle_direct_results(self, now_s: float) -> None:
-        for ended, moved in self._streaming.take_results(now_s):
-            self._came_bytes[ended.key[0]] += moved
-            if ended.error is None or ended.disk:
-                self._end_transfer(ended.key, ended.error)
+        for result, received_bytes in self._direct_transfers.take_results(now_s):
+            self._received_bytes[result.key[0]] += received_bytes
+            if result.error is None or result.is_disk_error:
+                self._end_transfer(result.key, result.error)
             else:
-                self._finish_if_complete(ended.key, self._pulls[ended.key])
+                self._finish_if_complete(result.key, self._downloads[result.key])
 
-    def _finish_if_complete(self, key: Key, pull: Download) -> None:
-        if pull.is_complete and pull.manifest is not None:
-            if pull.ref.size >= self._apart_bytes and not _is_single_chunk(pull.manifest):
-                return self._streaming.start_completion(key, pull)
-            self._streaming.cancel_download(key)
+    def _finish_if_complete(self, key: Key, download: Download) -> None:
+        if download.is_complete and download.manifest is not None:
+            if download.ref.size >= self._background_bytes and not _is_single_chunk(download.manifest):
+                return self._direct_transfers.start_completion(key, download)
+            self._direct_transfers.cancel_download(key)
             try:
-                if not _is_single_chunk(pull.manifest):
-                    self._depot.finish_part(pull.ref)
+                if not _is_single_chunk(download.manifest):
+                    self._blob_store.finish_part(download.ref)
             except StoreError as error:
                 self._end_transfer(key, str(error))
             else:
                 self._end_transfer(key, None)
 
     def _end_transfer(self, key: Key, error: str | None) -> None:
-        ref = self._wanted[key]
-        if self._depot.has_blob(ref):
+        ref = self._requested[key]
+        if self._blob_store.has_blob(ref):
             error = None
-        for other in list(self._askers[key[1]]) if error is None else [key]:
-            self._done.append((*other, error))
-            self._forget_transfer(other)
+        for other_key in list(self._keys_by_blob[key[1]]) if error is None else [key]:
+            self._finished.append((*other_key, error))
+            self._forget_transfer(other_key)
 
     def _forget_transfer(self, key: Key) -> None:
-        self._streaming.cancel_download(key)
-        places: tuple[dict[Key, Any], ...] = (self._wanted, self._waiting, self._pulls, self._open)
-        for place in places:
-            place.pop(key, None)
+        self._direct_transfers.cancel_download(key)
+        collections: tuple[dict[Key, Any], ...] = (
+            self._requested,
+            self._waiting,
+            self._downloads,
+            self._active_downloads,
+        )
+        for collection in collections:
+            collection.pop(key, None)
         self.queue.remove_blob(*key)
-        if key in (held := self._held.get(key[0], {})):
-            del held[key]
-            if not held:
-                del self._held[key[0]]
-        askers = self._askers.get(key[1], {})
-        askers.pop(key, None)
-        if not askers:
-            self._askers.pop(key[1], None)
+        if key in (queued_keys := self._keys_in_queue.get(key[0], {})):
+            del queued_keys[key]
+            if not queued_keys:
+                del self._keys_in_queue[key[0]]
+        keys = self._keys_by_blob.get(key[1], {})
+        keys.pop(key, None)
+        if not keys:
+            self._keys_by_blob.pop(key[1], None)
 
     def step(self, now_s: float) -> float:
         """Do all due work and return the time of the next step."""
         self._handle_direct_results(now_s)
-        due_s = [self._streaming.step(now_s)]
-        for device, sha256 in self._carriers.take_ready_blobs() if self._link.connected else ():
-            if self._allowed(device, sha256) and (ref := self._depot.find_ref(sha256)) is not None:
-                self._streaming.offer_locations(device, ref)
-        if not self._wanted and not self._sender:
+        due_s = [self._direct_transfers.step(now_s)]
+        for device, sha256 in self._backend.take_ready_blobs() if self._link.connected else ():
+            if self._is_allowed(device, sha256) and (ref := self._blob_store.find_ref(sha256)) is not None:
+                self._direct_transfers.offer_locations(device, ref)
+        if not self._requested and not self._sender:
             return due_s[0]
         if not self._link.connected:
             return min(now_s + _OFFLINE_POLL_S, *due_s)
         try:
-            chunk = chunks.chunk_size_for(self._link.max_payload)
+            chunk_bytes = chunks.chunk_size_for(self._link.max_payload)
         except LinkError as error:
-            for key in list(self._wanted):
+            for key in list(self._requested):
                 self._end_transfer(key, str(error))
         else:
-            self._start_downloads(chunk, now_s)
-            for key, pull in self._open.items():
-                self._streaming.start_download(key, pull, now_s)
+            self._start_downloads(chunk_bytes, now_s)
+            for key, download in self._active_downloads.items():
+                self._direct_transfers.start_download(key, download, now_s)
             while self._send_requests(now_s):
-                self._start_downloads(chunk, now_s)
+                self._start_downloads(chunk_bytes, now_s)
         self._sender.step()
-        due_s += [pull.due_s for pull in self._open.values() if pull.due_s > now_s]
+        due_s += [download.due_s for download in self._active_downloads.values() if download.due_s > now_s]
         if self._sender:
             due_s.append(now_s + _DRAIN_POLL_S)
         return min(due_s, default=math.inf)
 
-    def _start_downloads(self, chunk: int, now_s: float) -> None:
+    def _start_downloads(self, chunk_bytes: int, now_s: float) -> None:
         if self._link.session != self._session:
             self._session = self._link.session
-            for pull in self._pulls.values():
-                pull.handle_reconnect(chunk, now_s)
+            for download in self._downloads.values():
+                download.handle_reconnect(chunk_bytes, now_s)
         for device in self.queue.start_turns(now_s):
-            self._waiting |= self._held.pop(device)
-        if not self._waiting or len(self._open) >= _MANY:
+            self._waiting |= self._keys_in_queue.pop(device)
+        if not self._waiting or len(self._active_downloads) >= _MAX_SMALL_DOWNLOADS:
             return
-        under_way = {sha256 for _, sha256 in self._open}
-        wanted_bytes = sum(pull.ref.size for pull in self._open.values())
-        for key in list(itertools.islice(self._waiting, 4 * _MANY)):
-            small = len(self._open) < _MANY and wanted_bytes + self._wanted[key].size <= chunks.BUDGET_BYTES
-            if len(self._open) >= DOWNLOADS_MOST and not small:
+        active_blobs = {sha256 for _, sha256 in self._active_downloads}
+        active_bytes = sum(download.ref.size for download in self._active_downloads.values())
+        for key in list(itertools.islice(self._waiting, 4 * _MAX_SMALL_DOWNLOADS)):
+            is_small = (
+                len(self._active_downloads) < _MAX_SMALL_DOWNLOADS
+                and active_bytes + self._requested[key].size <= chunks.BUDGET_BYTES
+            )
+            if len(self._active_downloads) >= MAX_DOWNLOADS and not is_small:
                 return
-            if key[1] not in under_way:
-                wanted_bytes += self._wanted[key].size
-                under_way.add(key[1])
+            if key[1] not in active_blobs:
+                active_bytes += self._requested[key].size
+                active_blobs.add(key[1])
                 del self._waiting[key]
-                pull = self._pulls.get(key) or Download(self._wanted[key], chunk, now_s)
-                pull.resume(now_s)
-                self._pulls[key] = self._open[key] = pull
+                download = self._downloads.get(key) or Download(self._requested[key], chunk_bytes, now_s)
+                download.resume(now_s)
+                self._downloads[key] = self._active_downloads[key] = download
 
     def _send_requests(self, now_s: float) -> bool:
         """Send due requests. Return whether a download has ended or was suspended, so that others can start."""
-        outstanding_bytes, left = self._outstanding_bytes, False
-        for key, pull in list(self._open.items()):
-            if key not in self._open:
+        outstanding_bytes, has_ended = self._outstanding_bytes, False
+        for key, download in list(self._active_downloads.items()):
+            if key not in self._active_downloads:
                 continue  # another blob of its device has stalled
-            before_bytes, backoff = pull.outstanding_bytes, pull.backoff
-            room_bytes = max(chunks.BUDGET_BYTES - outstanding_bytes, 0 if outstanding_bytes else pull.chunk)
-            requests = pull.next_requests(now_s, room_bytes)
-            if pull.failed is not None:
-                self._end_transfer(key, pull.failed)
-                left = True
-            elif pull.backoff > backoff and (stalled := self._blobs_to_suspend(key)):
-                self._park_blobs(stalled, now_s)
-                outstanding_bytes, left = self._outstanding_bytes, True
+            bytes_before, backoff = download.outstanding_bytes, download.backoff
+            available_bytes = max(
+                chunks.BUDGET_BYTES - outstanding_bytes, 0 if outstanding_bytes else download.chunk_bytes
+            )
+            requests = download.next_requests(now_s, available_bytes)
+            if download.failure is not None:
+                self._end_transfer(key, download.failure)
+                has_ended = True
+            elif download.backoff > backoff and (stalled := self._blobs_to_suspend(key)):
+                self._suspend_blobs(stalled, now_s)
+                outstanding_bytes, has_ended = self._outstanding_bytes, True
                 continue
             else:
                 for request in requests:
                     self._publish(key[0], "blob/get", request)
                 if requests:
-                    self._open[key] = self._open.pop(key)
-            outstanding_bytes += pull.outstanding_bytes - before_bytes
-        return left
+                    self._active_downloads[key] = self._active_downloads.pop(key)
+            outstanding_bytes += download.outstanding_bytes - bytes_before
+        return has_ended
 
     @property
     def _outstanding_bytes(self) -> int:
-        return sum(pull.outstanding_bytes for pull in self._open.values())
+        return sum(download.outstanding_bytes for download in self._active_downloads.values())
 
     def _blobs_to_suspend(self, key: Key) -> list[Key]:
         """Return the blobs to suspend with a stalled one, or none if no other blob waits."""
@@ -310,22 +330,29 @@ class Transfers:
             return []
         if not self.queue.contains(*key):
             return [key]
-        found = [(key[0], sha256) for sha256 in self.queue.pending_blobs(key[0])]
-        return [] if any(each in self._open and self._open[each].held for each in found) else found
+        keys = [(key[0], sha256) for sha256 in self.queue.pending_blobs(key[0])]
+        return (
+            []
+            if any(
+                other_key in self._active_downloads and self._active_downloads[other_key].is_paused
+                for other_key in keys
+            )
+            else keys
+        )
 
-    def _park_blobs(self, keys: Sequence[Key], now_s: float) -> None:
+    def _suspend_blobs(self, keys: Sequence[Key], now_s: float) -> None:
         for key in keys:
-            if (pull := self._open.pop(key, None)) is not None:
-                pull.suspend(now_s)
+            if (download := self._active_downloads.pop(key, None)) is not None:
+                download.suspend(now_s)
             self._waiting.pop(key, None)
         if self.queue.contains(*keys[0]):
             self.queue.move_to_end(keys[0][0], now_s)
-            self._held[keys[0][0]] = dict.fromkeys(keys)
+            self._keys_in_queue[keys[0][0]] = dict.fromkeys(keys)
         else:
             self._waiting |= dict.fromkeys(keys)
 
-    def _publish(self, device: str, leaf: str, message: WireMessage) -> None:
-        self._link.publish(self._topics.device_topic(device, self._direction, leaf), wire.encode(message))
+    def _publish(self, device: str, subtopic: str, message: WireMessage) -> None:
+        self._link.publish(self._topics.device_topic(device, self._direction, subtopic), wire.encode(message))
 
 
 def _is_single_chunk(manifest: wire.BlobManifest) -> bool:

@@ -24,117 +24,123 @@ from fedquilt.transport.link import Link
 
 log = logging.getLogger("fedquilt.blobs.upload")
 
-_CUT_MOST: Final = 4096  # blobs of which it is remembered that they have been cut
-_SENT_MOST: Final = 4096  # chunks of which it is remembered that they have been sent
-HASHED_BYTE_S: Final = 2e-9  # of work, as estimated, for each byte that a peer makes this side read and hash
-SENT_S: Final = 200e-6  # for a chunk that is small, or was sent before
-PAID_S: Final = 500e-6  # credit for a larger chunk that is sent for the first time, as useful work
-PAYING_BYTES: Final = 16 * 1024  # smallest chunk with this credit
-CUT_BYTES: Final = 8 << 20  # that are cut at once: nothing else is read or sent meanwhile
-_DIGESTS_MOST: Final = 1 << 20  # characters of manifests kept: 16,000 chunks, 4 GB of blobs
-_QUEUED_MOST: Final = 4 * wire.MAX_WINDOW  # chunks queued for one device; an honest one requests fewer
-LEAST: Final = 2  # devices whose turn it may be, whatever the bytes: one sends while another's is worked on
+_MAX_REMEMBERED_BLOBS: Final = 4096  # blobs of which it is remembered that they have been cut
+_MAX_REMEMBERED_CHUNKS: Final = 4096  # chunks of which it is remembered that they have been sent
+HASH_S_PER_BYTE: Final = 2e-9  # of work, as estimated, for each byte that a peer makes this side read and hash
+SMALL_CHUNK_CHARGE_S: Final = 200e-6  # for a chunk that is small, or was sent before
+CHUNK_CREDIT_S: Final = 500e-6  # credit for a larger chunk that is sent for the first time, as useful work
+MIN_CREDITED_BYTES: Final = 16 * 1024  # smallest chunk with this credit
+HASH_STEP_BYTES: Final = 8 << 20  # that are cut at once: nothing else is read or sent meanwhile
+_MAX_MANIFEST_CHARACTERS: Final = 1 << 20  # characters of manifests kept: 16,000 chunks, 4 GB of blobs
+_MAX_QUEUED_CHUNKS: Final = 4 * wire.MAX_WINDOW  # chunks queued for one device; an honest one requests fewer
+MIN_UPLOADING_DEVICES: Final = (
+    2  # devices whose turn it may be, whatever the bytes: one sends while another's is worked on
+)
 
 
 class UploadQueue:
     """Queue of devices that wait to upload, and devices that are uploading."""
 
     def __init__(self) -> None:
-        self._most_bytes, self._here, self._here_bytes = 0.0, 0, 0
-        self._wanted: dict[str, dict[str, int]] = {}  # device -> sha256 -> bytes, of what is to come
-        self._waits: dict[str, float] = {}  # device -> since when, the first to send first
-        self._came: list[str] = []  # those of them that came since the last look
-        self._sends: dict[str, int] = {}  # device -> bytes
-        self._sends_bytes = 0
-        self._held_s: dict[str, float] = {}  # device -> seconds that it waited for its first turn
-        self._left: set[str] = set()  # devices of which nothing is to come, since the last `set_unprocessed`
-        self._news: dict[str, bool] = {}  # device -> whether it waits, as far as that is another thing than before
+        self._limit_bytes, self._unprocessed_devices, self._unprocessed_bytes = 0.0, 0, 0
+        self._pending: dict[str, dict[str, int]] = {}  # device -> sha256 -> bytes, of what is to come
+        self._waiting_since_s: dict[str, float] = {}  # device -> since when, the first to send first
+        self._new_devices: list[str] = []  # those of them that came since the last look
+        self._uploading: dict[str, int] = {}  # device -> bytes
+        self._uploading_bytes = 0
+        self._waited_s: dict[str, float] = {}  # device -> seconds that it waited for its first turn
+        self._finished_devices: set[str] = (
+            set()
+        )  # devices of which nothing is to come, since the last `set_unprocessed`
+        self._changes: dict[str, bool] = {}  # device -> whether it waits, as far as that is another thing than before
 
     def __bool__(self) -> bool:
-        return bool(self._waits)
+        return bool(self._waiting_since_s)
 
-    def set_unprocessed(self, here: int, here_bytes: int, most_bytes: float) -> None:
+    def set_unprocessed(self, devices: int, unprocessed_bytes: int, limit_bytes: float) -> None:
         """Set the devices and bytes of uploads stored and not processed yet, and the limit on bytes."""
-        self._here, self._here_bytes, self._most_bytes = here, here_bytes, most_bytes
-        for device in self._left - self._wanted.keys():
+        self._unprocessed_devices, self._unprocessed_bytes, self._limit_bytes = devices, unprocessed_bytes, limit_bytes
+        for device in self._finished_devices - self._pending.keys():
             self._end_turn(device)
-            self._held_s.pop(device, None)
-        self._left.clear()
+            self._waited_s.pop(device, None)
+        self._finished_devices.clear()
 
     def add_blob(self, device: str, sha256: str, size: int) -> bool:
         """Add a blob that a device is to upload. Return whether the device's turn has begun already."""
-        self._wanted.setdefault(device, {})[sha256] = size
-        if device in self._sends:
-            more = max(sum(self._wanted[device].values()) - self._sends[device], 0)
-            self._sends[device] += more
-            self._sends_bytes += more
+        self._pending.setdefault(device, {})[sha256] = size
+        if device in self._uploading:
+            added_bytes = max(sum(self._pending[device].values()) - self._uploading[device], 0)
+            self._uploading[device] += added_bytes
+            self._uploading_bytes += added_bytes
             return True
-        if device not in self._waits:
-            self._waits[device] = math.inf
-            self._came.append(device)
+        if device not in self._waiting_since_s:
+            self._waiting_since_s[device] = math.inf
+            self._new_devices.append(device)
         return False
 
     def contains(self, device: str, sha256: str) -> bool:
-        return sha256 in self._wanted.get(device, ())
+        return sha256 in self._pending.get(device, ())
 
     def pending_blobs(self, device: str) -> list[str]:
-        return list(self._wanted.get(device, ()))
+        return list(self._pending.get(device, ()))
 
     def remove_blob(self, device: str, sha256: str) -> None:
-        wanted = self._wanted.get(device, {})
-        if wanted.pop(sha256, None) is not None and not wanted:
-            del self._wanted[device]
-            self._waits.pop(device, None)
-            self._news.pop(device, None)
-            self._left.add(device)
+        pending = self._pending.get(device, {})
+        if pending.pop(sha256, None) is not None and not pending:
+            del self._pending[device]
+            self._waiting_since_s.pop(device, None)
+            self._changes.pop(device, None)
+            self._finished_devices.add(device)
 
     def start_turns(self, now_s: float) -> list[str]:
         """Start the turns of waiting devices within the limit. Return these devices."""
-        begun = []
-        while self._waits and self._fits(size := sum(self._wanted[next(iter(self._waits))].values())):
-            device = next(iter(self._waits))
-            since_s = self._waits.pop(device)
-            self._held_s.setdefault(device, max(now_s - since_s, 0.0))
-            self._sends[device] = size
-            self._sends_bytes += size
+        started = []
+        while self._waiting_since_s and self._fits(
+            size := sum(self._pending[next(iter(self._waiting_since_s))].values())
+        ):
+            device = next(iter(self._waiting_since_s))
+            since_s = self._waiting_since_s.pop(device)
+            self._waited_s.setdefault(device, max(now_s - since_s, 0.0))
+            self._uploading[device] = size
+            self._uploading_bytes += size
             if since_s < math.inf:
-                self._news[device] = False
-            begun.append(device)
-        for device in self._came:
-            if self._waits.get(device) == math.inf:
-                self._waits[device], self._news[device] = now_s, True
-        self._came.clear()
-        return begun
+                self._changes[device] = False
+            started.append(device)
+        for device in self._new_devices:
+            if self._waiting_since_s.get(device) == math.inf:
+                self._waiting_since_s[device], self._changes[device] = now_s, True
+        self._new_devices.clear()
+        return started
 
     def is_sending(self, device: str) -> bool:
-        return device in self._sends and device in self._wanted
+        return device in self._uploading and device in self._pending
 
     def move_to_end(self, device: str, now_s: float) -> None:
         self._end_turn(device)
-        self._waits[device], self._news[device] = now_s, True
+        self._waiting_since_s[device], self._changes[device] = now_s, True
 
     def waiting_s(self, device: str) -> float:
         """Return the seconds a device waited for its first turn, or infinity while it waits."""
-        return self._held_s.get(device, math.inf if device in self._waits else 0.0)
+        return self._waited_s.get(device, math.inf if device in self._waiting_since_s else 0.0)
 
     def take_changes(self) -> dict[str, bool]:
         """Return the devices that began to wait (True) or to send (False) since the last call."""
-        news, self._news = self._news, {}
-        return news
+        changes, self._changes = self._changes, {}
+        return changes
 
     def _fits(self, size: int) -> bool:
-        few = self._here + len(self._sends) < LEAST
-        return few or self._here_bytes + self._sends_bytes + size <= self._most_bytes
+        is_below_minimum = self._unprocessed_devices + len(self._uploading) < MIN_UPLOADING_DEVICES
+        return is_below_minimum or self._unprocessed_bytes + self._uploading_bytes + size <= self._limit_bytes
 
     def _end_turn(self, device: str) -> None:
-        self._sends_bytes -= self._sends.pop(device, 0)
+        self._uploading_bytes -= self._uploading.pop(device, 0)
 
 
 @dataclass(frozen=True)
 class OutgoingChunk:
     device: str
     sha256: str
-    chunk: int  # bytes of a chunk: how the blob is cut for this device
+    chunk_bytes: int  # bytes of a chunk: how the blob is cut for this device
     index: int
 
 
@@ -150,7 +156,7 @@ class OutgoingChunkQueue:
 
     def add(self, item: OutgoingChunk) -> None:
         queue = self._queues.setdefault(item.device, {})
-        if len(queue) < _QUEUED_MOST:
+        if len(queue) < _MAX_QUEUED_CHUNKS:
             queue[item] = None
 
     def take_next(self, backlog_bytes: int) -> OutgoingChunk | None:
@@ -159,7 +165,7 @@ class OutgoingChunkQueue:
             return None
         device, queue = next(iter(self._queues.items()))
         item = next(iter(queue))
-        if backlog_bytes > 0 and backlog_bytes + item.chunk > chunks.BUDGET_BYTES:
+        if backlog_bytes > 0 and backlog_bytes + item.chunk_bytes > chunks.BUDGET_BYTES:
             return None
         del self._queues[device], queue[item]
         if queue:
@@ -173,23 +179,26 @@ class ChunkSender:
     def __init__(
         self,
         link: Link,
-        depot: BlobStore,
+        blob_store: BlobStore,
         topics: wire.Topics,
         direction: wire.Direction,
-        allowed: Callable[[str, str], bool],
-        streaming: DirectTransfers,
-        strain: Callable[[str, float], None],
+        is_allowed: Callable[[str, str], bool],
+        direct_transfers: DirectTransfers,
+        charge: Callable[[str, float], None],
     ) -> None:
-        self._link, self._depot, self._topics, self._streaming = link, depot, topics, streaming
+        self._link, self._blob_store, self._topics, self._direct_transfers = link, blob_store, topics, direct_transfers
         self._direction: wire.Direction = direction
-        self._allowed, self._strain = allowed, strain
+        self._is_allowed, self._charge = is_allowed, charge
         self.sent_bytes: Counter[str] = Counter()  # device -> bytes of chunks, repetitions included
-        self._serve = OutgoingChunkQueue()
+        self._queue = OutgoingChunkQueue()
         self._manifests: dict[tuple[str, int], wire.BlobManifest] = {}  # the latest ones
-        self._sent: set[OutgoingChunk] = set()
-        self._latest: tuple[tuple[str, int, int], bytes] = ("", 0, 0), b""  # chunk sent last, by blob, cut and index
-        self._cut: set[str] = set()  # sha256 of blobs that have been cut once, for whoever asked first
-        self._cutting: dict[
+        self._sent_chunks: set[OutgoingChunk] = set()
+        self._latest_chunk: tuple[tuple[str, int, int], bytes] = (
+            ("", 0, 0),
+            b"",
+        )  # chunk sent last, by blob, cut and index
+        self._hashed_blobs: set[str] = set()  # sha256 of blobs that have been cut once, for whoever asked first
+        self._manifest_builders: dict[
             tuple[str, int], tuple[str, ManifestBuilder]
         ] = {}  # by blob and chunk: for whom, and how far
         self._waiting: dict[
@@ -197,92 +206,98 @@ class ChunkSender:
         ] = {}  # blob that is being cut -> device -> its latest request
 
     def __bool__(self) -> bool:
-        return bool(self._serve) or bool(self._cutting)
+        return bool(self._queue) or bool(self._manifest_builders)
 
-    def handle_request(self, device: str, get: wire.ChunkRequest) -> None:
+    def handle_request(self, device: str, request: wire.ChunkRequest) -> None:
         try:
-            manifest = self._find_or_build_manifest(device, get.sha256, get.chunk)
+            manifest = self._find_or_build_manifest(device, request.sha256, request.chunk)
         except FedquiltError as error:
-            return self._publish_missing(device, get.sha256, str(error))
+            return self._publish_missing(device, request.sha256, str(error))
         if manifest is None:
-            self._waiting.setdefault(get.sha256, {})[device] = get
+            self._waiting.setdefault(request.sha256, {})[device] = request
             return None
         if chunks.chunk_count(manifest) > 1:
-            self._streaming.offer_locations(
-                device, BlobRef(sha256=get.sha256, size=manifest.size), again=not get.indices
+            self._direct_transfers.offer_locations(
+                device, BlobRef(sha256=request.sha256, size=manifest.size), repeat=not request.indices
             )
-        if get.indices and manifest.chunk == get.chunk:
-            for index in get.indices:
+        if request.indices and manifest.chunk == request.chunk:
+            for index in request.indices:
                 if index < chunks.chunk_count(manifest):
-                    self._serve.add(OutgoingChunk(device, get.sha256, manifest.chunk, index))
+                    self._queue.add(OutgoingChunk(device, request.sha256, manifest.chunk, index))
         else:  # also when our packets have become smaller since the manifest was sent
-            self._serve.add(OutgoingChunk(device, get.sha256, manifest.chunk, MANIFEST))
+            self._queue.add(OutgoingChunk(device, request.sha256, manifest.chunk, MANIFEST))
         return None
 
-    def _find_or_build_manifest(self, device: str, sha256: str, asked: int) -> wire.BlobManifest | None:
+    def _find_or_build_manifest(self, device: str, sha256: str, requested_bytes: int) -> wire.BlobManifest | None:
         """Return the manifest, or None while it is built. Raise StoreError for a missing or forbidden blob."""
-        if not self._allowed(device, sha256):
+        if not self._is_allowed(device, sha256):
             raise StoreError(f"blob {sha256[:12]} is not offered to {device} now")
-        ref = self._depot.find_ref(sha256)
+        ref = self._blob_store.find_ref(sha256)
         if ref is None:
             raise StoreError(f"blob {sha256[:12]} is not here any more")
-        chunk = chunks.negotiate_chunk_size(chunks.chunk_size_for(self._link.max_payload), asked)
-        key = sha256, chunk
-        if key not in self._manifests and key not in self._cutting:
-            read = partial(self._depot.read_range, sha256)
-            self._cutting[key] = device, ManifestBuilder(ref, chunk, read)
+        chunk_bytes = chunks.negotiate_chunk_size(chunks.chunk_size_for(self._link.max_payload), requested_bytes)
+        key = sha256, chunk_bytes
+        if key not in self._manifests and key not in self._manifest_builders:
+            read = partial(self._blob_store.read_range, sha256)
+            self._manifest_builders[key] = device, ManifestBuilder(ref, chunk_bytes, read)
             self._continue_building(key)
         if key in self._manifests:
             self._manifests[key] = self._manifests.pop(key)  # as the latest
         return self._manifests.get(key)
 
     def _continue_building(self, key: tuple[str, int]) -> bool:
-        device, cutting = self._cutting[key]
+        device, builder = self._manifest_builders[key]
         try:
-            manifest = cutting.hash_chunks(CUT_BYTES)
+            manifest = builder.hash_chunks(HASH_STEP_BYTES)
         except StoreError as error:
-            del self._cutting[key]
+            del self._manifest_builders[key]
             if isinstance(error, chunks.DamagedBlobError):
-                self._depot.discard_damaged(key[0])
+                self._blob_store.discard_damaged(key[0])
             raise
         if manifest is None:
             return False
-        del self._cutting[key]
-        self._strain(device, manifest.size * (key[0] in self._cut) * HASHED_BYTE_S)
-        if len(self._cut) >= _CUT_MOST:
-            self._cut.clear()
-        self._cut.add(key[0])
-        while self._manifests and sum(len(m.digests) for m in self._manifests.values()) > _DIGESTS_MOST:
+        del self._manifest_builders[key]
+        self._charge(device, manifest.size * (key[0] in self._hashed_blobs) * HASH_S_PER_BYTE)
+        if len(self._hashed_blobs) >= _MAX_REMEMBERED_BLOBS:
+            self._hashed_blobs.clear()
+        self._hashed_blobs.add(key[0])
+        while self._manifests and sum(len(m.digests) for m in self._manifests.values()) > _MAX_MANIFEST_CHARACTERS:
             del self._manifests[next(iter(self._manifests))]
         self._manifests[key] = manifest
         return True
 
     def step(self) -> None:
-        if self._cutting:
-            key = next(iter(self._cutting))
+        if self._manifest_builders:
+            key = next(iter(self._manifest_builders))
             try:
-                ended, reason = self._continue_building(key), ""
+                is_ended, reason = self._continue_building(key), ""
             except StoreError as error:
-                ended, reason = True, str(error)
-            for device, get in self._waiting.pop(key[0], {}).items() if ended else ():
-                self._publish_missing(device, get.sha256, reason) if reason else self.handle_request(device, get)
-        while (item := self._serve.take_next(self._link.backlog)) is not None:
+                is_ended, reason = True, str(error)
+            for device, request in self._waiting.pop(key[0], {}).items() if is_ended else ():
+                self._publish_missing(device, request.sha256, reason) if reason else self.handle_request(
+                    device, request
+                )
+        while (item := self._queue.take_next(self._link.backlog)) is not None:
             self._send_item(item)
 
     def _send_item(self, item: OutgoingChunk) -> None:
         device, sha256, index = item.device, item.sha256, item.index
         try:
-            manifest = self._find_or_build_manifest(device, sha256, item.chunk)
+            manifest = self._find_or_build_manifest(device, sha256, item.chunk_bytes)
             if manifest is None:  # it was forgotten, and is being cut anew
                 indices = () if index == MANIFEST else (index,)
-                self.handle_request(device, wire.ChunkRequest(sha256=sha256, chunk=item.chunk, indices=indices))
+                self.handle_request(device, wire.ChunkRequest(sha256=sha256, chunk=item.chunk_bytes, indices=indices))
             elif index == MANIFEST:
                 self._publish(device, f"blob/{sha256}/manifest", manifest)
-            elif manifest.chunk == item.chunk:
-                if self._latest[0] != (sha256, item.chunk, index):  # the same for many devices, one after the other
-                    payload = self._depot.read_range(sha256, *chunks.chunk_extent(manifest, index))
-                    self._latest = (sha256, item.chunk, index), payload
-                payload = self._latest[1]
+            elif manifest.chunk == item.chunk_bytes:
+                if self._latest_chunk[0] != (
+                    sha256,
+                    item.chunk_bytes,
+                    index,
+                ):  # the same for many devices, one after the other
+                    payload = self._blob_store.read_range(sha256, *chunks.chunk_extent(manifest, index))
+                    self._latest_chunk = (sha256, item.chunk_bytes, index), payload
+                payload = self._latest_chunk[1]
                 self._charge_and_verify_resent_chunk(item, manifest, payload)
                 topic = self._topics.chunk_topic(device, self._direction, sha256, index)
                 self._link.publish(topic, payload, reliable=False)
@@ -292,21 +307,23 @@ class ChunkSender:
 
     def _charge_and_verify_resent_chunk(self, item: OutgoingChunk, manifest: wire.BlobManifest, payload: bytes) -> None:
         # Only chunks requested again are hashed: hashing each chunk for each device takes half a millisecond.
-        if item not in self._sent:
-            if len(self._sent) >= _SENT_MOST:
-                self._sent.clear()
-            self._sent.add(item)
-            return self._strain(item.device, SENT_S if len(payload) < PAYING_BYTES else -PAID_S)
-        self._strain(item.device, SENT_S + len(payload) * HASHED_BYTE_S)
+        if item not in self._sent_chunks:
+            if len(self._sent_chunks) >= _MAX_REMEMBERED_CHUNKS:
+                self._sent_chunks.clear()
+            self._sent_chunks.add(item)
+            return self._charge(
+                item.device, SMALL_CHUNK_CHARGE_S if len(payload) < MIN_CREDITED_BYTES else -CHUNK_CREDIT_S
+            )
+        self._charge(item.device, SMALL_CHUNK_CHARGE_S + len(payload) * HASH_S_PER_BYTE)
         if not chunks.is_valid_chunk(manifest, item.index, payload):
-            self._manifests.pop((item.sha256, item.chunk), None)
-            self._latest = ("", 0, 0), b""
-            self._depot.discard_damaged(item.sha256)
+            self._manifests.pop((item.sha256, item.chunk_bytes), None)
+            self._latest_chunk = ("", 0, 0), b""
+            self._blob_store.discard_damaged(item.sha256)
             raise chunks.DamagedBlobError(f"blob {item.sha256[:12]} is damaged on disk: it has to be stored again")
 
     def _publish_missing(self, device: str, sha256: str, reason: str) -> None:
         log.info("%s is not sent blob %s: %s", device, sha256[:12], reason)
         self._publish(device, f"blob/{sha256}/missing", wire.MissingBlob(sha256=sha256, reason=shorten_error(reason)))
 
-    def _publish(self, device: str, leaf: str, message: WireMessage) -> None:
-        self._link.publish(self._topics.device_topic(device, self._direction, leaf), wire.encode(message))
+    def _publish(self, device: str, subtopic: str, message: WireMessage) -> None:
+        self._link.publish(self._topics.device_topic(device, self._direction, subtopic), wire.encode(message))

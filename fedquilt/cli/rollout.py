@@ -120,7 +120,7 @@ class RolloutOptions:
     window: str
     force: bool
 
-    def make_plan(self, kind: wire.Kind, name: str, **plan_fields: Any) -> RolloutPlan:
+    def make_plan(self, kind: wire.ReleaseKind, name: str, **plan_fields: Any) -> RolloutPlan:
         from fedquilt.coordinator.rounds.rollout import RolloutPlan
 
         plan = RolloutPlan(

@@ -87,18 +87,18 @@ class ProgressLine:
             now_s, live = self._clock(), self.is_live
             if self._begun_s is None:
                 self._begun_s, self._due_s = now_s, now_s + (0.0 if live else QUIET_S)
-            left = self._format_remaining(done, total, now_s)
+            remaining = self._format_remaining(done, total, now_s)
             if now_s < self._due_s:
                 return
-            first, *more = (what if isinstance(what, str) else what()).splitlines()
+            headline, *detail_lines = (what if isinstance(what, str) else what()).splitlines()
             if live:
                 self._due_s = now_s + LIVE_S
-                room = _measure_width() - len(first) - len(left) - 1
-                bar = f" {format_bar((done or 0.0) / total, room)}" if left and total and room >= BAR_LEAST else ""
-                self._draw([first + bar + left, *more])
+                room = _measure_width() - len(headline) - len(remaining) - 1
+                bar = f" {format_bar((done or 0.0) / total, room)}" if remaining and total and room >= BAR_LEAST else ""
+                self._draw([headline + bar + remaining, *detail_lines])
             else:
                 self._due_s = now_s + min(max(EVERY_S, SHARE * (now_s - self._begun_s)), RARELY_S)
-                print(f"{first}:{left}" if left else first, file=self._out, flush=True)
+                print(f"{headline}:{remaining}" if remaining else headline, file=self._out, flush=True)
 
     def set_part(self, now: str, done: float, total: float) -> None:
         """Set the current part of the work, which `show_progress` displays.
@@ -111,11 +111,11 @@ class ProgressLine:
         self._part = (now, done, total)
 
     def show_elapsed(self, what: str, began_s: float) -> None:
-        part, so_far = self._part, units.format_duration(self._clock() - began_s)
+        part, elapsed = self._part, units.format_duration(self._clock() - began_s)
         if part is None:
-            return self.show_status(f"{what}: {so_far} so far")
+            return self.show_status(f"{what}: {elapsed} so far")
         now, done, total = part
-        return self.show_status(f"{what}: {now}, {so_far} so far", done, total)
+        return self.show_status(f"{what}: {now}, {elapsed} so far", done, total)
 
     def clear(self) -> None:
         with _LOCK:
@@ -148,11 +148,11 @@ class ProgressLine:
         return sys.stderr if self._given is None else self._given
 
     def _draw(self, lines: Sequence[str]) -> None:
-        wide = _measure_width()
-        shown = [line if len(line) <= wide else f"{line[: wide - 1]}…" for line in lines]
-        if shown != self._drawn:
-            print(self._to_start() + "\n".join(shown), end="", file=self._out, flush=True)
-            self._drawn = shown
+        width = _measure_width()
+        clipped = [line if len(line) <= width else f"{line[: width - 1]}…" for line in lines]
+        if clipped != self._drawn:
+            print(self._to_start() + "\n".join(clipped), end="", file=self._out, flush=True)
+            self._drawn = clipped
             _LIVE.add(self)
 
     def _wipe(self) -> None:
@@ -169,19 +169,19 @@ class ProgressLine:
             return ""
         if self._first is None or self._first[0] != total or done < self._first[1]:
             self._first, self._left_s = (total, done, now_s), math.inf
-        _, first, first_s = self._first
-        told = f" {100 * done / total:.0f} %"
-        if done - first >= min(EVIDENCE, EVIDENCE_SHARE * total):
-            left_s = (now_s - first_s) / (done - first) * (total - done)
+        _, first_done, first_s = self._first
+        text = f" {100 * done / total:.0f} %"
+        if done - first_done >= min(EVIDENCE, EVIDENCE_SHARE * total):
+            left_s = (now_s - first_s) / (done - first_done) * (total - done)
             self._left_s = min(self._left_s, left_s)
             if left_s <= MISJUDGED * self._left_s:
-                told += f", about {units.format_duration(self._left_s)} left"
-        return told
+                text += f", about {units.format_duration(self._left_s)} left"
+        return text
 
 
 def format_bar(share: float, room: int = BAR) -> str:
-    wide = min(BAR, room)
-    return ("█" * round(wide * share)).ljust(wide, "░")
+    width = min(BAR, room)
+    return ("█" * round(width * share)).ljust(width, "░")
 
 
 def _measure_width() -> int:
@@ -201,8 +201,8 @@ LINE: Final = ProgressLine()
 
 def count_parts(total: int) -> Callable[[str], None]:
     """Return a function to call with the name of each of `total` parts of the work when it begins."""
-    begun = itertools.count()
-    return lambda now: LINE.set_part(now, next(begun), total)
+    counter = itertools.count()
+    return lambda now: LINE.set_part(now, next(counter), total)
 
 
 def call_periodically(tell: Callable[[], None], every_s: float = TICK_S) -> AbstractContextManager[None]:

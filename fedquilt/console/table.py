@@ -37,10 +37,12 @@ def fold_line(line: str, hang: int | None = None, out: TextIO | None = None) -> 
     """
     if not (out or sys.stdout).isatty():
         return [line]
-    wide = max(PLAIN, shutil.get_terminal_size((PLAIN, 24)).columns)
-    before = len(line) - len(line.lstrip()) + 2 if hang is None else hang
-    whole = textwrap.TextWrapper(wide, subsequent_indent=" " * before, break_on_hyphens=False, break_long_words=False)
-    return whole.wrap(line) or [line]
+    width = max(PLAIN, shutil.get_terminal_size((PLAIN, 24)).columns)
+    indent = len(line) - len(line.lstrip()) + 2 if hang is None else hang
+    wrapper = textwrap.TextWrapper(
+        width, subsequent_indent=" " * indent, break_on_hyphens=False, break_long_words=False
+    )
+    return wrapper.wrap(line) or [line]
 
 
 def colour_text(text: str, colour: str | None, out: TextIO | None = None) -> str:
@@ -85,39 +87,39 @@ def format_table(
 
 def format_markdown(lines: Iterable[str]) -> list[str]:
     """Format headings, paragraphs, lists and tables of a Markdown page without its signs."""
-    shown: list[str] = []
+    output: list[str] = []
     kinds = {"": "blank", "|": "table", "#": "heading"}
     for kind, group in groupby("\n".join(lines).splitlines(), lambda line: kinds.get(line[:1], "text")):
         part = re.sub(r" \(\[[^]]+\]\([^)]+\)\)|[`*]{1,2}", "", "\n".join(group))
         if kind == "table":
             rows = [re.split(r" ?(?<!\\)\| ?", line)[1:-1] for line in part.splitlines() if set(line) - set("|-")]
             pairs = [(name, "; ".join(filter(None, cells))) for name, *cells in rows]
-            shown += format_table([(name, text.replace("\\|", "|")) for name, text in pairs], "<~")
+            output += format_table([(name, text.replace("\\|", "|")) for name, text in pairs], "<~")
         elif kind == "text":
-            for each in re.split(r"\n(?=- )", part):
-                hang = "  " * each.startswith("- ")
-                shown += textwrap.wrap(" ".join(each.split()), line_width(), subsequent_indent=hang)
+            for item in re.split(r"\n(?=- )", part):
+                hang = "  " * item.startswith("- ")
+                output += textwrap.wrap(" ".join(item.split()), line_width(), subsequent_indent=hang)
         else:
-            shown += [colour_text(line.lstrip("# "), "bold") if line else "" for line in part.split("\n")]
-    return shown
+            output += [colour_text(line.lstrip("# "), "bold") if line else "" for line in part.split("\n")]
+    return output
 
 
-def _group_columns(widths: Sequence[int], wide: int) -> list[list[int]]:
-    blocks, used = [[0]], widths[0]
-    for index, each in enumerate(widths[1:], 1):
-        if used + len(GAP) + each > wide and len(blocks[-1]) > 1:
+def _group_columns(widths: Sequence[int], total_width: int) -> list[list[int]]:
+    blocks, used_width = [[0]], widths[0]
+    for index, width in enumerate(widths[1:], 1):
+        if used_width + len(GAP) + width > total_width and len(blocks[-1]) > 1:
             blocks.append([0])
-            used = widths[0]
+            used_width = widths[0]
         blocks[-1].append(index)
-        used += len(GAP) + each
+        used_width += len(GAP) + width
     return blocks
 
 
 def _wrap_row(row: Sequence[str], align: str, widths: Sequence[int], colours: Mapping[str, str]) -> list[str]:
-    first = GAP.join(_format_cell(*each, colours) for each in zip(row[:-1], align, widths, strict=False))
+    prefix = GAP.join(_format_cell(*cell, colours) for cell in zip(row[:-1], align, widths, strict=False))
     texts = textwrap.wrap(row[-1], widths[-1], break_on_hyphens=False) or [""]
     blank = " " * sum(widths[:-1]) + GAP * (len(widths) - 2)
-    return [f"{first if not at else blank}{GAP}{text}".rstrip() for at, text in enumerate(texts)]
+    return [f"{prefix if not index else blank}{GAP}{text}".rstrip() for index, text in enumerate(texts)]
 
 
 def _format_cell(text: str, align: str, width: int, colours: Mapping[str, str]) -> str:

@@ -26,16 +26,16 @@ def format_bytes(count: int) -> str:
 
 def format_duration(seconds: float) -> str:
     """Format a duration in about two digits: "0 s", "45 s", "12 min", "3 h", "5 d"."""
-    for scale, name, least in ((86400.0, "d", 2 * 86400.0), (3600.0, "h", 2 * 3600.0), (60.0, "min", 120.0)):
-        if seconds >= least:
+    for scale, name, min_seconds in ((86400.0, "d", 2 * 86400.0), (3600.0, "h", 2 * 3600.0), (60.0, "min", 120.0)):
+        if seconds >= min_seconds:
             return f"{seconds / scale:.0f} {name}"
     return f"{max(seconds, 0.0):.0f} s"
 
 
-def format_time_of_day(at: float, now: float) -> str:
-    """Return a local time such as "14:02", with its date if that is not the date of `now`."""
-    moment = time.localtime(at)
-    return time.strftime("%H:%M" if moment[:3] == time.localtime(now)[:3] else "%Y-%m-%d %H:%M", moment)
+def format_time_of_day(time_s: float, now_s: float) -> str:
+    """Return a local time such as "14:02", with its date if that is not the date of `now_s`."""
+    moment = time.localtime(time_s)
+    return time.strftime("%H:%M" if moment[:3] == time.localtime(now_s)[:3] else "%Y-%m-%d %H:%M", moment)
 
 
 def parse_amount(text: str, scales: Mapping[str, float], what: str) -> float:
@@ -46,12 +46,12 @@ def parse_amount(text: str, scales: Mapping[str, float], what: str) -> float:
         scales: Factor of each unit.
         what: Noun for the value in errors.
     """
-    found = re.fullmatch(r"([+-]?\d+(?:\.\d+)?) ?([A-Za-z%/]+)", text.strip())
-    if found is None or found[2] not in scales:
-        *most, last = scales
-        known = f"{', '.join(most)} or {last}" if most else last
-        raise ValueError(f"{text!r} is no {what}: a number with {known}")
-    return float(found[1]) * scales[found[2]]
+    match = re.fullmatch(r"([+-]?\d+(?:\.\d+)?) ?([A-Za-z%/]+)", text.strip())
+    if match is None or match[2] not in scales:
+        *first_units, last_unit = scales
+        units = f"{', '.join(first_units)} or {last_unit}" if first_units else last_unit
+        raise ValueError(f"{text!r} is no {what}: a number with {units}")
+    return float(match[1]) * scales[match[2]]
 
 
 def parse_seconds(text: str) -> float:

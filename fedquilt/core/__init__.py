@@ -6,7 +6,7 @@ quantity that cannot be measured is None, never 0. Messages are msgspec structs,
 """
 
 from fedquilt.core.device import Cost as Cost
-from fedquilt.core.device import Covers as Covers
+from fedquilt.core.device import Coverage as Coverage
 from fedquilt.core.device import Device as Device
 from fedquilt.core.device import Meter as Meter
 from fedquilt.core.device import Power as Power
@@ -25,29 +25,30 @@ from fedquilt.core.errors import UpdateError as UpdateError
 from fedquilt.core.errors import WireError as WireError
 from fedquilt.core.errors import shorten_error as shorten_error
 from fedquilt.core.messages import CODECS as CODECS
-from fedquilt.core.messages import DETAILED as DETAILED
-from fedquilt.core.messages import UNDECODABLE as UNDECODABLE
+from fedquilt.core.messages import DECODE_ERRORS as DECODE_ERRORS
+from fedquilt.core.messages import MAX_DETAILED_OUTPUTS as MAX_DETAILED_OUTPUTS
 from fedquilt.core.messages import Action as Action
 from fedquilt.core.messages import Amount as Amount
-from fedquilt.core.messages import AnyDigest as AnyDigest
 from fedquilt.core.messages import BlobLocation as BlobLocation
 from fedquilt.core.messages import BlobRef as BlobRef
-from fedquilt.core.messages import Code as Code
 from fedquilt.core.messages import Count as Count
+from fedquilt.core.messages import DeviceLabel as DeviceLabel
 from fedquilt.core.messages import DeviceReport as DeviceReport
 from fedquilt.core.messages import Digest as Digest
 from fedquilt.core.messages import Encoding as Encoding
 from fedquilt.core.messages import EvaluationSums as EvaluationSums
-from fedquilt.core.messages import Label as Label
 from fedquilt.core.messages import Layout as Layout
 from fedquilt.core.messages import LocationOffer as LocationOffer
+from fedquilt.core.messages import MethodName as MethodName
 from fedquilt.core.messages import Metrics as Metrics
 from fedquilt.core.messages import Name as Name
 from fedquilt.core.messages import OperatingPoint as OperatingPoint
+from fedquilt.core.messages import OptionalDigest as OptionalDigest
 from fedquilt.core.messages import Profile as Profile
 from fedquilt.core.messages import Rates as Rates
 from fedquilt.core.messages import Seconds as Seconds
 from fedquilt.core.messages import Sentence as Sentence
+from fedquilt.core.messages import ShortText as ShortText
 from fedquilt.core.messages import SiteRight as SiteRight
 from fedquilt.core.messages import Task as Task
 from fedquilt.core.messages import TaskKind as TaskKind
@@ -55,7 +56,6 @@ from fedquilt.core.messages import Update as Update
 from fedquilt.core.messages import UploadProgress as UploadProgress
 from fedquilt.core.messages import Usage as Usage
 from fedquilt.core.messages import WireMessage as WireMessage
-from fedquilt.core.messages import Word as Word
 from fedquilt.core.messages import WorkEstimate as WorkEstimate
 from fedquilt.core.method import Aggregation as Aggregation
 from fedquilt.core.method import Artefact as Artefact
@@ -82,7 +82,7 @@ from fedquilt.core.method import UpdateSchema as UpdateSchema
 from fedquilt.core.method import derive_seed as derive_seed
 from fedquilt.core.method import seed_deriver as seed_deriver
 from fedquilt.core.method import tensor_shapes as tensor_shapes
-from fedquilt.core.retry import ATTEMPTS_MOST as ATTEMPTS_MOST
+from fedquilt.core.retry import MAX_COUNTED_ATTEMPTS as MAX_COUNTED_ATTEMPTS
 from fedquilt.core.retry import REFETCH as REFETCH
 from fedquilt.core.retry import RESEND as RESEND
 from fedquilt.core.retry import Retry as Retry

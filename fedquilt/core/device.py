@@ -13,19 +13,19 @@ from fedquilt.core.messages import OperatingPoint, WorkEstimate
 class Reading(msgspec.Struct, frozen=True, kw_only=True):
     """Sensor values at one moment. A value is None if the board cannot measure the quantity."""
 
-    energy_j: float | None = None  # counted since the device object was made; None: the meter reports only power
-    energy_source: str | None = None  # meter of both energy and power: the widest that answers
-    power_w: float | None = None  # by the same meter
-    rails_w: dict[str, float] = {}  # by label; some are parts of others
-    temperature_c: float | None = None  # hottest zone
+    energy_j: float | None = None  # since the creation of the device object, None if the meter reports only power
+    energy_source: str | None = None  # meter of energy and power with the widest coverage
+    power_w: float | None = None  # from the same meter
+    rails_w: dict[str, float] = {}  # by label; a rail may include other rails
+    temperature_c: float | None = None  # of the hottest zone
     available_bytes: int | None = None
     memory_pressure: float | None = None  # share of the last 10 s in which something waited for memory, 0..1
-    battery: float | None = None  # charge, 0..1; None: no battery
+    battery: float | None = None  # charge, 0..1, None without a battery
     charging: bool | None = None
-    mode: str | None = None  # power mode that the owner has set, where the board has any
+    mode: str | None = None  # power mode set by the owner, None if the board has no modes
 
 
-Covers: TypeAlias = Literal["board", "processor", "rail"]
+Coverage: TypeAlias = Literal["board", "processor", "rail"]
 """Coverage of a meter: the whole board, its processor (and memory) alone, or one rail."""
 
 
@@ -33,10 +33,10 @@ Covers: TypeAlias = Literal["board", "processor", "rail"]
 class Power:
     """Output of a meter at one moment. A value is None if the meter does not measure it."""
 
-    total_w: float | None = None  # watts of everything the meter covers
+    total_w: float | None = None  # watts of the whole coverage
     source: str | None = None  # name of the meter in reports: "ina3221 VDD_IN", "shelly plug"
-    rails_w: dict[str, float] = field(default_factory=dict)  # watts of parts, by label
-    energy_j: float | None = None  # joules counted since the meter was made; it never falls
+    rails_w: dict[str, float] = field(default_factory=dict)  # watts of parts by label
+    energy_j: float | None = None  # joules since the creation of the meter, never decreasing
 
 
 class Meter(Protocol):
@@ -47,8 +47,8 @@ class Meter(Protocol):
     """
 
     @property
-    def covers(self) -> Covers:
-        """Part of the device that the meter measures. The trusted meter that covers most measures energy."""
+    def coverage(self) -> Coverage:
+        """Part of the device that the meter measures. The trusted meter with the widest coverage measures energy."""
         ...
 
     def read(self, now_s: float) -> Power:
@@ -77,11 +77,11 @@ class Device(Protocol):
     memory_bytes: int
     points: tuple[OperatingPoint, ...]  # empty if unknown
     idle_w: float | None
-    provenance: str  # of the numbers above, as in `Profile`
+    provenance: str  # of the values above, as in `Profile`
     adjustable: bool  # whether `pin_clocks` can set the clocks
 
     @property
-    def holds(self) -> bool:
+    def clocks_unchanged(self) -> bool:
         """Whether the pinned clocks were unchanged at the last reading of the sensors."""
         ...
 

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-ERROR_MOST_CHARACTERS = 1000  # of a sentence on the wire
+MAX_ERROR_CHARACTERS = 1000  # limit of `Sentence` fields
 
 
-def shorten_error(text: str, most_characters: int = ERROR_MOST_CHARACTERS) -> str:
-    """Return an error's text in one line of at most `most_characters`, shortened in the middle.
+def shorten_error(text: str, max_characters: int = MAX_ERROR_CHARACTERS) -> str:
+    """Return an error's text in one line of at most `max_characters`, shortened in the middle.
 
     Libraries name the cause at the end of a long text, after the call stack. The beginning names the operation.
     """
     text = " ".join(text.split())
-    if len(text) <= most_characters:
+    if len(text) <= max_characters:
         return text
-    head = most_characters // 4
-    return f"{text[:head]} ... {text[len(text) - (most_characters - head - 5) :]}"
+    head_characters = max_characters // 4
+    return f"{text[:head_characters]} ... {text[len(text) - (max_characters - head_characters - 5) :]}"
 
 
 class FedquiltError(Exception):

@@ -13,21 +13,21 @@ from fractions import Fraction
 from itertools import accumulate
 from typing import Final, NamedTuple
 
-from fedquilt.core import DETAILED, EvaluationSums, TaskKind, UpdateError
-from fedquilt.core.messages import SHARES_MOST
+from fedquilt.core import MAX_DETAILED_OUTPUTS, EvaluationSums, TaskKind, UpdateError
+from fedquilt.core.messages import MAX_CLASS_SHARES
 
-LOGIT_MOST: Final = 10.0  # the first and the last bin of a histogram hold everything beyond
-SUM_MOST: Final = 1e90  # largest float of a sum: squares of float32 numbers, added up 10^12 times
-SLACK: Final = Fraction(1.000001)  # by which rounded squares may be less than they are
-ROUNDING: Final = 1.01  # by which a value rounded to three digits may differ
-DIGITS: Final = 3  # to which a device's own main metric is rounded among those of other devices
+MAX_LOGIT: Final = 10.0  # logits beyond this count in the first or the last bin of a histogram
+MAX_SUM: Final = 1e90  # limit of a sum: squares of 10^12 float32 numbers
+SQUARES_TOLERANCE: Final = Fraction(1.000001)  # tolerance for sums of rounded squares
+ROUNDING_TOLERANCE: Final = 1.01  # tolerance for values rounded to METRIC_DIGITS
+METRIC_DIGITS: Final = 3  # of a device's main metric in the total of several devices
 
 
 class MetricOverDevices(NamedTuple):
     devices: int
     mean: float
     worst_decile: float  # mean of the worst tenth of the devices, at least one
-    best_decile: float  # mean of the best tenth, likewise
+    best_decile: float  # mean of the best tenth of the devices, at least one
     deviation: float  # standard deviation
 
     @property
@@ -39,12 +39,12 @@ class MetricOverDevices(NamedTuple):
 
 
 def exact_sum(numbers: Iterable[float]) -> tuple[float, ...]:
-    """Return the canonical floats whose exact sum is that of the numbers, in any order."""
-    left, found = [float(each) for each in numbers], list[float]()
-    while rounded := math.fsum(left):
-        found.append(rounded)
-        left.append(-rounded)
-    return tuple(found)
+    """Return floats with the same exact sum as the numbers. The result does not depend on their order."""
+    remaining, summands = [float(number) for number in numbers], list[float]()
+    while rounded := math.fsum(remaining):
+        summands.append(rounded)
+        remaining.append(-rounded)
+    return tuple(summands)
 
 
 def pack_counts(counts: Iterable[int]) -> bytes:
@@ -62,7 +62,7 @@ def pack_counts(counts: Iterable[int]) -> bytes:
             _append_varint(packed, zeros)
             zeros = 0
         _append_varint(packed, count)
-    return bytes(packed)  # zeros at the end are left out
+    return bytes(packed)
 
 
 def unpack_counts(packed: bytes, size: int) -> list[int]:
@@ -75,10 +75,10 @@ def unpack_counts(packed: bytes, size: int) -> list[int]:
     Raises:
         UpdateError: If there are more than `size` counts, or the bytes end within a number.
     """
-    found = [0] * size
-    for place, count in _unpack_nonzero(packed, size):
-        found[place] = count
-    return found
+    counts = [0] * size
+    for index, count in _unpack_nonzero(packed, size):
+        counts[index] = count
+    return counts
 
 
 def _append_varint(packed: bytearray, number: int) -> None:
@@ -89,22 +89,22 @@ def _append_varint(packed: bytearray, number: int) -> None:
 
 
 def _unpack_nonzero(packed: bytes, size: int) -> Iterator[tuple[int, int]]:
-    place = number = shift = 0
+    index = number = shift = 0
     after_zero = False
     for byte in packed:
         number |= (byte & 127) << shift
         if byte > 127:
             shift += 7
             if shift > 56:
-                raise UpdateError("packed counts hold a number beyond 2^56")
+                raise UpdateError("packed counts contain a number beyond 2^56")
             continue
         if after_zero:
-            place, after_zero = place + number, False
+            index, after_zero = index + number, False
         elif number:
-            if place >= size:
+            if index >= size:
                 raise UpdateError(f"packed counts are more than {size}")
-            yield place, number
-            place += 1
+            yield index, number
+            index += 1
         else:
             after_zero = True
         number = shift = 0
@@ -118,13 +118,13 @@ def _split_rows(numbers: Sequence[int], width: int) -> list[list[int]]:
 
 def histogram_bins(outputs: int) -> int:
     """Return the number of bins per probability histogram, or 0 for many outputs."""
-    return min(3000 // outputs, 400) if outputs <= DETAILED else 0
+    return min(3000 // outputs, 400) if outputs <= MAX_DETAILED_OUTPUTS else 0
 
 
 def counts_length(task: TaskKind, outputs: int) -> int:
     if task == "regression":
         return 0
-    return outputs**2 if task == "classes" and outputs <= DETAILED else 3 * outputs
+    return outputs**2 if task == "classes" and outputs <= MAX_DETAILED_OUTPUTS else 3 * outputs
 
 
 def scores_length(task: TaskKind, outputs: int) -> int:
@@ -134,143 +134,151 @@ def scores_length(task: TaskKind, outputs: int) -> int:
 # -- totals ---------------------------------------------------------------------------------------
 
 
-def add_evaluations(given: Iterable[EvaluationSums]) -> EvaluationSums | None:
+def add_evaluations(evaluations: Iterable[EvaluationSums]) -> EvaluationSums | None:
     """Add evaluations of different devices or sites, or return None without examples.
 
     Raises:
         UpdateError: If tasks or numbers of outputs differ.
     """
-    parts = [each for each in given if each.examples]
+    parts = [evaluation for evaluation in evaluations if evaluation.examples]
     if not parts:
         return None
     task, outputs = parts[0].task, parts[0].outputs
-    if odd := next((each for each in parts if (each.task, each.outputs) != (task, outputs)), None):
+    if other := next(
+        (evaluation for evaluation in parts if (evaluation.task, evaluation.outputs) != (task, outputs)), None
+    ):
         raise UpdateError(
-            f"evaluations of {odd.outputs} outputs ({odd.task}) and of {outputs} ({task}) have no sum: the devices' "
-            "networks differ"
+            f"evaluations with {other.outputs} outputs ({other.task}) and {outputs} outputs ({task}) cannot be added: "
+            "the devices' networks differ"
         )
     devices = Counter[float]()
     for part in parts:
-        devices.update(dict(part.devices) or {_round_digits(main_metric_value(part)): 1})
+        devices.update(dict(part.device_values) or {_round_digits(main_metric_value(part)): 1})
     return EvaluationSums(
         examples=sum(part.examples for part in parts),
         task=task,
         outputs=outputs,
         loss=_combine_sums(part.loss for part in parts),
         counts=_add_counts([part.counts for part in parts], counts_length(task, outputs)),
-        whole=sum(part.whole for part in parts),
+        exact_matches=sum(part.exact_matches for part in parts),
         scores=_add_counts([part.scores for part in parts], scores_length(task, outputs)),
-        absolute=_combine_sums(part.absolute for part in parts),
-        squares=tuple(map(_combine_sums, zip(*(part.squares for part in parts), strict=True))),
+        absolute_errors=_combine_sums(part.absolute_errors for part in parts),
+        squared_errors=tuple(map(_combine_sums, zip(*(part.squared_errors for part in parts), strict=True))),
         targets=tuple(map(_combine_sums, zip(*(part.targets for part in parts), strict=True))),
         target_squares=tuple(map(_combine_sums, zip(*(part.target_squares for part in parts), strict=True))),
-        devices=tuple(sorted(devices.items())),
-        right_with_priors=_add_right_with_priors(parts),
+        device_values=tuple(sorted(devices.items())),
+        correct_with_priors=_add_correct_with_priors(parts),
     )
 
 
-def _add_right_with_priors(parts: Sequence[EvaluationSums]) -> int | None:
-    # Devices whose engines count without priors have none that helps.
-    known = [part.right_with_priors for part in parts]
-    plain = (_sum_outcomes(count_outcomes(part))[0] for part in parts)
+def _add_correct_with_priors(parts: Sequence[EvaluationSums]) -> int | None:
+    # Engines that do not support class priors report None.
+    counts_with_priors = [part.correct_with_priors for part in parts]
+    counts_without_priors = (_sum_outcomes(count_outcomes(part))[0] for part in parts)
     return (
-        sum(b if a is None else a for a, b in zip(known, plain, strict=True))
-        if any(a is not None for a in known)
+        sum(b if a is None else a for a, b in zip(counts_with_priors, counts_without_priors, strict=True))
+        if any(a is not None for a in counts_with_priors)
         else None
     )
 
 
 def _combine_sums(sums: Iterable[tuple[float, ...]]) -> tuple[float, ...]:
-    return exact_sum(number for each in sums for number in each)
+    return exact_sum(number for summands in sums for number in summands)
 
 
 def _add_counts(packed: Sequence[bytes], size: int) -> bytes:
     if len(packed) == 1:
         return packed[0]
-    found = [0] * size
-    for each in packed:
-        for place, count in _unpack_nonzero(each, size):
-            found[place] += count
-    return pack_counts(found)
+    counts = [0] * size
+    for packed_counts in packed:
+        for index, count in _unpack_nonzero(packed_counts, size):
+            counts[index] += count
+    return pack_counts(counts)
 
 
 def _round_digits(value: float) -> float:
-    return float(f"{value:.{DIGITS}g}")
+    return float(f"{value:.{METRIC_DIGITS}g}")
 
 
 def confusion_matrix(sums: EvaluationSums) -> list[list[int]] | None:
     """Return the confusion matrix (true class, predicted class), or None without one."""
-    if sums.task != "classes" or sums.outputs > DETAILED:
+    if sums.task != "classes" or sums.outputs > MAX_DETAILED_OUTPUTS:
         return None
     return _split_rows(unpack_counts(sums.counts, sums.outputs**2), sums.outputs)
 
 
 def find_inconsistency(sums: EvaluationSums) -> str:
-    """Return a contradiction between the sums of an evaluation, or "" if there is none."""
+    """Return a description of a contradiction between the sums, or "" if they are consistent."""
     if not sums.examples:
         return "" if sums == EvaluationSums(examples=0, task=sums.task, outputs=sums.outputs) else "sums of no example"
-    every = [sums.loss, sums.absolute, *sums.squares, *sums.targets, *sums.target_squares]
-    if not all(abs(each) <= SUM_MOST for part in every for each in part):
-        return f"a sum that is not a number up to {SUM_MOST:g}"
-    if sums.right_with_priors is not None and (sums.task != "classes" or sums.right_with_priors > sums.examples):
-        return f"{sums.right_with_priors} correct predictions with class priors of {sums.examples} examples"
+    all_sums = [sums.loss, sums.absolute_errors, *sums.squared_errors, *sums.targets, *sums.target_squares]
+    if not all(abs(each) <= MAX_SUM for part in all_sums for each in part):
+        return f"a sum that is not a number up to {MAX_SUM:g}"
+    if sums.correct_with_priors is not None and (sums.task != "classes" or sums.correct_with_priors > sums.examples):
+        return f"{sums.correct_with_priors} correct predictions with class priors of {sums.examples} examples"
     if sums.task == "regression":
         return _find_error_inconsistency(sums)
-    if sums.absolute or sums.squares or sums.targets or sums.target_squares:
+    if sums.absolute_errors or sums.squared_errors or sums.targets or sums.target_squares:
         return f"sums of a regression, and its task is {sums.task!r}"
     outcomes, matrix = count_outcomes(sums), confusion_matrix(sums)
-    right, wrong, missed = _sum_outcomes(outcomes)
+    right, wrong, missed_count = _sum_outcomes(outcomes)
     classes = sums.task == "classes"
-    if classes and (right + missed != sums.examples or wrong != missed or sums.whole):
-        return f"counts of {right + missed} examples, and it has {sums.examples}"
+    if classes and (right + missed_count != sums.examples or wrong != missed_count or sums.exact_matches):
+        return f"counts of {right + missed_count} examples, and it has {sums.examples}"
     if not classes and any(sum(each) > sums.examples for each in outcomes):
         return f"more outcomes of a label than its {sums.examples} examples"
-    if not classes and sums.whole > sums.examples - max(wrong + missed for _, wrong, missed in outcomes):
-        return f"{sums.whole} examples without a wrong label, and more wrong ones than are left"
+    if not classes and sums.exact_matches > sums.examples - max(
+        wrong + missed_count for _, wrong, missed_count in outcomes
+    ):
+        return f"{sums.exact_matches} examples without a wrong label, and more wrong ones than are left"
     bins = histogram_bins(sums.outputs)
     rows = _split_rows(unpack_counts(sums.scores, scores_length(sums.task, sums.outputs)), bins) if bins else []
-    true = [sum(row) for row in matrix] if matrix else [right + missed for right, _, missed in outcomes]
-    if any(sum(rows[2 * at]) != n or sum(rows[2 * at + 1]) != sums.examples - n for at, n in enumerate(true) if rows):
+    true = [sum(row) for row in matrix] if matrix else [right + missed_count for right, _, missed_count in outcomes]
+    if any(
+        sum(rows[2 * index]) != n or sum(rows[2 * index + 1]) != sums.examples - n
+        for index, n in enumerate(true)
+        if rows
+    ):
         return "histograms of another number of examples than its counts"
     return ""
 
 
 def _find_error_inconsistency(sums: EvaluationSums) -> str:
-    detailed = sums.outputs if sums.outputs <= DETAILED else 0
-    if sums.counts or sums.scores or sums.whole:
+    detailed = sums.outputs if sums.outputs <= MAX_DETAILED_OUTPUTS else 0
+    if sums.counts or sums.scores or sums.exact_matches:
         return "counts of classes, and its task is 'regression'"
-    if (len(sums.squares), len(sums.targets), len(sums.target_squares)) != (detailed or 1, detailed, detailed):
+    if (len(sums.squared_errors), len(sums.targets), len(sums.target_squares)) != (detailed or 1, detailed, detailed):
         return f"sums of another number of outputs than {sums.outputs}"
-    squares, absolute = [exact_fraction(each) for each in sums.squares], exact_fraction(sums.absolute)
-    most = sums.examples * sums.outputs * sum(squares) * SLACK
-    if min(squares) < 0 or absolute < 0 or absolute**2 > most:
+    squares, absolute = [exact_fraction(each) for each in sums.squared_errors], exact_fraction(sums.absolute_errors)
+    max_squared_sum = sums.examples * sums.outputs * sum(squares) * SQUARES_TOLERANCE
+    if min(squares) < 0 or absolute < 0 or absolute**2 > max_squared_sum:
         return "errors whose sum and sum of squares contradict each other"
     if any(
-        exact_fraction(each) ** 2 > sums.examples * exact_fraction(square) * SLACK
+        exact_fraction(each) ** 2 > sums.examples * exact_fraction(square) * SQUARES_TOLERANCE
         for each, square in zip(sums.targets, sums.target_squares, strict=True)
     ):
         return "targets whose sum and sum of squares contradict each other"
     return ""
 
 
-def find_device_inconsistency(sums: EvaluationSums, boards: int, metric_most: float) -> str:
-    """Return a contradiction in the device values of an evaluation, or "" if there is none.
+def find_device_inconsistency(sums: EvaluationSums, max_devices: int, max_metric: float) -> str:
+    """Return a description of a contradiction in the device values, or "" if they are consistent.
 
     Args:
-        sums: Evaluation of a device or a site, consistent otherwise.
-        boards: Maximum number of devices of a site, or 0 for a single device.
-        metric_most: Largest possible value of the main metric.
+        sums: Evaluation of a device or a site, checked by `find_inconsistency`.
+        max_devices: Maximum number of devices of a site, or 0 for a single device.
+        max_metric: Largest possible value of the main metric.
     """
-    values = [value for value, _ in sums.devices]
-    if not boards or not sums.examples:
+    values = [value for value, _ in sums.device_values]
+    if not max_devices or not sums.examples:
         return "values of devices, and it speaks for itself" if values else ""
-    if not values or values != sorted(set(values)) or not 0 <= values[0] <= values[-1] <= metric_most:
+    if not values or values != sorted(set(values)) or not 0 <= values[0] <= values[-1] <= max_metric:
         return "no ascending values of its devices"
-    count = sum(number for _, number in sums.devices)
-    if count > boards or any(not number for _, number in sums.devices):
-        return f"values of {count} devices, and it may speak for {boards}"
+    count = sum(number for _, number in sums.device_values)
+    if count > max_devices or any(not number for _, number in sums.device_values):
+        return f"values of {count} devices, and it may speak for {max_devices}"
     main = main_metric_value(sums)
-    if not values[0] / ROUNDING <= main <= values[-1] * ROUNDING:
+    if not values[0] / ROUNDING_TOLERANCE <= main <= values[-1] * ROUNDING_TOLERANCE:
         return f"a main metric of {main:g} beyond that of each of its devices"
     return ""
 
@@ -281,11 +289,13 @@ def find_device_inconsistency(sums: EvaluationSums, boards: int, metric_most: fl
 def main_metric_value(sums: EvaluationSums) -> float:
     """Return the main metric: accuracy, RMSE or label accuracy. Requires at least one example."""
     if sums.task == "regression":
-        return math.sqrt(math.fsum(each for part in sums.squares for each in part) / (sums.examples * sums.outputs))
-    right, wrong, missed = _sum_outcomes(count_outcomes(sums))
+        return math.sqrt(
+            math.fsum(each for part in sums.squared_errors for each in part) / (sums.examples * sums.outputs)
+        )
+    right, wrong, missed_count = _sum_outcomes(count_outcomes(sums))
     if sums.task == "classes":
         return right / sums.examples
-    return 1 - (wrong + missed) / (sums.examples * sums.outputs)
+    return 1 - (wrong + missed_count) / (sums.examples * sums.outputs)
 
 
 def compute_metrics(sums: EvaluationSums) -> dict[str, float]:
@@ -299,14 +309,14 @@ def compute_metrics(sums: EvaluationSums) -> dict[str, float]:
         return {}
     main = main_metric_value(sums)
     if sums.task == "regression":
-        mean_absolute = math.fsum(sums.absolute) / (sums.examples * sums.outputs)
+        mean_absolute = math.fsum(sums.absolute_errors) / (sums.examples * sums.outputs)
         r2 = _compute_r2(sums)
         found = {"rmse": main, "mae": mean_absolute, **({} if r2 is None else {"r2": r2})}
     else:
         outcomes = count_outcomes(sums)
         found = {"accuracy" if sums.task == "classes" else "label_accuracy": main}
         if sums.task == "labels":
-            found["exact_match"] = sums.whole / sums.examples
+            found["exact_match"] = sums.exact_matches / sums.examples
         found |= {**_compute_precision_and_recall(outcomes, balanced=sums.task == "classes"), **_compute_auc(sums)}
     return {**found, "loss": math.fsum(sums.loss) / sums.examples}
 
@@ -318,24 +328,24 @@ def summarise_over_devices(sums: EvaluationSums, *, higher: bool) -> MetricOverD
         sums: Total of the devices.
         higher: Whether larger values of the main metric are better.
     """
-    if not sums.devices:
+    if not sums.device_values:
         return None
-    count = sum(number for _, number in sums.devices)
-    mean = math.fsum(value * number for value, number in sums.devices) / count
-    squares = math.fsum((value - mean) ** 2 * number for value, number in sums.devices)
-    lowest, highest = _tenth_mean(sums.devices, count), _tenth_mean(sums.devices[::-1], count)
+    count = sum(number for _, number in sums.device_values)
+    mean = math.fsum(value * number for value, number in sums.device_values) / count
+    squares = math.fsum((value - mean) ** 2 * number for value, number in sums.device_values)
+    lowest, highest = _tenth_mean(sums.device_values, count), _tenth_mean(sums.device_values[::-1], count)
     worst, best = (lowest, highest) if higher else (highest, lowest)
     return MetricOverDevices(count, mean, worst, best, math.sqrt(squares / count))
 
 
 def _tenth_mean(values: Sequence[tuple[float, int]], count: int) -> float:
-    """Return the mean of the first tenth, at least one, of `count` devices with these values and numbers."""
-    left = tenth = math.ceil(count / 10)
-    first = list[float]()
+    """Return the mean of the first tenth of `count` devices. Pairs are a value and its number of devices."""
+    remaining = tenth = math.ceil(count / 10)
+    values_of_tenth = list[float]()
     for value, number in values:
-        first.append(value * min(number, left))
-        left -= min(number, left)
-    return math.fsum(first) / tenth
+        values_of_tenth.append(value * min(number, remaining))
+        remaining -= min(number, remaining)
+    return math.fsum(values_of_tenth) / tenth
 
 
 def count_outcomes(sums: EvaluationSums) -> list[tuple[int, int, int]]:
@@ -345,7 +355,7 @@ def count_outcomes(sums: EvaluationSums) -> list[tuple[int, int, int]]:
         counts = unpack_counts(sums.counts, 3 * sums.outputs)
         return [(right, wrong, missed) for right, wrong, missed in _split_rows(counts, 3)]
     predicted = [sum(column) for column in zip(*rows, strict=True)]
-    return [(row[at], predicted[at] - row[at], sum(row) - row[at]) for at, row in enumerate(rows)]
+    return [(row[index], predicted[index] - row[index], sum(row) - row[index]) for index, row in enumerate(rows)]
 
 
 def count_classes(sums: EvaluationSums) -> tuple[int, ...]:
@@ -354,9 +364,9 @@ def count_classes(sums: EvaluationSums) -> tuple[int, ...]:
 
 
 def class_shares(counts: Sequence[int]) -> tuple[float, ...]:
-    """Return the share of each class for a task, each counted once more, or () for unknown or too many classes."""
+    """Return the share of each class with add-one smoothing, or () for too many classes."""
     total = sum(counts) + len(counts)
-    return tuple(_round_digits((count + 1) / total) for count in counts) if len(counts) <= SHARES_MOST else ()
+    return tuple(_round_digits((count + 1) / total) for count in counts) if len(counts) <= MAX_CLASS_SHARES else ()
 
 
 def _sum_outcomes(outcomes: Sequence[tuple[int, int, int]]) -> tuple[int, int, int]:
@@ -387,8 +397,8 @@ def _compute_precision_and_recall(outcomes: Sequence[tuple[int, int, int]], *, b
     }
 
 
-def _ratio(part: int, whole: int) -> float:
-    return part / whole if whole else 0.0
+def _ratio(part: int, total: int) -> float:
+    return part / total if total else 0.0
 
 
 def _mean(values: Sequence[float]) -> float:
@@ -407,24 +417,24 @@ def _compute_auc(sums: EvaluationSums) -> dict[str, float]:
     for positive, negative in zip(rows[::2], rows[1::2], strict=True):
         pairs = sum(positive) * sum(negative)
         if pairs:
-            below = accumulate(negative, initial=0)
+            negatives_below = accumulate(negative, initial=0)
             ties = sum(map(int.__mul__, positive, negative))
-            ordered = sum(map(int.__mul__, positive, below))
-            areas.append((2 * ordered + ties) / (2 * pairs))
+            ordered_pairs = sum(map(int.__mul__, positive, negatives_below))
+            areas.append((2 * ordered_pairs + ties) / (2 * pairs))
             errors.append(ties / (2 * pairs))
     return {"auc": _mean(areas), "auc_error": _mean(errors)} if areas else {}
 
 
 def _compute_r2(sums: EvaluationSums) -> float | None:
-    left = []
-    for errors, targets, squares in zip(sums.squares, sums.targets, sums.target_squares, strict=False):
-        spread = (
+    ratios = []
+    for errors, targets, squares in zip(sums.squared_errors, sums.targets, sums.target_squares, strict=False):
+        target_spread = (
             sums.examples * exact_fraction(squares) - exact_fraction(targets) ** 2
         )  # exact: no cancellation, however large the mean
-        if spread > 0:
-            left.append(sums.examples * exact_fraction(errors) / spread)
+        if target_spread > 0:
+            ratios.append(sums.examples * exact_fraction(errors) / target_spread)
     try:
-        return 1 - _mean([float(each) for each in left]) if left else None
+        return 1 - _mean([float(ratio) for ratio in ratios]) if ratios else None
     except OverflowError:
         return None
 

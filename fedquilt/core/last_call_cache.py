@@ -18,16 +18,16 @@ def cache_last_call(function: Callable[P, T]) -> Callable[P, T]:
 
     In contrast to `functools.lru_cache`, arguments need not be hashable. Callers must not change arguments or results.
     """
-    known: tuple[tuple[object, ...], dict[str, object], T] | None = None
+    latest_call: tuple[tuple[object, ...], dict[str, object], T] | None = None
 
     @wraps(function)
-    def call(*args: P.args, **named: P.kwargs) -> T:
-        nonlocal known
-        before = known  # as another thread may set it meanwhile
-        if before is not None and before[0] == args and before[1] == named:
-            return before[2]
-        result = function(*args, **named)
-        known = args, named, result
+    def call(*args: P.args, **kwargs: P.kwargs) -> T:
+        nonlocal latest_call
+        cached_call = latest_call  # Another thread may set it meanwhile.
+        if cached_call is not None and cached_call[0] == args and cached_call[1] == kwargs:
+            return cached_call[2]
+        result = function(*args, **kwargs)
+        latest_call = args, kwargs, result
         return result
 
     return call

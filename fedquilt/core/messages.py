@@ -11,27 +11,27 @@ from msgspec import Meta
 from fedquilt.core.last_call_cache import cache_last_call
 
 Name = Annotated[str, Meta(pattern=r"^[a-z0-9][a-z0-9._-]{0,63}\Z")]
-"""A job, fleet or device id: safe in a topic, a file name and a log line."""
+"""Id of a job, fleet or device, safe in a topic, a file name and a log line."""
 
-UNDECODABLE: Final = (msgspec.MsgspecError, UnicodeError, RecursionError, OverflowError)
-"""What msgspec raises for bytes that are not JSON of the wanted type: every reader of bytes from outside takes all."""
+DECODE_ERRORS: Final = (msgspec.MsgspecError, UnicodeError, RecursionError, OverflowError)
+"""Exceptions of msgspec for bytes that are not JSON of the expected type."""
 
-Code = Annotated[str, Meta(pattern=r"^([a-z0-9][a-z0-9._-]{0,63}|[A-Za-z_][\w.]{0,99}:[A-Za-z_]\w{0,99})\Z")]
-"""A method by its name, or as module:name."""
+MethodName = Annotated[str, Meta(pattern=r"^([a-z0-9][a-z0-9._-]{0,63}|[A-Za-z_][\w.]{0,99}:[A-Za-z_]\w{0,99})\Z")]
+"""Name of a built-in method, or module:name of any other method."""
 
-Word = Annotated[str, Meta(pattern=r"^[a-z0-9][a-z0-9._-]{0,63}(=[A-Za-z0-9][A-Za-z0-9._-]{0,63})?\Z")]
-"""A label of a board: "site=lab", or a group's name alone, "window"."""
+DeviceLabel = Annotated[str, Meta(pattern=r"^[a-z0-9][a-z0-9._-]{0,63}(=[A-Za-z0-9][A-Za-z0-9._-]{0,63})?\Z")]
+"""Label of a device: key=value, such as "site=lab", or the name of a group, such as "window"."""
 
-Label = Annotated[str, Meta(max_length=200)]
+ShortText = Annotated[str, Meta(max_length=200)]
 Sentence = Annotated[str, Meta(max_length=1000)]
 Digest = Annotated[str, Meta(pattern=r"^[0-9a-f]{64}\Z")]
-AnyDigest = Annotated[str, Meta(pattern=r"^([0-9a-f]{64})?\Z")]  # or "", where there is none
+OptionalDigest = Annotated[str, Meta(pattern=r"^([0-9a-f]{64})?\Z")]  # "" for no blob
 Count = Annotated[int, Meta(ge=0, le=2**53)]
 Seconds = Annotated[float, Meta(ge=0.0, le=1e9)]
 Amount = Annotated[float, Meta(ge=0.0, le=1e24)]
-Metrics = Annotated[dict[Label, float], Meta(max_length=1000)]
-Layout = Annotated[dict[Label, Label], Meta(max_length=20_000)]
-"""Tensor -> its type and shape, "f4:64,3,7,7": `fedquilt.arrays.tensors.layout_from_tensors`."""
+Metrics = Annotated[dict[ShortText, float], Meta(max_length=1000)]
+Layout = Annotated[dict[ShortText, ShortText], Meta(max_length=20_000)]
+"""Type and shape by tensor name, such as "f4:64,3,7,7" (see `fedquilt.arrays.tensors.layout_from_tensors`)."""
 
 
 class WireMessage(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -63,19 +63,21 @@ class WorkEstimate(WireMessage, frozen=True, omit_defaults=True):
     flops_per_example: Amount = 0.0
     read_bytes: Amount = 0.0  # weights and activations read from memory and written to it
     bytes_per_example: Amount = 0.0
-    launches: Amount = 0.0  # operations that an engine begins, whatever their size: kernels of a GPU
-    launches_per_batch: Amount = 0.0  # of one mini-batch, in all passes over the examples
+    launches: Amount = 0.0  # number of operations that the engine starts, such as GPU kernels
+    launches_per_batch: Amount = 0.0  # for one mini-batch, in all passes over the examples
     bytes_per_batch: Amount = 0.0
-    batch: Count = 0  # examples in a mini-batch; 0: all of them
-    tasks: Annotated[float, Meta(ge=0, le=1)] = 1.0  # share of a task's own cost: below 1 for a part of a task
-    examples: Count = 0  # of the device's own, that the task uses at most; 0: all of them
-    peak_bytes: Count = 0  # least memory beyond an idle engine's; 0: not predicted
-    workload: Label = ""  # which of a point's `rates` apply, "torch-conv"; "": the point's own numbers
+    batch: Count = 0  # examples in a mini-batch, 0 for all examples
+    task_share: Annotated[float, Meta(ge=0, le=1)] = (
+        1.0  # share of the fixed cost of a task, below 1 for a part of a task
+    )
+    max_examples: Count = 0  # largest number of the device's examples that the task uses, 0 for all
+    peak_bytes: Count = 0  # memory required in addition to an idle engine's, 0 if not predicted
+    workload: ShortText = ""  # key of `OperatingPoint.rates`, such as "torch-conv"; "" selects the point's own rates
 
     @cache_last_call
     def total_for_examples(self, examples: int) -> WorkEstimate:
         """Return the work for a device with `examples` examples. All counts are then totals."""
-        examples = min(examples, self.examples or examples)
+        examples = min(examples, self.max_examples or examples)
         batches = -(-examples // self.batch) if self.batch else min(examples, 1)
         return msgspec.structs.replace(
             self,
@@ -89,16 +91,18 @@ class WorkEstimate(WireMessage, frozen=True, omit_defaults=True):
         )
 
     def add(self, other: WorkEstimate) -> WorkEstimate:
-        """Return the sum of two works of one task.
+        """Return the sum of two estimates for one task.
 
-        Counts per mini-batch are converted to the mini-batch size of the first work.
+        Counts per mini-batch are converted to the mini-batch size of the first estimate.
         """
         if not other.flops and not other.flops_per_example and not other.launches:
             return self
-        times = self.batch / other.batch if self.batch and other.batch else 1.0
-        sums = {name: getattr(self, name) + getattr(other, name) for name in ADDED if "_per_batch" not in name}
+        batch_ratio = self.batch / other.batch if self.batch and other.batch else 1.0
+        sums = {
+            name: getattr(self, name) + getattr(other, name) for name in ADDITIVE_FIELDS if "_per_batch" not in name
+        }
         for name in ("launches_per_batch", "bytes_per_batch"):
-            sums[name] = getattr(self, name) + times * getattr(other, name)
+            sums[name] = getattr(self, name) + batch_ratio * getattr(other, name)
         return msgspec.structs.replace(
             self,
             **sums,
@@ -108,13 +112,15 @@ class WorkEstimate(WireMessage, frozen=True, omit_defaults=True):
         )
 
     def scale(self, share: float) -> WorkEstimate:
-        """Return a share of this work, from 0 to 1. Predicted seconds scale by the same factor."""
+        """Return the estimate for a share of this work, from 0 to 1. The predicted seconds scale by `share`."""
         if share == 1:
             return self
-        return msgspec.structs.replace(self, **{name: getattr(self, name) * share for name in (*ADDED, "tasks")})
+        return msgspec.structs.replace(
+            self, **{name: getattr(self, name) * share for name in (*ADDITIVE_FIELDS, "task_share")}
+        )
 
 
-ADDED: Final = (
+ADDITIVE_FIELDS: Final = (
     "flops",
     "flops_per_example",
     "read_bytes",
@@ -123,7 +129,7 @@ ADDED: Final = (
     "launches_per_batch",
     "bytes_per_batch",
 )
-"""Counts of `WorkEstimate` that add up where one work follows another."""
+"""Fields of `WorkEstimate` that are summed when one task consists of several parts."""
 
 
 Action = Literal["check", "work"]
@@ -136,9 +142,9 @@ class Encoding(WireMessage, frozen=True):
     The codecs are described in `fedquilt.compression`.
     """
 
-    codec: Name = "raw"  # one of CODECS; a device that lacks it is not asked
-    keep: Annotated[float, Meta(gt=0, le=1)] = 0.05  # of "topk": share of a tensor's entries that is sent
-    unchanged: Annotated[tuple[str, ...], Meta(max_length=10_000)] = ()  # tensors that no codec rounds, by name
+    codec: Name = "raw"  # one of CODECS; devices without the codec are not selected
+    keep: Annotated[float, Meta(gt=0, le=1)] = 0.05  # for "topk": share of a tensor's entries that is sent
+    unchanged: Annotated[tuple[str, ...], Meta(max_length=10_000)] = ()  # names of tensors that no codec rounds
 
 
 class Task(WireMessage, frozen=True):
@@ -147,21 +153,21 @@ class Task(WireMessage, frozen=True):
     job: Name
     round: Count
     attempt: Count
-    method: Code
-    engine: Name  # which engine the method asks for: "onnx", "torch", "numpy"
+    method: MethodName
+    engine: Name  # required engine: "onnx", "torch" or "numpy"
     actions: Annotated[tuple[Action, ...], Meta(min_length=1, max_length=2)]
-    params: Annotated[dict[Label, Any], Meta(max_length=1000)]
-    bundles: Annotated[dict[Label, BlobRef], Meta(max_length=2000)]
+    params: Annotated[dict[ShortText, Any], Meta(max_length=1000)]
+    bundles: Annotated[dict[ShortText, BlobRef], Meta(max_length=2000)]
     work: WorkEstimate
     seed: Count
-    deadline_s: Seconds  # remaining when sent: a board's clock may say 1970
-    tier: Label = ""
+    deadline_s: Seconds  # remaining seconds at sending, because the clock of a board may be wrong
+    tier: ShortText = ""
     wire: Encoding = Encoding()
-    state: AnyDigest = ""  # the round's state (sha256): an update of another state is not this round's
-    counted: Count | None = None  # last round of this job that the coordinator counted of this device; None: none
+    state: OptionalDigest = ""  # sha256 of the round's state, which the update must quote
+    last_counted_round: Count | None = None  # last round of this job with an accepted update of this device
     class_shares: Shares | None = None
-    """Share of each class among the fleet's examples, for an evaluation with class priors. (): equal. None: without."""
-    epoch: Count = 0  # start of the coordinator that sends it
+    """Share of each class in the fleet, () for equal shares, or None for an evaluation without class priors."""
+    epoch: Count = 0  # number of the coordinator start that sent the task
 
 
 class Usage(DeviceReport, frozen=True):
@@ -169,32 +175,32 @@ class Usage(DeviceReport, frozen=True):
 
     wall_s: Seconds = 0.0
     cpu_s: Seconds = 0.0
-    energy_j: Amount | None = None  # gross: everything the board used during the task
+    energy_j: Amount | None = None  # gross energy of the board during the task
     idle_j: Amount | None = None  # part of energy_j that the idle board would have used in that time
     energy_error_j: Amount | None = None  # half-width of the interval around energy_j that holds the true value
-    energy_source: Label | None = None  # "ina3221 VDD_IN, 10 Hz, trapezoids", "rapl", "profile tx2 (assumed)", ...
-    point: Label | None = None  # operating point held during the task; None: the board's own governor
+    energy_source: ShortText | None = None  # "ina3221 VDD_IN, 10 Hz, trapezoids", "rapl", "profile tx2 (assumed)", ...
+    point: ShortText | None = None  # pinned operating point, None under the board's own governor
     peak_bytes: Count | None = None  # resident peak of the task's own process
-    base_bytes: Count | None = None  # resident of that process before the task: runtime imports
-    examples: Count | None = None  # the device's own, held-out ones aside
+    base_bytes: Count | None = None  # resident memory of that process before the task: runtime imports
+    examples: Count | None = None  # training examples of the device
     down_bytes: Count = 0
     up_bytes: Count = 0
 
 
 TaskKind = Literal["classes", "regression", "labels"]
-"""One class of several; one or more real numbers; each of several labels present or absent."""
+"""Prediction of one class, of one or more real numbers, or of the presence of each label."""
 
-DETAILED: Final = 100
-"""Outputs of a network up to which each one has a row of the confusion matrix, an AUC or an R²."""
+MAX_DETAILED_OUTPUTS: Final = 100
+"""Largest number of outputs with a row in the confusion matrix, an AUC or an R² for each output."""
 
 Sum = Annotated[tuple[float, ...], Meta(max_length=40)]
-"""Floats whose exact sum is meant, as of `evaluation.exact_sum`."""
+"""Floats whose exact sum is the value (see `evaluation.exact_sum`)."""
 
-Sums = Annotated[tuple[Sum, ...], Meta(max_length=DETAILED)]
-SHARES_MOST: Final = 1000  # largest number of classes with shares in a task
-Shares = Annotated[tuple[Annotated[float, Meta(gt=0, le=1)], ...], Meta(max_length=SHARES_MOST)]
+Sums = Annotated[tuple[Sum, ...], Meta(max_length=MAX_DETAILED_OUTPUTS)]
+MAX_CLASS_SHARES: Final = 1000  # largest number of classes with shares in a task
+Shares = Annotated[tuple[Annotated[float, Meta(gt=0, le=1)], ...], Meta(max_length=MAX_CLASS_SHARES)]
 Packed = Annotated[bytes, Meta(max_length=100_000)]
-"""Counts as of `evaluation.pack_counts`."""
+"""Counts packed by `evaluation.pack_counts`."""
 
 
 class EvaluationSums(DeviceReport, frozen=True, omit_defaults=True):
@@ -205,19 +211,20 @@ class EvaluationSums(DeviceReport, frozen=True, omit_defaults=True):
         task: Kind of prediction.
         outputs: Number of classes, regressed numbers or labels.
         loss: Sum of the examples' losses.
-        counts: Of up to 100 classes the confusion matrix (true class, predicted class). Of more classes, and of labels,
+        counts: Confusion matrix (true class, predicted class) for up to 100 classes. For more classes, and for labels,
             true positives, false positives and false negatives of each output.
-        whole: Of labels: the number of examples whose labels are all right.
-        scores: Of up to 100 classes or labels: histograms of the predicted probability of each output, of its positive
-            examples, then of its negative ones.
-        absolute: Of a regression: sum of the absolute errors of all outputs.
-        squares: Of a regression: sum of the squared errors of each output, or of all if they are more than 100.
-        targets: Of a regression with up to 100 outputs: sum of each output's targets.
-        target_squares: Likewise, of their squares.
-        devices: Of a total of several devices: values of their main metric in ascending order, rounded to three
-            digits, each with the number of devices that have it.
-        right_with_priors: Of classes: correct predictions with the devices' class priors, where these help. None: the
-            task did not ask for them.
+        exact_matches: Number of examples whose labels are all correct, for labels only.
+        scores: Histograms of the predicted probability of each output, first for positive and then for negative
+            examples, for up to 100 classes or labels.
+        absolute_errors: Sum of the absolute errors of all outputs, for a regression.
+        squared_errors: Sum of the squared errors of each output, or of all outputs if there are more than 100, for a
+            regression.
+        targets: Sum of the targets of each output, for a regression with up to 100 outputs.
+        target_squares: Sum of the squared targets of each output, for a regression with up to 100 outputs.
+        device_values: Values of the devices' main metric in ascending order, rounded to three digits, each with its
+            number of devices. Empty for a single device.
+        correct_with_priors: Number of correct predictions with the devices' class priors, or None if the task did not
+            request class priors.
     """
 
     examples: Count
@@ -225,14 +232,14 @@ class EvaluationSums(DeviceReport, frozen=True, omit_defaults=True):
     outputs: Annotated[int, Meta(ge=1, le=100_000)] = 1
     loss: Sum = ()
     counts: Packed = b""
-    whole: Count = 0
+    exact_matches: Count = 0
     scores: Packed = b""
-    absolute: Sum = ()
-    squares: Sums = ()
+    absolute_errors: Sum = ()
+    squared_errors: Sums = ()
     targets: Sums = ()
     target_squares: Sums = ()
-    devices: Annotated[tuple[tuple[float, Count], ...], Meta(max_length=20_000)] = ()
-    right_with_priors: Count | None = None
+    device_values: Annotated[tuple[tuple[float, Count], ...], Meta(max_length=20_000)] = ()
+    correct_with_priors: Count | None = None
 
 
 class Update(DeviceReport, frozen=True, omit_defaults=True):
@@ -243,27 +250,31 @@ class Update(DeviceReport, frozen=True, omit_defaults=True):
     attempt: Count
     device: Name
     weight: Amount  # weight in the method's mean, usually the number of examples
-    bundles: Annotated[dict[Label, BlobRef], Meta(max_length=2000)]
+    bundles: Annotated[dict[ShortText, BlobRef], Meta(max_length=2000)]
     metrics: Metrics
     usage: Usage
-    evaluation: EvaluationSums | None = None  # of a task with the action "check"
-    bases: Annotated[dict[Label, Digest], Meta(max_length=2000)] = {}  # with a codec: start of each difference
-    layouts: Annotated[dict[Label, Layout], Meta(max_length=2000)] = {}  # of bundles, as they travel; {}: not told
-    state: AnyDigest = ""  # of the task: the state that it was computed from
-    epoch: Count = 0  # of the task
+    evaluation: EvaluationSums | None = None  # only for a task with the action "check"
+    bases: Annotated[
+        dict[ShortText, Digest], Meta(max_length=2000)
+    ] = {}  # with a codec: blob that each difference starts from
+    layouts: Annotated[dict[ShortText, Layout], Meta(max_length=2000)] = {}  # by bundle, as encoded; {} if not reported
+    state: OptionalDigest = ""  # sha256 of the state in the task
+    epoch: Count = 0  # as in the task
     note: Sentence = ""  # for the round's log, such as the restart of lost private state
-    below: Usage | None = None  # of a site: total usage of its devices
-    boards: Annotated[tuple[Name, ...], Meta(max_length=1_000_000)] = ()  # of a site, as read by the coordinator
+    devices_usage: Usage | None = None  # total usage of a site's devices
+    site_devices: Annotated[
+        tuple[Name, ...], Meta(max_length=1_000_000)
+    ] = ()  # devices of a site, filled in by the coordinator
 
     @property
     def down_bytes(self) -> int:
         """Bytes that the device fetched for the task, including those of a site's devices."""
-        return self.usage.down_bytes + (self.below.down_bytes if self.below else 0)
+        return self.usage.down_bytes + (self.devices_usage.down_bytes if self.devices_usage else 0)
 
     @property
     def up_bytes(self) -> int:
         """Bytes that the device sent for the task, including those of a site's devices."""
-        return self.usage.up_bytes + (self.below.up_bytes if self.below else 0)
+        return self.usage.up_bytes + (self.devices_usage.up_bytes if self.devices_usage else 0)
 
 
 class Rates(DeviceReport, frozen=True, array_like=True, omit_defaults=True):
@@ -272,47 +283,49 @@ class Rates(DeviceReport, frozen=True, array_like=True, omit_defaults=True):
     Rates are encoded as a list in this order: 200 points of a few workloads have to fit into a message of 128 KiB.
     """
 
-    flops_per_s: Amount | None = None  # sustained on our own work, not a data sheet's peak
-    bytes_per_s: Amount | None = None  # memory traffic, likewise
-    launch_s: Seconds | None = None  # cost of one of `WorkEstimate.launches`, whatever its size
-    task_s: Seconds | None = None  # cost of a task, whatever its work: reading its files, building its network
+    flops_per_s: Amount | None = None  # sustained rate of training, not the peak of a data sheet
+    bytes_per_s: Amount | None = None  # sustained memory traffic
+    launch_s: Seconds | None = None  # fixed time of each of `WorkEstimate.launches`
+    task_s: Seconds | None = None  # fixed time of a task, for reading its files and building its network
 
 
 class OperatingPoint(DeviceReport, frozen=True, omit_defaults=True):
     """Clock setting of a board, with the speed and power measured at this setting."""
 
-    name: Label
+    name: ShortText
     cpu_hz: Amount | None = None
     gpu_hz: Amount | None = None
     emc_hz: Amount | None = None
-    flops_per_s: Amount | None = None  # these four as in `Rates`, for workloads that `rates` does not have
+    flops_per_s: Amount | None = None  # these four as in `Rates`, for workloads missing in `rates`
     bytes_per_s: Amount | None = None
     launch_s: Seconds | None = None
     task_s: Seconds | None = None
-    busy_w: Amount | None = None  # of the whole board, while it works
-    rates: Annotated[dict[Label, Rates], Meta(max_length=20)] = {}  # by `WorkEstimate.workload`
+    busy_w: Amount | None = None  # power of the whole board under load
+    rates: Annotated[dict[ShortText, Rates], Meta(max_length=20)] = {}  # by `WorkEstimate.workload`
 
 
-UPGRADES: Final = "upgrades"  # in `Profile.versions`: why its agent can never be upgraded over the air, if that is so
+UPGRADES: Final = "upgrades"  # key in `Profile.versions` of the reason why the agent cannot be upgraded over the air
 
 
 class Profile(DeviceReport, frozen=True):
     """Self-description of a device. Numbers are measured on the device itself unless `provenance` differs."""
 
     device: Name
-    board: Label
+    board: ShortText
     memory_bytes: Count
-    budget_bytes: Count  # most that one task's process may hold resident
+    budget_bytes: Count  # limit on the resident memory of a task's process
     engines: Annotated[tuple[Name, ...], Meta(max_length=20)]
-    versions: Annotated[dict[Label, Label], Meta(max_length=50)]  # of libraries, and as "plugin <module>" of plug-ins
+    versions: Annotated[
+        dict[ShortText, ShortText], Meta(max_length=50)
+    ]  # by library, and by "plugin <module>" for plug-ins
     points: Annotated[tuple[OperatingPoint, ...], Meta(max_length=200)] = ()
     idle_w: Amount | None = None
-    provenance: Label = "unknown"  # sysfs | table | measured | assumed | unknown
+    provenance: ShortText = "unknown"  # sysfs | table | measured | assumed | unknown
     codecs: Annotated[tuple[Name, ...], Meta(max_length=20)] = ("raw",)
     labels: Annotated[
-        tuple[Word, ...], Meta(max_length=32)
-    ] = ()  # what its owner calls it by: `fedquilt.formats.labels`
-    boards: Count = 0  # of a site; the coordinator believes it only of a device with a `SiteRight`
+        tuple[DeviceLabel, ...], Meta(max_length=32)
+    ] = ()  # chosen by the owner, see `fedquilt.formats.labels`
+    site_device_count: Count = 0  # devices of a site, set to 0 without a `SiteRight`
 
 
 # -- locations of blobs ---------------------------------------------------------------------------
@@ -322,11 +335,13 @@ class BlobLocation(WireMessage, frozen=True, omit_defaults=True):
     """Location of a blob: URL and access token. Both are secret, so `repr` shows only the origin."""
 
     url: Annotated[str, Meta(pattern=r"^https?://[^\s/]+/", max_length=4096)]
-    token: Annotated[str, Meta(pattern=r"^[A-Za-z0-9_-]{0,100}\Z")] = ""  # of the coordinator's server; "": a store's
-    start: Count = 0  # offset of the first byte that is to be put there
+    token: Annotated[str, Meta(pattern=r"^[A-Za-z0-9_-]{0,100}\Z")] = (
+        ""  # for the coordinator's server, "" for a blob store
+    )
+    start: Count = 0  # offset of the first byte to upload
 
     def __repr__(self) -> str:
-        return f"Source({self.origin})"
+        return f"BlobLocation({self.origin})"
 
     @property
     def origin(self) -> str:
@@ -341,18 +356,18 @@ class LocationOffer(WireMessage, frozen=True):
     """
 
     sha256: Digest
-    way: Literal["get", "put"]
-    sources: Annotated[tuple[BlobLocation, ...], Meta(min_length=1, max_length=4)]
+    direction: Literal["get", "put"]
+    locations: Annotated[tuple[BlobLocation, ...], Meta(min_length=1, max_length=4)]
 
 
 class UploadProgress(WireMessage, frozen=True, omit_defaults=True):
     """Progress of an upload on up/blob/<sha256>/placed, sent every few seconds and at the end."""
 
     sha256: Digest
-    moved: Count = 0  # bytes so far
-    source: Annotated[int, Meta(ge=0, le=3)] = 0  # which of the sources it is, or was
-    done: bool = False
-    error: Sentence = ""  # why it was put nowhere; then it has to be asked for in chunks
+    uploaded_bytes: Count = 0
+    location_index: Annotated[int, Meta(ge=0, le=3)] = 0  # index in `LocationOffer.locations`
+    complete: bool = False
+    error: Sentence = ""  # why the upload failed; the coordinator then requests chunks
 
 
 # -- sites ----------------------------------------------------------------------------------------
@@ -360,14 +375,14 @@ class UploadProgress(WireMessage, frozen=True, omit_defaults=True):
 SITE_BUNDLES: Final = "site."  # prefix of the names of bundles in a site's update
 
 NamePattern = Annotated[str, Meta(pattern=r"^([a-z0-9][a-z0-9._-]{0,63}|[a-z0-9][a-z0-9._-]{0,62}\*|\*)\Z")]
-"""The name of a device, or the beginning of names: "cam-*"."""
+"""Name of a device, or a prefix of names such as "cam-*"."""
 
 
 class SiteRight(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Right of a site to submit updates of other devices."""
 
     boards: Annotated[tuple[NamePattern, ...], Meta(min_length=1, max_length=10_000)]  # names of these devices
-    most: Annotated[int, Meta(ge=1, le=1_000_000)]  # number of them in one round
+    most: Annotated[int, Meta(ge=1, le=1_000_000)]  # limit on the number of devices in one round
 
     def authorizes(self, name: str) -> bool:
         """Return whether the site may submit updates of a device."""
@@ -375,21 +390,22 @@ class SiteRight(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     def unauthorized_devices(self, names: Iterable[str]) -> list[str]:
         """Return the devices whose updates the site may not submit."""
-        known = frozenset(self.boards)
-        beginnings = tuple(pattern[:-1] for pattern in known if pattern.endswith("*"))
-        return [name for name in names if name not in known and not name.startswith(beginnings)]
+        patterns = frozenset(self.boards)
+        prefixes = tuple(pattern[:-1] for pattern in patterns if pattern.endswith("*"))
+        return [name for name in names if name not in patterns and not name.startswith(prefixes)]
 
     def overlaps(self, other: SiteRight) -> bool:
         """Return whether any device name is authorized by both rights."""
         return any(
-            _matches_pattern(one.removesuffix("*"), another) or _matches_pattern(another.removesuffix("*"), one)
-            for one in self.boards
-            for another in other.boards
+            _matches_pattern(pattern.removesuffix("*"), other_pattern)
+            or _matches_pattern(other_pattern.removesuffix("*"), pattern)
+            for pattern in self.boards
+            for other_pattern in other.boards
         )
 
 
 def has_site_bundles(names: Collection[str]) -> bool:
-    """Return whether bundles of these names are those of a site's update."""
+    """Return whether bundle names belong to a site's update."""
     return any(name.startswith(SITE_BUNDLES) for name in names)
 
 

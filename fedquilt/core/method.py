@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     import numpy as np
 
     Tensors: TypeAlias = Mapping[str, np.ndarray]  # "layer1.0.conv1.weight" -> array
-else:  # the agent daemon holds no numpy: 17 MB it never uses
+else:  # the agent daemon does not import numpy, which takes 17 MB
     Tensors = Mapping
 
 
@@ -24,7 +24,7 @@ class DeviceView:
 
     device: str
     profile: Profile | None
-    rounds: Sequence[int] = ()  # rounds of this job it has contributed to, oldest first
+    rounds: Sequence[int] = ()  # rounds of this job with its updates, oldest first
 
 
 @dataclass(frozen=True)
@@ -34,10 +34,9 @@ class TaskSpec:
     params: Mapping[str, Any]
     bundles: Mapping[str, Tensors | BlobRef]
     work: WorkEstimate = WorkEstimate()
-    held_out: bool = False  # whether the work's examples are the held-out ones, not those to train on
-    check: WorkEstimate | None = (
-        None  # of an evaluation on as many examples as the device trains on; None: not predicted
-    )
+    held_out: bool = False  # whether `work` counts held-out examples instead of training examples
+    check: WorkEstimate | None = None
+    """Work of an evaluation on as many examples as the device trains on, or None if not predicted."""
 
 
 @dataclass(frozen=True)
@@ -46,28 +45,29 @@ class Bundle:
 
     meta: Mapping[str, Any]
     files: Mapping[str, BlobRef]
-    load: Callable[[str], Tensors]  # the tensors of one safetensors file in it
+    load: Callable[[str], Tensors]  # file name -> tensors of a safetensors file
 
 
 @dataclass(frozen=True)
 class ClassPrior:
     """Class frequencies of a device, and those of the examples that a model was trained on."""
 
-    labels: np.ndarray  # (n,) of the device's training examples
-    shares: Sequence[float]  # of each class among the model's examples; (): equal
+    labels: np.ndarray  # (n,) labels of the device's training examples
+    shares: Sequence[float]  # of each class in the model's training examples, () if equal
 
 
 @dataclass(frozen=True)
 class Examples:
     """Labelled examples: inputs `x` and targets `y`.
 
-    `x` is (n, ...) as stored: uint8 (n, h, w) or (n, h, w, c), float32 (n, features) or (n, steps, channels),
-    int32 (n, tokens). `y` is by task: classes (n,) int64, regression (n, k) float32, labels (n, k) uint8 of 0 and 1.
+    `x` has shape (n, ...) as stored: uint8 (n, h, w) or (n, h, w, c), float32 (n, features) or (n, steps, channels),
+    int32 (n, tokens). `y` depends on the prediction: classes (n,) int64, regression (n, k) float32, labels (n, k)
+    uint8 of 0 and 1.
     """
 
     x: np.ndarray
     y: np.ndarray
-    prior: ClassPrior | None = None  # with which an evaluation counts correct predictions too
+    prior: ClassPrior | None = None  # enables `EvaluationSums.correct_with_priors`
 
     def __len__(self) -> int:
         return len(self.y)
@@ -81,14 +81,14 @@ class ClientContext:
     budget_bytes: int
     engine: Any  # one of fedquilt.edge_agent.engines
     rng: np.random.Generator  # keyed by (seed, job, round, device)
-    train: Examples  # the board's own examples
-    held: Examples  # held-out share: evaluation only
-    local: Tensors  # private per-job state: kept on the board, never sent
+    train: Examples  # training examples of the device
+    held_out: Examples  # held-out examples of the device, for evaluation only
+    private_state: Tensors  # private state of the job on the device, never sent
     load: Callable[[str], Tensors]  # bundle name -> tensors, read on demand
-    path: Callable[[str], Path]  # bundle name -> file on disk (an ONNX graph, say)
-    cache_at: Path | str  # the folder that `cache` makes when it is first used: most methods need none
+    path: Callable[[str], Path]  # bundle name -> file on disk, such as an ONNX graph
+    cache_folder: Path | str  # folder that `cache` creates at its first use
     progress: Callable[[float], None] = lambda fraction: None  # 0..1; raises when the task is cancelled
-    lost: str = ""  # why `local` is empty although earlier rounds left private state here; "": it is not
+    lost_state_reason: str = ""  # why stored private state is missing, "" if it is not missing
 
     @property
     def cache(self) -> Path:
@@ -99,7 +99,7 @@ class ClientContext:
         Raises:
             OSError: If the folder cannot be created.
         """
-        folder = Path(self.cache_at)
+        folder = Path(self.cache_folder)
         folder.mkdir(parents=True, exist_ok=True)
         return folder
 
@@ -111,7 +111,7 @@ class ClientResult:
     bundles: Mapping[str, Tensors]
     weight: float
     metrics: Mapping[str, float] = field(default_factory=dict)
-    local: Tensors = field(default_factory=dict)
+    private_state: Tensors = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -130,8 +130,8 @@ class DeviceUpdate:
 
 def tensor_shapes(tensors: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return tensors by name for reading shapes and dtypes only, without loading files."""
-    found: Mapping[str, Any] = getattr(tensors, "shapes", tensors)
-    return found
+    shapes: Mapping[str, Any] = getattr(tensors, "shapes", tensors)
+    return shapes
 
 
 @dataclass(frozen=True)
@@ -141,8 +141,8 @@ class UpdateSchema:
     The manifest of an update is checked against the schema before any blob is fetched.
     """
 
-    bundles: Mapping[str, Mapping[str, Any]]  # bundle -> tensors: arrays, or anything with a shape and a dtype
-    whole: bool = True  # all of it and exactly so; else any part: fewer bundles, fewer tensors, fewer entries in each
+    bundles: Mapping[str, Mapping[str, Any]]  # by bundle and tensor: an array, or an object with shape and dtype
+    exact: bool = True  # False also allows fewer bundles, fewer tensors and smaller shapes
 
 
 @dataclass(frozen=True)
@@ -159,9 +159,11 @@ class Aggregation:
     Updates are then folded in any order, and `fedquilt.arrays.exact_sums.merge_accumulators` merges accumulators of
     different devices.
     """
-    schema: Callable[[Any], UpdateSchema | None] = lambda state: None  # of valid updates; None: not known in advance
+    schema: Callable[[Any], UpdateSchema | None] = lambda state: (
+        None
+    )  # schema of valid updates, None if unknown in advance
     check_update: Callable[[Any, DeviceUpdate], None] | None = None
-    """Function (S, update) that raises UpdateError if `fold` would. Without it, a fold on its own is the check."""
+    """Function (S, update) that raises UpdateError if `fold` would. Default: `fold` without an accumulator."""
     check_sums: Callable[[Any, Any, float], None] | None = None
     """Function (S, A, weight) that raises UpdateError unless A can be the accumulator of a site's devices.
 
@@ -169,7 +171,7 @@ class Aggregation:
     """
 
     def require_valid_update(self, state: Any, update: DeviceUpdate) -> None:
-        """Raise UpdateError if an update is invalid in this state, without keeping a sum."""
+        """Raise UpdateError if an update is invalid in this state."""
         if self.check_update is None:
             self.fold(state, None, update)
         else:
@@ -178,19 +180,21 @@ class Aggregation:
 
 @dataclass(frozen=True)
 class Traits:
-    """Properties of a method that the rest of fedquilt heeds."""
+    """Properties of a method that control its jobs."""
 
-    exact_updates: bool = False  # updates may not be rounded: no lossy codec
-    refused_codecs: Mapping[str, str] = field(default_factory=dict)  # further codec -> a sentence why not
-    unequal_epochs: bool = False  # devices of a round may train for unequal numbers of `epochs`, one of the params
-    replaces_private_state: bool = False  # a device whose private state is lost starts without; else it declines
+    exact_updates: bool = False  # updates must not be rounded by a lossy codec
+    refused_codecs: Mapping[str, str] = field(default_factory=dict)  # other unsupported codecs, each with a reason
+    unequal_epochs: bool = False  # devices of a round may train for unequal numbers of `epochs`
+    replaces_private_state: bool = False  # a device that lost its private state starts without it, else declines
     prediction_tasks: Sequence[str] = ("classes", "regression", "labels")  # `fedquilt.metrics`
-    per_device_data: str = ""  # what a round keeps of each device's update beside its sums; "": nothing
-    equal_classes: bool = False  # models treat all classes as equally frequent, whatever the devices' examples
-    frozen_weights: str = ""  # first weights that are never trained, in words; `prepare` warns if they are random
-    training_passes: int | str = 1  # forward and backward, over each example in an epoch; or the param that says so
-    forward_passes: int = 0  # over each example in an epoch, besides those
-    model_copies: int | str = 0  # in memory, besides those of plain SGD; or the param above 0 with which there is one
+    per_device_data: str = ""  # data of each update that a round stores besides sums, in words
+    equal_classes: bool = False  # models assume equally frequent classes
+    frozen_weights: str = ""  # initial weights that are never trained, in words; `prepare` warns if they are random
+    training_passes: int | str = 1  # forward and backward passes per example and epoch, or the name of a param
+    forward_passes: int = 0  # additional forward passes per example and epoch
+    model_copies: int | str = (
+        0  # in memory in addition to plain SGD, or the name of a param that adds a copy if above 0
+    )
 
 
 @dataclass(frozen=True)
@@ -211,49 +215,51 @@ class EvaluationRound:
     available device.
     """
 
-    wanted: Callable[[Any], bool]  # (S) -> whether states of this job need it: called once, with the first
-    send: Callable[[Any, DeviceView], TaskSpec | None]  # as of `Method`
+    is_needed: Callable[
+        [Any], bool
+    ]  # (S) -> whether the job needs evaluation rounds; called once, with the first state
+    send: Callable[[Any, DeviceView], TaskSpec | None]  # as in `Method`
     aggregation: Aggregation
     step: Callable[[Any, Any], Any]
 
 
 @dataclass(frozen=True)
 class Method:
-    """A federated method: server half and client half. One per file of `fedquilt.methods`.
+    """Federated method with a server half and a client half.
 
-    S is a frozen dataclass of arrays, scalars, strings, tuples and mappings with annotated types
-    (so that `fedquilt.arrays.tensors.pack_state` can store it); A, a round's accumulator, is any value.
-    The server half (init, send, aggregation, step, done, result) is numpy only; the client half
-    (work, check) runs in the device's task process and gets a Task and a Site, nothing else.
+    S is a frozen dataclass of arrays, scalars, strings, tuples and mappings with annotated types, which
+    `fedquilt.arrays.tensors.pack_state` can store. A, the accumulator of a round, is any value.
+    The server half (init, send, aggregation, step, is_done, result) uses only numpy. The client half
+    (work, check) runs in the device's task process and gets only a Task and a ClientContext.
     """
 
     paper: str
     params: type  # frozen dataclass: hyper-parameters with meaning, range, the paper's symbol
     state: type  # S
-    engines: Sequence[str]  # which engines can run the client half, preferred first
+    engines: Sequence[str]  # engines that can run the client half, in order of preference
     init: Callable[[Bundle, Any, int], Any]  # (bundle, params, seed) -> S
     send: Callable[[Any, DeviceView], TaskSpec | None]  # returns None without a task for the device
     work: Callable[[Task, ClientContext], ClientResult]
     check: Callable[[Task, ClientContext], EvaluationSums] | None  # evaluation on the held-out examples
-    aggregation: Aggregation  # of a round's updates in an accumulator A
-    step: Callable[[Any, Any], Any]  # (S, A | None) -> S; closes the round; neither A is used by anybody afterwards
+    aggregation: Aggregation  # of a round's updates
+    step: Callable[[Any, Any], Any]  # (S, A | None) -> S: ends the round and may change A in place
     result: Callable[[Any], Artefact]
     candidate: Callable[[Any, int], Artefact] | None = None
-    """Another network that the job could have resulted in, by its number from 1; None: there are no others.
+    """Function (S, number) that returns an alternative result by its number from 1, or None without alternatives.
 
-    Raises JobError where the number is unknown.
+    It raises JobError for an unknown number.
     """
     traits: Traits = Traits()
     common_task: bool = False  # `send` returns the same task for all devices of a round, and is called once
-    done: Callable[[Any], bool] = lambda state: False  # most methods end by the job's rounds
-    explain: Callable[[Any], Sequence[str]] = lambda state: ()  # sentences on the last step, for the log
-    minimum_updates: Callable[[Any], int] = lambda params: 1  # (params) -> fewest updates that a round may close with
-    settle: EvaluationRound | None = None  # round before each evaluation, if the state needs one
-    personal: Callable[[Task, ClientContext], Tensors] | None = None
-    """A device's own network, all its tensors, as `check` evaluates it; None: what a device runs is the `result`.
+    is_done: Callable[[Any], bool] = lambda state: False  # ends the job before its last round
+    explain: Callable[[Any], Sequence[str]] = lambda state: ()  # sentences on the latest step, for the log
+    minimum_updates: Callable[[Any], int] = lambda params: 1  # (params) -> minimum number of updates of a round
+    evaluation_round: EvaluationRound | None = None  # round before each evaluation, if the state needs one
+    personal_model: Callable[[Task, ClientContext], Tensors] | None = None
+    """Function that returns all tensors of a device's own network, or None if devices use the `result`.
 
-    The task is one for a device that has not taken part; the site has the private state, and no examples. Raises
-    ModelError where a device has to take part before it has a network.
+    The arguments are the task of a newcomer and a context with private state and without examples. The function raises
+    ModelError if a newcomer has no network.
     """
 
 
@@ -281,28 +287,30 @@ class Fit:
     batch: int = 32
     lr: float = 0.05
     optimizer: Choice = field(default="sgd", hash=False)  # reset at every task
-    momentum: float = 0.0  # of "sgd", and of optimizers of torch that have it
-    nesterov: bool = False  # of "sgd" with momentum
-    weight_decay: float = 0.0  # added to the gradient: times the weight
-    clip: float = 0.0  # largest gradient norm; 0: no clipping
-    mixed: bool = False  # 16-bit arithmetic where a GPU has it; weights stay 32-bit
-    loss: Choice = field(default="", hash=False)  # the empty text is the loss of the network's task
-    schedule: Choice = field(default="constant", hash=False)  # of steps; `lr` is that of the round
-    round: int = 0  # of the job, for the schedule
+    momentum: float = 0.0  # for "sgd" and optimizers of torch with momentum
+    nesterov: bool = False  # for "sgd" with momentum
+    weight_decay: float = 0.0  # factor of the weight that is added to the gradient
+    clip: float = 0.0  # largest gradient norm, 0 for no clipping
+    mixed: bool = False  # 16-bit arithmetic on GPUs that support it, with 32-bit weights
+    loss: Choice = field(default="", hash=False)  # "" selects the loss of the network's task
+    schedule: Choice = field(default="constant", hash=False)  # of the steps; `lr` is the rate of the round
+    round: int = 0  # number of the job's round, for the schedule
     augment: Sequence[Choice] = field(default=(), hash=False)
-    accumulate: int = 1  # parts of a mini-batch whose gradients are added up
-    ema: float = 0.0  # share kept by the moving average of the weights, which is returned; 0: the last weights
+    accumulate: int = 1  # number of parts of a mini-batch whose gradients are added
+    ema: float = 0.0  # decay of the moving average of the weights that is returned; 0 returns the last weights
 
 
 @dataclass(frozen=True)
 class Step:
     """Optimiser step on a mini-batch: learning rate of each tensor and an additional loss term."""
 
-    rate: Callable[[str], float] = lambda name: 1.0  # factor on `Fit.lr` by tensor; 0: the tensor is frozen
+    rate: Callable[[str], float] = lambda name: 1.0  # tensor name -> factor of `Fit.lr`, 0 for a frozen tensor
     penalty: Callable[[Any, Any, Any, Mapping[str, Any]], Any] | None = None
-    """(module, x, scores, anchors) -> term added to the mean loss of these examples, a scalar of the engine."""
-    begin: Callable[[Any], None] | None = None  # (module): called once before the step, for all its micro-batches
-    exits: Callable[[], Sequence[Any]] | None = None  # scores of all exits on these examples: their losses are summed
+    """(module, x, scores, anchors) -> scalar of the engine that is added to the mean loss of the examples."""
+    before_step: Callable[[Any], None] | None = (
+        None  # (module) -> None; called once before all micro-batches of the step
+    )
+    exits: Callable[[], Sequence[Any]] | None = None  # scores of all exits, whose losses are summed
 
 
 @dataclass(frozen=True)
@@ -310,19 +318,23 @@ class Hooks:
     """Changes of a method to training. The defaults change nothing.
 
     An engine rejects hooks that it does not support, by name. The numpy engine has no module, so it supports neither
-    `prepare` nor `penalty`, `begin` or `exits`, and exactly one step.
+    `prepare` nor `penalty`, `before_step` or `exits`, and exactly one step.
     """
 
-    correct: Callable[[Any, Any, Mapping[str, Any]], Any] | None = None
-    """(gradient, value, at) -> the gradient to use for one tensor, in the engine's own array type, before
-    clipping. `at[anchor]` is that anchor's tensor of the same name. Plain arithmetic works in every engine."""
+    correct_gradient: Callable[[Any, Any, Mapping[str, Any]], Any] | None = None
+    """(gradient, value, anchors) -> corrected gradient of one tensor, in the engine's array type, before clipping.
+
+    `anchors[anchor]` is the tensor of the same name in that anchor. Plain arithmetic works in every engine.
+    """
     anchors: Mapping[str, Tensors] = field(default_factory=dict)
-    """Further tensors, each under the names of what is trained. "start" is always there: the tensors received."""
+    """Additional tensors by anchor, with the names of the trained tensors. "start" always has the received tensors."""
     prepare: Callable[[Any], Any] | None = None
-    """(module) -> the module to train: with gates, masks, adapters or a forward pass of its own. `start` has to hold
-    the tensors of this module, and they are returned."""
-    inputs: Callable[[Any], Any] | None = None  # stored examples -> network inputs; None: by the network's table
-    steps: tuple[Step, ...] = (Step(),)  # taken in order on every mini-batch; the last one's loss is reported
+    """(module) -> module to train, such as one with masks or adapters.
+
+    `start` must contain the tensors of the new module, which training returns.
+    """
+    inputs: Callable[[Any], Any] | None = None  # stored examples -> network inputs; None selects the network's table
+    steps: tuple[Step, ...] = (Step(),)  # run in order on every mini-batch; the loss of the last step is reported
 
 
 class Trainer(Engine, Protocol):
@@ -360,12 +372,18 @@ class Trainer(Engine, Protocol):
         ...
 
     def fisher(
-        self, network: Mapping[str, Any], model: Tensors, examples: Examples, *, each: int = 1, hooks: Hooks = Hooks()
+        self,
+        network: Mapping[str, Any],
+        model: Tensors,
+        examples: Examples,
+        *,
+        examples_per_gradient: int = 1,
+        hooks: Hooks = Hooks(),
     ) -> Tensors:
         """Return the diagonal of the empirical Fisher information of each parameter.
 
-        This is the mean squared gradient of log p(y | x), computed in evaluation mode. Gradients of `each` examples are
-        averaged before squaring. Only the hooks `prepare` and `inputs` apply.
+        This is the mean squared gradient of log p(y | x), computed in evaluation mode. Gradients of
+        `examples_per_gradient` examples are averaged before squaring. Only the hooks `prepare` and `inputs` apply.
 
         Raises:
             DataError: If there are no examples.
@@ -375,25 +393,25 @@ class Trainer(Engine, Protocol):
 
 
 class Runner(Engine, Protocol):
-    """Engine that runs ONNX graphs and keeps only one loaded unless its memory budget allows more."""
+    """Engine that runs ONNX graphs and keeps several graphs loaded only if its memory budget allows."""
 
     @property
-    def room_bytes(self) -> int:
+    def available_bytes(self) -> int:
         """Memory budget in bytes beyond the memory of the bare process."""
         ...
 
-    def batch(self, graph: Path, around_bytes: int = 0, example_bytes: int = 0) -> int:
+    def batch(self, graph: Path, caller_bytes: int = 0, caller_bytes_per_example: int = 0) -> int:
         """Return the number of examples to run at once.
 
         Args:
             graph: The path of the graph.
-            around_bytes: The memory that the caller uses during the run.
-            example_bytes: The memory that the caller uses for each example.
+            caller_bytes: The memory that the caller uses during the run.
+            caller_bytes_per_example: The memory that the caller uses for each example.
         """
         ...
 
-    def make_room(self, size: int) -> None:
-        """Free cached resources until `size` bytes are available, as far as possible."""
+    def make_room(self, size_bytes: int) -> None:
+        """Free cached resources until `size_bytes` bytes are available, as far as possible."""
         ...
 
     def run(self, graph: Path, x: np.ndarray) -> np.ndarray:
@@ -414,20 +432,20 @@ class Runner(Engine, Protocol):
 
 
 def derive_seed(*keys: object) -> int:
-    """Return a 53-bit seed from any keys, equal on every machine and Python version."""
+    """Return a 53-bit seed from any keys, identical on every machine and Python version."""
     return seed_deriver(*keys[:-1])(keys[-1])
 
 
 def seed_deriver(*keys: object) -> Callable[[object], int]:
-    """Return a function of one more key that returns `derive_seed(*keys, key)`.
+    """Return a function from a further key to `derive_seed(*keys, key)`.
 
     The common keys are hashed only once.
     """
-    copied = hashlib.sha256("".join([f"{key}\x1f" for key in keys]).encode()).copy
+    copy_common_hash = hashlib.sha256("".join([f"{key}\x1f" for key in keys]).encode()).copy
 
-    def seed(last: object) -> int:
-        whole = copied()
-        whole.update(str(last).encode())
-        return int.from_bytes(whole.digest()[:8], "big") >> 11
+    def seed(key: object) -> int:
+        digest = copy_common_hash()
+        digest.update(str(key).encode())
+        return int.from_bytes(digest.digest()[:8], "big") >> 11
 
     return seed

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final, NamedTuple
 
-ATTEMPTS_MOST: Final = 64  # more are not counted: every delay is at its longest by then
+MAX_COUNTED_ATTEMPTS: Final = 64  # avoids an overflow of factor**attempts
 
 
 class Retry(NamedTuple):
@@ -12,13 +12,13 @@ class Retry(NamedTuple):
 
     Attributes:
         first_s: The delay after the first attempt, in seconds.
-        most_s: The longest delay, in seconds.
+        max_s: The longest delay, in seconds.
         factor: The growth from one delay to the next.
-        jitter: The largest share by which a random number shortens a delay, so that many devices do not try at once.
+        jitter: The largest share by which a random number shortens a delay, so that devices do not retry at once.
     """
 
     first_s: float
-    most_s: float
+    max_s: float
     factor: float = 2.0
     jitter: float = 0.0
 
@@ -29,8 +29,8 @@ class Retry(NamedTuple):
             attempts: The number of attempts before the latest one, 0 for the first delay.
             draw: A random number from 0 to 1.
         """
-        longest_s = self.first_s * self.factor ** min(attempts, ATTEMPTS_MOST)
-        return min(longest_s, self.most_s) * (1.0 - self.jitter * draw)
+        full_delay_s = self.first_s * self.factor ** min(attempts, MAX_COUNTED_ATTEMPTS)
+        return min(full_delay_s, self.max_s) * (1.0 - self.jitter * draw)
 
 
 RESEND: Final = Retry(5.0, 60.0)  # a message that the peer has not answered

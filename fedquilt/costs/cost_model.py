@@ -23,7 +23,7 @@ import msgspec
 
 from fedquilt.console import units
 from fedquilt.core import OperatingPoint, Rates, Tensors, WorkEstimate, tensor_shapes
-from fedquilt.core.messages import ADDED
+from fedquilt.core.messages import ADDITIVE_FIELDS
 from fedquilt.costs.peak_memory import choice_name
 
 
@@ -50,8 +50,8 @@ def overhead_seconds(work: WorkEstimate, point: OperatingPoint) -> float:
 
 
 def _overhead_seconds(work: WorkEstimate, speed: Rates | OperatingPoint) -> float:
-    found = work.tasks * (speed.task_s or 0.0) + work.launches * (speed.launch_s or 0.0)
-    return found if math.isfinite(found) else 0.0
+    overhead_s = work.task_share * (speed.task_s or 0.0) + work.launches * (speed.launch_s or 0.0)
+    return overhead_s if math.isfinite(overhead_s) else 0.0
 
 
 def work_joules(duration_s: float, point: OperatingPoint) -> float | None:
@@ -72,8 +72,8 @@ class LinkCost(NamedTuple):
     def parse(cls, text: str) -> LinkCost:
         """Parse a rate with an optional delay per transfer, such as "2MB/s 50ms"."""
         rate, _, delay = text.strip().partition(" ")
-        known = {f"{unit}/s": scale for unit, scale in (("B", 1.0), ("kB", 1e3), ("MB", 1e6), ("GB", 1e9))}
-        bytes_per_s = units.parse_amount(rate, known, "rate")
+        scales = {f"{unit}/s": scale for unit, scale in (("B", 1.0), ("kB", 1e3), ("MB", 1e6), ("GB", 1e9))}
+        bytes_per_s = units.parse_amount(rate, scales, "rate")
         if bytes_per_s <= 0:
             raise ValueError(f"{text!r} is no link: nothing would ever arrive")
         return cls(units.parse_seconds(delay) if delay else 0.0, bytes_per_s)
@@ -85,14 +85,16 @@ class LinkCost(NamedTuple):
         If sizes differ by less than a factor of 2, or the fit is impossible, all time is attributed to the bytes.
         Predictions for more bytes are then too long rather than too short.
         """
-        known = [(size, seconds) for size, seconds in transfers if size > 0]
-        if len(known) < 3:
+        measurements = [(size, seconds) for size, seconds in transfers if size > 0]
+        if len(measurements) < 3:
             return None
-        sizes, times = zip(*known, strict=True)
-        size, seconds = sum(sizes) / len(known), sum(times) / len(known)
+        sizes, times = zip(*measurements, strict=True)
+        size, seconds = sum(sizes) / len(measurements), sum(times) / len(measurements)
         if max(sizes) >= 2 * min(sizes):  # by least squares
-            spread = sum((each - size) ** 2 for each in sizes)
-            slope = sum((each - size) * (took - seconds) for each, took in known) / spread
+            spread = sum((size_bytes - size) ** 2 for size_bytes in sizes)
+            slope = (
+                sum((size_bytes - size) * (measured_s - seconds) for size_bytes, measured_s in measurements) / spread
+            )
             if slope > 0 and seconds >= slope * size:
                 return LinkCost(seconds - slope * size, 1 / slope)
         return LinkCost(0.0, size / seconds if seconds > 0 else math.inf)
@@ -125,20 +127,20 @@ class PassCost(NamedTuple):
 
 
 def parse_layers(meta: Mapping[str, Any]) -> tuple[Layer, ...]:
-    told = tuple(Layer(str(path), *numbers) for path, *numbers in meta.get("layers", ()))
-    return told or (Layer("", float(meta.get("flops", 0)), 0.0, 0.0, 0),)
+    layers = tuple(Layer(str(path), *numbers) for path, *numbers in meta.get("layers", ()))
+    return layers or (Layer("", float(meta.get("flops", 0)), 0.0, 0.0, 0),)
 
 
 def layers_by_tensor(layers: Sequence[Layer], names: Iterable[str]) -> dict[str, str]:
     """Return the path of the layer of each tensor: its nearest enclosing module, or the first layer."""
-    paths, first = {layer.path for layer in layers}, layers[0].path if layers else ""
-    found = {}
+    paths, first_path = {layer.path for layer in layers}, layers[0].path if layers else ""
+    tensors = {}
     for name in names:
         path = name
         while path and path not in paths:
             path = path.rpartition(".")[0]
-        found[name] = path if path in paths else first
-    return found
+        tensors[name] = path if path in paths else first_path
+    return tensors
 
 
 def forward_cost(layers: Iterable[Layer]) -> PassCost:
@@ -158,18 +160,18 @@ def training_cost(layers: Sequence[Layer], moved: Iterable[str]) -> PassCost:
     total = forward_cost(layers)
     behind = len(layers) == 1 and not layers[0].launches  # a whole network in one: most of it is behind its beginning
     for layer in layers:
-        own = layer.path in trained
-        times = own + behind if layer.flops else float(own or behind)
-        flops = times * layer.flops + 2 * layer.free_flops * (own or behind)
+        is_trained = layer.path in trained
+        times = is_trained + behind if layer.flops else float(is_trained or behind)
+        flops = times * layer.flops + 2 * layer.free_flops * (is_trained or behind)
         total = total.add_scaled(PassCost(flops, times * layer.bytes, times * layer.launches))
-        behind = behind or own
+        behind = behind or is_trained
     return total
 
 
 def split_at_trained(layers: Sequence[Layer], moved: Iterable[str]) -> tuple[tuple[Layer, ...], tuple[Layer, ...]]:
     trained = set(layers_by_tensor(layers, moved).values())
-    first = next((place for place, layer in enumerate(layers) if layer.path in trained), len(layers))
-    return tuple(layers[:first]), tuple(layers[first:])
+    first_index = next((index for index, layer in enumerate(layers) if layer.path in trained), len(layers))
+    return tuple(layers[:first_index]), tuple(layers[first_index:])
 
 
 def scale_layers(layers: Sequence[Layer], whole: Tensors, part: Tensors) -> tuple[Layer, ...]:
@@ -177,7 +179,7 @@ def scale_layers(layers: Sequence[Layer], whole: Tensors, part: Tensors) -> tupl
     names: dict[str, list[str]] = {}
     for name, path in layers_by_tensor(layers, whole).items():
         names.setdefault(path, []).append(name)
-    found, rows = [], 1.0
+    scaled, rows = [], 1.0
     for layer in layers:
         own = [name for name in names.get(layer.path, ()) if whole[name].ndim]
         if own:
@@ -188,8 +190,8 @@ def scale_layers(layers: Sequence[Layer], whole: Tensors, part: Tensors) -> tupl
             share = rows
         if share:
             launches = layer.launches
-            found.append(Layer(layer.path, layer.flops * share, layer.free_flops * rows, layer.bytes * rows, launches))
-    return tuple(found)
+            scaled.append(Layer(layer.path, layer.flops * share, layer.free_flops * rows, layer.bytes * rows, launches))
+    return tuple(scaled)
 
 
 def add_adapter_layers(layers: Sequence[Layer], backbone: Tensors, added: Tensors) -> tuple[Layer, ...]:
@@ -198,31 +200,34 @@ def add_adapter_layers(layers: Sequence[Layer], backbone: Tensors, added: Tensor
     An adapter is applied as often as the layer that its name starts with. Other added tensors cost nothing.
     """
     matrices = {name: array for name, array in added.items() if array.ndim == 2 and name not in backbone}
-    within = layers_by_tensor(layers, backbone) if layers else {}
-    found: list[Layer] = []
+    layer_tensors = layers_by_tensor(layers, backbone) if layers else {}
+    extended: list[Layer] = []
     for layer in layers:
-        found.append(layer)
-        weights = [name for name, path in within.items() if path == layer.path and backbone[name].ndim > 1]
-        inside = sum(backbone[name].size for name in weights)
+        extended.append(layer)
+        weights = [name for name, path in layer_tensors.items() if path == layer.path and backbone[name].ndim > 1]
+        adapted_size = sum(backbone[name].size for name in weights)
         for name, path in layers_by_tensor(layers, matrices).items():
-            if path == layer.path and inside:
-                flops = layer.flops * matrices[name].size / inside
-                found.append(Layer(name, flops, 0.0, layer.bytes / 2, ADAPTER_LAUNCHES))
-    return tuple(found)
+            if path == layer.path and adapted_size:
+                flops = layer.flops * matrices[name].size / adapted_size
+                extended.append(Layer(name, flops, 0.0, layer.bytes / 2, ADAPTER_LAUNCHES))
+    return tuple(extended)
 
 
 def workload_kind(layers: Sequence[Layer], convolutions: Iterable[str]) -> str:
     """Return "conv" if most arithmetic of a network is in the paths `convolutions`, else "dense"."""
     deep = set(layers_by_tensor(layers, convolutions).values())
-    whole = sum(layer.flops + layer.free_flops for layer in layers)
-    within = sum(layer.flops for layer in layers if layer.path in deep)
-    return "conv" if whole and within > whole / 2 else "dense"
+    total_flops = sum(layer.flops + layer.free_flops for layer in layers)
+    deep_flops = sum(layer.flops for layer in layers if layer.path in deep)
+    return "conv" if total_flops and deep_flops > total_flops / 2 else "dense"
 
 
 def part_shares(layers: Sequence[Layer], whole: Tensors, part: Tensors) -> tuple[float, float]:
     """Return the shares of forward arithmetic and of activations that a part of a network has."""
-    own, every = forward_cost(scale_layers(layers, whole, part)), forward_cost(layers)
-    return (own.flops / every.flops if every.flops else 1.0, own.bytes / every.bytes if every.bytes else 1.0)
+    part_cost, full_cost = forward_cost(scale_layers(layers, whole, part)), forward_cost(layers)
+    return (
+        part_cost.flops / full_cost.flops if full_cost.flops else 1.0,
+        part_cost.bytes / full_cost.bytes if full_cost.bytes else 1.0,
+    )
 
 
 def training_work(
@@ -255,9 +260,9 @@ def inference_work(each: PassCost, weights_bytes: int, share: float = 1.0, batch
 
 
 def repeat_work(work: WorkEstimate, times: float) -> WorkEstimate:
-    return msgspec.structs.replace(work, **{name: times * getattr(work, name) for name in ADDED})
+    return msgspec.structs.replace(work, **{name: times * getattr(work, name) for name in ADDITIVE_FIELDS})
 
 
 def trained_tensor_bytes(model: Tensors, moved: Collection[str]) -> dict[str, int]:
-    told = tensor_shapes(model)
-    return {name: told[name].nbytes for name in moved if name in told and told[name].dtype.kind == "f"}
+    shapes = tensor_shapes(model)
+    return {name: shapes[name].nbytes for name in moved if name in shapes and shapes[name].dtype.kind == "f"}

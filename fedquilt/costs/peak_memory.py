@@ -55,54 +55,54 @@ def measure_training(model: nn.Module, x: torch.Tensor) -> tuple[TrainingPropert
     import torch
     from torch import nn
 
-    held = [*model.parameters(), *model.buffers()]
-    own = {value.untyped_storage().data_ptr() for value in held}
-    kept: dict[int, int] = {}
+    model_tensors = [*model.parameters(), *model.buffers()]
+    model_storages = {value.untyped_storage().data_ptr() for value in model_tensors}
+    kept_bytes: dict[int, int] = {}
 
     def record_storage(value: torch.Tensor) -> torch.Tensor:
         storage = value.untyped_storage()
-        if storage.data_ptr() not in own:
-            kept[storage.data_ptr()] = storage.nbytes()
+        if storage.data_ptr() not in model_storages:
+            kept_bytes[storage.data_ptr()] = storage.nbytes()
         return value.detach()  # the value itself would hold the graph that holds it: torch never frees such a circle
 
-    passing = 0
+    largest_output = 0
 
-    def record_output(module: nn.Module, given: object, found: object) -> None:
-        nonlocal passing
-        if isinstance(found, torch.Tensor):
-            passing = max(passing, found.nbytes)
+    def record_output(module: nn.Module, inputs: object, output: object) -> None:
+        nonlocal largest_output
+        if isinstance(output, torch.Tensor):
+            largest_output = max(largest_output, output.nbytes)
 
     watches = [module.register_forward_hook(record_output) for module in model.modules()]
     try:
         with torch.autograd.graph.saved_tensors_hooks(record_storage, lambda value: value):
-            answer = model.train()(x)
+            output = model.train()(x)
     finally:
         for watch in watches:
             watch.remove()
-    weights = [value.untyped_storage().nbytes() for value in held]
+    weights = [value.untyped_storage().nbytes() for value in model_tensors]
     trained = TrainingProperties(
         weights_bytes=sum(weights),
-        convolutions=sum(isinstance(each, nn.modules.conv._ConvNd) for each in model.modules()),
+        convolutions=sum(isinstance(layer, nn.modules.conv._ConvNd) for layer in model.modules()),
         largest_bytes=max(weights, default=0),
-        kept_bytes=-(-sum(kept.values()) // len(x)),
-        widest_bytes=-(-max(kept.values(), default=0) // len(x)),
+        kept_bytes=-(-sum(kept_bytes.values()) // len(x)),
+        widest_bytes=-(-max(kept_bytes.values(), default=0) // len(x)),
         still_bytes=sum(value.untyped_storage().nbytes() for value in model.parameters() if not value.requires_grad),
-        passing_bytes=-(-passing // len(x)),
-        kinds=len(_backward_operations(answer) - USUAL),
+        passing_bytes=-(-largest_output // len(x)),
+        kinds=len(_backward_operations(output) - USUAL),
     )
-    return trained, answer
+    return trained, output
 
 
-def _backward_operations(answer: object) -> set[str]:
-    found: set[str] = set()
-    seen, left = set(), [getattr(answer, "grad_fn", None)]
-    while left:
-        node = left.pop()
+def _backward_operations(output: object) -> set[str]:
+    operations: set[str] = set()
+    seen, pending = set(), [getattr(output, "grad_fn", None)]
+    while pending:
+        node = pending.pop()
         if node is not None and node not in seen:
             seen.add(node)
-            found.add(node.name().rstrip("0123456789"))
-            left += [before for before, _ in node.next_functions]
-    return found
+            operations.add(node.name().rstrip("0123456789"))
+            pending += [previous for previous, _ in node.next_functions]
+    return operations
 
 
 # What the library of a network holds besides, once it is imported; torchvision imports torch's compiler.
@@ -166,16 +166,16 @@ def choice_name(choice: str | Mapping[str, Any]) -> str:
 
 
 def optimizer_copies(params: Mapping[str, Any]) -> int:
-    found = OPTIMIZER_COPIES.get(choice_name(params.get("optimizer", "sgd")), TORCH_OPTIMIZER_COPIES)
-    return found or int(params.get("momentum", 0) > 0)
+    copies = OPTIMIZER_COPIES.get(choice_name(params.get("optimizer", "sgd")), TORCH_OPTIMIZER_COPIES)
+    return copies or int(params.get("momentum", 0) > 0)
 
 
 def imported_bytes(params: Mapping[str, Any], library: str = "") -> int:
     """Return the memory of the imports of optimizer and transforms, without those of the network's library."""
     names = [choice_name(choice) for choice in (params.get("optimizer", "sgd"), *params.get("augment", ()))]
     classes = [name[:1].isupper() and ":" not in name for name in names]  # of torch and torchvision
-    most = max(classes[0] * TORCH_OPTIMIZER_BYTES, any(classes[1:]) * TRANSFORMS_BYTES)
-    return max(most - LIBRARY_BYTES.get(library, 0), 0)
+    largest = max(classes[0] * TORCH_OPTIMIZER_BYTES, any(classes[1:]) * TRANSFORMS_BYTES)
+    return max(largest - LIBRARY_BYTES.get(library, 0), 0)
 
 
 def fixed_training_bytes(
@@ -189,8 +189,8 @@ def fixed_training_bytes(
 ) -> int:
     """Return the part of `training_bytes` that is independent of the micro-batch."""
     compiled = FIRST_KERNEL_BYTES * min(convolutions, 1) + KERNEL_BYTES * convolutions
-    used = compiled + KIND_BYTES * kinds
-    return LIBRARY_BYTES.get(library, 0) + used + int((copies + FREED) * weights_bytes) + moving_bytes
+    total_bytes = compiled + KIND_BYTES * kinds
+    return LIBRARY_BYTES.get(library, 0) + total_bytes + int((copies + FREED) * weights_bytes) + moving_bytes
 
 
 def evaluation_bytes(network: TrainingProperties, examples: int, *, library: str = "") -> int:
@@ -264,27 +264,27 @@ def fits_budget(budget_bytes: int, engines: Iterable[str], work: WorkEstimate) -
 
 def tier_coverage(fleet: Iterable[TierDevice], engines: Iterable[str], work: WorkEstimate) -> dict[str, TierCoverage]:
     """Return which part of each tier could take part, smallest tier first, without empty tiers."""
-    wanted = tuple(engines)
-    found: dict[str, TierCoverage] = {}
+    engine_names = tuple(engines)
+    coverage: dict[str, TierCoverage] = {}
     for member in fleet:
-        own = [engine for engine in wanted if engine in member.profile.engines]
-        able = fits_budget(member.profile.budget_bytes, own, work)
+        usable_engines = [engine for engine in engine_names if engine in member.profile.engines]
+        is_able = fits_budget(member.profile.budget_bytes, usable_engines, work)
         name = tier_from_profile(member.profile)
         count = member.examples or 0
-        one = TierCoverage(1, int(able), count, count * able, int(member.examples is None))
-        found[name] = _sum_counts((found.get(name, TierCoverage()), one))
-    return {name: found[name] for name in (BELOW, *SIZES) if name in found}
+        device_counts = TierCoverage(1, int(is_able), count, count * is_able, int(member.examples is None))
+        coverage[name] = _sum_counts((coverage.get(name, TierCoverage()), device_counts))
+    return {name: coverage[name] for name in (BELOW, *SIZES) if name in coverage}
 
 
 def format_coverage(found: Mapping[str, TierCoverage], work: WorkEstimate) -> list[str]:
     if not found:
         return []
-    whole = _sum_counts(found.values())
+    total = _sum_counts(found.values())
     need = f"{units.format_bytes(work.peak_bytes)} beside the engine" if work.peak_bytes else "no more than the engine"
-    told = [f"could take part ({need}): {_format_counts(whole)}"]
+    lines = [f"could take part ({need}): {_format_counts(total)}"]
     if len(found) > 1:
-        told += [f"  {name}: {_format_counts(share)}" for name, share in found.items()]
-    return told
+        lines += [f"  {name}: {_format_counts(share)}" for name, share in found.items()]
+    return lines
 
 
 def _format_counts(share: TierCoverage) -> str:

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from fedquilt.core import UNDECODABLE
+from fedquilt.core import DECODE_ERRORS
 
 T = TypeVar("T", bound=msgspec.Struct)
 FIELD = "sum"
@@ -27,11 +27,11 @@ def encode_with_checksum(value: msgspec.Struct) -> bytes:
 def decode_with_checksum(payload: bytes, kind: type[T]) -> T:
     try:
         table = msgspec.json.decode(payload)
-        told = table.pop(FIELD, None) if isinstance(table, dict) else None
-        if told != _checksum_of(table):
+        checksum = table.pop(FIELD, None) if isinstance(table, dict) else None
+        if checksum != _checksum_of(table):
             raise DamagedFileError("its checksum does not match")
         return msgspec.json.decode(msgspec.json.encode(table), type=kind)
-    except UNDECODABLE as error:
+    except DECODE_ERRORS as error:
         raise DamagedFileError(str(error)) from None
 
 

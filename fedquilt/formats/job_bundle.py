@@ -74,8 +74,8 @@ def load_bundle(folder: Path, disk: Disk = REAL, content: str = "") -> Bundle:
                 "file and data and `fedquilt resume` the run, or begin a new one with `fedquilt run`"
             )
         for name, ref in index.files.items():
-            found = disk.stat(folder / "blobs" / ref.sha256)
-            if found is None or found.is_dir or found.size != ref.size:
+            info = disk.stat(folder / "blobs" / ref.sha256)
+            if info is None or info.is_dir or info.size != ref.size:
                 raise JobError(f"{folder}: file {name!r} ({ref.sha256[:12]}) is missing or cut short: prepare it anew")
     return Bundle(index.meta, index.files, lambda name: _read_verified_tensors(folder, index.files[name], disk))
 
@@ -116,13 +116,13 @@ def is_current(path: Path, bundle: Path) -> bool:
     if not (bundle / "bundle.json").exists():
         return False
     try:
-        known = msgspec.json.decode((bundle / "inputs.json").read_bytes(), type=BundleInputs)
+        recorded = msgspec.json.decode((bundle / "inputs.json").read_bytes(), type=BundleInputs)
     except OSError:
         return True
     except msgspec.DecodeError:
         return False
-    unchanged = all(_stamp_input(Path(file)) in ("", stamp) for file, stamp in known.files.items())
-    return unchanged and known.job == _hash_job(path)
+    unchanged = all(_stamp_input(Path(file)) in ("", stamp) for file, stamp in recorded.files.items())
+    return unchanged and recorded.job == _hash_job(path)
 
 
 def stamp_inputs(path: Path, job: Mapping[str, Any]) -> BundleInputs:
@@ -133,11 +133,11 @@ def stamp_inputs(path: Path, job: Mapping[str, Any]) -> BundleInputs:
     return BundleInputs(_hash_job(path), {file: _stamp_input(Path(file)) for file in sorted(set(_list_paths(job)))})
 
 
-def record_inputs(found: BundleInputs, bundle: Path) -> None:
-    files = {file: stamp or _stamp_input(Path(file)) for file, stamp in found.files.items()}
-    found = BundleInputs(found.job, {file: stamp for file, stamp in files.items() if stamp})
+def record_inputs(inputs: BundleInputs, bundle: Path) -> None:
+    files = {file: stamp or _stamp_input(Path(file)) for file, stamp in inputs.files.items()}
+    inputs = BundleInputs(inputs.job, {file: stamp for file, stamp in files.items() if stamp})
     with disk_errors(f"write {bundle / 'inputs.json'}"):
-        REAL.write_atomically(bundle / "inputs.json", msgspec.json.encode(found), durable=False)
+        REAL.write_atomically(bundle / "inputs.json", msgspec.json.encode(inputs), durable=False)
 
 
 def hash_content(bundle: Path) -> str:
@@ -154,26 +154,26 @@ def _hash_job(path: Path) -> str:
 
 def _list_paths(value: Any, key: str = "") -> Iterator[str]:
     if isinstance(value, Mapping):
-        for name, each in value.items():
-            yield from _list_paths(each, name)
+        for name, item in value.items():
+            yield from _list_paths(item, name)
     elif isinstance(value, list | tuple):
-        for each in value:
-            yield from _list_paths(each)
+        for item in value:
+            yield from _list_paths(item)
     elif isinstance(value, str) and key in PATHS and value.startswith("/"):
         yield value
 
 
 def _stamp_input(path: Path) -> str:
     """Return the sizes and times of a file, or of all files in a folder; "" if it is not here."""
-    found = hashlib.sha256()
+    digest = hashlib.sha256()
     with disk_errors(f"look into {path}"):
         if path.is_dir():
-            every = sorted(file for file in path.rglob("*") if file.is_file())
+            files = sorted(file for file in path.rglob("*") if file.is_file())
         else:
-            every = [path] if path.is_file() else []
-        for file in every:
-            about = file.stat()
-            found.update(
-                f"{file.relative_to(path)} {about.st_size} {about.st_mtime_ns}\n".encode("utf-8", "surrogateescape")
+            files = [path] if path.is_file() else []
+        for file in files:
+            info = file.stat()
+            digest.update(
+                f"{file.relative_to(path)} {info.st_size} {info.st_mtime_ns}\n".encode("utf-8", "surrogateescape")
             )
-    return found.hexdigest() if every else ""
+    return digest.hexdigest() if files else ""

@@ -11,10 +11,10 @@ import re
 from collections.abc import Collection, Iterable, Sequence
 from typing import Final, get_args
 
-from fedquilt.core import JobError, Word
+from fedquilt.core import DeviceLabel, JobError
 
 MOST: Final = 32  # labels of one board, and words of one selection
-_LABEL: Final = re.compile(get_args(Word)[1].pattern)
+_LABEL: Final = re.compile(get_args(DeviceLabel)[1].pattern)
 _FORM: Final = (
     "a label is a word as site=lab or window: up to 64 of a-z, 0-9, '.', '_' and '-', beginning with one of a-z, 0-9, "
     "and behind '=' capitals too"
@@ -25,31 +25,32 @@ def split_words(text: str) -> list[str]:
     return text.replace(",", " ").split()
 
 
-def parse_labels(given: Iterable[str]) -> tuple[str, ...]:
+def parse_labels(texts: Iterable[str]) -> tuple[str, ...]:
     """Return the labels of a device, sorted and without duplicates."""
-    found = sorted(set(given))
-    for word in found:
-        if not _LABEL.match(word):
-            raise JobError(f"{word[:100]!r} is no label: {_FORM}")
-    if len(found) > MOST:
-        raise JobError(f"{len(found)} labels, and a board has {MOST} at the most")
-    keys = [word.partition("=")[0] for word in found]
-    if twice := next((key for key in keys if keys.count(key) > 1), None):
-        raise JobError(f"label {twice!r} stands twice: {', '.join(w for w in found if w.partition('=')[0] == twice)}")
-    return tuple(found)
+    labels = sorted(set(texts))
+    for label in labels:
+        if not _LABEL.match(label):
+            raise JobError(f"{label[:100]!r} is no label: {_FORM}")
+    if len(labels) > MOST:
+        raise JobError(f"{len(labels)} labels, and a board has {MOST} at the most")
+    keys = [label.partition("=")[0] for label in labels]
+    if repeated_key := next((key for key in keys if keys.count(key) > 1), None):
+        repeated = [label for label in labels if label.partition("=")[0] == repeated_key]
+        raise JobError(f"label {repeated_key!r} stands twice: {', '.join(repeated)}")
+    return tuple(labels)
 
 
-def require_valid_selection(wanted: Sequence[str]) -> None:
-    if len(wanted) > MOST:
-        raise JobError(f"{len(wanted)} words, and a selection has {MOST} at the most")
-    for word in wanted:
-        for part in word.split("|"):
+def require_valid_selection(selection: Sequence[str]) -> None:
+    if len(selection) > MOST:
+        raise JobError(f"{len(selection)} words, and a selection has {MOST} at the most")
+    for term in selection:
+        for part in term.split("|"):
             if not _LABEL.match(part.removeprefix("!")):
-                raise JobError(f"{word[:100]!r} selects no boards: {_FORM}, with ! before it for boards without it")
+                raise JobError(f"{term[:100]!r} selects no boards: {_FORM}, with ! before it for boards without it")
 
 
-def is_selected(wanted: Iterable[str], has: Collection[str]) -> bool:
+def is_selected(selection: Iterable[str], has: Collection[str]) -> bool:
     return all(
-        any((part[1:] not in has) if part.startswith("!") else (part in has) for part in word.split("|"))
-        for word in wanted
+        any((part[1:] not in has) if part.startswith("!") else (part in has) for part in term.split("|"))
+        for term in selection
     )

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 import msgspec
 
 from fedquilt import wire
-from fedquilt.core import UNDECODABLE, ModelError, Task, UpdateError, WireError
+from fedquilt.core import DECODE_ERRORS, ModelError, Task, UpdateError, WireError
 from fedquilt.host.disk import REAL, Disk
 
 if TYPE_CHECKING:
@@ -45,9 +45,9 @@ def encode_personal(task: Task, graph: bytes, bundles: Mapping[str, Tensors]) ->
 
     from fedquilt.arrays import tensors
 
-    held = {f"{name}/{key}": array for name, bundle in bundles.items() for key, array in bundle.items()}
-    held[GRAPH] = np.frombuffer(graph, np.uint8)
-    return tensors.encode_tensors(held, {_KEY: wire.encode(task).decode()})
+    arrays = {f"{name}/{key}": array for name, bundle in bundles.items() for key, array in bundle.items()}
+    arrays[GRAPH] = np.frombuffer(graph, np.uint8)
+    return tensors.encode_tensors(arrays, {_KEY: wire.encode(task).decode()})
 
 
 def read_task(path: Path, disk: Disk = REAL) -> Task | None:
@@ -59,11 +59,11 @@ def read_task(path: Path, disk: Disk = REAL) -> Task | None:
     if not 0 < size <= HEADER_MOST:
         return None
     try:
-        found = msgspec.json.decode(disk.read(path, 8, size), type=_PersonalHeader).metadata.get(_KEY)
-    except UNDECODABLE:
+        metadata = msgspec.json.decode(disk.read(path, 8, size), type=_PersonalHeader).metadata.get(_KEY)
+    except DECODE_ERRORS:
         return None
     try:
-        return None if found is None else wire.decode(found.encode(), Task)
+        return None if metadata is None else wire.decode(metadata.encode(), Task)
     except (WireError, UnicodeError) as error:
         raise ModelError(
             f"the task in the result of a run with parts on boards: {error}; roll out the run again"
@@ -76,14 +76,14 @@ def read_personal(path: Path) -> PersonalParts:
     from fedquilt.arrays import tensors
 
     try:
-        held = tensors.read_tensors(path)
+        arrays = tensors.read_tensors(path)
     except UpdateError as error:
         raise ModelError(f"the result of a run with parts on boards is damaged: {error}") from None
-    graph = held.pop(GRAPH, None)
+    graph = arrays.pop(GRAPH, None)
     if graph is None or graph.dtype != np.uint8 or graph.ndim != 1:
         raise ModelError("the result of a run with parts on boards has no graph: roll out the run again")
     bundles: dict[str, dict[str, np.ndarray]] = {}
-    for key, array in held.items():
+    for key, array in arrays.items():
         bundle, _, name = key.partition("/")
         bundles.setdefault(bundle, {})[name] = array
     return PersonalParts(graph, bundles)

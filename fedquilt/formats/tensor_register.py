@@ -61,8 +61,10 @@ class TensorRegister(msgspec.Struct, frozen=True):
 
     def with_aliases(self, model: Tensors) -> dict[str, Any]:
         """Return the model with each tensor under all of its names, as `load_state_dict` wants it."""
-        named = {alias: name for name in model if (entry := self.find_entry(name)) for alias in entry.aliases}
-        return {**model, **{alias: model[name] for alias, name in named.items()}}
+        entries_by_alias = {
+            alias: name for name in model if (entry := self.find_entry(name)) for alias in entry.aliases
+        }
+        return {**model, **{alias: model[name] for alias, name in entries_by_alias.items()}}
 
     def is_coupled(self, model: Collection[str], moved: Collection[str] | None = None) -> bool:
         """Return whether trained batch normalisation couples the examples of a mini-batch.
@@ -82,8 +84,8 @@ class TensorRegister(msgspec.Struct, frozen=True):
 
     def weights_by_module(self) -> dict[str, str]:
         """Return the name of the plain weight of each module that has one."""
-        found = [entry for entry in self.tensors if entry.name_in_module == "weight" and entry.kind == "parameter"]
-        return {entry.module: entry.name for entry in found}
+        entries = [entry for entry in self.tensors if entry.name_in_module == "weight" and entry.kind == "parameter"]
+        return {entry.module: entry.name for entry in entries}
 
     def linear_paths(self) -> set[str]:
         """Return the paths of the linear layers, without layers that share an earlier layer's weight."""
@@ -107,8 +109,8 @@ class TensorRegister(msgspec.Struct, frozen=True):
         entry = self.find_entry(name)
         return entry is not None and entry.kind == "buffer" and entry.trained
 
-    def tensors_of_modules(self, chosen: Collection[str]) -> set[str]:
-        return {entry.name for entry in self.tensors if entry.module in chosen}
+    def tensors_of_modules(self, modules: Collection[str]) -> set[str]:
+        return {entry.name for entry in self.tensors if entry.module in modules}
 
     def parameters_by_layer(self) -> dict[str, tuple[str, ...]]:
         return dict(_find_layers(self))
@@ -117,12 +119,13 @@ class TensorRegister(msgspec.Struct, frozen=True):
         """Return the path of the linear layer called last, or None if the network has no linear layer."""
         linear = self.linear_paths()
         borrowed = {alias.rpartition(".")[0]: entry for entry in self.tensors for alias in entry.aliases}
-        last = self.sort_by_call_order([*linear, *(path for path in borrowed if path in self.calls)])[-1:]
-        if not last or last[0] in linear:
-            return last[0] if last else None
+        last_module = self.sort_by_call_order([*linear, *(path for path in borrowed if path in self.calls)])[-1:]
+        if not last_module or last_module[0] in linear:
+            return last_module[0] if last_module else None
         raise ModelError(
-            f"the last layer {last[0]!r} shares the tensor {borrowed[last[0]].name!r} with another layer, so it cannot "
-            "be treated apart as the classifier: give the layer weights of its own, or take another method"
+            f"the last layer {last_module[0]!r} shares the tensor {borrowed[last_module[0]].name!r} with "
+            "another layer, so it cannot be treated apart as the classifier: give the layer weights of its own, or "
+            "take another method"
         )
 
     def sort_by_call_order(self, names: Iterable[str]) -> list[str]:
@@ -130,13 +133,13 @@ class TensorRegister(msgspec.Struct, frozen=True):
 
         A module that is never called, as its parent uses its weights itself, stands with the nearest module around it.
         """
-        place = _call_positions(self)
+        positions = _call_positions(self)
 
         def sort_key(name: str) -> tuple[int, list[tuple[int, int | str]]]:
             path = name
-            while path and path not in place:
+            while path and path not in positions:
                 path = path.rpartition(".")[0]
-            return place.get(path, -1), natural_key(name)
+            return positions.get(path, -1), natural_key(name)
 
         return sorted(names, key=sort_key)
 
@@ -155,9 +158,9 @@ def register_from_table(network: Mapping[str, Any]) -> TensorRegister:
 def make_mlp_register(layers: int) -> TensorRegister:
     paths = [str(2 * index + 1) for index in range(layers)]
     rows = [
-        RegisterEntry(f"{path}.{leaf}", "parameter", path, path, "Linear", normalises=False, trained=True)
+        RegisterEntry(f"{path}.{suffix}", "parameter", path, path, "Linear", normalises=False, trained=True)
         for path in paths
-        for leaf in ("weight", "bias")
+        for suffix in ("weight", "bias")
     ]
     return TensorRegister(tuple(rows), ("", *map(str, range(2 * layers))))
 
@@ -198,8 +201,8 @@ def _call_positions(register: TensorRegister) -> dict[str, int]:
 
 @lru_cache(maxsize=8)
 def _find_layers(register: TensorRegister) -> dict[str, tuple[str, ...]]:
-    found: dict[str, list[str]] = {}
+    tensors: dict[str, list[str]] = {}
     for entry in register.tensors:
         if entry.kind == "parameter":
-            found.setdefault(entry.layer, []).append(entry.name)
-    return {path: tuple(sorted(found[path])) for path in register.sort_by_call_order(found)}
+            tensors.setdefault(entry.layer, []).append(entry.name)
+    return {path: tuple(sorted(tensors[path])) for path in register.sort_by_call_order(tensors)}

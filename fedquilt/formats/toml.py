@@ -61,19 +61,19 @@ def absolute_path(path: str, folder: Path) -> str:
         raise JobError(f"{path!r} is no path of a file or folder ({error}): write another one") from None
 
 
-def parse_toml(text: str, where: str) -> dict[str, Any]:
+def parse_toml(text: str, source: str) -> dict[str, Any]:
     try:
         return tomllib.loads(text)
     except RecursionError as error:
-        raise JobError(f"{where} is not TOML: {error}") from None
+        raise JobError(f"{source} is not TOML: {error}") from None
     except tomllib.TOMLDecodeError as error:
-        place = re.search(r"\(at line (\d+)", str(error))
-        line = text.split("\n")[int(place[1]) - 1].strip() if place else ""
-        word = re.fullmatch(r"[\w.-]+\s*=\s*([A-Za-z].*)", line)
-        is_truth_value = word is not None and re.match(r"(?i)(true|false)\b", word[1]) is not None
-        what = "true and false are written in small letters" if is_truth_value else "text is written in quotes"
-        fix = f": {what}" if word else ""
-        raise JobError(f"{where} is not TOML: {error}{f', in {_quote_value(line)}' if line else ''}{fix}") from None
+        line_match = re.search(r"\(at line (\d+)", str(error))
+        line = text.split("\n")[int(line_match[1]) - 1].strip() if line_match else ""
+        match = re.fullmatch(r"[\w.-]+\s*=\s*([A-Za-z].*)", line)
+        is_truth_value = match is not None and re.match(r"(?i)(true|false)\b", match[1]) is not None
+        problem = "true and false are written in small letters" if is_truth_value else "text is written in quotes"
+        fix = f": {problem}" if match else ""
+        raise JobError(f"{source} is not TOML: {error}{f', in {_quote_value(line)}' if line else ''}{fix}") from None
 
 
 def format_toml(table: Mapping[str, Any]) -> str:
@@ -89,53 +89,53 @@ def key_text(name: str) -> str:
 
 def _drop_none(value: Any) -> Any:
     if isinstance(value, Mapping):
-        return {str(key): _drop_none(each) for key, each in value.items() if each is not None}
-    return [_drop_none(each) for each in value] if isinstance(value, list | tuple) else value
+        return {str(key): _drop_none(item) for key, item in value.items() if item is not None}
+    return [_drop_none(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 @contextmanager
-def prefix_errors(where: str) -> Iterator[None]:
-    """Prefix each JobError of the body with `where`, unless the error already has the prefix."""
+def prefix_errors(prefix: str) -> Iterator[None]:
+    """Prefix each JobError of the body with `prefix`, unless the error already has the prefix."""
     try:
         yield
     except JobError as error:
-        said = str(error)
-        raise JobError(said if said.startswith(where) else f"{where}: {said}") from None
+        text = str(error)
+        raise JobError(text if text.startswith(prefix) else f"{prefix}: {text}") from None
 
 
-def convert_table(table: Any, kind: type[T], where: str) -> T:
+def convert_table(table: Any, kind: type[T], source: str) -> T:
     """Convert a table to a struct.
 
     Args:
         table: The table.
         kind: Type of the struct.
-        where: Name of the table in errors, such as "a job" or "[data]".
+        source: Name of the table in errors, such as "a job" or "[data]".
     """
     try:
         return msgspec.convert(table, kind)
     except msgspec.ValidationError as error:
-        said = _explain_conversion_error(str(error), table, kind, where)
-        raise JobError(f"{where}: {said}" if where.startswith("[") else said) from None
+        explanation = _explain_conversion_error(str(error), table, kind, source)
+        raise JobError(f"{source}: {explanation}" if source.startswith("[") else explanation) from None
 
 
-def suggest_nearest(word: str, known: Iterable[str]) -> str:
+def suggest_nearest(word: str, choices: Iterable[str]) -> str:
     """Return a "did you mean ...?" suffix with the nearest known word, or "" if none is near.
 
     Upper and lower case are equal, and the dashes of an option do not count.
     """
     import difflib
 
-    words = {each.casefold().lstrip("-"): each for each in known}
-    found = difflib.get_close_matches(word.casefold().lstrip("-"), list(words), 1)
-    return f"; did you mean {words[found[0]]!r}?" if found else ""
+    words = {choice.casefold().lstrip("-"): choice for choice in choices}
+    matches = difflib.get_close_matches(word.casefold().lstrip("-"), list(words), 1)
+    return f"; did you mean {words[matches[0]]!r}?" if matches else ""
 
 
-def describe_choices(word: str, known: Iterable[str], title: str = "there are:") -> str:
+def describe_choices(word: str, choices: Iterable[str], title: str = "there are:") -> str:
     """Return a suffix with the known words, of which the nearest comes first. Long lists are cut."""
-    names = list(known)
+    names = list(choices)
     near = suggest_nearest(word, names)
-    listed = _join_names(names, 60 if near else 150) or "none"
-    return f"{near} {title[0].upper()}{title[1:]} {listed}" if near else f"; {title} {listed}"
+    names_text = _join_names(names, 60 if near else 150) or "none"
+    return f"{near} {title[0].upper()}{title[1:]} {names_text}" if near else f"; {title} {names_text}"
 
 
 def suggest_file(path: Path) -> str:
@@ -143,10 +143,10 @@ def suggest_file(path: Path) -> str:
     try:
         if path.is_symlink() and not path.exists():
             return f": {path} is a link to {os.readlink(path)}, which is not there"
-        there = [] if path.exists() else [each.name for each in path.parent.iterdir()]
+        file_names = [] if path.exists() else [entry.name for entry in path.parent.iterdir()]
     except OSError:
         return ""
-    return suggest_nearest(path.name, there)
+    return suggest_nearest(path.name, file_names)
 
 
 def _join_names(names: Sequence[str], room: int) -> str:
@@ -156,51 +156,53 @@ def _join_names(names: Sequence[str], room: int) -> str:
     return ", ".join(shown) + (f" and {len(names) - len(shown)} more" if len(shown) < len(names) else "")
 
 
-def _explain_conversion_error(said: str, table: Any, kind: type, where: str) -> str:
+def _explain_conversion_error(message: str, table: Any, kind: type, source: str) -> str:
     """Return msgspec's message in plain words, with the key, its value and the known choices."""
-    path = match[1] if (match := _PATH.search(said)) else ""
-    said = said[: match.start()] if match else said
+    path = match[1] if (match := _PATH.search(message)) else ""
+    message = message[: match.start()] if match else message
     options = _types_at_path(kind, path)
-    if (key := _UNKNOWN.fullmatch(said) or _MISSING.fullmatch(said)) is not None:
-        keys = [field.encode_name for one in options for field in getattr(one, "fields", ())]
-        unknown = _UNKNOWN.fullmatch(said) is not None
+    if (key := _UNKNOWN.fullmatch(message) or _MISSING.fullmatch(message)) is not None:
+        keys = [field.encode_name for option in options for field in getattr(option, "fields", ())]
+        unknown = _UNKNOWN.fullmatch(message) is not None
         inner = path.lstrip(".")
-        place = where if not inner else f"{where} {inner}" if where.startswith("[") else f"[{inner}]"
-        what = f"there is no key {key[1]!r}" if unknown else f"key {key[1]!r} is missing"
-        return what + describe_choices(key[1] if unknown else "", keys, f"keys of {place}:")
-    place = _format_key(path, where)
+        key_text = source if not inner else f"{source} {inner}" if source.startswith("[") else f"[{inner}]"
+        problem = f"there is no key {key[1]!r}" if unknown else f"key {key[1]!r} is missing"
+        return problem + describe_choices(key[1] if unknown else "", keys, f"keys of {key_text}:")
+    key_text = _format_key(path, source)
     value = _value_at_path(table, path)
-    given = place if value is _NOWHERE else f"{place} = {_quote_value(value)}" if place else _quote_value(value)
-    if (word := _CHOICE.fullmatch(said)) is not None:
-        known = [str(each) for one in options for each in getattr(one, "values", ()) if each != ""]
-        more = " or a list" if any(hasattr(one, "item_type") for one in options) else ""
-        choices = describe_choices(word[1].strip("'"), known)
-        return f"{given if value is not _NOWHERE else f'{place}: {word[1]}'}{choices}{more}"
-    if (wanted := _EXPECTED.fullmatch(said)) is not None:
-        return f"{given}: {_describe_expected(wanted[1], wanted[2])}"
-    return f"{place}: {said}" if place else said
+    assignment = (
+        key_text if value is _NOWHERE else f"{key_text} = {_quote_value(value)}" if key_text else _quote_value(value)
+    )
+    if (choice_match := _CHOICE.fullmatch(message)) is not None:
+        listed_choices = [str(choice) for option in options for choice in getattr(option, "values", ()) if choice != ""]
+        alternative = " or a list" if any(hasattr(option, "item_type") for option in options) else ""
+        choices = describe_choices(choice_match[1].strip("'"), listed_choices)
+        return f"{assignment if value is not _NOWHERE else f'{key_text}: {choice_match[1]}'}{choices}{alternative}"
+    if (expected_match := _EXPECTED.fullmatch(message)) is not None:
+        return f"{assignment}: {_describe_expected(expected_match[1], expected_match[2])}"
+    return f"{key_text}: {message}" if key_text else message
 
 
 def _describe_expected(kinds: str, limit: str) -> str:
     """Return msgspec's expectation in words: "`int` >= 1" is "a whole number of at least 1 is wanted"."""
-    words = " or ".join(_KINDS.get(each, each) for each in kinds.split(" | ") if each != "null")
+    kind_names = " or ".join(_KINDS.get(kind, kind) for kind in kinds.split(" | ") if kind != "null")
     if (pattern := _PATTERN.fullmatch(limit)) and (name := _NAMES.fullmatch(pattern[1])):
-        made = f"small letters, digits, '.', '_' and '-', the first no mark, at most {int(name[1]) + 1}"
-        return f"text of {made}, is wanted"
+        description = f"small letters, digits, '.', '_' and '-', the first no mark, at most {int(name[1]) + 1}"
+        return f"text of {description}, is wanted"
     if (length := _LENGTH.fullmatch(limit)) is not None:
         count = f"{_LIMITS[length[1]].removeprefix('of ')} " if length[1] else ""
-        return f"{words} of {count}{length[2]} {'entry' if length[2] == '1' else 'entries'} is wanted"
-    mark, _, number = limit.strip().partition(" ")
-    if mark in _LIMITS:
-        return f"{words} {_LIMITS[mark]} {number.removesuffix('.0')} is wanted"
-    return f"{words}{limit} is wanted"
+        return f"{kind_names} of {count}{length[2]} {'entry' if length[2] == '1' else 'entries'} is wanted"
+    operator, _, number = limit.strip().partition(" ")
+    if operator in _LIMITS:
+        return f"{kind_names} {_LIMITS[operator]} {number.removesuffix('.0')} is wanted"
+    return f"{kind_names}{limit} is wanted"
 
 
-def _format_key(path: str, where: str) -> str:
+def _format_key(path: str, source: str) -> str:
     """Return a path such as ".cohort.size" as "[cohort] size", or "audio.rate" within a named table."""
     inner = path.lstrip(".").replace("[...]", "")
     table, _, key = inner.rpartition(".")
-    return inner if where.startswith("[") or not table else f"[{table}] {key}"
+    return inner if source.startswith("[") or not table else f"[{table}] {key}"
 
 
 _NOWHERE: Final = object()
@@ -215,26 +217,26 @@ def _value_at_path(table: Any, path: str) -> Any:
     return table
 
 
-def _quote_value(value: Any, most: int = 60) -> str:
-    said = str(value).lower() if isinstance(value, bool) else repr(value)
-    return said if len(said) <= most else f"{said[: most - 3]}..."
+def _quote_value(value: Any, max_characters: int = 60) -> str:
+    text = str(value).lower() if isinstance(value, bool) else repr(value)
+    return text if len(text) <= max_characters else f"{text[: max_characters - 3]}..."
 
 
 def _types_at_path(kind: type, path: str) -> list[Any]:
     """Return msgspec's descriptions of the types that are possible at a path."""
     from msgspec import inspect
 
-    found = _union_members(inspect.type_info(kind))
+    types = _union_members(inspect.type_info(kind))
     for step in _STEP.finditer(path):
         inner: list[Any] = []
-        for one in found:
+        for candidate in types:
             if step[1] is not None:
-                inner += [field.type for field in getattr(one, "fields", ()) if field.encode_name == step[1]]
+                inner += [field.type for field in getattr(candidate, "fields", ()) if field.encode_name == step[1]]
             else:
-                inner += [getattr(one, name) for name in ("item_type", "value_type") if hasattr(one, name)]
-        found = [option for each in inner for option in _union_members(each)]
-    return found
+                inner += [getattr(candidate, name) for name in ("item_type", "value_type") if hasattr(candidate, name)]
+        types = [option for inner_type in inner for option in _union_members(inner_type)]
+    return types
 
 
-def _union_members(one: Any) -> list[Any]:
-    return list(getattr(one, "types", (one,)))  # all types of a union
+def _union_members(kind: Any) -> list[Any]:
+    return list(getattr(kind, "types", (kind,)))  # all types of a union

@@ -94,16 +94,16 @@ class Schedule(Arguments, frozen=True):
             steps: Steps of the device in a round.
         """
         scale = steps if self.over == "steps" else 1
-        now = round * scale + (step if self.over == "steps" else 0)
+        position = round * scale + (step if self.over == "steps" else 0)
         rise = self.warm_up * scale
-        if now < rise:
-            return (now + 1) / (rise + 1)
-        return self._main_factor(now - rise, scale)
+        if position < rise:
+            return (position + 1) / (rise + 1)
+        return self._main_factor(position - rise, scale)
 
     def step_factor(self, round: int, step: int, steps: int) -> float:
         return self.rate_factor(round, step, steps) if self.over == "steps" else 1.0
 
-    def _main_factor(self, now: int, scale: int) -> float:
+    def _main_factor(self, step: int, scale: int) -> float:
         return 1.0
 
     def _length(self, scale: int) -> int:
@@ -122,16 +122,16 @@ class StepDecay(Schedule, frozen=True):
     every: Annotated[int, Meta(ge=1)] = 1  # rounds between two falls
     factor: Annotated[float, Meta(gt=0, le=1)] = 0.1
 
-    def _main_factor(self, now: int, scale: int) -> float:
-        return float(self.factor) ** (now // (self.every * scale))
+    def _main_factor(self, step: int, scale: int) -> float:
+        return float(self.factor) ** (step // (self.every * scale))
 
 
 class Cosine(Schedule, frozen=True):
     least: Share = 0.0  # factor at the end
 
-    def _main_factor(self, now: int, scale: int) -> float:
+    def _main_factor(self, step: int, scale: int) -> float:
         length = self._length(scale)
-        return self.least + (1 - self.least) * (1 + math.cos(math.pi * min(now, length - 1) / length)) / 2
+        return self.least + (1 - self.least) * (1 + math.cos(math.pi * min(step, length - 1) / length)) / 2
 
 
 class OneCycle(Schedule, frozen=True):
@@ -141,7 +141,7 @@ class OneCycle(Schedule, frozen=True):
     first: Annotated[float, Meta(gt=0, le=1)] = 0.04  # factor at first
     last: Annotated[float, Meta(gt=0, le=1)] = 4e-6  # factor at the end
 
-    def _main_factor(self, now: int, scale: int) -> float:
+    def _main_factor(self, step: int, scale: int) -> float:
         length = self._length(scale)
         top, end = self.rise * length - 1, length - 1
         if top <= 0 and self.over == "rounds":
@@ -149,12 +149,12 @@ class OneCycle(Schedule, frozen=True):
                 f"[params] schedule: one_cycle has {length} steps, of which less than 2 rise (rise = {self.rise:g}): "
                 'raise the job\'s rounds or rise, or set over = "steps"'
             )
-        top, now = max(top, 0.0), min(now, end)  # a device with few steps begins at the highest rate
-        if now < top:
-            return 1 + (self.first - 1) * (1 + math.cos(math.pi * now / top)) / 2
-        if now == top:
+        top, step = max(top, 0.0), min(step, end)  # a device with few steps begins at the highest rate
+        if step < top:
+            return 1 + (self.first - 1) * (1 + math.cos(math.pi * step / top)) / 2
+        if step == top:
             return 1.0
-        return self.last + (1 - self.last) * (1 + math.cos(math.pi * (now - top) / (end - top))) / 2
+        return self.last + (1 - self.last) * (1 + math.cos(math.pi * (step - top) / (end - top))) / 2
 
 
 SCHEDULES: Final[Mapping[str, type[Schedule]]] = {
@@ -182,7 +182,7 @@ OURS: Final[Mapping[Literal["loss", "transform"], Sequence[str]]] = {"loss": tup
 def split_choice(choice: Choice, key: str) -> tuple[str, dict[str, Any]]:
     if isinstance(choice, str):
         return choice, {}
-    name, arguments = choice.get("name"), {each: value for each, value in choice.items() if each != "name"}
+    name, arguments = choice.get("name"), {argument: value for argument, value in choice.items() if argument != "name"}
     if not isinstance(name, str):
         raise JobError(f'[params] {key} = {dict(choice)}: the table has no name; write {{ name = "...", ... }}')
     return name, arguments
@@ -206,13 +206,13 @@ def parse_optimizer(choice: Choice) -> tuple[str, Any]:
             raise JobError(
                 f"[params] optimizer {name!r}: {key} = {arguments[key]!r} has a key of its own: set [params] {key}"
             )
-    known = OPTIMIZERS.get(name)
-    if known is None and not name[:1].isupper():
-        listed = toml.describe_choices(name, OPTIMIZERS)
-        raise JobError(f"[params] optimizer = {name!r}{listed}, or a class of torch.optim, such as 'RMSprop'")
-    if known is None and name.lower() in OPTIMIZERS:
+    optimizer = OPTIMIZERS.get(name)
+    if optimizer is None and not name[:1].isupper():
+        choices_text = toml.describe_choices(name, OPTIMIZERS)
+        raise JobError(f"[params] optimizer = {name!r}{choices_text}, or a class of torch.optim, such as 'RMSprop'")
+    if optimizer is None and name.lower() in OPTIMIZERS:
         raise JobError(f"[params] optimizer = {name!r}: write {name.lower()!r}")
-    return name, arguments if known is None else parse_arguments(name, arguments, known, "optimizer")
+    return name, arguments if optimizer is None else parse_arguments(name, arguments, optimizer, "optimizer")
 
 
 def parse_schedule(choice: Choice) -> Schedule:
@@ -226,21 +226,21 @@ def schedule_with_rounds(choice: Choice, rounds: int) -> Choice:
     name, arguments = split_choice(choice, "schedule")
     if set(arguments) <= {"rounds"} and name == "constant":
         return choice
-    whole = {"name": name, "rounds": rounds, **arguments}
-    schedule = parse_schedule(whole)
+    full_choice = {"name": name, "rounds": rounds, **arguments}
+    schedule = parse_schedule(full_choice)
     schedule.require_rounds()
     schedule.rate_factor(schedule.rounds - 1, 0, 1_000 if schedule.over == "steps" else 1)
-    return whole
+    return full_choice
 
 
 def parse_augmentations(choices: Sequence[Choice]) -> list[tuple[str, Any]]:
     """Return name and arguments of each augmentation. "mixup" comes last."""
-    found = [split_choice(choice, "augment") for choice in choices]
-    if MIXUP in [name for name, _ in found[:-1]]:
+    augmentations = [split_choice(choice, "augment") for choice in choices]
+    if MIXUP in [name for name, _ in augmentations[:-1]]:
         raise JobError("[params] augment: mixup mixes what the other transforms made; write it last, once")
     return [
         (name, parse_arguments(name, arguments, Mixup, "augment") if name == MIXUP else arguments)
-        for name, arguments in found
+        for name, arguments in augmentations
     ]
 
 
@@ -258,15 +258,15 @@ def require_valid_choices(params: Any) -> None:
 
 def select_choices(kind: type, params: Mapping[str, Any]) -> dict[str, Any]:
     """Return the parameters if `kind`, a method's parameter type, has these choices, or {} if the names are its own."""
-    known = {each.name for each in dataclasses.fields(kind)}
-    return dict(params) if {"loss", "schedule", "augment", "accumulate", "ema"} <= known else {}
+    field_names = {field.name for field in dataclasses.fields(kind)}
+    return dict(params) if {"loss", "schedule", "augment", "accumulate", "ema"} <= field_names else {}
 
 
 def list_plugins(params: Mapping[str, Any]) -> list[tuple[Literal["loss", "transform"], str]]:
     loss, _ = split_choice(params.get("loss", ""), "loss")
-    found: list[tuple[Literal["loss", "transform"], str]] = [("loss", loss)] if loss and loss not in LOSSES else []
+    plugins: list[tuple[Literal["loss", "transform"], str]] = [("loss", loss)] if loss and loss not in LOSSES else []
     names = [split_choice(choice, "augment")[0] for choice in params.get("augment", ())]
-    return found + [("transform", name) for name in names if is_own_transform(name)]
+    return plugins + [("transform", name) for name in names if is_own_transform(name)]
 
 
 def describe_torch_choices(params: Mapping[str, Any]) -> str:

@@ -40,7 +40,7 @@ def retry_until_descriptor_free(open: Callable[[], T]) -> T:
     waited = False
     while True:
         try:
-            found = open()
+            opened = open()
         except OSError as error:
             if error.errno not in DESCRIPTORS:
                 raise
@@ -51,7 +51,7 @@ def retry_until_descriptor_free(open: Callable[[], T]) -> T:
         else:
             if waited:
                 log.warning("a file descriptor is free again")
-            return found
+            return opened
 
 
 def open_descriptor(path: Place, flags: int, mode: int = 0o777) -> int:
@@ -106,8 +106,10 @@ class OpenFile:
 
 def read_fully(file: int, buffer: WriteableBuffer, offset: int) -> int:
     view, size = memoryview(buffer), 0
-    while size < view.nbytes and (found := os.preadv(file, [view[size:]], offset + size)):  # 2 GiB at once at the most
-        size += found
+    while size < view.nbytes and (
+        received := os.preadv(file, [view[size:]], offset + size)
+    ):  # 2 GiB at once at the most
+        size += received
     return size
 
 
@@ -162,10 +164,10 @@ class Disk:
     def stat(self, path: Place) -> PathInfo | None:
         """Return information on a path, following links, or None if nothing exists there."""
         try:
-            found = os.stat(path)
+            info = os.stat(path)
         except (FileNotFoundError, NotADirectoryError):
             return None
-        return _found_from_stat(os.path.basename(path), found)
+        return _found_from_stat(os.path.basename(path), info)
 
     def is_file(self, path: Place) -> bool:
         return os.path.isfile(path)
@@ -174,12 +176,12 @@ class Disk:
         return os.path.isdir(path)
 
     def entries(self, folder: Place) -> list[PathInfo]:
-        found = []
+        infos = []
         with retry_until_descriptor_free(lambda: os.scandir(folder)) as entries:
             for entry in entries:
                 with suppress(FileNotFoundError):  # another process was faster
-                    found.append(_found_from_stat(entry.name, entry.stat()))
-        return found
+                    infos.append(_found_from_stat(entry.name, entry.stat()))
+        return infos
 
     def free_bytes(self, folder: Place) -> int:
         stat = os.statvfs(folder)
@@ -208,19 +210,19 @@ class Disk:
 
     def data_ranges(self, path: Place) -> list[tuple[int, int]]:
         """Return the ranges (start, end) of a sparse file that hold data, or the whole file if unknown."""
-        found: list[tuple[int, int]] = []
+        ranges: list[tuple[int, int]] = []
         with OpenedDescriptor(path, os.O_RDONLY) as file:
-            at, size = 0, os.fstat(file).st_size
-            while at < size:
+            position, size = 0, os.fstat(file).st_size
+            while position < size:
                 try:
-                    start = os.lseek(file, at, os.SEEK_DATA)
+                    start = os.lseek(file, position, os.SEEK_DATA)
                 except OSError as error:
                     if error.errno == errno.ENXIO:  # only a hole is left
                         break
                     raise
-                at = os.lseek(file, start, os.SEEK_HOLE)
-                found.append((start, at))
-        return found
+                position = os.lseek(file, start, os.SEEK_HOLE)
+                ranges.append((start, position))
+        return ranges
 
     def write(self, path: Place, payload: bytes, *, new: bool = False) -> None:
         """Write a whole file in place, without protection against partial writes. A `new` file must not exist yet."""
@@ -287,14 +289,14 @@ class Disk:
 
     def make_durable_folder(self, folder: Place) -> None:
         """Create a folder with missing parents, and wait until their names are on the disk."""
-        place, unsure = os.fspath(folder), [os.fspath(folder)]
-        while (above := os.path.dirname(place)) not in ("", place) and not self.is_dir(above):
-            unsure.append(above)
-            place = above
+        current, unsure = os.fspath(folder), [os.fspath(folder)]
+        while (parent := os.path.dirname(current)) not in ("", current) and not self.is_dir(parent):
+            unsure.append(parent)
+            current = parent
         self.make_folder(folder)
-        for each in unsure:
+        for unsure_folder in unsure:
             with suppress(PermissionError):  # a writable folder of another user that may not be listed
-                self.sync(os.path.dirname(each) or ".")
+                self.sync(os.path.dirname(unsure_folder) or ".")
 
     def remove(self, path: Place) -> None:
         """Remove a file, a link or a folder with its content. Do nothing if the path does not exist."""
@@ -313,7 +315,7 @@ class Disk:
         file = _open_nonblocking(os.fspath(source), os.O_RDONLY | os.O_NOFOLLOW)
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
         with (
-            builtins.open(file, "rb", buffering=0) as given,
+            builtins.open(file, "rb", buffering=0) as source_file,
             OpenedDescriptor(target, flags, self._file_mode) as copied,
             builtins.open(copied, "wb", closefd=False) as copy,
         ):
@@ -321,42 +323,42 @@ class Disk:
                 raise OSError(errno.EINVAL, "it is not a plain file", str(source))
             if os.fstat(file).st_size > most_bytes:
                 raise OSError(errno.EFBIG, f"it has more than {most_bytes} bytes", str(source))
-            sha256, left, buffer = hashlib.sha256(), most_bytes, memoryview(bytearray(BUFFER_BYTES))
-            while left and (size := given.readinto(buffer[: min(left, BUFFER_BYTES)])):
+            sha256, remaining, buffer = hashlib.sha256(), most_bytes, memoryview(bytearray(BUFFER_BYTES))
+            while remaining and (size := source_file.readinto(buffer[: min(remaining, BUFFER_BYTES)])):
                 sha256.update(buffer[:size])
                 copy.write(buffer[:size])
-                left -= size
+                remaining -= size
         return sha256.hexdigest()
 
     def measure_usage(self, path: Place) -> tuple[int, int]:
         """Return the latest modification time in ns and the size in bytes of a file or folder tree."""
         latest_ns, size, folders = 0, 0, [(os.fspath(path), self.stat(path))]
         while folders:
-            place, found = folders.pop()
+            folder, info = folders.pop()
             size += ENTRY_BYTES
-            if found is None or self.read_link(place) is not None:
+            if info is None or self.read_link(folder) is not None:
                 continue
-            latest_ns = max(latest_ns, found.mtime_ns)
-            if found.is_dir:
-                folders += [(f"{place}/{each.name}", each) for each in self.entries(place)]
+            latest_ns = max(latest_ns, info.mtime_ns)
+            if info.is_dir:
+                folders += [(f"{folder}/{entry.name}", entry) for entry in self.entries(folder)]
             else:
-                size += found.size
+                size += info.size
         return latest_ns, size
 
     def hash_file(self, path: Place) -> str:
         sha256 = hashlib.sha256()
-        for piece in self.read_pieces(path):
-            sha256.update(piece)
+        for data in self.read_pieces(path):
+            sha256.update(data)
         return sha256.hexdigest()
 
     def copy(self, source: Place, target: Place) -> str:
         """Copy a file to a path that must be free, and return the sha256 of the copy."""
         sha256, offset = hashlib.sha256(), 0
         self.write(target, b"", new=True)
-        for piece in self.read_pieces(source):
-            sha256.update(piece)
-            self.write_at(target, bytes(piece), offset)
-            offset += len(piece)
+        for data in self.read_pieces(source):
+            sha256.update(data)
+            self.write_at(target, bytes(data), offset)
+            offset += len(data)
         return sha256.hexdigest()
 
     def repoint_link(self, path: Place, target: str) -> None:
@@ -389,12 +391,12 @@ class Disk:
     def lock(self, path: Place, *, tries: int = 1) -> Lock | None:
         """Lock a file, or return None. `is_locked` elsewhere holds it for a moment, so a few `tries` may be needed."""
         file = open_descriptor(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, self._file_mode)
-        for left in reversed(range(tries)):
+        for remaining_tries in reversed(range(tries)):
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 return Lock(file)
             except BlockingIOError:
-                if left:
+                if remaining_tries:
                     time.sleep(LOCK_S)
         os.close(file)
         return None
@@ -464,17 +466,17 @@ def _unlink_unless_folder(name: str, folder: int) -> bool:
     return True
 
 
-def _open_folder_with_rights(path: Place, above: int | None = None) -> int:
+def _open_folder_with_rights(path: Place, parent_fd: int | None = None) -> int:
     """Open a folder, not a link, after giving this user all rights on it if necessary."""
     flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
-    if not os.access(path, os.R_OK | os.W_OK | os.X_OK, dir_fd=above, follow_symlinks=False):
-        place = os.open(path, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=above)
+    if not os.access(path, os.R_OK | os.W_OK | os.X_OK, dir_fd=parent_fd, follow_symlinks=False):
+        folder_fd = os.open(path, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=parent_fd)
         try:
             with suppress(PermissionError):
-                os.chmod(f"/proc/self/fd/{place}", 0o700)
+                os.chmod(f"/proc/self/fd/{folder_fd}", 0o700)
         finally:
-            os.close(place)
-    return os.open(path, flags, dir_fd=above)
+            os.close(folder_fd)
+    return os.open(path, flags, dir_fd=parent_fd)
 
 
 def write_output(file: Path, text: str) -> None:
@@ -502,14 +504,14 @@ def make_output_folder(file: Path) -> None:
 class disk_errors(AbstractContextManager[None]):
     """Context manager that converts an OSError to a StoreError, or to DiskFullError on a full disk."""
 
-    def __init__(self, what: str, when_full: str = "free some space or use another home") -> None:
-        self._what, self._when_full = what, when_full
+    def __init__(self, action: str, when_full: str = "free some space or use another home") -> None:
+        self._action, self._when_full = action, when_full
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if isinstance(error, OSError):
             if error.errno in FULL:
-                raise DiskFullError(f"cannot {self._what}: {error.strerror}; {self._when_full}") from None
-            raise StoreError(f"cannot {self._what}: {error.strerror}; {describe_fix(error)}") from None
+                raise DiskFullError(f"cannot {self._action}: {error.strerror}; {self._when_full}") from None
+            raise StoreError(f"cannot {self._action}: {error.strerror}; {describe_fix(error)}") from None
 
 
 def describe_fix(error: OSError) -> str:

@@ -71,17 +71,17 @@ class HttpExchange:
         self._unread = 0
         return self._line.file
 
-    def read_body(self, most: int, reserve: Callable[[int], None] = lambda size: None) -> bytes:
+    def read_body(self, max_bytes: int, reserve: Callable[[int], None] = lambda size: None) -> bytes:
         """Read the body. `reserve` is called with the size of each piece, and may raise RequestRefusedError."""
         if "content-length" not in self.headers:
             raise RequestRefusedError(411, "a request has to say by Content-Length how many bytes follow")
-        if self.size > most:
-            raise RequestRefusedError(413, f"{self.size} bytes in one request: at most {most} are read")
+        if self.size > max_bytes:
+            raise RequestRefusedError(413, f"{self.size} bytes in one request: at most {max_bytes} are read")
         stream, body, missing = self.open_body(), bytearray(), self.size
-        while missing and (piece := stream.read1(min(missing, PIECE_BYTES))):
-            missing -= len(piece)
-            reserve(len(piece))
-            body += piece  # small pieces on their own take many times their bytes
+        while missing and (data := stream.read1(min(missing, PIECE_BYTES))):
+            missing -= len(data)
+            reserve(len(data))
+            body += data  # small pieces on their own take many times their bytes
         if missing:
             self.close_after()
             raise RequestRefusedError(400, f"the request ended after {self.size - missing} of {self.size} bytes")
@@ -256,9 +256,9 @@ class _HttpConnection:
     def stop_and_drain(self) -> None:
         """Stop sending, and drop further input so that the answer is not lost on closing."""
         socket.socket.shutdown(self.sock, socket.SHUT_WR)
-        left = LINGER_BYTES
-        while left > 0 and (found := socket.socket.recv(self.sock, 64 * 1024)):
-            left -= len(found)
+        remaining_bytes = LINGER_BYTES
+        while remaining_bytes > 0 and (received := socket.socket.recv(self.sock, 64 * 1024)):
+            remaining_bytes -= len(received)
 
     def close(self) -> None:
         if hasattr(self, "file"):
@@ -268,21 +268,21 @@ class _HttpConnection:
 
 def _read_request(line: _HttpConnection) -> HttpExchange | None:
     rows: list[bytes] = []
-    left = HEADER_BYTES
+    remaining_bytes = HEADER_BYTES
     while True:
-        row = line.file.readline(left)
-        left -= len(row)
+        row = line.file.readline(remaining_bytes)
+        remaining_bytes -= len(row)
         if not row and not rows:
             return None
         if not row.endswith(b"\n"):
-            too_long = left <= 0
+            too_long = remaining_bytes <= 0
             raise RequestRefusedError(431 if too_long else 400, f"a request's header has at most {HEADER_BYTES} bytes")
         row = row.rstrip(b"\r\n")
         if not row:
             break
         rows.append(row)
-    found = _REQUEST.match(rows[0]) if rows else None
-    if found is None:
+    match = _REQUEST.match(rows[0]) if rows else None
+    if match is None:
         raise RequestRefusedError(400, "the first line of the request is not that of an HTTP/1.1 request")
     headers: dict[str, str] = {}
     for row in rows[1:]:
@@ -291,8 +291,8 @@ def _read_request(line: _HttpConnection) -> HttpExchange | None:
         if not colon or not name or name != name.strip() or (name in headers and name in _ONCE):
             raise RequestRefusedError(400, f"the header {name[:40]!r} is malformed or given twice")
         headers[name] = f"{headers[name]}, {value.strip()}" if name in headers else value.strip()
-    reusable = found[3] == b"1" and "close" not in headers.get("connection", "").lower()
-    return HttpExchange(line, found[1].decode(), found[2].decode("latin-1"), headers, reusable)
+    reusable = match[3] == b"1" and "close" not in headers.get("connection", "").lower()
+    return HttpExchange(line, match[1].decode(), match[2].decode("latin-1"), headers, reusable)
 
 
 def _reset_connection(descriptor: int) -> None:
@@ -349,26 +349,26 @@ class ConnectionLimiter:
         """Add a connection, if need be by closing another one, or return None. `close` must not block."""
         network = _address_group(address)
         with self._lock:
-            of_address = Counter(each.address for each in self._open)
+            of_address = Counter(candidate.address for candidate in self._open)
             soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
             scarce = soft != resource.RLIM_INFINITY and descriptor >= soft // 2
             crowded = scarce or len(self._open) >= self.limits.connections
             full = of_address[network] >= self.limits.per_address
             if crowded or full:
                 candidates = [
-                    each
-                    for each in self._open
-                    if (not full or each.address == network)
-                    and each.owner is None
-                    and (each.waits or of_address[each.address] > of_address[network])
+                    candidate
+                    for candidate in self._open
+                    if (not full or candidate.address == network)
+                    and candidate.owner is None
+                    and (candidate.waits or of_address[candidate.address] > of_address[network])
                 ]
                 if not candidates:
                     return None
-                self._close(max(candidates, key=lambda each: (of_address[each.address], -each.since_s)))
+                self._close(max(candidates, key=lambda candidate: (of_address[candidate.address], -candidate.since_s)))
             now_s = self._clock()
-            made = Connection(network, close, now_s, now_s + self._header_s)
-            self._open.add(made)
-            return made
+            connection = Connection(network, close, now_s, now_s + self._header_s)
+            self._open.add(connection)
+            return connection
 
     def begin_request(self, connection: Connection, more_s: float = 0.0) -> None:
         """Start the time of a request whose header is complete. `more_s` is added to the usual time."""
@@ -378,10 +378,10 @@ class ConnectionLimiter:
         connection.waits, connection.since_s = True, self._clock()
         connection.deadline_s = connection.since_s + self._header_s
 
-    def assign_owner(self, connection: Connection, owner: str, most: int) -> bool:
-        """Assign a connection to a verified peer, or return False if `most` others are assigned to the peer."""
+    def assign_owner(self, connection: Connection, owner: str, limit: int) -> bool:
+        """Assign a connection to a verified peer, or return False if `limit` others are assigned to the peer."""
         with self._lock:
-            if sum(each.owner == owner for each in self._open) >= most:
+            if sum(other.owner == owner for other in self._open) >= limit:
                 return False
             connection.owner = owner
             return True
@@ -392,13 +392,13 @@ class ConnectionLimiter:
 
     def close_overdue(self) -> None:
         with self._lock:
-            for each in [each for each in self._open if self._clock() >= each.deadline_s]:
-                self._close(each)
+            for connection in [connection for connection in self._open if self._clock() >= connection.deadline_s]:
+                self._close(connection)
 
     def close_waiting(self) -> None:
         with self._lock:
-            for each in [each for each in self._open if each.waits]:
-                self._close(each)
+            for connection in [connection for connection in self._open if connection.waits]:
+                self._close(connection)
 
     def _close(self, connection: Connection) -> None:
         self._open.discard(connection)
@@ -415,12 +415,12 @@ def raise_descriptor_limit() -> None:
 def _address_group(address: str) -> str:
     """Return the IPv4 address, or the /64 network of an IPv6 address: one subscriber usually has the whole network."""
     try:
-        found = ipaddress.ip_address(address.partition("%")[0])
+        parsed = ipaddress.ip_address(address.partition("%")[0])
     except ValueError:
         return address
-    if isinstance(found, ipaddress.IPv4Address):
-        return str(found)
-    return str(found.ipv4_mapped or ipaddress.ip_network((found, 64), strict=False))
+    if isinstance(parsed, ipaddress.IPv4Address):
+        return str(parsed)
+    return str(parsed.ipv4_mapped or ipaddress.ip_network((parsed, 64), strict=False))
 
 
 def split_http_url(url: str) -> SplitResult:

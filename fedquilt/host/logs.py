@@ -28,20 +28,20 @@ class JsonFormatter(logging.Formatter):
         self._ids = ids
 
     def format(self, record: logging.LogRecord) -> str:
-        told: dict[str, Any] = {
+        fields: dict[str, Any] = {
             "at": datetime.fromtimestamp(record.created, timezone.utc).isoformat(timespec="milliseconds"),
             "level": record.levelname,
             "logger": record.name,
             "message": record.getMessage(),
             **self._ids,
         }
-        told |= {name: value for name in IDS if (value := getattr(record, name, None)) is not None}
+        fields |= {name: value for name in IDS if (value := getattr(record, name, None)) is not None}
         if record.exc_info:
-            told["error"] = self.formatException(record.exc_info)
+            fields["error"] = self.formatException(record.exc_info)
         try:
-            return msgspec.json.encode(told).decode()
+            return msgspec.json.encode(fields).decode()
         except (UnicodeEncodeError, TypeError):  # text that is not Unicode, or an id that is no id
-            return msgspec.json.encode({key: _to_json_value(value) for key, value in told.items()}).decode()
+            return msgspec.json.encode({key: _to_json_value(value) for key, value in fields.items()}).decode()
 
 
 def _to_json_value(value: object) -> int | str:

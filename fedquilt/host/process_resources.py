@@ -41,15 +41,15 @@ def import_on_use(name: str) -> None:
         return
     deferred = sys.modules[name] = ModuleType(name)
 
-    def load_name(wanted: str) -> Any:
+    def load_name(name_to_load: str) -> Any:
         if sys.modules.get(name) is deferred:
             del sys.modules[name]
-        return getattr(importlib.import_module(name), wanted)
+        return getattr(importlib.import_module(name), name_to_load)
 
     vars(deferred)["__getattr__"] = load_name
-    package, _, last = name.rpartition(".")
+    package, _, module_name = name.rpartition(".")
     if package:
-        setattr(importlib.import_module(package), last, deferred)
+        setattr(importlib.import_module(package), module_name, deferred)
 
 
 def resident_bytes(pid: int, proc: Path = PROC) -> int | None:
@@ -76,10 +76,10 @@ these variables as they load, so they are set before, or for a new process."""
 @contextmanager
 def call_in_background(call: Callable[[], object], every_s: float, name: str) -> Iterator[None]:
     """Call `call` every `every_s` in a thread until it returns False or the body ends."""
-    over = threading.Event()
+    is_finished = threading.Event()
 
     def repeat() -> None:
-        while not over.wait(every_s) and call() is not False:
+        while not is_finished.wait(every_s) and call() is not False:
             pass
 
     thread = threading.Thread(target=repeat, name=name, daemon=True)
@@ -87,5 +87,5 @@ def call_in_background(call: Callable[[], object], every_s: float, name: str) ->
     try:
         yield
     finally:
-        over.set()
+        is_finished.set()
         thread.join()

@@ -49,8 +49,8 @@ def is_forbidden(path: str | Path) -> bool:
 
 
 def read_line(path: str | Path) -> str | None:
-    found = read_text(path)
-    return found.strip("\0\n ") or None if found is not None else None
+    text = read_text(path)
+    return text.strip("\0\n ") or None if text is not None else None
 
 
 def read_strings(path: str | Path) -> list[str]:
@@ -75,12 +75,14 @@ def device_tree_folder(root: Path) -> Path:
 
 def thermal_zone_files(thermal: Path) -> list[Path]:
     """Return the temperature files of the thermal zones, without the zone known to be stuck."""
-    found = list_matches(thermal, "thermal_zone*")
-    return [zone / "temp" for zone in found if read_line(zone / "type") not in STUCK_ZONES]
+    zones = list_matches(thermal, "thermal_zone*")
+    return [zone / "temp" for zone in zones if read_line(zone / "type") not in STUCK_ZONES]
 
 
 def hottest_temperature_c(sensors: Iterable[str | Path]) -> float | None:
     """Return the highest plausible temperature of sensor files in millidegrees, in °C, or None."""
     low, high = PLAUSIBLE_C
-    known = [milli / 1000 for milli in map(read_int, sensors) if milli is not None and low <= milli / 1000 <= high]
-    return max(known, default=None)
+    temperatures = [
+        milli / 1000 for milli in map(read_int, sensors) if milli is not None and low <= milli / 1000 <= high
+    ]
+    return max(temperatures, default=None)

@@ -29,39 +29,39 @@ class InvalidWheelError(Exception):
 def unpack_wheels(wheels: Sequence[tuple[str, Path | IO[bytes]]], packages: Path, most_bytes: int) -> None:
     """Unpack wheels into a folder. Raise InvalidWheelError for damaged, escaping or too large ones."""
     packages.mkdir(parents=True, exist_ok=True)
-    left = most_bytes
+    remaining_bytes = most_bytes
     for name, file in wheels:
         try:
             with zipfile.ZipFile(file) as archive:
                 for entry in archive.infolist():
-                    inside = _installed_path(name, entry.filename)
-                    if inside is None or entry.is_dir():
+                    relative_path = _installed_path(name, entry.filename)
+                    if relative_path is None or entry.is_dir():
                         continue
                     if entry.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
                         raise InvalidWheelError(f"{name} is compressed in another way than by deflate")
-                    target = packages / inside
+                    target = packages / relative_path
                     target.parent.mkdir(parents=True, exist_ok=True)
                     with archive.open(entry) as source, target.open("wb") as out:
-                        while piece := source.read(PIECE):
-                            left -= len(piece)
-                            if left < 0:
+                        while data := source.read(PIECE):
+                            remaining_bytes -= len(data)
+                            if remaining_bytes < 0:
                                 raise InvalidWheelError(
                                     f"{name} holds more than the {most_bytes} bytes that were announced"
                                 )
-                            out.write(piece)
+                            out.write(data)
         except DAMAGED as error:
             raise InvalidWheelError(f"{name} is no whole wheel ({error})") from None
 
 
 def _installed_path(wheel: str, filename: str) -> PurePosixPath | None:
-    inside = PurePosixPath(filename)
-    if inside.is_absolute() or ".." in inside.parts or not inside.parts:
+    relative_path = PurePosixPath(filename)
+    if relative_path.is_absolute() or ".." in relative_path.parts or not relative_path.parts:
         raise InvalidWheelError(f"{wheel} would write to {filename}")
-    if not inside.parts[0].endswith(".data"):
-        return inside
-    if len(inside.parts) < 3 or inside.parts[1] not in ("purelib", "platlib"):
+    if not relative_path.parts[0].endswith(".data"):
+        return relative_path
+    if len(relative_path.parts) < 3 or relative_path.parts[1] not in ("purelib", "platlib"):
         return None
-    return PurePosixPath(*inside.parts[2:])
+    return PurePosixPath(*relative_path.parts[2:])
 
 
 def packages_folder(home: Path, python: str) -> Path:
@@ -73,8 +73,8 @@ def make_environment(home: Path, python: str, interpreter: str) -> None:
     (home / "bin").mkdir()
     for name in ("python", "python3"):
         (home / "bin" / name).symlink_to(interpreter)
-    where = PurePosixPath(interpreter).parent
-    (home / "pyvenv.cfg").write_text(f"home = {where}\ninclude-system-site-packages = false\nversion = {python}\n")
+    bin_folder = PurePosixPath(interpreter).parent
+    (home / "pyvenv.cfg").write_text(f"home = {bin_folder}\ninclude-system-site-packages = false\nversion = {python}\n")
     command = home / "bin" / "fedquilt"
     command.write_text(COMMAND)
     command.chmod(0o755)

@@ -107,7 +107,7 @@ def make_statistics_round(
             shapes[f"statistics.{rate:g}"] = width.cut_shapes(
                 state.model, {name: places[name] for name in statistic_names(state)}
             )
-        return core.UpdateSchema(shapes, whole=False)
+        return core.UpdateSchema(shapes, exact=False)
 
     def fold(state: State, accumulator: BatchNormSums | None, update: core.DeviceUpdate) -> BatchNormSums:
         accumulator = accumulator or BatchNormSums()
@@ -192,4 +192,4 @@ def gather_statistics(task: core.Task, site: core.ClientContext) -> core.ClientR
         site.engine.evaluate(task.params["network"], start, shuffled, hooks=core.Hooks(prepare=prepare))
         bundles[f"statistics.{rate:g}"] = recorder.statistics()
         site.progress((index + 1) / len(task.params["asked"]))
-    return core.ClientResult(bundles, weight=float(len(site.train)), local=site.local)
+    return core.ClientResult(bundles, weight=float(len(site.train)), private_state=site.private_state)

@@ -233,7 +233,7 @@ METHOD = core.Method(
     ),
     step=step,
     result=result,
-    done=done,
+    is_done=done,
     explain=lambda state: state.log,
     traits=core.Traits(prediction_tasks=("classes",), exact_updates=True),  # moments are solved for
 )

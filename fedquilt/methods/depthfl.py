@@ -162,7 +162,7 @@ def check(task: core.Task, site: core.ClientContext) -> core.EvaluationSums:
     """Evaluate the device's sub-network on the held-out examples."""
     exits, model = exits_from_task(task), site.load("model")
     hooks = core.Hooks(prepare=exits.make_prepare_hook(model)) if exits.inputs else core.Hooks()
-    return site.engine.evaluate(task.params["network"], model, site.held, hooks=hooks)
+    return site.engine.evaluate(task.params["network"], model, site.held_out, hooks=hooks)
 
 
 def fold(state: NetworkState, accumulator: WeightedEntrySums | None, update: core.DeviceUpdate) -> WeightedEntrySums:

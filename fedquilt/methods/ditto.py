@@ -66,20 +66,20 @@ def work(task: core.Task, site: core.ClientContext) -> core.ClientResult:
     )
     if pull:
         pull_to_received = lambda gradient, value, anchors: gradient + pull * (value - anchors["received"])  # noqa: E731
-        hooks = replace(hooks, correct=pull_to_received, anchors={"received": start})
+        hooks = replace(hooks, correct_gradient=pull_to_received, anchors={"received": start})
     own_site = replace(site, rng=batch_rng, progress=lambda fraction: site.progress(0.5 + fraction / 2))
     own_result = local_training.train_from(task, own_site, {**frozen, **load_personal_model(site, received)}, hooks)
     model = {name: global_result.bundles["model"][name] for name in received}
     local = {name: own_result.bundles["model"][name] for name in received}
     metrics = {**global_result.metrics, "own_loss": own_result.metrics["loss"]}
-    return replace(global_result, bundles={"model": model}, local=local, metrics=metrics)
+    return replace(global_result, bundles={"model": model}, private_state=local, metrics=metrics)
 
 
 def load_personal_model(site: core.ClientContext, received: core.Tensors) -> core.Tensors:
     """Return the device's personal model, or the received model before the first training."""
-    if site.local:
-        tensors.require_matching(site.local, received)
-    return site.local or received
+    if site.private_state:
+        tensors.require_matching(site.private_state, received)
+    return site.private_state or received
 
 
 def check(task: core.Task, site: core.ClientContext) -> core.EvaluationSums:
@@ -87,7 +87,7 @@ def check(task: core.Task, site: core.ClientContext) -> core.EvaluationSums:
     received = site.load("model")
     frozen, hooks = fedlora.load_backbone(task, site, received)
     model = {**frozen, **load_personal_model(site, received)}
-    return site.engine.evaluate(task.params["network"], model, site.held, hooks=hooks)
+    return site.engine.evaluate(task.params["network"], model, site.held_out, hooks=hooks)
 
 
 def personal(task: core.Task, site: core.ClientContext) -> core.Tensors:
@@ -113,5 +113,5 @@ METHOD = replace(
     work=work,
     check=check,
     result=result,
-    personal=personal,
+    personal_model=personal,
 )

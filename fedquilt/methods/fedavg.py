@@ -75,7 +75,7 @@ def work(task: core.Task, site: core.ClientContext, hooks: core.Hooks = core.Hoo
 
 def check(task: core.Task, site: core.ClientContext) -> core.EvaluationSums:
     """Evaluate the received model on the held-out examples."""
-    return site.engine.evaluate(task.params["network"], site.load("model"), site.held)
+    return site.engine.evaluate(task.params["network"], site.load("model"), site.held_out)
 
 
 def validate_site_sums(state: NetworkState, total: WeightedSums, weight: float) -> None:

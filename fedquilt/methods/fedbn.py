@@ -59,12 +59,12 @@ def work(task: core.Task, site: core.ClientContext) -> core.ClientResult:
     client_result = local_training.train_from(task, site, personal(task, site))
     model, device_names = client_result.bundles["model"], site.load("norm").keys()
     shared = {name: array for name, array in model.items() if name not in device_names}
-    return replace(client_result, bundles={"model": shared}, local={name: model[name] for name in device_names})
+    return replace(client_result, bundles={"model": shared}, private_state={name: model[name] for name in device_names})
 
 
 def check(task: core.Task, site: core.ClientContext) -> core.EvaluationSums:
     """Evaluate the shared tensors with the device's batch norm on the held-out examples."""
-    return site.engine.evaluate(task.params["network"], personal(task, site), site.held)
+    return site.engine.evaluate(task.params["network"], personal(task, site), site.held_out)
 
 
 def result(state: State) -> core.Artefact:
@@ -75,9 +75,9 @@ def result(state: State) -> core.Artefact:
 def personal(task: core.Task, site: core.ClientContext) -> core.Tensors:
     """Return the shared tensors with the device's batch norm, or the first ones before training."""
     norm = site.load("norm")
-    if site.local:
-        tensors.require_matching(site.local, norm)
-    return {**site.load("model"), **norm, **site.local}
+    if site.private_state:
+        tensors.require_matching(site.private_state, norm)
+    return {**site.load("model"), **norm, **site.private_state}
 
 
 METHOD = replace(
@@ -89,5 +89,5 @@ METHOD = replace(
     work=work,
     check=check,
     result=result,
-    personal=personal,
+    personal_model=personal,
 )

@@ -163,7 +163,7 @@ def make_link_hook(next_stage: stages.Stage, start: Mapping[str, np.ndarray], en
 def check(task: core.Task, site: core.ClientContext) -> core.EvaluationSums:
     """Evaluate the whole network on the held-out examples."""
     model = {name: array for name, array in site.load("model").items() if not name.startswith("link.")}
-    return site.engine.evaluate(task.params["network"], model, site.held)
+    return site.engine.evaluate(task.params["network"], model, site.held_out)
 
 
 def fold(state: NetworkState, accumulator: WeightedEntrySums | None, update: core.DeviceUpdate) -> WeightedEntrySums:

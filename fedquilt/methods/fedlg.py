@@ -79,7 +79,9 @@ def work(task: core.Task, site: core.ClientContext) -> core.ClientResult:
     )
     if task.params["shared"]:
         return client_result
-    squares = site.engine.fisher(task.params["network"], client_result.local, site.train, each=task.params["batch"])
+    squares = site.engine.fisher(
+        task.params["network"], client_result.private_state, site.train, examples_per_gradient=task.params["batch"]
+    )
     sizes = {name: np.sqrt(np.mean(squares[name], dtype=np.float64)) for name in task.params["candidates"]}
     return replace(
         client_result, bundles={"sizes": {name: np.array([size], np.float64) for name, size in sizes.items()}}

@@ -124,7 +124,9 @@ def make_adapter_hooks(task: core.Task, trained: core.Tensors) -> core.Hooks:
         return adapter_layers.insert_adapters(module, sites, rank, adapter_scale(task.params))
 
     pull = (lambda gradient, value, anchors: gradient + mu * (value - anchors["start"])) if mu else None
-    return core.Hooks(prepare=prepare, correct=pull, steps=(core.Step(rate=lambda name: float(name in trained)),))
+    return core.Hooks(
+        prepare=prepare, correct_gradient=pull, steps=(core.Step(rate=lambda name: float(name in trained)),)
+    )
 
 
 def load_backbone(task: core.Task, site: core.ClientContext, trained: core.Tensors) -> tuple[core.Tensors, core.Hooks]:
@@ -144,7 +146,7 @@ def check(task: core.Task, site: core.ClientContext) -> core.EvaluationSums:
     """Evaluate the backbone with the received adapters and head on the held-out examples."""
     backbone, received = site.load("backbone"), site.load("model")
     adapter_hooks = make_adapter_hooks(task, received)
-    return site.engine.evaluate(task.params["network"], {**backbone, **received}, site.held, hooks=adapter_hooks)
+    return site.engine.evaluate(task.params["network"], {**backbone, **received}, site.held_out, hooks=adapter_hooks)
 
 
 def result(state: State) -> core.Artefact:

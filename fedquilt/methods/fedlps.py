@@ -156,5 +156,7 @@ METHOD = replace(
     work=work,
     check=fjord.check,
     aggregation=replace(heterofl.METHOD.aggregation, fold=fold, schema=local_training.partial_model_schema),
-    settle=_subnetworks.make_statistics_round(places_by_share, device_share, scaled=False, frozen_names=encoder_names),
+    evaluation_round=_subnetworks.make_statistics_round(
+        places_by_share, device_share, scaled=False, frozen_names=encoder_names
+    ),
 )

@@ -151,7 +151,7 @@ def proximal_hooks(task: core.Task) -> core.Hooks:
     """Return hooks that add FedProx's proximal term, or no hooks if mu is 0."""
     mu = task.params["mu"]
     return (
-        core.Hooks(correct=lambda gradient, value, anchors: gradient + mu * (value - anchors["start"]))
+        core.Hooks(correct_gradient=lambda gradient, value, anchors: gradient + mu * (value - anchors["start"]))
         if mu
         else core.Hooks()
     )
@@ -174,7 +174,7 @@ def work(task: core.Task, site: core.ClientContext) -> core.ClientResult:
     )
     initial_scores = np.full(plan.neurons, task.params["first_score"], np.float32)
     client_result = local_training.train_from(
-        task, site, {**received, SCORES: site.local.get("scores", initial_scores)}, hooks
+        task, site, {**received, SCORES: site.private_state.get("scores", initial_scores)}, hooks
     )
     model = dict(client_result.bundles["model"])
     scores = model.pop(SCORES)
@@ -188,7 +188,7 @@ def work(task: core.Task, site: core.ClientContext) -> core.ClientResult:
         client_result,
         bundles={"model": covered, "mask": published_mask},
         metrics={**client_result.metrics, "used": float(neurons.mean()), "theta": float(theta.mean())},
-        local={"scores": scores},
+        private_state={"scores": scores},
     )
 
 
@@ -207,7 +207,7 @@ def update_schema(state: State) -> core.UpdateSchema:
     count = state.plan.neurons
     mask = {"bits": tensors.TensorSpec((-(-count // 8),), np.dtype(np.uint8))}
     theta = {"theta": tensors.TensorSpec((count,), np.dtype(np.float16))}
-    return core.UpdateSchema({"model": state.model, "mask": {**mask, **theta}}, whole=False)
+    return core.UpdateSchema({"model": state.model, "mask": {**mask, **theta}}, exact=False)
 
 
 def fold(state: State, accumulator: RoundSums | None, update: core.DeviceUpdate) -> RoundSums:

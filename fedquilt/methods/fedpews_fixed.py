@@ -71,7 +71,7 @@ def work(task: core.Task, site: core.ClientContext) -> core.ClientResult:
 def check(task: core.Task, site: core.ClientContext) -> core.EvaluationSums:
     """Evaluate the device's part in the warm-up, and the whole network afterwards."""
     model = _load_part(task, site)[0] if task.params.get("masked") else site.load("model")
-    return site.engine.evaluate(task.params["network"], model, site.held)
+    return site.engine.evaluate(task.params["network"], model, site.held_out)
 
 
 def _load_part(task: core.Task, site: core.ClientContext) -> tuple[core.Tensors, Mapping[str, np.ndarray]]:

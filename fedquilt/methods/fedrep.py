@@ -73,8 +73,10 @@ def send(state: State, device: core.DeviceView) -> core.TaskSpec:
 def load_device_network(site: core.ClientContext) -> dict[str, np.ndarray]:
     """Return the device's network: the received part and the device's own part."""
     initial_own = site.load("own")
-    tensors.require_matching(site.local, {name: initial_own[name] for name in initial_own if name in site.local})
-    return {**initial_own, **site.local, **site.load("model")}
+    tensors.require_matching(
+        site.private_state, {name: initial_own[name] for name in initial_own if name in site.private_state}
+    )
+    return {**initial_own, **site.private_state, **site.load("model")}
 
 
 def split_result(client_result: core.ClientResult, shared: Collection[str]) -> core.ClientResult:
@@ -84,7 +86,7 @@ def split_result(client_result: core.ClientResult, shared: Collection[str]) -> c
     return replace(
         client_result,
         bundles={"model": shared_tensors},
-        local={name: model[name] for name in model if name not in shared_tensors},
+        private_state={name: model[name] for name in model if name not in shared_tensors},
     )
 
 
@@ -97,7 +99,7 @@ def check(task: core.Task, site: core.ClientContext) -> core.EvaluationSums:
     """Evaluate the device's network on the held-out examples."""
     frozen, hooks = fedlora.load_backbone(task, site, {})
     model = {**frozen, **load_device_network(site)}
-    return site.engine.evaluate(task.params["network"], model, site.held, hooks=core.Hooks(prepare=hooks.prepare))
+    return site.engine.evaluate(task.params["network"], model, site.held_out, hooks=core.Hooks(prepare=hooks.prepare))
 
 
 def personal(task: core.Task, site: core.ClientContext) -> core.Tensors:
@@ -194,5 +196,5 @@ METHOD = replace(
     work=work,
     check=check,
     result=result,
-    personal=personal,
+    personal_model=personal,
 )

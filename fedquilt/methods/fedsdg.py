@@ -218,7 +218,7 @@ def work(task: core.Task, site: core.ClientContext) -> core.ClientResult:
         client_result,
         bundles={"delta": delta},
         metrics={**client_result.metrics, **_gate_metrics(task, trained)},
-        local=trained,
+        private_state=trained,
     )
 
 
@@ -227,7 +227,7 @@ def check(task: core.Task, site: core.ClientContext) -> core.EvaluationSums:
     backbone, received = site.load("backbone"), site.load("model")
     branch = _load_evaluation_branch(task, site, backbone)
     hooks = make_branch_hooks(task, received, branch)
-    return site.engine.evaluate(task.params["network"], {**backbone, **received, **branch}, site.held, hooks=hooks)
+    return site.engine.evaluate(task.params["network"], {**backbone, **received, **branch}, site.held_out, hooks=hooks)
 
 
 def personal(task: core.Task, site: core.ClientContext) -> core.Tensors:
@@ -242,7 +242,7 @@ def _load_evaluation_branch(task: core.Task, site: core.ClientContext, backbone:
     """Return the device's branch and gates, with all gates shut if the device has never trained."""
     # The branch of a device that has never trained is noise.
     branch = load_own_branch(task, site, backbone)
-    if site.local:
+    if site.private_state:
         return branch
     return {name: shut_gate(array) if name.rpartition(".")[2] == lora.GATE else array for name, array in branch.items()}
 
@@ -262,14 +262,14 @@ def load_own_branch(task: core.Task, site: core.ClientContext, backbone: core.Te
     branch = lora.initial_own_branch(backbone, layers_by_gate(task), task.params["rank"], rng, task.params["gate"])
     if task.params["head"] == "private":
         branch.update({name: backbone[name] for name in task.params["head_names"]})
-    if not site.local:
+    if not site.private_state:
         return branch
     shapes = {name: array.shape for name, array in branch.items()}
-    if {name: array.shape for name, array in site.local.items()} != shapes:
+    if {name: array.shape for name, array in site.private_state.items()} != shapes:
         raise core.ModelError(
             f"{site.device} keeps a branch of another network, rank or choice of gates: give the job a new name"
         )
-    return dict(site.local)
+    return dict(site.private_state)
 
 
 def layers_by_gate(task: core.Task) -> tuple[lora.AdapterSite, ...]:
@@ -333,7 +333,7 @@ METHOD = replace(
     step=step,
     result=result,
     explain=lambda state: state.told,
-    personal=personal,
+    personal_model=personal,
     traits=replace(
         fedlora.METHOD.traits, per_device_data="changes of adapters and head, `most` of them, which are compared"
     ),

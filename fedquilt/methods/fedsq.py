@@ -159,7 +159,7 @@ def work(task: core.Task, site: core.ClientContext) -> core.ClientResult:
     mu = task.params["mu"]
     hooks = replace(
         hooks,
-        correct=(lambda gradient, value, anchors: gradient + mu * (value - anchors["start"])) if mu else None,
+        correct_gradient=(lambda gradient, value, anchors: gradient + mu * (value - anchors["start"])) if mu else None,
         steps=(core.Step(rate=lambda name: float(name in trained_names)),),
     )
     trained, metrics = site.engine.train(
@@ -177,9 +177,9 @@ def work(task: core.Task, site: core.ClientContext) -> core.ClientResult:
 
 def check(task: core.Task, site: core.ClientContext) -> core.EvaluationSums:
     """Evaluate w_QK under the gates of w_SK on the held-out examples."""
-    if not len(site.held):
+    if not len(site.held_out):
         return core.EvaluationSums(examples=0)
-    examples, start, hooks, _ = _Copies(task, site).prepare_run(site.load("model"), site.held, "held")
+    examples, start, hooks, _ = _Copies(task, site).prepare_run(site.load("model"), site.held_out, "held")
     return site.engine.evaluate(task.params["network"], start, examples, hooks=hooks)
 
 

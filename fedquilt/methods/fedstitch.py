@@ -309,7 +309,7 @@ METHOD = Method(
     step=step,
     result=result,
     candidate=result,
-    done=lambda state: state.phase == "done",
+    is_done=lambda state: state.phase == "done",
     explain=lambda state: state.log,
     traits=Traits(
         prediction_tasks=("classes",),  # donors are classifiers

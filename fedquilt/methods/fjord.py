@@ -125,7 +125,7 @@ def work(task: Task, site: ClientContext) -> ClientResult:
         dropout = OrderedDropoutHooks(plan, max_width, widths, tensors.seeded_rng(task.seed, "widths"))
         shrink = hooks.prepare or (lambda module: module)
         hooks = Hooks(
-            prepare=lambda module: dropout.insert_gates(shrink(module)), steps=(Step(begin=dropout.draw_width),)
+            prepare=lambda module: dropout.insert_gates(shrink(module)), steps=(Step(before_step=dropout.draw_width),)
         )
     return fedavg.work(task, site, hooks)
 
@@ -133,7 +133,7 @@ def work(task: Task, site: ClientContext) -> ClientResult:
 def check(task: Task, site: ClientContext) -> EvaluationSums:
     """Evaluate the sub-network of width p_max on the held-out examples."""
     hooks = heterofl.make_width_hooks(task, site, scaled=False)
-    return site.engine.evaluate(task.params["network"], site.load("model"), site.held, hooks=hooks)
+    return site.engine.evaluate(task.params["network"], site.load("model"), site.held_out, hooks=hooks)
 
 
 METHOD = replace(
@@ -144,5 +144,5 @@ METHOD = replace(
     send=send,
     work=work,
     check=check,
-    settle=_subnetworks.make_statistics_round(heterofl.places_by_rate, heterofl.device_rate, scaled=False),
+    evaluation_round=_subnetworks.make_statistics_round(heterofl.places_by_rate, heterofl.device_rate, scaled=False),
 )

@@ -68,7 +68,7 @@ def work(task: core.Task, site: core.ClientContext) -> core.ClientResult:
 
 def check(task: core.Task, site: core.ClientContext) -> core.EvaluationSums:
     """Evaluate the frozen network with the received last layers on the held-out examples."""
-    return site.engine.evaluate(task.params["network"], {**site.load("own"), **site.load("model")}, site.held)
+    return site.engine.evaluate(task.params["network"], {**site.load("own"), **site.load("model")}, site.held_out)
 
 
 def result(state: fedrep.State) -> core.Artefact:
@@ -86,6 +86,6 @@ METHOD = replace(
     work=work,
     check=check,
     result=result,
-    personal=None,
+    personal_model=None,
     traits=replace(fedrep.METHOD.traits, frozen_weights="all but the last layers"),
 )

@@ -187,7 +187,9 @@ def work(task: core.Task, site: core.ClientContext) -> core.ClientResult:
     if params["ask"] == "fingerprint":
         examples = _sample_examples(site, params["fingerprint_samples"])
         subspace = subspaces.compute_subspace(examples.x, params["directions"])
-        return core.ClientResult({"fingerprint": {"u": subspace}}, weight=float(len(site.train)), local=site.local)
+        return core.ClientResult(
+            {"fingerprint": {"u": subspace}}, weight=float(len(site.train)), private_state=site.private_state
+        )
     received, parts = _load_received_layers(task, site)
     previous = _load_previous_model(site, received)
     bound_names = [name for layer in params["bound"] for name in parts[layer]]
@@ -211,7 +213,7 @@ def work(task: core.Task, site: core.ClientContext) -> core.ClientResult:
         **_count_held_correct(task, site, model),
     }
     gene_tensors = {name: model[name] for layer in gene for name in parts[layer]}
-    return core.ClientResult({"gene": gene_tensors}, client_result.weight, metrics, local=model)
+    return core.ClientResult({"gene": gene_tensors}, client_result.weight, metrics, private_state=model)
 
 
 def check(task: core.Task, site: core.ClientContext) -> core.EvaluationSums:
@@ -219,7 +221,7 @@ def check(task: core.Task, site: core.ClientContext) -> core.EvaluationSums:
     if task.params["ask"] == "fingerprint":
         return core.EvaluationSums(examples=0)
     return site.engine.evaluate(
-        task.params["network"], _load_previous_model(site, _load_received_layers(task, site)[0]), site.held
+        task.params["network"], _load_previous_model(site, _load_received_layers(task, site)[0]), site.held_out
     )
 
 
@@ -229,11 +231,11 @@ def personal(task: core.Task, site: core.ClientContext) -> core.Tensors:
     Raises:
         ModelError: If the device has not trained yet.
     """
-    if not site.local:
+    if not site.private_state:
         raise core.ModelError(
             f"{site.device} has no model of its own of {task.job}: genefl gives a device one when it takes part"
         )
-    return site.local
+    return site.private_state
 
 
 def _load_received_layers(
@@ -250,10 +252,10 @@ def _load_received_layers(
 
 def _load_previous_model(site: core.ClientContext, received: core.Tensors) -> core.Tensors:
     """Return theta~: the device's stored model, or the received model before the first training."""
-    if not site.local:
+    if not site.private_state:
         return received
-    tensors.require_matching(site.local, received)
-    return site.local
+    tensors.require_matching(site.private_state, received)
+    return site.private_state
 
 
 def _sample_examples(site: core.ClientContext, max_count: int) -> core.Examples:
@@ -268,7 +270,9 @@ def _find_elastic_gene(
     if not (bound_names and task.params["elastic"]):
         return {name: previous[name] for name in bound_names}
     examples = _sample_examples(site, task.params["fisher_samples"])
-    fisher = site.engine.fisher(task.params["network"], previous, examples, each=task.params["fisher_group"])
+    fisher = site.engine.fisher(
+        task.params["network"], previous, examples, examples_per_gradient=task.params["fisher_group"]
+    )
     gamma = task.params["gamma"]
     return {
         name: np.where(learngene.scale_fisher(fisher[name]) < gamma, previous[name], received[name])
@@ -277,7 +281,7 @@ def _find_elastic_gene(
 
 
 def _count_held_correct(task: core.Task, site: core.ClientContext, model: core.Tensors) -> dict[str, float]:
-    evaluation = site.engine.evaluate(task.params["network"], model, site.held)
+    evaluation = site.engine.evaluate(task.params["network"], model, site.held_out)
     metric = metrics.main_metric(evaluation)
     if metric is None:
         return {}
@@ -438,6 +442,6 @@ METHOD = replace(
     step=step,
     result=result,
     explain=explain,
-    personal=personal,
+    personal_model=personal,
     traits=TRAITS,
 )

@@ -193,7 +193,7 @@ def work(task: core.Task, site: core.ClientContext) -> core.ClientResult:
 def check(task: core.Task, site: core.ClientContext) -> core.EvaluationSums:
     """Evaluate the device's part on the held-out examples."""
     return site.engine.evaluate(
-        task.params["network"], site.load("model"), site.held, hooks=make_width_hooks(task, site)
+        task.params["network"], site.load("model"), site.held_out, hooks=make_width_hooks(task, site)
     )
 
 
@@ -217,7 +217,7 @@ def update_schema(state: State) -> core.UpdateSchema:
         return local_training.partial_model_schema(state)
     head_weight = f"{state.register.find_classifier()}.weight"
     class_spec = {"held": tensors.TensorSpec(state.model[head_weight].shape[:1], np.dtype(np.uint8))}
-    return core.UpdateSchema({"model": state.model, "classes": class_spec}, whole=False)
+    return core.UpdateSchema({"model": state.model, "classes": class_spec}, exact=False)
 
 
 def fold(state: State, accumulator: HeteroFLSums | None, update: core.DeviceUpdate) -> HeteroFLSums:
@@ -309,5 +309,5 @@ METHOD = replace(
     check=check,
     aggregation=core.Aggregation(fold, accumulator=lambda state: HeteroFLSums, schema=update_schema),
     step=step,
-    settle=make_statistics_round(places_by_rate, device_rate, scaled=True),
+    evaluation_round=make_statistics_round(places_by_rate, device_rate, scaled=True),
 )

@@ -31,20 +31,20 @@ def init(bundle: core.Bundle, params: Any, seed: int) -> State:
 def work(task: core.Task, site: core.ClientContext) -> core.ClientResult:
     """Train the device's own model further. No tensors are sent."""
     client_result = local_training.train_from(task, site, personal(task, site))
-    return replace(client_result, bundles={}, local=client_result.bundles["model"])
+    return replace(client_result, bundles={}, private_state=client_result.bundles["model"])
 
 
 def check(task: core.Task, site: core.ClientContext) -> core.EvaluationSums:
     """Evaluate the device's own model on the held-out examples."""
-    return site.engine.evaluate(task.params["network"], personal(task, site), site.held)
+    return site.engine.evaluate(task.params["network"], personal(task, site), site.held_out)
 
 
 def personal(task: core.Task, site: core.ClientContext) -> core.Tensors:
     """Return the device's model, or the job's first model before training."""
     initial_model = site.load("model")
-    if site.local:
-        tensors.require_matching(site.local, initial_model)
-    return site.local or initial_model
+    if site.private_state:
+        tensors.require_matching(site.private_state, initial_model)
+    return site.private_state or initial_model
 
 
 def fold(state: State, accumulator: int | None, update: core.DeviceUpdate) -> int:
@@ -80,6 +80,6 @@ METHOD = replace(
     aggregation=core.Aggregation(fold, schema=lambda state: core.UpdateSchema({})),
     step=step,
     result=result,
-    personal=personal,
+    personal_model=personal,
     traits=core.Traits(replaces_private_state=False),  # a device's own model is the purpose of the training
 )

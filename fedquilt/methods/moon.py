@@ -96,13 +96,15 @@ def send(state: NetworkState, device: DeviceView) -> TaskSpec:
 def work(task: Task, site: ClientContext) -> ClientResult:
     """Train with the contrastive loss if there is a previous model, and keep the new model."""
     hooks = Hooks()
-    if site.local:
+    if site.private_state:
         contrastive = ContrastiveHooks(task.params["mu"], task.params["temperature"], task.params["head"])
         hooks = Hooks(
-            prepare=contrastive.prepare, anchors={"previous": site.local}, steps=(Step(penalty=contrastive.penalty),)
+            prepare=contrastive.prepare,
+            anchors={"previous": site.private_state},
+            steps=(Step(penalty=contrastive.penalty),),
         )
     client_result = fedavg.work(task, site, hooks)
-    return replace(client_result, local=client_result.bundles["model"])
+    return replace(client_result, private_state=client_result.bundles["model"])
 
 
 METHOD = replace(

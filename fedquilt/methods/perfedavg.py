@@ -52,8 +52,8 @@ class MetaStep:
     def __init__(self, alpha: float, beta: float) -> None:
         self._beta, self._is_second_step = beta, False
         self.steps = (
-            Step(rate=lambda name: alpha / beta, begin=self._begin_first_step),
-            Step(begin=self._begin_second_step),
+            Step(rate=lambda name: alpha / beta, before_step=self._begin_first_step),
+            Step(before_step=self._begin_second_step),
         )
 
     def correct(self, gradient: Any, value: Any, anchors: Mapping[str, Any]) -> Any:
@@ -91,7 +91,7 @@ def check(task: Task, site: ClientContext) -> EvaluationSums:
     if alpha and epochs and len(site.train):
         fit = replace(local_training.fit_from_task(task), lr=alpha, epochs=epochs)
         model, _ = site.engine.train(task.params["network"], model, site.train, fit, site.rng, progress=site.progress)
-    return site.engine.evaluate(task.params["network"], model, site.held)
+    return site.engine.evaluate(task.params["network"], model, site.held_out)
 
 
 METHOD = replace(

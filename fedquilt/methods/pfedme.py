@@ -56,7 +56,7 @@ class MoreauEnvelope:
         self._pull, self._rate = pull, outer_lr * pull
         self._w: Mapping[str, Any] = {}  # set with the first mini-batch
         self.steps = (
-            Step(penalty=self.penalty, begin=self._step_w_towards_theta),
+            Step(penalty=self.penalty, before_step=self._step_w_towards_theta),
             *[Step(penalty=self.penalty)] * (inner - 1),
         )
 
@@ -96,7 +96,7 @@ def work(task: Task, site: ClientContext) -> ClientResult:
         task, site, received, Hooks(steps=envelope.steps, anchors={"w": received})
     )
     theta = client_result.bundles["model"]
-    return replace(client_result, bundles={"model": envelope.final_anchor(theta)}, weight=1.0, local=theta)
+    return replace(client_result, bundles={"model": envelope.final_anchor(theta)}, weight=1.0, private_state=theta)
 
 
 def validate_update(state: NetworkState, update: DeviceUpdate) -> None:
@@ -132,5 +132,5 @@ METHOD = replace(
     check=ditto.check,
     aggregation=replace(fedavg.METHOD.aggregation, fold=fold, check_update=validate_update),
     step=step,
-    personal=ditto.personal,
+    personal_model=ditto.personal,
 )

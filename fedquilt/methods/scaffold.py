@@ -34,10 +34,7 @@ from fedquilt.methods import fedavg
 from fedquilt.models import local_training
 from fedquilt.models.local_training import NetworkState
 
-TOPK: Final = (
-    "SCAFFOLD computes each device's mean gradient from the change of its whole model, and this codec sends a few "
-    "entries at a time: take 'int8', 'fp16' or 'raw', or another method"
-)
+TOPK: Final = "SCAFFOLD computes each device's mean gradient from the change of its whole model, and this codec sends a few entries at a time: take 'int8', 'fp16' or 'raw', or another method"
 
 
 TRAITS = replace(fedavg.METHOD.traits, refused_codecs={"topk": TOPK}, model_copies=2)
@@ -90,11 +87,11 @@ def send(state: State, device: core.DeviceView) -> core.TaskSpec:
 def work(task: core.Task, site: core.ClientContext) -> core.ClientResult:
     """Train with each gradient corrected by c - c_i. The new c_i stays on the device (option II)."""
     received, control = site.load("model"), site.load("control")
-    device_control = site.local or {name: np.zeros_like(array) for name, array in control.items()}
+    device_control = site.private_state or {name: np.zeros_like(array) for name, array in control.items()}
     tensors.require_matching(device_control, control)
     shift = {name: control[name] - device_control[name] for name in control}
     correction = core.Hooks(
-        correct=lambda gradient, value, anchors: gradient + anchors["shift"], anchors={"shift": shift}
+        correct_gradient=lambda gradient, value, anchors: gradient + anchors["shift"], anchors={"shift": shift}
     )
     client_result = local_training.train_from(task, site, received, correction)
     model, k_eta = (
@@ -103,7 +100,10 @@ def work(task: core.Task, site: core.ClientContext) -> core.ClientResult:
     )
     new_control = {name: (received[name] - model[name]) / np.float32(k_eta) - shift[name] for name in control}
     return replace(
-        client_result, weight=1.0, metrics={**client_result.metrics, "new": float(not site.local)}, local=new_control
+        client_result,
+        weight=1.0,
+        metrics={**client_result.metrics, "new": float(not site.private_state)},
+        private_state=new_control,
     )
 
 

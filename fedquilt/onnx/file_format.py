@@ -43,63 +43,63 @@ class ProtobufReader:
 
     fields_most: int = FIELDS_MOST
 
-    def read_message(self, data: memoryview, schema: Schema, what: str) -> dict[str, list[int | memoryview]]:
+    def read_message(self, data: memoryview, schema: Schema, description: str) -> dict[str, list[int | memoryview]]:
         """Return the values of each field by name. Packed numbers remain bytes. Unknown fields are errors."""
-        found: dict[str, list[int | memoryview]] = {}
-        for number, wire, value in self._read_fields(data, what):
-            known = schema.get(number)
-            if known is None:
-                raise ProtobufError(f"{what} has field {number}, which is not expected there")
-            name, kind = known
+        message: dict[str, list[int | memoryview]] = {}
+        for number, wire, value in self._read_fields(data, description):
+            field = schema.get(number)
+            if field is None:
+                raise ProtobufError(f"{description} has field {number}, which is not expected there")
+            name, kind = field
             if wire not in _WIRES[kind]:
-                raise ProtobufError(f"{what}: field {name!r} has wire type {wire}")
-            values = found.setdefault(name, [])
+                raise ProtobufError(f"{description}: field {name!r} has wire type {wire}")
+            values = message.setdefault(name, [])
             if values and kind in _ONCE:
-                raise ProtobufError(f"{what} has field {name!r} twice")
+                raise ProtobufError(f"{description} has field {name!r} twice")
             values.append(value)
-        return found
+        return message
 
-    def _read_fields(self, data: memoryview, what: str) -> Iterator[tuple[int, int, int | memoryview]]:
-        at, end = 0, len(data)
-        while at < end:
+    def _read_fields(self, data: memoryview, description: str) -> Iterator[tuple[int, int, int | memoryview]]:
+        position, end = 0, len(data)
+        while position < end:
             self.fields_most -= 1
             if self.fields_most < 0:
                 raise ProtobufError("more fields than a graph of a network has")
-            tag, at = _read_varint(data, at, what)
+            tag, position = _read_varint(data, position, description)
             number, wire = tag >> 3, tag & 7
             value: int | memoryview
             if wire == _VARINT:
-                value, at = _read_varint(data, at, what)
+                value, position = _read_varint(data, position, description)
             else:
                 if wire == _BYTES:
-                    size, at = _read_varint(data, at, what)
+                    size, position = _read_varint(data, position, description)
                 elif wire in (_EIGHT, _FOUR):
                     size = 8 if wire == _EIGHT else 4
                 else:
-                    raise ProtobufError(f"{what} has wire type {wire}")
-                if size > end - at:
-                    raise ProtobufError(f"{what} is cut short")
-                value, at = data[at : at + size], at + size
+                    raise ProtobufError(f"{description} has wire type {wire}")
+                if size > end - position:
+                    raise ProtobufError(f"{description} is cut short")
+                value, position = data[position : position + size], position + size
             yield number, wire, value
 
 
-def _read_varint(data: memoryview, at: int, what: str) -> tuple[int, int]:
+def _read_varint(data: memoryview, position: int, description: str) -> tuple[int, int]:
     value = shift = 0
-    while at < len(data) and shift < 70:
-        byte = data[at]
-        at += 1
+    while position < len(data) and shift < 70:
+        byte = data[position]
+        position += 1
         value |= (byte & 0x7F) << shift
         if byte < 0x80:
-            return value & 0xFFFF_FFFF_FFFF_FFFF, at
+            return value & 0xFFFF_FFFF_FFFF_FFFF, position
         shift += 7
-    raise ProtobufError(f"{what} is cut short")
+    raise ProtobufError(f"{description} is cut short")
 
 
 def encode_message(
     fields: Mapping[str, Sequence[int | memoryview | Pieces]], schema: Schema
 ) -> list[bytes | memoryview]:
     """Return a message in pieces, with fields in the order of the schema and without copying."""
-    found: list[bytes | memoryview] = []
+    encoded: list[bytes | memoryview] = []
     for number, (name, kind) in schema.items():
         if name not in fields:
             continue
@@ -107,20 +107,20 @@ def encode_message(
             raise ProtobufError(f"{name} is of the kind {kind}, which is not written")
         for value in fields[name]:
             if isinstance(value, int):
-                found.append(_encode_varint(number << 3 | _VARINT) + _encode_varint(value))
+                encoded.append(_encode_varint(number << 3 | _VARINT) + _encode_varint(value))
                 continue
-            pieces = [value] if isinstance(value, memoryview) else value
-            found.append(_encode_varint(number << 3 | _BYTES) + _encode_varint(sum(len(piece) for piece in pieces)))
-            found += pieces
-    return found
+            parts = [value] if isinstance(value, memoryview) else value
+            encoded.append(_encode_varint(number << 3 | _BYTES) + _encode_varint(sum(len(part) for part in parts)))
+            encoded += parts
+    return encoded
 
 
 def _encode_varint(value: int) -> bytes:
-    found = bytearray()
+    encoded = bytearray()
     while value > 0x7F:
-        found.append(value & 0x7F | 0x80)
+        encoded.append(value & 0x7F | 0x80)
         value >>= 7
-    return bytes((*found, value))
+    return bytes((*encoded, value))
 
 
 def to_signed(value: int | memoryview) -> int:
@@ -129,32 +129,32 @@ def to_signed(value: int | memoryview) -> int:
     return value - (1 << 64) if value >= 1 << 63 else value
 
 
-def decode_ints(values: list[int | memoryview], most: int, what: str) -> list[int]:
-    found: list[int] = []
+def decode_ints(values: list[int | memoryview], max_count: int, description: str) -> list[int]:
+    numbers: list[int] = []
     for value in values:
         if isinstance(value, int):
-            found.append(to_signed(value))
+            numbers.append(to_signed(value))
         else:
-            at = 0
-            while at < len(value) and len(found) <= most:
-                number, at = _read_varint(value, at, what)
-                found.append(to_signed(number))
-        if len(found) > most:
-            raise ProtobufError(f"{what} has more than {most} numbers")
-    return found
+            position = 0
+            while position < len(value) and len(numbers) <= max_count:
+                number, position = _read_varint(value, position, description)
+                numbers.append(to_signed(number))
+        if len(numbers) > max_count:
+            raise ProtobufError(f"{description} has more than {max_count} numbers")
+    return numbers
 
 
-def decode_text(values: list[int | memoryview] | None, most: int, what: str) -> str:
+def decode_text(values: list[int | memoryview] | None, max_bytes: int, description: str) -> str:
     """Return a field of kind "bytes" as text, or "" if absent."""
     if not values:
         return ""
     (value,) = values
-    if isinstance(value, int) or len(value) > most:
-        raise ProtobufError(f"{what} is a text of more than {most} bytes")
+    if isinstance(value, int) or len(value) > max_bytes:
+        raise ProtobufError(f"{description} is a text of more than {max_bytes} bytes")
     try:
         return bytes(value).decode()
     except UnicodeDecodeError:
-        raise ProtobufError(f"{what} is not Unicode") from None
+        raise ProtobufError(f"{description} is not Unicode") from None
 
 
 _MATHS = """Abs Acos Acosh Add And Asin Asinh Atan Atanh BitShift BitwiseAnd BitwiseNot BitwiseOr BitwiseXor Cast

@@ -91,9 +91,9 @@ class GraphValue(NamedTuple):
     shape: Shape
 
 
-def fits_shape(given: Sequence[int], wanted: Shape) -> bool:
-    return wanted is None or (
-        len(given) == len(wanted) and all(size in (None, own) for own, size in zip(given, wanted, strict=True))
+def fits_shape(shape: Sequence[int], pattern: Shape) -> bool:
+    return pattern is None or (
+        len(shape) == len(pattern) and all(size in (None, axis) for axis, size in zip(shape, pattern, strict=True))
     )
 
 
@@ -120,14 +120,14 @@ class CheckedGraph:
     def require_batched_examples(self) -> None:
         for values, side, verb in ((self.inputs, "input", "feeds"), (self.outputs, "output", "reads")):
             if len(values) != 1:
-                names = ", ".join(repr(each.name[:40]) for each in values[:6]) or "none"
+                names = ", ".join(repr(value.name[:40]) for value in values[:6]) or "none"
                 raise ModelError(
                     f"the graph has {len(values)} {side}s ({names}), and fedquilt {verb} one: export a network with "
                     f"one {side}, and make other {side}s constants or leave them out"
                 )
             if values[0].kind == _BFLOAT16:
-                named = f"{side} {values[0].name[:80]!r}"
-                raise ModelError(f"{named} is bfloat16, which has no type in numpy: export it with float32")
+                value_text = f"{side} {values[0].name[:80]!r}"
+                raise ModelError(f"{value_text} is bfloat16, which has no type in numpy: export it with float32")
         ((name, _, shape),) = self.inputs
         if shape == ():
             raise ModelError(f"input {name[:80]!r} is a single number: export it with a batch as its first axis")
@@ -144,16 +144,16 @@ def check_file(path: Path) -> CheckedGraph:
 
     def file_size(name: str) -> int:
         try:
-            found = (folder / name).lstat()
+            info = (folder / name).lstat()
         except OSError as error:
             raise ModelError(f"its weights {name[:12]} are not beside it: {error.strerror}") from None
-        if not stat.S_ISREG(found.st_mode):
+        if not stat.S_ISREG(info.st_mode):
             raise ModelError(f"its weights {name[:12]} are a link or no file: a graph reads only what lies beside it")
-        return found.st_size
+        return info.st_size
 
-    found = check_bytes(map_file(path), file_size)
-    found.require_batched_examples()
-    return found
+    checked = check_bytes(map_file(path), file_size)
+    checked.require_batched_examples()
+    return checked
 
 
 def map_file(path: Path) -> memoryview:
@@ -188,38 +188,40 @@ class _GraphCheck:
     tensors: int = 0
 
     def check_model(self, data: memoryview) -> CheckedGraph:
-        found = self._read_message(data, MODEL, "the model")
-        metadata = _read_unique_entries(self.reader, found, "metadata_props", META_MOST)
-        if len(graphs := _bytes_fields(found, "graph")) != 1:
+        model = self._read_message(data, MODEL, "the model")
+        metadata = _read_unique_entries(self.reader, model, "metadata_props", META_MOST)
+        if len(graphs := _bytes_fields(model, "graph")) != 1:
             raise ModelError("it holds no graph")
-        said = metadata.get("activation_bytes")
-        if said is not None and not re.fullmatch(r"[0-9]{1,15}", said):
-            raise ModelError(f"its metadata say activation_bytes = {said[:40]!r}, and a number of bytes is expected")
+        activation_text = metadata.get("activation_bytes")
+        if activation_text is not None and not re.fullmatch(r"[0-9]{1,15}", activation_text):
+            raise ModelError(
+                f"its metadata say activation_bytes = {activation_text[:40]!r}, and a number of bytes is expected"
+            )
         weight_bytes, inputs, outputs = self.check_graph(graphs[0], 0, ChainMap())
-        opsets = [self._read_opset(piece) for piece in _bytes_fields(found, "opset_import", LIST_MOST)]
+        opsets = [self._read_opset(opset) for opset in _bytes_fields(model, "opset_import", LIST_MOST)]
         domains = [domain[:80] for domain, _ in opsets]
         if "" not in domains or len(set(domains)) != len(domains):
             raise ModelError(f"it imports the operator sets {domains[:6]}: import ONNX's own (''), and each set once")
         return CheckedGraph(
             metadata=metadata,
             weight_bytes=weight_bytes,
-            activation_bytes=None if said is None else int(said),
+            activation_bytes=None if activation_text is None else int(activation_text),
             nodes=self.nodes,
-            versions=(dict(opsets)[""], _int_field(found, "ir_version")),
+            versions=(dict(opsets)[""], _int_field(model, "ir_version")),
             inputs=inputs,
             outputs=outputs,
         )
 
-    def _read_message(self, data: memoryview, schema: Schema, what: str) -> Fields:
-        found = self.reader.read_message(data, schema, what)
+    def _read_message(self, data: memoryview, schema: Schema, description: str) -> Fields:
+        message = self.reader.read_message(data, schema, description)
         for name, fix in UNUSED.items():
-            _require(name not in found, f"{what} has {name}: {fix}")
-        return found
+            _require(name not in message, f"{description} has {name}: {fix}")
+        return message
 
     def _read_opset(self, data: memoryview) -> tuple[str, int]:
         # Nodes decide which domains are permitted: exporters import more than they use.
-        found = self.reader.read_message(data, OPSET, "an operator set")
-        return _normalise_domain(decode_text(found.get("domain"), NAME_MOST, "a domain")), _int_field(found, "version")
+        opset = self.reader.read_message(data, OPSET, "an operator set")
+        return _normalise_domain(decode_text(opset.get("domain"), NAME_MOST, "a domain")), _int_field(opset, "version")
 
     def check_graph(
         self, data: memoryview, depth: int, outer: ChainMap[str, list[float]]
@@ -227,124 +229,132 @@ class _GraphCheck:
         """Check a graph, which may name the constants of the graphs around it."""
         if depth > DEPTH_MOST:
             raise ModelError(f"graphs lie within graphs {depth} deep, {DEPTH_MOST} are permitted")
-        found = self._read_message(data, GRAPH, "the graph")
-        weight_bytes, weights, known = 0, set(), outer.new_child()
-        for piece in _bytes_fields(found, "initializer"):
-            name, nbytes, numbers = self.check_tensor(piece)
+        graph = self._read_message(data, GRAPH, "the graph")
+        weight_bytes, weights, constants = 0, set(), outer.new_child()
+        for node in _bytes_fields(graph, "initializer"):
+            name, nbytes, numbers = self.check_tensor(node)
             weight_bytes += nbytes
             weights.add(name)
             if numbers is not None:
-                known[name] = numbers
+                constants[name] = numbers
         values = {
-            side: [self._check_declared_value(piece) for piece in _bytes_fields(found, side)]
+            side: [self._check_declared_value(node) for node in _bytes_fields(graph, side)]
             for side in ("input", "output", "value_info")
         }
-        for piece in _bytes_fields(found, "node"):
-            weight_bytes += self.check_node(piece, known, depth)
+        for node in _bytes_fields(graph, "node"):
+            weight_bytes += self.check_node(node, constants, depth)
         inputs = tuple(value for value in values["input"] if value.name not in weights)
         return weight_bytes, inputs, tuple(values["output"])
 
-    def check_node(self, data: memoryview, known: ChainMap[str, list[float]], depth: int) -> int:
-        """Check a node, add a constant's values to `known`, and return the weight bytes of its graphs."""
+    def check_node(self, data: memoryview, constants: ChainMap[str, list[float]], depth: int) -> int:
+        """Check a node, add a constant's values to `constants`, and return the weight bytes of its graphs."""
         self.nodes += 1
         if self.nodes > NODES_MOST:
             raise ModelError(f"it has more than {NODES_MOST} nodes")
-        found = self.reader.read_message(data, NODE, "a node")
-        kind = decode_text(found.get("op_type"), NAME_MOST, "an operator")
-        domain = _normalise_domain(decode_text(found.get("domain"), NAME_MOST, "a domain"))
+        node = self.reader.read_message(data, NODE, "a node")
+        kind = decode_text(node.get("op_type"), NAME_MOST, "an operator")
+        domain = _normalise_domain(decode_text(node.get("domain"), NAME_MOST, "a domain"))
         if kind not in OPERATORS.get(domain, frozenset()):
-            whole = f"{domain}.{kind}" if domain else kind
+            qualified_name = f"{domain}.{kind}" if domain else kind
             raise ModelError(
-                f"it calls the operator {whole[:80]!r}, which is not among those that are permitted: "
+                f"it calls the operator {qualified_name[:80]!r}, which is not among those that are permitted: "
                 "export the network without it"
             )
-        inputs = [decode_text([piece], NAME_MOST, "a name") for piece in _bytes_fields(found, "input", LIST_MOST)]
-        outputs = [decode_text([piece], NAME_MOST, "a name") for piece in _bytes_fields(found, "output", LIST_MOST)]
+        inputs = [
+            decode_text([attribute], NAME_MOST, "a name") for attribute in _bytes_fields(node, "input", LIST_MOST)
+        ]
+        outputs = [
+            decode_text([attribute], NAME_MOST, "a name") for attribute in _bytes_fields(node, "output", LIST_MOST)
+        ]
         weight_bytes, constant = 0, None
-        for piece in _bytes_fields(found, "attribute", LIST_MOST):
-            nbytes, values = self._check_attribute(piece, kind, known, depth)
+        for attribute in _bytes_fields(node, "attribute", LIST_MOST):
+            nbytes, values = self._check_attribute(attribute, kind, constants, depth)
             weight_bytes += nbytes
             constant = values if values is not None else constant
         if kind == "Constant" and outputs and constant is not None:
-            known[outputs[0]] = constant
-        _require_bounded_sizes(kind, inputs, known)
+            constants[outputs[0]] = constant
+        _require_bounded_sizes(kind, inputs, constants)
         return weight_bytes
 
     def _check_attribute(
-        self, data: memoryview, kind: str, known: ChainMap[str, list[float]], depth: int
+        self, data: memoryview, kind: str, constants: ChainMap[str, list[float]], depth: int
     ) -> tuple[int, list[float] | None]:
         """Check an attribute, and return the weight bytes in it and its values if they may be sizes."""
-        found = self._read_message(data, ATTRIBUTE, f"an attribute of {kind}")
-        name = decode_text(found.get("name"), NAME_MOST, "a name")
-        for value in _bytes_fields(found, "strings", LIST_MOST):
+        attribute = self._read_message(data, ATTRIBUTE, f"an attribute of {kind}")
+        name = decode_text(attribute.get("name"), NAME_MOST, "a name")
+        for value in _bytes_fields(attribute, "strings", LIST_MOST):
             _require(len(value) <= NAME_MOST, f"{kind}: {name} holds a text of more than {NAME_MOST} bytes")
-        decode_text(found.get("s"), META_MOST, f"{name} of {kind}")
-        values: list[float] | None = [float(to_signed(value)) for value in found.get("i", [])] or None
-        if "ints" in found:
-            values = [float(value) for value in decode_ints(found["ints"], LIST_MOST, f"{name} of {kind}")]
+        decode_text(attribute.get("s"), META_MOST, f"{name} of {kind}")
+        values: list[float] | None = [float(to_signed(value)) for value in attribute.get("i", [])] or None
+        if "ints" in attribute:
+            values = [float(value) for value in decode_ints(attribute["ints"], LIST_MOST, f"{name} of {kind}")]
         if name in _EDGES and any(abs(value) > EDGE_MOST for value in values or ()):
             raise ModelError(f"{name} of {kind} is more than {EDGE_MOST}")
         weight_bytes = 0
-        for piece in _bytes_fields(found, "t"):
-            _, _, values = self.check_tensor(piece)
-        for piece in _bytes_fields(found, "g"):
+        for subgraph in _bytes_fields(attribute, "t"):
+            _, _, values = self.check_tensor(subgraph)
+        for subgraph in _bytes_fields(attribute, "g"):
             _require(kind == "If", f"{kind} holds a graph, which only If may")
-            weight_bytes += self.check_graph(piece, depth + 1, known)[0]
+            weight_bytes += self.check_graph(subgraph, depth + 1, constants)[0]
         return weight_bytes, values
 
     def check_tensor(self, data: memoryview) -> tuple[str, int, list[float] | None]:
         """Check a tensor, and return its name, size in bytes, and its values if they may be sizes."""
         self.tensors += 1
         _require(self.tensors <= TENSORS_MOST, f"it has more than {TENSORS_MOST} tensors")
-        found = self._read_message(data, TENSOR, "a tensor")
-        name = decode_text(found.get("name"), NAME_MOST, "a name")
-        (kind,) = found.get("data_type", [0])
+        tensor = self._read_message(data, TENSOR, "a tensor")
+        name = decode_text(tensor.get("name"), NAME_MOST, "a name")
+        (kind,) = tensor.get("data_type", [0])
         item = _ITEM_BYTES.get(to_signed(kind))
         if item is None:
             raise ModelError(f"tensor {name[:80]!r} is of type {to_signed(kind)}, which is no number that is permitted")
-        dims = decode_ints(found.get("dims", []), AXES_MOST, f"the shape of {name[:80]!r}")
+        dims = decode_ints(tensor.get("dims", []), AXES_MOST, f"the shape of {name[:80]!r}")
         _require(all(dim >= 0 for dim in dims), f"tensor {name[:80]!r} has a negative size")
         elements = prod(dims)
         _require(elements <= ELEMENTS_MOST, f"tensor {name[:80]!r} has {elements} elements")
-        (where,) = found.get("data_location", [0])
-        external, raw = bool(found.get("external_data")), _bytes_fields(found, "raw_data")
-        typed = {each: found[each] for each in _TYPED if each in found}
-        places = external + bool(raw) + len(typed)
-        if where not in (0, 1) or (where == 1) != external or places > 1:
+        (location,) = tensor.get("data_location", [0])
+        external, raw = bool(tensor.get("external_data")), _bytes_fields(tensor, "raw_data")
+        typed = {field: tensor[field] for field in _TYPED if field in tensor}
+        storage_count = external + bool(raw) + len(typed)
+        if location not in (0, 1) or (location == 1) != external or storage_count > 1:
             raise ModelError(
                 f"tensor {name[:80]!r} has its numbers in several places, or in none: export the model again"
             )
         if external:
-            self._check_external_data(name, read_external_location(self.reader, found, name), elements * item)
+            self._check_external_data(name, read_external_location(self.reader, tensor, name), elements * item)
             return name, elements * item, None
         if raw:
             _require(
                 len(raw[0]) == elements * item, f"tensor {name[:80]!r} has {len(raw[0])} bytes, not {elements * item}"
             )
             return name, elements * item, _decode_values(to_signed(kind), raw[0]) if elements <= SMALL else None
-        held = sum(_count_elements(each, values) for each, values in typed.items())
-        _require(elements <= held or not elements, f"tensor {name[:80]!r} has fewer numbers than its shape")
-        small = "int64_data" in typed and elements <= SMALL
-        values = [float(value) for value in decode_ints(typed["int64_data"], SMALL, name)] if small else None
+        value_count = sum(_count_elements(field, values) for field, values in typed.items())
+        _require(elements <= value_count or not elements, f"tensor {name[:80]!r} has fewer numbers than its shape")
+        is_small = "int64_data" in typed and elements <= SMALL
+        values = [float(value) for value in decode_ints(typed["int64_data"], SMALL, name)] if is_small else None
         return name, elements * item, values
 
-    def _check_external_data(self, name: str, where: ExternalDataLocation, nbytes: int) -> None:
-        if not _DIGEST.fullmatch(where.file):
+    def _check_external_data(self, name: str, location: ExternalDataLocation, nbytes: int) -> None:
+        if not _DIGEST.fullmatch(location.file):
             raise ModelError(
-                f"tensor {name[:80]!r} is in {where.file[:200]!r}: weights may only be in a file beside the graph that "
-                "is named by its sha256"
+                f"tensor {name[:80]!r} is in {location.file[:200]!r}: weights may only be in a file beside the graph "
+                "that is named by its sha256"
             )
-        size = self.size(where.file)
-        length = size - where.offset if where.length is None else where.length
-        if length != nbytes or where.offset + length > size:
-            left = max(size - where.offset, 0)
-            raise ModelError(f"tensor {name[:80]!r} takes {nbytes} bytes, and {where.file[:12]} has {left} from there")
+        size = self.size(location.file)
+        length = size - location.offset if location.length is None else location.length
+        if length != nbytes or location.offset + length > size:
+            available_bytes = max(size - location.offset, 0)
+            raise ModelError(
+                f"tensor {name[:80]!r} takes {nbytes} bytes, and {location.file[:12]} has {available_bytes} from there"
+            )
 
     def _check_declared_value(self, data: memoryview) -> GraphValue:
-        found = self.reader.read_message(data, VALUE, "a declared value")
-        name, kind, dims = decode_text(found.get("name"), NAME_MOST, "a name"), 0, None
-        for piece in _bytes_fields(found, "type"):
-            for inner in _bytes_fields(self._read_message(piece, TYPE, f"the type of {name[:80]!r}"), "tensor_type"):
+        value = self.reader.read_message(data, VALUE, "a declared value")
+        name, kind, dims = decode_text(value.get("name"), NAME_MOST, "a name"), 0, None
+        for type_data in _bytes_fields(value, "type"):
+            for inner in _bytes_fields(
+                self._read_message(type_data, TYPE, f"the type of {name[:80]!r}"), "tensor_type"
+            ):
                 declared = self.reader.read_message(inner, TENSOR_TYPE, "a tensor's type")
                 kind = _int_field(declared, "elem_type")
                 if kind and kind not in _ITEM_BYTES:
@@ -360,8 +370,8 @@ class _GraphCheck:
 
     def _iterate_axis_sizes(self, data: memoryview) -> Iterator[int | None]:
         # None is a named or unknown size. Exporters write -1 or 0 for unknown.
-        for piece in _bytes_fields(self.reader.read_message(data, SHAPE, "a shape"), "dim", AXES_MOST):
-            size = _int_field(self.reader.read_message(piece, DIM, "an axis"), "dim_value")
+        for dimension in _bytes_fields(self.reader.read_message(data, SHAPE, "a shape"), "dim", AXES_MOST):
+            size = _int_field(self.reader.read_message(dimension, DIM, "an axis"), "dim_value")
             _require(size >= -1, f"a declared axis has the size {size}")
             yield size if size > 0 else None
 
@@ -373,27 +383,27 @@ class ExternalDataLocation(NamedTuple):
 
 
 def read_external_location(reader: ProtobufReader, tensor: Fields, name: str) -> ExternalDataLocation:
-    found = _read_unique_entries(reader, tensor, "external_data", NAME_MOST)
-    if odd := found.keys() - {"location", "offset", "length", "checksum"}:
+    entries = _read_unique_entries(reader, tensor, "external_data", NAME_MOST)
+    if odd := entries.keys() - {"location", "offset", "length", "checksum"}:
         raise ModelError(f"tensor {name[:80]!r} says {min(odd)[:40]!r} of the file that it is in")
-    length = _parse_int(found["length"], name) if "length" in found else None
-    return ExternalDataLocation(found.get("location", ""), _parse_int(found.get("offset", "0"), name), length)
+    length = _parse_int(entries["length"], name) if "length" in entries else None
+    return ExternalDataLocation(entries.get("location", ""), _parse_int(entries.get("offset", "0"), name), length)
 
 
-def _read_unique_entries(reader: ProtobufReader, found: Fields, name: str, most: int) -> dict[str, str]:
+def _read_unique_entries(reader: ProtobufReader, message: Fields, name: str, max_bytes: int) -> dict[str, str]:
     entries: dict[str, str] = {}
-    for piece in _bytes_fields(found, name, META_ENTRIES_MOST):
-        entry = reader.read_message(piece, ENTRY, name)
+    for entry_data in _bytes_fields(message, name, META_ENTRIES_MOST):
+        entry = reader.read_message(entry_data, ENTRY, name)
         key = decode_text(entry.get("key"), NAME_MOST, name)
         _require(key not in entries, f"{name} says {key[:80]!r} twice")
-        entries[key] = decode_text(entry.get("value"), most, name)
+        entries[key] = decode_text(entry.get("value"), max_bytes, name)
     return entries
 
 
-def _require_bounded_sizes(kind: str, inputs: list[str], known: Mapping[str, list[float]]) -> None:
+def _require_bounded_sizes(kind: str, inputs: list[str], constants: Mapping[str, list[float]]) -> None:
     # ONNX Runtime would allocate a constant size, often before anything runs.
-    def constant_values(place: int) -> list[float]:
-        return known.get(inputs[place], []) if place < len(inputs) else []
+    def constant_values(index: int) -> list[float]:
+        return constants.get(inputs[index], []) if index < len(inputs) else []
 
     sizes = constant_values(_SIZED_BY[kind]) if kind in _SIZED_BY else []
     if kind == "Resize":
@@ -404,8 +414,10 @@ def _require_bounded_sizes(kind: str, inputs: list[str], known: Mapping[str, lis
     if kind == "Pad":
         _require(all(abs(size) <= EDGE_MOST for size in sizes), f"Pad by more than {EDGE_MOST}")
         return
-    most = prod(max(abs(size), 1.0) for size in sizes)
-    _require(most <= ELEMENTS_MOST, f"{kind} is to make {most:.3g} elements, {ELEMENTS_MOST} are permitted")
+    largest_size = prod(max(abs(size), 1.0) for size in sizes)
+    _require(
+        largest_size <= ELEMENTS_MOST, f"{kind} is to make {largest_size:.3g} elements, {ELEMENTS_MOST} are permitted"
+    )
 
 
 def _require(holds: bool, otherwise: str) -> None:
@@ -413,13 +425,13 @@ def _require(holds: bool, otherwise: str) -> None:
         raise ModelError(otherwise)
 
 
-def _int_field(found: Fields, name: str) -> int:
-    return to_signed(found.get(name, [0])[0])
+def _int_field(message: Fields, name: str) -> int:
+    return to_signed(message.get(name, [0])[0])
 
 
-def _bytes_fields(found: Fields, name: str, most: int = 1 << 30) -> list[memoryview]:
-    values = found.get(name, [])
-    _require(len(values) <= most, f"{name} stands there {len(values)} times, {most} are permitted")
+def _bytes_fields(message: Fields, name: str, max_count: int = 1 << 30) -> list[memoryview]:
+    values = message.get(name, [])
+    _require(len(values) <= max_count, f"{name} stands there {len(values)} times, {max_count} are permitted")
     return [value for value in values if not isinstance(value, int)]
 
 
@@ -427,10 +439,10 @@ def _normalise_domain(name: str) -> str:
     return "" if name == "ai.onnx" else name
 
 
-def _parse_int(said: str, name: str) -> int:
-    if not re.fullmatch(r"[0-9]{1,15}", said):
-        raise ModelError(f"tensor {name[:80]!r} is said to be at {said[:40]!r} of its file")
-    return int(said)
+def _parse_int(text: str, name: str) -> int:
+    if not re.fullmatch(r"[0-9]{1,15}", text):
+        raise ModelError(f"tensor {name[:80]!r} is said to be at {text[:40]!r} of its file")
+    return int(text)
 
 
 def _count_elements(name: str, values: list[int | memoryview]) -> int:

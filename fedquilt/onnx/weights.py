@@ -71,24 +71,24 @@ def missing_tensors(graph: bytes | memoryview) -> dict[str, MissingTensor]:
 def fill_graph(graph: bytes | memoryview, tensors: Tensors) -> list[bytes | memoryview]:
     """Return an ONNX file with the missing tensors inserted, in pieces and without copying."""
     model, inner, lacking = _read_graph_and_missing(graph)
-    whole: list[memoryview | Pieces] = []
-    for piece in inner["initializer"]:
-        assert isinstance(piece, memoryview)
-        whole.append(piece)
-    for name, (lack, at) in lacking.items():
-        given = tensors.get(name)
-        if given is None:
+    initializers: list[memoryview | Pieces] = []
+    for initializer_data in inner["initializer"]:
+        assert isinstance(initializer_data, memoryview)
+        initializers.append(initializer_data)
+    for name, (lack, index) in lacking.items():
+        array = tensors.get(name)
+        if array is None:
             raise ModelError(f"the network's tensor {name!r} is missing")
-        if given.shape != lack.shape or given.dtype != lack.dtype:
+        if array.shape != lack.shape or array.dtype != lack.dtype:
             raise ModelError(
-                f"tensor {name!r} is {given.dtype} of shape {given.shape}, the network expects {lack.dtype} of shape "
+                f"tensor {name!r} is {array.dtype} of shape {array.shape}, the network expects {lack.dtype} of shape "
                 f"{lack.shape}"
             )
-        raw = np.ascontiguousarray(given).reshape(-1).view(np.uint8).data
-        own = inner["initializer"][at]
-        assert isinstance(own, memoryview)
-        whole[at] = [own, *encode_message({"raw_data": [raw]}, _RAW)]
-    return encode_message({**model, "graph": [encode_message({**inner, "initializer": whole}, GRAPH)]}, MODEL)
+        raw = np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
+        initializer = inner["initializer"][index]
+        assert isinstance(initializer, memoryview)
+        initializers[index] = [initializer, *encode_message({"raw_data": [raw]}, _RAW)]
+    return encode_message({**model, "graph": [encode_message({**inner, "initializer": initializers}, GRAPH)]}, MODEL)
 
 
 Fields = dict[str, list[int | memoryview]]
@@ -104,11 +104,11 @@ def _read_graph_and_missing(graph: bytes | memoryview) -> tuple[Fields, Fields, 
             raise ProtobufError("it holds no graph")
         inner = reader.read_message(data, GRAPH, "the graph")
         inner.setdefault("initializer", [])
-        found: dict[str, tuple[MissingTensor, int]] = {}
-        for at, piece in enumerate(inner["initializer"]):
-            if isinstance(piece, int):
+        missing: dict[str, tuple[MissingTensor, int]] = {}
+        for index, initializer in enumerate(inner["initializer"]):
+            if isinstance(initializer, int):
                 continue
-            tensor = reader.read_message(piece, TENSOR, "a tensor")
+            tensor = reader.read_message(initializer, TENSOR, "a tensor")
             name = decode_text(tensor.get("name"), NAME_MOST, "a name")
             shape = tuple(decode_ints(tensor.get("dims", []), AXES_MOST, f"the shape of {name[:80]!r}"))
             if NUMBERS & tensor.keys() or prod(shape) <= 0:
@@ -116,22 +116,22 @@ def _read_graph_and_missing(graph: bytes | memoryview) -> tuple[Fields, Fields, 
             (kind,) = tensor.get("data_type", [0])
             if to_signed(kind) not in KINDS:
                 raise ProtobufError(f"tensor {name[:80]!r} is of type {to_signed(kind)}, which cannot be put in")
-            found[name] = (MissingTensor(shape, np.dtype(KINDS[to_signed(kind)])), at)
+            missing[name] = (MissingTensor(shape, np.dtype(KINDS[to_signed(kind)])), index)
     except ProtobufError as error:
         raise ModelError(f"it is no ONNX file as fedquilt writes them: {error}") from None
-    return model, inner, found
+    return model, inner, missing
 
 
 def read_with_external_data(path: Path) -> Pieces:
     """Read an ONNX file with the data in regular files beside it, as the pieces of one file."""
     try:
         data = map_file(path)
-        found = _ExternalTensorFiles(path.parent, len(data)).inline_tensors(data, MODEL)
+        inlined = _ExternalTensorFiles(path.parent, len(data)).inline_tensors(data, MODEL)
     except ProtobufError as error:
         raise ModelError(f"{path.name}: it is no ONNX file as fedquilt writes them: {error}") from None
     except ModelError as error:
         raise ModelError(f"{path.name}: {error}") from None
-    return [found] if isinstance(found, memoryview) else found
+    return [inlined] if isinstance(inlined, memoryview) else inlined
 
 
 _INNER: Final[Mapping[str, Schema]] = {  # fields that hold a tensor, or a message that does
@@ -157,26 +157,26 @@ class _ExternalTensorFiles:
         fields = self.reader.read_message(data, schema, "the graph")
         if schema is TENSOR:
             return self._inline_tensor(data, fields)
-        made: dict[str, Sequence[int | memoryview | Pieces]] = dict(fields)
+        inlined: dict[str, Sequence[int | memoryview | Pieces]] = dict(fields)
         for name in _INNER.keys() & fields.keys():
-            made[name] = [
-                piece if isinstance(piece, int) else self.inline_tensors(piece, _INNER[name], depth + 1)
-                for piece in fields[name]
+            inlined[name] = [
+                message if isinstance(message, int) else self.inline_tensors(message, _INNER[name], depth + 1)
+                for message in fields[name]
             ]
-        changed = any(new is not old for name in fields for new, old in zip(made[name], fields[name], strict=True))
-        return encode_message(made, schema) if changed else data
+        changed = any(new is not old for name in fields for new, old in zip(inlined[name], fields[name], strict=True))
+        return encode_message(inlined, schema) if changed else data
 
     def _inline_tensor(self, data: memoryview, fields: Fields) -> memoryview | Pieces:
         if "external_data" not in fields:
             return data
         name = decode_text(fields.get("name"), NAME_MOST, "a name")
         raw = self._read_external_data(name, read_external_location(self.reader, fields, name))
-        left = {key: value for key, value in fields.items() if key not in ("external_data", "data_location")}
-        return encode_message({**left, "raw_data": [[raw]]}, TENSOR)
+        kept_fields = {key: value for key, value in fields.items() if key not in ("external_data", "data_location")}
+        return encode_message({**kept_fields, "raw_data": [[raw]]}, TENSOR)
 
-    def _read_external_data(self, name: str, where: ExternalDataLocation) -> bytes:
-        file = where.file
-        if file in ("", ".", "..") or any(mark in file for mark in "/\\\0"):
+    def _read_external_data(self, name: str, location: ExternalDataLocation) -> bytes:
+        file = location.file
+        if file in ("", ".", "..") or any(character in file for character in "/\\\0"):
             raise ModelError(
                 f"tensor {name[:80]!r} is in {file[:200]!r}: fedquilt reads files of the model's own folder alone; "
                 "export the model as one file (`external_data=False`)"
@@ -184,18 +184,18 @@ class _ExternalTensorFiles:
         try:
             opened = os.open(self.folder / file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
             with open(opened, "rb") as stream:
-                found = os.fstat(opened)
-                if not stat.S_ISREG(found.st_mode):
+                info = os.fstat(opened)
+                if not stat.S_ISREG(info.st_mode):
                     raise ModelError(f"tensor {name[:80]!r} is in {file[:200]!r}, which is no plain file")
-                length = found.st_size - where.offset if where.length is None else where.length
+                length = info.st_size - location.offset if location.length is None else location.length
                 self.size += max(length, 0)
                 if self.size > FILE_MOST:
                     raise ModelError(f"with the numbers of {file[:200]!r} it has more than {FILE_MOST} bytes")
-                stream.seek(where.offset)
+                stream.seek(location.offset)
                 raw = stream.read(max(length, 0))
         except OSError as error:
-            why = "it is a link: copy the file itself there" if error.errno == errno.ELOOP else error.strerror
-            raise ModelError(f"tensor {name[:80]!r} is in {file[:200]!r} beside the model: {why}") from None
+            reason = "it is a link: copy the file itself there" if error.errno == errno.ELOOP else error.strerror
+            raise ModelError(f"tensor {name[:80]!r} is in {file[:200]!r} beside the model: {reason}") from None
         if len(raw) != length:
             raise ModelError(f"tensor {name[:80]!r} takes {length} bytes of {file[:200]!r}, and {len(raw)} are there")
         return raw

@@ -33,12 +33,14 @@ from fedquilt.transport.mqtt.broker import Broker
 
 log = logging.getLogger("fedquilt.sealed")
 COORDINATOR: Final = handshake.COORDINATOR
-OBSERVER: Final = handshake.OBSERVER
+OBSERVER: Final = handshake.OBSERVER_UNIT
 UNSIGNED: Final = "unsigned: without certificates nobody checks who sends what over the broker"
-HINT_S: Final = 2.0  # least time between two handshakes of a device, if a message announces a coordinator
-RENEW_S: Final = 24 * 3600.0  # a session's length, after which certificates are checked anew
-LATE_S: Final = 30.0  # after a new session, in which messages of the former one still arrive
-_OBSERVED: Final = frozenset({"presence", "profile", "telemetry"})
+MIN_HANDSHAKE_INTERVAL_S: Final = (
+    2.0  # least time between two handshakes of a device, if a message announces a coordinator
+)
+SESSION_S: Final = 24 * 3600.0  # a session's length, after which certificates are checked anew
+LATE_MESSAGES_S: Final = 30.0  # after a new session, in which messages of the former one still arrive
+_UNSIGNED_SUBTOPICS: Final = frozenset({"presence", "profile", "telemetry"})
 
 
 def load_identity(broker: Broker) -> LinkIdentity | None:
@@ -56,8 +58,10 @@ class AuthenticatedLink(LinkWrapper):
         super().__init__(link)
         self._identity, self._clock = identity, clock
         self._topics = wire.Topics(fleet)
-        self._refused, self._late = MalformedMessages(), MalformedMessages()
-        self._former: dict[str, tuple[str, float]] = {}  # device -> name of its former session, when it is late no more
+        self._rejected_messages, self._late_messages = MalformedMessages(), MalformedMessages()
+        self._former_sessions: dict[
+            str, tuple[str, float]
+        ] = {}  # device -> name of its former session, when it is late no more
 
     @property
     def max_payload(self) -> int:
@@ -70,9 +74,9 @@ class AuthenticatedLink(LinkWrapper):
         except LinkError as error:
             log.error("cannot shake hands: %s", error)
 
-    def _remember_former_session(self, device: str, former: Session | None) -> None:
-        if former is not None:
-            self._former[device] = (former.name, self._clock() + LATE_S)
+    def _remember_former_session(self, device: str, session: Session | None) -> None:
+        if session is not None:
+            self._former_sessions[device] = (session.name, self._clock() + LATE_MESSAGES_S)
 
     def _count_and_log_rejected(self, message: Message, error: Exception, key: Session | None) -> None:
         if message.retained and isinstance(error, UnknownSessionError | UnsignedMessageError):
@@ -80,19 +84,19 @@ class AuthenticatedLink(LinkWrapper):
         kind = str(error).partition(":")[0]  # "unsigned", "oversized", "forged", "replayed", "stale"
         kind = kind if kind.isalpha() else "others"
         if isinstance(error, UnknownSessionError):
-            former, until_s = self._former.get(wire.device_from_topic(message.topic), ("", -math.inf))
-            if key is None or (error.session == former and self._clock() < until_s):
-                if said := self._late.count_message(message.topic, error, message.retained, self._clock()):
-                    log.info("%s", said)
+            former_name, until_s = self._former_sessions.get(wire.device_from_topic(message.topic), ("", -math.inf))
+            if key is None or (error.session == former_name and self._clock() < until_s):
+                if line := self._late_messages.count_message(message.topic, error, message.retained, self._clock()):
+                    log.info("%s", line)
                 return
-        if said := self._refused.count_message(message.topic, error, message.retained, self._clock(), kind):
-            log.warning("%s", said)
+        if line := self._rejected_messages.count_message(message.topic, error, message.retained, self._clock(), kind):
+            log.warning("%s", line)
 
     def _log_rejection_counts(self) -> None:
-        for said in self._refused.take_due_lines(self._clock()):
-            log.warning("%s", said)
-        for said in self._late.take_due_lines(self._clock()):
-            log.info("%s", said)
+        for line in self._rejected_messages.take_due_lines(self._clock()):
+            log.warning("%s", line)
+        for line in self._late_messages.take_due_lines(self._clock()):
+            log.info("%s", line)
 
 
 def hello_from_flight(handshake: Handshake, number: int, data: bytes) -> wire.Hello:
@@ -117,80 +121,82 @@ class AuthenticatedDeviceLink(AuthenticatedLink):
         self, link: Link, identity: LinkIdentity, fleet: str, device: str, clock: Callable[[], float] = time.monotonic
     ) -> None:
         super().__init__(link, identity, fleet, clock)
-        self._device, self._own = device, self._topics.device_topic(device, "up", "hello")
-        self._key: Session | None = None
-        self._alone = False  # no coordinator answers
-        self._turns = 0  # sessions, and times that it was alone
+        self._device, self._hello_topic = device, self._topics.device_topic(device, "up", "hello")
+        self._current: Session | None = None
+        self._is_unsigned = False  # no coordinator answers
+        self._state_changes = 0  # sessions, and times that it was alone
         self._attempt: Handshake | None = None
-        self._wanted = True  # a session, or another one
+        self._needs_session = True  # a session, or another one
         self._due_s = -math.inf  # when the next attempt may begin
-        self._began_s = -math.inf  # the latest one
-        self._tries = 0  # handshakes begun since the last session or announcement
+        self._attempt_started_s = -math.inf  # the latest one
+        self._attempts_in_a_row = 0  # handshakes begun since the last session or announcement
         self._renew_s = 0.0
         self._connection = 0  # number of the broker's, at the last look
-        self._announced: int | None = None  # start of the coordinator for which a session is wanted
-        self._disproved: int | None = None  # start that was announced, while a handshake showed another
-        self._trouble: str | None = None
+        self._announced_epoch: int | None = None  # start of the coordinator for which a session is wanted
+        self._disproved_epoch: int | None = None  # start that was announced, while a handshake showed another
+        self._session_problem: str | None = None
         link.subscribe(self._topics.device_filters(device))
 
     @property
     def session(self) -> int:
         """Number that grows whenever all state must be published again, 0 before the first time."""
-        return self._turns and self._turns + self._link.session
+        return self._state_changes and self._state_changes + self._link.session
 
     @property
     def connected(self) -> bool:
-        return self._link.connected and self._key is not None
+        return self._link.connected and self._current is not None
 
     @property
     def problem(self) -> str | None:
-        return super().problem or (self._trouble if self._key is None else None)
+        return super().problem or (self._session_problem if self._current is None else None)
 
     def publish(self, topic: str, payload: bytes, *, retain: bool = False, reliable: bool = True) -> None:
         """Publish a signed message. The agent publishes its state again with the next session."""
-        leaf = wire.parse_topic(topic).leaf
-        if self._key is not None and leaf != "chunk":
-            payload = make_signed_payload(self._key, topic, payload)
-        elif leaf != "chunk" and not (self._alone and leaf in _OBSERVED):
+        subtopic = wire.parse_topic(topic).subtopic
+        if self._current is not None and subtopic != "chunk":
+            payload = make_signed_payload(self._current, topic, payload)
+        elif subtopic != "chunk" and not (self._is_unsigned and subtopic in _UNSIGNED_SUBTOPICS):
             return
         self._link.publish(topic, payload, retain=retain, reliable=reliable)
 
     def receive(self) -> list[Message]:
         """Return verified messages and chunks. Handshake messages are processed here, rejected ones are logged."""
-        taken = []
+        messages = []
         for message in self._link.receive():
             try:
-                if (said := self._process_or_verify_message(message)) is not None:
-                    taken.append(said)
+                if (verified := self._process_or_verify_message(message)) is not None:
+                    messages.append(verified)
             except WireError as error:
-                self._count_and_log_rejected(message, error, self._key)
+                self._count_and_log_rejected(message, error, self._current)
         self._start_handshake_if_due()
         self._log_rejection_counts()
-        return taken
+        return messages
 
     def _process_or_verify_message(self, message: Message) -> Message | None:
         route = wire.parse_topic(message.topic)
-        if route.leaf == "coord":
-            told = wire.decode(message.payload, wire.CoordState)
-            if told.online and (self._key is None or told.epoch not in (self._key.epoch, self._disproved)):
-                self._announced = told.epoch
+        if route.subtopic == "coord":
+            state = wire.decode(message.payload, wire.CoordState)
+            if state.online and (
+                self._current is None or state.epoch not in (self._current.epoch, self._disproved_epoch)
+            ):
+                self._announced_epoch = state.epoch
                 self._request_session()
             return None
         if route.direction != "dn" or route.device != self._device:
             return None
-        if route.leaf == "hello":
+        if route.subtopic == "hello":
             self._handle_hello(wire.decode(message.payload, wire.Hello))
             return None
-        if route.leaf == "chunk":
+        if route.subtopic == "chunk":
             return message
         if not message.payload:  # cleared at the broker: the coordinator takes a task back in an envelope
             return None
-        return verify_message(self._key, route, message)
+        return verify_message(self._current, route, message)
 
     def _request_session(self) -> None:
         # At most every HINT_S, because the message that causes this may be forged.
-        self._wanted, self._tries, self._alone = True, 0, False
-        self._due_s = min(self._due_s, self._began_s + HINT_S)
+        self._needs_session, self._attempts_in_a_row, self._is_unsigned = True, 0, False
+        self._due_s = min(self._due_s, self._attempt_started_s + MIN_HANDSHAKE_INTERVAL_S)
 
     def _start_handshake_if_due(self) -> None:
         if not self._link.connected:
@@ -198,17 +204,17 @@ class AuthenticatedDeviceLink(AuthenticatedLink):
         now_s = self._clock()
         if self._connection != self._link.session:
             self._connection = self._link.session
-            self._due_s = now_s if self._key is None else self._due_s  # what was under way is lost
-        if self._key is not None and now_s >= self._renew_s:
-            self._wanted = True
-        if not self._wanted or now_s < self._due_s:
+            self._due_s = now_s if self._current is None else self._due_s  # what was under way is lost
+        if self._current is not None and now_s >= self._renew_s:
+            self._needs_session = True
+        if not self._needs_session or now_s < self._due_s:
             return
-        if self._attempt is not None and self._key is None and now_s >= self._began_s + RESEND.first_s:
+        if self._attempt is not None and self._current is None and now_s >= self._attempt_started_s + RESEND.first_s:
             self._record_failure("no coordinator answers: none is online, or it is unsigned (without a certificate)")
-            self._turns += not self._alone
-            self._alone = True
-        self._began_s, self._due_s = now_s, now_s + RESEND.delay_s(self._tries)
-        self._tries += 1
+            self._state_changes += not self._is_unsigned
+            self._is_unsigned = True
+        self._attempt_started_s, self._due_s = now_s, now_s + RESEND.delay_s(self._attempts_in_a_row)
+        self._attempts_in_a_row += 1
         try:
             self._attempt = self._identity.start_as_device()
         except JobError as error:  # files that cannot be read now
@@ -221,7 +227,7 @@ class AuthenticatedDeviceLink(AuthenticatedLink):
             self._request_session()
         elif attempt is not None and hello.attempt == attempt.attempt and hello.flight == attempt.flight + 1:
             try:
-                if attempt.done:
+                if attempt.is_done:
                     self._adopt_session(attempt.session_from_flight(flight_from_hello(hello)))
                 else:
                     self._send_certificate(attempt, flight_from_hello(hello))
@@ -230,34 +236,34 @@ class AuthenticatedDeviceLink(AuthenticatedLink):
                 self._record_failure(str(error))
 
     def _send_certificate(self, attempt: Handshake, data: bytes) -> None:
-        answer = attempt.step(data)
-        if attempt.done and attempt.peer_name != COORDINATOR:
+        flight = attempt.step(data)
+        if attempt.is_done and attempt.peer_name != COORDINATOR:
             raise WireError(f"{attempt.peer_name or 'somebody'!r} poses as the coordinator")
         attempt.flight = 2
-        self._send_hello(self._device, "up", hello_from_flight(attempt, 2, answer))
+        self._send_hello(self._device, "up", hello_from_flight(attempt, 2, flight))
 
     def _adopt_session(self, session: Session) -> None:
-        self._remember_former_session(self._device, self._key)
-        self._key, self._attempt, self._wanted, self._alone = session, None, False, False
-        if self._announced not in (None, session.epoch):
-            self._disproved = self._announced
-        self._turns += 1
-        self._due_s, self._tries = self._began_s + RESEND.first_s, 0
-        self._renew_s, self._trouble = self._clock() + RENEW_S, None
+        self._remember_former_session(self._device, self._current)
+        self._current, self._attempt, self._needs_session, self._is_unsigned = session, None, False, False
+        if self._announced_epoch not in (None, session.epoch):
+            self._disproved_epoch = self._announced_epoch
+        self._state_changes += 1
+        self._due_s, self._attempts_in_a_row = self._attempt_started_s + RESEND.first_s, 0
+        self._renew_s, self._session_problem = self._clock() + SESSION_S, None
         log.info("signed: the coordinator has proved that it is; session %s, its start %d", session.name, session.epoch)
 
     def _record_failure(self, reason: str) -> None:
-        if reason != self._trouble:
+        if reason != self._session_problem:
             log.warning("no session with the coordinator: %s", reason)
-        self._trouble = reason
+        self._session_problem = reason
 
 
-ASK_S: Final = 5.0  # how often a board is asked to begin
-ATTEMPTS_MOST: Final = 256  # under way at a coordinator, whoever began them
-DEVICES_MOST: Final = 4096  # of which it is remembered when something was last done for them
-BURST: Final = 1000.0  # attempts that a coordinator answers at once
-EVERY_S: Final = 0.25  # between two attempts of a board that it answers
-RATE: Final = 5.0  # and a second for good, so that a flood takes about a hundredth of its time
+REQUEST_INTERVAL_S: Final = 5.0  # how often a board is asked to begin
+MAX_ATTEMPTS: Final = 256  # under way at a coordinator, whoever began them
+MAX_REMEMBERED_DEVICES: Final = 4096  # of which it is remembered when something was last done for them
+MAX_HANDSHAKE_BURST: Final = 1000.0  # attempts that a coordinator answers at once
+DEVICE_HANDSHAKE_INTERVAL_S: Final = 0.25  # between two attempts of a board that it answers
+HANDSHAKES_PER_S: Final = 5.0  # and a second for good, so that a flood takes about a hundredth of its time
 
 
 class AuthenticatedFleetLink(AuthenticatedLink):
@@ -274,40 +280,43 @@ class AuthenticatedFleetLink(AuthenticatedLink):
         super().__init__(link, identity, fleet, clock)
         self._warn_before_expiry()
         self._epoch = 0  # as the coordinator has announced it
-        self._keys: dict[str, Session] = {}  # by device
-        self._made: dict[str, int] = {}  # device -> connection in which its session was made
-        self._used: dict[str, int] = {}  # device -> connection in which it used its session last
+        self._sessions: dict[str, Session] = {}  # by device
+        self._session_connections: dict[str, int] = {}  # device -> connection in which its session was made
+        self._last_used_connections: dict[str, int] = {}  # device -> connection in which it used its session last
         self._connection, self._connected_s = link.session, -math.inf  # the present one, and since when
         self._rights: dict[str, SiteRight] = {}  # of sites, by their certificates
         self._boots: dict[str, str] = {}  # device -> the start of its agent that is online
         self._attempts: OrderedDict[str, Handshake] = OrderedDict()  # by device, the oldest first
-        self._asked_s: dict[str, float] = {}  # device -> when it was asked to begin
-        self._begun_s: dict[str, float] = {}  # device -> when an attempt of it was answered
-        self._left, self._left_s = BURST, -math.inf  # attempts that may be answered now, and when that was so
+        self._requested_s: dict[str, float] = {}  # device -> when it was asked to begin
+        self._answered_s: dict[str, float] = {}  # device -> when an attempt of it was answered
+        self._available_attempts, self._refilled_s = (
+            MAX_HANDSHAKE_BURST,
+            -math.inf,
+        )  # attempts that may be answered now, and when that was so
 
     def publish(self, topic: str, payload: bytes, *, retain: bool = False, reliable: bool = True) -> None:
         """Publish a message, signed for its device. Without a session, only an empty message is sent."""
-        self._look_at_connection()
+        self._update_connection()
         route = wire.parse_topic(topic)
-        if route.direction == "dn" and route.leaf != "chunk":
+        if route.direction == "dn" and route.subtopic != "chunk":
             session = self._current_session(route.device)
             if session is not None:
                 payload = make_signed_payload(session, topic, payload)
                 self._request_handshake_if_unanswered(route.device)
             elif payload:
                 return
-        elif route.leaf == "coord":
+        elif route.subtopic == "coord":
             self._epoch = wire.decode(payload, wire.CoordState).epoch
         self._link.publish(topic, payload, retain=retain, reliable=reliable)
 
     def receive(self) -> list[Message]:
-        self._look_at_connection()
-        taken = []
+        self._update_connection()
+        messages = []
         for message in self._link.receive():
             try:
                 route = wire.parse_topic(message.topic)
-                if (said := self._process_or_verify_message(route, message)) is not None:
-                    taken.append(said)
+                if (verified := self._process_or_verify_message(route, message)) is not None:
+                    messages.append(verified)
             except (WireError, JobError) as error:
                 self._count_and_log_rejected(
                     message, error, self._current_session(wire.device_from_topic(message.topic))
@@ -315,17 +324,19 @@ class AuthenticatedFleetLink(AuthenticatedLink):
                 if isinstance(error, UnknownSessionError) and not message.retained:
                     self._request_handshake(route.device)
         self._log_rejection_counts()
-        if self._clock() >= self._told_s + RENEW_S:
+        if self._clock() >= self._expiry_checked_s + SESSION_S:
             try:
                 self._warn_before_expiry()
             except JobError as error:
                 log.warning("%s", error)
-        return taken
+        return messages
 
     def _warn_before_expiry(self) -> None:
-        self._told_s = self._clock()
+        self._expiry_checked_s = self._clock()
         ends_s = self._identity.require_coordinator_certificate()
-        if ends_s - time.time() < enrolment.SOON_S:  # certificates go by the wall clock, of which ssl asks the system
+        if (
+            ends_s - time.time() < enrolment.EXPIRY_WARNING_S
+        ):  # certificates go by the wall clock, of which ssl asks the system
             day = time.strftime("%Y-%m-%d", time.gmtime(ends_s))
             log.warning(
                 "no board takes this coordinator's certificate after %s: `fedquilt identity issue coordinator` on the "
@@ -334,51 +345,53 @@ class AuthenticatedFleetLink(AuthenticatedLink):
             )
 
     def _process_or_verify_message(self, route: wire.Route, message: Message) -> Message | None:
-        if route.direction != "up" or route.leaf == "chunk":
+        if route.direction != "up" or route.subtopic == "chunk":
             return message
         if not message.payload:  # a retained message that was cleared
             return None
-        if route.leaf == "hello":
+        if route.subtopic == "hello":
             self._handle_hello(route.device, wire.decode(message.payload, wire.Hello))
             return None
-        if route.leaf == "presence" and not is_signed(message.payload):
+        if route.subtopic == "presence" and not is_signed(message.payload):
             return self._accept_last_will(route.device, message)
-        said = verify_message(self._current_session(route.device), route, message)
+        verified = verify_message(self._current_session(route.device), route, message)
         if not message.retained:
-            self._used[route.device] = self._connection
-        if route.leaf == "presence":
-            self._boots[route.device] = wire.decode(said.payload, wire.Presence).boot
-        return said
+            self._last_used_connections[route.device] = self._connection
+        if route.subtopic == "presence":
+            self._boots[route.device] = wire.decode(verified.payload, wire.Presence).boot
+        return verified
 
     def site_right(self, device: str) -> SiteRight | None:
         return self._rights.get(device)
 
     def _current_session(self, device: str) -> Session | None:
-        session = self._keys.get(device)
+        session = self._sessions.get(device)
         return session if session is not None and self._clock() < session.ends_s else None
 
     def _accept_last_will(self, device: str, message: Message) -> Message | None:
-        told = wire.decode(message.payload, wire.Presence)
-        if told.online:
+        presence = wire.decode(message.payload, wire.Presence)
+        if presence.online:
             raise UnsignedMessageError
-        return message if told.boot == self._boots.get(device) else None
+        return message if presence.boot == self._boots.get(device) else None
 
-    def _look_at_connection(self) -> None:
+    def _update_connection(self) -> None:
         if self._connection != self._link.session:
             self._connection, self._connected_s = self._link.session, self._clock()
 
     def _request_handshake(self, device: str) -> None:
         # Only without a session of this connection: each new one makes messages under way in the latest one late.
-        if self._current_session(device) is None or self._made.get(device) != self._connection:
-            self._ask_to_begin(device)
+        if self._current_session(device) is None or self._session_connections.get(device) != self._connection:
+            self._publish_handshake_request(device)
 
     def _request_handshake_if_unanswered(self, device: str) -> None:
-        waited = self._clock() >= self._connected_s + ASK_S
-        if waited and self._used.get(device) != self._connection:
-            self._ask_to_begin(device, reliable=False)  # a broker would keep it for a device that is offline
+        has_waited = self._clock() >= self._connected_s + REQUEST_INTERVAL_S
+        if has_waited and self._last_used_connections.get(device) != self._connection:
+            self._publish_handshake_request(
+                device, reliable=False
+            )  # a broker would keep it for a device that is offline
 
-    def _ask_to_begin(self, device: str, *, reliable: bool = True) -> None:
-        if _admit_unless_too_early(self._asked_s, device, self._clock(), ASK_S):
+    def _publish_handshake_request(self, device: str, *, reliable: bool = True) -> None:
+        if _admit_unless_too_early(self._requested_s, device, self._clock(), REQUEST_INTERVAL_S):
             self._send_hello(device, "dn", wire.Hello(), reliable=reliable)
 
     def _handle_hello(self, device: str, hello: wire.Hello) -> None:
@@ -394,11 +407,15 @@ class AuthenticatedFleetLink(AuthenticatedLink):
 
     def _admit_handshake(self, device: str) -> bool:
         now_s = self._clock()
-        self._left = min(self._left + RATE * (now_s - self._left_s), BURST)
-        self._left_s = now_s
-        if self._left < 1 or not _admit_unless_too_early(self._begun_s, device, now_s, EVERY_S):
+        self._available_attempts = min(
+            self._available_attempts + HANDSHAKES_PER_S * (now_s - self._refilled_s), MAX_HANDSHAKE_BURST
+        )
+        self._refilled_s = now_s
+        if self._available_attempts < 1 or not _admit_unless_too_early(
+            self._answered_s, device, now_s, DEVICE_HANDSHAKE_INTERVAL_S
+        ):
             return False
-        self._left -= 1
+        self._available_attempts -= 1
         return True
 
     def _answer_first_flight(self, device: str, hello: wire.Hello) -> None:
@@ -406,12 +423,12 @@ class AuthenticatedFleetLink(AuthenticatedLink):
             raise WireError("too many handshakes are begun: it has to wait")
         attempt = self._identity.start_as_coordinator()
         attempt.attempt = hello.attempt
-        answer = attempt.step(flight_from_hello(hello))
+        flight = attempt.step(flight_from_hello(hello))
         self._attempts.pop(device, None)
-        while len(self._attempts) >= ATTEMPTS_MOST:
+        while len(self._attempts) >= MAX_ATTEMPTS:
             self._attempts.popitem(last=False)
         self._attempts[device] = attempt
-        self._send_hello(device, "dn", hello_from_flight(attempt, 1, answer))
+        self._send_hello(device, "dn", hello_from_flight(attempt, 1, flight))
 
     def _finish_handshake(self, device: str, attempt: Handshake, hello: wire.Hello) -> None:
         try:
@@ -419,45 +436,45 @@ class AuthenticatedFleetLink(AuthenticatedLink):
         except WireError:
             self._send_hello(device, "dn", hello_from_flight(attempt, 3, attempt.take_alert()))
             raise
-        if not attempt.done:
+        if not attempt.is_done:
             raise WireError("a flight of the handshake is incomplete")
         if attempt.peer_name != device:
             raise WireError(f"the certificate is of {attempt.peer_name or 'an observer'!r}")
         self._rights.pop(device, None)
-        if (right := attempt.peer_right) is not None:
-            self._rights[device] = right
-        session, answer = attempt.create_session(self._epoch)
-        self._send_hello(device, "dn", hello_from_flight(attempt, 3, answer))
-        session.ends_s = self._clock() + 2 * RENEW_S  # a board renews it in time, if its certificate is still good
-        self._remember_former_session(device, self._keys.get(device))
-        self._keys[device] = session
-        self._made[device] = self._used[device] = self._connection
+        if (site_right := attempt.peer_right) is not None:
+            self._rights[device] = site_right
+        session, flight = attempt.create_session(self._epoch)
+        self._send_hello(device, "dn", hello_from_flight(attempt, 3, flight))
+        session.ends_s = self._clock() + 2 * SESSION_S  # a board renews it in time, if its certificate is still good
+        self._remember_former_session(device, self._sessions.get(device))
+        self._sessions[device] = session
+        self._session_connections[device] = self._last_used_connections[device] = self._connection
         log.info("signed: %s has proved that it is; session %s", device, session.name)
 
 
-def _admit_unless_too_early(last_s: dict[str, float], device: str, now_s: float, every_s: float) -> bool:
-    if now_s < last_s.get(device, -math.inf) + every_s:
+def _admit_unless_too_early(last_s: dict[str, float], device: str, now_s: float, interval_s: float) -> bool:
+    if now_s < last_s.get(device, -math.inf) + interval_s:
         return False
-    if len(last_s) >= DEVICES_MOST:
+    if len(last_s) >= MAX_REMEMBERED_DEVICES:
         last_s.clear()
     last_s[device] = now_s
     return True
 
 
 ENVELOPE_BYTES: Final = 128  # largest overhead of an envelope
-MOST_BYTES: Final = wire.MAX_CHUNK + ENVELOPE_BYTES  # of a message with its envelope
+MAX_SIGNED_BYTES: Final = wire.MAX_CHUNK + ENVELOPE_BYTES  # of a message with its envelope
 
 # {"mac":"...","in":"<session>","no":12,"said":{"v":1,"crc":"...", ...}}
-_FORM = re.compile(rb'\{"mac":"([A-Za-z0-9+/]{43}=)","in":"([0-9a-f]{16})","no":(\d{1,15}),"said":')
-_NOTHING: Final = b"null"  # an empty message, which takes a task back
+_ENVELOPE = re.compile(rb'\{"mac":"([A-Za-z0-9+/]{43}=)","in":"([0-9a-f]{16})","no":(\d{1,15}),"said":')
+_EMPTY: Final = b"null"  # an empty message, which takes a task back
 
 
 def is_signed(payload: bytes) -> bool:
-    return _FORM.match(payload) is not None
+    return _ENVELOPE.match(payload) is not None
 
 
 def make_signed_payload(session: Session, topic: str, payload: bytes) -> bytes:
-    payload = payload or _NOTHING
+    payload = payload or _EMPTY
     number, code = session.sign(topic, payload)
     mac = binascii.b2a_base64(code, newline=False)
     return b'{"mac":"%b","in":"%b","no":%d,"said":%b}' % (mac, session.name.encode(), number, payload)
@@ -479,15 +496,15 @@ class UnsignedMessageError(WireError):
 
 def verify_message(session: Session | None, route: wire.Route, message: Message) -> Message:
     """Return a signed message with its bare payload, or raise WireError."""
-    found = _FORM.match(message.payload)
-    if found is None:
+    envelope = _ENVELOPE.match(message.payload)
+    if envelope is None:
         raise UnsignedMessageError
-    if (size := len(message.payload)) > MOST_BYTES:
-        raise WireError(f"oversized: it has {size} bytes, and a message has at most {MOST_BYTES}")
+    if (size := len(message.payload)) > MAX_SIGNED_BYTES:
+        raise WireError(f"oversized: it has {size} bytes, and a message has at most {MAX_SIGNED_BYTES}")
     if message.payload[-1:] != b"}":
         raise WireError("forged: its envelope has no end")
-    if session is None or found[2] != session.name.encode():
-        raise UnknownSessionError(found[2].decode())
-    said = message.payload[found.end() : -1]
-    session.verify(message.topic, route.leaf, int(found[3]), binascii.a2b_base64(found[1]), said)
-    return message._replace(payload=b"" if said == _NOTHING else said)
+    if session is None or envelope[2] != session.name.encode():
+        raise UnknownSessionError(envelope[2].decode())
+    payload = message.payload[envelope.end() : -1]
+    session.verify(message.topic, route.subtopic, int(envelope[3]), binascii.a2b_base64(envelope[1]), payload)
+    return message._replace(payload=b"" if payload == _EMPTY else payload)

@@ -16,14 +16,14 @@ from typing import Annotated, Any, Final, TypeVar
 import msgspec
 from msgspec import Meta
 
-from fedquilt.core import UNDECODABLE, Name, WireError
+from fedquilt.core import DECODE_ERRORS, Name, WireError
 from fedquilt.host import disk
 
 PORT: Final = 8884  # beside MQTT's 8883
 ENROL, RENEW, CRL = "/v1/enrol", "/v1/renew", "/crl.pem"
 MAX_BODY: Final = 16 * 1024  # bytes, either way
-DUE_SHARE: Final = 1 / 3  # a certificate is renewed in the last third of its life
-SOON_S: Final = 30 * 86400.0  # so long before its end a certificate is named that nothing renews by itself
+RENEWAL_SHARE: Final = 1 / 3  # a certificate is renewed in the last third of its life
+EXPIRY_WARNING_S: Final = 30 * 86400.0  # so long before its end a certificate is named that nothing renews by itself
 
 Pem = Annotated[str, Meta(max_length=8 * 1024)]
 
@@ -48,13 +48,13 @@ def decode_message(body: bytes, kind: type[M]) -> M:
         raise WireError(f"{len(body)} bytes are more than the {MAX_BODY} of an enrolment message")
     try:
         return msgspec.json.decode(body, type=kind)
-    except UNDECODABLE as error:
+    except DECODE_ERRORS as error:
         raise WireError(f"this is no enrolment message: {error}") from None
 
 
-def is_renewal_due(begins: datetime.datetime, ends: datetime.datetime, now: datetime.datetime) -> bool:
+def is_renewal_due(not_before: datetime.datetime, not_after: datetime.datetime, time: datetime.datetime) -> bool:
     """Return whether a certificate is in the last third of its validity, or not valid yet by a wrong clock."""
-    return now < begins or now >= ends - (ends - begins) * DUE_SHARE
+    return time < not_before or time >= not_after - (not_after - not_before) * RENEWAL_SHARE
 
 
 def write_file_with_mode(path: Path, data: bytes, mode: int) -> None:
@@ -84,9 +84,9 @@ def key_fingerprint(public: Any) -> str:
     return hashlib.sha256(der).hexdigest()
 
 
-def common_name(named: Any) -> str | None:
+def common_name(certificate: Any) -> str | None:
     """Return the only common name of a certificate or request, or None if there are none or several."""
     from cryptography.x509.oid import NameOID
 
-    found = named.subject.get_attributes_for_oid(NameOID.COMMON_NAME)
-    return str(found[0].value) if len(found) == 1 else None
+    attributes = certificate.subject.get_attributes_for_oid(NameOID.COMMON_NAME)
+    return str(attributes[0].value) if len(attributes) == 1 else None

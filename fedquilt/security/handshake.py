@@ -26,15 +26,17 @@ from typing import Annotated, Final, cast
 import msgspec
 from msgspec import Meta
 
-from fedquilt.core import UNDECODABLE, Count, JobError, SiteRight, WireError
+from fedquilt.core import DECODE_ERRORS, Count, JobError, SiteRight, WireError
 from fedquilt.transport.mqtt.broker import Broker, describe_exception, refuse_passphrase
 from fedquilt.transport.mqtt.connection import OUT_OF_DATE
 
 COORDINATOR: Final = "coordinator"  # the common name of its certificate
-SITE: Final = "fedquilt:site:"  # beginning of the URI in a site's certificate: "fedquilt:site:40:cam-*,door-7"
-OBSERVER: Final = "observer"  # the organisational unit in the certificate of who only watches
-FLIGHT_BYTES: Final = 32 * 1024  # the most that TLS may want to send at once; chains of certificates have 1 to 5 KB
-_ISSUE: Final = "`fedquilt identity issue coordinator` makes one"
+SITE_URI_PREFIX: Final = (
+    "fedquilt:site:"  # beginning of the URI in a site's certificate: "fedquilt:site:40:cam-*,door-7"
+)
+OBSERVER_UNIT: Final = "observer"  # the organisational unit in the certificate of who only watches
+MAX_FLIGHT_BYTES: Final = 32 * 1024  # the most that TLS may want to send at once; chains of certificates have 1 to 5 KB
+_ISSUE_FIX: Final = "`fedquilt identity issue coordinator` makes one"
 
 
 class SessionGrant(msgspec.Struct, frozen=True):
@@ -53,7 +55,7 @@ class LinkIdentity:
                 "certificate of the fleet's authority as ca (one file may hold it together with the broker's)"
             )
         self._ca, self._cert, self._key = broker.ca, broker.cert, broker.key
-        self._known: dict[bool, tuple[tuple[int, ...], ssl.SSLContext]] = {}  # by side, of files as they were
+        self._cached_contexts: dict[bool, tuple[tuple[int, ...], ssl.SSLContext]] = {}  # by side, of files as they were
 
     def start_as_device(self) -> Handshake:
         return Handshake(self.tls_context(server=False), server=False)
@@ -69,21 +71,23 @@ class LinkIdentity:
             raise JobError(
                 f"{self._ca}, {self._cert} or {self._key} cannot be read: {describe_exception(error)}"
             ) from None
-        known = self._known.get(server)
-        if known is None or known[0] != files:
-            known = self._known[server] = (files, self._load_context(server))
-        return known[1]
+        cached = self._cached_contexts.get(server)
+        if cached is None or cached[0] != files:
+            cached = self._cached_contexts[server] = (files, self._load_context(server))
+        return cached[1]
 
     def require_coordinator_certificate(self) -> float:
         """Return when this certificate ends, in seconds since 1970, or raise JobError if no device accepts it."""
-        ours, theirs = self.start_as_coordinator(), self.start_as_device()
+        coordinator_side, device_side = self.start_as_coordinator(), self.start_as_device()
         try:
-            theirs.step(ours.step(theirs.step(b"")))
+            device_side.step(coordinator_side.step(device_side.step(b"")))
         except WireError as error:
-            raise JobError(f"no board will take {self._cert} for the coordinator's ({error}): {_ISSUE}") from None
-        if theirs.peer_name != COORDINATOR:
-            raise JobError(f"{self._cert} is the certificate of {theirs.peer_name!r}, not of {COORDINATOR!r}: {_ISSUE}")
-        return float(ssl.cert_time_to_seconds(theirs.peer_expiry))
+            raise JobError(f"no board will take {self._cert} for the coordinator's ({error}): {_ISSUE_FIX}") from None
+        if device_side.peer_name != COORDINATOR:
+            raise JobError(
+                f"{self._cert} is the certificate of {device_side.peer_name!r}, not of {COORDINATOR!r}: {_ISSUE_FIX}"
+            )
+        return float(ssl.cert_time_to_seconds(device_side.peer_expiry))
 
     def _load_context(self, server: bool) -> ssl.SSLContext:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if server else ssl.PROTOCOL_TLS_CLIENT)
@@ -106,7 +110,7 @@ class Handshake:
     def __init__(self, context: ssl.SSLContext, *, server: bool) -> None:
         self.attempt = secrets.token_hex(8)
         self.flight = 1 if server else 0  # the next that this side sends
-        self.done = False
+        self.is_done = False
         self._in, self._out = ssl.MemoryBIO(), ssl.MemoryBIO()
         self._tls = context.wrap_bio(self._in, self._out, server_side=server)
 
@@ -118,7 +122,7 @@ class Handshake:
         self._in.write(flight)
         try:
             self._tls.do_handshake()
-            self.done = True
+            self.is_done = True
         except ssl.SSLWantReadError:
             pass
         except ssl.SSLError as error:
@@ -136,10 +140,10 @@ class Handshake:
     def session_from_flight(self, flight: bytes) -> Session:
         self._in.write(flight)
         try:
-            return Session(msgspec.json.decode(self._tls.read(FLIGHT_BYTES), type=SessionGrant))
+            return Session(msgspec.json.decode(self._tls.read(MAX_FLIGHT_BYTES), type=SessionGrant))
         except ssl.SSLError as error:
             raise WireError(_describe_ssl_error(error)) from None
-        except UNDECODABLE as error:
+        except DECODE_ERRORS as error:
             raise WireError(f"no session was given: {error}") from None
 
     @property
@@ -149,8 +153,8 @@ class Handshake:
     @property
     def peer_right(self) -> SiteRight | None:
         names = cast(Sequence[tuple[str, str]], (self._tls.getpeercert() or {}).get("subjectAltName", ()))
-        found = [value for kind, value in names if kind == "URI" and value.startswith(SITE)]
-        return right_from_uri(found[0]) if found else None
+        uris = [value for kind, value in names if kind == "URI" and value.startswith(SITE_URI_PREFIX)]
+        return right_from_uri(uris[0]) if uris else None
 
     @property
     def peer_expiry(self) -> str:
@@ -159,23 +163,23 @@ class Handshake:
 
 def common_name_of_peer(tls: ssl.SSLObject | ssl.SSLSocket) -> str:
     """Return the common name in a peer's certificate, or "" if missing or the peer is an observer."""
-    told = tls.getpeercert() or {}
-    subject = cast(Sequence[Sequence[tuple[str, str]]], told.get("subject", ()))
-    parts = [pair for several in subject for pair in several]
+    certificate = tls.getpeercert() or {}
+    subject = cast(Sequence[Sequence[tuple[str, str]]], certificate.get("subject", ()))
+    parts = [pair for group in subject for pair in group]
     names = [value for kind, value in parts if kind == "commonName"]
-    watches = ("organizationalUnitName", OBSERVER) in parts
-    return names[0] if len(names) == 1 and not watches else ""
+    is_observer = ("organizationalUnitName", OBSERVER_UNIT) in parts
+    return names[0] if len(names) == 1 and not is_observer else ""
 
 
-def uri_from_right(right: SiteRight) -> str:
-    return f"{SITE}{right.most}:{','.join(right.boards)}"
+def uri_from_right(site_right: SiteRight) -> str:
+    return f"{SITE_URI_PREFIX}{site_right.most}:{','.join(site_right.boards)}"
 
 
 def right_from_uri(uri: str) -> SiteRight:
-    most, _, boards = uri.removeprefix(SITE).partition(":")
+    max_devices, _, boards = uri.removeprefix(SITE_URI_PREFIX).partition(":")
     try:
-        return msgspec.convert({"most": most, "boards": boards.split(",")}, SiteRight, strict=False)
-    except UNDECODABLE as error:
+        return msgspec.convert({"most": max_devices, "boards": boards.split(",")}, SiteRight, strict=False)
+    except DECODE_ERRORS as error:
         raise WireError(f"the site's right {uri[:100]!r} in its certificate cannot be read: {error}") from None
 
 
@@ -189,29 +193,32 @@ class Session:
     def __init__(self, grant: SessionGrant) -> None:
         self.name, self.epoch, self._key = grant.session, grant.epoch, grant.key
         self.ends_s = math.inf  # by the clock of who sets it
-        self._sent = 0
-        self._taken: dict[str, int] = {}  # leaf -> number of the latest message
+        self._sent_number = 0
+        self._latest_numbers: dict[str, int] = {}  # leaf -> number of the latest message
 
     def sign(self, topic: str, payload: bytes) -> tuple[int, bytes]:
         """Return the number and the authentication code of the next outgoing message."""
-        self._sent += 1
-        return self._sent, self._authentication_code(topic, self._sent, payload)
+        self._sent_number += 1
+        return self._sent_number, self._authentication_code(topic, self._sent_number, payload)
 
-    def verify(self, topic: str, leaf: str, number: int, code: bytes, payload: bytes) -> None:
+    def verify(self, topic: str, subtopic: str, number: int, code: bytes, payload: bytes) -> None:
         """Raise WireError if a message is forged or older than the latest of its kind, which QoS 1 may repeat."""
         if not hmac.compare_digest(code, self._authentication_code(topic, number, payload)):
             raise WireError("forged: it was not sent so, or not here, by who holds the session's key")
-        if number < self._taken.get(leaf, 0):
-            raise WireError(f"replayed: {leaf} number {number} came after number {self._taken[leaf]}")
-        self._taken[leaf] = number
+        if number < self._latest_numbers.get(subtopic, 0):
+            raise WireError(f"replayed: {subtopic} number {number} came after number {self._latest_numbers[subtopic]}")
+        self._latest_numbers[subtopic] = number
 
     def _authentication_code(self, topic: str, number: int, payload: bytes) -> bytes:
         return hmac.digest(self._key, b"%b\0%d\0%b" % (topic.encode(), number, payload), "sha256")
 
 
 def _describe_ssl_error(error: ssl.SSLError) -> str:
-    said = getattr(error, "verify_message", "") or describe_exception(error)
+    description = getattr(error, "verify_message", "") or describe_exception(error)
     if getattr(error, "verify_code", 0) in OUT_OF_DATE:
-        now = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime())
-        said = f"{said} by the clock here, which says {now}: set the clock, or renew the certificate of the other side"
-    return f"the handshake failed: {said}"
+        time_text = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime())
+        description = (
+            f"{description} by the clock here, which says {time_text}: "
+            "set the clock, or renew the certificate of the other side"
+        )
+    return f"the handshake failed: {description}"

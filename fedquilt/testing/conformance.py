@@ -96,7 +96,7 @@ def state_survives_packing(name: str) -> None:
     for state in run:
         unpacked: Any = tensors.unpack_state(tensors.pack_state(state), scenario.method.state)
         assert tensors.pack_state(unpacked) == tensors.pack_state(state)
-        assert scenario.method.done(unpacked) == scenario.method.done(state)
+        assert scenario.method.is_done(unpacked) == scenario.method.is_done(state)
         assert scenario.method.explain(unpacked) == scenario.method.explain(state)
 
 
@@ -383,7 +383,7 @@ def update_contains_no_private_state(name: str) -> None:
     _, _, _, runs = record_run(name)
     for site, client_result in runs:
         sent_bytes = b"".join(tensors.encode_tensors(bundle) for bundle in client_result.bundles.values())
-        for tensor_name, array in site.local.items():
+        for tensor_name, array in site.private_state.items():
             if array.size > 2 and len(np.unique(array)) > 1:  # zeros are found anywhere
                 assert array.tobytes() not in sent_bytes, f"{name} sends {tensor_name}"
         assert client_result.bundles.keys().isdisjoint({"local", "private"})
@@ -394,9 +394,13 @@ def client_half_keeps_inputs(name: str) -> None:
     scenario = make_scenario(name)
 
     def work(task: Any, site: ClientContext) -> ClientResult:
-        inputs_before = tensors.encode_tensors(site.local), site.train.x.tobytes(), site.train.y.tobytes()
+        inputs_before = tensors.encode_tensors(site.private_state), site.train.x.tobytes(), site.train.y.tobytes()
         client_result = scenario.method.work(task, site)
-        assert (tensors.encode_tensors(site.local), site.train.x.tobytes(), site.train.y.tobytes()) == inputs_before
+        assert (
+            tensors.encode_tensors(site.private_state),
+            site.train.x.tobytes(),
+            site.train.y.tobytes(),
+        ) == inputs_before
         return client_result
 
     scenario.run_rounds(method=replace(scenario.method, work=work), rounds=2)

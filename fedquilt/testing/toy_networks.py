@@ -146,16 +146,16 @@ class FakeRunner:
     """
 
     name = "onnx"
-    room_bytes = 1 << 20
+    available_bytes = 1 << 20
 
     def __init__(self, graphs: dict[str, Callable[[np.ndarray], np.ndarray]]) -> None:
         self.graphs, self.runs = graphs, dict.fromkeys(graphs, 0)
         self._names = {blob_ref(name.encode()).sha256: name for name in graphs}
 
-    def batch(self, graph: Path, around_bytes: int = 0, example_bytes: int = 0) -> int:
+    def batch(self, graph: Path, caller_bytes: int = 0, caller_bytes_per_example: int = 0) -> int:
         return 64
 
-    def make_room(self, size: int) -> None: ...
+    def make_room(self, size_bytes: int) -> None: ...
 
     def run(self, graph: Path, x: np.ndarray) -> np.ndarray:
         name = self._names.get(graph.name, graph.name)

@@ -83,13 +83,13 @@ def run_endpoint(
 
 
 def filter_matches(pattern: str, topic: str) -> bool:
-    wanted, given = pattern.split("/"), topic.split("/")
-    for place, level in enumerate(wanted):
+    pattern_levels, topic_levels = pattern.split("/"), topic.split("/")
+    for index, level in enumerate(pattern_levels):
         if level == "#":
             return True
-        if place >= len(given) or level not in ("+", given[place]):
+        if index >= len(topic_levels) or level not in ("+", topic_levels[index]):
             return False
-    return len(wanted) == len(given)
+    return len(pattern_levels) == len(topic_levels)
 
 
 class LinkWrapper:
@@ -114,8 +114,8 @@ class LinkWrapper:
 
     @property
     def problem(self) -> str | None:
-        found: str | None = getattr(self._link, "problem", None)
-        return found
+        problem: str | None = getattr(self._link, "problem", None)
+        return problem
 
     def subscribe(self, filters: Sequence[str]) -> None:
         self._link.subscribe(filters)
@@ -139,17 +139,17 @@ class LinkWrapper:
         self._link.close()
 
 
-FIRST: Final = 3  # messages of one branch that are logged each
-EVERY_S: Final = 600.0  # interval at which the number of the others is logged
-MOST_BRANCHES: Final = 64  # branches counted separately; a sender with the right to write everywhere cannot add more
-OTHERS: Final = "other branches"
+LOGGED_PER_BRANCH: Final = 3  # messages of one branch that are logged each
+COUNT_INTERVAL_S: Final = 600.0  # interval at which the number of the others is logged
+MAX_BRANCHES: Final = 64  # branches counted separately; a sender with the right to write everywhere cannot add more
+OTHER_BRANCHES: Final = "other branches"
 
 
 @dataclass
 class BranchCounter:
-    told: int = 0
-    more: int = 0  # since the last line about the branch
-    last: str = ""
+    logged: int = 0
+    unlogged: int = 0  # since the last line about the branch
+    last_text: str = ""
     due_s: float = 0.0
 
 
@@ -162,25 +162,29 @@ class MalformedMessages:
         """Count a dropped message and return the line to log now, or None."""
         self.dropped += 1
         name = "/".join(topic.split("/")[:6])[:120] + (f" ({kind})" if kind else "")
-        if name not in self._branches and len(self._branches) >= MOST_BRANCHES:
-            name = OTHERS
+        if name not in self._branches and len(self._branches) >= MAX_BRANCHES:
+            name = OTHER_BRANCHES
         branch = self._branches.setdefault(name, BranchCounter())
-        if branch.told >= FIRST:
-            branch.due_s = branch.due_s if branch.more else now_s + EVERY_S
-            branch.more, branch.last = branch.more + 1, f"{topic[:120]}: {error}"
+        if branch.logged >= LOGGED_PER_BRANCH:
+            branch.due_s = branch.due_s if branch.unlogged else now_s + COUNT_INTERVAL_S
+            branch.unlogged, branch.last_text = branch.unlogged + 1, f"{topic[:120]}: {error}"
             return None
-        branch.told += 1
-        said = f"dropped a message on {topic[:120]}: {error}"
+        branch.logged += 1
+        line = f"dropped a message on {topic[:120]}: {error}"
         if retained:
-            said += f"; the broker keeps it until it is cleared: mosquitto_pub -r -n -t '{topic[:120]}'"
-        return said if branch.told < FIRST else f"{said} (from here on such messages under {name} are only counted)"
+            line += f"; the broker keeps it until it is cleared: mosquitto_pub -r -n -t '{topic[:120]}'"
+        return (
+            line
+            if branch.logged < LOGGED_PER_BRANCH
+            else f"{line} (from here on such messages under {name} are only counted)"
+        )
 
     def take_due_lines(self, now_s: float) -> list[str]:
         lines = []
         for name, branch in list(self._branches.items()):
-            if branch.more and now_s >= branch.due_s:
-                lines.append(f"dropped {branch.more} more messages under {name}; the last: {branch.last}")
-                branch.more, branch.due_s = 0, now_s + EVERY_S
-            elif not branch.more and branch.told >= FIRST and branch.due_s and now_s >= branch.due_s:
+            if branch.unlogged and now_s >= branch.due_s:
+                lines.append(f"dropped {branch.unlogged} more messages under {name}; the last: {branch.last_text}")
+                branch.unlogged, branch.due_s = 0, now_s + COUNT_INTERVAL_S
+            elif not branch.unlogged and branch.logged >= LOGGED_PER_BRANCH and branch.due_s and now_s >= branch.due_s:
                 del self._branches[name]
         return lines

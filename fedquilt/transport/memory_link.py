@@ -11,8 +11,8 @@ from fedquilt.costs.cost_model import LinkCost
 from fedquilt.transport.link import Endpoint, Message
 from fedquilt.transport.topic_tree import TopicTree
 
-AT_ONCE = LinkCost()
-HOP_S = 0.001  # of a delivery
+INSTANT = LinkCost()
+DELIVERY_S = 0.001  # of a delivery
 
 
 class MemoryBroker:
@@ -28,7 +28,7 @@ class MemoryBroker:
         self._heap: list[tuple[float, int, MemoryLink | None, Message]] = []  # None for the broker
         self._sequence = 0
 
-    def connect(self, will: tuple[str, bytes] | None = None, pace: LinkCost = AT_ONCE) -> MemoryLink:
+    def connect(self, will: tuple[str, bytes] | None = None, pace: LinkCost = INSTANT) -> MemoryLink:
         """Connect a new client, whose `will` is published (retained) when it is lost without a regular end."""
         self.clients += 1
         link = MemoryLink(self, will, pace)
@@ -48,15 +48,15 @@ class MemoryBroker:
         return self._heap[0][0] if self._heap else None
 
     def deliver_due(self) -> list[MemoryLink]:
-        reached: dict[MemoryLink, None] = {}
+        receivers: dict[MemoryLink, None] = {}
         while self._heap and self._heap[0][0] <= self.now_s:
             _, _, link, message = heapq.heappop(self._heap)
             if link is None:
                 self._receive_message(*message)
             elif link.connected:
                 link.inbox.append(message)
-                reached[link] = None
-        return list(reached)
+                receivers[link] = None
+        return list(receivers)
 
     def _remove_client(self, link: MemoryLink) -> None:
         self.clients += 1
@@ -69,20 +69,22 @@ class MemoryBroker:
         self.published += 1
         if retain:
             self._update_retained(topic, payload)
-        takers = self._filters.items_matching_topic(topic)
-        if len(takers) > 1:  # once for each client, even if several of its filters match, in the order of connecting
-            takers = sorted(set(takers), key=lambda link: link.number)
-        for link in takers:
+        subscribers = self._filters.items_matching_topic(topic)
+        if (
+            len(subscribers) > 1
+        ):  # once for each client, even if several of its filters match, in the order of connecting
+            subscribers = sorted(set(subscribers), key=lambda link: link.number)
+        for link in subscribers:
             self._schedule_delivery(link, Message(topic, payload))
 
     def _update_retained(self, topic: str, payload: bytes) -> None:
-        known = self._retained.get(topic)
+        retained = self._retained.get(topic)
         if payload:
-            if known is None:
+            if retained is None:
                 self._sequence += 1
                 self._topics.add(topic, topic)
-            self._retained[topic] = (self._sequence if known is None else known[0], payload)
-        elif known is not None:
+            self._retained[topic] = (self._sequence if retained is None else retained[0], payload)
+        elif retained is not None:
             del self._retained[topic]
             self._topics.remove(topic, topic)
 
@@ -90,8 +92,8 @@ class MemoryBroker:
         if link in self._links:
             for pattern in filters:
                 self._filters.add(pattern, link)
-        kept = {topic for pattern in filters for topic in self._topics.items_matching_filter(pattern)}
-        for topic in sorted(kept, key=lambda topic: self._retained[topic][0]):
+        topics = {topic for pattern in filters for topic in self._topics.items_matching_filter(pattern)}
+        for topic in sorted(topics, key=lambda topic: self._retained[topic][0]):
             self._schedule_delivery(link, Message(topic, self._retained[topic][1], True))
 
     def _unsubscribe(self, link: MemoryLink, filters: Sequence[str]) -> None:
@@ -99,31 +101,31 @@ class MemoryBroker:
             self._filters.remove(pattern, link)
 
     def _send_to_broker(self, link: MemoryLink, message: Message) -> None:
-        if link.pace is AT_ONCE:
+        if link.pace is INSTANT:
             return self._receive_message(*message)
         self._sequence += 1
         link.sent_s, due_s = self._transmission_times(link, link.sent_s, message)
         heapq.heappush(self._heap, (due_s, self._sequence, None, message))
 
     def _transmission_times(self, link: MemoryLink, free_s: float, message: Message) -> tuple[float, float]:
-        passed_s = max(free_s, self.now_s) + len(message.payload) / link.pace.bytes_per_s
-        return passed_s, passed_s + link.pace.transfer_s
+        sent_s = max(free_s, self.now_s) + len(message.payload) / link.pace.bytes_per_s
+        return sent_s, sent_s + link.pace.transfer_s
 
     def _receive_message(self, topic: str, payload: bytes, retain: bool) -> None:
         self._publish(topic, payload, retain)
 
-    def _schedule_delivery(self, link: MemoryLink, message: Message, delay_s: float = HOP_S) -> None:
-        begun_s = self.now_s
-        if link.pace is not AT_ONCE:
-            link.received_s, begun_s = self._transmission_times(link, link.received_s, message)
+    def _schedule_delivery(self, link: MemoryLink, message: Message, delay_s: float = DELIVERY_S) -> None:
+        start_s = self.now_s
+        if link.pace is not INSTANT:
+            link.received_s, start_s = self._transmission_times(link, link.received_s, message)
         self._sequence += 1
-        heapq.heappush(self._heap, (begun_s + delay_s, self._sequence, link, message))
+        heapq.heappush(self._heap, (start_s + delay_s, self._sequence, link, message))
 
 
 class MemoryLink:
     backlog = 0
 
-    def __init__(self, broker: MemoryBroker, will: tuple[str, bytes] | None, pace: LinkCost = AT_ONCE) -> None:
+    def __init__(self, broker: MemoryBroker, will: tuple[str, bytes] | None, pace: LinkCost = INSTANT) -> None:
         self.broker = broker
         self.will = will
         self.pace, self.sent_s, self.received_s = pace, 0.0, 0.0
@@ -166,28 +168,30 @@ class MemoryLink:
 def run_on_virtual_time(
     broker: MemoryBroker,
     endpoints: Callable[[], Sequence[tuple[MemoryLink, Endpoint]]],
-    until: Callable[[], bool],
+    is_finished: Callable[[], bool],
     limit_s: float = 1e6,
     watch: Callable[[], None] = lambda: None,
 ) -> None:
-    """Run endpoints on virtual time until `until` returns True, or raise TimeoutError.
+    """Run endpoints on virtual time until `is_finished` returns True, or raise TimeoutError.
 
     Endpoints of one instant are stepped in the order of `endpoints`, which is called again whenever a client connects
     or leaves. `watch` is called after each step.
     """
-    agenda = Scheduler()
+    scheduler = Scheduler()
     clients = -1
-    while not until():
-        reached = broker.deliver_due()
+    while not is_finished():
+        receivers = broker.deliver_due()
         if broker.clients != clients:
             clients = broker.clients
-            agenda.set_endpoints(endpoints(), broker.now_s)
-        for place in agenda.ready_indices(reached, broker.now_s):
-            agenda.step_endpoint(place, broker.now_s)
+            scheduler.set_endpoints(endpoints(), broker.now_s)
+        for index in scheduler.ready_indices(receivers, broker.now_s):
+            scheduler.step_endpoint(index, broker.now_s)
             watch()
-        if until():
+        if is_finished():
             return
-        next_s = min(agenda.next_due_s(), math.inf if (delivery := broker.next_delivery_s()) is None else delivery)
+        next_s = min(
+            scheduler.next_due_s(), math.inf if (delivery_s := broker.next_delivery_s()) is None else delivery_s
+        )
         if next_s > limit_s:
             raise TimeoutError(f"nothing left to happen at virtual second {broker.now_s:.1f}")
         broker.now_s = max(broker.now_s, next_s)
@@ -195,39 +199,41 @@ def run_on_virtual_time(
 
 class Scheduler:
     def __init__(self) -> None:
-        self._seats: list[tuple[MemoryLink, Endpoint]] = []
+        self._endpoints: list[tuple[MemoryLink, Endpoint]] = []
         self._due_s: list[float] = []  # by place
-        self._places: dict[MemoryLink, int] = {}
+        self._indices: dict[MemoryLink, int] = {}
         self._heap: list[tuple[float, int]] = []  # (due, place); outdated if `_due_s` differs
 
-    def set_endpoints(self, seats: Sequence[tuple[MemoryLink, Endpoint]], now_s: float) -> None:
+    def set_endpoints(self, endpoints: Sequence[tuple[MemoryLink, Endpoint]], now_s: float) -> None:
         """Replace the endpoints, with the due times of those that stay. New ones are due now."""
-        known = {id(endpoint): due_s for (_, endpoint), due_s in zip(self._seats, self._due_s, strict=True)}
-        self._seats = list(seats)
-        self._places = {link: place for place, (link, _) in enumerate(self._seats)}
-        self._due_s = [now_s if link.inbox else known.get(id(endpoint), now_s) for link, endpoint in self._seats]
-        self._heap = [(due_s, place) for place, due_s in enumerate(self._due_s) if due_s < math.inf]
+        due_times_s = {id(endpoint): due_s for (_, endpoint), due_s in zip(self._endpoints, self._due_s, strict=True)}
+        self._endpoints = list(endpoints)
+        self._indices = {link: index for index, (link, _) in enumerate(self._endpoints)}
+        self._due_s = [
+            now_s if link.inbox else due_times_s.get(id(endpoint), now_s) for link, endpoint in self._endpoints
+        ]
+        self._heap = [(due_s, index) for index, due_s in enumerate(self._due_s) if due_s < math.inf]
         heapq.heapify(self._heap)
 
-    def ready_indices(self, reached: Sequence[MemoryLink], now_s: float) -> list[int]:
-        found = {self._places[link] for link in reached if link in self._places}
+    def ready_indices(self, receivers: Sequence[MemoryLink], now_s: float) -> list[int]:
+        indices = {self._indices[link] for link in receivers if link in self._indices}
         while self._heap and self._heap[0][0] <= now_s:
-            due_s, place = heapq.heappop(self._heap)
-            if due_s == self._due_s[place]:
-                found.add(place)
-        return sorted(found)
+            due_s, index = heapq.heappop(self._heap)
+            if due_s == self._due_s[index]:
+                indices.add(index)
+        return sorted(indices)
 
-    def step_endpoint(self, place: int, now_s: float) -> None:
-        link, endpoint = self._seats[place]
+    def step_endpoint(self, index: int, now_s: float) -> None:
+        link, endpoint = self._endpoints[index]
         due_s = math.inf if endpoint.finished else endpoint.step(now_s)
         if endpoint.finished:
             due_s = math.inf
         elif link.inbox:
             due_s = now_s  # it has left something for the next time
-        if due_s != self._due_s[place] or due_s <= now_s:
-            self._due_s[place] = due_s
+        if due_s != self._due_s[index] or due_s <= now_s:
+            self._due_s[index] = due_s
             if due_s < math.inf:
-                heapq.heappush(self._heap, (due_s, place))
+                heapq.heappush(self._heap, (due_s, index))
 
     def next_due_s(self) -> float:
         while self._heap and self._heap[0][0] != self._due_s[self._heap[0][1]]:

@@ -28,48 +28,48 @@ class TopicTree(Generic[T]):
     def add(self, path: str, item: T) -> None:
         node = self._root
         for level in path.split("/"):
-            found = node.below.get(level)
-            if found is None:
-                found = node.below[level] = _TopicNode()
-            node = found
+            child = node.below.get(level)
+            if child is None:
+                child = node.below[level] = _TopicNode()
+            node = child
         node.held[item] = None
 
     def remove(self, path: str, item: T) -> None:
-        way = [self._root]
+        nodes = [self._root]
         levels = path.split("/")
         for level in levels:
-            found = way[-1].below.get(level)
-            if found is None:
+            child = nodes[-1].below.get(level)
+            if child is None:
                 return
-            way.append(found)
-        way[-1].held.pop(item, None)
-        for parent, level, node in zip(way[-2::-1], levels[::-1], way[:0:-1], strict=True):
+            nodes.append(child)
+        nodes[-1].held.pop(item, None)
+        for parent, level, node in zip(nodes[-2::-1], levels[::-1], nodes[:0:-1], strict=True):
             if node.held or node.below:
                 return
             del parent.below[level]
 
     def items_matching_topic(self, topic: str) -> list[T]:
         """Return the items under filters that match a topic, repeated for each matching filter."""
-        found: list[T] = []
+        items: list[T] = []
         nodes = [self._root]
         for level in topic.split("/"):
-            following = []
+            next_nodes = []
             for node in nodes:
-                below = node.below
-                if (rest := below.get("#")) is not None:
-                    found += rest.held
-                if (exact := below.get(level)) is not None and level not in ("+", "#"):
-                    following.append(exact)
-                if (single := below.get("+")) is not None:
-                    following.append(single)
-            nodes = following
+                children = node.below
+                if (multi_level := children.get("#")) is not None:
+                    items += multi_level.held
+                if (same_level := children.get(level)) is not None and level not in ("+", "#"):
+                    next_nodes.append(same_level)
+                if (single_level := children.get("+")) is not None:
+                    next_nodes.append(single_level)
+            nodes = next_nodes
             if not nodes:
-                return found
+                return items
         for node in nodes:
-            found += node.held
-            if (rest := node.below.get("#")) is not None:  # "a/#" matches "a" as well
-                found += rest.held
-        return found
+            items += node.held
+            if (multi_level := node.below.get("#")) is not None:  # "a/#" matches "a" as well
+                items += multi_level.held
+        return items
 
     def items_matching_filter(self, pattern: str) -> list[T]:
         """Return the items under topics that match a filter. A first wildcard also matches topics with "$"."""
@@ -78,7 +78,7 @@ class TopicTree(Generic[T]):
             if level == "#":
                 return [item for node in nodes for item in _iterate_items(node)]
             if level == "+":
-                nodes = [below for node in nodes for below in node.below.values()]
+                nodes = [child for node in nodes for child in node.below.values()]
             else:
                 nodes = [node.below[level] for node in nodes if level in node.below]
         return [item for node in nodes for item in node.held]
@@ -86,8 +86,8 @@ class TopicTree(Generic[T]):
 
 def _iterate_items(node: _TopicNode[T]) -> Iterator[T]:
     yield from node.held
-    for below in node.below.values():
-        yield from _iterate_items(below)
+    for child in node.below.values():
+        yield from _iterate_items(child)
 
 
 class Subscriptions:

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 import msgspec
 import numpy as np
 
-from fedquilt.core import UNDECODABLE, Bundle, ModelError, Tensors, UpdateError
+from fedquilt.core import DECODE_ERRORS, Bundle, ModelError, Tensors, UpdateError
 
 
 @dataclass(frozen=True)
@@ -107,7 +107,7 @@ def plan_to_array(plan: MaskPlan) -> np.ndarray:
 def plan_from_array(array: np.ndarray) -> MaskPlan:
     try:
         return msgspec.json.decode(array.tobytes(), type=MaskPlan)
-    except UNDECODABLE as error:
+    except DECODE_ERRORS as error:
         raise ModelError(f"the plan of masks cannot be decoded: {error}") from None
 
 

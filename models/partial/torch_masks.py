@@ -40,12 +40,12 @@ class MaskHooks:
         scores = Step(
             rate=lambda name: rate if name == SCORES else 0.0,
             penalty=self._diversity_penalty if self._others_mean is not None and self._diversity else None,
-            begin=lambda module: self._begin_step(module, weights=False),
+            before_step=lambda module: self._begin_step(module, weights=False),
         )
         weights = Step(
             rate=lambda name: float(name != SCORES),
             penalty=self._proximal_penalty if self._mu else None,
-            begin=lambda module: self._begin_step(module, weights=True),
+            before_step=lambda module: self._begin_step(module, weights=True),
         )
         return scores, weights
 

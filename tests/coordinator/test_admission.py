@@ -197,9 +197,9 @@ def test_who_declines_is_asked_no_more_in_this_attempt(code):
 
 
 def test_who_has_counted_the_round_is_asked_again_as_by_a_later_coordinator():
-    told = claim(False, code="counted", counted=3, epoch=7)
+    told = claim(False, code="counted", last_counted_round=3, epoch=7)
     assert hear("asked", ClaimReceived("a", told)) == Decision(None, (), (RenewTask("a", 7),))
-    old = claim(False, code="counted", counted=3, epoch=7, round=0)
+    old = claim(False, code="counted", last_counted_round=3, epoch=7, round=0)
     assert hear("asked", ClaimReceived("a", old)) == Decision(None)
 
 

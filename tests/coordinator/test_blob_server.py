@@ -182,7 +182,7 @@ def test_an_upload_of_other_content_is_refused_and_what_is_right_of_it_stays(sit
     assert site.put(token, intake.ref, f"0-{len(wrong) - 1}/{len(wrong)}", len(wrong), wrong) == 409
     (ended,) = site.ended
     assert "1 of 4 chunks" in str(ended.error)
-    assert list(intake.had) == [1, 1, 0, 1]
+    assert list(intake.stored_chunks) == [1, 1, 0, 1]
     assert not site.depot.has_blob(intake.ref)
     assert site.ask(f"HEAD /blobs/{intake.ref.sha256} HTTP/1.1\nAuthorization: Bearer {token}")[0] == 409
 
@@ -259,7 +259,7 @@ def test_a_board_that_poses_as_the_coordinator_is_told_no_token(tmp_path, fleet)
         pair.places._base = f"https://127.0.0.1:{listener.getsockname()[1]}"
         board, ref = pair.boards["a"], pair.coordinator.depot.store_bytes(noise(600_000))
         board.transfers.request_blob("a", ref)
-        pair.play(lambda: bool(board.transfers._streaming._coming))
+        pair.play(lambda: bool(board.transfers._direct_transfers._downloads))
         heard = b"never asked"
         with context.wrap_socket(listener.accept()[0], server_side=True) as sealed:
             try:

@@ -205,13 +205,15 @@ def test_the_papers_deadline_never_falls_once_devices_just_meet_it():
 def test_work_is_one_number_also_where_only_the_device_knows_its_examples():
     assert work_amount(WorkEstimate(flops=5.0, flops_per_example=3.0)) == 8.0
     assert work_amount(WorkEstimate()) == 0.0
-    assert work_amount(WorkEstimate(flops=5.0, flops_per_example=3.0, examples=4)) == 17.0  # it uses no more than four
+    assert (
+        work_amount(WorkEstimate(flops=5.0, flops_per_example=3.0, max_examples=4)) == 17.0
+    )  # it uses no more than four
 
 
 def test_a_first_round_is_predicted_where_the_task_says_how_many_examples_it_uses():
     whole = DeviceWorkload(WorkEstimate(flops=400.0), FAST)
     assert without_slack_s(
-        {}, {"a": DeviceWorkload(WorkEstimate(flops_per_example=10.0, examples=40), FAST)}
+        {}, {"a": DeviceWorkload(WorkEstimate(flops_per_example=10.0, max_examples=40), FAST)}
     ) == without_slack_s({}, {"a": whole})
     assert without_slack_s({}, {"a": DeviceWorkload(WorkEstimate(flops_per_example=10.0), FAST)}) is None
 

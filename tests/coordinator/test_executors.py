@@ -55,7 +55,7 @@ class Site:
         self.given: set[str] = set()  # what the device may send
         self._own = self.broker.connect()
         self._own.subscribe(topics.device_filters("a"))
-        self._sends = Transfers(self._own, self.theirs, topics, "up", lambda device, sha256: sha256 in self.given)
+        self._uploading = Transfers(self._own, self.theirs, topics, "up", lambda device, sha256: sha256 in self.given)
         self.asked: list[str] = []  # what it was asked for, in order
         self.heard: list[Heard] = []
 
@@ -73,10 +73,10 @@ class Site:
         self.executor.send_pending(self.broker.now_s)
         for message in self._own.receive():
             route = wire.parse_topic(message.topic)
-            if route.leaf == "get":
+            if route.subtopic == "get":
                 self.asked.append(wire.decode(message.payload, wire.ChunkRequest).sha256)
-            self._sends.handle_message(route, message.payload, self.broker.now_s)
-        self._sends.step(self.broker.now_s)
+            self._uploading.handle_message(route, message.payload, self.broker.now_s)
+        self._uploading.step(self.broker.now_s)
 
     def play(self, seconds: float = 3.0) -> list[Heard]:
         """What the coordinator has heard in this time."""
@@ -211,7 +211,7 @@ def test_a_hundred_requests_do_not_have_a_blob_hashed_a_hundred_times(site, monk
             cut.append(chunk)
 
     monkeypatch.setattr(upload, "ManifestBuilder", Counted)
-    monkeypatch.setattr(site.executor._transfers._sender, "_allowed", lambda device, sha256: True)
+    monkeypatch.setattr(site.executor._transfers._sender, "_is_allowed", lambda device, sha256: True)
     site.link._link.max_payload = 1 << 18
     for device in ("a", "b"):
         for size in range(1024, 40_000, 390):

@@ -141,7 +141,7 @@ def require_right(stage: Stage, rounds: int, result: Callable[[float], list[floa
     for round in range(rounds):
         updates = {fact.update.device: fact.update for fact in stage.told(UpdateAccepted) if fact.round == round}
         assert updates.keys() - {LIAR} == set(HONEST)
-        assert all(update.boards == () for update in updates.values())
+        assert all(update.site_devices == () for update in updates.values())
         weight = updates[LIAR].weight if LIAR in updates else 0.0
         assert weight <= 1000.0
     payload = stage.store.depot.load(stage.told(RoundCommitted)[-1].state.sha256)
@@ -218,7 +218,7 @@ def test_no_values_of_many_fields_change_more_than_the_update_of_their_device(tm
 @pytest.mark.parametrize("seed", [n if n < 2 else pytest.param(n, marks=pytest.mark.nightly) for n in range(5)])
 def test_the_median_of_honest_devices_stays(tmp_path, seed):
     robust_job = {"method": "robust", "params": {"rule": "median"}}
-    changes = [*of_field(Profile, "boards"), *at_random(seed, 4)]
+    changes = [*of_field(Profile, "site_device_count"), *at_random(seed, 4)]
     require_right(play(tmp_path, changes, **robust_job), len(changes), lambda weight: [3.0, 3.5], robust.State)
 
 

@@ -40,7 +40,7 @@ from fedquilt.tools.artefacts import export
 
 def update(usage: Usage, below: Usage | None = None) -> Update:
     """An answer that took so much."""
-    told = {"bundles": {}, "metrics": {}, "usage": usage, "below": below}
+    told = {"bundles": {}, "metrics": {}, "usage": usage, "devices_usage": below}
     return Update(job="j", round=0, attempt=0, device="a", weight=1.0, **told)
 
 

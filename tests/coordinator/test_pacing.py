@@ -355,7 +355,7 @@ class Watched(Server):
         due_s = super().step(now_s)
         queue = self._executor._transfers.queue
         Watched.waited = Watched.waited or bool(queue)
-        Watched.most_here = max(Watched.most_here, queue._here + len(queue._sends))
+        Watched.most_here = max(Watched.most_here, queue._unprocessed_devices + len(queue._uploading))
         return due_s
 
 
@@ -374,7 +374,7 @@ def test_a_board_that_waits_for_its_turn_is_named_no_place(tmp_path, monkeypatch
     monkeypatch.setattr(pair.places, "upload_locations", noted)
     coordinator = pair.coordinator.transfers
     for number, (name, board) in enumerate(pair.boards.items()):
-        coordinator.request_blob(name, board.depot.store_bytes(noise(MB, number)), in_turn=True)
+        coordinator.request_blob(name, board.depot.store_bytes(noise(MB, number)), use_queue=True)
     pair.play(lambda: len(pair.coordinator.errors) == 2)
     assert sorted(named) == ["x", "y"]
     coordinator.queue.set_unprocessed(2, 2 * MB, 0.0)

@@ -93,7 +93,7 @@ def test_a_blob_that_is_cut_in_any_chunk_goes_on_over_the_broker(pair, monkeypat
 
 @pytest.mark.parametrize("way", ["dn", "up"])
 def test_connections_that_break_again_and_again_are_gone_on_with(pair, monkeypatch, way):
-    monkeypatch.setattr(http_client, "MISSES_MOST", 100)  # where the machine is busy, some bring nothing
+    monkeypatch.setattr(http_client, "MAX_FAILED_CONNECTIONS", 100)  # where the machine is busy, some bring nothing
     relay = relayed(pair, monkeypatch, most=lambda number: 2 * CHUNK + 100 * number)
     board, sides = pair.boards["a"], (pair.coordinator, pair.boards["a"])
     giver, taker = sides if way == "dn" else sides[::-1]
@@ -149,7 +149,7 @@ def test_a_blob_that_comes_over_the_broker_goes_on_by_http_once_a_place_is_named
     board.transfers.request_blob("a", ref)
     pair.play(lambda: board.transfers.traffic_bytes("a", "dn") == 5 * CHUNK)
     monkeypatch.undo()
-    pair.coordinator.transfers._streaming.offer_locations("a", ref)
+    pair.coordinator.transfers._direct_transfers.offer_locations("a", ref)
     pair.play(lambda: bool(board.errors))
     assert board.depot.load(ref.sha256) == noise(12 * CHUNK)
     assert board.transfers.traffic_bytes("a", "dn") == 12 * CHUNK
@@ -174,7 +174,7 @@ def test_a_cancelled_download_writes_nothing_more(pair, monkeypatch):
     relay = relayed(pair, monkeypatch, most=lambda number: None)
     board, ref = pair.boards["a"], pair.coordinator.depot.store_bytes(noise(12 * CHUNK))
     board.transfers.request_blob("a", ref)
-    pair.play(lambda: bool(board.transfers._streaming._coming))
+    pair.play(lambda: bool(board.transfers._direct_transfers._downloads))
     board.transfers.cancel("a", ref.sha256)
     board.depot.remove_blob(ref.sha256)
     board.transfers.request_blob("a", ref)
@@ -238,7 +238,7 @@ def test_a_board_that_lies_about_its_chunks_does_not_get_another_blob_stored(pai
 
 
 def test_a_board_that_says_nothing_of_what_it_was_to_put_is_asked_for_chunks(pair, monkeypatch):
-    monkeypatch.setattr(direct_transfers, "QUIET_S", 0.2)
+    monkeypatch.setattr(direct_transfers, "UPLOAD_TIMEOUT_S", 0.2)
     monkeypatch.setattr(TransferBackend, "start_upload", lambda *given: None)
     board = pair.boards["a"]
     ref = board.depot.store_bytes(noise(4 * CHUNK))
@@ -275,7 +275,9 @@ def test_an_update_that_lies_in_the_store_is_not_put_into_the_own_server_meanwhi
     moved.start_download(("a", ref.sha256), pull, 0.0)
     turn = ways.own.replace_writer()
     ways.own.write(memoryview(payload[:1000]), turn)
-    moved.handle_upload_progress(("a", ref.sha256), UploadProgress(sha256=ref.sha256, moved=ref.size, done=True), 1.0)
+    moved.handle_upload_progress(
+        ("a", ref.sha256), UploadProgress(sha256=ref.sha256, uploaded_bytes=ref.size, complete=True), 1.0
+    )
     moved.start_download(("a", ref.sha256), pull, 1.0)
     assert ways.fetched.next_range() == (0, ref.size)
     with pytest.raises(WriterClosedError, match="another way"):
@@ -342,7 +344,7 @@ class Store:
 
 
 def test_transfers_that_find_no_thread_free_wait_their_turn(monkeypatch):
-    ways, begun = TransferBackend(most=2), list[Callable[[], None]]()
+    ways, begun = TransferBackend(max_transfers=2), list[Callable[[], None]]()
 
     class Thread:
         def __init__(self, target, **named):
@@ -368,10 +370,12 @@ def test_a_board_that_puts_for_too_long_makes_way_for_one_that_waits(tmp_path, m
     }
     coordinator = pair.coordinator.transfers
     for name, ref in refs.items():
-        coordinator.request_blob(name, ref, in_turn=True)
+        coordinator.request_blob(name, ref, use_queue=True)
         if name != "z":
-            monkeypatch.setattr(pair.boards[name].transfers._streaming, "queue_upload", lambda key, ref, place: None)
-    pulls = coordinator._pulls
+            monkeypatch.setattr(
+                pair.boards[name].transfers._direct_transfers, "queue_upload", lambda key, ref, place: None
+            )
+    pulls = coordinator._downloads
     pair.play(lambda: sum(pull.held for pull in pulls.values()) == 2)
     coordinator.yield_turn("x", pair.broker.now_s)
     pair.play(lambda: not pulls["x", refs["x"].sha256].held)

@@ -46,7 +46,7 @@ def _begun(folder: Path, **cohort: object) -> tuple[Stage, list[Hand]]:
 def test_a_broker_that_is_away_for_long_costs_no_attempt(tmp_path):
     stage, hands = _begun(tmp_path)
     _away(stage, 600.0)
-    stage.play(RECONNECT.most_s + 15.0)  # of the 30 s, 20 were left
+    stage.play(RECONNECT.max_s + 15.0)  # of the 30 s, 20 were left
     assert stage.told(RoundRetried) == []
     for hand in hands:
         hand.answer(constant_model())
@@ -99,7 +99,7 @@ def test_a_coordinator_that_starts_before_its_broker_waits_with_the_round(tmp_pa
 
 
 @pytest.mark.parametrize(
-    ("took_s", "lost_s"), [(RECONNECT.first_s / 2, RECONNECT.first_s), (2.0, 2.0 + RECONNECT.most_s)]
+    ("took_s", "lost_s"), [(RECONNECT.first_s / 2, RECONNECT.first_s), (2.0, 2.0 + RECONNECT.max_s)]
 )
 def test_a_first_connection_is_no_absence_but_a_broker_that_is_away_at_the_start_is(took_s, lost_s):
     absence = BrokerOutage()
@@ -111,7 +111,7 @@ def test_a_first_connection_is_no_absence_but_a_broker_that_is_away_at_the_start
     assert absence.lost_s == pytest.approx(lost_s + 2.0)
 
 
-@pytest.mark.parametrize(("gone_s", "lost_s"), [(4.0, 8.0), (3600.0, 3600.0 + RECONNECT.most_s)])
+@pytest.mark.parametrize(("gone_s", "lost_s"), [(4.0, 8.0), (3600.0, 3600.0 + RECONNECT.max_s)])
 def test_each_absence_counts_with_the_back_off_that_follows(gone_s, lost_s):
     absence = BrokerOutage()
     for at_s, reached in ((0.0, True), (1.0, False), (1.5, False), (1.0 + gone_s, True), (9999.0, True)):

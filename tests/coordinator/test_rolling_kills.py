@@ -108,7 +108,7 @@ def test_a_coordinator_that_starts_replaces_releases_that_its_broker_kept_for_bo
     reader.subscribe([TOPICS.device_topic(board.name, "dn", "model")])
     ground.play(0.2)
     (message,) = reader.receive()
-    assert wire.decode(message.payload, wire.DesiredRelease).back
+    assert wire.decode(message.payload, wire.DesiredRelease).is_rollback
 
 
 def test_every_release_that_is_sent_follows_from_facts_that_are_written(tmp_path):
@@ -117,11 +117,11 @@ def test_every_release_that_is_sent_follows_from_facts_that_are_written(tmp_path
 
     def seen(topic, payload, **named):
         route = wire.parse_topic(topic)
-        if route.leaf == "model":
+        if route.subtopic == "model":
             with Store(ground.home) as written:
                 wanted = rollout.release_for_device(written.rollouts.find_rollout().state, route.device)
             assert (wire.decode(payload, wire.DesiredRelease) if payload else None) == wanted
-            sent.append(wanted is not None and wanted.back)
+            sent.append(wanted is not None and wanted.is_rollback)
         publish(topic, payload, **named)
 
     ground.link.publish = seen

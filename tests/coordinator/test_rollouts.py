@@ -279,7 +279,7 @@ def test_every_board_that_may_have_it_is_to_return(heard, back, done, status):
         assert sent is None
         assert now.device_phase("a") == "refused"
         return
-    assert sent == wire.DesiredRelease(rollout="r", kind="model", serial=9, name="n", back=True)
+    assert sent == wire.DesiredRelease(rollout="r", kind="model", serial=9, name="n", is_rollback=True)
     assert now.device_phase("a") == ""
     assert apply_rollout_event(now, StatusReported("a", 9, "returned")).device_phase("a") == "returned"
 

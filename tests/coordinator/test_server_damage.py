@@ -124,7 +124,7 @@ def test_a_counted_update_that_is_damaged_is_asked_for_again_and_the_result_is_t
 def test_a_device_that_knows_a_later_start_gets_its_task_from_a_still_later_one(stage, caplog):
     hand = stage.hand("a")
     stage.play()
-    claim = {"job": stage.job, "round": 0, "attempt": 0, "counted": 5, "epoch": 9}
+    claim = {"job": stage.job, "round": 0, "attempt": 0, "last_counted_round": 5, "epoch": 9}
     for _ in range(2):
         hand.say("claim", wire.Claim(**claim, accepted=False, code="counted"))
         stage.play()

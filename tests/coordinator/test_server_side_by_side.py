@@ -186,7 +186,9 @@ def test_a_later_epoch_is_that_of_all_jobs(two_jobs):
     stage, first, second, a, b = two_jobs
     a.answer(constant_model())
     stage.play()
-    claim = wire.Claim(job=second, round=0, attempt=0, accepted=False, code="counted", reason="", counted=0, epoch=7)
+    claim = wire.Claim(
+        job=second, round=0, attempt=0, accepted=False, code="counted", reason="", last_counted_round=0, epoch=7
+    )
     a.say("claim", claim)
     stage.play()
     assert stage.store.epoch == 8

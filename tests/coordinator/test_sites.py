@@ -125,7 +125,7 @@ def test_a_board_whose_update_does_not_fit_is_named_and_nothing_of_the_site_is_f
 
 def update(device: str, *boards: str, size: int = 10) -> Update:
     ref = {"site.0" if boards else "model": BlobRef(sha256=f"{len(device):064x}", size=size)}
-    whose = {"job": "j", "round": 0, "attempt": 0, "device": device, "state": "0" * 64, "boards": boards}
+    whose = {"job": "j", "round": 0, "attempt": 0, "device": device, "state": "0" * 64, "site_devices": boards}
     return Update(**whose, weight=1.0, bundles=ref, metrics={}, usage=Usage())
 
 
@@ -201,7 +201,7 @@ def stage(folder: Path, **table: object) -> Stage:
     made = Stage(folder, limits=CoordinatorLimits(sites={"plant": RIGHT}), cohort=COHORT, **table)
     made.hand("a")
     plant = made.hand("plant")
-    plant.say("profile", msgspec.structs.replace(plant.profile, boards=9), retain=True)
+    plant.say("profile", msgspec.structs.replace(plant.profile, site_device_count=9), retain=True)
     made.play(1.0)
     return made
 
@@ -245,7 +245,7 @@ def test_a_device_without_a_right_gets_the_task_of_a_device(tmp_path, caplog):
     made = stage(tmp_path)
     device, plant = made.hands
     liar = made.hand("z")
-    liar.say("profile", msgspec.structs.replace(liar.profile, boards=1), retain=True)
+    liar.say("profile", msgspec.structs.replace(liar.profile, site_device_count=1), retain=True)
     made.play(6.0)  # it is asked in the next attempt
     assert set(task_of(plant).bundles) == {"state"}
     assert set(task_of(device).bundles) == set(task_of(liar).bundles) == {"model"}
@@ -262,7 +262,7 @@ def test_a_site_that_loses_its_right_in_a_round_is_a_device(tmp_path):
     device.answer(constant_model(1.0))
     made.play(8.0)
     plant.tasks.clear()
-    plant.say("profile", msgspec.structs.replace(plant.profile, boards=9), retain=True)
+    plant.say("profile", msgspec.structs.replace(plant.profile, site_device_count=9), retain=True)
     made.play(8.0)
     assert set(task_of(plant).bundles) == {"model"}
 
@@ -274,14 +274,14 @@ def test_a_device_that_becomes_a_site_in_a_round_answers_once(tmp_path):
     made.play(0.5)
     plant.answer(constant_model(2.0), weight=10.0)
     made.play(0.5)
-    plant.say("profile", msgspec.structs.replace(plant.profile, boards=9), retain=True)
+    plant.say("profile", msgspec.structs.replace(plant.profile, site_device_count=9), retain=True)
     speak(plant, "cam-1")
     device.answer(constant_model(1.0), weight=10.0)
     made.play(0.5)
-    assert [fact.update.boards for fact in made.told(UpdateAccepted)] == [(), ()]
+    assert [fact.update.site_devices for fact in made.told(UpdateAccepted)] == [(), ()]
     speak(plant, "cam-1")
     made.play(0.5)
-    assert made.told(UpdateAccepted)[-1].update.boards == ("cam-1",)
+    assert made.told(UpdateAccepted)[-1].update.site_devices == ("cam-1",)
 
 
 def test_a_right_holds_after_a_restart(tmp_path):

@@ -148,9 +148,9 @@ def test_a_site_speaks_within_its_right(names, weights, said):
 
 
 def test_a_device_without_a_right_is_no_site_whatever_its_profile_says():
-    said = msgspec.structs.replace(PROFILE, boards=5)
-    assert validation.limit_profile(said, None).boards == 0
-    assert validation.limit_profile(said, RIGHT).boards == 2
+    said = msgspec.structs.replace(PROFILE, site_device_count=5)
+    assert validation.limit_profile(said, None).site_device_count == 0
+    assert validation.limit_profile(said, RIGHT).site_device_count == 2
     with pytest.raises(UpdateError, match="a has no right to speak for other devices"):
         validation.require_site_right(update(), [], validation.ClaimBounds())
 
@@ -239,8 +239,8 @@ def test_an_evaluation_of_twelve_classes_is_consistent():
             RIGHT,
             "values of 3 devices, and it may speak for 2",
         ),
-        (msgspec.structs.replace(of_classes(0.5), devices=((0.9, 1),)), RIGHT, "a main metric of 0.5 beyond"),
-        (msgspec.structs.replace(of_classes(0.5), devices=((0.5, 1), (1.5, 1))), RIGHT, "no ascending values"),
+        (msgspec.structs.replace(of_classes(0.5), device_values=((0.9, 1),)), RIGHT, "a main metric of 0.5 beyond"),
+        (msgspec.structs.replace(of_classes(0.5), device_values=((0.5, 1), (1.5, 1))), RIGHT, "no ascending values"),
         (of_numbers(1.0, 1.0, 5), None, r"1 outputs \(regression\), and the network has 2 \(classes\)"),
         (of_twelve_classes(), None, r"12 outputs \(classes\), and the network has 2 \(classes\)"),
         (
@@ -277,7 +277,11 @@ def test_the_documented_table_has_each_field_that_a_device_sends():
     documented = [(kind, name) for kind, names, *_ in rows[2:] for name in names.split(", ")]
     assert sorted(documented) == sorted((kind.__name__, name) for kind, name in hostile_fields.fields())
     assert {status for _, _, status, *_ in rows[2:]} == {"verified", "bounded", "informational"}
-    sent = {*wire.UP.values(), wire.ChunkRequest, *(kind for leaf, kind in wire.BLOB.items() if leaf != "place")}
+    sent = {
+        *wire.DEVICE_MESSAGES.values(),
+        wire.ChunkRequest,
+        *(kind for leaf, kind in wire.BLOB_MESSAGES.items() if leaf != "place"),
+    }
     assert sent == set(hostile_fields.MESSAGES)  # "place" is the coordinator's
 
 
@@ -362,7 +366,7 @@ def test_a_manifest_that_does_not_fit_says_what_differs(changes, said):
 
 
 def test_a_part_of_what_is_expected_is_taken_and_no_tensor_may_be_larger():
-    expected = UpdateSchema({"model": MODEL}, whole=False)
+    expected = UpdateSchema({"model": MODEL}, exact=False)
     validation.require_manifest_fits(update_manifest({"model": {"w": MODEL["w"][:30]}}), expected, Encoding())
     with pytest.raises(UpdateError, match=r"'b' has shape \(10,\), expected \(9,\) or a part of it"):
         validation.require_manifest_fits(

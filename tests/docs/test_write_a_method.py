@@ -68,7 +68,7 @@ def test_the_usb_meter_of_the_page_reads_its_file(folder):
     meter = devices.create_meter({"name": "usb_meter:UsbMeter", "path": str(folder / "told")})
     assert meter.read(0.0).total_w is None
     (folder / "told").write_text("5.1 2.0\n")
-    assert (meter.read(1.0).total_w, meter.covers, meter.read(1.0).source) == (10.2, "board", "usb meter")
+    assert (meter.read(1.0).total_w, meter.coverage, meter.read(1.0).source) == (10.2, "board", "usb meter")
 
 
 class Tasmota(BaseHTTPRequestHandler):

@@ -37,13 +37,13 @@ def test_a_correction_with_an_anchor_is_the_same_in_both_engines():
     zeros = {name: np.zeros_like(array) for name, array in ones.items()}
 
     def shifted(anchor):
-        return Hooks(correct=lambda g, v, at: g + 0.1 * at["by"] + (v - at["start"]), anchors={"by": anchor})
+        return Hooks(correct_gradient=lambda g, v, at: g + 0.1 * at["by"] + (v - at["start"]), anchors={"by": anchor})
 
     ours, theirs = (changed(engine, shifted(ones))[0] for engine in (numpy_one, torch_one))
     assert close(ours, theirs)
     for engine in (numpy_one, torch_one):
         plain = changed(engine, Hooks())[0]
-        none = Hooks(correct=lambda g, v, at: g + at["by"], anchors={"by": zeros})
+        none = Hooks(correct_gradient=lambda g, v, at: g + at["by"], anchors={"by": zeros})
         assert same_bits(changed(engine, none)[0], plain)
         assert not close(changed(engine, shifted(ones))[0], plain, 1e-3)
 
@@ -52,10 +52,10 @@ def test_a_correction_with_an_anchor_is_the_same_in_both_engines():
 def test_an_anchor_that_does_not_fit_is_refused(engine):
     short = {"1.weight": np.zeros((5, 6), np.float32)}
     with pytest.raises(ModelError, match=r"'1.bias' of anchor 'by' is missing, the network expects \(5,\)"):
-        changed(engine, Hooks(correct=lambda g, v, at: g, anchors={"by": short}))
+        changed(engine, Hooks(correct_gradient=lambda g, v, at: g, anchors={"by": short}))
     wide = {**numpy_engine.init_tensors(MLP, 0), "5.bias": np.zeros(7)}
     with pytest.raises(ModelError, match=r"'5.bias' of anchor 'by' has shape \(7,\)"):
-        changed(engine, Hooks(correct=lambda g, v, at: g, anchors={"by": wide}))
+        changed(engine, Hooks(correct_gradient=lambda g, v, at: g, anchors={"by": wide}))
 
 
 @both
@@ -90,7 +90,7 @@ def test_the_numpy_engine_refuses_what_wants_a_module():
     refused = {
         "prepare": Hooks(prepare=lambda module: module),
         "a second step": Hooks(steps=(Step(), Step())),
-        "penalty and begin": Hooks(steps=(Step(penalty=lambda *_: 0.0, begin=lambda module: None),)),
+        "penalty and begin": Hooks(steps=(Step(penalty=lambda *_: 0.0, before_step=lambda module: None),)),
     }
     for name, hooks in refused.items():
         with pytest.raises(
@@ -110,7 +110,9 @@ def test_a_penalty_is_the_correction_that_is_its_gradient(budget: int):
         return sum(((value - anchors["start"][name]) ** 2).sum() for name, value in module.named_parameters()) / 2
 
     by_loss, told = changed(torch_one, Hooks(steps=(Step(penalty=penalty),)), budget=budget)
-    by_gradient, wanted = changed(torch_one, Hooks(correct=lambda g, v, at: g + v - at["start"]), budget=budget)
+    by_gradient, wanted = changed(
+        torch_one, Hooks(correct_gradient=lambda g, v, at: g + v - at["start"]), budget=budget
+    )
     assert close(by_loss, by_gradient, 1e-6)
     assert told == pytest.approx(wanted, abs=1e-6)
     assert not close(by_loss, changed(torch_one, Hooks(), budget=budget)[0], 1e-3)
@@ -153,8 +155,8 @@ def test_two_turns_on_a_batch_train_masks_and_then_weights():
     def only(own):
         return lambda name: 10.0 if name == own else 0.0
 
-    scores = Step(rate=only("scores"), begin=draw("scores"))
-    weights = Step(rate=lambda name: float(name != "scores"), begin=draw("weights"))
+    scores = Step(rate=only("scores"), before_step=draw("scores"))
+    weights = Step(rate=lambda name: float(name != "scores"), before_step=draw("weights"))
     begun = np.zeros(5, np.float32)
     whole, metrics = changed(torch_one, Hooks(prepare=masked, steps=(scores, weights)), scores=begun)
     assert drawn == ["scores", "weights"] * int(metrics["steps"])
@@ -283,7 +285,7 @@ def test_the_layout_of_training_changes_no_result(monkeypatch: pytest.MonkeyPatc
     def trained() -> tuple[dict[str, np.ndarray], bool]:
         seen.clear()
         model, _ = engine.train(
-            CNN, start, pictures(), fit, tensors.seeded_rng(0), hooks=Hooks(steps=(Step(begin=begin),))
+            CNN, start, pictures(), fit, tensors.seeded_rng(0), hooks=Hooks(steps=(Step(before_step=begin),))
         )
         return model, seen[0]
 

@@ -142,8 +142,8 @@ def test_fisher_information_is_of_the_tasks_loss(task: TaskKind) -> None:
     network = table(task, 2)
     start, share = numpy_engine.init_tensors(network, 0), drawn(task, 0, 10)
     for each in (1, 4):
-        ours = NumpyEngine(AMPLE, base_bytes=0).fisher(network, start, share, each=each)
-        theirs = torch_engine.TorchEngine(AMPLE, base_bytes=0).fisher(network, start, share, each=each)
+        ours = NumpyEngine(AMPLE, base_bytes=0).fisher(network, start, share, examples_per_gradient=each)
+        theirs = torch_engine.TorchEngine(AMPLE, base_bytes=0).fisher(network, start, share, examples_per_gradient=each)
         for name, array in ours.items():
             np.testing.assert_allclose(theirs[name], array, rtol=1e-4, atol=1e-6)
 

@@ -64,7 +64,7 @@ def test_those_of_one_size_go_in_one_pass(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_what_needs_a_look_at_each_device_is_left_to_the_loop() -> None:
     engine = BatchedNumpyEngine(AMPLE)
-    pull = Hooks(correct=lambda gradient, value, at: gradient)
+    pull = Hooks(correct_gradient=lambda gradient, value, at: gradient)
     assert engine.batchable_call(*arguments(0, 40, Fit(epochs=1, batch=16, lr=0.1)), hooks=pull) is None
     assert engine.batchable_call(*arguments(0, 40, Fit(epochs=1, batch=16, lr=0.1, clip=1.0))) is None
     assert engine.batchable_call(*arguments(0, 0, Fit(epochs=1, batch=16, lr=0.1))) is None

@@ -11,16 +11,14 @@ from typing import Any
 import made_graphs
 import numpy as np
 import pytest
+from product_graphs import MB, product
 
 from fedquilt.core import DataError, MemoryBudgetError, ModelError
+from fedquilt.costs.peak_memory import SESSION_BYTES
+from fedquilt.edge_agent.engines.onnx_engine import LARGEST_BATCH, OnnxEngine
 
 onnx = pytest.importorskip("onnx")
 pytest.importorskip("onnxruntime")
-
-from product_graphs import MB, product  # noqa: E402
-
-from fedquilt.costs.peak_memory import SESSION_BYTES  # noqa: E402
-from fedquilt.edge_agent.engines.onnx_engine import LARGEST_BATCH, OnnxEngine  # noqa: E402
 
 
 @pytest.fixture
@@ -120,13 +118,13 @@ def test_sessions_go_for_what_else_needs_their_room(tmp_path: Path) -> None:
         engine.run(graph, np.ones((1, 512), np.float32))
     assert engine.loaded_graphs() == tuple(graphs)
     held = engine.memory_plan(graphs[0]).session_bytes
-    engine.make_room(engine.room_bytes - 3 * held)
+    engine.make_room(engine.available_bytes - 3 * held)
     assert engine.loaded_graphs() == tuple(graphs)
-    engine.make_room(engine.room_bytes - 3 * held + 1)
+    engine.make_room(engine.available_bytes - 3 * held + 1)
     assert engine.loaded_graphs() == tuple(graphs[1:])
-    engine.batch(graphs[1], around_bytes=engine.room_bytes)
+    engine.batch(graphs[1], caller_bytes=engine.available_bytes)
     assert engine.loaded_graphs() == (graphs[1],)
-    engine.make_room(engine.room_bytes)
+    engine.make_room(engine.available_bytes)
     assert engine.loaded_graphs() == ()
 
 

@@ -64,7 +64,13 @@ def test_an_acknowledged_update_is_gone_and_its_task_ignored_for_ever() -> None:
     assert actions == ()
     assert next_due_s(state) == math.inf
     claim = Claim(
-        job="j-1", round=0, attempt=0, accepted=False, code="counted", reason=state_machine.COUNTED_REASON, counted=0
+        job="j-1",
+        round=0,
+        attempt=0,
+        accepted=False,
+        code="counted",
+        reason=state_machine.COUNTED_REASON,
+        last_counted_round=0,
     )
     assert advance(state, TaskReceived(task()), 2.0) == (state, (PublishClaim(claim),))
     assert StartTask(task(1)) in advance(state, TaskReceived(task(1)), 2.0)[1]
@@ -74,14 +80,16 @@ def test_a_coordinator_of_a_later_start_may_ask_for_a_round_that_was_counted() -
     state, _ = advance(done(), UpdateAcked(("j-1", 0), True, epoch=4), 1.0)
     _, refused = advance(state, TaskReceived(task(epoch=2)), 2.0)
     told = [
-        (each.claim.code, each.claim.counted, each.claim.epoch) for each in refused if isinstance(each, PublishClaim)
+        (each.claim.code, each.claim.last_counted_round, each.claim.epoch)
+        for each in refused
+        if isinstance(each, PublishClaim)
     ]
     assert told == [("counted", 0, 4)]
     state, actions = advance(state, TaskReceived(task(epoch=5)), 2.0)
     assert StartTask(task(epoch=5)) in actions
-    assert [(each.claim.accepted, each.claim.counted) for each in actions if isinstance(each, PublishClaim)] == [
-        (True, 0)
-    ]
+    assert [
+        (each.claim.accepted, each.claim.last_counted_round) for each in actions if isinstance(each, PublishClaim)
+    ] == [(True, 0)]
     state, _ = after(TaskCompleted(update(epoch=5), False), UpdateAcked(("j-1", 0), True, epoch=4), state=state)
     assert ("j-1", 0) in state.outbox  # an answer of the earlier start, which came late
     state, _ = advance(state, UpdateAcked(("j-1", 0), True, epoch=5), 3.0)

@@ -74,10 +74,10 @@ def test_each_device_comes_out_as_from_the_loop(engine: Any, fit: Fit) -> None:
 
 def test_each_device_has_its_own_correction_and_anchors(engine: Any) -> None:
     def pull(mu: float) -> Hooks:
-        return Hooks(correct=lambda gradient, value, at: gradient + mu * (value - at["start"]))
+        return Hooks(correct_gradient=lambda gradient, value, at: gradient + mu * (value - at["start"]))
 
-    shifted = Hooks(correct=lambda gradient, value, at: gradient + at["shift"], anchors={"shift": start(9)})
-    scaled = Hooks(correct=lambda gradient, value, at: gradient / (1.0 + gradient.norm()))
+    shifted = Hooks(correct_gradient=lambda gradient, value, at: gradient + at["shift"], anchors={"shift": start(9)})
+    scaled = Hooks(correct_gradient=lambda gradient, value, at: gradient / (1.0 + gradient.norm()))
     hooks = [pull(0.1), pull(2.0), shifted, scaled, Hooks(), pull(0.0)]
     ours, theirs = both(engine, Fit(epochs=2, batch=4, lr=0.1), hooks)
     assert_alike(ours, theirs)
@@ -141,7 +141,7 @@ def test_stacked_gradients_come_in_the_order_in_which_weights_are_kept() -> None
         ({"start": {"1.weight": np.zeros((5, 6), np.float32)}}, ModelError),
         ({"examples": Examples(np.zeros((4, 6), np.float32), np.full(4, 7))}, DataError),
         ({"examples": Examples(np.zeros((4, 9), np.float32), np.zeros(4, np.int64))}, DataError),
-        ({"hooks": Hooks(correct=lambda g, v, at: g, anchors={"old": {}})}, ModelError),
+        ({"hooks": Hooks(correct_gradient=lambda g, v, at: g, anchors={"old": {}})}, ModelError),
         ({"fit": Fit(epochs=-1)}, JobError),
     ],
 )

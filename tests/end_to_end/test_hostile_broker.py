@@ -85,12 +85,12 @@ class Mallory(threading.Thread):
 
     def _carried(self, message: Message) -> Iterator[Message]:
         route, payload = wire.parse_topic(message.topic), message.payload
-        if route.leaf == "coord":
+        if route.subtopic == "coord":
             yield message
             if self._first("an announcement of another coordinator", payload):
                 yield message._replace(payload=wire.encode(wire.CoordState(online=True, epoch=4711)))
             return
-        if route.leaf == "chunk":
+        if route.subtopic == "chunk":
             if self._first("a changed chunk", route.sha256):
                 yield message._replace(payload=bytes(len(payload)))
             self._chunks += 1
@@ -99,18 +99,18 @@ class Mallory(threading.Thread):
             else:
                 self.dropped += 1  # the side that wants it asks again
             return
-        kept = self._kept[route.device, route.leaf]
-        others = [key for key in self._kept if key[0] != route.device and key[1] == route.leaf and self._kept[key]]
+        kept = self._kept[route.device, route.subtopic]
+        others = [key for key in self._kept if key[0] != route.device and key[1] == route.subtopic and self._kept[key]]
         kept.append(payload)
-        if route.leaf == "task" and payload:
+        if route.subtopic == "task" and payload:
             yield from self._task(route, message, others)
-        elif route.leaf == "update":
+        elif route.subtopic == "update":
             yield message._replace(payload=message.payload.replace(b'"weight":', b'"weight":1'))
             self.done["a changed update"] += 1
             yield message
             yield from self._update(route, message, kept, others)
             return
-        elif route.leaf == "manifest" and self._first("a changed manifest", (route.direction, route.sha256)):
+        elif route.subtopic == "manifest" and self._first("a changed manifest", (route.direction, route.sha256)):
             yield message._replace(payload=payload.replace(b'"digests":"', b'"digests":"00'))
         yield message
 

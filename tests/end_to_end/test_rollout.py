@@ -26,14 +26,14 @@ class Model(ToyKind):
 
     def __init__(self, bad: set[str]) -> None:
         super().__init__()
-        self.bad, self.had = bad, list[str]()
+        self.bad_messages, self.stored_chunks = bad, list[str]()
 
     def activate(self, release: wire.DesiredRelease) -> None:
         super().activate(release)
-        self.had.append(self.running)
+        self.stored_chunks.append(self.running)
 
     def unhealthy_reason(self) -> str:
-        return "9 of 10 answers failed" if self.running in self.bad else ""
+        return "9 of 10 answers failed" if self.running in self.bad_messages else ""
 
 
 class Fleet:
@@ -72,7 +72,7 @@ class Fleet:
         return [name for name, model in self.models.items() if model.running == sha256]
 
     def ever(self, sha256: str) -> list[str]:
-        return [name for name, model in self.models.items() if sha256 in model.had]
+        return [name for name, model in self.models.items() if sha256 in model.stored_chunks]
 
 
 @pytest.fixture

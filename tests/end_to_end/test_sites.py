@@ -56,7 +56,7 @@ def plan(folder: Path, method: str, every: int) -> FleetPlan:
 
 def counted(found: list[AnyEvent], round: int) -> set[str]:
     updates = [fact.update for fact in found if isinstance(fact, UpdateAccepted) and fact.round == round]
-    return {board for update in updates for board in update.boards or (update.device,)}
+    return {board for update in updates for board in update.site_devices or (update.device,)}
 
 
 @pytest.mark.parametrize(

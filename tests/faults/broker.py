@@ -93,7 +93,9 @@ class SimBroker:
         self.published = 0
         self.noise, self._roll = tuple(noise), random.Random(seed)
         self._retained: dict[str, bytes] = {}
-        self._queued: dict[str, list[tuple[str, bytes]]] = {}  # of clients whose session is kept while they are away
+        self._queued_bytes: dict[
+            str, list[tuple[str, bytes]]
+        ] = {}  # of clients whose session is kept while they are away
         self._unsent: dict[str, list[tuple[str, bytes, bool]]] = {}  # of clients that are cut off
         self._wills: list[tuple[float, str]] = []
         self._takers: dict[str, tuple[str, ...]] = {}  # topic -> names of the clients that get it
@@ -132,9 +134,9 @@ class SimBroker:
         link.connected = False
         self._takers.clear()
         if keep:
-            self._queued.setdefault(name, [])
+            self._queued_bytes.setdefault(name, [])
         else:
-            self._queued.pop(name, None)
+            self._queued_bytes.pop(name, None)
         if link.will is not None and self.up:
             heapq.heappush(self._wills, (self.now_s + WILL_S, name))
 
@@ -163,7 +165,7 @@ class SimBroker:
         self._wills.clear()
         self._heap.clear()
         if not sessions:
-            self._queued.clear()
+            self._queued_bytes.clear()
         if not retained:
             self._retained.clear()
 
@@ -205,8 +207,8 @@ class SimBroker:
             _, _, name, session, message = heapq.heappop(self._heap)
             link = self.clients.get(name)
             if link is None or not link.connected:
-                if name in self._queued and self.up:
-                    self._queued[name].append((message.topic, message.payload))
+                if name in self._queued_bytes and self.up:
+                    self._queued_bytes[name].append((message.topic, message.payload))
             elif link.session == session:
                 link.inbox.append(message)
                 self.woken.add(name)
@@ -222,7 +224,7 @@ class SimBroker:
             takers = self._takers[topic] = tuple(
                 name
                 for name, link in self.clients.items()
-                if (link.connected or name in self._queued) and any(matches(each, topic) for each in link.filters)
+                if (link.connected or name in self._queued_bytes) and any(matches(each, topic) for each in link.filters)
             )
         for name in takers:
             self._schedule_delivery(name, Message(topic, payload))
@@ -241,7 +243,7 @@ class SimBroker:
             heapq.heappush(self._heap, (due_s, self._sequence, name, session, message._replace(payload=payload)))
 
     def _deliver_queued(self, name: str) -> None:
-        for topic, payload in self._queued.pop(name, ()):
+        for topic, payload in self._queued_bytes.pop(name, ()):
             self._schedule_delivery(name, Message(topic, payload))
 
     def _current_noise(self) -> DeliveryNoise | None:

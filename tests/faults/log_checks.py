@@ -31,7 +31,7 @@ from fedquilt.coordinator.settings import JobSettings
 class SelectionCheck:
     def __init__(self, job: JobSettings) -> None:
         self._job = job
-        self._round, self._opened = 0, False
+        self._round, self._file = 0, False
         self._eligible: set[str] = set()
         self._answered: set[str] = set()
         self._asked: set[str] = set()
@@ -68,9 +68,9 @@ class SelectionCheck:
                 self._silent.clear()
                 self._declined.clear()
                 self._refused.clear()
-                self._opened = bool(self._asked or self._answered)
+                self._file = bool(self._asked or self._answered)
             case RoundCommitted():
-                self._round, self._opened = event.round + 1, False
+                self._round, self._file = event.round + 1, False
                 for devices in (self._answered, self._asked, self._declined):
                     devices.clear()
                 self._silent.clear()
@@ -110,7 +110,7 @@ class SelectionCheck:
                 f"{', '.join(sorted(pool)) or 'no'} eligible devices {', '.join(right) or 'none'} came first, and "
                 f"{fewest:g} to {most:g} were to be selected"
             )
-        self._opened = True
+        self._file = True
         self._asked.update(event.devices)
         self._since.update(dict.fromkeys(event.devices, event.round))
         return ""

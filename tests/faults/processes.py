@@ -287,17 +287,17 @@ class CoordinatorProcess(SimulatedProcess):
     def _check_sent(self, topic: str, payload: bytes) -> bytes:
         sent = super()._check_sent(topic, payload)
         route = wire.parse_topic(topic)
-        if route.kind is Task and payload:
+        if route.message_type is Task and payload:
             task = wire.decode(payload, Task)
             self._sent.add((task.job, task.round, route.device))
         if self.ahead:
             return with_unknown_field(topic, sent)
-        if route.kind is wire.Ack and wire.decode(payload, wire.Ack).accepted:
+        if route.message_type is wire.Ack and wire.decode(payload, wire.Ack).accepted:
             self.acknowledge(route.device)
         return sent
 
     def _require_promises_durable(self, route: wire.Route, payload: bytes) -> None:
-        if route.kind is wire.Ack:
+        if route.message_type is wire.Ack:
             ack = wire.decode(payload, wire.Ack)
             counted = (ack.round, route.device) in self._promises_of(ack.job).counted
             if ack.accepted != counted:
@@ -307,7 +307,7 @@ class CoordinatorProcess(SimulatedProcess):
             if ack.accepted:
                 self._acknowledged.add((ack.job, ack.round, route.device))
                 self._require_blobs_synced(ack.job)
-        elif route.kind is Task:
+        elif route.message_type is Task:
             task = wire.decode(payload, Task)
             promised = self._promises_of(task.job)
             if task.round != promised.round or route.device not in promised.asked:
@@ -320,7 +320,7 @@ class CoordinatorProcess(SimulatedProcess):
                     f"the task of {route.device} in round {task.round} names blobs that are gone: {gone}"
                 )
             self._require_blobs_synced(task.job)
-        elif route.kind is wire.CoordState:
+        elif route.message_type is wire.CoordState:
             earlier, own = self._epochs
             state = wire.decode(payload, wire.CoordState)
             if state.epoch <= earlier:
@@ -435,13 +435,16 @@ class AgentProcess(SimulatedProcess):
         return Agent(link, options, board, SimWorker(self), boot, disk=self._disk, clock=lambda: None)
 
     def _require_promises_durable(self, route: wire.Route, payload: bytes) -> None:
-        if route.kind is Update:
+        if route.message_type is Update:
             self._require_synced_update(wire.decode(payload, Update))
-        elif route.kind is wire.Claim and (claim := wire.decode(payload, wire.Claim)).counted is not None:
+        elif (
+            route.message_type is wire.Claim
+            and (claim := wire.decode(payload, wire.Claim)).last_counted_round is not None
+        ):
             known = last_counted_rounds(self.platter.root, self._durable).get(claim.job, -1)
-            if claim.counted > known:
+            if claim.last_counted_round > known:
                 raise InvariantError(
-                    f"{self.name} reports round {claim.counted} of {claim.job} as counted before it is synced"
+                    f"{self.name} reports round {claim.last_counted_round} of {claim.job} as counted before the sync"
                 )
 
     def _require_synced_update(self, update: Update) -> None:

@@ -49,7 +49,7 @@ def lost_blobs(disk: DurableDisk, folder: str, wanted: Collection[str]) -> list[
     if missing and disk.is_file(path):
         file = disk.open(path)
         for slot in pack_file.iterate_entries(file):
-            if slot.sha256 in missing and _sha256(file.read(slot.place, slot.size)) == slot.sha256:
+            if slot.sha256 in missing and _sha256(file.read(slot.offset, slot.size)) == slot.sha256:
                 missing.remove(slot.sha256)
     return sorted(missing)
 

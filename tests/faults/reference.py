@@ -181,7 +181,7 @@ class ReferenceRun:
                     if any(isinstance(fault, BitRot | HomeRestore) for fault in plan.faults)
                     else 10_000,
                 },
-                "check": {"every": plan.check if self.method.check and not self.method.settle else 0},
+                "check": {"every": plan.check if self.method.check and not self.method.evaluation_round else 0},
                 "wire": msgspec.to_builtins(compression.exclude_buffers(Encoding(codec=plan.codec), self.bundle.meta)),
             }
         )

@@ -65,7 +65,7 @@ def supported_methods() -> tuple[str, ...]:
     """
     able = methods.builtin_names()
     found = [(name, methods.load(name)) for name in able]
-    return tuple(name for name, method in found if _is_runnable(method.engines) and method.settle is None)
+    return tuple(name for name, method in found if _is_runnable(method.engines) and method.evaluation_round is None)
 
 
 def _is_runnable(engines: Sequence[str]) -> bool:

@@ -253,11 +253,11 @@ def a_failed_fetch_that_is_remembered(patch: Patch) -> None:
     plain = Transfers._end_transfer
 
     def end(self: Transfers, key: Any, error: str | None) -> None:
-        ref = self._wanted[key]
+        ref = self._requested[key]
         plain(self, key, error)
-        if error is not None and not self._depot.has_blob(ref):
-            self._wanted[key] = ref
-            self._askers.setdefault(key[1], {})[key] = None
+        if error is not None and not self._blob_store.has_blob(ref):
+            self._requested[key] = ref
+            self._keys_by_blob.setdefault(key[1], {})[key] = None
 
     patch.setattr(Transfers, "_end_transfer", end)
 

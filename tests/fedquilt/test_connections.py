@@ -60,8 +60,8 @@ def test_addresses_that_hold_all_places_with_requests_lose_one_to_an_address_tha
 def test_a_verified_peer_keeps_its_connections_and_has_a_number_of_them(places):
     for number in range(4):
         entry = places.work(f"10.0.{number // 2}.1")
-        assert places.open.assign_owner(entry, "device", most=3) is (number < 3)
-    places.open.assign_owner(entry, "other device", most=3)
+        assert places.open.assign_owner(entry, "device", limit=3) is (number < 3)
+    places.open.assign_owner(entry, "other device", limit=3)
     assert places.enter("10.0.9.9") is None
     assert places.closed == []
 

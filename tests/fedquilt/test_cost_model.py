@@ -67,7 +67,7 @@ def test_own_examples_count_by_example_and_by_started_batch():
 
 def test_a_task_that_uses_some_of_a_devices_examples_counts_those_that_are_there():
     work = WorkEstimate(flops_per_example=2, launches_per_batch=7, batch=32)
-    some = msgspec.structs.replace(work, examples=40)
+    some = msgspec.structs.replace(work, max_examples=40)
     for own, counted in ((70, 40), (40, 40), (9, 9)):
         assert (some.total_for_examples(own).flops, some.total_for_examples(own).launches) == (
             work.total_for_examples(counted).flops,

@@ -227,7 +227,7 @@ def test_worst_tenth_and_spread_are_over_devices_whichever_site_they_are_behind(
 
 def test_each_device_counts_once_and_a_tenth_of_21_devices_is_three():
     over = evaluation.summarise_over_devices(
-        EvaluationSums(examples=21, outputs=2, devices=((0.2, 1), (0.8, 20))), higher=True
+        EvaluationSums(examples=21, outputs=2, device_values=((0.2, 1), (0.8, 20))), higher=True
     )
     assert (over.worst_decile, over.mean) == (pytest.approx(0.6), pytest.approx(16.2 / 21))
     assert (over.best_decile, over.gap) == (pytest.approx(0.8), pytest.approx(0.2))
@@ -255,13 +255,13 @@ def test_errors_and_their_squares_contradict_each_other_beyond_rounding():
         examples=2,
         task="regression",
         outputs=1,
-        absolute=(2.0,),
-        squares=((2.0,),),
+        absolute_errors=(2.0,),
+        squared_errors=((2.0,),),
         targets=((0.0,),),
         target_squares=((1.0,),),
     )
     assert evaluation.find_inconsistency(sums) == ""
-    assert "contradict" in evaluation.find_inconsistency(msgspec.structs.replace(sums, absolute=(2.01,)))
+    assert "contradict" in evaluation.find_inconsistency(msgspec.structs.replace(sums, absolute_errors=(2.01,)))
 
 
 def test_packed_counts_are_as_they_were():
@@ -287,7 +287,7 @@ def test_a_site_of_ten_million_examples_of_a_hundred_classes_fits_into_a_message
         loss=(1.5,),
         counts=evaluation.pack_counts([1000] * 10_000),
         scores=evaluation.pack_counts(([10**5 // bins] * bins + [99 * 10**5 // bins] * bins) * 100),
-        devices=tuple((at / 1000, 1) for at in range(1, 301)),
+        device_values=tuple((at / 1000, 1) for at in range(1, 301)),
     )
     update = Update(
         job="j", round=0, attempt=0, device="d", weight=1.0, bundles={}, metrics={}, usage=Usage(), evaluation=sums
@@ -307,14 +307,14 @@ LIES: Sequence[tuple[TaskKind, Callable[[EvaluationSums], EvaluationSums], str]]
     ("classes", changed(examples=0), "sums of no example"),
     ("classes", changed(loss=(1e300,)), "not a number up to 1e\\+90"),
     ("classes", changed(scores=b""), "histograms of another number"),
-    ("classes", changed(whole=1), "counts of 300 examples"),
-    ("classes", changed(squares=((1.0,),)), "sums of a regression"),
-    ("labels", changed(whole=300), "examples without a wrong label"),
+    ("classes", changed(exact_matches=1), "counts of 300 examples"),
+    ("classes", changed(squared_errors=((1.0,),)), "sums of a regression"),
+    ("labels", changed(exact_matches=300), "examples without a wrong label"),
     ("labels", changed(examples=10), "more outcomes of a label"),
     ("labels", changed(scores=b"\x01"), "histograms of another number"),
-    ("regression", changed(squares=((-1.0,), (1.0,), (1.0,))), "contradict"),
-    ("regression", changed(squares=((1.0,),)), "another number of outputs"),
-    ("regression", changed(absolute=(1e9,)), "errors whose sum"),
+    ("regression", changed(squared_errors=((-1.0,), (1.0,), (1.0,))), "contradict"),
+    ("regression", changed(squared_errors=((1.0,),)), "another number of outputs"),
+    ("regression", changed(absolute_errors=(1e9,)), "errors whose sum"),
     ("regression", changed(targets=((1e9,),) * 3), "targets whose sum"),
     ("regression", changed(counts=b"\x01"), "counts of classes"),
 ]

@@ -67,7 +67,7 @@ def counted(name: str, network: Mapping[str, Any], folder: Path, rounds: tuple[i
     )
     task, site = deliver(cache=folder / "cache")
     if rounds:
-        local = method.work(task, site).local  # what a cache and a device keep is there afterwards
+        local = method.work(task, site).private_state  # what a cache and a device keep is there afterwards
         task, site = deliver(cache=folder / "cache", local=local)
     counter = FlopCounterMode(display=False)
     with counter:

@@ -226,7 +226,7 @@ PLUG = """
 from fedquilt.core import Power
 
 class Plug:
-    covers = "board"
+    coverage = "board"
 
     def __init__(self, watts=60.0):
         self.watts = watts
@@ -246,14 +246,14 @@ def test_a_meter_of_another_package_is_one_line_of_agent_toml(install):
         made = devices.create_meter(wanted)
         assert made.read(0.0).total_w == 60.0
     with plugins.restrict_plugins_within([]):
-        assert devices.create_meter("plug").covers == "board"  # the board's own settings name it
+        assert devices.create_meter("plug").coverage == "board"  # the board's own settings name it
 
 
 @pytest.mark.parametrize(
     ("wanted", "said"),
     [
         ("plg", r"meter 'plg' is unknown; did you mean 'plug'\? There are: plug"),
-        ("plug_fl:Blind", r"plug_fl.*no meter: it needs `read\(now_s\)`, and `covers` one of board, processor, rail"),
+        ("plug_fl:Blind", r"plug_fl.*no meter: it needs `read\(now_s\)`, and `coverage` one of board, processor, rail"),
         ({"name": "plug", "host": "x"}, "cannot be made from .*host.*TypeError"),
         ({"watts": 3}, "meter: give it a name"),
     ],

@@ -51,7 +51,7 @@ def test_any_single_flipped_bit_is_seen():
 
 def test_another_version_is_named_in_the_error():
     payload = wire.encode(wire.CoordState(online=True)).replace(b'"v":1', b'"v":2')
-    with pytest.raises(WireError, match="protocol version 2, this side speaks 1"):
+    with pytest.raises(WireError, match="protocol version 2, this side uses 1"):
         wire.decode(payload, wire.CoordState)
 
 
@@ -64,7 +64,7 @@ def test_one_kind_of_message_is_not_taken_for_another():
 def test_what_a_newer_device_tells_besides_is_skipped_and_what_asks_or_answers_is_refused(message):
     payload = wire.encode(message)
     fields = b',"of_a_later_version":{"a":[1]}' + payload[payload.index(b",", payload.index(b"crc")) :]
-    if type(message) in wire.UP.values():
+    if type(message) in wire.DEVICE_MESSAGES.values():
         assert wire.decode(seal(fields), type(message)) == message
     else:
         with pytest.raises(WireError, match="unknown field `of_a_later_version`"):
@@ -95,7 +95,7 @@ def test_an_update_without_layouts_does_not_name_them():
 
 def test_a_message_too_large_is_refused_by_both_sides():
     """64 KiB for control messages; a manifest may fill a chunk."""
-    state = wire.RoundState(job="j", method="m", round=0, rounds=1, phase="open", asked=tuple(["d" * 60] * 1200))
+    state = wire.RoundState(job="j", method="m", round=0, rounds=1, phase="open", cohort=tuple(["d" * 60] * 1200))
     with pytest.raises(WireError, match="exceeds the 65536 allowed"):
         wire.encode(state)
     with pytest.raises(WireError, match="exceeds the 65536 allowed"):
@@ -153,9 +153,9 @@ BUILT = [
 @pytest.mark.parametrize(("topic", "leaf", "device", "direction"), BUILT)
 def test_every_topic_that_is_built_is_understood(topic, leaf, device, direction):
     route = wire.parse_topic(topic)
-    assert (route.leaf, route.device, route.direction) == (leaf, device, direction)
+    assert (route.subtopic, route.device, route.direction) == (leaf, device, direction)
     if leaf == "chunk":
-        assert (route.sha256, route.index, route.kind) == (SHA, 12, None)
+        assert (route.sha256, route.index, route.message_type) == (SHA, 12, None)
 
 
 @pytest.mark.parametrize(

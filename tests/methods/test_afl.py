@@ -56,7 +56,7 @@ def split(parts: list[np.ndarray]) -> list[DeviceData]:
 @pytest.mark.parametrize("donor", ["ash", "elm"])
 def test_one_round_equals_the_central_solution(donor, ridge):
     first, last = played(donor=donor, ridge=ridge)
-    assert (METHOD.done(first), METHOD.done(last)) == (False, True)
+    assert (METHOD.is_done(first), METHOD.is_done(last)) == (False, True)
     head = stitched_network.from_artefact(*(lambda a: (a.meta, a.tensors))(METHOD.result(last))).head
     wanted = central(features(POOLED.x, PATHS[donor]), POOLED.y, ridge)
     np.testing.assert_allclose(head["weights"], wanted, rtol=0, atol=1e-6 * np.abs(wanted).max())
@@ -151,7 +151,7 @@ def test_rounds_hear_each_device_once():
     run = run_method(
         "afl", bundle, image_devices(), {"ridge": 1e-3, "rounds": 9}, engine=runner, method=METHOD, seed=3, **table
     )
-    assert METHOD.done(run[-1])
+    assert METHOD.is_done(run[-1])
     assert len(run[-1].heard) == 4
     np.testing.assert_allclose(run[-1].head["weights"], whole.head["weights"], atol=1e-6)
     early = METHOD.result(run[2]).tensors["head.weights"]  # of two devices so far

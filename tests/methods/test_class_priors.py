@@ -90,7 +90,7 @@ def test_each_fold_counts_with_the_strength_that_the_others_choose(batch):
     found = evaluation_sums.evaluate_scores("classes", batches, prior)
     wanted = reference_right(scores, y, evaluation_sums.compute_log_ratios(prior, 3))
     plain = int((scores.argmax(axis=1) == y).sum())
-    assert found.sums().right_with_priors == wanted > plain
+    assert found.sums().correct_with_priors == wanted > plain
     assert evaluation.main_metric_value(found.sums()) == plain / len(y)
     assert found.strengths is not None
     assert found.strengths.choose_strength() > 0
@@ -102,7 +102,7 @@ def test_no_prior_is_used_where_the_devices_classes_are_the_fleets_or_too_few_ex
         found = evaluation_sums.evaluate_scores("classes", [(scores[:count], y[:count])], ClassPrior(labels, shares))
         assert found.strengths is not None
         assert found.strengths.choose_strength() == 0
-        assert found.sums().right_with_priors == (scores[:count].argmax(axis=1) == y[:count]).sum()
+        assert found.sums().correct_with_priors == (scores[:count].argmax(axis=1) == y[:count]).sum()
 
 
 @pytest.mark.parametrize(
@@ -121,23 +121,24 @@ def test_a_job_without_classes_has_no_class_priors(changes, said):
 
 
 @pytest.mark.parametrize(
-    "sums", [of_classes(0.5, 4), EvaluationSums(examples=2, task="regression", squares=((1.0,),), targets=((1.0,),))]
+    "sums",
+    [of_classes(0.5, 4), EvaluationSums(examples=2, task="regression", squared_errors=((1.0,),), targets=((1.0,),))],
 )
 def test_more_right_predictions_than_examples_or_of_no_classes_contradict(sums):
-    odd = msgspec.structs.replace(sums, right_with_priors=5)
+    odd = msgspec.structs.replace(sums, correct_with_priors=5)
     assert "correct predictions with class priors" in evaluation.find_inconsistency(odd)
 
 
 def test_a_device_that_counts_none_adds_its_plain_ones_and_one_that_was_not_asked_adds_none():
-    one = msgspec.structs.replace(of_classes(0.5, 4), right_with_priors=3)
-    assert total(one, of_classes(0.25, 4)).right_with_priors == 4
-    assert total(of_classes(0.25, 4)).right_with_priors is None
+    one = msgspec.structs.replace(of_classes(0.5, 4), correct_with_priors=3)
+    assert total(one, of_classes(0.25, 4)).correct_with_priors == 4
+    assert total(of_classes(0.25, 4)).correct_with_priors is None
     update = Update(
         job="j", round=0, attempt=0, device="d", weight=1, bundles={}, metrics={}, usage=Usage(), evaluation=one
     )
     for asked, wanted in ((False, None), (True, 3)):
         kept, odd = validation.limit_claims(update, validation.ClaimBounds(priors=asked))
-        assert kept.evaluation.right_with_priors == wanted
+        assert kept.evaluation.correct_with_priors == wanted
         assert ("class priors" in odd) is not asked
 
 
@@ -182,12 +183,12 @@ def test_through_the_rounds_the_personal_score_is_beside_the_global_one_and_noth
         with Store(home) as store:
             assert run_summary.summarise_events(store.find_job(run).job, store.read_events(run)).last_scores
     for with_priors, plain in zip(found["auto"], found["off"], strict=True):
-        assert msgspec.structs.replace(with_priors.evaluation, right_with_priors=None) == plain.evaluation
+        assert msgspec.structs.replace(with_priors.evaluation, correct_with_priors=None) == plain.evaluation
         assert with_priors.state == plain.state
     last = found["auto"][-1].evaluation
-    assert last.right_with_priors > evaluation.main_metric_value(last) * last.examples  # of skewed devices
+    assert last.correct_with_priors > evaluation.main_metric_value(last) * last.examples  # of skewed devices
     told = ", ".join(event_messages.describe_evaluation(last))
-    assert f"with the devices' class priors {100 * last.right_with_priors / last.examples:.1f} %" in told
+    assert f"with the devices' class priors {100 * last.correct_with_priors / last.examples:.1f} %" in told
 
 
 def test_a_task_tells_the_class_shares_of_the_evaluation_before_and_no_more(tmp_path, monkeypatch):

@@ -116,7 +116,7 @@ def test_the_servers_variate_is_the_mean_of_all_devices_variates():
 
     def work(task, site):
         answer = scaffold.work(task, site)
-        kept.append((site.device, answer.local))
+        kept.append((site.device, answer.private_state))
         return answer
 
     run = play("scaffold", rounds=8, cohort=1, method=replace(scaffold.METHOD, work=work))
@@ -372,11 +372,11 @@ def test_batch_norm_stays_on_the_device_and_is_used_there():
 
     def work(task, site):
         answer = fedbn.work(task, site)
-        assert answer.bundles["model"].keys().isdisjoint(answer.local)
-        with_own = compute_metrics(fedbn.check(task, replace(site, local=answer.local)))
-        with_first = compute_metrics(fedbn.check(task, replace(site, local={})))
+        assert answer.bundles["model"].keys().isdisjoint(answer.private_state)
+        with_own = compute_metrics(fedbn.check(task, replace(site, private_state=answer.private_state)))
+        with_first = compute_metrics(fedbn.check(task, replace(site, private_state={})))
         checked.append(abs(with_own["loss"] - with_first["loss"]))
-        kept[site.device] = answer.local
+        kept[site.device] = answer.private_state
         return answer
 
     double = replace(fedbn.METHOD, work=work)

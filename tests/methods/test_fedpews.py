@@ -192,7 +192,7 @@ def test_when_the_warm_up_is_over_nothing_of_masks_is_left():
 
     run = play("fedpews", work=work, warmup=2)
     assert [sorted(answer.bundles) for answer in answers] == [["mask", "model"]] * 6 + [["model"]] * 3
-    assert [sorted(answer.local) for answer in answers] == [["scores"]] * 6 + [[]] * 3
+    assert [sorted(answer.private_state) for answer in answers] == [["scores"]] * 6 + [[]] * 3
     assert [len(state.published) for state in run] == [0, 3, 3, 0]
     order = fedpews.send(run[2], DeviceView("a", None))
     assert sorted(order.bundles) == ["model"]
@@ -259,8 +259,8 @@ def test_an_upload_is_its_formula(publish):
 def test_mask_scores_stay_on_the_device(publish):
     def work(task, site):
         answer = fedpews.work(task, site)
-        assert answer.local.keys() == {"scores"}
-        scores = answer.local["scores"]
+        assert answer.private_state.keys() == {"scores"}
+        scores = answer.private_state["scores"]
         theta = 1 / (1 + np.exp(-scores.astype(np.float64)))
         sent = b"".join(tensors.encode_tensors(bundle) for bundle in answer.bundles.values())
         for kind in (np.float16, np.float32, np.float64):
@@ -278,10 +278,12 @@ def test_scores_are_kept_from_round_to_round_and_begun_anew_where_they_are_lost(
     first = []
 
     def work(task, site):
-        if site.local:
-            site = replace(site, local={"scores": np.full(H, 3.0, np.float32)} if site.device != "dev-0" else {})
+        if site.private_state:
+            site = replace(
+                site, private_state={"scores": np.full(H, 3.0, np.float32)} if site.device != "dev-0" else {}
+            )
         answer = fedpews.work(task, site)
-        first.append(round(float(answer.local["scores"].mean()), 2))
+        first.append(round(float(answer.private_state["scores"].mean()), 2))
         return answer
 
     play("fedpews", work=work, warmup=3, mask_lr=1e-6, first_score=-1.0)

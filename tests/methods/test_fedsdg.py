@@ -103,8 +103,8 @@ def test_only_the_change_of_the_shared_part_is_in_the_bytes_that_are_sent():
         assert answer.bundles.keys() == {"delta"}
         assert names == {f"{layer}.{leaf}" for layer in LAYERS for leaf in lora.SHARED} | HEAD
         assert len(payload) - header == 4 * (160 + 27)
-        assert all(array.tobytes() not in payload for array in answer.local.values())
-        assert answer.local.keys() == {f"{layer}.{leaf}" for layer in LAYERS for leaf in lora.OWN} | {
+        assert all(array.tobytes() not in payload for array in answer.private_state.values())
+        assert answer.private_state.keys() == {f"{layer}.{leaf}" for layer in LAYERS for leaf in lora.OWN} | {
             "blocks.0.gate",
             "blocks.1.gate",
         }
@@ -142,7 +142,7 @@ def test_a_personal_method_on_adapters_sends_them_alone_and_leaves_the_backbone(
     for _, answer in played.worked:
         assert answer.bundles.keys() == {"model"}
         assert answer.bundles["model"].keys() == sent
-        assert answer.local.keys() == kept
+        assert answer.private_state.keys() == kept
     found = played.method.result(played.states[-1])
     moved = {key for key in WEIGHTS if not np.array_equal(found.tensors[key], WEIGHTS[key])}
     assert found.tensors.keys() == WEIGHTS.keys()
@@ -155,7 +155,7 @@ def test_ditto_on_adapters_without_pull_trains_its_own_as_fedlora_does():
     ((_, mine),) = Played("ditto", 1, 1, pull=0.0, **settings).worked
     ((_, plain),) = Played("fedlora", 1, 1, **settings).worked
     for key, array in plain.bundles["model"].items():
-        assert array.tobytes() == mine.local[key].tobytes() == mine.bundles["model"][key].tobytes()
+        assert array.tobytes() == mine.private_state[key].tobytes() == mine.bundles["model"][key].tobytes()
 
 
 def test_adapters_and_a_named_head_are_refused():
@@ -168,7 +168,7 @@ def test_a_private_head_stays_on_the_device():
     played = Played("fedsdg", rounds=1, head="private")
     for _, answer in played.worked:
         assert answer.bundles["delta"].keys().isdisjoint(HEAD)
-        assert all(not np.array_equal(answer.local[key], WEIGHTS[key]) for key in HEAD)
+        assert all(not np.array_equal(answer.private_state[key], WEIGHTS[key]) for key in HEAD)
     found = played.method.result(played.states[-1])
     assert set(found.meta["private"]) == HEAD | {f"{layer}.weight" for layer in LAYERS}, "its own branch is in these"
     assert all(np.array_equal(found.tensors[key], WEIGHTS[key]) for key in HEAD)
@@ -197,16 +197,16 @@ def test_who_has_never_trained_is_evaluated_with_all_gates_shut():
     for device in (0, 1):
         _, site = asked(state, None, device)
         each = compute_metrics(fedsdg.check(*asked(state, None, device)))
-        whole = compute_metrics(ENGINE.evaluate(found.meta["network"], found.tensors, site.held))
+        whole = compute_metrics(ENGINE.evaluate(found.meta["network"], found.tensors, site.held_out))
         assert each["accuracy"] == whole["accuracy"]
         assert each["loss"] == pytest.approx(whole["loss"], rel=1e-5)
 
 
 def test_a_device_goes_on_with_its_own_branch_and_is_evaluated_with_it():
     worked = Played("fedsdg", rounds=2, devices=1).worked
-    assert tensors.encode_tensors(worked[1][0].local) == tensors.encode_tensors(worked[0][1].local)
+    assert tensors.encode_tensors(worked[1][0].private_state) == tensors.encode_tensors(worked[0][1].private_state)
     state = began()
-    grown = {name: array + 1 for name, array in worked[1][1].local.items()}
+    grown = {name: array + 1 for name, array in worked[1][1].private_state.items()}
     losses = [compute_metrics(fedsdg.check(*asked(state, local)))["loss"] for local in (None, grown)]
     assert losses[0] != pytest.approx(losses[1], rel=1e-3)
 
@@ -222,7 +222,7 @@ def test_a_device_that_never_trained_begins_with_noise_of_its_own():
 
 
 def test_a_branch_of_another_rank_is_refused():
-    kept = dict(Played("fedsdg", rounds=1, devices=1).worked[0][1].local)
+    kept = dict(Played("fedsdg", rounds=1, devices=1).worked[0][1].private_state)
     with pytest.raises(ModelError, match="dev-0 keeps a branch of another network, rank or choice of gates"):
         fedsdg.work(*asked(began(rank=3), kept))
 
@@ -323,7 +323,7 @@ def test_the_presets_are_the_papers_and_the_official_codes_values():
 def test_the_official_preset_has_a_gate_for_every_layer():
     played = Played("fedsdg", rounds=1, preset="official", tell_gates=True)
     for _, answer in played.worked:
-        gates = [name for name in answer.local if name.endswith(".gate")]
+        gates = [name for name in answer.private_state if name.endswith(".gate")]
         assert sorted(gates) == sorted(f"{layer}.gate" for layer in LAYERS)
         assert len([name for name in answer.metrics if name.startswith("gate.")]) == 4
         assert 0.05 < answer.metrics["gate.00"] < 0.25  # sigmoid(-2) is 0.12

@@ -220,7 +220,7 @@ def test_only_what_is_trained_is_sent_back(tmp_path):
         )
         rows = (tmp_path / "train.rows").read_bytes()
         assert rows[:64] not in sent
-        assert answer.local == {}
+        assert answer.private_state == {}
 
 
 def test_the_frozen_copy_stays_as_it_was_and_is_in_every_checkpoint():

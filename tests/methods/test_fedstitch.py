@@ -23,7 +23,7 @@ from fedquilt.tools.simulation import DeviceData
 
 def test_a_search_ends_with_a_validated_network():
     last = FULL[-1]
-    assert METHOD.done(last)
+    assert METHOD.is_done(last)
     assert last.expansions <= SMALL["expansions"] + 1
     found = METHOD.result(last)
     accuracies = [each["accuracy"] for each in found.meta["search"]]
@@ -221,7 +221,7 @@ def test_a_device_that_joins_in_the_middle_takes_part():
     early = play(devices[:4])[4]
     resumed = replace(METHOD, init=lambda bundle, params, seed: early)
     last = played(resumed, devices)[-1]
-    assert METHOD.done(last)
+    assert METHOD.is_done(last)
     assert "dev-4" in last.weights
     assert sum(last.weights.values()) == pytest.approx(1.0)
 
@@ -272,9 +272,9 @@ def test_private_state_begins_anew_when_a_device_has_other_examples(tmp_path):
     task, site = first_task(tmp_path)
     first = METHOD.work(task, site)
     fewer = Examples(site.train.x[:30], site.train.y[:30])
-    second = METHOD.work(task, replace(site, train=fewer, local=first.local))
-    assert second.local["drawn"][0] == 30
-    assert not np.array_equal(second.local["gram.elm.0"], first.local["gram.elm.0"])
+    second = METHOD.work(task, replace(site, train=fewer, private_state=first.private_state))
+    assert second.private_state["drawn"][0] == 30
+    assert not np.array_equal(second.private_state["gram.elm.0"], first.private_state["gram.elm.0"])
     with pytest.raises(ModelError, match="does not support phase"):
         METHOD.work(msgspec.structs.replace(task, params={**task.params, "phase": "dance"}), site)
 

@@ -109,7 +109,7 @@ def test_a_job_without_a_search_joins_donors():
     """expansions = 0: gather, validate, done; all taps are the donors' own."""
     run = played(expansions=0)
     last = run[-1]
-    assert METHOD.done(last)
+    assert METHOD.is_done(last)
     assert all(candidates.is_native_path(last.stock, path) for path in last.taps)
     assert len(last.taps) == 7
     assert METHOD.result(last).meta["gains"]["stitched"] is None
@@ -141,7 +141,7 @@ def test_a_single_example_gives_a_head(same):
     last = played(
         [DeviceData(member.device, own, Examples(member.held_out.x[kin], member.held_out.y[kin]))], expansions=0
     )[-1]
-    assert METHOD.done(last)
+    assert METHOD.is_done(last)
     assert {each.criterion for each in last.candidates} == {None}
     assert last.examples == 1  # of several held-out ones: no device counts as more than it has of its own
     assert (last.right == same).all()

@@ -92,7 +92,7 @@ def score_twice(folder: Path, **changes: Any) -> tuple[list[dict[str, np.ndarray
         runner.runs = dict.fromkeys(runner.graphs, 0)
         task, site = deliver_task(METHOD, order, image_devices(1)[0], runner, seed=3, local=local, cache=folder)
         answer = METHOD.work(task, site)
-        local = answer.local
+        local = answer.private_state
         scores.append(dict(answer.bundles["scores"]))
         runs.append({name: count for name, count in runner.runs.items() if count})
 
@@ -169,7 +169,7 @@ def test_a_task_brings_only_the_files_it_needs():
 @pytest.mark.parametrize("criterion", ["labels", pytest.param("residual", marks=pytest.mark.nightly)])
 def test_outputs_can_be_judged_by_the_labels(criterion):
     last = play(criterion=criterion)[-1]
-    assert METHOD.done(last)
+    assert METHOD.is_done(last)
     assert max(each["accuracy"] for each in METHOD.result(last).meta["search"]) > 0.8
     state, scores, _ = score_answers(criterion=criterion, score_at="output")
     own = scores["score"][state.pool.index("ash.2")]

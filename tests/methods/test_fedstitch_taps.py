@@ -58,10 +58,12 @@ def test_a_board_with_little_memory_gives_fewer_images():
     state, task, site = gathering()
     whole = METHOD.work(task, site)
     assert (whole.weight, whole.metrics["short"]) == (45.0, 0.0)
-    site.engine.room_bytes = moments.ROOM_DIVISOR * class_moments.factor_bytes(40, sum(candidates.tap_widths(state)))
+    site.engine.available_bytes = moments.ROOM_DIVISOR * class_moments.factor_bytes(
+        40, sum(candidates.tap_widths(state))
+    )
     tight = METHOD.work(task, site)
     assert (tight.weight, tight.metrics["short"]) == (40.0, 1.0)
-    site.engine.room_bytes = 1
+    site.engine.available_bytes = 1
     assert METHOD.work(task, site).weight == moments.MIN_ROWS
     total = METHOD.aggregation.fold(state, None, DeviceUpdate("dev-0", 0, tight.weight, tight.metrics, tight.bundles))
     after = METHOD.step(state, total)

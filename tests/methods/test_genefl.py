@@ -105,10 +105,10 @@ def test_both_penalties_are_one_pull_to_one_aim():
     hooks = learngene.penalty_hooks(task.params["smooth"], task.params["elastic"], before, theta, elastic, {"w": 0.5})
     at = {key: anchor["w"] for key, anchor in hooks.anchors.items()}
     value = np.array([2.0], np.float32)
-    found = hooks.correct(np.array([1.0], np.float32), value, at)
+    found = hooks.correct_gradient(np.array([1.0], np.float32), value, at)
     np.testing.assert_allclose(found, 1 + 2 * 0.3 * 0.5 * (2 - 5) + 2 * 0.2 * (2 - 3), rtol=1e-6)
     free = learngene.penalty_hooks(task.params["smooth"], task.params["elastic"], before, theta, elastic, {})
-    assert free.correct is None
+    assert free.correct_gradient is None
 
 
 def test_fisher_values_are_scaled_for_each_tensor():
@@ -238,7 +238,7 @@ def test_a_device_that_turns_up_in_the_middle_inherits_the_nearest_cluster_s_lea
         for name, array in site.load(f"layer.{layer}").items():
             np.testing.assert_array_equal(array, wanted[name])
     state = take(state, newcomer, 5, answer)
-    task, _, _ = ask(state, newcomer, (4, 5), answer.local)
+    task, _, _ = ask(state, newcomer, (4, 5), answer.private_state)
     assert gene in task.params["bound"], "from now on it is one of them"
 
 
@@ -255,9 +255,9 @@ def test_a_device_evaluates_its_own_model_and_nothing_before_it_has_one():
     site = worked[0][1]
     assert genefl.check(worked[0][0], site).examples == 0
     task, site, answer = trained(worked, "dev-1")[-1]
-    found = compute_metrics(genefl.check(task, replace(site, local=answer.local)))
+    found = compute_metrics(genefl.check(task, replace(site, private_state=answer.private_state)))
     assert found["accuracy"] == answer.metrics["held_correct"] / answer.metrics["held_examples"]
-    assert answer.metrics["held_examples"] == len(site.held)
+    assert answer.metrics["held_examples"] == len(site.held_out)
     assert genefl.explain(run[-1])[0].endswith("2 of 2 layers are sent")
 
 

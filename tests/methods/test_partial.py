@@ -151,7 +151,7 @@ def test_fedlg_measures_for_so_many_rounds_and_sends_no_weights_in_them():
         assert answer.bundles.keys() == {"sizes"}
         assert answer.bundles["sizes"].keys() == candidates
         assert all(size.shape == (1,) and size[0] > 0 for size in answer.bundles["sizes"].values())
-        assert answer.local.keys() == tensors_of().keys()
+        assert answer.private_state.keys() == tensors_of().keys()
     mean = {name: sum(float(answer.bundles["sizes"][name][0]) for answer in answers[:4]) for name in candidates}
     assert run[2].shared == (min(mean, key=lambda name: mean[name]),)
     assert run[2].model == {}  # nobody has sent any
@@ -164,18 +164,18 @@ def test_a_gradients_size_is_its_root_mean_square():
     order = fedlg.send(state, DeviceView("dev-0", None))
     task, site = deliver_task(fedlg.METHOD, order, point_devices(1)[0], engine)
     answer = fedlg.work(task, site)
-    squares = engine.fisher(task.params["network"], answer.local, site.train, each=4)
+    squares = engine.fisher(task.params["network"], answer.private_state, site.train, examples_per_gradient=4)
     assert answer.bundles["sizes"]["1.weight"][0] == pytest.approx(np.sqrt(squares["1.weight"].mean()), rel=1e-6)
 
 
 def test_what_a_device_has_trained_is_not_lost_when_sharing_begins():
     run, answers = play("fedlg", rounds=2)
-    own = answers[0].local
+    own = answers[0].private_state
     order = fedlg.send(run[1], DeviceView("dev-0", None, (0,)))
     engine = NumpyEngine(1 << 40, base_bytes=0)
     _, site = deliver_task(fedlg.METHOD, order, point_devices(1)[0], engine, number=1, local=own)
     assert tensors.encode_tensors(fedrep.load_device_network(site)) == tensors.encode_tensors(own)
-    late = replace(site, local={})
+    late = replace(site, private_state={})
     assert tensors.encode_tensors(fedrep.load_device_network(late)) == tensors.encode_tensors(
         toy_bundle().load("model")
     )

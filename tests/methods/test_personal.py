@@ -62,7 +62,7 @@ class Played:
     @property
     def kept(self) -> list[bytes]:
         """Of each task the private state after it."""
-        return [tensors.encode_tensors(answer.local) for _, answer in self.answers]
+        return [tensors.encode_tensors(answer.private_state) for _, answer in self.answers]
 
     @property
     def models(self) -> list[bytes]:
@@ -109,7 +109,7 @@ def test_dittos_own_model_takes_the_papers_step():
     for pull in (0.0, 2.0):
         task, site = one(ditto.METHOD, numpy_one(), pull=pull, epochs=1, batch=13)
         start = {name: array + np.float32(1) for name, array in site.load("model").items()}
-        moved[pull] = ditto.work(task, replace(site, local=start)).local
+        moved[pull] = ditto.work(task, replace(site, private_state=start)).private_state
     for name in moved[0.0]:
         assert moved[2.0][name] == pytest.approx(moved[0.0][name] - 0.2, abs=1e-6)
 
@@ -117,10 +117,10 @@ def test_dittos_own_model_takes_the_papers_step():
 def test_ditto_evaluates_the_own_model_and_sends_the_other():
     task, site = one(ditto.METHOD, numpy_one(), pull=0.5)
     answer = ditto.work(task, site)
-    own, plain = answer.local, fedavg.work(*one(fedavg.METHOD, numpy_one()))
+    own, plain = answer.private_state, fedavg.work(*one(fedavg.METHOD, numpy_one()))
     assert tensors.encode_tensors(answer.bundles["model"]) == tensors.encode_tensors(plain.bundles["model"])
-    wanted = site.engine.evaluate(task.params["network"], own, site.held)
-    assert ditto.check(task, replace(site, local=own)) == wanted != ditto.check(task, site)
+    wanted = site.engine.evaluate(task.params["network"], own, site.held_out)
+    assert ditto.check(task, replace(site, private_state=own)) == wanted != ditto.check(task, site)
     assert ditto.check(task, site) == fedavg.check(task, site)
 
 
@@ -168,7 +168,7 @@ def test_pfedme_on_a_quadratic_comes_to_its_closed_form():
     """
     for batches, theta, w in ((1, 0.75, 0.375), (2, 1.03125, 0.703125)):
         answer = parabola(pfedme, 2.0, 3.0, pull=6.0, inner=200, outer_lr=0.5 / 6, epochs=batches, lr=0.1)
-        assert answer.local["x"] == pytest.approx([theta], rel=1e-9)
+        assert answer.private_state["x"] == pytest.approx([theta], rel=1e-9)
         assert answer.bundles["model"]["x"] == pytest.approx([w], rel=1e-9)
         assert answer.weight == 1.0
 
@@ -195,7 +195,7 @@ def test_perfedavg_on_a_quadratic_takes_the_gradient_from_one_step_ahead():
     for batches, w in ((1, 0.3), (2, 0.57)):
         answer = parabola(perfedavg, 2.0, 3.0, alpha=0.25, lr=0.1, epochs=batches)
         assert answer.bundles["model"]["x"] == pytest.approx([w], rel=1e-6)
-        assert not answer.local
+        assert not answer.private_state
 
 
 def test_perfedavg_is_evaluated_after_a_step_on_the_devices_own_examples():
@@ -204,7 +204,7 @@ def test_perfedavg_is_evaluated_after_a_step_on_the_devices_own_examples():
     fit = Fit(epochs=1, batch=4, lr=0.2)
     rng = tensors.seeded_rng(task.seed)
     adapted, _ = site.engine.train(task.params["network"], site.load("model"), site.train, fit, rng)
-    assert perfedavg.check(task, site) == site.engine.evaluate(task.params["network"], adapted, site.held) != plain
+    assert perfedavg.check(task, site) == site.engine.evaluate(task.params["network"], adapted, site.held_out) != plain
     nobody = replace(site, train=Examples(site.train.x[:0], site.train.y[:0]))
     assert perfedavg.check(task, nobody) == plain
     for params in ({"alpha": 0.0}, {"adapt_epochs": 0}):
@@ -215,7 +215,10 @@ def test_fedreps_progress_goes_from_nothing_to_all_once():
     told = []
     task, site = one(fedrep.METHOD, numpy_one(), head_epochs=3)
     answer = fedrep.work(task, replace(site, progress=told.append))
-    assert (answer.local.keys(), answer.metrics["steps"]) == ({"3.weight", "3.bias"}, (3 + 2) * 4)  # 13 in fours
+    assert (answer.private_state.keys(), answer.metrics["steps"]) == (
+        {"3.weight", "3.bias"},
+        (3 + 2) * 4,
+    )  # 13 in fours
     assert told == sorted(told)
     assert told[-1] == pytest.approx(1.0)
     assert len(told) == 20
@@ -259,7 +262,7 @@ def test_nothing_travels_with_local():
 def test_a_private_model_of_another_network_is_refused(name):
     method = methods.load(name)
     task, site = one(method, torch_one())
-    odd = replace(site, local={"9.weight": np.zeros(2, np.float32)})
+    odd = replace(site, private_state={"9.weight": np.zeros(2, np.float32)})
     with pytest.raises(UpdateError):
         method.check(task, odd)
     if name != "pfedme":  # its own model counts in evaluation only
@@ -271,7 +274,7 @@ def test_fedrep_moves_the_head_first_and_then_what_it_stands_on():
     task, site = one(fedrep.METHOD, numpy_one(), head_epochs=3)
     answer = fedrep.work(task, site)
     first = fedrep.load_device_network(site)
-    assert answer.local.keys() == {"3.weight", "3.bias"}
+    assert answer.private_state.keys() == {"3.weight", "3.bias"}
     assert answer.bundles["model"].keys() == {"1.weight", "1.bias"}
     assert answer.metrics["steps"] == (3 + 2) * 4  # 13 examples in fours
     held = {}
@@ -291,4 +294,4 @@ def test_fedrep_moves_the_head_first_and_then_what_it_stands_on():
         assert not np.array_equal(answer.bundles["model"][name], first[name])
     for name in ("3.weight", "3.bias"):
         assert not np.array_equal(between[name], first[name])
-        assert np.array_equal(between[name], answer.local[name])
+        assert np.array_equal(between[name], answer.private_state[name])

@@ -47,7 +47,7 @@ class Played:
 
         def work(task: Task, site: ClientContext) -> Any:
             answer = self.method.work(task, site)
-            self.kept[site.device] = answer.local
+            self.kept[site.device] = answer.private_state
             return answer
 
         first = {name: value.numpy() for name, value in registry.load_network(network, seed=1).state_dict().items()}
@@ -77,10 +77,10 @@ def test_a_boards_own_network_is_the_one_that_it_evaluates(case):
     for device, member in enumerate(played.members):
         local = played.kept[member.device]
         task, site = played.given(device, DeviceView(member.device, None, (0, 1)))
-        wanted = compute_metrics(played.method.check(task, replace(site, local=local)))
+        wanted = compute_metrics(played.method.check(task, replace(site, private_state=local)))
         task, site = played.given(device, DeviceView("", None))
-        own = played.method.personal(task, replace(site, device=member.device, local=local))
-        found = compute_metrics(played.engine.evaluate(network, own, site.held))
+        own = played.method.personal_model(task, replace(site, device=member.device, private_state=local))
+        found = compute_metrics(played.engine.evaluate(network, own, site.held_out))
         assert found["accuracy"] == wanted["accuracy"]
         assert found["loss"] == pytest.approx(wanted["loss"], rel=1e-5)
         made.append(tensors.encode_tensors(own))
@@ -91,8 +91,8 @@ def test_a_boards_own_network_is_the_one_that_it_evaluates(case):
 def test_a_newcomer_runs_what_it_would_evaluate(case):
     network, played = CASES[case][1], played_once(case)
     task, site = played.given(0, DeviceView("", None))
-    own = played.method.personal(task, site)
-    found = compute_metrics(played.engine.evaluate(network, own, site.held))
+    own = played.method.personal_model(task, site)
+    found = compute_metrics(played.engine.evaluate(network, own, site.held_out))
     wanted = compute_metrics(played.method.check(task, site))
     assert found["accuracy"] == wanted["accuracy"]
     assert found["loss"] == pytest.approx(wanted["loss"], rel=1e-5)
@@ -103,13 +103,13 @@ def test_genefl_has_no_network_for_a_newcomer():
     task, site = played.given(0, DeviceView("", None))
     assert played.method.check(task, site).examples == 0
     with pytest.raises(ModelError, match=r"dev-0 has no model of its own of .*: genefl gives a device one"):
-        played.method.personal(task, site)
+        played.method.personal_model(task, site)
 
 
 def test_every_method_that_evaluates_what_a_board_keeps_says_what_it_is():
     """A method whose evaluation changes with the private state, and that has no `personal`, would deploy another."""
     tried = {name for name, _, _ in CASES}
-    assert {name for name in methods.builtin_names() if methods.load(name).personal is not None} == tried
+    assert {name for name in methods.builtin_names() if methods.load(name).personal_model is not None} == tried
 
 
 @pytest.mark.parametrize("case", [number for number, case in enumerate(CASES) if case[0] == "fedsdg"])

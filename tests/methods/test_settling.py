@@ -65,8 +65,8 @@ def view(name: str, budget: int) -> DeviceView:
 @pytest.mark.parametrize("name", METHODS)
 def test_a_small_device_measures_every_width_whose_forward_pass_it_has_room_for(name):
     method, state = begun(name)
-    order = method.settle.send(state, view("a", SMALL))
-    unknown = method.settle.send(state, DeviceView("a", None))
+    order = method.evaluation_round.send(state, view("a", SMALL))
+    unknown = method.evaluation_round.send(state, DeviceView("a", None))
     assert len(order.params["asked"]) > 1
     assert order.params["asked"][-1] == 1
     assert order.params["asked"][0] == unknown.params["asked"][-1]
@@ -81,8 +81,8 @@ def test_statistics_are_those_of_all_devices_examples_together():
     for device, weight, mean, var in (("a", 1.0, 0.0, 1.0), ("b", 3.0, 4.0, 2.0)):
         sent = {name: np.full_like(state.model[name], mean if name.endswith("mean") else var) for name in names}
         update = DeviceUpdate(device, 0, weight, {}, {"statistics.1": sent})
-        total = method.settle.aggregation.fold(state, total, update)
-    after = method.settle.step(state, total)
+        total = method.evaluation_round.aggregation.fold(state, total, update)
+    after = method.evaluation_round.step(state, total)
     for name in names:
         wanted = 3.0 if name.endswith("mean") else (1 + 3 * (2 + 16)) / 4 - 9
         np.testing.assert_allclose(after.model[name], wanted, rtol=1e-6)
@@ -106,7 +106,7 @@ def test_what_is_no_statistics_of_a_width_is_refused(spoil, said):
     method, state = begun("heterofl")
     sent = {name: array for name, array in state.model.items() if name.endswith(("running_mean", "running_var"))}
     with pytest.raises(UpdateError, match=said):
-        method.settle.aggregation.fold(state, None, DeviceUpdate("a", 0, 1.0, {}, spoil(sent)))
+        method.evaluation_round.aggregation.fold(state, None, DeviceUpdate("a", 0, 1.0, {}, spoil(sent)))
 
 
 def test_measured_statistics_are_exact_however_examples_are_cut_into_mini_batches(monkeypatch):
@@ -132,7 +132,7 @@ def test_what_is_held_still_keeps_its_statistics():
     from fedquilt.methods import fedlps
 
     held = fedlps.encoder_names(state)
-    assert set(method.settle.send(state, view("a", LARGE)).params["still"]) == held
+    assert set(method.evaluation_round.send(state, view("a", LARGE)).params["still"]) == held
     seen = width.BatchNormMoments(held)
     examples = Examples(np.zeros((8, 8, 8), np.uint8), np.zeros(8, np.int64))
     engine().evaluate(NETWORK, state.model, examples, hooks=Hooks(prepare=seen.add_recording_hooks))
@@ -142,8 +142,8 @@ def test_what_is_held_still_keeps_its_statistics():
 
 def test_a_network_without_batch_normalisation_needs_no_such_round():
     method = methods.load("heterofl")
-    assert not method.settle.wanted(method.init(toy_bundle(), method.params(), 0))
-    assert method.settle.wanted(begun("heterofl")[1])
+    assert not method.evaluation_round.wanted(method.init(toy_bundle(), method.params(), 0))
+    assert method.evaluation_round.wanted(begun("heterofl")[1])
 
 
 def test_the_learning_rate_does_not_fall_with_rounds_that_do_not_count():

@@ -56,11 +56,11 @@ def test_it_is_the_mean_of_squared_gradients_of_single_examples(engine):
 def test_a_group_s_gradients_are_averaged_before_the_square(engine):
     model, given = init_tensors(MLP, 3), examples(7)
     single = engine.fisher(MLP, model, given)
-    whole = engine.fisher(MLP, model, given, each=7)
+    whole = engine.fisher(MLP, model, given, examples_per_gradient=7)
     assert all((whole[name] <= single[name] + 1e-7).all() for name in model)
     parts = [Examples(given.x[:4], given.y[:4]), Examples(given.x[4:], given.y[4:])]
-    apart = [engine.fisher(MLP, model, part, each=4) for part in parts]
-    found = engine.fisher(MLP, model, given, each=4)
+    apart = [engine.fisher(MLP, model, part, examples_per_gradient=4) for part in parts]
+    found = engine.fisher(MLP, model, given, examples_per_gradient=4)
     for name in model:
         np.testing.assert_allclose(found[name], (apart[0][name] + apart[1][name]) / 2, rtol=1e-4, atol=1e-8)
 
@@ -108,4 +108,4 @@ def test_nothing_to_take_gradients_of_is_said(engine):
     with pytest.raises(DataError, match="no examples"):
         engine.fisher(MLP, init_tensors(MLP, 3), examples(0))
     with pytest.raises(JobError, match="groups of 0"):
-        engine.fisher(MLP, init_tensors(MLP, 3), examples(), each=0)
+        engine.fisher(MLP, init_tensors(MLP, 3), examples(), examples_per_gradient=0)

@@ -88,9 +88,9 @@ def test_every_message_is_fuzzed(known: dict[str, Decoder]) -> None:
         wire.CoordState,
         wire.RoundState,
         wire.ChunkRequest,
-        *wire.UP.values(),
-        *wire.DOWN.values(),
-        *wire.BLOB.values(),
+        *wire.DEVICE_MESSAGES.values(),
+        *wire.COORDINATOR_MESSAGES.values(),
+        *wire.BLOB_MESSAGES.values(),
     }
     assert {type(message) for message in wired.MESSAGES} == kinds
     assert all(issubclass(kind, WireMessage) and f"wire.{kind.__name__}" in known for kind in kinds)

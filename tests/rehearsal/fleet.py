@@ -158,14 +158,14 @@ class ReceivedMessages:
             if route.device != device or route.direction != "up":
                 return self
             payload = payload_without_check(message.payload)
-            if route.leaf == "presence":
+            if route.subtopic == "presence":
                 said = wire.decode(payload, wire.Presence)
                 begun = self.begun | {said.boot} if said.online else self.begun
                 again = self.presence is not None and self.presence.boot == said.boot
                 return ReceivedMessages(said, self.profile if again else None, self.telemetry if again else None, begun)
-            if route.leaf == "profile":
+            if route.subtopic == "profile":
                 return ReceivedMessages(self.presence, wire.decode(payload, Profile), self.telemetry, self.begun)
-            if route.leaf == "telemetry":
+            if route.subtopic == "telemetry":
                 told = wire.decode(payload, wire.Telemetry)
                 return ReceivedMessages(self.presence, self.profile, told, self.begun)
         except WireError:

@@ -131,11 +131,15 @@ def test_what_a_sites_boards_fetched_and_sent_is_counted_above_too(tmp_path: Pat
     with federation(plan(tmp_path / "sited", rounds=1, cohort={"start_devices": 2}), (3, 3)) as made:
         assert made.play() == "done"
         sited = [fact.update for fact in made.facts if isinstance(fact, UpdateAccepted)]
-    boards = [update.below for update in sited]
+    boards = [update.devices_usage for update in sited]
     assert sum(each.down_bytes for each in boards if each) == sum(update.usage.down_bytes for update in flat)
     assert sum(each.up_bytes for each in boards if each) == sum(update.usage.up_bytes for update in flat)
-    assert all(update.up_bytes == update.usage.up_bytes + update.below.up_bytes for update in sited if update.below)
-    assert [len(update.boards) for update in sited] == [3, 3]
+    assert all(
+        update.up_bytes == update.usage.up_bytes + update.devices_usage.up_bytes
+        for update in sited
+        if update.devices_usage
+    )
+    assert [len(update.site_devices) for update in sited] == [3, 3]
 
 
 def test_a_backup_of_a_site_holds_the_bundles_of_its_runs(tmp_path: Path) -> None:

@@ -167,9 +167,13 @@ def wrap_to_record_errors(method: Method, errors: list[BaseException]) -> Method
         return replace(aggregation, fold=add_recording(aggregation.fold))
 
     check = None if method.check is None else add_recording(method.check)
-    settle = method.settle and replace(method.settle, aggregation=record_fold(method.settle.aggregation))
+    settle = method.evaluation_round and replace(
+        method.evaluation_round, aggregation=record_fold(method.evaluation_round.aggregation)
+    )
     aggregation = record_fold(method.aggregation)
-    return replace(method, work=add_recording(method.work), aggregation=aggregation, check=check, settle=settle)
+    return replace(
+        method, work=add_recording(method.work), aggregation=aggregation, check=check, evaluation_round=settle
+    )
 
 
 def _require_exportable(

@@ -117,7 +117,7 @@ def encode_for_devices(store: Store, run: str) -> tuple[bytes, str]:
             f"{row.id} is {status}, so that it has no result yet: `fedquilt resume {row.id}` goes on with it"
         )
     artefact = method.result(state)
-    has_private_part = method.personal is not None and artefact.meta.get("private") != []
+    has_private_part = method.personal_model is not None and artefact.meta.get("private") != []
     if (private_names := artefact.meta.get("private")) and not has_private_part:
         raise JobError(
             f"{row.job.method} leaves {len(private_names)} tensors ({private_names[0]}, ...) on each board, and does "

@@ -381,7 +381,7 @@ def _score_original_and_quantized(
             path_of_blob=lambda ref: device.folder / "blobs" / ref.sha256,
         )
         update = METHOD.work(task, context)
-        local = update.local
+        local = update.private_state
         return update.bundles["scores"]["score"]
 
     for start in steps.starting_networks(plain_state.stock):

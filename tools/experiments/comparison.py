@@ -222,7 +222,7 @@ def select_scores(runs: Sequence[SeedRun], compared: Iterable[str] = ()) -> tupl
     another method has no scores on them.
     """
     names = list(dict.fromkeys([*(run.method for run in runs), *compared]))
-    personal = ", ".join(name for name in names if methods.load(name).personal is not None)
+    personal = ", ".join(name for name in names if methods.load(name).personal_model is not None)
     if not personal or not any(run.tested for run in runs):
         return list(runs), ""
     without_checks = ", ".join(name for name in names if methods.load(name).check is None)

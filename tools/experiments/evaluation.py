@@ -114,7 +114,7 @@ class Evaluator:
     def _score_stitched(self, state: Any, rounds: int, sha256: str) -> EvaluationScore | None:
         from fedquilt.tools.experiments.baselines import BaselineSetup
 
-        if not self.method.done(state):
+        if not self.method.is_done(state):
             return None
         engine = self._get_engine(self.job.engine or _choose_engine(self.method))
         bench = BaselineSetup(
@@ -261,7 +261,7 @@ class LiveEvaluator:
     def evaluate(self, simulation: Simulation, backend: WorkBackend, *, shares: bool) -> EvaluationResult:
         sums_by_device = backend.evaluate(simulation) if self.checks and shares else {}
         total = evaluation.add_evaluations(sums_by_device.values())
-        if total is not None and simulation.running is not None and total.right_with_priors is not None:
+        if total is not None and simulation.running is not None and total.correct_with_priors is not None:
             simulation.running.class_counts = evaluation.count_classes(total)
         summary = run_summary.summarise_evaluation(total, sums_by_device)
         held = None if summary is None else HeldOutScore.from_summary(simulation.completed_rounds, summary)

@@ -218,7 +218,7 @@ def _is_certificate_current(authority: CertificateAuthority, out: Path, hosts: S
     if registered is None or registered.revoked_s is not None or not (out / "broker.key").is_file():
         return False
     certificate_hosts = {str(name.value) for name in names}
-    is_fresh = now_s < registered.ends_s - (registered.ends_s - registered.issued_s) * enrolment.DUE_SHARE
+    is_fresh = now_s < registered.ends_s - (registered.ends_s - registered.issued_s) * enrolment.RENEWAL_SHARE
     return certificate_hosts == set(hosts) and is_fresh
 
 

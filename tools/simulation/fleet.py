@@ -231,7 +231,11 @@ class FleetDevice:
         self.has_pending_state = False
 
 
-DEVICE_FIELDS: Final = ("seed", "tier", "counted")  # fields of a task that differ between devices, all of plain types
+DEVICE_FIELDS: Final = (
+    "seed",
+    "tier",
+    "last_counted_round",
+)  # fields of a task that differ between devices, all of plain types
 
 
 class EncodedTasks:
@@ -418,7 +422,7 @@ class SimulatedFleet:
 
     def yield_transfer_turn(self, device: str, now_s: float) -> None: ...  # no device waits for a turn
 
-    def send_release(self, device: str, kind: wire.Kind, release: wire.DesiredRelease | None) -> None:
+    def send_release(self, device: str, kind: wire.ReleaseKind, release: wire.DesiredRelease | None) -> None:
         raise JobError("simulated devices run no releases: start an agent with `fedquilt agent`")
 
     def keep_alive(self) -> AbstractContextManager[None]:

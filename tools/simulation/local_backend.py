@@ -286,10 +286,10 @@ def make_task_and_context(
         engine=engine,
         rng=tensors.seeded_rng(task.seed),
         train=device.train,
-        held=device.held_out,
-        local={} if local is None else local,
+        held_out=device.held_out,
+        private_state={} if local is None else local,
         load=lambda name: tensors.read_tensors(path_of_bundle(name)),
         path=path_of_bundle,
-        cache_at=folder if cache is None else cache,
+        cache_folder=folder if cache is None else cache,
     )
     return task, context

@@ -172,12 +172,12 @@ class _DeviceBatch:
                     self._failed[index] = error
 
     def _correct_gradients(self, gradients: list[torch.Tensor]) -> list[torch.Tensor]:
-        if not any(call.hooks.correct for call in self._calls):
+        if not any(call.hooks.correct_gradient for call in self._calls):
             return gradients
         for number, (name, gradient) in enumerate(zip(self._names, gradients, strict=True)):
             parts = [
-                call.hooks.correct(gradient[index], self._values[number][index], self._anchors[index][name])
-                if call.hooks.correct
+                call.hooks.correct_gradient(gradient[index], self._values[number][index], self._anchors[index][name])
+                if call.hooks.correct_gradient
                 else gradient[index]
                 for index, call in enumerate(self._calls)
             ]
@@ -217,7 +217,7 @@ class _DeviceBatch:
 
     def _device_anchors(self, index: int) -> dict[str, dict[str, torch.Tensor]]:
         call = self._calls[index]
-        if not call.hooks.correct:
+        if not call.hooks.correct_gradient:
             return {}
         start = {name: value[index].detach().clone() for name, value in zip(self._names, self._values, strict=True)}
         anchors = training_step.build_anchors(start, call.hooks.anchors, self._device)

@@ -238,20 +238,28 @@ class TorchEngine:
         return accumulator.sums()
 
     def fisher(
-        self, network: Mapping[str, Any], model: Tensors, examples: Examples, *, each: int = 1, hooks: Hooks = Hooks()
+        self,
+        network: Mapping[str, Any],
+        model: Tensors,
+        examples: Examples,
+        *,
+        examples_per_gradient: int = 1,
+        hooks: Hooks = Hooks(),
     ) -> Tensors:
-        training.require_examples(examples, each)
+        training.require_examples(examples, examples_per_gradient)
         with deterministic_torch(0):
             module, properties, _ = self._build_model(network, model, examples, hooks)
             module = module.eval().to(memory_format=torch.contiguous_format)  # as `vmap` wants batch normalisation
             room = self._room_bytes - peak_memory.training_bytes(properties, 0, library=_library(network))
             # a group needs one gradient of all weights, and its examples' activations
-            group = properties.weights_bytes + each * peak_memory.bytes_per_example(properties)
+            group = properties.weights_bytes + examples_per_gradient * peak_memory.bytes_per_example(properties)
             groups = training.fitting_batch_size(room, group, fisher.MAX_GRADIENTS)
-            rows = training.mini_batches(np.arange(len(examples)), groups * each)
+            rows = training.mini_batches(np.arange(len(examples)), groups * examples_per_gradient)
             parts = self._load_batches(network, examples, rows, hooks)
             loss = partial(training_step.total_loss, metrics.task_from_network(network))
-            diagonal = fisher.fisher_diagonal(module, parts, each, lambda scores, y: loss(scores, y) / len(y))
+            diagonal = fisher.fisher_diagonal(
+                module, parts, examples_per_gradient, lambda scores, y: loss(scores, y) / len(y)
+            )
         return {name: value.cpu().numpy() for name, value in diagonal.items()}
 
     def _build_model(

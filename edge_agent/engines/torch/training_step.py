@@ -151,7 +151,7 @@ class Stepper:
         total: Callable[[torch.Tensor, Any], torch.Tensor],
     ) -> None:
         self._model, self._step, self._fit, self._half, self._total = model, step, fit, half_dtype, total
-        self._correct, self._anchors, self._is_only_step = hooks.correct, anchors, len(hooks.steps) == 1
+        self._correct, self._anchors, self._is_only_step = hooks.correct_gradient, anchors, len(hooks.steps) == 1
         rates = {name: step.rate(name) for name, _ in model.named_parameters()}
         self._trained = {name: value for name, value in model.named_parameters() if rates[name] > 0}
         if not self._trained:
@@ -186,8 +186,8 @@ class Stepper:
         """
         if not self._is_only_step:
             self._enable_gradients()
-        if self._step.begin:
-            self._step.begin(self._model)
+        if self._step.before_step:
+            self._step.before_step(self._model)
         self._optimizer.zero_grad()
         for group, rate in zip(self._optimizer.param_groups, self._rates, strict=True):
             group["lr"] = factor * rate
@@ -275,7 +275,7 @@ def freeze_statistics(model: nn.Module, hooks: Hooks) -> None:
 
 def anchor_tensors(model: nn.Module, hooks: Hooks) -> Anchors:
     """Return the method's anchors and the "start" on the model's device, or {} if no hook uses them."""
-    if not hooks.correct and not any(step.penalty for step in hooks.steps):
+    if not hooks.correct_gradient and not any(step.penalty for step in hooks.steps):
         return {}
     model_state = traces.state_without_aliases(model)
     device = next(iter(model_state.values())).device

@@ -94,9 +94,9 @@ class Broker:
             raise JobError(f"CA file {self.ca} holds no certificate: it must be PEM") from None
         if self.cert is None or self.key is None:
             return context
-        for what, path in (("certificate", self.cert), ("key", self.key)):
+        for kind, path in (("certificate", self.cert), ("key", self.key)):
             if not _is_readable(path):
-                raise JobError(f"{what} file {path} cannot be read: check its path and permissions")
+                raise JobError(f"{kind} file {path} cannot be read: check its path and permissions")
         try:
             context.load_cert_chain(str(self.cert), str(self.key), password=refuse_passphrase)
         except ssl.SSLError as error:
@@ -121,24 +121,26 @@ class Broker:
 
 
 def _split_url(url: str) -> SplitResult:
-    shown = re.sub(r":[^/@]*@", ":***@", re.sub(r"^[^/]*//", lambda found: found[0], url))
-    form = "write mqtt[s]://[user@]host[:port]"
+    url_without_password = re.sub(r":[^/@]*@", ":***@", re.sub(r"^[^/]*//", lambda match: match[0], url))
+    hint = "write mqtt[s]://[user@]host[:port]"
     try:
         parts = urlsplit(url)
         port = parts.port
     except ValueError as error:
-        raise JobError(f"broker URL {shown!r}: {error}; {form}") from None
+        raise JobError(f"broker URL {url_without_password!r}: {error}; {hint}") from None
     if parts.password is not None:
-        raise JobError(f"broker URL {shown!r} holds a password, which others could read: use a password file")
+        raise JobError(
+            f"broker URL {url_without_password!r} holds a password, which others could read: use a password file"
+        )
     if parts.scheme not in PORTS or not parts.hostname or port == 0:
-        raise JobError(f"broker URL {shown!r} names no broker: {form}")
+        raise JobError(f"broker URL {url_without_password!r} names no broker: {hint}")
     if parts.path not in ("", "/") or parts.query or parts.fragment:
-        raise JobError(f"broker URL {shown!r} goes on after the port: {form}")
+        raise JobError(f"broker URL {url_without_password!r} goes on after the port: {hint}")
     return parts
 
 
-def _path_or_none(given: str | Path | None) -> Path | None:
-    return None if given is None else Path(given)
+def _path_or_none(path: str | Path | None) -> Path | None:
+    return None if path is None else Path(path)
 
 
 def _is_readable(path: Path) -> bool:

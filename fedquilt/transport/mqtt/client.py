@@ -28,13 +28,13 @@ if TYPE_CHECKING:
     from fedquilt.transport.mqtt.broker import Broker
 
 KIB: Final = 1024
-HEADER: Final = KIB  # bytes left for the topic and the packet's own header
-UNANNOUNCED_5: Final = 1024 * KIB  # for an MQTT 5 broker that announces no limit
-PACKET_MOST: Final = UNANNOUNCED_5 + HEADER  # bytes of a packet that the broker may send
-FILTERS: Final = 100  # in a packet: a thousand may be more than a broker takes at once
-UNANNOUNCED_311: Final = 121 * KIB  # 3.1.1 cannot announce one: safe where packets end at 128 KiB
-AT_ONCE: Final = 64 * KIB  # bytes of a read or a write of the socket
-UNREAD: Final = (
+HEADER_BYTES: Final = KIB  # bytes left for the topic and the packet's own header
+DEFAULT_PAYLOAD_5: Final = 1024 * KIB  # for an MQTT 5 broker that announces no limit
+MAX_PACKET_BYTES: Final = DEFAULT_PAYLOAD_5 + HEADER_BYTES  # bytes of a packet that the broker may send
+FILTERS_PER_PACKET: Final = 100  # in a packet: a thousand may be more than a broker takes at once
+DEFAULT_PAYLOAD_311: Final = 121 * KIB  # 3.1.1 cannot announce one: safe where packets end at 128 KiB
+IO_BYTES: Final = 64 * KIB  # bytes of a read or a write of the socket
+UNREAD_KEEPALIVES: Final = (
     1.5  # times the keep-alive, after which a broker that takes no byte is lost, as it would lose us by MQTT
 )
 
@@ -42,8 +42,8 @@ UNREAD: Final = (
 def payload_limit(level: int, announced: int | None) -> int:
     """Return the largest payload in bytes, from MQTT's level (5, or 4 for 3.1.1) and CONNACK's packet limit."""
     if level < 5:
-        return UNANNOUNCED_311
-    return UNANNOUNCED_5 if announced is None else max(announced - HEADER, 0)
+        return DEFAULT_PAYLOAD_311
+    return DEFAULT_PAYLOAD_5 if announced is None else max(announced - HEADER_BYTES, 0)
 
 
 def describe_reason(code: int) -> str:
@@ -61,15 +61,15 @@ class MqttClient(paho.Client):
         sock: socket.socket,
         level: int,
         client_id: str,
-        heard: Callable[[str, bytes, bool], None] = lambda topic, payload, retained: None,
-        settled: Callable[[int, int], None] = lambda mid, code: None,
+        on_message: Callable[[str, bytes, bool], None] = lambda topic, payload, retained: None,
+        on_settled: Callable[[int, int], None] = lambda mid, code: None,
     ) -> None:
-        self._given, self._level = sock, level
-        self._heard, self._settled = heard, settled
+        self._open_socket, self._level = sock, level
+        self._on_broker_message, self._on_settled = on_message, on_settled
         self._input, self._output = bytearray(), bytearray()
-        self._queued = self._written = 0  # bytes so far, of all packets
+        self._queued_bytes = self._written_bytes = 0  # bytes so far, of all packets
         self._blocked_s: float | None = None  # time of the first write without effect since the last byte went
-        self.unread = False  # whether the connection has ended because the broker took no byte
+        self.is_unread = False  # whether the connection has ended because the broker took no byte
         self._unreliable: deque[tuple[int, int]] = deque()  # (`_queued` at its end, id) of QoS-0 messages not written
         super().__init__(
             CallbackAPIVersion.VERSION2,
@@ -80,14 +80,14 @@ class MqttClient(paho.Client):
         )
 
     def _create_socket(self) -> socket.socket:
-        return self._given
+        return self._open_socket
 
     def queue_message(self, topic: str, payload: bytes, qos: int, retain: bool) -> int:
-        mid = self._mid_generate()
-        self._append_output(publish_packet(self._level, mid, topic, payload, qos, retain))
+        packet_id = self._mid_generate()
+        self._append_output(publish_packet(self._level, packet_id, topic, payload, qos, retain))
         if not qos:
-            self._unreliable.append((self._queued, mid))
-        return mid
+            self._unreliable.append((self._queued_bytes, packet_id))
+        return packet_id
 
     def want_write(self) -> bool:
         return bool(self._output)
@@ -97,23 +97,23 @@ class MqttClient(paho.Client):
         if self._sock is None:
             return MQTTErrorCode.MQTT_ERR_NO_CONN
         try:
-            came = self._sock.recv(AT_ONCE)
+            received = self._sock.recv(IO_BYTES)
         except (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError):
             return MQTTErrorCode.MQTT_ERR_SUCCESS
         except OSError as error:
             self._easy_log(paho.MQTT_LOG_ERR, "failed to receive on socket: %s", error)
-            came = b""
-        if not came:
+            received = b""
+        if not received:
             return self._loop_rc_handle(MQTTErrorCode.MQTT_ERR_CONN_LOST)
         self._last_bytes_received = self._last_msg_in = time.monotonic()  # for keep-alive: paho 2.2's name, and 2.1's
-        self._input += came
-        taken = 0
+        self._input += received
+        end = 0
         try:
-            while self._sock is not None and (found := find_packet(self._input, taken, PACKET_MOST)) is not None:
-                head, begin, taken = found
-                self._handle_broker_packet(head, self._input[begin:taken])
+            while self._sock is not None and (packet := find_packet(self._input, end, MAX_PACKET_BYTES)) is not None:
+                first_byte, body_start, end = packet
+                self._handle_broker_packet(first_byte, self._input[body_start:end])
         finally:
-            del self._input[:taken]
+            del self._input[:end]
         return MQTTErrorCode.MQTT_ERR_SUCCESS
 
     def loop_write(self) -> MQTTErrorCode:
@@ -123,47 +123,47 @@ class MqttClient(paho.Client):
         """
         while self._output and self._sock is not None:
             try:
-                size = self._sock.send(self._output[:AT_ONCE])
+                size = self._sock.send(self._output[:IO_BYTES])
             except (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError):
                 now_s = time.monotonic()
                 self._blocked_s = now_s if self._blocked_s is None else self._blocked_s
-                self.unread = now_s - self._blocked_s > UNREAD * self.keepalive
-                if self.unread:
+                self.is_unread = now_s - self._blocked_s > UNREAD_KEEPALIVES * self.keepalive
+                if self.is_unread:
                     return self._loop_rc_handle(MQTTErrorCode.MQTT_ERR_KEEPALIVE)
                 break
             except OSError as error:
                 self._easy_log(paho.MQTT_LOG_ERR, "failed to send on socket: %s", error)
                 return self._loop_rc_handle(MQTTErrorCode.MQTT_ERR_CONN_LOST)
             del self._output[:size]
-            self._written += size
+            self._written_bytes += size
             self._blocked_s = None
             self._last_msg_out = time.monotonic()
-        while self._unreliable and self._unreliable[0][0] <= self._written:
-            self._settled(self._unreliable.popleft()[1], 0)
+        while self._unreliable and self._unreliable[0][0] <= self._written_bytes:
+            self._on_settled(self._unreliable.popleft()[1], 0)
         return MQTTErrorCode.MQTT_ERR_SUCCESS
 
-    def _handle_broker_packet(self, head: int, body: bytearray) -> None:
-        kind = head & 0xF0
-        if kind == PUBLISH and head & 0x06 != 0x04:  # QoS 2 was not subscribed to
-            topic, payload, mid = parse_publish(self._level, head, body)
+    def _handle_broker_packet(self, first_byte: int, body: bytearray) -> None:
+        packet_type = first_byte & 0xF0
+        if packet_type == PUBLISH and first_byte & 0x06 != 0x04:  # QoS 2 was not subscribed to
+            topic, payload, packet_id = parse_publish(self._level, first_byte, body)
             if topic is not None:
-                self._heard(topic, payload, bool(head & 1))
-            if mid is not None:
-                self._append_output(puback_packet(mid))
-        elif kind == PUBACK:
-            self._settled(*parse_puback(body))
+                self._on_broker_message(topic, payload, bool(first_byte & 1))
+            if packet_id is not None:
+                self._append_output(puback_packet(packet_id))
+        elif packet_type == PUBACK:
+            self._on_settled(*parse_puback(body))
         else:
-            self._in_packet |= {"command": head, "packet": body, "remaining_length": len(body), "pos": 0}
+            self._in_packet |= {"command": first_byte, "packet": body, "remaining_length": len(body), "pos": 0}
             if failed := self._packet_handle():
                 self._loop_rc_handle(failed)
 
-    def _packet_queue(self, command: int, packet: bytes | bytearray, *others: Any, **named: Any) -> MQTTErrorCode:
+    def _packet_queue(self, command: int, packet: bytes | bytearray, *args: Any, **kwargs: Any) -> MQTTErrorCode:
         self._append_output(packet)
         return MQTTErrorCode.MQTT_ERR_SUCCESS
 
     def _append_output(self, packet: bytes | bytearray) -> None:
         self._output += packet
-        self._queued += len(packet)
+        self._queued_bytes += len(packet)
 
     def send_connect(self, broker: Broker, password: str | None, will: tuple[str, bytes] | None) -> None:
         self.username_pw_set(broker.user, password)
@@ -173,17 +173,17 @@ class MqttClient(paho.Client):
         if self.protocol == MQTTProtocolVersion.MQTTv5:
             properties = Properties(PacketTypes.CONNECT)  # type: ignore[no-untyped-call]
             properties.SessionExpiryInterval = broker.session_expiry_s
-            properties.MaximumPacketSize = PACKET_MOST
+            properties.MaximumPacketSize = MAX_PACKET_BYTES
         self.connect_async(broker.host, broker.port, broker.keepalive_s, clean_start=False, properties=properties)
         self.reconnect()
 
     def subscribe_filters(self, filters: Sequence[str]) -> None:
-        for at in range(0, len(filters), FILTERS):
-            self.subscribe([(pattern, 1) for pattern in filters[at : at + FILTERS]])
+        for start in range(0, len(filters), FILTERS_PER_PACKET):
+            self.subscribe([(pattern, 1) for pattern in filters[start : start + FILTERS_PER_PACKET]])
 
     def unsubscribe_filters(self, filters: Sequence[str]) -> None:
-        for at in range(0, len(filters), FILTERS):
-            self.unsubscribe(list(filters[at : at + FILTERS]))
+        for start in range(0, len(filters), FILTERS_PER_PACKET):
+            self.unsubscribe(list(filters[start : start + FILTERS_PER_PACKET]))
 
     def disconnect_and_wait(self, sock: socket.socket) -> None:
         """Send DISCONNECT and wait until the broker has closed the connection.
@@ -191,18 +191,18 @@ class MqttClient(paho.Client):
         Closing at once while input is unread would reset the connection: a broker that has not yet read
         the goodbye would publish our last will.
         """
-        until = time.monotonic() + 1.0
-        with socket.socket(fileno=os.dup(sock.fileno())) as raw:  # paho closes its own if the broker is gone
+        deadline_s = time.monotonic() + 1.0
+        with socket.socket(fileno=os.dup(sock.fileno())) as own_socket:  # paho closes its own if the broker is gone
             self.disconnect()
             poller = select.poll()
-            poller.register(raw, select.POLLOUT)
-            while self.socket() is not None and self.want_write() and time.monotonic() < until:
+            poller.register(own_socket, select.POLLOUT)
+            while self.socket() is not None and self.want_write() and time.monotonic() < deadline_s:
                 poller.poll(100)
                 self.loop_write()
-            raw.settimeout(0.5)
+            own_socket.settimeout(0.5)
             try:
-                raw.shutdown(socket.SHUT_WR)
-                while raw.recv(65536) and time.monotonic() < until:
+                own_socket.shutdown(socket.SHUT_WR)
+                while own_socket.recv(65536) and time.monotonic() < deadline_s:
                     pass
             except OSError:
                 return
@@ -210,76 +210,78 @@ class MqttClient(paho.Client):
 
 PUBLISH: Final = 0x30
 PUBACK: Final = 0x40
-LONGEST: Final = 2**28 - 1  # bytes of a packet's body, by its four bytes of length
-_SHORT: Final = struct.Struct("!H")
+MAX_BODY_BYTES: Final = 2**28 - 1  # bytes of a packet's body, by its four bytes of length
+_UINT16: Final = struct.Struct("!H")
 
 
 class MalformedPacketError(Exception): ...
 
 
-def find_packet(data: bytearray, at: int, most: int = LONGEST) -> tuple[int, int, int] | None:
+def find_packet(data: bytearray, start: int, max_bytes: int = MAX_BODY_BYTES) -> tuple[int, int, int] | None:
     """Return first byte, offset of the body and offset of the end of the packet at an offset, or None if incomplete."""
-    size, begin = 0, at + 1
+    size, body_start = 0, start + 1
     while True:
-        if begin >= len(data):
+        if body_start >= len(data):
             return None
-        byte = data[begin]
-        size |= (byte & 0x7F) << 7 * (begin - at - 1)
-        begin += 1
+        byte = data[body_start]
+        size |= (byte & 0x7F) << 7 * (body_start - start - 1)
+        body_start += 1
         if byte < 0x80:
             break
-        if begin > at + 4:
+        if body_start > start + 4:
             raise MalformedPacketError("the length of a packet takes more than four bytes")
-    if size > most:
-        raise MalformedPacketError(f"a packet of {size} bytes, where {most} are the most")
-    return (data[at], begin, begin + size) if begin + size <= len(data) else None
+    if size > max_bytes:
+        raise MalformedPacketError(f"a packet of {size} bytes, where {max_bytes} are the most")
+    return (data[start], body_start, body_start + size) if body_start + size <= len(data) else None
 
 
-def publish_packet(level: int, mid: int, topic: str, payload: bytes, qos: int, retain: bool) -> bytes:
+def publish_packet(level: int, packet_id: int, topic: str, payload: bytes, qos: int, retain: bool) -> bytes:
     name = topic.encode()
-    head = _SHORT.pack(len(name)) + name + (_SHORT.pack(mid) if qos else b"") + (b"\0" if level == 5 else b"")
-    return b"".join((bytes((PUBLISH | qos << 1 | retain,)), _encode_length(len(head) + len(payload)), head, payload))
+    header = _UINT16.pack(len(name)) + name + (_UINT16.pack(packet_id) if qos else b"") + (b"\0" if level == 5 else b"")
+    return b"".join(
+        (bytes((PUBLISH | qos << 1 | retain,)), _encode_length(len(header) + len(payload)), header, payload)
+    )
 
 
-def puback_packet(mid: int) -> bytes:
-    return b"\x40\x02" + _SHORT.pack(mid)
+def puback_packet(packet_id: int) -> bytes:
+    return b"\x40\x02" + _UINT16.pack(packet_id)
 
 
-def parse_publish(level: int, head: int, body: bytearray) -> tuple[str | None, bytes, int | None]:
+def parse_publish(level: int, first_byte: int, body: bytearray) -> tuple[str | None, bytes, int | None]:
     """Return topic (None if not UTF-8), payload and packet id (None with QoS 0) of a PUBLISH packet."""
-    mid = None
+    packet_id = None
     try:
-        at = 2 + _SHORT.unpack_from(body)[0]
-        name = body[2:at]
-        if head & 0x06:
-            (mid,) = _SHORT.unpack_from(body, at)
-            at += 2
+        position = 2 + _UINT16.unpack_from(body)[0]
+        name = body[2:position]
+        if first_byte & 0x06:
+            (packet_id,) = _UINT16.unpack_from(body, position)
+            position += 2
         if level == 5:
-            found = find_packet(body, at - 1)  # properties have a length as packets have
-            if found is None:
+            properties = find_packet(body, position - 1)  # properties have a length as packets have
+            if properties is None:
                 raise MalformedPacketError("the properties of a message are longer than its packet")
-            at = found[2]
+            position = properties[2]
     except struct.error:
         raise MalformedPacketError("a message is shorter than its packet says") from None
-    if at > len(body):
+    if position > len(body):
         raise MalformedPacketError("a topic is longer than its packet")
     try:
-        return name.decode(), bytes(body[at:]), mid
+        return name.decode(), bytes(body[position:]), packet_id
     except UnicodeDecodeError:
-        return None, b"", mid
+        return None, b"", packet_id
 
 
 def parse_puback(body: bytearray) -> tuple[int, int]:
     """Return the id and the reason code of a PUBACK packet. Codes from 128 on are failures."""
     if len(body) < 2:
         raise MalformedPacketError("an acknowledgement without an id")
-    return _SHORT.unpack_from(body)[0], body[2] if len(body) > 2 else 0
+    return _UINT16.unpack_from(body)[0], body[2] if len(body) > 2 else 0
 
 
 def _encode_length(size: int) -> bytes:
-    found = bytearray()
+    encoded = bytearray()
     while size > 0x7F:
-        found.append(size & 0x7F | 0x80)
+        encoded.append(size & 0x7F | 0x80)
         size >>= 7
-    found.append(size)
-    return bytes(found)
+    encoded.append(size)
+    return bytes(encoded)

@@ -13,11 +13,11 @@ from typing import Final, NamedTuple
 from fedquilt.core import LinkError, Retry
 from fedquilt.transport.mqtt.broker import Broker, describe_exception
 
-ANSWER_S = 5.0  # longest time for one address to answer
+ANSWER_TIMEOUT_S = 5.0  # longest time for one address to answer
 # A broker that was restarted is back within a second. By a factor of 1.5, with any jitter, a device is back within the
 # length of an outage after it, which `BrokerOutage` of the coordinator relies on.
 RECONNECT: Final = Retry(0.1, 30.0, factor=1.5, jitter=0.5)
-STABLE_S = 10.0  # a connection that lasted this long was a good one: back-off restarts
+STABLE_CONNECTION_S = 10.0  # a connection that lasted this long was a good one: back-off restarts
 
 
 class SocketWait(NamedTuple):
@@ -32,11 +32,11 @@ def dial(broker: Broker) -> Generator[SocketWait, None, socket.socket]:
     """
     context = broker.tls_context() if broker.tls else None
     try:
-        found = socket.getaddrinfo(broker.host, broker.port, type=socket.SOCK_STREAM)
+        addresses = socket.getaddrinfo(broker.host, broker.port, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError) as error:
         raise unreachable_error(broker, error) from None
     failure: OSError = TimeoutError()
-    for family, kind, protocol, _, address in found:
+    for family, kind, protocol, _, address in addresses:
         sock = socket.socket(family, kind, protocol)
         try:
             sock.setblocking(False)
@@ -80,21 +80,23 @@ def has_buffered_input(sock: socket.socket) -> bool:
 
 
 class RetryDelay:
-    def __init__(self, roll: Callable[[], float]) -> None:
+    def __init__(self, random_number: Callable[[], float]) -> None:
         self.failures = 0  # attempts and short connections in a row
-        self.short = 0  # of these, connections that the broker closed soon
-        self._since_s = 0.0  # when the connection began
-        self._roll = roll
+        self.short_connections = 0  # of these, connections that the broker closed soon
+        self._connected_since_s = 0.0  # when the connection began
+        self._random_number = random_number
 
     def record_connection(self, now_s: float) -> None:
-        self._since_s = now_s
+        self._connected_since_s = now_s
 
     def record_failure(self, was_connected: bool, now_s: float) -> float:
         if was_connected:
-            self.short = self.short + 1 if now_s - self._since_s < STABLE_S else 0
-            self.failures = max(self.short - 1, 0)
+            self.short_connections = (
+                self.short_connections + 1 if now_s - self._connected_since_s < STABLE_CONNECTION_S else 0
+            )
+            self.failures = max(self.short_connections - 1, 0)
         self.failures += 1
-        return RECONNECT.delay_s(self.failures - 1, self._roll())
+        return RECONNECT.delay_s(self.failures - 1, self._random_number())
 
 
 # reason codes of MQTT 5, to which paho translates those of 3.1.1
@@ -108,34 +110,36 @@ NOT_AUTHORIZED: Final = 135
 _CREDENTIALS: Final = frozenset({134, NOT_AUTHORIZED})
 _TRANSIENT: Final = frozenset({136, 137, 151, 159})  # unavailable, busy, quota, rate
 OUT_OF_DATE: Final = frozenset({9, 10})  # X509_V_ERR_CERT_NOT_YET_VALID, X509_V_ERR_CERT_HAS_EXPIRED
-_REFUSED: Final = {
+_CERTIFICATE_FIXES: Final = {
     "certificate expired": "renew it: `fedquilt identity enrol` on a board, `fedquilt identity issue` for the "
     "coordinator",
     "certificate revoked": "it was revoked on purpose; if this side is to come back, remove its key and certificate, "
     "and enrol it with a new token",
 }
-_OWN_ID: Final = "give each agent its own `device`, and each fleet one coordinator"
-_OTHER_NAME: Final = frozenset({62, 64})  # OpenSSL's X509_V_ERR_HOSTNAME_MISMATCH, X509_V_ERR_IP_ADDRESS_MISMATCH
+_ID_FIX: Final = "give each agent its own `device`, and each fleet one coordinator"
+_NAME_MISMATCH: Final = frozenset({62, 64})  # OpenSSL's X509_V_ERR_HOSTNAME_MISMATCH, X509_V_ERR_IP_ADDRESS_MISMATCH
 
 
 class BrokerError(LinkError):
-    def __init__(self, sentence: str, final: bool = False) -> None:
+    def __init__(self, sentence: str, is_permanent: bool = False) -> None:
         super().__init__(sentence)
-        self.final = final
+        self.is_permanent = is_permanent
 
 
 def unreachable_error(broker: Broker, error: Exception) -> BrokerError:
     if isinstance(error, (socket.gaierror, UnicodeError)):
-        final = getattr(error, "errno", None) == socket.EAI_NONAME
-        return BrokerError(f"no address is known for {broker.host!r}: check the name in {broker}, or the DNS", final)
+        is_permanent = getattr(error, "errno", None) == socket.EAI_NONAME
+        return BrokerError(
+            f"no address is known for {broker.host!r}: check the name in {broker}, or the DNS", is_permanent
+        )
     if isinstance(error, ssl.SSLCertVerificationError):
-        if error.verify_code in _OTHER_NAME:
+        if error.verify_code in _NAME_MISMATCH:
             return BrokerError(f"the certificate of {broker} is for another name: use the name it was made for", True)
         if error.verify_code in OUT_OF_DATE:
-            said = f"the certificate of {broker} is out of date by this machine's clock ({error.verify_message})"
-            return BrokerError(f"{said}: set the clock, or renew the broker's certificate")
-        given = f"{broker.ca} did not sign it" if broker.ca else "no authority of this system signed it"
-        reason = f"the certificate of {broker} is not to be trusted ({error.verify_message}): {given}"
+            problem = f"the certificate of {broker} is out of date by this machine's clock ({error.verify_message})"
+            return BrokerError(f"{problem}: set the clock, or renew the broker's certificate")
+        problem_with_ca = f"{broker.ca} did not sign it" if broker.ca else "no authority of this system signed it"
+        reason = f"the certificate of {broker} is not to be trusted ({error.verify_message}): {problem_with_ca}"
         return BrokerError(f"{reason}; give the CA file that did", True)
     if isinstance(error, ssl.SSLError):
         return tls_error(broker, describe_exception(error))
@@ -150,65 +154,68 @@ def unreachable_error(broker: Broker, error: Exception) -> BrokerError:
     )
 
 
-def tls_error(broker: Broker, said: str) -> BrokerError:
+def tls_error(broker: Broker, description: str) -> BrokerError:
     """Return the error for a TLS failure, which TLS 1.3 may send after the handshake."""
-    if "wrong version number" in said or "record layer failure" in said:
+    if "wrong version number" in description or "record layer failure" in description:
         return BrokerError(f"{broker} does not speak TLS there: use its TLS port (mostly 8883), or mqtt://", True)
-    if "alert" not in said:
-        return BrokerError(f"TLS with {broker} failed ({said}): check that it is an MQTT broker's TLS port")
+    if "alert" not in description:
+        return BrokerError(f"TLS with {broker} failed ({description}): check that it is an MQTT broker's TLS port")
     if broker.cert is None:
-        return BrokerError(f"{broker} requires a certificate of ours ({said}): give cert and key", True)
-    mend = next((mend for word, mend in _REFUSED.items() if word in said), "have one signed by the broker's CA")
-    return BrokerError(f"{broker} refuses {broker.cert} ({said}): {mend}", True)
+        return BrokerError(f"{broker} requires a certificate of ours ({description}): give cert and key", True)
+    fix = next(
+        (fix for phrase, fix in _CERTIFICATE_FIXES.items() if phrase in description),
+        "have one signed by the broker's CA",
+    )
+    return BrokerError(f"{broker} refuses {broker.cert} ({description}): {fix}", True)
 
 
 def refusal_error(broker: Broker, client_id: str, code: int, reason: str) -> BrokerError:
     if code not in _CREDENTIALS:
         return BrokerError(f"{broker} refuses {client_id!r} ({reason}): see the broker's log", code not in _TRANSIENT)
     if broker.user is None:
-        mend = "write mqtt[s]://USER@host and give a password file, or give a certificate it knows"
-        return BrokerError(f"{broker} refuses a client without a user ({reason}): {mend}", True)
-    mend = f"the password in {broker.password_file}" if broker.password_file else "give a password file"
-    return BrokerError(f"{broker} refuses user {broker.user!r} ({reason}): check the user and {mend}", True)
+        fix = "write mqtt[s]://USER@host and give a password file, or give a certificate it knows"
+        return BrokerError(f"{broker} refuses a client without a user ({reason}): {fix}", True)
+    fix = f"the password in {broker.password_file}" if broker.password_file else "give a password file"
+    return BrokerError(f"{broker} refuses user {broker.user!r} ({reason}): check the user and {fix}", True)
 
 
-def attempt_error(broker: Broker, client_id: str, code: int, reason: str, said: str) -> BrokerError | None:
+def attempt_error(broker: Broker, client_id: str, code: int, reason: str, paho_error: str) -> BrokerError | None:
     """Return the error of a failed attempt, from the CONNACK code or paho's last error message, or None."""
     if code == PROTOCOL_ERROR:
         return not_mqtt_error(broker, reason)
     if code > UNSPECIFIED and code != KEEP_ALIVE:
         return refusal_error(broker, client_id, code, reason)
-    if "[SSL" in said:
-        return tls_error(broker, said.rpartition("] ")[2].partition(" (_ssl")[0])
+    if "[SSL" in paho_error:
+        return tls_error(broker, paho_error.rpartition("] ")[2].partition(" (_ssl")[0])
     return None
 
 
 def no_answer_error(broker: Broker) -> BrokerError:
     if not broker.tls:
-        mend = "is it an MQTT port, and is mqtts:// needed?"
+        fix = "is it an MQTT port, and is mqtts:// needed?"
     elif broker.cert is None:
-        mend = "it may want a certificate: give cert and key"
+        fix = "it may want a certificate: give cert and key"
     else:
-        mend = f"it may want another certificate than ours, if {broker.cert} has expired or was revoked"
-    return BrokerError(f"{broker} hung up without an answer: {mend}")
+        fix = f"it may want another certificate than ours, if {broker.cert} has expired or was revoked"
+    return BrokerError(f"{broker} hung up without an answer: {fix}")
 
 
-def not_mqtt_error(broker: Broker, said: str) -> BrokerError:
-    return BrokerError(f"{broker} sent what is not MQTT ({said}): check that it is an MQTT broker's port")
+def not_mqtt_error(broker: Broker, description: str) -> BrokerError:
+    return BrokerError(f"{broker} sent what is not MQTT ({description}): check that it is an MQTT broker's port")
 
 
-def connection_lost_error(broker: Broker, client_id: str, code: int, reason: str, again: bool) -> BrokerError:
-    """Return the error for a lost connection. With `again`, earlier ones were lost soon after their start too."""
+def connection_lost_error(broker: Broker, client_id: str, code: int, reason: str, is_repeated: bool) -> BrokerError:
+    """Return the error for a lost connection. With `is_repeated`, earlier ones were lost soon after their start too."""
     if code == KEEP_ALIVE:
         return BrokerError(f"no sign of life from {broker}: check the network")
     if code == SESSION_TAKEN_OVER:
-        return BrokerError(f"another client uses the id {client_id!r} at {broker}: {_OWN_ID}")
-    said = f" ({reason})" if code > UNSPECIFIED else ""
-    if again:  # Mosquitto 2.0 and MQTT 3.1.1 state no reason
-        does = f"soon closes each connection{said}, as if another client used the id {client_id!r}"
-        return BrokerError(f"{broker} {does}: {_OWN_ID}, or see the broker's log")
-    mend = f"check that it still runs, and that no other client uses the id {client_id!r}"
-    return BrokerError(f"{broker} closed the connection{said}: {mend}")
+        return BrokerError(f"another client uses the id {client_id!r} at {broker}: {_ID_FIX}")
+    suffix = f" ({reason})" if code > UNSPECIFIED else ""
+    if is_repeated:  # Mosquitto 2.0 and MQTT 3.1.1 state no reason
+        behaviour = f"soon closes each connection{suffix}, as if another client used the id {client_id!r}"
+        return BrokerError(f"{broker} {behaviour}: {_ID_FIX}, or see the broker's log")
+    fix = f"check that it still runs, and that no other client uses the id {client_id!r}"
+    return BrokerError(f"{broker} closed the connection{suffix}: {fix}")
 
 
 def unread_error(broker: Broker) -> BrokerError:
@@ -216,9 +223,9 @@ def unread_error(broker: Broker) -> BrokerError:
 
 
 def describe_refused_message(broker: Broker, topic: str, code: int, reason: str) -> str:
-    mine = "its certificate or user may have no right there: see the broker's ACL"
-    mend = mine if code == NOT_AUTHORIZED else "see the broker's log"
-    return f"{broker} refuses messages to {topic} ({reason}): {mend}"
+    acl_fix = "its certificate or user may have no right there: see the broker's ACL"
+    fix = acl_fix if code == NOT_AUTHORIZED else "see the broker's log"
+    return f"{broker} refuses messages to {topic} ({reason}): {fix}"
 
 
 def describe_oversized_message(broker: Broker, topic: str, size: int) -> str:

@@ -31,16 +31,16 @@ from fedquilt.transport.link import Message
 from fedquilt.transport.mqtt import connection
 from fedquilt.transport.mqtt.broker import Broker
 from fedquilt.transport.mqtt.client import KIB, MqttClient, describe_reason, payload_limit
-from fedquilt.transport.mqtt.connection import ANSWER_S, RetryDelay, SocketWait, dial, has_buffered_input
+from fedquilt.transport.mqtt.connection import ANSWER_TIMEOUT_S, RetryDelay, SocketWait, dial, has_buffered_input
 from fedquilt.transport.topic_tree import Subscriptions
 
 log = logging.getLogger(__name__)
 
 RELIABLE_WINDOW: Final = 100  # QoS-1 messages in flight, if the broker's ReceiveMaximum allows
-INBOX_BYTES: Final = 1024 * KIB  # received ahead of the caller; further messages wait in the broker
-SMALLEST_CEILING: Final = 16 * KIB
-LINGER_S: Final = 5.0
-TENDED: Final = 20  # looks at the connection in `keepalive_s` while the caller computes
+MAX_INBOX_BYTES: Final = 1024 * KIB  # received ahead of the caller; further messages wait in the broker
+MIN_PAYLOAD_LIMIT: Final = 16 * KIB
+CLOSE_TIMEOUT_S: Final = 5.0
+POLLS_PER_KEEPALIVE: Final = 20  # looks at the connection in `keepalive_s` while the caller computes
 
 
 class MqttLink:
@@ -56,7 +56,7 @@ class MqttLink:
         client_id: str,
         will: tuple[str, bytes] | None = None,
         *,
-        roll: Callable[[], float] = random.random,
+        random_number: Callable[[], float] = random.random,
     ) -> None:
         self.broker = broker
         self.client_id = client_id
@@ -66,24 +66,26 @@ class MqttLink:
         self.level = 5  # of MQTT; becomes 4 (3.1.1) if a broker refuses 5
         self.max_payload = payload_limit(4, None)
         self.dropped = 0  # messages given up: refused, too large, or too many while offline
-        self._retry = RetryDelay(roll)
+        self._retry = RetryDelay(random_number)
         self._subscribed = Subscriptions()
         self._inbox: list[Message] = []
         self._inbox_bytes = 0
         self._queue = SendQueue()
         self._window = RELIABLE_WINDOW
-        self._ceiling: int | None = None  # bytes: limit still to be tried with a broker that hangs up at more
+        self._payload_limit: int | None = None  # bytes: limit still to be tried with a broker that hangs up at more
         self._dial: Generator[SocketWait, None, socket.socket] | None = None
-        self._waiting: SocketWait | None = None  # event that the dial waits for
+        self._dial_wait: SocketWait | None = None  # event that the dial waits for
         self._socket: socket.socket | None = None  # socket of a finished dial
         self._client: MqttClient | None = None
-        self._said = ""  # last complaint of paho
-        self._farewell: ReasonCode | None = None  # reason for the end of the connection
+        self._paho_error = ""  # last complaint of paho
+        self._end_reason: ReasonCode | None = None  # reason for the end of the connection
         self._due_s = 0.0  # time of the next attempt; during one, its time limit
-        self._trouble: str | None = None
-        self._refused: str | None = None
-        self._final = False  # another attempt cannot mend the problem
-        self._asked = False  # a command waits in `wait_until_connected` and will report the problem itself
+        self._connection_problem: str | None = None
+        self._refusal: str | None = None
+        self._is_permanent = False  # another attempt cannot mend the problem
+        self._has_waiting_command = (
+            False  # a command waits in `wait_until_connected` and will report the problem itself
+        )
         self._closed = False
 
     @property
@@ -93,21 +95,21 @@ class MqttLink:
     @property
     def problem(self) -> str | None:
         """Reason for the missing connection or latest refusal of the broker, or None."""
-        return self._trouble or self._refused
+        return self._connection_problem or self._refusal
 
     def wait_until_connected(self, timeout_s: float) -> None:
         """Wait for the first connection, or raise LinkError."""
-        until = time.monotonic() + timeout_s
-        self._final, self._asked = False, True
+        deadline_s = time.monotonic() + timeout_s
+        self._is_permanent, self._has_waiting_command = False, True
         try:
             while not self.connected:
-                left = until - time.monotonic()
-                if left <= 0 or self._final:
-                    silent = f"no answer from {self.broker} within {timeout_s:g} s"
-                    raise LinkError(self.problem or f"{silent}: check that an MQTT broker listens there")
-                self.wait(left)
+                remaining_s = deadline_s - time.monotonic()
+                if remaining_s <= 0 or self._is_permanent:
+                    no_answer = f"no answer from {self.broker} within {timeout_s:g} s"
+                    raise LinkError(self.problem or f"{no_answer}: check that an MQTT broker listens there")
+                self.wait(remaining_s)
         finally:
-            self._asked = False
+            self._has_waiting_command = False
 
     def subscribe(self, filters: Sequence[str]) -> None:
         self._subscribed.add(filters)
@@ -129,8 +131,8 @@ class MqttLink:
         if not self.connected and not reliable:
             return
         self._queue.add(QueuedMessage(topic, payload, retain, reliable))
-        if not self.connected and (given_up := self._queue.drop_oldest()):
-            self._count_dropped(given_up, f"too much waits for {self.broker}: the oldest messages are dropped")
+        if not self.connected and (dropped := self._queue.drop_oldest()):
+            self._count_dropped(dropped, f"too much waits for {self.broker}: the oldest messages are dropped")
 
     def receive(self) -> list[Message]:
         messages, self._inbox, self._inbox_bytes = self._inbox, [], 0
@@ -142,19 +144,19 @@ class MqttLink:
         A readable descriptor of `fds` and the timeout also end the sleep. The connection is kept alive only in `wait`
         and `keep_alive`: call `wait` at least every `keepalive_s`.
         """
-        until = time.monotonic() + max(timeout_s, 0.0)
-        before = (self.session, self.connected, self.problem)
-        half = self.backlog // 2 if self.backlog else -1
+        deadline_s = time.monotonic() + max(timeout_s, 0.0)
+        state_before = (self.session, self.connected, self.problem)
+        half_backlog = self.backlog // 2 if self.backlog else -1
         while True:
-            left = 0.0 if self._inbox else until - time.monotonic()
-            woken = self._poll_once(max(left, 0.0), fds)
-            if woken or self._inbox or self.backlog <= half or time.monotonic() >= until:
+            remaining_s = 0.0 if self._inbox else deadline_s - time.monotonic()
+            woken = self._poll_once(max(remaining_s, 0.0), fds)
+            if woken or self._inbox or self.backlog <= half_backlog or time.monotonic() >= deadline_s:
                 return
-            if before != (self.session, self.connected, self.problem):
+            if state_before != (self.session, self.connected, self.problem):
                 return
 
     def keep_alive(self) -> AbstractContextManager[None]:
-        return call_in_background(self._poll_if_connected, self.broker.keepalive_s / TENDED, "keep-alive")
+        return call_in_background(self._poll_if_connected, self.broker.keepalive_s / POLLS_PER_KEEPALIVE, "keep-alive")
 
     def _poll_if_connected(self) -> bool:
         if self.connected:
@@ -162,9 +164,9 @@ class MqttLink:
         return self.connected
 
     def close(self) -> None:
-        until = time.monotonic() + LINGER_S
-        while self.connected and self.backlog and (left := until - time.monotonic()) > 0:
-            self._poll_once(left, ())
+        deadline_s = time.monotonic() + CLOSE_TIMEOUT_S
+        while self.connected and self.backlog and (remaining_s := deadline_s - time.monotonic()) > 0:
+            self._poll_once(remaining_s, ())
             self.receive()
         self._closed = True
         if self.connected and self._client is not None and self._socket is not None:
@@ -177,7 +179,7 @@ class MqttLink:
         idle = self._client is None and self._dial is None and not self._closed
         if idle and time.monotonic() >= self._due_s:
             self._dial = dial(self.broker)
-            self._step_dial(late=False)
+            self._step_dial(is_late=False)
         self._send_queued()
         poller = select.poll()
         for fd in fds:
@@ -195,34 +197,36 @@ class MqttLink:
 
     def _current_socket_wait(self) -> SocketWait | None:
         if self._client is None or self._socket is None:
-            return self._waiting
-        reading = select.POLLIN if self._inbox_bytes < INBOX_BYTES else 0
+            return self._dial_wait
+        reading = select.POLLIN if self._inbox_bytes < MAX_INBOX_BYTES else 0
         return SocketWait(self._socket, reading | (select.POLLOUT if self._client.want_write() else 0))
 
     def _advance_connection(self, ready: bool) -> None:
-        late = not self.connected and time.monotonic() >= self._due_s
+        is_late = not self.connected and time.monotonic() >= self._due_s
         if self._client is None:
-            if ready or late:
-                self._step_dial(late)
-        elif late:
+            if ready or is_late:
+                self._step_dial(is_late)
+        elif is_late:
             self._switch_protocol_version()
             self._end_connection(connection.unreachable_error(self.broker, TimeoutError()))
         else:
             self._exchange_packets()
 
-    def _step_dial(self, late: bool) -> None:
+    def _step_dial(self, is_late: bool) -> None:
         assert self._dial is not None
-        before = self._waiting
+        wait_before = self._dial_wait
         try:
-            self._waiting = self._dial.throw(TimeoutError()) if late else next(self._dial)
+            self._dial_wait = self._dial.throw(TimeoutError()) if is_late else next(self._dial)
         except StopIteration as stop:
-            self._dial = self._waiting = None
-            self._due_s = time.monotonic() + ANSWER_S  # for CONNACK
+            self._dial = self._dial_wait = None
+            self._due_s = time.monotonic() + ANSWER_TIMEOUT_S  # for CONNACK
             return self._send_connect(stop.value)
         except FedquiltError as error:
             return self._end_connection(error)
-        if before is None or before.socket is not self._waiting.socket:  # another address, or TLS on this one
-            self._due_s = time.monotonic() + ANSWER_S
+        if (
+            wait_before is None or wait_before.socket is not self._dial_wait.socket
+        ):  # another address, or TLS on this one
+            self._due_s = time.monotonic() + ANSWER_TIMEOUT_S
 
     def _send_connect(self, sock: socket.socket) -> None:
         self._socket = sock
@@ -233,21 +237,21 @@ class MqttLink:
         client = self._client = MqttClient(sock, self.level, self.client_id, self._on_message, self._on_publish)
         client.on_connect, client.on_disconnect = self._on_connect, self._on_disconnect
         client.on_subscribe, client.on_log = self._on_subscribe, self._on_log
-        self._farewell, self._said = None, ""
+        self._end_reason, self._paho_error = None, ""
         client.send_connect(self.broker, password, self.will)
 
     def _on_connect(self, client: Any, userdata: Any, flags: Any, reason: ReasonCode, properties: Any) -> None:
         client.on_log = None  # paho would format a string for every packet
-        self._farewell = reason
+        self._end_reason = reason
         if reason.is_failure:
             return
         self.connected = True
         self.session += 1
         limit = payload_limit(self.level, getattr(properties, "MaximumPacketSize", None))
-        self.max_payload = limit if self._ceiling is None else min(limit, self._ceiling)
+        self.max_payload = limit if self._payload_limit is None else min(limit, self._payload_limit)
         self._window = min(RELIABLE_WINDOW, getattr(properties, "ReceiveMaximum", RELIABLE_WINDOW))
         self._retry.record_connection(time.monotonic())
-        self._trouble, self._final = None, False
+        self._connection_problem, self._is_permanent = None, False
         client.subscribe_filters(list(self._subscribed.filters))
         level = "5" if self.level == 5 else "3.1.1"
         log.info("connected to %s by MQTT %s, payloads up to %d bytes", self.broker, level, self.max_payload)
@@ -257,7 +261,7 @@ class MqttLink:
         assert client is not None
         assert sock is not None
         peek.register(sock, select.POLLIN)
-        while client.socket() is not None and self._inbox_bytes < INBOX_BYTES:
+        while client.socket() is not None and self._inbox_bytes < MAX_INBOX_BYTES:
             if not peek.poll(0) and not has_buffered_input(sock):
                 break
             try:
@@ -288,8 +292,8 @@ class MqttLink:
                     client.queue_message(message.topic, message.payload, qos, message.retain), message
                 )
 
-    def _on_publish(self, mid: int, code: int) -> None:
-        message = self._queue.remove_sent(mid)
+    def _on_publish(self, packet_id: int, code: int) -> None:
+        message = self._queue.remove_sent(packet_id)
         if message is not None and code == connection.TOO_LARGE:
             self._drop_oversized_and_lower_limit(message)
         elif message is not None and code >= connection.UNSPECIFIED:
@@ -308,28 +312,30 @@ class MqttLink:
                 self._log_refusal(f"{self.broker} refuses a subscription of {self.client_id} ({reason}): see its ACL")
 
     def _on_disconnect(self, client: Any, userdata: Any, flags: Any, reason: ReasonCode, properties: Any) -> None:
-        if self._farewell is None or not self._farewell.is_failure:  # CONNACK's reason is the better one
-            self._farewell = reason
+        if self._end_reason is None or not self._end_reason.is_failure:  # CONNACK's reason is the better one
+            self._end_reason = reason
 
     def _on_log(self, client: Any, userdata: Any, level: int, text: str) -> None:
         if level == paho.MQTT_LOG_ERR:
-            self._said = text
+            self._paho_error = text
 
     def _handle_closed_socket(self) -> None:
-        code = self._farewell.value if self._farewell is not None else connection.UNSPECIFIED
-        if self.connected and self._client is not None and self._client.unread:
+        code = self._end_reason.value if self._end_reason is not None else connection.UNSPECIFIED
+        if self.connected and self._client is not None and self._client.is_unread:
             return self._end_connection(connection.unread_error(self.broker))
         if self.connected:
-            again = self._retry.short >= 2
+            is_repeated = self._retry.short_connections >= 2
             return self._end_connection(
-                connection.connection_lost_error(self.broker, self.client_id, code, str(self._farewell), again)
+                connection.connection_lost_error(self.broker, self.client_id, code, str(self._end_reason), is_repeated)
             )
         if code == connection.UNSUPPORTED_VERSION and self.level == 5:
             log.info("%s refuses MQTT 5: using 3.1.1", self.broker)
             self.level = 4
             self._due_s = 0.0
             return self._close_socket()
-        if error := connection.attempt_error(self.broker, self.client_id, code, str(self._farewell), self._said):
+        if error := connection.attempt_error(
+            self.broker, self.client_id, code, str(self._end_reason), self._paho_error
+        ):
             return self._end_connection(error)
         self._switch_protocol_version()
         self._end_connection(connection.no_answer_error(self.broker))
@@ -343,25 +349,30 @@ class MqttLink:
         delay_s = self._retry.record_failure(self.connected, time.monotonic())
         self._due_s = time.monotonic() + delay_s
         if self.connected:
-            self._requeue_in_flight(self._farewell.value if self._farewell is not None else connection.UNSPECIFIED)
+            self._requeue_in_flight(self._end_reason.value if self._end_reason is not None else connection.UNSPECIFIED)
         self.connected = False
-        if self._trouble != str(error):
-            log.log(logging.INFO if self._asked else logging.WARNING, "%s; trying again in %.1f s", error, delay_s)
-        self._trouble, self._final = str(error), getattr(error, "final", True)
+        if self._connection_problem != str(error):
+            log.log(
+                logging.INFO if self._has_waiting_command else logging.WARNING,
+                "%s; trying again in %.1f s",
+                error,
+                delay_s,
+            )
+        self._connection_problem, self._is_permanent = str(error), getattr(error, "is_permanent", True)
 
     def _requeue_in_flight(self, code: int) -> None:
-        times = 1 if code == connection.TOO_LARGE else BREAKS
-        culprit = self._queue.handle_disconnect(times, innocent=code == connection.KEEP_ALIVE)
+        times = 1 if code == connection.TOO_LARGE else MAX_BREAKS
+        culprit = self._queue.handle_disconnect(times, is_clean=code == connection.KEEP_ALIVE)
         if culprit is None:
             return
-        if culprit.size > SMALLEST_CEILING:  # the next attempt need not wait
+        if culprit.size > MIN_PAYLOAD_LIMIT:  # the next attempt need not wait
             self._retry.failures, self._due_s = 0, time.monotonic()
         self._drop_oversized_and_lower_limit(culprit)
 
     def _drop_oversized_and_lower_limit(self, refused: QueuedMessage) -> None:
-        if refused.size > SMALLEST_CEILING:
-            self._ceiling = max(refused.size // 2, SMALLEST_CEILING)
-            self.max_payload = min(self.max_payload, self._ceiling)
+        if refused.size > MIN_PAYLOAD_LIMIT:
+            self._payload_limit = max(refused.size // 2, MIN_PAYLOAD_LIMIT)
+            self.max_payload = min(self.max_payload, self._payload_limit)
         self._count_dropped(1, connection.describe_oversized_message(self.broker, refused.topic, refused.size))
 
     def _count_dropped(self, count: int, sentence: str) -> None:
@@ -369,23 +380,23 @@ class MqttLink:
         self._log_refusal(sentence)
 
     def _log_refusal(self, sentence: str) -> None:
-        if sentence != self._refused:
+        if sentence != self._refusal:
             log.warning("%s", sentence)
-        self._refused = sentence
+        self._refusal = sentence
 
     def _close_socket(self) -> None:
         if self._dial is not None:
             self._dial.close()
         if self._socket is not None:
             self._socket.close()
-        self._dial = self._waiting = self._client = self._socket = None
+        self._dial = self._dial_wait = self._client = self._socket = None
 
 
-UNDER_WAY_BYTES: Final = 1 << 20  # paho copies each message
-UNDER_WAY_MESSAGES: Final = 100
-OFFLINE_BYTES: Final = 16 << 20
-OFFLINE_MESSAGES: Final = 10_000
-BREAKS: Final = 3
+MAX_IN_FLIGHT_BYTES: Final = 1 << 20  # paho copies each message
+MAX_IN_FLIGHT_MESSAGES: Final = 100
+MAX_OFFLINE_BYTES: Final = 16 << 20
+MAX_OFFLINE_MESSAGES: Final = 10_000
+MAX_BREAKS: Final = 3
 
 
 @dataclass(eq=False)
@@ -407,8 +418,10 @@ class SendQueue:
     def __init__(self) -> None:
         self.backlog = 0  # payload bytes that are neither written (QoS 0) nor acknowledged (QoS 1)
         self._waiting: deque[QueuedMessage] = deque()
-        self._under_way: dict[int, QueuedMessage] = {}
-        self._bytes = self._reliable = self._suspected = 0  # of those under way: size, QoS 1, had a connection break
+        self._in_flight: dict[int, QueuedMessage] = {}
+        self._in_flight_bytes = self._reliable_in_flight = self._suspects_in_flight = (
+            0  # of those under way: size, QoS 1, had a connection break
+        )
 
     def add(self, message: QueuedMessage) -> None:
         self._waiting.append(message)
@@ -416,54 +429,54 @@ class SendQueue:
 
     def drop_oldest(self) -> int:
         """Drop the oldest messages beyond the offline limits. Return their number."""
-        given_up = 0
-        while len(self._waiting) > OFFLINE_MESSAGES or self.backlog > OFFLINE_BYTES:
+        dropped = 0
+        while len(self._waiting) > MAX_OFFLINE_MESSAGES or self.backlog > MAX_OFFLINE_BYTES:
             self.discard(self._waiting.popleft())
-            given_up += 1
-        return given_up
+            dropped += 1
+        return dropped
 
     def take_next(self, window: int) -> QueuedMessage | None:
         """Return the next message for `record_in_flight` or `discard`, or None if too many are in flight."""
         if not self._waiting:
             return None
         message = self._waiting[0]
-        if self._under_way and (
-            len(self._under_way) >= UNDER_WAY_MESSAGES
-            or message.size + self._bytes > UNDER_WAY_BYTES
+        if self._in_flight and (
+            len(self._in_flight) >= MAX_IN_FLIGHT_MESSAGES
+            or message.size + self._in_flight_bytes > MAX_IN_FLIGHT_BYTES
             or message.breaks
-            or self._suspected
-            or (message.reliable and self._reliable >= window)
+            or self._suspects_in_flight
+            or (message.reliable and self._reliable_in_flight >= window)
         ):
             return None
         return self._waiting.popleft()
 
     def record_in_flight(self, packet_id: int, message: QueuedMessage) -> None:
-        self._under_way[packet_id] = message
+        self._in_flight[packet_id] = message
         self._update_totals(message, 1)
 
     def remove_sent(self, packet_id: int) -> QueuedMessage | None:
-        message = self._under_way.pop(packet_id, None)
+        message = self._in_flight.pop(packet_id, None)
         if message is not None:
             self.backlog -= message.size
             self._update_totals(message, -1)
         return message
 
-    def _update_totals(self, message: QueuedMessage, by: int) -> None:
-        self._bytes += by * message.size
-        self._reliable += by * message.reliable
-        self._suspected += by * bool(message.breaks)
+    def _update_totals(self, message: QueuedMessage, sign: int) -> None:
+        self._in_flight_bytes += sign * message.size
+        self._reliable_in_flight += sign * message.reliable
+        self._suspects_in_flight += sign * bool(message.breaks)
 
     def discard(self, message: QueuedMessage) -> None:
         self.backlog -= message.size
 
-    def handle_disconnect(self, breaks: int = BREAKS, *, innocent: bool = False) -> QueuedMessage | None:
-        """Requeue reliable messages, and return the dropped one, alone in flight at `breaks` breaks."""
-        suspects = [message for message in self._under_way.values() if message.reliable]
+    def handle_disconnect(self, max_breaks: int = MAX_BREAKS, *, is_clean: bool = False) -> QueuedMessage | None:
+        """Requeue reliable messages, and return the dropped one, alone in flight at `max_breaks` breaks."""
+        suspects = [message for message in self._in_flight.values() if message.reliable]
         for message in suspects:
-            message.breaks += not innocent
-        culprit = suspects.pop() if len(suspects) == 1 and suspects[0].breaks >= breaks else None
-        self._under_way.clear()
-        self._bytes = self._reliable = self._suspected = 0
+            message.breaks += not is_clean
+        culprit = suspects.pop() if len(suspects) == 1 and suspects[0].breaks >= max_breaks else None
+        self._in_flight.clear()
+        self._in_flight_bytes = self._reliable_in_flight = self._suspects_in_flight = 0
         self._waiting = deque(suspects + [message for message in self._waiting if message.reliable])
         self.backlog = sum(message.size for message in self._waiting)
         return culprit

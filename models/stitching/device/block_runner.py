@@ -54,7 +54,7 @@ class BlockRunner:
         matrices_bytes: int = 0,
     ) -> None:
         self._site, self._flops, self._done_flops = site, max(flops, 1.0), 0.0
-        available_bytes, blocks = site.engine.room_bytes, list(blocks)
+        available_bytes, blocks = site.engine.available_bytes, list(blocks)
         largest = max(peak_memory.inference_bytes(block.resident_bytes, block.activation_bytes, 1) for block in blocks)
         largest += 4 * max(prod(block.out_shape) for block in blocks)  # and one example that is resized for it
         largest = max(largest, matrices_bytes)

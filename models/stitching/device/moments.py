@@ -149,8 +149,8 @@ def count_correct(request: CountRequest, site: ClientContext) -> ClientResult:
     "right" (candidates, candidates) is the number that both of two candidates predict correctly, and "by_margin" is
     this number for each bin of an early candidate's margins. "in_bin" is the number of examples in each bin.
     """
-    require_labels(site.held.y, request.labels, site.device)
-    rows = np.arange(len(site.held))
+    require_labels(site.held_out.y, request.labels, site.device)
+    rows = np.arange(len(site.held_out))
     if len(rows) > max(len(site.train), 1):
         rows = np.sort(site.rng.permutation(rows)[: max(len(site.train), 1)])
     nets, bins = len(request.candidates), len(MARGINS) + 1
@@ -165,7 +165,7 @@ def count_correct(request: CountRequest, site: ClientContext) -> ClientResult:
             for i in np.unique(example_bins):
                 by_margin[row, i] += correct[:, example_bins == i] @ correct[:, example_bins == i].T
     counts = {"examples": np.array([len(rows)], np.int64), "right": right, "by_margin": by_margin, "in_bin": in_bin}
-    return ClientResult({"counts": counts}, float(len(rows)), {"turn": float(request.turn)}, site.local)
+    return ClientResult({"counts": counts}, float(len(rows)), {"turn": float(request.turn)}, site.private_state)
 
 
 def margin_bins(margins: np.ndarray) -> np.ndarray:
@@ -173,13 +173,13 @@ def margin_bins(margins: np.ndarray) -> np.ndarray:
 
 
 def evaluate_candidate(request: CountRequest, site: ClientContext) -> EvaluationSums:
-    require_labels(site.held.y, request.labels, site.device)
+    require_labels(site.held_out.y, request.labels, site.device)
     margin = -np.inf if request.margin is None else request.margin
     batches = (
         (stitched_network.choose_early_scores(scores[0], scores[-1], margin), y)
-        for scores, y in _score_candidates(request, site, np.arange(len(site.held)))
+        for scores, y in _score_candidates(request, site, np.arange(len(site.held_out)))
     )
-    sums: EvaluationSums = site.engine.evaluate_scores(batches, site.held.prior)
+    sums: EvaluationSums = site.engine.evaluate_scores(batches, site.held_out.prior)
     return sums
 
 
@@ -189,7 +189,7 @@ def _score_candidates(
     run = BlockRunner(site, request.blocks.values(), len(rows) * _paths_flops(request))
     for first in range(0, len(rows), WAVE_IMAGES):
         wave = rows[first : first + WAVE_IMAGES]
-        x, y = site.held.x[wave], site.held.y[wave]
+        x, y = site.held_out.x[wave], site.held_out.y[wave]
         ends = dict(
             _run_and_pool_paths(run, request, request.paths, block_runner.PreparedExamples(x, request.input), site)
         )
@@ -205,7 +205,7 @@ def _score_candidates(
 
 
 def _affordable_rows(site: ClientContext, width: int) -> int:
-    return max(int(site.engine.room_bytes / ROOM_DIVISOR / class_moments.factor_bytes(1, width)), MIN_ROWS)
+    return max(int(site.engine.available_bytes / ROOM_DIVISOR / class_moments.factor_bytes(1, width)), MIN_ROWS)
 
 
 def _paths_flops(request: GatherRequest | CountRequest) -> float:

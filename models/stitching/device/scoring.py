@@ -308,8 +308,8 @@ def _label_score_name(block: Block, criterion: Criterion) -> str:
 
 def load_private_state(site: ClientContext) -> dict[str, np.ndarray]:
     """Return the device's private state, reset if the number of its examples has changed."""
-    if "drawn" in site.local and site.local["drawn"][0] == len(site.train):
-        return dict(site.local)
+    if "drawn" in site.private_state and site.private_state["drawn"][0] == len(site.train):
+        return dict(site.private_state)
     return {"drawn": np.array([len(site.train), site.rng.integers(1 << 62)])}
 
 

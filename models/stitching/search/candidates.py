@@ -403,7 +403,7 @@ def inference_cost(donor_pool: DonorPool, paths: Sequence[Path], labels: int) ->
 def board_cost(flops: float, read_bytes: float, board: str) -> tuple[float | None, float | None]:
     """Return the milliseconds and joules of one example on a board, None where its speed or power is unknown."""
     points = profiles.load_board_profile(board).operating_points()
-    work = WorkEstimate(flops=flops, read_bytes=read_bytes, tasks=0.0)
+    work = WorkEstimate(flops=flops, read_bytes=read_bytes, task_share=0.0)
     seconds = cost_model.work_seconds(work, points[0]) if points else None
     return (None, None) if seconds is None else (1e3 * seconds, cost_model.work_joules(seconds, points[0]))
 

@@ -221,7 +221,7 @@ def blocks_work(runs: Iterable[tuple[Block, float]], matrices_bytes: int, exampl
         launches_per_batch=launches,
         bytes_per_batch=weights,
         batch=RUN_AT_ONCE,
-        examples=examples,
+        max_examples=examples,
         peak_bytes=int(max(peak, matrices_bytes)),
         workload="score",
     )

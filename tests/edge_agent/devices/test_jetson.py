@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from fedquilt import profiles
-from fedquilt.core import Covers, OperatingPoint, Power
+from fedquilt.core import Coverage, OperatingPoint, Power
 from fedquilt.edge_agent.clocks.client import HelperStatus
 from fedquilt.edge_agent.clocks.controls import read_mode_name
 from fedquilt.edge_agent.devices import jetson_meters, linux
@@ -334,7 +334,7 @@ def test_in_a_mode_that_the_profile_does_not_have_all_its_points_are_told(tmp_pa
 
 
 class FakeMeter:
-    covers: Covers = "board"
+    coverage: Coverage = "board"
 
     def read(self, now_s: float) -> Power:
         return Power(9.0, "another", {"VDD_IN": 9.0})

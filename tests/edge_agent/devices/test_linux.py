@@ -193,19 +193,19 @@ def test_a_helper_that_let_go_does_not_stop_the_sensors(tree: Tree, caplog: pyte
 def test_the_helper_holds_and_is_told_that_we_live(tree: Tree):
     clocks = FakeClocks()
     device = LinuxDevice(tree.root, profile=profiles.parse_board_profile(OWN, "own"), clocks=clocks)
-    assert (device.adjustable, device.holds) == (True, False)
+    assert (device.adjustable, device.clocks_unchanged) == (True, False)
     assert device.pin_clocks(device.points[1]).name == "slow"
     with pytest.raises(ClockError, match="no operating point 'warp'"):
         device.pin_clocks(OperatingPoint(name="warp"))
     device.read_sensors(7.0)
-    assert device.holds
+    assert device.clocks_unchanged
     device.unpin_clocks()
-    assert not device.holds
+    assert not device.clocks_unchanged
     assert (clocks.held, clocks.kept_s) == (["slow", "released"], [7.0])
     device.pin_clocks(device.points[0])
     clocks.gone = True
     device.read_sensors(8.0)  # it is told then that the helper has let go
-    assert not device.holds
+    assert not device.clocks_unchanged
 
 
 def test_a_raspberry_pi_has_its_profile(tree: Tree):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from trees import Tree
 
-from fedquilt.core import Covers, Power
+from fedquilt.core import Coverage, Power
 from fedquilt.edge_agent.devices.linux import LinuxDevice
 from fedquilt.edge_agent.power.task_power import EnergyAccount
 
@@ -171,7 +171,7 @@ def test_energy_and_power_of_a_reading_are_one_meters(tree: Tree):
 class Plug:
     """A wall plug: it says what a test has set, or raises it."""
 
-    covers: Covers = "board"
+    coverage: Coverage = "board"
 
     def __init__(self, said: Power | Exception) -> None:
         self.said = said
@@ -208,7 +208,7 @@ def test_a_meter_of_a_rail_is_never_taken_for_the_board(tree: Tree):
     """It stands among the rails; the processor's counter covers more."""
     tree.rapl("0", "package-0", 0, 10**9)
     rail = Plug(Power(3.0, "usb port 2"))
-    rail.covers = "rail"
+    rail.coverage = "rail"
     reading = LinuxDevice(tree.root, custom_meter=rail).read_sensors(0.0)
     assert (reading.power_w, reading.energy_j, reading.energy_source) == (None, 0.0, "rapl")
     assert reading.rails_w == {"usb port 2": 3.0}

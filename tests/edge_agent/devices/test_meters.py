@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from fedquilt.core import Covers, Power
+from fedquilt.core import Coverage, Power
 from fedquilt.edge_agent.devices import linux, meters
 from fedquilt.edge_agent.devices.meters import SILENCE_TIMEOUT_S, WidestRangeMeter
 
@@ -17,12 +17,12 @@ from fedquilt.edge_agent.devices.meters import SILENCE_TIMEOUT_S, WidestRangeMet
 class Fixed:
     """A meter that always tells the same power; None: it is silent."""
 
-    covers: Covers
+    coverage: Coverage
     watts: float | None
     rails: dict[str, float] = field(default_factory=dict)
 
     def read(self, now_s: float) -> Power:
-        return Power(self.watts, f"{self.covers} meter", self.rails)
+        return Power(self.watts, f"{self.coverage} meter", self.rails)
 
 
 def test_a_rail_is_told_beside_and_never_as_the_board() -> None:
@@ -98,7 +98,7 @@ def test_each_rail_with_a_current_counts_and_none_else() -> None:
     assert not {"EXT5V", "BATT"} & found.rails_w.keys()
     assert found.total_w == pytest.approx(sum(found.rails_w.values()))
     assert found.total_w == pytest.approx(5.75, abs=0.2)
-    assert meters.Pmic.covers == "processor"  # not the board: USB devices are not in it
+    assert meters.Pmic.coverage == "processor"  # not the board: USB devices are not in it
 
 
 @pytest.mark.parametrize(

@@ -67,9 +67,9 @@ def test_a_board_is_made_by_name_and_point():
     assert (device.board, device.memory_bytes) == ("jetson-tx2", 7854 * 2**20)
     assert [point.name for point in device.points[:4]] == ["MAXN", "MAXP_CORE_ALL", "MAXP_CORE_ARM", "MAXQ"]
     assert device.points == profiles.load_board_profile("jetson-tx2").operating_points()
-    assert device.task_cost(WorkEstimate(flops=144.8e9, tasks=0.0), Cost(duration_s=0.0)).duration_s == pytest.approx(
-        1.0
-    )
+    assert device.task_cost(
+        WorkEstimate(flops=144.8e9, task_share=0.0), Cost(duration_s=0.0)
+    ).duration_s == pytest.approx(1.0)
     with pytest.raises(JobError, match="no operating point 'MAXX'; it has the modes MAXN"):
         devices.create_device("jetson-tx2:MAXX")
     with pytest.raises(JobError, match="'tx3' is unknown"):
@@ -93,7 +93,7 @@ def test_every_point_of_the_grid_can_be_held():
     device = devices.create_device("jetson-nano")
     last = device.points[-1]
     assert device.pin_clocks(last) == last
-    cost = device.task_cost(WorkEstimate(flops=last.flops_per_s, tasks=0.0), Cost(duration_s=0.0))
+    cost = device.task_cost(WorkEstimate(flops=last.flops_per_s, task_share=0.0), Cost(duration_s=0.0))
     assert cost.duration_s == pytest.approx(1.0)
     assert cost.energy_j == pytest.approx(last.busy_w)
     assert (cost.idle_j, cost.energy_source) == (pytest.approx(0.93), "profile jetson-nano (assumed)")

@@ -146,7 +146,7 @@ def test_what_makes_no_network_is_refused_by_name(
 
 
 def test_a_method_that_cannot_put_it_together_is_refused_by_name(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-    method = replace(methods.load("fedrep"), personal=None)
+    method = replace(methods.load("fedrep"), personal_model=None)
     monkeypatch.setattr(methods, "load", lambda name: method)
     found = place.checked(place.keep(HEAD))
     assert (found.code, found.reason) == (

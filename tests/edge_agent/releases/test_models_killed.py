@@ -84,7 +84,7 @@ class Deployed:
             for message in self.link.receive():
                 route = wire.parse_topic(message.topic)
                 handled = self.transfers.handle_message(route, message.payload, self.broker.now_s)
-                if not handled and route.leaf == "installed":
+                if not handled and route.subtopic == "installed":
                     self.told.append(wire.decode(message.payload, wire.ReleaseStatus))
             self.transfers.step(self.broker.now_s)
 
@@ -140,7 +140,7 @@ def ended(made: Deployed, back: bool) -> None:
     made.deploy(2)
     made.run(1.2)
     if back:
-        made.deploy(3, rollout="r2", back=True)
+        made.deploy(3, rollout="r2", is_rollback=True)
     made.run(6.0)
 
 

@@ -145,7 +145,7 @@ class Board:
                 self.serial += what != "same"
                 blob = None if what == "back" else ref(1 + self.serial % 3)
                 rollout = self.state.record.rollout if what == "back" and self.state.record else ""
-                wish = release(self.serial, blob, back=what == "back", rollout=rollout or f"r{self.serial}")
+                wish = release(self.serial, blob, is_rollback=what == "back", rollout=rollout or f"r{self.serial}")
                 self.feed(state_machine.ReleaseReceived(wish))
             case "withdrawn":
                 self.feed(state_machine.ReleaseCancelled())

@@ -45,7 +45,7 @@ def test_an_old_release_that_is_kept_and_sent_again_changes_nothing(site: Site, 
     later = deploy(site, 2)
     site.run(20.0)
     replayed(old)
-    site.say("model", release(3, rollout="r2", back=True), retain=True)
+    site.say("model", release(3, rollout="r2", is_rollback=True), retain=True)
     site.run(20.0)
     assert (last(site).serial, last(site).phase) == (3, "returned")
     replayed(later)
@@ -82,7 +82,7 @@ def test_what_a_rollout_has_brought_is_taken_back(site: Site, toy: ToyKind) -> N
     site.run(20.0)
     assert first.blob is not None
     for serial, rollout, running in ((3, "r1", False), (4, "r2", True), (5, "r2", True)):
-        site.say("model", release(serial, rollout=rollout, back=True), retain=True)
+        site.say("model", release(serial, rollout=rollout, is_rollback=True), retain=True)
         site.run(5.0)
         assert (last(site).serial, last(site).phase) == (serial, "returned")
         assert (toy.running == first.blob.sha256) is running
@@ -94,7 +94,7 @@ def test_what_soaks_is_taken_back_at_once(site: Site, toy: ToyKind) -> None:
     deploy(site)
     site.run(2.0)
     assert last(site).phase == "soaking"
-    site.say("model", release(2, rollout="r1", back=True), retain=True)
+    site.say("model", release(2, rollout="r1", is_rollback=True), retain=True)
     site.run(2.0)
     assert (last(site).phase, last(site).current, last(site).name) == ("returned", "", "")
 
@@ -119,7 +119,7 @@ def test_the_same_model_again_is_not_exchanged(site: Site, toy: ToyKind) -> None
     site.say("model", release(2, wanted.blob), retain=True)
     site.run(2.0)
     assert (last(site).phase, last(site).reason) == ("committed", "it ran here already")
-    site.say("model", release(3, rollout="r2", back=True), retain=True)
+    site.say("model", release(3, rollout="r2", is_rollback=True), retain=True)
     site.run(2.0)
     assert wanted.blob is not None
     assert toy.running == wanted.blob.sha256

@@ -191,7 +191,11 @@ def test_what_is_prepared_and_read_together_changes_no_bit(monkeypatch: pytest.M
     def worked() -> tuple[Any, Any, Any]:
         one = torch_engine.TorchEngine(1 << 40)
         model, told = one.train(network, start, examples, Fit(epochs=2, batch=16), tensors.seeded_rng(1))
-        return (model, one.fisher(network, start, examples, each=7)), told, one.evaluate(network, model, examples)
+        return (
+            (model, one.fisher(network, start, examples, examples_per_gradient=7)),
+            told,
+            one.evaluate(network, model, examples),
+        )
 
     monkeypatch.setitem(torch_engine.EVALUATION_BATCH, "cpu", 16)
     singly = worked()

@@ -24,7 +24,9 @@ def site(tmp_path: Path) -> Site:
 
 def send(site: Site, serial: int, back: bool = False, **settings: object) -> str:
     """Publish a release and wait for its end; what is told of it."""
-    release = DesiredRelease(rollout="r", kind="settings", serial=serial, soak_s=1.0, settings=settings, back=back)
+    release = DesiredRelease(
+        rollout="r", kind="settings", serial=serial, soak_s=1.0, settings=settings, is_rollback=back
+    )
     site.say("settings", release, retain=True)
     site.run(10.0)
     told = site.all("installed")[-1]

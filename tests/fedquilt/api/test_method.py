@@ -25,7 +25,7 @@ def pulled(gradient: Any, value: Any, at: Mapping[str, Any]) -> Any:
 
 
 def work(task: Any, client: Any) -> Any:
-    return fq.fedavg.work(task, client, fq.Hooks(correct=pulled))
+    return fq.fedavg.work(task, client, fq.Hooks(correct_gradient=pulled))
 
 
 def test_parts_that_are_given_replace_those_of_the_base():

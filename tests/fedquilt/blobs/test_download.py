@@ -81,8 +81,8 @@ def test_requests_are_batched_once_the_window_is_open():
 
 def test_no_more_is_asked_for_than_there_is_room():
     pull = begun()
-    assert pull.next_requests(0.0, room_bytes=2047) == []
-    assert indices(pull.next_requests(0.0, room_bytes=3000)) == [0]
+    assert pull.next_requests(0.0, available_bytes=2047) == []
+    assert indices(pull.next_requests(0.0, available_bytes=3000)) == [0]
     assert pull.outstanding_bytes == CHUNK
 
 
@@ -98,7 +98,7 @@ def test_a_damaged_chunk_is_counted_and_asked_for_again():
     assert indices(pull.next_requests(0.0)) == [0, 1]
     assert not pull.handle_chunk(0, chunk_of(1), 0.1)
     assert not pull.handle_chunk(1, chunk_of(1)[:-1], 0.1)
-    assert pull.bad == 2
+    assert pull.bad_messages == 2
     assert indices(pull.next_requests(0.1)) == [0, 1]
     assert pull.handle_chunk(0, chunk_of(0), 0.2)
 
@@ -110,9 +110,9 @@ def test_nothing_but_damage_ends_the_pull_with_its_reason():
     pull.handle_chunk(0, chunk_of(0), 0.0)
     for _ in range(19):
         pull.handle_chunk(1, b"bad", 0.0)
-    assert pull.failed is None
+    assert pull.failure is None
     pull.handle_chunk(1, b"bad", 0.0)
-    assert pull.failed == "the other side sent 20 chunks that are damaged, one after the other"
+    assert pull.failure == "the other side sent 20 chunks that are damaged, one after the other"
     assert pull.next_requests(0.0) == []
 
 
@@ -147,7 +147,7 @@ def test_one_lost_chunk_among_others_is_asked_for_again_without_backing_off():
 def test_a_lost_last_chunk_is_asked_for_again_after_half_a_second_on_a_fast_line():
     pull = begun()
     now_s = 0.0
-    while not pull.had[18]:
+    while not pull.stored_chunks[18]:
         for index in indices(pull.next_requests(now_s)):
             if index != 19:
                 pull.handle_chunk(index, chunk_of(index), now_s + 0.01)
@@ -175,11 +175,11 @@ def test_the_time_out_follows_the_line():
 def test_patience_ends_after_no_progress_and_not_before():
     pull = begun()
     now_s = 0.0
-    while pull.failed is None:
+    while pull.failure is None:
         pull.next_requests(now_s)
-        assert pull.failed is None or now_s >= 300.0
+        assert pull.failure is None or now_s >= 300.0
         now_s = pull.due_s
-    assert pull.failed == "no answer for 300 s"
+    assert pull.failure == "no answer for 300 s"
 
 
 def test_time_does_not_pass_for_a_parked_pull():
@@ -187,7 +187,7 @@ def test_time_does_not_pass_for_a_parked_pull():
     pull.suspend(10.0)
     pull.resume(1000.0)
     assert indices(pull.next_requests(1000.0)) == [0, 1]
-    assert pull.failed is None
+    assert pull.failure is None
 
 
 def test_a_new_session_asks_again_at_once_for_what_was_on_its_way():
@@ -206,7 +206,7 @@ def test_a_broker_with_smaller_packets_has_the_blob_cut_anew():
     assert pull.handle_manifest(coarse, 0.0)
     assert pull.handle_manifest(fine, 0.0)
     assert not pull.handle_manifest(coarse, 0.0)
-    assert len(pull.had) == 6
+    assert len(pull.stored_chunks) == 6
     other = Download(ref_of(payload), 2 * CHUNK, 0.0)
     other.handle_manifest(coarse, 0.0)
     other.handle_reconnect(CHUNK, 1.0)
@@ -218,7 +218,7 @@ def test_a_manifest_of_another_blob_or_cut_too_coarsely_is_not_taken():
     good = {"sha256": MANIFEST.sha256, "size": MANIFEST.size, "chunk": CHUNK, "digests": MANIFEST.digests}
     for change in ({"sha256": "0" * 64}, {"size": 7}, {"chunk": 4 * KIB}, {"digests": ""}):
         assert not pull.handle_manifest(wire.BlobManifest(**(good | change)), 0.0)
-    assert pull.bad == 4
+    assert pull.bad_messages == 4
     assert pull.handle_manifest(MANIFEST, 0.0)
 
 
@@ -227,12 +227,12 @@ def test_missing_is_believed_when_it_is_said_again():
     pull.next_requests(0.0)
     pull.handle_missing("not offered", 0.1)
     pull.handle_missing("not offered", 0.2)
-    assert pull.failed is None
+    assert pull.failure is None
     assert pull.next_requests(0.2) == []
     assert pull.due_s == 1.1
     assert len(pull.next_requests(1.1)) == 1
     pull.handle_missing("not offered", 1.2)
-    assert pull.failed == "the other side cannot send it: not offered"
+    assert pull.failure == "the other side cannot send it: not offered"
 
 
 @FUZZ
@@ -281,8 +281,8 @@ def test_a_peer_that_cuts_a_blob_anew_again_and_again_is_given_up():
             wire.BlobManifest(sha256=ref.sha256, size=size, chunk=chunk, digests=digests), 0.0
         )
     assert taken == 8
-    assert pull.failed is not None
-    assert "cut it anew more than 8 times" in pull.failed
+    assert pull.failure is not None
+    assert "cut it anew more than 8 times" in pull.failure
 
 
 def test_a_blob_of_one_chunk_is_asked_for_without_its_manifest():

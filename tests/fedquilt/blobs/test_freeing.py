@@ -47,7 +47,7 @@ def test_a_large_blob_is_gone_while_its_blocks_are_still_to_be_freed(tmp_path, h
 
 
 def test_small_blobs_and_more_large_ones_than_may_be_open_are_freed_at_once(tmp_path, held, monkeypatch):
-    monkeypatch.setattr(store, "OPEN_MOST", 2)
+    monkeypatch.setattr(store, "MAX_OPEN_FILES", 2)
     depot = BlobStore(tmp_path)
     refs = [depot.store_bytes(bytes([number]) * size) for number, size in enumerate((999, 1000, 1000, 1000))]
     for ref in refs:

@@ -69,7 +69,7 @@ def test_a_server_that_is_away_for_a_moment_is_gone_on_with_and_does_not_rest(tm
             server.listen(len(PAYLOAD))
 
     server.listen(2 * CHUNK)
-    fetched(tmp_path, server, http_client.HttpClient(pause=pause))
+    fetched(tmp_path, server, http_client.HttpClient(sleep=pause))
     server.thread.join()
     assert server.starts == [0, 2 * CHUNK]
     assert [0.05 <= pauses[0] <= 0.1, 0.1 <= pauses[1] <= 0.2] == [True, True]
@@ -77,11 +77,11 @@ def test_a_server_that_is_away_for_a_moment_is_gone_on_with_and_does_not_rest(tm
 
 def test_a_server_that_stays_away_is_given_up_after_three_pauses(tmp_path):
     server, pauses = Server(), []
-    reach = http_client.HttpClient(pause=pauses.append)
+    reach = http_client.HttpClient(sleep=pauses.append)
     server.listen(2 * CHUNK)
     with pytest.raises(BlobLocationError, match="cannot be used") as refused:
         fetched(tmp_path, server, reach)
-    assert refused.value.later
+    assert refused.value.can_retry
     assert len(pauses) == 3
     assert sum(pauses) <= 0.7
     server.thread.join()
@@ -93,7 +93,7 @@ def test_a_server_that_was_never_reached_is_not_waited_for(tmp_path):
         server.port = free.getsockname()[1]
     pauses = []
     with pytest.raises(BlobLocationError, match="cannot be used"):
-        fetched(tmp_path, server, http_client.HttpClient(pause=pauses.append))
+        fetched(tmp_path, server, http_client.HttpClient(sleep=pauses.append))
     assert pauses == []
 
 

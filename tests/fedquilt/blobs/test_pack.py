@@ -135,7 +135,7 @@ def test_devices_of_one_process_share_their_small_blobs_and_each_has_its_own(tmp
     path = two.blob_path(ref.sha256)
     assert path.read_bytes() == two.load(ref.sha256) == b"model"
     two.remove_blob(ref.sha256)
-    assert not shared.depot.has_blob(ref)
+    assert not shared.blob_store.has_blob(ref)
     assert not (tmp_path / "one").exists()
 
 

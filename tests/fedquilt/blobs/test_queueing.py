@@ -114,9 +114,9 @@ def test_those_who_are_gone_do_not_keep_others_waiting_for_their_turn(tmp_path):
     broker = MemoryBroker()
     coordinator, agent = Paced(broker, tmp_path / "here"), Side(broker, tmp_path / "a", "alive")
     for number in range(8):
-        coordinator.transfers.request_blob(f"dead{number // 2}", ref_of(bytes([number])), in_turn=True)
+        coordinator.transfers.request_blob(f"dead{number // 2}", ref_of(bytes([number])), use_queue=True)
     ref = agent.depot.store_bytes(noise(2_000_000))
-    coordinator.transfers.request_blob("alive", ref, in_turn=True)
+    coordinator.transfers.request_blob("alive", ref, use_queue=True)
     play(broker, coordinator, agent, until=lambda: bool(coordinator.errors))
     assert coordinator.errors == {("alive", ref.sha256): None}
     assert broker.now_s < 10.0
@@ -129,11 +129,11 @@ def test_a_device_that_is_not_wanted_any_more_leaves_the_queue(tmp_path):
     coordinator = Paced(broker, tmp_path / "here")
     refs = [ref_of(bytes([number])) for number in range(4)]
     for number, ref in enumerate(refs):
-        coordinator.transfers.request_blob(f"d{number}", ref, in_turn=True)
+        coordinator.transfers.request_blob(f"d{number}", ref, use_queue=True)
     coordinator.step(0.0)
-    assert list(coordinator.transfers._open) == [("d0", refs[0].sha256), ("d1", refs[1].sha256)]
+    assert list(coordinator.transfers._active_downloads) == [("d0", refs[0].sha256), ("d1", refs[1].sha256)]
     coordinator.transfers.cancel("d2", refs[2].sha256)
     coordinator.transfers.cancel("d0", refs[0].sha256)
     coordinator.step(0.1)
-    assert list(coordinator.transfers._open) == [("d1", refs[1].sha256), ("d3", refs[3].sha256)]
-    assert not coordinator.transfers._held
+    assert list(coordinator.transfers._active_downloads) == [("d1", refs[1].sha256), ("d3", refs[3].sha256)]
+    assert not coordinator.transfers._keys_in_queue

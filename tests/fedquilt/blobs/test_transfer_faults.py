@@ -10,7 +10,7 @@ from two_sides import KIB, Side, noise, play
 from fedquilt.blobs import download
 from fedquilt.blobs.store import BlobStore
 from fedquilt.transport.link import Message
-from fedquilt.transport.memory_link import HOP_S, MemoryBroker, MemoryLink
+from fedquilt.transport.memory_link import DELIVERY_S, MemoryBroker, MemoryLink
 from tests.faults.broker import apply_faults
 
 
@@ -25,7 +25,7 @@ class FaultyBroker(MemoryBroker):
         for copy in apply_faults(payload, self._roll, *self._odds):
             super()._receive_message(topic, copy, retain)
 
-    def _schedule_delivery(self, link: MemoryLink, message: Message, delay_s: float = HOP_S) -> None:
+    def _schedule_delivery(self, link: MemoryLink, message: Message, delay_s: float = DELIVERY_S) -> None:
         for copy in apply_faults(message.payload, self._roll, *self._odds):
             late_s = delay_s + self._roll.random() * self._delay_s
             super()._schedule_delivery(link, message._replace(payload=copy), late_s)
@@ -33,7 +33,7 @@ class FaultyBroker(MemoryBroker):
 
 @pytest.mark.parametrize("seed", [n if n < 15 else pytest.param(n, marks=pytest.mark.nightly) for n in range(60)])
 def test_every_blob_arrives_through_loss_duplicates_delay_and_damage(tmp_path, monkeypatch, seed):
-    monkeypatch.setattr(download, "PATIENCE_S", 1e6)
+    monkeypatch.setattr(download, "STALL_TIMEOUT_S", 1e6)
     roll = random.Random(seed)
     odds = roll.choice([0.0, 0.05, 0.3]), roll.choice([0.0, 0.3]), roll.choice([0.0, 0.02, 0.2])
     broker = FaultyBroker(seed, *odds, delay_s=roll.choice([0.0, 0.5, 5.0]))

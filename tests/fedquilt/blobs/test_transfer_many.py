@@ -13,7 +13,7 @@ from fedquilt.transport.memory_link import MemoryBroker, MemoryLink
 
 
 def test_devices_that_are_gone_do_not_keep_others_waiting(tmp_path, monkeypatch):
-    monkeypatch.setattr(blob_transfers, "DOWNLOADS_MOST", 2)
+    monkeypatch.setattr(blob_transfers, "MAX_DOWNLOADS", 2)
     broker = MemoryBroker()
     coordinator, agent = Side(broker, tmp_path / "c"), Side(broker, tmp_path / "a", "alive")
     ref = agent.depot.store_bytes(noise(2_000_000))

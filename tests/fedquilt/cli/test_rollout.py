@@ -130,7 +130,7 @@ def test_a_run_with_parts_on_boards_is_deployed_without_them(home, capsys, metho
 def test_a_method_that_leaves_parts_and_does_not_say_how_they_go_together_is_refused_by_name(home, capsys, monkeypatch):
     """As one of another package may be: with the mend, and nothing is queued."""
     ran(home, "fedrep")
-    method = dataclasses.replace(methods.load("fedrep"), personal=None)
+    method = dataclasses.replace(methods.load("fedrep"), personal_model=None)
     monkeypatch.setattr(methods, "load", lambda name: method)
     said = refused(capsys, "rollout", "model", "digits", "--home", str(home))
     assert "fedrep leaves 2 tensors (3.bias, ...) on each board" in said

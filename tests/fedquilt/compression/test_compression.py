@@ -240,12 +240,12 @@ def test_nothing_that_is_given_changes(wire):
 
 
 def test_what_is_left_out_goes_with_the_private_state_and_is_not_the_methods():
-    base, answer = {"model": model(0)}, ClientResult({"model": model(1)}, 1.0, local={"scores": np.ones(3)})
+    base, answer = {"model": model(0)}, ClientResult({"model": model(1)}, 1.0, private_state={"scores": np.ones(3)})
     told = compression.encode_update(INT8, answer, base.get, dict)
-    assert set(told.local) == {"scores", *(f"unsent/model/{name}" for name in model(0))}
-    assert compression.method_state(told.local).keys() == {"scores"}
+    assert set(told.private_state) == {"scores", *(f"unsent/model/{name}" for name in model(0))}
+    assert compression.method_state(told.private_state).keys() == {"scores"}
     sent = tensors.encode_tensors(told.bundles["model"])
-    assert not any(array.tobytes() in sent for name, array in told.local.items() if name != "scores")
+    assert not any(array.tobytes() in sent for name, array in told.private_state.items() if name != "scores")
 
 
 def test_of_what_is_not_sent_this_time_nothing_is_forgotten():
@@ -253,7 +253,7 @@ def test_of_what_is_not_sent_this_time_nothing_is_forgotten():
     told = compression.encode_update(
         INT8, ClientResult({"model": {"v": np.ones(2, np.float32)}}, 1.0), {}.get, lambda: before
     )
-    assert {name: array.tolist() for name, array in told.local.items()} == {
+    assert {name: array.tolist() for name, array in told.private_state.items()} == {
         "unsent/model/w": [1, 1],
         "unsent/gene/w": [1, 1, 1],
     }

@@ -121,7 +121,7 @@ def test_simulated_time_jumps_from_event_to_event():
     broker = MemoryBroker()
     here, there = broker.connect(), broker.connect()
     a, b = Echo(here, "a", "b", begins=True), Echo(there, "b", "a")
-    run_on_virtual_time(broker, lambda: [(here, a), (there, b)], until=lambda: len(b.heard_s) == 2)
+    run_on_virtual_time(broker, lambda: [(here, a), (there, b)], is_finished=lambda: len(b.heard_s) == 2)
     assert a.heard_s == [pytest.approx(1.002)]
     assert b.heard_s == [pytest.approx(0.001), pytest.approx(2.003)]
 
@@ -191,8 +191,8 @@ def test_only_who_has_something_to_do_is_woken():
         a, b = Echo(here, "a", "b", begins=True), Echo(there, "b", "a")
         crowd = [broker.connect() for _ in range(count)]
         sides = [(here, a), (there, b), *((link, Sleeper(link)) for link in crowd)]
-        run_on_virtual_time(broker, lambda: sides, until=lambda: broker.now_s > 0)
-        spent = calls(lambda: run_on_virtual_time(broker, lambda: sides, until=lambda: len(b.heard_s) == 20))
+        run_on_virtual_time(broker, lambda: sides, is_finished=lambda: broker.now_s > 0)
+        spent = calls(lambda: run_on_virtual_time(broker, lambda: sides, is_finished=lambda: len(b.heard_s) == 20))
         assert all(side.steps == 2 for _, side in sides if isinstance(side, Sleeper))  # once for each `simulate`
         return spent
 
@@ -204,7 +204,7 @@ def test_a_simulation_in_which_nothing_can_happen_any_more_ends():
     link = broker.connect()
     silent = Echo(link, "a", "b")
     with pytest.raises(TimeoutError, match=r"nothing left to happen at virtual second 0\.0"):
-        run_on_virtual_time(broker, lambda: [(link, silent)], until=lambda: False)
+        run_on_virtual_time(broker, lambda: [(link, silent)], is_finished=lambda: False)
 
 
 class PatientLink(MemoryLink):

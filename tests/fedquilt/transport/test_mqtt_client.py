@@ -71,12 +71,12 @@ def test_a_broker_that_takes_no_byte_is_lost_by_the_keep_alive():
         assert client.loop_write() == 0
         there.recv(1 << 20)
         assert client.loop_write() == 0
-        assert not client.unread
+        assert not client.is_unread
         client._blocked_s -= 1.4 * client.keepalive
         assert client.loop_write() == 0
         client._blocked_s -= 0.2 * client.keepalive
         assert client.loop_write() == paho.MQTT_ERR_KEEPALIVE
-        assert client.unread
+        assert client.is_unread
         assert client.socket() is None
 
 

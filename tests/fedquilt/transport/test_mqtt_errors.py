@@ -62,5 +62,5 @@ def out_of_date(code: int, message: str) -> ssl.SSLCertVerificationError:
 def test_a_failure_is_one_sentence_and_final_if_waiting_cannot_mend_it(error, says, final):
     assert says in str(error)
     assert "host" in str(error)
-    assert error.final is final
+    assert error.is_permanent is final
     assert "\n" not in str(error)

@@ -4,7 +4,7 @@ from sealed_fleets import CLAIM, down_topic, up_topic
 
 from fedquilt import wire
 from fedquilt.security import authenticated_link
-from fedquilt.security.authenticated_link import BURST
+from fedquilt.security.authenticated_link import MAX_HANDSHAKE_BURST
 from fedquilt.security.handshake import Session
 
 
@@ -35,7 +35,7 @@ def test_what_comes_late_after_a_change_is_no_warning_and_later_it_is_one(fleet,
     fleet.attacker.publish(down_topic("a", "hello"), wire.encode(wire.Hello()))  # it asks for another session
     fleet.run(6.0)
     assert told(down_topic("a"), sent) == told(up_topic("a"), own) == "INFO"
-    fleet.run(authenticated_link.LATE_S)
+    fleet.run(authenticated_link.LATE_MESSAGES_S)
     assert told(down_topic("a"), sent) == told(up_topic("a"), own) == "WARNING"
     assert fleet.payloads("coordinator")[1:] == []
 
@@ -73,7 +73,7 @@ def test_a_flood_of_handshakes_takes_a_hundredth_of_the_coordinators_time(fleet)
         fleet.attacker.publish(up_topic(f"x{index}", "hello"), first)
     fleet.run()
     answered = sum(bool(fleet.broker.of(down_topic(f"x{index}", "hello"))) for index in range(count))
-    assert 900 < answered <= BURST + 10
+    assert 900 < answered <= MAX_HANDSHAKE_BURST + 10
     fleet.boards["a"].publish(up_topic("a"), CLAIM)
     fleet.run()
     assert fleet.payloads("coordinator") == [CLAIM]
@@ -127,7 +127,7 @@ def test_what_the_broker_keeps_of_an_earlier_session_makes_nobody_begin_another(
 
 
 def test_handshakes_that_are_begun_and_left_fill_no_memory(fleet, monkeypatch):
-    monkeypatch.setattr(authenticated_link, "ATTEMPTS_MOST", 3)
+    monkeypatch.setattr(authenticated_link, "MAX_ATTEMPTS", 3)
     for number in range(10):
         begun = authenticated_link.handshake_probe(fleet.identities["a"])
         fleet.attacker.publish(up_topic(f"x{number}", "hello"), wire.encode(begun))
@@ -139,7 +139,7 @@ def test_handshakes_that_are_begun_and_left_fill_no_memory(fleet, monkeypatch):
 
 
 def test_names_that_a_broker_makes_up_fill_no_memory(monkeypatch):
-    monkeypatch.setattr(authenticated_link, "DEVICES_MOST", 3)
+    monkeypatch.setattr(authenticated_link, "MAX_REMEMBERED_DEVICES", 3)
     last_s = {}
     for number in range(10):
         assert authenticated_link._admit_unless_too_early(last_s, f"d{number}", 0.0, 5.0)

@@ -3,7 +3,7 @@
 from sealed_fleets import CLAIM, down_topic, up_topic
 
 from fedquilt.security import authenticated_link
-from fedquilt.security.authenticated_link import ASK_S
+from fedquilt.security.authenticated_link import REQUEST_INTERVAL_S
 
 
 def hellos(fleet, device="a"):
@@ -27,7 +27,7 @@ def test_a_board_that_has_a_session_with_another_coordinator_is_asked_for_a_new_
     fleet.displace_coordinator()
     for _ in range(3):
         fleet.link.publish(down_topic("a"), CLAIM)
-        fleet.run(ASK_S)
+        fleet.run(REQUEST_INTERVAL_S)
     assert fleet.payloads("a") == [CLAIM]
 
 
@@ -38,7 +38,7 @@ def test_boards_that_answer_after_a_lost_connection_keep_their_session(fleet):
         fleet.link.publish(down_topic("a"), CLAIM)
         fleet.run()
         fleet.boards["a"].publish(up_topic("a"), CLAIM)
-        fleet.run(ASK_S)
+        fleet.run(REQUEST_INTERVAL_S)
     assert hellos(fleet) == before
     assert fleet.payloads("a") == fleet.payloads("coordinator") == [CLAIM] * 5
 
@@ -50,11 +50,11 @@ def test_a_board_that_does_not_answer_is_asked_every_few_seconds_at_most_and_onc
     for _ in range(100):
         fleet.link.publish(down_topic("a"), CLAIM)
         fleet.run(0.2)
-    assert 2 <= hellos(fleet) - before <= 20.0 / ASK_S
+    assert 2 <= hellos(fleet) - before <= 20.0 / REQUEST_INTERVAL_S
     fleet.broker.change = lambda topic, payload: payload
-    fleet.run(authenticated_link.RESEND.most_s)
+    fleet.run(authenticated_link.RESEND.max_s)
     fleet.link.publish(down_topic("a"), CLAIM)
-    fleet.run(ASK_S)
+    fleet.run(REQUEST_INTERVAL_S)
     proved = hellos(fleet)
     for _ in range(100):
         fleet.link.publish(down_topic("a"), CLAIM)

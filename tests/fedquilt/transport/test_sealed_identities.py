@@ -70,13 +70,13 @@ def test_without_an_authority_there_is_no_signing_and_no_silence(site):
 def test_certificates_are_checked_anew_every_day(fleet, site):
     first = fleet.boards["a"].session
     site.files("b", days_ago=400)
-    fleet.broker.now_s += authenticated_link.RENEW_S + 1.0
+    fleet.broker.now_s += authenticated_link.SESSION_S + 1.0
     fleet.run()
     assert fleet.boards["a"].session == first + 1
     fleet.boards["b"].publish(up_topic("b"), b"1")
     fleet.run()
     assert fleet.payloads("coordinator") == [b"1"]
-    fleet.broker.now_s += authenticated_link.RENEW_S + 1.0
+    fleet.broker.now_s += authenticated_link.SESSION_S + 1.0
     fleet.run()
     for name in ("a", "b"):
         fleet.boards[name].publish(up_topic(name), b"2")
@@ -98,13 +98,13 @@ def test_a_coordinator_says_in_time_that_its_certificate_ends(site, caplog):
     fleet = Fleet(site)
     assert "no board takes" not in caplog.text
     site.files("coordinator", "coordinator", days_ago=705)
-    fleet.broker.now_s += authenticated_link.RENEW_S + 1.0
+    fleet.broker.now_s += authenticated_link.SESSION_S + 1.0
     fleet.run()
     said = [line for line in caplog.messages if "no board takes this coordinator's certificate after 20" in line]
     assert len(said) == 1
     assert "`fedquilt identity issue coordinator`" in said[0]
     site.files("coordinator", "coordinator", days_ago=735)
-    fleet.broker.now_s += authenticated_link.RENEW_S + 1.0
+    fleet.broker.now_s += authenticated_link.SESSION_S + 1.0
     fleet.run()
     assert "certificate has expired by the clock here, which says 20" in caplog.messages[-1]
 

@@ -1,10 +1,10 @@
 """What goes out when, and who is blamed when the broker hangs up."""
 
 from fedquilt.transport.mqtt.link import (
-    OFFLINE_BYTES,
-    OFFLINE_MESSAGES,
-    UNDER_WAY_BYTES,
-    UNDER_WAY_MESSAGES,
+    MAX_IN_FLIGHT_BYTES,
+    MAX_IN_FLIGHT_MESSAGES,
+    MAX_OFFLINE_BYTES,
+    MAX_OFFLINE_MESSAGES,
     QueuedMessage,
     SendQueue,
 )
@@ -44,10 +44,10 @@ def test_a_window_of_reliable_messages_and_a_mebibyte_are_under_way_at_once():
     assert take_all(made, window=2) == ["a", "b"]
     made.remove_sent(hash("a"))
     assert take_all(made, window=2) == ["c"]
-    large = queue(reliable("x", UNDER_WAY_BYTES * 2), reliable("y"))
+    large = queue(reliable("x", MAX_IN_FLIGHT_BYTES * 2), reliable("y"))
     assert take_all(large) == ["x"]
-    tiny = queue(*(QueuedMessage(str(n), b"", False, reliable=False) for n in range(UNDER_WAY_MESSAGES + 1)))
-    assert len(take_all(tiny)) == UNDER_WAY_MESSAGES
+    tiny = queue(*(QueuedMessage(str(n), b"", False, reliable=False) for n in range(MAX_IN_FLIGHT_MESSAGES + 1)))
+    assert len(take_all(tiny)) == MAX_IN_FLIGHT_MESSAGES
 
 
 def test_when_a_connection_breaks_reliable_messages_are_sent_again_first_and_one_by_one():
@@ -81,15 +81,15 @@ def test_a_network_that_fails_blames_nobody_and_a_broker_that_says_too_large_bla
     made = queue(reliable("a"))
     for _ in range(10):
         take_all(made)
-        assert made.handle_disconnect(innocent=True) is None
+        assert made.handle_disconnect(is_clean=True) is None
     take_all(made)
-    assert made.handle_disconnect(breaks=1) is not None
+    assert made.handle_disconnect(max_breaks=1) is not None
     assert made.backlog == 0
 
 
 def test_without_a_connection_the_oldest_are_given_up_beyond_the_bounds():
-    made = queue(reliable("old", OFFLINE_BYTES), reliable("new"))
+    made = queue(reliable("old", MAX_OFFLINE_BYTES), reliable("new"))
     assert made.drop_oldest() == 1
     assert take_all(made) == ["new"]
-    many = queue(*(reliable(str(n), 0) for n in range(OFFLINE_MESSAGES + 3)))
+    many = queue(*(reliable(str(n), 0) for n in range(MAX_OFFLINE_MESSAGES + 3)))
     assert many.drop_oldest() == 3

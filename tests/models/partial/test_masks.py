@@ -154,7 +154,7 @@ def test_masking_activations_is_masking_weights(name, training):
         gates = MaskHooks(plan, None, 0.0, 0.0)
         gates.prepare(module)
         getattr(module, SCORES).copy_(torch.from_numpy(np.where(mask, 100.0, -100.0)))
-        gates.training_steps(1.0)[1].begin(module)
+        gates.training_steps(1.0)[1].before_step(module)
         found = module(x)
     torch.testing.assert_close(found, wanted, atol=1e-4, rtol=1e-4)
     assert float(wanted.std()) > 0
@@ -257,7 +257,7 @@ def test_a_step_on_scores_leaves_batch_norms_statistics():
     gates.prepare(module).train()
     x = torch.randn(4, 1, 8, 8)
     for turn in gates.training_steps(1.0):
-        turn.begin(module)
+        turn.before_step(module)
         module(x)
     assert int(module.state_dict()["0.1.num_batches_tracked"]) == 1
 

@@ -29,7 +29,7 @@ class Runner:
     name = "onnx"
 
     def __init__(self, size: int, room_bytes: int) -> None:
-        self.size, self.room_bytes, self.runs = size, room_bytes, list[tuple[str, int]]()
+        self.size, self.available_bytes, self.runs = size, room_bytes, list[tuple[str, int]]()
 
     def batch(self, graph: Path, around_bytes: int = 0, example_bytes: int = 0) -> int:
         return self.size

@@ -39,7 +39,7 @@ def test_the_weights_of_a_block_in_two_paths_count_once():
 
 def test_milliseconds_and_joules_are_those_of_the_boards_profile():
     [point, *_] = profiles.load_board_profile("jetson-tx2").operating_points()
-    seconds = cost_model.work_seconds(WorkEstimate(flops=1e9, read_bytes=1e7, tasks=0.0), point)
+    seconds = cost_model.work_seconds(WorkEstimate(flops=1e9, read_bytes=1e7, task_share=0.0), point)
     assert seconds is not None
     assert candidates.board_cost(1e9, 1e7, "jetson-tx2") == pytest.approx((1e3 * seconds, point.busy_w * seconds))
     with pytest.raises(JobError, match="jetson-tx9"):

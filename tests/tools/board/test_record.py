@@ -298,7 +298,7 @@ def test_a_workload_s_rates_are_told_apart_and_fitted_over_the_clocks():
 
 def test_a_board_without_clocks_has_the_rates_of_its_one_point_and_no_time_leaves_a_workload_out():
     board = FakeBoard()
-    works = [WorkEstimate(flops=1e9, launches=launches, tasks=0.0) for launches in (0.0, 1.0)]
+    works = [WorkEstimate(flops=1e9, launches=launches, task_share=0.0) for launches in (0.0, 1.0)]
     quick = [probes.TaskProbe(each, lambda each=each: board.pass_s(0.01 * (1 + each.launches), 3.0)) for each in works]
     slow = [probes.TaskProbe(WorkEstimate(flops=1e9), lambda: board.pass_s(50.0, 3.0))]
     rig = dataclasses.replace(board.rig(clocks=False), probes={"torch-dense": quick, "torch-conv": slow})

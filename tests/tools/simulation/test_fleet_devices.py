@@ -64,8 +64,8 @@ def refusing(number: int, device: str, seen: list[tuple[int, str, bool]]) -> Met
     method = methods.load("local")
 
     def work(task: Task, site: ClientContext) -> ClientResult:
-        before = float(site.local["tasks"][0]) if site.local else 0.0
-        seen.append((task.round, site.device, bool(site.local)))
+        before = float(site.private_state["tasks"][0]) if site.private_state else 0.0
+        seen.append((task.round, site.device, bool(site.private_state)))
         return ClientResult({}, 1.0, {"tasks": before + 1}, {"tasks": np.array([before + 1])})
 
     def fold(state: Any, total: Any, update: Any) -> Any:
@@ -92,7 +92,7 @@ def leaving(seen: list[list[str]], work: Callable[[Task, ClientContext], ClientR
 
     def noted(task: Task, site: ClientContext) -> ClientResult:
         if site.device == "dev-0":
-            seen.append(sorted(site.local))
+            seen.append(sorted(site.private_state))
         return work(task, site)
 
     return replace(methods.load("local"), work=noted)

@@ -230,7 +230,7 @@ def test_what_tasks_share_is_encoded_once_and_each_comes_as_it_was_sent(monkeypa
     monkeypatch.setattr(wire, "encode", lambda message: encoded.append(message) or plainly(message))
     given = [
         TASK,
-        structs.replace(TASK, seed=7, tier="small", counted=3),
+        structs.replace(TASK, seed=7, tier="small", last_counted_round=3),
         structs.replace(TASK, seed=8),
         structs.replace(TASK, attempt=1),
     ]

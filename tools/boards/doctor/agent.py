@@ -99,7 +99,7 @@ def _check_validity(device_certificate: Certificate, path: Path, clock_s: float)
         )
     if clock_s >= ends_s:
         return error(f"{label} ended on {end_day}: the broker will refuse it", renew_fix)
-    if clock_s >= ends_s - (ends_s - begins_s) * enrolment.DUE_SHARE / 2:
+    if clock_s >= ends_s - (ends_s - begins_s) * enrolment.RENEWAL_SHARE / 2:
         return Problem(f"{label} ends on {end_day} and was not renewed in time", renew_fix)
     return f"{label} is valid until {end_day}"
 

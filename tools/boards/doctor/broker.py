@@ -386,7 +386,7 @@ def _check_tls(broker: Broker, connection: socket.socket, clock_s: float, deadli
     except FedquiltError as problem:
         return "FQ403", error(str(problem), "correct [broker]")
     day = format_day(ends_s)
-    if ends_s - clock_s < enrolment.SOON_S:
+    if ends_s - clock_s < enrolment.EXPIRY_WARNING_S:
         return "FQ407", Problem(f"the certificate of {broker} ends on {day}", RENEW_FIX)
     return "FQ403", f"the certificate of {broker} is to be trusted, until {day}"
 
@@ -495,6 +495,6 @@ def check_coordinator_certificate(identity: LinkIdentity, clock_s: float) -> str
         ends_s = identity.require_coordinator_certificate()
     except JobError as problem:
         return error(str(problem), ISSUE_FIX)
-    if ends_s - clock_s < enrolment.SOON_S:
+    if ends_s - clock_s < enrolment.EXPIRY_WARNING_S:
         return Problem(f"signed: no board takes the coordinator's certificate after {format_day(ends_s)}", ISSUE_FIX)
     return "signed: boards will take the certificate for the coordinator's"

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
-from fedquilt.core import UNDECODABLE, JobError, StoreError
+from fedquilt.core import DECODE_ERRORS, JobError, StoreError
 from fedquilt.host.disk import disk_errors
 from fedquilt.tools.boards.flash import own_wheels
 from fedquilt.tools.boards.flash.own_wheels import OwnWheel
@@ -145,7 +145,7 @@ def file_sha256(path: Path) -> str:
 def _load_cached_wheels(folder: Path, request_sha256: str) -> list[Path] | None:
     try:
         cached = msgspec.json.decode((folder / "kept.json").read_bytes(), type=CachedWheels)
-    except (OSError, *UNDECODABLE):
+    except (OSError, *DECODE_ERRORS):
         return None
     paths = {folder / name: digest for name, digest in cached.sha256_by_name.items()}
     if cached.request_sha256 != request_sha256 or not all(

@@ -65,7 +65,7 @@ def fit_rates(probes: Sequence[TaskProbe], seconds: Sequence[float]) -> Rates:
 
     Negative values cannot occur, and a rate without effect is None.
     """
-    counts = [(probe.work.tasks, probe.work.launches, probe.work.flops, probe.work.read_bytes) for probe in probes]
+    counts = [(probe.work.task_share, probe.work.launches, probe.work.flops, probe.work.read_bytes) for probe in probes]
     task, launch, flop, byte = fit.fit_unit_costs(counts, seconds)
     return Rates(
         flops_per_s=1 / flop if flop else None,

@@ -441,7 +441,7 @@ class LightDevice:
 
     def _handle_message(self, topic: str, payload: bytes, retained: bool) -> None:
         route, now_s = wire.parse_topic(topic), time.monotonic()
-        match route.leaf:
+        match route.subtopic:
             case "coord" if wire.decode(payload, wire.CoordState).online:
                 self._publish_count = 0
                 self._publish_profile(now_s)

@@ -48,7 +48,7 @@ PAPER_SAVED_PERCENT: Final = {
 class ScaledBoard:
     """Simulated board that counts each task as SCALE times its work, and records finished tasks."""
 
-    adjustable = holds = True
+    adjustable = clocks_unchanged = True
 
     def __init__(self, inner: Device) -> None:
         self._inner = inner

@@ -156,7 +156,7 @@ def walk_path(
         rounds.append(ScoringRound(msgspec.convert(task.params, ScoreRequest), site))
         print(f"path: {' > '.join(net.path)}", file=sys.stderr, flush=True)
         result = METHOD.work(task, site)
-        private_state = result.local
+        private_state = result.private_state
         if len(net.path) == max_length:
             break
         ballot = vote.read_ballot(result.bundles["scores"], state.pool, params.k, 0.0, 0)
@@ -257,10 +257,10 @@ def _delete_path_caches(cache: Path) -> None:
 def _time_scoring(
     scoring_round: ScoringRound, score_at: ScoreAt, engine: OnnxEngine, cache: Path, private_state: Tensors
 ) -> tuple[np.ndarray, np.ndarray, Tensors]:
-    site = replace(scoring_round.site, engine=engine, cache_at=cache, local=private_state)
+    site = replace(scoring_round.site, engine=engine, cache_folder=cache, private_state=private_state)
     started = _read_clocks()
     result = scoring.score_pool(replace(scoring_round.request, score_at=score_at, early=0), site)
-    return _read_clocks() - started, result.bundles["scores"]["score"], result.local
+    return _read_clocks() - started, result.bundles["scores"]["score"], result.private_state
 
 
 def _read_clocks() -> np.ndarray:

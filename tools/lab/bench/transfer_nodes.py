@@ -172,7 +172,7 @@ def pull_blob(url: str, folder: str, sha256: str, device: str, transport: str, p
     link = MqttLink(Broker.from_url(url), f"bench-{device}")
     blob_store = BlobStore(Path(folder))
     transfers = Transfers(
-        link, blob_store, wire.Topics("bench"), "up", lambda device, sha: False, carriers=TransferBackend()
+        link, blob_store, wire.Topics("bench"), "up", lambda device, sha: False, backend=TransferBackend()
     )
     base = _connect_and_measure_base(link, wire.Topics("bench").device_filters(device))
     idle_s = _wait_for_start()

@@ -25,7 +25,7 @@ from typing import Any, Final
 import msgspec
 
 from fedquilt import open_metrics
-from fedquilt.core import UNDECODABLE, DataError, FedquiltError, JobError
+from fedquilt.core import DECODE_ERRORS, DataError, FedquiltError, JobError
 from fedquilt.host import http_server
 from fedquilt.host.http_server import ConnectionLimiter, ConnectionLimits, HttpExchange, HttpServer, RequestRefusedError
 from fedquilt.tools.operations import access_control
@@ -204,7 +204,7 @@ class RunnerServer:
             case "POST", "/v1/label":
                 try:
                     label = msgspec.json.decode(exchange.read_body(MAX_LABEL_BYTES), type=_LabelRequest)
-                except UNDECODABLE as error:
+                except DECODE_ERRORS as error:
                     raise RequestRefusedError(400, f'a label is {{"id": ..., "label": ...}}: {error}') from None
                 return {"right": self._service.record_label(label.id, label.label)}
             case "GET" | "HEAD", "/v1/health":

@@ -16,7 +16,7 @@ from typing import Any, Final, NamedTuple
 import msgspec
 import numpy as np
 
-from fedquilt.core import UNDECODABLE, DataError, FedquiltError, ModelError
+from fedquilt.core import DECODE_ERRORS, DataError, FedquiltError, ModelError
 from fedquilt.host.disk import PRIVATE, REAL
 from fedquilt.tools.artefacts import classifier
 from fedquilt.tools.artefacts.classifier import Classifier
@@ -326,6 +326,6 @@ class ModelService:
             return {sha256: reference for sha256, reference in references.items() if reference.is_consistent}
         except FileNotFoundError:
             return {}
-        except (OSError, *UNDECODABLE) as error:
+        except (OSError, *DECODE_ERRORS) as error:
             log.warning("%s cannot be used (%s): the next answers make new ones", self._home / REFERENCE_FILE, error)
             return {}
