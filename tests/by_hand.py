@@ -127,7 +127,7 @@ class Stage:
             only=None if self.all else self.job,
             limits=self.limits or CoordinatorLimits(),
             worker=self.worker,
-            by_wall=self.by_wall,
+            uses_wall_clock=self.by_wall,
         )
 
     def add(self, name: str, **table: Any) -> str:
@@ -190,7 +190,7 @@ class SlowWorker(BackgroundWorker):
 
     def __init__(self, at_once: bool = False, large_bytes: int = 0) -> None:
         super().__init__(large_bytes=large_bytes)
-        self.stored_at, self.at_once = 0.0, at_once
+        self.min_unsaved_ratio, self.at_once = 0.0, at_once
         self.begun: deque[tuple[Any, Any]] = deque()
 
     @property

@@ -94,7 +94,14 @@ def _coordinator(folder: Path) -> dict[str, Decoder]:
     answered, history = {"a": update}, {"a": RoundBitmap(5), "b": RoundBitmap(1 << 70)}
     took = {"a": (deadline.TaskDuration(0, 1.5, 2.0),)}
     rounds = events.JobState(
-        plan, "open", 2, state=ref, asked=frozenset("bc"), answered=answered, history=history, took=took
+        plan,
+        "open",
+        2,
+        state=ref,
+        pending_devices=frozenset("bc"),
+        accepted_updates=answered,
+        history=history,
+        durations=took,
     )
     return {
         "counts of an evaluation": Decoder(

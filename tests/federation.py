@@ -262,7 +262,7 @@ def require_whole(found: Sequence[AnyEvent], least: int = ROUNDS) -> None:
     assert isinstance(last, JobEnded), last
     assert last.status == "done", last
     rounds = [fact for fact in found if isinstance(fact, RoundCommitted)]
-    worked = [fact for fact in rounds if not fact.settled]
+    worked = [fact for fact in rounds if not fact.is_evaluation_round]
     assert len(worked) >= least, [type(fact).__name__ for fact in found]
     for each in rounds:
         folded = {fact.update.device for fact in found if isinstance(fact, UpdateAccepted) and fact.round == each.round}

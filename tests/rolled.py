@@ -164,7 +164,7 @@ class Ground:
         self.link = self.broker.connect(will)
         self.executor = LinkExecutor(self.link, "f", self.store.depot, self.store.begin_epoch())
         self.server = Server(
-            self.executor, self.store, tell=lambda rollout, fact: self.facts.append((rollout.id, fact))
+            self.executor, self.store, observe_rollout=lambda rollout, fact: self.facts.append((rollout.id, fact))
         )
 
     def restart(self) -> None:

@@ -78,7 +78,7 @@ class Federation:
         executor = LinkExecutor(link, self.plan.fleet, self.store.depot, self.store.begin_epoch())
         worker = BackgroundWorker(virtual_site.LARGE_BYTES)
         self.server = Server(
-            executor, self.store, self._observe, only=self.run, limits=self.limits, worker=worker, by_wall=True
+            executor, self.store, self._observe, only=self.run, limits=self.limits, worker=worker, uses_wall_clock=True
         )
         self.seats.insert(0, (link, self.server))
 

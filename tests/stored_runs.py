@@ -47,7 +47,7 @@ class Run:
 
     def record(self, *facts: AnyEvent) -> None:
         for fact in facts:
-            after = apply_event(self.standing.rounds, fact, NOW_S)
+            after = apply_event(self.standing.job_state, fact, NOW_S)
             self.store.append_event(self.id, fact)
             self.standing.apply_event(fact, after)
             if isinstance(fact, RoundCommitted | JobEnded):
@@ -78,7 +78,7 @@ def taken_up(store: Store, run: str, plan: JobConstants, now_s: float = NOW_S) -
     """As a coordinator takes a run up: its snapshot, and the facts behind it; and where the snapshot ended."""
     standing, upto = store.snapshots.load_state(run, plan, now_s)
     for _, _, fact in store.read_events(run, upto):
-        standing.apply_event(fact, apply_event(standing.rounds, fact, now_s))
+        standing.apply_event(fact, apply_event(standing.job_state, fact, now_s))
     return standing, upto
 
 
@@ -86,7 +86,7 @@ def whole(store: Store, run: str, plan: JobConstants, now_s: float = NOW_S) -> S
     """What all facts of a run come to."""
     standing = Snapshot(JobState(plan))
     for _, _, fact in store.read_events(run):
-        standing.apply_event(fact, apply_event(standing.rounds, fact, now_s))
+        standing.apply_event(fact, apply_event(standing.job_state, fact, now_s))
     return standing
 
 
@@ -97,15 +97,17 @@ def blob_of(run: str, device: str, round: int) -> set[str]:
 def any_fact(roll: random.Random, run: str, now: JobState) -> AnyEvent:
     """A fact that may come next, of any kind that there is."""
     one = roll.choice(DEVICES)
-    asked = sorted(now.asked)
+    asked = sorted(now.pending_devices)
     if now.phase == "new":
-        return roll.choice([JobStarted(BLOB, settles=roll.random() < 0.3), NoteRecorded("by [trigger]")])
+        return roll.choice([JobStarted(BLOB, has_evaluation_rounds=roll.random() < 0.3), NoteRecorded("by [trigger]")])
     if now.phase in ("stopped", "failed"):
         return JobResumed()
     if now.phase == "closing":
-        if now.answered and roll.random() < 0.2:
-            return UpdateLost(now.round, min(now.answered), "it is gone")
-        return RoundCommitted(now.round, state(now.round), False, {}, (), 2.5, settled=now.settling)
+        if now.accepted_updates and roll.random() < 0.2:
+            return UpdateLost(now.round, min(now.accepted_updates), "it is gone")
+        return RoundCommitted(
+            now.round, state(now.round), False, {}, (), 2.5, is_evaluation_round=now.is_evaluation_round
+        )
     if roll.random() < 0.05:
         return JobEnded(roll.choice(["stopped", "failed"]), "by request")
     if now.phase == "selecting":

@@ -25,7 +25,7 @@ from fedquilt.coordinator.delivery.blob_server import BlobLocationProvider, Blob
 from fedquilt.coordinator.delivery.rate_limiter import ROUND_S, RateLimitedLink
 from fedquilt.coordinator.fleet.registry import BrokerOutage, SilenceDetector
 from fedquilt.coordinator.rounds import decisions
-from fedquilt.coordinator.rounds.events import ENDED, JobView
+from fedquilt.coordinator.rounds.events import ENDED_PHASES, JobView
 from fedquilt.coordinator.updates import validation
 from fedquilt.core import (
     ATTEMPTS_MOST,
@@ -337,16 +337,16 @@ class LinkExecutor:
 
     def publish_state(self, job: JobView) -> None:
         # the retained message is deleted at the job's end
-        state, topic = job.rounds, self._topics.round_topic(job.id)
-        over = state.phase in ENDED
+        state, topic = job.job_state, self._topics.round_topic(job.id)
+        over = state.phase in ENDED_PHASES
         message = wire.RoundState(
             job=job.id,
             method=job.job.method,
             round=state.round,
             rounds=job.job.rounds,
             phase="selecting" if state.phase == "new" else state.phase,
-            asked=tuple(sorted(state.asked)[:200]),
-            answered=tuple(sorted(state.answered)[:200]),
+            asked=tuple(sorted(state.pending_devices)[:200]),
+            answered=tuple(sorted(state.accepted_updates)[:200]),
             deadline_s=state.deadline_s,
             note=shorten_error(state.reason),
         )

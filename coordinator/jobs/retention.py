@@ -29,7 +29,7 @@ from collections.abc import Set as AbstractSet
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from fedquilt.coordinator.rounds.events import ENDED
+from fedquilt.coordinator.rounds.events import ENDED_PHASES
 from fedquilt.coordinator.settings import RetentionSettings
 from fedquilt.coordinator.storage.rows import IndexedLog, UnreadableRow
 from fedquilt.coordinator.storage.store import Store, StoredJob
@@ -100,7 +100,7 @@ def select_expired_runs(store: Store, now: float, keep: int | None, older_s: flo
 
     The `keep` latest runs and those that ended within `older_s` stay.
     """
-    ended = [row for row in store.all_jobs() if row.status in ENDED]
+    ended = [row for row in store.all_jobs() if row.status in ENDED_PHASES]
     if keep is not None:
         ended = ended[: max(0, len(ended) - keep)]
     logs = {} if older_s is None else store.read_logs()

@@ -19,7 +19,7 @@ from msgspec.structs import replace
 
 from fedquilt import __version__
 from fedquilt.coordinator.device_columns import DeviceColumn, DeviceWeights, RoundBitmap
-from fedquilt.coordinator.rounds.events import ENDED, AnyEvent, JobConstants, JobState, UpdateAccepted
+from fedquilt.coordinator.rounds.events import ENDED_PHASES, AnyEvent, JobConstants, JobState, UpdateAccepted
 from fedquilt.coordinator.storage.rows import DamagedRunError, IndexedLog, checksum, database_errors, has_event
 from fedquilt.core import UNDECODABLE, StoreError, Update
 from fedquilt.host.logs import log_ids
@@ -37,22 +37,22 @@ logger = logging.getLogger("fedquilt.coordinator")
 
 
 class Snapshot(msgspec.Struct):
-    rounds: JobState
-    examples: dict[str, int] = {}  # device -> number of its examples, as reported
-    facts: int = 0
+    job_state: JobState
+    examples_by_device: dict[str, int] = {}  # device -> number of its examples, as reported
+    event_count: int = 0
     weights: DeviceWeights = msgspec.field(default_factory=DeviceWeights)  # of a site: the mean of its boards
-    reported: DeviceWeights = msgspec.field(default_factory=DeviceWeights)  # examples, likewise
+    example_counts: DeviceWeights = msgspec.field(default_factory=DeviceWeights)  # examples, likewise
 
     def apply_event(self, fact: AnyEvent, after: JobState) -> None:
         if isinstance(fact, UpdateAccepted):
             self._record_update_numbers(fact.update, work="work" in after.task_actions)
-        self.rounds, self.facts = after, self.facts + 1
+        self.job_state, self.event_count = after, self.event_count + 1
 
     def _record_update_numbers(self, update: Update, *, work: bool) -> None:
         boards = max(len(update.boards), 1)
         if (examples := update.usage.examples) is not None:
-            self.examples[update.device] = examples
-            self.reported.set_number(update.device, examples / boards)
+            self.examples_by_device[update.device] = examples
+            self.example_counts.set_number(update.device, examples / boards)
         if work and update.weight > 0:
             self.weights.set_number(update.device, update.weight / boards)
 
@@ -108,14 +108,14 @@ class SnapshotStore:
         except UNDECODABLE as error:
             self._warn_of_unusable_snapshot(job, f"its state cannot be read ({error})")
             return Snapshot(JobState(plan)), 0
-        if standing.rounds.plan != plan:
+        if standing.job_state.constants != plan:
             self._warn_of_unusable_snapshot(job, "the job's settings have changed since")
             return Snapshot(JobState(plan)), 0
         self._facts[job] = log.facts
-        rounds = standing.rounds
-        asked_s = dict.fromkeys(rounds.asked_s, now_s)
+        rounds = standing.job_state
+        asked_s = dict.fromkeys(rounds.selected_s, now_s)
         opened_s = now_s - rounds.passed_s
-        standing.rounds = replace(rounds, opened_s=opened_s, began_s=now_s, asked_s=asked_s)
+        standing.job_state = replace(rounds, opened_s=opened_s, round_started_s=now_s, selected_s=asked_s)
         return standing, log.seq
 
     def save_if_due(self, job: str, standing: Snapshot) -> None:
@@ -123,16 +123,16 @@ class SnapshotStore:
 
         Nothing is stored while the log does not match the state, because events are unwritten or damaged.
         """
-        rounds = standing.rounds
-        ended = rounds.phase in ENDED
-        few = standing.facts - self._facts.get(job, 0) < self._every + len(rounds.since)
+        rounds = standing.job_state
+        ended = rounds.phase in ENDED_PHASES
+        few = standing.event_count - self._facts.get(job, 0) < self._every + len(rounds.last_selected_rounds)
         if rounds.state is None or (few and not ended):
             return
         body = b"" if rounds.phase == "done" else encode(standing)
         try:
             with database_errors(self._home):
                 known = self._look(job)
-            if known is None or not known.whole or known.facts != standing.facts:
+            if known is None or not known.whole or known.facts != standing.event_count:
                 return
             packed = msgspec.msgpack.encode(known)
             values = job, VERSION, packed, body, _row_checksum(job, VERSION, packed, body)
@@ -141,7 +141,7 @@ class SnapshotStore:
         except (DamagedRunError, StoreError) as error:
             logger.warning("no snapshot of %s is kept: %s", job, error, extra=log_ids(run=job))
         else:
-            self._facts[job] = standing.facts
+            self._facts[job] = standing.event_count
 
 
 def _row_checksum(job: str, version: str, log: bytes, body: bytes) -> bytes:

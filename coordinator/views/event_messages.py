@@ -31,20 +31,22 @@ UNTOLD: Final = ("macro_precision", "macro_recall", "micro_precision", "micro_re
 
 
 def format_status(summary: RunSummary, state: events.JobState) -> list[str]:
-    what = f"round {state.completed_rounds + 1} of {state.plan.rounds}"
+    what = f"round {state.completed_rounds + 1} of {state.constants.rounds}"
     if state.is_work_done:
-        what = SETTLING if state.settling else FINAL
-    spent, cohort = state.spent, len(state.asked) + len(state.answered)
+        what = SETTLING if state.is_evaluation_round else FINAL
+    spent, cohort = state.usage, len(state.pending_devices) + len(state.accepted_updates)
     taken = [f"{run_summary.format_joules(spent.joules)}{summary.total.energy_word}"] if spent.metered else []
-    devices = [f"{len(state.answered)} of {cohort} devices answered" if cohort else "no device selected yet"]
-    devices += [f"{len(state.asked)} at work"] if state.asked else []
-    devices += [f"declined: {failed_rounds.format_by_reason(state.declined, 3)}"] if state.declined else []
+    devices = [f"{len(state.accepted_updates)} of {cohort} devices answered" if cohort else "no device selected yet"]
+    devices += [f"{len(state.pending_devices)} at work"] if state.pending_devices else []
+    devices += (
+        [f"declined: {failed_rounds.format_by_reason(state.decline_reasons, 3)}"] if state.decline_reasons else []
+    )
     return [what, ", ".join([*taken, f"{units.format_bytes(spent.bytes)} so far"]), ", ".join(devices)]
 
 
 def is_evaluation_due(state: events.JobState) -> bool:
     """Return whether devices must evaluate the present state: at every `check_every` rounds and at the end."""
-    every = 0 if state.plan.check_beside else state.plan.check_every
+    every = 0 if state.constants.check_beside else state.constants.check_every
     return bool(every) and (state.is_work_done or state.completed_rounds % every == 0)
 
 
@@ -87,7 +89,7 @@ def format_event(before: RunSummary, fact: events.AnyEvent, after: RunSummary) -
     """Return an event as text, with the devices and costs of a committed round."""
     last = is_of_final_evaluation(after.state, fact)
     if isinstance(fact, events.RoundCommitted):
-        return _describe_commit(fact, last, list(before.state.answered.values()), len(before.selected))
+        return _describe_commit(fact, last, list(before.state.accepted_updates.values()), len(before.selected))
     if isinstance(fact, events.RoundRetried) and before.state.phase != "new":  # else earlier events are not known
         return [f"{FINAL if last else f'round {fact.round + 1}'}: {_describe_retry(fact, before.state)}"]
     return format_single_event(fact, last)
@@ -107,11 +109,11 @@ def _format_metrics(metrics: Mapping[str, float]) -> str:
 def _describe_event(fact: events.AnyEvent, name: str) -> list[str]:
     match fact:
         case events.NoteRecorded():
-            return [fact.said]
+            return [fact.text]
         case events.JobStarted():
             return ["started"]
         case events.EligibilityRecorded():
-            changes = [f"{', '.join(devices)}: {selection.reason_text(c)}" for c, devices in fact.passed.items()]
+            changes = [f"{', '.join(devices)}: {selection.reason_text(c)}" for c, devices in fact.ineligible.items()]
             can = [f"eligible: {', '.join(fact.eligible)}"] if fact.eligible else []
             return [f"{name}: {'; '.join([*can, *changes]) or 'the devices have new estimates of energy'}"]
         case events.CohortSelected():
@@ -155,17 +157,17 @@ def format_end(status: str, reason: str) -> list[str]:
 
 
 def _describe_retry(fact: events.RoundRetried, before: events.JobState) -> str:
-    silent, turned = sorted(before.asked), before.declined.keys() - before.idle
-    parts = [f"{len(before.answered)} {'update' if len(before.answered) == 1 else 'updates'}"]
-    if refused := sorted(turned & before.roll):  # a board that declines leaves the roll
+    silent, turned = sorted(before.pending_devices), before.decline_reasons.keys() - before.devices_without_work
+    parts = [f"{len(before.accepted_updates)} {'update' if len(before.accepted_updates) == 1 else 'updates'}"]
+    if refused := sorted(turned & before.cohort):  # a board that declines leaves the roll
         parts.append(f"what {wait_reasons.format_names(refused)} sent was refused")
-    if declined := sorted(turned - before.roll):
+    if declined := sorted(turned - before.cohort):
         parts.append(f"{wait_reasons.format_names(declined)} declined")
-    if before.idle:
-        parts.append(f"nothing to do for {wait_reasons.format_names(sorted(before.idle))}")
+    if before.devices_without_work:
+        parts.append(f"nothing to do for {wait_reasons.format_names(sorted(before.devices_without_work))}")
     if silent:
         parts.append(f"nothing from {wait_reasons.format_names(silent)}")
-    why = " by the deadline" if silent or not before.declined else ", and no other board to ask"
+    why = " by the deadline" if silent or not before.decline_reasons else ", and no other board to ask"
     again = "starting another attempt"
     if fact.attempt == before.attempt:
         again = "beginning the attempt anew, as boards that it needs are away or at other jobs' tasks"
@@ -183,7 +185,7 @@ def _describe_commit(
     if is_final_evaluation:
         told = [f"{FINAL}: {', '.join([*checked, *counts]) or 'done'}"]
     else:
-        word = "statistics for the evaluation gathered" if fact.settled else "updates aggregated"
+        word = "statistics for the evaluation gathered" if fact.is_evaluation_round else "updates aggregated"
         parts = [f"{word} ({', '.join(counts)})" if counts else word]
         parts += [_format_metrics(fact.metrics)] if fact.metrics and not fact.notes else []
         if checked:

@@ -48,7 +48,7 @@ def summarise_rollout_and_devices(kept: StoredRollout) -> dict[str, Any]:
             "device": device,
             "step": state.offered[device],
             "phase": (standing := state.device_outcome(device)) or "silent",
-            "reason": _outcome_reason(standing, heard := state.heard.get(device)),
+            "reason": _outcome_reason(standing, heard := state.reports.get(device)),
             "metrics": dict(heard.metrics) if heard is not None else {},
         }
         for device in state.offered
@@ -101,7 +101,7 @@ def describe_rollout_wait(
         board = around.boards.get(device, DeviceStatus(device))
         since_s = max(told_s.get(device, 0.0), 0.0 if board.online else board.since or 0.0)
         has = board.labels if device in around.boards else None
-        seen[device] = rollout.RolloutDevice(board.online, since_s, has, device not in state.without)
+        seen[device] = rollout.RolloutDevice(board.online, since_s, has, device not in state.incompatible_devices)
     fleet = rollout.select_rollout_devices(state, around.every, seen)
     if state.is_step_open:
         names = rollout.find_blocking_devices(state, fleet, around.now)
@@ -183,7 +183,7 @@ def format_rollout(
 
 def format_event(state: rollout.Rollout, fact: rollout.AnyRolloutEvent) -> str:
     match fact:
-        case rollout.RolloutStarted(without=unable):
+        case rollout.RolloutStarted(incompatible_devices=unable):
             out = f"; left out: {rollout.format_incompatible_devices(unable, SHOWN)}" if unable else ""
             return f"begun: {state.plan.kind} {state.plan.name}{out}"
         case rollout.ReleaseOffered(number, devices):

@@ -59,7 +59,7 @@ def warn_of_weights(store: Store, job: JobSettings, facts: Iterable[events.AnyEv
                 devices.update(found)
             case events.UpdateAccepted(update=update):
                 by_examples = by_examples or update.weight != 1.0
-    if not by_examples or len(devices) > device_columns.ENOUGH:
+    if not by_examples or len(devices) > device_columns.MIN_DEVICES_FOR_MEDIAN:
         return None
     return (
         f"one device can outweigh the others: of {len(devices)} devices no median bounds the weight by examples. Set "
@@ -117,7 +117,7 @@ class RoundOutcomes:
                 late = DeviceOutcome(
                     "asked", "selected; no update by the deadline: another attempt at the round asks it last"
                 )
-                again = dict.fromkeys(state.asked, late)
+                again = dict.fromkeys(state.pending_devices, late)
                 found.setdefault(fact.round, {}).update(again)
             case events.RoundCommitted():
                 silent = [device for device, part in found.get(fact.round, {}).items() if part.code == "asked"]
@@ -137,7 +137,7 @@ class RoundOutcomes:
         if isinstance(fact, events.EligibilityRecorded) and state.phase == "selecting":
             barred = {
                 device: DeviceOutcome(selection.reason_key(code), selection.reason_text(code))
-                for device, code in state.passed.items()
+                for device, code in state.ineligibility_reasons.items()
             }
             _set_outcomes(found, fact.round, barred)
 
@@ -162,18 +162,24 @@ def _set_outcomes(
 
 
 def _selection_outcomes(state: events.JobState, fact: events.CohortSelected) -> Mapping[str, DeviceOutcome]:
-    settled = {*state.asked, *state.answered, *state.declined}
+    settled = {*state.pending_devices, *state.accepted_updates, *state.decline_reasons}
     free = state.eligible - settled
     wanted = len(fact.devices)
-    silent = [device for device in state.silent if device in free]
+    silent = [device for device in state.silent_devices if device in free]
     fresh = free.difference(silent)
     drawn = selection.rank_devices(
-        state.plan.seed, fact.round, fresh, wanted, costs=state.costs, since=state.since, turns=state.plan.cohort.turns
+        state.constants.seed,
+        fact.round,
+        fresh,
+        wanted,
+        costs=state.costs,
+        last_selected_rounds=state.last_selected_rounds,
+        turns=state.constants.cohort.turns,
     )
     order = [*drawn, *silent]
     told = {
         device: DeviceOutcome(selection.reason_key(code), selection.reason_text(code))
-        for device, code in state.passed.items()
+        for device, code in state.ineligibility_reasons.items()
         if device not in settled
     }
     for number, device in enumerate(order, 1):

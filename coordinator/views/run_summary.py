@@ -249,7 +249,7 @@ class RunSummary(msgspec.Struct, frozen=True):
         state = events.apply_event(self.state, fact, at_s) if state is None else state
         number = getattr(fact, "round", self.running.number)
         found = self if number == self.running.number else self._open_round(number)
-        selected = found.selected or state.asked.union(state.answered)
+        selected = found.selected or state.pending_devices.union(state.accepted_updates)
         since_s, worked_s = min(found.since_s, at_s), found.worked_s
         match fact:
             case events.CohortSelected():
@@ -307,7 +307,7 @@ class RunSummary(msgspec.Struct, frozen=True):
 
     def _commit_round(self, fact: events.RoundCommitted, real_s: float) -> RunSummary:
         done, updates, devices = self.state.completed_rounds, [answer.update for answer in self.answers], self.scores
-        scores = None if fact.settled else summarise_round(fact.evaluation, updates)
+        scores = None if fact.is_evaluation_round else summarise_round(fact.evaluation, updates)
         if scores is not None:
             devices = {**devices, **{name: DeviceScore(done, value) for name, value in scores.devices.items()}}
             scores = dataclasses.replace(scores, devices={})
@@ -317,8 +317,8 @@ class RunSummary(msgspec.Struct, frozen=True):
             committed=True,
             rounds_before=done,
             selected=len(self.selected),
-            is_work=not fact.settled and not self.state.is_work_done,
-            settled=fact.settled,
+            is_work=not fact.is_evaluation_round and not self.state.is_work_done,
+            settled=fact.is_evaluation_round,
             took_s=fact.took_s,
             real_s=real_s,
             train_loss=fact.metrics.get("loss"),
@@ -341,8 +341,8 @@ def is_of_final_evaluation(state: events.JobState, fact: events.AnyEvent) -> boo
     `state` is the job state after the event. A settling round before that evaluation does not belong to it.
     """
     if isinstance(fact, events.RoundCommitted):
-        return state.checked
-    return state.is_work_done and not state.settling and getattr(fact, "round", None) == state.round
+        return state.is_final_evaluation_done
+    return state.is_work_done and not state.is_evaluation_round and getattr(fact, "round", None) == state.round
 
 
 def progress_points(summary: RunSummary) -> list[ProgressPoint]:

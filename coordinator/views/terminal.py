@@ -142,10 +142,10 @@ class Console:
     def observe(self, job: events.JobView, fact: events.AnyEvent) -> None:
         """Print an event or, unless `wordy`, update the status line and collect declines to print together."""
         run = self._watch_run(job)
-        before, run.summary = run.summary, run.summary.with_event(fact, state=job.rounds)
+        before, run.summary = run.summary, run.summary.with_event(fact, state=job.job_state)
         self._shown, run.wait = job.id, None
         if isinstance(fact, events.JobEnded) and fact.code:  # the end names the cause
-            self._declines.pop((job.id, job.rounds.round), None)
+            self._declines.pop((job.id, job.job_state.round), None)
         if not isinstance(fact, BRIEF):
             self._print_declines()
         if self._wordy or not isinstance(fact, (events.RoundCommitted, events.UpdatesAggregated, *BRIEF)):
@@ -155,16 +155,16 @@ class Console:
         elif isinstance(fact, events.TaskDeclined | events.UpdateRejected):
             what = f"declined ({fact.code})" if isinstance(fact, events.TaskDeclined) else "update refused"
             self._declines[job.id, fact.round][fact.device] = f"{what}: {fact.reason}"
-        elif isinstance(fact, events.RoundCommitted) and not fact.settled:
+        elif isinstance(fact, events.RoundCommitted) and not fact.is_evaluation_round:
             self._print_round(run, event_messages.format_score(run.summary.running.scores))
-            if not job.rounds.checked:
+            if not job.job_state.is_final_evaluation_done:
                 # the summary lacks events before this process, the state has all
                 run.committed = msgspec.structs.replace(
                     run.summary.running,
-                    rounds_before=job.rounds.completed_rounds - 1,
-                    cost=run_summary.sum_costs(before.state.answered.values()),
+                    rounds_before=job.job_state.completed_rounds - 1,
+                    cost=run_summary.sum_costs(before.state.accepted_updates.values()),
                 )
-            if not event_messages.is_evaluation_due(job.rounds):
+            if not event_messages.is_evaluation_due(job.job_state):
                 self._print_round(run, "")
         if isinstance(fact, events.RoundCommitted) and not self._wordy:
             for warning in fact.warnings:
@@ -182,7 +182,7 @@ class Console:
 
     def _watch_run(self, job: events.JobView) -> _WatchedRun:
         if job.id not in self._runs:
-            self._runs[job.id] = _WatchedRun(job, RunSummary(events.JobState(job.rounds.plan)))
+            self._runs[job.id] = _WatchedRun(job, RunSummary(events.JobState(job.job_state.constants)))
         self._runs[job.id].job = job
         return self._runs[job.id]
 
@@ -191,7 +191,9 @@ class Console:
         run.score, run.committed = score or run.score, None
         if committed is not None:
             width = table.PLAIN - len(self._format_head(job.id))
-            self._report_for(job.id, event_messages.format_round(committed, job.rounds.plan.rounds, score, width))
+            self._report_for(
+                job.id, event_messages.format_round(committed, job.job_state.constants.rounds, score, width)
+            )
 
     def _print_declines(self) -> None:
         for (run, round), reasons in self._declines.items():
@@ -227,10 +229,10 @@ class Console:
             def find_fix(job: RunningJob = job, able: Collection[str] = able.keys(), away: bool = away) -> str | None:
                 if away:
                     return BROKER
-                return wait_reasons.describe_busy_devices(job.rounds, able, server.jobs_by_leased_device(job.id))
+                return wait_reasons.describe_busy_devices(job.job_state, able, server.jobs_by_leased_device(job.id))
 
             self.report_wait(job, wait, now_s, find_fix)
-        self._runs = {id: run for id, run in self._runs.items() if run.job.rounds.phase not in events.ENDED}
+        self._runs = {id: run for id, run in self._runs.items() if run.job.job_state.phase not in events.ENDED_PHASES}
         active = [job.id for job in server.active_jobs()]
         if self._shown not in active:
             self._shown = next(iter(active), None)
@@ -255,10 +257,13 @@ class Console:
     def refresh(self) -> None:
         if self._shown in self._runs and self._block.is_live:
             run = self._runs[self._shown]
-            state = run.job.rounds
-            cohort = len(state.asked) + len(state.answered)
-            done = min(state.completed_rounds + (len(state.answered) / cohort if cohort else 0.0), state.plan.rounds)
-            self._block.show_status(lambda: self._format_block(run), done, state.plan.rounds)
+            state = run.job.job_state
+            cohort = len(state.pending_devices) + len(state.accepted_updates)
+            done = min(
+                state.completed_rounds + (len(state.accepted_updates) / cohort if cohort else 0.0),
+                state.constants.rounds,
+            )
+            self._block.show_status(lambda: self._format_block(run), done, state.constants.rounds)
 
     def show_status(self, line: Callable[[], str]) -> None:
         if self._block.is_live:
@@ -268,7 +273,7 @@ class Console:
         self._block.end_operation()
 
     def _format_block(self, run: _WatchedRun) -> str:
-        lines = event_messages.format_status(run.summary, run.job.rounds)
+        lines = event_messages.format_status(run.summary, run.job.job_state)
         lines[0] = self._format_head(run.job.id) + lines[0]
         lines[1] = ", ".join(part for part in (run.score, lines[1]) if part)
         return "\n".join([*lines, *([f"waiting for {run.wait.text}"] if run.wait is not None else [])])
@@ -338,10 +343,10 @@ def run_coordinator(
         observe,
         only,
         limits=limits,
-        tell=console.observe_rollout,
+        observe_rollout=console.observe_rollout,
         worker=ThreadWorker(),
-        around=around,
-        by_wall=True,
+        adapt_method=around,
+        uses_wall_clock=True,
     )
     endpoint = server if site is None else site.make_endpoint(server)
     with open_metrics.serve_metrics(metrics, counts.metric_families) as place, catch_stop_signals() as stop:
@@ -390,7 +395,7 @@ def print_log(store: Store, id: str, *, follow: bool = False, json: bool = False
     with contextlib.closing(console):
         while True:
             status = store.stored_status(id)  # read first, so that no last fact is missed
-            ended = status in events.ENDED
+            ended = status in events.ENDED_PHASES
             if not status:
                 raise JobError(f"{id} has been deleted meanwhile")
             for number, at_s, fact in store.read_events(id, after=seen):
@@ -423,7 +428,7 @@ def print_log(store: Store, id: str, *, follow: bool = False, json: bool = False
 
 
 def _report_stored_wait(console: Console, store: Store, job: events.JobView, row: StoredJob, now_s: float) -> None:
-    state, hold = job.rounds, store.holds.current_suspension(row.id)
+    state, hold = job.job_state, store.holds.current_suspension(row.id)
     if hold:
         return console.report_wait(job, wait_reasons.WaitReason(str(hold), hold, "lost"), now_s)
 
@@ -431,7 +436,7 @@ def _report_stored_wait(console: Console, store: Store, job: events.JobView, row
         able = wait_reasons.eligible_online_devices(state)
         return wait_reasons.describe_busy_devices(state, able, wait_reasons.devices_of_other_runs(store, row.id))
 
-    busy = {device for device, code in state.passed.items() if code == selection.BUSY}
+    busy = {device for device, code in state.ineligibility_reasons.items() if code == selection.BUSY}
     wait = wait_reasons.find_round_wait(row, state, wait_reasons.load_device_statuses(store.home), busy)
     console.report_wait(job, wait, now_s, find_fix)
 

@@ -34,7 +34,9 @@ def devices_of_other_runs(store: Store, run: str) -> dict[str, str]:
     for row in store.readable_jobs():
         if row.id != run and row.status == "running":
             with contextlib.suppress(JobError):  # a damaged log says nothing
-                found |= dict.fromkeys(summarise_events(row.job, store.read_events(row.id)).state.asked, row.id)
+                found |= dict.fromkeys(
+                    summarise_events(row.job, store.read_events(row.id)).state.pending_devices, row.id
+                )
     return found
 
 
@@ -80,7 +82,10 @@ def find_round_wait(
 
 def eligible_online_devices(state: JobState) -> set[str]:
     """Return the devices that were online and able to run the job at the latest `EligibilityRecorded`."""
-    return {*state.eligible, *(name for name, code in state.passed.items() if code in selection.ABLE)}
+    return {
+        *state.eligible,
+        *(name for name, code in state.ineligibility_reasons.items() if code in selection.ONLINE_REASONS),
+    }
 
 
 def _online_devices(store: Store) -> Iterator[tuple[DeviceStatus, TelemetrySample]]:
@@ -114,13 +119,13 @@ def find_wait(
     """
     if state.phase not in ("selecting", "open"):
         return None
-    if state.asked:
+    if state.pending_devices:
         return _find_selected_wait(state, able, busy, board, now, until)
-    lacking = [device for device, code in state.passed.items() if selection.reason_key(code) == "plugin"]
+    lacking = [device for device, code in state.ineligibility_reasons.items() if selection.reason_key(code) == "plugin"]
     able = set(able).difference(lacking)
-    barred = [code for device, code in state.passed.items() if device in able and code != selection.BUSY]
+    barred = [code for device, code in state.ineligibility_reasons.items() if device in able and code != selection.BUSY]
     alone = "".join(f", {barred.count(code)} not eligible ({code})" for code in sorted(set(barred)))
-    declined = f", {len(state.declined)} of them declined" if state.declined else ""
+    declined = f", {len(state.decline_reasons)} of them declined" if state.decline_reasons else ""
     taken = f", {count} of them at other jobs' tasks" if (count := len(busy & set(able))) else ""
     there = f"devices that run {' or '.join(engines)}: {len(able)} online{taken}{alone}{declined}"
     if state.phase == "selecting":
@@ -131,19 +136,21 @@ def find_wait(
         text = f"{there}, at least {needed} needed{_describe_missing_plugins(state, lacking)}"
         return WaitReason(text, text, "plugins" if 0 < least <= len(lacking) else "boards")
     if decisions.have_all_declined(state):  # the round ends within seconds: nobody could start a device until then
-        text = f"other devices: {format_names(sorted(state.declined))} declined"
+        text = f"other devices: {format_names(sorted(state.decline_reasons))} declined"
         return WaitReason(f"{text}{_format_deadline(until, now)}", text, "lost")
-    want = decisions.updates_to_close(state, able - state.passed.keys())
+    want = decisions.updates_to_close(state, able - state.ineligibility_reasons.keys())
     quorum = decisions.quorum(state, want)
-    text = f"{there}, {len(state.answered)} of {want} updates received, a quorum is {quorum}"
-    kind: Literal["boards", "plugins"] = "plugins" if 0 < quorum - len(state.answered) <= len(lacking) else "boards"
+    text = f"{there}, {len(state.accepted_updates)} of {want} updates received, a quorum is {quorum}"
+    kind: Literal["boards", "plugins"] = (
+        "plugins" if 0 < quorum - len(state.accepted_updates) <= len(lacking) else "boards"
+    )
     return WaitReason(f"{text}{_format_deadline(until, now)}{_describe_missing_plugins(state, lacking)}", text, kind)
 
 
 def _describe_missing_plugins(state: JobState, devices: Sequence[str]) -> str:
     by_code = dict[str, list[str]]()
     for device in sorted(devices):
-        by_code.setdefault(state.labels[device], []).append(device)
+        by_code.setdefault(state.eligibility[device], []).append(device)
     return "".join(
         f"; not {format_names(found)}, {'each of which' if len(found) > 1 else 'which'} {selection.reason_text(code)}"
         for code, found in sorted(by_code.items())
@@ -159,19 +166,19 @@ def _find_selected_wait(
     until: float,
 ) -> WaitReason | None:
     lost, work = dict[str, list[str]](), list[str]()  # by what keeps them
-    for device in sorted(state.asked):
+    for device in sorted(state.pending_devices):
         if (why := _lost_reason(device, able, busy, board(device), now)) is None:
             work.append(device)
         else:
             lost.setdefault(why, []).append(device)
-    if not lost and not state.answered:
+    if not lost and not state.accepted_updates:
         return None
     parts = [f"{format_names(devices)}, {why}" for why, devices in lost.items()]
     rest = ""
     if work and lost and _can_close_without(state, able, board, [device for each in lost.values() for device in each]):
         parts, rest = [], f", not for {'; '.join(parts)}"
-    if work and (state.answered or rest):
-        since = min(state.asked_s.get(device, state.opened_s) for device in work)
+    if work and (state.accepted_updates or rest):
+        since = min(state.selected_s.get(device, state.opened_s) for device in work)
         parts.append(
             f"{format_names(work)}, at work for {units.format_duration(now - since)}"
             if since
@@ -189,7 +196,7 @@ def _can_close_without(
     if any((known := board(device)) is None or known.online for device in lost):
         return False
     gone = frozenset(lost)
-    return len(state.answered) + len(state.asked - gone) >= decisions.quorum(
+    return len(state.accepted_updates) + len(state.pending_devices - gone) >= decisions.quorum(
         state, decisions.updates_to_close(state, able, gone)
     )
 
@@ -217,14 +224,16 @@ def _lost_reason(
 
 def describe_busy_devices(state: JobState, able: Collection[str], busy: Mapping[str, str]) -> str | None:
     """Return which runs occupy the devices that alone the running round waits for, or None."""
-    if state.asked:
-        found, lacking = state.asked & busy.keys(), len(state.asked - busy.keys())
+    if state.pending_devices:
+        found, lacking = state.pending_devices & busy.keys(), len(state.pending_devices - busy.keys())
     else:
-        passed = {device for device, code in state.passed.items() if code != selection.BUSY}
-        fit = frozenset(able) - passed - state.declined.keys() - state.answered.keys()
+        passed = {device for device, code in state.ineligibility_reasons.items() if code != selection.BUSY}
+        fit = frozenset(able) - passed - state.decline_reasons.keys() - state.accepted_updates.keys()
         least = decisions.minimum_devices_to_start(state)
         if state.phase == "open":
-            least = decisions.quorum(state, decisions.updates_to_close(state, set(able) - passed)) - len(state.answered)
+            least = decisions.quorum(state, decisions.updates_to_close(state, set(able) - passed)) - len(
+                state.accepted_updates
+            )
         found, lacking = fit & busy.keys(), least - len(fit)
     if not found or lacking > 0:
         return None

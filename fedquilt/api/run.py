@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from fedquilt import extras, metrics
 from fedquilt.api.job import Job
-from fedquilt.coordinator.rounds.events import ENDED
+from fedquilt.coordinator.rounds.events import ENDED_PHASES
 from fedquilt.coordinator.storage.store import AWAY_S, InactiveRunError, Store, StoredJob, open_store
 from fedquilt.coordinator.views import event_messages, round_outcomes, scores
 from fedquilt.coordinator.views.run_summary import RunSummary, is_of_final_evaluation, summarise_events
@@ -166,7 +166,7 @@ class Run:
                 served_s = time.monotonic() if store.is_served() else served_s
                 row = store.find_job(self.id)  # read before the rounds, so that no last round is missed
                 resume = store.describe_resume(row)
-            ended = row.status in ENDED
+            ended = row.status in ENDED_PHASES
             yield from reader.read_new_rows(ended=ended)
             if ended:
                 return

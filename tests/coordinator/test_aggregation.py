@@ -158,7 +158,10 @@ def update_summing(running: RunningJob, device: str, factor: float) -> Update:
 def closed(running: RunningJob, *updates: Update) -> dict[str, np.ndarray]:
     """Model after the round in which exactly these count."""
     rounds = msgspec.structs.replace(
-        running.rounds, phase="closing", asked=frozenset(), answered={each.device: each for each in updates}
+        running.job_state,
+        phase="closing",
+        pending_devices=frozenset(),
+        accepted_updates={each.device: each for each in updates},
     )
     return dict(running.method.step(running.state, running.aggregator.take_aggregate(rounds)).model)
 
@@ -239,7 +242,7 @@ class Round:
         """Close the round; the value that the model's entries have come to."""
         self.job.record_event(RoundClosed(self.job.rounds.round), 0.0)
         done = self.job.build_commit(0.0)()
-        self.job.record_event(done.fact, 0.0)
+        self.job.record_event(done.event, 0.0)
         self.job.start_next_round(done)
         return float(self.job.state.model["1.bias"][0])
 
@@ -281,9 +284,9 @@ def test_what_was_folded_before_a_commit_failed_counts_once(stage, monkeypatch):
     stage.ask("abc")
     for device, value in zip("abc", (1.0, 2.0, 6.0), strict=True):
         stage.take(device, value)
-    stage.job.aggregator._folding.reset()  # as after a restart
+    stage.job.aggregator._partial_aggregate.reset()  # as after a restart
     plain = stage.store.depot.load
-    gone = stage.job.rounds.answered["c"].bundles["model"].sha256
+    gone = stage.job.job_state.accepted_updates["c"].bundles["model"].sha256
     monkeypatch.setattr(stage.store.depot, "load", lambda sha256: None if sha256 == gone else plain(sha256))
     stage.job.record_event(RoundClosed(0), 0.0)
     with pytest.raises(LostUpdateError):
@@ -408,8 +411,11 @@ class Lives:
             row = self.made.store.find_job(self.made.job.id)
             job = RunningJob(row, self.made.store, 7.0, fedavg.METHOD, by_wall=by_wall)
             job.use_loaded_state(job.build_state_loader()(), 7.0)
-        assert (job.rounds.began_s, set(job.rounds.asked_s.values())) == (7.0, {7.0})  # other times are this process's
-        return job.rounds.remaining_s(7.0)
+        assert (job.job_state.round_started_s, set(job.job_state.selected_s.values())) == (
+            7.0,
+            {7.0},
+        )  # other times are this process's
+        return job.job_state.remaining_s(7.0)
 
 
 @pytest.mark.parametrize(

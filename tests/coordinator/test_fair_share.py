@@ -151,7 +151,7 @@ def test_a_cohort_of_some_boards_is_drawn_from_the_free_ones_and_the_log_says_wh
     (asked,) = facts(stage, second, CohortSelected)
     assert set(asked.devices) == set("abc") - {had}
     (noted,) = facts(stage, second, EligibilityRecorded)
-    assert noted.passed == {"busy": (had,)}
+    assert noted.ineligible == {"busy": (had,)}
     assert round_outcomes.load_outcomes(stage.store, second).found[0][had].code == "busy"
 
 

@@ -102,7 +102,7 @@ def state(round: int) -> BlobRef:
 
 def evaluated(values: list[EvaluationSums | None], limits: JobLimits, every: int = 1) -> JobState:
     """The state of a job after a round for each evaluation."""
-    plan = msgspec.structs.replace(begun(rounds=99, check_every=every).plan, stop=limits)
+    plan = msgspec.structs.replace(begun(rounds=99, check_every=every).constants, stop=limits)
     reached = apply_event(JobState(plan), JobStarted(state(0)), 0.0)
     for round, sums in enumerate(values):
         *before, _ = whole_round("a", round=round)

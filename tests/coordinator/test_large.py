@@ -44,7 +44,7 @@ COHORT = {"start_devices": 3, "quorum": 1.0, "deadline_s": 1000.0}
 def eager() -> BackgroundWorker:
     """A worker for updates of any size, which stores a sum as soon as there is something in it."""
     made = BackgroundWorker(large_bytes=0)
-    made.stored_at = 0.0
+    made.min_unsaved_ratio = 0.0
     return made
 
 
@@ -213,11 +213,11 @@ def test_an_update_that_is_offered_again_while_it_waits_for_the_worker_is_examin
     worker.submit(lambda: gate.wait(60), lambda result, now_s: None)
     update = hand.answer(ones(1.0))
     stage.play()
-    begun = worker._open
+    begun = worker._pending_count
     for _ in range(3):
         hand.say("update", update)
         stage.play()
-    assert worker._open == begun == 2
+    assert worker._pending_count == begun == 2
     gate.set()
     while not worker.is_idle or not stage.told(RoundCommitted):
         select.select(worker.fds(), (), (), 60)

@@ -304,7 +304,7 @@ def test_a_silent_device_is_not_waited_for_and_not_selected_until_its_next_messa
     stage.play()
     assert stage.told(CohortSelected)[-1].devices == ("a", "b")
     assert stage.server.registry.online_devices(stage.broker.now_s) == {"a", "b"}
-    labels = stage.server.registry.eligibility(stage.server.active_jobs()[0].wants, stage.broker.now_s)
+    labels = stage.server.registry.eligibility(stage.server.active_jobs()[0].requirements, stage.broker.now_s)
     assert labels == {"a": ELIGIBLE, "b": ELIGIBLE, "c": "silent"}
     c.say("telemetry", wire.Telemetry(power_w=1.0))
     stage.play()

@@ -12,7 +12,7 @@ from rolled import MODEL, OTHER, Ground
 from fedquilt import wire
 from fedquilt.coordinator.rounds.rollout import (
     ALLOWED,
-    LONGEST_S,
+    MAX_REPORTING_S,
     AnyRolloutEvent,
     PhasePassed,
     ReleaseOffered,
@@ -137,10 +137,10 @@ def test_a_board_that_is_there_and_talks_is_waited_for_a_day(phase):
     fleet = there(["a", "b", "c", "d"])
     both = ReleaseOffered(0, ("a", "b")), StatusReported("a", 7, "committed"), StatusReported("b", 7, phase)
     now = state(*both, canary=0.5, phases=(1.0,), patience_s=60.0, abort_above=1.0)
-    assert decide_rollout_event(now, fleet, LONGEST_S, 8) is None
-    assert find_blocking_devices(now, fleet, LONGEST_S) == ("b",)
-    assert find_blocking_devices(now, fleet, LONGEST_S + 61.0) == ()
-    assert decide_rollout_event(now, fleet, LONGEST_S + 61.0, 8) == PhasePassed(0, ("b",))
+    assert decide_rollout_event(now, fleet, MAX_REPORTING_S, 8) is None
+    assert find_blocking_devices(now, fleet, MAX_REPORTING_S) == ("b",)
+    assert find_blocking_devices(now, fleet, MAX_REPORTING_S + 61.0) == ()
+    assert decide_rollout_event(now, fleet, MAX_REPORTING_S + 61.0, 8) == PhasePassed(0, ("b",))
 
 
 def test_nothing_passes_before_anybody_has_answered():

@@ -213,7 +213,7 @@ def test_whoever_has_waited_for_the_given_turns_goes_first_and_nobody_waits_long
     costs = {device: 1000.0 if device == "dev-7" else 1.0 for device in FLEET}
     since, longest = dict.fromkeys(FLEET, 0), dict.fromkeys(FLEET, 0)
     for round in range(1000):
-        for device in select_cohort(5, round, FLEET, 2, costs=costs, since=since, turns=3.0):
+        for device in select_cohort(5, round, FLEET, 2, costs=costs, last_selected_rounds=since, turns=3.0):
             longest[device] = max(longest[device], round - since[device])
             since[device] = round
     assert longest["dev-7"] >= 30  # it is not preferred otherwise
@@ -222,7 +222,7 @@ def test_whoever_has_waited_for_the_given_turns_goes_first_and_nobody_waits_long
 
 def test_of_those_who_have_waited_too_long_the_longest_waiting_come_first():
     since = {"a": 9, "b": 4, "c": 5, "d": 9}
-    assert rank_devices(0, 10, "abcd", 2, since=since, turns=2.0)[:2] == ["b", "c"]
+    assert rank_devices(0, 10, "abcd", 2, last_selected_rounds=since, turns=2.0)[:2] == ["b", "c"]
 
 
 def test_a_boards_joules_for_a_flop_are_its_thriftiest_points():
@@ -262,8 +262,8 @@ def test_the_devices_with_the_smallest_numbers_are_drawn():
 def test_who_is_selected_comes_first_in_the_order_of_selection(fleet, round, count, turns):
     costs = {device: cost for device, (cost, _) in fleet.items() if cost is not None}
     since = {device: last for device, (_, last) in fleet.items() if last is not None}
-    ranked = rank_devices(5, round, fleet, count, costs=costs, since=since, turns=turns)
-    found = select_cohort(5, round, set(fleet), count, costs=costs, since=since, turns=turns)
+    ranked = rank_devices(5, round, fleet, count, costs=costs, last_selected_rounds=since, turns=turns)
+    found = select_cohort(5, round, set(fleet), count, costs=costs, last_selected_rounds=since, turns=turns)
     assert found == tuple(sorted(ranked[: max(count, 0)]))
     assert sorted(ranked) == sorted(fleet)
 
@@ -280,7 +280,7 @@ def test_a_cohort_of_a_large_fleet_costs_no_python_object_per_device():
 
     sys.setprofile(count_call)
     try:
-        drawn = select_cohort(1, 1, fleet - ["many-1"], 10, since=since, turns=1e-9)
+        drawn = select_cohort(1, 1, fleet - ["many-1"], 10, last_selected_rounds=since, turns=1e-9)
         since.with_values(dict.fromkeys(drawn, 1))
     finally:
         sys.setprofile(None)

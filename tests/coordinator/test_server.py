@@ -138,7 +138,7 @@ def test_what_is_held_for_sending_does_not_grow_with_devices(stage, monkeypatch)
     made = [job.build_task(str(number), "numpy", None, 0.0) for number in range(100)]
     assert len({task.bundles["model"].sha256 for task in made}) == 4
     assert {ref.sha256 for task in made for ref in task.bundles.values()} <= job.sent_blobs()
-    assert len(job._encoded) <= 4
+    assert len(job._encoded_bundles) <= 4
     encoded = []
     monkeypatch.setattr(tensors, "encode_tensors", lambda value, metadata: encoded.append(value) or b"")
     job.build_task("1", "numpy", None, 0.0)
@@ -214,7 +214,7 @@ def test_a_board_that_is_low_or_hot_is_passed_over_until_it_is_not(tmp_path):
     found = round_outcomes.load_outcomes(stage.store, stage.job).found
     assert {device: part.code for device, part in found[0].items()} == {"a": "battery", "b": "hot"}
     active = stage.server.find_job(stage.job)
-    wait = wait_reasons.find_wait(active.rounds, active.engines, ["a", "b"])
+    wait = wait_reasons.find_wait(active.job_state, active.engines, ["a", "b"])
     assert wait.text == (
         "devices that run torch or numpy: 2 online, 1 not eligible (battery), 1 not eligible (hot), at least 1 needed"
     )

@@ -143,13 +143,13 @@ def test_a_job_that_was_stopped_before_it_began_can_be_resumed(stage):
 
 
 def test_a_stop_that_is_asked_for_while_a_job_is_taken_up_is_not_lost(stage, monkeypatch):
-    load = stage.server._opening._load
+    load = stage.server._job_loader._load
 
     def stopped(method):
         stage.store.set_status(stage.job, "stopping")
         return load(method)
 
-    monkeypatch.setattr(stage.server._opening, "_load", stopped)
+    monkeypatch.setattr(stage.server._job_loader, "_load", stopped)
     stage.play()
     assert stage.store.stored_status(stage.job) == "stopped"
 
@@ -173,7 +173,7 @@ def test_what_a_round_needed_is_dropped_when_the_next_ones_tasks_are_sent(tmp_pa
     stage = Stage(tmp_path, rounds=2)
     a, b = stage.hand("a"), stage.hand("b")
     stage.play()
-    first = stage.server.active_jobs()[0].rounds.state
+    first = stage.server.active_jobs()[0].job_state.state
     assert first is not None
     updates = [a.answer(ones(2.0)), b.answer(ones(4.0))]
     stage.play()
@@ -304,7 +304,7 @@ def test_a_job_that_ends_before_it_is_taken_up_is_published_as_any_that_ends(tmp
     if why == "bundle":
         shutil.rmtree(tmp_path / "bundle")
     elif why == "method":
-        stage.server._opening._load = lambda name: {}[name]
+        stage.server._job_loader._load = lambda name: {}[name]
     elif why == "stopped":
         stage.store.set_status(stage.job, "stopping")
     watcher, topic = stage.broker.connect(), wire.Topics("f").round_topic(stage.job)

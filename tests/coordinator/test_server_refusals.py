@@ -179,7 +179,7 @@ def test_a_board_that_floods_is_set_aside_by_name_and_the_round_goes_on(tmp_path
     assert [fact.update.device for fact in stage.told(UpdateAccepted)] == ["b"]
     assert stage.told(RoundCommitted)
     assert stage.told(CohortSelected)[-1].devices == ("b",)
-    assert "flooding" in stage.told(EligibilityRecorded)[-1].passed
+    assert "flooding" in stage.told(EligibilityRecorded)[-1].ineligible
     stage.play(rate_limiter.ASIDE_S)
     a.say("presence", wire.Presence(online=True, boot="2"), retain=True)
     stage.play(2.0)
@@ -259,7 +259,7 @@ def test_a_board_that_is_removed_is_not_asked_before_its_next_message(tmp_path):
     stage = Stage(tmp_path)
     a, _ = stage.hand("a"), stage.hand("b")
     stage.play()
-    wants, registry = stage.server._jobs[stage.job].job.wants, stage.server.registry
+    wants, registry = stage.server._jobs[stage.job].job.requirements, stage.server.registry
 
     def able() -> set[str]:
         return set(registry.eligibility(wants, stage.broker.now_s).devices_with(ELIGIBLE))

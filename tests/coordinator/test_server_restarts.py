@@ -71,7 +71,7 @@ def test_a_job_that_was_done_when_its_coordinator_was_killed_stays_done(stage, m
         assert main(["stop", stage.job, "--home", str(stage.store.home)]) == 0
     row = stage.store.find_job(stage.job)
     assert row.status == "done"
-    assert RunningJob(row, stage.store, 0.0, methods.load("fedavg")).rounds.phase == "done"
+    assert RunningJob(row, stage.store, 0.0, methods.load("fedavg")).job_state.phase == "done"
 
 
 def test_after_a_restart_a_task_waits_for_what_its_device_says_it_is(stage):

@@ -198,7 +198,7 @@ def test_a_stored_sum_that_a_disk_does_not_give_back_once_is_not_lost(tmp_path):
     states = []
     for name, left in (("calm", 0), ("fails", 1)):
         worker = BackgroundWorker(large_bytes=0)
-        worker.stored_at = 0.0
+        worker.min_unsaved_ratio = 0.0
         stage = Stage(tmp_path / name, worker=worker, cohort={"min_devices": 2})
         a, b = stage.hand("a"), stage.hand("b")
         stage.play()
@@ -358,7 +358,7 @@ def test_a_job_for_which_no_descriptor_is_left_waits_until_there_is_one(tmp_path
 def test_a_method_that_cannot_be_imported_for_lack_of_descriptors_is_imported_later(tmp_path):
     stage = Stage(tmp_path, rounds=1)
     stage.restart()
-    opening = stage.server._opening
+    opening = stage.server._job_loader
     load, left = opening._load, [1] * 5
 
     def lacking(name):

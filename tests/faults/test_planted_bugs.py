@@ -66,8 +66,8 @@ def a_state_after_its_fact(patch: Patch) -> None:
 
     def early(self: RunningJob, rounds: JobState, now_s: float) -> CommitResult:
         done, depot = commit(self, rounds, now_s), self._store.depot
-        held[:] = [depot.load(done.fact.state.sha256)]
-        depot.remove_blob(done.fact.state.sha256)
+        held[:] = [depot.load(done.event.state.sha256)]
+        depot.remove_blob(done.event.state.sha256)
         return done
 
     def late(self: RunningJob, fact: AnyEvent, now_s: float) -> None:
@@ -105,7 +105,7 @@ def no_round_check(patch: Patch) -> None:
     plain = decisions._decide_on_announcement
 
     def offered(job: str, state: Any, arriving: Any, event: decisions.UpdateAnnounced) -> decisions.Decision:
-        if state is not None and event.update.job == job and event.device in state.asked:
+        if state is not None and event.update.job == job and event.device in state.pending_devices:
             event = replace(event, update=replace(event.update, round=state.round))
         return plain(job, state, arriving, event)
 
@@ -167,7 +167,9 @@ def an_event_before_its_blobs(patch: Patch) -> None:
 
 def a_refusal_kept_after_a_commit(patch: Patch) -> None:
     plain = events._clear_round
-    patch.setattr(events, "_clear_round", lambda state, round: replace(plain(state, round), declined=state.declined))
+    patch.setattr(
+        events, "_clear_round", lambda state, round: replace(plain(state, round), decline_reasons=state.decline_reasons)
+    )
 
 
 def an_epoch_used_again(patch: Patch) -> None:
@@ -204,7 +206,7 @@ def a_round_check_off_by_one(patch: Patch) -> None:
     plain = decisions._decide_on_announcement
 
     def offered(job: str, state: Any, arriving: Any, event: decisions.UpdateAnnounced) -> decisions.Decision:
-        if state is not None and event.update.round + 1 == state.round and event.device in state.asked:
+        if state is not None and event.update.round + 1 == state.round and event.device in state.pending_devices:
             event = replace(event, update=replace(event.update, round=state.round))
         return plain(job, state, arriving, event)
 

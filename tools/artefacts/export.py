@@ -68,7 +68,7 @@ def _find_states(store: Store, row: StoredJob) -> tuple[BlobRef | None, BlobRef 
     for _, _, fact in store.read_events(row.id):
         if isinstance(fact, RoundCommitted):
             best, before = (latest, rounds) if fact.best else (best, before)
-            rounds += not fact.settled
+            rounds += not fact.is_evaluation_round
         if isinstance(fact, JobStarted | RoundCommitted):
             latest = fact.state
     return latest, best, before
@@ -194,7 +194,9 @@ def _encode_shared_parts(
     sent = {name: value for name, value in order.bundles.items() if not isinstance(value, BlobRef)}
     task = make_task(
         order,
-        blob=lambda value: value if isinstance(value, BlobRef) else ref_from_bytes(tensors.encode_tensors(value)),
+        store_bundle=lambda value: (
+            value if isinstance(value, BlobRef) else ref_from_bytes(tensors.encode_tensors(value))
+        ),
         actions=("check",),
         engine=method.engines[0],
         job=row.id,
@@ -247,5 +249,7 @@ def _reading_settings(row: StoredJob) -> Mapping[str, Any]:
 def _describe_unfinished(store: Store, row: StoredJob) -> str:
     if (status := store.current_status(row)) == "done":
         return ""
-    rounds = sum(isinstance(fact, RoundCommitted) and not fact.settled for _, _, fact in store.read_events(row.id))
+    rounds = sum(
+        isinstance(fact, RoundCommitted) and not fact.is_evaluation_round for _, _, fact in store.read_events(row.id)
+    )
     return f"; no final result: {row.id} is {status}, after {rounds} of at most {row.job.rounds} rounds"

@@ -16,7 +16,7 @@ import msgspec
 from fedquilt import methods
 from fedquilt.console import progress, table
 from fedquilt.coordinator.rounds import deadline, energy_scheduling
-from fedquilt.coordinator.rounds.deadline import RECENT, DeviceWorkload, TaskDuration
+from fedquilt.coordinator.rounds.deadline import KEPT_DURATIONS, DeviceWorkload, TaskDuration
 from fedquilt.coordinator.rounds.energy_scheduling import DeviceForecast, EnergyPlan, EpochChoice
 from fedquilt.coordinator.settings import JobSettings, create_initial_state
 from fedquilt.coordinator.updates import tasks
@@ -92,11 +92,13 @@ def predict_work(
         if order is None or not len(member.train):
             continue
         uneven = method.traits.unequal_epochs
-        ask = tasks.predict_workload(order, ("work",), engine, tasks.HELD, uneven)._replace(profile=profile)
+        ask = tasks.predict_workload(order, ("work",), engine, tasks.DEFAULT_HELD_OUT_SHARE, uneven)._replace(
+            profile=profile
+        )
         took_s = ask.predict_duration_s(len(member.train))
         if took_s is not None:
             took = TaskDuration(0, took_s, ask.work_amount, took_s, took_s, len(member.train))
-            known[member.device] = (took,) * RECENT
+            known[member.device] = (took,) * KEPT_DURATIONS
         asks[member.device] = ask
     return asks, known
 

@@ -24,7 +24,14 @@ import msgspec
 from fedquilt import methods, metrics
 from fedquilt.arrays import tensors
 from fedquilt.console import table
-from fedquilt.coordinator.rounds.events import ENDED, JobConstants, JobStarted, JobState, RoundCommitted, apply_event
+from fedquilt.coordinator.rounds.events import (
+    ENDED_PHASES,
+    JobConstants,
+    JobStarted,
+    JobState,
+    RoundCommitted,
+    apply_event,
+)
 from fedquilt.coordinator.settings import JobSettings
 from fedquilt.coordinator.storage.store import Store, StoredJob
 from fedquilt.coordinator.views import run_summary, scores
@@ -147,7 +154,7 @@ def evaluate_run(
     found, states = scores.read_scores(store.home, row), _StateReader(store, row)
     with Evaluator(row.job, row.bundle) as evaluator:
         while True:
-            ended = store.stored_status(row.id) in ENDED  # before its states are looked at
+            ended = store.stored_status(row.id) in ENDED_PHASES  # before its states are looked at
             score = _score_latest_if_new(states, evaluator, {score.state for score in found.scores}, ended)
             if score is not None:
                 say(score)
@@ -182,7 +189,7 @@ def _score_latest_if_new(
 ) -> EvaluationScore | None:
     # None also if the state was deleted because the next one was committed
     latest = states.read_latest()
-    if latest is None or latest[1].sha256 in known or (states.rounds.settling and not ended):
+    if latest is None or latest[1].sha256 in known or (states.rounds.is_evaluation_round and not ended):
         return None
     done, ref = latest
     path = states.store.depot.blob_path(ref.sha256)

@@ -23,7 +23,7 @@ from fedquilt.arrays import disk_arrays, tensors
 from fedquilt.coordinator import settings
 from fedquilt.coordinator.rounds import events, failed_rounds
 from fedquilt.coordinator.rounds.events import AnyEvent, JobView
-from fedquilt.coordinator.rounds.selection import NOTHING
+from fedquilt.coordinator.rounds.selection import NO_WORK
 from fedquilt.coordinator.server import Server
 from fedquilt.coordinator.settings import JobSettings
 from fedquilt.coordinator.storage.store import Store
@@ -97,7 +97,9 @@ class _SiteJobLog:
 
     @property
     def current_round(self) -> int:
-        return self.last.begins if isinstance(self.last, events.JobStarted) else self.last.round if self.last else 0
+        return (
+            self.last.first_round if isinstance(self.last, events.JobStarted) else self.last.round if self.last else 0
+        )
 
     def apply_new_events(self, store: Store, id: str) -> _SiteJobLog:
         for seq, _, fact in store.read_events(id, self._seq):
@@ -112,7 +114,7 @@ class _SiteJobLog:
                     self.updates[fact.update.device] = fact.update
                 case events.UpdateLost():
                     self.updates.pop(fact.device, None)
-                case events.TaskDeclined(code=code) if code == NOTHING:
+                case events.TaskDeclined(code=code) if code == NO_WORK:
                     continue
                 case events.TaskDeclined() | events.UpdateRejected():
                     self.refusals[fact.device] = fact.reason
@@ -236,12 +238,12 @@ class SiteWorker:
 
     def _adopt_running_round(self, order: WorkRequest) -> bool:
         job = self.server.find_job(order.task.job)
-        if job is None or job.id in self._stopping or job.rounds.state is None or sites.STATE not in order.bundles:
+        if job is None or job.id in self._stopping or job.job_state.state is None or sites.STATE not in order.bundles:
             return False
         with contextlib.suppress(FedquiltError):  # who begins with the order tells it
-            here = job.rounds.ordered is not None and job.rounds.round == order.task.round
+            here = job.job_state.parent_order is not None and job.job_state.round == order.task.round
             self._asked = here and self._has_parent_state(
-                job.rounds.state, sites.site_state_from_task(tensors.read_tensors(Path(order.bundles[sites.STATE])))
+                job.job_state.state, sites.site_state_from_task(tensors.read_tensors(Path(order.bundles[sites.STATE])))
             )
         return self._asked
 
@@ -253,7 +255,7 @@ class SiteWorker:
                 "identity issue NAME --role site`, or [sites.NAME] in its limits.toml without certificates)"
             )
         given = sites.site_state_from_task(tensors.read_tensors(Path(order.bundles[sites.STATE])))
-        tensors.unpack_state(given.inner.tobytes(), methods.load(task.method).state)  # before it is in the log
+        tensors.unpack_state(given.parent_state.tobytes(), methods.load(task.method).state)  # before it is in the log
         if not store.stored_status(id):
             job = self._make_site_job(task.params["job"])
             folder = (store.home / "sites" / id).resolve()
@@ -269,7 +271,7 @@ class SiteWorker:
         if known.last is not None and self._has_parent_state(known.last.state, given):
             if isinstance(known.last, events.RoundCommitted) and known.last.round == task.round:
                 return self._write_bundles_and_make_outcome(id, known.last)
-            if isinstance(known.last, events.JobStarted) and known.last.begins == task.round:
+            if isinstance(known.last, events.JobStarted) and known.last.first_round == task.round:
                 self._resume_job(id)
                 return None
         if known.last is not None and known.current_round > task.round:
@@ -280,9 +282,9 @@ class SiteWorker:
             )
         started = events.JobStarted(
             store.depot.store_bytes(tensors.pack_state(given)),
-            begins=task.round,
+            first_round=task.round,
             actions=task.actions,
-            settling=bool(task.params.get("settling")),
+            is_evaluation_round=bool(task.params.get("settling")),
             deadline_s=max(WITHIN * task.deadline_s, 1.0),
             class_shares=task.class_shares or (),
         )
@@ -300,7 +302,7 @@ class SiteWorker:
 
     def _has_parent_state(self, ref: BlobRef, given: sites.SiteJobState) -> bool:
         found = self._read_state(ref)
-        return found is not None and np.array_equal(found.inner, given.inner)
+        return found is not None and np.array_equal(found.parent_state, given.parent_state)
 
     def _read_state(self, ref: BlobRef) -> sites.SiteJobState | None:
         # a large sum stays on disk. None if the blob is missing or damaged
@@ -353,7 +355,7 @@ class SiteWorker:
     def _yield_update_bundles(self, state: sites.SiteJobState, boards: Sequence[str]) -> Iterator[tuple[str, Tensors]]:
         # the partial sum of the devices, or their updates
         if state.form:
-            yield sites.SUM, sites.bundle_from_aggregate(state.total, state.form, boards)
+            yield sites.AGGREGATE_BUNDLE, sites.bundle_from_aggregate(state.total, state.form, boards)
             return
         yield from sites.bundle_updates(
             [DeviceUpdate(each.device, each.round, each.weight, each.metrics, each.bundles) for each in state.sent]

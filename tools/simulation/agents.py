@@ -226,11 +226,11 @@ def run_fleet_virtually(
             nonlocal busy_s
             console.refresh()
             job = server.find_job(run)
-            if job is None or job.rounds.asked or job.rounds.phase not in ("new", "selecting", "open"):
+            if job is None or job.job_state.pending_devices or job.job_state.phase not in ("new", "selecting", "open"):
                 busy_s = broker.now_s
             elif broker.now_s > busy_s + WAITS_S:  # devices on virtual time never join later
                 raise JobError(
-                    f"{run} has waited for boards since its round {job.rounds.round + 1}, and no others will come: "
+                    f"{run} has waited for boards since its round {job.job_state.round + 1}, and no others will come: "
                     "see `fedquilt why`, and correct [cohort] (min_devices, min_battery, max_temperature_c) or [fleet]"
                 )
 

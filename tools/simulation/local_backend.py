@@ -263,7 +263,7 @@ def make_task_and_context(
     folder.mkdir(parents=True, exist_ok=True)
     made = make_task(
         order,
-        blob=blob,
+        store_bundle=blob,
         actions=actions,
         job="alone",
         round=number,

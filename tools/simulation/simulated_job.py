@@ -137,8 +137,8 @@ class Simulation:
     @property
     def state_digest(self) -> str:
         assert self.running is not None
-        assert self.running.rounds.state is not None
-        return self.running.rounds.state.sha256
+        assert self.running.job_state.state is not None
+        return self.running.job_state.state.sha256
 
     @property
     def final_status(self) -> str:
@@ -152,17 +152,17 @@ class Simulation:
     @property
     def completed_rounds(self) -> int:
         """Number of completed rounds, without evaluation-only rounds."""
-        return 0 if self.running is None else self.running.rounds.completed_rounds
+        return 0 if self.running is None else self.running.job_state.completed_rounds
 
     @property
     def can_evaluate(self) -> bool:
         """Whether the state can be evaluated, so that no preparatory evaluation round is due."""
-        return self.running is not None and not self.running.rounds.settling
+        return self.running is not None and not self.running.job_state.is_evaluation_round
 
     @property
     def is_finished(self) -> bool:
         """Whether all rounds are completed and the state can be evaluated."""
-        return self.running is not None and self.running.rounds.is_work_done and self.can_evaluate
+        return self.running is not None and self.running.job_state.is_work_done and self.can_evaluate
 
     def advance(self) -> list[WorkRequest]:
         """Advance virtual time until work requests wait, and return them.
@@ -182,7 +182,7 @@ class Simulation:
                 ends = [fact for _, _, fact in self._store.read_events(self.run) if isinstance(fact, JobEnded)]
                 self.reason = ends[-1].reason if ends else ""
                 break
-            at_work = job is not None and job.rounds.asked
+            at_work = job is not None and job.job_state.pending_devices
             if due_s >= (POLL_S if at_work else self._busy_s + WAITS_S):
                 self.reason = "no device is left that could go on with it"
                 break
@@ -206,7 +206,7 @@ class Simulation:
         task, job = self.fleet.find_running_task(device), self._server.find_job(self.run)
         if job is not None and task is not None and task.job == job.id and outcome.bundles:
             small = all(ref.sha256 in outcome.blobs for ref in outcome.bundles.values())
-            if small and job.aggregator.can_fold_early(job.rounds, task.round, device):
+            if small and job.aggregator.can_fold_early(job.job_state, task.round, device):
                 job.aggregator.fold_early(
                     self._read_update(device, task, outcome), outcome.bundles
                 )  # while others are at work
@@ -217,9 +217,9 @@ class Simulation:
     def find_state_file(self, orders: Sequence[WorkRequest]) -> str:
         """Return the file of the method state with which workers may sum these updates, or "" if they may not."""
         job = self._server.find_job(self.run)
-        if job is None or any((each.task.job, each.task.round) != (job.id, job.rounds.round) for each in orders):
+        if job is None or any((each.task.job, each.task.round) != (job.id, job.job_state.round) for each in orders):
             return ""
-        return job.aggregator.state_path_for_folding(job.rounds) or ""
+        return job.aggregator.state_path_for_folding(job.job_state) or ""
 
     def receive_sum(
         self, orders: Sequence[WorkRequest], outcomes: Sequence[WorkResult], packed: Callable[[], bytes]
@@ -227,7 +227,7 @@ class Simulation:
         job, done = self._server.find_job(self.run), zip(orders, outcomes, strict=True)
         if job is not None and all(self.fleet.find_running_task(each.device) is each.task for each in orders):
             given = {each.device: (it.weight, it.metrics, it.bundles) for each, it in done if it.code == "ok"}
-            job.aggregator.fold_aggregate_early(job.rounds, orders[0].task.round, given, packed)
+            job.aggregator.fold_aggregate_early(job.job_state, orders[0].task.round, given, packed)
 
     def _read_update(self, device: str, task: Task, outcome: WorkResult) -> DeviceUpdate:
         bundles: dict[str, Tensors] = {}
@@ -252,10 +252,13 @@ class Simulation:
             return first
         job = self._server.find_job(self.run)
         assert job is not None
-        for device, update in job.rounds.answered.items():  # those that an interrupted process has carried out
-            if device not in self.adversaries and device not in self._overheard.list_devices(job.rounds.round):
+        for (
+            device,
+            update,
+        ) in job.job_state.accepted_updates.items():  # those that an interrupted process has carried out
+            if device not in self.adversaries and device not in self._overheard.list_devices(job.job_state.round):
                 self._overheard.add_update(job_blobs.load_update(self._store.depot, update))
-        if not self._overheard.list_devices(job.rounds.round):
+        if not self._overheard.list_devices(job.job_state.round):
             return orders
         honest = self._overheard.write_mean(self.devices / "honest.safetensors")
         return [adversaries.add_honest_mean(order, honest) for order in orders]

@@ -226,10 +226,10 @@ def test_the_evaluation_after_the_last_round_is_not_told_as_a_round(finished):
 
 def test_a_round_that_gathers_statistics_for_the_last_evaluation_is_told_as_a_round():
     plan = JobConstants(0, 1, CohortSettings(), 1)
-    state, facts = apply_event(JobState(plan), JobStarted(REF, settles=True), 0.0), []
+    state, facts = apply_event(JobState(plan), JobStarted(REF, has_evaluation_rounds=True), 0.0), []
     for round, settled in enumerate((True, False, True, False)):
         facts += [CohortSelected(round, 0, ("a",)), answer("a", round), RoundClosed(round)]
-        facts.append(RoundCommitted(round, REF, False, {}, settled=settled))
+        facts.append(RoundCommitted(round, REF, False, {}, is_evaluation_round=settled))
     told = [lines[0] for lines in formatted(state, facts)]
     assert told[8] == "round 3: cohort a"
     assert told[11] == "round 3: statistics for the evaluation gathered (1 of 1 devices)"
@@ -238,14 +238,16 @@ def test_a_round_that_gathers_statistics_for_the_last_evaluation_is_told_as_a_ro
 
 def test_progress_counts_rounds_of_work_alone():
     state, told = (
-        apply_event(JobState(JobConstants(0, 2, CohortSettings(), 1)), JobStarted(REF, settles=True), 0.0),
+        apply_event(
+            JobState(JobConstants(0, 2, CohortSettings(), 1)), JobStarted(REF, has_evaluation_rounds=True), 0.0
+        ),
         list[list[str]](),
     )
     for round, settled in enumerate((True, False, True, False, True, False)):
         state = apply_event(state, CohortSelected(round, 0, ("a", "b")), 1.0)
         state = apply_event(state, answer("a", round), 1.0)
         told.append(event_messages.format_status(RunSummary(state), state))
-        for fact in (RoundClosed(round), RoundCommitted(round, REF, False, {}, settled=settled)):
+        for fact in (RoundClosed(round), RoundCommitted(round, REF, False, {}, is_evaluation_round=settled)):
             state = apply_event(state, fact, 1.0)
     assert told[0] == ["round 1 of 2", "0 B so far", "1 of 2 devices answered, 1 at work"]
     assert [lines[0] for lines in told[3:]] == [
@@ -320,7 +322,7 @@ def test_a_round_ends_with_its_accuracy_devices_and_joules():
     ]
     checked = total(of_classes(0.8, 10, 0.25), of_classes(0.6, 10, 0.75), of_classes(0.7, 20))
     facts += [RoundCommitted(0, REF, False, {"loss": 0.25}, evaluation=checked)]
-    facts += [CohortSelected(1, 0, ("a",)), RoundClosed(1), RoundCommitted(1, REF, False, {}, settled=True)]
+    facts += [CohortSelected(1, 0, ("a",)), RoundClosed(1), RoundCommitted(1, REF, False, {}, is_evaluation_round=True)]
     told = formatted(state, facts)
     assert told[5] == [
         "round 1: updates aggregated (3 of 4 devices, 12 J of 2 with a meter); loss 0.25; "

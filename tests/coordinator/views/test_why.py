@@ -82,8 +82,8 @@ def played(plan: JobConstants, fleet: dict[str, str], rounds: int) -> list[AnyEv
         fact = decide_event(state, 0.0, free)
         if isinstance(fact, CohortSelected):
             fact = eligibility_event(state, LabelColumn(fleet)) or fact
-        if fact is None and state.asked:
-            fact = UpdateAccepted(state.round, update(min(state.asked), state.round))
+        if fact is None and state.pending_devices:
+            fact = UpdateAccepted(state.round, update(min(state.pending_devices), state.round))
         facts.append(fact or RoundCommitted(state.round, BLOB, False, {}))
         state = apply_event(state, facts[-1], 0.0)
     return facts
@@ -241,7 +241,7 @@ def test_a_fleet_of_a_thousand_is_noted_once_and_then_by_its_changes():
         state = apply_event(state, fact, 0.0)
     hot = LabelColumn({**fleet, **{f"dev-{i:04d}": "hot" for i in range(1, 31, 3)}})
     change = eligibility_event(state, hot)
-    assert {code: len(devices) for code, devices in change.passed.items()} == {"hot": 10}
+    assert {code: len(devices) for code, devices in change.ineligible.items()} == {"hot": 10}
     assert len(msgspec.json.encode(change)) < 300
     assert eligibility_event(apply_event(state, change, 0.0), hot) is None
 

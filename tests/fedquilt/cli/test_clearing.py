@@ -13,7 +13,7 @@ from fedquilt.cli import main
 from fedquilt.coordinator import settings
 from fedquilt.coordinator.jobs import retention
 from fedquilt.coordinator.rounds.events import (
-    ENDED,
+    ENDED_PHASES,
     CohortSelected,
     JobEnded,
     JobStarted,
@@ -38,7 +38,7 @@ def begun(home: Path, name: str, status: str = "done", state: bytes = b"") -> st
             RoundCommitted(0, ref, True, {}),
         ):
             store.append_event(run, fact)
-        if status in ENDED:
+        if status in ENDED_PHASES:
             store.append_event(run, JobEnded(status, ""))
         store.set_status(run, status)
     agent = home / "agents" / run / "a"

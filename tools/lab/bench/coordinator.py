@@ -215,7 +215,7 @@ def _write_past_rounds(store: Store, run: str, job: JobSettings, count: int, rou
 
     def append_event(fact: events.AnyEvent) -> None:
         store.append_event(run, fact)
-        standing.apply_event(fact, events.apply_event(standing.rounds, fact, 0.0))
+        standing.apply_event(fact, events.apply_event(standing.job_state, fact, 0.0))
 
     with store.batch_events():
         append_event(events.JobStarted(state))

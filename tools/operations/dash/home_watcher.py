@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple, TypeVar
 
 from fedquilt.coordinator.fleet import device_status
-from fedquilt.coordinator.rounds.events import ENDED, JobConstants
+from fedquilt.coordinator.rounds.events import ENDED_PHASES, JobConstants
 from fedquilt.coordinator.storage.rollout_log import RolloutLog
 from fedquilt.coordinator.storage.rows import DatabaseIdentity, UnreadableRow
 from fedquilt.coordinator.storage.store import NAME, ChangeDetector, StoredJob, StoreReader
@@ -227,7 +227,7 @@ class HomeWatcher:
 
     def _forget_old_followers(self) -> None:
         rows = {} if self._runs is None else {row.id: row.status for row in self._runs[1].rows}
-        ended = [id for id in self._followers if rows.get(id) in ENDED]
+        ended = [id for id in self._followers if rows.get(id) in ENDED_PHASES]
         for id in [*ended[:-HELD], *(self._followers.keys() - rows.keys())]:
             del self._followers[id]
         for id in self._summaries.keys() - rows.keys():
@@ -250,7 +250,7 @@ class HomeWatcher:
         The key "problem" states why the log cannot be read.
         """
         known = self._summaries.get(row.id)
-        if row.status in ENDED:
+        if row.status in ENDED_PHASES:
             return known[1] if known is not None and known[0] == (row.status, row.epoch) else {}
         try:
             found = await self.get_loaded_follower(row.id)
@@ -275,7 +275,11 @@ class HomeWatcher:
             self._wanted.pop(run, None)
             return True
         try:
-            rows = [row for row in (await self.load_runs()).rows if isinstance(row, StoredJob) and row.status in ENDED]
+            rows = [
+                row
+                for row in (await self.load_runs()).rows
+                if isinstance(row, StoredJob) and row.status in ENDED_PHASES
+            ]
         except FedquiltError:
             return False
         unknown = [row for row in rows if self._summaries.get(row.id, (None,))[0] != (row.status, row.epoch)]

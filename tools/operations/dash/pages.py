@@ -12,7 +12,7 @@ from typing import Any, Final
 import msgspec
 
 from fedquilt.coordinator import run_control
-from fedquilt.coordinator.rounds.events import ENDED
+from fedquilt.coordinator.rounds.events import ENDED_PHASES
 from fedquilt.coordinator.rounds.rollout import StatusReported
 from fedquilt.coordinator.settings import JobSettings
 from fedquilt.coordinator.storage import store
@@ -122,10 +122,10 @@ async def _load_recent_runs(watch: HomeWatcher) -> tuple[list[run_follower.RunFo
         rows = [row for row in (await watch.load_runs()).rows if isinstance(row, StoredJob)]
     except FedquiltError:
         return [], False
-    latest = [row.id for row in rows if row.status in ENDED][-2:]
+    latest = [row.id for row in rows if row.status in ENDED_PHASES][-2:]
     found = []
     for row in rows:
-        if row.status not in ENDED or row.id in latest:
+        if row.status not in ENDED_PHASES or row.id in latest:
             with contextlib.suppress(FedquiltError):
                 found.append(await watch.get_loaded_follower(row.id))
     return [each for each in found if each is not None], None in found
@@ -142,7 +142,7 @@ async def load_runs_page(watch: HomeWatcher, query: Query) -> dict[str, Any]:
             continue
         head |= {"name": row.job.name, "method": row.job.method, "rounds": row.job.rounds, "origin": row.origin}
         head |= await watch.load_summary(row)
-        if row.status not in ENDED and "done" in head:
+        if row.status not in ENDED_PHASES and "done" in head:
             running = (await watch.load_follower(row.id)).describe_current_round
             head["now"] = await watch.run_in_reader_thread(partial(running, listed.holds.get(row.id)))
         told.append(head)
@@ -158,7 +158,9 @@ async def load_run_page(watch: HomeWatcher, query: Query, id: str) -> dict[str, 
     def load_figures() -> dict[str, Any]:
         return {
             **found.make_summary(),
-            "now": found.describe_current_round(listed.holds.get(row.id), boards) if row.status not in ENDED else None,
+            "now": found.describe_current_round(listed.holds.get(row.id), boards)
+            if row.status not in ENDED_PHASES
+            else None,
             "table": found.make_round_rows(),
             "first": found.first,
             "last": found.last,
