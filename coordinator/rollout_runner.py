@@ -109,8 +109,8 @@ class RolloutRunner:
             if state is None:
                 state = self._states[stored.state.id] = stored.state
                 self._set_owner(state, state.offered)
-                wall_s = self._store.depot.disk.wall_clock_s()
-                if (restart_event := rollout.rollout_restart_event(state, wall_s - stored.at)) is not None:
+                wall_s = self._store.blob_store.disk.wall_clock_s()
+                if (restart_event := rollout.rollout_restart_event(state, wall_s - stored.last_event_time)) is not None:
                     self._record_events([(state.id, restart_event)], now_s)
                     state = self._states[state.id]
                 if state.offered:  # it was under way when the last coordinator ended
@@ -151,7 +151,7 @@ class RolloutRunner:
 
     def _record_due_events(self, now_s: float) -> None:
         """Record the due events of all rollouts, unless the broker is disconnected or has just connected."""
-        if self._executor.absence.is_disconnected or now_s < self._session_started_s + SESSION_SETTLE_S:
+        if self._executor.outage.is_disconnected or now_s < self._session_started_s + SESSION_SETTLE_S:
             return
         has_new_devices, self._has_new_devices = self._has_new_devices, False
         for id in list(self._states):
@@ -177,7 +177,7 @@ class RolloutRunner:
         for device in {*self._registry.devices, *state.offered}:
             record = self._registry.devices.get(device)
             online = record is not None and record.is_online  # a device that has just disconnected is no canary
-            offline_since_s = record.gone_s if record is not None and not online else -math.inf
+            offline_since_s = record.offline_since_s if record is not None and not online else -math.inf
             session_started_s = self._session_started_s - rollout.earlier_wait_s(state, device, online)
             last_contact_s = max(session_started_s, self._last_contact_s.get(device, -math.inf), offline_since_s)
             profile = record.profile if record is not None else None

@@ -126,7 +126,7 @@ def start_triggered_runs(
         except JobError:  # its log is damaged, as `ls` says: when it started a run last is not known
             continue
         if reason:
-            id = store.add_job(untriggered, row.bundle, by=StartCause(row, reason, row.job.trigger.approve))
+            id = store.add_job(untriggered, row.bundle, cause=StartCause(row, reason, row.job.trigger.approve))
             log.warning("%s is started by %s", id, reason, extra=log_ids(run=id))
             started.append(store.find_job(id))
     return started
@@ -203,9 +203,9 @@ def queue_rollout(store: Store, plan: RolloutPlan, payload: bytes | None) -> str
     plan.require_valid()
     if payload is None:
         return store.rollouts.add_rollout(plan)
-    ref = store.depot.store_bytes(payload)
+    ref = store.blob_store.store_bytes(payload)
     with store.open_transaction():
-        store.depot.store_bytes(payload, ref)  # again if a coordinator has collected garbage since
+        store.blob_store.store_bytes(payload, ref)  # again if a coordinator has collected garbage since
         return store.rollouts.add_rollout(replace(plan, blob=ref))
 
 

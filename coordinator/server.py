@@ -24,7 +24,7 @@ from fedquilt import compression, methods, wire
 from fedquilt.coordinator import run_control
 from fedquilt.coordinator.background_worker import BackgroundWorker, run_and_capture
 from fedquilt.coordinator.delivery.executor import Executor
-from fedquilt.coordinator.delivery.rate_limiter import ASIDE_S
+from fedquilt.coordinator.delivery.rate_limiter import BLOCK_S
 from fedquilt.coordinator.fleet import fair_share
 from fedquilt.coordinator.jobs import retention
 from fedquilt.coordinator.jobs.controller import CoordinatorContext, JobController, Observe
@@ -77,13 +77,13 @@ class JobLoader:
         self._wall_clock_offset_s: float | None = None  # wall clock minus the coordinator's clock
 
     def find_suspended_jobs(self, now_s: float) -> set[str]:
-        suspensions = self._context.store.holds.current_suspensions()
-        return {job for job, suspension in suspensions.items() if self._to_wall_clock(now_s) < suspension.again}
+        suspensions = self._context.store.suspensions.current_suspensions()
+        return {job for job, suspension in suspensions.items() if self._to_wall_clock(now_s) < suspension.retry_time}
 
     def _to_wall_clock(self, now_s: float) -> float:
         # Steps of the wall clock change no retry.
         if self._wall_clock_offset_s is None:
-            self._wall_clock_offset_s = self._context.store.depot.disk.wall_clock_s() - now_s
+            self._wall_clock_offset_s = self._context.store.blob_store.disk.wall_clock_s() - now_s
         return now_s + self._wall_clock_offset_s
 
     def open_jobs(self, rows: Sequence[StoredJob], now_s: float) -> None:
@@ -107,7 +107,7 @@ class JobLoader:
         )
 
     def _rebuild_job(self, row: StoredJob, now_s: float) -> RunningJob:
-        bundle = job_blobs.open_bundle(row.id, row.bundle, row.content, self._context.store.depot)
+        bundle = job_blobs.open_bundle(row.id, row.bundle, row.content, self._context.store.blob_store)
         wire = compression.exclude_buffers(row.job.wire, bundle.meta)
         row = row._replace(job=msgspec.structs.replace(row.job, wire=wire))
         method = self._adapt_method(self._load(row.job.method), row.job, bundle.files)
@@ -155,7 +155,7 @@ class JobLoader:
     def end_inactive_job(self, job: StoredJob | RunningJob, event: events.JobEnded) -> events.EndedJob:
         """Store and publish the end of an inactive job, and forget its failed reads. A job that is done stays done."""
         store = self._context.store
-        store.holds.delete_suspension(job.id)
+        store.suspensions.delete_suspension(job.id)
         status = store.end_inactive_job(job.id, event)
         state = events.JobState(events.JobConstants.from_job(job.job))
         with contextlib.suppress(JobError):  # of a log that cannot be read
@@ -171,17 +171,17 @@ class JobLoader:
 
         After the last retry, a blob that can be made anew is discarded. Otherwise the job ends.
         """
-        ids, suspensions, now = log_ids(run=job.id), self._context.store.holds, self._to_wall_clock(now_s)
+        ids, suspensions, now = log_ids(run=job.id), self._context.store.suspensions, self._to_wall_clock(now_s)
         suspension = count_failure(
-            suspensions.latest_suspension(job.id), error.subject, str(error), now, counts=not error.is_permanent
+            suspensions.latest_suspension(job.id), error.subject, str(error), now, is_limited=not error.is_permanent
         )
         if suspension is not None:
-            log.error("%s; %s is taken up again in %.3g s", error, job.id, suspension.again - now, extra=ids)
+            log.error("%s; %s is taken up again in %.3g s", error, job.id, suspension.retry_time - now, extra=ids)
             return suspensions.record_suspension(job.id, suspension)
         suspensions.delete_suspension(job.id)
         if error.replaceable_blob:
             log.error("%s; it is put aside, and made or asked for again", error, extra=ids)
-            self._context.store.depot.discard_damaged(error.replaceable_blob)
+            self._context.store.blob_store.discard_damaged(error.replaceable_blob)
         else:
             log.error("%s cannot go on: %s; %s", job.id, error, fix := error.format_fix(job.id), extra=ids)
             self._end_and_observe(job, events.JobEnded("failed", f"{error}; {fix}"))
@@ -390,7 +390,7 @@ class Server:
                 return self._handle_connection(device, now_s)
             case "flooding":
                 log.warning("%s %s", device, decisions.FLOODED, extra=log_ids(device=device))
-                self.registry.block_device(device, now_s + ASIDE_S)
+                self.registry.block_device(device, now_s + BLOCK_S)
             case "removed":
                 log.info("%s is removed by request", device, extra=log_ids(device=device))
                 self.registry.forget_device(device, now_s)
@@ -459,7 +459,7 @@ class Server:
     def _preempt_job(self, controller: JobController, idle_time: fair_share.IdleTime, now_s: float) -> None:
         message = "%s has waited for devices for %.0f s: its place goes to the next in line"
         log.log(
-            logging.WARNING if idle_time.begun else logging.INFO,
+            logging.WARNING if idle_time.has_started else logging.INFO,
             message,
             controller.id,
             idle_time.idle_s,
@@ -497,7 +497,7 @@ class Server:
         min_device_time_s = fair_share.minimum_device_time(usages)
         for controller in self._jobs.values():
             controller.raise_usage_while_idle(min_device_time_s, now_s)
-        job_ids = sorted(usages, key=lambda id: usages[id].had_s)  # who has had least goes first
+        job_ids = sorted(usages, key=lambda id: usages[id].device_time_s)  # who has had least goes first
         is_unsettled = True
         while is_unsettled:
             is_unsettled = False

@@ -119,7 +119,7 @@ class Stage:
     def start(self) -> None:
         """A coordinator process begins."""
         self.link = self.broker.connect()
-        self.executor = LinkExecutor(self.link, "f", self.store.depot, self.store.begin_epoch())
+        self.executor = LinkExecutor(self.link, "f", self.store.blob_store, self.store.begin_epoch())
         self.server = Server(
             self.executor,
             self.store,
@@ -172,7 +172,7 @@ class Noted(Stage):
     def start(self) -> None:
         self.link = self.broker.connect()
         self.noted = DeviceStatusTracker(self.store.home, lambda: 1_800_000_000.0 + self.broker.now_s)
-        self.executor = MonitoringExecutor(self.link, "f", self.store.depot, self.store.begin_epoch(), self.noted)
+        self.executor = MonitoringExecutor(self.link, "f", self.store.blob_store, self.store.begin_epoch(), self.noted)
         self.server = Server(self.executor, self.store, self.observe)
 
 

@@ -88,7 +88,7 @@ def _coordinator(folder: Path) -> dict[str, Decoder]:
     def followed(payload: bytes) -> object:
         found = IndexedLog()
         found.add_rows("job", [(1, 1.0, payload.decode("utf-8", "replace"), b"", len(payload))])
-        return found.needed_blobs or found.facts
+        return found.needed_blobs or found.event_count
 
     plan = JobConstants.from_job(settings.parse_job({"name": "digits", "method": "fedavg"}))
     answered, history = {"a": update}, {"a": RoundBitmap(5), "b": RoundBitmap(1 << 70)}

@@ -206,7 +206,7 @@ class Federation:
 
         with Store(home) as store:
             assert store.acquire_lock()
-            server = Server(LinkExecutor(link, "fleet", store.depot, store.begin_epoch()), store, told, run)
+            server = Server(LinkExecutor(link, "fleet", store.blob_store, store.begin_epoch()), store, told, run)
             try:
                 links.run_endpoint(server, link, stop)
                 server.shut_down()

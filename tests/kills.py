@@ -90,18 +90,18 @@ class Moments:
 
     def __init__(self, roll: random.Random, now_s: float) -> None:
         self._roll = roll
-        self._facts, self._seen_s, self._between_s = 0, now_s, 0.0
+        self._event_counts, self._seen_s, self._between_s = 0, now_s, 0.0
         self.draw()
 
     def draw(self) -> None:
         """The next one, from what has been seen so far."""
-        self._wanted = max(self._facts + self._roll.randint(0, FACTS), 1)
+        self._wanted = max(self._event_counts + self._roll.randint(0, FACTS), 1)
         self._share, self._from_s = self._roll.random(), -1.0
 
     def due(self, facts: int, now_s: float) -> bool:
         """Whether it has come, with so many facts in the log."""
-        if facts > self._facts:
-            self._facts, self._seen_s, self._between_s = facts, now_s, now_s - self._seen_s
+        if facts > self._event_counts:
+            self._event_counts, self._seen_s, self._between_s = facts, now_s, now_s - self._seen_s
         if facts >= self._wanted and self._from_s < 0:
             self._from_s = now_s
         return 0 <= self._from_s <= now_s - self._share * self._between_s

@@ -75,7 +75,7 @@ class Federation:
 
     def _serve(self) -> None:
         link = self.broker.connect()
-        executor = LinkExecutor(link, self.plan.fleet, self.store.depot, self.store.begin_epoch())
+        executor = LinkExecutor(link, self.plan.fleet, self.store.blob_store, self.store.begin_epoch())
         worker = BackgroundWorker(virtual_site.LARGE_BYTES)
         self.server = Server(
             executor, self.store, self._observe, only=self.run, limits=self.limits, worker=worker, uses_wall_clock=True
@@ -99,7 +99,7 @@ class Federation:
         if isinstance(fact, UpdateAccepted):
             self.answered.setdefault(fact.round, []).append(fact.update.device)
         if isinstance(fact, RoundCommitted):
-            payload = self.store.depot.load(fact.state.sha256)
+            payload = self.store.blob_store.load(fact.state.sha256)
             assert payload is not None
             self.states.append(payload)
 

@@ -62,7 +62,7 @@ class VirtualSite:
             observe(job, fact)
             agent.observe(job, fact)
 
-        executor = LinkExecutor(self.down, name, store.depot, store.begin_epoch())
+        executor = LinkExecutor(self.down, name, store.blob_store, store.begin_epoch())
         worker = BackgroundWorker(LARGE_BYTES)
         agent.attach_server(
             Server(

@@ -76,7 +76,7 @@ class UpdatePipeline:
     @property
     def lost_s(self) -> float:
         """Seconds added to the deadline because no device was reachable. The end of a site's round is fixed."""
-        outage, state = self._context.executor.absence, self._controller.job.job_state
+        outage, state = self._context.executor.outage, self._controller.job.job_state
         if state.opened_s != self._outage_at_attempt_start[0]:
             self._outage_at_attempt_start = state.opened_s, outage.lost_s
         return min(
@@ -199,7 +199,7 @@ class UpdatePipeline:
             self._context.garbage.add_candidates(
                 aggregated_blobs
                 | ({previous_state.partial_aggregate.sum.sha256} if previous_state.partial_aggregate else set()),
-                soon=True,
+                urgent=True,
             )
 
     def commit_round(self, now_s: float) -> bool:
@@ -259,7 +259,7 @@ class CoordinatorContext:
 
     def start_work(self, item: Callable[[], T], callback: Callback[T]) -> None:
         """Pass a work item to the worker. Blobs that the item uses are pinned until `callback` has returned."""
-        self.worker.submit(*self.store.depot.pin_during(item, callback))
+        self.worker.submit(*self.store.blob_store.pin_during(item, callback))
 
     def cancel_task(self, device: str, job: str, now_s: float) -> None:
         """Cancel a job's task on a device. Without a lease, only the transfer of its update is stopped."""
@@ -545,7 +545,7 @@ class JobController:
             if (
                 event is None
                 and now_s >= self._activated_s + START_S
-                and self._context.executor.absence.can_reach_devices(now_s)
+                and self._context.executor.outage.can_reach_devices(now_s)
             ):
                 self._inputs_without_decision = registry.refresh_views(now_s), max_devices, unreachable_devices
         except Exception as error:
@@ -579,7 +579,7 @@ class JobController:
 
     def _unreachable_devices(self, now_s: float) -> frozenset[str]:
         state = self.job.job_state
-        if state.phase != "open" or not self._context.executor.absence.can_reach_devices(now_s):
+        if state.phase != "open" or not self._context.executor.outage.can_reach_devices(now_s):
             return frozenset()
         return self._context.registry.find_unreachable(state.pending_devices | state.expected_devices, now_s)
 

@@ -80,10 +80,12 @@ class RunningJob:
     ) -> None:
         self.id, self.job, self._store, self.method, self._large_bytes = row.id, row.job, store, method, large_bytes
         self.engines = settings.list_engines(row.job, method)
-        self.bundle = job_blobs.open_bundle(row.id, row.bundle, row.content, store.depot)
+        self.bundle = job_blobs.open_bundle(row.id, row.bundle, row.content, store.blob_store)
         require_matching_bundle(row.job, self.bundle)
         self._folder = row.bundle
-        self._model_states = ModelStates(row.id, row.job, method, self.bundle, row.bundle, store.depot, large_bytes)
+        self._model_states = ModelStates(
+            row.id, row.job, method, self.bundle, row.bundle, store.blob_store, large_bytes
+        )
         self.requirements = JobRequirements(
             self.engines, row.job.cohort, row.job.wire.codec, tuple(required_packages(row.job, self.bundle).items())
         )
@@ -104,7 +106,7 @@ class RunningJob:
         self.aggregator: Aggregator
         self.snapshot, first_event = store.snapshots.load_state(self.id, events.JobConstants.from_job(row.job), now_s)
         self.job_state = self.snapshot.job_state  # state of its rounds
-        wall_s = store.depot.disk.wall_clock_s()
+        wall_s = store.blob_store.disk.wall_clock_s()
         for _, time_s, event in store.read_events(self.id, first_event):
             self._apply_event(event, events.apply_event(self.job_state, event, now_s - (wall_s - time_s) * by_wall))
         self.job_state = self.snapshot.job_state = to_process_clock(self.job_state, now_s, by_wall)
@@ -301,7 +303,7 @@ class RunningJob:
             except job_blobs.UnreadableError as error:
                 if error.replaceable_blob not in blob_hashes([update]):
                     raise
-                self._store.depot.discard_damaged(
+                self._store.blob_store.discard_damaged(
                     error.replaceable_blob
                 )  # its device has it still: other sectors may take it
                 raise job_blobs.LostUpdateError(device, str(error)) from None
@@ -332,7 +334,10 @@ class RunningJob:
         # after a restart
         task_blobs = {self._store_bundle(value).sha256 for value in task_spec.bundles.values()} if task_spec else set()
         return partial(
-            job_blobs.base_tensors, self._store.depot, update, task_blobs | self._sent_blobs if update.bases else set()
+            job_blobs.base_tensors,
+            self._store.blob_store,
+            update,
+            task_blobs | self._sent_blobs if update.bases else set(),
         )
 
     def has_updates_to_fold(self) -> bool:
@@ -376,7 +381,7 @@ class RunningJob:
         )
         event = events.RoundCommitted(
             round=job_state.round,
-            state=job_blobs.store_tensors(self._store.depot, *tensors.split_state(state)),
+            state=job_blobs.store_tensors(self._store.blob_store, *tensors.split_state(state)),
             finished=finished,
             metrics=mean_metrics,
             notes=tuple(self.method.explain(state)),
@@ -389,7 +394,7 @@ class RunningJob:
         del state  # what is stored is loaded instead
         state = self._model_states.load_state(event.state, job_state.round, can_recreate=True)
         return CommitResult(
-            event, state, job_blobs.encode_common_bundles(self.method, state, event.state, self._store.depot)
+            event, state, job_blobs.encode_common_bundles(self.method, state, event.state, self._store.blob_store)
         )
 
     def use_encoded_bundles(self, encoded: EncodedBundles) -> None:
@@ -428,7 +433,7 @@ class RunningJob:
         state_bytes = self.job_state.state.size if self.job_state.state else 0
         largest_bytes = max(update_bytes, state_bytes, *map(total_blob_bytes, self.job_state.accepted_updates.values()))
         large = largest_bytes >= self._large_bytes or self.job_state.partial_aggregate is not None
-        self.aggregator = Aggregator(self._store.depot, self._active_method, self.state, self.job, large=large)
+        self.aggregator = Aggregator(self._store.blob_store, self._active_method, self.state, self.job, large=large)
 
     def _task_spec_for_device(self, device: str, profile: Profile | None) -> TaskSpec | None:
         view = DeviceView(device, profile, self.job_state.history.get(device, NEVER))
@@ -451,11 +456,11 @@ class RunningJob:
         """Return the blob of a task's tensors, stored if missing. A file of the job's bundle is restored."""
         if isinstance(value, BlobRef):
             bundle_files = {name: ref for name, ref in self.bundle.files.items() if ref == value}
-            job_blobs.restore_bundle_files(self.id, self._store.depot, self._folder, bundle_files)
+            job_blobs.restore_bundle_files(self.id, self._store.blob_store, self._folder, bundle_files)
             return value
         encoded = self._encoded_bundles.pop(id(value), None)
-        if encoded is None or not self._store.depot.has_blob(encoded[1]):
-            encoded = (value, job_blobs.store_tensors(self._store.depot, value))
+        if encoded is None or not self._store.blob_store.has_blob(encoded[1]):
+            encoded = (value, job_blobs.store_tensors(self._store.blob_store, value))
         self._encoded_bundles[id(value)] = encoded  # as the latest
         self._sent_blobs.add(encoded[1].sha256)
         return encoded[1]

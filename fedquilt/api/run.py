@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 from fedquilt import extras, metrics
 from fedquilt.api.job import Job
 from fedquilt.coordinator.rounds.events import ENDED_PHASES
-from fedquilt.coordinator.storage.store import AWAY_S, InactiveRunError, Store, StoredJob, open_store
+from fedquilt.coordinator.storage.store import MAX_COORDINATOR_GAP_S, InactiveRunError, Store, StoredJob, open_store
 from fedquilt.coordinator.views import event_messages, round_outcomes, scores
 from fedquilt.coordinator.views.run_summary import RunSummary, is_of_final_evaluation, summarise_events
 from fedquilt.core import StoreError
@@ -170,7 +170,7 @@ class Run:
             yield from reader.read_new_rows(ended=ended)
             if ended:
                 return
-            if time.monotonic() >= served_s + AWAY_S:
+            if time.monotonic() >= served_s + MAX_COORDINATOR_GAP_S:
                 raise InactiveRunError(f"no coordinator serves {self.home}: {resume}")
             time.sleep(POLL_S)
 

@@ -318,5 +318,5 @@ def submit_rollout(store: Store, plan: RolloutPlan, payload: bytes | None, what:
     around = view.load_context(home, store.rollouts)
     if said := view.describe_unmatched_labels(plan, around):
         print(f"it waits for {said}")
-    if not around.served:
+    if not around.is_served:
         print(f"no coordinator serves {home}: `fedquilt serve --home {home}` carries it out")

@@ -163,8 +163,8 @@ def _require_run_on_network(
 
     def step_through_store(state: Any, total: Any) -> Any:
         after = method.step(state, total)
-        ref = store.depot.store_bytes(tensors.pack_state(after))
-        path = store.depot.blob_path(ref.sha256)
+        ref = store.blob_store.store_bytes(tensors.pack_state(after))
+        path = store.blob_store.blob_path(ref.sha256)
         assert path is not None
         there.append(tensors.unpack_state(path.read_bytes(), method.state))
         require_identical(there[-1], after)

@@ -449,7 +449,7 @@ def test_without_work_to_move_only_the_time_is_chosen():
 
 
 def test_where_idling_costs_nothing_a_round_is_as_long_as_the_calm_point_takes_unless_it_is_bounded(monkeypatch):
-    monkeypatch.setattr(deadline, "MOST_WORK", 1.0)
+    monkeypatch.setattr(deadline, "MAX_EPOCH_FACTOR", 1.0)
     resting = {
         device: ask._replace(profile=msgspec.structs.replace(ask.profile, idle_w=0.0)) for device, ask in BOTH.items()
     }

@@ -72,7 +72,7 @@ def states(stage: Stage) -> list[str]:
 
 def blobs(stage: Stage) -> set[str]:
     """Blobs that are on the coordinator's disk, with or without a file of their own."""
-    depot = stage.store.depot
+    depot = stage.store.blob_store
     refs = [ref for fact in stage.told(UpdateAccepted) for ref in fact.update.bundles.values()]
     return {ref.sha256 for ref in refs if depot.has_blob(ref)}
 
@@ -107,7 +107,7 @@ def test_what_is_in_a_stored_sum_is_dropped_and_a_restart_goes_on_from_it(tmp_pa
     calm = played(tmp_path / "calm", "abc", None)
     stage = played(tmp_path / "large", "ca", eager())
     assert [fact.devices for fact in stage.told(UpdatesAggregated)] == [("c",), ("a", "c")]
-    assert [stage.store.depot.has_blob(fact.sum) for fact in stage.told(UpdatesAggregated)] == [False, True]
+    assert [stage.store.blob_store.has_blob(fact.sum) for fact in stage.told(UpdatesAggregated)] == [False, True]
     assert blobs(stage) == set()
     stage.restart()
     stage.play()
@@ -116,7 +116,7 @@ def test_what_is_in_a_stored_sum_is_dropped_and_a_restart_goes_on_from_it(tmp_pa
     assert states(stage) == states(calm)
     assert not stage.told(UpdateLost)
     sums = {fact.sum.sha256 for fact in stage.told(UpdatesAggregated)}
-    assert not any((stage.store.depot.folder / sha256).exists() for sha256 in sums)
+    assert not any((stage.store.blob_store.folder / sha256).exists() for sha256 in sums)
 
 
 def test_a_coordinator_that_dies_between_a_sum_and_its_fact_folds_once(tmp_path, monkeypatch):
@@ -146,7 +146,7 @@ def test_a_coordinator_that_dies_between_a_sum_and_its_fact_folds_once(tmp_path,
 
 def test_a_damaged_sum_is_named_and_the_devices_in_it_are_asked_again(tmp_path):
     stage = played(tmp_path, "ca", eager())
-    path = stage.store.depot.folder / stage.told(UpdatesAggregated)[-1].sum.sha256
+    path = stage.store.blob_store.folder / stage.told(UpdatesAggregated)[-1].sum.sha256
     payload = bytearray(path.read_bytes())
     payload[-1] ^= 4
     path.write_bytes(payload)
@@ -260,14 +260,14 @@ def test_an_update_that_is_the_model_itself_is_kept_for_those_who_fetch_that(tmp
     ref = stage.told(UpdateAccepted)[-1].update.bundles["model"]
     assert ref == [task.bundles["model"] for task in stage.hands[1].tasks if task][-1]
     assert (stage.told(UpdatesAggregated)[-1].round, stage.told(UpdatesAggregated)[-1].devices) == (1, ("a",))
-    assert stage.store.depot.has_blob(ref)
+    assert stage.store.blob_store.has_blob(ref)
 
 
 def test_a_job_that_begins_is_read_made_and_stored_by_the_worker(tmp_path):
     worker = SlowWorker()
     stage = played(tmp_path, "", worker)
     assert not stage.facts
-    assert not list(stage.store.depot.folder.iterdir())
+    assert not list(stage.store.blob_store.folder.iterdir())
     worker.go_on()
     stage.play()
     assert [type(fact) for fact in stage.facts].count(CohortSelected) == 1
@@ -281,7 +281,7 @@ def test_a_job_that_begins_is_read_made_and_stored_by_the_worker(tmp_path):
     stage.worker.go_on()
     stage.play()
     assert {hand.tasks[-1].epoch for hand in stage.hands if hand.tasks[-1]} == {stage.store.epoch}
-    assert stage.store.depot.has_blob(sent.pop())
+    assert stage.store.blob_store.has_blob(sent.pop())
 
 
 def test_an_error_in_what_a_method_sends_ends_its_job_alone(tmp_path, monkeypatch):

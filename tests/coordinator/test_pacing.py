@@ -75,7 +75,7 @@ class Paced(Stage):
     @property
     def here(self) -> set[str]:
         """Boards whose update is on the disk, or in part."""
-        found = {path.name.split(".")[0] for path in self.store.depot.folder.rglob("*")}
+        found = {path.name.split(".")[0] for path in self.store.blob_store.folder.rglob("*")}
         return {name for name, hand in self.by_name.items() if found & {path.name for path in files(hand)}}
 
     def work(self, seconds: float = 60.0, most: int = 2) -> None:
@@ -318,7 +318,7 @@ class Noted(Paced):
         assert self.store.acquire_lock()
         self.link = self.broker.connect()
         noted = DeviceStatusTracker(self.store.home)
-        self.executor = MonitoringExecutor(self.link, "f", self.store.depot, self.store.begin_epoch(), noted)
+        self.executor = MonitoringExecutor(self.link, "f", self.store.blob_store, self.store.begin_epoch(), noted)
         self.server = Server(self.executor, self.store, self.observe, limits=self.limits, worker=self.worker)
 
     def told_of(self, device: str) -> str:

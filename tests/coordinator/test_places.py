@@ -238,7 +238,7 @@ def test_a_board_that_lies_about_its_chunks_does_not_get_another_blob_stored(pai
 
 
 def test_a_board_that_says_nothing_of_what_it_was_to_put_is_asked_for_chunks(pair, monkeypatch):
-    monkeypatch.setattr(direct_transfers, "QUIET_S", 0.2)
+    monkeypatch.setattr(direct_transfers, "QUIET_LIMIT_S", 0.2)
     monkeypatch.setattr(TransferBackend, "start_upload", lambda *given: None)
     board = pair.boards["a"]
     ref = board.depot.store_bytes(noise(4 * CHUNK))

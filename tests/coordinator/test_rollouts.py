@@ -317,7 +317,7 @@ def ground(tmp_path: Path) -> Ground:
 
 def test_blobs_are_kept_while_some_board_may_ask_for_them(ground):
     ground.fleet(2, lambda device, release: "refused" if release.name == "bad" else "committed")
-    digests = [ground.store.depot.store_bytes(each).sha256 for each in (MODEL, OTHER, b"bad")]
+    digests = [ground.store.blob_store.store_bytes(each).sha256 for each in (MODEL, OTHER, b"bad")]
     ground.deploy(MODEL, name="first")
     assert ground.store.referenced_blobs() == {digests[0]}
     ground.play(30.0)
@@ -387,7 +387,7 @@ def test_a_rollout_that_was_replaced_is_read_anew(ground, name):
     assert log.find_rollout(id).state.offered.keys() == {"a", "b"}
     for table, key in (("rollout_facts", "job"), ("rollouts", "id")):
         ground.store._db.execute(f"delete from {table} where {key} = ?", (id,))
-    log.add_rollout(RolloutPlan("model", name, blob=ground.store.depot.store_bytes(OTHER)), id=id)
+    log.add_rollout(RolloutPlan("model", name, blob=ground.store.blob_store.store_bytes(OTHER)), id=id)
     log.append_events([(id, RolloutStarted(2)), (id, ReleaseOffered(0, ("c",))), (id, ReleaseOffered(1, ("d",)))])
     with Store(ground.home) as fresh:
         assert log.find_rollout(id) == fresh.rollouts.find_rollout(id)

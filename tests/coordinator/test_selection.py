@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from fedquilt.coordinator.device_columns import ELIGIBLE, NEVER, DeviceSet, RoundBitmap, RoundColumn
 from fedquilt.coordinator.fleet import registry as registry_module
-from fedquilt.coordinator.fleet.registry import FRESH_S, GRACE_S, KINDS_MOST, DeviceRegistry
+from fedquilt.coordinator.fleet.registry import FRESH_S, MAX_POINT_TABLES, OFFLINE_GRACE_S, DeviceRegistry
 from fedquilt.coordinator.rounds.selection import (
     REASONS,
     DeviceSnapshot,
@@ -73,15 +73,15 @@ def test_what_sensors_said_long_ago_says_nothing_of_now():
     assert registry.device_views(5.0 + FRESH_S - 1) == {"a": DeviceSnapshot(True, None, Telemetry(battery=0.1))}
     assert registry.device_views(5.0 + FRESH_S) == {"a": DeviceSnapshot(True, None, None)}
     registry.update_presence("a", Presence(online=False, boot="1"), 1000.0)
-    assert registry.device_views(1000.0 + GRACE_S - 1)["a"].online
-    assert not registry.device_views(1000.0 + GRACE_S)["a"].online
+    assert registry.device_views(1000.0 + OFFLINE_GRACE_S - 1)["a"].online
+    assert not registry.device_views(1000.0 + OFFLINE_GRACE_S)["a"].online
 
 
 @given(st.lists(st.tuples(st.sampled_from("abc"), st.sampled_from(["on", "off", "profile", "cold", "hot", "wait"]))))
 def test_what_is_kept_from_one_decision_to_the_next_is_what_would_be_found_anew(heard):
     kept, now_s = DeviceRegistry(), 0.0
     for place, (device, what) in enumerate(heard):
-        now_s += {"wait": GRACE_S - 1, "hot": FRESH_S / 2}.get(what, 1.0)
+        now_s += {"wait": OFFLINE_GRACE_S - 1, "hot": FRESH_S / 2}.get(what, 1.0)
         match what:
             case "on" | "off":
                 kept.update_presence(device, Presence(online=what == "on", boot="1"), now_s)
@@ -93,7 +93,7 @@ def test_what_is_kept_from_one_decision_to_the_next_is_what_would_be_found_anew(
                 kept.update_telemetry(device, Telemetry(temperature_c=90.0 if what == "hot" else 20.0), now_s)
         anew = DeviceRegistry()
         anew.devices.update(kept.devices)
-        anew._stale.update(kept.devices)
+        anew._stale_devices.update(kept.devices)
         assert kept.device_views(now_s) == anew.device_views(now_s)
         assert kept.kinds == anew.kinds
         assert kept.usable_engines(WANTS.engines, now_s) == anew.usable_engines(WANTS.engines, now_s)
@@ -119,9 +119,9 @@ def test_a_decision_costs_what_has_changed_since_the_last(monkeypatch):
     registry.update_presence("d-7", Presence(online=False, boot="1"), 2.0)
     registry.eligibility(WANTS, 2.0)  # within the grace it is still there
     assert len(looked) == 50
-    registry.eligibility(WANTS, 2.0 + GRACE_S)
+    registry.eligibility(WANTS, 2.0 + OFFLINE_GRACE_S)
     assert len(looked) == 51
-    assert len(registry.usable_engines(("torch",), 2.0 + GRACE_S)) == 49
+    assert len(registry.usable_engines(("torch",), 2.0 + OFFLINE_GRACE_S)) == 49
 
 
 @pytest.mark.parametrize(
@@ -158,7 +158,7 @@ def test_boards_of_a_kind_share_their_operating_points():
     assert said("a", 1e9) is said("b", 1e9)
     assert said("c", 2e9) is not said("a", 1e9)
     first = said("a", 1e9)
-    for number in range(KINDS_MOST):
+    for number in range(MAX_POINT_TABLES):
         said("d", 3e9 + number)
     assert said("e", 1e9) is not first
 

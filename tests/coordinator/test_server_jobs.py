@@ -71,7 +71,7 @@ def test_a_job_whose_state_is_lost_or_whose_method_breaks_fails_alone(tmp_path):
     hand.answer(ones())
     stage.play()
     (sha256,) = stage.store.latest_state_hashes()
-    stage.store.depot.remove_blob(sha256)
+    stage.store.blob_store.remove_blob(sha256)
     stage.restart()
     stage.play()
     assert stage.store.stored_status(stage.job) == "failed"
@@ -178,7 +178,7 @@ def test_what_a_round_needed_is_dropped_when_the_next_ones_tasks_are_sent(tmp_pa
     updates = [a.answer(ones(2.0)), b.answer(ones(4.0))]
     stage.play()
     assert [fact.round for fact in stage.told(CohortSelected)] == [0, 1]
-    depot = stage.store.depot
+    depot = stage.store.blob_store
     assert not depot.has_blob(first)
     assert not any(depot.has_blob(update.bundles["model"]) for update in updates)
     assert depot.has_blob(stage.told(RoundCommitted)[0].state)
@@ -334,11 +334,13 @@ def test_a_first_state_that_another_job_releases_meanwhile_is_kept(tmp_path):
     id, a = large(stage), stage.hand("a")
     stage.play()
     worker.go_on()
-    stage.server._desk.garbage.add_candidates({path.name for path in stage.store.depot.folder.iterdir()}, soon=True)
-    stage.server._desk.collect_garbage()
+    stage.server._context.garbage.add_candidates(
+        {path.name for path in stage.store.blob_store.folder.iterdir()}, urgent=True
+    )
+    stage.server._context.collect_garbage()
     stage.play()
     (started,) = [fact for fact in facts(stage, id) if isinstance(fact, JobStarted)]
-    assert stage.store.depot.has_blob(started.state)
+    assert stage.store.blob_store.has_blob(started.state)
     a.answer(ones())
     stage.play()
     assert stage.store.stored_status(id) == "done"

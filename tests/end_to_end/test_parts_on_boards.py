@@ -63,7 +63,7 @@ def rolled_out(federation: Federation, home: Path, run: str, killed: str = "") -
             federation.agents.require_alive()
             return state.status == "done" and set(state.count_outcomes()) == {"committed"}
 
-        server = Server(LinkExecutor(link, "fleet", store.depot, store.begin_epoch()), store)
+        server = Server(LinkExecutor(link, "fleet", store.blob_store, store.begin_epoch()), store)
         links.run_endpoint(server, link, done)
         server.shut_down()
         assert not left, f"{killed} was not killed while it checked"

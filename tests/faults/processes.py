@@ -273,7 +273,7 @@ class CoordinatorProcess(SimulatedProcess):
         self.store.report = self._check_recorded
         self._epochs = (max(self._epochs), 0)
         self.begin()
-        executor = LinkExecutor(link, FLEET, self.store.depot, self.store.begin_epoch())
+        executor = LinkExecutor(link, FLEET, self.store.blob_store, self.store.begin_epoch())
         self._worker = VirtualBackgroundWorker(self._beside_s, lambda: self.broker.now_s)
         given = executor, self.store, self.observe, None, self.load, 30.0, FEW
         return Server(*given, worker=self._worker, uses_wall_clock=True)
@@ -314,7 +314,9 @@ class CoordinatorProcess(SimulatedProcess):
                 raise InvariantError(
                     f"{route.device} is sent round {task.round} of {task.job}, which the log does not say"
                 )
-            gone = [ref.sha256[:12] for ref in task.bundles.values() if self.store.depot.find_ref(ref.sha256) is None]
+            gone = [
+                ref.sha256[:12] for ref in task.bundles.values() if self.store.blob_store.find_ref(ref.sha256) is None
+            ]
             if gone:
                 raise InvariantError(
                     f"the task of {route.device} in round {task.round} names blobs that are gone: {gone}"
@@ -359,7 +361,7 @@ class CoordinatorProcess(SimulatedProcess):
     def _require_blobs_synced(self, job: str) -> None:
         wanted = self._promises_of(job).blobs
         lost = lost_blobs(self._durable, f"{self.platter.root}/blobs", wanted)
-        lost += [sha256 for sha256 in wanted if self.store.depot.find_ref(sha256) is None]
+        lost += [sha256 for sha256 in wanted if self.store.blob_store.find_ref(sha256) is None]
         if lost:
             raise InvariantError(f"{job}: the log needs {lost[0][:12]}, which is not stored, or not synced")
 

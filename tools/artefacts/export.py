@@ -48,7 +48,7 @@ def load_state(store: Store, row: StoredJob, *, best: bool = False) -> Any:
             f"{row.id} has no evaluation by devices yet, and thus no best state: leave --best out, and set [check] "
             "every = 1 in later jobs"
         )
-    path = store.depot.blob_path(ref.sha256)
+    path = store.blob_store.blob_path(ref.sha256)
     if path is None:
         raise StoreError(f"the state of {row.id} ({ref.sha256[:12]}) is gone from {store.home}, or damaged")
     try:

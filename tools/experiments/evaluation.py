@@ -192,7 +192,7 @@ def _score_latest_if_new(
     if latest is None or latest[1].sha256 in known or (states.rounds.is_evaluation_round and not ended):
         return None
     done, ref = latest
-    path = states.store.depot.blob_path(ref.sha256)
+    path = states.store.blob_store.blob_path(ref.sha256)
     try:
         payload = None if path is None else path.read_bytes()
     except FileNotFoundError:

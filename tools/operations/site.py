@@ -281,7 +281,7 @@ class SiteWorker:
                 *(task.round + 1, id, known.current_round + 1),
             )
         started = events.JobStarted(
-            store.depot.store_bytes(tensors.pack_state(given)),
+            store.blob_store.store_bytes(tensors.pack_state(given)),
             first_round=task.round,
             actions=task.actions,
             is_evaluation_round=bool(task.params.get("settling")),
@@ -306,7 +306,7 @@ class SiteWorker:
 
     def _read_state(self, ref: BlobRef) -> sites.SiteJobState | None:
         # a large sum stays on disk. None if the blob is missing or damaged
-        path, disk = self._store.depot.verified_path(ref.sha256), self._store.depot.disk
+        path, disk = self._store.blob_store.verified_path(ref.sha256), self._store.blob_store.disk
         return None if path is None else disk_arrays.read_state(path, sites.SiteJobState, disk, job_blobs.WHOLE_BYTES)
 
     def _make_site_job(self, table: Mapping[str, Any]) -> JobSettings:

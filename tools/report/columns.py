@@ -64,7 +64,7 @@ def make_round_rows(summary: RunSummary) -> list[Row]:
             }
         cost = each.cost
         taken = {
-            "seconds": each.took_s,
+            "seconds": each.duration_s,
             "joules": cost.whole_j if cost.tasks else 0.0,
             "down_bytes": cost.down_bytes,
             "up_bytes": cost.up_bytes,

@@ -158,7 +158,7 @@ def load_run_data(store: Store, run: str) -> RunData:
     told = round_outcomes.RoundOutcomes(JobConstants.from_job(row.job))
     for at, fact in facts:
         told.apply_event(fact, at)
-    parts, summary = told.found, told.summary
+    parts, summary = told.by_round, told.summary
     points, found = tuple(progress_points(summary)), read_scores(store.home, row)
     held = [HeldOutScore.from_summary(point.rounds, point.personal) for point in points if point.personal]
     return RunData(

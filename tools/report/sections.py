@@ -218,7 +218,7 @@ def make_timeline_section(found: RunData) -> PageSection | None:
             bars.append(plots.PlotBar(name, [each / scale for each in (before_s, wall_s, *rest_s)]))
         name = _format_round_name(found, number)
         clock = "virtual time" if found.row.has_virtual_time else "since the round began"
-        title = f"Devices in {'the ' * (number == found.summary.final)}{name}"
+        title = f"Devices in {'the ' * (number == found.summary.final_evaluation_round)}{name}"
         over[name] = plots.plot_bars(bars, title, f"{prefix}s, {clock}", ("before it was asked", *TIME_PARTS))
     return PageSection(["The fastest device comes first."], switch=_render_switch(over))
 
@@ -268,7 +268,7 @@ def _summarise_held_out(found: RunData) -> tuple[list[str], HtmlTable | None]:
 
 
 def make_time_section(found: RunData) -> PageSection | None:
-    splits = [each.times for each in found.summary.committed_rounds() if each.times is not None]
+    splits = [each.time_breakdown for each in found.summary.committed_rounds() if each.time_breakdown is not None]
     if not splits:
         return None
     chosen = _select_evenly_spaced(splits, MOST_ROUNDS)
@@ -471,7 +471,7 @@ def _select_evenly_spaced(items: Sequence[T], most: int) -> list[T]:
 
 
 def _format_round_name(found: RunData, number: int) -> str:
-    return event_messages.format_round_name(number, found.summary.final)
+    return event_messages.format_round_name(number, found.summary.final_evaluation_round)
 
 
 def _find_main_metric(found: RunData) -> metrics.Metric:

@@ -30,7 +30,7 @@ from fedquilt.coordinator.settings import (
     require_no_adversaries,
 )
 from fedquilt.coordinator.storage.store import Origin, Store
-from fedquilt.coordinator.views.terminal import VIRTUAL, Console, run_coordinator
+from fedquilt.coordinator.views.terminal import VIRTUAL_FORMAT, Console, run_coordinator
 from fedquilt.core import Bundle, Device, Examples, JobError
 from fedquilt.data import compatibility, examples
 from fedquilt.data.spec import DataSpec
@@ -174,7 +174,7 @@ def run_fleet_on_broker(plan: FleetPlan, broker: Mapping[str, Any] | None, *, wo
         if not store.acquire_lock():
             raise JobError(f"another coordinator serves {plan.home.resolve()} already: give another --home")
         run = plan.queue_or_resume(store)
-        console = Console(wordy=wordy, mend=f"the boards' logs: {plan.get_agent_folder(run, '*')}/agent.log")
+        console = Console(verbose=wordy, start_hint=f"the boards' logs: {plan.get_agent_folder(run, '*')}/agent.log")
         console.report(f"{run}: starting {plan.size} agents")
         agents = stack.enter_context(start_agents(plan.make_agent_tables(run), broker))
         link = MqttLink(Broker.from_url(**broker), f"fedquilt-coordinator-{plan.fleet}")
@@ -201,11 +201,11 @@ def run_fleet_virtually(
         if not store.acquire_lock():
             raise JobError(f"another coordinator serves {plan.home.resolve()} already: give another --home")
         run = plan.queue_or_resume(store, make, "virtual")
-        console = Console(wordy=wordy, clock=lambda: broker.now_s, stamp=VIRTUAL.format)
+        console = Console(verbose=wordy, clock=lambda: broker.now_s, stamp=VIRTUAL_FORMAT.format)
         console.report(f"{run}: making {plan.size} devices")
         link = broker.connect()
         server = Server(
-            LinkExecutor(link, plan.fleet, store.depot, store.begin_epoch()), store, console.observe, only=run
+            LinkExecutor(link, plan.fleet, store.blob_store, store.begin_epoch()), store, console.observe, only=run
         )
         sides: list[tuple[MemoryLink, Endpoint]] = [(link, server)]
         together = examples.SharedLoader()

@@ -26,7 +26,7 @@ from msgspec import structs
 
 from fedquilt import wire
 from fedquilt.blobs.store import SMALL_BYTES, BlobStore
-from fedquilt.coordinator.delivery.executor import Heard
+from fedquilt.coordinator.delivery.executor import ExecutorInput
 from fedquilt.coordinator.fleet.registry import BrokerOutage
 from fedquilt.coordinator.rounds.decisions import UpdateReceived
 from fedquilt.coordinator.rounds.events import JobView
@@ -245,7 +245,7 @@ class SimulatedFleet:
         away: Devices of the fleet that are offline at first.
     """
 
-    absence = BrokerOutage()  # none: they are always within reach
+    outage = BrokerOutage()  # none: they are always within reach
 
     def __init__(
         self,
@@ -259,7 +259,7 @@ class SimulatedFleet:
         self.specs = {spec.device: spec for spec in specs}
         self.now_s = 0.0
         self._devices: dict[str, FleetDevice] = {}
-        self._heard: deque[Heard] = deque()
+        self._heard: deque[ExecutorInput] = deque()
         self._due: list[tuple[float, str]] = []
         self._moved: dict[str, FleetDevice] = {}  # devices whose entry in `_due` may be outdated
         self._waiting: dict[str, FleetDevice] = {}  # devices with a work request to run
@@ -330,7 +330,7 @@ class SimulatedFleet:
             self._get_or_create_device(device)
         return structs.replace(profile, device=device)
 
-    def receive_inputs(self, now_s: float) -> Iterator[Heard]:
+    def receive_inputs(self, now_s: float) -> Iterator[ExecutorInput]:
         """Yield the messages up to `now_s`, running the due devices as soon as no message is left."""
         self.now_s = now_s
         self._files.clear()
@@ -375,7 +375,7 @@ class SimulatedFleet:
         return ()
 
     def set_backlog(
-        self, updates: int, waiting_bytes: int, most_bytes: float
+        self, updates: int, waiting_bytes: int, max_bytes: float
     ) -> None: ...  # an update is on the coordinator's disk as soon as it is made
 
     def site_right(self, device: str) -> SiteRight | None:

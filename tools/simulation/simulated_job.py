@@ -119,7 +119,9 @@ class Simulation:
         spare = self._make_capabilities(ROOM_BYTES)
         self.devices = home / "agents" / self.run  # of this run alone: what a board keeps of another would count here
         newcomer = DeviceSpec(NEWCOMER, lambda: boards.create_device("x86-host"), spare)
-        self.fleet = SimulatedFleet(self._make_specs(make), self._store.depot, self.devices, {NEWCOMER: newcomer}, away)
+        self.fleet = SimulatedFleet(
+            self._make_specs(make), self._store.blob_store, self.devices, {NEWCOMER: newcomer}, away
+        )
         self._server = Server(self.fleet, self._store, self._observe_event, self.run, load, poll_s=POLL_S)
         self._began_s, self._opened_s = time.perf_counter(), 0.0
 
@@ -257,7 +259,7 @@ class Simulation:
             update,
         ) in job.job_state.accepted_updates.items():  # those that an interrupted process has carried out
             if device not in self.adversaries and device not in self._overheard.list_devices(job.job_state.round):
-                self._overheard.add_update(job_blobs.load_update(self._store.depot, update))
+                self._overheard.add_update(job_blobs.load_update(self._store.blob_store, update))
         if not self._overheard.list_devices(job.job_state.round):
             return orders
         honest = self._overheard.write_mean(self.devices / "honest.safetensors")

@@ -34,10 +34,10 @@ from fedquilt.coordinator.settings import CohortSettings
 from fedquilt.coordinator.views import event_messages, run_summary, wait_reasons
 from fedquilt.coordinator.views.run_summary import RoundSummary, RunSummary
 from fedquilt.coordinator.views.terminal import (
-    VIRTUAL,
-    WAIT_AGAIN_S,
-    WAIT_SAID_S,
-    WORK_SAID_S,
+    UNCHANGED_WAIT_REPORT_S,
+    VIRTUAL_FORMAT,
+    WAIT_REPORT_S,
+    WORK_REPORT_S,
     ConnectionReporter,
     Console,
     WaitReporter,
@@ -74,21 +74,21 @@ def answer(device: str, round: int = 0) -> UpdateAccepted:
 def test_a_wait_is_told_when_it_begins_or_changes_and_else_rarely():
     waiting, a, b = WaitReporter(), WaitReason("a", "a", "lost"), WaitReason("b", "b", "boards")
     assert waiting.line_due(a, 0.0) is None
-    assert waiting.line_due(a, WAIT_SAID_S) == "waiting for a"
-    assert waiting.line_due(a._replace(text="a, 100 s later"), WAIT_SAID_S + 100) is None
-    assert waiting.line_due(b, WAIT_SAID_S + 101) == "waiting for b"
-    assert waiting.line_due(a, WAIT_SAID_S + 102) is None  # it comes and goes: not at each turn
-    assert waiting.line_due(b, WAIT_SAID_S + 101 + WAIT_AGAIN_S) == "waiting for b"
+    assert waiting.line_due(a, WAIT_REPORT_S) == "waiting for a"
+    assert waiting.line_due(a._replace(text="a, 100 s later"), WAIT_REPORT_S + 100) is None
+    assert waiting.line_due(b, WAIT_REPORT_S + 101) == "waiting for b"
+    assert waiting.line_due(a, WAIT_REPORT_S + 102) is None  # it comes and goes: not at each turn
+    assert waiting.line_due(b, WAIT_REPORT_S + 101 + UNCHANGED_WAIT_REPORT_S) == "waiting for b"
     assert waiting.line_due(None, 2000.0) is None
     assert waiting.line_due(b, 2001.0) is None
-    assert waiting.line_due(b, 2001.0 + WAIT_SAID_S) == "waiting for b"
+    assert waiting.line_due(b, 2001.0 + WAIT_REPORT_S) == "waiting for b"
 
 
 def test_a_wait_for_devices_at_work_is_told_later():
     waiting, slow = WaitReporter(), WaitReason("c, at work", "c", "working")
     assert waiting.line_due(slow, 0.0) is None
-    assert waiting.line_due(slow, WORK_SAID_S - 1) is None
-    assert waiting.line_due(slow, WORK_SAID_S) == "waiting for c, at work"
+    assert waiting.line_due(slow, WORK_REPORT_S - 1) is None
+    assert waiting.line_due(slow, WORK_REPORT_S) == "waiting for c, at work"
 
 
 def test_the_loss_of_the_broker_and_its_return_are_told_once():
@@ -127,7 +127,7 @@ def test_a_wait_while_the_broker_is_away_is_not_told_as_a_lack_of_boards(capsys)
         def wall_clock_state(self, job, now_s, now):
             return Job.rounds, now
 
-    now_s = iter((0.0, 0.0, WAIT_SAID_S, WAIT_SAID_S, 100.0, 100.0, 100.0))
+    now_s = iter((0.0, 0.0, WAIT_REPORT_S, WAIT_REPORT_S, 100.0, 100.0, 100.0))
     console = Console(clock=lambda: next(now_s))
     for link in (Link(), Link()):
         console.report_connection(link)
@@ -164,7 +164,7 @@ def test_too_few_devices_for_a_quorum_are_told_with_what_is_there():
     assert wait_reasons.find_wait(state, ["torch"], ["a", "b"]) is None  # they are at it
     for device in "ab":
         state = apply_event(state, answer(device), 2.0)
-    wait = wait_reasons.find_wait(state, ["torch"], ["a", "b"], now=NOW, until=NOW + 512.0)
+    wait = wait_reasons.find_wait(state, ["torch"], ["a", "b"], now=NOW, deadline=NOW + 512.0)
     assert wait.text == (
         "devices that run torch: 2 online, 2 of 4 updates received, a quorum is 3, "
         f"until {time.strftime('%H:%M', time.localtime(NOW + 512.0))} (512 s)"
@@ -396,7 +396,7 @@ def round_facts(number: int, score: float | None, devices: str = "ab", energy_j:
 
 
 def test_the_line_of_a_round_has_its_own_accuracy_and_fits_80_columns(capsys):
-    console = Console(clock=lambda: 0.0, stamp=VIRTUAL.format)
+    console = Console(clock=lambda: 0.0, stamp=VIRTUAL_FORMAT.format)
     state = begun(CohortSettings(), check_every=1)
     state = observe_round(console, state, round_facts(0, 0.1))
     assert capsys.readouterr().out == ""

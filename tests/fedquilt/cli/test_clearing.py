@@ -27,7 +27,7 @@ from fedquilt.core import BlobRef, Update, Usage
 def begun(home: Path, name: str, status: str = "done", state: bytes = b"") -> str:
     with Store(home) as store:
         run = store.add_job(settings.parse_job({"name": name, "method": "fedavg"}), home)
-        ref = store.depot.store_bytes(state or name.encode() * 100)
+        ref = store.blob_store.store_bytes(state or name.encode() * 100)
         update = Update(
             job=run, round=0, attempt=0, device="a", weight=1.0, bundles={}, metrics={}, usage=Usage(wall_s=1.0)
         )

@@ -140,10 +140,10 @@ def _check_blobs(store: Store) -> Iterator[Numbered]:
         if row.status in UNDER_WAY and not (row.bundle / "bundle.json").is_file():
             said = f"the bundle of {row.id} is gone: {row.bundle}"
             yield "FQ510", error(said, f"put {row.bundle} back, or fedquilt prune {row.id} and run its job again")
-    lost = sorted(one for one in store.latest_state_hashes() if not _is_blob_intact(store.depot.folder / one, one))
+    lost = sorted(one for one in store.latest_state_hashes() if not _is_blob_intact(store.blob_store.folder / one, one))
     if lost:
         said = (
-            f"{len(lost)} states of runs are missing or damaged in {store.depot.folder} ({lost[0][:12]} ...): "
+            f"{len(lost)} states of runs are missing or damaged in {store.blob_store.folder} ({lost[0][:12]} ...): "
             "these cannot go on"
         )
         yield "FQ511", error(said, "put back a copy of the whole folder, or `fedquilt prune` these runs")

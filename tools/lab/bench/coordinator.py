@@ -206,7 +206,7 @@ def _queue_job(home: Path, count: int, after: int, rounds: int) -> str:
 
 def _write_past_rounds(store: Store, run: str, job: JobSettings, count: int, rounds: int) -> None:
     method = methods.load(job.method)
-    state = store.depot.store_bytes(
+    state = store.blob_store.store_bytes(
         tensors.pack_state(create_initial_state(job, job_bundle.load_bundle(store.find_job(run).bundle), method))
     )
     devices = tuple(f"board-{number:05d}" for number in range(count))

@@ -176,7 +176,7 @@ class HomeWatcher:
         store = self._get_current_reader()
         rows = store.all_jobs()
         standing = {row.id: store.current_status(row) if isinstance(row, StoredJob) else row.status for row in rows}
-        suspended = store.holds.current_suspensions()
+        suspended = store.suspensions.current_suspensions()
         holds = {run: str(hold) for run, hold in suspended.items() if standing.get(run) == "held"}
         return RunList(rows, standing, self._update_served(), holds)
 

@@ -202,7 +202,7 @@ async def load_round_page(watch: HomeWatcher, query: Query, id: str) -> dict[str
             for name, part in parts.items()
             if code in ("", part.code) and (not text or text in name.casefold() or text in part.text.casefold())
         ),
-        key=lambda each: (each[1].code not in round_outcomes.ASKED, each[1].place or 0, each[0]),
+        key=lambda each: (each[1].code not in round_outcomes.SELECTED_CODES, each[1].position or 0, each[0]),
     )
     shown, page, pages = _paginate(chosen, _parse_integer(query, "page", 1), DEVICES)
     running = round == found.state.round and found.state.phase in ("selecting", "open", "closing")

@@ -76,7 +76,7 @@ class RunFollower:
 
     @property
     def parts(self) -> Mapping[int, Mapping[str, round_outcomes.DeviceOutcome]]:
-        return self._parts.found
+        return self._parts.by_round
 
     def add_event(self, seq: int, at: float, fact: AnyEvent) -> None:
         """Apply the next event of the run and add its log line."""
@@ -87,7 +87,7 @@ class RunFollower:
         device = fact.update.device if isinstance(fact, UpdateAccepted) else getattr(fact, "device", None)
         kind = type(fact).__name__
         self.lines.append(LogLine(seq, at, self.row.id, kind, round, device, text, tuple(more)))
-        if isinstance(fact, CohortSelected | EligibilityRecorded) and fact.round in self._parts.found:
+        if isinstance(fact, CohortSelected | EligibilityRecorded) and fact.round in self._parts.by_round:
             self.first = fact.round if self.first is None else self.first
             self.last = fact.round
         self._record_times(at, fact)
@@ -109,7 +109,7 @@ class RunFollower:
                     self.turns[fact.round].took_s = fact.took_s
 
     def _forget_old_rounds(self) -> None:
-        found = self._parts.found
+        found = self._parts.by_round
         count = sum(map(len, found.values()))
         for number in sorted(found)[:-LEAST]:
             if count <= self.cells:
@@ -152,7 +152,7 @@ class RunFollower:
         parts = self.parts.get(state.round, {})
         return {
             "round": state.round + 1,
-            "name": event_messages.format_round_name(state.round, self.summary.final),
+            "name": event_messages.format_round_name(state.round, self.summary.final_evaluation_round),
             "phase": state.phase,
             "attempt": state.attempt,
             "asked": sorted(state.pending_devices),
@@ -217,8 +217,8 @@ def find_round_outcomes(
     told = round_outcomes.RoundOutcomes(plan)
     for fact in facts:
         told.apply_event(fact)
-        for number in [number for number in told.found if number < min(round, told.summary.state.round)]:
-            del told.found[number]
+        for number in [number for number in told.by_round if number < min(round, told.summary.state.round)]:
+            del told.by_round[number]
         if told.summary.state.round > round:
             break
-    return told.found.get(round)
+    return told.by_round.get(round)
