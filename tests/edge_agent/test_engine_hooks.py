@@ -290,7 +290,7 @@ def test_the_layout_of_training_changes_no_result(monkeypatch: pytest.MonkeyPatc
     last, turned = trained()
     assert turned or torch.cuda.is_available()
     scored = compute_metrics(engine.evaluate(CNN, last, pictures()))
-    monkeypatch.setattr(torch_engine, "POWER_TOLERANCE", 1)
+    monkeypatch.setattr(torch_engine, "WIDE", 1)
     first, turned = trained()
     assert not turned
     assert compute_metrics(engine.evaluate(CNN, last, pictures())) == pytest.approx(scored, rel=1e-5)

@@ -113,7 +113,7 @@ def test_a_wait_while_the_broker_is_away_is_not_told_as_a_lack_of_boards(capsys)
             return {}
 
     class Job:
-        id, engines, rounds = "digits-1", ("torch",), begun(CohortSettings())
+        id, engines, job_state = "digits-1", ("torch",), begun(CohortSettings())
 
     class Server:
         registry = Registry()
@@ -358,7 +358,7 @@ def test_many_that_decline_for_one_reason_are_counted(capsys):
     class Job:
         id = "j"
         job = JOB
-        rounds = begun(CohortSettings())
+        job_state = begun(CohortSettings())
 
     console = Console(clock=lambda: 0.0)
     for number in (0, 1):

@@ -33,7 +33,7 @@ class FaultyBroker(MemoryBroker):
 
 @pytest.mark.parametrize("seed", [n if n < 15 else pytest.param(n, marks=pytest.mark.nightly) for n in range(60)])
 def test_every_blob_arrives_through_loss_duplicates_delay_and_damage(tmp_path, monkeypatch, seed):
-    monkeypatch.setattr(download, "IDLE_LIMIT_S", 1e6)
+    monkeypatch.setattr(download, "PATIENCE_S", 1e6)
     roll = random.Random(seed)
     odds = roll.choice([0.0, 0.05, 0.3]), roll.choice([0.0, 0.3]), roll.choice([0.0, 0.02, 0.2])
     broker = FaultyBroker(seed, *odds, delay_s=roll.choice([0.0, 0.5, 5.0]))
