@@ -278,8 +278,8 @@ class RunSummary(msgspec.Struct, frozen=True):
             summary,
             state=state,
             selected=selected,
-            final=final_evaluation_round,
-            since_s=work_started_s,
+            final_evaluation_round=final_evaluation_round,
+            work_started_s=work_started_s,
             earlier_work_s=earlier_work_s,
         )
 
@@ -314,7 +314,7 @@ class RunSummary(msgspec.Struct, frozen=True):
         earlier = {**self.earlier_rounds, self.running.number: self.running}
         running = earlier.get(number, RoundSummary(number))
         return replace(
-            self, running=running, earlier_rounds=earlier, devices=self.device_costs(), answers=(), declining_devices=()
+            self, running=running, earlier_rounds=earlier, devices=self.device_costs(), accepted_updates=(), declining_devices=()
         )
 
     def _add_update(self, event: events.UpdateAccepted) -> RunSummary:
@@ -322,7 +322,7 @@ class RunSummary(msgspec.Struct, frozen=True):
         slowest_s = max(running.slowest_s, update.usage.wall_s)
         running = replace(running, cost=running.cost.add_update(update), slowest_s=slowest_s)
         return replace(
-            self, total=self.total.add_update(update), running=running, answers=(*self.accepted_updates, event)
+            self, total=self.total.add_update(update), running=running, accepted_updates=(*self.accepted_updates, event)
         )
 
     def _commit_round(self, event: events.RoundCommitted, real_s: float) -> RunSummary:
@@ -345,16 +345,16 @@ class RunSummary(msgspec.Struct, frozen=True):
         ]
         running = replace(
             self.running,
-            committed=True,
+            is_committed=True,
             rounds_before=completed_rounds,
             selected=len(self.selected),
             is_work=not event.is_evaluation_round and not self.state.is_work_done,
-            settled=event.is_evaluation_round,
-            took_s=event.took_s,
+            is_evaluation_round=event.is_evaluation_round,
+            duration_s=event.took_s,
             real_s=real_s,
             train_loss=event.metrics.get("loss"),
             scores=scores,
-            times=split_round_time(event.round, event.took_s, durations) if durations else None,
+            time_breakdown=split_round_time(event.round, event.took_s, durations) if durations else None,
         )
         return replace(self, running=running, scores=device_scores)
 

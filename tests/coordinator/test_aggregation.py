@@ -275,7 +275,7 @@ def test_an_update_that_adds_up_is_read_once_whoever_is_awaited_still(stage, mon
     stage.ask("dcba")
     for index, device in enumerate("dcba"):
         stage.take(device, float(index))
-    assert (len(read), stage.job.aggregator._read) == (4, {})
+    assert (len(read), stage.job.aggregator._cached_updates) == (4, {})
     assert stage.commit() == 1.5
     assert len(read) == 5  # the updates, and the state that the commit has stored
 
@@ -326,7 +326,7 @@ def test_updates_are_read_once_for_as_long_as_there_is_room(ordered, monkeypatch
         stage.ask(devices)
         for index, device in enumerate(devices):
             stage.take(device, 4.0 * number + index)
-        assert len(stage.job.aggregator._read) == 2
+        assert len(stage.job.aggregator._cached_updates) == 2
         assert stage.commit() == 4.0 * number + 1.5
         assert len(read) == 7 * (number + 1)  # six updates, and the state that the commit has stored
 
@@ -366,7 +366,7 @@ def test_what_a_device_is_asked_is_worked_out_once_unless_its_tensors_are_its_ow
     made.ask("abc")
     for device in "abc":
         made.job.device_workload(device, None)
-    held = {id(order.bundles["model"]) for order in made.job._orders.values()}
+    held = {id(order.bundles["model"]) for order in made.job._task_specs.values()}
     assert len(held) == 1
     for device in "abc":
         made.job.build_task(device, "numpy", None, 0.0)
