@@ -24,7 +24,7 @@ from fedquilt.coordinator.storage.rows import DamagedRunError, IndexedLog, check
 from fedquilt.core import UNDECODABLE, StoreError, Update
 from fedquilt.host.logs import log_ids
 
-STATE_VERSION: Final = 11  # raise it whenever the same facts come to another state, or a state is another type
+STATE_VERSION: Final = 12  # raise it whenever the same facts come to another state, or a state is another type
 VERSION: Final = f"{__version__} {STATE_VERSION}"
 EVENTS_PER_SNAPSHOT: Final = 1000  # facts, and one for each device, from one snapshot of a job to the next
 

@@ -82,7 +82,7 @@ def test_boards_that_cannot_be_upgraded_are_left_out_by_name_and_do_not_count(gr
     assert (state.status, state.count_outcomes()) == ("done", {"committed": 2})
     assert not any(board.releases for board in unable)
     begun = told(ground, RolloutStarted)[0]
-    assert begun.without == dict.fromkeys(("b-000", "b-001"), "no launcher started the agent")
+    assert begun.incompatible_devices == dict.fromkeys(("b-000", "b-001"), "no launcher started the agent")
     said = "begun: agent digits; left out: b-000, b-001 (no launcher started the agent)"
     assert view.format_event(state, begun) == said
     ground.fleet(1, **never)
@@ -426,7 +426,7 @@ def test_who_was_not_offered_it_says_nothing_of_it(ground):
             other.transfers.handle_message(wire.parse_topic(message.topic), message.payload, ground.broker.now_s)
         other.transfers.step(ground.broker.now_s)
     assert not other.depot.has_blob(release.blob)
-    assert list(ground.state(id).heard) == [canary]
+    assert list(ground.state(id).reports) == [canary]
 
 
 def test_without_a_retained_message_a_board_gets_it_all_the_same(ground):

@@ -127,7 +127,7 @@ def test_a_survey_notes_what_has_changed_and_then_nothing():
     second = eligibility_event(state, LabelColumn({"a": ELIGIBLE, "c": ELIGIBLE}), CostColumn({"a": 3.0}))
     assert second == EligibilityRecorded(0, ("c",), {"offline": ("b",)}, {"a": 3.0})
     state = after(state, second)
-    assert (state.eligible, state.ineligible, state.costs) == ({"a", "c"}, {"b": "offline"}, {"a": 3.0})
+    assert (state.eligible, state.ineligibility_reasons, state.costs) == ({"a", "c"}, {"b": "offline"}, {"a": 3.0})
     assert after(state, EligibilityRecorded(0, ("b",))).eligible == {"a", "b", "c"}
 
 
@@ -233,9 +233,9 @@ def test_replaying_the_facts_gives_the_same_state_and_rounds_only_go_forward(see
     assert closed == [0, 1, 2, 3, 4]
     replayed = after(first, *facts, now_s=state.opened_s)
     assert (replayed.history, replayed.durations) == (state.history, state.durations)
-    assert (replayed.last_selected_rounds, replayed.ineligible, replayed.usage) == (
+    assert (replayed.last_selected_rounds, replayed.ineligibility_reasons, replayed.usage) == (
         state.last_selected_rounds,
-        state.ineligible,
+        state.ineligibility_reasons,
         state.usage,
     )
     assert (replayed.round, replayed.phase, replayed.state) == (state.round, state.phase, state.state)

@@ -125,7 +125,7 @@ def test_a_wait_while_the_broker_is_away_is_not_told_as_a_lack_of_boards(capsys)
             return frozenset()
 
         def wall_clock_state(self, job, now_s, now):
-            return Job.rounds, now
+            return Job.job_state, now
 
     now_s = iter((0.0, 0.0, WAIT_REPORT_S, WAIT_REPORT_S, 100.0, 100.0, 100.0))
     console = Console(clock=lambda: next(now_s))

@@ -118,7 +118,7 @@ def test_a_job_that_is_held_for_the_disk_says_so_since_when_and_when_it_is_tried
         assert f"the bundle of {held.job} cannot be read" in told
         assert ("held 0/" in told) == (words == ["ls"])
     hold = held.store.suspensions.current_suspension(held.job)
-    assert 0 < hold.retry_time - hold.since <= suspended_jobs.RETRY_S
+    assert 0 < hold.retry_time - hold.start_time <= suspended_jobs.RETRY_S
     assert hold.since - 10 < time.time() < hold.retry_time + 10
     with StoreReader(held.store.home) as reader:
         row = reader.find_job(held.job)
@@ -141,7 +141,7 @@ def test_a_second_try_does_not_change_since_when_a_job_is_held(held):
     second = held.store.suspensions.current_suspension(held.job)
     assert first is not None
     assert second is not None
-    waits_s = [each.retry_time - each.since for each in (first, second)]
+    waits_s = [each.retry_time - each.start_time for each in (first, second)]
     assert waits_s == pytest.approx([suspended_jobs.RETRY_S, 2 * suspended_jobs.RETRY_S], abs=2)
     held.play(suspended_jobs.RETRY_S + 1.0)
     assert [fact.status for fact in held.told(JobEnded)] == ["failed"]
