@@ -80,11 +80,11 @@ ELIGIBLE: Final = ""  # label of a device that can be selected. Other labels are
 
 hash_name: Final = seed_deriver("device")
 
-_rows: Final[dict[str, int]] = {}
-_names: Final[list[str]] = []
-_labels: Final[list[str]] = [ELIGIBLE]
-_numbers: Final[dict[str, int]] = {ELIGIBLE: 0}  # of the labels
-_hashes: Final = array("Q")  # of the names, as far as a draw has needed them
+_row_by_device: Final[dict[str, int]] = {}
+_device_names: Final[list[str]] = []
+_label_names: Final[list[str]] = [ELIGIBLE]
+_label_numbers: Final[dict[str, int]] = {ELIGIBLE: 0}  # of the labels
+_name_hashes: Final = array("Q")  # of the names, as far as a draw has needed them
 _LOCK: Final = threading.Lock()
 
 
@@ -98,19 +98,19 @@ def _number_of(name: str, numbers: dict[str, int], names: list[str]) -> int:
 
 
 def find_rows(devices: Iterable[str]) -> list[int]:
-    return [_number_of(device, _rows, _names) for device in devices]
+    return [_number_of(device, _row_by_device, _device_names) for device in devices]
 
 
 def device_names(rows: Iterable[int]) -> list[str]:
-    return [_names[row] for row in rows]
+    return [_device_names[row] for row in rows]
 
 
 def name_hashes(rows: np.ndarray) -> np.ndarray:
     import numpy as np
 
     with _LOCK:
-        _hashes.extend(map(hash_name, _names[len(_hashes) :]))
-        return np.frombuffer(_hashes, np.uint64)[rows]
+        _name_hashes.extend(map(hash_name, _device_names[len(_name_hashes) :]))
+        return np.frombuffer(_name_hashes, np.uint64)[rows]
 
 
 class DeviceColumn(Mapping[str, V], Generic[V]):
@@ -138,40 +138,44 @@ class DeviceColumn(Mapping[str, V], Generic[V]):
         """Return the values of the first `size` rows, with -1 for missing ones."""
         import numpy as np
 
-        found = np.frombuffer(self._array, self.typecode)[:size]
-        return found if len(found) == size else np.concatenate((found, np.full(size - len(found), -1, self.typecode)))
+        values = np.frombuffer(self._array, self.typecode)[:size]
+        return (
+            values if len(values) == size else np.concatenate((values, np.full(size - len(values), -1, self.typecode)))
+        )
 
-    def changed_values(self: C, before: C, *, lost: V | None = None, among: DeviceSet | None = None) -> dict[str, V]:
+    def changed_values(
+        self: C, previous: C, *, default: V | None = None, devices: DeviceSet | None = None
+    ) -> dict[str, V]:
         """Return the values that differ from those in another column.
 
         Args:
-            before: The other column.
-            among: Devices to compare, or None for all.
-            lost: Value of a device that only `before` has, or None to leave the device out.
+            previous: The other column.
+            devices: Devices to compare, or None for all.
+            default: Value of a device that only `previous` has, or None to leave the device out.
         """
         import numpy as np
 
-        size = max(len(self._array), len(before._array))
-        now, old = self.to_array(size), before.to_array(size)
-        if np.array_equal(now, old):
+        size = max(len(self._array), len(previous._array))
+        new, old = self.to_array(size), previous.to_array(size)
+        if np.array_equal(new, old):
             return {}
-        if lost is not None:
-            now = np.where((now < 0) & (old >= 0), self._encode(lost), now)
-        changed = (now != old) & (now >= 0)
-        if among is not None:
-            common = min(size, len(among.mask))
-            changed = changed[:common] & among.mask[:common]
-        rows = np.flatnonzero(changed)
-        return dict(zip(device_names(rows.tolist()), map(self._decode, now[rows].tolist()), strict=True))
+        if default is not None:
+            new = np.where((new < 0) & (old >= 0), self._encode(default), new)
+        is_changed = (new != old) & (new >= 0)
+        if devices is not None:
+            common = min(size, len(devices.mask))
+            is_changed = is_changed[:common] & devices.mask[:common]
+        rows = np.flatnonzero(is_changed)
+        return dict(zip(device_names(rows.tolist()), map(self._decode, new[rows].tolist()), strict=True))
 
     def __getitem__(self, device: str) -> V:
-        row = _rows[device]
+        row = _row_by_device[device]
         if row >= len(self._array) or self._array[row] < 0:
             raise KeyError(device)
         return self._decode(self._array[row])
 
     def __iter__(self) -> Iterator[str]:
-        return (_names[row] for row, value in enumerate(self._array) if value >= 0)
+        return (_device_names[row] for row, value in enumerate(self._array) if value >= 0)
 
     def __len__(self) -> int:
         return self._count
@@ -200,10 +204,10 @@ class LabelColumn(DeviceColumn[str]):
         return self._sets[label]
 
     def _encode(self, value: str) -> int:
-        return _number_of(value, _numbers, _labels)
+        return _number_of(value, _label_numbers, _label_names)
 
     def _decode(self, value: int) -> str:
-        return _labels[value]
+        return _label_names[value]
 
 
 class DeviceSet(Set[str]):
@@ -238,7 +242,7 @@ class DeviceSet(Set[str]):
         return DeviceSet(mask)
 
     def __contains__(self, device: object) -> bool:
-        row = _rows.get(device, len(self.mask))  # type: ignore[call-overload]
+        row = _row_by_device.get(device, len(self.mask))  # type: ignore[call-overload]
         return row < len(self.mask) and bool(self.mask[row])
 
     def __iter__(self) -> Iterator[str]:
@@ -252,9 +256,9 @@ class DeviceSet(Set[str]):
         return set(devices)
 
 
-ENOUGH: Final = 3  # devices of which the median is used
-USUAL: Final = 100.0  # largest weight, as a multiple of the median of the job's devices
-MOST_EXAMPLES: Final = 10_000_000  # of a device, before enough devices have reported numbers
+MIN_DEVICES_FOR_MEDIAN: Final = 3  # devices of which the median is used
+MAX_WEIGHT_RATIO: Final = 100.0  # largest weight, as a multiple of the median of the job's devices
+MAX_EXAMPLES: Final = 10_000_000  # of a device, before enough devices have reported numbers
 
 
 class DeviceWeights(Struct):
@@ -264,8 +268,8 @@ class DeviceWeights(Struct):
     ascending: list[float] = []
 
     def set_number(self, device: str, number: float) -> None:
-        if (before := self.by_device.get(device)) is not None:
-            del self.ascending[bisect_left(self.ascending, before)]
+        if (old := self.by_device.get(device)) is not None:
+            del self.ascending[bisect_left(self.ascending, old)]
         self.by_device[device] = number
         insort(self.ascending, number)
 
@@ -273,11 +277,11 @@ class DeviceWeights(Struct):
         """Return the largest number that a device may report: `limit`, or a multiple of the others' median."""
         if limit is not None:
             return limit
-        own = self.by_device.get(device)
-        others = len(self.ascending) - (own is not None)
-        if others < ENOUGH:
-            return MOST_EXAMPLES
-        at = others // 2
-        if own is not None and bisect_left(self.ascending, own) <= at:
-            at += 1
-        return min(USUAL * max(self.ascending[at], 1.0), MOST_EXAMPLES)
+        own_number = self.by_device.get(device)
+        other_count = len(self.ascending) - (own_number is not None)
+        if other_count < MIN_DEVICES_FOR_MEDIAN:
+            return MAX_EXAMPLES
+        median_index = other_count // 2
+        if own_number is not None and bisect_left(self.ascending, own_number) <= median_index:
+            median_index += 1
+        return min(MAX_WEIGHT_RATIO * max(self.ascending[median_index], 1.0), MAX_EXAMPLES)

@@ -16,13 +16,13 @@ from fedquilt.coordinator.fleet.device_status import FRESH_S, DeviceStatus, Tele
 from fedquilt.coordinator.rounds import events
 from fedquilt.open_metrics import MetricFamily
 
-MOST_BOARDS: Final = 2_000
-MOST_JOBS: Final = 50
-OTHERS: Final = "others"  # jobs beyond MOST_JOBS; no job has this name in a label before there are so many
+MAX_DEVICES: Final = 2_000
+MAX_JOBS: Final = 50
+OTHER_JOBS: Final = "others"  # jobs beyond MOST_JOBS; no job has this name in a label before there are so many
 
-Known = tuple[DeviceStatus, TelemetrySample | None]
+DeviceReading = tuple[DeviceStatus, TelemetrySample | None]
 
-_COUNTED: Final = {
+_COUNTERS: Final = {
     "rounds": "Rounds that were committed.",
     "updates": "Updates of boards that were counted.",
     "attempts": "Further attempts at rounds that had no quorum.",
@@ -54,29 +54,32 @@ _GAUGES: Final[dict[str, tuple[str, Callable[[DeviceStatus, TelemetrySample], fl
 class CoordinatorMetrics:
     """Metrics of one coordinator. Events are recorded in its thread, but any thread may read metrics."""
 
-    def __init__(self, boards: Callable[[], Sequence[Known]], clock: Callable[[], float] = time.time) -> None:
+    def __init__(self, boards: Callable[[], Sequence[DeviceReading]], clock: Callable[[], float] = time.time) -> None:
         self._boards, self._clock = boards, clock
-        self._counts: dict[str, Counter[str]] = {name: Counter() for name in _COUNTED}  # by job
+        self._counts: dict[str, Counter[str]] = {name: Counter() for name in _COUNTERS}  # by job
         self._declined: Counter[tuple[str, str]] = Counter()  # by job and code
-        self._ended: Counter[str] = Counter()  # by status
+        self._ended_jobs: Counter[str] = Counter()  # by status
         # running run, as several may have the name of one job -> label, round, most rounds, when boards were asked
-        self._rounds: dict[str, tuple[str, int, int, float]] = {}
-        self._jobs: set[str] = set()
+        self._running_rounds: dict[str, tuple[str, int, int, float]] = {}
+        self._job_labels: set[str] = set()
 
-    def record_event(self, job: events.JobView, fact: events.AnyEvent) -> None:
+    def record_event(self, job: events.JobView, event: events.AnyEvent) -> None:
         name = self._job_label(job.job.name)
         count = self._counts
-        match fact:
+        match event:
             case events.CohortSelected():
-                self._rounds = {**self._rounds, job.id: (name, fact.round, job.job.rounds, self._clock())}
+                self._running_rounds = {
+                    **self._running_rounds,
+                    job.id: (name, event.round, job.job.rounds, self._clock()),
+                }
             case events.UpdateAccepted():
-                usage = fact.update.usage
+                usage = event.update.usage
                 count["updates"][name] += 1
-                count["down_bytes"][name] += fact.update.down_bytes
-                count["up_bytes"][name] += fact.update.up_bytes
+                count["down_bytes"][name] += event.update.down_bytes
+                count["up_bytes"][name] += event.update.up_bytes
                 count["joules"][name] += usage.energy_j or 0.0  # type: ignore[assignment]
             case events.TaskDeclined():
-                self._declined[name, fact.code] += 1
+                self._declined[name, event.code] += 1
             case events.UpdateRejected():
                 count["rejected"][name] += 1
             case events.RoundRetried():
@@ -84,61 +87,63 @@ class CoordinatorMetrics:
             case events.RoundCommitted():
                 count["rounds"][name] += 1
             case events.JobEnded():
-                self._ended[fact.status] += 1
-                self._rounds = {run: values for run, values in self._rounds.items() if run != job.id}
+                self._ended_jobs[event.status] += 1
+                self._running_rounds = {run: values for run, values in self._running_rounds.items() if run != job.id}
 
     def metric_families(self) -> Iterator[MetricFamily]:
         now = self._clock()
         yield MetricFamily(
             "fedquilt_build", "gauge", "Version of the coordinator.", ("version",), [((__version__,), 1.0)]
         )
-        for name, about in _COUNTED.items():
+        for name, about in _COUNTERS.items():
             samples = [((job,), float(value)) for job, value in self._counts[name].copy().items()]
             yield MetricFamily(f"fedquilt_{name}", "counter", about, ("job",), samples)
         declined = [(key, float(value)) for key, value in self._declined.copy().items()]
         about = "Tasks that boards declined, by the code of the reason."
         yield MetricFamily("fedquilt_declined", "counter", about, ("job", "code"), declined)
-        ended = [((status,), float(self._ended[status])) for status in events.ENDED]
+        ended = [((status,), float(self._ended_jobs[status])) for status in events.ENDED_PHASES]
         yield MetricFamily("fedquilt_jobs_ended", "counter", "Jobs that ended, by how.", ("status",), ended)
         # one sample for each label: that of the run whose boards were asked last
-        running = {label: values for label, *values in sorted(self._rounds.values(), key=lambda each: each[3])}
-        for name, about, place in (
+        running = {label: values for label, *values in sorted(self._running_rounds.values(), key=lambda each: each[3])}
+        for name, about, index in (
             ("round", "Number of the running round, from 0.", 0),
             ("round_most", "Rounds that the job may take.", 1),
             ("round_asked_timestamp_seconds", "When boards were last asked in the running round.", 2),
         ):
-            samples = [((job,), float(values[place])) for job, values in running.items()]
+            samples = [((job,), float(values[index])) for job, values in running.items()]
             yield MetricFamily(f"fedquilt_{name}", "gauge", about, ("job",), samples)
         yield from _device_families(self._boards(), now)
 
     def _job_label(self, job: str) -> str:
         """Return the job's name as its label, or OTHERS once MOST_JOBS names are in use."""
-        if job not in self._jobs:
-            if len(self._jobs) >= MOST_JOBS:
-                return OTHERS
-            self._jobs.add(job)
+        if job not in self._job_labels:
+            if len(self._job_labels) >= MAX_JOBS:
+                return OTHER_JOBS
+            self._job_labels.add(job)
         return job
 
 
-def _device_families(known: Sequence[Known], now: float) -> Iterator[MetricFamily]:
-    online = sum(board.online for board, _ in known)
-    working = sum(board.online and board.doing is not None for board, _ in known)
-    waiting = sum(board.online and board.doing is not None and board.doing.step == "waiting" for board, _ in known)
-    silent = sum(board.silent for board, _ in known)
-    offline = len(known) - online - silent
+def _device_families(devices: Sequence[DeviceReading], now: float) -> Iterator[MetricFamily]:
+    online = sum(board.online for board, _ in devices)
+    working = sum(board.online and board.doing is not None for board, _ in devices)
+    waiting = sum(board.online and board.doing is not None and board.doing.step == "waiting" for board, _ in devices)
+    silent = sum(board.silent for board, _ in devices)
+    offline = len(devices) - online - silent
     counts = {"online": online, "working": working, "waiting": waiting, "offline": offline, "silent": silent}
     about = "Boards by state; those that have a task are online too, and those that wait to send its update have one."
     yield MetricFamily("fedquilt_boards", "gauge", about, ("state",), [((key,), float(n)) for key, n in counts.items()])
-    shown = sorted(known, key=lambda each: each[0].device)[:MOST_BOARDS]
+    exported_devices = sorted(devices, key=lambda each: each[0].device)[:MAX_DEVICES]
     about = "Boards without samples of their own, as there are too many."
-    yield MetricFamily("fedquilt_boards_left_out", "gauge", about, (), [((), float(len(known) - len(shown)))])
+    yield MetricFamily(
+        "fedquilt_boards_left_out", "gauge", about, (), [((), float(len(devices) - len(exported_devices)))]
+    )
     about = "What a board is."
-    what = [((b.device, b.board[:100], b.version[:100], (b.mode or "")[:100]), 1.0) for b, _ in shown]
-    yield MetricFamily("fedquilt_board_info", "gauge", about, ("device", "board", "version", "mode"), what)
-    for name, (about, value) in _GAUGES.items():
+    labels = [((b.device, b.board[:100], b.version[:100], (b.mode or "")[:100]), 1.0) for b, _ in exported_devices]
+    yield MetricFamily("fedquilt_board_info", "gauge", about, ("device", "board", "version", "mode"), labels)
+    for name, (about, read_value) in _GAUGES.items():
         samples = []
-        for board, reading in shown:
+        for board, reading in exported_devices:
             fresh = reading if reading is not None and reading.at > now - FRESH_S else TelemetrySample(0)
-            if (found := value(board, fresh)) is not None:
-                samples.append(((board.device,), float(found)))
+            if (value := read_value(board, fresh)) is not None:
+                samples.append(((board.device,), float(value)))
         yield MetricFamily(f"fedquilt_board_{name}", "gauge", about, ("device",), samples)

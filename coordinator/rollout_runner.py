@@ -30,12 +30,14 @@ from fedquilt.host.logs import log_ids
 
 log = logging.getLogger("fedquilt.coordinator")
 
-SETTLE_S: Final = 5.0  # after a new session with the broker, until it has told which boards there are
-ASK_S: Final = 600.0  # until a release that a board has not ended with is sent again: it says how far it is
-LOOK_S: Final = 2.0  # between two looks for releases that are to be sent again
-FACTS_MOST: Final = 100  # that a board may add to the log of one rollout in one life of the coordinator
+SESSION_SETTLE_S: Final = 5.0  # after a new session with the broker, until it has told which boards there are
+REPORT_REQUEST_INTERVAL_S: Final = (
+    600.0  # until a release that a board has not ended with is sent again: it says how far it is
+)
+RESEND_CHECK_S: Final = 2.0  # between two looks for releases that are to be sent again
+MAX_EVENTS_PER_DEVICE: Final = 100  # that a board may add to the log of one rollout in one life of the coordinator
 
-Tell = Callable[[Rollout, AnyRolloutEvent], None]
+ObserveRollout = Callable[[Rollout, AnyRolloutEvent], None]
 
 
 class RolloutRunner:
@@ -50,46 +52,48 @@ class RolloutRunner:
         store: Store,
         registry: DeviceRegistry,
         poll_s: float,
-        tell: Tell = lambda rollout, fact: None,
+        observe: ObserveRollout = lambda rollout, fact: None,
     ) -> None:
         self._executor, self._store, self._registry = executor, store, registry
-        self._every_s, self._tell = poll_s, tell
+        self._poll_interval_s, self._observe = poll_s, observe
         self._states: dict[str, Rollout] = {}  # in the order in which they were queued
         self._owners: dict[
             tuple[wire.ReleaseKind, str], str
         ] = {}  # kind and device -> the rollout that offered to it last
         self._unwritten: list[tuple[str, wire.ReleaseStatus]] = []
-        self._told_s: dict[str, float] = {}  # device -> when it was offered something, or told something new
+        self._last_contact_s: dict[str, float] = {}  # device -> when it was offered something, or told something new
         # next time, times; None: it was reported
-        self._sent: dict[tuple[wire.ReleaseKind, str], tuple[float, int | None]] = {}
-        self._facts: Counter[tuple[str, str]] = Counter()  # rollout and device -> facts
-        self._warned: set[str] = set()  # rollouts whose rows cannot be read
-        self._opened_s = math.inf  # when the session with the broker began, as far as it is known here
-        self._poll_s = self._resend_s = -math.inf
-        self._arrived = True  # whether a board has come, or a rollout ended, since the finished ones were looked at
+        self._resends: dict[tuple[wire.ReleaseKind, str], tuple[float, int | None]] = {}
+        self._event_counts: Counter[tuple[str, str]] = Counter()  # rollout and device -> facts
+        self._reported_unreadable: set[str] = set()  # rollouts whose rows cannot be read
+        self._session_started_s = math.inf  # when the session with the broker began, as far as it is known here
+        self._last_poll_s = self._resend_s = -math.inf
+        self._has_new_devices = (
+            True  # whether a board has come, or a rollout ended, since the finished ones were looked at
+        )
 
     def receive_report(self, device: str, message: wire.ReleaseStatus) -> None:
         self._unwritten.append((device, message))
 
     def resend_releases(self, device: str, now_s: float) -> None:
         """Send a device its latest release of each kind again, settled or not."""
-        self._arrived = True
+        self._has_new_devices = True
         for kind in KINDS:
             if (kind, device) in self._owners:
                 self._send_release(kind, device, now_s)
 
     def resend_unsettled_releases(self, now_s: float) -> None:
         """Record a new broker session, and resend the releases of devices that have not reported an end."""
-        self._opened_s = now_s
+        self._session_started_s = now_s
         for kind, device in self._owners:
             if self._states[self._owners[kind, device]].device_phase(device) not in rollout.SETTLED:
                 self._send_release(kind, device, now_s)
 
     def step(self, now_s: float) -> float:
-        self._opened_s = min(self._opened_s, now_s)
-        polled = now_s >= self._poll_s + self._every_s
+        self._session_started_s = min(self._session_started_s, now_s)
+        polled = now_s >= self._last_poll_s + self._poll_interval_s
         if polled:
-            self._poll_s = now_s
+            self._last_poll_s = now_s
             self._load_rollouts_and_requests(now_s)
         if unwritten := self._unwritten:
             self._unwritten = []
@@ -98,27 +102,27 @@ class RolloutRunner:
             self._record_due_events(now_s)
         if now_s >= self._resend_s:
             self._resend_due_releases(now_s)
-        return min(self._poll_s + self._every_s, self._resend_s)
+        return min(self._last_poll_s + self._poll_interval_s, self._resend_s)
 
     def _load_rollouts_and_requests(self, now_s: float) -> None:
-        kept = self._store.rollouts
-        for found in kept.readable_rollouts():
-            state = self._states.get(found.state.id)
+        rollout_log = self._store.rollouts
+        for stored in rollout_log.readable_rollouts():
+            state = self._states.get(stored.state.id)
             if state is None:
-                state = self._states[found.state.id] = found.state
+                state = self._states[stored.state.id] = stored.state
                 self._set_owner(state, state.offered)
-                wall_s = self._store.depot.disk.wall_clock_s()
-                if (restarted := rollout.rollout_restart_event(state, wall_s - found.at)) is not None:
-                    self._record_events([(state.id, restarted)], now_s)
+                wall_s = self._store.blob_store.disk.wall_clock_s()
+                if (restart_event := rollout.rollout_restart_event(state, wall_s - stored.last_event_time)) is not None:
+                    self._record_events([(state.id, restart_event)], now_s)
                     state = self._states[state.id]
                 if state.offered:  # it was under way when the last coordinator ended
                     self._send_releases(state, state.offered, now_s)
-            if found.revert_requested:
+            if stored.revert_requested:
                 self._revert(state, now_s)
-        for id, why in kept.read_errors().items():
-            if id not in self._warned:
-                self._warned.add(id)
-                log.error("%s", why)
+        for id, reason in rollout_log.read_errors().items():
+            if id not in self._reported_unreadable:
+                self._reported_unreadable.add(id)
+                log.error("%s", reason)
 
     def _revert(self, state: Rollout, now_s: float) -> None:
         if not state.is_reverted:
@@ -126,84 +130,90 @@ class RolloutRunner:
             self._record_events([(state.id, RolloutReverted(self._store.rollouts.next_serial(), reason))], now_s)
         self._store.rollouts.request_revert(state.id, False)
 
-    def _record_reports(self, unwritten: Iterable[tuple[str, wire.ReleaseStatus]], now_s: float) -> None:
+    def _record_reports(self, reports: Iterable[tuple[str, wire.ReleaseStatus]], now_s: float) -> None:
         """Record new device reports as events, at most FACTS_MOST for each rollout and device."""
-        latest: dict[tuple[str, str], Rollout] = {}
-        facts: list[tuple[str, AnyRolloutEvent]] = []
-        for device, message in unwritten:
+        latest_states: dict[tuple[str, str], Rollout] = {}
+        new_events: list[tuple[str, AnyRolloutEvent]] = []
+        for device, message in reports:
             id = self._owners.get((message.kind, device))
             if id is None:
                 continue
-            state = latest.get((id, device), self._states[id])
-            fact = rollout.event_from_report(state, device, message)
-            if fact is None:
+            state = latest_states.get((id, device), self._states[id])
+            event = rollout.event_from_report(state, device, message)
+            if event is None:
                 continue
-            self._facts[id, device] += 1
-            if (said := self._facts[id, device]) > FACTS_MOST:
-                if said == FACTS_MOST + 1:
+            self._event_counts[id, device] += 1
+            if (count := self._event_counts[id, device]) > MAX_EVENTS_PER_DEVICE:
+                if count == MAX_EVENTS_PER_DEVICE + 1:
                     log.warning("%s says ever more of %s: it is not noted any more", device, id)
                 continue
-            latest[id, device] = rollout.apply_rollout_event(state, fact)
-            facts.append((id, fact))
-        self._record_events(facts, now_s)
+            latest_states[id, device] = rollout.apply_rollout_event(state, event)
+            new_events.append((id, event))
+        self._record_events(new_events, now_s)
 
     def _record_due_events(self, now_s: float) -> None:
         """Record the due events of all rollouts, unless the broker is disconnected or has just connected."""
-        if self._executor.absence.is_disconnected or now_s < self._opened_s + SETTLE_S:
+        if self._executor.outage.is_disconnected or now_s < self._session_started_s + SESSION_SETTLE_S:
             return
-        arrived, self._arrived = self._arrived, False
+        has_new_devices, self._has_new_devices = self._has_new_devices, False
         for id in list(self._states):
-            while (state := self._states[id]).is_under_way or (arrived and state.status == "done"):
-                without = (
+            while (state := self._states[id]).is_under_way or (has_new_devices and state.status == "done"):
+                incompatible_devices = (
                     rollout.incompatible_devices(state.plan, self._known_profiles())
                     if state.status == "queued"
                     else None
                 )
-                fact = rollout.decide_rollout_event(
-                    state, self.devices_of_rollout(state), now_s, self._store.rollouts.next_serial(), without
+                event = rollout.decide_rollout_event(
+                    state,
+                    self.devices_of_rollout(state),
+                    now_s,
+                    self._store.rollouts.next_serial(),
+                    incompatible_devices,
                 )
-                if fact is None:
+                if event is None:
                     break
-                self._record_events([(id, fact)], now_s)
+                self._record_events([(id, event)], now_s)
 
     def devices_of_rollout(self, state: Rollout) -> dict[str, RolloutDevice]:
-        found = {}
+        devices = {}
         for device in {*self._registry.devices, *state.offered}:
-            known = self._registry.devices.get(device)
-            online = known is not None and known.is_online  # a device that has just disconnected is no canary
-            gone_s = known.gone_s if known is not None and not online else -math.inf
-            opened_s = self._opened_s - rollout.earlier_wait_s(state, device, online)
-            since_s = max(opened_s, self._told_s.get(device, -math.inf), gone_s)
-            profile = known.profile if known is not None else None
-            able = profile is None or not rollout.incompatibility_reason(state.plan, profile)
-            found[device] = RolloutDevice(online, since_s, None if profile is None else profile.labels, able)
-        return rollout.select_rollout_devices(state, list(self._states.values()), found)
+            record = self._registry.devices.get(device)
+            online = record is not None and record.is_online  # a device that has just disconnected is no canary
+            offline_since_s = record.offline_since_s if record is not None and not online else -math.inf
+            session_started_s = self._session_started_s - rollout.earlier_wait_s(state, device, online)
+            last_contact_s = max(session_started_s, self._last_contact_s.get(device, -math.inf), offline_since_s)
+            profile = record.profile if record is not None else None
+            is_compatible = profile is None or not rollout.incompatibility_reason(state.plan, profile)
+            devices[device] = RolloutDevice(
+                online, last_contact_s, None if profile is None else profile.labels, is_compatible
+            )
+        return rollout.select_rollout_devices(state, list(self._states.values()), devices)
 
     def _known_profiles(self) -> dict[str, Profile]:
-        known = self._registry.devices
-        return {device: each.profile for device, each in known.items() if each.profile is not None}
+        records = self._registry.devices
+        return {device: record.profile for device, record in records.items() if record.profile is not None}
 
-    def _record_events(self, facts: list[tuple[str, AnyRolloutEvent]], now_s: float) -> None:
-        if not facts:
+    def _record_events(self, new_events: list[tuple[str, AnyRolloutEvent]], now_s: float) -> None:
+        if not new_events:
             return
-        self._store.rollouts.append_events(facts)
-        for id, fact in facts:
-            state = self._states[id] = rollout.apply_rollout_event(self._states[id], fact)
-            self._tell(state, fact)
-            match fact:
+        self._store.rollouts.append_events(new_events)
+        for id, event in new_events:
+            state = self._states[id] = rollout.apply_rollout_event(self._states[id], event)
+            self._observe(state, event)
+            match event:
                 case ReleaseOffered(devices=devices):
                     self._set_owner(state, devices)
-                    self._told_s.update(dict.fromkeys(devices, now_s))
+                    self._last_contact_s.update(dict.fromkeys(devices, now_s))
                     self._send_releases(state, devices, now_s)
                 case RolloutReverted():
-                    self._arrived = True
+                    self._has_new_devices = True
                     self._send_releases(state, state.offered, now_s)
                 case StatusReported(device):
-                    self._told_s[device] = now_s
+                    self._last_contact_s[device] = now_s
                     if state.is_reverted:  # the device may need another release after its report
                         self._send_releases(state, [device], now_s)
                 case rollout.RolloutCompleted():
-                    self._arrived = True
+                    self._has_new_devices = True
 
     def _set_owner(self, state: Rollout, devices: Iterable[str]) -> None:
         for device in devices:
@@ -230,21 +240,21 @@ class RolloutRunner:
                 self._record_events([(state.id, reverted)], now_s)
             return
         if (phase := state.device_phase(device)) not in rollout.SETTLED:
-            sends = self._sent.get((kind, device), (0.0, None))[1] or 0
-            due_s = now_s + (ASK_S if phase else RESEND.delay_s(sends))
-            self._sent[kind, device] = due_s, None if phase else sends + 1
+            sends = self._resends.get((kind, device), (0.0, None))[1] or 0
+            due_s = now_s + (REPORT_REQUEST_INTERVAL_S if phase else RESEND.delay_s(sends))
+            self._resends[kind, device] = due_s, None if phase else sends + 1
             self._resend_s = min(self._resend_s, due_s)
 
     def _resend_due_releases(self, now_s: float) -> None:
         views = self._registry.device_views(now_s)
-        for (kind, device), (due_s, sends) in list(self._sent.items()):
+        for (kind, device), (due_s, sends) in list(self._resends.items()):
             state = self._states[self._owners[kind, device]]
             phase = state.device_phase(device)
             if phase in rollout.SETTLED:
-                del self._sent[kind, device]
+                del self._resends[kind, device]
             elif phase and sends is not None:
-                self._sent[kind, device] = now_s + ASK_S, None
+                self._resends[kind, device] = now_s + REPORT_REQUEST_INTERVAL_S, None
             elif now_s >= due_s and device in views and views[device].online:
                 self._send_release(kind, device, now_s)
-        later_s = (due_s for due_s, _ in self._sent.values() if due_s > now_s)
-        self._resend_s = max(min(later_s, default=math.inf), now_s + LOOK_S)
+        due_times = (due_s for due_s, _ in self._resends.values() if due_s > now_s)
+        self._resend_s = max(min(due_times, default=math.inf), now_s + RESEND_CHECK_S)

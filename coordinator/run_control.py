@@ -29,7 +29,7 @@ from fedquilt.host.logs import log_ids
 
 log = logging.getLogger("fedquilt.coordinator")
 
-NAMED: Final = 5  # boards that a reason names
+MAX_NAMED_DEVICES: Final = 5  # boards that a reason names
 
 
 class RunnerReport(NamedTuple):
@@ -39,96 +39,108 @@ class RunnerReport(NamedTuple):
 
 
 def online_reports(fleet: Mapping[str, DeviceSnapshot]) -> Iterator[tuple[RunnerReport, tuple[str, ...]]]:
-    for device, each in sorted(fleet.items()):
-        if each.online and (news := each.telemetry) is not None:
-            yield RunnerReport(device, news.drift, news.accuracy), each.profile.labels if each.profile else ()
+    for device, snapshot in sorted(fleet.items()):
+        if snapshot.online and (telemetry := snapshot.telemetry) is not None:
+            yield (
+                RunnerReport(device, telemetry.drift, telemetry.accuracy),
+                snapshot.profile.labels if snapshot.profile else (),
+            )
 
 
-def select_reports(job: JobSettings, boards: Iterable[tuple[RunnerReport, Collection[str]]]) -> list[RunnerReport]:
-    found = [each for each, has in boards if labels.is_selected(job.cohort.select, has)]
-    return [each for each in found if each.drift is not None or each.accuracy is not None]
-
-
-def reports_beyond_limit(trigger: DriftTrigger, boards: Iterable[RunnerReport]) -> list[RunnerReport]:
-    """Return the reports with drift above or accuracy below the limit, the highest drift first."""
-    least = trigger.accuracy_below
-    found = [
-        each
-        for each in boards
-        if (each.drift is not None and each.drift > trigger.drift_above)
-        or (least is not None and each.accuracy is not None and each.accuracy < least)
+def select_reports(
+    job: JobSettings, labelled_reports: Iterable[tuple[RunnerReport, Collection[str]]]
+) -> list[RunnerReport]:
+    selected = [
+        report for report, device_labels in labelled_reports if labels.is_selected(job.cohort.select, device_labels)
     ]
-    return sorted(found, key=lambda each: (-(each.drift or 0.0), each.device))
+    return [report for report in selected if report.drift is not None or report.accuracy is not None]
 
 
-def trigger_reason(job: JobSettings, boards: Sequence[RunnerReport], now: float, last: float | None = None) -> str:
+def reports_beyond_limit(trigger: DriftTrigger, reports: Iterable[RunnerReport]) -> list[RunnerReport]:
+    """Return the reports with drift above or accuracy below the limit, the highest drift first."""
+    min_accuracy = trigger.accuracy_below
+    exceeding = [
+        report
+        for report in reports
+        if (report.drift is not None and report.drift > trigger.drift_above)
+        or (min_accuracy is not None and report.accuracy is not None and report.accuracy < min_accuracy)
+    ]
+    return sorted(exceeding, key=lambda report: (-(report.drift or 0.0), report.device))
+
+
+def trigger_reason(
+    job: JobSettings, reports: Sequence[RunnerReport], now: float, last_start: float | None = None
+) -> str:
     """Return why a job starts now, or "" if its trigger does not fire."""
     trigger = job.trigger
-    if trigger is None or (last is not None and abs(now - last) < trigger.pause_s):
+    if trigger is None or (last_start is not None and abs(now - last_start) < trigger.pause_s):
         return ""
-    found = reports_beyond_limit(trigger, boards)
-    if len(found) < minimum_devices_to_fire(trigger, len(boards)):
+    exceeding = reports_beyond_limit(trigger, reports)
+    if len(exceeding) < minimum_devices_to_fire(trigger, len(reports)):
         return ""
-    some = ", ".join(_format_report(each) for each in found[:NAMED])
-    more = f" and {len(found) - NAMED} more" if len(found) > NAMED else ""
-    return (
-        f"[trigger]: {len(found)} of {len(boards)} boards that tell are beyond {_format_limits(trigger)}: {some}{more}"
-    )
+    examples = ", ".join(_format_report(each) for each in exceeding[:MAX_NAMED_DEVICES])
+    more = f" and {len(exceeding) - MAX_NAMED_DEVICES} more" if len(exceeding) > MAX_NAMED_DEVICES else ""
+    return f"[trigger]: {len(exceeding)} of {len(reports)} boards that tell are beyond {_format_limits(trigger)}: {examples}{more}"
 
 
 def minimum_devices_to_fire(trigger: DriftTrigger, count: int) -> int:
     return max(1, math.ceil(trigger.share * count - 1e-9))
 
 
-def describe_trigger_wait(job: JobSettings, boards: Sequence[RunnerReport], now: float, last: float | None) -> str:
+def describe_trigger_wait(
+    job: JobSettings, reports: Sequence[RunnerReport], now: float, last_start: float | None
+) -> str:
     """Return the end of the pause or the limits for which a job waits, to follow "waits for"."""
     trigger = job.trigger
     assert trigger is not None
-    if last is not None and abs(now - last) < trigger.pause_s:
-        return f"the end of its pause, in {units.format_duration(trigger.pause_s - abs(now - last))}"
-    least = minimum_devices_to_fire(trigger, len(boards))
-    found = len(reports_beyond_limit(trigger, boards))
-    return f"{_format_limits(trigger)}: {found} of {len(boards)} boards that tell are beyond, at least {least} needed"
+    if last_start is not None and abs(now - last_start) < trigger.pause_s:
+        return f"the end of its pause, in {units.format_duration(trigger.pause_s - abs(now - last_start))}"
+    min_devices = minimum_devices_to_fire(trigger, len(reports))
+    exceeding_count = len(reports_beyond_limit(trigger, reports))
+    return f"{_format_limits(trigger)}: {exceeding_count} of {len(reports)} boards that tell are beyond, at least {min_devices} needed"
 
 
 def last_start_time(store: Store, run: str) -> float | None:
     """Return the wall-clock seconds of the latest start by an armed run, or None."""
-    return max((at for _, at, fact in store.read_events(run) if isinstance(fact, NoteRecorded)), default=None)
+    return max((time_s for _, time_s, event in store.read_events(run) if isinstance(event, NoteRecorded)), default=None)
 
 
 def start_triggered_runs(
     store: Store, rows: Sequence[StoredJob], fleet: Mapping[str, DeviceSnapshot], now: float
 ) -> list[StoredJob]:
     """Start a run for every trigger that fires. Return the new runs that need no approval."""
-    found = []
+    started = []
     for row in rows:
         if row.status != ARMED or row.job.trigger is None:
             continue
-        bare = replace(row.job, trigger=None)
-        if any((each.job, each.bundle) == (bare, row.bundle) and each.status in UNENDED for each in rows):
+        untriggered = replace(row.job, trigger=None)
+        if any(
+            (other_row.job, other_row.bundle) == (untriggered, row.bundle) and other_row.status in UNENDED
+            for other_row in rows
+        ):
             continue
         try:
-            why = trigger_reason(
+            reason = trigger_reason(
                 row.job, select_reports(row.job, online_reports(fleet)), now, last_start_time(store, row.id)
             )
         except JobError:  # its log is damaged, as `ls` says: when it started a run last is not known
             continue
-        if why:
-            id = store.add_job(bare, row.bundle, by=StartCause(row, why, row.job.trigger.approve))
-            log.warning("%s is started by %s", id, why, extra=log_ids(run=id))
-            found.append(store.find_job(id))
-    return found
+        if reason:
+            id = store.add_job(untriggered, row.bundle, cause=StartCause(row, reason, row.job.trigger.approve))
+            log.warning("%s is started by %s", id, reason, extra=log_ids(run=id))
+            started.append(store.find_job(id))
+    return started
 
 
-def _format_report(board: RunnerReport) -> str:
-    parts = [f"drift {board.drift:.2f}"] if board.drift is not None else []
-    parts += [f"accuracy {board.accuracy:.2f}"] if board.accuracy is not None else []
-    return f"{board.device} ({', '.join(parts)})"
+def _format_report(report: RunnerReport) -> str:
+    parts = [f"drift {report.drift:.2f}"] if report.drift is not None else []
+    parts += [f"accuracy {report.accuracy:.2f}"] if report.accuracy is not None else []
+    return f"{report.device} ({', '.join(parts)})"
 
 
 def _format_limits(trigger: DriftTrigger) -> str:
-    least = trigger.accuracy_below
-    return f"drift {trigger.drift_above:g}" + (f" or accuracy {least:g}" if least is not None else "")
+    min_accuracy = trigger.accuracy_below
+    return f"drift {trigger.drift_above:g}" + (f" or accuracy {min_accuracy:g}" if min_accuracy is not None else "")
 
 
 def stop_run(store: Store, run: str) -> str:
@@ -169,17 +181,17 @@ def approve_run(store: Store, run: str) -> str:
 
 def remove_devices(store: Store, devices: Sequence[str], *, force: bool = False) -> str:
     """Queue devices for removal by the coordinator. Return a message for the user."""
-    with TelemetryStore(store.home, writes=True) as boards:
-        known = {each.device: each for each in boards.load_statuses()}
+    with TelemetryStore(store.home, writes=True) as telemetry_store:
+        statuses = {status.device: status for status in telemetry_store.load_statuses()}
         for device in devices:
-            if device not in known:
+            if device not in statuses:
                 raise JobError(f"no coordinator of {store.home} has heard of a board {device!r}")
-            if (doing := known[device].doing) is not None and not force and store.is_served():
+            if (task := statuses[device].doing) is not None and not force and store.is_served():
                 raise JobError(
-                    f"{device} has a task of {doing.job}, round {doing.round + 1}: wait until it has answered, or take "
+                    f"{device} has a task of {task.job}, round {task.round + 1}: wait until it has answered, or take "
                     "the task back with --force"
                 )
-        boards.request_removal(devices)
+        telemetry_store.request_removal(devices)
     return (
         f"{', '.join(devices)}: removed {_describe_when(store)}. An agent that still runs brings its device "
         "back with its next "
@@ -191,20 +203,20 @@ def queue_rollout(store: Store, plan: RolloutPlan, payload: bytes | None) -> str
     plan.require_valid()
     if payload is None:
         return store.rollouts.add_rollout(plan)
-    ref = store.depot.store_bytes(payload)
+    ref = store.blob_store.store_bytes(payload)
     with store.open_transaction():
-        store.depot.store_bytes(payload, ref)  # again if a coordinator has collected garbage since
+        store.blob_store.store_bytes(payload, ref)  # again if a coordinator has collected garbage since
         return store.rollouts.add_rollout(replace(plan, blob=ref))
 
 
 def revert_rollout(store: Store, rollout: str = "") -> str:
     """Request that devices return from a rollout, under way or completed. Return a message for the user."""
-    kept = store.rollouts.find_rollout(rollout)
-    state = kept.state
+    stored = store.rollouts.find_rollout(rollout)
+    state = stored.state
     if state.is_reverted:
         raise JobError(f"{state.id} is {state.status}: boards have returned from it, or return when they come")
-    known = [each.state for each in store.rollouts.readable_rollouts()]
-    for later in itertools.dropwhile(lambda each: each.id != state.id, known):
+    rollouts = [stored_rollout.state for stored_rollout in store.rollouts.readable_rollouts()]
+    for later in itertools.dropwhile(lambda stored_rollout: stored_rollout.id != state.id, rollouts):
         if later.id == state.id or later.plan.kind != state.plan.kind or later.offered.keys().isdisjoint(state.offered):
             continue
         raise JobError(
@@ -212,8 +224,8 @@ def revert_rollout(store: Store, rollout: str = "") -> str:
             f"and keep one former state alone: roll out again what they ran before {state.id}"
         )
     store.rollouts.request_revert(state.id)
-    how = "is ended" if state.is_under_way else "is taken back"
-    return f"{state.id} of {state.plan.name} {how} {_describe_when(store)}: boards return to what they ran before"
+    effect = "is ended" if state.is_under_way else "is taken back"
+    return f"{state.id} of {state.plan.name} {effect} {_describe_when(store)}: boards return to what they ran before"
 
 
 def _describe_when(store: Store) -> str:

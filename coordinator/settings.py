@@ -81,10 +81,10 @@ class DriftTrigger(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     @property
     def share(self) -> float:
         """Share of devices that must exceed a limit, above 0 and at most 1."""
-        found = float(self.boards.removesuffix("%")) / 100
-        if not 0 < found <= 1:
+        share = float(self.boards.removesuffix("%")) / 100
+        if not 0 < share <= 1:
             raise JobError(f'[trigger] boards = "{self.boards}": a share of boards is above 0 % and at most 100 %')
-        return found
+        return share
 
     @property
     def pause_s(self) -> float:
@@ -96,21 +96,21 @@ class DriftTrigger(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 if TYPE_CHECKING:
-    Texts: TypeAlias = Sequence[str]  # `fedquilt.Fleet` takes a list, too
+    TextSequence: TypeAlias = Sequence[str]  # `fedquilt.Fleet` takes a list, too
 else:
-    Texts = tuple[str, ...]
+    TextSequence = tuple[str, ...]
 
 
 class FleetSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """Simulated fleet of `fedquilt simulate` and `fedquilt demo`. Lists repeat over the devices."""
 
     devices: Annotated[int, Meta(ge=1, le=1_000_000)] = 4
-    boards: Annotated[Texts, Meta(min_length=1)] = ("x86-host",)
-    budgets: Annotated[Texts, Meta(min_length=1)] = ("512MB",)
+    boards: Annotated[TextSequence, Meta(min_length=1)] = ("x86-host",)
+    budgets: Annotated[TextSequence, Meta(min_length=1)] = ("512MB",)
     policy: Literal["energy", "paper", "max", "board"] = "energy"  # edge_agent/power/governor.py
     adversaries: AdversarySettings | None = None  # of `compare`, `lab reproduce` and `fedquilt.simulate` alone
-    labels: Texts = ()  # of one board each, separated by spaces, taken in turn; (): none has any
-    links: Texts = ()  # of boards on virtual time, taken in turn: "2MB/s 50ms"; (): transfers take no time
+    labels: TextSequence = ()  # of one board each, separated by spaces, taken in turn; (): none has any
+    links: TextSequence = ()  # of boards on virtual time, taken in turn: "2MB/s 50ms"; (): transfers take no time
 
     def device_link(self, index: int) -> LinkCost:
         if not self.links:
@@ -127,15 +127,15 @@ class FleetSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omi
         return sum(labels.is_selected(cohort.select, self.device_labels(index)) for index in range(devices))
 
     def require_enough_devices(self, cohort: CohortSettings, devices: int) -> None:
-        there = self.count_selected_devices(cohort, devices)
+        available = self.count_selected_devices(cohort, devices)
         for index in range(len(self.links)):
             self.device_link(index)
-        if cohort.select and not there:
+        if cohort.select and not available:
             raise JobError(f"[cohort] select = {list(cohort.select)}: no simulated board has such [fleet] labels")
-        if cohort.size > there:
-            of = " of [cohort] select" if cohort.select else ""
+        if cohort.size > available:
+            of_selection = " of [cohort] select" if cohort.select else ""
             raise JobError(
-                f"[cohort] size is {cohort.size}, and the fleet has {there} devices{of}: ask for fewer, or simulate "
+                f"[cohort] size is {cohort.size}, and the fleet has {available} devices{of_selection}: ask for fewer, or simulate "
                 "more ([fleet] devices, or --devices)"
             )
 
@@ -181,18 +181,18 @@ def parse_job(table: Mapping[str, Any]) -> JobSettings:
     """Return the job of a table."""
     _require_params_in_table(table)
     job = _unify_task_and_classes(toml.convert_table(table, JobSettings, "a job"))
-    given = parse_params(job)
+    params = parse_params(job)
     if job.wire.codec not in CODECS:
         raise JobError(f"[wire] codec = {job.wire.codec!r}: there are {', '.join(CODECS)}")
     method = methods.load(job.method)
     require_supported_task(job.method, method, job.model)
-    if (why := method.traits.refused_codecs.get(job.wire.codec)) is not None:
-        raise JobError(f"[wire] codec = {job.wire.codec!r}: {why}")
+    if (reason := method.traits.refused_codecs.get(job.wire.codec)) is not None:
+        raise JobError(f"[wire] codec = {job.wire.codec!r}: {reason}")
     if job.wire.codec != "raw" and method.traits.exact_updates:
         raise JobError(
             f"[wire] codec = {job.wire.codec!r}: what {job.method}'s devices send may not be rounded; leave it 'raw'"
         )
-    require_minimum_updates(job, method.minimum_updates(given))
+    require_minimum_updates(job, method.minimum_updates(params))
     if job.personal.prior == "auto" and (task := metrics.task_from_network(job.model)) != "classes":
         raise JobError(f'[personal] prior = "auto": task = {task!r} has no classes; leave it "off"')
     require_energy_deadline(job.cohort)
@@ -204,8 +204,8 @@ def parse_job(table: Mapping[str, Any]) -> JobSettings:
     with toml.prefix_errors("[fleet] labels"):
         for index in range(len(job.fleet.labels)):
             job.fleet.device_labels(index)
-    lying = job.fleet.adversaries
-    if lying is not None and lying.attack == "inner_product" and job.wire.codec != "raw":
+    adversaries = job.fleet.adversaries
+    if adversaries is not None and adversaries.attack == "inner_product" and job.wire.codec != "raw":
         raise JobError(
             f"[wire] codec = {job.wire.codec!r}: adversaries with attack = 'inner_product' read what the other boards "
             "send as it is; leave it 'raw'"
@@ -213,18 +213,18 @@ def parse_job(table: Mapping[str, Any]) -> JobSettings:
     return job
 
 
-def require_minimum_updates(job: JobSettings, least: int) -> None:
-    """Raise JobError if a round could close with fewer than `least` updates (`Method.minimum_updates`)."""
+def require_minimum_updates(job: JobSettings, min_updates: int) -> None:
+    """Raise JobError if a round could close with fewer than `min_updates` updates (`Method.minimum_updates`)."""
     cohort = job.cohort
-    if cohort.size and cohort.size < least:
+    if cohort.size and cohort.size < min_updates:
         raise JobError(
-            f"[cohort] size = {cohort.size}: with its [params] {job.method} needs {least} updates or more in a round"
+            f"[cohort] size = {cohort.size}: with its [params] {job.method} needs {min_updates} updates or more in a round"
         )
-    fewest = max(cohort.min_devices, math.ceil(cohort.size * cohort.quorum), 1)
-    if fewest < least:
+    possible_updates = max(cohort.min_devices, math.ceil(cohort.size * cohort.quorum), 1)
+    if possible_updates < min_updates:
         raise JobError(
-            f"[cohort] a round may close with {fewest} {'update' if fewest == 1 else 'updates'}, and with its [params] "
-            f"{job.method} needs {least} or more: set min_devices = {least}"
+            f"[cohort] a round may close with {possible_updates} {'update' if possible_updates == 1 else 'updates'}, and with its [params] "
+            f"{job.method} needs {min_updates} or more: set min_devices = {min_updates}"
         )
 
 
@@ -264,10 +264,10 @@ def _unify_task_and_classes(job: JobSettings) -> JobSettings:
         if "classes" in model:
             raise JobError("[model] outputs and classes: both count what the network predicts; keep one of them")
         model = {("classes" if key == "outputs" else key): value for key, value in model.items()}
-    given = {table["task"] for table in (model, data) if "task" in table}
-    if len(given) > 1:
+    tasks = {table["task"] for table in (model, data) if "task" in table}
+    if len(tasks) > 1:
         raise JobError(f"[model] task = {model['task']!r} and [data] task = {data['task']!r}: they have to be the same")
-    for task in given:
+    for task in tasks:
         metrics.task_from_network({"task": task})
         model = {**model, "task": task} if model else model
         data = {**data, "task": task} if data else data
@@ -277,10 +277,10 @@ def _unify_task_and_classes(job: JobSettings) -> JobSettings:
 def _require_params_in_table(table: Mapping[str, Any]) -> None:
     if not isinstance(method := table.get("method"), str):
         return  # `convert_table` reports a missing method
-    known = {field.encode_name for field in msgspec.structs.fields(JobSettings)}
-    for key in table.keys() - known:
-        kind = methods.load(method).params
-        if key in (field.name for field in dataclasses.fields(kind)):
+    job_keys = {field.encode_name for field in msgspec.structs.fields(JobSettings)}
+    for key in table.keys() - job_keys:
+        params_type = methods.load(method).params
+        if key in (field.name for field in dataclasses.fields(params_type)):
             raise JobError(f"{key} = {table[key]!r}: the method's parameters stand below a line [params]")
 
 
@@ -288,26 +288,32 @@ def parse_params(job: JobSettings) -> Any:
     method = methods.load(job.method)
     if job.engine not in (None, *method.engines, *plugins.plugin_names("engine")):
         raise JobError(f"engine = {job.engine!r}: {job.method} runs on {' or '.join(method.engines)}")
-    kind = method.params
-    odd = [name for name, value in job.params.items() if isinstance(value, float) and not math.isfinite(value)]
-    if odd:
-        raise JobError(f"[params] {', '.join(odd)}: not a finite number")
-    known = [field.name for field in dataclasses.fields(kind)]
-    unknown = sorted(set(job.params) - set(known))
+    params_type = method.params
+    infinite_names = [
+        name for name, value in job.params.items() if isinstance(value, float) and not math.isfinite(value)
+    ]
+    if infinite_names:
+        raise JobError(f"[params] {', '.join(infinite_names)}: not a finite number")
+    parameter_names = [field.name for field in dataclasses.fields(params_type)]
+    unknown = sorted(set(job.params) - set(parameter_names))
     if unknown:
-        listed = toml.describe_choices(unknown[0], known, "it has")
-        raise JobError(f"[params] {', '.join(unknown)}: {job.method} has no such parameter{listed}")
-    given: Any = toml.convert_table(job.params, kind, f"[params] of {job.method}")
-    found = {name: getattr(given, name) for name in known}  # msgspec leaves defaults out of an object's own dict
-    choices = training_choices.select_choices(kind, found)
+        choices_text = toml.describe_choices(unknown[0], parameter_names, "it has")
+        raise JobError(f"[params] {', '.join(unknown)}: {job.method} has no such parameter{choices_text}")
+    params: Any = toml.convert_table(job.params, params_type, f"[params] of {job.method}")
+    values = {
+        name: getattr(params, name) for name in parameter_names
+    }  # msgspec leaves defaults out of an object's own dict
+    choices = training_choices.select_choices(params_type, values)
     if choices:
-        found["schedule"] = training_choices.schedule_with_rounds(found["schedule"], job.rounds)
-    if job.engine == "numpy" and (needs := training_choices.describe_torch_choices(choices)):
-        raise JobError(f'engine = "numpy": it cannot train with {needs}; leave the line out, so that devices use torch')
+        values["schedule"] = training_choices.schedule_with_rounds(values["schedule"], job.rounds)
+    if job.engine == "numpy" and (torch_choices := training_choices.describe_torch_choices(choices)):
+        raise JobError(
+            f'engine = "numpy": it cannot train with {torch_choices}; leave the line out, so that devices use torch'
+        )
     for kind_of_plugin, name in training_choices.list_plugins(choices):
         with toml.prefix_errors("[params]"):
             plugins.find_plugin(kind_of_plugin, name, training_choices.OURS[kind_of_plugin])
-    return kind(**found)
+    return params_type(**values)
 
 
 def list_engines(job: JobSettings, method: Method) -> tuple[str, ...]:
@@ -332,7 +338,7 @@ def make_paths_absolute(table: Mapping[str, Any], folder: Path) -> dict[str, Any
 
     def anchor_paths(entry: Any) -> Any:
         if isinstance(entry, list):
-            return [anchor_paths(one) for one in entry]
+            return [anchor_paths(item) for item in entry]
         if not isinstance(entry, dict):
             return entry
         return {
@@ -390,88 +396,97 @@ def load_limits(home: Path) -> CoordinatorLimits:
     if not path.exists():
         return CoordinatorLimits()
     with toml.prefix_errors(str(path)):
-        found: CoordinatorLimits = toml.convert_table(
+        limits: CoordinatorLimits = toml.convert_table(
             toml.read_toml(path), CoordinatorLimits, "a coordinator's settings"
         )
-        _ = found.retention.older_than_s
-        _require_disjoint_sites(found.sites)
-    return found
+        _ = limits.retention.older_than_s
+        _require_disjoint_sites(limits.sites)
+    return limits
 
 
 def _require_disjoint_sites(sites: Mapping[str, SiteRight]) -> None:
-    for (one, right), (other, another) in itertools.combinations(sites.items(), 2):
-        if right.overlaps(another):
-            raise JobError(f"[sites]: {one} and {other} may both speak for one board: give each board to one site")
+    for (site, right), (other_site, other_right) in itertools.combinations(sites.items(), 2):
+        if right.overlaps(other_right):
+            raise JobError(
+                f"[sites]: {site} and {other_site} may both speak for one board: give each board to one site"
+            )
 
 
 ENGINES: Final = ("numpy", "onnx", "torch")  # fedquilt's own: edge_agent/engines
 NUMPY_TRAINS: Final = "mlp"  # the only network of edge_agent/engines/numpy_engine.py
 
 
-def create_initial_state(job: JobSettings, made: Bundle, method: Method | None = None) -> Any:
+def create_initial_state(job: JobSettings, bundle: Bundle, method: Method | None = None) -> Any:
     method = method or methods.load(job.method)
     if job.check.every and method.check is None:
         raise JobError(f"[check] every: {job.method} has no evaluation of its own; leave it 0")
-    network = made.meta.get("network", {})
+    network = bundle.meta.get("network", {})
     require_supported_task(job.method, method, network)
     if job.engine == "numpy" and network.get("name", NUMPY_TRAINS) != NUMPY_TRAINS:
         raise JobError(
             f'engine = "numpy" trains {NUMPY_TRAINS!r} networks, and [model] is {network.get("name")!r}: leave the '
             "line out, so that devices train with torch"
         )
-    return method.init(made, parse_params(job), job.seed)
+    return method.init(bundle, parse_params(job), job.seed)
 
 
-def required_packages(job: JobSettings, made: Bundle) -> dict[str, str]:
+def required_packages(job: JobSettings, bundle: Bundle) -> dict[str, str]:
     """Return the module, and the package's version and sha256, of all that devices need besides fedquilt."""
-    found = methods.required_plugins(job.method)
+    packages = methods.required_plugins(job.method)
     if job.engine is not None and job.engine not in ENGINES:
-        found |= plugins.required_modules("engine", job.engine)
+        packages |= plugins.required_modules("engine", job.engine)
     choices = training_choices.select_choices(methods.load(job.method).params, job.params)
     for kind, name in training_choices.list_plugins(choices):
-        found |= plugins.required_modules(kind, name, training_choices.OURS[kind])
-    told = made.meta.get("plugins")
-    return dict(sorted({**found, **(told if isinstance(told, Mapping) else {})}.items()))
+        packages |= plugins.required_modules(kind, name, training_choices.OURS[kind])
+    bundle_packages = bundle.meta.get("plugins")
+    return dict(sorted({**packages, **(bundle_packages if isinstance(bundle_packages, Mapping) else {})}.items()))
 
 
-def require_matching_bundle(job: JobSettings, made: Bundle) -> None:
+def require_matching_bundle(job: JobSettings, bundle: Bundle) -> None:
     """Raise JobError if a bundle was visibly prepared for another job.
 
     The check compares the network of [model], its input, the names of [[donors]], and the labels. A key that the job
     leaves out matches any value.
     """
-    known = dict(made.meta.get("network", {}))
-    into = made.meta.get("input") or known.pop("input", None) or {}
+    bundle_network = dict(bundle.meta.get("network", {}))
+    bundle_input = bundle.meta.get("input") or bundle_network.pop("input", None) or {}
     network = {key: value for key, value in job.model.items() if key not in ("input", *NOT_NETWORK)}
-    wanted = job.input or job.model.get("input") or {}
-    odd = [
-        *(["[model]"] if network and network != {key: known[key] for key in known if key != "input"} else []),
+    job_input = job.input or job.model.get("input") or {}
+    differing = [
+        *(
+            ["[model]"]
+            if network and network != {key: bundle_network[key] for key in bundle_network if key != "input"}
+            else []
+        ),
         *(
             ["[input]"]
-            if any(_lists_from_tuples(into.get(key)) != _lists_from_tuples(value) for key, value in wanted.items())
+            if any(
+                _lists_from_tuples(bundle_input.get(key)) != _lists_from_tuples(value)
+                for key, value in job_input.items()
+            )
             else []
         ),
     ]
     if job.donors:
         names = [donor.get("name") for donor in job.donors]
-        odd += ["[[donors]]"] if names != list(made.meta.get("donors", {})) else []
-    if job.labels and "labels" in made.meta:
-        odd += _describe_label_mismatch(job.labels, made.meta["labels"])
-    if odd:
+        differing += ["[[donors]]"] if names != list(bundle.meta.get("donors", {})) else []
+    if job.labels and "labels" in bundle.meta:
+        differing += _describe_label_mismatch(job.labels, bundle.meta["labels"])
+    if differing:
         raise JobError(
-            f"the bundle was prepared from another job than this ({' and '.join(odd)} differ): "
+            f"the bundle was prepared from another job than this ({' and '.join(differing)} differ): "
             "make it anew with `fedquilt prepare`"
         )
 
 
-def _describe_label_mismatch(wanted: Sequence[str], given: Sequence[str]) -> list[str]:
-    for number, (ours, theirs) in enumerate(itertools.zip_longest(wanted, given)):
-        if ours != theirs:
-            told = ["none" if each is None else repr(each) for each in (ours, theirs)]
-            return [f"labels (label {number} is {told[0]} in the job and {told[1]} in the bundle)"]
+def _describe_label_mismatch(job_labels: Sequence[str], bundle_labels: Sequence[str]) -> list[str]:
+    for number, (job_label, bundle_label) in enumerate(itertools.zip_longest(job_labels, bundle_labels)):
+        if job_label != bundle_label:
+            texts = ["none" if label is None else repr(label) for label in (job_label, bundle_label)]
+            return [f"labels (label {number} is {texts[0]} in the job and {texts[1]} in the bundle)"]
     return []
 
 
 def _lists_from_tuples(value: Any) -> Any:
     # JSON turns tuples into lists
-    return [_lists_from_tuples(each) for each in value] if isinstance(value, list | tuple) else value
+    return [_lists_from_tuples(item) for item in value] if isinstance(value, list | tuple) else value

@@ -122,7 +122,7 @@ class Stage:
     def start(self) -> None:
         """Start a coordinator process."""
         self.link = self.broker.connect()
-        self.executor = LinkExecutor(self.link, "f", self.store.depot, self.store.begin_epoch())
+        self.executor = LinkExecutor(self.link, "f", self.store.blob_store, self.store.begin_epoch())
         self.server = Server(
             self.executor,
             self.store,
@@ -130,7 +130,7 @@ class Stage:
             only=None if self.all else self.job,
             limits=self.limits or CoordinatorLimits(),
             worker=self.worker,
-            by_wall=self.uses_wall_clock,
+            uses_wall_clock=self.uses_wall_clock,
         )
 
     def add(self, name: str, **table: Any) -> str:
@@ -175,7 +175,7 @@ class MonitoredStage(Stage):
     def start(self) -> None:
         self.link = self.broker.connect()
         self.noted = DeviceStatusTracker(self.store.home, lambda: 1_800_000_000.0 + self.broker.now_s)
-        self.executor = MonitoringExecutor(self.link, "f", self.store.depot, self.store.begin_epoch(), self.noted)
+        self.executor = MonitoringExecutor(self.link, "f", self.store.blob_store, self.store.begin_epoch(), self.noted)
         self.server = Server(self.executor, self.store, self.observe)
 
 
@@ -193,7 +193,7 @@ class SlowWorker(BackgroundWorker):
 
     def __init__(self, runs_all: bool = False, large_bytes: int = 0) -> None:
         super().__init__(large_bytes=large_bytes)
-        self.stored_at, self.runs_all = 0.0, runs_all
+        self.min_unsaved_ratio, self.runs_all = 0.0, runs_all
         self.begun: deque[tuple[Any, Any]] = deque()
 
     @property

@@ -31,7 +31,7 @@ from fedquilt.coordinator.rounds.rollout import (
     release_for_device,
 )
 from fedquilt.coordinator.storage.rollout_log import RolloutLog
-from fedquilt.coordinator.storage.rows import FIRST, JobRow, checksum
+from fedquilt.coordinator.storage.rows import NO_CHECKSUM, JobRow, checksum
 from fedquilt.coordinator.storage.store import Store
 from fedquilt.core import DECODE_ERRORS, BlobRef, DataError, JobError, ModelError, Reading
 from fedquilt.edge_agent import messages
@@ -366,7 +366,7 @@ def _rollouts(home: Path) -> dict[str, Decoder]:
     bodies = tuple(msgspec.json.encode(event) for event in facts)
 
     def kept(text: str, lines: tuple[str, ...]) -> object:
-        head = FIRST
+        head = NO_CHECKSUM
         with store.open_transaction():
             store._db.execute("delete from rollout_facts")
             for body in lines:

@@ -88,13 +88,20 @@ def _coordinator(folder: Path) -> dict[str, Decoder]:
     def followed(payload: bytes) -> object:
         found = IndexedLog()
         found.add_rows("job", [(1, 1.0, payload.decode("utf-8", "replace"), b"", len(payload))])
-        return found.needed_blobs or found.facts
+        return found.needed_blobs or found.event_count
 
     plan = JobConstants.from_job(settings.parse_job({"name": "digits", "method": "fedavg"}))
     answered, history = {"a": update}, {"a": RoundBitmap(5), "b": RoundBitmap(1 << 70)}
     took = {"a": (deadline.TaskDuration(0, 1.5, 2.0),)}
     rounds = events.JobState(
-        plan, "open", 2, state=ref, asked=frozenset("bc"), answered=answered, history=history, took=took
+        plan,
+        "open",
+        2,
+        state=ref,
+        pending_devices=frozenset("bc"),
+        accepted_updates=answered,
+        history=history,
+        durations=took,
     )
     return {
         "counts of an evaluation": Decoder(

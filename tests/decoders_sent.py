@@ -318,7 +318,7 @@ def _summed(state: NetworkState) -> Decoder:
     total = functools.reduce(lambda so_far, board: fedavg.fold(state, so_far, board), boards, None)
 
     def read(payload: bytes) -> object:
-        bundles = {sites.SUM: tensors.decode_tensors(payload)}
+        bundles = {sites.AGGREGATE_BUNDLE: tensors.decode_tensors(payload)}
         return method.step(state, method.aggregation.fold(state, None, DeviceUpdate("site", 0, 6.0, {}, bundles)))
 
     arrays, skeleton = tensors.split_state(total)
@@ -343,7 +343,7 @@ def _table() -> Decoder:
     parts = [sites.SiteUpdatePart("a", 3.0, {"loss": 0.5}, ("model",)), sites.SiteUpdatePart("b", 1.0)]
 
     def read(payload: bytes) -> object:
-        bundle = {sites.TABLE: np.frombuffer(payload, np.uint8)}
+        bundle = {sites.DEVICE_TABLE: np.frombuffer(payload, np.uint8)}
         update = DeviceUpdate("site", 0, 4.0, {}, {"site.0": bundle})
         return sites.parts_of_site(update), sites.split_site_update(update)
 

@@ -214,7 +214,9 @@ class Federation:
 
         with Store(home) as store:
             assert store.acquire_lock()
-            server = Server(LinkExecutor(link, "fleet", store.depot, store.begin_epoch()), store, forward_event, run)
+            server = Server(
+                LinkExecutor(link, "fleet", store.blob_store, store.begin_epoch()), store, forward_event, run
+            )
             try:
                 links.run_endpoint(server, link, stop)
                 server.shut_down()
@@ -270,7 +272,7 @@ def require_complete_run(events: Sequence[AnyEvent], min_rounds: int = ROUNDS) -
     assert isinstance(last_event, JobEnded), last_event
     assert last_event.status == "done", last_event
     rounds = [event for event in events if isinstance(event, RoundCommitted)]
-    work_rounds = [event for event in rounds if not event.settled]
+    work_rounds = [event for event in rounds if not event.is_evaluation_round]
     assert len(work_rounds) >= min_rounds, [type(event).__name__ for event in events]
     for committed in rounds:
         folded_devices = {

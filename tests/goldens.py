@@ -111,7 +111,7 @@ def play(method: str, folder: Path) -> Golden:
         if isinstance(
             event, JobStarted | RoundCommitted
         ):  # read at once: the store drops a state once there is a newer one
-            path = store.depot.blob_path(event.state.sha256)
+            path = store.blob_store.blob_path(event.state.sha256)
             assert path is not None, f"{method}: a state is recorded that is not on disk"
             states.append(content(path.read_bytes(), "state"))
 

@@ -80,7 +80,9 @@ class Federation:
             assert store.acquire_lock()
             link = broker.connect()
             row = store.find_job(self.job)
-            server = Server(LinkExecutor(link, "sim", store.depot, store.begin_epoch()), store, observe, only=row.id)
+            server = Server(
+                LinkExecutor(link, "sim", store.blob_store, store.begin_epoch()), store, observe, only=row.id
+            )
             sides: list[tuple[MemoryLink, Endpoint]] = [(link, server)]
             for index in range(DEVICES):
                 device_link, board = broker.connect(), make_board("jetson-nano")

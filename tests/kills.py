@@ -32,10 +32,6 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-if __name__ == "__main__":
-    os.environ.update(dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1"))
-    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
 from federation import prepare_bundle, write_digits
 from mosquittos import Mosquitto
 from processes import Processes, read_events
@@ -56,6 +52,11 @@ from fedquilt.coordinator.storage.store import Store
 from fedquilt.formats import toml
 from fedquilt.tools.artefacts import export
 from fedquilt.tools.simulation import agents as fleet
+
+if __name__ == "__main__":
+    os.environ.update(dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1"))
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
 
 DEVICES = 3
 ONLOOKER = str(Path(__file__).with_name("onlookers.py"))
@@ -90,18 +91,18 @@ class Moments:
 
     def __init__(self, roll: random.Random, now_s: float) -> None:
         self._roll = roll
-        self._facts, self._seen_s, self._between_s = 0, now_s, 0.0
+        self._event_counts, self._seen_s, self._between_s = 0, now_s, 0.0
         self.draw()
 
     def draw(self) -> None:
         """The next one, from what has been seen so far."""
-        self._wanted = max(self._facts + self._roll.randint(0, FACTS), 1)
+        self._wanted = max(self._event_counts + self._roll.randint(0, FACTS), 1)
         self._share, self._from_s = self._roll.random(), -1.0
 
     def due(self, events: int, now_s: float) -> bool:
         """Whether it has come, with so many facts in the log."""
-        if events > self._facts:
-            self._facts, self._seen_s, self._between_s = events, now_s, now_s - self._seen_s
+        if events > self._event_counts:
+            self._event_counts, self._seen_s, self._between_s = events, now_s, now_s - self._seen_s
         if events >= self._wanted and self._from_s < 0:
             self._from_s = now_s
         return 0 <= self._from_s <= now_s - self._share * self._between_s

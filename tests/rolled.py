@@ -162,9 +162,9 @@ class Ground:
         self.store = Store(self.home, disk=self.disk)
         will = (TOPICS.coord, wire.encode(wire.CoordState(online=False)))
         self.link = self.broker.connect(will)
-        self.executor = LinkExecutor(self.link, "f", self.store.depot, self.store.begin_epoch())
+        self.executor = LinkExecutor(self.link, "f", self.store.blob_store, self.store.begin_epoch())
         self.server = Server(
-            self.executor, self.store, tell=lambda rollout, event: self.facts.append((rollout.id, event))
+            self.executor, self.store, observe_rollout=lambda rollout, event: self.facts.append((rollout.id, event))
         )
 
     def restart(self) -> None:
@@ -186,7 +186,7 @@ class Ground:
 
     def deploy(self, payload: bytes = MODEL, **changes: Any) -> str:
         """Queue a rollout of a model."""
-        blob: BlobRef = self.store.depot.store_bytes(payload)
+        blob: BlobRef = self.store.blob_store.store_bytes(payload)
         return self.store.rollouts.add_rollout(
             RolloutPlan(**{"kind": "model", "name": "digits", "blob": blob, **changes})
         )
@@ -207,10 +207,10 @@ class Ground:
 
     def having(self, blob: bytes = MODEL) -> list[str]:
         """Boards that run a model."""
-        sha256 = self.store.depot.store_bytes(blob).sha256
+        sha256 = self.store.blob_store.store_bytes(blob).sha256
         return [board.name for board in self.boards if board.runs == sha256]
 
     def ever(self, blob: bytes = MODEL) -> list[str]:
         """Boards that have ever run a model."""
-        sha256 = self.store.depot.store_bytes(blob).sha256
+        sha256 = self.store.blob_store.store_bytes(blob).sha256
         return [board.name for board in self.boards if sha256 in board.stored_chunks]

@@ -75,10 +75,10 @@ class Federation:
 
     def _serve(self) -> None:
         link = self.broker.connect()
-        executor = LinkExecutor(link, self.plan.fleet, self.store.depot, self.store.begin_epoch())
+        executor = LinkExecutor(link, self.plan.fleet, self.store.blob_store, self.store.begin_epoch())
         worker = BackgroundWorker(virtual_site.LARGE_BYTES)
         self.server = Server(
-            executor, self.store, self._observe, only=self.run, limits=self.limits, worker=worker, by_wall=True
+            executor, self.store, self._observe, only=self.run, limits=self.limits, worker=worker, uses_wall_clock=True
         )
         self.seats.insert(0, (link, self.server))
 
@@ -99,7 +99,7 @@ class Federation:
         if isinstance(event, UpdateAccepted):
             self.answered.setdefault(event.round, []).append(event.update.device)
         if isinstance(event, RoundCommitted):
-            payload = self.store.depot.load(event.state.sha256)
+            payload = self.store.blob_store.load(event.state.sha256)
             assert payload is not None
             self.states.append(payload)
 

@@ -47,7 +47,7 @@ class Run:
 
     def record(self, *events: AnyEvent) -> None:
         for event in events:
-            after = apply_event(self.standing.rounds, event, NOW_S)
+            after = apply_event(self.standing.job_state, event, NOW_S)
             self.store.append_event(self.id, event)
             self.standing.apply_event(event, after)
             if isinstance(event, RoundCommitted | JobEnded):
@@ -78,7 +78,7 @@ def load_job_state(store: Store, run: str, plan: JobConstants, now_s: float = NO
     """Return the state from the stored snapshot and later events, and the position of the snapshot in the log."""
     snapshot, upto = store.snapshots.load_state(run, plan, now_s)
     for _, _, event in store.read_events(run, upto):
-        snapshot.apply_event(event, apply_event(snapshot.rounds, event, now_s))
+        snapshot.apply_event(event, apply_event(snapshot.job_state, event, now_s))
     return snapshot, upto
 
 
@@ -86,7 +86,7 @@ def replay_events(store: Store, run: str, plan: JobConstants, now_s: float = NOW
     """Return the state from all events of a run."""
     snapshot = Snapshot(JobState(plan))
     for _, _, event in store.read_events(run):
-        snapshot.apply_event(event, apply_event(snapshot.rounds, event, now_s))
+        snapshot.apply_event(event, apply_event(snapshot.job_state, event, now_s))
     return snapshot
 
 
@@ -97,15 +97,23 @@ def blob_of(run: str, device: str, round: int) -> set[str]:
 def random_event(rng: random.Random, run: str, job_state: JobState) -> AnyEvent:
     """Return a random event that may follow this job state."""
     one = rng.choice(DEVICES)
-    asked = sorted(job_state.asked)
+    asked = sorted(job_state.pending_devices)
     if job_state.phase == "new":
-        return rng.choice([JobStarted(BLOB, settles=rng.random() < 0.3), NoteRecorded("by [trigger]")])
+        return rng.choice([JobStarted(BLOB, has_evaluation_rounds=rng.random() < 0.3), NoteRecorded("by [trigger]")])
     if job_state.phase in ("stopped", "failed"):
         return JobResumed()
     if job_state.phase == "closing":
-        if job_state.answered and rng.random() < 0.2:
-            return UpdateLost(job_state.round, min(job_state.answered), "it is gone")
-        return RoundCommitted(job_state.round, state(job_state.round), False, {}, (), 2.5, settled=job_state.settling)
+        if job_state.accepted_updates and rng.random() < 0.2:
+            return UpdateLost(job_state.round, min(job_state.accepted_updates), "it is gone")
+        return RoundCommitted(
+            job_state.round,
+            state(job_state.round),
+            False,
+            {},
+            (),
+            2.5,
+            is_evaluation_round=job_state.is_evaluation_round,
+        )
     if rng.random() < 0.05:
         return JobEnded(rng.choice(["stopped", "failed"]), "by request")
     if job_state.phase == "selecting":

@@ -62,10 +62,17 @@ class VirtualSite:
             observe(job, event)
             agent.observe(job, event)
 
-        executor = LinkExecutor(self.down, name, store.depot, store.begin_epoch())
+        executor = LinkExecutor(self.down, name, store.blob_store, store.begin_epoch())
         worker = BackgroundWorker(LARGE_BYTES)
         agent.attach_server(
-            Server(executor, store, notify_observers, around=sites.adapt_for_parent, by_wall=True, worker=worker)
+            Server(
+                executor,
+                store,
+                notify_observers,
+                adapt_method=sites.adapt_for_parent,
+                uses_wall_clock=True,
+                worker=worker,
+            )
         )
 
     def list_endpoints(self) -> list[tuple[MemoryLink, Endpoint]]:

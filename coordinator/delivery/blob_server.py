@@ -41,10 +41,12 @@ from fedquilt.security.handshake import LinkIdentity, common_name_of_peer
 
 log = logging.getLogger("fedquilt.coordinator.blob_server")
 
-PER_BOARD: Final = 8  # connections: a board has two transfers at once, and lost connections stay for a while
-LEAST_BYTES_PER_S: Final = 1000.0  # pace by which the time for a transfer grows with its size
-AGAIN_MOST: Final = 4  # most times that a blob is transferred for one grant, resumptions included
-GRANTS_MOST: Final = 100_000
+MAX_DEVICE_CONNECTIONS: Final = (
+    8  # connections: a board has two transfers at once, and lost connections stay for a while
+)
+MIN_BYTES_PER_S: Final = 1000.0  # pace by which the time for a transfer grows with its size
+MAX_TRANSFERS_PER_GRANT: Final = 4  # most times that a blob is transferred for one grant, resumptions included
+MAX_GRANTS: Final = 100_000
 _PATH: Final = re.compile(r"/blobs/([0-9a-f]{64})\Z")
 _RANGE: Final = re.compile(r"bytes=(\d{1,16})-(\d{0,16})\Z")
 _CONTENT_RANGE: Final = re.compile(r"bytes (\d{1,16})-(\d{1,16})/(\d{1,16})\Z")
@@ -54,8 +56,8 @@ _CONTENT_RANGE: Final = re.compile(r"bytes (\d{1,16})-(\d{1,16})/(\d{1,16})\Z")
 class AccessGrant:
     device: str
     ref: BlobRef
-    intake: BlobWriter | None  # takes the device's bytes; None: the device fetches
-    left_bytes: int  # that may still be transferred
+    writer: BlobWriter | None  # takes the device's bytes; None: the device fetches
+    remaining_bytes: int  # that may still be transferred
 
 
 class BlobServer:
@@ -69,13 +71,18 @@ class BlobServer:
         self,
         host: str,
         port: int,
-        depot: BlobStore,
-        allowed: Callable[[str, str], bool],
-        tell: Callable[[TransferResult], None],
+        blob_store: BlobStore,
+        may_fetch: Callable[[str, str], bool],
+        report_result: Callable[[TransferResult], None],
         identity: LinkIdentity | None = None,
         connections: ConnectionLimiter | None = None,
     ) -> None:
-        self._depot, self._allowed, self._tell, self._identity = depot, allowed, tell, identity
+        self._depot, self._may_fetch, self._report_result, self._identity = (
+            blob_store,
+            may_fetch,
+            report_result,
+            identity,
+        )
         self._grants: dict[str, AccessGrant] = {}  # sha256 of a token -> its grant
         self._tokens: dict[tuple[str, str, bool], str] = {}  # (device, blob, whether it is an upload) -> token
         self._lock = threading.Lock()
@@ -91,22 +98,22 @@ class BlobServer:
     def port(self) -> int:
         return self._http.address[1]
 
-    def issue_token(self, device: str, ref: BlobRef, intake: BlobWriter | None = None) -> str:
-        """Return a token with which a device may fetch a blob, or upload the blob into `intake`.
+    def issue_token(self, device: str, ref: BlobRef, writer: BlobWriter | None = None) -> str:
+        """Return a token with which a device may fetch a blob, or upload the blob into `writer`.
 
         A known fetch token is returned again with a full allowance, and an earlier upload token is revoked. Above
         GRANTS_MOST tokens the oldest is revoked.
         """
-        key = (device, ref.sha256, intake is not None)
+        key = (device, ref.sha256, writer is not None)
         with self._lock:
-            if intake is None and (known := self._tokens.get(key)) is not None:
-                self._grants[_token_digest(known)].left_bytes = _granted_bytes(ref)
+            if writer is None and (known := self._tokens.get(key)) is not None:
+                self._grants[_token_digest(known)].remaining_bytes = _granted_bytes(ref)
                 return known
-            if len(self._grants) >= GRANTS_MOST:
+            if len(self._grants) >= MAX_GRANTS:
                 self._remove_token(next(iter(self._tokens)))
             self._remove_token(key)
             token = self._tokens[key] = secrets.token_urlsafe(24)
-            self._grants[_token_digest(token)] = AccessGrant(device, ref, intake, _granted_bytes(ref))
+            self._grants[_token_digest(token)] = AccessGrant(device, ref, writer, _granted_bytes(ref))
         return token
 
     def revoke_token(self, device: str, sha256: str, *, put: bool) -> None:
@@ -132,39 +139,43 @@ class BlobServer:
         exchange.close_after()
         exchange.socket.settimeout(STALL_TIMEOUT_S)
         grant = self._require_grant(exchange)
-        if not self._connections.assign_owner(exchange.connection, grant.device, PER_BOARD):
-            raise RequestRefusedError(503, f"you have {PER_BOARD} connections open here: let one end first")
-        self._connections.begin_request(exchange.connection, grant.ref.size / LEAST_BYTES_PER_S)
+        if not self._connections.assign_owner(exchange.connection, grant.device, MAX_DEVICE_CONNECTIONS):
+            raise RequestRefusedError(
+                503, f"you have {MAX_DEVICE_CONNECTIONS} connections open here: let one end first"
+            )
+        self._connections.begin_request(exchange.connection, grant.ref.size / MIN_BYTES_PER_S)
         self._transfer_blob(exchange, grant)
 
     def _require_grant(self, request: HttpExchange) -> AccessGrant:
         """Return the grant of the request's token. Raise RequestRefusedError if it does not allow this request."""
-        found = _PATH.match(request.path)
-        if found is None or request.method not in ("GET", "HEAD", "PUT"):
+        match = _PATH.match(request.path)
+        if match is None or request.method not in ("GET", "HEAD", "PUT"):
             raise RequestRefusedError(404, "there is nothing at this address")
-        sha256 = found[1]
+        sha256 = match[1]
         peer = common_name_of_peer(request.socket) if isinstance(request.socket, ssl.SSLSocket) else None
         kind, _, token = request.headers.get("authorization", "").partition(" ")
         with self._lock:
             grant = self._grants.get(_token_digest(token)) if kind == "Bearer" else None
         if grant is None or peer not in (None, grant.device) or grant.ref.sha256 != sha256:
             raise RequestRefusedError(403, "this token does not open this blob for you, or not any more")
-        if (grant.intake is None) != (request.method == "GET"):
+        if (grant.writer is None) != (request.method == "GET"):
             raise RequestRefusedError(403, "this token is for the other way")
-        if grant.intake is None and not self._allowed(grant.device, sha256):
+        if grant.writer is None and not self._may_fetch(grant.device, sha256):
             raise RequestRefusedError(403, "the blob is not offered to you any more")
         return grant
 
     def _transfer_blob(self, request: HttpExchange, grant: AccessGrant) -> None:
-        if grant.intake is None:
+        if grant.writer is None:
             return self._send_blob(request, grant)
         if request.method == "HEAD":
-            turn = grant.intake.replace_writer()  # bytes of an earlier connection are refused from now on
-            due = grant.intake.next_range()
-            if due is None and not grant.intake.is_finished:
-                self._finish_upload(grant, grant.intake, turn)
-            return request.send_response(204, {"Upload-Offset": str(grant.ref.size if due is None else due[0])})
-        return self._receive_blob(request, grant, grant.intake)
+            writer_id = grant.writer.replace_writer()  # bytes of an earlier connection are refused from now on
+            due_range = grant.writer.next_range()
+            if due_range is None and not grant.writer.is_finished:
+                self._finish_upload(grant, grant.writer, writer_id)
+            return request.send_response(
+                204, {"Upload-Offset": str(grant.ref.size if due_range is None else due_range[0])}
+            )
+        return self._receive_blob(request, grant, grant.writer)
 
     def _send_blob(self, request: HttpExchange, grant: AccessGrant) -> None:
         size = grant.ref.size
@@ -183,58 +194,64 @@ class BlobServer:
             request.send_response(206 if "range" in request.headers else 200, headers, None)
             send_file(request.socket, file, start, end - start, lambda sent: self._charge_bytes(grant, sent))
 
-    def _receive_blob(self, request: HttpExchange, grant: AccessGrant, intake: BlobWriter) -> None:
-        found = _CONTENT_RANGE.match(request.headers.get("content-range", ""))
-        if not request.size or found is None:
+    def _receive_blob(self, request: HttpExchange, grant: AccessGrant, writer: BlobWriter) -> None:
+        match = _CONTENT_RANGE.match(request.headers.get("content-range", ""))
+        if not request.size or match is None:
             raise RequestRefusedError(411, "say by Content-Length and Content-Range how many bytes come, and which")
-        start, end, size = int(found[1]), int(found[2]) + 1, int(found[3])
-        turn, due = intake.replace_writer(), intake.next_range()
-        if due is None or (start, end, size) != (due[0], grant.ref.size, grant.ref.size) or end - start != request.size:
+        start, end, size = int(match[1]), int(match[2]) + 1, int(match[3])
+        writer_id, due_range = writer.replace_writer(), writer.next_range()
+        if (
+            due_range is None
+            or (start, end, size) != (due_range[0], grant.ref.size, grant.ref.size)
+            or end - start != request.size
+        ):
             raise RequestRefusedError(409, "these are not the bytes that are due")
         self._charge_bytes(grant, 0)
 
         def write_piece(piece: memoryview) -> None:
-            intake.write(piece, turn)
+            writer.write(piece, writer_id)
             self._charge_bytes(grant, len(piece))
 
-        self._finish_upload(grant, intake, turn, lambda: read_pieces(request.open_body(), end - start, write_piece))
+        self._finish_upload(
+            grant, writer, writer_id, lambda: read_pieces(request.open_body(), end - start, write_piece)
+        )
         request.send_response(204)
 
     def _finish_upload(
-        self, grant: AccessGrant, intake: BlobWriter, turn: int, receive: Callable[[], None] = lambda: None
+        self, grant: AccessGrant, writer: BlobWriter, writer_id: int, receive: Callable[[], None] = lambda: None
     ) -> None:
         """Call `receive`, finish the upload and report its end or failure. Refuse the request after a failure."""
         key = (grant.device, grant.ref.sha256)
         try:
             receive()
-            intake.finish(turn)
+            writer.finish(writer_id)
         except WriterClosedError as error:
             raise RequestRefusedError(409, str(error)) from None
         except (ContentError, StoreError) as error:
-            self._tell(close_failed_transfer(key, intake, error))
+            self._report_result(close_failed_transfer(key, writer, error))
             raise RequestRefusedError(
                 409 if isinstance(error, ContentError) else 500, "the blob was not taken"
             ) from None
-        self._tell(TransferResult(key, intake, None))
+        self._report_result(TransferResult(key, writer, None))
 
     def _charge_bytes(self, grant: AccessGrant, size: int) -> None:
         """Subtract sent bytes from the grant or, for size 0, refuse the request if no bytes are left."""
         with self._lock:
-            grant.left_bytes -= size
-            if grant.left_bytes <= 0 and not size:
+            grant.remaining_bytes -= size
+            if grant.remaining_bytes <= 0 and not size:
                 raise RequestRefusedError(429, "the blob has been asked for too often")
 
 
 def _granted_bytes(ref: BlobRef) -> int:
-    return AGAIN_MOST * max(ref.size, 1)
+    return MAX_TRANSFERS_PER_GRANT * max(ref.size, 1)
 
 
-def _parse_range(asked: str | None, size: int) -> tuple[int, int]:
+def _parse_range(header: str | None, size: int) -> tuple[int, int]:
     """Return the start and end of the bytes that a Range header requests, or of the whole blob without one."""
-    if asked is None:
+    if header is None:
         return 0, size
-    found = _RANGE.match(asked)
-    start, end = (int(found[1]), min(int(found[2] or size) + 1, size)) if found else (size, size)
+    match = _RANGE.match(header)
+    start, end = (int(match[1]), min(int(match[2] or size) + 1, size)) if match else (size, size)
     if start >= end:
         raise RequestRefusedError(416, "one range of bytes within the blob, please")
     return start, end
@@ -245,7 +262,7 @@ def _token_digest(token: str) -> str:
     return hashlib.sha256(token.encode("latin-1", "replace")).hexdigest()
 
 
-JOBS_MOST: Final = 8  # transfers with a backend at once
+MAX_BACKEND_TRANSFERS: Final = 8  # transfers with a backend at once
 
 
 class BlobBackend(Protocol):
@@ -307,15 +324,17 @@ class BlobLocationSettings:
         if self.url is not None:
             _require_server_url(self.url, self.listen is not None)
 
-    def server_url(self, port: int, *, sealed: bool) -> str:
+    def server_url(self, port: int, *, is_encrypted: bool) -> str:
         """Return `url` or, without one, the listen address with `port`. The result has no trailing slash."""
-        scheme = "https" if sealed else "http"
+        scheme = "https" if is_encrypted else "http"
         if self.url is None:
             host, _ = open_metrics.parse_listen_address(self.listen or "")
             return f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"
         if not self.url.startswith(f"{scheme}://"):
-            why = "the coordinator has a certificate" if sealed else "the coordinator has no certificate (--cert)"
-            raise JobError(f"--blobs-url {self.url}: {why}, so write {scheme}://")
+            reason = (
+                "the coordinator has a certificate" if is_encrypted else "the coordinator has no certificate (--cert)"
+            )
+            raise JobError(f"--blobs-url {self.url}: {reason}, so write {scheme}://")
         return self.url.rstrip("/")
 
 
@@ -324,24 +343,32 @@ class BlobLocationProvider(TransferBackend):
 
     def __init__(
         self,
-        where: BlobLocationSettings,
-        depot: BlobStore,
-        allowed: Callable[[str, str], bool],
+        location_settings: BlobLocationSettings,
+        blob_store: BlobStore,
+        may_fetch: Callable[[str, str], bool],
         identity: LinkIdentity | None = None,
         fleet: str = "fleet",
     ) -> None:
-        super().__init__(identity, where.ca, max_transfers=JOBS_MOST)
-        self._backend = None if where.open_backend is None else where.open_backend(fleet, depot, self)
+        super().__init__(identity, location_settings.ca, max_transfers=MAX_BACKEND_TRANSFERS)
+        self._backend = (
+            None if location_settings.open_backend is None else location_settings.open_backend(fleet, blob_store, self)
+        )
         self._first_own: dict[Key, int] = {}  # uploads -> index of the first place that is the own server
         self._server: BlobServer | None = None
         self._base = ""
-        if where.listen is not None:
-            host, port = open_metrics.parse_listen_address(where.listen)
+        if location_settings.listen is not None:
+            host, port = open_metrics.parse_listen_address(location_settings.listen)
             self._server = BlobServer(
-                host, port, depot, allowed, self.add_result, identity, ConnectionLimiter(where.limits)
+                host,
+                port,
+                blob_store,
+                may_fetch,
+                self.add_result,
+                identity,
+                ConnectionLimiter(location_settings.limits),
             )
             try:
-                self._base = where.server_url(self._server.port, sealed=identity is not None)
+                self._base = location_settings.server_url(self._server.port, is_encrypted=identity is not None)
             except JobError:
                 self._server.close()
                 raise
@@ -357,9 +384,9 @@ class BlobLocationProvider(TransferBackend):
         )
 
     def upload_locations(self, device: str, writer: BlobWriter) -> tuple[BlobLocation, ...]:
-        stored = self._backend.upload_locations(device, writer.ref) if self._backend else ()
-        self._first_own[device, writer.ref.sha256] = len(stored)
-        return (*stored, *self._own_locations(device, writer.ref, writer))
+        backend_locations = self._backend.upload_locations(device, writer.ref) if self._backend else ()
+        self._first_own[device, writer.ref.sha256] = len(backend_locations)
+        return (*backend_locations, *self._own_locations(device, writer.ref, writer))
 
     def uploaded_locations(self, device: str, ref: BlobRef, location_index: int) -> tuple[BlobLocation, ...]:
         """Return where the backend stores an upload, or nothing if location `location_index` is the own server."""
@@ -372,8 +399,12 @@ class BlobLocationProvider(TransferBackend):
 
     def take_results(self) -> list[TransferResult]:
         """Return the results of transfers that the backend has not started."""
-        found = super().take_results()
-        return found if self._backend is None else [each for each in found if not self._backend.handle_result(each)]
+        results = super().take_results()
+        return (
+            results
+            if self._backend is None
+            else [result for result in results if not self._backend.handle_result(result)]
+        )
 
     def close_locations(self, key: Key) -> None:
         self._first_own.pop(key, None)
@@ -386,11 +417,11 @@ class BlobLocationProvider(TransferBackend):
         if self._server is not None:
             self._server.close()
 
-    def _own_locations(self, device: str, ref: BlobRef, intake: BlobWriter | None) -> tuple[BlobLocation, ...]:
+    def _own_locations(self, device: str, ref: BlobRef, writer: BlobWriter | None) -> tuple[BlobLocation, ...]:
         if self._server is None:
             return ()
-        token = self._server.issue_token(device, ref, intake)
-        start = 0 if intake is None else intake.offset
+        token = self._server.issue_token(device, ref, writer)
+        start = 0 if writer is None else writer.offset
         return (BlobLocation(url=f"{self._base}/blobs/{ref.sha256}", token=token, start=start),)
 
 
@@ -401,13 +432,13 @@ def _is_wildcard_address(host: str) -> bool:
         return False
 
 
-def _require_server_url(url: str, listens: bool) -> None:
+def _require_server_url(url: str, has_server: bool) -> None:
     try:
         parts = split_http_url(url)
-        fits = not parts.query and not parts.fragment and parts.path in ("", "/")
+        is_valid = not parts.query and not parts.fragment and parts.path in ("", "/")
     except ValueError:
-        fits = False
-    if not fits:
+        is_valid = False
+    if not is_valid:
         raise JobError(f"--blobs-url {url}: write the server's address as http[s]://HOST[:PORT]")
-    if not listens:
+    if not has_server:
         raise JobError("--blobs-url says how boards reach the server of --blobs-http: give that too")

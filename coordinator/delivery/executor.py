@@ -25,7 +25,7 @@ from fedquilt.coordinator.delivery.blob_server import BlobLocationProvider, Blob
 from fedquilt.coordinator.delivery.rate_limiter import ROUND_S, RateLimitedLink
 from fedquilt.coordinator.fleet.registry import BrokerOutage, SilenceDetector
 from fedquilt.coordinator.rounds import decisions
-from fedquilt.coordinator.rounds.events import ENDED, JobView
+from fedquilt.coordinator.rounds.events import ENDED_PHASES, JobView
 from fedquilt.coordinator.updates import validation
 from fedquilt.core import (
     MAX_COUNTED_ATTEMPTS,
@@ -62,79 +62,83 @@ class TaskDispatcher:
 
     def __init__(self, link: Link, topics: wire.Topics) -> None:
         self._link, self._topics = link, topics
-        self._open: dict[str, DispatchedTask] = {}
-        self._agenda: list[tuple[float, str]] = []  # heap of (time, device): when an open task may be due, or earlier
-        self._listed: dict[str, float] = {}  # device -> time of its valid entry
-        self._released: dict[tuple[str, wire.ReleaseKind], wire.DesiredRelease] = {}  # by device
+        self._open_tasks: dict[str, DispatchedTask] = {}
+        self._due_times: list[
+            tuple[float, str]
+        ] = []  # heap of (time, device): when an open task may be due, or earlier
+        self._scheduled_s: dict[str, float] = {}  # device -> time of its valid entry
+        self._releases: dict[tuple[str, wire.ReleaseKind], wire.DesiredRelease] = {}  # by device
 
     def __contains__(self, device: str) -> bool:
-        return device in self._open
+        return device in self._open_tasks
 
     def send_task(self, device: str, task: Task, payload: bytes, now_s: float) -> None:
-        sends = self._open[device].sends if device in self._open else 0
+        sends = self._open_tasks[device].sends if device in self._open_tasks else 0
         blobs = {ref.sha256 for ref in task.bundles.values()}
-        self._open[device] = issue = DispatchedTask(now_s, sends + 1, blobs)
-        self._schedule_repetition(device, issue.due_s)
+        self._open_tasks[device] = dispatched = DispatchedTask(now_s, sends + 1, blobs)
+        self._schedule_repetition(device, dispatched.due_s)
         self._link.publish(self._topics.device_topic(device, "dn", "task"), payload, retain=True)
 
     def cancel_task(self, device: str) -> None:
-        self._open.pop(device, None)
+        self._open_tasks.pop(device, None)
         self._link.publish(self._topics.device_topic(device, "dn", "task"), b"", retain=True)
 
     def slow_resends(self, device: str) -> None:
-        if device in self._open:
-            self._open[device].sends = MAX_COUNTED_ATTEMPTS
+        if device in self._open_tasks:
+            self._open_tasks[device].sends = MAX_COUNTED_ATTEMPTS
 
     def take_due_devices(self, now_s: float) -> list[str]:
         """Return the devices whose task must be sent again now, and again after the same interval."""
-        found = []
+        devices = []
         while self.next_repetition_s() <= now_s:
-            found.append(heapq.heappop(self._agenda)[1])
-            del self._listed[found[-1]]
-        for device in found:
-            self._open[device].sent_s = now_s
-            self._schedule_repetition(device, self._open[device].due_s)
-        return found
+            devices.append(heapq.heappop(self._due_times)[1])
+            del self._scheduled_s[devices[-1]]
+        for device in devices:
+            self._open_tasks[device].sent_s = now_s
+            self._schedule_repetition(device, self._open_tasks[device].due_s)
+        return devices
 
     def next_repetition_s(self) -> float:
         """Return the time of the next repetition, or infinity without open tasks."""
-        while self._agenda:
-            due_s, device = self._agenda[0]
-            current, issue = self._listed.get(device) == due_s, self._open.get(device)
-            if current and issue is not None and issue.due_s <= due_s:
+        while self._due_times:
+            due_s, device = self._due_times[0]
+            is_current, dispatched = self._scheduled_s.get(device) == due_s, self._open_tasks.get(device)
+            if is_current and dispatched is not None and dispatched.due_s <= due_s:
                 return due_s
-            heapq.heappop(self._agenda)
-            if current:
-                del self._listed[device]
-                if issue is not None:
-                    self._schedule_repetition(device, issue.due_s)
+            heapq.heappop(self._due_times)
+            if is_current:
+                del self._scheduled_s[device]
+                if dispatched is not None:
+                    self._schedule_repetition(device, dispatched.due_s)
         return math.inf
 
     def _schedule_repetition(self, device: str, due_s: float) -> None:
-        if due_s < self._listed.get(device, math.inf):
-            self._listed[device] = due_s
-            heapq.heappush(self._agenda, (due_s, device))
+        if due_s < self._scheduled_s.get(device, math.inf):
+            self._scheduled_s[device] = due_s
+            heapq.heappush(self._due_times, (due_s, device))
 
     def record_release(self, device: str, release: wire.DesiredRelease) -> bool:
         """Record a device's release and permit its blob. Return whether the release has changed."""
-        before = self._released.get((device, release.kind))
-        self._released[device, release.kind] = release
-        return before != release
+        previous = self._releases.get((device, release.kind))
+        self._releases[device, release.kind] = release
+        return previous != release
 
     def forget_release(self, device: str, kind: wire.ReleaseKind) -> None:
-        self._released.pop((device, kind), None)
+        self._releases.pop((device, kind), None)
 
     def may_fetch_blob(self, device: str, sha256: str) -> bool:
-        if device in self._open and sha256 in self._open[device].blobs:
+        if device in self._open_tasks and sha256 in self._open_tasks[device].blobs:
             return True
-        released = (self._released.get((device, kind)) for kind in KINDS)
-        return any(each is not None and each.blob is not None and each.blob.sha256 == sha256 for each in released)
+        releases = (self._releases.get((device, kind)) for kind in KINDS)
+        return any(
+            release is not None and release.blob is not None and release.blob.sha256 == sha256 for release in releases
+        )
 
 
 log = logging.getLogger("fedquilt.coordinator")
 
-Said: TypeAlias = tuple[str, WireMessage]  # a device, and its presence, profile, telemetry, claim or update
-Heard: TypeAlias = Said | decisions.DeviceChange | decisions.UpdateReceived | None
+DeviceMessage: TypeAlias = tuple[str, WireMessage]  # a device, and its presence, profile, telemetry, claim or update
+ExecutorInput: TypeAlias = DeviceMessage | decisions.DeviceChange | decisions.UpdateReceived | None
 """None for a new session: messages sent before may be lost."""
 
 
@@ -147,7 +151,7 @@ class Executor(Protocol):
     def fds(self) -> Sequence[int]:
         """Return file descriptors that become readable if `receive_inputs` is due before its time."""
 
-    def receive_inputs(self, now_s: float) -> Iterable[Heard]:
+    def receive_inputs(self, now_s: float) -> Iterable[ExecutorInput]:
         """Yield messages and results since the last call. Requests made during the iteration take effect at once."""
 
     def send_pending(self, now_s: float) -> float:
@@ -170,8 +174,8 @@ class Executor(Protocol):
         `UpdateReceived` follows. With `in_turn` the blobs of other devices come first.
         """
 
-    def set_backlog(self, updates: int, waiting_bytes: int, most_bytes: float) -> None:
-        """Limit further transfers: at most `most_bytes`, but at least two updates, wait or are in transfer."""
+    def set_backlog(self, updates: int, waiting_bytes: int, max_bytes: float) -> None:
+        """Limit further transfers: at most `max_bytes`, but at least two updates, wait or are in transfer."""
 
     def transfer_wait_s(self, device: str) -> float:
         """Return how long a device waited for its transfer turn, or infinity while waiting."""
@@ -184,7 +188,7 @@ class Executor(Protocol):
         """Blobs of unacknowledged updates that simulated devices have stored, which the collector keeps."""
 
     @property
-    def absence(self) -> BrokerOutage: ...
+    def outage(self) -> BrokerOutage: ...
 
     def send_ack(self, device: str, ack: wire.Ack) -> None: ...
 
@@ -214,66 +218,78 @@ class LinkExecutor:
         self,
         link: Link,
         fleet: str,
-        depot: BlobStore,
+        blob_store: BlobStore,
         epoch: int,
         identity: LinkIdentity | None = None,
-        where: BlobLocationSettings = BlobLocationSettings(),
+        location_settings: BlobLocationSettings = BlobLocationSettings(),
     ) -> None:
-        self.garbage, self.absence, self._silence = MalformedMessages(), BrokerOutage(), SilenceDetector()
-        self._returned: list[str] = []  # silent devices heard by the latest message
-        self._topics = wire.Topics(fleet)
-        self._gate = RateLimitedLink(link, self._topics)
-        self._signed = None if identity is None else AuthenticatedFleetLink(self._gate, identity, fleet)
-        self._link: Link = self._signed or self._gate
-        self._epoch, self._session = epoch, 0
-        self._issues = TaskDispatcher(self._link, self._topics)
-        self._granted: dict[str, tuple[str, int]] = {}  # device -> job and round of its latest task
-        may_have = self._issues.may_fetch_blob
-        self.places = BlobLocationProvider(where, depot, may_have, identity, fleet)
-        self._transfers = Transfers(
-            self._link, depot, self._topics, "dn", may_have, backend=self.places, background_bytes=LARGE_BYTES
+        self.malformed_messages, self.outage, self._silence_detector = (
+            MalformedMessages(),
+            BrokerOutage(),
+            SilenceDetector(),
         )
-        self._fetching: dict[str, set[str]] = {}  # device -> sha256 of the blobs still expected from it
+        self._returned_devices: list[str] = []  # silent devices heard by the latest message
+        self._topics = wire.Topics(fleet)
+        self._rate_limiter = RateLimitedLink(link, self._topics)
+        self._authenticated_link = (
+            None if identity is None else AuthenticatedFleetLink(self._rate_limiter, identity, fleet)
+        )
+        self._link: Link = self._authenticated_link or self._rate_limiter
+        self._epoch, self._session = epoch, 0
+        self._dispatcher = TaskDispatcher(self._link, self._topics)
+        self._credited_rounds: dict[str, tuple[str, int]] = {}  # device -> job and round of its latest task
+        may_fetch = self._dispatcher.may_fetch_blob
+        self.blob_locations = BlobLocationProvider(location_settings, blob_store, may_fetch, identity, fleet)
+        self._transfers = Transfers(
+            self._link,
+            blob_store,
+            self._topics,
+            "dn",
+            may_fetch,
+            backend=self.blob_locations,
+            background_bytes=LARGE_BYTES,
+        )
+        self._missing_blobs: dict[str, set[str]] = {}  # device -> sha256 of the blobs still expected from it
 
     def fds(self) -> Sequence[int]:
         return self._transfers.fds()
 
-    def receive_inputs(self, now_s: float) -> Iterator[Heard]:
-        self._gate.now_s = now_s
-        self.absence.record_connection(self._link.connected, now_s)
+    def receive_inputs(self, now_s: float) -> Iterator[ExecutorInput]:
+        self._rate_limiter.now_s = now_s
+        self.outage.record_connection(self._link.connected, now_s)
         if self._link.session != self._session:
             self._session = self._link.session
             self._link.subscribe(self._topics.coordinator_filters())
             self.set_epoch(self._epoch)
             yield None
         for message in self._link.receive():
-            said = self._handle_or_decode_message(message, now_s)
-            while self._returned:
-                yield decisions.DeviceChange(self._returned.pop(), "returned")
-            if said is not None:
-                yield said
+            decoded = self._handle_or_decode_message(message, now_s)
+            while self._returned_devices:
+                yield decisions.DeviceChange(self._returned_devices.pop(), "returned")
+            if decoded is not None:
+                yield decoded
         for device in self._request_presences(now_s):
             yield decisions.DeviceChange(device, "silent")
-        for device in self._gate.take_blocked_devices():
-            self._silence.forget(device)  # it may send, and is not read
+        for device in self._rate_limiter.take_blocked_devices():
+            self._silence_detector.forget(device)  # it may send, and is not read
             yield decisions.DeviceChange(device, "flooding")
-        for sentence in self.garbage.take_due_lines(now_s):
+        for sentence in self.malformed_messages.take_due_lines(now_s):
             log.warning("%s", sentence)
         self._transfers.step(now_s)
-        while done := self._transfers.take_finished():
-            for device, sha256, error in done:
+        while finished := self._transfers.take_finished():
+            for device, sha256, error in finished:
                 yield from self._handle_fetched_blob(device, sha256, error)
         for device, seconds in self._transfers.take_charges().items():
-            self._gate.charge_time(device, seconds)
-        for device in self._issues.take_due_devices(now_s):
+            self._rate_limiter.charge_time(device, seconds)
+        for device in self._dispatcher.take_due_devices(now_s):
             yield decisions.DeviceChange(device, "online")
 
     def send_pending(self, now_s: float) -> float:
         return min(
             self._transfers.step(now_s),
-            self._issues.next_repetition_s(),
-            self._gate.next_s(),
-            self._silence.next_step_s(),
+            self._dispatcher.next_repetition_s(),
+            self._rate_limiter.next_s(),
+            self._silence_detector.next_step_s(),
         )
 
     def send_task(self, device: str, task: Task, now_s: float) -> None:
@@ -281,32 +297,32 @@ class LinkExecutor:
             payload = wire.encode(msgspec.structs.replace(task, epoch=self._epoch))
         except (TypeError, ValueError, OverflowError) as error:
             raise JobError(f"a task of {task.method} cannot be sent: {error}") from None
-        if self._granted.get(device) != (task.job, task.round):
-            self._granted[device] = (task.job, task.round)
-            self._gate.charge_time(device, -ROUND_S)
-        self._issues.send_task(device, task, payload, now_s)
+        if self._credited_rounds.get(device) != (task.job, task.round):
+            self._credited_rounds[device] = (task.job, task.round)
+            self._rate_limiter.charge_time(device, -ROUND_S)
+        self._dispatcher.send_task(device, task, payload, now_s)
 
     def cancel_task(self, device: str) -> None:
         self.fetch_blobs(device, ())
-        self._issues.cancel_task(device)
+        self._dispatcher.cancel_task(device)
 
     def slow_resends(self, device: str) -> None:
-        self._issues.slow_resends(device)
+        self._dispatcher.slow_resends(device)
 
     def site_right(self, device: str) -> SiteRight | None:
-        return None if self._signed is None else self._signed.site_right(device)
+        return None if self._authenticated_link is None else self._authenticated_link.site_right(device)
 
     def fetch_blobs(self, device: str, refs: Iterable[BlobRef], *, in_turn: bool = False) -> None:
-        wanted = {ref.sha256: ref for ref in refs}
-        for sha256 in self._fetching.pop(device, set()) - wanted.keys():
+        refs_by_hash = {ref.sha256: ref for ref in refs}
+        for sha256 in self._missing_blobs.pop(device, set()) - refs_by_hash.keys():
             self._transfers.cancel(device, sha256)
-        if wanted:
-            self._fetching[device] = set(wanted)
-        for ref in wanted.values():
+        if refs_by_hash:
+            self._missing_blobs[device] = set(refs_by_hash)
+        for ref in refs_by_hash.values():
             self._transfers.request_blob(device, ref, use_queue=in_turn)
 
-    def set_backlog(self, updates: int, waiting_bytes: int, most_bytes: float) -> None:
-        self._transfers.queue.set_unprocessed(updates, waiting_bytes, most_bytes)
+    def set_backlog(self, updates: int, waiting_bytes: int, max_bytes: float) -> None:
+        self._transfers.queue.set_unprocessed(updates, waiting_bytes, max_bytes)
 
     def transfer_wait_s(self, device: str) -> float:
         return self._transfers.queue.waiting_s(device)
@@ -325,10 +341,10 @@ class LinkExecutor:
 
     def send_release(self, device: str, kind: wire.ReleaseKind, release: wire.DesiredRelease | None) -> None:
         payload = b"" if release is None else wire.encode(release)
-        if release is not None and self._issues.record_release(device, release):
-            self._gate.charge_time(device, -ROUND_S)
+        if release is not None and self._dispatcher.record_release(device, release):
+            self._rate_limiter.charge_time(device, -ROUND_S)
         elif release is None:
-            self._issues.forget_release(device, kind)
+            self._dispatcher.forget_release(device, kind)
         self._link.publish(self._topics.device_topic(device, "dn", kind), payload, retain=True)
 
     def set_epoch(self, epoch: int) -> None:
@@ -337,21 +353,21 @@ class LinkExecutor:
 
     def publish_state(self, job: JobView) -> None:
         # the retained message is deleted at the job's end
-        state, topic = job.rounds, self._topics.round_topic(job.id)
-        over = state.phase in ENDED
+        state, topic = job.job_state, self._topics.round_topic(job.id)
+        has_ended = state.phase in ENDED_PHASES
         message = wire.RoundState(
             job=job.id,
             method=job.job.method,
             round=state.round,
             rounds=job.job.rounds,
             phase="selecting" if state.phase == "new" else state.phase,
-            cohort=tuple(sorted(state.asked)[:200]),
-            submitted_by=tuple(sorted(state.answered)[:200]),
+            cohort=tuple(sorted(state.pending_devices)[:200]),
+            submitted_by=tuple(sorted(state.accepted_updates)[:200]),
             deadline_s=state.deadline_s,
             note=shorten_error(state.reason),
         )
-        self._publish(topic, message, retain=not over)
-        if over:
+        self._publish(topic, message, retain=not has_ended)
+        if has_ended:
             self._link.publish(topic, b"", retain=True)
 
     def keep_alive(self) -> AbstractContextManager[None]:
@@ -359,10 +375,10 @@ class LinkExecutor:
 
     def close(self) -> None:
         self._publish(self._topics.coord, wire.CoordState(online=False, epoch=self._epoch), retain=True)
-        self.places.close()
+        self.blob_locations.close()
         self._link.close()
 
-    def _handle_or_decode_message(self, message: Message, now_s: float) -> Said | None:
+    def _handle_or_decode_message(self, message: Message, now_s: float) -> DeviceMessage | None:
         try:
             route = wire.parse_topic(message.topic)
             if route.direction != "up":
@@ -372,51 +388,51 @@ class LinkExecutor:
             if route.subtopic in ("presence", "profile") and not message.payload:
                 return None  # cleared retained message: the device was removed from the broker
             if self._transfers.handle_message(route, message.payload, now_s) or route.message_type is None:
-                unasked = self._transfers.take_senders_of_unrequested_chunks()
-                for device in unasked:
-                    self._gate.admit_message(device, 0)
-                if not unasked:  # else anybody may have sent it: a chunk is not signed
+                senders = self._transfers.take_senders_of_unrequested_chunks()
+                for device in senders:
+                    self._rate_limiter.admit_message(device, 0)
+                if not senders:  # else anybody may have sent it: a chunk is not signed
                     self._record_contact(route.device)
                 return None
-            told = validation.replace_unprintable(wire.decode(message.payload, route.message_type), message.payload)
-            if (named := getattr(told, "device", route.device)) != route.device:
-                raise WireError(f"it names another device, {named}")
-            if isinstance(told, wire.Presence) and not told.online:
-                self._silence.forget(route.device)
+            decoded = validation.replace_unprintable(wire.decode(message.payload, route.message_type), message.payload)
+            if (claimed_device := getattr(decoded, "device", route.device)) != route.device:
+                raise WireError(f"it names another device, {claimed_device}")
+            if isinstance(decoded, wire.Presence) and not decoded.online:
+                self._silence_detector.forget(route.device)
             elif not message.retained:
                 self._record_contact(route.device)
-            elif isinstance(told, wire.Presence):
-                self._silence.expect_contact(route.device)
-            return route.device, told
+            elif isinstance(decoded, wire.Presence):
+                self._silence_detector.expect_contact(route.device)
+            return route.device, decoded
         except WireError as error:
-            if said := self.garbage.count_message(message.topic, error, message.retained, now_s):
-                log.warning("%s", said)
+            if line := self.malformed_messages.count_message(message.topic, error, message.retained, now_s):
+                log.warning("%s", line)
             return None
 
     def _remove_device(self, device: str) -> None:
         self.cancel_task(device)
-        self._silence.forget(device)
+        self._silence_detector.forget(device)
         for kind in KINDS:
             self.send_release(device, kind, None)
         for leaf in ("presence", "profile"):
             self._link.publish(self._topics.device_topic(device, "up", leaf), b"", retain=True)
 
     def _record_contact(self, device: str) -> None:
-        if self._silence.record_contact(device):
-            self._returned.append(device)
+        if self._silence_detector.record_contact(device):
+            self._returned_devices.append(device)
 
     def _request_presences(self, now_s: float) -> list[str]:
-        quiet = self._silence.step(now_s, self.absence.can_reach_devices(now_s))
-        for device in quiet.ask:
+        change = self._silence_detector.step(now_s, self.outage.can_reach_devices(now_s))
+        for device in change.devices_to_ask:
             self._request_presence(device)
-        return quiet.silent
+        return change.silent
 
     def _request_presence(self, device: str) -> None:
         # not reliable, so that the broker does not queue the request for an offline device
         self._publish(self._topics.device_topic(device, "dn", "presence"), self._presence_message, reliable=False)
 
     def _handle_fetched_blob(self, device: str, sha256: str, error: str | None) -> Iterator[decisions.UpdateReceived]:
-        missing = self._fetching.get(device)
+        missing = self._missing_blobs.get(device)
         if missing is None or sha256 not in missing:
             return
         if error is not None:
@@ -427,7 +443,7 @@ class LinkExecutor:
             return
         missing.remove(sha256)
         if not missing:
-            del self._fetching[device]
+            del self._missing_blobs[device]
             yield decisions.UpdateReceived(device)
 
     @property

@@ -15,7 +15,7 @@ from msgspec.structs import replace
 from fedquilt import wire
 from fedquilt.blobs.store import BlobStore
 from fedquilt.coordinator.delivery.blob_server import BlobLocationSettings
-from fedquilt.coordinator.delivery.executor import Heard, LinkExecutor
+from fedquilt.coordinator.delivery.executor import ExecutorInput, LinkExecutor
 from fedquilt.coordinator.fleet import device_status
 from fedquilt.coordinator.fleet.device_status import (
     FORGOTTEN_S,
@@ -33,13 +33,13 @@ from fedquilt.wire import Telemetry
 
 log = logging.getLogger("fedquilt.coordinator")
 
-SOON_S: Final = 0.5  # until a change of what a board does is stored
-LATER_S: Final = 5.0  # until its progress and readings are
-TIDY_S: Final = 300.0
-DOUBT_S: Final = 30.0  # after a start: who was online before, and has not been heard of, is not
-MOST: Final = 20_000  # boards that are noted
-_OFTEN: Final = (Telemetry, wire.Progress)
-REMOVED_S: Final = 0.5  # between two looks for boards that are to be removed
+STATUS_DELAY_S: Final = 0.5  # until a change of what a board does is stored
+TELEMETRY_DELAY_S: Final = 5.0  # until its progress and readings are
+CLEANUP_INTERVAL_S: Final = 300.0
+START_GRACE_S: Final = 30.0  # after a start: who was online before, and has not been heard of, is not
+MAX_DEVICES: Final = 20_000  # boards that are noted
+_FREQUENT: Final = (Telemetry, wire.Progress)
+REMOVAL_POLL_S: Final = 0.5  # between two looks for boards that are to be removed
 RETRY_S: Final = 10.0  # after an error of the disk
 
 
@@ -52,124 +52,132 @@ class DeviceStatusTracker:
     def __init__(self, home: Path, clock: Callable[[], float] = time.time) -> None:
         self._clock = clock
         self._store: TelemetryStore | None = None
-        self._boards: dict[str, DeviceStatus] = {}
-        self._changed: set[str] = set()  # devices that are not stored as they are
+        self._statuses: dict[str, DeviceStatus] = {}
+        self._changed_devices: set[str] = set()  # devices that are not stored as they are
         # device -> number of messages of the running step, their sum
         self._sums: dict[str, tuple[int, TelemetrySample]] = {}
         self._readings: dict[tuple[str, int], TelemetrySample] = {}  # by device and time: not stored yet
-        self._seen: dict[str, float] = {}  # device -> when its last message came, where that is not in `_boards` yet
-        self._doubted: set[str] = set()  # devices that were online when the last coordinator ended
+        self._last_seen: dict[
+            str, float
+        ] = {}  # device -> when its last message came, where that is not in `_boards` yet
+        self._unconfirmed_devices: set[str] = set()  # devices that were online when the last coordinator ended
         self._now_s, self._due_s = 0.0, -math.inf  # on the server's clock, as the two that follow
-        self._doubt_s = self._tidy_s = self._remove_s = math.inf
-        self._removed: list[str] = []  # by request, and not taken yet
-        self._begun = self._failed = False
-        self._away: float | None = clock()  # since when the broker is not reached; None: it is
-        self._told_away = True  # whether that is to be stored
+        self._grace_end_s = self._next_cleanup_s = self._next_removal_poll_s = math.inf
+        self._removed_devices: list[str] = []  # by request, and not taken yet
+        self._has_started = self._has_failed = False
+        self._outage_start: float | None = clock()  # since when the broker is not reached; None: it is
+        self._is_outage_unwritten = True  # whether that is to be stored
         try:
             self._store = TelemetryStore(home, writes=True)
-            before = self._store.load_statuses()
-            self._boards = {each.device: replace(each, doing=None, silent=False, quiet=False) for each in before}
-            self._changed = {each.device for each in before if each != self._boards[each.device]}
+            stored = self._store.load_statuses()
+            self._statuses = {
+                status.device: replace(status, doing=None, silent=False, quiet=False) for status in stored
+            }
+            self._changed_devices = {status.device for status in stored if status != self._statuses[status.device]}
         except StoreError as error:
             log.warning("%s; nothing is noted of boards meanwhile", error)
-        self._doubted = {each.device for each in self._boards.values() if each.online}
+        self._unconfirmed_devices = {status.device for status in self._statuses.values() if status.online}
 
-    def record_message(self, heard: Heard, now_s: float) -> None:
-        self._now_s, at = now_s, self._clock()
-        if isinstance(heard, decisions.DeviceChange):
-            board = self._status_with_last_seen(heard.device)
-            match heard.kind:
+    def record_message(self, input: ExecutorInput, now_s: float) -> None:
+        self._now_s, time_s = now_s, self._clock()
+        if isinstance(input, decisions.DeviceChange):
+            status = self._status_with_last_seen(input.device)
+            match input.kind:
                 case "flooding":
-                    refusal = LatestDecline(at, "flooding", decisions.FLOODED)
-                    self._set_status(replace(board, refusal=refusal), SOON_S)
+                    decline = LatestDecline(time_s, "flooding", decisions.FLOODED)
+                    self._set_status(replace(status, refusal=decline), STATUS_DELAY_S)
                 case "silent":
-                    self._set_status(device_status.apply_silence(board, at), SOON_S)
+                    self._set_status(device_status.apply_silence(status, time_s), STATUS_DELAY_S)
                 case "returned":
-                    self._set_status(device_status.apply_return(board, at), SOON_S)
-        if not isinstance(heard, tuple):
+                    self._set_status(device_status.apply_return(status, time_s), STATUS_DELAY_S)
+        if not isinstance(input, tuple):
             return
-        device, message = heard
+        device, message = input
         if isinstance(message, wire.Presence):
-            self._doubted.discard(device)
+            self._unconfirmed_devices.discard(device)
         self._set_status(
-            device_status.apply_message(self._status_with_last_seen(device), message, at),
-            LATER_S if isinstance(message, _OFTEN) else SOON_S,
+            device_status.apply_message(self._status_with_last_seen(device), message, time_s),
+            TELEMETRY_DELAY_S if isinstance(message, _FREQUENT) else STATUS_DELAY_S,
         )
-        if isinstance(message, Telemetry) and device in self._boards:
-            self._add_telemetry(device, message, int(at))
+        if isinstance(message, Telemetry) and device in self._statuses:
+            self._add_telemetry(device, message, int(time_s))
 
     def record_contact(self, device: str) -> None:
-        if device in self._boards or len(self._seen) < MOST:
-            self._seen[device] = self._clock()
-        if device in self._boards and self._boards[device].quiet:
-            self._set_status(replace(self._status_with_last_seen(device), quiet=False), SOON_S)
+        if device in self._statuses or len(self._last_seen) < MAX_DEVICES:
+            self._last_seen[device] = self._clock()
+        if device in self._statuses and self._statuses[device].quiet:
+            self._set_status(replace(self._status_with_last_seen(device), quiet=False), STATUS_DELAY_S)
 
     def mark_quiet(self, device: str) -> None:
         """Mark a known device as quiet, since its presence has been requested without an answer so far."""
-        if device in self._boards:
-            self._set_status(replace(self._status_with_last_seen(device), quiet=True), SOON_S)
+        if device in self._statuses:
+            self._set_status(replace(self._status_with_last_seen(device), quiet=True), STATUS_DELAY_S)
 
     def record_broker_connection(self, connected: bool) -> None:
-        if connected != (self._away is None):
-            self._away, self._told_away = None if connected else self._clock(), True
+        if connected != (self._outage_start is None):
+            self._outage_start, self._is_outage_unwritten = None if connected else self._clock(), True
             self._schedule_write(0.0)
 
     def find_status(self, device: str) -> DeviceStatus | None:
-        return self._status_with_last_seen(device) if device in self._boards else None
+        return self._status_with_last_seen(device) if device in self._statuses else None
 
     def statuses_with_readings(self) -> list[tuple[DeviceStatus, TelemetrySample | None]]:
         """Return every device's status and latest reading, if any. Safe to call from another thread."""
         sums = self._sums
         return [
             (self._status_with_last_seen(device), sums[device][1] if device in sums else None)
-            for device in self._boards.copy()
+            for device in self._statuses.copy()
         ]
 
     def record_task(self, device: str, task: Task) -> None:
-        self._set_status(device_status.apply_task(self._status_with_last_seen(device), task, self._clock()), SOON_S)
+        self._set_status(
+            device_status.apply_task(self._status_with_last_seen(device), task, self._clock()), STATUS_DELAY_S
+        )
 
     def record_transfer_turn(self, device: str, waits: bool) -> None:
-        self._set_status(device_status.apply_transfer_turn(self._status_with_last_seen(device), waits), SOON_S)
+        self._set_status(device_status.apply_transfer_turn(self._status_with_last_seen(device), waits), STATUS_DELAY_S)
 
     def record_ack(self, device: str, ack: wire.Ack) -> None:
-        self._set_status(device_status.apply_ack(self._status_with_last_seen(device), ack, self._clock()), SOON_S)
+        self._set_status(
+            device_status.apply_ack(self._status_with_last_seen(device), ack, self._clock()), STATUS_DELAY_S
+        )
 
     def mark_idle(self, device: str) -> None:
-        if device in self._boards:
-            self._set_status(replace(self._status_with_last_seen(device), doing=None), SOON_S)
+        if device in self._statuses:
+            self._set_status(replace(self._status_with_last_seen(device), doing=None), STATUS_DELAY_S)
 
     def step(self, now_s: float) -> float:
         """Write due changes and apply removal requests. Return the time of the next call."""
         if self._store is None:
             return math.inf
-        if not self._begun:
-            self._begun, self._doubt_s, self._tidy_s = True, now_s + DOUBT_S, now_s
-            self._remove_s = now_s
+        if not self._has_started:
+            self._has_started, self._grace_end_s, self._next_cleanup_s = True, now_s + START_GRACE_S, now_s
+            self._next_removal_poll_s = now_s
         self._now_s = now_s
-        if now_s >= self._doubt_s:
-            self._doubt_s = math.inf
-            for device in self._doubted:
-                self._set_status(replace(self._boards[device], online=False, since=self._clock()), 0.0)
+        if now_s >= self._grace_end_s:
+            self._grace_end_s = math.inf
+            for device in self._unconfirmed_devices:
+                self._set_status(replace(self._statuses[device], online=False, since=self._clock()), 0.0)
         try:
             if now_s >= self._due_s:
                 self._write_changes(self._store)
-            if now_s >= self._remove_s:
-                self._remove_s = now_s + REMOVED_S
-                self._removed += (removed := self._store.take_removals())
+            if now_s >= self._next_removal_poll_s:
+                self._next_removal_poll_s = now_s + REMOVAL_POLL_S
+                self._removed_devices += (removed := self._store.take_removals())
                 self._delete_devices(self._store, removed)
-            if now_s >= self._tidy_s:
-                self._tidy_s = now_s + TIDY_S
+            if now_s >= self._next_cleanup_s:
+                self._next_cleanup_s = now_s + CLEANUP_INTERVAL_S
                 self._remove_expired(self._store, self._clock())
         except StoreError as error:
             self._due_s = now_s + RETRY_S
             self._readings.clear()  # they would pile up
-            if not self._failed:
+            if not self._has_failed:
                 log.warning("%s; `fedquilt devices` shows what was known before", error)
-            self._failed = True
-        return min(self._due_s, self._tidy_s, self._doubt_s, self._remove_s)
+            self._has_failed = True
+        return min(self._due_s, self._next_cleanup_s, self._grace_end_s, self._next_removal_poll_s)
 
     def take_removed_devices(self) -> list[str]:
-        removed, self._removed = self._removed, []
+        removed, self._removed_devices = self._removed_devices, []
         return removed
 
     def close(self) -> None:
@@ -180,60 +188,60 @@ class DeviceStatusTracker:
             self._store = None
 
     def _status_with_last_seen(self, device: str) -> DeviceStatus:
-        board = self._boards.get(device) or DeviceStatus(device)
-        seen = self._seen.get(device)
-        return board if seen is None else replace(board, seen=seen)
+        status = self._statuses.get(device) or DeviceStatus(device)
+        seen = self._last_seen.get(device)
+        return status if seen is None else replace(status, seen=seen)
 
-    def _set_status(self, board: DeviceStatus, within_s: float) -> None:
+    def _set_status(self, status: DeviceStatus, within_s: float) -> None:
         """Replace a changed status and write it within `within_s`. Above MOST, ignore new devices."""
-        before = self._boards.get(board.device)
-        if self._store is None or board == before or (before is None and len(self._boards) >= MOST):
+        previous = self._statuses.get(status.device)
+        if self._store is None or status == previous or (previous is None and len(self._statuses) >= MAX_DEVICES):
             return
-        self._boards[board.device] = board
-        if before is None or replace(board, seen=None) != replace(before, seen=None):
-            self._changed.add(board.device)
+        self._statuses[status.device] = status
+        if previous is None or replace(status, seen=None) != replace(previous, seen=None):
+            self._changed_devices.add(status.device)
             self._schedule_write(within_s)
 
-    def _add_telemetry(self, device: str, told: Telemetry, at: int) -> None:
-        begin = at // STEPS[0][0] * STEPS[0][0]
-        count, before = self._sums.get(device, (0, None))
-        count, before = (count, before) if before is not None and before.at == begin else (0, None)
-        reading = device_status.add_sample(before, count + 1, told, begin)
+    def _add_telemetry(self, device: str, telemetry: Telemetry, time_s: int) -> None:
+        begin = time_s // STEPS[0][0] * STEPS[0][0]
+        count, previous = self._sums.get(device, (0, None))
+        count, previous = (count, previous) if previous is not None and previous.at == begin else (0, None)
+        reading = device_status.add_sample(previous, count + 1, telemetry, begin)
         self._sums[device] = (count + 1, reading)
         self._readings[device, begin] = reading
-        self._schedule_write(LATER_S)
+        self._schedule_write(TELEMETRY_DELAY_S)
 
     def _schedule_write(self, within_s: float) -> None:
-        if not self._failed:  # else it is tried again in its own time
+        if not self._has_failed:  # else it is tried again in its own time
             self._due_s = min(self._due_s, self._now_s + within_s)
 
     def _write_changes(self, store: TelemetryStore) -> None:
         readings = [(device, reading) for (device, _), reading in self._readings.items()]
-        if self._told_away:
-            store.record_broker_outage(self._away)
-            self._told_away = False
-        store.write_telemetry([self._status_with_last_seen(device) for device in self._changed], readings)
-        self._changed.clear()
+        if self._is_outage_unwritten:
+            store.record_broker_outage(self._outage_start)
+            self._is_outage_unwritten = False
+        store.write_telemetry([self._status_with_last_seen(device) for device in self._changed_devices], readings)
+        self._changed_devices.clear()
         self._readings.clear()
-        self._due_s, self._failed = math.inf, False
+        self._due_s, self._has_failed = math.inf, False
 
     def _remove_expired(self, store: TelemetryStore, now: float) -> None:
         store.downsample_readings(now)
-        gone = {device for device in self._boards if _is_expired(self._status_with_last_seen(device), now)}
-        self._delete_devices(store, gone)
+        expired = {device for device in self._statuses if _is_expired(self._status_with_last_seen(device), now)}
+        self._delete_devices(store, expired)
 
     def _delete_devices(self, store: TelemetryStore, devices: Collection[str]) -> None:
         store.delete_devices(devices)
         for device in devices:
-            for place in (self._boards, self._sums, self._seen):
-                place.pop(device, None)
-            self._changed.discard(device)
-            self._doubted.discard(device)
-        self._readings = {key: each for key, each in self._readings.items() if key[0] not in devices}
+            for values in (self._statuses, self._sums, self._last_seen):
+                values.pop(device, None)
+            self._changed_devices.discard(device)
+            self._unconfirmed_devices.discard(device)
+        self._readings = {key: reading for key, reading in self._readings.items() if key[0] not in devices}
 
 
-def _is_expired(board: DeviceStatus, now: float) -> bool:
-    return not board.online and now > max(board.seen or 0.0, board.since or 0.0) + FORGOTTEN_S
+def _is_expired(status: DeviceStatus, now: float) -> bool:
+    return not status.online and now > max(status.seen or 0.0, status.since or 0.0) + FORGOTTEN_S
 
 
 class MonitoringExecutor(LinkExecutor):
@@ -243,50 +251,50 @@ class MonitoringExecutor(LinkExecutor):
         self,
         link: Link,
         fleet: str,
-        depot: BlobStore,
+        blob_store: BlobStore,
         epoch: int,
-        noted: DeviceStatusTracker,
+        tracker: DeviceStatusTracker,
         identity: LinkIdentity | None = None,
-        where: BlobLocationSettings = BlobLocationSettings(),
+        location_settings: BlobLocationSettings = BlobLocationSettings(),
     ) -> None:
-        super().__init__(link, fleet, depot, epoch, identity, where)
-        self._noted = noted
+        super().__init__(link, fleet, blob_store, epoch, identity, location_settings)
+        self._tracker = tracker
 
-    def receive_inputs(self, now_s: float) -> Iterator[Heard]:
-        for heard in super().receive_inputs(now_s):
-            self._noted.record_message(heard, now_s)
-            yield heard
-        for device in self._noted.take_removed_devices():
+    def receive_inputs(self, now_s: float) -> Iterator[ExecutorInput]:
+        for input in super().receive_inputs(now_s):
+            self._tracker.record_message(input, now_s)
+            yield input
+        for device in self._tracker.take_removed_devices():
             self._remove_device(device)
             yield decisions.DeviceChange(device, "removed")
 
     def _record_contact(self, device: str) -> None:
         super()._record_contact(device)
-        self._noted.record_contact(device)
+        self._tracker.record_contact(device)
 
     def _request_presence(self, device: str) -> None:
         super()._request_presence(device)
-        self._noted.mark_quiet(device)
+        self._tracker.mark_quiet(device)
 
     def send_pending(self, now_s: float) -> float:
-        self._noted.record_broker_connection(self._link.connected)
+        self._tracker.record_broker_connection(self._link.connected)
         due_s = super().send_pending(now_s)
         for device, waits in self._transfers.queue.take_changes().items():
-            self._noted.record_transfer_turn(device, waits)
-        return min(due_s, self._noted.step(now_s))
+            self._tracker.record_transfer_turn(device, waits)
+        return min(due_s, self._tracker.step(now_s))
 
     def send_task(self, device: str, task: Task, now_s: float) -> None:
         super().send_task(device, task, now_s)
-        self._noted.record_task(device, task)
+        self._tracker.record_task(device, task)
 
     def cancel_task(self, device: str) -> None:
         super().cancel_task(device)
-        self._noted.mark_idle(device)
+        self._tracker.mark_idle(device)
 
     def send_ack(self, device: str, ack: wire.Ack) -> None:
         super().send_ack(device, ack)
-        self._noted.record_ack(device, ack)
+        self._tracker.record_ack(device, ack)
 
     def close(self) -> None:
-        self._noted.close()
+        self._tracker.close()
         super().close()

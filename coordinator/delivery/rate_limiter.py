@@ -21,78 +21,80 @@ from fedquilt.core import WireError
 from fedquilt.host.logs import log_ids
 from fedquilt.transport.link import Link, LinkWrapper, Message
 
-RATE: Final = 0.0075  # of the coordinator's time
+DEVICE_SHARE: Final = 0.0075  # of the coordinator's time
 BURST_S: Final = 0.25
 MESSAGE_S: Final = 1e-3  # of a message that comes alone and wakes the coordinator; of many at once a tenth
 HELLO_S: Final = 2e-3  # of a flight of a handshake
 BYTE_S: Final = 10e-9  # of each of its bytes: decoding
 ROUND_S: Final = 20 * MESSAGE_S  # that a device is granted for a round's task: it takes about ten messages
-DROPPED_MOST: Final = 100  # messages of one device that are dropped in a row of busy seconds before it is set aside
+MAX_DROPPED: Final = 100  # messages of one device that are dropped in a row of busy seconds before it is set aside
 CALM_S: Final = 60.0  # without a dropped message, after which the count begins anew
-ASIDE_S: Final = 600.0  # for which nothing of it is read
+BLOCK_S: Final = 600.0  # for which nothing of it is read
 Verdict = Literal["taken", "slowed", "dropped", "aside"]
 """taken: read the message; slowed: drop it, the first of a row; dropped: drop it; aside: drop it and set it aside."""
 
 
 @dataclass
 class _TokenBucket:
-    left_s: float = BURST_S
-    at_s: float = -math.inf  # when that was so
-    dropped: int = 0
+    balance_s: float = BURST_S
+    updated_s: float = -math.inf  # when that was so
+    dropped_count: int = 0
     dropped_s: float = -math.inf  # when the last one was
-    until_s: float = -math.inf  # it is set aside
+    blocked_until_s: float = -math.inf  # it is set aside
 
 
 @dataclass
 class RateLimiter:
     """Token bucket of each device. Full buckets are removed from time to time."""
 
-    _accounts: dict[str, _TokenBucket] = field(default_factory=dict)
-    _most: int = 1024  # number of buckets above which full ones are removed
+    _buckets: dict[str, _TokenBucket] = field(default_factory=dict)
+    _cleanup_size: int = 1024  # number of buckets above which full ones are removed
 
     def admit_message(self, device: str, size: int, now_s: float, cost_s: float = MESSAGE_S) -> Verdict:
         """Decide whether to process a message. Only processed messages are charged."""
-        account = self._refill_bucket(device, now_s)
-        if now_s < account.until_s:
+        bucket = self._refill_bucket(device, now_s)
+        if now_s < bucket.blocked_until_s:
             return "dropped"
-        if account.left_s >= 0:
-            account.left_s -= cost_s + size * BYTE_S
+        if bucket.balance_s >= 0:
+            bucket.balance_s -= cost_s + size * BYTE_S
             return "taken"
-        if now_s >= account.dropped_s + CALM_S:
-            account.dropped = 0
-        account.dropped, account.dropped_s = account.dropped + 1, now_s
-        if account.dropped > DROPPED_MOST:
-            account.until_s, account.dropped = now_s + ASIDE_S, 0
+        if now_s >= bucket.dropped_s + CALM_S:
+            bucket.dropped_count = 0
+        bucket.dropped_count, bucket.dropped_s = bucket.dropped_count + 1, now_s
+        if bucket.dropped_count > MAX_DROPPED:
+            bucket.blocked_until_s, bucket.dropped_count = now_s + BLOCK_S, 0
             return "aside"
-        return "slowed" if account.dropped == 1 else "dropped"
+        return "slowed" if bucket.dropped_count == 1 else "dropped"
 
     def charge_time(self, device: str, seconds: float, now_s: float) -> None:
         """Charge processing time to a bucket, which stays within BURST_S. Negative values are credits."""
-        account = self._refill_bucket(device, now_s)
-        account.left_s = min(max(account.left_s - seconds, -BURST_S), BURST_S)
+        bucket = self._refill_bucket(device, now_s)
+        bucket.balance_s = min(max(bucket.balance_s - seconds, -BURST_S), BURST_S)
 
     def _refill_bucket(self, device: str, now_s: float) -> _TokenBucket:
-        account = self._accounts.get(device)
-        if account is None:
-            if len(self._accounts) >= self._most:
+        bucket = self._buckets.get(device)
+        if bucket is None:
+            if len(self._buckets) >= self._cleanup_size:
                 self._remove_full_buckets(now_s)
-                self._most = max(1024, 2 * len(self._accounts))  # the removal visits every bucket
-            account = self._accounts[device] = _TokenBucket(at_s=now_s)
-        account.left_s = min(account.left_s + RATE * max(now_s - account.at_s, 0.0), BURST_S)
-        account.at_s = now_s
-        return account
+                self._cleanup_size = max(1024, 2 * len(self._buckets))  # the removal visits every bucket
+            bucket = self._buckets[device] = _TokenBucket(updated_s=now_s)
+        bucket.balance_s = min(bucket.balance_s + DEVICE_SHARE * max(now_s - bucket.updated_s, 0.0), BURST_S)
+        bucket.updated_s = now_s
+        return bucket
 
     def _remove_full_buckets(self, now_s: float) -> None:
-        for device, account in list(self._accounts.items()):
-            full = account.left_s + RATE * (now_s - account.at_s) >= BURST_S
-            if full and now_s >= max(account.until_s, account.dropped_s + CALM_S):
-                del self._accounts[device]
+        for device, bucket in list(self._buckets.items()):
+            is_full = bucket.balance_s + DEVICE_SHARE * (now_s - bucket.updated_s) >= BURST_S
+            if is_full and now_s >= max(bucket.blocked_until_s, bucket.dropped_s + CALM_S):
+                del self._buckets[device]
 
 
 log = logging.getLogger("fedquilt.coordinator")
-KNOWN_MOST: Final = 4096  # devices that are subscribed to by name; with more, what a flood sends is read and dropped
-LOOK_S: Final = 60.0  # interval of subscriptions to all presences, to find unknown devices
-LOOKED_S: Final = 1.0  # duration of such a subscription, in which flooding messages arrive too
+MAX_NAMED_SUBSCRIPTIONS: Final = (
+    4096  # devices that are subscribed to by name; with more, what a flood sends is read and dropped
+)
+DISCOVERY_INTERVAL_S: Final = 60.0  # interval of subscriptions to all presences, to find unknown devices
+DISCOVERY_S: Final = 1.0  # duration of such a subscription, in which flooding messages arrive too
 
 
 class RateLimitedLink(LinkWrapper):
@@ -101,13 +103,13 @@ class RateLimitedLink(LinkWrapper):
     def __init__(self, link: Link, topics: wire.Topics) -> None:
         super().__init__(link)
         self.now_s = 0.0  # the owner's clock; set before `receive`
-        self._topics, self._conduct = topics, RateLimiter()
-        self._known: dict[str, None] = {}  # devices, in the order of their first message
-        self._aside: dict[str, float] = {}  # device -> until when it is not read
-        self._flooded: list[str] = []  # set aside, and not told yet
+        self._topics, self._limiter = topics, RateLimiter()
+        self._known_devices: dict[str, None] = {}  # devices, in the order of their first message
+        self._blocked_until_s: dict[str, float] = {}  # device -> until when it is not read
+        self._newly_blocked: list[str] = []  # set aside, and not told yet
         self._subscribes_per_device = False
-        self._look_s = math.inf  # when the next look begins
-        self._looked_s = math.inf  # or the present one ends
+        self._next_discovery_s = math.inf  # when the next look begins
+        self._discovery_end_s = math.inf  # or the present one ends
 
     def subscribe(self, filters: Sequence[str]) -> None:
         """Subscribe to the filters, or remove them while the link subscribes to each device by name."""
@@ -121,14 +123,14 @@ class RateLimitedLink(LinkWrapper):
         return [message for message in self._link.receive() if self._admit_received(message)]
 
     def take_blocked_devices(self) -> list[str]:
-        flooded, self._flooded = self._flooded, []
-        return flooded
+        blocked, self._newly_blocked = self._newly_blocked, []
+        return blocked
 
     def charge_time(self, device: str, seconds: float) -> None:
-        self._conduct.charge_time(device, seconds, self.now_s)
+        self._limiter.charge_time(device, seconds, self.now_s)
 
     def admit_message(self, device: str, size: int, cost_s: float = MESSAGE_S) -> bool:
-        verdict = self._conduct.admit_message(device, size, self.now_s, cost_s)
+        verdict = self._limiter.admit_message(device, size, self.now_s, cost_s)
         if verdict == "slowed":
             ids = log_ids(device=device)
             log.warning("%s sends more than can be answered: what comes too fast is dropped", device, extra=ids)
@@ -138,15 +140,19 @@ class RateLimitedLink(LinkWrapper):
 
     def next_s(self) -> float:
         """Return the time at which `receive` must be called even without a message."""
-        return min((*self._aside.values(), self._looked_s, self._look_s)) if self._subscribes_per_device else math.inf
+        return (
+            min((*self._blocked_until_s.values(), self._discovery_end_s, self._next_discovery_s))
+            if self._subscribes_per_device
+            else math.inf
+        )
 
     def _admit_received(self, message: Message) -> bool:
         device = wire.device_from_topic(message.topic)
         if not device:
             return True
-        if device not in self._known:
+        if device not in self._known_devices:
             self._register_new_device(device)
-        if device in self._aside:
+        if device in self._blocked_until_s:
             return False
         try:
             route = wire.parse_topic(message.topic)
@@ -157,46 +163,52 @@ class RateLimitedLink(LinkWrapper):
         return self.admit_message(device, len(message.payload), HELLO_S if route.subtopic == "hello" else MESSAGE_S)
 
     def _register_new_device(self, device: str) -> None:
-        if len(self._known) <= KNOWN_MOST:
-            self._known[device] = None
-            if self._subscribes_per_device and len(self._known) <= KNOWN_MOST:
+        if len(self._known_devices) <= MAX_NAMED_SUBSCRIPTIONS:
+            self._known_devices[device] = None
+            if self._subscribes_per_device and len(self._known_devices) <= MAX_NAMED_SUBSCRIPTIONS:
                 self._link.subscribe(self._device_filters([device]))
             elif self._subscribes_per_device:
                 self._subscribe_to_all()
 
     def _block_device(self, device: str) -> None:
         """Drop a device's messages for ASIDE_S, and subscribe by name to all others, unless they are too many."""
-        self._flooded.append(device)
-        self._aside[device] = self.now_s + ASIDE_S
+        self._newly_blocked.append(device)
+        self._blocked_until_s[device] = self.now_s + BLOCK_S
         if self._subscribes_per_device:
             self._link.unsubscribe(self._device_filters([device]))
-        elif len(self._known) <= KNOWN_MOST:
-            self._subscribes_per_device, self._look_s, self._looked_s = True, self.now_s + LOOK_S, math.inf
-            self._link.subscribe(self._device_filters([each for each in self._known if each not in self._aside]))
+        elif len(self._known_devices) <= MAX_NAMED_SUBSCRIPTIONS:
+            self._subscribes_per_device, self._next_discovery_s, self._discovery_end_s = (
+                True,
+                self.now_s + DISCOVERY_INTERVAL_S,
+                math.inf,
+            )
+            self._link.subscribe(
+                self._device_filters([each for each in self._known_devices if each not in self._blocked_until_s])
+            )
             self._link.unsubscribe(self._topics.coordinator_filters())
 
     def _subscribe_to_all(self) -> None:
-        self._subscribes_per_device, self._look_s, self._looked_s = False, math.inf, math.inf
+        self._subscribes_per_device, self._next_discovery_s, self._discovery_end_s = False, math.inf, math.inf
         self._link.subscribe(self._topics.coordinator_filters())
-        self._link.unsubscribe([*self._device_filters(list(self._known)), self._presence_filter])
+        self._link.unsubscribe([*self._device_filters(list(self._known_devices)), self._presence_filter])
 
     def _update_subscriptions(self) -> None:
         """Unblock devices after their time, and listen for new devices at intervals."""
-        back = [device for device, until_s in self._aside.items() if self.now_s >= until_s]
-        for device in back:
-            del self._aside[device]
+        unblocked = [device for device, until_s in self._blocked_until_s.items() if self.now_s >= until_s]
+        for device in unblocked:
+            del self._blocked_until_s[device]
         if not self._subscribes_per_device:
             return
-        if not self._aside:
+        if not self._blocked_until_s:
             return self._subscribe_to_all()
-        if back:
-            self._link.subscribe(self._device_filters(back))
-        if self.now_s >= self._looked_s:
+        if unblocked:
+            self._link.subscribe(self._device_filters(unblocked))
+        if self.now_s >= self._discovery_end_s:
             self._link.unsubscribe([self._presence_filter])
-            self._look_s, self._looked_s = self.now_s + LOOK_S, math.inf
-        elif self.now_s >= self._look_s:
+            self._next_discovery_s, self._discovery_end_s = self.now_s + DISCOVERY_INTERVAL_S, math.inf
+        elif self.now_s >= self._next_discovery_s:
             self._link.subscribe([self._presence_filter])
-            self._look_s, self._looked_s = math.inf, self.now_s + LOOKED_S
+            self._next_discovery_s, self._discovery_end_s = math.inf, self.now_s + DISCOVERY_S
 
     @property
     def _presence_filter(self) -> str:

@@ -93,13 +93,13 @@ class TelemetrySample(msgspec.Struct, frozen=True, omit_defaults=True):
     accuracy: float | None = None  # of the runner's answers, lowest
 
 
-def apply_message(board: DeviceStatus, message: WireMessage, at: float) -> DeviceStatus:
+def apply_message(status: DeviceStatus, message: WireMessage, time_s: float) -> DeviceStatus:
     match message:
         case wire.Presence():
-            return _apply_presence(board, message, at)
+            return _apply_presence(status, message, time_s)
         case Profile():
             return replace(
-                board,
+                status,
                 board=message.board,
                 version=message.versions.get("fedquilt", ""),
                 memory_bytes=message.memory_bytes,
@@ -108,120 +108,122 @@ def apply_message(board: DeviceStatus, message: WireMessage, at: float) -> Devic
                 labels=message.labels,
             )
         case wire.Claim():
-            return _apply_claim(board, message, at)
-        case wire.Progress() if board.doing is not None and _is_task(board.doing, message.job, message.round):
-            return replace(board, doing=replace(board.doing, step="working", fraction=message.fraction))
-        case Update() if board.doing is not None and _is_task(board.doing, message.job, message.round):
-            step = board.doing.step if board.doing.step == "waiting" else "sending"  # it offers the same again
-            return replace(board, doing=replace(board.doing, step=step, fraction=None))
+            return _apply_claim(status, message, time_s)
+        case wire.Progress() if status.doing is not None and _is_task(status.doing, message.job, message.round):
+            return replace(status, doing=replace(status.doing, step="working", fraction=message.fraction))
+        case Update() if status.doing is not None and _is_task(status.doing, message.job, message.round):
+            step = status.doing.step if status.doing.step == "waiting" else "sending"  # it offers the same again
+            return replace(status, doing=replace(status.doing, step=step, fraction=None))
         case wire.ReleaseStatus():
-            return replace(board, runs=_apply_release_status(board.runs, message, at))
+            return replace(status, runs=_apply_release_status(status.runs, message, time_s))
         case Telemetry():
-            return _apply_clock_skew(replace(board, mode=message.mode), message.clock_s, at)
-    return board
+            return _apply_clock_skew(replace(status, mode=message.mode), message.clock_s, time_s)
+    return status
 
 
-def apply_silence(board: DeviceStatus, at: float) -> DeviceStatus:
-    return replace(board, online=False, silent=True, quiet=False, since=at if board.seen is None else board.seen)
+def apply_silence(status: DeviceStatus, time_s: float) -> DeviceStatus:
+    return replace(status, online=False, silent=True, quiet=False, since=time_s if status.seen is None else status.seen)
 
 
-def apply_return(board: DeviceStatus, at: float) -> DeviceStatus:
-    return replace(board, online=True, silent=False, since=at)
+def apply_return(status: DeviceStatus, time_s: float) -> DeviceStatus:
+    return replace(status, online=True, silent=False, since=time_s)
 
 
-def apply_task(board: DeviceStatus, task: Task, at: float) -> DeviceStatus:
-    if board.doing is not None and _is_task(board.doing, task.job, task.round):
-        return board
-    return replace(board, doing=CurrentTask(task.job, task.round, "asked", at))
+def apply_task(status: DeviceStatus, task: Task, time_s: float) -> DeviceStatus:
+    if status.doing is not None and _is_task(status.doing, task.job, task.round):
+        return status
+    return replace(status, doing=CurrentTask(task.job, task.round, "asked", time_s))
 
 
-def apply_transfer_turn(board: DeviceStatus, waits: bool) -> DeviceStatus:
-    """Return a device's status after the transfer of its update was queued (`waits`) or started."""
-    if board.doing is None:
-        return board
-    return replace(board, doing=replace(board.doing, step="waiting" if waits else "sending"))
+def apply_transfer_turn(status: DeviceStatus, is_waiting: bool) -> DeviceStatus:
+    """Return a device's status after the transfer of its update was queued (`is_waiting`) or started."""
+    if status.doing is None:
+        return status
+    return replace(status, doing=replace(status.doing, step="waiting" if is_waiting else "sending"))
 
 
-def apply_ack(board: DeviceStatus, ack: wire.Ack, at: float) -> DeviceStatus:
-    idle = replace(board, doing=None)
-    return idle if ack.accepted else replace(idle, refusal=LatestDecline(at, "update", ack.reason, ack.job, ack.round))
-
-
-def add_sample(before: TelemetrySample | None, count: int, told: Telemetry, at: int) -> TelemetrySample:
-    """Return an interval's sensor readings after its `count`-th telemetry message."""
-    old = before or TelemetrySample(at)
-    mean = told.power_w
-    if mean is not None and old.power_w is not None:
-        mean = old.power_w + (mean - old.power_w) / count
-    return TelemetrySample(
-        at,
-        old.power_w if mean is None else mean,
-        _combine(max, old.power_most_w, told.power_w),
-        _combine(max, old.temperature_c, told.temperature_c),
-        _combine(min, old.available_bytes, told.available_bytes),
-        _combine(max, old.task_bytes, told.task_bytes),
-        old.battery if told.battery is None else told.battery,
-        old.served if told.served is None else told.served,
-        _combine(max, old.drift, told.drift),
-        _combine(min, old.accuracy, told.accuracy),
+def apply_ack(status: DeviceStatus, ack: wire.Ack, time_s: float) -> DeviceStatus:
+    idle = replace(status, doing=None)
+    return (
+        idle if ack.accepted else replace(idle, refusal=LatestDecline(time_s, "update", ack.reason, ack.job, ack.round))
     )
 
 
-def _combine(choose: Callable[[T, T], T], a: T | None, b: T | None) -> T | None:
-    return b if a is None else a if b is None else choose(a, b)
+def add_sample(previous: TelemetrySample | None, count: int, telemetry: Telemetry, time_s: int) -> TelemetrySample:
+    """Return an interval's sensor readings after its `count`-th telemetry message."""
+    previous_sample = previous or TelemetrySample(time_s)
+    mean = telemetry.power_w
+    if mean is not None and previous_sample.power_w is not None:
+        mean = previous_sample.power_w + (mean - previous_sample.power_w) / count
+    return TelemetrySample(
+        time_s,
+        previous_sample.power_w if mean is None else mean,
+        _combine(max, previous_sample.power_most_w, telemetry.power_w),
+        _combine(max, previous_sample.temperature_c, telemetry.temperature_c),
+        _combine(min, previous_sample.available_bytes, telemetry.available_bytes),
+        _combine(max, previous_sample.task_bytes, telemetry.task_bytes),
+        previous_sample.battery if telemetry.battery is None else telemetry.battery,
+        previous_sample.served if telemetry.served is None else telemetry.served,
+        _combine(max, previous_sample.drift, telemetry.drift),
+        _combine(min, previous_sample.accuracy, telemetry.accuracy),
+    )
+
+
+def _combine(combine: Callable[[T, T], T], a: T | None, b: T | None) -> T | None:
+    return b if a is None else a if b is None else combine(a, b)
 
 
 def _apply_release_status(
-    known: tuple[InstalledRelease, ...], message: wire.ReleaseStatus, at: float
+    releases: tuple[InstalledRelease, ...], message: wire.ReleaseStatus, time_s: float
 ) -> tuple[InstalledRelease, ...]:
     new = InstalledRelease(
-        message.kind, message.phase, message.name, message.current, message.rollout, message.reason, at
+        message.kind, message.phase, message.name, message.current, message.rollout, message.reason, time_s
     )
-    before = next((each for each in known if each.kind == message.kind), None)
-    if before is not None and replace(before, at=at) == new:
-        return known  # told again after each connecting
-    others = (each for each in known if each.kind != message.kind)
-    return tuple(sorted((*others, new), key=lambda each: each.kind))
+    previous = next((release for release in releases if release.kind == message.kind), None)
+    if previous is not None and replace(previous, at=time_s) == new:
+        return releases  # told again after each connecting
+    other_releases = (release for release in releases if release.kind != message.kind)
+    return tuple(sorted((*other_releases, new), key=lambda release: release.kind))
 
 
-def _apply_presence(board: DeviceStatus, message: wire.Presence, at: float) -> DeviceStatus:
-    if board.silent and message.online and message.boot == board.boot:
-        return board  # retained: `apply_return` comes before a message of its own
-    if message.online == board.online and (message.boot == board.boot or not message.online):
-        return replace(board, silent=False)  # retained, or told again
-    if not message.online and not board.boot:
-        return replace(board, boot=message.boot)  # a broker keeps this of boards that went long ago
-    return replace(board, online=message.online, silent=False, quiet=False, boot=message.boot, since=at)
+def _apply_presence(status: DeviceStatus, message: wire.Presence, time_s: float) -> DeviceStatus:
+    if status.silent and message.online and message.boot == status.boot:
+        return status  # retained: `apply_return` comes before a message of its own
+    if message.online == status.online and (message.boot == status.boot or not message.online):
+        return replace(status, silent=False)  # retained, or told again
+    if not message.online and not status.boot:
+        return replace(status, boot=message.boot)  # a broker keeps this of boards that went long ago
+    return replace(status, online=message.online, silent=False, quiet=False, boot=message.boot, since=time_s)
 
 
-def _apply_claim(board: DeviceStatus, message: wire.Claim, at: float) -> DeviceStatus:
-    doing = board.doing if board.doing is not None and _is_task(board.doing, message.job, message.round) else None
+def _apply_claim(status: DeviceStatus, message: wire.Claim, time_s: float) -> DeviceStatus:
+    task = status.doing if status.doing is not None and _is_task(status.doing, message.job, message.round) else None
     if message.accepted:
-        since = doing.since if doing is not None and doing.step == "working" else at
-        fraction = None if doing is None else doing.fraction
-        return replace(board, doing=CurrentTask(message.job, message.round, "working", since, fraction))
-    idle = replace(board, doing=None)
+        since = task.since if task is not None and task.step == "working" else time_s
+        fraction = None if task is None else task.fraction
+        return replace(status, doing=CurrentTask(message.job, message.round, "working", since, fraction))
+    idle_status = replace(status, doing=None)
     if message.code in NO_REFUSAL:
-        return idle
-    last = board.refusal
-    if last is not None and (last.job, last.round, last.code, last.reason) == (
+        return idle_status
+    last_decline = status.refusal
+    if last_decline is not None and (last_decline.job, last_decline.round, last_decline.code, last_decline.reason) == (
         message.job,
         message.round,
         message.code,
         message.reason,
     ):
-        return idle  # it repeats its refusal as often as the task is repeated
-    return replace(idle, refusal=LatestDecline(at, message.code, message.reason, message.job, message.round))
+        return idle_status  # it repeats its refusal as often as the task is repeated
+    return replace(idle_status, refusal=LatestDecline(time_s, message.code, message.reason, message.job, message.round))
 
 
-def _apply_clock_skew(board: DeviceStatus, clock_s: float | None, at: float) -> DeviceStatus:
+def _apply_clock_skew(status: DeviceStatus, clock_s: float | None, time_s: float) -> DeviceStatus:
     """Store the clock's offset if it exceeds the stored offset, or if that is older than SKEW_KEPT_S."""
     if clock_s is None:
-        return board
-    skew_s = clock_s - at
-    if board.skew_s is None or skew_s > board.skew_s + SKEW_STEP_S or at > board.skew_at + SKEW_KEPT_S:
-        return replace(board, skew_s=round(skew_s, 1), skew_at=at)
-    return board
+        return status
+    skew_s = clock_s - time_s
+    if status.skew_s is None or skew_s > status.skew_s + SKEW_STEP_S or time_s > status.skew_at + SKEW_KEPT_S:
+        return replace(status, skew_s=round(skew_s, 1), skew_at=time_s)
+    return status
 
 
 def _is_task(doing: CurrentTask, job: str, round: int) -> bool:
@@ -293,13 +295,13 @@ class TelemetryStore:
         else:
             db = open_read_only(path, check_same_thread=False)
         try:
-            found = int(db.execute("pragma user_version").fetchone()[0])
-            if found not in (0, VERSION):
+            version = int(db.execute("pragma user_version").fetchone()[0])
+            if version not in (0, VERSION):
                 raise StoreError(
-                    f"{self._home / NAME} has tables of version {found}, and this fedquilt uses {VERSION}: use the "
+                    f"{self._home / NAME} has tables of version {version}, and this fedquilt uses {VERSION}: use the "
                     "fedquilt that wrote it, or remove the file, on which no run depends"
                 )
-            if not found and not writes:  # whoever writes has not made all tables yet
+            if not version and not writes:  # whoever writes has not made all tables yet
                 db.close()
                 return _open_empty_database()
             if writes:
@@ -319,7 +321,7 @@ class TelemetryStore:
             self._db.executemany(
                 "insert into boards (device, body) values (?, ?) "
                 "on conflict (device) do update set body = excluded.body",
-                [(board.device, msgspec.json.encode(board)) for board in boards],
+                [(status.device, msgspec.json.encode(status)) for status in boards],
             )
             self._db.executemany(
                 f"insert or replace into readings (step, at, board, {_VALUES}) "  # noqa: S608
@@ -355,53 +357,53 @@ class TelemetryStore:
 
     def take_removals(self) -> list[str]:
         with _convert_database_errors(self._home):
-            found = [str(device) for (device,) in self._db.execute("select device from removals order by device")]
-            self._db.executemany("delete from removals where device = ?", [(device,) for device in found])
-        return found
+            devices = [str(device) for (device,) in self._db.execute("select device from removals order by device")]
+            self._db.executemany("delete from removals where device = ?", [(device,) for device in devices])
+        return devices
 
     def broker_outage_start(self) -> float | None:
         with _convert_database_errors(self._home):
-            found: tuple[float | None] | None = self._db.execute("select away from contact").fetchone()
-        return None if found is None else found[0]
+            row: tuple[float | None] | None = self._db.execute("select away from contact").fetchone()
+        return None if row is None else row[0]
 
     def load_statuses(self) -> list[DeviceStatus]:
         """Return the statuses of all devices, sorted by name. Rows that cannot be decoded are left out."""
         with _convert_database_errors(self._home):
             rows = self._db.execute("select body from boards order by device").fetchall()
-        found = []
+        statuses = []
         for (body,) in rows:
             try:
-                found.append(_decoded(body))
+                statuses.append(_decoded(body))
             except msgspec.MsgspecError:
                 continue
-        return found
+        return statuses
 
     def latest_readings(self, now: float) -> dict[str, TelemetrySample]:
         """Return each device's latest reading, if not older than FRESH_S."""
-        step, found = STEPS[0][0], dict[int, TelemetrySample]()
+        step, readings = STEPS[0][0], dict[int, TelemetrySample]()
         with _convert_database_errors(self._home):
             devices = dict(self._db.execute("select id, device from boards"))
-            at = self._db.execute("select max(at) from readings where step = ?", (step,)).fetchone()[0] or 0
-            while at > now - FRESH_S and len(found) < len(devices):  # the newest have most boards
+            time_s = self._db.execute("select max(at) from readings where step = ?", (step,)).fetchone()[0] or 0
+            while time_s > now - FRESH_S and len(readings) < len(devices):  # the newest have most boards
                 query = f"select board, at, {_VALUES} from readings where step = ? and at = ?"  # noqa: S608
-                for board, *values in self._db.execute(query, (step, at)):
-                    if board not in found:
-                        found[board] = TelemetrySample(*values)
-                at -= step
-        return {devices[board]: reading for board, reading in found.items() if board in devices}
+                for status, *values in self._db.execute(query, (step, time_s)):
+                    if status not in readings:
+                        readings[status] = TelemetrySample(*values)
+                time_s -= step
+        return {devices[status]: reading for status, reading in readings.items() if status in devices}
 
     def load_readings(self, device: str, begin: float, end: float) -> list[TelemetrySample]:
         """Return a device's readings, oldest first, in the finest resolution retained for so long."""
         step = next((step for step, kept_s in STEPS if begin >= end - kept_s), STEPS[-1][0])
-        at = range(int(begin) // step * step, int(end) + 1, step)
+        time_s = range(int(begin) // step * step, int(end) + 1, step)
         with _convert_database_errors(self._home):
             found = self._db.execute("select id from boards where device = ?", (device,)).fetchone()
-            rows = [] if found is None else [self._load_row(step, each, found[0]) for each in at]
+            rows = [] if found is None else [self._load_row(step, reading_time, found[0]) for reading_time in time_s]
         return [TelemetrySample(*row) for row in rows if row is not None]
 
-    def _load_row(self, step: int, at: int, board: int) -> tuple[Any, ...] | None:
+    def _load_row(self, step: int, time_s: int, status: int) -> tuple[Any, ...] | None:
         query = f"select at, {_VALUES} from readings where step = ? and at = ? and board = ?"  # noqa: S608
-        row: tuple[Any, ...] | None = self._db.execute(query, (step, at, board)).fetchone()
+        row: tuple[Any, ...] | None = self._db.execute(query, (step, time_s, status)).fetchone()
         return row
 
 

@@ -16,7 +16,7 @@ from functools import partial
 from typing import TypeVar
 
 from fedquilt import wire
-from fedquilt.coordinator.background_worker import BackgroundWorker, Then, run_and_capture
+from fedquilt.coordinator.background_worker import BackgroundWorker, Callback, run_and_capture
 from fedquilt.coordinator.delivery.executor import Executor
 from fedquilt.coordinator.device_columns import ELIGIBLE
 from fedquilt.coordinator.fleet import fair_share
@@ -26,7 +26,7 @@ from fedquilt.coordinator.jobs.job import RunningJob, decide_next_event
 from fedquilt.coordinator.jobs.retention import GarbageCollector
 from fedquilt.coordinator.rounds import decisions, events
 from fedquilt.coordinator.rounds.events import JobView
-from fedquilt.coordinator.rounds.selection import NOTHING
+from fedquilt.coordinator.rounds.selection import NO_WORK
 from fedquilt.coordinator.storage.store import Store
 from fedquilt.coordinator.updates import job_blobs, validation
 from fedquilt.coordinator.updates.aggregation import blob_hashes, total_blob_bytes
@@ -42,43 +42,51 @@ T = TypeVar("T")
 class UpdatePipeline:
     """Validation, aggregation and commit of one job's updates."""
 
-    def __init__(self, served: JobController, desk: CoordinatorContext) -> None:
-        self._served, self._desk = served, desk
-        self._summing = False  # whether the worker folds or commits
-        self._examining: dict[str, Update] = {}  # device -> update that the worker validates
-        self._in_time: set[str] = set()  # devices among these whose update arrived before the deadline
-        self._offered: dict[str, Update] = {}  # device -> update that is fetched in turn, offered before the deadline
-        self._lost = (-math.inf, 0.0)  # when the running attempt began; `BrokerOutage.lost_s` at that time
+    def __init__(self, controller: JobController, context: CoordinatorContext) -> None:
+        self._controller, self._context = controller, context
+        self._is_folding = False  # whether the worker folds or commits
+        self._validating_updates: dict[str, Update] = {}  # device -> update that the worker validates
+        self._punctual_devices: set[str] = set()  # devices among these whose update arrived before the deadline
+        self._queued_updates: dict[
+            str, Update
+        ] = {}  # device -> update that is fetched in turn, offered before the deadline
+        self._outage_at_attempt_start = (
+            -math.inf,
+            0.0,
+        )  # when the running attempt began; `BrokerOutage.lost_s` at that time
 
     @property
     def pending_updates(self) -> tuple[int, int]:
         """Number and bytes of the received updates that the worker has not yet read or folded."""
         if not self._is_large:
             return 0, 0
-        count, size = self._served.job.aggregator.count_unfolded(self._served.job.rounds)
-        return count + len(self._examining), size + sum(map(total_blob_bytes, self._examining.values()))
+        count, size = self._controller.job.aggregator.count_unfolded(self._controller.job.job_state)
+        return count + len(self._validating_updates), size + sum(
+            map(total_blob_bytes, self._validating_updates.values())
+        )
 
     def register_update(self, device: str, update: Update, now_s: float) -> bool:
         """Record an update that is fetched next. Return whether the update is large and must wait for its turn."""
-        if total_blob_bytes(update) < self._desk.worker.large_bytes:
+        if total_blob_bytes(update) < self._context.worker.large_bytes:
             return False
-        if self._offered.get(device) != update and now_s < self._moved_deadline_s:
-            self._offered[device] = update
+        if self._queued_updates.get(device) != update and now_s < self._extended_deadline_s:
+            self._queued_updates[device] = update
         return True
 
     @property
     def lost_s(self) -> float:
         """Seconds added to the deadline because no device was reachable. The end of a site's round is fixed."""
-        absence, state = self._desk.executor.absence, self._served.job.rounds
-        if state.opened_s != self._lost[0]:
-            self._lost = state.opened_s, absence.lost_s
+        outage, state = self._context.executor.outage, self._controller.job.job_state
+        if state.opened_s != self._outage_at_attempt_start[0]:
+            self._outage_at_attempt_start = state.opened_s, outage.lost_s
         return min(
-            absence.lost_since(self._lost[1]), decisions.site_deadline_s(state) - state.opened_s - state.deadline_s
+            outage.lost_since(self._outage_at_attempt_start[1]),
+            decisions.site_deadline_s(state) - state.opened_s - state.deadline_s,
         )
 
     @property
-    def _moved_deadline_s(self) -> float:
-        return decisions.next_decision_s(decisions.delay_attempt(self._served.job.rounds, self.lost_s))
+    def _extended_deadline_s(self) -> float:
+        return decisions.next_decision_s(decisions.delay_attempt(self._controller.job.job_state, self.lost_s))
 
     def wait_limit_s(self, now_s: float) -> float:
         """Return the time of the deadline, or later, until which the round waits for punctual updates.
@@ -87,136 +95,150 @@ class UpdatePipeline:
         had to wait for their turn. The deadline of the latter moves by their waiting time. The round of a site has a
         fixed end.
         """
-        deadline_s, latest_s = self._moved_deadline_s, decisions.site_deadline_s(self._served.job.rounds)
-        if self._in_time:
+        deadline_s, latest_s = self._extended_deadline_s, decisions.site_deadline_s(self._controller.job.job_state)
+        if self._punctual_devices:
             return latest_s
-        if now_s < deadline_s or not self._offered:
+        if now_s < deadline_s or not self._queued_updates:
             return deadline_s
-        arriving = self._served.arriving
-        self._offered = {device: each for device, each in self._offered.items() if arriving.get(device) == each}
-        return min(deadline_s + max(map(self._desk.executor.transfer_wait_s, self._offered), default=0.0), latest_s)
+        arriving = self._controller.arriving_updates
+        self._queued_updates = {
+            device: update for device, update in self._queued_updates.items() if arriving.get(device) == update
+        }
+        return min(
+            deadline_s + max(map(self._context.executor.transfer_wait_s, self._queued_updates), default=0.0), latest_s
+        )
 
     def wait_for_punctual_updates(self, now_s: float) -> bool:
         """Return whether the round waits past its deadline. Let punctual devices transfer before late ones."""
-        deadline_s = self._moved_deadline_s
-        if not deadline_s <= now_s < self.wait_limit_s(now_s) or decisions.has_full_cohort(self._served.job.rounds):
+        deadline_s = self._extended_deadline_s
+        if not deadline_s <= now_s < self.wait_limit_s(now_s) or decisions.has_full_cohort(
+            self._controller.job.job_state
+        ):
             return False
-        for device in self._served.arriving:
-            if now_s >= deadline_s + self._desk.executor.transfer_wait_s(device):
-                self._desk.executor.yield_transfer_turn(device, now_s)
+        for device in self._controller.arriving_updates:
+            if now_s >= deadline_s + self._context.executor.transfer_wait_s(device):
+                self._context.executor.yield_transfer_turn(device, now_s)
         return True
 
     @property
-    def _is_job_gone(self) -> bool:
-        return self._served.has_ended or self._desk.jobs.get(self._served.id) is not self._served
+    def _is_job_inactive(self) -> bool:
+        return self._controller.has_ended or self._context.jobs.get(self._controller.id) is not self._controller
 
     @property
     def _is_large(self) -> bool:
-        return self._served.job.aggregator.large
+        return self._controller.job.aggregator.large
 
     def validate_update(
-        self, device: str, update: Update, profile: Profile | None, right: SiteRight | None, now_s: float
+        self, device: str, update: Update, profile: Profile | None, site_right: SiteRight | None, now_s: float
     ) -> None:
         """Validate an update whose blobs have arrived, then accept or reject it. Large updates use the worker."""
         # as a site's sum may be, whose boards' updates are small
-        if total_blob_bytes(update) >= self._desk.worker.large_bytes:
-            self._served.job.aggregator.large = True
-        large = self._is_large
-        if large and self._examining.get(device) == update:  # it was offered once more meanwhile
+        if total_blob_bytes(update) >= self._context.worker.large_bytes:
+            self._controller.job.aggregator.large = True
+        is_large = self._is_large
+        if is_large and self._validating_updates.get(device) == update:  # it was offered once more meanwhile
             return
-        examining = self._served.job.build_validation(device, update, profile, now_s, large=large, right=right)
-        if large:
-            self._examining[device] = update
-            held_s = self._desk.executor.transfer_wait_s(device) if self._offered.pop(device, None) == update else 0.0
-            if now_s < self._moved_deadline_s + held_s:
-                self._in_time.add(device)
-            self._desk.start_work(examining, partial(self._apply_validation_if_current, device, update))
+        validation = self._controller.job.build_validation(
+            device, update, profile, now_s, large=is_large, right=site_right
+        )
+        if is_large:
+            self._validating_updates[device] = update
+            queue_wait_s = (
+                self._context.executor.transfer_wait_s(device)
+                if self._queued_updates.pop(device, None) == update
+                else 0.0
+            )
+            if now_s < self._extended_deadline_s + queue_wait_s:
+                self._punctual_devices.add(device)
+            self._context.start_work(validation, partial(self._apply_validation_if_current, device, update))
         else:
-            self._apply_validation(device, examining, now_s)
+            self._apply_validation(device, validation, now_s)
 
     def _apply_validation_if_current(
-        self, device: str, update: Update, examining: Callable[[], decisions.UpdateValidated], now_s: float
+        self, device: str, update: Update, validation: Callable[[], decisions.UpdateValidated], now_s: float
     ) -> None:
-        if self._examining.get(device) != update:
+        if self._validating_updates.get(device) != update:
             return  # the device has offered another one since
-        del self._examining[device]
-        self._in_time.discard(device)
-        if self._is_job_gone or self._served.arriving.get(device) != update:
+        del self._validating_updates[device]
+        self._punctual_devices.discard(device)
+        if self._is_job_inactive or self._controller.arriving_updates.get(device) != update:
             return  # it was not waited for any more while it was read, and its blobs may be gone
-        self._apply_validation(device, examining, now_s)
+        self._apply_validation(device, validation, now_s)
 
-    def _apply_validation(self, device: str, examining: Callable[[], decisions.UpdateValidated], now_s: float) -> None:
+    def _apply_validation(self, device: str, validation: Callable[[], decisions.UpdateValidated], now_s: float) -> None:
         """Pass the validated update to the job. If a read fails, request the update again or suspend the job."""
         try:
-            examined = examining()
+            result = validation()
         except job_blobs.LostUpdateError as lost:
-            said = "%s's update could not be read (%s); it will offer it again"
-            log.warning(said, device, lost.reason, extra=log_ids(device=device))
-            return self._served.handle_input(decisions.UpdateReceived(device, lost.reason), now_s)
+            text = "%s's update could not be read (%s); it will offer it again"
+            log.warning(text, device, lost.reason, extra=log_ids(device=device))
+            return self._controller.handle_input(decisions.UpdateReceived(device, lost.reason), now_s)
         except job_blobs.UnreadableError as error:  # its device offers it again, once the job goes on
-            return self._served.handle_failure(error, now_s)
-        if examined.odd:
-            log.warning("%s claims what cannot be: %s", device, examined.odd, extra=log_ids(device=device))
-        self._served.handle_input(examined, now_s)
+            return self._controller.handle_failure(error, now_s)
+        if result.implausible_claims:
+            log.warning("%s claims what cannot be: %s", device, result.implausible_claims, extra=log_ids(device=device))
+        self._controller.handle_input(result, now_s)
 
     def start_folding(self) -> None:
-        if self._is_large and not self._summing and self._served.job.has_updates_to_fold():
-            self._summing = True
-            self._desk.start_work(
-                self._served.job.build_fold(self._desk.worker.stored_at), self._record_partial_aggregate
+        if self._is_large and not self._is_folding and self._controller.job.has_updates_to_fold():
+            self._is_folding = True
+            self._context.start_work(
+                self._controller.job.build_fold(self._context.worker.min_unsaved_ratio), self._record_partial_aggregate
             )
 
     def _record_partial_aggregate(self, result: Callable[[], events.UpdatesAggregated | None], now_s: float) -> None:
-        self._summing = False
-        before = self._served.job.rounds
-        if self._is_job_gone:
+        self._is_folding = False
+        previous_state = self._controller.job.job_state
+        if self._is_job_inactive:
             return
-        fact = self._result_or_lost_event(result, now_s)
-        if fact is not None:
-            self._served.record_event(fact, now_s)
-        if isinstance(fact, events.UpdatesAggregated):
-            done = blob_hashes(before.answered[device] for device in fact.devices)
-            self._desk.garbage.add_candidates(
-                done | ({before.folded.sum.sha256} if before.folded else set()), soon=True
+        event = self._result_or_lost_event(result, now_s)
+        if event is not None:
+            self._controller.record_event(event, now_s)
+        if isinstance(event, events.UpdatesAggregated):
+            aggregated_blobs = blob_hashes(previous_state.accepted_updates[device] for device in event.devices)
+            self._context.garbage.add_candidates(
+                aggregated_blobs
+                | ({previous_state.partial_aggregate.sum.sha256} if previous_state.partial_aggregate else set()),
+                urgent=True,
             )
 
     def commit_round(self, now_s: float) -> bool:
         """Commit the round, in the worker if updates are large. Return whether the round is committed already."""
-        if self._summing:
+        if self._is_folding:
             return False
-        committing = self._served.job.build_commit(now_s)
+        commit = self._controller.job.build_commit(now_s)
         if self._is_large:
-            self._summing = True
-            self._desk.start_work(committing, self._finish_commit)
+            self._is_folding = True
+            self._context.start_work(commit, self._finish_commit)
             return False
-        with self._desk.executor.keep_alive():  # a method may compute for longer than a broker waits for a word
-            result = run_and_capture(committing)
+        with self._context.executor.keep_alive():  # a method may compute for longer than a broker waits for a word
+            result = run_and_capture(commit)
         self._finish_commit(result, now_s)
         return True
 
     def _finish_commit(self, result: Callable[[], CommitResult], now_s: float) -> None:
-        self._summing = False
-        if self._is_job_gone:
+        self._is_folding = False
+        if self._is_job_inactive:
             return
-        done = self._result_or_lost_event(result, now_s)
-        if isinstance(done, CommitResult):
-            self._served.record_event(done.fact, now_s, done)
-        elif done is not None:
-            self._served.record_event(done, now_s)
+        outcome = self._result_or_lost_event(result, now_s)
+        if isinstance(outcome, CommitResult):
+            self._controller.record_event(outcome.event, now_s, outcome)
+        elif outcome is not None:
+            self._controller.record_event(outcome, now_s)
 
     def _result_or_lost_event(self, result: Callable[[], T], now_s: float) -> T | events.UpdateLost | None:
         """Return the result, `UpdateLost` for a lost update, or None after an error that failed the job."""
         try:
             return result()
         except job_blobs.LostUpdateError as lost:
-            return events.UpdateLost(self._served.job.rounds.round, lost.device, lost.reason)
+            return events.UpdateLost(self._controller.job.job_state.round, lost.device, lost.reason)
         except Exception as error:
-            self._served.handle_failure(error, now_s)
+            self._controller.handle_failure(error, now_s)
             return None
 
 
 START_S = 20.0  # after a job is taken up, until a device of its round that has not been heard of is not at work
-AT_ONCE = frozenset((decisions.FetchUpdate, decisions.ValidateUpdate))  # actions that nobody sees outside
+IMMEDIATE_ACTIONS = frozenset((decisions.FetchUpdate, decisions.ValidateUpdate))  # actions that nobody sees outside
 Observe = Callable[[JobView, events.AnyEvent], None]
 
 
@@ -225,37 +247,39 @@ class CoordinatorContext:
 
     def __init__(self, executor: Executor, store: Store, observe: Observe, worker: BackgroundWorker) -> None:
         self.executor, self.store, self.observe, self.worker = executor, store, observe, worker
-        self.registry, self.loans = DeviceRegistry(), DeviceLeases()
+        self.registry, self.leases = DeviceRegistry(), DeviceLeases()
         self.jobs: dict[str, JobController] = {}  # by id, in the order in which they were taken up
-        self.news: dict[str, JobView] = {}  # jobs with changes that have not been published yet
-        self.fetching: dict[str, JobController] = {}  # device -> the job that its blobs are fetched for
-        self.later: list[tuple[JobController, decisions.Action]] | None = None  # what is done once messages are heard
-        self._followed: set[str] = set()  # devices whose claim of a later start has been followed
+        self.unpublished_jobs: dict[str, JobView] = {}  # jobs with changes that have not been published yet
+        self.fetching_jobs: dict[str, JobController] = {}  # device -> the job that its blobs are fetched for
+        self.deferred_actions: list[tuple[JobController, decisions.Action]] | None = (
+            None  # what is done once messages are heard
+        )
+        self._epoch_raising_devices: set[str] = set()  # devices whose claim of a later start has been followed
         self.garbage = GarbageCollector(store, self.blobs_in_use)
 
-    def start_work(self, item: Callable[[], T], then: Then[T]) -> None:
-        """Pass a work item to the worker. Blobs that the item uses are pinned until `then` has returned."""
-        self.worker.submit(*self.store.depot.pin_during(item, then))
+    def start_work(self, item: Callable[[], T], callback: Callback[T]) -> None:
+        """Pass a work item to the worker. Blobs that the item uses are pinned until `callback` has returned."""
+        self.worker.submit(*self.store.blob_store.pin_during(item, callback))
 
     def cancel_task(self, device: str, job: str, now_s: float) -> None:
         """Cancel a job's task on a device. Without a lease, only the transfer of its update is stopped."""
-        if not self.loans.release_device(device, job, now_s):
-            if (fetched := self.fetching.get(device)) is not None and fetched.id == job:
+        if not self.leases.release_device(device, job, now_s):
+            if (fetching_job := self.fetching_jobs.get(device)) is not None and fetching_job.id == job:
                 self.executor.fetch_blobs(device, ())
             return
         self.executor.cancel_task(device)
-        self.fetching.pop(device, None)
+        self.fetching_jobs.pop(device, None)
         self.send_unsent_task(device, now_s)
 
     def release_device(self, device: str, job: str, now_s: float) -> None:
-        if self.loans.release_device(device, job, now_s):
+        if self.leases.release_device(device, job, now_s):
             self.send_unsent_task(device, now_s)
 
     def send_unsent_task(self, device: str, now_s: float) -> None:
-        for serving in self.jobs.values():
-            if device in serving.unsent:
-                serving.unsent.remove(device)
-                serving.send_task(device, now_s)
+        for controller in self.jobs.values():
+            if device in controller.unsent_devices:
+                controller.unsent_devices.remove(device)
+                controller.send_task(device, now_s)
 
     def acknowledge_update(self, device: str, update: Update, accepted: bool, reason: str) -> None:
         self.executor.send_ack(
@@ -269,28 +293,30 @@ class CoordinatorContext:
         """
         if epoch < self.store.epoch:
             return
-        if device in self._followed or epoch > self.store.epoch + validation.LATER_EPOCHS:
+        if device in self._epoch_raising_devices or epoch > self.store.epoch + validation.MAX_EPOCH_LEAD:
             log.warning(
                 "%s claims to know start %d of the coordinator: ignored", device, epoch, extra=log_ids(device=device)
             )
             return
-        self._followed.add(device)
+        self._epoch_raising_devices.add(device)
         self.raise_epoch(epoch)
 
-    def raise_epoch(self, above: int) -> None:
-        """Start an epoch above `above`, unless the present epoch is higher already."""
-        if above >= self.store.epoch:
-            self.executor.set_epoch(self.store.begin_epoch(above))
+    def raise_epoch(self, min_epoch: int) -> None:
+        """Start an epoch above `min_epoch`, unless the present epoch is higher already."""
+        if min_epoch >= self.store.epoch:
+            self.executor.set_epoch(self.store.begin_epoch(min_epoch))
             for id in self.jobs:
                 self.store.mark_running(id)
 
     def blobs_in_use(self) -> set[str]:
         return self.executor.unacknowledged_update_blobs.union(
-            *(serving.blobs_in_use() for serving in self.jobs.values())
+            *(controller.blobs_in_use() for controller in self.jobs.values())
         )
 
     def collect_garbage(self) -> None:
-        if self.garbage.is_due(sum(len(serving.job.rounds.answered) for serving in self.jobs.values())):
+        if self.garbage.is_due(
+            sum(len(controller.job.job_state.accepted_updates) for controller in self.jobs.values())
+        ):
             self.garbage.collect()
 
 
@@ -300,30 +326,37 @@ class JobController:
     Every method with an argument `now_s` raises StoreError if the store cannot be written.
     """
 
-    def __init__(self, desk: CoordinatorContext, job: RunningJob, submitter: str, now_s: float) -> None:
-        self.job, self.id, self.submitter, self._desk = job, job.id, submitter, desk
-        self._rounds_s = (0.0, self._device_time_s(now_s))  # boards' time of the latest round, and of all up to its end
-        self.unsent: set[str] = set()  # devices with a task to come: no profile of them yet, or another job has them
-        self.arriving: dict[str, Update] = {}  # device -> its update while its blobs are fetched
-        self._begun: dict[str, Update] = {}  # device -> the last update of it that began to be fetched
-        self._opened_s = self._busy_s = now_s  # when it was taken up; when a device was last seen working on it
+    def __init__(self, context: CoordinatorContext, job: RunningJob, submitter: str, now_s: float) -> None:
+        self.job, self.id, self.submitter, self._context = job, job.id, submitter, context
+        self._round_device_times = (
+            0.0,
+            self._device_time_s(now_s),
+        )  # boards' time of the latest round, and of all up to its end
+        self.unsent_devices: set[str] = (
+            set()
+        )  # devices with a task to come: no profile of them yet, or another job has them
+        self.arriving_updates: dict[str, Update] = {}  # device -> its update while its blobs are fetched
+        self._incomplete_updates: dict[str, Update] = {}  # device -> the last update of it that began to be fetched
+        self._activated_s = self._last_work_s = now_s  # when it was taken up; when a device was last seen working on it
         # version of the fleet, `most` and devices that were gone when there was nothing to decide
-        self._undecided: tuple[int, float, AbstractSet[str]] | None = None
-        self.summed = UpdatePipeline(self, desk)
-        self._behind: set[str] = set()  # this job, once devices are reported to know more rounds than its log
-        self.unreadable: job_blobs.UnreadableError | None = None  # unreadable blob, for which the job waits
+        self._inputs_without_decision: tuple[int, float, AbstractSet[str]] | None = None
+        self.pipeline = UpdatePipeline(self, context)
+        self._jobs_with_rolled_back_log: set[str] = (
+            set()
+        )  # this job, once devices are reported to know more rounds than its log
+        self.read_error: job_blobs.UnreadableError | None = None  # unreadable blob, for which the job waits
 
     @property
     def has_ended(self) -> bool:
-        return self.job.rounds.phase in events.ENDED
+        return self.job.job_state.phase in events.ENDED_PHASES
 
     @property
     def pending_devices(self) -> frozenset[str]:
-        return self.job.rounds.asked
+        return self.job.job_state.pending_devices
 
     def activate(self, now_s: float) -> None:
-        self._desk.store.mark_running(self.id)
-        if self.job.rounds.phase in ("stopped", "failed"):
+        self._context.store.mark_running(self.id)
+        if self.job.job_state.phase in ("stopped", "failed"):
             self.record_event(events.JobResumed(), now_s)
         self.send_all_tasks(now_s)
         self.schedule_publication()
@@ -333,116 +366,125 @@ class JobController:
             self.send_task(device, now_s)
 
     def cancel_all_tasks(self, now_s: float) -> None:
-        self._cancel_tasks(self.pending_devices | set(self.job.rounds.silent), now_s)
+        self._cancel_tasks(self.pending_devices | set(self.job.job_state.silent_devices), now_s)
 
     def measure_idle_time(self, now_s: float) -> fair_share.IdleTime:
         if not self._is_idle(now_s):
-            self._busy_s = now_s
-        return fair_share.IdleTime(now_s - self._busy_s, self.job.rounds.phase != "selecting")
+            self._last_work_s = now_s
+        return fair_share.IdleTime(now_s - self._last_work_s, self.job.job_state.phase != "selecting")
 
     def compute_usage(self, now_s: float) -> fair_share.JobUsage:
-        had_s = self._device_time_s(now_s)
-        round_s, until_s = self._rounds_s
-        return fair_share.JobUsage(had_s, max(round_s, had_s - until_s), self.job.rounds.roll, not self._is_idle(now_s))
+        device_time_s = self._device_time_s(now_s)
+        round_s, previous_time_s = self._round_device_times
+        return fair_share.JobUsage(
+            device_time_s,
+            max(round_s, device_time_s - previous_time_s),
+            self.job.job_state.cohort,
+            not self._is_idle(now_s),
+        )
 
-    def raise_usage_while_idle(self, least_s: float, now_s: float) -> None:
-        """Raise the usage of an idle job to the least usage of all working jobs, `least_s`.
+    def raise_usage_while_idle(self, min_usage_s: float, now_s: float) -> None:
+        """Raise the usage of an idle job to the least usage of all working jobs, `min_usage_s`.
 
         A job cannot catch up on device time that was unused while its own devices were away. The usage stays the same
         while the job waits for devices that are leased to other jobs.
         """
         if self._is_idle(now_s) and not self._is_waiting_for_leases(now_s):
-            self._desk.loans.raise_usage(self.id, least_s * self.job.job.priority, now_s)
-            self._rounds_s = (self._rounds_s[0], self._device_time_s(now_s))
+            self._context.leases.raise_usage(self.id, min_usage_s * self.job.job.priority, now_s)
+            self._round_device_times = (self._round_device_times[0], self._device_time_s(now_s))
 
     def _is_waiting_for_leases(self, now_s: float) -> bool:
-        registry = self._desk.registry
-        free = registry.eligibility(self.job.wants, now_s).devices_with(ELIGIBLE)
-        enough = len(free) >= decisions.minimum_devices_to_start(self.job.rounds)
-        return enough and not free.isdisjoint(self._desk.loans.devices_of_other_jobs(self.id))
+        registry = self._context.registry
+        free = registry.eligibility(self.job.requirements, now_s).devices_with(ELIGIBLE)
+        enough = len(free) >= decisions.minimum_devices_to_start(self.job.job_state)
+        return enough and not free.isdisjoint(self._context.leases.devices_of_other_jobs(self.id))
 
     def _device_time_s(self, now_s: float) -> float:
-        return self._desk.loans.device_seconds(self.id, now_s) / self.job.job.priority
+        return self._context.leases.device_seconds(self.id, now_s) / self.job.job.priority
 
     def blobs_in_use(self) -> set[str]:
-        state = self.job.rounds
-        folded = state.folded.devices if state.folded else ()
-        accepted = [update for device, update in state.answered.items() if device not in folded]
+        state = self.job.job_state
+        aggregated_devices = state.partial_aggregate.devices if state.partial_aggregate else ()
+        unaggregated_updates = [
+            update for device, update in state.accepted_updates.items() if device not in aggregated_devices
+        ]
         return (
             self.job.required_blobs()
             | self.job.sent_blobs()
-            | blob_hashes([*accepted, *self.arriving.values(), *self._begun.values()])
+            | blob_hashes([*unaggregated_updates, *self.arriving_updates.values(), *self._incomplete_updates.values()])
         )
 
-    def _discard_unfinished_update(self, device: str, instead: Update | None = None) -> None:
-        """Mark the blobs of a device's unfinished update as garbage, unless `instead` has the same bundles."""
+    def _discard_unfinished_update(self, device: str, new_update: Update | None = None) -> None:
+        """Mark the blobs of a device's unfinished update as garbage, unless `new_update` has the same bundles."""
         # so a device has at most one unfinished update of a job on the disk, whatever the device announces
-        begun = self._begun.pop(device, None)
-        if begun is not None and (instead is None or begun.bundles != instead.bundles):
-            self._desk.garbage.add_candidates(blob_hashes([begun]))
+        old_update = self._incomplete_updates.pop(device, None)
+        if old_update is not None and (new_update is None or old_update.bundles != new_update.bundles):
+            self._context.garbage.add_candidates(blob_hashes([old_update]))
 
     def schedule_publication(self) -> None:
-        self._desk.news[self.id] = self.job
+        self._context.unpublished_jobs[self.id] = self.job
 
     def handle_claim(self, device: str, claim: wire.Claim, now_s: float) -> None:
-        registry = self._desk.registry
-        job_blobs.warn_of_rolled_back_log(self.job.rounds, self.id, device, claim, self._behind)
-        event = decisions.ClaimReceived(device, claim)
+        registry = self._context.registry
+        job_blobs.warn_of_rolled_back_log(self.job.job_state, self.id, device, claim, self._jobs_with_rolled_back_log)
+        input = decisions.ClaimReceived(device, claim)
         if not claim.accepted:
-            ask = self.job.device_workload(device, registry.latest_profile(device))
-            event = decisions.ClaimReceived(device, claim, ask, registry.agent_start_key(device))
-        self.handle_input(event, now_s)
+            workload = self.job.device_workload(device, registry.latest_profile(device))
+            input = decisions.ClaimReceived(device, claim, workload, registry.agent_start_key(device))
+        self.handle_input(input, now_s)
 
-    def handle_update_offer(self, device: str, update: Update, told: Update, now_s: float) -> None:
-        """Process a device's announcement of an update. `told` is the part of the message to store."""
-        unfit = self.job.manifest_problem(update, self._desk.registry.latest_profile(device))
-        self.handle_input(decisions.UpdateAnnounced(device, told, unfit=unfit), now_s)
+    def handle_update_offer(self, device: str, update: Update, stored_update: Update, now_s: float) -> None:
+        """Process a device's announcement of an update. `stored_update` is the part of the message to store."""
+        problem = self.job.manifest_problem(update, self._context.registry.latest_profile(device))
+        self.handle_input(decisions.UpdateAnnounced(device, stored_update, manifest_problem=problem), now_s)
 
-    def handle_input(self, event: decisions.Input, now_s: float) -> None:
-        step = decisions.decide_response(self.id, self.job.rounds, self.arriving.get(event.device), event, now_s)
-        if step.arriving is None:
-            self.arriving.pop(event.device, None)
+    def handle_input(self, input: decisions.Input, now_s: float) -> None:
+        decision = decisions.decide_response(
+            self.id, self.job.job_state, self.arriving_updates.get(input.device), input, now_s
+        )
+        if decision.arriving_update is None:
+            self.arriving_updates.pop(input.device, None)
         else:
-            self.arriving[event.device] = step.arriving
-        for fact in step.facts:
+            self.arriving_updates[input.device] = decision.arriving_update
+        for fact in decision.events:
             self.record_event(fact, now_s)
-        for action in step.actions:
+        for action in decision.actions:
             self._schedule_action(action, now_s)
 
     def _schedule_action(self, action: decisions.Action, now_s: float) -> None:
         """Carry out an action, but only after the events are written if the action has an effect outside."""
-        if self._desk.later is None or type(action) in AT_ONCE:
+        if self._context.deferred_actions is None or type(action) in IMMEDIATE_ACTIONS:
             self.carry_out_action(action, now_s)
         else:
-            self._desk.later.append((self, action))
+            self._context.deferred_actions.append((self, action))
 
     def carry_out_action(self, action: decisions.Action, now_s: float) -> None:
         match action:  # the most frequent first
             case decisions.SlowResends(device):
-                self._desk.executor.slow_resends(device)
+                self._context.executor.slow_resends(device)
             case decisions.CancelTask(device):
-                self.unsent.discard(device)
-                self._desk.cancel_task(device, self.id, now_s)
+                self.unsent_devices.discard(device)
+                self._context.cancel_task(device, self.id, now_s)
                 self._discard_unfinished_update(device)
             case decisions.AckUpdate(device, update, accepted, reason):
-                self._desk.acknowledge_update(device, update, accepted, reason)
+                self._context.acknowledge_update(device, update, accepted, reason)
             case decisions.FetchUpdate(device, update):
                 self._discard_unfinished_update(device, update)
-                self._begun[device] = update
-                self._desk.fetching[device] = self
-                in_turn = self.summed.register_update(device, update, now_s)
-                self._desk.executor.fetch_blobs(device, update.bundles.values(), in_turn=in_turn)
+                self._incomplete_updates[device] = update
+                self._context.fetching_jobs[device] = self
+                in_turn = self.pipeline.register_update(device, update, now_s)
+                self._context.executor.fetch_blobs(device, update.bundles.values(), in_turn=in_turn)
             case decisions.ValidateUpdate(device, update):
-                registry = self._desk.registry
-                self.summed.validate_update(
+                registry = self._context.registry
+                self.pipeline.validate_update(
                     device, update, registry.latest_profile(device), registry.site_right(device), now_s
                 )
             case decisions.SendTask(device):
                 self.send_task(device, now_s)
             case decisions.DiscardUpdate(update):
-                self._desk.garbage.add_candidates(blob_hashes([update]))
+                self._context.garbage.add_candidates(blob_hashes([update]))
             case decisions.RenewTask(device, epoch):
-                self._desk.adopt_epoch(device, epoch)
+                self._context.adopt_epoch(device, epoch)
                 self.send_task(device, now_s)
 
     def send_task(self, device: str, now_s: float) -> None:
@@ -450,13 +492,15 @@ class JobController:
 
         If the method has no work for the device, record the task as declined. An error fails the job.
         """
-        job, desk = self.job, self._desk
-        if job.rounds.phase != "open" or device not in job.rounds.asked:  # it may have ended with another device's task
+        job, context = self.job, self._context
+        if (
+            job.job_state.phase != "open" or device not in job.job_state.pending_devices
+        ):  # it may have ended with another device's task
             return
-        profile = desk.registry.latest_profile(device)
+        profile = context.registry.latest_profile(device)
         # after a restart the profile, which names its engine, may not be here yet
-        if profile is None or not desk.loans.acquire_device(device, self.id, now_s):
-            return self.unsent.add(device)
+        if profile is None or not context.leases.acquire_device(device, self.id, now_s):
+            return self.unsent_devices.add(device)
         engine = next((name for name in job.engines if name in profile.engines), job.engines[0])
         try:
             task = job.build_task(device, engine, profile, now_s)
@@ -464,113 +508,133 @@ class JobController:
             return self.handle_failure(error, now_s)
         if task is None:
             self.record_event(
-                events.TaskDeclined(job.rounds.round, device, NOTHING, "the method has nothing for it now"), now_s
+                events.TaskDeclined(job.job_state.round, device, NO_WORK, "the method has nothing for it now"), now_s
             )
-            return desk.release_device(device, self.id, now_s)
+            return context.release_device(device, self.id, now_s)
         try:
-            return desk.executor.send_task(device, task, now_s)
+            return context.executor.send_task(device, task, now_s)
         except FedquiltError as error:
             return self.handle_failure(error, now_s)
 
-    def make_next_decision(self, now_s: float, left: AbstractSet[str] = frozenset(), most: float = math.inf) -> bool:
+    def make_next_decision(
+        self, now_s: float, yielded_devices: AbstractSet[str] = frozenset(), max_devices: float = math.inf
+    ) -> bool:
         """Make the job's next decision, if one is due. Return whether the job has changed."""
         job = self.job
-        self.summed.start_folding()
-        if job.rounds.phase == "closing":
-            return self.summed.commit_round(now_s)
-        if self.summed.wait_for_punctual_updates(now_s):
+        self.pipeline.start_folding()
+        if job.job_state.phase == "closing":
+            return self.pipeline.commit_round(now_s)
+        if self.pipeline.wait_for_punctual_updates(now_s):
             return False
         try:
-            busy = self._desk.loans.devices_of_other_jobs(self.id) | left
-            if self._has_nothing_to_decide(busy, most, now_s):
+            busy_devices = self._context.leases.devices_of_other_jobs(self.id) | yielded_devices
+            if self._has_nothing_to_decide(busy_devices, max_devices, now_s):
                 return False
-            registry, gone = self._desk.registry, self._unreachable_devices(now_s)
-            at_work = self._devices_at_work(now_s) - gone
-            fact = decide_next_event(job, registry, at_work, now_s, busy, most, self.summed.lost_s, gone)
+            registry, unreachable_devices = self._context.registry, self._unreachable_devices(now_s)
+            working_devices = self._devices_at_work(now_s) - unreachable_devices
+            event = decide_next_event(
+                job,
+                registry,
+                working_devices,
+                now_s,
+                busy_devices,
+                max_devices,
+                self.pipeline.lost_s,
+                unreachable_devices,
+            )
             if (
-                fact is None
-                and now_s >= self._opened_s + START_S
-                and self._desk.executor.absence.can_reach_devices(now_s)
+                event is None
+                and now_s >= self._activated_s + START_S
+                and self._context.executor.outage.can_reach_devices(now_s)
             ):
-                self._undecided = registry.refresh_views(now_s), most, gone
+                self._inputs_without_decision = registry.refresh_views(now_s), max_devices, unreachable_devices
         except Exception as error:
             self.handle_failure(error, now_s)
             return True
-        if fact is None:
+        if event is None:
             return False
-        self.record_event(fact, now_s)
+        self.record_event(event, now_s)
         return True
 
-    def _has_nothing_to_decide(self, busy: AbstractSet[str], most: float, now_s: float) -> bool:
+    def _has_nothing_to_decide(self, busy_devices: AbstractSet[str], max_devices: float, now_s: float) -> bool:
         # a decision costs time in proportion to the fleet, and updates arrive a few at a time
-        if self._undecided is None or busy:
+        if self._inputs_without_decision is None or busy_devices:
             return False
-        fleet, before, gone = self._undecided
-        same = fleet == self._desk.registry.refresh_views(now_s) and before == most
-        return same and decisions.can_skip_decision(self.job.rounds, now_s, gone)
+        fleet_version, previous_max, unreachable_devices = self._inputs_without_decision
+        is_unchanged = fleet_version == self._context.registry.refresh_views(now_s) and previous_max == max_devices
+        return is_unchanged and decisions.can_skip_decision(self.job.job_state, now_s, unreachable_devices)
 
     def _able_devices(self, now_s: float) -> Collection[str]:
-        return self._desk.registry.usable_engines(self.job.engines, now_s).keys()
+        return self._context.registry.usable_engines(self.job.engines, now_s).keys()
 
     def _is_idle(self, now_s: float) -> bool:
         return decisions.is_round_idle(
-            self.job.rounds, self._able_devices(now_s), self._desk.loans.devices_of_other_jobs(self.id)
+            self.job.job_state, self._able_devices(now_s), self._context.leases.devices_of_other_jobs(self.id)
         )
 
     def _devices_at_work(self, now_s: float) -> set[str]:
         # just after a start these are all selected devices, because devices of a signed fleet authenticate first
-        asked = set(self.pending_devices - self._desk.loans.devices_of_other_jobs(self.id))
-        return asked if now_s < self._opened_s + START_S else asked.intersection(self._able_devices(now_s))
+        pending = set(self.pending_devices - self._context.leases.devices_of_other_jobs(self.id))
+        return pending if now_s < self._activated_s + START_S else pending.intersection(self._able_devices(now_s))
 
     def _unreachable_devices(self, now_s: float) -> frozenset[str]:
-        state = self.job.rounds
-        if state.phase != "open" or not self._desk.executor.absence.can_reach_devices(now_s):
+        state = self.job.job_state
+        if state.phase != "open" or not self._context.executor.outage.can_reach_devices(now_s):
             return frozenset()
-        return self._desk.registry.find_unreachable(state.asked | state.due, now_s)
+        return self._context.registry.find_unreachable(state.pending_devices | state.expected_devices, now_s)
 
     def handle_failure(self, error: Exception, now_s: float) -> None:
         """End the job after an error of its method, suspend it after a failed read, or raise the error again."""
-        if (hold := job_blobs.suspension_reason(error)) is not None:
-            self.unreadable = hold
+        if (read_error := job_blobs.suspension_reason(error)) is not None:
+            self.read_error = read_error
             return
         if isinstance(error, StoreError | MemoryError):
             raise error
         log.error("%s failed in its method", self.id, exc_info=error, extra=log_ids(run=self.id))
         self.record_event(events.failure_event(error), now_s)
 
-    def record_event(self, fact: events.AnyEvent, now_s: float, done: CommitResult | None = None) -> None:
+    def record_event(self, event: events.AnyEvent, now_s: float, commit: CommitResult | None = None) -> None:
         """Record an event, then send or cancel the tasks that follow. A JobError fails the job."""
         job = self.job
-        before = job.rounds
+        previous_state = job.job_state
         try:
-            job.record_event(fact, now_s)
+            job.record_event(event, now_s)
         except JobError as error:  # a fact that could not be read back is the job's fault, not the coordinator's
             return self.handle_failure(error, now_s)
-        if not isinstance(fact, events.UpdateAccepted) and not self.arriving.keys() <= job.rounds.asked:
-            self.arriving = {device: each for device, each in self.arriving.items() if device in job.rounds.asked}
-        self._desk.observe(job, fact)
-        if not isinstance(fact, events.UpdateAccepted):
-            self._undecided = None
-        match fact:
+        if (
+            not isinstance(event, events.UpdateAccepted)
+            and not self.arriving_updates.keys() <= job.job_state.pending_devices
+        ):
+            self.arriving_updates = {
+                device: update
+                for device, update in self.arriving_updates.items()
+                if device in job.job_state.pending_devices
+            }
+        self._context.observe(job, event)
+        if not isinstance(event, events.UpdateAccepted):
+            self._inputs_without_decision = None
+        match event:
             case events.UpdateAccepted():  # the most frequent first
-                self._begun.pop(fact.update.device, None)  # its blobs are in use until they are folded
+                self._incomplete_updates.pop(event.update.device, None)  # its blobs are in use until they are folded
             case events.CohortSelected():
-                for device in fact.devices:
+                for device in event.devices:
                     self.send_task(device, now_s)
-                self._cancel_tasks(set(job.rounds.silent) - job.rounds.asked, now_s)  # whom this attempt does without
+                self._cancel_tasks(
+                    set(job.job_state.silent_devices) - job.job_state.pending_devices, now_s
+                )  # whom this attempt does without
             case events.UpdateLost():
-                ids = log_ids(run=job.id, round=fact.round, device=fact.device)
-                log.warning("%s: %s's update is asked for again: %s", job.id, fact.device, fact.reason, extra=ids)
-                self._desk.raise_epoch(self._desk.store.epoch)
-                self.send_task(fact.device, now_s)
+                ids = log_ids(run=job.id, round=event.round, device=event.device)
+                log.warning("%s: %s's update is asked for again: %s", job.id, event.device, event.reason, extra=ids)
+                self._context.raise_epoch(self._context.store.epoch)
+                self.send_task(event.device, now_s)
             case events.RoundClosed() | events.JobEnded():
-                self._cancel_tasks(before.asked | set(before.silent), now_s)
-            case events.RoundCommitted() if done is not None:
-                self._desk.garbage.add_candidates(job.blobs_released_by_commit(before))
-                job.start_next_round(done)
-                self._rounds_s = ((had_s := self._device_time_s(now_s)) - self._rounds_s[1], had_s)
-        if isinstance(fact, events.RoundCommitted | events.JobEnded):
-            self._desk.store.snapshots.save_if_due(job.id, job.standing)
+                self._cancel_tasks(previous_state.pending_devices | set(previous_state.silent_devices), now_s)
+            case events.RoundCommitted() if commit is not None:
+                self._context.garbage.add_candidates(job.blobs_released_by_commit(previous_state))
+                job.start_next_round(commit)
+                self._round_device_times = ((had_s := self._device_time_s(now_s)) - self._round_device_times[1], had_s)
+        if isinstance(event, events.RoundCommitted | events.JobEnded):
+            self._context.store.snapshots.save_if_due(job.id, job.snapshot)
         self.schedule_publication()
 
     def _cancel_tasks(self, devices: Collection[str], now_s: float) -> None:

@@ -37,7 +37,7 @@ from fedquilt.coordinator.updates.aggregation import (
     explain_unchanged_loss,
     total_blob_bytes,
 )
-from fedquilt.coordinator.updates.job_blobs import CommitResult, Encoded, LoadedState, ModelStates
+from fedquilt.coordinator.updates.job_blobs import CommitResult, EncodedBundles, LoadedState, ModelStates
 from fedquilt.core import (
     Action,
     BlobRef,
@@ -59,7 +59,7 @@ from fedquilt.core import (
 )
 from fedquilt.costs import peak_memory
 
-HELD: Final = 2  # tasks whose encoded tensors are kept, so that blobs common to many devices are encoded once
+CACHED_TASKS: Final = 2  # tasks whose encoded tensors are kept, so that blobs common to many devices are encoded once
 
 
 class RunningJob:
@@ -80,177 +80,195 @@ class RunningJob:
     ) -> None:
         self.id, self.job, self._store, self.method, self._large_bytes = row.id, row.job, store, method, large_bytes
         self.engines = settings.list_engines(row.job, method)
-        self.bundle = job_blobs.open_bundle(row.id, row.bundle, row.content, store.depot)
+        self.bundle = job_blobs.open_bundle(row.id, row.bundle, row.content, store.blob_store)
         require_matching_bundle(row.job, self.bundle)
         self._folder = row.bundle
-        self._states = ModelStates(row.id, row.job, method, self.bundle, row.bundle, store.depot, large_bytes)
-        self.wants = JobRequirements(
+        self._model_states = ModelStates(
+            row.id, row.job, method, self.bundle, row.bundle, store.blob_store, large_bytes
+        )
+        self.requirements = JobRequirements(
             self.engines, row.job.cohort, row.job.wire.codec, tuple(required_packages(row.job, self.bundle).items())
         )
         self.state: Any = None
         self.class_counts: tuple[int, ...] = ()  # in the last evaluation outside of the rounds
-        self._sent: set[str] = set()  # sha256 of blobs made for the running round's tasks
-        self._encoded: Encoded = {}  # the last of them
+        self._sent_blobs: set[str] = set()  # sha256 of blobs made for the running round's tasks
+        self._encoded_bundles: EncodedBundles = {}  # the last of them
         self._losses: dict[int, float] = {}  # round of work -> its loss, since this process took up the job
-        self._asks: dict[str, DeviceWorkload] = {}  # device -> its work in the running round
-        self._orders: dict[str, TaskSpec] = {}  # device -> its order of the running round, if it has no
+        self._workloads: dict[str, DeviceWorkload] = {}  # device -> its work in the running round
+        self._task_specs: dict[str, TaskSpec] = {}  # device -> its order of the running round, if it has no
         network = self.bundle.meta.get("network", {})
-        self._predicts = metrics.task_from_network(network), network.get("classes")
-        self._held = tasks.held_out_share(row.job.data)
-        self._alike: tasks.TaskSpecCache  # of the running round, as are the next five
-        self._common: Mapping[str, Tensors | BlobRef]  # bundles of all its tasks
-        self._seeded: Callable[[object], int] | None  # a device's seed
-        self._manifests: validation.ManifestValidator | None  # what its updates may hold
+        self._prediction_task = metrics.task_from_network(network), network.get("classes")
+        self._held_out_share = tasks.held_out_share(row.job.data)
+        self._task_spec_cache: tasks.TaskSpecCache  # of the running round, as are the next five
+        self._common_bundles: Mapping[str, Tensors | BlobRef]  # bundles of all its tasks
+        self._device_seed: Callable[[object], int] | None  # a device's seed
+        self._manifest_validator: validation.ManifestValidator | None  # what its updates may hold
         self.aggregator: Aggregator
-        self.standing, after = store.snapshots.load_state(self.id, events.JobConstants.from_job(row.job), now_s)
-        self.rounds = self.standing.rounds  # state of its rounds
-        wall_s = store.depot.disk.wall_clock_s()
-        for _, at, fact in store.read_events(self.id, after):
-            self._apply_event(fact, events.apply_event(self.rounds, fact, now_s - (wall_s - at) * by_wall))
-        self.rounds = self.standing.rounds = to_process_clock(self.rounds, now_s, by_wall)
+        self.snapshot, first_event = store.snapshots.load_state(self.id, events.JobConstants.from_job(row.job), now_s)
+        self.job_state = self.snapshot.job_state  # state of its rounds
+        wall_s = store.blob_store.disk.wall_clock_s()
+        for _, time_s, event in store.read_events(self.id, first_event):
+            self._apply_event(event, events.apply_event(self.job_state, event, now_s - (wall_s - time_s) * by_wall))
+        self.job_state = self.snapshot.job_state = to_process_clock(self.job_state, now_s, by_wall)
         self._by_wall = by_wall
 
     @property
     def is_large_to_load(self) -> bool:
-        state_bytes = self.rounds.state.size if self.rounds.state else 0
+        state_bytes = self.job_state.state.size if self.job_state.state else 0
         return state_bytes + sum(ref.size for ref in self.bundle.files.values()) >= self._large_bytes
 
     def build_state_loader(self) -> Callable[[], LoadedState]:
         """Return a function, for a worker too, that loads the job's state or creates the first one."""
-        return partial(self._states.load_starting_state, self.rounds)
+        return partial(self._model_states.load_starting_state, self.job_state)
 
-    def use_loaded_state(self, found: LoadedState, now_s: float) -> None:
-        if self.rounds.state is None:
-            self.record_event(events.JobStarted(found.ref, found.settles), now_s)
-        elif self._by_wall and (fact := restart_event(self.rounds, now_s)) is not None:
-            self.record_event(fact, now_s)
-        self.state = found.state
-        self.use_encoded_bundles(found.encoded)
+    def use_loaded_state(self, loaded: LoadedState, now_s: float) -> None:
+        if self.job_state.state is None:
+            self.record_event(events.JobStarted(loaded.ref, loaded.has_evaluation_rounds), now_s)
+        elif self._by_wall and (event := restart_event(self.job_state, now_s)) is not None:
+            self.record_event(event, now_s)
+        self.state = loaded.state
+        self.use_encoded_bundles(loaded.encoded_bundles)
         self._reset_round_caches()
 
-    def record_event(self, fact: events.AnyEvent, now_s: float) -> None:
-        after = events.apply_event(self.rounds, fact, now_s)
-        self._store.append_event(self.id, fact)
-        self._apply_event(fact, after)
+    def record_event(self, event: events.AnyEvent, now_s: float) -> None:
+        new_state = events.apply_event(self.job_state, event, now_s)
+        self._store.append_event(self.id, event)
+        self._apply_event(event, new_state)
 
     def required_blobs(self) -> set[str]:
         """Return the blobs that the job needs after any next event: bundle, state, partial aggregate."""
-        sum = self.rounds.folded.sum if self.rounds.folded else None
-        return {ref.sha256 for ref in (self.rounds.state, sum, *self.bundle.files.values()) if ref is not None}
+        sum = self.job_state.partial_aggregate.sum if self.job_state.partial_aggregate else None
+        return {ref.sha256 for ref in (self.job_state.state, sum, *self.bundle.files.values()) if ref is not None}
 
     def build_task(
         self, device: str, engine: str, profile: Profile | None, now_s: float, actions: tuple[Action, ...] | None = None
     ) -> Task | None:
         """Return a device's task in the running round, or None if the method has no work for the device."""
-        known = self._asks.get(device)
-        kept = self._orders.get(device) if known is not None and known.profile == profile else None
-        if (order := kept or self._task_spec_for_device(device, profile)) is None:
+        cached_workload = self._workloads.get(device)
+        cached_spec = (
+            self._task_specs.get(device) if cached_workload is not None and cached_workload.profile == profile else None
+        )
+        if (task_spec := cached_spec or self._task_spec_for_device(device, profile)) is None:
             return None
-        self._seeded = self._seeded or seed_deriver(self.job.seed, self.job.name, self.rounds.round)
-        asked = actions or self.rounds.task_actions
-        made = self._alike.reuse_or_build_task(
-            order,
-            (engine, asked, self.rounds.attempt, self.rounds.remaining_s(now_s), now_s),
+        self._device_seed = self._device_seed or seed_deriver(self.job.seed, self.job.name, self.job_state.round)
+        task_actions = actions or self.job_state.task_actions
+        task = self._task_spec_cache.reuse_or_build_task(
+            task_spec,
+            (engine, task_actions, self.job_state.attempt, self.job_state.remaining_s(now_s), now_s),
             lambda: tasks.make_task(
-                order,
-                blob=self._store_bundle,
+                task_spec,
+                store_bundle=self._store_bundle,
                 job=self.id,
-                round=self.rounds.round,
-                attempt=self.rounds.attempt,
+                round=self.job_state.round,
+                attempt=self.job_state.attempt,
                 method=self.job.method,
                 engine=engine,
-                work=self._workload_of_task_spec(order, engine, asked).work,
-                actions=asked,
+                work=self._workload_of_task_spec(task_spec, engine, task_actions).work,
+                actions=task_actions,
                 seed=0,
-                deadline_s=self.rounds.remaining_s(now_s),
+                deadline_s=self.job_state.remaining_s(now_s),
                 wire=self.job.wire,
-                state=self.rounds.state.sha256 if self.rounds.state else "",
-                class_shares=self._class_shares() if "check" in asked else None,
+                state=self.job_state.state.sha256 if self.job_state.state else "",
+                class_shares=self._class_shares() if "check" in task_actions else None,
             ),
-            seed=self._seeded(device),
+            seed=self._device_seed(device),
             tier=peak_memory.tier_from_profile(profile),
-            last_counted_round=self.rounds.history.get(device, NEVER).last_round,
+            last_counted_round=self.job_state.history.get(device, NEVER).last_round,
         )
-        while len(self._encoded) > HELD * len(made.bundles):  # drop the parts that were cut for each device alone
-            del self._encoded[next(iter(self._encoded))]
-        return made
+        while len(self._encoded_bundles) > CACHED_TASKS * len(
+            task.bundles
+        ):  # drop the parts that were cut for each device alone
+            del self._encoded_bundles[next(iter(self._encoded_bundles))]
+        return task
 
     def _class_shares(self) -> tuple[float, ...] | None:
-        if not self.rounds.plan.class_priors:
+        if not self.job_state.constants.class_priors:
             return None
-        if self.rounds.ordered is not None:
-            return self.rounds.ordered.class_shares
+        if self.job_state.parent_order is not None:
+            return self.job_state.parent_order.class_shares
         if self.method.traits.equal_classes:
             return ()
-        return evaluation.class_shares(self.class_counts or self.rounds.class_counts)
+        return evaluation.class_shares(self.class_counts or self.job_state.class_counts)
 
     def device_workload(self, device: str, profile: Profile | None) -> DeviceWorkload:
         """Return the device's estimated work in the running round, empty if the method has none for the device."""
-        known = self._asks.get(device)
-        if known is None or known.profile != profile:
-            order = self._task_spec_for_device(device, profile)
-            known = DeviceWorkload(WorkEstimate(), profile)
-            if order is not None:
-                able = [engine for engine in self.engines if profile is not None and engine in profile.engines]
-                known = self._workload_of_task_spec(
-                    order, (able or self.engines)[0], self.rounds.task_actions
+        workload = self._workloads.get(device)
+        if workload is None or workload.profile != profile:
+            task_spec = self._task_spec_for_device(device, profile)
+            workload = DeviceWorkload(WorkEstimate(), profile)
+            if task_spec is not None:
+                usable_engines = [
+                    engine for engine in self.engines if profile is not None and engine in profile.engines
+                ]
+                workload = self._workload_of_task_spec(
+                    task_spec, (usable_engines or self.engines)[0], self.job_state.task_actions
                 )._replace(profile=profile)
-            self._asks[device] = known
-            self._orders.pop(device, None)
-            if order is not None:
-                self._cache_task_spec(device, order)
-        return known
+            self._workloads[device] = workload
+            self._task_specs.pop(device, None)
+            if task_spec is not None:
+                self._cache_task_spec(device, task_spec)
+        return workload
 
-    def _workload_of_task_spec(self, order: TaskSpec, engine: str, actions: tuple[Action, ...]) -> DeviceWorkload:
-        return self._alike.workload_of_task_spec(
-            order, actions, engine, self._active_method is self.method and self.method.traits.unequal_epochs
+    def _workload_of_task_spec(self, task_spec: TaskSpec, engine: str, actions: tuple[Action, ...]) -> DeviceWorkload:
+        return self._task_spec_cache.workload_of_task_spec(
+            task_spec, actions, engine, self._active_method is self.method and self.method.traits.unequal_epochs
         )
 
-    def _cache_task_spec(self, device: str, order: TaskSpec) -> None:
+    def _cache_task_spec(self, device: str, task_spec: TaskSpec) -> None:
         # Orders with tensors of their own are not cached, because they take memory.
-        self._common = self._common or order.bundles
-        if all(value is self._common.get(name) for name, value in order.bundles.items()):
-            self._orders[device] = order
+        self._common_bundles = self._common_bundles or task_spec.bundles
+        if all(value is self._common_bundles.get(name) for name, value in task_spec.bundles.items()):
+            self._task_specs[device] = task_spec
 
     def describe_coverage(
         self,
-        fact: events.CohortSelected,
-        seen: Mapping[str, DeviceSnapshot],
-        kinds: Mapping[tuple[int, tuple[str, ...]], int],
+        event: events.CohortSelected,
+        snapshots: Mapping[str, DeviceSnapshot],
+        device_kinds: Mapping[tuple[int, tuple[str, ...]], int],
     ) -> tuple[str, ...]:
         """Return sentences on who can take part in the round. After the first one, none if all devices can."""
-        asked = fact.devices[0] if fact.devices else ""
-        order = self._task_spec_for_device(asked, seen[asked].profile if asked in seen else None)
-        if order is None or fact.attempt or self.rounds.phase != "selecting":
+        sample_device = event.devices[0] if event.devices else ""
+        task_spec = self._task_spec_for_device(
+            sample_device, snapshots[sample_device].profile if sample_device in snapshots else None
+        )
+        if task_spec is None or event.attempt or self.job_state.phase != "selecting":
             return ()
-        needs = order.work
-        if fact.round and all(
-            peak_memory.fits_budget(budget, [name for name in self.engines if name in engines], needs)
-            for budget, engines in kinds
+        work = task_spec.work
+        if event.round and all(
+            peak_memory.fits_budget(budget, [name for name in self.engines if name in engines], work)
+            for budget, engines in device_kinds
         ):
             return ()
-        fleet = {device: each.profile for device, each in seen.items() if each.online and each.profile is not None}
-        if not fleet:
+        profiles = {
+            device: snapshot.profile
+            for device, snapshot in snapshots.items()
+            if snapshot.online and snapshot.profile is not None
+        }
+        if not profiles:
             return ()
-        members = [
-            peak_memory.TierDevice(profile, self.standing.examples.get(device))
-            for device, profile in sorted(fleet.items())
+        devices = [
+            peak_memory.TierDevice(profile, self.snapshot.examples_by_device.get(device))
+            for device, profile in sorted(profiles.items())
         ]
-        found = peak_memory.tier_coverage(members, self.engines, needs)
-        return tuple(peak_memory.format_coverage(found, needs))
+        coverage = peak_memory.tier_coverage(devices, self.engines, work)
+        return tuple(peak_memory.format_coverage(coverage, work))
 
     def manifest_problem(self, update: Update, profile: Profile | None = None) -> str:
         """Return why an update's manifest is invalid, or "" if valid or not of the running round."""
-        if update.device not in self.rounds.asked or update.round != self.rounds.round or update.job != self.id:
+        if (
+            update.device not in self.job_state.pending_devices
+            or update.round != self.job_state.round
+            or update.job != self.id
+        ):
             return ""
-        if self._manifests is None:
-            known = (
+        if self._manifest_validator is None:
+            schema = (
                 self._active_method.aggregation.schema(self.state)
-                if "work" in self.rounds.task_actions
+                if "work" in self.job_state.task_actions
                 else UpdateSchema({})
             )
-            self._manifests = validation.ManifestValidator(known, self.job.wire)
-        return self._manifests.manifest_problem(update, profile.site_device_count if profile else 0)
+            self._manifest_validator = validation.ManifestValidator(schema, self.job.wire)
+        return self._manifest_validator.manifest_problem(update, profile.site_device_count if profile else 0)
 
     def build_validation(
         self,
@@ -263,58 +281,67 @@ class RunningJob:
         right: SiteRight | None = None,
     ) -> Callable[[], UpdateValidated]:
         """Return a function that validates an update, and returns its valid part or why it is rejected."""
-        ask = self.device_workload(device, profile)
-        waited_s = now_s - self.rounds.asked_s.get(device, now_s)
-        limit_s = validation.longest_work_s(waited_s, self.rounds.max_deadline_s, self.rounds.attempt + 1)
-        limit, standing = self.job.cohort.max_examples, self.standing
-        weight = standing.weights.largest_allowed(device, limit)
-        examples = standing.reported.largest_allowed(device, limit)
-        work, check = "work" in self.rounds.task_actions, "check" in self.rounds.task_actions
-        priors = self.rounds.plan.class_priors
-        bounds = validation.ClaimBounds(ask, limit_s, weight, examples, right, check, *self._predicts, priors)
-        take = self.build_update_reader(update, profile, bounds, large=large)
+        workload = self.device_workload(device, profile)
+        waited_s = now_s - self.job_state.selected_s.get(device, now_s)
+        limit_s = validation.longest_work_s(waited_s, self.job_state.max_deadline_s, self.job_state.attempt + 1)
+        max_examples, standing = self.job.cohort.max_examples, self.snapshot
+        weight = standing.weights.largest_allowed(device, max_examples)
+        reported = standing.example_counts.largest_allowed(device, max_examples)
+        work, check = "work" in self.job_state.task_actions, "check" in self.job_state.task_actions
+        priors = self.job_state.constants.class_priors
+        bounds = validation.ClaimBounds(
+            workload, limit_s, weight, reported, right, check, *self._prediction_task, priors
+        )
+        read_update = self.build_update_reader(update, profile, bounds, large=large)
 
         def validate() -> UpdateValidated:
-            odd = ""
+            implausible = ""
             try:
-                believed, odd = validation.limit_claims(update, bounds)
+                limited_update, implausible = validation.limit_claims(update, bounds)
                 validation.require_plausible(update, bounds, work=work)
-                taken, reason = take(believed) if work else believed, ""
+                valid_part, reason = read_update(limited_update) if work else limited_update, ""
             except job_blobs.UnreadableError as error:
-                if error.again not in blob_hashes([update]):
+                if error.replaceable_blob not in blob_hashes([update]):
                     raise
-                self._store.depot.discard_damaged(error.again)  # its device has it still: other sectors may take it
+                self._store.blob_store.discard_damaged(
+                    error.replaceable_blob
+                )  # its device has it still: other sectors may take it
                 raise job_blobs.LostUpdateError(device, str(error)) from None
             except (StoreError, job_blobs.LostUpdateError):
                 raise
             except Exception as error:  # whatever a device sends, it is the device's update that is refused
-                plain = isinstance(error, UpdateError)
-                taken, reason = None, str(error) if plain else f"{type(error).__name__}: {error}"
-            return UpdateValidated(device, update, taken, reason, ask, odd)
+                is_expected = isinstance(error, UpdateError)
+                valid_part, reason = None, str(error) if is_expected else f"{type(error).__name__}: {error}"
+            return UpdateValidated(device, update, valid_part, reason, workload, implausible)
 
         return validate
 
     def build_update_reader(
         self, update: Update, profile: Profile | None, bounds: validation.ClaimBounds, *, large: bool = False
     ) -> Callable[[Update], Update]:
-        rounds, summing = self.rounds, self.aggregator
-        base = self._build_base_finder(update, profile)
+        job_state, aggregator = self.job_state, self.aggregator
+        find_base = self._build_base_finder(update, profile)
 
-        def read(believed: Update) -> Update:
+        def read(update: Update) -> Update:
             if large:
-                return summing.validate_large_update(believed, base, bounds)
-            return summing.read_update(believed, rounds, base, bounds)
+                return aggregator.validate_large_update(update, find_base, bounds)
+            return aggregator.read_update(update, job_state, find_base, bounds)
 
         return read
 
     def _build_base_finder(self, update: Update, profile: Profile | None) -> BaseTensors:
-        order = self._task_spec_for_device(update.device, profile) if update.bases else None
+        task_spec = self._task_spec_for_device(update.device, profile) if update.bases else None
         # after a restart
-        asked = {self._store_bundle(value).sha256 for value in order.bundles.values()} if order else set()
-        return partial(job_blobs.base_tensors, self._store.depot, update, asked | self._sent if update.bases else set())
+        task_blobs = {self._store_bundle(value).sha256 for value in task_spec.bundles.values()} if task_spec else set()
+        return partial(
+            job_blobs.base_tensors,
+            self._store.blob_store,
+            update,
+            task_blobs | self._sent_blobs if update.bases else set(),
+        )
 
     def has_updates_to_fold(self) -> bool:
-        return self.rounds.phase == "open" and self.aggregator.has_foldable_update(self.rounds)
+        return self.job_state.phase == "open" and self.aggregator.has_foldable_update(self.job_state)
 
     def build_fold(self, stored_at: float) -> Callable[[], events.UpdatesAggregated | None]:
         """Return a function with which a worker folds the next accepted update.
@@ -322,105 +349,125 @@ class RunningJob:
         The function returns an event if it has stored the partial aggregate, and None otherwise. The aggregate is
         stored once the updates added since the last time have `stored_at` times its bytes.
         """
-        return partial(self.aggregator.fold_next, self.rounds, stored_at)
+        return partial(self.aggregator.fold_next, self.job_state, stored_at)
 
     def build_commit(self, now_s: float) -> Callable[[], CommitResult]:
         """Return a function that folds the remaining updates and stores the next state, while nothing else folds."""
-        return partial(self._compute_commit, self.rounds, now_s)
+        return partial(self._compute_commit, self.job_state, now_s)
 
-    def _compute_commit(self, rounds: events.JobState, now_s: float) -> CommitResult:
+    def _compute_commit(self, job_state: events.JobState, now_s: float) -> CommitResult:
         state = self.state
-        if "work" in rounds.task_actions:
-            state = self._active_method.step(state, self.aggregator.take_aggregate(rounds))
-            validation.require_finite_state(state, tuple(sorted(rounds.answered)))
-        spent, finished, updates = rounds.spent, self.method.is_done(state), rounds.answered.values()
-        caveat = events.describe_unmetered_tasks(self.job.stop, spent) if spent.metered or not rounds.round else None
-        short = None if finished else describe_early_end(self.method, self.job.method, self.job.rounds, rounds.round)
-        means, evaluation = average_metrics(updates), aggregate_evaluations(updates)
-        best = rounds.best_after(evaluation) if evaluation is not None else None
-        if "work" in rounds.task_actions and not rounds.settling and "loss" in means:
-            self._losses[rounds.completed_rounds] = means["loss"]
-        unchanged = explain_unchanged_loss(self._losses, self.job.params.get("lr"))
-        told = caveat, short, unchanged, *explain_missing_metrics(updates, means), *explain_evaluation(updates)
-        fact = events.RoundCommitted(
-            round=rounds.round,
-            state=job_blobs.store_tensors(self._store.depot, *tensors.split_state(state)),
+        if "work" in job_state.task_actions:
+            state = self._active_method.step(state, self.aggregator.take_aggregate(job_state))
+            validation.require_finite_state(state, tuple(sorted(job_state.accepted_updates)))
+        usage, finished, updates = job_state.usage, self.method.is_done(state), job_state.accepted_updates.values()
+        unmetered_note = (
+            events.describe_unmetered_tasks(self.job.stop, usage) if usage.metered or not job_state.round else None
+        )
+        early_end_note = (
+            None if finished else describe_early_end(self.method, self.job.method, self.job.rounds, job_state.round)
+        )
+        mean_metrics, evaluation = average_metrics(updates), aggregate_evaluations(updates)
+        new_best = job_state.best_after(evaluation) if evaluation is not None else None
+        if "work" in job_state.task_actions and not job_state.is_evaluation_round and "loss" in mean_metrics:
+            self._losses[job_state.completed_rounds] = mean_metrics["loss"]
+        unchanged_loss_note = explain_unchanged_loss(self._losses, self.job.params.get("lr"))
+        warnings = (
+            unmetered_note,
+            early_end_note,
+            unchanged_loss_note,
+            *explain_missing_metrics(updates, mean_metrics),
+            *explain_evaluation(updates),
+        )
+        event = events.RoundCommitted(
+            round=job_state.round,
+            state=job_blobs.store_tensors(self._store.blob_store, *tensors.split_state(state)),
             finished=finished,
-            metrics=means,
+            metrics=mean_metrics,
             notes=tuple(self.method.explain(state)),
-            took_s=now_s - rounds.began_s,
-            settled=rounds.settling,
+            took_s=now_s - job_state.round_started_s,
+            is_evaluation_round=job_state.is_evaluation_round,
             evaluation=evaluation,
-            best=best is not None and best.state == rounds.state,
-            warnings=tuple(filter(None, told)),
+            best=new_best is not None and new_best.state == job_state.state,
+            warnings=tuple(filter(None, warnings)),
         )
         del state  # what is stored is loaded instead
-        state = self._states.load_state(fact.state, rounds.round, again=True)
+        state = self._model_states.load_state(event.state, job_state.round, can_recreate=True)
         return CommitResult(
-            fact, state, job_blobs.encode_common_bundles(self.method, state, fact.state, self._store.depot)
+            event, state, job_blobs.encode_common_bundles(self.method, state, event.state, self._store.blob_store)
         )
 
-    def use_encoded_bundles(self, found: Encoded) -> None:
-        self._encoded = found
-        self._sent.update(ref.sha256 for _, ref in found.values())
+    def use_encoded_bundles(self, encoded: EncodedBundles) -> None:
+        self._encoded_bundles = encoded
+        self._sent_blobs.update(ref.sha256 for _, ref in encoded.values())
 
-    def blobs_released_by_commit(self, before: events.JobState) -> set[str]:
+    def blobs_released_by_commit(self, previous_state: events.JobState) -> set[str]:
         """Return the blobs that only earlier rounds needed: updates, aggregate, bundles, old and best state."""
-        best = before.best.state if before.best else None  # a later event may name another one
-        refs = [before.state, before.folded.sum if before.folded else None, best]
+        best_state = previous_state.best.state if previous_state.best else None  # a later event may name another one
+        refs = [
+            previous_state.state,
+            previous_state.partial_aggregate.sum if previous_state.partial_aggregate else None,
+            best_state,
+        ]
         return (
-            blob_hashes(before.answered.values()) | self.sent_blobs() | {ref.sha256 for ref in refs if ref is not None}
+            blob_hashes(previous_state.accepted_updates.values())
+            | self.sent_blobs()
+            | {ref.sha256 for ref in refs if ref is not None}
         )
 
     def sent_blobs(self) -> set[str]:
-        return set(self._sent)
+        return set(self._sent_blobs)
 
-    def start_next_round(self, done: CommitResult) -> None:
-        self.state = done.state
-        for held in (self._sent, self._asks, self._orders):
-            held.clear()
-        self.use_encoded_bundles(done.encoded)
+    def start_next_round(self, commit: CommitResult) -> None:
+        self.state = commit.state
+        for cache in (self._sent_blobs, self._workloads, self._task_specs):
+            cache.clear()
+        self.use_encoded_bundles(commit.encoded_bundles)
         self._reset_round_caches()
 
     def _reset_round_caches(self) -> None:
-        self._alike = tasks.TaskSpecCache(self._held)
-        self._common, self._seeded, self._manifests = {}, None, None
-        known = self._active_method.aggregation.schema(self.state)
-        of_update = tensors.total_bytes(known.bundles.values()) if known else 0
-        of_state = self.rounds.state.size if self.rounds.state else 0
-        largest = max(of_update, of_state, *map(total_blob_bytes, self.rounds.answered.values()))
-        large = largest >= self._large_bytes or self.rounds.folded is not None
-        self.aggregator = Aggregator(self._store.depot, self._active_method, self.state, self.job, large=large)
+        self._task_spec_cache = tasks.TaskSpecCache(self._held_out_share)
+        self._common_bundles, self._device_seed, self._manifest_validator = {}, None, None
+        schema = self._active_method.aggregation.schema(self.state)
+        update_bytes = tensors.total_bytes(schema.bundles.values()) if schema else 0
+        state_bytes = self.job_state.state.size if self.job_state.state else 0
+        largest_bytes = max(update_bytes, state_bytes, *map(total_blob_bytes, self.job_state.accepted_updates.values()))
+        large = largest_bytes >= self._large_bytes or self.job_state.partial_aggregate is not None
+        self.aggregator = Aggregator(self._store.blob_store, self._active_method, self.state, self.job, large=large)
 
     def _task_spec_for_device(self, device: str, profile: Profile | None) -> TaskSpec | None:
-        view = DeviceView(device, profile, self.rounds.history.get(device, NEVER))
-        active = self._active_method
-        common = active is self.method and self.method.common_task
-        order = self._alike.task_spec_for_device(active.send, self.state, view, common=common)
-        return tasks.with_epochs(order, self.rounds.epochs.get(device))
+        view = DeviceView(device, profile, self.job_state.history.get(device, NEVER))
+        method = self._active_method
+        is_common = method is self.method and self.method.common_task
+        task_spec = self._task_spec_cache.task_spec_for_device(method.send, self.state, view, common=is_common)
+        return tasks.with_epochs(task_spec, self.job_state.epochs.get(device))
 
     @property
     def _active_method(self) -> Method | EvaluationRound:
-        return self.method.evaluation_round if self.rounds.settling and self.method.evaluation_round else self.method
+        return (
+            self.method.evaluation_round
+            if self.job_state.is_evaluation_round and self.method.evaluation_round
+            else self.method
+        )
 
-    def _apply_event(self, fact: events.AnyEvent, after: events.JobState) -> None:
-        for device in fact.epochs if isinstance(fact, events.CohortSelected) else ():
-            self._asks.pop(device, None)  # of the job's epochs
-        self.standing.apply_event(fact, after)
-        self.rounds = after
+    def _apply_event(self, event: events.AnyEvent, new_state: events.JobState) -> None:
+        for device in event.epochs if isinstance(event, events.CohortSelected) else ():
+            self._workloads.pop(device, None)  # of the job's epochs
+        self.snapshot.apply_event(event, new_state)
+        self.job_state = new_state
 
     def _store_bundle(self, value: Tensors | BlobRef) -> BlobRef:
         """Return the blob of a task's tensors, stored if missing. A file of the job's bundle is restored."""
         if isinstance(value, BlobRef):
-            named = {name: ref for name, ref in self.bundle.files.items() if ref == value}
-            job_blobs.restore_bundle_files(self.id, self._store.depot, self._folder, named)
+            bundle_files = {name: ref for name, ref in self.bundle.files.items() if ref == value}
+            job_blobs.restore_bundle_files(self.id, self._store.blob_store, self._folder, bundle_files)
             return value
-        known = self._encoded.pop(id(value), None)
-        if known is None or not self._store.depot.has_blob(known[1]):
-            known = (value, job_blobs.store_tensors(self._store.depot, value))
-        self._encoded[id(value)] = known  # as the latest
-        self._sent.add(known[1].sha256)
-        return known[1]
+        encoded = self._encoded_bundles.pop(id(value), None)
+        if encoded is None or not self._store.blob_store.has_blob(encoded[1]):
+            encoded = (value, job_blobs.store_tensors(self._store.blob_store, value))
+        self._encoded_bundles[id(value)] = encoded  # as the latest
+        self._sent_blobs.add(encoded[1].sha256)
+        return encoded[1]
 
 
 def describe_early_end(method: Method, name: str, rounds: int, round: int) -> str | None:
@@ -433,54 +480,66 @@ def describe_early_end(method: Method, name: str, rounds: int, round: int) -> st
 def decide_next_event(
     job: RunningJob,
     registry: DeviceRegistry,
-    at_work: Collection[str],
+    working_devices: Collection[str],
     now_s: float,
     busy: AbstractSet[str] = frozenset(),
-    most: float = math.inf,
+    max_devices: float = math.inf,
     lost_s: float = 0.0,
-    gone: AbstractSet[str] = frozenset(),
+    unreachable_devices: AbstractSet[str] = frozenset(),
 ) -> events.AnyEvent | None:
     """Return the next event of a job, or None if nothing is due. Changes in eligibility precede a selection."""
 
     def workload_of(device: str) -> DeviceWorkload:
         return job.device_workload(device, registry.latest_profile(device))
 
-    labels = registry.eligibility(job.wants, now_s)
+    labels = registry.eligibility(job.requirements, now_s)
     free = labels.devices_with(ELIGIBLE)
-    if short := decisions.devices_to_skip(job.rounds, free, workload_of, registry.agent_start_key):
-        labels, free = labels.with_values(short), free - short
-    taken = {device for device in busy if device in free}.difference(at_work)
-    state = decisions.delay_attempt(job.rounds, lost_s)
-    following = partial(decisions.decide_event, state, now_s, free | at_work, workload_of, taken, gone=gone)
-    fact = following(most)
-    if not isinstance(fact, events.CohortSelected) and (fact is not None or job.rounds.phase != "selecting"):
-        return fact
-    spared = _devices_over_share(job, fact, free - taken, most, following)
+    if devices_to_skip := decisions.devices_to_skip(job.job_state, free, workload_of, registry.agent_start_key):
+        labels, free = labels.with_values(devices_to_skip), free - devices_to_skip
+    busy_devices = {device for device in busy if device in free}.difference(working_devices)
+    state = decisions.delay_attempt(job.job_state, lost_s)
+    decide = partial(
+        decisions.decide_event,
+        state,
+        now_s,
+        free | working_devices,
+        workload_of,
+        busy_devices,
+        unreachable_devices=unreachable_devices,
+    )
+    event = decide(max_devices)
+    if not isinstance(event, events.CohortSelected) and (event is not None or job.job_state.phase != "selecting"):
+        return event
+    over_share = _devices_over_share(job, event, free - busy_devices, max_devices, decide)
     # a job that waits does not log each coming and going of other jobs
-    if taken and not isinstance(fact, events.CohortSelected):
-        taken = {device for device in taken if job.rounds.labels.get(device) == BUSY}
-    labels = labels.with_values({**dict.fromkeys(taken, BUSY), **dict.fromkeys(spared, SHARE)})
+    if busy_devices and not isinstance(event, events.CohortSelected):
+        busy_devices = {device for device in busy_devices if job.job_state.eligibility.get(device) == BUSY}
+    labels = labels.with_values({**dict.fromkeys(busy_devices, BUSY), **dict.fromkeys(over_share, SHARE)})
     costs = registry.energy_costs(now_s) if job.job.cohort.prefer == "energy" else CostColumn()
-    noted = decisions.eligibility_event(job.rounds, labels, costs)
-    if noted is not None or not isinstance(fact, events.CohortSelected):
-        return noted or fact
-    coverage = job.describe_coverage(fact, registry.device_views(now_s), registry.kinds)
-    return msgspec.structs.replace(fact, coverage=coverage)
+    eligibility_change = decisions.eligibility_event(job.job_state, labels, costs)
+    if eligibility_change is not None or not isinstance(event, events.CohortSelected):
+        return eligibility_change or event
+    coverage = job.describe_coverage(event, registry.device_views(now_s), registry.kinds)
+    return msgspec.structs.replace(event, coverage=coverage)
 
 
 def _devices_over_share(
     job: RunningJob,
-    fact: events.CohortSelected | None,
+    event: events.CohortSelected | None,
     free: DeviceSet,
-    most: float,
-    unlimited: Callable[[], events.AnyEvent | None],
+    max_devices: float,
+    decide: Callable[[], events.AnyEvent | None],
 ) -> set[str]:
     """Return the eligible devices that only the submitter's share limit excludes from the cohort."""
-    if fact is None:
-        noted = {device for device in job.rounds.labels.devices_with(SHARE) if device in free}
-        if noted or most >= 1:
-            return noted
-    elif len(fact.devices) < most:
+    if event is None:
+        recorded_devices = {device for device in job.job_state.eligibility.devices_with(SHARE) if device in free}
+        if recorded_devices or max_devices >= 1:
+            return recorded_devices
+    elif len(event.devices) < max_devices:
         return set()
-    wider, asked = unlimited(), fact.devices if fact is not None else ()
-    return set(wider.devices).difference(asked) if isinstance(wider, events.CohortSelected) else set()
+    larger_cohort, selected_devices = decide(), event.devices if event is not None else ()
+    return (
+        set(larger_cohort.devices).difference(selected_devices)
+        if isinstance(larger_cohort, events.CohortSelected)
+        else set()
+    )

@@ -29,13 +29,15 @@ from collections.abc import Set as AbstractSet
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from fedquilt.coordinator.rounds.events import ENDED
+from fedquilt.coordinator.rounds.events import ENDED_PHASES
 from fedquilt.coordinator.settings import RetentionSettings
 from fedquilt.coordinator.storage.rows import IndexedLog, UnreadableRow
 from fedquilt.coordinator.storage.store import Store, StoredJob
 from fedquilt.host.disk import REAL, disk_errors
 
-TOGETHER: Final = 64  # accepted updates per candidate: fewer candidates wait, because each collection reads all roots
+UPDATES_PER_CANDIDATE: Final = (
+    64  # accepted updates per candidate: fewer candidates wait, because each collection reads all roots
+)
 
 log = logging.getLogger("fedquilt.coordinator")
 
@@ -44,40 +46,44 @@ class GarbageCollector:
     def __init__(self, store: Store, in_use: Callable[[], AbstractSet[str]] = frozenset) -> None:
         self._store, self._in_use = store, in_use
         self._candidates: set[str] = set()
-        self._soon = self._all = False
+        self._is_urgent = self._includes_all = False
 
-    def add_candidates(self, blobs: AbstractSet[str], *, soon: bool = False) -> None:
+    def add_candidates(self, blobs: AbstractSet[str], *, urgent: bool = False) -> None:
         """Mark released blobs for deletion by the next `collect`, if no root needs them then."""
         self._candidates |= blobs
-        self._soon = self._soon or soon
+        self._is_urgent = self._is_urgent or urgent
 
     def add_all_blobs(self) -> None:
-        self._all = True
+        self._includes_all = True
 
     def is_due(self, updates: int) -> bool:
         """Return whether there are enough candidates to read all roots, given the accepted updates."""
-        return self._all or self._soon or (bool(self._candidates) and len(self._candidates) * TOGETHER >= updates)
+        return (
+            self._includes_all
+            or self._is_urgent
+            or (bool(self._candidates) and len(self._candidates) * UPDATES_PER_CANDIDATE >= updates)
+        )
 
     def collect(self) -> bool:
         """Delete the candidates that no root needs. Return False if a damaged log may hide roots."""
-        depot = self._store.depot
+        blob_store = self._store.blob_store
         with self._store.open_transaction():
-            if unsound := self._store.find_damaged_ids():
-                if self._all:
-                    log.error("unreferenced blobs are kept: the log of %s is damaged", ", ".join(unsound))
+            if damaged_ids := self._store.find_damaged_ids():
+                if self._includes_all:
+                    log.error("unreferenced blobs are kept: the log of %s is damaged", ", ".join(damaged_ids))
             else:
                 roots = self._store.referenced_blobs() | self._in_use()
-                if self._all:
-                    depot.remove_all_but(roots)
+                if self._includes_all:
+                    blob_store.remove_all_but(roots)
                 for sha256 in self._candidates - roots:
-                    depot.remove_blob(sha256)
-        self._candidates &= depot.pinned_blobs()  # their work items may end without an event
-        self._soon = self._all = False
-        return not unsound
+                    blob_store.remove_blob(sha256)
+        self._candidates &= blob_store.pinned_blobs()  # their work items may end without an event
+        self._is_urgent = self._includes_all = False
+        return not damaged_ids
 
 
 # folders with files named after runs, and their endings
-_NAMED: Final = (("agents", ""), ("sites", ""), ("evaluations", ".json"), ("machines", ".json"))
+_RUN_FILES: Final = (("agents", ""), ("sites", ""), ("evaluations", ".json"), ("machines", ".json"))
 _RUN: Final = re.compile(r".+-\d{8}-\d{6}(-[0-9a-f]{6})?")  # an id: agents without a coordinator use others
 
 
@@ -100,7 +106,7 @@ def select_expired_runs(store: Store, now: float, keep: int | None, older_s: flo
 
     The `keep` latest runs and those that ended within `older_s` stay.
     """
-    ended = [row for row in store.all_jobs() if row.status in ENDED]
+    ended = [row for row in store.all_jobs() if row.status in ENDED_PHASES]
     if keep is not None:
         ended = ended[: max(0, len(ended) - keep)]
     logs = {} if older_s is None else store.read_logs()
@@ -114,13 +120,15 @@ def select_expired_runs(store: Store, now: float, keep: int | None, older_s: flo
 def exclusive_bytes(store: Store) -> dict[str, int]:
     """Return the bytes on disk that only one run uses, by run: log, unshared blobs and files."""
     logs = store.read_logs()
-    shared = Counter(sha256 for each in logs.values() for sha256 in each.needed_blobs)
-    found = {}
-    for run, each in logs.items():
-        refs = (store.depot.find_ref(sha256) for sha256 in each.needed_blobs if shared[sha256] == 1)
-        size = each.size + sum(ref.size for ref in refs if ref is not None)
-        found[run] = size + sum(_measure_files(store.home / folder / f"{run}{ending}")[1] for folder, ending in _NAMED)
-    return found
+    reference_counts = Counter(sha256 for log in logs.values() for sha256 in log.needed_blobs)
+    bytes_by_run = {}
+    for run, log in logs.items():
+        refs = (store.blob_store.find_ref(sha256) for sha256 in log.needed_blobs if reference_counts[sha256] == 1)
+        size = log.size + sum(ref.size for ref in refs if ref is not None)
+        bytes_by_run[run] = size + sum(
+            _measure_files(store.home / folder / f"{run}{ending}")[1] for folder, ending in _RUN_FILES
+        )
+    return bytes_by_run
 
 
 def remove_expired_runs(store: Store, retention: RetentionSettings, now: float) -> list[str]:
@@ -128,70 +136,72 @@ def remove_expired_runs(store: Store, retention: RetentionSettings, now: float) 
     if retention.keep is None and retention.older_than_s is None:
         return []
     ids = select_expired_runs(store, now, retention.keep, retention.older_than_s)
-    if gone := store.delete_runs(ids, only_ended=True) if ids else []:
+    if deleted := store.delete_runs(ids, only_ended=True) if ids else []:
         _remove_files_of_deleted_runs(store)
-    return gone
+    return deleted
 
 
 def _last_event_or_creation_time(row: StoredJob | UnreadableRow, log: IndexedLog | None) -> float:
-    return row.created if log is None or not log.whole or log.at is None else log.at
+    return row.created if log is None or not log.is_intact or log.last_event_time is None else log.last_event_time
 
 
 def remove_runs(store: Store, ids: Collection[str]) -> RemovedFiles:
     """Remove runs and every file that no run needs. Without a coordinator, the home stays locked until `close`."""
     store.require_inactive(ids)
-    alone = store.acquire_lock()
+    is_only_user = store.acquire_lock()
     # on a full disk, this makes the room without which no run can be removed
-    before = _remove_unneeded_files(store, alone)
+    before = _remove_unneeded_files(store, is_only_user)
     store.delete_runs(ids)
-    after = _remove_unneeded_files(store, alone)
+    after = _remove_unneeded_files(store, is_only_user)
     return RemovedFiles(before.files + after.files, before.bytes + after.bytes, after.blobs_left)
 
 
-def _remove_unneeded_files(store: Store, alone: bool) -> RemovedFiles:
-    """Remove files of deleted runs and, if no coordinator uses the home (`alone`), unreferenced blobs."""
+def _remove_unneeded_files(store: Store, is_only_user: bool) -> RemovedFiles:
+    """Remove files of deleted runs and, if no coordinator uses the home (`is_only_user`), unreferenced blobs."""
     files, total = _remove_files_of_deleted_runs(store)
-    if not alone:
+    if not is_only_user:
         return RemovedFiles(files, total, blobs_left=True)
-    collector, before = GarbageCollector(store), _measure_files(store.depot.folder)
+    collector, previous_size = GarbageCollector(store), _measure_files(store.blob_store.folder)
     collector.add_all_blobs()
     collected = collector.collect()
-    after = _measure_files(store.depot.folder)
-    return RemovedFiles(files + before[0] - after[0], total + before[1] - after[1], blobs_left=not collected)
+    after = _measure_files(store.blob_store.folder)
+    return RemovedFiles(
+        files + previous_size[0] - after[0], total + previous_size[1] - after[1], blobs_left=not collected
+    )
 
 
 def _remove_files_of_deleted_runs(store: Store) -> tuple[int, int]:
     files = total = 0
     with disk_errors(f"clear {store.home}"):
-        found = list(_files_named_after_runs(store.home))
-        known = {row.id for row in store.all_jobs()}  # a run is in the list before it has files
-        for place in [place for place, run in found if run not in known]:
-            count, size = _measure_files(place)
+        run_files = list(_files_named_after_runs(store.home))
+        run_ids = {row.id for row in store.all_jobs()}  # a run is in the list before it has files
+        for path in [path for path, run in run_files if run not in run_ids]:
+            count, size = _measure_files(path)
             files, total = files + count, total + size
-            if place.is_dir() and not place.is_symlink():
-                REAL.remove(place)
+            if path.is_dir() and not path.is_symlink():
+                REAL.remove(path)
             else:
-                REAL.unlink(place)
+                REAL.unlink(path)
     return files, total
 
 
 def _files_named_after_runs(home: Path) -> Iterator[tuple[Path, str]]:
-    for folder, ending in _NAMED:
+    for folder, ending in _RUN_FILES:
         if (home / folder).is_dir():
             yield from (
-                (each, run)
-                for each in (home / folder).iterdir()
-                if each.name.endswith(ending) and _RUN.fullmatch(run := each.name.removesuffix(ending))
+                (path, run)
+                for path in (home / folder).iterdir()
+                if path.name.endswith(ending) and _RUN.fullmatch(run := path.name.removesuffix(ending))
             )
 
 
 def _measure_files(place: Path) -> tuple[int, int]:
     """Return the number of files at a path and their size in bytes. Files deleted during the call do not count."""
     sizes = []
-    inside = [os.path.join(folder, name) for folder, _, names in os.walk(place) for name in names]
-    for path in inside or [str(place)]:
+    files = [os.path.join(folder, name) for folder, _, names in os.walk(place) for name in names]
+    for path in files or [str(place)]:
         with contextlib.suppress(FileNotFoundError):
-            found = os.lstat(path)
-            if stat.S_ISREG(found.st_mode):
-                sizes.append(found.st_size)
+            status = os.lstat(path)
+            if stat.S_ISREG(status.st_mode):
+                sizes.append(status.st_size)
     return len(sizes), sum(sizes)

@@ -37,16 +37,16 @@ from fedquilt.core import OperatingPoint, Profile, Update, WorkEstimate
 from fedquilt.core.messages import ADDITIVE_FIELDS
 from fedquilt.costs import cost_model
 
-SLACK = 0.5  # share added with "predicted"
-MOST_WORK = 2.0  # most epochs of a device with "energy", as a multiple of the job's
-RECENT = 5  # rounds remembered of each device
+PREDICTION_SLACK = 0.5  # share added with "predicted"
+MAX_EPOCH_FACTOR = 2.0  # most epochs of a device with "energy", as a multiple of the job's
+KEPT_DURATIONS = 5  # rounds remembered of each device
 PERCENTILE = 0.9  # share of the devices asked that is expected in time, or the quorum if that is more
-FLOOR_S = 10.0  # messages, claims and small blobs take some time even without computation
+MIN_DEADLINE_S = 10.0  # messages, claims and small blobs take some time even without computation
 Z90 = statistics.NormalDist().inv_cdf(0.9)
 OWN_SPREAD = 0.2  # of log(time / profile), between a device's rounds: assumed, and worth PRIOR observations
 FLEET_SPREAD = 0.5  # likewise between devices, and of a profile without any observation
-PRIOR = 2
-ASSUMED = cost_model.LinkCost(bytes_per_s=1e6)  # until the fleet has shown what transfers take
+PRIOR_WEIGHT = 2
+DEFAULT_LINK = cost_model.LinkCost(bytes_per_s=1e6)  # until the fleet has shown what transfers take
 
 
 class TaskDuration(NamedTuple):
@@ -71,8 +71,8 @@ class DeviceWorkload(NamedTuple):
     epoch: WorkEstimate = WorkEstimate()  # one of them, the only part of `work` that grows with their number
 
     def with_epochs(self, epochs: int) -> DeviceWorkload:
-        more = epochs - self.epochs
-        sums = {name: getattr(self.work, name) + more * getattr(self.epoch, name) for name in ADDITIVE_FIELDS}
+        extra_epochs = epochs - self.epochs
+        sums = {name: getattr(self.work, name) + extra_epochs * getattr(self.epoch, name) for name in ADDITIVE_FIELDS}
         return self._replace(work=msgspec.structs.replace(self.work, **sums), epochs=epochs)
 
     @property
@@ -92,9 +92,11 @@ class MemoryShortage(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     budget_bytes: int | None = None
 
     @staticmethod
-    def from_workload(ask: DeviceWorkload) -> MemoryShortage:
+    def from_workload(workload: DeviceWorkload) -> MemoryShortage:
         return MemoryShortage(
-            ask.work.peak_bytes, ask.work.total_for_examples(1).flops, ask.profile.budget_bytes if ask.profile else None
+            workload.work.peak_bytes,
+            workload.work.total_for_examples(1).flops,
+            workload.profile.budget_bytes if workload.profile else None,
         )
 
     def is_at_least(self, other: MemoryShortage) -> bool:
@@ -106,20 +108,26 @@ class MemoryShortage(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return other.flops >= self.flops
 
 
-Known: TypeAlias = Mapping[str, tuple[TaskDuration, ...]]  # device -> its last rounds, oldest first
-Asks: TypeAlias = Mapping[str, DeviceWorkload]
+DurationsByDevice: TypeAlias = Mapping[str, tuple[TaskDuration, ...]]  # device -> its last rounds, oldest first
+WorkloadByDevice: TypeAlias = Mapping[str, DeviceWorkload]
 
 
 def add_update_duration(
-    known: Known, update: Update, work: Mapping[str, float], took_s: float | None, expected_s: float | None
-) -> Known:
+    durations: DurationsByDevice,
+    update: Update,
+    work: Mapping[str, float],
+    took_s: float | None,
+    expected_s: float | None,
+) -> DurationsByDevice:
     if took_s is None:
-        return known
+        return durations
     usage = update.usage
     amount = work.get(update.device, 1.0)
-    moved = usage.down_bytes + usage.up_bytes
-    took = TaskDuration(update.round, took_s, amount, usage.wall_s, expected_s, usage.examples or 1, moved)
-    return add_duration(known, update.device, took)
+    transferred_bytes = usage.down_bytes + usage.up_bytes
+    duration = TaskDuration(
+        update.round, took_s, amount, usage.wall_s, expected_s, usage.examples or 1, transferred_bytes
+    )
+    return add_duration(durations, update.device, duration)
 
 
 class DeadlineDecision(NamedTuple):
@@ -127,7 +135,7 @@ class DeadlineDecision(NamedTuple):
     epochs: Mapping[str, int] = {}  # device -> epochs, where they are not those of `DeviceWorkload`
 
 
-Policy: TypeAlias = Callable[[CohortSettings, Known, Asks], DeadlineDecision]
+Policy: TypeAlias = Callable[[CohortSettings, DurationsByDevice, WorkloadByDevice], DeadlineDecision]
 
 
 def work_amount(work: WorkEstimate) -> float:
@@ -153,193 +161,230 @@ def predict_duration_s(
     points: Sequence[OperatingPoint] = profile.points if profile else ()
     work = work.total_for_examples(examples)
     if point is None:
-        every = [cost_model.work_seconds(work, each) for each in points]
-        return min((time for time in every if time is not None), default=None)
+        all_times = [cost_model.work_seconds(work, each) for each in points]
+        return min((time for time in all_times if time is not None), default=None)
     named = {each.name: each for each in points}
-    held = [named.get(name) for name in point.split(", then ")]
-    times = [None if each is None else cost_model.work_seconds(work, each) for each in held]
-    found = [time for time in times if time is not None]
-    return statistics.fmean(found) if len(found) == len(times) else None
+    profile_points = [named.get(name) for name in point.split(", then ")]
+    times = [None if each is None else cost_model.work_seconds(work, each) for each in profile_points]
+    known_times = [time for time in times if time is not None]
+    return statistics.fmean(known_times) if len(known_times) == len(times) else None
 
 
-def add_duration(known: Known, device: str, took: TaskDuration) -> Known:
-    return {**known, device: (*known.get(device, ()), took)[-RECENT:]}
+def add_duration(durations: DurationsByDevice, device: str, duration: TaskDuration) -> DurationsByDevice:
+    return {**durations, device: (*durations.get(device, ()), duration)[-KEPT_DURATIONS:]}
 
 
-def decide_deadline(cohort: CohortSettings, known: Known, asked: Asks) -> DeadlineDecision:
-    found = POLICIES[cohort.deadline](cohort, known, asked)
-    if found.seconds is None:
-        return found
-    return found._replace(seconds=min(max(found.seconds, FLOOR_S), cohort.deadline_s))
+def decide_deadline(
+    cohort: CohortSettings, durations: DurationsByDevice, workloads: WorkloadByDevice
+) -> DeadlineDecision:
+    decision = POLICIES[cohort.deadline](cohort, durations, workloads)
+    if decision.seconds is None:
+        return decision
+    return decision._replace(seconds=min(max(decision.seconds, MIN_DEADLINE_S), cohort.deadline_s))
 
 
-def decide_fixed(cohort: CohortSettings, known: Known, asked: Asks) -> DeadlineDecision:
+def decide_fixed(cohort: CohortSettings, durations: DurationsByDevice, workloads: WorkloadByDevice) -> DeadlineDecision:
     return DeadlineDecision()
 
 
-def decide_by_prediction(cohort: CohortSettings, known: Known, asked: Asks) -> DeadlineDecision:
+def decide_by_prediction(
+    cohort: CohortSettings, durations: DurationsByDevice, workloads: WorkloadByDevice
+) -> DeadlineDecision:
     """Decide a high percentile of the devices' 90th percentiles, plus SLACK, if all can be predicted."""
-    fleet = FleetDurations.from_durations(known)
-    found = [_predict_p90_s(known.get(device, ()), ask, fleet) for device, ask in asked.items()]
-    times = sorted(time for time in found if time is not None)
-    if not times or len(times) < len(found):
+    fleet = FleetDurations.from_durations(durations)
+    predictions = [_predict_p90_s(durations.get(device, ()), workload, fleet) for device, workload in workloads.items()]
+    times = sorted(time for time in predictions if time is not None)
+    if not times or len(times) < len(predictions):
         return DeadlineDecision()
-    needed = max(PERCENTILE, cohort.quorum / (1 + cohort.over_select))
-    return DeadlineDecision((1 + SLACK) * times[math.ceil(needed * len(times)) - 1])
+    percentile = max(PERCENTILE, cohort.quorum / (1 + cohort.over_select))
+    return DeadlineDecision((1 + PREDICTION_SLACK) * times[math.ceil(percentile * len(times)) - 1])
 
 
 class FleetDurations(NamedTuple):
     """Statistics of the fleet's durations, for devices without any."""
 
-    logs: tuple[float, ...]  # median of log(time / profile) of each device
+    log_ratios: tuple[float, ...]  # median of log(time / profile) of each device
     rest_s: float  # longest time outside the task itself
     pace_s: float | None  # slowest pace
     examples: int = 0  # most that a device has; 0: none has told
-    link: cost_model.LinkCost = ASSUMED
+    link: cost_model.LinkCost = DEFAULT_LINK
 
-    def predict_rest_s(self, ask: DeviceWorkload) -> float:
-        return max(self.rest_s, self.link.transfer_seconds(ask.bytes))
+    def predict_rest_s(self, workload: DeviceWorkload) -> float:
+        return max(self.rest_s, self.link.transfer_seconds(workload.bytes))
 
-    def assumed_examples(self, took: Sequence[TaskDuration], ask: DeviceWorkload) -> int:
+    def assumed_examples(self, own_durations: Sequence[TaskDuration], workload: DeviceWorkload) -> int:
         """Return a device's number of examples: reported, else the fleet's largest, else the task's."""
-        told = took[-1].examples if took else self.examples
-        return told or ask.work.max_examples or 1
+        reported_examples = own_durations[-1].examples if own_durations else self.examples
+        return reported_examples or workload.work.max_examples or 1
 
     @staticmethod
-    def from_durations(known: Known) -> FleetDurations:
-        logs = tuple(statistics.median(own) for took in known.values() if (own := _log_ratios(took)))
-        rest_s = max((_longest_rest_s(took) for took in known.values()), default=0.0)
-        examples = max((each.examples for took in known.values() for each in took), default=0)
-        slowest = max((slowest_pace(took) for took in known.values()), default=None)
-        link = cost_model.LinkCost.fit_link([(each.bytes, each.rest_s) for took in known.values() for each in took])
-        return FleetDurations(logs, rest_s, slowest, examples, link or ASSUMED)
+    def from_durations(durations: DurationsByDevice) -> FleetDurations:
+        logs = tuple(
+            statistics.median(own) for own_durations in durations.values() if (own := _log_ratios(own_durations))
+        )
+        rest_s = max((_longest_rest_s(own_durations) for own_durations in durations.values()), default=0.0)
+        examples = max(
+            (duration.examples for own_durations in durations.values() for duration in own_durations), default=0
+        )
+        slowest = max((slowest_pace(own_durations) for own_durations in durations.values()), default=None)
+        link = cost_model.LinkCost.fit_link(
+            [(duration.bytes, duration.rest_s) for own_durations in durations.values() for duration in own_durations]
+        )
+        return FleetDurations(logs, rest_s, slowest, examples, link or DEFAULT_LINK)
 
 
-def _predict_p90_s(took: Sequence[TaskDuration], ask: DeviceWorkload, fleet: FleetDurations) -> float | None:
+def _predict_p90_s(
+    own_durations: Sequence[TaskDuration], workload: DeviceWorkload, fleet: FleetDurations
+) -> float | None:
     """Return the seconds that a device exceeds once in ten rounds, or None without any data."""
-    base_s, own = ask.predict_duration_s(fleet.assumed_examples(took, ask)), _log_ratios(took)
-    if base_s is not None and own:
-        return _longest_rest_s(took) + base_s * _p90_ratio(own, OWN_SPREAD)
-    if took:
-        return slowest_pace(took) * ask.work_amount
-    if base_s is not None and fleet.logs:
-        return fleet.predict_rest_s(ask) + base_s * _p90_ratio(fleet.logs, FLEET_SPREAD)
+    base_s, log_ratios = (
+        workload.predict_duration_s(fleet.assumed_examples(own_durations, workload)),
+        _log_ratios(own_durations),
+    )
+    if base_s is not None and log_ratios:
+        return _longest_rest_s(own_durations) + base_s * _p90_ratio(log_ratios, OWN_SPREAD)
+    if own_durations:
+        return slowest_pace(own_durations) * workload.work_amount
+    if base_s is not None and fleet.log_ratios:
+        return fleet.predict_rest_s(workload) + base_s * _p90_ratio(fleet.log_ratios, FLEET_SPREAD)
     if fleet.pace_s is not None:
-        return fleet.pace_s * ask.work_amount
-    if base_s is not None and (ask.work.max_examples or not ask.work.flops_per_example):  # else it is half a prediction
-        return fleet.predict_rest_s(ask) + base_s * _p90_ratio((), FLEET_SPREAD)
+        return fleet.pace_s * workload.work_amount
+    if base_s is not None and (
+        workload.work.max_examples or not workload.work.flops_per_example
+    ):  # else it is half a prediction
+        return fleet.predict_rest_s(workload) + base_s * _p90_ratio((), FLEET_SPREAD)
     return None
 
 
-def slowest_pace(took: Sequence[TaskDuration]) -> float:
+def slowest_pace(own_durations: Sequence[TaskDuration]) -> float:
     """Return the seconds per unit of work in the slowest recent task of a device."""
-    return max(each.seconds / each.work for each in took)
+    return max(duration.seconds / duration.work for duration in own_durations)
 
 
-def _longest_rest_s(took: Sequence[TaskDuration]) -> float:
-    return max(each.rest_s for each in took)
+def _longest_rest_s(own_durations: Sequence[TaskDuration]) -> float:
+    return max(duration.rest_s for duration in own_durations)
 
 
-def _log_ratios(took: Sequence[TaskDuration]) -> list[float]:
-    return [math.log(each.busy_s / each.expected_s) for each in took if each.expected_s and each.busy_s > 0]
+def _log_ratios(own_durations: Sequence[TaskDuration]) -> list[float]:
+    return [
+        math.log(duration.busy_s / duration.expected_s)
+        for duration in own_durations
+        if duration.expected_s and duration.busy_s > 0
+    ]
 
 
-def _p90_ratio(logs: Sequence[float], spread: float) -> float:
+def _p90_ratio(log_ratios: Sequence[float], spread: float) -> float:
     """Return the 90th percentile of the next ratio, from a log-normal distribution around the median.
 
     The variance combines that of the ratios and the square of `spread`, which has the weight of PRIOR observations.
     """
-    if not logs:
+    if not log_ratios:
         return math.exp(Z90 * spread)
-    middle = statistics.median(logs)
-    squares = sum((each - middle) ** 2 for each in logs) + PRIOR * spread**2
-    variance = squares / (len(logs) - 1 + PRIOR) * (1 + 1 / len(logs))
-    return math.exp(middle + Z90 * math.sqrt(variance))
+    median = statistics.median(log_ratios)
+    squares = sum((log_ratio - median) ** 2 for log_ratio in log_ratios) + PRIOR_WEIGHT * spread**2
+    variance = squares / (len(log_ratios) - 1 + PRIOR_WEIGHT) * (1 + 1 / len(log_ratios))
+    return math.exp(median + Z90 * math.sqrt(variance))
 
 
-def decide_by_paper(cohort: CohortSettings, known: Known, asked: Asks) -> DeadlineDecision:
+def decide_by_paper(
+    cohort: CohortSettings, durations: DurationsByDevice, workloads: WorkloadByDevice
+) -> DeadlineDecision:
     """Decide the last round's slowest duration times the ratio of work (FedStitch, 4.4), if any is known."""
-    every = [each for took in known.values() for each in took]
-    if not every:
+    all_durations = [duration for own_durations in durations.values() for duration in own_durations]
+    if not all_durations:
         return DeadlineDecision()
-    last = max(each.round for each in every)
-    before = [each for each in every if each.round == last]
-    ratio = max(ask.work_amount for ask in asked.values()) / max(each.work for each in before)  # mu * sigma
-    return DeadlineDecision(max(each.seconds for each in before) * ratio)
+    last_round = max(duration.round for duration in all_durations)
+    last_durations = [duration for duration in all_durations if duration.round == last_round]
+    ratio = max(workload.work_amount for workload in workloads.values()) / max(
+        duration.work for duration in last_durations
+    )  # mu * sigma
+    return DeadlineDecision(max(duration.seconds for duration in last_durations) * ratio)
 
 
-def decide_by_energy(cohort: CohortSettings, known: Known, asked: Asks) -> DeadlineDecision:
+def decide_by_energy(
+    cohort: CohortSettings, durations: DurationsByDevice, workloads: WorkloadByDevice
+) -> DeadlineDecision:
     """Decide the plan of fewest joules or, with a joule limit, the shortest. Without a plan, decide by prediction."""
-    problem = energy_problem(cohort, known, asked)
+    problem = energy_problem(cohort, durations, workloads)
     plan = problem and plan_energy(cohort, *problem)
     if not plan:
-        return decide_by_prediction(cohort, known, asked)
-    moved = {device: plan.epochs[device] for device, ask in asked.items() if ask.epochs not in (0, plan.epochs[device])}
-    return DeadlineDecision(plan.seconds, moved)
+        return decide_by_prediction(cohort, durations, workloads)
+    changed_epochs = {
+        device: plan.epochs[device]
+        for device, workload in workloads.items()
+        if workload.epochs not in (0, plan.epochs[device])
+    }
+    return DeadlineDecision(plan.seconds, changed_epochs)
 
 
 def plan_energy(
-    cohort: CohortSettings, boards: Mapping[str, energy_scheduling.DeviceForecast], passes: int
+    cohort: CohortSettings, forecasts: Mapping[str, energy_scheduling.DeviceForecast], passes: int
 ) -> energy_scheduling.EnergyPlan | None:
-    """Return the energy plan within the cohort's limits, or None. `boards` and `passes` are from `energy_problem`."""
+    """Return the energy plan within the cohort's limits, or None. `forecasts` and `passes` are from `energy_problem`."""
     if cohort.joules_per_round is not None:
-        return energy_scheduling.plan_least_time(boards, passes, cohort.joules_per_round)
-    return energy_scheduling.plan_least_energy(boards, passes, cohort.deadline_s)
+        return energy_scheduling.plan_least_time(forecasts, passes, cohort.joules_per_round)
+    return energy_scheduling.plan_least_energy(forecasts, passes, cohort.deadline_s)
 
 
 def energy_problem(
-    cohort: CohortSettings, known: Known, asked: Asks
+    cohort: CohortSettings, durations: DurationsByDevice, workloads: WorkloadByDevice
 ) -> tuple[dict[str, energy_scheduling.DeviceForecast], int] | None:
     """Return each device's options, and the examples to train on in total over all epochs.
 
     The result is None if the duration of some device, or the joules of all devices, cannot be predicted.
     """
-    fleet, boards, priced = FleetDurations.from_durations(known), {}, False
-    for device, ask in asked.items():
-        took = known.get(device, ())
-        choices = _forecast_epoch_choices(cohort, took, ask, fleet)
-        priced = priced or bool(choices)
-        if not choices and (upper_s := _predict_p90_s(took, ask, fleet)) is not None:
-            choices = (energy_scheduling.EpochChoice(upper_s, 0.0, ask.epochs or 1),)
+    fleet, forecasts, has_known_joules = FleetDurations.from_durations(durations), {}, False
+    for device, workload in workloads.items():
+        own_durations = durations.get(device, ())
+        choices = _forecast_epoch_choices(cohort, own_durations, workload, fleet)
+        has_known_joules = has_known_joules or bool(choices)
+        if not choices and (upper_s := _predict_p90_s(own_durations, workload, fleet)) is not None:
+            choices = (energy_scheduling.EpochChoice(upper_s, 0.0, workload.epochs or 1),)
         if not choices:
             return None
-        examples = fleet.assumed_examples(took, ask)
-        idle_w = ask.profile.idle_w if ask.profile else None
-        boards[device] = energy_scheduling.DeviceForecast(choices, examples, idle_w or 0.0)
-    passes = sum(boards[device].examples * (ask.epochs or 1) for device, ask in asked.items())
-    return (boards, passes) if priced else None
+        examples = fleet.assumed_examples(own_durations, workload)
+        idle_w = workload.profile.idle_w if workload.profile else None
+        forecasts[device] = energy_scheduling.DeviceForecast(choices, examples, idle_w or 0.0)
+    passes = sum(forecasts[device].examples * (workload.epochs or 1) for device, workload in workloads.items())
+    return (forecasts, passes) if has_known_joules else None
 
 
 def _forecast_epoch_choices(
-    cohort: CohortSettings, took: Sequence[TaskDuration], ask: DeviceWorkload, fleet: FleetDurations
+    cohort: CohortSettings, own_durations: Sequence[TaskDuration], workload: DeviceWorkload, fleet: FleetDurations
 ) -> tuple[energy_scheduling.EpochChoice, ...]:
     """Return a device's options of time and joules, or none without a profile or known durations."""
     # A device without known durations keeps its epochs. Operating points that are both slower and costlier than another
     # point are left out.
-    own = _log_ratios(took)
-    logs = own or fleet.logs
-    if ask.profile is None or not logs:
+    own_ratios = _log_ratios(own_durations)
+    log_ratios = own_ratios or fleet.log_ratios
+    if workload.profile is None or not log_ratios:
         return ()
-    spread = OWN_SPREAD if own else FLEET_SPREAD
-    rest_s = _longest_rest_s(took) if took else fleet.predict_rest_s(ask)
-    middle, high = math.exp(statistics.median(logs)), _p90_ratio(logs, spread)
-    examples, idle_w = fleet.assumed_examples(took, ask), ask.profile.idle_w or 0.0
-    points: list[OperatingPoint] = list(ask.profile.points)
-    found: list[energy_scheduling.EpochChoice] = []
-    most = int(ask.epochs * MOST_WORK) if own else ask.epochs
-    numbers = [ask.epochs, *(each for each in range(1, most + 1) if each != ask.epochs)] if ask.epochs else [0]
-    for epochs in numbers:
-        work = (ask.with_epochs(epochs) if epochs else ask).work.total_for_examples(examples)
-        timed = [(cost_model.work_seconds(work, point), point) for point in points if point.busy_w is not None]
-        rising = sorted(((each_s, point) for each_s, point in timed if each_s is not None), key=lambda each: each[0])
-        points, least = [], math.inf
-        for each_s, point in rising:
-            above_j = max((cost_model.work_joules(each_s, point) or 0.0) - idle_w * each_s, 0.0) * middle
-            if above_j < least:
-                least = above_j
+    spread = OWN_SPREAD if own_ratios else FLEET_SPREAD
+    rest_s = _longest_rest_s(own_durations) if own_durations else fleet.predict_rest_s(workload)
+    median_ratio, p90_ratio = math.exp(statistics.median(log_ratios)), _p90_ratio(log_ratios, spread)
+    examples, idle_w = fleet.assumed_examples(own_durations, workload), workload.profile.idle_w or 0.0
+    points: list[OperatingPoint] = list(workload.profile.points)
+    choices: list[energy_scheduling.EpochChoice] = []
+    max_epochs = int(workload.epochs * MAX_EPOCH_FACTOR) if own_ratios else workload.epochs
+    epoch_counts = (
+        [workload.epochs, *(number for number in range(1, max_epochs + 1) if number != workload.epochs)]
+        if workload.epochs
+        else [0]
+    )
+    for epochs in epoch_counts:
+        work = (workload.with_epochs(epochs) if epochs else workload).work.total_for_examples(examples)
+        timed_points = [(cost_model.work_seconds(work, point), point) for point in points if point.busy_w is not None]
+        by_time = sorted(
+            ((seconds, point) for seconds, point in timed_points if seconds is not None), key=lambda number: number[0]
+        )
+        points, min_joules = [], math.inf
+        for seconds, point in by_time:
+            net_joules = max((cost_model.work_joules(seconds, point) or 0.0) - idle_w * seconds, 0.0) * median_ratio
+            if net_joules < min_joules:
+                min_joules = net_joules
                 points.append(point)
-                found.append(energy_scheduling.EpochChoice(rest_s + each_s * high, above_j, epochs or 1))
-    return tuple(found)
+                choices.append(energy_scheduling.EpochChoice(rest_s + seconds * p90_ratio, net_joules, epochs or 1))
+    return tuple(choices)
 
 
 POLICIES: Mapping[str, Policy] = {

@@ -29,10 +29,10 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 if TYPE_CHECKING:
     import numpy as np
 
-EXACT: Final = 16  # boards
-NEAR: Final = 0.001  # share of the joules that does not matter in larger cohorts
-MOST_SUMS: Final = 50_000  # amounts of work that are followed for an exact plan, over all boards
-FRONT: Final = 200  # times at which a front is computed
+MAX_EXACT_DEVICES: Final = 16  # boards
+JOULES_TOLERANCE: Final = 0.001  # share of the joules that does not matter in larger cohorts
+MAX_SUMS: Final = 50_000  # amounts of work that are followed for an exact plan, over all boards
+MAX_FRONT_PLANS: Final = 200  # times at which a front is computed
 
 
 class EpochChoice(NamedTuple):
@@ -54,19 +54,19 @@ class EnergyPlan(NamedTuple):
 
 
 def plan_least_energy(
-    boards: Mapping[str, DeviceForecast], passes: int, limit_s: float = math.inf
+    forecasts: Mapping[str, DeviceForecast], passes: int, limit_s: float = math.inf
 ) -> EnergyPlan | None:
     """Return the plan of fewest joules within a time limit, or the shortest plan if none fits.
 
     Args:
-        boards: Options of each device.
+        forecasts: Options of each device.
         passes: Examples that the cohort must train on, counted in every epoch.
         limit_s: Longest duration of the round in seconds.
 
     Returns:
         The shorter of two plans with equal joules, or None if the devices cannot do all the work.
     """
-    problem = _EnergyProblem(boards, passes)
+    problem = _EnergyProblem(forecasts, passes)
     first = problem.first_feasible_index()
     if first is None:
         return None
@@ -74,17 +74,17 @@ def plan_least_energy(
     return problem.plan_at(problem.cheapest_index(first, last))
 
 
-def plan_least_time(boards: Mapping[str, DeviceForecast], passes: int, limit_j: float) -> EnergyPlan | None:
+def plan_least_time(forecasts: Mapping[str, DeviceForecast], passes: int, limit_j: float) -> EnergyPlan | None:
     """Return the shortest plan within a joule limit, else the cheapest, or None if the work is too much."""
-    problem = _EnergyProblem(boards, passes)
+    problem = _EnergyProblem(forecasts, passes)
     first, last = problem.first_feasible_index(), len(problem.times) - 1
     if first is None:
         return None
-    found = problem.shortest_index(first, last, limit_j)
-    return problem.plan_at(problem.cheapest_index(first, last) if found is None else found)
+    index = problem.shortest_index(first, last, limit_j)
+    return problem.plan_at(problem.cheapest_index(first, last) if index is None else index)
 
 
-def pareto_front(boards: Mapping[str, DeviceForecast], passes: int) -> list[EnergyPlan]:
+def pareto_front(forecasts: Mapping[str, DeviceForecast], passes: int) -> list[EnergyPlan]:
     """Return plans of which none is both shorter and cheaper than another, the shortest first.
 
     The list is empty if the devices cannot do all the work. Up to FRONT durations between the shortest and the
@@ -92,55 +92,59 @@ def pareto_front(boards: Mapping[str, DeviceForecast], passes: int) -> list[Ener
     """
     import numpy as np
 
-    problem = _EnergyProblem(boards, passes)
+    problem = _EnergyProblem(forecasts, passes)
     first = problem.first_feasible_index()
     if first is None:
         return []
     best = problem.cheapest_index(first, len(problem.times) - 1)
-    looked = np.unique(np.linspace(first, best, FRONT).astype(int)).tolist()
-    found: list[EnergyPlan] = []
-    for index in looked:
-        if not found or problem.total_joules(index) < found[-1].joules:
-            found.append(problem.plan_at(index))
-    return found
+    indices = np.unique(np.linspace(first, best, MAX_FRONT_PLANS).astype(int)).tolist()
+    plans: list[EnergyPlan] = []
+    for index in indices:
+        if not plans or problem.total_joules(index) < plans[-1].joules:
+            plans.append(problem.plan_at(index))
+    return plans
 
 
 class _EnergyProblem:
     """Cohort with cached results. A plan is identified by the index of its duration in `times`."""
 
-    def __init__(self, boards: Mapping[str, DeviceForecast], passes: int) -> None:
-        self._names = sorted(boards)
-        self._idle_w = sum(board.idle_w for board in boards.values())
+    def __init__(self, forecasts: Mapping[str, DeviceForecast], passes: int) -> None:
+        self._names = sorted(forecasts)
+        self._idle_w = sum(board.idle_w for board in forecasts.values())
         self._passes = passes
-        self._matters = 1.0 if len(boards) <= EXACT else 1 - NEAR
-        self._tables = [(boards[name].examples, _options_by_epochs(boards[name].choices)) for name in self._names]
-        every = [seconds for _, table in self._tables for times, _ in table.values() for seconds in times]
-        self.times = sorted(set(every))
-        self._known: dict[int, tuple[float, tuple[int, ...]] | None] = {}
+        self._tolerance = 1.0 if len(forecasts) <= MAX_EXACT_DEVICES else 1 - JOULES_TOLERANCE
+        self._tables = [(forecasts[name].examples, _options_by_epochs(forecasts[name].choices)) for name in self._names]
+        all_times = [seconds for _, table in self._tables for times, _ in table.values() for seconds in times]
+        self.times = sorted(set(all_times))
+        self._distributions: dict[int, tuple[float, tuple[int, ...]] | None] = {}
 
     def first_feasible_index(self) -> int | None:
         if not self.times or self._joules_above_idle(len(self.times) - 1) == math.inf:
             return None
-        return bisect.bisect_left(range(len(self.times)), True, key=lambda at: self._joules_above_idle(at) < math.inf)
+        return bisect.bisect_left(
+            range(len(self.times)), True, key=lambda index: self._joules_above_idle(index) < math.inf
+        )
 
-    def total_joules(self, at: int) -> float:
-        return self._joules_above_idle(at) + self._idle_w * self.times[at]
+    def total_joules(self, index: int) -> float:
+        return self._joules_above_idle(index) + self._idle_w * self.times[index]
 
-    def plan_at(self, at: int) -> EnergyPlan:
-        found = self._find_distribution(at)
-        assert found is not None
-        return EnergyPlan(self.times[at], self.total_joules(at), dict(zip(self._names, found[1], strict=True)))
+    def plan_at(self, index: int) -> EnergyPlan:
+        distribution = self._find_distribution(index)
+        assert distribution is not None
+        return EnergyPlan(
+            self.times[index], self.total_joules(index), dict(zip(self._names, distribution[1], strict=True))
+        )
 
     def cheapest_index(self, first: int, last: int) -> int:
         """Return the index of the duration with the fewest joules, within NEAR in large cohorts."""
-        best = min((first, last), key=lambda at: (self.total_joules(at), at))
+        best = min((first, last), key=lambda index: (self.total_joules(index), index))
         stack = [(first, last)]
         while stack:
             low, high = stack.pop()
-            if high - low < 2 or self._lower_bound_j(low, high) >= self.total_joules(best) * self._matters:
+            if high - low < 2 or self._lower_bound_j(low, high) >= self.total_joules(best) * self._tolerance:
                 continue
             middle = (low + high) // 2
-            best = min((best, middle), key=lambda at: (self.total_joules(at), at))
+            best = min((best, middle), key=lambda index: (self.total_joules(index), index))
             stack += [(low, middle), (middle, high)]
         return best
 
@@ -149,35 +153,35 @@ class _EnergyProblem:
             return first
         if last - first > 1 and self._lower_bound_j(first, last) <= limit_j:
             middle = (first + last) // 2
-            if (found := self.shortest_index(first, middle, limit_j)) is not None:
-                return found
+            if (index := self.shortest_index(first, middle, limit_j)) is not None:
+                return index
             return self.shortest_index(middle, last, limit_j)
         return last if self.total_joules(last) <= limit_j else None
 
     def _lower_bound_j(self, low: int, high: int) -> float:
         return self._joules_above_idle(high) + self._idle_w * self.times[low + 1]
 
-    def _joules_above_idle(self, at: int) -> float:
-        found = self._find_distribution(at)
-        return math.inf if found is None else found[0]
+    def _joules_above_idle(self, index: int) -> float:
+        distribution = self._find_distribution(index)
+        return math.inf if distribution is None else distribution[0]
 
-    def _find_distribution(self, at: int) -> tuple[float, tuple[int, ...]] | None:
-        if at not in self._known:
-            self._known[at] = self._distribute_work(self.times[at])
-        return self._known[at]
+    def _find_distribution(self, index: int) -> tuple[float, tuple[int, ...]] | None:
+        if index not in self._distributions:
+            self._distributions[index] = self._distribute_work(self.times[index])
+        return self._distributions[index]
 
     def _distribute_work(self, limit_s: float) -> tuple[float, tuple[int, ...]] | None:
         """Return the joules above idle and the epochs of each device, or None if the limit is too short."""
-        ways = [
+        options = [
             [_EpochOption(examples * epochs, joules, epochs) for epochs, joules in _feasible_options(table, limit_s)]
             for examples, table in self._tables
         ]
-        if not all(ways) or sum(max(ways_of)[0] for ways_of in ways) < self._passes:
+        if not all(options) or sum(max(device_options)[0] for device_options in options) < self._passes:
             return None
-        price, chosen = _distribute_by_price(ways, self._passes)
-        known_j = sum(way.joules for way in chosen) * self._matters
-        chosen = _distribute_exactly(ways, self._passes, price, known_j) or chosen
-        return sum(way.joules for way in chosen), tuple(way.epochs for way in chosen)
+        price, chosen = _distribute_by_price(options, self._passes)
+        limit_j = sum(option.joules for option in chosen) * self._tolerance
+        chosen = _distribute_exactly(options, self._passes, price, limit_j) or chosen
+        return sum(option.joules for option in chosen), tuple(option.epochs for option in chosen)
 
 
 class _EpochOption(NamedTuple):
@@ -188,85 +192,91 @@ class _EpochOption(NamedTuple):
     epochs: int
 
 
-def _distribute_by_price(ways: Sequence[Sequence[_EpochOption]], passes: int) -> tuple[float, list[_EpochOption]]:
+def _distribute_by_price(options: Sequence[Sequence[_EpochOption]], passes: int) -> tuple[float, list[_EpochOption]]:
     """Return the price per example at which all the work is done, and the option of each device.
 
     Each device moves up along the lower convex hull of its options, the cheapest steps of all devices first.
     """
     chosen, steps = [], []
-    for index, own in enumerate(ways):
-        at = min(own, key=lambda way: (way.joules, -way.work))
+    for index, device_options in enumerate(options):
+        at = min(device_options, key=lambda option: (option.joules, -option.work))
         chosen.append(at)
-        while more := [way for way in own if way.work > at.work]:
-            price, _, way = min(((way.joules - at.joules) / (way.work - at.work), -way.work, way) for way in more)
-            steps.append((price, way.work, index, way))
-            at = way
-    done, price = sum(way.work for way in chosen), 0.0
-    for step_price, _, index, way in sorted(steps):  # a board's own prices ascend, so its steps stay in order
-        if done >= passes:
+        while larger := [option for option in device_options if option.work > at.work]:
+            price, _, option = min(
+                ((option.joules - at.joules) / (option.work - at.work), -option.work, option) for option in larger
+            )
+            steps.append((price, option.work, index, option))
+            at = option
+    done_work, price = sum(option.work for option in chosen), 0.0
+    for step_price, _, index, option in sorted(steps):  # a board's own prices ascend, so its steps stay in order
+        if done_work >= passes:
             break
-        before = done - chosen[index].work
-        done, price = before + way.work, step_price
-        enough = [each for each in ways[index] if before + each.work >= passes]
-        chosen[index] = min(enough, key=lambda each: each.joules, default=way)  # the last step may be a shorter one
+        other_work = done_work - chosen[index].work
+        done_work, price = other_work + option.work, step_price
+        sufficient = [each for each in options[index] if other_work + each.work >= passes]
+        chosen[index] = min(
+            sufficient, key=lambda each: each.joules, default=option
+        )  # the last step may be a shorter one
     return price, chosen
 
 
 def _distribute_exactly(
-    ways: Sequence[Sequence[_EpochOption]], passes: int, price: float, known: float
+    options: Sequence[Sequence[_EpochOption]], passes: int, price: float, limit_j: float
 ) -> list[_EpochOption] | None:
-    """Return the cheapest options that do all the work for fewer joules than `known`, or None.
+    """Return the cheapest options that do all the work for fewer joules than `limit_j`, or None.
 
-    Device by device, the sums are kept that no other sum beats in work and joules. Sums that exceed `known` are
+    Device by device, the sums are kept that no other sum beats in work and joules. Sums that exceed `limit_j` are
     dropped, even with the best options of the remaining devices at this price. The result is also None with too many
     sums.
     """
     import numpy as np  # here, as commands that read a log import this module and plan nothing
 
-    least = [min(way.joules - price * way.work for way in own) for own in ways]
-    rest = sum(least) + price * passes
+    min_prices = [min(option.joules - price * option.work for option in device_options) for device_options in options]
+    rest = sum(min_prices) + price * passes
     work, joules = np.zeros(1), np.zeros(1)
-    before: list[np.ndarray] = []
-    for own, least_j in zip(ways, least, strict=True):
-        rest -= least_j
-        more = np.minimum(work[:, None] + [way.work for way in own], passes).ravel()
-        paid = (joules[:, None] + [way.joules for way in own]).ravel()
-        hopeful = np.flatnonzero(paid - price * more + rest < known)
-        kept = hopeful[_pareto_indices(more[hopeful], paid[hopeful])]
-        if not 0 < len(kept) <= MOST_SUMS / len(ways):
+    kept_indices: list[np.ndarray] = []
+    for device_options, min_price in zip(options, min_prices, strict=True):
+        rest -= min_price
+        work_sums = np.minimum(work[:, None] + [option.work for option in device_options], passes).ravel()
+        joule_sums = (joules[:, None] + [option.joules for option in device_options]).ravel()
+        candidates = np.flatnonzero(joule_sums - price * work_sums + rest < limit_j)
+        indices = candidates[_pareto_indices(work_sums[candidates], joule_sums[candidates])]
+        if not 0 < len(indices) <= MAX_SUMS / len(options):
             return None
-        before.append(kept)
-        work, joules = more[kept], paid[kept]
+        kept_indices.append(indices)
+        work, joules = work_sums[indices], joule_sums[indices]
     if work[0] < passes:
         return None
     index, chosen = 0, []
-    for own, kept in zip(reversed(ways), reversed(before), strict=True):
-        origin, way = divmod(int(kept[index]), len(own))
-        chosen.append(own[way])
+    for device_options, indices in zip(reversed(options), reversed(kept_indices), strict=True):
+        origin, option = divmod(int(indices[index]), len(device_options))
+        chosen.append(device_options[option])
         index = origin
     return chosen[::-1]
 
 
 def _options_by_epochs(choices: Sequence[EpochChoice]) -> dict[int, tuple[list[float], list[float]]]:
     """Return, by number of epochs, ascending times and the fewest joules by each time."""
-    found: dict[int, tuple[list[float], list[float]]] = {}
-    for epochs, group in itertools.groupby(sorted(choices, key=lambda each: each.epochs), lambda each: each.epochs):
+    options: dict[int, tuple[list[float], list[float]]] = {}
+    for epochs, group in itertools.groupby(
+        sorted(choices, key=lambda choice: choice.epochs), lambda choice: choice.epochs
+    ):
         times: list[float] = []
         joules: list[float] = []
-        for each in sorted(group):
-            if not joules or each.joules < joules[-1]:
-                times.append(each.seconds)
-                joules.append(each.joules)
-        found[epochs] = times, joules
-    return found
+        for choice in sorted(group):
+            if not joules or choice.joules < joules[-1]:
+                times.append(choice.seconds)
+                joules.append(choice.joules)
+        options[epochs] = times, joules
+    return options
 
 
 def _feasible_options(
     table: Mapping[int, tuple[list[float], list[float]]], limit_s: float
 ) -> Iterator[tuple[int, float]]:
     for epochs, (times, joules) in table.items():
-        if at := bisect.bisect_right(times, limit_s):
-            yield epochs, joules[at - 1]
+        if index := bisect.bisect_right(times, limit_s):
+            yield epochs, joules[index - 1]
 
 
 def _pareto_indices(work: np.ndarray, joules: np.ndarray) -> np.ndarray:

@@ -21,11 +21,19 @@ from fedquilt import metrics
 from fedquilt.coordinator.device_columns import ELIGIBLE, NEVER, CostColumn, LabelColumn, RoundBitmap, RoundColumn
 from fedquilt.coordinator.rounds import deadline
 from fedquilt.coordinator.rounds.deadline import DeviceWorkload, MemoryShortage
-from fedquilt.coordinator.rounds.selection import BUSY, NOTHING, REFUSALS, SHARE, UNKNOWN, UPDATE, LastingDecline
+from fedquilt.coordinator.rounds.selection import (
+    BUSY,
+    DECLINE_REASONS,
+    NO_WORK,
+    SHARE,
+    UNKNOWN_DECLINE,
+    UPDATE,
+    LastingDecline,
+)
 from fedquilt.coordinator.settings import CohortSettings, JobLimits, JobSettings
 from fedquilt.core import Action, BlobRef, EvaluationSums, FedquiltError, JobError, Update, evaluation
 
-ROUNDING: Final = 1e-9  # by which a gain may be below `min_gain`
+GAIN_TOLERANCE: Final = 1e-9  # by which a gain may be below `min_gain`
 
 
 class ResourceUsage(msgspec.Struct, frozen=True):
@@ -71,43 +79,43 @@ def add_evaluation(
         return BestEvaluation(metric.name, value, rounds, state, value)
     sign = 1 if metric.higher else -1
     gain = sign * (value - best.reference)
-    gained = gain > 0 and gain >= min_gain - ROUNDING
+    gained = gain > 0 and gain >= min_gain - GAIN_TOLERANCE
     best = (
         replace(best, reference=value, without_gain=0) if gained else replace(best, without_gain=best.without_gain + 1)
     )
     return replace(best, value=value, rounds=rounds, state=state) if sign * (value - best.value) > 0 else best
 
 
-def describe_reached_limit(limits: JobLimits, spent: ResourceUsage, best: BestEvaluation | None = None) -> str | None:
+def describe_reached_limit(limits: JobLimits, usage: ResourceUsage, best: BestEvaluation | None = None) -> str | None:
     if limits.patience is not None and best is not None and best.without_gain >= limits.patience:
-        least = f" of {limits.min_gain:g}" if limits.min_gain else ""
-        some = f"{best.without_gain} evaluation{'s' * (best.without_gain > 1)}"
-        return f"patience: no gain{least} in {some}; the best is {best.describe()}"
-    if limits.max_joules is not None and spent.joules >= limits.max_joules:
-        return f"max_joules: {spent.joules:.4g} J of {limits.max_joules:.4g} J are used up{_unmetered_suffix(spent)}"
-    if limits.max_bytes is not None and spent.bytes >= limits.max_bytes:
-        return f"max_bytes: {spent.bytes} bytes of {limits.max_bytes} are used up"
-    if limits.max_wall_s is not None and spent.wall_s >= limits.max_wall_s:
-        return f"max_wall_s: {spent.wall_s:.4g} s of {limits.max_wall_s:.4g} s are used up"
+        min_gain = f" of {limits.min_gain:g}" if limits.min_gain else ""
+        evaluations = f"{best.without_gain} evaluation{'s' * (best.without_gain > 1)}"
+        return f"patience: no gain{min_gain} in {evaluations}; the best is {best.describe()}"
+    if limits.max_joules is not None and usage.joules >= limits.max_joules:
+        return f"max_joules: {usage.joules:.4g} J of {limits.max_joules:.4g} J are used up{_unmetered_suffix(usage)}"
+    if limits.max_bytes is not None and usage.bytes >= limits.max_bytes:
+        return f"max_bytes: {usage.bytes} bytes of {limits.max_bytes} are used up"
+    if limits.max_wall_s is not None and usage.wall_s >= limits.max_wall_s:
+        return f"max_wall_s: {usage.wall_s:.4g} s of {limits.max_wall_s:.4g} s are used up"
     return None
 
 
-def describe_unmetered_tasks(limits: JobLimits, spent: ResourceUsage) -> str | None:
+def describe_unmetered_tasks(limits: JobLimits, usage: ResourceUsage) -> str | None:
     """Return a sentence on tasks missing from the joules, or None without tasks or a limit."""
-    if limits.max_joules is None or not spent.unmetered:
+    if limits.max_joules is None or not usage.unmetered:
         return None
-    if not spent.metered:
+    if not usage.metered:
         return (
             f"max_joules = {limits.max_joules:.4g} ends nothing here: no board that has answered has a meter for its "
             "joules; the job runs to its rounds, or to another limit of [stop]"
         )
-    return f"max_joules counts {spent.joules:.4g} J of {limits.max_joules:.4g} J{_unmetered_suffix(spent)}"
+    return f"max_joules counts {usage.joules:.4g} J of {limits.max_joules:.4g} J{_unmetered_suffix(usage)}"
 
 
-def _unmetered_suffix(spent: ResourceUsage) -> str:
-    if not spent.unmetered:
+def _unmetered_suffix(usage: ResourceUsage) -> str:
+    if not usage.unmetered:
         return ""
-    return f", without {spent.unmetered} task{'s' * (spent.unmetered > 1)} on boards that have no meter"
+    return f", without {usage.unmetered} task{'s' * (usage.unmetered > 1)} on boards that have no meter"
 
 
 class JobConstants(msgspec.Struct, frozen=True):
@@ -127,24 +135,28 @@ class JobConstants(msgspec.Struct, frozen=True):
 
 Phase: TypeAlias = Literal["new", "selecting", "open", "closing", "done", "failed", "stopped"]
 PHASES: Final[tuple[Phase, ...]] = get_args(Phase)
-ENDED: Final = ("done", "failed", "stopped")  # phases, and statuses of runs, in which no round is under way
-_STAYS: Final[Mapping[Phase, tuple[Phase, ...]]] = {"open": ("open",)}
+ENDED_PHASES: Final = ("done", "failed", "stopped")  # phases, and statuses of runs, in which no round is under way
+_STAYS_OPEN: Final[Mapping[Phase, tuple[Phase, ...]]] = {"open": ("open",)}
 # A job that was stopped or failed between two messages of one turn still records the second one: the work counts
 # when the job is resumed.
-_ARRIVES: Final[Mapping[Phase, tuple[Phase, ...]]] = {**_STAYS, "stopped": ("stopped",), "failed": ("failed",)}
+_LATE_RESULT_TRANSITIONS: Final[Mapping[Phase, tuple[Phase, ...]]] = {
+    **_STAYS_OPEN,
+    "stopped": ("stopped",),
+    "failed": ("failed",),
+}
 TRANSITIONS: Final[Mapping[str, Mapping[Phase, tuple[Phase, ...]]]] = {
     "NoteRecorded": {"new": ("new",), "stopped": ("stopped",), "failed": ("failed",)},  # of a run that waits to begin
     "JobStarted": {"new": ("selecting",), "stopped": ("stopped",), "failed": ("failed",)},
     "EligibilityRecorded": {"selecting": ("selecting",), "open": ("open",)},
     "CohortSelected": {"selecting": ("open",), "open": ("open",)},
-    "TaskDeclined": _ARRIVES,
-    "UpdateAccepted": _ARRIVES,
-    "UpdateRejected": _ARRIVES,
-    "UpdateLost": {**_ARRIVES, "closing": ("open",)},
-    "UpdatesAggregated": {**_STAYS, "closing": ("closing",)},
-    "DeadlineExtended": _STAYS,
-    "RoundRetried": _STAYS,
-    "AttemptResumed": _STAYS,
+    "TaskDeclined": _LATE_RESULT_TRANSITIONS,
+    "UpdateAccepted": _LATE_RESULT_TRANSITIONS,
+    "UpdateRejected": _LATE_RESULT_TRANSITIONS,
+    "UpdateLost": {**_LATE_RESULT_TRANSITIONS, "closing": ("open",)},
+    "UpdatesAggregated": {**_STAYS_OPEN, "closing": ("closing",)},
+    "DeadlineExtended": _STAYS_OPEN,
+    "RoundRetried": _STAYS_OPEN,
+    "AttemptResumed": _STAYS_OPEN,
     "RoundClosed": {"open": ("closing",)},
     "RoundCommitted": {"closing": ("selecting",)},
     "JobEnded": {
@@ -167,10 +179,10 @@ class JobStarted(Event, frozen=True, omit_defaults=True):
     """Start of a job with the method's first state, or of a site's round with a state from above."""
 
     state: BlobRef
-    settles: bool = False  # whether an evaluation round (`core.EvaluationRound`) precedes each evaluation
-    begins: int = 0  # number of the round that begins with it: a later one than the next, or one to work for anew
+    has_evaluation_rounds: bool = False  # whether an evaluation round (`core.EvaluationRound`) precedes each evaluation
+    first_round: int = 0  # number of the round that begins with it: a later one than the next, or one to work for anew
     actions: tuple[Action, ...] = ()  # of that round's tasks, as ordered from above; (): by the job's settings
-    settling: bool = False  # whether that round is a settling one
+    is_evaluation_round: bool = False  # whether that round is a settling one
     deadline_s: float | None = None  # of that round's attempt; None: the cohort's
     class_shares: tuple[float, ...] = ()  # of the whole fleet, as ordered from above
 
@@ -178,7 +190,7 @@ class JobStarted(Event, frozen=True, omit_defaults=True):
 class EligibilityRecorded(Event, frozen=True):
     round: int
     eligible: tuple[str, ...] = ()
-    passed: dict[str, tuple[str, ...]] = {}  # a key of `eligible.REASONS` -> devices
+    ineligible: dict[str, tuple[str, ...]] = {}  # a key of `eligible.REASONS` -> devices
     costs: dict[str, float] = {}  # device -> joules per FLOP, where the cohort prefers by it
 
 
@@ -197,8 +209,8 @@ class TaskDeclined(Event, frozen=True):
     device: str
     code: str
     reason: str
-    short: MemoryShortage | None = None  # requirements of the task, where it lacked memory
-    start: str = ""  # of its agent, as of `DeviceRegistry.agent_start_key`; "": not known
+    shortage: MemoryShortage | None = None  # requirements of the task, where it lacked memory
+    agent_start_key: str = ""  # of its agent, as of `DeviceRegistry.agent_start_key`; "": not known
 
 
 class UpdateAccepted(Event, frozen=True):
@@ -266,7 +278,7 @@ class RoundCommitted(Event, frozen=True):
     metrics: dict[str, float]  # of training
     notes: tuple[str, ...] = ()  # of the method
     took_s: float = 0.0  # seconds since the round before, as far as the running coordinator has seen
-    settled: bool = False  # it trained nobody, gathered statistics for an evaluation, and does not count
+    is_evaluation_round: bool = False  # it trained nobody, gathered statistics for an evaluation, and does not count
     evaluation: EvaluationSums | None = None  # of the state that the round began with
     best: bool = False  # whether that evaluation is the best so far
     warnings: tuple[str, ...] = ()  # of the coordinator
@@ -282,8 +294,8 @@ class JobEnded(Event, frozen=True, omit_defaults=True):
 
 def failure_event(error: Exception) -> JobEnded:
     """Return the event that ends a job with the error's message. Invalid Unicode is escaped."""
-    said = str(error) if isinstance(error, FedquiltError) else f"{type(error).__name__}: {error}"
-    return JobEnded("failed", said.encode("utf-8", "backslashreplace").decode())
+    text = str(error) if isinstance(error, FedquiltError) else f"{type(error).__name__}: {error}"
+    return JobEnded("failed", text.encode("utf-8", "backslashreplace").decode())
 
 
 class JobResumed(Event, frozen=True): ...
@@ -292,10 +304,10 @@ class JobResumed(Event, frozen=True): ...
 class NoteRecorded(Event, frozen=True):
     """Note on a run that has not started, such as its trigger or its approval."""
 
-    said: str
+    text: str
 
 
-_OfAttempt = (
+_AttemptEvent = (
     EligibilityRecorded
     | CohortSelected
     | TaskDeclined
@@ -307,280 +319,430 @@ _OfAttempt = (
     | RoundRetried
     | AttemptResumed
 )
-_OfRound = _OfAttempt | RoundClosed | RoundCommitted
-AnyEvent = NoteRecorded | JobStarted | _OfRound | JobEnded | JobResumed
+_RoundEvent = _AttemptEvent | RoundClosed | RoundCommitted
+AnyEvent = NoteRecorded | JobStarted | _RoundEvent | JobEnded | JobResumed
 
 
 class JobState(msgspec.Struct, frozen=True):
     """State of a job, as given by applying all its events in order (`apply_event`)."""
 
-    plan: JobConstants
+    constants: JobConstants
     phase: Phase = "new"
     round: int = 0
     attempt: int = 0
     opened_s: float = 0.0  # start of the running attempt, on this process's clock
     passed_s: float = 0.0  # seconds of the attempt at the latest restart of the coordinator within it
     restarts: int = 0  # of the coordinator within the attempt
-    allowed_s: float | None = None  # duration allowed for it; None: the cohort's deadline_s
-    extended: bool = False  # it has passed its first deadline
+    attempt_limit_s: float | None = None  # duration allowed for it; None: the cohort's deadline_s
+    is_deadline_extended: bool = False  # it has passed its first deadline
     state: BlobRef | None = None
-    asked: frozenset[str] = frozenset()  # asked in this attempt, and not answered, declined or rejected
-    roll: frozenset[str] = frozenset()  # asked in this or else the last round, and not declined
+    pending_devices: frozenset[str] = frozenset()  # asked in this attempt, and not answered, declined or rejected
+    cohort: frozenset[str] = frozenset()  # asked in this or else the last round, and not declined
     # where all are wanted: who took part when devices were last asked in this attempt
-    due: frozenset[str] = frozenset()
-    silent: tuple[str, ...] = ()  # asked in earlier attempts at this round and not heard, the latest asked last
-    answered: Mapping[str, Update] = field(default_factory=dict)  # device -> its update of this round
-    folded: UpdatesAggregated | None = None  # stored partial aggregate, whose updates are deleted
-    asked_s: Mapping[str, float] = field(default_factory=dict)  # device -> when it was asked, on this process's clock
+    expected_devices: frozenset[str] = frozenset()
+    silent_devices: tuple[str, ...] = ()  # asked in earlier attempts at this round and not heard, the latest asked last
+    accepted_updates: Mapping[str, Update] = field(default_factory=dict)  # device -> its update of this round
+    partial_aggregate: UpdatesAggregated | None = None  # stored partial aggregate, whose updates are deleted
+    selected_s: Mapping[str, float] = field(
+        default_factory=dict
+    )  # device -> when it was asked, on this process's clock
     work: Mapping[str, float] = field(default_factory=dict)  # device -> amount of work of its task in this round
     epochs: Mapping[str, int] = field(default_factory=dict)  # device -> epochs in this round, where not the job's
-    took: deadline.Known = field(default_factory=dict)
-    labels: LabelColumn = field(default_factory=LabelColumn)  # who can be asked, by the latest `EligibilityRecorded`
+    durations: deadline.DurationsByDevice = field(default_factory=dict)
+    eligibility: LabelColumn = field(
+        default_factory=LabelColumn
+    )  # who can be asked, by the latest `EligibilityRecorded`
     costs: CostColumn = field(default_factory=CostColumn)
-    since: RoundColumn = field(default_factory=RoundColumn)  # round in which it was last asked, or first seen
-    spent: ResourceUsage = ResourceUsage()
+    last_selected_rounds: RoundColumn = field(
+        default_factory=RoundColumn
+    )  # round in which it was last asked, or first seen
+    usage: ResourceUsage = ResourceUsage()
     best: BestEvaluation | None = None
-    began_s: float = 0.0  # start of the running round, or when this process took up the job
-    declined: Mapping[str, str] = field(default_factory=dict)  # device -> reason; not asked again in this attempt
+    round_started_s: float = 0.0  # start of the running round, or when this process took up the job
+    decline_reasons: Mapping[str, str] = field(
+        default_factory=dict
+    )  # device -> reason; not asked again in this attempt
     # device -> its last refusal, if that kind lasts
-    refused: Mapping[str, LastingDecline] = field(default_factory=dict)
-    idle: frozenset[str] = frozenset()  # of these: devices that the method has no task for in this round
-    lost: frozenset[str] = frozenset()  # devices that have counted this round already, and work on it again
+    lasting_declines: Mapping[str, LastingDecline] = field(default_factory=dict)
+    devices_without_work: frozenset[str] = (
+        frozenset()
+    )  # of these: devices that the method has no task for in this round
+    redoing_devices: frozenset[str] = frozenset()  # devices that have counted this round already, and work on it again
     history: Mapping[str, RoundBitmap] = field(default_factory=dict)  # device -> rounds it contributed to
-    finished: bool = False  # the method is done
-    checked: bool = False  # the final evaluation is complete
-    settles: bool = False  # the method has evaluation rounds, before an evaluation and at the end
-    settling: bool = False  # the running round is one
-    ordered: JobStarted | None = None  # of a site: what the coordinator above has ordered of the running round
-    through: Mapping[str, str] = field(default_factory=dict)  # a site's board -> the site, whose update of now has it
-    extra: int = 0  # number of evaluation rounds so far
+    is_method_done: bool = False  # the method is done
+    is_final_evaluation_done: bool = False  # the final evaluation is complete
+    has_evaluation_rounds: bool = False  # the method has evaluation rounds, before an evaluation and at the end
+    is_evaluation_round: bool = False  # the running round is one
+    parent_order: JobStarted | None = None  # of a site: what the coordinator above has ordered of the running round
+    sites_by_device: Mapping[str, str] = field(
+        default_factory=dict
+    )  # a site's board -> the site, whose update of now has it
+    evaluation_rounds: int = 0  # number of evaluation rounds so far
     class_counts: tuple[int, ...] = ()  # held-out examples of each class in the last evaluation
     reason: str = ""
 
     @property
     def eligible(self) -> frozenset[str]:
-        return frozenset(device for device, label in self.labels.items() if label == ELIGIBLE)
+        return frozenset(device for device, label in self.eligibility.items() if label == ELIGIBLE)
 
     @property
-    def passed(self) -> dict[str, str]:
-        return {device: label for device, label in self.labels.items() if label != ELIGIBLE}
+    def ineligibility_reasons(self) -> dict[str, str]:
+        return {device: label for device, label in self.eligibility.items() if label != ELIGIBLE}
 
     @property
     def cohort_size(self) -> int:
         """Number of wanted updates, or 0 for all devices, as in every evaluation round."""
-        return 0 if self.settling else self.plan.cohort.size
+        return 0 if self.is_evaluation_round else self.constants.cohort.size
 
     @property
     def completed_rounds(self) -> int:
         """Number of committed rounds, without evaluation rounds."""
-        return self.round - self.extra
+        return self.round - self.evaluation_rounds
 
     @property
     def is_work_done(self) -> bool:
         """Whether only an evaluation round and the final evaluation may be left."""
-        return self.finished or self.round - self.extra >= self.plan.rounds
+        return self.is_method_done or self.round - self.evaluation_rounds >= self.constants.rounds
 
     @property
     def task_actions(self) -> tuple[Action, ...]:
         """Actions of the running round's tasks: evaluation ("check"), training ("work") or both."""
-        if self.ordered is not None and self.ordered.actions:
-            return self.ordered.actions
-        every = 0 if self.plan.check_beside else self.plan.check_every
-        if self.is_work_done and not self.settling:
+        if self.parent_order is not None and self.parent_order.actions:
+            return self.parent_order.actions
+        every = 0 if self.constants.check_beside else self.constants.check_every
+        if self.is_work_done and not self.is_evaluation_round:
             return ("check",)
-        return ("check", "work") if not self.settling and every and self.completed_rounds % every == 0 else ("work",)
+        return (
+            ("check", "work")
+            if not self.is_evaluation_round and every and self.completed_rounds % every == 0
+            else ("work",)
+        )
 
     @property
     def reached_limit(self) -> str | None:
-        return describe_reached_limit(self.plan.stop, self.spent, self.best)
+        return describe_reached_limit(self.constants.stop, self.usage, self.best)
 
     def best_after(self, sums: EvaluationSums | None) -> BestEvaluation | None:
         """Return the best evaluation after one of the state that the running round began with."""
-        if not self.plan.check_every:  # a site evaluates for the coordinator above
+        if not self.constants.check_every:  # a site evaluates for the coordinator above
             return self.best
-        return add_evaluation(self.best, sums, self.state, self.completed_rounds, self.plan.stop.min_gain)
+        return add_evaluation(self.best, sums, self.state, self.completed_rounds, self.constants.stop.min_gain)
 
     @property
     def deadline_s(self) -> float:
-        return self.max_deadline_s if self.allowed_s is None else self.allowed_s
+        return self.max_deadline_s if self.attempt_limit_s is None else self.attempt_limit_s
 
     @property
     def max_deadline_s(self) -> float:
-        return (self.ordered and self.ordered.deadline_s) or self.plan.cohort.deadline_s
+        return (self.parent_order and self.parent_order.deadline_s) or self.constants.cohort.deadline_s
 
     def remaining_s(self, now_s: float) -> float:
         return max(self.opened_s + self.deadline_s - now_s, 0.0)
 
-    def decline_event(self, device: str, code: str, reason: str, ask: DeviceWorkload, start: str = "") -> TaskDeclined:
-        lacks_memory = REFUSALS.get(code, UNKNOWN).lasts == "rounds"
+    def decline_event(
+        self, device: str, code: str, reason: str, workload: DeviceWorkload, agent_start_key: str = ""
+    ) -> TaskDeclined:
+        lacks_memory = DECLINE_REASONS.get(code, UNKNOWN_DECLINE).duration == "rounds"
         return TaskDeclined(
-            self.round, device, code, reason, MemoryShortage.from_workload(ask) if lacks_memory else None, start
+            self.round,
+            device,
+            code,
+            reason,
+            MemoryShortage.from_workload(workload) if lacks_memory else None,
+            agent_start_key,
         )
 
-    def acceptance_event(self, update: Update, now_s: float, ask: DeviceWorkload = DeviceWorkload()) -> UpdateAccepted:
+    def acceptance_event(
+        self, update: Update, now_s: float, workload: DeviceWorkload = DeviceWorkload()
+    ) -> UpdateAccepted:
         """Return the event that a device's update is accepted, with the duration of its task.
 
         The duration is the time since the selection of the device, but at least the time that the device reports.
         After a restart of the coordinator only the latter is known.
         """
-        waited_s = now_s - self.asked_s.get(update.device, now_s)
+        waited_s = now_s - self.selected_s.get(update.device, now_s)
         usage = update.usage
-        expected_s = deadline.predict_duration_s(ask.work, ask.profile, usage.point, usage.examples or 1)
+        expected_s = deadline.predict_duration_s(workload.work, workload.profile, usage.point, usage.examples or 1)
         return UpdateAccepted(self.round, update, max(waited_s, usage.wall_s), expected_s)
 
 
-def apply_event(state: JobState, fact: AnyEvent, now_s: float) -> JobState:
-    kind, of = type(fact).__name__, getattr(fact, "round", state.round)
-    to = TRANSITIONS[kind].get(state.phase, ())
-    if of != state.round:
+def apply_event(state: JobState, event: AnyEvent, now_s: float) -> JobState:
+    kind, event_round = type(event).__name__, getattr(event, "round", state.round)
+    allowed_phases = TRANSITIONS[kind].get(state.phase, ())
+    if event_round != state.round:
         raise JobError(
-            f"{kind} of round {of + 1} in the log of a job whose running round is {state.round + 1}{_NOT_OURS}"
+            f"{kind} of round {event_round + 1} in the log of a job whose running round is {state.round + 1}{_FOREIGN_LOG_HINT}"
         )
-    after = _apply_allowed_event(state, fact, now_s) if to else state
-    if after.phase not in to:
-        raise JobError(f"{kind} in round {state.round + 1} cannot happen to a job that is {state.phase}{_NOT_OURS}")
-    return after
+    new_state = _apply_allowed_event(state, event, now_s) if allowed_phases else state
+    if new_state.phase not in allowed_phases:
+        raise JobError(
+            f"{kind} in round {state.round + 1} cannot happen to a job that is {state.phase}{_FOREIGN_LOG_HINT}"
+        )
+    return new_state
 
 
-_NOT_OURS = ": the log was not written by this coordinator's rules; run the job anew"
+_FOREIGN_LOG_HINT = ": the log was not written by this coordinator's rules; run the job anew"
 
 
-def _apply_allowed_event(state: JobState, fact: AnyEvent, now_s: float) -> JobState:
-    match fact:  # the most frequent first
+def _apply_allowed_event(state: JobState, event: AnyEvent, now_s: float) -> JobState:
+    match event:  # the most frequent first
         case UpdateAccepted():
-            device, took = fact.update.device, state.took
-            if device in state.refused:
-                state = replace(state, refused={name: kept for name, kept in state.refused.items() if name != device})
-            if state.plan.cohort.deadline != "fixed":  # later deadlines are predicted from what tasks took so far
-                took = deadline.add_update_duration(took, fact.update, state.work, fact.took_s, fact.expected_s)
-            answered, spent = {**state.answered, device: fact.update}, state.spent.add_update(fact.update)
-            if fact.update.site_devices:
-                state = replace(state, through={**state.through, **dict.fromkeys(fact.update.site_devices, device)})
-            return replace(state, asked=state.asked - {device}, answered=answered, spent=spent, took=took)
+            device, durations = event.update.device, state.durations
+            if device in state.lasting_declines:
+                state = replace(
+                    state,
+                    lasting_declines={
+                        name: decline for name, decline in state.lasting_declines.items() if name != device
+                    },
+                )
+            if state.constants.cohort.deadline != "fixed":  # later deadlines are predicted from what tasks took so far
+                durations = deadline.add_update_duration(
+                    durations, event.update, state.work, event.took_s, event.expected_s
+                )
+            accepted_updates, usage = (
+                {**state.accepted_updates, device: event.update},
+                state.usage.add_update(event.update),
+            )
+            if event.update.site_devices:
+                state = replace(
+                    state, sites_by_device={**state.sites_by_device, **dict.fromkeys(event.update.site_devices, device)}
+                )
+            return replace(
+                state,
+                pending_devices=state.pending_devices - {device},
+                accepted_updates=accepted_updates,
+                usage=usage,
+                durations=durations,
+            )
         case JobStarted():
             begun: Phase = "selecting" if state.phase == "new" else state.phase
-            state = replace(_restart_attempt_time(state, now_s), phase=begun, state=fact.state, began_s=now_s)
-            state = replace(state, settles=fact.settles, ordered=fact if fact.actions else None, settling=fact.settling)
-            if fact.begins < state.round:
-                return _rewind_to_round(state, fact.begins)
-            return state if fact.begins == state.round and not state.answered else _clear_round(state, fact.begins)
+            state = replace(_restart_attempt_time(state, now_s), phase=begun, state=event.state, round_started_s=now_s)
+            state = replace(
+                state,
+                has_evaluation_rounds=event.has_evaluation_rounds,
+                parent_order=event if event.actions else None,
+                is_evaluation_round=event.is_evaluation_round,
+            )
+            if event.first_round < state.round:
+                return _rewind_to_round(state, event.first_round)
+            return (
+                state
+                if event.first_round == state.round and not state.accepted_updates
+                else _clear_round(state, event.first_round)
+            )
         case NoteRecorded():
             return state
         case EligibilityRecorded():
-            return _apply_eligibility(state, fact)
+            return _apply_eligibility(state, event)
         case JobResumed():
-            phase: Phase = "open" if state.asked or state.answered else "selecting"
-            state = replace(_restart_attempt_time(state, now_s), phase=phase, extended=False, attempt=0, reason="")
-            return replace(state, declined={}, refused={}, idle=frozenset(), silent=(), began_s=now_s)
+            phase: Phase = "open" if state.pending_devices or state.accepted_updates else "selecting"
+            state = replace(
+                _restart_attempt_time(state, now_s), phase=phase, is_deadline_extended=False, attempt=0, reason=""
+            )
+            return replace(
+                state,
+                decline_reasons={},
+                lasting_declines={},
+                devices_without_work=frozenset(),
+                silent_devices=(),
+                round_started_s=now_s,
+            )
         case JobEnded():
-            return replace(state, phase=fact.status, reason=fact.reason)
+            return replace(state, phase=event.status, reason=event.reason)
         case CohortSelected():
-            return _apply_cohort_selected(state, fact, now_s)
+            return _apply_cohort_selected(state, event, now_s)
         case TaskDeclined() | UpdateRejected():
-            declined = {**state.declined, fact.device: fact.reason}
-            roll = state.roll - {fact.device} if isinstance(fact, TaskDeclined) else state.roll
-            refused, idle, asked = state.refused, state.idle, state.asked - {fact.device}
-            if REFUSALS.get(fact.code, UNKNOWN).lasts != "attempt":
-                agent = (fact.start, fact.short) if isinstance(fact, TaskDeclined) else ("", None)
-                known = LastingDecline(fact.round, fact.code, fact.reason, frozenset(state.task_actions), *agent)
-                refused = {**refused, fact.device: known}
-            if isinstance(fact, TaskDeclined) and fact.code == NOTHING:
-                idle = idle | {fact.device}
-            return replace(state, declined=declined, roll=roll, refused=refused, idle=idle, asked=asked)
+            declined = {**state.decline_reasons, event.device: event.reason}
+            cohort = state.cohort - {event.device} if isinstance(event, TaskDeclined) else state.cohort
+            lasting_declines, devices_without_work, pending_devices = (
+                state.lasting_declines,
+                state.devices_without_work,
+                state.pending_devices - {event.device},
+            )
+            if DECLINE_REASONS.get(event.code, UNKNOWN_DECLINE).duration != "attempt":
+                agent = (event.agent_start_key, event.shortage) if isinstance(event, TaskDeclined) else ("", None)
+                known = LastingDecline(event.round, event.code, event.reason, frozenset(state.task_actions), *agent)
+                lasting_declines = {**lasting_declines, event.device: known}
+            if isinstance(event, TaskDeclined) and event.code == NO_WORK:
+                devices_without_work = devices_without_work | {event.device}
+            return replace(
+                state,
+                decline_reasons=declined,
+                cohort=cohort,
+                lasting_declines=lasting_declines,
+                devices_without_work=devices_without_work,
+                pending_devices=pending_devices,
+            )
         case UpdateLost():
-            return _apply_update_lost(state, fact, now_s)
+            return _apply_update_lost(state, event, now_s)
         case UpdatesAggregated():
-            return replace(state, folded=fact)
+            return replace(state, partial_aggregate=event)
         case RoundClosed():
-            return replace(state, phase="closing", asked=frozenset(), due=frozenset())
+            return replace(state, phase="closing", pending_devices=frozenset(), expected_devices=frozenset())
         case DeadlineExtended():
-            return replace(state, allowed_s=None, extended=True)
+            return replace(state, attempt_limit_s=None, is_deadline_extended=True)
         case RoundRetried():
-            state = replace(_restart_attempt_time(state, now_s), attempt=fact.attempt, extended=False, due=frozenset())
-            silent = (*(device for device in state.silent if device not in state.asked), *sorted(state.asked))
-            return replace(state, silent=silent, asked=frozenset(), declined={}, idle=frozenset())
+            state = replace(
+                _restart_attempt_time(state, now_s),
+                attempt=event.attempt,
+                is_deadline_extended=False,
+                expected_devices=frozenset(),
+            )
+            silent_devices = (
+                *(device for device in state.silent_devices if device not in state.pending_devices),
+                *sorted(state.pending_devices),
+            )
+            return replace(
+                state,
+                silent_devices=silent_devices,
+                pending_devices=frozenset(),
+                decline_reasons={},
+                devices_without_work=frozenset(),
+            )
         case AttemptResumed(passed_s=passed_s):
             return replace(state, opened_s=now_s - passed_s, passed_s=passed_s, restarts=state.restarts + 1)
         case RoundCommitted():
-            return _apply_round_committed(state, fact, now_s)
+            return _apply_round_committed(state, event, now_s)
 
 
 def _restart_attempt_time(state: JobState, now_s: float) -> JobState:
     return replace(state, opened_s=now_s, passed_s=0.0, restarts=0)
 
 
-def _apply_cohort_selected(state: JobState, fact: CohortSelected, now_s: float) -> JobState:
+def _apply_cohort_selected(state: JobState, event: CohortSelected, now_s: float) -> JobState:
     if state.phase == "selecting":
-        state = replace(_restart_attempt_time(state, now_s), phase="open", allowed_s=fact.deadline_s, extended=False)
-        state = replace(state, asked_s={}, work={}, roll=frozenset())
+        state = replace(
+            _restart_attempt_time(state, now_s),
+            phase="open",
+            attempt_limit_s=event.deadline_s,
+            is_deadline_extended=False,
+        )
+        state = replace(state, selected_s={}, work={}, cohort=frozenset())
     if not state.cohort_size:  # else no round waits for more devices than are asked
-        due = frozenset(device for device, label in state.labels.items() if label in (ELIGIBLE, BUSY, SHARE))
-        state = replace(state, due=due)
+        expected_devices = frozenset(
+            device for device, label in state.eligibility.items() if label in (ELIGIBLE, BUSY, SHARE)
+        )
+        state = replace(state, expected_devices=expected_devices)
     return replace(
         state,
-        asked=state.asked | set(fact.devices),
-        roll=state.roll | set(fact.devices),
-        asked_s={**state.asked_s, **dict.fromkeys(fact.devices, now_s)},
-        work={**state.work, **fact.work},
-        epochs={**state.epochs, **fact.epochs},
-        since=state.since.with_values(dict.fromkeys(fact.devices, fact.round)),
+        pending_devices=state.pending_devices | set(event.devices),
+        cohort=state.cohort | set(event.devices),
+        selected_s={**state.selected_s, **dict.fromkeys(event.devices, now_s)},
+        work={**state.work, **event.work},
+        epochs={**state.epochs, **event.epochs},
+        last_selected_rounds=state.last_selected_rounds.with_values(dict.fromkeys(event.devices, event.round)),
     )
 
 
-def _apply_update_lost(state: JobState, fact: UpdateLost, now_s: float) -> JobState:
-    device, asked_s = fact.device, {**state.asked_s, fact.device: now_s}
-    answered = {name: update for name, update in state.answered.items() if name != device}
-    through = {board: site for board, site in state.through.items() if site != device} if state.through else {}
+def _apply_update_lost(state: JobState, event: UpdateLost, now_s: float) -> JobState:
+    device, selected_s = event.device, {**state.selected_s, event.device: now_s}
+    accepted_updates = {name: update for name, update in state.accepted_updates.items() if name != device}
+    sites_by_device = (
+        {board: site for board, site in state.sites_by_device.items() if site != device}
+        if state.sites_by_device
+        else {}
+    )
     if state.phase == "closing":
-        state = replace(_restart_attempt_time(state, now_s), phase="open", extended=False)
-    folded = None if state.folded and device in state.folded.devices else state.folded  # no sum can do without it
-    state = replace(state, answered=answered, through=through, folded=folded, asked_s=asked_s)
-    return replace(state, asked=state.asked | {device}, lost=state.lost | {device})
+        state = replace(_restart_attempt_time(state, now_s), phase="open", is_deadline_extended=False)
+    partial_aggregate = (
+        None if state.partial_aggregate and device in state.partial_aggregate.devices else state.partial_aggregate
+    )  # no sum can do without it
+    state = replace(
+        state,
+        accepted_updates=accepted_updates,
+        sites_by_device=sites_by_device,
+        partial_aggregate=partial_aggregate,
+        selected_s=selected_s,
+    )
+    return replace(
+        state, pending_devices=state.pending_devices | {device}, redoing_devices=state.redoing_devices | {device}
+    )
 
 
-def _apply_eligibility(state: JobState, fact: EligibilityRecorded) -> JobState:
-    barred = {device: code for code, devices in fact.passed.items() for device in devices}
-    labels = {**dict.fromkeys(fact.eligible, ELIGIBLE), **barred}
+def _apply_eligibility(state: JobState, event: EligibilityRecorded) -> JobState:
+    ineligible_devices = {device: code for code, devices in event.ineligible.items() for device in devices}
+    labels_by_device = {**dict.fromkeys(event.eligible, ELIGIBLE), **ineligible_devices}
     return replace(
         state,
-        labels=state.labels.with_values(labels),
-        costs=state.costs.with_values(fact.costs),
-        since=state.since.with_values({device: fact.round for device in labels if device not in state.since}),
+        eligibility=state.eligibility.with_values(labels_by_device),
+        costs=state.costs.with_values(event.costs),
+        last_selected_rounds=state.last_selected_rounds.with_values(
+            {device: event.round for device in labels_by_device if device not in state.last_selected_rounds}
+        ),
     )
 
 
 def _clear_round(state: JobState, round: int) -> JobState:
     """Return the state before round `round` starts, without devices, updates and refusals of the last one."""
-    state = replace(state, round=round, attempt=0, asked=frozenset(), answered={}, declined={})
-    refused = {name: kept for name, kept in state.refused.items() if REFUSALS[kept.code].lasts != "round"}
-    state = replace(state, epochs={}, silent=(), folded=None, idle=frozenset(), lost=frozenset(), through={})
-    return replace(state, refused=refused) if len(refused) < len(state.refused) else state
+    state = replace(state, round=round, attempt=0, pending_devices=frozenset(), accepted_updates={}, decline_reasons={})
+    lasting_declines = {
+        name: decline
+        for name, decline in state.lasting_declines.items()
+        if DECLINE_REASONS[decline.code].duration != "round"
+    }
+    state = replace(
+        state,
+        epochs={},
+        silent_devices=(),
+        partial_aggregate=None,
+        devices_without_work=frozenset(),
+        redoing_devices=frozenset(),
+        sites_by_device={},
+    )
+    return (
+        replace(state, lasting_declines=lasting_declines)
+        if len(lasting_declines) < len(state.lasting_declines)
+        else state
+    )
 
 
 def _rewind_to_round(state: JobState, round: int) -> JobState:
     """Return the state before a round that the parent repeats, without later contributions."""
     # the coordinator above runs from an older copy, and repeats a round that the site has worked for
     history = {device: rounds.rounds_before(round) for device, rounds in state.history.items()}
-    since = RoundColumn({device: min(last, round) for device, last in state.since.items()})
-    return replace(_clear_round(state, round), history=history, since=since)
+    last_selected_rounds = RoundColumn(
+        {device: min(last_round, round) for device, last_round in state.last_selected_rounds.items()}
+    )
+    return replace(_clear_round(state, round), history=history, last_selected_rounds=last_selected_rounds)
 
 
-def _apply_round_committed(state: JobState, fact: RoundCommitted, now_s: float) -> JobState:
-    took_part = {device: state.history.get(device, NEVER).with_round(state.round) for device in state.answered}
-    history, checked = {**state.history, **took_part}, state.is_work_done and not state.settling
-    spent = replace(state.spent, wall_s=state.spent.wall_s + fact.took_s)
-    after = _restart_attempt_time(_clear_round(state, state.round + 1), now_s)
-    after = replace(after, phase="selecting", began_s=now_s, state=fact.state)
-    after = replace(after, history=history, finished=state.finished or fact.finished, checked=checked, settling=False)
-    after = replace(after, extra=state.extra + fact.settled, spent=spent, best=state.best_after(fact.evaluation))
-    if state.plan.class_priors and fact.evaluation is not None:
-        after = replace(after, class_counts=evaluation.count_classes(fact.evaluation))
-    return replace(after, settling=state.settles and not fact.settled and _is_evaluation_round_next(after))
+def _apply_round_committed(state: JobState, event: RoundCommitted, now_s: float) -> JobState:
+    histories = {device: state.history.get(device, NEVER).with_round(state.round) for device in state.accepted_updates}
+    history, is_final_evaluation_done = (
+        {**state.history, **histories},
+        state.is_work_done and not state.is_evaluation_round,
+    )
+    usage = replace(state.usage, wall_s=state.usage.wall_s + event.took_s)
+    new_state = _restart_attempt_time(_clear_round(state, state.round + 1), now_s)
+    new_state = replace(new_state, phase="selecting", round_started_s=now_s, state=event.state)
+    new_state = replace(
+        new_state,
+        history=history,
+        is_method_done=state.is_method_done or event.finished,
+        is_final_evaluation_done=is_final_evaluation_done,
+        is_evaluation_round=False,
+    )
+    new_state = replace(
+        new_state,
+        evaluation_rounds=state.evaluation_rounds + event.is_evaluation_round,
+        usage=usage,
+        best=state.best_after(event.evaluation),
+    )
+    if state.constants.class_priors and event.evaluation is not None:
+        new_state = replace(new_state, class_counts=evaluation.count_classes(event.evaluation))
+    return replace(
+        new_state,
+        is_evaluation_round=state.has_evaluation_rounds
+        and not event.is_evaluation_round
+        and _is_evaluation_round_next(new_state),
+    )
 
 
 def _is_evaluation_round_next(state: JobState) -> bool:
-    due = bool(every := state.plan.check_every) and state.completed_rounds % every == 0
-    return not state.checked and (state.is_work_done or due or state.reached_limit is not None)
+    is_evaluation_due = bool(every := state.constants.check_every) and state.completed_rounds % every == 0
+    return not state.is_final_evaluation_done and (
+        state.is_work_done or is_evaluation_due or state.reached_limit is not None
+    )
 
 
 class JobView(Protocol):
@@ -591,10 +753,10 @@ class JobView(Protocol):
     def job(self) -> JobSettings: ...
 
     @property
-    def rounds(self) -> JobState: ...
+    def job_state(self) -> JobState: ...
 
 
 class EndedJob(NamedTuple):  # without a controller
     id: str
     job: JobSettings
-    rounds: JobState
+    job_state: JobState

@@ -50,10 +50,11 @@ class RolloutPlan(wire.ReleaseContent, frozen=True, omit_defaults=True):
         if not self.canary or not self.phases:
             raise JobError("a rollout has a canary above 0 % and at least one phase after it: --phases 5% 100%")
         if any(
-            later <= before for before, later in zip(self.cumulative_shares, self.cumulative_shares[1:], strict=False)
+            next_share <= before
+            for before, next_share in zip(self.cumulative_shares, self.cumulative_shares[1:], strict=False)
         ):
-            told = ", ".join(f"{100 * share:g} %" for share in self.cumulative_shares)
-            raise JobError(f"the phases {told} do not grow: each is the share of the fleet that has it by its end")
+            shares = ", ".join(f"{100 * share:g} %" for share in self.cumulative_shares)
+            raise JobError(f"the phases {shares} do not grow: each is the share of the fleet that has it by its end")
         if self.window and not _WINDOW.fullmatch(self.window):
             raise JobError(f"{self.window[:40]!r} is no window: write it as 02:00-05:00, in the boards' local time")
         if self.window and self.window[:5] == self.window[6:]:
@@ -64,10 +65,10 @@ Status: TypeAlias = Literal["queued", "running", "done", "aborted", "rolled back
 SETTLED: Final = frozenset({"committed", "refused", "returned"})
 FAILED: Final = frozenset({"refused", "returned"})
 SWAPPED: Final = frozenset({"checking", "soaking"})  # a board that falls silent in these may have failed by the release
-MEASURED: Final = frozenset({"accuracy", "accuracy_before", "latency_s", "energy_j", "peak_bytes"})  # and kept
-UNABLE: Final = "no launcher started the agent"
+REPORTED_METRICS: Final = frozenset({"accuracy", "accuracy_before", "latency_s", "energy_j", "peak_bytes"})  # and kept
+NO_LAUNCHER: Final = "no launcher started the agent"
 NO_RUNTIME: Final = "no ONNX Runtime, which checks models: install the extra `onnx` there"
-LONGEST_S: Final = 86400.0  # a board that is there and waits, checks or soaks for longer holds nobody up any more
+MAX_REPORTING_S: Final = 86400.0  # a board that is there and waits, checks or soaks for longer holds nobody up any more
 
 
 class RolloutEvent(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True, omit_defaults=True): ...
@@ -75,7 +76,7 @@ class RolloutEvent(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=
 
 class RolloutStarted(RolloutEvent, frozen=True):
     serial: Count
-    without: dict[Name, Sentence] = {}  # devices that it selects and that cannot take its release -> why
+    incompatible_devices: dict[Name, Sentence] = {}  # devices that it selects and that cannot take its release -> why
 
 
 class ReleaseOffered(RolloutEvent, frozen=True):
@@ -138,13 +139,15 @@ class Rollout(msgspec.Struct, frozen=True):
     plan: RolloutPlan
     status: Status = "queued"
     serial: int = 0  # of its releases
-    back: int = 0  # of the releases that take it back; 0: there are none
+    revert_serial: int = 0  # of the releases that take it back; 0: there are none
     step: int = 0  # the one that runs, or comes next; the canary's is 0
     offered: Mapping[str, int] = {}  # device -> the step in which it was offered
-    heard: Mapping[str, StatusReported] = {}  # device -> its latest report
+    reports: Mapping[str, StatusReported] = {}  # device -> its latest report
     reason: str = ""  # why it was aborted
-    without: Mapping[str, str] = {}  # devices that were left out at its start, as they cannot take its release -> why
-    silent: frozenset[str] = frozenset()  # without whom a step has passed, and who have said nothing since
+    incompatible_devices: Mapping[
+        str, str
+    ] = {}  # devices that were left out at its start, as they cannot take its release -> why
+    silent_devices: frozenset[str] = frozenset()  # without whom a step has passed, and who have said nothing since
     silent_s: float = 0.0  # as of the latest `RolloutResumed` of the step that runs
     present_s: float = 0.0
     restarts: int = 0  # of coordinators while the step runs
@@ -159,67 +162,71 @@ class Rollout(msgspec.Struct, frozen=True):
 
     @property
     def is_reverted(self) -> bool:
-        return self.back > 0
+        return self.revert_serial > 0
 
     def device_phase(self, device: str) -> str:
         """Return a device's phase in the latest release of the rollout, or "" before its first report."""
-        told = self.heard.get(device)
-        if told is None:
+        report = self.reports.get(device)
+        if report is None:
             return ""
-        ended = self.is_reverted and told.phase in FAILED  # it has nothing to return from
-        return told.phase if ended or told.serial == (self.back or self.serial) else ""
+        has_failed = self.is_reverted and report.phase in FAILED  # it has nothing to return from
+        return report.phase if has_failed or report.serial == (self.revert_serial or self.serial) else ""
 
     def device_outcome(self, device: str) -> str:
         """Return the phase of a device, or "lost" if the device fell silent while checking or soaking."""
         phase = self.device_phase(device)
-        return "lost" if phase in SWAPPED and device in self.silent else phase
+        return "lost" if phase in SWAPPED and device in self.silent_devices else phase
 
     def count_outcomes(self) -> dict[str, int]:
-        found: dict[str, int] = {}
+        counts: dict[str, int] = {}
         for device in self.offered:
-            standing = self.device_outcome(device)
-            found[standing] = found.get(standing, 0) + 1
-        return found
+            outcome = self.device_outcome(device)
+            counts[outcome] = counts.get(outcome, 0) + 1
+        return counts
 
 
-def apply_rollout_event(state: Rollout, fact: AnyRolloutEvent) -> Rollout:
-    if state.status not in ALLOWED[type(fact)]:
-        raise JobError(f"{type(fact).__name__} cannot follow in {state.id}, which is {state.status}")
-    match fact:
-        case RolloutStarted(serial, without):
-            return replace(state, status="running", serial=serial, without=without)
+def apply_rollout_event(state: Rollout, event: AnyRolloutEvent) -> Rollout:
+    if state.status not in ALLOWED[type(event)]:
+        raise JobError(f"{type(event).__name__} cannot follow in {state.id}, which is {state.status}")
+    match event:
+        case RolloutStarted(serial, incompatible_devices):
+            return replace(state, status="running", serial=serial, incompatible_devices=incompatible_devices)
         case ReleaseOffered(step, devices):
             offered = {**state.offered, **dict.fromkeys(devices, step)}
             step = max(state.step, step)
             return replace(state, step=step, offered=offered, silent_s=0.0, present_s=0.0, restarts=0)
         case StatusReported(device):
-            return replace(state, heard={**state.heard, device: fact}, silent=state.silent - {device})
+            return replace(
+                state, reports={**state.reports, device: event}, silent_devices=state.silent_devices - {device}
+            )
         case RolloutResumed(silent_s, present_s):
             return replace(state, silent_s=silent_s, present_s=present_s, restarts=state.restarts + 1)
         case PhasePassed(step, silent):
-            return replace(state, step=step + 1, silent=state.silent.union(silent))
+            return replace(state, step=step + 1, silent_devices=state.silent_devices.union(silent))
         case RolloutCompleted():
             return replace(state, status="done", step=len(state.plan.cumulative_shares))
         case RolloutReverted(serial, reason):
             status: Status = "rolled back" if state.status == "done" else "aborted"
-            return replace(state, status=status, reason=reason, back=serial)
+            return replace(state, status=status, reason=reason, revert_serial=serial)
 
 
 def event_from_report(state: Rollout, device: str, message: wire.ReleaseStatus) -> StatusReported | None:
     """Return the event for a device's report, or None if the report is unrelated or known."""
     if device not in state.offered or message.kind != state.plan.kind:
         return None
-    now = state.back or state.serial
-    metrics = {name: value for name, value in message.metrics.items() if name in MEASURED and math.isfinite(value)}
-    fact = StatusReported(device, message.serial, message.phase, message.reason, metrics)
-    if message.rollout != state.id or message.serial > now:
-        if message.serial <= now:
+    latest_serial = state.revert_serial or state.serial
+    metrics = {
+        name: value for name, value in message.metrics.items() if name in REPORTED_METRICS and math.isfinite(value)
+    }
+    event = StatusReported(device, message.serial, message.phase, message.reason, metrics)
+    if message.rollout != state.id or message.serial > latest_serial:
+        if message.serial <= latest_serial:
             return None  # of an earlier one: it has not read this one's release yet
-        later = f"it has release {message.serial} of {message.rollout}, and this is {now}: roll this out once more"
-        fact = StatusReported(device, now, "refused", later)
-    elif message.serial not in (state.serial, now):
+        reason = f"it has release {message.serial} of {message.rollout}, and this is {latest_serial}: roll this out once more"
+        event = StatusReported(device, latest_serial, "refused", reason)
+    elif message.serial not in (state.serial, latest_serial):
         return None
-    return None if state.heard.get(device) == fact else fact
+    return None if state.reports.get(device) == event else event
 
 
 def release_for_device(state: Rollout, device: str) -> wire.DesiredRelease | None:
@@ -228,49 +235,51 @@ def release_for_device(state: Rollout, device: str) -> wire.DesiredRelease | Non
     After an abort or rollback, every device returns to what it ran before, except after a refusal or a return. A device
     that never ran the release reports that there is nothing to return from.
     """
-    plan, before = state.plan, state.heard.get(device)
+    plan, report = state.plan, state.reports.get(device)
     if device not in state.offered:
         return None
     if not state.is_reverted:
         content = {name: getattr(plan, name) for name in wire.ReleaseContent.__struct_fields__}
         return wire.DesiredRelease(rollout=state.id, serial=state.serial, **content)
-    if before is not None and before.serial == state.serial and before.phase in FAILED:
+    if report is not None and report.serial == state.serial and report.phase in FAILED:
         return None
     return wire.DesiredRelease(
-        rollout=state.id, kind=plan.kind, serial=state.back, name=plan.name, is_rollback=True, force=plan.force
+        rollout=state.id, kind=plan.kind, serial=state.revert_serial, name=plan.name, is_rollback=True, force=plan.force
     )
 
 
 class RolloutDevice(NamedTuple):
     online: bool
-    since_s: float  # time of the latest contact or report
+    last_contact_s: float  # time of the latest contact or report
     labels: Collection[str] | None = None  # None before its profile has arrived
-    able: bool = True  # to take the rollout's release at all
+    is_compatible: bool = True  # to take the rollout's release at all
 
     def matches_selection(self, select: Sequence[str]) -> bool:
         return self.labels is not None and labels.is_selected(select, self.labels)
 
 
 def select_rollout_devices(
-    state: Rollout, every: Sequence[Rollout], boards: Mapping[str, RolloutDevice]
+    state: Rollout, rollouts: Sequence[Rollout], devices: Mapping[str, RolloutDevice]
 ) -> dict[str, RolloutDevice]:
     """Return the devices that a rollout selects or has offered to, and no later one of its kind takes over."""
-    at = next(place for place, each in enumerate(every) if each.id == state.id)
-    later = [each for each in every[at + 1 :] if each.plan.kind == state.plan.kind]
-    goes_on = [
-        each for each in later if not each.is_reverted and (each.status != "done" or each.plan.includes_all_devices)
+    position = next(index for index, other in enumerate(rollouts) if other.id == state.id)
+    later_rollouts = [other for other in rollouts[position + 1 :] if other.plan.kind == state.plan.kind]
+    active_rollouts = [
+        other
+        for other in later_rollouts
+        if not other.is_reverted and (other.status != "done" or other.plan.includes_all_devices)
     ]
-    coming = [each.plan.select for each in goes_on]
+    later_selections = [other.plan.select for other in active_rollouts]
     return {
-        device: seen
-        for device, seen in boards.items()
-        if not any(device in each.offered for each in later)
+        device: rollout_device
+        for device, rollout_device in devices.items()
+        if not any(device in other.offered for other in later_rollouts)
         and (
             device in state.offered
             or (
-                seen.able
-                and seen.matches_selection(state.plan.select)
-                and not any(seen.matches_selection(select) for select in coming)
+                rollout_device.is_compatible
+                and rollout_device.matches_selection(state.plan.select)
+                and not any(rollout_device.matches_selection(select) for select in later_selections)
             )
         )
     }
@@ -279,26 +288,26 @@ def select_rollout_devices(
 def incompatibility_reason(plan: RolloutPlan, profile: Profile) -> str:
     """Return why a device cannot run the release of a plan, or "" if the device can."""
     if plan.kind == "agent":
-        return UNABLE if UPGRADES in profile.versions else ""
+        return NO_LAUNCHER if UPGRADES in profile.versions else ""
     if plan.kind == "model" and "onnx" not in profile.engines:
         return NO_RUNTIME
     return "" if plan.versions is None else file_format.explain_unsupported(plan.versions, profile.versions)
 
 
 def incompatible_devices(plan: RolloutPlan, profiles: Mapping[str, Profile]) -> dict[str, str]:
-    chosen = {name: profile for name, profile in profiles.items() if labels.is_selected(plan.select, profile.labels)}
-    reasons = {name: incompatibility_reason(plan, profile) for name, profile in sorted(chosen.items())}
+    selected = {name: profile for name, profile in profiles.items() if labels.is_selected(plan.select, profile.labels)}
+    reasons = {name: incompatibility_reason(plan, profile) for name, profile in sorted(selected.items())}
     return {name: reason for name, reason in reasons.items() if reason}
 
 
 def format_incompatible_devices(reasons: Mapping[str, str], names_per_reason: int) -> str:
     """Return devices by reason: "a, b and 6 more (reason)", with up to `names_per_reason` names for each reason."""
-    said = []
+    parts = []
     for reason in dict.fromkeys(reasons.values()):
         names = [name for name in reasons if reasons[name] == reason]
         more = f" and {len(names) - names_per_reason} more" if len(names) > names_per_reason else ""
-        said.append(f"{', '.join(names[:names_per_reason])}{more} ({reason})")
-    return "; ".join(said)
+        parts.append(f"{', '.join(names[:names_per_reason])}{more} ({reason})")
+    return "; ".join(parts)
 
 
 def decide_rollout_event(
@@ -306,7 +315,7 @@ def decide_rollout_event(
     fleet: Mapping[str, RolloutDevice],
     now_s: float,
     serial: int,
-    without: Mapping[str, str] | None = None,
+    incompatible_devices: Mapping[str, str] | None = None,
 ) -> AnyRolloutEvent | None:
     """Return the next event of a rollout, or None to wait.
 
@@ -315,30 +324,32 @@ def decide_rollout_event(
         fleet: The devices of the rollout.
         now_s: The time of the coordinator's clock, in seconds.
         serial: The number for a new release, greater than any before.
-        without: The selected devices that cannot run the release, with the reason of each.
+        incompatible_devices: The selected devices that cannot run the release, with the reason of each.
     """
     if state.status == "queued":
-        return RolloutStarted(serial, dict(without or {}))
+        return RolloutStarted(serial, dict(incompatible_devices or {}))
     if state.status == "done":
-        late = [device for device, seen in fleet.items() if seen.online and device not in state.offered]
-        wanted = late and state.plan.includes_all_devices
-        return ReleaseOffered(len(state.plan.phases), tuple(sorted(late))) if wanted else None
+        new_devices = [
+            device for device, fleet_device in fleet.items() if fleet_device.online and device not in state.offered
+        ]
+        is_included = new_devices and state.plan.includes_all_devices
+        return ReleaseOffered(len(state.plan.phases), tuple(sorted(new_devices))) if is_included else None
     if state.status != "running":
         return None
     if state.step == len(state.plan.cumulative_shares):
         return RolloutCompleted()
-    if state.without and not state.offered and not fleet:
-        why = (
-            f"no selected device can take the release: {format_incompatible_devices(state.without, 1)}; select "
+    if state.incompatible_devices and not state.offered and not fleet:
+        reason = (
+            f"no selected device can take the release: {format_incompatible_devices(state.incompatible_devices, 1)}; select "
             "other devices"
         )
-        return RolloutReverted(serial, shorten_error(why))
+        return RolloutReverted(serial, shorten_error(reason))
     failed = [device for device in state.offered if state.device_phase(device) in FAILED]
-    answered = [device for device in state.offered if state.device_phase(device) in SETTLED]
-    most = state.plan.abort_above
+    settled = [device for device in state.offered if state.device_phase(device) in SETTLED]
+    max_failed_share = state.plan.abort_above
     canary = sum(step == 0 for step in state.offered.values())
-    if len(failed) > most * max(len(answered), canary):
-        return RolloutReverted(serial, _abort_reason(state, failed, len(answered)))
+    if len(failed) > max_failed_share * max(len(settled), canary):
+        return RolloutReverted(serial, _abort_reason(state, failed, len(settled)))
     if not state.is_step_open:
         # the canary waits for a device, and phases that would reach no further device are left out
         for step in range(state.step, len(state.plan.cumulative_shares)) if state.step else (0,):
@@ -348,9 +359,9 @@ def decide_rollout_event(
     if find_blocking_devices(state, fleet, now_s):
         return None
     pending = [device for device in state.offered if state.device_phase(device) not in SETTLED]
-    lost = [device for device in pending if state.device_phase(device) in SWAPPED]
-    if len(failed) + len(lost) > most * (len(answered) + len(lost)):
-        return RolloutReverted(serial, _abort_reason(state, [*failed, *lost], len(answered) + len(lost)))
+    silent = [device for device in pending if state.device_phase(device) in SWAPPED]
+    if len(failed) + len(silent) > max_failed_share * (len(settled) + len(silent)):
+        return RolloutReverted(serial, _abort_reason(state, [*failed, *silent], len(settled) + len(silent)))
     return PhasePassed(state.step, tuple(sorted(each for each in pending if state.offered[each] == state.step)))
 
 
@@ -363,13 +374,15 @@ def select_step_devices(state: Rollout, fleet: Mapping[str, RolloutDevice]) -> t
     share = state.plan.cumulative_shares[state.step]
     if share >= 1.0:
         return tuple(sorted(fleet.keys() - state.offered.keys()))
-    there = [device for device, seen in fleet.items() if seen.online]
-    count = max(1, int(share * len(there) + 1e-9)) - sum(device in fleet for device in state.offered)
+    online_devices = [device for device, rollout_device in fleet.items() if rollout_device.online]
+    count = max(1, int(share * len(online_devices) + 1e-9)) - sum(device in fleet for device in state.offered)
     draw = seed_deriver("rollout", state.id)
-    able = sorted((each for each in there if each not in state.offered), key=lambda each: (draw(each), each))
-    if count <= 0 and state.step and able:
+    candidates = sorted(
+        (each for each in online_devices if each not in state.offered), key=lambda each: (draw(each), each)
+    )
+    if count <= 0 and state.step and candidates:
         count = 1  # a small fleet: every step goes further than the one before
-    return tuple(sorted(able[: max(count, 0)]))
+    return tuple(sorted(candidates[: max(count, 0)]))
 
 
 def find_blocking_devices(state: Rollout, fleet: Mapping[str, RolloutDevice], now_s: float) -> tuple[str, ...]:
@@ -381,19 +394,23 @@ def find_blocking_devices(state: Rollout, fleet: Mapping[str, RolloutDevice], no
     if not state.is_step_open:
         return ()
     pending = [device for device in state.offered if state.device_phase(device) not in SETTLED]
-    nobody = len(pending) == len(state.offered)
-    return tuple(sorted(each for each in pending if nobody or _delays_next_step(state, each, fleet.get(each), now_s)))
+    has_no_result = len(pending) == len(state.offered)
+    return tuple(
+        sorted(each for each in pending if has_no_result or _delays_next_step(state, each, fleet.get(each), now_s))
+    )
 
 
-def _delays_next_step(state: Rollout, device: str, seen: RolloutDevice | None, now_s: float) -> bool:
+def _delays_next_step(state: Rollout, device: str, rollout_device: RolloutDevice | None, now_s: float) -> bool:
     # a device that is unknown since the restart, has other labels now or was left behind by a step delays nothing
-    if seen is None or device in state.silent:
+    if rollout_device is None or device in state.silent_devices:
         return False
-    return now_s < seen.since_s + _wait_limit_s(state, _is_reporting(state, device, seen.online))
+    return now_s < rollout_device.last_contact_s + _wait_limit_s(
+        state, _is_reporting(state, device, rollout_device.online)
+    )
 
 
 def _wait_limit_s(state: Rollout, is_reporting: bool) -> float:
-    return LONGEST_S + state.plan.soak_s if is_reporting else state.plan.patience_s
+    return MAX_REPORTING_S + state.plan.soak_s if is_reporting else state.plan.patience_s
 
 
 def _is_reporting(state: Rollout, device: str, online: bool) -> bool:
@@ -418,7 +435,7 @@ def rollout_restart_event(state: Rollout, since_s: float) -> RolloutResumed | No
 def _abort_reason(state: Rollout, failed: Collection[str], answered: int) -> str:
     first = min(failed)
     phase = state.device_phase(first)
-    said = state.heard[first].reason if first in state.heard else ""
-    example = f"{first} {'fell silent' if phase in SWAPPED else phase}{f': {said}' if said else ''}"
+    report_reason = state.reports[first].reason if first in state.reports else ""
+    example = f"{first} {'fell silent' if phase in SWAPPED else phase}{f': {report_reason}' if report_reason else ''}"
     share = f"more than {100 * state.plan.abort_above:g} %"
     return shorten_error(f"{len(failed)} of {answered} boards failed, {share} ({example})")

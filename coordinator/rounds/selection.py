@@ -63,7 +63,7 @@ REASONS: Final[Mapping[str, str]] = {
     BUSY: "was at work on another job's task, or left to another job that had had less of the boards' time",
     SHARE: "was left free: its submitter's jobs had as many boards as [submitter] share of limits.toml allows",
 }
-ABLE: Final = frozenset(REASONS) - {"offline", "profile", "labels", "engine", "codec", "plugin"}
+ONLINE_REASONS: Final = frozenset(REASONS) - {"offline", "profile", "labels", "engine", "codec", "plugin"}
 """Reasons of devices that are there, and are spared."""
 
 
@@ -82,32 +82,32 @@ class JobRequirements(NamedTuple):
     plugins: tuple[tuple[str, str], ...] = ()  # of other packages: `fedquilt.plugins.required_modules`, as pairs
 
 
-def ineligibility_code(seen: DeviceSnapshot, wants: JobRequirements) -> str | None:
+def ineligibility_code(snapshot: DeviceSnapshot, requirements: JobRequirements) -> str | None:
     """Return the code of the first reason why a device cannot be selected, or None.
 
     Other jobs are not considered. Without telemetry, battery, temperature and disk are not checked.
     """
-    profile, told, cohort = seen.profile, seen.telemetry, wants.cohort
-    if not seen.online:
-        return "silent" if seen.silent else "offline"
-    if seen.flooding:
+    profile, telemetry, cohort = snapshot.profile, snapshot.telemetry, requirements.cohort
+    if not snapshot.online:
+        return "silent" if snapshot.silent else "offline"
+    if snapshot.flooding:
         return "flooding"
     if profile is None:
         return "profile"
-    if not any(engine in profile.engines for engine in wants.engines):
+    if not any(engine in profile.engines for engine in requirements.engines):
         return "engine"
     if not labels.is_selected(cohort.select, profile.labels):
         return "labels"
-    if wants.codec not in profile.codecs:
+    if requirements.codec not in profile.codecs:
         return "codec"
-    if (code := _plugin_code(profile, wants)) is not None or told is None:
+    if (code := _plugin_code(profile, requirements)) is not None or telemetry is None:
         return code
-    if told.battery is not None and not told.charging and told.battery < cohort.min_battery:
+    if telemetry.battery is not None and not telemetry.charging and telemetry.battery < cohort.min_battery:
         return "battery"
     limit_c = cohort.max_temperature_c
-    if limit_c is not None and told.temperature_c is not None and told.temperature_c > limit_c:
+    if limit_c is not None and telemetry.temperature_c is not None and telemetry.temperature_c > limit_c:
         return "hot"
-    return "full" if told.disk_full else None
+    return "full" if telemetry.disk_full else None
 
 
 def reason_key(code: str) -> str:
@@ -118,36 +118,36 @@ def reason_text(code: str) -> str:
     key, _, rest = code.partition(" ")
     if key != "plugin" or not rest:
         return REASONS.get(code, code)
-    package, wanted, found = rest.split("|")
-    if not found:
+    package, required, installed = rest.split("|")
+    if not installed:
         return (
-            f"has no package {package}, of which the job needs {wanted}: install it there, and allow it in agent.toml"
+            f"has no package {package}, of which the job needs {required}: install it there, and allow it in agent.toml"
         )
-    return f"has package {package} {found}, and the job needs {wanted}: install the same content there"
+    return f"has package {package} {installed}, and the job needs {required}: install the same content there"
 
 
-def _plugin_code(profile: Profile, wants: JobRequirements) -> str | None:
+def _plugin_code(profile: Profile, requirements: JobRequirements) -> str | None:
     """Return "plugin PACKAGE|REQUIRED|FOUND" for a missing or different package, or None."""
-    for module, proof in wants.plugins:
-        found = profile.versions.get(f"plugin {module}", "")
-        if found != proof:
-            texts = plugins.format_fingerprint(proof), plugins.format_fingerprint(found)
-            return f"plugin {proof.split(' ')[0]}|{texts[0]}|{texts[1]}"
+    for module, required in requirements.plugins:
+        installed = profile.versions.get(f"plugin {module}", "")
+        if installed != required:
+            texts = plugins.format_fingerprint(required), plugins.format_fingerprint(installed)
+            return f"plugin {required.split(' ')[0]}|{texts[0]}|{texts[1]}"
     return None
 
 
-Lasts: TypeAlias = Literal["attempt", "round", "rounds", "start"]
+Duration: TypeAlias = Literal["attempt", "round", "rounds", "start"]
 """How long a device is not selected. "attempt": until the next attempt. "round": until the next round.
 "rounds": for `AGAIN_ROUNDS` rounds, for as much work. "start": until the device's agent starts anew or announces
 another profile."""
-NOTHING: Final = "none"  # code of a device that the method has no task for
+NO_WORK: Final = "none"  # code of a device that the method has no task for
 UPDATE: Final = "update"  # code of an update that was rejected for its content
-FULL: Final = "full"  # code of a device whose disk is full
-AGAIN_ROUNDS: Final = 10  # rounds until a device that declined for lack of memory is asked again for such work
+DISK_FULL: Final = "full"  # code of a device whose disk is full
+MEMORY_DECLINE_ROUNDS: Final = 10  # rounds until a device that declined for lack of memory is asked again for such work
 
 
 class DeclineReason(NamedTuple):
-    lasts: Lasts  # how long the device is not selected
+    duration: Duration  # how long the device is not selected
     recurs: bool  # whether the same task would fail again, so that no attempt is spent on it
     cause: str  # as part of "CAUSE in round 3 on 2 of 5 devices"
     fix: str
@@ -155,7 +155,7 @@ class DeclineReason(NamedTuple):
 
 _RESUME: Final = "then `fedquilt resume` the run"
 _UPGRADE: Final = "install the coordinator's fedquilt and packages on these devices"
-REFUSALS: Final[Mapping[str, DeclineReason]] = {
+DECLINE_REASONS: Final[Mapping[str, DeclineReason]] = {
     "data": DeclineReason(
         "start", True, "the data cannot be used", f"correct the data or [data], restart these agents, {_RESUME}"
     ),
@@ -183,7 +183,7 @@ REFUSALS: Final[Mapping[str, DeclineReason]] = {
     "exception": DeclineReason(
         "round", True, "the method's code failed", "correct the code at the line named, install it on the devices"
     ),
-    FULL: DeclineReason("round", True, "the disk is full", f"free disk space on these devices, {_RESUME}"),
+    DISK_FULL: DeclineReason("round", True, "the disk is full", f"free disk space on these devices, {_RESUME}"),
     UPDATE: DeclineReason(
         "round", True, "the update was rejected", f"remove these devices, or correct what they send, {_RESUME}"
     ),
@@ -191,10 +191,10 @@ REFUSALS: Final[Mapping[str, DeclineReason]] = {
     "failed": DeclineReason("attempt", False, "the work failed", f"see to these devices, {_RESUME}"),
     "flooding": DeclineReason("attempt", False, "the device sent too much", f"remove it, {_RESUME}"),
     "removed": DeclineReason("attempt", False, "the device was removed from the fleet", "none is needed"),
-    NOTHING: DeclineReason("attempt", False, "the method has no task", "none is needed"),
+    NO_WORK: DeclineReason("attempt", False, "the method has no task", "none is needed"),
 }
 """Code -> what is known of refusals with it."""
-UNKNOWN: Final = REFUSALS["failed"]  # of a code that only later versions have
+UNKNOWN_DECLINE: Final = DECLINE_REASONS["failed"]  # of a code that only later versions have
 
 
 class LastingDecline(msgspec.Struct, frozen=True):
@@ -202,22 +202,22 @@ class LastingDecline(msgspec.Struct, frozen=True):
     code: str
     reason: str
     actions: frozenset[str]
-    start: str = ""  # as of `DeviceRegistry.agent_start_key`; "": not known
-    short: MemoryShortage | None = None
+    agent_start_key: str = ""  # as of `DeviceRegistry.agent_start_key`; "": not known
+    shortage: MemoryShortage | None = None
 
-    def would_recur(self, round: int, actions: Collection[str], start: str, short: MemoryShortage) -> bool:
+    def would_recur(self, round: int, actions: Collection[str], agent_start_key: str, shortage: MemoryShortage) -> bool:
         """Return whether the device would decline the present task again."""
-        kind = REFUSALS[self.code]
-        if (start != self.start and self.code != UPDATE) or not self.actions.issubset(actions):
+        kind = DECLINE_REASONS[self.code]
+        if (agent_start_key != self.agent_start_key and self.code != UPDATE) or not self.actions.issubset(actions):
             return False
-        if round == self.round or kind.lasts == "start":
+        if round == self.round or kind.duration == "start":
             return kind.recurs
-        within = kind.lasts == "rounds" and round < self.round + AGAIN_ROUNDS
-        return within and self.short is not None and self.short.is_at_least(short)
+        is_memory_decline = kind.duration == "rounds" and round < self.round + MEMORY_DECLINE_ROUNDS
+        return is_memory_decline and self.shortage is not None and self.shortage.is_at_least(shortage)
 
 
 _SHIFTS: Final = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB), (31, 1))  # of SplitMix64, with its factors
-_ROUNDING: Final = 1e-9  # relative difference of a vectorised key from the exact one, at most
+_KEY_TOLERANCE: Final = 1e-9  # relative difference of a vectorised key from the exact one, at most
 
 
 def select_cohort(
@@ -227,7 +227,7 @@ def select_cohort(
     count: int,
     *,
     costs: Mapping[str, float] = {},
-    since: Mapping[str, int] = {},
+    last_selected_rounds: Mapping[str, int] = {},
     turns: float = math.inf,
 ) -> tuple[str, ...]:
     """Select up to `count` of the eligible devices, sorted by id.
@@ -239,32 +239,32 @@ def select_cohort(
     pool = DeviceSet.from_devices(eligible)
     if not 0 < count < len(pool):
         return tuple(sorted(pool)) if count > 0 else ()
-    rows, late = np.flatnonzero(pool.mask), turns * len(pool) / count
-    first, median = rows[:0], 1.0
+    rows, wait_limit = np.flatnonzero(pool.mask), turns * len(pool) / count
+    overdue_rows, median = rows[:0], 1.0
     if costs:
-        known = CostColumn.from_values(costs).to_array(len(pool.mask))
-        median = float(np.median(paid)) if len(paid := known[rows][known[rows] >= 0]) else 1.0
-    if late <= round:  # else nobody can have waited for so long
-        waits = round - np.maximum(RoundColumn.from_values(since).to_array(len(pool.mask))[rows], 0)
-        waits = np.where(waits >= late, waits, 0)
-        least = np.partition(waits, -count)[-count]
-        first, rows = rows[waits > least], rows[waits == least]
-    numbers, left = name_hashes(rows), count - len(first)
+        cost_array = CostColumn.from_values(costs).to_array(len(pool.mask))
+        median = float(np.median(known_costs)) if len(known_costs := cost_array[rows][cost_array[rows] >= 0]) else 1.0
+    if wait_limit <= round:  # else nobody can have waited for so long
+        waits = round - np.maximum(RoundColumn.from_values(last_selected_rounds).to_array(len(pool.mask))[rows], 0)
+        waits = np.where(waits >= wait_limit, waits, 0)
+        limit_wait = np.partition(waits, -count)[-count]
+        overdue_rows, rows = rows[waits > limit_wait], rows[waits == limit_wait]
+    numbers, remaining = name_hashes(rows), count - len(overdue_rows)
     numbers ^= np.uint64(derive_seed("cohort", seed, round))
     for shift, factor in _SHIFTS:
         numbers ^= numbers >> np.uint64(shift)
         numbers *= np.uint64(factor)
     numbers >>= np.uint64(11)
     if costs:
-        keys = -np.log1p(-numbers.astype(float) / 2**53) * np.where(known[rows] >= 0, known[rows], median)
+        keys = -np.log1p(-numbers.astype(float) / 2**53) * np.where(cost_array[rows] >= 0, cost_array[rows], median)
     else:  # a limit that some more numbers are below than needed saves a partition of them all
-        near = numbers < 2**53 * (2 * left + 20) // len(rows)
-        if np.count_nonzero(near) >= left:
-            rows, numbers = rows[near], numbers[near]
+        is_candidate = numbers < 2**53 * (2 * remaining + 20) // len(rows)
+        if np.count_nonzero(is_candidate) >= remaining:
+            rows, numbers = rows[is_candidate], numbers[is_candidate]
         keys = numbers.astype(float)
-    best = rows[keys <= np.partition(keys, left - 1)[left - 1] * (1 + _ROUNDING)]
-    drawn = sorted(device_names(best.tolist()), key=_create_key(seed, round, costs, median))
-    return tuple(sorted([*device_names(first.tolist()), *drawn[:left]]))
+    candidates = rows[keys <= np.partition(keys, remaining - 1)[remaining - 1] * (1 + _KEY_TOLERANCE)]
+    drawn_devices = sorted(device_names(candidates.tolist()), key=_create_key(seed, round, costs, median))
+    return tuple(sorted([*device_names(overdue_rows.tolist()), *drawn_devices[:remaining]]))
 
 
 def rank_devices(
@@ -274,7 +274,7 @@ def rank_devices(
     count: int,
     *,
     costs: Mapping[str, float] = {},
-    since: Mapping[str, int] = {},
+    last_selected_rounds: Mapping[str, int] = {},
     turns: float = math.inf,
 ) -> list[str]:
     """Return the eligible devices in the order of selection.
@@ -285,14 +285,14 @@ def rank_devices(
         eligible: Devices to rank.
         count: Size of the cohort.
         costs: Joules per operation of each device, or empty to ignore energy. Missing values count as the median.
-        since: Round in which a device was last selected, or first eligible. Missing values count as 0.
+        last_selected_rounds: Round in which a device was last selected, or first eligible. Missing values count as 0.
         turns: Limit on a wait, in turns. Devices that were not selected for so long precede all others.
     """
-    late = turns * len(eligible) / count if count > 0 else math.inf
-    waited = {device: round - since.get(device, 0) for device in eligible}
+    wait_limit = turns * len(eligible) / count if count > 0 else math.inf
+    waits = {device: round - last_selected_rounds.get(device, 0) for device in eligible}
     median = statistics.median([costs[device] for device in eligible if device in costs] or [1.0])
     key = _create_key(seed, round, costs, median)
-    return sorted(eligible, key=lambda device: (-waited[device] if waited[device] >= late else 0, *key(device)))
+    return sorted(eligible, key=lambda device: (-waits[device] if waits[device] >= wait_limit else 0, *key(device)))
 
 
 def _create_key(seed: int, round: int, costs: Mapping[str, float], median: float) -> Callable[[str], tuple[float, str]]:
@@ -311,11 +311,11 @@ def _create_key(seed: int, round: int, costs: Mapping[str, float], median: float
 
 def joules_per_flop(profile: Profile | None) -> float | None:
     """Return the energy of one FLOP at the device's most efficient point, or None if unknown."""
-    known = [p.busy_w / p.flops_per_s for p in (profile.points if profile else ()) if p.busy_w and p.flops_per_s]
-    return min((cost for cost in known if 1e-100 < cost < 1e100), default=None)
+    costs = [p.busy_w / p.flops_per_s for p in (profile.points if profile else ()) if p.busy_w and p.flops_per_s]
+    return min((cost for cost in costs if 1e-100 < cost < 1e100), default=None)
 
 
 def energy_costs(profiles: Mapping[str, Profile | None]) -> dict[str, float]:
     """Return `joules_per_flop` by device where known, rounded to three digits for the event log."""
-    known = {device: joules_per_flop(profile) for device, profile in profiles.items()}
-    return {device: float(f"{cost:.3g}") for device, cost in known.items() if cost is not None}
+    costs = {device: joules_per_flop(profile) for device, profile in profiles.items()}
+    return {device: float(f"{cost:.3g}") for device, cost in costs.items() if cost is not None}

@@ -60,17 +60,23 @@ def write_backup(store: Store, file: Path) -> BackupSummary:
     """Write a backup of a home into a new file, while a coordinator may use the home."""
     if file.exists():
         raise _file_exists_error(file)
-    with disk_errors(f"write {file}", _WHEN_FULL), _open_part_file(file) as part, os.fdopen(os.dup(part), "wb") as raw:
-        archive = _BackupArchive(raw)
-        boards = _lock_home_and_list_agent_files(store)
+    with (
+        disk_errors(f"write {file}", _WHEN_FULL),
+        _open_part_file(file) as part,
+        os.fdopen(os.dup(part), "wb") as file_object,
+    ):
+        archive = _BackupArchive(file_object)
+        agent_files = _lock_home_and_list_agent_files(store)
         blobs = _add_database_and_blobs(store, archive, Path(f"{file}.part.db"))
         limits = [path for path in (store.home / settings.LIMITS_FILE,) if path.is_file()]
-        of_runs = [path for name in ("evaluations", "machines") for path in sorted((store.home / name).glob("*.json"))]
+        run_files = [
+            path for name in ("evaluations", "machines") for path in sorted((store.home / name).glob("*.json"))
+        ]
         bundles = _list_regular_files(store.home / "sites" / row.id for row in store.all_jobs())
-        for path in [*limits, *boards, *of_runs, *bundles]:
+        for path in [*limits, *agent_files, *run_files, *bundles]:
             archive.add_file(path.relative_to(store.home).as_posix(), path)
         archive.close_with_manifest()
-        raw.flush()
+        file_object.flush()
         os.fsync(part)
         REAL.replace(f"{file}.part", file)
         REAL.sync(file.parent)
@@ -81,29 +87,29 @@ def _add_database_and_blobs(store: Store, archive: _BackupArchive, snapshot: Pat
     """Add the database and all needed blobs, and return their number. Copy again while blobs vanish."""
     # The coordinator may delete a blob during the backup because a later event makes the blob superfluous. So missing
     # blobs are looked up in a later copy of the database, and a blob that this copy still needs is lost.
-    gone: set[str] = set()
+    missing: set[str] = set()
     blobs: set[str] = set()
     try:
         while True:
-            before, gone = gone, set()
-            left = sorted(_copy_database(store, snapshot) - blobs)
-            for number, sha256 in enumerate(left):
-                progress.LINE.set_part("its blobs", number, len(left))
-                name, payload = f"blobs/{sha256}", store.depot.load_packed(sha256)
-                path = store.depot.blob_path(sha256) if payload is None else None
+            previously_missing, missing = missing, set()
+            remaining = sorted(_copy_database(store, snapshot) - blobs)
+            for number, sha256 in enumerate(remaining):
+                progress.LINE.set_part("its blobs", number, len(remaining))
+                name, payload = f"blobs/{sha256}", store.blob_store.load_packed(sha256)
+                path = store.blob_store.blob_path(sha256) if payload is None else None
                 if payload is not None:  # it has no file, and gets none here
                     archive.add_bytes(name, payload)
                     blobs.add(sha256)
                 elif path is not None and archive.add_file(name, path, sha256):
                     blobs.add(sha256)
                 else:
-                    gone.add(sha256)
-            if lost := gone & before:
+                    missing.add(sha256)
+            if lost_blobs := missing & previously_missing:
                 raise StoreError(
-                    f"blob {min(lost)[:12]} of {store.home} is missing or damaged: let a coordinator serve this home, "
+                    f"blob {min(lost_blobs)[:12]} of {store.home} is missing or damaged: let a coordinator serve this home, "
                     "which repairs it or names the run; keep your earlier backups"
                 )
-            if not gone:
+            if not missing:
                 archive.add_file(DATABASE, snapshot)
                 return len(blobs)
     finally:
@@ -116,14 +122,14 @@ def _copy_database(store: Store, target: Path) -> set[str]:
     os.close(os.open(target, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600))
     with (
         database_errors(store.home),
-        closing(REAL.connect(store.home / DATABASE)) as now,
+        closing(REAL.connect(store.home / DATABASE)) as database,
         closing(REAL.connect(target)) as copy,
     ):
-        now.backup(copy)
+        database.backup(copy)
         copy.execute("pragma journal_mode=delete")  # one file, without a log beside it
         rows = RowStore(copy, store.home)
-        if unsound := rows.find_damaged_jobs():
-            raise rows.damage_error(unsound[0], "its rows are not what was written")
+        if damaged_ids := rows.find_damaged_jobs():
+            raise rows.damage_error(damaged_ids[0], "its rows are not what was written")
         rollouts = RolloutLog(copy, rows, store.home, rows.open_transaction)
         for reason in rollouts.read_errors().values():
             raise StoreError(str(reason))
@@ -137,14 +143,14 @@ def _lock_home_and_list_agent_files(store: Store) -> list[Path]:
     if not folders:
         return []
     if not store.acquire_lock():
-        working = next((row.id for row in rows if row.status in UNENDED), rows[0].id)
-        raise JobError(f"{working} is a simulated fleet at work in {store.home}: wait for its end, or stop it first")
+        active_run = next((row.id for row in rows if row.status in UNENDED), rows[0].id)
+        raise JobError(f"{active_run} is a simulated fleet at work in {store.home}: wait for its end, or stop it first")
     return _list_regular_files(folders)
 
 
 def _list_regular_files(folders: Iterable[Path]) -> list[Path]:
-    inside = (Path(at, name) for each in folders for at, _, names in os.walk(each) for name in names)
-    return sorted(path for path in inside if path.is_file() and not path.is_symlink())
+    paths = (Path(parent, name) for folder in folders for parent, _, names in os.walk(folder) for name in names)
+    return sorted(path for path in paths if path.is_file() and not path.is_symlink())
 
 
 class _BackupArchive:
@@ -229,7 +235,7 @@ def restore_backup(file: Path, home: Path) -> BackupSummary:
     with disk_errors(f"make {home} from {file}", _WHEN_FULL), _open_part_folder(part):
         manifest = _extract_and_verify_backup(file, part)
         with Store(part) as store:
-            found = BackupSummary(
+            summary = BackupSummary(
                 len(store.all_jobs()), len(manifest.files), sum(size for size, _ in manifest.files.values())
             )
             if store.damage:
@@ -238,11 +244,11 @@ def restore_backup(file: Path, home: Path) -> BackupSummary:
         os.replace(part, home)  # an empty folder gives way
         REAL.sync(home.parent)
         REAL.unlink(_lock_path(home))
-    return found
+    return summary
 
 
-def _extract_and_verify_backup(file: Path, to: Path) -> BackupManifest:
-    found: dict[str, tuple[int, str]] = {}
+def _extract_and_verify_backup(file: Path, folder: Path) -> BackupManifest:
+    files: dict[str, tuple[int, str]] = {}
     with open(file, "rb") as raw:
         try:
             with tarfile.open(fileobj=raw, mode="r:") as archive:
@@ -251,32 +257,32 @@ def _extract_and_verify_backup(file: Path, to: Path) -> BackupManifest:
                     source = archive.extractfile(member)
                     if source is None:
                         raise StoreError(_unexpected_file_text(file, member.name))
-                    if stated := _MANIFEST.fullmatch(member.name):
-                        return _parse_and_verify_manifest(file, source.read(), stated[1], found)
+                    if manifest_name := _MANIFEST.fullmatch(member.name):
+                        return _parse_and_verify_manifest(file, source.read(), manifest_name[1], files)
                     if not _MEMBER.fullmatch(member.name) or {"..", ""} & {*member.name.split("/")}:
                         raise StoreError(_unexpected_file_text(file, member.name))
-                    found[member.name] = _write_private_file(source, to / member.name)
+                    files[member.name] = _write_private_file(source, folder / member.name)
         except (tarfile.TarError, EOFError, ValueError, OverflowError) as error:
             raise StoreError(f"{file} is no whole backup ({error}): take another one") from None
-    raise StoreError(f"{file} is cut short or damaged after {len(found)} files: take another backup")
+    raise StoreError(f"{file} is cut short or damaged after {len(files)} files: take another backup")
 
 
 def _parse_and_verify_manifest(
-    file: Path, text: bytes, stated: str, found: Mapping[str, tuple[int, str]]
+    file: Path, text: bytes, stated_digest: str, files: Mapping[str, tuple[int, str]]
 ) -> BackupManifest:
     try:
-        if hashlib.sha256(text).hexdigest() != stated:
+        if hashlib.sha256(text).hexdigest() != stated_digest:
             raise StoreError(f"{file} is damaged: its manifest is not what was written; take another backup")
-        known = msgspec.json.decode(text)["format"]
-        if known != FORMAT:
-            raise StoreError(f"{file} has format {known}, and this fedquilt reads {FORMAT}: use the one that wrote it")
+        format = msgspec.json.decode(text)["format"]
+        if format != FORMAT:
+            raise StoreError(f"{file} has format {format}, and this fedquilt reads {FORMAT}: use the one that wrote it")
         manifest = msgspec.json.decode(text, type=BackupManifest)
     except (*DECODE_ERRORS, KeyError, TypeError):
         raise StoreError(f"{file} is no backup of fedquilt: its manifest cannot be read") from None
-    for name in sorted(found.keys() | manifest.files.keys()):
-        if found.get(name) != manifest.files.get(name):
+    for name in sorted(files.keys() | manifest.files.keys()):
+        if files.get(name) != manifest.files.get(name):
             raise StoreError(f"{file} is damaged: {name} is not what was saved; take another backup")
-    if DATABASE not in found:
+    if DATABASE not in files:
         raise StoreError(f"{file} is no backup of a home: it has no {DATABASE}")
     return manifest
 
@@ -308,9 +314,9 @@ def _open_part_folder(part: Path) -> Iterator[None]:
     if lock is None:
         raise JobError(f"another command is making {part}: wait for its end")
     try:
-        for each in part.iterdir():
-            if each != _lock_path(part):
-                shutil.rmtree(each) if each.is_dir() else each.unlink()
+        for entry in part.iterdir():
+            if entry != _lock_path(part):
+                shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
         try:
             yield
         except BaseException:
@@ -320,8 +326,8 @@ def _open_part_folder(part: Path) -> Iterator[None]:
         lock.release()
 
 
-def _is_missing_or_empty(place: Path) -> bool:
-    return not os.path.lexists(place) or (place.is_dir() and not any(place.iterdir()))
+def _is_missing_or_empty(path: Path) -> bool:
+    return not os.path.lexists(path) or (path.is_dir() and not any(path.iterdir()))
 
 
 def _lock_path(home: Path) -> Path:
@@ -329,5 +335,5 @@ def _lock_path(home: Path) -> Path:
 
 
 def _sync_folders(folder: Path) -> None:
-    for each in [folder, *(path for path in folder.rglob("*") if path.is_dir())]:
-        REAL.sync(each)
+    for subfolder in [folder, *(path for path in folder.rglob("*") if path.is_dir())]:
+        REAL.sync(subfolder)

@@ -21,7 +21,14 @@ from fedquilt.coordinator.rounds.rollout import (
     apply_rollout_event,
 )
 from fedquilt.coordinator.storage import rows
-from fedquilt.coordinator.storage.rows import FIRST, JobRow, RowStore, current_user, database_errors, encode_lossless
+from fedquilt.coordinator.storage.rows import (
+    NO_CHECKSUM,
+    JobRow,
+    RowStore,
+    current_user,
+    database_errors,
+    encode_lossless,
+)
 from fedquilt.core import DECODE_ERRORS, JobError, StoreError
 
 SCHEMA: Final = rows.SCHEMA.format(table="rollouts", facts="rollout_facts")
@@ -35,7 +42,7 @@ class StoredRollout(NamedTuple):
     created: float  # wall-clock seconds
     submitter: str
     revert_requested: bool
-    at: float  # wall-clock seconds of its last fact, or of its row
+    last_event_time: float  # wall-clock seconds of its last fact, or of its row
 
 
 class RolloutLog:
@@ -50,24 +57,24 @@ class RolloutLog:
         db: sqlite3.Connection,
         counters: RowStore,
         home: Path,
-        writing: Callable[[], AbstractContextManager[None]],
+        open_transaction: Callable[[], AbstractContextManager[None]],
         wall_s: Callable[[], float] = time.time,
     ) -> None:
-        self._wall_s, self._counters, self._home, self._writing = wall_s, counters, home, writing
-        self._rows = RowStore(db, home, table="rollouts", facts="rollout_facts")
-        self._read: dict[str, tuple[int, JobRow, Rollout, float]] = {}  # id -> last fact read, row, state and time
+        self._wall_s, self._counters, self._home, self._open_transaction = wall_s, counters, home, open_transaction
+        self._rows = RowStore(db, home, table="rollouts", events_table="rollout_facts")
+        self._cached: dict[str, tuple[int, JobRow, Rollout, float]] = {}  # id -> last fact read, row, state and time
 
     def add_rollout(self, plan: RolloutPlan, *, id: str = "") -> str:
         """Queue a rollout and return its id, `<kind>-<date>-<time>-<random>` unless given."""
         plan.require_valid()
         now = time.time()
         id = id or f"{plan.kind}-{time.strftime('%Y%m%d-%H%M%S', time.localtime(now))}-{secrets.token_hex(3)}"
-        with self._writing():
-            for kept in self._load_rollouts_and_errors()[0]:
-                if kept.state.plan.kind == plan.kind and kept.state.is_under_way:
+        with self._open_transaction():
+            for stored in self._load_rollouts_and_errors()[0]:
+                if stored.state.plan.kind == plan.kind and stored.state.is_under_way:
                     raise JobError(
-                        f"{kept.state.id} of {kept.state.plan.name} is {kept.state.status}: wait for its end, or "
-                        f"`fedquilt rollout back {kept.state.id} --home {self._home}`"
+                        f"{stored.state.id} of {stored.state.plan.name} is {stored.state.status}: wait for its end, or "
+                        f"`fedquilt rollout back {stored.state.id} --home {self._home}`"
                     )
             body = encode_lossless(id, plan, _plan)
             self._rows.insert_job(JobRow(id, body, "", "", now, submitter=current_user()))
@@ -83,14 +90,14 @@ class RolloutLog:
 
     def find_rollout(self, rollout: str = "") -> StoredRollout:
         """Return the latest rollout with this id, run or version, or the latest of all for ""."""
-        known = self.readable_rollouts()
-        if rollout and (why := self.read_errors().get(rollout)):
-            raise StoreError(str(why))
-        for kept in reversed(known):
-            if rollout in ("", kept.state.id, kept.state.plan.name, kept.state.plan.name.rsplit("-", 3)[0]):
-                return kept
-        there = ", ".join(kept.state.id for kept in known) or "none"
-        raise StoreError(f"no rollout {rollout!r} in {self._home}; there are: {there}")
+        rollouts = self.readable_rollouts()
+        if rollout and (error := self.read_errors().get(rollout)):
+            raise StoreError(str(error))
+        for stored in reversed(rollouts):
+            if rollout in ("", stored.state.id, stored.state.plan.name, stored.state.plan.name.rsplit("-", 3)[0]):
+                return stored
+        ids = ", ".join(stored.state.id for stored in rollouts) or "none"
+        raise StoreError(f"no rollout {rollout!r} in {self._home}; there are: {ids}")
 
     def read_events(self, id: str) -> list[tuple[int, float, AnyRolloutEvent]]:
         """Return the events of a rollout, oldest first, as (sequence number, wall-clock seconds, event)."""
@@ -98,19 +105,19 @@ class RolloutLog:
             self._require_rollout(id)
             return list(self._load_events(id, 0))
 
-    def append_events(self, facts: Sequence[tuple[str, AnyRolloutEvent]]) -> None:
+    def append_events(self, events: Sequence[tuple[str, AnyRolloutEvent]]) -> None:
         """Write (rollout, event) pairs in one transaction, to the disk if the store is durable."""
         now = self._wall_s()
-        bodies = [(id, now, encode_lossless(id, fact, _decoded)) for id, fact in facts]
-        with self._writing():
-            for id, _ in facts:
+        bodies = [(id, now, encode_lossless(id, event, _decoded)) for id, event in events]
+        with self._open_transaction():
+            for id, _ in events:
                 self._require_rollout(id)
             self._rows.append_events(bodies)
-            if serials := [fact.serial for _, fact in facts if isinstance(fact, RolloutStarted | RolloutReverted)]:
+            if serials := [event.serial for _, event in events if isinstance(event, RolloutStarted | RolloutReverted)]:
                 self._counters.set_counter(_SERIAL, max(serials))
 
     def request_revert(self, id: str, requested: bool = True) -> None:
-        with self._writing():
+        with self._open_transaction():
             self._require_rollout(id)
             self._rows.update_job(id, status="revert" if requested else "")
 
@@ -123,16 +130,16 @@ class RolloutLog:
         """Return the blobs that devices may still fetch: of rollouts under way and of latest releases."""
         owners: dict[tuple[str, str], Rollout] = {}
         latest: dict[str, Rollout] = {}
-        wanted = set()
-        for kept in self.readable_rollouts():
-            state = kept.state
+        blobs = set()
+        for stored in self.readable_rollouts():
+            state = stored.state
             if state.is_reverted or state.plan.blob is None:
                 continue
             if state.is_under_way:
-                wanted.add(state.plan.blob.sha256)
+                blobs.add(state.plan.blob.sha256)
             latest[state.plan.kind] = state
             owners.update({(device, state.plan.kind): state for device in state.offered})
-        return wanted | {each.plan.blob.sha256 for each in (*owners.values(), *latest.values()) if each.plan.blob}
+        return blobs | {each.plan.blob.sha256 for each in (*owners.values(), *latest.values()) if each.plan.blob}
 
     @contextmanager
     def _read_transaction(self) -> Iterator[None]:
@@ -144,42 +151,42 @@ class RolloutLog:
             raise StoreError(f"no rollout {id!r} in {self._home}: `fedquilt rollout status` lists them")
 
     def _load_rollouts_and_errors(self) -> tuple[list[StoredRollout], dict[str, JobError]]:
-        found, odd = list[StoredRollout](), dict[str, JobError]()
-        for row, intact in self._rows.read_jobs():
+        rollouts, errors = list[StoredRollout](), dict[str, JobError]()
+        for row, is_intact in self._rows.read_jobs():
             try:
-                if not intact:
+                if not is_intact:
                     raise self._rows.damage_error(row.id, "its row in the list of rollouts is not what was written")
-                found.append(self._load_rollout(row))
+                rollouts.append(self._load_rollout(row))
             except JobError as error:
-                odd[ascii(row.id)[1:-1]] = error
-        return found, odd
+                errors[ascii(row.id)[1:-1]] = error
+        return rollouts, errors
 
     def _load_rollout(self, row: JobRow) -> StoredRollout:
         # events that were read before are not read again, unless a backup has replaced them
-        id, known = row.id, self._read.get(row.id)
-        if known is not None and self._is_continued(known[1], row, known[0]):
-            seq, before, state, at = known[0], known[1].head, *known[2:]
+        id, cached = row.id, self._cached.get(row.id)
+        if cached is not None and self._is_continued(cached[1], row, cached[0]):
+            seq, head, state, time_s = cached[0], cached[1].head, *cached[2:]
         else:
             try:
-                seq, before, state, at = 0, FIRST, Rollout(id, _plan(row.settings)), row.created
+                seq, head, state, time_s = 0, NO_CHECKSUM, Rollout(id, _plan(row.settings)), row.created
             except DECODE_ERRORS as error:
                 raise self._version_error(id, str(error)) from None
-        if before != row.head:
-            for last, when, fact in self._load_events(id, seq):
-                seq, at, state = last, when, apply_rollout_event(state, fact)
-        self._read[id] = (seq, row, state, at)
-        return StoredRollout(state, row.created, row.submitter, row.status == "revert", at)
+        if head != row.head:
+            for event_seq, event_time, event in self._load_events(id, seq):
+                seq, time_s, state = event_seq, event_time, apply_rollout_event(state, event)
+        self._cached[id] = (seq, row, state, time_s)
+        return StoredRollout(state, row.created, row.submitter, row.status == "revert", time_s)
 
-    def _is_continued(self, before: JobRow, now: JobRow, seq: int) -> bool:
-        same = before.head == now.head or self._rows.checksum_at(now.id, seq) == before.head
-        return same and before.settings == now.settings
+    def _is_continued(self, cached_row: JobRow, row: JobRow, seq: int) -> bool:
+        is_same_log = cached_row.head == row.head or self._rows.checksum_at(row.id, seq) == cached_row.head
+        return is_same_log and cached_row.settings == row.settings
 
     def _load_events(self, id: str, after: int) -> Iterator[tuple[int, float, AnyRolloutEvent]]:
-        for seq, at, body in self._rows.read_events(id, after):
+        for seq, time_s, body in self._rows.read_events(id, after):
             try:
-                yield seq, at, _decoded(body)
+                yield seq, time_s, _decoded(body)
             except DECODE_ERRORS as error:
                 raise self._version_error(id, f"fact {seq}: {error}") from None
 
-    def _version_error(self, id: str, what: str) -> JobError:
-        return JobError(f"{self._home}: {id} was written by another version of fedquilt ({what}): use that version")
+    def _version_error(self, id: str, detail: str) -> JobError:
+        return JobError(f"{self._home}: {id} was written by another version of fedquilt ({detail}): use that version")

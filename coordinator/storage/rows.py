@@ -25,7 +25,7 @@ from fedquilt.coordinator.rounds.events import AnyEvent
 from fedquilt.core import DECODE_ERRORS, JobError, StoreError, Update
 from fedquilt.host.disk import FIXES, NOT_ALLOWED, PRIVATE, Disk
 
-FIRST: Final = b""  # instead of the checksum of a fact before the first one
+NO_CHECKSUM: Final = b""  # instead of the checksum of a fact before the first one
 SUM_BYTES: Final = 16
 
 
@@ -37,16 +37,16 @@ class IndexedLog(msgspec.Struct):
     """Index of a job's log up to one event. Damaged events are noted, and later events are still read."""
 
     seq: int = 0  # number of that fact; 0: none
-    head: bytes = FIRST  # its checksum
-    facts: int = 0
+    head: bytes = NO_CHECKSUM  # its checksum
+    event_count: int = 0
     size: int = 0  # bytes of their bodies
-    at: float | None = None  # wall-clock seconds of that fact
+    last_event_time: float | None = None  # wall-clock seconds of that fact
     state: str = ""  # sha256 of the latest state; "": there is none
     best: str = ""  # likewise, of the state with the best evaluation
     # device -> sha256 of blobs of its update that no state or sum contains yet
     updates: dict[str, tuple[str, ...]] = {}
     sum: str = ""  # sha256 of the stored partial aggregate, or empty
-    whole: bool = True  # every fact is what was written
+    is_intact: bool = True  # every fact is what was written
 
     @property
     def needed_blobs(self) -> set[str]:
@@ -56,59 +56,63 @@ class IndexedLog(msgspec.Struct):
 
     def add_rows(self, job: str, rows: Iterable[tuple[int, Any, Any, bytes, int]]) -> None:
         """Add rows of later events: sequence, wall-clock seconds, JSON, checksum and bytes of each."""
-        for seq, at, body, sum, size in rows:
-            self.whole = self.whole and sum == checksum(self.head, job, at, body)
-            self.add_event(seq, at, body, sum, size)
+        for seq, time_s, body, sum, size in rows:
+            self.is_intact = self.is_intact and sum == checksum(self.head, job, time_s, body)
+            self.add_event(seq, time_s, body, sum, size)
 
-    def add_event(self, seq: int, at: Any, body: Any, sum: bytes, size: int) -> None:
+    def add_event(self, seq: int, time_s: Any, body: Any, sum: bytes, size: int) -> None:
         """Add the next event, without verifying its checksum."""
-        self.seq, self.head, self.at = seq, sum, at
-        self.facts, self.size = self.facts + 1, self.size + size
+        self.seq, self.head, self.last_event_time = seq, sum, time_s
+        self.event_count, self.size = self.event_count + 1, self.size + size
         try:
-            named = _named(body)
+            references = _named(body)
         except (*DECODE_ERRORS, TypeError):
             return
-        if named.state is not None:
-            self.best = self.state if named.best else self.best
-            self.state, self.updates, self.sum = named.state.sha256, {}, ""
-        if named.update is not None:
-            self.updates[named.update.device] = tuple(ref.sha256 for ref in named.update.bundles.values())
-        if named.sum is not None:
-            self.sum = named.sum.sha256
-            self.updates = {name: blobs for name, blobs in self.updates.items() if name not in named.devices}
+        if references.state is not None:
+            self.best = self.state if references.best else self.best
+            self.state, self.updates, self.sum = references.state.sha256, {}, ""
+        if references.update is not None:
+            self.updates[references.update.device] = tuple(ref.sha256 for ref in references.update.bundles.values())
+        if references.sum is not None:
+            self.sum = references.sum.sha256
+            self.updates = {name: blobs for name, blobs in self.updates.items() if name not in references.devices}
 
 
 class LogIndex:
     """Index of the event logs in one database."""
 
-    def __init__(self, db: sqlite3.Connection, kept: Callable[[str], IndexedLog | None]) -> None:
-        self._db, self._kept = db, kept
-        self._known: dict[str, IndexedLog] = {}  # by job, as read last
+    def __init__(self, db: sqlite3.Connection, load_snapshot_log: Callable[[str], IndexedLog | None]) -> None:
+        self._db, self._load_snapshot_log = db, load_snapshot_log
+        self._logs: dict[str, IndexedLog] = {}  # by job, as read last
 
     def read_all_logs(self) -> dict[str, IndexedLog]:
         """Return the present index of every job's log. The result must not be changed."""
         heads = dict(self._db.execute("select id, head from jobs order by rowid").fetchall())
-        for gone in self._known.keys() - heads:
-            del self._known[gone]
+        for deleted_job in self._logs.keys() - heads:
+            del self._logs[deleted_job]
         return {job: self.read_log(job, head) for job, head in heads.items()}
 
-    def add_written_event(self, job: str, before: bytes, seq: int, at: float, body: str, sum: bytes) -> None:
-        """Add an event that this process appends to a log, if the index ends at the checksum `before`."""
-        known = self._known.get(job)
-        if known is not None and known.head == before:  # if it is taken back, the next look finds another fact there
-            known.add_event(seq, at, body, sum, len(body.encode()))
+    def add_written_event(
+        self, job: str, previous_checksum: bytes, seq: int, time_s: float, body: str, sum: bytes
+    ) -> None:
+        """Add an event that this process appends to a log, if the index ends at the checksum `previous_checksum`."""
+        log = self._logs.get(job)
+        if (
+            log is not None and log.head == previous_checksum
+        ):  # if it is taken back, the next look finds another fact there
+            log.add_event(seq, time_s, body, sum, len(body.encode()))
 
     def read_log(self, job: str, head: bytes) -> IndexedLog:
         """Return the present index of a job's log, whose last checksum is `head`."""
-        known = self._known.get(job)
+        log = self._logs.get(job)
         try:
-            if known is None or (known.head != head and not has_event(self._db, job, known.seq, known.head)):
-                known = self._known[job] = self._kept(job) or IndexedLog()
-            if known.head != head:
-                known.add_rows(job, self._db.execute(_BEHIND, (job, known.seq)))
+            if log is None or (log.head != head and not has_event(self._db, job, log.seq, log.head)):
+                log = self._logs[job] = self._load_snapshot_log(job) or IndexedLog()
+            if log.head != head:
+                log.add_rows(job, self._db.execute(_BEHIND, (job, log.seq)))
         except UnicodeEncodeError:  # a damaged id, which no fact names
-            return IndexedLog(whole=False)
-        return known
+            return IndexedLog(is_intact=False)
+        return log
 
 
 def has_event(db: sqlite3.Connection, job: str, seq: int, sum: bytes) -> bool:
@@ -170,20 +174,20 @@ def database_errors(home: Path) -> Iterator[None]:
         yield
     except (sqlite3.Error, OSError) as error:
         if type(error) is sqlite3.DatabaseError:  # its subclasses are about the disk, the statement or a lock
-            place = home / "fedquilt.db"
-            raise StoreError(f"{place} is damaged ({error}): put back a copy of the whole home") from None
+            path = home / "fedquilt.db"
+            raise StoreError(f"{path} is damaged ({error}): put back a copy of the whole home") from None
         raise StoreError(f"cannot use the store {home}: {describe_database_error(home, error)}") from None
 
 
 def describe_database_error(home: Path, error: Exception) -> str:
     """Return an error of SQLite or of the OS in a home with its cause, as far as known, and the fix."""
-    said = getattr(error, "strerror", None) or str(error)
-    is_denied = isinstance(error, sqlite3.Error) and any(each in said for each in ("readonly", "unable to open"))
+    text = getattr(error, "strerror", None) or str(error)
+    is_denied = isinstance(error, sqlite3.Error) and any(phrase in text for phrase in ("readonly", "unable to open"))
     if not is_denied or not home.exists() or os.access(home, os.W_OK):
-        return f"{said}; {FIXES.get(getattr(error, 'errno', 0), 'is the disk full, or the folder not yours?')}"
+        return f"{text}; {FIXES.get(getattr(error, 'errno', 0), 'is the disk full, or the folder not yours?')}"
     if os.statvfs(home).f_flag & os.ST_RDONLY:
-        return f"{said} (read-only file system); use a copy of the folder where you can write"
-    return f"{said} (no permission to write); {NOT_ALLOWED}"
+        return f"{text} (read-only file system); use a copy of the folder where you can write"
+    return f"{text} (no permission to write); {NOT_ALLOWED}"
 
 
 def is_served(home: Path, disk: Disk = PRIVATE) -> bool:
@@ -224,12 +228,12 @@ class DatabaseIdentity(NamedTuple):
 
     device: int
     inode: int
-    still: bool
+    is_immutable: bool
 
     @staticmethod
     def from_path(path: Path) -> DatabaseIdentity:
-        found = path.stat()
-        return DatabaseIdentity(found.st_dev, found.st_ino, _must_open_immutable(path))
+        status = path.stat()
+        return DatabaseIdentity(status.st_dev, status.st_ino, _must_open_immutable(path))
 
 
 class UnreadableRow(NamedTuple):
@@ -250,7 +254,7 @@ class JobRow(NamedTuple):
     created: float  # wall-clock seconds
     origin: str = ""
     epoch: int = 0
-    head: bytes = FIRST  # checksum of the job's last fact
+    head: bytes = NO_CHECKSUM  # checksum of the job's last fact
     submitter: str = ""  # user of the system; "" where a test or a tool has none
     content: str = ""  # `StoredJob.content`
 
@@ -266,15 +270,15 @@ def current_user() -> str:
         return str(os.getuid())
 
 
-def encode_lossless(id: str, fact: msgspec.Struct, decode: Callable[[str], object] = decoded) -> str:
+def encode_lossless(id: str, event: msgspec.Struct, decode: Callable[[str], object] = decoded) -> str:
     """Return a struct as JSON that `decode` converts back to an equal value."""
-    kind = type(fact).__name__
+    kind = type(event).__name__
     try:
-        body = msgspec.json.encode(fact).decode()
-        same = decode(body) == fact
+        body = msgspec.json.encode(event).decode()
+        is_equal = decode(body) == event
     except (msgspec.MsgspecError, UnicodeError, OverflowError) as error:
         raise JobError(f"{kind} of {id} cannot be kept: {error}") from None
-    if not same:
+    if not is_equal:
         raise JobError(f"{kind} of {id} cannot be kept: it holds a number that is not finite")
     return body
 
@@ -290,40 +294,43 @@ class RowStore:
         self,
         db: sqlite3.Connection,
         home: Path,
-        kept: Callable[[str], IndexedLog | None] = lambda job: None,
+        load_snapshot_log: Callable[[str], IndexedLog | None] = lambda job: None,
         table: str = "jobs",
-        facts: str = "facts",
+        events_table: str = "facts",
     ) -> None:
-        self._table, self._facts = table, facts
+        self._table, self._events_table = table, events_table
         db.text_factory = lambda text: text.decode("utf-8", "surrogateescape")  # checksums report damaged text
         self._db, self._home = db, home
-        self._made: tuple[object, list[Any]] = None, []  # what `map_jobs` made last, and of which state
-        self._logs = LogIndex(db, kept)
+        self._mapped_jobs: tuple[object, list[Any]] = None, []  # what `map_jobs` made last, and of which state
+        self._logs = LogIndex(db, load_snapshot_log)
 
     def open_transaction(self, kind: str = "immediate") -> AbstractContextManager[None]:
         """Open a transaction, or join the one that is open."""
         return nullcontext() if self._db.in_transaction else transaction(self._db, kind)
 
-    def map_jobs(self, make: Callable[[JobRow, bool], T]) -> list[T]:
+    def map_jobs(self, convert: Callable[[JobRow, bool], T]) -> list[T]:
         """Return `make(row, intact)` of every job. The results are cached until the database changes."""
-        mark = self._db.execute("pragma data_version").fetchone()[0], self._db.total_changes
-        if mark != self._made[0] or self._db.in_transaction:  # whose changes may yet be undone
-            self._made = (None if self._db.in_transaction else mark), [make(*each) for each in self.read_jobs()]
-        return list(self._made[1])
+        version = self._db.execute("pragma data_version").fetchone()[0], self._db.total_changes
+        if version != self._mapped_jobs[0] or self._db.in_transaction:  # whose changes may yet be undone
+            self._mapped_jobs = (
+                (None if self._db.in_transaction else version),
+                [convert(*each) for each in self.read_jobs()],
+            )
+        return list(self._mapped_jobs[1])
 
     def read_jobs(self) -> list[tuple[JobRow, bool]]:
         """Return the row of every job in submission order, and whether the row is intact."""
-        found = self._db.execute(f"select {_COLUMNS}, sum from {self._table} order by rowid").fetchall()  # noqa: S608
-        return [(row := JobRow(*each[:-1]), row.row_checksum == each[-1]) for each in found]
+        rows = self._db.execute(f"select {_COLUMNS}, sum from {self._table} order by rowid").fetchall()  # noqa: S608
+        return [(row := JobRow(*values[:-1]), row.row_checksum == values[-1]) for values in rows]
 
     def find_job(self, id: str) -> JobRow | None:
         """Return a job's row, or None if unknown. Raise DamagedRunError if the row is damaged."""
         query = f"select {_COLUMNS}, sum from {self._table} where id = ?"  # noqa: S608
-        found = self._db.execute(query, (id,)).fetchone()
-        if found is None:
+        values = self._db.execute(query, (id,)).fetchone()
+        if values is None:
             return None
-        row = JobRow(*found[:-1])
-        if row.row_checksum != found[-1]:
+        row = JobRow(*values[:-1])
+        if row.row_checksum != values[-1]:
             raise self.damage_error(id, f"its row in the list of {self._table} is not what was written")
         return row
 
@@ -339,89 +346,91 @@ class RowStore:
             self._update_row(row, **values)
 
     def _update_row(self, row: JobRow, **values: Any) -> None:
-        named = ", ".join(f"{name} = ?" for name in (*values, "sum"))
+        assignments = ", ".join(f"{name} = ?" for name in (*values, "sum"))
         sum = row._replace(**values).row_checksum
-        query = f"update {self._table} set {named} where id = ?"  # noqa: S608
+        query = f"update {self._table} set {assignments} where id = ?"  # noqa: S608
         self._db.execute(query, (*values.values(), sum, row.id))
 
     def read_counter(self, name: str) -> int | None:
         """Return a counter, 0 before its first value, or None if its row is damaged."""
-        found = self._db.execute("select value, sum from counters where name = ?", (name,)).fetchone()
-        if found is None:
+        row = self._db.execute("select value, sum from counters where name = ?", (name,)).fetchone()
+        if row is None:
             return 0
-        return int(found[0]) if found[1] == checksum(name, found[0]) else None
+        return int(row[0]) if row[1] == checksum(name, row[0]) else None
 
     def set_counter(self, name: str, value: int) -> None:
         self._db.execute("insert or replace into counters values (?, ?, ?)", (name, value, checksum(name, value)))
 
-    def append_events(self, facts: Iterable[tuple[str, float, str]]) -> None:
+    def append_events(self, events: Iterable[tuple[str, float, str]]) -> None:
         """Insert events as (job, wall-clock seconds, JSON). Requires an open transaction."""
         heads: dict[str, bytes] = {}
-        found: dict[str, JobRow | None] = {}
-        for job, at, body in facts:
+        rows: dict[str, JobRow | None] = {}
+        for job, time_s, body in events:
             if job not in heads:
-                row = found[job] = self.find_job(job)
-                heads[job] = FIRST if row is None else row.head
-            before, heads[job] = heads[job], checksum(heads[job], job, at, body)
-            values = job, at, body, heads[job]
-            query = f"insert into {self._facts} (job, at, body, sum) values (?, ?, ?, ?)"  # noqa: S608
+                row = rows[job] = self.find_job(job)
+                heads[job] = NO_CHECKSUM if row is None else row.head
+            previous_checksum, heads[job] = heads[job], checksum(heads[job], job, time_s, body)
+            values = job, time_s, body, heads[job]
+            query = f"insert into {self._events_table} (job, at, body, sum) values (?, ?, ?, ?)"  # noqa: S608
             seq = self._db.execute(query, values).lastrowid
-            self._logs.add_written_event(job, before, int(seq or 0), at, body, heads[job])
-        for row in found.values():
+            self._logs.add_written_event(job, previous_checksum, int(seq or 0), time_s, body, heads[job])
+        for row in rows.values():
             if row is not None:
                 self._update_row(row, head=heads[row.id])
 
-    def read_events(self, id: str, after: int = 0, most: int = -1) -> list[tuple[int, float, str]]:
+    def read_events(self, id: str, after: int = 0, max_events: int = -1) -> list[tuple[int, float, str]]:
         """Return the events of a job as (sequence number, wall-clock seconds, JSON), oldest first.
 
-        `after` is the sequence number of the last event to skip, and `most` is the greatest number of events, or -1 for
+        `after` is the sequence number of the last event to skip, and `max_events` is the greatest number of events, or -1 for
         all.
         """
         with self.open_transaction("deferred"):  # the row and the facts of one moment
-            row, before = self.find_job(id), self.checksum_at(id, after) if after else FIRST
-            query = f"select seq, at, body, sum from {self._facts} where job = ? and seq > ? order by seq limit ?"  # noqa: S608
-            rows = self._db.execute(query, (id, after, most)).fetchall()
-        for seq, at, body, sum in rows:
-            before = checksum(before, id, at, body)
-            if sum != before:
+            row, previous_checksum = self.find_job(id), self.checksum_at(id, after) if after else NO_CHECKSUM
+            query = (
+                f"select seq, at, body, sum from {self._events_table} where job = ? and seq > ? order by seq limit ?"  # noqa: S608
+            )
+            rows = self._db.execute(query, (id, after, max_events)).fetchall()
+        for seq, time_s, body, sum in rows:
+            previous_checksum = checksum(previous_checksum, id, time_s, body)
+            if sum != previous_checksum:
                 raise self.damage_error(id, f"fact {seq}, or the one before it, is not what was written")
-        if row is not None and row.head != before and len(rows) != most:
+        if row is not None and row.head != previous_checksum and len(rows) != max_events:
             raise self.damage_error(id, "its last facts are missing")
-        return [(seq, at, body) for seq, at, body, _ in rows]
+        return [(seq, time_s, body) for seq, time_s, body, _ in rows]
 
     def checksum_at(self, id: str, seq: int) -> Any:
         """Return the stored checksum of the last event of a job up to a sequence number, damaged or not."""
-        query = f"select sum from {self._facts} where job = ? and seq <= ? order by seq desc limit 1"  # noqa: S608
-        found = self._db.execute(query, (id, seq)).fetchone()
-        return found[0] if found else FIRST
+        query = f"select sum from {self._events_table} where job = ? and seq <= ? order by seq desc limit 1"  # noqa: S608
+        row = self._db.execute(query, (id, seq)).fetchone()
+        return row[0] if row else NO_CHECKSUM
 
     def read_log(self, id: str) -> IndexedLog | None:
         """Return a job's current log, or None if the job is unknown or its row has another end of the log."""
         row = self.find_job(id)
-        found = None if row is None else self._logs.read_log(id, row.head)
-        return found if row is not None and found is not None and found.head == row.head else None
+        log = None if row is None else self._logs.read_log(id, row.head)
+        return log if row is not None and log is not None and log.head == row.head else None
 
     def read_logs(self) -> dict[str, IndexedLog]:
         """Return the current log of every job in submission order. The result must not be changed."""
         return self._logs.read_all_logs()
 
     def find_damaged_jobs(self) -> list[str]:
-        found = []
-        for row, whole in self.read_jobs():
+        damaged_ids = []
+        for row, is_intact in self.read_jobs():
             try:
-                if whole:
+                if is_intact:
                     log = self._logs.read_log(row.id, row.head)
-                    whole = log.whole and log.head == row.head
+                    is_intact = log.is_intact and log.head == row.head
             except sqlite3.DatabaseError:
-                whole = False
-            if not whole:
-                found.append(row.id)
-        return found
+                is_intact = False
+            if not is_intact:
+                damaged_ids.append(row.id)
+        return damaged_ids
 
-    def damage_error(self, id: str, what: str) -> DamagedRunError:
-        place = f"{ascii(id)[1:-1]} in {self._home}"
+    def damage_error(self, id: str, detail: str) -> DamagedRunError:
+        run = f"{ascii(id)[1:-1]} in {self._home}"
         return DamagedRunError(
-            f"the log of {place} is damaged: {what}; put back a copy of the whole home, or begin it anew"
+            f"the log of {run} is damaged: {detail}; put back a copy of the whole home, or begin it anew"
         )
 
     def is_update_counted(self, update: Update) -> bool:
@@ -430,5 +439,5 @@ class RowStore:
             'UpdateAccepted' and json_extract(body, '$.round') = :round and json_extract(body, '$.update.device') =
             :device
         """
-        known = {"job": update.job, "round": update.round, "device": update.device}
-        return self._db.execute(query, known).fetchone() is not None
+        parameters = {"job": update.job, "round": update.round, "device": update.device}
+        return self._db.execute(query, parameters).fetchone() is not None

@@ -19,14 +19,14 @@ from msgspec.structs import replace
 
 from fedquilt import __version__
 from fedquilt.coordinator.device_columns import DeviceColumn, DeviceWeights, RoundBitmap
-from fedquilt.coordinator.rounds.events import ENDED, AnyEvent, JobConstants, JobState, UpdateAccepted
+from fedquilt.coordinator.rounds.events import ENDED_PHASES, AnyEvent, JobConstants, JobState, UpdateAccepted
 from fedquilt.coordinator.storage.rows import DamagedRunError, IndexedLog, checksum, database_errors, has_event
 from fedquilt.core import DECODE_ERRORS, StoreError, Update
 from fedquilt.host.logs import log_ids
 
-RULES: Final = 11  # raise it whenever the same facts come to another state, or a state is another type
-VERSION: Final = f"{__version__} {RULES}"
-EVERY: Final = 1000  # facts, and one for each device, from one snapshot of a job to the next
+STATE_VERSION: Final = 12  # raise it whenever the same facts come to another state, or a state is another type
+VERSION: Final = f"{__version__} {STATE_VERSION}"
+EVENTS_PER_SNAPSHOT: Final = 1000  # facts, and one for each device, from one snapshot of a job to the next
 
 SCHEMA: Final = """
 create table if not exists snapshots (
@@ -37,22 +37,22 @@ logger = logging.getLogger("fedquilt.coordinator")
 
 
 class Snapshot(msgspec.Struct):
-    rounds: JobState
-    examples: dict[str, int] = {}  # device -> number of its examples, as reported
-    facts: int = 0
+    job_state: JobState
+    examples_by_device: dict[str, int] = {}  # device -> number of its examples, as reported
+    event_count: int = 0
     weights: DeviceWeights = msgspec.field(default_factory=DeviceWeights)  # of a site: the mean of its boards
-    reported: DeviceWeights = msgspec.field(default_factory=DeviceWeights)  # examples, likewise
+    example_counts: DeviceWeights = msgspec.field(default_factory=DeviceWeights)  # examples, likewise
 
-    def apply_event(self, fact: AnyEvent, after: JobState) -> None:
-        if isinstance(fact, UpdateAccepted):
-            self._record_update_numbers(fact.update, work="work" in after.task_actions)
-        self.rounds, self.facts = after, self.facts + 1
+    def apply_event(self, event: AnyEvent, new_state: JobState) -> None:
+        if isinstance(event, UpdateAccepted):
+            self._record_update_numbers(event.update, work="work" in new_state.task_actions)
+        self.job_state, self.event_count = new_state, self.event_count + 1
 
     def _record_update_numbers(self, update: Update, *, work: bool) -> None:
         boards = max(len(update.site_devices), 1)
         if (examples := update.usage.examples) is not None:
-            self.examples[update.device] = examples
-            self.reported.set_number(update.device, examples / boards)
+            self.examples_by_device[update.device] = examples
+            self.example_counts.set_number(update.device, examples / boards)
         if work and update.weight > 0:
             self.weights.set_number(update.device, update.weight / boards)
 
@@ -61,87 +61,95 @@ class SnapshotStore:
     def __init__(
         self,
         db: sqlite3.Connection,
-        look: Callable[[str], IndexedLog | None],
+        find_log: Callable[[str], IndexedLog | None],
         home: Path,
-        writing: Callable[[], AbstractContextManager[None]],
-        every: int = EVERY,
+        open_transaction: Callable[[], AbstractContextManager[None]],
+        min_events: int = EVENTS_PER_SNAPSHOT,
     ) -> None:
-        self._db, self._look, self._home, self._writing, self._every = db, look, home, writing, every
-        self._facts: dict[str, int] = {}  # job -> number of facts in its latest snapshot
-        self._logged: set[str] = set()  # jobs whose unusable snapshot was logged
+        self._db, self._find_log, self._home, self._open_transaction, self._min_events = (
+            db,
+            find_log,
+            home,
+            open_transaction,
+            min_events,
+        )
+        self._event_counts: dict[str, int] = {}  # job -> number of facts in its latest snapshot
+        self._warned_jobs: set[str] = set()  # jobs whose unusable snapshot was logged
 
     def read_log(self, job: str) -> IndexedLog | None:
         """Return a job's log up to its valid snapshot, or None."""
-        found = self._read_snapshot(job)
-        return None if found is None else found[0]
+        snapshot = self._read_snapshot(job)
+        return None if snapshot is None else snapshot[0]
 
     def _read_snapshot(self, job: str) -> tuple[IndexedLog, bytes] | None:
         """Return a valid snapshot's log index and encoded state, or None after a warning."""
         row = self._db.execute("select version, log, body, sum from snapshots where job = ?", (job,)).fetchone()
         if row is None:
             return None
-        version, packed, body, sum = row
-        if sum != _row_checksum(job, version, packed, body):
+        version, encoded_log, body, sum = row
+        if sum != _row_checksum(job, version, encoded_log, body):
             self._warn_of_unusable_snapshot(job, "it is not what was written")
         elif version != VERSION:
             self._warn_of_unusable_snapshot(job, f"it is of another version of fedquilt ({version}; this is {VERSION})")
-        elif not has_event(self._db, job, (log := msgspec.msgpack.decode(packed, type=IndexedLog)).seq, log.head):
+        elif not has_event(self._db, job, (log := msgspec.msgpack.decode(encoded_log, type=IndexedLog)).seq, log.head):
             self._warn_of_unusable_snapshot(job, "the log has another fact, or none, where it ends")
         else:
             return log, body
         return None
 
-    def _warn_of_unusable_snapshot(self, job: str, why: str) -> None:
-        if job not in self._logged:
-            self._logged.add(job)
-            said = "the snapshot of %s in %s is not used, and its log is read from the first event: %s"
-            logger.warning(said, job, self._home, why, extra=log_ids(run=job))
+    def _warn_of_unusable_snapshot(self, job: str, reason: str) -> None:
+        if job not in self._warned_jobs:
+            self._warned_jobs.add(job)
+            text = "the snapshot of %s in %s is not used, and its log is read from the first event: %s"
+            logger.warning(text, job, self._home, reason, extra=log_ids(run=job))
 
-    def load_state(self, job: str, plan: JobConstants, now_s: float) -> tuple[Snapshot, int]:
+    def load_state(self, job: str, constants: JobConstants, now_s: float) -> tuple[Snapshot, int]:
         """Return the state of a job's latest snapshot, or the initial state, and its last event's number or 0."""
         with database_errors(self._home):
             log, body = self._read_snapshot(job) or (IndexedLog(), b"")
         if not body:  # none, or of a job that is done, whose log is all that is needed
-            return Snapshot(JobState(plan)), 0
+            return Snapshot(JobState(constants)), 0
         try:
-            standing = decode(body)
+            snapshot = decode(body)
         except DECODE_ERRORS as error:
             self._warn_of_unusable_snapshot(job, f"its state cannot be read ({error})")
-            return Snapshot(JobState(plan)), 0
-        if standing.rounds.plan != plan:
+            return Snapshot(JobState(constants)), 0
+        if snapshot.job_state.constants != constants:
             self._warn_of_unusable_snapshot(job, "the job's settings have changed since")
-            return Snapshot(JobState(plan)), 0
-        self._facts[job] = log.facts
-        rounds = standing.rounds
-        asked_s = dict.fromkeys(rounds.asked_s, now_s)
-        opened_s = now_s - rounds.passed_s
-        standing.rounds = replace(rounds, opened_s=opened_s, began_s=now_s, asked_s=asked_s)
-        return standing, log.seq
+            return Snapshot(JobState(constants)), 0
+        self._event_counts[job] = log.event_count
+        job_state = snapshot.job_state
+        selected_s = dict.fromkeys(job_state.selected_s, now_s)
+        opened_s = now_s - job_state.passed_s
+        snapshot.job_state = replace(job_state, opened_s=opened_s, round_started_s=now_s, selected_s=selected_s)
+        return snapshot, log.seq
 
-    def save_if_due(self, job: str, standing: Snapshot) -> None:
+    def save_if_due(self, job: str, snapshot: Snapshot) -> None:
         """Store a snapshot of a job after enough events, or at the end of the job.
 
         Nothing is stored while the log does not match the state, because events are unwritten or damaged.
         """
-        rounds = standing.rounds
-        ended = rounds.phase in ENDED
-        few = standing.facts - self._facts.get(job, 0) < self._every + len(rounds.since)
-        if rounds.state is None or (few and not ended):
+        job_state = snapshot.job_state
+        has_ended = job_state.phase in ENDED_PHASES
+        is_early = snapshot.event_count - self._event_counts.get(job, 0) < self._min_events + len(
+            job_state.last_selected_rounds
+        )
+        if job_state.state is None or (is_early and not has_ended):
             return
-        body = b"" if rounds.phase == "done" else encode(standing)
+        body = b"" if job_state.phase == "done" else encode(snapshot)
         try:
             with database_errors(self._home):
-                known = self._look(job)
-            if known is None or not known.whole or known.facts != standing.facts:
+                log = self._find_log(job)
+            if log is None or not log.is_intact or log.event_count != snapshot.event_count:
                 return
-            packed = msgspec.msgpack.encode(known)
-            values = job, VERSION, packed, body, _row_checksum(job, VERSION, packed, body)
-            with self._writing():
+            encoded_log = msgspec.msgpack.encode(log)
+            values = job, VERSION, encoded_log, body, _row_checksum(job, VERSION, encoded_log, body)
+            with self._open_transaction():
                 self._db.execute("insert or replace into snapshots values (?, ?, ?, ?, ?)", values)
         except (DamagedRunError, StoreError) as error:
             logger.warning("no snapshot of %s is kept: %s", job, error, extra=log_ids(run=job))
         else:
-            self._facts[job] = standing.facts
+            self._event_counts[job] = snapshot.event_count
 
 
 def _row_checksum(job: str, version: str, log: bytes, body: bytes) -> bytes:

@@ -41,14 +41,14 @@ from fedquilt.coordinator.storage.rows import (
     is_served,
     open_read_only,
 )
-from fedquilt.coordinator.storage.snapshots import EVERY, SnapshotStore
+from fedquilt.coordinator.storage.snapshots import EVENTS_PER_SNAPSHOT, SnapshotStore
 from fedquilt.coordinator.storage.suspended_jobs import SuspendedJobs
 from fedquilt.core import DECODE_ERRORS, JobError, StoreError, Update
 from fedquilt.formats import toml
 from fedquilt.host.disk import PRIVATE, REAL, Disk, Lock
 
 VERSION: Final = 6  # of the tables
-CHECK_S: Final = 0.5  # that a look at the whole database may take when it is opened
+INTEGRITY_CHECK_S: Final = 0.5  # that a look at the whole database may take when it is opened
 JOBS: Final = rows.SCHEMA.format(table="jobs", facts="facts")
 _SCHEMA: Final = """
 create table if not exists counters (name text primary key, value integer not null, sum blob not null);
@@ -56,14 +56,14 @@ create table if not exists counters (name text primary key, value integer not nu
 create view if not exists sound as
     select seq, job, case when json_valid(body) then body else '{}' end as body from facts;
 """
-_OF_INDEX: Final = ("missing from index", "wrong # of entries in index", "non-unique entry in index")
+_INDEX_ERRORS: Final = ("missing from index", "wrong # of entries in index", "non-unique entry in index")
 
 
 def require_tables(db: sqlite3.Connection, home: Path) -> None:
-    found = int(db.execute("pragma user_version").fetchone()[0])
-    if found != VERSION:
+    version = int(db.execute("pragma user_version").fetchone()[0])
+    if version != VERSION:
         raise StoreError(
-            f"{home} has tables of version {found}, and this fedquilt uses {VERSION}: use the fedquilt that wrote it, "
+            f"{home} has tables of version {version}, and this fedquilt uses {VERSION}: use the fedquilt that wrote it, "
             "or name another --home"
         )
 
@@ -74,13 +74,13 @@ def _make_tables(db: sqlite3.Connection) -> None:
         db.executescript(f"begin immediate; {schema} pragma user_version = {VERSION}; commit;")
 
 
-def find_damage(db: sqlite3.Connection, limit_s: float = CHECK_S) -> str:
+def find_damage(db: sqlite3.Connection, limit_s: float = INTEGRITY_CHECK_S) -> str:
     """Return the damage that SQLite finds within `limit_s`, or "". A wrong index is rebuilt."""
-    said = _find_integrity_errors(db, limit_s)
-    if said and all(any(kind in line for kind in _OF_INDEX) for line in said):
+    errors = _find_integrity_errors(db, limit_s)
+    if errors and all(any(kind in line for kind in _INDEX_ERRORS) for line in errors):
         db.execute("reindex")
-        said = _find_integrity_errors(db, limit_s)
-    return "; ".join(said[:3])
+        errors = _find_integrity_errors(db, limit_s)
+    return "; ".join(errors[:3])
 
 
 def _find_integrity_errors(db: sqlite3.Connection, limit_s: float) -> list[str]:
@@ -88,7 +88,7 @@ def _find_integrity_errors(db: sqlite3.Connection, limit_s: float) -> list[str]:
     db.set_progress_handler(lambda: int(time.monotonic() > until_s), 10_000)
     try:
         rows = [str(row[0]) for row in db.execute("pragma integrity_check(10)")]
-        said = [line for row in rows for line in row.splitlines() if not line.startswith("***")]  # "*** in database"
+        errors = [line for row in rows for line in row.splitlines() if not line.startswith("***")]  # "*** in database"
     except sqlite3.OperationalError as error:
         return [] if "interrupted" in str(error) else [str(error)]
     except sqlite3.DatabaseError as error:
@@ -96,7 +96,7 @@ def _find_integrity_errors(db: sqlite3.Connection, limit_s: float) -> list[str]:
     finally:
         db.set_progress_handler(None, 0)
         db.execute("pragma shrink_memory")
-    return [] if said == ["ok"] else said
+    return [] if errors == ["ok"] else errors
 
 
 LOCK_TRIES: Final = 10
@@ -104,7 +104,9 @@ ARMED: Final = "armed"  # it starts another run of its job when its [trigger] fi
 UNAPPROVED: Final = "waiting for approval"
 UNDER_WAY: Final = ("queued", "running")
 UNENDED: Final = (ARMED, UNAPPROVED, *UNDER_WAY, "stopping")  # a coordinator may be working on the run
-AWAY_S: Final = 20.0  # longest time without a coordinator while a run is followed; systemd starts ours again after 10
+MAX_COORDINATOR_GAP_S: Final = (
+    20.0  # longest time without a coordinator while a run is followed; systemd starts ours again after 10
+)
 Origin = Literal["run", "fleet", "virtual", "simulation"]
 log = logging.getLogger("fedquilt.coordinator")
 
@@ -135,8 +137,8 @@ class StoredJob(NamedTuple):
 
 class StartCause(NamedTuple):
     row: StoredJob
-    why: str
-    asks: bool
+    reason: str
+    needs_approval: bool
 
 
 class Store:
@@ -150,15 +152,17 @@ class Store:
     Every method raises StoreError if the folder or the database cannot be read or written.
     """
 
-    def __init__(self, home: Path, *, durable: bool = True, disk: Disk = PRIVATE, every: int = EVERY) -> None:
+    def __init__(
+        self, home: Path, *, durable: bool = True, disk: Disk = PRIVATE, every: int = EVENTS_PER_SNAPSHOT
+    ) -> None:
         self.home, self._disk = home, disk
         with database_errors(home):
             (disk.make_durable_folder if durable else disk.make_folder)(home)
-            before = write_ahead_log.read_log(disk, home / "fedquilt.db")
+            wal = write_ahead_log.read_log(disk, home / "fedquilt.db")
             self._db = disk.connect(home / "fedquilt.db")
             try:
                 self._db.execute("select 1 from sqlite_master").fetchone()  # SQLite takes up the log, writes nothing
-                before.report_damage(disk, self._db)
+                wal.report_damage(disk, self._db)
                 self._db.execute("pragma journal_mode=wal")
                 self._db.execute(f"pragma synchronous={'full' if durable else 'off'}")
                 _make_tables(self._db)
@@ -170,10 +174,10 @@ class Store:
                 raise
         self.snapshots = SnapshotStore(self._db, self._rows.read_log, home, self.open_transaction, every)
         self.rollouts = RolloutLog(self._db, self._rows, home, self.open_transaction, disk.wall_clock_s)
-        self.holds = SuspendedJobs(self._db, home, self.open_transaction, self._read_epoch)
-        self.depot = BlobStore(home / "blobs", durable=durable, disk=disk)
+        self.suspensions = SuspendedJobs(self._db, home, self.open_transaction, self._read_epoch)
+        self.blob_store = BlobStore(home / "blobs", durable=durable, disk=disk)
         self._lock: Lock | None = None
-        self._waiting: list[tuple[str, float, str]] | None = None  # facts of a `batch_events`: job, time, body
+        self._unwritten_events: list[tuple[str, float, str]] | None = None  # facts of a `batch_events`: job, time, body
 
     def __enter__(self) -> Store:
         return self
@@ -194,7 +198,7 @@ class Store:
             with database_errors(self.home):
                 self._lock = self._disk.lock(self.home / "lock", tries=LOCK_TRIES)
             if self._lock is not None:
-                self.depot.open_as_owner()
+                self.blob_store.open_as_owner()
         return self._lock is not None
 
     def is_served(self) -> bool:
@@ -213,11 +217,11 @@ class Store:
 
     def _read_epoch(self) -> int:
         """Return the stored epoch or, if damaged, the latest epoch of a job."""
-        found = self._rows.read_counter("epoch")
-        if found is None:
+        epoch = self._rows.read_counter("epoch")
+        if epoch is None:
             log.warning("the number of starts in %s is damaged: devices say if it has become too small", self.home)
             return max((row.epoch for row, whole in self._rows.read_jobs() if whole), default=0)
-        return found
+        return epoch
 
     def record_authentication(self, signed: bool) -> None:
         with self.open_transaction():
@@ -226,8 +230,8 @@ class Store:
     def was_authenticated(self) -> bool | None:
         """Return whether the latest coordinator authenticated senders, or None before the first."""
         with database_errors(self.home):
-            found = self._rows.read_counter("signed")
-        return found > 1 if found else None
+            counter = self._rows.read_counter("signed")
+        return counter > 1 if counter else None
 
     def find_unfinished(self, job: JobSettings, bundle: Path, origin: Origin = "run") -> str | None:
         """Return the latest run of this job that is armed, or unfinished and of the same bundle."""
@@ -237,23 +241,29 @@ class Store:
         return next((row.id for row in reversed(rows) if row.status not in ("done", "failed")), None)
 
     def add_job(
-        self, job: JobSettings, bundle: Path, origin: Origin = "run", *, id: str = "", by: StartCause | None = None
+        self, job: JobSettings, bundle: Path, origin: Origin = "run", *, id: str = "", cause: StartCause | None = None
     ) -> str:
         """Queue a job, or arm a job with a trigger, and return its id.
 
-        The id is `<name>-<date>-<time>-<random>`, unless the caller requires a fixed `id` for an exact repetition. `by`
+        The id is `<name>-<date>-<time>-<random>`, unless the caller requires a fixed `id` for an exact repetition. `cause`
         is the cause of a triggered start, which the logs of both runs record.
         """
         now = time.time()
         id = id or f"{job.name}-{time.strftime('%Y%m%d-%H%M%S', time.localtime(now))}-{secrets.token_hex(3)}"
-        status = ARMED if origin == "run" and job.trigger is not None else UNAPPROVED if by and by.asks else "queued"
-        settings, submitter = msgspec.json.encode(job).decode(), by.row.submitter if by else current_user()
-        notes = {id: by.why, by.row.id: f"{id} is started: {by.why}"} if by else {}
+        status = (
+            ARMED
+            if origin == "run" and job.trigger is not None
+            else UNAPPROVED
+            if cause and cause.needs_approval
+            else "queued"
+        )
+        settings, submitter = msgspec.json.encode(job).decode(), cause.row.submitter if cause else current_user()
+        notes_by_run = {id: cause.reason, cause.row.id: f"{id} is started: {cause.reason}"} if cause else {}
         row = JobRow(id, settings, str(bundle), status, now, origin, submitter=submitter)
         with self.open_transaction():
             self._rows.insert_job(row._replace(content=_hash_bundle(bundle)))
             self._rows.append_events(
-                [(run, now, encode_lossless(run, NoteRecorded(said))) for run, said in notes.items()]
+                [(run, now, encode_lossless(run, NoteRecorded(note))) for run, note in notes_by_run.items()]
             )
         return id
 
@@ -270,19 +280,19 @@ class Store:
         with database_errors(self.home):
             return self._rows.map_jobs(self._decode_row)
 
-    def _decode_row(self, row: JobRow, whole: bool) -> StoredJob | UnreadableRow:
-        if not whole:
+    def _decode_row(self, row: JobRow, is_intact: bool) -> StoredJob | UnreadableRow:
+        if not is_intact:
             damaged = self._rows.damage_error(row.id, "its row in the list of jobs is not what was written")
             created = row.created if isinstance(row.created, float) else 0.0
-            id, status, reason = (ascii(each)[1:-1] for each in (row.id, row.status, str(damaged)))  # may be no text
+            id, status, reason = (ascii(value)[1:-1] for value in (row.id, row.status, str(damaged)))  # may be no text
             return UnreadableRow(id, status, created, reason, damaged=True)
         try:
             job = msgspec.json.decode(row.settings, type=JobSettings)
         except DECODE_ERRORS as error:
             reason = f"{self.home}: {row.id} was made by another version of fedquilt: {error}"
             return UnreadableRow(row.id, row.status, row.created, reason, damaged=False)
-        at = Path(row.bundle), row.status, row.created
-        return StoredJob(row.id, job, *at, cast("Origin", row.origin), row.epoch, row.submitter, row.content)
+        stored = Path(row.bundle), row.status, row.created
+        return StoredJob(row.id, job, *stored, cast("Origin", row.origin), row.epoch, row.submitter, row.content)
 
     def find_job(self, run: str) -> StoredJob:
         """Return the job with this id, or the latest job with this name."""
@@ -293,8 +303,8 @@ class Store:
             if isinstance(row, StoredJob) and run in (row.id, row.job.name):
                 return row
         names = dict.fromkeys(row.job.name for row in rows if isinstance(row, StoredJob))
-        known = [*names, *(row.id for row in reversed(rows))]
-        raise StoreError(f"no run {run!r} in {self.home}{toml.describe_choices(run, known)}")
+        names_and_ids = [*names, *(row.id for row in reversed(rows))]
+        raise StoreError(f"no run {run!r} in {self.home}{toml.describe_choices(run, names_and_ids)}")
 
     def delete_runs(self, ids: Collection[str], only_ended: bool = False) -> list[str]:
         """Delete runs and their events in one transaction. Return the ids of the deleted runs.
@@ -303,25 +313,25 @@ class Store:
         """
         with self.open_transaction():
             self.require_inactive(ids)
-            gone = [id for id in ids if not only_ended or self.stored_status(id) not in UNENDED]
-            for id in gone:
+            deleted = [id for id in ids if not only_ended or self.stored_status(id) not in UNENDED]
+            for id in deleted:
                 for table in ("facts", "snapshots", "suspended"):
                     self._db.execute(f"delete from {table} where job = ?", (id,))  # noqa: S608
                 self._db.execute("delete from jobs where id = ?", (id,))
-        return gone
+        return deleted
 
     def require_inactive(self, ids: Collection[str]) -> None:
-        elsewhere = self._lock is None and self.is_served()
+        is_served_elsewhere = self._lock is None and self.is_served()
         for id in ids:
-            if elsewhere and (status := self.stored_status(id)) in UNENDED:
-                first = f"`fedquilt stop {id} --home {self.home}` ends it first"
-                raise JobError(f"{id} is {status}: {'wait until it has stopped' if status == 'stopping' else first}")
+            if is_served_elsewhere and (status := self.stored_status(id)) in UNENDED:
+                hint = f"`fedquilt stop {id} --home {self.home}` ends it first"
+                raise JobError(f"{id} is {status}: {'wait until it has stopped' if status == 'stopping' else hint}")
 
     def mark_running(self, id: str) -> None:
         """Record that this coordinator has activated a job, unless its stop was requested."""
         with self.open_transaction():
             self._rows.update_job(id, epoch=self._read_epoch())
-        self.holds.end_suspension(id)
+        self.suspensions.end_suspension(id)
         self.set_status(id, "running", unless="stopping")
 
     def current_status(self, row: StoredJob) -> str:
@@ -330,7 +340,7 @@ class Store:
         An unfinished job is "held" while suspended for the disk, "waiting" while queued behind other jobs, and
         "interrupted" without a coordinator.
         """
-        if row.status in UNDER_WAY and self.is_served() and self.holds.current_suspension(row.id):
+        if row.status in UNDER_WAY and self.is_served() and self.suspensions.current_suspension(row.id):
             return "held"
         if row.status not in ("running", "stopping"):
             return row.status
@@ -340,23 +350,23 @@ class Store:
             return row.status if row.epoch == self._read_epoch() else "waiting"
 
     def describe_resume(self, row: StoredJob) -> str:
-        own = f"--home {self.home}"
-        how = {
-            "run": f"`fedquilt serve {own}`",
-            "fleet": f"`fedquilt simulate JOB --link embedded {own}` (or --link broker), with its --devices,",
-            "virtual": f"`fedquilt simulate JOB {own}`, with its --devices,",
+        home_option = f"--home {self.home}"
+        commands = {
+            "run": f"`fedquilt serve {home_option}`",
+            "fleet": f"`fedquilt simulate JOB --link embedded {home_option}` (or --link broker), with its --devices,",
+            "virtual": f"`fedquilt simulate JOB {home_option}`, with its --devices,",
             "simulation": "`fedquilt.simulate`, or `fedquilt simulate JOB --engine ENGINE`, with this job and home",
         }
-        return f"{how[row.origin]} goes on with {row.id}"
+        return f"{commands[row.origin]} goes on with {row.id}"
 
     def stored_status(self, id: str) -> str:
         """Return the stored status of a job, "" for an unknown job, or "damaged" for a damaged row."""
         with database_errors(self.home):
             try:
-                found = self._rows.find_job(id)
+                row = self._rows.find_job(id)
             except DamagedRunError:
                 return "damaged"
-        return found.status if found else ""
+        return row.status if row else ""
 
     def set_status(self, id: str, status: str, *, unless: str = "") -> None:
         with self.open_transaction():
@@ -391,22 +401,22 @@ class Store:
         Actions that depend on these events must wait for the end of the body. Other processes can use the database
         meanwhile.
         """
-        assert self._waiting is None
-        self._waiting = []
+        assert self._unwritten_events is None
+        self._unwritten_events = []
         try:
             yield
-            self._write_events(self._waiting)
+            self._write_events(self._unwritten_events)
         finally:
-            self._waiting = None
+            self._unwritten_events = None
 
-    def append_event(self, id: str, fact: AnyEvent) -> None:
+    def append_event(self, id: str, event: AnyEvent) -> None:
         """Write an event, to the disk if the store is durable. In `batch_events` the write is deferred."""
-        row = (id, self._disk.wall_clock_s(), encode_lossless(id, fact))
-        self._write_events([row]) if self._waiting is None else self._waiting.append(row)
+        row = (id, self._disk.wall_clock_s(), encode_lossless(id, event))
+        self._write_events([row]) if self._unwritten_events is None else self._unwritten_events.append(row)
 
     def _write_events(self, rows: Sequence[tuple[str, float, str]]) -> None:
         if rows:
-            self.depot.sync_small_blobs()  # what a fact names is on the disk before it
+            self.blob_store.sync_small_blobs()  # what a fact names is on the disk before it
             with self.open_transaction():
                 self._rows.append_events(rows)
 
@@ -427,29 +437,36 @@ class Store:
                 "the whole home, or export what can still be read and use another home"
             )
 
-    def end_inactive_job(self, id: str, fact: JobEnded) -> str:
+    def end_inactive_job(self, id: str, event: JobEnded) -> str:
         """Store the end of a job that no process runs. Return the new status.
 
         A job whose log ends as done stays done, even if its coordinator was killed before the status was stored.
         """
         try:
-            last = [found for _, _, found in self.read_events(id)][-1:]
+            last_events = [logged_event for _, _, logged_event in self.read_events(id)][-1:]
         except JobError as error:  # nothing is added to a log that cannot be read
             log.error("%s", error)
         else:
-            fact = next((found for found in last if isinstance(found, JobEnded) and found.status == "done"), fact)
-            if fact not in last:
-                self.append_event(id, fact)
-        self.set_status(id, fact.status)
-        return fact.status
+            event = next(
+                (
+                    logged_event
+                    for logged_event in last_events
+                    if isinstance(logged_event, JobEnded) and logged_event.status == "done"
+                ),
+                event,
+            )
+            if event not in last_events:
+                self.append_event(id, event)
+        self.set_status(id, event.status)
+        return event.status
 
-    def read_events(self, id: str, after: int = 0, most: int = -1) -> Iterator[tuple[int, float, AnyEvent]]:
+    def read_events(self, id: str, after: int = 0, max_events: int = -1) -> Iterator[tuple[int, float, AnyEvent]]:
         """Yield (sequence number, wall-clock seconds, event) of a job's events, oldest first."""
         with database_errors(self.home):
-            rows = self._rows.read_events(id, after, most)
-        for seq, at, body in rows:
+            rows = self._rows.read_events(id, after, max_events)
+        for seq, time_s, body in rows:
             try:
-                yield seq, at, decoded(body)
+                yield seq, time_s, decoded(body)
             except DECODE_ERRORS as error:
                 raise JobError(
                     f"fact {seq} of {id} in {self.home} cannot be read by this version ({error}): go on with the "
@@ -477,11 +494,11 @@ class ChangeDetector:
     def read_version(self) -> object:
         """Return a value that changes with every write, or None if the database cannot be read."""
         try:
-            found = DatabaseIdentity.from_path(self._path)
-            if self._db is None or self._file != found:
+            identity = DatabaseIdentity.from_path(self._path)
+            if self._db is None or self._file != identity:
                 self.close()
-                self._db, self._file = open_read_only(self._path), found
-            return (*found, self._db.execute("pragma data_version").fetchone()[0])
+                self._db, self._file = open_read_only(self._path), identity
+            return (*identity, self._db.execute("pragma data_version").fetchone()[0])
         except (OSError, sqlite3.Error):
             self.close()
             return None
@@ -506,9 +523,9 @@ class StoreReader(Store):
                 self._db.close()
                 raise
         self.rollouts = RolloutLog(self._db, self._rows, home, self.open_transaction)
-        self.holds = SuspendedJobs(self._db, home, self.open_transaction, self._read_epoch)
-        self.depot = BlobStore(home / "blobs", create=False)
-        self._lock, self._waiting = None, None
+        self.suspensions = SuspendedJobs(self._db, home, self.open_transaction, self._read_epoch)
+        self.blob_store = BlobStore(home / "blobs", create=False)
+        self._lock, self._unwritten_events = None, None
 
 
 def open_store(home: Path, *, durable: bool = True) -> Store:

@@ -16,8 +16,8 @@ from typing import Final, NamedTuple
 from fedquilt.coordinator.storage.rows import database_errors
 
 TRIES: Final = 3
-AGAIN_S: Final = 30.0  # between two tries
-NEW_S: Final = 3600.0  # after the time of the next try, a failure counts as the first one again
+RETRY_S: Final = 30.0  # between two tries
+FORGET_AFTER_S: Final = 3600.0  # after the time of the next try, a failure counts as the first one again
 
 SCHEMA: Final = """
 create table if not exists suspended (
@@ -27,37 +27,41 @@ create table if not exists suspended (
 
 
 class Suspension(NamedTuple):
-    since: float
-    again: float  # when it is tried again
-    why: str
-    what: str  # what cannot be read
+    start_time: float
+    retry_time: float  # when it is tried again
+    reason: str
+    subject: str  # what cannot be read
     tries: int
 
     def __str__(self) -> str:
-        since, again = (time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(at)) for at in (self.since, self.again))
-        return f"the disk since {since}, and is tried again at {again}: {self.why}"
+        since, again = (
+            time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(at)) for at in (self.start_time, self.retry_time)
+        )
+        return f"the disk since {since}, and is tried again at {again}: {self.reason}"
 
 
 def count_failure(
-    known: Suspension | None, what: str, why: str, now: float, *, counts: bool = True
+    suspension: Suspension | None, subject: str, reason: str, now: float, *, is_limited: bool = True
 ) -> Suspension | None:
     """Return a job's suspension after a failed read, or None after the last try.
 
     Args:
-        known: The job's latest suspension by any coordinator.
-        what: The file that could not be read.
-        why: The error.
+        suspension: The job's latest suspension by any coordinator.
+        subject: The file that could not be read.
+        reason: The error.
         now: The wall-clock seconds.
-        counts: Whether the number of tries is limited. Without a limit, the job waits as long as necessary.
+        is_limited: Whether the number of tries is limited. Without a limit, the job waits as long as necessary.
     """
-    if known is None or known.what != what or now >= known.again + NEW_S:
-        known = Suspension(now, now, why, what, 0)
+    if suspension is None or suspension.subject != subject or now >= suspension.retry_time + FORGET_AFTER_S:
+        suspension = Suspension(now, now, reason, subject, 0)
     # A try of a restarted coordinator before its time does not count. A clock that was set back shows a later time.
-    early = 0 < known.again - now <= AGAIN_S
-    tries = known.tries + (counts and not early)
+    is_early = 0 < suspension.retry_time - now <= RETRY_S
+    tries = suspension.tries + (is_limited and not is_early)
     if tries >= TRIES:
         return None
-    return Suspension(known.since, known.again if early else now + AGAIN_S, why, what, tries)
+    return Suspension(
+        suspension.start_time, suspension.retry_time if is_early else now + RETRY_S, reason, subject, tries
+    )
 
 
 class SuspendedJobs:
@@ -65,24 +69,24 @@ class SuspendedJobs:
         self,
         db: sqlite3.Connection,
         home: Path,
-        writing: Callable[[], AbstractContextManager[None]],
+        open_transaction: Callable[[], AbstractContextManager[None]],
         epoch: Callable[[], int],
     ) -> None:
-        self._db, self._home, self._writing, self._epoch = db, home, writing, epoch
+        self._db, self._home, self._open_transaction, self._epoch = db, home, open_transaction, epoch
 
-    def record_suspension(self, job: str, hold: Suspension) -> None:
-        with self._writing():
+    def record_suspension(self, job: str, suspension: Suspension) -> None:
+        with self._open_transaction():
             self._db.execute(
-                "insert or replace into suspended values (?, ?, ?, ?, ?, ?, ?)", (job, self._epoch(), *hold)
+                "insert or replace into suspended values (?, ?, ?, ?, ?, ?, ?)", (job, self._epoch(), *suspension)
             )
 
     def delete_suspension(self, job: str) -> None:
-        with self._writing():
+        with self._open_transaction():
             self._db.execute("delete from suspended where job = ?", (job,))
 
     def end_suspension(self, job: str) -> None:
         """Record that a job continues. The number of tries is kept for the next failure."""
-        with self._writing():
+        with self._open_transaction():
             self._db.execute("update suspended set epoch = -1 where job = ?", (job,))
 
     def current_suspension(self, job: str) -> Suspension | None:
@@ -93,12 +97,12 @@ class SuspendedJobs:
         query = "select job, epoch, since, again, why, what, tries from suspended"
         with database_errors(self._home):
             rows = self._db.execute(query).fetchall()
-            last = self._epoch() if rows else 0
-        return {job: Suspension(*found) for job, epoch, *found in rows if epoch == last}
+            last_epoch = self._epoch() if rows else 0
+        return {job: Suspension(*values) for job, epoch, *values in rows if epoch == last_epoch}
 
     def latest_suspension(self, job: str) -> Suspension | None:
         """Return a job's latest suspension by any coordinator, or None. The suspension may have ended."""
         query = "select since, again, why, what, tries from suspended where job = ?"
         with database_errors(self._home):
-            found = self._db.execute(query, (job,)).fetchone()
-        return None if found is None else Suspension(*found)
+            row = self._db.execute(query, (job,)).fetchone()
+        return None if row is None else Suspension(*row)

@@ -27,47 +27,47 @@ _FRAME: Final = struct.Struct(">II8s8s")  # page, size of the database after a c
 class WriteAheadLog(NamedTuple):
     path: Path
     head: bytes
-    committed: int  # frames up to the last commit, whether their checksums match or not
+    committed_frames: int  # frames up to the last commit, whether their checksums match or not
 
-    def count_lost_frames(self, disk: Disk, taken: int) -> int:
+    def count_lost_frames(self, disk: Disk, read_frames: int) -> int:
         """Return how many committed frames SQLite failed to read, or 0 if the log was restarted."""
-        if self.committed <= taken or disk.read(self.path, 0, _HEAD.size) != self.head:
+        if self.committed_frames <= read_frames or disk.read(self.path, 0, _HEAD.size) != self.head:
             return 0
-        return self.committed - taken if self._has_damaged_frame(disk, taken) else 0
+        return self.committed_frames - read_frames if self._has_damaged_frame(disk, read_frames) else 0
 
-    def _has_damaged_frame(self, disk: Disk, taken: int) -> bool:
+    def _has_damaged_frame(self, disk: Disk, read_frames: int) -> bool:
         _, _, page, _, salts, sums = _HEAD.unpack(self.head)
         order, size = _byte_order(self.head), _frame_size(page)
-        if not taken and not _is_header_intact(self.head):
+        if not read_frames and not _is_header_intact(self.head):
             return True
-        seed = sums if not taken else disk.read(self.path, _HEAD.size + (taken - 1) * size + 16, 8)
-        for number in range(taken, self.committed):
+        seed = sums if not read_frames else disk.read(self.path, _HEAD.size + (read_frames - 1) * size + 16, 8)
+        for number in range(read_frames, self.committed_frames):
             frame = disk.read(self.path, _HEAD.size + number * size, size)
             if len(frame) < size:
                 return False  # the log was restarted meanwhile
-            _, _, own, stated = _FRAME.unpack_from(frame)
-            if own != salts or _checksum(frame[:8] + frame[_FRAME.size :], seed, order) != stated:
+            _, _, frame_salts, stated_checksum = _FRAME.unpack_from(frame)
+            if frame_salts != salts or _checksum(frame[:8] + frame[_FRAME.size :], seed, order) != stated_checksum:
                 return True
-            seed = stated
+            seed = stated_checksum
         return False
 
     def report_damage(self, disk: Disk, db: sqlite3.Connection) -> None:
         """Log a warning of a damaged log, and copy it, once SQLite has opened the database and has space."""
-        if not self.committed:
+        if not self.committed_frames:
             return
         try:
-            _, taken, _ = db.execute("pragma wal_checkpoint(passive)").fetchone()  # -1: another process is at it
+            _, read_frames, _ = db.execute("pragma wal_checkpoint(passive)").fetchone()  # -1: another process is at it
         except sqlite3.OperationalError as error:
             if "is full" not in str(error):
                 raise
             return
-        if taken >= 0 and (lost := self.count_lost_frames(disk, taken)):
-            aside = self.path.with_name(f"{self.path.name}.damaged")
-            disk.write(aside, disk.read(self.path))
+        if read_frames >= 0 and (lost_frames := self.count_lost_frames(disk, read_frames)):
+            copy_path = self.path.with_name(f"{self.path.name}.damaged")
+            disk.write(copy_path, disk.read(self.path))
             log.warning(
                 "%s is damaged: its last %d pages cannot be read, and facts in them are lost; a copy is %s, and "
                 "devices say what they know beyond what is left",
-                *(self.path, lost, aside),
+                *(self.path, lost_frames, copy_path),
             )
 
 
@@ -83,9 +83,9 @@ def _checksum(payload: bytes, seed: bytes, order: str) -> bytes:
     """Return SQLite's checksum of words in the log's byte order, continued from `seed`, in big-endian order."""
     first, second = struct.unpack(">II", seed)
     words = iter(struct.unpack(f"{order}{len(payload) // 4}I", payload))
-    for one, other in zip(words, words, strict=True):
-        first = first + one + second & 0xFFFFFFFF
-        second = second + other + first & 0xFFFFFFFF
+    for first_word, second_word in zip(words, words, strict=True):
+        first = first + first_word + second & 0xFFFFFFFF
+        second = second + second_word + first & 0xFFFFFFFF
     return struct.pack(">II", first, second)
 
 
@@ -104,18 +104,21 @@ def read_log(disk: Disk, database: Path) -> WriteAheadLog:
 
 
 def _parse_log(disk: Disk, path: Path) -> WriteAheadLog:
-    found = disk.stat(path)
-    head = b"" if found is None else disk.read(path, 0, _HEAD.size)
-    if found is None or len(head) < _HEAD.size:
+    status = disk.stat(path)
+    head = b"" if status is None else disk.read(path, 0, _HEAD.size)
+    if status is None or len(head) < _HEAD.size:
         return WriteAheadLog(path, head, 0)
     _, _, page, _, salts, _ = _HEAD.unpack(head)
     size = _frame_size(page)
-    frames = [_FRAME.unpack(disk.read(path, at, _FRAME.size)) for at in range(_HEAD.size, found.size - size + 1, size)]
-    ours = {salts}
-    for _, _, first, _ in frames[:1]:
+    frames = [
+        _FRAME.unpack(disk.read(path, offset, _FRAME.size))
+        for offset in range(_HEAD.size, status.size - size + 1, size)
+    ]
+    valid_salts = {salts}
+    for _, _, first_salts, _ in frames[:1]:
         # A restarted log has a new head before its first frame, and both words of its salt differ from those of the
         # old frames behind. A head with one equal word, or with a wrong checksum, is damaged.
-        if first[:4] == salts[:4] or first[4:] == salts[4:] or not _is_header_intact(head):
-            ours.add(first)
-    commits = [number for number, frame in enumerate(frames, 1) if frame[1] and frame[2] in ours]
+        if first_salts[:4] == salts[:4] or first_salts[4:] == salts[4:] or not _is_header_intact(head):
+            valid_salts.add(first_salts)
+    commits = [number for number, frame in enumerate(frames, 1) if frame[1] and frame[2] in valid_salts]
     return WriteAheadLog(path, head, max(commits, default=0))

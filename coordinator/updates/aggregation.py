@@ -49,38 +49,40 @@ UNCHANGED_ROUNDS: Final = 5  # first rounds of a run in which the loss has to ch
 UNCHANGED_SHARE: Final = 1e-4  # smaller changes of the loss than this share are none
 LEARNT_LOSS: Final = 0.01  # a smaller loss may stay as it is
 LOW_LR: Final = 1e-4
-EXTREME: Final = 1000.0  # times the median of the devices' losses, from which on a device is named
+OUTLIER_LOSS_FACTOR: Final = 1000.0  # times the median of the devices' losses, from which on a device is named
 
 
 def aggregate_evaluations(updates: Collection[Update]) -> EvaluationSums | None:
     """Return the sum of a round's consistent evaluations (`explain_evaluation`), or None."""
-    return evaluation.add_evaluations(each for _, each in _select_consistent_evaluations(updates))
+    return evaluation.add_evaluations(sums for _, sums in _select_consistent_evaluations(updates))
 
 
 def explain_evaluation(updates: Collection[Update]) -> list[str]:
-    counted = dict(_select_consistent_evaluations(updates))
-    given = {update.device: update.evaluation for update in updates if update.evaluation is not None}
-    if given and not counted:
+    consistent = dict(_select_consistent_evaluations(updates))
+    reported = {update.device: update.evaluation for update in updates if update.evaluation is not None}
+    if reported and not consistent:
         return ["no evaluation: none of the devices holds out an example ([data] held), or there is no model yet"]
     notes = [
         f"the evaluation of {device} does not count: its network has {sums.outputs} outputs, those of most have others"
-        for device, sums in sorted(given.items())
-        if sums.examples and device not in counted
+        for device, sums in sorted(reported.items())
+        if sums.examples and device not in consistent
     ]
-    losses = {device: math.fsum(sums.loss) / sums.examples for device, sums in counted.items()}
-    usual = statistics.median(losses.values()) if losses else 0.0
+    losses = {device: math.fsum(sums.loss) / sums.examples for device, sums in consistent.items()}
+    median_loss = statistics.median(losses.values()) if losses else 0.0
     return notes + [
-        f"the evaluation's loss is {loss:.4g} on {device}, and {usual:.4g} on half of the devices at most"
+        f"the evaluation's loss is {loss:.4g} on {device}, and {median_loss:.4g} on half of the devices at most"
         for device, loss in sorted(losses.items())
-        if loss > EXTREME * max(usual, LEARNT_LOSS)
+        if loss > OUTLIER_LOSS_FACTOR * max(median_loss, LEARNT_LOSS)
     ]
 
 
 def _select_consistent_evaluations(updates: Collection[Update]) -> list[tuple[str, EvaluationSums]]:
-    found = [(each.device, each.evaluation) for each in updates if each.evaluation and each.evaluation.examples]
-    shapes = Counter((sums.task, sums.outputs) for _, sums in found)
-    usual = max(shapes, key=lambda shape: (shapes[shape], shape), default=None)
-    return [(device, sums) for device, sums in found if (sums.task, sums.outputs) == usual]
+    evaluations = [
+        (update.device, update.evaluation) for update in updates if update.evaluation and update.evaluation.examples
+    ]
+    shapes = Counter((sums.task, sums.outputs) for _, sums in evaluations)
+    usual_shape = max(shapes, key=lambda shape: (shapes[shape], shape), default=None)
+    return [(device, sums) for device, sums in evaluations if (sums.task, sums.outputs) == usual_shape]
 
 
 def average_metrics(updates: Collection[Update]) -> dict[str, float]:
@@ -101,43 +103,45 @@ def average_metrics(updates: Collection[Update]) -> dict[str, float]:
     return {name: value for name, value in result.items() if math.isfinite(value)}
 
 
-def explain_missing_metrics(updates: Collection[Update], found: Mapping[str, float]) -> list[str]:
+def explain_missing_metrics(updates: Collection[Update], averages: Mapping[str, float]) -> list[str]:
     """Return notes on the devices' metrics that `average_metrics` has not found."""
     names = Counter(name for update in updates for name in update.metrics)
-    lost = {name for name, count in names.items() if 2 * count > len(updates)} - found.keys()
-    huge = {name for update in updates if update.weight for name in update.metrics} & lost
+    missing = {name for name, count in names.items() if 2 * count > len(updates)} - averages.keys()
+    infinite_names = {name for update in updates if update.weight for name in update.metrics} & missing
     notes = []
-    if alone := sorted(lost - huge):
-        notes.append(f"no mean of {', '.join(alone)}: every update counts as 0 examples")
-    if huge:
-        notes.append(f"no value of {', '.join(sorted(huge))}: what the devices report adds up beyond any number")
+    if unweighted_names := sorted(missing - infinite_names):
+        notes.append(f"no mean of {', '.join(unweighted_names)}: every update counts as 0 examples")
+    if infinite_names:
+        notes.append(
+            f"no value of {', '.join(sorted(infinite_names))}: what the devices report adds up beyond any number"
+        )
     return notes
 
 
 def _weighted_mean(pairs: Sequence[tuple[float, float]]) -> float:
     """Return the mean of (weight, value) pairs. Weights must not be negative, and not all 0."""
-    total = of = 0.0
+    total = total_weight = 0.0
     for weight, value in pairs:
-        total, of = total + weight * value, of + weight
-    if math.isfinite(total) and math.isfinite(of):
-        return total / of
-    most = max(weight for weight, _ in pairs)
-    shares = sum(weight / most for weight, _ in pairs)
-    return sum(weight / most / shares * value for weight, value in pairs)
+        total, total_weight = total + weight * value, total_weight + weight
+    if math.isfinite(total) and math.isfinite(total_weight):
+        return total / total_weight
+    max_weight = max(weight for weight, _ in pairs)
+    shares = sum(weight / max_weight for weight, _ in pairs)
+    return sum(weight / max_weight / shares * value for weight, value in pairs)
 
 
 def explain_unchanged_loss(losses: Mapping[int, float], lr: object) -> str | None:
     """Return the probable cause if the loss has not changed in UNCHANGED_ROUNDS, or None."""
-    found = [losses[number] for number in range(UNCHANGED_ROUNDS) if number in losses]
-    if len(losses) != UNCHANGED_ROUNDS or len(found) != UNCHANGED_ROUNDS or max(found) < LEARNT_LOSS:
+    first_losses = [losses[number] for number in range(UNCHANGED_ROUNDS) if number in losses]
+    if len(losses) != UNCHANGED_ROUNDS or len(first_losses) != UNCHANGED_ROUNDS or max(first_losses) < LEARNT_LOSS:
         return None
-    if max(found) - min(found) > UNCHANGED_SHARE * max(found):
+    if max(first_losses) - min(first_losses) > UNCHANGED_SHARE * max(first_losses):
         return None
     if isinstance(lr, float) and lr < LOW_LR:
         cause = f"the learning rate is probably too low ({lr:g}): raise [params] lr"
     else:
         cause = "inputs or labels probably do not vary: check them, and set [input] standardise = true"
-    return f"the loss has stayed at {found[-1]:.4g} for {UNCHANGED_ROUNDS} rounds: {cause}"
+    return f"the loss has stayed at {first_losses[-1]:.4g} for {UNCHANGED_ROUNDS} rounds: {cause}"
 
 
 FoldInputs = tuple[float, Mapping[str, float], Mapping[str, BlobRef]]  # weight, metrics and bundles
@@ -149,68 +153,79 @@ class PartialAggregate:
         self.reset()
 
     def reset(self) -> None:
-        self._folded: dict[str, FoldInputs] = {}  # by device, in the order in which they were folded
+        self._folded_inputs: dict[str, FoldInputs] = {}  # by device, in the order in which they were folded
         self.total: Any = None  # aggregate of these updates, or None without updates
-        self._pending: list[tuple[dict[str, FoldInputs], Callable[[], Any]]] = []  # sums of workers
+        self._pending_sums: list[tuple[dict[str, FoldInputs], Callable[[], Any]]] = []  # sums of workers
 
     def can_fold_now(self, device: str, answered: Mapping[str, Update], asked: Iterable[str]) -> bool:
         """Return whether a device's update can be folded on arrival."""
         if self._any_order:
             return not self._contains_device(device)
         is_next = self.can_fold_in_order(device) and device == min(asked, default="")
-        return is_next and len(self._folded) == len(answered)
+        return is_next and len(self._folded_inputs) == len(answered)
 
     def can_fold_in_order(self, device: str) -> bool:
-        return not self._contains_device(device) if self._any_order else device > next(reversed(self._folded), "")
+        return (
+            not self._contains_device(device) if self._any_order else device > next(reversed(self._folded_inputs), "")
+        )
 
     def include_update(self, device: str, inputs: FoldInputs, total: Any) -> None:
-        self._folded[device], self.total = inputs, total
+        self._folded_inputs[device], self.total = inputs, total
 
-    def add_pending_sum(self, given: Mapping[str, FoldInputs], total: Callable[[], Any]) -> None:
+    def add_pending_sum(self, inputs: Mapping[str, FoldInputs], total: Callable[[], Any]) -> None:
         """Add a sum that a worker of the simulation computes. If `total` returns None, updates are folded singly."""
-        self._pending.append((dict(given), total))
+        self._pending_sums.append((dict(inputs), total))
 
     def merge_pending_sums(self, updates: Mapping[str, Update]) -> None:
         """Merge the pending sums whose updates all count unchanged, and drop the rest."""
-        for given, compute_sum in self._pending:
-            counts = all(device in updates and fold_inputs(updates[device]) == each for device, each in given.items())
-            if counts and (total := compute_sum()) is not None:
+        for inputs_by_device, compute_sum in self._pending_sums:
+            is_unchanged = all(
+                device in updates and fold_inputs(updates[device]) == inputs
+                for device, inputs in inputs_by_device.items()
+            )
+            if is_unchanged and (total := compute_sum()) is not None:
                 self.total = total if self.total is None else exact_sums.merge_accumulators(self.total, total)
-                self._folded |= given
-        self._pending = []
+                self._folded_inputs |= inputs_by_device
+        self._pending_sums = []
 
     def contains_update(self, update: Update) -> bool:
         """Return whether exactly this update is folded, or in a pending sum."""
         device, inputs = update.device, fold_inputs(update)
-        return self._folded.get(device) == inputs or any(each.get(device) == inputs for each, _ in self._pending)
+        return self._folded_inputs.get(device) == inputs or any(
+            pending_inputs.get(device) == inputs for pending_inputs, _ in self._pending_sums
+        )
 
     def _contains_device(self, device: str) -> bool:
-        return device in self._folded or any(device in each for each, _ in self._pending)
+        return device in self._folded_inputs or any(
+            device in pending_inputs for pending_inputs, _ in self._pending_sums
+        )
 
     def __len__(self) -> int:
-        return len(self._folded)
+        return len(self._folded_inputs)
 
     def consists_of(self, updates: Mapping[str, Update]) -> bool:
         return len(updates) == len(self) and all(self.contains_update(update) for update in updates.values())
 
     def is_part_of(self, updates: Mapping[str, Update]) -> bool:
         """Return whether the aggregate contains only these updates, in order if the order matters."""
-        in_order = self._any_order or sorted(updates)[: len(self._folded)] == list(self._folded)
-        return in_order and all(device in updates and self.contains_update(updates[device]) for device in self._folded)
+        in_order = self._any_order or sorted(updates)[: len(self._folded_inputs)] == list(self._folded_inputs)
+        return in_order and all(
+            device in updates and self.contains_update(updates[device]) for device in self._folded_inputs
+        )
 
     def remaining_devices(self, updates: Mapping[str, Update]) -> list[str]:
         """Return the devices left to fold, sorted. Reset the aggregate first if it contains any other update."""
         if not self.is_part_of(updates):
             self.reset()
-        return [device for device in sorted(updates) if device not in self._folded]
+        return [device for device in sorted(updates) if device not in self._folded_inputs]
 
 
-def foldable_updates(rounds: JobState, any_order: bool) -> dict[str, Update]:
+def foldable_updates(job_state: JobState, any_order: bool) -> dict[str, Update]:
     """Return the accepted updates that may be in the running round's aggregate now, by device."""
-    if any_order or rounds.phase == "closing":
-        return dict(rounds.answered)
-    first = min(rounds.asked, default="")  # without open tasks, the next device may have any name
-    return {device: update for device, update in rounds.answered.items() if device < first}
+    if any_order or job_state.phase == "closing":
+        return dict(job_state.accepted_updates)
+    first = min(job_state.pending_devices, default="")  # without open tasks, the next device may have any name
+    return {device: update for device, update in job_state.accepted_updates.items() if device < first}
 
 
 def fold_inputs(update: Update) -> FoldInputs:
@@ -225,7 +240,7 @@ def blob_hashes(updates: Iterable[Update]) -> set[str]:
     return {ref.sha256 for update in updates for ref in update.bundles.values()}
 
 
-READ_BYTES: Final = 32 << 20  # updates of a round that stay in memory after their examination, for the commit
+UPDATE_CACHE_BYTES: Final = 32 << 20  # updates of a round that stay in memory after their examination, for the commit
 
 BaseTensors = Callable[[str], Tensors | None]
 """`base` for the bundles of one update."""
@@ -238,212 +253,242 @@ class Aggregator:
     """
 
     def __init__(
-        self, depot: BlobStore, half: Method | EvaluationRound, state: Any, job: JobSettings, *, large: bool = False
+        self,
+        blob_store: BlobStore,
+        method_functions: Method | EvaluationRound,
+        state: Any,
+        job: JobSettings,
+        *,
+        large: bool = False,
     ) -> None:
-        self._depot, self._aggregation, self._state, self._job = depot, half.aggregation, state, job
-        self._sums, self.large = half.aggregation.accumulator(state), large
+        self._depot, self._aggregation, self._state, self._job = blob_store, method_functions.aggregation, state, job
+        self._accumulator_type, self.large = method_functions.aggregation.accumulator(state), large
         if large:
             process_resources.release_freed_memory()  # of the round before
-        self._folding = self._new_folding()
-        self._read: dict[str, tuple[Update, DeviceUpdate]] = {}  # by device, up to READ_BYTES
-        self._read_bytes = 0
-        self._unfolded: tuple[JobState, int, tuple[int, int]] | None = None  # what was counted last, and of what
+        self._partial_aggregate = self._new_folding()
+        self._cached_updates: dict[str, tuple[Update, DeviceUpdate]] = {}  # by device, up to READ_BYTES
+        self._cached_bytes = 0
+        self._unfolded_count: tuple[JobState, int, tuple[int, int]] | None = None  # what was counted last, and of what
 
     def read_update(
-        self, update: Update, rounds: JobState, base: BaseTensors, bounds: validation.ClaimBounds
+        self, update: Update, job_state: JobState, find_base: BaseTensors, bounds: validation.ClaimBounds
     ) -> Update:
         """Decode, check and store an update, fold the update if due in order, and return it as stored."""
-        of_site = has_site_bundles(update.bundles)
-        if self._job.wire.codec == "raw" and not of_site and self._folding.contains_update(update):
+        is_site_update = has_site_bundles(update.bundles)
+        if self._job.wire.codec == "raw" and not is_site_update and self._partial_aggregate.contains_update(update):
             return update
         with validation.name_device_in_errors(update.device):
-            given = self._decode_update(job_blobs.load_update(self._depot, update), base)
-            update = self._with_permitted_devices(update, given, bounds)
-            next_one = self._folding.can_fold_now(update.device, rounds.answered, rounds.asked)
-            next_one = next_one and (self._is_exact or not of_site)  # a site's boards have places among the others
-            if next_one:
-                total = self._fold_update(given)
+            decoded = self._decode_update(job_blobs.load_update(self._depot, update), find_base)
+            update = self._with_permitted_devices(update, decoded, bounds)
+            is_foldable_now = self._partial_aggregate.can_fold_now(
+                update.device, job_state.accepted_updates, job_state.pending_devices
+            )
+            is_foldable_now = is_foldable_now and (
+                self._is_exact or not is_site_update
+            )  # a site's boards have places among the others
+            if is_foldable_now:
+                total = self._fold_update(decoded)
             else:
-                self._aggregation.require_valid_update(self._state, given)
+                self._aggregation.require_valid_update(self._state, decoded)
         try:
-            update = self._store_decoded(update, given)
+            update = self._store_decoded(update, decoded)
         except StoreError:
-            self._folding.reset()  # the sum may have this update, which does not count yet
+            self._partial_aggregate.reset()  # the sum may have this update, which does not count yet
             raise
-        if next_one:
-            self._folding.include_update(update.device, fold_inputs(update), total)
+        if is_foldable_now:
+            self._partial_aggregate.include_update(update.device, fold_inputs(update), total)
         else:
-            self._cache_update_if_room(update, given)
+            self._cache_update_if_room(update, decoded)
         return update
 
-    def can_fold_early(self, rounds: JobState, round: int, device: str) -> bool:
+    def can_fold_early(self, job_state: JobState, round: int, device: str) -> bool:
         return (
-            round == rounds.round
-            and device in rounds.asked
+            round == job_state.round
+            and device in job_state.pending_devices
             and self._job.wire.codec == "raw"
-            and "work" in rounds.task_actions
-            and self._folding.can_fold_in_order(device)
+            and "work" in job_state.task_actions
+            and self._partial_aggregate.can_fold_in_order(device)
         )
 
-    def fold_early(self, given: DeviceUpdate, bundles: Mapping[str, BlobRef]) -> None:
+    def fold_early(self, update: DeviceUpdate, bundles: Mapping[str, BlobRef]) -> None:
         """Fold an expected update early, while other devices are still at work.
 
         The update counts only after an offer with the same content. Errors are ignored here and raised then.
         """
         with contextlib.suppress(Exception):
-            for bundle in given.bundles.values():
+            for bundle in update.bundles.values():
                 tensors.require_finite(bundle)
-            total = self._fold_update(given)
-            self._folding.include_update(given.device, (given.weight, given.metrics, bundles), total)
+            total = self._fold_update(update)
+            self._partial_aggregate.include_update(update.device, (update.weight, update.metrics, bundles), total)
 
-    def state_path_for_folding(self, rounds: JobState) -> str | None:
+    def state_path_for_folding(self, job_state: JobState) -> str | None:
         """Return the state file with which other processes may fold small updates, or None."""
-        able = self._sums is not None and self._job.wire.codec == "raw" and "work" in rounds.task_actions
-        if not able or rounds.settling or rounds.state is None or rounds.state.size > WHOLE_BYTES:
+        can_fold = (
+            self._accumulator_type is not None and self._job.wire.codec == "raw" and "work" in job_state.task_actions
+        )
+        if (
+            not can_fold
+            or job_state.is_evaluation_round
+            or job_state.state is None
+            or job_state.state.size > WHOLE_BYTES
+        ):
             return None
-        return self._depot.verified_path(rounds.state.sha256)
+        return self._depot.verified_path(job_state.state.sha256)
 
     def fold_aggregate_early(
-        self, rounds: JobState, round: int, given: Mapping[str, FoldInputs], packed: Callable[[], bytes]
+        self, job_state: JobState, round: int, inputs: Mapping[str, FoldInputs], wait_for_packed: Callable[[], bytes]
     ) -> None:
         """Accept a packed partial aggregate of updates, if all of them are expected.
 
-        The aggregate counts only after all its updates were accepted with the same content. `packed` is called at the
+        The aggregate counts only after all its updates were accepted with the same content. `wait_for_packed` is called at the
         end of the round. The call waits for the aggregate, and returns b"" if there is none.
         """
-        if not all(self.can_fold_early(rounds, round, device) for device in given):
+        if not all(self.can_fold_early(job_state, round, device) for device in inputs):
             return
 
         def unpack_total() -> Any:
             with contextlib.suppress(Exception):
-                assert self._sums is not None
-                return tensors.unpack_state(packed(), self._sums)
+                assert self._accumulator_type is not None
+                return tensors.unpack_state(wait_for_packed(), self._accumulator_type)
             return None
 
-        self._folding.add_pending_sum(given, unpack_total)
+        self._partial_aggregate.add_pending_sum(inputs, unpack_total)
 
-    def _cache_update_if_room(self, update: Update, given: DeviceUpdate) -> None:
+    def _cache_update_if_room(self, update: Update, decoded: DeviceUpdate) -> None:
         size = total_blob_bytes(update)
-        if self._read_bytes + size <= READ_BYTES:
-            self._read_bytes += size
-            self._read[update.device] = (update, given)
+        if self._cached_bytes + size <= UPDATE_CACHE_BYTES:
+            self._cached_bytes += size
+            self._cached_updates[update.device] = (update, decoded)
 
-    def validate_large_update(self, update: Update, base: BaseTensors, bounds: validation.ClaimBounds) -> Update:
+    def validate_large_update(self, update: Update, find_base: BaseTensors, bounds: validation.ClaimBounds) -> Update:
         with validation.name_device_in_errors(update.device):
-            given = self._open_update(update)
-            for bundle in given.bundles.values():
+            decoded = self._open_update(update)
+            for bundle in decoded.bundles.values():
                 tensors.require_finite(bundle)
-            given = self._decode_update(given, base)
-            update = self._with_permitted_devices(update, given, bounds)
-            self._aggregation.require_valid_update(self._state, given)
-        return self._store_decoded(update, given)
+            decoded = self._decode_update(decoded, find_base)
+            update = self._with_permitted_devices(update, decoded, bounds)
+            self._aggregation.require_valid_update(self._state, decoded)
+        return self._store_decoded(update, decoded)
 
-    def has_foldable_update(self, rounds: JobState) -> bool:
+    def has_foldable_update(self, job_state: JobState) -> bool:
         """Return whether an accepted update can be folded now. Not to be called during a worker's call."""
-        return "work" in rounds.task_actions and not self._folding.consists_of(self._foldable_updates(rounds))
+        return "work" in job_state.task_actions and not self._partial_aggregate.consists_of(
+            self._foldable_updates(job_state)
+        )
 
-    def count_unfolded(self, rounds: JobState) -> tuple[int, int]:
+    def count_unfolded(self, job_state: JobState) -> tuple[int, int]:
         """Return the number and bytes of updates that wait for folding. Valid during a worker's call."""
-        if "work" not in rounds.task_actions:
+        if "work" not in job_state.task_actions:
             return 0, 0
-        known = self._unfolded
-        if rounds.phase == "closing":  # the sum goes into the new state
-            return known[2] if known else (0, 0)
-        if known is None or known[0] is not rounds or known[1] != len(self._folding):
-            stored = rounds.folded.devices if rounds.folded else ()
-            ready, count = self._foldable_updates(rounds), len(self._folding)
-            left = [
-                each
-                for device, each in ready.items()
-                if device not in stored and not self._folding.contains_update(each)
+        cached = self._unfolded_count
+        if job_state.phase == "closing":  # the sum goes into the new state
+            return cached[2] if cached else (0, 0)
+        if cached is None or cached[0] is not job_state or cached[1] != len(self._partial_aggregate):
+            stored_devices = job_state.partial_aggregate.devices if job_state.partial_aggregate else ()
+            foldable, count = self._foldable_updates(job_state), len(self._partial_aggregate)
+            remaining = [
+                update
+                for device, update in foldable.items()
+                if device not in stored_devices and not self._partial_aggregate.contains_update(update)
             ]
-            self._unfolded = known = rounds, count, (len(left), sum(map(total_blob_bytes, left)))
-        return known[2]
+            self._unfolded_count = cached = job_state, count, (len(remaining), sum(map(total_blob_bytes, remaining)))
+        return cached[2]
 
-    def fold_next(self, rounds: JobState, stored_at: float) -> UpdatesAggregated | None:
+    def fold_next(self, job_state: JobState, stored_at: float) -> UpdatesAggregated | None:
         """Fold at most one update. Return the event of a newly stored partial aggregate, or None.
 
         Other updates are left to later calls, so that the loop can admit another update for each one that is folded and
         dropped.
         """
-        self._fold_pending(rounds, most=1)
-        if not self._is_worth_storing(rounds, stored_at):
+        self._fold_pending(job_state, max_updates=1)
+        if not self._is_worth_storing(job_state, stored_at):
             return None
-        folded = [device for device, update in rounds.answered.items() if self._folding.contains_update(update)]
+        folded = [
+            device
+            for device, update in job_state.accepted_updates.items()
+            if self._partial_aggregate.contains_update(update)
+        ]
         return UpdatesAggregated(
-            rounds.round,
+            job_state.round,
             tuple(sorted(folded)),
-            job_blobs.store_tensors(self._depot, *tensors.split_state(self._folding.total)),
+            job_blobs.store_tensors(self._depot, *tensors.split_state(self._partial_aggregate.total)),
         )
 
-    def _is_worth_storing(self, rounds: JobState, stored_at: float) -> bool:
+    def _is_worth_storing(self, job_state: JobState, stored_at: float) -> bool:
         """Return whether the exact aggregate has enough new updates to be stored while devices are at work."""
-        if not self._is_exact or not rounds.asked:
+        if not self._is_exact or not job_state.pending_devices:
             return False
-        folded = [update for update in rounds.answered.values() if self._folding.contains_update(update)]
-        known = rounds.folded.devices if rounds.folded else ()
-        new_bytes = sum(total_blob_bytes(update) for update in folded if update.device not in known)
-        own_bytes = tensors.total_bytes([tensors.split_state(self._folding.total)[0]]) if new_bytes else 0
+        folded = [
+            update for update in job_state.accepted_updates.values() if self._partial_aggregate.contains_update(update)
+        ]
+        stored_devices = job_state.partial_aggregate.devices if job_state.partial_aggregate else ()
+        new_bytes = sum(total_blob_bytes(update) for update in folded if update.device not in stored_devices)
+        own_bytes = tensors.total_bytes([tensors.split_state(self._partial_aggregate.total)[0]]) if new_bytes else 0
         return new_bytes > 0 and new_bytes >= stored_at * own_bytes
 
-    def take_aggregate(self, rounds: JobState) -> Any:
+    def take_aggregate(self, job_state: JobState) -> Any:
         """Fold the remaining updates, then return and release the aggregate of a closed round."""
-        if self._are_devices_interleaved(rounds):
-            total = self._fold_in_device_order(rounds.answered)
+        if self._are_devices_interleaved(job_state):
+            total = self._fold_in_device_order(job_state.accepted_updates)
         else:
-            self._fold_pending(rounds)
-            total = self._folding.total
-        self._folding = self._new_folding()
+            self._fold_pending(job_state)
+            total = self._partial_aggregate.total
+        self._partial_aggregate = self._new_folding()
         if self.large:
             process_resources.release_freed_memory()  # a new state is made now
         return total
 
-    def _are_devices_interleaved(self, rounds: JobState) -> bool:
+    def _are_devices_interleaved(self, job_state: JobState) -> bool:
         # without exact aggregates, updates are folded in the order of all devices, those of sites included
-        return not self._is_exact and bool(rounds.through)
+        return not self._is_exact and bool(job_state.sites_by_device)
 
     def _fold_in_device_order(self, updates: Mapping[str, Update]) -> Any:
         """Fold all updates in the order of device ids, with each site's update split into those of its devices."""
-        boards: dict[str, Callable[[], DeviceUpdate]] = {}
+        loaders: dict[str, Callable[[], DeviceUpdate]] = {}
         for device, update in updates.items():
             if update.site_devices:
-                given = self._open_update(update)
-                boards.update({each.device: partial(_return_update, each) for each in sites.split_site_update(given)})
+                site_update = self._open_update(update)
+                loaders.update(
+                    {
+                        device_update.device: partial(_return_update, device_update)
+                        for device_update in sites.split_site_update(site_update)
+                    }
+                )
             elif not has_site_bundles(update.bundles):
-                boards[device] = partial(self._open_update, update)
+                loaders[device] = partial(self._open_update, update)
         total = None
-        for device in sorted(boards):
-            total = self._aggregation.fold(self._state, total, boards[device]())
+        for device in sorted(loaders):
+            total = self._aggregation.fold(self._state, total, loaders[device]())
         return total
 
-    def _foldable_updates(self, rounds: JobState) -> dict[str, Update]:
-        return {} if self._are_devices_interleaved(rounds) else foldable_updates(rounds, self._is_exact)
+    def _foldable_updates(self, job_state: JobState) -> dict[str, Update]:
+        return {} if self._are_devices_interleaved(job_state) else foldable_updates(job_state, self._is_exact)
 
-    def _fold_pending(self, rounds: JobState, most: int | None = None) -> None:
-        """Fold up to `most` updates, from the stored aggregate or none if the running one is unusable."""
-        updates = self._foldable_updates(rounds)
-        self._folding.merge_pending_sums(updates)
-        if not self._folding.is_part_of(updates) or not len(self._folding):
-            self._folding = self._load_or_create_partial_aggregate(rounds)
-        for device in self._folding.remaining_devices(updates)[:most]:
-            known, given = self._read.get(device, (None, None))
-            if given is None or known != updates[device]:
-                given = self._open_update(updates[device])
-            self._folding.include_update(device, fold_inputs(updates[device]), self._fold_update(given))
+    def _fold_pending(self, job_state: JobState, max_updates: int | None = None) -> None:
+        """Fold up to `max_updates` updates, from the stored aggregate or none if the running one is unusable."""
+        updates = self._foldable_updates(job_state)
+        self._partial_aggregate.merge_pending_sums(updates)
+        if not self._partial_aggregate.is_part_of(updates) or not len(self._partial_aggregate):
+            self._partial_aggregate = self._load_or_create_partial_aggregate(job_state)
+        for device in self._partial_aggregate.remaining_devices(updates)[:max_updates]:
+            cached_update, decoded = self._cached_updates.get(device, (None, None))
+            if decoded is None or cached_update != updates[device]:
+                decoded = self._open_update(updates[device])
+            self._partial_aggregate.include_update(device, fold_inputs(updates[device]), self._fold_update(decoded))
 
-    def _load_or_create_partial_aggregate(self, rounds: JobState) -> PartialAggregate:
-        begun, folded = self._new_folding(), rounds.folded
-        if folded is None:
-            return begun
-        assert self._sums is not None
-        total = job_blobs.load_partial_aggregate(self._depot, folded, self._sums, self._scratch_file())
-        for device in folded.devices:
-            begun.include_update(device, fold_inputs(rounds.answered[device]), total)
-        return begun
+    def _load_or_create_partial_aggregate(self, job_state: JobState) -> PartialAggregate:
+        aggregate, stored = self._new_folding(), job_state.partial_aggregate
+        if stored is None:
+            return aggregate
+        assert self._accumulator_type is not None
+        total = job_blobs.load_partial_aggregate(self._depot, stored, self._accumulator_type, self._scratch_file())
+        for device in stored.devices:
+            aggregate.include_update(device, fold_inputs(job_state.accepted_updates[device]), total)
+        return aggregate
 
     @property
     def _is_exact(self) -> bool:
-        return self._sums is not None
+        return self._accumulator_type is not None
 
     def _new_folding(self) -> PartialAggregate:
         self._scratch: ScratchFile | None = None
@@ -453,46 +498,46 @@ class Aggregator:
         self._scratch = self._scratch or ScratchFile(self._depot.folder, self._depot.disk)
         return self._scratch
 
-    def _fold_update(self, given: DeviceUpdate) -> Any:
+    def _fold_update(self, update: DeviceUpdate) -> Any:
         """Return the aggregate with another update. Reset it after an error other than UpdateError."""
         # after an error, which may have come halfway, the aggregate is computed again
         try:
             with exact_sums.sums_on_disk(self._scratch_file() if self.large and self._is_exact else None):
-                return self._aggregation.fold(self._state, self._folding.total, given)
+                return self._aggregation.fold(self._state, self._partial_aggregate.total, update)
         except UpdateError:  # checked before anything was added, also of a site
             raise
         except Exception:
-            self._folding.reset()
+            self._partial_aggregate.reset()
             raise
 
     def _open_update(self, update: Update) -> DeviceUpdate:
         lazily = total_blob_bytes(update) > WHOLE_BYTES
         return job_blobs.load_update(self._depot, update, lazily=lazily)
 
-    def _decode_update(self, given: DeviceUpdate, base: BaseTensors) -> DeviceUpdate:
+    def _decode_update(self, update: DeviceUpdate, find_base: BaseTensors) -> DeviceUpdate:
         # the site has decoded them, and types and shapes of its bundles are not kept
-        if has_site_bundles(given.bundles):
-            return given
-        return replace(given, bundles=compression.decode_update(self._job.wire, given.bundles, base))
-
-    def _with_permitted_devices(self, update: Update, given: DeviceUpdate, bounds: validation.ClaimBounds) -> Update:
-        """Return a site's update with the ids of its devices, if permitted, or any other update unchanged."""
-        if not has_site_bundles(given.bundles):
+        if has_site_bundles(update.bundles):
             return update
-        parts = sites.parts_of_site(given)
+        return replace(update, bundles=compression.decode_update(self._job.wire, update.bundles, find_base))
+
+    def _with_permitted_devices(self, update: Update, decoded: DeviceUpdate, bounds: validation.ClaimBounds) -> Update:
+        """Return a site's update with the ids of its devices, if permitted, or any other update unchanged."""
+        if not has_site_bundles(decoded.bundles):
+            return update
+        parts = sites.parts_of_site(decoded)
         validation.require_site_right(update, parts, bounds)
         return msgspec.structs.replace(update, site_devices=tuple(part.device for part in parts))
 
-    def _store_decoded(self, update: Update, given: DeviceUpdate) -> Update:
+    def _store_decoded(self, update: Update, decoded: DeviceUpdate) -> Update:
         """Store an update's decoded bundles and return it with their references. Raw and site updates stay."""
         if self._job.wire.codec == "raw" or has_site_bundles(update.bundles):
             return update
         refs = {
-            name: job_blobs.store_tensors(self._depot, bundle, put=self._depot.store_small)
-            for name, bundle in given.bundles.items()
+            name: job_blobs.store_tensors(self._depot, bundle, store_payload=self._depot.store_small)
+            for name, bundle in decoded.bundles.items()
         }
         return msgspec.structs.replace(update, bundles=refs, bases={})
 
 
-def _return_update(given: DeviceUpdate) -> DeviceUpdate:
-    return given
+def _return_update(update: DeviceUpdate) -> DeviceUpdate:
+    return update

@@ -53,40 +53,46 @@ class LostUpdateError(JobError):
 class UnreadableError(StoreError):
     """Error for a failed disk read of a job's data. A later attempt may succeed.
 
-    `again` is a blob that can be rebuilt or requested again, `place` the folder that must become readable. It `lasts`
+    `replaceable_blob` is a blob that can be rebuilt or requested again, `location` the folder that must become readable. It `is_permanent`
     while no file descriptor is left, so the job waits without a limit.
     """
 
     def __init__(
-        self, what: str, error: StoreError, again: str = "", place: str = _HOME, *, lasts: bool = False
+        self,
+        subject: str,
+        error: StoreError,
+        replaceable_blob: str = "",
+        location: str = _HOME,
+        *,
+        is_permanent: bool = False,
     ) -> None:
-        super().__init__(f"{what} cannot be read: {error}")
-        self.what, self.again, self.place = what, again, place
-        self.lasts = lasts or _find_descriptor_error(error) is not None
+        super().__init__(f"{subject} cannot be read: {error}")
+        self.subject, self.replaceable_blob, self.location = subject, replaceable_blob, location
+        self.is_permanent = is_permanent or _find_descriptor_error(error) is not None
 
     def format_fix(self, run: str) -> str:
-        back = " or put a backup back (`fedquilt backup restore`)" if self.place == _HOME else ""
-        return f"move {self.place} to another disk{back}, then `fedquilt resume {run}`"
+        restore_hint = " or put a backup back (`fedquilt backup restore`)" if self.location == _HOME else ""
+        return f"move {self.location} to another disk{restore_hint}, then `fedquilt resume {run}`"
 
 
 @contextmanager
-def convert_read_errors(what: str, again: str = "", place: str = _HOME) -> Iterator[None]:
+def convert_read_errors(subject: str, replaceable_blob: str = "", location: str = _HOME) -> Iterator[None]:
     try:
         yield
     except (tensors.NoStateError, UnreadableError):
         raise
     except StoreError as error:
-        raise UnreadableError(what, error, again, place) from None
+        raise UnreadableError(subject, error, replaceable_blob, location) from None
 
 
 def suspension_reason(error: BaseException) -> UnreadableError | None:
     """Return why an error suspends its job, or None if the error does not concern the disk."""
     if isinstance(error, UnreadableError):
         return error
-    if (lack := _find_descriptor_error(error)) is None:
+    if (descriptor_error := _find_descriptor_error(error)) is None:
         return None
-    why = StoreError(f"{lack.strerror}; raise the limit on open files (LimitNOFILE, ulimit -n)")
-    return UnreadableError("a file of the job", why, lasts=True)
+    reason = StoreError(f"{descriptor_error.strerror}; raise the limit on open files (LimitNOFILE, ulimit -n)")
+    return UnreadableError("a file of the job", reason, is_permanent=True)
 
 
 def _find_descriptor_error(error: BaseException | None) -> OSError | None:
@@ -97,30 +103,30 @@ def _find_descriptor_error(error: BaseException | None) -> OSError | None:
     return None
 
 
-def _convert_blob_read_errors(what: str, ref: BlobRef, again: bool) -> AbstractContextManager[None]:
-    return convert_read_errors(f"{what} ({ref.sha256[:12]})", ref.sha256 if again else "")
+def _convert_blob_read_errors(subject: str, ref: BlobRef, can_replace: bool) -> AbstractContextManager[None]:
+    return convert_read_errors(f"{subject} ({ref.sha256[:12]})", ref.sha256 if can_replace else "")
 
 
 class _BlobReadDisk(Disk):
     """Disk whose read errors name the blob and the devices it came from."""
 
-    def __init__(self, disk: Disk, naming: Callable[[], AbstractContextManager[None]]) -> None:
-        self._disk, self._naming = disk, naming
+    def __init__(self, disk: Disk, convert_errors: Callable[[], AbstractContextManager[None]]) -> None:
+        self._disk, self._convert_errors = disk, convert_errors
 
     def stat(self, path: Place) -> PathInfo | None:
-        with self._naming(), disk_errors(f"read {path}"):
+        with self._convert_errors(), disk_errors(f"read {path}"):
             return self._disk.stat(path)
 
     def read(self, path: Place, offset: int = 0, size: int | None = None) -> bytes:
-        with self._naming(), disk_errors(f"read {path}"):
+        with self._convert_errors(), disk_errors(f"read {path}"):
             return self._disk.read(path, offset, size)
 
     def read_into(self, path: Place, buffer: Any, offset: int) -> int:
-        with self._naming(), disk_errors(f"read {path}"):
+        with self._convert_errors(), disk_errors(f"read {path}"):
             return self._disk.read_into(path, buffer, offset)
 
 
-def load_update(depot: BlobStore, update: Update, *, lazily: bool = False) -> DeviceUpdate:
+def load_update(blob_store: BlobStore, update: Update, *, lazily: bool = False) -> DeviceUpdate:
     """Return an update, with its tensors in memory or, `lazily`, read from disk each time they are used.
 
     Raises:
@@ -130,20 +136,20 @@ def load_update(depot: BlobStore, update: Update, *, lazily: bool = False) -> De
     """
     bundles: dict[str, Tensors] = {}
     for name, ref in update.bundles.items():
-        naming = partial(_convert_blob_read_errors, f"{update.device}'s update", ref, again=True)
-        with naming():
-            found = depot.verified_path(ref.sha256) if lazily else depot.load(ref.sha256)
-        if found is None:
-            raise LostUpdateError(update.device, f"blob {ref.sha256[:12]} is gone from {depot.folder}, or damaged")
-        if isinstance(found, bytes):
-            bundles[name] = tensors.decode_tensors(found)
+        convert_errors = partial(_convert_blob_read_errors, f"{update.device}'s update", ref, can_replace=True)
+        with convert_errors():
+            content = blob_store.verified_path(ref.sha256) if lazily else blob_store.load(ref.sha256)
+        if content is None:
+            raise LostUpdateError(update.device, f"blob {ref.sha256[:12]} is gone from {blob_store.folder}, or damaged")
+        if isinstance(content, bytes):
+            bundles[name] = tensors.decode_tensors(content)
             tensors.require_finite(bundles[name])
         else:
-            bundles[name] = disk_arrays.SafetensorsReader(found, _BlobReadDisk(depot.disk, naming))
+            bundles[name] = disk_arrays.SafetensorsReader(content, _BlobReadDisk(blob_store.disk, convert_errors))
     return DeviceUpdate(update.device, update.round, update.weight, update.metrics, bundles)
 
 
-def load_partial_aggregate(depot: BlobStore, folded: UpdatesAggregated, kind: type, room: ScratchFile) -> Any:
+def load_partial_aggregate(blob_store: BlobStore, event: UpdatesAggregated, kind: type, scratch: ScratchFile) -> Any:
     """Return the stored partial aggregate of an event, in the scratch file if large.
 
     Raises:
@@ -151,62 +157,62 @@ def load_partial_aggregate(depot: BlobStore, folded: UpdatesAggregated, kind: ty
             too.
         UnreadableError: If the disk fails.
     """
-    told = f"the sum {folded.sum.sha256[:12]} of {len(folded.devices)} updates"
+    description = f"the sum {event.sum.sha256[:12]} of {len(event.devices)} updates"
     try:
-        large = partial(exact_sums.read_accumulator, kind=kind, disk=depot.disk, room=room)
-        with _convert_blob_read_errors(f"the sum of {len(folded.devices)} updates", folded.sum, again=True):
-            if (found := _load_object(depot, folded.sum, kind, large)) is not None:
-                return found
+        read_large = partial(exact_sums.read_accumulator, kind=kind, disk=blob_store.disk, room=scratch)
+        with _convert_blob_read_errors(f"the sum of {len(event.devices)} updates", event.sum, can_replace=True):
+            if (aggregate := _load_object(blob_store, event.sum, kind, read_large)) is not None:
+                return aggregate
     except tensors.NoStateError as error:
-        log.warning("%s cannot be used: %s", told, error)
-    raise LostUpdateError(folded.devices[0], f"{told} is gone from {depot.folder}, or damaged")
+        log.warning("%s cannot be used: %s", description, error)
+    raise LostUpdateError(event.devices[0], f"{description} is gone from {blob_store.folder}, or damaged")
 
 
-def _load_object(depot: BlobStore, ref: BlobRef, kind: type[T], large: Callable[[str], T]) -> T | None:
+def _load_object(blob_store: BlobStore, ref: BlobRef, kind: type[T], read_large: Callable[[str], T]) -> T | None:
     if ref.size > WHOLE_BYTES:
-        path = depot.verified_path(ref.sha256)
-        return None if path is None else large(path)
-    payload = depot.load(ref.sha256)
+        path = blob_store.verified_path(ref.sha256)
+        return None if path is None else read_large(path)
+    payload = blob_store.load(ref.sha256)
     return None if payload is None else tensors.unpack_state(payload, kind)
 
 
-def warn_of_rolled_back_log(rounds: JobState, job: str, device: str, claim: Claim, reported: set[str]) -> None:
+def warn_of_rolled_back_log(job_state: JobState, job: str, device: str, claim: Claim, reported: set[str]) -> None:
     """Log a warning, once per job, if a device has counted a round that the event log lacks."""
-    if claim.last_counted_round is None or job in reported or (claim.job, claim.round) != (job, rounds.round):
+    if claim.last_counted_round is None or job in reported or (claim.job, claim.round) != (job, job_state.round):
         return
-    if device not in rounds.asked or device in rounds.lost:
+    if device not in job_state.pending_devices or device in job_state.redoing_devices:
         return
     reported.add(job)
     log.warning(
         "%s has counted round %d of %s, whose log here is at round %d: this home is an older copy, or has lost its "
         "end; the job goes on from its log, and what devices know beyond does not count",
-        *(device, claim.last_counted_round + 1, job, rounds.round + 1),
+        *(device, claim.last_counted_round + 1, job, job_state.round + 1),
     )
 
 
 def convert_bundle_read_errors(run: str, folder: Path) -> AbstractContextManager[None]:
-    return convert_read_errors(f"the bundle of {run}", place=f"the bundle {folder}")
+    return convert_read_errors(f"the bundle of {run}", location=f"the bundle {folder}")
 
 
-def open_bundle(run: str, folder: Path, content: str, depot: BlobStore) -> Bundle:
+def open_bundle(run: str, folder: Path, content: str, blob_store: BlobStore) -> Bundle:
     """Return the bundle of a run. Files are read on first use."""
     with convert_bundle_read_errors(run, folder):
-        return job_bundle.load_bundle(folder, depot.disk, content)
+        return job_bundle.load_bundle(folder, blob_store.disk, content)
 
 
-def restore_bundle_files(run: str, depot: BlobStore, folder: Path, files: Mapping[str, BlobRef]) -> None:
+def restore_bundle_files(run: str, blob_store: BlobStore, folder: Path, files: Mapping[str, BlobRef]) -> None:
     """Store the files of a run's bundle that are missing or damaged in the blob store."""
     for name, ref in files.items():
-        if not depot.has_blob(ref):
+        if not blob_store.has_blob(ref):
             with convert_bundle_read_errors(run, folder):
-                path = job_bundle.verify_file(folder, ref, depot.disk)
+                path = job_bundle.verify_file(folder, ref, blob_store.disk)
             try:
-                depot.store_file(path, ref)
+                blob_store.store_file(path, ref)
             except DamagedBlobError as error:  # it has changed since
                 raise JobError(f"{folder}: file {name!r} cannot be used ({error}): prepare it anew") from None
 
 
-def base_tensors(depot: BlobStore, update: Update, sent: Set[str], name: str) -> Tensors | None:
+def base_tensors(blob_store: BlobStore, update: Update, sent: Set[str], name: str) -> Tensors | None:
     """Return the float32 tensors that a bundle's differences are relative to, or None for a full bundle.
 
     Each tensor is read when it is used. `sent` are the sha256 of the blobs that the running round has sent.
@@ -214,49 +220,53 @@ def base_tensors(depot: BlobStore, update: Update, sent: Set[str], name: str) ->
     sha256 = update.bases.get(name)
     if sha256 is None:
         return None
-    naming = partial(convert_read_errors, f"what {update.device}'s update has moved from ({sha256[:12]})", sha256)
-    with naming():
-        path = depot.verified_path(sha256) if sha256 in sent else None
+    convert_errors = partial(
+        convert_read_errors, f"what {update.device}'s update has moved from ({sha256[:12]})", sha256
+    )
+    with convert_errors():
+        path = blob_store.verified_path(sha256) if sha256 in sent else None
     if path is None:
         raise UpdateError(f"bundle {name!r} has moved from {sha256[:12]}, which this round has not sent")
-    return disk_arrays.FloatReader(path, _BlobReadDisk(depot.disk, naming))
+    return disk_arrays.FloatReader(path, _BlobReadDisk(blob_store.disk, convert_errors))
 
 
 def store_tensors(
-    depot: BlobStore,
-    given: Tensors,
+    blob_store: BlobStore,
+    named_tensors: Tensors,
     metadata: dict[str, str] | None = None,
-    put: Callable[[bytes], BlobRef] | None = None,
+    store_payload: Callable[[bytes], BlobRef] | None = None,
 ) -> BlobRef:
     """Store tensors as one blob. Large tensors are never in memory as bytes."""
-    if tensors.total_bytes([given]) <= WHOLE_BYTES:
-        return (put or depot.store_bytes)(tensors.encode_tensors(given, metadata))
-    return depot.store_written(lambda path: disk_arrays.write_safetensors(path, given, metadata, depot.disk))
+    if tensors.total_bytes([named_tensors]) <= WHOLE_BYTES:
+        return (store_payload or blob_store.store_bytes)(tensors.encode_tensors(named_tensors, metadata))
+    return blob_store.store_written(
+        lambda path: disk_arrays.write_safetensors(path, named_tensors, metadata, blob_store.disk)
+    )
 
 
-Encoded = dict[int, tuple[Tensors, BlobRef]]  # bundles that are stored, by their identity
+EncodedBundles = dict[int, tuple[Tensors, BlobRef]]  # bundles that are stored, by their identity
 
 
 class CommitResult(NamedTuple):
-    fact: RoundCommitted
+    event: RoundCommitted
     state: Any  # as it is stored
-    encoded: Encoded  # bundles that all devices are sent next
+    encoded_bundles: EncodedBundles  # bundles that all devices are sent next
 
 
-def encode_common_bundles(method: Method, state: Any, ref: BlobRef, depot: BlobStore) -> Encoded:
+def encode_common_bundles(method: Method, state: Any, ref: BlobRef, blob_store: BlobStore) -> EncodedBundles:
     """Store the bundles that all devices receive of a large state, or none if devices receive different ones."""
     if ref.size <= WHOLE_BYTES or not method.common_task:
         return {}
-    order = method.send(state, DeviceView("", None))
-    made = [value for value in order.bundles.values() if not isinstance(value, BlobRef)] if order else []
-    return {id(value): (value, store_tensors(depot, value)) for value in made}
+    task_spec = method.send(state, DeviceView("", None))
+    bundles = [value for value in task_spec.bundles.values() if not isinstance(value, BlobRef)] if task_spec else []
+    return {id(value): (value, store_tensors(blob_store, value)) for value in bundles}
 
 
 class LoadedState(NamedTuple):
     ref: BlobRef
     state: Any  # as it is stored
-    settles: bool  # whether the method has evaluation rounds, for a new job
-    encoded: Encoded  # what all devices are sent of the state
+    has_evaluation_rounds: bool  # whether the method has evaluation rounds, for a new job
+    encoded_bundles: EncodedBundles  # what all devices are sent of the state
 
 
 class ModelStates:
@@ -273,48 +283,60 @@ class ModelStates:
         method: Method,
         bundle: Bundle,
         folder: Path,
-        depot: BlobStore,
+        blob_store: BlobStore,
         lazy_bytes: float,
     ) -> None:
-        self._run, self._job, self._method, self._depot, self._lazy_bytes = run, job, method, depot, lazy_bytes
+        self._run, self._job, self._method, self._blob_store, self._lazy_bytes = (
+            run,
+            job,
+            method,
+            blob_store,
+            lazy_bytes,
+        )
         self._bundle, self._folder = bundle, folder
 
-    def load_starting_state(self, rounds: JobState) -> LoadedState:
+    def load_starting_state(self, job_state: JobState) -> LoadedState:
         """Store missing bundle files and load the current state, which is created for a new job."""
-        restore_bundle_files(self._run, self._depot, self._folder, self._bundle.files)
-        ref = rounds.state or store_tensors(self._depot, *tensors.split_state(self._create_initial_state()))
-        state = self.load_state(ref, rounds.round, again=not rounds.round)  # what is stored, also of a new job
-        settles = self._method.evaluation_round is not None and self._method.evaluation_round.is_needed(state)
-        return LoadedState(ref, state, settles, encode_common_bundles(self._method, state, ref, self._depot))
+        restore_bundle_files(self._run, self._blob_store, self._folder, self._bundle.files)
+        ref = job_state.state or store_tensors(self._blob_store, *tensors.split_state(self._create_initial_state()))
+        state = self.load_state(
+            ref, job_state.round, can_recreate=not job_state.round
+        )  # what is stored, also of a new job
+        has_evaluation_rounds = self._method.evaluation_round is not None and self._method.evaluation_round.is_needed(
+            state
+        )
+        return LoadedState(
+            ref, state, has_evaluation_rounds, encode_common_bundles(self._method, state, ref, self._blob_store)
+        )
 
-    def load_state(self, ref: BlobRef, round: int, *, again: bool) -> Any:
+    def load_state(self, ref: BlobRef, round: int, *, can_recreate: bool) -> Any:
         """Return a stored state. A lost state is made again from the bundle, before round 1, and stored.
 
         Args:
             ref: The reference of the state.
             round: The round that begins or ends with the state.
-            again: Whether the origin of the state is available, so that a lost state can be stored again.
+            can_recreate: Whether the origin of the state is available, so that a lost state can be stored again.
         """
-        run, kind, depot = self._run, self._method.state, self._depot
-        what = f"the state of {run} ({ref.sha256[:12]})"
+        run, kind, blob_store = self._run, self._method.state, self._blob_store
+        subject = f"the state of {run} ({ref.sha256[:12]})"
         try:
-            naming = partial(_convert_blob_read_errors, f"the state of {run}", ref, again)
-            disk = _BlobReadDisk(depot.disk, naming)
-            large = partial(disk_arrays.read_state, kind=kind, disk=disk, lazy_bytes=self._lazy_bytes)
-            with naming():
-                found = _load_object(depot, ref, kind, large)
-            if found is not None:
-                return found
-            made = None if round else self._create_initial_state()
-            if made is None or depot.store_bytes(packed := tensors.pack_state(made)) != ref:
+            convert_errors = partial(_convert_blob_read_errors, f"the state of {run}", ref, can_recreate)
+            disk = _BlobReadDisk(blob_store.disk, convert_errors)
+            read_large = partial(disk_arrays.read_state, kind=kind, disk=disk, lazy_bytes=self._lazy_bytes)
+            with convert_errors():
+                stored_state = _load_object(blob_store, ref, kind, read_large)
+            if stored_state is not None:
+                return stored_state
+            initial_state = None if round else self._create_initial_state()
+            if initial_state is None or blob_store.store_bytes(packed := tensors.pack_state(initial_state)) != ref:
                 raise JobError(
-                    f"{what} is gone from {depot.folder}, or damaged, and cannot be made again from its log: put back "
+                    f"{subject} is gone from {blob_store.folder}, or damaged, and cannot be made again from its log: put back "
                     "a copy of the whole home, or run the job anew"
                 )
-            log.warning("%s was gone or damaged: it is made again", what)
+            log.warning("%s was gone or damaged: it is made again", subject)
             return tensors.unpack_state(packed, kind)
         except tensors.NoStateError as error:
-            raise JobError(f"{what} cannot be read ({error}): run it anew") from None
+            raise JobError(f"{subject} cannot be read ({error}): run it anew") from None
 
     def _create_initial_state(self) -> Any:
         with convert_bundle_read_errors(self._run, self._folder):

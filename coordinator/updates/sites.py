@@ -54,9 +54,9 @@ from fedquilt.core import (
 )
 from fedquilt.core.messages import SITE_BUNDLES, has_site_bundles
 
-SUM: Final = "site.sum"  # bundle with an accumulator: its arrays by number, and where in it they belong
-FORM: Final = "form"  # tensor of that, uint8 (n,): as of `fedquilt.arrays.tensors.split_state`
-TABLE: Final = "boards"  # tensor of each bundle, uint8 (n,): JSON of a list of `SiteUpdatePart`
+AGGREGATE_BUNDLE: Final = "site.sum"  # bundle with an accumulator: its arrays by number, and where in it they belong
+SKELETON_TENSOR: Final = "form"  # tensor of that, uint8 (n,): as of `fedquilt.arrays.tensors.split_state`
+DEVICE_TABLE: Final = "boards"  # tensor of each bundle, uint8 (n,): JSON of a list of `SiteUpdatePart`
 BUNDLE_BYTES: Final = 32 << 20  # of tensors in one bundle of updates; the last update in it may be beyond
 BUNDLE_TENSORS: Final = 8000  # likewise
 
@@ -74,101 +74,105 @@ def encode_parts(parts: Sequence[SiteUpdatePart]) -> np.ndarray:
     return np.frombuffer(msgspec.json.encode(parts), np.uint8)
 
 
-def bundle_from_aggregate(arrays: Tensors, form: str, boards: Sequence[str]) -> dict[str, Any]:
+def bundle_from_aggregate(arrays: Tensors, skeleton: str, devices: Sequence[str]) -> dict[str, Any]:
     """Return the bundle of a partial aggregate of these devices. Arrays may stay on disk."""
-    told = {
-        FORM: np.frombuffer(form.encode(), np.uint8),
-        TABLE: encode_parts([SiteUpdatePart(each) for each in boards]),
+    tables = {
+        SKELETON_TENSOR: np.frombuffer(skeleton.encode(), np.uint8),
+        DEVICE_TABLE: encode_parts([SiteUpdatePart(device) for device in devices]),
     }
-    return {**tensor_shapes(arrays), **told}
+    return {**tensor_shapes(arrays), **tables}
 
 
 def aggregate_from_bundle(bundle: Tensors, kind: type) -> Any:
     """Return the partial aggregate in a site's bundle. Arrays on disk are read when they are used."""
-    form, there = bundle.get(FORM), tensor_shapes(bundle)
-    if form is None or form.dtype != np.uint8:
+    skeleton, shapes = bundle.get(SKELETON_TENSOR), tensor_shapes(bundle)
+    if skeleton is None or skeleton.dtype != np.uint8:
         raise UpdateError("a site's sum does not say what it is of: the site has to be of this version of fedquilt")
-    slots = {name: np.empty(0) for name in there if name not in (FORM, TABLE)}
+    slots = {name: np.empty(0) for name in shapes if name not in (SKELETON_TENSOR, DEVICE_TABLE)}
     names = {id(slot): name for name, slot in slots.items()}
     try:
-        found: Any = tensors.state_from_parts(slots, {"state": form.tobytes().decode()}, kind)
+        aggregate: Any = tensors.state_from_parts(slots, {"state": skeleton.tobytes().decode()}, kind)
     except (StoreError, UnicodeDecodeError) as error:
         raise UpdateError(f"a site's {kind.__name__} cannot be read: {error}") from None
-    return exact_sums.map_limbs(found, lambda slot: there[names[id(slot)]], lambda slot: bundle[names[id(slot)]])
+    return exact_sums.map_limbs(aggregate, lambda slot: shapes[names[id(slot)]], lambda slot: bundle[names[id(slot)]])
 
 
 class _SiteBundle(Mapping[str, np.ndarray]):
     """Bundle of one device: the tensors of a site's update with the device's name prefix, without this prefix."""
 
-    __slots__ = ("_before", "_names", "_whole")
+    __slots__ = ("_names", "_prefix", "_tensors")
 
-    def __init__(self, whole: Tensors, before: str, names: Sequence[str]) -> None:
-        self._whole, self._before, self._names = whole, before, names
+    def __init__(self, whole: Tensors, prefix: str, names: Sequence[str]) -> None:
+        self._tensors, self._prefix, self._names = whole, prefix, names
 
     def __getitem__(self, name: str) -> np.ndarray:
-        return self._whole[self._before + name]
+        return self._tensors[self._prefix + name]
 
     def __iter__(self) -> Iterator[str]:
-        return (name.removeprefix(self._before) for name in self._names)
+        return (name.removeprefix(self._prefix) for name in self._names)
 
     def __len__(self) -> int:
         return len(self._names)
 
 
-def bundle_updates(given: Sequence[DeviceUpdate]) -> Iterator[tuple[str, dict[str, np.ndarray]]]:
+def bundle_updates(updates: Sequence[DeviceUpdate]) -> Iterator[tuple[str, dict[str, np.ndarray]]]:
     """Yield the named bundles of a site's update, at least one, with these updates in order."""
-    number, size, parts, held = 0, 0, list[SiteUpdatePart](), dict[str, np.ndarray]()
-    for update in given:
-        for place, bundle in enumerate(update.bundles.values()):
+    number, size, parts, bundle_tensors = 0, 0, list[SiteUpdatePart](), dict[str, np.ndarray]()
+    for update in updates:
+        for bundle_index, bundle in enumerate(update.bundles.values()):
             for name, array in bundle.items():
-                held[f"{len(parts)}/{place}/{name}"] = array
+                bundle_tensors[f"{len(parts)}/{bundle_index}/{name}"] = array
                 size += array.nbytes
         parts.append(SiteUpdatePart(update.device, update.weight, dict(update.metrics), tuple(update.bundles)))
-        if len(held) >= BUNDLE_TENSORS or size >= BUNDLE_BYTES:
-            yield f"{SITE_BUNDLES}{number}", {TABLE: encode_parts(parts), **held}
-            number, size, parts, held = number + 1, 0, [], {}
+        if len(bundle_tensors) >= BUNDLE_TENSORS or size >= BUNDLE_BYTES:
+            yield f"{SITE_BUNDLES}{number}", {DEVICE_TABLE: encode_parts(parts), **bundle_tensors}
+            number, size, parts, bundle_tensors = number + 1, 0, [], {}
     if parts or not number:
-        yield f"{SITE_BUNDLES}{number}", {TABLE: encode_parts(parts), **held}
+        yield f"{SITE_BUNDLES}{number}", {DEVICE_TABLE: encode_parts(parts), **bundle_tensors}
 
 
 def parts_of_site(update: DeviceUpdate) -> list[SiteUpdatePart]:
     """Return the parts of a site's update, sorted by device."""
-    seen, found = set[str](), []
+    devices, parts = set[str](), []
     for bundle in update.bundles.values():
         for part in _decode_parts(bundle):
-            if part.device in seen:
+            if part.device in devices:
                 raise UpdateError(f"it has {part.device} twice")
-            seen.add(part.device)
-            found.append(part)
+            devices.add(part.device)
+            parts.append(part)
             if not math.isfinite(part.weight):
                 raise UpdateError(f"{part.device}: its weight is not a finite number")
             if len(set(part.bundles)) < len(part.bundles):
                 raise UpdateError(f"{part.device} has two bundles of one name")
-    return sorted(found, key=lambda part: part.device)
+    return sorted(parts, key=lambda part: part.device)
 
 
 def split_site_update(update: DeviceUpdate) -> list[DeviceUpdate]:
     """Return the updates inside a site's update. Tensors are read when they are used."""
-    found = []
+    updates = []
     for name, bundle in update.bundles.items():
-        if not name.startswith(SITE_BUNDLES) or name == SUM:
+        if not name.startswith(SITE_BUNDLES) or name == AGGREGATE_BUNDLE:
             raise UpdateError(f"bundle {name!r} stands beside updates that are passed up")
-        found += _split_bundle(update.round, bundle)
-    if (weight := math.fsum(each.weight for each in found)) != update.weight:
-        raise UpdateError(f"the updates of {len(found)} boards weigh {weight:g}, in one that weighs {update.weight:g}")
-    return found
+        updates += _split_bundle(update.round, bundle)
+    if (weight := math.fsum(part.weight for part in updates)) != update.weight:
+        raise UpdateError(
+            f"the updates of {len(updates)} boards weigh {weight:g}, in one that weighs {update.weight:g}"
+        )
+    return updates
 
 
 def _split_bundle(round: int, bundle: Tensors) -> list[DeviceUpdate]:
     parts = _decode_parts(bundle)
     names: dict[str, list[str]] = {
-        f"{at}/{place}/": [] for at, part in enumerate(parts) for place in range(len(part.bundles))
+        f"{part_index}/{bundle_index}/": []
+        for part_index, part in enumerate(parts)
+        for bundle_index in range(len(part.bundles))
     }
     for key in bundle:
-        before = "/".join(key.split("/", 2)[:2]) + "/"
-        if before in names and len(key) > len(before):
-            names[before].append(key)
-        elif key != TABLE:
+        prefix = "/".join(key.split("/", 2)[:2]) + "/"
+        if prefix in names and len(key) > len(prefix):
+            names[prefix].append(key)
+        elif key != DEVICE_TABLE:
             raise UpdateError(f"tensor {key[:80]!r} belongs to none of its boards")
     return [
         DeviceUpdate(
@@ -177,36 +181,38 @@ def _split_bundle(round: int, bundle: Tensors) -> list[DeviceUpdate]:
             part.weight,
             part.metrics,
             {
-                each: _SiteBundle(bundle, f"{at}/{place}/", names[f"{at}/{place}/"])
-                for place, each in enumerate(part.bundles)
+                name: _SiteBundle(bundle, f"{part_index}/{bundle_index}/", names[f"{part_index}/{bundle_index}/"])
+                for bundle_index, name in enumerate(part.bundles)
             },
         )
-        for at, part in enumerate(parts)
+        for part_index, part in enumerate(parts)
     ]
 
 
 def _decode_parts(bundle: Tensors) -> list[SiteUpdatePart]:
-    given = bundle.get(TABLE)
-    if given is None or given.dtype != np.uint8 or given.ndim != 1:
-        raise UpdateError(f"it has no table of its boards ({TABLE!r}): the site has to be of this version of fedquilt")
+    table = bundle.get(DEVICE_TABLE)
+    if table is None or table.dtype != np.uint8 or table.ndim != 1:
+        raise UpdateError(
+            f"it has no table of its boards ({DEVICE_TABLE!r}): the site has to be of this version of fedquilt"
+        )
     try:
-        return msgspec.json.decode(given.tobytes(), type=list[SiteUpdatePart])
+        return msgspec.json.decode(table.tobytes(), type=list[SiteUpdatePart])
     except DECODE_ERRORS as error:
         raise UpdateError(f"its table of boards cannot be read: {error}") from None
 
 
 STATE: Final = "state"  # bundle of a site's task
-NOTHING: Final = np.zeros(0, np.uint8)
+NO_STATE: Final = np.zeros(0, np.uint8)
 
 FILE: Final = "file "  # before the name of a file of the job's bundle, as a bundle of a site's task
 
-Half: TypeAlias = Method | EvaluationRound
-Around: TypeAlias = Callable[[Method, JobSettings, Mapping[str, BlobRef]], Method]
+MethodFunctions: TypeAlias = Method | EvaluationRound
+AdaptMethod: TypeAlias = Callable[[Method, JobSettings, Mapping[str, BlobRef]], Method]
 
 
-def site_aggregate_type(of: Aggregation, state: Any) -> type | None:
+def site_aggregate_type(aggregation: Aggregation, state: Any) -> type | None:
     """Return the type of the sites' partial aggregates, or None if sites forward updates."""
-    return of.accumulator(state) if of.check_sums is not None else None
+    return aggregation.accumulator(state) if aggregation.check_sums is not None else None
 
 
 def adapt_for_sites(method: Method, job: JobSettings, files: Mapping[str, BlobRef]) -> Method:
@@ -214,10 +220,10 @@ def adapt_for_sites(method: Method, job: JobSettings, files: Mapping[str, BlobRe
     params = {"job": msgspec.to_builtins(job)}
     settle = method.evaluation_round
     if settle is not None:
-        order = {**params, "settling": True}
+        evaluation_params = {**params, "settling": True}
         settle = replace(
             settle,
-            send=_wrap_send(settle.send, order, files),
+            send=_wrap_send(settle.send, evaluation_params, files),
             aggregation=_accept_site_updates(settle.aggregation),
         )
     send, aggregation = _wrap_send(method.send, params, files), _accept_site_updates(method.aggregation)
@@ -225,61 +231,65 @@ def adapt_for_sites(method: Method, job: JobSettings, files: Mapping[str, BlobRe
 
 
 def _wrap_send(
-    plain: Callable[..., Any], params: Mapping[str, Any], files: Mapping[str, BlobRef]
+    send_task_spec: Callable[..., Any], params: Mapping[str, Any], files: Mapping[str, BlobRef]
 ) -> Callable[[Any, DeviceView], TaskSpec | None]:
     """Return a function that sends sites the state and the job, and other devices their usual task."""
-    latest: list[tuple[Any, dict[str, Tensors | BlobRef]]] = []  # the state sent last, packed once for all sites
+    cached: list[tuple[Any, dict[str, Tensors | BlobRef]]] = []  # the state sent last, packed once for all sites
 
     def send(state: Any, view: DeviceView) -> TaskSpec | None:
-        order: TaskSpec | None = plain(state, view)
+        task_spec: TaskSpec | None = send_task_spec(state, view)
         if not _count_devices(view):
-            return order
-        if not latest or latest[0][0] is not state:
-            latest[:] = [(state, _bundles_from_state(state, files))]
-        return replace(order or TaskSpec({}, {}), params=params, bundles=latest[0][1])
+            return task_spec
+        if not cached or cached[0][0] is not state:
+            cached[:] = [(state, _bundles_from_state(state, files))]
+        return replace(task_spec or TaskSpec({}, {}), params=params, bundles=cached[0][1])
 
     return send
 
 
 def _bundles_from_state(state: Any, files: Mapping[str, BlobRef]) -> dict[str, Tensors | BlobRef]:
     arrays, skeleton = tensors.split_state(state)
-    named = {f"{FILE}{name}": ref for name, ref in files.items() if ref.sha256 in skeleton["state"]}
-    return {STATE: {"packed": np.frombuffer(tensors.encode_tensors(arrays, skeleton), np.uint8)}, **named}
+    files_by_name = {f"{FILE}{name}": ref for name, ref in files.items() if ref.sha256 in skeleton["state"]}
+    return {STATE: {"packed": np.frombuffer(tensors.encode_tensors(arrays, skeleton), np.uint8)}, **files_by_name}
 
 
-def _accept_site_updates(plain: Aggregation) -> Aggregation:
+def _accept_site_updates(aggregation: Aggregation) -> Aggregation:
     """Return an aggregation that also checks and folds partial aggregates and forwarded updates of sites."""
 
-    def fold(state: Any, so_far: Any, update: DeviceUpdate) -> Any:
+    def fold(state: Any, total_so_far: Any, update: DeviceUpdate) -> Any:
         if not has_site_bundles(update.bundles):
-            return plain.fold(state, so_far, update)
-        if SUM not in update.bundles:
+            return aggregation.fold(state, total_so_far, update)
+        if AGGREGATE_BUNDLE not in update.bundles:
             check_update(state, update)
-            for each in split_site_update(update):
-                so_far = plain.fold(state, so_far, each)
-            return so_far
-        total = check_aggregate(state, update)
-        return exact_sums.copy_accumulator(total) if so_far is None else exact_sums.merge_accumulators(so_far, total)
+            for part in split_site_update(update):
+                total_so_far = aggregation.fold(state, total_so_far, part)
+            return total_so_far
+        site_total = check_aggregate(state, update)
+        return (
+            exact_sums.copy_accumulator(site_total)
+            if total_so_far is None
+            else exact_sums.merge_accumulators(total_so_far, site_total)
+        )
 
     def check_aggregate(state: Any, update: DeviceUpdate) -> Any:
-        kind = site_aggregate_type(plain, state)
-        if kind is None or plain.check_sums is None:
+        kind = site_aggregate_type(aggregation, state)
+        if kind is None or aggregation.check_sums is None:
             raise UpdateError(f"{update.device} sent the sum of a site, and this round takes updates alone")
-        total = aggregate_from_bundle(update.bundles[SUM], kind)
-        plain.check_sums(state, total, update.weight)
+        total = aggregate_from_bundle(update.bundles[AGGREGATE_BUNDLE], kind)
+        aggregation.check_sums(state, total, update.weight)
         return total
 
     def check_update(state: Any, update: DeviceUpdate) -> None:
         if not has_site_bundles(update.bundles):
-            plain.require_valid_update(state, update)
-        elif SUM in update.bundles:
+            aggregation.require_valid_update(state, update)
+        elif AGGREGATE_BUNDLE in update.bundles:
             check_aggregate(state, update)
         else:
-            for each in split_site_update(update):
-                with validation.name_device_in_errors(each.device):
-                    plain.require_valid_update(state, each)
+            for part in split_site_update(update):
+                with validation.name_device_in_errors(part.device):
+                    aggregation.require_valid_update(state, part)
 
-    return replace(plain, fold=fold, check_update=check_update)
+    return replace(aggregation, fold=fold, check_update=check_update)
 
 
 def _count_devices(view: DeviceView) -> int:
@@ -299,7 +309,7 @@ class ForwardedUpdate:
 class SiteJobState:
     """State of a site's job: the state of the parent, and the result of the latest round."""
 
-    inner: np.ndarray  # uint8 (n,), as `tensors.pack_state`; (0,): none has come yet
+    parent_state: np.ndarray  # uint8 (n,), as `tensors.pack_state`; (0,): none has come yet
     total: Mapping[str, np.ndarray] = field(default_factory=dict)  # arrays of an accumulator
     form: str = ""  # where in it they belong (`tensors.split_state`); "": of nobody, or updates are passed up
     sent: tuple[ForwardedUpdate, ...] = ()  # updates that are passed up, in the order of devices
@@ -307,16 +317,19 @@ class SiteJobState:
 
 def adapt_for_parent(method: Method, job: JobSettings, files: Mapping[str, BlobRef]) -> Method:
     """Return the method for a site, whose rounds end with a partial aggregate or forwarded updates."""
-    known: dict[int, tuple[np.ndarray, Any]] = {}  # by identity of its bytes: the state of the running round
+    cached_states: dict[int, tuple[np.ndarray, Any]] = {}  # by identity of its bytes: the state of the running round
 
     def unpack_parent_state(state: SiteJobState) -> Any:
-        found = known.get(id(state.inner))
-        if not state.inner.size:
+        cached = cached_states.get(id(state.parent_state))
+        if not state.parent_state.size:
             raise JobError(f"this home is a site's: submit {job.name} to the coordinator above, whose jobs it works on")
-        if found is None:
-            known.clear()
-            found = known[id(state.inner)] = (state.inner, tensors.unpack_state(state.inner.tobytes(), method.state))
-        return found[1]
+        if cached is None:
+            cached_states.clear()
+            cached = cached_states[id(state.parent_state)] = (
+                state.parent_state,
+                tensors.unpack_state(state.parent_state.tobytes(), method.state),
+            )
+        return cached[1]
 
     def result(state: SiteJobState) -> Artefact:
         raise JobError(f"this home is a site's: the result of {job.name} is at the coordinator above")
@@ -325,7 +338,7 @@ def adapt_for_parent(method: Method, job: JobSettings, files: Mapping[str, BlobR
     return replace(
         method,
         state=SiteJobState,
-        init=lambda bundle, params, seed: SiteJobState(NOTHING),
+        init=lambda bundle, params, seed: SiteJobState(NO_STATE),
         **_site_functions(method, unpack_parent_state),
         result=result,
         is_done=lambda state: False,
@@ -336,45 +349,46 @@ def adapt_for_parent(method: Method, job: JobSettings, files: Mapping[str, BlobR
     )
 
 
-def _site_functions(half: Half, of: Callable[[SiteJobState], Any]) -> dict[str, Any]:
-    plain = half.aggregation
+def _site_functions(functions: MethodFunctions, parent_state: Callable[[SiteJobState], Any]) -> dict[str, Any]:
+    parent_aggregation = functions.aggregation
 
     def accumulator(state: SiteJobState) -> type | None:
-        return site_aggregate_type(plain, of(state))
+        return site_aggregate_type(parent_aggregation, parent_state(state))
 
     def send(state: SiteJobState, view: DeviceView) -> TaskSpec | None:
-        found: TaskSpec | None = half.send(of(state), view)
-        return found
+        task_spec: TaskSpec | None = functions.send(parent_state(state), view)
+        return task_spec
 
-    def fold(state: SiteJobState, so_far: Any, update: DeviceUpdate) -> Any:
+    def fold(state: SiteJobState, total_so_far: Any, update: DeviceUpdate) -> Any:
         if accumulator(state) is not None:
-            return plain.fold(of(state), so_far, update)
-        plain.require_valid_update(of(state), update)
-        held: list[DeviceUpdate] = [] if so_far is None else so_far
-        held.append(update)
-        return held
+            return parent_aggregation.fold(parent_state(state), total_so_far, update)
+        parent_aggregation.require_valid_update(parent_state(state), update)
+        updates: list[DeviceUpdate] = [] if total_so_far is None else total_so_far
+        updates.append(update)
+        return updates
 
     def step(state: SiteJobState, total: Any) -> SiteJobState:
         if accumulator(state) is not None:
-            arrays, told = ({}, {"state": ""}) if total is None else tensors.split_state(total)
-            return SiteJobState(state.inner, arrays, told["state"])
-        sent = (
-            ForwardedUpdate(each.device, each.round, each.weight, each.metrics, each.bundles) for each in total or ()
+            arrays, skeleton = ({}, {"state": ""}) if total is None else tensors.split_state(total)
+            return SiteJobState(state.parent_state, arrays, skeleton["state"])
+        forwarded = (
+            ForwardedUpdate(update.device, update.round, update.weight, update.metrics, update.bundles)
+            for update in total or ()
         )
-        return SiteJobState(state.inner, sent=tuple(sent))
+        return SiteJobState(state.parent_state, sent=tuple(forwarded))
 
     def check_update(state: SiteJobState, update: DeviceUpdate) -> None:
-        plain.require_valid_update(of(state), update)
+        parent_aggregation.require_valid_update(parent_state(state), update)
 
     def schema(state: SiteJobState) -> UpdateSchema | None:
-        return plain.schema(of(state))
+        return parent_aggregation.schema(parent_state(state))
 
     aggregation = Aggregation(fold, accumulator=accumulator, schema=schema, check_update=check_update)
     return {"send": send, "aggregation": aggregation, "step": step}
 
 
-def site_state_from_task(inner: Tensors) -> SiteJobState:
-    found = inner.get("packed", NOTHING)
-    if found.dtype != np.uint8 or not found.size:
+def site_state_from_task(bundle: Tensors) -> SiteJobState:
+    packed = bundle.get("packed", NO_STATE)
+    if packed.dtype != np.uint8 or not packed.size:
         raise UpdateError("the task of the coordinator above has no state: it has to be of this version of fedquilt")
-    return SiteJobState(found)
+    return SiteJobState(packed)

@@ -22,7 +22,7 @@ from msgspec.structs import replace
 
 from fedquilt import compression
 from fedquilt.arrays import tensors
-from fedquilt.coordinator.device_columns import MOST_EXAMPLES
+from fedquilt.coordinator.device_columns import MAX_EXAMPLES
 from fedquilt.coordinator.rounds.deadline import DeviceWorkload
 from fedquilt.core import (
     Encoding,
@@ -41,24 +41,20 @@ from fedquilt.metrics import KNOWN, MAIN
 if TYPE_CHECKING:
     from fedquilt.coordinator.updates import sites
 
-MOST_W: Final = 3000.0  # of any board
-UNKNOWN_W: Final = 1000.0  # of one whose profile has no watts
-LEAST_W: Final = 100.0  # that a profile's watts are taken for: a meter may cover more than they do
-WIDE: Final = 3.0  # times a profile's watts
-LEAST_FLOPS: Final = 1e6  # a second, that a board is taken for
-FASTER: Final = 10.0  # times as fast as its profile a board may be
+MAX_POWER_W: Final = 3000.0  # of any board
+DEFAULT_POWER_W: Final = 1000.0  # of one whose profile has no watts
+MIN_POWER_W: Final = 100.0  # that a profile's watts are taken for: a meter may cover more than they do
+POWER_TOLERANCE: Final = 3.0  # times a profile's watts
+MIN_FLOPS_PER_S: Final = 1e6  # a second, that a board is taken for
+SPEED_TOLERANCE: Final = 10.0  # times as fast as its profile a board may be
 SPARE_S: Final = 60.0
 SPARE_BYTES: Final = 1 << 20
-MOST_BYTES: Final = 1 << 30  # that a board of a site can have fetched or sent for a task
-ROUNDING: Final = 1e-6  # by which a mean of shares may be above 1
-MOST_METRICS: Final = 64  # of an update, beside its evaluation
+MAX_SITE_TASK_BYTES: Final = 1 << 30  # that a board of a site can have fetched or sent for a task
+SHARE_TOLERANCE: Final = 1e-6  # by which a mean of shares may be above 1
+MAX_METRICS: Final = 64  # of an update, beside its evaluation
 METRIC_NAME: Final = re.compile(r"[a-z][a-z0-9_.-]{0,39}")
-LATER_EPOCHS: Final = 1 << 20  # starts of the coordinator that a device may know and this home has lost
-UNENTITLED: Final = (
-    "%s says that it is a site, and has no right to speak for other devices: it gets the tasks of a device. "
-    "With certificates, `fedquilt identity issue NAME --role site` grants the right; without, [sites.NAME] in "
-    "limits.toml does"
-)
+MAX_EPOCH_LEAD: Final = 1 << 20  # starts of the coordinator that a device may know and this home has lost
+NO_SITE_RIGHT_TEXT: Final = "%s says that it is a site, and has no right to speak for other devices: it gets the tasks of a device. With certificates, `fedquilt identity issue NAME --role site` grants the right; without, [sites.NAME] in limits.toml does"
 
 M = TypeVar("M", bound=Struct)
 
@@ -66,15 +62,15 @@ M = TypeVar("M", bound=Struct)
 class ClaimBounds(NamedTuple):
     """Limits on the claims of a device, known when its update arrives."""
 
-    ask: DeviceWorkload = DeviceWorkload()  # of its task
+    workload: DeviceWorkload = DeviceWorkload()  # of its task
     limit_s: float = math.inf  # longest time that it can have worked on the task
-    examples: float = MOST_EXAMPLES  # most that a device of the job may count as
-    reported: float = MOST_EXAMPLES  # most examples that a device of the job may report
-    right: SiteRight | None = None  # None unless the device is a site
-    checks: bool = True  # whether its task is to evaluate
+    max_weight: float = MAX_EXAMPLES  # most that a device of the job may count as
+    max_examples: float = MAX_EXAMPLES  # most examples that a device of the job may report
+    site_right: SiteRight | None = None  # None unless the device is a site
+    is_evaluation: bool = True  # whether its task is to evaluate
     task: TaskKind = "classes"  # of the job's network
     outputs: int | None = None  # of the job's network, or None if its table does not declare outputs
-    priors: bool = False  # whether its job wants class priors
+    uses_class_priors: bool = False  # whether its job wants class priors
 
 
 def replace_unprintable(message: M, payload: bytes) -> M:
@@ -92,13 +88,13 @@ def _replace_in_texts(value: Any) -> Any:
             else "".join(c if c.isprintable() else " " if c.isspace() else "?" for c in value)
         )
     if isinstance(value, dict):
-        return {_replace_in_texts(name): _replace_in_texts(each) for name, each in value.items()}
-    return [_replace_in_texts(each) for each in value] if isinstance(value, list | tuple) else value
+        return {_replace_in_texts(name): _replace_in_texts(item) for name, item in value.items()}
+    return [_replace_in_texts(item) for item in value] if isinstance(value, list | tuple) else value
 
 
-def limit_profile(profile: Profile, right: SiteRight | None) -> Profile:
+def limit_profile(profile: Profile, site_right: SiteRight | None) -> Profile:
     """Return the profile with its number of boards limited to the site right, or 0 without a right."""
-    boards = min(profile.site_device_count, right.most) if right is not None else 0
+    boards = min(profile.site_device_count, site_right.most) if site_right is not None else 0
     return profile if boards == profile.site_device_count else replace(profile, site_device_count=boards)
 
 
@@ -108,130 +104,140 @@ def longest_work_s(waited_s: float, deadline_s: float, attempts: int) -> float:
 
 
 def highest_power_w(profile: Profile | None) -> float:
-    said = [profile.idle_w, *(point.busy_w for point in profile.points)] if profile else []
-    known = [watts for watts in said if watts is not None]
-    most = min(max(WIDE * max(known), LEAST_W), MOST_W) if known else UNKNOWN_W
-    return most * (max(profile.site_device_count, 1) if profile else 1)
+    claimed_w = [profile.idle_w, *(point.busy_w for point in profile.points)] if profile else []
+    known_w = [watts for watts in claimed_w if watts is not None]
+    max_w = min(max(POWER_TOLERANCE * max(known_w), MIN_POWER_W), MAX_POWER_W) if known_w else DEFAULT_POWER_W
+    return max_w * (max(profile.site_device_count, 1) if profile else 1)
 
 
 def limit_claims(update: Update, bounds: ClaimBounds) -> tuple[Update, str]:
     """Return the update with implausible claims lowered or removed, and a sentence about them, or ""."""
-    usage, odd, ask, limit_s = update.usage, [], bounds.ask, bounds.limit_s
+    usage, problems, workload, limit_s = update.usage, [], bounds.workload, bounds.limit_s
     if usage.wall_s > limit_s:
-        odd.append(f"{usage.wall_s:.4g} s of work, and it was asked {limit_s:.4g} s ago at the most")
+        problems.append(f"{usage.wall_s:.4g} s of work, and it was asked {limit_s:.4g} s ago at the most")
         usage = replace(usage, wall_s=limit_s)
-    most_j = highest_power_w(ask.profile) * limit_s
+    max_j = highest_power_w(workload.profile) * limit_s
     joules = max(usage.energy_j or 0.0, usage.idle_j or 0.0, usage.energy_error_j or 0.0)
-    if not joules <= most_j:
-        watts = highest_power_w(ask.profile)
-        odd.append(f"{joules:.4g} J, and {watts:.4g} W for {limit_s:.4g} s are {most_j:.4g} J: not counted")
+    if not joules <= max_j:
+        watts = highest_power_w(workload.profile)
+        problems.append(f"{joules:.4g} J, and {watts:.4g} W for {limit_s:.4g} s are {max_j:.4g} J: not counted")
         usage = replace(usage, energy_j=None, idle_j=None, energy_error_j=None)
-    sent = sum({ref.sha256: ref.size for ref in update.bundles.values()}.values())
-    for name, most in (("down_bytes", 2 * ask.bytes + SPARE_BYTES), ("up_bytes", sent)):
-        if (said := getattr(usage, name)) > most:
-            odd.append(f"{name} of {said}, and it was {most} at the most")
-            usage = replace(usage, **{name: most})
-    below, sums = update.devices_usage, update.evaluation
-    if sums is not None and not bounds.checks:
-        odd.append("an evaluation that it was not asked for")
+    sent_bytes = sum({ref.sha256: ref.size for ref in update.bundles.values()}.values())
+    for name, limit in (("down_bytes", 2 * workload.bytes + SPARE_BYTES), ("up_bytes", sent_bytes)):
+        if (claim := getattr(usage, name)) > limit:
+            problems.append(f"{name} of {claim}, and it was {limit} at the most")
+            usage = replace(usage, **{name: limit})
+    site_transfers, sums = update.devices_usage, update.evaluation
+    if sums is not None and not bounds.is_evaluation:
+        problems.append("an evaluation that it was not asked for")
         sums = None
-    if sums is not None and sums.correct_with_priors is not None and not bounds.priors:
-        odd.append("predictions with class priors that it was not asked for")
+    if sums is not None and sums.correct_with_priors is not None and not bounds.uses_class_priors:
+        problems.append("predictions with class priors that it was not asked for")
         sums = replace(sums, correct_with_priors=None)
-    if (usage.examples or 0) > (most_examples := bounds.reported * (bounds.right.most if bounds.right else 1)):
-        odd.append(f"{usage.examples} examples, and {most_examples:g} are the most: not counted")
+    if (usage.examples or 0) > (
+        max_examples := bounds.max_examples * (bounds.site_right.most if bounds.site_right else 1)
+    ):
+        problems.append(f"{usage.examples} examples, and {max_examples:g} are the most: not counted")
         usage = replace(usage, examples=None)
-    most = MOST_BYTES * (bounds.right.most if bounds.right else 0)
-    if below is not None and max(below.down_bytes, below.up_bytes) > most:
-        odd.append(f"{below.down_bytes} bytes down and {below.up_bytes} up of its boards, and {most} are the most")
-        below = None
-    return (replace(update, usage=usage, devices_usage=below, evaluation=sums), "; ".join(odd)) if odd else (update, "")
+    limit = MAX_SITE_TASK_BYTES * (bounds.site_right.most if bounds.site_right else 0)
+    if site_transfers is not None and max(site_transfers.down_bytes, site_transfers.up_bytes) > limit:
+        problems.append(
+            f"{site_transfers.down_bytes} bytes down and {site_transfers.up_bytes} up of its boards, and {limit} are the most"
+        )
+        site_transfers = None
+    return (
+        (replace(update, usage=usage, devices_usage=site_transfers, evaluation=sums), "; ".join(problems))
+        if problems
+        else (update, "")
+    )
 
 
 def require_plausible(update: Update, bounds: ClaimBounds, *, work: bool) -> None:
     """Check the metrics of an update and, if it is `work` to fold and no evaluation alone, its weight."""
     require_valid_metrics(update.metrics)
-    for_boards = has_site_bundles(update.bundles) or not work
-    boards = bounds.right.most if bounds.right and for_boards else 1
-    most = bounds.reported * boards
+    covers_site_devices = has_site_bundles(update.bundles) or not work
+    boards = bounds.site_right.most if bounds.site_right and covers_site_devices else 1
+    max_examples = bounds.max_examples * boards
     if update.evaluation is not None:
-        _require_valid_evaluation(update.evaluation, bounds, most, boards=boards if bounds.right and for_boards else 0)
+        _require_valid_evaluation(
+            update.evaluation, bounds, max_examples, boards=boards if bounds.site_right and covers_site_devices else 0
+        )
     if work:
-        _require_weight_within(update, bounds.examples * boards, update.usage.examples)
+        _require_weight_within(update, bounds.max_weight * boards, update.usage.examples)
         _require_plausible_speed(update, bounds)
 
 
 def require_valid_metrics(metrics: Mapping[str, float]) -> None:
-    if len(metrics) > MOST_METRICS:
-        raise UpdateError(f"{len(metrics)} metrics, and {MOST_METRICS} are the most")
+    if len(metrics) > MAX_METRICS:
+        raise UpdateError(f"{len(metrics)} metrics, and {MAX_METRICS} are the most")
     for name, value in metrics.items():
         if not METRIC_NAME.fullmatch(name):
             raise UpdateError(f"metric {name!r} has a name other than up to 40 of a-z, 0-9, _, . and -")
         if not math.isfinite(value):
             raise UpdateError(f"metric {name!r} is not a finite number")
         metric = KNOWN.get(name)
-        if metric is not None and metric.share and not 0 <= value <= 1 + ROUNDING:
+        if metric is not None and metric.share and not 0 <= value <= 1 + SHARE_TOLERANCE:
             raise UpdateError(f"metric {name!r} is {value:g}: a share is from 0 to 1")
 
 
-def _require_valid_evaluation(sums: EvaluationSums, bounds: ClaimBounds, most: float, boards: int) -> None:
-    if sums.examples > most:
-        raise UpdateError(f"an evaluation on {sums.examples} examples, and {most:g} are the most")
-    wanted = (bounds.task, bounds.outputs or sums.outputs)
-    if sums.examples and (sums.task, sums.outputs) != wanted:
+def _require_valid_evaluation(sums: EvaluationSums, bounds: ClaimBounds, max_examples: float, boards: int) -> None:
+    if sums.examples > max_examples:
+        raise UpdateError(f"an evaluation on {sums.examples} examples, and {max_examples:g} are the most")
+    expected_outputs = (bounds.task, bounds.outputs or sums.outputs)
+    if sums.examples and (sums.task, sums.outputs) != expected_outputs:
         raise UpdateError(
-            f"an evaluation of {sums.outputs} outputs ({sums.task}), and the network has {wanted[1]} ({wanted[0]})"
+            f"an evaluation of {sums.outputs} outputs ({sums.task}), and the network has {expected_outputs[1]} ({expected_outputs[0]})"
         )
     metric = MAIN[sums.task]
-    odd = evaluation.find_inconsistency(sums) or evaluation.find_device_inconsistency(
+    problem = evaluation.find_inconsistency(sums) or evaluation.find_device_inconsistency(
         sums, boards, 1.0 if metric.share else math.inf
     )
-    if odd:
-        raise UpdateError(f"its evaluation has {odd}")
+    if problem:
+        raise UpdateError(f"its evaluation has {problem}")
 
 
 def require_site_right(update: Update, parts: Sequence[sites.SiteUpdatePart], bounds: ClaimBounds) -> None:
     """Check that a site may submit updates of these devices, and that no device's weight is too large."""
-    right = bounds.right
-    if right is None:
+    site_right = bounds.site_right
+    if site_right is None:
         raise UpdateError(f"{update.device} has no right to speak for other devices")
-    if len(parts) > right.most:
-        raise UpdateError(f"{update.device} speaks for {len(parts)} boards, and may speak for {right.most}")
-    if uncovered := right.unauthorized_devices(part.device for part in parts):
-        raise UpdateError(f"{update.device} has no right to speak for {', '.join(uncovered[:5])}")
+    if len(parts) > site_right.most:
+        raise UpdateError(f"{update.device} speaks for {len(parts)} boards, and may speak for {site_right.most}")
+    if unauthorized := site_right.unauthorized_devices(part.device for part in parts):
+        raise UpdateError(f"{update.device} has no right to speak for {', '.join(unauthorized[:5])}")
     for part in parts:
         require_valid_metrics(part.metrics)
-        if part.weight > bounds.examples:
-            raise UpdateError(_weight_problem(part.device, part.weight, bounds.examples))
-    _require_weight_within(update, len(parts) * bounds.examples, None)
+        if part.weight > bounds.max_weight:
+            raise UpdateError(_weight_problem(part.device, part.weight, bounds.max_weight))
+    _require_weight_within(update, len(parts) * bounds.max_weight, None)
 
 
-def _require_weight_within(update: Update, most: float, told: int | None) -> None:
-    if not update.weight <= most:
-        raise UpdateError(_weight_problem(update.device, update.weight, most))
-    if told is not None and update.weight > max(told, 1):
-        raise UpdateError(f"{update.device} claims to count as {update.weight:g} examples and says that it has {told}")
+def _require_weight_within(update: Update, max_weight: float, reported_examples: int | None) -> None:
+    if not update.weight <= max_weight:
+        raise UpdateError(_weight_problem(update.device, update.weight, max_weight))
+    if reported_examples is not None and update.weight > max(reported_examples, 1):
+        raise UpdateError(
+            f"{update.device} claims to count as {update.weight:g} examples and says that it has {reported_examples}"
+        )
 
 
-def _weight_problem(device: str, weight: float, most: float) -> str:
-    return (
-        f"{device} claims to count as {weight:g} examples, and {most:g} are the most here: set [cohort] max_examples "
-        "if it really has so many"
-    )
+def _weight_problem(device: str, weight: float, max_weight: float) -> str:
+    return f"{device} claims to count as {weight:g} examples, and {max_weight:g} are the most here: set [cohort] max_examples if it really has so many"
 
 
 def _require_plausible_speed(update: Update, bounds: ClaimBounds) -> None:
-    ask, limit_s = bounds.ask, bounds.limit_s
-    each = ask.work.flops_per_example
-    speed = max((point.flops_per_s or 0.0 for point in ask.profile.points), default=0.0) if ask.profile else 0.0
-    if not each or not speed:
+    workload, limit_s = bounds.workload, bounds.limit_s
+    example_flops = workload.work.flops_per_example
+    speed = (
+        max((point.flops_per_s or 0.0 for point in workload.profile.points), default=0.0) if workload.profile else 0.0
+    )
+    if not example_flops or not speed:
         return
-    speed = max(speed, LEAST_FLOPS)
-    most = FASTER * speed * limit_s / each
-    if update.weight > most:
+    speed = max(speed, MIN_FLOPS_PER_S)
+    max_examples = SPEED_TOLERANCE * speed * limit_s / example_flops
+    if update.weight > max_examples:
         raise UpdateError(
-            f"{update.device} claims to count as {update.weight:g} examples, and at {speed:.3g} FLOP/s it can "
-            f"have worked through {most / FASTER:.3g} in {limit_s:.4g} s"
+            f"{update.device} claims to count as {update.weight:g} examples, and at {speed:.3g} FLOP/s it can have worked through {max_examples / SPEED_TOLERANCE:.3g} in {limit_s:.4g} s"
         )
 
 
@@ -241,78 +247,81 @@ def name_device_in_errors(device: str) -> Iterator[None]:
     try:
         yield
     except UpdateError as error:
-        said = str(error)
-        if re.search(rf"(?<![\w.-]){re.escape(device)}(?![\w-])", said):
+        text = str(error)
+        if re.search(rf"(?<![\w.-]){re.escape(device)}(?![\w-])", text):
             raise
-        raise UpdateError(f"{device}: {said}") from None
+        raise UpdateError(f"{device}: {text}") from None
 
 
 def require_finite_state(state: Any, devices: tuple[str, ...]) -> None:
     """Raise UpdateError if a new state contains numbers that are not finite."""
-    for at, value in _iterate_floats(state, ""):
-        finite = np.isfinite(value).all() if isinstance(value, np.ndarray | np.generic) else math.isfinite(value)
-        if not finite:
-            some = ", ".join(devices[:5]) + (" ..." if len(devices) > 5 else "")
+    for path, value in _iterate_floats(state, ""):
+        is_finite = np.isfinite(value).all() if isinstance(value, np.ndarray | np.generic) else math.isfinite(value)
+        if not is_finite:
+            names = ", ".join(devices[:5]) + (" ..." if len(devices) > 5 else "")
             raise UpdateError(
-                f"{at} came out as numbers that are not finite, from updates of {some}: the round is not committed; "
-                "run the job anew with a lower learning rate"
+                f"{path} came out as numbers that are not finite, from updates of {names}: the round is not committed; run the job anew with a lower learning rate"
             )
 
 
-def _iterate_floats(value: Any, at: str) -> Iterator[tuple[str, Any]]:
+def _iterate_floats(value: Any, path: str) -> Iterator[tuple[str, Any]]:
     if isinstance(value, float | np.floating):
-        yield at, value
+        yield path, value
     elif isinstance(value, np.ndarray):
         if value.dtype.kind == "f":
-            yield at, value
+            yield path, value
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
         for field in dataclasses.fields(value):
-            yield from _iterate_floats(getattr(value, field.name), f"{at}.{field.name}".lstrip("."))
+            yield from _iterate_floats(getattr(value, field.name), f"{path}.{field.name}".lstrip("."))
     elif isinstance(value, Mapping):
-        for key, each in value.items():
-            yield from _iterate_floats(each, f"{at}[{key!r}]")
+        for key, item in value.items():
+            yield from _iterate_floats(item, f"{path}[{key!r}]")
     elif isinstance(value, tuple | list):
-        for index, each in enumerate(value):
-            yield from _iterate_floats(each, f"{at}[{index}]")
+        for index, item in enumerate(value):
+            yield from _iterate_floats(item, f"{path}[{index}]")
 
 
-UNKNOWN_MB: Final = 1024  # that a device may send where the method does not say how much it is
-LOSSY: Final = 2  # times as many bytes as the tensors have: topk with all entries, each with its place
+DEFAULT_UPDATE_MB: Final = 1024  # that a device may send where the method does not say how much it is
+CODEC_SIZE_FACTOR: Final = 2  # times as many bytes as the tensors have: topk with all entries, each with its place
 HEADER_BYTES: Final = 1024  # of a safetensors file without tensors, more than enough
 ENTRY_BYTES: Final = 300  # of a header for each tensor, besides its name
-SUM_TIMES: Final = 10  # a site's sum is at most so many times as large as the tensors that a board sends
-SITE_BYTES: Final = 2 << 20  # what a site's update may have besides
-BOARDS_MOST: Final = 10_000  # whose updates a site may pass up
+AGGREGATE_SIZE_FACTOR: Final = 10  # a site's sum is at most so many times as large as the tensors that a board sends
+SITE_OVERHEAD_BYTES: Final = 2 << 20  # what a site's update may have besides
+MAX_SITE_DEVICES: Final = 10_000  # whose updates a site may pass up
 
 
 def max_bundle_bytes(expected: Mapping[str, Any], wire: Encoding) -> int:
-    factor = 1 if wire.codec == "raw" else LOSSY
-    held = sum(prod(each.shape) * each.dtype.itemsize for each in expected.values())
-    return factor * (held + sum(ENTRY_BYTES + 2 * len(name) for name in expected)) + HEADER_BYTES
+    factor = 1 if wire.codec == "raw" else CODEC_SIZE_FACTOR
+    tensor_bytes = sum(prod(schema.shape) * schema.dtype.itemsize for schema in expected.values())
+    return factor * (tensor_bytes + sum(ENTRY_BYTES + 2 * len(name) for name in expected)) + HEADER_BYTES
 
 
 def require_manifest_fits(update: Update, expected: UpdateSchema | None, wire: Encoding, boards: int = 0) -> None:
     """Raise UpdateError if an update does not fit the running round, judged by its manifest."""
-    whole_bytes = sum(ref.size for ref in update.bundles.values())
+    total_bytes = sum(ref.size for ref in update.bundles.values())
     if has_site_bundles(update.bundles):
-        return _require_site_size(whole_bytes, expected, boards)
+        return _require_site_size(total_bytes, expected, boards)
     if expected is None:
-        if whole_bytes > UNKNOWN_MB << 20:
-            raise UpdateError(f"larger than {UNKNOWN_MB} MB")
+        if total_bytes > DEFAULT_UPDATE_MB << 20:
+            raise UpdateError(f"larger than {DEFAULT_UPDATE_MB} MB")
         return
-    if odd := sorted(update.bundles.keys() - expected.bundles.keys()):
-        raise UpdateError(f"bundle {odd[0]!r} was not asked for")
-    if expected.exact and (absent := sorted(expected.bundles.keys() - update.bundles.keys())):
-        raise UpdateError(f"it has no bundle {absent[0]!r}")
+    if unexpected := sorted(update.bundles.keys() - expected.bundles.keys()):
+        raise UpdateError(f"bundle {unexpected[0]!r} was not asked for")
+    if expected.exact and (missing := sorted(expected.bundles.keys() - update.bundles.keys())):
+        raise UpdateError(f"it has no bundle {missing[0]!r}")
     for bundle, ref in update.bundles.items():
-        like = expected.bundles[bundle]
-        if (most := max_bundle_bytes(like, wire)) < ref.size:
-            raise UpdateError(f"bundle {bundle!r} has {ref.size} bytes, and what was asked for has {most} at the most")
+        expected_tensors = expected.bundles[bundle]
+        if (max_bytes := max_bundle_bytes(expected_tensors, wire)) < ref.size:
+            raise UpdateError(
+                f"bundle {bundle!r} has {ref.size} bytes, and what was asked for has {max_bytes} at the most"
+            )
         if bundle in update.layouts:
-            sent = tensors.specs_from_layout(update.layouts[bundle])
-            if (held := sum(each.nbytes for each in sent.values())) > ref.size:
-                raise UpdateError(f"bundle {bundle!r} has {ref.size} bytes, and its tensors {held}")
-            _require_expected_tensors(compression.decoded_specs(wire, sent, like), like, expected.exact)
+            sent_tensors = tensors.specs_from_layout(update.layouts[bundle])
+            if (tensor_bytes := sum(tensor.nbytes for tensor in sent_tensors.values())) > ref.size:
+                raise UpdateError(f"bundle {bundle!r} has {ref.size} bytes, and its tensors {tensor_bytes}")
+            _require_expected_tensors(
+                compression.decoded_specs(wire, sent_tensors, expected_tensors), expected_tensors, expected.exact
+            )
 
 
 class ManifestValidator:
@@ -320,41 +329,43 @@ class ManifestValidator:
 
     def __init__(self, expected: UpdateSchema | None, wire: Encoding) -> None:
         self._expected, self._wire = expected, wire
-        self._fitted: object = None  # sizes and layouts of the last update that fitted
+        self._last_valid_manifest: object = None  # sizes and layouts of the last update that fitted
 
     def manifest_problem(self, update: Update, boards: int = 0) -> str:
         """Return why an update of a device or of a site's `boards` does not fit the round, or ""."""
-        told = {name: ref.size for name, ref in update.bundles.items()}, update.layouts
-        if told == self._fitted:
+        manifest = {name: ref.size for name, ref in update.bundles.items()}, update.layouts
+        if manifest == self._last_valid_manifest:
             return ""
         try:
             require_manifest_fits(update, self._expected, self._wire, boards)
         except UpdateError as error:
             return f"{update.device}: {error}"
-        self._fitted = None if boards else told
+        self._last_valid_manifest = None if boards else manifest
         return ""
 
 
-def _require_site_size(whole_bytes: int, expected: UpdateSchema | None, boards: int) -> None:
+def _require_site_size(total_bytes: int, expected: UpdateSchema | None, boards: int) -> None:
     if not boards:
         raise UpdateError("it is what a site sends, and the device has no right to be one")
-    times = max(SUM_TIMES, min(boards, BOARDS_MOST))
-    each = UNKNOWN_MB << 20
+    factor = max(AGGREGATE_SIZE_FACTOR, min(boards, MAX_SITE_DEVICES))
+    update_bytes = DEFAULT_UPDATE_MB << 20
     if expected is not None:
-        each = sum(max_bundle_bytes(bundle, Encoding()) for bundle in expected.bundles.values())
-    if whole_bytes > (most := times * each + SITE_BYTES):
-        raise UpdateError(f"it has {whole_bytes} bytes, and {boards} boards send {most} at the most")
+        update_bytes = sum(max_bundle_bytes(bundle, Encoding()) for bundle in expected.bundles.values())
+    if total_bytes > (max_bytes := factor * update_bytes + SITE_OVERHEAD_BYTES):
+        raise UpdateError(f"it has {total_bytes} bytes, and {boards} boards send {max_bytes} at the most")
 
 
-def _require_expected_tensors(told: Mapping[str, Any], like: Mapping[str, Any], whole: bool) -> None:
-    odd = sorted(told.keys() ^ like.keys() if whole else told.keys() - like.keys())
-    if odd:
-        raise UpdateError(f"tensor names differ: {', '.join(odd[:5])}{' ...' if len(odd) > 5 else ''}")
-    for name, each in told.items():
-        wanted = like[name]
-        if each.dtype != wanted.dtype:
-            raise UpdateError(f"tensor {name!r} is {each.dtype}, expected {wanted.dtype}")
-        if whole and each.shape != wanted.shape:
-            raise UpdateError(f"tensor {name!r} has shape {each.shape}, expected {wanted.shape}")
-        if prod(each.shape) > prod(wanted.shape):
-            raise UpdateError(f"tensor {name!r} has shape {each.shape}, expected {wanted.shape} or a part of it")
+def _require_expected_tensors(sent: Mapping[str, Any], expected: Mapping[str, Any], is_complete: bool) -> None:
+    unexpected = sorted(sent.keys() ^ expected.keys() if is_complete else sent.keys() - expected.keys())
+    if unexpected:
+        raise UpdateError(f"tensor names differ: {', '.join(unexpected[:5])}{' ...' if len(unexpected) > 5 else ''}")
+    for name, tensor in sent.items():
+        expected_tensor = expected[name]
+        if tensor.dtype != expected_tensor.dtype:
+            raise UpdateError(f"tensor {name!r} is {tensor.dtype}, expected {expected_tensor.dtype}")
+        if is_complete and tensor.shape != expected_tensor.shape:
+            raise UpdateError(f"tensor {name!r} has shape {tensor.shape}, expected {expected_tensor.shape}")
+        if prod(tensor.shape) > prod(expected_tensor.shape):
+            raise UpdateError(
+                f"tensor {name!r} has shape {tensor.shape}, expected {expected_tensor.shape} or a part of it"
+            )

@@ -22,10 +22,10 @@ from fedquilt.core import shorten_error
 from fedquilt.formats import labels
 
 STATES: Final = ("online", "offline", "silent", "working", "idle", "refused")  # what --state takes
-SKEW_SAID_S: Final = 1.0  # smaller differences between clocks may be the network's
-REASON_LEAST: Final = 20  # columns for the reason of a refusal, however narrow the terminal
+MIN_REPORTED_SKEW_S: Final = 1.0  # smaller differences between clocks may be the network's
+MIN_REASON_WIDTH: Final = 20  # columns for the reason of a refusal, however narrow the terminal
 HEAD: Final = ("board", "state", "for", "W", "°C", "memory", "doing")
-LOOK_S: Final = 0.5  # between two looks of `watch_devices`
+WATCH_INTERVAL_S: Final = 0.5  # between two looks of `watch_devices`
 
 
 class DeviceRow(msgspec.Struct, frozen=True):
@@ -39,17 +39,17 @@ class DeviceRow(msgspec.Struct, frozen=True):
         return "idle" if self.board.doing is None else self.board.doing.step
 
     def to_dict(self) -> dict[str, Any]:
-        told: dict[str, Any] = msgspec.to_builtins(msgspec.structs.asdict(self.board))
+        fields: dict[str, Any] = msgspec.to_builtins(msgspec.structs.asdict(self.board))
         reading = msgspec.structs.asdict(self.reading)
         reading["reading_at"] = reading.pop("at") or None
-        return {**told, "state": self.state, **reading}
+        return {**fields, "state": self.state, **reading}
 
 
 def load_devices(home: Path, now: float | None = None) -> list[DeviceRow]:
     """Return the readable devices of a home, sorted by name, with their readings that are fresh at `now`."""
     with TelemetryStore(home) as store:
         latest = store.latest_readings(time.time() if now is None else now)
-        return [DeviceRow(each, latest.get(each.device, TelemetrySample(0))) for each in store.load_statuses()]
+        return [DeviceRow(status, latest.get(status.device, TelemetrySample(0))) for status in store.load_statuses()]
 
 
 def describe_outage(home: Path, now: float) -> str:
@@ -60,59 +60,61 @@ def describe_outage(home: Path, now: float) -> str:
 
 
 def filter_devices(
-    devices: Iterable[DeviceRow], wanted: Sequence[str] = (), state: str | None = None
+    devices: Iterable[DeviceRow], selection: Sequence[str] = (), state: str | None = None
 ) -> list[DeviceRow]:
     return [
-        each
-        for each in devices
-        if labels.is_selected(wanted, each.board.labels) and (state is None or state in matching_states(each))
+        device
+        for device in devices
+        if labels.is_selected(selection, device.board.labels) and (state is None or state in matching_states(device))
     ]
 
 
 def matching_states(device: DeviceRow) -> set[str]:
     board = device.board
-    refused = {"refused"} if board.refusal is not None else set()
+    decline_state = {"refused"} if board.refusal is not None else set()
     if not board.online:
-        return {"silent" if board.silent else "offline", *refused}
-    return {"online", "idle" if board.doing is None else "working", *refused}
+        return {"silent" if board.silent else "offline", *decline_state}
+    return {"online", "idle" if board.doing is None else "working", *decline_state}
 
 
 def format_devices(
-    devices: Sequence[DeviceRow], now: float, *, served: bool = True, away: str = "", wide: int | None = None
+    devices: Sequence[DeviceRow], now: float, *, is_served: bool = True, outage: str = "", width: int | None = None
 ) -> list[str]:
     """Return the fleet as lines: a count, then each device with its description and last decline."""
-    wide = console_table.line_width() if wide is None else wide
-    told = [_format_counts(devices)]
-    if not served:
-        told.append("no coordinator serves this home: the boards are shown as the last one knew them")
-    elif away:
-        told.append(f"the coordinator waits for {away}: the boards are shown as they were known then")
+    width = console_table.line_width() if width is None else width
+    lines = [_format_counts(devices)]
+    if not is_served:
+        lines.append("no coordinator serves this home: the boards are shown as the last one knew them")
+    elif outage:
+        lines.append(f"the coordinator waits for {outage}: the boards are shown as they were known then")
     table = console_table.format_table([HEAD, *(_format_cells(each, now) for each in devices)], "<<>>>><", 10**6)
-    told += ["", _truncate_line(table[0], wide)] if devices else []
+    lines += ["", _truncate_line(table[0], width)] if devices else []
     for device, line in zip(devices, table[1:], strict=True):
-        told += [_truncate_line(line, wide), _truncate_line(f"  {_describe_device(device.board, now)}", wide)]
-        if said := _format_runner(device.reading):
-            told.append(_truncate_line(f"  {said}", wide))
-        for runs in device.board.runs:
-            told.append(_truncate_line(f"  {_format_release(runs, now)}", wide))
+        lines += [_truncate_line(line, width), _truncate_line(f"  {_describe_device(device.board, now)}", width)]
+        if runner_text := _format_runner(device.reading):
+            lines.append(_truncate_line(f"  {runner_text}", width))
+        for release in device.board.runs:
+            lines.append(_truncate_line(f"  {_format_release(release, now)}", width))
         if (refusal := device.board.refusal) is not None:
-            what = f" {_job_name(refusal.job)}, round {refusal.round + 1}," if refusal.job else ""
-            when = units.format_duration(now - refusal.at)
-            first = f"  refused{what} {when} ago ({refusal.code}): "
-            told.append(
-                _truncate_line(first + shorten_error(refusal.reason, max(wide - len(first), REASON_LEAST)), wide)
+            task_text = f" {_job_name(refusal.job)}, round {refusal.round + 1}," if refusal.job else ""
+            elapsed = units.format_duration(now - refusal.at)
+            prefix = f"  refused{task_text} {elapsed} ago ({refusal.code}): "
+            lines.append(
+                _truncate_line(
+                    prefix + shorten_error(refusal.reason, max(width - len(prefix), MIN_REASON_WIDTH)), width
+                )
             )
-    return told
+    return lines
 
 
 def _format_counts(devices: Sequence[DeviceRow]) -> str:
-    online = [each for each in devices if each.board.online]
-    working = sum(each.board.doing is not None for each in online)
+    online = [device for device in devices if device.board.online]
+    working = sum(device.board.doing is not None for device in online)
     boards = f"{len(devices)} board{'' if len(devices) == 1 else 's'}"
-    silent = sum(each.board.silent for each in devices)
-    lost = f", {silent} silent" if silent else ""
+    silent = sum(device.board.silent for device in devices)
+    silent_text = f", {silent} silent" if silent else ""
     offline = len(devices) - len(online) - silent
-    return f"{boards}: {len(online)} online, {working} of them at work; {offline} offline{lost}"
+    return f"{boards}: {len(online)} online, {working} of them at work; {offline} offline{silent_text}"
 
 
 def _format_cells(device: DeviceRow, now: float) -> tuple[str, ...]:
@@ -158,20 +160,20 @@ def _format_runner(reading: TelemetrySample) -> str:
     return f"serves: {', '.join(parts)}"
 
 
-def _format_release(runs: InstalledRelease, now: float) -> str:
-    what = runs.name or runs.current[:12] or "as flashed"
-    if runs.phase == "committed":
-        return f"{runs.kind} {what}, for {units.format_duration(now - runs.at)}"
-    why = f": {runs.reason}" if runs.reason else ""
-    return f"{runs.kind} {what}; {runs.rollout} {runs.phase} {units.format_duration(now - runs.at)} ago{why}"
+def _format_release(release: InstalledRelease, now: float) -> str:
+    name = release.name or release.current[:12] or "as flashed"
+    if release.phase == "committed":
+        return f"{release.kind} {name}, for {units.format_duration(now - release.at)}"
+    reason_text = f": {release.reason}" if release.reason else ""
+    return f"{release.kind} {name}; {release.rollout} {release.phase} {units.format_duration(now - release.at)} ago{reason_text}"
 
 
 def _describe_device(board: DeviceStatus, now: float) -> str:
     parts = [board.board or "has not said what it is", board.mode and f"mode {board.mode}"]
     parts.append(board.version and f"agent {board.version}")
     if board.skew_s is not None and board.online:
-        said = f"clock {board.skew_s:+.1f} s" if abs(board.skew_s) >= SKEW_SAID_S else "clock right"
-        parts.append(said)
+        clock_text = f"clock {board.skew_s:+.1f} s" if abs(board.skew_s) >= MIN_REPORTED_SKEW_S else "clock right"
+        parts.append(clock_text)
     if board.silent and board.since is not None:
         parts.append(f"silent since {units.format_time_of_day(board.since, now)}")
     elif (not board.online or board.quiet) and board.seen is not None:
@@ -179,24 +181,24 @@ def _describe_device(board: DeviceStatus, now: float) -> str:
     return "; ".join(filter(None, [", ".join(filter(None, parts)), " ".join(board.labels)]))
 
 
-def _truncate_line(line: str, wide: int) -> str:
+def _truncate_line(line: str, width: int) -> str:
     # unprintable characters could move the terminal's cursor
     if not line.isprintable():
-        line = "".join(each if each.isprintable() else "?" for each in line)
-    clean = line.rstrip()
-    return clean if len(clean) <= wide else f"{clean[: wide - 1]}…"
+        line = "".join(character if character.isprintable() else "?" for character in line)
+    stripped = line.rstrip()
+    return stripped if len(stripped) <= width else f"{stripped[: width - 1]}…"
 
 
 def watch_devices(
     show: Callable[[list[DeviceRow]], None],
-    look: Callable[[], list[DeviceRow]],
+    load: Callable[[], list[DeviceRow]],
     wait: Callable[[float], None] = time.sleep,
 ) -> None:
     """Show the devices now and after every change. Never return."""
-    before: list[DeviceRow] | None = None
+    previous: list[DeviceRow] | None = None
     while True:
-        now = look()
-        if now != before:
-            before = now
-            show(now)
-        wait(LOOK_S)
+        current = load()
+        if current != previous:
+            previous = current
+            show(current)
+        wait(WATCH_INTERVAL_S)

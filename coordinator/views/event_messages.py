@@ -24,35 +24,37 @@ from fedquilt.coordinator.views.run_summary import (
 )
 from fedquilt.core import EvaluationSums, JobError, Update, Usage
 
-FINAL: Final = "final evaluation"  # instead of a round's number
-SETTLING: Final = "statistics for the final evaluation"  # likewise
-UNTOLD: Final = ("macro_precision", "macro_recall", "micro_precision", "micro_recall", "micro_f1")
+FINAL_EVALUATION: Final = "final evaluation"  # instead of a round's number
+FINAL_STATISTICS: Final = "statistics for the final evaluation"  # likewise
+HIDDEN_METRICS: Final = ("macro_precision", "macro_recall", "micro_precision", "micro_recall", "micro_f1")
 """Metrics that a line does not show."""
 
 
 def format_status(summary: RunSummary, state: events.JobState) -> list[str]:
-    what = f"round {state.completed_rounds + 1} of {state.plan.rounds}"
+    round_text = f"round {state.completed_rounds + 1} of {state.constants.rounds}"
     if state.is_work_done:
-        what = SETTLING if state.settling else FINAL
-    spent, cohort = state.spent, len(state.asked) + len(state.answered)
-    taken = [f"{run_summary.format_joules(spent.joules)}{summary.total.energy_word}"] if spent.metered else []
-    devices = [f"{len(state.answered)} of {cohort} devices answered" if cohort else "no device selected yet"]
-    devices += [f"{len(state.asked)} at work"] if state.asked else []
-    devices += [f"declined: {failed_rounds.format_by_reason(state.declined, 3)}"] if state.declined else []
-    return [what, ", ".join([*taken, f"{units.format_bytes(spent.bytes)} so far"]), ", ".join(devices)]
+        round_text = FINAL_STATISTICS if state.is_evaluation_round else FINAL_EVALUATION
+    usage, cohort = state.usage, len(state.pending_devices) + len(state.accepted_updates)
+    energy_parts = [f"{run_summary.format_joules(usage.joules)}{summary.total.energy_word}"] if usage.metered else []
+    devices = [f"{len(state.accepted_updates)} of {cohort} devices answered" if cohort else "no device selected yet"]
+    devices += [f"{len(state.pending_devices)} at work"] if state.pending_devices else []
+    devices += (
+        [f"declined: {failed_rounds.format_by_reason(state.decline_reasons, 3)}"] if state.decline_reasons else []
+    )
+    return [round_text, ", ".join([*energy_parts, f"{units.format_bytes(usage.bytes)} so far"]), ", ".join(devices)]
 
 
 def is_evaluation_due(state: events.JobState) -> bool:
     """Return whether devices must evaluate the present state: at every `check_every` rounds and at the end."""
-    every = 0 if state.plan.check_beside else state.plan.check_every
-    return bool(every) and (state.is_work_done or state.completed_rounds % every == 0)
+    interval = 0 if state.constants.check_beside else state.constants.check_every
+    return bool(interval) and (state.is_work_done or state.completed_rounds % interval == 0)
 
 
-def format_score(found: PersonalScores | None) -> str:
-    if found is None:
+def format_score(scores: PersonalScores | None) -> str:
+    if scores is None:
         return ""
-    priors = "" if found.with_priors is None else f", with class priors {100 * found.with_priors:.1f} %"
-    return format_metric(found.metric, found.weighted) + priors
+    priors_text = "" if scores.with_priors is None else f", with class priors {100 * scores.with_priors:.1f} %"
+    return format_metric(scores.metric, scores.weighted) + priors_text
 
 
 def format_metric(name: str, value: float) -> str:
@@ -62,77 +64,95 @@ def format_metric(name: str, value: float) -> str:
 
 def format_round_name(number: int, final: int | None) -> str:
     """Return "round N", counted from 1, or "final evaluation" for the number `final`."""
-    return FINAL if number == final else f"round {number + 1}"
+    return FINAL_EVALUATION if number == final else f"round {number + 1}"
 
 
-def format_round(one: RoundSummary, rounds: int, score: str, width: int) -> str:
+def format_round(summary: RoundSummary, rounds: int, score: str, width: int) -> str:
     """Return the line of a committed round of work, without the parts for which `width` has no room."""
-    cost, loss = one.cost, one.train_loss
-    all_there = f"{cost.tasks} device{'s' * (cost.tasks != 1)}"
+    cost, loss = summary.cost, summary.train_loss
+    device_count = f"{cost.tasks} device{'s' * (cost.tasks != 1)}"
     parts = [
         score or ("" if loss is None else f"loss {_format_number(loss)}"),
-        f"{cost.tasks} of {one.selected} devices" if 0 < cost.tasks < one.selected else "",
+        f"{cost.tasks} of {summary.selected} devices" if 0 < cost.tasks < summary.selected else "",
         _format_energy(cost),
         units.format_bytes(cost.down_bytes + cost.up_bytes) if cost.tasks else "",
-        all_there if 0 < cost.tasks >= one.selected else "",
+        device_count if 0 < cost.tasks >= summary.selected else "",
     ]
-    line, separator = f"round {one.rounds_before + 1} of {rounds}", ": "
+    line, separator = f"round {summary.rounds_before + 1} of {rounds}", ": "
     for part in filter(None, parts):
         if len(line) + len(separator) + len(part) <= width:
             line, separator = line + separator + part, ", "
     return line
 
 
-def format_event(before: RunSummary, fact: events.AnyEvent, after: RunSummary) -> list[str]:
+def format_event(previous_summary: RunSummary, event: events.AnyEvent, new_summary: RunSummary) -> list[str]:
     """Return an event as text, with the devices and costs of a committed round."""
-    last = is_of_final_evaluation(after.state, fact)
-    if isinstance(fact, events.RoundCommitted):
-        return _describe_commit(fact, last, list(before.state.answered.values()), len(before.selected))
-    if isinstance(fact, events.RoundRetried) and before.state.phase != "new":  # else earlier events are not known
-        return [f"{FINAL if last else f'round {fact.round + 1}'}: {_describe_retry(fact, before.state)}"]
-    return format_single_event(fact, last)
+    is_final = is_of_final_evaluation(new_summary.state, event)
+    if isinstance(event, events.RoundCommitted):
+        return _describe_commit(
+            event, is_final, list(previous_summary.state.accepted_updates.values()), len(previous_summary.selected)
+        )
+    if (
+        isinstance(event, events.RoundRetried) and previous_summary.state.phase != "new"
+    ):  # else earlier events are not known
+        return [
+            f"{FINAL_EVALUATION if is_final else f'round {event.round + 1}'}: {_describe_retry(event, previous_summary.state)}"
+        ]
+    return format_single_event(event, is_final)
 
 
-def format_single_event(fact: events.AnyEvent, is_final_evaluation: bool = False) -> list[str]:
+def format_single_event(event: events.AnyEvent, is_final_evaluation: bool = False) -> list[str]:
     """Return an event as text, without devices and costs. With `is_final_evaluation`, name the final evaluation."""
-    if isinstance(fact, events.RoundCommitted):
-        return _describe_commit(fact, is_final_evaluation, (), 0)
-    return _describe_event(fact, FINAL if is_final_evaluation else f"round {getattr(fact, 'round', -1) + 1}")
+    if isinstance(event, events.RoundCommitted):
+        return _describe_commit(event, is_final_evaluation, (), 0)
+    return _describe_event(
+        event, FINAL_EVALUATION if is_final_evaluation else f"round {getattr(event, 'round', -1) + 1}"
+    )
 
 
 def _format_metrics(metrics: Mapping[str, float]) -> str:
     return ", ".join(f"{name} {_format_number(value)}" for name, value in sorted(metrics.items()))
 
 
-def _describe_event(fact: events.AnyEvent, name: str) -> list[str]:
-    match fact:
+def _describe_event(event: events.AnyEvent, name: str) -> list[str]:
+    match event:
         case events.NoteRecorded():
-            return [fact.said]
+            return [event.text]
         case events.JobStarted():
             return ["started"]
         case events.EligibilityRecorded():
-            changes = [f"{', '.join(devices)}: {selection.reason_text(c)}" for c, devices in fact.passed.items()]
-            can = [f"eligible: {', '.join(fact.eligible)}"] if fact.eligible else []
-            return [f"{name}: {'; '.join([*can, *changes]) or 'the devices have new estimates of energy'}"]
+            ineligible_parts = [
+                f"{', '.join(devices)}: {selection.reason_text(c)}" for c, devices in event.ineligible.items()
+            ]
+            eligible_parts = [f"eligible: {', '.join(event.eligible)}"] if event.eligible else []
+            return [
+                f"{name}: {'; '.join([*eligible_parts, *ineligible_parts]) or 'the devices have new estimates of energy'}"
+            ]
         case events.CohortSelected():
-            again = f", attempt {fact.attempt + 1}" if fact.attempt else ""
-            limit = f"; deadline {fact.deadline_s:.0f} s, chosen for it" if fact.deadline_s is not None else ""
-            moved = ", ".join(f"{device} {epochs}" for device, epochs in sorted(fact.epochs.items()))
-            work = [f"{name}: epochs, as planned for energy: {moved}"] if moved else []
-            return [f"{name}{again}: cohort {', '.join(fact.devices)}{limit}", *work, *fact.coverage]
+            attempt_text = f", attempt {event.attempt + 1}" if event.attempt else ""
+            deadline_text = (
+                f"; deadline {event.deadline_s:.0f} s, chosen for it" if event.deadline_s is not None else ""
+            )
+            changed_epochs = ", ".join(f"{device} {epochs}" for device, epochs in sorted(event.epochs.items()))
+            epoch_lines = [f"{name}: epochs, as planned for energy: {changed_epochs}"] if changed_epochs else []
+            return [
+                f"{name}{attempt_text}: cohort {', '.join(event.devices)}{deadline_text}",
+                *epoch_lines,
+                *event.coverage,
+            ]
         case events.TaskDeclined():
-            return [f"{name}: {fact.device} declined ({fact.code}): {fact.reason}"]
+            return [f"{name}: {event.device} declined ({event.code}): {event.reason}"]
         case events.UpdateAccepted():
-            note = [fact.update.note] if fact.update.note else []
-            usage = format_usage(fact.update.usage)
-            return [f"{name}: update from {_describe_sender(fact.update)}: {usage}", *note]
+            notes = [event.update.note] if event.update.note else []
+            usage = format_usage(event.update.usage)
+            return [f"{name}: update from {_describe_sender(event.update)}: {usage}", *notes]
         case events.UpdateRejected():
-            return [f"{name}: update from {fact.device} refused: {fact.reason}"]
+            return [f"{name}: update from {event.device} refused: {event.reason}"]
         case events.UpdateLost():
-            return [f"{name}: update from {fact.device} is lost here, and asked for again: {fact.reason}"]
+            return [f"{name}: update from {event.device} is lost here, and asked for again: {event.reason}"]
         case events.UpdatesAggregated():
-            count = f"{len(fact.devices)} {'update' if len(fact.devices) == 1 else 'updates'}"
-            return [f"{name}: sum of {count} stored, {fact.sum.size / 1e6:.0f} MB; they are dropped"]
+            count = f"{len(event.devices)} {'update' if len(event.devices) == 1 else 'updates'}"
+            return [f"{name}: sum of {count} stored, {event.sum.size / 1e6:.0f} MB; they are dropped"]
         case events.RoundClosed():
             return [f"{name}: closed to further updates"]
         case events.DeadlineExtended():
@@ -142,90 +162,100 @@ def _describe_event(fact: events.AnyEvent, name: str) -> list[str]:
         case events.AttemptResumed(passed_s=passed_s):
             return [f"{name}: the coordinator has restarted; {passed_s:.0f} s of the time limit count"]
         case events.JobEnded():
-            return format_end(fact.status, fact.reason)
+            return format_end(event.status, event.reason)
         case events.JobResumed():
             return ["resumed"]
         case _:
-            raise AssertionError(fact)
+            raise AssertionError(event)
 
 
 def format_end(status: str, reason: str) -> list[str]:
-    said = "job failed" if status == "failed" else status
-    return f"{said}: {reason}".splitlines() if reason else [said]
+    prefix = "job failed" if status == "failed" else status
+    return f"{prefix}: {reason}".splitlines() if reason else [prefix]
 
 
-def _describe_retry(fact: events.RoundRetried, before: events.JobState) -> str:
-    silent, turned = sorted(before.asked), before.declined.keys() - before.idle
-    parts = [f"{len(before.answered)} {'update' if len(before.answered) == 1 else 'updates'}"]
-    if refused := sorted(turned & before.roll):  # a board that declines leaves the roll
-        parts.append(f"what {wait_reasons.format_names(refused)} sent was refused")
-    if declined := sorted(turned - before.roll):
+def _describe_retry(event: events.RoundRetried, previous_summary: events.JobState) -> str:
+    silent_devices, declining_devices = (
+        sorted(previous_summary.pending_devices),
+        previous_summary.decline_reasons.keys() - previous_summary.devices_without_work,
+    )
+    parts = [
+        f"{len(previous_summary.accepted_updates)} {'update' if len(previous_summary.accepted_updates) == 1 else 'updates'}"
+    ]
+    if rejected := sorted(declining_devices & previous_summary.cohort):  # a board that declines leaves the roll
+        parts.append(f"what {wait_reasons.format_names(rejected)} sent was refused")
+    if declined := sorted(declining_devices - previous_summary.cohort):
         parts.append(f"{wait_reasons.format_names(declined)} declined")
-    if before.idle:
-        parts.append(f"nothing to do for {wait_reasons.format_names(sorted(before.idle))}")
-    if silent:
-        parts.append(f"nothing from {wait_reasons.format_names(silent)}")
-    why = " by the deadline" if silent or not before.declined else ", and no other board to ask"
-    again = "starting another attempt"
-    if fact.attempt == before.attempt:
-        again = "beginning the attempt anew, as boards that it needs are away or at other jobs' tasks"
-    return f"no quorum{why} ({', '.join(parts)}); {again}"
+    if previous_summary.devices_without_work:
+        parts.append(f"nothing to do for {wait_reasons.format_names(sorted(previous_summary.devices_without_work))}")
+    if silent_devices:
+        parts.append(f"nothing from {wait_reasons.format_names(silent_devices)}")
+    reason = (
+        " by the deadline" if silent_devices or not previous_summary.decline_reasons else ", and no other board to ask"
+    )
+    next_step = "starting another attempt"
+    if event.attempt == previous_summary.attempt:
+        next_step = "beginning the attempt anew, as boards that it needs are away or at other jobs' tasks"
+    return f"no quorum{reason} ({', '.join(parts)}); {next_step}"
 
 
 def _describe_commit(
-    fact: events.RoundCommitted, is_final_evaluation: bool, updates: Sequence[Update], selected: int
+    event: events.RoundCommitted, is_final_evaluation: bool, updates: Sequence[Update], selected: int
 ) -> list[str]:
     """Return the lines of a commit: updates, energy, metrics, the method's notes, the coordinator's warnings."""
     # devices evaluate the state that they receive, which is that of the round before
     counts = [f"{len(updates)} of {selected} devices"] if selected else []
     counts += filter(None, [_format_energy(run_summary.sum_costs(updates))])
-    checked = describe_evaluation(fact.evaluation)
+    evaluation_parts = describe_evaluation(event.evaluation)
     if is_final_evaluation:
-        told = [f"{FINAL}: {', '.join([*checked, *counts]) or 'done'}"]
+        lines = [f"{FINAL_EVALUATION}: {', '.join([*evaluation_parts, *counts]) or 'done'}"]
     else:
-        word = "statistics for the evaluation gathered" if fact.settled else "updates aggregated"
-        parts = [f"{word} ({', '.join(counts)})" if counts else word]
-        parts += [_format_metrics(fact.metrics)] if fact.metrics and not fact.notes else []
-        if checked:
-            when = "at the start" if not fact.round else f"after round {fact.round}"
-            parts.append(f"{when}: {', '.join(checked)}")
-        told = [f"round {fact.round + 1}: {'; '.join(parts)}"]
-    return [*told, *fact.notes, *fact.warnings]
+        action = "statistics for the evaluation gathered" if event.is_evaluation_round else "updates aggregated"
+        parts = [f"{action} ({', '.join(counts)})" if counts else action]
+        parts += [_format_metrics(event.metrics)] if event.metrics and not event.notes else []
+        if evaluation_parts:
+            timing = "at the start" if not event.round else f"after round {event.round}"
+            parts.append(f"{timing}: {', '.join(evaluation_parts)}")
+        lines = [f"round {event.round + 1}: {'; '.join(parts)}"]
+    return [*lines, *event.notes, *event.warnings]
 
 
 def describe_evaluation(sums: EvaluationSums | None) -> list[str]:
     if sums is None or not sums.examples:
         return []
-    first, *others = metrics.describe_metrics(sums, 1, skip=UNTOLD)
-    over = metrics.summarise_over_devices(sums)
-    if over is not None and over.devices > 1:
+    main_text, *other_texts = metrics.describe_metrics(sums, 1, skip=HIDDEN_METRICS)
+    device_summary = metrics.summarise_over_devices(sums)
+    if device_summary is not None and device_summary.devices > 1:
         main = metrics.MAIN[sums.task]
-        told = (metrics.format_value(main, value, 1) for value in (over.worst_decile, over.gap, over.deviation))
-        words = f"worst tenth of {over.devices} devices", "gap to the best tenth", "spread"
-        others.insert(0, ", ".join(map(" ".join, zip(words, told, strict=True))))
+        lines = (
+            metrics.format_value(main, value, 1)
+            for value in (device_summary.worst_decile, device_summary.gap, device_summary.deviation)
+        )
+        names = f"worst tenth of {device_summary.devices} devices", "gap to the best tenth", "spread"
+        other_texts.insert(0, ", ".join(map(" ".join, zip(names, lines, strict=True))))
     if sums.correct_with_priors is not None:
-        others.insert(0, f"with the devices' class priors {100 * sums.correct_with_priors / sums.examples:.1f} %")
-    return [f"{first} on {sums.examples} held-out examples", *others]
+        other_texts.insert(0, f"with the devices' class priors {100 * sums.correct_with_priors / sums.examples:.1f} %")
+    return [f"{main_text} on {sums.examples} held-out examples", *other_texts]
 
 
-def _format_energy(taken: CostLedger) -> str:
-    if taken.energy_j is None:
+def _format_energy(cost: CostLedger) -> str:
+    if cost.energy_j is None:
         return ""
-    some = "" if taken.metered == taken.tasks else f" of {taken.metered} with a meter"
-    return f"{run_summary.format_joules(taken.energy_j)}{taken.energy_word}{some}"
+    coverage = "" if cost.metered == cost.tasks else f" of {cost.metered} with a meter"
+    return f"{run_summary.format_joules(cost.energy_j)}{cost.energy_word}{coverage}"
 
 
 def _describe_sender(update: Update) -> str:
-    said = update.device
+    sender = update.device
     if update.site_devices:
-        said += f" of {len(update.site_devices)} {'board' if len(update.site_devices) == 1 else 'boards'}"
+        sender += f" of {len(update.site_devices)} {'board' if len(update.site_devices) == 1 else 'boards'}"
     if update.devices_usage is not None:
-        below = update.devices_usage
-        said += (
-            f" ({units.format_bytes(below.down_bytes)} down and {units.format_bytes(below.up_bytes)} up to them "
+        transfers = update.devices_usage
+        sender += (
+            f" ({units.format_bytes(transfers.down_bytes)} down and {units.format_bytes(transfers.up_bytes)} up to them "
             "and from them)"
         )
-    return said
+    return sender
 
 
 def format_usage(usage: Usage) -> str:
@@ -233,8 +263,8 @@ def format_usage(usage: Usage) -> str:
     parts = [f"{usage.wall_s / scale:.2f} {prefix}s"]
     if usage.energy_j is not None:
         net_j = None if usage.idle_j is None else usage.energy_j - usage.idle_j
-        word = run_summary.describe_source([str(usage.energy_source)])
-        parts.append(run_summary.format_energy(usage.energy_j, net_j, usage.energy_error_j) + word)
+        source = run_summary.describe_source([str(usage.energy_source)])
+        parts.append(run_summary.format_energy(usage.energy_j, net_j, usage.energy_error_j) + source)
     if usage.peak_bytes is not None:
         parts.append(f"peak {units.format_bytes(usage.peak_bytes)}")
     parts.append(f"{units.format_bytes(usage.down_bytes)} down, {units.format_bytes(usage.up_bytes)} up")
@@ -242,28 +272,28 @@ def format_usage(usage: Usage) -> str:
 
 
 def format_energy_summary(summary: RunSummary) -> list[str]:
-    whole = summary.total
-    if whole.energy_j is None or whole.task_j is None:
+    total = summary.total
+    if total.energy_j is None or total.task_j is None:
         return []
-    parts, rounds = [f"{run_summary.format_number(whole.task_j)} J per task"], len(summary.round_costs())
+    parts, rounds = [f"{run_summary.format_number(total.task_j)} J per task"], len(summary.round_costs())
     if rounds:
-        parts.append(f"{run_summary.format_number(whole.energy_j / rounds)} J per round")
-    if whole.example_j is not None:
-        parts.append(f"{run_summary.format_number(whole.example_j)} J per example")
+        parts.append(f"{run_summary.format_number(total.energy_j / rounds)} J per round")
+    if total.example_j is not None:
+        parts.append(f"{run_summary.format_number(total.example_j)} J per example")
     points = progress_points(summary)
     if (point_j := energy_per_point_j(points)) is not None:
         metric = next(point.personal.metric for point in points if point.personal is not None)
         parts.append(f"{run_summary.format_number(point_j)} J per point of {metrics.KNOWN[metric].title}")
-    took = run_summary.format_energy(whole.energy_j, whole.net_j, whole.energy_error_j)
-    tasks = f"{whole.metered} task{'s' * (whole.metered != 1)}"
-    some = "" if whole.metered == whole.tasks else f" of {whole.tasks}; the others were not metered"
+    energy = run_summary.format_energy(total.energy_j, total.net_j, total.energy_error_j)
+    tasks = f"{total.metered} task{'s' * (total.metered != 1)}"
+    coverage = "" if total.metered == total.tasks else f" of {total.tasks}; the others were not metered"
     return [
-        f"energy: {took} for {tasks}{some}: {', '.join(parts)}",
-        f"energy{whole.energy_word or ' measured'} by: {whole.energy_source}",
+        f"energy: {energy} for {tasks}{coverage}: {', '.join(parts)}",
+        f"energy{total.energy_word or ' measured'} by: {total.energy_source}",
     ]
 
 
-def summarise_run(row: StoredJob | UnreadableRow, store: Store, own: Mapping[str, int] = {}) -> dict[str, Any]:
+def summarise_run(row: StoredJob | UnreadableRow, store: Store, bytes_by_run: Mapping[str, int] = {}) -> dict[str, Any]:
     """Return the values for a line of `fedquilt ls`. The value of "problem" is why the run cannot be read, or None."""
     summary = None
     problem = row.reason if isinstance(row, UnreadableRow) else None
@@ -272,12 +302,12 @@ def summarise_run(row: StoredJob | UnreadableRow, store: Store, own: Mapping[str
             summary = summarise_events(row.job, store.read_events(row.id))
         except JobError as error:
             problem = str(error)
-    taken = CostLedger() if summary is None else summary.total
-    held = None if summary is None else summary.last_scores
-    tested = scores.read_scores(store.home, row).scores if isinstance(row, StoredJob) else ()
-    value = format_metric(tested[-1].metric, tested[-1].value) if tested else ""
-    if held is not None and not tested:
-        value = format_metric(held.metric, held.weighted)
+    cost = CostLedger() if summary is None else summary.total
+    held_out_scores = None if summary is None else summary.last_scores
+    evaluations = scores.read_scores(store.home, row).scores if isinstance(row, StoredJob) else ()
+    value = format_metric(evaluations[-1].metric, evaluations[-1].value) if evaluations else ""
+    if held_out_scores is not None and not evaluations:
+        value = format_metric(held_out_scores.metric, held_out_scores.weighted)
     return {
         "run": row.id,
         "status": store.current_status(row) if isinstance(row, StoredJob) else row.status,
@@ -289,20 +319,20 @@ def summarise_run(row: StoredJob | UnreadableRow, store: Store, own: Mapping[str
         "result": value or None,
         "began": time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(row.created)),
         "problem": problem,
-        "energy_j": taken.energy_j,
-        "net_j": taken.net_j,
-        "energy_error_j": taken.energy_error_j,
-        "task_j": taken.task_j,
-        "example_j": taken.example_j,
+        "energy_j": cost.energy_j,
+        "net_j": cost.net_j,
+        "energy_error_j": cost.energy_error_j,
+        "task_j": cost.task_j,
+        "example_j": cost.example_j,
         "point_j": None if summary is None else energy_per_point_j(progress_points(summary)),
         "round_j": [] if summary is None else [each.energy_j for each in summary.round_costs().values()],
-        "bytes": own.get(row.id, 0),
-        "tasks": taken.tasks,
-        "metered": taken.metered,
+        "bytes": bytes_by_run.get(row.id, 0),
+        "tasks": cost.tasks,
+        "metered": cost.metered,
     }
 
 
-STATUS: Final = {
+STATUS_COLOURS: Final = {
     "done": "green",
     "failed": "red",
     "stopped": "yellow",
@@ -312,8 +342,8 @@ STATUS: Final = {
 }  # colour by status
 
 
-def format_runs(rows: Sequence[dict[str, Any]], wide: int | None = None) -> list[str]:
-    fine = [row for row in rows if row["problem"] is None]
+def format_runs(rows: Sequence[dict[str, Any]], width: int | None = None) -> list[str]:
+    readable = [row for row in rows if row["problem"] is None]
     cells = [
         [
             row["run"],
@@ -323,12 +353,14 @@ def format_runs(rows: Sequence[dict[str, Any]], wide: int | None = None) -> list
             units.format_bytes(row["bytes"]),
             row["began"][5:16],
         ]
-        for row in fine
+        for row in readable
     ]
-    odd = ["{run}  {status}  cannot be read: {problem}".format(**row) for row in rows if row["problem"] is not None]
-    head = [["run", "status", "rounds", "result", "disk", "began"]] if fine else []
-    waits = [f"{row['run']} waits for {row['waits']}" for row in fine if row["waits"]]
-    return [*table.format_table([*head, *cells], "<<>>><", wide, STATUS), *odd, *waits]
+    problem_lines = [
+        "{run}  {status}  cannot be read: {problem}".format(**row) for row in rows if row["problem"] is not None
+    ]
+    head = [["run", "status", "rounds", "result", "disk", "began"]] if readable else []
+    wait_lines = [f"{row['run']} waits for {row['waits']}" for row in readable if row["waits"]]
+    return [*table.format_table([*head, *cells], "<<>>><", width, STATUS_COLOURS), *problem_lines, *wait_lines]
 
 
 def _format_number(value: float) -> str:

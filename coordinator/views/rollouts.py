@@ -16,12 +16,12 @@ from fedquilt.formats import labels
 
 HEAD: Final = ("rollout", "brings", "status", "step", "boards", "begun")
 ORDER: Final = ("committed", "soaking", "checking", "fetching", "waiting", "refused", "returned", "lost", "")
-SHOWN: Final = 200  # boards of one rollout
-NAMED: Final = 5  # boards that it waits for
+MAX_LISTED_DEVICES: Final = 200  # boards of one rollout
+MAX_NAMED_DEVICES: Final = 5  # boards that it waits for
 
 
-def summarise_rollout(kept: StoredRollout) -> dict[str, Any]:
-    state, plan = kept.state, kept.state.plan
+def summarise_rollout(stored: StoredRollout) -> dict[str, Any]:
+    state, plan = stored.state, stored.state.plan
     counts = state.count_outcomes()
     return {
         "rollout": state.id,
@@ -34,113 +34,120 @@ def summarise_rollout(kept: StoredRollout) -> dict[str, Any]:
         "offered": len(state.offered),
         "counts": {phase or "silent": counts[phase] for phase in ORDER if phase in counts},
         "reason": state.reason,
-        "created": kept.created,
-        "at": kept.at,
-        "submitter": kept.submitter,
-        "revert_requested": kept.revert_requested,
+        "created": stored.created,
+        "at": stored.last_event_time,
+        "submitter": stored.submitter,
+        "revert_requested": stored.revert_requested,
     }
 
 
-def summarise_rollout_and_devices(kept: StoredRollout) -> dict[str, Any]:
-    state = kept.state
-    boards = [
+def summarise_rollout_and_devices(stored: StoredRollout) -> dict[str, Any]:
+    state = stored.state
+    devices = [
         {
             "device": device,
             "step": state.offered[device],
-            "phase": (standing := state.device_outcome(device)) or "silent",
-            "reason": _outcome_reason(standing, heard := state.heard.get(device)),
-            "metrics": dict(heard.metrics) if heard is not None else {},
+            "phase": (outcome := state.device_outcome(device)) or "silent",
+            "reason": _outcome_reason(outcome, report := state.reports.get(device)),
+            "metrics": dict(report.metrics) if report is not None else {},
         }
         for device in state.offered
     ]
-    boards.sort(key=lambda each: (each["phase"] == "committed", each["step"], each["device"]))
-    return {**summarise_rollout(kept), "limits": dict(_list_limits(state.plan)), "boards": boards}
+    devices.sort(key=lambda device_row: (device_row["phase"] == "committed", device_row["step"], device_row["device"]))
+    return {**summarise_rollout(stored), "limits": dict(_list_limits(state.plan)), "boards": devices}
 
 
 class RolloutContext(NamedTuple):
     home: Path
-    served: bool  # by a coordinator, without which nothing goes on
-    every: Sequence[rollout.Rollout]  # all rollouts, in the order in which they were queued
-    boards: Mapping[str, DeviceStatus]  # as the coordinator knew them last
+    is_served: bool  # by a coordinator, without which nothing goes on
+    rollouts: Sequence[rollout.Rollout]  # all rollouts, in the order in which they were queued
+    statuses: Mapping[str, DeviceStatus]  # as the coordinator knew them last
     now: float  # wall-clock seconds
 
 
 def load_context(home: Path, log: RolloutLog) -> RolloutContext:
     with TelemetryStore(home) as store:
-        boards = {board.device: board for board in store.load_statuses()}
-    return RolloutContext(home, is_served(home), [kept.state for kept in log.readable_rollouts()], boards, time.time())
+        statuses = {board.device: board for board in store.load_statuses()}
+    return RolloutContext(
+        home, is_served(home), [stored.state for stored in log.readable_rollouts()], statuses, time.time()
+    )
 
 
-def load_rollout_wait(kept: StoredRollout, log: RolloutLog, around: RolloutContext) -> str:
+def load_rollout_wait(stored: StoredRollout, log: RolloutLog, context: RolloutContext) -> str:
     """Return `describe_rollout_wait` of a rollout. Events are read only for a rollout under way."""
-    if not kept.state.is_under_way:
+    if not stored.state.is_under_way:
         return ""
-    return describe_rollout_wait(kept.state, log.read_events(kept.state.id), around)
+    return describe_rollout_wait(stored.state, log.read_events(stored.state.id), context)
 
 
 def describe_rollout_wait(
-    state: rollout.Rollout, facts: Sequence[tuple[int, float, rollout.AnyRolloutEvent]], around: RolloutContext
+    state: rollout.Rollout, events: Sequence[tuple[int, float, rollout.AnyRolloutEvent]], context: RolloutContext
 ) -> str:
     """Return what a rollout waits for, to follow "waits for", or "" if it does not wait."""
     if not state.is_under_way:
         return ""
-    if not around.served:
-        return f"a coordinator: nobody serves {around.home}, `fedquilt serve --home {around.home}` does"
-    told_s: dict[str, float] = {}
-    for _, at, fact in facts:
+    if not context.is_served:
+        return f"a coordinator: nobody serves {context.home}, `fedquilt serve --home {context.home}` does"
+    report_times: dict[str, float] = {}
+    for _, time_s, event in events:
         for device in (
-            fact.devices
-            if isinstance(fact, rollout.ReleaseOffered)
-            else (fact.device,)
-            if isinstance(fact, rollout.StatusReported)
+            event.devices
+            if isinstance(event, rollout.ReleaseOffered)
+            else (event.device,)
+            if isinstance(event, rollout.StatusReported)
             else ()
         ):
-            told_s[device] = at
-    seen = {}
-    for device in {*around.boards, *state.offered}:
-        board = around.boards.get(device, DeviceStatus(device))
-        since_s = max(told_s.get(device, 0.0), 0.0 if board.online else board.since or 0.0)
-        has = board.labels if device in around.boards else None
-        seen[device] = rollout.RolloutDevice(board.online, since_s, has, device not in state.without)
-    fleet = rollout.select_rollout_devices(state, around.every, seen)
+            report_times[device] = time_s
+    rollout_devices = {}
+    for device in {*context.statuses, *state.offered}:
+        status = context.statuses.get(device, DeviceStatus(device))
+        last_contact_s = max(report_times.get(device, 0.0), 0.0 if status.online else status.since or 0.0)
+        device_labels = status.labels if device in context.statuses else None
+        rollout_devices[device] = rollout.RolloutDevice(
+            status.online, last_contact_s, device_labels, device not in state.incompatible_devices
+        )
+    fleet = rollout.select_rollout_devices(state, context.rollouts, rollout_devices)
     if state.is_step_open:
-        names = rollout.find_blocking_devices(state, fleet, around.now)
-        said = [
-            f"{name} ({state.device_phase(name) or ('silent' if seen[name].online else 'offline')})" for name in names
+        names = rollout.find_blocking_devices(state, fleet, context.now)
+        blocking = [
+            f"{name} ({state.device_phase(name) or ('silent' if rollout_devices[name].online else 'offline')})"
+            for name in names
         ]
-        more = f" and {len(said) - NAMED} more" if len(said) > NAMED else ""
-        return ", ".join(said[:NAMED]) + more
+        more = f" and {len(blocking) - MAX_NAMED_DEVICES} more" if len(blocking) > MAX_NAMED_DEVICES else ""
+        return ", ".join(blocking[:MAX_NAMED_DEVICES]) + more
     if not fleet:
-        return describe_unmatched_labels(state.plan, around) or "boards: a later rollout has all that it selects"
-    if not any(board.online for board in fleet.values()):
+        return describe_unmatched_labels(state.plan, context) or "boards: a later rollout has all that it selects"
+    if not any(status.online for status in fleet.values()):
         return f"a board to come online: {len(fleet)} are selected, and none is"
     return ""
 
 
-def describe_unmatched_labels(plan: rollout.RolloutPlan, around: RolloutContext) -> str:
+def describe_unmatched_labels(plan: rollout.RolloutPlan, context: RolloutContext) -> str:
     """Return why no device has the labels of a rollout, to follow "waits for", or "" if a device has them."""
-    if any(labels.is_selected(plan.select, board.labels) for board in around.boards.values()):
+    if any(labels.is_selected(plan.select, status.labels) for status in context.statuses.values()):
         return ""
-    if not around.boards:
-        return f"a board: no coordinator of {around.home} has heard of one"
-    chosen = " ".join(plan.select)
-    known = f"of the {len(around.boards)} boards that are known, none" if len(around.boards) > 1 else "the only board"
-    isnt = "is" if len(around.boards) > 1 else "is not"
-    return f"a board: {known} {isnt} selected by {chosen}; `fedquilt devices --home {around.home}` shows their labels"
+    if not context.statuses:
+        return f"a board: no coordinator of {context.home} has heard of one"
+    selection = " ".join(plan.select)
+    fleet_text = (
+        f"of the {len(context.statuses)} boards that are known, none" if len(context.statuses) > 1 else "the only board"
+    )
+    verb = "is" if len(context.statuses) > 1 else "is not"
+    return f"a board: {fleet_text} {verb} selected by {selection}; `fedquilt devices --home {context.home}` shows their labels"
 
 
-def _outcome_reason(standing: str, heard: rollout.StatusReported | None) -> str:
-    if heard is None:
+def _outcome_reason(outcome: str, report: rollout.StatusReported | None) -> str:
+    if report is None:
         return ""
-    if standing == "lost":
-        return f"it came no further than {heard.phase} and fell silent: it counts as failed"
-    return heard.reason
+    if outcome == "lost":
+        return f"it came no further than {report.phase} and fell silent: it counts as failed"
+    return report.reason
 
 
-def format_rollouts(known: Sequence[StoredRollout], now: float) -> list[str]:
+def format_rollouts(rollouts: Sequence[StoredRollout], now: float) -> list[str]:
     rows = [HEAD]
-    for kept in reversed(known):
-        state = kept.state
+    for stored in reversed(rollouts):
+        state = stored.state
         rows.append(
             (
                 state.id,
@@ -148,44 +155,55 @@ def format_rollouts(known: Sequence[StoredRollout], now: float) -> list[str]:
                 state.status,
                 format_step(state),
                 _format_outcomes(state),
-                f"{units.format_duration(now - kept.created)} ago",
+                f"{units.format_duration(now - stored.created)} ago",
             )
         )
     return table.format_table(rows, "<<<<<<", 10**6)
 
 
 def format_rollout(
-    kept: StoredRollout, facts: Sequence[tuple[int, float, rollout.AnyRolloutEvent]], around: RolloutContext
+    stored: StoredRollout, events: Sequence[tuple[int, float, rollout.AnyRolloutEvent]], context: RolloutContext
 ) -> list[str]:
-    state, plan = kept.state, kept.state.plan
-    asked = "; ".join(f"{name} {value}" for name, value in _list_limits(plan)) or "none"
-    found = [
+    state, plan = stored.state, stored.state.plan
+    limits_text = "; ".join(f"{name} {value}" for name, value in _list_limits(plan)) or "none"
+    lines = [
         f"{state.id}: {plan.kind} {plan.name}, {state.status}{f': {state.reason}' if state.reason else ''}",
         f"{format_step(state)}; {_format_outcomes(state)}; for {' '.join(plan.select) or 'all boards'}; queued by "
-        f"{kept.submitter or '?'} {units.format_duration(around.now - kept.created)} ago",
-        f"limits: {asked}; soak {units.format_duration(plan.soak_s)}{f'; window {plan.window}' if plan.window else ''}",
+        f"{stored.submitter or '?'} {units.format_duration(context.now - stored.created)} ago",
+        f"limits: {limits_text}; soak {units.format_duration(plan.soak_s)}{f'; window {plan.window}' if plan.window else ''}",
     ]
-    if held := describe_rollout_wait(state, facts, around):
-        found.append(f"it waits for {held}")
-    found.append("")
-    for _, at, fact in facts:
-        if not isinstance(fact, rollout.StatusReported):
-            found.append(f"{time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(at))}  {format_event(state, fact)}")
-    boards = [each for each in summarise_rollout_and_devices(kept)["boards"] if each["phase"] != "committed"]
-    if boards:
+    if wait := describe_rollout_wait(state, events, context):
+        lines.append(f"it waits for {wait}")
+    lines.append("")
+    for _, time_s, event in events:
+        if not isinstance(event, rollout.StatusReported):
+            lines.append(f"{time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(time_s))}  {format_event(state, event)}")
+    unfinished = [
+        device_row
+        for device_row in summarise_rollout_and_devices(stored)["boards"]
+        if device_row["phase"] != "committed"
+    ]
+    if unfinished:
         rows = [("board", "step", "phase", "why")]
-        rows += [(each["device"], str(each["step"]), each["phase"], each["reason"]) for each in boards[:SHOWN]]
-        found += ["", *table.format_table(rows, "<><~")]
-    if len(boards) > SHOWN:
-        found.append(f"... and {len(boards) - SHOWN} more: --format json has them all")
-    return found
+        rows += [
+            (device_row["device"], str(device_row["step"]), device_row["phase"], device_row["reason"])
+            for device_row in unfinished[:MAX_LISTED_DEVICES]
+        ]
+        lines += ["", *table.format_table(rows, "<><~")]
+    if len(unfinished) > MAX_LISTED_DEVICES:
+        lines.append(f"... and {len(unfinished) - MAX_LISTED_DEVICES} more: --format json has them all")
+    return lines
 
 
-def format_event(state: rollout.Rollout, fact: rollout.AnyRolloutEvent) -> str:
-    match fact:
-        case rollout.RolloutStarted(without=unable):
-            out = f"; left out: {rollout.format_incompatible_devices(unable, SHOWN)}" if unable else ""
-            return f"begun: {state.plan.kind} {state.plan.name}{out}"
+def format_event(state: rollout.Rollout, event: rollout.AnyRolloutEvent) -> str:
+    match event:
+        case rollout.RolloutStarted(incompatible_devices=incompatible_devices):
+            left_out_text = (
+                f"; left out: {rollout.format_incompatible_devices(incompatible_devices, MAX_LISTED_DEVICES)}"
+                if incompatible_devices
+                else ""
+            )
+            return f"begun: {state.plan.kind} {state.plan.name}{left_out_text}"
         case rollout.ReleaseOffered(number, devices):
             return f"{_format_step_name(state.plan, number)}: offered to {_format_device_count(len(devices))}"
         case rollout.StatusReported(device, phase=phase, reason=reason):
@@ -193,13 +211,13 @@ def format_event(state: rollout.Rollout, fact: rollout.AnyRolloutEvent) -> str:
         case rollout.RolloutResumed():
             return "a coordinator goes on with it"
         case rollout.PhasePassed(number, silent):
-            without = f", without {_format_device_count(len(silent))} that said nothing" if silent else ""
-            return f"{_format_step_name(state.plan, number)} passed{without}"
+            silent_text = f", without {_format_device_count(len(silent))} that said nothing" if silent else ""
+            return f"{_format_step_name(state.plan, number)} passed{silent_text}"
         case rollout.RolloutCompleted():
             return "done: boards that come later get it too" if state.plan.includes_all_devices else "done"
         case rollout.RolloutReverted(reason=reason):
-            what = f"aborted: {reason}; boards that have it" if state.status == "aborted" else "rolled back: boards"
-            return f"{what} return to what they ran before"
+            action = f"aborted: {reason}; boards that have it" if state.status == "aborted" else "rolled back: boards"
+            return f"{action} return to what they ran before"
 
 
 def format_step(state: rollout.Rollout) -> str:
@@ -223,13 +241,13 @@ def _format_outcomes(state: rollout.Rollout) -> str:
 
 
 def _list_limits(plan: rollout.RolloutPlan) -> list[tuple[str, str]]:
-    limits, found = plan.limits, []
+    limits, descriptions = plan.limits, []
     if limits.min_gain is not None:
-        found.append(("least gain", f"{100 * limits.min_gain:+g} points"))
+        descriptions.append(("least gain", f"{100 * limits.min_gain:+g} points"))
     if limits.max_latency_s is not None:
-        found.append(("latency", f"{1000 * limits.max_latency_s:g} ms"))
+        descriptions.append(("latency", f"{1000 * limits.max_latency_s:g} ms"))
     if limits.max_energy_j is not None:
-        found.append(("energy", f"{limits.max_energy_j:g} J"))
+        descriptions.append(("energy", f"{limits.max_energy_j:g} J"))
     if limits.max_peak_bytes is not None:
-        found.append(("peak memory", units.format_bytes(limits.max_peak_bytes)))
-    return found
+        descriptions.append(("peak memory", units.format_bytes(limits.max_peak_bytes)))
+    return descriptions

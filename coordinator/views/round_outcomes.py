@@ -23,24 +23,24 @@ from fedquilt.formats import toml
 class DeviceOutcome:
     code: str  # answered, asked, declined, refused, drawn ("not drawn"), or a key of `eligibility.REASONS`
     text: str
-    place: int | None = None  # of "not drawn": position in the order of selection, from 1
-    of: int | None = None  # number of eligible devices
-    wanted: int | None = None  # number of devices selected
+    position: int | None = None  # of "not drawn": position in the order of selection, from 1
+    eligible_count: int | None = None  # number of eligible devices
+    cohort_size: int | None = None  # number of devices selected
 
 
 def load_outcomes(store: Store, run: str) -> RoundOutcomes:
     """Return the outcomes of a run, found by its id or its job's name."""
     row = store.find_job(run)
-    told = RoundOutcomes(events.JobConstants.from_job(row.job))
-    for _, at_s, fact in store.read_events(row.id):
-        told.apply_event(fact, at_s)
+    outcomes = RoundOutcomes(events.JobConstants.from_job(row.job))
+    for _, time_s, event in store.read_events(row.id):
+        outcomes.apply_event(event, time_s)
     if store.current_status(row) == "running":
         _mark_queued_uploads(
-            told.found,
+            outcomes.by_round,
             row.id,
             {each.board.device: doing for each in load_devices(store.home) if (doing := each.board.doing)},
         )
-    return told
+    return outcomes
 
 
 def warn_of_weights(store: Store, job: JobSettings, facts: Iterable[events.AnyEvent]) -> str | None:
@@ -49,17 +49,17 @@ def warn_of_weights(store: Store, job: JobSettings, facts: Iterable[events.AnyEv
     There is no warning for a home without certificates and limits.toml, where every client of the broker can act as any
     device.
     """
-    bounded = job.cohort.max_examples is not None or job.method == "robust"
-    if bounded or not (store.was_authenticated() or (store.home / settings.LIMITS_FILE).exists()):
+    is_bounded = job.cohort.max_examples is not None or job.method == "robust"
+    if is_bounded or not (store.was_authenticated() or (store.home / settings.LIMITS_FILE).exists()):
         return None
-    devices, by_examples = set[str](), False
-    for fact in facts:
-        match fact:
-            case events.EligibilityRecorded(eligible=found) | events.CohortSelected(devices=found):
-                devices.update(found)
+    devices, is_weighted_by_examples = set[str](), False
+    for event in facts:
+        match event:
+            case events.EligibilityRecorded(eligible=event_devices) | events.CohortSelected(devices=event_devices):
+                devices.update(event_devices)
             case events.UpdateAccepted(update=update):
-                by_examples = by_examples or update.weight != 1.0
-    if not by_examples or len(devices) > device_columns.ENOUGH:
+                is_weighted_by_examples = is_weighted_by_examples or update.weight != 1.0
+    if not is_weighted_by_examples or len(devices) > device_columns.MIN_DEVICES_FOR_MEDIAN:
         return None
     return (
         f"one device can outweigh the others: of {len(devices)} devices no median bounds the weight by examples. Set "
@@ -68,28 +68,28 @@ def warn_of_weights(store: Store, job: JobSettings, facts: Iterable[events.AnyEv
 
 
 def _mark_queued_uploads(
-    found: Mapping[int, dict[str, DeviceOutcome]], run: str, doing: Mapping[str, CurrentTask]
+    found: Mapping[int, dict[str, DeviceOutcome]], run: str, current_tasks: Mapping[str, CurrentTask]
 ) -> None:
-    others = sum(each.step == "sending" for each in doing.values())
-    first = (
-        f"{others} {'other is' if others == 1 else 'others are'} being sent or read" if others else "others are read"
+    sending_count = sum(task.step == "sending" for task in current_tasks.values())
+    queue_text = (
+        f"{sending_count} {'other is' if sending_count == 1 else 'others are'} being sent or read"
+        if sending_count
+        else "others are read"
     )
-    said = (
-        f"selected; its update waits for its turn to be sent: {first}, and more do not fit (waiting_mb of limits.toml)"
-    )
-    for device, each in doing.items():
-        part = found.get(each.round, {}).get(device)
-        if (each.job, each.step) == (run, "waiting") and part is not None and part.code == "asked":
-            found[each.round][device] = DeviceOutcome("asked", said)
+    text = f"selected; its update waits for its turn to be sent: {queue_text}, and more do not fit (waiting_mb of limits.toml)"
+    for device, task in current_tasks.items():
+        outcome = found.get(task.round, {}).get(device)
+        if (task.job, task.step) == (run, "waiting") and outcome is not None and outcome.code == "asked":
+            found[task.round][device] = DeviceOutcome("asked", text)
 
 
 def outcomes_by_round(
     facts: Iterable[events.AnyEvent], plan: events.JobConstants
 ) -> dict[int, dict[str, DeviceOutcome]]:
-    told = RoundOutcomes(plan)
-    for fact in facts:
-        told.apply_event(fact)
-    return told.found
+    outcomes = RoundOutcomes(plan)
+    for event in facts:
+        outcomes.apply_event(event)
+    return outcomes.by_round
 
 
 class RoundOutcomes:
@@ -98,53 +98,59 @@ class RoundOutcomes:
     def __init__(self, plan: events.JobConstants) -> None:
         self.summary = RunSummary(events.JobState(plan))  # after the last event
         # The result of `outcomes_by_round`. A caller that follows a run may delete earlier rounds.
-        self.found = dict[int, dict[str, DeviceOutcome]]()
+        self.by_round = dict[int, dict[str, DeviceOutcome]]()
 
-    def apply_event(self, fact: events.AnyEvent, at_s: float = 0.0) -> None:
-        state, found = self.summary.state, self.found
-        match fact:
+    def apply_event(self, event: events.AnyEvent, at_s: float = 0.0) -> None:
+        state, by_round = self.summary.state, self.by_round
+        match event:
             case events.CohortSelected():
-                _set_outcomes(found, fact.round, _selection_outcomes(state, fact), anew=fact.devices)
+                _set_outcomes(by_round, event.round, _selection_outcomes(state, event), replaced=event.devices)
             case events.TaskDeclined():
-                found[fact.round][fact.device] = DeviceOutcome("declined", f"declined ({fact.code}): {fact.reason}")
+                by_round[event.round][event.device] = DeviceOutcome(
+                    "declined", f"declined ({event.code}): {event.reason}"
+                )
             case events.UpdateRejected():
-                found[fact.round][fact.device] = DeviceOutcome("refused", f"update refused: {fact.reason}")
+                by_round[event.round][event.device] = DeviceOutcome("refused", f"update refused: {event.reason}")
             case events.UpdateAccepted():
-                found[fact.round][fact.update.device] = DeviceOutcome("answered", "update received")
-                through = DeviceOutcome("answered", f"update received, of the site {fact.update.device}")
-                found[fact.round].update(dict.fromkeys(fact.update.site_devices, through))
+                by_round[event.round][event.update.device] = DeviceOutcome("answered", "update received")
+                site_outcome = DeviceOutcome("answered", f"update received, of the site {event.update.device}")
+                by_round[event.round].update(dict.fromkeys(event.update.site_devices, site_outcome))
             case events.RoundRetried():
-                late = DeviceOutcome(
+                late_outcome = DeviceOutcome(
                     "asked", "selected; no update by the deadline: another attempt at the round asks it last"
                 )
-                again = dict.fromkeys(state.asked, late)
-                found.setdefault(fact.round, {}).update(again)
+                late_outcomes = dict.fromkeys(state.pending_devices, late_outcome)
+                by_round.setdefault(event.round, {}).update(late_outcomes)
             case events.RoundCommitted():
-                silent = [device for device, part in found.get(fact.round, {}).items() if part.code == "asked"]
-                late = DeviceOutcome("asked", "selected; no update before the round closed")
-                found.setdefault(fact.round, {}).update(dict.fromkeys(silent, late))
-            case events.JobEnded(status=status) if state.phase not in _UNTIL_THE_END:  # else it has not gone on since
-                silent = [device for device, part in found.get(state.round, {}).items() if part.code == "asked"]
-                if silent:
-                    found[state.round].update(
-                        dict.fromkeys(silent, DeviceOutcome("asked", f"selected; {_UNTIL_THE_END[status]}"))
+                silent_devices = [
+                    device for device, outcome in by_round.get(event.round, {}).items() if outcome.code == "asked"
+                ]
+                late_outcome = DeviceOutcome("asked", "selected; no update before the round closed")
+                by_round.setdefault(event.round, {}).update(dict.fromkeys(silent_devices, late_outcome))
+            case events.JobEnded(status=status) if state.phase not in _END_TEXTS:  # else it has not gone on since
+                silent_devices = [
+                    device for device, outcome in by_round.get(state.round, {}).items() if outcome.code == "asked"
+                ]
+                if silent_devices:
+                    by_round[state.round].update(
+                        dict.fromkeys(silent_devices, DeviceOutcome("asked", f"selected; {_END_TEXTS[status]}"))
                     )
             case _:
                 pass
-        self.summary = self.summary.with_event(fact, at_s)
+        self.summary = self.summary.with_event(event, at_s)
         state = self.summary.state
         # in case that nobody can be asked
-        if isinstance(fact, events.EligibilityRecorded) and state.phase == "selecting":
-            barred = {
+        if isinstance(event, events.EligibilityRecorded) and state.phase == "selecting":
+            ineligible = {
                 device: DeviceOutcome(selection.reason_key(code), selection.reason_text(code))
-                for device, code in state.passed.items()
+                for device, code in state.ineligibility_reasons.items()
             }
-            _set_outcomes(found, fact.round, barred)
+            _set_outcomes(by_round, event.round, ineligible)
 
 
-ASKED: Final = ("answered", "asked", "declined", "refused")  # codes of those who have been asked in the round
+SELECTED_CODES: Final = ("answered", "asked", "declined", "refused")  # codes of those who have been asked in the round
 
-_UNTIL_THE_END: Final = {
+_END_TEXTS: Final = {
     "failed": "no update by the deadline",
     "stopped": "no update before the run was stopped",
     "done": "no update before the run ended",
@@ -152,45 +158,60 @@ _UNTIL_THE_END: Final = {
 
 
 def _set_outcomes(
-    found: dict[int, dict[str, DeviceOutcome]], round: int, told: Mapping[str, DeviceOutcome], anew: Iterable[str] = ()
+    found: dict[int, dict[str, DeviceOutcome]],
+    round: int,
+    outcomes: Mapping[str, DeviceOutcome],
+    replaced: Iterable[str] = (),
 ) -> None:
-    """Set the outcomes of a round, but keep those of selected devices that are not in `anew`."""
-    known, again = found.setdefault(round, {}), set(anew)
-    for device, part in told.items():
-        if device in again or device not in known or known[device].code not in ASKED:
-            known[device] = part
+    """Set the outcomes of a round, but keep those of selected devices that are not in `replaced`."""
+    round_outcomes, replaced_devices = found.setdefault(round, {}), set(replaced)
+    for device, outcome in outcomes.items():
+        if (
+            device in replaced_devices
+            or device not in round_outcomes
+            or round_outcomes[device].code not in SELECTED_CODES
+        ):
+            round_outcomes[device] = outcome
 
 
-def _selection_outcomes(state: events.JobState, fact: events.CohortSelected) -> Mapping[str, DeviceOutcome]:
-    settled = {*state.asked, *state.answered, *state.declined}
-    free = state.eligible - settled
-    wanted = len(fact.devices)
-    silent = [device for device in state.silent if device in free]
-    fresh = free.difference(silent)
-    drawn = selection.rank_devices(
-        state.plan.seed, fact.round, fresh, wanted, costs=state.costs, since=state.since, turns=state.plan.cohort.turns
+def _selection_outcomes(state: events.JobState, event: events.CohortSelected) -> Mapping[str, DeviceOutcome]:
+    answered_devices = {*state.pending_devices, *state.accepted_updates, *state.decline_reasons}
+    available_devices = state.eligible - answered_devices
+    cohort_size = len(event.devices)
+    silent_devices = [device for device in state.silent_devices if device in available_devices]
+    responsive_devices = available_devices.difference(silent_devices)
+    ranking = selection.rank_devices(
+        state.constants.seed,
+        event.round,
+        responsive_devices,
+        cohort_size,
+        costs=state.costs,
+        last_selected_rounds=state.last_selected_rounds,
+        turns=state.constants.cohort.turns,
     )
-    order = [*drawn, *silent]
-    told = {
+    full_ranking = [*ranking, *silent_devices]
+    outcomes = {
         device: DeviceOutcome(selection.reason_key(code), selection.reason_text(code))
-        for device, code in state.passed.items()
-        if device not in settled
+        for device, code in state.ineligibility_reasons.items()
+        if device not in answered_devices
     }
-    for number, device in enumerate(order, 1):
-        text = f"not drawn: place {number} of {len(order)}, {wanted} selected"
-        told[device] = DeviceOutcome("drawn", text, number, len(order), wanted)
-    return {**told, **dict.fromkeys(fact.devices, DeviceOutcome("asked", "selected"))}
+    for number, device in enumerate(full_ranking, 1):
+        text = f"not drawn: place {number} of {len(full_ranking)}, {cohort_size} selected"
+        outcomes[device] = DeviceOutcome("drawn", text, number, len(full_ranking), cohort_size)
+    return {**outcomes, **dict.fromkeys(event.devices, DeviceOutcome("asked", "selected"))}
 
 
-def format_outcomes(told: RoundOutcomes, round: int | None = None, device: str | None = None) -> list[str]:
+def format_outcomes(outcomes: RoundOutcomes, round: int | None = None, device: str | None = None) -> list[str]:
     """Return outcomes as text: by rounds with the same outcomes, or of one device."""
-    chosen = filter_outcomes(told.found, round, device)
-    last = None if told.summary.final is None else told.summary.final + 1
+    selected = filter_outcomes(outcomes.by_round, round, device)
+    final_number = (
+        None if outcomes.summary.final_evaluation_round is None else outcomes.summary.final_evaluation_round + 1
+    )
     shown = []
-    for (final, lines), group in groupby(chosen, lambda n: (n == last, _format_devices(chosen[n], device))):
+    for (final, lines), group in groupby(selected, lambda n: (n == final_number, _format_devices(selected[n], device))):
         numbers = list(group)
         name = f"rounds {numbers[0]} to {numbers[-1]}" if len(numbers) > 1 else f"round {numbers[0]}"
-        name = event_messages.FINAL if final else name
+        name = event_messages.FINAL_EVALUATION if final else name
         shown += [f"{name}: {lines[0]}"] if device is not None else [f"{name}:", *lines]
     return shown
 
@@ -199,27 +220,27 @@ def _format_devices(devices: Mapping[str, DeviceOutcome], device: str | None) ->
     if device is not None:
         return [devices[device].text]
     groups: dict[str, list[str]] = {}
-    for name, part in sorted(devices.items(), key=lambda each: (each[1].place or 0, each[0])):
-        text = part.text
-        if part.code == "drawn":
-            text = f"not drawn, by place ({part.wanted} of {part.of} selected)"
+    for name, outcome in sorted(devices.items(), key=lambda item: (item[1].position or 0, item[0])):
+        text = outcome.text
+        if outcome.code == "drawn":
+            text = f"not drawn, by place ({outcome.cohort_size} of {outcome.eligible_count} selected)"
         groups.setdefault(text, []).append(name)
-    return [f"  {text}: {wait_reasons.format_names(members, 12)}" for text, members in groups.items()]
+    return [f"  {text}: {wait_reasons.format_names(names, 12)}" for text, names in groups.items()]
 
 
 def filter_outcomes(
-    found: Mapping[int, Mapping[str, DeviceOutcome]], round: int | None, device: str | None
+    by_round: Mapping[int, Mapping[str, DeviceOutcome]], round: int | None, device: str | None
 ) -> dict[int, dict[str, DeviceOutcome]]:
     """Return the outcomes by round number from 1, of one round and one device or, with None, of all."""
-    by_number = {number + 1: dict(parts) for number, parts in sorted(found.items())}
+    by_number = {number + 1: dict(parts) for number, parts in sorted(by_round.items())}
     if round is not None and round not in by_number:
-        so_far = f"{min(by_number)} to {max(by_number)}" if by_number else "none"
-        raise JobError(f"there has been no round {round}; rounds so far: {so_far}")
-    chosen = {number: parts for number, parts in by_number.items() if round in (None, number)}
+        available = f"{min(by_number)} to {max(by_number)}" if by_number else "none"
+        raise JobError(f"there has been no round {round}; rounds so far: {available}")
+    selected = {number: parts for number, parts in by_number.items() if round in (None, number)}
     if device is None:
-        return chosen
-    known = {name for parts in found.values() for name in parts}
-    if device not in known:
-        raise JobError(f"the run has no device {device!r}{toml.describe_choices(device, sorted(known), 'it knows')}")
-    unheard = DeviceOutcome("unknown", "not known by then")
-    return {number: {device: parts.get(device, unheard)} for number, parts in chosen.items()}
+        return selected
+    devices = {name for parts in by_round.values() for name in parts}
+    if device not in devices:
+        raise JobError(f"the run has no device {device!r}{toml.describe_choices(device, sorted(devices), 'it knows')}")
+    unknown = DeviceOutcome("unknown", "not known by then")
+    return {number: {device: parts.get(device, unknown)} for number, parts in selected.items()}

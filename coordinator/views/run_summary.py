@@ -179,22 +179,24 @@ def summarise_round(total: EvaluationSums | None, updates: Iterable[Update]) -> 
 def summarise_evaluation(
     total: EvaluationSums | None, devices: Mapping[str, EvaluationSums | None]
 ) -> PersonalScores | None:
-    main, over = metrics.main_metric(total), metrics.summarise_over_devices(total)
-    if total is None or main is None or over is None:
+    main_metric, device_summary = metrics.main_metric(total), metrics.summarise_over_devices(total)
+    if total is None or main_metric is None or device_summary is None:
         return None
-    known = {
-        device: found[1] for device, each in sorted(devices.items()) if (found := metrics.main_metric(each)) is not None
+    values = {
+        device: device_metric[1]
+        for device, sums in sorted(devices.items())
+        if (device_metric := metrics.main_metric(sums)) is not None
     }
     return PersonalScores(
-        weighted=main[1],
-        mean=over.mean,
-        worst_decile=over.worst_decile,
-        gap=over.gap,
-        deviation=over.deviation,
-        count=over.devices,
+        weighted=main_metric[1],
+        mean=device_summary.mean,
+        worst_decile=device_summary.worst_decile,
+        gap=device_summary.gap,
+        deviation=device_summary.deviation,
+        count=device_summary.devices,
         loss=math.fsum(total.loss) / total.examples,
-        devices=known,
-        metric=main[0].name,
+        devices=values,
+        metric=main_metric[0].name,
         with_priors=None if total.correct_with_priors is None else total.correct_with_priors / total.examples,
     )
 
@@ -203,17 +205,17 @@ class RoundSummary(msgspec.Struct, frozen=True):
     number: int = 0
     cost: CostLedger = CostLedger()
     slowest_s: float = 0.0  # longest task, as its device reports
-    committed: bool = False
+    is_committed: bool = False
     # of a committed round:
     rounds_before: int = 0  # number of the job's rounds completed before it
     selected: int = 0  # number of devices, in all attempts
     is_work: bool = False  # one of the job's rounds, neither a settling round nor the closing evaluation
-    settled: bool = False
-    took_s: float = 0.0  # on the coordinator's clock
+    is_evaluation_round: bool = False
+    duration_s: float = 0.0  # on the coordinator's clock
     real_s: float = 0.0  # from the log's dates, without pauses between a stop and the next event
     train_loss: float | None = None
     scores: PersonalScores | None = None  # without single devices, or None without an evaluation
-    times: TimeBreakdown | None = None  # None if no update was timed
+    time_breakdown: TimeBreakdown | None = None  # None if no update was timed
 
 
 class DeviceScore(NamedTuple):
@@ -224,169 +226,203 @@ class DeviceScore(NamedTuple):
 class RunSummary(msgspec.Struct, frozen=True):
     """Immutable summary of a run up to one of its events: totals by round and by device, not by both.
 
-    The running round and its devices are not yet in `earlier` and `devices`: see `committed_rounds`, `round_costs` and
+    The running round and its devices are not yet in `earlier_rounds` and `devices`: see `committed_rounds`, `round_costs` and
     `device_costs`.
     """
 
     state: events.JobState
     total: CostLedger = CostLedger()
     running: RoundSummary = RoundSummary()
-    earlier: Mapping[int, RoundSummary] = {}
+    earlier_rounds: Mapping[int, RoundSummary] = {}
     devices: Mapping[str, CostLedger] = {}
     scores: Mapping[str, DeviceScore] = {}  # device -> its last evaluation
     selected: frozenset[str] = frozenset()  # devices of the running round, in any of its attempts
-    answers: tuple[events.UpdateAccepted, ...] = ()  # of the running round, lost ones too
-    declines: tuple[str, ...] = ()  # devices of the running round, once for each refused task or update
-    final: int | None = None  # number of the evaluation after the last round
-    since_s: float = math.inf  # when the running round began, or the run was resumed in it
-    worked_s: float = 0.0  # in the running round before the last stop
+    accepted_updates: tuple[events.UpdateAccepted, ...] = ()  # of the running round, lost ones too
+    declining_devices: tuple[str, ...] = ()  # devices of the running round, once for each refused task or update
+    final_evaluation_round: int | None = None  # number of the evaluation after the last round
+    work_started_s: float = math.inf  # when the running round began, or the run was resumed in it
+    earlier_work_s: float = 0.0  # in the running round before the last stop
 
     @staticmethod
     def from_job(job: JobSettings) -> RunSummary:
         return RunSummary(events.JobState(events.JobConstants.from_job(job)))
 
-    def with_event(self, fact: events.AnyEvent, at_s: float = 0.0, state: events.JobState | None = None) -> RunSummary:
-        state = events.apply_event(self.state, fact, at_s) if state is None else state
-        number = getattr(fact, "round", self.running.number)
-        found = self if number == self.running.number else self._open_round(number)
-        selected = found.selected or state.asked.union(state.answered)
-        since_s, worked_s = min(found.since_s, at_s), found.worked_s
-        match fact:
+    def with_event(
+        self, event: events.AnyEvent, time_s: float = 0.0, state: events.JobState | None = None
+    ) -> RunSummary:
+        state = events.apply_event(self.state, event, time_s) if state is None else state
+        number = getattr(event, "round", self.running.number)
+        summary = self if number == self.running.number else self._open_round(number)
+        selected = summary.selected or state.pending_devices.union(state.accepted_updates)
+        work_started_s, earlier_work_s = min(summary.work_started_s, time_s), summary.earlier_work_s
+        match event:
             case events.CohortSelected():
-                selected = selected.union(fact.devices)
+                selected = selected.union(event.devices)
             case events.UpdateAccepted():
-                found = found._add_update(fact)
+                summary = summary._add_update(event)
             case events.TaskDeclined() | events.UpdateRejected():
-                running = replace(found.running, cost=found.running.cost.add_decline())
-                found = replace(
-                    found, total=found.total.add_decline(), running=running, declines=(*found.declines, fact.device)
+                running = replace(summary.running, cost=summary.running.cost.add_decline())
+                summary = replace(
+                    summary,
+                    total=summary.total.add_decline(),
+                    running=running,
+                    declining_devices=(*summary.declining_devices, event.device),
                 )
             case events.RoundCommitted():
-                found = found._commit_round(fact, worked_s + at_s - since_s)
-                selected, since_s, worked_s = frozenset(), at_s, 0.0
+                summary = summary._commit_round(event, earlier_work_s + time_s - work_started_s)
+                selected, work_started_s, earlier_work_s = frozenset(), time_s, 0.0
             case events.JobEnded():
-                since_s, worked_s = math.inf, worked_s + at_s - since_s
-        final = number if is_of_final_evaluation(state, fact) else found.final
-        return replace(found, state=state, selected=selected, final=final, since_s=since_s, worked_s=worked_s)
+                work_started_s, earlier_work_s = math.inf, earlier_work_s + time_s - work_started_s
+        final_evaluation_round = number if is_of_final_evaluation(state, event) else summary.final_evaluation_round
+        return replace(
+            summary,
+            state=state,
+            selected=selected,
+            final_evaluation_round=final_evaluation_round,
+            work_started_s=work_started_s,
+            earlier_work_s=earlier_work_s,
+        )
 
     @property
     def completed_rounds(self) -> int:
         """Number of the job's committed rounds, without settling rounds and the closing evaluation."""
-        return sum(each.is_work for each in self.committed_rounds())
+        return sum(summary.is_work for summary in self.committed_rounds())
 
     def committed_rounds(self) -> list[RoundSummary]:
-        return [each for each in (*self.earlier.values(), self.running) if each.committed]
+        return [summary for summary in (*self.earlier_rounds.values(), self.running) if summary.is_committed]
 
     @property
     def last_scores(self) -> PersonalScores | None:
-        return next((each.scores for each in reversed(self.committed_rounds()) if each.scores is not None), None)
+        return next(
+            (summary.scores for summary in reversed(self.committed_rounds()) if summary.scores is not None), None
+        )
 
     def round_costs(self) -> dict[int, CostLedger]:
-        found = {each.number: each.cost for each in (*self.earlier.values(), self.running)}
-        return {number: cost for number, cost in sorted(found.items()) if cost.tasks or cost.declined}
+        costs = {summary.number: summary.cost for summary in (*self.earlier_rounds.values(), self.running)}
+        return {number: cost for number, cost in sorted(costs.items()) if cost.tasks or cost.declined}
 
     def device_costs(self) -> dict[str, CostLedger]:
-        found = dict(self.devices)
-        for answer in self.answers:
-            device = answer.update.device
-            found[device] = found.get(device, CostLedger()).add_update(answer.update)
-        for device in self.declines:
-            found[device] = found.get(device, CostLedger()).add_decline()
-        return dict(sorted(found.items()))
+        costs = dict(self.devices)
+        for acceptance in self.accepted_updates:
+            device = acceptance.update.device
+            costs[device] = costs.get(device, CostLedger()).add_update(acceptance.update)
+        for device in self.declining_devices:
+            costs[device] = costs.get(device, CostLedger()).add_decline()
+        return dict(sorted(costs.items()))
 
     def _open_round(self, number: int) -> RunSummary:
-        earlier = {**self.earlier, self.running.number: self.running}
+        earlier = {**self.earlier_rounds, self.running.number: self.running}
         running = earlier.get(number, RoundSummary(number))
-        return replace(self, running=running, earlier=earlier, devices=self.device_costs(), answers=(), declines=())
+        return replace(
+            self,
+            running=running,
+            earlier_rounds=earlier,
+            devices=self.device_costs(),
+            accepted_updates=(),
+            declining_devices=(),
+        )
 
-    def _add_update(self, fact: events.UpdateAccepted) -> RunSummary:
-        update, running = fact.update, self.running
+    def _add_update(self, event: events.UpdateAccepted) -> RunSummary:
+        update, running = event.update, self.running
         slowest_s = max(running.slowest_s, update.usage.wall_s)
         running = replace(running, cost=running.cost.add_update(update), slowest_s=slowest_s)
-        return replace(self, total=self.total.add_update(update), running=running, answers=(*self.answers, fact))
+        return replace(
+            self, total=self.total.add_update(update), running=running, accepted_updates=(*self.accepted_updates, event)
+        )
 
-    def _commit_round(self, fact: events.RoundCommitted, real_s: float) -> RunSummary:
-        done, updates, devices = self.state.completed_rounds, [answer.update for answer in self.answers], self.scores
-        scores = None if fact.settled else summarise_round(fact.evaluation, updates)
+    def _commit_round(self, event: events.RoundCommitted, real_s: float) -> RunSummary:
+        completed_rounds, updates, device_scores = (
+            self.state.completed_rounds,
+            [answer.update for answer in self.accepted_updates],
+            self.scores,
+        )
+        scores = None if event.is_evaluation_round else summarise_round(event.evaluation, updates)
         if scores is not None:
-            devices = {**devices, **{name: DeviceScore(done, value) for name, value in scores.devices.items()}}
+            device_scores = {
+                **device_scores,
+                **{name: DeviceScore(completed_rounds, value) for name, value in scores.devices.items()},
+            }
             scores = dataclasses.replace(scores, devices={})
-        timed = [(each.took_s, each.update.usage.wall_s) for each in self.answers if each.took_s is not None]
+        durations = [
+            (acceptance.took_s, acceptance.update.usage.wall_s)
+            for acceptance in self.accepted_updates
+            if acceptance.took_s is not None
+        ]
         running = replace(
             self.running,
-            committed=True,
-            rounds_before=done,
+            is_committed=True,
+            rounds_before=completed_rounds,
             selected=len(self.selected),
-            is_work=not fact.settled and not self.state.is_work_done,
-            settled=fact.settled,
-            took_s=fact.took_s,
+            is_work=not event.is_evaluation_round and not self.state.is_work_done,
+            is_evaluation_round=event.is_evaluation_round,
+            duration_s=event.took_s,
             real_s=real_s,
-            train_loss=fact.metrics.get("loss"),
+            train_loss=event.metrics.get("loss"),
             scores=scores,
-            times=split_round_time(fact.round, fact.took_s, timed) if timed else None,
+            time_breakdown=split_round_time(event.round, event.took_s, durations) if durations else None,
         )
-        return replace(self, running=running, scores=devices)
+        return replace(self, running=running, scores=device_scores)
 
 
 def summarise_events(job: JobSettings, facts: Iterable[tuple[int, float, events.AnyEvent]]) -> RunSummary:
     summary = RunSummary.from_job(job)
-    for _, at_s, fact in facts:
-        summary = summary.with_event(fact, at_s)
+    for _, time_s, event in facts:
+        summary = summary.with_event(event, time_s)
     return summary
 
 
-def is_of_final_evaluation(state: events.JobState, fact: events.AnyEvent) -> bool:
+def is_of_final_evaluation(state: events.JobState, event: events.AnyEvent) -> bool:
     """Return whether an event belongs to the evaluation after the last round.
 
     `state` is the job state after the event. A settling round before that evaluation does not belong to it.
     """
-    if isinstance(fact, events.RoundCommitted):
-        return state.checked
-    return state.is_work_done and not state.settling and getattr(fact, "round", None) == state.round
+    if isinstance(event, events.RoundCommitted):
+        return state.is_final_evaluation_done
+    return state.is_work_done and not state.is_evaluation_round and getattr(event, "round", None) == state.round
 
 
 def progress_points(summary: RunSummary) -> list[ProgressPoint]:
     """Return the progress of a run before every committed round and after the last round."""
-    found, now = list[ProgressPoint](), ProgressPoint(0, 0.0, 0.0, 0.0, 0, 0, 0.0)
+    points, point = list[ProgressPoint](), ProgressPoint(0, 0.0, 0.0, 0.0, 0, 0, 0.0)
     for each in summary.committed_rounds():
-        if not each.settled:  # the cost of a settling round is in the next point's sums
-            found.append(dataclasses.replace(now, rounds=each.rounds_before, personal=each.scores))
+        if not each.is_evaluation_round:  # the cost of a settling round is in the next point's sums
+            points.append(dataclasses.replace(point, rounds=each.rounds_before, personal=each.scores))
             if not each.is_work:
-                return found
-        cost, boards_s, energy_j = each.cost, now.boards_s, now.energy_j
+                return points
+        cost, boards_s, energy_j = each.cost, point.boards_s, point.energy_j
         if cost.tasks:
             boards_s = None if boards_s is None else boards_s + each.slowest_s
             energy_j = None if energy_j is None or cost.whole_j is None else energy_j + cost.whole_j
-        now = ProgressPoint(
+        point = ProgressPoint(
             rounds=each.rounds_before + each.is_work,
-            clock_s=now.clock_s + each.took_s,
-            real_s=now.real_s + each.real_s,
+            clock_s=point.clock_s + each.duration_s,
+            real_s=point.real_s + each.real_s,
             boards_s=boards_s,
-            down_bytes=now.down_bytes + cost.down_bytes,
-            up_bytes=now.up_bytes + cost.up_bytes,
+            down_bytes=point.down_bytes + cost.down_bytes,
+            up_bytes=point.up_bytes + cost.up_bytes,
             energy_j=energy_j,
         )
-    return [*found, now] if found else []
+    return [*points, point] if points else []
 
 
 def energy_per_point_j(points: Sequence[ProgressPoint]) -> float | None:
     """Return the gross joules per point of the main metric from the first to the best evaluation, or None."""
-    checks = [(point.energy_j, point.personal) for point in points if point.personal is not None]
-    if not checks or not metrics.KNOWN[checks[0][1].metric].share:
+    evaluated_points = [(point.energy_j, point.personal) for point in points if point.personal is not None]
+    if not evaluated_points or not metrics.KNOWN[evaluated_points[0][1].metric].share:
         return None
-    (first_j, first), (best_j, best) = checks[0], max(checks, key=lambda check: check[1].weighted)
+    (first_j, first), (best_j, best) = evaluated_points[0], max(evaluated_points, key=lambda check: check[1].weighted)
     percent = 100 * (best.weighted - first.weighted)
     if percent <= 0 or first_j is None or best_j is None or best_j <= first_j:
         return None
     return (best_j - first_j) / percent
 
 
-def split_round_time(round: int, took_s: float, timed: Sequence[tuple[float, float]]) -> TimeBreakdown:
+def split_round_time(round: int, round_time_s: float, durations: Sequence[tuple[float, float]]) -> TimeBreakdown:
     """Return the use of time in a round.
 
-    `timed` has, for each device, the seconds from its selection to its update and the seconds spent on the task.
+    `durations` has, for each device, the seconds from its selection to its update and the seconds spent on the task.
     """
-    lasted_s = max(took_s, *(answered_s for answered_s, _ in timed))
-    compute_s = sum(wall_s for _, wall_s in timed) / len(timed)
-    mean_s = sum(answered_s for answered_s, _ in timed) / len(timed)
+    lasted_s = max(round_time_s, *(update_time_s for update_time_s, _ in durations))
+    compute_s = sum(wall_s for _, wall_s in durations) / len(durations)
+    mean_s = sum(update_time_s for update_time_s, _ in durations) / len(durations)
     return TimeBreakdown(round, lasted_s, compute_s, max(mean_s - compute_s, 0.0), lasted_s - mean_s)

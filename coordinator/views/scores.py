@@ -44,9 +44,11 @@ class HeldOutScore(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     with_priors: float | None = None  # over all held-out examples, with the devices' class priors
 
     @staticmethod
-    def from_summary(rounds: int, found: PersonalScores) -> HeldOutScore:
-        spread = found.worst_decile, found.gap, found.deviation, found.count
-        return HeldOutScore(rounds, found.weighted, found.mean, *spread, found.loss, found.metric, found.with_priors)
+    def from_summary(rounds: int, scores: PersonalScores) -> HeldOutScore:
+        spread = scores.worst_decile, scores.gap, scores.deviation, scores.count
+        return HeldOutScore(
+            rounds, scores.weighted, scores.mean, *spread, scores.loss, scores.metric, scores.with_priors
+        )
 
 
 class RunScores(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -60,18 +62,20 @@ def make_test_table(job: JobSettings) -> dict[str, Any]:
     """Return [test], completed by [data], as a [data] table. With its own path, only `spec.HOW` is completed."""
     if not job.data and not job.test:
         raise JobError(f"job {job.name!r} has neither [test] nor [data]: there is nothing to test on")
-    alone = {"path", "sources"} & job.test.keys() or job.test.get("dataset") in spec.SYNTHETIC
+    is_independent = {"path", "sources"} & job.test.keys() or job.test.get("dataset") in spec.SYNTHETIC
     arrays = _has_arrays_of_one_split(job.data)
-    how = () if "path" not in job.test else spec.HOW if arrays else (*spec.HOW, "x", "y")
-    odd = [] if alone or not arrays else sorted({"x", "y"} & job.data.keys() - job.test.keys())
-    if odd:
-        raise JobError(f"[data] names the array {odd[0]} = {job.data[odd[0]]!r}, of any split: name that of [test] too")
-    shared = {key: value for key, value in job.data.items() if not alone or key in how}
-    one_table = str(job.test.get("path", "")).endswith(spec.TABLES)  # all its rows belong to one split
-    found = {**shared, "split": "train" if one_table else "test", **job.test}
-    if found.get("dataset") in spec.SYNTHETIC:
-        found.setdefault("seed", job.seed)  # the devices' points are drawn by it too
-    return {key: value for key, value in found.items() if key not in ("share", "shares", "held")}
+    reading_keys = () if "path" not in job.test else spec.HOW if arrays else (*spec.HOW, "x", "y")
+    unknown_arrays = [] if is_independent or not arrays else sorted({"x", "y"} & job.data.keys() - job.test.keys())
+    if unknown_arrays:
+        raise JobError(
+            f"[data] names the array {unknown_arrays[0]} = {job.data[unknown_arrays[0]]!r}, of any split: name that of [test] too"
+        )
+    shared = {key: value for key, value in job.data.items() if not is_independent or key in reading_keys}
+    is_single_table = str(job.test.get("path", "")).endswith(spec.TABLES)  # all its rows belong to one split
+    table = {**shared, "split": "train" if is_single_table else "test", **job.test}
+    if table.get("dataset") in spec.SYNTHETIC:
+        table.setdefault("seed", job.seed)  # the devices' points are drawn by it too
+    return {key: value for key, value in table.items() if key not in ("share", "shares", "held")}
 
 
 @contextlib.contextmanager
@@ -97,22 +101,22 @@ def scores_path(home: Path, run: str) -> Path:
 def read_scores(home: Path, row: StoredJob) -> RunScores:
     """Return the stored scores, or empty scores if they are missing, damaged or of another test set."""
     try:
-        nothing = RunScores(make_test_table(row.job) if row.job.data or row.job.test else {})
+        empty_scores = RunScores(make_test_table(row.job) if row.job.data or row.job.test else {})
     except JobError:  # a job whose data have no test split by default
-        nothing = RunScores({})
+        empty_scores = RunScores({})
     try:
-        found = checksummed_json.decode_with_checksum(scores_path(home, row.id).read_bytes(), RunScores)
+        stored = checksummed_json.decode_with_checksum(scores_path(home, row.id).read_bytes(), RunScores)
     except FileNotFoundError:
-        return nothing
+        return empty_scores
     except checksummed_json.DamagedFileError as error:
         log.warning(
             "%s is damaged (%s): `fedquilt model evaluate %s` makes it anew", scores_path(home, row.id), error, row.id
         )
-        return nothing
-    return found if found.test == nothing.test else nothing
+        return empty_scores
+    return stored if stored.test == empty_scores.test else empty_scores
 
 
-def write_scores(path: Path, found: RunScores) -> None:
+def write_scores(path: Path, scores: RunScores) -> None:
     with disk_errors(f"write {path}"):
         PRIVATE.make_folder(path.parent)
-        PRIVATE.write_atomically(path, checksummed_json.encode_with_checksum(found), durable=False)
+        PRIVATE.write_atomically(path, checksummed_json.encode_with_checksum(scores), durable=False)

@@ -30,7 +30,7 @@ from fedquilt.coordinator.rounds import rollout as rounds_rollout
 from fedquilt.coordinator.rounds.rollout import Rollout
 from fedquilt.coordinator.server import Server
 from fedquilt.coordinator.settings import CoordinatorLimits
-from fedquilt.coordinator.storage.store import AWAY_S, InactiveRunError, Store, StoredJob
+from fedquilt.coordinator.storage.store import MAX_COORDINATOR_GAP_S, InactiveRunError, Store, StoredJob
 from fedquilt.coordinator.updates import sites
 from fedquilt.coordinator.views import event_messages, round_outcomes, run_summary, wait_reasons
 from fedquilt.coordinator.views import rollouts as rollout_view
@@ -42,12 +42,12 @@ from fedquilt.security.handshake import LinkIdentity
 from fedquilt.transport import link as links
 from fedquilt.transport.link import Link
 
-WAIT_SAID_S = 5.0  # until a wait is reported, and between reports of waits that change
-WORK_SAID_S = 30.0  # likewise for devices that are at work
-WAIT_LOOK_S = 1.0
-WAIT_AGAIN_S = 600.0  # between reports of an unchanged wait
+WAIT_REPORT_S = 5.0  # until a wait is reported, and between reports of waits that change
+WORK_REPORT_S = 30.0  # likewise for devices that are at work
+WAIT_CHECK_S = 1.0
+UNCHANGED_WAIT_REPORT_S = 600.0  # between reports of an unchanged wait
 
-BRIEF: Final = (
+WITHIN_ROUND_EVENTS: Final = (
     events.EligibilityRecorded,
     events.CohortSelected,
     events.UpdateAccepted,
@@ -57,30 +57,30 @@ BRIEF: Final = (
 )
 """Events within a round, which only its status shows."""
 
-ELAPSED: Final = "[{:6.1f} s] "
-VIRTUAL: Final = "[{:6.1f} s virtual] "
-MORE = "start more: `fedquilt agent agent.toml` on a board"
-AWAY = wait_reasons.WaitReason("its broker, which cannot be reached", "broker", "lost")
-BROKER = "`fedquilt doctor --home HOME --broker URL` says why"
+ELAPSED_FORMAT: Final = "[{:6.1f} s] "
+VIRTUAL_FORMAT: Final = "[{:6.1f} s virtual] "
+START_AGENT_HINT = "start more: `fedquilt agent agent.toml` on a board"
+BROKER_WAIT = wait_reasons.WaitReason("its broker, which cannot be reached", "broker", "lost")
+BROKER_HINT = "`fedquilt doctor --home HOME --broker URL` says why"
 
 
 class WaitReporter:
     def __init__(self) -> None:
-        self._since_s: float | None = None  # start of the present wait
-        self._said: object = None
-        self._said_s = -math.inf
+        self._start_s: float | None = None  # start of the present wait
+        self._reported_key: object = None
+        self._reported_s = -math.inf
 
     def line_due(self, wait: wait_reasons.WaitReason | None, now_s: float) -> str | None:
         """Return the line on a wait if one is due now, or None. Without a wait, the schedule is reset."""
         if wait is None:
-            self._since_s = self._said = None
+            self._start_s = self._reported_key = None
             return None
-        self._since_s = now_s if self._since_s is None else self._since_s
-        soon_s = WORK_SAID_S if wait.kind == "working" else WAIT_SAID_S
-        due_s = self._said_s + (WAIT_AGAIN_S if wait.key == self._said else soon_s)
-        if now_s < max(due_s, self._since_s + soon_s):
+        self._start_s = now_s if self._start_s is None else self._start_s
+        first_report_s = WORK_REPORT_S if wait.kind == "working" else WAIT_REPORT_S
+        due_s = self._reported_s + (UNCHANGED_WAIT_REPORT_S if wait.key == self._reported_key else first_report_s)
+        if now_s < max(due_s, self._start_s + first_report_s):
             return None
-        self._said, self._said_s = wait.key, now_s
+        self._reported_key, self._reported_s = wait.key, now_s
         return f"waiting for {wait.text}"
 
 
@@ -95,11 +95,11 @@ class ConnectionReporter:
 
     def line_due(self, connected: bool, session: int) -> str | None:
         """Return the line on a change of the connection since the last call, or None."""
-        before, self._connected = self._connected, connected
-        former, self._session = self._session, session
-        if connected and (before is False or former not in (0, session)):
-            return "reconnected to the broker" if former else "connected to the broker"
-        if before and not connected:
+        was_connected, self._connected = self._connected, connected
+        previous_session, self._session = self._session, session
+        if connected and (was_connected is False or previous_session not in (0, session)):
+            return "reconnected to the broker" if previous_session else "connected to the broker"
+        if was_connected and not connected:
             return "lost the connection to the broker; trying to connect until it is back"
         return None
 
@@ -123,66 +123,76 @@ class Console:
 
     def __init__(
         self,
-        wordy: bool = False,
-        named: bool = False,
+        verbose: bool = False,
+        run_names: bool = False,
         clock: Callable[[], float] = time.monotonic,
         stamp: Callable[[float], str] | None = None,
-        mend: str = MORE,
+        start_hint: str = START_AGENT_HINT,
         live: bool | None = None,
     ) -> None:
-        self._block, self._named, self._wordy = progress.ProgressLine(sys.stdout, live=live), named, wordy
-        began_s = clock()
-        self._clock, self._stamp = clock, stamp or (lambda now_s: ELAPSED.format(now_s - began_s))
-        self._contact, self._mend = ConnectionReporter(), mend
-        self._wait_s = -math.inf  # when it was last looked at
+        self._block, self._shows_run_names, self._is_verbose = (
+            progress.ProgressLine(sys.stdout, live=live),
+            run_names,
+            verbose,
+        )
+        start_s = clock()
+        self._clock, self._stamp = clock, stamp or (lambda now_s: ELAPSED_FORMAT.format(now_s - start_s))
+        self._connection_reporter, self._start_hint = ConnectionReporter(), start_hint
+        self._last_wait_check_s = -math.inf  # when it was last looked at
         self._runs: dict[str, _WatchedRun] = {}
-        self._shown: str | None = None  # the run of the block
+        self._shown_run: str | None = None  # the run of the block
         self._declines = defaultdict[tuple[str, int], dict[str, str]](dict)  # (run, round) -> device -> reason
 
-    def observe(self, job: events.JobView, fact: events.AnyEvent) -> None:
+    def observe(self, job: events.JobView, event: events.AnyEvent) -> None:
         """Print an event or, unless `wordy`, update the status line and collect declines to print together."""
         run = self._watch_run(job)
-        before, run.summary = run.summary, run.summary.with_event(fact, state=job.rounds)
-        self._shown, run.wait = job.id, None
-        if isinstance(fact, events.JobEnded) and fact.code:  # the end names the cause
-            self._declines.pop((job.id, job.rounds.round), None)
-        if not isinstance(fact, BRIEF):
+        previous_summary, run.summary = run.summary, run.summary.with_event(event, state=job.job_state)
+        self._shown_run, run.wait = job.id, None
+        if isinstance(event, events.JobEnded) and event.code:  # the end names the cause
+            self._declines.pop((job.id, job.job_state.round), None)
+        if not isinstance(event, WITHIN_ROUND_EVENTS):
             self._print_declines()
-        if self._wordy or not isinstance(fact, (events.RoundCommitted, events.UpdatesAggregated, *BRIEF)):
-            if isinstance(fact, events.JobEnded):
+        if self._is_verbose or not isinstance(
+            event, (events.RoundCommitted, events.UpdatesAggregated, *WITHIN_ROUND_EVENTS)
+        ):
+            if isinstance(event, events.JobEnded):
                 self._print_round(run, "")
-            self._report_for(job.id, *event_messages.format_event(before, fact, run.summary))
-        elif isinstance(fact, events.TaskDeclined | events.UpdateRejected):
-            what = f"declined ({fact.code})" if isinstance(fact, events.TaskDeclined) else "update refused"
-            self._declines[job.id, fact.round][fact.device] = f"{what}: {fact.reason}"
-        elif isinstance(fact, events.RoundCommitted) and not fact.settled:
+            self._report_for(job.id, *event_messages.format_event(previous_summary, event, run.summary))
+        elif isinstance(event, events.TaskDeclined | events.UpdateRejected):
+            description = f"declined ({event.code})" if isinstance(event, events.TaskDeclined) else "update refused"
+            self._declines[job.id, event.round][event.device] = f"{description}: {event.reason}"
+        elif isinstance(event, events.RoundCommitted) and not event.is_evaluation_round:
             self._print_round(run, event_messages.format_score(run.summary.running.scores))
-            if not job.rounds.checked:
+            if not job.job_state.is_final_evaluation_done:
                 # the summary lacks events before this process, the state has all
                 run.committed = msgspec.structs.replace(
                     run.summary.running,
-                    rounds_before=job.rounds.completed_rounds - 1,
-                    cost=run_summary.sum_costs(before.state.answered.values()),
+                    rounds_before=job.job_state.completed_rounds - 1,
+                    cost=run_summary.sum_costs(previous_summary.state.accepted_updates.values()),
                 )
-            if not event_messages.is_evaluation_due(job.rounds):
+            if not event_messages.is_evaluation_due(job.job_state):
                 self._print_round(run, "")
-        if isinstance(fact, events.RoundCommitted) and not self._wordy:
-            for warning in fact.warnings:
+        if isinstance(event, events.RoundCommitted) and not self._is_verbose:
+            for warning in event.warnings:
                 if warning not in run.warnings:
                     self._report_for(job.id, warning)
-            run.warnings.update(fact.warnings)
-        if isinstance(fact, events.JobEnded):
+            run.warnings.update(event.warnings)
+        if isinstance(event, events.JobEnded):
             del self._runs[job.id]
             self.close()
         self.refresh()
 
-    def observe_rollout(self, rollout: Rollout, fact: rounds_rollout.AnyRolloutEvent) -> None:
-        if self._wordy or not isinstance(fact, rounds_rollout.StatusReported) or fact.phase in rounds_rollout.FAILED:
-            self.report(f"{rollout.id}: {rollout_view.format_event(rollout, fact)}")
+    def observe_rollout(self, rollout: Rollout, event: rounds_rollout.AnyRolloutEvent) -> None:
+        if (
+            self._is_verbose
+            or not isinstance(event, rounds_rollout.StatusReported)
+            or event.phase in rounds_rollout.FAILED
+        ):
+            self.report(f"{rollout.id}: {rollout_view.format_event(rollout, event)}")
 
     def _watch_run(self, job: events.JobView) -> _WatchedRun:
         if job.id not in self._runs:
-            self._runs[job.id] = _WatchedRun(job, RunSummary(events.JobState(job.rounds.plan)))
+            self._runs[job.id] = _WatchedRun(job, RunSummary(events.JobState(job.job_state.constants)))
         self._runs[job.id].job = job
         return self._runs[job.id]
 
@@ -191,49 +201,63 @@ class Console:
         run.score, run.committed = score or run.score, None
         if committed is not None:
             width = table.PLAIN - len(self._format_head(job.id))
-            self._report_for(job.id, event_messages.format_round(committed, job.rounds.plan.rounds, score, width))
+            self._report_for(
+                job.id, event_messages.format_round(committed, job.job_state.constants.rounds, score, width)
+            )
 
     def _print_declines(self) -> None:
         for (run, round), reasons in self._declines.items():
             self._report_for(run, f"round {round + 1}: {failed_rounds.format_by_reason(reasons)}")
         self._declines.clear()
 
-    def _report_for(self, run: str, first: str, *more: str) -> None:
-        self.report(f"{run}: {first}" if self._named else first, *more)
+    def _report_for(self, run: str, first_line: str, *other_lines: str) -> None:
+        self.report(f"{run}: {first_line}" if self._shows_run_names else first_line, *other_lines)
 
-    def report(self, first: str, *more: str) -> None:
+    def report(self, first_line: str, *other_lines: str) -> None:
         head = self._format_time()
-        told = (f"{head}{first}", *(f"{'':{len(head)}}{line}" for line in more))
-        self._block.print_lines(*(part for line in told for part in table.fold_line(line, len(head))))
+        lines = (f"{head}{first_line}", *(f"{'':{len(head)}}{line}" for line in other_lines))
+        self._block.print_lines(*(part for line in lines for part in table.fold_line(line, len(head))))
 
     def report_connection(self, link: Link) -> None:
-        if (line := self._contact.line_due(link.connected, link.session)) is not None:
+        if (line := self._connection_reporter.line_due(link.connected, link.session)) is not None:
             self.report(line)
 
-    def report_waits(self, server: Server, board: Callable[[str], DeviceStatus | None] = lambda device: None) -> None:
+    def report_waits(
+        self, server: Server, status_of: Callable[[str], DeviceStatus | None] = lambda device: None
+    ) -> None:
         now_s, now = self._clock(), time.time()
-        if now_s < self._wait_s + WAIT_LOOK_S:
+        if now_s < self._last_wait_check_s + WAIT_CHECK_S:
             return self.refresh()
-        self._wait_s = now_s
+        self._last_wait_check_s = now_s
         for job in server.active_jobs():
-            able = server.registry.usable_engines(job.engines, now_s)
-            state, until = server.wall_clock_state(job.id, now_s, now)
+            usable_devices = server.registry.usable_engines(job.engines, now_s)
+            state, deadline = server.wall_clock_state(job.id, now_s, now)
             wait = wait_reasons.find_wait(
-                state, job.engines, able.keys(), server.devices_of_other_jobs(job.id), board, now, until
+                state,
+                job.engines,
+                usable_devices.keys(),
+                server.devices_of_other_jobs(job.id),
+                status_of,
+                now,
+                deadline,
             )
-            if away := wait is not None and self._contact.is_disconnected:  # who is online is not known then
-                wait = AWAY
+            if (
+                is_disconnected := wait is not None and self._connection_reporter.is_disconnected
+            ):  # who is online is not known then
+                wait = BROKER_WAIT
 
-            def find_fix(job: RunningJob = job, able: Collection[str] = able.keys(), away: bool = away) -> str | None:
+            def find_fix(
+                job: RunningJob = job, able: Collection[str] = usable_devices.keys(), away: bool = is_disconnected
+            ) -> str | None:
                 if away:
-                    return BROKER
-                return wait_reasons.describe_busy_devices(job.rounds, able, server.jobs_by_leased_device(job.id))
+                    return BROKER_HINT
+                return wait_reasons.describe_busy_devices(job.job_state, able, server.jobs_by_leased_device(job.id))
 
             self.report_wait(job, wait, now_s, find_fix)
-        self._runs = {id: run for id, run in self._runs.items() if run.job.rounds.phase not in events.ENDED}
+        self._runs = {id: run for id, run in self._runs.items() if run.job.job_state.phase not in events.ENDED_PHASES}
         active = [job.id for job in server.active_jobs()]
-        if self._shown not in active:
-            self._shown = next(iter(active), None)
+        if self._shown_run not in active:
+            self._shown_run = next(iter(active), None)
             self._block.clear()
         self.refresh()
 
@@ -246,19 +270,22 @@ class Console:
     ) -> None:
         run = self._watch_run(job)
         run.wait, line = wait, run.waiting.line_due(wait, now_s)
-        if self._shown not in self._runs:
-            self._shown = job.id
+        if self._shown_run not in self._runs:
+            self._shown_run = job.id
         if wait is not None and line is not None and not (wait.kind == "working" and self._block.is_live):
-            fix = find_fix() or (self._mend if wait.kind == "boards" else None)
+            fix = find_fix() or (self._start_hint if wait.kind == "boards" else None)
             self._report_for(job.id, line, *([fix] if fix else []))
 
     def refresh(self) -> None:
-        if self._shown in self._runs and self._block.is_live:
-            run = self._runs[self._shown]
-            state = run.job.rounds
-            cohort = len(state.asked) + len(state.answered)
-            done = min(state.completed_rounds + (len(state.answered) / cohort if cohort else 0.0), state.plan.rounds)
-            self._block.show_status(lambda: self._format_block(run), done, state.plan.rounds)
+        if self._shown_run in self._runs and self._block.is_live:
+            run = self._runs[self._shown_run]
+            state = run.job.job_state
+            cohort = len(state.pending_devices) + len(state.accepted_updates)
+            done = min(
+                state.completed_rounds + (len(state.accepted_updates) / cohort if cohort else 0.0),
+                state.constants.rounds,
+            )
+            self._block.show_status(lambda: self._format_block(run), done, state.constants.rounds)
 
     def show_status(self, line: Callable[[], str]) -> None:
         if self._block.is_live:
@@ -268,20 +295,20 @@ class Console:
         self._block.end_operation()
 
     def _format_block(self, run: _WatchedRun) -> str:
-        lines = event_messages.format_status(run.summary, run.job.rounds)
+        lines = event_messages.format_status(run.summary, run.job.job_state)
         lines[0] = self._format_head(run.job.id) + lines[0]
         lines[1] = ", ".join(part for part in (run.score, lines[1]) if part)
         return "\n".join([*lines, *([f"waiting for {run.wait.text}"] if run.wait is not None else [])])
 
     def _format_head(self, run: str) -> str:
-        return f"{self._format_time()}{run}: " if self._named else self._format_time()
+        return f"{self._format_time()}{run}: " if self._shows_run_names else self._format_time()
 
     def _format_time(self) -> str:
         return self._stamp(self._clock())
 
 
 class ParentCoordinator(Protocol):
-    def observe(self, job: events.JobView, fact: events.AnyEvent) -> None: ...
+    def observe(self, job: events.JobView, event: events.AnyEvent) -> None: ...
 
     def make_endpoint(self, server: Server) -> links.Endpoint: ...
 
@@ -298,7 +325,7 @@ def run_coordinator(
     identity: LinkIdentity | None = None,
     metrics: str | None = None,
     limits: CoordinatorLimits = CoordinatorLimits(),
-    where: BlobLocationSettings = BlobLocationSettings(),
+    location_settings: BlobLocationSettings = BlobLocationSettings(),
     site: ParentCoordinator | None = None,
 ) -> None:
     """Run a coordinator until the job `only` has ended, or until a stop signal arrives.
@@ -314,46 +341,52 @@ def run_coordinator(
         raise JobError("limits.toml [sites]: a site has no sites of its own: remove the table")
     process_resources.keep_freed_memory()
     http_server.raise_descriptor_limit()
-    noted = DeviceStatusTracker(store.home)
+    tracker = DeviceStatusTracker(store.home)
     executor = MonitoringExecutor(
-        link, fleet, store.depot, store.begin_epoch(), noted, identity, dataclasses.replace(where, limits=limits.http)
+        link,
+        fleet,
+        store.blob_store,
+        store.begin_epoch(),
+        tracker,
+        identity,
+        dataclasses.replace(location_settings, limits=limits.http),
     )
     store.record_authentication(identity is not None)
-    counts = CoordinatorMetrics(noted.statuses_with_readings)
+    exporter = CoordinatorMetrics(tracker.statuses_with_readings)
 
-    def observe(job: events.JobView, fact: events.AnyEvent) -> None:
-        console.observe(job, fact)
-        if isinstance(fact, events.RoundClosed) and not fact.round:
+    def observe(job: events.JobView, event: events.AnyEvent) -> None:
+        console.observe(job, event)
+        if isinstance(event, events.RoundClosed) and not event.round:
             warning = round_outcomes.warn_of_weights(store, job.job, (each for _, _, each in store.read_events(job.id)))
             if warning is not None:
                 console.report(f"{job.id}: {warning}")
-        counts.record_event(job, fact)
+        exporter.record_event(job, event)
         if site is not None:
-            site.observe(job, fact)
+            site.observe(job, event)
 
-    around = sites.adapt_for_sites if site is None else sites.adapt_for_parent
+    adapt_method = sites.adapt_for_sites if site is None else sites.adapt_for_parent
     server = Server(
         executor,
         store,
         observe,
         only,
         limits=limits,
-        tell=console.observe_rollout,
+        observe_rollout=console.observe_rollout,
         worker=ThreadWorker(),
-        around=around,
-        by_wall=True,
+        adapt_method=adapt_method,
+        uses_wall_clock=True,
     )
     endpoint = server if site is None else site.make_endpoint(server)
-    with open_metrics.serve_metrics(metrics, counts.metric_families) as place, catch_stop_signals() as stop:
-        if place:
-            console.report(f"metrics at {place}")
-        if executor.places.server_address:
-            console.report(f"blobs at {executor.places.server_address}")
+    with open_metrics.serve_metrics(metrics, exporter.metric_families) as address, catch_stop_signals() as stop:
+        if address:
+            console.report(f"metrics at {address}")
+        if executor.blob_locations.server_address:
+            console.report(f"blobs at {executor.blob_locations.server_address}")
 
         def should_stop() -> bool:
             watch()
             console.report_connection(link)
-            console.report_waits(server, noted.find_status)
+            console.report_waits(server, tracker.find_status)
             return stop()
 
         try:
@@ -369,92 +402,102 @@ def format_date(at_s: float) -> str:
     return time.strftime("%Y-%m-%d %H:%M:%S  ", time.localtime(at_s))
 
 
-def print_log(store: Store, id: str, *, follow: bool = False, json: bool = False, wordy: bool = False) -> None:
+def print_log(store: Store, id: str, *, follow: bool = False, json: bool = False, verbose: bool = False) -> None:
     """Print a run's events with their dates, as JSON if wanted. With `follow`, wait until the run has ended.
 
-    Of a followed run only rounds are printed, unless `wordy`.
+    Of a followed run only rounds are printed, unless `verbose`.
     """
-    row, served_s, away = store.find_job(id), -math.inf, False  # when a coordinator was last seen to serve it
-    seen, state, at_s, summary = (
+    row, last_served_s, is_disconnected = (
+        store.find_job(id),
+        -math.inf,
+        False,
+    )  # when a coordinator was last seen to serve it
+    last_number, state, time_s, summary = (
         0,
         events.JobState(events.JobConstants.from_job(row.job)),
         row.created,
         RunSummary.from_job(row.job),
     )
     console = Console(
-        wordy or not follow,
-        clock=lambda: at_s,
-        stamp=(lambda now_s: ELAPSED.format(now_s - row.created)) if follow else format_date,
+        verbose or not follow,
+        clock=lambda: time_s,
+        stamp=(lambda now_s: ELAPSED_FORMAT.format(now_s - row.created)) if follow else format_date,
         live=None if follow else False,
     )
     with contextlib.closing(console):
         while True:
             status = store.stored_status(id)  # read first, so that no last fact is missed
-            ended = status in events.ENDED
+            has_ended = status in events.ENDED_PHASES
             if not status:
                 raise JobError(f"{id} has been deleted meanwhile")
-            for number, at_s, fact in store.read_events(id, after=seen):
-                seen, state = number, events.apply_event(state, fact, at_s)
-                summary = summary.with_event(fact, at_s, state)
+            for number, time_s, event in store.read_events(id, after=last_number):
+                last_number, state = number, events.apply_event(state, event, time_s)
+                summary = summary.with_event(event, time_s, state)
                 if json:
-                    print(msgspec.json.encode({"at": at_s, "fact": fact}).decode())
+                    print(msgspec.json.encode({"at": time_s, "fact": event}).decode())
                 else:
-                    console.observe(events.EndedJob(id, row.job, state), fact)
+                    console.observe(events.EndedJob(id, row.job, state), event)
             sys.stdout.flush()
-            served, now_s = store.is_served(), time.monotonic()
-            served_s = now_s if served else served_s
-            gone = not served and now_s >= served_s + AWAY_S
-            if not (served or gone or away or ended) and follow:
-                progress.LINE.print_lines(f"no coordinator serves {store.home}: another one is waited for {AWAY_S:g} s")
-            away = not served
-            if ended or not follow or gone:
+            is_served, now_s = store.is_served(), time.monotonic()
+            last_served_s = now_s if is_served else last_served_s
+            is_coordinator_gone = not is_served and now_s >= last_served_s + MAX_COORDINATOR_GAP_S
+            if not (is_served or is_coordinator_gone or is_disconnected or has_ended) and follow:
+                progress.LINE.print_lines(
+                    f"no coordinator serves {store.home}: another one is waited for {MAX_COORDINATOR_GAP_S:g} s"
+                )
+            is_disconnected = not is_served
+            if has_ended or not follow or is_coordinator_gone:
                 console.close()
-            if not ended and follow and gone:
+            if not has_ended and follow and is_coordinator_gone:
                 raise InactiveRunError(f"no coordinator serves {store.home} any more: {store.describe_resume(row)}")
-            if ended or not follow:
-                for told in [] if json else event_messages.format_energy_summary(summary):
-                    print("\n".join(table.fold_line(told)))
+            if has_ended or not follow:
+                for lines in [] if json else event_messages.format_energy_summary(summary):
+                    print("\n".join(table.fold_line(lines)))
                 return
             if not json:
-                at_s = time.time()
+                time_s = time.time()
                 _report_stored_wait(console, store, events.EndedJob(id, row.job, state), row, now_s)
                 console.refresh()
             time.sleep(0.5)
 
 
 def _report_stored_wait(console: Console, store: Store, job: events.JobView, row: StoredJob, now_s: float) -> None:
-    state, hold = job.rounds, store.holds.current_suspension(row.id)
-    if hold:
-        return console.report_wait(job, wait_reasons.WaitReason(str(hold), hold, "lost"), now_s)
+    state, suspension = job.job_state, store.suspensions.current_suspension(row.id)
+    if suspension:
+        return console.report_wait(job, wait_reasons.WaitReason(str(suspension), suspension, "lost"), now_s)
 
     def find_fix() -> str | None:
         able = wait_reasons.eligible_online_devices(state)
         return wait_reasons.describe_busy_devices(state, able, wait_reasons.devices_of_other_runs(store, row.id))
 
-    busy = {device for device, code in state.passed.items() if code == selection.BUSY}
-    wait = wait_reasons.find_round_wait(row, state, wait_reasons.load_device_statuses(store.home), busy)
+    busy_devices = {device for device, code in state.ineligibility_reasons.items() if code == selection.BUSY}
+    wait = wait_reasons.find_round_wait(row, state, wait_reasons.load_device_statuses(store.home), busy_devices)
     console.report_wait(job, wait, now_s, find_fix)
 
 
 @contextmanager
 def catch_stop_signals() -> Iterator[Callable[[], bool]]:
     """Catch SIGINT, SIGTERM and SIGHUP as requests to stop."""
-    asked = False  # no `threading.Event`, whose lock a second signal within the handler would await for ever
+    is_stop_requested = (
+        False  # no `threading.Event`, whose lock a second signal within the handler would await for ever
+    )
 
     def request_stop(signum: int, frame: object) -> None:
-        nonlocal asked
-        if asked:
+        nonlocal is_stop_requested
+        if is_stop_requested:
             raise KeyboardInterrupt
-        asked = True
+        is_stop_requested = True
 
     def is_asked() -> bool:
-        return asked
+        return is_stop_requested
 
-    before = {number: signal.signal(number, request_stop) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    previous_handlers = {
+        number: signal.signal(number, request_stop) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    }
     try:
         yield is_asked
     finally:
-        for number, handler in before.items():
+        for number, handler in previous_handlers.items():
             signal.signal(number, handler)
 
 
@@ -463,15 +506,15 @@ log = logging.getLogger("fedquilt.rounds")
 
 class JsonConsole(Console):
     def __init__(self) -> None:
-        super().__init__(wordy=True, named=True, live=False)
+        super().__init__(verbose=True, run_names=True, live=False)
         log.setLevel(min(logging.INFO, logging.getLogger().level))  # they are what it is for
 
-    def observe(self, job: events.JobView, fact: events.AnyEvent) -> None:
-        update = getattr(fact, "update", None)
-        device = getattr(fact, "device", None) or getattr(update, "device", None)
-        ids = log_ids(run=job.id, round=getattr(fact, "round", None), device=device, fact=type(fact).__name__)
-        level = logging.ERROR if getattr(fact, "status", "") == "failed" else logging.INFO
-        log.log(level, "%s", "; ".join(event_messages.format_single_event(fact)), extra=ids)
+    def observe(self, job: events.JobView, event: events.AnyEvent) -> None:
+        update = getattr(event, "update", None)
+        device = getattr(event, "device", None) or getattr(update, "device", None)
+        ids = log_ids(run=job.id, round=getattr(event, "round", None), device=device, fact=type(event).__name__)
+        level = logging.ERROR if getattr(event, "status", "") == "failed" else logging.INFO
+        log.log(level, "%s", "; ".join(event_messages.format_single_event(event)), extra=ids)
 
     def report(self, first: str, *more: str) -> None:
         log.info("%s", "; ".join((first, *more)))

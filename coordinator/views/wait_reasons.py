@@ -30,12 +30,14 @@ class WaitReason(NamedTuple):
 
 
 def devices_of_other_runs(store: Store, run: str) -> dict[str, str]:
-    found = dict[str, str]()
+    run_by_device = dict[str, str]()
     for row in store.readable_jobs():
         if row.id != run and row.status == "running":
             with contextlib.suppress(JobError):  # a damaged log says nothing
-                found |= dict.fromkeys(summarise_events(row.job, store.read_events(row.id)).state.asked, row.id)
-    return found
+                run_by_device |= dict.fromkeys(
+                    summarise_events(row.job, store.read_events(row.id)).state.pending_devices, row.id
+                )
+    return run_by_device
 
 
 def describe_wait(row: StoredJob, store: Store) -> str | None:
@@ -43,17 +45,23 @@ def describe_wait(row: StoredJob, store: Store) -> str | None:
     if row.status == UNAPPROVED:
         return f"its owner: `fedquilt resume {row.id} --home {store.home}`"
     if row.status == ARMED:
-        told = ((run_control.RunnerReport(b.device, r.drift, r.accuracy), b.labels) for b, r in _online_devices(store))
-        return run_control.describe_trigger_wait(
-            row.job, run_control.select_reports(row.job, told), time.time(), run_control.last_start_time(store, row.id)
+        reports = (
+            (run_control.RunnerReport(b.device, reading.drift, reading.accuracy), b.labels)
+            for b, reading in _online_devices(store)
         )
-    standing = store.current_status(row)
-    if standing == "held" and (hold := store.holds.current_suspension(row.id)) is not None:
-        return str(hold)
-    if standing != "running":
+        return run_control.describe_trigger_wait(
+            row.job,
+            run_control.select_reports(row.job, reports),
+            time.time(),
+            run_control.last_start_time(store, row.id),
+        )
+    status = store.current_status(row)
+    if status == "held" and (suspension := store.suspensions.current_suspension(row.id)) is not None:
+        return str(suspension)
+    if status != "running":
         return None
-    if row.origin == "run" and (away := devices.describe_outage(store.home, time.time())):
-        return f"{away}: what is known of boards is as of then"
+    if row.origin == "run" and (outage := devices.describe_outage(store.home, time.time())):
+        return f"{outage}: what is known of boards is as of then"
     state = summarise_events(row.job, store.read_events(row.id)).state
     if state.phase not in ("selecting", "open"):
         return None
@@ -63,40 +71,49 @@ def describe_wait(row: StoredJob, store: Store) -> str | None:
 
 def load_device_statuses(home: Path) -> dict[str, DeviceStatus]:
     with TelemetryStore(home) as store:
-        return {each.device: each for each in store.load_statuses()}
+        return {status.device: status for status in store.load_statuses()}
 
 
 def find_round_wait(
-    row: StoredJob, state: JobState, boards: Mapping[str, DeviceStatus], busy: AbstractSet[str] = frozenset()
+    row: StoredJob, state: JobState, statuses: Mapping[str, DeviceStatus], busy_devices: AbstractSet[str] = frozenset()
 ) -> WaitReason | None:
     try:
         engines = settings.list_engines(row.job, methods.load(row.job.method))
     except FedquiltError:  # a method of a package that is not installed here
         engines = (f"what {row.job.method} needs",)
     return find_wait(
-        state, engines, eligible_online_devices(state), busy, boards.get, time.time(), decisions.next_decision_s(state)
+        state,
+        engines,
+        eligible_online_devices(state),
+        busy_devices,
+        statuses.get,
+        time.time(),
+        decisions.next_decision_s(state),
     )
 
 
 def eligible_online_devices(state: JobState) -> set[str]:
     """Return the devices that were online and able to run the job at the latest `EligibilityRecorded`."""
-    return {*state.eligible, *(name for name, code in state.passed.items() if code in selection.ABLE)}
+    return {
+        *state.eligible,
+        *(name for name, code in state.ineligibility_reasons.items() if code in selection.ONLINE_REASONS),
+    }
 
 
 def _online_devices(store: Store) -> Iterator[tuple[DeviceStatus, TelemetrySample]]:
-    for each in devices.load_devices(store.home):
-        if each.board.online:
-            yield each.board, each.reading
+    for device_row in devices.load_devices(store.home):
+        if device_row.board.online:
+            yield device_row.board, device_row.reading
 
 
 def find_wait(
     state: JobState,
     engines: Sequence[str],
-    able: Collection[str],
-    busy: AbstractSet[str] = frozenset(),
-    board: Callable[[str], DeviceStatus | None] = lambda device: None,
+    usable_devices: Collection[str],
+    busy_devices: AbstractSet[str] = frozenset(),
+    status_of: Callable[[str], DeviceStatus | None] = lambda device: None,
     now: float = 0.0,
-    until: float = 0.0,
+    deadline: float = 0.0,
 ) -> WaitReason | None:
     """Return why the running round waits, or None if all its devices are at work.
 
@@ -106,133 +123,173 @@ def find_wait(
     Args:
         state: The job state.
         engines: The names of the engines that can run the job.
-        able: The online devices with one of these engines.
-        busy: The devices leased to other jobs.
-        board: The function that returns the status of a device, or None.
+        usable_devices: The online devices with one of these engines.
+        busy_devices: The devices leased to other jobs.
+        status_of: The function that returns the status of a device, or None.
         now: The time in wall-clock seconds.
-        until: The round's deadline in wall-clock seconds, not after `now` if unknown.
+        deadline: The round's deadline in wall-clock seconds, not after `now` if unknown.
     """
     if state.phase not in ("selecting", "open"):
         return None
-    if state.asked:
-        return _find_selected_wait(state, able, busy, board, now, until)
-    lacking = [device for device, code in state.passed.items() if selection.reason_key(code) == "plugin"]
-    able = set(able).difference(lacking)
-    barred = [code for device, code in state.passed.items() if device in able and code != selection.BUSY]
-    alone = "".join(f", {barred.count(code)} not eligible ({code})" for code in sorted(set(barred)))
-    declined = f", {len(state.declined)} of them declined" if state.declined else ""
-    taken = f", {count} of them at other jobs' tasks" if (count := len(busy & set(able))) else ""
-    there = f"devices that run {' or '.join(engines)}: {len(able)} online{taken}{alone}{declined}"
+    if state.pending_devices:
+        return _find_selected_wait(state, usable_devices, busy_devices, status_of, now, deadline)
+    devices_without_plugins = [
+        device for device, code in state.ineligibility_reasons.items() if selection.reason_key(code) == "plugin"
+    ]
+    usable_devices = set(usable_devices).difference(devices_without_plugins)
+    ineligibility_codes = [
+        code
+        for device, code in state.ineligibility_reasons.items()
+        if device in usable_devices and code != selection.BUSY
+    ]
+    ineligible_text = "".join(
+        f", {ineligibility_codes.count(code)} not eligible ({code})" for code in sorted(set(ineligibility_codes))
+    )
+    declined_text = f", {len(state.decline_reasons)} of them declined" if state.decline_reasons else ""
+    busy_text = f", {count} of them at other jobs' tasks" if (count := len(busy_devices & set(usable_devices))) else ""
+    devices_text = f"devices that run {' or '.join(engines)}: {len(usable_devices)} online{busy_text}{ineligible_text}{declined_text}"
     if state.phase == "selecting":
-        needed = decisions.minimum_devices_to_start(state)
-        least = needed - len(able)
-        if least <= 0 and not barred and not taken:
+        min_devices = decisions.minimum_devices_to_start(state)
+        missing_count = min_devices - len(usable_devices)
+        if missing_count <= 0 and not ineligibility_codes and not busy_text:
             return None
-        text = f"{there}, at least {needed} needed{_describe_missing_plugins(state, lacking)}"
-        return WaitReason(text, text, "plugins" if 0 < least <= len(lacking) else "boards")
+        text = (
+            f"{devices_text}, at least {min_devices} needed{_describe_missing_plugins(state, devices_without_plugins)}"
+        )
+        return WaitReason(text, text, "plugins" if 0 < missing_count <= len(devices_without_plugins) else "boards")
     if decisions.have_all_declined(state):  # the round ends within seconds: nobody could start a device until then
-        text = f"other devices: {format_names(sorted(state.declined))} declined"
-        return WaitReason(f"{text}{_format_deadline(until, now)}", text, "lost")
-    want = decisions.updates_to_close(state, able - state.passed.keys())
+        text = f"other devices: {format_names(sorted(state.decline_reasons))} declined"
+        return WaitReason(f"{text}{_format_deadline(deadline, now)}", text, "lost")
+    want = decisions.updates_to_close(state, usable_devices - state.ineligibility_reasons.keys())
     quorum = decisions.quorum(state, want)
-    text = f"{there}, {len(state.answered)} of {want} updates received, a quorum is {quorum}"
-    kind: Literal["boards", "plugins"] = "plugins" if 0 < quorum - len(state.answered) <= len(lacking) else "boards"
-    return WaitReason(f"{text}{_format_deadline(until, now)}{_describe_missing_plugins(state, lacking)}", text, kind)
+    text = f"{devices_text}, {len(state.accepted_updates)} of {want} updates received, a quorum is {quorum}"
+    kind: Literal["boards", "plugins"] = (
+        "plugins" if 0 < quorum - len(state.accepted_updates) <= len(devices_without_plugins) else "boards"
+    )
+    return WaitReason(
+        f"{text}{_format_deadline(deadline, now)}{_describe_missing_plugins(state, devices_without_plugins)}",
+        text,
+        kind,
+    )
 
 
 def _describe_missing_plugins(state: JobState, devices: Sequence[str]) -> str:
-    by_code = dict[str, list[str]]()
+    devices_by_code = dict[str, list[str]]()
     for device in sorted(devices):
-        by_code.setdefault(state.labels[device], []).append(device)
+        devices_by_code.setdefault(state.eligibility[device], []).append(device)
     return "".join(
-        f"; not {format_names(found)}, {'each of which' if len(found) > 1 else 'which'} {selection.reason_text(code)}"
-        for code, found in sorted(by_code.items())
+        f"; not {format_names(names)}, {'each of which' if len(names) > 1 else 'which'} {selection.reason_text(code)}"
+        for code, names in sorted(devices_by_code.items())
     )
 
 
 def _find_selected_wait(
     state: JobState,
-    able: Collection[str],
-    busy: AbstractSet[str],
-    board: Callable[[str], DeviceStatus | None],
+    usable_devices: Collection[str],
+    busy_devices: AbstractSet[str],
+    status_of: Callable[[str], DeviceStatus | None],
     now: float,
-    until: float,
+    deadline: float,
 ) -> WaitReason | None:
-    lost, work = dict[str, list[str]](), list[str]()  # by what keeps them
-    for device in sorted(state.asked):
-        if (why := _lost_reason(device, able, busy, board(device), now)) is None:
-            work.append(device)
+    lost_by_reason, working = dict[str, list[str]](), list[str]()  # by what keeps them
+    for device in sorted(state.pending_devices):
+        if (reason := _lost_reason(device, usable_devices, busy_devices, status_of(device), now)) is None:
+            working.append(device)
         else:
-            lost.setdefault(why, []).append(device)
-    if not lost and not state.answered:
+            lost_by_reason.setdefault(reason, []).append(device)
+    if not lost_by_reason and not state.accepted_updates:
         return None
-    parts = [f"{format_names(devices)}, {why}" for why, devices in lost.items()]
-    rest = ""
-    if work and lost and _can_close_without(state, able, board, [device for each in lost.values() for device in each]):
-        parts, rest = [], f", not for {'; '.join(parts)}"
-    if work and (state.answered or rest):
-        since = min(state.asked_s.get(device, state.opened_s) for device in work)
-        parts.append(
-            f"{format_names(work)}, at work for {units.format_duration(now - since)}"
-            if since
-            else f"{format_names(work)}, at work"
+    parts = [f"{format_names(devices)}, {reason}" for reason, devices in lost_by_reason.items()]
+    exception_text = ""
+    if (
+        working
+        and lost_by_reason
+        and _can_close_without(
+            state, usable_devices, status_of, [device for each in lost_by_reason.values() for device in each]
         )
-    groups = [(why.partition(" ")[0], *devices) for why, devices in lost.items()]
-    key = tuple(groups or work)
-    return WaitReason(f"{'; '.join(parts)}{_format_deadline(until, now)}{rest}", key, "lost" if lost else "working")
-
-
-def _can_close_without(
-    state: JobState, able: Collection[str], board: Callable[[str], DeviceStatus | None], lost: Collection[str]
-) -> bool:
-    """Return whether all lost devices are offline and the other selected ones reach the quorum."""
-    if any((known := board(device)) is None or known.online for device in lost):
-        return False
-    gone = frozenset(lost)
-    return len(state.answered) + len(state.asked - gone) >= decisions.quorum(
-        state, decisions.updates_to_close(state, able, gone)
+    ):
+        parts, exception_text = [], f", not for {'; '.join(parts)}"
+    if working and (state.accepted_updates or exception_text):
+        start_time = min(state.selected_s.get(device, state.opened_s) for device in working)
+        parts.append(
+            f"{format_names(working)}, at work for {units.format_duration(now - start_time)}"
+            if start_time
+            else f"{format_names(working)}, at work"
+        )
+    groups = [(reason.partition(" ")[0], *devices) for reason, devices in lost_by_reason.items()]
+    key = tuple(groups or working)
+    return WaitReason(
+        f"{'; '.join(parts)}{_format_deadline(deadline, now)}{exception_text}",
+        key,
+        "lost" if lost_by_reason else "working",
     )
 
 
-def _format_deadline(until: float, now: float) -> str:
-    left_s = until - now
-    return f", until {units.format_time_of_day(until, now)} ({left_s:.0f} s)" if 0 < left_s < math.inf else ""
+def _can_close_without(
+    state: JobState,
+    usable_devices: Collection[str],
+    status_of: Callable[[str], DeviceStatus | None],
+    lost: Collection[str],
+) -> bool:
+    """Return whether all lost devices are offline and the other selected ones reach the quorum."""
+    if any((status := status_of(device)) is None or status.online for device in lost):
+        return False
+    lost_devices = frozenset(lost)
+    return len(state.accepted_updates) + len(state.pending_devices - lost_devices) >= decisions.quorum(
+        state, decisions.updates_to_close(state, usable_devices, lost_devices)
+    )
+
+
+def _format_deadline(deadline: float, now: float) -> str:
+    left_s = deadline - now
+    return f", until {units.format_time_of_day(deadline, now)} ({left_s:.0f} s)" if 0 < left_s < math.inf else ""
 
 
 def _lost_reason(
-    device: str, able: Collection[str], busy: AbstractSet[str], board: DeviceStatus | None, now: float
+    device: str,
+    usable_devices: Collection[str],
+    busy_devices: AbstractSet[str],
+    status_of: DeviceStatus | None,
+    now: float,
 ) -> str | None:
     """Return why a selected device cannot work on its task now, or None if it can."""
-    if device in busy:
+    if device in busy_devices:
         return "at other jobs' tasks"
-    if board is None:
-        return None if device in able else "offline"
-    if not board.online:
-        since = "" if board.since is None else f" since {units.format_time_of_day(board.since, now)}"
-        return f"{'silent' if board.silent else 'offline'}{since}"
-    if board.quiet and board.seen is not None:
-        return f"last heard {units.format_duration(now - board.seen)} ago"
+    if status_of is None:
+        return None if device in usable_devices else "offline"
+    if not status_of.online:
+        since = "" if status_of.since is None else f" since {units.format_time_of_day(status_of.since, now)}"
+        return f"{'silent' if status_of.silent else 'offline'}{since}"
+    if status_of.quiet and status_of.seen is not None:
+        return f"last heard {units.format_duration(now - status_of.seen)} ago"
     return None
 
 
-def describe_busy_devices(state: JobState, able: Collection[str], busy: Mapping[str, str]) -> str | None:
+def describe_busy_devices(
+    state: JobState, usable_devices: Collection[str], busy_devices: Mapping[str, str]
+) -> str | None:
     """Return which runs occupy the devices that alone the running round waits for, or None."""
-    if state.asked:
-        found, lacking = state.asked & busy.keys(), len(state.asked - busy.keys())
+    if state.pending_devices:
+        busy_pending, missing_count = (
+            state.pending_devices & busy_devices.keys(),
+            len(state.pending_devices - busy_devices.keys()),
+        )
     else:
-        passed = {device for device, code in state.passed.items() if code != selection.BUSY}
-        fit = frozenset(able) - passed - state.declined.keys() - state.answered.keys()
-        least = decisions.minimum_devices_to_start(state)
+        ineligible = {device for device, code in state.ineligibility_reasons.items() if code != selection.BUSY}
+        usable = frozenset(usable_devices) - ineligible - state.decline_reasons.keys() - state.accepted_updates.keys()
+        min_devices = decisions.minimum_devices_to_start(state)
         if state.phase == "open":
-            least = decisions.quorum(state, decisions.updates_to_close(state, set(able) - passed)) - len(state.answered)
-        found, lacking = fit & busy.keys(), least - len(fit)
-    if not found or lacking > 0:
+            min_devices = decisions.quorum(
+                state, decisions.updates_to_close(state, set(usable_devices) - ineligible)
+            ) - len(state.accepted_updates)
+        busy_pending, missing_count = usable & busy_devices.keys(), min_devices - len(usable)
+    if not busy_pending or missing_count > 0:
         return None
-    runs = sorted({busy[device] for device in found})
-    of = {run: sorted(device for device in found if busy[device] == run) for run in runs}
-    told = "; ".join(f"{format_names(devices)} at a task of {run}" for run, devices in of.items())
-    return f"it goes on when they are free: {told}"
+    runs = sorted({busy_devices[device] for device in busy_pending})
+    devices_by_run = {run: sorted(device for device in busy_pending if busy_devices[device] == run) for run in runs}
+    tasks_text = "; ".join(f"{format_names(devices)} at a task of {run}" for run, devices in devices_by_run.items())
+    return f"it goes on when they are free: {tasks_text}"
 
 
-def format_names(names: Sequence[str], most: int = 5) -> str:
-    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
+def format_names(names: Sequence[str], max_names: int = 5) -> str:
+    return ", ".join(names[:max_names]) + (f" and {len(names) - max_names} more" if len(names) > max_names else "")

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 from fedquilt import extras, metrics
 from fedquilt.api.job import Job
-from fedquilt.coordinator.rounds.events import ENDED
-from fedquilt.coordinator.storage.store import AWAY_S, InactiveRunError, Store, StoredJob, open_store
+from fedquilt.coordinator.rounds.events import ENDED_PHASES
+from fedquilt.coordinator.storage.store import MAX_COORDINATOR_GAP_S, InactiveRunError, Store, StoredJob, open_store
 from fedquilt.coordinator.views import event_messages, round_outcomes, scores
 from fedquilt.coordinator.views.run_summary import RunSummary, is_of_final_evaluation, summarise_events
 from fedquilt.core import StoreError
@@ -166,11 +166,11 @@ class Run:
                 served_s = time.monotonic() if store.is_served() else served_s
                 row = store.find_job(self.id)  # read before the rounds, so that no last round is missed
                 resume = store.describe_resume(row)
-            has_ended = row.status in ENDED
+            has_ended = row.status in ENDED_PHASES
             yield from reader.read_new_rows(has_ended=has_ended)
             if has_ended:
                 return
-            if time.monotonic() >= served_s + AWAY_S:
+            if time.monotonic() >= served_s + MAX_COORDINATOR_GAP_S:
                 raise InactiveRunError(f"no coordinator serves {self.home}: {resume}")
             time.sleep(POLL_S)
 

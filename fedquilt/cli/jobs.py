@@ -208,7 +208,7 @@ def serve(
         if not store.acquire_lock():
             raise JobError(f"another coordinator serves {home} already")
         limits = settings.load_limits(home)
-        console = Console(wordy=verbosity() > 0, named=True)
+        console = Console(verbose=verbosity() > 0, run_names=True)
         if format == "json":
             logs.use_json_logs()
             console = JsonConsole()
@@ -233,7 +233,7 @@ def serve(
             identity=identity,
             metrics=metrics,
             limits=limits,
-            where=locations,
+            location_settings=locations,
             site=site_agent,
         )
 
@@ -443,14 +443,14 @@ def run_to_end(
     locations, limits = blobs.to_locations(broker.ca), settings.load_limits(home)
     is_local = store.acquire_lock()
     if is_local:
-        console = terminal.Console(wordy=verbosity() > 0)
+        console = terminal.Console(verbose=verbosity() > 0)
         link, identity = create_coordinator_link(broker, console.report)
     id = submit()
     home_access.print_rows("text", [], [f"{id}; from elsewhere: `fedquilt logs {id} --follow --home {home.resolve()}`"])
     if is_local:
         link.wait_until_connected(timeout_s=5.0)
         terminal.run_coordinator(
-            store, link, broker.fleet, console, only=id, identity=identity, limits=limits, where=locations
+            store, link, broker.fleet, console, only=id, identity=identity, limits=limits, location_settings=locations
         )
     else:
         if blobs.given_options:
@@ -458,7 +458,7 @@ def run_to_end(
                 f"{blobs.given_options[0]} has no effect: a coordinator serves {home}, by the options of its "
                 "own command"
             )
-        terminal.print_log(store, id, follow=True, wordy=verbosity() > 0)
+        terminal.print_log(store, id, follow=True, verbose=verbosity() > 0)
     return report_end(home, id, store.stored_status(id), f"fedquilt resume {id}")
 
 

@@ -332,5 +332,5 @@ def submit_rollout(store: Store, plan: RolloutPlan, payload: bytes | None, descr
     context = view.load_context(home, store.rollouts)
     if wait_reason := view.describe_unmatched_labels(plan, context):
         print(f"it waits for {wait_reason}")
-    if not context.served:
+    if not context.is_served:
         print(f"no coordinator serves {home}: `fedquilt serve --home {home}` carries it out")

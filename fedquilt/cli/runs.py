@@ -47,7 +47,7 @@ def logs(run: str, follow: bool, home: Path, format: str) -> None:
     from fedquilt.coordinator.views import terminal
 
     with home_access.open_existing_home(home) as store:
-        terminal.print_log(store, store.find_job(run).id, follow=follow, json=format == "json", wordy=verbosity() > 0)
+        terminal.print_log(store, store.find_job(run).id, follow=follow, json=format == "json", verbose=verbosity() > 0)
 
 
 @verb()
@@ -74,7 +74,7 @@ def why(run: str, number: int | None, device: str | None, home: Path, format: st
         notes += event_messages.format_end("failed", outcomes.summary.state.reason)
     home_access.print_rows(
         format,
-        reasons.filter_outcomes(outcomes.found, number, device),
+        reasons.filter_outcomes(outcomes.by_round, number, device),
         [*reasons.format_outcomes(outcomes, number, device), *notes],
     )
 
@@ -229,7 +229,7 @@ def devices(
         lines = (
             []
             if format == "json"
-            else view.format_devices(rows, now, served=is_served(home), away=view.describe_outage(home, now))
+            else view.format_devices(rows, now, is_served=is_served(home), outage=view.describe_outage(home, now))
         )
         if watch and format == "text" and sys.stdout.isatty():
             max_lines = shutil.get_terminal_size().lines - 2

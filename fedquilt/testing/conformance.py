@@ -166,8 +166,8 @@ def _require_run_on_network(
 
     def step_through_store(state: Any, total: Any) -> Any:
         new_state = method.step(state, total)
-        ref = store.depot.store_bytes(tensors.pack_state(new_state))
-        path = store.depot.blob_path(ref.sha256)
+        ref = store.blob_store.store_bytes(tensors.pack_state(new_state))
+        path = store.blob_store.blob_path(ref.sha256)
         assert path is not None
         stored_states.append(tensors.unpack_state(path.read_bytes(), method.state))
         require_identical(stored_states[-1], new_state)

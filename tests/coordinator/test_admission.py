@@ -107,7 +107,7 @@ EVENTS: dict[str, Input] = {
     "offered an old round": UpdateAnnounced("a", update(round=0)),
     "offered a round to come": UpdateAnnounced("a", update(round=2)),
     "offered for another": UpdateAnnounced("a", update("b")),
-    "offered too much": UpdateAnnounced("a", update(), unfit="too large"),
+    "offered too much": UpdateAnnounced("a", update(), manifest_problem="too large"),
     **{
         f"offered of a job {s or 'unknown'}": UpdateAnnounced("a", update(job=OTHER), s)
         for s in (*UNFINISHED, "done", "")
@@ -127,7 +127,7 @@ def hear(situation: str, event: Input, arriving: Update | None = None, job: str 
 def fetching(situation: str) -> Update | None:
     """What may be on its way from "a": an update, if it is asked."""
     state = SITUATIONS[situation]
-    return update() if state and "a" in state.asked else None
+    return update() if state and "a" in state.pending_devices else None
 
 
 # -- whatever is said -----------------------------------------------------------------------------
@@ -138,21 +138,21 @@ def test_what_follows_from_an_event_may_happen_and_touches_no_other_device(situa
     state = SITUATIONS[situation]
     for event, arriving in itertools.product(EVENTS.values(), (None, fetching(situation))):
         step = hear(situation, event, arriving)
-        for fact in step.facts:
-            assert "a" in state.asked
-            assert "a" not in apply_event(state, fact, NOW_S).asked
+        for fact in step.events:
+            assert "a" in state.pending_devices
+            assert "a" not in apply_event(state, fact, NOW_S).pending_devices
             assert CancelTask("a") in step.actions
-            assert step.arriving is None
-        assert len(step.facts) <= 1
+            assert step.arriving_update is None
+        assert len(step.events) <= 1
         assert {getattr(action, "device", "a") for action in step.actions} <= {"a"}
         assert sum(isinstance(action, AckUpdate) for action in step.actions) <= 1
-        assert step.arriving is None or (state is not None and "a" in state.asked)
+        assert step.arriving_update is None or (state is not None and "a" in state.pending_devices)
 
 
 @pytest.mark.parametrize("situation", SITUATIONS)
 def test_a_device_that_appears_gets_its_task_where_it_is_asked(situation):
     state = SITUATIONS[situation]
-    asked = state is not None and state.phase == "open" and "a" in state.asked
+    asked = state is not None and state.phase == "open" and "a" in state.pending_devices
     assert hear(situation, DeviceChange("a", "online")) == Decision(None, (), (SendTask("a"),) if asked else ())
     assert hear(situation, DeviceChange("stranger", "online")) == Decision(None)
 
@@ -161,7 +161,7 @@ def test_a_device_that_appears_gets_its_task_where_it_is_asked(situation):
 def test_a_device_that_floods_is_out_of_the_round_with_what_it_has_under_way(situation):
     state, arriving = SITUATIONS[situation], fetching(situation)
     step = hear(situation, DeviceChange("a", "flooding"), arriving)
-    if state is None or "a" not in state.asked:
+    if state is None or "a" not in state.pending_devices:
         assert step == Decision(arriving)
     else:
         assert step == Decision(None, (UpdateRejected(1, "a", FLOODED, "flooding"),), (CancelTask("a"),))
@@ -175,7 +175,7 @@ def test_a_device_that_floods_is_out_of_the_round_with_what_it_has_under_way(sit
 def test_a_task_that_nobody_waits_for_is_taken_back(situation, accepted):
     state, code = SITUATIONS[situation], "ok" if accepted else "data"
     step = hear(situation, ClaimReceived("a", claim(accepted, job=OTHER, round=0, code=code)))
-    assert step == Decision(None, (), () if state is not None and "a" in state.asked else (CancelTask("a"),))
+    assert step == Decision(None, (), () if state is not None and "a" in state.pending_devices else (CancelTask("a"),))
     assert hear(situation, ClaimReceived("stranger", claim(accepted, code=code))) == Decision(
         None, (), (CancelTask("stranger"),)
     )
@@ -191,9 +191,9 @@ def test_who_declines_is_asked_no_more_in_this_attempt(code):
     ask = DeviceWorkload(WorkEstimate(flops=9.0, peak_bytes=5), PROFILE)
     step = hear("asked", ClaimReceived("a", claim(False, code=code, reason="too little"), ask), fetching("asked"))
     short = MemoryShortage(5, 9.0, 1) if code in ("budget", "memory") else None
-    assert step.facts == (TaskDeclined(1, "a", code, "too little", short),)
+    assert step.events == (TaskDeclined(1, "a", code, "too little", short),)
     assert step.actions == (CancelTask("a"),)
-    assert step.arriving is None
+    assert step.arriving_update is None
 
 
 def test_who_has_counted_the_round_is_asked_again_as_by_a_later_coordinator():
@@ -215,7 +215,7 @@ def test_an_update_of_another_state_is_refused():
 def test_a_refusal_of_another_attempt_or_round_or_job_is_old():
     for changes in ({"attempt": 0}, {"attempt": 1, "round": 0}, {"attempt": 1, "job": OTHER}):
         assert hear("asked again", ClaimReceived("a", claim(False, code="data", **changes))) == Decision(None)
-    assert hear("asked again", ClaimReceived("a", claim(False, code="data", attempt=1))).facts
+    assert hear("asked again", ClaimReceived("a", claim(False, code="data", attempt=1))).events
 
 
 def test_a_task_that_was_cleared_by_somebody_else_is_sent_again():
@@ -235,12 +235,12 @@ def test_an_update_that_is_waited_for_is_fetched_then_examined_then_counted(situ
     given = update()
     offered = hear(situation, UpdateAnnounced("a", given))
     assert offered == Decision(given, (), (SlowResends("a"), FetchUpdate("a", given)))
-    arrived = hear(situation, UpdateReceived("a"), offered.arriving)
+    arrived = hear(situation, UpdateReceived("a"), offered.arriving_update)
     assert arrived == Decision(given, (), (ValidateUpdate("a", given),))
-    examined = hear(situation, UpdateValidated("a", given, given), arrived.arriving)
-    assert [fact.update for fact in examined.facts if isinstance(fact, UpdateAccepted)] == [given]
+    examined = hear(situation, UpdateValidated("a", given, given), arrived.arriving_update)
+    assert [fact.update for fact in examined.events if isinstance(fact, UpdateAccepted)] == [given]
     assert examined.actions == (AckUpdate("a", given, True), CancelTask("a"))
-    assert not examined.arriving
+    assert not examined.arriving_update
     bare = update(bundles={})
     assert hear(situation, UpdateAnnounced("a", bare)) == Decision(
         bare, (), (SlowResends("a"), ValidateUpdate("a", bare))
@@ -256,9 +256,9 @@ def test_an_update_of_the_attempt_before_counts():
 def test_an_update_that_is_offered_again_takes_the_place_of_the_first():
     first, second = update(), update(weight=2.0)
     step = hear("asked", UpdateAnnounced("a", second), first)
-    assert step.arriving == second
+    assert step.arriving_update == second
     assert step.actions == (SlowResends("a"), FetchUpdate("a", second))
-    assert hear("asked", UpdateValidated("a", first, first), step.arriving) == Decision(second)
+    assert hear("asked", UpdateValidated("a", first, first), step.arriving_update) == Decision(second)
 
 
 @pytest.mark.parametrize("situation", [name for name in SITUATIONS if name not in ("no job", "new")])
@@ -272,7 +272,7 @@ def test_an_update_that_has_been_counted_is_acknowledged_as_often_as_it_is_offer
 
 @pytest.mark.parametrize("status", ["done", "failed", "stopped", "queued"])
 def test_an_update_that_another_jobs_log_has_counted_is_acknowledged(status):
-    told = UpdateAnnounced("a", update(job=OTHER), status, counted=True)
+    told = UpdateAnnounced("a", update(job=OTHER), status, is_counted=True)
     for situation in SITUATIONS:
         assert hear(situation, told) == Decision(None, (), (AckUpdate("a", update(job=OTHER), True),))
 
@@ -306,7 +306,7 @@ def test_nobody_speaks_for_another(situation):
         AckUpdate("stranger", update("a"), False, "it names another device, a"),
         CancelTask("stranger"),
     )
-    assert not step.facts
+    assert not step.events
 
 
 @pytest.mark.parametrize("situation", ["no job", "asked", "closed"])
@@ -323,10 +323,10 @@ def test_an_update_of_another_job_is_kept_by_its_device_as_long_as_that_may_go_o
 def test_an_update_whose_manifest_does_not_fit_is_rejected_before_it_is_fetched():
     both = update(bundles={"model": BLOB, "more": msgspec.structs.replace(BLOB, sha256="d" * 64)})
     assert FetchUpdate("a", both) in hear("asked", UpdateAnnounced("a", both)).actions
-    step = hear("asked", UpdateAnnounced("a", both, unfit="a: too large"), update())
-    assert step.facts == (UpdateRejected(1, "a", "a: too large"),)
+    step = hear("asked", UpdateAnnounced("a", both, manifest_problem="a: too large"), update())
+    assert step.events == (UpdateRejected(1, "a", "a: too large"),)
     assert step.actions == (AckUpdate("a", both, False, "a: too large"), CancelTask("a"), DiscardUpdate(both))
-    assert not step.arriving
+    assert not step.arriving_update
 
 
 # -- updates that are here ------------------------------------------------------------------------
@@ -346,13 +346,13 @@ def test_blobs_that_nobody_waits_for_mean_nothing(situation):
 def test_an_update_that_could_not_be_fetched_is_waited_for_again():
     step = hear("asked", UpdateReceived("a", "it is not here any more"), fetching("asked"))
     assert step == Decision(None)
-    assert hear("asked", UpdateAnnounced("a", update()), step.arriving).arriving == update()
+    assert hear("asked", UpdateAnnounced("a", update()), step.arriving_update).arriving_update == update()
 
 
 def test_an_update_that_may_not_be_folded_is_rejected_with_the_reason():
     given = update()
     step = hear("asked", UpdateValidated("a", given, None, "not finite"), given)
-    assert step.facts == (UpdateRejected(1, "a", "not finite"),)
+    assert step.events == (UpdateRejected(1, "a", "not finite"),)
     assert step.actions == (AckUpdate("a", given, False, "not finite"), CancelTask("a"), DiscardUpdate(given))
 
 
@@ -360,5 +360,5 @@ def test_an_update_that_was_decoded_is_kept_as_that_and_acknowledged_as_it_came(
     given = update(usage=Usage(wall_s=3.0))
     taken = msgspec.structs.replace(given, bundles={"model": DECODED})
     step = hear("asked", UpdateValidated("a", given, taken), given)
-    assert step.facts == (UpdateAccepted(1, taken, NOW_S, None),)
+    assert step.events == (UpdateAccepted(1, taken, NOW_S, None),)
     assert step.actions == (AckUpdate("a", given, True), CancelTask("a"), DiscardUpdate(given))

@@ -24,17 +24,7 @@ from fedquilt.coordinator.updates import aggregation
 from fedquilt.coordinator.updates.aggregation import PartialAggregate
 from fedquilt.coordinator.updates.job_blobs import LostUpdateError
 from fedquilt.coordinator.updates.validation import ClaimBounds
-from fedquilt.core import (
-    Aggregation,
-    BlobRef,
-    DeviceUpdate,
-    Method,
-    StoreError,
-    TaskSpec,
-    Update,
-    Usage,
-    WorkEstimate,
-)
+from fedquilt.core import Aggregation, BlobRef, DeviceUpdate, Method, StoreError, TaskSpec, Update, Usage, WorkEstimate
 from fedquilt.formats import job_bundle
 from fedquilt.methods import fedavg
 from fedquilt.models.local_training import NetworkState
@@ -151,14 +141,17 @@ def running(tmp_path: Path, request: pytest.FixtureRequest) -> RunningJob:
 
 def update_summing(running: RunningJob, device: str, factor: float) -> Update:
     """An update that is on the coordinator's disk."""
-    ref = running._store.depot.store_bytes(tensors.encode_tensors(constant_model(factor)))
+    ref = running._store.blob_store.store_bytes(tensors.encode_tensors(constant_model(factor)))
     return Update(running.id, 0, 0, device, 1.0, {"model": ref}, {}, Usage())
 
 
 def closed(running: RunningJob, *updates: Update) -> dict[str, np.ndarray]:
     """Model after the round in which exactly these count."""
     rounds = msgspec.structs.replace(
-        running.rounds, phase="closing", asked=frozenset(), answered={each.device: each for each in updates}
+        running.job_state,
+        phase="closing",
+        pending_devices=frozenset(),
+        accepted_updates={each.device: each for each in updates},
     )
     return dict(running.method.step(running.state, running.aggregator.take_aggregate(rounds)).model)
 
@@ -166,7 +159,7 @@ def closed(running: RunningJob, *updates: Update) -> dict[str, np.ndarray]:
 def test_an_update_that_was_lost_and_came_anew_counts_as_it_came_last(running, monkeypatch):
     first, last = update_summing(running, "c", 1.0), update_summing(running, "c", 3.0)
     assert running.build_update_reader(first, None, ClaimBounds())(first) == first
-    monkeypatch.setattr(aggregation, "READ_BYTES", 0)
+    monkeypatch.setattr(aggregation, "UPDATE_CACHE_BYTES", 0)
     assert running.build_update_reader(last, None, ClaimBounds())(last) == last
     assert {name: set(array.ravel().tolist()) for name, array in closed(running, last).items()} == {
         "1.weight": {3.0},
@@ -212,16 +205,16 @@ class Round:
         self.job = opened(self.store, run, method)
 
     def ask(self, devices: str) -> None:
-        self.job.record_event(CohortSelected(self.job.rounds.round, 0, tuple(devices)), 0.0)
+        self.job.record_event(CohortSelected(self.job.job_state.round, 0, tuple(devices)), 0.0)
 
     def update(self, device: str, value: float) -> Update:
         """Of a device whose model has `value` in every entry; its blob is on the coordinator's disk."""
-        ref = self.store.depot.store_bytes(
+        ref = self.store.blob_store.store_bytes(
             tensors.encode_tensors({name: np.full_like(array, value) for name, array in MODEL.items()})
         )
         return Update(
             job=self.job.id,
-            round=self.job.rounds.round,
+            round=self.job.job_state.round,
             attempt=0,
             device=device,
             weight=1.0,
@@ -233,13 +226,13 @@ class Round:
     def take(self, device: str, value: float) -> None:
         """An update is examined and counts."""
         taken = self.job.build_update_reader(update := self.update(device, value), None, ClaimBounds())(update)
-        self.job.record_event(UpdateAccepted(self.job.rounds.round, taken), 0.0)
+        self.job.record_event(UpdateAccepted(self.job.job_state.round, taken), 0.0)
 
     def commit(self) -> float:
         """Close the round; the value that the model's entries have come to."""
-        self.job.record_event(RoundClosed(self.job.rounds.round), 0.0)
+        self.job.record_event(RoundClosed(self.job.job_state.round), 0.0)
         done = self.job.build_commit(0.0)()
-        self.job.record_event(done.fact, 0.0)
+        self.job.record_event(done.event, 0.0)
         self.job.start_next_round(done)
         return float(self.job.state.model["1.bias"][0])
 
@@ -267,12 +260,12 @@ def ordered(tmp_path: Path) -> Iterator[Round]:
 
 def test_an_update_that_adds_up_is_read_once_whoever_is_awaited_still(stage, monkeypatch):
     read = []
-    plain = stage.store.depot.load
-    monkeypatch.setattr(stage.store.depot, "load", lambda sha256: (read.append(sha256), plain(sha256))[1])
+    plain = stage.store.blob_store.load
+    monkeypatch.setattr(stage.store.blob_store, "load", lambda sha256: (read.append(sha256), plain(sha256))[1])
     stage.ask("dcba")
     for index, device in enumerate("dcba"):
         stage.take(device, float(index))
-    assert (len(read), stage.job.aggregator._read) == (4, {})
+    assert (len(read), stage.job.aggregator._cached_updates) == (4, {})
     assert stage.commit() == 1.5
     assert len(read) == 5  # the updates, and the state that the commit has stored
 
@@ -281,14 +274,14 @@ def test_what_was_folded_before_a_commit_failed_counts_once(stage, monkeypatch):
     stage.ask("abc")
     for device, value in zip("abc", (1.0, 2.0, 6.0), strict=True):
         stage.take(device, value)
-    stage.job.aggregator._folding.reset()  # as after a restart
-    plain = stage.store.depot.load
-    gone = stage.job.rounds.answered["c"].bundles["model"].sha256
-    monkeypatch.setattr(stage.store.depot, "load", lambda sha256: None if sha256 == gone else plain(sha256))
+    stage.job.aggregator._partial_aggregate.reset()  # as after a restart
+    plain = stage.store.blob_store.load
+    gone = stage.job.job_state.accepted_updates["c"].bundles["model"].sha256
+    monkeypatch.setattr(stage.store.blob_store, "load", lambda sha256: None if sha256 == gone else plain(sha256))
     stage.job.record_event(RoundClosed(0), 0.0)
     with pytest.raises(LostUpdateError):
         stage.job.build_commit(0.0)()
-    monkeypatch.setattr(stage.store.depot, "load", plain)
+    monkeypatch.setattr(stage.store.blob_store, "load", plain)
     stage.job.record_event(UpdateLost(0, "c", "gone"), 0.0)
     stage.take("c", 6.0)
     assert stage.commit() == 3.0
@@ -298,15 +291,15 @@ def test_an_update_that_could_not_be_stored_is_not_in_the_sum(tmp_path, monkeypa
     made = Round(tmp_path, {"wire": {"codec": "fp16"}})
     made.ask("ab")
     made.take("a", 1.0)
-    plain = made.store.depot.store_small
+    plain = made.store.blob_store.store_small
 
     def full(payload):
         raise StoreError("no space left")
 
-    monkeypatch.setattr(made.store.depot, "store_small", full)
+    monkeypatch.setattr(made.store.blob_store, "store_small", full)
     with pytest.raises(StoreError):
         made.take("b", 3.0)
-    monkeypatch.setattr(made.store.depot, "store_small", plain)
+    monkeypatch.setattr(made.store.blob_store, "store_small", plain)
     made.take("b", 3.0)
     assert made.commit() == 2.0
     made.store.close()
@@ -315,15 +308,15 @@ def test_an_update_that_could_not_be_stored_is_not_in_the_sum(tmp_path, monkeypa
 def test_updates_are_read_once_for_as_long_as_there_is_room(ordered, monkeypatch):
     stage = ordered
     size = stage.update("a", 0.0).bundles["model"].size
-    monkeypatch.setattr(aggregation, "READ_BYTES", 2 * size + size // 2)
+    monkeypatch.setattr(aggregation, "UPDATE_CACHE_BYTES", 2 * size + size // 2)
     read = []
-    plain = stage.store.depot.load
-    monkeypatch.setattr(stage.store.depot, "load", lambda sha256: (read.append(sha256), plain(sha256))[1])
+    plain = stage.store.blob_store.load
+    monkeypatch.setattr(stage.store.blob_store, "load", lambda sha256: (read.append(sha256), plain(sha256))[1])
     for number, devices in enumerate(("dcba", "hgfe")):
         stage.ask(devices)
         for index, device in enumerate(devices):
             stage.take(device, 4.0 * number + index)
-        assert len(stage.job.aggregator._read) == 2
+        assert len(stage.job.aggregator._cached_updates) == 2
         assert stage.commit() == 4.0 * number + 1.5
         assert len(read) == 7 * (number + 1)  # six updates, and the state that the commit has stored
 
@@ -363,7 +356,7 @@ def test_what_a_device_is_asked_is_worked_out_once_unless_its_tensors_are_its_ow
     made.ask("abc")
     for device in "abc":
         made.job.device_workload(device, None)
-    held = {id(order.bundles["model"]) for order in made.job._orders.values()}
+    held = {id(order.bundles["model"]) for order in made.job._task_specs.values()}
     assert len(held) == 1
     for device in "abc":
         made.job.build_task(device, "numpy", None, 0.0)
@@ -384,11 +377,11 @@ def test_tasks_of_one_moment_differ_in_what_is_the_devices_own_alone(stage):
 def test_a_blob_that_vanishes_within_a_round_is_stored_again_for_the_tasks_of_a_later_moment(stage):
     stage.ask("ab")
     first = stage.job.build_task("a", "numpy", None, 0.0)
-    stage.store.depot.remove_blob(first.bundles["model"].sha256)
-    assert not stage.store.depot.has_blob(first.bundles["model"])
+    stage.store.blob_store.remove_blob(first.bundles["model"].sha256)
+    assert not stage.store.blob_store.has_blob(first.bundles["model"])
     second = stage.job.build_task("b", "numpy", None, 1.0)
     assert second.bundles == first.bundles
-    assert stage.store.depot.has_blob(second.bundles["model"])
+    assert stage.store.blob_store.has_blob(second.bundles["model"])
 
 
 class Lives:
@@ -408,8 +401,11 @@ class Lives:
             row = self.made.store.find_job(self.made.job.id)
             job = RunningJob(row, self.made.store, 7.0, fedavg.METHOD, by_wall=by_wall)
             job.use_loaded_state(job.build_state_loader()(), 7.0)
-        assert (job.rounds.began_s, set(job.rounds.asked_s.values())) == (7.0, {7.0})  # other times are this process's
-        return job.rounds.remaining_s(7.0)
+        assert (job.job_state.round_started_s, set(job.job_state.selected_s.values())) == (
+            7.0,
+            {7.0},
+        )  # other times are this process's
+        return job.job_state.remaining_s(7.0)
 
 
 @pytest.mark.parametrize(

@@ -142,7 +142,7 @@ def test_a_blob_that_is_dropped_while_it_is_saved_is_taken_from_a_later_moment(h
     file = saved(home, tmp_path / "backup.tar")
     backup.restore_backup(file, tmp_path / "again")
     with Store(tmp_path / "again") as store:
-        assert all(store.depot.blob_path(sha256) for sha256 in store.referenced_blobs())
+        assert all(store.blob_store.blob_path(sha256) for sha256 in store.referenced_blobs())
         assert any(
             isinstance(fact, RoundCommitted) and fact.round == 2
             for _, _, fact in store.read_events(store.readable_jobs()[0].id)

@@ -20,7 +20,7 @@ from fedquilt.blobs import http_client
 from fedquilt.blobs.download import BlobWriter, WriterClosedError
 from fedquilt.blobs.store import BlobStore
 from fedquilt.coordinator.delivery import blob_server
-from fedquilt.coordinator.delivery.blob_server import PER_BOARD, BlobLocationSettings, BlobServer
+from fedquilt.coordinator.delivery.blob_server import MAX_DEVICE_CONNECTIONS, BlobLocationSettings, BlobServer
 from fedquilt.core import BlobLocation, JobError
 from fedquilt.security.handshake import LinkIdentity
 
@@ -75,14 +75,14 @@ def test_a_blob_whose_task_was_withdrawn_is_not_given_any_more(site):
 
 def test_a_blob_goes_over_the_wire_a_few_times_for_one_token(site):
     found = [site.get()[0] for _ in range(6)]
-    assert found == [200] * blob_server.AGAIN_MOST + [429] * 2
+    assert found == [200] * blob_server.MAX_TRANSFERS_PER_GRANT + [429] * 2
 
 
 def test_an_empty_blob_is_given_as_often_as_any(site):
     empty = site.depot.store_bytes(b"")
     token = site.server.issue_token("a", empty)
     found = [site.get(token, empty.sha256) for _ in range(6)]
-    assert [status for status, _ in found] == [200] * blob_server.AGAIN_MOST + [429] * 2
+    assert [status for status, _ in found] == [200] * blob_server.MAX_TRANSFERS_PER_GRANT + [429] * 2
     assert found[0][1] == b""
     site.server.issue_token("a", empty)
     assert site.get(token, empty.sha256) == (200, b"")
@@ -333,7 +333,7 @@ def test_a_board_that_holds_all_its_connections_leaves_the_others_theirs(site):
     large = [site.depot.store_bytes(noise(16_000_000, number)) for number in (1, 2)]
     tokens = [site.server.issue_token("greedy", ref) for ref in large]
     with ExitStack() as stack:
-        for number in range(PER_BOARD):
+        for number in range(MAX_DEVICE_CONNECTIONS):
             stack.enter_context(asking(site, tokens[number % 2], large[number % 2].sha256))
         refused = asking(site, tokens[0], large[0].sha256)
         said = answer_of(refused)[2]

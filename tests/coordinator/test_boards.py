@@ -11,7 +11,13 @@ from by_hand import Hand, MonitoredStage, constant_model
 
 from fedquilt import wire
 from fedquilt.cli import main
-from fedquilt.coordinator.delivery.monitoring_executor import DOUBT_S, LATER_S, SOON_S, TIDY_S, DeviceStatusTracker
+from fedquilt.coordinator.delivery.monitoring_executor import (
+    CLEANUP_INTERVAL_S,
+    START_GRACE_S,
+    STATUS_DELAY_S,
+    TELEMETRY_DELAY_S,
+    DeviceStatusTracker,
+)
 from fedquilt.coordinator.fleet import device_status
 from fedquilt.coordinator.fleet.device_status import CurrentTask, DeviceStatus, TelemetrySample, TelemetryStore
 from fedquilt.coordinator.rounds import decisions
@@ -75,26 +81,26 @@ def watched(tmp_path: Path) -> Watched:
 def test_a_board_is_known_soon_by_what_it_says(watched):
     began = watched.now
     watched.say("a", wire.Presence(online=True, boot="1"), PROFILE)
-    watched.wait(SOON_S)
+    watched.wait(STATUS_DELAY_S)
     found = watched.stored()
     assert (found.online, found.since, found.board, found.version) == (True, began, "Orin", "0.1.0")
     assert (found.budget_bytes, found.labels, found.doing) == (4, ("site=lab",), None)
     watched.noted.record_task("a", TASK)
     asked = watched.now
-    watched.wait(SOON_S)
+    watched.wait(STATUS_DELAY_S)
     assert watched.stored().doing == CurrentTask("j", 3, "asked", asked)
     watched.say("a", CLAIM, wire.Progress(job="j", round=3, attempt=0, fraction=0.25))
     watched.say("a", Telemetry(mode="25W", clock_s=watched.now - 7.0))
     claimed = watched.now
-    watched.wait(LATER_S)
+    watched.wait(TELEMETRY_DELAY_S)
     assert watched.stored().doing == CurrentTask("j", 3, "working", claimed, 0.25)
     assert (watched.stored().mode, watched.stored().skew_s) == ("25W", -7.0)
     watched.say("a", update())
-    watched.wait(SOON_S)
+    watched.wait(STATUS_DELAY_S)
     sending = watched.stored().doing
     assert sending.step == "sending"
     watched.noted.record_ack("a", wire.Ack(job="j", round=3, attempt=0, accepted=True))
-    watched.wait(SOON_S)
+    watched.wait(STATUS_DELAY_S)
     assert watched.stored().doing is None
 
 
@@ -106,16 +112,16 @@ def test_the_last_refusal_is_kept_with_its_reason_and_the_time_it_began(watched)
     watched.wait(60.0)
     watched.say("a", refused)
     watched.say("a", wire.Claim(job="j", round=3, attempt=0, accepted=False, code="cleared"))
-    watched.wait(SOON_S)
+    watched.wait(STATUS_DELAY_S)
     found = watched.stored()
     assert found.refusal == device_status.LatestDecline(began, "memory", "12 MB short", "j", 3)
     assert found.doing is None
     watched.noted.record_ack("a", wire.Ack(job="j", round=4, attempt=0, accepted=False, reason="not finite"))
-    watched.wait(SOON_S)
+    watched.wait(STATUS_DELAY_S)
     found = watched.stored()
     assert (found.refusal.code, found.refusal.reason, found.refusal.round) == ("update", "not finite", 4)
     watched.noted.record_message(DeviceChange("a", "flooding"), watched.now_s)
-    watched.wait(SOON_S)
+    watched.wait(STATUS_DELAY_S)
     assert watched.stored().refusal is not None
     assert watched.stored().refusal.code == "flooding"
 
@@ -124,11 +130,11 @@ def test_a_late_message_makes_no_clock_slow(watched):
     watched.say("a", Telemetry(clock_s=watched.now))
     watched.wait(30.0)
     watched.say("a", Telemetry(clock_s=watched.now - 20.0))
-    watched.wait(LATER_S)
+    watched.wait(TELEMETRY_DELAY_S)
     assert watched.stored().skew_s == 0.0
     watched.wait(device_status.SKEW_KEPT_S)
     watched.say("a", Telemetry(clock_s=watched.now - 20.0))
-    watched.wait(LATER_S)
+    watched.wait(TELEMETRY_DELAY_S)
     assert watched.stored().skew_s == -20.0
 
 
@@ -141,19 +147,19 @@ def test_a_restarted_coordinator_goes_on_with_what_is_known(watched):
     watched.now += 3600
     watched.start()
     watched.say("a", wire.Presence(online=True, boot="1"))
-    watched.wait(SOON_S)
+    watched.wait(STATUS_DELAY_S)
     assert (watched.stored("a").since, watched.stored("a").doing) == (began, None)
     assert watched.stored("b").online
-    watched.wait(DOUBT_S)
+    watched.wait(START_GRACE_S)
     assert (watched.stored("a").online, watched.stored("b").online) == (True, False)
     watched.say("a", wire.Presence(online=True, boot="2"))
-    watched.wait(SOON_S)
-    assert watched.stored("a").since == watched.now - SOON_S
+    watched.wait(STATUS_DELAY_S)
+    assert watched.stored("a").since == watched.now - STATUS_DELAY_S
 
 
 def test_what_a_broker_keeps_of_boards_long_gone_is_no_news(watched):
     watched.say("a", wire.Presence(online=False, boot="1"), PROFILE, retained=True)
-    watched.wait(SOON_S)
+    watched.wait(STATUS_DELAY_S)
     assert (watched.stored().online, watched.stored().since, watched.stored().seen) == (False, None, None)
 
 
@@ -162,22 +168,22 @@ def test_a_board_that_does_not_answer_is_silent_since_its_last_message(watched):
     heard = watched.now
     watched.wait(35.0)
     watched.noted.mark_quiet("a")
-    watched.wait(SOON_S)
+    watched.wait(STATUS_DELAY_S)
     quiet = watched.stored()
     assert (quiet.online, quiet.quiet, quiet.silent, quiet.seen) == (True, True, False, heard)
     watched.wait(15.0)
     watched.noted.record_message(DeviceChange("a", "silent"), watched.now_s)
-    watched.wait(SOON_S)
+    watched.wait(STATUS_DELAY_S)
     lost = watched.stored()
     assert (lost.online, lost.quiet, lost.silent, lost.since, lost.seen) == (False, False, True, heard, heard)
     watched.say("a", wire.Presence(online=True, boot="1"), retained=True)
-    watched.wait(SOON_S)
+    watched.wait(STATUS_DELAY_S)
     assert watched.stored() == lost
     watched.noted.record_contact("a")
     watched.noted.record_message(DeviceChange("a", "returned"), watched.now_s)
     watched.say("a", Telemetry(mode="25W"))
     back = watched.now
-    watched.wait(LATER_S)
+    watched.wait(TELEMETRY_DELAY_S)
     found = watched.stored()
     assert (found.online, found.silent, found.since, found.seen) == (True, False, back, back)
 
@@ -189,7 +195,7 @@ def test_a_board_that_was_silent_is_online_to_the_next_coordinator_until_it_does
     watched.start()
     watched.say("a", wire.Presence(online=True, boot="1"), retained=True)
     watched.say("a", Telemetry(mode="25W"))
-    watched.wait(LATER_S)
+    watched.wait(TELEMETRY_DELAY_S)
     assert (watched.stored().online, watched.stored().silent) == (True, False)
 
 
@@ -212,8 +218,8 @@ def test_readings_become_coarser_with_age_and_end(watched):
     rows = sqlite3.connect(watched.home / device_status.NAME)
     finest = rows.execute("select min(at), count(*) from readings where step = 30").fetchone()
     rows.close()
-    assert finest[0] >= watched.now - 7200 - TIDY_S
-    assert finest[1] <= 240 + TIDY_S / 30
+    assert finest[0] >= watched.now - 7200 - CLEANUP_INTERVAL_S
+    assert finest[1] <= 240 + CLEANUP_INTERVAL_S / 30
 
 
 def test_a_coarser_reading_is_made_of_all_finer_ones_of_its_time(tmp_path):
@@ -256,11 +262,11 @@ def test_what_is_forgotten_of_a_board_is_nobody_elses(tmp_path):
 def test_boards_that_have_long_been_away_are_forgotten(watched):
     watched.say("a", wire.Presence(online=True, boot="1"), Telemetry(power_w=1.0))
     watched.say("b", wire.Presence(online=True, boot="1"))
-    watched.wait(LATER_S)
+    watched.wait(TELEMETRY_DELAY_S)
     watched.say("a", wire.Presence(online=False, boot="1"))
-    watched.wait(SOON_S)
+    watched.wait(STATUS_DELAY_S)
     watched.now += device_status.FORGOTTEN_S + 1
-    watched.wait(TIDY_S)
+    watched.wait(CLEANUP_INTERVAL_S)
     with TelemetryStore(watched.home) as store:
         assert [each.device for each in store.load_statuses()] == ["b"]
         assert store.load_readings("a", 0, 1) == []
@@ -278,7 +284,7 @@ def test_a_database_of_another_version_is_refused_and_one_that_is_damaged_put_as
         TelemetryStore(tmp_path)
     watched = Watched(tmp_path)
     watched.say("a", PROFILE)
-    watched.wait(SOON_S)
+    watched.wait(STATUS_DELAY_S)
     assert watched.stored().board == "Orin"
     assert (tmp_path / "boards.db.damaged").exists()
     watched.noted.close()
@@ -309,7 +315,7 @@ def test_a_full_disk_is_said_once_and_noting_goes_on_afterwards(watched, monkeyp
 def test_a_row_that_cannot_be_read_hides_no_other(watched):
     watched.say("a", PROFILE)
     watched.say("b", msgspec.structs.replace(PROFILE, device="b"))
-    watched.wait(SOON_S)
+    watched.wait(STATUS_DELAY_S)
     db = sqlite3.connect(watched.home / device_status.NAME)
     db.execute("update boards set body = '{\"device\": 3}' where device = 'a'")
     db.commit()

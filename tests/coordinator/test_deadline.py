@@ -53,14 +53,16 @@ def cohort(policy: str = "predicted", **changes: float) -> CohortSettings:
     return msgspec.convert({"deadline": policy, **changes}, CohortSettings)
 
 
-def allowed_s(cohort: CohortSettings, known: deadline.Known, asked: deadline.Asks) -> float | None:
+def allowed_s(
+    cohort: CohortSettings, known: deadline.DurationsByDevice, asked: deadline.WorkloadByDevice
+) -> float | None:
     """Seconds that the cohort's rule allows."""
     return deadline.decide_deadline(cohort, known, asked).seconds
 
 
-def without_slack_s(known: deadline.Known, asked: deadline.Asks) -> float | None:
+def without_slack_s(known: deadline.DurationsByDevice, asked: deadline.WorkloadByDevice) -> float | None:
     found_s = allowed_s(cohort(), known, asked)
-    return None if found_s is None else found_s / (1 + deadline.SLACK)
+    return None if found_s is None else found_s / (1 + deadline.PREDICTION_SLACK)
 
 
 def asks(amounts: dict[str, float]) -> dict[str, DeviceWorkload]:
@@ -165,7 +167,7 @@ def test_a_new_board_is_taken_for_the_middle_of_the_fleet():
         for name, ratio, rest in (("x", 1.0, 1.0), ("y", 2.0, 7.0), ("z", 30.0, 2.0))
     }
     fleet = FleetDurations.from_durations(known)
-    assert fleet.logs == pytest.approx((0.0, 0.6931, 3.4012), abs=1e-4)
+    assert fleet.log_ratios == pytest.approx((0.0, 0.6931, 3.4012), abs=1e-4)
     given = without_slack_s(known, {"a": DeviceWorkload(WorkEstimate(flops=20.0), FAST)})
     # sd^2 = (0.6931^2 + 2.7081^2 + 2 * 0.5^2) / 4 * 4 / 3 = 2.771
     assert given == pytest.approx(7.0 + 2 * 10.0 * math.exp(1.28155 * math.sqrt(2.771)), rel=1e-3)
@@ -449,7 +451,7 @@ def test_without_work_to_move_only_the_time_is_chosen():
 
 
 def test_where_idling_costs_nothing_a_round_is_as_long_as_the_calm_point_takes_unless_it_is_bounded(monkeypatch):
-    monkeypatch.setattr(deadline, "MOST_WORK", 1.0)
+    monkeypatch.setattr(deadline, "MAX_EPOCH_FACTOR", 1.0)
     resting = {
         device: ask._replace(profile=msgspec.structs.replace(ask.profile, idle_w=0.0)) for device, ask in BOTH.items()
     }
@@ -481,13 +483,13 @@ def test_a_new_board_keeps_its_epochs_until_it_has_told_its_examples():
 
 def test_another_number_of_epochs_is_so_many_times_their_work_and_nothing_else():
     order = TaskSpec({"epochs": 2}, {}, WorkEstimate(flops=4.0, flops_per_example=6.0, launches_per_batch=2.0, batch=5))
-    ask = tasks.predict_workload(order, ("work",), "numpy", 0.2, uneven=True)
+    ask = tasks.predict_workload(order, ("work",), "numpy", 0.2, has_unequal_epochs=True)
     assert (ask.epochs, ask.with_epochs(2)) == (2, ask)
     assert ask.with_epochs(3).work == tasks.predict_work(tasks.with_epochs(order, 3), ("work",), "numpy")
-    both = tasks.predict_workload(order, ("work", "check"), "numpy", 0.2, uneven=True)
+    both = tasks.predict_workload(order, ("work", "check"), "numpy", 0.2, has_unequal_epochs=True)
     assert both.with_epochs(3).work.flops_per_example - both.work.flops_per_example == 3.0
     for actions, uneven in ((("check",), True), (("work",), False)):
-        assert tasks.predict_workload(order, actions, "numpy", 0.2, uneven=uneven).epochs == 0
+        assert tasks.predict_workload(order, actions, "numpy", 0.2, has_unequal_epochs=uneven).epochs == 0
     assert tasks.with_epochs(order, None) is order
     assert tasks.with_epochs(None, 3) is None
 
@@ -495,7 +497,7 @@ def test_another_number_of_epochs_is_so_many_times_their_work_and_nothing_else()
 def test_a_round_is_asked_with_its_epochs_and_the_next_one_begins_without():
     blob = BlobRef(sha256="a" * 64, size=1)
     plan = JobConstants(0, 5, cohort_rule(), 0)
-    state = msgspec.structs.replace(apply_event(JobState(plan), JobStarted(blob), 0.0), took=KNOWN)
+    state = msgspec.structs.replace(apply_event(JobState(plan), JobStarted(blob), 0.0), durations=KNOWN)
     asked = decisions.decide_event(state, 0.0, BOTH.keys(), BOTH.__getitem__)
     assert isinstance(asked, CohortSelected)
     assert asked.epochs == {"dear": 1, "cheap": 3}
@@ -505,7 +507,7 @@ def test_a_round_is_asked_with_its_epochs_and_the_next_one_begins_without():
     for device in BOTH:
         update = Update(job="j", round=0, attempt=0, device=device, weight=1.0, bundles={}, metrics={}, usage=Usage())
         state = apply_event(state, UpdateAccepted(0, update, 5.0, 5.0), 5.0)
-    assert [state.took[device][-1].work for device in ("dear", "cheap")] == [1.0, 3.0]
+    assert [state.durations[device][-1].work for device in ("dear", "cheap")] == [1.0, 3.0]
     state = apply_event(apply_event(state, RoundClosed(0), 5.0), RoundCommitted(0, blob, False, {}), 5.0)
     assert state.epochs == {}
 

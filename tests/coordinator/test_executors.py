@@ -13,7 +13,7 @@ from fedquilt import wire
 from fedquilt.blobs import chunks, upload
 from fedquilt.blobs.store import BlobStore
 from fedquilt.blobs.transfers import Transfers
-from fedquilt.coordinator.delivery.executor import Heard, LinkExecutor, TaskDispatcher
+from fedquilt.coordinator.delivery.executor import ExecutorInput, LinkExecutor, TaskDispatcher
 from fedquilt.coordinator.jobs.job import RunningJob
 from fedquilt.coordinator.rounds.decisions import UpdateReceived
 from fedquilt.coordinator.rounds.events import JobConstants, JobState
@@ -57,7 +57,7 @@ class Site:
         self._own.subscribe(topics.device_filters("a"))
         self._uploading = Transfers(self._own, self.theirs, topics, "up", lambda device, sha256: sha256 in self.given)
         self.asked: list[str] = []  # what it was asked for, in order
-        self.heard: list[Heard] = []
+        self.heard: list[ExecutorInput] = []
 
     def has(self, payload: bytes) -> BlobRef:
         """A blob that the device has and gives."""
@@ -78,7 +78,7 @@ class Site:
             self._uploading.handle_message(route, message.payload, self.broker.now_s)
         self._uploading.step(self.broker.now_s)
 
-    def play(self, seconds: float = 3.0) -> list[Heard]:
+    def play(self, seconds: float = 3.0) -> list[ExecutorInput]:
         """What the coordinator has heard in this time."""
         self.heard.clear()
         until_s = self.broker.now_s + seconds
@@ -243,7 +243,7 @@ def test_a_broker_keeps_nothing_of_a_run_that_has_ended(site, end):
     seen = []
     for phase in ("open", end):
         rounds = JobState(JobConstants(0, 3, CohortSettings(), 0), phase=phase)
-        site.executor.publish_state(cast("RunningJob", SimpleNamespace(id="digits-1", job=plan, rounds=rounds)))
+        site.executor.publish_state(cast("RunningJob", SimpleNamespace(id="digits-1", job=plan, job_state=rounds)))
         site.broker.now_s += 1.0
         site.broker.deliver_due()
         late = site.broker.connect()
@@ -270,7 +270,9 @@ def test_the_next_repetition_is_that_of_the_earliest_open_task():
             case 2:
                 issues.slow_resends(device)
             case _:
-                due = [name for name, issue in issues._open.items() if now_s >= issue.due_s]
+                due = [name for name, issue in issues._open_tasks.items() if now_s >= issue.due_s]
                 assert sorted(issues.take_due_devices(now_s)) == sorted(due)
-        assert issues.next_repetition_s() == min((issue.due_s for issue in issues._open.values()), default=math.inf)
-    assert len(issues._agenda) < 200
+        assert issues.next_repetition_s() == min(
+            (issue.due_s for issue in issues._open_tasks.values()), default=math.inf
+        )
+    assert len(issues._due_times) < 200

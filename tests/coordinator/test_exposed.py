@@ -99,18 +99,18 @@ def test_the_end_of_a_run_leaves_the_gauges_of_another_run_of_its_job():
 
 
 def test_labels_are_bounded():
-    known = [(DeviceStatus(f"{index:05d}", online=True), None) for index in range(metrics_exporter.MOST_BOARDS + 7)]
+    known = [(DeviceStatus(f"{index:05d}", online=True), None) for index in range(metrics_exporter.MAX_DEVICES + 7)]
     counts = CoordinatorMetrics(lambda: known, lambda: NOW)
-    for index in range(metrics_exporter.MOST_JOBS + 20):
+    for index in range(metrics_exporter.MAX_JOBS + 20):
         play(counts, f"job-{index}")
     found = values(counts.metric_families())
-    assert sum(key[0] == "fedquilt_board_online" for key in found) == metrics_exporter.MOST_BOARDS
+    assert sum(key[0] == "fedquilt_board_online" for key in found) == metrics_exporter.MAX_DEVICES
     assert (found["fedquilt_boards", "online"], found[("fedquilt_boards_left_out",)]) == (
-        metrics_exporter.MOST_BOARDS + 7,
+        metrics_exporter.MAX_DEVICES + 7,
         7,
     )
-    assert sum(key[0] == "fedquilt_updates" for key in found) == metrics_exporter.MOST_JOBS + 1
-    assert found["fedquilt_updates", metrics_exporter.OTHERS] == 20
+    assert sum(key[0] == "fedquilt_updates" for key in found) == metrics_exporter.MAX_JOBS + 1
+    assert found["fedquilt_updates", metrics_exporter.OTHER_JOBS] == 20
 
 
 def read(place: str) -> str:

@@ -11,8 +11,8 @@ from side_by_side import LONG, Worker, read_events, work
 from fedquilt.cli import main
 from fedquilt.coordinator import settings
 from fedquilt.coordinator.fleet.fair_share import (
-    PATIENCE_S,
-    START_S,
+    IDLE_LIMIT_BEFORE_START_S,
+    IDLE_LIMIT_S,
     IdleTime,
     JobUsage,
     devices_to_yield,
@@ -55,18 +55,20 @@ def test_the_first_that_waits_is_served_and_before_it_one_that_was_interrupted(s
 
 
 def test_all_are_served_while_there_are_places():
-    assert select_jobs(rows("running", "queued", "queued"), waits(a=10 * PATIENCE_S), {}) == ["b", "c", "a"]
+    assert select_jobs(rows("running", "queued", "queued"), waits(a=10 * IDLE_LIMIT_S), {}) == ["b", "c", "a"]
 
 
 def test_a_job_gives_way_once_nobody_has_been_at_it_for_a_while():
-    assert select_jobs(rows("running", "queued"), waits(a=PATIENCE_S - 1), {}, ONE) == ["a"]
-    assert select_jobs(rows("running", "queued"), waits(a=PATIENCE_S), {}, ONE) == ["b"]
-    assert select_jobs(rows("running", "done"), waits(a=10 * PATIENCE_S), {}, ONE) == ["a"]
+    assert select_jobs(rows("running", "queued"), waits(a=IDLE_LIMIT_S - 1), {}, ONE) == ["a"]
+    assert select_jobs(rows("running", "queued"), waits(a=IDLE_LIMIT_S), {}, ONE) == ["b"]
+    assert select_jobs(rows("running", "done"), waits(a=10 * IDLE_LIMIT_S), {}, ONE) == ["a"]
 
 
 def test_a_job_whose_round_has_not_begun_gives_way_at_once():
-    assert START_S <= 1.0
-    assert select_jobs(rows("running", "queued"), {"a": IdleTime(START_S, begun=False)}, {}, ONE) == ["b"]
+    assert IDLE_LIMIT_BEFORE_START_S <= 1.0
+    assert select_jobs(
+        rows("running", "queued"), {"a": IdleTime(IDLE_LIMIT_BEFORE_START_S, has_started=False)}, {}, ONE
+    ) == ["b"]
 
 
 def test_jobs_that_all_wait_take_turns():
@@ -74,7 +76,7 @@ def test_jobs_that_all_wait_take_turns():
     seen, now = [], "a"
     for turn in range(7):
         seen.append(now)
-        (following,) = select_jobs(rows("queued", "queued", "queued"), waits(**{now: PATIENCE_S}), gave_way, ONE)
+        (following,) = select_jobs(rows("queued", "queued", "queued"), waits(**{now: IDLE_LIMIT_S}), gave_way, ONE)
         gave_way[now] = float(turn)
         now = following
     assert "".join(seen) == "abcabca"
@@ -82,8 +84,8 @@ def test_jobs_that_all_wait_take_turns():
 
 def test_more_places_serve_more_jobs():
     waiting = rows("running", "running", "queued", "queued")
-    assert select_jobs(waiting, waits(a=0.0, b=PATIENCE_S), {}, CoordinatorLimits(running=2)) == ["a", "c"]
-    assert select_jobs(waiting, waits(a=0.0, b=PATIENCE_S), {}, CoordinatorLimits(running=4)) == ["a", "c", "d", "b"]
+    assert select_jobs(waiting, waits(a=0.0, b=IDLE_LIMIT_S), {}, CoordinatorLimits(running=2)) == ["a", "c"]
+    assert select_jobs(waiting, waits(a=0.0, b=IDLE_LIMIT_S), {}, CoordinatorLimits(running=4)) == ["a", "c", "d", "b"]
 
 
 def test_one_submitter_has_no_more_places_than_the_quota():
@@ -103,12 +105,12 @@ def test_runs_of_simulated_fleets_are_left_to_who_brings_their_boards():
 
 
 def test_a_job_that_is_ahead_by_more_than_a_round_leaves_the_others_boards_alone():
-    ahead = JobUsage(had_s=300.0, round_s=100.0, roll={"x"}, working=True)
-    behind = JobUsage(had_s=150.0, round_s=1.0, roll={"y", "z"}, working=True)
+    ahead = JobUsage(device_time_s=300.0, round_time_s=100.0, cohort={"x"}, is_working=True)
+    behind = JobUsage(device_time_s=150.0, round_time_s=1.0, cohort={"y", "z"}, is_working=True)
     assert devices_to_yield("a", {"a": ahead, "b": behind}) == {"y", "z"}
     assert devices_to_yield("b", {"a": ahead, "b": behind}) == set()
-    assert devices_to_yield("a", {"a": ahead, "b": behind._replace(working=False)}) == set()
-    assert devices_to_yield("a", {"a": ahead, "b": behind._replace(had_s=200.0)}) == set()
+    assert devices_to_yield("a", {"a": ahead, "b": behind._replace(is_working=False)}) == set()
+    assert devices_to_yield("a", {"a": ahead, "b": behind._replace(device_time_s=200.0)}) == set()
 
 
 def test_who_was_not_there_starts_level_with_the_one_that_has_had_least():
@@ -154,8 +156,8 @@ def test_a_cohort_of_some_boards_is_drawn_from_the_free_ones_and_the_log_says_wh
     (asked,) = read_events(stage, second, CohortSelected)
     assert set(asked.devices) == set("abc") - {had}
     (noted,) = read_events(stage, second, EligibilityRecorded)
-    assert noted.passed == {"busy": (had,)}
-    assert round_outcomes.load_outcomes(stage.store, second).found[0][had].code == "busy"
+    assert noted.ineligible == {"busy": (had,)}
+    assert round_outcomes.load_outcomes(stage.store, second).by_round[0][had].code == "busy"
 
 
 def test_a_job_that_waits_for_boards_of_others_writes_nothing_meanwhile(staged):
@@ -173,7 +175,7 @@ def test_a_submitters_jobs_have_no_more_boards_than_its_share(staged):
     stage.play()
     at_work = [hand for hand in hands if hand.tasks and hand.tasks[-1]]
     assert len(at_work) == 2
-    codes = {name: part.code for name, part in round_outcomes.load_outcomes(stage.store, stage.job).found[0].items()}
+    codes = {name: part.code for name, part in round_outcomes.load_outcomes(stage.store, stage.job).by_round[0].items()}
     assert codes == {hand.name: "asked" if hand in at_work else "share" for hand in hands}
     at_work[0].answer(constant_model())
     stage.play()
@@ -190,13 +192,13 @@ def test_why_says_that_a_job_waits_for_its_submitters_share(staged):
     stage.play()
     second = stage.add("k", cohort={**LONG, "size": 1})
     stage.play(30.0)
-    codes = [part.code for part in round_outcomes.load_outcomes(stage.store, stage.job).found[0].values()]
+    codes = [part.code for part in round_outcomes.load_outcomes(stage.store, stage.job).by_round[0].values()]
     assert sorted(codes) == ["asked", "asked", "drawn", "drawn"]
-    assert "share" in {part.code for part in round_outcomes.load_outcomes(stage.store, second).found[0].values()}
+    assert "share" in {part.code for part in round_outcomes.load_outcomes(stage.store, second).by_round[0].values()}
     assert len(read_events(stage, second, EligibilityRecorded)) == 1
     work(stage, [Worker(hand, {}) for hand in hands], 10.0)
     assert [stage.store.stored_status(id) for id in (stage.job, second)] == ["done", "done"]
-    assert "share" not in {part.code for part in round_outcomes.load_outcomes(stage.store, second).found[0].values()}
+    assert "share" not in {part.code for part in round_outcomes.load_outcomes(stage.store, second).by_round[0].values()}
 
 
 def test_ls_says_what_a_job_waits_for_and_what_each_alone_takes_on_the_disk(two_jobs):
@@ -216,7 +218,7 @@ def test_ls_says_what_a_job_waits_for_and_what_each_alone_takes_on_the_disk(two_
         f"{id} waits for {rows[id]['waits']}" for id in (second, third)
     ]
     (state,) = stage.store.latest_state_hashes()
-    ref = stage.store.depot.find_ref(state)
+    ref = stage.store.blob_store.find_ref(state)
     assert ref is not None
     assert all(own[id] > 0 for id in (first, second, third))
     a.answer(constant_model())
@@ -239,7 +241,7 @@ def test_ended_runs_are_deleted_as_the_settings_say_while_others_run(staged):
         second = stage.add(name, cohort=LONG)
     stage.play()
     assert [row.id for row in stage.store.readable_jobs()] == [*ended, second]  # deleted at its leisure
-    stage.server._tidy_s = 0.0
+    stage.server._next_retention_s = 0.0
     stage.play()
     assert [row.id for row in stage.store.readable_jobs()] == [ended[-1], second]
     a.answer(constant_model())
@@ -257,7 +259,7 @@ def test_a_run_that_took_long_is_not_deleted_as_soon_as_it_has_ended(staged, mon
             a.answer(constant_model())
             stage.play()
             assert stage.store.stored_status(stage.job) == "done"
-        stage.server._tidy_s = 0.0
+        stage.server._next_retention_s = 0.0
         stage.play()
         assert [row.id for row in stage.store.readable_jobs()] == left
 

@@ -20,22 +20,22 @@ from fedquilt.core import StoreError
 
 def test_a_blob_that_is_collected_before_its_rollout_is_queued_is_stored_again(tmp_path):
     with Store(tmp_path) as served, Store(tmp_path) as other:
-        collector, put = GarbageCollector(served), other.depot.store_bytes
+        collector, put = GarbageCollector(served), other.blob_store.store_bytes
 
         def overtaken(*given):
             ref = put(*given)
             if not other._db.in_transaction:
                 collector.add_all_blobs()
                 assert collector.collect()
-                assert not served.depot.has_blob(ref)
+                assert not served.blob_store.has_blob(ref)
             return ref
 
-        other.depot.store_bytes = overtaken
+        other.blob_store.store_bytes = overtaken
         run_control.queue_rollout(other, RolloutPlan(kind="model", name="digits-1"), b"a model")
         collector.add_all_blobs()
         assert collector.collect()
         (rollout,) = served.rollouts.readable_rollouts()
-        assert served.depot.load(rollout.state.plan.blob.sha256) == b"a model"
+        assert served.blob_store.load(rollout.state.plan.blob.sha256) == b"a model"
 
 
 def test_a_run_whose_update_is_also_another_runs_goes_on_when_that_one_is_deleted(tmp_path):
@@ -61,7 +61,7 @@ def test_a_run_whose_update_is_also_another_runs_goes_on_when_that_one_is_delete
     assert [fact.update.device for fact in stage.told(UpdateAccepted)] == ["a", "a", "b"]
     assert [fact.status for fact in stage.told(JobEnded)] == ["stopped", "done"]
     (committed,) = stage.told(RoundCommitted)
-    assert stage.store.depot.has_blob(committed.state)
+    assert stage.store.blob_store.has_blob(committed.state)
 
 
 @pytest.mark.parametrize("damaged", [False, True])
@@ -71,9 +71,9 @@ def test_nothing_is_deleted_while_a_damaged_log_may_name_it(tmp_path, damaged):
         if damaged:
             store._db.execute("update jobs set status = 'odd' where id = ?", (run,))
             store._db.commit()
-        left, collector = store.depot.store_bytes(b"left"), GarbageCollector(store)
-        collector.add_candidates({left.sha256}, soon=True)
-        assert (collector.collect(), store.depot.has_blob(left)) == (not damaged, damaged)
+        left, collector = store.blob_store.store_bytes(b"left"), GarbageCollector(store)
+        collector.add_candidates({left.sha256}, urgent=True)
+        assert (collector.collect(), store.blob_store.has_blob(left)) == (not damaged, damaged)
 
 
 def test_a_thread_takes_pieces_in_order_and_the_loop_goes_on_meanwhile():
@@ -113,14 +113,14 @@ def test_a_worker_that_is_closed_begins_no_further_piece():
 def test_blobs_of_a_work_item_are_kept_until_its_result_is_recorded_and_others_are_deleted(tmp_path):
     worker, gate = ThreadWorker(large_bytes=0), threading.Event()
     stage = Stage(tmp_path, worker=worker)
-    depot = stage.store.depot
+    depot = stage.store.blob_store
     left, found = depot.store_bytes(b"nobody's"), depot.store_bytes(b"found")
     stored = chunks.ref_from_bytes(b"stored")
 
     def item():
         return depot.has_blob(found) and depot.store_bytes(b"stored") == stored and gate.wait(60)
 
-    stage.server._desk.start_work(item, lambda result, now_s: None)
+    stage.server._context.start_work(item, lambda result, now_s: None)
     wait_until(lambda: depot.pinned_blobs() >= {found.sha256, stored.sha256}, "the work item has stored its blob")
     stage.hand("a")
     stage.play()
@@ -129,7 +129,7 @@ def test_blobs_of_a_work_item_are_kept_until_its_result_is_recorded_and_others_a
     while not worker.is_idle:
         select.select(worker.fds(), (), (), 60)
         stage.server.step(stage.broker.now_s)
-    stage.server._desk.garbage.add_all_blobs()
+    stage.server._context.garbage.add_all_blobs()
     stage.play()
     assert [depot.has_blob(ref) for ref in (left, found, stored)] == [False, False, False]
     worker.close()

@@ -144,7 +144,7 @@ def require_right(stage: Stage, rounds: int, result: Callable[[float], list[floa
         assert all(update.site_devices == () for update in updates.values())
         weight = updates[LIAR].weight if LIAR in updates else 0.0
         assert weight <= 1000.0
-    payload = stage.store.depot.load(stage.told(RoundCommitted)[-1].state.sha256)
+    payload = stage.store.blob_store.load(stage.told(RoundCommitted)[-1].state.sha256)
     assert payload is not None
     bias = tensors.unpack_state(payload, kind).model["1.bias"]
     assert any(np.allclose(bias, each) for each in result(weight)), (bias, weight)

@@ -102,7 +102,7 @@ def state(round: int) -> BlobRef:
 
 def evaluated(values: list[EvaluationSums | None], limits: JobLimits, every: int = 1) -> JobState:
     """The state of a job after a round for each evaluation."""
-    plan = msgspec.structs.replace(started_state(rounds=99, check_every=every).plan, stop=limits)
+    plan = msgspec.structs.replace(started_state(rounds=99, check_every=every).constants, stop=limits)
     reached = apply_event(JobState(plan), JobStarted(state(0)), 0.0)
     for round, sums in enumerate(values):
         *before, _ = whole_round("a", round=round)
@@ -251,10 +251,10 @@ def test_the_best_state_is_the_one_that_devices_evaluated_best(calm: Federation)
     assert [number for number, best in enumerate(bests) if best][-1] == first
     assert 0 < first < len(right) - 1
     with Store(home(calm)) as store:
-        kept = {path.name for path in store.depot.folder.iterdir() if len(path.name) == 64}
+        kept = {path.name for path in store.blob_store.folder.iterdir() if len(path.name) == 64}
         assert {states[first], states[-1]} <= store.referenced_blobs()
         assert kept.isdisjoint(set(states) - {states[first], states[-1]})
-        assert store.depot.blob_path(states[first]) is not None
+        assert store.blob_store.blob_path(states[first]) is not None
 
 
 def test_the_best_state_outlives_garbage_collection_and_is_in_a_backup(

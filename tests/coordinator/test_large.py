@@ -44,7 +44,7 @@ COHORT = {"start_devices": 3, "quorum": 1.0, "deadline_s": 1000.0}
 def eager() -> BackgroundWorker:
     """A worker for updates of any size, which stores a sum as soon as there is something in it."""
     made = BackgroundWorker(large_bytes=0)
-    made.stored_at = 0.0
+    made.min_unsaved_ratio = 0.0
     return made
 
 
@@ -72,7 +72,7 @@ def states(stage: Stage) -> list[str]:
 
 def blobs(stage: Stage) -> set[str]:
     """Blobs that are on the coordinator's disk, with or without a file of their own."""
-    depot = stage.store.depot
+    depot = stage.store.blob_store
     refs = [ref for fact in stage.told(UpdateAccepted) for ref in fact.update.bundles.values()]
     return {ref.sha256 for ref in refs if depot.has_blob(ref)}
 
@@ -109,7 +109,7 @@ def test_what_is_in_a_stored_sum_is_dropped_and_a_restart_goes_on_from_it(tmp_pa
     calm = played(tmp_path / "calm", "abc", None)
     stage = played(tmp_path / "large", "ca", eager())
     assert [fact.devices for fact in stage.told(UpdatesAggregated)] == [("c",), ("a", "c")]
-    assert [stage.store.depot.has_blob(fact.sum) for fact in stage.told(UpdatesAggregated)] == [False, True]
+    assert [stage.store.blob_store.has_blob(fact.sum) for fact in stage.told(UpdatesAggregated)] == [False, True]
     assert blobs(stage) == set()
     stage.restart()
     stage.play()
@@ -118,7 +118,7 @@ def test_what_is_in_a_stored_sum_is_dropped_and_a_restart_goes_on_from_it(tmp_pa
     assert states(stage) == states(calm)
     assert not stage.told(UpdateLost)
     sums = {fact.sum.sha256 for fact in stage.told(UpdatesAggregated)}
-    assert not any((stage.store.depot.folder / sha256).exists() for sha256 in sums)
+    assert not any((stage.store.blob_store.folder / sha256).exists() for sha256 in sums)
 
 
 def test_a_coordinator_that_dies_between_a_sum_and_its_fact_folds_once(tmp_path, monkeypatch):
@@ -148,7 +148,7 @@ def test_a_coordinator_that_dies_between_a_sum_and_its_fact_folds_once(tmp_path,
 
 def test_a_damaged_sum_is_named_and_the_devices_in_it_are_asked_again(tmp_path):
     stage = played(tmp_path, "ca", eager())
-    path = stage.store.depot.folder / stage.told(UpdatesAggregated)[-1].sum.sha256
+    path = stage.store.blob_store.folder / stage.told(UpdatesAggregated)[-1].sum.sha256
     payload = bytearray(path.read_bytes())
     payload[-1] ^= 4
     path.write_bytes(payload)
@@ -215,11 +215,11 @@ def test_an_update_that_is_offered_again_while_it_waits_for_the_worker_is_examin
     worker.submit(lambda: gate.wait(60), lambda result, now_s: None)
     update = hand.answer(constant_model(1.0))
     stage.play()
-    begun = worker._open
+    begun = worker._pending_count
     for _ in range(3):
         hand.say("update", update)
         stage.play()
-    assert worker._open == begun == 2
+    assert worker._pending_count == begun == 2
     gate.set()
     while not worker.is_idle or not stage.told(RoundCommitted):
         select.select(worker.fds(), (), (), 60)
@@ -262,14 +262,14 @@ def test_an_update_that_is_the_model_itself_is_kept_for_those_who_fetch_that(tmp
     ref = stage.told(UpdateAccepted)[-1].update.bundles["model"]
     assert ref == [task.bundles["model"] for task in stage.hands[1].tasks if task][-1]
     assert (stage.told(UpdatesAggregated)[-1].round, stage.told(UpdatesAggregated)[-1].devices) == (1, ("a",))
-    assert stage.store.depot.has_blob(ref)
+    assert stage.store.blob_store.has_blob(ref)
 
 
 def test_a_job_that_begins_is_read_made_and_stored_by_the_worker(tmp_path):
     worker = SlowWorker()
     stage = played(tmp_path, "", worker)
     assert not stage.facts
-    assert not list(stage.store.depot.folder.iterdir())
+    assert not list(stage.store.blob_store.folder.iterdir())
     worker.run_pending()
     stage.play()
     assert [type(fact) for fact in stage.facts].count(CohortSelected) == 1
@@ -283,7 +283,7 @@ def test_a_job_that_begins_is_read_made_and_stored_by_the_worker(tmp_path):
     stage.worker.run_pending()
     stage.play()
     assert {hand.tasks[-1].epoch for hand in stage.hands if hand.tasks[-1]} == {stage.store.epoch}
-    assert stage.store.depot.has_blob(sent.pop())
+    assert stage.store.blob_store.has_blob(sent.pop())
 
 
 def test_an_error_in_what_a_method_sends_ends_its_job_alone(tmp_path, monkeypatch):

@@ -75,7 +75,7 @@ class Paced(Stage):
     @property
     def here(self) -> set[str]:
         """Boards whose update is on the disk, or in part."""
-        found = {path.name.split(".")[0] for path in self.store.depot.folder.rglob("*")}
+        found = {path.name.split(".")[0] for path in self.store.blob_store.folder.rglob("*")}
         return {name for name, hand in self.by_name.items() if found & {path.name for path in files(hand)}}
 
     def work(self, seconds: float = 60.0, most: int = 2) -> None:
@@ -177,12 +177,14 @@ def test_a_board_that_is_held_back_at_the_deadline_is_not_late(tmp_path):
 def test_a_sites_round_ends_in_time_for_the_round_above_whoever_is_held_back(tmp_path):
     stage = Paced(tmp_path)
     (job,) = stage.server.active_jobs()
-    assert job.rounds.state is not None
-    job.rounds = replace(job.rounds, ordered=JobStarted(job.rounds.state, actions=("work",), deadline_s=20.0))
+    assert job.job_state.state is not None
+    job.job_state = replace(
+        job.job_state, parent_order=JobStarted(job.job_state.state, actions=("work",), deadline_s=20.0)
+    )
     stage.answer("abcdef")
     while len(stage.answered) < 3:
         stage.work(0.5)
-    stage.play(job.rounds.opened_s + 20.5 - stage.broker.now_s)
+    stage.play(job.job_state.opened_s + 20.5 - stage.broker.now_s)
     assert not stage.told(RoundClosed)
     stage.play(1.0)
     assert stage.told(RoundClosed)
@@ -251,7 +253,7 @@ def test_a_coordinator_that_is_killed_while_boards_wait_comes_to_the_same_bits(t
 
 def test_each_update_that_is_folded_gives_its_place_to_the_next(tmp_path):
     stage = Paced(tmp_path)
-    stage.worker.stored_at = 1e9
+    stage.worker.min_unsaved_ratio = 1e9
     stage.answer("abcd")
     stage.play()
     for _ in range(2):  # both are read
@@ -316,7 +318,7 @@ class Noted(Paced):
         assert self.store.acquire_lock()
         self.link = self.broker.connect()
         noted = DeviceStatusTracker(self.store.home)
-        self.executor = MonitoringExecutor(self.link, "f", self.store.depot, self.store.begin_epoch(), noted)
+        self.executor = MonitoringExecutor(self.link, "f", self.store.blob_store, self.store.begin_epoch(), noted)
         self.server = Server(self.executor, self.store, self.observe, limits=self.limits, worker=self.worker)
 
     def told_of(self, device: str) -> str:

@@ -5,15 +5,15 @@ import pytest
 from fedquilt import wire
 from fedquilt.coordinator.delivery import rate_limiter
 from fedquilt.coordinator.delivery.rate_limiter import (
-    ASIDE_S,
+    BLOCK_S,
     BURST_S,
     BYTE_S,
     CALM_S,
-    DROPPED_MOST,
-    LOOK_S,
-    LOOKED_S,
+    DEVICE_SHARE,
+    DISCOVERY_INTERVAL_S,
+    DISCOVERY_S,
+    MAX_DROPPED,
     MESSAGE_S,
-    RATE,
     ROUND_S,
     RateLimitedLink,
     RateLimiter,
@@ -35,21 +35,21 @@ def test_what_a_device_may_send_at_once_and_for_good():
     found = said(conduct, burst + 100, 0.0)
     assert burst <= found["taken"] <= burst + 1
     assert (found["slowed"], found["slowed"] + found["dropped"]) == (1, burst + 100 - found["taken"])
-    assert abs(said(conduct, 1000, 1.0)["taken"] - RATE / MESSAGE_S) <= 2
+    assert abs(said(conduct, 1000, 1.0)["taken"] - DEVICE_SHARE / MESSAGE_S) <= 2
 
 
 def test_a_device_that_goes_on_is_set_aside_and_read_again_after_a_while():
     conduct = RateLimiter()
-    found = said(conduct, round(BURST_S / MESSAGE_S) + DROPPED_MOST + 5000, 0.0)
+    found = said(conduct, round(BURST_S / MESSAGE_S) + MAX_DROPPED + 5000, 0.0)
     assert found["aside"] == 1
-    assert said(conduct, 50, ASIDE_S - 1) == {"dropped": 50}
-    assert said(conduct, 50, ASIDE_S) == {"taken": 50}
+    assert said(conduct, 50, BLOCK_S - 1) == {"dropped": 50}
+    assert said(conduct, 50, BLOCK_S) == {"taken": 50}
 
 
 def test_a_device_that_is_slowed_now_and_then_is_not_set_aside():
     conduct, burst = RateLimiter(), round(BURST_S / MESSAGE_S)
     for time in range(20):
-        found = said(conduct, burst + DROPPED_MOST // 2, time * (CALM_S + BURST_S / RATE))
+        found = said(conduct, burst + MAX_DROPPED // 2, time * (CALM_S + BURST_S / DEVICE_SHARE))
         assert "aside" not in found
         assert found["slowed"] == 1
 
@@ -64,21 +64,21 @@ def test_other_work_for_a_device_counts_and_its_debt_is_bounded():
     conduct = RateLimiter()
     conduct.charge_time("a", 10 * BURST_S, 0.0)
     assert said(conduct, 1, 0.0) == {"slowed": 1}
-    assert said(conduct, 1, BURST_S / RATE - 1) != {"taken": 1}
-    assert said(conduct, 1, BURST_S / RATE + 1) == {"taken": 1}
+    assert said(conduct, 1, BURST_S / DEVICE_SHARE - 1) != {"taken": 1}
+    assert said(conduct, 1, BURST_S / DEVICE_SHARE + 1) == {"taken": 1}
 
 
 def test_devices_that_are_quiet_are_not_remembered():
     conduct = RateLimiter()
     for number in range(20_000):
         said(conduct, 1, number * 1.0, f"d{number}")
-    assert len(conduct._accounts) <= 1024
+    assert len(conduct._buckets) <= 1024
 
 
 def test_who_was_slowed_of_late_is_remembered_though_it_has_its_time_back():
-    conduct, later_s = RateLimiter(), BURST_S / RATE + 1
+    conduct, later_s = RateLimiter(), BURST_S / DEVICE_SHARE + 1
     assert later_s < CALM_S
-    flood = round(BURST_S / MESSAGE_S) + DROPPED_MOST
+    flood = round(BURST_S / MESSAGE_S) + MAX_DROPPED
     assert "aside" not in said(conduct, flood, 0.0)
     for number in range(2000):
         said(conduct, 1, later_s, f"d{number}")
@@ -89,13 +89,13 @@ def test_a_message_costs_by_its_bytes():
     conduct = RateLimiter()
     assert conduct.admit_message("a", round(BURST_S / BYTE_S), 0.0) == "taken"
     assert conduct.admit_message("a", 0, 0.0) == "slowed"
-    assert conduct.admit_message("a", 0, MESSAGE_S / RATE + 1) == "taken"
+    assert conduct.admit_message("a", 0, MESSAGE_S / DEVICE_SHARE + 1) == "taken"
 
 
 def test_who_is_set_aside_stays_so_however_many_others_come():
     conduct, later_s = RateLimiter(), 2 * CALM_S
-    assert BURST_S / RATE < later_s < ASIDE_S
-    assert said(conduct, round(BURST_S / MESSAGE_S) + DROPPED_MOST + 10, 0.0)["aside"] == 1
+    assert BURST_S / DEVICE_SHARE < later_s < BLOCK_S
+    assert said(conduct, round(BURST_S / MESSAGE_S) + MAX_DROPPED + 10, 0.0)["aside"] == 1
     for number in range(2000):
         said(conduct, 1, later_s, f"d{number}")
     assert said(conduct, 1, later_s) == {"dropped": 1}
@@ -103,7 +103,7 @@ def test_who_is_set_aside_stays_so_however_many_others_come():
 
 def test_a_clock_that_is_set_back_costs_a_device_nothing():
     conduct = RateLimiter()
-    said(conduct, 1, 10 * BURST_S / RATE)
+    said(conduct, 1, 10 * BURST_S / DEVICE_SHARE)
     assert said(conduct, 10, 0.0) == {"taken": 10}
 
 
@@ -117,7 +117,7 @@ def test_what_the_coordinator_wants_of_a_device_pays_for_itself():
 
 
 TOPICS = wire.Topics("f")
-FLOOD = round(BURST_S / MESSAGE_S) + DROPPED_MOST + 100
+FLOOD = round(BURST_S / MESSAGE_S) + MAX_DROPPED + 100
 
 
 class Field:
@@ -183,8 +183,8 @@ def test_a_flood_of_any_kind_is_noticed(leaf):
 
 
 def test_it_is_heard_again_after_a_while(field):
-    assert field.gate.next_s() < ASIDE_S + 1
-    field.heard(ASIDE_S)
+    assert field.gate.next_s() < BLOCK_S + 1
+    field.heard(BLOCK_S)
     field.say("b")
     field.say("c")
     assert field.heard() == {"b": 1, "c": 1}
@@ -193,14 +193,14 @@ def test_it_is_heard_again_after_a_while(field):
 
 
 def test_a_second_one_is_set_aside_beside_it_and_each_comes_back_in_its_time(field):
-    field.heard(ASIDE_S / 2)
+    field.heard(BLOCK_S / 2)
     field.say("a", times=FLOOD)
     field.heard()
     assert field.gate.take_blocked_devices() == ["a"]
     field.say("a", times=100)
     field.say("b", times=100)
     assert field.arrived() == 0
-    field.heard(ASIDE_S / 2)
+    field.heard(BLOCK_S / 2)
     field.say("a")
     field.say("b")
     assert field.heard() == {"b": 1}
@@ -210,11 +210,11 @@ def test_a_new_device_is_found_by_the_presence_that_the_broker_keeps(field):
     field.say("c", "presence", retain=True)
     field.say("b", "presence", 100, retain=True)
     assert field.arrived() == 0
-    field.heard(LOOK_S)
+    field.heard(DISCOVERY_INTERVAL_S)
     assert field.heard() == {"c": 1}
     field.say("c")
     assert field.heard()["c"] >= 1
-    field.heard(LOOKED_S)
+    field.heard(DISCOVERY_S)
     field.say("b", "presence", 100)
     assert field.arrived() == 0
     field.say("c")
@@ -228,18 +228,18 @@ def test_a_broker_that_comes_back_is_not_asked_for_everything(field):
 
 
 def test_where_more_devices_come_than_are_subscribed_to_by_name_all_are_heard(field, monkeypatch):
-    monkeypatch.setattr(rate_limiter, "KNOWN_MOST", 3)
+    monkeypatch.setattr(rate_limiter, "MAX_NAMED_SUBSCRIPTIONS", 3)
     for device in "cdef":
         field.say(device, "presence", retain=True)
-    field.heard(LOOK_S)
+    field.heard(DISCOVERY_INTERVAL_S)
     assert field.heard() == dict.fromkeys("cdef", 1)
-    field.heard(LOOKED_S)
+    field.heard(DISCOVERY_S)
     for device in "abcdefg":
         field.say(device)
     field.say("b", f"blob/{'0' * 64}/7", 100)
     assert {device for device, count in field.heard().items() if count} >= set("acdefg")
     assert "b" not in field.heard()
     assert field.link.filters == list(TOPICS.coordinator_filters())
-    field.heard(ASIDE_S)
+    field.heard(BLOCK_S)
     field.say("b")
     assert field.heard() == {"b": 1}

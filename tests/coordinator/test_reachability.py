@@ -9,22 +9,16 @@ from by_hand import Hand, Stage, constant_model
 from fedquilt import wire
 from fedquilt.coordinator.device_columns import ELIGIBLE
 from fedquilt.coordinator.fleet.registry import (
-    AGAIN_S,
-    GRACE_S,
-    QUIET_S,
-    RATE,
-    REQUESTS,
-    RETURN_S,
+    MAX_REQUESTS,
+    OFFLINE_GRACE_S,
+    QUIET_LIMIT_S,
+    RECONNECT_GRACE_S,
+    REQUEST_INTERVAL_S,
+    REQUESTS_PER_S,
     BrokerOutage,
     SilenceDetector,
 )
-from fedquilt.coordinator.rounds.events import (
-    CohortSelected,
-    JobEnded,
-    RoundClosed,
-    RoundRetried,
-    UpdateAccepted,
-)
+from fedquilt.coordinator.rounds.events import CohortSelected, JobEnded, RoundClosed, RoundRetried, UpdateAccepted
 from fedquilt.coordinator.rounds.rollout import PhasePassed, ReleaseOffered
 from fedquilt.transport.mqtt.connection import RECONNECT
 
@@ -144,7 +138,7 @@ def test_a_rollout_goes_no_further_while_the_broker_is_away(ground):
     assert (ground.state(id).status, len(ground.having())) == ("done", 4)
 
 
-SILENT_S = QUIET_S + REQUESTS * AGAIN_S
+SILENT_S = QUIET_LIMIT_S + MAX_REQUESTS * REQUEST_INTERVAL_S
 TURN_S = 1.0  # two looks of the coordinator at its store, which are its turns where nothing comes
 
 
@@ -153,7 +147,7 @@ def played(silence: SilenceDetector, seconds: float, begin_s: float, hears: bool
     ask, silent = list[str](), list[str]()
     for step in range(1, int(seconds) + 1):
         found = silence.step(begin_s + step, hears)
-        ask += found.ask
+        ask += found.devices_to_ask
         silent += found.silent
     return ask, silent
 
@@ -185,7 +179,7 @@ def test_any_message_brings_a_silent_device_back(silence):
 def test_a_device_that_answers_is_asked_again_after_as_long(silence):
     silence.record_contact("a")
     for turn in range(10):
-        assert played(silence, QUIET_S, 100.0 + turn * QUIET_S) == (["a"], [])
+        assert played(silence, QUIET_LIMIT_S, 100.0 + turn * QUIET_LIMIT_S) == (["a"], [])
         silence.record_contact("a")
 
 
@@ -214,13 +208,13 @@ def test_idle_devices_are_not_asked_in_a_storm(silence):
     names = [f"d{number}" for number in range(10_000)]
     for name in names:
         silence.record_contact(name)
-    played(silence, QUIET_S - 1, 100.0)
+    played(silence, QUIET_LIMIT_S - 1, 100.0)
     for step in range(20):
-        ask = silence.step(100.0 + QUIET_S + step, True).ask
-        assert len(ask) == RATE
+        ask = silence.step(100.0 + QUIET_LIMIT_S + step, True).devices_to_ask
+        assert len(ask) == REQUESTS_PER_S
         for name in ask:
             silence.record_contact(name)
-    assert silence.step(100.0 + QUIET_S + 20, True).ask == []
+    assert silence.step(100.0 + QUIET_LIMIT_S + 20, True).devices_to_ask == []
 
 
 # -- in the coordinator -------------------------------------------------------------------------------------------
@@ -230,7 +224,7 @@ def begun(folder: Path, **table: Any) -> tuple[Stage, list[Hand]]:
     """A job whose first round three devices have been asked for."""
     stage = Stage(folder, **{"cohort": {"deadline_s": 600.0}, "rounds": 2, **table})
     hands = [stage.hand(name) for name in "abc"]
-    stage.play(RETURN_S + TURN_S)
+    stage.play(RECONNECT_GRACE_S + TURN_S)
     assert [fact.devices for fact in stage.told(CohortSelected)] == [("a", "b", "c")]
     return stage, hands
 
@@ -254,7 +248,7 @@ def test_a_round_closes_within_5_s_after_a_device_went_offline_that_alone_has_no
     b.answer(constant_model())
     stage.play(60.0)
     goes_offline(c)
-    assert GRACE_S - 0.1 <= closed_after_s(stage, 10.0) <= GRACE_S + TURN_S
+    assert OFFLINE_GRACE_S - 0.1 <= closed_after_s(stage, 10.0) <= OFFLINE_GRACE_S + TURN_S
     assert [fact.update.device for fact in stage.told(UpdateAccepted)] == ["a", "b"]
     stage.play()
     assert [fact.devices for fact in stage.told(CohortSelected)[1:]] == [("a", "b")]
@@ -276,7 +270,7 @@ def test_a_device_that_is_back_within_5_s_is_waited_for(tmp_path):
     a.answer(constant_model())
     b.answer(constant_model())
     goes_offline(c)
-    stage.play(GRACE_S - 1.0)
+    stage.play(OFFLINE_GRACE_S - 1.0)
     c.say("presence", c.presence, retain=True)
     stage.play(500.0)
     assert stage.told(RoundClosed) == []
@@ -291,7 +285,7 @@ def test_a_round_of_a_fixed_size_closes_early_if_its_quorum_is_reached(tmp_path,
     goes_offline(c)
     a.answer(constant_model())
     b.answer(constant_model())
-    stage.play(GRACE_S + TURN_S)
+    stage.play(OFFLINE_GRACE_S + TURN_S)
     assert bool(stage.told(RoundClosed)) == closes
 
 
@@ -304,7 +298,7 @@ def test_a_silent_device_is_not_waited_for_and_not_selected_until_its_next_messa
     stage.play()
     assert stage.told(CohortSelected)[-1].devices == ("a", "b")
     assert stage.server.registry.online_devices(stage.broker.now_s) == {"a", "b"}
-    labels = stage.server.registry.eligibility(stage.server.active_jobs()[0].wants, stage.broker.now_s)
+    labels = stage.server.registry.eligibility(stage.server.active_jobs()[0].requirements, stage.broker.now_s)
     assert labels == {"a": ELIGIBLE, "b": ELIGIBLE, "c": "silent"}
     c.say("telemetry", wire.Telemetry(power_w=1.0))
     stage.play()
@@ -326,7 +320,7 @@ def test_after_a_restart_retained_presence_counts_for_seconds_only(tmp_path):
     stage, (a, b, c) = begun(tmp_path)
     c.answers = False
     stage.restart()
-    stage.play(RETURN_S + REQUESTS * AGAIN_S + TURN_S)
+    stage.play(RECONNECT_GRACE_S + MAX_REQUESTS * REQUEST_INTERVAL_S + TURN_S)
     assert stage.server.registry.online_devices(stage.broker.now_s) == {"a", "b"}
     a.answer(constant_model())
     b.answer(constant_model())

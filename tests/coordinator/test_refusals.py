@@ -26,7 +26,7 @@ from fedquilt.coordinator.rounds.events import (
     TaskDeclined,
     UpdateAccepted,
 )
-from fedquilt.coordinator.rounds.selection import NOTHING, REFUSALS, UPDATE
+from fedquilt.coordinator.rounds.selection import DECLINE_REASONS, NO_WORK, UPDATE
 from fedquilt.core import Task
 
 PAGE = (Path(__file__).parents[2] / "docs" / "jobs.md").read_text()
@@ -63,8 +63,8 @@ def play(stage: Stage, without: str, seconds: float, code: str = "data") -> None
 def test_the_table_has_every_code_by_which_a_device_declines_and_the_page_of_jobs_describes_it():
     codes = set(get_args(wire.RefusalCode))
     assert codes == set(get_args(get_type_hints(wire.Claim)["code"])) - device_status.NO_REFUSAL
-    assert codes == REFUSALS.keys() - {NOTHING, UPDATE, "flooding", "removed"}
-    assert {code for code, kind in REFUSALS.items() if kind.lasts != "attempt"} <= selection.REASONS.keys()
+    assert codes == DECLINE_REASONS.keys() - {NO_WORK, UPDATE, "flooding", "removed"}
+    assert {code for code, kind in DECLINE_REASONS.items() if kind.duration != "attempt"} <= selection.REASONS.keys()
     told = {
         "start": "until its agent starts",
         "rounds": "10 rounds",
@@ -73,8 +73,8 @@ def test_the_table_has_every_code_by_which_a_device_declines_and_the_page_of_job
     }
     for code in codes:
         (row,) = (line for line in PAGE.splitlines() if line.startswith(f"| {code} |"))
-        assert told[REFUSALS[code].lasts] in row
-        assert f"| {'yes' if REFUSALS[code].recurs else 'no'} |" in row
+        assert told[DECLINE_REASONS[code].duration] in row
+        assert f"| {'yes' if DECLINE_REASONS[code].recurs else 'no'} |" in row
 
 
 @pytest.mark.parametrize("size", [2, 0])
@@ -193,8 +193,8 @@ def test_two_agents_of_one_device_are_named(
     assert ("two agents use the id a in turn: give each its own `device`" in caplog.text) is warned
 
 
-RECURS = sorted(code for code in get_args(wire.RefusalCode) if REFUSALS[code].recurs)
-PASSING = sorted(code for code in get_args(wire.RefusalCode) if not REFUSALS[code].recurs)
+RECURS = sorted(code for code in get_args(wire.RefusalCode) if DECLINE_REASONS[code].recurs)
+PASSING = sorted(code for code in get_args(wire.RefusalCode) if not DECLINE_REASONS[code].recurs)
 
 
 def asked(stage: Stage) -> list[tuple[int, int, tuple[str, ...]]]:
@@ -213,7 +213,7 @@ def test_a_failure_that_would_recur_on_every_device_ends_the_job_in_one_attempt(
     assert len(stage.told(TaskDeclined)) == 3
     assert not stage.told(RoundRetried)
     assert (ended.status, ended.code) == ("failed", code)
-    kind = REFUSALS[code]
+    kind = DECLINE_REASONS[code]
     assert ended.reason == f"{kind.cause} in round 1 on 3 of 3 devices (no data here).\nFix: {kind.fix}."
 
 
@@ -226,7 +226,7 @@ def test_a_device_whose_failure_would_recur_is_asked_once_a_round_and_the_others
     assert [fact.status for fact in stage.told(JobEnded)] == ["done"]
     assert [fact.round for fact in stage.told(RoundCommitted)] == [0, 1, 2]
     declined = [fact.round for fact in stage.told(TaskDeclined)]
-    assert declined == ([0, 1, 2] if REFUSALS[code].lasts == "round" else [0])
+    assert declined == ([0, 1, 2] if DECLINE_REASONS[code].duration == "round" else [0])
     assert len(asked(stage)) == 3
 
 

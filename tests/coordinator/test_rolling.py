@@ -7,7 +7,7 @@ from rolled import MODEL, OTHER, TOPICS, Ground, good
 
 from fedquilt import wire
 from fedquilt.coordinator import run_control
-from fedquilt.coordinator.rollout_runner import ASK_S, SETTLE_S
+from fedquilt.coordinator.rollout_runner import REPORT_REQUEST_INTERVAL_S, SESSION_SETTLE_S
 from fedquilt.coordinator.rounds.rollout import (
     PhasePassed,
     ReleaseOffered,
@@ -44,10 +44,10 @@ def test_a_good_model_reaches_all_in_phases(ground):
 def test_a_coordinator_that_has_just_started_first_hears_which_boards_there_are(ground):
     ground.deploy(canary=0.25, phases=(1.0,))
     boards = ground.fleet(40, away=39)
-    ground.play(SETTLE_S / 2)
+    ground.play(SESSION_SETTLE_S / 2)
     for board in boards[1:]:
         board.come()
-    ground.play(SETTLE_S)
+    ground.play(SESSION_SETTLE_S)
     assert len(told(ground, ReleaseOffered)[0].devices) == 10
 
 
@@ -82,7 +82,7 @@ def test_boards_that_cannot_be_upgraded_are_left_out_by_name_and_do_not_count(gr
     assert (state.status, state.count_outcomes()) == ("done", {"committed": 2})
     assert not any(board.releases for board in unable)
     begun = told(ground, RolloutStarted)[0]
-    assert begun.without == dict.fromkeys(("b-000", "b-001"), "no launcher started the agent")
+    assert begun.incompatible_devices == dict.fromkeys(("b-000", "b-001"), "no launcher started the agent")
     said = "begun: agent digits; left out: b-000, b-001 (no launcher started the agent)"
     assert view.format_event(state, begun) == said
     ground.fleet(1, **never)
@@ -219,9 +219,9 @@ def test_a_board_whose_last_word_was_lost_is_asked_for_it_again(ground):
     id = ground.deploy()
     ground.play()
     board.judge = good  # and nobody hears of it
-    ground.play(ASK_S / 2)
+    ground.play(REPORT_REQUEST_INTERVAL_S / 2)
     assert ground.state(id).device_phase(board.name) == "soaking"
-    ground.play(ASK_S)
+    ground.play(REPORT_REQUEST_INTERVAL_S)
     assert ground.state(id).status == "done"
 
 
@@ -426,7 +426,7 @@ def test_who_was_not_offered_it_says_nothing_of_it(ground):
             other.transfers.handle_message(wire.parse_topic(message.topic), message.payload, ground.broker.now_s)
         other.transfers.step(ground.broker.now_s)
     assert not other.depot.has_blob(release.blob)
-    assert list(ground.state(id).heard) == [canary]
+    assert list(ground.state(id).reports) == [canary]
 
 
 def test_without_a_retained_message_a_board_gets_it_all_the_same(ground):

@@ -12,7 +12,7 @@ from rolled import MODEL, OTHER, Ground
 from fedquilt import wire
 from fedquilt.coordinator.rounds.rollout import (
     ALLOWED,
-    LONGEST_S,
+    MAX_REPORTING_S,
     AnyRolloutEvent,
     PhasePassed,
     ReleaseOffered,
@@ -137,10 +137,10 @@ def test_a_board_that_is_there_and_talks_is_waited_for_a_day(phase):
     fleet = there(["a", "b", "c", "d"])
     both = ReleaseOffered(0, ("a", "b")), StatusReported("a", 7, "committed"), StatusReported("b", 7, phase)
     now = state(*both, canary=0.5, phases=(1.0,), patience_s=60.0, abort_above=1.0)
-    assert decide_rollout_event(now, fleet, LONGEST_S, 8) is None
-    assert find_blocking_devices(now, fleet, LONGEST_S) == ("b",)
-    assert find_blocking_devices(now, fleet, LONGEST_S + 61.0) == ()
-    assert decide_rollout_event(now, fleet, LONGEST_S + 61.0, 8) == PhasePassed(0, ("b",))
+    assert decide_rollout_event(now, fleet, MAX_REPORTING_S, 8) is None
+    assert find_blocking_devices(now, fleet, MAX_REPORTING_S) == ("b",)
+    assert find_blocking_devices(now, fleet, MAX_REPORTING_S + 61.0) == ()
+    assert decide_rollout_event(now, fleet, MAX_REPORTING_S + 61.0, 8) == PhasePassed(0, ("b",))
 
 
 def test_nothing_passes_before_anybody_has_answered():
@@ -317,7 +317,7 @@ def ground(tmp_path: Path) -> Ground:
 
 def test_blobs_are_kept_while_some_board_may_ask_for_them(ground):
     ground.fleet(2, lambda device, release: "refused" if release.name == "bad" else "committed")
-    digests = [ground.store.depot.store_bytes(each).sha256 for each in (MODEL, OTHER, b"bad")]
+    digests = [ground.store.blob_store.store_bytes(each).sha256 for each in (MODEL, OTHER, b"bad")]
     ground.deploy(MODEL, name="first")
     assert ground.store.referenced_blobs() == {digests[0]}
     ground.play(30.0)
@@ -387,7 +387,7 @@ def test_a_rollout_that_was_replaced_is_read_anew(ground, name):
     assert log.find_rollout(id).state.offered.keys() == {"a", "b"}
     for table, key in (("rollout_facts", "job"), ("rollouts", "id")):
         ground.store._db.execute(f"delete from {table} where {key} = ?", (id,))
-    log.add_rollout(RolloutPlan("model", name, blob=ground.store.depot.store_bytes(OTHER)), id=id)
+    log.add_rollout(RolloutPlan("model", name, blob=ground.store.blob_store.store_bytes(OTHER)), id=id)
     log.append_events([(id, RolloutStarted(2)), (id, ReleaseOffered(0, ("c",))), (id, ReleaseOffered(1, ("d",)))])
     with Store(ground.home) as fresh:
         assert log.find_rollout(id) == fresh.rollouts.find_rollout(id)

@@ -27,7 +27,7 @@ from fedquilt.coordinator.rounds.events import (
     UpdateRejected,
     apply_event,
 )
-from fedquilt.coordinator.rounds.selection import AGAIN_ROUNDS
+from fedquilt.coordinator.rounds.selection import MEMORY_DECLINE_ROUNDS
 from fedquilt.coordinator.settings import CohortSettings, JobLimits
 from fedquilt.core import JobError, WorkEstimate
 
@@ -63,7 +63,7 @@ def test_a_restart_that_finds_boards_offline_does_not_commit_with_those_it_sees(
     # fewer than half of the five: not a fleet, but a part of one
     assert decide_event(state, 10.0, {"a"}) == RoundRetried(0, 0)
     state = apply_events(state, RoundRetried(0, 0), now_s=10.0)
-    for device in sorted(set("abc") - state.answered.keys()):
+    for device in sorted(set("abc") - state.accepted_updates.keys()):
         assert decide_event(state, 11.0, {device}) == CohortSelected(0, 0, (device,))
         state = apply_events(state, CohortSelected(0, 0, (device,)), now_s=11.0)
         assert decide_event(state, 12.0, set("abc")) != RoundClosed(0)
@@ -87,7 +87,7 @@ def test_a_board_that_declined_for_memory_is_left_alone_until_something_has_chan
     assert devices_to_skip(state, {"b"}, lambda device: too_large(50)) == {}
     for ask in (too_large(49), too_large(50, budget_bytes=101)):
         assert devices_to_skip(state, {"a"}, lambda device, ask=ask: ask) == {}
-    for round, alone in ((AGAIN_ROUNDS - 1, {"a": "memory"}), (AGAIN_ROUNDS, {})):
+    for round, alone in ((MEMORY_DECLINE_ROUNDS - 1, {"a": "memory"}), (MEMORY_DECLINE_ROUNDS, {})):
         assert devices_to_skip(replace(state, round=round), {"a"}, lambda device: too_large(51)) == alone
     answered = apply_events(
         state, CohortSelected(1, 0, ("a",)), UpdateAccepted(1, update("a", 1)), RoundClosed(1), committed(1)
@@ -245,7 +245,7 @@ def test_a_refusal_is_no_answer_with_nothing_to_do():
     )
     assert decide_event(state, 1.0, set("ab")) is None
     state = apply_events(state, RoundRetried(0, 1))
-    assert state.idle == frozenset()
+    assert state.devices_without_work == frozenset()
 
 
 def test_without_a_size_a_board_that_is_gone_for_good_is_waited_for_until_the_deadline():
@@ -374,7 +374,7 @@ def test_who_stayed_silent_in_one_attempt_is_asked_last_in_the_next():
     # whoever has waited longest
     assert decide_event(turns, 0.0, {slow, second, quick}) == CohortSelected(0, 2, (slow,))
     state = apply_events(state, again, UpdateAccepted(0, update(second)), RoundClosed(0), committed(0))
-    assert state.silent == ()
+    assert state.silent_devices == ()
 
 
 def test_answers_alone_lead_to_nothing_until_all_or_enough_have_answered():
@@ -387,9 +387,9 @@ def test_answers_alone_lead_to_nothing_until_all_or_enough_have_answered():
         )
         while isinstance(fact := decide_event(state, 1.0, online), CohortSelected):
             state = apply_event(state, fact, 0.0)
-        while state.phase == "open" and state.asked and decide_event(state, 1.0, online) is None:
+        while state.phase == "open" and state.pending_devices and decide_event(state, 1.0, online) is None:
             waits = can_skip_decision(state, 1.0)
-            state = apply_event(state, UpdateAccepted(0, update(draw.choice(sorted(state.asked)))), 1.0)
+            state = apply_event(state, UpdateAccepted(0, update(draw.choice(sorted(state.pending_devices)))), 1.0)
             if waits and can_skip_decision(state, 1.0):
                 left_out += 1
                 assert decide_event(state, 1.0, online) is None
@@ -404,10 +404,13 @@ def played(state: JobState, online: set[str], most: int = 30) -> list[tuple[int,
         if isinstance(fact, JobEnded):
             return found
         assert isinstance(fact, CohortSelected)
-        found.append((state.round, state.settling, state.task_actions, len(fact.devices)))
+        found.append((state.round, state.is_evaluation_round, state.task_actions, len(fact.devices)))
         answers = [UpdateAccepted(state.round, update(device, state.round)) for device in fact.devices]
         state = apply_events(state, fact, *answers, RoundClosed(state.round))
-        state = apply_events(state, RoundCommitted(state.round, BLOB, False, {}, took_s=1.0, settled=state.settling))
+        state = apply_events(
+            state,
+            RoundCommitted(state.round, BLOB, False, {}, took_s=1.0, is_evaluation_round=state.is_evaluation_round),
+        )
     raise AssertionError("the job does not end")
 
 
@@ -430,21 +433,21 @@ def played(state: JobState, online: set[str], most: int = 30) -> list[tuple[int,
 def test_a_round_that_does_not_count_comes_before_each_evaluation_and_before_the_end(check_every, wanted):
     plan = JobConstants(0, 2, msgspec.convert({"size": 2}, CohortSettings), check_every)
     online = {f"dev-{index}" for index in range(5)}
-    assert played(apply_event(JobState(plan), JobStarted(BLOB, settles=True), 0.0), online) == wanted
+    assert played(apply_event(JobState(plan), JobStarted(BLOB, has_evaluation_rounds=True), 0.0), online) == wanted
     plain = played(apply_event(JobState(plan), JobStarted(BLOB), 0.0), online)
     assert [each[1:] for each in plain] == [each[1:] for each in wanted if not each[1]]
 
 
 def test_a_job_that_has_taken_enough_gathers_what_an_evaluation_needs_before_it_ends():
     plan = JobConstants(0, 5, CohortSettings(), 0, JobLimits(max_wall_s=0.5))
-    found = played(apply_event(JobState(plan), JobStarted(BLOB, settles=True), 0.0), {"a"})
+    found = played(apply_event(JobState(plan), JobStarted(BLOB, has_evaluation_rounds=True), 0.0), {"a"})
     assert [(number, settles) for number, settles, _, _ in found] == [(0, False), (1, True)]
 
 
 def test_at_its_deadline_such_a_round_wants_no_more_than_another():
     plan = JobConstants(0, 1, msgspec.convert({"size": 2, "deadline_s": 10.0}, CohortSettings), 0)
     state = apply_events(
-        apply_event(JobState(plan), JobStarted(BLOB, settles=True), 0.0), CohortSelected(0, 0, ("a", "b"))
+        apply_event(JobState(plan), JobStarted(BLOB, has_evaluation_rounds=True), 0.0), CohortSelected(0, 0, ("a", "b"))
     )
     state = apply_events(
         state,
@@ -452,7 +455,7 @@ def test_at_its_deadline_such_a_round_wants_no_more_than_another():
         RoundClosed(0),
         RoundCommitted(0, BLOB, False, {}),
     )
-    assert state.settling
+    assert state.is_evaluation_round
     online = set("abcdefghij")
     fact = decide_event(state, 0.0, online)
     assert isinstance(fact, CohortSelected)
@@ -485,7 +488,8 @@ def test_the_first_round_has_the_cohorts_deadline():
     ) == CohortSelected(0, 0, ("a",), {"a": 1.0})
     state = paced()
     state = replace(
-        state, plan=replace(state.plan, cohort=msgspec.structs.replace(state.plan.cohort, deadline="fixed"))
+        state,
+        constants=replace(state.constants, cohort=msgspec.structs.replace(state.constants.cohort, deadline="fixed")),
     )
     fact = decide_event(state, 60.0, {"a", "b"})
     assert fact == CohortSelected(1, 0, ("a", "b"))
@@ -504,7 +508,7 @@ def test_a_prediction_that_was_too_short_costs_no_attempt_and_interrupts_nobody(
     state = apply_events(paced(quorum=0.5, attempts=1), CohortSelected(1, 0, ("a", "b"), {}, 45.0), now_s=60.0)
     assert decide_event(state, 105.0, {"a", "b"}) == DeadlineExtended(1)
     state = apply_events(state, DeadlineExtended(1), now_s=105.0)
-    assert state.asked == {"a", "b"}
+    assert state.pending_devices == {"a", "b"}
     assert decide_event(state, 106.0, {"a", "b"}) is None
     answered = apply_events(state, UpdateAccepted(1, update("b", 1)), now_s=300.0)
     assert decide_event(answered, 300.0, {"a", "b"}) == RoundClosed(1)
@@ -549,7 +553,7 @@ def test_what_a_replacement_has_to_do_is_noted_too_and_only_for_its_round():
     )
     assert state.deadline_s == 45.0
     state = apply_events(state, committed(1), CohortSelected(2, 0, ("b", "c")), UpdateAccepted(2, update("c", 2), 30.0))
-    assert state.took["c"] == ((1, 20.0, 4.0, 0.0, None, 1, 0), (2, 30.0, 1.0, 0.0, None, 1, 0))
+    assert state.durations["c"] == ((1, 20.0, 4.0, 0.0, None, 1, 0), (2, 30.0, 1.0, 0.0, None, 1, 0))
 
 
 def test_a_method_that_does_not_say_what_a_round_takes_has_rounds_that_take_the_same():

@@ -88,11 +88,16 @@ def test_a_lost_update_opens_its_round_again_for_its_device_alone():
         RoundClosed(0),
     )
     state = apply_events(state, UpdateLost(0, "b", "its blob is damaged"))
-    assert (state.phase, state.asked, set(state.answered), state.lost) == ("open", {"b"}, {"a"}, {"b"})
+    assert (state.phase, state.pending_devices, set(state.accepted_updates), state.redoing_devices) == (
+        "open",
+        {"b"},
+        {"a"},
+        {"b"},
+    )
     assert decide_event(state, 1.0, {"a", "b"}) is None
     state = apply_events(state, UpdateAccepted(0, update("b")))
     assert decide_event(state, 1.0, {"a", "b"}) == RoundClosed(0)
-    assert apply_events(state, RoundClosed(0), committed(0)).lost == frozenset()
+    assert apply_events(state, RoundClosed(0), committed(0)).redoing_devices == frozenset()
 
 
 def test_a_log_of_a_job_that_was_stopped_between_two_messages_is_still_replayed():
@@ -111,7 +116,7 @@ def test_what_a_device_took_is_counted_from_when_it_was_asked_and_outlives_a_res
     slow = msgspec.structs.replace(update("a"), usage=Usage(wall_s=28.0, down_bytes=700, up_bytes=300))
     assert restarted.acceptance_event(slow, 6.0).took_s == 28.0
     replayed = apply_events(state, UpdateAccepted(0, slow, 30.0), now_s=9999.0)
-    assert replayed.took == {"a": ((0, 30.0, 2.0, 28.0, None, 1, 1000),)}
+    assert replayed.durations == {"a": ((0, 30.0, 2.0, 28.0, None, 1, 1000),)}
 
 
 def test_a_survey_notes_what_has_changed_and_then_nothing():
@@ -124,7 +129,7 @@ def test_a_survey_notes_what_has_changed_and_then_nothing():
     second = eligibility_event(state, LabelColumn({"a": ELIGIBLE, "c": ELIGIBLE}), CostColumn({"a": 3.0}))
     assert second == EligibilityRecorded(0, ("c",), {"offline": ("b",)}, {"a": 3.0})
     state = apply_events(state, second)
-    assert (state.eligible, state.passed, state.costs) == ({"a", "c"}, {"b": "offline"}, {"a": 3.0})
+    assert (state.eligible, state.ineligibility_reasons, state.costs) == ({"a", "c"}, {"b": "offline"}, {"a": 3.0})
     assert apply_events(state, EligibilityRecorded(0, ("b",))).eligible == {"a", "b", "c"}
 
 
@@ -132,20 +137,22 @@ def test_a_device_waits_from_when_it_was_first_seen_or_last_asked_whatever_comes
     state = replace(apply_events(started_state(), EligibilityRecorded(0, ("a",), {"hot": ("b",)})), round=5)
     state = replace(apply_events(state, EligibilityRecorded(5, ("b",), {"offline": ("a",)})), round=7)
     state = apply_events(state, EligibilityRecorded(7, ("a",)))
-    assert state.since == {"a": 0, "b": 0}
-    assert apply_events(state, CohortSelected(7, 0, ("a",))).since == {"a": 7, "b": 0}
+    assert state.last_selected_rounds == {"a": 0, "b": 0}
+    assert apply_events(state, CohortSelected(7, 0, ("a",))).last_selected_rounds == {"a": 7, "b": 0}
 
 
 def test_the_choice_rests_on_what_is_in_the_log():
     for round in range(20, 40):
         state = replace(
-            started_state(rounds=99, size=1), round=round, since=RoundColumn({"a": round - 1, "b": round - 6})
+            started_state(rounds=99, size=1),
+            round=round,
+            last_selected_rounds=RoundColumn({"a": round - 1, "b": round - 6}),
         )
         assert decide_event(state, 0.0, {"a", "b"}) == CohortSelected(round, 0, ("b",))
 
 
 def test_a_job_that_has_taken_enough_is_done_at_the_end_of_its_round():
-    plan = replace(started_state(rounds=9, size=1, check_every=1).plan, stop=JobLimits(max_joules=5.0))
+    plan = replace(started_state(rounds=9, size=1, check_every=1).constants, stop=JobLimits(max_joules=5.0))
     state = apply_events(JobState(plan), JobStarted(BLOB), CohortSelected(0, 0, ("a",)))
     answer = msgspec.structs.replace(update("a"), usage=Usage(energy_j=6.0))
     state = apply_events(state, UpdateAccepted(0, answer))
@@ -155,7 +162,7 @@ def test_a_job_that_has_taken_enough_is_done_at_the_end_of_its_round():
 
 
 def test_the_time_of_a_job_is_that_of_its_rounds_in_the_log():
-    plan = replace(started_state(rounds=9, size=1).plan, stop=JobLimits(max_wall_s=70.0))
+    plan = replace(started_state(rounds=9, size=1).constants, stop=JobLimits(max_wall_s=70.0))
     facts = [JobStarted(BLOB)]
     for round, took_s in ((0, 30.0), (1, 40.0)):
         *before, _ = whole_round("a", round=round)
@@ -163,7 +170,7 @@ def test_the_time_of_a_job_is_that_of_its_rounds_in_the_log():
     state = apply_events(JobState(plan), *facts[:5], now_s=5.0)
     assert isinstance(decide_event(state, 5.0, {"a"}), CohortSelected)
     assert (
-        apply_events(JobState(plan), *facts, now_s=5.0).spent == apply_events(JobState(plan), *facts, now_s=777.0).spent
+        apply_events(JobState(plan), *facts, now_s=5.0).usage == apply_events(JobState(plan), *facts, now_s=777.0).usage
     )
     assert decide_event(apply_events(state, *facts[5:]), 5.0, {"a"}) == JobEnded(
         "done", "max_wall_s: 70 s of 70 s are used up"
@@ -177,7 +184,7 @@ def test_an_answer_is_compared_with_its_profile_at_the_point_where_it_was_held()
     held = msgspec.structs.replace(update("a"), usage=Usage(wall_s=110.0, point="slow"))
     fact = state.acceptance_event(held, 120.0, DeviceWorkload(WorkEstimate(flops=100.0), profile))
     assert (fact.took_s, fact.expected_s) == (120.0, 100.0)
-    assert apply_events(state, fact).took == {"a": ((0, 120.0, 1.0, 110.0, 100.0, 1, 0),)}
+    assert apply_events(state, fact).durations == {"a": ((0, 120.0, 1.0, 110.0, 100.0, 1, 0),)}
 
 
 @settings(max_examples=60, deadline=None)
@@ -212,8 +219,8 @@ def test_replaying_the_facts_gives_the_same_state_and_rounds_only_go_forward(see
         if fact is None and state.phase == "closing":
             closed.append(state.round)
             fact = committed(state.round)
-        elif fact is None and state.asked:
-            device = roll.choice(sorted(state.asked))
+        elif fact is None and state.pending_devices:
+            device = roll.choice(sorted(state.pending_devices))
             fact = roll.choice(
                 [
                     state.acceptance_event(update(device, state.round), now_s),
@@ -225,14 +232,18 @@ def test_replaying_the_facts_gives_the_same_state_and_rounds_only_go_forward(see
         before, state = state, apply_event(state, fact, now_s)
         facts.append(fact)
         assert state.round >= before.round
-        assert not state.asked & state.answered.keys()
+        assert not state.pending_devices & state.accepted_updates.keys()
         if state.phase == "done":
             break
     assert state.phase == "done"
     assert closed == [0, 1, 2, 3, 4]
     replayed = apply_events(first, *facts, now_s=state.opened_s)
-    assert (replayed.history, replayed.took) == (state.history, state.took)
-    assert (replayed.since, replayed.passed, replayed.spent) == (state.since, state.passed, state.spent)
+    assert (replayed.history, replayed.durations) == (state.history, state.durations)
+    assert (replayed.last_selected_rounds, replayed.ineligibility_reasons, replayed.usage) == (
+        state.last_selected_rounds,
+        state.ineligibility_reasons,
+        state.usage,
+    )
     assert (replayed.round, replayed.phase, replayed.state) == (state.round, state.phase, state.state)
     with pytest.raises(msgspec.ValidationError):
         msgspec.json.decode(b'{"type":"Nonsense"}', type=AnyEvent)

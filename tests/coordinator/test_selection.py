@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from fedquilt.coordinator.device_columns import ELIGIBLE, NEVER, DeviceSet, RoundBitmap, RoundColumn
 from fedquilt.coordinator.fleet import registry as registry_module
-from fedquilt.coordinator.fleet.registry import FRESH_S, GRACE_S, KINDS_MOST, DeviceRegistry
+from fedquilt.coordinator.fleet.registry import FRESH_S, MAX_POINT_TABLES, OFFLINE_GRACE_S, DeviceRegistry
 from fedquilt.coordinator.rounds.selection import (
     REASONS,
     DeviceSnapshot,
@@ -73,15 +73,15 @@ def test_what_sensors_said_long_ago_says_nothing_of_now():
     assert registry.device_views(5.0 + FRESH_S - 1) == {"a": DeviceSnapshot(True, None, Telemetry(battery=0.1))}
     assert registry.device_views(5.0 + FRESH_S) == {"a": DeviceSnapshot(True, None, None)}
     registry.update_presence("a", Presence(online=False, boot="1"), 1000.0)
-    assert registry.device_views(1000.0 + GRACE_S - 1)["a"].online
-    assert not registry.device_views(1000.0 + GRACE_S)["a"].online
+    assert registry.device_views(1000.0 + OFFLINE_GRACE_S - 1)["a"].online
+    assert not registry.device_views(1000.0 + OFFLINE_GRACE_S)["a"].online
 
 
 @given(st.lists(st.tuples(st.sampled_from("abc"), st.sampled_from(["on", "off", "profile", "cold", "hot", "wait"]))))
 def test_what_is_kept_from_one_decision_to_the_next_is_what_would_be_found_anew(heard):
     kept, now_s = DeviceRegistry(), 0.0
     for place, (device, what) in enumerate(heard):
-        now_s += {"wait": GRACE_S - 1, "hot": FRESH_S / 2}.get(what, 1.0)
+        now_s += {"wait": OFFLINE_GRACE_S - 1, "hot": FRESH_S / 2}.get(what, 1.0)
         match what:
             case "on" | "off":
                 kept.update_presence(device, Presence(online=what == "on", boot="1"), now_s)
@@ -93,7 +93,7 @@ def test_what_is_kept_from_one_decision_to_the_next_is_what_would_be_found_anew(
                 kept.update_telemetry(device, Telemetry(temperature_c=90.0 if what == "hot" else 20.0), now_s)
         anew = DeviceRegistry()
         anew.devices.update(kept.devices)
-        anew._stale.update(kept.devices)
+        anew._stale_devices.update(kept.devices)
         assert kept.device_views(now_s) == anew.device_views(now_s)
         assert kept.kinds == anew.kinds
         assert kept.usable_engines(WANTS.engines, now_s) == anew.usable_engines(WANTS.engines, now_s)
@@ -119,9 +119,9 @@ def test_a_decision_costs_what_has_changed_since_the_last(monkeypatch):
     registry.update_presence("d-7", Presence(online=False, boot="1"), 2.0)
     registry.eligibility(WANTS, 2.0)  # within the grace it is still there
     assert len(looked) == 50
-    registry.eligibility(WANTS, 2.0 + GRACE_S)
+    registry.eligibility(WANTS, 2.0 + OFFLINE_GRACE_S)
     assert len(looked) == 51
-    assert len(registry.usable_engines(("torch",), 2.0 + GRACE_S)) == 49
+    assert len(registry.usable_engines(("torch",), 2.0 + OFFLINE_GRACE_S)) == 49
 
 
 @pytest.mark.parametrize(
@@ -158,7 +158,7 @@ def test_boards_of_a_kind_share_their_operating_points():
     assert said("a", 1e9) is said("b", 1e9)
     assert said("c", 2e9) is not said("a", 1e9)
     first = said("a", 1e9)
-    for number in range(KINDS_MOST):
+    for number in range(MAX_POINT_TABLES):
         said("d", 3e9 + number)
     assert said("e", 1e9) is not first
 
@@ -213,7 +213,7 @@ def test_whoever_has_waited_for_the_given_turns_goes_first_and_nobody_waits_long
     costs = {device: 1000.0 if device == "dev-7" else 1.0 for device in FLEET}
     since, longest = dict.fromkeys(FLEET, 0), dict.fromkeys(FLEET, 0)
     for round in range(1000):
-        for device in select_cohort(5, round, FLEET, 2, costs=costs, since=since, turns=3.0):
+        for device in select_cohort(5, round, FLEET, 2, costs=costs, last_selected_rounds=since, turns=3.0):
             longest[device] = max(longest[device], round - since[device])
             since[device] = round
     assert longest["dev-7"] >= 30  # it is not preferred otherwise
@@ -222,7 +222,7 @@ def test_whoever_has_waited_for_the_given_turns_goes_first_and_nobody_waits_long
 
 def test_of_those_who_have_waited_too_long_the_longest_waiting_come_first():
     since = {"a": 9, "b": 4, "c": 5, "d": 9}
-    assert rank_devices(0, 10, "abcd", 2, since=since, turns=2.0)[:2] == ["b", "c"]
+    assert rank_devices(0, 10, "abcd", 2, last_selected_rounds=since, turns=2.0)[:2] == ["b", "c"]
 
 
 def test_a_boards_joules_for_a_flop_are_its_thriftiest_points():
@@ -262,8 +262,8 @@ def test_the_devices_with_the_smallest_numbers_are_drawn():
 def test_who_is_selected_comes_first_in_the_order_of_selection(fleet, round, count, turns):
     costs = {device: cost for device, (cost, _) in fleet.items() if cost is not None}
     since = {device: last for device, (_, last) in fleet.items() if last is not None}
-    ranked = rank_devices(5, round, fleet, count, costs=costs, since=since, turns=turns)
-    found = select_cohort(5, round, set(fleet), count, costs=costs, since=since, turns=turns)
+    ranked = rank_devices(5, round, fleet, count, costs=costs, last_selected_rounds=since, turns=turns)
+    found = select_cohort(5, round, set(fleet), count, costs=costs, last_selected_rounds=since, turns=turns)
     assert found == tuple(sorted(ranked[: max(count, 0)]))
     assert sorted(ranked) == sorted(fleet)
 
@@ -280,7 +280,7 @@ def test_a_cohort_of_a_large_fleet_costs_no_python_object_per_device():
 
     sys.setprofile(count_call)
     try:
-        drawn = select_cohort(1, 1, fleet - ["many-1"], 10, since=since, turns=1e-9)
+        drawn = select_cohort(1, 1, fleet - ["many-1"], 10, last_selected_rounds=since, turns=1e-9)
         since.with_values(dict.fromkeys(drawn, 1))
     finally:
         sys.setprofile(None)

@@ -37,7 +37,7 @@ def test_updates_are_averaged_and_the_job_ends(stage):
     assert [fact.status for fact in stage.told(JobEnded)] == ["done"]
     assert stage.server.finished
     state = stage.told(RoundCommitted)[0].state
-    stored = stage.store.depot.blob_path(state.sha256)
+    stored = stage.store.blob_store.blob_path(state.sha256)
     assert tensors.unpack_state(stored.read_bytes(), NetworkState).model["1.bias"].tolist() == [4.0, 4.0]
     assert [ack.accepted for ack in a.acks] == [True]
     assert a.tasks[-1] is None  # the retained task is taken back
@@ -101,7 +101,7 @@ def test_updates_are_folded_in_the_order_of_devices_not_of_arrival(stage):
         hands[name].answer(constant_model(value))
         stage.play()
     assert [fact.update.device for fact in stage.told(UpdateAccepted)] == ["a", "c", "b"]
-    stored = stage.store.depot.blob_path(stage.told(RoundCommitted)[0].state.sha256)
+    stored = stage.store.blob_store.blob_path(stage.told(RoundCommitted)[0].state.sha256)
     folded = tensors.unpack_state(stored.read_bytes(), NetworkState).model["1.bias"]
     assert folded.tolist() == [np.float32(1 / 3)] * 2
 
@@ -138,7 +138,7 @@ def test_what_is_held_for_sending_does_not_grow_with_devices(stage, monkeypatch)
     made = [job.build_task(str(number), "numpy", None, 0.0) for number in range(100)]
     assert len({task.bundles["model"].sha256 for task in made}) == 4
     assert {ref.sha256 for task in made for ref in task.bundles.values()} <= job.sent_blobs()
-    assert len(job._encoded) <= 4
+    assert len(job._encoded_bundles) <= 4
     encoded = []
     monkeypatch.setattr(tensors, "encode_tensors", lambda value, metadata: encoded.append(value) or b"")
     job.build_task("1", "numpy", None, 0.0)
@@ -211,10 +211,10 @@ def test_a_board_that_is_low_or_hot_is_passed_over_until_it_is_not(tmp_path):
     b.say("telemetry", wire.Telemetry(temperature_c=85.0))
     stage.play()
     assert not stage.told(CohortSelected)
-    found = round_outcomes.load_outcomes(stage.store, stage.job).found
+    found = round_outcomes.load_outcomes(stage.store, stage.job).by_round
     assert {device: part.code for device, part in found[0].items()} == {"a": "battery", "b": "hot"}
     active = stage.server.find_job(stage.job)
-    wait = wait_reasons.find_wait(active.rounds, active.engines, ["a", "b"])
+    wait = wait_reasons.find_wait(active.job_state, active.engines, ["a", "b"])
     assert wait.text == (
         "devices that run torch or numpy: 2 online, 1 not eligible (battery), 1 not eligible (hot), at least 1 needed"
     )
@@ -226,7 +226,7 @@ def test_a_board_that_is_low_or_hot_is_passed_over_until_it_is_not(tmp_path):
     b.answer(constant_model())
     stage.play()
     assert stage.store.stored_status(stage.job) == "done"
-    found = round_outcomes.load_outcomes(stage.store, stage.job).found
+    found = round_outcomes.load_outcomes(stage.store, stage.job).by_round
     assert {device: part.code for device, part in found[0].items()} == {"a": "battery", "b": "answered"}
 
 
@@ -306,7 +306,7 @@ def by_int8(hand: Hand, value: float, **changes: Any) -> Update:
 
 
 def ended_at(stage: Stage) -> list[float]:
-    stored = stage.store.depot.blob_path(stage.told(RoundCommitted)[0].state.sha256)
+    stored = stage.store.blob_store.blob_path(stage.told(RoundCommitted)[0].state.sha256)
     return tensors.unpack_state(stored.read_bytes(), NetworkState).model["1.bias"].tolist()
 
 
@@ -317,10 +317,10 @@ def test_a_coded_update_is_decoded_when_it_comes_and_kept_as_it_will_be_folded(c
     coded.play()
     (fact,) = coded.told(UpdateAccepted)
     assert fact.update.bases == {}
-    kept = coded.store.depot.blob_path(fact.update.bundles["model"].sha256)
+    kept = coded.store.blob_store.blob_path(fact.update.bundles["model"].sha256)
     assert kept is not None
     np.testing.assert_allclose(tensors.read_tensors(kept)["1.bias"], [1, 1], rtol=1e-6)
-    assert coded.store.depot.blob_path(update.bundles["model"].sha256) is None
+    assert coded.store.blob_store.blob_path(update.bundles["model"].sha256) is None
     assert [ack.accepted for ack in a.acks] == [True]
     by_int8(b, 3.0)
     coded.play()
@@ -355,7 +355,7 @@ def test_a_coded_update_that_cannot_be_decoded_is_refused_with_its_reason(coded,
     by_int8(b, 3.0)
     coded.play()
     assert said in coded.told(UpdateRejected)[0].reason
-    assert coded.store.depot.blob_path(bad.bundles["model"].sha256) is None
+    assert coded.store.blob_store.blob_path(bad.bundles["model"].sha256) is None
     coded.play(40.0)
     assert coded.told(RoundCommitted) == [] or ended_at(coded) == pytest.approx([3, 3])
 
@@ -363,7 +363,7 @@ def test_a_coded_update_that_cannot_be_decoded_is_refused_with_its_reason(coded,
 def test_a_blob_that_the_round_has_not_sent_is_no_base_of_an_update(coded):
     hand = coded.hand("a")
     coded.play()
-    other = coded.store.depot.store_bytes(tensors.encode_tensors({name: each + 1 for name, each in MODEL.items()}))
+    other = coded.store.blob_store.store_bytes(tensors.encode_tensors({name: each + 1 for name, each in MODEL.items()}))
     by_int8(hand, 1.0, bases={"model": other.sha256})
     coded.play()
     assert "which this round has not sent" in coded.told(UpdateRejected)[0].reason
@@ -376,7 +376,7 @@ def test_a_device_of_an_older_version_is_not_asked_and_the_log_says_why(coded):
     coded.play()
     assert old.tasks == []
     np.testing.assert_allclose(ended_at(coded), [2, 2], rtol=1e-6)
-    assert "[wire]" in round_outcomes.load_outcomes(coded.store, coded.job).found[0]["old"].text
+    assert "[wire]" in round_outcomes.load_outcomes(coded.store, coded.job).by_round[0]["old"].text
 
 
 def test_a_device_that_is_asked_again_at_the_deadline_works_on(tmp_path):

@@ -37,7 +37,7 @@ def test_the_first_state_of_a_job_is_made_again_if_it_is_damaged(stage, caplog):
     hand = stage.hand("a")
     stage.play()
     (sha256,) = stage.store.latest_state_hashes()
-    flip(stage.store.depot.folder / sha256)
+    flip(stage.store.blob_store.folder / sha256)
     stage.restart()
     stage.play()
     assert f"({sha256[:12]}) was gone or damaged: it is made again" in caplog.text
@@ -89,9 +89,9 @@ def test_a_blob_that_is_damaged_while_it_is_served_is_made_again(stage):
     stage.play()
     task = hand.tasks[-1]
     blob = task.bundles["model"]
-    stage.store.depot.discard_damaged(blob.sha256)
+    stage.store.blob_store.discard_damaged(blob.sha256)
     stage.play(6.0)
-    assert stage.store.depot.has_blob(blob)
+    assert stage.store.blob_store.has_blob(blob)
 
 
 def test_a_counted_update_that_is_damaged_is_asked_for_again_and_the_result_is_the_same(tmp_path):
@@ -105,7 +105,7 @@ def test_a_counted_update_that_is_damaged_is_asked_for_again_and_the_result_is_t
         (answered,) = stage.told(UpdateAccepted)
         stage.restart()
         if damaged:
-            flip(stage.store.depot.folder / answered.update.bundles["model"].sha256)
+            flip(stage.store.blob_store.folder / answered.update.bundles["model"].sha256)
         stage.play()
         b.answer(constant_model(5.0))
         stage.play()
@@ -151,7 +151,7 @@ def test_a_job_whose_log_is_damaged_hides_no_other_and_keeps_its_blobs(tmp_path,
     assert [(row.id == later, row.status) for row in stage.store.readable_jobs()] == [(False, "failed"), (True, "done")]
     assert "is damaged: fact 1" in caplog.text
     assert "unreferenced blobs are kept" in caplog.text
-    assert all(stage.store.depot.find_ref(sha256) for sha256 in kept)
+    assert all(stage.store.blob_store.find_ref(sha256) for sha256 in kept)
 
 
 @pytest.mark.parametrize("value", [1.7e308, -1.7e308, 3.0])

@@ -71,7 +71,7 @@ def test_a_job_whose_state_is_lost_or_whose_method_breaks_fails_alone(tmp_path):
     hand.answer(constant_model())
     stage.play()
     (sha256,) = stage.store.latest_state_hashes()
-    stage.store.depot.remove_blob(sha256)
+    stage.store.blob_store.remove_blob(sha256)
     stage.restart()
     stage.play()
     assert stage.store.stored_status(stage.job) == "failed"
@@ -143,13 +143,13 @@ def test_a_job_that_was_stopped_before_it_began_can_be_resumed(stage):
 
 
 def test_a_stop_that_is_asked_for_while_a_job_is_taken_up_is_not_lost(stage, monkeypatch):
-    load = stage.server._opening._load
+    load = stage.server._job_loader._load
 
     def stopped(method):
         stage.store.set_status(stage.job, "stopping")
         return load(method)
 
-    monkeypatch.setattr(stage.server._opening, "_load", stopped)
+    monkeypatch.setattr(stage.server._job_loader, "_load", stopped)
     stage.play()
     assert stage.store.stored_status(stage.job) == "stopped"
 
@@ -173,12 +173,12 @@ def test_what_a_round_needed_is_dropped_when_the_next_ones_tasks_are_sent(tmp_pa
     stage = Stage(tmp_path, rounds=2)
     a, b = stage.hand("a"), stage.hand("b")
     stage.play()
-    first = stage.server.active_jobs()[0].rounds.state
+    first = stage.server.active_jobs()[0].job_state.state
     assert first is not None
     updates = [a.answer(constant_model(2.0)), b.answer(constant_model(4.0))]
     stage.play()
     assert [fact.round for fact in stage.told(CohortSelected)] == [0, 1]
-    depot = stage.store.depot
+    depot = stage.store.blob_store
     assert not depot.has_blob(first)
     assert not any(depot.has_blob(update.bundles["model"]) for update in updates)
     assert depot.has_blob(stage.told(RoundCommitted)[0].state)
@@ -304,7 +304,7 @@ def test_a_job_that_ends_before_it_is_taken_up_is_published_as_any_that_ends(tmp
     if why == "bundle":
         shutil.rmtree(tmp_path / "bundle")
     elif why == "method":
-        stage.server._opening._load = lambda name: {}[name]
+        stage.server._job_loader._load = lambda name: {}[name]
     elif why == "stopped":
         stage.store.set_status(stage.job, "stopping")
     watcher, topic = stage.broker.connect(), wire.Topics("f").round_topic(stage.job)
@@ -334,11 +334,13 @@ def test_a_first_state_that_another_job_releases_meanwhile_is_kept(tmp_path):
     id, a = large(stage), stage.hand("a")
     stage.play()
     worker.run_pending()
-    stage.server._desk.garbage.add_candidates({path.name for path in stage.store.depot.folder.iterdir()}, soon=True)
-    stage.server._desk.collect_garbage()
+    stage.server._context.garbage.add_candidates(
+        {path.name for path in stage.store.blob_store.folder.iterdir()}, urgent=True
+    )
+    stage.server._context.collect_garbage()
     stage.play()
     (started,) = [fact for fact in facts(stage, id) if isinstance(fact, JobStarted)]
-    assert stage.store.depot.has_blob(started.state)
+    assert stage.store.blob_store.has_blob(started.state)
     a.answer(constant_model())
     stage.play()
     assert stage.store.stored_status(id) == "done"

@@ -68,7 +68,7 @@ def test_a_device_counts_as_no_more_examples_than_it_has(stage, weight, examples
     b.answer(constant_model(2.0), weight=30.0, usage=Usage(examples=30))
     stage.play()
     assert said in stage.told(UpdateRejected)[0].reason
-    stored = stage.store.depot.blob_path(stage.told(RoundCommitted)[0].state.sha256)
+    stored = stage.store.blob_store.blob_path(stage.told(RoundCommitted)[0].state.sha256)
     assert tensors.unpack_state(stored.read_bytes(), NetworkState).model["1.bias"].tolist() == [2.0, 2.0]
 
 
@@ -114,7 +114,7 @@ def test_an_update_larger_than_the_job_allows_is_refused_before_it_is_fetched(st
     a.answer(constant_model(), bundles={"model": BlobRef(sha256="a" * 64, size=1 << 40)})
     stage.play()
     assert stage.told(UpdateRejected)[0].reason.startswith("a: bundle 'model' has 1099511627776 bytes")
-    assert not list(stage.store.depot.folder.glob("a" * 64 + "*"))
+    assert not list(stage.store.blob_store.folder.glob("a" * 64 + "*"))
 
 
 @pytest.mark.parametrize(
@@ -129,7 +129,7 @@ def test_an_update_is_refused_for_its_manifest_before_a_byte_of_it_is_fetched(st
     a, b = stage.hand("a"), stage.hand("b")
     stage.play()
     model = {**constant_model(), **changed}
-    held = {path.name for path in stage.store.depot.folder.iterdir()}
+    held = {path.name for path in stage.store.blob_store.folder.iterdir()}
     a.answer(model, layouts={"model": tensors.layout_from_tensors(model)})
     b.answer(constant_model(2.0), layouts={"model": tensors.layout_from_tensors(constant_model())})
     stage.play(0.2)
@@ -137,7 +137,7 @@ def test_an_update_is_refused_for_its_manifest_before_a_byte_of_it_is_fetched(st
     assert stage.executor._transfers.traffic_bytes("a", "up") == 0
     stage.play()
     ref = a.depot.store_bytes(tensors.encode_tensors(model))
-    assert ref.sha256 not in {path.name for path in stage.store.depot.folder.iterdir()} - held
+    assert ref.sha256 not in {path.name for path in stage.store.blob_store.folder.iterdir()} - held
     assert [fact.update.device for fact in stage.told(UpdateAccepted)] == ["b"]
     assert not stage.told(UpdateAccepted)[0].update.layouts  # the log does not keep it
 
@@ -148,7 +148,7 @@ def test_of_all_that_a_device_begins_to_send_one_update_at_most_is_on_the_disk(s
     monkeypatch.setattr(methods, "load", lambda name: unchecked)
     a, b = stage.hand("a"), stage.hand("b")
     stage.play()
-    before = {path.name for path in stage.store.depot.folder.iterdir()}
+    before = {path.name for path in stage.store.blob_store.folder.iterdir()}
     size = 2_000_000
     for number in range(20):
         whole = a.depot.store_bytes(np.full(1000, number, np.uint8).tobytes())
@@ -159,14 +159,14 @@ def test_of_all_that_a_device_begins_to_send_one_update_at_most_is_on_the_disk(s
         a.depot.remove_blob(half.sha256)
         if ends == "failed":
             stage.play(4.0)
-    parts = list(stage.store.depot.folder.glob("*.part"))
-    new = {path.name for path in stage.store.depot.folder.iterdir()} - before
+    parts = list(stage.store.blob_store.folder.glob("*.part"))
+    new = {path.name for path in stage.store.blob_store.folder.iterdir()} - before
     assert len(parts) <= 1
     assert len(new) <= 2
     if ends == "closed":
         b.answer(constant_model())
         stage.play(40.0)  # its deadline
-        assert not list(stage.store.depot.folder.glob("*.part"))
+        assert not list(stage.store.blob_store.folder.glob("*.part"))
         assert stage.server.finished
 
 
@@ -185,8 +185,8 @@ def test_a_board_that_floods_is_set_aside_by_name_and_the_round_goes_on(tmp_path
     assert [fact.update.device for fact in stage.told(UpdateAccepted)] == ["b"]
     assert stage.told(RoundCommitted)
     assert stage.told(CohortSelected)[-1].devices == ("b",)
-    assert "flooding" in stage.told(EligibilityRecorded)[-1].passed
-    stage.play(rate_limiter.ASIDE_S)
+    assert "flooding" in stage.told(EligibilityRecorded)[-1].ineligible
+    stage.play(rate_limiter.BLOCK_S)
     a.say("presence", wire.Presence(online=True, boot="2"), retain=True)
     stage.play(2.0)
     assert "a" in stage.told(EligibilityRecorded)[-1].eligible
@@ -265,7 +265,7 @@ def test_a_board_that_is_removed_is_not_asked_before_its_next_message(tmp_path):
     stage = Stage(tmp_path)
     a, _ = stage.hand("a"), stage.hand("b")
     stage.play()
-    wants, registry = stage.server._jobs[stage.job].job.wants, stage.server.registry
+    wants, registry = stage.server._jobs[stage.job].job.requirements, stage.server.registry
 
     def able() -> set[str]:
         return set(registry.eligibility(wants, stage.broker.now_s).devices_with(ELIGIBLE))

@@ -9,7 +9,7 @@ from fedquilt import methods, wire
 from fedquilt.arrays import tensors
 from fedquilt.cli import main
 from fedquilt.coordinator import settings
-from fedquilt.coordinator.fleet.registry import RETURN_S
+from fedquilt.coordinator.fleet.registry import RECONNECT_GRACE_S
 from fedquilt.coordinator.jobs.job import RunningJob
 from fedquilt.coordinator.rounds.events import (
     CohortSelected,
@@ -44,7 +44,7 @@ def test_a_board_that_looks_offline_after_a_restart_has_its_grace_before_it_is_r
     (first,) = stage.told(CohortSelected)[0].devices
     hands[first].say("presence", wire.Presence(online=False, boot="1"), retain=True)
     stage.restart()
-    stage.play(RETURN_S - 0.5)
+    stage.play(RECONNECT_GRACE_S - 0.5)
     assert len(stage.told(CohortSelected)) == 1
     stage.play(1.0)
     assert [fact.devices for fact in stage.told(CohortSelected)[1:]] == [tuple({"a", "b"} - {first})]
@@ -71,7 +71,7 @@ def test_a_job_that_was_done_when_its_coordinator_was_killed_stays_done(stage, m
         assert main(["stop", stage.job, "--home", str(stage.store.home)]) == 0
     row = stage.store.find_job(stage.job)
     assert row.status == "done"
-    assert RunningJob(row, stage.store, 0.0, methods.load("fedavg")).rounds.phase == "done"
+    assert RunningJob(row, stage.store, 0.0, methods.load("fedavg")).job_state.phase == "done"
 
 
 def test_after_a_restart_a_task_waits_for_what_its_device_says_it_is(stage):
@@ -132,7 +132,7 @@ def test_a_round_ends_though_its_coordinators_live_for_a_fiftieth_of_its_deadlin
         stage.play(1.0)
     assert [fact.status for fact in stage.told(JobEnded)] == ["done"]
     (committed,) = stage.told(RoundCommitted)
-    state = tensors.unpack_state(stage.store.depot.load(committed.state.sha256), NetworkState)
+    state = tensors.unpack_state(stage.store.blob_store.load(committed.state.sha256), NetworkState)
     assert state.model["1.bias"].tolist() == [3.0, 3.0]
     assert lives > 10
 
@@ -171,7 +171,7 @@ def test_a_run_leaves_alone_what_an_interrupted_one_still_needs(tmp_path):
         hand.answer(constant_model())
     stage.play()
     assert [fact.status for fact in stage.told(JobEnded)] == ["stopped", "done"]
-    assert all(stage.store.depot.blob_path(sha256) for sha256 in needed)
+    assert all(stage.store.blob_store.blob_path(sha256) for sha256 in needed)
 
     stage.job = first
     stage.store.set_status(first, "running")

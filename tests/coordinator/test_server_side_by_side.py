@@ -5,7 +5,7 @@ from by_hand import constant_model
 from side_by_side import LONG, begin_two_jobs, read_events
 
 from fedquilt import wire
-from fedquilt.coordinator.fleet.registry import GRACE_S
+from fedquilt.coordinator.fleet.registry import OFFLINE_GRACE_S
 from fedquilt.coordinator.jobs.job import RunningJob
 from fedquilt.coordinator.rounds.events import CohortSelected, JobEnded, RoundCommitted, RoundRetried, UpdateAccepted
 from fedquilt.coordinator.settings import CoordinatorLimits
@@ -129,7 +129,7 @@ def test_a_board_of_another_job_that_goes_offline_is_not_waited_for(staged):
     stage.play()
     a.answer(constant_model())
     b.say("presence", wire.Presence(online=False, boot="1"), retain=True)
-    stage.play(GRACE_S - 1.0)
+    stage.play(OFFLINE_GRACE_S - 1.0)
     assert read_events(stage, second, RoundCommitted) == []
     stage.play(2.0)
     assert read_events(stage, second, RoundRetried) == []
@@ -161,7 +161,7 @@ def test_blobs_that_two_jobs_have_in_common_outlive_the_first(two_jobs):
     for hand in (a, b):
         task = hand.tasks[-1]
         assert task.job == second
-        assert all(stage.store.depot.has_blob(ref) for ref in task.bundles.values())
+        assert all(stage.store.blob_store.has_blob(ref) for ref in task.bundles.values())
 
 
 def test_the_blobs_of_a_task_outlive_another_jobs_round_that_sent_the_same(staged):
@@ -179,7 +179,7 @@ def test_the_blobs_of_a_task_outlive_another_jobs_round_that_sent_the_same(stage
     hands[0].answer(constant_model(5.0))
     stage.play()
     assert hands[1].tasks[-1] == tasks[1]
-    assert all(stage.store.depot.has_blob(ref) for ref in tasks[1].bundles.values())
+    assert all(stage.store.blob_store.has_blob(ref) for ref in tasks[1].bundles.values())
 
 
 def test_a_later_epoch_is_that_of_all_jobs(two_jobs):

@@ -16,7 +16,7 @@ from fedquilt.coordinator.rounds import decisions, events
 from fedquilt.coordinator.rounds.events import JobConstants, RoundCommitted, UpdateAccepted, UpdateRejected
 from fedquilt.coordinator.settings import CoordinatorLimits
 from fedquilt.coordinator.updates import sites, validation
-from fedquilt.coordinator.updates.validation import LATER_EPOCHS
+from fedquilt.coordinator.updates.validation import MAX_EPOCH_LEAD
 from fedquilt.core import BlobRef, DeviceUpdate, Encoding, SiteRight, Task, Update, UpdateError, UpdateSchema, Usage
 
 PLAN = JobConstants(0, 3, settings.CohortSettings(), 0)
@@ -117,7 +117,7 @@ def test_a_board_whose_update_does_not_fit_is_named_and_nothing_of_the_site_is_f
     with pytest.raises(UpdateError, match="b: tensor 'a' has shape"):
         above.aggregation.require_valid_update(state, of([plain[0], odd]))
     with pytest.raises(UpdateError, match="this round takes updates alone"):
-        above.aggregation.require_valid_update(state, DeviceUpdate("site", 0, 1.0, {}, {sites.SUM: {}}))
+        above.aggregation.require_valid_update(state, DeviceUpdate("site", 0, 1.0, {}, {sites.AGGREGATE_BUNDLE: {}}))
 
 
 # -- at the coordinator above ---------------------------------------------------------------------
@@ -145,10 +145,10 @@ def examined(state: events.JobState, taken: Update) -> decisions.Decision:
 def test_a_board_that_counts_through_one_site_is_refused_from_another():
     state = running(update("one", "a", "b"))
     step = examined(state, update("other", "b", "c"))
-    (fact,) = step.facts
+    (fact,) = step.events
     assert isinstance(fact, events.UpdateRejected)
     assert fact.reason.startswith("other: b counts in this round already, by one")
-    (fine,) = examined(state, update("other", "c")).facts
+    (fine,) = examined(state, update("other", "c")).events
     assert isinstance(fine, events.UpdateAccepted)
 
 
@@ -157,24 +157,24 @@ def test_a_board_that_counts_through_a_site_is_refused_by_itself_and_the_other_w
     step = decisions.decide_response(
         "j", running(update("one", "alone")), None, decisions.UpdateAnnounced("alone", own), 0.0
     )
-    (fact,) = step.facts
+    (fact,) = step.events
     assert isinstance(fact, events.UpdateRejected)
     assert "alone counts in this round already, by one" in fact.reason
-    (fact,) = examined(running(own), update("one", "alone")).facts
+    (fact,) = examined(running(own), update("one", "alone")).events
     assert isinstance(fact, events.UpdateRejected)
     assert "alone counts in this round already, by itself" in fact.reason
 
 
 def test_a_site_does_not_speak_for_a_device_that_the_coordinator_knows():
-    (fact,) = examined(running(), update("one", "alone")).facts
+    (fact,) = examined(running(), update("one", "alone")).events
     assert isinstance(fact, events.UpdateRejected)
     assert "alone is a device of this coordinator, and speaks for itself" in fact.reason
 
 
 def test_the_boards_of_a_lost_update_may_count_again():
     state = events.apply_event(running(update("one", "a")), events.UpdateLost(0, "one", "gone"), 0.0)
-    assert state.through == {}
-    (fact,) = examined(state, update("other", "a")).facts
+    assert state.sites_by_device == {}
+    (fact,) = examined(state, update("other", "a")).events
     assert isinstance(fact, events.UpdateAccepted)
 
 
@@ -183,11 +183,11 @@ def test_a_sites_update_may_be_as_large_as_its_boards_could_send():
     each = validation.max_bundle_bytes(known.bundles["model"], Encoding())
     with pytest.raises(UpdateError, match="has no right to be one"):
         validation.require_manifest_fits(update("one", "a"), known, Encoding())
-    most = 50 * each + validation.SITE_BYTES
+    most = 50 * each + validation.SITE_OVERHEAD_BYTES
     validation.require_manifest_fits(update("one", "a", size=most), known, Encoding(), boards=50)
     with pytest.raises(UpdateError, match="50 boards send"):
         validation.require_manifest_fits(update("one", "a", size=most + 1), known, Encoding(), boards=50)
-    vast = validation.BOARDS_MOST * each + validation.SITE_BYTES + 1
+    vast = validation.MAX_SITE_DEVICES * each + validation.SITE_OVERHEAD_BYTES + 1
     with pytest.raises(UpdateError, match="boards send"):
         validation.require_manifest_fits(update("one", "a", size=vast), known, Encoding(), boards=2**53)
 
@@ -295,7 +295,7 @@ def test_a_right_holds_after_a_restart(tmp_path):
     assert "a is a device of this coordinator" in made.told(UpdateRejected)[0].reason
 
 
-@pytest.mark.parametrize(("ahead", "follows"), [(3, True), (LATER_EPOCHS, True), (LATER_EPOCHS + 1, False)])
+@pytest.mark.parametrize(("ahead", "follows"), [(3, True), (MAX_EPOCH_LEAD, True), (MAX_EPOCH_LEAD + 1, False)])
 def test_a_device_moves_the_start_of_the_coordinator_on_once_and_not_by_any_number(tmp_path, ahead, follows):
     made = stage(tmp_path)
     device, _ = made.hands

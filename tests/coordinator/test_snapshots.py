@@ -43,16 +43,16 @@ def behind(made: Run) -> int:
 
 def test_a_run_is_taken_up_from_its_snapshot_and_the_facts_behind_it(run):
     assert behind(run) == 2
-    assert run.standing.facts == 31
-    assert run.standing.examples == {"a": 43, **dict.fromkeys("bcdef", 42)}
+    assert run.standing.event_count == 31
+    assert run.standing.examples_by_device == {"a": 43, **dict.fromkeys("bcdef", 42)}
 
 
 @pytest.mark.parametrize("seed", range(12))
 def test_a_snapshot_and_the_facts_behind_it_come_to_what_the_whole_log_comes_to(often, seed):
     roll, made = random.Random(seed), Run(often())
     kinds, used = set(), 0
-    while len(made.standing.rounds.history) < 3 or made.standing.facts < 60:
-        fact = random_event(roll, made.id, made.standing.rounds)
+    while len(made.standing.job_state.history) < 3 or made.standing.event_count < 60:
+        fact = random_event(roll, made.id, made.standing.job_state)
         made.record(fact)
         kinds.add(type(fact).__name__)
         standing, upto = load_job_state(made.store, made.id, made.plan, 99.0)
@@ -123,7 +123,7 @@ def test_nothing_is_kept_of_a_log_that_is_damaged(often):
 def test_a_run_that_is_stopped_with_a_stored_sum_is_taken_up_with_it(run):
     run.record(UpdatesAggregated(3, ("a",), BLOB), JobEnded("stopped"))
     assert behind(run) == 0
-    assert run.standing.rounds.folded == UpdatesAggregated(3, ("a",), BLOB)
+    assert run.standing.job_state.partial_aggregate == UpdatesAggregated(3, ("a",), BLOB)
 
 
 # -- what does not fit ----------------------------------------------------------------------------
@@ -143,7 +143,7 @@ def edited(home: Path, statement: str, *values: object) -> None:
 )
 def test_a_damaged_snapshot_is_not_used_by_name_and_made_anew(run, change, caplog):
     edited(run.store.home, f"update snapshots set {change}")
-    assert behind(run) == run.standing.facts
+    assert behind(run) == run.standing.event_count
     assert [record.getMessage() for record in caplog.records] == [
         f"the snapshot of {run.id} in {run.store.home} is not used, and its log is read from the first event: "
         "it is not what was written"
@@ -154,7 +154,7 @@ def test_a_damaged_snapshot_is_not_used_by_name_and_made_anew(run, change, caplo
 
 def test_a_snapshot_of_another_version_is_not_used(run, monkeypatch):
     monkeypatch.setattr(snapshots, "VERSION", "9.9.9 1")
-    assert behind(run) == run.standing.facts
+    assert behind(run) == run.standing.event_count
     monkeypatch.undo()
     assert behind(run) == 2
 
@@ -168,7 +168,7 @@ def test_a_snapshot_beyond_its_log_is_not_used(run, caplog):
     with Store(run.store.home) as store:
         standing, upto = load_job_state(store, run.id, run.plan)
         assert (standing, upto) == (replay_events(store, run.id, run.plan), 0)
-        assert (standing.facts, standing.rounds.round) == (13, 1)
+        assert (standing.event_count, standing.job_state.round) == (13, 1)
         assert store.referenced_blobs() == {state(0).sha256, *(blob_of(run.id, "a", 1))}
     assert "the log has another fact, or none, where it ends" in caplog.text
 
@@ -213,7 +213,7 @@ row = store.readable_jobs()[0]
 plan = JobConstants.from_job(row.job)
 standing, upto = store.snapshots.load_state(row.id, plan, 7.0)
 for _, _, fact in store.read_events(row.id, upto):
-    standing.apply_event(fact, apply_event(standing.rounds, fact, 7.0))
+    standing.apply_event(fact, apply_event(standing.job_state, fact, 7.0))
 store._db.set_trace_callback(lambda said: os.kill(os.getpid(), signal.SIGKILL) if said == "commit" else None)
 store.snapshots.save_if_due(row.id, standing)
 """
@@ -236,4 +236,4 @@ def test_the_rules_of_the_facts_are_those_that_snapshots_name():
     for _ in range(400):
         now = apply_event(now, random_event(roll, "run", now), 1.0)
         seen.update(sorts.encode(now))
-    assert (seen.hexdigest()[:16], snapshots.RULES) == ("7ea79a6a535ebbe9", 11)
+    assert (seen.hexdigest()[:16], snapshots.STATE_VERSION) == ("994488736682dc72", 12)

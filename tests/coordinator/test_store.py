@@ -217,7 +217,7 @@ def test_a_new_home_is_for_its_owner_alone(tmp_path):
     try:
         with Store(home) as store, TelemetryStore(home, writes=True):
             assert store.acquire_lock()
-            store.depot.store_bytes(b"a model")
+            store.blob_store.store_bytes(b"a model")
             store.begin_epoch()
             scores.write_scores(scores.scores_path(home, "run"), scores.RunScores({}))
             modes = {path.name: path.stat().st_mode & 0o777 for path in (home, *home.rglob("*"))}

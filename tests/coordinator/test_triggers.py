@@ -60,9 +60,9 @@ def test_accuracy_counts_where_the_job_says_so():
 
 def test_it_pauses_between_two_starts():
     told = boards(0.9)
-    assert trigger_reason(job(), told, 11.9 * HOUR, last=0.0) == ""
-    assert trigger_reason(job(), told, 12.1 * HOUR, last=0.0)
-    assert trigger_reason(job(), told, 0.0, last=1.8e9)
+    assert trigger_reason(job(), told, 11.9 * HOUR, last_start=0.0) == ""
+    assert trigger_reason(job(), told, 12.1 * HOUR, last_start=0.0)
+    assert trigger_reason(job(), told, 0.0, last_start=1.8e9)
 
 
 @pytest.mark.parametrize(
@@ -100,7 +100,7 @@ def others(stage: Stage) -> list[StoredJob]:
 
 
 def reasons(stage: Stage, run: str) -> list[str]:
-    return [fact.said for _, _, fact in stage.store.read_events(run) if isinstance(fact, NoteRecorded)]
+    return [fact.text for _, _, fact in stage.store.read_events(run) if isinstance(fact, NoteRecorded)]
 
 
 def test_a_job_is_started_by_drift_and_carried_out(stage):

@@ -19,7 +19,7 @@ from fedquilt.coordinator.rounds.events import (
     UpdatesAggregated,
 )
 from fedquilt.coordinator.settings import CoordinatorLimits
-from fedquilt.coordinator.storage.suspended_jobs import AGAIN_S, TRIES, Suspension, count_failure
+from fedquilt.coordinator.storage.suspended_jobs import RETRY_S, TRIES, Suspension, count_failure
 from fedquilt.core import Encoding, JobError
 from fedquilt.formats import job_bundle
 from fedquilt.host.disk import Place, PrivateDisk
@@ -49,7 +49,7 @@ class Bad(PrivateDisk):
 
 def wait(stage: Stage, times: int = 1) -> None:
     """Let so many further tries of the disk come."""
-    stage.play(times * (AGAIN_S + 1.0))
+    stage.play(times * (RETRY_S + 1.0))
 
 
 def second_round(stage: Stage) -> str:
@@ -107,10 +107,13 @@ def test_a_held_job_that_is_stopped_is_taken_up_at_once_when_it_is_resumed(tmp_p
     stage.disk = Bad(second_round(stage))
     stage.restart()
     stage.play()
-    assert stage.store.holds.current_suspension(stage.job) is not None
+    assert stage.store.suspensions.current_suspension(stage.job) is not None
     stage.store.set_status(stage.job, "stopping")
     stage.play()
-    assert (stage.store.stored_status(stage.job), stage.store.holds.current_suspension(stage.job)) == ("stopped", None)
+    assert (stage.store.stored_status(stage.job), stage.store.suspensions.current_suspension(stage.job)) == (
+        "stopped",
+        None,
+    )
     stage.disk.left = 0
     stage.store.set_status(stage.job, "queued")
     stage.play()
@@ -122,7 +125,10 @@ def test_a_job_that_is_given_up_for_the_disk_is_not_held_any_more(tmp_path):
     stage.disk = Bad(second_round(stage))
     stage.restart()
     wait(stage, TRIES)
-    assert (stage.store.stored_status(stage.job), stage.store.holds.current_suspension(stage.job)) == ("failed", None)
+    assert (stage.store.stored_status(stage.job), stage.store.suspensions.current_suspension(stage.job)) == (
+        "failed",
+        None,
+    )
 
 
 def test_a_disk_that_fails_for_a_moment_fails_no_job(tmp_path):
@@ -161,7 +167,7 @@ def test_an_update_that_can_never_be_read_is_asked_for_again(tmp_path):
     stage.play()
     (answered,) = stage.told(UpdateAccepted)
     sha256 = answered.update.bundles["model"].sha256
-    stage.store.depot.verified_path(sha256)  # a file of its own
+    stage.store.blob_store.verified_path(sha256)  # a file of its own
     stage.disk = bad = Bad(sha256)
     stage.restart()
     stage.play()
@@ -198,7 +204,7 @@ def test_a_stored_sum_that_a_disk_does_not_give_back_once_is_not_lost(tmp_path):
     states = []
     for name, left in (("calm", 0), ("fails", 1)):
         worker = BackgroundWorker(large_bytes=0)
-        worker.stored_at = 0.0
+        worker.min_unsaved_ratio = 0.0
         stage = Stage(tmp_path / name, worker=worker, cohort={"min_devices": 2})
         a, b = stage.hand("a"), stage.hand("b")
         stage.play()
@@ -278,7 +284,7 @@ def test_what_a_packed_update_has_moved_from_holds_up_its_job_alone(tmp_path, le
     stage.play()
     (task,) = [task for task in a.tasks if task]
     base = task.bundles["model"].sha256
-    stage.store.depot.verified_path(base)  # a file of its own
+    stage.store.blob_store.verified_path(base)  # a file of its own
     stage.disk = bad = Bad(base, left=0)
     bad.but = tmp_path / "bundle" / "blobs"
     stage.restart()
@@ -312,18 +318,18 @@ def test_failures_of_different_days_do_not_add_up():
         known = count_failure(known, "a state", "", day * day_s)
         assert known is not None
     again = 3 * day_s * TRIES
-    tried = [known := count_failure(known, "a state", "", again + number * AGAIN_S) for number in range(TRIES)]
-    assert [each and (each.tries, each.since) for each in tried] == [(1, again), (2, again), None]
+    tried = [known := count_failure(known, "a state", "", again + number * RETRY_S) for number in range(TRIES)]
+    assert [each and (each.tries, each.start_time) for each in tried] == [(1, again), (2, again), None]
 
 
 def test_a_job_that_goes_on_is_not_held_and_its_tries_are_known_to_the_next_coordinator(tmp_path):
     stage = Stage(tmp_path)
     hold = Suspension(1.0, 2.0, "a state", "a state", 2)
-    stage.store.holds.record_suspension(stage.job, hold)
-    assert stage.store.holds.current_suspension(stage.job) == hold
+    stage.store.suspensions.record_suspension(stage.job, hold)
+    assert stage.store.suspensions.current_suspension(stage.job) == hold
     stage.store.mark_running(stage.job)
-    assert stage.store.holds.current_suspension(stage.job) is None
-    assert stage.store.holds.latest_suspension(stage.job) == hold
+    assert stage.store.suspensions.current_suspension(stage.job) is None
+    assert stage.store.suspensions.latest_suspension(stage.job) == hold
 
 
 @pytest.mark.parametrize(("lives", "life_s", "status"), [(7, 12.0, "failed"), (7, 1.0, "running")])
@@ -347,7 +353,7 @@ def test_a_job_for_which_no_descriptor_is_left_waits_until_there_is_one(tmp_path
     stage.restart()
     wait(stage, 10)
     assert stage.store.stored_status(stage.job) == "running"
-    assert os.strerror(code) in str(stage.store.holds.current_suspension(stage.job))
+    assert os.strerror(code) in str(stage.store.suspensions.current_suspension(stage.job))
     stage.disk.left = 0
     wait(stage)
     stage.hands[0].answer(constant_model())
@@ -358,7 +364,7 @@ def test_a_job_for_which_no_descriptor_is_left_waits_until_there_is_one(tmp_path
 def test_a_method_that_cannot_be_imported_for_lack_of_descriptors_is_imported_later(tmp_path):
     stage = Stage(tmp_path, rounds=1)
     stage.restart()
-    opening = stage.server._opening
+    opening = stage.server._job_loader
     load, left = opening._load, [1] * 5
 
     def lacking(name):
@@ -373,7 +379,7 @@ def test_a_method_that_cannot_be_imported_for_lack_of_descriptors_is_imported_la
     opening._load = lacking
     wait(stage, 4)
     assert len(left) == 0
-    assert os.strerror(errno.EMFILE) in str(stage.store.holds.current_suspension(stage.job))
+    assert os.strerror(errno.EMFILE) in str(stage.store.suspensions.current_suspension(stage.job))
     wait(stage)
-    assert stage.store.holds.current_suspension(stage.job) is None
+    assert stage.store.suspensions.current_suspension(stage.job) is None
     assert stage.store.stored_status(stage.job) == "running"

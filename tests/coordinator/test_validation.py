@@ -140,7 +140,7 @@ RIGHT = SiteRight(("cam-*", "door-7"), 2)
 def test_a_site_speaks_within_its_right(names, weights, said):
     parts = [sites.SiteUpdatePart(name, weight) for name, weight in zip(names, weights, strict=True)]
     given = msgspec.structs.replace(update(), device="site", weight=sum(weights) or 202.0)
-    bounds = validation.ClaimBounds(examples=100.0, right=RIGHT)
+    bounds = validation.ClaimBounds(max_weight=100.0, site_right=RIGHT)
     if not said:
         return validation.require_site_right(given, parts, bounds)
     with pytest.raises(UpdateError, match=said):
@@ -158,7 +158,7 @@ def test_a_device_without_a_right_is_no_site_whatever_its_profile_says():
 def test_a_site_that_answers_for_itself_counts_as_one_device():
     heavy = msgspec.structs.replace(update(), weight=101.0)
     with pytest.raises(UpdateError, match="101 examples, and 100 are the most"):
-        validation.require_plausible(heavy, validation.ClaimBounds(examples=100.0, right=RIGHT), work=True)
+        validation.require_plausible(heavy, validation.ClaimBounds(max_weight=100.0, site_right=RIGHT), work=True)
 
 
 def weighed(**weights: float) -> device_columns.DeviceWeights:
@@ -169,11 +169,11 @@ def weighed(**weights: float) -> device_columns.DeviceWeights:
 
 
 def test_a_device_counts_as_a_hundred_others_at_most():
-    assert weighed(a=10.0, b=20.0).largest_allowed("z", None) == device_columns.MOST_EXAMPLES
+    assert weighed(a=10.0, b=20.0).largest_allowed("z", None) == device_columns.MAX_EXAMPLES
     assert weighed(a=10.0, b=20.0, c=3000.0).largest_allowed("z", None) == 2000.0
     assert weighed(a=10.0, b=20.0, c=30.0, z=1e6).largest_allowed("z", None) == 2000.0
     assert weighed(a=10.0, b=20.0, c=30.0, z=1.0).largest_allowed("z", None) == 2000.0
-    assert weighed(a=10.0, b=20.0, z=1.0).largest_allowed("z", None) == device_columns.MOST_EXAMPLES
+    assert weighed(a=10.0, b=20.0, z=1.0).largest_allowed("z", None) == device_columns.MAX_EXAMPLES
     assert weighed(a=10.0, b=20.0, c=30.0).largest_allowed("z", 7) == 7
     again = weighed(a=10.0, b=20.0, c=30.0)
     again.set_number("a", 50.0)
@@ -182,12 +182,12 @@ def test_a_device_counts_as_a_hundred_others_at_most():
 
 def test_a_device_reports_as_many_examples_as_others_report_where_each_weighs_the_same():
     honest = msgspec.structs.replace(update(examples=1200), evaluation=of_classes(0.5, 300))
-    bounds = validation.ClaimBounds(examples=100.0, reported=120_000.0)
+    bounds = validation.ClaimBounds(max_weight=100.0, max_examples=120_000.0)
     validation.require_plausible(honest, bounds, work=True)
     assert validation.limit_claims(honest, bounds) == (honest, "")
     assert "120001 examples, and 120000 are the most" in validation.limit_claims(update(examples=120_001), bounds)[1]
     with pytest.raises(UpdateError, match="an evaluation on 300 examples, and 299 are the most"):
-        validation.require_plausible(honest, validation.ClaimBounds(reported=299.0), work=False)
+        validation.require_plausible(honest, validation.ClaimBounds(max_examples=299.0), work=False)
 
 
 # -- metrics and evaluations ----------------------------------------------------------------------
@@ -210,7 +210,7 @@ def test_metrics_have_few_and_plain_names(metrics, said):
         )
     with pytest.raises(UpdateError, match=said):
         validation.require_site_right(
-            update(), [sites.SiteUpdatePart("cam-1", 1.0, metrics)], validation.ClaimBounds(right=RIGHT)
+            update(), [sites.SiteUpdatePart("cam-1", 1.0, metrics)], validation.ClaimBounds(site_right=RIGHT)
         )
 
 
@@ -254,7 +254,7 @@ def test_an_evaluation_of_twelve_classes_is_consistent():
 )
 def test_an_evaluation_is_of_the_jobs_network_and_of_devices_within_a_right(sums, right, said):
     given = msgspec.structs.replace(update(), evaluation=sums)
-    bounds = validation.ClaimBounds(right=right, outputs=2)
+    bounds = validation.ClaimBounds(site_right=right, outputs=2)
     if not said:
         return validation.require_plausible(given, bounds, work=False)
     with pytest.raises(UpdateError, match=said):
@@ -263,7 +263,7 @@ def test_an_evaluation_is_of_the_jobs_network_and_of_devices_within_a_right(sums
 
 def test_an_evaluation_that_nobody_asked_for_does_not_count():
     given = msgspec.structs.replace(update(), evaluation=of_classes(1.0))
-    found, odd = validation.limit_claims(given, validation.ClaimBounds(checks=False))
+    found, odd = validation.limit_claims(given, validation.ClaimBounds(is_evaluation=False))
     assert (found.evaluation, odd) == (None, "an evaluation that it was not asked for")
 
 

@@ -68,7 +68,7 @@ def test_a_log_that_another_process_is_writing_is_no_damaged_one(tmp_path, caplo
     with Store(tmp_path) as writer:
         run = writer.add_job(JOB, tmp_path)
         before = write_ahead_log.read_log(REAL, tmp_path / "fedquilt.db")
-        assert before.committed > 0
+        assert before.committed_frames > 0
         writer.append_event(run, JobStarted(BlobRef(sha256="a" * 64, size=3)))
         before.report_damage(REAL, writer._db)
         writer._db.execute("pragma wal_checkpoint(restart)")
@@ -103,17 +103,17 @@ def test_what_another_process_is_just_committing_is_not_lost(tmp_path):
     home, path = tmp_path / "home", tmp_path / "committing" / "fedquilt.db"
     with Store(home) as writer:
         run = writer.add_job(JOB, tmp_path)
-        taken = write_ahead_log.read_log(REAL, home / "fedquilt.db").committed
+        taken = write_ahead_log.read_log(REAL, home / "fedquilt.db").committed_frames
         writer.append_event(run, JobStarted(BlobRef(sha256="a" * 64, size=3)))
         shutil.copytree(home, path.parent)
     found = write_ahead_log.read_log(REAL, path)
-    assert found.committed > taken > 0
+    assert found.committed_frames > taken > 0
     assert found.count_lost_frames(REAL, taken) == 0
     log = path.with_name("fedquilt.db-wal")
     payload = bytearray(log.read_bytes())
     payload[-1] ^= 1
     log.write_bytes(payload)
-    assert found.count_lost_frames(REAL, taken) == found.committed - taken
+    assert found.count_lost_frames(REAL, taken) == found.committed_frames - taken
 
 
 def test_a_log_that_has_a_new_head_and_no_frame_yet_has_lost_nothing(tmp_path, caplog):
@@ -129,7 +129,7 @@ def test_a_log_that_has_a_new_head_and_no_frame_yet_has_lost_nothing(tmp_path, c
     assert head[16:24] != before[16:24]
     log.write_bytes(head + before[32:])
     (home / "fedquilt.db-shm").unlink()
-    assert write_ahead_log.read_log(REAL, home / "fedquilt.db").committed == 0
+    assert write_ahead_log.read_log(REAL, home / "fedquilt.db").committed_frames == 0
     with Store(home) as store:
         assert [row.id for row in store.readable_jobs()] == [run]
     assert caplog.text == ""
@@ -145,7 +145,7 @@ def test_a_first_frame_whose_salt_is_damaged_is_one_of_this_log(tmp_path, at):
     payload[32 + 8 + at - 16] ^= 1
     log.write_bytes(payload)
     found = write_ahead_log.read_log(REAL, home / "fedquilt.db")
-    assert found.committed == 1
+    assert found.committed_frames == 1
     assert found.count_lost_frames(REAL, 0) == 1
 
 
@@ -157,4 +157,4 @@ def test_a_log_that_is_gone_once_it_was_seen_has_lost_nothing(tmp_path):
 
     (tmp_path / "fedquilt.db-wal").write_bytes(bytes(100))
     found = write_ahead_log.read_log(Closing(), tmp_path / "fedquilt.db")
-    assert (found.head, found.committed) == (b"", 0)
+    assert (found.head, found.committed_frames) == (b"", 0)

@@ -31,7 +31,7 @@ def test_a_hostile_board_changes_no_bit_of_the_result_and_is_named(
             liar.end()
         found, log = site.facts(), site.log.read_text()
         with Store(site.home) as store:
-            told = round_outcomes.load_outcomes(store, "digits").found
+            told = round_outcomes.load_outcomes(store, "digits").by_round
         calm = site.calm()
     assert isinstance(found[-1], JobEnded)
     assert found[-1].status == "done"

@@ -56,14 +56,14 @@ def rolled_out(federation: Federation, home: Path, run: str, killed: str = "") -
 
         def done() -> bool:
             state = store.rollouts.find_rollout(id).state
-            assert time.monotonic() < end_s, f"{state.heard} {federation.agents.log.read_text()[-3000:]}"
+            assert time.monotonic() < end_s, f"{state.reports} {federation.agents.log.read_text()[-3000:]}"
             if left and state.device_phase(left[0]) == "checking":
                 federation.agents.kill(left[0])
                 federation.agents.start(left.pop())
             federation.agents.require_alive()
             return state.status == "done" and set(state.count_outcomes()) == {"committed"}
 
-        server = Server(LinkExecutor(link, "fleet", store.depot, store.begin_epoch()), store)
+        server = Server(LinkExecutor(link, "fleet", store.blob_store, store.begin_epoch()), store)
         links.run_endpoint(server, link, done)
         server.shut_down()
         assert not left, f"{killed} was not killed while it checked"
@@ -102,7 +102,7 @@ def test_boards_put_their_own_parts_into_what_they_run(federation: Federation, u
                 if isinstance(fact, UpdateAccepted) and fact.update.device == device
                 if fact.update.evaluation is not None and fact.update.evaluation.examples
             ]
-            assert state.heard[device].metrics["accuracy"] == pytest.approx(told[-1], abs=1e-6), (method, device)
+            assert state.reports[device].metrics["accuracy"] == pytest.approx(told[-1], abs=1e-6), (method, device)
             made.add(path.read_bytes())
         assert len(made) == len(federation.agents.names), "each board has a network of its own"
 

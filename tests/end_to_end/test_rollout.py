@@ -82,7 +82,7 @@ def ground(tmp_path: Path) -> Ground:
 
 def test_sixty_agents_get_a_model_and_a_bad_one_reaches_the_canary_alone(ground: Ground) -> None:
     """A board that is off meanwhile catches up when it returns; the last model is taken back from all boards."""
-    put = ground.store.depot.store_bytes
+    put = ground.store.blob_store.store_bytes
     good, bad, other = (put(each).sha256 for each in (MODEL, b"bad" * 1000, OTHER))
     fleet = Fleet(ground, COUNT, {bad})
     fleet.play(2.0)

@@ -253,7 +253,7 @@ class SimFile(OpenFile):
 class SimDisk(Disk):
     def __init__(self, platter: SimulatedFileSystem, gate: Gate = lambda what, where: None) -> None:
         self.platter = platter
-        self._gate, self._root = gate, platter.root
+        self._rate_limiter, self._root = gate, platter.root
         self._held: list[SimLock] = []
         self._paths = platter.paths
 
@@ -482,7 +482,7 @@ class SimDisk(Disk):
 
     def _apply_gate(self, what: str, where: Place, part: Callable[[], None] = lambda: None) -> None:
         try:
-            error = self._gate(what, where)
+            error = self._rate_limiter(what, where)
         except SimulatedCrash:
             part()
             raise

@@ -186,7 +186,7 @@ class SimulatedFederation:
             agent.counts = partial(self._is_counted, agent.name)
             self.agents.append(agent)
         self.sides: list[SimulatedProcess] = [self.coordinator, *self.agents]
-        self._agenda: list[tuple[float, int, Callable[[], None]]] = []
+        self._due_times: list[tuple[float, int, Callable[[], None]]] = []
         self._last_s = 0.0  # virtual time at which the coordinator was last seen to run
         self._entered = 0  # entries of the agenda so far
         self._trouble_s = 0.0  # virtual time of the last fault so far, or of a job's submission
@@ -220,8 +220,8 @@ class SimulatedFederation:
         broker, steps, until_s = self.broker, 0, math.inf
         while True:
             now_s = broker.now_s
-            while self._agenda and self._agenda[0][0] <= now_s:
-                heapq.heappop(self._agenda)[2]()
+            while self._due_times and self._due_times[0][0] <= now_s:
+                heapq.heappop(self._due_times)[2]()
             broker.deliver_due()
             for side in self.sides:
                 if side.due_s <= now_s or (side.name in broker.woken and now_s >= side.up_s):
@@ -241,15 +241,15 @@ class SimulatedFederation:
                     until_s = now_s + SETTLE_S
                 if self._no_update_waits() or now_s > until_s:
                     return
-            elif (now_s > self._trouble_s + self.finish_s and not self._agenda) or steps > STEPS_MOST:
+            elif (now_s > self._trouble_s + self.finish_s and not self._due_times) or steps > STEPS_MOST:
                 late_s, limit_s = now_s - self._trouble_s, self.finish_s
                 raise InvariantError(
                     f"the jobs do not end: virtual second {now_s:.0f}, {late_s:.0f} s after the last fault, "
                     f"{limit_s:.0f} s allowed, {steps} steps"
                 )
             next_s = min([broker.next_due_s(), *(side.due_s for side in self.sides)])
-            if self._agenda:
-                next_s = min(next_s, self._agenda[0][0])
+            if self._due_times:
+                next_s = min(next_s, self._due_times[0][0])
             broker.now_s = max(now_s, next_s)
 
     @property
@@ -279,7 +279,7 @@ class SimulatedFederation:
 
     def _all_jobs_ended(self) -> bool:
         inner = self.coordinator.inner
-        if inner is None or inner.active_jobs() or self._agenda:
+        if inner is None or inner.active_jobs() or self._due_times:
             return False
         with self._open_operator_store() as store:
             return all(store.stored_status(id) in ("done", "failed") for id in self.truths)
@@ -359,7 +359,7 @@ class SimulatedFederation:
             do()
 
         self._entered += 1
-        heapq.heappush(self._agenda, (at_s, self._entered, run_scheduled))
+        heapq.heappush(self._due_times, (at_s, self._entered, run_scheduled))
 
     def _shift_clocks(self, who: str, sleep_s: float, wall_s: float) -> None:
         side = next((side for side in self.sides if side.name == who), None)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 
-from fedquilt.coordinator.rounds.decisions import LEFT
+from fedquilt.coordinator.rounds.decisions import MIN_REMAINING_SHARE
 from fedquilt.coordinator.rounds.events import (
     AnyEvent,
     CohortSelected,
@@ -24,7 +24,7 @@ from fedquilt.coordinator.rounds.events import (
     UpdateLost,
     UpdateRejected,
 )
-from fedquilt.coordinator.rounds.selection import AGAIN_ROUNDS, FULL, REFUSALS, select_cohort
+from fedquilt.coordinator.rounds.selection import DECLINE_REASONS, DISK_FULL, MEMORY_DECLINE_ROUNDS, select_cohort
 from fedquilt.coordinator.settings import JobSettings
 
 
@@ -79,17 +79,17 @@ class SelectionCheck:
         return ""
 
     def _check_survey(self, event: EligibilityRecorded) -> str:
-        ineligible = {device: reason for reason, devices in event.passed.items() for device in devices}
+        ineligible = {device: reason for reason, devices in event.ineligible.items() for device in devices}
         self._eligible = (self._eligible | set(event.eligible)) - ineligible.keys()
         self._since = {**dict.fromkeys((*event.eligible, *ineligible), event.round), **self._since}
         return next(filter(None, map(self._problem_of_reason, ineligible, ineligible.values())), "")
 
     def _problem_of_reason(self, device: str, reason: str) -> str:
-        kind = REFUSALS.get(reason)
-        if kind is None or kind.lasts == "attempt" or reason == FULL:  # a full disk is also told by telemetry
+        kind = DECLINE_REASONS.get(reason)
+        if kind is None or kind.duration == "attempt" or reason == DISK_FULL:  # a full disk is also told by telemetry
             return ""
-        code, round = self._refused.get(device, ("", -AGAIN_ROUNDS))
-        until = {"round": round + 1, "rounds": round + AGAIN_ROUNDS, "start": math.inf}[kind.lasts]
+        code, round = self._refused.get(device, ("", -MEMORY_DECLINE_ROUNDS))
+        until = {"round": round + 1, "rounds": round + MEMORY_DECLINE_ROUNDS, "start": math.inf}[kind.duration]
         if code == reason and self._round < until:
             return ""
         return f"{device} is ineligible in round {self._round} for its refusal ({reason}), and has not refused of late"
@@ -119,7 +119,9 @@ class SelectionCheck:
         silent = [device for device in self._silent if device in pool]
         fresh = pool.difference(silent)
         seed, turns = self._job.seed, self._job.cohort.turns
-        drawn = select_cohort(seed, self._round, fresh, min(count, len(fresh)), since=self._since, turns=turns)
+        drawn = select_cohort(
+            seed, self._round, fresh, min(count, len(fresh)), last_selected_rounds=self._since, turns=turns
+        )
         return tuple(sorted((*drawn, *silent[: count - len(drawn)])))
 
 
@@ -170,7 +172,7 @@ class AttemptCheck:
     def extend_for_restart(self, now_s: float, away_s: float) -> None:
         if self._opened_s == math.inf:
             return
-        least_s = LEFT * self._deadline_s
+        least_s = MIN_REMAINING_SHARE * self._deadline_s
         if now_s - self._began_s >= self._deadline_s:
             least_s = self._deadline_s  # a clock does not show how long nobody was there
         self._latest_s = max(self._latest_s + away_s, now_s + least_s)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Final, TypeVar
 
 from fedquilt import wire
-from fedquilt.coordinator.background_worker import BackgroundWorker, Then
+from fedquilt.coordinator.background_worker import BackgroundWorker, Callback
 from fedquilt.coordinator.delivery.executor import LinkExecutor
 from fedquilt.coordinator.rounds.events import AnyEvent, JobConstants, JobState, apply_event
 from fedquilt.coordinator.server import Server
@@ -232,14 +232,14 @@ class VirtualBackgroundWorker(BackgroundWorker):
 
     def __init__(self, delay_s: float, now_s: Callable[[], float]) -> None:
         super().__init__(math.inf if delay_s < 0 else 0)
-        self.stored_at = 0
+        self.min_unsaved_ratio = 0
         self._delay_s, self._now_s, self.due_s = delay_s, now_s, math.inf
 
     @property
     def has_results(self) -> bool:
         return super().has_results and self._now_s() >= self.due_s
 
-    def submit(self, piece: Callable[[], T], then: Then[T]) -> None:
+    def submit(self, piece: Callable[[], T], then: Callback[T]) -> None:
         super().submit(piece, then)
         self.due_s = min(self.due_s, self._now_s() + self._delay_s)
 
@@ -273,10 +273,10 @@ class CoordinatorProcess(SimulatedProcess):
         self.store.report = self._check_recorded
         self._epochs = (max(self._epochs), 0)
         self.begin()
-        executor = LinkExecutor(link, FLEET, self.store.depot, self.store.begin_epoch())
+        executor = LinkExecutor(link, FLEET, self.store.blob_store, self.store.begin_epoch())
         self._worker = VirtualBackgroundWorker(self._beside_s, lambda: self.broker.now_s)
         given = executor, self.store, self.observe, None, self.load, 30.0, FEW
-        return Server(*given, worker=self._worker, by_wall=True)
+        return Server(*given, worker=self._worker, uses_wall_clock=True)
 
     def step(self, now_s: float) -> None:
         super().step(now_s)
@@ -314,7 +314,9 @@ class CoordinatorProcess(SimulatedProcess):
                 raise InvariantError(
                     f"{route.device} is sent round {task.round} of {task.job}, which the log does not say"
                 )
-            gone = [ref.sha256[:12] for ref in task.bundles.values() if self.store.depot.find_ref(ref.sha256) is None]
+            gone = [
+                ref.sha256[:12] for ref in task.bundles.values() if self.store.blob_store.find_ref(ref.sha256) is None
+            ]
             if gone:
                 raise InvariantError(
                     f"the task of {route.device} in round {task.round} names blobs that are gone: {gone}"
@@ -338,12 +340,12 @@ class CoordinatorProcess(SimulatedProcess):
 
     def _require_tasks_sent(self) -> None:
         for job in self.inner.active_jobs():
-            if job.rounds.phase == "open":
-                for device in job.rounds.asked - self.inner.devices_of_other_jobs(job.id):
+            if job.job_state.phase == "open":
+                for device in job.job_state.pending_devices - self.inner.devices_of_other_jobs(job.id):
                     known = self.inner.registry.latest_profile(device) is not None
-                    if known and (job.id, job.rounds.round, device) not in self._sent:
+                    if known and (job.id, job.job_state.round, device) not in self._sent:
                         raise InvariantError(
-                            f"{device} is asked for round {job.rounds.round} of {job.id}, and has no task"
+                            f"{device} is asked for round {job.job_state.round} of {job.id}, and has no task"
                         )
 
     def _promises_of(self, job: str) -> JobPromises:
@@ -359,7 +361,7 @@ class CoordinatorProcess(SimulatedProcess):
     def _require_blobs_synced(self, job: str) -> None:
         wanted = self._promises_of(job).blobs
         lost = lost_blobs(self._durable, f"{self.platter.root}/blobs", wanted)
-        lost += [sha256 for sha256 in wanted if self.store.depot.find_ref(sha256) is None]
+        lost += [sha256 for sha256 in wanted if self.store.blob_store.find_ref(sha256) is None]
         if lost:
             raise InvariantError(f"{job}: the log needs {lost[0][:12]}, which is not stored, or not synced")
 
@@ -376,9 +378,9 @@ class CoordinatorProcess(SimulatedProcess):
             self._happened["snapshot"] += upto > 0
             for seq, _, fact in self.store.read_events(row.id):
                 promised.add_event(fact)
-                whole.apply_event(fact, apply_event(whole.rounds, fact, 0.0))
+                whole.apply_event(fact, apply_event(whole.job_state, fact, 0.0))
                 if seq > upto:
-                    standing.apply_event(fact, apply_event(standing.rounds, fact, 0.0))
+                    standing.apply_event(fact, apply_event(standing.job_state, fact, 0.0))
             if standing != whole and not self._happened["rot"]:
                 raise InvariantError(
                     f"{row.id}: the snapshot up to fact {upto} does not fit the log: {standing}, {whole}"

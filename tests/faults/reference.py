@@ -227,7 +227,7 @@ class ReferenceRun:
             assert order is not None, f"{device} took part in round {round}, and the method has nothing for it"
             task = make_task(
                 order,
-                blob=self._store_blob,
+                store_bundle=self._store_blob,
                 job="",
                 round=round,
                 attempt=0,

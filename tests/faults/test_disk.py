@@ -141,13 +141,13 @@ def test_what_coordinator_and_agent_have_stored_survives_from_the_first_moment(t
         disk = SimDisk(computer)
         store = Store(Path("/home/coordinator"), disk=disk)
         id = store.add_job(parse_job({"method": "fedavg", "rounds": 1, "name": "a"}), Path("/bundle"))
-        kept = store.depot.store_bytes(b"state")
+        kept = store.blob_store.store_bytes(b"state")
         sent = AgentState(Path("/home/board"), disk=disk).blob_store.store_bytes(b"update")
         computer.fail_power(random.Random(seed))
         assert disk.is_dir("/home/board/outbox")
         assert BlobStore(Path("/home/board/blobs"), disk=disk).load(sent.sha256) == b"update"
         with Store(Path("/home/coordinator"), disk=disk) as again:
-            assert again.depot.load(kept.sha256) == b"state"
+            assert again.blob_store.load(kept.sha256) == b"state"
             assert [row.id for row in again.readable_jobs()] == [id]
 
 

@@ -65,16 +65,16 @@ def a_state_after_its_fact(patch: Patch) -> None:
     commit, record, held = RunningJob._compute_commit, RunningJob.record_event, []
 
     def early(self: RunningJob, rounds: JobState, now_s: float) -> CommitResult:
-        done, depot = commit(self, rounds, now_s), self._store.depot
-        held[:] = [depot.load(done.fact.state.sha256)]
-        depot.remove_blob(done.fact.state.sha256)
+        done, depot = commit(self, rounds, now_s), self._store.blob_store
+        held[:] = [depot.load(done.event.state.sha256)]
+        depot.remove_blob(done.event.state.sha256)
         return done
 
     def late(self: RunningJob, fact: AnyEvent, now_s: float) -> None:
         record(self, fact, now_s)
         if isinstance(fact, RoundCommitted):
             for payload in held:
-                self._store.depot.store_bytes(payload)
+                self._store.blob_store.store_bytes(payload)
 
     patch.setattr(RunningJob, "_compute_commit", early)
     patch.setattr(RunningJob, "record_event", late)
@@ -105,7 +105,7 @@ def no_round_check(patch: Patch) -> None:
     plain = decisions._decide_on_announcement
 
     def offered(job: str, state: Any, arriving: Any, event: decisions.UpdateAnnounced) -> decisions.Decision:
-        if state is not None and event.update.job == job and event.device in state.asked:
+        if state is not None and event.update.job == job and event.device in state.pending_devices:
             event = replace(event, update=replace(event.update, round=state.round))
         return plain(job, state, arriving, event)
 
@@ -145,11 +145,11 @@ def a_task_that_stays_due(patch: Patch) -> None:
     plain = TaskDispatcher.take_due_devices
 
     def due(self: TaskDispatcher, now_s: float) -> list[str]:
-        sent = {device: issue.sent_s for device, issue in self._open.items()}
+        sent = {device: issue.sent_s for device, issue in self._open_tasks.items()}
         found = plain(self, now_s)
         for device in found:
-            self._open[device].sent_s = sent[device]
-            self._schedule_repetition(device, self._open[device].due_s)
+            self._open_tasks[device].sent_s = sent[device]
+            self._schedule_repetition(device, self._open_tasks[device].due_s)
         return found
 
     patch.setattr(TaskDispatcher, "take_due_devices", due)
@@ -160,14 +160,16 @@ def an_event_before_its_blobs(patch: Patch) -> None:
         if rows:
             with self.open_transaction():
                 self._rows.append_events(rows)
-            self.depot.sync_small_blobs()
+            self.blob_store.sync_small_blobs()
 
     patch.setattr(Store, "_write_events", write)
 
 
 def a_refusal_kept_after_a_commit(patch: Patch) -> None:
     plain = events._clear_round
-    patch.setattr(events, "_clear_round", lambda state, round: replace(plain(state, round), declined=state.declined))
+    patch.setattr(
+        events, "_clear_round", lambda state, round: replace(plain(state, round), decline_reasons=state.decline_reasons)
+    )
 
 
 def an_epoch_used_again(patch: Patch) -> None:
@@ -204,7 +206,7 @@ def a_round_check_off_by_one(patch: Patch) -> None:
     plain = decisions._decide_on_announcement
 
     def offered(job: str, state: Any, arriving: Any, event: decisions.UpdateAnnounced) -> decisions.Decision:
-        if state is not None and event.update.round + 1 == state.round and event.device in state.asked:
+        if state is not None and event.update.round + 1 == state.round and event.device in state.pending_devices:
             event = replace(event, update=replace(event.update, round=state.round))
         return plain(job, state, arriving, event)
 

@@ -192,8 +192,8 @@ def test_fedsqs_first_round_runs_the_frozen_part_once_and_later_ones_do_not():
 def test_an_evaluation_costs_a_forward_pass_of_the_held_out_share():
     method = methods.load("fedavg")
     order = method.send(method.init(made(PLAIN), method.params(epochs=5, batch=BATCH), 0), DeviceView("a", None))
-    check = tasks.predict_work(order, ("check",), "torch", held=0.2)
+    check = tasks.predict_work(order, ("check",), "torch", held_out_share=0.2)
     assert check.flops_per_example == pytest.approx(0.25 * made(PLAIN).meta["flops"])
     assert check.workload == "torch-conv"
-    both = tasks.predict_work(order, ("check", "work"), "torch", held=0.2)
+    both = tasks.predict_work(order, ("check", "work"), "torch", held_out_share=0.2)
     assert both.flops_per_example == pytest.approx(check.flops_per_example + order.work.flops_per_example)

@@ -137,7 +137,7 @@ def test_a_device_that_counts_none_adds_its_plain_ones_and_one_that_was_not_aske
         job="j", round=0, attempt=0, device="d", weight=1, bundles={}, metrics={}, usage=Usage(), evaluation=one
     )
     for asked, wanted in ((False, None), (True, 3)):
-        kept, odd = validation.limit_claims(update, validation.ClaimBounds(priors=asked))
+        kept, odd = validation.limit_claims(update, validation.ClaimBounds(uses_class_priors=asked))
         assert kept.evaluation.correct_with_priors == wanted
         assert ("class priors" in odd) is not asked
 

@@ -95,7 +95,7 @@ def test_a_device_is_charged_for_the_images_that_it_gives():
     state = next(state for state in FULL if state.phase == "validate")
     order = METHOD.send(state, DeviceView("dev-0", None))
     assert order is not None
-    asked = tasks.predict_work(order, ("work",), "onnx", held=0.2)
+    asked = tasks.predict_work(order, ("work",), "onnx", held_out_share=0.2)
     networks = {ids for candidate in state.candidates for ids in stitched_network.path_prefixes(candidate.paths)}
     assert asked.total_for_examples(40).flops == pytest.approx(
         10 * sum(state.stock.blocks[ids[-1]].flops for ids in networks)

@@ -176,9 +176,9 @@ def test_in_a_federation_the_whole_networks_statistics_are_those_of_all_devices(
         summary = run_summary.summarise_events(plan.job, store.read_events(run))
         facts = [fact for _, _, fact in store.read_events(run)]
         committed = [fact for fact in facts if isinstance(fact, RoundCommitted)]
-        path = store.depot.blob_path(committed[-1].state.sha256)
+        path = store.blob_store.blob_path(committed[-1].state.sha256)
         state = tensors.unpack_state(path.read_bytes(), _subnetworks.State)
-    assert [fact.settled for fact in committed] == [False, False, True, False, True, False]
+    assert [fact.is_evaluation_round for fact in committed] == [False, False, True, False, True, False]
     assert [fact.round for fact in committed if fact.evaluation is not None] == [0, 3, 5]
     asked = [sum(isinstance(fact, UpdateAccepted) and fact.round == each.round for fact in facts) for each in committed]
     assert asked == [2, 2, 6, 2, 6, 2]

@@ -120,13 +120,13 @@ class ReleaseChecks:
         def is_reached() -> bool:
             with Store(self.site.folder / HOME) as store:
                 found[:] = [kept.state for kept in store.rollouts.readable_rollouts() if kept.state.plan.kind == kind]
-            heard = found[-1].heard.get(self.device)
+            heard = found[-1].reports.get(self.device)
             return found[-1].status == status and heard is not None and heard.phase == phase
 
         # a rollout is rolled back by the coordinator, some time after the command
         under_way = ("done",) if status == "rolled back" else ("queued", "running")
         if not wait_until(is_reached, ROLLOUT_S, lambda: not found or found[-1].status in (*under_way, status)):
-            heard = found[-1].heard.get(self.device) if found else None
+            heard = found[-1].reports.get(self.device) if found else None
             told = f"{heard.phase}: {heard.reason}" if heard else "nothing"
             agent, coordinator = last_message(self.board.read_journal(AGENT)), last(self.site.folder / "serve.log")
             raise JobError(
@@ -162,7 +162,7 @@ class ReleaseChecks:
     def _check_model(self, name: str) -> str:
         began_s = time.monotonic()
         found = self._deploy_committed("model", name)
-        said = found.heard[self.device].metrics
+        said = found.reports[self.device].metrics
         if not (model := self._current_model()):
             raise JobError(f"the rollout is done, and {MODELS}/current leads nowhere")
         hooked = self.board.run("cat", HOOKED).split()
@@ -201,7 +201,7 @@ class ReleaseChecks:
             raise JobError(f"it was taken back, and {self._current_model()} is in use, not {first}")
         self._wait_until_answered(first)
         return (
-            f"refused: {refused.heard[self.device].reason}; {first} -> {second}, which answers {took_s:.0f} s after "
+            f"refused: {refused.reports[self.device].reason}; {first} -> {second}, which answers {took_s:.0f} s after "
             f"its rollout's end; {first} answers again"
         )
 

@@ -7,7 +7,7 @@ import goldens
 import pytest
 
 from fedquilt.coordinator.delivery.executor import LinkExecutor
-from fedquilt.coordinator.rounds.events import NOTHING, CohortSelected, TaskDeclined, UpdateAccepted
+from fedquilt.coordinator.rounds.events import CohortSelected, TaskDeclined, UpdateAccepted
 from fedquilt.coordinator.storage.store import Store
 from fedquilt.tools.simulation import agents
 
@@ -58,7 +58,7 @@ def test_a_stitching_round_asks_others_for_those_heard_and_sends_no_task_in_vain
     devices = sorted({device for device, _ in answered})
     assert (status, len(devices)) == ("done", 6)
     assert sorted(sent) == sorted(answered)  # whatever was sent was answered, and counted
-    assert {fact.code for fact in declined} == {NOTHING}
+    assert {fact.code for fact in declined} == {NO_WORK}
     for round in range(last + 1):
         names = [device for fact in asked if fact.round == round for device in fact.devices]
         assert len(names) == len(set(names))

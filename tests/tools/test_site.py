@@ -103,7 +103,7 @@ def test_a_job_of_a_sites_own_is_refused_with_the_place_where_it_belongs() -> No
     job = settings.parse_job({"name": "own", "method": "fedavg"})
     below = sites.adapt_for_parent(methods.load("fedavg"), job, {})
     with pytest.raises(JobError, match="submit own to the coordinator above"):
-        below.send(sites.SiteJobState(sites.NOTHING), DeviceView("a", None))
+        below.send(sites.SiteJobState(sites.NO_STATE), DeviceView("a", None))
 
 
 def test_a_run_that_is_stopped_at_a_site_is_told_above_at_once_until_it_is_resumed_there(tmp_path: Path) -> None:

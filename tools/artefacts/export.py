@@ -48,7 +48,7 @@ def load_state(store: Store, row: StoredJob, *, best: bool = False) -> Any:
             f"{row.id} has no evaluation by devices yet, and thus no best state: leave --best out, and set [check] "
             "every = 1 in later jobs"
         )
-    path = store.depot.blob_path(ref.sha256)
+    path = store.blob_store.blob_path(ref.sha256)
     if path is None:
         raise StoreError(f"the state of {row.id} ({ref.sha256[:12]}) is gone from {store.home}, or damaged")
     try:
@@ -68,7 +68,7 @@ def _find_states(store: Store, row: StoredJob) -> tuple[BlobRef | None, BlobRef 
     for _, _, event in store.read_events(row.id):
         if isinstance(event, RoundCommitted):
             best_state, best_rounds = (latest_state, rounds) if event.best else (best_state, best_rounds)
-            rounds += not event.settled
+            rounds += not event.is_evaluation_round
         if isinstance(event, JobStarted | RoundCommitted):
             latest_state = event.state
     return latest_state, best_state, best_rounds
@@ -196,7 +196,9 @@ def _encode_shared_parts(
     bundles = {name: value for name, value in task_spec.bundles.items() if not isinstance(value, BlobRef)}
     task = make_task(
         task_spec,
-        blob=lambda value: value if isinstance(value, BlobRef) else ref_from_bytes(tensors.encode_tensors(value)),
+        store_bundle=lambda value: (
+            value if isinstance(value, BlobRef) else ref_from_bytes(tensors.encode_tensors(value))
+        ),
         actions=("check",),
         engine=method.engines[0],
         job=row.id,
@@ -249,5 +251,7 @@ def _reading_settings(row: StoredJob) -> Mapping[str, Any]:
 def _describe_unfinished(store: Store, row: StoredJob) -> str:
     if (status := store.current_status(row)) == "done":
         return ""
-    rounds = sum(isinstance(event, RoundCommitted) and not event.settled for _, _, event in store.read_events(row.id))
+    rounds = sum(
+        isinstance(event, RoundCommitted) and not event.is_evaluation_round for _, _, event in store.read_events(row.id)
+    )
     return f"; no final result: {row.id} is {status}, after {rounds} of at most {row.job.rounds} rounds"

@@ -16,7 +16,7 @@ import msgspec
 from fedquilt import methods
 from fedquilt.console import progress, table
 from fedquilt.coordinator.rounds import deadline, energy_scheduling
-from fedquilt.coordinator.rounds.deadline import RECENT, DeviceWorkload, TaskDuration
+from fedquilt.coordinator.rounds.deadline import KEPT_DURATIONS, DeviceWorkload, TaskDuration
 from fedquilt.coordinator.rounds.energy_scheduling import DeviceForecast, EnergyPlan, EpochChoice
 from fedquilt.coordinator.settings import JobSettings, create_initial_state
 from fedquilt.coordinator.updates import tasks
@@ -98,11 +98,13 @@ def predict_work(
         if spec is None or not len(member.train):
             continue
         uneven = method.traits.unequal_epochs
-        workload = tasks.predict_workload(spec, ("work",), engine, tasks.HELD, uneven)._replace(profile=profile)
+        workload = tasks.predict_workload(spec, ("work",), engine, tasks.DEFAULT_HELD_OUT_SHARE, uneven)._replace(
+            profile=profile
+        )
         duration_s = workload.predict_duration_s(len(member.train))
         if duration_s is not None:
             duration = TaskDuration(0, duration_s, workload.work_amount, duration_s, duration_s, len(member.train))
-            durations[member.device] = (duration,) * RECENT
+            durations[member.device] = (duration,) * KEPT_DURATIONS
         workloads[member.device] = workload
     return workloads, durations
 

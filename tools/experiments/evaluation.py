@@ -24,7 +24,14 @@ import msgspec
 from fedquilt import methods, metrics
 from fedquilt.arrays import tensors
 from fedquilt.console import table
-from fedquilt.coordinator.rounds.events import ENDED, JobConstants, JobStarted, JobState, RoundCommitted, apply_event
+from fedquilt.coordinator.rounds.events import (
+    ENDED_PHASES,
+    JobConstants,
+    JobStarted,
+    JobState,
+    RoundCommitted,
+    apply_event,
+)
 from fedquilt.coordinator.settings import JobSettings
 from fedquilt.coordinator.storage.store import Store, StoredJob
 from fedquilt.coordinator.views import run_summary, scores
@@ -153,7 +160,7 @@ def evaluate_run(
     all_scores, states = scores.read_scores(store.home, row), _StateReader(store, row)
     with Evaluator(row.job, row.bundle) as evaluator:
         while True:
-            has_ended = store.stored_status(row.id) in ENDED  # read before the states, so that none is missed
+            has_ended = store.stored_status(row.id) in ENDED_PHASES  # read before the states, so that none is missed
             score = _score_latest_if_new(states, evaluator, {score.state for score in all_scores.scores}, has_ended)
             if score is not None:
                 report_score(score)
@@ -188,10 +195,10 @@ def _score_latest_if_new(
 ) -> EvaluationScore | None:
     # The result is also None if the state was deleted because the next state was committed.
     latest = states.read_latest()
-    if latest is None or latest[1].sha256 in scored_digests or (states.rounds.settling and not has_ended):
+    if latest is None or latest[1].sha256 in scored_digests or (states.rounds.is_evaluation_round and not has_ended):
         return None
     rounds_done, ref = latest
-    path = states.store.depot.blob_path(ref.sha256)
+    path = states.store.blob_store.blob_path(ref.sha256)
     try:
         payload = None if path is None else path.read_bytes()
     except FileNotFoundError:

@@ -17,7 +17,7 @@ from fedquilt.coordinator.rounds.events import AnyEvent
 from fedquilt.coordinator.settings import EvaluationSettings, JobSettings
 from fedquilt.coordinator.storage.store import Store
 from fedquilt.coordinator.views import scores
-from fedquilt.coordinator.views.terminal import VIRTUAL, Console
+from fedquilt.coordinator.views.terminal import VIRTUAL_FORMAT, Console
 from fedquilt.core import DataError, Examples, FedquiltError, JobError
 from fedquilt.data import examples
 from fedquilt.data.spec import DataSpec
@@ -273,7 +273,9 @@ def run_and_print(
     job = msgspec.structs.replace(plan.job, fleet=msgspec.structs.replace(plan.job.fleet, devices=plan.size))
     simulations: list[Simulation] = []
     runs: list[str] = []
-    console = Console(wordy=wordy, clock=lambda: simulations[-1].now_s if simulations else 0.0, stamp=VIRTUAL.format)
+    console = Console(
+        verbose=wordy, clock=lambda: simulations[-1].now_s if simulations else 0.0, stamp=VIRTUAL_FORMAT.format
+    )
 
     def print_machines(run: str) -> None:
         runs.append(run)

@@ -23,7 +23,7 @@ from fedquilt.arrays import disk_arrays, tensors
 from fedquilt.coordinator import settings
 from fedquilt.coordinator.rounds import events, failed_rounds
 from fedquilt.coordinator.rounds.events import AnyEvent, JobView
-from fedquilt.coordinator.rounds.selection import NOTHING
+from fedquilt.coordinator.rounds.selection import NO_WORK
 from fedquilt.coordinator.server import Server
 from fedquilt.coordinator.settings import JobSettings
 from fedquilt.coordinator.storage.store import Store
@@ -98,7 +98,7 @@ class _SiteJobLog:
     @property
     def current_round(self) -> int:
         return (
-            self.last_event.begins
+            self.last_event.first_round
             if isinstance(self.last_event, events.JobStarted)
             else self.last_event.round
             if self.last_event
@@ -118,7 +118,7 @@ class _SiteJobLog:
                     self.updates[event.update.device] = event.update
                 case events.UpdateLost():
                     self.updates.pop(event.device, None)
-                case events.TaskDeclined(code=code) if code == NOTHING:
+                case events.TaskDeclined(code=code) if code == NO_WORK:
                     continue
                 case events.TaskDeclined() | events.UpdateRejected():
                     self.refusals[event.device] = event.reason
@@ -244,12 +244,13 @@ class SiteWorker:
 
     def _adopt_running_round(self, request: WorkRequest) -> bool:
         job = self.server.find_job(request.task.job)
-        if job is None or job.id in self._stopping or job.rounds.state is None or sites.STATE not in request.bundles:
+        if job is None or job.id in self._stopping or job.job_state.state is None or sites.STATE not in request.bundles:
             return False
         with contextlib.suppress(FedquiltError):  # `_begin_round` reports the error
-            is_same_round = job.rounds.ordered is not None and job.rounds.round == request.task.round
+            is_same_round = job.job_state.parent_order is not None and job.job_state.round == request.task.round
             self._round_stored = is_same_round and self._has_parent_state(
-                job.rounds.state, sites.site_state_from_task(tensors.read_tensors(Path(request.bundles[sites.STATE])))
+                job.job_state.state,
+                sites.site_state_from_task(tensors.read_tensors(Path(request.bundles[sites.STATE]))),
             )
         return self._round_stored
 
@@ -257,12 +258,11 @@ class SiteWorker:
         task, store, id = request.task, self._store, request.task.job
         if sites.STATE not in request.bundles or "job" not in task.params:
             raise JobError(
-                "the task is none for a site: the coordinator above does not know this device as a site (`fedquilt "
-                "identity issue NAME --role site`, or [sites.NAME] in its limits.toml without certificates)"
+                "the task is none for a site: the coordinator above does not know this device as a site (`fedquilt identity issue NAME --role site`, or [sites.NAME] in its limits.toml without certificates)"
             )
         parent_state = sites.site_state_from_task(tensors.read_tensors(Path(request.bundles[sites.STATE])))
         # the state must be valid before the event log refers to the state
-        tensors.unpack_state(parent_state.inner.tobytes(), methods.load(task.method).state)
+        tensors.unpack_state(parent_state.parent_state.tobytes(), methods.load(task.method).state)
         if not store.stored_status(id):
             job = self._make_site_job(task.params["job"])
             folder = (store.home / "sites" / id).resolve()
@@ -277,20 +277,19 @@ class SiteWorker:
         if job_log.last_event is not None and self._has_parent_state(job_log.last_event.state, parent_state):
             if isinstance(job_log.last_event, events.RoundCommitted) and job_log.last_event.round == task.round:
                 return self._write_bundles_and_make_outcome(id, job_log.last_event)
-            if isinstance(job_log.last_event, events.JobStarted) and job_log.last_event.begins == task.round:
+            if isinstance(job_log.last_event, events.JobStarted) and job_log.last_event.first_round == task.round:
                 self._resume_job(id)
                 return None
         if job_log.last_event is not None and job_log.current_round > task.round:
             log.warning(
-                "the coordinator above asks for round %d of %s, and round %d was worked for here: its home is an older "
-                "copy, or has lost its end; the boards work for these rounds again",
+                "the coordinator above asks for round %d of %s, and round %d was worked for here: its home is an older copy, or has lost its end; the boards work for these rounds again",
                 *(task.round + 1, id, job_log.current_round + 1),
             )
         started = events.JobStarted(
-            store.depot.store_bytes(tensors.pack_state(parent_state)),
-            begins=task.round,
+            store.blob_store.store_bytes(tensors.pack_state(parent_state)),
+            first_round=task.round,
             actions=task.actions,
-            settling=bool(task.params.get("settling")),
+            is_evaluation_round=bool(task.params.get("settling")),
             deadline_s=max(DEVICE_TIME_SHARE * task.deadline_s, 1.0),
             class_shares=task.class_shares or (),
         )
@@ -308,11 +307,11 @@ class SiteWorker:
 
     def _has_parent_state(self, ref: BlobRef, parent_state: sites.SiteJobState) -> bool:
         stored_state = self._read_state(ref)
-        return stored_state is not None and np.array_equal(stored_state.inner, parent_state.inner)
+        return stored_state is not None and np.array_equal(stored_state.parent_state, parent_state.parent_state)
 
     def _read_state(self, ref: BlobRef) -> sites.SiteJobState | None:
         # a large sum stays on disk. None if the blob is missing or damaged
-        path, disk = self._store.depot.verified_path(ref.sha256), self._store.depot.disk
+        path, disk = self._store.blob_store.verified_path(ref.sha256), self._store.blob_store.disk
         return None if path is None else disk_arrays.read_state(path, sites.SiteJobState, disk, job_blobs.WHOLE_BYTES)
 
     def _make_site_job(self, table: Mapping[str, Any]) -> JobSettings:
@@ -365,7 +364,7 @@ class SiteWorker:
     def _yield_update_bundles(self, state: sites.SiteJobState, devices: Sequence[str]) -> Iterator[tuple[str, Tensors]]:
         # the partial sum of the devices, or their updates
         if state.form:
-            yield sites.SUM, sites.bundle_from_aggregate(state.total, state.form, devices)
+            yield sites.AGGREGATE_BUNDLE, sites.bundle_from_aggregate(state.total, state.form, devices)
             return
         yield from sites.bundle_updates(
             [

@@ -65,7 +65,7 @@ def make_round_rows(summary: RunSummary) -> list[Row]:
             }
         cost = round.cost
         costs = {
-            "seconds": round.took_s,
+            "seconds": round.duration_s,
             "joules": cost.whole_j if cost.tasks else 0.0,
             "down_bytes": cost.down_bytes,
             "up_bytes": cost.up_bytes,

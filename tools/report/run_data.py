@@ -161,7 +161,7 @@ def load_run_data(store: Store, run: str) -> RunData:
     outcomes = round_outcomes.RoundOutcomes(JobConstants.from_job(row.job))
     for time_s, event in events:
         outcomes.apply_event(event, time_s)
-    parts, summary = outcomes.found, outcomes.summary
+    parts, summary = outcomes.by_round, outcomes.summary
     points, stored_scores = tuple(progress_points(summary)), read_scores(store.home, row)
     in_rounds = [HeldOutScore.from_summary(point.rounds, point.personal) for point in points if point.personal]
     held_out_scores = sorted((*in_rounds, *stored_scores.held), key=lambda score: score.rounds)

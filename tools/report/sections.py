@@ -236,7 +236,7 @@ def make_timeline_section(run: RunData) -> PageSection | None:
             bars.append(plots.PlotBar(name, [part / scale for part in (before_s, wall_s, *rest_s)]))
         name = _format_round_name(run, number)
         clock = "virtual time" if run.row.has_virtual_time else "since the round began"
-        title = f"Devices in {'the ' * (number == run.summary.final)}{name}"
+        title = f"Devices in {'the ' * (number == run.summary.final_evaluation_round)}{name}"
         plots_by_round[name] = plots.plot_bars(bars, title, f"{prefix}s, {clock}", ("before it was asked", *TIME_PARTS))
     return PageSection(["The fastest device comes first."], switch=_render_switch(plots_by_round))
 
@@ -289,7 +289,7 @@ def _summarise_held_out(run: RunData) -> tuple[list[str], HtmlTable | None]:
 
 
 def make_time_section(run: RunData) -> PageSection | None:
-    splits = [round.times for round in run.summary.committed_rounds() if round.times is not None]
+    splits = [round.time_breakdown for round in run.summary.committed_rounds() if round.time_breakdown is not None]
     if not splits:
         return None
     splits_to_draw = _select_evenly_spaced(splits, MAX_ROUNDS)
@@ -502,7 +502,7 @@ def _select_evenly_spaced(items: Sequence[T], limit: int) -> list[T]:
 
 
 def _format_round_name(run: RunData, number: int) -> str:
-    return event_messages.format_round_name(number, run.summary.final)
+    return event_messages.format_round_name(number, run.summary.final_evaluation_round)
 
 
 def _find_main_metric(run: RunData) -> metrics.Metric:

@@ -30,7 +30,7 @@ from fedquilt.coordinator.settings import (
     require_no_adversaries,
 )
 from fedquilt.coordinator.storage.store import Origin, Store
-from fedquilt.coordinator.views.terminal import VIRTUAL, Console, run_coordinator
+from fedquilt.coordinator.views.terminal import VIRTUAL_FORMAT, Console, run_coordinator
 from fedquilt.core import Bundle, Device, Examples, JobError
 from fedquilt.data import compatibility, examples
 from fedquilt.data.spec import DataSpec
@@ -172,7 +172,7 @@ def run_fleet_on_broker(plan: FleetPlan, broker: Mapping[str, Any] | None, *, ve
         if not store.acquire_lock():
             raise JobError(f"another coordinator serves {plan.home.resolve()} already: give another --home")
         run = plan.queue_or_resume(store)
-        console = Console(wordy=verbose, mend=f"the boards' logs: {plan.get_agent_folder(run, '*')}/agent.log")
+        console = Console(verbose=verbose, start_hint=f"the boards' logs: {plan.get_agent_folder(run, '*')}/agent.log")
         console.report(f"{run}: starting {plan.size} agents")
         agents = stack.enter_context(start_agents(plan.make_agent_tables(run), broker))
         link = MqttLink(Broker.from_url(**broker), f"fedquilt-coordinator-{plan.fleet}")
@@ -199,11 +199,11 @@ def run_fleet_virtually(
         if not store.acquire_lock():
             raise JobError(f"another coordinator serves {plan.home.resolve()} already: give another --home")
         run = plan.queue_or_resume(store, create_board, "virtual")
-        console = Console(wordy=verbose, clock=lambda: broker.now_s, stamp=VIRTUAL.format)
+        console = Console(verbose=verbose, clock=lambda: broker.now_s, stamp=VIRTUAL_FORMAT.format)
         console.report(f"{run}: creating {plan.size} devices")
         link = broker.connect()
         server = Server(
-            LinkExecutor(link, plan.fleet, store.depot, store.begin_epoch()), store, console.observe, only=run
+            LinkExecutor(link, plan.fleet, store.blob_store, store.begin_epoch()), store, console.observe, only=run
         )
         sides: list[tuple[MemoryLink, Endpoint]] = [(link, server)]
         shared_loader = examples.SharedLoader()
@@ -228,11 +228,11 @@ def run_fleet_virtually(
             nonlocal busy_s
             console.refresh()
             job = server.find_job(run)
-            if job is None or job.rounds.asked or job.rounds.phase not in ("new", "selecting", "open"):
+            if job is None or job.job_state.pending_devices or job.job_state.phase not in ("new", "selecting", "open"):
                 busy_s = broker.now_s
             elif broker.now_s > busy_s + MAX_IDLE_S:  # no device joins later on virtual time
                 raise JobError(
-                    f"{run} waits for devices in round {job.rounds.round + 1}, and no other device will join: "
+                    f"{run} waits for devices in round {job.job_state.round + 1}, and no other device will join: "
                     "see `fedquilt why`, and correct [cohort] (min_devices, min_battery, max_temperature_c) or [fleet]"
                 )
 

@@ -26,7 +26,7 @@ from msgspec import structs
 
 from fedquilt import wire
 from fedquilt.blobs.store import SMALL_BYTES, BlobStore
-from fedquilt.coordinator.delivery.executor import Heard
+from fedquilt.coordinator.delivery.executor import ExecutorInput
 from fedquilt.coordinator.fleet.registry import BrokerOutage
 from fedquilt.coordinator.rounds.decisions import UpdateReceived
 from fedquilt.coordinator.rounds.events import JobView
@@ -271,7 +271,7 @@ class SimulatedFleet:
         away: Devices of the fleet that are offline at first.
     """
 
-    absence = BrokerOutage()  # no outage: simulated devices are always reachable
+    outage = BrokerOutage()  # no outage: simulated devices are always reachable
 
     def __init__(
         self,
@@ -285,7 +285,7 @@ class SimulatedFleet:
         self.specs = {spec.device: spec for spec in specs}
         self.now_s = 0.0
         self._devices: dict[str, FleetDevice] = {}
-        self._inbox: deque[Heard] = deque()
+        self._inbox: deque[ExecutorInput] = deque()
         self._due_times: list[tuple[float, str]] = []
         self._changed_devices: dict[str, FleetDevice] = {}  # devices whose entry in `_due` may be outdated
         self._working_devices: dict[str, FleetDevice] = {}  # devices with a work request to run
@@ -366,7 +366,7 @@ class SimulatedFleet:
             self._get_or_create_device(device)
         return structs.replace(profile, device=device)
 
-    def receive_inputs(self, now_s: float) -> Iterator[Heard]:
+    def receive_inputs(self, now_s: float) -> Iterator[ExecutorInput]:
         """Yield the messages up to `now_s`, running the due devices as soon as no message is left."""
         self.now_s = now_s
         self._blob_paths.clear()
@@ -411,7 +411,7 @@ class SimulatedFleet:
         return ()
 
     def set_backlog(
-        self, updates: int, waiting_bytes: int, most_bytes: float
+        self, updates: int, waiting_bytes: int, max_bytes: float
     ) -> None: ...  # updates are written directly to the coordinator's disk
 
     def site_right(self, device: str) -> SiteRight | None:

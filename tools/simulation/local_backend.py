@@ -263,7 +263,7 @@ def make_task_and_context(
     folder.mkdir(parents=True, exist_ok=True)
     wire_task = make_task(
         task_spec,
-        blob=ref_of_value,
+        store_bundle=ref_of_value,
         actions=actions,
         job="alone",
         round=number,

@@ -122,7 +122,7 @@ class Simulation:
         )  # for this run alone, because stored state of another run would affect this one
         newcomer = DeviceSpec(NEWCOMER, lambda: boards.create_device("x86-host"), newcomer_capabilities)
         self.fleet = SimulatedFleet(
-            self._make_specs(create_board), self._store.depot, self.devices_folder, {NEWCOMER: newcomer}, offline
+            self._make_specs(create_board), self._store.blob_store, self.devices_folder, {NEWCOMER: newcomer}, offline
         )
         self._server = Server(self.fleet, self._store, self._observe_event, self.run, load_method, poll_s=POLL_S)
         self._wall_start_s, self._virtual_start_s = time.perf_counter(), 0.0
@@ -141,8 +141,8 @@ class Simulation:
     @property
     def state_digest(self) -> str:
         assert self.running is not None
-        assert self.running.rounds.state is not None
-        return self.running.rounds.state.sha256
+        assert self.running.job_state.state is not None
+        return self.running.job_state.state.sha256
 
     @property
     def final_status(self) -> str:
@@ -156,17 +156,17 @@ class Simulation:
     @property
     def completed_rounds(self) -> int:
         """Number of completed rounds, without evaluation-only rounds."""
-        return 0 if self.running is None else self.running.rounds.completed_rounds
+        return 0 if self.running is None else self.running.job_state.completed_rounds
 
     @property
     def can_evaluate(self) -> bool:
         """Whether the state can be evaluated, so that no preparatory evaluation round is due."""
-        return self.running is not None and not self.running.rounds.settling
+        return self.running is not None and not self.running.job_state.is_evaluation_round
 
     @property
     def is_finished(self) -> bool:
         """Whether all rounds are completed and the state can be evaluated."""
-        return self.running is not None and self.running.rounds.is_work_done and self.can_evaluate
+        return self.running is not None and self.running.job_state.is_work_done and self.can_evaluate
 
     def advance(self) -> list[WorkRequest]:
         """Advance virtual time until work requests wait, and return them.
@@ -186,7 +186,7 @@ class Simulation:
                 end_events = [event for _, _, event in self._store.read_events(self.run) if isinstance(event, JobEnded)]
                 self.reason = end_events[-1].reason if end_events else ""
                 break
-            has_open_attempt = job is not None and job.rounds.asked
+            has_open_attempt = job is not None and job.job_state.pending_devices
             if due_s >= (POLL_S if has_open_attempt else self._last_activity_s + MAX_IDLE_S):
                 self.reason = "no device is left that could continue the run"
                 break
@@ -210,7 +210,7 @@ class Simulation:
         task, job = self.fleet.find_running_task(device), self._server.find_job(self.run)
         if job is not None and task is not None and task.job == job.id and result.bundles:
             is_small = all(ref.sha256 in result.blobs for ref in result.bundles.values())
-            if is_small and job.aggregator.can_fold_early(job.rounds, task.round, device):
+            if is_small and job.aggregator.can_fold_early(job.job_state, task.round, device):
                 job.aggregator.fold_early(self._read_update(device, task, result), result.bundles)
             if self._adversaries_observe and device not in self.adversaries:
                 self._honest_updates.add_update(self._read_update(device, task, result))
@@ -220,10 +220,10 @@ class Simulation:
         """Return the file of the method state with which workers may sum these updates, or "" if they may not."""
         job = self._server.find_job(self.run)
         if job is None or any(
-            (request.task.job, request.task.round) != (job.id, job.rounds.round) for request in requests
+            (request.task.job, request.task.round) != (job.id, job.job_state.round) for request in requests
         ):
             return ""
-        return job.aggregator.state_path_for_folding(job.rounds) or ""
+        return job.aggregator.state_path_for_folding(job.job_state) or ""
 
     def receive_sum(
         self, requests: Sequence[WorkRequest], results: Sequence[WorkResult], pack_sum: Callable[[], bytes]
@@ -237,7 +237,7 @@ class Simulation:
                 for request, result in pairs
                 if result.code == "ok"
             }
-            job.aggregator.fold_aggregate_early(job.rounds, requests[0].task.round, results_by_device, pack_sum)
+            job.aggregator.fold_aggregate_early(job.job_state, requests[0].task.round, results_by_device, pack_sum)
 
     def _read_update(self, device: str, task: Task, result: WorkResult) -> DeviceUpdate:
         bundles: dict[str, Tensors] = {}
@@ -262,10 +262,13 @@ class Simulation:
             return honest_requests
         job = self._server.find_job(self.run)
         assert job is not None
-        for device, update in job.rounds.answered.items():  # updates that an interrupted process has received
-            if device not in self.adversaries and device not in self._honest_updates.list_devices(job.rounds.round):
-                self._honest_updates.add_update(job_blobs.load_update(self._store.depot, update))
-        if not self._honest_updates.list_devices(job.rounds.round):
+        for (
+            device,
+            update,
+        ) in job.job_state.accepted_updates.items():  # updates that an interrupted process has received
+            if device not in self.adversaries and device not in self._honest_updates.list_devices(job.job_state.round):
+                self._honest_updates.add_update(job_blobs.load_update(self._store.blob_store, update))
+        if not self._honest_updates.list_devices(job.job_state.round):
             return requests
         honest_path = self._honest_updates.write_mean(self.devices_folder / "honest.safetensors")
         return [adversaries.add_honest_mean(request, honest_path) for request in requests]

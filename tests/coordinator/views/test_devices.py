@@ -66,7 +66,7 @@ def home(tmp_path: Path) -> Path:
 
 
 def test_the_table_fits_eighty_columns_and_has_everything(home):
-    assert devices.format_devices(devices.load_devices(home, NOW), NOW, wide=80) == [
+    assert devices.format_devices(devices.load_devices(home, NOW), NOW, width=80) == [
         "3 boards: 2 online, 1 of them at work; 1 offline",
         "",
         "board    state     for     W  °C     memory  doing",
@@ -87,7 +87,7 @@ def test_a_silent_board_says_since_when_and_is_a_state_of_its_own(home):
         store.write_telemetry([silent, quiet], [])
     found = devices.load_devices(home, NOW)
     at = time.strftime("%H:%M", time.localtime(NOW - 700.0))
-    told = devices.format_devices(found, NOW, wide=80)
+    told = devices.format_devices(found, NOW, width=80)
     assert told[0] == "3 boards: 1 online, 0 of them at work; 1 offline, 1 silent"
     assert told[3].startswith("orin-07  silent   12 min")
     assert told[4] == f"  NVIDIA Jetson Orin Nano, mode 25W, agent 0.1.0, silent since {at}; site=lab …"
@@ -105,7 +105,7 @@ def test_a_board_that_serves_a_model_has_a_line_of_it(tmp_path):
         }
         store.write_telemetry([DeviceStatus(name, online=True) for name in known], known.items())
     found = devices.load_devices(tmp_path, NOW)
-    told = devices.format_devices(found, NOW, wide=80)
+    told = devices.format_devices(found, NOW, width=80)
     assert "  serves: 1200 answers, drift 0.41, accuracy 90 %" in told
     assert "  serves: 3 answers, drift not known yet" in told
     assert (found[0].to_dict()["drift"], found[0].to_dict()["accuracy"], found[0].to_dict()["served"]) == (
@@ -128,13 +128,13 @@ def test_a_board_that_serves_a_model_has_a_line_of_it(tmp_path):
 def test_memory_is_in_the_budgets_unit_and_no_power_of_ten(task, budget, told):
     board = msgspec.structs.replace(WORKING, budget_bytes=budget)
     reading = TelemetrySample(int(NOW), task_bytes=task)
-    assert told in devices.format_devices([devices.DeviceRow(board, reading)], NOW, wide=80)[3]
+    assert told in devices.format_devices([devices.DeviceRow(board, reading)], NOW, width=80)[3]
 
 
 def test_without_a_coordinator_that_is_said(home):
     assert (
         "no coordinator serves this home"
-        in devices.format_devices(devices.load_devices(home, NOW), NOW, served=False)[1]
+        in devices.format_devices(devices.load_devices(home, NOW), NOW, is_served=False)[1]
     )
 
 

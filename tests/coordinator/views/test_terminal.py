@@ -34,10 +34,10 @@ from fedquilt.coordinator.settings import CohortSettings
 from fedquilt.coordinator.views import event_messages, run_summary, wait_reasons
 from fedquilt.coordinator.views.run_summary import RoundSummary, RunSummary
 from fedquilt.coordinator.views.terminal import (
-    VIRTUAL,
-    WAIT_AGAIN_S,
-    WAIT_SAID_S,
-    WORK_SAID_S,
+    UNCHANGED_WAIT_REPORT_S,
+    VIRTUAL_FORMAT,
+    WAIT_REPORT_S,
+    WORK_REPORT_S,
     ConnectionReporter,
     Console,
     WaitReporter,
@@ -74,21 +74,21 @@ def answer(device: str, round: int = 0) -> UpdateAccepted:
 def test_a_wait_is_told_when_it_begins_or_changes_and_else_rarely():
     waiting, a, b = WaitReporter(), WaitReason("a", "a", "lost"), WaitReason("b", "b", "boards")
     assert waiting.line_due(a, 0.0) is None
-    assert waiting.line_due(a, WAIT_SAID_S) == "waiting for a"
-    assert waiting.line_due(a._replace(text="a, 100 s later"), WAIT_SAID_S + 100) is None
-    assert waiting.line_due(b, WAIT_SAID_S + 101) == "waiting for b"
-    assert waiting.line_due(a, WAIT_SAID_S + 102) is None  # it comes and goes: not at each turn
-    assert waiting.line_due(b, WAIT_SAID_S + 101 + WAIT_AGAIN_S) == "waiting for b"
+    assert waiting.line_due(a, WAIT_REPORT_S) == "waiting for a"
+    assert waiting.line_due(a._replace(text="a, 100 s later"), WAIT_REPORT_S + 100) is None
+    assert waiting.line_due(b, WAIT_REPORT_S + 101) == "waiting for b"
+    assert waiting.line_due(a, WAIT_REPORT_S + 102) is None  # it comes and goes: not at each turn
+    assert waiting.line_due(b, WAIT_REPORT_S + 101 + UNCHANGED_WAIT_REPORT_S) == "waiting for b"
     assert waiting.line_due(None, 2000.0) is None
     assert waiting.line_due(b, 2001.0) is None
-    assert waiting.line_due(b, 2001.0 + WAIT_SAID_S) == "waiting for b"
+    assert waiting.line_due(b, 2001.0 + WAIT_REPORT_S) == "waiting for b"
 
 
 def test_a_wait_for_devices_at_work_is_told_later():
     waiting, slow = WaitReporter(), WaitReason("c, at work", "c", "working")
     assert waiting.line_due(slow, 0.0) is None
-    assert waiting.line_due(slow, WORK_SAID_S - 1) is None
-    assert waiting.line_due(slow, WORK_SAID_S) == "waiting for c, at work"
+    assert waiting.line_due(slow, WORK_REPORT_S - 1) is None
+    assert waiting.line_due(slow, WORK_REPORT_S) == "waiting for c, at work"
 
 
 def test_the_loss_of_the_broker_and_its_return_are_told_once():
@@ -113,7 +113,7 @@ def test_a_wait_while_the_broker_is_away_is_not_told_as_a_lack_of_boards(capsys)
             return {}
 
     class Job:
-        id, engines, rounds = "digits-1", ("torch",), begun(CohortSettings())
+        id, engines, job_state = "digits-1", ("torch",), begun(CohortSettings())
 
     class Server:
         registry = Registry()
@@ -125,9 +125,9 @@ def test_a_wait_while_the_broker_is_away_is_not_told_as_a_lack_of_boards(capsys)
             return frozenset()
 
         def wall_clock_state(self, job, now_s, now):
-            return Job.rounds, now
+            return Job.job_state, now
 
-    now_s = iter((0.0, 0.0, WAIT_SAID_S, WAIT_SAID_S, 100.0, 100.0, 100.0))
+    now_s = iter((0.0, 0.0, WAIT_REPORT_S, WAIT_REPORT_S, 100.0, 100.0, 100.0))
     console = Console(clock=lambda: next(now_s))
     for link in (Link(), Link()):
         console.report_connection(link)
@@ -164,7 +164,7 @@ def test_too_few_devices_for_a_quorum_are_told_with_what_is_there():
     assert wait_reasons.find_wait(state, ["torch"], ["a", "b"]) is None  # they are at it
     for device in "ab":
         state = apply_event(state, answer(device), 2.0)
-    wait = wait_reasons.find_wait(state, ["torch"], ["a", "b"], now=NOW, until=NOW + 512.0)
+    wait = wait_reasons.find_wait(state, ["torch"], ["a", "b"], now=NOW, deadline=NOW + 512.0)
     assert wait.text == (
         "devices that run torch: 2 online, 2 of 4 updates received, a quorum is 3, "
         f"until {time.strftime('%H:%M', time.localtime(NOW + 512.0))} (512 s)"
@@ -226,10 +226,10 @@ def test_the_evaluation_after_the_last_round_is_not_told_as_a_round(finished):
 
 def test_a_round_that_gathers_statistics_for_the_last_evaluation_is_told_as_a_round():
     plan = JobConstants(0, 1, CohortSettings(), 1)
-    state, facts = apply_event(JobState(plan), JobStarted(REF, settles=True), 0.0), []
+    state, facts = apply_event(JobState(plan), JobStarted(REF, has_evaluation_rounds=True), 0.0), []
     for round, settled in enumerate((True, False, True, False)):
         facts += [CohortSelected(round, 0, ("a",)), answer("a", round), RoundClosed(round)]
-        facts.append(RoundCommitted(round, REF, False, {}, settled=settled))
+        facts.append(RoundCommitted(round, REF, False, {}, is_evaluation_round=settled))
     told = [lines[0] for lines in formatted(state, facts)]
     assert told[8] == "round 3: cohort a"
     assert told[11] == "round 3: statistics for the evaluation gathered (1 of 1 devices)"
@@ -238,14 +238,16 @@ def test_a_round_that_gathers_statistics_for_the_last_evaluation_is_told_as_a_ro
 
 def test_progress_counts_rounds_of_work_alone():
     state, told = (
-        apply_event(JobState(JobConstants(0, 2, CohortSettings(), 1)), JobStarted(REF, settles=True), 0.0),
+        apply_event(
+            JobState(JobConstants(0, 2, CohortSettings(), 1)), JobStarted(REF, has_evaluation_rounds=True), 0.0
+        ),
         list[list[str]](),
     )
     for round, settled in enumerate((True, False, True, False, True, False)):
         state = apply_event(state, CohortSelected(round, 0, ("a", "b")), 1.0)
         state = apply_event(state, answer("a", round), 1.0)
         told.append(event_messages.format_status(RunSummary(state), state))
-        for fact in (RoundClosed(round), RoundCommitted(round, REF, False, {}, settled=settled)):
+        for fact in (RoundClosed(round), RoundCommitted(round, REF, False, {}, is_evaluation_round=settled)):
             state = apply_event(state, fact, 1.0)
     assert told[0] == ["round 1 of 2", "0 B so far", "1 of 2 devices answered, 1 at work"]
     assert [lines[0] for lines in told[3:]] == [
@@ -320,7 +322,7 @@ def test_a_round_ends_with_its_accuracy_devices_and_joules():
     ]
     checked = total(of_classes(0.8, 10, 0.25), of_classes(0.6, 10, 0.75), of_classes(0.7, 20))
     facts += [RoundCommitted(0, REF, False, {"loss": 0.25}, evaluation=checked)]
-    facts += [CohortSelected(1, 0, ("a",)), RoundClosed(1), RoundCommitted(1, REF, False, {}, settled=True)]
+    facts += [CohortSelected(1, 0, ("a",)), RoundClosed(1), RoundCommitted(1, REF, False, {}, is_evaluation_round=True)]
     told = formatted(state, facts)
     assert told[5] == [
         "round 1: updates aggregated (3 of 4 devices, 12 J of 2 with a meter); loss 0.25; "
@@ -356,7 +358,7 @@ def test_many_that_decline_for_one_reason_are_counted(capsys):
     class Job:
         id = "j"
         job = JOB
-        rounds = begun(CohortSettings())
+        job_state = begun(CohortSettings())
 
     console = Console(clock=lambda: 0.0)
     for number in (0, 1):
@@ -394,7 +396,7 @@ def round_facts(number: int, score: float | None, devices: str = "ab", energy_j:
 
 
 def test_the_line_of_a_round_has_its_own_accuracy_and_fits_80_columns(capsys):
-    console = Console(clock=lambda: 0.0, stamp=VIRTUAL.format)
+    console = Console(clock=lambda: 0.0, stamp=VIRTUAL_FORMAT.format)
     state = begun(CohortSettings(), check_every=1)
     state = observe_round(console, state, round_facts(0, 0.1))
     assert capsys.readouterr().out == ""

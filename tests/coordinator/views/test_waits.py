@@ -117,17 +117,17 @@ def test_a_job_that_is_held_for_the_disk_says_so_since_when_and_when_it_is_tried
         assert "and is tried again at" in told
         assert f"the bundle of {held.job} cannot be read" in told
         assert ("held 0/" in told) == (words == ["ls"])
-    hold = held.store.holds.current_suspension(held.job)
-    assert 0 < hold.again - hold.since <= suspended_jobs.AGAIN_S
-    assert hold.since - 10 < time.time() < hold.again + 10
+    hold = held.store.suspensions.current_suspension(held.job)
+    assert 0 < hold.retry_time - hold.start_time <= suspended_jobs.RETRY_S
+    assert hold.since - 10 < time.time() < hold.retry_time + 10
     with StoreReader(held.store.home) as reader:
         row = reader.find_job(held.job)
         assert reader.current_status(row) == "held"
-        assert RunFollower(row).describe_current_round(str(reader.holds.current_suspension(row.id)))["waits"] == str(
-            hold
-        )
-    held.store.depot.disk.name = ""
-    held.play(suspended_jobs.AGAIN_S + 1.0)
+        assert RunFollower(row).describe_current_round(str(reader.suspensions.current_suspension(row.id)))[
+            "waits"
+        ] == str(hold)
+    held.store.blob_store.disk.name = ""
+    held.play(suspended_jobs.RETRY_S + 1.0)
     assert event_messages.summarise_run(held.store.find_job(held.job), held.store)["status"] == "running"
     assert wait_reasons.describe_wait(held.store.find_job(held.job), held.store) is None
     held.hands[0].answer(constant_model())
@@ -136,20 +136,20 @@ def test_a_job_that_is_held_for_the_disk_says_so_since_when_and_when_it_is_tried
 
 
 def test_a_second_try_does_not_change_since_when_a_job_is_held(held):
-    first = held.store.holds.current_suspension(held.job)
-    held.play(suspended_jobs.AGAIN_S + 1.0)
-    second = held.store.holds.current_suspension(held.job)
+    first = held.store.suspensions.current_suspension(held.job)
+    held.play(suspended_jobs.RETRY_S + 1.0)
+    second = held.store.suspensions.current_suspension(held.job)
     assert first is not None
     assert second is not None
-    waits_s = [each.again - each.since for each in (first, second)]
-    assert waits_s == pytest.approx([suspended_jobs.AGAIN_S, 2 * suspended_jobs.AGAIN_S], abs=2)
-    held.play(suspended_jobs.AGAIN_S + 1.0)
+    waits_s = [each.retry_time - each.start_time for each in (first, second)]
+    assert waits_s == pytest.approx([suspended_jobs.RETRY_S, 2 * suspended_jobs.RETRY_S], abs=2)
+    held.play(suspended_jobs.RETRY_S + 1.0)
     assert [fact.status for fact in held.told(JobEnded)] == ["failed"]
     assert event_messages.summarise_run(held.store.find_job(held.job), held.store)["status"] == "failed"
 
 
 def test_why_tells_of_a_run_that_could_not_be_taken_up(held, capsys):
-    held.play(suspended_jobs.TRIES * (suspended_jobs.AGAIN_S + 1.0))
+    held.play(suspended_jobs.TRIES * (suspended_jobs.RETRY_S + 1.0))
     assert main(["why", held.job, "--home", str(held.store.home)]) == 0
     told = " ".join(capsys.readouterr().out.split())
     assert f"job failed: the bundle of {held.job} cannot be read" in told
@@ -157,12 +157,12 @@ def test_why_tells_of_a_run_that_could_not_be_taken_up(held, capsys):
 
 def test_what_a_coordinator_held_is_not_held_by_the_next_one_before_it_has_tried(held):
     held.restart()
-    assert held.store.holds.current_suspension(held.job) is None
+    assert held.store.suspensions.current_suspension(held.job) is None
     assert held.store.acquire_lock()
     held.play()
     assert held.store.current_status(held.store.find_job(held.job)) == "held"
     held.store.delete_runs([held.job])
-    assert held.store.holds.current_suspension(held.job) is None
+    assert held.store.suspensions.current_suspension(held.job) is None
 
 
 # -- boards that other runs have ----------------------------------------------------------------------------------
@@ -216,7 +216,7 @@ def test_a_coordinator_whose_boards_are_all_busy_does_not_ask_for_more(two_jobs,
     stage, first, second, a, b = two_jobs
     stage.play()
     now_s = iter([0.0, *[stage.broker.now_s + after_s for after_s in (0.0, 6.0, 6.0)]])
-    console = terminal.Console(named=True, clock=lambda: next(now_s))
+    console = terminal.Console(run_names=True, clock=lambda: next(now_s))
     console.report_waits(stage.server)
     console.report_waits(stage.server)
     told = " ".join(capsys.readouterr().out.split())
@@ -234,8 +234,8 @@ def test_a_followed_run_whose_devices_are_all_at_other_jobs_does_not_ask_for_mor
     store.set_status(run, "running")
 
     def wait(seconds: float) -> None:
-        clock_s[0] += terminal.WAIT_SAID_S
-        if clock_s[0] > 2 * terminal.WAIT_SAID_S:
+        clock_s[0] += terminal.WAIT_REPORT_S
+        if clock_s[0] > 2 * terminal.WAIT_REPORT_S:
             store.append_event(run, JobEnded("stopped"))
             store.set_status(run, "stopped")
 
@@ -275,7 +275,7 @@ def test_a_device_that_goes_offline_is_named_within_10_s(tmp_path, capsys):
         stage.play(0.1)
         console.report_waits(stage.server, stage.noted.find_status)
         told += " ".join(capsys.readouterr().out.split())
-    assert stage.broker.now_s - begin_s >= terminal.WAIT_SAID_S
+    assert stage.broker.now_s - begin_s >= terminal.WAIT_REPORT_S
     assert re.search(r"waiting for c, offline since .*\d\d:\d\d, until .*\d\d:\d\d \(58\d s\)$", told), told
 
 

@@ -82,8 +82,8 @@ def played(plan: JobConstants, fleet: dict[str, str], rounds: int) -> list[AnyEv
         fact = decide_event(state, 0.0, free)
         if isinstance(fact, CohortSelected):
             fact = eligibility_event(state, LabelColumn(fleet)) or fact
-        if fact is None and state.asked:
-            fact = UpdateAccepted(state.round, update(min(state.asked), state.round))
+        if fact is None and state.pending_devices:
+            fact = UpdateAccepted(state.round, update(min(state.pending_devices), state.round))
         facts.append(fact or RoundCommitted(state.round, BLOB, False, {}))
         state = apply_event(state, facts[-1], 0.0)
     return facts
@@ -95,7 +95,9 @@ def test_every_device_has_its_reason_and_who_was_not_drawn_its_place():
     codes = [told[device].code for device in "abcdef"]
     assert sorted(codes[:4]) == ["answered", "answered", "drawn", "drawn"]
     assert codes[4:] == ["hot", "offline"]
-    places = sorted((part.place, part.of, part.wanted) for part in told.values() if part.code == "drawn")
+    places = sorted(
+        (part.position, part.eligible_count, part.cohort_size) for part in told.values() if part.code == "drawn"
+    )
     assert places == [(3, 4, 2), (4, 4, 2)]
 
 
@@ -104,7 +106,7 @@ def test_the_places_told_afterwards_are_those_of_the_draw_in_every_round():
     plan = JobConstants(7, 100, plan, 0)
     facts = played(plan, dict.fromkeys("abcdefg", ""), 40)
     for number, told in round_outcomes.outcomes_by_round(facts, plan).items():
-        places = sorted(part.place for part in told.values() if part.code == "drawn")
+        places = sorted(part.position for part in told.values() if part.code == "drawn")
         assert places == [3, 4, 5, 6, 7], number
 
 
@@ -128,7 +130,7 @@ def test_who_was_silent_in_an_attempt_is_behind_all_others_in_the_next_one():
         "selected; no update by the deadline: another attempt at the round asks it last"
     }
     rest = set("abcdef") - first - second
-    assert sorted((told[device].place, told[device].of) for device in rest) == [(3, 6), (4, 6)]
+    assert sorted((told[device].position, told[device].eligible_count) for device in rest) == [(3, 6), (4, 6)]
 
 
 def test_what_became_of_those_who_were_asked_is_told():
@@ -241,7 +243,7 @@ def test_a_fleet_of_a_thousand_is_noted_once_and_then_by_its_changes():
         state = apply_event(state, fact, 0.0)
     hot = LabelColumn({**fleet, **{f"dev-{i:04d}": "hot" for i in range(1, 31, 3)}})
     change = eligibility_event(state, hot)
-    assert {code: len(devices) for code, devices in change.passed.items()} == {"hot": 10}
+    assert {code: len(devices) for code, devices in change.ineligible.items()} == {"hot": 10}
     assert len(msgspec.json.encode(change)) < 300
     assert eligibility_event(apply_event(state, change, 0.0), hot) is None
 
@@ -273,9 +275,12 @@ def test_the_evaluation_after_the_last_round_has_the_name_that_the_log_gives_it(
     evaluated = [*played(plan, {"a": "", "b": ""}, 1), CohortSelected(1, 0, ("a", "b"))]
     assert [line for line in round_outcomes.format_outcomes(told(evaluated, plan)) if not line.startswith(" ")] == [
         "round 1:",
-        f"{event_messages.FINAL}:",
+        f"{event_messages.FINAL_EVALUATION}:",
     ]
-    assert round_outcomes.format_outcomes(told(evaluated, plan), device="a")[-1] == f"{event_messages.FINAL}: selected"
+    assert (
+        round_outcomes.format_outcomes(told(evaluated, plan), device="a")[-1]
+        == f"{event_messages.FINAL_EVALUATION}: selected"
+    )
 
 
 def test_boards_that_flood_are_online_in_what_a_run_waits_for(tmp_path):
@@ -311,7 +316,7 @@ def test_a_board_that_waits_for_its_turn_says_whose_update_goes_before(tmp_path,
             store.append_event(id, fact)
         doing = {device: CurrentTask(id, 0, step, 0.0) for device, step in zip("abc", steps, strict=True)}
         noted.write_telemetry([DeviceStatus(device, online=True, doing=each) for device, each in doing.items()], [])
-        parts = round_outcomes.load_outcomes(store, id).found[0]
+        parts = round_outcomes.load_outcomes(store, id).by_round[0]
     waiting = [device for device, step in zip("abc", steps, strict=True) if step == "waiting"]
     assert [device for device in "abc" if said in parts[device].text] == waiting
     assert {parts[device].text for device in set("abc") - set(waiting)} <= {"selected"}

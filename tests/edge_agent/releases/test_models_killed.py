@@ -182,7 +182,7 @@ def test_with_a_full_disk_at_every_call_what_runs_is_whole_and_the_end_is_told(t
             return OSError(errno.ENOSPC, "No space left on device")
 
         made.begin()
-        made.disk._gate = gate
+        made.disk._rate_limiter = gate
         ended(made, back=False)
         assert made.current() in (FIRST, SECOND)
         told = made.told[-1]

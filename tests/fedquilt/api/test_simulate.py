@@ -14,7 +14,7 @@ from fedquilt.api import run as runs
 from fedquilt.api import simulation
 from fedquilt.cli import main
 from fedquilt.coordinator.rounds.events import CohortSelected, RoundCommitted, UpdateAccepted
-from fedquilt.coordinator.storage.store import AWAY_S, Store
+from fedquilt.coordinator.storage.store import MAX_COORDINATOR_GAP_S, Store
 from fedquilt.core import JobError
 
 
@@ -158,7 +158,7 @@ def test_a_run_without_a_coordinator_is_not_followed_for_ever(job, tmp_path, mon
     monkeypatch.setattr(runs.time, "sleep", advance)
     with pytest.raises(JobError, match="no coordinator serves"):
         list(run.follow())
-    assert 4 * len(slept) == AWAY_S
+    assert 4 * len(slept) == MAX_COORDINATOR_GAP_S
 
 
 def test_the_command_does_not_resume_what_python_began(job, home, capsys):

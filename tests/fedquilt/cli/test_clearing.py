@@ -13,7 +13,7 @@ from fedquilt.cli import main
 from fedquilt.coordinator import settings
 from fedquilt.coordinator.jobs import retention
 from fedquilt.coordinator.rounds.events import (
-    ENDED,
+    ENDED_PHASES,
     CohortSelected,
     JobEnded,
     JobStarted,
@@ -27,7 +27,7 @@ from fedquilt.core import BlobRef, Update, Usage
 def begun(home: Path, name: str, status: str = "done", state: bytes = b"") -> str:
     with Store(home) as store:
         run = store.add_job(settings.parse_job({"name": name, "method": "fedavg"}), home)
-        ref = store.depot.store_bytes(state or name.encode() * 100)
+        ref = store.blob_store.store_bytes(state or name.encode() * 100)
         update = Update(
             job=run, round=0, attempt=0, device="a", weight=1.0, bundles={}, metrics={}, usage=Usage(wall_s=1.0)
         )
@@ -38,7 +38,7 @@ def begun(home: Path, name: str, status: str = "done", state: bytes = b"") -> st
             RoundCommitted(0, ref, True, {}),
         ):
             store.append_event(run, fact)
-        if status in ENDED:
+        if status in ENDED_PHASES:
             store.append_event(run, JobEnded(status, ""))
         store.set_status(run, status)
     agent = home / "agents" / run / "a"

@@ -50,7 +50,7 @@ def ran(home: Path, method: str = "fedavg", status: str = "done", seed: int = 0)
     with Store(home) as store:
         id = store.add_job(job, folder)
         state = settings.create_initial_state(job, job_bundle.load_bundle(folder))
-        store.append_event(id, JobStarted(store.depot.store_bytes(tensors.pack_state(state))))
+        store.append_event(id, JobStarted(store.blob_store.store_bytes(tensors.pack_state(state))))
         store.set_status(id, status)
     return id
 
@@ -85,7 +85,7 @@ def test_a_file_is_queued_with_what_boards_are_asked(home, capsys):
     out = capsys.readouterr().out
     with Store(home) as store:
         (kept,) = store.rollouts.readable_rollouts()
-        assert store.depot.load(kept.state.plan.blob.sha256) == graph()
+        assert store.blob_store.load(kept.state.plan.blob.sha256) == graph()
     plan = kept.state.plan
     assert (plan.kind, plan.name, plan.select) == ("model", "net", ("site=lab", "!spare"))
     assert plan.cumulative_shares == (0.02, 0.25, 1.0)
@@ -104,7 +104,7 @@ def test_a_run_is_deployed_as_export_writes_it(home, capsys):
     assert main(["model", "export", "digits", "--home", str(home), "--out", str(file)]) == 0
     with Store(home) as store:
         plan = store.rollouts.find_rollout(run).state.plan
-        assert store.depot.load(plan.blob.sha256) == file.read_bytes()
+        assert store.blob_store.load(plan.blob.sha256) == file.read_bytes()
     assert plan.name == run
 
 
@@ -116,7 +116,7 @@ def test_a_run_with_parts_on_boards_is_deployed_without_them(home, capsys, metho
     assert f"network mlp, in which each board puts what it has kept of {run}" in capsys.readouterr().out
     with Store(home) as store:
         plan = store.rollouts.find_rollout(run).state.plan
-        path = store.depot.blob_path(plan.blob.sha256)
+        path = store.blob_store.blob_path(plan.blob.sha256)
     assert path is not None
     task, parts = personal_models.read_task(path), personal_models.read_personal(path)
     assert (task.job, task.method, task.params["network"]["name"]) == (run, method, "mlp")
@@ -157,7 +157,7 @@ def test_a_model_in_two_files_is_queued_as_one(home, tmp_path):
     with Store(home) as store:
         (kept,) = store.rollouts.readable_rollouts()
         plan = kept.state.plan
-        payload = store.depot.blob_path(plan.blob.sha256)
+        payload = store.blob_store.blob_path(plan.blob.sha256)
         assert payload is not None
         assert graph_check.check_file(payload).weight_bytes == 72
     assert (plan.versions, plan.input_shape) == ((17, 8), None)
@@ -358,7 +358,7 @@ def test_an_upgrade_is_queued_with_its_version_and_phases(home, tmp_path, capsys
     assert plan.cumulative_shares == (0.1, 0.5, 1.0)
     assert (plan.soak_s, plan.window, plan.force) == (300.0, "02:00-05:00", False)
     with Store(home) as store:
-        kept = store.depot.blob_path(plan.blob.sha256)
+        kept = store.blob_store.blob_path(plan.blob.sha256)
         assert kept.read_bytes() == file.read_bytes()
     assert "not signed: only boards whose agent.toml says unsigned = true" in capsys.readouterr().out
     assert "is queued: wait for its end" in refused(capsys, "rollout", "agent", str(file), "--home", str(home))

@@ -8,7 +8,7 @@ import pytest
 from fedquilt.cli import jobs, main, options
 from fedquilt.coordinator import settings
 from fedquilt.coordinator.settings import CoordinatorLimits
-from fedquilt.coordinator.storage.store import AWAY_S, InactiveRunError, Store
+from fedquilt.coordinator.storage.store import MAX_COORDINATOR_GAP_S, InactiveRunError, Store
 from fedquilt.coordinator.views import terminal
 
 
@@ -99,5 +99,5 @@ def test_whoever_follows_a_run_outlives_a_coordinator_that_is_started_again(tmp_
     monkeypatch.setattr(terminal.time, "sleep", turn)
     with Store(tmp_path) as store, pytest.raises(InactiveRunError, match="no coordinator serves"):
         terminal.print_log(store, run, follow=True)
-    assert 18 + AWAY_S <= clock[0] <= 20 + AWAY_S
+    assert 18 + MAX_COORDINATOR_GAP_S <= clock[0] <= 20 + MAX_COORDINATOR_GAP_S
     assert capsys.readouterr().err.count("another one is waited for 20 s") == 2

@@ -224,7 +224,7 @@ def test_a_run_by_its_jobs_name_is_the_same_page_as_by_its_id(tmp_path: Path) ->
 
     with Store(tmp_path) as store:
         assert store.acquire_lock()
-        store.holds.record_suspension(run, Suspension(0.0, 1e12, "the disk gives an error", "its model", 1))
+        store.suspensions.record_suspension(run, Suspension(0.0, 1e12, "the disk gives an error", "its model", 1))
         by_id, by_name = watched(tmp_path, asked)
     assert "the disk gives an error" in by_id["now"]["waits"]
     assert {**by_name, "at": by_id["at"]} == by_id

@@ -59,7 +59,9 @@ def serving(tmp_path: Path) -> Iterator[Callable[[Broker], None]]:
         with Store(tmp_path / "runs") as store:
             link = MqttLink(broker, "coordinator", will)
             server = Server(
-                LinkExecutor(link, "fleet", store.depot, store.begin_epoch(), authenticated_link.load_identity(broker)),
+                LinkExecutor(
+                    link, "fleet", store.blob_store, store.begin_epoch(), authenticated_link.load_identity(broker)
+                ),
                 store,
             )
             while not over.is_set():

@@ -64,7 +64,7 @@ def put(store: Store, run: str, model: dict[str, np.ndarray]) -> BlobRef:
     row = store.find_job(run)
     method = methods.load("fedavg")
     state = method.init(job_bundle.load_bundle(row.bundle), settings.parse_params(row.job), 0)
-    return store.depot.store_bytes(tensors.pack_state(type(state)(**{**vars(state), "model": model})))
+    return store.blob_store.store_bytes(tensors.pack_state(type(state)(**{**vars(state), "model": model})))
 
 
 def log(store: Store, run: str, fact: AnyEvent) -> None:
@@ -108,7 +108,7 @@ def test_following_scores_every_state_that_is_there_when_it_is_looked_for(store:
         for fact in facts:
             log(store, run, fact)
         if len(facts) > 1:
-            store.depot.remove_blob(gone.sha256)
+            store.blob_store.remove_blob(gone.sha256)
             store.set_status(run, "done")
 
     found = evaluation.evaluate_run(store, run, follow=True, sleep=sleep)

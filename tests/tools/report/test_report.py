@@ -334,7 +334,7 @@ def test_the_picture_of_who_took_part_has_a_square_for_each(tmp_path: Path) -> N
     """Three in round 0, two of whom were not asked; each says why when pointed at."""
     with Store(tmp_path) as store:
         found = report.load_run_data(store, run_of(store, FACTS))
-    drawn = sections.make_device_matrix(found.parts, found.summary.final)
+    drawn = sections.make_device_matrix(found.parts, found.summary.final_evaluation_round)
     cells = {name: list(row) for name, row in drawn.rows}
     assert cells["a"][0] == ("answered", "round 1, a: update received")
     assert cells["b"] == [

@@ -273,9 +273,9 @@ def test_virtual_time_waits_for_no_disk_and_processes_do(tmp_path: Path, monkeyp
         assert store._db.execute("pragma synchronous").fetchone() == (2,)  # full
         assert other._db.execute("pragma synchronous").fetchone() == (0,)
         settled = len(synced)  # the folders that hold all that is to come
-        store.depot.store_bytes(b"x")
+        store.blob_store.store_bytes(b"x")
         assert len(synced) == settled + 2  # the file and its folder
-        other.depot.store_bytes(b"x")
+        other.blob_store.store_bytes(b"x")
         assert len(synced) == settled + 2
 
 

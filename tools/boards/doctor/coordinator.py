@@ -142,11 +142,13 @@ def _check_blobs(store: Store) -> Iterator[Numbered]:
             sentence = f"the bundle of {row.id} is gone: {row.bundle}"
             yield "FQ510", error(sentence, f"put {row.bundle} back, or fedquilt prune {row.id} and run its job again")
     missing = sorted(
-        digest for digest in store.latest_state_hashes() if not _is_blob_intact(store.depot.folder / digest, digest)
+        digest
+        for digest in store.latest_state_hashes()
+        if not _is_blob_intact(store.blob_store.folder / digest, digest)
     )
     if missing:
         sentence = (
-            f"{len(missing)} states of runs are missing or damaged in {store.depot.folder} ({missing[0][:12]} ...): "
+            f"{len(missing)} states of runs are missing or damaged in {store.blob_store.folder} ({missing[0][:12]} ...): "
             "these cannot go on"
         )
         yield "FQ511", error(sentence, "put back a copy of the whole folder, or `fedquilt prune` these runs")

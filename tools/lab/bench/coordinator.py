@@ -221,7 +221,7 @@ def _queue_job(home: Path, count: int, past_rounds: int, rounds: int) -> str:
 
 def _write_past_rounds(store: Store, run: str, job: JobSettings, count: int, rounds: int) -> None:
     method = methods.load(job.method)
-    state = store.depot.store_bytes(
+    state = store.blob_store.store_bytes(
         tensors.pack_state(create_initial_state(job, job_bundle.load_bundle(store.find_job(run).bundle), method))
     )
     devices = tuple(f"board-{number:05d}" for number in range(count))
@@ -230,7 +230,7 @@ def _write_past_rounds(store: Store, run: str, job: JobSettings, count: int, rou
 
     def append_event(event: events.AnyEvent) -> None:
         store.append_event(run, event)
-        snapshot.apply_event(event, events.apply_event(snapshot.rounds, event, 0.0))
+        snapshot.apply_event(event, events.apply_event(snapshot.job_state, event, 0.0))
 
     with store.batch_events():
         append_event(events.JobStarted(state))

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple, TypeVar
 
 from fedquilt.coordinator.fleet import device_status
-from fedquilt.coordinator.rounds.events import ENDED, JobConstants
+from fedquilt.coordinator.rounds.events import ENDED_PHASES, JobConstants
 from fedquilt.coordinator.storage.rollout_log import RolloutLog
 from fedquilt.coordinator.storage.rows import DatabaseIdentity, UnreadableRow
 from fedquilt.coordinator.storage.store import NAME, ChangeDetector, StoredJob, StoreReader
@@ -184,7 +184,7 @@ class HomeWatcher:
         store = self._get_current_reader()
         rows = store.all_jobs()
         statuses = {row.id: store.current_status(row) if isinstance(row, StoredJob) else row.status for row in rows}
-        suspended = store.holds.current_suspensions()
+        suspended = store.suspensions.current_suspensions()
         wait_reasons = {run: str(hold) for run, hold in suspended.items() if statuses.get(run) == "held"}
         return RunList(rows, statuses, self._update_served(), wait_reasons)
 
@@ -235,7 +235,7 @@ class HomeWatcher:
 
     def _forget_old_followers(self) -> None:
         rows = {} if self._runs is None else {row.id: row.status for row in self._runs[1].rows}
-        ended_ids = [id for id in self._followers if rows.get(id) in ENDED]
+        ended_ids = [id for id in self._followers if rows.get(id) in ENDED_PHASES]
         for id in [*ended_ids[:-MAX_ENDED_FOLLOWERS], *(self._followers.keys() - rows.keys())]:
             del self._followers[id]
         for id in self._summaries.keys() - rows.keys():
@@ -258,7 +258,7 @@ class HomeWatcher:
         The key "problem" states why the log cannot be read.
         """
         cached_summary = self._summaries.get(row.id)
-        if row.status in ENDED:
+        if row.status in ENDED_PHASES:
             return (
                 cached_summary[1] if cached_summary is not None and cached_summary[0] == (row.status, row.epoch) else {}
             )
@@ -285,7 +285,11 @@ class HomeWatcher:
             self._requested_runs.pop(run, None)
             return True
         try:
-            rows = [row for row in (await self.load_runs()).rows if isinstance(row, StoredJob) and row.status in ENDED]
+            rows = [
+                row
+                for row in (await self.load_runs()).rows
+                if isinstance(row, StoredJob) and row.status in ENDED_PHASES
+            ]
         except FedquiltError:
             return False
         unknown = [row for row in rows if self._summaries.get(row.id, (None,))[0] != (row.status, row.epoch)]

@@ -12,7 +12,7 @@ from typing import Any, Final
 import msgspec
 
 from fedquilt.coordinator import run_control
-from fedquilt.coordinator.rounds.events import ENDED
+from fedquilt.coordinator.rounds.events import ENDED_PHASES
 from fedquilt.coordinator.rounds.rollout import StatusReported
 from fedquilt.coordinator.settings import JobSettings
 from fedquilt.coordinator.storage import store
@@ -130,10 +130,10 @@ async def _load_recent_runs(watcher: HomeWatcher) -> tuple[list[run_follower.Run
         rows = [row for row in (await watcher.load_runs()).rows if isinstance(row, StoredJob)]
     except FedquiltError:
         return [], False
-    latest = [row.id for row in rows if row.status in ENDED][-2:]
+    latest = [row.id for row in rows if row.status in ENDED_PHASES][-2:]
     followers = []
     for row in rows:
-        if row.status not in ENDED or row.id in latest:
+        if row.status not in ENDED_PHASES or row.id in latest:
             with contextlib.suppress(FedquiltError):
                 followers.append(await watcher.get_loaded_follower(row.id))
     return [follower for follower in followers if follower is not None], None in followers
@@ -150,7 +150,7 @@ async def load_runs_page(watcher: HomeWatcher, query: Query) -> dict[str, Any]:
             continue
         run |= {"name": row.job.name, "method": row.job.method, "rounds": row.job.rounds, "origin": row.origin}
         run |= await watcher.load_summary(row)
-        if row.status not in ENDED and "done" in run:
+        if row.status not in ENDED_PHASES and "done" in run:
             describe_round = (await watcher.load_follower(row.id)).describe_current_round
             run["now"] = await watcher.run_in_reader_thread(partial(describe_round, run_list.wait_reasons.get(row.id)))
         runs.append(run)
@@ -167,7 +167,7 @@ async def load_run_page(watcher: HomeWatcher, query: Query, id: str) -> dict[str
         return {
             **follower.make_summary(),
             "now": follower.describe_current_round(run_list.wait_reasons.get(row.id), boards)
-            if row.status not in ENDED
+            if row.status not in ENDED_PHASES
             else None,
             "table": follower.make_round_rows(),
             "first": follower.first_round,
@@ -210,7 +210,7 @@ async def load_round_page(watcher: HomeWatcher, query: Query, id: str) -> dict[s
             for name, part in parts.items()
             if code in ("", part.code) and (not text or text in name.casefold() or text in part.text.casefold())
         ),
-        key=lambda entry: (entry[1].code not in round_outcomes.ASKED, entry[1].place or 0, entry[0]),
+        key=lambda entry: (entry[1].code not in round_outcomes.SELECTED_CODES, entry[1].position or 0, entry[0]),
     )
     page_outcomes, page, pages = _paginate(matching, _parse_integer(query, "page", 1), PAGE_DEVICES)
     running = round == follower.state.round and follower.state.phase in ("selecting", "open", "closing")

@@ -76,7 +76,7 @@ class RunFollower:
 
     @property
     def parts(self) -> Mapping[int, Mapping[str, round_outcomes.DeviceOutcome]]:
-        return self._outcomes.found
+        return self._outcomes.by_round
 
     def add_event(self, seq: int, time_s: float, event: AnyEvent) -> None:
         """Apply the next event of the run and add its log line."""
@@ -87,7 +87,7 @@ class RunFollower:
         device = event.update.device if isinstance(event, UpdateAccepted) else getattr(event, "device", None)
         kind = type(event).__name__
         self.lines.append(LogLine(seq, time_s, self.row.id, kind, round, device, text, tuple(details)))
-        if isinstance(event, CohortSelected | EligibilityRecorded) and event.round in self._outcomes.found:
+        if isinstance(event, CohortSelected | EligibilityRecorded) and event.round in self._outcomes.by_round:
             self.first_round = event.round if self.first_round is None else self.first_round
             self.last_round = event.round
         self._record_times(time_s, event)
@@ -111,7 +111,7 @@ class RunFollower:
                     self.round_times[event.round].took_s = event.took_s
 
     def _forget_old_rounds(self) -> None:
-        outcomes = self._outcomes.found
+        outcomes = self._outcomes.by_round
         count = sum(map(len, outcomes.values()))
         for number in sorted(outcomes)[:-MIN_ROUNDS]:
             if count <= self.max_cells:
@@ -142,9 +142,9 @@ class RunFollower:
             "metric": {"title": metric.title, "share": metric.share, "value": self.find_last_metric()},
             "down_bytes": self.summary.total.down_bytes,
             "up_bytes": self.summary.total.up_bytes,
-            "joules": state.spent.joules if state.spent.metered else None,
-            "metered": state.spent.metered,
-            "tasks": state.spent.metered + state.spent.unmetered,
+            "joules": state.usage.joules if state.usage.metered else None,
+            "metered": state.usage.metered,
+            "tasks": state.usage.metered + state.usage.unmetered,
             "declined": self.summary.total.declined,
             "fact_at": self.last_event_s,
             "reason": state.reason,
@@ -158,12 +158,12 @@ class RunFollower:
         parts = self.parts.get(state.round, {})
         return {
             "round": state.round + 1,
-            "name": event_messages.format_round_name(state.round, self.summary.final),
+            "name": event_messages.format_round_name(state.round, self.summary.final_evaluation_round),
             "phase": state.phase,
             "attempt": state.attempt,
-            "asked": sorted(state.asked),
-            "answered": len(state.answered),
-            "selected": len(state.asked) + len(state.answered) + len(state.declined),
+            "asked": sorted(state.pending_devices),
+            "answered": len(state.accepted_updates),
+            "selected": len(state.pending_devices) + len(state.accepted_updates) + len(state.decline_reasons),
             "counts": count_outcomes(parts, running=True),
             "waits": wait_reason
             or (wait.text if (wait := wait_reasons.find_round_wait(self.row, state, devices)) is not None else None),
@@ -223,8 +223,8 @@ def find_round_outcomes(
     outcomes = round_outcomes.RoundOutcomes(constants)
     for event in events:
         outcomes.apply_event(event)
-        for number in [number for number in outcomes.found if number < min(round, outcomes.summary.state.round)]:
-            del outcomes.found[number]
+        for number in [number for number in outcomes.by_round if number < min(round, outcomes.summary.state.round)]:
+            del outcomes.by_round[number]
         if outcomes.summary.state.round > round:
             break
-    return outcomes.found.get(round)
+    return outcomes.by_round.get(round)
