@@ -173,7 +173,9 @@ def remove_devices(store: Store, devices: Sequence[str], *, force: bool = False)
         known = {each.device: each for each in boards.load_statuses()}
         for device in devices:
             if device not in known:
-                raise JobError(f"no coordinator of {store.home} has heard of a board {device!r}")
+                raise JobError(
+                    f"no coordinator of {store.home} knows a device {device!r}: `fedquilt devices` lists them"
+                )
             if (doing := known[device].doing) is not None and not force and store.is_served():
                 raise JobError(
                     f"{device} has a task of {doing.job}, round {doing.round + 1}: wait until it has answered, or take "

@@ -84,9 +84,9 @@ def format_devices(
     wide = console_table.line_width() if wide is None else wide
     told = [_format_counts(devices)]
     if not served:
-        told.append("no coordinator serves this home: the boards are shown as the last one knew them")
+        told.append("no coordinator serves this home: this is the last known state")
     elif away:
-        told.append(f"the coordinator waits for {away}: the boards are shown as they were known then")
+        told.append(f"the coordinator waits for {away}: this is the last known state")
     table = console_table.format_table([HEAD, *(_format_cells(each, now) for each in devices)], "<<>>>><", 10**6)
     told += ["", _truncate_line(table[0], wide)] if devices else []
     for device, line in zip(devices, table[1:], strict=True):
@@ -108,11 +108,11 @@ def format_devices(
 def _format_counts(devices: Sequence[DeviceRow]) -> str:
     online = [each for each in devices if each.board.online]
     working = sum(each.board.doing is not None for each in online)
-    boards = f"{len(devices)} board{'' if len(devices) == 1 else 's'}"
+    total = f"{len(devices)} device{'' if len(devices) == 1 else 's'}"
     silent = sum(each.board.silent for each in devices)
     lost = f", {silent} silent" if silent else ""
     offline = len(devices) - len(online) - silent
-    return f"{boards}: {len(online)} online, {working} of them at work; {offline} offline{lost}"
+    return f"{total}: {len(online)} online, {working} of them working; {offline} offline{lost}"
 
 
 def _format_cells(device: DeviceRow, now: float) -> tuple[str, ...]:

@@ -19,6 +19,18 @@ if TYPE_CHECKING:
     from fedquilt.coordinator.views.devices import DeviceRow
 
 
+def complete_devices(context: click.Context, parameter: click.Parameter, incomplete: str) -> list[str]:
+    from fedquilt.coordinator.views import devices
+    from fedquilt.core import FedquiltError
+
+    home = Path(context.params.get("home") or options.HOME)
+    try:
+        found = [each.board.device for each in devices.load_devices(home)] if (home / "fedquilt.db").is_file() else []
+    except (FedquiltError, OSError):
+        return []
+    return [each for each in found if each.startswith(incomplete)]
+
+
 @verb()
 @options.home_option
 @options.format_option
@@ -53,7 +65,13 @@ def logs(run: str, follow: bool, home: Path, format: str) -> None:
 @verb()
 @options.run_argument
 @argument("number", "Show this round only, counted from 1.", type=options.WHOLE, metavar="[ROUND]", required=False)
-@option("--device", type=options.NAME, metavar="D", help="Show this device only.")
+@option(
+    "--device",
+    type=options.NAME,
+    metavar="D",
+    help="Show this device only.",
+    shell_complete=complete_devices,
+)
 @options.home_option
 @options.format_option
 def why(run: str, number: int | None, device: str | None, home: Path, format: str) -> None:
@@ -178,7 +196,13 @@ def restore(file: Path, home: Path) -> None:
 
 
 @verb()
-@argument("names", "Names of boards; without one, all.", nargs=-1, metavar="[NAME]...")
+@argument(
+    "names",
+    "Names of devices; without one, all.",
+    nargs=-1,
+    metavar="[NAME]...",
+    shell_complete=complete_devices,
+)
 @options.label_option("label")
 @option(
     "--state",
@@ -220,7 +244,7 @@ def devices(
     def read_devices() -> list[DeviceRow]:
         known = view.load_devices(home)
         if odd := set(names) - {each.board.device for each in known}:
-            raise JobError(f"no coordinator of {home} has heard of a board {min(odd)!r}")
+            raise JobError(f"no coordinator of {home} knows a device {min(odd)!r}: `fedquilt devices` lists them")
         found = view.filter_devices(known, label, state)
         return [each for each in found if not names or each.board.device in names]
 

@@ -11,6 +11,7 @@ network is run as it would be exported.
 
 from __future__ import annotations
 
+import logging
 import math
 import tempfile
 import time
@@ -39,6 +40,8 @@ from fedquilt.tools.simulation.local_backend import make_task_and_context
 from fedquilt.tools.simulation.pool import ScratchFolder
 from fedquilt.tools.simulation.run import WorkBackend
 from fedquilt.tools.simulation.simulated_job import Simulation
+
+log = logging.getLogger(__name__)
 
 BUDGET_BYTES = 1 << 40  # nothing is refused here
 LOOK_S = 1.0  # between looks at a store that has nothing new
@@ -152,7 +155,10 @@ def evaluate_run(
             if score is not None:
                 say(score)
                 found = msgspec.structs.replace(found, scores=(*found.scores, score))
-                scores.write_scores(scores.scores_path(store.home, row.id), found)
+                try:
+                    scores.write_scores(scores.scores_path(store.home, row.id), found)
+                except StoreError as error:  # such as a home of another user: the score is shown all the same
+                    log.warning("%s: the score is not stored", error)
             elif ended or not follow:
                 return found
             else:

@@ -104,7 +104,8 @@ class MqttLink:
                 left = until - time.monotonic()
                 if left <= 0 or self._final:
                     silent = f"no answer from {self.broker} within {timeout_s:g} s"
-                    raise LinkError(self.problem or f"{silent}: check that an MQTT broker listens there")
+                    secured = " with TLS (mqtts)" if self.broker.tls else ""
+                    raise LinkError(self.problem or f"{silent}: check that an MQTT broker{secured} listens there")
                 self.wait(left)
         finally:
             self._asked = False

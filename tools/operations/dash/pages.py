@@ -103,7 +103,7 @@ async def load_device_page(watch: HomeWatcher, query: Query, name: str) -> dict[
         told = await watch.run_in_reader_thread(lambda each=each: each.list_device_rounds(name)[:TURNS])  # type: ignore[misc]
         turns += [{"run": each.row.id, **turn} for turn in told]
     if found is None and not turns and not reading:
-        raise MissingDeviceError(f"no coordinator of {watch.home} has heard of a board {name[:100]!r}")
+        raise MissingDeviceError(f"no coordinator of {watch.home} knows a device {name[:100]!r}")
     turns.sort(key=lambda turn: -(turn.get("at") or 0.0))
     return {
         "at": now,
