@@ -90,10 +90,11 @@ def why(run: str, number: int | None, device: str | None, home: Path, format: st
         told.append(f"best evaluation: {best.describe()}, {best.without_gain} later without a gain")
     if whole and parts.summary.state.phase == row.status == "failed":
         told += event_messages.format_end("failed", parts.summary.state.reason)
+    lines = [*reasons.format_outcomes(parts, number, device), *told]
     home_access.print_rows(
         format,
         reasons.filter_outcomes(parts.found, number, device),
-        [*reasons.format_outcomes(parts, number, device), *told],
+        lines or [f"{row.id} is {row.status}, and no round has begun"],
     )
 
 

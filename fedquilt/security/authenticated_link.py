@@ -244,7 +244,9 @@ class AuthenticatedDeviceLink(AuthenticatedLink):
         self._turns += 1
         self._due_s, self._tries = self._began_s + RESEND.first_s, 0
         self._renew_s, self._trouble = self._clock() + RENEW_S, None
-        log.info("signed: the coordinator has proved that it is; session %s, its start %d", session.name, session.epoch)
+        log.info(
+            "signed: the coordinator has proved its identity; session %s, its start %d", session.name, session.epoch
+        )
 
     def _record_failure(self, reason: str) -> None:
         if reason != self._trouble:
@@ -432,7 +434,7 @@ class AuthenticatedFleetLink(AuthenticatedLink):
         self._remember_former_session(device, self._keys.get(device))
         self._keys[device] = session
         self._made[device] = self._used[device] = self._connection
-        log.info("signed: %s has proved that it is; session %s", device, session.name)
+        log.info("signed: %s has proved its identity; session %s", device, session.name)
 
 
 def _admit_unless_too_early(last_s: dict[str, float], device: str, now_s: float, every_s: float) -> bool:

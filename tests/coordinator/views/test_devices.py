@@ -188,7 +188,7 @@ def test_what_is_no_board_label_or_state_is_refused(home, words, says, capsys):
 def test_a_home_without_a_coordinator_has_no_boards_yet(tmp_path, capsys):
     Store(tmp_path).close()
     assert cli.main(["devices", "--home", str(tmp_path)]) == 0
-    assert capsys.readouterr().out.startswith("0 boards")
+    assert capsys.readouterr().out.startswith("0 devices")
     assert not (tmp_path / "boards.db").exists()
 
 

@@ -12,6 +12,8 @@ import dashes
 import pytest
 
 from fedquilt.cli import main
+from fedquilt.coordinator import settings
+from fedquilt.coordinator.storage.store import Store
 
 WIDTH, LINES = 80, 3
 HEAD = "length,width,colour,kind"
@@ -288,6 +290,14 @@ def test_a_failed_check_leaves_no_bundle_that_the_next_command_would_use(
     assert answer(capsys, ["simulate", "job.toml"])[0] == 3
     Path("job.toml").write_text(JOB)
     assert answer(capsys, ["simulate", "job.toml"]) == (0, "")
+
+
+def test_a_run_without_a_round_is_named_by_why(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with Store(tmp_path) as store:
+        run = store.add_job(settings.parse_job({"name": "job", "method": "fedavg"}), tmp_path)
+        store.set_status(run, "interrupted")
+    assert main(["why", "job", "--home", str(tmp_path)]) == 0
+    assert capsys.readouterr().out.splitlines()[-1].startswith(run)
 
 
 @pytest.mark.parametrize(

@@ -468,7 +468,7 @@ def check_handshake(
         link.wait(left_s)
         board.receive()
     if board.connected:
-        return "signed: the coordinator has proved that it is, and takes this device's certificate"
+        return "signed: the coordinator has proved its identity, and takes this device's certificate"
     if not online:
         return "signed: whether certificates are taken is seen while a coordinator is online"
     said = f"no handshake with the coordinator comes about: {board.problem or 'it does not answer'}"
