@@ -161,7 +161,7 @@ def format_fronts(found: EnergyFront, job: JobSettings) -> list[str]:
     if found.epochs:
         told.append(f"even: the cheapest plan with {found.epochs} epochs on every board")
     else:
-        told.append(f"{job.method}: each device trains as much as the job says; only the round time is chosen")
+        told.append(f"{job.method}: each device trains as the job says; only the round time is chosen")
     return told
 
 
