@@ -185,7 +185,9 @@ def remove_devices(store: Store, devices: Sequence[str], *, force: bool = False)
         statuses = {status.device: status for status in telemetry_store.load_statuses()}
         for device in devices:
             if device not in statuses:
-                raise JobError(f"no coordinator of {store.home} has heard of a board {device!r}")
+                raise JobError(
+                    f"no coordinator of {store.home} knows a device {device!r}: `fedquilt devices` lists them"
+                )
             if (task := statuses[device].doing) is not None and not force and store.is_served():
                 raise JobError(
                     f"{device} has a task of {task.job}, round {task.round + 1}: wait until it has answered, or take "

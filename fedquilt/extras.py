@@ -36,6 +36,8 @@ BOARD_EXTRAS: Final = ("gpu", "identity", "images", "jetson", "metrics", "onnx",
 
 
 def missing_message(module: str) -> str:
+    if module.split(".")[0] == "fedquilt":  # a board has only part of it
+        return f"this needs the whole package fedquilt, which is not installed: {installation_command('')}"
     return f"this needs {module}, which is not installed: {installation_command(EXTRAS.get(module.split('.')[0], ''))}"
 
 

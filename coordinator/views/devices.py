@@ -84,9 +84,9 @@ def format_devices(
     width = console_table.line_width() if width is None else width
     lines = [_format_counts(devices)]
     if not is_served:
-        lines.append("no coordinator serves this home: the boards are shown as the last one knew them")
+        lines.append("no coordinator serves this home: this is the last known state")
     elif outage:
-        lines.append(f"the coordinator waits for {outage}: the boards are shown as they were known then")
+        lines.append(f"the coordinator waits for {outage}: this is the last known state")
     table = console_table.format_table([HEAD, *(_format_cells(each, now) for each in devices)], "<<>>>><", 10**6)
     lines += ["", _truncate_line(table[0], width)] if devices else []
     for device, line in zip(devices, table[1:], strict=True):
@@ -110,11 +110,11 @@ def format_devices(
 def _format_counts(devices: Sequence[DeviceRow]) -> str:
     online = [device for device in devices if device.board.online]
     working = sum(device.board.doing is not None for device in online)
-    boards = f"{len(devices)} board{'' if len(devices) == 1 else 's'}"
+    total = f"{len(devices)} device{'' if len(devices) == 1 else 's'}"
     silent = sum(device.board.silent for device in devices)
     silent_text = f", {silent} silent" if silent else ""
     offline = len(devices) - len(online) - silent
-    return f"{boards}: {len(online)} online, {working} of them at work; {offline} offline{silent_text}"
+    return f"{total}: {len(online)} online, {working} of them working; {offline} offline{silent_text}"
 
 
 def _format_cells(device: DeviceRow, now: float) -> tuple[str, ...]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from pathlib import Path
 
+import fedquilt
 from fedquilt.cli import options
 from fedquilt.cli.commands import argument, option, verb
 
@@ -23,4 +24,5 @@ def agent(settings: Path, check: bool, format: str) -> None:
     from fedquilt.tools.boards.doctor import version
 
     logging.getLogger().setLevel(min(logging.INFO, logging.getLogger().level))
-    return version.check_version(apply_systemd_credentials(load_settings(settings)), settings)
+    version.check_version(apply_systemd_credentials(load_settings(settings)), settings)
+    print('{"ok": true}' if format == "json" else f"{settings}: fedquilt {fedquilt.__version__} can run here")

@@ -27,6 +27,12 @@ SECTIONS: Final = {
 }
 VERB_FILES: Final = {verb: file for verbs in SECTIONS.values() for verb, file in verbs.items()}
 
+# verbs of a group that the wheel for boards does not list, as they need the whole package
+OPERATORS: Final = {
+    "model": ("export", "evaluate"),
+    "identity": ("init", "issue", "list", "revoke", "token", "serve", "sign"),
+}
+
 EPILOG: Final = """\b
 exit codes: 0 done; 1 an error of fedquilt's own; 2 the job file, a setting or
 the command line; 3 data; 4 a network or donor; 5 the broker; 6 a folder, the
@@ -162,7 +168,8 @@ class CommandGroup(_BaseCommand, click.Group):
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
         names = self.list_commands(ctx)
-        if args and args[0] not in names and not args[0].startswith("-") and not ctx.resilient_parsing:
+        hidden = args and args[0] in self.commands and args[0] not in known
+        if args and args[0] not in names and not hidden and not args[0].startswith("-") and not ctx.resilient_parsing:
             from fedquilt.formats import toml
 
             ctx.fail(f"there is no verb {args[0]!r}{toml.suggest_nearest(args[0], names)}")
@@ -173,7 +180,8 @@ class CommandGroup(_BaseCommand, click.Group):
         self.format_commands(ctx, formatter)
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        return list(self.commands)
+        lacking = () if "jobs.py" in os.listdir(os.path.dirname(__file__)) else OPERATORS.get(self.name or "", ())
+        return [name for name in self.commands if name not in lacking]
 
     def sections(self, ctx: click.Context) -> Mapping[str, Sequence[str]]:
         return {"Verbs": self.list_commands(ctx)}

@@ -197,16 +197,19 @@ def serve(
     broker: options.BrokerOptions,
 ) -> None:
     """Run the coordinator for the jobs in --home until stopped."""
+    from fedquilt import extras
     from fedquilt.coordinator import settings
     from fedquilt.coordinator.storage.store import Store
     from fedquilt.coordinator.views.terminal import Console, JsonConsole, run_coordinator
     from fedquilt.host import logs
 
     locations = blobs.to_locations(broker.ca)
+    if metrics is not None:
+        extras.load_optional("prometheus_client")  # before the store is made and jobs are announced
     with Store(home) as store:
         home = home.resolve()
         if not store.acquire_lock():
-            raise JobError(f"another coordinator serves {home} already")
+            raise JobError(f"another coordinator serves {home} already: stop it, or give another --home and --fleet")
         limits = settings.load_limits(home)
         console = Console(verbose=verbosity() > 0, run_names=True)
         if format == "json":

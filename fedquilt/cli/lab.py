@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import click
+from click.shell_completion import CompletionItem
 
 from fedquilt.cli import home_access, jobs, options
 from fedquilt.cli.commands import argument, option, verb, verb_group, verbosity
@@ -141,8 +142,20 @@ def audit(data: Path, images: int, size: int | None, out: Path, format: str) -> 
         return tool.audit_and_print(data, out, format, {"count": images, "size": size or 0})
 
 
+def complete_tables(context: click.Context, parameter: click.Parameter, incomplete: str) -> list[CompletionItem]:
+    from fedquilt.tools.lab import papers
+
+    found = [CompletionItem(each) for each in papers.load_tables() if each.startswith(incomplete)]
+    return found or [CompletionItem(incomplete, type="file")]
+
+
 @lab.command()
-@argument("table", "A paper's table, or FILE.toml with a grid of your own.", required=False)
+@argument(
+    "table",
+    "A paper's table, or FILE.toml with a grid of your own.",
+    required=False,
+    shell_complete=complete_tables,
+)
 @option("--data", type=options.FOLDER, metavar="FOLDER", help="Folder with the real data that some tables need.")
 @option(
     "--seeds",

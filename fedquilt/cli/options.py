@@ -128,6 +128,12 @@ def complete_methods(context: click.Context, parameter: click.Parameter, incompl
     return [name for name in [*methods_.builtin_names(), *methods_.plugin_names()] if name.startswith(incomplete)]
 
 
+def complete_targets(context: click.Context, parameter: click.Parameter, incomplete: str) -> list[str]:
+    from fedquilt.tools.boards import targets
+
+    return [each for each in targets.KNOWN if each.startswith(incomplete)]
+
+
 # -- options --------------------------------------------------------------------------------------
 
 home_option: Final = option("--home", type=FOLDER, default=HOME, help="The coordinator's folder.")
@@ -138,6 +144,7 @@ target_option: Final = option(
     "--target",
     metavar="TARGET",
     help="System of the board: jetpack5 to jetpack7, jetpack6-gpu, raspberry-pi-os, arm64 or amd64.",
+    shell_complete=complete_targets,
 )
 python_option: Final = option(
     "--python",

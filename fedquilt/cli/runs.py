@@ -19,6 +19,18 @@ if TYPE_CHECKING:
     from fedquilt.coordinator.views.devices import DeviceRow
 
 
+def complete_devices(context: click.Context, parameter: click.Parameter, incomplete: str) -> list[str]:
+    from fedquilt.coordinator.views import devices
+    from fedquilt.core import FedquiltError
+
+    home = Path(context.params.get("home") or options.HOME)
+    try:
+        rows = devices.load_devices(home) if (home / "fedquilt.db").is_file() else []
+    except (FedquiltError, OSError):
+        return []
+    return [row.board.device for row in rows if row.board.device.startswith(incomplete)]
+
+
 @verb()
 @options.home_option
 @options.format_option
@@ -53,7 +65,13 @@ def logs(run: str, follow: bool, home: Path, format: str) -> None:
 @verb()
 @options.run_argument
 @argument("number", "Show this round only, counted from 1.", type=options.INTEGER, metavar="[ROUND]", required=False)
-@option("--device", type=options.NAME, metavar="D", help="Show this device only.")
+@option(
+    "--device",
+    type=options.NAME,
+    metavar="D",
+    help="Show this device only.",
+    shell_complete=complete_devices,
+)
 @options.home_option
 @options.format_option
 def why(run: str, number: int | None, device: str | None, home: Path, format: str) -> None:
@@ -72,10 +90,11 @@ def why(run: str, number: int | None, device: str | None, home: Path, format: st
         notes.append(f"best evaluation: {best.describe()}, {best.without_gain} later without a gain")
     if is_unfiltered and outcomes.summary.state.phase == row.status == "failed":
         notes += event_messages.format_end("failed", outcomes.summary.state.reason)
+    lines = [*reasons.format_outcomes(outcomes, number, device), *notes]
     home_access.print_rows(
         format,
         reasons.filter_outcomes(outcomes.by_round, number, device),
-        [*reasons.format_outcomes(outcomes, number, device), *notes],
+        lines or [f"{row.id} is {row.status}, and no round has begun"],
     )
 
 
@@ -178,7 +197,13 @@ def restore(file: Path, home: Path) -> None:
 
 
 @verb()
-@argument("names", "Names of boards; without one, all.", nargs=-1, metavar="[NAME]...")
+@argument(
+    "names",
+    "Names of devices; without one, all.",
+    nargs=-1,
+    metavar="[NAME]...",
+    shell_complete=complete_devices,
+)
 @options.label_option("label")
 @option(
     "--state",
@@ -220,7 +245,7 @@ def devices(
     def read_devices() -> list[DeviceRow]:
         all_rows = view.load_devices(home)
         if unknown := set(names) - {row.board.device for row in all_rows}:
-            raise JobError(f"no coordinator of {home} has heard of a board {min(unknown)!r}")
+            raise JobError(f"no coordinator of {home} knows a device {min(unknown)!r}: `fedquilt devices` lists them")
         rows = view.filter_devices(all_rows, label, state)
         return [row for row in rows if not names or row.board.device in names]
 

@@ -250,7 +250,9 @@ class AuthenticatedDeviceLink(AuthenticatedLink):
         self._state_changes += 1
         self._due_s, self._attempts_in_a_row = self._attempt_started_s + RESEND.first_s, 0
         self._renew_s, self._session_problem = self._clock() + SESSION_S, None
-        log.info("signed: the coordinator has proved that it is; session %s, its start %d", session.name, session.epoch)
+        log.info(
+            "signed: the coordinator has proved its identity; session %s, its start %d", session.name, session.epoch
+        )
 
     def _record_failure(self, reason: str) -> None:
         if reason != self._session_problem:
@@ -449,7 +451,7 @@ class AuthenticatedFleetLink(AuthenticatedLink):
         self._remember_former_session(device, self._sessions.get(device))
         self._sessions[device] = session
         self._session_connections[device] = self._last_used_connections[device] = self._connection
-        log.info("signed: %s has proved that it is; session %s", device, session.name)
+        log.info("signed: %s has proved its identity; session %s", device, session.name)
 
 
 def _admit_unless_too_early(last_s: dict[str, float], device: str, now_s: float, interval_s: float) -> bool:

@@ -419,7 +419,7 @@ def test_a_removed_device_that_still_runs_is_back_with_its_next_message(fleet, c
     [
         (["--remove"], "--remove takes the NAMEs of the boards to remove"),
         (["a", "--remove", "--watch"], "--remove takes the NAMEs of the boards to remove"),
-        (["z", "--remove"], "has heard of a board 'z'"),
+        (["z", "--remove"], "knows a device 'z'"),
         (["a", "--force"], "--force has a meaning only with --remove"),
     ],
 )

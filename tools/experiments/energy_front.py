@@ -171,7 +171,7 @@ def format_fronts(fronts: EnergyFront, job: JobSettings) -> list[str]:
     if fronts.epochs:
         lines.append(f"even: the cheapest plan with {fronts.epochs} epochs on every board")
     else:
-        lines.append(f"{job.method}: every board trains as much as the job says; only a round's time is chosen")
+        lines.append(f"{job.method}: each device trains as the job says; only the round time is chosen")
     return lines
 
 

@@ -11,6 +11,7 @@ network is run as it would be exported.
 
 from __future__ import annotations
 
+import logging
 import math
 import tempfile
 import time
@@ -46,6 +47,8 @@ from fedquilt.tools.simulation.local_backend import make_task_and_context
 from fedquilt.tools.simulation.pool import ScratchFolder
 from fedquilt.tools.simulation.run import WorkBackend
 from fedquilt.tools.simulation.simulated_job import Simulation
+
+log = logging.getLogger(__name__)
 
 BUDGET_BYTES = 1 << 40  # large enough for any task
 POLL_S = 1.0  # interval of reads from a store without new states
@@ -165,7 +168,10 @@ def evaluate_run(
             if score is not None:
                 report_score(score)
                 all_scores = msgspec.structs.replace(all_scores, scores=(*all_scores.scores, score))
-                scores.write_scores(scores.scores_path(store.home, row.id), all_scores)
+                try:
+                    scores.write_scores(scores.scores_path(store.home, row.id), all_scores)
+                except StoreError as error:  # such as a home of another user: the score is shown all the same
+                    log.warning("%s: the score is not stored", error)
             elif has_ended or not follow:
                 return all_scores
             else:

@@ -106,7 +106,8 @@ class MqttLink:
                 remaining_s = deadline_s - time.monotonic()
                 if remaining_s <= 0 or self._is_permanent:
                     no_answer = f"no answer from {self.broker} within {timeout_s:g} s"
-                    raise LinkError(self.problem or f"{no_answer}: check that an MQTT broker listens there")
+                    secured = " with TLS (mqtts)" if self.broker.tls else ""
+                    raise LinkError(self.problem or f"{no_answer}: check that an MQTT broker{secured} listens there")
                 self.wait(remaining_s)
         finally:
             self._has_waiting_command = False

@@ -67,7 +67,7 @@ def home(tmp_path: Path) -> Path:
 
 def test_the_table_fits_eighty_columns_and_has_everything(home):
     assert devices.format_devices(devices.load_devices(home, NOW), NOW, width=80) == [
-        "3 boards: 2 online, 1 of them at work; 1 offline",
+        "3 devices: 2 online, 1 of them working; 1 offline",
         "",
         "board    state     for     W  °C     memory  doing",
         "orin-07  working   3 h  12.3  61  0.31/2 GB  digits, round 4: 45 % 65 s",
@@ -88,7 +88,7 @@ def test_a_silent_board_says_since_when_and_is_a_state_of_its_own(home):
     found = devices.load_devices(home, NOW)
     at = time.strftime("%H:%M", time.localtime(NOW - 700.0))
     told = devices.format_devices(found, NOW, width=80)
-    assert told[0] == "3 boards: 1 online, 0 of them at work; 1 offline, 1 silent"
+    assert told[0] == "3 devices: 1 online, 0 of them working; 1 offline, 1 silent"
     assert told[3].startswith("orin-07  silent   12 min")
     assert told[4] == f"  NVIDIA Jetson Orin Nano, mode 25W, agent 0.1.0, silent since {at}; site=lab …"
     assert told[6] == "  Raspberry Pi 5, clock right, last heard 40 s ago; site=hall"
@@ -171,7 +171,7 @@ def test_boards_are_chosen_by_name_and_told_as_json(home, capsys):
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (["nobody"], "has heard of a board 'nobody'"),
+        (["nobody"], "knows a device 'nobody'"),
         (["--label", "Lab 1"], "'Lab 1' selects no boards"),
         (["--state", "asleep"], "'asleep' is unknown; there are: online, "),
     ],
@@ -188,7 +188,7 @@ def test_what_is_no_board_label_or_state_is_refused(home, words, says, capsys):
 def test_a_home_without_a_coordinator_has_no_boards_yet(tmp_path, capsys):
     Store(tmp_path).close()
     assert cli.main(["devices", "--home", str(tmp_path)]) == 0
-    assert capsys.readouterr().out.startswith("0 boards")
+    assert capsys.readouterr().out.startswith("0 devices")
     assert not (tmp_path / "boards.db").exists()
 
 

@@ -13,6 +13,7 @@ from command_lines import parsed
 from fedquilt.cli import commands, main, options
 from fedquilt.console import progress
 from fedquilt.coordinator import settings
+from fedquilt.coordinator.fleet.device_status import DeviceStatus, TelemetryStore
 from fedquilt.coordinator.storage.store import Store
 from fedquilt.core import JobError
 
@@ -180,6 +181,13 @@ def test_a_shell_completes_verbs_options_methods_and_runs(tmp_path, monkeypatch,
     assert ask("fedquilt simulate --link mem") == ["memory"]
     assert ask("fedquilt methods fedpro") == ["fedprox"]
     assert ask("fedquilt compare job.toml --methods scaf") == ["scaffold"]
+    assert ask("fedquilt board flash agent.toml --target rasp") == ["raspberry-pi-os"]
+    assert ask("fedquilt lab reproduce budg") == ["budgets"]
+    Store(tmp_path / "fleet").close()
+    with TelemetryStore(tmp_path / "fleet", writes=True) as readings:
+        readings.write_telemetry([DeviceStatus("orin-07"), DeviceStatus("pi-01")], [])
+    assert ask(f"fedquilt devices --home {tmp_path / 'fleet'} or") == ["orin-07"]
+    assert ask(f"fedquilt devices --home {tmp_path / 'none'} d") == []
     with Store(tmp_path / "runs") as store:
         run = store.add_job(settings.parse_job({"name": "digits", "method": "fedavg"}), tmp_path)
     assert ask(f"fedquilt logs --home {tmp_path / 'runs'} dig") == [run]

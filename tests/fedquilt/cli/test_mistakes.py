@@ -5,12 +5,15 @@ from __future__ import annotations
 import os
 import re
 import socket
+import sys
 from pathlib import Path
 
 import dashes
 import pytest
 
 from fedquilt.cli import main
+from fedquilt.coordinator import settings
+from fedquilt.coordinator.storage.store import Store
 
 WIDTH, LINES = 80, 3
 HEAD = "length,width,colour,kind"
@@ -287,3 +290,33 @@ def test_a_failed_check_leaves_no_bundle_that_the_next_command_would_use(
     assert answer(capsys, ["simulate", "job.toml"])[0] == 3
     Path("job.toml").write_text(JOB)
     assert answer(capsys, ["simulate", "job.toml"]) == (0, "")
+
+
+def test_a_run_without_a_round_is_named_by_why(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with Store(tmp_path) as store:
+        run = store.add_job(settings.parse_job({"name": "job", "method": "fedavg"}), tmp_path)
+        store.set_status(run, "interrupted")
+    assert main(["why", "job", "--home", str(tmp_path)]) == 0
+    assert capsys.readouterr().out.splitlines()[-1].startswith(run)
+
+
+@pytest.mark.parametrize(
+    ("package", "words", "extra"),
+    [
+        ("prometheus_client", ("serve", "--home", "new", "--metrics", "127.0.0.1:0"), "metrics"),
+        ("onnxruntime", ("lab", "bench", "energy"), "onnx"),
+    ],
+)
+def test_a_missing_extra_is_named_before_anything_begins(
+    package: str,
+    words: tuple[str, ...],
+    extra: str,
+    folder: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(sys.modules, package, None)
+    assert main(words) == 2
+    told = capsys.readouterr()
+    said = f"fedquilt: this needs {package}, which is not installed: pip install 'fedquilt[{extra}]'\n"
+    assert (told.out, told.err, Path("new").exists()) == ("", said, False)

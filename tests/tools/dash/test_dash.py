@@ -127,7 +127,7 @@ def test_a_stranger_finds_why_a_board_was_not_asked_in_a_round(dash: Dashboard) 
     board = dash.until("/api/boards/board-00005", lambda told: len(told["turns"]) == 6)
     assert [turn["text"] for turn in board["turns"]] == ["offline"] * 6
     assert len(dash.values("/api/boards/board-00001")["readings"]) >= 1
-    assert "has heard of a board 'nobody'" in dash.problem("/api/boards/nobody")[1]
+    assert "knows a device 'nobody'" in dash.problem("/api/boards/nobody")[1]
 
 
 def test_runs_show_figures_and_who_works(dash: Dashboard) -> None:

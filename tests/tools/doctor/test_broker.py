@@ -196,7 +196,7 @@ def test_a_fleets_own_broker_with_its_coordinator_has_no_finding(
     assert bad(found) == []
     assert [one.number for one in found] == ["FQ401", "FQ402", "FQ403", "FQ408", "FQ409", "FQ411", "FQ412", "FQ414"]
     assert "so does the answer" in found[-3].sentence
-    assert "signed: the coordinator has proved that it is" in found[-1].sentence
+    assert "signed: the coordinator has proved its identity" in found[-1].sentence
 
 
 def test_without_a_coordinator_the_brokers_word_has_to_do(board: Any, site: Site) -> None:

@@ -84,7 +84,8 @@ def test_the_table_fits_80_columns_and_the_picture_has_what_is_in_it(
         assert word in drawn
     assert main(["lab", "front", str(job(tmp_path, "fedavg"))]) == 0
     text = capsys.readouterr().out
-    assert "only a round's time is chosen" in text
+    assert "only the round time is chosen" in text
+    assert max(map(len, text.splitlines()[-3:])) <= 80
     assert "even:" not in text
 
 

@@ -94,6 +94,25 @@ def test_the_last_state_is_scored_and_kept(store: Store) -> None:
     assert len(said) == 1
 
 
+def test_a_score_that_cannot_be_stored_is_printed_all_the_same(
+    store: Store,
+    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    run = begun(store)
+    store.append_event(run, JobStarted(put(store, run, RIGHT)))
+    store.set_status(run, "done")
+
+    def refuse(path: Path, found: scores.RunScores) -> None:
+        raise StoreError(f"cannot write {path}: Read-only file system")
+
+    monkeypatch.setattr(scores, "write_scores", refuse)
+    assert main(["model", "evaluate", run, "--home", str(store.home)]) == 0
+    assert "accuracy 75.00 % of 4 examples" in capsys.readouterr().out
+    assert "the score is not stored" in caplog.text
+
+
 def test_following_scores_every_state_that_is_there_when_it_is_looked_for(store: Store) -> None:
     run = begun(store)
     store.append_event(run, JobStarted(put(store, run, WRONG)))

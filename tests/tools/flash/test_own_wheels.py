@@ -253,9 +253,16 @@ def test_a_board_has_the_commands_of_a_board(program: Path, tmp_path: Path) -> N
     there = {name for names in commands.SECTIONS.values() for name in names}
     assert not [name for name in there - set(VERBS) if any(line.startswith(f"  {name} ") for line in shown)]
     assert run(program, "agent", "--help").stdout.startswith("Usage: fedquilt agent")
-    refused = run(program, "doctor", "--home", str(tmp_path))
-    assert refused.returncode == 2
-    assert "is not installed: pip install 'fedquilt'" in refused.stderr
+    for group, verbs in (("model", {"run", "serve"}), ("identity", {"enrol", "request", "accept"})):
+        named = run(program, group, "--help").stdout.partition("Verbs:")[2].splitlines()
+        assert {
+            line.split()[0] for line in named if line[:3].strip() or (line.startswith("  ") and line[2] != " ")
+        } == verbs
+    for words in (["doctor", "--home", str(tmp_path)], ["model", "evaluate", "digits"], ["identity", "list"]):
+        refused = run(program, *words)
+        assert refused.returncode == 2
+        said = "this needs the whole package fedquilt, which is not installed: pip install 'fedquilt'"
+        assert refused.stderr == f"fedquilt: {said}\n"
 
 
 def test_an_agent_of_a_board_is_examined_and_takes_part_in_rounds(program: Path, tmp_path: Path) -> None:

@@ -483,7 +483,7 @@ def check_handshake(
         link.wait(remaining_s)
         device_link.receive()
     if device_link.connected:
-        return "signed: the coordinator has proved that it is, and takes this device's certificate"
+        return "signed: the coordinator has proved its identity, and takes this device's certificate"
     if not is_online:
         return "signed: whether certificates are taken is seen while a coordinator is online"
     sentence = f"no handshake with the coordinator comes about: {device_link.problem or 'it does not answer'}"

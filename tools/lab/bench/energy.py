@@ -20,6 +20,7 @@ from typing import Any, Final, get_args
 
 import msgspec
 
+from fedquilt import extras
 from fedquilt.coordinator import settings as jobs
 from fedquilt.coordinator.rounds.events import CohortSelected, UpdateAccepted
 from fedquilt.coordinator.storage.store import Store
@@ -210,6 +211,7 @@ def replay_tasks(boards: Mapping[str, ScaledBoard]) -> dict[str, Any]:
 
 def measure() -> dict[str, Any]:
     """Run the demo's federation under each policy, and return its energies, deadlines and judged figures."""
+    extras.load_optional("onnxruntime")  # boards without it would wait for others
     with tempfile.TemporaryDirectory() as folder:
         runs = {policy: run_federation(policy, Path(folder)) for policy in POLICIES}
     boards = runs["max"].boards

@@ -111,7 +111,7 @@ async def load_device_page(watcher: HomeWatcher, query: Query, name: str) -> dic
         rounds = await watcher.run_in_reader_thread(partial(follower.list_device_rounds, name))
         device_rounds += [{"run": follower.row.id, **entry} for entry in rounds[:MAX_DEVICE_ROUNDS]]
     if row is None and not device_rounds and not reading:
-        raise MissingDeviceError(f"no coordinator of {watcher.home} has heard of a board {name[:100]!r}")
+        raise MissingDeviceError(f"no coordinator of {watcher.home} knows a device {name[:100]!r}")
     device_rounds.sort(key=lambda entry: -(entry.get("at") or 0.0))
     return {
         "at": now_s,
