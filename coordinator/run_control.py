@@ -80,7 +80,10 @@ def trigger_reason(
         return ""
     examples = ", ".join(_format_report(each) for each in exceeding[:MAX_NAMED_DEVICES])
     more = f" and {len(exceeding) - MAX_NAMED_DEVICES} more" if len(exceeding) > MAX_NAMED_DEVICES else ""
-    return f"[trigger]: {len(exceeding)} of {len(reports)} boards that tell are beyond {_format_limits(trigger)}: {examples}{more}"
+    return (
+        f"[trigger]: {len(exceeding)} of {len(reports)} boards that tell are beyond "
+        f"{_format_limits(trigger)}: {examples}{more}"
+    )
 
 
 def minimum_devices_to_fire(trigger: DriftTrigger, count: int) -> int:
@@ -97,7 +100,10 @@ def describe_trigger_wait(
         return f"the end of its pause, in {units.format_duration(trigger.pause_s - abs(now - last_start))}"
     min_devices = minimum_devices_to_fire(trigger, len(reports))
     exceeding_count = len(reports_beyond_limit(trigger, reports))
-    return f"{_format_limits(trigger)}: {exceeding_count} of {len(reports)} boards that tell are beyond, at least {min_devices} needed"
+    return (
+        f"{_format_limits(trigger)}: {exceeding_count} of {len(reports)} boards that tell are beyond, at "
+        f"least {min_devices} needed"
+    )
 
 
 def last_start_time(store: Store, run: str) -> float | None:

@@ -218,7 +218,10 @@ def require_minimum_updates(job: JobSettings, min_updates: int) -> None:
     cohort = job.cohort
     if cohort.size and cohort.size < min_updates:
         raise JobError(
-            f"[cohort] size = {cohort.size}: with its [params] {job.method} needs {min_updates} updates or more in a round"
+            (
+                f"[cohort] size = {cohort.size}: with its [params] {job.method} needs {min_updates} updates or more "
+                f"in a round"
+            )
         )
     possible_updates = max(cohort.min_devices, math.ceil(cohort.size * cohort.quorum), 1)
     if possible_updates < min_updates:

@@ -644,7 +644,10 @@ def _reject_update(device: str, update: Update, reason: str) -> Decision:
 
 
 def _duplicate_device_text(board: str, submitter: str) -> str:
-    return f"{board} counts in this round already, by {submitter}: a board belongs to one coordinator, and its name to one board"
+    return (
+        f"{board} counts in this round already, by {submitter}: a board belongs to one coordinator, and its "
+        f"name to one board"
+    )
 
 
 def _reject_unexpected_update(

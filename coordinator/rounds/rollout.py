@@ -222,7 +222,10 @@ def event_from_report(state: Rollout, device: str, message: wire.ReleaseStatus) 
     if message.rollout != state.id or message.serial > latest_serial:
         if message.serial <= latest_serial:
             return None  # of an earlier one: it has not read this one's release yet
-        reason = f"it has release {message.serial} of {message.rollout}, and this is {latest_serial}: roll this out once more"
+        reason = (
+            f"it has release {message.serial} of {message.rollout}, and this is {latest_serial}: roll this out "
+            f"once more"
+        )
         event = StatusReported(device, latest_serial, "refused", reason)
     elif message.serial not in (state.serial, latest_serial):
         return None

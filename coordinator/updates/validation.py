@@ -54,7 +54,11 @@ SHARE_TOLERANCE: Final = 1e-6  # by which a mean of shares may be above 1
 MAX_METRICS: Final = 64  # of an update, beside its evaluation
 METRIC_NAME: Final = re.compile(r"[a-z][a-z0-9_.-]{0,39}")
 MAX_EPOCH_LEAD: Final = 1 << 20  # starts of the coordinator that a device may know and this home has lost
-NO_SITE_RIGHT_TEXT: Final = "%s says that it is a site, and has no right to speak for other devices: it gets the tasks of a device. With certificates, `fedquilt identity issue NAME --role site` grants the right; without, [sites.NAME] in limits.toml does"
+NO_SITE_RIGHT_TEXT: Final = (
+    "%s says that it is a site, and has no right to speak for other devices: it gets the tasks of a "
+    "device. With certificates, `fedquilt identity issue NAME --role site` grants the right; without, "
+    "[sites.NAME] in limits.toml does"
+)
 
 M = TypeVar("M", bound=Struct)
 
@@ -142,7 +146,10 @@ def limit_claims(update: Update, bounds: ClaimBounds) -> tuple[Update, str]:
     limit = MAX_SITE_TASK_BYTES * (bounds.site_right.most if bounds.site_right else 0)
     if site_transfers is not None and max(site_transfers.down_bytes, site_transfers.up_bytes) > limit:
         problems.append(
-            f"{site_transfers.down_bytes} bytes down and {site_transfers.up_bytes} up of its boards, and {limit} are the most"
+            (
+                f"{site_transfers.down_bytes} bytes down and {site_transfers.up_bytes} up of its boards, and {limit} "
+                f"are the most"
+            )
         )
         site_transfers = None
     return (
@@ -186,7 +193,10 @@ def _require_valid_evaluation(sums: EvaluationSums, bounds: ClaimBounds, max_exa
     expected_outputs = (bounds.task, bounds.outputs or sums.outputs)
     if sums.examples and (sums.task, sums.outputs) != expected_outputs:
         raise UpdateError(
-            f"an evaluation of {sums.outputs} outputs ({sums.task}), and the network has {expected_outputs[1]} ({expected_outputs[0]})"
+            (
+                f"an evaluation of {sums.outputs} outputs ({sums.task}), and the network has {expected_outputs[1]} "
+                f"({expected_outputs[0]})"
+            )
         )
     metric = MAIN[sums.task]
     problem = evaluation.find_inconsistency(sums) or evaluation.find_device_inconsistency(
@@ -222,7 +232,10 @@ def _require_weight_within(update: Update, max_weight: float, reported_examples:
 
 
 def _weight_problem(device: str, weight: float, max_weight: float) -> str:
-    return f"{device} claims to count as {weight:g} examples, and {max_weight:g} are the most here: set [cohort] max_examples if it really has so many"
+    return (
+        f"{device} claims to count as {weight:g} examples, and {max_weight:g} are the most here: set [cohort] "
+        f"max_examples if it really has so many"
+    )
 
 
 def _require_plausible_speed(update: Update, bounds: ClaimBounds) -> None:
@@ -237,7 +250,10 @@ def _require_plausible_speed(update: Update, bounds: ClaimBounds) -> None:
     max_examples = SPEED_TOLERANCE * speed * limit_s / example_flops
     if update.weight > max_examples:
         raise UpdateError(
-            f"{update.device} claims to count as {update.weight:g} examples, and at {speed:.3g} FLOP/s it can have worked through {max_examples / SPEED_TOLERANCE:.3g} in {limit_s:.4g} s"
+            (
+                f"{update.device} claims to count as {update.weight:g} examples, and at {speed:.3g} FLOP/s it can "
+                f"have worked through {max_examples / SPEED_TOLERANCE:.3g} in {limit_s:.4g} s"
+            )
         )
 
 
@@ -260,7 +276,10 @@ def require_finite_state(state: Any, devices: tuple[str, ...]) -> None:
         if not is_finite:
             names = ", ".join(devices[:5]) + (" ..." if len(devices) > 5 else "")
             raise UpdateError(
-                f"{path} came out as numbers that are not finite, from updates of {names}: the round is not committed; run the job anew with a lower learning rate"
+                (
+                    f"{path} came out as numbers that are not finite, from updates of {names}: the round is not "
+                    f"committed; run the job anew with a lower learning rate"
+                )
             )
 
 

@@ -165,7 +165,10 @@ def _format_release(release: InstalledRelease, now: float) -> str:
     if release.phase == "committed":
         return f"{release.kind} {name}, for {units.format_duration(now - release.at)}"
     reason_text = f": {release.reason}" if release.reason else ""
-    return f"{release.kind} {name}; {release.rollout} {release.phase} {units.format_duration(now - release.at)} ago{reason_text}"
+    return (
+        f"{release.kind} {name}; {release.rollout} {release.phase} {units.format_duration(now - release.at)} "
+        f"ago{reason_text}"
+    )
 
 
 def _describe_device(board: DeviceStatus, now: float) -> str:

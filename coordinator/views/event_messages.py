@@ -96,7 +96,10 @@ def format_event(previous_summary: RunSummary, event: events.AnyEvent, new_summa
         isinstance(event, events.RoundRetried) and previous_summary.state.phase != "new"
     ):  # else earlier events are not known
         return [
-            f"{FINAL_EVALUATION if is_final else f'round {event.round + 1}'}: {_describe_retry(event, previous_summary.state)}"
+            (
+                f"{FINAL_EVALUATION if is_final else f'round {event.round + 1}'}: "
+                f"{_describe_retry(event, previous_summary.state)}"
+            )
         ]
     return format_single_event(event, is_final)
 
@@ -126,7 +129,10 @@ def _describe_event(event: events.AnyEvent, name: str) -> list[str]:
             ]
             eligible_parts = [f"eligible: {', '.join(event.eligible)}"] if event.eligible else []
             return [
-                f"{name}: {'; '.join([*eligible_parts, *ineligible_parts]) or 'the devices have new estimates of energy'}"
+                (
+                    f"{name}: "
+                    f"{'; '.join([*eligible_parts, *ineligible_parts]) or 'the devices have new estimates of energy'}"
+                )
             ]
         case events.CohortSelected():
             attempt_text = f", attempt {event.attempt + 1}" if event.attempt else ""
@@ -180,7 +186,10 @@ def _describe_retry(event: events.RoundRetried, previous_summary: events.JobStat
         previous_summary.decline_reasons.keys() - previous_summary.devices_without_work,
     )
     parts = [
-        f"{len(previous_summary.accepted_updates)} {'update' if len(previous_summary.accepted_updates) == 1 else 'updates'}"
+        (
+            f"{len(previous_summary.accepted_updates)} "
+            f"{'update' if len(previous_summary.accepted_updates) == 1 else 'updates'}"
+        )
     ]
     if rejected := sorted(declining_devices & previous_summary.cohort):  # a board that declines leaves the roll
         parts.append(f"what {wait_reasons.format_names(rejected)} sent was refused")

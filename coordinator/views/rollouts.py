@@ -133,7 +133,10 @@ def describe_unmatched_labels(plan: rollout.RolloutPlan, context: RolloutContext
         f"of the {len(context.statuses)} boards that are known, none" if len(context.statuses) > 1 else "the only board"
     )
     verb = "is" if len(context.statuses) > 1 else "is not"
-    return f"a board: {fleet_text} {verb} selected by {selection}; `fedquilt devices --home {context.home}` shows their labels"
+    return (
+        f"a board: {fleet_text} {verb} selected by {selection}; `fedquilt devices --home {context.home}` "
+        f"shows their labels"
+    )
 
 
 def _outcome_reason(outcome: str, report: rollout.StatusReported | None) -> str:
@@ -170,7 +173,10 @@ def format_rollout(
         f"{state.id}: {plan.kind} {plan.name}, {state.status}{f': {state.reason}' if state.reason else ''}",
         f"{format_step(state)}; {_format_outcomes(state)}; for {' '.join(plan.select) or 'all boards'}; queued by "
         f"{stored.submitter or '?'} {units.format_duration(context.now - stored.created)} ago",
-        f"limits: {limits_text}; soak {units.format_duration(plan.soak_s)}{f'; window {plan.window}' if plan.window else ''}",
+        (
+            f"limits: {limits_text}; soak "
+            f"{units.format_duration(plan.soak_s)}{f'; window {plan.window}' if plan.window else ''}"
+        ),
     ]
     if wait := describe_rollout_wait(state, events, context):
         lines.append(f"it waits for {wait}")

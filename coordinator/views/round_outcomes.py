@@ -76,7 +76,10 @@ def _mark_queued_uploads(
         if sending_count
         else "others are read"
     )
-    text = f"selected; its update waits for its turn to be sent: {queue_text}, and more do not fit (waiting_mb of limits.toml)"
+    text = (
+        f"selected; its update waits for its turn to be sent: {queue_text}, and more do not fit (waiting_mb "
+        f"of limits.toml)"
+    )
     for device, task in current_tasks.items():
         outcome = found.get(task.round, {}).get(device)
         if (task.job, task.step) == (run, "waiting") and outcome is not None and outcome.code == "asked":

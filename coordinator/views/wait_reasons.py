@@ -147,7 +147,10 @@ def find_wait(
     )
     declined_text = f", {len(state.decline_reasons)} of them declined" if state.decline_reasons else ""
     busy_text = f", {count} of them at other jobs' tasks" if (count := len(busy_devices & set(usable_devices))) else ""
-    devices_text = f"devices that run {' or '.join(engines)}: {len(usable_devices)} online{busy_text}{ineligible_text}{declined_text}"
+    devices_text = (
+        f"devices that run {' or '.join(engines)}: {len(usable_devices)} "
+        f"online{busy_text}{ineligible_text}{declined_text}"
+    )
     if state.phase == "selecting":
         min_devices = decisions.minimum_devices_to_start(state)
         missing_count = min_devices - len(usable_devices)

@@ -34,7 +34,10 @@ from fedquilt.methods import fedavg
 from fedquilt.models import local_training
 from fedquilt.models.local_training import NetworkState
 
-TOPK: Final = "SCAFFOLD computes each device's mean gradient from the change of its whole model, and this codec sends a few entries at a time: take 'int8', 'fp16' or 'raw', or another method"
+TOPK: Final = (
+    "SCAFFOLD computes each device's mean gradient from the change of its whole model, and this codec "
+    "sends a few entries at a time: take 'int8', 'fp16' or 'raw', or another method"
+)
 
 
 TRAITS = replace(fedavg.METHOD.traits, refused_codecs={"topk": TOPK}, model_copies=2)

@@ -258,7 +258,11 @@ class SiteWorker:
         task, store, id = request.task, self._store, request.task.job
         if sites.STATE not in request.bundles or "job" not in task.params:
             raise JobError(
-                "the task is none for a site: the coordinator above does not know this device as a site (`fedquilt identity issue NAME --role site`, or [sites.NAME] in its limits.toml without certificates)"
+                (
+                    "the task is none for a site: the coordinator above does not know this device as a site "
+                    "(`fedquilt identity issue NAME --role site`, or [sites.NAME] in its limits.toml without "
+                    "certificates)"
+                )
             )
         parent_state = sites.site_state_from_task(tensors.read_tensors(Path(request.bundles[sites.STATE])))
         # the state must be valid before the event log refers to the state
@@ -282,7 +286,10 @@ class SiteWorker:
                 return None
         if job_log.last_event is not None and job_log.current_round > task.round:
             log.warning(
-                "the coordinator above asks for round %d of %s, and round %d was worked for here: its home is an older copy, or has lost its end; the boards work for these rounds again",
+                (
+                    "the coordinator above asks for round %d of %s, and round %d was worked for here: its home is an "
+                    "older copy, or has lost its end; the boards work for these rounds again"
+                ),
                 *(task.round + 1, id, job_log.current_round + 1),
             )
         started = events.JobStarted(

@@ -108,7 +108,10 @@ def _check_certificate_name(certificate: Certificate, settings: AgentSettings) -
     if certificate.name == settings.device:
         return f"the certificate names {settings.device}"
     return error(
-        f"certificate {certificate.file} is of {certificate.name!r}, and this device is {settings.device!r}: the broker keeps it to the other's branch",
+        (
+            f"certificate {certificate.file} is of {certificate.name!r}, and this device is {settings.device!r}: "
+            f"the broker keeps it to the other's branch"
+        ),
         f"fedquilt identity token {settings.device} on the authority's machine, then enrol this board anew",
     )
 
@@ -171,7 +174,10 @@ def check_deadlines(settings: AgentSettings, machine: MachineFacts) -> Verdict:
 def _describe_slow_mode(
     mode: PowerMode, workload: str, duration_s: float, available_s: float, modes: dict[PowerMode, float]
 ) -> Problem:
-    sentence = f"in power mode {mode.name} the latest task ({workload}) takes {duration_s:.1f} s at the highest clocks that the mode permits, and had {available_s:.1f} s until its deadline"
+    sentence = (
+        f"in power mode {mode.name} the latest task ({workload}) takes {duration_s:.1f} s at the highest "
+        f"clocks that the mode permits, and had {available_s:.1f} s until its deadline"
+    )
     if not modes:
         return Problem(f"{sentence}; no mode is fast enough", "a longer deadline_s under [cohort] of the job")
     # the slowest sufficient mode needs the least power
@@ -304,7 +310,10 @@ def check_free_space(settings: AgentSettings, free: FreeBytes) -> Verdict:
         return error(f"{free_space / 1e6:.0f} MB are free where {home} is: a round's blobs do not fit", fix)
     if free_space < cache - cached_bytes:
         return Problem(
-            f"{free_space / 1e6:.0f} MB are free where {home} is, and its cache may grow by {(cache - cached_bytes) / 1e6:.0f} MB",
+            (
+                f"{free_space / 1e6:.0f} MB are free where {home} is, and its cache may grow by "
+                f"{(cache - cached_bytes) / 1e6:.0f} MB"
+            ),
             fix,
         )
     return f"{free_space / 1e9:.1f} GB are free where {home} is"
@@ -329,7 +338,10 @@ def _check_shipped_profile(settings: AgentSettings, path: Path, machine: Machine
         return f"its profile is {shipped.board}, which ships"
     compatible = ", ".join(sysfs.read_strings(sysfs.device_tree_folder(machine.root) / "compatible"))
     return Problem(
-        f"no profile ships for this board ({compatible}): its speed and power are not known, and no operating point is chosen",
+        (
+            f"no profile ships for this board ({compatible}): its speed and power are not known, and no operating "
+            f"point is chosen"
+        ),
         f'sudo fedquilt board record --out own.toml, and profile = "own.toml" in {path}',
     )
 
@@ -345,7 +357,10 @@ def _check_profile_fits_board(settings: AgentSettings, path: Path, machine: Mach
     if shipped is None or profile.board == shipped.board or profile.board not in profiles.board_names():
         return None
     return Problem(
-        f"the profile is that of {profile.board}, and this board is {shipped.board}: predicted times and joules are wrong",
+        (
+            f"the profile is that of {profile.board}, and this board is {shipped.board}: predicted times and "
+            f"joules are wrong"
+        ),
         f'take `profile` out of {path}, or write profile = "{shipped.board}"',
     )
 
