@@ -135,8 +135,8 @@ class FleetSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omi
         if cohort.size > available:
             of_selection = " of [cohort] select" if cohort.select else ""
             raise JobError(
-                f"[cohort] size is {cohort.size}, and the fleet has {available} devices{of_selection}: ask for fewer, or simulate "
-                "more ([fleet] devices, or --devices)"
+                f"[cohort] size is {cohort.size}, and the fleet has {available} devices{of_selection}: ask for "
+                "fewer, or simulate more ([fleet] devices, or --devices)"
             )
 
 
@@ -218,16 +218,15 @@ def require_minimum_updates(job: JobSettings, min_updates: int) -> None:
     cohort = job.cohort
     if cohort.size and cohort.size < min_updates:
         raise JobError(
-            (
-                f"[cohort] size = {cohort.size}: with its [params] {job.method} needs {min_updates} updates or more "
-                f"in a round"
-            )
+            f"[cohort] size = {cohort.size}: with its [params] {job.method} needs {min_updates} updates or more "
+            f"in a round"
         )
     possible_updates = max(cohort.min_devices, math.ceil(cohort.size * cohort.quorum), 1)
     if possible_updates < min_updates:
         raise JobError(
-            f"[cohort] a round may close with {possible_updates} {'update' if possible_updates == 1 else 'updates'}, and with its [params] "
-            f"{job.method} needs {min_updates} or more: set min_devices = {min_updates}"
+            f"[cohort] a round may close with {possible_updates} "
+            f"{'update' if possible_updates == 1 else 'updates'}, and with its [params] {job.method} needs "
+            f"{min_updates} or more: set min_devices = {min_updates}"
         )
 
 

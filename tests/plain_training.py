@@ -9,23 +9,24 @@ from pathlib import Path
 from tempfile import mkdtemp
 from typing import Any
 
-import difficult_networks
 import numpy as np
 import pytest
-import torch.nn.functional as F
-from torch import nn
 
 from fedquilt import methods
 from fedquilt.arrays import tensors
 from fedquilt.core import Bundle, ClientContext, ClientResult, Examples, Task, derive_seed
-from fedquilt.edge_agent.engines.torch.engine import TorchEngine
-from fedquilt.models.networks import registry
 from fedquilt.testing import toy_networks
 from fedquilt.tools.artefacts import prepare
 from fedquilt.tools.simulation import DeviceData
 
 torch = pytest.importorskip("torch")
 
+import difficult_networks  # noqa: E402
+import torch.nn.functional as F  # noqa: E402
+from torch import nn  # noqa: E402
+
+from fedquilt.edge_agent.engines.torch.engine import TorchEngine  # noqa: E402
+from fedquilt.models.networks import registry  # noqa: E402
 
 Model = dict[str, np.ndarray]
 SIZES, ROUNDS, BATCH, LR, SEED = (16, 11, 6), 2, 5, 0.05, 3  # every last mini-batch has one example

@@ -320,7 +320,10 @@ def decide_by_energy(
 def plan_energy(
     cohort: CohortSettings, forecasts: Mapping[str, energy_scheduling.DeviceForecast], passes: int
 ) -> energy_scheduling.EnergyPlan | None:
-    """Return the energy plan within the cohort's limits, or None. `forecasts` and `passes` are from `energy_problem`."""
+    """Return the energy plan within the cohort's limits, or None.
+
+    `forecasts` and `passes` are from `energy_problem`.
+    """
     if cohort.joules_per_round is not None:
         return energy_scheduling.plan_least_time(forecasts, passes, cohort.joules_per_round)
     return energy_scheduling.plan_least_energy(forecasts, passes, cohort.deadline_s)

@@ -71,7 +71,8 @@ def decide_event(
         workload_of: The function that returns the workload of a device's task.
         busy_devices: The devices in `online_devices` that must be left to other jobs now.
         max_devices: The number of devices that may be selected now.
-        unreachable_devices: The devices of the round that are offline or silent, so that the round does not wait for them.
+        unreachable_devices: The devices of the round that are offline or silent, so that the round does not wait for
+            them.
     """
     online_devices = DeviceSet.from_devices(online_devices)
     if state.phase == "selecting":
@@ -84,7 +85,10 @@ def decide_event(
 
 
 def to_process_clock(state: JobState, now_s: float, uses_wall_clock: bool) -> JobState:
-    """Return a loaded state on this process's clock. Without `uses_wall_clock`, the attempt has its whole deadline again."""
+    """Return a loaded state on this process's clock.
+
+    Without `uses_wall_clock`, the attempt has its whole deadline again.
+    """
     opened_s = state.opened_s if uses_wall_clock else now_s
     return replace(state, opened_s=opened_s, round_started_s=now_s, selected_s=dict.fromkeys(state.selected_s, now_s))
 
@@ -105,7 +109,8 @@ def restart_event(state: JobState, now_s: float) -> AttemptResumed | None:
 def capped_elapsed_s(elapsed_s: float, new_elapsed_s: float, limit_s: float, restarts: int) -> float:
     """Return the seconds that count as elapsed at a restart: at most 90 % of the limit, then 95 %, and so on.
 
-    If `new_elapsed_s` is not positive or reaches the limit, the wall clock was set, and 1 % of the limit counts instead.
+    If `new_elapsed_s` is not positive or reaches the limit, the wall clock was set, and 1 % of the limit counts
+    instead.
 
     Args:
         elapsed_s: The seconds that had elapsed at the previous restart.

@@ -471,10 +471,8 @@ def apply_event(state: JobState, event: AnyEvent, now_s: float) -> JobState:
     allowed_phases = TRANSITIONS[kind].get(state.phase, ())
     if event_round != state.round:
         raise JobError(
-            (
-                f"{kind} of round {event_round + 1} in the log of a job whose running round is "
-                f"{state.round + 1}{_FOREIGN_LOG_HINT}"
-            )
+            f"{kind} of round {event_round + 1} in the log of a job whose running round is "
+            f"{state.round + 1}{_FOREIGN_LOG_HINT}"
         )
     new_state = _apply_allowed_event(state, event, now_s) if allowed_phases else state
     if new_state.phase not in allowed_phases:

@@ -74,9 +74,10 @@ def _describe_failed_round(state: JobState, quorum: int, reasons: Mapping[str, t
     ]
     refused = format_by_reason({device: reason for device, (_, reason) in reasons.items()})
     return (
-        f"round {state.round + 1} asked {len(selected_devices)} {'device' if len(selected_devices) == 1 else 'devices'} in "
-        f"{state.attempt + 1} {'attempt' if not state.attempt else 'attempts'}: {', '.join(counts)}, "
-        f"and {quorum} {'update is' if quorum == 1 else 'updates are'} needed"
+        f"round {state.round + 1} asked {len(selected_devices)} "
+        f"{'device' if len(selected_devices) == 1 else 'devices'} in {state.attempt + 1} "
+        f"{'attempt' if not state.attempt else 'attempts'}: {', '.join(counts)}, and {quorum} "
+        f"{'update is' if quorum == 1 else 'updates are'} needed"
         + (f"; refused: {refused}" if refused else "")
         + (f"; silent: {', '.join(silent[:5])}" if silent else "")
         + ".\nFix: see to these devices and `fedquilt resume` the run (a simulated fleet: the same command again), or "

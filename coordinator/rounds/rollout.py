@@ -343,8 +343,8 @@ def decide_rollout_event(
         return RolloutCompleted()
     if state.incompatible_devices and not state.offered and not fleet:
         reason = (
-            f"no selected device can take the release: {format_incompatible_devices(state.incompatible_devices, 1)}; select "
-            "other devices"
+            f"no selected device can take the release: "
+            f"{format_incompatible_devices(state.incompatible_devices, 1)}; select other devices"
         )
         return RolloutReverted(serial, shorten_error(reason))
     failed = [device for device in state.offered if state.device_phase(device) in FAILED]

@@ -106,8 +106,8 @@ def _add_database_and_blobs(store: Store, archive: _BackupArchive, snapshot: Pat
                     missing.add(sha256)
             if lost_blobs := missing & previously_missing:
                 raise StoreError(
-                    f"blob {min(lost_blobs)[:12]} of {store.home} is missing or damaged: let a coordinator serve this home, "
-                    "which repairs it or names the run; keep your earlier backups"
+                    f"blob {min(lost_blobs)[:12]} of {store.home} is missing or damaged: let a coordinator serve "
+                    "this home, which repairs it or names the run; keep your earlier backups"
                 )
             if not missing:
                 archive.add_file(DATABASE, snapshot)

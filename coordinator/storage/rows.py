@@ -381,8 +381,8 @@ class RowStore:
     def read_events(self, id: str, after: int = 0, max_events: int = -1) -> list[tuple[int, float, str]]:
         """Return the events of a job as (sequence number, wall-clock seconds, JSON), oldest first.
 
-        `after` is the sequence number of the last event to skip, and `max_events` is the greatest number of events, or -1 for
-        all.
+        `after` is the sequence number of the last event to skip, and `max_events` is the greatest number of events, or
+        -1 for all.
         """
         with self.open_transaction("deferred"):  # the row and the facts of one moment
             row, previous_checksum = self.find_job(id), self.checksum_at(id, after) if after else NO_CHECKSUM

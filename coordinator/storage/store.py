@@ -63,8 +63,8 @@ def require_tables(db: sqlite3.Connection, home: Path) -> None:
     version = int(db.execute("pragma user_version").fetchone()[0])
     if version != VERSION:
         raise StoreError(
-            f"{home} has tables of version {version}, and this fedquilt uses {VERSION}: use the fedquilt that wrote it, "
-            "or name another --home"
+            f"{home} has tables of version {version}, and this fedquilt uses {VERSION}: use the fedquilt that wrote "
+            "it, or name another --home"
         )
 
 
@@ -245,8 +245,8 @@ class Store:
     ) -> str:
         """Queue a job, or arm a job with a trigger, and return its id.
 
-        The id is `<name>-<date>-<time>-<random>`, unless the caller requires a fixed `id` for an exact repetition. `cause`
-        is the cause of a triggered start, which the logs of both runs record.
+        The id is `<name>-<date>-<time>-<random>`, unless the caller requires a fixed `id` for an exact repetition.
+        `cause` is the cause of a triggered start, which the logs of both runs record.
         """
         now = time.time()
         id = id or f"{job.name}-{time.strftime('%Y%m%d-%H%M%S', time.localtime(now))}-{secrets.token_hex(3)}"

@@ -340,8 +340,8 @@ class Aggregator:
     ) -> None:
         """Accept a packed partial aggregate of updates, if all of them are expected.
 
-        The aggregate counts only after all its updates were accepted with the same content. `wait_for_packed` is called at the
-        end of the round. The call waits for the aggregate, and returns b"" if there is none.
+        The aggregate counts only after all its updates were accepted with the same content. `wait_for_packed` is
+        called at the end of the round. The call waits for the aggregate, and returns b"" if there is none.
         """
         if not all(self.can_fold_early(job_state, round, device) for device in inputs):
             return

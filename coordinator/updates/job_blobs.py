@@ -53,8 +53,8 @@ class LostUpdateError(JobError):
 class UnreadableError(StoreError):
     """Error for a failed disk read of a job's data. A later attempt may succeed.
 
-    `replaceable_blob` is a blob that can be rebuilt or requested again, `location` the folder that must become readable. It `is_permanent`
-    while no file descriptor is left, so the job waits without a limit.
+    `replaceable_blob` is a blob that can be rebuilt or requested again, `location` the folder that must become
+    readable. It `is_permanent` while no file descriptor is left, so the job waits without a limit.
     """
 
     def __init__(
@@ -330,8 +330,8 @@ class ModelStates:
             initial_state = None if round else self._create_initial_state()
             if initial_state is None or blob_store.store_bytes(packed := tensors.pack_state(initial_state)) != ref:
                 raise JobError(
-                    f"{subject} is gone from {blob_store.folder}, or damaged, and cannot be made again from its log: put back "
-                    "a copy of the whole home, or run the job anew"
+                    f"{subject} is gone from {blob_store.folder}, or damaged, and cannot be made again from its "
+                    "log: put back a copy of the whole home, or run the job anew"
                 )
             log.warning("%s was gone or damaged: it is made again", subject)
             return tensors.unpack_state(packed, kind)

@@ -63,7 +63,7 @@ class TaskSpecCache:
     def reuse_or_build_task(
         self, task_spec: TaskSpec, shared_values: Hashable, make: Callable[[], Task], **device_values: Any
     ) -> Task:
-        """Return the task, copied from the latest if the task spec is the same shared object and `shared_values` is equal.
+        """Return the task. Copy the latest one if the task spec is the same object and `shared_values` is equal.
 
         Args:
             task_spec: The order for a device.
@@ -123,7 +123,10 @@ def with_epochs(task_spec: TaskSpec | None, epochs: int | None) -> TaskSpec | No
 def predict_workload(
     task_spec: TaskSpec, actions: Sequence[Action], engine: str, held_out_share: float, has_unequal_epochs: bool
 ) -> DeviceWorkload:
-    """Predict the workload of an order. `has_unequal_epochs` is whether the method permits different numbers of epochs."""
+    """Predict the workload of an order.
+
+    `has_unequal_epochs` is whether the method permits different numbers of epochs.
+    """
     workload = DeviceWorkload(
         predict_work(task_spec, actions, engine, held_out_share), bytes=total_blob_bytes(task_spec)
     )

@@ -146,10 +146,8 @@ def limit_claims(update: Update, bounds: ClaimBounds) -> tuple[Update, str]:
     limit = MAX_SITE_TASK_BYTES * (bounds.site_right.most if bounds.site_right else 0)
     if site_transfers is not None and max(site_transfers.down_bytes, site_transfers.up_bytes) > limit:
         problems.append(
-            (
-                f"{site_transfers.down_bytes} bytes down and {site_transfers.up_bytes} up of its boards, and {limit} "
-                f"are the most"
-            )
+            f"{site_transfers.down_bytes} bytes down and {site_transfers.up_bytes} up of its boards, and {limit} "
+            f"are the most"
         )
         site_transfers = None
     return (
@@ -193,10 +191,8 @@ def _require_valid_evaluation(sums: EvaluationSums, bounds: ClaimBounds, max_exa
     expected_outputs = (bounds.task, bounds.outputs or sums.outputs)
     if sums.examples and (sums.task, sums.outputs) != expected_outputs:
         raise UpdateError(
-            (
-                f"an evaluation of {sums.outputs} outputs ({sums.task}), and the network has {expected_outputs[1]} "
-                f"({expected_outputs[0]})"
-            )
+            f"an evaluation of {sums.outputs} outputs ({sums.task}), and the network has {expected_outputs[1]} "
+            f"({expected_outputs[0]})"
         )
     metric = MAIN[sums.task]
     problem = evaluation.find_inconsistency(sums) or evaluation.find_device_inconsistency(
@@ -250,10 +246,8 @@ def _require_plausible_speed(update: Update, bounds: ClaimBounds) -> None:
     max_examples = SPEED_TOLERANCE * speed * limit_s / example_flops
     if update.weight > max_examples:
         raise UpdateError(
-            (
-                f"{update.device} claims to count as {update.weight:g} examples, and at {speed:.3g} FLOP/s it can "
-                f"have worked through {max_examples / SPEED_TOLERANCE:.3g} in {limit_s:.4g} s"
-            )
+            f"{update.device} claims to count as {update.weight:g} examples, and at {speed:.3g} FLOP/s it can "
+            f"have worked through {max_examples / SPEED_TOLERANCE:.3g} in {limit_s:.4g} s"
         )
 
 
@@ -276,10 +270,8 @@ def require_finite_state(state: Any, devices: tuple[str, ...]) -> None:
         if not is_finite:
             names = ", ".join(devices[:5]) + (" ..." if len(devices) > 5 else "")
             raise UpdateError(
-                (
-                    f"{path} came out as numbers that are not finite, from updates of {names}: the round is not "
-                    f"committed; run the job anew with a lower learning rate"
-                )
+                f"{path} came out as numbers that are not finite, from updates of {names}: the round is not "
+                f"committed; run the job anew with a lower learning rate"
             )
 
 

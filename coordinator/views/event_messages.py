@@ -261,8 +261,8 @@ def _describe_sender(update: Update) -> str:
     if update.devices_usage is not None:
         transfers = update.devices_usage
         sender += (
-            f" ({units.format_bytes(transfers.down_bytes)} down and {units.format_bytes(transfers.up_bytes)} up to them "
-            "and from them)"
+            f" ({units.format_bytes(transfers.down_bytes)} down and {units.format_bytes(transfers.up_bytes)} up to "
+            "them and from them)"
         )
     return sender
 

@@ -226,8 +226,8 @@ class DeviceScore(NamedTuple):
 class RunSummary(msgspec.Struct, frozen=True):
     """Immutable summary of a run up to one of its events: totals by round and by device, not by both.
 
-    The running round and its devices are not yet in `earlier_rounds` and `devices`: see `committed_rounds`, `round_costs` and
-    `device_costs`.
+    The running round and its devices are not yet in `earlier_rounds` and `devices`: see `committed_rounds`,
+    `round_costs` and `device_costs`.
     """
 
     state: events.JobState

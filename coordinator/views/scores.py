@@ -68,10 +68,8 @@ def make_test_table(job: JobSettings) -> dict[str, Any]:
     unknown_arrays = [] if is_independent or not arrays else sorted({"x", "y"} & job.data.keys() - job.test.keys())
     if unknown_arrays:
         raise JobError(
-            (
-                f"[data] names the array {unknown_arrays[0]} = {job.data[unknown_arrays[0]]!r}, of any split: name "
-                f"that of [test] too"
-            )
+            f"[data] names the array {unknown_arrays[0]} = {job.data[unknown_arrays[0]]!r}, of any split: name "
+            f"that of [test] too"
         )
     shared = {key: value for key, value in job.data.items() if not is_independent or key in reading_keys}
     is_single_table = str(job.test.get("path", "")).endswith(spec.TABLES)  # all its rows belong to one split

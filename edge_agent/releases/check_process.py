@@ -446,12 +446,12 @@ def _compute_own_tensors(
         load=lambda name: _require_bundle(parts, name),
         path=lambda name: Path(name),
     )
-    own_tensors = method.personal(task, context)
+    own_tensors = method.personal_model(task, context)
     if lost_reason:
         return own_tensors, f"{lost_reason}: the network is that of a board which has not taken part"
     return (
         own_tensors,
-        "" if context.local else f"nothing of {task.job} is kept here: the network is that of a newcomer to it",
+        "" if context.private_state else f"nothing of {task.job} is kept here: the network is that of a newcomer to it",
     )
 
 

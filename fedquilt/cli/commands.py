@@ -168,7 +168,7 @@ class CommandGroup(_BaseCommand, click.Group):
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
         names = self.list_commands(ctx)
-        hidden = args and args[0] in self.commands and args[0] not in known
+        hidden = args and args[0] in self.commands and args[0] not in names
         if args and args[0] not in names and not hidden and not args[0].startswith("-") and not ctx.resilient_parsing:
             from fedquilt.formats import toml
 

@@ -131,7 +131,7 @@ def complete_methods(context: click.Context, parameter: click.Parameter, incompl
 def complete_targets(context: click.Context, parameter: click.Parameter, incomplete: str) -> list[str]:
     from fedquilt.tools.boards import targets
 
-    return [each for each in targets.KNOWN if each.startswith(incomplete)]
+    return [name for name in targets.TARGETS if name.startswith(incomplete)]
 
 
 # -- options --------------------------------------------------------------------------------------

@@ -86,7 +86,7 @@ def make_statistics_round(
             subnetwork_state = make_subnetwork_state(state, places, state.widths.get(f"{rate:g}"))
             estimate = local_training.evaluation_work(subnetwork_state)
             building_bytes = 2 * tensors.total_bytes([state.model])  # the network is built whole, as for training
-            training_bytes = local_training.training_work(subnetwork_state, moved={}).peak_bytes
+            training_bytes = local_training.training_work(subnetwork_state, trained_tensors={}).peak_bytes
             estimate = msgspec.structs.replace(estimate, peak_bytes=max(training_bytes, building_bytes))
             if rate > device_rate and not _fits_device(device, estimate):
                 continue

@@ -175,15 +175,12 @@ def _require_run_on_network(
 
     storing_method = replace(method, step=step_through_store)
     devices = [
-        replace(device, train=as_images(device.train), held=as_images(device.held)) for device in point_devices()
-    ]
-    devices = [
         replace(
             device,
             train=with_targets(as_images(device.train), task),
             held_out=with_targets(as_images(device.held_out), task),
         )
-        for device in point_members()
+        for device in point_devices()
     ]
     if task not in method.traits.prediction_tasks:
         message = ""

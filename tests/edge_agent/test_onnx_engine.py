@@ -11,14 +11,16 @@ from typing import Any
 import made_graphs
 import numpy as np
 import pytest
-from product_graphs import MB, product
 
 from fedquilt.core import DataError, MemoryBudgetError, ModelError
-from fedquilt.costs.peak_memory import SESSION_BYTES
-from fedquilt.edge_agent.engines.onnx_engine import LARGEST_BATCH, OnnxEngine
 
 onnx = pytest.importorskip("onnx")
 pytest.importorskip("onnxruntime")
+
+from product_graphs import MB, product  # noqa: E402
+
+from fedquilt.costs.peak_memory import SESSION_BYTES  # noqa: E402
+from fedquilt.edge_agent.engines.onnx_engine import LARGEST_BATCH, OnnxEngine  # noqa: E402
 
 
 @pytest.fixture

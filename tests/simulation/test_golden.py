@@ -8,6 +8,7 @@ import pytest
 
 from fedquilt.coordinator.delivery.executor import LinkExecutor
 from fedquilt.coordinator.rounds.events import CohortSelected, TaskDeclined, UpdateAccepted
+from fedquilt.coordinator.rounds.selection import NO_WORK
 from fedquilt.coordinator.storage.store import Store
 from fedquilt.tools.simulation import agents
 

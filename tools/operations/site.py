@@ -258,11 +258,9 @@ class SiteWorker:
         task, store, id = request.task, self._store, request.task.job
         if sites.STATE not in request.bundles or "job" not in task.params:
             raise JobError(
-                (
-                    "the task is none for a site: the coordinator above does not know this device as a site "
-                    "(`fedquilt identity issue NAME --role site`, or [sites.NAME] in its limits.toml without "
-                    "certificates)"
-                )
+                "the task is none for a site: the coordinator above does not know this device as a site "
+                "(`fedquilt identity issue NAME --role site`, or [sites.NAME] in its limits.toml without "
+                "certificates)"
             )
         parent_state = sites.site_state_from_task(tensors.read_tensors(Path(request.bundles[sites.STATE])))
         # the state must be valid before the event log refers to the state

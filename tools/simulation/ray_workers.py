@@ -564,10 +564,8 @@ class RayWorkers:
         self._start_workers((self._count or sum(nodes.values())) - len(self._workers), nodes)
         if not self._workers:
             raise PoolError(
-                (
-                    f"no worker is left on the Ray cluster; the last error: {self._last_error or '(none)'}; start the "
-                    f"command again to resume when the cluster has nodes"
-                )
+                f"no worker is left on the Ray cluster; the last error: {self._last_error or '(none)'}; start the "
+                f"command again to resume when the cluster has nodes"
             )
 
     def _get_object_reference(self, sha256: str, path: str, is_shared: bool) -> Any:

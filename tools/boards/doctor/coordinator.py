@@ -148,8 +148,8 @@ def _check_blobs(store: Store) -> Iterator[Numbered]:
     )
     if missing:
         sentence = (
-            f"{len(missing)} states of runs are missing or damaged in {store.blob_store.folder} ({missing[0][:12]} ...): "
-            "these cannot go on"
+            f"{len(missing)} states of runs are missing or damaged in {store.blob_store.folder} ({missing[0][:12]} "
+            "...): these cannot go on"
         )
         yield "FQ511", error(sentence, "put back a copy of the whole folder, or `fedquilt prune` these runs")
 

@@ -96,7 +96,7 @@ def serve_blob(url: str, folder: str, sha256: str, transport: str, loss: str) ->
         lambda device, sha: sha == sha256,
     )
     transfers = Transfers(
-        lossy, blob_store, wire.Topics("bench"), "dn", lambda device, sha: sha == sha256, carriers=location_provider
+        lossy, blob_store, wire.Topics("bench"), "dn", lambda device, sha: sha == sha256, backend=location_provider
     )
     running = [True]
     signal.signal(signal.SIGTERM, lambda number, frame: running.clear())
