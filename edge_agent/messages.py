@@ -50,7 +50,7 @@ def profile_message(device: str, board: Device, capabilities: Capabilities, unsu
         provenance=board.provenance,
         codecs=capabilities.codecs,
         labels=capabilities.labels,
-        site_device_count=capabilities.boards,
+        site_device_count=capabilities.site_device_count,
     )
 
 

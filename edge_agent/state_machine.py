@@ -149,7 +149,7 @@ class Capabilities(msgspec.Struct, frozen=True):
     plugins: Mapping[str, str] = field(default_factory=dict)  # from `fedquilt.plugins.plugin_fingerprints`
     sandbox_restrictions: tuple[str, ...] | None = None  # from `task.sandbox`, or None without a process
     labels: tuple[str, ...] = ()  # set by the owner (`fedquilt.formats.labels`)
-    boards: int = 0  # number of a site's devices
+    site_device_count: int = 0  # of a site's devices
     runs_on: Mapping[str, str] = field(default_factory=dict)  # engine that may use a GPU -> provider of its latest task
 
 

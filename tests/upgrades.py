@@ -53,7 +53,7 @@ def _build_own_wheel() -> bytes:
 
 def cannot_start(text: str) -> str:
     """cli/entry.py of a version that passes its own check, and ends as soon as it is started."""
-    return text.replace("daemon.run_agent(found)", "raise SystemExit('this version cannot start')")
+    return text.replace("daemon.run_agent(agent_settings)", "raise SystemExit('this version cannot start')")
 
 
 def pack(

@@ -123,7 +123,7 @@ def deliver_task(
     """Return the task and the client context of a task spec, with its tensors in memory and without ONNX graphs."""
     assert task_spec is not None
     with tempfile.TemporaryDirectory() as folder:
-        default_options = {"path": lambda ref: Path(ref.sha256), **options}
+        default_options = {"path_of_blob": lambda ref: Path(ref.sha256), **options}
         task, site = local_backend.make_task_and_context(
             method, task_spec, member, Path(folder), engine=engine, **default_options
         )

@@ -178,7 +178,7 @@ def test_a_store_that_is_gone_in_the_middle_leaves_the_rest_to_the_broker(site, 
     ref = giver.depot.store_bytes(noise(12 * CHUNK, 4))
     if way == "dn":
         pair.boards["b"].transfers.request_blob("b", ref)
-        pair.play(lambda: bool(pair.boards["b"].errors) and bool(pair.places._backend._there))
+        pair.play(lambda: bool(pair.boards["b"].errors) and bool(pair.places._backend._stored_until_s))
     pair.broker.chunks = 0
 
     def cut(number):
@@ -199,7 +199,7 @@ def test_an_address_that_has_expired_is_refused_and_named_and_the_blob_comes_all
     pair, board = site.pair, site.pair.boards["a"]
     ref = pair.coordinator.depot.store_bytes(noise(4 * CHUNK, 6))
     pair.boards["b"].transfers.request_blob("b", ref)
-    pair.play(lambda: bool(pair.boards["b"].errors) and bool(pair.places._backend._there))
+    pair.play(lambda: bool(pair.boards["b"].errors) and bool(pair.places._backend._stored_until_s))
     body = b"<Error><Code>AccessDenied</Code><Message>Request has expired</Message></Error>"
     store = Canned(b"HTTP/1.1 403 Forbidden\r\nContent-Length: %d\r\n\r\n%b" % (len(body), body))
     pair.others.append(store.close)

@@ -100,7 +100,7 @@ def test_the_artefact_does_what_was_validated(changes):
 
 def test_paths_that_were_cut_short_still_yield_a_network():
     donors = [list(donor.blocks) for donor in FULL[0].stock.donors.values()]
-    for state in (FULL[0], next(state for state in FULL if len(state.is_method_done) > 3)):
+    for state in (FULL[0], next(state for state in FULL if len(state.finished) > 3)):
         found = METHOD.result(state)
         assert found.meta["head"] is None
         assert found.meta["taps"] in [[donor] for donor in donors]

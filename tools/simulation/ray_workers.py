@@ -317,7 +317,7 @@ class RayNode:
                 self._files.store_file(private_ref.sha256, payload)
         self._files.evict_files(batch.file_hashes)
         shutil.rmtree(self._output_folder, ignore_errors=True)
-        return msgspec.msgpack.encode(replace(reply, private=private_states))
+        return msgspec.msgpack.encode(replace(reply, private_states=private_states))
 
     def release_files(self) -> bytes:
         """Delete the files of this worker, and those of the node with its last worker. Return empty bytes."""
