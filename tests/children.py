@@ -48,7 +48,7 @@ METHODS = {  # client halves that misbehave; none of their server halves is used
             print("hello")
             os.write(1, b'{"type":"outcome"}')
             rounds = site.private_state.get("n", np.zeros(1)) + 1
-            return ClientResult({"w": {"w": np.ones(1)}}, 2.0, {"loss": 1.5}, local={"n": rounds})
+            return ClientResult({"w": {"w": np.ones(1)}}, 2.0, {"loss": 1.5}, private_state={"n": rounds})
         """,
     "diverged": """
         def work(task, site):

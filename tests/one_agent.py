@@ -36,7 +36,7 @@ class Board:
         OperatingPoint(name="fast", flops_per_s=100e3, busy_w=10.0),
     )
     available_bytes: int | None = None
-    adjustable = holds = True
+    adjustable = clocks_unchanged = True
     clock_error = ""  # error of `pin_clocks`, or "" for success
 
     def __init__(self) -> None:

@@ -376,9 +376,9 @@ def test_a_board_that_puts_for_too_long_makes_way_for_one_that_waits(tmp_path, m
                 pair.boards[name].transfers._direct_transfers, "queue_upload", lambda key, ref, place: None
             )
     pulls = coordinator._downloads
-    pair.play(lambda: sum(pull.held for pull in pulls.values()) == 2)
+    pair.play(lambda: sum(pull.is_paused for pull in pulls.values()) == 2)
     coordinator.yield_turn("x", pair.broker.now_s)
-    pair.play(lambda: not pulls["x", refs["x"].sha256].held)
+    pair.play(lambda: not pulls["x", refs["x"].sha256].is_paused)
     assert coordinator.queue
     coordinator.yield_turn("x", pair.broker.now_s)
     assert not coordinator.queue.is_sending("x")

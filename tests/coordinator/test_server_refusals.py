@@ -243,7 +243,7 @@ def test_garbage_from_the_network_is_counted_and_dropped(stage):
     for leaf in ("presence", "profile", "claim", "update", "blob/get", "nonsense"):
         a.say(leaf, b"\x00garbage")
     stage.play()
-    assert stage.executor.garbage.dropped == 6
+    assert stage.executor.malformed_messages.dropped == 6
     a.answer(constant_model())
     stage.play()
     assert stage.server.finished

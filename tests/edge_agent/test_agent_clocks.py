@@ -175,7 +175,7 @@ def test_a_step_up_that_fails_lets_go_of_what_was_held(site: Site) -> None:
 @pytest.mark.parametrize("before_s", [1.0, 0.0])
 def test_a_point_that_was_not_held_to_the_end_is_not_told_as_if_it_were(site: Site, before_s: float) -> None:
     working(site)
-    site.board.holds = False
+    site.board.clocks_unchanged = False
     site.run(before_s)
     site.worker.finish()
     site.run()
@@ -183,7 +183,7 @@ def test_a_point_that_was_not_held_to_the_end_is_not_told_as_if_it_were(site: Si
     assert update.usage.point == "slow, then let go"
     assert update.usage.energy_j > 0
     assert site.board.clocks == ["slow"]  # there is nothing to give back
-    site.board.holds = True
+    site.board.clocks_unchanged = True
     site.ack(0)
     working(site, round=1)
     site.worker.finish()

@@ -55,7 +55,7 @@ def test_killed_after_the_acknowledgement_it_does_not_work_for_the_task_again(si
 
 def test_the_next_round_begins_from_the_private_state_that_counted(site: Site) -> None:
     until_offered(site)
-    site.ask(1, counted=0)
+    site.ask(1, last_counted_round=0)
     assert len(site.worker.requests) == 1
     site.ack(0, accepted=True)
     second = site.worker.requests[-1]
@@ -64,7 +64,7 @@ def test_the_next_round_begins_from_the_private_state_that_counted(site: Site) -
     site.worker.finish(private=2.0)
     site.run()
     site.ack(1, accepted=False)
-    site.ask(2, counted=0)
+    site.ask(2, last_counted_round=0)
     third = site.worker.requests[-1].private_state
     assert third is not None
     assert tensors.read_tensors(Path(third))["c"] == 1.0

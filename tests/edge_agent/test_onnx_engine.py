@@ -175,8 +175,8 @@ engine, process = OnnxEngine(int(sys.argv[1])), psutil.Process()
 before = process.memory_info().rss
 np.ones(SIZE, np.uint8)
 shares = []
-for used in (engine.room_bytes, engine.room_bytes // 4, 0):
-    engine.make_room(engine.room_bytes, None, used)
+for used in (engine.available_bytes, engine.available_bytes // 4, 0):
+    engine.make_room(engine.available_bytes, None, used)
     shares.append((process.memory_info().rss - before) / SIZE)
 print(*shares)
 """

@@ -25,7 +25,7 @@ IMPATIENT = """
 import sys
 from fedquilt import cli
 from fedquilt.coordinator.fleet import registry
-registry.QUIET_S, registry.AGAIN_S = 3.0, 1.0  # instead of a minute
+registry.QUIET_LIMIT_S, registry.REQUEST_INTERVAL_S = 3.0, 1.0  # instead of a minute
 sys.exit(cli.main())
 """
 

@@ -130,7 +130,7 @@ DASH = """
 import sys; from pathlib import Path
 from fedquilt.host.http_server import ConnectionLimiter, ConnectionLimits
 from fedquilt.tools.operations import dash
-dash.serve_dashboard(Path(sys.argv[1]), "127.0.0.1:0", actions=False, say=lambda line: print(line, flush=True),
+dash.serve_dashboard(Path(sys.argv[1]), "127.0.0.1:0", actions=False, print_line=lambda line: print(line, flush=True),
           connections=ConnectionLimiter(ConnectionLimits(8, 4), header_s=float(sys.argv[2]),
           request_s=float(sys.argv[3])))
 """

@@ -104,7 +104,7 @@ def test_paths_that_were_cut_short_still_yield_a_network():
         found = METHOD.result(state)
         assert found.meta["head"] is None
         assert found.meta["taps"] in [[donor] for donor in donors]
-        merits = {net.path: (net.score, -len(net.path)) for net in state.is_method_done}
+        merits = {net.path: (net.score, -len(net.path)) for net in state.finished}
         assert merits[tuple(found.meta["taps"][0])] == max(merits.values())
     with pytest.raises(ModelError, match="no network is finished"):
         METHOD.result(play(completion=False)[0])

@@ -104,7 +104,7 @@ def record_profile(law: Physics, engine: Engine, roll: random.Random) -> BoardPr
 class MeteredBoard:
     """Simulated board with a power meter. Its time passes only in `advance`."""
 
-    board, memory_bytes, provenance, adjustable, holds = "simulated", 8 << 30, "measured", True, True
+    board, memory_bytes, provenance, adjustable, clocks_unchanged = "simulated", 8 << 30, "measured", True, True
 
     def __init__(self, case: Case, known: BoardProfile) -> None:
         self.case, self.points = case, known.operating_points()

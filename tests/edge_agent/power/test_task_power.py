@@ -31,7 +31,7 @@ class Board:
     idle_w: float | None = 1.0
 
     def __init__(self, meter: Meter = healthy) -> None:
-        self.meter, self.clocks, self.holds, self.refuses = meter, ["own"], False, ""
+        self.meter, self.clocks, self.clocks_unchanged, self.refuses = meter, ["own"], False, ""
 
     def read_sensors(self, now_s: float) -> Reading:
         return self.meter(now_s)
@@ -40,12 +40,12 @@ class Board:
         if self.refuses:
             raise ClockError(self.refuses)
         self.clocks.append(point.name)
-        self.holds = True
+        self.clocks_unchanged = True
         return point
 
     def unpin_clocks(self) -> None:
         self.clocks.append("own")
-        self.holds = False
+        self.clocks_unchanged = False
 
     def task_cost(self, work: WorkEstimate, measured: Cost) -> Cost:
         return measured
@@ -58,7 +58,7 @@ def worked(board: Board, seconds: float = 60.0, lost_s: float | None = None) -> 
     pacer.start_work(WORK, 1000.0, LearnedModel(), 0.0)
     for tenth in range(1, int(10 * seconds)):
         if lost_s is not None and tenth == int(10 * lost_s):
-            board.holds = False
+            board.clocks_unchanged = False
         pacer.read_due_sensors(tenth / 10)
         pacer.report_progress(tenth / (10 * seconds), tenth / 10)
     return pacer.end_task(WORK, seconds, seconds)

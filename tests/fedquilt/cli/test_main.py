@@ -177,7 +177,7 @@ def test_an_export_of_an_unfinished_run_says_that_it_is_none_of_its_results(tmp_
     words = ["--home", str(tmp_path / "runs"), "--out", str(tmp_path / "w.safetensors")]
     with Store(tmp_path / "runs") as store:
         run = store.add_job(settings.load_job(job), job.with_name("job.bundle"))
-        state = opened(store, run).rounds.state
+        state = opened(store, run).job_state.state
         assert state is not None
         store.append_event(run, RoundCommitted(0, state, False, {}))
         store.set_status(run, "stopped")

@@ -143,8 +143,8 @@ def test_accepted_blocks_score_and_are_chosen_as_in_float32(
     assert 0 < change[taken].max() < INT8_DELTA
     assert not change[~taken].any()
     assert set(one["picks"]) == set(other["picks"])
-    for name, known in plain[0].local.items():
-        np.testing.assert_array_equal(known, quick[0].local[name])
+    for name, known in plain[0].private_state.items():
+        np.testing.assert_array_equal(known, quick[0].private_state[name])
 
 
 @pytest.mark.parametrize("depth", [10, 2])

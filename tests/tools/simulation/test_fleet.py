@@ -147,7 +147,7 @@ def test_a_board_that_is_spent_is_left_alone(
 ) -> None:
     ended = fleet.run_job(devices=2, rounds=12, cohort=limit, flops=flops, fleet={"boards": [board, SLOW]})
     assert (code, ("dev-0",)) in [
-        item for fact in read_events(ended, EligibilityRecorded) for item in fact.passed.items()
+        item for fact in read_events(ended, EligibilityRecorded) for item in fact.ineligible.items()
     ]
     took_part = [number for number, device in answered(ended) if device == "dev-0"]
     assert 0 < len(took_part) < 12
