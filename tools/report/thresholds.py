@@ -35,7 +35,7 @@ class LoadMeter:
 def _others_processor_s() -> float:
     times = psutil.cpu_times()
     return float(
-        sum(times) - times.devices_without_work - times.iowait - times.guest - times.guest_nice - sum(os.times()[:4])
+        sum(times) - times.idle - times.iowait - times.guest - times.guest_nice - sum(os.times()[:4])
     )
 
 
