@@ -142,7 +142,7 @@ def test_a_network_that_raises_or_is_none_is_named(install):
     text = "def bad(inputs):\n    raise ValueError('odd width')\ndef none(inputs):\n    return 3\nTABLE = {}\n"
     install("nets-fl", {"nets_fl.py": text}, {"fedquilt.networks": {"bad": "nets_fl:bad"}})
     for name, said in (("bad", "'bad' cannot be built.*odd width"), ("nets_fl:none", "returned a int"), (
-        "nets_fl:TABLE", "is a dict, and a function"
+        "nets_fl:TABLE", "is a dict, not a function"
     )):  # fmt: skip
         with pytest.raises(ModelError, match=said):
             registry.build_network({"name": name, "inputs": 4})

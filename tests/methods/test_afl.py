@@ -193,8 +193,8 @@ def test_a_sum_of_a_site_is_refused_that_cannot_be_one():
     for total, why in (
         (replace(held, devices={}), "of no devices"),
         (replace(held, devices={"a": 2}), "of no devices, or of one twice"),
-        (replace(held, devices={"a": 1, "b": 1}), "of other devices than are named beside them"),
-        (replace(held, sums=sums), "of other devices than are named beside them"),
+        (replace(held, devices={"a": 1, "b": 1}), "the devices of the parts differ from the listed devices"),
+        (replace(held, sums=sums), "the devices of the parts differ from the listed devices"),
         (replace(held, parts={"a": {**part, "factor": part["factor"] / 10}}), "positive semi-definite"),
         (summed("second.0", (0, 1), largest), "a product of two features that is larger than their squares allow"),
         (summed("second.0", (0, 0), -largest), "a negative square"),

@@ -27,9 +27,9 @@ class Quadratics:
         (curvature, place), x = examples.x[0], start["x"].astype(np.float64)
         for _ in range(fit.epochs):
             gradient = curvature * (x - place)
-            if hooks.correct:
+            if hooks.correct_gradient:
                 at = {"start": start["x"], **{key: held["x"] for key, held in hooks.anchors.items()}}
-                gradient = hooks.correct(gradient, x, at)
+                gradient = hooks.correct_gradient(gradient, x, at)
             x = x - fit.lr * gradient
         return {"x": x.astype(np.float32)}, {"loss": 0.0, "steps": float(fit.epochs)}
 
@@ -254,7 +254,7 @@ def test_an_update_that_does_not_say_its_steps_is_refused(name):
     method = methods.load(name)
     state = method.init(toy_bundle(), method.params(), 0)
     for metrics in ({}, {"steps": 0.0}, {"steps": float("nan")}):
-        with pytest.raises(UpdateError, match="this method has to know"):
+        with pytest.raises(UpdateError, match="this method requires"):
             method.aggregation.fold(state, None, update(state.model, new=1.0, **metrics))
     if name == "scaffold":
         with pytest.raises(UpdateError, match="takes part for the first time"):

@@ -208,7 +208,7 @@ def test_when_the_warm_up_is_over_nothing_of_masks_is_left():
         ({"theta": np.full(H, np.nan, np.float16)}, "not 5 float16 probabilities"),
         ({"theta": np.full(H, 0.5, np.float32)}, "not 5 float16 probabilities"),
         ({"theta": np.full(4, 0.5, np.float16)}, "not 5 float16 probabilities"),
-        ({"bits": np.zeros(2, np.uint8)}, "a mask of 5 neurons is 1 bytes"),
+        ({"bits": np.zeros(2, np.uint8)}, "a mask of 5 neurons has 1 bytes"),
         ({"bits": np.full(1, 255, np.uint8)}, "its mask covers 30 entries"),
         ({"more": np.zeros(1)}, "published .* of its mask"),
     ],

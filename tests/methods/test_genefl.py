@@ -222,7 +222,7 @@ def take(state: Any, member: DeviceData, number: int, answer: ClientResult) -> A
 
 def test_a_device_that_turns_up_in_the_middle_inherits_the_nearest_cluster_s_learngene():
     run, _ = play(rounds=4, clusters=2, first_layers=1)
-    newcomer = DeviceData("late", *(vars(point_devices(4, 24)[2])[key] for key in ("train", "held")))
+    newcomer = DeviceData("late", *(vars(point_devices(4, 24)[2])[key] for key in ("train", "held_out")))
     state = run[-1]
     _, _, answer = ask(state, newcomer, ())
     assert answer.bundles.keys() == {"fingerprint"}

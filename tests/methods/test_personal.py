@@ -139,14 +139,16 @@ class Parabola:
         anchors = {key: {"x": torch.tensor(held["x"], dtype=torch.float64)} for key, held in hooks.anchors.items()}
         for _ in range(fit.epochs):
             for step in hooks.steps:
-                if step.begin:
-                    step.begin(module)
+                if step.before_step:
+                    step.before_step(module)
                 loss = self.curvature / 2 * (module.x - self.place).square().sum()
                 if step.penalty:
                     loss = loss + step.penalty(module, None, None, anchors)
                 (gradient,) = torch.autograd.grad(loss, [module.x])
-                if hooks.correct:
-                    gradient = hooks.correct(gradient, module.x.detach(), {k: v["x"] for k, v in anchors.items()})
+                if hooks.correct_gradient:
+                    gradient = hooks.correct_gradient(
+                        gradient, module.x.detach(), {k: v["x"] for k, v in anchors.items()}
+                    )
                 with torch.no_grad():
                     module.x -= fit.lr * step.rate("x") * gradient
         return {"x": module.x.detach().numpy().copy()}, {"loss": 0.0, "steps": float(fit.epochs)}

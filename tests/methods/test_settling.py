@@ -142,8 +142,8 @@ def test_what_is_held_still_keeps_its_statistics():
 
 def test_a_network_without_batch_normalisation_needs_no_such_round():
     method = methods.load("heterofl")
-    assert not method.evaluation_round.wanted(method.init(toy_bundle(), method.params(), 0))
-    assert method.evaluation_round.wanted(begun("heterofl")[1])
+    assert not method.evaluation_round.is_needed(method.init(toy_bundle(), method.params(), 0))
+    assert method.evaluation_round.is_needed(begun("heterofl")[1])
 
 
 def test_the_learning_rate_does_not_fall_with_rounds_that_do_not_count():

@@ -34,9 +34,7 @@ class LoadMeter:
 
 def _others_processor_s() -> float:
     times = psutil.cpu_times()
-    return float(
-        sum(times) - times.idle - times.iowait - times.guest - times.guest_nice - sum(os.times()[:4])
-    )
+    return float(sum(times) - times.idle - times.iowait - times.guest - times.guest_nice - sum(os.times()[:4]))
 
 
 def compare_at_most(value: float, limit: float, unit: str) -> dict[str, Any]:

@@ -281,4 +281,4 @@ def test_a_method_whose_work_returns_no_answer_is_told_so(tmp_path: Path) -> Non
         output_folder=str(tmp_path),
     )
     with pytest.raises(JobError, match="`work` of method 'prox:METHOD' returned NoneType, and a fedquilt"):
-        main.run_method(order, method, SimpleNamespace(lost=""))  # type: ignore[arg-type]
+        main.run_method(order, method, SimpleNamespace(lost_state_reason=""))  # type: ignore[arg-type]

@@ -14,7 +14,7 @@ from fedquilt.tools.boards.doctor import version
 TELLS = """
 import json, sys
 order = json.loads(sys.stdin.readline())
-told = f"{order['task']['method']}, plugins {order['plugins']}, data {order['data']}"
+told = f"{order['task']['method']}, plugins {order['allowed_plugins']}, data {order['data']}"
 print(json.dumps({"type": "outcome", "code": "failed", "reason": told}), flush=True)
 sys.stdin.read()
 """
@@ -39,7 +39,7 @@ def test_the_small_task_of_this_version_passes_confined_and_leaves_nothing(monke
     [
         ((sys.executable, "-c", "raise SystemExit('no numpy')"), {}, "process ended with code 1; it said: no numpy"),
         ((sys.executable, "-c", TELLS), {}, f"fedavg, plugins [], data {version.DATA}"),
-        (("sh", "-c", "exec cat"), {"TASK_S": 0.0}, "it has not ended within 0 s"),
+        (("sh", "-c", "exec cat"), {"TASK_S": 0.0}, "the task has not ended within 0 s"),
         (("sh", "-c", "exec cat"), {"BUDGET_BYTES": 1}, "MB, more than 0 MB"),
         (("/nowhere/python",), {}, "No such file or directory: '/nowhere/python'"),
     ],

@@ -22,7 +22,7 @@ from fedquilt.tools.experiments.baselines import BaselineSetup
 def bench(place: Path) -> BaselineSetup:
     bundle, runner = build_donors()
     write_bundle(place, bundle)
-    train, held = (pooled([getattr(each, part) for each in image_devices()]) for part in ("train", "held"))
+    train, held = (pooled([getattr(each, part) for each in image_devices()]) for part in ("train", "held_out"))
     return BaselineSetup(bundle, Path, runner, train, held)
 
 
