@@ -142,7 +142,7 @@ def test_a_network_that_raises_or_is_none_is_named(install):
     text = "def bad(inputs):\n    raise ValueError('odd width')\ndef none(inputs):\n    return 3\nTABLE = {}\n"
     install("nets-fl", {"nets_fl.py": text}, {"fedquilt.networks": {"bad": "nets_fl:bad"}})
     for name, said in (("bad", "'bad' cannot be built.*odd width"), ("nets_fl:none", "returned a int"), (
-        "nets_fl:TABLE", "is a dict, and a function"
+        "nets_fl:TABLE", "is a dict, not a function"
     )):  # fmt: skip
         with pytest.raises(ModelError, match=said):
             registry.build_network({"name": name, "inputs": 4})
@@ -253,9 +253,12 @@ def test_a_meter_of_another_package_is_one_line_of_agent_toml(install):
     ("wanted", "said"),
     [
         ("plg", r"meter 'plg' is unknown; did you mean 'plug'\? There are: plug"),
-        ("plug_fl:Blind", r"plug_fl.*no meter: it needs `read\(now_s\)`, and `coverage` one of board, processor, rail"),
-        ({"name": "plug", "host": "x"}, "cannot be made from .*host.*TypeError"),
-        ({"watts": 3}, "meter: give it a name"),
+        (
+            "plug_fl:Blind",
+            r"plug_fl.*no meter: define `read\(now_s\)`, and `coverage` as one of board, processor, rail",
+        ),
+        ({"name": "plug", "host": "x"}, "cannot be created from .*host.*TypeError"),
+        ({"watts": 3}, "meter has no name"),
     ],
 )
 def test_a_meter_that_is_none_is_one_sentence(install, wanted, said):
