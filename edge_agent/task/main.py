@@ -276,7 +276,7 @@ def run_method(request: WorkRequest, method: Method, context: ClientContext) -> 
         if not math.isfinite(value) or (name == "weight" and value < 0):
             raise DivergedError(f"{name} is {value}: lower the learning rate")
     planned_bytes = getattr(context.engine, "planned_bytes", None)
-    notes = [f"{note}: it has begun anew"] if note else []
+    notes = [f"{note}: starting with new private state"] if note else []
     if engine_note := getattr(context.engine, "note", ""):
         notes.append(engine_note)
         context.engine.note = ""

@@ -90,7 +90,7 @@ def test_the_numpy_engine_refuses_what_wants_a_module():
     refused = {
         "prepare": Hooks(prepare=lambda module: module),
         "a second step": Hooks(steps=(Step(), Step())),
-        "penalty and begin": Hooks(steps=(Step(penalty=lambda *_: 0.0, before_step=lambda module: None),)),
+        "penalty and before_step": Hooks(steps=(Step(penalty=lambda *_: 0.0, before_step=lambda module: None),)),
     }
     for name, hooks in refused.items():
         with pytest.raises(
