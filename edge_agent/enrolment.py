@@ -39,7 +39,7 @@ from fedquilt.transport.mqtt.broker import describe_exception
 log = logging.getLogger("fedquilt.enrol")
 
 RESPONSE_TIMEOUT_S: Final = 10.0
-RETRY: Final = Retry(2.0, 60.0, jitter=0.5)  # while the endpoint is not reached, by many devices flashed at once
+RETRY: Final = Retry(2.0, 60.0, jitter=0.5)  # pauses of many devices flashed at once, while the endpoint is unreachable
 _NOT_YET, _EXPIRED = 9, 10  # OpenSSL's X509_V_ERR_CERT_NOT_YET_VALID, X509_V_ERR_CERT_HAS_EXPIRED
 
 Step = Literal["enrol", "renew", "keep"]
@@ -99,8 +99,8 @@ def enrol(settings: AgentSettings, now: datetime.datetime, post: Post | None = N
             )
             hint = "set the clock if it is wrong, else "
         raise JobError(
-            f"{settings.device} cannot enrol: {problem} and no token is in {files.token}: {hint}`fedquilt "
-            f"identity token {settings.device}` on the operator's machine makes one"
+            f"{settings.device} cannot enrol: {problem} and {files.token} has no token: {hint}create one with "
+            f"`fedquilt identity token {settings.device}` on the operator's machine"
         )
     if settings.enrol.url is None:
         raise JobError('no endpoint to enrol with: write url = "https://HOST:8884" under [enrol], or carry a request')
@@ -111,10 +111,12 @@ def enrol(settings: AgentSettings, now: datetime.datetime, post: Post | None = N
     except EnrolmentRefusedError as error:
         if step == "renew" or validity is None or now >= validity.ends:
             raise
-        log.warning("the token in %s was refused (%s); the certificate in hand stays", files.token, error)
+        log.warning("token in %s was refused (%s), keeping the present certificate", files.token, error)
         return f"{settings.device} is enrolled, until {_format_time(validity.ends)}"
     if response.certificate is None:
-        raise LinkError(f"{settings.enrol.url} answered without a certificate: is it `fedquilt identity serve`?")
+        raise LinkError(
+            f"{settings.enrol.url} answered without a certificate: check that `fedquilt identity serve` runs there"
+        )
     ends = install_certificate(settings, response.certificate.encode())
     return f"{settings.device} is {'enrolled' if step == 'enrol' else 'renewed'}, until {_format_time(ends)}"
 
@@ -133,7 +135,7 @@ def enrol_with_retries(
         except LinkError as error:
             if str(error) != last_error:
                 last_error = str(error)
-                log.warning("%s; trying again until it answers", error)
+                log.warning("%s; trying again until the endpoint responds", error)
         pause(RETRY.delay_s(attempts, random.random()))
         attempts += 1
 
@@ -143,7 +145,7 @@ def enrol_with_retries(
 
 def load_or_create_key(files: CredentialPaths) -> ec.EllipticCurvePrivateKey:
     """Return the device's private key, which is created if missing, readable by its owner only."""
-    with disk.disk_errors(f"look for {files.key}"):  # a key that cannot be seen may still exist
+    with disk.disk_errors(f"look for {files.key}"):  # an unreadable key may still exist
         has_key = files.key.exists()
     if not has_key:
         key = ec.generate_private_key(ec.SECP256R1())
@@ -158,14 +160,18 @@ def load_or_create_key(files: CredentialPaths) -> ec.EllipticCurvePrivateKey:
         if os.stat(files.key).st_mode & 0o077:
             files.key.chmod(0o600)
             log.warning(
-                "others could read %s: now only its owner can; if they may have, revoke and enrol anew", files.key
+                (
+                    "key %s was readable by other users, permissions corrected: if the key may have been read, "
+                    "revoke and enrol again"
+                ),
+                files.key,
             )
     try:
         private_key = serialization.load_pem_private_key(pem, None)
     except (ValueError, TypeError, UnsupportedAlgorithm):
         private_key = None
     if not isinstance(private_key, ec.EllipticCurvePrivateKey) or not isinstance(private_key.curve, ec.SECP256R1):
-        raise JobError(f"{files.key} holds no ECDSA P-256 key in PEM: remove it, and a new one is made")
+        raise JobError(f"{files.key} has no ECDSA P-256 key in PEM: delete the file to create a new key")
     return private_key
 
 
@@ -180,7 +186,7 @@ def install_certificate(settings: AgentSettings, pem: bytes) -> datetime.datetim
     files = paths_from_settings(settings)
     validity = _validity_or_reason(pem, files, settings.device, load_or_create_key(files))
     if isinstance(validity, str):
-        raise JobError(f"the certificate that came is not to be used: {validity}")
+        raise JobError(f"received certificate is unusable: {validity}")
     enrolment.write_file_with_mode(files.cert, pem, 0o644)
     with disk.disk_errors(f"remove {files.token}"):
         files.token.unlink(missing_ok=True)
@@ -193,7 +199,9 @@ def _read_token(path: Path) -> str | None:
     except FileNotFoundError:
         return None
     except (OSError, UnicodeDecodeError):
-        raise StoreError(f"the token {path} cannot be read: it is one line of text, mode 0600, this user's") from None
+        raise StoreError(
+            f"token {path} cannot be read: write one line of text, owned by this user with mode 0600"
+        ) from None
     return text or None
 
 
@@ -208,7 +216,7 @@ def _read_certificate(
         raise StoreError(f"{files.cert} cannot be read ({error.strerror}): check its owner") from None
     validity = _validity_or_reason(pem, files, device, key)
     if isinstance(validity, str):
-        log.warning("%s is of no use: %s", files.cert, validity)
+        log.warning("certificate %s is unusable: %s", files.cert, validity)
         return None
     return validity
 
@@ -280,7 +288,7 @@ def _endpoint_address(url: str) -> tuple[str, int]:
         parts = split_http_url(url)
         if parts.scheme == "https" and parts.path in ("", "/"):
             return parts.hostname or "", parts.port or enrolment.PORT
-    raise JobError(f"[enrol] url = {url!r} is no endpoint's address: write https://HOST[:PORT]")
+    raise JobError(f"[enrol] url = {url!r} is no address of an endpoint: write https://HOST[:PORT]")
 
 
 def _describe_connection_error(url: str, files: CredentialPaths, error: Exception) -> str:

@@ -43,44 +43,46 @@ class BrokerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     cert: str | None = None
     key: str | None = None
     password_file: str | None = None
-    keepalive_s: Annotated[int, Meta(ge=1, le=65535)] = 10  # silent for half as long again: the board counts as gone
+    keepalive_s: Annotated[int, Meta(ge=1, le=65535)] = 10  # after 1.5 times this silence, the board counts as offline
 
 
 class EnrolSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    url: str | None = None  # of `fedquilt identity serve`
-    token: str | None = None  # file with the one-time token; None: "token" beside broker.key
+    url: str | None = None  # address of `fedquilt identity serve`
+    token: str | None = None  # file with the one-time token, or None for "token" beside broker.key
 
 
 class MetricsSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    listen: str | None = None  # HOST:PORT; None: nowhere
+    listen: str | None = None  # HOST:PORT, or None to disable the endpoint
 
 
 class UpgradeSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    unsigned: bool = False  # take bundles that no authority has signed
+    unsigned: bool = False  # accept unsigned bundles
 
 
 class ModelSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    folder: str | None = None  # whose group may read it, for a runner of another user; None: "models" in `home`
-    hook: tuple[str, ...] = ()  # command after each replacement of a model: its failure rolls back
-    serve: str | None = None  # HOST:PORT at which a flashed board's model runner answers; None: flash installs none
+    folder: str | None = (
+        None  # folder whose group may read models, for a runner of another user. None: "models" in `home`
+    )
+    hook: tuple[str, ...] = ()  # command after each change of the model, whose failure rolls the model back
+    serve: str | None = None  # HOST:PORT of a flashed board's model runner, or None to install no runner
 
 
 class AgentSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     device: Name
     home: str  # folder for all files of the agent
     fleet: Name = "fleet"
-    board: str = "auto"  # or a profile's name, for a simulated one
-    profile: str | None = None  # file of `fedquilt board record` for this board, or a shipped one; None: its kind's
-    budget: str | None = None  # most that a task's process may hold resident; None: half of the board's memory
-    cache: str = "2GB"  # blobs and files of tasks kept for later rounds and jobs; the longest unused go first
-    tensorrt: str | None = (
-        None  # most disk for the engines that TensorRT builds of graphs to score; None: it is not used
+    board: str = "auto"  # "auto", or a profile's name for a simulated device
+    profile: str | None = None  # profile from `fedquilt board record` or a shipped one. None: by the kind of board
+    budget: str | None = None  # maximum resident size of a task's process, or None for half of the board's memory
+    cache: str = "2GB"  # maximum size of cached blobs and files of tasks, the least recently used deleted first
+    tensorrt: str | None = None  # disk space for TensorRT's engines of scored graphs, or None without TensorRT
+    plugins: tuple[str, ...] | None = (
+        None  # permitted plug-ins (packages and module:name), or None for all installed entry points
     )
-    plugins: tuple[str, ...] | None = None  # packages and module:name it may import; None: all entry points installed
-    meter: str | dict[str, Any] | None = None  # one beside its own: entry point or module:name, or a table with `name`
-    warm_s: Annotated[float, Meta(ge=0)] = 60.0  # time for which a task's process waits for the next one
+    meter: str | dict[str, Any] | None = None  # additional meter: entry point or module:name, or a table with `name`
+    warm_s: Annotated[float, Meta(ge=0)] = 60.0  # idle time after which a task's process ends
     telemetry_s: Annotated[float, Meta(gt=0)] = 30.0
-    labels: tuple[str, ...] = ()  # words by which jobs select boards: fedquilt.formats.labels
+    labels: tuple[str, ...] = ()  # words for the selection of boards by jobs: fedquilt.formats.labels
     broker: BrokerSettings = BrokerSettings()
     enrol: EnrolSettings = EnrolSettings()
     governor: GovernorPolicy = GovernorPolicy()
@@ -115,7 +117,7 @@ def load_settings(path: Path) -> AgentSettings:
     table = toml.read_toml(path)
     try:
         if "method" in table and "device" not in table:
-            raise JobError("this is a job, and a board's settings (agent.toml) are wanted; `fedquilt run` takes a job")
+            raise JobError("this file is a job, not a board's settings (agent.toml): run a job with `fedquilt run`")
         return parse_settings(_resolve_all_paths(table, path.parent))
     except JobError as error:
         raise JobError(f"{path}: {error}") from None
@@ -140,7 +142,7 @@ def parse_settings(table: Mapping[str, Any]) -> AgentSettings:
         if size is not None:
             try:
                 if parse_size(size) == 0 and key != "cache":
-                    raise JobError(f"{size!r} leaves a task no memory: write more")
+                    raise JobError(f"{size!r} leaves no memory for a task: increase the value")
             except JobError as error:
                 raise JobError(f"{key}: {error}") from None
     return settings

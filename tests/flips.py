@@ -130,7 +130,7 @@ class Ground:
         said = "; ".join([*notes, *lines])
         if same:
             return Result("same", file, said)
-        if "has begun anew" in said:
+        if "starting with new private state" in said:
             return Result("noted", file, said)
         return Result("refused" if NAMED.search(said) else "SILENT", file, said)
 

@@ -45,22 +45,22 @@ class StatusRequest(WireMessage, frozen=True, tag="status"): ...
 class ClockState(WireMessage, frozen=True):
     name: ShortText
     kind: ShortText  # cpu | gpu | emc
-    listed_hz: tuple[Amount, ...]  # empty if the clock cannot be pinned
+    listed_hz: tuple[Amount, ...]  # frequencies in hertz, empty if the clock cannot be pinned
     low_hz: Amount | None
     high_hz: Amount | None
     now_hz: Amount | None
     governor: ShortText | None
-    hidden: bool = False  # nothing is listed because the sender may not read the list
-    ceiling_hz: Amount | None = None  # highest that the owner's bounds permit; None: no bound
+    hidden: bool = False  # whether the sender may not read the list
+    ceiling_hz: Amount | None = None  # highest frequency within the owner's limits, or None without a limit
 
 
 class HelperStatus(WireMessage, frozen=True):
     clocks: tuple[ClockState, ...]
-    mode: ShortText | None = None  # nvpmodel's, as the owner has set it
+    mode: ShortText | None = None  # power mode of nvpmodel, set by the owner
     modes: tuple[ShortText, ...] = ()
-    temperature_c: float | None = None  # hottest zone
-    max_temperature_c: float | None = None  # limit above which nothing is pinned
-    max_w: float | None = None  # limit of power above which no point is pinned
+    temperature_c: float | None = None  # temperature of the hottest zone
+    max_temperature_c: float | None = None  # temperature above which nothing is pinned
+    max_w: float | None = None  # power above which no point is pinned
     holder: Sentence | None = None  # description of the holder
     point: OperatingPoint | None = None
     # Settings of the board that the helper could not restore yet.
@@ -69,8 +69,8 @@ class HelperStatus(WireMessage, frozen=True):
 
 class HelperResponse(WireMessage, frozen=True):
     error: Annotated[str, Meta(max_length=10_000)] | None = None
-    point: OperatingPoint | None = None  # to Hold: as the board reports it
-    status: HelperStatus | None = None  # to Ask
+    point: OperatingPoint | None = None  # response to a pin request: the point reported by the board
+    status: HelperStatus | None = None  # response to a status request
 
 
 Request = PinRequest | KeepaliveRequest | UnpinRequest | StatusRequest
@@ -80,7 +80,7 @@ class ClockClient:
     """Connection to the clock helper. Every call returns within 2 s or raises ClockError."""
 
     def __init__(self, connection: socket.socket, path: Path) -> None:
-        self.point: OperatingPoint | None = None  # pinned by this client
+        self.point: OperatingPoint | None = None  # point pinned by this client
         self._connection: socket.socket | None = connection
         self._socket_path = path
         self._last_message_s: float | None = None  # time of the last message to the helper
@@ -106,7 +106,9 @@ class ClockClient:
         response = self._send_request(PinRequest(point=point))
         if response.point is None:
             self.close()
-            raise ClockError(f"the clock helper at {self._socket_path} answered beside the question")
+            raise ClockError(
+                f"clock helper at {self._socket_path} sent an unexpected response: install the same version of fedquilt"
+            )
         self.point = response.point
         return response.point
 
@@ -150,14 +152,14 @@ class ClockClient:
 
     def _send_request(self, request: Request) -> HelperResponse:
         if self._connection is None:
-            raise ClockError(f"the clock helper at {self._socket_path} is gone: see `systemctl status fedquilt-clocks`")
+            raise ClockError(f"clock helper at {self._socket_path} has ended: see `systemctl status fedquilt-clocks`")
         try:
             self._connection.settimeout(RESPONSE_TIMEOUT_S)
             self._connection.sendall(msgspec.json.encode(request) + b"\n")
             response = self._decoder.decode(self._read_line())
         except (OSError, *DECODE_ERRORS) as error:
             self.close()
-            raise ClockError(f"the clock helper at {self._socket_path} does not answer: {error}") from None
+            raise ClockError(f"clock helper at {self._socket_path} does not respond: {error}") from None
         if response.error is not None:
             raise ClockError(response.error)
         return response
@@ -170,10 +172,10 @@ class ClockClient:
             self._connection.settimeout(max(0.001, end_s - time.monotonic()))
             chunk = self._connection.recv(65536)
             if not chunk:
-                raise ConnectionResetError("it hung up")
+                raise ConnectionResetError("connection closed")
             line += chunk
             if len(line) > MAX_RESPONSE_BYTES or time.monotonic() > end_s:
-                raise TimeoutError("no whole answer in time")
+                raise TimeoutError("no complete response in time")
         return line
 
 
@@ -188,7 +190,7 @@ def _open_socket(path: Path) -> socket.socket | None:
     try:
         connection.connect(str(path))
     except PermissionError:
-        log.warning("no right to speak to the clock helper at %s: add this user to the group fedquilt", path)
+        log.warning("no permission to connect to the clock helper at %s: add this user to the group fedquilt", path)
     except OSError as error:
         log.debug("no clock helper at %s: %s", path, error)
     else:

@@ -27,7 +27,7 @@ log = logging.getLogger("fedquilt.clocks")
 
 NVPMODEL: Final = "usr/sbin/nvpmodel"
 NVPMODEL_S: Final = 5.0
-COOLING_MARGIN_C: Final = 5.0  # after overheating, clocks are pinned again only this far below the limit
+COOLING_MARGIN_C: Final = 5.0  # after overheating, clocks are pinned again only below the limit minus this
 
 
 class RestoreJournal(WireMessage, frozen=True):
@@ -68,7 +68,7 @@ class ClockPin:
         self.root, self._write_file = root, write_file
         self._nvpmodel = nvpmodel or self._run_nvpmodel
         self._pinned_mode: str | None = None  # power mode set by pinning, or None in the owner's mode
-        self._mode_fingerprint: str | None = None  # of nvpmodel's status at the latest check
+        self._mode_fingerprint: str | None = None  # fingerprint of nvpmodel's status at the latest check
         self._journal = state / "clocks.json"
         self._saved: BoardControlState | None = None  # settings before pinning, or None if nothing was changed
         self._is_cooling = False
@@ -195,13 +195,13 @@ class ClockPin:
         repeat = self.point is not None and mode_name != self._saved.mode
         changed = self._set_mode(clock_controls, mode_name, repeat)
         if changed:
-            clock_controls = controls.discover_controls(self.root)  # the new mode has other cores and policies
+            clock_controls = controls.discover_controls(self.root)  # the new mode has different cores and policies
             writes = controls.pin_writes(clock_controls, point)
         self._record_new_controls(clock_controls)
         self._require_restorable({write.control for write in writes})
         pinned_kinds = {write.control.kind for write in writes}
         other_kinds = [control.kind for control in clock_controls.controls if control.kind not in pinned_kinds]
-        # a mode has limits of its own
+        # the mode has set its own limits
         restores = [] if changed and mode else controls.restore_writes(clock_controls, self._saved, other_kinds)
         failures = self._apply_writes([*restores, *writes], limits)
         if failures:
@@ -245,7 +245,7 @@ class ClockPin:
     def _require_cool(self) -> None:
         limit = self.max_temperature_c - (COOLING_MARGIN_C if self._is_cooling else 0.0)
         if (overheat_reason := self._overheat_reason(controls.hottest_zone_c(self.root), limit)) is not None:
-            raise ClockError(f"{overheat_reason}, clocks are held up to {limit:g} C: let the board cool")
+            raise ClockError(f"{overheat_reason}, and clocks are pinned only up to {limit:g} C: let the board cool")
 
     def _overheat_reason(self, hottest_c: float | None, limit: float) -> str | None:
         """Return why the board may be too hot: a zone above `limit`, or zones without a reading, else None."""
@@ -260,7 +260,7 @@ class ClockPin:
         if power_w is None or power_w > self.max_w:
             power_text = "draws nobody knows how much" if power_w is None else f"draws {power_w:g} W"
             raise ClockError(
-                f"{point.name!r} {power_text}, and no point above {self.max_w:g} W is held here ([governor] max_w)"
+                f"{point.name!r} {power_text}, and no point above {self.max_w:g} W is pinned here ([governor] max_w)"
             )
 
     def _record_new_controls(self, clock_controls: ClockControls) -> None:
@@ -281,7 +281,7 @@ class ClockPin:
             for name in ("low", "high", "lock"):
                 path = getattr(control, name)
                 if path is not None and getattr(states_by_name[control.name], name) is None:
-                    raise ClockError(f"{control.name} cannot be held: {path} did not say how it was set before")
+                    raise ClockError(f"{control.name} cannot be pinned: {path} has no readable value to restore later")
 
     def _apply_writes(
         self, writes: list[ControlWrite], limits: owner_limits.ControlLimits = MappingProxyType({})
@@ -322,7 +322,9 @@ class ClockPin:
         owner_limits.require_same_gpu_masks(clock_controls.find_mode(mode_before), mode)
         assert self._saved is not None
         self._pinned_mode = None if controls.is_same_mode(mode.name, self._saved.mode) else mode.name
-        self._write_journal(self._saved)  # before the change: what is found after a kill is not the owner's
+        self._write_journal(
+            self._saved
+        )  # written before the change, because a mode found after a kill is not the owner's
         output = self._nvpmodel("-m", str(mode.id))
         mode_after, self._mode_fingerprint = self.current_mode(), controls.status_fingerprint(self.root)
         self._write_journal(self._saved)
@@ -366,14 +368,16 @@ class ClockPin:
                 msgspec.json.encode(RestoreJournal(self._boot_id(), saved, self._pinned_mode, self._mode_fingerprint)),
             )
         except OSError as error:
-            raise ClockError(f"no clock is touched, as {self._journal} cannot be written: {error.strerror}") from None
+            raise ClockError(
+                f"no clock is changed, because {self._journal} cannot be written: {error.strerror}"
+            ) from None
 
     def _delete_journal(self) -> None:
         try:
             REAL.unlink(self._journal)
             REAL.sync(self._journal.parent)
         except OSError as error:
-            log.warning("%s stays: %s", self._journal, error.strerror)
+            log.warning("%s cannot be deleted: %s", self._journal, error.strerror)
 
 
 def _point_with_reported_clocks(point: OperatingPoint, clock_controls: ClockControls) -> OperatingPoint:

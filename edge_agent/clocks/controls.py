@@ -42,9 +42,9 @@ class ClockCap(NamedTuple):
 class PowerMode:
     name: str
     id: int
-    gpu_masks: tuple[str, ...] = ()  # parts of the GPU that are off in it: that changes only at boot
+    gpu_masks: tuple[str, ...] = ()  # masks of GPU parts that are off, which change only at boot
     caps: tuple[ClockCap, ...] = ()
-    offline_cores: frozenset[int] = frozenset()  # cores that it turns off
+    offline_cores: frozenset[int] = frozenset()  # cores that the mode turns off
 
     @property
     def emc_hz(self) -> int | None:
@@ -140,7 +140,7 @@ def is_same_mode(left: str | None, right: str | None) -> bool:
 
 TOLERANCE: Final = 0.01  # 1421 is accepted for 1420.8 MHz
 GPUS: Final = ("gv11b", "gp10b", "ga10b", "gb10b", "gpu")
-EMC: Final = "sys/kernel/debug/bpmp/debug"  # readable by root alone
+EMC: Final = "sys/kernel/debug/bpmp/debug"  # readable by root only
 EMC_CAPS: Final = ("sys/kernel/nvpmodel_clk_cap/emc", "sys/kernel/nvpmodel_emc_cap/emc_iso_cap")  # JetPack 6; 4 and 5
 
 Kind = Literal["cpu", "gpu", "emc"]
@@ -156,7 +156,7 @@ class ControlState(WireMessage, frozen=True):
 
 
 class BoardControlState(WireMessage, frozen=True):
-    mode: str | None  # nvpmodel's, by name
+    mode: str | None  # power modes by name
     controls: tuple[ControlState, ...]
 
 
@@ -164,15 +164,17 @@ class BoardControlState(WireMessage, frozen=True):
 class ClockControl:
     name: str  # "policy0", "17000000.gpu", "emc"
     kind: Kind
-    listed_values: tuple[int, ...]  # ascending, in `unit_hz`; (): none listed, so it cannot be held
+    listed_values: tuple[
+        int, ...
+    ]  # ascending, in `unit_hz`, or () if no frequency is listed and the clock cannot be pinned
     unit_hz: int = 1
     governor: Path | None = None
     low: Path | None = None
     high: Path | None = None
     current: Path | None = None
-    rate: Path | None = None  # the memory clock's, where debugfs shows it
+    rate: Path | None = None  # rate file of the memory clock, if debugfs has it
     lock: Path | None = None
-    is_list_hidden: bool = False  # nothing is listed because this process may not read the list
+    is_list_hidden: bool = False  # whether this process may not read the list
 
     @property
     def listed_hz(self) -> tuple[float, ...]:
@@ -254,7 +256,7 @@ class ClockControls:
         return next((mode for mode in self.modes if is_same_mode(mode.name, name)), None)
 
 
-# -- what there is --------------------------------------------------------------------------------
+# -- discovery ------------------------------------------------------------------------------------
 
 
 def discover_controls(root: Path = Path("/")) -> ClockControls:
@@ -357,7 +359,7 @@ def _emc_controls(root: Path, modes: Sequence[PowerMode]) -> Iterable[ClockContr
     )
 
 
-# -- what to write --------------------------------------------------------------------------------
+# -- planned writes -------------------------------------------------------------------------------
 
 
 def pin_writes(clock_controls: ClockControls, point: OperatingPoint) -> list[ControlWrite]:
@@ -371,7 +373,7 @@ def pin_writes(clock_controls: ClockControls, point: OperatingPoint) -> list[Con
         if hz is None:
             continue
         if not clock_controls.controls_of_kind(kind):
-            raise ClockError(f"this board shows no {kind} clock that can be set: leave {kind} out of {point.name!r}")
+            raise ClockError(f"this board has no {kind} clock that can be set: leave {kind} out of {point.name!r}")
         for control in clock_controls.controls_of_kind(kind):
             value = control.nearest_value(hz)
             writes += control.limit_writes(value)
@@ -379,7 +381,7 @@ def pin_writes(clock_controls: ClockControls, point: OperatingPoint) -> list[Con
                 writes += [ControlWrite(control, control.rate, value), ControlWrite(control, control.lock, 1)]
     if not writes and clock_controls.find_mode(point.name) is None:
         mode_names = ", ".join(mode.name for mode in clock_controls.modes) or "none"
-        raise ClockError(f"{point.name!r} says no frequency and is no mode of this board; its modes: {mode_names}")
+        raise ClockError(f"{point.name!r} has no frequency and is no mode of this board: choose one of {mode_names}")
     return writes
 
 
@@ -391,7 +393,7 @@ def restore_writes(
     for state in saved.controls:
         control = controls_by_name.get(state.name)
         if control is None or not control.listed_values:
-            continue  # never held: clocks without a list cannot be
+            continue  # clocks without a list cannot be pinned
         if control.governor is not None and state.governor and read_line(control.governor) != state.governor:
             writes.append(ControlWrite(control, control.governor, state.governor))
         if state.high is not None:

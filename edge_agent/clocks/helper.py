@@ -47,10 +47,10 @@ from fedquilt.systemd import send_notification
 log = logging.getLogger("fedquilt.clocks")
 
 STATE: Final = "var/lib/fedquilt-clocks"
-GROUP: Final = "fedquilt"  # its members and root may use the helper
+GROUP: Final = "fedquilt"  # only members of this group and root may use the helper
 WATCHDOG_S: Final = 10.0
-CHECK_S: Final = 1.0  # interval between looks at the thermal zones, and between attempts to restore
-TICK_S: Final = 0.5  # a signal is noticed within this time
+CHECK_S: Final = 1.0  # interval between readings of the thermal zones, and between attempts to restore
+TICK_S: Final = 0.5  # longest wait before a signal is handled
 MAX_CLIENTS: Final = 8
 
 Peer = tuple[int, int, int]  # pid, uid, gid
@@ -77,7 +77,7 @@ class HelperConnection:
     def __init__(self, line: socket.socket, peer: Peer) -> None:
         self.socket, self.peer = line, peer
         self.received = b""
-        self.unpin_reason: str | None = None  # why the clocks it held were released without its request
+        self.unpin_reason: str | None = None  # why the helper has unpinned the client's clocks
 
     def __str__(self) -> str:
         return f"process {self.peer[0]} of user {self.peer[1]}"
@@ -104,7 +104,7 @@ class ClockHelper:
         self._clock_pin, self._path, self._group, self._read_peer = clock_pin, path, group, read_peer
         self._watchdog_s = watchdog_s
         self._holder: HelperConnection | None = None
-        self._now_s = 0.0  # grows only
+        self._now_s = 0.0  # never decreases
         self._last_step_s: float | None = None
         self._last_message_s = self._last_check_s = 0.0
         self._unrestored_settings: tuple[str, ...] = ()
@@ -148,7 +148,7 @@ class ClockHelper:
         try:
             connection, _ = self._listener.accept()
         except OSError as error:
-            log.warning("a connection failed: %s", error)
+            log.warning("connection to a client failed: %s", error)
             return
         connection.setblocking(False)
         client = HelperConnection(connection, self._read_peer(connection))
@@ -225,10 +225,10 @@ class ClockHelper:
             self._holder = None
             return HelperResponse(error=str(error))
         self._holder, self._last_message_s = client, self._now_s
-        log.info("%s holds %s", client, point)
+        log.info("%s has pinned %s", client, point)
         return HelperResponse(point=point)
 
-    # -- letting go ---------------------------------------------------------------------------
+    # -- unpinning -----------------------------------------------------------------------------
 
     def _unpin(self, reason: str | None) -> None:
         self._record_loss(reason)
@@ -245,7 +245,7 @@ class ClockHelper:
         if tuple(failures) != self._unrestored_settings:
             self._unrestored_settings = tuple(failures)
             for sentence in failures:
-                log.error("not put back: %s", sentence)
+                log.error("clock setting not restored: %s", sentence)
 
     def _read_status(self) -> HelperStatus:
         clock_controls = controls.discover_controls(self._clock_pin.root)
@@ -274,7 +274,7 @@ def read_clock_state(control: ClockControl, limit: int | None = None) -> ClockSt
         kind=control.kind,
         listed_hz=control.listed_hz,
         low_hz=read_hz(control.low),
-        high_hz=read_hz(control.high) or None,  # a cap of 0 means none
+        high_hz=read_hz(control.high) or None,  # a cap of 0 means no cap
         now_hz=read_hz(control.current),
         governor=controls.read_line(control.governor),
         hidden=control.is_list_hidden,
@@ -326,7 +326,7 @@ def _lock_file(path: Path) -> int:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
         if error.errno == errno.EWOULDBLOCK:
-            raise StoreError(f"another clock helper has {path.parent} already") from None
+            raise StoreError(f"another clock helper uses {path.parent} already: stop one of the two") from None
         raise StoreError(f"{path} cannot be locked: {error.strerror}; run the helper as root") from None
     return fd
 
@@ -338,7 +338,7 @@ def _listen_on_socket(path: Path, group: int | None) -> socket.socket:
     previous_umask = os.umask(0o177)
     try:
         if path.is_socket():
-            path.unlink()  # left by a killed helper: by the lock none is alive
+            path.unlink()  # the socket of a killed helper, because the lock is free
         listener.bind(str(path))
         if group is not None:
             os.chown(path, -1, group)
@@ -346,7 +346,7 @@ def _listen_on_socket(path: Path, group: int | None) -> socket.socket:
         listener.listen(MAX_CLIENTS)
     except OSError as error:
         listener.close()
-        raise StoreError(f"no socket at {path}: {error.strerror or error}") from None
+        raise StoreError(f"socket {path} cannot be created: {error.strerror or error}") from None
     finally:
         os.umask(previous_umask)
     listener.setblocking(False)

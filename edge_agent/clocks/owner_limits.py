@@ -87,8 +87,8 @@ def require_same_gpu_masks(current: PowerMode | None, requested: PowerMode) -> N
     """Raise ClockError if a mode needs a restart of the board."""
     if current is not None and set(current.gpu_masks) != set(requested.gpu_masks):
         raise ClockError(
-            f"mode {requested.name} switches other parts of the GPU on than {current.name}, which needs a "
-            f"restart of the board: `sudo nvpmodel -m {requested.id}` and restart"
+            f"mode {requested.name} turns on other parts of the GPU than {current.name} and needs a restart of "
+            f"the board: `sudo nvpmodel -m {requested.id}` and restart"
         )
 
 

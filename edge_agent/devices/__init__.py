@@ -61,22 +61,20 @@ def create_meter(meter_spec: str | Mapping[str, Any]) -> Meter:
     table = {"name": meter_spec} if isinstance(meter_spec, str) else dict(meter_spec)
     name = table.pop("name", None)
     if not isinstance(name, str):
-        raise JobError(
-            'meter: give it a name, as in meter = "plug:Meter" or { name = "plug:Meter", host = "10.0.0.7" }'
-        )
+        raise JobError('meter has no name: write meter = "plug:Meter" or { name = "plug:Meter", host = "10.0.0.7" }')
     plugin = plugins.find_plugin("meter", name)
-    assert plugin is not None  # fedquilt's own meters have no names: they are found by the board's files
+    assert plugin is not None  # fedquilt's own meters are detected by the board's files and have no names
     factory = plugins.import_plugin(plugin)
     if not callable(factory):
         raise plugins.wrong_kind_error(plugin, "a class or function that makes a meter", factory)
     try:
         meter = factory(**table)
-    except Exception as error:  # code from outside may raise anything
-        raise JobError(f"{plugin} cannot be made from {table}: {type(error).__name__}: {error}") from None
+    except Exception as error:  # plug-ins may raise any exception
+        raise JobError(f"{plugin} cannot be created from {table}: {type(error).__name__}: {error}") from None
     coverage = getattr(meter, "coverage", None)
     if coverage not in COVERAGE_ORDER or not callable(getattr(meter, "read", None)):
         coverages = ", ".join(COVERAGE_ORDER)
         raise JobError(
-            f"{plugin} is no meter: it needs `read(now_s)`, and `coverage` one of {coverages}, not {coverage!r}"
+            f"{plugin} is no meter: define `read(now_s)`, and `coverage` as one of {coverages}, not {coverage!r}"
         )
     return meter

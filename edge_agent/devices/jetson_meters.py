@@ -27,21 +27,21 @@ from typing import Any, Final, NamedTuple
 from fedquilt.core import Coverage, Power
 from fedquilt.host import sysfs
 
-OFFSET_W: Final = 0.5  # a sensor without current may read so far below 0; further, and it is wired or set up wrongly
-MIN_W: Final = 0.1  # no board that runs Linux draws less
-MAX_W: Final = 500.0  # no board of these has a supply for more
-SLACK: Final = 1.15  # parts may exceed their whole so far, as rails are read one after the other
+OFFSET_W: Final = 0.5  # offset below 0 of a sensor without current; lower readings mean wrong wiring or setup
+MIN_W: Final = 0.1  # minimum of a board that runs Linux
+MAX_W: Final = 500.0  # maximum supply of these boards
+SLACK: Final = 1.15  # parts may exceed the total by this factor, because rails are read one after another
 SLACK_W: Final = 0.5
-MIN_CHANGE_W: Final = 1.0  # if the parts moved so far and the total not at all, the total is stuck
-WINDOW: Final = 50  # readings
+MIN_CHANGE_W: Final = 1.0  # change of the parts after which an unchanged total counts as stuck
+WINDOW: Final = 50
 
 
 @dataclass(frozen=True)
 class RailRoles:
-    name_prefixes: tuple[str, ...]  # beginnings of module or board names after "nvidia," in the device tree
+    name_prefixes: tuple[str, ...]  # prefixes of module or board names after "nvidia," in the device tree
     # Rails whose sum is the total power, a single one if a rail measures the input of the board or module.
     total_rails: tuple[str, ...]
-    containing_rails: Mapping[str, str] = field(default_factory=dict)  # part -> rail that its power is included in
+    containing_rails: Mapping[str, str] = field(default_factory=dict)  # part -> rail that includes its power
 
     def parts_of(self, rail: str) -> list[str]:
         return [part for part, container in self.containing_rails.items() if container == rail]
@@ -184,7 +184,7 @@ class Ina3221:
             fault = self._stuck.check_reading(total_w, sum(rails_w[label] for label in part_rails))
             total_w = None if fault else total_w
         if fault is not None and fault != self.fault:
-            log.warning("the power of this board is not known: %s", fault)
+            log.warning("power of this board is unknown: %s", fault)
         self.fault = fault
         return Power(total_w, None if total_w is None else self._source, rails_w)
 
@@ -246,8 +246,8 @@ def connect_jtop(load: Callable[[str], Any] = importlib.import_module) -> JtopMe
         client.start()
     except ImportError:
         return None
-    except Exception as error:  # its own exceptions have no base that can be named without importing it
-        log.warning("no power is read: the jtop service does not answer (%s)", error)
+    except Exception as error:  # jtop's exceptions have no base class that can be named without importing jtop
+        log.warning("power is unknown: the jtop service does not respond (%s)", error)
         return None
     return JtopMeter(client)
 
@@ -271,8 +271,8 @@ class JtopMeter:
             rails_w = {str(label): float(rail["power"]) / 1000 for label, rail in reading["rail"].items()}
             total_w = float(reading["tot"]["power"]) / 1000
             name = reading["tot"].get("name")
-        except Exception as error:  # as above, or values of another shape than this version's
-            log.debug("jtop tells no power: %s", error)
+        except Exception as error:  # jtop's exceptions, or values of another version's shape
+            log.debug("jtop has no power reading: %s", error)
             return Power()
         if not rails_w and name is None:
             return Power()  # the total of no rails would be 0

@@ -23,13 +23,11 @@ from fedquilt.profiles.clock_model import AXES, format_point_name
 log = logging.getLogger("fedquilt.devices")
 
 PROCESSOR_CHIPS: Final = frozenset({"coretemp", "k10temp", "k8temp", "zenpower", "cpu_thermal"})
-STATUS_INTERVAL_S: Final = (
-    5.0  # interval between questions to the clock helper about the mode, where its status is hidden
-)
+STATUS_INTERVAL_S: Final = 5.0  # interval of requests for the mode to the clock helper, if its status is hidden
 ROOT: Final = Path("/")
-NO_PROFILE: Final = ""  # for a board known to differ from every profile
+NO_PROFILE: Final = ""  # for a board that differs from every profile
 PROFILES: Final = {  # name of module or board in its device tree, without "nvidia," -> profile
-    "p3541-0000": NO_PROFILE,  # Nano 2 GB, which calls itself a 4 GB one too
+    "p3541-0000": NO_PROFILE,  # Nano 2 GB, whose device tree also names the 4 GB model
     "p3450-0000": "jetson-nano",
     "p3450-0002": "jetson-nano",
     "p3310-1000": "jetson-tx2",
@@ -76,7 +74,7 @@ def _detect_rail_meter(root: Path, profile: profiles.BoardProfile | None) -> Met
     rails = Ina3221(root)
     if root != ROOT or rails.read(0.0).rails_w:
         return rails
-    return jetson_meters.connect_jtop() or rails  # no rails, or none that this user may read
+    return jetson_meters.connect_jtop() or rails  # no readable rails
 
 
 class LinuxDevice:
@@ -104,8 +102,8 @@ class LinuxDevice:
         self.memory_bytes = self._memory.total_bytes
         self.board = _board_name(root)
         self.adjustable, self.clocks_unchanged = clocks is not None, False
-        self.mode: str | None = None  # nvpmodel's
-        self._all_points: tuple[OperatingPoint, ...] = ()  # in the board's widest mode
+        self.mode: str | None = None  # power mode of nvpmodel
+        self._all_points: tuple[OperatingPoint, ...] = ()  # points in the board's widest mode
         self._mode_checked_s = 0.0
         self._mode_fingerprint = controls.status_fingerprint(root)
         self.idle_w: float | None = None
@@ -155,7 +153,7 @@ class LinuxDevice:
     def pin_clocks(self, point: OperatingPoint) -> OperatingPoint:
         if self._clocks is None:
             raise ClockError(
-                f"the clocks of {self.board} are only read: no clock helper runs here; start `fedquilt board clocks`"
+                f"clocks of {self.board} are read-only without a clock helper: start `fedquilt board clocks`"
             )
         if point.name not in {operating_point.name for operating_point in self.points}:
             raise ClockError(f"{self.board} has no operating point {point.name!r}")
@@ -163,7 +161,7 @@ class LinuxDevice:
         try:
             pinned_point = self._clocks.pin(point)
         except ClockError:
-            self._update_points()  # the owner may have changed the mode a moment ago
+            self._update_points()  # the owner may have just changed the mode
             raise
         self.clocks_unchanged = True
         return pinned_point
@@ -228,14 +226,14 @@ class LinuxDevice:
                 self._clocks.send_keepalive(now_s)
             except ClockError as error:
                 self.clocks_unchanged = False
-                log.warning("the clocks of this board are its own again: %s", error)
+                log.warning("clocks of this board are no longer pinned: %s", error)
 
 
 def _request_status(clocks: ClockClient) -> HelperStatus | None:
     try:
         return clocks.request_status()
     except ClockError as error:
-        log.warning("this board's clocks are known only as far as this user can read them: %s", error)
+        log.warning("clocks of this board are only partly readable by this user: %s", error)
         return None
 
 
@@ -248,8 +246,10 @@ def _listed_frequencies(root: Path, helper_status: HelperStatus | None) -> Lists
     unknown = [control.name for control in clock_controls.hidden_controls if f"{control.kind}_hz" not in frequencies]
     if unknown:
         log.info(
-            "the frequencies of %s are not known here: root alone may read them, and no clock helper tells them; "
-            "the board sets them itself",
+            (
+                "frequencies of %s are unknown, because only root may read them and no clock helper runs: the board "
+                "sets these clocks"
+            ),
             ", ".join(unknown),
         )
     return frequencies
@@ -280,7 +280,7 @@ def _processor_sensors(hwmon: Path) -> list[Path]:
 
 
 SLACK: Final = 0.01  # 1421 is accepted for 1420.8 MHz
-CAP_TOLERANCE: Final = 0.1  # a mode's cap of 1200 MHz means 1113.6 on a board that lists 1113.6 and 1267.2
+CAP_TOLERANCE: Final = 0.1  # a cap of 1200 MHz is 1113.6 on a board that lists 1113.6 and 1267.2
 HIGHEST_CLOCK_TOLERANCE: Final = 0.02
 
 Lists = Mapping[str, tuple[float, ...]]  # axis -> hertz, rising; axes without listed frequencies are left out
@@ -354,7 +354,7 @@ def _grid_points(profile: profiles.BoardProfile, frequencies: Lists) -> tuple[Op
     highest_clocks = profile.highest_clocks()
     for axis, hz in highest_clocks.items():
         if axis in frequencies and abs(frequencies[axis][-1] - hz) > HIGHEST_CLOCK_TOLERANCE * hz:
-            return ()  # a board unlike the profile's: its model does not hold here
+            return ()  # the board differs from the profile, so the profile's model is invalid
     if not any(axis in frequencies for axis in highest_clocks) or profile.clocks is None:
         return ()
     steps = {
@@ -387,7 +387,7 @@ class MemorySensor:
         total = _meminfo_bytes(self._meminfo, "MemTotal")
         if total is None:
             raise JobError(
-                f"{self._meminfo} does not tell the memory of this host: is it a Linux? Else name a profile to simulate"
+                f"{self._meminfo} has no memory size of this host: run on Linux, or set board to a profile to simulate"
             )
         groups = {group: sysfs.read_int(group / "memory.max") for group in _control_groups(root)}
         self._limits = {group: limit for group, limit in groups.items() if limit is not None}

@@ -33,9 +33,9 @@ from fedquilt.host import sysfs
 
 log = logging.getLogger("fedquilt.devices")
 
-COVERAGE_ORDER: Final = {"board": 0, "processor": 1, "rail": 2}  # widest first
+COVERAGE_ORDER: Final = {"board": 0, "processor": 1, "rail": 2}  # from widest to narrowest
 MAX_PLAUSIBLE_W: Final = 2000.0  # no board draws more
-MAX_READ_S: Final = 1.0  # longest `read` without a warning, as the agent's loop waits
+MAX_READ_S: Final = 1.0  # longest `read` without a warning, because `read` blocks the agent
 SILENCE_TIMEOUT_S: Final = 10.0  # time to wait for a silent meter before a narrower one replaces it
 
 
@@ -92,19 +92,18 @@ class WidestRangeMeter:
                 rails_w,
                 plausible_or_none(power.energy_j),
             )
-        except Exception as error:  # code from outside may raise anything; the board's task continues
+        except Exception as error:  # plug-ins may raise any exception, and the board's task continues
             if index not in self._failed:
                 self._failed.add(index)
                 name = type(meter).__name__
-                log.warning("the meter %s fails and is passed over: %s: %s", name, type(error).__name__, error)
+                log.warning("meter %s failed, skipped: %s: %s", name, type(error).__name__, error)
             return Power()
 
     def _report_slow_meter(self, index: int, meter: Meter, read_s: float) -> None:
         if read_s > MAX_READ_S and index not in self._slow:
             self._slow.add(index)
             log.warning(
-                "the meter %s took %.1f s to answer, for which the agent answered nobody: let it ask in a thread "
-                "(docs/add-a-sensor.md)",
+                "meter %s took %.1f s and blocked the agent: read the sensor in a thread (docs/add-a-sensor.md)",
                 *(type(meter).__name__, read_s),
             )
 
@@ -284,7 +283,7 @@ PMIC_COMMAND: Final = "pmic_read_adc"
 MAILBOX: Final = "dev/vcio"
 PROPERTY_IOCTL: Final = 0xC0006400 | struct.calcsize("P") << 16  # _IOWR(100, 0, char *)
 GENCMD_TAG: Final = 0x00030080  # tag of the firmware's commands
-TEXT_BYTES: Final = 4096  # as newer versions of vcgencmd; all channels together are nearly 1024
+TEXT_BYTES: Final = 4096  # buffer size of newer versions of vcgencmd, because all channels take nearly 1024
 HEADER_WORDS: Final = 6  # words before the text: size, request, tag, room, length, error
 LINE: Final = re.compile(r"(\w+)_([AV]) (?:current|volt)\(\d+\)=([0-9.]+)[AV]")
 

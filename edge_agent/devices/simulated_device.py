@@ -27,9 +27,9 @@ _NOTHING = Reading()
 
 @dataclass(frozen=True)
 class SimulationTraits:
-    battery_wh: float | None = None  # capacity; full at first. None: no battery
-    noise: float = 0.0  # of each task's time: standard deviation of its logarithm, about its relative error
-    spread: float = 0.0  # of the board's own factor, likewise
+    battery_wh: float | None = None  # capacity of a battery, full at first, or None without a battery
+    noise: float = 0.0  # standard deviation of the logarithm of each task's time, about its relative error
+    spread: float = 0.0  # standard deviation of the logarithm of the board's factor
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -73,22 +73,22 @@ class SimulatedDevice:
         self._points_by_name = {operating_point.name: operating_point for operating_point in self.points}
         if point is not None and point not in self._points_by_name:
             modes = ", ".join(mode.name for mode in profile.points)
-            raise JobError(f"board {profile.board!r} has no operating point {point!r}; it has the modes {modes}")
+            raise JobError(f"board {profile.board!r} has no operating point {point!r}; choose one of the modes {modes}")
         self._default_point = self._point = self.points[0] if point is None else self._points_by_name[point]
         self._profile, self._traits = profile, traits
         self.board = profile.board
         self.memory_bytes = int(profile.memory_bytes.value)
         self.idle_w = None if profile.idle_w is None else profile.idle_w.value
         self.provenance: str = provenance or profile.provenance()
-        self.factor = _lognormal(traits.spread, traits.seed, "board")  # of its profile's times, the whole board
+        self.factor = _lognormal(traits.spread, traits.seed, "board")  # factor on the profile's times for this board
         self._provenances: dict[tuple[str, str], str] = {}  # (point, workload) -> provenance of its numbers
         self._last_prediction: tuple[WorkEstimate, OperatingPoint, int, Cost] | None = (
-            None  # last prediction, and of which task
+            None  # last prediction and its task
         )
         self._task_count = 0  # number of finished tasks
         self._charge_j = None if traits.battery_wh is None else traits.battery_wh * J_PER_WH
         self._temperature_c = None if profile.thermal is None else profile.thermal.ambient_c.value
-        self._has_state = self._charge_j is not None or self._temperature_c is not None  # while time passes
+        self._has_state = self._charge_j is not None or self._temperature_c is not None  # power when idle
         self._last_read_s: float | None = None
         self._pending_work: list[tuple[float, float]] = []  # (seconds, watts) of work before the latest reading's time
 
@@ -152,7 +152,7 @@ class SimulatedDevice:
         ):
             return last_prediction[3]
         duration_s = cost_model.work_seconds(work, point)
-        if duration_s is None:  # what this host took says nothing of the board, least of all its joules
+        if duration_s is None:  # this host's time does not predict the board's time or energy
             overhead_s = cost_model.overhead_seconds(work, point) if measured.duration_s else 0.0
             return Cost(duration_s=max(measured.duration_s, overhead_s), point=point.name)
         duration_s *= self.factor * _lognormal(self._traits.noise, self._traits.seed, "task", task)

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 NEEDS: Final = {"numpy": ("numpy", ""), "onnx": ("onnxruntime", "onnx"), "torch": ("torch", "train")}
 
 READ_BY_TASK: Final = frozenset({"numpy", "torch"})
-"""Engines of which a task reads its bundles itself, and compares them with their hashes. ONNX Runtime opens graphs, and
+"""Engines whose bundles are read and verified by the task itself. ONNX Runtime opens graphs, and
 the files that these name, by their paths; an engine of another package may."""
 
 

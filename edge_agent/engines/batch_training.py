@@ -77,8 +77,8 @@ class BatchTrainer(ABC):
         random_states = [call.rng.bit_generator.state for call in calls]
         try:
             return self._train_batch(calls)
-        except Exception as error:  # if the call is at fault, the loop raises the same
-            log.info("%d devices are trained one by one, not together: %s", len(calls), error)
+        except Exception as error:  # the loop raises the same error if a call is wrong
+            log.info("batched training of %d devices failed, training one by one: %s", len(calls), error)
             for call, state in zip(calls, random_states, strict=True):
                 call.rng.bit_generator.state = state
             return [call.run_alone(self) for call in calls]
@@ -121,7 +121,7 @@ class BatchedNumpyEngine(BatchTrainer, NumpyEngine):
                     if index not in failed:
                         try:
                             accounts[index].add_step(loss, len(batch))
-                        except UpdateError as error:  # the others go on
+                        except UpdateError as error:  # the other devices continue
                             failed[index] = error
                 optimizer.step(gradient)
         return [
@@ -156,5 +156,7 @@ def _losses_and_gradient(
 def _gather_rows(arrays: Sequence[np.ndarray], rows: Sequence[np.ndarray]) -> np.ndarray:
     gathered = np.empty((len(arrays), len(rows[0]), *arrays[0].shape[1:]), arrays[0].dtype)
     for target, array, device_rows in zip(gathered, arrays, rows, strict=True):
-        array.take(device_rows, axis=0, out=target, mode="clip")  # of rows that there are; numpy is slower if it checks
+        array.take(
+            device_rows, axis=0, out=target, mode="clip"
+        )  # the indices are valid, and numpy is slower with a check
     return gathered.reshape(-1, *arrays[0].shape[1:])

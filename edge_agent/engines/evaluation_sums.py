@@ -31,9 +31,9 @@ if TYPE_CHECKING:
     from fedquilt.core import ClassPrior, Examples, TaskKind
 
 STRENGTHS: Final = (0.0, 0.125, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0)
-FOLDS: Final = 5  # of the held-out examples: those of one are counted with the strength that the others choose
-MIN_DEVIATIONS: Final = 3.0  # by which the G statistic has to exceed its mean without a difference
-MIN_GAIN: Final = 1.0  # standard errors by which the correction has to win
+FOLDS: Final = 5  # folds of the held-out examples: each is evaluated with the strength chosen on the others
+MIN_DEVIATIONS: Final = 3.0  # standard deviations by which the G statistic must exceed its mean
+MIN_GAIN: Final = 1.0  # standard errors by which the correction must improve the accuracy
 
 
 def compute_log_ratios(prior: ClassPrior, outputs: int) -> np.ndarray:
@@ -56,7 +56,9 @@ class StrengthChoice:
     def __init__(self, log_ratios: np.ndarray) -> None:
         self.log_ratios, self._examples = log_ratios, 0
         self._correct = np.zeros((FOLDS, len(STRENGTHS)), np.int64)
-        self._changed = np.zeros((FOLDS, len(STRENGTHS)), np.int64)  # examples right or wrong with this strength alone
+        self._changed = np.zeros(
+            (FOLDS, len(STRENGTHS)), np.int64
+        )  # examples whose prediction is right or wrong only with this strength
 
     def add_batch(self, scores: np.ndarray, y: np.ndarray) -> None:
         folds = (self._examples + np.arange(len(y))) % FOLDS
@@ -91,7 +93,7 @@ def require_targets(examples: Examples, outputs: int, task: TaskKind = "classes"
     if task == "classes":
         if y.ndim != 1 or y.dtype.kind not in "iu":
             raise DataError(
-                f"the network predicts classes, and the examples' labels are {_describe_targets(y)}: {ADVICE}"
+                f"the network predicts classes, and the labels of the examples are {_describe_targets(y)}: {ADVICE}"
             )
         if problem := describe_class_problem(y, outputs):
             raise DataError(
@@ -102,11 +104,11 @@ def require_targets(examples: Examples, outputs: int, task: TaskKind = "classes"
     kind = "f" if task == "regression" else "iu"
     if y.ndim != 2 or y.dtype.kind not in kind:
         raise DataError(
-            f"the network's task is {task!r}, and the examples' labels are {_describe_targets(y)}: {ADVICE}"
+            f"the network's task is {task!r}, and the labels of the examples are {_describe_targets(y)}: {ADVICE}"
         )
     if y.shape[1] != outputs:
         raise DataError(
-            f"each example has {y.shape[1]} targets, and the network has {outputs} outputs: make them alike"
+            f"each example has {y.shape[1]} targets, and the network has {outputs} outputs: change one of the two"
         )
 
 
@@ -140,7 +142,7 @@ class EvaluationAccumulator:
 
     def __init__(self, task: TaskKind, prior: ClassPrior | None = None) -> None:
         self._task, self._examples, self._all_correct, self._prior = task, 0, 0, prior
-        self.strengths: StrengthChoice | None = None  # once examples were added, with a prior
+        self.strengths: StrengthChoice | None = None  # set when examples are added with a prior
         self._losses: list[float] = []
 
     def _allocate_sums(self, outputs: int) -> None:
@@ -161,7 +163,7 @@ class EvaluationAccumulator:
             self._allocate_sums(scores.shape[1])
         self._examples += len(y)
         self._losses.append(float(loss))
-        if not math.isfinite(loss):  # `sums` refuses it
+        if not math.isfinite(loss):  # `sums` raises an error for such a loss
             return
         if self._task == "regression":
             self._add_errors(np.asarray(scores, np.float64), np.asarray(y, np.float64))
@@ -217,7 +219,7 @@ class EvaluationAccumulator:
             return EvaluationSums(examples=0, task=self._task)
         if not math.isfinite(loss := sum(self._losses)):
             raise DivergedError(
-                f"the loss of the model on {self._examples} held-out examples is {loss}: it is of no use"
+                f"the loss of the model on {self._examples} held-out examples is {loss}: lower the learning rate"
             )
         regression = self._task == "regression"
         return EvaluationSums(

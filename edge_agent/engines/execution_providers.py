@@ -30,7 +30,7 @@ from fedquilt.onnx import graph_check
 from fedquilt.onnx.graph_check import CheckedGraph
 
 CPU: Final = ("CPUExecutionProvider",)
-MAX_CHECKED_GRAPHS: Final = 4096  # graphs whose check is not repeated while their file is the same
+MAX_CHECKED_GRAPHS: Final = 4096  # number of unchanged graphs whose check is not repeated
 
 _checked: OrderedDict[tuple[Path, int, int, int], CheckedGraph] = OrderedDict()
 
@@ -39,7 +39,7 @@ def check_graph(graph: Path) -> CheckedGraph:
     try:
         file_stat = graph.stat()
     except OSError:
-        raise ModelError(f"there is no graph {graph}") from None
+        raise ModelError(f"graph {graph} is missing: send the model again") from None
     key = (graph, file_stat.st_ino, file_stat.st_size, file_stat.st_mtime_ns)
     if key not in _checked:
         _checked[key] = _name_graph_in_error(graph.name[:12], lambda: graph_check.check_file(graph))
@@ -66,11 +66,13 @@ def _name_graph_in_error(name: str, check: Callable[[], CheckedGraph]) -> Checke
 
 CUDA: Final = "CUDAExecutionProvider"
 TENSORRT: Final = "TensorrtExecutionProvider"
-NAMES: Final = {TENSORRT: "TensorRT", CUDA: "CUDA"}  # the first is tried first
-ENGINES: Final = "tensorrt"  # folder, in that of the job's files
-WORKSPACE_SHARE: Final = 0.5  # share of the engine's room that TensorRT may take while it builds and runs
-_TRT: Final = re.compile(r"tensorrt|\btrt", re.IGNORECASE)  # in its errors: "TensorRT EP failed", "TRTKernel_graph_0"
-NO_TF32: Final = "NVIDIA_TF32_OVERRIDE"  # read by cuBLAS, cuDNN and TensorRT when they begin
+NAMES: Final = {TENSORRT: "TensorRT", CUDA: "CUDA"}  # tried in this order
+ENGINES: Final = "tensorrt"  # name of the folder within the job's files
+WORKSPACE_SHARE: Final = 0.5  # fraction of the engine's memory that TensorRT may use to build and run
+_TRT: Final = re.compile(
+    r"tensorrt|\btrt", re.IGNORECASE
+)  # parts of error texts: "TensorRT EP failed", "TRTKernel_graph_0"
+NO_TF32: Final = "NVIDIA_TF32_OVERRIDE"  # read by cuBLAS, cuDNN and TensorRT when they are loaded
 
 
 class ExecutionProviders:
@@ -81,7 +83,7 @@ class ExecutionProviders:
         self._has_gpu_provider = bool(self._usable)
         self._room_bytes = max(room_bytes, 0)
         self._engines: tuple[Path, int] | None = None
-        self.note = ""  # what failed, for the board's owner
+        self.note = ""  # failure message for the device's owner
         if self._has_gpu_provider:
             os.environ.setdefault(NO_TF32, "0")
 

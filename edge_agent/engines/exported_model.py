@@ -20,10 +20,10 @@ from fedquilt.onnx.graph_check import Shape
 class ExportedModel(NamedTuple):
     """Metadata of a network written by `fedquilt model export`. Fields of other files are None."""
 
-    input: Mapping[str, Any] | None  # its [input] table, of a stitched network
-    network: Mapping[str, Any] | None  # its table, of a trained one
-    labels: tuple[str, ...] | None  # names of its classes, of a stitched one
-    reading: Mapping[str, Any]  # how files became examples in training (fedquilt.data.reading_settings)
+    input: Mapping[str, Any] | None  # [input] table of a stitched network
+    network: Mapping[str, Any] | None  # table of a trained network
+    labels: tuple[str, ...] | None  # class names of a stitched network
+    reading: Mapping[str, Any]  # settings for reading files in training (fedquilt.data.reading_settings)
 
     @property
     def task(self) -> TaskKind | None:
@@ -88,9 +88,7 @@ def _require_reading_settings(settings: Mapping[str, Any]) -> None:
 
 def _metadata_error(name: str, reason: object = None) -> ModelError:
     detail = "" if reason is None else f" ({reason})"
-    return ModelError(
-        f"what its metadata say under {name!r} is not as `fedquilt model export` writes it{detail}: export it again"
-    )
+    return ModelError(f"metadata {name!r} differ from the format of `fedquilt model export`{detail}: export it again")
 
 
 def require_shape(inputs: np.ndarray, expected_shape: Shape) -> None:
@@ -98,14 +96,14 @@ def require_shape(inputs: np.ndarray, expected_shape: Shape) -> None:
     if not graph_check.fits_shape(actual_shape, expected_shape):
         expected_text = graph_check.format_shape(expected_shape)
         raise DataError(
-            f"the network takes inputs of shape {expected_text}, and the data here are of shape {actual_shape}"
+            f"the network takes inputs of shape {expected_text}, and the data of this device have shape {actual_shape}"
         )
 
 
 def require_scores(scores: np.ndarray) -> None:
     """Raise ModelError unless each example has a largest score. Single scores may be -inf."""
     if np.isnan(scores).any() or not np.isfinite(scores.max(axis=1, initial=-np.inf)).all():
-        raise ModelError("the network answers with numbers that are not finite: export it anew, or check its weights")
+        raise ModelError("the outputs of the network are not finite: check the weights, or export the network again")
 
 
 def _decode_entry(metadata: Mapping[str, str], name: str, kind: type) -> Any:

@@ -24,21 +24,21 @@ OUT_OF_MEMORY: Final = (
     "out of memory",  # torch.OutOfMemoryError ("CUDA out of memory"), CUDA itself, dlopen
     "defaultcpuallocator: can't allocate memory",  # torch
     "defaultcpuallocator: not enough memory",
-    "nvml_success == r internal assert failed",  # torch on Tegra, which has no NVML to ask: pytorch issue 185240
+    "nvml_success == r internal assert failed",  # torch on Tegra, which has no NVML: pytorch issue 185240
     "nvmapmemalloc",  # Tegra's driver: "NvMapMemAllocInternalTagged: 1075072515 error 12"
     "nvmapmemhandlealloc",
     "cublas_status_alloc_failed",
     "cudnn_status_alloc_failed",
     "failed to allocate memory",  # ONNX Runtime's arena: "... for requested buffer of size"
-    "is smaller than requested bytes of",  # likewise, with a limit
+    "is smaller than requested bytes of",  # ONNX Runtime's arena with a limit
     "std::bad_alloc",
     "bad allocation",
     "cannot allocate memory",  # ENOMEM
 )
-"""Messages of libraries that get no memory, in small letters."""
+"""Lower-case texts of libraries whose allocation failed."""
 
 GPU_FAILED: Final = ("cuda error", "cuda failure", "cudnn error", "cudnn_status", "cublas_status", "cuda driver error")
-"""Messages of libraries whose GPU does not answer or has refused a kernel, in small letters."""
+"""Lower-case texts of libraries whose GPU does not respond or has rejected a kernel."""
 
 
 def is_out_of_memory_text(text: str) -> bool:
@@ -63,7 +63,7 @@ def is_out_of_memory_error(error: BaseException) -> bool:
 def claim_code_from_error(error: Exception) -> Any:
     if isinstance(error, DiskFullError) or (isinstance(error, OSError) and error.errno in FULL):
         return "full"
-    if not isinstance(error, DataError | StoreError | core.JobError):  # these three are our own words, about a file
+    if not isinstance(error, DataError | StoreError | core.JobError):  # fedquilt's own errors about a file
         if is_out_of_memory_error(error):
             return "memory"
         if is_gpu_failure_text(str(error)):
@@ -75,7 +75,7 @@ def claim_code_from_error(error: Exception) -> Any:
         ((StoreError, OSError), "disk"),
         (core.JobError, "method"),
         (DivergedError, "diverged"),
-        (UpdateError, "failed"),  # bytes that are damaged
+        (UpdateError, "failed"),  # damaged bytes
     )
     return next((code for kind, code in kinds if isinstance(error, kind)), "exception")
 
@@ -88,7 +88,8 @@ def describe_error(error: Exception) -> str:
     if is_out_of_memory_error(error):
         text = text or type(error).__name__
         return shorten_error(
-            f"an allocation failed ({text}): the next try plans with less; ask for less, or free memory on the device"
+            f"an allocation failed ({text}): the next attempt plans with less memory; reduce the batch, or free "
+            f"memory on the device"
         )
     return shorten_error(f"{type(error).__name__}{': ' if text else ''}{text} ({_source_location(error)})")
 

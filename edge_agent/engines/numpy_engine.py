@@ -22,9 +22,9 @@ from fedquilt.core import DataError, EvaluationSums, Examples, Fit, Hooks, JobEr
 from fedquilt.edge_agent.engines import evaluation_sums, training
 from fedquilt.formats import toml, training_choices
 
-BASE_BYTES = 44_000_000  # resident with numpy and this package, and a share read (x86-64, numpy 2.4)
+BASE_BYTES = 44_000_000  # resident size with numpy, this package and a split (x86-64, numpy 2.4)
 EVALUATION_BATCH = 1024
-BETAS, EPSILON = (0.9, 0.999), 1e-8  # torch.optim.Adam's
+BETAS, EPSILON = (0.9, 0.999), 1e-8  # defaults of torch.optim.Adam
 
 
 class MlpTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -142,7 +142,7 @@ class NumpyOptimizer:
         self._model, self._fit, self._correct = model, fit, hooks.correct_gradient
         self._rates = {name: np.float32(fit.lr * hooks.steps[0].rate(name)) for name in model}
         is_adam = fit.optimizer == "adam"
-        self._first_moments = _zeros_like(model) if is_adam or fit.momentum else {}  # momentum, or Adam's mean
+        self._first_moments = _zeros_like(model) if is_adam or fit.momentum else {}  # momentum, or Adam's first moment
         self._second_moments = _zeros_like(model) if is_adam else {}
         self._steps = 0
         training.require_anchors(hooks.anchors, mlp.shapes)
@@ -204,7 +204,7 @@ def _require_supported_hooks(hooks: Hooks) -> None:
     }
     if unsupported := [name for name, value in hook_values.items() if value]:
         raise ModelError(
-            f"the numpy engine cannot train with {' and '.join(unsupported)} as this method asks: "
+            f"the numpy engine cannot train with {' and '.join(unsupported)} as this method requires: "
             f"{extras.installation_command('train')}"
         )
 

@@ -38,20 +38,23 @@ from fedquilt.edge_agent.engines.execution_providers import ExecutionProviders
 from fedquilt.host import process_resources
 from fedquilt.onnx.graph_check import CheckedGraph, Shape
 
-BASE_BYTES = peak_memory.task_process_bytes("onnx", 0)  # resident beside weights and activations
-LOADING_FACTOR = 3.5  # factor on its weights held by an optimized session while it loads: 3.3 measured
-LOADED_FACTOR = 2.0  # factor afterwards: 1.8 measured
-OPTIMIZED_ACTIVATION_FACTOR = 2  # factor on its activations in an optimized session, which lays them out anew
+BASE_BYTES = peak_memory.task_process_bytes("onnx", 0)  # resident size without weights and activations
+LOADING_FACTOR = 3.5  # memory of an optimized session while loading, over its weights: 3.3 measured
+LOADED_FACTOR = 2.0  # the same after loading: 1.8 measured
+OPTIMIZED_ACTIVATION_FACTOR = 2  # memory of activations in an optimized session, which changes their layout
 LARGEST_BATCH = 16  # larger batches are slower: activations fall out of the cache
 COMMON_BATCH = 4  # kept sessions are dropped to allow at least this batch
-SESSION_SHARE = 0.5  # share of the room for sessions between runs, and for one to be optimized while it loads
+SESSION_SHARE = 0.5  # fraction of the memory for idle sessions, and for loading an optimized session
 MAPPED_SHARE = 128  # allocations above this fraction of the budget return to the system when freed
 MAX_MAPPED_BYTES = 32 << 20  # glibc's largest threshold
-MAX_MAPPED_PIECES, TRIM_BYTES = 1 << 16, 128 << 10  # glibc's own: pieces that are mapped, and free end of the heap
+MAX_MAPPED_PIECES, TRIM_BYTES = (
+    1 << 16,
+    128 << 10,
+)  # glibc's defaults: threshold of mapped allocations, and free end of the heap
 TRIMMED_BELOW_BYTES = 512 << 20  # with more room, freed pieces are kept: returning them costs page faults
 AMPLE_BYTES = 2 << 30  # with more room, large ones too: a MobileNet's blocks at 224 pixels then run twice as fast
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_MMAP_MAX, M_ARENA_MAX = -1, -3, -4, -8  # glibc's malloc.h
-ARENA_SHRINKAGE = "memory.enable_memory_arena_shrinkage"  # of a run: what it leaves free in a GPU's arena goes back
+ARENA_SHRINKAGE = "memory.enable_memory_arena_shrinkage"  # run option that returns free memory of a GPU's arena
 ERRORS_ONLY = 3  # severity from which the runtime writes to stderr
 FLOAT = "tensor(float)"
 TYPES = {  # ONNX Runtime's names of types -> numpy's
@@ -61,20 +64,20 @@ TYPES = {  # ONNX Runtime's names of types -> numpy's
     "tensor(bool)": "bool",
     **{f"tensor({sign}int{bits})": f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)},
 }
-FATAL_ONLY = 4  # the same for a session: it raises its errors, and onnxruntime 1.23 would write them as well
+FATAL_ONLY = 4  # the same for a session, because onnxruntime 1.23 also writes errors that are raised
 
 
 class MemoryPlan(NamedTuple):
     is_roomy: bool
-    session_bytes: int  # by the session, between runs
+    session_bytes: int  # memory of the session between runs
     example_bytes: int | None  # memory of one example's activations; None: not in the graph
-    takes_single_examples: bool  # the graph takes one example at a time
+    takes_single_examples: bool  # whether the graph takes one example at a time
 
 
 class LoadedGraph(NamedTuple):
     session: Any
     plan: MemoryPlan
-    answers: dict[tuple[int, ...], tuple[int, ...]]  # shape of an example -> shape of its answer, once it was run
+    answers: dict[tuple[int, ...], tuple[int, ...]]  # shape of an example -> measured shape of its output
 
 
 class OnnxEngine:
@@ -122,7 +125,7 @@ class OnnxEngine:
             shape = _output_shape(loaded, x)
         size = self._batch_size(plan, 0, 0)
         io_bytes = 0
-        if len(x) > size:  # examples and answers need room beside the micro-batch
+        if len(x) > size:  # examples and outputs need memory in addition to the micro-batch
             io_bytes = x.nbytes + 4 * len(x) * math.prod(shape)
             size = self._batch_size(plan, io_bytes, 0)
         self.make_room(io_bytes + min(size, len(x)) * (plan.example_bytes or 0), graph)
@@ -236,13 +239,14 @@ class OnnxEngine:
 
     def _plan_memory(self, graph: Path, checked: CheckedGraph) -> MemoryPlan:
         weights, activation_bytes = checked.weight_bytes, checked.activation_bytes
-        if "weight_bytes" not in checked.metadata:  # not of fedquilt's making
+        if "weight_bytes" not in checked.metadata:  # not exported by fedquilt
             weights = max(weights, graph.stat().st_size)
         required_bytes = peak_memory.inference_bytes(weights, activation_bytes or 0, 1)
         if required_bytes > self._room_bytes:
             raise MemoryBudgetError(
-                f"graph {graph.name[:12]} needs {required_bytes / 1e6:.0f} MB for its weights and one example, and "
-                f"{max(self._room_bytes, 0) / 1e6:.0f} MB are left of the budget: raise it, or leave out that block"
+                f"graph {graph.name[:12]} needs {required_bytes / 1e6:.0f} MB for its weights and one example, "
+                f"and {max(self._room_bytes, 0) / 1e6:.0f} MB of the budget are left: raise the budget, or leave "
+                f"out that block"
             )
         free = (1 - SESSION_SHARE) * self._room_bytes
         is_roomy = (
@@ -268,7 +272,7 @@ class OnnxEngine:
         options.inter_op_num_threads = 1
         options.enable_cpu_mem_arena = False
         options.execution_mode = ort.ExecutionMode.ORT_SEQUENTIAL
-        # a thread that waits by spinning takes the core that the board's own work needs
+        # a spinning thread blocks a core that other work of the device needs
         options.add_session_config_entry("session.intra_op.allow_spinning", "0")
         level = ort.GraphOptimizationLevel
         options.graph_optimization_level = level.ORT_ENABLE_ALL if roomy else level.ORT_ENABLE_EXTENDED
@@ -314,7 +318,7 @@ def _output_shape(loaded: LoadedGraph, x: np.ndarray) -> tuple[int, ...]:
         measured_shape = np.shape(session.run(None, {session.get_inputs()[0].name: _cast_examples(session, x[:1])})[0])
         if measured_shape[:1] != (1,):
             raise ModelError(
-                f"it answers one example with an array of shape {measured_shape}: export it with the examples "
+                f"the network returns for one example an array of shape {measured_shape}: export it with the examples "
                 "as the first axis of its output too"
             )
         loaded.answers[x.shape[1:]] = measured_shape[1:]
@@ -328,11 +332,11 @@ def _input_type(session: Any) -> np.dtype[Any]:
 def _cast_examples(session: Any, x: np.ndarray) -> np.ndarray:
     """Return the examples in the type of the graph's input. Raise DataError if an integer type loses values."""
     input_type = _input_type(session)
-    with np.errstate(invalid="ignore", over="ignore"):  # what does not fit is found below
+    with np.errstate(invalid="ignore", over="ignore"):  # lossy conversions are detected below
         cast = np.ascontiguousarray(x, input_type)
     if input_type.kind not in "f" and not np.array_equal(cast, x):
         raise DataError(
-            f"the network takes {input_type}, and the data here are not whole numbers in the range of that type"
+            f"the network takes {input_type}, and the data of this device are not integers in the range of that type"
         )
     return cast
 

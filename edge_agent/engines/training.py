@@ -66,11 +66,11 @@ def network_inputs(
 
 def _token_inputs(x: np.ndarray, vocabulary_size: int) -> np.ndarray:
     if x.dtype.kind not in "ui":
-        raise DataError(f"examples of type {x.dtype}: a transformer takes whole numbers of tokens; see [data.text]")
+        raise DataError(f"examples of type {x.dtype}: a transformer requires integer tokens; see [data.text]")
     low, high = int(x.min(initial=0)), int(x.max(initial=0))
     if low < 0 or high >= vocabulary_size:
         raise DataError(
-            f"tokens run from {low} to {high}, and the network knows {vocabulary_size} (0 to "
+            f"tokens are {low} to {high}, and the vocabulary of the network has {vocabulary_size} (0 to "
             f"{vocabulary_size - 1}): give this device the vocabulary file that the job was made with"
         )
     return x.astype(np.float32)
@@ -78,9 +78,9 @@ def _token_inputs(x: np.ndarray, vocabulary_size: int) -> np.ndarray:
 
 def require_examples(examples: Examples, each: int) -> None:
     if not len(examples):
-        raise DataError("no examples: this device has nothing to take gradients of")
+        raise DataError("no examples: this device cannot compute gradients")
     if each < 1:
-        raise JobError(f"groups of {each} examples: at least 1 is wanted")
+        raise JobError(f"groups of {each} examples: give at least 1")
 
 
 def require_shapes(start: Tensors, shapes: Mapping[str, tuple[int, ...]]) -> None:
@@ -109,9 +109,9 @@ class TrainingProgress:
 
     def __init__(self, count: int, fit: Fit, progress: Callable[[float], None]) -> None:
         if not count:
-            raise DataError("no examples: this device has nothing to train on")
+            raise DataError("no examples: add data under [data], or leave this device out")
         if fit.batch < 1 or fit.epochs < 0:
-            raise JobError(f"batch {fit.batch} and epochs {fit.epochs}: at least 1 and 0 are wanted")
+            raise JobError(f"batch {fit.batch} and epochs {fit.epochs}: give at least 1 and 0")
         self._steps_per_epoch = math.ceil(count / fit.batch)
         self._fit, self._progress = fit, progress
         self._step_count = 0

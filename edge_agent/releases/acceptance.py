@@ -11,9 +11,7 @@ from fedquilt.edge_agent.task.memory_budget import format_megabytes
 from fedquilt.edge_agent.task.protocol import WorkResult
 from fedquilt.wire import ReleaseLimits
 
-STANDARD_ERRORS: Final = (
-    3.0  # standard errors by which an accuracy has to miss its limit: chance does so once in 700 times
-)
+STANDARD_ERRORS: Final = 3.0  # standard errors by which an accuracy must miss its limit: by chance 1 in 700
 
 
 def judge_check(limits: ReleaseLimits, outcome: WorkResult, inference_j: float | None) -> CheckResult:
@@ -30,7 +28,7 @@ def judge_check(limits: ReleaseLimits, outcome: WorkResult, inference_j: float |
     remarks = [
         reason
         for limit, name, reason in (
-            (limits.min_gain, "accuracy", ""),  # the check measures the gain itself
+            (limits.min_gain, "accuracy", ""),  # the check measures the gain
             (limits.max_energy_j, "energy_j", "joules were not measured: this device has no meter"),
             (limits.max_peak_bytes, "peak_bytes", "its memory was not measured: the kernel does not tell it"),
         )

@@ -61,9 +61,9 @@ from fedquilt.onnx import weights
 from fedquilt.onnx.graph_check import Shape, check_file, format_shape
 
 BATCH_EXAMPLES: Final = 64  # examples prepared at once: limits the memory of their float32 copies
-WARM_UP_RUNS: Final = 3  # answers before the ones that are timed
-MIN_TIMED_RUNS, MAX_TIMED_RUNS = 5, 100_000  # answers that are timed
-TIMED_EXAMPLES: Final = 8  # different ones, as a network with branches takes longer for some
+WARM_UP_RUNS: Final = 3  # untimed answers at the beginning
+MIN_TIMED_RUNS, MAX_TIMED_RUNS = 5, 100_000  # timed answers
+TIMED_EXAMPLES: Final = 8  # distinct examples, because the latency of a network with branches varies
 GUESSED_SIZES: Final = (
     224,
     32,
@@ -91,12 +91,10 @@ GUESSED_SIZES: Final = (
 """Sizes that are tried for all axes without a declared one, the usual sides of images first."""
 CHANNELS: Final = (3, 1)
 MAX_VECTOR_SIZE: Final = 4096  # largest size that is tried for the only axis of an example
-MAX_GUESSED_NUMBERS: Final = 1 << 22  # most numbers of a guessed example
-ROUNDING_TOLERANCE: Final = (
-    0.05  # change of a score within a batch, as a share of the range of the scores, that is still rounding
-)
-TENSORRT_BATCH: Final = 16  # most examples at once that an engine is built for
-LINKED_PROGRAM: Final = (  # becomes a program that ends with this process
+MAX_GUESSED_NUMBERS: Final = 1 << 22  # maximum number of values of a guessed example
+ROUNDING_TOLERANCE: Final = 0.05  # tolerated rounding of a score within a batch, as a fraction of the range of scores
+TENSORRT_BATCH: Final = 16  # largest batch of a TensorRT engine
+LINKED_PROGRAM: Final = (  # replaced by exec with a program that ends with this process
     "import os, sys; from fedquilt.edge_agent.task.process import exit_with_parent; "
     "exit_with_parent(int(sys.argv[1])); os.execv(sys.argv[2], sys.argv[2:])"
 )
@@ -120,7 +118,7 @@ class LoadedModel(NamedTuple):
         scores: np.ndarray = self.engine.run(self.path, inputs)
         if scores.ndim != 2:
             raise ModelError(
-                f"it answers with an array of shape {scores.shape[1:]} to each example, not with scores of classes: "
+                f"model output for each example has shape {scores.shape[1:]}, not one score per class: "
                 "roll out a network whose output has the axes (examples, classes)"
             )
         exported_model.require_scores(scores)
@@ -201,7 +199,7 @@ def _add_class_priors(model: LoadedModel, splits: tuple[Examples, Examples] | No
     if choice is None or not (strength := choice.choose_strength()):
         return [f"class priors do not help on {len(held_out)} held-out examples"]
     assemble_network(request.split_model, model.path, request.budget_bytes, strength * choice.log_ratios)
-    model.engine.close()  # it has the graph without them
+    model.engine.close()  # the note on the graph without class priors no longer applies
     return [f"class priors of this device count {strength:g} times"]
 
 
@@ -214,11 +212,11 @@ def _require_matching_data(model: LoadedModel, held_out: Examples, request: Chec
     device_labels, model_labels = spec.labels, model.metadata.labels
     if device_labels and model_labels is not None and tuple(device_labels) != model_labels:
         raise ModelError(
-            f"its labels are {_format_labels(model_labels)}, and those of the data here are "
+            f"model labels {_format_labels(model_labels)} differ from the labels of this device's data "
             f"{_format_labels(device_labels)}"
         )
     if model.metadata.task not in (None, spec.task):
-        raise ModelError(f"it predicts {model.metadata.task}, and the data here are for {spec.task}")
+        raise ModelError(f"model predicts {model.metadata.task}, and the data of this device are for {spec.task}")
     outputs = model.compute_scores(held_out.x[:1]).shape[1]
     evaluation_sums.require_targets(held_out, outputs, spec.task)
 
@@ -299,7 +297,7 @@ def _guess_shapes(shape: Shape) -> Iterator[tuple[int, ...]]:
     vector = range(1, MAX_VECTOR_SIZE + 1) if len(shape) == 1 else ()
     for side in (*GUESSED_SIZES, *vector):
         guess = tuple(side if size is None else size for size in shape)
-        if len(shape) == 3 and shape[0] is None:  # of an image, whose channels are the first axis or the last
+        if len(shape) == 3 and shape[0] is None:  # an image has its channels in the first or last axis
             yield from ((channels, *guess[1:]) for channels in CHANNELS)
             yield from ((*guess[:2], channels) for channels in CHANNELS if shape[2] is None)
         yield guess
@@ -334,12 +332,13 @@ def _require_independent_answers(model: LoadedModel, example: np.ndarray, held_o
     finite = np.isfinite(expected)
     are_equal = batch_scores.shape == expected.shape and np.array_equal(np.isfinite(batch_scores), finite)
     if are_equal and finite.any():
-        # a common offset of all scores decides nothing
+        # a common offset of all scores does not change the prediction
         tolerance = ROUNDING_TOLERANCE * np.ptp(expected[finite]) + 1e-4 * np.abs(expected[finite]).max()
         are_equal = bool(np.abs(batch_scores[finite] - expected[finite]).max() <= tolerance)
     if not are_equal:
         raise ModelError(
-            "its answer to one example depends on the other examples of a batch: export it in evaluation mode and "
+            "model output for one example depends on the other examples of a batch: "
+            "export the model in evaluation mode and "
             "without operations over the first axis, or with a first axis of 1"
         )
 
@@ -361,7 +360,7 @@ def _build_tensorrt_engine(request: CheckRequest, model: LoadedModel, example: n
     ]
     name, shape = model.engine.input_name(model.path), "x".join(map(str, example.shape[1:]))
     declared = check_file(model.path).inputs[0].shape
-    if not declared or None in declared:  # trtexec refuses shapes for a graph that declares them all
+    if not declared or None in declared:  # trtexec rejects shapes for a graph with static axes only
         max_batch = 1 if declared and declared[0] == 1 else TENSORRT_BATCH
         sizes = (("min", 1), ("opt", 1), ("max", max_batch))
         command += [f"--{bound}Shapes={name}:{size}x{shape}" for bound, size in sizes]
@@ -407,7 +406,7 @@ def assemble_network(
     """Write the device's ONNX file from shared and private parts. Return a note on the network, or ""."""
     task = personal_models.read_task(Path(files.shared))
     if task is None:
-        raise ModelError("what was sent does not say of which run it is: roll out the run again")
+        raise ModelError("release does not name its run: roll out the run again")
     parts = personal_models.read_personal(Path(files.shared))
     missing = weights.missing_tensors(parts.graph.data)
     own_tensors, note = dict[str, np.ndarray](), ""
@@ -428,7 +427,7 @@ def _compute_own_tensors(
 ) -> tuple[Tensors, str]:
     method = methods.load(task.method)
     if method.personal_model is None:
-        raise JobError(f"method {task.method!r} does not say how a board puts its network together")
+        raise JobError(f"method {task.method!r} does not define how a device assembles its network")
     local, lost_reason = task_process.load_private_state(
         files.private_state, files.private_sha256, files.lost_reason, task.job
     )
@@ -457,5 +456,5 @@ def _compute_own_tensors(
 
 def _require_bundle(parts: personal_models.PersonalParts, name: str) -> Tensors:
     if name not in parts.bundles:
-        raise ModelError(f"what was sent has no bundle {name!r}; it has: {', '.join(sorted(parts.bundles)) or 'none'}")
+        raise ModelError(f"release has no bundle {name!r}: choose one of {', '.join(sorted(parts.bundles)) or 'none'}")
     return parts.bundles[name]

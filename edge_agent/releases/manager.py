@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 log = logging.getLogger("fedquilt.agent")
 
 KINDS: Final = frozenset(leaf for leaf, message in wire.COORDINATOR_MESSAGES.items() if message is DesiredRelease)
-CHECK_POLL_S: Final = 0.1  # between two looks at a check
-MAX_POLLS: Final = 16  # in one step: a release goes through its phases in fewer
+CHECK_POLL_S: Final = 0.1  # interval between polls of a check
+MAX_POLLS: Final = 16  # limit of transitions in one step
 
 
 class ReleaseManager:
@@ -91,7 +91,7 @@ class ReleaseManager:
     def _advance_release(self, name: str, now_s: float) -> None:
         if self._is_checking_kind(name) and (verdict := self._kinds[name].poll_check()) is not None:
             if verdict.killed_externally:
-                log.warning("the check of a release of kind %s was killed: %s", name, verdict.refusal_reason)
+                log.warning("releases of kind %s: the check was killed, trying again: %s", name, verdict.refusal_reason)
             self._handle_event(name, verdict, now_s)
         for _ in range(MAX_POLLS):
             if self._states[name].next_poll_s > now_s:
@@ -162,7 +162,7 @@ class ReleaseManager:
         try:
             yield
         except StoreError as error:
-            log.error("releases of kind %s wait: %s", name, error)
+            log.error("releases of kind %s: release in use is unreadable, waiting: %s", name, error)
             self._states[name] = replace(self._states[name], next_poll_s=now_s + state_machine.POLL_S)
 
     def _is_activated(self, name: str) -> bool:

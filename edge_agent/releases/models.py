@@ -56,26 +56,22 @@ from fedquilt.wire import DesiredRelease
 
 MODEL, SHARED, RELEASE = "model.onnx", "shared.safetensors", "release.json"
 CURRENT, PREVIOUS, NOTHING = "current", "previous", "none"
-CHECK_S: Final = 900.0  # most that a check may take, without the building of a TensorRT engine
-METERED_TIMING_S: Final = 3.0  # length of the timed answers on a board with a meter, for joules; else TIMED_S
+CHECK_S: Final = 900.0  # time limit of a check, without building a TensorRT engine
+METERED_TIMING_S: Final = 3.0  # duration of the timed answers with a meter, for joules, else TIMED_S
 TIMING_S: Final = 1.0
-MIN_FAILURES: Final = 5  # failures of the runner with a model, and by how much more often than before, of its answers:
-MAX_FAILURE_INCREASE: Final = (
-    0.1  # with more the model does not hold up. Requests that are wrong themselves fail with any model
-)
-RUNNER_RELOAD_S: Final = 45.0  # after an exchange a runner that is there answers with the new model
-MAX_RUNNER_SILENCE_S: Final = (
-    30.0  # no model is settled while the runner, which writes every 20 s, has written nothing for longer
-)
-LABEL_TIMEOUT_S: Final = 60.0  # without another label, after which the labels so far decide on a model that soaks
-MAX_LABEL_WAIT_S: Final = 900.0  # after the exchange, likewise
+MIN_FAILURES: Final = 5  # Limits of a runner's failures: their number, and the increase of their share of all answers.
+MAX_FAILURE_INCREASE: Final = 0.1  # Above both, the model is unhealthy. Malformed requests fail with any model.
+RUNNER_RELOAD_S: Final = 45.0  # time for an active runner to serve a new model
+MAX_RUNNER_SILENCE_S: Final = 30.0  # silence after which a runner, which reports every 20 s, counts as inactive
+LABEL_TIMEOUT_S: Final = 60.0  # time without a new label, after which the present labels decide on a soaking model
+MAX_LABEL_WAIT_S: Final = 900.0  # the same, from the activation of the model
 
 _NAME: Final = re.compile(r"[0-9a-f]{16}(\.part)?\Z")
 _NO_LINKS: Final = (errno.EXDEV, errno.EPERM, errno.EMLINK, errno.EACCES, errno.EOPNOTSUPP)
 
 
 def _check_graph(path: Path) -> object:
-    from fedquilt.onnx import graph_check  # here, as an idle agent has no model to check
+    from fedquilt.onnx import graph_check  # imported here, because an idle agent has no model to check
 
     return graph_check.check_file(path)
 
@@ -108,19 +104,22 @@ class ModelReleases(ReleaseKind):
         self._is_shared_folder = settings.models.folder is not None
         self._hook = ReleaseHook(settings.models.hook, clock)
         self._out = Path(settings.home).absolute() / sandbox.CHECK / sandbox.OUT
-        self._blob_hashes: dict[str, str] = {}  # folder -> the blob (sha256) that its model is made of
-        self._assembled_hashes: dict[str, str] = {}  # folder -> the model's file (sha256), if it was put together here
+        self._blob_hashes: dict[str, str] = {}  # folder -> sha256 of the blob of its model
+        self._assembled_hashes: dict[str, str] = {}  # folder -> sha256 of the model file, if assembled on this device
         self._check: tuple[DesiredRelease, float] | None = None  # the release under check, and the check's time limit
         self._energy: EnergyAccount | None = None  # energy of the timed answers
         self._inference_j: float | None = None
         self._first_status: RunnerStatus | None = None  # the runner's first report on the model in use
         self._previous_status: RunnerStatus | None = (
-            None  # the runner's last report on the model before; not kept over restarts
+            None  # the runner's last report on the previous model, lost at a restart
         )
         self._min_gain: float | None = None  # limit of the release in use
         self._activated_s = clock()
-        self._label_progress = (0, self._activated_s)  # labels of the model in use, and when their number has changed
-        self._had_runner = False  # whether a runner was there at the exchange
+        self._label_progress = (
+            0,
+            self._activated_s,
+        )  # number of labels of the model in use, and time of the last change
+        self._had_runner = False  # whether a runner was active at the activation
 
     # -- what is in use --
 
@@ -183,10 +182,10 @@ class ModelReleases(ReleaseKind):
             for name_to_sync in (file, RELEASE):
                 disk.sync(part / name_to_sync)
         try:
-            if file == MODEL:  # a model with parts is made and examined by the check
+            if file == MODEL:  # the check assembles and verifies a model with parts
                 self._check_graph(part / MODEL)
         except ModelError as error:
-            raise ModelError(f"the model cannot be run: {error}") from None
+            raise ModelError(f"model cannot be run: {error}") from None
         with disk_errors(f"lay the model {release.name} into {self.folder}", "free some space"):
             if self._is_shared_folder:
                 for path, mode in ((part / file, 0o640), (part / RELEASE, 0o640), (part, 0o750)):
@@ -219,7 +218,7 @@ class ModelReleases(ReleaseKind):
     def start_check(self, release: DesiredRelease) -> None:
         if "onnx" not in engines.available_engines():
             raise ModelError(
-                f"models cannot be checked here, without ONNX Runtime: {extras.installation_command('onnx')}"
+                f"model checks need ONNX Runtime, which is not installed: {extras.installation_command('onnx')}"
             )
         now_s = self._clock()
         build_s = MAX_TENSORRT_BUILD_S if _find_trtexec() else 0.0
@@ -272,7 +271,7 @@ class ModelReleases(ReleaseKind):
                     energy = self._energy.with_reading(now_s, self._board.read_sensors(now_s))
                     self._inference_j, self._energy = energy.cost_until(now_s, None).energy_j, None
                 case WorkResult():
-                    self._end_check()  # also of processes that it has started: nobody writes its folders any more
+                    self._end_check()  # also kills its child processes, so that its folders no longer change
                     verdict = judge_check(release.limits, event, self._inference_j)
                     return verdict if verdict.refusal_reason else self._store_check_output(release, verdict)
         if now_s > end_s:
@@ -291,7 +290,9 @@ class ModelReleases(ReleaseKind):
                 part = folder / f"{name}.part"
                 with disk_errors(f"copy {self._out / name} into {folder}", "free some space"):
                     disk.remove(part)
-                    disk.copy_untrusted(self._out / name, part, self._budget_bytes())  # it had to fit into memory
+                    disk.copy_untrusted(
+                        self._out / name, part, self._budget_bytes()
+                    )  # the memory was too small for the model
                     if self._is_shared_folder:
                         disk.set_mode(part, 0o640)
                     disk.sync(part)
@@ -319,7 +320,7 @@ class ModelReleases(ReleaseKind):
         name, current = release.blob.sha256[:16], self._disk.read_link(self.folder / CURRENT)
         if current != name:
             if not self._disk.is_file(self.folder / name / MODEL):
-                raise StoreError(f"the model is gone from {self.folder / name}: roll it out again")
+                raise StoreError(f"model {self.folder / name} is missing: send the release again")
             status = self.runner.read_status()
             self._previous_status = status if status is not None and status.model == self._served_sha256() else None
             with disk_errors(f"exchange the model in {self.folder}", "free some space"):
@@ -409,7 +410,7 @@ class ModelReleases(ReleaseKind):
         with disk_errors(f"delete old models in {self.folder}"):
             targets = {link: self._disk.read_link(self.folder / link) for link in (CURRENT, PREVIOUS)}
             if targets[PREVIOUS] is not None and targets[PREVIOUS] == (targets[CURRENT] or NOTHING):
-                self._disk.unlink(self.folder / PREVIOUS)  # no model before it to return to
+                self._disk.unlink(self.folder / PREVIOUS)  # there is no previous model
             for entry in self._disk.entries(self.folder):
                 if entry.is_dir and _NAME.match(entry.name) and entry.name not in targets.values():
                     self._disk.remove(self.folder / entry.name)

@@ -12,8 +12,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import IO, Final, NamedTuple
 
 TAIL_BYTES: Final = 4096
-HOOK_S: Final = 60.0  # a hook that takes longer has failed
-MAX_HOOK_OUTPUT: Final = 300  # characters of a hook's last words
+HOOK_S: Final = 60.0  # time limit of a hook
+MAX_HOOK_OUTPUT: Final = 300  # characters of a hook's last line
 
 
 class ProcessEnd(NamedTuple):
@@ -50,7 +50,7 @@ class ReleaseProcess:
             self.stop()
             raise
         if self.process.stdin is not None:
-            with contextlib.suppress(BrokenPipeError):  # it has ended; its last words say why
+            with contextlib.suppress(BrokenPipeError):  # the process has ended, and its output gives the reason
                 self.process.stdin.write(request)
                 self.process.stdin.close()
 

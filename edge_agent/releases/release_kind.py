@@ -14,8 +14,8 @@ class CheckResult(NamedTuple):
 
     refusal_reason: str
     metrics: Mapping[str, float]
-    note: str = ""  # remark on a release that is accepted: its accuracy was not measured
-    killed_externally: bool = False  # the process of the check was killed from outside
+    note: str = ""  # note on an accepted release whose accuracy was not measured
+    killed_externally: bool = False  # whether the check's process was killed from outside
 
 
 class ReleaseKind(Protocol):

@@ -35,11 +35,11 @@ from fedquilt.edge_agent.task.memory_budget import format_megabytes
 from fedquilt.wire import DesiredRelease, ReleaseStatus
 
 POLL_S: Final = 5.0  # interval of polls while a release waits
-MIN_BATTERY: Final = 0.2  # charge below which no release begins, unless the battery is being charged
-MAX_TEMPERATURE_C: Final = 85.0  # temperature above which no release begins
+MIN_BATTERY: Final = 0.2  # minimum charge for a release, unless the battery is being charged
+MAX_TEMPERATURE_C: Final = 85.0  # maximum temperature for a release
 SOAK_POLL_S: Final = 1.0  # interval of polls while a release soaks
 
-EARLIEST_YEAR: Final = 2020  # an earlier clock was never set: boards without a clock battery begin in 1970
+EARLIEST_YEAR: Final = 2020  # earlier times mean an unset clock, because boards without a clock battery start in 1970
 WINDOW_HINT: Final = 'a window is two times of a day, "02:00-05:00"'
 
 _WINDOW: Final = re.compile(r"([01]\d|2[0-3]):([0-5]\d)-([01]\d|2[0-3]):([0-5]\d)\Z")
@@ -60,10 +60,10 @@ class ReleaseRecord(WireMessage, frozen=True, omit_defaults=True):
     reason: Sentence = ""
     metrics: Metrics = msgspec.field(default_factory=dict)
     next_release: DesiredRelease | None = None  # a release that arrived while `release` soaks
-    replaced_sha256: OptionalDigest = ""  # release in use (sha256) when the swap is about to be made
-    rollout: ShortText = ""  # rollout that installed the release in use, or "" if that cannot be rolled back
+    replaced_sha256: OptionalDigest = ""  # sha256 of the release in use before the activation
+    rollout: ShortText = ""  # rollout that installed the release in use, or "" if no rollback is possible
     name: ShortText = ""  # name of the release in use
-    previous_sha256: OptionalDigest = ""  # release (sha256) that ran before the one in use
+    previous_sha256: OptionalDigest = ""  # sha256 of the previous release
     previous_name: ShortText = ""
 
 
@@ -79,7 +79,7 @@ class ReleaseState(msgspec.Struct, frozen=True):
 # -- events and actions ---------------------------------------------------------------------------
 
 Action = Literal["publish", "fetch", "cancel fetch", "check", "activate", "roll back", "confirm", "delete"]
-"""Action on the release of the new state. "cancel fetch" is about the one of the state before."""
+"""Action on the release of the new state, except "cancel fetch", which is for the release of the old state."""
 
 
 class ReleaseReceived(msgspec.Struct, frozen=True):
@@ -121,8 +121,8 @@ class StatusPolled(msgspec.Struct, frozen=True):
     current_sha256: str = ""
     is_blob_stored: bool = False  # the blob is on this device
     is_task_running: bool = False  # whether a task runs
-    other_kind_in_check: str = ""  # kind of another release that is being checked
-    check_bytes: int = 0  # memory that the check will take
+    other_kind_in_check: str = ""  # kind of another release under check
+    check_bytes: int = 0  # memory that the check needs
     reading: Reading = Reading()
     local_time: time.struct_time | None = None
     is_settled: bool = True  # no hook runs
@@ -159,7 +159,7 @@ def release_status_message(state: ReleaseState, current_sha256: str) -> ReleaseS
         )
         reason = state.waiting_for
     elif phase == "returning" and state.waiting_for:
-        reason = shorten_error(f"{reason}; it cannot return yet: {state.waiting_for}")
+        reason = shorten_error(f"{reason}; rollback pending: {state.waiting_for}")
     phase = {"swapping": "checking", "returning": "soaking"}.get(phase, phase)
     return ReleaseStatus(
         rollout=record.release.rollout,
@@ -371,7 +371,7 @@ def _handle_poll(state: ReleaseState, record: ReleaseRecord, status: StatusPolle
     match record.step:
         case "wanted":
             return _continue_release(state, record, status, now_s)
-        case "swapping":  # the link was not up the first time
+        case "swapping":  # the link was offline at the first attempt
             return replace(state, next_poll_s=math.inf), ("activate",)
         case "soaking":
             if status.unhealthy_reason:
@@ -403,7 +403,7 @@ def _continue_release(state: ReleaseState, record: ReleaseRecord, status: Status
     release = record.release
     if state.stage == "gate" and release.blob is not None and release.blob.sha256 == status.current_sha256:
         return _end_release(state, "committed", "it ran here already", now_s)
-    if state.stage == "fetching":  # the fetch before has failed
+    if state.stage == "fetching":  # the previous fetch has failed
         return replace(state, next_poll_s=math.inf), ("fetch",)
     if state.stage == "checking":
         return replace(state, next_poll_s=math.inf), ()
@@ -417,7 +417,7 @@ def _continue_release(state: ReleaseState, record: ReleaseRecord, status: Status
             return replace(state, stage="fetched"), ()
         return replace(state, stage="fetching", next_poll_s=math.inf), ("fetch",)
     if state.stage == "fetched":
-        if release.blob is not None and not status.is_blob_stored:  # dropped, or damaged meanwhile
+        if release.blob is not None and not status.is_blob_stored:  # the blob was deleted or damaged
             return replace(state, stage="gate"), ()
         return replace(state, stage="checking", next_poll_s=math.inf), ("check",)
     swapping_record = replace(record, step="swapping", replaced_sha256=status.current_sha256)
@@ -430,7 +430,7 @@ def waiting_reason(release: DesiredRelease, state: ReleaseState, status: StatusP
     Measured values are left out, because each change of the text is published.
     """
     is_idle = release.force or not status.is_task_running
-    if release.is_rollback:  # what runs now is not wanted: only an exchange of the agent itself would end a task
+    if release.is_rollback:  # the release in use is unwanted, and only replacing the agent would end a task
         return "" if is_idle or release.kind != "agent" else "a task runs"
     if window_reason := outside_window_reason(release.window, status.local_time):
         return window_reason

@@ -75,7 +75,7 @@ class TaskExecutor:
         """Return training and held-out examples. Data is read again for each new job."""
         if self._data is None or self._data[0] != (run, spec):
             if not spec:
-                raise DataError("this device has no data: give its agent.toml a [data] table")
+                raise DataError("this device has no data: add a [data] table to agent.toml")
             self._data = ((run, spec), self._load(msgspec.convert(spec, DataSpec)))
         return self._data[1]
 
@@ -104,7 +104,7 @@ def run_task(
     try:
         engine = executor.load_engine(request.task.engine, plan_limit_bytes(request))
         if hasattr(engine, "planned_bytes"):
-            engine.planned_bytes = None  # left by an earlier task
+            engine.planned_bytes = None  # files of an earlier task
         if hasattr(engine, "use_tensorrt"):
             engine.use_tensorrt(Path(request.cache_folder), request.max_tensorrt_bytes)
         if own_process and memory_budget.reset_peak(os.getpid()):
@@ -115,8 +115,8 @@ def run_task(
             if base > request.budget_bytes:
                 base_size, budget = (memory_budget.format_megabytes(size) for size in (base, request.budget_bytes))
                 raise MemoryBudgetError(
-                    f"torch and its GPU's libraries hold {base_size} before any work, the budget is {budget}: "
-                    "raise budget, or hide the GPU from the agent (CUDA_VISIBLE_DEVICES=-1)"
+                    f"torch and its GPU's libraries take {base_size} before any work, and the budget is {budget}: "
+                    f"raise budget, or hide the GPU from the agent (CUDA_VISIBLE_DEVICES=-1)"
                 )
         context = build_site(request, executor, progress, report_examples, engine=engine)
         outcome = run_method(request, executor.load_method(request), context)
@@ -183,14 +183,14 @@ def load_private_state(path: str | None, sha256: str, lost_reason: str, job: str
 def require_fresh_state_allowed(method: Method, name: str, lost_reason: str) -> None:
     if lost_reason and not method.traits.replaces_private_state:
         raise StoreError(
-            f"{lost_reason}, and {name} does not allow a device to begin it anew: run the job anew, or leave "
-            "this device out"
+            f"{lost_reason}, and {name} does not allow a device to start with new private state: run the job "
+            f"again, or leave this device out"
         )
 
 
 def _bundle_file(request: WorkRequest, name: str) -> str:
     if name not in request.bundles:
-        raise ModelError(f"the task has no bundle {name!r}; it has: {', '.join(sorted(request.bundles)) or 'none'}")
+        raise ModelError(f"task has no bundle {name!r}: choose one of {', '.join(sorted(request.bundles)) or 'none'}")
     return request.bundles[name]
 
 
@@ -203,7 +203,7 @@ def _verified_bundle_file(request: WorkRequest, name: str) -> Path:
 def _require_undamaged(file: str, sha256: str) -> None:
     with disk_errors(f"read {file}"):
         if sha256 and REAL.hash_file(file) != sha256:
-            raise StoreError(f"{file} is damaged: its bytes are not those it was stored with")
+            raise StoreError(f"{file} is damaged: contents differ from the stored hash")
 
 
 def _expected_hash(request: WorkRequest, name: str) -> str:
@@ -248,8 +248,8 @@ def run_method(request: WorkRequest, method: Method, context: ClientContext) -> 
         )
         if not isinstance(evaluation, core.EvaluationSums):
             raise core.JobError(
-                f"`check` of method {task.method!r} returned {type(evaluation).__name__}, and the sums of "
-                "`site.engine.evaluate` are wanted"
+                f"`check` of method {task.method!r} returned {type(evaluation).__name__}, return the sums of "
+                f"`site.engine.evaluate`"
             )
         weight = float(evaluation.examples)
     if "work" in task.actions:
@@ -257,7 +257,7 @@ def run_method(request: WorkRequest, method: Method, context: ClientContext) -> 
         if not isinstance(client_result, core.ClientResult):
             raise core.JobError(
                 f"`work` of method {task.method!r} returned {type(client_result).__name__}, "
-                "and a fedquilt.core.ClientResult is wanted"
+                "return a fedquilt.core.ClientResult"
             )
         encoded = compression.encode_update(task.wire, client_result, open_base_bundle, open_private_state)
         metrics = {name: float(value) for name, value in encoded.metrics.items()}
@@ -266,14 +266,17 @@ def run_method(request: WorkRequest, method: Method, context: ClientContext) -> 
             note = note or request.unknown_reason
             require_fresh_state_allowed(method, task.method, note)
         bundles, blobs, private_state = _write_result(encoded, request)
-        for file, sha256 in verified_files.items():  # after they were read: a bit that flips stays flipped
+        for (
+            file,
+            sha256,
+        ) in verified_files.items():  # verified after reading, because a flipped bit on the disk stays flipped
             _require_undamaged(file, sha256)
         layouts = {name: tensors.layout_from_tensors(bundle) for name, bundle in encoded.bundles.items()}
     for name, value in {**metrics, "weight": weight}.items():
         if not math.isfinite(value) or (name == "weight" and value < 0):
-            raise DivergedError(f"{name} came out as {value}")
+            raise DivergedError(f"{name} is {value}: lower the learning rate")
     planned_bytes = getattr(context.engine, "planned_bytes", None)
-    notes = [f"{note}: it has begun anew"] if note else []
+    notes = [f"{note}: starting with new private state"] if note else []
     if engine_note := getattr(context.engine, "note", ""):
         notes.append(engine_note)
         context.engine.note = ""

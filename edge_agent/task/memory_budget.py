@@ -38,7 +38,7 @@ class MemoryMargin:
     """
 
     ratio: float = 1.0  # average of measured over predicted peaks
-    failures: int = 0  # tasks that ran out of memory since the agent started: one step down for each
+    failures: int = 0  # tasks that ran out of memory since the agent started, each one step down
 
     def with_peak(self, peak_bytes: int, planned_bytes: int) -> MemoryMargin:
         if planned_bytes <= 0:
@@ -160,7 +160,7 @@ class MemoryLimit:
             (self._task_group / "cgroup.procs").write_text(str(pid))
         except OSError:
             return False
-        with contextlib.suppress(OSError):  # no such file if the kernel accounts no swap
+        with contextlib.suppress(OSError):  # the file is missing if the kernel does not account swap
             (self._task_group / "memory.swap.max").write_text("0")
         return True
 

@@ -25,9 +25,9 @@ from fedquilt.host.process_resources import PROC
 
 log = logging.getLogger("fedquilt.agent")
 
-MAX_LINE_BYTES: Final = 4 << 20  # of one event: a thousand metrics of a task are some 100 kB
+MAX_LINE_BYTES: Final = 4 << 20  # limit of one event: a thousand metrics of a task are about 100 kB
 MAX_INVALID_LINES: Final = 100  # limit of undecodable lines of one process
-TAIL_BYTES: Final = 4096  # of the child's last output
+TAIL_BYTES: Final = 4096  # limit of the child's last output
 EXTERNAL_SIGNALS: Final = frozenset({signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP})
 
 PR_SET_PDEATHSIG: Final = 1
@@ -48,8 +48,12 @@ class ChildProcess:
         self,
         command: Sequence[str],
         engine: str,
-        count_machine_oom_kills: Callable[[], int | None] = memory_budget.count_oom_kills,  # on the machine
-        count_task_oom_kills: Callable[[], int | None] = lambda: None,  # within the task's memory limit
+        count_machine_oom_kills: Callable[
+            [], int | None
+        ] = memory_budget.count_oom_kills,  # number of out-of-memory kills on the machine
+        count_task_oom_kills: Callable[[], int | None] = lambda: (
+            None
+        ),  # number of out-of-memory kills within the task's memory limit
     ) -> None:
         self.engine = engine
         self.is_garbled = False
@@ -63,7 +67,7 @@ class ChildProcess:
             stderr=subprocess.PIPE,
             bufsize=0,
             env={**process_resources.QUIET, **os.environ},
-            start_new_session=True,  # with a process group, which a confined process cannot leave
+            start_new_session=True,  # kills the process group, which a sandboxed process cannot leave
         )
         self.pid = self._process.pid
         assert self._process.stdin is not None
@@ -113,9 +117,7 @@ class ChildProcess:
     def _keep_invalid_line(self, line: bytes) -> None:
         self._output_tail = (self._output_tail + line + b"\n")[-TAIL_BYTES:]
         if not self._invalid_lines:
-            log.warning(
-                "the task's process wrote a line that is no answer (further ones are not logged): %s", line[:200]
-            )
+            log.warning("task process wrote an invalid line (further lines are not logged): %s", line[:200])
         self._invalid_lines += 1
         self.is_garbled = self._invalid_lines > MAX_INVALID_LINES
 
@@ -156,7 +158,7 @@ class ChildProcess:
         if (self._count_task_oom_kills() or 0) > (self._initial_task_kills or 0):
             return self._out_of_memory_outcome(f"the kernel killed the task's process{size_text} at its budget")
         kills = self._count_machine_oom_kills()
-        if kills is None or self._initial_machine_kills is None:  # JetPack 4 (Linux 4.9) does not count
+        if kills is None or self._initial_machine_kills is None:  # JetPack 4 (Linux 4.9) does not count kills
             cause = f"the task's process{size_text} was killed, most likely by the kernel for want of memory"
         elif kills > self._initial_machine_kills:
             cause = f"the kernel ran out of memory and killed the task's process{size_text} most likely"
@@ -178,7 +180,7 @@ class ChildProcess:
         return any(pid != self.pid for pid in _processes_in_group(self.pid))
 
     def kill(self) -> None:
-        with contextlib.suppress(ProcessLookupError, PermissionError):  # also where the first process has ended
+        with contextlib.suppress(ProcessLookupError, PermissionError):  # also if the first process has ended
             os.killpg(self.pid, signal.SIGKILL)
         self._process.kill()
         self._process.wait()
@@ -216,7 +218,7 @@ def _read_available(pipe: IO[bytes] | None) -> tuple[IO[bytes] | None, bytes]:
 def _processes_in_group(leader: int) -> Iterator[int]:
     for name in os.listdir(PROC):
         if name.isdigit():
-            with contextlib.suppress(OSError, ValueError, IndexError):  # it has ended meanwhile
+            with contextlib.suppress(OSError, ValueError, IndexError):  # the process has ended
                 status = (PROC / name / "stat").read_text(errors="replace").rpartition(")")[2].split()
                 if int(status[2]) == leader and status[0] not in "ZX":
                     yield int(name)
@@ -229,9 +231,9 @@ def serve_requests(request_type: type[R], handle_request: Callable[[R, Callable[
     event.
     """
     exit_with_parent(int(sys.argv[-1]))
-    with contextlib.suppress(OSError):  # short of memory, the kernel should take this process and not another
+    with contextlib.suppress(OSError):  # the kernel should kill this process first if memory runs out
         Path("/proc/self/oom_score_adj").write_text("500")
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C in a terminal is for the daemon
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the daemon handles Ctrl-C
     output = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
 
@@ -239,7 +241,7 @@ def serve_requests(request_type: type[R], handle_request: Callable[[R, Callable[
         output.write(msgspec.json.encode(event) + b"\n")
         output.flush()
 
-    with contextlib.suppress(BrokenPipeError):  # the daemon is gone
+    with contextlib.suppress(BrokenPipeError):  # the daemon has ended
         for line in sys.stdin.buffer:
             request = msgspec.json.decode(line, type=request_type)
             plugins.restrict_plugins(request.allowed_plugins)
@@ -249,5 +251,5 @@ def serve_requests(request_type: type[R], handle_request: Callable[[R, Callable[
 def exit_with_parent(parent: int) -> None:
     """Make the kernel kill this process when its parent ends, even after kill -9."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it died before the request
+    if os.getppid() != parent:  # the parent ended before the request
         sys.exit()

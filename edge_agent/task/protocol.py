@@ -23,20 +23,20 @@ class WorkRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     budget_bytes: int
     data: dict[str, Any]  # fedquilt.data.spec.DataSpec
     bundles: dict[str, str]  # bundle name -> file
-    private_state: str | None  # file of the job's private state; None: none yet, or none that can be used
-    cache_folder: str  # folder of the job, made if missing: earlier tasks left files there for later ones
+    private_state: str | None  # file of the job's private state, or None without usable private state
+    cache_folder: str  # folder of the job for files shared by its tasks, created if missing
     output_folder: str  # folder: bundles go into files named by their sha256, private state into private.safetensors
-    private_sha256: str = ""  # of that file; "": not known
+    private_sha256: str = ""  # sha256 of that file, or "" if unknown
     lost_reason: str = ""  # why the private state of earlier rounds is unusable
     unknown_reason: str = ""  # why the device cannot know whether private state existed
     plan_bytes: int | None = None  # part of the budget that the engine may plan with, or None for all of it
-    file_prefix: str = ""  # prefix of these files' names, if devices share the folder
+    file_prefix: str = ""  # prefix of the output files' names, if devices share the folder
     max_inline_bytes: int = 0  # largest bundle that comes with the outcome instead of in a file
-    verify_bundles: bool = False  # compare bundles with the task's hashes as they are read; else the daemon has
+    verify_bundles: bool = False  # whether to verify bundles with the task's hashes, unless the daemon has done so
     allowed_plugins: tuple[str, ...] | None = (
-        None  # packages that this board allows: `fedquilt.plugins.restrict_plugins`
+        None  # plug-in packages permitted on this board: `fedquilt.plugins.restrict_plugins`
     )
-    max_tensorrt_bytes: int = 0  # of TensorRT's engines in `cache`; 0: it is not used
+    max_tensorrt_bytes: int = 0  # maximum size of TensorRT's engines in `cache`, or 0 without TensorRT
 
     @property
     def engine(self) -> str:
@@ -46,7 +46,7 @@ class WorkRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class DataLoaded(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="loaded"):
     """Report that the device's data is loaded, before the work begins."""
 
-    examples: int  # held-out ones aside
+    examples: int  # number of training examples
 
 
 class ProgressReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="progress"):
@@ -62,20 +62,20 @@ class WorkResult(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="o
     metrics: dict[str, float] = {}
     evaluation: EvaluationSums | None = None
     bundles: dict[str, BlobRef] = {}
-    blobs: dict[Digest, bytes] = {}  # by sha256: bundles that are in no file
-    private: BlobRef | None = None  # the private state that the task left; None: it left none
-    note: str = ""  # that private state was lost, and has begun anew
-    layouts: dict[str, dict[str, str]] = {}  # of the bundles: `fedquilt.arrays.tensors.layout_from_tensors`
-    examples: int = 0  # the device's own, held-out ones aside
+    blobs: dict[Digest, bytes] = {}  # sha256 -> content of bundles without a file
+    private: BlobRef | None = None  # private state left by the task, or None
+    note: str = ""  # whether private state was lost and started again
+    layouts: dict[str, dict[str, str]] = {}  # layout of the bundles: `fedquilt.arrays.tensors.layout_from_tensors`
+    examples: int = 0  # number of the device's training examples
     wall_s: float = 0.0
     cpu_s: float = 0.0
     peak_bytes: int | None = None
     base_bytes: int | None = None
-    planned_bytes: int | None = None  # peak that its engine predicted, beside `base_bytes`
-    runs_on: str = ""  # of an engine that may use a GPU: what it used last
-    ran_out_of_memory: bool = False  # memory ran out at work
-    site_usage: Usage | None = None  # of a site: as in its update
-    killed_externally: bool = False  # from outside, not for its own fault: the same order may succeed next time
+    planned_bytes: int | None = None  # peak predicted by the engine, without `base_bytes`
+    runs_on: str = ""  # processor used last by an engine that may use a GPU
+    ran_out_of_memory: bool = False  # whether memory ran out during the work
+    site_usage: Usage | None = None  # only of a site, as in its update
+    killed_externally: bool = False  # whether the process was killed from outside, so that a repeated task may succeed
 
 
 Event = DataLoaded | ProgressReport | WorkResult
@@ -83,41 +83,43 @@ Event = DataLoaded | ProgressReport | WorkResult
 
 TIMING_STARTED: Final = 0.5  # progress at which the timed answers begin
 TENSORRT_FILE: Final = "model.engine"  # file in `CheckRequest.out`
-MAX_TENSORRT_BUILD_S: Final = 1200.0  # most for the building of a TensorRT engine
+MAX_TENSORRT_BUILD_S: Final = 1200.0  # time limit for building a TensorRT engine
 TIMING_ENDED: Final = 0.75  # progress at which the timed answers have ended; `WorkResult.examples` is their number
 
 
 class SplitModelFiles(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Files from which a network is assembled on this device, see `fedquilt.formats.personal_models`."""
 
-    shared: str  # file that the coordinator sent
+    shared: str  # file from the coordinator
     device: str
-    private_state: str | None = None  # file of the private state of the run; None: none, or none of use
-    private_sha256: str = ""  # of the file `private`
-    lost_reason: str = ""  # reason why the private state that rounds have left is of no use
+    private_state: str | None = None  # file of the run's private state, or None without usable private state
+    private_sha256: str = ""  # sha256 of the file `private`
+    lost_reason: str = ""  # reason why the private state of earlier rounds is unusable
 
 
 class CheckRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    model: str  # file; one that is made of parts is in `out`
-    output_folder: str  # folder for what the check makes: the model of parts, and a TensorRT engine
-    current_model: str | None  # file of the model in use; None: there is none
+    model: str  # model file, which is in `out` if assembled from parts
+    output_folder: str  # output folder for an assembled model and a TensorRT engine
+    current_model: str | None  # file of the model in use, or None
     budget_bytes: int
-    data: dict[str, Any]  # fedquilt.data.spec.DataSpec; {}: this device has none
+    data: dict[str, Any]  # fedquilt.data.spec.DataSpec, or {} if this device has no data
     allowed_plugins: tuple[str, ...] | None = (
-        None  # packages that this board allows: `fedquilt.plugins.restrict_plugins`
+        None  # plug-in packages permitted on this board: `fedquilt.plugins.restrict_plugins`
     )
-    timing_s: float = 1.0  # seconds of answers one after the other, of which the median is the latency
-    trtexec: str | None = None  # program that builds a TensorRT engine; None: there is none
-    split_model: SplitModelFiles | None = None  # files to make the model of first; None: the model was sent whole
+    timing_s: float = 1.0  # duration of consecutive answers, of which the median is the latency
+    trtexec: str | None = None  # program that builds a TensorRT engine, or None
+    split_model: SplitModelFiles | None = (
+        None  # files from which the model is assembled first, or None for a complete model
+    )
     engine: str = "onnx"
-    input_shape: tuple[int, ...] | None = None  # of one example; None: as the graph declares it
+    input_shape: tuple[int, ...] | None = None  # shape of one example, or None for the shape that the graph declares
 
 
 ProcessRequest = WorkRequest | CheckRequest
 
 
-PRIVATE_FILE: Final = "private.safetensors"  # the private state that a round leaves
-SMALL_BYTES: Final = 1 << 20  # bytes of tensors encoded as a whole before they are written
+PRIVATE_FILE: Final = "private.safetensors"  # name of the file with a round's private state
+SMALL_BYTES: Final = 1 << 20  # bytes of tensors encoded at once
 
 
 def write_tensors(path: Path | str, tensors: Tensors) -> BlobRef:

@@ -27,17 +27,17 @@ from typing import Final, NamedTuple
 PR_SET_DUMPABLE, PR_SET_SECCOMP, PR_SET_NO_NEW_PRIVS, SECCOMP_MODE_FILTER = 4, 22, 38, 2
 OUT, CACHE, TEMPORARY, LIBRARIES = "out", "cache", "tmp", "libraries"  # private folders of a task's process
 CHECK = "check"  # folder in the agent's home with the private folders of a check's process
-CREATE_RULESET, ADD_RULE, RESTRICT_SELF = 444, 445, 446  # of Landlock; the same on all architectures
+CREATE_RULESET, ADD_RULE, RESTRICT_SELF = 444, 445, 446  # system calls of Landlock, equal on all architectures
 VERSION_FLAG, PATH_BENEATH = 1, 1
-MIN_LANDLOCK_VERSION: Final = 2  # the first that lets files be renamed from one permitted folder to another
+MIN_LANDLOCK_VERSION: Final = 2  # first version that permits renaming files between permitted folders
 TRUNCATE_LANDLOCK_VERSION: Final = 3
-WRITES: Final = 1 << 1 | sum(1 << bit for bit in range(4, 14))  # writing, and making, removing and moving of any kind
+WRITES: Final = 1 << 1 | sum(1 << bit for bit in range(4, 14))  # rights to write, create, delete and move files
 TRUNCATES: Final = 1 << 14
 
 EPERM, UNIX, NETLINK = 1, 1, 16
-LOAD, EQUAL, GREATER_OR_EQUAL, RETURN = 0x20, 0x15, 0x35, 0x06  # of classic BPF, on 32-bit words
+LOAD, EQUAL, GREATER_OR_EQUAL, RETURN = 0x20, 0x15, 0x35, 0x06  # instructions of classic BPF on 32-bit words
 ALLOW, REFUSE = 0x7FFF0000, 0x00050000 | EPERM
-NUMBER_OFFSET, ARCHITECTURE_OFFSET, ARGUMENT_OFFSET = 0, 4, 16  # in struct seccomp_data; little-endian
+NUMBER_OFFSET, ARCHITECTURE_OFFSET, ARGUMENT_OFFSET = 0, 4, 16  # offsets in struct seccomp_data, little-endian
 
 
 class SystemCalls(NamedTuple):

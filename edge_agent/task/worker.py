@@ -28,11 +28,11 @@ if TYPE_CHECKING:
     from fedquilt.core import Examples
     from fedquilt.data.spec import DataSpec
 
-    Shares = tuple[Examples, Examples]  # for training, and held out
+    Shares = tuple[Examples, Examples]  # numbers of training and held-out examples
 
 CHECK_S: Final = 0.2  # interval between checks of the child's resident size
-PROGRESS_S: Final = 1.0  # interval of progress reports on virtual time,
-PROGRESS_FRACTION: Final = 0.02  # or this share of the task's duration if longer
+PROGRESS_S: Final = 1.0  # interval of progress reports on virtual time
+PROGRESS_FRACTION: Final = 0.02  # minimum interval as a fraction of the task's duration
 COMMAND: Final = (sys.executable, "-m", "fedquilt.edge_agent.task.main")
 
 
@@ -113,7 +113,7 @@ class VirtualWorker:
         if self._outcome is None:
             return math.inf
         whole_s = self._board.task_cost(self._work, Cost(duration_s=0.0)).duration_s
-        if whole_s != self._total_s:  # the board is held at another point now
+        if whole_s != self._total_s:  # the board is pinned at another point now
             self._fraction_done, self._updated_s, self._total_s = self._share_done(now_s), now_s, whole_s
         return min(self._end_s(), self._next_report_s) if self._outcome.code == "ok" else self._end_s()
 
@@ -167,7 +167,7 @@ class ChildWorker:
         self._child: ChildProcess | None = None
         self._request: ProcessRequest | None = None
         self._idle_since_s = math.inf  # start of the idle time
-        self._start_failure: WorkResult | None = None  # of a request that could not be sent
+        self._start_failure: WorkResult | None = None  # result of a request that could not be sent
 
     @property
     def resident_bytes(self) -> int:
@@ -179,7 +179,7 @@ class ChildWorker:
         try:
             if self._child is None:
                 self._memory_limit.create_group()
-                self._empty_temporary()  # left by the child of a killed agent
+                self._empty_temporary()  # files of the child of a killed agent
                 self._child = ChildProcess(
                     self._command, request.engine, count_task_oom_kills=self._memory_limit.count_oom_kills
                 )
@@ -268,7 +268,7 @@ class ChildWorker:
         if self._child is not None:
             self._child.kill()
             self._child = None
-            with contextlib.suppress(OSError):  # it is emptied again before the next child starts
+            with contextlib.suppress(OSError):  # emptied again before the next child starts
                 self._empty_temporary()
 
     def _empty_temporary(self) -> None:

@@ -36,10 +36,8 @@ log = logging.getLogger("fedquilt.agent")
 
 COMMAND: Final = (sys.executable, "-m", "fedquilt.edge_agent.upgrade.environment_build")
 CHECK_S: Final = 1800.0  # for unpacking, compiling and the new version's own check, on a slow card
-CHECK_BYTES: Final = 300 << 20  # memory of that: an agent, and the process of one small task
-HIGHEST_NUMBER_FILE: Final = (
-    "newest"  # file in the folder of versions: the greatest number of a signed one that was kept
-)
+CHECK_BYTES: Final = 300 << 20  # memory for the check: an agent, and the process of a small task
+HIGHEST_NUMBER_FILE: Final = "newest"  # file with the highest number of a confirmed signed version
 NO_LAUNCHER: Final = (
     "this agent was not started by its launcher, which returns from a version that does not start: flash the board "
     "once more, or start `python -m fedquilt.edge_agent.upgrade.launcher FOLDER agent agent.toml` again and again"
@@ -51,10 +49,10 @@ class LaunchInfo(msgspec.Struct, frozen=True):
 
     folder: str
     flashed: str
-    running: str  # version of this process; "": the flashed one
+    running: str  # sha256 of this process's version, or "" for the flashed version
     arguments: tuple[str, ...]
     packages: tuple[str, ...] = ()
-    fallback_reason: str = ""  # why it is not the version that was chosen
+    fallback_reason: str = ""  # why the chosen version does not run
 
 
 def read_launch_info(environ: Mapping[str, str] = os.environ) -> LaunchInfo | None:
@@ -116,7 +114,7 @@ class AgentKind(ReleaseKind):
         with disk_errors(f"read {file}"):
             text = self._disk.read(file, 0, 32).decode(errors="replace").strip() if self._disk.is_file(file) else "0"
         if not re.fullmatch(r"[0-9]{1,16}", text):
-            log.warning("%s is damaged: only the versions that are here say which signed one was the latest", file)
+            log.warning("%s is damaged: using the highest number of the installed versions", file)
             text = "0"
         choice = self._read_choice()
         versions = {choice.previous or "", "" if choice.trying else choice.current} - {""}
@@ -155,7 +153,10 @@ class AgentKind(ReleaseKind):
         started = self._require_launcher()
         if blob is None or release.blob is None:
             raise ModelError("a release of the agent needs a bundle of wheels")
-        from fedquilt.edge_agent.upgrade import archive, environment_build  # here: an idle agent reads no bundle
+        from fedquilt.edge_agent.upgrade import (
+            archive,
+            environment_build,
+        )  # imported here, because an idle agent reads no bundle
 
         with archive.open_bundle(blob) as bundle:
             environment_build.require_fitting_machine(bundle.manifest)
@@ -185,7 +186,7 @@ class AgentKind(ReleaseKind):
         try:
             self._check.start(self._command, CHECK_S, environ, msgspec.json.encode(self._staged))
         except OSError as error:
-            raise ModelError(f"its check cannot be started: {error.strerror}") from None
+            raise ModelError(f"check of the release cannot be started: {error.strerror}") from None
 
     def poll_check(self) -> CheckResult | None:
         if self._check.process is None:
@@ -208,11 +209,11 @@ class AgentKind(ReleaseKind):
         if choice.current != sha256:
             if not launcher.python_path(self._versions_folder(), sha256).exists():
                 raise ModelError(
-                    f"the environment {sha256[:12]} is gone from {self._versions_folder()}: send the release again"
+                    f"environment {sha256[:12]} is missing in {self._versions_folder()}: send the release again"
                 )
             self._write_choice(VersionChoice(started.flashed, sha256, choice.current, trying=True))
         if started.running != sha256:
-            log.warning("ends, to be started as version %s (%s)", release.name or sha256[:12], sha256[:12])
+            log.warning("agent restarts as version %s (%s)", release.name or sha256[:12], sha256[:12])
             self._restart()
 
     def unhealthy_reason(self) -> str:
@@ -244,7 +245,7 @@ class AgentKind(ReleaseKind):
             choice = launcher.roll_back(choice, "")
             self._write_choice(choice)
         if self._launch_info.running != choice.current:
-            log.warning("ends, to be started as the version before")
+            log.warning("agent restarts as the previous version")
             self._restart()
         return True
 

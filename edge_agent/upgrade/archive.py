@@ -27,27 +27,25 @@ if TYPE_CHECKING:
 FORMAT: Final = 1
 MANIFEST: Final = "upgrade.json"
 SIGNATURE: Final = "upgrade.sig"
-SIGNED_PREFIX: Final = (
-    b"fedquilt: manifest of an upgrade, 1\n"  # precedes it where it is signed: it can pass for nothing else
-)
+SIGNED_PREFIX: Final = b"fedquilt: manifest of an upgrade, 1\n"  # a prefix makes the signature valid for nothing else
 MAX_MANIFEST_BYTES: Final = 1 << 20
 MAX_SIGNATURE_BYTES: Final = 1024
-MAX_UNPACKED_BYTES: Final = 16 << 30  # bytes: more than any environment with torch and CUDA has
+MAX_UNPACKED_BYTES: Final = 16 << 30  # size limit in bytes, above any environment with torch and CUDA
 
 Wheel = Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._+!-]{0,250}\.whl\Z")]
 
 
 class UpgradeManifest(msgspec.Struct, frozen=True, omit_defaults=True):
     format: int
-    version: ShortText  # of fedquilt
-    machine: ShortText  # as `uname -m` says
+    version: ShortText  # version of fedquilt
+    machine: ShortText  # output of `uname -m`
     python: Annotated[str, Meta(pattern=r"^3\.\d{1,3}\Z")]
     wheels: dict[Wheel, Digest]
     unpacked_bytes: Annotated[int, Meta(ge=0, le=MAX_UNPACKED_BYTES)]
-    # Packages left out -> version that has to be there.
+    # Omitted package -> version that must be installed.
     present: dict[ShortText, ShortText] = msgspec.field(default_factory=dict)
     made_s: Count = 0  # seconds since 1970
-    number: Count = 0  # of the authority's signature, which grows with each; 0: unsigned
+    number: Count = 0  # number of the signature, rising with each signature, or 0 if unsigned
 
 
 class _PlainTarHeader(tarfile.TarInfo):
@@ -57,7 +55,7 @@ class _PlainTarHeader(tarfile.TarInfo):
     def frombuf(cls, buf: bytes | bytearray, encoding: str, errors: str) -> _PlainTarHeader:
         header = super().frombuf(buf, encoding, errors)
         if header.type != tarfile.REGTYPE or not 0 <= header.size <= MAX_UNPACKED_BYTES:
-            raise tarfile.ReadError(f"{header.name[:80]!a} is no file of a size that a bundle has")
+            raise tarfile.ReadError(f"{header.name[:80]!a} is not a regular file or is too large")
         return header
 
 
@@ -76,7 +74,7 @@ class UpgradeBundle:
         if self.manifest.format != FORMAT:
             raise ModelError(
                 f"the bundle has format {self.manifest.format}, and this version of fedquilt reads {FORMAT}: "
-                "make it with this version of `fedquilt rollout build FILE`, or flash the board"
+                "build the bundle with this version of `fedquilt rollout build FILE`, or flash the board"
             )
 
     def open_wheel(self, name: str) -> IO[bytes]:
@@ -93,7 +91,7 @@ class UpgradeBundle:
                 while chunk := file.read(1 << 20):
                     digest.update(chunk)
             if digest.hexdigest() != sha256:
-                raise self._error(f"{name} is not the one that its manifest names")
+                raise self._error(f"{name} differs from the manifest")
 
     def _read_small_file(self, name: str, max_bytes: int) -> bytes:
         member = self._members.get(name)
@@ -107,7 +105,7 @@ class UpgradeBundle:
 
 
 def bundle_error(path: Path, reason: object) -> ModelError:
-    return ModelError(f"{path} is no bundle of an upgrade ({reason}): `fedquilt rollout build FILE` makes one")
+    return ModelError(f"{path} is not an upgrade bundle ({reason}): build one with `fedquilt rollout build FILE`")
 
 
 @contextmanager

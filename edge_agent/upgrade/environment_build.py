@@ -32,19 +32,19 @@ from fedquilt.edge_agent.upgrade.archive import UpgradeBundle, UpgradeManifest
 from fedquilt.host import virtual_environment
 from fedquilt.host.disk import REAL, Disk, disk_errors
 
-SPARE_BYTES: Final = 32 << 20  # that stay free on the disk
-FLASHED_PATHS_FILE: Final = "flashed.pth"  # names the packages that are used where they are
+SPARE_BYTES: Final = 32 << 20  # disk space that stays free
+FLASHED_PATHS_FILE: Final = "flashed.pth"  # file with the folders of packages that are not copied
 ARCHITECTURE_HINT: Final = "upgrade each kind of board with a bundle of its own, chosen by --label LABEL"
 
 
 class BuildRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     bundle: str
     sha256: str
-    folder: str  # of all environments
+    folder: str  # folder of all environments
     arguments: tuple[str, ...]  # command line of the agent
     packages: tuple[str, ...]  # folders of the packages that the board was flashed with
     ca: str | None  # file with the authority's certificate
-    unsigned: bool  # whether unsigned bundles are accepted
+    unsigned: bool
     highest_number: int  # number of the latest version confirmed on this board: older bundles are refused
     parent: int  # id of the process to end with, or 0
 
@@ -75,8 +75,8 @@ def require_valid_signature(bundle: UpgradeBundle, ca: str | None, unsigned: boo
         return
     if ca is None:
         raise ModelError(
-            "this board has no certificate of an authority ([broker] ca in agent.toml) by which an upgrade could be "
-            "checked: give the fleet one (`fedquilt identity init`), or write unsigned = true under [upgrade] there"
+            "this board has no certificate of an authority ([broker] ca in agent.toml) to verify upgrades: give "
+            "the fleet one (`fedquilt identity init`), or write unsigned = true under [upgrade] there"
         )
     if bundle.signature is None:
         raise ModelError("the bundle is not signed: `fedquilt rollout build FILE --ca DIR` signs it")
@@ -102,7 +102,10 @@ def require_valid_signature(bundle: UpgradeBundle, ca: str | None, unsigned: boo
                 return key.verify(bundle.signature, archive.SIGNED_PREFIX + bundle.signed, ec.ECDSA(hashes.SHA256()))
         except (InvalidSignature, UnsupportedAlgorithm, ValueError):
             continue
-    raise ModelError(f"the bundle's signature is not of the authority in {ca}: sign it with the fleet's own")
+    raise ModelError(
+        f"the signature of the bundle is not from the authority in {ca}: sign the bundle with the authority "
+        f"of this fleet"
+    )
 
 
 def require_not_older(manifest: UpgradeManifest, newest: int) -> None:
@@ -127,7 +130,8 @@ def flashed_packages(manifest: UpgradeManifest, packages: Iterable[str]) -> list
         if installed_version != version:
             problem = "does not have it" if installed_version is None else f"has {installed_version}"
             raise ModelError(
-                f"the bundle needs {name} {version}, and this board {problem}: make one with all packages (--whole)"
+                f"the bundle needs {name} {version}, and this board {problem}: build a bundle with all packages "
+                f"(--whole)"
             )
     return folders
 
@@ -154,7 +158,7 @@ def build_environment(request: BuildRequest, disk: Disk = REAL) -> Path:
                 disk.remove(incomplete)
                 _require_space(folder, bundle.manifest.unpacked_bytes, disk)
                 _install_bundle(bundle, incomplete, environment, flashed_folders)
-                os.sync()  # thousands of files: one wait for all of them
+                os.sync()  # one sync for all files, because there are thousands
                 disk.replace(incomplete, environment)
                 disk.sync(folder)
             except OSError:
@@ -189,8 +193,8 @@ def _require_space(folder: Path, required_bytes: int, disk: Disk) -> None:
     if free_bytes < required_bytes + SPARE_BYTES:
         required_mb = (required_bytes + SPARE_BYTES) / 1e6
         raise StoreError(
-            f"{free_bytes / 1e6:.0f} MB are free at {folder}, and this version takes {required_mb:.0f} MB: "
-            "make room on the board"
+            f"{free_bytes / 1e6:.0f} MB are free at {folder}, and this version needs {required_mb:.0f} MB: free "
+            f"disk space on the board"
         )
 
 

@@ -29,30 +29,28 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 CHOICE: Final = "choice.json"
-LAUNCH_INFO_VARIABLE: Final = "FEDQUILT_LAUNCHED"  # environment variable by which the agent knows its launcher
-SAFE_PATH_VARIABLE: Final = (
-    "PYTHONSAFEPATH"  # from Python 3.11 on: nothing is imported from where a process happens to be started
-)
+LAUNCH_INFO_VARIABLE: Final = "FEDQUILT_LAUNCHED"  # environment variable with the launcher's information
+SAFE_PATH_VARIABLE: Final = "PYTHONSAFEPATH"  # from Python 3.11 on: import nothing from the working directory
 START_CODE: Final = "import sys; sys.path[:] = filter(None, sys.path); from fedquilt.cli import main; sys.exit(main())"
-MAX_STARTS: Final = 3  # of a version on trial that has not held yet
+MAX_STARTS: Final = 3  # starts of a version on trial
 ONLINE_S: Final = 300.0
-MAX_NUMBER: Final = 1e12  # starts or seconds in choice.json: with greater ones the file is damaged
+MAX_NUMBER: Final = 1e12  # maximum starts or seconds in choice.json: above, the file is damaged
 _ENVIRONMENT: Final = re.compile(r"[0-9a-f]{64}\Z")
 
 
 class VersionChoice(NamedTuple):
     """Content of choice.json. Versions are sha256 of bundles, and "" is the flashed version."""
 
-    flashed: str  # installation over which they were brought: after another flashing they no longer count
+    flashed: str  # flashed installation below the upgrades, which are void after another flashing
     current: str = ""
-    previous: str | None = None  # None without an earlier version
+    previous: str | None = None  # None without a previous version
     trying: bool = False  # `current` is on trial
-    starts: int = 0  # of the trial, since it has last held for a while
-    online: bool = False  # whether it has reached its broker since
-    began_s: float = 0.0  # of its last start, in seconds since this boot of the machine
-    boot: str = ""  # that boot
-    returned: str = ""  # why `current` is in use again instead of a version that did not hold
-    failed: str = ""  # that version
+    starts: int = 0  # starts of the trial since the last long run
+    online: bool = False  # whether the version has reached its broker since
+    began_s: float = 0.0  # time of the last start in seconds since boot
+    boot: str = ""  # id of that boot
+    returned: str = ""  # reason of the rollback to `current`
+    failed: str = ""  # version that was rolled back
 
 
 def parse_choice(text: str) -> VersionChoice | None:
@@ -192,7 +190,7 @@ def main(arguments: list[str]) -> None:
             except OSError as error:
                 fallback_reason = f"{folder / CHOICE} cannot be written ({error.strerror}), so it could not be tried"
                 _print_message(f"{fallback_reason}: the flashed version is started")
-                choice = VersionChoice(flashed)  # a trial that cannot be counted would have no end
+                choice = VersionChoice(flashed)  # a trial without counted starts would never end
         program = str(python_path(folder, choice.current)) if choice.current else sys.executable
         os.environ[SAFE_PATH_VARIABLE] = "1"
         os.environ[LAUNCH_INFO_VARIABLE] = json.dumps(

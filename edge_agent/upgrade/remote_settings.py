@@ -34,17 +34,17 @@ FILE: Final = "settings.json"
 
 class RemoteSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     budget: str | None = None
-    labels: tuple[str, ...] | None = None  # all of them; or each with + or -: added to agent.toml's, or taken away
-    policy: Policy | None = None  # of the governor
-    max_w: Annotated[float, Meta(gt=0)] | None = None  # of the governor
+    labels: tuple[str, ...] | None = None  # all labels, or only changes to agent.toml's labels, with + or -
+    policy: Policy | None = None  # [governor] key
+    max_w: Annotated[float, Meta(gt=0)] | None = None  # [governor] key
     telemetry_s: Annotated[float, Meta(ge=1)] | None = None
 
 
 class StoredSettings(WireMessage, frozen=True):
     serial: Count  # of the release that set it
     set: dict[str, Any]
-    previous: dict[str, Any] | None = None  # what was set before; None: there is nothing to return to
-    is_rolled_back: bool = False  # `set` is in use again
+    previous: dict[str, Any] | None = None  # previous remote settings, or None
+    is_rolled_back: bool = False  # whether the previous settings are in use again
 
 
 def parse_remote_settings(table: Mapping[str, Any]) -> RemoteSettings:
@@ -64,16 +64,16 @@ def apply_remote_settings(local_settings: AgentSettings, table: Mapping[str, Any
         limit_bytes = local_settings.task_budget_bytes(memory_bytes)
         if parse_size(remote.budget) > limit_bytes:
             raise JobError(
-                f"budget = {remote.budget!r} is above the {limit_bytes / 1e6:.0f} MB that this board's "
-                "agent.toml allows: ask for less, or let its owner raise budget"
+                f"budget = {remote.budget!r} is above the {limit_bytes / 1e6:.0f} MB that this board's agent.toml "
+                f"allows: reduce the value, or raise budget in agent.toml"
             )
         result = replace(result, budget=remote.budget)
     if remote.max_w is not None:
         limit_w = local_settings.governor.max_w
         if limit_w is not None and remote.max_w > limit_w:
             raise JobError(
-                f"max_w = {remote.max_w:g} is above the {limit_w:g} W that this board's agent.toml allows: "
-                "ask for less, or let its owner raise [governor] max_w"
+                f"max_w = {remote.max_w:g} is above the {limit_w:g} W that this board's agent.toml allows: reduce "
+                f"the value, or raise [governor] max_w in agent.toml"
             )
         result = replace(result, governor=replace(result.governor, max_w=remote.max_w))
     if remote.policy is not None:
@@ -93,7 +93,7 @@ def _apply_label_changes(local_labels: tuple[str, ...], changes: tuple[str, ...]
     if not signed:
         return changes
     if len(signed) < len(changes):
-        raise JobError("labels have all a sign (+canary: added, -old: taken away), or none (these and no others)")
+        raise JobError("labels mix changes and full names: give all a sign (+canary to add, -old to remove), or none")
     removed = {change[1:] for change in signed if change[0] == "-"}
     remaining = [label for label in local_labels if label not in removed]
     return (*remaining, *(change[1:] for change in signed if change[0] == "+" and change[1:] not in remaining))
@@ -121,7 +121,7 @@ class SettingsKind(ReleaseKind):
                 else apply_remote_settings(self._local_settings, stored.set, self._memory_bytes)
             )
         except JobError as error:
-            log.warning("what the coordinator has set no longer holds here (%s): agent.toml does", error)
+            log.warning("remote settings are invalid (%s): using agent.toml", error)
             return self._local_settings
 
     def _read_stored(self) -> StoredSettings | None:
@@ -132,7 +132,7 @@ class SettingsKind(ReleaseKind):
         try:
             return wire.decode(payload, StoredSettings)
         except WireError as error:
-            log.warning("%s is damaged (%s): agent.toml holds until settings come again", self._file, error)
+            log.warning("%s is damaged (%s): using agent.toml until the next settings", self._file, error)
             return None
 
     def _store_and_apply(self, stored: StoredSettings) -> None:

@@ -94,7 +94,7 @@ def test_the_numpy_engine_refuses_what_wants_a_module():
     }
     for name, hooks in refused.items():
         with pytest.raises(
-            ModelError, match=rf"cannot train with {name} as this method asks: pip install 'fedquilt\[train\]'"
+            ModelError, match=rf"cannot train with {name} as this method requires: pip install 'fedquilt\[train\]'"
         ):
             changed(numpy_one, hooks)
 
@@ -199,7 +199,7 @@ def test_a_frozen_batch_norm_keeps_its_statistics():
     model, _ = torch_one(AMPLE).train(network, start, pictures(), Fit(batch=8), tensors.seeded_rng(0), hooks=hooks)
     assert [name for name in start if not np.array_equal(model[name], start[name])] == [head]
     none = Hooks(steps=(Step(rate=lambda name: 0.0),))
-    with pytest.raises(ModelError, match="nothing to train"):
+    with pytest.raises(ModelError, match="freezes every tensor"):
         torch_one(AMPLE).train(network, start, pictures(), Fit(), tensors.seeded_rng(0), hooks=none)
 
 

@@ -80,22 +80,26 @@ def test_a_loss_that_is_not_finite_is_refused_and_no_examples_tell_nothing() -> 
     found = evaluation_sums.EvaluationAccumulator("regression")
     assert evaluation.compute_metrics(found.sums()) == {}
     found.add_batch(np.array([[math.nan]]), np.zeros((1, 1), np.float32), math.nan)
-    with pytest.raises(UpdateError, match="1 held-out examples is nan: it is of no use"):
+    with pytest.raises(UpdateError, match="1 held-out examples is nan: lower the learning rate"):
         found.sums()
 
 
 @pytest.mark.parametrize(
     ("task", "y", "said"),
     [
-        ("classes", np.zeros((2, 1), np.float32), "predicts classes, and the examples' labels are 1 numbers each"),
+        (
+            "classes",
+            np.zeros((2, 1), np.float32),
+            "predicts classes, and the labels of the examples are 1 numbers each",
+        ),
         ("classes", np.array([0, 7]), r"labels run from 0 to 7, the network predicts 2 classes \(0 to 1\)"),
         (
             "regression",
             np.array([0, 1]),
-            "task is 'regression', and the examples' labels are one class each: set `task`",
+            "task is 'regression', and the labels of the examples are one class each: set `task`",
         ),
         ("regression", np.zeros((2, 3), np.float32), "each example has 3 targets, and the network has 2 outputs"),
-        ("labels", np.zeros((2, 2), np.float32), "task is 'labels', and the examples' labels are 2 numbers each"),
+        ("labels", np.zeros((2, 2), np.float32), "task is 'labels', and the labels of the examples are 2 numbers each"),
     ],
 )
 def test_targets_of_another_task_are_named(task: TaskKind, y: np.ndarray, said: str) -> None:
@@ -156,8 +160,8 @@ def test_tokens_that_the_network_does_not_know_are_named() -> None:
 
     start = {name: value.numpy() for name, value in registry.load_network(network).state_dict().items()}
     tokens = Examples(np.array([[1, 2, 5]], np.int32), np.array([1]))
-    with pytest.raises(DataError, match=r"tokens run from 0 to 5, and the network knows 5 \(0 to 4\)"):
+    with pytest.raises(DataError, match=r"tokens are 0 to 5, and the vocabulary of the network has 5 \(0 to 4\)"):
         engine.evaluate(network, start, tokens)
     whole = Examples(np.array([[1.0, 2.0, 3.0]], np.float32), np.array([1]))
-    with pytest.raises(DataError, match="a transformer takes whole numbers of tokens"):
+    with pytest.raises(DataError, match="a transformer requires integer tokens"):
         engine.evaluate(network, start, whole)

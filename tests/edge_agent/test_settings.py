@@ -52,7 +52,7 @@ def test_a_profile_is_a_name_or_a_file(tmp_path: Path) -> None:
 
 
 def test_a_job_in_place_of_settings_is_told(tmp_path: Path) -> None:
-    with pytest.raises(JobError, match=r"agent\.toml: this is a job, and a board's settings"):
+    with pytest.raises(JobError, match=r"agent\.toml: this file is a job, not a board's settings"):
         settings.load_settings(write(tmp_path, "name = 'a'\nmethod = 'fedavg'\n"))
 
 
@@ -115,7 +115,7 @@ def test_a_size_of_hundreds_of_digits_is_none(text: str) -> None:
             "device = 'd'\nhome = 'h'\nbudgett = '1GB'",
             ("budgett'; did you mean 'budget'? Keys of an agent's settings: device, home",),
         ),
-        ("device = 'd'\nhome = 'h'\nbudget = '0MB'", ("budget: '0MB' leaves a task no memory",)),
+        ("device = 'd'\nhome = 'h'\nbudget = '0MB'", ("budget: '0MB' leaves no memory for a task",)),
         (
             "device = 'd'\nhome = 'h'\nbudget = '1 parsec'",
             ("budget: '1 parsec' is no size", "512MB", "units are B, kB, MB, GB, TB, KiB"),

@@ -324,7 +324,7 @@ OWN = "training_choices_own"
 REFUSED: tuple[tuple[str, dict[str, Any], str], ...] = (
     ("classes", {"loss": {"name": "cross_entropy", "weights": [1.0, 2.0]}}, r"weights has 2 numbers.* 3 outputs"),
     ("regression", {"loss": {"name": "quantile", "quantiles": [0.1, 0.9]}}, r"quantiles has 2 numbers.* 3 outputs"),
-    ("classes", {"loss": "mse"}, r"loss = 'mse' is for task = 'regression', and the network's task is 'classes'"),
+    ("classes", {"loss": "mse"}, r"loss = 'mse' is for task = 'regression', and the task of the network is 'classes'"),
     ("regression", {"loss": f"{OWN}:mean"}, r"returned \(\) for 6 examples: return one loss for each.* \(6,\)"),
     ("regression", {"loss": f"{OWN}:still"}, r"has no gradient: compute the losses from the scores with torch"),
     ("regression", {"loss": f"{OWN}:number"}, r"is a int, and a function is wanted"),

@@ -451,7 +451,7 @@ class SimulatedFederation:
                 raise InvariantError(f"all jobs have ended, and {side.name} is still sent round {of.round} of {of.job}")
 
     def _may_fail(self, facts: list[AnyEvent]) -> bool:
-        said = "does not allow a device to begin it anew"
+        said = "does not allow a device to start with new private state"
         lost = any(isinstance(fact, TaskDeclined) and said in fact.reason for fact in facts)
         return bool(self.happened["rot"] or (self.happened["restore"] and lost))
 

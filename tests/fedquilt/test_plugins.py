@@ -253,9 +253,12 @@ def test_a_meter_of_another_package_is_one_line_of_agent_toml(install):
     ("wanted", "said"),
     [
         ("plg", r"meter 'plg' is unknown; did you mean 'plug'\? There are: plug"),
-        ("plug_fl:Blind", r"plug_fl.*no meter: it needs `read\(now_s\)`, and `coverage` one of board, processor, rail"),
-        ({"name": "plug", "host": "x"}, "cannot be made from .*host.*TypeError"),
-        ({"watts": 3}, "meter: give it a name"),
+        (
+            "plug_fl:Blind",
+            r"plug_fl.*no meter: define `read\(now_s\)`, and `coverage` as one of board, processor, rail",
+        ),
+        ({"name": "plug", "host": "x"}, "cannot be created from .*host.*TypeError"),
+        ({"watts": 3}, "meter has no name"),
     ],
 )
 def test_a_meter_that_is_none_is_one_sentence(install, wanted, said):

@@ -52,7 +52,7 @@ def test_private_state_of_rounds_that_a_home_does_not_know_begins_anew_where_the
     assert ended(federation) == "done: "
     assert len(federation.states()) == len(calm["scaffold"])
     assert federation.states() != calm["scaffold"]
-    said = "the private state of {} after round 2 is not here, only that of round 5: it has begun anew"
+    said = "the private state of {} after round 2 is not here, only that of round 5: starting with new private state"
     assert federation.notes() == [said.format(federation.job)] * 3
 
 

@@ -30,7 +30,7 @@ def test_a_coordinator_above_that_is_put_back_by_rounds_comes_to_the_same_states
         assert made.states[:3] == calm[:3]
         assert made.states[3:] == calm[1:]
         assert not [fact for fact in made.facts if isinstance(fact, UpdateRejected)]
-        assert "the coordinator above asks for round 2 of job-1, and round" in caplog.text
+        assert "parent coordinator requests round 2 of job-1 after round" in caplog.text
 
 
 def test_clocks_that_are_years_apart_change_no_bit(tmp_path: Path) -> None:

@@ -220,7 +220,7 @@ class SiteWorker:
             budget_bytes=max((device.budget_bytes for device in online_profiles), default=0),
             engines=tuple(sorted({engine for device in online_profiles for engine in device.engines})),
             codecs=tuple(sorted({"raw"}.union(*(device.codecs for device in online_profiles)))),
-            site_device_count=max(len(registered), 1),  # a site counts as at least one device
+            boards=max(len(registered), 1),  # a site counts as at least one device
         )
 
     # -- rounds --
@@ -258,7 +258,7 @@ class SiteWorker:
         task, store, id = request.task, self._store, request.task.job
         if sites.STATE not in request.bundles or "job" not in task.params:
             raise JobError(
-                "the task is none for a site: the coordinator above does not know this device as a site "
+                "task is for a device, not for a site: the parent coordinator has not registered this device as a site "
                 "(`fedquilt identity issue NAME --role site`, or [sites.NAME] in its limits.toml without "
                 "certificates)"
             )
@@ -285,8 +285,8 @@ class SiteWorker:
         if job_log.last_event is not None and job_log.current_round > task.round:
             log.warning(
                 (
-                    "the coordinator above asks for round %d of %s, and round %d was worked for here: its home is an "
-                    "older copy, or has lost its end; the boards work for these rounds again"
+                    "parent coordinator requests round %d of %s after round %d was completed here: its home is "
+                    "an older or truncated copy, repeating these rounds"
                 ),
                 *(task.round + 1, id, job_log.current_round + 1),
             )

@@ -51,9 +51,7 @@ class DeviceSpec:
     device: str
     create_board: Callable[[], Device]  # called when the device is first needed
     capabilities: state_machine.Capabilities
-    data: Mapping[str, object] = field(
-        default_factory=dict
-    )  # of its work requests, in addition to the name of its share
+    data: Mapping[str, object] = field(default_factory=dict)  # additional data of the device's work requests
     governor: GovernorPolicy = GovernorPolicy()
     link: LinkCost = LinkCost()
 
@@ -82,7 +80,7 @@ class FleetDevice:
             spec.governor,
             self,
         )
-        self._pack_offsets: dict[BlobRef, int] = {}  # of the running task's outputs
+        self._pack_offsets: dict[BlobRef, int] = {}  # folder of the running task's outputs
         self._prefix = f"{self.name}."  # of its tasks' files in the folder that all devices share
         self.due_s = math.inf
         self.next_telemetry_s = 0.0
@@ -420,7 +418,7 @@ class SimulatedFleet:
     def transfer_wait_s(self, device: str) -> float:
         return 0.0
 
-    def yield_transfer_turn(self, device: str, now_s: float) -> None: ...  # no device waits for a turn
+    def yield_transfer_turn(self, device: str, now_s: float) -> None: ...  # no device waits for a slot
 
     def send_release(self, device: str, kind: wire.ReleaseKind, release: wire.DesiredRelease | None) -> None:
         raise JobError("simulated devices run no releases: start an agent with `fedquilt agent`")
@@ -461,7 +459,7 @@ class SimulatedFleet:
     def find_bundle(self, name: str, ref: BlobRef) -> str:
         path = self._blob_paths.get(ref.sha256) or self.blob_store.verified_path(ref.sha256)
         if path is None:
-            raise StoreError(f"bundle {name!r} has vanished from {self.blob_store.folder}: leave it alone")
+            raise StoreError(f"bundle {name!r} is missing in {self.blob_store.folder}: keep that folder unchanged")
         self._blob_paths[ref.sha256] = path
         return path
 

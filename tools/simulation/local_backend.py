@@ -23,7 +23,7 @@ from fedquilt.tools.simulation import DeviceData, adversaries
 T = TypeVar("T")
 TrainingReply = tuple[Any, Any]  # result or exception of a call, and the generator's state after the call
 MAX_ENGINES = 8  # cached engines
-MAX_FILES = 8  # a round needs one to three
+MAX_FILES = 8  # number of cached files, of which a round needs one to three
 
 
 class RestartableClient(Generic[T]):

@@ -99,8 +99,8 @@ def require_same_results(run_machines: Mapping[str, Machine], name: str, machine
             )
         if not mixed and (platform_differences := run_machine.describe_platform_differences(machine)):
             raise JobError(
-                f"{name} differs from {run_machine_name}: {platform_differences}; results would have other last bits. "
-                "Leave it out, or permit it with --mixed (mixed=True)"
+                f"{name} differs from {run_machine_name}: {platform_differences}; results would differ in their "
+                f"last bits. Leave out this machine, or permit different machines with --mixed (mixed=True)"
             )
 
 

@@ -48,7 +48,7 @@ SINGLE_THREAD_ENV: Final = {**process_resources.QUIET, "OMP_NUM_THREADS": "1", "
 MALLOC_ENV: Final = {"MALLOC_MMAP_THRESHOLD_": str(4 << 20), "MALLOC_TRIM_THRESHOLD_": str(32 << 20)}
 RAY_SCHEME: Final = "ray://"
 MAX_BATCH_REQUESTS: Final = 32  # larger batches are hardly faster, and keep other workers waiting
-MAX_LOST_WORKERS: Final = 3  # with the same requests, which are then taken for the cause
+MAX_LOST_WORKERS: Final = 3  # consecutive losses with the same requests, which then count as the cause
 
 
 class ScratchFolder:

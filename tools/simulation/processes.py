@@ -161,10 +161,10 @@ class ProcessWorkers:
             return PoolError(f"a worker of the pool {end_description}; {last_line_text}")
         kills = memory_budget.count_oom_kills()
         if kills is not None and self._oom_kills is not None and kills > self._oom_kills:
-            return PoolError(f"the kernel ran out of memory and killed a worker of the pool most likely: give {advice}")
+            return PoolError(f"a worker of the pool was killed, most likely because memory ran out: give {advice}")
         return PoolError(
-            "a worker of the pool was killed from outside (SIGKILL): start the command again; if it was for want of "
-            f"memory, give {advice}"
+            "a worker of the pool was killed from outside (SIGKILL): start the command again, or after an "
+            "out-of-memory kill give {advice}"
         )
 
 

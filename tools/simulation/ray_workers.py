@@ -47,24 +47,24 @@ from fedquilt.tools.simulation.pool import (
 
 log = logging.getLogger("fedquilt.simulation")
 
-OBJECT_STORE_BYTES: Final = 256 << 20  # of a Ray started here; larger contents are on its disk
+OBJECT_STORE_BYTES: Final = 256 << 20  # object store memory of a Ray started here, which stores larger contents on disk
 CONNECT_TIMEOUT_S: Final = 10.0
-CONNECT_ATTEMPTS: Final = 3  # to connect to a client server
+CONNECT_ATTEMPTS: Final = 3  # seconds to connect to a client server
 NO_USAGE_STATS_ENV: Final = {"RAY_USAGE_STATS_ENABLED": "0"}  # Ray reports nothing to its developers
 # Ray listens on 127.0.0.1 only, and its workers have the priority of this process instead of niceness 15.
 LOCAL_RAY_ENV: Final = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0", "RAY_worker_niceness": "0"}
 
 VERSION_MISMATCH: Final = re.compile(
     r"Ray: (\S+) Python: (\S+)"
-)  # in Ray's error text: of the cluster, then of this process
+)  # pattern of versions in Ray's error text: of the cluster, then of this process
 TOKEN_AUTH_ENV: Final = {"RAY_AUTH_MODE": "token"}
 MAX_SHARED_BYTES: Final = 1 << 30  # files of a node without the examples; the least recently used are removed first
 Fetch = Callable[[Any], bytes]  # returns the content of an object reference
 CHUNK_BYTES: Final = 16 << 20  # of the examples' file
 MAX_REFERENCES: Final = 8  # kept in the object store; a round needs one to three
 NODE_POLL_S: Final = 5.0  # interval of queries for the nodes
-START_TIMEOUT_S: Final = 60.0  # for workers without a free processor, if others are ready
-MAX_FAILED_STARTS: Final = 3  # consecutive, after which no worker is started on the node
+START_TIMEOUT_S: Final = 60.0  # seconds to wait for workers without a free processor, if others are ready
+MAX_FAILED_STARTS: Final = 3  # consecutive failures after which no worker is started on the node
 STOP_TIMEOUT_S: Final = 5.0
 
 

@@ -56,7 +56,7 @@ POLL_S = 1e18  # nothing else writes the store of a simulated run, so it is neve
 class SimulatedRound:
     """Metrics and costs of a committed round. Evaluations outside of the rounds are not included."""
 
-    number: int  # from 0
+    number: int  # round number from 0
     devices: tuple[str, ...]  # whose updates were folded, sorted
     metrics: Mapping[str, float]  # means of the devices' training metrics
     down_bytes: int

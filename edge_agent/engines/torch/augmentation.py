@@ -27,7 +27,7 @@ Transform = Callable[[torch.Tensor], Any]
 class Part(NamedTuple):
     batch: np.ndarray  # rows of the whole mini-batch
     positions: np.ndarray  # within `batch`
-    number: int  # of the pass over a mini-batch
+    number: int  # seed of the pass over a mini-batch
 
 
 def divide_batch(batch: np.ndarray, max_examples: int, number: int) -> list[Part]:
@@ -92,7 +92,7 @@ def _call_transform(name: str, transform: Transform, value: torch.Tensor) -> tor
     shape, kind = tuple(value.shape), value.dtype
     try:
         transformed = transform(value)
-    except Exception as error:  # torchvision and code from outside may raise anything
+    except Exception as error:  # torchvision and plug-ins may raise any exception
         raise JobError(
             f"[params] augment {name!r} fails with an example of shape {shape} and type {kind}: {first_line(error)}"
         ) from error

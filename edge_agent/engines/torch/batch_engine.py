@@ -49,7 +49,7 @@ PLAIN = (
 class BatchedTorchEngine(BatchTrainer, TorchEngine):
     def __init__(self, budget_bytes: int, **options: Any) -> None:
         super().__init__(budget_bytes, **options)
-        self._plain: dict[bytes, nn.Module | None] = {}  # by table: the network, if it can be batched
+        self._plain: dict[bytes, nn.Module | None] = {}  # network table -> the network, or None if it cannot be batched
 
     def _batch_key(self, call: TrainCall) -> Hashable | None:
         if (
@@ -107,13 +107,13 @@ class _DeviceBatch:
             training.require_shapes(call.start, shapes)
             training.require_anchors(call.hooks.anchors, shapes)
         self._names = list(shapes)
-        # Each has the shape (devices, ...).
+        # Shape (devices, ...).
         self._values = [self._stack_parameters([call.start[name] for call in calls]) for name in self._names]
         self._anchors = [self._device_anchors(index) for index in range(len(calls))]
         self._optimizer = training_step.OptimizerStep({self._fit.lr: self._values}, self._fit)
         self._failed: dict[int, Exception] = {}
         self._accounts = [training.TrainingProgress(len(call.examples), self._fit, call.progress) for call in calls]
-        # (epochs, examples) each, drawn in the loop's order; so is the seed that it then uses
+        # Shape (epochs, examples), drawn in the loop's order, as is the seed after them.
         self._example_orders = [training.draw_orders(len(call.examples), self._fit.epochs, call.rng) for call in calls]
         for call in calls:
             call.rng.integers(2**53)
@@ -154,7 +154,7 @@ class _DeviceBatch:
         )
         example_losses = training_step.example_losses(self._task, scores.flatten(0, 1), targets.flatten(0, 1))
         losses = example_losses.view(len(rows), longest)
-        if min(counts) < longest:  # padded rows count for nothing
+        if min(counts) < longest:  # padded rows have weight 0
             mask = torch.arange(longest)[None, :] < torch.tensor(counts)[:, None]
             losses = torch.where(mask.to(self._device), losses, losses.new_zeros(()))
         mean_losses = losses.sum(dim=1) / torch.tensor(counts, device=self._device)  # (devices,)
@@ -204,7 +204,7 @@ class _DeviceBatch:
         scores = forward(self._model, dict(zip(self._names, self._values, strict=True)), x)
         if not self._are_targets_checked:
             if scores.ndim != 3:
-                raise RuntimeError("the network does not give one number per class or output")
+                raise RuntimeError("the network does not return one number per class or output")
             for call in self._calls:
                 evaluation_sums.require_targets(call.examples, scores.shape[2], self._task)
             self._are_targets_checked = True

@@ -46,14 +46,14 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 P = TypeVar("P")
 T = TypeVar("T")
 
-EVALUATION_BATCH = {"cpu": 64, "cuda": 256}  # by device: more is no faster on a processor, and holds more memory
+EVALUATION_BATCH = {"cpu": 64, "cuda": 256}  # by device type: more is no faster on a CPU, and takes more memory
 # Weights of one convolution from which on a processor is slower with channels last. Convolutions of 3x3 weights take
 # 0.85 to 0.97 of the time up to 128 channels, 1.0 to 1.3 times with 256 and 1.3 to 1.5 times with 512; of 1x1 weights
 # half the time, and max pooling a ninth (x86-64, one core, forward and backward). Grouped ones are a tenth faster, and
 # take 10 MB more in MobileNetV3-small.
 MAX_CHANNELS_LAST_WEIGHTS = 1 << 19
-READ_INTERVAL = {"cpu": 1, "cuda": 32}  # results that are read together: on a GPU, each reading waits for its work
-BATCHES_AHEAD = {"cpu": 0, "cuda": 2}  # batches that a thread prepares ahead, while the processor launches a GPU's work
+READ_INTERVAL = {"cpu": 1, "cuda": 32}  # losses read together, because each reading waits for the GPU
+BATCHES_AHEAD = {"cpu": 0, "cuda": 2}  # batches that a thread prepares while the CPU launches the GPU's work
 # Resident after the import, on x86-64: torch 2.13 for the CPU, 2.15 with its CUDA libraries.
 BASE_BYTES = 230_000_000 if torch.version.cuda is None else 525_000_000
 # Of the driver's context and of loaded libraries, assumed in plans, which follow from constants. The context's part is
@@ -109,7 +109,7 @@ class TorchEngine:
     """Trainer on torch, as in `fedquilt.core.Trainer`, on the GPU if torch finds one."""
 
     name = "torch"
-    gpu: TorchMemory | None = None  # of this process, once an engine has found a GPU
+    gpu: TorchMemory | None = None  # set when an engine of this process has found a GPU
 
     def __init__(
         self, budget_bytes: int, *, base_bytes: int = BASE_BYTES, half_dtype: torch.dtype | None = None
@@ -117,7 +117,7 @@ class TorchEngine:
         self.planned_bytes: int | None = None
         self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         on_gpu = self._device.type == "cuda"
-        self.note = ""  # what its owner should know, once
+        self.note = ""  # message for the device's owner
         if not on_gpu and torch.version.cuda is not None:
             self.note = f"torch is made for CUDA {torch.version.cuda} and finds no GPU here: it runs on the processor"
         self.runs_on = "CUDA" if on_gpu else "processor" if torch.version.cuda is not None else ""
@@ -125,7 +125,7 @@ class TorchEngine:
         self._room_bytes = int((budget_bytes - base_bytes) / peak_memory.MARGIN) - peak_memory.FIRST_USE_BYTES["torch"]
         self._first_use_bytes = peak_memory.FIRST_USE_BYTES["torch"] + (peak_memory.GPU_KERNELS_BYTES if on_gpu else 0)
         self._half_dtype = half_dtype or _fast_half_type(self._device)
-        # a process limited to some cores must not start a thread for each of the board's
+        # one thread for each core that this process may use
         torch.set_num_threads(min(torch.get_num_threads(), len(os.sched_getaffinity(0))))
         if on_gpu and TorchEngine.gpu is None:
             TorchEngine.gpu = TorchMemory(torch.cuda, self._load_libraries)
@@ -188,7 +188,7 @@ class TorchEngine:
             steppers = [
                 training_step.Stepper(model, step, fit, hooks, anchors, half_dtype, loss.total) for step in hooks.steps
             ]
-            unread_losses: list[tuple[list[torch.Tensor], int]] = []  # losses of steps that are not read yet
+            unread_losses: list[tuple[list[torch.Tensor], int]] = []  # losses that are not read yet
             batches = [batch for epoch_order in epoch_orders for batch in training.mini_batches(epoch_order, fit.batch)]
             passes = enumerate(batch for batch in batches for _ in steppers)
             parts = (
@@ -196,7 +196,7 @@ class TorchEngine:
             )
             augmented = augmentation.Augmentation(fit.augment, seed)
             load = partial(self._load_part, network, examples, hooks, augmented)
-            # torch's generator belongs to one thread: transforms draw from it
+            # transforms draw from torch's generator, which belongs to one thread
             loaded = _map_ahead(load, parts, 0 if fit.augment else BATCHES_AHEAD[self._device.type])
             for number, batch in enumerate(batches):
                 factor = schedule.step_factor(fit.round, number, len(batches))
@@ -249,7 +249,9 @@ class TorchEngine:
         training.require_examples(examples, examples_per_gradient)
         with deterministic_torch(0):
             module, properties, _ = self._build_model(network, model, examples, hooks)
-            module = module.eval().to(memory_format=torch.contiguous_format)  # as `vmap` wants batch normalisation
+            module = module.eval().to(
+                memory_format=torch.contiguous_format
+            )  # `vmap` requires this of batch normalisation
             room = self._room_bytes - peak_memory.training_bytes(properties, 0, library=_library(network))
             # a group needs one gradient of all weights, and its examples' activations
             group = properties.weights_bytes + examples_per_gradient * peak_memory.bytes_per_example(properties)
@@ -301,7 +303,7 @@ class TorchEngine:
     def _probe_network(
         self, model: nn.Module, network: Mapping[str, Any], examples: Examples, hooks: Hooks
     ) -> tuple[peak_memory.TrainingProperties, int]:
-        # Batch normalisation takes no fewer than two examples.
+        # Batch normalisation requires at least two examples.
         x, _ = self._load_batch(network, examples, np.array([0, len(examples) - 1]), hooks)
         try:
             properties, scores = peak_memory.measure_training(model, x)

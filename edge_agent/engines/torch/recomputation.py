@@ -23,7 +23,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from fedquilt.core import ModelError
 
 T = TypeVar("T")
-M_MMAP_THRESHOLD: Final = -3  # of mallopt(3)
+M_MMAP_THRESHOLD: Final = -3  # parameter of mallopt(3)
 OWN_PAGES_BYTES: Final = 128 << 10  # allocations of at least this size have pages of their own
 
 
@@ -113,7 +113,7 @@ class _RecomputePass:
         lasting_tensors = [*model.parameters(), *self._buffers, *lasting]
         self._lasting = {value.untyped_storage().data_ptr() for value in lasting_tensors}
         self._saved: list[weakref.ref[_SavedTensor]] = []
-        self._sizes: list[int] = []  # bytes that each adds to those before it
+        self._sizes: list[int] = []  # cumulative bytes of the saved tensors
         self._storages: dict[int, StorageWeakRef] = {}
 
     def pack_tensor(self, value: torch.Tensor) -> Any:
@@ -135,7 +135,7 @@ class _RecomputePass:
         if placeholder.value is None:
             self._recompute(placeholder.index)
         if placeholder.value is None:
-            raise ModelError("this network's forward pass is another one when it is repeated: give it more memory")
+            raise ModelError("the forward pass of this network differs when repeated: raise budget")
         return placeholder.value
 
     def _recompute(self, index: int) -> None:

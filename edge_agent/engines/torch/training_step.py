@@ -32,8 +32,11 @@ from fedquilt.edge_agent.engines.torch import recomputation
 from fedquilt.formats import toml, training_choices
 from fedquilt.models.networks import traces
 
-UNUSABLE = ("LBFGS", "SparseAdam")  # one evaluates the loss several times in a step, one needs sparse gradients
-FIRST_SCALE = 2.0**10  # of float16's loss: torch's 2**16 overflows in, and skips, the first steps of short tasks
+UNUSABLE = (
+    "LBFGS",
+    "SparseAdam",
+)  # LBFGS evaluates the loss several times in a step, SparseAdam needs sparse gradients
+FIRST_SCALE = 2.0**10  # initial scale of float16's loss: torch's 2**16 makes short tasks skip their first steps
 
 Anchors = Mapping[str, Mapping[str, torch.Tensor]]
 
@@ -47,7 +50,9 @@ class OptimizerStep:
             {"lr": rate, "params": parameters} for rate, parameters in groups.items()
         ]
         self._momenta: dict[torch.Tensor, torch.Tensor | None] = {}
-        self._moments: dict[torch.Tensor, tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = {}  # Adam's, and its steps
+        self._moments: dict[
+            torch.Tensor, tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+        ] = {}  # Adam's second moment and number of steps
 
     def zero_grad(self) -> None:
         for group in self.param_groups:
@@ -108,9 +113,7 @@ def make_optimizer(groups: Mapping[float, Sequence[torch.Tensor]], fit: Fit) -> 
         or name in UNUSABLE
     ):
         reason = "cannot be used here" if name in UNUSABLE else "is no class of torch.optim"
-        raise JobError(
-            f"[params] optimizer = {name!r} {reason}: take 'sgd', 'adam', 'adamw' or 'RMSprop', for instance"
-        )
+        raise JobError(f"[params] optimizer = {name!r} {reason}: use 'sgd', 'adam', 'adamw' or 'RMSprop', for example")
     accepted = inspect.signature(optimizer_class).parameters
     if unknown := sorted(set(arguments) - accepted.keys()):
         choices = toml.describe_choices(
@@ -155,7 +158,7 @@ class Stepper:
         rates = {name: step.rate(name) for name, _ in model.named_parameters()}
         self._trained = {name: value for name, value in model.named_parameters() if rates[name] > 0}
         if not self._trained:
-            raise ModelError("the method holds every tensor of this network still: there is nothing to train")
+            raise ModelError("the method freezes every tensor of this network: leave at least one trainable")
         self._anchors_by_tensor = {
             name: {key: anchor[name] for key, anchor in anchors.items()} for name in self._trained if self._correct
         }
@@ -346,7 +349,7 @@ Sum = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]  # (scores, targets) 
 class MixedTargets:
     first: torch.Tensor
     second: torch.Tensor
-    share: float  # of the first
+    share: float
 
     def __len__(self) -> int:
         return len(self.first)
@@ -355,7 +358,7 @@ class MixedTargets:
 class TrainingLoss:
     def __init__(self, choice: Choice, task: TaskKind, outputs: int, device: torch.device) -> None:
         name, arguments = training_choices.parse_loss(choice)
-        self._weights: np.ndarray | None = None  # of classes, by whose sum the loss is divided
+        self._weights: np.ndarray | None = None  # weights of classes, by whose sum the loss is divided
         if not name:
             self._sum: Sum = lambda scores, y: total_loss(task, scores, y)
             return
@@ -364,8 +367,8 @@ class TrainingLoss:
             return
         if (loss_task := training_choices.LOSSES[name][1]) != task:
             raise JobError(
-                f"[params] loss = {name!r} is for task = {loss_task!r}, and the network's task is {task!r}: "
-                "take another loss, or set `task` in [data] and [model]"
+                f"[params] loss = {name!r} is for task = {loss_task!r}, and the task of the network is {task!r}: "
+                f"choose another loss, or set `task` in [data] and [model]"
             )
         numbers = getattr(arguments, "weights", ()) or getattr(arguments, "quantiles", ())
         if numbers and len(numbers) not in ((1, outputs) if name == "quantile" else (outputs,)):

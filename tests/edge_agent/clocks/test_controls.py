@@ -113,7 +113,7 @@ def test_a_board_that_lists_no_frequencies_is_not_held(tmp_path: Path):
     found = controls.discover_controls(tmp_path)
     with pytest.raises(ClockError, match="lists no frequencies for it"):
         controls.pin_writes(found, OperatingPoint(name="x", cpu_hz=3e9))
-    with pytest.raises(ClockError, match="shows no gpu clock"):
+    with pytest.raises(ClockError, match="has no gpu clock"):
         controls.pin_writes(found, OperatingPoint(name="x", gpu_hz=1e9))
     assert controls.restore_writes(found, found.read_state(None)) == []
 
@@ -185,7 +185,7 @@ def test_modes_are_known_by_name_however_it_is_written(tmp_path: Path):
 
 def test_a_point_has_to_say_something(tmp_path: Path):
     write_fake_board(tmp_path, "jetson-tx2", 4)
-    with pytest.raises(ClockError, match="'MAXX' says no frequency and is no mode of this board; its modes: MAXN"):
+    with pytest.raises(ClockError, match="'MAXX' has no frequency and is no mode of this board: choose one of MAXN"):
         controls.pin_writes(controls.discover_controls(tmp_path), OperatingPoint(name="MAXX"))
     assert controls.pin_writes(controls.discover_controls(tmp_path), OperatingPoint(name="MAXQ")) == []
 

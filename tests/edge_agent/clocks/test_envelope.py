@@ -105,7 +105,7 @@ def test_a_limit_that_the_owner_wrote_by_hand_holds_too(nx: World):
 
 def test_no_point_above_max_w_is_held_nor_one_that_does_not_say(nx: World):
     clamp = ClockPin(nx.root, nx.state, max_w=10.0, write_file=nx.put, nvpmodel=nx.nvpmodel)
-    with pytest.raises(ClockError, match="'fast' draws 25 W, and no point above 10 W is held here"):
+    with pytest.raises(ClockError, match="'fast' draws 25 W, and no point above 10 W is pinned here"):
         clamp.pin(FAST)
     with pytest.raises(ClockError, match="'typed' draws nobody knows how much"):
         clamp.pin(OperatingPoint(name="typed", gpu_hz=306e6))

@@ -17,11 +17,11 @@ from fedquilt.testing.boards import write_fake_board
 
 
 def test_a_host_that_is_no_linux_is_told_what_to_do(tmp_path: Path):
-    with pytest.raises(JobError, match="name a profile to simulate"):
+    with pytest.raises(JobError, match="set board to a profile to simulate"):
         devices.create_device("auto", tmp_path)
     (tmp_path / "proc").mkdir()
     (tmp_path / "proc/meminfo").write_text("")
-    with pytest.raises(JobError, match="does not tell the memory"):
+    with pytest.raises(JobError, match="has no memory size"):
         devices.create_device("auto", tmp_path)
 
 

@@ -56,7 +56,7 @@ def test_a_meter_that_holds_up_the_agent_is_named_once(caplog: pytest.LogCapture
     meters.read(1.0)
     assert meters.read(2.0).total_w == 5.0
     (said,) = caplog.messages
-    assert "the meter Fixed took 3.0 s to answer" in said
+    assert "meter Fixed took 3.0 s and blocked" in said
     assert "docs/add-a-sensor.md" in said
 
 

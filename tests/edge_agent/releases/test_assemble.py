@@ -123,7 +123,7 @@ def test_a_private_state_that_is_lost_is_told_or_refused_as_the_method_has_it(
     place.model.unlink()
     found = place.checked(parted)
     assert found.code == "disk"
-    assert "fedrep does not allow a device to begin it anew" in found.reason
+    assert "fedrep does not allow a device to start with new private state" in found.reason
     assert not place.model.exists()
 
 
@@ -132,7 +132,7 @@ def test_a_private_state_that_is_lost_is_told_or_refused_as_the_method_has_it(
     [
         (lambda place: place.keep({"3.weight": np.zeros((2, 2), np.float32)}), "3.weight"),
         (lambda place: place.keep({**HEAD, "3.bias": np.full(10, np.nan, np.float32)}), "3.bias"),
-        (lambda place: place.shared.write_bytes(b"x") and place.keep(HEAD), "does not say of which run it is"),
+        (lambda place: place.shared.write_bytes(b"x") and place.keep(HEAD), "does not name its run"),
         (lambda place: place.shared.write_bytes(place.shared.read_bytes()[:-9]) and place.keep(HEAD), "damaged"),
         (lambda place: place.model.mkdir() or place.keep(HEAD), "cannot write"),
     ],
@@ -151,7 +151,7 @@ def test_a_method_that_cannot_put_it_together_is_refused_by_name(place: Place, m
     found = place.checked(place.keep(HEAD))
     assert (found.code, found.reason) == (
         "method",
-        "method 'fedrep' does not say how a board puts its network together",
+        "method 'fedrep' does not define how a device assembles its network",
     )
 
 

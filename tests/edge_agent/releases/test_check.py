@@ -78,7 +78,7 @@ def test_different_examples_are_timed_as_a_cascade_takes_longer_for_some(monkeyp
     ("made", "data", "said"),
     [
         ({"size": 28}, {}, ""),  # an image is resized to what the network takes
-        ({"size": 28, "facts": False}, {}, "takes inputs of shape (1, 28, 28), and the data here are of shape"),
+        ({"size": 28, "facts": False}, {}, "takes inputs of shape (1, 28, 28), and the data of this device have shape"),
         ({"labels": ("0", "1", "2")}, {}, "the network predicts 3 classes"),
         ({}, {"path": "nowhere.npz"}, "nowhere.npz"),
     ],
@@ -97,7 +97,10 @@ def test_a_model_for_other_labels_is_refused_by_name(laid: Laid, tmp_path: Path)
         order(laid("new", network()), data={"path": str(tmp_path / "own.csv"), "labels": ["day", "night"]})
     )
     assert found.code == "model"
-    assert "its labels are 0, 1, 2, 3, 4, 5 and 4 more, and those of the data here are day, night" in found.reason
+    assert (
+        "model labels 0, 1, 2, 3, 4, 5 and 4 more differ from the labels of this device's data day, night"
+        in found.reason
+    )
 
 
 def test_without_data_it_only_runs_and_says_so(laid: Laid) -> None:
@@ -118,7 +121,7 @@ def test_bytes_that_are_no_network_are_refused(laid: Laid, payload: bytes) -> No
 def test_a_budget_that_is_too_small_is_told(laid: Laid) -> None:
     found = check_process.run_check(order(laid("new", network()), budget_bytes=60_000_000))
     assert found.code == "budget"
-    assert "raise it" in found.reason
+    assert "raise the budget" in found.reason
 
 
 # -- graphs of other exporters ------------------------------------------------------------------------
@@ -179,8 +182,8 @@ def test_a_model_that_was_not_run_is_refused(laid: Laid, shape: list[str] | None
 @pytest.mark.parametrize(
     ("output", "nodes", "said"),
     [
-        (("n", 2, 3), identity(-1, 2, 6), "an array of shape (2, 3) to each example, not with scores of classes"),
-        ((2, "n", 3), identity(2, -1, 6), "answers one example with an array of shape (2, 1, 3)"),  # time first
+        (("n", 2, 3), identity(-1, 2, 6), "for each example has shape (2, 3), not one score per class"),
+        ((2, "n", 3), identity(2, -1, 6), "returns for one example an array of shape (2, 1, 3)"),  # time first
     ],
 )
 def test_answers_that_are_no_scores_are_refused_with_a_fix(
@@ -218,7 +221,7 @@ def test_answers_that_depend_on_the_other_examples_of_a_batch_are_refused(
         assert (found.code, found.reason) == ("ok", "")
     else:
         assert found.code == "model"
-        assert "depends on the other examples of a batch: export it in evaluation mode" in found.reason
+        assert "depends on the other examples of a batch: export the model in evaluation mode" in found.reason
 
 
 def test_a_batch_of_the_boards_own_examples_is_compared_too(laid: Laid) -> None:

@@ -189,7 +189,7 @@ def test_with_a_full_disk_at_every_call_what_runs_is_whole_and_the_end_is_told(t
         if made.current() == FIRST:
             assert told.phase == "refused"
         else:
-            assert told.phase == "committed" or "cannot return yet" in told.reason
+            assert told.phase == "committed" or "rollback pending" in told.reason
         if told.phase != "committed":
             assert "No space left on device" in told.reason
             refused += 1

@@ -130,9 +130,9 @@ def test_private_state_goes_in_and_comes_out_and_prints_go_elsewhere(place: Plac
     ("method", "changes", "code", "part"),
     [
         ("diverged", {}, "diverged", "tensor 'w' holds 1 values that are not finite"),
-        ("clumsy", {}, "model", "no bundle 'weights'; it has: model"),
+        ("clumsy", {}, "model", "no bundle 'weights': choose one of model"),
         ("greedy", {}, "memory", "an allocation failed"),
-        ("chatty", {"data": {}}, "data", "give its agent.toml a [data] table"),
+        ("chatty", {"data": {}}, "data", "add a [data] table to agent.toml"),
         ("chatty", {"data": {"path": "/nowhere.npz"}}, "data", "/nowhere.npz"),
         ("chatty", {"actions": ("check",)}, "method", "no evaluation"),
         ("chatty", {"engine": "abacus"}, "engine", "'abacus'"),

@@ -42,7 +42,7 @@ def bundle(tmp_path: Path) -> Path:
 )
 def test_extended_headers_are_refused(bundle: Path, headers: dict[str, str]) -> None:
     rewritten(bundle, "wheels/", **headers)
-    with pytest.raises(ModelError, match=r"is no bundle of an upgrade .*is no file of a size that a bundle has"):
+    with pytest.raises(ModelError, match=r"is not an upgrade bundle .*is not a regular file or is too large"):
         read(bundle)
 
 
@@ -55,7 +55,7 @@ def test_a_size_that_leads_back_or_nowhere_is_refused(bundle: Path, size: int) -
     content[at + 148 : at + 156] = b" " * 8
     content[at + 148 : at + 156] = b"%06o\0 " % sum(content[at : at + 512])
     bundle.write_bytes(content)
-    with pytest.raises(ModelError, match="is no bundle of an upgrade"):
+    with pytest.raises(ModelError, match="is not an upgrade bundle"):
         read(bundle)
 
 

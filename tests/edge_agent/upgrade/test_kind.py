@@ -139,9 +139,9 @@ def test_environments_of_no_use_are_deleted(board: Board, bundle: Callable[..., 
         ({"present": {"msgspec": "0.0.1"}}, "the bundle needs msgspec 0.0.1, and this board has "),
         ({"present": {"no-such-thing": "1"}}, "the bundle needs no-such-thing 1, and this board does not have it"),
         ({"unpacked_bytes": 3}, "holds more than the 3 bytes that were announced"),
-        ({"wheels": {"fedquilt-9.9.9-py3-none-any.whl": "0" * 64}}, "is not the one that its manifest names"),
+        ({"wheels": {"fedquilt-9.9.9-py3-none-any.whl": "0" * 64}}, "differs from the manifest"),
         ({"wheels": {"other-1-py3-none-any.whl": "0" * 64}}, "other-1-py3-none-any.whl is missing"),
-        ({"wheels": {"../../x.whl": "0" * 64}}, "is no bundle of an upgrade"),
+        ({"wheels": {"../../x.whl": "0" * 64}}, "is not an upgrade bundle"),
     ],
 )
 def test_a_bundle_that_does_not_fit_is_refused_by_name(
@@ -156,7 +156,7 @@ def test_what_is_no_bundle_is_refused(board: Board, tmp_path: Path) -> None:
     file = tmp_path / "x"
     for content in (b"", b"x" * 5000, bytes(10240)):
         file.write_bytes(content)
-        assert "is no bundle of an upgrade" in board.verdict(file).refusal_reason
+        assert "is not an upgrade bundle" in board.verdict(file).refusal_reason
 
 
 def test_a_wheel_that_would_write_elsewhere_is_refused(board: Board, tmp_path: Path) -> None:
@@ -235,7 +235,7 @@ def test_a_disk_without_room_is_told_before_anything_is_written(board: Board, bu
         def free_bytes(self, folder: object) -> int:
             return 1_000_000
 
-    with pytest.raises(StoreError, match=r"1 MB are free at .*, and this version takes 34 MB: make room"):
+    with pytest.raises(StoreError, match=r"1 MB are free at .*, and this version needs 34 MB: free disk space"):
         environment_build.build_environment(order(board, bundle()), Full())
     assert board.kept == []
 

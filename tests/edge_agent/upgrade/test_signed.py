@@ -26,11 +26,11 @@ def test_only_the_fleets_authority_is_believed(tmp_path: Path, bundle: Callable[
     board.table["broker"] = {"ca": str(tmp_path / "ours/ca.crt")}
     board.start()
     assert board.verdict(bundle(sign=ours.sign_upgrade)) == CheckResult("", {})
-    assert "is not of the authority in" in board.verdict(bundle("1", sign=theirs.sign_upgrade)).refusal_reason
+    assert "is not from the authority in" in board.verdict(bundle("1", sign=theirs.sign_upgrade)).refusal_reason
     assert "the bundle is not signed" in board.verdict(bundle("2")).refusal_reason
-    assert "is not of the authority in" in board.verdict(bundle("3", sign=lambda text: b"nonsense")).refusal_reason
+    assert "is not from the authority in" in board.verdict(bundle("3", sign=lambda text: b"nonsense")).refusal_reason
     signature = ours.sign_upgrade(b"another manifest")
-    assert "is not of the authority in" in board.verdict(bundle("4", sign=lambda text: signature)).refusal_reason
+    assert "is not from the authority in" in board.verdict(bundle("4", sign=lambda text: signature)).refusal_reason
 
 
 class Signed(Board):

@@ -369,12 +369,10 @@ def test_an_upgrade_is_queued_with_its_version_and_phases(home, tmp_path, capsys
 def test_what_is_no_bundle_is_not_sent(home, tmp_path, capsys):
     """A bundle that no board would take, such as one with a changed wheel, is refused."""
     (tmp_path / "x").write_bytes(b"x" * 1000)
-    assert "is no bundle of an upgrade" in refused(capsys, "rollout", "agent", str(tmp_path / "x"), "--home", str(home))
+    assert "is not an upgrade bundle" in refused(capsys, "rollout", "agent", str(tmp_path / "x"), "--home", str(home))
     house = [upgrades.toy(tmp_path / "house")]
     file = upgrades.pack(tmp_path / "agents.tar", house, wheels={house[0].name: "0" * 64})
-    assert "is not the one that its manifest names" in refused(
-        capsys, "rollout", "agent", str(file), "--home", str(home)
-    )
+    assert "differs from the manifest" in refused(capsys, "rollout", "agent", str(file), "--home", str(home))
     assert "there is nothing to take back" in refused(capsys, "rollout", "back", "agent", "--home", str(home))
     with Store(home) as store:
         assert store.rollouts.readable_rollouts() == []
@@ -404,7 +402,7 @@ def test_settings_are_queued_as_boards_take_them(home, capsys):
         (["budget=much"], "budget: 'much' is no size"),
         (["max_w=ten"], "max_w is a number"),
         (["home=/"], "home"),
-        (["labels=+a,b"], "labels have all a sign"),
+        (["labels=+a,b"], "labels mix changes and full names"),
         ([], "missing argument"),
     ],
 )

@@ -222,7 +222,7 @@ def test_what_goes_away_while_it_is_watched_is_said(browser: Browser, home: Path
         tab = opened(browser, dash, f"/runs/{run}")
         with Store(home) as store:
             remove_runs(store, [run])
-        tab.until("document.querySelector('.notice.bad:not([hidden])')?.textContent.includes('there is no run')")
+        tab.until("document.querySelector('.notice.bad:not([hidden])')?.textContent.includes('no run')")
         dash.process.kill()
         tab.until("document.querySelector('#link').className === 'dead'")
         tab.until("document.querySelector('.notice.bad:not([hidden])')?.textContent.includes('does not answer')")

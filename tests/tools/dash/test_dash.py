@@ -104,9 +104,9 @@ def test_boards_are_chosen_and_sorted(dash: Dashboard, query: str, count: int, f
         ("/api/fleet?sort=colour", 409, "not sorted by 'colour'"),
         ("/api/fleet?page=-1", 409, "is no whole number"),
         ("/api/boards/board-00001?span=9y", 409, "'9y' is no span"),
-        ("/api/runs/nothing", 404, "there is no run 'nothing'"),
-        ("/api/runs/digits/why?round=99", 409, "no round 99; rounds so far: 1 to 3"),
-        ("/api/log?run=nothing", 404, "there is no run"),
+        ("/api/runs/nothing", 404, "no run 'nothing'"),
+        ("/api/runs/digits/why?round=99", 409, "no round 99: choose one of 1 to 3"),
+        ("/api/log?run=nothing", 404, "no run"),
         ("/api/nothing", 404, "Not Found"),
         ("/static/000000000000/../guard.py", 404, "Not Found"),
         ("/static/%2e%2e/guard.py", 404, "Not Found"),
@@ -127,7 +127,7 @@ def test_a_stranger_finds_why_a_board_was_not_asked_in_a_round(dash: Dashboard) 
     board = dash.until("/api/boards/board-00005", lambda told: len(told["turns"]) == 6)
     assert [turn["text"] for turn in board["turns"]] == ["offline"] * 6
     assert len(dash.values("/api/boards/board-00001")["readings"]) >= 1
-    assert "knows a device 'nobody'" in dash.problem("/api/boards/nobody")[1]
+    assert "no device 'nobody'" in dash.problem("/api/boards/nobody")[1]
 
 
 def test_runs_show_figures_and_who_works(dash: Dashboard) -> None:

@@ -34,7 +34,7 @@ def test_a_run_that_is_deleted_while_it_is_watched(tmp_path: Path) -> None:
             remove_runs(store, [run])
         dash.until("/api/runs", lambda told: [each["name"] for each in told["runs"]] == ["digits"])
         for path in (f"/api/runs/{run}", f"/api/runs/{run}/why", f"/api/log?run={run}"):
-            assert dash.problem(path) == (404, f"there is no run {run!r} in {home} any more, or never was")
+            assert dash.problem(path) == (404, f"no run {run!r} in {home}")
 
 
 def test_a_damaged_run_hides_no_other(tmp_path: Path) -> None:

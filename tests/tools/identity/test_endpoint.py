@@ -156,7 +156,7 @@ def test_an_endpoint_of_another_authority_or_name_gets_no_token(site: Site, tmp_
     "url", ["https://a..b", "https://[::1", "https://a:x", "https://a:65536", "http://a", "https://"]
 )
 def test_an_address_that_is_none_is_named_before_anything_is_sent(site: Site, url: str) -> None:
-    with pytest.raises(JobError, match="is no endpoint's address"):
+    with pytest.raises(JobError, match="is no address of an endpoint"):
         edge_agent_enrolment.enrol(site.board("orin-7", "token", url), now())
 
 

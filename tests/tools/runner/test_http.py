@@ -118,7 +118,7 @@ def test_a_body_that_is_refused_unread_is_not_taken_for_the_next_request(running
     with running.server.reserve_body_memory("127.0.0.1") as reserve:
         reserve(MAX_ADDRESS_BYTES - len(body) + 1)
         status, told = running.client.post(body)
-    assert (status, told["error"]) == (503, "too many requests wait: try again")
+    assert (status, told["error"]) == (503, "too many pending requests: try again later")
     assert running.client.post(body)[0] == 200
 
 
@@ -127,7 +127,7 @@ def test_bodies_of_all_addresses_together_are_limited(running: Running) -> None:
         for number in range(MAX_PENDING_BYTES // MAX_ADDRESS_BYTES):
             stack.enter_context(running.server.reserve_body_memory(f"10.0.0.{number}"))(MAX_ADDRESS_BYTES)
         reserve = stack.enter_context(running.server.reserve_body_memory("10.0.0.250"))
-        with pytest.raises(RequestRefusedError, match="too many requests wait"):
+        with pytest.raises(RequestRefusedError, match="too many pending requests"):
             reserve(1)
 
 

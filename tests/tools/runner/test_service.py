@@ -137,7 +137,7 @@ def test_labels_that_arrive_later_make_an_accuracy(running: Running) -> None:
         assert (status, said) == (200, {"right": number % 4 != 0})
     status, said = running.client.ask("POST", "/v1/label", label)
     assert status == 404
-    assert "waits for its label" in said["error"]
+    assert "cannot get a label" in said["error"]
     assert running.service.make_status()["accuracy"] == 0.75
     assert running.service.make_status()["labelled"] == 20
 
@@ -149,7 +149,7 @@ def test_a_label_is_one_of_the_model_that_answered(running: Running, models: Pat
     assert running.models.reload_if_changed()
     assert first["name"] == "day"
     assert running.service.record_label(first["id"], "day")
-    with pytest.raises(DataError, match="there is no label 'dusk'; there are night, day"):
+    with pytest.raises(DataError, match="unknown label 'dusk': choose one of night, day"):
         running.service.record_label(second["id"], "dusk")
     assert not running.service.record_label(second["id"], "night")
 
@@ -172,7 +172,7 @@ def test_references_whose_parts_do_not_fit_are_left_out(running: Running, models
 def test_the_oldest_answers_wait_no_longer_for_their_labels(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(services, "MAX_UNLABELLED", 3)
     first, *others = running.service.classify_bytes(npz(x=np.stack([classifiers.image(250)] * 4)))["answers"]
-    with pytest.raises(services.UnknownClassificationError, match="or more than 3 came after it"):
+    with pytest.raises(services.UnknownClassificationError, match="or more than 3 newer results exist"):
         running.service.record_label(first["id"], 1)
     assert all(running.service.record_label(each["id"], 1) for each in others)
 

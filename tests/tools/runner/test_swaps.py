@@ -114,8 +114,8 @@ def test_a_model_that_does_not_load_leaves_the_old_one(running: Running, models:
     assert status == 200
     assert health["model"] == old
     assert health["trouble"].endswith("the one before answers meanwhile")
-    expected = {"garbage": "it is no ONNX file", "labels": "there are 3 labels", "nothing": "there is no model"}
-    assert expected.get(what, "there is no model") in health["trouble"]
+    expected = {"garbage": "it is no ONNX file", "labels": "there are 3 labels", "nothing": "is missing: `fedquilt"}
+    assert expected.get(what, "is missing: `fedquilt") in health["trouble"]
     assert running.client.post(npy(classifiers.image(250)))[0] == 200
     classifiers.lead(models, "b")
     assert running.models.reload_if_changed()
@@ -154,5 +154,5 @@ def test_a_file_and_a_models_folder_do_too(models: Path) -> None:
     found = ModelSwitcher(path)
     os.replace(models / "b" / "model.onnx", path)
     assert found.reload_if_changed()
-    with pytest.raises(ModelError, match=r"there is no model .*/nothing: `fedquilt rollout model` puts one there"):
+    with pytest.raises(ModelError, match=r"model .*/nothing is missing: `fedquilt rollout model` puts one there"):
         ModelSwitcher(models / "nothing")

@@ -40,7 +40,7 @@ def changed(**given: object) -> Machine:
     ],
 )
 def test_a_machine_that_differs_is_refused_by_name_unless_machines_may_be_mixed(other: Machine, said: str) -> None:
-    with pytest.raises(JobError, match=f"{said} results would have other last bits.*--mixed"):
+    with pytest.raises(JobError, match=f"{said} results would differ in their last bits.*--mixed"):
         machines.require_same_results({"one": ONE}, "two", other, mixed=False)
     machines.require_same_results({"one": ONE}, "two", other, mixed=True)
 

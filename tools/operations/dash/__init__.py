@@ -106,7 +106,7 @@ def _open_listening_socket(listen: str) -> socket.socket:
             listener.close()
             raise
     except OSError as error:
-        raise JobError(f"no dashboard can be served at {listen}: {error.strerror}; choose another --listen") from None
+        raise JobError(f"dashboard cannot listen at {listen}: {error.strerror}: choose another --listen") from None
     return listener
 
 

@@ -38,9 +38,9 @@ from fedquilt.tools.operations.dash.reports import ReportBuilder
 log = logging.getLogger("fedquilt.dash")
 
 MEDIA_TYPES: Final = {".js": "text/javascript", ".css": "text/css", ".svg": "image/svg+xml"}
-MAX_BODY_BYTES: Final = 4096  # bytes of a request
+MAX_BODY_BYTES: Final = 4096  # limit of a request's body in bytes
 MAX_QUERY_BYTES: Final = 2048
-MAX_CACHED_RESPONSES: Final = 32  # valid until the next change
+MAX_CACHED_RESPONSES: Final = 32  # cached pages, valid until the next change
 RESPONSE_TTL_S: Final = 5.0
 
 PageLoader = Callable[..., Awaitable[dict[str, Any]]]
@@ -139,7 +139,7 @@ class Dashboard:
             encode_changes(), media_type="text/event-stream", headers={"cache-control": "no-store"}
         )
 
-    # -- what can be done --
+    # -- actions --
 
     async def _serve_session(self, request: Request) -> Response:
         access_policy, headers = self._access_policy, {}
@@ -188,7 +188,7 @@ class Dashboard:
 
 
 def _confirm_action(action: str, message: str) -> Response:
-    log.warning("%s was asked for from the dashboard: %s", action, message)
+    log.warning("action %s requested from the dashboard: %s", action, message)
     return _make_json_response(msgspec.json.encode({"said": message}))
 
 
@@ -200,8 +200,7 @@ def _request_run_action(action: str, watcher: HomeWatcher, run: str) -> str:
             return run_control.stop_run(job_store, run)
         if not job_store.is_served():
             raise JobError(
-                f"no coordinator serves {watcher.home}: `fedquilt resume {run} --home {watcher.home}` is one that "
-                "goes on"
+                f"no coordinator serves {watcher.home}: start one with `fedquilt resume {run} --home {watcher.home}`"
             )
         return f"{run_control.resume_run(job_store, run).id} goes on at the coordinator's next look at its store"
 
@@ -259,7 +258,7 @@ async def _handle_fedquilt_error(request: Request, error: FedquiltError) -> Resp
 
 
 async def _handle_unexpected_error(request: Request, error: Exception) -> Response:
-    log.error("no answer to %s: %r", request.url.path, error)
+    log.error("request for %s failed: %r", request.url.path, error)
     return _make_problem_response(500, "an error of fedquilt's own; its log says more")
 
 

@@ -27,7 +27,7 @@ T = TypeVar("T")
 
 POLL_S: Final = 0.2  # interval of checking for writes
 FLEET_PAUSE_RATIO: Final = 1.5  # pause between reads of all devices, relative to their duration
-MAX_EVENTS: Final = 1000  # read in one piece
+MAX_EVENTS: Final = 1000  # events read at once
 MAX_ENDED_FOLLOWERS: Final = 4  # ended runs with details, most recently requested
 MAX_LABELS: Final = 100
 FLEET_MAX_AGE_S: Final = 15.0  # readings become outdated without a change
@@ -199,7 +199,7 @@ class HomeWatcher:
                 raise StoreError(row.reason)
             if isinstance(row, StoredJob) and run in (row.id, row.job.name):
                 return row
-        raise MissingRunError(f"there is no run {run[:100]!r} in {self.home} any more, or never was")
+        raise MissingRunError(f"no run {run[:100]!r} in {self.home}")
 
     async def load_follower(self, run: str) -> RunFollower:
         """Return the follower of a run after reading all its events."""
@@ -328,7 +328,7 @@ class HomeWatcher:
         """Call a function in the thread that updates followers, which do not change during the call."""
         return await self._run_in_thread("runs", read)
 
-    # -- within --
+    # -- databases --
 
     def _get_current_reader(self) -> StoreReader:
         # opened again if the database file was replaced. Called in the reader thread

@@ -111,7 +111,7 @@ async def load_device_page(watcher: HomeWatcher, query: Query, name: str) -> dic
         rounds = await watcher.run_in_reader_thread(partial(follower.list_device_rounds, name))
         device_rounds += [{"run": follower.row.id, **entry} for entry in rounds[:MAX_DEVICE_ROUNDS]]
     if row is None and not device_rounds and not reading:
-        raise MissingDeviceError(f"no coordinator of {watcher.home} knows a device {name[:100]!r}")
+        raise MissingDeviceError(f"no device {name[:100]!r} in {watcher.home}")
     device_rounds.sort(key=lambda entry: -(entry.get("at") or 0.0))
     return {
         "at": now_s,
@@ -202,7 +202,7 @@ async def load_round_page(watcher: HomeWatcher, query: Query, id: str) -> dict[s
     round = _parse_integer(query, "round", last + 1) - 1
     parts = await watcher.load_round_outcomes(follower, round)
     if parts is None:
-        raise JobError(f"there has been no round {round + 1}; rounds so far: {first + 1} to {last + 1}")
+        raise JobError(f"no round {round + 1}: choose one of {first + 1} to {last + 1}")
     code, text = query.get("code", ""), query.get("text", "").casefold()
     matching = sorted(
         (
@@ -338,4 +338,4 @@ async def _find_rollout(watcher: HomeWatcher, id: str) -> StoredRollout:
     for rollout in await watcher.run_in_reader_thread(lambda: watcher.open_rollout_log().readable_rollouts()):
         if rollout.state.id == id:
             return rollout
-    raise MissingRunError(f"there is no rollout {id[:100]!r} in {watcher.home}, or it cannot be read")
+    raise MissingRunError(f"rollout {id[:100]!r} in {watcher.home} is missing or unreadable")

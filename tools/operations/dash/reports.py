@@ -40,16 +40,14 @@ class ReportBuilder:
         try:
             page, error_output = await asyncio.wait_for(process.communicate(), TIMEOUT_S)
         except asyncio.TimeoutError:
-            raise JobError(
-                f"the page of {run} was not made within {TIMEOUT_S:.0f} s: `fedquilt report {run}`"
-            ) from None
+            raise JobError(f"report of {run} took more than {TIMEOUT_S:.0f} s: use `fedquilt report {run}`") from None
         finally:
             if process.returncode is None:
                 process.kill()
                 await process.wait()
         if process.returncode:
             lines = error_output.decode(errors="replace").strip().splitlines() or ["it says nothing"]
-            raise JobError(f"no page of {run} can be made: {shorten_error(lines[-1])}")
+            raise JobError(f"report of {run} failed: {shorten_error(lines[-1])}")
         return page
 
 

@@ -22,7 +22,7 @@ from fedquilt.coordinator.views import event_messages, round_outcomes, run_summa
 from fedquilt.coordinator.views.run_summary import RunSummary
 from fedquilt.tools.report import columns, sections
 
-MAX_LOG_LINES: Final = 1000  # of the log
+MAX_LOG_LINES: Final = 1000  # number of log lines in memory
 MAX_CELLS: Final = 40_000  # limit on devices times rounds in memory; earlier rounds are read again on request
 MIN_ROUNDS: Final = 2
 MAX_PLOT_POINTS: Final = 300
@@ -119,7 +119,7 @@ class RunFollower:
             count -= len(outcomes.pop(number))
             self.round_times.pop(number, None)
 
-    # -- what is shown --
+    # -- values of pages --
 
     def make_round_rows(self) -> list[dict[str, Any]]:
         rows = columns.make_round_rows(self.summary)

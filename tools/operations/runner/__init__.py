@@ -69,11 +69,11 @@ def _require_permitted_address(listen: str, anywhere: bool) -> tuple[str, int]:
     try:
         ip_address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][4][0]
     except OSError as error:
-        raise JobError(f"{listen!r} is no address here: {error.strerror}") from None
+        raise JobError(f"{listen!r} is no address of this machine: {error.strerror}") from None
     if not anywhere and not ipaddress.ip_address(str(ip_address).partition("%")[0]).is_loopback:
         raise JobError(
-            f"--listen {listen}: other machines reach that, and whoever does may ask; say --listen-anywhere if that is "
-            "wanted, or use 127.0.0.1"
+            f"--listen {listen}: other machines can send requests to this address: permit this with "
+            f"--listen-anywhere, or use 127.0.0.1"
         )
     return host, port
 
@@ -163,7 +163,7 @@ class RunnerServer:
                     self._pending_bytes[address] + size > MAX_ADDRESS_BYTES
                     or self._pending_bytes.total() + size > MAX_PENDING_BYTES
                 ):
-                    raise RequestRefusedError(503, "too many requests wait: try again")
+                    raise RequestRefusedError(503, "too many pending requests: try again later")
                 self._pending_bytes[address] += size
                 reserved += size
 
@@ -190,7 +190,7 @@ class RunnerServer:
             except (RequestRefusedError, OSError):
                 raise
             except Exception as error:
-                log.exception("no answer to a request")
+                log.exception("request failed")
                 status, response = 500, {"error": f"an error of fedquilt's own ({type(error).__name__}): see the log"}
             headers = {"content-type": "application/json", "cache-control": "no-store"}
             exchange.send_response(status, headers, msgspec.json.encode(response))
@@ -223,7 +223,11 @@ class RunnerServer:
             is not None
         ):
             raise RequestRefusedError(
-                403, "this comes from somebody else's page, or calls the runner by a name: use its address"
+                403,
+                (
+                    "request comes from another site's page, or names the runner by a host name: use the address of "
+                    "the runner"
+                ),
             )
 
 

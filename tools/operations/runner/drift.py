@@ -128,7 +128,7 @@ class DriftCounts:
     """Feature histograms of one model's examples.
 
     Args:
-        known: Reference of the model, or None to build one from the first `size` examples.
+        reference: Reference of the model, or None to build one from the first `size` examples.
         size: Number of examples of the reference, and effective number of compared examples.
     """
 

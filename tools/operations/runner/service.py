@@ -47,7 +47,7 @@ def resolve_model_file(models: Path) -> Path:
             "`fedquilt rollout model` puts one there, or name a folder that has one, or a file that `fedquilt model "
             "export` wrote"
         )
-        raise ModelError(f"there is no model {model_path}: {fix}")
+        raise ModelError(f"model {model_path} is missing: {fix}")
     return path
 
 
@@ -117,12 +117,12 @@ ACCURACY_WINDOW: Final = LATENCY_WINDOW
 MIN_LABELS: Final = 20  # fewer labels give no accuracy
 MAX_EXAMPLES: Final = 1024  # in one request
 MAX_BODY_BYTES: Final = 16 << 20  # limit of a file, and of the arrays in the file
-NPY, ZIP = b"\x93NUMPY", b"PK\x03\x04"  # magic numbers
+NPY, ZIP = b"\x93NUMPY", b"PK\x03\x04"  # magic numbers of file formats
 
 
 class Classification(NamedTuple):
-    id: str  # for the request that sends the true label
-    number: int  # of the class
+    id: str  # id for the request with the true label
+    number: int  # index of the class
     name: str
     score: float  # largest output of the network, not a probability
     model: str  # sha256 of the model that answered
@@ -226,13 +226,13 @@ class ModelService:
         with self._lock:
             if id not in self._unlabelled:
                 raise UnknownClassificationError(
-                    f"no answer {id[:100]!r} waits for its label: it has one, or more than {MAX_UNLABELLED} came "
-                    "after it"
+                    f"result {id[:100]!r} cannot get a label: the result has a label, or more than "
+                    f"{MAX_UNLABELLED} newer results exist"
                 )
             model, labels, predicted = self._unlabelled[id]
             number = labels.index(label) if isinstance(label, str) and label in labels else label
             if not isinstance(number, int) or isinstance(number, bool) or not 0 <= number < len(labels):
-                raise DataError(f"there is no label {str(label)[:100]!r}; there are {', '.join(labels[:50])}")
+                raise DataError(f"unknown label {str(label)[:100]!r}: choose one of {', '.join(labels[:50])}")
             del self._unlabelled[id]
             is_correct = predicted == number
             if model == self._counted_model:
@@ -240,7 +240,7 @@ class ModelService:
                 self.labelled += 1
         return is_correct
 
-    # -- what is known --
+    # -- status --
 
     def _make_drift(self, loaded: ServedModel) -> DriftCounts:
         return DriftCounts(self._references.get(loaded.sha256), self._reference_size)
@@ -327,5 +327,9 @@ class ModelService:
         except FileNotFoundError:
             return {}
         except (OSError, *DECODE_ERRORS) as error:
-            log.warning("%s cannot be used (%s): the next answers make new ones", self._home / REFERENCE_FILE, error)
+            log.warning(
+                "%s is damaged (%s): new reference distributions start with the next results",
+                self._home / REFERENCE_FILE,
+                error,
+            )
             return {}
