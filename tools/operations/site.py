@@ -220,7 +220,7 @@ class SiteWorker:
             budget_bytes=max((device.budget_bytes for device in online_profiles), default=0),
             engines=tuple(sorted({engine for device in online_profiles for engine in device.engines})),
             codecs=tuple(sorted({"raw"}.union(*(device.codecs for device in online_profiles)))),
-            boards=max(len(registered), 1),  # a site counts as at least one device
+            site_device_count=max(len(registered), 1),  # a site counts as at least one device
         )
 
     # -- rounds --
