@@ -12,8 +12,8 @@ that need fewer joules. Their total is at least as high as before.
 The search over T is exact. An interval is skipped only if the idle energy of its shortest time and the cheapest
 options of its longest time exceed a known plan. For one T, work is first distributed by one price per example for all
 devices, which is off by less than the step of one device. The distribution is then made exact device by device, over
-all amounts of work that may be cheaper. Cohorts of more than EXACT devices are planned to within NEAR of the minimum,
-as far as MOST_SUMS amounts of work allow.
+all amounts of work that may be cheaper. Cohorts of more than MAX_EXACT_DEVICES devices are planned to within
+JOULES_TOLERANCE of the minimum, as far as MAX_SUMS amounts of work allow.
 
 Pure: no I/O and no clock.
 """
@@ -29,28 +29,28 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 if TYPE_CHECKING:
     import numpy as np
 
-MAX_EXACT_DEVICES: Final = 16  # boards
-JOULES_TOLERANCE: Final = 0.001  # share of the joules that does not matter in larger cohorts
-MAX_SUMS: Final = 50_000  # amounts of work that are followed for an exact plan, over all boards
+MAX_EXACT_DEVICES: Final = 16
+JOULES_TOLERANCE: Final = 0.001  # permitted excess over the minimum in larger cohorts, as a share
+MAX_SUMS: Final = 50_000  # largest number of work amounts that an exact plan compares, over all devices
 MAX_FRONT_PLANS: Final = 200  # times at which a front is computed
 
 
 class EpochChoice(NamedTuple):
-    seconds: float  # from request to answer, with a reserve
-    joules: float  # expected, above idle
-    epochs: int = 1  # passes over the board's own examples
+    seconds: float  # from selection to update, at the 90th percentile
+    joules: float  # expected joules above idle
+    epochs: int = 1  # passes over the device's own examples
 
 
 class DeviceForecast(NamedTuple):
     choices: tuple[EpochChoice, ...]
-    examples: int = 1  # of its own
-    idle_w: float = 0.0  # 0 too where it is unknown
+    examples: int = 1  # number of the device's own examples
+    idle_w: float = 0.0  # idle power, or 0 if unknown
 
 
 class EnergyPlan(NamedTuple):
-    seconds: float  # until its end
-    joules: float  # of the whole cohort until then, idle included
-    epochs: Mapping[str, int]  # device -> passes over its own examples
+    seconds: float  # duration of the round
+    joules: float  # energy of the whole cohort, idle energy included
+    epochs: Mapping[str, int]  # device -> passes over the device's own examples
 
 
 def plan_least_energy(
@@ -87,8 +87,8 @@ def plan_least_time(forecasts: Mapping[str, DeviceForecast], passes: int, limit_
 def pareto_front(forecasts: Mapping[str, DeviceForecast], passes: int) -> list[EnergyPlan]:
     """Return plans of which none is both shorter and cheaper than another, the shortest first.
 
-    The list is empty if the devices cannot do all the work. Up to FRONT durations between the shortest and the
-    cheapest plan, both included, are computed.
+    The list is empty if the devices cannot do all the work. Up to MAX_FRONT_PLANS durations between the shortest and
+    the cheapest plan, both included, are computed.
     """
     import numpy as np
 
@@ -136,7 +136,7 @@ class _EnergyProblem:
         )
 
     def cheapest_index(self, first: int, last: int) -> int:
-        """Return the index of the duration with the fewest joules, within NEAR in large cohorts."""
+        """Return the index of the duration with the fewest joules, within JOULES_TOLERANCE in large cohorts."""
         best = min((first, last), key=lambda index: (self.total_joules(index), index))
         stack = [(first, last)]
         while stack:
@@ -199,24 +199,24 @@ def _distribute_by_price(options: Sequence[Sequence[_EpochOption]], passes: int)
     """
     chosen, steps = [], []
     for index, device_options in enumerate(options):
-        at = min(device_options, key=lambda option: (option.joules, -option.work))
-        chosen.append(at)
-        while larger := [option for option in device_options if option.work > at.work]:
+        current = min(device_options, key=lambda option: (option.joules, -option.work))
+        chosen.append(current)
+        while larger := [option for option in device_options if option.work > current.work]:
             price, _, option = min(
-                ((option.joules - at.joules) / (option.work - at.work), -option.work, option) for option in larger
+                ((option.joules - current.joules) / (option.work - current.work), -option.work, option)
+                for option in larger
             )
             steps.append((price, option.work, index, option))
-            at = option
+            current = option
     done_work, price = sum(option.work for option in chosen), 0.0
-    for step_price, _, index, option in sorted(steps):  # a board's own prices ascend, so its steps stay in order
+    for step_price, _, index, option in sorted(steps):  # the prices of a device ascend, so its steps stay in order
         if done_work >= passes:
             break
         other_work = done_work - chosen[index].work
         done_work, price = other_work + option.work, step_price
-        sufficient = [each for each in options[index] if other_work + each.work >= passes]
-        chosen[index] = min(
-            sufficient, key=lambda each: each.joules, default=option
-        )  # the last step may be a shorter one
+        sufficient = [candidate for candidate in options[index] if other_work + candidate.work >= passes]
+        # a smaller last step may be enough
+        chosen[index] = min(sufficient, key=lambda candidate: candidate.joules, default=option)
     return price, chosen
 
 
@@ -229,7 +229,7 @@ def _distribute_exactly(
     dropped, even with the best options of the remaining devices at this price. The result is also None with too many
     sums.
     """
-    import numpy as np  # here, as commands that read a log import this module and plan nothing
+    import numpy as np  # slow import, not needed by commands that only read a log
 
     min_prices = [min(option.joules - price * option.work for option in device_options) for device_options in options]
     rest = sum(min_prices) + price * passes
