@@ -56,7 +56,9 @@ class WriteAheadLog(NamedTuple):
         if not self.committed_frames:
             return
         try:
-            _, read_frames, _ = db.execute("pragma wal_checkpoint(passive)").fetchone()  # -1: another process is at it
+            _, read_frames, _ = db.execute(
+                "pragma wal_checkpoint(passive)"
+            ).fetchone()  # -1 if another process has the lock
         except sqlite3.OperationalError as error:
             if "is full" not in str(error):
                 raise
@@ -99,7 +101,7 @@ def read_log(disk: Disk, database: Path) -> WriteAheadLog:
     path = database.with_name(database.name + "-wal")
     try:
         return _parse_log(disk, path)
-    except FileNotFoundError:  # the last process that had the database open has closed it: all is in there
+    except FileNotFoundError:  # a closed database has no log
         return WriteAheadLog(path, b"", 0)
 
 
