@@ -25,7 +25,7 @@ from fedquilt.coordinator.views.run_summary import (
 from fedquilt.core import EvaluationSums, JobError, Update, Usage
 
 FINAL_EVALUATION: Final = "final evaluation"  # instead of a round's number
-FINAL_STATISTICS: Final = "statistics for the final evaluation"  # likewise
+FINAL_STATISTICS: Final = "statistics for the final evaluation"
 HIDDEN_METRICS: Final = ("macro_precision", "macro_recall", "micro_precision", "micro_recall", "micro_f1")
 """Metrics that a line does not show."""
 
@@ -181,17 +181,15 @@ def format_end(status: str, reason: str) -> list[str]:
 
 
 def _describe_retry(event: events.RoundRetried, previous_summary: events.JobState) -> str:
-    silent_devices, declining_devices = (
-        sorted(previous_summary.pending_devices),
-        previous_summary.decline_reasons.keys() - previous_summary.devices_without_work,
-    )
+    silent_devices = sorted(previous_summary.pending_devices)
+    declining_devices = previous_summary.decline_reasons.keys() - previous_summary.devices_without_work
     parts = [
         (
             f"{len(previous_summary.accepted_updates)} "
             f"{'update' if len(previous_summary.accepted_updates) == 1 else 'updates'}"
         )
     ]
-    if rejected := sorted(declining_devices & previous_summary.cohort):  # a board that declines leaves the roll
+    if rejected := sorted(declining_devices & previous_summary.cohort):  # a decline removes the device from the cohort
         parts.append(f"what {wait_reasons.format_names(rejected)} sent was refused")
     if declined := sorted(declining_devices - previous_summary.cohort):
         parts.append(f"{wait_reasons.format_names(declined)} declined")
@@ -212,7 +210,7 @@ def _describe_commit(
     event: events.RoundCommitted, is_final_evaluation: bool, updates: Sequence[Update], selected: int
 ) -> list[str]:
     """Return the lines of a commit: updates, energy, metrics, the method's notes, the coordinator's warnings."""
-    # devices evaluate the state that they receive, which is that of the round before
+    # devices evaluate the state of the previous round
     counts = [f"{len(updates)} of {selected} devices"] if selected else []
     counts += filter(None, [_format_energy(run_summary.sum_costs(updates))])
     evaluation_parts = describe_evaluation(event.evaluation)
@@ -341,6 +339,7 @@ def summarise_run(row: StoredJob | UnreadableRow, store: Store, bytes_by_run: Ma
     }
 
 
+# colour by status
 STATUS_COLOURS: Final = {
     "done": "green",
     "failed": "red",
@@ -348,7 +347,7 @@ STATUS_COLOURS: Final = {
     "interrupted": "yellow",
     "held": "yellow",
     UNAPPROVED: "yellow",
-}  # colour by status
+}
 
 
 def format_runs(rows: Sequence[dict[str, Any]], width: int | None = None) -> list[str]:

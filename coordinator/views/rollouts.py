@@ -16,8 +16,8 @@ from fedquilt.formats import labels
 
 HEAD: Final = ("rollout", "brings", "status", "step", "boards", "begun")
 ORDER: Final = ("committed", "soaking", "checking", "fetching", "waiting", "refused", "returned", "lost", "")
-MAX_LISTED_DEVICES: Final = 200  # boards of one rollout
-MAX_NAMED_DEVICES: Final = 5  # boards that it waits for
+MAX_LISTED_DEVICES: Final = 200
+MAX_NAMED_DEVICES: Final = 5  # devices named in a wait reason
 
 
 def summarise_rollout(stored: StoredRollout) -> dict[str, Any]:
@@ -59,9 +59,9 @@ def summarise_rollout_and_devices(stored: StoredRollout) -> dict[str, Any]:
 
 class RolloutContext(NamedTuple):
     home: Path
-    is_served: bool  # by a coordinator, without which nothing goes on
-    rollouts: Sequence[rollout.Rollout]  # all rollouts, in the order in which they were queued
-    statuses: Mapping[str, DeviceStatus]  # as the coordinator knew them last
+    is_served: bool  # whether a coordinator runs
+    rollouts: Sequence[rollout.Rollout]  # all rollouts, in queueing order
+    statuses: Mapping[str, DeviceStatus]  # latest stored statuses
     now: float  # wall-clock seconds
 
 

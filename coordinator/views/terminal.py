@@ -42,8 +42,8 @@ from fedquilt.security.handshake import LinkIdentity
 from fedquilt.transport import link as links
 from fedquilt.transport.link import Link
 
-WAIT_REPORT_S = 5.0  # until a wait is reported, and between reports of waits that change
-WORK_REPORT_S = 30.0  # likewise for devices that are at work
+WAIT_REPORT_S = 5.0  # delay before the report of a wait, and between reports of changing waits
+WORK_REPORT_S = 30.0  # the same while devices are at work
 WAIT_CHECK_S = 1.0
 UNCHANGED_WAIT_REPORT_S = 600.0  # between reports of an unchanged wait
 
@@ -110,9 +110,9 @@ class _WatchedRun:
     summary: RunSummary
     waiting: WaitReporter = field(default_factory=WaitReporter)
     wait: wait_reasons.WaitReason | None = None
-    committed: RoundSummary | None = None  # the last round of work, until its line is printed
-    score: str = ""  # the last one
-    warnings: set[str] = field(default_factory=set)  # that were printed
+    committed: RoundSummary | None = None  # latest committed round whose line is not printed yet
+    score: str = ""  # latest score
+    warnings: set[str] = field(default_factory=set)  # printed warnings
 
 
 class Console:
@@ -130,15 +130,13 @@ class Console:
         start_hint: str = START_AGENT_HINT,
         live: bool | None = None,
     ) -> None:
-        self._block, self._shows_run_names, self._is_verbose = (
-            progress.ProgressLine(sys.stdout, live=live),
-            run_names,
-            verbose,
-        )
+        self._block = progress.ProgressLine(sys.stdout, live=live)
+        self._shows_run_names = run_names
+        self._is_verbose = verbose
         start_s = clock()
         self._clock, self._stamp = clock, stamp or (lambda now_s: ELAPSED_FORMAT.format(now_s - start_s))
         self._connection_reporter, self._start_hint = ConnectionReporter(), start_hint
-        self._last_wait_check_s = -math.inf  # when it was last looked at
+        self._last_wait_check_s = -math.inf
         self._runs: dict[str, _WatchedRun] = {}
         self._shown_run: str | None = None  # the run of the block
         self._declines = defaultdict[tuple[str, int], dict[str, str]](dict)  # (run, round) -> device -> reason
@@ -407,17 +405,12 @@ def print_log(store: Store, id: str, *, follow: bool = False, json: bool = False
 
     Of a followed run only rounds are printed, unless `verbose`.
     """
-    row, last_served_s, is_disconnected = (
-        store.find_job(id),
-        -math.inf,
-        False,
-    )  # when a coordinator was last seen to serve it
-    last_number, state, time_s, summary = (
-        0,
-        events.JobState(events.JobConstants.from_job(row.job)),
-        row.created,
-        RunSummary.from_job(row.job),
-    )
+    # time at which a coordinator was last running
+    row, last_served_s, is_disconnected = (store.find_job(id), -math.inf, False)
+    last_number = 0
+    state = events.JobState(events.JobConstants.from_job(row.job))
+    time_s = row.created
+    summary = RunSummary.from_job(row.job)
     console = Console(
         verbose or not follow,
         clock=lambda: time_s,
@@ -426,7 +419,7 @@ def print_log(store: Store, id: str, *, follow: bool = False, json: bool = False
     )
     with contextlib.closing(console):
         while True:
-            status = store.stored_status(id)  # read first, so that no last fact is missed
+            status = store.stored_status(id)  # read before the events, so that the last event is printed
             has_ended = status in events.ENDED_PHASES
             if not status:
                 raise JobError(f"{id} has been deleted meanwhile")
@@ -507,7 +500,7 @@ log = logging.getLogger("fedquilt.rounds")
 class JsonConsole(Console):
     def __init__(self) -> None:
         super().__init__(verbose=True, run_names=True, live=False)
-        log.setLevel(min(logging.INFO, logging.getLogger().level))  # they are what it is for
+        log.setLevel(min(logging.INFO, logging.getLogger().level))
 
     def observe(self, job: events.JobView, event: events.AnyEvent) -> None:
         update = getattr(event, "update", None)
