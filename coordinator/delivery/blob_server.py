@@ -56,8 +56,8 @@ _CONTENT_RANGE: Final = re.compile(r"bytes (\d{1,16})-(\d{1,16})/(\d{1,16})\Z")
 class AccessGrant:
     device: str
     ref: BlobRef
-    writer: BlobWriter | None  # takes the device's bytes; None: the device fetches
-    remaining_bytes: int  # that may still be transferred
+    writer: BlobWriter | None  # destination of an upload, or None for a download
+    remaining_bytes: int  # bytes that may still be transferred
 
 
 class BlobServer:
@@ -77,13 +77,11 @@ class BlobServer:
         identity: LinkIdentity | None = None,
         connections: ConnectionLimiter | None = None,
     ) -> None:
-        self._depot, self._may_fetch, self._report_result, self._identity = (
-            blob_store,
-            may_fetch,
-            report_result,
-            identity,
-        )
-        self._grants: dict[str, AccessGrant] = {}  # sha256 of a token -> its grant
+        self._depot = blob_store
+        self._may_fetch = may_fetch
+        self._report_result = report_result
+        self._identity = identity
+        self._grants: dict[str, AccessGrant] = {}  # by sha256 of the token
         self._tokens: dict[tuple[str, str, bool], str] = {}  # (device, blob, whether it is an upload) -> token
         self._lock = threading.Lock()
         self._connections = ConnectionLimiter() if connections is None else connections

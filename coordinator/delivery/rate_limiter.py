@@ -21,15 +21,15 @@ from fedquilt.core import WireError
 from fedquilt.host.logs import log_ids
 from fedquilt.transport.link import Link, LinkWrapper, Message
 
-DEVICE_SHARE: Final = 0.0075  # of the coordinator's time
+DEVICE_SHARE: Final = 0.0075  # share of the coordinator's time per device
 BURST_S: Final = 0.25
-MESSAGE_S: Final = 1e-3  # of a message that comes alone and wakes the coordinator; of many at once a tenth
-HELLO_S: Final = 2e-3  # of a flight of a handshake
-BYTE_S: Final = 10e-9  # of each of its bytes: decoding
-ROUND_S: Final = 20 * MESSAGE_S  # that a device is granted for a round's task: it takes about ten messages
-MAX_DROPPED: Final = 100  # messages of one device that are dropped in a row of busy seconds before it is set aside
-CALM_S: Final = 60.0  # without a dropped message, after which the count begins anew
-BLOCK_S: Final = 600.0  # for which nothing of it is read
+MESSAGE_S: Final = 1e-3  # cost of a single message, ten times the cost of a message in a batch
+HELLO_S: Final = 2e-3  # cost of a handshake message
+BYTE_S: Final = 10e-9  # cost of decoding a byte
+ROUND_S: Final = 20 * MESSAGE_S  # credit for a round's task, which takes about ten messages
+MAX_DROPPED: Final = 100  # dropped messages after which a device is blocked
+CALM_S: Final = 60.0  # time without a dropped message after which the count restarts
+BLOCK_S: Final = 600.0  # duration of a block
 Verdict = Literal["taken", "slowed", "dropped", "aside"]
 """taken: read the message; slowed: drop it, the first of a row; dropped: drop it; aside: drop it and set it aside."""
 
@@ -105,8 +105,8 @@ class RateLimitedLink(LinkWrapper):
         self.now_s = 0.0  # the owner's clock; set before `receive`
         self._topics, self._limiter = topics, RateLimiter()
         self._known_devices: dict[str, None] = {}  # devices, in the order of their first message
-        self._blocked_until_s: dict[str, float] = {}  # device -> until when it is not read
-        self._newly_blocked: list[str] = []  # set aside, and not told yet
+        self._blocked_until_s: dict[str, float] = {}  # device -> end of the block
+        self._newly_blocked: list[str] = []  # blocked devices to be reported
         self._subscribes_per_device = False
         self._next_discovery_s = math.inf  # when the next look begins
         self._discovery_end_s = math.inf  # or the present one ends
@@ -177,11 +177,9 @@ class RateLimitedLink(LinkWrapper):
         if self._subscribes_per_device:
             self._link.unsubscribe(self._device_filters([device]))
         elif len(self._known_devices) <= MAX_NAMED_SUBSCRIPTIONS:
-            self._subscribes_per_device, self._next_discovery_s, self._discovery_end_s = (
-                True,
-                self.now_s + DISCOVERY_INTERVAL_S,
-                math.inf,
-            )
+            self._subscribes_per_device = True
+            self._next_discovery_s = self.now_s + DISCOVERY_INTERVAL_S
+            self._discovery_end_s = math.inf
             self._link.subscribe(
                 self._device_filters([each for each in self._known_devices if each not in self._blocked_until_s])
             )
