@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, Final, TypeVar
 
-LARGE_BYTES: Final = 4 << 20  # of a state or an update: from here on it is read, folded and stored beside the loop
+LARGE_BYTES: Final = 4 << 20  # size from which states and updates are processed by the worker
 
 T = TypeVar("T")
 Callback = Callable[[Callable[[], T], float], None]
@@ -70,7 +70,7 @@ class ThreadWorker(BackgroundWorker):
     def __init__(self, large_bytes: float = LARGE_BYTES) -> None:
         super().__init__(large_bytes)
         self._queue: queue.SimpleQueue[tuple[Callable[[], Any], Callback[Any]] | None] = queue.SimpleQueue()
-        self._pending_count = 0  # pieces whose results have not been taken
+        self._pending_count = 0  # work items whose callback has not run
         self._closed = False
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._thread: threading.Thread | None = None
@@ -106,7 +106,7 @@ class ThreadWorker(BackgroundWorker):
         while (entry := self._queue.get()) is not None and not self._closed:
             work_item, callback = entry
             self._finished.append((callback, run_and_capture(work_item)))
-            del entry, work_item, callback  # what they hold may be large
+            del entry, work_item, callback  # free their memory
             os.eventfd_write(self._wake, 1)
 
 

@@ -59,7 +59,7 @@ class CoordinatorMetrics:
         self._counts: dict[str, Counter[str]] = {name: Counter() for name in _COUNTERS}  # by job
         self._declined: Counter[tuple[str, str]] = Counter()  # by job and code
         self._ended_jobs: Counter[str] = Counter()  # by status
-        # running run, as several may have the name of one job -> label, round, most rounds, when boards were asked
+        # id of an active run -> label, round, number of rounds, time of the latest selection
         self._running_rounds: dict[str, tuple[str, int, int, float]] = {}
         self._job_labels: set[str] = set()
 
@@ -103,7 +103,7 @@ class CoordinatorMetrics:
         yield MetricFamily("fedquilt_declined", "counter", about, ("job", "code"), declined)
         ended = [((status,), float(self._ended_jobs[status])) for status in events.ENDED_PHASES]
         yield MetricFamily("fedquilt_jobs_ended", "counter", "Jobs that ended, by how.", ("status",), ended)
-        # one sample for each label: that of the run whose boards were asked last
+        # one sample for each label, of the run with the latest selection
         running = {label: values for label, *values in sorted(self._running_rounds.values(), key=lambda each: each[3])}
         for name, about, index in (
             ("round", "Number of the running round, from 0.", 0),
