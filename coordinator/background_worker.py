@@ -29,9 +29,8 @@ class BackgroundWorker:
         large_bytes: The size from which on a state or an update is left to the worker, by default infinite.
     """
 
-    min_unsaved_ratio = (
-        2.0  # times an exact sum's own bytes: so many of updates are folded when it is stored, and then dropped
-    )
+    # times an exact sum's own bytes: so many of updates are folded when it is stored, and then dropped
+    min_unsaved_ratio = 2.0
 
     def __init__(self, large_bytes: float = math.inf) -> None:
         self.large_bytes = large_bytes

@@ -31,9 +31,8 @@ from fedquilt.host.logs import log_ids
 log = logging.getLogger("fedquilt.coordinator")
 
 SESSION_SETTLE_S: Final = 5.0  # wait after a new broker session, until presence messages have arrived
-REPORT_REQUEST_INTERVAL_S: Final = (
-    600.0  # interval after which an unfinished release is sent again, so that the device reports its progress
-)
+# interval after which an unfinished release is sent again, so that the device reports its progress
+REPORT_REQUEST_INTERVAL_S: Final = 600.0
 RESEND_CHECK_S: Final = 2.0  # between two searches for releases to send again
 MAX_EVENTS_PER_DEVICE: Final = 100  # events of one device in the log of one rollout, per coordinator process
 
@@ -67,9 +66,8 @@ class RolloutRunner:
         self._reported_unreadable: set[str] = set()  # rollouts whose read error was logged
         self._session_started_s = math.inf  # start of the broker session, or of this process
         self._last_poll_s = self._resend_s = -math.inf
-        self._has_new_devices = (
-            True  # whether a device connected or a rollout ended since completed rollouts were checked
-        )
+        # whether a device connected or a rollout ended since completed rollouts were checked
+        self._has_new_devices = True
 
     def receive_report(self, device: str, message: wire.ReleaseStatus) -> None:
         self._unwritten.append((device, message))

@@ -78,7 +78,7 @@ def trigger_reason(
     exceeding = reports_beyond_limit(trigger, reports)
     if len(exceeding) < minimum_devices_to_fire(trigger, len(reports)):
         return ""
-    examples = ", ".join(_format_report(each) for each in exceeding[:MAX_NAMED_DEVICES])
+    examples = ", ".join(_format_report(device) for device in exceeding[:MAX_NAMED_DEVICES])
     more = f" and {len(exceeding) - MAX_NAMED_DEVICES} more" if len(exceeding) > MAX_NAMED_DEVICES else ""
     return (
         f"[trigger]: {len(exceeding)} of {len(reports)} boards that tell are beyond "

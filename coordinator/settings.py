@@ -37,9 +37,8 @@ class CohortSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     turns: Annotated[float, Meta(gt=0)] = 3.0  # wait after which a device precedes all others (rounds/selection.py)
     min_battery: Annotated[float, Meta(ge=0, le=1)] = 0.0  # least battery charge of a device that is not charging
     max_temperature_c: Annotated[float, Meta(gt=0)] | None = None  # highest temperature of a selected device
-    max_examples: Annotated[int, Meta(ge=1)] | None = (
-        None  # largest weight of a device, or None for 100 times the median
-    )
+    # largest weight of a device, or None for 100 times the median
+    max_examples: Annotated[int, Meta(ge=1)] | None = None
     select: tuple[str, ...] = ()  # conditions on device labels, all required (fedquilt.formats.labels)
 
 
@@ -74,9 +73,8 @@ class DriftTrigger(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     drift_above: Annotated[float, Meta(ge=0, lt=1)] = 0.3  # a device with a larger drift counts
     accuracy_below: Annotated[float, Meta(gt=0, le=1)] | None = None  # a device with a smaller accuracy counts too
-    boards: Annotated[str, Meta(pattern=r"^\d{1,3}(\.\d{1,3})?%\Z")] = (
-        "25%"  # share of the selected devices that report drift
-    )
+    # share of the selected devices that report drift
+    boards: Annotated[str, Meta(pattern=r"^\d{1,3}(\.\d{1,3})?%\Z")] = "25%"
     pause: str = "12h"  # shortest time between two starts
     approve: bool = False  # whether started runs wait for `fedquilt resume`
 
@@ -364,9 +362,8 @@ LIMITS_FILE: Final = "limits.toml"
 
 class SubmitterLimits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     running: Annotated[int, Meta(ge=1)] = 8  # jobs at once
-    share: Annotated[float, Meta(gt=0, le=1)] = (
-        1.0  # largest share of the online devices leased to the submitter's jobs
-    )
+    # largest share of the online devices leased to the submitter's jobs
+    share: Annotated[float, Meta(gt=0, le=1)] = 1.0
 
 
 class RetentionSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

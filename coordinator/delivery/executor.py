@@ -192,7 +192,7 @@ class Executor(Protocol):
     def send_ack(self, device: str, ack: wire.Ack) -> None: ...
 
     def send_release(self, device: str, kind: wire.ReleaseKind, release: wire.DesiredRelease | None) -> None:
-        """Send a device a release and let the device fetch its blob. None clears the device's release."""
+        """Send a device a release and permit the download of the blob. None clears the device's release."""
 
     def set_epoch(self, epoch: int) -> None:
         """Set a later epoch for all further tasks. Devices then accept tasks of rounds that they have completed."""

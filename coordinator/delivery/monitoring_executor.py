@@ -54,18 +54,18 @@ class DeviceStatusTracker:
         self._store: TelemetryStore | None = None
         self._statuses: dict[str, DeviceStatus] = {}
         self._changed_devices: set[str] = set()  # devices with unstored changes
-        # device -> number of messages of the running step, their sum
+        # device -> number of messages in the running interval, and merged readings
         self._sums: dict[str, tuple[int, TelemetrySample]] = {}
         self._readings: dict[tuple[str, int], TelemetrySample] = {}  # unstored readings by device and time
-        # device -> when its last message came, where that is not in `_boards` yet
+        # device -> time of the latest message, if later than in the stored status
         self._last_seen: dict[str, float] = {}
         self._unconfirmed_devices: set[str] = set()  # devices that were online when the last coordinator ended
-        self._now_s, self._due_s = 0.0, -math.inf  # on the server's clock, as the two that follow
+        self._now_s, self._due_s = 0.0, -math.inf  # times on the server's clock
         self._grace_end_s = self._next_cleanup_s = self._next_removal_poll_s = math.inf
         self._removed_devices: list[str] = []  # requested removals to be reported
         self._has_started = self._has_failed = False
-        self._outage_start: float | None = clock()  # since when the broker is not reached; None: it is
-        self._is_outage_unwritten = True  # whether that is to be stored
+        self._outage_start: float | None = clock()  # start of a broker outage, or None
+        self._is_outage_unwritten = True  # whether `_outage_start` is not stored yet
         try:
             self._store = TelemetryStore(home, writes=True)
             stored = self._store.load_statuses()
@@ -192,7 +192,7 @@ class DeviceStatusTracker:
         return status if seen is None else replace(status, seen=seen)
 
     def _set_status(self, status: DeviceStatus, within_s: float) -> None:
-        """Replace a changed status and write it within `within_s`. Above MOST, ignore new devices."""
+        """Replace a changed status and write it within `within_s`. With MAX_DEVICES devices, ignore new devices."""
         previous = self._statuses.get(status.device)
         if self._store is None or status == previous or (previous is None and len(self._statuses) >= MAX_DEVICES):
             return

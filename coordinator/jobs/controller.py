@@ -128,7 +128,7 @@ class UpdatePipeline:
     def validate_update(
         self, device: str, update: Update, profile: Profile | None, site_right: SiteRight | None, now_s: float
     ) -> None:
-        """Validate an update whose blobs have arrived, then accept or reject it. Large updates use the worker."""
+        """Validate an update after its transfer, in the worker if large, and pass the result to the job."""
         # a site's aggregate may be large although the updates of devices are small
         if total_blob_bytes(update) >= self._context.worker.large_bytes:
             self._controller.job.aggregator.large = True
@@ -248,9 +248,8 @@ class CoordinatorContext:
         self.jobs: dict[str, JobController] = {}  # by id, in the order of activation
         self.unpublished_jobs: dict[str, JobView] = {}  # jobs with unpublished changes
         self.fetching_jobs: dict[str, JobController] = {}  # device -> job whose update is being transferred
-        self.deferred_actions: list[tuple[JobController, decisions.Action]] | None = (
-            None  # what is done once messages are heard
-        )
+        # actions to carry out after the events are written, or None outside of a batch
+        self.deferred_actions: list[tuple[JobController, decisions.Action]] | None = None
         self._epoch_raising_devices: set[str] = set()  # devices that have raised the epoch
         self.garbage = GarbageCollector(store, self.blobs_in_use)
 
@@ -326,7 +325,7 @@ class JobController:
     def __init__(self, context: CoordinatorContext, job: RunningJob, submitter: str, now_s: float) -> None:
         self.job, self.id, self.submitter, self._context = job, job.id, submitter, context
         # device time of the latest round, and of all rounds up to its end
-        self._round_device_times = (0.0, self._device_time_s(now_s))
+        self._device_times = (0.0, self._device_time_s(now_s))
         # selected devices without a profile or leased to another job
         self.unsent_devices: set[str] = set()
         self.arriving_updates: dict[str, Update] = {}  # device -> update whose blobs are being fetched
@@ -368,7 +367,7 @@ class JobController:
 
     def compute_usage(self, now_s: float) -> fair_share.JobUsage:
         device_time_s = self._device_time_s(now_s)
-        round_s, previous_time_s = self._round_device_times
+        round_s, previous_time_s = self._device_times
         return fair_share.JobUsage(
             device_time_s,
             max(round_s, device_time_s - previous_time_s),
@@ -384,7 +383,7 @@ class JobController:
         """
         if self._is_idle(now_s) and not self._is_waiting_for_leases(now_s):
             self._context.leases.raise_usage(self.id, min_usage_s * self.job.job.priority, now_s)
-            self._round_device_times = (self._round_device_times[0], self._device_time_s(now_s))
+            self._device_times = (self._device_times[0], self._device_time_s(now_s))
 
     def _is_waiting_for_leases(self, now_s: float) -> bool:
         registry = self._context.registry
@@ -576,7 +575,7 @@ class JobController:
         return self._context.registry.find_unreachable(state.pending_devices | state.expected_devices, now_s)
 
     def handle_failure(self, error: Exception, now_s: float) -> None:
-        """End the job after an error of its method, suspend it after a failed read, or raise the error again."""
+        """End the job after an error of the method, suspend the job after a failed read, or raise the error again."""
         if (read_error := job_blobs.suspension_reason(error)) is not None:
             self.read_error = read_error
             return
@@ -623,7 +622,7 @@ class JobController:
             case events.RoundCommitted() if commit is not None:
                 self._context.garbage.add_candidates(job.blobs_released_by_commit(previous_state))
                 job.start_next_round(commit)
-                self._round_device_times = ((had_s := self._device_time_s(now_s)) - self._round_device_times[1], had_s)
+                self._device_times = ((had_s := self._device_time_s(now_s)) - self._device_times[1], had_s)
         if isinstance(event, events.RoundCommitted | events.JobEnded):
             self._context.store.snapshots.save_if_due(job.id, job.snapshot)
         self.schedule_publication()

@@ -285,7 +285,10 @@ class RunningJob:
         large: bool,
         right: SiteRight | None = None,
     ) -> Callable[[], UpdateValidated]:
-        """Return a function that validates an update, and returns its valid part or why it is rejected."""
+        """Return a function that validates an update and returns the valid part or the reason of the rejection.
+
+        The function raises LostUpdateError if a blob is lost, and UnreadableError or StoreError if the disk fails.
+        """
         workload = self.device_workload(device, profile)
         waited_s = now_s - self.job_state.selected_s.get(device, now_s)
         limit_s = validation.longest_work_s(waited_s, self.job_state.max_deadline_s, self.job_state.attempt + 1)

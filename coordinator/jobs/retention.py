@@ -35,9 +35,8 @@ from fedquilt.coordinator.storage.rows import IndexedLog, UnreadableRow
 from fedquilt.coordinator.storage.store import Store, StoredJob
 from fedquilt.host.disk import REAL, disk_errors
 
-UPDATES_PER_CANDIDATE: Final = (
-    64  # accepted updates per candidate: fewer candidates wait, because each collection reads all roots
-)
+# accepted updates per candidate: fewer candidates wait, because each collection reads all roots
+UPDATES_PER_CANDIDATE: Final = 64
 
 log = logging.getLogger("fedquilt.coordinator")
 

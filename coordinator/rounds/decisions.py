@@ -47,9 +47,8 @@ from fedquilt.wire import Claim
 
 MIN_REMAINING_SHARE = 0.1  # least share of the deadline that remains of an attempt after the first restart
 UNKNOWN_ELAPSED_SHARE = 0.01  # share of the deadline that a restart costs if the wall clock was set
-SITE_DEADLINE_FACTOR = (
-    1.05  # deadline of a site's round, times `deadline_s`. The parent allows a ninth more (tools/operations/site.py).
-)
+# deadline of a site's round, times `deadline_s`. The parent allows a ninth more (tools/operations/site.py).
+SITE_DEADLINE_FACTOR = 1.05
 ALL_DECLINED_WAIT_S = 10.0  # wait for other devices after all those present have declined
 
 
@@ -323,13 +322,16 @@ def _decide_open_round(
     unreachable_devices: AbstractSet[str],
 ) -> AnyEvent | None:
     cohort_settings = state.constants.cohort
-    update_count, want = len(state.accepted_updates), updates_to_close(state, online_devices, unreachable_devices)
-    if update_count >= want:
+    update_count, wanted_updates = (
+        len(state.accepted_updates),
+        updates_to_close(state, online_devices, unreachable_devices),
+    )
+    if update_count >= wanted_updates:
         return RoundClosed(state.round)
-    has_quorum = update_count >= quorum(state, want)
+    has_quorum = update_count >= quorum(state, wanted_updates)
     # after a restart, a selected device may be leased to another job
     working_devices = state.pending_devices - busy_devices
-    missing_count = math.ceil((want - update_count) * (1 + cohort_settings.over_select)) - sum(
+    missing_count = math.ceil((wanted_updates - update_count) * (1 + cohort_settings.over_select)) - sum(
         device in online_devices for device in working_devices
     )
     disconnected_devices = (
@@ -360,8 +362,10 @@ def _decide_open_round(
         if state.deadline_s < state.max_deadline_s and not have_all_declined(state):
             return DeadlineExtended(state.round)
         failures = _recurring_failures(state, online_devices)
-        if _is_quorum_impossible(state, failures, {*online_devices, *disconnected_devices}, quorum(state, want)):
-            return failed_rounds.quorum_failure_event(state, quorum(state, want), failures)
+        if _is_quorum_impossible(
+            state, failures, {*online_devices, *disconnected_devices}, quorum(state, wanted_updates)
+        ):
+            return failed_rounds.quorum_failure_event(state, quorum(state, wanted_updates), failures)
         failures = {device: decline for device, decline in failures.items() if decline.code != DISK_FULL}
         if (
             len({*online_devices, *state.accepted_updates, *failures}) < minimum_updates(state)
@@ -370,7 +374,7 @@ def _decide_open_round(
         ):
             return RoundRetried(state.round, state.attempt)  # an offline fleet costs no attempt
         if state.attempt + 1 >= cohort_settings.attempts:
-            return failed_rounds.quorum_failure_event(state, quorum(state, want), failures)
+            return failed_rounds.quorum_failure_event(state, quorum(state, wanted_updates), failures)
         return RoundRetried(state.round, state.attempt + 1)
     if new_devices:
         return CohortSelected(
@@ -385,7 +389,10 @@ def _decide_open_round(
         and not is_waiting_for_devices
         and (
             has_quorum
-            or (state.devices_without_work and update_count + len(state.devices_without_work) >= quorum(state, want))
+            or (
+                state.devices_without_work
+                and update_count + len(state.devices_without_work) >= quorum(state, wanted_updates)
+            )
         )
     ):
         return RoundClosed(state.round)

@@ -178,10 +178,10 @@ class _EnergyProblem:
         ]
         if not all(options) or sum(max(device_options)[0] for device_options in options) < self._passes:
             return None
-        price, chosen = _distribute_by_price(options, self._passes)
-        limit_j = sum(option.joules for option in chosen) * self._tolerance
-        chosen = _distribute_exactly(options, self._passes, price, limit_j) or chosen
-        return sum(option.joules for option in chosen), tuple(option.epochs for option in chosen)
+        price, options_by_device = _distribute_by_price(options, self._passes)
+        limit_j = sum(option.joules for option in options_by_device) * self._tolerance
+        options_by_device = _distribute_exactly(options, self._passes, price, limit_j) or options_by_device
+        return sum(option.joules for option in options_by_device), tuple(option.epochs for option in options_by_device)
 
 
 class _EpochOption(NamedTuple):
@@ -197,10 +197,10 @@ def _distribute_by_price(options: Sequence[Sequence[_EpochOption]], passes: int)
 
     Each device moves up along the lower convex hull of its options, the cheapest steps of all devices first.
     """
-    chosen, steps = [], []
+    selected_options, steps = [], []
     for index, device_options in enumerate(options):
         current = min(device_options, key=lambda option: (option.joules, -option.work))
-        chosen.append(current)
+        selected_options.append(current)
         while larger := [option for option in device_options if option.work > current.work]:
             price, _, option = min(
                 ((option.joules - current.joules) / (option.work - current.work), -option.work, option)
@@ -208,16 +208,16 @@ def _distribute_by_price(options: Sequence[Sequence[_EpochOption]], passes: int)
             )
             steps.append((price, option.work, index, option))
             current = option
-    done_work, price = sum(option.work for option in chosen), 0.0
+    done_work, price = sum(option.work for option in selected_options), 0.0
     for step_price, _, index, option in sorted(steps):  # the prices of a device ascend, so its steps stay in order
         if done_work >= passes:
             break
-        other_work = done_work - chosen[index].work
+        other_work = done_work - selected_options[index].work
         done_work, price = other_work + option.work, step_price
         sufficient = [candidate for candidate in options[index] if other_work + candidate.work >= passes]
         # a smaller last step may be enough
-        chosen[index] = min(sufficient, key=lambda candidate: candidate.joules, default=option)
-    return price, chosen
+        selected_options[index] = min(sufficient, key=lambda candidate: candidate.joules, default=option)
+    return price, selected_options
 
 
 def _distribute_exactly(
@@ -232,14 +232,14 @@ def _distribute_exactly(
     import numpy as np  # slow import, not needed by commands that only read a log
 
     min_prices = [min(option.joules - price * option.work for option in device_options) for device_options in options]
-    rest = sum(min_prices) + price * passes
+    min_remaining_j = sum(min_prices) + price * passes
     work, joules = np.zeros(1), np.zeros(1)
     kept_indices: list[np.ndarray] = []
     for device_options, min_price in zip(options, min_prices, strict=True):
-        rest -= min_price
+        min_remaining_j -= min_price
         work_sums = np.minimum(work[:, None] + [option.work for option in device_options], passes).ravel()
         joule_sums = (joules[:, None] + [option.joules for option in device_options]).ravel()
-        candidates = np.flatnonzero(joule_sums - price * work_sums + rest < limit_j)
+        candidates = np.flatnonzero(joule_sums - price * work_sums + min_remaining_j < limit_j)
         indices = candidates[_pareto_indices(work_sums[candidates], joule_sums[candidates])]
         if not 0 < len(indices) <= MAX_SUMS / len(options):
             return None
@@ -247,12 +247,12 @@ def _distribute_exactly(
         work, joules = work_sums[indices], joule_sums[indices]
     if work[0] < passes:
         return None
-    index, chosen = 0, []
+    index, selected_options = 0, []
     for device_options, indices in zip(reversed(options), reversed(kept_indices), strict=True):
         origin, option = divmod(int(indices[index]), len(device_options))
-        chosen.append(device_options[option])
+        selected_options.append(device_options[option])
         index = origin
-    return chosen[::-1]
+    return selected_options[::-1]
 
 
 def _options_by_epochs(choices: Sequence[EpochChoice]) -> dict[int, tuple[list[float], list[float]]]:

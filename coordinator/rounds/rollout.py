@@ -50,8 +50,8 @@ class RolloutPlan(wire.ReleaseContent, frozen=True, omit_defaults=True):
         if not self.canary or not self.phases:
             raise JobError("a rollout has a canary above 0 % and at least one phase after it: --phases 5% 100%")
         if any(
-            next_share <= before
-            for before, next_share in zip(self.cumulative_shares, self.cumulative_shares[1:], strict=False)
+            next_share <= previous_share
+            for previous_share, next_share in zip(self.cumulative_shares, self.cumulative_shares[1:], strict=False)
         ):
             shares = ", ".join(f"{100 * share:g} %" for share in self.cumulative_shares)
             raise JobError(f"the phases {shares} do not grow: each is the share of the fleet that has it by its end")
@@ -445,9 +445,9 @@ def rollout_restart_event(state: Rollout, since_s: float) -> RolloutResumed | No
 
 
 def _abort_reason(state: Rollout, failed: Collection[str], answered: int) -> str:
-    first = min(failed)
-    phase = state.device_phase(first)
-    report_reason = state.reports[first].reason if first in state.reports else ""
-    example = f"{first} {'fell silent' if phase in SWAPPED else phase}{f': {report_reason}' if report_reason else ''}"
+    device = min(failed)
+    phase = state.device_phase(device)
+    report_reason = state.reports[device].reason if device in state.reports else ""
+    example = f"{device} {'fell silent' if phase in SWAPPED else phase}{f': {report_reason}' if report_reason else ''}"
     share = f"more than {100 * state.plan.abort_above:g} %"
     return shorten_error(f"{len(failed)} of {answered} boards failed, {share} ({example})")

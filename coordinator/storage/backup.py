@@ -194,9 +194,9 @@ class _HashingReader:
         self._source, self.sha256 = source, hashlib.sha256()
 
     def read(self, size: int = -1) -> bytes:
-        piece = self._source.read(size)
-        self.sha256.update(piece)
-        return piece
+        chunk = self._source.read(size)
+        self.sha256.update(chunk)
+        return chunk
 
 
 @contextmanager
@@ -296,9 +296,9 @@ def _write_private_file(source: IO[bytes], path: Path) -> tuple[int, str]:
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     reader, size = _HashingReader(source), 0
     with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as out:
-        while piece := reader.read(_PIECE_BYTES):
-            out.write(piece)
-            size += len(piece)
+        while chunk := reader.read(_PIECE_BYTES):
+            out.write(chunk)
+            size += len(chunk)
         out.flush()
         os.fsync(out.fileno())
     return size, reader.sha256.hexdigest()

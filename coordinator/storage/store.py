@@ -104,9 +104,8 @@ ARMED: Final = "armed"  # starts further runs when its [trigger] fires
 UNAPPROVED: Final = "waiting for approval"
 UNDER_WAY: Final = ("queued", "running")
 UNENDED: Final = (ARMED, UNAPPROVED, *UNDER_WAY, "stopping")
-MAX_COORDINATOR_GAP_S: Final = (
-    20.0  # longest time without a coordinator while a run is followed; systemd starts ours again after 10
-)
+# longest time without a coordinator while a run is followed; systemd starts ours again after 10
+MAX_COORDINATOR_GAP_S: Final = 20.0
 Origin = Literal["run", "fleet", "virtual", "simulation"]
 log = logging.getLogger("fedquilt.coordinator")
 
@@ -123,9 +122,8 @@ class StoredJob(NamedTuple):
     bundle: Path
     status: str
     created: float  # wall-clock seconds
-    origin: Origin = (
-        "run"  # "fleet" and "virtual" are `fedquilt simulate` with and without a broker, "simulation" without agents
-    )
+    # "fleet" and "virtual" are `fedquilt simulate` with and without a broker, "simulation" without agents
+    origin: Origin = "run"
     epoch: int = 0  # epoch of the latest coordinator that activated the job
     submitter: str = ""  # user name, or "" if unknown
     content: str = ""  # `job_bundle.hash_content` of the bundle when the job was queued
@@ -204,9 +202,9 @@ class Store:
     def is_served(self) -> bool:
         return self._lock is not None or is_served(self.home, self._disk)
 
-    def begin_epoch(self, above: int = 0) -> int:
+    def begin_epoch(self, min_epoch: int = 0) -> int:
         with self.open_transaction():
-            epoch = 1 + max(self._read_epoch(), above)
+            epoch = 1 + max(self._read_epoch(), min_epoch)
             self._rows.set_counter("epoch", epoch)
         return epoch
 

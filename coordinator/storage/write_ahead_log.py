@@ -37,7 +37,7 @@ class WriteAheadLog(NamedTuple):
 
     def _has_damaged_frame(self, disk: Disk, read_frames: int) -> bool:
         _, _, page, _, salts, sums = _HEAD.unpack(self.head)
-        order, size = _byte_order(self.head), _frame_size(page)
+        byte_order, size = _byte_order(self.head), _frame_size(page)
         if not read_frames and not _is_header_intact(self.head):
             return True
         seed = sums if not read_frames else disk.read(self.path, _HEAD.size + (read_frames - 1) * size + 16, 8)
@@ -46,7 +46,7 @@ class WriteAheadLog(NamedTuple):
             if len(frame) < size:
                 return False  # the log was restarted meanwhile
             _, _, frame_salts, stated_checksum = _FRAME.unpack_from(frame)
-            if frame_salts != salts or _checksum(frame[:8] + frame[_FRAME.size :], seed, order) != stated_checksum:
+            if frame_salts != salts or _checksum(frame[:8] + frame[_FRAME.size :], seed, byte_order) != stated_checksum:
                 return True
             seed = stated_checksum
         return False
@@ -81,10 +81,10 @@ def _is_header_intact(head: bytes) -> bool:
     return _checksum(head[:24], bytes(8), _byte_order(head)) == head[24:]
 
 
-def _checksum(payload: bytes, seed: bytes, order: str) -> bytes:
+def _checksum(payload: bytes, seed: bytes, byte_order: str) -> bytes:
     """Return SQLite's checksum of words in the log's byte order, continued from `seed`, in big-endian order."""
     first, second = struct.unpack(">II", seed)
-    words = iter(struct.unpack(f"{order}{len(payload) // 4}I", payload))
+    words = iter(struct.unpack(f"{byte_order}{len(payload) // 4}I", payload))
     for first_word, second_word in zip(words, words, strict=True):
         first = first + first_word + second & 0xFFFFFFFF
         second = second + second_word + first & 0xFFFFFFFF

@@ -261,16 +261,20 @@ class Aggregator:
         *,
         large: bool = False,
     ) -> None:
-        self._depot, self._aggregation, self._state, self._job = blob_store, method_functions.aggregation, state, job
+        self._blob_store, self._aggregation, self._state, self._job = (
+            blob_store,
+            method_functions.aggregation,
+            state,
+            job,
+        )
         self._accumulator_type, self.large = method_functions.aggregation.accumulator(state), large
         if large:
             process_resources.release_freed_memory()  # memory of the previous round
         self._partial_aggregate = self._new_folding()
         self._cached_updates: dict[str, tuple[Update, DeviceUpdate]] = {}  # by device, up to UPDATE_CACHE_BYTES
         self._cached_bytes = 0
-        self._unfolded_count: tuple[JobState, int, tuple[int, int]] | None = (
-            None  # state, folded updates and result of the latest count
-        )
+        # state, folded updates and result of the latest count
+        self._unfolded_count: tuple[JobState, int, tuple[int, int]] | None = None
 
     def read_update(
         self, update: Update, job_state: JobState, find_base: BaseTensors, bounds: validation.ClaimBounds
@@ -280,7 +284,7 @@ class Aggregator:
         if self._job.wire.codec == "raw" and not is_site_update and self._partial_aggregate.contains_update(update):
             return update
         with validation.name_device_in_errors(update.device):
-            decoded = self._decode_update(job_blobs.load_update(self._depot, update), find_base)
+            decoded = self._decode_update(job_blobs.load_update(self._blob_store, update), find_base)
             update = self._with_permitted_devices(update, decoded, bounds)
             is_foldable_now = self._partial_aggregate.can_fold_now(
                 update.device, job_state.accepted_updates, job_state.pending_devices
@@ -334,7 +338,7 @@ class Aggregator:
             or job_state.state.size > WHOLE_BYTES
         ):
             return None
-        return self._depot.verified_path(job_state.state.sha256)
+        return self._blob_store.verified_path(job_state.state.sha256)
 
     def fold_aggregate_early(
         self, job_state: JobState, round: int, inputs: Mapping[str, FoldInputs], wait_for_packed: Callable[[], bytes]
@@ -404,26 +408,26 @@ class Aggregator:
         self._fold_pending(job_state, max_updates=1)
         if not self._is_worth_storing(job_state, stored_at):
             return None
-        folded = [
+        folded_devices = [
             device
             for device, update in job_state.accepted_updates.items()
             if self._partial_aggregate.contains_update(update)
         ]
         return UpdatesAggregated(
             job_state.round,
-            tuple(sorted(folded)),
-            job_blobs.store_tensors(self._depot, *tensors.split_state(self._partial_aggregate.total)),
+            tuple(sorted(folded_devices)),
+            job_blobs.store_tensors(self._blob_store, *tensors.split_state(self._partial_aggregate.total)),
         )
 
     def _is_worth_storing(self, job_state: JobState, stored_at: float) -> bool:
         """Return whether devices are still at work, and the exact aggregate has enough new updates to be stored."""
         if not self._is_exact or not job_state.pending_devices:
             return False
-        folded = [
+        folded_updates = [
             update for update in job_state.accepted_updates.values() if self._partial_aggregate.contains_update(update)
         ]
         stored_devices = job_state.partial_aggregate.devices if job_state.partial_aggregate else ()
-        new_bytes = sum(total_blob_bytes(update) for update in folded if update.device not in stored_devices)
+        new_bytes = sum(total_blob_bytes(update) for update in folded_updates if update.device not in stored_devices)
         own_bytes = tensors.total_bytes([tensors.split_state(self._partial_aggregate.total)[0]]) if new_bytes else 0
         return new_bytes > 0 and new_bytes >= stored_at * own_bytes
 
@@ -482,7 +486,7 @@ class Aggregator:
         if stored is None:
             return aggregate
         assert self._accumulator_type is not None
-        total = job_blobs.load_partial_aggregate(self._depot, stored, self._accumulator_type, self._scratch_file())
+        total = job_blobs.load_partial_aggregate(self._blob_store, stored, self._accumulator_type, self._scratch_file())
         for device in stored.devices:
             aggregate.include_update(device, fold_inputs(job_state.accepted_updates[device]), total)
         return aggregate
@@ -496,7 +500,7 @@ class Aggregator:
         return PartialAggregate(self._is_exact)
 
     def _scratch_file(self) -> ScratchFile:
-        self._scratch = self._scratch or ScratchFile(self._depot.folder, self._depot.disk)
+        self._scratch = self._scratch or ScratchFile(self._blob_store.folder, self._blob_store.disk)
         return self._scratch
 
     def _fold_update(self, update: DeviceUpdate) -> Any:
@@ -513,7 +517,7 @@ class Aggregator:
 
     def _open_update(self, update: Update) -> DeviceUpdate:
         lazily = total_blob_bytes(update) > WHOLE_BYTES
-        return job_blobs.load_update(self._depot, update, lazily=lazily)
+        return job_blobs.load_update(self._blob_store, update, lazily=lazily)
 
     def _decode_update(self, update: DeviceUpdate, find_base: BaseTensors) -> DeviceUpdate:
         # a site has decoded its bundles already
@@ -534,7 +538,7 @@ class Aggregator:
         if self._job.wire.codec == "raw" or has_site_bundles(update.bundles):
             return update
         refs = {
-            name: job_blobs.store_tensors(self._depot, bundle, store_payload=self._depot.store_small)
+            name: job_blobs.store_tensors(self._blob_store, bundle, store_payload=self._blob_store.store_small)
             for name, bundle in decoded.bundles.items()
         }
         return msgspec.structs.replace(update, bundles=refs, bases={})

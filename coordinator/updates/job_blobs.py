@@ -215,10 +215,10 @@ def restore_bundle_files(run: str, blob_store: BlobStore, folder: Path, files: M
                 raise JobError(f"{folder}: file {name!r} cannot be used ({error}): prepare it anew") from None
 
 
-def base_tensors(blob_store: BlobStore, update: Update, sent: Set[str], name: str) -> Tensors | None:
+def base_tensors(blob_store: BlobStore, update: Update, sent_blobs: Set[str], name: str) -> Tensors | None:
     """Return the float32 tensors that a bundle's differences are relative to, or None for a full bundle.
 
-    Each tensor is read when it is used. `sent` are the sha256 of the blobs that the running round has sent.
+    Each tensor is read when it is used. `sent_blobs` are the sha256 of the blobs that the running round has sent.
     """
     sha256 = update.bases.get(name)
     if sha256 is None:
@@ -227,7 +227,7 @@ def base_tensors(blob_store: BlobStore, update: Update, sent: Set[str], name: st
         convert_read_errors, f"what {update.device}'s update has moved from ({sha256[:12]})", sha256
     )
     with convert_errors():
-        path = blob_store.verified_path(sha256) if sha256 in sent else None
+        path = blob_store.verified_path(sha256) if sha256 in sent_blobs else None
     if path is None:
         raise UpdateError(f"bundle {name!r} has moved from {sha256[:12]}, which this round has not sent")
     return disk_arrays.FloatReader(path, _BlobReadDisk(blob_store.disk, convert_errors))

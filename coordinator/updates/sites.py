@@ -102,8 +102,8 @@ class _SiteBundle(Mapping[str, np.ndarray]):
 
     __slots__ = ("_names", "_prefix", "_tensors")
 
-    def __init__(self, whole: Tensors, prefix: str, names: Sequence[str]) -> None:
-        self._tensors, self._prefix, self._names = whole, prefix, names
+    def __init__(self, tensors: Tensors, prefix: str, names: Sequence[str]) -> None:
+        self._tensors, self._prefix, self._names = tensors, prefix, names
 
     def __getitem__(self, name: str) -> np.ndarray:
         return self._tensors[self._prefix + name]

@@ -14,9 +14,8 @@ from fedquilt.core import Action, BlobRef, DeviceView, Task, TaskSpec, Tensors, 
 from fedquilt.core.messages import ADDITIVE_FIELDS
 from fedquilt.costs import cost_model
 
-DEFAULT_HELD_OUT_SHARE: Final = (
-    0.2  # share of a device's examples that is held out, unless the job sets `DataSpec.held`
-)
+# share of a device's examples that is held out, unless the job sets `DataSpec.held`
+DEFAULT_HELD_OUT_SHARE: Final = 0.2
 
 
 def held_out_share(data: Mapping[str, Any] | None) -> float:

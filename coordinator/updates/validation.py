@@ -366,11 +366,15 @@ def _require_site_size(total_bytes: int, expected: UpdateSchema | None, boards: 
         raise UpdateError(f"it has {total_bytes} bytes, and {boards} boards send {max_bytes} at the most")
 
 
-def _require_expected_tensors(sent: Mapping[str, Any], expected: Mapping[str, Any], is_complete: bool) -> None:
-    unexpected = sorted(sent.keys() ^ expected.keys() if is_complete else sent.keys() - expected.keys())
+def _require_expected_tensors(
+    tensors_by_name: Mapping[str, Any], expected: Mapping[str, Any], is_complete: bool
+) -> None:
+    unexpected = sorted(
+        tensors_by_name.keys() ^ expected.keys() if is_complete else tensors_by_name.keys() - expected.keys()
+    )
     if unexpected:
         raise UpdateError(f"tensor names differ: {', '.join(unexpected[:5])}{' ...' if len(unexpected) > 5 else ''}")
-    for name, tensor in sent.items():
+    for name, tensor in tensors_by_name.items():
         expected_tensor = expected[name]
         if tensor.dtype != expected_tensor.dtype:
             raise UpdateError(f"tensor {name!r} is {tensor.dtype}, expected {expected_tensor.dtype}")

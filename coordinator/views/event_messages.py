@@ -24,7 +24,7 @@ from fedquilt.coordinator.views.run_summary import (
 )
 from fedquilt.core import EvaluationSums, JobError, Update, Usage
 
-FINAL_EVALUATION: Final = "final evaluation"  # instead of a round's number
+FINAL_EVALUATION: Final = "final evaluation"
 FINAL_STATISTICS: Final = "statistics for the final evaluation"
 HIDDEN_METRICS: Final = ("macro_precision", "macro_recall", "micro_precision", "micro_recall", "micro_f1")
 """Metrics that a line does not show."""
@@ -68,7 +68,7 @@ def format_round_name(number: int, final: int | None) -> str:
 
 
 def format_round(summary: RoundSummary, rounds: int, score: str, width: int) -> str:
-    """Return the line of a committed round of work, without the parts for which `width` has no room."""
+    """Return the line of a committed round. Parts that exceed `width` columns are left out."""
     cost, loss = summary.cost, summary.train_loss
     device_count = f"{cost.tasks} device{'s' * (cost.tasks != 1)}"
     parts = [
@@ -92,9 +92,8 @@ def format_event(previous_summary: RunSummary, event: events.AnyEvent, new_summa
         return _describe_commit(
             event, is_final, list(previous_summary.state.accepted_updates.values()), len(previous_summary.selected)
         )
-    if (
-        isinstance(event, events.RoundRetried) and previous_summary.state.phase != "new"
-    ):  # else earlier events are not known
+    # the summary contains all earlier events
+    if isinstance(event, events.RoundRetried) and previous_summary.state.phase != "new":
         return [
             (
                 f"{FINAL_EVALUATION if is_final else f'round {event.round + 1}'}: "
@@ -301,7 +300,7 @@ def format_energy_summary(summary: RunSummary) -> list[str]:
 
 
 def summarise_run(row: StoredJob | UnreadableRow, store: Store, bytes_by_run: Mapping[str, int] = {}) -> dict[str, Any]:
-    """Return the values for a line of `fedquilt ls`. The value of "problem" is why the run cannot be read, or None."""
+    """Return the values for a line of `fedquilt ls`. "problem" is the reason why the run is unreadable, or None."""
     summary = None
     problem = row.reason if isinstance(row, UnreadableRow) else None
     if isinstance(row, StoredJob):

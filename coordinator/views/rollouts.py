@@ -83,7 +83,7 @@ def load_rollout_wait(stored: StoredRollout, log: RolloutLog, context: RolloutCo
 def describe_rollout_wait(
     state: rollout.Rollout, events: Sequence[tuple[int, float, rollout.AnyRolloutEvent]], context: RolloutContext
 ) -> str:
-    """Return what a rollout waits for, to follow "waits for", or "" if it does not wait."""
+    """Return the object of "waits for", or "" if the rollout does not wait."""
     if not state.is_under_way:
         return ""
     if not context.is_served:
@@ -123,7 +123,7 @@ def describe_rollout_wait(
 
 
 def describe_unmatched_labels(plan: rollout.RolloutPlan, context: RolloutContext) -> str:
-    """Return why no device has the labels of a rollout, to follow "waits for", or "" if a device has them."""
+    """Return the object of "waits for" if no device has the labels of a rollout, or ""."""
     if any(labels.is_selected(plan.select, status.labels) for status in context.statuses.values()):
         return ""
     if not context.statuses:

@@ -207,7 +207,7 @@ def _selection_outcomes(state: events.JobState, event: events.CohortSelected) ->
 
 
 def format_outcomes(outcomes: RoundOutcomes, round: int | None = None, device: str | None = None) -> list[str]:
-    """Return outcomes as text: by rounds with the same outcomes, or of one device."""
+    """Return outcomes as text, grouped by rounds with equal outcomes or, for one device, by round."""
     selected = filter_outcomes(outcomes.by_round, round, device)
     final_number = (
         None if outcomes.summary.final_evaluation_round is None else outcomes.summary.final_evaluation_round + 1

@@ -52,7 +52,7 @@ class CostLedger(msgspec.Struct, frozen=True):
 
     @property
     def whole_j(self) -> float | None:
-        """Gross joules of all tasks, or None if one of them was not metered."""
+        """Gross joules of all tasks, or None if some task was not metered."""
         return self.energy_j if self.metered == self.tasks else None
 
     @property
@@ -382,19 +382,19 @@ def is_of_final_evaluation(state: events.JobState, event: events.AnyEvent) -> bo
 def progress_points(summary: RunSummary) -> list[ProgressPoint]:
     """Return the progress of a run before every committed round and after the last round."""
     points, point = list[ProgressPoint](), ProgressPoint(0, 0.0, 0.0, 0.0, 0, 0, 0.0)
-    for each in summary.committed_rounds():
-        if not each.is_evaluation_round:  # the next point includes the cost of an evaluation round
-            points.append(dataclasses.replace(point, rounds=each.rounds_before, personal=each.scores))
-            if not each.is_work:
+    for round_summary in summary.committed_rounds():
+        if not round_summary.is_evaluation_round:  # the next point includes the cost of an evaluation round
+            points.append(dataclasses.replace(point, rounds=round_summary.rounds_before, personal=round_summary.scores))
+            if not round_summary.is_work:
                 return points
-        cost, boards_s, energy_j = each.cost, point.boards_s, point.energy_j
+        cost, boards_s, energy_j = round_summary.cost, point.boards_s, point.energy_j
         if cost.tasks:
-            boards_s = None if boards_s is None else boards_s + each.slowest_s
+            boards_s = None if boards_s is None else boards_s + round_summary.slowest_s
             energy_j = None if energy_j is None or cost.whole_j is None else energy_j + cost.whole_j
         point = ProgressPoint(
-            rounds=each.rounds_before + each.is_work,
-            clock_s=point.clock_s + each.duration_s,
-            real_s=point.real_s + each.real_s,
+            rounds=round_summary.rounds_before + round_summary.is_work,
+            clock_s=point.clock_s + round_summary.duration_s,
+            real_s=point.real_s + round_summary.real_s,
             boards_s=boards_s,
             down_bytes=point.down_bytes + cost.down_bytes,
             up_bytes=point.up_bytes + cost.up_bytes,

@@ -55,7 +55,7 @@ WITHIN_ROUND_EVENTS: Final = (
     events.UpdateRejected,
     events.RoundClosed,
 )
-"""Events within a round, which only its status shows."""
+"""Events within a round, shown only in the status line."""
 
 ELAPSED_FORMAT: Final = "[{:6.1f} s] "
 VIRTUAL_FORMAT: Final = "[{:6.1f} s virtual] "
@@ -118,7 +118,7 @@ class _WatchedRun:
 class Console:
     """Console output of runs: a line for each round and, on a terminal, a block on the running round.
 
-    The line of a round that is evaluated is printed with the evaluation, which the next round brings.
+    The line of an evaluated round is printed after the next round, which contains the evaluation.
     """
 
     def __init__(
@@ -138,7 +138,7 @@ class Console:
         self._connection_reporter, self._start_hint = ConnectionReporter(), start_hint
         self._last_wait_check_s = -math.inf
         self._runs: dict[str, _WatchedRun] = {}
-        self._shown_run: str | None = None  # the run of the block
+        self._shown_run: str | None = None  # run whose block is displayed
         self._declines = defaultdict[tuple[str, int], dict[str, str]](dict)  # (run, round) -> device -> reason
 
     def observe(self, job: events.JobView, event: events.AnyEvent) -> None:
@@ -146,7 +146,7 @@ class Console:
         run = self._watch_run(job)
         previous_summary, run.summary = run.summary, run.summary.with_event(event, state=job.job_state)
         self._shown_run, run.wait = job.id, None
-        if isinstance(event, events.JobEnded) and event.code:  # the end names the cause
+        if isinstance(event, events.JobEnded) and event.code:  # the text of the end contains the cause
             self._declines.pop((job.id, job.job_state.round), None)
         if not isinstance(event, WITHIN_ROUND_EVENTS):
             self._print_declines()
@@ -162,7 +162,7 @@ class Console:
         elif isinstance(event, events.RoundCommitted) and not event.is_evaluation_round:
             self._print_round(run, event_messages.format_score(run.summary.running.scores))
             if not job.job_state.is_final_evaluation_done:
-                # the summary lacks events before this process, the state has all
+                # the summary lacks events of earlier processes
                 run.committed = msgspec.structs.replace(
                     run.summary.running,
                     rounds_before=job.job_state.completed_rounds - 1,
@@ -239,9 +239,8 @@ class Console:
                 now,
                 deadline,
             )
-            if (
-                is_disconnected := wait is not None and self._connection_reporter.is_disconnected
-            ):  # who is online is not known then
+            # the online devices are unknown
+            if is_disconnected := wait is not None and self._connection_reporter.is_disconnected:
                 wait = BROKER_WAIT
 
             def find_fix(
@@ -401,7 +400,7 @@ def format_date(at_s: float) -> str:
 
 
 def print_log(store: Store, id: str, *, follow: bool = False, json: bool = False, verbose: bool = False) -> None:
-    """Print a run's events with their dates, as JSON if wanted. With `follow`, wait until the run has ended.
+    """Print a run's events with their dates, optionally as JSON. With `follow`, wait until the run has ended.
 
     Of a followed run only rounds are printed, unless `verbose`.
     """
@@ -471,9 +470,8 @@ def _report_stored_wait(console: Console, store: Store, job: events.JobView, row
 @contextmanager
 def catch_stop_signals() -> Iterator[Callable[[], bool]]:
     """Catch SIGINT, SIGTERM and SIGHUP as requests to stop."""
-    is_stop_requested = (
-        False  # no `threading.Event`, whose lock a second signal within the handler would await for ever
-    )
+    # no `threading.Event`, whose lock a second signal within the handler would await for ever
+    is_stop_requested = False
 
     def request_stop(signum: int, frame: object) -> None:
         nonlocal is_stop_requested

@@ -41,7 +41,7 @@ def devices_of_other_runs(store: Store, run: str) -> dict[str, str]:
 
 
 def describe_wait(row: StoredJob, store: Store) -> str | None:
-    """Return what a run waits for: approval, trigger, disk, broker or devices, or None."""
+    """Return the wait of a run for approval, trigger, disk, broker or devices, or None."""
     if row.status == UNAPPROVED:
         return f"its owner: `fedquilt resume {row.id} --home {store.home}`"
     if row.status == ARMED:
@@ -194,7 +194,7 @@ def _find_selected_wait(
     now: float,
     deadline: float,
 ) -> WaitReason | None:
-    lost_by_reason, working = dict[str, list[str]](), list[str]()  # by what keeps them
+    lost_by_reason, working = dict[str, list[str]](), list[str]()  # by reason
     for device in sorted(state.pending_devices):
         if (reason := _lost_reason(device, usable_devices, busy_devices, status_of(device), now)) is None:
             working.append(device)
@@ -234,7 +234,7 @@ def _can_close_without(
     status_of: Callable[[str], DeviceStatus | None],
     lost: Collection[str],
 ) -> bool:
-    """Return whether all lost devices are offline and the other selected ones reach the quorum."""
+    """Return whether all lost devices are offline and the other selected devices reach the quorum."""
     if any((status := status_of(device)) is None or status.online for device in lost):
         return False
     lost_devices = frozenset(lost)
@@ -255,7 +255,7 @@ def _lost_reason(
     status_of: DeviceStatus | None,
     now: float,
 ) -> str | None:
-    """Return why a selected device cannot work on its task now, or None if it can."""
+    """Return why a selected device cannot work on its task now, or None if the device is able to."""
     if device in busy_devices:
         return "at other jobs' tasks"
     if status_of is None:
@@ -271,7 +271,7 @@ def _lost_reason(
 def describe_busy_devices(
     state: JobState, usable_devices: Collection[str], busy_devices: Mapping[str, str]
 ) -> str | None:
-    """Return which runs occupy the devices that alone the running round waits for, or None."""
+    """Return a wait for other runs, if all devices that the running round needs are leased to these runs, or None."""
     if state.pending_devices:
         busy_pending = state.pending_devices & busy_devices.keys()
         missing_count = len(state.pending_devices - busy_devices.keys())

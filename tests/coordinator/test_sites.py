@@ -237,7 +237,7 @@ def test_a_site_speaks_for_the_boards_of_its_right_alone(tmp_path, names, said):
     assert said in "".join(fact.reason for fact in made.told(UpdateRejected))
     updates = {fact.update.device: fact.update for fact in made.told(UpdateAccepted)}
     assert updates.keys() == ({"a"} if said else {"a", "plant"})
-    assert said or updates["plant"].boards == names
+    assert said or updates["plant"].site_devices == names
     assert len(made.told(RoundCommitted)) == 1
 
 
