@@ -116,7 +116,7 @@ def test_an_upload_is_taken_and_gone_on_with_from_where_it_stands(site):
     with socket.create_connection(("127.0.0.1", site.server.port), timeout=30) as sock:
         head = f"PUT /blobs/{ref.sha256} HTTP/1.1\r\nAuthorization: Bearer {token}\r\nContent-Length: {size}\r\n"
         sock.sendall(f"{head}Content-Range: bytes 0-{size - 1}/{size}\r\n\r\n".encode() + payload[:100_000])
-    wait_until(lambda: intake.moved == 100_000, "what has come is written")
+    wait_until(lambda: intake.written_bytes == 100_000, "what has come is written")
     status, headers, _ = site.ask(f"HEAD /blobs/{ref.sha256} HTTP/1.1\nAuthorization: Bearer {token}")
     assert (status, headers["Upload-Offset"]) == (204, "100000")
     assert site.put(token, ref, f"100000-{size - 1}/{size}", size - 100_000, payload[100_000:]) == 204
@@ -171,7 +171,7 @@ def test_an_upload_of_other_bytes_than_are_due_is_refused_before_any_is_written(
     size = intake.ref.size
     named = range_.format(size=size, last=size - 1, more=size + 1)
     assert site.put(token, intake.ref, named, size if length is None else length, b"x" * 1000) in (409, 411)
-    assert intake.moved == 0
+    assert intake.written_bytes == 0
     assert site.depot.disk.data_ranges(site.depot._part_path(intake.ref.sha256)) == []
 
 

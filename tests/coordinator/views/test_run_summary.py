@@ -207,7 +207,9 @@ def test_joules_of_which_one_task_was_not_metered_are_not_known_from_then_on():
 
 
 def times(facts: Sequence[tuple[float, AnyEvent]]) -> list[run_summary.TimeBreakdown]:
-    return [each.time_breakdown for each in summarise_events(facts).committed_rounds() if each.times is not None]
+    return [
+        each.time_breakdown for each in summarise_events(facts).committed_rounds() if each.time_breakdown is not None
+    ]
 
 
 def test_the_parts_of_a_round_add_up_to_it():

@@ -119,7 +119,7 @@ def test_a_job_that_is_held_for_the_disk_says_so_since_when_and_when_it_is_tried
         assert ("held 0/" in told) == (words == ["ls"])
     hold = held.store.suspensions.current_suspension(held.job)
     assert 0 < hold.retry_time - hold.start_time <= suspended_jobs.RETRY_S
-    assert hold.since - 10 < time.time() < hold.retry_time + 10
+    assert hold.start_time - 10 < time.time() < hold.retry_time + 10
     with StoreReader(held.store.home) as reader:
         row = reader.find_job(held.job)
         assert reader.current_status(row) == "held"
