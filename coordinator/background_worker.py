@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, Final, TypeVar
 
-LARGE_BYTES: Final = 4 << 20  # of a state or an update: from here on it is read, folded and stored beside the loop
+LARGE_BYTES: Final = 4 << 20  # size from which states and updates are processed by the worker
 
 T = TypeVar("T")
 Callback = Callable[[Callable[[], T], float], None]
@@ -29,9 +29,8 @@ class BackgroundWorker:
         large_bytes: The size from which on a state or an update is left to the worker, by default infinite.
     """
 
-    min_unsaved_ratio = (
-        2.0  # times an exact sum's own bytes: so many of updates are folded when it is stored, and then dropped
-    )
+    # times an exact sum's own bytes: so many of updates are folded when it is stored, and then dropped
+    min_unsaved_ratio = 2.0
 
     def __init__(self, large_bytes: float = math.inf) -> None:
         self.large_bytes = large_bytes
@@ -70,7 +69,7 @@ class ThreadWorker(BackgroundWorker):
     def __init__(self, large_bytes: float = LARGE_BYTES) -> None:
         super().__init__(large_bytes)
         self._queue: queue.SimpleQueue[tuple[Callable[[], Any], Callback[Any]] | None] = queue.SimpleQueue()
-        self._pending_count = 0  # pieces whose results have not been taken
+        self._pending_count = 0  # work items whose callback has not run
         self._closed = False
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._thread: threading.Thread | None = None
@@ -106,7 +105,7 @@ class ThreadWorker(BackgroundWorker):
         while (entry := self._queue.get()) is not None and not self._closed:
             work_item, callback = entry
             self._finished.append((callback, run_and_capture(work_item)))
-            del entry, work_item, callback  # what they hold may be large
+            del entry, work_item, callback  # free their memory
             os.eventfd_write(self._wake, 1)
 
 

@@ -76,15 +76,15 @@ NEVER = RoundBitmap()
 
 V = TypeVar("V")
 C = TypeVar("C", bound="DeviceColumn[Any]")
-ELIGIBLE: Final = ""  # label of a device that can be selected. Other labels are codes of `eligibility.REASONS`
+ELIGIBLE: Final = ""  # label of a device that can be selected. Other labels are codes of `selection.REASONS`
 
 hash_name: Final = seed_deriver("device")
 
 _row_by_device: Final[dict[str, int]] = {}
 _device_names: Final[list[str]] = []
 _label_names: Final[list[str]] = [ELIGIBLE]
-_label_numbers: Final[dict[str, int]] = {ELIGIBLE: 0}  # of the labels
-_name_hashes: Final = array("Q")  # of the names, as far as a draw has needed them
+_label_numbers: Final[dict[str, int]] = {ELIGIBLE: 0}
+_name_hashes: Final = array("Q")  # hashes of the first `_device_names`, computed on demand
 _LOCK: Final = threading.Lock()
 
 
@@ -120,7 +120,7 @@ class DeviceColumn(Mapping[str, V], Generic[V]):
 
     def __init__(self, values: Mapping[str, V] = {}, _array: array[Any] | None = None, _count: int = 0) -> None:
         self._array, self._count = array(self.typecode) if _array is None else _array, _count
-        self._sets: dict[V, DeviceSet] = {}  # by value, as far as computed
+        self._sets: dict[V, DeviceSet] = {}  # cached sets by value
         for row, value in zip(find_rows(values), values.values(), strict=True):
             if row >= len(self._array):
                 self._array.extend([-1] * (row + 1 - len(self._array)))

@@ -1,6 +1,6 @@
 """Metrics of a coordinator and its fleet, for Prometheus.
 
-The number of labels is bounded: jobs beyond the first MOST_JOBS are counted together, and devices beyond MOST_BOARDS
+The number of labels is bounded: jobs beyond the first MAX_JOBS are counted together, and devices beyond MAX_DEVICES
 have no samples. Counters start at 0 with each start of the coordinator.
 """
 
@@ -18,7 +18,7 @@ from fedquilt.open_metrics import MetricFamily
 
 MAX_DEVICES: Final = 2_000
 MAX_JOBS: Final = 50
-OTHER_JOBS: Final = "others"  # jobs beyond MOST_JOBS; no job has this name in a label before there are so many
+OTHER_JOBS: Final = "others"  # jobs beyond MAX_JOBS; no job has this name in a label before there are so many
 
 DeviceReading = tuple[DeviceStatus, TelemetrySample | None]
 
@@ -59,7 +59,7 @@ class CoordinatorMetrics:
         self._counts: dict[str, Counter[str]] = {name: Counter() for name in _COUNTERS}  # by job
         self._declined: Counter[tuple[str, str]] = Counter()  # by job and code
         self._ended_jobs: Counter[str] = Counter()  # by status
-        # running run, as several may have the name of one job -> label, round, most rounds, when boards were asked
+        # id of an active run -> label, round, number of rounds, time of the latest selection
         self._running_rounds: dict[str, tuple[str, int, int, float]] = {}
         self._job_labels: set[str] = set()
 
@@ -95,27 +95,29 @@ class CoordinatorMetrics:
         yield MetricFamily(
             "fedquilt_build", "gauge", "Version of the coordinator.", ("version",), [((__version__,), 1.0)]
         )
-        for name, about in _COUNTERS.items():
+        for name, job_labels in _COUNTERS.items():
             samples = [((job,), float(value)) for job, value in self._counts[name].copy().items()]
-            yield MetricFamily(f"fedquilt_{name}", "counter", about, ("job",), samples)
+            yield MetricFamily(f"fedquilt_{name}", "counter", job_labels, ("job",), samples)
         declined = [(key, float(value)) for key, value in self._declined.copy().items()]
-        about = "Tasks that boards declined, by the code of the reason."
-        yield MetricFamily("fedquilt_declined", "counter", about, ("job", "code"), declined)
+        job_labels = "Tasks that boards declined, by the code of the reason."
+        yield MetricFamily("fedquilt_declined", "counter", job_labels, ("job", "code"), declined)
         ended = [((status,), float(self._ended_jobs[status])) for status in events.ENDED_PHASES]
         yield MetricFamily("fedquilt_jobs_ended", "counter", "Jobs that ended, by how.", ("status",), ended)
-        # one sample for each label: that of the run whose boards were asked last
-        running = {label: values for label, *values in sorted(self._running_rounds.values(), key=lambda each: each[3])}
-        for name, about, index in (
+        # one sample for each label, of the run with the latest selection
+        running = {
+            label: values for label, *values in sorted(self._running_rounds.values(), key=lambda values: values[3])
+        }
+        for name, job_labels, index in (
             ("round", "Number of the running round, from 0.", 0),
             ("round_most", "Rounds that the job may take.", 1),
             ("round_asked_timestamp_seconds", "When boards were last asked in the running round.", 2),
         ):
             samples = [((job,), float(values[index])) for job, values in running.items()]
-            yield MetricFamily(f"fedquilt_{name}", "gauge", about, ("job",), samples)
+            yield MetricFamily(f"fedquilt_{name}", "gauge", job_labels, ("job",), samples)
         yield from _device_families(self._boards(), now)
 
     def _job_label(self, job: str) -> str:
-        """Return the job's name as its label, or OTHERS once MOST_JOBS names are in use."""
+        """Return the job's name as the label, or OTHER_JOBS for further names after MAX_JOBS names."""
         if job not in self._job_labels:
             if len(self._job_labels) >= MAX_JOBS:
                 return OTHER_JOBS
@@ -132,7 +134,7 @@ def _device_families(devices: Sequence[DeviceReading], now: float) -> Iterator[M
     counts = {"online": online, "working": working, "waiting": waiting, "offline": offline, "silent": silent}
     about = "Boards by state; those that have a task are online too, and those that wait to send its update have one."
     yield MetricFamily("fedquilt_boards", "gauge", about, ("state",), [((key,), float(n)) for key, n in counts.items()])
-    exported_devices = sorted(devices, key=lambda each: each[0].device)[:MAX_DEVICES]
+    exported_devices = sorted(devices, key=lambda entry: entry[0].device)[:MAX_DEVICES]
     about = "Boards without samples of their own, as there are too many."
     yield MetricFamily(
         "fedquilt_boards_left_out", "gauge", about, (), [((), float(len(devices) - len(exported_devices)))]

@@ -30,12 +30,11 @@ from fedquilt.host.logs import log_ids
 
 log = logging.getLogger("fedquilt.coordinator")
 
-SESSION_SETTLE_S: Final = 5.0  # after a new session with the broker, until it has told which boards there are
-REPORT_REQUEST_INTERVAL_S: Final = (
-    600.0  # until a release that a board has not ended with is sent again: it says how far it is
-)
-RESEND_CHECK_S: Final = 2.0  # between two looks for releases that are to be sent again
-MAX_EVENTS_PER_DEVICE: Final = 100  # that a board may add to the log of one rollout in one life of the coordinator
+SESSION_SETTLE_S: Final = 5.0  # wait after a new broker session, until presence messages have arrived
+# interval after which an unfinished release is sent again, so that the device reports its progress
+REPORT_REQUEST_INTERVAL_S: Final = 600.0
+RESEND_CHECK_S: Final = 2.0  # between two searches for releases to send again
+MAX_EVENTS_PER_DEVICE: Final = 100  # events of one device in the log of one rollout, per coordinator process
 
 ObserveRollout = Callable[[Rollout, AnyRolloutEvent], None]
 
@@ -52,25 +51,23 @@ class RolloutRunner:
         store: Store,
         registry: DeviceRegistry,
         poll_s: float,
-        observe: ObserveRollout = lambda rollout, fact: None,
+        observe: ObserveRollout = lambda rollout, event: None,
     ) -> None:
         self._executor, self._store, self._registry = executor, store, registry
         self._poll_interval_s, self._observe = poll_s, observe
-        self._states: dict[str, Rollout] = {}  # in the order in which they were queued
-        self._owners: dict[
-            tuple[wire.ReleaseKind, str], str
-        ] = {}  # kind and device -> the rollout that offered to it last
+        self._states: dict[str, Rollout] = {}  # by id, in queueing order
+        # (kind, device) -> rollout of the latest offer
+        self._owners: dict[tuple[wire.ReleaseKind, str], str] = {}
         self._unwritten: list[tuple[str, wire.ReleaseStatus]] = []
-        self._last_contact_s: dict[str, float] = {}  # device -> when it was offered something, or told something new
-        # next time, times; None: it was reported
+        self._last_contact_s: dict[str, float] = {}  # device -> time of the latest offer or new report
+        # (kind, device) -> time of the next send, and sends so far or None after a report
         self._resends: dict[tuple[wire.ReleaseKind, str], tuple[float, int | None]] = {}
-        self._event_counts: Counter[tuple[str, str]] = Counter()  # rollout and device -> facts
-        self._reported_unreadable: set[str] = set()  # rollouts whose rows cannot be read
-        self._session_started_s = math.inf  # when the session with the broker began, as far as it is known here
+        self._event_counts: Counter[tuple[str, str]] = Counter()  # by rollout and device
+        self._reported_unreadable: set[str] = set()  # rollouts whose read error was logged
+        self._session_started_s = math.inf  # start of the broker session, or of this process
         self._last_poll_s = self._resend_s = -math.inf
-        self._has_new_devices = (
-            True  # whether a board has come, or a rollout ended, since the finished ones were looked at
-        )
+        # whether a device connected or a rollout ended since completed rollouts were checked
+        self._has_new_devices = True
 
     def receive_report(self, device: str, message: wire.ReleaseStatus) -> None:
         self._unwritten.append((device, message))
@@ -115,7 +112,7 @@ class RolloutRunner:
                 if (restart_event := rollout.rollout_restart_event(state, wall_s - stored.last_event_time)) is not None:
                     self._record_events([(state.id, restart_event)], now_s)
                     state = self._states[state.id]
-                if state.offered:  # it was under way when the last coordinator ended
+                if state.offered:
                     self._send_releases(state, state.offered, now_s)
             if stored.revert_requested:
                 self._revert(state, now_s)
@@ -131,7 +128,7 @@ class RolloutRunner:
         self._store.rollouts.request_revert(state.id, False)
 
     def _record_reports(self, reports: Iterable[tuple[str, wire.ReleaseStatus]], now_s: float) -> None:
-        """Record new device reports as events, at most FACTS_MOST for each rollout and device."""
+        """Record new device reports as events, at most MAX_EVENTS_PER_DEVICE for each rollout and device."""
         latest_states: dict[tuple[str, str], Rollout] = {}
         new_events: list[tuple[str, AnyRolloutEvent]] = []
         for device, message in reports:

@@ -29,7 +29,7 @@ from fedquilt.host.logs import log_ids
 
 log = logging.getLogger("fedquilt.coordinator")
 
-MAX_NAMED_DEVICES: Final = 5  # boards that a reason names
+MAX_NAMED_DEVICES: Final = 5  # devices named in a reason
 
 
 class RunnerReport(NamedTuple):
@@ -78,7 +78,7 @@ def trigger_reason(
     exceeding = reports_beyond_limit(trigger, reports)
     if len(exceeding) < minimum_devices_to_fire(trigger, len(reports)):
         return ""
-    examples = ", ".join(_format_report(each) for each in exceeding[:MAX_NAMED_DEVICES])
+    examples = ", ".join(_format_report(device) for device in exceeding[:MAX_NAMED_DEVICES])
     more = f" and {len(exceeding) - MAX_NAMED_DEVICES} more" if len(exceeding) > MAX_NAMED_DEVICES else ""
     return (
         f"[trigger]: {len(exceeding)} of {len(reports)} boards that tell are beyond "
@@ -129,7 +129,7 @@ def start_triggered_runs(
             reason = trigger_reason(
                 row.job, select_reports(row.job, online_reports(fleet)), now, last_start_time(store, row.id)
             )
-        except JobError:  # its log is damaged, as `ls` says: when it started a run last is not known
+        except JobError:  # a damaged log, so the time of the latest start is unknown
             continue
         if reason:
             id = store.add_job(untriggered, row.bundle, cause=StartCause(row, reason, row.job.trigger.approve))

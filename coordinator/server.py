@@ -49,10 +49,12 @@ class JobLoader:
     """Jobs of a coordinator that are starting up, or waiting for a retry after a failed disk read.
 
     Args:
-        around: The function that adapts a job's method to the coordinator's place in a hierarchy of sites.
-        serve: The callback for loaded jobs, `serve(jobs, now_s)`.
-        by_wall: Whether time goes by the wall clock. For a job that was active here before, no time has passed
-            meanwhile.
+        context: The services shared by all jobs.
+        load: The function that returns a method by its name.
+        adapt_method: The function that adapts a job's method to the coordinator's level in a hierarchy of sites.
+        activate: The callback for loaded jobs, `activate(jobs, now_s)`.
+        uses_wall_clock: Whether a round's time continues while no coordinator runs. A job that was active in this
+            process continues without a loss of time.
 
     Every method with an argument `now_s` raises StoreError if the store cannot be written.
     """
@@ -65,15 +67,13 @@ class JobLoader:
         activate: Serve,
         uses_wall_clock: bool,
     ) -> None:
-        self._context, self._load, self._adapt_method, self._activate, self._uses_wall_clock = (
-            context,
-            load,
-            adapt_method,
-            activate,
-            uses_wall_clock,
-        )
-        self._loaded_jobs: set[str] = set()  # jobs that have been at work here
-        self.jobs: dict[str, RunningJob] = {}  # by id
+        self._context = context
+        self._load = load
+        self._adapt_method = adapt_method
+        self._activate = activate
+        self._uses_wall_clock = uses_wall_clock
+        self._loaded_jobs: set[str] = set()  # ids of the jobs that were active in this process
+        self.jobs: dict[str, RunningJob] = {}
         self._wall_clock_offset_s: float | None = None  # wall clock minus the coordinator's clock
 
     def find_suspended_jobs(self, now_s: float) -> set[str]:
@@ -129,7 +129,7 @@ class JobLoader:
                 job.use_loaded_state(result(), now_s)
                 ready.append((row, job))
                 self._loaded_jobs.add(row.id)
-            except Exception as error:  # one job that cannot run does not keep the others from running
+            except Exception as error:  # a job that cannot run must not stop the other jobs
                 self._suspend_or_end_job(row, error, now_s)
                 released_devices |= devices
         if ready:
@@ -138,7 +138,7 @@ class JobLoader:
             self._context.send_unsent_task(device, now_s)
 
     def _suspend_or_end_job(self, row: StoredJob, error: Exception, now_s: float) -> None:
-        """Suspend a job after a failed read, else end the job as failed. Raise a StoreError of another cause."""
+        """Suspend a job after a failed read, or end the job as failed. Raise any other StoreError again."""
         if (read_error := job_blobs.suspension_reason(error)) is not None:
             return self.suspend_job(row, read_error, now_s)
         if isinstance(error, StoreError):
@@ -153,12 +153,12 @@ class JobLoader:
             self._context.observe(ended_job, event)
 
     def end_inactive_job(self, job: StoredJob | RunningJob, event: events.JobEnded) -> events.EndedJob:
-        """Store and publish the end of an inactive job, and forget its failed reads. A job that is done stays done."""
+        """Store and publish the end of an inactive job. The status of a job that is done does not change."""
         store = self._context.store
         store.suspensions.delete_suspension(job.id)
         status = store.end_inactive_job(job.id, event)
         state = events.JobState(events.JobConstants.from_job(job.job))
-        with contextlib.suppress(JobError):  # of a log that cannot be read
+        with contextlib.suppress(JobError):  # a damaged log
             for _, _, logged_event in store.read_events(job.id):
                 state = events.apply_event(state, logged_event, 0.0)
         if state.phase != status:
@@ -169,7 +169,8 @@ class JobLoader:
     def suspend_job(self, job: StoredJob | RunningJob, error: UnreadableError, now_s: float) -> None:
         """Suspend a job after a failed read.
 
-        After the last retry, a blob that can be made anew is discarded. Otherwise the job ends.
+        After the last retry, a replaceable blob is discarded, so that the blob is rebuilt or requested again. Without
+        such a blob, the job ends.
         """
         ids, suspensions, now = log_ids(run=job.id), self._context.store.suspensions, self._to_wall_clock(now_s)
         suspension = count_failure(
@@ -188,8 +189,8 @@ class JobLoader:
 
 
 POLL_S = 0.5
-PUBLICATION_INTERVAL_S = 0.5  # between two messages on a round that goes on as before
-RETENTION_INTERVAL_S = 600.0  # from one look for runs that need not be kept to the next
+PUBLICATION_INTERVAL_S = 0.5  # between two status messages of an unchanged round
+RETENTION_INTERVAL_S = 600.0  # between two searches for expired runs
 
 
 class Server:
@@ -203,22 +204,23 @@ class Server:
         load: The function that returns a method by its name.
         poll_s: The interval at which new, stopped and resumed jobs are read from the store.
         limits: The limits on active jobs, and the retention of ended ones.
-        tell: The callback for each new event of a rollout, `tell(rollout, event)`. With `only`, rollouts are not run.
+        observe_rollout: The callback for each new event of a rollout, `observe_rollout(rollout, event)`. With `only`,
+            rollouts are not run.
         worker: The worker for updates and states that are too large for the loop, or None for no worker.
-        around: The function that adapts a job's method to the coordinator's place in a hierarchy of sites.
-        by_wall: Whether time goes by the wall clock, so that rounds of an earlier process keep their remaining time.
+        adapt_method: The function that adapts a job's method to the coordinator's level in a hierarchy of sites.
+        uses_wall_clock: Whether a round's time continues while no coordinator runs.
     """
 
     def __init__(
         self,
         executor: Executor,
         store: Store,
-        observe: Observe = lambda job, fact: None,
+        observe: Observe = lambda job, event: None,
         only: str | None = None,
         load: Callable[[str], Method] = methods.load,
         poll_s: float = POLL_S,
         limits: CoordinatorLimits = CoordinatorLimits(),
-        observe_rollout: ObserveRollout = lambda rollout, fact: None,
+        observe_rollout: ObserveRollout = lambda rollout, event: None,
         worker: BackgroundWorker | None = None,
         adapt_method: sites.AdaptMethod = sites.adapt_for_sites,
         uses_wall_clock: bool = False,
@@ -232,13 +234,13 @@ class Server:
         self._limits = limits
         self._jobs = self._context.jobs
         self._poll_interval_s, self._last_poll_s, self._next_retention_s = poll_s, -math.inf, -math.inf
-        self._preempted_s: dict[str, float] = {}  # job -> when it last gave way to another
+        self._preempted_s: dict[str, float] = {}  # job -> time of the latest preemption
         self._rollouts = (
             RolloutRunner(executor, store, self.registry, poll_s, observe_rollout) if only is None else None
         )
-        self._published: dict[str, tuple[object, float]] = {}  # job -> phase, round and attempt, and time
-        self._reported_simulated_runs: set[str] = set()  # runs already reported as not taken up here
-        self._reported_unentitled_devices: set[str] = set()  # devices already reported as sites without a right
+        self._published: dict[str, tuple[object, float]] = {}  # job -> (phase, round and attempt), time
+        self._reported_simulated_runs: set[str] = set()  # runs with a logged warning
+        self._reported_unentitled_devices: set[str] = set()  # sites without a right, with a logged warning
 
     def fds(self) -> Sequence[int]:
         return [*self._executor.fds(), *self._worker.fds()]
@@ -274,7 +276,7 @@ class Server:
     def step(self, now_s: float) -> float:
         """Handle all messages and do all work that is due. Return the time of the next call."""
         context = self._context
-        self._schedule_jobs(now_s)  # first: messages arriving now belong to the jobs that were running
+        self._schedule_jobs(now_s)
         deferred_actions = context.deferred_actions = []
         with self._store.batch_events():
             for input in self._executor.receive_inputs(now_s):
@@ -292,10 +294,10 @@ class Server:
         has_committed = self._advance_jobs(now_s)
         self._report_backlog()
         publication_s = self._publish_states(now_s)
-        if not has_committed:  # else after the next round's tasks have been sent
+        if not has_committed:  # after a commit, the next round's tasks are sent first
             self._context.collect_garbage()
         if has_committed or self._worker.has_results:
-            return now_s  # that may have taken long: what follows is decided by the time that it is then
+            return now_s  # the commit may have taken long, so the next decisions need the present time
         deadline_s = min(
             (controller.pipeline.wait_limit_s(now_s) for controller in self._jobs.values()), default=math.inf
         )
@@ -317,7 +319,7 @@ class Server:
         self._executor.set_backlog(updates, total_bytes, self._limits.waiting_mb * 1e6)
 
     def _publish_states(self, now_s: float) -> float:
-        """Publish changed jobs, unchanged rounds at most every TELL_S. Return the time of the next publication."""
+        """Publish changed jobs, unchanged rounds not too often. Return the time of the next publication."""
         unpublished, next_s = self._context.unpublished_jobs, math.inf
         for id, job in list(unpublished.items()):
             progress = job.job_state.phase, job.job_state.round, job.job_state.attempt
@@ -331,7 +333,7 @@ class Server:
         return next_s
 
     def _resend_after_new_session(self, now_s: float) -> None:
-        # after a new session, the broker may have lost retained messages
+        # the broker may have lost retained messages
         for controller in self._jobs.values():
             controller.send_all_tasks(now_s)
             controller.schedule_publication()
@@ -347,7 +349,9 @@ class Server:
                 else:
                     self._answer_inactive_job(decisions.ClaimReceived(device, message), now_s)
             case Update():
-                is_site_update = message.layouts or message.site_devices  # not stored, and not from a device
+                is_site_update = (
+                    message.layouts or message.site_devices
+                )  # fields that only sites send, and that are not stored
                 stored_update = (
                     msgspec.structs.replace(message, layouts={}, site_devices=()) if is_site_update else message
                 )
@@ -459,7 +463,7 @@ class Server:
         self._context.garbage.add_all_blobs()
 
     def _preempt_job(self, controller: JobController, idle_time: fair_share.IdleTime, now_s: float) -> None:
-        message = "%s has waited for devices for %.0f s: its place goes to the next in line"
+        message = "%s preempted: it has waited for devices for %.0f s, and its slot goes to the next queued job"
         log.log(
             logging.WARNING if idle_time.has_started else logging.INFO,
             message,
@@ -489,17 +493,20 @@ class Server:
             self._context.leases.raise_usage(row.id, min_device_time_s * row.job.priority, now_s)
             controllers.append(JobController(self._context, job, row.submitter, now_s))
             self._jobs[row.id] = controllers[-1]
-        self._context.garbage.add_all_blobs()  # a killed process may have left some
+        self._context.garbage.add_all_blobs()  # a killed process may have left unreferenced blobs
         for controller in controllers:
             controller.activate(now_s)
 
     def _advance_jobs(self, now_s: float) -> bool:
-        """Make all due decisions, each time from the first job again. Return True after a commit."""
+        """Make all due decisions of all jobs. Return True as soon as a round is committed.
+
+        After each decision the jobs are visited again from the start, the job with the least device time first.
+        """
         usages = self._usage_by_job(now_s)
         min_device_time_s = fair_share.minimum_device_time(usages)
         for controller in self._jobs.values():
             controller.raise_usage_while_idle(min_device_time_s, now_s)
-        job_ids = sorted(usages, key=lambda id: usages[id].device_time_s)  # who has had least goes first
+        job_ids = sorted(usages, key=lambda id: usages[id].device_time_s)
         is_unsettled = True
         while is_unsettled:
             is_unsettled = False
@@ -529,7 +536,6 @@ class Server:
 
     def _remaining_device_quota(self, controller: JobController, now_s: float) -> float:
         """Return how many more devices the submitter's jobs may lease, or infinity without a limit."""
-        # every submitter may use at least one device
         share = self._limits.submitter.share
         if share == 1.0:
             return math.inf
@@ -544,7 +550,7 @@ class Server:
 
     def _deactivate_job(self, controller: JobController, status: str, now_s: float) -> None:
         if controller.has_ended:
-            # the bundle stays for the next run of it
+            # other runs of the job need the bundle
             self._context.garbage.add_candidates(controller.blobs_in_use() - controller.job.required_blobs())
         self._store.set_status(controller.id, status, unless="stopping" if status == "queued" else "")
         del self._jobs[controller.id]

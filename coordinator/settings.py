@@ -24,63 +24,63 @@ NOT_NETWORK: Final = ("weights", "weights_classes", "seed")  # keys of [model] f
 
 
 class CohortSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    size: Annotated[int, Meta(ge=0)] = 0  # contributions wanted; 0: from every device present
-    min_devices: Annotated[int, Meta(ge=0)] = (
-        0  # no round begins or commits with fewer; 0: as rounds.minimum_updates computes
-    )
-    start_devices: Annotated[int, Meta(ge=0)] = 0  # wait for this many before the first round
-    over_select: Annotated[float, Meta(ge=0, le=4)] = 0.0  # devices asked beyond `size`, as a share of it
-    quorum: Annotated[float, Meta(gt=0, le=1)] = 1.0  # share of `size` that suffices at the deadline
-    deadline_s: Annotated[float, Meta(gt=0)] = 600.0  # longest wait for a round
-    deadline: Literal["fixed", "predicted", "paper", "energy"] = "fixed"  # rule for a shorter one: rounds/deadline.py
-    joules_per_round: Annotated[float, Meta(gt=0)] | None = None  # with "energy": the shortest round within these
+    size: Annotated[int, Meta(ge=0)] = 0  # number of updates per round, or 0 for all present devices
+    min_devices: Annotated[int, Meta(ge=0)] = 0  # fewest devices of a round, or 0 for `decisions.minimum_updates`
+    start_devices: Annotated[int, Meta(ge=0)] = 0  # fewest devices to start the first round
+    over_select: Annotated[float, Meta(ge=0, le=4)] = 0.0  # devices selected beyond `size`, as a share of `size`
+    quorum: Annotated[float, Meta(gt=0, le=1)] = 1.0  # share of `size` that is enough at the deadline
+    deadline_s: Annotated[float, Meta(gt=0)] = 600.0  # longest duration of an attempt
+    deadline: Literal["fixed", "predicted", "paper", "energy"] = "fixed"  # policy of rounds/deadline.py
+    joules_per_round: Annotated[float, Meta(gt=0)] | None = None  # joule limit of a round, with "energy"
     attempts: Annotated[int, Meta(ge=1)] = 3  # attempts at a round without quorum before the job fails
     prefer: Literal["random", "energy"] = "random"  # "energy" prefers devices that need fewer joules for the same work
-    turns: Annotated[float, Meta(gt=0)] = 3.0  # a device that waits so many turns goes first: rounds/selection.py
-    min_battery: Annotated[float, Meta(ge=0, le=1)] = 0.0  # charge below which a board is not asked, unless it charges
-    max_temperature_c: Annotated[float, Meta(gt=0)] | None = None  # likewise above; None: no limit
-    max_examples: Annotated[int, Meta(ge=1)] | None = None  # largest weight of a device; None: 100 times the median
-    select: tuple[str, ...] = ()  # words about a board's labels that all have to hold: fedquilt.formats.labels
+    turns: Annotated[float, Meta(gt=0)] = 3.0  # wait after which a device precedes all others (rounds/selection.py)
+    min_battery: Annotated[float, Meta(ge=0, le=1)] = 0.0  # least battery charge of a device that is not charging
+    max_temperature_c: Annotated[float, Meta(gt=0)] | None = None  # highest temperature of a selected device
+    # largest weight of a device, or None for 100 times the median
+    max_examples: Annotated[int, Meta(ge=1)] | None = None
+    select: tuple[str, ...] = ()  # conditions on device labels, all required (fedquilt.formats.labels)
 
 
 class JobLimits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Limits of a job, checked between rounds, each None for no limit: [stop]."""
 
     patience: Annotated[int, Meta(ge=1)] | None = None  # evaluations in a row without a gain
-    min_gain: Annotated[float, Meta(ge=0, le=1e9)] = 0.0  # least gain of the main metric that counts
+    min_gain: Annotated[float, Meta(ge=0, le=1e9)] = 0.0  # smallest counted gain of the main metric
 
-    max_joules: Annotated[float, Meta(gt=0)] | None = None  # gross, of all devices that have a meter
-    max_bytes: Annotated[int, Meta(gt=0)] | None = None  # blobs, down and up
-    max_wall_s: Annotated[float, Meta(gt=0)] | None = None  # while a coordinator serves it
+    max_joules: Annotated[float, Meta(gt=0)] | None = None  # gross joules of all metered tasks
+    max_bytes: Annotated[int, Meta(gt=0)] | None = None  # transferred bytes of blobs, down and up
+    max_wall_s: Annotated[float, Meta(gt=0)] | None = None  # duration of all committed rounds
 
 
 class EvaluationSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    every: Annotated[int, Meta(ge=0)] = 0  # rounds between evaluations, with one more after the last; 0: never
-    beside: bool = False  # evaluated beside the rounds by the process that runs the job: no device is asked
+    every: Annotated[int, Meta(ge=0)] = 0  # rounds between evaluations, or 0 for none
+    beside: bool = False  # whether the coordinator's process evaluates instead of the devices
 
 
 class PersonalSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    prior: Literal["auto", "off"] = "off"  # "auto" adds class priors where they help on held-out examples
+    prior: Literal["auto", "off"] = "off"  # "auto" adds class priors if they help on held-out examples
 
 
 class AdversarySettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    share: Annotated[float, Meta(gt=0, lt=1)]  # of the fleet's boards, rounded up; drawn by the job's seed
+    share: Annotated[float, Meta(gt=0, lt=1)]  # share of the fleet, rounded up, drawn with the job's seed
     attack: Literal["scaled", "sign_flip", "label_flip", "inner_product"]
-    factor: Annotated[float, Meta(gt=0)] = 10.0  # of "scaled" and "sign_flip"; epsilon of "inner_product"
+    factor: Annotated[float, Meta(gt=0)] = 10.0  # factor of "scaled" and "sign_flip", epsilon of "inner_product"
 
 
 class DriftTrigger(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Condition on model runners (`fedquilt model serve`) that starts a job: [trigger]."""
 
-    drift_above: Annotated[float, Meta(ge=0, lt=1)] = 0.3  # a board whose drift is larger counts
-    accuracy_below: Annotated[float, Meta(gt=0, le=1)] | None = None  # a board whose accuracy is smaller counts as well
-    boards: Annotated[str, Meta(pattern=r"^\d{1,3}(\.\d{1,3})?%\Z")] = "25%"  # of the selected boards that report drift
-    pause: str = "12h"  # least time between two starts
-    approve: bool = False  # a run that it starts waits for `fedquilt resume`
+    drift_above: Annotated[float, Meta(ge=0, lt=1)] = 0.3  # a device with a larger drift counts
+    accuracy_below: Annotated[float, Meta(gt=0, le=1)] | None = None  # a device with a smaller accuracy counts too
+    # share of the selected devices that report drift
+    boards: Annotated[str, Meta(pattern=r"^\d{1,3}(\.\d{1,3})?%\Z")] = "25%"
+    pause: str = "12h"  # shortest time between two starts
+    approve: bool = False  # whether started runs wait for `fedquilt resume`
 
     @property
     def share(self) -> float:
-        """Share of devices that must exceed a limit, above 0 and at most 1."""
+        """Share of devices that must exceed a limit. Raises JobError unless above 0 and at most 1."""
         share = float(self.boards.removesuffix("%")) / 100
         if not 0 < share <= 1:
             raise JobError(f'[trigger] boards = "{self.boards}": a share of boards is above 0 % and at most 100 %')
@@ -88,7 +88,7 @@ class DriftTrigger(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def pause_s(self) -> float:
-        """Least time between two starts, in seconds."""
+        """Shortest time between two starts, in seconds."""
         try:
             return units.parse_seconds(self.pause)
         except ValueError as error:
@@ -108,9 +108,9 @@ class FleetSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omi
     boards: Annotated[TextSequence, Meta(min_length=1)] = ("x86-host",)
     budgets: Annotated[TextSequence, Meta(min_length=1)] = ("512MB",)
     policy: Literal["energy", "paper", "max", "board"] = "energy"  # edge_agent/power/governor.py
-    adversaries: AdversarySettings | None = None  # of `compare`, `lab reproduce` and `fedquilt.simulate` alone
-    labels: TextSequence = ()  # of one board each, separated by spaces, taken in turn; (): none has any
-    links: TextSequence = ()  # of boards on virtual time, taken in turn: "2MB/s 50ms"; (): transfers take no time
+    adversaries: AdversarySettings | None = None  # only for `compare`, `lab reproduce` and `fedquilt.simulate`
+    labels: TextSequence = ()  # labels of each device, separated by spaces
+    links: TextSequence = ()  # link of each device in virtual time, such as "2MB/s 50ms", or () for instant transfers
 
     def device_link(self, index: int) -> LinkCost:
         if not self.links:
@@ -141,22 +141,22 @@ class FleetSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omi
 
 
 class JobSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    name: Annotated[str, Meta(pattern=r"\A[a-z0-9][a-z0-9._-]{0,39}\Z")]  # short: a run's id adds the time
+    name: Annotated[str, Meta(pattern=r"\A[a-z0-9][a-z0-9._-]{0,39}\Z")]
     method: str
-    rounds: Annotated[int, Meta(ge=1, le=1_000_000)] = 10  # at most; a method may finish earlier
+    rounds: Annotated[int, Meta(ge=1, le=1_000_000)] = 10  # largest number of rounds
     seed: Annotated[int, Meta(ge=0, le=2**53)] = 0
     priority: Annotated[float, Meta(gt=0, le=1000)] = 1.0  # share of device time relative to other jobs
-    engine: str | None = None  # one of the method's; None: on each device the first of them that it has
+    engine: str | None = None  # engine of the method, or None for each device's first usable engine
     params: dict[str, Any] = msgspec.field(default_factory=dict)
     cohort: CohortSettings = CohortSettings()
     wire: Encoding = Encoding()
     stop: JobLimits = JobLimits()
     check: EvaluationSettings = EvaluationSettings()
     personal: PersonalSettings = PersonalSettings()
-    trigger: DriftTrigger | None = None  # with `run`: the job starts by itself, whenever it fires
+    trigger: DriftTrigger | None = None  # condition that starts runs of the job
     fleet: FleetSettings = FleetSettings()
     data: dict[str, Any] = msgspec.field(default_factory=dict)  # fedquilt.data.spec.DataSpec
-    test: dict[str, Any] = msgspec.field(default_factory=dict)  # a DataSpec too: examples that no device has
+    test: dict[str, Any] = msgspec.field(default_factory=dict)  # DataSpec of examples that no device has
     compare: dict[str, dict[str, Any]] = msgspec.field(default_factory=dict)  # method -> params
     model: dict[str, Any] = msgspec.field(default_factory=dict)  # fedquilt.tools.artefacts.prepare
     schedule: dict[str, Any] = msgspec.field(default_factory=dict)  # fedquilt.tools.artefacts.frozen_part
@@ -178,7 +178,7 @@ def load_job(path: Path) -> JobSettings:
 
 
 def parse_job(table: Mapping[str, Any]) -> JobSettings:
-    """Return the job of a table."""
+    """Return the job in a table. Raises JobError if a setting is invalid or contradicts another."""
     _require_params_in_table(table)
     job = _unify_task_and_classes(toml.convert_table(table, JobSettings, "a job"))
     params = parse_params(job)
@@ -302,9 +302,8 @@ def parse_params(job: JobSettings) -> Any:
         choices_text = toml.describe_choices(unknown[0], parameter_names, "it has")
         raise JobError(f"[params] {', '.join(unknown)}: {job.method} has no such parameter{choices_text}")
     params: Any = toml.convert_table(job.params, params_type, f"[params] of {job.method}")
-    values = {
-        name: getattr(params, name) for name in parameter_names
-    }  # msgspec leaves defaults out of an object's own dict
+    # msgspec leaves defaults out of an object's own dict
+    values = {name: getattr(params, name) for name in parameter_names}
     choices = training_choices.select_choices(params_type, values)
     if choices:
         values["schedule"] = training_choices.schedule_with_rounds(values["schedule"], job.rounds)
@@ -363,14 +362,15 @@ LIMITS_FILE: Final = "limits.toml"
 
 class SubmitterLimits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     running: Annotated[int, Meta(ge=1)] = 8  # jobs at once
-    share: Annotated[float, Meta(gt=0, le=1)] = 1.0  # largest share of the boards online that its jobs have at a time
+    # largest share of the online devices leased to the submitter's jobs
+    share: Annotated[float, Meta(gt=0, le=1)] = 1.0
 
 
 class RetentionSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Retention of ended runs, [retention]: a run that all rules that are set select is deleted."""
+    """Retention of ended runs: [retention]. Runs that exceed every limit that is set are deleted."""
 
     keep: Annotated[int, Meta(ge=0)] | None = None
-    older_than: str | None = None  # since the end of a run
+    older_than: str | None = None  # time since the end of a run
 
     @property
     def older_than_s(self) -> float | None:
@@ -386,10 +386,10 @@ class CoordinatorLimits(msgspec.Struct, frozen=True, forbid_unknown_fields=True)
     running: Annotated[int, Meta(ge=1)] = 8  # jobs at once
     submitter: SubmitterLimits = SubmitterLimits()
     retention: RetentionSettings = RetentionSettings()
-    sites: dict[Name, SiteRight] = {}  # of a fleet without certificates, which say it elsewhere: [sites.NAME]
-    # of the server of blobs, and of the dashboard
+    sites: dict[Name, SiteRight] = {}  # site rights in a fleet without certificates: [sites.NAME]
+    # limits of the blob server and of the dashboard
     http: http_server.ConnectionLimits = http_server.ConnectionLimits()
-    waiting_mb: Annotated[int, Meta(ge=1)] = 800  # of large updates that are sent, or are here and not folded yet
+    waiting_mb: Annotated[int, Meta(ge=1)] = 800  # megabytes of large updates that are in transfer or not folded yet
 
 
 def load_limits(home: Path) -> CoordinatorLimits:
@@ -414,7 +414,7 @@ def _require_disjoint_sites(sites: Mapping[str, SiteRight]) -> None:
             )
 
 
-ENGINES: Final = ("numpy", "onnx", "torch")  # fedquilt's own: edge_agent/engines
+ENGINES: Final = ("numpy", "onnx", "torch")  # built-in engines (edge_agent/engines)
 NUMPY_TRAINS: Final = "mlp"  # the only network of edge_agent/engines/numpy_engine.py
 
 
@@ -433,7 +433,7 @@ def create_initial_state(job: JobSettings, bundle: Bundle, method: Method | None
 
 
 def required_packages(job: JobSettings, bundle: Bundle) -> dict[str, str]:
-    """Return the module, and the package's version and sha256, of all that devices need besides fedquilt."""
+    """Return the packages that devices need besides fedquilt: module -> version and sha256."""
     packages = methods.required_plugins(job.method)
     if job.engine is not None and job.engine not in ENGINES:
         packages |= plugins.required_modules("engine", job.engine)

@@ -41,9 +41,8 @@ from fedquilt.security.handshake import LinkIdentity, common_name_of_peer
 
 log = logging.getLogger("fedquilt.coordinator.blob_server")
 
-MAX_DEVICE_CONNECTIONS: Final = (
-    8  # connections: a board has two transfers at once, and lost connections stay for a while
-)
+# connections: a board has two transfers at once, and lost connections stay for a while
+MAX_DEVICE_CONNECTIONS: Final = 8
 MIN_BYTES_PER_S: Final = 1000.0  # pace by which the time for a transfer grows with its size
 MAX_TRANSFERS_PER_GRANT: Final = 4  # most times that a blob is transferred for one grant, resumptions included
 MAX_GRANTS: Final = 100_000
@@ -56,8 +55,8 @@ _CONTENT_RANGE: Final = re.compile(r"bytes (\d{1,16})-(\d{1,16})/(\d{1,16})\Z")
 class AccessGrant:
     device: str
     ref: BlobRef
-    writer: BlobWriter | None  # takes the device's bytes; None: the device fetches
-    remaining_bytes: int  # that may still be transferred
+    writer: BlobWriter | None  # destination of an upload, or None for a download
+    remaining_bytes: int  # bytes that may still be transferred
 
 
 class BlobServer:
@@ -77,13 +76,11 @@ class BlobServer:
         identity: LinkIdentity | None = None,
         connections: ConnectionLimiter | None = None,
     ) -> None:
-        self._depot, self._may_fetch, self._report_result, self._identity = (
-            blob_store,
-            may_fetch,
-            report_result,
-            identity,
-        )
-        self._grants: dict[str, AccessGrant] = {}  # sha256 of a token -> its grant
+        self._blob_store = blob_store
+        self._may_fetch = may_fetch
+        self._report_result = report_result
+        self._identity = identity
+        self._grants: dict[str, AccessGrant] = {}  # by sha256 of the token
         self._tokens: dict[tuple[str, str, bool], str] = {}  # (device, blob, whether it is an upload) -> token
         self._lock = threading.Lock()
         self._connections = ConnectionLimiter() if connections is None else connections
@@ -147,7 +144,7 @@ class BlobServer:
         self._transfer_blob(exchange, grant)
 
     def _require_grant(self, request: HttpExchange) -> AccessGrant:
-        """Return the grant of the request's token. Raise RequestRefusedError if it does not allow this request."""
+        """Return the grant of the request's token. Raise RequestRefusedError if the grant forbids the request."""
         match = _PATH.match(request.path)
         if match is None or request.method not in ("GET", "HEAD", "PUT"):
             raise RequestRefusedError(404, "there is nothing at this address")
@@ -184,7 +181,7 @@ class BlobServer:
         if not size:
             self._charge_bytes(grant, 1)  # an empty blob counts as one byte
         try:
-            file = self._depot.open_blob_file(grant.ref.sha256)
+            file = self._blob_store.open_blob_file(grant.ref.sha256)
         except StoreError:
             raise RequestRefusedError(404, "the blob is not here any more") from None
         with open(file, "rb", buffering=0):
@@ -247,7 +244,7 @@ def _granted_bytes(ref: BlobRef) -> int:
 
 
 def _parse_range(header: str | None, size: int) -> tuple[int, int]:
-    """Return the start and end of the bytes that a Range header requests, or of the whole blob without one."""
+    """Return the start and end of the bytes that a Range header requests, or of the whole blob without a header."""
     if header is None:
         return 0, size
     match = _RANGE.match(header)

@@ -48,7 +48,7 @@ KINDS: Final[tuple[wire.ReleaseKind, ...]] = get_args(wire.ReleaseKind)
 
 @dataclass
 class DispatchedTask:
-    sent_s: float  # or when it was last to be sent
+    sent_s: float  # time at which the task was last due
     sends: int  # to this device, in a row
     blobs: set[str]
 
@@ -63,10 +63,9 @@ class TaskDispatcher:
     def __init__(self, link: Link, topics: wire.Topics) -> None:
         self._link, self._topics = link, topics
         self._open_tasks: dict[str, DispatchedTask] = {}
-        self._due_times: list[
-            tuple[float, str]
-        ] = []  # heap of (time, device): when an open task may be due, or earlier
-        self._scheduled_s: dict[str, float] = {}  # device -> time of its valid entry
+        # heap of (time, device): when an open task may be due, or earlier
+        self._due_times: list[tuple[float, str]] = []
+        self._scheduled_s: dict[str, float] = {}  # device -> time of the valid heap entry
         self._releases: dict[tuple[str, wire.ReleaseKind], wire.DesiredRelease] = {}  # by device
 
     def __contains__(self, device: str) -> bool:
@@ -193,7 +192,7 @@ class Executor(Protocol):
     def send_ack(self, device: str, ack: wire.Ack) -> None: ...
 
     def send_release(self, device: str, kind: wire.ReleaseKind, release: wire.DesiredRelease | None) -> None:
-        """Send a device a release and let the device fetch its blob. None clears the device's release."""
+        """Send a device a release and permit the download of the blob. None clears the device's release."""
 
     def set_epoch(self, epoch: int) -> None:
         """Set a later epoch for all further tasks. Devices then accept tasks of rounds that they have completed."""
@@ -223,12 +222,10 @@ class LinkExecutor:
         identity: LinkIdentity | None = None,
         location_settings: BlobLocationSettings = BlobLocationSettings(),
     ) -> None:
-        self.malformed_messages, self.outage, self._silence_detector = (
-            MalformedMessages(),
-            BrokerOutage(),
-            SilenceDetector(),
-        )
-        self._returned_devices: list[str] = []  # silent devices heard by the latest message
+        self.malformed_messages = MalformedMessages()
+        self.outage = BrokerOutage()
+        self._silence_detector = SilenceDetector()
+        self._returned_devices: list[str] = []  # silent devices that have sent a message
         self._topics = wire.Topics(fleet)
         self._rate_limiter = RateLimitedLink(link, self._topics)
         self._authenticated_link = (
@@ -249,7 +246,7 @@ class LinkExecutor:
             backend=self.blob_locations,
             background_bytes=LARGE_BYTES,
         )
-        self._missing_blobs: dict[str, set[str]] = {}  # device -> sha256 of the blobs still expected from it
+        self._missing_blobs: dict[str, set[str]] = {}  # device -> sha256 of the blobs still expected
 
     def fds(self) -> Sequence[int]:
         return self._transfers.fds()
@@ -271,7 +268,7 @@ class LinkExecutor:
         for device in self._request_presences(now_s):
             yield decisions.DeviceChange(device, "silent")
         for device in self._rate_limiter.take_blocked_devices():
-            self._silence_detector.forget(device)  # it may send, and is not read
+            self._silence_detector.forget(device)  # messages of a blocked device are not read
             yield decisions.DeviceChange(device, "flooding")
         for sentence in self.malformed_messages.take_due_lines(now_s):
             log.warning("%s", sentence)
@@ -383,7 +380,7 @@ class LinkExecutor:
             route = wire.parse_topic(message.topic)
             if route.direction != "up":
                 return None
-            if route.subtopic == "hello":  # a signed link would have taken it
+            if route.subtopic == "hello":  # only signed links process it
                 raise WireError("it is signed, and this coordinator is not: give it --ca, --cert and --key")
             if route.subtopic in ("presence", "profile") and not message.payload:
                 return None  # cleared retained message: the device was removed from the broker
@@ -391,7 +388,7 @@ class LinkExecutor:
                 senders = self._transfers.take_senders_of_unrequested_chunks()
                 for device in senders:
                     self._rate_limiter.admit_message(device, 0)
-                if not senders:  # else anybody may have sent it: a chunk is not signed
+                if not senders:  # chunks are not signed, so the sender is unknown
                     self._record_contact(route.device)
                 return None
             decoded = validation.replace_unprintable(wire.decode(message.payload, route.message_type), message.payload)

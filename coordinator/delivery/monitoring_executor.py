@@ -33,14 +33,14 @@ from fedquilt.wire import Telemetry
 
 log = logging.getLogger("fedquilt.coordinator")
 
-STATUS_DELAY_S: Final = 0.5  # until a change of what a board does is stored
-TELEMETRY_DELAY_S: Final = 5.0  # until its progress and readings are
+STATUS_DELAY_S: Final = 0.5  # delay before a changed status is stored
+TELEMETRY_DELAY_S: Final = 5.0  # delay before progress and readings are stored
 CLEANUP_INTERVAL_S: Final = 300.0
-START_GRACE_S: Final = 30.0  # after a start: who was online before, and has not been heard of, is not
-MAX_DEVICES: Final = 20_000  # boards that are noted
+START_GRACE_S: Final = 30.0  # after which devices without a message since the start count as offline
+MAX_DEVICES: Final = 20_000  # largest number of stored devices
 _FREQUENT: Final = (Telemetry, wire.Progress)
-REMOVAL_POLL_S: Final = 0.5  # between two looks for boards that are to be removed
-RETRY_S: Final = 10.0  # after an error of the disk
+REMOVAL_POLL_S: Final = 0.5  # between two checks for removal requests
+RETRY_S: Final = 10.0  # delay after a disk error
 
 
 class DeviceStatusTracker:
@@ -53,20 +53,19 @@ class DeviceStatusTracker:
         self._clock = clock
         self._store: TelemetryStore | None = None
         self._statuses: dict[str, DeviceStatus] = {}
-        self._changed_devices: set[str] = set()  # devices that are not stored as they are
-        # device -> number of messages of the running step, their sum
+        self._changed_devices: set[str] = set()  # devices with unstored changes
+        # device -> number of messages in the running interval, and merged readings
         self._sums: dict[str, tuple[int, TelemetrySample]] = {}
-        self._readings: dict[tuple[str, int], TelemetrySample] = {}  # by device and time: not stored yet
-        self._last_seen: dict[
-            str, float
-        ] = {}  # device -> when its last message came, where that is not in `_boards` yet
+        self._readings: dict[tuple[str, int], TelemetrySample] = {}  # unstored readings by device and time
+        # device -> time of the latest message, if later than in the stored status
+        self._last_seen: dict[str, float] = {}
         self._unconfirmed_devices: set[str] = set()  # devices that were online when the last coordinator ended
-        self._now_s, self._due_s = 0.0, -math.inf  # on the server's clock, as the two that follow
+        self._now_s, self._due_s = 0.0, -math.inf  # times on the server's clock
         self._grace_end_s = self._next_cleanup_s = self._next_removal_poll_s = math.inf
-        self._removed_devices: list[str] = []  # by request, and not taken yet
+        self._removed_devices: list[str] = []  # requested removals to be reported
         self._has_started = self._has_failed = False
-        self._outage_start: float | None = clock()  # since when the broker is not reached; None: it is
-        self._is_outage_unwritten = True  # whether that is to be stored
+        self._outage_start: float | None = clock()  # start of a broker outage, or None
+        self._is_outage_unwritten = True  # whether `_outage_start` is not stored yet
         try:
             self._store = TelemetryStore(home, writes=True)
             stored = self._store.load_statuses()
@@ -170,7 +169,7 @@ class DeviceStatusTracker:
                 self._remove_expired(self._store, self._clock())
         except StoreError as error:
             self._due_s = now_s + RETRY_S
-            self._readings.clear()  # they would pile up
+            self._readings.clear()  # bound the memory
             if not self._has_failed:
                 log.warning("%s; `fedquilt devices` shows what was known before", error)
             self._has_failed = True
@@ -193,7 +192,7 @@ class DeviceStatusTracker:
         return status if seen is None else replace(status, seen=seen)
 
     def _set_status(self, status: DeviceStatus, within_s: float) -> None:
-        """Replace a changed status and write it within `within_s`. Above MOST, ignore new devices."""
+        """Replace a changed status and write it within `within_s`. With MAX_DEVICES devices, ignore new devices."""
         previous = self._statuses.get(status.device)
         if self._store is None or status == previous or (previous is None and len(self._statuses) >= MAX_DEVICES):
             return
@@ -212,7 +211,7 @@ class DeviceStatusTracker:
         self._schedule_write(TELEMETRY_DELAY_S)
 
     def _schedule_write(self, within_s: float) -> None:
-        if not self._has_failed:  # else it is tried again in its own time
+        if not self._has_failed:  # after a failure, the next try is scheduled already
             self._due_s = min(self._due_s, self._now_s + within_s)
 
     def _write_changes(self, store: TelemetryStore) -> None:

@@ -3,7 +3,7 @@
 Costs are seconds of work, estimated from the handling of a message. Each device may permanently use RATE of the
 coordinator's time, and BURST_S at once. Work that the coordinator requests is credited: a round's task pays for its
 messages, and a model chunk that is sent for the first time pays for its request. Messages above the limit are dropped.
-The protocol repeats all messages, so an honest device is only slower. A device that continues is blocked for ASIDE_S.
+The protocol repeats all messages, so an honest device is only slower. A device that continues is blocked for BLOCK_S.
 
 Pure: no I/O and no clock.
 """
@@ -21,26 +21,26 @@ from fedquilt.core import WireError
 from fedquilt.host.logs import log_ids
 from fedquilt.transport.link import Link, LinkWrapper, Message
 
-DEVICE_SHARE: Final = 0.0075  # of the coordinator's time
+DEVICE_SHARE: Final = 0.0075  # share of the coordinator's time per device
 BURST_S: Final = 0.25
-MESSAGE_S: Final = 1e-3  # of a message that comes alone and wakes the coordinator; of many at once a tenth
-HELLO_S: Final = 2e-3  # of a flight of a handshake
-BYTE_S: Final = 10e-9  # of each of its bytes: decoding
-ROUND_S: Final = 20 * MESSAGE_S  # that a device is granted for a round's task: it takes about ten messages
-MAX_DROPPED: Final = 100  # messages of one device that are dropped in a row of busy seconds before it is set aside
-CALM_S: Final = 60.0  # without a dropped message, after which the count begins anew
-BLOCK_S: Final = 600.0  # for which nothing of it is read
+MESSAGE_S: Final = 1e-3  # cost of a single message, ten times the cost of a message in a batch
+HELLO_S: Final = 2e-3  # cost of a handshake message
+BYTE_S: Final = 10e-9  # cost of decoding a byte
+ROUND_S: Final = 20 * MESSAGE_S  # credit for a round's task, which takes about ten messages
+MAX_DROPPED: Final = 100  # dropped messages after which a device is blocked
+CALM_S: Final = 60.0  # time without a dropped message after which the count restarts
+BLOCK_S: Final = 600.0  # duration of a block
 Verdict = Literal["taken", "slowed", "dropped", "aside"]
-"""taken: read the message; slowed: drop it, the first of a row; dropped: drop it; aside: drop it and set it aside."""
+"""Decision on a message. taken: process. slowed: drop, as the first in a row. dropped: drop. aside: drop and block."""
 
 
 @dataclass
 class _TokenBucket:
     balance_s: float = BURST_S
-    updated_s: float = -math.inf  # when that was so
+    updated_s: float = -math.inf  # time of the latest update
     dropped_count: int = 0
-    dropped_s: float = -math.inf  # when the last one was
-    blocked_until_s: float = -math.inf  # it is set aside
+    dropped_s: float = -math.inf  # time of the latest dropped message
+    blocked_until_s: float = -math.inf  # end of the block
 
 
 @dataclass
@@ -90,9 +90,8 @@ class RateLimiter:
 
 
 log = logging.getLogger("fedquilt.coordinator")
-MAX_NAMED_SUBSCRIPTIONS: Final = (
-    4096  # devices that are subscribed to by name; with more, what a flood sends is read and dropped
-)
+# devices that are subscribed to by name; with more, what a flood sends is read and dropped
+MAX_NAMED_SUBSCRIPTIONS: Final = 4096
 DISCOVERY_INTERVAL_S: Final = 60.0  # interval of subscriptions to all presences, to find unknown devices
 DISCOVERY_S: Final = 1.0  # duration of such a subscription, in which flooding messages arrive too
 
@@ -105,17 +104,17 @@ class RateLimitedLink(LinkWrapper):
         self.now_s = 0.0  # the owner's clock; set before `receive`
         self._topics, self._limiter = topics, RateLimiter()
         self._known_devices: dict[str, None] = {}  # devices, in the order of their first message
-        self._blocked_until_s: dict[str, float] = {}  # device -> until when it is not read
-        self._newly_blocked: list[str] = []  # set aside, and not told yet
+        self._blocked_until_s: dict[str, float] = {}  # device -> end of the block
+        self._newly_blocked: list[str] = []  # blocked devices to be reported
         self._subscribes_per_device = False
-        self._next_discovery_s = math.inf  # when the next look begins
-        self._discovery_end_s = math.inf  # or the present one ends
+        self._next_discovery_s = math.inf  # start of the next discovery
+        self._discovery_end_s = math.inf  # end of the running discovery
 
     def subscribe(self, filters: Sequence[str]) -> None:
         """Subscribe to the filters, or remove them while the link subscribes to each device by name."""
         if not self._subscribes_per_device:
             self._link.subscribe(filters)
-        else:  # the broker may know of the earlier subscription alone
+        else:  # the broker may still have only the earlier subscription
             self._link.unsubscribe(filters)
 
     def receive(self) -> list[Message]:
@@ -171,19 +170,23 @@ class RateLimitedLink(LinkWrapper):
                 self._subscribe_to_all()
 
     def _block_device(self, device: str) -> None:
-        """Drop a device's messages for ASIDE_S, and subscribe by name to all others, unless they are too many."""
+        """Drop a device's messages for BLOCK_S, and subscribe by name to all others, unless they are too many."""
         self._newly_blocked.append(device)
         self._blocked_until_s[device] = self.now_s + BLOCK_S
         if self._subscribes_per_device:
             self._link.unsubscribe(self._device_filters([device]))
         elif len(self._known_devices) <= MAX_NAMED_SUBSCRIPTIONS:
-            self._subscribes_per_device, self._next_discovery_s, self._discovery_end_s = (
-                True,
-                self.now_s + DISCOVERY_INTERVAL_S,
-                math.inf,
-            )
+            self._subscribes_per_device = True
+            self._next_discovery_s = self.now_s + DISCOVERY_INTERVAL_S
+            self._discovery_end_s = math.inf
             self._link.subscribe(
-                self._device_filters([each for each in self._known_devices if each not in self._blocked_until_s])
+                self._device_filters(
+                    [
+                        blocked_device
+                        for blocked_device in self._known_devices
+                        if blocked_device not in self._blocked_until_s
+                    ]
+                )
             )
             self._link.unsubscribe(self._topics.coordinator_filters())
 

@@ -1,8 +1,8 @@
 """Status and sensor readings of each device for monitoring, and their database: HOME/boards.db.
 
-Rounds do not depend on them. `delivery.monitoring_executor` follows the messages. No write waits for the disk, and a
-damaged file is replaced. Times are wall-clock seconds of the coordinator. Readings are stored at three resolutions,
-which become coarser with age. A device that has been offline for FORGOTTEN_S is deleted.
+Rounds do not depend on this database. `delivery.monitoring_executor` collects the data from messages. No write waits
+for the disk, and a damaged file is replaced. Times are wall-clock seconds of the coordinator. Readings are stored at
+three resolutions, which become coarser with age. A device that has been offline for FORGOTTEN_S is deleted.
 """
 
 from __future__ import annotations
@@ -25,22 +25,22 @@ from fedquilt.wire import Telemetry
 
 T = TypeVar("T", int, float)
 
-SKEW_KEPT_S: Final = 300.0  # a message that was late makes a clock look slow: the fastest of this time is believed
-SKEW_STEP_S: Final = 0.1  # smaller changes of a clock are not noted
-NO_REFUSAL: Final = frozenset({"ok", "cleared", "counted"})  # codes of claims by which a board declines no work
+SKEW_KEPT_S: Final = 300.0  # time for which the largest offset is kept, since late messages lower the offset
+SKEW_STEP_S: Final = 0.1  # smallest stored change of an offset
+NO_REFUSAL: Final = frozenset({"ok", "cleared", "counted"})  # codes of claims that are not declines
 
 
 class CurrentTask(msgspec.Struct, frozen=True):
     job: str
     round: int
-    step: Literal["asked", "working", "waiting", "sending"]  # waiting: for its turn to send a large update
+    step: Literal["asked", "working", "waiting", "sending"]  # waiting: queued for a large transfer
     since: float
-    fraction: float | None = None  # of the work, 0 to 1; None: not told
+    fraction: float | None = None  # progress from 0 to 1
 
 
 class LatestDecline(msgspec.Struct, frozen=True):
     at: float
-    code: str  # of its claim; "update": the coordinator refused its update; "flooding": it was set aside
+    code: str  # code of a claim, "update" for a rejected update, or "flooding" for a blocked device
     reason: str
     job: str = ""
     round: int = 0
@@ -51,21 +51,21 @@ class InstalledRelease(msgspec.Struct, frozen=True, omit_defaults=True):
     phase: str
     name: str = ""  # name of the running release, or empty for the flashed one
     current: str = ""  # sha256 of the running blob
-    rollout: str = ""  # the latest release's
+    rollout: str = ""  # rollout of the latest release
     reason: str = ""
-    at: float = 0.0  # when it said so first
+    at: float = 0.0  # time of the first such report
 
 
 class DeviceStatus(msgspec.Struct, frozen=True, omit_defaults=True):
     device: str
     online: bool = False
-    silent: bool = False  # not online: its broker reports it so, and it does not answer
-    quiet: bool = False  # it has been asked for its presence, and has not answered yet
-    since: float | None = None  # it is online, offline or silent; None: from before anything was noted
-    seen: float | None = None  # when its last message came, as far as it is known
+    silent: bool = False  # reported online by the broker, without an answer
+    quiet: bool = False  # presence requested, without an answer yet
+    since: float | None = None  # time of the latest change between online, offline and silent
+    seen: float | None = None  # time of the latest message
     boot: str = ""
     board: str = ""
-    version: str = ""  # of its agent
+    version: str = ""  # fedquilt version of the agent
     memory_bytes: int = 0
     budget_bytes: int = 0
     engines: tuple[str, ...] = ()
@@ -73,7 +73,7 @@ class DeviceStatus(msgspec.Struct, frozen=True, omit_defaults=True):
     mode: str | None = None  # power mode
     doing: CurrentTask | None = None
     refusal: LatestDecline | None = None
-    skew_s: float | None = None  # its clock, less ours
+    skew_s: float | None = None  # the device's clock minus the coordinator's clock
     skew_at: float = 0.0
     runs: tuple[InstalledRelease, ...] = ()  # by kind
 
@@ -81,16 +81,16 @@ class DeviceStatus(msgspec.Struct, frozen=True, omit_defaults=True):
 class TelemetrySample(msgspec.Struct, frozen=True, omit_defaults=True):
     """Sensor readings of a device, merged over an interval. None means that there is no reading."""
 
-    at: int  # when it began
+    at: int  # start of the interval
     power_w: float | None = None  # mean
     power_most_w: float | None = None
     temperature_c: float | None = None  # highest
     available_bytes: int | None = None  # lowest
     task_bytes: int | None = None  # highest
     battery: float | None = None  # last
-    served: int | None = None  # answers of its model runner since that started, last
-    drift: float | None = None  # of the runner's inputs, highest
-    accuracy: float | None = None  # of the runner's answers, lowest
+    served: int | None = None  # answers of the model runner since its start, last
+    drift: float | None = None  # input drift of the model runner, highest
+    accuracy: float | None = None  # accuracy of the model runner, lowest
 
 
 def apply_message(status: DeviceStatus, message: WireMessage, time_s: float) -> DeviceStatus:
@@ -112,7 +112,7 @@ def apply_message(status: DeviceStatus, message: WireMessage, time_s: float) -> 
         case wire.Progress() if status.doing is not None and _is_task(status.doing, message.job, message.round):
             return replace(status, doing=replace(status.doing, step="working", fraction=message.fraction))
         case Update() if status.doing is not None and _is_task(status.doing, message.job, message.round):
-            step = status.doing.step if status.doing.step == "waiting" else "sending"  # it offers the same again
+            step = status.doing.step if status.doing.step == "waiting" else "sending"
             return replace(status, doing=replace(status.doing, step=step, fraction=None))
         case wire.ReleaseStatus():
             return replace(status, runs=_apply_release_status(status.runs, message, time_s))
@@ -181,18 +181,18 @@ def _apply_release_status(
     )
     previous = next((release for release in releases if release.kind == message.kind), None)
     if previous is not None and replace(previous, at=time_s) == new:
-        return releases  # told again after each connecting
+        return releases  # repeated after a reconnection
     other_releases = (release for release in releases if release.kind != message.kind)
     return tuple(sorted((*other_releases, new), key=lambda release: release.kind))
 
 
 def _apply_presence(status: DeviceStatus, message: wire.Presence, time_s: float) -> DeviceStatus:
     if status.silent and message.online and message.boot == status.boot:
-        return status  # retained: `apply_return` comes before a message of its own
+        return status  # a retained message: `apply_return` precedes a new message
     if message.online == status.online and (message.boot == status.boot or not message.online):
-        return replace(status, silent=False)  # retained, or told again
+        return replace(status, silent=False)  # a retained or repeated message
     if not message.online and not status.boot:
-        return replace(status, boot=message.boot)  # a broker keeps this of boards that went long ago
+        return replace(status, boot=message.boot)  # a retained message of a device that has long been offline
     return replace(status, online=message.online, silent=False, quiet=False, boot=message.boot, since=time_s)
 
 
@@ -212,7 +212,7 @@ def _apply_claim(status: DeviceStatus, message: wire.Claim, time_s: float) -> De
         message.code,
         message.reason,
     ):
-        return idle_status  # it repeats its refusal as often as the task is repeated
+        return idle_status  # a repeated decline of a repeated task
     return replace(idle_status, refusal=LatestDecline(time_s, message.code, message.reason, message.job, message.round))
 
 
@@ -231,11 +231,11 @@ def _is_task(doing: CurrentTask, job: str, round: int) -> bool:
 
 
 NAME: Final = "boards.db"
-VERSION: Final = 3  # of the tables
-STEPS: Final = ((30, 2 * 3600), (300, 2 * 86400), (3600, 30 * 86400))  # seconds of a reading, and how long it is kept
+VERSION: Final = 3  # version of the tables
+STEPS: Final = ((30, 2 * 3600), (300, 2 * 86400), (3600, 30 * 86400))  # (interval, retention) in seconds
 FORGOTTEN_S: Final = 30 * 86400.0
-LATE_S: Final = 60  # after which the readings of a step are complete
-FRESH_S: Final = 180  # after which a reading says nothing of the present
+LATE_S: Final = 60  # delay after which the readings of an interval are complete
+FRESH_S: Final = 180  # age up to which a reading counts as current
 BUSY_S: Final = 5.0
 
 _SCHEMA: Final = """
@@ -270,7 +270,7 @@ class TelemetryStore:
             except sqlite3.DatabaseError as error:
                 if not writes or isinstance(error, sqlite3.OperationalError):
                     raise
-                (home / NAME).replace(home / f"{NAME}.damaged")  # nothing depends on it
+                (home / NAME).replace(home / f"{NAME}.damaged")  # monitoring data may be lost
                 for end in ("-wal", "-shm"):
                     (home / f"{NAME}{end}").unlink(missing_ok=True)
                 self._db = self._open_database(writes)
@@ -285,7 +285,10 @@ class TelemetryStore:
         self._db.close()
 
     def _open_database(self, writes: bool) -> sqlite3.Connection:
-        """Open the database, or an empty one in memory if there is nothing to read. Refuse another version."""
+        """Open the database, or an empty database in memory for a reader without a file.
+
+        Raises StoreError if the tables have another version.
+        """
         path = self._home / NAME
         if not writes and not path.is_file():
             return _open_empty_database()
@@ -301,7 +304,7 @@ class TelemetryStore:
                     f"{self._home / NAME} has tables of version {version}, and this fedquilt uses {VERSION}: use the "
                     "fedquilt that wrote it, or remove the file, on which no run depends"
                 )
-            if not version and not writes:  # whoever writes has not made all tables yet
+            if not version and not writes:  # the writer is still creating the tables
                 db.close()
                 return _open_empty_database()
             if writes:
@@ -384,26 +387,26 @@ class TelemetryStore:
         with _convert_database_errors(self._home):
             devices = dict(self._db.execute("select id, device from boards"))
             time_s = self._db.execute("select max(at) from readings where step = ?", (step,)).fetchone()[0] or 0
-            while time_s > now - FRESH_S and len(readings) < len(devices):  # the newest have most boards
+            while time_s > now - FRESH_S and len(readings) < len(devices):
                 query = f"select board, at, {_VALUES} from readings where step = ? and at = ?"  # noqa: S608
-                for status, *values in self._db.execute(query, (step, time_s)):
-                    if status not in readings:
-                        readings[status] = TelemetrySample(*values)
+                for board, *values in self._db.execute(query, (step, time_s)):
+                    if board not in readings:
+                        readings[board] = TelemetrySample(*values)
                 time_s -= step
-        return {devices[status]: reading for status, reading in readings.items() if status in devices}
+        return {devices[board]: reading for board, reading in readings.items() if board in devices}
 
     def load_readings(self, device: str, begin: float, end: float) -> list[TelemetrySample]:
-        """Return a device's readings, oldest first, in the finest resolution retained for so long."""
+        """Return a device's readings from `begin` to `end`, oldest first, at the finest resolution still stored."""
         step = next((step for step, kept_s in STEPS if begin >= end - kept_s), STEPS[-1][0])
-        time_s = range(int(begin) // step * step, int(end) + 1, step)
+        times = range(int(begin) // step * step, int(end) + 1, step)
         with _convert_database_errors(self._home):
-            found = self._db.execute("select id from boards where device = ?", (device,)).fetchone()
-            rows = [] if found is None else [self._load_row(step, reading_time, found[0]) for reading_time in time_s]
+            board = self._db.execute("select id from boards where device = ?", (device,)).fetchone()
+            rows = [] if board is None else [self._load_row(step, time_s, board[0]) for time_s in times]
         return [TelemetrySample(*row) for row in rows if row is not None]
 
-    def _load_row(self, step: int, time_s: int, status: int) -> tuple[Any, ...] | None:
+    def _load_row(self, step: int, time_s: int, board: int) -> tuple[Any, ...] | None:
         query = f"select at, {_VALUES} from readings where step = ? and at = ? and board = ?"  # noqa: S608
-        row: tuple[Any, ...] | None = self._db.execute(query, (step, time_s, status)).fetchone()
+        row: tuple[Any, ...] | None = self._db.execute(query, (step, time_s, board)).fetchone()
         return row
 
 

@@ -24,11 +24,11 @@ _NONE: Final[frozenset[str]] = frozenset()
 
 class DeviceLeases:
     def __init__(self) -> None:
-        self._job_by_device: dict[str, str] = {}  # device -> job
-        self._started_s: dict[str, float] = {}  # device -> when it was lent
-        self._devices_by_job: dict[str, set[str]] = {}  # job -> devices
-        self._start_sums_s: dict[str, float] = {}  # job -> sum of `_since_s` of its devices
-        self._ended_lease_s: dict[str, float] = {}  # job -> seconds of the loans that have ended
+        self._job_by_device: dict[str, str] = {}
+        self._started_s: dict[str, float] = {}  # device -> start of the lease
+        self._devices_by_job: dict[str, set[str]] = {}
+        self._start_sums_s: dict[str, float] = {}  # job -> sum of `_started_s` of its devices
+        self._ended_lease_s: dict[str, float] = {}  # job -> device seconds of ended leases
 
     def acquire_device(self, device: str, job: str, now_s: float) -> bool:
         holding_job = self._job_by_device.get(device)
@@ -79,8 +79,8 @@ IDLE_LIMIT_BEFORE_START_S: Final = 1.0  # the same for a job whose round has not
 
 
 class IdleTime(NamedTuple):
-    idle_s: float  # since a device last worked on it
-    has_started: bool = True  # whether its running round has been asked of anybody
+    idle_s: float  # seconds since a device worked on the job
+    has_started: bool = True  # whether devices have been selected for the running round
 
     @property
     def is_over_limit(self) -> bool:
@@ -88,10 +88,10 @@ class IdleTime(NamedTuple):
 
 
 class JobUsage(NamedTuple):
-    device_time_s: float  # boards' seconds, divided by its priority
-    round_time_s: float  # of these, the seconds of its latest round, or of the running one if they are more
-    cohort: AbstractSet[str]  # devices of its running round, which it will probably ask again
-    is_working: bool  # whether a device works on it
+    device_time_s: float  # leased device seconds, divided by the priority
+    round_time_s: float  # device time of the latest or the running round, whichever is longer
+    cohort: AbstractSet[str]  # devices of the running round
+    is_working: bool  # whether a device works on the job
 
 
 def is_schedulable(row: StoredJob, only: str | None) -> bool:

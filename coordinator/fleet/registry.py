@@ -1,7 +1,7 @@
 """Devices of a fleet: their latest messages, rebuilt at every start, and whether they can be reached.
 
 A broker publishes the last will of a device, but not after a power loss of its own or behind a bridge. So a device
-without messages for QUIET_S is asked for its presence, and counts as silent if there is no answer.
+without messages for QUIET_LIMIT_S is asked for its presence, and counts as silent if there is no answer.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ from fedquilt.core import OperatingPoint, Profile, SiteRight
 from fedquilt.transport.mqtt.connection import RECONNECT
 from fedquilt.wire import Presence, Telemetry
 
-RECONNECT_GRACE_S = 5.0  # after each connection, until a device that its broker reports offline counts as such
+RECONNECT_GRACE_S = 5.0  # time for devices to reconnect after each connection of the broker
 
 
 class BrokerOutage:
     """Disconnections of the broker, and the round time lost to them.
 
-    Devices that also lost the broker reconnect after a backoff. A broker that is disconnected when the process starts
-    may have been so for long, so the longest backoff is assumed.
+    Devices that also lost the broker reconnect after a backoff. If the broker is disconnected when the process starts,
+    the longest backoff is assumed, since the outage may have started long before.
     """
 
     def __init__(self) -> None:
-        self.lost_s = 0.0  # seconds so far: of each absence, and of the longest back-off that follows it
+        self.lost_s = 0.0  # seconds of all ended outages, each with the longest backoff of a device
         self._outage_start_s: float | None = None
-        self._was_connected = False  # whether it has been reached by this process
-        self._reconnected_s = -math.inf  # when the devices that it lost as well are back
+        self._was_connected = False  # whether this process has been connected before
+        self._reconnected_s = -math.inf  # time at which all devices have had time to reconnect
 
     @property
     def is_disconnected(self) -> bool:
@@ -59,29 +59,24 @@ class BrokerOutage:
             self._outage_start_s = now_s
         elif is_connected and self._outage_start_s is not None:
             outage_s, self._outage_start_s = now_s - self._outage_start_s, None
-            has_outage_start = (
-                self._was_connected or outage_s < RECONNECT.first_s
-            )  # here, or it was not away: a connection takes a moment
+            # a short outage before the first connection is only the time to connect
+            has_outage_start = self._was_connected or outage_s < RECONNECT.first_s
             backoff_s = min(outage_s, RECONNECT.max_s) if has_outage_start else RECONNECT.max_s
-            self.lost_s, self._reconnected_s = (
-                self.lost_s + outage_s + backoff_s,
-                now_s + max(backoff_s, RECONNECT_GRACE_S),
-            )
+            self.lost_s = self.lost_s + outage_s + backoff_s
+            self._reconnected_s = now_s + max(backoff_s, RECONNECT_GRACE_S)
         if is_connected and not self._was_connected:
             self._was_connected, self._reconnected_s = True, max(self._reconnected_s, now_s + RECONNECT_GRACE_S)
 
 
-QUIET_LIMIT_S: Final = (
-    35.0  # three keep-alive periods (10 s), and above the 30 s between two telemetry messages of an agent
-)
-REQUEST_INTERVAL_S: Final = 5.0  # between two requests, as each may be lost
-MAX_REQUESTS: Final = 3  # without an answer, until a device is silent
-REQUESTS_PER_S: Final = 500.0  # devices asked for the first time in a second: 17,000 idle ones in QUIET_S
-MAX_STEP_S: Final = 1.0  # longest time counted between two steps: messages wait to be read after a longer one
+QUIET_LIMIT_S: Final = 35.0  # longer than three keep-alive periods (10 s) and the telemetry interval of an agent (30 s)
+REQUEST_INTERVAL_S: Final = 5.0  # between two requests to a device
+MAX_REQUESTS: Final = 3  # unanswered requests after which a device is silent
+REQUESTS_PER_S: Final = 500.0  # first requests per second, enough for 17,000 idle devices in QUIET_LIMIT_S
+MAX_STEP_S: Final = 1.0  # longest counted time between two steps, since messages wait unread during a longer step
 
 
 class ReachabilityChange(NamedTuple):
-    devices_to_ask: list[str]  # for their presence
+    devices_to_ask: list[str]  # devices whose presence is to be requested
     silent: list[str]
 
 
@@ -93,10 +88,12 @@ class SilenceDetector:
     """
 
     def __init__(self) -> None:
-        self._last_contact_s: OrderedDict[str, float] = OrderedDict()  # device -> when it was heard, the earliest first
-        self._requests: OrderedDict[str, tuple[float, int]] = OrderedDict()  # device -> when it is due, requests so far
+        self._last_contact_s: OrderedDict[str, float] = (
+            OrderedDict()
+        )  # device -> time of the latest message, earliest first
+        self._requests: OrderedDict[str, tuple[float, int]] = OrderedDict()  # device -> next request, requests so far
         self._silent: set[str] = set()
-        self._now_s = self._listening_s = 0.0  # of the owner's clock, and of the time that counts
+        self._now_s = self._listening_s = 0.0  # time of the owner's clock, and counted time
         self._request_budget = REQUESTS_PER_S
 
     def record_contact(self, device: str) -> bool:
@@ -152,27 +149,27 @@ class SilenceDetector:
         return next(iter(self._last_contact_s.values())) + QUIET_LIMIT_S
 
 
-OFFLINE_GRACE_S = 5.0  # a device that returns within this time counts as never gone: no round closes without it
+OFFLINE_GRACE_S = 5.0  # a device that reconnects within this time counts as online throughout
 log = logging.getLogger("fedquilt.coordinator")
 FRESH_S = 600.0  # older sensor readings are ignored
-MAX_AGENT_RETURNS = 2  # of an agent, after which two are certain: a broker that lost its latest state causes one
-MAX_POINT_TABLES = 256  # kinds of boards whose operating points are shared
+MAX_AGENT_RETURNS = 2  # returns of an agent that prove a duplicate id, since a broker that lost its state causes one
+MAX_POINT_TABLES = 256  # cached tables of operating points, one for each kind of board
 
 
 @dataclass(slots=True)
 class DeviceRecord:
     profile: Profile | None = None
     site_right: SiteRight | None = None  # None unless the device is a site
-    is_announced: bool = False  # online, by the latest presence
-    silent: bool = False  # and yet it does not answer
+    is_announced: bool = False  # online according to the latest presence message
+    silent: bool = False  # without an answer to presence requests
     boot: str = ""
-    agents: tuple[tuple[str, int], ...] = ()  # boot and `seq` of the last two online, the latest last
-    return_count: int = 0  # times that an agent was online again after another one
+    agents: tuple[tuple[str, int], ...] = ()  # `boot` and `seq` of the last two agents online, the latest last
+    return_count: int = 0  # times that an agent was online again after another agent
     freed_count: int = 0  # times that disk space was freed
-    offline_since_s: float = -OFFLINE_GRACE_S  # when it went offline
-    telemetry: Telemetry | None = None  # the last one received
-    telemetry_s: float = 0.0  # when it was received
-    blocked_until_s: float = -math.inf  # nothing from it is read until then
+    offline_since_s: float = -OFFLINE_GRACE_S
+    telemetry: Telemetry | None = None  # latest telemetry
+    telemetry_s: float = 0.0  # time of its arrival
+    blocked_until_s: float = -math.inf  # messages of the device are ignored until then
 
     @property
     def is_online(self) -> bool:
@@ -189,24 +186,24 @@ class DeviceRegistry:
 
     def __init__(self) -> None:
         self.devices: dict[str, DeviceRecord] = {}
-        self._points: OrderedDict[bytes, tuple[OperatingPoint, ...]] = OrderedDict()  # by their digest
-        self._views: dict[str, DeviceSnapshot] = {}  # as of the last query
+        self._points: OrderedDict[bytes, tuple[OperatingPoint, ...]] = OrderedDict()  # by digest
+        self._views: dict[str, DeviceSnapshot] = {}  # at the time of the latest query
         self.kinds: Counter[tuple[int, tuple[str, ...]]] = Counter()  # online devices by budget and engines
         self._stale_devices: set[str] = set()  # devices with messages since then
-        self._expirations: list[tuple[float, str]] = []  # when time alone changes a device's view
-        self._changed_devices: list[str] = []  # every device whose view has changed, once per change
+        self._expirations: list[tuple[float, str]] = []  # heap of (time at which a view changes, device)
+        self._changed_devices: list[str] = []  # device of each changed view, once per change
         self._usable_engines: dict[tuple[str, ...], tuple[int, dict[str, str]]] = {}
         self._labels: dict[JobRequirements, tuple[int, LabelColumn]] = {}
         self._costs: tuple[int, CostColumn] = (0, CostColumn())
 
     def update_presence(self, device: str, message: Presence, now_s: float) -> bool:
-        """Store a presence message. Return whether the device has just appeared or restarted."""
+        """Store a presence message. Return whether the device has come online or restarted."""
         record = self._record_for_update(device)
         has_appeared = message.online and (not record.is_online or record.boot != message.boot)
         if record.is_online and not message.online:
             record.offline_since_s = now_s
         if record.boot != message.boot:
-            record.telemetry = None  # an earlier process sent it: a full disk, for one, is not known any more
+            record.telemetry = None  # the restarted agent may report other values, such as free disk space
         if message.online:
             self._track_agents(device, record, message)
         record.is_announced, record.boot = message.online, message.boot
@@ -240,7 +237,7 @@ class DeviceRegistry:
         )
 
     def find_unreachable(self, devices: Iterable[str], now_s: float) -> frozenset[str]:
-        """Return the given devices that are silent, or have been offline for GRACE_S."""
+        """Return the given devices that are silent, or have been offline for OFFLINE_GRACE_S."""
         snapshots = self.device_views(now_s)
         return frozenset(
             device
@@ -291,12 +288,15 @@ class DeviceRegistry:
         return f"{record.boot} {profile_digest} {record.freed_count}"
 
     def device_views(self, now_s: float) -> dict[str, DeviceSnapshot]:
-        """Return the view of every device, online if offline for less than GRACE_S. It must not be changed or kept."""
+        """Return the view of every device, which is online until OFFLINE_GRACE_S after a disconnection.
+
+        The result must not be changed, and is valid until the next query.
+        """
         self.refresh_views(now_s)
         return self._views
 
     def online_devices(self, now_s: float) -> set[str]:
-        """Return the devices with a profile that are online, or were less than GRACE_S ago."""
+        """Return the devices with a profile that are online, or were less than OFFLINE_GRACE_S ago."""
         return {
             device
             for device, snapshot in self.device_views(now_s).items()
@@ -304,7 +304,10 @@ class DeviceRegistry:
         }
 
     def usable_engines(self, engines: tuple[str, ...], now_s: float) -> dict[str, str]:
-        """Return the first of `engines` that each online device has, if any. It must not be changed or kept."""
+        """Return the first of `engines` that each online device has, for devices with any.
+
+        The result must not be changed, and is valid until the next query.
+        """
         version = self.refresh_views(now_s)
         cached_version, engine_by_device = self._usable_engines.get(engines, (0, {}))
         if cached_version != version:
@@ -318,7 +321,7 @@ class DeviceRegistry:
         return engine_by_device
 
     def eligibility(self, requirements: JobRequirements, now_s: float) -> LabelColumn:
-        """Return for each known device whether a job may select the device, or the code of the reason why not."""
+        """Return the label of each known device: ELIGIBLE, or the code of the reason against its selection."""
         version = self.refresh_views(now_s)
         cached_version, labels = self._labels.get(requirements, (0, LabelColumn()))
         if cached_version != version:
@@ -333,7 +336,7 @@ class DeviceRegistry:
         return labels
 
     def energy_costs(self, now_s: float) -> CostColumn:
-        """Return the joules per operation by device, offline devices included, as far as profiles have them."""
+        """Return the joules per FLOP of all devices with a suitable profile, offline devices included."""
         version = self.refresh_views(now_s)
         cached_version, costs = self._costs
         if cached_version != version:
@@ -370,7 +373,7 @@ class DeviceRegistry:
                 self._views[device] = view
                 self._changed_devices.append(device)
         self._stale_devices.clear()
-        if len(self._changed_devices) > 1000 + 4 * len(self._views):  # boards send telemetry for years
+        if len(self._changed_devices) > 1000 + 4 * len(self._views):  # bound the memory of a long-running process
             self._changed_devices = list(self._views)
             self._usable_engines.clear()
             self._labels.clear()

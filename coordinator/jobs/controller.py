@@ -44,20 +44,17 @@ class UpdatePipeline:
 
     def __init__(self, controller: JobController, context: CoordinatorContext) -> None:
         self._controller, self._context = controller, context
-        self._is_folding = False  # whether the worker folds or commits
+        self._is_folding = False  # whether the worker folds updates or commits the round
         self._validating_updates: dict[str, Update] = {}  # device -> update that the worker validates
-        self._punctual_devices: set[str] = set()  # devices among these whose update arrived before the deadline
-        self._queued_updates: dict[
-            str, Update
-        ] = {}  # device -> update that is fetched in turn, offered before the deadline
-        self._outage_at_attempt_start = (
-            -math.inf,
-            0.0,
-        )  # when the running attempt began; `BrokerOutage.lost_s` at that time
+        self._punctual_devices: set[str] = set()  # devices in `_validating_updates` whose update arrived in time
+        # device -> large update announced before the deadline, which waits for its transfer
+        self._queued_updates: dict[str, Update] = {}
+        # start of the running attempt, and `BrokerOutage.lost_s` at that time
+        self._outage_at_attempt_start = (-math.inf, 0.0)
 
     @property
     def pending_updates(self) -> tuple[int, int]:
-        """Number and bytes of the received updates that the worker has not yet read or folded."""
+        """Number and bytes of received large updates that are not validated and folded yet."""
         if not self._is_large:
             return 0, 0
         count, size = self._controller.job.aggregator.count_unfolded(self._controller.job.job_state)
@@ -66,7 +63,7 @@ class UpdatePipeline:
         )
 
     def register_update(self, device: str, update: Update, now_s: float) -> bool:
-        """Record an update that is fetched next. Return whether the update is large and must wait for its turn."""
+        """Register an update before its transfer. Return whether the update is large and must wait for its turn."""
         if total_blob_bytes(update) < self._context.worker.large_bytes:
             return False
         if self._queued_updates.get(device) != update and now_s < self._extended_deadline_s:
@@ -75,7 +72,7 @@ class UpdatePipeline:
 
     @property
     def lost_s(self) -> float:
-        """Seconds added to the deadline because no device was reachable. The end of a site's round is fixed."""
+        """Seconds added to the deadline because the broker was unreachable, limited by the end of a site's round."""
         outage, state = self._context.executor.outage, self._controller.job.job_state
         if state.opened_s != self._outage_at_attempt_start[0]:
             self._outage_at_attempt_start = state.opened_s, outage.lost_s
@@ -109,7 +106,7 @@ class UpdatePipeline:
         )
 
     def wait_for_punctual_updates(self, now_s: float) -> bool:
-        """Return whether the round waits past its deadline. Let punctual devices transfer before late ones."""
+        """Return whether the round waits past its deadline. Move late devices to the end of the transfer queue."""
         deadline_s = self._extended_deadline_s
         if not deadline_s <= now_s < self.wait_limit_s(now_s) or decisions.has_full_cohort(
             self._controller.job.job_state
@@ -131,12 +128,12 @@ class UpdatePipeline:
     def validate_update(
         self, device: str, update: Update, profile: Profile | None, site_right: SiteRight | None, now_s: float
     ) -> None:
-        """Validate an update whose blobs have arrived, then accept or reject it. Large updates use the worker."""
-        # as a site's sum may be, whose boards' updates are small
+        """Validate an update after its transfer, in the worker if large, and pass the result to the job."""
+        # a site's aggregate may be large although the updates of devices are small
         if total_blob_bytes(update) >= self._context.worker.large_bytes:
             self._controller.job.aggregator.large = True
         is_large = self._is_large
-        if is_large and self._validating_updates.get(device) == update:  # it was offered once more meanwhile
+        if is_large and self._validating_updates.get(device) == update:  # announced again
             return
         validation = self._controller.job.build_validation(
             device, update, profile, now_s, large=is_large, right=site_right
@@ -158,11 +155,11 @@ class UpdatePipeline:
         self, device: str, update: Update, validation: Callable[[], decisions.UpdateValidated], now_s: float
     ) -> None:
         if self._validating_updates.get(device) != update:
-            return  # the device has offered another one since
+            return  # the device has announced another update
         del self._validating_updates[device]
         self._punctual_devices.discard(device)
         if self._is_job_inactive or self._controller.arriving_updates.get(device) != update:
-            return  # it was not waited for any more while it was read, and its blobs may be gone
+            return  # the round is closed, and the blobs may be deleted
         self._apply_validation(device, validation, now_s)
 
     def _apply_validation(self, device: str, validation: Callable[[], decisions.UpdateValidated], now_s: float) -> None:
@@ -173,7 +170,7 @@ class UpdatePipeline:
             text = "%s's update could not be read (%s); it will offer it again"
             log.warning(text, device, lost.reason, extra=log_ids(device=device))
             return self._controller.handle_input(decisions.UpdateReceived(device, lost.reason), now_s)
-        except job_blobs.UnreadableError as error:  # its device offers it again, once the job goes on
+        except job_blobs.UnreadableError as error:  # the device announces the update again when the job continues
             return self._controller.handle_failure(error, now_s)
         if result.implausible_claims:
             log.warning("%s claims what cannot be: %s", device, result.implausible_claims, extra=log_ids(device=device))
@@ -211,7 +208,7 @@ class UpdatePipeline:
             self._is_folding = True
             self._context.start_work(commit, self._finish_commit)
             return False
-        with self._context.executor.keep_alive():  # a method may compute for longer than a broker waits for a word
+        with self._context.executor.keep_alive():  # a step of the method may exceed the keep-alive period of the broker
             result = run_and_capture(commit)
         self._finish_commit(result, now_s)
         return True
@@ -227,7 +224,7 @@ class UpdatePipeline:
             self._controller.record_event(outcome, now_s)
 
     def _result_or_lost_event(self, result: Callable[[], T], now_s: float) -> T | events.UpdateLost | None:
-        """Return the result, `UpdateLost` for a lost update, or None after an error that failed the job."""
+        """Return the result, `UpdateLost` for a lost update, or None after an error (see `handle_failure`)."""
         try:
             return result()
         except job_blobs.LostUpdateError as lost:
@@ -237,8 +234,8 @@ class UpdatePipeline:
             return None
 
 
-START_S = 20.0  # after a job is taken up, until a device of its round that has not been heard of is not at work
-IMMEDIATE_ACTIONS = frozenset((decisions.FetchUpdate, decisions.ValidateUpdate))  # actions that nobody sees outside
+START_S = 20.0  # after the activation of a job, for which selected devices count as working without a message
+IMMEDIATE_ACTIONS = frozenset((decisions.FetchUpdate, decisions.ValidateUpdate))  # actions without external effect
 Observe = Callable[[JobView, events.AnyEvent], None]
 
 
@@ -248,13 +245,12 @@ class CoordinatorContext:
     def __init__(self, executor: Executor, store: Store, observe: Observe, worker: BackgroundWorker) -> None:
         self.executor, self.store, self.observe, self.worker = executor, store, observe, worker
         self.registry, self.leases = DeviceRegistry(), DeviceLeases()
-        self.jobs: dict[str, JobController] = {}  # by id, in the order in which they were taken up
-        self.unpublished_jobs: dict[str, JobView] = {}  # jobs with changes that have not been published yet
-        self.fetching_jobs: dict[str, JobController] = {}  # device -> the job that its blobs are fetched for
-        self.deferred_actions: list[tuple[JobController, decisions.Action]] | None = (
-            None  # what is done once messages are heard
-        )
-        self._epoch_raising_devices: set[str] = set()  # devices whose claim of a later start has been followed
+        self.jobs: dict[str, JobController] = {}  # by id, in the order of activation
+        self.unpublished_jobs: dict[str, JobView] = {}  # jobs with unpublished changes
+        self.fetching_jobs: dict[str, JobController] = {}  # device -> job whose update is being transferred
+        # actions to carry out after the events are written, or None outside of a batch
+        self.deferred_actions: list[tuple[JobController, decisions.Action]] | None = None
+        self._epoch_raising_devices: set[str] = set()  # devices that have raised the epoch
         self.garbage = GarbageCollector(store, self.blobs_in_use)
 
     def start_work(self, item: Callable[[], T], callback: Callback[T]) -> None:
@@ -262,7 +258,7 @@ class CoordinatorContext:
         self.worker.submit(*self.store.blob_store.pin_during(item, callback))
 
     def cancel_task(self, device: str, job: str, now_s: float) -> None:
-        """Cancel a job's task on a device. Without a lease, only the transfer of its update is stopped."""
+        """Cancel a job's task on a device. If another job holds the lease, only stop the transfer of the update."""
         if not self.leases.release_device(device, job, now_s):
             if (fetching_job := self.fetching_jobs.get(device)) is not None and fetching_job.id == job:
                 self.executor.fetch_blobs(device, ())
@@ -287,9 +283,9 @@ class CoordinatorContext:
         )
 
     def adopt_epoch(self, device: str, epoch: int) -> None:
-        """Raise the epoch above a device's epoch, in case the home is an older copy.
+        """Raise the epoch above a device's epoch, which is higher if the home is an older copy.
 
-        Each device can cause this once, and only for the next LATER_EPOCHS.
+        Each device can raise the epoch once, and by no more than MAX_EPOCH_LEAD.
         """
         if epoch < self.store.epoch:
             return
@@ -321,30 +317,26 @@ class CoordinatorContext:
 
 
 class JobController:
-    """Controller of an active job, with the progress of its tasks and updates.
+    """Controller of an active job.
 
     Every method with an argument `now_s` raises StoreError if the store cannot be written.
     """
 
     def __init__(self, context: CoordinatorContext, job: RunningJob, submitter: str, now_s: float) -> None:
         self.job, self.id, self.submitter, self._context = job, job.id, submitter, context
-        self._round_device_times = (
-            0.0,
-            self._device_time_s(now_s),
-        )  # boards' time of the latest round, and of all up to its end
-        self.unsent_devices: set[str] = (
-            set()
-        )  # devices with a task to come: no profile of them yet, or another job has them
-        self.arriving_updates: dict[str, Update] = {}  # device -> its update while its blobs are fetched
-        self._incomplete_updates: dict[str, Update] = {}  # device -> the last update of it that began to be fetched
-        self._activated_s = self._last_work_s = now_s  # when it was taken up; when a device was last seen working on it
-        # version of the fleet, `most` and devices that were gone when there was nothing to decide
+        # device time of the latest round, and of all rounds up to its end
+        self._device_times = (0.0, self._device_time_s(now_s))
+        # selected devices without a profile or leased to another job
+        self.unsent_devices: set[str] = set()
+        self.arriving_updates: dict[str, Update] = {}  # device -> update whose blobs are being fetched
+        self._incomplete_updates: dict[str, Update] = {}  # device -> latest update that is not accepted yet
+        self._activated_s = self._last_work_s = now_s  # times of activation, and of the latest work on a device
+        # registry version, `max_devices` and unreachable devices of the latest call without a decision
         self._inputs_without_decision: tuple[int, float, AbstractSet[str]] | None = None
         self.pipeline = UpdatePipeline(self, context)
-        self._jobs_with_rolled_back_log: set[str] = (
-            set()
-        )  # this job, once devices are reported to know more rounds than its log
-        self.read_error: job_blobs.UnreadableError | None = None  # unreadable blob, for which the job waits
+        # this job, once its log has been reported as older than a device's history
+        self._jobs_with_rolled_back_log: set[str] = set()
+        self.read_error: job_blobs.UnreadableError | None = None  # failed read that suspends the job
 
     @property
     def has_ended(self) -> bool:
@@ -375,7 +367,7 @@ class JobController:
 
     def compute_usage(self, now_s: float) -> fair_share.JobUsage:
         device_time_s = self._device_time_s(now_s)
-        round_s, previous_time_s = self._round_device_times
+        round_s, previous_time_s = self._device_times
         return fair_share.JobUsage(
             device_time_s,
             max(round_s, device_time_s - previous_time_s),
@@ -384,20 +376,20 @@ class JobController:
         )
 
     def raise_usage_while_idle(self, min_usage_s: float, now_s: float) -> None:
-        """Raise the usage of an idle job to the least usage of all working jobs, `min_usage_s`.
+        """Raise the usage of an idle job to `min_usage_s`, the least usage of all working jobs.
 
-        A job cannot catch up on device time that was unused while its own devices were away. The usage stays the same
-        while the job waits for devices that are leased to other jobs.
+        So a job whose devices were offline has no claim to the device time of that period. The usage stays the same
+        while the job waits for devices leased to other jobs.
         """
         if self._is_idle(now_s) and not self._is_waiting_for_leases(now_s):
             self._context.leases.raise_usage(self.id, min_usage_s * self.job.job.priority, now_s)
-            self._round_device_times = (self._round_device_times[0], self._device_time_s(now_s))
+            self._device_times = (self._device_times[0], self._device_time_s(now_s))
 
     def _is_waiting_for_leases(self, now_s: float) -> bool:
         registry = self._context.registry
         free = registry.eligibility(self.job.requirements, now_s).devices_with(ELIGIBLE)
-        enough = len(free) >= decisions.minimum_devices_to_start(self.job.job_state)
-        return enough and not free.isdisjoint(self._context.leases.devices_of_other_jobs(self.id))
+        has_enough_devices = len(free) >= decisions.minimum_devices_to_start(self.job.job_state)
+        return has_enough_devices and not free.isdisjoint(self._context.leases.devices_of_other_jobs(self.id))
 
     def _device_time_s(self, now_s: float) -> float:
         return self._context.leases.device_seconds(self.id, now_s) / self.job.job.priority
@@ -416,7 +408,7 @@ class JobController:
 
     def _discard_unfinished_update(self, device: str, new_update: Update | None = None) -> None:
         """Mark the blobs of a device's unfinished update as garbage, unless `new_update` has the same bundles."""
-        # so a device has at most one unfinished update of a job on the disk, whatever the device announces
+        # a device may store at most one unfinished update per job
         old_update = self._incomplete_updates.pop(device, None)
         if old_update is not None and (new_update is None or old_update.bundles != new_update.bundles):
             self._context.garbage.add_candidates(blob_hashes([old_update]))
@@ -446,13 +438,13 @@ class JobController:
             self.arriving_updates.pop(input.device, None)
         else:
             self.arriving_updates[input.device] = decision.arriving_update
-        for fact in decision.events:
-            self.record_event(fact, now_s)
+        for event in decision.events:
+            self.record_event(event, now_s)
         for action in decision.actions:
             self._schedule_action(action, now_s)
 
     def _schedule_action(self, action: decisions.Action, now_s: float) -> None:
-        """Carry out an action, but only after the events are written if the action has an effect outside."""
+        """Carry out an action, after the events are written if the action has an external effect."""
         if self._context.deferred_actions is None or type(action) in IMMEDIATE_ACTIONS:
             self.carry_out_action(action, now_s)
         else:
@@ -493,12 +485,11 @@ class JobController:
         If the method has no work for the device, record the task as declined. An error fails the job.
         """
         job, context = self.job, self._context
-        if (
-            job.job_state.phase != "open" or device not in job.job_state.pending_devices
-        ):  # it may have ended with another device's task
+        # an error in another device's task may have ended the job
+        if job.job_state.phase != "open" or device not in job.job_state.pending_devices:
             return
         profile = context.registry.latest_profile(device)
-        # after a restart the profile, which names its engine, may not be here yet
+        # after a restart, the profile with the engines may not have arrived yet
         if profile is None or not context.leases.acquire_device(device, self.id, now_s):
             return self.unsent_devices.add(device)
         engine = next((name for name in job.engines if name in profile.engines), job.engines[0])
@@ -557,7 +548,7 @@ class JobController:
         return True
 
     def _has_nothing_to_decide(self, busy_devices: AbstractSet[str], max_devices: float, now_s: float) -> bool:
-        # a decision costs time in proportion to the fleet, and updates arrive a few at a time
+        # the cost of a decision grows with the fleet, and updates arrive a few at a time
         if self._inputs_without_decision is None or busy_devices:
             return False
         fleet_version, previous_max, unreachable_devices = self._inputs_without_decision
@@ -573,7 +564,7 @@ class JobController:
         )
 
     def _devices_at_work(self, now_s: float) -> set[str]:
-        # just after a start these are all selected devices, because devices of a signed fleet authenticate first
+        # just after the activation all selected devices count, because authentication delays their messages
         pending = set(self.pending_devices - self._context.leases.devices_of_other_jobs(self.id))
         return pending if now_s < self._activated_s + START_S else pending.intersection(self._able_devices(now_s))
 
@@ -584,7 +575,7 @@ class JobController:
         return self._context.registry.find_unreachable(state.pending_devices | state.expected_devices, now_s)
 
     def handle_failure(self, error: Exception, now_s: float) -> None:
-        """End the job after an error of its method, suspend it after a failed read, or raise the error again."""
+        """End the job after an error of the method, suspend the job after a failed read, or raise the error again."""
         if (read_error := job_blobs.suspension_reason(error)) is not None:
             self.read_error = read_error
             return
@@ -599,7 +590,7 @@ class JobController:
         previous_state = job.job_state
         try:
             job.record_event(event, now_s)
-        except JobError as error:  # a fact that could not be read back is the job's fault, not the coordinator's
+        except JobError as error:  # an event that the job state does not allow
             return self.handle_failure(error, now_s)
         if (
             not isinstance(event, events.UpdateAccepted)
@@ -615,13 +606,12 @@ class JobController:
             self._inputs_without_decision = None
         match event:
             case events.UpdateAccepted():  # the most frequent first
-                self._incomplete_updates.pop(event.update.device, None)  # its blobs are in use until they are folded
+                self._incomplete_updates.pop(event.update.device, None)  # `blobs_in_use` contains accepted updates
             case events.CohortSelected():
                 for device in event.devices:
                     self.send_task(device, now_s)
-                self._cancel_tasks(
-                    set(job.job_state.silent_devices) - job.job_state.pending_devices, now_s
-                )  # whom this attempt does without
+                # silent devices of earlier attempts that were not selected again
+                self._cancel_tasks(set(job.job_state.silent_devices) - job.job_state.pending_devices, now_s)
             case events.UpdateLost():
                 ids = log_ids(run=job.id, round=event.round, device=event.device)
                 log.warning("%s: %s's update is asked for again: %s", job.id, event.device, event.reason, extra=ids)
@@ -632,7 +622,7 @@ class JobController:
             case events.RoundCommitted() if commit is not None:
                 self._context.garbage.add_candidates(job.blobs_released_by_commit(previous_state))
                 job.start_next_round(commit)
-                self._round_device_times = ((had_s := self._device_time_s(now_s)) - self._round_device_times[1], had_s)
+                self._device_times = ((had_s := self._device_time_s(now_s)) - self._device_times[1], had_s)
         if isinstance(event, events.RoundCommitted | events.JobEnded):
             self._context.store.snapshots.save_if_due(job.id, job.snapshot)
         self.schedule_publication()

@@ -59,14 +59,14 @@ from fedquilt.core import (
 )
 from fedquilt.costs import peak_memory
 
-CACHED_TASKS: Final = 2  # tasks whose encoded tensors are kept, so that blobs common to many devices are encoded once
+CACHED_TASKS: Final = 2  # tasks whose encoded tensors are cached
 
 
 class RunningJob:
     """Active job, which continues from its event log after `use_loaded_state`.
 
     States and updates of at least `large_bytes` are kept on disk and handled by a worker. The running attempt has its
-    whole deadline again or, with `by_wall`, what is left by the wall clock (`decisions.restart_event`).
+    whole deadline again or, with `by_wall`, the remaining time by the wall clock (`decisions.restart_event`).
     """
 
     def __init__(
@@ -90,22 +90,25 @@ class RunningJob:
             self.engines, row.job.cohort, row.job.wire.codec, tuple(required_packages(row.job, self.bundle).items())
         )
         self.state: Any = None
-        self.class_counts: tuple[int, ...] = ()  # in the last evaluation outside of the rounds
-        self._sent_blobs: set[str] = set()  # sha256 of blobs made for the running round's tasks
-        self._encoded_bundles: EncodedBundles = {}  # the last of them
-        self._losses: dict[int, float] = {}  # round of work -> its loss, since this process took up the job
-        self._workloads: dict[str, DeviceWorkload] = {}  # device -> its work in the running round
-        self._task_specs: dict[str, TaskSpec] = {}  # device -> its order of the running round, if it has no
+        self.class_counts: tuple[
+            int, ...
+        ] = ()  # held-out examples of each class in the latest evaluation outside of rounds
+        self._sent_blobs: set[str] = set()  # sha256 of the blobs of the running round's tasks
+        self._encoded_bundles: EncodedBundles = {}  # most recently used bundles
+        self._losses: dict[int, float] = {}  # completed rounds -> loss, since the activation of the job
+        self._workloads: dict[str, DeviceWorkload] = {}  # device -> workload in the running round
+        self._task_specs: dict[str, TaskSpec] = {}  # device -> task spec without tensors of its own
         network = self.bundle.meta.get("network", {})
         self._prediction_task = metrics.task_from_network(network), network.get("classes")
         self._held_out_share = tasks.held_out_share(row.job.data)
-        self._task_spec_cache: tasks.TaskSpecCache  # of the running round, as are the next five
-        self._common_bundles: Mapping[str, Tensors | BlobRef]  # bundles of all its tasks
-        self._device_seed: Callable[[object], int] | None  # a device's seed
-        self._manifest_validator: validation.ManifestValidator | None  # what its updates may hold
+        # `_reset_round_caches` sets the next five for each round
+        self._task_spec_cache: tasks.TaskSpecCache
+        self._common_bundles: Mapping[str, Tensors | BlobRef]  # bundles common to all tasks
+        self._device_seed: Callable[[object], int] | None  # function that returns a device's seed
+        self._manifest_validator: validation.ManifestValidator | None
         self.aggregator: Aggregator
         self.snapshot, first_event = store.snapshots.load_state(self.id, events.JobConstants.from_job(row.job), now_s)
-        self.job_state = self.snapshot.job_state  # state of its rounds
+        self.job_state = self.snapshot.job_state
         wall_s = store.blob_store.disk.wall_clock_s()
         for _, time_s, event in store.read_events(self.id, first_event):
             self._apply_event(event, events.apply_event(self.job_state, event, now_s - (wall_s - time_s) * by_wall))
@@ -118,7 +121,7 @@ class RunningJob:
         return state_bytes + sum(ref.size for ref in self.bundle.files.values()) >= self._large_bytes
 
     def build_state_loader(self) -> Callable[[], LoadedState]:
-        """Return a function, for a worker too, that loads the job's state or creates the first one."""
+        """Return a function, also for a worker, that loads the job's state or creates the first state."""
         return partial(self._model_states.load_starting_state, self.job_state)
 
     def use_loaded_state(self, loaded: LoadedState, now_s: float) -> None:
@@ -136,7 +139,7 @@ class RunningJob:
         self._apply_event(event, new_state)
 
     def required_blobs(self) -> set[str]:
-        """Return the blobs that the job needs after any next event: bundle, state, partial aggregate."""
+        """Return the sha256 of the blobs of the job's bundle, state and partial aggregate."""
         sum = self.job_state.partial_aggregate.sum if self.job_state.partial_aggregate else None
         return {ref.sha256 for ref in (self.job_state.state, sum, *self.bundle.files.values()) if ref is not None}
 
@@ -175,9 +178,8 @@ class RunningJob:
             tier=peak_memory.tier_from_profile(profile),
             last_counted_round=self.job_state.history.get(device, NEVER).last_round,
         )
-        while len(self._encoded_bundles) > CACHED_TASKS * len(
-            task.bundles
-        ):  # drop the parts that were cut for each device alone
+        # evict bundles made for single devices
+        while len(self._encoded_bundles) > CACHED_TASKS * len(task.bundles):
             del self._encoded_bundles[next(iter(self._encoded_bundles))]
         return task
 
@@ -215,7 +217,7 @@ class RunningJob:
         )
 
     def _cache_task_spec(self, device: str, task_spec: TaskSpec) -> None:
-        # Orders with tensors of their own are not cached, because they take memory.
+        # Task specs with tensors of their own are not cached, because the tensors take memory.
         self._common_bundles = self._common_bundles or task_spec.bundles
         if all(value is self._common_bundles.get(name) for name, value in task_spec.bundles.items()):
             self._task_specs[device] = task_spec
@@ -226,7 +228,10 @@ class RunningJob:
         snapshots: Mapping[str, DeviceSnapshot],
         device_kinds: Mapping[tuple[int, tuple[str, ...]], int],
     ) -> tuple[str, ...]:
-        """Return sentences on who can take part in the round. After the first one, none if all devices can."""
+        """Return sentences on the devices that can take part in the round, or () if nothing is to report.
+
+        After the first round, sentences are returned only if some device cannot take part.
+        """
         sample_device = event.devices[0] if event.devices else ""
         task_spec = self._task_spec_for_device(
             sample_device, snapshots[sample_device].profile if sample_device in snapshots else None
@@ -280,17 +285,20 @@ class RunningJob:
         large: bool,
         right: SiteRight | None = None,
     ) -> Callable[[], UpdateValidated]:
-        """Return a function that validates an update, and returns its valid part or why it is rejected."""
+        """Return a function that validates an update and returns the valid part or the reason of the rejection.
+
+        The function raises LostUpdateError if a blob is lost, and UnreadableError or StoreError if the disk fails.
+        """
         workload = self.device_workload(device, profile)
         waited_s = now_s - self.job_state.selected_s.get(device, now_s)
         limit_s = validation.longest_work_s(waited_s, self.job_state.max_deadline_s, self.job_state.attempt + 1)
-        max_examples, standing = self.job.cohort.max_examples, self.snapshot
-        weight = standing.weights.largest_allowed(device, max_examples)
-        reported = standing.example_counts.largest_allowed(device, max_examples)
+        limit = self.job.cohort.max_examples
+        max_weight = self.snapshot.weights.largest_allowed(device, limit)
+        max_examples = self.snapshot.example_counts.largest_allowed(device, limit)
         work, check = "work" in self.job_state.task_actions, "check" in self.job_state.task_actions
         priors = self.job_state.constants.class_priors
         bounds = validation.ClaimBounds(
-            workload, limit_s, weight, reported, right, check, *self._prediction_task, priors
+            workload, limit_s, max_weight, max_examples, right, check, *self._prediction_task, priors
         )
         read_update = self.build_update_reader(update, profile, bounds, large=large)
 
@@ -303,13 +311,12 @@ class RunningJob:
             except job_blobs.UnreadableError as error:
                 if error.replaceable_blob not in blob_hashes([update]):
                     raise
-                self._store.blob_store.discard_damaged(
-                    error.replaceable_blob
-                )  # its device has it still: other sectors may take it
+                # the device can send the blob again
+                self._store.blob_store.discard_damaged(error.replaceable_blob)
                 raise job_blobs.LostUpdateError(device, str(error)) from None
             except (StoreError, job_blobs.LostUpdateError):
                 raise
-            except Exception as error:  # whatever a device sends, it is the device's update that is refused
+            except Exception as error:  # an error in the content rejects the update
                 is_expected = isinstance(error, UpdateError)
                 valid_part, reason = None, str(error) if is_expected else f"{type(error).__name__}: {error}"
             return UpdateValidated(device, update, valid_part, reason, workload, implausible)
@@ -331,7 +338,7 @@ class RunningJob:
 
     def _build_base_finder(self, update: Update, profile: Profile | None) -> BaseTensors:
         task_spec = self._task_spec_for_device(update.device, profile) if update.bases else None
-        # after a restart
+        # after a restart, `_sent_blobs` is empty
         task_blobs = {self._store_bundle(value).sha256 for value in task_spec.bundles.values()} if task_spec else set()
         return partial(
             job_blobs.base_tensors,
@@ -352,7 +359,10 @@ class RunningJob:
         return partial(self.aggregator.fold_next, self.job_state, stored_at)
 
     def build_commit(self, now_s: float) -> Callable[[], CommitResult]:
-        """Return a function that folds the remaining updates and stores the next state, while nothing else folds."""
+        """Return a function that folds the remaining updates and stores the next state.
+
+        No other work item of the job may run at the same time.
+        """
         return partial(self._compute_commit, self.job_state, now_s)
 
     def _compute_commit(self, job_state: events.JobState, now_s: float) -> CommitResult:
@@ -391,7 +401,7 @@ class RunningJob:
             best=new_best is not None and new_best.state == job_state.state,
             warnings=tuple(filter(None, warnings)),
         )
-        del state  # what is stored is loaded instead
+        del state  # free the memory before the stored state is loaded
         state = self._model_states.load_state(event.state, job_state.round, can_recreate=True)
         return CommitResult(
             event, state, job_blobs.encode_common_bundles(self.method, state, event.state, self._store.blob_store)
@@ -402,8 +412,8 @@ class RunningJob:
         self._sent_blobs.update(ref.sha256 for _, ref in encoded.values())
 
     def blobs_released_by_commit(self, previous_state: events.JobState) -> set[str]:
-        """Return the blobs that only earlier rounds needed: updates, aggregate, bundles, old and best state."""
-        best_state = previous_state.best.state if previous_state.best else None  # a later event may name another one
+        """Return the blobs of the committed round that may be garbage: updates, aggregate, task bundles and states."""
+        best_state = previous_state.best.state if previous_state.best else None
         refs = [
             previous_state.state,
             previous_state.partial_aggregate.sum if previous_state.partial_aggregate else None,
@@ -452,7 +462,7 @@ class RunningJob:
 
     def _apply_event(self, event: events.AnyEvent, new_state: events.JobState) -> None:
         for device in event.epochs if isinstance(event, events.CohortSelected) else ():
-            self._workloads.pop(device, None)  # of the job's epochs
+            self._workloads.pop(device, None)  # computed for the job's epochs
         self.snapshot.apply_event(event, new_state)
         self.job_state = new_state
 
@@ -465,7 +475,7 @@ class RunningJob:
         encoded = self._encoded_bundles.pop(id(value), None)
         if encoded is None or not self._store.blob_store.has_blob(encoded[1]):
             encoded = (value, job_blobs.store_tensors(self._store.blob_store, value))
-        self._encoded_bundles[id(value)] = encoded  # as the latest
+        self._encoded_bundles[id(value)] = encoded
         self._sent_blobs.add(encoded[1].sha256)
         return encoded[1]
 
@@ -511,7 +521,7 @@ def decide_next_event(
     if not isinstance(event, events.CohortSelected) and (event is not None or job.job_state.phase != "selecting"):
         return event
     over_share = _devices_over_share(job, event, free - busy_devices, max_devices, decide)
-    # a job that waits does not log each coming and going of other jobs
+    # a waiting job does not log every change of other jobs' leases
     if busy_devices and not isinstance(event, events.CohortSelected):
         busy_devices = {device for device in busy_devices if job.job_state.eligibility.get(device) == BUSY}
     labels = labels.with_values({**dict.fromkeys(busy_devices, BUSY), **dict.fromkeys(over_share, SHARE)})

@@ -3,9 +3,9 @@
 A blob is named by its content, so runs share blobs, and no run may delete its own. `GarbageCollector` alone decides
 which blobs a coordinator deletes. Invariant: while any of these roots holds a blob, the blob is not deleted.
 
-- Events of all runs and rollouts of the home, served or not (`Store.referenced_blobs`).
-- What active jobs use beside their events (`JobController.blobs_in_use`): the bundle, the state, the partial aggregate,
-  blobs sent with tasks, updates in transfer, and accepted updates that no stored partial aggregate contains.
+- Events of all runs and rollouts of the home (`Store.referenced_blobs`).
+- Data of active jobs (`JobController.blobs_in_use`): the bundle, the state, the partial aggregate, blobs sent with
+  tasks, updates in transfer, and accepted updates that no stored partial aggregate contains.
 - Blobs of unacknowledged updates that simulated devices have stored here (`Executor.unacknowledged_update_blobs`).
 - Blobs that a work item has stored or found, until its result is recorded (`BlobStore.pin_during`).
 
@@ -35,9 +35,8 @@ from fedquilt.coordinator.storage.rows import IndexedLog, UnreadableRow
 from fedquilt.coordinator.storage.store import Store, StoredJob
 from fedquilt.host.disk import REAL, disk_errors
 
-UPDATES_PER_CANDIDATE: Final = (
-    64  # accepted updates per candidate: fewer candidates wait, because each collection reads all roots
-)
+# accepted updates per candidate: fewer candidates wait, because each collection reads all roots
+UPDATES_PER_CANDIDATE: Final = 64
 
 log = logging.getLogger("fedquilt.coordinator")
 
@@ -77,20 +76,20 @@ class GarbageCollector:
                     blob_store.remove_all_but(roots)
                 for sha256 in self._candidates - roots:
                     blob_store.remove_blob(sha256)
-        self._candidates &= blob_store.pinned_blobs()  # their work items may end without an event
+        self._candidates &= blob_store.pinned_blobs()  # work items that use these blobs may end without an event
         self._is_urgent = self._includes_all = False
         return not damaged_ids
 
 
 # folders with files named after runs, and their endings
 _RUN_FILES: Final = (("agents", ""), ("sites", ""), ("evaluations", ".json"), ("machines", ".json"))
-_RUN: Final = re.compile(r".+-\d{8}-\d{6}(-[0-9a-f]{6})?")  # an id: agents without a coordinator use others
+_RUN: Final = re.compile(r".+-\d{8}-\d{6}(-[0-9a-f]{6})?")  # id of a run
 
 
 class RemovedFiles(NamedTuple):
     files: int
     bytes: int
-    blobs_left: bool  # another coordinator serves the home: it drops the blobs with its next job
+    blobs_left: bool  # whether unreferenced blobs remain, because a coordinator runs or a log is damaged
 
 
 def find_run(store: Store, run: str) -> StoredJob | UnreadableRow:
@@ -98,7 +97,7 @@ def find_run(store: Store, run: str) -> StoredJob | UnreadableRow:
     for row in reversed(store.all_jobs()):
         if run == row.id or (isinstance(row, StoredJob) and run == row.job.name):
             return row
-    return store.find_job(run)  # raises, listing those there are
+    return store.find_job(run)  # raises a JobError that lists the runs
 
 
 def select_expired_runs(store: Store, now: float, keep: int | None, older_s: float | None) -> list[str]:
@@ -106,13 +105,13 @@ def select_expired_runs(store: Store, now: float, keep: int | None, older_s: flo
 
     The `keep` latest runs and those that ended within `older_s` stay.
     """
-    ended = [row for row in store.all_jobs() if row.status in ENDED_PHASES]
+    ended_runs = [row for row in store.all_jobs() if row.status in ENDED_PHASES]
     if keep is not None:
-        ended = ended[: max(0, len(ended) - keep)]
+        ended_runs = ended_runs[: max(0, len(ended_runs) - keep)]
     logs = {} if older_s is None else store.read_logs()
     return [
         row.id
-        for row in ended
+        for row in ended_runs
         if older_s is None or now - _last_event_or_creation_time(row, logs.get(row.id)) > older_s
     ]
 
@@ -149,7 +148,7 @@ def remove_runs(store: Store, ids: Collection[str]) -> RemovedFiles:
     """Remove runs and every file that no run needs. Without a coordinator, the home stays locked until `close`."""
     store.require_inactive(ids)
     is_only_user = store.acquire_lock()
-    # on a full disk, this makes the room without which no run can be removed
+    # on a full disk, the database needs free space to delete runs
     before = _remove_unneeded_files(store, is_only_user)
     store.delete_runs(ids)
     after = _remove_unneeded_files(store, is_only_user)
@@ -174,7 +173,7 @@ def _remove_files_of_deleted_runs(store: Store) -> tuple[int, int]:
     files = total = 0
     with disk_errors(f"clear {store.home}"):
         run_files = list(_files_named_after_runs(store.home))
-        run_ids = {row.id for row in store.all_jobs()}  # a run is in the list before it has files
+        run_ids = {row.id for row in store.all_jobs()}  # a run is stored before its files are created
         for path in [path for path, run in run_files if run not in run_ids]:
             count, size = _measure_files(path)
             files, total = files + count, total + size
@@ -195,11 +194,11 @@ def _files_named_after_runs(home: Path) -> Iterator[tuple[Path, str]]:
             )
 
 
-def _measure_files(place: Path) -> tuple[int, int]:
+def _measure_files(root: Path) -> tuple[int, int]:
     """Return the number of files at a path and their size in bytes. Files deleted during the call do not count."""
     sizes = []
-    files = [os.path.join(folder, name) for folder, _, names in os.walk(place) for name in names]
-    for path in files or [str(place)]:
+    files = [os.path.join(folder, name) for folder, _, names in os.walk(root) for name in names]
+    for path in files or [str(root)]:
         with contextlib.suppress(FileNotFoundError):
             status = os.lstat(path)
             if stat.S_ISREG(status.st_mode):

@@ -5,7 +5,7 @@ selected device. Policies, `[cohort] deadline`:
     fixed      `deadline_s`
     predicted  Per device, the time that its profile predicts at the fastest operating point, times the ratio of its
                recent tasks to that prediction, at the 90th percentile. The deadline is a high percentile of these
-               times over the cohort, plus SLACK. Without a profile, the device's own pace is used
+               times over the cohort, plus PREDICTION_SLACK. Without a profile, the device's own pace is used
     paper      FedStitch (arXiv 2409.07202), section 4.4: the slowest time of the last round, d = max t_i, times the
                ratio of work, which the paper expresses by the depth factor mu and the pool factor sigma. This
                deadline never falls once devices slow down until they just meet it. Kept for comparison
@@ -39,24 +39,24 @@ from fedquilt.costs import cost_model
 
 PREDICTION_SLACK = 0.5  # share added with "predicted"
 MAX_EPOCH_FACTOR = 2.0  # most epochs of a device with "energy", as a multiple of the job's
-KEPT_DURATIONS = 5  # rounds remembered of each device
-PERCENTILE = 0.9  # share of the devices asked that is expected in time, or the quorum if that is more
-MIN_DEADLINE_S = 10.0  # messages, claims and small blobs take some time even without computation
+KEPT_DURATIONS = 5  # durations stored of each device
+PERCENTILE = 0.9  # share of the cohort that should meet the deadline, unless the quorum is higher
+MIN_DEADLINE_S = 10.0  # time for messages and small blobs
 Z90 = statistics.NormalDist().inv_cdf(0.9)
-OWN_SPREAD = 0.2  # of log(time / profile), between a device's rounds: assumed, and worth PRIOR observations
-FLEET_SPREAD = 0.5  # likewise between devices, and of a profile without any observation
+OWN_SPREAD = 0.2  # assumed standard deviation of log(time / profile) between a device's rounds
+FLEET_SPREAD = 0.5  # the same between devices
 PRIOR_WEIGHT = 2
-DEFAULT_LINK = cost_model.LinkCost(bytes_per_s=1e6)  # until the fleet has shown what transfers take
+DEFAULT_LINK = cost_model.LinkCost(bytes_per_s=1e6)  # before the first transfers are measured
 
 
 class TaskDuration(NamedTuple):
     round: int
-    seconds: float  # from request to the arrival of its update
-    work: float  # `DeviceWorkload.work_amount` of its task
+    seconds: float  # from the selection of the device to the arrival of the update
+    work: float  # `DeviceWorkload.work_amount` of the task
     busy_s: float = 0.0  # part of `seconds` within the task itself
-    expected_s: float | None = None  # duration predicted by the board's profile, at the point at which the task ran
-    examples: int = 1  # of the device's own, that `expected_s` counts
-    bytes: int = 0  # of blobs, down and up
+    expected_s: float | None = None  # duration predicted by the profile, at the operating point that was used
+    examples: int = 1  # the device's examples, as assumed by `expected_s`
+    bytes: int = 0  # transferred bytes of blobs, down and up
 
     @property
     def rest_s(self) -> float:
@@ -66,9 +66,9 @@ class TaskDuration(NamedTuple):
 class DeviceWorkload(NamedTuple):
     work: WorkEstimate = WorkEstimate()
     profile: Profile | None = None
-    bytes: int = 0  # of blobs, some of which the device may have
-    epochs: int = 0  # in `work`, where the method lets devices train for unequal numbers of them; 0: it does not
-    epoch: WorkEstimate = WorkEstimate()  # one of them, the only part of `work` that grows with their number
+    bytes: int = 0  # bytes of the task's blobs, some of which the device may already have
+    epochs: int = 0  # epochs in `work`, or 0 if the method needs equal numbers of epochs
+    epoch: WorkEstimate = WorkEstimate()  # work of one epoch
 
     def with_epochs(self, epochs: int) -> DeviceWorkload:
         extra_epochs = epochs - self.epochs
@@ -77,7 +77,7 @@ class DeviceWorkload(NamedTuple):
 
     @property
     def work_amount(self) -> float:
-        """Work as one number, or 1 if the method predicts no work, so that all rounds count alike."""
+        """Operations of the task (`work_amount`), or 1 if the method predicts no work."""
         return work_amount(self.work) or 1.0
 
     def predict_duration_s(self, examples: int = 1) -> float | None:
@@ -99,8 +99,8 @@ class MemoryShortage(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             workload.profile.budget_bytes if workload.profile else None,
         )
 
-    def is_at_least(self, other: MemoryShortage) -> bool:
-        """Return whether the requirement is no lower than `other`, False with another memory budget."""
+    def is_at_most(self, other: MemoryShortage) -> bool:
+        """Return whether `other` needs as much memory or more, with the same memory budget."""
         if self.budget_bytes != other.budget_bytes:
             return False
         if self.peak_bytes and other.peak_bytes:
@@ -108,7 +108,7 @@ class MemoryShortage(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return other.flops >= self.flops
 
 
-DurationsByDevice: TypeAlias = Mapping[str, tuple[TaskDuration, ...]]  # device -> its last rounds, oldest first
+DurationsByDevice: TypeAlias = Mapping[str, tuple[TaskDuration, ...]]  # device -> recent durations, oldest first
 WorkloadByDevice: TypeAlias = Mapping[str, DeviceWorkload]
 
 
@@ -131,15 +131,15 @@ def add_update_duration(
 
 
 class DeadlineDecision(NamedTuple):
-    seconds: float | None = None  # until its deadline; None: `deadline_s`, for lack of a prediction
-    epochs: Mapping[str, int] = {}  # device -> epochs, where they are not those of `DeviceWorkload`
+    seconds: float | None = None  # duration until the deadline, or None for the cohort's `deadline_s`
+    epochs: Mapping[str, int] = {}  # device -> epochs, if different from `DeviceWorkload.epochs`
 
 
 Policy: TypeAlias = Callable[[CohortSettings, DurationsByDevice, WorkloadByDevice], DeadlineDecision]
 
 
 def work_amount(work: WorkEstimate) -> float:
-    """Return the operations of a task with the number of examples that the task may use, or with one example.
+    """Return the operations of a task for its largest number of examples, or for one example without a limit.
 
     Only the device knows its number of examples. The ratio of its measured times contains this number.
     """
@@ -161,11 +161,11 @@ def predict_duration_s(
     points: Sequence[OperatingPoint] = profile.points if profile else ()
     work = work.total_for_examples(examples)
     if point is None:
-        all_times = [cost_model.work_seconds(work, each) for each in points]
+        all_times = [cost_model.work_seconds(work, operating_point) for operating_point in points]
         return min((time for time in all_times if time is not None), default=None)
-    named = {each.name: each for each in points}
-    profile_points = [named.get(name) for name in point.split(", then ")]
-    times = [None if each is None else cost_model.work_seconds(work, each) for each in profile_points]
+    points_by_name = {operating_point.name: operating_point for operating_point in points}
+    used_points = [points_by_name.get(name) for name in point.split(", then ")]
+    times = [None if used is None else cost_model.work_seconds(work, used) for used in used_points]
     known_times = [time for time in times if time is not None]
     return statistics.fmean(known_times) if len(known_times) == len(times) else None
 
@@ -190,7 +190,7 @@ def decide_fixed(cohort: CohortSettings, durations: DurationsByDevice, workloads
 def decide_by_prediction(
     cohort: CohortSettings, durations: DurationsByDevice, workloads: WorkloadByDevice
 ) -> DeadlineDecision:
-    """Decide a high percentile of the devices' 90th percentiles, plus SLACK, if all can be predicted."""
+    """Decide a high percentile of the devices' 90th percentiles, plus PREDICTION_SLACK, if all are predictable."""
     fleet = FleetDurations.from_durations(durations)
     predictions = [_predict_p90_s(durations.get(device, ()), workload, fleet) for device, workload in workloads.items()]
     times = sorted(time for time in predictions if time is not None)
@@ -201,12 +201,12 @@ def decide_by_prediction(
 
 
 class FleetDurations(NamedTuple):
-    """Statistics of the fleet's durations, for devices without any."""
+    """Statistics of the fleet's durations, for devices without known durations."""
 
     log_ratios: tuple[float, ...]  # median of log(time / profile) of each device
     rest_s: float  # longest time outside the task itself
-    pace_s: float | None  # slowest pace
-    examples: int = 0  # most that a device has; 0: none has told
+    pace_s: float | None  # slowest pace, in seconds per unit of work
+    examples: int = 0  # largest reported number of examples, or 0 if unknown
     link: cost_model.LinkCost = DEFAULT_LINK
 
     def predict_rest_s(self, workload: DeviceWorkload) -> float:
@@ -220,7 +220,7 @@ class FleetDurations(NamedTuple):
     @staticmethod
     def from_durations(durations: DurationsByDevice) -> FleetDurations:
         logs = tuple(
-            statistics.median(own) for own_durations in durations.values() if (own := _log_ratios(own_durations))
+            statistics.median(ratios) for own_durations in durations.values() if (ratios := _log_ratios(own_durations))
         )
         rest_s = max((_longest_rest_s(own_durations) for own_durations in durations.values()), default=0.0)
         examples = max(
@@ -237,10 +237,8 @@ def _predict_p90_s(
     own_durations: Sequence[TaskDuration], workload: DeviceWorkload, fleet: FleetDurations
 ) -> float | None:
     """Return the seconds that a device exceeds once in ten rounds, or None without any data."""
-    base_s, log_ratios = (
-        workload.predict_duration_s(fleet.assumed_examples(own_durations, workload)),
-        _log_ratios(own_durations),
-    )
+    base_s = workload.predict_duration_s(fleet.assumed_examples(own_durations, workload))
+    log_ratios = _log_ratios(own_durations)
     if base_s is not None and log_ratios:
         return _longest_rest_s(own_durations) + base_s * _p90_ratio(log_ratios, OWN_SPREAD)
     if own_durations:
@@ -249,9 +247,8 @@ def _predict_p90_s(
         return fleet.predict_rest_s(workload) + base_s * _p90_ratio(fleet.log_ratios, FLEET_SPREAD)
     if fleet.pace_s is not None:
         return fleet.pace_s * workload.work_amount
-    if base_s is not None and (
-        workload.work.max_examples or not workload.work.flops_per_example
-    ):  # else it is half a prediction
+    # a prediction per example is incomplete while the number of examples is unknown
+    if base_s is not None and (workload.work.max_examples or not workload.work.flops_per_example):
         return fleet.predict_rest_s(workload) + base_s * _p90_ratio((), FLEET_SPREAD)
     return None
 
@@ -276,7 +273,7 @@ def _log_ratios(own_durations: Sequence[TaskDuration]) -> list[float]:
 def _p90_ratio(log_ratios: Sequence[float], spread: float) -> float:
     """Return the 90th percentile of the next ratio, from a log-normal distribution around the median.
 
-    The variance combines that of the ratios and the square of `spread`, which has the weight of PRIOR observations.
+    The variance combines that of the ratios and the square of `spread`, with the weight of PRIOR_WEIGHT observations.
     """
     if not log_ratios:
         return math.exp(Z90 * spread)
@@ -295,9 +292,10 @@ def decide_by_paper(
         return DeadlineDecision()
     last_round = max(duration.round for duration in all_durations)
     last_durations = [duration for duration in all_durations if duration.round == last_round]
+    # mu * sigma
     ratio = max(workload.work_amount for workload in workloads.values()) / max(
         duration.work for duration in last_durations
-    )  # mu * sigma
+    )
     return DeadlineDecision(max(duration.seconds for duration in last_durations) * ratio)
 
 
@@ -355,7 +353,7 @@ def energy_problem(
 def _forecast_epoch_choices(
     cohort: CohortSettings, own_durations: Sequence[TaskDuration], workload: DeviceWorkload, fleet: FleetDurations
 ) -> tuple[energy_scheduling.EpochChoice, ...]:
-    """Return a device's options of time and joules, or none without a profile or known durations."""
+    """Return a device's choices of time, joules and epochs, or () without a profile or known durations."""
     # A device without known durations keeps its epochs. Operating points that are both slower and costlier than another
     # point are left out.
     own_ratios = _log_ratios(own_durations)
@@ -378,7 +376,7 @@ def _forecast_epoch_choices(
         work = (workload.with_epochs(epochs) if epochs else workload).work.total_for_examples(examples)
         timed_points = [(cost_model.work_seconds(work, point), point) for point in points if point.busy_w is not None]
         by_time = sorted(
-            ((seconds, point) for seconds, point in timed_points if seconds is not None), key=lambda number: number[0]
+            ((seconds, point) for seconds, point in timed_points if seconds is not None), key=lambda timed: timed[0]
         )
         points, min_joules = [], math.inf
         for seconds, point in by_time:

@@ -45,11 +45,10 @@ from fedquilt.coordinator.rounds.selection import DECLINE_REASONS, DISK_FULL, La
 from fedquilt.core import Update
 from fedquilt.wire import Claim
 
-MIN_REMAINING_SHARE = 0.1  # share of its deadline that an attempt has at the least, once another process takes it up
-UNKNOWN_ELAPSED_SHARE = 0.01  # share of it that counts at a restart where the wall clock does not show how long it took
-SITE_DEADLINE_FACTOR = (
-    1.05  # times the deadline, at which a site's round ends. Its task has a ninth more (tools/operations/site.py).
-)
+MIN_REMAINING_SHARE = 0.1  # least share of the deadline that remains of an attempt after the first restart
+UNKNOWN_ELAPSED_SHARE = 0.01  # share of the deadline that a restart costs if the wall clock was set
+# deadline of a site's round, times `deadline_s`. The parent allows a ninth more (tools/operations/site.py).
+SITE_DEADLINE_FACTOR = 1.05
 ALL_DECLINED_WAIT_S = 10.0  # wait for other devices after all those present have declined
 
 
@@ -69,10 +68,9 @@ def decide_event(
         now_s: The time of the coordinator's clock, in seconds.
         online_devices: The devices that can take a task of this round, or have one.
         workload_of: The function that returns the workload of a device's task.
-        busy_devices: The devices in `online_devices` that must be left to other jobs now.
-        max_devices: The number of devices that may be selected now.
-        unreachable_devices: The devices of the round that are offline or silent, so that the round does not wait for
-            them.
+        busy_devices: The devices in `online_devices` that are reserved for other jobs now.
+        max_devices: The largest number of devices that may be selected now.
+        unreachable_devices: The devices of the round that are offline or silent. The round does not wait for them.
     """
     online_devices = DeviceSet.from_devices(online_devices)
     if state.phase == "selecting":
@@ -125,7 +123,7 @@ def capped_elapsed_s(elapsed_s: float, new_elapsed_s: float, limit_s: float, res
 def eligibility_event(
     state: JobState, labels: LabelColumn, costs: CostColumn = CostColumn()
 ) -> EligibilityRecorded | None:
-    """Return the event that records changes of eligibility, if any. Unknown devices of the log are offline."""
+    """Return the event that records changes of eligibility, or None. Devices known only from the log are offline."""
     devices_by_label: dict[str, list[str]] = {}
     for device, label in sorted(labels.changed_values(state.eligibility, default="offline").items()):
         devices_by_label.setdefault(label, []).append(device)
@@ -144,8 +142,8 @@ def devices_to_skip(
 ) -> dict[str, str]:
     """Return the devices expected to decline again, with the code of the last decline of each.
 
-    `eligibility.REFUSALS` defines how long each code excludes a device. If the other devices are too few for the round,
-    a device that declined in an earlier round is selected once more, because the round could never end otherwise.
+    `selection.DECLINE_REASONS` defines how long each code excludes a device. If the other devices are too few for the
+    round, a device that declined in an earlier round is selected again, because the round could never end otherwise.
     """
     if not state.lasting_declines:
         return {}
@@ -186,14 +184,14 @@ def site_deadline_s(state: JobState) -> float:
 
 
 def can_skip_decision(state: JobState, now_s: float, unreachable_devices: AbstractSet[str] = frozenset()) -> bool:
-    """Return whether further updates change no decision, as neither all nor enough have arrived."""
+    """Return whether the next update cannot lead to a decision, because the round needs more updates."""
     return (
         state.phase == "open"
         and not state.pending_devices <= unreachable_devices
         and not (state.is_deadline_extended or has_full_cohort(state))
         and not any(
             device in state.pending_devices for device in state.lasting_declines
-        )  # an answer takes a refusal back
+        )  # an update clears the device's decline
         and now_s < next_decision_s(state)
     )
 
@@ -216,8 +214,8 @@ def updates_to_close(
 ) -> int:
     """Return the number of updates that closes the round at once: the cohort size, or all counted devices.
 
-    Counted are devices that are online, selected or due in this attempt, without those that have declined or are gone,
-    but at least `minimum_updates`. The round waits until its deadline for devices that are at work or leased elsewhere.
+    Devices count if they are online, selected or expected in this attempt, and have not declined or become unreachable.
+    The result is at least `minimum_updates`. The round waits until its deadline for devices leased to other jobs.
     """
     if size := state.cohort_size:
         return size
@@ -228,7 +226,7 @@ def updates_to_close(
 
 
 def quorum(state: JobState, wanted_updates: int) -> int:
-    """Return how many updates are enough at the deadline. Settling rounds use the usual cohort size."""
+    """Return how many updates are enough at the deadline. Evaluation rounds use the normal cohort size."""
     if state.is_evaluation_round:
         wanted_updates = min(wanted_updates, state.constants.cohort.size or wanted_updates)
     return max(minimum_updates(state), math.ceil(wanted_updates * state.constants.cohort.quorum))
@@ -310,7 +308,7 @@ def _select_devices(state: JobState, free_devices: DeviceSet, max_devices: float
 
 
 def _positive_work_amounts(workloads: Mapping[str, DeviceWorkload]) -> dict[str, float]:
-    amounts = {device: deadline.work_amount(workload_of.work) for device, workload_of in workloads.items()}
+    amounts = {device: deadline.work_amount(workload.work) for device, workload in workloads.items()}
     return {device: amount for device, amount in amounts.items() if amount > 0}
 
 
@@ -324,14 +322,16 @@ def _decide_open_round(
     unreachable_devices: AbstractSet[str],
 ) -> AnyEvent | None:
     cohort_settings = state.constants.cohort
-    update_count, want = len(state.accepted_updates), updates_to_close(state, online_devices, unreachable_devices)
-    if update_count >= want:
+    update_count, wanted_updates = (
+        len(state.accepted_updates),
+        updates_to_close(state, online_devices, unreachable_devices),
+    )
+    if update_count >= wanted_updates:
         return RoundClosed(state.round)
-    has_quorum = update_count >= quorum(state, want)
-    working_devices = (
-        state.pending_devices - busy_devices
-    )  # after a restart or a pause, another job may have a device that was asked
-    missing_count = math.ceil((want - update_count) * (1 + cohort_settings.over_select)) - sum(
+    has_quorum = update_count >= quorum(state, wanted_updates)
+    # after a restart, a selected device may be leased to another job
+    working_devices = state.pending_devices - busy_devices
+    missing_count = math.ceil((wanted_updates - update_count) * (1 + cohort_settings.over_select)) - sum(
         device in online_devices for device in working_devices
     )
     disconnected_devices = (
@@ -348,9 +348,10 @@ def _decide_open_round(
             state.accepted_updates.keys() | state.decline_reasons.keys() | working_devices
         )
         new_devices = _select_devices(state, available_devices - busy_devices, min(missing_count, max_devices))
+
         is_waiting_for_devices = (
             max_devices < 1 or bool(disconnected_devices) or not available_devices.isdisjoint(busy_devices)
-        )  # others have boards that it needs
+        )
     if has_quorum and state.is_deadline_extended:
         return RoundClosed(state.round)
     if now_s >= next_decision_s(state) and not (
@@ -361,17 +362,19 @@ def _decide_open_round(
         if state.deadline_s < state.max_deadline_s and not have_all_declined(state):
             return DeadlineExtended(state.round)
         failures = _recurring_failures(state, online_devices)
-        if _is_quorum_impossible(state, failures, {*online_devices, *disconnected_devices}, quorum(state, want)):
-            return failed_rounds.quorum_failure_event(state, quorum(state, want), failures)
+        if _is_quorum_impossible(
+            state, failures, {*online_devices, *disconnected_devices}, quorum(state, wanted_updates)
+        ):
+            return failed_rounds.quorum_failure_event(state, quorum(state, wanted_updates), failures)
         failures = {device: decline for device, decline in failures.items() if decline.code != DISK_FULL}
         if (
             len({*online_devices, *state.accepted_updates, *failures}) < minimum_updates(state)
             or not (online_devices or failures)
             or is_waiting_for_devices
         ):
-            return RoundRetried(state.round, state.attempt)  # a fleet that is offline for a night costs no attempt
+            return RoundRetried(state.round, state.attempt)  # an offline fleet costs no attempt
         if state.attempt + 1 >= cohort_settings.attempts:
-            return failed_rounds.quorum_failure_event(state, quorum(state, want), failures)
+            return failed_rounds.quorum_failure_event(state, quorum(state, wanted_updates), failures)
         return RoundRetried(state.round, state.attempt + 1)
     if new_devices:
         return CohortSelected(
@@ -380,13 +383,16 @@ def _decide_open_round(
             new_devices,
             _positive_work_amounts({device: workload_of(device) for device in new_devices}),
         )
-    # a device that the method has no task for counts as answered once no other can be asked instead
+    # a device without work counts like an update, once no other device can be selected instead
     if (
         state.pending_devices <= unreachable_devices
         and not is_waiting_for_devices
         and (
             has_quorum
-            or (state.devices_without_work and update_count + len(state.devices_without_work) >= quorum(state, want))
+            or (
+                state.devices_without_work
+                and update_count + len(state.devices_without_work) >= quorum(state, wanted_updates)
+            )
         )
     ):
         return RoundClosed(state.round)
@@ -412,7 +418,7 @@ def _recurring_failures(state: JobState, online_devices: Collection[str]) -> dic
 def _is_quorum_impossible(
     state: JobState, failures: Mapping[str, LastingDecline], present_devices: Collection[str], quorum: int
 ) -> bool:
-    # silent devices may still answer in another attempt, and so may devices with a full disk unless no others are left
+    # silent devices may answer in a later attempt, and so may devices with a full disk unless no others are left
     possible_devices = {*present_devices, *state.selected_s, *state.accepted_updates}.difference(failures)
     if possible_devices:
         possible_devices |= {device for device, decline in failures.items() if decline.code == DISK_FULL}
@@ -435,7 +441,7 @@ class ClaimReceived(msgspec.Struct, frozen=True):
     device: str
     claim: Claim
     workload: DeviceWorkload = field(default_factory=DeviceWorkload)  # cost of the task, for a device that declines
-    agent_start_key: str = ""  # of its agent, as of `DeviceRegistry.agent_start_key`
+    agent_start_key: str = ""  # `DeviceRegistry.agent_start_key`
 
 
 class UpdateAnnounced(msgspec.Struct, frozen=True):
@@ -444,8 +450,8 @@ class UpdateAnnounced(msgspec.Struct, frozen=True):
     device: str
     update: Update
     status: str = "running"
-    is_counted: bool = False  # whether the log of another job than the running one says so
-    manifest_problem: str = ""  # why it cannot be folded, as its manifest tells
+    is_counted: bool = False  # whether the log of an inactive job contains the update
+    manifest_problem: str = ""  # why the manifest does not fit the round, or ""
 
 
 class UpdateReceived(msgspec.Struct, frozen=True):
@@ -463,7 +469,7 @@ class UpdateValidated(msgspec.Struct, frozen=True):
     valid_part: Update | None
     reason: str = ""
     workload: DeviceWorkload = field(default_factory=DeviceWorkload)
-    implausible_claims: str = ""  # what its device claims and cannot be, which is not in `taken`
+    implausible_claims: str = ""  # sentence on claims removed from `valid_part`, or ""
 
 
 Input: TypeAlias = DeviceChange | ClaimReceived | UpdateAnnounced | UpdateReceived | UpdateValidated
@@ -512,7 +518,7 @@ class RenewTask(msgspec.Struct, frozen=True):
 Action: TypeAlias = (
     SendTask | CancelTask | SlowResends | FetchUpdate | ValidateUpdate | AckUpdate | DiscardUpdate | RenewTask
 )
-ArrivingUpdate: TypeAlias = Update | None  # of the event's device: its update while its blobs are fetched
+ArrivingUpdate: TypeAlias = Update | None  # update of the input's device whose blobs are being fetched
 
 
 class Decision(msgspec.Struct, frozen=True):
@@ -547,13 +553,13 @@ def decide_response(
                 return Decision(None)
             if error is None:
                 return Decision(arriving_update, (), (ValidateUpdate(device, arriving_update),))
-            return Decision(None)  # the device will offer it again
+            return Decision(None)  # the device announces the update again
         case DeviceChange(device, "flooding"):
             return _exclude_device(state, arriving_update, device, "flooding", FLOODED)
         case DeviceChange(device, "removed"):
             return _exclude_device(state, arriving_update, device, "removed", REMOVED)
-        case DeviceChange(device):  # is online
-            is_open = state is not None and state.phase == "open"  # a job stopped in the same turn is not open
+        case DeviceChange(device):
+            is_open = state is not None and state.phase == "open"  # a message before may have stopped the job
             return Decision(
                 arriving_update, (), (SendTask(device),) if is_open and _is_update_expected(state, device) else ()
             )
@@ -579,7 +585,7 @@ def _decide_on_claim(
         return Decision(arriving_update, (), (RenewTask(device, claim.epoch),))
     if claim.accepted:
         return Decision(arriving_update, (), (SlowResends(device),))
-    if claim.code == "cleared":  # cleared by another than the coordinator: the device is still asked
+    if claim.code == "cleared":  # another client has deleted the retained task
         return Decision(arriving_update, (), (SendTask(device),))
     if claim.attempt != state.attempt:
         return Decision(arriving_update)
@@ -594,17 +600,17 @@ def _decide_on_announcement(
     if update.device != device:
         return _reject_unexpected_update(state, arriving_update, input, f"it names another device, {update.device}")
     if state is None or update.job != job:
-        if input.is_counted:  # its answer was lost, and the job has ended since or waits
+        if input.is_counted:  # the acknowledgement was lost
             return Decision(arriving_update, (), (AckUpdate(device, update, True),))
         if input.status in UNFINISHED:
-            return Decision(arriving_update)  # its device keeps it and offers it again when the job continues
+            return Decision(arriving_update)  # the device announces the update again when the job continues
         return _reject_unexpected_update(state, arriving_update, input, f"no job {update.job} is under way here")
     if update.round in state.history.get(device, ()) or (
         device in state.accepted_updates and update.round == state.round
     ):
         return Decision(arriving_update, (), (AckUpdate(device, update, True),))
-    if update.round == state.round and state.phase == "selecting":  # this log is an older copy of the one that asked
-        return Decision(arriving_update)  # its device keeps it and offers it again when the round has asked for it
+    if update.round == state.round and state.phase == "selecting":  # this log is an older copy
+        return Decision(arriving_update)  # the device announces the update again after its selection
     if update.round != state.round or not _is_update_expected(state, device):
         return _reject_unexpected_update(
             state, arriving_update, input, f"round {update.round + 1} is closed or did not ask for this"
@@ -637,10 +643,10 @@ def _decide_on_validation(
             return _reject_update(
                 device, update, f"{device}: {board} is a device of this coordinator, and speaks for itself"
             )
-    fact = state.acceptance_event(input.valid_part, now_s, input.workload)
+    event = state.acceptance_event(input.valid_part, now_s, input.workload)
     superseded = () if input.valid_part == update else (DiscardUpdate(update),)
     actions = (AckUpdate(device, update, True), CancelTask(device), *superseded)
-    return Decision(None, (fact,), actions)
+    return Decision(None, (event,), actions)
 
 
 def _reject_update(device: str, update: Update, reason: str) -> Decision:

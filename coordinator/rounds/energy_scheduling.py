@@ -12,8 +12,8 @@ that need fewer joules. Their total is at least as high as before.
 The search over T is exact. An interval is skipped only if the idle energy of its shortest time and the cheapest
 options of its longest time exceed a known plan. For one T, work is first distributed by one price per example for all
 devices, which is off by less than the step of one device. The distribution is then made exact device by device, over
-all amounts of work that may be cheaper. Cohorts of more than EXACT devices are planned to within NEAR of the minimum,
-as far as MOST_SUMS amounts of work allow.
+all amounts of work that may be cheaper. Cohorts of more than MAX_EXACT_DEVICES devices are planned to within
+JOULES_TOLERANCE of the minimum, as far as MAX_SUMS amounts of work allow.
 
 Pure: no I/O and no clock.
 """
@@ -29,28 +29,28 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 if TYPE_CHECKING:
     import numpy as np
 
-MAX_EXACT_DEVICES: Final = 16  # boards
-JOULES_TOLERANCE: Final = 0.001  # share of the joules that does not matter in larger cohorts
-MAX_SUMS: Final = 50_000  # amounts of work that are followed for an exact plan, over all boards
+MAX_EXACT_DEVICES: Final = 16
+JOULES_TOLERANCE: Final = 0.001  # permitted excess over the minimum in larger cohorts, as a share
+MAX_SUMS: Final = 50_000  # largest number of work amounts that an exact plan compares, over all devices
 MAX_FRONT_PLANS: Final = 200  # times at which a front is computed
 
 
 class EpochChoice(NamedTuple):
-    seconds: float  # from request to answer, with a reserve
-    joules: float  # expected, above idle
-    epochs: int = 1  # passes over the board's own examples
+    seconds: float  # from selection to update, at the 90th percentile
+    joules: float  # expected joules above idle
+    epochs: int = 1  # passes over the device's own examples
 
 
 class DeviceForecast(NamedTuple):
     choices: tuple[EpochChoice, ...]
-    examples: int = 1  # of its own
-    idle_w: float = 0.0  # 0 too where it is unknown
+    examples: int = 1  # number of the device's own examples
+    idle_w: float = 0.0  # idle power, or 0 if unknown
 
 
 class EnergyPlan(NamedTuple):
-    seconds: float  # until its end
-    joules: float  # of the whole cohort until then, idle included
-    epochs: Mapping[str, int]  # device -> passes over its own examples
+    seconds: float  # duration of the round
+    joules: float  # energy of the whole cohort, idle energy included
+    epochs: Mapping[str, int]  # device -> passes over the device's own examples
 
 
 def plan_least_energy(
@@ -87,8 +87,8 @@ def plan_least_time(forecasts: Mapping[str, DeviceForecast], passes: int, limit_
 def pareto_front(forecasts: Mapping[str, DeviceForecast], passes: int) -> list[EnergyPlan]:
     """Return plans of which none is both shorter and cheaper than another, the shortest first.
 
-    The list is empty if the devices cannot do all the work. Up to FRONT durations between the shortest and the
-    cheapest plan, both included, are computed.
+    The list is empty if the devices cannot do all the work. Up to MAX_FRONT_PLANS durations between the shortest and
+    the cheapest plan, both included, are computed.
     """
     import numpy as np
 
@@ -136,7 +136,7 @@ class _EnergyProblem:
         )
 
     def cheapest_index(self, first: int, last: int) -> int:
-        """Return the index of the duration with the fewest joules, within NEAR in large cohorts."""
+        """Return the index of the duration with the fewest joules, within JOULES_TOLERANCE in large cohorts."""
         best = min((first, last), key=lambda index: (self.total_joules(index), index))
         stack = [(first, last)]
         while stack:
@@ -178,10 +178,10 @@ class _EnergyProblem:
         ]
         if not all(options) or sum(max(device_options)[0] for device_options in options) < self._passes:
             return None
-        price, chosen = _distribute_by_price(options, self._passes)
-        limit_j = sum(option.joules for option in chosen) * self._tolerance
-        chosen = _distribute_exactly(options, self._passes, price, limit_j) or chosen
-        return sum(option.joules for option in chosen), tuple(option.epochs for option in chosen)
+        price, options_by_device = _distribute_by_price(options, self._passes)
+        limit_j = sum(option.joules for option in options_by_device) * self._tolerance
+        options_by_device = _distribute_exactly(options, self._passes, price, limit_j) or options_by_device
+        return sum(option.joules for option in options_by_device), tuple(option.epochs for option in options_by_device)
 
 
 class _EpochOption(NamedTuple):
@@ -197,27 +197,27 @@ def _distribute_by_price(options: Sequence[Sequence[_EpochOption]], passes: int)
 
     Each device moves up along the lower convex hull of its options, the cheapest steps of all devices first.
     """
-    chosen, steps = [], []
+    selected_options, steps = [], []
     for index, device_options in enumerate(options):
-        at = min(device_options, key=lambda option: (option.joules, -option.work))
-        chosen.append(at)
-        while larger := [option for option in device_options if option.work > at.work]:
+        current = min(device_options, key=lambda option: (option.joules, -option.work))
+        selected_options.append(current)
+        while larger := [option for option in device_options if option.work > current.work]:
             price, _, option = min(
-                ((option.joules - at.joules) / (option.work - at.work), -option.work, option) for option in larger
+                ((option.joules - current.joules) / (option.work - current.work), -option.work, option)
+                for option in larger
             )
             steps.append((price, option.work, index, option))
-            at = option
-    done_work, price = sum(option.work for option in chosen), 0.0
-    for step_price, _, index, option in sorted(steps):  # a board's own prices ascend, so its steps stay in order
+            current = option
+    done_work, price = sum(option.work for option in selected_options), 0.0
+    for step_price, _, index, option in sorted(steps):  # the prices of a device ascend, so its steps stay in order
         if done_work >= passes:
             break
-        other_work = done_work - chosen[index].work
+        other_work = done_work - selected_options[index].work
         done_work, price = other_work + option.work, step_price
-        sufficient = [each for each in options[index] if other_work + each.work >= passes]
-        chosen[index] = min(
-            sufficient, key=lambda each: each.joules, default=option
-        )  # the last step may be a shorter one
-    return price, chosen
+        sufficient = [candidate for candidate in options[index] if other_work + candidate.work >= passes]
+        # a smaller last step may be enough
+        selected_options[index] = min(sufficient, key=lambda candidate: candidate.joules, default=option)
+    return price, selected_options
 
 
 def _distribute_exactly(
@@ -229,17 +229,17 @@ def _distribute_exactly(
     dropped, even with the best options of the remaining devices at this price. The result is also None with too many
     sums.
     """
-    import numpy as np  # here, as commands that read a log import this module and plan nothing
+    import numpy as np  # slow import, not needed by commands that only read a log
 
     min_prices = [min(option.joules - price * option.work for option in device_options) for device_options in options]
-    rest = sum(min_prices) + price * passes
+    min_remaining_j = sum(min_prices) + price * passes
     work, joules = np.zeros(1), np.zeros(1)
     kept_indices: list[np.ndarray] = []
     for device_options, min_price in zip(options, min_prices, strict=True):
-        rest -= min_price
+        min_remaining_j -= min_price
         work_sums = np.minimum(work[:, None] + [option.work for option in device_options], passes).ravel()
         joule_sums = (joules[:, None] + [option.joules for option in device_options]).ravel()
-        candidates = np.flatnonzero(joule_sums - price * work_sums + rest < limit_j)
+        candidates = np.flatnonzero(joule_sums - price * work_sums + min_remaining_j < limit_j)
         indices = candidates[_pareto_indices(work_sums[candidates], joule_sums[candidates])]
         if not 0 < len(indices) <= MAX_SUMS / len(options):
             return None
@@ -247,12 +247,12 @@ def _distribute_exactly(
         work, joules = work_sums[indices], joule_sums[indices]
     if work[0] < passes:
         return None
-    index, chosen = 0, []
+    index, selected_options = 0, []
     for device_options, indices in zip(reversed(options), reversed(kept_indices), strict=True):
         origin, option = divmod(int(indices[index]), len(device_options))
-        chosen.append(device_options[option])
+        selected_options.append(device_options[option])
         index = origin
-    return chosen[::-1]
+    return selected_options[::-1]
 
 
 def _options_by_epochs(choices: Sequence[EpochChoice]) -> dict[int, tuple[list[float], list[float]]]:

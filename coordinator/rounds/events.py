@@ -33,7 +33,7 @@ from fedquilt.coordinator.rounds.selection import (
 from fedquilt.coordinator.settings import CohortSettings, JobLimits, JobSettings
 from fedquilt.core import Action, BlobRef, EvaluationSums, FedquiltError, JobError, Update, evaluation
 
-GAIN_TOLERANCE: Final = 1e-9  # by which a gain may be below `min_gain`
+GAIN_TOLERANCE: Final = 1e-9  # a gain may be this much below `min_gain`
 
 
 class ResourceUsage(msgspec.Struct, frozen=True):
@@ -59,8 +59,8 @@ class BestEvaluation(msgspec.Struct, frozen=True):
 
     metric: str  # a key of `metrics.KNOWN`
     value: float
-    rounds: int  # completed before it
-    state: BlobRef  # that was evaluated
+    rounds: int  # completed before the evaluation
+    state: BlobRef  # evaluated state
     reference: float  # value from which the next gain is measured
     without_gain: int = 0
 
@@ -124,8 +124,8 @@ class JobConstants(msgspec.Struct, frozen=True):
     cohort: CohortSettings
     check_every: int  # rounds between evaluations, or 0 for none
     stop: JobLimits = JobLimits()
-    check_beside: bool = False  # evaluation rounds take place, and no device evaluates
-    class_priors: bool = False  # evaluations count with them too
+    check_beside: bool = False  # the coordinator's process evaluates, not the devices
+    class_priors: bool = False  # devices also evaluate with class priors
 
     @staticmethod
     def from_job(job: JobSettings) -> JobConstants:
@@ -135,17 +135,16 @@ class JobConstants(msgspec.Struct, frozen=True):
 
 Phase: TypeAlias = Literal["new", "selecting", "open", "closing", "done", "failed", "stopped"]
 PHASES: Final[tuple[Phase, ...]] = get_args(Phase)
-ENDED_PHASES: Final = ("done", "failed", "stopped")  # phases, and statuses of runs, in which no round is under way
+ENDED_PHASES: Final = ("done", "failed", "stopped")
 _STAYS_OPEN: Final[Mapping[Phase, tuple[Phase, ...]]] = {"open": ("open",)}
-# A job that was stopped or failed between two messages of one turn still records the second one: the work counts
-# when the job is resumed.
+# A message may follow the end of the job in one step of the server. Its event is recorded and counts after a resume.
 _LATE_RESULT_TRANSITIONS: Final[Mapping[Phase, tuple[Phase, ...]]] = {
     **_STAYS_OPEN,
     "stopped": ("stopped",),
     "failed": ("failed",),
 }
 TRANSITIONS: Final[Mapping[str, Mapping[Phase, tuple[Phase, ...]]]] = {
-    "NoteRecorded": {"new": ("new",), "stopped": ("stopped",), "failed": ("failed",)},  # of a run that waits to begin
+    "NoteRecorded": {"new": ("new",), "stopped": ("stopped",), "failed": ("failed",)},  # before the start or a resume
     "JobStarted": {"new": ("selecting",), "stopped": ("stopped",), "failed": ("failed",)},
     "EligibilityRecorded": {"selecting": ("selecting",), "open": ("open",)},
     "CohortSelected": {"selecting": ("open",), "open": ("open",)},
@@ -169,7 +168,7 @@ TRANSITIONS: Final[Mapping[str, Mapping[Phase, tuple[Phase, ...]]]] = {
     },
     "JobResumed": {"failed": ("selecting", "open"), "stopped": ("selecting", "open")},
 }
-"""Name of a fact's class -> phase before it -> phases that it may lead to."""
+"""Name of an event class -> phase before the event -> phases allowed after the event."""
 
 
 class Event(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True): ...
@@ -180,28 +179,30 @@ class JobStarted(Event, frozen=True, omit_defaults=True):
 
     state: BlobRef
     has_evaluation_rounds: bool = False  # whether an evaluation round (`core.EvaluationRound`) precedes each evaluation
-    first_round: int = 0  # number of the round that begins with it: a later one than the next, or one to work for anew
-    actions: tuple[Action, ...] = ()  # of that round's tasks, as ordered from above; (): by the job's settings
-    is_evaluation_round: bool = False  # whether that round is a settling one
-    deadline_s: float | None = None  # of that round's attempt; None: the cohort's
-    class_shares: tuple[float, ...] = ()  # of the whole fleet, as ordered from above
+    first_round: int = 0  # number of the round that starts, which may skip or repeat rounds
+    actions: tuple[
+        Action, ...
+    ] = ()  # actions of that round's tasks from the parent, or () to follow the job's settings
+    is_evaluation_round: bool = False  # whether that round is an evaluation round
+    deadline_s: float | None = None  # from the parent, or None for the cohort's `deadline_s`
+    class_shares: tuple[float, ...] = ()  # class shares of the whole fleet, from the parent
 
 
 class EligibilityRecorded(Event, frozen=True):
     round: int
     eligible: tuple[str, ...] = ()
-    ineligible: dict[str, tuple[str, ...]] = {}  # a key of `eligible.REASONS` -> devices
-    costs: dict[str, float] = {}  # device -> joules per FLOP, where the cohort prefers by it
+    ineligible: dict[str, tuple[str, ...]] = {}  # code of `selection.REASONS` -> devices
+    costs: dict[str, float] = {}  # device -> joules per FLOP, with `prefer = "energy"`
 
 
 class CohortSelected(Event, frozen=True):
     round: int
     attempt: int
     devices: tuple[str, ...]
-    work: dict[str, float] = {}  # device -> `deadline.work_amount` of its task, where the method predicts it
-    deadline_s: float | None = None  # of the round that this fact opens; None: the cohort's
-    coverage: tuple[str, ...] = ()  # sentences on which devices could take part, where that has changed
-    epochs: dict[str, int] = {}  # device -> epochs to train for in this round, where they are not the job's
+    work: dict[str, float] = {}  # device -> `deadline.work_amount` of the task, if predicted
+    deadline_s: float | None = None  # deadline of the round, or None for the cohort's `deadline_s`
+    coverage: tuple[str, ...] = ()  # sentences on the devices that can take part
+    epochs: dict[str, int] = {}  # device -> epochs in this round, if different from the job's
 
 
 class TaskDeclined(Event, frozen=True):
@@ -209,8 +210,8 @@ class TaskDeclined(Event, frozen=True):
     device: str
     code: str
     reason: str
-    shortage: MemoryShortage | None = None  # requirements of the task, where it lacked memory
-    agent_start_key: str = ""  # of its agent, as of `DeviceRegistry.agent_start_key`; "": not known
+    shortage: MemoryShortage | None = None  # requirements of the task after a memory decline
+    agent_start_key: str = ""  # `DeviceRegistry.agent_start_key`, or "" if unknown
 
 
 class UpdateAccepted(Event, frozen=True):
@@ -218,8 +219,8 @@ class UpdateAccepted(Event, frozen=True):
 
     round: int
     update: Update
-    took_s: float | None = None  # seconds since it was asked; None: not noted
-    expected_s: float | None = None  # duration predicted by its profile, at the point at which the task ran
+    took_s: float | None = None  # seconds since the selection of the device
+    expected_s: float | None = None  # duration predicted by the profile, at the operating point that was used
 
 
 class UpdateRejected(Event, frozen=True, omit_defaults=True):
@@ -228,7 +229,7 @@ class UpdateRejected(Event, frozen=True, omit_defaults=True):
     round: int
     device: str
     reason: str
-    code: str = UPDATE  # as of `eligibility.REFUSALS`
+    code: str = UPDATE  # key of `selection.DECLINE_REASONS`
 
 
 class UpdateLost(Event, frozen=True):
@@ -268,7 +269,7 @@ class AttemptResumed(Event, frozen=True):
     """Continuation of an attempt by another coordinator process, `passed_s` after the attempt's start."""
 
     round: int
-    passed_s: float  # of the deadline, as `decisions.restart_event` counts them
+    passed_s: float  # elapsed time of the attempt (`decisions.restart_event`)
 
 
 class RoundCommitted(Event, frozen=True):
@@ -277,9 +278,9 @@ class RoundCommitted(Event, frozen=True):
     finished: bool
     metrics: dict[str, float]  # of training
     notes: tuple[str, ...] = ()  # of the method
-    took_s: float = 0.0  # seconds since the round before, as far as the running coordinator has seen
-    is_evaluation_round: bool = False  # it trained nobody, gathered statistics for an evaluation, and does not count
-    evaluation: EvaluationSums | None = None  # of the state that the round began with
+    took_s: float = 0.0  # seconds since the previous commit, or since the start of this process
+    is_evaluation_round: bool = False  # whether the round had no training, and does not count as a round
+    evaluation: EvaluationSums | None = None  # evaluation of the state at the start of the round
     best: bool = False  # whether that evaluation is the best so far
     warnings: tuple[str, ...] = ()  # of the coordinator
 
@@ -288,8 +289,8 @@ class JobEnded(Event, frozen=True, omit_defaults=True):
     """End of a job, or its interruption until a `JobResumed` event."""
 
     status: Literal["done", "failed", "stopped"]
-    reason: str = ""  # of a round that failed: the cause, and in a second line the fix
-    code: str = ""  # most frequent refusal of a round that failed, as of `eligibility.REFUSALS`
+    reason: str = ""  # after a failed round: the cause, and the fix in a second line
+    code: str = ""  # most frequent decline code of a failed round (`selection.DECLINE_REASONS`)
 
 
 def failure_event(error: Exception) -> JobEnded:
@@ -331,52 +332,46 @@ class JobState(msgspec.Struct, frozen=True):
     round: int = 0
     attempt: int = 0
     opened_s: float = 0.0  # start of the running attempt, on this process's clock
-    passed_s: float = 0.0  # seconds of the attempt at the latest restart of the coordinator within it
-    restarts: int = 0  # of the coordinator within the attempt
-    attempt_limit_s: float | None = None  # duration allowed for it; None: the cohort's deadline_s
-    is_deadline_extended: bool = False  # it has passed its first deadline
+    passed_s: float = 0.0  # elapsed seconds of the attempt at the latest restart of the coordinator
+    restarts: int = 0  # restarts of the coordinator during the attempt
+    attempt_limit_s: float | None = None  # duration of the attempt, or None for the cohort's `deadline_s`
+    is_deadline_extended: bool = False  # whether a predicted deadline has passed without a quorum
     state: BlobRef | None = None
-    pending_devices: frozenset[str] = frozenset()  # asked in this attempt, and not answered, declined or rejected
-    cohort: frozenset[str] = frozenset()  # asked in this or else the last round, and not declined
-    # where all are wanted: who took part when devices were last asked in this attempt
+    pending_devices: frozenset[str] = frozenset()  # selected in this attempt, without a result yet
+    cohort: frozenset[str] = frozenset()  # selected in the running or the last round, and not declined
+    # devices that could take part at the latest selection of this attempt, if the cohort is the whole fleet
     expected_devices: frozenset[str] = frozenset()
-    silent_devices: tuple[str, ...] = ()  # asked in earlier attempts at this round and not heard, the latest asked last
-    accepted_updates: Mapping[str, Update] = field(default_factory=dict)  # device -> its update of this round
+    silent_devices: tuple[str, ...] = ()  # selected in earlier attempts without an answer, the latest last
+    accepted_updates: Mapping[str, Update] = field(default_factory=dict)  # device -> update of the running round
     partial_aggregate: UpdatesAggregated | None = None  # stored partial aggregate, whose updates are deleted
-    selected_s: Mapping[str, float] = field(
-        default_factory=dict
-    )  # device -> when it was asked, on this process's clock
-    work: Mapping[str, float] = field(default_factory=dict)  # device -> amount of work of its task in this round
-    epochs: Mapping[str, int] = field(default_factory=dict)  # device -> epochs in this round, where not the job's
+    # device -> time of the selection, on this process's clock
+    selected_s: Mapping[str, float] = field(default_factory=dict)
+    work: Mapping[str, float] = field(default_factory=dict)  # device -> `deadline.work_amount` of the task
+    epochs: Mapping[str, int] = field(default_factory=dict)  # device -> epochs, if different from the job's
     durations: deadline.DurationsByDevice = field(default_factory=dict)
-    eligibility: LabelColumn = field(
-        default_factory=LabelColumn
-    )  # who can be asked, by the latest `EligibilityRecorded`
+    # label of each device, from the latest `EligibilityRecorded`
+    eligibility: LabelColumn = field(default_factory=LabelColumn)
     costs: CostColumn = field(default_factory=CostColumn)
-    last_selected_rounds: RoundColumn = field(
-        default_factory=RoundColumn
-    )  # round in which it was last asked, or first seen
+    # device -> round of the latest selection, or of the first eligibility record
+    last_selected_rounds: RoundColumn = field(default_factory=RoundColumn)
     usage: ResourceUsage = ResourceUsage()
     best: BestEvaluation | None = None
-    round_started_s: float = 0.0  # start of the running round, or when this process took up the job
-    decline_reasons: Mapping[str, str] = field(
-        default_factory=dict
-    )  # device -> reason; not asked again in this attempt
-    # device -> its last refusal, if that kind lasts
+    round_started_s: float = 0.0  # start of the running round, or of this process
+    # device -> reason of a decline or rejection in this attempt
+    decline_reasons: Mapping[str, str] = field(default_factory=dict)
+    # device -> latest decline that excludes the device beyond the attempt
     lasting_declines: Mapping[str, LastingDecline] = field(default_factory=dict)
-    devices_without_work: frozenset[str] = (
-        frozenset()
-    )  # of these: devices that the method has no task for in this round
-    redoing_devices: frozenset[str] = frozenset()  # devices that have counted this round already, and work on it again
-    history: Mapping[str, RoundBitmap] = field(default_factory=dict)  # device -> rounds it contributed to
-    is_method_done: bool = False  # the method is done
-    is_final_evaluation_done: bool = False  # the final evaluation is complete
-    has_evaluation_rounds: bool = False  # the method has evaluation rounds, before an evaluation and at the end
-    is_evaluation_round: bool = False  # the running round is one
-    parent_order: JobStarted | None = None  # of a site: what the coordinator above has ordered of the running round
-    sites_by_device: Mapping[str, str] = field(
-        default_factory=dict
-    )  # a site's board -> the site, whose update of now has it
+    # devices in `decline_reasons` for which the method has no task
+    devices_without_work: frozenset[str] = frozenset()
+    redoing_devices: frozenset[str] = frozenset()  # devices that repeat their task after a lost update
+    history: Mapping[str, RoundBitmap] = field(default_factory=dict)  # device -> rounds with an accepted update
+    is_method_done: bool = False
+    is_final_evaluation_done: bool = False
+    has_evaluation_rounds: bool = False  # whether an evaluation round precedes each evaluation
+    is_evaluation_round: bool = False  # whether the running round is an evaluation round
+    parent_order: JobStarted | None = None  # on a site, the parent's settings of the running round
+    # device of a site -> site whose update in this round contains the device
+    sites_by_device: Mapping[str, str] = field(default_factory=dict)
     evaluation_rounds: int = 0  # number of evaluation rounds so far
     class_counts: tuple[int, ...] = ()  # held-out examples of each class in the last evaluation
     reason: str = ""
@@ -401,7 +396,7 @@ class JobState(msgspec.Struct, frozen=True):
 
     @property
     def is_work_done(self) -> bool:
-        """Whether only an evaluation round and the final evaluation may be left."""
+        """Whether all training rounds are complete."""
         return self.is_method_done or self.round - self.evaluation_rounds >= self.constants.rounds
 
     @property
@@ -423,8 +418,8 @@ class JobState(msgspec.Struct, frozen=True):
         return describe_reached_limit(self.constants.stop, self.usage, self.best)
 
     def best_after(self, sums: EvaluationSums | None) -> BestEvaluation | None:
-        """Return the best evaluation after one of the state that the running round began with."""
-        if not self.constants.check_every:  # a site evaluates for the coordinator above
+        """Return the best evaluation after an evaluation of the state at the start of the running round."""
+        if not self.constants.check_every:  # a site evaluates only for its parent
             return self.best
         return add_evaluation(self.best, sums, self.state, self.completed_rounds, self.constants.stop.min_gain)
 
@@ -455,7 +450,7 @@ class JobState(msgspec.Struct, frozen=True):
     def acceptance_event(
         self, update: Update, now_s: float, workload: DeviceWorkload = DeviceWorkload()
     ) -> UpdateAccepted:
-        """Return the event that a device's update is accepted, with the duration of its task.
+        """Return the acceptance of a device's update, with the duration of its task.
 
         The duration is the time since the selection of the device, but at least the time that the device reports.
         After a restart of the coordinator only the latter is known.
@@ -496,14 +491,12 @@ def _apply_allowed_event(state: JobState, event: AnyEvent, now_s: float) -> JobS
                         name: decline for name, decline in state.lasting_declines.items() if name != device
                     },
                 )
-            if state.constants.cohort.deadline != "fixed":  # later deadlines are predicted from what tasks took so far
+            if state.constants.cohort.deadline != "fixed":
                 durations = deadline.add_update_duration(
                     durations, event.update, state.work, event.took_s, event.expected_s
                 )
-            accepted_updates, usage = (
-                {**state.accepted_updates, device: event.update},
-                state.usage.add_update(event.update),
-            )
+            accepted_updates = {**state.accepted_updates, device: event.update}
+            usage = state.usage.add_update(event.update)
             if event.update.site_devices:
                 state = replace(
                     state, sites_by_device={**state.sites_by_device, **dict.fromkeys(event.update.site_devices, device)}
@@ -516,8 +509,10 @@ def _apply_allowed_event(state: JobState, event: AnyEvent, now_s: float) -> JobS
                 durations=durations,
             )
         case JobStarted():
-            begun: Phase = "selecting" if state.phase == "new" else state.phase
-            state = replace(_restart_attempt_time(state, now_s), phase=begun, state=event.state, round_started_s=now_s)
+            next_phase: Phase = "selecting" if state.phase == "new" else state.phase
+            state = replace(
+                _restart_attempt_time(state, now_s), phase=next_phase, state=event.state, round_started_s=now_s
+            )
             state = replace(
                 state,
                 has_evaluation_rounds=event.has_evaluation_rounds,
@@ -555,15 +550,13 @@ def _apply_allowed_event(state: JobState, event: AnyEvent, now_s: float) -> JobS
         case TaskDeclined() | UpdateRejected():
             declined = {**state.decline_reasons, event.device: event.reason}
             cohort = state.cohort - {event.device} if isinstance(event, TaskDeclined) else state.cohort
-            lasting_declines, devices_without_work, pending_devices = (
-                state.lasting_declines,
-                state.devices_without_work,
-                state.pending_devices - {event.device},
-            )
+            lasting_declines = state.lasting_declines
+            devices_without_work = state.devices_without_work
+            pending_devices = state.pending_devices - {event.device}
             if DECLINE_REASONS.get(event.code, UNKNOWN_DECLINE).duration != "attempt":
                 agent = (event.agent_start_key, event.shortage) if isinstance(event, TaskDeclined) else ("", None)
-                known = LastingDecline(event.round, event.code, event.reason, frozenset(state.task_actions), *agent)
-                lasting_declines = {**lasting_declines, event.device: known}
+                decline = LastingDecline(event.round, event.code, event.reason, frozenset(state.task_actions), *agent)
+                lasting_declines = {**lasting_declines, event.device: decline}
             if isinstance(event, TaskDeclined) and event.code == NO_WORK:
                 devices_without_work = devices_without_work | {event.device}
             return replace(
@@ -619,7 +612,7 @@ def _apply_cohort_selected(state: JobState, event: CohortSelected, now_s: float)
             is_deadline_extended=False,
         )
         state = replace(state, selected_s={}, work={}, cohort=frozenset())
-    if not state.cohort_size:  # else no round waits for more devices than are asked
+    if not state.cohort_size:
         expected_devices = frozenset(
             device for device, label in state.eligibility.items() if label in (ELIGIBLE, BUSY, SHARE)
         )
@@ -645,9 +638,10 @@ def _apply_update_lost(state: JobState, event: UpdateLost, now_s: float) -> JobS
     )
     if state.phase == "closing":
         state = replace(_restart_attempt_time(state, now_s), phase="open", is_deadline_extended=False)
+    # a partial aggregate that contains the lost update is useless
     partial_aggregate = (
         None if state.partial_aggregate and device in state.partial_aggregate.devices else state.partial_aggregate
-    )  # no sum can do without it
+    )
     state = replace(
         state,
         accepted_updates=accepted_updates,
@@ -674,7 +668,7 @@ def _apply_eligibility(state: JobState, event: EligibilityRecorded) -> JobState:
 
 
 def _clear_round(state: JobState, round: int) -> JobState:
-    """Return the state before round `round` starts, without devices, updates and refusals of the last one."""
+    """Return the state before a round starts, without devices, updates and declines of the previous round."""
     state = replace(state, round=round, attempt=0, pending_devices=frozenset(), accepted_updates={}, decline_reasons={})
     lasting_declines = {
         name: decline
@@ -698,8 +692,10 @@ def _clear_round(state: JobState, round: int) -> JobState:
 
 
 def _rewind_to_round(state: JobState, round: int) -> JobState:
-    """Return the state before a round that the parent repeats, without later contributions."""
-    # the coordinator above runs from an older copy, and repeats a round that the site has worked for
+    """Return the state before a round that the parent repeats, without updates of later rounds.
+
+    A parent repeats rounds after it was restored from an older copy.
+    """
     history = {device: rounds.rounds_before(round) for device, rounds in state.history.items()}
     last_selected_rounds = RoundColumn(
         {device: min(last_round, round) for device, last_round in state.last_selected_rounds.items()}
@@ -709,10 +705,8 @@ def _rewind_to_round(state: JobState, round: int) -> JobState:
 
 def _apply_round_committed(state: JobState, event: RoundCommitted, now_s: float) -> JobState:
     histories = {device: state.history.get(device, NEVER).with_round(state.round) for device in state.accepted_updates}
-    history, is_final_evaluation_done = (
-        {**state.history, **histories},
-        state.is_work_done and not state.is_evaluation_round,
-    )
+    history = {**state.history, **histories}
+    is_final_evaluation_done = state.is_work_done and not state.is_evaluation_round
     usage = replace(state.usage, wall_s=state.usage.wall_s + event.took_s)
     new_state = _restart_attempt_time(_clear_round(state, state.round + 1), now_s)
     new_state = replace(new_state, phase="selecting", round_started_s=now_s, state=event.state)
@@ -757,7 +751,7 @@ class JobView(Protocol):
     def job_state(self) -> JobState: ...
 
 
-class EndedJob(NamedTuple):  # without a controller
+class EndedJob(NamedTuple):
     id: str
     job: JobSettings
     job_state: JobState

@@ -49,11 +49,11 @@ def format_by_reason(reasons_by_device: Mapping[str, str], max_shown: int = 5) -
     devices: dict[str, list[str]] = {}
     for device, reason in sorted(reasons_by_device.items()):
         devices.setdefault(reason, []).append(device)
-    more = {
+    suffixes = {
         reason: f" and {len(names) - max_shown} more" for reason, names in devices.items() if len(names) > max_shown
     }
-    shown = list(devices.items())[:max_shown]
-    parts = [f"{', '.join(names[:max_shown])}{more.get(reason, '')}: {reason}" for reason, names in shown]
+    shown_reasons = list(devices.items())[:max_shown]
+    parts = [f"{', '.join(names[:max_shown])}{suffixes.get(reason, '')}: {reason}" for reason, names in shown_reasons]
     hidden_count = len(devices) - max_shown
     return "; ".join([*parts, *([f"{hidden_count} more reason{'s' * (hidden_count > 1)}"] if hidden_count > 0 else [])])
 

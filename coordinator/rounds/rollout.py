@@ -28,12 +28,12 @@ Share = Annotated[float, Meta(ge=0.0, le=1.0)]
 
 
 class RolloutPlan(wire.ReleaseContent, frozen=True, omit_defaults=True):
-    select: tuple[str, ...] = ()  # of boards, by labels as [cohort] select has them
+    select: tuple[str, ...] = ()  # label conditions, as in [cohort] select
     canary: Share = 0.05  # share of the online devices
     phases: tuple[Share, ...] = (0.25, 1.0)  # cumulative; 1.0 includes devices that appear later
-    abort_above: Share = 0.1  # share of the boards that have answered, above which it is undone
-    patience_s: Seconds = 600.0  # for which a board that says nothing holds up the next phase
-    versions: file_format.Versions | None = None  # of a model that is a file; fedquilt's own are for every runtime
+    abort_above: Share = 0.1  # share of failed devices above which the rollout is aborted
+    patience_s: Seconds = 600.0  # time for which a silent device delays the next phase
+    versions: file_format.Versions | None = None  # requirements of a model file, or None if every runtime can run it
 
     @property
     def cumulative_shares(self) -> tuple[float, ...]:
@@ -50,8 +50,8 @@ class RolloutPlan(wire.ReleaseContent, frozen=True, omit_defaults=True):
         if not self.canary or not self.phases:
             raise JobError("a rollout has a canary above 0 % and at least one phase after it: --phases 5% 100%")
         if any(
-            next_share <= before
-            for before, next_share in zip(self.cumulative_shares, self.cumulative_shares[1:], strict=False)
+            next_share <= previous_share
+            for previous_share, next_share in zip(self.cumulative_shares, self.cumulative_shares[1:], strict=False)
         ):
             shares = ", ".join(f"{100 * share:g} %" for share in self.cumulative_shares)
             raise JobError(f"the phases {shares} do not grow: each is the share of the fleet that has it by its end")
@@ -64,11 +64,15 @@ class RolloutPlan(wire.ReleaseContent, frozen=True, omit_defaults=True):
 Status: TypeAlias = Literal["queued", "running", "done", "aborted", "rolled back"]
 SETTLED: Final = frozenset({"committed", "refused", "returned"})
 FAILED: Final = frozenset({"refused", "returned"})
-SWAPPED: Final = frozenset({"checking", "soaking"})  # a board that falls silent in these may have failed by the release
-REPORTED_METRICS: Final = frozenset({"accuracy", "accuracy_before", "latency_s", "energy_j", "peak_bytes"})  # and kept
+SWAPPED: Final = frozenset(
+    {"checking", "soaking"}
+)  # the release may have failed on a device that falls silent in these phases
+REPORTED_METRICS: Final = frozenset(
+    {"accuracy", "accuracy_before", "latency_s", "energy_j", "peak_bytes"}
+)  # metrics stored from reports
 NO_LAUNCHER: Final = "no launcher started the agent"
 NO_RUNTIME: Final = "no ONNX Runtime, which checks models: install the extra `onnx` there"
-MAX_REPORTING_S: Final = 86400.0  # a board that is there and waits, checks or soaks for longer holds nobody up any more
+MAX_REPORTING_S: Final = 86400.0  # longest time for which a connected device delays a step
 
 
 class RolloutEvent(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True, omit_defaults=True): ...
@@ -76,7 +80,7 @@ class RolloutEvent(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=
 
 class RolloutStarted(RolloutEvent, frozen=True):
     serial: Count
-    incompatible_devices: dict[Name, Sentence] = {}  # devices that it selects and that cannot take its release -> why
+    incompatible_devices: dict[Name, Sentence] = {}  # selected device that cannot run the release -> reason
 
 
 class ReleaseOffered(RolloutEvent, frozen=True):
@@ -97,8 +101,8 @@ class StatusReported(RolloutEvent, frozen=True):
 class RolloutResumed(RolloutEvent, frozen=True):
     """Restart of the coordinator during a step, with the time limits used up so far."""
 
-    silent_s: float  # of the time for which a step waits for a board that is offline or has said nothing
-    present_s: float  # of the time for which a step waits for a board that is there and has not ended
+    silent_s: float  # elapsed part of the wait for devices that are offline or silent
+    present_s: float  # elapsed part of the wait for connected devices
 
 
 class PhasePassed(RolloutEvent, frozen=True):
@@ -131,26 +135,25 @@ ALLOWED: Final[Mapping[type[RolloutEvent], tuple[Status, ...]]] = {
     RolloutCompleted: ("running",),
     RolloutReverted: ("queued", "running", "done"),
 }
-"""Fact -> states of a rollout in which it may happen."""
+"""Event class -> statuses of a rollout in which the event may happen."""
 
 
 class Rollout(msgspec.Struct, frozen=True):
     id: str
     plan: RolloutPlan
     status: Status = "queued"
-    serial: int = 0  # of its releases
-    revert_serial: int = 0  # of the releases that take it back; 0: there are none
-    step: int = 0  # the one that runs, or comes next; the canary's is 0
-    offered: Mapping[str, int] = {}  # device -> the step in which it was offered
-    reports: Mapping[str, StatusReported] = {}  # device -> its latest report
-    reason: str = ""  # why it was aborted
-    incompatible_devices: Mapping[
-        str, str
-    ] = {}  # devices that were left out at its start, as they cannot take its release -> why
-    silent_devices: frozenset[str] = frozenset()  # without whom a step has passed, and who have said nothing since
-    silent_s: float = 0.0  # as of the latest `RolloutResumed` of the step that runs
+    serial: int = 0  # serial number of the release
+    revert_serial: int = 0  # serial number of the rollback, or 0 before one
+    step: int = 0  # running or next step, where 0 is the canary
+    offered: Mapping[str, int] = {}  # device -> step of the offer
+    reports: Mapping[str, StatusReported] = {}  # device -> latest report
+    reason: str = ""  # reason of an abort
+    # devices that were left out at its start, as they cannot take its release -> why
+    incompatible_devices: Mapping[str, str] = {}
+    silent_devices: frozenset[str] = frozenset()  # devices without a report since a step passed without them
+    silent_s: float = 0.0  # from the latest `RolloutResumed` of the running step
     present_s: float = 0.0
-    restarts: int = 0  # of coordinators while the step runs
+    restarts: int = 0  # restarts of the coordinator during the step
 
     @property
     def is_under_way(self) -> bool:
@@ -169,7 +172,7 @@ class Rollout(msgspec.Struct, frozen=True):
         report = self.reports.get(device)
         if report is None:
             return ""
-        has_failed = self.is_reverted and report.phase in FAILED  # it has nothing to return from
+        has_failed = self.is_reverted and report.phase in FAILED
         return report.phase if has_failed or report.serial == (self.revert_serial or self.serial) else ""
 
     def device_outcome(self, device: str) -> str:
@@ -221,7 +224,7 @@ def event_from_report(state: Rollout, device: str, message: wire.ReleaseStatus) 
     event = StatusReported(device, message.serial, message.phase, message.reason, metrics)
     if message.rollout != state.id or message.serial > latest_serial:
         if message.serial <= latest_serial:
-            return None  # of an earlier one: it has not read this one's release yet
+            return None  # a report on an earlier release
         reason = (
             f"it has release {message.serial} of {message.rollout}, and this is {latest_serial}: roll this out "
             f"once more"
@@ -235,8 +238,8 @@ def event_from_report(state: Rollout, device: str, message: wire.ReleaseStatus) 
 def release_for_device(state: Rollout, device: str) -> wire.DesiredRelease | None:
     """Return the release to send to a device, or None if there is none.
 
-    After an abort or rollback, every device returns to what it ran before, except after a refusal or a return. A device
-    that never ran the release reports that there is nothing to return from.
+    After an abort or rollback, every device returns to its previous release, except devices that refused the release or
+    have returned already. A device that never ran the release reports that no return is needed.
     """
     plan, report = state.plan, state.reports.get(device)
     if device not in state.offered:
@@ -255,7 +258,7 @@ class RolloutDevice(NamedTuple):
     online: bool
     last_contact_s: float  # time of the latest contact or report
     labels: Collection[str] | None = None  # None before its profile has arrived
-    is_compatible: bool = True  # to take the rollout's release at all
+    is_compatible: bool = True  # whether the device can run the release
 
     def matches_selection(self, select: Sequence[str]) -> bool:
         return self.labels is not None and labels.is_selected(select, self.labels)
@@ -264,7 +267,10 @@ class RolloutDevice(NamedTuple):
 def select_rollout_devices(
     state: Rollout, rollouts: Sequence[Rollout], devices: Mapping[str, RolloutDevice]
 ) -> dict[str, RolloutDevice]:
-    """Return the devices that a rollout selects or has offered to, and no later one of its kind takes over."""
+    """Return the devices of a rollout, without those that a later rollout of the same kind has taken over.
+
+    Devices belong to a rollout if they have been offered its release, or are compatible and match its selection.
+    """
     position = next(index for index, other in enumerate(rollouts) if other.id == state.id)
     later_rollouts = [other for other in rollouts[position + 1 :] if other.plan.kind == state.plan.kind]
     active_rollouts = [
@@ -365,7 +371,7 @@ def decide_rollout_event(
     silent = [device for device in pending if state.device_phase(device) in SWAPPED]
     if len(failed) + len(silent) > max_failed_share * (len(settled) + len(silent)):
         return RolloutReverted(serial, _abort_reason(state, [*failed, *silent], len(settled) + len(silent)))
-    return PhasePassed(state.step, tuple(sorted(each for each in pending if state.offered[each] == state.step)))
+    return PhasePassed(state.step, tuple(sorted(device for device in pending if state.offered[device] == state.step)))
 
 
 def select_step_devices(state: Rollout, fleet: Mapping[str, RolloutDevice]) -> tuple[str, ...]:
@@ -381,10 +387,11 @@ def select_step_devices(state: Rollout, fleet: Mapping[str, RolloutDevice]) -> t
     count = max(1, int(share * len(online_devices) + 1e-9)) - sum(device in fleet for device in state.offered)
     draw = seed_deriver("rollout", state.id)
     candidates = sorted(
-        (each for each in online_devices if each not in state.offered), key=lambda each: (draw(each), each)
+        (device for device in online_devices if device not in state.offered),
+        key=lambda device: (draw(device), device),
     )
     if count <= 0 and state.step and candidates:
-        count = 1  # a small fleet: every step goes further than the one before
+        count = 1  # in a small fleet, every step still adds a device
     return tuple(sorted(candidates[: max(count, 0)]))
 
 
@@ -399,7 +406,9 @@ def find_blocking_devices(state: Rollout, fleet: Mapping[str, RolloutDevice], no
     pending = [device for device in state.offered if state.device_phase(device) not in SETTLED]
     has_no_result = len(pending) == len(state.offered)
     return tuple(
-        sorted(each for each in pending if has_no_result or _delays_next_step(state, each, fleet.get(each), now_s))
+        sorted(
+            device for device in pending if has_no_result or _delays_next_step(state, device, fleet.get(device), now_s)
+        )
     )
 
 
@@ -436,9 +445,9 @@ def rollout_restart_event(state: Rollout, since_s: float) -> RolloutResumed | No
 
 
 def _abort_reason(state: Rollout, failed: Collection[str], answered: int) -> str:
-    first = min(failed)
-    phase = state.device_phase(first)
-    report_reason = state.reports[first].reason if first in state.reports else ""
-    example = f"{first} {'fell silent' if phase in SWAPPED else phase}{f': {report_reason}' if report_reason else ''}"
+    device = min(failed)
+    phase = state.device_phase(device)
+    report_reason = state.reports[device].reason if device in state.reports else ""
+    example = f"{device} {'fell silent' if phase in SWAPPED else phase}{f': {report_reason}' if report_reason else ''}"
     share = f"more than {100 * state.plan.abort_above:g} %"
     return shorten_error(f"{len(failed)} of {answered} boards failed, {share} ({example})")

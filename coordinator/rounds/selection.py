@@ -24,21 +24,14 @@ from typing import Final, Literal, NamedTuple, TypeAlias
 import msgspec
 
 from fedquilt import plugins
-from fedquilt.coordinator.device_columns import (
-    CostColumn,
-    DeviceSet,
-    RoundColumn,
-    device_names,
-    hash_name,
-    name_hashes,
-)
+from fedquilt.coordinator.device_columns import CostColumn, DeviceSet, RoundColumn, device_names, hash_name, name_hashes
 from fedquilt.coordinator.rounds.deadline import MemoryShortage
 from fedquilt.coordinator.settings import CohortSettings
 from fedquilt.core import Profile, derive_seed
 from fedquilt.formats import labels
 from fedquilt.wire import Telemetry
 
-BUSY: Final = "busy"  # not a matter of the device and the job alone, nor is the next: `JobController` knows them
+BUSY: Final = "busy"  # BUSY and SHARE depend on other jobs, and are set by `jobs.job.decide_next_event`
 SHARE: Final = "share"
 REASONS: Final[Mapping[str, str]] = {
     "offline": "offline",
@@ -64,7 +57,7 @@ REASONS: Final[Mapping[str, str]] = {
     SHARE: "was left free: its submitter's jobs had as many boards as [submitter] share of limits.toml allows",
 }
 ONLINE_REASONS: Final = frozenset(REASONS) - {"offline", "profile", "labels", "engine", "codec", "plugin"}
-"""Reasons of devices that are there, and are spared."""
+"""Reasons that exclude devices which are online and suitable for the job."""
 
 
 class DeviceSnapshot(NamedTuple):
@@ -79,7 +72,7 @@ class JobRequirements(NamedTuple):
     engines: tuple[str, ...]
     cohort: CohortSettings
     codec: str = "raw"
-    plugins: tuple[tuple[str, str], ...] = ()  # of other packages: `fedquilt.plugins.required_modules`, as pairs
+    plugins: tuple[tuple[str, str], ...] = ()  # (module, fingerprint) pairs of `fedquilt.plugins.required_modules`
 
 
 def ineligibility_code(snapshot: DeviceSnapshot, requirements: JobRequirements) -> str | None:
@@ -138,12 +131,12 @@ def _plugin_code(profile: Profile, requirements: JobRequirements) -> str | None:
 
 Duration: TypeAlias = Literal["attempt", "round", "rounds", "start"]
 """How long a device is not selected. "attempt": until the next attempt. "round": until the next round.
-"rounds": for `AGAIN_ROUNDS` rounds, for as much work. "start": until the device's agent starts anew or announces
+"rounds": for `MEMORY_DECLINE_ROUNDS` rounds, for as much work. "start": until the device's agent restarts or sends
 another profile."""
 NO_WORK: Final = "none"  # code of a device that the method has no task for
 UPDATE: Final = "update"  # code of an update that was rejected for its content
 DISK_FULL: Final = "full"  # code of a device whose disk is full
-MEMORY_DECLINE_ROUNDS: Final = 10  # rounds until a device that declined for lack of memory is asked again for such work
+MEMORY_DECLINE_ROUNDS: Final = 10  # rounds for which a device that lacked memory is not selected for as much work
 
 
 class DeclineReason(NamedTuple):
@@ -193,8 +186,8 @@ DECLINE_REASONS: Final[Mapping[str, DeclineReason]] = {
     "removed": DeclineReason("attempt", False, "the device was removed from the fleet", "none is needed"),
     NO_WORK: DeclineReason("attempt", False, "the method has no task", "none is needed"),
 }
-"""Code -> what is known of refusals with it."""
-UNKNOWN_DECLINE: Final = DECLINE_REASONS["failed"]  # of a code that only later versions have
+"""Code of a decline -> duration, cause and fix."""
+UNKNOWN_DECLINE: Final = DECLINE_REASONS["failed"]  # for codes of later versions
 
 
 class LastingDecline(msgspec.Struct, frozen=True):
@@ -202,7 +195,7 @@ class LastingDecline(msgspec.Struct, frozen=True):
     code: str
     reason: str
     actions: frozenset[str]
-    agent_start_key: str = ""  # as of `DeviceRegistry.agent_start_key`; "": not known
+    agent_start_key: str = ""  # `DeviceRegistry.agent_start_key`, or "" if unknown
     shortage: MemoryShortage | None = None
 
     def would_recur(self, round: int, actions: Collection[str], agent_start_key: str, shortage: MemoryShortage) -> bool:
@@ -213,10 +206,10 @@ class LastingDecline(msgspec.Struct, frozen=True):
         if round == self.round or kind.duration == "start":
             return kind.recurs
         is_memory_decline = kind.duration == "rounds" and round < self.round + MEMORY_DECLINE_ROUNDS
-        return is_memory_decline and self.shortage is not None and self.shortage.is_at_least(shortage)
+        return is_memory_decline and self.shortage is not None and self.shortage.is_at_most(shortage)
 
 
-_SHIFTS: Final = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB), (31, 1))  # of SplitMix64, with its factors
+_SHIFTS: Final = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB), (31, 1))  # shifts and factors of SplitMix64
 _KEY_TOLERANCE: Final = 1e-9  # relative difference of a vectorised key from the exact one, at most
 
 
@@ -244,7 +237,7 @@ def select_cohort(
     if costs:
         cost_array = CostColumn.from_values(costs).to_array(len(pool.mask))
         median = float(np.median(known_costs)) if len(known_costs := cost_array[rows][cost_array[rows] >= 0]) else 1.0
-    if wait_limit <= round:  # else nobody can have waited for so long
+    if wait_limit <= round:
         waits = round - np.maximum(RoundColumn.from_values(last_selected_rounds).to_array(len(pool.mask))[rows], 0)
         waits = np.where(waits >= wait_limit, waits, 0)
         limit_wait = np.partition(waits, -count)[-count]
@@ -257,7 +250,7 @@ def select_cohort(
     numbers >>= np.uint64(11)
     if costs:
         keys = -np.log1p(-numbers.astype(float) / 2**53) * np.where(cost_array[rows] >= 0, cost_array[rows], median)
-    else:  # a limit that some more numbers are below than needed saves a partition of them all
+    else:  # a limit slightly above the expected quantile avoids a partition of all numbers
         is_candidate = numbers < 2**53 * (2 * remaining + 20) // len(rows)
         if np.count_nonzero(is_candidate) >= remaining:
             rows, numbers = rows[is_candidate], numbers[is_candidate]

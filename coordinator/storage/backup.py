@@ -46,7 +46,7 @@ _PIECE_BYTES: Final = 1 << 20
 
 class BackupManifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     format: int
-    version: str  # of the fedquilt that made it
+    version: str  # fedquilt version that wrote the backup
     files: Mapping[str, tuple[int, str]]  # path in the home -> bytes, sha256
 
 
@@ -57,7 +57,7 @@ class BackupSummary(NamedTuple):
 
 
 def write_backup(store: Store, file: Path) -> BackupSummary:
-    """Write a backup of a home into a new file, while a coordinator may use the home."""
+    """Write a backup of a home into a new file. Raises JobError if the file exists, StoreError after damage."""
     if file.exists():
         raise _file_exists_error(file)
     with (
@@ -84,7 +84,7 @@ def write_backup(store: Store, file: Path) -> BackupSummary:
 
 
 def _add_database_and_blobs(store: Store, archive: _BackupArchive, snapshot: Path) -> int:
-    """Add the database and all needed blobs, and return their number. Copy again while blobs vanish."""
+    """Add the database and all needed blobs, and return the number of blobs."""
     # The coordinator may delete a blob during the backup because a later event makes the blob superfluous. So missing
     # blobs are looked up in a later copy of the database, and a blob that this copy still needs is lost.
     missing: set[str] = set()
@@ -97,7 +97,7 @@ def _add_database_and_blobs(store: Store, archive: _BackupArchive, snapshot: Pat
                 progress.LINE.set_part("its blobs", number, len(remaining))
                 name, payload = f"blobs/{sha256}", store.blob_store.load_packed(sha256)
                 path = store.blob_store.blob_path(sha256) if payload is None else None
-                if payload is not None:  # it has no file, and gets none here
+                if payload is not None:  # a small blob without a file
                     archive.add_bytes(name, payload)
                     blobs.add(sha256)
                 elif path is not None and archive.add_file(name, path, sha256):
@@ -126,7 +126,7 @@ def _copy_database(store: Store, target: Path) -> set[str]:
         closing(REAL.connect(target)) as copy,
     ):
         database.backup(copy)
-        copy.execute("pragma journal_mode=delete")  # one file, without a log beside it
+        copy.execute("pragma journal_mode=delete")  # a single file, without a write-ahead log
         rows = RowStore(copy, store.home)
         if damaged_ids := rows.find_damaged_jobs():
             raise rows.damage_error(damaged_ids[0], "its rows are not what was written")
@@ -194,14 +194,14 @@ class _HashingReader:
         self._source, self.sha256 = source, hashlib.sha256()
 
     def read(self, size: int = -1) -> bytes:
-        piece = self._source.read(size)
-        self.sha256.update(piece)
-        return piece
+        chunk = self._source.read(size)
+        self.sha256.update(chunk)
+        return chunk
 
 
 @contextmanager
 def _open_part_file(file: Path) -> Iterator[int]:
-    """Open and lock an empty FILE.part, removed after an error. Raise JobError if it is locked or FILE exists."""
+    """Open and lock an empty FILE.part, removed after an error. Raise JobError if locked or if FILE exists."""
     path = f"{file}.part"
     part = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     try:
@@ -210,7 +210,7 @@ def _open_part_file(file: Path) -> Iterator[int]:
         except BlockingIOError:
             raise JobError(f"another backup to {file} is being written: wait for its end") from None
         if file.exists() or not os.path.exists(path) or not os.path.samestat(os.fstat(part), os.stat(path)):
-            raise _file_exists_error(file)  # it was finished between our opening and our lock
+            raise _file_exists_error(file)  # another backup was completed before the lock
         os.fchmod(part, 0o600)
         os.ftruncate(part, 0)
         try:
@@ -241,7 +241,7 @@ def restore_backup(file: Path, home: Path) -> BackupSummary:
             if store.damage:
                 raise StoreError(f"{file}: its database is damaged ({store.damage}): take an earlier backup")
         _sync_folders(part)
-        os.replace(part, home)  # an empty folder gives way
+        os.replace(part, home)  # replaces an empty folder
         REAL.sync(home.parent)
         REAL.unlink(_lock_path(home))
     return summary
@@ -296,9 +296,9 @@ def _write_private_file(source: IO[bytes], path: Path) -> tuple[int, str]:
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     reader, size = _HashingReader(source), 0
     with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as out:
-        while piece := reader.read(_PIECE_BYTES):
-            out.write(piece)
-            size += len(piece)
+        while chunk := reader.read(_PIECE_BYTES):
+            out.write(chunk)
+            size += len(chunk)
         out.flush()
         os.fsync(out.fileno())
     return size, reader.sha256.hexdigest()
@@ -306,7 +306,10 @@ def _write_private_file(source: IO[bytes], path: Path) -> tuple[int, str]:
 
 @contextmanager
 def _open_part_folder(part: Path) -> Iterator[None]:
-    """Create, lock and empty the folder, and remove it after an error. Raise JobError if it is something else."""
+    """Create, lock and empty the folder, and remove the folder after an error.
+
+    Raises JobError if the path is in use by another command or is no folder of an earlier restoration.
+    """
     if not _is_missing_or_empty(part) and not _lock_path(part).is_file():
         raise JobError(f"{part}, where the home is made first, is something else: move it away")
     part.mkdir(mode=0o700, parents=True, exist_ok=True)

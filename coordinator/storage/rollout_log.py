@@ -32,7 +32,7 @@ from fedquilt.coordinator.storage.rows import (
 from fedquilt.core import DECODE_ERRORS, JobError, StoreError
 
 SCHEMA: Final = rows.SCHEMA.format(table="rollouts", facts="rollout_facts")
-_SERIAL: Final = "release"  # counter of the releases: the latest one's
+_SERIAL: Final = "release"  # counter with the latest serial number
 _decoded: Final = msgspec.json.Decoder(AnyRolloutEvent).decode
 _plan: Final = msgspec.json.Decoder(RolloutPlan).decode
 
@@ -42,14 +42,14 @@ class StoredRollout(NamedTuple):
     created: float  # wall-clock seconds
     submitter: str
     revert_requested: bool
-    last_event_time: float  # wall-clock seconds of its last fact, or of its row
+    last_event_time: float  # wall-clock seconds of the latest event, or of the row
 
 
 class RolloutLog:
     """Rollouts of one database.
 
-    Every method raises StoreError if the database cannot be read or written, or its rollout is unknown, and
-    DamagedRunError if the rows of its rollout are damaged. A request is the status of the rollout's row.
+    Every method raises StoreError if the database cannot be read or written or the rollout is unknown, and
+    DamagedRunError if the rows of the rollout are damaged. A request to revert is stored as the status of the row.
     """
 
     def __init__(
@@ -62,7 +62,9 @@ class RolloutLog:
     ) -> None:
         self._wall_s, self._counters, self._home, self._open_transaction = wall_s, counters, home, open_transaction
         self._rows = RowStore(db, home, table="rollouts", events_table="rollout_facts")
-        self._cached: dict[str, tuple[int, JobRow, Rollout, float]] = {}  # id -> last fact read, row, state and time
+        self._cached: dict[
+            str, tuple[int, JobRow, Rollout, float]
+        ] = {}  # id -> number of the latest event read, row, state and time
 
     def add_rollout(self, plan: RolloutPlan, *, id: str = "") -> str:
         """Queue a rollout and return its id, `<kind>-<date>-<time>-<random>` unless given."""
@@ -127,7 +129,7 @@ class RolloutLog:
             return max((self._counters.read_counter(_SERIAL) or 0) + 1, int(time.time()))
 
     def referenced_blobs(self) -> set[str]:
-        """Return the blobs that devices may still fetch: of rollouts under way and of latest releases."""
+        """Return the blobs that devices may still fetch, of rollouts under way and of latest releases."""
         owners: dict[tuple[str, str], Rollout] = {}
         latest: dict[str, Rollout] = {}
         blobs = set()
@@ -139,7 +141,7 @@ class RolloutLog:
                 blobs.add(state.plan.blob.sha256)
             latest[state.plan.kind] = state
             owners.update({(device, state.plan.kind): state for device in state.offered})
-        return blobs | {each.plan.blob.sha256 for each in (*owners.values(), *latest.values()) if each.plan.blob}
+        return blobs | {state.plan.blob.sha256 for state in (*owners.values(), *latest.values()) if state.plan.blob}
 
     @contextmanager
     def _read_transaction(self) -> Iterator[None]:
@@ -162,7 +164,7 @@ class RolloutLog:
         return rollouts, errors
 
     def _load_rollout(self, row: JobRow) -> StoredRollout:
-        # events that were read before are not read again, unless a backup has replaced them
+        # only new events are read, unless a backup has replaced the log
         id, cached = row.id, self._cached.get(row.id)
         if cached is not None and self._is_continued(cached[1], row, cached[0]):
             seq, head, state, time_s = cached[0], cached[1].head, *cached[2:]

@@ -25,7 +25,7 @@ from fedquilt.coordinator.rounds.events import AnyEvent
 from fedquilt.core import DECODE_ERRORS, JobError, StoreError, Update
 from fedquilt.host.disk import FIXES, NOT_ALLOWED, PRIVATE, Disk
 
-NO_CHECKSUM: Final = b""  # instead of the checksum of a fact before the first one
+NO_CHECKSUM: Final = b""  # checksum before the first event
 SUM_BYTES: Final = 16
 
 
@@ -34,25 +34,25 @@ def checksum(*values: str | float | bytes) -> bytes:
 
 
 class IndexedLog(msgspec.Struct):
-    """Index of a job's log up to one event. Damaged events are noted, and later events are still read."""
+    """Index of a job's log up to one event. Later events are read even after a damaged event."""
 
-    seq: int = 0  # number of that fact; 0: none
-    head: bytes = NO_CHECKSUM  # its checksum
+    seq: int = 0  # sequence number of the last event, or 0 without events
+    head: bytes = NO_CHECKSUM  # checksum of the last event
     event_count: int = 0
-    size: int = 0  # bytes of their bodies
-    last_event_time: float | None = None  # wall-clock seconds of that fact
-    state: str = ""  # sha256 of the latest state; "": there is none
-    best: str = ""  # likewise, of the state with the best evaluation
-    # device -> sha256 of blobs of its update that no state or sum contains yet
+    size: int = 0  # bytes of all event bodies
+    last_event_time: float | None = None  # wall-clock seconds
+    state: str = ""  # sha256 of the latest state, or ""
+    best: str = ""  # sha256 of the state with the best evaluation, or ""
+    # device -> sha256 of the blobs of an update that is not aggregated yet
     updates: dict[str, tuple[str, ...]] = {}
-    sum: str = ""  # sha256 of the stored partial aggregate, or empty
-    is_intact: bool = True  # every fact is what was written
+    sum: str = ""  # sha256 of the stored partial aggregate, or ""
+    is_intact: bool = True  # whether all checksums match
 
     @property
     def needed_blobs(self) -> set[str]:
         """SHA-256 of the blobs that the job needs in addition to its bundle."""
-        found = {sha256 for blobs in self.updates.values() for sha256 in blobs}
-        return found.union(each for each in (self.state, self.best, self.sum) if each)
+        update_blobs = {sha256 for blobs in self.updates.values() for sha256 in blobs}
+        return update_blobs | {self.state, self.best, self.sum} - {""}
 
     def add_rows(self, job: str, rows: Iterable[tuple[int, Any, Any, bytes, int]]) -> None:
         """Add rows of later events: sequence, wall-clock seconds, JSON, checksum and bytes of each."""
@@ -83,7 +83,7 @@ class LogIndex:
 
     def __init__(self, db: sqlite3.Connection, load_snapshot_log: Callable[[str], IndexedLog | None]) -> None:
         self._db, self._load_snapshot_log = db, load_snapshot_log
-        self._logs: dict[str, IndexedLog] = {}  # by job, as read last
+        self._logs: dict[str, IndexedLog] = {}
 
     def read_all_logs(self) -> dict[str, IndexedLog]:
         """Return the present index of every job's log. The result must not be changed."""
@@ -97,9 +97,8 @@ class LogIndex:
     ) -> None:
         """Add an event that this process appends to a log, if the index ends at the checksum `previous_checksum`."""
         log = self._logs.get(job)
-        if (
-            log is not None and log.head == previous_checksum
-        ):  # if it is taken back, the next look finds another fact there
+        # after a rollback, `read_log` finds another checksum and reads the log again
+        if log is not None and log.head == previous_checksum:
             log.add_event(seq, time_s, body, sum, len(body.encode()))
 
     def read_log(self, job: str, head: bytes) -> IndexedLog:
@@ -110,7 +109,7 @@ class LogIndex:
                 log = self._logs[job] = self._load_snapshot_log(job) or IndexedLog()
             if log.head != head:
                 log.add_rows(job, self._db.execute(_BEHIND, (job, log.seq)))
-        except UnicodeEncodeError:  # a damaged id, which no fact names
+        except UnicodeEncodeError:  # a damaged id
             return IndexedLog(is_intact=False)
         return log
 
@@ -137,10 +136,10 @@ class _ReferencedBlobs(msgspec.Struct):
     """Blobs named in an event. The other fields of the event are not decoded."""
 
     state: _BlobField | None = None
-    best: bool = False  # whether the state before is the best so far
+    best: bool = False  # whether the previous state is the best so far
     update: _UpdateField | None = None
-    sum: _BlobField | None = None  # of the updates of these devices
-    devices: tuple[str, ...] = ()
+    sum: _BlobField | None = None  # partial aggregate
+    devices: tuple[str, ...] = ()  # devices in the partial aggregate
 
 
 _named: Final = msgspec.json.Decoder(_ReferencedBlobs).decode
@@ -148,7 +147,7 @@ _named: Final = msgspec.json.Decoder(_ReferencedBlobs).decode
 
 T = TypeVar("T")
 
-BUSY_S: Final = 5.0  # that a reader waits for a writer
+BUSY_S: Final = 5.0  # wait of a reader for a writer
 _COLUMNS: Final = "id, settings, bundle, status, created, origin, epoch, head, submitter, content"
 SCHEMA: Final = """
 create table if not exists {table} (
@@ -173,14 +172,14 @@ def database_errors(home: Path) -> Iterator[None]:
     try:
         yield
     except (sqlite3.Error, OSError) as error:
-        if type(error) is sqlite3.DatabaseError:  # its subclasses are about the disk, the statement or a lock
+        if type(error) is sqlite3.DatabaseError:  # subclasses report errors of the disk, the statement or a lock
             path = home / "fedquilt.db"
             raise StoreError(f"{path} is damaged ({error}): put back a copy of the whole home") from None
         raise StoreError(f"cannot use the store {home}: {describe_database_error(home, error)}") from None
 
 
 def describe_database_error(home: Path, error: Exception) -> str:
-    """Return an error of SQLite or of the OS in a home with its cause, as far as known, and the fix."""
+    """Return the text of an SQLite or OS error in a home, with the probable cause and a fix."""
     text = getattr(error, "strerror", None) or str(error)
     is_denied = isinstance(error, sqlite3.Error) and any(phrase in text for phrase in ("readonly", "unable to open"))
     if not is_denied or not home.exists() or os.access(home, os.W_OK):
@@ -191,7 +190,7 @@ def describe_database_error(home: Path, error: Exception) -> str:
 
 
 def is_served(home: Path, disk: Disk = PRIVATE) -> bool:
-    """Return whether a coordinator runs for a home, without writing there."""
+    """Return whether a coordinator runs for a home. Nothing is written."""
     with database_errors(home):
         return disk.is_locked(home / "lock")
 
@@ -241,7 +240,7 @@ class UnreadableRow(NamedTuple):
     status: str
     created: float  # wall-clock seconds
     reason: str
-    damaged: bool  # otherwise another version has written it
+    damaged: bool  # False if another version has written the row
 
 
 class JobRow(NamedTuple):
@@ -254,8 +253,8 @@ class JobRow(NamedTuple):
     created: float  # wall-clock seconds
     origin: str = ""
     epoch: int = 0
-    head: bytes = NO_CHECKSUM  # checksum of the job's last fact
-    submitter: str = ""  # user of the system; "" where a test or a tool has none
+    head: bytes = NO_CHECKSUM  # checksum of the job's last event
+    submitter: str = ""  # user name
     content: str = ""  # `StoredJob.content`
 
     @property
@@ -286,8 +285,8 @@ def encode_lossless(id: str, event: msgspec.Struct, decode: Callable[[str], obje
 class RowStore:
     """Tables of the jobs of one database, or of its rollouts.
 
-    Every method raises sqlite3.Error if the database cannot be read or written, and DamagedRunError, with the fix, if
-    the rows of its job are damaged.
+    Every method raises sqlite3.Error if the database cannot be read or written, and DamagedRunError if the rows of the
+    job are damaged.
     """
 
     def __init__(
@@ -301,7 +300,7 @@ class RowStore:
         self._table, self._events_table = table, events_table
         db.text_factory = lambda text: text.decode("utf-8", "surrogateescape")  # checksums report damaged text
         self._db, self._home = db, home
-        self._mapped_jobs: tuple[object, list[Any]] = None, []  # what `map_jobs` made last, and of which state
+        self._mapped_jobs: tuple[object, list[Any]] = None, []  # database version and latest result of `map_jobs`
         self._logs = LogIndex(db, load_snapshot_log)
 
     def open_transaction(self, kind: str = "immediate") -> AbstractContextManager[None]:
@@ -309,12 +308,12 @@ class RowStore:
         return nullcontext() if self._db.in_transaction else transaction(self._db, kind)
 
     def map_jobs(self, convert: Callable[[JobRow, bool], T]) -> list[T]:
-        """Return `make(row, intact)` of every job. The results are cached until the database changes."""
+        """Return `convert(row, is_intact)` of every job. The results are cached until the database changes."""
         version = self._db.execute("pragma data_version").fetchone()[0], self._db.total_changes
-        if version != self._mapped_jobs[0] or self._db.in_transaction:  # whose changes may yet be undone
+        if version != self._mapped_jobs[0] or self._db.in_transaction:  # which may be rolled back
             self._mapped_jobs = (
                 (None if self._db.in_transaction else version),
-                [convert(*each) for each in self.read_jobs()],
+                [convert(row, is_intact) for row, is_intact in self.read_jobs()],
             )
         return list(self._mapped_jobs[1])
 
@@ -335,8 +334,8 @@ class RowStore:
         return row
 
     def insert_job(self, row: JobRow) -> None:
-        marks = ", ".join("?" * (len(row) + 1))
-        query = f"insert into {self._table} ({_COLUMNS}, sum) values ({marks})"  # noqa: S608
+        placeholders = ", ".join("?" * (len(row) + 1))
+        query = f"insert into {self._table} ({_COLUMNS}, sum) values ({placeholders})"  # noqa: S608
         self._db.execute(query, (*row, row.row_checksum))
 
     def update_job(self, id: str, **values: Any) -> None:
@@ -384,7 +383,7 @@ class RowStore:
         `after` is the sequence number of the last event to skip, and `max_events` is the greatest number of events, or
         -1 for all.
         """
-        with self.open_transaction("deferred"):  # the row and the facts of one moment
+        with self.open_transaction("deferred"):  # a consistent read of row and events
             row, previous_checksum = self.find_job(id), self.checksum_at(id, after) if after else NO_CHECKSUM
             query = (
                 f"select seq, at, body, sum from {self._events_table} where job = ? and seq > ? order by seq limit ?"  # noqa: S608
@@ -405,13 +404,13 @@ class RowStore:
         return row[0] if row else NO_CHECKSUM
 
     def read_log(self, id: str) -> IndexedLog | None:
-        """Return a job's current log, or None if the job is unknown or its row has another end of the log."""
+        """Return the index of a job's log, or None if the job is unknown or its last events are missing."""
         row = self.find_job(id)
         log = None if row is None else self._logs.read_log(id, row.head)
         return log if row is not None and log is not None and log.head == row.head else None
 
     def read_logs(self) -> dict[str, IndexedLog]:
-        """Return the current log of every job in submission order. The result must not be changed."""
+        """Return the index of every job's log, in submission order. The result must not be changed."""
         return self._logs.read_all_logs()
 
     def find_damaged_jobs(self) -> list[str]:

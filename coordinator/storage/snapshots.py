@@ -24,9 +24,9 @@ from fedquilt.coordinator.storage.rows import DamagedRunError, IndexedLog, check
 from fedquilt.core import DECODE_ERRORS, StoreError, Update
 from fedquilt.host.logs import log_ids
 
-STATE_VERSION: Final = 12  # raise it whenever the same facts come to another state, or a state is another type
+STATE_VERSION: Final = 12  # to be raised whenever the same events give another state or another type
 VERSION: Final = f"{__version__} {STATE_VERSION}"
-EVENTS_PER_SNAPSHOT: Final = 1000  # facts, and one for each device, from one snapshot of a job to the next
+EVENTS_PER_SNAPSHOT: Final = 1000  # events between two snapshots, plus one for each device
 
 SCHEMA: Final = """
 create table if not exists snapshots (
@@ -38,10 +38,10 @@ logger = logging.getLogger("fedquilt.coordinator")
 
 class Snapshot(msgspec.Struct):
     job_state: JobState
-    examples_by_device: dict[str, int] = {}  # device -> number of its examples, as reported
+    examples_by_device: dict[str, int] = {}  # device -> reported number of examples
     event_count: int = 0
-    weights: DeviceWeights = msgspec.field(default_factory=DeviceWeights)  # of a site: the mean of its boards
-    example_counts: DeviceWeights = msgspec.field(default_factory=DeviceWeights)  # examples, likewise
+    weights: DeviceWeights = msgspec.field(default_factory=DeviceWeights)  # for a site, the mean of its devices
+    example_counts: DeviceWeights = msgspec.field(default_factory=DeviceWeights)  # for a site, the mean of its devices
 
     def apply_event(self, event: AnyEvent, new_state: JobState) -> None:
         if isinstance(event, UpdateAccepted):
@@ -66,18 +66,16 @@ class SnapshotStore:
         open_transaction: Callable[[], AbstractContextManager[None]],
         min_events: int = EVENTS_PER_SNAPSHOT,
     ) -> None:
-        self._db, self._find_log, self._home, self._open_transaction, self._min_events = (
-            db,
-            find_log,
-            home,
-            open_transaction,
-            min_events,
-        )
-        self._event_counts: dict[str, int] = {}  # job -> number of facts in its latest snapshot
+        self._db = db
+        self._find_log = find_log
+        self._home = home
+        self._open_transaction = open_transaction
+        self._min_events = min_events
+        self._event_counts: dict[str, int] = {}  # job -> number of events in the latest snapshot
         self._warned_jobs: set[str] = set()  # jobs whose unusable snapshot was logged
 
     def read_log(self, job: str) -> IndexedLog | None:
-        """Return a job's log up to its valid snapshot, or None."""
+        """Return the index of a job's log up to a valid snapshot, or None."""
         snapshot = self._read_snapshot(job)
         return None if snapshot is None else snapshot[0]
 
@@ -104,10 +102,10 @@ class SnapshotStore:
             logger.warning(text, job, self._home, reason, extra=log_ids(run=job))
 
     def load_state(self, job: str, constants: JobConstants, now_s: float) -> tuple[Snapshot, int]:
-        """Return the state of a job's latest snapshot, or the initial state, and its last event's number or 0."""
+        """Return the latest snapshot and the number of its last event, or a new job's snapshot and 0."""
         with database_errors(self._home):
             log, body = self._read_snapshot(job) or (IndexedLog(), b"")
-        if not body:  # none, or of a job that is done, whose log is all that is needed
+        if not body:  # no snapshot, or a job that is done
             return Snapshot(JobState(constants)), 0
         try:
             snapshot = decode(body)

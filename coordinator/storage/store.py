@@ -47,8 +47,8 @@ from fedquilt.core import DECODE_ERRORS, JobError, StoreError, Update
 from fedquilt.formats import toml
 from fedquilt.host.disk import PRIVATE, REAL, Disk, Lock
 
-VERSION: Final = 6  # of the tables
-INTEGRITY_CHECK_S: Final = 0.5  # that a look at the whole database may take when it is opened
+VERSION: Final = 6  # version of the tables
+INTEGRITY_CHECK_S: Final = 0.5  # time limit of the integrity check when a database is opened
 JOBS: Final = rows.SCHEMA.format(table="jobs", facts="facts")
 _SCHEMA: Final = """
 create table if not exists counters (name text primary key, value integer not null, sum blob not null);
@@ -100,13 +100,12 @@ def _find_integrity_errors(db: sqlite3.Connection, limit_s: float) -> list[str]:
 
 
 LOCK_TRIES: Final = 10
-ARMED: Final = "armed"  # it starts another run of its job when its [trigger] fires
+ARMED: Final = "armed"  # starts further runs when its [trigger] fires
 UNAPPROVED: Final = "waiting for approval"
 UNDER_WAY: Final = ("queued", "running")
-UNENDED: Final = (ARMED, UNAPPROVED, *UNDER_WAY, "stopping")  # a coordinator may be working on the run
-MAX_COORDINATOR_GAP_S: Final = (
-    20.0  # longest time without a coordinator while a run is followed; systemd starts ours again after 10
-)
+UNENDED: Final = (ARMED, UNAPPROVED, *UNDER_WAY, "stopping")
+# longest time without a coordinator while a run is followed; systemd starts ours again after 10
+MAX_COORDINATOR_GAP_S: Final = 20.0
 Origin = Literal["run", "fleet", "virtual", "simulation"]
 log = logging.getLogger("fedquilt.coordinator")
 
@@ -122,12 +121,11 @@ class StoredJob(NamedTuple):
     job: JobSettings
     bundle: Path
     status: str
-    created: float  # wall-clock seconds, for people
-    origin: Origin = (
-        "run"  # "fleet" and "virtual" are `fedquilt simulate` with and without a broker, "simulation" without agents
-    )
-    epoch: int = 0  # start of the coordinator that took it up last
-    submitter: str = ""  # user of the system who queued it; "": not known
+    created: float  # wall-clock seconds
+    # "fleet" and "virtual" are `fedquilt simulate` with and without a broker, "simulation" without agents
+    origin: Origin = "run"
+    epoch: int = 0  # epoch of the latest coordinator that activated the job
+    submitter: str = ""  # user name, or "" if unknown
     content: str = ""  # `job_bundle.hash_content` of the bundle when the job was queued
 
     @property
@@ -147,7 +145,7 @@ class Store:
     Args:
         durable: Whether to wait for the disk, so that accepted updates survive a power failure. Otherwise they survive
             a killed process.
-        every: The least number of events between two snapshots of a job.
+        every: The smallest number of events between two snapshots of a job.
 
     Every method raises StoreError if the folder or the database cannot be read or written.
     """
@@ -161,7 +159,7 @@ class Store:
             wal = write_ahead_log.read_log(disk, home / "fedquilt.db")
             self._db = disk.connect(home / "fedquilt.db")
             try:
-                self._db.execute("select 1 from sqlite_master").fetchone()  # SQLite takes up the log, writes nothing
+                self._db.execute("select 1 from sqlite_master").fetchone()  # SQLite reads the write-ahead log
                 wal.report_damage(disk, self._db)
                 self._db.execute("pragma journal_mode=wal")
                 self._db.execute(f"pragma synchronous={'full' if durable else 'off'}")
@@ -169,7 +167,7 @@ class Store:
                 require_tables(self._db, home)
                 self._rows = RowStore(self._db, home, lambda job: self.snapshots.read_log(job))
                 self.damage = find_damage(self._db)
-            except BaseException:  # also that the tables are of another version
+            except BaseException:
                 self._db.close()
                 raise
         self.snapshots = SnapshotStore(self._db, self._rows.read_log, home, self.open_transaction, every)
@@ -177,7 +175,7 @@ class Store:
         self.suspensions = SuspendedJobs(self._db, home, self.open_transaction, self._read_epoch)
         self.blob_store = BlobStore(home / "blobs", durable=durable, disk=disk)
         self._lock: Lock | None = None
-        self._unwritten_events: list[tuple[str, float, str]] | None = None  # facts of a `batch_events`: job, time, body
+        self._unwritten_events: list[tuple[str, float, str]] | None = None  # (job, time, body) in `batch_events`
 
     def __enter__(self) -> Store:
         return self
@@ -194,7 +192,7 @@ class Store:
         """Lock the home until `close`, and own the blob store. Return False if another process has the lock."""
         if self._lock is None:
             self._require_undamaged()
-            # a process that tests whether the folder is served holds the lock for a moment
+            # `is_served` of another process holds the lock for a moment
             with database_errors(self.home):
                 self._lock = self._disk.lock(self.home / "lock", tries=LOCK_TRIES)
             if self._lock is not None:
@@ -204,9 +202,9 @@ class Store:
     def is_served(self) -> bool:
         return self._lock is not None or is_served(self.home, self._disk)
 
-    def begin_epoch(self, above: int = 0) -> int:
+    def begin_epoch(self, min_epoch: int = 0) -> int:
         with self.open_transaction():
-            epoch = 1 + max(self._read_epoch(), above)
+            epoch = 1 + max(self._read_epoch(), min_epoch)
             self._rows.set_counter("epoch", epoch)
         return epoch
 
@@ -220,7 +218,7 @@ class Store:
         epoch = self._rows.read_counter("epoch")
         if epoch is None:
             log.warning("the number of starts in %s is damaged: devices say if it has become too small", self.home)
-            return max((row.epoch for row, whole in self._rows.read_jobs() if whole), default=0)
+            return max((row.epoch for row, is_intact in self._rows.read_jobs() if is_intact), default=0)
         return epoch
 
     def record_authentication(self, signed: bool) -> None:
@@ -234,7 +232,7 @@ class Store:
         return counter > 1 if counter else None
 
     def find_unfinished(self, job: JobSettings, bundle: Path, origin: Origin = "run") -> str | None:
-        """Return the latest run of this job that is armed, or unfinished and of the same bundle."""
+        """Return the id of the job's latest unfinished run with this bundle content, or armed run, or None."""
         content = _hash_bundle(bundle)
         rows = [row for row in self.readable_jobs() if (row.job, row.bundle, row.origin) == (job, bundle, origin)]
         rows = [row for row in rows if row.content == content or row.status == ARMED]
@@ -268,7 +266,7 @@ class Store:
         return id
 
     def find_or_add_job(self, job: JobSettings, bundle: Path) -> tuple[str, bool]:
-        """Return the unfinished run of exactly this job and True, or queue a new run, once in all processes."""
+        """Return the id of the job's unfinished run and True, or queue a new run and return its id and False."""
         with self.open_transaction():
             id = self.find_unfinished(job, bundle)
             return (id, True) if id is not None else (self.add_job(job, bundle), False)
@@ -284,7 +282,7 @@ class Store:
         if not is_intact:
             damaged = self._rows.damage_error(row.id, "its row in the list of jobs is not what was written")
             created = row.created if isinstance(row.created, float) else 0.0
-            id, status, reason = (ascii(value)[1:-1] for value in (row.id, row.status, str(damaged)))  # may be no text
+            id, status, reason = (ascii(value)[1:-1] for value in (row.id, row.status, str(damaged)))  # may not be text
             return UnreadableRow(id, status, created, reason, damaged=True)
         try:
             job = msgspec.json.decode(row.settings, type=JobSettings)
@@ -379,7 +377,7 @@ class Store:
             return [*self._rows.find_damaged_jobs(), *self.rollouts.read_errors()]
 
     def read_logs(self) -> dict[str, IndexedLog]:
-        """Return the log of every job, with its length and its blobs. The result must not be changed."""
+        """Return the index of every job's log. The result must not be changed."""
         with database_errors(self.home):
             return self._rows.read_logs()
 
@@ -416,7 +414,7 @@ class Store:
 
     def _write_events(self, rows: Sequence[tuple[str, float, str]]) -> None:
         if rows:
-            self.blob_store.sync_small_blobs()  # what a fact names is on the disk before it
+            self.blob_store.sync_small_blobs()  # blobs must be on the disk before events that refer to them
             with self.open_transaction():
                 self._rows.append_events(rows)
 
@@ -444,7 +442,7 @@ class Store:
         """
         try:
             last_events = [logged_event for _, _, logged_event in self.read_events(id)][-1:]
-        except JobError as error:  # nothing is added to a log that cannot be read
+        except JobError as error:  # no event is added to a damaged log
             log.error("%s", error)
         else:
             event = next(
@@ -475,7 +473,7 @@ class Store:
 
 
 def _hash_bundle(bundle: Path) -> str:
-    from fedquilt.formats import job_bundle  # imports numpy, which verbs that only look can do without
+    from fedquilt.formats import job_bundle  # imports numpy, which takes time
 
     return job_bundle.hash_content(bundle)
 

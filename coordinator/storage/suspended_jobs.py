@@ -1,7 +1,7 @@
 """Suspended jobs, whose data the disk fails to return, and the times of their retries.
 
-A job is tried TRIES times, AGAIN_S apart. A new coordinator tries at once and counts the tries of earlier ones, so that
-a job fails after a limited number of tries even if coordinators are killed.
+A job is tried TRIES times, RETRY_S apart. A new coordinator tries at once and counts the tries of earlier coordinators,
+so that a job fails after a limited number of tries even if coordinators are killed.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from fedquilt.coordinator.storage.rows import database_errors
 
 TRIES: Final = 3
 RETRY_S: Final = 30.0  # between two tries
-FORGET_AFTER_S: Final = 3600.0  # after the time of the next try, a failure counts as the first one again
+FORGET_AFTER_S: Final = 3600.0  # time after the retry, after which tries are counted anew
 
 SCHEMA: Final = """
 create table if not exists suspended (
@@ -28,16 +28,16 @@ create table if not exists suspended (
 
 class Suspension(NamedTuple):
     start_time: float
-    retry_time: float  # when it is tried again
+    retry_time: float  # wall-clock seconds
     reason: str
-    subject: str  # what cannot be read
+    subject: str  # data that cannot be read
     tries: int
 
     def __str__(self) -> str:
-        since, again = (
-            time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(at)) for at in (self.start_time, self.retry_time)
+        start, retry = (
+            time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(time_s)) for time_s in (self.start_time, self.retry_time)
         )
-        return f"the disk since {since}, and is tried again at {again}: {self.reason}"
+        return f"the disk since {start}, and is tried again at {retry}: {self.reason}"
 
 
 def count_failure(
@@ -54,7 +54,7 @@ def count_failure(
     """
     if suspension is None or suspension.subject != subject or now >= suspension.retry_time + FORGET_AFTER_S:
         suspension = Suspension(now, now, reason, subject, 0)
-    # A try of a restarted coordinator before its time does not count. A clock that was set back shows a later time.
+    # A try of a restarted coordinator before the retry time does not count.
     is_early = 0 < suspension.retry_time - now <= RETRY_S
     tries = suspension.tries + (is_limited and not is_early)
     if tries >= TRIES:

@@ -37,7 +37,7 @@ class WriteAheadLog(NamedTuple):
 
     def _has_damaged_frame(self, disk: Disk, read_frames: int) -> bool:
         _, _, page, _, salts, sums = _HEAD.unpack(self.head)
-        order, size = _byte_order(self.head), _frame_size(page)
+        byte_order, size = _byte_order(self.head), _frame_size(page)
         if not read_frames and not _is_header_intact(self.head):
             return True
         seed = sums if not read_frames else disk.read(self.path, _HEAD.size + (read_frames - 1) * size + 16, 8)
@@ -46,7 +46,7 @@ class WriteAheadLog(NamedTuple):
             if len(frame) < size:
                 return False  # the log was restarted meanwhile
             _, _, frame_salts, stated_checksum = _FRAME.unpack_from(frame)
-            if frame_salts != salts or _checksum(frame[:8] + frame[_FRAME.size :], seed, order) != stated_checksum:
+            if frame_salts != salts or _checksum(frame[:8] + frame[_FRAME.size :], seed, byte_order) != stated_checksum:
                 return True
             seed = stated_checksum
         return False
@@ -56,7 +56,9 @@ class WriteAheadLog(NamedTuple):
         if not self.committed_frames:
             return
         try:
-            _, read_frames, _ = db.execute("pragma wal_checkpoint(passive)").fetchone()  # -1: another process is at it
+            _, read_frames, _ = db.execute(
+                "pragma wal_checkpoint(passive)"
+            ).fetchone()  # -1 if another process has the lock
         except sqlite3.OperationalError as error:
             if "is full" not in str(error):
                 raise
@@ -79,10 +81,10 @@ def _is_header_intact(head: bytes) -> bool:
     return _checksum(head[:24], bytes(8), _byte_order(head)) == head[24:]
 
 
-def _checksum(payload: bytes, seed: bytes, order: str) -> bytes:
+def _checksum(payload: bytes, seed: bytes, byte_order: str) -> bytes:
     """Return SQLite's checksum of words in the log's byte order, continued from `seed`, in big-endian order."""
     first, second = struct.unpack(">II", seed)
-    words = iter(struct.unpack(f"{order}{len(payload) // 4}I", payload))
+    words = iter(struct.unpack(f"{byte_order}{len(payload) // 4}I", payload))
     for first_word, second_word in zip(words, words, strict=True):
         first = first + first_word + second & 0xFFFFFFFF
         second = second + second_word + first & 0xFFFFFFFF
@@ -99,7 +101,7 @@ def read_log(disk: Disk, database: Path) -> WriteAheadLog:
     path = database.with_name(database.name + "-wal")
     try:
         return _parse_log(disk, path)
-    except FileNotFoundError:  # the last process that had the database open has closed it: all is in there
+    except FileNotFoundError:  # a closed database has no log
         return WriteAheadLog(path, b"", 0)
 
 

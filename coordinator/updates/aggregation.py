@@ -45,11 +45,11 @@ from fedquilt.core import (
 from fedquilt.core.messages import has_site_bundles
 from fedquilt.host import process_resources
 
-UNCHANGED_ROUNDS: Final = 5  # first rounds of a run in which the loss has to change
-UNCHANGED_SHARE: Final = 1e-4  # smaller changes of the loss than this share are none
-LEARNT_LOSS: Final = 0.01  # a smaller loss may stay as it is
+UNCHANGED_ROUNDS: Final = 5  # number of first rounds in which the loss must change
+UNCHANGED_SHARE: Final = 1e-4  # relative change of the loss that counts as no change
+LEARNT_LOSS: Final = 0.01  # smaller losses need not change
 LOW_LR: Final = 1e-4
-OUTLIER_LOSS_FACTOR: Final = 1000.0  # times the median of the devices' losses, from which on a device is named
+OUTLIER_LOSS_FACTOR: Final = 1000.0  # a note names devices whose loss exceeds this multiple of the median
 
 
 def aggregate_evaluations(updates: Collection[Update]) -> EvaluationSums | None:
@@ -104,7 +104,7 @@ def average_metrics(updates: Collection[Update]) -> dict[str, float]:
 
 
 def explain_missing_metrics(updates: Collection[Update], averages: Mapping[str, float]) -> list[str]:
-    """Return notes on the devices' metrics that `average_metrics` has not found."""
+    """Return notes on metrics that most devices report and `average_metrics` leaves out."""
     names = Counter(name for update in updates for name in update.metrics)
     missing = {name for name, count in names.items() if 2 * count > len(updates)} - averages.keys()
     infinite_names = {name for update in updates if update.weight for name in update.metrics} & missing
@@ -153,16 +153,16 @@ class PartialAggregate:
         self.reset()
 
     def reset(self) -> None:
-        self._folded_inputs: dict[str, FoldInputs] = {}  # by device, in the order in which they were folded
+        self._folded_inputs: dict[str, FoldInputs] = {}  # by device, in the order of folding
         self.total: Any = None  # aggregate of these updates, or None without updates
-        self._pending_sums: list[tuple[dict[str, FoldInputs], Callable[[], Any]]] = []  # sums of workers
+        self._pending_sums: list[tuple[dict[str, FoldInputs], Callable[[], Any]]] = []  # sums of simulation workers
 
-    def can_fold_now(self, device: str, answered: Mapping[str, Update], asked: Iterable[str]) -> bool:
+    def can_fold_now(self, device: str, accepted: Mapping[str, Update], pending: Iterable[str]) -> bool:
         """Return whether a device's update can be folded on arrival."""
         if self._any_order:
             return not self._contains_device(device)
-        is_next = self.can_fold_in_order(device) and device == min(asked, default="")
-        return is_next and len(self._folded_inputs) == len(answered)
+        is_next = self.can_fold_in_order(device) and device == min(pending, default="")
+        return is_next and len(self._folded_inputs) == len(accepted)
 
     def can_fold_in_order(self, device: str) -> bool:
         return (
@@ -207,7 +207,7 @@ class PartialAggregate:
         return len(updates) == len(self) and all(self.contains_update(update) for update in updates.values())
 
     def is_part_of(self, updates: Mapping[str, Update]) -> bool:
-        """Return whether the aggregate contains only these updates, in order if the order matters."""
+        """Return whether the aggregate contains only these updates, and a prefix of them if the order matters."""
         in_order = self._any_order or sorted(updates)[: len(self._folded_inputs)] == list(self._folded_inputs)
         return in_order and all(
             device in updates and self.contains_update(updates[device]) for device in self._folded_inputs
@@ -224,8 +224,8 @@ def foldable_updates(job_state: JobState, any_order: bool) -> dict[str, Update]:
     """Return the accepted updates that may be in the running round's aggregate now, by device."""
     if any_order or job_state.phase == "closing":
         return dict(job_state.accepted_updates)
-    first = min(job_state.pending_devices, default="")  # without open tasks, the next device may have any name
-    return {device: update for device, update in job_state.accepted_updates.items() if device < first}
+    first_pending = min(job_state.pending_devices, default="")  # without open tasks, no update can be folded yet
+    return {device: update for device, update in job_state.accepted_updates.items() if device < first_pending}
 
 
 def fold_inputs(update: Update) -> FoldInputs:
@@ -240,10 +240,10 @@ def blob_hashes(updates: Iterable[Update]) -> set[str]:
     return {ref.sha256 for update in updates for ref in update.bundles.values()}
 
 
-UPDATE_CACHE_BYTES: Final = 32 << 20  # updates of a round that stay in memory after their examination, for the commit
+UPDATE_CACHE_BYTES: Final = 32 << 20  # bytes of validated updates cached in memory until the commit
 
 BaseTensors = Callable[[str], Tensors | None]
-"""`base` for the bundles of one update."""
+"""Function that returns the tensors that a bundle's differences are relative to, or None for a full bundle."""
 
 
 class Aggregator:
@@ -261,14 +261,20 @@ class Aggregator:
         *,
         large: bool = False,
     ) -> None:
-        self._depot, self._aggregation, self._state, self._job = blob_store, method_functions.aggregation, state, job
+        self._blob_store, self._aggregation, self._state, self._job = (
+            blob_store,
+            method_functions.aggregation,
+            state,
+            job,
+        )
         self._accumulator_type, self.large = method_functions.aggregation.accumulator(state), large
         if large:
-            process_resources.release_freed_memory()  # of the round before
+            process_resources.release_freed_memory()  # memory of the previous round
         self._partial_aggregate = self._new_folding()
-        self._cached_updates: dict[str, tuple[Update, DeviceUpdate]] = {}  # by device, up to READ_BYTES
+        self._cached_updates: dict[str, tuple[Update, DeviceUpdate]] = {}  # by device, up to UPDATE_CACHE_BYTES
         self._cached_bytes = 0
-        self._unfolded_count: tuple[JobState, int, tuple[int, int]] | None = None  # what was counted last, and of what
+        # state, folded updates and result of the latest count
+        self._unfolded_count: tuple[JobState, int, tuple[int, int]] | None = None
 
     def read_update(
         self, update: Update, job_state: JobState, find_base: BaseTensors, bounds: validation.ClaimBounds
@@ -278,14 +284,13 @@ class Aggregator:
         if self._job.wire.codec == "raw" and not is_site_update and self._partial_aggregate.contains_update(update):
             return update
         with validation.name_device_in_errors(update.device):
-            decoded = self._decode_update(job_blobs.load_update(self._depot, update), find_base)
+            decoded = self._decode_update(job_blobs.load_update(self._blob_store, update), find_base)
             update = self._with_permitted_devices(update, decoded, bounds)
             is_foldable_now = self._partial_aggregate.can_fold_now(
                 update.device, job_state.accepted_updates, job_state.pending_devices
             )
-            is_foldable_now = is_foldable_now and (
-                self._is_exact or not is_site_update
-            )  # a site's boards have places among the others
+
+            is_foldable_now = is_foldable_now and (self._is_exact or not is_site_update)
             if is_foldable_now:
                 total = self._fold_update(decoded)
             else:
@@ -293,7 +298,7 @@ class Aggregator:
         try:
             update = self._store_decoded(update, decoded)
         except StoreError:
-            self._partial_aggregate.reset()  # the sum may have this update, which does not count yet
+            self._partial_aggregate.reset()  # the sum may contain this update, which is not accepted yet
             raise
         if is_foldable_now:
             self._partial_aggregate.include_update(update.device, fold_inputs(update), total)
@@ -313,7 +318,7 @@ class Aggregator:
     def fold_early(self, update: DeviceUpdate, bundles: Mapping[str, BlobRef]) -> None:
         """Fold an expected update early, while other devices are still at work.
 
-        The update counts only after an offer with the same content. Errors are ignored here and raised then.
+        The update counts only after the device announces the same content. Errors are ignored here and raised then.
         """
         with contextlib.suppress(Exception):
             for bundle in update.bundles.values():
@@ -333,7 +338,7 @@ class Aggregator:
             or job_state.state.size > WHOLE_BYTES
         ):
             return None
-        return self._depot.verified_path(job_state.state.sha256)
+        return self._blob_store.verified_path(job_state.state.sha256)
 
     def fold_aggregate_early(
         self, job_state: JobState, round: int, inputs: Mapping[str, FoldInputs], wait_for_packed: Callable[[], bytes]
@@ -371,7 +376,7 @@ class Aggregator:
         return self._store_decoded(update, decoded)
 
     def has_foldable_update(self, job_state: JobState) -> bool:
-        """Return whether an accepted update can be folded now. Not to be called during a worker's call."""
+        """Return whether an accepted update can be folded now. Must not be called while a worker folds."""
         return "work" in job_state.task_actions and not self._partial_aggregate.consists_of(
             self._foldable_updates(job_state)
         )
@@ -381,7 +386,7 @@ class Aggregator:
         if "work" not in job_state.task_actions:
             return 0, 0
         cached = self._unfolded_count
-        if job_state.phase == "closing":  # the sum goes into the new state
+        if job_state.phase == "closing":  # the commit folds all updates
             return cached[2] if cached else (0, 0)
         if cached is None or cached[0] is not job_state or cached[1] != len(self._partial_aggregate):
             stored_devices = job_state.partial_aggregate.devices if job_state.partial_aggregate else ()
@@ -403,26 +408,26 @@ class Aggregator:
         self._fold_pending(job_state, max_updates=1)
         if not self._is_worth_storing(job_state, stored_at):
             return None
-        folded = [
+        folded_devices = [
             device
             for device, update in job_state.accepted_updates.items()
             if self._partial_aggregate.contains_update(update)
         ]
         return UpdatesAggregated(
             job_state.round,
-            tuple(sorted(folded)),
-            job_blobs.store_tensors(self._depot, *tensors.split_state(self._partial_aggregate.total)),
+            tuple(sorted(folded_devices)),
+            job_blobs.store_tensors(self._blob_store, *tensors.split_state(self._partial_aggregate.total)),
         )
 
     def _is_worth_storing(self, job_state: JobState, stored_at: float) -> bool:
-        """Return whether the exact aggregate has enough new updates to be stored while devices are at work."""
+        """Return whether devices are still at work, and the exact aggregate has enough new updates to be stored."""
         if not self._is_exact or not job_state.pending_devices:
             return False
-        folded = [
+        folded_updates = [
             update for update in job_state.accepted_updates.values() if self._partial_aggregate.contains_update(update)
         ]
         stored_devices = job_state.partial_aggregate.devices if job_state.partial_aggregate else ()
-        new_bytes = sum(total_blob_bytes(update) for update in folded if update.device not in stored_devices)
+        new_bytes = sum(total_blob_bytes(update) for update in folded_updates if update.device not in stored_devices)
         own_bytes = tensors.total_bytes([tensors.split_state(self._partial_aggregate.total)[0]]) if new_bytes else 0
         return new_bytes > 0 and new_bytes >= stored_at * own_bytes
 
@@ -435,7 +440,7 @@ class Aggregator:
             total = self._partial_aggregate.total
         self._partial_aggregate = self._new_folding()
         if self.large:
-            process_resources.release_freed_memory()  # a new state is made now
+            process_resources.release_freed_memory()  # memory for the new state
         return total
 
     def _are_devices_interleaved(self, job_state: JobState) -> bool:
@@ -465,7 +470,7 @@ class Aggregator:
         return {} if self._are_devices_interleaved(job_state) else foldable_updates(job_state, self._is_exact)
 
     def _fold_pending(self, job_state: JobState, max_updates: int | None = None) -> None:
-        """Fold up to `max_updates` updates, from the stored aggregate or none if the running one is unusable."""
+        """Fold up to `max_updates` updates. If the running aggregate is unusable, continue from the stored one."""
         updates = self._foldable_updates(job_state)
         self._partial_aggregate.merge_pending_sums(updates)
         if not self._partial_aggregate.is_part_of(updates) or not len(self._partial_aggregate):
@@ -481,7 +486,7 @@ class Aggregator:
         if stored is None:
             return aggregate
         assert self._accumulator_type is not None
-        total = job_blobs.load_partial_aggregate(self._depot, stored, self._accumulator_type, self._scratch_file())
+        total = job_blobs.load_partial_aggregate(self._blob_store, stored, self._accumulator_type, self._scratch_file())
         for device in stored.devices:
             aggregate.include_update(device, fold_inputs(job_state.accepted_updates[device]), total)
         return aggregate
@@ -495,16 +500,16 @@ class Aggregator:
         return PartialAggregate(self._is_exact)
 
     def _scratch_file(self) -> ScratchFile:
-        self._scratch = self._scratch or ScratchFile(self._depot.folder, self._depot.disk)
+        self._scratch = self._scratch or ScratchFile(self._blob_store.folder, self._blob_store.disk)
         return self._scratch
 
     def _fold_update(self, update: DeviceUpdate) -> Any:
         """Return the aggregate with another update. Reset it after an error other than UpdateError."""
-        # after an error, which may have come halfway, the aggregate is computed again
+        # an error may leave the aggregate half changed
         try:
             with exact_sums.sums_on_disk(self._scratch_file() if self.large and self._is_exact else None):
                 return self._aggregation.fold(self._state, self._partial_aggregate.total, update)
-        except UpdateError:  # checked before anything was added, also of a site
+        except UpdateError:  # raised before the aggregate is changed
             raise
         except Exception:
             self._partial_aggregate.reset()
@@ -512,10 +517,10 @@ class Aggregator:
 
     def _open_update(self, update: Update) -> DeviceUpdate:
         lazily = total_blob_bytes(update) > WHOLE_BYTES
-        return job_blobs.load_update(self._depot, update, lazily=lazily)
+        return job_blobs.load_update(self._blob_store, update, lazily=lazily)
 
     def _decode_update(self, update: DeviceUpdate, find_base: BaseTensors) -> DeviceUpdate:
-        # the site has decoded them, and types and shapes of its bundles are not kept
+        # a site has decoded its bundles already
         if has_site_bundles(update.bundles):
             return update
         return replace(update, bundles=compression.decode_update(self._job.wire, update.bundles, find_base))
@@ -533,7 +538,7 @@ class Aggregator:
         if self._job.wire.codec == "raw" or has_site_bundles(update.bundles):
             return update
         refs = {
-            name: job_blobs.store_tensors(self._depot, bundle, store_payload=self._depot.store_small)
+            name: job_blobs.store_tensors(self._blob_store, bundle, store_payload=self._blob_store.store_small)
             for name, bundle in decoded.bundles.items()
         }
         return msgspec.structs.replace(update, bundles=refs, bases={})

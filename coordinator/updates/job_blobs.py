@@ -35,7 +35,7 @@ from fedquilt.formats import job_bundle
 from fedquilt.host.disk import DESCRIPTORS, Disk, PathInfo, Place, disk_errors
 from fedquilt.wire import Claim
 
-WHOLE_BYTES: Final = 1 << 20  # tensors up to this are in memory as bytes when they are read or stored
+WHOLE_BYTES: Final = 1 << 20  # tensors up to this size are read and stored as bytes in memory
 
 _HOME: Final = "the home"
 
@@ -53,8 +53,11 @@ class LostUpdateError(JobError):
 class UnreadableError(StoreError):
     """Error for a failed disk read of a job's data. A later attempt may succeed.
 
-    `replaceable_blob` is a blob that can be rebuilt or requested again, `location` the folder that must become
-    readable. It `is_permanent` while no file descriptor is left, so the job waits without a limit.
+    Attributes:
+        subject: The data that cannot be read.
+        replaceable_blob: The sha256 of a blob that can be rebuilt or requested again, or "".
+        location: The folder that must become readable.
+        is_permanent: Whether retries are unlimited, because the process has no file descriptor left.
     """
 
     def __init__(
@@ -86,7 +89,7 @@ def convert_read_errors(subject: str, replaceable_blob: str = "", location: str 
 
 
 def suspension_reason(error: BaseException) -> UnreadableError | None:
-    """Return why an error suspends its job, or None if the error does not concern the disk."""
+    """Return the read error that suspends a job after `error`, or None if the error has another cause."""
     if isinstance(error, UnreadableError):
         return error
     if (descriptor_error := _find_descriptor_error(error)) is None:
@@ -108,7 +111,7 @@ def _convert_blob_read_errors(subject: str, ref: BlobRef, can_replace: bool) -> 
 
 
 class _BlobReadDisk(Disk):
-    """Disk whose read errors name the blob and the devices it came from."""
+    """Disk whose read errors name the blob and the device of its update."""
 
     def __init__(self, disk: Disk, convert_errors: Callable[[], AbstractContextManager[None]]) -> None:
         self._disk, self._convert_errors = disk, convert_errors
@@ -132,7 +135,7 @@ def load_update(blob_store: BlobStore, update: Update, *, lazily: bool = False) 
     Raises:
         LostUpdateError: If a blob of the update is missing or damaged.
         UnreadableError: If the disk fails.
-        UpdateError: If a bundle is no safetensors blob, or contains values that are not finite and are in memory.
+        UpdateError: If a bundle is not a safetensors blob or, unless `lazily`, contains values that are not finite.
     """
     bundles: dict[str, Tensors] = {}
     for name, ref in update.bundles.items():
@@ -208,14 +211,14 @@ def restore_bundle_files(run: str, blob_store: BlobStore, folder: Path, files: M
                 path = job_bundle.verify_file(folder, ref, blob_store.disk)
             try:
                 blob_store.store_file(path, ref)
-            except DamagedBlobError as error:  # it has changed since
+            except DamagedBlobError as error:  # changed since `verify_file`
                 raise JobError(f"{folder}: file {name!r} cannot be used ({error}): prepare it anew") from None
 
 
-def base_tensors(blob_store: BlobStore, update: Update, sent: Set[str], name: str) -> Tensors | None:
+def base_tensors(blob_store: BlobStore, update: Update, sent_blobs: Set[str], name: str) -> Tensors | None:
     """Return the float32 tensors that a bundle's differences are relative to, or None for a full bundle.
 
-    Each tensor is read when it is used. `sent` are the sha256 of the blobs that the running round has sent.
+    Each tensor is read when it is used. `sent_blobs` are the sha256 of the blobs that the running round has sent.
     """
     sha256 = update.bases.get(name)
     if sha256 is None:
@@ -224,7 +227,7 @@ def base_tensors(blob_store: BlobStore, update: Update, sent: Set[str], name: st
         convert_read_errors, f"what {update.device}'s update has moved from ({sha256[:12]})", sha256
     )
     with convert_errors():
-        path = blob_store.verified_path(sha256) if sha256 in sent else None
+        path = blob_store.verified_path(sha256) if sha256 in sent_blobs else None
     if path is None:
         raise UpdateError(f"bundle {name!r} has moved from {sha256[:12]}, which this round has not sent")
     return disk_arrays.FloatReader(path, _BlobReadDisk(blob_store.disk, convert_errors))
@@ -244,17 +247,17 @@ def store_tensors(
     )
 
 
-EncodedBundles = dict[int, tuple[Tensors, BlobRef]]  # bundles that are stored, by their identity
+EncodedBundles = dict[int, tuple[Tensors, BlobRef]]  # `id` of tensors -> tensors and their stored blob
 
 
 class CommitResult(NamedTuple):
     event: RoundCommitted
-    state: Any  # as it is stored
-    encoded_bundles: EncodedBundles  # bundles that all devices are sent next
+    state: Any  # loaded from the stored blob
+    encoded_bundles: EncodedBundles  # task bundles common to all devices
 
 
 def encode_common_bundles(method: Method, state: Any, ref: BlobRef, blob_store: BlobStore) -> EncodedBundles:
-    """Store the bundles that all devices receive of a large state, or none if devices receive different ones."""
+    """Store the task bundles of a large state, if all devices receive the same bundles."""
     if ref.size <= WHOLE_BYTES or not method.common_task:
         return {}
     task_spec = method.send(state, DeviceView("", None))
@@ -264,9 +267,9 @@ def encode_common_bundles(method: Method, state: Any, ref: BlobRef, blob_store: 
 
 class LoadedState(NamedTuple):
     ref: BlobRef
-    state: Any  # as it is stored
-    has_evaluation_rounds: bool  # whether the method has evaluation rounds, for a new job
-    encoded_bundles: EncodedBundles  # what all devices are sent of the state
+    state: Any  # loaded from the stored blob
+    has_evaluation_rounds: bool
+    encoded_bundles: EncodedBundles  # task bundles common to all devices
 
 
 class ModelStates:
@@ -286,22 +289,19 @@ class ModelStates:
         blob_store: BlobStore,
         lazy_bytes: float,
     ) -> None:
-        self._run, self._job, self._method, self._blob_store, self._lazy_bytes = (
-            run,
-            job,
-            method,
-            blob_store,
-            lazy_bytes,
-        )
+        self._run = run
+        self._job = job
+        self._method = method
+        self._blob_store = blob_store
+        self._lazy_bytes = lazy_bytes
         self._bundle, self._folder = bundle, folder
 
     def load_starting_state(self, job_state: JobState) -> LoadedState:
-        """Store missing bundle files and load the current state, which is created for a new job."""
+        """Store missing bundle files, and load the current state or create the first state of a new job."""
         restore_bundle_files(self._run, self._blob_store, self._folder, self._bundle.files)
         ref = job_state.state or store_tensors(self._blob_store, *tensors.split_state(self._create_initial_state()))
-        state = self.load_state(
-            ref, job_state.round, can_recreate=not job_state.round
-        )  # what is stored, also of a new job
+        # what is stored, also of a new job
+        state = self.load_state(ref, job_state.round, can_recreate=not job_state.round)
         has_evaluation_rounds = self._method.evaluation_round is not None and self._method.evaluation_round.is_needed(
             state
         )
@@ -310,11 +310,11 @@ class ModelStates:
         )
 
     def load_state(self, ref: BlobRef, round: int, *, can_recreate: bool) -> Any:
-        """Return a stored state. A lost state is made again from the bundle, before round 1, and stored.
+        """Return a stored state. A lost initial state is created again from the bundle and stored.
 
         Args:
             ref: The reference of the state.
-            round: The round that begins or ends with the state.
+            round: The number of the round at whose start or end the state was stored.
             can_recreate: Whether the origin of the state is available, so that a lost state can be stored again.
         """
         run, kind, blob_store = self._run, self._method.state, self._blob_store

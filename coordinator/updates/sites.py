@@ -54,11 +54,11 @@ from fedquilt.core import (
 )
 from fedquilt.core.messages import SITE_BUNDLES, has_site_bundles
 
-AGGREGATE_BUNDLE: Final = "site.sum"  # bundle with an accumulator: its arrays by number, and where in it they belong
-SKELETON_TENSOR: Final = "form"  # tensor of that, uint8 (n,): as of `fedquilt.arrays.tensors.split_state`
-DEVICE_TABLE: Final = "boards"  # tensor of each bundle, uint8 (n,): JSON of a list of `SiteUpdatePart`
-BUNDLE_BYTES: Final = 32 << 20  # of tensors in one bundle of updates; the last update in it may be beyond
-BUNDLE_TENSORS: Final = 8000  # likewise
+AGGREGATE_BUNDLE: Final = "site.sum"  # bundle of a partial aggregate: its arrays by number, and SKELETON_TENSOR
+SKELETON_TENSOR: Final = "form"  # uint8 (n,), skeleton of the aggregate (`fedquilt.arrays.tensors.split_state`)
+DEVICE_TABLE: Final = "boards"  # uint8 (n,) in each bundle, JSON of a list of `SiteUpdatePart`
+BUNDLE_BYTES: Final = 32 << 20  # bytes of tensors after which a bundle of updates is full
+BUNDLE_TENSORS: Final = 8000  # number of tensors after which a bundle of updates is full
 
 
 class SiteUpdatePart(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -102,8 +102,8 @@ class _SiteBundle(Mapping[str, np.ndarray]):
 
     __slots__ = ("_names", "_prefix", "_tensors")
 
-    def __init__(self, whole: Tensors, prefix: str, names: Sequence[str]) -> None:
-        self._tensors, self._prefix, self._names = whole, prefix, names
+    def __init__(self, tensors: Tensors, prefix: str, names: Sequence[str]) -> None:
+        self._tensors, self._prefix, self._names = tensors, prefix, names
 
     def __getitem__(self, name: str) -> np.ndarray:
         return self._tensors[self._prefix + name]
@@ -204,7 +204,7 @@ def _decode_parts(bundle: Tensors) -> list[SiteUpdatePart]:
 STATE: Final = "state"  # bundle of a site's task
 NO_STATE: Final = np.zeros(0, np.uint8)
 
-FILE: Final = "file "  # before the name of a file of the job's bundle, as a bundle of a site's task
+FILE: Final = "file "  # prefix of bundles of a site's task that are files of the job's bundle
 
 MethodFunctions: TypeAlias = Method | EvaluationRound
 AdaptMethod: TypeAlias = Callable[[Method, JobSettings, Mapping[str, BlobRef]], Method]
@@ -218,23 +218,22 @@ def site_aggregate_type(aggregation: Aggregation, state: Any) -> type | None:
 def adapt_for_sites(method: Method, job: JobSettings, files: Mapping[str, BlobRef]) -> Method:
     """Return the method for a coordinator with sites among its devices."""
     params = {"job": msgspec.to_builtins(job)}
-    settle = method.evaluation_round
-    if settle is not None:
-        evaluation_params = {**params, "settling": True}
-        settle = replace(
-            settle,
-            send=_wrap_send(settle.send, evaluation_params, files),
-            aggregation=_accept_site_updates(settle.aggregation),
+    evaluation_round = method.evaluation_round
+    if evaluation_round is not None:
+        evaluation_round = replace(
+            evaluation_round,
+            send=_wrap_send(evaluation_round.send, {**params, "settling": True}, files),
+            aggregation=_accept_site_updates(evaluation_round.aggregation),
         )
     send, aggregation = _wrap_send(method.send, params, files), _accept_site_updates(method.aggregation)
-    return replace(method, send=send, aggregation=aggregation, evaluation_round=settle)
+    return replace(method, send=send, aggregation=aggregation, evaluation_round=evaluation_round)
 
 
 def _wrap_send(
     send_task_spec: Callable[..., Any], params: Mapping[str, Any], files: Mapping[str, BlobRef]
 ) -> Callable[[Any, DeviceView], TaskSpec | None]:
     """Return a function that sends sites the state and the job, and other devices their usual task."""
-    cached: list[tuple[Any, dict[str, Tensors | BlobRef]]] = []  # the state sent last, packed once for all sites
+    cached: list[tuple[Any, dict[str, Tensors | BlobRef]]] = []  # latest state and its bundles
 
     def send(state: Any, view: DeviceView) -> TaskSpec | None:
         task_spec: TaskSpec | None = send_task_spec(state, view)
@@ -309,15 +308,15 @@ class ForwardedUpdate:
 class SiteJobState:
     """State of a site's job: the state of the parent, and the result of the latest round."""
 
-    parent_state: np.ndarray  # uint8 (n,), as `tensors.pack_state`; (0,): none has come yet
-    total: Mapping[str, np.ndarray] = field(default_factory=dict)  # arrays of an accumulator
-    form: str = ""  # where in it they belong (`tensors.split_state`); "": of nobody, or updates are passed up
-    sent: tuple[ForwardedUpdate, ...] = ()  # updates that are passed up, in the order of devices
+    parent_state: np.ndarray  # uint8 (n,), packed by `tensors.pack_state`, or (0,) before the first task
+    total: Mapping[str, np.ndarray] = field(default_factory=dict)  # arrays of the partial aggregate
+    form: str = ""  # skeleton of the partial aggregate (`tensors.split_state`), or "" without an aggregate
+    sent: tuple[ForwardedUpdate, ...] = ()  # forwarded updates, in the order of device ids
 
 
 def adapt_for_parent(method: Method, job: JobSettings, files: Mapping[str, BlobRef]) -> Method:
     """Return the method for a site, whose rounds end with a partial aggregate or forwarded updates."""
-    cached_states: dict[int, tuple[np.ndarray, Any]] = {}  # by identity of its bytes: the state of the running round
+    cached_states: dict[int, tuple[np.ndarray, Any]] = {}  # `id` of the packed state -> packed and unpacked state
 
     def unpack_parent_state(state: SiteJobState) -> Any:
         cached = cached_states.get(id(state.parent_state))
@@ -334,7 +333,7 @@ def adapt_for_parent(method: Method, job: JobSettings, files: Mapping[str, BlobR
     def result(state: SiteJobState) -> Artefact:
         raise JobError(f"this home is a site's: the result of {job.name} is at the coordinator above")
 
-    settle = method.evaluation_round
+    evaluation_round = method.evaluation_round
     return replace(
         method,
         state=SiteJobState,
@@ -344,8 +343,8 @@ def adapt_for_parent(method: Method, job: JobSettings, files: Mapping[str, BlobR
         is_done=lambda state: False,
         explain=lambda state: (),
         evaluation_round=None
-        if settle is None
-        else EvaluationRound(is_needed=lambda state: False, **_site_functions(settle, unpack_parent_state)),
+        if evaluation_round is None
+        else EvaluationRound(is_needed=lambda state: False, **_site_functions(evaluation_round, unpack_parent_state)),
     )
 
 

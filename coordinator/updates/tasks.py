@@ -1,4 +1,4 @@
-"""Conversion of an `TaskSpec` of a method into a `Task`, with its predicted cost."""
+"""Conversion of a method's `TaskSpec` into a `Task`, with its predicted cost."""
 
 from __future__ import annotations
 
@@ -14,9 +14,8 @@ from fedquilt.core import Action, BlobRef, DeviceView, Task, TaskSpec, Tensors, 
 from fedquilt.core.messages import ADDITIVE_FIELDS
 from fedquilt.costs import cost_model
 
-DEFAULT_HELD_OUT_SHARE: Final = (
-    0.2  # share of a device's examples that is held out, where the job does not tell: `DataSpec.held`
-)
+# share of a device's examples that is held out, unless the job sets `DataSpec.held`
+DEFAULT_HELD_OUT_SHARE: Final = 0.2
 
 
 def held_out_share(data: Mapping[str, Any] | None) -> float:
@@ -25,16 +24,15 @@ def held_out_share(data: Mapping[str, Any] | None) -> float:
 
 
 class TaskSpecCache:
-    """Cache of orders, workloads and tasks that are equal for several devices of a round."""
+    """Cache of task specs, workloads and tasks that are equal for several devices of a round."""
 
     def __init__(self, held_out_share: float) -> None:
         self._held_out_share = held_out_share
-        self._shared_specs: dict[
-            bool, TaskSpec | None
-        ] = {}  # common to all sites (True), or to all other devices (False)
-        # of those orders, by their identity
+        # task specs for sites (True) and for other devices (False)
+        self._shared_specs: dict[bool, TaskSpec | None] = {}
+        # by `id` of a shared task spec, engine, actions and whether epochs may differ
         self._workloads: dict[tuple[int, str, tuple[Action, ...], bool], DeviceWorkload] = {}
-        self._latest_task: tuple[Hashable, Task] | None = None  # its latest task, and what it follows from
+        self._latest_task: tuple[Hashable, Task] | None = None  # key and latest task
 
     def task_spec_for_device(
         self, send: Callable[[Any, DeviceView], TaskSpec | None], state: Any, view: DeviceView, *, common: bool
@@ -66,8 +64,9 @@ class TaskSpecCache:
         """Return the task. Copy the latest one if the task spec is the same object and `shared_values` is equal.
 
         Args:
-            task_spec: The order for a device.
-            shared_values: The values behind all shared fields of the task, including the time, as blobs may vanish.
+            task_spec: The task spec of a device.
+            shared_values: The values that determine all shared fields of the task, and the time, since a task's blobs
+                may be deleted later.
             make: The function that builds the task.
             device_values: The fields that differ between devices.
         """
@@ -113,7 +112,7 @@ def predict_work(
 
 
 def with_epochs(task_spec: TaskSpec | None, epochs: int | None) -> TaskSpec | None:
-    """Return the order with another number of epochs and its work. None keeps the order."""
+    """Return the task spec with another number of epochs and its work, or unchanged if `epochs` is None."""
     if task_spec is None or epochs is None:
         return task_spec
     work = cost_model.repeat_work(task_spec.work, epochs / task_spec.params["epochs"])
@@ -123,10 +122,7 @@ def with_epochs(task_spec: TaskSpec | None, epochs: int | None) -> TaskSpec | No
 def predict_workload(
     task_spec: TaskSpec, actions: Sequence[Action], engine: str, held_out_share: float, has_unequal_epochs: bool
 ) -> DeviceWorkload:
-    """Predict the workload of an order.
-
-    `has_unequal_epochs` is whether the method permits different numbers of epochs.
-    """
+    """Predict the workload of a task spec. With `has_unequal_epochs`, record its epochs as changeable."""
     workload = DeviceWorkload(
         predict_work(task_spec, actions, engine, held_out_share), bytes=total_blob_bytes(task_spec)
     )
@@ -156,7 +152,7 @@ def predict_evaluation_work(task_spec: TaskSpec, held_out_share: float = DEFAULT
 
 
 def _scale_to_held_out(work: WorkEstimate, per_example: WorkEstimate, held_out_share: float) -> WorkEstimate:
-    share = held_out_share / (1 - held_out_share)  # held out for each example that is trained on
+    share = held_out_share / (1 - held_out_share)  # held-out examples per training example
     return msgspec.structs.replace(
         work, **{name: share * getattr(per_example, name) for name in ADDITIVE_FIELDS}, batch=per_example.batch
     )

@@ -41,19 +41,19 @@ from fedquilt.metrics import KNOWN, MAIN
 if TYPE_CHECKING:
     from fedquilt.coordinator.updates import sites
 
-MAX_POWER_W: Final = 3000.0  # of any board
-DEFAULT_POWER_W: Final = 1000.0  # of one whose profile has no watts
-MIN_POWER_W: Final = 100.0  # that a profile's watts are taken for: a meter may cover more than they do
-POWER_TOLERANCE: Final = 3.0  # times a profile's watts
-MIN_FLOPS_PER_S: Final = 1e6  # a second, that a board is taken for
-SPEED_TOLERANCE: Final = 10.0  # times as fast as its profile a board may be
+MAX_POWER_W: Final = 3000.0  # highest plausible power of any device
+DEFAULT_POWER_W: Final = 1000.0  # highest plausible power without watts in the profile
+MIN_POWER_W: Final = 100.0  # lowest power limit, since a meter may cover more than the profile
+POWER_TOLERANCE: Final = 3.0  # plausible power, as a multiple of the profile's watts
+MIN_FLOPS_PER_S: Final = 1e6  # lowest assumed speed of a device
+SPEED_TOLERANCE: Final = 10.0  # plausible speed, as a multiple of the profile's speed
 SPARE_S: Final = 60.0
 SPARE_BYTES: Final = 1 << 20
-MAX_SITE_TASK_BYTES: Final = 1 << 30  # that a board of a site can have fetched or sent for a task
-SHARE_TOLERANCE: Final = 1e-6  # by which a mean of shares may be above 1
-MAX_METRICS: Final = 64  # of an update, beside its evaluation
+MAX_SITE_TASK_BYTES: Final = 1 << 30  # plausible transfer of one device of a site per task
+SHARE_TOLERANCE: Final = 1e-6  # a mean of shares may exceed 1 by this much
+MAX_METRICS: Final = 64  # number of metrics in an update
 METRIC_NAME: Final = re.compile(r"[a-z][a-z0-9_.-]{0,39}")
-MAX_EPOCH_LEAD: Final = 1 << 20  # starts of the coordinator that a device may know and this home has lost
+MAX_EPOCH_LEAD: Final = 1 << 20  # largest plausible difference between a device's epoch and the stored epoch
 NO_SITE_RIGHT_TEXT: Final = (
     "%s says that it is a site, and has no right to speak for other devices: it gets the tasks of a "
     "device. With certificates, `fedquilt identity issue NAME --role site` grants the right; without, "
@@ -66,15 +66,15 @@ M = TypeVar("M", bound=Struct)
 class ClaimBounds(NamedTuple):
     """Limits on the claims of a device, known when its update arrives."""
 
-    workload: DeviceWorkload = DeviceWorkload()  # of its task
-    limit_s: float = math.inf  # longest time that it can have worked on the task
-    max_weight: float = MAX_EXAMPLES  # most that a device of the job may count as
-    max_examples: float = MAX_EXAMPLES  # most examples that a device of the job may report
+    workload: DeviceWorkload = DeviceWorkload()
+    limit_s: float = math.inf  # longest possible duration of the task
+    max_weight: float = MAX_EXAMPLES  # largest weight of one device
+    max_examples: float = MAX_EXAMPLES  # largest number of examples of one device
     site_right: SiteRight | None = None  # None unless the device is a site
-    is_evaluation: bool = True  # whether its task is to evaluate
-    task: TaskKind = "classes"  # of the job's network
-    outputs: int | None = None  # of the job's network, or None if its table does not declare outputs
-    uses_class_priors: bool = False  # whether its job wants class priors
+    is_evaluation: bool = True  # whether the task contains an evaluation
+    task: TaskKind = "classes"  # prediction task of the job's network
+    outputs: int | None = None  # outputs of the job's network, or None if not declared
+    uses_class_priors: bool = False
 
 
 def replace_unprintable(message: M, payload: bytes) -> M:
@@ -97,9 +97,9 @@ def _replace_in_texts(value: Any) -> Any:
 
 
 def limit_profile(profile: Profile, site_right: SiteRight | None) -> Profile:
-    """Return the profile with its number of boards limited to the site right, or 0 without a right."""
-    boards = min(profile.site_device_count, site_right.most) if site_right is not None else 0
-    return profile if boards == profile.site_device_count else replace(profile, site_device_count=boards)
+    """Return the profile with its number of site devices limited to the site right, or 0 without a right."""
+    count = min(profile.site_device_count, site_right.most) if site_right is not None else 0
+    return profile if count == profile.site_device_count else replace(profile, site_device_count=count)
 
 
 def longest_work_s(waited_s: float, deadline_s: float, attempts: int) -> float:
@@ -158,7 +158,7 @@ def limit_claims(update: Update, bounds: ClaimBounds) -> tuple[Update, str]:
 
 
 def require_plausible(update: Update, bounds: ClaimBounds, *, work: bool) -> None:
-    """Check the metrics of an update and, if it is `work` to fold and no evaluation alone, its weight."""
+    """Raise UpdateError if the metrics, the evaluation or, with `work`, the weight of an update is implausible."""
     require_valid_metrics(update.metrics)
     covers_site_devices = has_site_bundles(update.bundles) or not work
     boards = bounds.site_right.most if bounds.site_right and covers_site_devices else 1
@@ -203,7 +203,7 @@ def _require_valid_evaluation(sums: EvaluationSums, bounds: ClaimBounds, max_exa
 
 
 def require_site_right(update: Update, parts: Sequence[sites.SiteUpdatePart], bounds: ClaimBounds) -> None:
-    """Check that a site may submit updates of these devices, and that no device's weight is too large."""
+    """Raise UpdateError if a site may not submit updates of these devices, or a device's weight is too large."""
     site_right = bounds.site_right
     if site_right is None:
         raise UpdateError(f"{update.device} has no right to speak for other devices")
@@ -292,13 +292,13 @@ def _iterate_floats(value: Any, path: str) -> Iterator[tuple[str, Any]]:
             yield from _iterate_floats(item, f"{path}[{index}]")
 
 
-DEFAULT_UPDATE_MB: Final = 1024  # that a device may send where the method does not say how much it is
-CODEC_SIZE_FACTOR: Final = 2  # times as many bytes as the tensors have: topk with all entries, each with its place
-HEADER_BYTES: Final = 1024  # of a safetensors file without tensors, more than enough
-ENTRY_BYTES: Final = 300  # of a header for each tensor, besides its name
-AGGREGATE_SIZE_FACTOR: Final = 10  # a site's sum is at most so many times as large as the tensors that a board sends
-SITE_OVERHEAD_BYTES: Final = 2 << 20  # what a site's update may have besides
-MAX_SITE_DEVICES: Final = 10_000  # whose updates a site may pass up
+DEFAULT_UPDATE_MB: Final = 1024  # size limit of an update if the method declares no schema
+CODEC_SIZE_FACTOR: Final = 2  # size limit with a codec, as a multiple of the tensors (topk with all indices)
+HEADER_BYTES: Final = 1024  # size limit of a safetensors header without entries
+ENTRY_BYTES: Final = 300  # size limit of a tensor's entry in the header, without its name
+AGGREGATE_SIZE_FACTOR: Final = 10  # size limit of a site's aggregate, as a multiple of a device's update
+SITE_OVERHEAD_BYTES: Final = 2 << 20  # size limit of tables in a site's update
+MAX_SITE_DEVICES: Final = 10_000  # largest number of devices whose updates a site may forward
 
 
 def max_bundle_bytes(expected: Mapping[str, Any], wire: Encoding) -> int:
@@ -308,7 +308,7 @@ def max_bundle_bytes(expected: Mapping[str, Any], wire: Encoding) -> int:
 
 
 def require_manifest_fits(update: Update, expected: UpdateSchema | None, wire: Encoding, boards: int = 0) -> None:
-    """Raise UpdateError if an update does not fit the running round, judged by its manifest."""
+    """Raise UpdateError if the sizes, bundles or tensors in an update's manifest do not fit the round."""
     total_bytes = sum(ref.size for ref in update.bundles.values())
     if has_site_bundles(update.bundles):
         return _require_site_size(total_bytes, expected, boards)
@@ -340,10 +340,10 @@ class ManifestValidator:
 
     def __init__(self, expected: UpdateSchema | None, wire: Encoding) -> None:
         self._expected, self._wire = expected, wire
-        self._last_valid_manifest: object = None  # sizes and layouts of the last update that fitted
+        self._last_valid_manifest: object = None  # sizes and layouts of the latest valid update
 
     def manifest_problem(self, update: Update, boards: int = 0) -> str:
-        """Return why an update of a device or of a site's `boards` does not fit the round, or ""."""
+        """Return why an update does not fit the round, or "". `boards` is the number of devices of a site, or 0."""
         manifest = {name: ref.size for name, ref in update.bundles.items()}, update.layouts
         if manifest == self._last_valid_manifest:
             return ""
@@ -366,11 +366,15 @@ def _require_site_size(total_bytes: int, expected: UpdateSchema | None, boards: 
         raise UpdateError(f"it has {total_bytes} bytes, and {boards} boards send {max_bytes} at the most")
 
 
-def _require_expected_tensors(sent: Mapping[str, Any], expected: Mapping[str, Any], is_complete: bool) -> None:
-    unexpected = sorted(sent.keys() ^ expected.keys() if is_complete else sent.keys() - expected.keys())
+def _require_expected_tensors(
+    tensors_by_name: Mapping[str, Any], expected: Mapping[str, Any], is_complete: bool
+) -> None:
+    unexpected = sorted(
+        tensors_by_name.keys() ^ expected.keys() if is_complete else tensors_by_name.keys() - expected.keys()
+    )
     if unexpected:
         raise UpdateError(f"tensor names differ: {', '.join(unexpected[:5])}{' ...' if len(unexpected) > 5 else ''}")
-    for name, tensor in sent.items():
+    for name, tensor in tensors_by_name.items():
         expected_tensor = expected[name]
         if tensor.dtype != expected_tensor.dtype:
             raise UpdateError(f"tensor {name!r} is {tensor.dtype}, expected {expected_tensor.dtype}")

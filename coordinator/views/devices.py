@@ -21,16 +21,16 @@ from fedquilt.coordinator.fleet.device_status import (
 from fedquilt.core import shorten_error
 from fedquilt.formats import labels
 
-STATES: Final = ("online", "offline", "silent", "working", "idle", "refused")  # what --state takes
+STATES: Final = ("online", "offline", "silent", "working", "idle", "refused")  # values of --state
 MIN_REPORTED_SKEW_S: Final = 1.0  # smaller differences between clocks may be the network's
-MIN_REASON_WIDTH: Final = 20  # columns for the reason of a refusal, however narrow the terminal
+MIN_REASON_WIDTH: Final = 20  # columns for the reason of a decline, even in a narrow terminal
 HEAD: Final = ("board", "state", "for", "W", "°C", "memory", "doing")
-WATCH_INTERVAL_S: Final = 0.5  # between two looks of `watch_devices`
+WATCH_INTERVAL_S: Final = 0.5  # between two checks of `watch_devices`
 
 
 class DeviceRow(msgspec.Struct, frozen=True):
     board: DeviceStatus
-    reading: TelemetrySample  # its latest; nothing is known where there is no recent one
+    reading: TelemetrySample  # latest reading, empty without a recent one
 
     @property
     def state(self) -> str:

@@ -24,8 +24,8 @@ from fedquilt.coordinator.views.run_summary import (
 )
 from fedquilt.core import EvaluationSums, JobError, Update, Usage
 
-FINAL_EVALUATION: Final = "final evaluation"  # instead of a round's number
-FINAL_STATISTICS: Final = "statistics for the final evaluation"  # likewise
+FINAL_EVALUATION: Final = "final evaluation"
+FINAL_STATISTICS: Final = "statistics for the final evaluation"
 HIDDEN_METRICS: Final = ("macro_precision", "macro_recall", "micro_precision", "micro_recall", "micro_f1")
 """Metrics that a line does not show."""
 
@@ -68,7 +68,7 @@ def format_round_name(number: int, final: int | None) -> str:
 
 
 def format_round(summary: RoundSummary, rounds: int, score: str, width: int) -> str:
-    """Return the line of a committed round of work, without the parts for which `width` has no room."""
+    """Return the line of a committed round. Parts that exceed `width` columns are left out."""
     cost, loss = summary.cost, summary.train_loss
     device_count = f"{cost.tasks} device{'s' * (cost.tasks != 1)}"
     parts = [
@@ -92,9 +92,8 @@ def format_event(previous_summary: RunSummary, event: events.AnyEvent, new_summa
         return _describe_commit(
             event, is_final, list(previous_summary.state.accepted_updates.values()), len(previous_summary.selected)
         )
-    if (
-        isinstance(event, events.RoundRetried) and previous_summary.state.phase != "new"
-    ):  # else earlier events are not known
+    # the summary contains all earlier events
+    if isinstance(event, events.RoundRetried) and previous_summary.state.phase != "new":
         return [
             (
                 f"{FINAL_EVALUATION if is_final else f'round {event.round + 1}'}: "
@@ -181,17 +180,15 @@ def format_end(status: str, reason: str) -> list[str]:
 
 
 def _describe_retry(event: events.RoundRetried, previous_summary: events.JobState) -> str:
-    silent_devices, declining_devices = (
-        sorted(previous_summary.pending_devices),
-        previous_summary.decline_reasons.keys() - previous_summary.devices_without_work,
-    )
+    silent_devices = sorted(previous_summary.pending_devices)
+    declining_devices = previous_summary.decline_reasons.keys() - previous_summary.devices_without_work
     parts = [
         (
             f"{len(previous_summary.accepted_updates)} "
             f"{'update' if len(previous_summary.accepted_updates) == 1 else 'updates'}"
         )
     ]
-    if rejected := sorted(declining_devices & previous_summary.cohort):  # a board that declines leaves the roll
+    if rejected := sorted(declining_devices & previous_summary.cohort):  # a decline removes the device from the cohort
         parts.append(f"what {wait_reasons.format_names(rejected)} sent was refused")
     if declined := sorted(declining_devices - previous_summary.cohort):
         parts.append(f"{wait_reasons.format_names(declined)} declined")
@@ -212,7 +209,7 @@ def _describe_commit(
     event: events.RoundCommitted, is_final_evaluation: bool, updates: Sequence[Update], selected: int
 ) -> list[str]:
     """Return the lines of a commit: updates, energy, metrics, the method's notes, the coordinator's warnings."""
-    # devices evaluate the state that they receive, which is that of the round before
+    # devices evaluate the state of the previous round
     counts = [f"{len(updates)} of {selected} devices"] if selected else []
     counts += filter(None, [_format_energy(run_summary.sum_costs(updates))])
     evaluation_parts = describe_evaluation(event.evaluation)
@@ -303,7 +300,7 @@ def format_energy_summary(summary: RunSummary) -> list[str]:
 
 
 def summarise_run(row: StoredJob | UnreadableRow, store: Store, bytes_by_run: Mapping[str, int] = {}) -> dict[str, Any]:
-    """Return the values for a line of `fedquilt ls`. The value of "problem" is why the run cannot be read, or None."""
+    """Return the values for a line of `fedquilt ls`. "problem" is the reason why the run is unreadable, or None."""
     summary = None
     problem = row.reason if isinstance(row, UnreadableRow) else None
     if isinstance(row, StoredJob):
@@ -341,6 +338,7 @@ def summarise_run(row: StoredJob | UnreadableRow, store: Store, bytes_by_run: Ma
     }
 
 
+# colour by status
 STATUS_COLOURS: Final = {
     "done": "green",
     "failed": "red",
@@ -348,7 +346,7 @@ STATUS_COLOURS: Final = {
     "interrupted": "yellow",
     "held": "yellow",
     UNAPPROVED: "yellow",
-}  # colour by status
+}
 
 
 def format_runs(rows: Sequence[dict[str, Any]], width: int | None = None) -> list[str]:

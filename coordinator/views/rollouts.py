@@ -16,8 +16,8 @@ from fedquilt.formats import labels
 
 HEAD: Final = ("rollout", "brings", "status", "step", "boards", "begun")
 ORDER: Final = ("committed", "soaking", "checking", "fetching", "waiting", "refused", "returned", "lost", "")
-MAX_LISTED_DEVICES: Final = 200  # boards of one rollout
-MAX_NAMED_DEVICES: Final = 5  # boards that it waits for
+MAX_LISTED_DEVICES: Final = 200
+MAX_NAMED_DEVICES: Final = 5  # devices named in a wait reason
 
 
 def summarise_rollout(stored: StoredRollout) -> dict[str, Any]:
@@ -59,9 +59,9 @@ def summarise_rollout_and_devices(stored: StoredRollout) -> dict[str, Any]:
 
 class RolloutContext(NamedTuple):
     home: Path
-    is_served: bool  # by a coordinator, without which nothing goes on
-    rollouts: Sequence[rollout.Rollout]  # all rollouts, in the order in which they were queued
-    statuses: Mapping[str, DeviceStatus]  # as the coordinator knew them last
+    is_served: bool  # whether a coordinator runs
+    rollouts: Sequence[rollout.Rollout]  # all rollouts, in queueing order
+    statuses: Mapping[str, DeviceStatus]  # latest stored statuses
     now: float  # wall-clock seconds
 
 
@@ -83,7 +83,7 @@ def load_rollout_wait(stored: StoredRollout, log: RolloutLog, context: RolloutCo
 def describe_rollout_wait(
     state: rollout.Rollout, events: Sequence[tuple[int, float, rollout.AnyRolloutEvent]], context: RolloutContext
 ) -> str:
-    """Return what a rollout waits for, to follow "waits for", or "" if it does not wait."""
+    """Return the object of "waits for", or "" if the rollout does not wait."""
     if not state.is_under_way:
         return ""
     if not context.is_served:
@@ -123,7 +123,7 @@ def describe_rollout_wait(
 
 
 def describe_unmatched_labels(plan: rollout.RolloutPlan, context: RolloutContext) -> str:
-    """Return why no device has the labels of a rollout, to follow "waits for", or "" if a device has them."""
+    """Return the object of "waits for" if no device has the labels of a rollout, or ""."""
     if any(labels.is_selected(plan.select, status.labels) for status in context.statuses.values()):
         return ""
     if not context.statuses:

@@ -21,9 +21,9 @@ from fedquilt.formats import toml
 
 @dataclasses.dataclass(frozen=True)
 class DeviceOutcome:
-    code: str  # answered, asked, declined, refused, drawn ("not drawn"), or a key of `eligibility.REASONS`
+    code: str  # answered, asked, declined, refused, drawn ("not drawn"), or a key of `selection.REASONS`
     text: str
-    position: int | None = None  # of "not drawn": position in the order of selection, from 1
+    position: int | None = None  # position in the order of selection, from 1, of a device not drawn
     eligible_count: int | None = None  # number of eligible devices
     cohort_size: int | None = None  # number of devices selected
 
@@ -130,7 +130,9 @@ class RoundOutcomes:
                 ]
                 late_outcome = DeviceOutcome("asked", "selected; no update before the round closed")
                 by_round.setdefault(event.round, {}).update(dict.fromkeys(silent_devices, late_outcome))
-            case events.JobEnded(status=status) if state.phase not in _END_TEXTS:  # else it has not gone on since
+            case events.JobEnded(status=status) if (
+                state.phase not in _END_TEXTS
+            ):  # not after an earlier end without a resume
                 silent_devices = [
                     device for device, outcome in by_round.get(state.round, {}).items() if outcome.code == "asked"
                 ]
@@ -142,7 +144,7 @@ class RoundOutcomes:
                 pass
         self.summary = self.summary.with_event(event, at_s)
         state = self.summary.state
-        # in case that nobody can be asked
+        # in case no device can be selected
         if isinstance(event, events.EligibilityRecorded) and state.phase == "selecting":
             ineligible = {
                 device: DeviceOutcome(selection.reason_key(code), selection.reason_text(code))
@@ -151,7 +153,7 @@ class RoundOutcomes:
             _set_outcomes(by_round, event.round, ineligible)
 
 
-SELECTED_CODES: Final = ("answered", "asked", "declined", "refused")  # codes of those who have been asked in the round
+SELECTED_CODES: Final = ("answered", "asked", "declined", "refused")  # codes of selected devices
 
 _END_TEXTS: Final = {
     "failed": "no update by the deadline",
@@ -205,7 +207,7 @@ def _selection_outcomes(state: events.JobState, event: events.CohortSelected) ->
 
 
 def format_outcomes(outcomes: RoundOutcomes, round: int | None = None, device: str | None = None) -> list[str]:
-    """Return outcomes as text: by rounds with the same outcomes, or of one device."""
+    """Return outcomes as text, grouped by rounds with equal outcomes or, for one device, by round."""
     selected = filter_outcomes(outcomes.by_round, round, device)
     final_number = (
         None if outcomes.summary.final_evaluation_round is None else outcomes.summary.final_evaluation_round + 1

@@ -32,17 +32,17 @@ COLUMNS: Final = (
 
 class CostLedger(msgspec.Struct, frozen=True):
     tasks: int = 0
-    metered: int = 0  # of them
+    metered: int = 0  # number of metered tasks
     declined: int = 0
     examples: float = 0  # weights of the updates, mostly their numbers of examples
-    metered_examples: float = 0  # of the metered tasks
+    metered_examples: float = 0  # weights of the metered updates
     wall_s: float = 0
     energy_j: float | None = None
     idle_j: float | None = None
     energy_error_j: float | None = None
     meters: frozenset[str] = frozenset()  # sources of the joules
     peak_bytes: int | None = None
-    base_bytes: int | None = None  # of the task with that peak
+    base_bytes: int | None = None  # base memory of the task with the peak
     down_bytes: int = 0
     up_bytes: int = 0
 
@@ -52,7 +52,7 @@ class CostLedger(msgspec.Struct, frozen=True):
 
     @property
     def whole_j(self) -> float | None:
-        """Gross joules of all tasks, or None if one of them was not metered."""
+        """Gross joules of all tasks, or None if some task was not metered."""
         return self.energy_j if self.metered == self.tasks else None
 
     @property
@@ -135,16 +135,16 @@ def format_energy(energy_j: float, net_j: float | None, error_j: float | None) -
 
 @dataclass(frozen=True)
 class PersonalScores:
-    weighted: float  # over all their examples
-    mean: float  # over devices, however many examples each has
-    worst_decile: float  # mean of the tenth of the devices, at least one, for which it is worst
+    weighted: float  # mean over all examples
+    mean: float  # mean over devices
+    worst_decile: float  # mean of the worst tenth of the devices, at least one
     gap: float  # between the means of the best and the worst tenth of the devices
     deviation: float  # standard deviation over devices
-    count: int  # number of devices, those of sites among them
-    loss: float  # over all their examples
-    devices: dict[str, float]  # of devices and sites
+    count: int  # number of devices, including devices of sites
+    loss: float  # mean over all examples
+    devices: dict[str, float]  # value of each device or site
     metric: str = "accuracy"  # a key of `fedquilt.metrics.KNOWN`
-    with_priors: float | None = None  # likewise over all examples, with the devices' class priors where these help
+    with_priors: float | None = None  # mean over all examples with class priors
 
 
 @dataclass(frozen=True)
@@ -153,11 +153,11 @@ class ProgressPoint:
 
     rounds: int
     clock_s: float  # on the coordinator's clock: virtual in a simulation
-    real_s: float  # from the log's dates, without pauses between a stop and the next fact
-    boards_s: float | None  # sum of the slowest task of each round, as its board reports or its profile predicts
+    real_s: float  # from the log's dates, without pauses between a stop and the next event
+    boards_s: float | None  # sum of the slowest task of each round, measured or predicted
     down_bytes: int
     up_bytes: int
-    energy_j: float | None  # gross, of all boards
+    energy_j: float | None  # gross joules of all devices
     personal: PersonalScores | None = None  # None without an evaluation
 
 
@@ -168,8 +168,8 @@ class TimeBreakdown:
     round: int
     lasted_s: float
     compute_s: float
-    transfer_s: float  # down and up, and until the task began: a device reports them as one
-    wait_s: float  # for others, or for the round to begin
+    transfer_s: float  # transfers, and the delay before the task starts
+    wait_s: float  # wait for other devices or for the round to start
 
 
 def summarise_round(total: EvaluationSums | None, updates: Iterable[Update]) -> PersonalScores | None:
@@ -204,12 +204,12 @@ def summarise_evaluation(
 class RoundSummary(msgspec.Struct, frozen=True):
     number: int = 0
     cost: CostLedger = CostLedger()
-    slowest_s: float = 0.0  # longest task, as its device reports
+    slowest_s: float = 0.0  # longest reported task
     is_committed: bool = False
-    # of a committed round:
-    rounds_before: int = 0  # number of the job's rounds completed before it
+    # only for a committed round:
+    rounds_before: int = 0  # number of earlier completed rounds
     selected: int = 0  # number of devices, in all attempts
-    is_work: bool = False  # one of the job's rounds, neither a settling round nor the closing evaluation
+    is_work: bool = False  # False for evaluation rounds and the final evaluation
     is_evaluation_round: bool = False
     duration_s: float = 0.0  # on the coordinator's clock
     real_s: float = 0.0  # from the log's dates, without pauses between a stop and the next event
@@ -220,7 +220,7 @@ class RoundSummary(msgspec.Struct, frozen=True):
 
 class DeviceScore(NamedTuple):
     rounds: int  # completed before the device's last evaluation
-    value: float  # of the main metric
+    value: float  # value of the main metric
 
 
 class RunSummary(msgspec.Struct, frozen=True):
@@ -235,13 +235,13 @@ class RunSummary(msgspec.Struct, frozen=True):
     running: RoundSummary = RoundSummary()
     earlier_rounds: Mapping[int, RoundSummary] = {}
     devices: Mapping[str, CostLedger] = {}
-    scores: Mapping[str, DeviceScore] = {}  # device -> its last evaluation
+    scores: Mapping[str, DeviceScore] = {}  # latest evaluation by device
     selected: frozenset[str] = frozenset()  # devices of the running round, in any of its attempts
-    accepted_updates: tuple[events.UpdateAccepted, ...] = ()  # of the running round, lost ones too
-    declining_devices: tuple[str, ...] = ()  # devices of the running round, once for each refused task or update
+    accepted_updates: tuple[events.UpdateAccepted, ...] = ()  # accepted and lost updates of the running round
+    declining_devices: tuple[str, ...] = ()  # device of each decline or rejection in the running round
     final_evaluation_round: int | None = None  # number of the evaluation after the last round
-    work_started_s: float = math.inf  # when the running round began, or the run was resumed in it
-    earlier_work_s: float = 0.0  # in the running round before the last stop
+    work_started_s: float = math.inf  # start of the running round, or of the latest resume in the round
+    earlier_work_s: float = 0.0  # seconds of the running round before the last stop
 
     @staticmethod
     def from_job(job: JobSettings) -> RunSummary:
@@ -285,7 +285,7 @@ class RunSummary(msgspec.Struct, frozen=True):
 
     @property
     def completed_rounds(self) -> int:
-        """Number of the job's committed rounds, without settling rounds and the closing evaluation."""
+        """Number of the job's committed rounds, without evaluation rounds and the final evaluation."""
         return sum(summary.is_work for summary in self.committed_rounds())
 
     def committed_rounds(self) -> list[RoundSummary]:
@@ -331,11 +331,9 @@ class RunSummary(msgspec.Struct, frozen=True):
         )
 
     def _commit_round(self, event: events.RoundCommitted, real_s: float) -> RunSummary:
-        completed_rounds, updates, device_scores = (
-            self.state.completed_rounds,
-            [answer.update for answer in self.accepted_updates],
-            self.scores,
-        )
+        completed_rounds = self.state.completed_rounds
+        updates = [answer.update for answer in self.accepted_updates]
+        device_scores = self.scores
         scores = None if event.is_evaluation_round else summarise_round(event.evaluation, updates)
         if scores is not None:
             device_scores = {
@@ -384,19 +382,19 @@ def is_of_final_evaluation(state: events.JobState, event: events.AnyEvent) -> bo
 def progress_points(summary: RunSummary) -> list[ProgressPoint]:
     """Return the progress of a run before every committed round and after the last round."""
     points, point = list[ProgressPoint](), ProgressPoint(0, 0.0, 0.0, 0.0, 0, 0, 0.0)
-    for each in summary.committed_rounds():
-        if not each.is_evaluation_round:  # the cost of a settling round is in the next point's sums
-            points.append(dataclasses.replace(point, rounds=each.rounds_before, personal=each.scores))
-            if not each.is_work:
+    for round_summary in summary.committed_rounds():
+        if not round_summary.is_evaluation_round:  # the next point includes the cost of an evaluation round
+            points.append(dataclasses.replace(point, rounds=round_summary.rounds_before, personal=round_summary.scores))
+            if not round_summary.is_work:
                 return points
-        cost, boards_s, energy_j = each.cost, point.boards_s, point.energy_j
+        cost, boards_s, energy_j = round_summary.cost, point.boards_s, point.energy_j
         if cost.tasks:
-            boards_s = None if boards_s is None else boards_s + each.slowest_s
+            boards_s = None if boards_s is None else boards_s + round_summary.slowest_s
             energy_j = None if energy_j is None or cost.whole_j is None else energy_j + cost.whole_j
         point = ProgressPoint(
-            rounds=each.rounds_before + each.is_work,
-            clock_s=point.clock_s + each.duration_s,
-            real_s=point.real_s + each.real_s,
+            rounds=round_summary.rounds_before + round_summary.is_work,
+            clock_s=point.clock_s + round_summary.duration_s,
+            real_s=point.real_s + round_summary.real_s,
             boards_s=boards_s,
             down_bytes=point.down_bytes + cost.down_bytes,
             up_bytes=point.up_bytes + cost.up_bytes,

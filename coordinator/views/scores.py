@@ -33,15 +33,15 @@ class EvaluationScore(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 class HeldOutScore(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     rounds: int
-    weighted: float  # over all held-out examples
-    mean: float  # over devices, however many examples each has
-    worst_decile: float  # mean of the tenth of the devices, at least one, for which it is lowest
+    weighted: float  # mean over all held-out examples
+    mean: float  # mean over devices
+    worst_decile: float  # mean of the lowest tenth of the devices, at least one
     gap: float  # between the means of the best and the worst tenth of the devices
     deviation: float  # standard deviation over devices
     count: int  # number of devices
-    loss: float  # over all held-out examples
-    metric: str = "accuracy"  # as of `EvaluationScore`
-    with_priors: float | None = None  # over all held-out examples, with the devices' class priors
+    loss: float  # mean over all held-out examples
+    metric: str = "accuracy"  # key of `fedquilt.metrics.KNOWN`
+    with_priors: float | None = None  # mean over all held-out examples, with class priors
 
     @staticmethod
     def from_summary(rounds: int, scores: PersonalScores) -> HeldOutScore:
@@ -55,7 +55,7 @@ class RunScores(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     test: dict[str, Any]  # the test set as a [data] table
     scores: tuple[EvaluationScore, ...] = ()
     held: tuple[HeldOutScore, ...] = ()
-    devices: dict[str, float] = {}  # device -> accuracy on its held-out share, of the last of `held`
+    devices: dict[str, float] = {}  # device -> accuracy on held-out examples, in the latest entry of `held`
 
 
 def make_test_table(job: JobSettings) -> dict[str, Any]:
@@ -75,7 +75,7 @@ def make_test_table(job: JobSettings) -> dict[str, Any]:
     is_single_table = str(job.test.get("path", "")).endswith(spec.TABLES)  # all its rows belong to one split
     table = {**shared, "split": "train" if is_single_table else "test", **job.test}
     if table.get("dataset") in spec.SYNTHETIC:
-        table.setdefault("seed", job.seed)  # the devices' points are drawn by it too
+        table.setdefault("seed", job.seed)  # devices draw their points with the same seed
     return {key: value for key, value in table.items() if key not in ("share", "shares", "held")}
 
 
@@ -103,7 +103,7 @@ def read_scores(home: Path, row: StoredJob) -> RunScores:
     """Return the stored scores, or empty scores if they are missing, damaged or of another test set."""
     try:
         empty_scores = RunScores(make_test_table(row.job) if row.job.data or row.job.test else {})
-    except JobError:  # a job whose data have no test split by default
+    except JobError:  # no default test split
         empty_scores = RunScores({})
     try:
         stored = checksummed_json.decode_with_checksum(scores_path(home, row.id).read_bytes(), RunScores)

@@ -42,8 +42,8 @@ from fedquilt.security.handshake import LinkIdentity
 from fedquilt.transport import link as links
 from fedquilt.transport.link import Link
 
-WAIT_REPORT_S = 5.0  # until a wait is reported, and between reports of waits that change
-WORK_REPORT_S = 30.0  # likewise for devices that are at work
+WAIT_REPORT_S = 5.0  # delay before the report of a wait, and between reports of changing waits
+WORK_REPORT_S = 30.0  # the same while devices are at work
 WAIT_CHECK_S = 1.0
 UNCHANGED_WAIT_REPORT_S = 600.0  # between reports of an unchanged wait
 
@@ -55,7 +55,7 @@ WITHIN_ROUND_EVENTS: Final = (
     events.UpdateRejected,
     events.RoundClosed,
 )
-"""Events within a round, which only its status shows."""
+"""Events within a round, shown only in the status line."""
 
 ELAPSED_FORMAT: Final = "[{:6.1f} s] "
 VIRTUAL_FORMAT: Final = "[{:6.1f} s virtual] "
@@ -110,15 +110,15 @@ class _WatchedRun:
     summary: RunSummary
     waiting: WaitReporter = field(default_factory=WaitReporter)
     wait: wait_reasons.WaitReason | None = None
-    committed: RoundSummary | None = None  # the last round of work, until its line is printed
-    score: str = ""  # the last one
-    warnings: set[str] = field(default_factory=set)  # that were printed
+    committed: RoundSummary | None = None  # latest committed round whose line is not printed yet
+    score: str = ""  # latest score
+    warnings: set[str] = field(default_factory=set)  # printed warnings
 
 
 class Console:
     """Console output of runs: a line for each round and, on a terminal, a block on the running round.
 
-    The line of a round that is evaluated is printed with the evaluation, which the next round brings.
+    The line of an evaluated round is printed after the next round, which contains the evaluation.
     """
 
     def __init__(
@@ -130,17 +130,15 @@ class Console:
         start_hint: str = START_AGENT_HINT,
         live: bool | None = None,
     ) -> None:
-        self._block, self._shows_run_names, self._is_verbose = (
-            progress.ProgressLine(sys.stdout, live=live),
-            run_names,
-            verbose,
-        )
+        self._block = progress.ProgressLine(sys.stdout, live=live)
+        self._shows_run_names = run_names
+        self._is_verbose = verbose
         start_s = clock()
         self._clock, self._stamp = clock, stamp or (lambda now_s: ELAPSED_FORMAT.format(now_s - start_s))
         self._connection_reporter, self._start_hint = ConnectionReporter(), start_hint
-        self._last_wait_check_s = -math.inf  # when it was last looked at
+        self._last_wait_check_s = -math.inf
         self._runs: dict[str, _WatchedRun] = {}
-        self._shown_run: str | None = None  # the run of the block
+        self._shown_run: str | None = None  # run whose block is displayed
         self._declines = defaultdict[tuple[str, int], dict[str, str]](dict)  # (run, round) -> device -> reason
 
     def observe(self, job: events.JobView, event: events.AnyEvent) -> None:
@@ -148,7 +146,7 @@ class Console:
         run = self._watch_run(job)
         previous_summary, run.summary = run.summary, run.summary.with_event(event, state=job.job_state)
         self._shown_run, run.wait = job.id, None
-        if isinstance(event, events.JobEnded) and event.code:  # the end names the cause
+        if isinstance(event, events.JobEnded) and event.code:  # the text of the end contains the cause
             self._declines.pop((job.id, job.job_state.round), None)
         if not isinstance(event, WITHIN_ROUND_EVENTS):
             self._print_declines()
@@ -164,7 +162,7 @@ class Console:
         elif isinstance(event, events.RoundCommitted) and not event.is_evaluation_round:
             self._print_round(run, event_messages.format_score(run.summary.running.scores))
             if not job.job_state.is_final_evaluation_done:
-                # the summary lacks events before this process, the state has all
+                # the summary lacks events of earlier processes
                 run.committed = msgspec.structs.replace(
                     run.summary.running,
                     rounds_before=job.job_state.completed_rounds - 1,
@@ -241,9 +239,8 @@ class Console:
                 now,
                 deadline,
             )
-            if (
-                is_disconnected := wait is not None and self._connection_reporter.is_disconnected
-            ):  # who is online is not known then
+            # the online devices are unknown
+            if is_disconnected := wait is not None and self._connection_reporter.is_disconnected:
                 wait = BROKER_WAIT
 
             def find_fix(
@@ -403,21 +400,16 @@ def format_date(at_s: float) -> str:
 
 
 def print_log(store: Store, id: str, *, follow: bool = False, json: bool = False, verbose: bool = False) -> None:
-    """Print a run's events with their dates, as JSON if wanted. With `follow`, wait until the run has ended.
+    """Print a run's events with their dates, optionally as JSON. With `follow`, wait until the run has ended.
 
     Of a followed run only rounds are printed, unless `verbose`.
     """
-    row, last_served_s, is_disconnected = (
-        store.find_job(id),
-        -math.inf,
-        False,
-    )  # when a coordinator was last seen to serve it
-    last_number, state, time_s, summary = (
-        0,
-        events.JobState(events.JobConstants.from_job(row.job)),
-        row.created,
-        RunSummary.from_job(row.job),
-    )
+    # time at which a coordinator was last running
+    row, last_served_s, is_disconnected = (store.find_job(id), -math.inf, False)
+    last_number = 0
+    state = events.JobState(events.JobConstants.from_job(row.job))
+    time_s = row.created
+    summary = RunSummary.from_job(row.job)
     console = Console(
         verbose or not follow,
         clock=lambda: time_s,
@@ -426,7 +418,7 @@ def print_log(store: Store, id: str, *, follow: bool = False, json: bool = False
     )
     with contextlib.closing(console):
         while True:
-            status = store.stored_status(id)  # read first, so that no last fact is missed
+            status = store.stored_status(id)  # read before the events, so that the last event is printed
             has_ended = status in events.ENDED_PHASES
             if not status:
                 raise JobError(f"{id} has been deleted meanwhile")
@@ -478,9 +470,8 @@ def _report_stored_wait(console: Console, store: Store, job: events.JobView, row
 @contextmanager
 def catch_stop_signals() -> Iterator[Callable[[], bool]]:
     """Catch SIGINT, SIGTERM and SIGHUP as requests to stop."""
-    is_stop_requested = (
-        False  # no `threading.Event`, whose lock a second signal within the handler would await for ever
-    )
+    # no `threading.Event`, whose lock a second signal within the handler would await for ever
+    is_stop_requested = False
 
     def request_stop(signum: int, frame: object) -> None:
         nonlocal is_stop_requested
@@ -507,7 +498,7 @@ log = logging.getLogger("fedquilt.rounds")
 class JsonConsole(Console):
     def __init__(self) -> None:
         super().__init__(verbose=True, run_names=True, live=False)
-        log.setLevel(min(logging.INFO, logging.getLogger().level))  # they are what it is for
+        log.setLevel(min(logging.INFO, logging.getLogger().level))
 
     def observe(self, job: events.JobView, event: events.AnyEvent) -> None:
         update = getattr(event, "update", None)

@@ -23,8 +23,8 @@ from fedquilt.core import FedquiltError, JobError
 
 
 class WaitReason(NamedTuple):
-    text: str  # as a sentence's end
-    key: Hashable  # stays the same while only time passes
+    text: str  # to follow "waits for"
+    key: Hashable  # changes if more than the elapsed time changes
     # more devices; plug-ins on devices; devices that are offline or silent; devices at work
     kind: Literal["boards", "plugins", "lost", "working"]
 
@@ -33,7 +33,7 @@ def devices_of_other_runs(store: Store, run: str) -> dict[str, str]:
     run_by_device = dict[str, str]()
     for row in store.readable_jobs():
         if row.id != run and row.status == "running":
-            with contextlib.suppress(JobError):  # a damaged log says nothing
+            with contextlib.suppress(JobError):  # a damaged log
                 run_by_device |= dict.fromkeys(
                     summarise_events(row.job, store.read_events(row.id)).state.pending_devices, row.id
                 )
@@ -41,7 +41,7 @@ def devices_of_other_runs(store: Store, run: str) -> dict[str, str]:
 
 
 def describe_wait(row: StoredJob, store: Store) -> str | None:
-    """Return what a run waits for: approval, trigger, disk, broker or devices, or None."""
+    """Return the wait of a run for approval, trigger, disk, broker or devices, or None."""
     if row.status == UNAPPROVED:
         return f"its owner: `fedquilt resume {row.id} --home {store.home}`"
     if row.status == ARMED:
@@ -160,7 +160,7 @@ def find_wait(
             f"{devices_text}, at least {min_devices} needed{_describe_missing_plugins(state, devices_without_plugins)}"
         )
         return WaitReason(text, text, "plugins" if 0 < missing_count <= len(devices_without_plugins) else "boards")
-    if decisions.have_all_declined(state):  # the round ends within seconds: nobody could start a device until then
+    if decisions.have_all_declined(state):  # the attempt ends within seconds
         text = f"other devices: {format_names(sorted(state.decline_reasons))} declined"
         return WaitReason(f"{text}{_format_deadline(deadline, now)}", text, "lost")
     want = decisions.updates_to_close(state, usable_devices - state.ineligibility_reasons.keys())
@@ -194,7 +194,7 @@ def _find_selected_wait(
     now: float,
     deadline: float,
 ) -> WaitReason | None:
-    lost_by_reason, working = dict[str, list[str]](), list[str]()  # by what keeps them
+    lost_by_reason, working = dict[str, list[str]](), list[str]()  # by reason
     for device in sorted(state.pending_devices):
         if (reason := _lost_reason(device, usable_devices, busy_devices, status_of(device), now)) is None:
             working.append(device)
@@ -234,7 +234,7 @@ def _can_close_without(
     status_of: Callable[[str], DeviceStatus | None],
     lost: Collection[str],
 ) -> bool:
-    """Return whether all lost devices are offline and the other selected ones reach the quorum."""
+    """Return whether all lost devices are offline and the other selected devices reach the quorum."""
     if any((status := status_of(device)) is None or status.online for device in lost):
         return False
     lost_devices = frozenset(lost)
@@ -255,7 +255,7 @@ def _lost_reason(
     status_of: DeviceStatus | None,
     now: float,
 ) -> str | None:
-    """Return why a selected device cannot work on its task now, or None if it can."""
+    """Return why a selected device cannot work on its task now, or None if the device is able to."""
     if device in busy_devices:
         return "at other jobs' tasks"
     if status_of is None:
@@ -271,12 +271,10 @@ def _lost_reason(
 def describe_busy_devices(
     state: JobState, usable_devices: Collection[str], busy_devices: Mapping[str, str]
 ) -> str | None:
-    """Return which runs occupy the devices that alone the running round waits for, or None."""
+    """Return a wait for other runs, if all devices that the running round needs are leased to these runs, or None."""
     if state.pending_devices:
-        busy_pending, missing_count = (
-            state.pending_devices & busy_devices.keys(),
-            len(state.pending_devices - busy_devices.keys()),
-        )
+        busy_pending = state.pending_devices & busy_devices.keys()
+        missing_count = len(state.pending_devices - busy_devices.keys())
     else:
         ineligible = {device for device, code in state.ineligibility_reasons.items() if code != selection.BUSY}
         usable = frozenset(usable_devices) - ineligible - state.decline_reasons.keys() - state.accepted_updates.keys()

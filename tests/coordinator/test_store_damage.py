@@ -191,7 +191,7 @@ def test_a_number_of_starts_that_is_damaged_is_made_of_the_runs(tmp_path, opened
     store.mark_running(run)
     store._db.execute("update counters set value = 0")
     assert opened().begin_epoch() == 4
-    assert store.begin_epoch(above=9) == 10
+    assert store.begin_epoch(min_epoch=9) == 10
 
 
 def test_an_index_that_is_wrong_is_made_anew(tmp_path, opened):
