@@ -17,9 +17,7 @@ from fedquilt.formats import toml
 
 ROOT = Path(__file__).parents[2]
 FOLDERS = ("coordinator", "edge_agent", "models", "profiles", "tools")
-MOST_LINES = 600
-# file -> its lines, at most 900, where a division would hide what belongs together
-LONG: dict[str, int] = {}
+MOST_LINES = 800
 MOST_FILES = 12
 PLUGINS = ("fedquilt/cli", "fedquilt/methods")  # files of commands, and a file for each method
 HEAVY = ("torch", "torchvision", "onnx", "onnxruntime", "pandas", "sklearn")
@@ -78,13 +76,12 @@ def product_files() -> list[Path]:
     return [path for path in files if not any(up.is_symlink() for up in path.parents)]
 
 
-def test_a_file_has_at_most_600_lines() -> None:
+def test_a_file_has_at_most_800_lines() -> None:
     lengths = {
         str(path.relative_to(ROOT)): len(path.read_text(encoding="utf-8").splitlines()) for path in product_files()
     }
     assert len(lengths) > 300
-    assert {name: length for name, length in lengths.items() if length > MOST_LINES} == LONG
-    assert all(length <= 900 for length in LONG.values())
+    assert {name: length for name, length in lengths.items() if length > MOST_LINES} == {}
 
 
 def test_a_folder_has_at_most_12_files() -> None:

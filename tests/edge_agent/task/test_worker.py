@@ -280,5 +280,5 @@ def test_a_method_whose_work_returns_no_answer_is_told_so(tmp_path: Path) -> Non
         cache_folder="",
         output_folder=str(tmp_path),
     )
-    with pytest.raises(JobError, match="`work` of method 'prox:METHOD' returned NoneType, and a fedquilt"):
+    with pytest.raises(JobError, match="`work` of method 'prox:METHOD' returned NoneType, return a fedquilt"):
         main.run_method(order, method, SimpleNamespace(lost_state_reason=""))  # type: ignore[arg-type]
