@@ -138,7 +138,7 @@ class JobLoader:
             self._context.send_unsent_task(device, now_s)
 
     def _suspend_or_end_job(self, row: StoredJob, error: Exception, now_s: float) -> None:
-        """Suspend a job after a failed read, or end the job as failed. Raise any other StoreError again."""
+        """Handle a failed read: suspend the job, end the job as failed, or raise the StoreError again."""
         if (read_error := job_blobs.suspension_reason(error)) is not None:
             return self.suspend_job(row, read_error, now_s)
         if isinstance(error, StoreError):

@@ -203,7 +203,7 @@ def _require_valid_evaluation(sums: EvaluationSums, bounds: ClaimBounds, max_exa
 
 
 def require_site_right(update: Update, parts: Sequence[sites.SiteUpdatePart], bounds: ClaimBounds) -> None:
-    """Raise UpdateError if a site may not submit updates of these devices, or a device's weight is too large."""
+    """Raise UpdateError if the site has no right to submit for these devices, or if a weight is too large."""
     site_right = bounds.site_right
     if site_right is None:
         raise UpdateError(f"{update.device} has no right to speak for other devices")

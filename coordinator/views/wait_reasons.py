@@ -271,7 +271,7 @@ def _lost_reason(
 def describe_busy_devices(
     state: JobState, usable_devices: Collection[str], busy_devices: Mapping[str, str]
 ) -> str | None:
-    """Return a wait for other runs, if all devices that the running round needs are leased to these runs, or None."""
+    """Return the wait for devices leased to other runs, or None if the round waits for another reason."""
     if state.pending_devices:
         busy_pending = state.pending_devices & busy_devices.keys()
         missing_count = len(state.pending_devices - busy_devices.keys())

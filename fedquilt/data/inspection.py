@@ -178,7 +178,7 @@ NUMBER_WITH_SEPARATOR: Final = re.compile(r"[+-]?\d+(?:[.,]\d+)?")
 
 
 class Column:
-    """Statistics of a table column: its numbers, if all values are numbers, and up to MAX_CATEGORIES + 1 words."""
+    """Statistics of a table column: numbers of a numeric column, or at most MAX_CATEGORIES + 1 categories."""
 
     def __init__(self, name: str) -> None:
         self.name = name

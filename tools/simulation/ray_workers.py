@@ -244,7 +244,7 @@ class NodeFiles:
             os.link(self._own_folder / sha256, self._shared_folder / sha256)
 
     def evict_files(self, used_hashes: Sequence[str]) -> None:
-        """Unlink this worker's files that are not in `used_hashes`, and the oldest shared files above the limit."""
+        """Remove files of the worker that are not in `used_hashes`, and the oldest shared files above the limit."""
         for each in os.scandir(self._own_folder):
             if each.name not in used_hashes:
                 os.unlink(each.path)

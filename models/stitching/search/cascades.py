@@ -38,7 +38,7 @@ class _Cascade:
 
 
 def early_candidates(state: SearchState) -> tuple[int, ...]:
-    """Return the indices of candidates whose margins are counted: each is better than all cheaper candidates."""
+    """Return the indices of candidates with counted margins: the candidates better than all cheaper candidates."""
     indices, best = [], inf
     early_indices = {early for early, _ in _cascade_pairs(state)}
     for i, candidate in enumerate(state.candidates):
