@@ -300,7 +300,7 @@ class BlobWriter:
     """Writer of one transfer's bytes to the partial file of a blob.
 
     Another thread may close the writer. A blob that arrives from the first byte to the last is hashed once, on arrival.
-    Chunks are compared with the manifest only if the whole blob does not match. With `through`, one range is written,
+    Chunks are compared with the manifest only if the whole blob does not match. With `to_end`, one range is written,
     from the first missing chunk to the end, even if later chunks are there already.
     """
 

@@ -27,10 +27,10 @@ from fedquilt.transport.mqtt.broker import describe_exception
 log = logging.getLogger("fedquilt.blobs.http_client")
 
 READ_BYTES: Final = 256 * 1024  # bytes read at once, and written
-TLS_WRITE_BYTES: Final = 16 * 1024  # bytes sent at once under TLS: each within STALL_S
+TLS_WRITE_BYTES: Final = 16 * 1024  # bytes sent at once under TLS: each within STALL_TIMEOUT_S
 CONNECT_TIMEOUT_S: Final = 5.0
 STALL_TIMEOUT_S: Final = 20.0  # longest time without a byte
-THROUGHPUT_INTERVAL_S: Final = 30.0  # within which PACE_BYTES have to be moved
+THROUGHPUT_INTERVAL_S: Final = 30.0  # time in which MIN_INTERVAL_BYTES must be transferred
 MIN_INTERVAL_BYTES: Final = 30_000
 MIN_CONNECTION_BYTES: Final = 64 * 1024  # least that a connection has to bring, or it has failed
 MAX_FAILED_CONNECTIONS: Final = 4  # most connections in a row that break although the host was reached
@@ -45,7 +45,7 @@ class MinimumThroughput:
         self._since_s, self._bytes = time.monotonic(), 0
 
     def count_bytes(self, size: int) -> None:
-        """Raise TimeoutError if fewer than PACE_BYTES were transferred in PACE_S."""
+        """Raise TimeoutError if fewer than MIN_INTERVAL_BYTES were transferred in THROUGHPUT_INTERVAL_S."""
         self._bytes += size
         now_s = time.monotonic()
         if now_s >= self._since_s + THROUGHPUT_INTERVAL_S:

@@ -174,7 +174,7 @@ class OutgoingChunkQueue:
 
 
 class ChunkSender:
-    """Sender of requested chunks and manifests, at the speed of the link. `strain` charges seconds to a device."""
+    """Sender of requested chunks and manifests, at the speed of the link. `charge` charges seconds to a device."""
 
     def __init__(
         self,

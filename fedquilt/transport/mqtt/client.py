@@ -93,7 +93,7 @@ class MqttClient(paho.Client):
         return bool(self._output)
 
     def loop_read(self, max_packets: int = 1) -> MQTTErrorCode:
-        """Read up to AT_ONCE bytes and handle all complete packets, or raise MalformedPacketError."""
+        """Read up to IO_BYTES and handle all complete packets, or raise MalformedPacketError."""
         if self._sock is None:
             return MQTTErrorCode.MQTT_ERR_NO_CONN
         try:
