@@ -111,7 +111,7 @@ class EnergyAccount(msgspec.Struct, frozen=True):
         )
 
     def next_segment(self, now_s: float) -> EnergyAccount:
-        """Start a new segment now, with the last reading of this segment if it is recent."""
+        """Return the account of a new segment that starts now. The last reading is kept if it is recent."""
         account = EnergyAccount(now_s, max_w=self.max_w, longest_unchanged_s=self.longest_unchanged_s)
         if self.last_reading_s is None or self.last_reading_s < now_s:
             return account

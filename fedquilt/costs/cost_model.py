@@ -151,7 +151,7 @@ def forward_cost(layers: Iterable[Layer]) -> PassCost:
 
 
 def training_cost(layers: Sequence[Layer], moved: Iterable[str]) -> PassCost:
-    """Return the cost of a forward pass, and of the backward pass to the first trained layer.
+    """Return the cost of a training pass: forward, and backward down to the first trained layer.
 
     A trained layer costs its forward pass again for the gradients of its weights. Every layer after a trained one costs
     its forward pass again for the gradients of its inputs.
