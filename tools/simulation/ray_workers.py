@@ -516,7 +516,7 @@ class RayWorkers:
         if not self._example_chunks:
             with open(self._examples, "rb") as file:
                 self._example_chunks = [self._ray.put(chunk) for chunk in iter(lambda: file.read(CHUNK_BYTES), b"")]
-        self._worker_of_call[handle.actor.begin.remote(self._setup_message, self._example_chunks)] = worker
+        self._worker_of_call[handle.actor.load_examples.remote(self._setup_message, self._example_chunks)] = worker
 
     def _admit_machine(self, worker: int, handle: RayWorkerHandle, reply: bytes) -> bool:
         node_name = self._node_names[handle.node_id]
