@@ -237,7 +237,7 @@ def run_fleet_virtually(
                 )
 
         with _suppress_agent_logs(verbose), contextlib.closing(console):
-            run_on_virtual_time(broker, lambda: sides, lambda: server.finished, watch=watch)
+            run_on_virtual_time(broker, lambda: sides, lambda: server.finished, on_step=watch)
         status = store.stored_status(run)
     if status == "done":
         _delete_run_files(plan, run)
