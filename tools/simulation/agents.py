@@ -109,7 +109,7 @@ class FleetPlan:
             allowed += plugins.allowlist_entries("engine", self.job.engine, tuple(engines.NEEDS))
         choices = training_choices.select_choices(methods.load(self.job.method).params, self.job.params)
         for kind, name in training_choices.list_plugins(choices):
-            allowed += plugins.allowlist_entries(kind, name, training_choices.OURS[kind])
+            allowed += plugins.allowlist_entries(kind, name, training_choices.BUILT_IN_CHOICES[kind])
         return sorted(set(allowed))
 
     def load_devices(self) -> tuple[list[DeviceData], Examples]:
