@@ -5,7 +5,7 @@
     HEAD /blobs/<sha256>   Upload-Offset: offset at which the upload continues
 
 Each transfer has a token, which the device receives through the broker. In a fleet with certificates the device must
-also present its certificate. A connection carries one request, and a device may open PER_BOARD connections. Errors are
+also present its certificate. A connection carries one request, and a device may open MAX_DEVICE_CONNECTIONS. Errors are
 explained to the device, and requests are not logged.
 """
 
@@ -99,7 +99,7 @@ class BlobServer:
         """Return a token with which a device may fetch a blob, or upload the blob into `writer`.
 
         A known fetch token is returned again with a full allowance, and an earlier upload token is revoked. Above
-        GRANTS_MOST tokens the oldest is revoked.
+        MAX_GRANTS tokens the oldest is revoked.
         """
         key = (device, ref.sha256, writer is not None)
         with self._lock:

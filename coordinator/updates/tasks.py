@@ -37,7 +37,7 @@ class TaskSpecCache:
     def task_spec_for_device(
         self, send: Callable[[Any, DeviceView], TaskSpec | None], state: Any, view: DeviceView, *, common: bool
     ) -> TaskSpec | None:
-        """Return the method's task spec. With `common`, call `send` once for sites and once for all others."""
+        """Return the method's task spec. With `common`, sites share one spec, and devices share another."""
         if not common:
             return send(state, view)
         is_site = view.profile is not None and view.profile.site_device_count > 0

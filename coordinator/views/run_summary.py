@@ -163,7 +163,7 @@ class ProgressPoint:
 
 @dataclass(frozen=True)
 class TimeBreakdown:
-    """Time of a round by use, as means over its devices. The parts add up to `lasted_s`."""
+    """Parts of a round's time, as means over the devices of the round. The parts add up to `lasted_s`."""
 
     round: int
     lasted_s: float

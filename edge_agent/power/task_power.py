@@ -19,10 +19,10 @@ The error bound, `energy_error_j`, has three parts:
   - for trapezoids, half the difference between the rectangles of the left and of the right powers in each interval: the
     whole error of a power that only rose or only fell between two readings,
   - for a counter, the largest increment of one interval, by which it may lag at either end,
-  - unwatched time in full: a gap of more than GAP_S between two powers, and the time before the first and after the
-    last reading, both at the nearest power.
-Energy is unknown if the meter has failed during the task: silent for more than LOST_S, constant for much longer than
-before, or with impossible values, which are skipped until values are possible again.
+  - unwatched time in full: a gap of more than MAX_POWER_GAP_S between two powers, and the time before the first and
+    after the last reading, both at the nearest power.
+Energy is unknown if the meter has failed during the task: silent for more than MAX_READING_GAP_S, constant for much
+longer than before, or with impossible values, which are skipped until values are possible again.
 
 The bound lacks the error of the sensor (some per cent for an INA3221's shunt), which no board reports.
 """
@@ -111,7 +111,7 @@ class EnergyAccount(msgspec.Struct, frozen=True):
         )
 
     def next_segment(self, now_s: float) -> EnergyAccount:
-        """Start a new segment now, with the last reading of this segment if it is recent."""
+        """Return the account of a new segment that starts now. The last reading is kept if it is recent."""
         account = EnergyAccount(now_s, max_w=self.max_w, longest_unchanged_s=self.longest_unchanged_s)
         if self.last_reading_s is None or self.last_reading_s < now_s:
             return account

@@ -57,7 +57,7 @@ from fedquilt.wire import DesiredRelease
 MODEL, SHARED, RELEASE = "model.onnx", "shared.safetensors", "release.json"
 CURRENT, PREVIOUS, NOTHING = "current", "previous", "none"
 CHECK_S: Final = 900.0  # time limit of a check, without building a TensorRT engine
-METERED_TIMING_S: Final = 3.0  # duration of the timed answers with a meter, for joules, else TIMED_S
+METERED_TIMING_S: Final = 3.0  # duration of the timed answers with a meter, for joules, else TIMING_S
 TIMING_S: Final = 1.0
 MIN_FAILURES: Final = 5  # Limits of a runner's failures: their number, and the increase of their share of all answers.
 MAX_FAILURE_INCREASE: Final = 0.1  # Above both, the model is unhealthy. Malformed requests fail with any model.

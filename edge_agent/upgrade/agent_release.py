@@ -259,7 +259,7 @@ class AgentKind(ReleaseKind):
             self._write_choice(choice._replace(trying=False))
 
     def discard_unused(self) -> None:
-        """End a running check, record a roll-back by the launcher, and delete unused versions."""
+        """Abort a running check, record a roll-back by the launcher, and delete unused versions."""
         self._check.stop()
         self._staged = None
         if self._launch_info is None:

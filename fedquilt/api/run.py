@@ -158,7 +158,7 @@ class Run:
         A round that is evaluated during the next round is finished with that evaluation.
 
         Raises:
-            JobError: If the run has not ended and no coordinator has run for AWAY_S.
+            JobError: If the run has not ended and no coordinator has run for MAX_COORDINATOR_GAP_S.
         """
         reader, served_s = RoundReader(self.home, self.id), -math.inf
         while True:

@@ -155,7 +155,7 @@ def forward_cost(layers: Iterable[Layer]) -> PassCost:
 
 
 def training_cost(layers: Sequence[Layer], trained_names: Iterable[str]) -> PassCost:
-    """Return the cost of a forward pass, and of the backward pass down to the first trained layer.
+    """Return the cost of a training pass: forward, and backward down to the first trained layer.
 
     The gradients of a layer's weights cost another forward pass of the layer, for trained layers. The gradients of a
     layer's inputs cost another forward pass, for layers after a trained layer.

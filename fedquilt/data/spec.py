@@ -56,7 +56,7 @@ class Target(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Domains(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Changes of images by device. A list repeats over the shares."""
+    """Simulated domain shift of images by device. Share i has entry i of each list, modulo the length of the list."""
 
     rotation: Annotated[tuple[Annotated[float, Meta(ge=-360, le=360)], ...], Meta(min_length=1)] = (0.0,)
     """Degrees, counter-clockwise."""

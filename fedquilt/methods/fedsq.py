@@ -176,7 +176,7 @@ def work(task: core.Task, site: core.ClientContext) -> core.ClientResult:
 
 
 def check(task: core.Task, site: core.ClientContext) -> core.EvaluationSums:
-    """Evaluate w_QK under the gates of w_SK on the held-out examples."""
+    """Evaluate the trained weights w_QK on the held-out examples, with gates computed by the frozen weights w_SK."""
     if not len(site.held_out):
         return core.EvaluationSums(examples=0)
     examples, start, hooks, _ = _Copies(task, site).prepare_run(site.load("model"), site.held_out, "held")

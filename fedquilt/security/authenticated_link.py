@@ -194,7 +194,7 @@ class AuthenticatedDeviceLink(AuthenticatedLink):
         return verify_message(self._current, route, message)
 
     def _request_session(self) -> None:
-        # At most every HINT_S, because the message that causes this may be forged.
+        # At most every MIN_HANDSHAKE_INTERVAL_S, because the message that causes this may be forged.
         self._needs_session, self._attempts_in_a_row, self._is_unsigned = True, 0, False
         self._due_s = min(self._due_s, self._attempt_started_s + MIN_HANDSHAKE_INTERVAL_S)
 
@@ -273,7 +273,7 @@ class AuthenticatedFleetLink(AuthenticatedLink):
 
     While the connection to the broker was lost, another coordinator may have given the devices sessions. So a session
     of an earlier connection is doubtful: a device is asked for another one if it uses another session, or if it does
-    not use this one within ASK_S and there is something to send.
+    not use this one within REQUEST_INTERVAL_S and there is something to send.
     """
 
     def __init__(

@@ -51,7 +51,7 @@ SMALL_SEARCH = {"subrounds": 1, "expansions": 8, "samples": 16, "fit_samples": 2
 
 
 def blob_ref(payload: bytes) -> BlobRef:
-    """Return the reference of a content."""
+    """Return the BlobRef of a payload."""
     return BlobRef(sha256=hashlib.sha256(payload).hexdigest(), size=len(payload))
 
 

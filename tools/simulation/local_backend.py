@@ -124,7 +124,7 @@ def make_engine(name: str, budget_bytes: int) -> Any:
 
 
 class WorkExecutor(main.TaskExecutor):
-    """Engines, methods and examples of many devices."""
+    """Executor of work requests of many devices, with their engines, methods and examples."""
 
     def __init__(
         self,

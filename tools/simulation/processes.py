@@ -164,7 +164,7 @@ class ProcessWorkers:
             return PoolError(f"a worker of the pool was killed, most likely because memory ran out: give {advice}")
         return PoolError(
             "a worker of the pool was killed from outside (SIGKILL): start the command again, or after an "
-            "out-of-memory kill give {advice}"
+            f"out-of-memory kill give {advice}"
         )
 
 

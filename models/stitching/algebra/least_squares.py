@@ -175,7 +175,7 @@ def pack_moments(sums: RegressionMoments, exact: bool) -> dict[str, np.ndarray]:
 
 
 def read_sent_moments(sent: Tensors, p: int, q: int) -> RegressionMoments:
-    """Validate and unpack the moments of p and q channels that a device sent."""
+    """Validate and unpack a device's regression moments of p inputs and q outputs."""
     shapes = {"n": (1,), "mean_x": (p,), "mean_y": (q,), "xx": (p * (p + 1) // 2,), "xy": (p, q), "yy": (1,)}
     if missing := sorted(shapes.keys() - sent.keys()):
         raise UpdateError(f"moments: {', '.join(missing)} missing")

@@ -235,7 +235,7 @@ def test_a_board_that_is_short_of_memory_does_not_hold_up_a_job_that_wants_it_to
         (
             1,
             [5, 5],
-            r"was killed from outside \(SIGKILL\): start the command again; .* give a smaller network or batch",
+            r"was killed from outside \(SIGKILL\): start the command again, or .* give a smaller network or batch",
         ),
         (2, [5, 5], "was killed from outside .* give fewer --workers than 2"),
         (2, [5, 6], "a worker of the pool was killed, most likely .* give fewer --workers than 2"),

@@ -117,7 +117,7 @@ def serve_blob(url: str, folder: str, sha256: str, transport: str, loss: str) ->
 
 
 def _serve_tcp(path: str, loss: float) -> None:
-    # SIGUSR1 closes all connections and the listener for DOWN_S, like a killed server
+    # SIGUSR1 closes all connections and the listener for OUTAGE_S, like a killed server
     lost_count, socks = [0], list[socket.socket]()
     send = _create_unreliable_send(loss, lost_count) if loss else _send_rest
 

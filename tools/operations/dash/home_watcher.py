@@ -114,7 +114,7 @@ class HomeWatcher:
         change_event.set()
 
     async def iterate_changes(self) -> AsyncGenerator[dict[str, int] | None, None]:
-        """Yield the numbers of changes now and after each change, and None after ALIVE_S without a change."""
+        """Yield the numbers of changes now and after each change, and None after KEEPALIVE_S without a change."""
         while not self._closing:
             change_event = self._change_event
             yield dict(self.changes)
