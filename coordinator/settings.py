@@ -313,7 +313,7 @@ def parse_params(job: JobSettings) -> Any:
         )
     for kind_of_plugin, name in training_choices.list_plugins(choices):
         with toml.prefix_errors("[params]"):
-            plugins.find_plugin(kind_of_plugin, name, training_choices.OURS[kind_of_plugin])
+            plugins.find_plugin(kind_of_plugin, name, training_choices.BUILT_IN_CHOICES[kind_of_plugin])
     return params_type(**values)
 
 
@@ -439,7 +439,7 @@ def required_packages(job: JobSettings, bundle: Bundle) -> dict[str, str]:
         packages |= plugins.required_modules("engine", job.engine)
     choices = training_choices.select_choices(methods.load(job.method).params, job.params)
     for kind, name in training_choices.list_plugins(choices):
-        packages |= plugins.required_modules(kind, name, training_choices.OURS[kind])
+        packages |= plugins.required_modules(kind, name, training_choices.BUILT_IN_CHOICES[kind])
     bundle_packages = bundle.meta.get("plugins")
     return dict(sorted({**packages, **(bundle_packages if isinstance(bundle_packages, Mapping) else {})}.items()))
 

@@ -14,7 +14,7 @@ from typing import Final
 from fedquilt import wire
 from fedquilt.blobs.direct_transfers import TransferBackend
 from fedquilt.blobs.shared_store import SharedBlobStore
-from fedquilt.blobs.store import SMALL_BYTES
+from fedquilt.blobs.store import MAX_SMALL_BYTES
 from fedquilt.blobs.transfers import Transfers
 from fedquilt.core import BlobRef, Device, LinkError, Retry, StoreError, Task, Update, WireError, WireMessage
 from fedquilt.edge_agent import messages, state_machine
@@ -81,7 +81,7 @@ class Agent:
         self._clock = clock
         self.device, self.settings = settings.device, settings
         self.storage = AgentState(Path(settings.home), durable=durable, shared=shared, disk=disk)
-        self._inline_bytes = 0 if durable else SMALL_BYTES
+        self._inline_bytes = 0 if durable else MAX_SMALL_BYTES
         self.malformed_messages = MalformedMessages()
         self._link, self._board, self._worker = link, board, worker
         self._boot = boot or os.urandom(8).hex()

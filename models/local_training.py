@@ -92,7 +92,7 @@ def training_work(
     convolutions = state.register.convolution_paths(state.model)
     moving = (1 + moments) * (size if trained_tensors is None else tensors.total_bytes([trained_tensors]))
     fixed = peak_memory.fixed_training_bytes(
-        size, len(convolutions), moving, copies=peak_memory.COPIES + anchors, library=library
+        size, len(convolutions), moving, copies=peak_memory.WEIGHT_COPIES + anchors, library=library
     )
     fixed += peak_memory.imported_bytes(state.params, library)
     peak_bytes = fixed + minimum_batch(state, trained_tensors) * state.example_bytes

@@ -162,7 +162,7 @@ def load_partial_aggregate(blob_store: BlobStore, event: UpdatesAggregated, kind
     """
     description = f"the sum {event.sum.sha256[:12]} of {len(event.devices)} updates"
     try:
-        read_large = partial(exact_sums.read_accumulator, kind=kind, disk=blob_store.disk, room=scratch)
+        read_large = partial(exact_sums.read_accumulator, kind=kind, disk=blob_store.disk, scratch_file=scratch)
         with _convert_blob_read_errors(f"the sum of {len(event.devices)} updates", event.sum, can_replace=True):
             if (aggregate := _load_object(blob_store, event.sum, kind, read_large)) is not None:
                 return aggregate

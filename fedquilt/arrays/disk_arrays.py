@@ -21,7 +21,7 @@ from fedquilt.arrays.tensors import TensorSpec
 from fedquilt.core import StoreError, Tensors, UpdateError
 from fedquilt.host.disk import REAL, Disk, OpenFile, Place, disk_errors
 
-LEAST: Final = 1 << 16  # entries
+MIN_DISK_ENTRIES: Final = 1 << 16
 
 
 class ByteSource(Protocol):
@@ -41,7 +41,7 @@ class NamedFile:
     def size(self) -> int:
         info = self.disk.stat(self.path)
         if info is None:
-            raise StoreError(f"cannot read {self.path}: it is gone")
+            raise StoreError(f"cannot read {self.path}: the file is missing")
         return info.size
 
     def read_into(self, buffer: Any, offset: int) -> int:
@@ -50,16 +50,16 @@ class NamedFile:
 
 @dataclass(frozen=True, slots=True)
 class DiskArray(TensorSpec):
-    """Array on disk with known shape and type, read on use and compared with its checksum unless None."""
+    """Array on disk with known shape and type. Each `read` verifies `expected_checksum` unless None."""
 
     source: ByteSource
     offset: int
-    check: int | None = None
+    expected_checksum: int | None = None
 
     def read_available(self) -> np.ndarray | int:
         """Return the array, or the number of its available bytes if the source is too short."""
         size = min(self.source.size() - self.offset, self.nbytes)
-        if size == self.nbytes:  # nothing is allocated for what is not there
+        if size == self.nbytes:  # a short source must not cause the allocation of a large array
             array = np.empty(self.shape, self.dtype)
             size = self.source.read_into(array.reshape(-1).view(np.uint8).data, self.offset)
         return array if size == self.nbytes else max(size, 0)
@@ -68,12 +68,12 @@ class DiskArray(TensorSpec):
         """Read the array, or raise StoreError if it cannot be read, is cut short, or has changed."""
         with disk_errors(f"read {self.source}"):
             payload = self.read_available()
-        if isinstance(payload, int) or self.check not in (None, checksum(payload)):
+        if isinstance(payload, int) or self.expected_checksum not in (None, checksum(payload)):
             raise StoreError(f"{self.source} was changed or cut off on the disk: check the disk, and resume the job")
         return payload
 
     def with_checksum(self) -> DiskArray:
-        return replace(self, check=checksum(self.read()))
+        return replace(self, expected_checksum=checksum(self.read()))
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         return self.read() if dtype is None else self.read().astype(dtype)
@@ -96,10 +96,10 @@ class LazyTensors(Mapping[str, np.ndarray]):
 
 
 class ScratchFile:
-    """Anonymous file for arrays that change. Arrays of fewer than `least` entries remain in memory."""
+    """Anonymous file for arrays that change. Arrays of fewer than `min_entries` entries remain in memory."""
 
-    def __init__(self, folder: Place, disk: Disk = REAL, least: int = LEAST) -> None:
-        self._folder, self._least = folder, least
+    def __init__(self, folder: Place, disk: Disk = REAL, min_entries: int = MIN_DISK_ENTRIES) -> None:
+        self._folder, self._min_entries = folder, min_entries
         with disk_errors(f"make a file in {folder}"):
             self._file: OpenFile = disk.open_scratch(folder)
         self._end = 0
@@ -116,7 +116,7 @@ class ScratchFile:
     def store_array(self, array: np.ndarray, previous: object = None) -> np.ndarray | DiskArray:
         """Store an array in the space of `previous`, and return a reference to it, or the array itself if small."""
         array = np.asarray(array, order="C")
-        if array.size < self._least:
+        if array.size < self._min_entries:
             return array
         is_reusable = isinstance(previous, DiskArray) and previous.source is self and previous.nbytes == array.nbytes
         offset = previous.offset if is_reusable else self._end  # type: ignore[attr-defined]
@@ -135,63 +135,68 @@ def checksum(array: np.ndarray) -> int:
 
 
 T = TypeVar("T")
-TYPES: Final[Mapping[str, str]] = {
+NUMPY_TYPES: Final[Mapping[str, str]] = {
     "BOOL": "?",
     **{f"{kind}{8 * size}": f"<{kind.lower()}{size}" for kind in "IU" for size in (1, 2, 4, 8)},
     **{f"F{8 * size}": f"<f{size}" for size in (2, 4, 8)},
 }
-STATE_HEADER_MOST: Final = 100 << 20  # bytes of a state's header: safetensors' own limit
+MAX_STATE_HEADER_BYTES: Final = 100 << 20  # the safetensors library has the same limit
 
 
 class SafetensorsReader(LazyTensors):
-    """Tensors of a safetensors file, read on each access and sorted by name."""
+    """Tensors of a safetensors file, read on each access and sorted by name.
 
-    def __init__(self, path: Place, disk: Disk = REAL, header_most: int = tensors.HEADER_MOST) -> None:
+    Raises:
+        StoreError: If the file cannot be read.
+        UpdateError: If the file is not a valid safetensors file. A truncated tensor is detected on access.
+    """
+
+    def __init__(self, path: Place, disk: Disk = REAL, max_header_bytes: int = tensors.MAX_HEADER_BYTES) -> None:
         self._file = NamedFile(path, disk)
         try:
             (size,) = struct.unpack("<Q", disk.read(path, 0, 8))
-            if size > header_most:
-                raise ValueError(f"a header of {size} bytes: {header_most} are permitted")
+            if size > max_header_bytes:
+                raise ValueError(f"a header of {size} bytes: {max_header_bytes} are permitted")
             table = json.loads(disk.read(path, 8, size))
             self.metadata: Mapping[str, str] = table.pop("__metadata__", {})
-            places = ((str(name), self._array_from_entry(8 + size, entry)) for name, entry in sorted(table.items()))
-            super().__init__({name: place for name, place in places if place is not None})
+            arrays = ((str(name), self._array_from_entry(8 + size, entry)) for name, entry in sorted(table.items()))
+            super().__init__({name: array for name, array in arrays if array is not None})
         except OSError as error:
             raise StoreError(f"cannot read {path}: {error.strerror}") from None
         except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError, struct.error) as e:
             raise UpdateError(f"not a safetensors file: {e}") from None
 
-    def _array_from_entry(self, begin: int, entry: Mapping[str, Any]) -> DiskArray | None:
+    def _array_from_entry(self, data_offset: int, entry: Mapping[str, Any]) -> DiskArray | None:
         start, end = map(int, entry["data_offsets"])
         shape = tuple(map(int, entry["shape"]))
-        array = DiskArray(shape, np.dtype(TYPES[entry["dtype"]]), self._file, begin + start)
+        array = DiskArray(shape, np.dtype(NUMPY_TYPES[entry["dtype"]]), self._file, data_offset + start)
         if min((array.offset, *array.shape)) < 0:
             raise ValueError("an offset or a size is below 0")
         if end - start != array.nbytes:
-            raise ValueError("the data have another size than the tensor")
+            raise ValueError("the size of the data differs from the size of the tensor")
         return array
 
     def __getitem__(self, name: str) -> np.ndarray:
-        place = self.shapes[name]
+        disk_array = self.shapes[name]
         try:
-            found = place.read_available()
+            array = disk_array.read_available()
         except OSError as error:
             raise StoreError(f"cannot read {self._file}: {error.strerror}") from None
-        if isinstance(found, int):
-            raise UpdateError(f"{self._file} ends within tensor {name!r}, after {found} of {place.nbytes} bytes")
-        return found
+        if isinstance(array, int):
+            raise UpdateError(f"{self._file} ends within tensor {name!r}, after {array} of {disk_array.nbytes} bytes")
+        return array
 
 
 class FloatReader(SafetensorsReader):
-    def _array_from_entry(self, begin: int, entry: Mapping[str, Any]) -> DiskArray | None:
-        return super()._array_from_entry(begin, entry) if entry["dtype"] == "F32" else None
+    def _array_from_entry(self, data_offset: int, entry: Mapping[str, Any]) -> DiskArray | None:
+        return super()._array_from_entry(data_offset, entry) if entry["dtype"] == "F32" else None
 
 
 def write_safetensors(path: Path, arrays: Tensors, metadata: dict[str, str] | None = None, disk: Disk = REAL) -> None:
-    """Write tensors to a file, with the bytes of `encode_tensors` but without a copy in memory."""
+    """Write the bytes of `encode_tensors` to a file, one tensor at a time. Disk errors are OSError."""
     shapes = tensors.tensor_shapes(arrays)
     empty = {name: np.empty(0, shapes[name].dtype) for name in sorted(shapes)}
-    payload = safetensors.numpy.save(empty, metadata)  # the library knows the order of tensors, by types and names
+    payload = safetensors.numpy.save(empty, metadata)  # the library orders tensors by type and name
     table: dict[str, Any] = json.loads(payload[8:])
     offset = 0
     for name, entry in table.items():
@@ -210,25 +215,26 @@ def write_safetensors(path: Path, arrays: Tensors, metadata: dict[str, str] | No
 
 
 def read_state(path: Place, kind: type[T], disk: Disk = REAL, lazy_bytes: float = math.inf) -> T:
-    """Read a state like `unpack_state`. Mappings of arrays of at least `lazy_bytes` stay in the file."""
+    """Read a state of type `kind`, or raise NoStateError if the file contains another type.
+
+    Mappings of arrays with at least `lazy_bytes` bytes are returned as `LazyTensors` of the file.
+    """
     try:
-        reader = SafetensorsReader(path, disk, STATE_HEADER_MOST)
+        reader = SafetensorsReader(path, disk, MAX_STATE_HEADER_BYTES)
         skeleton = json.loads(reader.metadata["state"])
-        places = {
+        arrays_by_field = {
             name: _arrays_by_key(reader, skeleton[name])
             for name in tensors.array_mapping_fields(kind)
             if name in skeleton
         }
         lazy_tensors = {
-            name: LazyTensors(lazy)
-            for name, lazy in places.items()
-            if lazy and tensors.total_bytes([lazy]) >= lazy_bytes  # type: ignore[list-item]
+            name: LazyTensors(arrays)
+            for name, arrays in arrays_by_field.items()
+            if arrays and tensors.total_bytes([arrays]) >= lazy_bytes  # type: ignore[list-item]
         }
-        for name, lazy in lazy_tensors.items():
-            skeleton[name], lazy_tensors[name] = (
-                {},
-                LazyTensors({key: array.with_checksum() for key, array in lazy.shapes.items()}),
-            )
+        for name, arrays in lazy_tensors.items():
+            skeleton[name] = {}
+            lazy_tensors[name] = LazyTensors({key: array.with_checksum() for key, array in arrays.shapes.items()})
         state = tensors.state_from_parts(reader, {"state": json.dumps(skeleton)}, kind)
         return replace(state, **lazy_tensors) if lazy_tensors else state  # type: ignore[type-var]
     except (UpdateError, ValueError, LookupError, AttributeError, TypeError) as error:

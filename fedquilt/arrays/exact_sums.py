@@ -27,14 +27,14 @@ from typing import Any, Final, TypeVar
 import numpy as np
 
 from fedquilt.arrays import tensors
-from fedquilt.arrays.disk_arrays import STATE_HEADER_MOST, SafetensorsReader, ScratchFile
+from fedquilt.arrays.disk_arrays import MAX_STATE_HEADER_BYTES, SafetensorsReader, ScratchFile
 from fedquilt.core import Tensors, UpdateError
 from fedquilt.host.disk import Disk, Place
 
 T = TypeVar("T")
-LIMBS_MOST: Final = 16  # far more than numbers of any range need
-BLOCK: Final = 1 << 14  # entries added at a time: what they need fits into a processor's cache
-SHORT: Final = 1 << 16  # entries from which on the second limb begins as float32
+MAX_LIMBS: Final = 16  # more than sums of addable numbers need
+BLOCK_ENTRIES: Final = 1 << 14  # entries added at once, so that the temporary arrays fit into a processor's cache
+MIN_FLOAT32_ENTRIES: Final = 1 << 16  # size of an array whose second limb starts as float32
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class ExactSum:
     """Exact sum of floating-point arrays, or maximum of integer arrays (counters).
 
     Attributes:
-        limbs: Arrays whose exact sum this is, float64 and then float32 or float64, or a single integer array. Limbs on
+        limbs: Arrays that add up to the sum, float64 and then float32 or float64, or a single integer array. Limbs on
             the disk are `DiskArray` arrays, which numpy reads on use.
     """
 
@@ -63,9 +63,9 @@ class ExactSum:
             return np.array(largest) if self.is_counter else largest + np.float64(0)
         rounded = np.asarray(largest + smaller[0], np.float64)
         if len(smaller) > 1:
-            odd = np.any([limb != 0 for limb in smaller[1:]], axis=0)
-            rounded[odd] = [
-                math.fsum(parts) for parts in zip(*(limb[odd] for limb in (largest, *smaller)), strict=True)
+            has_small_parts = np.any([limb != 0 for limb in smaller[1:]], axis=0)
+            rounded[has_small_parts] = [
+                math.fsum(parts) for parts in zip(*(limb[has_small_parts] for limb in (largest, *smaller)), strict=True)
             ]
         return np.add(rounded, 0.0, out=rounded)
 
@@ -75,52 +75,56 @@ class ExactSum:
 
 
 def add_to_sum(total: ExactSum | None, array: np.ndarray, weight: float = 1.0) -> ExactSum:
-    """Add `array * weight` to a sum in place, or return a new one. The given sum must not be used afterwards."""
+    """Return a sum with `array * weight` added, in the memory of `total`, which must not be used afterwards.
+
+    Integer arrays are counters: the entrywise maximum is returned, and `weight` is ignored.
+    """
     if array.dtype.kind in "iu":
         largest = array if total is None else np.maximum(total.limbs[0], array, dtype=total.limbs[0].dtype)
         return _store_limbs((np.array(largest),), total)
     if total is None:
         product = np.asarray(np.multiply(array, weight, dtype=np.float64, order="C"))
-        second = np.zeros(array.shape, np.float32 if array.size >= SHORT else np.float64)
+        second = np.zeros(array.shape, np.float32 if array.size >= MIN_FLOAT32_ENTRIES else np.float64)
         return _store_limbs((product, second))
     limbs = [np.asarray(limb).reshape(-1) for limb in total.limbs]
     flat = array.reshape(-1)
-    for start in range(0, array.size, BLOCK):
-        block = slice(start, start + BLOCK)
-        as_it_is = weight == 1.0 and flat.dtype == np.float64
+    for start in range(0, array.size, BLOCK_ENTRIES):
+        block = slice(start, start + BLOCK_ENTRIES)
+        is_exact = weight == 1.0 and flat.dtype == np.float64
         _add_to_float_expansion(
-            limbs, block, flat[block] if as_it_is else np.multiply(flat[block], weight, dtype=np.float64)
+            limbs, block, flat[block] if is_exact else np.multiply(flat[block], weight, dtype=np.float64)
         )
     return _store_limbs(tuple(limb.reshape(array.shape) for limb in limbs), total)
 
 
-_room: ContextVar[ScratchFile | None] = ContextVar("room", default=None)
+_scratch_file: ContextVar[ScratchFile | None] = ContextVar("scratch_file", default=None)
 
 
 @contextmanager
-def sums_on_disk(room: ScratchFile | None) -> Iterator[None]:
-    """Store large sums of the body in a scratch file, or in memory if `room` is None."""
-    before = _room.set(room)
+def sums_on_disk(scratch_file: ScratchFile | None) -> Iterator[None]:
+    """Store large sums that are created in the body in a scratch file, or in memory if `scratch_file` is None."""
+    token = _scratch_file.set(scratch_file)
     try:
         yield
     finally:
-        _room.reset(before)
+        _scratch_file.reset(token)
 
 
 def _store_limbs(limbs: tuple[np.ndarray, ...], previous: ExactSum | None = None) -> ExactSum:
-    room = _room.get()
-    if room is None:
+    scratch_file = _scratch_file.get()
+    if scratch_file is None:
         return ExactSum(limbs)
     limb_pairs = zip_longest(limbs, previous.limbs if previous else ())
-    return ExactSum(tuple(room.store_array(limb, old_limb) for limb, old_limb in limb_pairs))  # type: ignore[misc]
+    return ExactSum(tuple(scratch_file.store_array(limb, old_limb) for limb, old_limb in limb_pairs))  # type: ignore[misc]
 
 
-def merge_sums(left: ExactSum, right: ExactSum) -> ExactSum:
-    """Return the merged sums of different devices. The first must not be used afterwards."""
-    for limb in right.limbs:
-        if (values := np.asarray(limb)).any():  # as the second one seldom does
-            left = add_to_sum(left, values)
-    return left
+def merge_sums(first: ExactSum, second: ExactSum) -> ExactSum:
+    """Return the sum of two sums, in the memory of `first`, which must not be used afterwards."""
+    for limb in second.limbs:
+        values = np.asarray(limb)
+        if values.any():  # the second limb is often zero
+            first = add_to_sum(first, values)
+    return first
 
 
 def add_arrays(
@@ -140,7 +144,7 @@ def _add_to_float_expansion(limbs: list[np.ndarray], block: slice, remainder: np
         gap = total - stored
         remainder = remainder - gap
         np.subtract(total, gap, out=gap)
-        remainder += np.subtract(stored, gap, out=gap)  # what found lacks of the sum: TwoSum
+        remainder += np.subtract(stored, gap, out=gap)  # the rounding error of `total`, by TwoSum
         if limb.dtype == np.float32:
             with np.errstate(over="ignore", under="ignore"):
                 stored[...] = total
@@ -149,88 +153,104 @@ def _add_to_float_expansion(limbs: list[np.ndarray], block: slice, remainder: np
                 limbs[index][block] = total
         else:
             stored[...] = total
-        if not remainder.any():  # as most often: nothing is left for another limb
+        if not remainder.any():
             return
     limbs.append(np.zeros_like(limbs[0]))
     limbs[-1][block] = remainder
 
 
-def require_valid_sums(given: Mapping[str, ExactSum], like: Tensors, weight: float) -> None:
-    """Raise UpdateError unless the sums match `like` in names, shapes and types and could have this weight."""
-    if odd := sorted(given.keys() ^ like.keys()):
-        raise UpdateError(f"names of sums differ: {', '.join(odd[:5])}{' ...' if len(odd) > 5 else ''}")
-    for name, total in given.items():
-        _require_valid_sum(name, total, like[name], weight)
+def require_valid_sums(sums: Mapping[str, ExactSum], reference: Tensors, weight: float) -> None:
+    """Raise UpdateError unless the sums match `reference` in names, shapes and types and could have this weight."""
+    if unmatched_names := sorted(sums.keys() ^ reference.keys()):
+        raise UpdateError(
+            f"names of sums differ: {', '.join(unmatched_names[:5])}{' ...' if len(unmatched_names) > 5 else ''}"
+        )
+    for name, total in sums.items():
+        _require_valid_sum(name, total, reference[name], weight)
 
 
-def _require_valid_sum(name: str, total: ExactSum, like: np.ndarray, weight: float) -> None:
-    if not 1 <= len(total.limbs) <= LIMBS_MOST or any(limb.shape != like.shape for limb in total.limbs):
-        raise UpdateError(f"sum {name!r} has {len(total.limbs)} parts, or one that is not of shape {like.shape}")
-    if like.dtype.kind in "iu":
+def _require_valid_sum(name: str, total: ExactSum, reference: np.ndarray, weight: float) -> None:
+    if not 1 <= len(total.limbs) <= MAX_LIMBS or any(limb.shape != reference.shape for limb in total.limbs):
+        raise UpdateError(f"sum {name!r} has {len(total.limbs)} parts, or one that is not of shape {reference.shape}")
+    if reference.dtype.kind in "iu":
         if len(total.limbs) > 1:
             raise UpdateError(f"sum {name!r} has {len(total.limbs)} parts: counters have one")
-        return tensors.require_addable({name: np.asarray(total.limbs[0])}, {name: like})
-    kinds = [limb.dtype for limb in total.limbs]
-    if kinds[0] != np.float64 or not set(kinds) <= {np.dtype(np.float64), np.dtype(np.float32)}:
-        raise UpdateError(f"sum {name!r} has parts of {', '.join(map(str, kinds))}: float64 is wanted")
-    most = 2 * weight * tensors.addable_range(like.dtype)[1]
+        return tensors.require_addable({name: np.asarray(total.limbs[0])}, {name: reference})
+    dtypes = [limb.dtype for limb in total.limbs]
+    if dtypes[0] != np.float64 or not set(dtypes) <= {np.dtype(np.float64), np.dtype(np.float32)}:
+        raise UpdateError(f"sum {name!r} has parts of {', '.join(map(str, dtypes))}: expected float64")
+    limit = 2 * weight * tensors.addable_range(reference.dtype)[1]
     for limb in map(np.asarray, total.limbs):
         tensors.require_finite({name: limb})
-        if limb.size and float(np.abs(limb).max()) > most:
-            raise UpdateError(f"sum {name!r} holds numbers beyond {most:g}, which updates of this weight cannot have")
+        if limb.size and float(np.abs(limb).max()) > limit:
+            raise UpdateError(f"sum {name!r} holds numbers beyond {limit:g}, which updates of this weight cannot have")
     return None
 
 
-def merge_accumulators(left: Any, right: Any) -> Any:
-    """Return the merged accumulators, by `merge_with` if defined. The first must not be used afterwards."""
-    if isinstance(left, ExactSum):
-        return merge_sums(left, right)
-    if hasattr(left, "merge_with"):
-        return left.merge_with(right)
-    if isinstance(left, int):
-        return left + right
-    if isinstance(left, Mapping):
+def merge_accumulators(first: Any, second: Any) -> Any:
+    """Return two accumulators merged, in the memory of `first`, which must not be used afterwards.
+
+    Exact sums and integers are added. Mappings and dataclasses are merged by field, and other types by `merge_with`.
+
+    Raises:
+        TypeError: If an accumulator contains a value of another type.
+    """
+    if isinstance(first, ExactSum):
+        return merge_sums(first, second)
+    if hasattr(first, "merge_with"):
+        return first.merge_with(second)
+    if isinstance(first, int):
+        return first + second
+    if isinstance(first, Mapping):
         return {
-            **left,
+            **first,
             **{
-                name: merge_accumulators(left[name], field) if name in left else copy_accumulator(field)
-                for name, field in right.items()
+                name: merge_accumulators(first[name], field) if name in first else copy_accumulator(field)
+                for name, field in second.items()
             },
         }
-    if is_dataclass(left) and not isinstance(left, type):
-        names = [field.name for field in fields(left)]
-        return type(left)(**{name: merge_accumulators(getattr(left, name), getattr(right, name)) for name in names})
-    raise TypeError(f"accumulators cannot be merged that hold a {type(left).__name__}")
+    if is_dataclass(first) and not isinstance(first, type):
+        names = [field.name for field in fields(first)]
+        return type(first)(**{name: merge_accumulators(getattr(first, name), getattr(second, name)) for name in names})
+    raise TypeError(f"accumulators cannot be merged that hold a {type(first).__name__}")
 
 
-def map_limbs(value: Any, keep: Callable[[Any], Any], other: Callable[[Any], Any] = lambda array: array) -> Any:
-    """Return an accumulator with `keep` applied to each limb, and `other` to each array beside sums."""
+def map_limbs(
+    value: Any, convert_limb: Callable[[Any], Any], convert_array: Callable[[Any], Any] = lambda array: array
+) -> Any:
+    """Return an accumulator with its limbs and its arrays outside of sums converted."""
     if isinstance(value, ExactSum):
-        return ExactSum(tuple(keep(limb) for limb in value.limbs))
+        return ExactSum(tuple(convert_limb(limb) for limb in value.limbs))
     if isinstance(value, Mapping):
-        return {name: map_limbs(field, keep, other) for name, field in value.items()}
+        return {name: map_limbs(field, convert_limb, convert_array) for name, field in value.items()}
     if is_dataclass(value) and not isinstance(value, type):
         return type(value)(
-            **{field.name: map_limbs(getattr(value, field.name), keep, other) for field in fields(value)}
+            **{
+                field.name: map_limbs(getattr(value, field.name), convert_limb, convert_array)
+                for field in fields(value)
+            }
         )
-    return other(value) if isinstance(value, np.ndarray) else value
+    return convert_array(value) if isinstance(value, np.ndarray) else value
 
 
-def read_accumulator(path: Place, kind: type[T], disk: Disk, room: ScratchFile) -> T:
-    """Read an accumulator of type `kind` into a scratch file, one array at a time."""
+def read_accumulator(path: Place, kind: type[T], disk: Disk, scratch_file: ScratchFile) -> T:
+    """Read an accumulator of type `kind` into a scratch file, or raise NoStateError if the file has another type.
+
+    Only one array is in memory at a time.
+    """
     try:
-        reader = SafetensorsReader(path, disk, STATE_HEADER_MOST)
+        reader = SafetensorsReader(path, disk, MAX_STATE_HEADER_BYTES)
         slots = {name: np.empty(0) for name in reader}
         names = {id(slot): name for name, slot in slots.items()}
         total = tensors.state_from_parts(slots, reader.metadata, kind)
-        return map_limbs(total, lambda slot: room.store_array(reader[names[id(slot)]]))
+        return map_limbs(total, lambda slot: scratch_file.store_array(reader[names[id(slot)]]))
     except UpdateError as error:
         raise tensors.NoStateError(f"not a stored {kind.__name__}: {error}") from None
 
 
 def copy_accumulator(value: Any) -> Any:
-    room = _room.get()
-    return map_limbs(value, np.array if room is None else room.store_array)
+    scratch_file = _scratch_file.get()
+    return map_limbs(value, np.array if scratch_file is None else scratch_file.store_array)
 
 
 @dataclass(frozen=True)
@@ -255,13 +275,13 @@ class ExactScalar:
             parts = [*new_parts, remainder]
         return ExactScalar(tuple(parts))
 
-    def merge_with(self, other: ExactScalar) -> ExactScalar:
-        return self.add_numbers(*other.parts)
+    def merge_with(self, addend: ExactScalar) -> ExactScalar:
+        return self.add_numbers(*addend.parts)
 
 
 @dataclass(frozen=True)
 class WeightedSums:
-    """Sums of a round: sum_k n_k * x_k and sum_k n_k. Empty without arguments."""
+    """Sums of a round: sum_k n_k * x_k and sum_k n_k."""
 
     total: dict[str, ExactSum] = field(default_factory=dict)
     weights: ExactScalar = ExactScalar()

@@ -29,9 +29,9 @@ from fedquilt.core import DivergedError, StoreError, Tensors, UpdateError, deriv
 from fedquilt.core import tensor_shapes as tensor_shapes
 
 T = TypeVar("T")
-HEADER_MOST: Final = 4 << 20  # bytes of a safetensors header: some 25,000 tensors; its own library reads 100 MB
-AXES_MOST: Final = 16
-COUNTED_MOST: Final = 2**53  # of a counter, so that it can still be increased
+MAX_HEADER_BYTES: Final = 4 << 20  # about 25,000 tensors (the limit of the safetensors library is 100 MB)
+MAX_AXES: Final = 16
+MAX_COUNTER: Final = 2**53  # largest value of a counter, so that the counter can still be increased
 
 
 class NoStateError(StoreError):
@@ -49,7 +49,7 @@ class TensorSpec:
 
 
 def layout_from_tensors(tensors: Tensors) -> dict[str, str]:
-    """Return types and shapes for an update's manifest, such as {"fc.weight": "f4:10,64"}."""
+    """Return the type and shape of each tensor as text, such as {"fc.weight": "f4:10,64"}."""
     shapes = tensor_shapes(tensors).items()
     return {name: f"{a.dtype.kind}{a.dtype.itemsize}:{','.join(map(str, a.shape))}" for name, a in shapes}
 
@@ -61,9 +61,9 @@ def specs_from_layout(layout: Mapping[str, str]) -> dict[str, TensorSpec]:
 @lru_cache(maxsize=1 << 12)
 def _spec_from_text(name: str, text: str) -> TensorSpec:
     match = _LAYOUT.fullmatch(text)
-    if match is None or match[2].count(",") >= AXES_MOST:
+    if match is None or match[2].count(",") >= MAX_AXES:
         raise UpdateError(
-            f"tensor {name[:80]!r} is described as {text[:80]!r}: a type and a shape are wanted, as in f4:10,64"
+            f"tensor {name[:80]!r} is described as {text[:80]!r}: expected a type and a shape, as in f4:10,64"
         )
     return TensorSpec(tuple(int(size) for size in match[2].split(",") if size), np.dtype(match[1]))
 
@@ -75,36 +75,38 @@ def cast_like(model: Tensors, reference: Tensors) -> dict[str, np.ndarray]:
     return {name: np.asarray(array).astype(reference[name].dtype) for name, array in model.items()}
 
 
-def map_arrays(function: Callable[..., np.ndarray], first: Tensors, *further_models: Tensors) -> Tensors:
-    """Apply a function to the arrays of the same name in every mapping, or raise UpdateError if they do not match."""
-    for further in further_models:
-        require_matching(further, first)
+def map_arrays(function: Callable[..., np.ndarray], first: Tensors, *other_models: Tensors) -> Tensors:
+    """Return `function` of the arrays of each name, or raise UpdateError if names or shapes differ.
+
+    All models but the first must be finite, or DivergedError is raised.
+    """
+    for other in other_models:
+        require_matching(other, first)
     return {
-        name: np.asarray(function(array, *(further[name] for further in further_models)))
-        for name, array in first.items()
+        name: np.asarray(function(array, *(other[name] for other in other_models))) for name, array in first.items()
     }
 
 
-def require_matching(given: Tensors, wanted: Tensors) -> None:
-    """Raise UpdateError unless names and shapes are those of `wanted` and all numbers are finite."""
-    _require_names(given, wanted)
-    for name, array in tensor_shapes(given).items():
-        _require_shape(name, array, tensor_shapes(wanted)[name])
-    require_finite(given)
+def require_matching(tensors: Tensors, reference: Tensors) -> None:
+    """Raise UpdateError if names or shapes differ from `reference`, or DivergedError if a number is not finite."""
+    _require_names(tensors, reference)
+    for name, array in tensor_shapes(tensors).items():
+        _require_shape(name, array, tensor_shapes(reference)[name])
+    require_finite(tensors)
 
 
-def require_addable(given: Tensors, wanted: Tensors | Mapping[str, TensorSpec]) -> None:
+def require_addable(tensors: Tensors, reference: Tensors | Mapping[str, TensorSpec]) -> None:
     """Check an update's tensors before they are aggregated.
 
-    Integers are counters from 0 to `COUNTED_MOST`. Floating-point numbers may be as large as the square root of their
+    Integers are counters from 0 to `MAX_COUNTER`. Floating-point numbers may be as large as the square root of their
     type's range (1.8e19 in 32 bits), so that no sum, difference or second moment overflows.
 
     Raises:
-        UpdateError: If a name, shape or type differs from `wanted`, or a number is out of bounds.
+        UpdateError: If a name, shape or type differs from `reference`, or a number is out of bounds.
     """
-    _require_names(given, wanted)
-    expected_shapes = tensor_shapes(wanted)
-    for name, array in given.items():
+    _require_names(tensors, reference)
+    expected_shapes = tensor_shapes(reference)
+    for name, array in tensors.items():
         _require_shape(name, array, expected_shapes[name])
         if array.dtype != expected_shapes[name].dtype:
             raise UpdateError(f"tensor {name!r} is {array.dtype}, expected {expected_shapes[name].dtype}")
@@ -120,49 +122,51 @@ def require_addable(given: Tensors, wanted: Tensors | Mapping[str, TensorSpec]) 
 
 
 @cache
-def addable_range(kind: np.dtype[Any]) -> tuple[float, float]:
-    """Return the least and the largest number of this type that may be aggregated."""
-    if kind.kind != "f":
-        return 0, COUNTED_MOST
-    most = float(np.finfo(kind).max)
-    most = most if kind.itemsize < 4 else math.sqrt(most)  # 16-bit types are not used for sums
-    return -most, most
+def addable_range(dtype: np.dtype[Any]) -> tuple[float, float]:
+    """Return the smallest and the largest number of this type that may be aggregated."""
+    if dtype.kind != "f":
+        return 0, MAX_COUNTER
+    limit = float(np.finfo(dtype).max)
+    limit = limit if dtype.itemsize < 4 else math.sqrt(limit)  # 16-bit types are not used for sums
+    return -limit, limit
 
 
-def _require_names(given: Tensors, wanted: Tensors | Mapping[str, TensorSpec]) -> None:
-    if given.keys() != wanted.keys():
-        odd = sorted(given.keys() ^ wanted.keys())
-        raise UpdateError(f"tensor names differ: {', '.join(odd[:5])}{' ...' if len(odd) > 5 else ''}")
+def _require_names(tensors: Tensors, reference: Tensors | Mapping[str, TensorSpec]) -> None:
+    if tensors.keys() != reference.keys():
+        unmatched_names = sorted(tensors.keys() ^ reference.keys())
+        raise UpdateError(
+            f"tensor names differ: {', '.join(unmatched_names[:5])}{' ...' if len(unmatched_names) > 5 else ''}"
+        )
 
 
-def _require_shape(name: str, array: np.ndarray | TensorSpec, wanted: np.ndarray | TensorSpec) -> None:
-    if array.shape != wanted.shape:
-        raise UpdateError(f"tensor {name!r} has shape {array.shape}, expected {wanted.shape}")
+def _require_shape(name: str, array: np.ndarray | TensorSpec, reference: np.ndarray | TensorSpec) -> None:
+    if array.shape != reference.shape:
+        raise UpdateError(f"tensor {name!r} has shape {array.shape}, expected {reference.shape}")
 
 
-def require_finite(given: Tensors) -> None:
+def require_finite(tensors: Tensors) -> None:
     """Raise DivergedError if a floating-point tensor holds NaN or infinity."""
-    for name, array in given.items():
+    for name, array in tensors.items():
         if array.dtype.kind == "f" and not np.isfinite(array).all():
             raise DivergedError(f"tensor {name!r} holds {int((~np.isfinite(array)).sum())} values that are not finite")
 
 
 def seeded_rng(*keys: object) -> np.random.Generator:
-    """Return a generator seeded by any values, equal on every machine."""
+    """Return a random generator whose seed is derived from the keys, with equal numbers on every machine."""
     return np.random.Generator(np.random.PCG64(derive_seed(*keys)))
 
 
 def encode_tensors(tensors: Tensors, metadata: dict[str, str] | None = None) -> bytes:
     """Encode tensors as safetensors. Equal tensors have equal bytes."""
-    placed = sort_tensors(tensors)
-    shapes = tuple((name, array.dtype, array.shape) for name, array in placed.items())
-    cached_header = None if metadata else _heads.get(shapes)
+    sorted_tensors = sort_tensors(tensors)
+    shapes = tuple((name, array.dtype, array.shape) for name, array in sorted_tensors.items())
+    cached_header = None if metadata else _cached_headers.get(shapes)
     if cached_header is not None:
-        head, names = cached_header
-        return b"".join((head, *(placed[name].data for name in names)))
-    payload = safetensors.numpy.save(placed, metadata)
+        header, names = cached_header
+        return b"".join((header, *(sorted_tensors[name].data for name in names)))
+    payload = safetensors.numpy.save(sorted_tensors, metadata)
     if not metadata and all(dtype.isnative and dtype.kind in "fiub" for _, dtype, _ in shapes):
-        _cache_header(payload, placed)
+        _cache_header(payload, sorted_tensors)
     return payload
 
 
@@ -172,17 +176,16 @@ def sort_tensors(tensors: Tensors) -> dict[str, np.ndarray]:
 
 def decode_tensors(payload: bytes) -> dict[str, np.ndarray]:
     """Decode safetensors bytes as arrays sorted by name, or raise UpdateError."""
-    cached_layout = _layouts.get(payload[: _header_bytes(payload)])
+    cached_layout = _cached_layouts.get(payload[: _header_bytes(payload)])
     if cached_layout is not None and len(payload) == cached_layout.size:
         return {
-            name: np.ndarray(shape, dtype, payload, start).copy()  # the caller's own
-            for name, dtype, shape, start in cached_layout.places
+            name: np.ndarray(shape, dtype, payload, start).copy() for name, dtype, shape, start in cached_layout.entries
         }
     try:
         (size,) = struct.unpack("<Q", payload[:8])
-        if size > HEADER_MOST:
-            raise ValueError(f"a header of {size} bytes: {HEADER_MOST} are permitted")
-        arrays = dict(sorted(safetensors.numpy.load(payload).items()))  # the library gives them in any order
+        if size > MAX_HEADER_BYTES:
+            raise ValueError(f"a header of {size} bytes: {MAX_HEADER_BYTES} are permitted")
+        arrays = dict(sorted(safetensors.numpy.load(payload).items()))  # the library returns any order
     except (SafetensorError, ValueError, KeyError, OverflowError, struct.error) as error:
         raise UpdateError(f"not a safetensors blob: {error}") from None
     _cache_header(payload, arrays)
@@ -190,28 +193,33 @@ def decode_tensors(payload: bytes) -> dict[str, np.ndarray]:
 
 
 def read_tensors(path: Path, sha256: str = "") -> dict[str, np.ndarray]:
-    """Read the tensors of a safetensors file, and compare its sha256 unless ""."""
+    """Read the tensors of a safetensors file, sorted by name.
+
+    Raises:
+        StoreError: If the file cannot be read, or does not have this sha256 (unless "").
+        UpdateError: If the file is not a valid safetensors file.
+    """
     try:
         payload = path.read_bytes()
     except OSError as error:
         raise StoreError(f"cannot read {path}: {error.strerror}") from None
     if sha256 and hashlib.sha256(payload).hexdigest() != sha256:
-        raise StoreError(f"{path} is damaged: its bytes are not those it was stored with")
+        raise StoreError(f"{path} is damaged: its sha256 has changed")
     return decode_tensors(payload)
 
 
 class _BlobLayout(NamedTuple):
-    size: int  # of the blob
-    places: tuple[tuple[str, np.dtype[Any], tuple[int, ...], int], ...]  # name, type, shape, where it begins; by name
+    size: int  # bytes of the blob
+    entries: tuple[tuple[str, np.dtype[Any], tuple[int, ...], int], ...]  # (name, type, shape, offset), sorted by name
 
 
-# The header of a blob follows from names, types and shapes, and a round's updates have these alike. So the library
-# writes and checks it once, and what follows it is copied from then on. Blobs that differ take turns in few places.
-_heads: dict[tuple[tuple[str, np.dtype[Any], tuple[int, ...]], ...], tuple[bytes, tuple[str, ...]]] = {}
-_layouts: dict[bytes, _BlobLayout] = {}
-_learning: Final = threading.Lock()  # of both, as a coordinator's worker reads and writes tensors beside its loop
-LAYOUTS_MOST: Final = 64
-LEARNED_MOST: Final = 64 * 1024  # bytes of a header that is kept
+# The header of a blob follows from names, types and shapes, which are equal in all updates of a round. So the library
+# writes and checks a header once. Later blobs with the same header are encoded and decoded by copying their arrays.
+_cached_headers: dict[tuple[tuple[str, np.dtype[Any], tuple[int, ...]], ...], tuple[bytes, tuple[str, ...]]] = {}
+_cached_layouts: dict[bytes, _BlobLayout] = {}
+_cache_lock: Final = threading.Lock()  # a coordinator encodes and decodes tensors in two threads
+MAX_CACHED_LAYOUTS: Final = 64
+MAX_CACHED_HEADER_BYTES: Final = 64 * 1024
 
 
 def _header_bytes(payload: bytes) -> int:
@@ -220,21 +228,21 @@ def _header_bytes(payload: bytes) -> int:
 
 def _cache_header(payload: bytes, arrays: Tensors) -> None:
     size = _header_bytes(payload)
-    if size > LEARNED_MOST:
+    if size > MAX_CACHED_HEADER_BYTES:
         return
-    head = payload[:size]
-    table: dict[str, Any] = json.loads(head[8:])
+    header = payload[:size]
+    table: dict[str, Any] = json.loads(header[8:])
     if "__metadata__" in table:
         return
-    begins = {name: size + int(entry["data_offsets"][0]) for name, entry in table.items()}
-    places = tuple((name, arrays[name].dtype, arrays[name].shape, begins[name]) for name in sorted(arrays))
-    shapes = tuple((name, dtype, shape) for name, dtype, shape, _ in places)
-    with _learning:
-        for cache in (_heads, _layouts):
-            while len(cache) >= LAYOUTS_MOST:
+    offsets = {name: size + int(entry["data_offsets"][0]) for name, entry in table.items()}
+    entries = tuple((name, arrays[name].dtype, arrays[name].shape, offsets[name]) for name in sorted(arrays))
+    shapes = tuple((name, dtype, shape) for name, dtype, shape, _ in entries)
+    with _cache_lock:
+        for cache in (_cached_headers, _cached_layouts):
+            while len(cache) >= MAX_CACHED_LAYOUTS:
                 cache.pop(next(iter(cache)))  # type: ignore[call-overload]
-        _layouts[head] = _BlobLayout(len(payload), places)
-        _heads[shapes] = (head, tuple(sorted(arrays, key=lambda name: table[name]["data_offsets"])))
+        _cached_layouts[header] = _BlobLayout(len(payload), entries)
+        _cached_headers[shapes] = (header, tuple(sorted(arrays, key=lambda name: table[name]["data_offsets"])))
 
 
 def pack_state(state: Any) -> bytes:
@@ -265,7 +273,7 @@ def split_state(state: Any) -> tuple[dict[str, np.ndarray], dict[str, str]]:
 
 
 class _ArrayPlaceholder:
-    """An array on the disk, in a skeleton: msgspec takes a dataclass apart."""
+    """Array on disk within a skeleton. Without the wrapper, msgspec would encode the fields of `DiskArray`."""
 
     def __init__(self, array: Any) -> None:
         self.array = array
@@ -341,7 +349,7 @@ def state_from_parts(arrays: Tensors, metadata: Mapping[str, str], kind: type[T]
     def restore_array(array_type: type, value: Any) -> Any:
         if array_type is np.ndarray and isinstance(value, dict):
             return arrays[str(value["$array"])]
-        raise ValueError(f"expected a {array_type.__name__}")  # msgspec adds where
+        raise ValueError(f"expected a {array_type.__name__}")  # msgspec adds the path of the value
 
     try:
         skeleton = json.loads(metadata["state"])
@@ -357,7 +365,7 @@ def total_bytes(bundles: Iterable[Tensors]) -> int:
 
 
 def require_known_fields(stored: Any, read: Any, path: str) -> None:
-    """Raise ValueError if a stored field is not in the object made from it, as with another version of the program."""
+    """Raise ValueError if `stored` has a field that `read`, the object decoded from it, lacks."""
     if not _has_fields(stored):
         return
     if is_dataclass(read) or isinstance(read, msgspec.Struct):
@@ -365,7 +373,9 @@ def require_known_fields(stored: Any, read: Any, path: str) -> None:
             read.__struct_fields__ if isinstance(read, msgspec.Struct) else [field.name for field in fields(read)]
         )
         if unknown := sorted(stored.keys() - set(field_names)):
-            raise ValueError(f"{path} holds {', '.join(unknown)}: it is of another version of fedquilt")
+            raise ValueError(
+                f"{path} has unknown fields {', '.join(unknown)}: another version of fedquilt stored the file"
+            )
         pairs = [(value, getattr(read, name), f"{path}.{name}") for name, value in stored.items() if _has_fields(value)]
     elif isinstance(read, Mapping):
         parts = {str(key): value for key, value in read.items()}

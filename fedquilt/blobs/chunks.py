@@ -16,12 +16,12 @@ from typing import Final
 from fedquilt import wire
 from fedquilt.core import BlobRef, LinkError, StoreError
 
-HEADROOM_BYTES: Final = 1024  # of a packet, for its topic and MQTT's own header
-MANIFEST: Final = -1  # index under which the manifest itself is requested and queued
+HEADROOM_BYTES: Final = 1024  # bytes of a packet that are left for topic and MQTT header
+MANIFEST: Final = -1  # index of the manifest in requests and queues, where chunks have indices from 0
 
-BUDGET_BYTES: Final = 4 << 20  # of chunks queued for sending, and of chunks requested and not written yet
+BUDGET_BYTES: Final = 4 << 20  # limit on chunks queued for sending, and on chunks requested and not written yet
 
-_MANIFEST_BYTES: Final = 256  # most bytes of an encoded manifest without its digests
+_MANIFEST_BYTES: Final = 256  # upper bound of an encoded manifest without digests
 
 
 class DamagedBlobError(StoreError): ...
@@ -36,14 +36,18 @@ def chunk_size_for(max_payload: int) -> int:
     return chunk_bytes
 
 
-def negotiate_chunk_size(own_bytes: int, requested_bytes: int) -> int:
-    """Return a chunk size of at most `requested_bytes`. Sizes are few, because blobs are hashed for each size."""
+def negotiate_chunk_size(max_bytes: int, requested_bytes: int) -> int:
+    """Return the chunk size in bytes for a peer that requests chunks of up to `requested_bytes`.
+
+    A size below `max_bytes` is rounded down to a power of two minus the headroom, because a blob is hashed again for
+    each chunk size. The result is at least `wire.MIN_CHUNK`.
+    """
     packet_bytes = 1 << ((requested_bytes + HEADROOM_BYTES).bit_length() - 1)
-    return own_bytes if requested_bytes >= own_bytes else max(packet_bytes - HEADROOM_BYTES, wire.MIN_CHUNK)
+    return max_bytes if requested_bytes >= max_bytes else max(packet_bytes - HEADROOM_BYTES, wire.MIN_CHUNK)
 
 
 def single_chunk_manifest(ref: BlobRef, chunk: int) -> wire.BlobManifest | None:
-    """Return the manifest of a blob that fits into one chunk, which need not be requested, or None."""
+    """Return the manifest of a blob of one chunk, or None for an empty or larger blob."""
     return (
         wire.BlobManifest(sha256=ref.sha256, size=ref.size, chunk=chunk, digests=ref.sha256)
         if 0 < ref.size <= chunk
@@ -56,6 +60,7 @@ def chunk_count(manifest: wire.BlobManifest) -> int:
 
 
 def chunk_extent(manifest: wire.BlobManifest, index: int) -> tuple[int, int]:
+    """Return the offset and the size of a chunk in bytes."""
     offset = index * manifest.chunk
     return offset, min(manifest.chunk, manifest.size - offset)
 
@@ -66,7 +71,11 @@ def is_valid_chunk(manifest: wire.BlobManifest, index: int, payload: bytes) -> b
 
 
 class ManifestBuilder:
-    """Builder of a manifest, which calls `read(offset, size)` for each chunk of a blob, step by step."""
+    """Builder of a manifest, which reads a blob chunk by chunk with `read(offset, size)`.
+
+    Raises:
+        LinkError: If the manifest would be larger than a chunk.
+    """
 
     def __init__(self, ref: BlobRef, chunk: int, read: Callable[[int, int], bytes]) -> None:
         self._blob_ref, self._chunk, self._read = ref, chunk, read
@@ -81,30 +90,32 @@ class ManifestBuilder:
             )
 
     def hash_chunks(self, limit_bytes: float = math.inf) -> wire.BlobManifest | None:
-        """Hash about `limit_bytes` more. Return the manifest after the last chunk, or raise DamagedBlobError."""
-        ref, left_bytes = self._blob_ref, limit_bytes
-        while len(self._digests) < self._count and left_bytes > 0:
+        """Hash the next chunks, about `limit_bytes` bytes. Return the manifest after the last chunk, and None before.
+
+        Raises:
+            DamagedBlobError: If the sha256 of all chunks is not the blob's.
+        """
+        ref, remaining_bytes = self._blob_ref, limit_bytes
+        while len(self._digests) < self._count and remaining_bytes > 0:
             offset = len(self._digests) * self._chunk
             payload = self._read(offset, min(self._chunk, ref.size - offset))
             self._blob_hash.update(payload)
             self._digests.append(hashlib.sha256(payload).hexdigest())
-            left_bytes -= self._chunk
+            remaining_bytes -= self._chunk
         if len(self._digests) < self._count:
             return None
         if self._blob_hash.hexdigest() != ref.sha256:
-            raise DamagedBlobError(
-                f"blob {ref.sha256[:12]} is damaged on disk: its bytes are not the ones it was stored with"
-            )
+            raise DamagedBlobError(f"blob {ref.sha256[:12]} is damaged on disk: its sha256 has changed")
         return wire.BlobManifest(sha256=ref.sha256, size=ref.size, chunk=self._chunk, digests="".join(self._digests))
 
 
 def damaged_arrival_error(ref: BlobRef) -> DamagedBlobError:
-    problem = f"blob {ref.sha256[:12]} arrived with other content than its name says"
-    return DamagedBlobError(f"{problem}: the sender's copy is damaged; ask for it anew")
+    problem = f"blob {ref.sha256[:12]} arrived with content of another sha256"
+    return DamagedBlobError(f"{problem}: the sender's copy is damaged; request the blob again")
 
 
 def ref_from_bytes(payload: bytes, expected: BlobRef | None = None) -> BlobRef:
-    """Return the reference of a content, or raise DamagedBlobError if it is not the blob `expected`."""
+    """Return the reference of a blob with this content, or raise DamagedBlobError if the blob is not `expected`."""
     ref = BlobRef(sha256=hashlib.sha256(payload).hexdigest(), size=len(payload))
     if expected is not None and expected != ref:
         raise damaged_arrival_error(expected)

@@ -1,8 +1,8 @@
 """Blob transfers outside the link, from the offer of a location to the result.
 
-The coordinator offers locations (`LocationOffer`), from which a device fetches a blob or to which the device uploads
-one. Meanwhile the requests over the link are paused. If the transfer fails, the remaining chunks are requested over the
-link. Threads move the bytes: no call blocks, and the result of each thread wakes the event loop by `fds`.
+The coordinator offers locations (`LocationOffer`), from which a device fetches a blob or to which a device uploads a
+blob. During the transfer, requests over the link are paused. If the transfer fails, the remaining chunks are requested
+over the link. Threads transfer the bytes, so no call blocks. The end of each thread wakes the event loop by `fds`.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("fedquilt.blobs.direct_transfers")
 
-MAX_TRANSFERS: Final = 2  # at once, on a board
-UPLOAD_TIMEOUT_S: Final = 30.0  # longest pause of a device's upload, before its chunks are asked for over the link
-PROGRESS_INTERVAL_S: Final = 5.0  # between two messages on the progress of putting a blob
+MAX_TRANSFERS: Final = 2  # threads that transfer blobs at the same time on a device
+UPLOAD_TIMEOUT_S: Final = 30.0  # pause of a device's upload after which its chunks are requested over the link
+PROGRESS_INTERVAL_S: Final = 5.0  # interval of `UploadProgress` messages
 _MAX_REMEMBERED_OFFERS: Final = 4096
 _PROGRAM_ERROR: Final = "an error in the program ended the transfer"
 
@@ -53,38 +53,39 @@ class TransferResult(NamedTuple):
     key: Key
     writer: BlobWriter | None  # None for uploads
     error: str | None
-    can_retry: bool = False  # whether the same places may work after a while
-    is_disk_error: bool = False  # whether this side's disk has refused
-    location_index: int = 0  # index of the place that took the blob
+    can_retry: bool = False  # whether the same locations may work later
+    is_disk_error: bool = False  # whether the error is of this side's disk
+    location_index: int = 0  # index of the location that received the upload
 
 
 class TransferBackend:
-    """Blob transfers of a device, at locations that the coordinator offers."""
+    """Transfers between a blob store and locations, in threads. This class offers no locations itself."""
 
     def __init__(
         self, identity: LinkIdentity | None = None, ca: Path | None = None, max_transfers: int = MAX_TRANSFERS
     ) -> None:
         self._identity, self._ca, self._max_transfers = identity, ca, max_transfers
         self._http: HttpClient | None = None
-        self._results: deque[tuple[TransferResult, int]] = deque()  # and how many jobs had ended by then
+        self._results: deque[tuple[TransferResult, int]] = deque()  # (result, number of threads that ended with it)
         self._running = 0
-        self._queued_jobs: deque[Callable[[], None]] = deque()  # jobs that wait for one of those that run to end
+        self._queued_jobs: deque[Callable[[], None]] = deque()  # jobs that wait for a free thread
         self._wake_fd: int | None = None
 
     def download_locations(self, device: str, ref: BlobRef) -> tuple[BlobLocation, ...]:
         return ()
 
     def upload_locations(self, device: str, writer: BlobWriter) -> tuple[BlobLocation, ...]:
-        """Return the locations for an upload. The coordinator's own server writes the blob into `writer`."""
+        """Return the locations to which a device may upload. The coordinator's own server writes into `writer`."""
         return ()
 
     def uploaded_locations(self, device: str, ref: BlobRef, location_index: int) -> tuple[BlobLocation, ...]:
+        """Return the locations from which to fetch the blob that a device uploaded to an offered location."""
         return ()
 
     def close_locations(self, key: Key) -> None: ...
 
     def take_ready_blobs(self) -> list[Key]:
-        """Return the blobs that reached a location since the last call, and the devices waiting for them."""
+        """Return (device, sha256) of the blobs that became available at a location since the last call."""
         return []
 
     def fds(self) -> Sequence[int]:
@@ -95,6 +96,7 @@ class TransferBackend:
         return self._running < self._max_transfers
 
     def take_results(self) -> list[TransferResult]:
+        """Return the results since the last call, and start queued jobs in the threads that became free."""
         if self._wake_fd is not None:
             with contextlib.suppress(BlockingIOError):
                 os.eventfd_read(self._wake_fd)
@@ -113,7 +115,7 @@ class TransferBackend:
             os.eventfd_write(self._wake_fd, 1)
 
     def retry_at_s(self, locations: Sequence[BlobLocation]) -> float:
-        """Return the earliest time to try one of the locations, in seconds of the monotonic clock."""
+        """Return the earliest time to try one of the locations, in seconds of the monotonic clock, or -infinity."""
         client = self._http
         return min((client.retry_at_s(location) for location in locations), default=math.inf) if client else -math.inf
 
@@ -167,7 +169,10 @@ class TransferBackend:
         return self._http
 
     def start_job(self, job: Callable[[], TransferResult], failure_result: TransferResult) -> None:
-        """Run a job in a thread as soon as one is free. `failure_result` is its result if it raises an exception."""
+        """Run a job in a thread, when a thread is free. If the job raises an exception, the result is `failure_result`.
+
+        The error text of `failure_result` is replaced by that of a LinkError or StoreError.
+        """
         if self._wake_fd is None:
             self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
 
@@ -178,7 +183,7 @@ class TransferBackend:
             except (LinkError, StoreError) as error:
                 result = failure_result._replace(error=str(error))
             except Exception:
-                log.exception("a transfer of blob %s has ended", failure_result.key[1][:12])
+                log.exception("transfer of blob %s failed", failure_result.key[1][:12])
             finally:
                 self.add_result(result, 1)
 
@@ -204,9 +209,9 @@ def close_failed_transfer(key: Key, writer: BlobWriter, error: FedquiltError) ->
 class _DirectDownload:
     download: Download
     writer: BlobWriter
-    deadline_s: float = math.inf  # time by which further bytes have to arrive
-    checked_bytes: int = 0  # bytes that had come at the last look
-    reported_bytes: int = 0  # bytes sent, as the device reports
+    deadline_s: float = math.inf  # time by which further bytes must arrive, infinite for a fetch by this side
+    checked_bytes: int = 0  # bytes that had arrived at the previous deadline
+    reported_bytes: int = 0  # bytes that the device reports as uploaded
 
 
 @dataclass
@@ -227,8 +232,8 @@ class DirectTransfers:
         self, backend: TransferBackend, blob_store: BlobStore, publish: Callable[[str, str, WireMessage], None]
     ) -> None:
         self._backend, self._blob_store, self._publish = backend, blob_store, publish
-        self._locations: dict[Key, tuple[BlobLocation, ...]] = {}  # where wanted blobs can be fetched
-        self._offered_uploads: set[Key] = set()  # blobs that their devices were asked to put
+        self._locations: dict[Key, tuple[BlobLocation, ...]] = {}  # locations from which to fetch requested blobs
+        self._offered_uploads: set[Key] = set()  # blobs whose devices have an offer to upload to a location
         self._downloads: dict[Key, _DirectDownload] = {}
         self._uploads: dict[Key, _DirectUpload] = {}
         self._offered_downloads: set[Key] = set()
@@ -269,22 +274,25 @@ class DirectTransfers:
             transfer.download.resume_requests(None, now_s)
 
     def start_download(self, key: Key, download: Download, now_s: float) -> None:
-        """Start to fetch a blob from a location, or offer its device one for the upload, and pause its requests."""
+        """Pause requests of a download and fetch the blob from a location, or offer the device an upload location.
+
+        Blobs of one chunk and blobs without a location remain on the link.
+        """
         manifest = download.manifest
         if download.is_paused or download.is_complete or manifest is None or chunks.chunk_count(manifest) == 1:
             return
         if locations := self._locations.get(key):
             if self._backend.has_free_thread and self._backend.retry_at_s(locations) <= time.monotonic():
-                intake = BlobWriter(self._blob_store, manifest, download.stored_chunks)
+                writer = BlobWriter(self._blob_store, manifest, download.stored_chunks)
                 download.pause_requests()
-                self._downloads[key] = _DirectDownload(download, intake)
-                self._backend.start_download(key, intake, locations)
+                self._downloads[key] = _DirectDownload(download, writer)
+                self._backend.start_download(key, writer, locations)
         elif key not in self._offered_uploads:
             self._offered_uploads.add(key)
-            intake = BlobWriter(self._blob_store, manifest, download.stored_chunks, to_end=True)
-            if locations := self._backend.upload_locations(key[0], intake):
+            writer = BlobWriter(self._blob_store, manifest, download.stored_chunks, to_end=True)
+            if locations := self._backend.upload_locations(key[0], writer):
                 download.pause_requests()
-                self._downloads[key] = _DirectDownload(download, intake, now_s + UPLOAD_TIMEOUT_S)
+                self._downloads[key] = _DirectDownload(download, writer, now_s + UPLOAD_TIMEOUT_S)
                 self._publish(
                     key[0], f"blob/{key[1]}/place", LocationOffer(sha256=key[1], direction="put", locations=locations)
                 )
@@ -312,7 +320,7 @@ class DirectTransfers:
             self._abandon(key, transfer, reason)
 
     def take_results(self, now_s: float) -> list[tuple[TransferResult, int]]:
-        """Return the finished downloads with the number of bytes received, and resume failed ones."""
+        """Return the ended downloads with the bytes received. Failed downloads continue over the link."""
         results = []
         for result in self._backend.take_results():
             if result.writer is None:
@@ -326,7 +334,7 @@ class DirectTransfers:
             if not result.can_retry:
                 self._locations.pop(result.key, None)
             if result.error is not None:
-                text = "blob %s of %s: %s; the rest comes over the broker"
+                text = "blob %s of %s: %s; requesting the rest over the broker"
                 log.warning(text, result.key[1][:12], result.key[0], result.error)
                 has_same_manifest = transfer.download.manifest is result.writer.manifest
                 transfer.download.resume_requests(result.writer.stored_chunks if has_same_manifest else None, now_s)
@@ -334,15 +342,14 @@ class DirectTransfers:
         return results
 
     def step(self, now_s: float) -> float:
-        if not (self._downloads or self._uploads or self._locations):  # as where all blobs go over the broker
+        """Start due uploads, report progress and abandon stalled transfers. Return the time of the next step."""
+        if not (self._downloads or self._uploads or self._locations):
             return math.inf
         for key, download in list(self._downloads.items()):
             if now_s >= download.deadline_s:
                 received_bytes = download.writer.written_bytes + download.reported_bytes
                 if received_bytes == download.checked_bytes:
-                    self._abandon(
-                        key, download, f"nothing has come for {UPLOAD_TIMEOUT_S:g} s from where it was to be put"
-                    )
+                    self._abandon(key, download, f"upload made no progress for {UPLOAD_TIMEOUT_S:g} s")
                 else:
                     download.checked_bytes, download.deadline_s = received_bytes, now_s + UPLOAD_TIMEOUT_S
         for key, upload in self._uploads.items():
@@ -377,7 +384,7 @@ class DirectTransfers:
             return
         sha256, error = result.key[1], shorten_error(result.error or "")
         if error:
-            log.warning("blob %s is put nowhere: %s; it goes over the broker", sha256[:12], error)
+            log.warning("blob %s was not uploaded to a location: %s; sending over the broker", sha256[:12], error)
         progress = UploadProgress(
             sha256=sha256,
             uploaded_bytes=upload.sent_bytes,

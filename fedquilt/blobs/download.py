@@ -23,18 +23,17 @@ from fedquilt.core import BlobRef, LinkError, Retry
 
 MAX_WINDOW: Final = 8  # chunks in flight at once, for one blob
 CHUNKS_PER_REQUEST: Final = 4  # chunks requested in one message
-OVERTAKEN_LIMIT: Final = 3  # arrivals of chunks requested later, after which one counts as lost
-STALL_TIMEOUT_S: Final = 300.0  # without progress, after which a download fails
+OVERTAKEN_LIMIT: Final = 3  # arrivals of later requested chunks after which a chunk counts as lost
+STALL_TIMEOUT_S: Final = 300.0  # time without progress after which a download fails
 
 _START_WINDOW: Final = 2
-_INITIAL_TIMEOUT_S: Final = 2.0  # before the line's round-trip time is known
-_MIN_TIMEOUT_S: Final = 0.5  # RFC 6298 asks for 1 s and Linux takes 0.2 s; the last chunk, or a peer that was away
+_INITIAL_TIMEOUT_S: Final = 2.0  # timeout before the first measured round trip
+_MIN_TIMEOUT_S: Final = 0.5  # RFC 6298 recommends 1 s, and Linux uses 0.2 s
 _MAX_TIMEOUT_S: Final = 30.0
 _MAX_BAD_MESSAGES: Final = 20
-_MAX_MANIFESTS: Final = 8  # manifests, each of smaller chunks than the one before: all that is here is hashed for each
-_MISSING_CONFIRMATION_S: Final = (
-    1.0  # a "missing" counts when repeated after this time: it may be a late answer to an old Get
-)
+_MAX_MANIFESTS: Final = 8  # each manifest has smaller chunks than the previous, and all stored bytes are hashed again
+# A "missing" message fails the download only if repeated after this time: the first may answer an outdated request.
+_MISSING_CONFIRMATION_S: Final = 1.0
 
 
 class Download:
@@ -47,26 +46,25 @@ class Download:
     def __init__(self, ref: BlobRef, chunk_bytes: int, now_s: float) -> None:
         self.ref = ref
         self.chunk_bytes = chunk_bytes
-        self.stored_chunks = bytearray()  # one byte per chunk: 1 if it is written
+        self.stored_chunks = bytearray()  # one byte per chunk: 1 if the chunk is written
         self.failure: str | None = None
         self.bad_messages = 0
-        self.backoff = 0  # time-outs since the last arrival
+        self.backoff = 0  # timeouts since the last arrival
         self._missing_chunks = 0
         self._manifests = 0
         self._window = _START_WINDOW
         self._request_times: dict[int, float] = {}  # index -> time of the last request, in the order of requests
-        self._overtaken_counts: dict[int, int] = {}  # index of a request -> later ones that were answered
-        self._has_lost_request = False  # a request was overtaken since the last look
-        self._first_and_last_request_s: dict[
-            int, tuple[float, float]
-        ] = {}  # index -> times of the first and the last request
+        self._overtaken_counts: dict[int, int] = {}  # index -> number of later requests with a response
+        self._has_lost_request = False  # whether a request was overtaken since the last `next_requests`
+        # index -> times of the first and the last request
+        self._first_and_last_request_s: dict[int, tuple[float, float]] = {}
         self._srtt_s: float | None = None
         self._last_message_s = self._progress_s = now_s
         self._suspended_s: float | None = None
         self._bad_messages_in_a_row = 0
         self._is_reported_missing = False
         self._resume_requests_s = -math.inf
-        self.is_paused = False  # its chunks come another way
+        self.is_paused = False  # whether a transfer backend fetches the blob instead
         self.manifest: wire.BlobManifest | None = chunks.single_chunk_manifest(ref, chunk_bytes)
         if self.manifest is not None:
             self.set_stored_chunks(bytes(1))
@@ -114,7 +112,7 @@ class Download:
             return [self._make_request((), now_s)] if MANIFEST not in self._request_times else []
         free_chunks = int(min(self._window - len(self._request_times), available_bytes // self._largest_chunk_bytes))
         if self._request_times and not has_overdue and free_chunks < min(CHUNKS_PER_REQUEST, self._window // 2):
-            return []  # a few at a time: half as many messages, and the window never runs dry
+            return []  # requesting several chunks in one message halves the number of messages
         indices = self._missing_indices(free_chunks)
         return [
             self._make_request(indices[start : start + CHUNKS_PER_REQUEST], now_s)
@@ -141,10 +139,10 @@ class Download:
         if now_s >= self._progress_s + STALL_TIMEOUT_S:
             self.failure = f"no answer for {STALL_TIMEOUT_S:.0f} s"
         timeout_s = self.timeout_s
-        # sums are compared, as in due_s: a difference may round to below the time-out, and nothing would ever be due
+        # Sums are compared, as in `due_s`. A difference could be rounded to less than the timeout, and never be due.
         overdue = [index for index, request_s in self._request_times.items() if now_s >= request_s + timeout_s]
         if overdue and now_s >= self._last_message_s + timeout_s:
-            # nothing arrives: all is lost, or the line is slower than estimated; request one and wait longer
+            # Without any arrival, all chunks are lost or the line is slower than estimated.
             self._request_times.clear()
             self._window = 1
             self.backoff += 1
@@ -171,7 +169,7 @@ class Download:
             return False
         self._manifests += 1
         if self._manifests > _MAX_MANIFESTS:
-            self.failure = f"the other side cut it anew more than {_MAX_MANIFESTS} times"
+            self.failure = f"the peer changed the chunk size more than {_MAX_MANIFESTS} times"
             return False
         self._record_progress(now_s)
         self.manifest, self.chunk_bytes = manifest, manifest.chunk
@@ -202,10 +200,11 @@ class Download:
         return True
 
     def handle_missing(self, reason: str, now_s: float) -> None:
+        """Pause requests after the peer reported the blob missing. A repeated report fails the download."""
         if now_s < self._resume_requests_s:
             return
         if self._is_reported_missing:
-            self.failure = f"the other side cannot send it: {reason or 'no reason given'}"
+            self.failure = f"the peer cannot send the blob: {reason or 'no reason given'}"
         self._is_reported_missing = True
         self._resume_requests_s = now_s + _MISSING_CONFIRMATION_S
         self._request_times.clear()
@@ -215,10 +214,10 @@ class Download:
         self.backoff = 0
         self._request_times.pop(index, None)
         first_s, last_s = self._first_and_last_request_s.pop(index, (None, now_s))
-        if first_s is not None and index != MANIFEST:  # a manifest is small and its time says little on a chunk
+        if first_s is not None and index != MANIFEST:  # a manifest is smaller than a chunk
             round_trip_s = now_s - last_s
             if self._srtt_s is None or round_trip_s < self._srtt_s / 2:
-                round_trip_s = now_s - first_s  # too soon for an answer to the last request: it answers an earlier one
+                round_trip_s = now_s - first_s  # an arrival this early is the response to an earlier request
             self._srtt_s = round_trip_s if self._srtt_s is None else self._srtt_s + (round_trip_s - self._srtt_s) / 8
 
     def _drop_overtaken_requests(self, index: int) -> None:
@@ -245,7 +244,7 @@ class Download:
         self.bad_messages += 1
         self._bad_messages_in_a_row += 1
         if self._bad_messages_in_a_row >= _MAX_BAD_MESSAGES:
-            self.failure = f"the other side sent {self._bad_messages_in_a_row} {description}, one after the other"
+            self.failure = f"the peer sent {self._bad_messages_in_a_row} {description} in a row"
 
     def _clear_requests(self) -> None:
         self._request_times.clear()
@@ -297,11 +296,11 @@ class ContentError(LinkError): ...
 
 
 class BlobWriter:
-    """Writer of one transfer's bytes to the partial file of a blob.
+    """Writer of the missing ranges of a blob to its part, for transfers outside the link.
 
-    Another thread may close the writer. A blob that arrives from the first byte to the last is hashed once, on arrival.
-    Chunks are compared with the manifest only if the whole blob does not match. With `to_end`, one range is written,
-    from the first missing chunk to the end, even if later chunks are there already.
+    Another thread may close the writer. A blob of which no chunk was stored before is hashed while it is written.
+    Chunks are compared with the manifest only if the sha256 of the blob does not match. With `to_end`, all bytes from
+    the first missing chunk to the end are one range, even if later chunks are stored already.
     """
 
     def __init__(
@@ -315,9 +314,9 @@ class BlobWriter:
         self.manifest = manifest
         self.ref = BlobRef(sha256=manifest.sha256, size=manifest.size)
         self.stored_chunks: bytes | bytearray = bytes(stored_chunks)
-        self.written_bytes = 0  # bytes written
-        self.offset = 0  # offset of the next byte
-        self.is_finished = False  # whether the part is the blob
+        self.written_bytes = 0
+        self.offset = 0  # offset of the next byte to write
+        self.is_finished = False  # whether the part was verified and renamed to the blob
         self._blob_store = blob_store
         self._lock = threading.Lock()
         self._is_open = True
@@ -327,7 +326,7 @@ class BlobWriter:
         self._skip_complete_ranges()
 
     def replace_writer(self) -> int:
-        """Return the number of a new writer. Writes of earlier writers then fail."""
+        """Return the id of a new connection that writes. Writes with earlier ids then raise WriterClosedError."""
         with self._lock:
             self._writer_id += 1
             return self._writer_id
@@ -341,7 +340,7 @@ class BlobWriter:
         with self._lock:
             self._require_current(writer_id)
             if not self._ranges or self.offset + len(data) > self._ranges[0][1]:
-                raise WriterClosedError("more bytes came than were asked for")
+                raise WriterClosedError("more bytes arrived than were requested")
             self._blob_store.write_part(self.ref.sha256, self.offset, data)
             if self._blob_hash is not None:
                 self._blob_hash.update(data)
@@ -350,7 +349,13 @@ class BlobWriter:
             self._skip_complete_ranges()
 
     def finish(self, writer_id: int) -> None:
-        """Verify the part and turn it into the blob. After a ContentError, `had` tells the matching chunks."""
+        """Verify the part, rename it to the blob, and close the writer.
+
+        Raises:
+            WriterClosedError: If the writer is closed, or a later writer has replaced this one.
+            ContentError: If chunks do not match the manifest. `stored_chunks` then marks the matching chunks.
+            StoreError: If the disk fails.
+        """
         with self._lock:
             self._require_current(writer_id)
             self._is_open = False
@@ -359,13 +364,12 @@ class BlobWriter:
                 digest = None
                 self.stored_chunks = self._blob_store.open_part(self.manifest)
                 if mismatches := self.stored_chunks.count(0):
-                    raise ContentError(
-                        f"it brought {mismatches} of {len(self.stored_chunks)} chunks with other content"
-                    )
+                    raise ContentError(f"{mismatches} of {len(self.stored_chunks)} chunks do not match the manifest")
             self._blob_store.finish_part(self.ref, digest)
             self.is_finished = True
 
     def finish_received(self) -> None:
+        """Verify a part whose chunks have all arrived, rename it to the blob, and close the writer."""
         with self._lock:
             self._require_current(self._writer_id)
             self._is_open = False
@@ -373,6 +377,7 @@ class BlobWriter:
             self.is_finished = True
 
     def close_and_check(self) -> None:
+        """Close the writer, and set `stored_chunks` to the chunks of the part that match the manifest."""
         with self._lock:
             was_open, self._is_open = self._is_open, False
         if was_open:
@@ -385,7 +390,7 @@ class BlobWriter:
 
     def _require_current(self, writer_id: int) -> None:
         if not self._is_open or writer_id != self._writer_id:
-            raise WriterClosedError("it comes another way meanwhile")
+            raise WriterClosedError("another transfer has replaced this one")
 
     def _skip_complete_ranges(self) -> None:
         while self._ranges and self.offset >= self._ranges[0][1]:

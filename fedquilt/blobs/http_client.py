@@ -26,16 +26,16 @@ from fedquilt.transport.mqtt.broker import describe_exception
 
 log = logging.getLogger("fedquilt.blobs.http_client")
 
-READ_BYTES: Final = 256 * 1024  # bytes read at once, and written
-TLS_WRITE_BYTES: Final = 16 * 1024  # bytes sent at once under TLS: each within STALL_TIMEOUT_S
+READ_BYTES: Final = 256 * 1024  # size of the read buffer
+TLS_WRITE_BYTES: Final = 16 * 1024  # bytes of one write under TLS, each within STALL_TIMEOUT_S
 CONNECT_TIMEOUT_S: Final = 5.0
-STALL_TIMEOUT_S: Final = 20.0  # longest time without a byte
-THROUGHPUT_INTERVAL_S: Final = 30.0  # time in which MIN_INTERVAL_BYTES must be transferred
+STALL_TIMEOUT_S: Final = 20.0  # timeout of one read or write
+THROUGHPUT_INTERVAL_S: Final = 30.0  # interval in which at least MIN_INTERVAL_BYTES must be transferred
 MIN_INTERVAL_BYTES: Final = 30_000
-MIN_CONNECTION_BYTES: Final = 64 * 1024  # least that a connection has to bring, or it has failed
-MAX_FAILED_CONNECTIONS: Final = 4  # most connections in a row that break although the host was reached
-BROKEN_RETRY: Final = Retry(0.1, 0.4, jitter=0.5)  # after such a connection
-UNREACHABLE_RETRY: Final = Retry(5.0, 3600.0)  # after a host was not reached: meanwhile blobs come over the link
+MIN_CONNECTION_BYTES: Final = 64 * 1024  # a connection that breaks after fewer bytes counts as failed
+MAX_FAILED_CONNECTIONS: Final = 4  # failed connections in a row to a host that was reached
+BROKEN_RETRY: Final = Retry(0.1, 0.4, jitter=0.5)  # delays after failed connections
+UNREACHABLE_RETRY: Final = Retry(5.0, 3600.0)  # delays after a host was not reached; blobs then use the link
 _OFFSET_HEADER: Final = "Upload-Offset"
 _RETRY_STATUSES: Final = frozenset({408, 425, 500, 502, 503, 504})
 
@@ -44,9 +44,9 @@ class MinimumThroughput:
     def __init__(self) -> None:
         self._since_s, self._bytes = time.monotonic(), 0
 
-    def count_bytes(self, size: int) -> None:
-        """Raise TimeoutError if fewer than MIN_INTERVAL_BYTES were transferred in THROUGHPUT_INTERVAL_S."""
-        self._bytes += size
+    def count_bytes(self, byte_count: int) -> None:
+        """Count transferred bytes. Raise TimeoutError after an interval with fewer than MIN_INTERVAL_BYTES."""
+        self._bytes += byte_count
         now_s = time.monotonic()
         if now_s >= self._since_s + THROUGHPUT_INTERVAL_S:
             if self._bytes < MIN_INTERVAL_BYTES:
@@ -55,13 +55,13 @@ class MinimumThroughput:
 
 
 class HttpClient:
-    """Transfers with locations by HTTP. A host that was not reached is left alone for a while."""
+    """HTTP client for blob locations, with retries. A host that was not reached is in backoff for up to an hour."""
 
     def __init__(
         self, identity: LinkIdentity | None = None, ca: Path | None = None, sleep: Callable[[float], None] = time.sleep
     ) -> None:
         self._identity, self._ca, self.sleep = identity, ca, sleep
-        self._backoffs: dict[str, tuple[int, float]] = {}  # origin -> failures in a row, and until when it rests
+        self._backoffs: dict[str, tuple[int, float]] = {}  # origin -> (failures in a row, end of the backoff)
 
     def retry_at_s(self, location: BlobLocation) -> float:
         return self._backoffs.get(location.origin, (0, 0.0))[1]
@@ -74,7 +74,7 @@ class HttpClient:
         headers: Mapping[str, str] = {},
         send_body: Callable[[socket.socket], None] = lambda sock: None,
     ) -> Iterator[http.client.HTTPResponse]:
-        """Yield the response of a location on a connection of its own."""
+        """Yield the response of a location on a new connection. Raise BlobLocationError, OSError or HTTPException."""
         try:
             parts = split_http_url(location.url)
         except ValueError:
@@ -99,7 +99,7 @@ class HttpClient:
                 connection.putheader(*header)
             if location.token:
                 connection.putheader("Authorization", f"Bearer {location.token}")
-            with suppress(BrokenPipeError, ConnectionResetError):  # the place may have answered why it reads no further
+            with suppress(BrokenPipeError, ConnectionResetError):  # the response may contain the reason
                 connection.endheaders()
                 send_body(connection.sock)
             with connection.getresponse() as response:
@@ -121,7 +121,14 @@ class HttpClient:
             raise BlobLocationError(str(error), can_retry=True) from None
 
     def fetch_blob(self, locations: Sequence[BlobLocation], writer: BlobWriter) -> None:
-        """Fetch the missing bytes from the first location that works, and finish the blob."""
+        """Fetch the missing bytes from the first location that works, and finish the blob.
+
+        Raises:
+            BlobLocationError: If no location works.
+            ContentError: If fetched chunks do not match the manifest.
+            WriterClosedError: If the writer was closed meanwhile.
+            StoreError: If the disk fails.
+        """
         writer_id = writer.replace_writer()
         self._try_locations(
             locations,
@@ -140,7 +147,7 @@ class HttpClient:
     def upload_blob(
         self, locations: Sequence[BlobLocation], file: int, ref: BlobRef, count_bytes: Callable[[int], None]
     ) -> int:
-        """Upload a blob to the first location that works, and return its index."""
+        """Upload a blob to the first location that works, and return the location's index, or BlobLocationError."""
         tried_urls = set[str]()
         sent_bytes: Counter[str] = Counter()
 
@@ -152,10 +159,10 @@ class HttpClient:
             is_retry = location.url in tried_urls and location.token
             tried_urls.add(location.url)
             start = self._request_upload_offset(location, ref) if is_retry else location.start
-            if start < ref.size:  # else the reply to the last bytes was lost
+            if start < ref.size:  # otherwise only the response to the last bytes was lost
                 self._upload_to(location, file, ref, start, count_sent)
 
-        # a store takes a blob as a whole: what has gone before a connection broke is lost
+        # An object store (a location without token) discards the bytes of an incomplete upload.
         return self._try_locations(
             locations, attempt, lambda location: sent_bytes[location.url] if location.token else 0
         )
@@ -169,8 +176,10 @@ class HttpClient:
         with self._request(
             "PUT", location, headers, lambda sock: send_file(sock, file, start, ref.size - start, count_bytes)
         ) as response:
-            if response.status == http.client.CONFLICT and location.token:  # what went before has come after all
-                raise ConnectionError("it is further than it said")
+            if (
+                response.status == http.client.CONFLICT and location.token
+            ):  # bytes of an earlier connection arrived late
+                raise ConnectionError("upload offset changed")
             _require_status(location, response, (200, 201, 204))
 
     def _request_upload_offset(self, location: BlobLocation, ref: BlobRef) -> int:
@@ -178,11 +187,11 @@ class HttpClient:
             _require_status(location, response, (200, 204))
             offset = response.getheader(_OFFSET_HEADER, "")
         if not (offset.isascii() and offset.isdigit() and int(offset) <= ref.size):
-            raise BlobLocationError(f"{location.origin} does not say how far the upload came")
+            raise BlobLocationError(f"{location.origin} sent no valid upload offset")
         return int(offset)
 
     def send_request(self, method: str, location: BlobLocation) -> tuple[int, str]:
-        """Return the status and date of a location's answer to a request without a body."""
+        """Return the status and the Date header of the response to a request without a body, or BlobLocationError."""
         responses: list[tuple[int, str]] = []
 
         def attempt(location: BlobLocation) -> None:
@@ -198,12 +207,12 @@ class HttpClient:
         attempt: Callable[[BlobLocation], None],
         moved_bytes: Callable[[BlobLocation], int],
     ) -> int:
-        """Call `attempt` for each location, with retries, until one succeeds, and return its index."""
+        """Call `attempt` for each location, with retries, until an attempt succeeds. Return the location's index."""
         failures: list[BlobLocationError] = []
         for index, location in enumerate(locations):
             if self.retry_at_s(location) > time.monotonic():
                 failures.append(
-                    BlobLocationError(f"{location.origin} was not reached a short while ago", can_retry=True)
+                    BlobLocationError(f"{location.origin} was unreachable recently and is in backoff", can_retry=True)
                 )
                 continue
             try:
@@ -219,9 +228,7 @@ class HttpClient:
             else:
                 self._backoffs.pop(location.origin, None)
                 return index
-        raise BlobLocationError(
-            "; ".join(map(str, failures)), can_retry=any(error_item.can_retry for error_item in failures)
-        )
+        raise BlobLocationError("; ".join(map(str, failures)), can_retry=any(failure.can_retry for failure in failures))
 
     def _attempt_with_retries(
         self,
@@ -247,10 +254,9 @@ class HttpClient:
                     raise BlobLocationError(
                         f"{location.origin} cannot be used ({_describe_failure(error)})", can_retry=True
                     ) from None
-                log.debug("%s broke off (%s): it is gone on with", location.origin, _describe_failure(error))
-                if (
-                    failed_connections > is_broken_connection
-                ):  # one that broke before it brought anything is tried again at once
+                log.debug("%s broke off (%s): retrying", location.origin, _describe_failure(error))
+                # The first retry after a broken connection is immediate.
+                if failed_connections > is_broken_connection:
                     self.sleep(BROKEN_RETRY.delay_s(failed_connections - 1, random.random()))
 
 
@@ -263,13 +269,17 @@ def _require_range(
         == f"bytes{byte_range[0]}-{byte_range[1] - 1}/{ref.size}"
     )
     if not is_whole and not is_range:
-        raise BlobLocationError(f"{location.origin} answers with another range of bytes than it was asked for")
+        raise BlobLocationError(f"{location.origin} sent another range of bytes than requested")
     if response.length != byte_range[1] - byte_range[0]:
-        raise BlobLocationError(f"{location.origin} answers with {response.length} bytes instead of the range's")
+        raise BlobLocationError(f"{location.origin} sent {response.length} bytes, which is not the range's size")
 
 
 def read_pieces(file: Any, size: int, handle_data: Callable[[memoryview], None]) -> None:
-    """Read from a socket's buffered file and pass on large pieces, before an OSError too."""
+    """Read `size` bytes from a socket's file and pass them to `handle_data` in pieces of up to READ_BYTES.
+
+    Raises:
+        OSError: If the peer closes the connection or is too slow. Bytes received before are passed on first.
+    """
     buffer, throughput = memoryview(bytearray(min(READ_BYTES, size))), MinimumThroughput()
     filled = 0
     try:
@@ -290,7 +300,7 @@ def read_pieces(file: Any, size: int, handle_data: Callable[[memoryview], None])
 def send_file(
     sock: socket.socket, file: int, offset: int, size: int, count_bytes: Callable[[int], None] = lambda size: None
 ) -> None:
-    """Send bytes of a file over a socket, by the kernel's `sendfile` unless TLS is used."""
+    """Send bytes of a file over a socket, by the kernel's `sendfile` unless TLS is used, or raise OSError."""
     throughput, end = MinimumThroughput(), offset + size
     is_tls = isinstance(sock, ssl.SSLSocket)
     with open(file, "rb", buffering=0, closefd=False) as opened:
@@ -310,7 +320,7 @@ def send_file(
 
 def _describe_failure(error: Exception) -> str:
     # No text of the server is quoted, because it may contain line ends and terminal commands.
-    return describe_exception(error) if isinstance(error, OSError) else "what it answers is not HTTP"
+    return describe_exception(error) if isinstance(error, OSError) else "the response is not HTTP"
 
 
 def _require_status(location: BlobLocation, response: http.client.HTTPResponse, statuses: Sequence[int]) -> None:

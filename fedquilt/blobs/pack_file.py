@@ -24,9 +24,9 @@ from fedquilt.host.disk import Disk, OpenFile
 
 log = logging.getLogger("fedquilt.blobs.store")
 
-_MARK: Final = b"fqslot1\n"
+_HEADER_MARK: Final = b"fqslot1\n"
 _HEADER: Final = struct.Struct("<8s32sQI")  # mark, digest, size of the blob, CRC-32 of these three
-_SEARCH_BYTES: Final = 1 << 20  # bytes that are searched for a mark at once
+_SEARCH_BYTES: Final = 1 << 20  # bytes read at once in the search for a mark
 
 
 class PackEntry(NamedTuple):
@@ -40,15 +40,16 @@ class PackEntry(NamedTuple):
 
 
 class PackFile:
-    """File of many blobs, each at its offset. With `checks` a blob is hashed at loading."""
+    """File of many blobs, each at an offset. With `verify_on_load`, `load` hashes each blob."""
 
     def __init__(self, path: str, disk: Disk, verify_on_load: bool = False) -> None:
         self._path, self._disk, self._verify_on_load, self._end = path, disk, verify_on_load, 0
         self._file: OpenFile | None = None
-        self._entries: dict[str, tuple[int, int]] = {}  # sha256 -> place, size
-        self._free_offsets: dict[int, list[int]] = {}  # size -> places
-        self._lock = threading.RLock()  # the coordinator's worker reads and drops beside the loop
-        self._is_unsynced = self._is_name_synced = False  # whether a blob, or the file's name, is not on the disk yet
+        self._entries: dict[str, tuple[int, int]] = {}  # sha256 -> (offset, size)
+        self._free_offsets: dict[int, list[int]] = {}  # size -> offsets of free space
+        self._lock = threading.RLock()  # the coordinator reads and removes blobs in two threads
+        self._is_unsynced = False  # whether blobs were written since the last sync
+        self._is_name_synced = False  # whether the folder was synced after the file was created
         if disk.is_file(path):
             self._read_existing_blobs()
             self._is_unsynced = True  # an earlier process may have ended before it synced its last blobs
@@ -64,25 +65,26 @@ class PackFile:
         return None if entry is None else entry[1]
 
     def read_range(self, sha256: str, offset: int = 0, size: int | None = None) -> bytes:
+        """Return up to `size` bytes of a blob from an offset, without verification, or raise KeyError."""
         with self._lock:
             blob_offset, blob_size = self._entries[sha256]
             remaining = max(blob_size - offset, 0)
             return self._open_file.read(blob_offset + offset, remaining if size is None else min(size, remaining))
 
     def load(self, sha256: str) -> bytes | None:
-        """Return a whole blob, or None if missing or damaged. A damaged blob is removed."""
+        """Return a blob, or None if missing or damaged. A damaged blob is removed."""
         with self._lock:
             if sha256 not in self._entries:
                 return None
             payload = self.read_range(sha256)
         if self._verify_on_load and hashlib.sha256(payload).hexdigest() != sha256:
-            log.warning("blob %s in %s is damaged: its bytes are not those it was stored with", sha256[:12], self._path)
+            log.warning("blob %s in %s is damaged: its sha256 has changed", sha256[:12], self._path)
             self.remove_blob(sha256)
             return None
         return payload
 
     def write_blob(self, sha256: str, payload: bytes) -> int:
-        """Write a blob and return its place. The blob is not available until `register_blob`."""
+        """Write a blob and return its offset. The blob is not available until `register_blob`."""
         with self._lock:
             free_offsets = self._free_offsets.get(len(payload))
             offset = free_offsets.pop() if free_offsets else self._end + _HEADER.size
@@ -136,17 +138,19 @@ class PackFile:
 
 
 def iterate_entries(file: OpenFile) -> Iterator[PackEntry]:
-    position, file_size = 0, file.size()
+    """Yield the entries with intact headers. The blob of an entry may be damaged."""
+    position = 0
+    file_size = file.size()
     while position < file_size:
         entry = _read_entry_at(file, position, file_size) or _find_next_entry(file, position + 1, file_size)
         if entry is None:
-            return  # the next blob overwrites what is left
+            return  # the next blob overwrites the rest of the file
         yield entry
         position = entry.end_offset
 
 
 def _entry_header(sha256: str, size: int) -> bytes:
-    header = _HEADER.pack(_MARK, bytes.fromhex(sha256), size, 0)[:-4]
+    header = _HEADER.pack(_HEADER_MARK, bytes.fromhex(sha256), size, 0)[:-4]
     return header + zlib.crc32(header).to_bytes(4, "little")
 
 
@@ -156,16 +160,20 @@ def _read_entry_at(file: OpenFile, position: int, file_size: int) -> PackEntry |
         return None
     mark, digest, size, checksum = _HEADER.unpack(header)
     entry = PackEntry(digest.hex(), position + _HEADER.size, size)
-    return entry if mark == _MARK and checksum == zlib.crc32(header[:-4]) and entry.end_offset <= file_size else None
+    return (
+        entry
+        if mark == _HEADER_MARK and checksum == zlib.crc32(header[:-4]) and entry.end_offset <= file_size
+        else None
+    )
 
 
 def _find_next_entry(file: OpenFile, position: int, file_size: int) -> PackEntry | None:
     # A blob may contain bytes that look like a header, so only an entry with an undamaged blob counts.
     while position < file_size:
         data = file.read(position, _SEARCH_BYTES)
-        mark_index = data.find(_MARK)
+        mark_index = data.find(_HEADER_MARK)
         if mark_index < 0:
-            position += max(len(data) - len(_MARK) + 1, 1)
+            position += max(len(data) - len(_HEADER_MARK) + 1, 1)
             continue
         entry = _read_entry_at(file, position + mark_index, file_size)
         if entry is not None and _is_undamaged(file, entry):
@@ -179,7 +187,7 @@ def _is_undamaged(file: OpenFile, entry: PackEntry) -> bool:
 
 
 def read_foreign_blob(path: str, disk: Disk, sha256: str) -> bytes | None:
-    """Return a blob from a pack file that another process writes, or None if missing."""
+    """Return a blob from a pack file that another process writes, or None if missing or damaged."""
     if not disk.is_file(path):
         return None
     file = disk.open(path)

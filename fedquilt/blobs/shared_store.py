@@ -15,7 +15,7 @@ class SharedBlobStore:
     def __init__(self, folder: Path) -> None:
         self.blob_store = BlobStore(folder, durable=False)
         self.blob_store.remove_all_but(set())  # leftovers of a killed process
-        self._holders: Counter[str] = Counter()  # sha256 -> number of depots that have it
+        self._holders: Counter[str] = Counter()  # sha256 -> number of simulated devices that have the blob
 
     def add_holder(self, ref: BlobRef) -> None:
         self._holders[ref.sha256] += 1
@@ -32,7 +32,7 @@ class SharedBlobView(BlobStore):
 
     def __init__(self, folder: Path, shared: SharedBlobStore) -> None:
         self._shared = shared
-        self._device_blobs: dict[str, BlobRef] = {}  # by sha256, the longest unused first
+        self._device_blobs: dict[str, BlobRef] = {}  # by sha256, least recently used first
         super().__init__(folder, durable=False, create=False)
         self._has_folder = self.disk.is_dir(folder)
 
@@ -94,14 +94,14 @@ class SharedBlobView(BlobStore):
         if self._has_folder:
             super().remove_blob(sha256)
 
-    def remove_all_but(self, needed: set[str]) -> None:
-        for sha256 in self._device_blobs.keys() - needed:
+    def remove_all_but(self, kept_blobs: set[str]) -> None:
+        for sha256 in self._device_blobs.keys() - kept_blobs:
             self.remove_blob(sha256)
         if self._has_folder:
-            super().remove_all_but(needed)
+            super().remove_all_but(kept_blobs)
 
     def files_by_last_use(self) -> list[tuple[int, str, int]]:
-        # Blobs in memory have no time of use, only an order.
+        # Shared blobs have no time of use for each device, only an order.
         shared_blobs = ((index, ref.sha256, ref.size) for index, ref in enumerate(self._device_blobs.values()))
         return [*(super().files_by_last_use() if self._has_folder else ()), *shared_blobs]
 

@@ -2,18 +2,18 @@
 
     <sha256>          complete: verified, on disk, never changed
     <sha256>.part     incomplete: as long as the blob, with holes where chunks are missing
-    <sha256>.damaged  formerly complete, now with other bytes: out of use, and removed after a day
-    <random>.tmp      being written, removed after a day if its process was killed
-    <random>.own      the same, by the process that called `open_as_owner`, removed at its next start
-    small.pack        small blobs that the owner stores and soon removes (`store_small`)
+    <sha256>.damaged  formerly complete, now with other bytes: unused, and removed after a day
+    <random>.tmp      being written, removed after a day if the writing process was killed
+    <random>.own      being written by the process that called `open_as_owner`, removed at its next start
+    small.pack        small blobs that the owner stores for a short time (`store_small`)
 
 A file gets its final name only when its bytes are verified and on the disk, so a file with that name is complete
 whenever the process is killed or the power fails. A part has no record of its chunks, which could claim data that a
 power cut lost. `open_part` gets the written ranges from the file system and verifies them with the manifest.
 
 A disk may return other bytes than were written, and a flipped bit does not change the times of a file. So a blob is
-hashed whenever it is opened (`load`, `verified_path`), and a damaged blob counts as missing. For `has_blob`, in a store
-that is not durable, and for a file whose reader hashes it, once an hour is enough. The receiver of a part checks it.
+hashed whenever it is opened (`load`, `verified_path`), and a damaged blob counts as missing. An unchanged file is
+hashed once an hour for `has_blob`, in a store that is not durable, and if the reader hashes the file.
 
 ONNX graphs rely on flat names: they name their external data by sha256, in the same folder.
 
@@ -46,10 +46,10 @@ T = TypeVar("T")
 log = logging.getLogger("fedquilt.blobs.store")
 
 _DIGEST = re.compile(r"[0-9a-f]{64}")
-_STALE_S: Final = 24 * 3600.0
-PACK: Final = "small.pack"
-SMALL_BYTES: Final = 128 * 1024  # largest blob that is stowed without a file of its own
-LARGE_BYTES: Final = 4 << 20  # from here on a file is freed in the thread
+_STALE_AFTER_S: Final = 24 * 3600.0
+PACK_FILE_NAME: Final = "small.pack"
+MAX_SMALL_BYTES: Final = 128 * 1024  # size of the largest blob in the pack file
+MIN_LARGE_BYTES: Final = 4 << 20  # size from which the blocks of a file are freed in a thread
 MAX_OPEN_FILES: Final = 64  # queued files, above which files are freed in the caller's thread
 
 
@@ -69,22 +69,24 @@ class BlobStore:
         self._prefix = os.path.join(folder, "")
         self._durable = durable
         self._wall_clock = wall_clock
-        self._verified = VerificationCache(disk)
+        self._verification_cache = VerificationCache(disk)
         self._deleter = BackgroundDeleter(disk)
-        self._temporary_suffix = "tmp"  # ending of the files that it is writing
-        self._pins: dict[int, set[str]] = {}  # by work item: what it has stored or found
-        self._thread_state = threading.local()  # `pins`: those of the work item of this thread
-        self._pin_lock = threading.Lock()  # from the look at the pins until the blob is removed
+        self._temporary_suffix = "tmp"
+        self._pins: dict[int, set[str]] = {}  # id of a work item -> sha256 of the blobs that it stored or found
+        self._thread_state = threading.local()  # attribute `pins`: the pins of this thread's work item
+        self._pin_lock = threading.Lock()  # held from the check of the pins until a blob is removed
         with self._report_disk_errors("make the folder"):
             if create:
                 (disk.make_durable_folder if durable else disk.make_folder)(folder)
-            self._unsynced = durable and create  # an earlier process may have ended before it synced the last names
-            self._pack = None if durable else PackFile(self._prefix + PACK, self.disk, verify_on_load=self._durable)
+            self._is_folder_unsynced = durable and create  # an earlier process may have ended before a sync
+            self._pack = (
+                None if durable else PackFile(self._prefix + PACK_FILE_NAME, self.disk, verify_on_load=self._durable)
+            )
 
     def open_as_owner(self) -> None:
         """Open the blob store as the only process that stores small blobs in one file."""
         with self._report_disk_errors("open the small blobs"):
-            self._pack = self._pack or PackFile(self._prefix + PACK, self.disk, verify_on_load=self._durable)
+            self._pack = self._pack or PackFile(self._prefix + PACK_FILE_NAME, self.disk, verify_on_load=self._durable)
             if self._temporary_suffix != "own":
                 self._temporary_suffix = "own"
                 for file in self._iterate_stored_files():
@@ -92,6 +94,7 @@ class BlobStore:
                         self._deleter.unlink(f"{self._prefix}{file.name}")
 
     def sync_small_blobs(self) -> None:
+        """Sync the pack file of a durable store. `store_small` does not sync."""
         if self._pack is not None and self._durable:
             with self._report_disk_errors("store blobs"):
                 self._pack.sync()
@@ -125,7 +128,7 @@ class BlobStore:
             return set[str]().union(*self._pins.values())
 
     def _pin(self, sha256: str) -> None:
-        # Before the blob is looked up, so that no other thread removes it in between.
+        # Callers pin a blob before they look for it, so that no other thread removes the blob in between.
         pins: set[str] | None = getattr(self._thread_state, "pins", None)
         if pins is not None:
             with self._pin_lock:
@@ -135,15 +138,20 @@ class BlobStore:
         return any(sha256 in pins for pins in self._pins.values())
 
     def blob_path(self, sha256: str) -> Path | None:
+        """Return the path of an undamaged blob, or None if missing or damaged. Raise StoreError if the disk fails."""
         path = self.verified_path(sha256)
         return None if path is None else Path(path)
 
     def verified_path(self, sha256: str, *, caller_hashes: bool = False) -> str | None:
-        """Return the path of an undamaged blob, or None. With `caller_hashes`, the caller hashes the file itself."""
+        """Return the path of an undamaged blob, or None if missing or damaged.
+
+        A blob of the pack file is stored as a file first. With `caller_hashes`, the caller verifies the file, and the
+        store hashes the file at most once an hour.
+        """
         path = self._file_path(sha256)
         self._pin(sha256)
         with self._report_disk_errors(f"read blob {sha256[:12]}"):
-            with suppress(FileNotFoundError):  # another process has dropped it meanwhile
+            with suppress(FileNotFoundError):  # another process may remove the blob at this moment
                 if self._verified_file(sha256, force_hash=self._durable and not caller_hashes) is not None:
                     return path
             if (payload := self.load_packed(sha256)) is not None:
@@ -151,7 +159,7 @@ class BlobStore:
         return None if payload is None else path
 
     def find_ref(self, sha256: str) -> BlobRef | None:
-        """Return the reference of a blob whose file exists, unverified, or None."""
+        """Return the reference of a stored blob without verification, or None if missing."""
         self._pin(sha256)
         if self._pack is not None and (size := self._pack.blob_size(sha256)) is not None:
             return BlobRef(sha256=sha256, size=size)
@@ -167,6 +175,7 @@ class BlobStore:
         return False
 
     def is_intact(self, ref: BlobRef) -> bool:
+        """Return whether a blob is stored and undamaged, or raise StoreError if the disk fails."""
         self._pin(ref.sha256)
         if self._pack is not None and (size := self._pack.blob_size(ref.sha256)) is not None:
             return size == ref.size
@@ -176,10 +185,11 @@ class BlobStore:
         return info is not None and info.size == ref.size
 
     def forget_verifications(self) -> None:
-        """Hash every blob again at its next use, after a failure that a disk may have caused."""
-        self._verified.forget()
+        """Hash every blob again at its next use, after an error that the disk may have caused."""
+        self._verification_cache.forget()
 
     def discard_damaged(self, sha256: str) -> None:
+        """Remove a damaged blob from use. A file is kept for a day as `.damaged`."""
         with self._report_disk_errors(f"put the damaged blob {sha256[:12]} aside"):
             if self._pack is not None and sha256 in self._pack:
                 return self._pack.remove_blob(sha256)
@@ -187,23 +197,28 @@ class BlobStore:
                 self._move_damaged_aside(sha256)
 
     def read_range(self, sha256: str, offset: int, size: int) -> bytes:
+        """Return bytes of a blob without verification, or raise StoreError if missing."""
         with self._report_disk_errors(f"read blob {sha256[:12]}"):
             if self._pack is not None and sha256 in self._pack:
                 return self._pack.read_range(sha256, offset, size)
             return self.disk.read(self._file_path(sha256), offset, size)
 
     def open_blob_file(self, sha256: str) -> int:
+        """Return a file descriptor of a blob's file for reading, which the caller closes, or raise StoreError."""
         with self._report_disk_errors(f"read blob {sha256[:12]}"):
             return self.disk.open_for_reading(self._file_path(sha256))
 
     def load(self, sha256: str) -> bytes | None:
+        """Return the verified bytes of a blob, or None if missing or damaged. Raise StoreError if the disk fails."""
         self._pin(sha256)
         with self._report_disk_errors(f"read blob {sha256[:12]}"):
             if self._pack is not None and sha256 in self._pack:
                 return self._pack.load(sha256)
             try:
                 is_verified = not self._durable and self._verified_file(sha256) is not None
-                if (payload := self._verified.load(self._file_path(sha256), sha256, is_verified=is_verified)) is None:
+                if (
+                    payload := self._verification_cache.load(self._file_path(sha256), sha256, is_verified=is_verified)
+                ) is None:
                     self._move_damaged_aside(sha256)
                 return payload
             except (FileNotFoundError, IsADirectoryError):
@@ -211,14 +226,19 @@ class BlobStore:
 
     def load_packed(self, sha256: str) -> bytes | None:
         with self._report_disk_errors(f"read blob {sha256[:12]}"):
-            return self._pack.load(sha256) if self._pack else read_foreign_blob(self._prefix + PACK, self.disk, sha256)
+            return (
+                self._pack.load(sha256)
+                if self._pack
+                else read_foreign_blob(self._prefix + PACK_FILE_NAME, self.disk, sha256)
+            )
 
     def store_bytes(self, payload: bytes, expected: BlobRef | None = None) -> BlobRef:
         """Store bytes and return their reference, or raise DamagedBlobError if they are not the blob `expected`."""
         ref = chunks.ref_from_bytes(payload, expected)
         self._pin(ref.sha256)
-        with suppress(OSError):  # then it is stored
-            if self._verified_file(ref.sha256) is not None:  # a stowed blob may be dropped by its user
+        with suppress(OSError):
+            # A copy in the pack file does not count, because its owner soon removes it.
+            if self._verified_file(ref.sha256) is not None:
                 self._sync_folder()
                 return ref
         with self._report_disk_errors(f"store blob {ref.sha256[:12]}"):
@@ -226,8 +246,13 @@ class BlobStore:
         return ref
 
     def store_small(self, payload: bytes, expected: BlobRef | None = None) -> BlobRef:
-        """Store a blob that only this process removes, and soon. Small blobs share one file."""
-        if self._pack is None or len(payload) > SMALL_BYTES:
+        """Store a blob that only this process uses, for a short time. The owner stores small blobs in the pack file.
+
+        Raises:
+            DamagedBlobError: If the bytes are not the blob `expected`.
+            StoreError: If the disk fails.
+        """
+        if self._pack is None or len(payload) > MAX_SMALL_BYTES:
             return self.store_bytes(payload, expected)
         ref = chunks.ref_from_bytes(payload, expected)
         if not self.has_blob(ref):
@@ -235,7 +260,7 @@ class BlobStore:
         return ref
 
     def store_written(self, write_file: Callable[[Path], None]) -> BlobRef:
-        """Store a file that the function `write_file` creates, for content that is too large for memory."""
+        """Store the file that `write_file` creates at the path it receives, and return the blob's reference."""
         with self._report_disk_errors("store a blob"), self._temporary_path() as path:
             write_file(Path(path))
             if not self.has_blob(ref := self._sync_and_hash(path)):
@@ -243,7 +268,7 @@ class BlobStore:
         return ref
 
     def write_unnamed(self, ref: BlobRef, payload: bytes) -> int:
-        """Write a small blob without a name yet, and return its place in the pack file."""
+        """Write a blob to the pack file and return its offset, for `name_blob` or `discard_unnamed`."""
         assert self._pack is not None
         with self._report_disk_errors(f"store blob {ref.sha256[:12]}"):
             return self._pack.write_blob(ref.sha256, payload)
@@ -257,7 +282,12 @@ class BlobStore:
         self._pack.free_space(offset, ref.size)
 
     def store_untrusted_file(self, path: Place, expected: BlobRef) -> None:
-        """Store a copy of a file that another process may still change, or raise DamagedBlobError or StoreError."""
+        """Store a copy of a file that another process may change meanwhile.
+
+        Raises:
+            DamagedBlobError: If the copied bytes are not the blob `expected`.
+            StoreError: If the disk fails.
+        """
         if self.has_blob(expected):
             return
         with self._report_disk_errors(f"store {path}"), self._temporary_path() as temporary:
@@ -269,7 +299,11 @@ class BlobStore:
         """Store a file by a hard link if the file system supports links, else by a copy.
 
         A linked file must not be changed in place afterwards, but may be replaced. With `move` the file is moved
-        instead, within one file system.
+        instead, or copied to another file system.
+
+        Raises:
+            DamagedBlobError: If the file is not the blob `expected`.
+            StoreError: If the disk fails.
         """
         if expected is not None and self.has_blob(expected):
             return expected
@@ -288,47 +322,53 @@ class BlobStore:
         return ref
 
     def adopt_file(self, path: str, ref: BlobRef) -> None:
-        """Move a file of this process, with this digest, into the store without hashing or syncing it."""
+        """Move a file into the store, without hashing or syncing. The caller guarantees that the file matches `ref`."""
         with self._report_disk_errors(f"store {path}"):
             if self.has_blob(ref):
                 self.disk.unlink(path)
             else:
                 self.disk.replace(path, self._file_path(ref.sha256))
-                self._verified.record_verified(self._file_path(ref.sha256), ref.sha256)
+                self._verification_cache.record_verified(self._file_path(ref.sha256), ref.sha256)
 
     def remove_blob(self, sha256: str) -> None:
+        """Remove a blob and its part unless pinned."""
         with self._report_disk_errors(f"remove blob {sha256[:12]}"), self._pin_lock:
             if self._is_pinned(sha256):
                 return
             if self._pack is not None and sha256 in self._pack:
-                self._pack.remove_blob(sha256)  # it may have a file as well
+                self._pack.remove_blob(sha256)  # the blob may have a file as well
                 if not self.disk.is_file(self._file_path(sha256)):
                     return
-            self._verified.forget(sha256)
+            self._verification_cache.forget(sha256)
             for path in (self._file_path(sha256), self._part_path(sha256)):
                 self._deleter.unlink(path)
 
-    def remove_all_but(self, needed: set[str]) -> None:
-        """Remove all other blobs unless pinned.
+    def remove_all_but(self, kept_blobs: set[str]) -> None:
+        """Remove all blobs but `kept_blobs` (sha256) and pinned blobs.
 
-        Parts, damaged and temporary files are removed a day after their last write.
+        Parts of stored blobs are removed too. Other parts, damaged and temporary files are removed a day after their
+        last write.
         """
         with self._report_disk_errors("collect garbage"):
-            for sha256 in () if self._pack is None else set(self._pack.blob_names()) - needed:
+            for sha256 in () if self._pack is None else set(self._pack.blob_names()) - kept_blobs:
                 with self._pin_lock:
                     if not self._is_pinned(sha256):
                         self._pack.remove_blob(sha256)  # type: ignore[union-attr]
             for file in self._iterate_stored_files():
                 sha256, _, kind = file.name.partition(".")
-                stale = kind != "own" and self._wall_clock() - file.mtime_ns / 1e9 >= _STALE_S
-                superfluous = kind == "part" and self.find_ref(sha256) is not None
+                is_stale = kind != "own" and self._wall_clock() - file.mtime_ns / 1e9 >= _STALE_AFTER_S
+                is_superfluous = kind == "part" and self.find_ref(sha256) is not None
                 with self._pin_lock:
-                    if (stale or superfluous) if kind else sha256 not in needed and not self._is_pinned(sha256):
-                        self._verified.forget(file.name)
+                    if (
+                        (is_stale or is_superfluous)
+                        if kind
+                        else sha256 not in kept_blobs and not self._is_pinned(sha256)
+                    ):
+                        self._verification_cache.forget(file.name)
                         self._deleter.unlink(f"{self._prefix}{file.name}")
 
     def files_by_last_use(self) -> list[tuple[int, str, int]]:
-        """Return (time of last use in ns, sha256, size) of every file, parts included, oldest first."""
+        """Return (time of last use in ns, sha256, bytes) of every file, including parts, least recently used first."""
         with self._report_disk_errors("list blobs"):
             return sorted(
                 (file.mtime_ns, file.name.partition(".")[0], file.size) for file in self._iterate_stored_files()
@@ -336,7 +376,7 @@ class BlobStore:
 
     def record_use(self, sha256: str) -> None:
         with self._report_disk_errors(f"touch blob {sha256[:12]}"):
-            self._verified.touch(self._file_path(sha256), sha256)
+            self._verification_cache.touch(self._file_path(sha256), sha256)
 
     def open_part(self, manifest: wire.BlobManifest) -> bytearray:
         """Open or create the part of a blob. Return one byte per chunk, 1 if stored and verified."""
@@ -345,7 +385,7 @@ class BlobStore:
             part = self._part_path(manifest.sha256)
             self.disk.resize(part, manifest.size)
             for start, end in self.disk.data_ranges(part):
-                # a written chunk begins inside data
+                # Only chunks that begin within a written range can be complete.
                 for index in range(-(-start // manifest.chunk), -(-end // manifest.chunk)):
                     offset, size = chunks.chunk_extent(manifest, index)
                     stored_chunks[index] = chunks.is_valid_chunk(manifest, index, self.disk.read(part, offset, size))
@@ -356,7 +396,12 @@ class BlobStore:
             self.disk.write_at(self._part_path(sha256), payload, offset)
 
     def finish_part(self, ref: BlobRef, digest: str | None = None) -> None:
-        """Rename a complete `.part` file to its blob, or delete it and raise DamagedBlobError."""
+        """Verify a complete part and rename it to the blob. `digest` is the part's sha256 if known to the caller.
+
+        Raises:
+            DamagedBlobError: If the part is not the blob. The part is deleted.
+            StoreError: If the disk fails.
+        """
         part = self._part_path(ref.sha256)
         with self._report_disk_errors(f"complete blob {ref.sha256[:12]}"):
             if self._sync_and_hash(part, digest) != ref:
@@ -386,16 +431,16 @@ class BlobStore:
         info = self.disk.stat(path)
         if info is None or info.is_dir:
             return None
-        if not self._verified.is_verified(path, info, sha256, force_hash=force_hash):
+        if not self._verification_cache.is_verified(path, info, sha256, force_hash=force_hash):
             self._move_damaged_aside(sha256)
             return None
         return info
 
     def _move_damaged_aside(self, sha256: str) -> None:
         path = self._file_path(sha256)
-        log.warning("blob %s in %s is damaged: its bytes are not those it was stored with", sha256[:12], self.folder)
-        self._verified.forget(sha256)
-        self.disk.touch(path)  # it is kept for a day from now on
+        log.warning("blob %s in %s is damaged: its sha256 has changed", sha256[:12], self.folder)
+        self._verification_cache.forget(sha256)
+        self.disk.touch(path)  # the file is removed a day after this time
         self.disk.replace(path, f"{path}.damaged")
 
     def _sync_and_hash(self, path: str, digest: str | None = None) -> BlobRef:
@@ -409,7 +454,7 @@ class BlobStore:
     @staticmethod
     def _require_expected(path: Place, ref: BlobRef, expected: BlobRef | None) -> None:
         if expected not in (None, ref):
-            raise chunks.DamagedBlobError(f"{path} is not what it should be ({ref.sha256[:12]}): make it anew")
+            raise chunks.DamagedBlobError(f"{path} has an unexpected sha256 ({ref.sha256[:12]}): create the file again")
 
     def _store_payload(self, payload: bytes, sha256: str) -> None:
         with self._temporary_path() as path:
@@ -427,15 +472,15 @@ class BlobStore:
             self.disk.unlink(path)
 
     def _move_into_place(self, path: str, sha256: str) -> None:
-        self._unsynced = self._durable
+        self._is_folder_unsynced = self._durable
         self.disk.replace(path, self._file_path(sha256))
-        self._verified.record_verified(self._file_path(sha256), sha256)
+        self._verification_cache.record_verified(self._file_path(sha256), sha256)
         self._sync_folder()
 
     def _sync_folder(self) -> None:
-        if self._unsynced:
+        if self._is_folder_unsynced:
             self.disk.sync(self.folder)
-            self._unsynced = False
+            self._is_folder_unsynced = False
 
 
 class BackgroundDeleter:
@@ -461,11 +506,11 @@ class BackgroundDeleter:
     def _open_if_large(self, path: str) -> int | None:
         with suppress(OSError):
             info = self._disk.stat(path)
-            if info is None or info.size < LARGE_BYTES or not self._open_slots.acquire(blocking=False):
+            if info is None or info.size < MIN_LARGE_BYTES or not self._open_slots.acquire(blocking=False):
                 return None
             try:
                 return self._disk.open_for_reading(path)
-            except OSError:  # it is gone, or too many files are open
+            except OSError:  # the file is missing, or too many files are open
                 self._open_slots.release()
         return None
 
@@ -480,13 +525,15 @@ class BackgroundDeleter:
         self._open_slots.release()
 
 
-VERIFIED_S: Final = 3600.0  # for which a file that has not changed counts as verified
+VERIFIED_S: Final = 3600.0  # time for which an unchanged file counts as verified
 
 
 class VerificationCache:
+    """Cache of files that were hashed, with their size and times."""
+
     def __init__(self, disk: Disk) -> None:
         self._disk = disk
-        self._hashed_files: dict[str, tuple[PathInfo, float]] = {}  # file, and when it was hashed
+        self._hashed_files: dict[str, tuple[PathInfo, float]] = {}  # sha256 -> (file, time of hashing)
 
     def forget(self, sha256: str | None = None) -> None:
         if sha256 is None:
@@ -500,6 +547,7 @@ class VerificationCache:
             self._hashed_files[sha256] = (info, time.monotonic())
 
     def touch(self, path: str, sha256: str) -> None:
+        """Set the times of a file to now. An unchanged verified file remains verified."""
         cached_info, hashed_s = self._hashed_files.get(sha256, (None, 0.0))
         is_unchanged = cached_info is not None and self._disk.stat(path) == cached_info
         self._disk.touch(path)
@@ -507,6 +555,7 @@ class VerificationCache:
             self._hashed_files[sha256] = (info, hashed_s)
 
     def load(self, path: str, sha256: str, *, is_verified: bool) -> bytes | None:
+        """Return the bytes of a file, or None after two reads with another sha256."""
         for _ in range(2):
             payload = self._disk.read(path)
             if is_verified or hashlib.sha256(payload).hexdigest() == sha256:

@@ -2,11 +2,11 @@
 
 `fedquilt.blobs.download` and `fedquilt.blobs.chunks` decide, and this module reads, writes and publishes.
 
-An agent publishes "up" and a coordinator "dn". Each requests on `.../<own direction>/blob/get` and gets the response
-under the peer's `.../blob/<sha256>/`. Chunks are sent unreliably, because lost chunks are requested again. Requests
-and refusals are sent reliably. Uploads in turn wait in an `UploadQueue`, for every transfer
-backend. Only chunks are in memory, never a whole blob: at most `BUDGET_BYTES` queued for sending, and as much requested
-and not written yet.
+An agent publishes "up" and a coordinator "dn". Each requests on `.../<own direction>/blob/get` and receives the
+response under the peer's `.../blob/<sha256>/`. Chunks are sent unreliably, because lost chunks are requested again.
+Requests and refusals are sent reliably. Uploads to the coordinator wait in an `UploadQueue`, for every transfer
+backend. Only chunks are in memory, never a whole blob: at most `BUDGET_BYTES` queued for sending, and at most
+`BUDGET_BYTES` requested and not written yet.
 """
 
 from __future__ import annotations
@@ -27,14 +27,18 @@ from fedquilt.core import BlobRef, LinkError, LocationOffer, StoreError, UploadP
 from fedquilt.transport.link import Link
 
 _SUBTOPICS: Final = frozenset({"get", "manifest", "missing", "chunk", "place", "placed"})
-_DRAIN_POLL_S: Final = 0.01  # interval between looks at a link with a full queue
+_DRAIN_POLL_S: Final = 0.01  # interval of steps while chunks are queued
 _OFFLINE_POLL_S: Final = 1.0
-MAX_DOWNLOADS: Final = 16  # at once
-_MAX_SMALL_DOWNLOADS: Final = 128  # at once, of blobs that are small together
+MAX_DOWNLOADS: Final = 16  # simultaneous downloads
+_MAX_SMALL_DOWNLOADS: Final = 128  # simultaneous downloads of blobs with at most BUDGET_BYTES together
 
 
 class Transfers:
-    """Transfers of blobs: fetches wanted blobs and serves requests that are `allowed`, driven by `step`."""
+    """Downloads of requested blobs and responses to peers' requests, driven by `handle_message` and `step`.
+
+    `is_allowed(device, sha256)` permits the response to a request. Blobs of `background_bytes` and more are verified
+    in a thread.
+    """
 
     def __init__(
         self,
@@ -48,26 +52,24 @@ class Transfers:
     ) -> None:
         self._link, self._blob_store, self._topics = link, blob_store, topics
         self._direction: wire.Direction = direction
-        # graphs on a device read their weights from files in the same folder, so a device needs one file for each blob
+        # ONNX graphs on a device read their weights from files in the same folder, so each blob needs its own file.
         self._store = blob_store.store_small if direction == "dn" else blob_store.store_bytes
         self._is_allowed = is_allowed
         self._background_bytes = background_bytes
         self._requested: dict[Key, BlobRef] = {}
-        self._keys_by_blob: dict[str, dict[Key, None]] = {}  # sha256 -> the keys of `_wanted` with it, in order
-        self._waiting: dict[Key, None] = {}  # in order
-        self.queue = UploadQueue()  # of devices whose blobs come in turn
-        self._keys_in_queue: dict[
-            str, dict[Key, None]
-        ] = {}  # device that waits for its turn -> keys of these blobs, in order
-        self._downloads: dict[Key, Download] = {}  # begun, some of them parked
-        self._active_downloads: dict[Key, Download] = {}  # active, the longest without a request first
+        self._keys_by_blob: dict[str, dict[Key, None]] = {}  # sha256 -> keys of `_requested`, in order
+        self._waiting: dict[Key, None] = {}  # requested blobs that no download is active for, in order
+        self.queue = UploadQueue()
+        self._keys_in_queue: dict[str, dict[Key, None]] = {}  # device waiting in `queue` -> keys of its blobs, in order
+        self._downloads: dict[Key, Download] = {}  # active and suspended downloads
+        self._active_downloads: dict[Key, Download] = {}  # by time of the last request, oldest first
         self._finished: list[tuple[str, str, str | None]] = []
         self._backend = backend or TransferBackend()
         self._direct_transfers = DirectTransfers(self._backend, blob_store, self._publish)
         self._sender = ChunkSender(
             link, blob_store, topics, direction, is_allowed, self._direct_transfers, charge=self._charge
         )
-        self._received_bytes: Counter[str] = Counter()  # device -> bytes of chunks, repetitions included
+        self._received_bytes: Counter[str] = Counter()  # device -> bytes of chunks, with repetitions
         self._charges_s: dict[str, float] = {}
         self._unrequested_senders: list[str] = []
         self._session = link.session
@@ -76,7 +78,10 @@ class Transfers:
         return self._backend.fds()
 
     def request_blob(self, device: str, ref: BlobRef, *, use_queue: bool = False) -> None:
-        """Fetch a blob from a device, with `use_queue` only when the upload queue permits. An agent names itself."""
+        """Start to fetch a blob from the peer, with `use_queue` as soon as the upload queue permits.
+
+        `device` is the device at the other end of the link, or the agent's own device. `take_finished` reports the end.
+        """
         key = (device, ref.sha256)
         if key in self._requested:
             return
@@ -90,7 +95,7 @@ class Transfers:
             self._waiting[key] = None
 
     def cancel(self, device: str, sha256: str) -> None:
-        """Stop fetching a blob. Chunks on disk are kept, and `take_finished` does not report the transfer."""
+        """Stop to fetch a blob. Stored chunks are kept, and `take_finished` does not report the transfer."""
         self._forget_transfer((device, sha256))
 
     def yield_turn(self, device: str, now_s: float) -> None:
@@ -102,7 +107,7 @@ class Transfers:
             key for key in keys if key in self._active_downloads and self._active_downloads[key].is_paused
         ]:
             for key in paused_keys:
-                self._direct_transfers.fall_back_to_link(key, "it takes too long, and others wait for their turn")
+                self._direct_transfers.fall_back_to_link(key, "turn exceeded while other devices wait")
         else:
             self._suspend_blobs(keys, now_s)
 
@@ -121,6 +126,7 @@ class Transfers:
         return charges
 
     def take_senders_of_unrequested_chunks(self) -> list[str]:
+        """Return the device of each chunk since the last call that was not requested."""
         devices, self._unrequested_senders = self._unrequested_senders, []
         return devices
 
@@ -128,11 +134,11 @@ class Transfers:
         self._charges_s[device] = self._charges_s.get(device, 0.0) + seconds
 
     def handle_message(self, route: wire.Route, payload: bytes, now_s: float) -> bool:
-        """Process a message if it concerns a blob. Return whether it does, or raise WireError."""
+        """Process a message about a blob. Return False for other messages, or raise WireError if malformed."""
         if route.subtopic not in _SUBTOPICS:
             return False
         if route.direction == self._direction:
-            return True  # an own message, returned
+            return True  # the broker returns this side's own messages
         if route.subtopic == "get":
             self._sender.handle_request(route.device, wire.decode(payload, wire.ChunkRequest))
             return True
@@ -241,7 +247,7 @@ class Transfers:
             self._keys_by_blob.pop(key[1], None)
 
     def step(self, now_s: float) -> float:
-        """Do all due work and return the time of the next step."""
+        """Send due requests and queued chunks, start and end transfers, and return the time of the next step."""
         self._handle_direct_results(now_s)
         due_s = [self._direct_transfers.step(now_s)]
         for device, sha256 in self._backend.take_ready_blobs() if self._link.connected else ():
@@ -295,12 +301,12 @@ class Transfers:
                 self._downloads[key] = self._active_downloads[key] = download
 
     def _send_requests(self, now_s: float) -> bool:
-        """Send due requests. Return whether a download has ended or was suspended, so that others can start."""
+        """Send due requests. Return whether a download ended or was suspended, so that other downloads can start."""
         outstanding_bytes, has_ended = self._outstanding_bytes, False
         for key, download in list(self._active_downloads.items()):
             if key not in self._active_downloads:
-                continue  # another blob of its device has stalled
-            bytes_before, backoff = download.outstanding_bytes, download.backoff
+                continue  # suspended with another blob of its device
+            bytes_before, backoff_before = download.outstanding_bytes, download.backoff
             available_bytes = max(
                 chunks.BUDGET_BYTES - outstanding_bytes, 0 if outstanding_bytes else download.chunk_bytes
             )
@@ -308,8 +314,8 @@ class Transfers:
             if download.failure is not None:
                 self._end_transfer(key, download.failure)
                 has_ended = True
-            elif download.backoff > backoff and (stalled := self._blobs_to_suspend(key)):
-                self._suspend_blobs(stalled, now_s)
+            elif download.backoff > backoff_before and (stalled_keys := self._blobs_to_suspend(key)):
+                self._suspend_blobs(stalled_keys, now_s)
                 outstanding_bytes, has_ended = self._outstanding_bytes, True
                 continue
             else:
@@ -325,20 +331,14 @@ class Transfers:
         return sum(download.outstanding_bytes for download in self._active_downloads.values())
 
     def _blobs_to_suspend(self, key: Key) -> list[Key]:
-        """Return the blobs to suspend with a stalled one, or none if no other blob waits."""
+        """Return the blobs to suspend after `key` has stalled, or none if no other blob waits."""
         if not self._waiting and not self.queue:
             return []
         if not self.queue.contains(*key):
             return [key]
         keys = [(key[0], sha256) for sha256 in self.queue.pending_blobs(key[0])]
-        return (
-            []
-            if any(
-                other_key in self._active_downloads and self._active_downloads[other_key].is_paused
-                for other_key in keys
-            )
-            else keys
-        )
+        active_downloads = [self._active_downloads[other] for other in keys if other in self._active_downloads]
+        return [] if any(download.is_paused for download in active_downloads) else keys
 
     def _suspend_blobs(self, keys: Sequence[Key], now_s: float) -> None:
         for key in keys:

@@ -1,7 +1,7 @@
 """Sending side of transfers: order of the devices' uploads, and sending of requested chunks and manifests.
 
-Uploads take disk space until they are processed. So they are served in order of arrival, within a limit on the bytes
-that are being sent or not processed yet. A device whose transfer stalls goes to the end.
+Uploads take disk space until they are processed. So devices upload in order of arrival, within a limit on the bytes
+of active and unprocessed uploads. A device whose transfer stalls moves to the end of the queue.
 """
 
 from __future__ import annotations
@@ -24,41 +24,39 @@ from fedquilt.transport.link import Link
 
 log = logging.getLogger("fedquilt.blobs.upload")
 
-_MAX_REMEMBERED_BLOBS: Final = 4096  # blobs of which it is remembered that they have been cut
-_MAX_REMEMBERED_CHUNKS: Final = 4096  # chunks of which it is remembered that they have been sent
-HASH_S_PER_BYTE: Final = 2e-9  # of work, as estimated, for each byte that a peer makes this side read and hash
-SMALL_CHUNK_CHARGE_S: Final = 200e-6  # for a chunk that is small, or was sent before
+_MAX_REMEMBERED_BLOBS: Final = 4096
+_MAX_REMEMBERED_CHUNKS: Final = 4096
+HASH_S_PER_BYTE: Final = 2e-9  # estimated seconds to read and hash a byte
+SMALL_CHUNK_CHARGE_S: Final = 200e-6  # charge for a chunk that is small or was sent before
 CHUNK_CREDIT_S: Final = 500e-6  # credit for a larger chunk that is sent for the first time, as useful work
 MIN_CREDITED_BYTES: Final = 16 * 1024  # smallest chunk with this credit
-HASH_STEP_BYTES: Final = 8 << 20  # that are cut at once: nothing else is read or sent meanwhile
-_MAX_MANIFEST_CHARACTERS: Final = 1 << 20  # characters of manifests kept: 16,000 chunks, 4 GB of blobs
-_MAX_QUEUED_CHUNKS: Final = 4 * wire.MAX_WINDOW  # chunks queued for one device; an honest one requests fewer
-MIN_UPLOADING_DEVICES: Final = (
-    2  # devices whose turn it may be, whatever the bytes: one sends while another's is worked on
-)
+HASH_STEP_BYTES: Final = 8 << 20  # bytes hashed in one step, during which nothing else is read or sent
+_MAX_MANIFEST_CHARACTERS: Final = 1 << 20  # digests of cached manifests: 16,000 chunks, or 4 GB of blobs
+_MAX_QUEUED_CHUNKS: Final = 4 * wire.MAX_WINDOW  # chunks queued for one device; an honest device requests fewer
+MIN_UPLOADING_DEVICES: Final = 2  # allowed beyond the byte limit, so that one uploads while an update is processed
 
 
 class UploadQueue:
     """Queue of devices that wait to upload, and devices that are uploading."""
 
     def __init__(self) -> None:
-        self._limit_bytes, self._unprocessed_devices, self._unprocessed_bytes = 0.0, 0, 0
-        self._pending: dict[str, dict[str, int]] = {}  # device -> sha256 -> bytes, of what is to come
-        self._waiting_since_s: dict[str, float] = {}  # device -> since when, the first to send first
-        self._new_devices: list[str] = []  # those of them that came since the last look
-        self._uploading: dict[str, int] = {}  # device -> bytes
+        self._limit_bytes = 0.0
+        self._unprocessed_devices = 0
+        self._unprocessed_bytes = 0
+        self._pending: dict[str, dict[str, int]] = {}  # device -> sha256 -> bytes of blobs to upload
+        self._waiting_since_s: dict[str, float] = {}  # device -> start of waiting, in the order of turns
+        self._new_devices: list[str] = []  # waiting devices that were added since the last `start_turns`
+        self._uploading: dict[str, int] = {}  # device -> bytes of its turn
         self._uploading_bytes = 0
-        self._waited_s: dict[str, float] = {}  # device -> seconds that it waited for its first turn
-        self._finished_devices: set[str] = (
-            set()
-        )  # devices of which nothing is to come, since the last `set_unprocessed`
-        self._changes: dict[str, bool] = {}  # device -> whether it waits, as far as that is another thing than before
+        self._waited_s: dict[str, float] = {}  # device -> seconds of waiting for its first turn
+        self._finished_devices: set[str] = set()  # devices without pending blobs since the last `set_unprocessed`
+        self._changes: dict[str, bool] = {}  # device -> whether the device waits, for devices that changed
 
     def __bool__(self) -> bool:
         return bool(self._waiting_since_s)
 
     def set_unprocessed(self, devices: int, unprocessed_bytes: int, limit_bytes: float) -> None:
-        """Set the devices and bytes of uploads stored and not processed yet, and the limit on bytes."""
+        """Set the number of devices and bytes of unprocessed uploads, and the byte limit. Release finished devices."""
         self._unprocessed_devices, self._unprocessed_bytes, self._limit_bytes = devices, unprocessed_bytes, limit_bytes
         for device in self._finished_devices - self._pending.keys():
             self._end_turn(device)
@@ -66,7 +64,7 @@ class UploadQueue:
         self._finished_devices.clear()
 
     def add_blob(self, device: str, sha256: str, size: int) -> bool:
-        """Add a blob that a device is to upload. Return whether the device's turn has begun already."""
+        """Add a blob that a device is to upload. Return whether the device's turn has already started."""
         self._pending.setdefault(device, {})[sha256] = size
         if device in self._uploading:
             added_bytes = max(sum(self._pending[device].values()) - self._uploading[device], 0)
@@ -94,7 +92,7 @@ class UploadQueue:
 
     def start_turns(self, now_s: float) -> list[str]:
         """Start the turns of waiting devices within the limit. Return these devices."""
-        started = []
+        started_devices = []
         while self._waiting_since_s and self._fits(
             size := sum(self._pending[next(iter(self._waiting_since_s))].values())
         ):
@@ -105,12 +103,12 @@ class UploadQueue:
             self._uploading_bytes += size
             if since_s < math.inf:
                 self._changes[device] = False
-            started.append(device)
+            started_devices.append(device)
         for device in self._new_devices:
             if self._waiting_since_s.get(device) == math.inf:
                 self._waiting_since_s[device], self._changes[device] = now_s, True
         self._new_devices.clear()
-        return started
+        return started_devices
 
     def is_sending(self, device: str) -> bool:
         return device in self._uploading and device in self._pending
@@ -140,13 +138,13 @@ class UploadQueue:
 class OutgoingChunk:
     device: str
     sha256: str
-    chunk_bytes: int  # bytes of a chunk: how the blob is cut for this device
+    chunk_bytes: int  # chunk size for this device
     index: int
 
 
 class OutgoingChunkQueue:
     def __init__(self) -> None:
-        self._queues: dict[str, dict[OutgoingChunk, None]] = {}  # device -> items, both in order
+        self._queues: dict[str, dict[OutgoingChunk, None]] = {}  # device -> chunks, both in order
 
     def __len__(self) -> int:
         return sum(len(queue) for queue in self._queues.values())
@@ -154,27 +152,30 @@ class OutgoingChunkQueue:
     def __bool__(self) -> bool:
         return bool(self._queues)
 
-    def add(self, item: OutgoingChunk) -> None:
-        queue = self._queues.setdefault(item.device, {})
+    def add(self, chunk: OutgoingChunk) -> None:
+        queue = self._queues.setdefault(chunk.device, {})
         if len(queue) < _MAX_QUEUED_CHUNKS:
-            queue[item] = None
+            queue[chunk] = None
 
     def take_next(self, backlog_bytes: int) -> OutgoingChunk | None:
-        """Return the next chunk to send, or None if the queue is empty or the link is busy."""
+        """Return the next chunk to send, devices in turn, or None if no chunk is queued or the link is busy."""
         if not self._queues:
             return None
         device, queue = next(iter(self._queues.items()))
-        item = next(iter(queue))
-        if backlog_bytes > 0 and backlog_bytes + item.chunk_bytes > chunks.BUDGET_BYTES:
+        chunk = next(iter(queue))
+        if backlog_bytes > 0 and backlog_bytes + chunk.chunk_bytes > chunks.BUDGET_BYTES:
             return None
-        del self._queues[device], queue[item]
+        del self._queues[device], queue[chunk]
         if queue:
-            self._queues[device] = queue  # at the end: the others first
-        return item
+            self._queues[device] = queue  # moves the device to the end
+        return chunk
 
 
 class ChunkSender:
-    """Sender of requested chunks and manifests, at the speed of the link. `charge` charges seconds to a device."""
+    """Sender of requested chunks and manifests, at the speed of the link.
+
+    `charge` receives a device and the seconds of work that its requests have caused. Credits are negative.
+    """
 
     def __init__(
         self,
@@ -189,21 +190,18 @@ class ChunkSender:
         self._link, self._blob_store, self._topics, self._direct_transfers = link, blob_store, topics, direct_transfers
         self._direction: wire.Direction = direction
         self._is_allowed, self._charge = is_allowed, charge
-        self.sent_bytes: Counter[str] = Counter()  # device -> bytes of chunks, repetitions included
+        self.sent_bytes: Counter[str] = Counter()  # device -> bytes of chunks, with repetitions
         self._queue = OutgoingChunkQueue()
-        self._manifests: dict[tuple[str, int], wire.BlobManifest] = {}  # the latest ones
+        self._manifests: dict[
+            tuple[str, int], wire.BlobManifest
+        ] = {}  # (sha256, chunk size) -> manifest, least recently used first
         self._sent_chunks: set[OutgoingChunk] = set()
-        self._latest_chunk: tuple[tuple[str, int, int], bytes] = (
-            ("", 0, 0),
-            b"",
-        )  # chunk sent last, by blob, cut and index
-        self._hashed_blobs: set[str] = set()  # sha256 of blobs that have been cut once, for whoever asked first
-        self._manifest_builders: dict[
-            tuple[str, int], tuple[str, ManifestBuilder]
-        ] = {}  # by blob and chunk: for whom, and how far
-        self._waiting: dict[
-            str, dict[str, wire.ChunkRequest]
-        ] = {}  # blob that is being cut -> device -> its latest request
+        self._latest_chunk: tuple[tuple[str, int, int], bytes] = ("", 0, 0), b""  # (sha256, chunk size, index), bytes
+        self._hashed_blobs: set[str] = set()  # sha256 of blobs that were hashed once, which is not charged
+        # (sha256, chunk size) -> (device to charge, builder)
+        self._manifest_builders: dict[tuple[str, int], tuple[str, ManifestBuilder]] = {}
+        # sha256 of a blob whose manifest is being built -> device -> latest request
+        self._waiting: dict[str, dict[str, wire.ChunkRequest]] = {}
 
     def __bool__(self) -> bool:
         return bool(self._queue) or bool(self._manifest_builders)
@@ -224,7 +222,7 @@ class ChunkSender:
             for index in request.indices:
                 if index < chunks.chunk_count(manifest):
                     self._queue.add(OutgoingChunk(device, request.sha256, manifest.chunk, index))
-        else:  # also when our packets have become smaller since the manifest was sent
+        else:  # chunks also become smaller if the broker's packet limit has changed
             self._queue.add(OutgoingChunk(device, request.sha256, manifest.chunk, MANIFEST))
         return None
 
@@ -234,7 +232,7 @@ class ChunkSender:
             raise StoreError(f"blob {sha256[:12]} is not offered to {device} now")
         ref = self._blob_store.find_ref(sha256)
         if ref is None:
-            raise StoreError(f"blob {sha256[:12]} is not here any more")
+            raise StoreError(f"blob {sha256[:12]} is no longer stored")
         chunk_bytes = chunks.negotiate_chunk_size(chunks.chunk_size_for(self._link.max_payload), requested_bytes)
         key = sha256, chunk_bytes
         if key not in self._manifests and key not in self._manifest_builders:
@@ -242,7 +240,7 @@ class ChunkSender:
             self._manifest_builders[key] = device, ManifestBuilder(ref, chunk_bytes, read)
             self._continue_building(key)
         if key in self._manifests:
-            self._manifests[key] = self._manifests.pop(key)  # as the latest
+            self._manifests[key] = self._manifests.pop(key)  # now the most recently used
         return self._manifests.get(key)
 
     def _continue_building(self, key: tuple[str, int]) -> bool:
@@ -257,7 +255,7 @@ class ChunkSender:
         if manifest is None:
             return False
         del self._manifest_builders[key]
-        self._charge(device, manifest.size * (key[0] in self._hashed_blobs) * HASH_S_PER_BYTE)
+        self._charge(device, manifest.size * HASH_S_PER_BYTE if key[0] in self._hashed_blobs else 0.0)
         if len(self._hashed_blobs) >= _MAX_REMEMBERED_BLOBS:
             self._hashed_blobs.clear()
         self._hashed_blobs.add(key[0])
@@ -274,52 +272,52 @@ class ChunkSender:
             except StoreError as error:
                 is_ended, reason = True, str(error)
             for device, request in self._waiting.pop(key[0], {}).items() if is_ended else ():
-                self._publish_missing(device, request.sha256, reason) if reason else self.handle_request(
-                    device, request
-                )
-        while (item := self._queue.take_next(self._link.backlog)) is not None:
-            self._send_item(item)
+                if reason:
+                    self._publish_missing(device, request.sha256, reason)
+                else:
+                    self.handle_request(device, request)
+        while (chunk := self._queue.take_next(self._link.backlog)) is not None:
+            self._send_chunk(chunk)
 
-    def _send_item(self, item: OutgoingChunk) -> None:
-        device, sha256, index = item.device, item.sha256, item.index
+    def _send_chunk(self, chunk: OutgoingChunk) -> None:
+        device, sha256, index = chunk.device, chunk.sha256, chunk.index
         try:
-            manifest = self._find_or_build_manifest(device, sha256, item.chunk_bytes)
-            if manifest is None:  # it was forgotten, and is being cut anew
+            manifest = self._find_or_build_manifest(device, sha256, chunk.chunk_bytes)
+            if manifest is None:  # the manifest was removed from the cache and is built again
                 indices = () if index == MANIFEST else (index,)
-                self.handle_request(device, wire.ChunkRequest(sha256=sha256, chunk=item.chunk_bytes, indices=indices))
+                self.handle_request(device, wire.ChunkRequest(sha256=sha256, chunk=chunk.chunk_bytes, indices=indices))
             elif index == MANIFEST:
                 self._publish(device, f"blob/{sha256}/manifest", manifest)
-            elif manifest.chunk == item.chunk_bytes:
-                if self._latest_chunk[0] != (
-                    sha256,
-                    item.chunk_bytes,
-                    index,
-                ):  # the same for many devices, one after the other
+            elif manifest.chunk == chunk.chunk_bytes:
+                # Many devices often request the same chunk in succession.
+                if self._latest_chunk[0] != (sha256, chunk.chunk_bytes, index):
                     payload = self._blob_store.read_range(sha256, *chunks.chunk_extent(manifest, index))
-                    self._latest_chunk = (sha256, item.chunk_bytes, index), payload
+                    self._latest_chunk = (sha256, chunk.chunk_bytes, index), payload
                 payload = self._latest_chunk[1]
-                self._charge_and_verify_resent_chunk(item, manifest, payload)
+                self._charge_and_verify_resent_chunk(chunk, manifest, payload)
                 topic = self._topics.chunk_topic(device, self._direction, sha256, index)
                 self._link.publish(topic, payload, reliable=False)
                 self.sent_bytes[device] += len(payload)
         except FedquiltError as error:
             self._publish_missing(device, sha256, str(error))
 
-    def _charge_and_verify_resent_chunk(self, item: OutgoingChunk, manifest: wire.BlobManifest, payload: bytes) -> None:
+    def _charge_and_verify_resent_chunk(
+        self, chunk: OutgoingChunk, manifest: wire.BlobManifest, payload: bytes
+    ) -> None:
         # Only chunks requested again are hashed: hashing each chunk for each device takes half a millisecond.
-        if item not in self._sent_chunks:
+        if chunk not in self._sent_chunks:
             if len(self._sent_chunks) >= _MAX_REMEMBERED_CHUNKS:
                 self._sent_chunks.clear()
-            self._sent_chunks.add(item)
+            self._sent_chunks.add(chunk)
             return self._charge(
-                item.device, SMALL_CHUNK_CHARGE_S if len(payload) < MIN_CREDITED_BYTES else -CHUNK_CREDIT_S
+                chunk.device, SMALL_CHUNK_CHARGE_S if len(payload) < MIN_CREDITED_BYTES else -CHUNK_CREDIT_S
             )
-        self._charge(item.device, SMALL_CHUNK_CHARGE_S + len(payload) * HASH_S_PER_BYTE)
-        if not chunks.is_valid_chunk(manifest, item.index, payload):
-            self._manifests.pop((item.sha256, item.chunk_bytes), None)
+        self._charge(chunk.device, SMALL_CHUNK_CHARGE_S + len(payload) * HASH_S_PER_BYTE)
+        if not chunks.is_valid_chunk(manifest, chunk.index, payload):
+            self._manifests.pop((chunk.sha256, chunk.chunk_bytes), None)
             self._latest_chunk = ("", 0, 0), b""
-            self._blob_store.discard_damaged(item.sha256)
-            raise chunks.DamagedBlobError(f"blob {item.sha256[:12]} is damaged on disk: it has to be stored again")
+            self._blob_store.discard_damaged(chunk.sha256)
+            raise chunks.DamagedBlobError(f"blob {chunk.sha256[:12]} is damaged on disk: store the blob again")
 
     def _publish_missing(self, device: str, sha256: str, reason: str) -> None:
         log.info("%s is not sent blob %s: %s", device, sha256[:12], reason)

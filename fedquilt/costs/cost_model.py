@@ -4,9 +4,10 @@ Deadlines, the governor, budgets and simulated devices use this model:
 
     t = tasks * task_s + launches * launch_s + flops / flops_per_s + read_bytes / bytes_per_s        E = busy_w * t
 
-Arithmetic and memory traffic do not overlap. A launch is an operation started by an engine. Its cost does not depend on
-its size, and dominates small networks. Profiles contain rates for each measured workload (`Rates`). Other workloads use
-the point's own rates. Unknown costs of launches, tasks and traffic count as 0 seconds.
+The model assumes that arithmetic and memory traffic do not overlap. A launch is an operation started by an engine. The
+cost of a launch does not depend on its size, and dominates small networks. Profiles contain rates for each measured
+workload (`Rates`). Other workloads use the point's own rates. Unknown costs of launches, tasks and traffic count as 0
+seconds.
 
 Transfers of a task take additional time, in which the device idles. Their rates are measured per fleet (`LinkCost`):
 
@@ -32,16 +33,16 @@ def select_rates(work: WorkEstimate, point: OperatingPoint) -> Rates | Operating
 
 
 def work_seconds(work: WorkEstimate, point: OperatingPoint) -> float | None:
-    """Return the seconds of the work at a point, or None without work or without known rates."""
-    speed = select_rates(work, point)
-    if work.flops > 0 and not speed.flops_per_s:
+    """Return the seconds of the work at a point, or None if the work is empty or its rate of arithmetic is unknown."""
+    rates = select_rates(work, point)
+    if work.flops > 0 and not rates.flops_per_s:
         return None
-    arithmetic_s = work.flops / speed.flops_per_s if speed.flops_per_s else 0.0
-    traffic_s = work.read_bytes / speed.bytes_per_s if speed.bytes_per_s else 0.0
+    arithmetic_s = work.flops / rates.flops_per_s if rates.flops_per_s else 0.0
+    traffic_s = work.read_bytes / rates.bytes_per_s if rates.bytes_per_s else 0.0
     if work.flops <= 0 and not work.launches:
         return None
-    whole_s = _overhead_seconds(work, speed) + arithmetic_s + traffic_s
-    return whole_s if 0 < whole_s < math.inf else None
+    total_s = _overhead_seconds(work, rates) + arithmetic_s + traffic_s
+    return total_s if 0 < total_s < math.inf else None
 
 
 def overhead_seconds(work: WorkEstimate, point: OperatingPoint) -> float:
@@ -49,8 +50,8 @@ def overhead_seconds(work: WorkEstimate, point: OperatingPoint) -> float:
     return _overhead_seconds(work, select_rates(work, point))
 
 
-def _overhead_seconds(work: WorkEstimate, speed: Rates | OperatingPoint) -> float:
-    overhead_s = work.task_share * (speed.task_s or 0.0) + work.launches * (speed.launch_s or 0.0)
+def _overhead_seconds(work: WorkEstimate, rates: Rates | OperatingPoint) -> float:
+    overhead_s = work.task_share * (rates.task_s or 0.0) + work.launches * (rates.launch_s or 0.0)
     return overhead_s if math.isfinite(overhead_s) else 0.0
 
 
@@ -62,20 +63,21 @@ def work_joules(duration_s: float, point: OperatingPoint) -> float | None:
 class LinkCost(NamedTuple):
     """Cost of transfers between the coordinator and a device."""
 
-    transfer_s: float = 0.0  # of one task, whatever its size: messages, claims, waiting in queues
+    transfer_s: float = 0.0  # seconds of one task independent of size: messages, claims and queues
     bytes_per_s: float = math.inf
 
     def transfer_seconds(self, size: int) -> float:
+        """Return the seconds to transfer `size` bytes."""
         return self.transfer_s + size / self.bytes_per_s
 
     @classmethod
     def parse(cls, text: str) -> LinkCost:
-        """Parse a rate with an optional delay per transfer, such as "2MB/s 50ms"."""
+        """Parse a rate with an optional delay per transfer, such as "2MB/s 50ms", or raise ValueError."""
         rate, _, delay = text.strip().partition(" ")
         scales = {f"{unit}/s": scale for unit, scale in (("B", 1.0), ("kB", 1e3), ("MB", 1e6), ("GB", 1e9))}
         bytes_per_s = units.parse_amount(rate, scales, "rate")
         if bytes_per_s <= 0:
-            raise ValueError(f"{text!r} is no link: nothing would ever arrive")
+            raise ValueError(f"link {text!r} has no positive rate: write for example 2MB/s")
         return cls(units.parse_seconds(delay) if delay else 0.0, bytes_per_s)
 
     @staticmethod
@@ -100,19 +102,21 @@ class LinkCost(NamedTuple):
         return LinkCost(0.0, size / seconds if seconds > 0 else math.inf)
 
 
-EVALUATED: Final = 64  # examples that an engine evaluates at once
-STEP_LAUNCHES: Final = 12  # of a mini-batch beside its layers: taking its examples, loss, and their backward pass
-MOVE_LAUNCHES: Final = {"sgd": 2, "adam": 9}  # of an optimizer's step for one tensor; others as Adam
-MOVE_PASSES: Final = {"sgd": 3, "adam": 8}  # times a tensor's bytes that an optimizer reads and writes in a step
+EVALUATION_BATCH: Final = 64  # examples that an engine evaluates at once
+STEP_LAUNCHES: Final = (
+    12  # launches of a mini-batch outside of the layers: examples, loss, and the loss's backward pass
+)
+OPTIMIZER_LAUNCHES: Final = {"sgd": 2, "adam": 9}  # of an optimizer's step for one tensor; others as Adam
+OPTIMIZER_PASSES: Final = {"sgd": 3, "adam": 8}  # times a tensor's bytes that an optimizer reads and writes in a step
 ADAPTER_LAUNCHES: Final = 2  # of one matrix of an adapter: the product, and scaling or adding it
 
 
 class Layer(NamedTuple):
-    path: str  # of the module
-    flops: float  # of products with its weights
-    free_flops: float  # of products of activations with each other, as in attention
-    bytes: float  # activations read and written
-    launches: int  # operations, whatever the number of examples
+    path: str  # path of the module
+    flops: float  # per example, of products with weights
+    free_flops: float  # per example, of products of activations with each other, as in attention
+    bytes: float  # activations read and written per example
+    launches: int  # operations per mini-batch
 
 
 class PassCost(NamedTuple):
@@ -122,8 +126,8 @@ class PassCost(NamedTuple):
     bytes: float = 0.0
     launches: float = 0.0
 
-    def add_scaled(self, other: PassCost, times: float = 1.0) -> PassCost:
-        return PassCost(*(a + times * b for a, b in zip(self, other, strict=True)))
+    def add_scaled(self, addend: PassCost, times: float = 1.0) -> PassCost:
+        return PassCost(*(a + times * b for a, b in zip(self, addend, strict=True)))
 
 
 def parse_layers(meta: Mapping[str, Any]) -> tuple[Layer, ...]:
@@ -132,7 +136,7 @@ def parse_layers(meta: Mapping[str, Any]) -> tuple[Layer, ...]:
 
 
 def layers_by_tensor(layers: Sequence[Layer], names: Iterable[str]) -> dict[str, str]:
-    """Return the path of the layer of each tensor: its nearest enclosing module, or the first layer."""
+    """Map each tensor name to the path of its layer: the nearest enclosing module, or the first layer without one."""
     paths, first_path = {layer.path for layer in layers}, layers[0].path if layers else ""
     tensors = {}
     for name in names:
@@ -150,42 +154,49 @@ def forward_cost(layers: Iterable[Layer]) -> PassCost:
     return total
 
 
-def training_cost(layers: Sequence[Layer], moved: Iterable[str]) -> PassCost:
+def training_cost(layers: Sequence[Layer], trained_names: Iterable[str]) -> PassCost:
     """Return the cost of a training pass: forward, and backward down to the first trained layer.
 
-    A trained layer costs its forward pass again for the gradients of its weights. Every layer after a trained one costs
-    its forward pass again for the gradients of its inputs.
+    The gradients of a layer's weights cost another forward pass of the layer, for trained layers. The gradients of a
+    layer's inputs cost another forward pass, for layers after a trained layer.
     """
-    trained = set(layers_by_tensor(layers, moved).values())
+    trained = set(layers_by_tensor(layers, trained_names).values())
     total = forward_cost(layers)
-    behind = len(layers) == 1 and not layers[0].launches  # a whole network in one: most of it is behind its beginning
+    is_after_trained = (
+        len(layers) == 1 and not layers[0].launches
+    )  # a whole network in one: most of it is behind its beginning
     for layer in layers:
         is_trained = layer.path in trained
-        times = is_trained + behind if layer.flops else float(is_trained or behind)
-        flops = times * layer.flops + 2 * layer.free_flops * (is_trained or behind)
+        times = is_trained + is_after_trained if layer.flops else float(is_trained or is_after_trained)
+        flops = times * layer.flops + 2 * layer.free_flops * (is_trained or is_after_trained)
         total = total.add_scaled(PassCost(flops, times * layer.bytes, times * layer.launches))
-        behind = behind or is_trained
+        is_after_trained = is_after_trained or is_trained
     return total
 
 
-def split_at_trained(layers: Sequence[Layer], moved: Iterable[str]) -> tuple[tuple[Layer, ...], tuple[Layer, ...]]:
-    trained = set(layers_by_tensor(layers, moved).values())
+def split_at_trained(
+    layers: Sequence[Layer], trained_names: Iterable[str]
+) -> tuple[tuple[Layer, ...], tuple[Layer, ...]]:
+    trained = set(layers_by_tensor(layers, trained_names).values())
     first_index = next((index for index, layer in enumerate(layers) if layer.path in trained), len(layers))
     return tuple(layers[:first_index]), tuple(layers[first_index:])
 
 
-def scale_layers(layers: Sequence[Layer], whole: Tensors, part: Tensors) -> tuple[Layer, ...]:
-    """Return the layers of a narrower or shallower part, scaled by each layer's share of weights."""
+def scale_layers(layers: Sequence[Layer], full_model: Tensors, part: Tensors) -> tuple[Layer, ...]:
+    """Return the layers of a narrower or shallower part of a model, scaled by the part's share of each layer's weights.
+
+    A layer without weights is scaled like the previous layer. Layers that the part lacks are left out.
+    """
     names: dict[str, list[str]] = {}
-    for name, path in layers_by_tensor(layers, whole).items():
+    for name, path in layers_by_tensor(layers, full_model).items():
         names.setdefault(path, []).append(name)
     scaled, rows = [], 1.0
     for layer in layers:
-        own = [name for name in names.get(layer.path, ()) if whole[name].ndim]
-        if own:
-            widest = max(own, key=lambda name: whole[name].size)
-            rows = len(part[widest]) / len(whole[widest]) if widest in part else 0.0
-            share = part[widest].size / whole[widest].size if widest in part else 0.0
+        layer_weights = [name for name in names.get(layer.path, ()) if full_model[name].ndim]
+        if layer_weights:
+            widest = max(layer_weights, key=lambda name: full_model[name].size)
+            rows = len(part[widest]) / len(full_model[widest]) if widest in part else 0.0
+            share = part[widest].size / full_model[widest].size if widest in part else 0.0
         else:
             share = rows
         if share:
@@ -195,9 +206,9 @@ def scale_layers(layers: Sequence[Layer], whole: Tensors, part: Tensors) -> tupl
 
 
 def add_adapter_layers(layers: Sequence[Layer], backbone: Tensors, added: Tensors) -> tuple[Layer, ...]:
-    """Return the layers with low-rank adapters: each added matrix is a layer after its neighbour.
+    """Return the layers with low-rank adapters: each added matrix becomes a layer after the layer that it adapts.
 
-    An adapter is applied as often as the layer that its name starts with. Other added tensors cost nothing.
+    The matrix is applied as often as the weights of that layer. Added tensors other than matrices cost nothing.
     """
     matrices = {name: array for name, array in added.items() if array.ndim == 2 and name not in backbone}
     layer_tensors = layers_by_tensor(layers, backbone) if layers else {}
@@ -214,16 +225,16 @@ def add_adapter_layers(layers: Sequence[Layer], backbone: Tensors, added: Tensor
 
 
 def workload_kind(layers: Sequence[Layer], convolutions: Iterable[str]) -> str:
-    """Return "conv" if most arithmetic of a network is in the paths `convolutions`, else "dense"."""
-    deep = set(layers_by_tensor(layers, convolutions).values())
+    """Return "conv" if more than half of a network's arithmetic is in `convolutions`, its modules, else "dense"."""
+    convolution_paths = set(layers_by_tensor(layers, convolutions).values())
     total_flops = sum(layer.flops + layer.free_flops for layer in layers)
-    deep_flops = sum(layer.flops for layer in layers if layer.path in deep)
-    return "conv" if total_flops and deep_flops > total_flops / 2 else "dense"
+    convolution_flops = sum(layer.flops for layer in layers if layer.path in convolution_paths)
+    return "conv" if total_flops and convolution_flops > total_flops / 2 else "dense"
 
 
-def part_shares(layers: Sequence[Layer], whole: Tensors, part: Tensors) -> tuple[float, float]:
-    """Return the shares of forward arithmetic and of activations that a part of a network has."""
-    part_cost, full_cost = forward_cost(scale_layers(layers, whole, part)), forward_cost(layers)
+def part_shares(layers: Sequence[Layer], full_model: Tensors, part: Tensors) -> tuple[float, float]:
+    """Return a part's shares (0 to 1) of the full model's forward arithmetic and of its activation bytes."""
+    part_cost, full_cost = forward_cost(scale_layers(layers, full_model, part)), forward_cost(layers)
     return (
         part_cost.flops / full_cost.flops if full_cost.flops else 1.0,
         part_cost.bytes / full_cost.bytes if full_cost.bytes else 1.0,
@@ -231,30 +242,43 @@ def part_shares(layers: Sequence[Layer], whole: Tensors, part: Tensors) -> tuple
 
 
 def training_work(
-    each: PassCost, params: Mapping[str, Any], moved_bytes: Mapping[str, int], weights_bytes: int
+    pass_cost: PassCost, params: Mapping[str, Any], trained_bytes: Mapping[str, int], weights_bytes: int
 ) -> WorkEstimate:
-    """Return the work of a training: epochs over the device's examples, with optimizer steps."""
+    """Return the work of training with `params` (epochs, optimizer, batch, ...), per example and per mini-batch.
+
+    Args:
+        pass_cost: Cost of a forward and backward pass.
+        params: Parameters of the method.
+        trained_bytes: Bytes of each trained tensor.
+        weights_bytes: Bytes of all weights.
+    """
     epochs, optimizer = int(params.get("epochs", 1)), choice_name(params.get("optimizer", "sgd"))
-    optimizer = optimizer if optimizer in MOVE_LAUNCHES else "adam"
-    more = sum(bool(params.get(key)) for key in ("momentum", "weight_decay", "ema")) + 2 * bool(params.get("clip"))
-    launches = each.launches + STEP_LAUNCHES + (MOVE_LAUNCHES[optimizer] + more) * len(moved_bytes)
-    traffic = 2 * weights_bytes + (MOVE_PASSES[optimizer] + more + 1) * sum(moved_bytes.values())
+    optimizer = optimizer if optimizer in OPTIMIZER_LAUNCHES else "adam"
+    extra_operations = sum(bool(params.get(key)) for key in ("momentum", "weight_decay", "ema")) + 2 * bool(
+        params.get("clip")
+    )
+    launches = (
+        pass_cost.launches + STEP_LAUNCHES + (OPTIMIZER_LAUNCHES[optimizer] + extra_operations) * len(trained_bytes)
+    )
+    traffic = 2 * weights_bytes + (OPTIMIZER_PASSES[optimizer] + extra_operations + 1) * sum(trained_bytes.values())
     return WorkEstimate(
-        flops_per_example=epochs * each.flops,
-        bytes_per_example=epochs * each.bytes,
+        flops_per_example=epochs * pass_cost.flops,
+        bytes_per_example=epochs * pass_cost.bytes,
         launches_per_batch=epochs * launches,
         bytes_per_batch=epochs * traffic,
         batch=int(params.get("batch", 0)),
     )
 
 
-def inference_work(each: PassCost, weights_bytes: int, share: float = 1.0, batch: int = EVALUATED) -> WorkEstimate:
-    """Return the work of running a network, per training example of the device, times `share`."""
+def inference_work(
+    pass_cost: PassCost, weights_bytes: int, share: float = 1.0, batch: int = EVALUATION_BATCH
+) -> WorkEstimate:
+    """Return the work of a forward pass per example of the device, times `share`, in batches of EVALUATION_BATCH."""
     return WorkEstimate(
-        flops_per_example=share * each.flops,
-        bytes_per_example=share * each.bytes,
-        launches_per_batch=share * (each.launches + STEP_LAUNCHES) * batch / EVALUATED,
-        bytes_per_batch=share * weights_bytes * batch / EVALUATED,
+        flops_per_example=share * pass_cost.flops,
+        bytes_per_example=share * pass_cost.bytes,
+        launches_per_batch=share * (pass_cost.launches + STEP_LAUNCHES) * batch / EVALUATION_BATCH,
+        bytes_per_batch=share * weights_bytes * batch / EVALUATION_BATCH,
         batch=batch,
     )
 
@@ -263,6 +287,6 @@ def repeat_work(work: WorkEstimate, times: float) -> WorkEstimate:
     return msgspec.structs.replace(work, **{name: times * getattr(work, name) for name in ADDITIVE_FIELDS})
 
 
-def trained_tensor_bytes(model: Tensors, moved: Collection[str]) -> dict[str, int]:
+def trained_tensor_bytes(model: Tensors, trained_names: Collection[str]) -> dict[str, int]:
     shapes = tensor_shapes(model)
-    return {name: shapes[name].nbytes for name in moved if name in shapes and shapes[name].dtype.kind == "f"}
+    return {name: shapes[name].nbytes for name in trained_names if name in shapes and shapes[name].dtype.kind == "f"}

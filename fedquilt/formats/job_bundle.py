@@ -20,10 +20,21 @@ from fedquilt.core import BlobRef, Bundle, JobError, StoreError, WireMessage
 from fedquilt.formats import checksummed_json, toml
 from fedquilt.host.disk import REAL, Disk, disk_errors
 
-RUNNING: Final = ("name", "rounds", "priority", "cohort", "wire", "stop", "check", "trigger", "fleet", "compare")
-"""Keys of a job that its bundle does not depend on."""
-PATHS: Final = ("path", "vocabulary", "weights", "classes")
-"""Keys of a job, in any table, whose text may be the path of a file or folder."""
+INDEPENDENT_KEYS: Final = (
+    "name",
+    "rounds",
+    "priority",
+    "cohort",
+    "wire",
+    "stop",
+    "check",
+    "trigger",
+    "fleet",
+    "compare",
+)
+"""Keys of a job that do not affect the bundle."""
+PATH_KEYS: Final = ("path", "vocabulary", "weights", "classes")
+"""Keys of a job, in any table, with a value that may be the path of a file or folder."""
 
 
 class BundleIndex(WireMessage, frozen=True):
@@ -33,7 +44,7 @@ class BundleIndex(WireMessage, frozen=True):
 
 
 def write_bundle(folder: Path, meta: Mapping[str, Any], files: Mapping[str, bytes]) -> Bundle:
-    """Write a bundle. Blobs that exist undamaged are kept."""
+    """Write a bundle and open it. Undamaged blobs in the folder are not written again. Raise StoreError on failure."""
     refs: dict[str, BlobRef] = {}
     try:
         REAL.make_folder(folder / "blobs")
@@ -57,18 +68,22 @@ def load_bundle(folder: Path, disk: Disk = REAL, content: str = "") -> Bundle:
     Args:
         folder: Folder of the bundle.
         disk: Disk of the folder.
-        content: `hash_content` of the bundle that a run began with, or "" for any bundle.
+        content: Required `hash_content` of the bundle, or "" for any bundle.
+
+    Raises:
+        JobError: If the bundle is missing, damaged or of other content.
+        StoreError: If the disk fails.
     """
-    index_at = folder / "bundle.json"
+    index_path = folder / "bundle.json"
     with disk_errors(f"read the bundle {folder}"):
         try:
-            packed = disk.read(index_at)
-            index = checksummed_json.decode_with_checksum(packed, BundleIndex)
+            payload = disk.read(index_path)
+            index = checksummed_json.decode_with_checksum(payload, BundleIndex)
         except (FileNotFoundError, NotADirectoryError):
             raise JobError(f"no bundle in {folder}: make it with `fedquilt prepare`") from None
         except (IsADirectoryError, checksummed_json.DamagedFileError) as error:
-            raise JobError(f"{index_at} is damaged ({error}): make it anew with `fedquilt prepare`") from None
-        if content not in ("", hashlib.sha256(packed).hexdigest()):
+            raise JobError(f"{index_path} is damaged ({error}): make it anew with `fedquilt prepare`") from None
+        if content not in ("", hashlib.sha256(payload).hexdigest()):
             raise JobError(
                 f"{folder} has been prepared with other content since the run began: prepare it from the former job "
                 "file and data and `fedquilt resume` the run, or begin a new one with `fedquilt run`"
@@ -88,13 +103,14 @@ def _read_verified_tensors(folder: Path, ref: BlobRef, disk: Disk) -> dict[str, 
 
 
 def verify_file(folder: Path, ref: BlobRef, disk: Disk = REAL) -> Path:
+    """Return the path of a bundle's file, or raise JobError if the file is missing or damaged."""
     path = folder / "blobs" / ref.sha256
     with disk_errors(f"read {path}"):
         try:
-            damaged = disk.hash_file(path) != ref.sha256
+            is_damaged = disk.hash_file(path) != ref.sha256
         except FileNotFoundError:
             raise JobError(f"{path} is gone: make the bundle anew with `fedquilt prepare`") from None
-    if damaged:
+    if is_damaged:
         raise JobError(f"{path} is damaged: make the bundle anew with `fedquilt prepare`")
     return path
 
@@ -104,36 +120,37 @@ def verify_file(folder: Path, ref: BlobRef, disk: Disk = REAL) -> Path:
 
 class BundleInputs(msgspec.Struct, frozen=True):
     job: str  # sha256 of the job file's table
-    files: dict[str, str]  # path -> stamp
+    files: dict[str, str]  # path -> digest of sizes and times
 
 
 def is_current(path: Path, bundle: Path) -> bool:
-    """Return whether a bundle exists, and neither the job file nor a file that it names has changed since.
+    """Return whether a bundle exists, and neither the job file nor a file named in the job has changed since.
 
-    A bundle without a record was made by hand, and is used as it is. A damaged record says nothing: the bundle is not
-    current. An input that is not on this machine has not changed, because a bundle may be carried to another.
+    A bundle without a record counts as current, because the bundle was made by hand. A damaged record counts as
+    changed. An input that is missing counts as unchanged, because a bundle may be copied to another machine.
     """
     if not (bundle / "bundle.json").exists():
         return False
     try:
-        recorded = msgspec.json.decode((bundle / "inputs.json").read_bytes(), type=BundleInputs)
+        recorded_inputs = msgspec.json.decode((bundle / "inputs.json").read_bytes(), type=BundleInputs)
     except OSError:
         return True
     except msgspec.DecodeError:
         return False
-    unchanged = all(_stamp_input(Path(file)) in ("", stamp) for file, stamp in recorded.files.items())
-    return unchanged and recorded.job == _hash_job(path)
+    is_unchanged = all(_stamp_input(Path(file)) in ("", stamp) for file, stamp in recorded_inputs.files.items())
+    return is_unchanged and recorded_inputs.job == _hash_job(path)
 
 
 def stamp_inputs(path: Path, job: Mapping[str, Any]) -> BundleInputs:
-    """Return the sources of a bundle: the job file and the files that the job names by absolute path.
+    """Return digests of the job file, and of sizes and times of the files that the job names by absolute path.
 
-    They are stamped before the preparation reads them, so that a later change is noticed.
+    Call this before the preparation reads the files, so that a change during the preparation is noticed.
     """
     return BundleInputs(_hash_job(path), {file: _stamp_input(Path(file)) for file in sorted(set(_list_paths(job)))})
 
 
 def record_inputs(inputs: BundleInputs, bundle: Path) -> None:
+    """Write the inputs into the bundle's folder, with files that the preparation has created."""
     files = {file: stamp or _stamp_input(Path(file)) for file, stamp in inputs.files.items()}
     inputs = BundleInputs(inputs.job, {file: stamp for file, stamp in files.items() if stamp})
     with disk_errors(f"write {bundle / 'inputs.json'}"):
@@ -141,14 +158,14 @@ def record_inputs(inputs: BundleInputs, bundle: Path) -> None:
 
 
 def hash_content(bundle: Path) -> str:
-    """Return a digest of a bundle's metadata and files, or "" if there is no bundle."""
+    """Return the sha256 of a bundle's index, which contains the digests of all files, or "" if unreadable."""
     with suppress(OSError):
         return hashlib.sha256((bundle / "bundle.json").read_bytes()).hexdigest()
     return ""
 
 
 def _hash_job(path: Path) -> str:
-    table = {key: value for key, value in toml.read_toml(path).items() if key not in RUNNING}
+    table = {key: value for key, value in toml.read_toml(path).items() if key not in INDEPENDENT_KEYS}
     return hashlib.sha256(msgspec.json.encode(table, order="sorted")).hexdigest()
 
 
@@ -159,12 +176,12 @@ def _list_paths(value: Any, key: str = "") -> Iterator[str]:
     elif isinstance(value, list | tuple):
         for item in value:
             yield from _list_paths(item)
-    elif isinstance(value, str) and key in PATHS and value.startswith("/"):
+    elif isinstance(value, str) and key in PATH_KEYS and value.startswith("/"):
         yield value
 
 
 def _stamp_input(path: Path) -> str:
-    """Return the sizes and times of a file, or of all files in a folder; "" if it is not here."""
+    """Return a digest of sizes and times of a file or of all files in a folder, or "" if missing or empty."""
     digest = hashlib.sha256()
     with disk_errors(f"look into {path}"):
         if path.is_dir():

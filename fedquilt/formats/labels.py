@@ -13,7 +13,7 @@ from typing import Final, get_args
 
 from fedquilt.core import DeviceLabel, JobError
 
-MOST: Final = 32  # labels of one board, and words of one selection
+MAX_LABELS: Final = 32  # limit on labels of a device, and on words of a selection
 _LABEL: Final = re.compile(get_args(DeviceLabel)[1].pattern)
 _FORM: Final = (
     "a label is a word as site=lab or window: up to 64 of a-z, 0-9, '.', '_' and '-', beginning with one of a-z, 0-9, "
@@ -26,13 +26,16 @@ def split_words(text: str) -> list[str]:
 
 
 def parse_labels(texts: Iterable[str]) -> tuple[str, ...]:
-    """Return the labels of a device, sorted and without duplicates."""
+    """Return the labels of a device, sorted and without duplicates, or raise JobError.
+
+    Labels are invalid if malformed, if there are more than MAX_LABELS, or if two have the same key before "=".
+    """
     labels = sorted(set(texts))
     for label in labels:
         if not _LABEL.match(label):
             raise JobError(f"{label[:100]!r} is no label: {_FORM}")
-    if len(labels) > MOST:
-        raise JobError(f"{len(labels)} labels, and a board has {MOST} at the most")
+    if len(labels) > MAX_LABELS:
+        raise JobError(f"{len(labels)} labels, and a board has {MAX_LABELS} at the most")
     keys = [label.partition("=")[0] for label in labels]
     if repeated_key := next((key for key in keys if keys.count(key) > 1), None):
         repeated = [label for label in labels if label.partition("=")[0] == repeated_key]
@@ -41,16 +44,16 @@ def parse_labels(texts: Iterable[str]) -> tuple[str, ...]:
 
 
 def require_valid_selection(selection: Sequence[str]) -> None:
-    if len(selection) > MOST:
-        raise JobError(f"{len(selection)} words, and a selection has {MOST} at the most")
+    if len(selection) > MAX_LABELS:
+        raise JobError(f"{len(selection)} words, and a selection has {MAX_LABELS} at the most")
     for term in selection:
         for part in term.split("|"):
             if not _LABEL.match(part.removeprefix("!")):
                 raise JobError(f"{term[:100]!r} selects no boards: {_FORM}, with ! before it for boards without it")
 
 
-def is_selected(selection: Iterable[str], has: Collection[str]) -> bool:
+def is_selected(selection: Iterable[str], labels: Collection[str]) -> bool:
     return all(
-        any((part[1:] not in has) if part.startswith("!") else (part in has) for part in term.split("|"))
+        any((part[1:] not in labels) if part.startswith("!") else (part in labels) for part in term.split("|"))
         for term in selection
     )

@@ -23,10 +23,10 @@ if TYPE_CHECKING:
 
     from fedquilt.core import Tensors
 
-GRAPH: Final = "graph"
+GRAPH_TENSOR: Final = "graph"
 CLASS_PRIORS: Final = "class_priors"  # initializer of the graph that each device fills with numbers added to the scores
-HEADER_MOST: Final = 16 << 20  # bytes of a file's header
-_KEY: Final = "personal"
+MAX_HEADER_BYTES: Final = 16 << 20
+_TASK_KEY: Final = "personal"
 
 
 class PersonalParts(NamedTuple):
@@ -46,20 +46,22 @@ def encode_personal(task: Task, graph: bytes, bundles: Mapping[str, Tensors]) ->
     from fedquilt.arrays import tensors
 
     arrays = {f"{name}/{key}": array for name, bundle in bundles.items() for key, array in bundle.items()}
-    arrays[GRAPH] = np.frombuffer(graph, np.uint8)
-    return tensors.encode_tensors(arrays, {_KEY: wire.encode(task).decode()})
+    arrays[GRAPH_TENSOR] = np.frombuffer(graph, np.uint8)
+    return tensors.encode_tensors(arrays, {_TASK_KEY: wire.encode(task).decode()})
 
 
 def read_task(path: Path, disk: Disk = REAL) -> Task | None:
-    """Read the evaluation task of a file, or return None for a file of another kind.
+    """Return the evaluation task of a personalised result, or None if the file is something else. Imports no numpy.
 
-    Numpy is not imported.
+    Raises:
+        ModelError: If the file contains an invalid task.
+        OSError: If the file cannot be read.
     """
     size = int.from_bytes(disk.read(path, 0, 8), "little")
-    if not 0 < size <= HEADER_MOST:
+    if not 0 < size <= MAX_HEADER_BYTES:
         return None
     try:
-        metadata = msgspec.json.decode(disk.read(path, 8, size), type=_PersonalHeader).metadata.get(_KEY)
+        metadata = msgspec.json.decode(disk.read(path, 8, size), type=_PersonalHeader).metadata.get(_TASK_KEY)
     except DECODE_ERRORS:
         return None
     try:
@@ -71,6 +73,12 @@ def read_task(path: Path, disk: Disk = REAL) -> Task | None:
 
 
 def read_personal(path: Path) -> PersonalParts:
+    """Return graph and bundles of a personalised result.
+
+    Raises:
+        ModelError: If the file is damaged or has no graph.
+        StoreError: If the file cannot be read.
+    """
     import numpy as np
 
     from fedquilt.arrays import tensors
@@ -79,7 +87,7 @@ def read_personal(path: Path) -> PersonalParts:
         arrays = tensors.read_tensors(path)
     except UpdateError as error:
         raise ModelError(f"the result of a run with parts on boards is damaged: {error}") from None
-    graph = arrays.pop(GRAPH, None)
+    graph = arrays.pop(GRAPH_TENSOR, None)
     if graph is None or graph.dtype != np.uint8 or graph.ndim != 1:
         raise ModelError("the result of a run with parts on boards has no graph: roll out the run again")
     bundles: dict[str, dict[str, np.ndarray]] = {}

@@ -20,27 +20,27 @@ Kind = Literal["parameter", "buffer", "counter"]
 CONVOLUTIONS: Final = ("Conv1d", "Conv2d", "Conv3d", "ConvTranspose1d", "ConvTranspose2d", "ConvTranspose3d")
 BATCH_NORMS: Final = ("BatchNorm1d", "BatchNorm2d", "BatchNorm3d", "SyncBatchNorm")
 ATTENTION: Final = "MultiheadAttention"
-MADE_OF: Final = ".parametrizations."  # in names of tensors that torch makes a layer's tensor of
+PARAMETRIZATION_PATH: Final = ".parametrizations."  # part of the names of tensors from which torch computes a weight
 
 
 class RegisterEntry(msgspec.Struct, frozen=True, array_like=True):
     name: str
-    kind: Kind  # a counter is a buffer of whole numbers
-    module: str  # path of the module that owns it, ""  for the network itself
-    layer: str  # the module itself, or of batch normalisation the layer that is called right before it
-    type: str  # of the module: torch's class, such as "Conv2d", or "package.Class" of another
-    normalises: bool  # whether that module is a normalisation
+    kind: Kind  # a counter is a buffer of integers
+    module: str  # path of the module that owns the tensor, "" for the network itself
+    layer: str  # path of the module, or for batch normalisation of the layer called before
+    type: str  # class of the module, such as "Conv2d" of torch, or "package.Class"
+    normalises: bool  # whether the module is a normalisation
     trained: bool  # whether training changes the tensor: a parameter by its gradient, a buffer in the forward pass
     aliases: tuple[str, ...] = ()  # further names of the tensor
 
     @property
     def name_in_module(self) -> str:
-        """Name within the module, or of the tensor made from this one (as in weight normalisation)."""
-        return self.name.partition(MADE_OF)[2].partition(".")[0] or self.name.rpartition(".")[2]
+        """Name within the module, or the name of the tensor computed from this one (as in weight normalisation)."""
+        return self.name.partition(PARAMETRIZATION_PATH)[2].partition(".")[0] or self.name.rpartition(".")[2]
 
     @property
     def is_weight(self) -> bool:
-        """Whether the tensor is a layer's weight, or a factor that the weight is made of."""
+        """Whether the tensor is a layer's weight, or a factor from which the weight is computed."""
         return self.name_in_module.startswith("weight")
 
 
@@ -52,7 +52,7 @@ class TensorRegister(msgspec.Struct, frozen=True):
         return _entries_by_name(self).get(name)
 
     def parameter_names(self, model: Tensors) -> list[str]:
-        """Return the names of the model's tensors that gradients change."""
+        """Return the names of the model's parameters, and of tensors that the register does not contain."""
         return [
             name
             for name in tensor_shapes(model)
@@ -60,30 +60,30 @@ class TensorRegister(msgspec.Struct, frozen=True):
         ]
 
     def with_aliases(self, model: Tensors) -> dict[str, Any]:
-        """Return the model with each tensor under all of its names, as `load_state_dict` wants it."""
+        """Return the model with each tensor under all of its names, as `load_state_dict` requires."""
         entries_by_alias = {
             alias: name for name in model if (entry := self.find_entry(name)) for alias in entry.aliases
         }
         return {**model, **{alias: model[name] for alias, name in entries_by_alias.items()}}
 
-    def is_coupled(self, model: Collection[str], moved: Collection[str] | None = None) -> bool:
+    def is_coupled(self, model: Collection[str], trained_names: Collection[str] | None = None) -> bool:
         """Return whether trained batch normalisation couples the examples of a mini-batch.
 
         Args:
             model: Names of the model's tensors.
-            moved: Names of the trained tensors, or None for all. Batch normalisation without trained tensors is frozen.
+            trained_names: Names of the trained tensors, or None for all. A module without trained tensors is frozen.
         """
-        norms = [entry for entry in self.tensors if entry.type in BATCH_NORMS and entry.name in model]
-        if moved is None:
-            return bool(norms)
-        learned = {entry.module for entry in norms if entry.kind == "parameter"}
-        return any(entry.name in moved or entry.module not in learned for entry in norms)
+        norm_entries = [entry for entry in self.tensors if entry.type in BATCH_NORMS and entry.name in model]
+        if trained_names is None:
+            return bool(norm_entries)
+        modules_with_parameters = {entry.module for entry in norm_entries if entry.kind == "parameter"}
+        return any(entry.name in trained_names or entry.module not in modules_with_parameters for entry in norm_entries)
 
     def convolution_paths(self, model: Collection[str]) -> set[str]:
         return {entry.module for entry in self.tensors if entry.type in CONVOLUTIONS and entry.name in model}
 
     def weights_by_module(self) -> dict[str, str]:
-        """Return the name of the plain weight of each module that has one."""
+        """Return the name of the parameter "weight" of each module, without computed weights."""
         entries = [entry for entry in self.tensors if entry.name_in_module == "weight" and entry.kind == "parameter"]
         return {entry.module: entry.name for entry in entries}
 
@@ -92,17 +92,17 @@ class TensorRegister(msgspec.Struct, frozen=True):
         return {entry.module for entry in self.tensors if entry.type == "Linear" and entry.is_weight}
 
     def require_plain_weight(self, layer: str) -> None:
-        made_of = [entry.name for entry in self.tensors if entry.module == layer and entry.is_weight]
-        if f"{layer}.weight" not in made_of:
+        weight_names = [entry.name for entry in self.tensors if entry.module == layer and entry.is_weight]
+        if f"{layer}.weight" not in weight_names:
             raise ModelError(
-                f"the weight of {layer!r} is made of {', '.join(map(repr, made_of))}, and this method needs the weight "
-                "itself: give the layer a plain weight, or take another method"
+                f"the weight of {layer!r} is made of {', '.join(map(repr, weight_names))}, and this method needs "
+                "the weight itself: give the layer a plain weight, or take another method"
             )
 
     def running_means_by_variance(self) -> dict[str, str]:
-        norms = {entry.name for entry in self.tensors if entry.type in BATCH_NORMS}
+        norm_tensors = {entry.name for entry in self.tensors if entry.type in BATCH_NORMS}
         pairs = {f"{entry.module}.running_var": f"{entry.module}.running_mean" for entry in self.tensors}
-        return {variance: mean for variance, mean in pairs.items() if {variance, mean} <= norms}
+        return {variance: mean for variance, mean in pairs.items() if {variance, mean} <= norm_tensors}
 
     def is_running_statistic(self, name: str) -> bool:
         """Return whether a tensor is a running statistic: a buffer of floats that the forward pass changes."""
@@ -116,22 +116,28 @@ class TensorRegister(msgspec.Struct, frozen=True):
         return dict(_find_layers(self))
 
     def find_classifier(self) -> str | None:
-        """Return the path of the linear layer called last, or None if the network has no linear layer."""
-        linear = self.linear_paths()
-        borrowed = {alias.rpartition(".")[0]: entry for entry in self.tensors for alias in entry.aliases}
-        last_module = self.sort_by_call_order([*linear, *(path for path in borrowed if path in self.calls)])[-1:]
-        if not last_module or last_module[0] in linear:
+        """Return the path of the linear layer called last, or None if the network has no linear layer.
+
+        Raises:
+            ModelError: If the last layer shares the weight of another layer.
+        """
+        linear_paths = self.linear_paths()
+        shared_entries = {alias.rpartition(".")[0]: entry for entry in self.tensors for alias in entry.aliases}
+        last_module = self.sort_by_call_order(
+            [*linear_paths, *(path for path in shared_entries if path in self.calls)]
+        )[-1:]
+        if not last_module or last_module[0] in linear_paths:
             return last_module[0] if last_module else None
         raise ModelError(
-            f"the last layer {last_module[0]!r} shares the tensor {borrowed[last_module[0]].name!r} with "
+            f"the last layer {last_module[0]!r} shares the tensor {shared_entries[last_module[0]].name!r} with "
             "another layer, so it cannot be treated apart as the classifier: give the layer weights of its own, or "
             "take another method"
         )
 
     def sort_by_call_order(self, names: Iterable[str]) -> list[str]:
-        """Return modules or tensors in the order of their module's first call, then of numbers in the name.
+        """Return modules or tensors in the order of the first call of their modules, then by number in the name.
 
-        A module that is never called, as its parent uses its weights itself, stands with the nearest module around it.
+        A module that is never called has the position of the nearest enclosing module that is called.
         """
         positions = _call_positions(self)
 
@@ -145,7 +151,7 @@ class TensorRegister(msgspec.Struct, frozen=True):
 
 
 def register_from_table(network: Mapping[str, Any]) -> TensorRegister:
-    """Return the register in a network's table, or that of an `mlp`, which follows from its table."""
+    """Return the register in a network's table, or the register of an `mlp`, or raise ModelError for other networks."""
     if "register" in network:
         return _parse_register(msgspec.json.encode(network["register"]))
     if network.get("name") == "mlp":

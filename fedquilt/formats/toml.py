@@ -119,19 +119,19 @@ def convert_table(table: Any, kind: type[T], source: str) -> T:
 
 
 def suggest_nearest(word: str, choices: Iterable[str]) -> str:
-    """Return a "did you mean ...?" suffix with the nearest known word, or "" if none is near.
+    """Return a "did you mean ...?" suffix with the nearest choice, or "" if no choice is similar.
 
-    Upper and lower case are equal, and the dashes of an option do not count.
+    Upper and lower case are equal, and leading dashes of options are ignored.
     """
     import difflib
 
-    words = {choice.casefold().lstrip("-"): choice for choice in choices}
-    matches = difflib.get_close_matches(word.casefold().lstrip("-"), list(words), 1)
-    return f"; did you mean {words[matches[0]]!r}?" if matches else ""
+    choices_by_word = {choice.casefold().lstrip("-"): choice for choice in choices}
+    matches = difflib.get_close_matches(word.casefold().lstrip("-"), list(choices_by_word), 1)
+    return f"; did you mean {choices_by_word[matches[0]]!r}?" if matches else ""
 
 
 def describe_choices(word: str, choices: Iterable[str], title: str = "there are:") -> str:
-    """Return a suffix with the known words, of which the nearest comes first. Long lists are cut."""
+    """Return a suffix that lists the choices, after the nearest choice if one is similar. Long lists are cut."""
     names = list(choices)
     near = suggest_nearest(word, names)
     names_text = _join_names(names, 60 if near else 150) or "none"
@@ -150,10 +150,10 @@ def suggest_file(path: Path) -> str:
 
 
 def _join_names(names: Sequence[str], room: int) -> str:
-    shown = list(names)
-    while len(", ".join(shown)) > room:
-        shown.pop()
-    return ", ".join(shown) + (f" and {len(names) - len(shown)} more" if len(shown) < len(names) else "")
+    joined = list(names)
+    while len(", ".join(joined)) > room:
+        joined.pop()
+    return ", ".join(joined) + (f" and {len(names) - len(joined)} more" if len(joined) < len(names) else "")
 
 
 def _explain_conversion_error(message: str, table: Any, kind: type, source: str) -> str:

@@ -60,7 +60,7 @@ LOSSES: Final[Mapping[str, tuple[type[Arguments], str]]] = {
     "huber": (Huber, "regression"),
     "quantile": (Quantile, "regression"),
 }
-"""Arguments of each loss, and the task of the network that it is for."""
+"""Arguments of each loss, and the kind of task for which the loss is defined."""
 
 
 # -- optimizers -----------------------------------------------------------------------------------
@@ -72,7 +72,7 @@ class Adam(Arguments, frozen=True):
 
 
 OPTIMIZERS: Final[Mapping[str, type[Arguments]]] = {"sgd": Arguments, "adam": Adam, "adamw": Adam}
-IN_PARAMS: Final = ("lr", "weight_decay", "momentum", "nesterov")  # arguments of optimizers that [params] has
+PARAMS_KEYS: Final = ("lr", "weight_decay", "momentum", "nesterov")  # arguments of optimizers that [params] has
 
 
 # -- schedules ------------------------------------------------------------------------------------
@@ -83,7 +83,7 @@ class Schedule(Arguments, frozen=True):
 
     over: Literal["rounds", "steps"] = "rounds"  # constant in a round, or new at every step
     warm_up: Annotated[int, Meta(ge=0)] = 0  # rounds in which the rate rises linearly, before the schedule begins
-    rounds: Annotated[int, Meta(ge=0)] = 0  # length of the job; 0: unknown
+    rounds: Annotated[int, Meta(ge=0)] = 0  # length of the job, or 0 if unknown
 
     def rate_factor(self, round: int, step: int = 0, steps: int = 1) -> float:
         """Return the factor of a step.
@@ -173,7 +173,10 @@ class Mixup(Arguments, frozen=True):
 
 
 MIXUP: Final = "mixup"
-OURS: Final[Mapping[Literal["loss", "transform"], Sequence[str]]] = {"loss": tuple(LOSSES), "transform": (MIXUP,)}
+BUILT_IN_CHOICES: Final[Mapping[Literal["loss", "transform"], Sequence[str]]] = {
+    "loss": tuple(LOSSES),
+    "transform": (MIXUP,),
+}
 
 
 # -- reading --------------------------------------------------------------------------------------
@@ -193,15 +196,15 @@ def parse_arguments(name: str, arguments: Mapping[str, Any], kind: type[T], key:
 
 
 def parse_loss(choice: Choice) -> tuple[str, Any]:
-    """Return name and arguments of a loss. "" is the loss of the network's task. Plug-ins have a table."""
+    """Return name and arguments of a loss: a struct of LOSSES, or a table for plug-ins and "" (the default loss)."""
     name, arguments = split_choice(choice, "loss")
     return name, parse_arguments(name, arguments, LOSSES[name][0], "loss") if name in LOSSES else arguments
 
 
 def parse_optimizer(choice: Choice) -> tuple[str, Any]:
-    """Return name and arguments of an optimizer. Those of `torch.optim` have a table."""
+    """Return name and arguments of an optimizer: a struct of OPTIMIZERS, or a table for classes of `torch.optim`."""
     name, arguments = split_choice(choice, "optimizer")
-    for key in IN_PARAMS:
+    for key in PARAMS_KEYS:
         if key in arguments:
             raise JobError(
                 f"[params] optimizer {name!r}: {key} = {arguments[key]!r} has a key of its own: set [params] {key}"
@@ -234,7 +237,7 @@ def schedule_with_rounds(choice: Choice, rounds: int) -> Choice:
 
 
 def parse_augmentations(choices: Sequence[Choice]) -> list[tuple[str, Any]]:
-    """Return name and arguments of each augmentation. "mixup" comes last."""
+    """Return name and arguments of each augmentation, or raise JobError if "mixup" is not last."""
     augmentations = [split_choice(choice, "augment") for choice in choices]
     if MIXUP in [name for name, _ in augmentations[:-1]]:
         raise JobError("[params] augment: mixup mixes what the other transforms made; write it last, once")
@@ -245,7 +248,7 @@ def parse_augmentations(choices: Sequence[Choice]) -> list[tuple[str, Any]]:
 
 
 def is_own_transform(name: str) -> bool:
-    """Return whether a transform is a plug-in, and no class of torchvision."""
+    """Return whether a transform is a plug-in rather than "mixup" or a class of torchvision."""
     return name != MIXUP and (":" in name or not name[:1].isupper())
 
 
@@ -257,7 +260,7 @@ def require_valid_choices(params: Any) -> None:
 
 
 def select_choices(kind: type, params: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the parameters if `kind`, a method's parameter type, has these choices, or {} if the names are its own."""
+    """Return `params` if `kind`, the method's parameter type, has all training choices, or {} otherwise."""
     field_names = {field.name for field in dataclasses.fields(kind)}
     return dict(params) if {"loss", "schedule", "augment", "accumulate", "ema"} <= field_names else {}
 

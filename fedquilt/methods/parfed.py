@@ -17,7 +17,7 @@ from typing import Annotated
 from msgspec import Meta
 
 from fedquilt.core import Bundle, ModelError
-from fedquilt.formats.tensor_register import ATTENTION, CONVOLUTIONS, MADE_OF
+from fedquilt.formats.tensor_register import ATTENTION, CONVOLUTIONS, PARAMETRIZATION_PATH
 from fedquilt.methods import fedavg, fedrep
 from fedquilt.models.local_training import NetworkState
 
@@ -42,7 +42,7 @@ def convolution_weights(initial: NetworkState) -> list[str]:
     """
     register, model = initial.register, initial.model
     trained_names = register.sort_by_call_order(initial.trained_names())
-    types = {entry.name: "" if MADE_OF in entry.name else entry.type for entry in register.tensors}
+    types = {entry.name: "" if PARAMETRIZATION_PATH in entry.name else entry.type for entry in register.tensors}
     weight_names = [
         name for name in trained_names if types[name] in CONVOLUTIONS and max(model[name].shape[2:], default=0) > 1
     ]

@@ -327,7 +327,9 @@ def state_on_disk_gives_same_result(name: str) -> None:
             disk_arrays.write_safetensors(path, *tensors.split_state(state))
             disk_state = disk_arrays.read_state(path, type(state), lazy_bytes=1)
             scenario.method.send(disk_state, DeviceView("a", None))
-            with exact_sums.sums_on_disk(ScratchFile(folder, least=1) if aggregation.accumulator(disk_state) else None):
+            with exact_sums.sums_on_disk(
+                ScratchFile(folder, min_entries=1) if aggregation.accumulator(disk_state) else None
+            ):
                 total = reduce(
                     lambda accumulator, update: aggregation.fold(disk_state, accumulator, update), updates, None
                 )

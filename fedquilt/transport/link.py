@@ -30,11 +30,12 @@ class Link(Protocol):
     def connected(self) -> bool: ...
 
     @property
-    def backlog(self) -> int: ...
+    def backlog(self) -> int:
+        """Bytes of queued messages that are neither written (QoS 0) nor acknowledged (QoS 1)."""
 
     @property
     def max_payload(self) -> int:
-        """Largest payload in bytes that the broker accepts, as far as known."""
+        """Largest payload in bytes that the broker accepts, or a safe assumption before the first connection."""
 
     def subscribe(self, filters: Sequence[str]) -> None:
         """Subscribe to topic filters, again after each reconnection."""
@@ -42,9 +43,13 @@ class Link(Protocol):
     def unsubscribe(self, filters: Sequence[str]) -> None: ...
 
     def publish(self, topic: str, payload: bytes, *, retain: bool = False, reliable: bool = True) -> None:
-        """Queue a message or raise LinkError. `reliable` means QoS 1: a broker with a full queue may still drop it."""
+        """Queue a message, or raise LinkError if the payload is too large.
 
-    def receive(self) -> list[Message]: ...
+        A `reliable` message has QoS 1. A broker with a full queue may still drop the message.
+        """
+
+    def receive(self) -> list[Message]:
+        """Return the messages that arrived since the last call, without waiting."""
 
     def wait(self, timeout_s: float, fds: Sequence[int] = ()) -> None:
         """Sleep until a message arrives, one of `fds` is readable, or the timeout expires."""
@@ -74,7 +79,7 @@ def run_endpoint(
     stop: Callable[[], bool] = lambda: False,
     clock: Callable[[], float] = time.monotonic,
 ) -> None:
-    """Step an endpoint when due, on messages and at least every second, until it is finished or `stop` is True."""
+    """Step an endpoint when due, on messages and every second, until the endpoint finishes or `stop` returns True."""
     while not endpoint.finished and not stop():
         due = endpoint.step(clock())
         if endpoint.finished:
@@ -139,21 +144,23 @@ class LinkWrapper:
         self._link.close()
 
 
-LOGGED_PER_BRANCH: Final = 3  # messages of one branch that are logged each
-COUNT_INTERVAL_S: Final = 600.0  # interval at which the number of the others is logged
-MAX_BRANCHES: Final = 64  # branches counted separately; a sender with the right to write everywhere cannot add more
+MAX_LOGGED_PER_BRANCH: Final = 3  # messages of one topic branch that are logged individually
+COUNT_INTERVAL_S: Final = 600.0  # interval at which the number of further messages is logged
+MAX_BRANCHES: Final = 64  # branches counted separately, so that a sender cannot fill the memory
 OTHER_BRANCHES: Final = "other branches"
 
 
 @dataclass
 class BranchCounter:
     logged: int = 0
-    unlogged: int = 0  # since the last line about the branch
+    unlogged: int = 0  # messages since the last line about the branch
     last_text: str = ""
-    due_s: float = 0.0
+    due_s: float = 0.0  # time of the next line about unlogged messages
 
 
 class MalformedMessages:
+    """Counter of dropped messages, which limits the log lines per topic branch."""
+
     def __init__(self) -> None:
         self.dropped = 0
         self._branches: dict[str, BranchCounter] = {}
@@ -165,7 +172,7 @@ class MalformedMessages:
         if name not in self._branches and len(self._branches) >= MAX_BRANCHES:
             name = OTHER_BRANCHES
         branch = self._branches.setdefault(name, BranchCounter())
-        if branch.logged >= LOGGED_PER_BRANCH:
+        if branch.logged >= MAX_LOGGED_PER_BRANCH:
             branch.due_s = branch.due_s if branch.unlogged else now_s + COUNT_INTERVAL_S
             branch.unlogged, branch.last_text = branch.unlogged + 1, f"{topic[:120]}: {error}"
             return None
@@ -175,16 +182,22 @@ class MalformedMessages:
             line += f"; the broker keeps it until it is cleared: mosquitto_pub -r -n -t '{topic[:120]}'"
         return (
             line
-            if branch.logged < LOGGED_PER_BRANCH
+            if branch.logged < MAX_LOGGED_PER_BRANCH
             else f"{line} (from here on such messages under {name} are only counted)"
         )
 
     def take_due_lines(self, now_s: float) -> list[str]:
+        """Return the lines about counted messages that are due."""
         lines = []
         for name, branch in list(self._branches.items()):
             if branch.unlogged and now_s >= branch.due_s:
                 lines.append(f"dropped {branch.unlogged} more messages under {name}; the last: {branch.last_text}")
                 branch.unlogged, branch.due_s = 0, now_s + COUNT_INTERVAL_S
-            elif not branch.unlogged and branch.logged >= LOGGED_PER_BRANCH and branch.due_s and now_s >= branch.due_s:
+            elif (
+                not branch.unlogged
+                and branch.logged >= MAX_LOGGED_PER_BRANCH
+                and branch.due_s
+                and now_s >= branch.due_s
+            ):
                 del self._branches[name]
         return lines

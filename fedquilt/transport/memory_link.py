@@ -1,4 +1,4 @@
-"""Links in memory on virtual time."""
+"""Broker and links in memory, and the scheduler of endpoints on virtual time."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from fedquilt.costs.cost_model import LinkCost
 from fedquilt.transport.link import Endpoint, Message
 from fedquilt.transport.topic_tree import TopicTree
 
-INSTANT = LinkCost()
-DELIVERY_S = 0.001  # of a delivery
+INSTANT_LINK = LinkCost()
+DELIVERY_DELAY_S = 0.001
 
 
 class MemoryBroker:
@@ -20,16 +20,16 @@ class MemoryBroker:
         self.now_s = 0.0
         self.max_payload = max_payload
         self.published = 0
-        self.clients = 0  # number of clients that have ever come or gone
-        self._retained: dict[str, tuple[int, bytes]] = {}  # topic -> since which sequence number, and the latest
-        self._topics: TopicTree[str] = TopicTree()  # those of `_retained`
+        self.clients = 0  # number of connections and disconnections so far
+        self._retained: dict[str, tuple[int, bytes]] = {}  # topic -> (sequence number of the first payload, payload)
+        self._topics: TopicTree[str] = TopicTree()  # topics of `_retained`
         self._links: dict[MemoryLink, None] = {}
         self._filters: TopicTree[MemoryLink] = TopicTree()
         self._heap: list[tuple[float, int, MemoryLink | None, Message]] = []  # None for the broker
         self._sequence = 0
 
-    def connect(self, will: tuple[str, bytes] | None = None, pace: LinkCost = INSTANT) -> MemoryLink:
-        """Connect a new client, whose `will` is published (retained) when it is lost without a regular end."""
+    def connect(self, will: tuple[str, bytes] | None = None, pace: LinkCost = INSTANT_LINK) -> MemoryLink:
+        """Connect a new client. `lose_client` publishes the client's `will` (topic, payload), retained."""
         self.clients += 1
         link = MemoryLink(self, will, pace)
         self._links[link] = None
@@ -38,7 +38,7 @@ class MemoryBroker:
     def lose_client(self, link: MemoryLink) -> None:
         """Simulate the end of a client's process. Its queue is dropped and its will is published."""
         if link not in self._links:
-            return  # it has said goodbye
+            return  # the client has disconnected
         self._remove_client(link)
         link.inbox.clear()
         if link.will is not None:
@@ -48,6 +48,7 @@ class MemoryBroker:
         return self._heap[0][0] if self._heap else None
 
     def deliver_due(self) -> list[MemoryLink]:
+        """Deliver the messages that are due, and return the links that received some."""
         receivers: dict[MemoryLink, None] = {}
         while self._heap and self._heap[0][0] <= self.now_s:
             _, _, link, message = heapq.heappop(self._heap)
@@ -70,9 +71,8 @@ class MemoryBroker:
         if retain:
             self._update_retained(topic, payload)
         subscribers = self._filters.items_matching_topic(topic)
-        if (
-            len(subscribers) > 1
-        ):  # once for each client, even if several of its filters match, in the order of connecting
+        if len(subscribers) > 1:
+            # A client receives the message once, even if several of its filters match.
             subscribers = sorted(set(subscribers), key=lambda link: link.number)
         for link in subscribers:
             self._schedule_delivery(link, Message(topic, payload))
@@ -101,7 +101,7 @@ class MemoryBroker:
             self._filters.remove(pattern, link)
 
     def _send_to_broker(self, link: MemoryLink, message: Message) -> None:
-        if link.pace is INSTANT:
+        if link.pace is INSTANT_LINK:
             return self._receive_message(*message)
         self._sequence += 1
         link.sent_s, due_s = self._transmission_times(link, link.sent_s, message)
@@ -114,9 +114,9 @@ class MemoryBroker:
     def _receive_message(self, topic: str, payload: bytes, retain: bool) -> None:
         self._publish(topic, payload, retain)
 
-    def _schedule_delivery(self, link: MemoryLink, message: Message, delay_s: float = DELIVERY_S) -> None:
+    def _schedule_delivery(self, link: MemoryLink, message: Message, delay_s: float = DELIVERY_DELAY_S) -> None:
         start_s = self.now_s
-        if link.pace is not INSTANT:
+        if link.pace is not INSTANT_LINK:
             link.received_s, start_s = self._transmission_times(link, link.received_s, message)
         self._sequence += 1
         heapq.heappush(self._heap, (start_s + delay_s, self._sequence, link, message))
@@ -125,11 +125,11 @@ class MemoryBroker:
 class MemoryLink:
     backlog = 0
 
-    def __init__(self, broker: MemoryBroker, will: tuple[str, bytes] | None, pace: LinkCost = INSTANT) -> None:
+    def __init__(self, broker: MemoryBroker, will: tuple[str, bytes] | None, pace: LinkCost = INSTANT_LINK) -> None:
         self.broker = broker
         self.will = will
         self.pace, self.sent_s, self.received_s = pace, 0.0, 0.0
-        self.number = broker.clients  # grows with every client
+        self.number = broker.clients  # increases with each client, so links can be sorted by age
         self.session = 1
         self.connected = True
         self.max_payload = broker.max_payload
@@ -153,7 +153,6 @@ class MemoryLink:
         return messages
 
     def wait(self, timeout_s: float, fds: Sequence[int] = ()) -> None:
-        # Virtual time does not wait.
         raise RuntimeError("virtual time does not wait: drive a MemoryBroker with `simulate`")
 
     def keep_alive(self) -> AbstractContextManager[None]:
@@ -170,12 +169,12 @@ def run_on_virtual_time(
     endpoints: Callable[[], Sequence[tuple[MemoryLink, Endpoint]]],
     is_finished: Callable[[], bool],
     limit_s: float = 1e6,
-    watch: Callable[[], None] = lambda: None,
+    on_step: Callable[[], None] = lambda: None,
 ) -> None:
     """Run endpoints on virtual time until `is_finished` returns True, or raise TimeoutError.
 
     Endpoints of one instant are stepped in the order of `endpoints`, which is called again whenever a client connects
-    or leaves. `watch` is called after each step.
+    or disconnects. `on_step` is called after each step.
     """
     scheduler = Scheduler()
     clients = -1
@@ -186,40 +185,42 @@ def run_on_virtual_time(
             scheduler.set_endpoints(endpoints(), broker.now_s)
         for index in scheduler.ready_indices(receivers, broker.now_s):
             scheduler.step_endpoint(index, broker.now_s)
-            watch()
+            on_step()
         if is_finished():
             return
         next_s = min(
             scheduler.next_due_s(), math.inf if (delivery_s := broker.next_delivery_s()) is None else delivery_s
         )
         if next_s > limit_s:
-            raise TimeoutError(f"nothing left to happen at virtual second {broker.now_s:.1f}")
+            raise TimeoutError(f"no event is due before {limit_s:g} s, at virtual second {broker.now_s:.1f}")
         broker.now_s = max(broker.now_s, next_s)
 
 
 class Scheduler:
     def __init__(self) -> None:
         self._endpoints: list[tuple[MemoryLink, Endpoint]] = []
-        self._due_s: list[float] = []  # by place
+        self._due_times_s: list[float] = []  # by index of the endpoint
         self._indices: dict[MemoryLink, int] = {}
-        self._heap: list[tuple[float, int]] = []  # (due, place); outdated if `_due_s` differs
+        self._heap: list[tuple[float, int]] = []  # (due time, index), outdated if `_due_times_s` differs
 
     def set_endpoints(self, endpoints: Sequence[tuple[MemoryLink, Endpoint]], now_s: float) -> None:
         """Replace the endpoints, with the due times of those that stay. New ones are due now."""
-        due_times_s = {id(endpoint): due_s for (_, endpoint), due_s in zip(self._endpoints, self._due_s, strict=True)}
+        due_times_s = {
+            id(endpoint): due_s for (_, endpoint), due_s in zip(self._endpoints, self._due_times_s, strict=True)
+        }
         self._endpoints = list(endpoints)
         self._indices = {link: index for index, (link, _) in enumerate(self._endpoints)}
-        self._due_s = [
+        self._due_times_s = [
             now_s if link.inbox else due_times_s.get(id(endpoint), now_s) for link, endpoint in self._endpoints
         ]
-        self._heap = [(due_s, index) for index, due_s in enumerate(self._due_s) if due_s < math.inf]
+        self._heap = [(due_s, index) for index, due_s in enumerate(self._due_times_s) if due_s < math.inf]
         heapq.heapify(self._heap)
 
     def ready_indices(self, receivers: Sequence[MemoryLink], now_s: float) -> list[int]:
         indices = {self._indices[link] for link in receivers if link in self._indices}
         while self._heap and self._heap[0][0] <= now_s:
             due_s, index = heapq.heappop(self._heap)
-            if due_s == self._due_s[index]:
+            if due_s == self._due_times_s[index]:
                 indices.add(index)
         return sorted(indices)
 
@@ -229,13 +230,13 @@ class Scheduler:
         if endpoint.finished:
             due_s = math.inf
         elif link.inbox:
-            due_s = now_s  # it has left something for the next time
-        if due_s != self._due_s[index] or due_s <= now_s:
-            self._due_s[index] = due_s
+            due_s = now_s  # the endpoint has not received all messages
+        if due_s != self._due_times_s[index] or due_s <= now_s:
+            self._due_times_s[index] = due_s
             if due_s < math.inf:
                 heapq.heappush(self._heap, (due_s, index))
 
     def next_due_s(self) -> float:
-        while self._heap and self._heap[0][0] != self._due_s[self._heap[0][1]]:
+        while self._heap and self._heap[0][0] != self._due_times_s[self._heap[0][1]]:
             heapq.heappop(self._heap)
         return self._heap[0][0] if self._heap else math.inf

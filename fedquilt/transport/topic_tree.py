@@ -14,39 +14,41 @@ T = TypeVar("T", bound=Hashable)
 
 
 class _TopicNode(Generic[T]):
-    __slots__ = ("below", "held")
+    __slots__ = ("children", "items")
 
     def __init__(self) -> None:
-        self.held: dict[T, None] = {}
-        self.below: dict[str, _TopicNode[T]] = {}
+        self.items: dict[T, None] = {}
+        self.children: dict[str, _TopicNode[T]] = {}
 
 
 class TopicTree(Generic[T]):
+    """Items at topics, or at topic filters. A path can have several items."""
+
     def __init__(self) -> None:
         self._root: _TopicNode[T] = _TopicNode()
 
     def add(self, path: str, item: T) -> None:
         node = self._root
         for level in path.split("/"):
-            child = node.below.get(level)
+            child = node.children.get(level)
             if child is None:
-                child = node.below[level] = _TopicNode()
+                child = node.children[level] = _TopicNode()
             node = child
-        node.held[item] = None
+        node.items[item] = None
 
     def remove(self, path: str, item: T) -> None:
         nodes = [self._root]
         levels = path.split("/")
         for level in levels:
-            child = nodes[-1].below.get(level)
+            child = nodes[-1].children.get(level)
             if child is None:
                 return
             nodes.append(child)
-        nodes[-1].held.pop(item, None)
+        nodes[-1].items.pop(item, None)
         for parent, level, node in zip(nodes[-2::-1], levels[::-1], nodes[:0:-1], strict=True):
-            if node.held or node.below:
+            if node.items or node.children:
                 return
-            del parent.below[level]
+            del parent.children[level]
 
     def items_matching_topic(self, topic: str) -> list[T]:
         """Return the items under filters that match a topic, repeated for each matching filter."""
@@ -55,9 +57,9 @@ class TopicTree(Generic[T]):
         for level in topic.split("/"):
             next_nodes = []
             for node in nodes:
-                children = node.below
+                children = node.children
                 if (multi_level := children.get("#")) is not None:
-                    items += multi_level.held
+                    items += multi_level.items
                 if (same_level := children.get(level)) is not None and level not in ("+", "#"):
                     next_nodes.append(same_level)
                 if (single_level := children.get("+")) is not None:
@@ -66,9 +68,9 @@ class TopicTree(Generic[T]):
             if not nodes:
                 return items
         for node in nodes:
-            items += node.held
-            if (multi_level := node.below.get("#")) is not None:  # "a/#" matches "a" as well
-                items += multi_level.held
+            items += node.items
+            if (multi_level := node.children.get("#")) is not None:  # "a/#" matches "a" as well
+                items += multi_level.items
         return items
 
     def items_matching_filter(self, pattern: str) -> list[T]:
@@ -78,15 +80,15 @@ class TopicTree(Generic[T]):
             if level == "#":
                 return [item for node in nodes for item in _iterate_items(node)]
             if level == "+":
-                nodes = [child for node in nodes for child in node.below.values()]
+                nodes = [child for node in nodes for child in node.children.values()]
             else:
-                nodes = [node.below[level] for node in nodes if level in node.below]
-        return [item for node in nodes for item in node.held]
+                nodes = [node.children[level] for node in nodes if level in node.children]
+        return [item for node in nodes for item in node.items]
 
 
 def _iterate_items(node: _TopicNode[T]) -> Iterator[T]:
-    yield from node.held
-    for child in node.below.values():
+    yield from node.items
+    for child in node.children.values():
         yield from _iterate_items(child)
 
 

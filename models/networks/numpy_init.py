@@ -68,10 +68,9 @@ def mlp_training_memory(network: Mapping[str, Any]) -> peak_memory.TrainingPrope
     return peak_memory.TrainingProperties(
         weights_bytes=4 * (sum(sizes) + sum(widths[1:])),
         convolutions=0,
-        largest_bytes=4 * max(*sizes, *widths[1:]),
         kept_bytes=4 * sum(widths[:-1]),
-        widest_bytes=4 * max(widths[:-1]),
-        passing_bytes=4 * max(widths),
+        largest_kept_bytes=4 * max(widths[:-1]),
+        largest_output_bytes=4 * max(widths),
     )
 
 

@@ -16,7 +16,7 @@ from torch.utils.flop_counter import flop_registry
 from fedquilt.core import ModelError
 from fedquilt.core.errors import first_line
 from fedquilt.costs.cost_model import Layer
-from fedquilt.formats.tensor_register import ATTENTION, MADE_OF, Kind, RegisterEntry, TensorRegister
+from fedquilt.formats.tensor_register import ATTENTION, PARAMETRIZATION_PATH, Kind, RegisterEntry, TensorRegister
 from fedquilt.models.networks import registry
 from fedquilt.models.networks.architectures import Attention
 
@@ -152,7 +152,7 @@ def trace_register(model: nn.Module, shape: tuple[int, ...]) -> TensorRegister:
     trained_names, calls = _names_trained_by_step(model, shape), _trace_calls(model, shape)
     layers, rows = _layers_before_norms(modules, calls), []
     for name, value in state.items():
-        path = name.partition(MADE_OF)[0] if MADE_OF in name else name.rpartition(".")[0]
+        path = name.partition(PARAMETRIZATION_PATH)[0] if PARAMETRIZATION_PATH in name else name.rpartition(".")[0]
         module = modules[path]
         parameter = isinstance(value, nn.Parameter)
         kind: Kind = "parameter" if parameter else "buffer" if value.is_floating_point() else "counter"

@@ -24,7 +24,7 @@ TensorCut = Mapping[str, tuple[np.ndarray | None, np.ndarray | None]]
 
 def select_by_tier(profile: Profile | None, values: Sequence[Any]) -> Any:
     """Select a value by memory tier: under 1 GB or unknown, 1, 2, 4 and 8 GB."""
-    tiers = (peak_memory.BELOW, *peak_memory.SIZES)
+    tiers = (peak_memory.BELOW_SMALLEST_TIER, *peak_memory.TIER_BYTES)
     return values[tiers.index(peak_memory.tier_from_profile(profile)) if profile is not None else 0]
 
 

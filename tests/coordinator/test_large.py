@@ -32,7 +32,7 @@ from fedquilt.core import Encoding, StoreError
 @pytest.fixture(autouse=True)
 def laid(monkeypatch: pytest.MonkeyPatch) -> None:
     """Sums of any size lie on the disk, where the job is large."""
-    monkeypatch.setattr(aggregation, "ScratchFile", partial(ScratchFile, least=1))
+    monkeypatch.setattr(aggregation, "ScratchFile", partial(ScratchFile, min_entries=1))
     monkeypatch.setattr(job_blobs, "WHOLE_BYTES", 0)
     monkeypatch.setattr(aggregation, "WHOLE_BYTES", 0)
 

@@ -44,7 +44,7 @@ COHORT = {"start_devices": 6, "quorum": 0.5, "deadline_s": 20.0}
 @pytest.fixture(autouse=True)
 def laid(monkeypatch: pytest.MonkeyPatch) -> None:
     """Sums of any size lie on the disk."""
-    monkeypatch.setattr(aggregation, "ScratchFile", partial(ScratchFile, least=1))
+    monkeypatch.setattr(aggregation, "ScratchFile", partial(ScratchFile, min_entries=1))
     for module in (job_blobs, aggregation):
         monkeypatch.setattr(module, "WHOLE_BYTES", 0)
 

@@ -285,7 +285,7 @@ def test_a_task_carries_its_devices_tier_and_the_log_says_who_could_take_part(tm
     two.answer(MODEL)
     stage.play(2.0)
     last = stage.told(CohortSelected)[2]
-    assert last.coverage[0].endswith("1 of 2 devices, 30 of 30 examples (1 have not said how many)")
+    assert last.coverage[0].endswith("1 of 2 devices, 30 of 30 examples (1 have not reported their number)")
     assert last.coverage[0] in event_messages.format_single_event(last)[1]
 
 

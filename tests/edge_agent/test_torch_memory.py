@@ -37,7 +37,7 @@ def planned(
     model = registry.build_network({key: value for key, value in network.items() if key != "input"})
     start = {name: value.numpy().copy() for name, value in model.state_dict().items()}
     examples = Examples(np.zeros((16, 16, 16), np.uint8), np.arange(16) % 2)
-    whole = math.ceil(peak_memory.MARGIN * (peak_memory.FIRST_USE_BYTES["torch"] + room_bytes))
+    whole = math.ceil(peak_memory.PREDICTION_MARGIN * (peak_memory.FIRST_USE_BYTES["torch"] + room_bytes))
     engine = module.TorchEngine(whole + (module.GPU_BYTES if torch.cuda.is_available() else 0), base_bytes=0)
     assert engine.planned_bytes is None
     engine.train(network, start, examples, fit, tensors.seeded_rng(1), hooks=hooks)

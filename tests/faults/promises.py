@@ -11,7 +11,7 @@ from collections.abc import Collection
 from typing import Any
 
 from fedquilt.blobs import pack_file
-from fedquilt.blobs.store import PACK
+from fedquilt.blobs.store import PACK_FILE_NAME
 from fedquilt.coordinator.rounds.events import (
     AnyEvent,
     CohortSelected,
@@ -45,7 +45,7 @@ class DurableDisk(SimDisk):
 
 def lost_blobs(disk: DurableDisk, folder: str, wanted: Collection[str]) -> list[str]:
     missing = {sha256 for sha256 in wanted if not disk.is_file(f"{folder}/{sha256}")}
-    path = f"{folder}/{PACK}"
+    path = f"{folder}/{PACK_FILE_NAME}"
     if missing and disk.is_file(path):
         file = disk.open(path)
         for slot in pack_file.iterate_entries(file):

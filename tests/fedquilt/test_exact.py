@@ -9,7 +9,7 @@ import pytest
 from fedquilt.arrays import exact_sums, tensors
 from fedquilt.core import UpdateError
 
-SIZES = pytest.mark.parametrize("size", [40, exact_sums.SHORT + 7], ids=["small", "large"])
+SIZES = pytest.mark.parametrize("size", [40, exact_sums.MIN_FLOAT32_ENTRIES + 7], ids=["small", "large"])
 
 
 def addends(size: int, spread: int, count: int = 20, seed: int = 0) -> list[np.ndarray]:
@@ -80,15 +80,15 @@ def test_what_only_the_third_part_of_a_sum_holds_is_in_its_value():
 
 
 def test_a_sum_takes_12_bytes_an_entry_and_at_most_16_where_no_magnitudes_are_far_apart():
-    boards = [each * np.float32(0.05) for each in addends(exact_sums.SHORT, 8, count=100)]
+    boards = [each * np.float32(0.05) for each in addends(exact_sums.MIN_FLOAT32_ENTRIES, 8, count=100)]
     begun = exact_sums.add_to_sum(None, boards[0], 20.0)
     found = begun
     for k, board in enumerate(boards[1:]):
         found = exact_sums.add_to_sum(found, board, float(20 + 13 * k))
-    assert sum(limb.nbytes for limb in found.limbs) == 12 * exact_sums.SHORT
+    assert sum(limb.nbytes for limb in found.limbs) == 12 * exact_sums.MIN_FLOAT32_ENTRIES
     assert found.limbs[0] is begun.limbs[0] or np.shares_memory(found.limbs[0], begun.limbs[0])
     broken = total(boards, [1 / (3 + k) for k in range(100)])
-    assert sum(limb.nbytes for limb in broken.limbs) == 16 * exact_sums.SHORT
+    assert sum(limb.nbytes for limb in broken.limbs) == 16 * exact_sums.MIN_FLOAT32_ENTRIES
 
 
 def test_shapes_stay_and_of_counters_the_largest():

@@ -19,13 +19,13 @@ from fedquilt.testing import toy_networks
 def test_what_a_network_keeps_is_counted_once_and_without_its_weights():
     """Linear 6 -> 4, ReLU, linear 4 -> 3: the input (6 floats) and what ReLU puts out (4), which the next layer shares.
 
-    Weights: 6 * 4 + 4 + 4 * 3 + 3 = 43 floats, the largest tensor 24.
+    Weights: 6 * 4 + 4 + 4 * 3 + 3 = 43 floats.
     """
     torch = pytest.importorskip("torch")
     nn = torch.nn
     model = nn.Sequential(nn.Linear(6, 4), nn.ReLU(), nn.Linear(4, 3))
     trained, answer = peak_memory.measure_training(model, torch.zeros(5, 6))
-    sizes = {"largest_bytes": 4 * 24, "kept_bytes": 4 * (6 + 4), "widest_bytes": 4 * 6, "passing_bytes": 4 * 4}
+    sizes = {"kept_bytes": 4 * (6 + 4), "largest_kept_bytes": 4 * 6, "largest_output_bytes": 4 * 4}
     assert trained == TrainingProperties(4 * 43, 0, **sizes)
     assert tuple(answer.shape) == (5, 3)
 
@@ -49,7 +49,7 @@ def test_buffers_count_as_weights_and_each_storage_once():
 
 
 def test_training_takes_the_weights_copies_and_each_examples_activations():
-    network = TrainingProperties(2_000_000, 0, 1_000_000, 1_000_000, 100_000)
+    network = TrainingProperties(2_000_000, 0, 1_000_000, 100_000)
     assert peak_memory.training_bytes(network, 4) == 7_000_000 + 8_000_000
     more = {"anchors": 1}, {"moments": 1}, {"anchors": 1, "moments": 2}
     added = [peak_memory.training_bytes(network, 4, **each) - peak_memory.training_bytes(network, 4) for each in more]
@@ -63,16 +63,16 @@ def test_what_is_held_still_has_no_gradients_and_moments():
     whole, _ = peak_memory.measure_training(model, torch.zeros(5, 6))
     model[0].requires_grad_(False)
     head, _ = peak_memory.measure_training(model, torch.zeros(5, 6))
-    assert (whole.still_bytes, head.still_bytes) == (0, 4 * 28)
+    assert (whole.frozen_bytes, head.frozen_bytes) == (0, 4 * 28)
     assert (whole.kept_bytes, head.kept_bytes) == (4 * 10, 4 * 4)
-    assert peak_memory.bytes_per_example(head) == 4 * 4 + peak_memory.WIDEST * 4 * 4
+    assert peak_memory.bytes_per_example(head) == 4 * 4 + peak_memory.WORKING_COPIES * 4 * 4
     wide = nn.Sequential(nn.Linear(6, 100), nn.Linear(100, 4), nn.Linear(4, 3))
     wide[:2].requires_grad_(False)
     passing, _ = peak_memory.measure_training(wide, torch.zeros(5, 6))
     assert (
-        peak_memory.bytes_per_example(passing) == 4 * 4 + peak_memory.PASSING * 4 * 100
+        peak_memory.bytes_per_example(passing) == 4 * 4 + peak_memory.OUTPUT_COPIES * 4 * 100
     )  # more than ten times 4 floats
-    whole, head = (replace(each, kept_bytes=0, widest_bytes=0, passing_bytes=0) for each in (whole, head))
+    whole, head = (replace(each, kept_bytes=0, largest_kept_bytes=0, largest_output_bytes=0) for each in (whole, head))
     for moments in (0, 2):
         less = peak_memory.training_bytes(whole, 1, moments=moments) - peak_memory.training_bytes(
             head, 1, moments=moments
@@ -81,7 +81,7 @@ def test_what_is_held_still_has_no_gradients_and_moments():
 
 
 def test_predictions_grow_with_the_batch_by_the_same_for_each_example():
-    network = TrainingProperties(10, 0, 5, 30, 2)
+    network = TrainingProperties(10, 0, 30, 2)
     sizes = [peak_memory.training_bytes(network, n) for n in (1, 2, 8, 32)]
     assert sizes == sorted(set(sizes))
     assert sizes[3] - sizes[2] == 24 * peak_memory.bytes_per_example(network)
@@ -111,11 +111,14 @@ def test_each_unusual_operation_of_the_backward_pass_adds_its_pages():
     trained, _ = peak_memory.measure_training(other, torch.zeros(2, 6))
     assert trained.kinds == 2
     less = replace(trained, kinds=0)
-    assert peak_memory.training_bytes(trained, 5) - peak_memory.training_bytes(less, 5) == 2 * peak_memory.KIND_BYTES
+    assert (
+        peak_memory.training_bytes(trained, 5) - peak_memory.training_bytes(less, 5)
+        == 2 * peak_memory.OPERATION_KIND_BYTES
+    )
 
 
 def test_a_library_that_the_network_comes_from_is_counted():
-    network = TrainingProperties(10, 0, 5, 30, 2)
+    network = TrainingProperties(10, 0, 30, 2)
     more = peak_memory.training_bytes(network, 1, library="torchvision") - peak_memory.training_bytes(network, 1)
     assert more == peak_memory.LIBRARY_BYTES["torchvision"]
     assert peak_memory.training_bytes(network, 1, library="mlp") == peak_memory.training_bytes(network, 1)
@@ -154,7 +157,7 @@ def test_an_order_of_a_network_with_batch_norm_is_for_whole_mini_batches(moved, 
 
 def test_what_is_held_in_pieces_is_never_less_than_one_of_them():
     network = peak_memory.TrainingProperties(
-        weights_bytes=100, convolutions=0, largest_bytes=100, kept_bytes=8000, widest_bytes=100
+        weights_bytes=100, convolutions=0, kept_bytes=8000, largest_kept_bytes=100
     )  # ten times the widest, 1000 bytes, are at work for each example; nine times where pieces are made again
     assert peak_memory.checkpoint_bytes(network, 2, 18_000) is None
     assert peak_memory.checkpoint_bytes(network, 2, 17_999) == 16_000

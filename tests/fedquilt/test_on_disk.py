@@ -28,7 +28,7 @@ class Sums:
 
 
 def test_an_exact_sum_on_the_disk_has_the_bits_of_one_in_memory(tmp_path):
-    shape = (exact_sums.SHORT + 3,)
+    shape = (exact_sums.MIN_FLOAT32_ENTRIES + 3,)
     roll = np.random.default_rng(0)
     given = [roll.standard_normal(shape) * 10.0**power for power in (0, 9, -12, 18, -25)]
     here = None
@@ -49,8 +49,8 @@ def test_a_sum_that_grows_takes_no_more_of_the_disk(tmp_path):
     room, total = ScratchFile(tmp_path), None
     for _ in range(5):
         with exact_sums.sums_on_disk(room):
-            total = exact_sums.add_to_sum(total, np.ones(exact_sums.SHORT, np.float32), 3.0)
-    assert room.size() == 12 * exact_sums.SHORT
+            total = exact_sums.add_to_sum(total, np.ones(exact_sums.MIN_FLOAT32_ENTRIES, np.float32), 3.0)
+    assert room.size() == 12 * exact_sums.MIN_FLOAT32_ENTRIES
 
 
 def test_a_stored_sum_that_is_read_needs_its_file_no_more(tmp_path):
@@ -59,7 +59,7 @@ def test_a_stored_sum_that_is_read_needs_its_file_no_more(tmp_path):
         Sums({"a": exact_sums.add_to_sum(None, ONES, 2.0), "b": exact_sums.add_to_sum(None, 3 * ONES)}),
     )
     disk_arrays.write_safetensors(path, *tensors.split_state(total))
-    found = exact_sums.read_accumulator(path, Sums, REAL, ScratchFile(tmp_path, least=1))
+    found = exact_sums.read_accumulator(path, Sums, REAL, ScratchFile(tmp_path, min_entries=1))
     path.unlink()
     assert isinstance(found.total["a"].limbs[0], DiskArray)
     assert np.array_equal(found.total["a"].rounded_value(), 2 * ONES)
@@ -69,7 +69,7 @@ def test_a_stored_sum_that_is_read_needs_its_file_no_more(tmp_path):
 @pytest.mark.parametrize("shape", [(), (2,)])
 def test_a_sum_of_integers_goes_on_from_the_disk(tmp_path, shape):
     total = None
-    with exact_sums.sums_on_disk(ScratchFile(tmp_path, least=1)):
+    with exact_sums.sums_on_disk(ScratchFile(tmp_path, min_entries=1)):
         for value in (3, 7, 5):
             total = exact_sums.add_to_sum(total, np.full(shape, value, np.int64))
     assert isinstance(total.limbs[0], DiskArray)
@@ -80,7 +80,7 @@ def test_a_sum_of_integers_goes_on_from_the_disk(tmp_path, shape):
 
 
 def test_an_array_takes_the_place_of_one_of_as_many_bytes(tmp_path):
-    room = ScratchFile(tmp_path, least=1)
+    room = ScratchFile(tmp_path, min_entries=1)
     first = room.store_array(ONES)
     again = room.store_array(2 * ONES, first)
     assert isinstance(again, DiskArray)
@@ -105,7 +105,7 @@ def test_a_bit_that_flips_in_a_state_is_found_when_its_tensor_is_read(tmp_path, 
     with pytest.raises(StoreError, match="state was changed or cut off"):
         found.model["b"]
     path.unlink()
-    with pytest.raises(StoreError, match="it is gone"):
+    with pytest.raises(StoreError, match="the file is missing"):
         found.model["a"]
 
 

@@ -100,10 +100,10 @@ def test_a_blob_with_a_known_header_that_ends_too_early_or_too_late_is_refused()
 
 
 def test_few_of_many_headers_are_kept():
-    for size in range(3 * tensors.LAYOUTS_MOST):
+    for size in range(3 * tensors.MAX_CACHED_LAYOUTS):
         assert tensors.decode_tensors(tensors.encode_tensors({"w": np.ones(size)}))["w"].shape == (size,)
-    assert len(tensors._heads) <= tensors.LAYOUTS_MOST
-    assert len(tensors._layouts) <= tensors.LAYOUTS_MOST
+    assert len(tensors._cached_headers) <= tensors.MAX_CACHED_LAYOUTS
+    assert len(tensors._cached_layouts) <= tensors.MAX_CACHED_LAYOUTS
 
 
 def test_a_file_that_cannot_be_read_is_named(tmp_path):
@@ -202,7 +202,7 @@ def test_a_part_of_a_file_is_read_in_as_many_calls_as_it_takes():
 
 
 def test_threads_decode_blobs_of_more_layouts_than_are_kept(monkeypatch):
-    monkeypatch.setattr(tensors, "LAYOUTS_MOST", 1)
+    monkeypatch.setattr(tensors, "MAX_CACHED_LAYOUTS", 1)
     blobs = [tensors.encode_tensors({f"w{number}": np.ones(number + 1, np.float32)}) for number in range(40)]
     before = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)

@@ -60,9 +60,9 @@ def test_coverage_counts_devices_and_examples_by_tier():
 def test_a_device_takes_part_with_any_engine_that_it_has_and_that_fits():
     work = WorkEstimate(peak_bytes=400 * MB)
     small = TierDevice(device(500 * MB))
-    assert peak_memory.tier_coverage([small], ["torch"], work)["under 1GB"].able == 0
-    assert peak_memory.tier_coverage([small], ["torch", "onnx"], work)["under 1GB"].able == 1
-    assert peak_memory.tier_coverage([TierDevice(device(8 * GB, "numpy"))], ["torch", "onnx"], work)["8GB"].able == 0
+    assert peak_memory.tier_coverage([small], ["torch"], work)["under 1GB"].capable == 0
+    assert peak_memory.tier_coverage([small], ["torch", "onnx"], work)["under 1GB"].capable == 1
+    assert peak_memory.tier_coverage([TierDevice(device(8 * GB, "numpy"))], ["torch", "onnx"], work)["8GB"].capable == 0
 
 
 def test_devices_that_have_not_said_how_many_examples_they_have_are_told_as_such():
@@ -70,7 +70,7 @@ def test_devices_that_have_not_said_how_many_examples_they_have_are_told_as_such
     work = WorkEstimate(peak_bytes=MB)
     told = peak_memory.format_coverage(peak_memory.tier_coverage([known, unknown], ["onnx"], work), work)
     assert told == [
-        "could take part (1 MB beside the engine): 2 of 2 devices, 7 of 7 examples (1 have not said how many)"
+        "could take part (1 MB beside the engine): 2 of 2 devices, 7 of 7 examples (1 have not reported their number)"
     ]
     assert peak_memory.format_coverage(
         peak_memory.tier_coverage([unknown], ["onnx"], WorkEstimate()), WorkEstimate()

@@ -32,7 +32,7 @@ def waited(monkeypatch: pytest.MonkeyPatch) -> set[str]:
     plain = UploadQueue.start_turns
     monkeypatch.setattr(UploadQueue, "start_turns", begin)
     monkeypatch.setattr(virtual_site, "LARGE_BYTES", 0)
-    monkeypatch.setattr(aggregation, "ScratchFile", partial(ScratchFile, least=1))
+    monkeypatch.setattr(aggregation, "ScratchFile", partial(ScratchFile, min_entries=1))
     for module in (job_blobs, aggregation):
         monkeypatch.setattr(module, "WHOLE_BYTES", 0)
     return found

@@ -91,7 +91,7 @@ def list_plugin_versions(job: bytes) -> bytes:
         versions |= plugins.required_modules("engine", table["engine"], tuple(engines.NEEDS))
     choices = training_choices.select_choices(methods.load(table["method"]).params, table.get("params") or {})
     for kind, name in training_choices.list_plugins(choices):
-        versions |= plugins.required_modules(kind, name, training_choices.OURS[kind])
+        versions |= plugins.required_modules(kind, name, training_choices.BUILT_IN_CHOICES[kind])
     return msgspec.json.encode(versions, order="sorted") if versions else b""
 
 

@@ -109,7 +109,7 @@ class FleetPlan:
             allowed += plugins.allowlist_entries("engine", self.job.engine, tuple(engines.NEEDS))
         choices = training_choices.select_choices(methods.load(self.job.method).params, self.job.params)
         for kind, name in training_choices.list_plugins(choices):
-            allowed += plugins.allowlist_entries(kind, name, training_choices.OURS[kind])
+            allowed += plugins.allowlist_entries(kind, name, training_choices.BUILT_IN_CHOICES[kind])
         return sorted(set(allowed))
 
     def load_devices(self) -> tuple[list[DeviceData], Examples]:
@@ -237,7 +237,7 @@ def run_fleet_virtually(
                 )
 
         with _suppress_agent_logs(verbose), contextlib.closing(console):
-            run_on_virtual_time(broker, lambda: sides, lambda: server.finished, watch=watch)
+            run_on_virtual_time(broker, lambda: sides, lambda: server.finished, on_step=watch)
         status = store.stored_status(run)
     if status == "done":
         _delete_run_files(plan, run)

@@ -25,7 +25,7 @@ from typing import Final
 from msgspec import structs
 
 from fedquilt import wire
-from fedquilt.blobs.store import SMALL_BYTES, BlobStore
+from fedquilt.blobs.store import MAX_SMALL_BYTES, BlobStore
 from fedquilt.coordinator.delivery.executor import ExecutorInput
 from fedquilt.coordinator.fleet.registry import BrokerOutage
 from fedquilt.coordinator.rounds.decisions import UpdateReceived
@@ -170,7 +170,7 @@ class FleetDevice:
             output_folder=self._fleet.output_folder,
             plan_bytes=None if spare else plan_bytes,
             file_prefix=self._prefix,
-            max_inline_bytes=SMALL_BYTES,
+            max_inline_bytes=MAX_SMALL_BYTES,
         )
 
     def store_outputs(self, outcome: WorkResult) -> WorkResult:

@@ -122,7 +122,9 @@ class TorchEngine:
             self.note = f"torch is made for CUDA {torch.version.cuda} and finds no GPU here: it runs on the processor"
         self.runs_on = "CUDA" if on_gpu else "processor" if torch.version.cuda is not None else ""
         base_bytes += GPU_BYTES if on_gpu else 0
-        self._room_bytes = int((budget_bytes - base_bytes) / peak_memory.MARGIN) - peak_memory.FIRST_USE_BYTES["torch"]
+        self._room_bytes = (
+            int((budget_bytes - base_bytes) / peak_memory.PREDICTION_MARGIN) - peak_memory.FIRST_USE_BYTES["torch"]
+        )
         self._first_use_bytes = peak_memory.FIRST_USE_BYTES["torch"] + (peak_memory.GPU_KERNELS_BYTES if on_gpu else 0)
         self._half_dtype = half_dtype or _fast_half_type(self._device)
         # one thread for each core that this process may use

@@ -325,7 +325,7 @@ def load_function(
     kind: Literal["loss", "transform"], name: str, arguments: Mapping[str, Any], values: int
 ) -> Callable[..., Any]:
     """Return the function of a plug-in, which takes `values` values and the arguments."""
-    plugin = plugins.find_plugin(kind, name, training_choices.OURS[kind])
+    plugin = plugins.find_plugin(kind, name, training_choices.BUILT_IN_CHOICES[kind])
     assert plugin is not None
     function: Callable[..., Any] = plugins.import_plugin(plugin)
     if not callable(function):

@@ -30,12 +30,12 @@ class Broker:
     port: int
     tls: bool = False
     user: str | None = None
-    password_file: Path | None = None  # its first line
-    ca: Path | None = None  # None with TLS: the system's authorities
+    password_file: Path | None = None  # file with the password in the first line
+    ca: Path | None = None  # CA file, or None for the system's authorities
     cert: Path | None = None
     key: Path | None = None
     keepalive_s: int = 60
-    session_expiry_s: int = 3600  # time for which the broker keeps subscriptions and messages for an absent client
+    session_expiry_s: int = 3600  # time for which the broker keeps subscriptions and messages of an offline client
 
     @classmethod
     def from_url(
@@ -73,6 +73,7 @@ class Broker:
         return f"{'mqtts' if self.tls else 'mqtt'}://{host}:{self.port}"
 
     def read_password(self) -> str | None:
+        """Return the password, or None without a password file. Raise JobError if the file is unusable."""
         if self.password_file is None:
             return None
         try:
@@ -85,7 +86,7 @@ class Broker:
         return password
 
     def tls_context(self) -> ssl.SSLContext:
-        """Return a TLS context that verifies the broker, with the certificate of this side if any."""
+        """Return a TLS context that verifies the broker, with this side's certificate if configured, or JobError."""
         if self.ca is not None and not _is_readable(self.ca):
             raise JobError(f"CA file {self.ca} cannot be read: check its path and permissions")
         try:
@@ -135,7 +136,7 @@ def _split_url(url: str) -> SplitResult:
     if parts.scheme not in PORTS or not parts.hostname or port == 0:
         raise JobError(f"broker URL {url_without_password!r} names no broker: {hint}")
     if parts.path not in ("", "/") or parts.query or parts.fragment:
-        raise JobError(f"broker URL {url_without_password!r} goes on after the port: {hint}")
+        raise JobError(f"broker URL {url_without_password!r} has text after the port: {hint}")
     return parts
 
 

@@ -28,15 +28,13 @@ if TYPE_CHECKING:
     from fedquilt.transport.mqtt.broker import Broker
 
 KIB: Final = 1024
-HEADER_BYTES: Final = KIB  # bytes left for the topic and the packet's own header
-DEFAULT_PAYLOAD_5: Final = 1024 * KIB  # for an MQTT 5 broker that announces no limit
-MAX_PACKET_BYTES: Final = DEFAULT_PAYLOAD_5 + HEADER_BYTES  # bytes of a packet that the broker may send
-FILTERS_PER_PACKET: Final = 100  # in a packet: a thousand may be more than a broker takes at once
-DEFAULT_PAYLOAD_311: Final = 121 * KIB  # 3.1.1 cannot announce one: safe where packets end at 128 KiB
-IO_BYTES: Final = 64 * KIB  # bytes of a read or a write of the socket
-UNREAD_KEEPALIVES: Final = (
-    1.5  # times the keep-alive, after which a broker that takes no byte is lost, as it would lose us by MQTT
-)
+HEADER_BYTES: Final = KIB  # bytes of a packet reserved for topic and header
+DEFAULT_PAYLOAD_5: Final = 1024 * KIB  # payload limit for an MQTT 5 broker that announces no packet limit
+MAX_PACKET_BYTES: Final = DEFAULT_PAYLOAD_5 + HEADER_BYTES  # limit on packets from the broker
+FILTERS_PER_PACKET: Final = 100  # brokers may refuse a packet with a thousand filters
+DEFAULT_PAYLOAD_311: Final = 121 * KIB  # MQTT 3.1.1 announces no limit; some brokers refuse packets above 128 KiB
+IO_BYTES: Final = 64 * KIB  # bytes of one read or write of the socket
+UNREAD_KEEPALIVES: Final = 1.5  # keep-alive intervals without a write, as MQTT defines for the broker's side
 
 
 def payload_limit(level: int, announced: int | None) -> int:
@@ -54,7 +52,10 @@ def describe_reason(code: int) -> str:
 
 
 class MqttClient(paho.Client):
-    """MQTT client on an open socket. `settled` gets the id of each acknowledged (QoS 1) or written message."""
+    """MQTT client on an open socket.
+
+    `on_settled` receives the packet id and reason code of each acknowledged (QoS 1) or written (QoS 0) message.
+    """
 
     def __init__(
         self,
@@ -67,10 +68,10 @@ class MqttClient(paho.Client):
         self._open_socket, self._level = sock, level
         self._on_broker_message, self._on_settled = on_message, on_settled
         self._input, self._output = bytearray(), bytearray()
-        self._queued_bytes = self._written_bytes = 0  # bytes so far, of all packets
-        self._blocked_s: float | None = None  # time of the first write without effect since the last byte went
-        self.is_unread = False  # whether the connection has ended because the broker took no byte
-        self._unreliable: deque[tuple[int, int]] = deque()  # (`_queued` at its end, id) of QoS-0 messages not written
+        self._queued_bytes = self._written_bytes = 0  # total bytes of all packets
+        self._blocked_s: float | None = None  # time of the first blocked write since the last written byte
+        self.is_unread = False  # whether the connection has ended because the broker did not read
+        self._unreliable: deque[tuple[int, int]] = deque()  # (end in `_queued_bytes`, id) of unwritten QoS-0 messages
         super().__init__(
             CallbackAPIVersion.VERSION2,
             client_id,
@@ -93,7 +94,7 @@ class MqttClient(paho.Client):
         return bool(self._output)
 
     def loop_read(self, max_packets: int = 1) -> MQTTErrorCode:
-        """Read up to IO_BYTES and handle all complete packets, or raise MalformedPacketError."""
+        """Read up to IO_BYTES bytes and handle all complete packets, or raise MalformedPacketError."""
         if self._sock is None:
             return MQTTErrorCode.MQTT_ERR_NO_CONN
         try:
@@ -117,7 +118,7 @@ class MqttClient(paho.Client):
         return MQTTErrorCode.MQTT_ERR_SUCCESS
 
     def loop_write(self) -> MQTTErrorCode:
-        """Write the bytes that the network accepts.
+        """Write the bytes that the network accepts, and end the connection if the broker does not read.
 
         Paho's keep-alive does not detect a broker that sends and never reads.
         """
@@ -188,11 +189,13 @@ class MqttClient(paho.Client):
     def disconnect_and_wait(self, sock: socket.socket) -> None:
         """Send DISCONNECT and wait until the broker has closed the connection.
 
-        Closing at once while input is unread would reset the connection: a broker that has not yet read
-        the goodbye would publish our last will.
+        Closing at once while input is unread would reset the connection. A broker that has not yet read DISCONNECT
+        would then publish the last will.
         """
         deadline_s = time.monotonic() + 1.0
-        with socket.socket(fileno=os.dup(sock.fileno())) as own_socket:  # paho closes its own if the broker is gone
+        with socket.socket(
+            fileno=os.dup(sock.fileno())
+        ) as own_socket:  # paho closes its socket if the broker disconnects
             self.disconnect()
             poller = select.poll()
             poller.register(own_socket, select.POLLOUT)
@@ -210,7 +213,7 @@ class MqttClient(paho.Client):
 
 PUBLISH: Final = 0x30
 PUBACK: Final = 0x40
-MAX_BODY_BYTES: Final = 2**28 - 1  # bytes of a packet's body, by its four bytes of length
+MAX_BODY_BYTES: Final = 2**28 - 1  # limit of MQTT's four-byte length field
 _UINT16: Final = struct.Struct("!H")
 
 
@@ -218,7 +221,11 @@ class MalformedPacketError(Exception): ...
 
 
 def find_packet(data: bytearray, start: int, max_bytes: int = MAX_BODY_BYTES) -> tuple[int, int, int] | None:
-    """Return first byte, offset of the body and offset of the end of the packet at an offset, or None if incomplete."""
+    """Return (first byte, offset of the body, offset of the end) of the packet at `start`, or None if incomplete.
+
+    Raises:
+        MalformedPacketError: If the length is invalid or exceeds `max_bytes`.
+    """
     size, body_start = 0, start + 1
     while True:
         if body_start >= len(data):

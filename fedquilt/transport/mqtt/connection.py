@@ -13,11 +13,11 @@ from typing import Final, NamedTuple
 from fedquilt.core import LinkError, Retry
 from fedquilt.transport.mqtt.broker import Broker, describe_exception
 
-ANSWER_TIMEOUT_S = 5.0  # longest time for one address to answer
-# A broker that was restarted is back within a second. By a factor of 1.5, with any jitter, a device is back within the
-# length of an outage after it, which `BrokerOutage` of the coordinator relies on.
+ANSWER_TIMEOUT_S = 5.0  # timeout for one address
+# A restarted broker is reachable within a second. With a factor of 1.5 and any jitter, the time to reconnect after an
+# outage is at most the length of the outage, which `BrokerOutage` of the coordinator relies on.
 RECONNECT: Final = Retry(0.1, 30.0, factor=1.5, jitter=0.5)
-STABLE_CONNECTION_S = 10.0  # a connection that lasted this long was a good one: back-off restarts
+STABLE_CONNECTION_S = 10.0  # a connection of this length resets the backoff
 
 
 class SocketWait(NamedTuple):
@@ -26,9 +26,13 @@ class SocketWait(NamedTuple):
 
 
 def dial(broker: Broker) -> Generator[SocketWait, None, socket.socket]:
-    """Open a socket to the broker, trying its addresses in turn, and yield whenever it would have to wait.
+    """Return a connected socket to the broker, trying its addresses in turn. Yield the event to wait for.
 
-    The caller throws `TimeoutError` into the generator after ANSWER_S at one address.
+    The caller throws `TimeoutError` into the generator after ANSWER_TIMEOUT_S at one address.
+
+    Raises:
+        BrokerError: If no address works.
+        JobError: If a file with credentials is unusable.
     """
     context = broker.tls_context() if broker.tls else None
     try:
@@ -56,7 +60,7 @@ def dial(broker: Broker) -> Generator[SocketWait, None, socket.socket]:
 
 
 def _connect(sock: socket.socket, address: object) -> Generator[SocketWait, None, None]:
-    code = sock.connect_ex(address)  # type: ignore[arg-type]  # as getaddrinfo gave it
+    code = sock.connect_ex(address)  # type: ignore[arg-type]  # an address of getaddrinfo
     if code == errno.EINPROGRESS:
         yield SocketWait(sock, select.POLLOUT)
         code = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
@@ -75,21 +79,22 @@ def _do_tls_handshake(sock: ssl.SSLSocket) -> Generator[SocketWait, None, None]:
 
 
 def has_buffered_input(sock: socket.socket) -> bool:
-    """Return whether TLS has unread input in its buffer, which a poll of the socket cannot show."""
+    """Return whether TLS has buffered input, which a poll of the socket does not report."""
     return isinstance(sock, ssl.SSLSocket) and sock.pending() > 0
 
 
 class RetryDelay:
     def __init__(self, random_number: Callable[[], float]) -> None:
-        self.failures = 0  # attempts and short connections in a row
-        self.short_connections = 0  # of these, connections that the broker closed soon
-        self._connected_since_s = 0.0  # when the connection began
+        self.failures = 0  # failed attempts and short connections in a row
+        self.short_connections = 0  # connections in a row that ended within STABLE_CONNECTION_S
+        self._connected_since_s = 0.0
         self._random_number = random_number
 
     def record_connection(self, now_s: float) -> None:
         self._connected_since_s = now_s
 
     def record_failure(self, was_connected: bool, now_s: float) -> float:
+        """Record a failed attempt or the end of a connection. Return the seconds until the next attempt."""
         if was_connected:
             self.short_connections = (
                 self.short_connections + 1 if now_s - self._connected_since_s < STABLE_CONNECTION_S else 0
@@ -99,8 +104,8 @@ class RetryDelay:
         return RECONNECT.delay_s(self.failures - 1, self._random_number())
 
 
-# reason codes of MQTT 5, to which paho translates those of 3.1.1
-UNSPECIFIED: Final = 128  # also: no reason was given
+# Reason codes of MQTT 5. Paho translates the codes of 3.1.1.
+UNSPECIFIED: Final = 128  # also the code without a reason
 PROTOCOL_ERROR: Final = 130
 UNSUPPORTED_VERSION: Final = 132
 KEEP_ALIVE: Final = 141
@@ -180,7 +185,7 @@ def refusal_error(broker: Broker, client_id: str, code: int, reason: str) -> Bro
 
 
 def attempt_error(broker: Broker, client_id: str, code: int, reason: str, paho_error: str) -> BrokerError | None:
-    """Return the error of a failed attempt, from the CONNACK code or paho's last error message, or None."""
+    """Return the error of a failed attempt by CONNACK code or paho's last error message, or None if neither fits."""
     if code == PROTOCOL_ERROR:
         return not_mqtt_error(broker, reason)
     if code > UNSPECIFIED and code != KEEP_ALIVE:
@@ -205,7 +210,7 @@ def not_mqtt_error(broker: Broker, description: str) -> BrokerError:
 
 
 def connection_lost_error(broker: Broker, client_id: str, code: int, reason: str, is_repeated: bool) -> BrokerError:
-    """Return the error for a lost connection. With `is_repeated`, earlier ones were lost soon after their start too."""
+    """Return the error for a lost connection. `is_repeated` means that the previous connections were short too."""
     if code == KEEP_ALIVE:
         return BrokerError(f"no sign of life from {broker}: check the network")
     if code == SESSION_TAKEN_OVER:

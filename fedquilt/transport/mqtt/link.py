@@ -36,18 +36,18 @@ from fedquilt.transport.topic_tree import Subscriptions
 
 log = logging.getLogger(__name__)
 
-RELIABLE_WINDOW: Final = 100  # QoS-1 messages in flight, if the broker's ReceiveMaximum allows
-MAX_INBOX_BYTES: Final = 1024 * KIB  # received ahead of the caller; further messages wait in the broker
+RELIABLE_WINDOW: Final = 100  # QoS-1 messages in flight, unless the broker's ReceiveMaximum is smaller
+MAX_INBOX_BYTES: Final = 1024 * KIB  # limit on received messages; further messages wait in the broker
 MIN_PAYLOAD_LIMIT: Final = 16 * KIB
 CLOSE_TIMEOUT_S: Final = 5.0
-POLLS_PER_KEEPALIVE: Final = 20  # looks at the connection in `keepalive_s` while the caller computes
+POLLS_PER_KEEPALIVE: Final = 20  # polls of the connection in `keepalive_s` while the caller computes
 
 
 class MqttLink:
     """Link over an MQTT broker. Nothing is sent before the first `wait` or `wait_until_connected`.
 
-    `will` (topic, payload) is published by the broker, retained, when this client is lost without `close`. `roll`
-    draws from [0, 1) for the back-off's jitter.
+    `will` (topic, payload) is published by the broker, retained, when this client is lost without `close`.
+    `random_number` returns numbers in [0, 1) for the jitter of the backoff.
     """
 
     def __init__(
@@ -63,29 +63,27 @@ class MqttLink:
         self.will = will
         self.session = 0
         self.connected = False
-        self.level = 5  # of MQTT; becomes 4 (3.1.1) if a broker refuses 5
+        self.level = 5  # protocol level of MQTT: 5, or 4 (3.1.1) if a broker refuses 5
         self.max_payload = payload_limit(4, None)
-        self.dropped = 0  # messages given up: refused, too large, or too many while offline
+        self.dropped = 0  # messages that were refused, too large, or too many while offline
         self._retry = RetryDelay(random_number)
         self._subscribed = Subscriptions()
         self._inbox: list[Message] = []
         self._inbox_bytes = 0
         self._queue = SendQueue()
         self._window = RELIABLE_WINDOW
-        self._payload_limit: int | None = None  # bytes: limit still to be tried with a broker that hangs up at more
+        self._payload_limit: int | None = None  # assumed limit of a broker that closes connections at larger payloads
         self._dial: Generator[SocketWait, None, socket.socket] | None = None
         self._dial_wait: SocketWait | None = None  # event that the dial waits for
         self._socket: socket.socket | None = None  # socket of a finished dial
         self._client: MqttClient | None = None
-        self._paho_error = ""  # last complaint of paho
+        self._paho_error = ""  # last error message of paho
         self._end_reason: ReasonCode | None = None  # reason for the end of the connection
-        self._due_s = 0.0  # time of the next attempt; during one, its time limit
+        self._due_s = 0.0  # time of the next attempt, or deadline of the current attempt
         self._connection_problem: str | None = None
         self._refusal: str | None = None
-        self._is_permanent = False  # another attempt cannot mend the problem
-        self._has_waiting_command = (
-            False  # a command waits in `wait_until_connected` and will report the problem itself
-        )
+        self._is_permanent = False  # whether further attempts cannot solve the problem
+        self._has_waiting_command = False  # whether `wait_until_connected` is active, which raises the problem itself
         self._closed = False
 
     @property
@@ -98,7 +96,7 @@ class MqttLink:
         return self._connection_problem or self._refusal
 
     def wait_until_connected(self, timeout_s: float) -> None:
-        """Wait for the first connection, or raise LinkError."""
+        """Wait for the first connection, or raise LinkError on timeout or a permanent problem."""
         deadline_s = time.monotonic() + timeout_s
         self._is_permanent, self._has_waiting_command = False, True
         try:
@@ -106,8 +104,8 @@ class MqttLink:
                 remaining_s = deadline_s - time.monotonic()
                 if remaining_s <= 0 or self._is_permanent:
                     no_answer = f"no answer from {self.broker} within {timeout_s:g} s"
-                    secured = " with TLS (mqtts)" if self.broker.tls else ""
-                    raise LinkError(self.problem or f"{no_answer}: check that an MQTT broker{secured} listens there")
+                    tls_hint = " with TLS (mqtts)" if self.broker.tls else ""
+                    raise LinkError(self.problem or f"{no_answer}: check that an MQTT broker{tls_hint} listens there")
                 self.wait(remaining_s)
         finally:
             self._has_waiting_command = False
@@ -123,7 +121,10 @@ class MqttLink:
             self._client.unsubscribe_filters(filters)
 
     def publish(self, topic: str, payload: bytes, *, retain: bool = False, reliable: bool = True) -> None:
-        """Queue one message. Without a connection, only reliable messages are queued, within limits."""
+        """Queue a message, or raise LinkError if the payload exceeds `max_payload`.
+
+        While offline, unreliable messages are dropped, and the oldest reliable messages beyond the queue's limits.
+        """
         if len(payload) > self.max_payload:
             raise LinkError(
                 f"a message of {len(payload)} bytes to {topic} exceeds the {self.max_payload} of {self.broker}: "
@@ -150,8 +151,8 @@ class MqttLink:
         half_backlog = self.backlog // 2 if self.backlog else -1
         while True:
             remaining_s = 0.0 if self._inbox else deadline_s - time.monotonic()
-            woken = self._poll_once(max(remaining_s, 0.0), fds)
-            if woken or self._inbox or self.backlog <= half_backlog or time.monotonic() >= deadline_s:
+            is_fd_ready = self._poll_once(max(remaining_s, 0.0), fds)
+            if is_fd_ready or self._inbox or self.backlog <= half_backlog or time.monotonic() >= deadline_s:
                 return
             if state_before != (self.session, self.connected, self.problem):
                 return
@@ -176,31 +177,31 @@ class MqttLink:
         self.connected = False
 
     def _poll_once(self, timeout_s: float, fds: Sequence[int]) -> bool:
-        """Do the work that is due, waiting for at most the timeout. Return whether one of `fds` is readable."""
-        idle = self._client is None and self._dial is None and not self._closed
-        if idle and time.monotonic() >= self._due_s:
+        """Do due work after waiting for at most the timeout. Return whether one of `fds` is readable."""
+        is_idle = self._client is None and self._dial is None and not self._closed
+        if is_idle and time.monotonic() >= self._due_s:
             self._dial = dial(self.broker)
             self._step_dial(is_late=False)
         self._send_queued()
         poller = select.poll()
         for fd in fds:
             poller.register(fd, select.POLLIN)
-        waiting = self._current_socket_wait()
-        if waiting is not None:
-            poller.register(*waiting)
-            if waiting.events & select.POLLIN and has_buffered_input(waiting.socket):
+        socket_wait = self._current_socket_wait()
+        if socket_wait is not None:
+            poller.register(*socket_wait)
+            if socket_wait.events & select.POLLIN and has_buffered_input(socket_wait.socket):
                 timeout_s = 0.0
         due_s = 1.0 if self.connected or self._closed else max(self._due_s - time.monotonic(), 0.0)
         ready = dict(poller.poll(min(timeout_s, due_s, 1.0) * 1000))
-        if waiting is not None:
-            self._advance_connection(bool(ready.pop(waiting.socket.fileno(), 0)))
+        if socket_wait is not None:
+            self._advance_connection(bool(ready.pop(socket_wait.socket.fileno(), 0)))
         return bool(ready)
 
     def _current_socket_wait(self) -> SocketWait | None:
         if self._client is None or self._socket is None:
             return self._dial_wait
-        reading = select.POLLIN if self._inbox_bytes < MAX_INBOX_BYTES else 0
-        return SocketWait(self._socket, reading | (select.POLLOUT if self._client.want_write() else 0))
+        read_event = select.POLLIN if self._inbox_bytes < MAX_INBOX_BYTES else 0
+        return SocketWait(self._socket, read_event | (select.POLLOUT if self._client.want_write() else 0))
 
     def _advance_connection(self, ready: bool) -> None:
         is_late = not self.connected and time.monotonic() >= self._due_s
@@ -224,9 +225,8 @@ class MqttLink:
             return self._send_connect(stop.value)
         except FedquiltError as error:
             return self._end_connection(error)
-        if (
-            wait_before is None or wait_before.socket is not self._dial_wait.socket
-        ):  # another address, or TLS on this one
+        # A new socket means another address, or the start of TLS.
+        if wait_before is None or wait_before.socket is not self._dial_wait.socket:
             self._due_s = time.monotonic() + ANSWER_TIMEOUT_S
 
     def _send_connect(self, sock: socket.socket) -> None:
@@ -258,16 +258,16 @@ class MqttLink:
         log.info("connected to %s by MQTT %s, payloads up to %d bytes", self.broker, level, self.max_payload)
 
     def _exchange_packets(self) -> None:
-        client, sock, peek = self._client, self._socket, select.poll()
+        client, sock, poller = self._client, self._socket, select.poll()
         assert client is not None
         assert sock is not None
-        peek.register(sock, select.POLLIN)
+        poller.register(sock, select.POLLIN)
         while client.socket() is not None and self._inbox_bytes < MAX_INBOX_BYTES:
-            if not peek.poll(0) and not has_buffered_input(sock):
+            if not poller.poll(0) and not has_buffered_input(sock):
                 break
             try:
                 client.loop_read()
-            except Exception as error:  # bytes that are not MQTT may raise anything in paho's decoder
+            except Exception as error:  # paho's decoder may raise any exception for bytes that are not MQTT
                 return self._end_connection(connection.not_mqtt_error(self.broker, str(error)))
         if client.socket() is not None:
             client.loop_misc()
@@ -303,17 +303,19 @@ class MqttLink:
             )
 
     def _on_message(self, topic: str, payload: bytes, retained: bool) -> None:
-        if self._subscribed.matches_topic(topic):  # else of an earlier subscription, or another client's (amqtt)
+        if self._subscribed.matches_topic(topic):  # false for earlier subscriptions, and for other clients' (amqtt)
             self._inbox.append(Message(topic, payload, retained))
             self._inbox_bytes += len(payload) + len(topic)
 
-    def _on_subscribe(self, client: Any, userdata: Any, mid: int, reasons: list[ReasonCode], properties: Any) -> None:
+    def _on_subscribe(
+        self, client: Any, userdata: Any, packet_id: int, reasons: list[ReasonCode], properties: Any
+    ) -> None:
         for reason in reasons:
             if reason.is_failure:
                 self._log_refusal(f"{self.broker} refuses a subscription of {self.client_id} ({reason}): see its ACL")
 
     def _on_disconnect(self, client: Any, userdata: Any, flags: Any, reason: ReasonCode, properties: Any) -> None:
-        if self._end_reason is None or not self._end_reason.is_failure:  # CONNACK's reason is the better one
+        if self._end_reason is None or not self._end_reason.is_failure:  # CONNACK's reason is more precise
             self._end_reason = reason
 
     def _on_log(self, client: Any, userdata: Any, level: int, text: str) -> None:
@@ -342,8 +344,9 @@ class MqttLink:
         self._end_connection(connection.no_answer_error(self.broker))
 
     def _switch_protocol_version(self) -> None:
-        # without any CONNACK so far: some brokers of 3.1.1 (amqtt) drop MQTT 5 without an answer
-        self.level = self.level if self.session else 9 - self.level
+        # Some brokers of 3.1.1 (amqtt) close a connection of MQTT 5 without CONNACK.
+        if not self.session:
+            self.level = 4 if self.level == 5 else 5
 
     def _end_connection(self, error: FedquiltError) -> None:
         self._close_socket()
@@ -362,11 +365,11 @@ class MqttLink:
         self._connection_problem, self._is_permanent = str(error), getattr(error, "is_permanent", True)
 
     def _requeue_in_flight(self, code: int) -> None:
-        times = 1 if code == connection.TOO_LARGE else MAX_BREAKS
-        culprit = self._queue.handle_disconnect(times, is_clean=code == connection.KEEP_ALIVE)
+        max_breaks = 1 if code == connection.TOO_LARGE else MAX_BREAKS
+        culprit = self._queue.handle_disconnect(max_breaks, is_clean=code == connection.KEEP_ALIVE)
         if culprit is None:
             return
-        if culprit.size > MIN_PAYLOAD_LIMIT:  # the next attempt need not wait
+        if culprit.size > MIN_PAYLOAD_LIMIT:  # the next attempt uses a lower limit, so no backoff is needed
             self._retry.failures, self._due_s = 0, time.monotonic()
         self._drop_oversized_and_lower_limit(culprit)
 
@@ -414,15 +417,15 @@ class QueuedMessage:
 
 
 class SendQueue:
-    """Outgoing messages. Those in flight when a connection breaks are sent again, then one at a time."""
+    """Queue of outgoing messages. Messages in flight when a connection breaks are sent again, one at a time."""
 
     def __init__(self) -> None:
         self.backlog = 0  # payload bytes that are neither written (QoS 0) nor acknowledged (QoS 1)
         self._waiting: deque[QueuedMessage] = deque()
         self._in_flight: dict[int, QueuedMessage] = {}
-        self._in_flight_bytes = self._reliable_in_flight = self._suspects_in_flight = (
-            0  # of those under way: size, QoS 1, had a connection break
-        )
+        self._in_flight_bytes = 0
+        self._reliable_in_flight = 0
+        self._suspects_in_flight = 0  # messages that were in flight when a connection broke
 
     def add(self, message: QueuedMessage) -> None:
         self._waiting.append(message)
@@ -471,7 +474,11 @@ class SendQueue:
         self.backlog -= message.size
 
     def handle_disconnect(self, max_breaks: int = MAX_BREAKS, *, is_clean: bool = False) -> QueuedMessage | None:
-        """Requeue reliable messages, and return the dropped one, alone in flight at `max_breaks` breaks."""
+        """Requeue the reliable messages, and drop the unreliable ones.
+
+        A message that was the only reliable one in flight, and has been in flight at `max_breaks` breaks, is dropped
+        and returned, otherwise None. With `is_clean`, the break is not counted.
+        """
         suspects = [message for message in self._in_flight.values() if message.reliable]
         for message in suspects:
             message.breaks += not is_clean

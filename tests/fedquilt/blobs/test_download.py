@@ -112,7 +112,7 @@ def test_nothing_but_damage_ends_the_pull_with_its_reason():
         pull.handle_chunk(1, b"bad", 0.0)
     assert pull.failure is None
     pull.handle_chunk(1, b"bad", 0.0)
-    assert pull.failure == "the other side sent 20 chunks that are damaged, one after the other"
+    assert pull.failure == "the peer sent 20 chunks that are damaged in a row"
     assert pull.next_requests(0.0) == []
 
 
@@ -232,7 +232,7 @@ def test_missing_is_believed_when_it_is_said_again():
     assert pull.due_s == 1.1
     assert len(pull.next_requests(1.1)) == 1
     pull.handle_missing("not offered", 1.2)
-    assert pull.failure == "the other side cannot send it: not offered"
+    assert pull.failure == "the peer cannot send the blob: not offered"
 
 
 @FUZZ
@@ -282,7 +282,7 @@ def test_a_peer_that_cuts_a_blob_anew_again_and_again_is_given_up():
         )
     assert taken == 8
     assert pull.failure is not None
-    assert "cut it anew more than 8 times" in pull.failure
+    assert "changed the chunk size more than 8 times" in pull.failure
 
 
 def test_a_blob_of_one_chunk_is_asked_for_without_its_manifest():

@@ -27,7 +27,7 @@ class Held:
 @pytest.fixture
 def held(monkeypatch: pytest.MonkeyPatch) -> Iterator[Held]:
     made = Held()
-    monkeypatch.setattr(store, "LARGE_BYTES", 1000)
+    monkeypatch.setattr(store, "MIN_LARGE_BYTES", 1000)
     monkeypatch.setattr(os, "close", made)
     yield made
     made.may.set()  # a thread that waits would keep the process from ending

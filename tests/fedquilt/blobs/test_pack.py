@@ -9,7 +9,7 @@ from fedquilt.blobs import chunks
 from fedquilt.blobs.chunks import DamagedBlobError
 from fedquilt.blobs.pack_file import PackFile
 from fedquilt.blobs.shared_store import SharedBlobStore, SharedBlobView
-from fedquilt.blobs.store import SMALL_BYTES, BlobStore
+from fedquilt.blobs.store import MAX_SMALL_BYTES, BlobStore
 from fedquilt.core import BlobRef
 from fedquilt.host.disk import REAL, Disk, OpenFile
 
@@ -164,7 +164,7 @@ def test_a_damaged_blob_is_not_taken_by_a_depot_that_shares(tmp_path):
 def test_what_is_put_lies_side_by_side_and_the_longest_unused_is_first(tmp_path):
     shared = SharedBlobStore(tmp_path / "shared")
     lodger = SharedBlobView(tmp_path / "one", shared)
-    large = lodger.store_bytes(bytes(SMALL_BYTES + 1))
+    large = lodger.store_bytes(bytes(MAX_SMALL_BYTES + 1))
     small, other = lodger.store_bytes(b"small"), lodger.store_bytes(b"other")
     lodger.record_use(small.sha256)
     names = {path.name for path in (tmp_path / "shared").iterdir()}

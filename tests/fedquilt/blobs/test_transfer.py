@@ -65,7 +65,7 @@ def test_a_blob_the_other_side_does_not_have_ends_with_its_reason(tmp_path):
     agent.transfers.request_blob("tx2", absent)
     agent.transfers.request_blob("tx2", secret)
     play(broker, coordinator, agent, until=lambda: len(agent.errors) == 2)
-    assert "is not here any more" in str(agent.errors["tx2", absent.sha256])
+    assert "is no longer stored" in str(agent.errors["tx2", absent.sha256])
     assert "is not offered to tx2 now" in str(agent.errors["tx2", secret.sha256])
     assert coordinator.transfers.traffic_bytes("tx2", "dn") == 0
     coordinator.refused.clear()
@@ -82,7 +82,7 @@ def test_a_blob_damaged_on_the_sender_s_disk_is_not_sent_and_can_be_stored_again
     (tmp_path / "c" / ref.sha256).write_bytes(b"0123456780")
     agent.transfers.request_blob("tx2", ref)
     play(broker, coordinator, agent, until=lambda: bool(agent.errors))
-    assert "cannot send it" in str(agent.errors["tx2", ref.sha256])
+    assert "cannot send the blob" in str(agent.errors["tx2", ref.sha256])
     assert not coordinator.depot.has_blob(ref)
 
 

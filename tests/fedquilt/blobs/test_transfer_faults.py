@@ -10,7 +10,7 @@ from two_sides import KIB, Side, noise, play
 from fedquilt.blobs import download
 from fedquilt.blobs.store import BlobStore
 from fedquilt.transport.link import Message
-from fedquilt.transport.memory_link import DELIVERY_S, MemoryBroker, MemoryLink
+from fedquilt.transport.memory_link import DELIVERY_DELAY_S, MemoryBroker, MemoryLink
 from tests.faults.broker import apply_faults
 
 
@@ -25,7 +25,7 @@ class FaultyBroker(MemoryBroker):
         for copy in apply_faults(payload, self._roll, *self._odds):
             super()._receive_message(topic, copy, retain)
 
-    def _schedule_delivery(self, link: MemoryLink, message: Message, delay_s: float = DELIVERY_S) -> None:
+    def _schedule_delivery(self, link: MemoryLink, message: Message, delay_s: float = DELIVERY_DELAY_S) -> None:
         for copy in apply_faults(message.payload, self._roll, *self._odds):
             late_s = delay_s + self._roll.random() * self._delay_s
             super()._schedule_delivery(link, message._replace(payload=copy), late_s)

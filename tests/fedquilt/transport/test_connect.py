@@ -27,8 +27,8 @@ def test_a_url_gives_host_port_user_and_encryption():
         ("mqtt://host:port", "port"),
         ("mqtt://host:70000", "port"),
         ("mqtt://[::1", "IPv6"),
-        ("mqtt://host/topic", "goes on after the port"),
-        ("mqtt://host?x=1", "goes on after the port"),
+        ("mqtt://host/topic", "has text after the port"),
+        ("mqtt://host?x=1", "has text after the port"),
     ],
 )
 def test_a_url_that_names_no_broker_is_refused_with_the_form_it_must_have(url, says):

@@ -1,7 +1,13 @@
 """Messages that are none: told at first, then counted."""
 
 from fedquilt.core import WireError
-from fedquilt.transport.link import COUNT_INTERVAL_S, LOGGED_PER_BRANCH, MAX_BRANCHES, OTHER_BRANCHES, MalformedMessages
+from fedquilt.transport.link import (
+    COUNT_INTERVAL_S,
+    MAX_BRANCHES,
+    MAX_LOGGED_PER_BRANCH,
+    OTHER_BRANCHES,
+    MalformedMessages,
+)
 
 ERROR = WireError("not a fedquilt message")
 
@@ -9,9 +15,9 @@ ERROR = WireError("not a fedquilt message")
 def test_the_first_are_told_and_the_rest_is_a_number():
     found = MalformedMessages()
     told = [found.count_message(f"fq/1/f/dev/a/up/{n}", ERROR, False, 0.0) for n in range(100)]
-    assert [line is not None for line in told] == [n < LOGGED_PER_BRANCH for n in range(100)]
+    assert [line is not None for line in told] == [n < MAX_LOGGED_PER_BRANCH for n in range(100)]
     assert str(told[0]) == "dropped a message on fq/1/f/dev/a/up/0: not a fedquilt message"
-    assert "only counted" in str(told[LOGGED_PER_BRANCH - 1])
+    assert "only counted" in str(told[MAX_LOGGED_PER_BRANCH - 1])
     assert found.count_message("fq/1/f/dev/b/up/x", ERROR, False, 0.0) is not None
     assert found.take_due_lines(COUNT_INTERVAL_S - 1) == []
     assert found.take_due_lines(COUNT_INTERVAL_S) == [
@@ -23,7 +29,7 @@ def test_the_first_are_told_and_the_rest_is_a_number():
 
 def test_a_branch_that_has_been_quiet_is_told_anew():
     found = MalformedMessages()
-    for _ in range(LOGGED_PER_BRANCH + 1):
+    for _ in range(MAX_LOGGED_PER_BRANCH + 1):
         found.count_message("fq/1/f/dev/a/up/x", ERROR, False, 0.0)
     assert len(found.take_due_lines(COUNT_INTERVAL_S)) == 1
     assert found.count_message("fq/1/f/dev/a/up/x", ERROR, False, COUNT_INTERVAL_S + 1) is None  # still at it
@@ -40,5 +46,5 @@ def test_what_the_broker_keeps_is_told_with_the_command_that_clears_it():
 def test_names_that_somebody_invents_fill_neither_log_nor_memory():
     found = MalformedMessages()
     told = [found.count_message(f"fq/1/f/dev/d{n}/up/x", ERROR, False, 0.0) for n in range(10_000)]
-    assert sum(line is not None for line in told) == MAX_BRANCHES + LOGGED_PER_BRANCH
+    assert sum(line is not None for line in told) == MAX_BRANCHES + MAX_LOGGED_PER_BRANCH
     assert OTHER_BRANCHES in found.take_due_lines(COUNT_INTERVAL_S)[0]

@@ -56,4 +56,4 @@ def test_an_empty_tree_keeps_no_levels():
     tree.remove("a/b/c", 1)
     assert tree.items_matching_filter("#") == [2]
     tree.remove("a/b", 2)
-    assert not tree._root.below
+    assert not tree._root.children

@@ -326,7 +326,7 @@ def judge_memory(rows: list[Row]) -> Outcome:
         raise SkippedPartError("this kernel reports no peak")
     worst = max(measured, key=lambda row: row["ratio"])
     sentence = f"at most {worst['ratio']:.2f} times the prediction ({worst['work']}, budget {worst['budget']})"
-    return ("ok" if worst["ratio"] <= peak_memory.MARGIN else "warning"), sentence, rows
+    return ("ok" if worst["ratio"] <= peak_memory.PREDICTION_MARGIN else "warning"), sentence, rows
 
 
 def judge_results(row: Row, why_no_cuda: str) -> Outcome:

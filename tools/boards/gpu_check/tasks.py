@@ -150,7 +150,7 @@ def measure_memory(bench: TaskBench) -> Iterator[Row]:
                     predicted += peak_memory.GPU_KERNELS_BYTES if result.runs_on == "CUDA" else 0
                 yield memory_row(work, batch, "ample", result, predicted)
                 if result.runs_on == "CUDA":
-                    budgets[work] = result.base_bytes + int(peak_memory.MARGIN * predicted), predicted
+                    budgets[work] = result.base_bytes + int(peak_memory.PREDICTION_MARGIN * predicted), predicted
                 else:
                     worker.kill()  # the inference would reuse freed memory of the training
         with bench.worker() as worker:
