@@ -237,4 +237,4 @@ def test_a_store_that_refuses_rests(site, monkeypatch):
     board.transfers.request_blob("a", second)
     pair.play(lambda: len(board.errors) == 2)
     assert set(board.errors.values()) == {None}
-    assert pair.places._backend._wanted == {}
+    assert pair.places._backend._waiting_devices == {}
