@@ -19,7 +19,7 @@ LARGE_BYTES: Final = 4 << 20  # size from which states and updates are processed
 
 T = TypeVar("T")
 Callback = Callable[[Callable[[], T], float], None]
-"""`then(result, now_s)`: `result()` returns what the piece has returned, or raises what it has raised."""
+"""`callback(result, now_s)`: `result()` returns what the piece has returned, or raises what it has raised."""
 
 
 class BackgroundWorker:

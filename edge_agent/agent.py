@@ -116,7 +116,7 @@ class Agent:
             log.warning("%s: %s", self.device, shortage)
         self._republish_s = math.inf  # next time of presence and profile
         self._republish_count = 0  # in this session
-        self._published_capabilities, self.last_telemetry = capabilities, None  # `told`: the last telemetry
+        self._published_capabilities, self.last_telemetry = capabilities, None
         self._unsupported_reason = kinds["agent"].unsupported_reason() if "agent" in kinds else ""
         self._profile = messages.profile_message(self.device, board, capabilities, self._unsupported_reason)
         self._progress_s = self._telemetry_s = -math.inf

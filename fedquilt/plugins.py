@@ -3,7 +3,7 @@
 A plug-in is named by an entry point or as `module:name`. A package declares entry points in its `pyproject.toml`:
 `mine = "mine:METHOD"` below `[project.entry-points."fedquilt.methods"]`. Entry points are read at each lookup, and a
 package is imported only when a job names one of its plug-ins, so a broken package affects no other. The built-in
-methods and networks are files in folders: their names are the argument `ours` of each lookup.
+methods and networks are files in folders: their names are the argument `builtin_names` of each lookup.
 
 On a device, a message alone can never cause an import: `restrict_plugins` limits a process to the packages that
 agent.toml allows.
@@ -239,7 +239,7 @@ def fingerprint(plugin: Plugin) -> str:
     """Return package, version and sha256 of all files of a plug-in's module, as one line.
 
     Two machines with the same fingerprint run the same code. A fingerprint has at most 200 characters, as a
-    `fedquilt.core.Label` has.
+    `fedquilt.core.ShortText` has.
     """
     return f"{plugin.package[:90]} {plugin.version[:44] or '-'} {module_digest(plugin.module)}"
 

@@ -62,8 +62,8 @@ class AccessGrant:
 class BlobServer:
     """HTTP(S) server of a blob store, in separate threads. Listens until `close`. Port 0 selects a free port.
 
-    `allowed` returns whether a device may fetch a blob now, given the ids of both. `tell` gets the end of each upload,
-    in another thread. Without the certificates of an identity, a token is sufficient.
+    `may_fetch` returns whether a device may fetch a blob now, given the ids of both. `report_result` gets the end of
+    each upload, in another thread. Without the certificates of an identity, a token is sufficient.
     """
 
     def __init__(

@@ -209,8 +209,8 @@ class LinkExecutor:
     """Executor for devices that are connected through a broker.
 
     A task is a retained message, which is repeated until the device claims the task. Blobs are sent in chunks
-    (`fedquilt.blobs.transfers`), or at the locations `where`. With an identity, messages are signed, and only
-    those of authenticated devices are accepted.
+    (`fedquilt.blobs.transfers`), or at the locations of `location_settings`. With an identity, messages are signed, and
+    only those of authenticated devices are accepted.
     """
 
     def __init__(

@@ -118,7 +118,7 @@ class EnergyAccount(msgspec.Struct, frozen=True):
         return replace(account.with_reading(now_s, self.last_reading), unchanged_since_s=self.unchanged_since_s)
 
     def cost_until(self, now_s: float, idle_w: float | None, point: str | None = None) -> Cost:
-        """Return the cost from `began_s` to now. Energy is None without a working meter."""
+        """Return the cost from `started_s` to now. Energy is None without a working meter."""
         duration_s = max(now_s - self.started_s, 0.0)
         idle_j = None if idle_w is None else idle_w * duration_s
         if self.last_reading_s is None or self.first_w is None or self.last_w is None or self._has_meter_failed(now_s):

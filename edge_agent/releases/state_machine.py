@@ -14,8 +14,8 @@ A release with a smaller serial than the current one is ignored, and the same se
 greater serial replaces a release that is not in use yet. A soaking release first completes, unless it is to be rolled
 back.
 
-`back` rolls back what the rollout of that name has installed, if that is in use. A device that never had it, or has
-another release since, does nothing and reports "returned".
+`is_rollback` rolls back what the rollout of that name has installed, if that is in use. A device that never had it, or
+has another release since, does nothing and reports "returned".
 """
 
 from __future__ import annotations

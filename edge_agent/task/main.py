@@ -249,7 +249,7 @@ def run_method(request: WorkRequest, method: Method, context: ClientContext) -> 
         if not isinstance(evaluation, core.EvaluationSums):
             raise core.JobError(
                 f"`check` of method {task.method!r} returned {type(evaluation).__name__}, return the sums of "
-                f"`site.engine.evaluate`"
+                f"`client.engine.evaluate`"
             )
         weight = float(evaluation.examples)
     if "work" in task.actions:

@@ -51,7 +51,7 @@ class MemoryMargin:
 
     @property
     def reduction_steps(self) -> int:
-        """Number of times that the planning budget is divided by `STEP`."""
+        """Number of times that the planning budget is divided by `STEP_FACTOR`."""
         ratio_steps = math.log(self.ratio / MAX_MATCHING_RATIO, STEP_FACTOR)
         return self.failures + max(math.ceil(ratio_steps), 0)
 

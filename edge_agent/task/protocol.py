@@ -26,7 +26,7 @@ class WorkRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     private_state: str | None  # file of the job's private state, or None without usable private state
     cache_folder: str  # folder of the job for files shared by its tasks, created if missing
     output_folder: str  # folder: bundles go into files named by their sha256, private state into private.safetensors
-    private_sha256: str = ""  # sha256 of that file, or "" if unknown
+    private_sha256: str = ""  # sha256 of the file `private_state`, or "" if unknown
     lost_reason: str = ""  # why the private state of earlier rounds is unusable
     unknown_reason: str = ""  # why the device cannot know whether private state existed
     plan_bytes: int | None = None  # part of the budget that the engine may plan with, or None for all of it
@@ -36,7 +36,7 @@ class WorkRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     allowed_plugins: tuple[str, ...] | None = (
         None  # plug-in packages permitted on this board: `fedquilt.plugins.restrict_plugins`
     )
-    max_tensorrt_bytes: int = 0  # maximum size of TensorRT's engines in `cache`, or 0 without TensorRT
+    max_tensorrt_bytes: int = 0  # maximum size of TensorRT's engines in `cache_folder`, or 0 without TensorRT
 
     @property
     def engine(self) -> str:
@@ -82,7 +82,7 @@ Event = DataLoaded | ProgressReport | WorkResult
 
 
 TIMING_STARTED: Final = 0.5  # progress at which the timed answers begin
-TENSORRT_FILE: Final = "model.engine"  # file in `CheckRequest.out`
+TENSORRT_FILE: Final = "model.engine"  # file in `CheckRequest.output_folder`
 MAX_TENSORRT_BUILD_S: Final = 1200.0  # time limit for building a TensorRT engine
 TIMING_ENDED: Final = 0.75  # progress at which the timed answers have ended; `WorkResult.examples` is their number
 
@@ -93,12 +93,12 @@ class SplitModelFiles(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     shared: str  # file from the coordinator
     device: str
     private_state: str | None = None  # file of the run's private state, or None without usable private state
-    private_sha256: str = ""  # sha256 of the file `private`
+    private_sha256: str = ""  # sha256 of the file `private_state`
     lost_reason: str = ""  # reason why the private state of earlier rounds is unusable
 
 
 class CheckRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    model: str  # model file, which is in `out` if assembled from parts
+    model: str  # model file, which is in `output_folder` if assembled from parts
     output_folder: str  # output folder for an assembled model and a TensorRT engine
     current_model: str | None  # file of the model in use, or None
     budget_bytes: int

@@ -91,7 +91,7 @@ def run_resumes_from_any_round(name: str) -> None:
 
 
 def state_survives_packing(name: str) -> None:
-    """Assert that each packed and unpacked state is bit-identical, with equal `done` and `explain`."""
+    """Assert that each packed and unpacked state is bit-identical, with equal `is_done` and `explain`."""
     scenario, run, _, _ = record_run(name)
     for state in run:
         unpacked: Any = tensors.unpack_state(tensors.pack_state(state), scenario.method.state)

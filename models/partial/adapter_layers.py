@@ -19,7 +19,7 @@ from fedquilt.models.partial.lora import GATE, OWN, SHARED, AdapterSite
 
 
 class LoraLinear(nn.Module):  # type: ignore[misc]
-    """Linear layer with a shared adapter and, with `own`, a branch scaled by the block's gate."""
+    """Linear layer with a shared adapter and, with `with_own_branch`, a branch scaled by the block's gate."""
 
     def __init__(self, linear: nn.Linear, rank: int, scale: float, *, with_own_branch: bool) -> None:
         super().__init__()

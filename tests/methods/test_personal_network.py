@@ -107,7 +107,7 @@ def test_genefl_has_no_network_for_a_newcomer():
 
 
 def test_every_method_that_evaluates_what_a_board_keeps_says_what_it_is():
-    """A method whose evaluation changes with the private state, and that has no `personal`, would deploy another."""
+    """A method whose evaluation changes with private state, and that has no `personal_model`, would deploy another."""
     tried = {name for name, _, _ in CASES}
     assert {name for name in methods.builtin_names() if methods.load(name).personal_model is not None} == tried
 

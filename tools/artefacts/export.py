@@ -121,8 +121,8 @@ def encode_for_devices(store: Store, run: str) -> tuple[bytes, str]:
     if (private_names := artefact.meta.get("private")) and not has_private_part:
         raise JobError(
             f"{row.job.method} leaves {len(private_names)} tensors ({private_names[0]}, ...) on each board, and does "
-            "not say how a board puts its network together of them (`Method.personal`): roll out a run of another "
-            "method, or a FILE.onnx"
+            "not say how a board puts its network together of them (`Method.personal_model`): roll out a run of "
+            "another method, or a FILE.onnx"
         )
     if has_private_part:
         from fedquilt.models.networks import onnx_file  # needs torch

@@ -285,7 +285,7 @@ class SimulatedFleet:
         self._devices: dict[str, FleetDevice] = {}
         self._inbox: deque[ExecutorInput] = deque()
         self._due_times: list[tuple[float, str]] = []
-        self._changed_devices: dict[str, FleetDevice] = {}  # devices whose entry in `_due` may be outdated
+        self._changed_devices: dict[str, FleetDevice] = {}  # devices whose entry in `_due_times` may be outdated
         self._working_devices: dict[str, FleetDevice] = {}  # devices with a work request to run
         self.on_work_started: Callable[[WorkRequest], None] = lambda order: (
             None

@@ -5,10 +5,10 @@ the same graph, but takes longer for small layers. Losses are added up, so that 
 order of examples and the steps are those of `engine`. Results are equal to float tolerance, not bit-identical,
 because products are summed in another order.
 
-Supported are networks of linear layers and functions without parameters, with or without `Hooks.correct`. Everything
-else uses the loop: changes of a method to the network or its steps, batch norm and dropout, whose state differs by
-device, and convolutions, which would become grouped and gain nothing (13 ms per device and step of 32 images on one
-core either way).
+Supported are networks of linear layers and functions without parameters, with or without `Hooks.correct_gradient`.
+Everything else uses the loop: changes of a method to the network or its steps, batch norm and dropout, whose state
+differs by device, and convolutions, which would become grouped and gain nothing (13 ms per device and step of 32 images
+on one core either way).
 """
 
 from __future__ import annotations

@@ -6,9 +6,9 @@ normalisation the mini-batch stays whole and activations are recomputed instead 
 any budget. A mini-batch of one example, with a single value per channel, is normalised by the running statistics. Equal
 input, generator, threads and budget give bit-identical results.
 
-On a CPU, networks of small convolutions use channels-last layout (`WIDE`). `Fit.mixed` selects this layout and 16-bit
-arithmetic on a GPU: bfloat16 where the GPU supports it, else float16 with a scaled loss, which skips steps whose
-gradients overflow. `Fit.mixed` has no effect on a CPU.
+On a CPU, networks of small convolutions use channels-last layout (`MAX_CHANNELS_LAST_WEIGHTS`). `Fit.mixed` selects
+this layout and 16-bit arithmetic on a GPU: bfloat16 where the GPU supports it, else float16 with a scaled loss, which
+skips steps whose gradients overflow. `Fit.mixed` has no effect on a CPU.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ class TableChunk:
 
     columns: Mapping[str, Sequence[Any]]
     positions: Sequence[int]
-    unit: str = "line"  # unit of `places`
+    unit: str = "line"  # unit of `positions`
 
     def __len__(self) -> int:
         return len(self.positions)
@@ -227,7 +227,7 @@ def open_table(path: Path, spec: DataSpec, *, labelled: bool = True) -> ExampleR
 
 
 class TableRows(NamedTuple):
-    x: list[Any]  # of each chunk: the result of `inputs`
+    x: list[Any]  # of each chunk: the result of `decode_inputs`
     y: np.ndarray  # labels, as in `ExampleReader`
     owner: np.ndarray | None  # (n,) of words: user of each row; None: not needed
     features: tuple[str, ...]  # names of the inputs
@@ -392,7 +392,7 @@ def _read_csv(file: Path) -> Iterator[TableChunk]:
 def _chunk_rows(
     file: Path, head: Sequence[str], rows: Iterator[list[str]], last_line: list[int]
 ) -> Iterator[TableChunk]:
-    # `ended[0]` is set to the line at which the last complete row ended.
+    # `last_line[0]` is set to the line at which the last complete row ended.
     lines: list[int] = []
     chunk_rows: list[list[str]] = []
     has_yielded = False

@@ -3,10 +3,10 @@
 FedStitch (arXiv 2409.07202), section 3.2, scores by CKA, the similarity to the donor's own activations. Outputs can
 also be scored by the labels.
 
-The images are drawn once for each device and job, and their results are cached. `ClientContext.local` contains the Gram
-matrix of each donor block's output (16 KB for 64 images). `ClientContext.cache` contains the targets of junctions,
-which are some positions of each donor block's output, and the outputs of the paths scored last, from which the next
-task continues. Missing entries are computed again.
+The images are drawn once for each device and job, and their results are cached. `ClientContext.private_state` contains
+the Gram matrix of each donor block's output (16 KB for 64 images). `ClientContext.cache` contains the targets of
+junctions, which are some positions of each donor block's output, and the outputs of the paths scored last, from which
+the next task continues. Missing entries are computed again.
 """
 
 from __future__ import annotations
