@@ -231,7 +231,7 @@ def _is_task(doing: CurrentTask, job: str, round: int) -> bool:
 
 
 NAME: Final = "boards.db"
-VERSION: Final = 3  # version of the tables
+VERSION: Final = 4  # version of the tables
 STEPS: Final = ((30, 2 * 3600), (300, 2 * 86400), (3600, 30 * 86400))  # (interval, retention) in seconds
 FORGOTTEN_S: Final = 30 * 86400.0
 LATE_S: Final = 60  # delay after which the readings of an interval are complete

@@ -47,7 +47,7 @@ from fedquilt.core import DECODE_ERRORS, JobError, StoreError, Update
 from fedquilt.formats import toml
 from fedquilt.host.disk import PRIVATE, REAL, Disk, Lock
 
-VERSION: Final = 6  # version of the tables
+VERSION: Final = 7  # version of the tables and of the events in them
 INTEGRITY_CHECK_S: Final = 0.5  # time limit of the integrity check when a database is opened
 JOBS: Final = rows.SCHEMA.format(table="jobs", facts="facts")
 _SCHEMA: Final = """

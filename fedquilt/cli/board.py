@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from pathlib import Path
 from typing import Final
 
@@ -17,12 +16,7 @@ def board() -> None:
     """Install agents on boards, record a board's profile, pin its clocks and check its GPU."""
 
 
-with contextlib.suppress(ModuleNotFoundError):  # the wheel for boards has neither
-    from fedquilt.cli.flash import check_gpu, flash, uninstall
-
-    board.add_command(flash)
-    board.add_command(uninstall)
-    board.add_command(check_gpu)
+board.add_operator_verbs("flash")
 
 
 @board.command()

@@ -27,12 +27,7 @@ SECTIONS: Final = {
 }
 VERB_FILES: Final = {verb: file for verbs in SECTIONS.values() for verb, file in verbs.items()}
 
-# verbs of a group that the wheel for boards does not list, as they need the whole package
-OPERATORS: Final = {
-    "model": ("export", "evaluate"),
-    "identity": ("init", "issue", "list", "revoke", "token", "serve", "sign"),
-}
-
+ALL_VERBS: Final = "install the package fedquilt, which has all verbs"
 EPILOG: Final = """\b
 exit codes: 0 done; 1 an error of fedquilt's own; 2 the job file, a setting or
 the command line; 3 data; 4 a network or donor; 5 the broker; 6 a folder, the
@@ -153,9 +148,19 @@ class CommandGroup(_BaseCommand, click.Group):
     """Group of verbs. An unknown verb raises an error with the nearest name."""
 
     command_class = Command
+    is_partial = False
 
     def __init__(self, *args: Any, **attributes: Any) -> None:
         super().__init__(*args, subcommand_metavar="VERB ...", **attributes)
+
+    def add_operator_verbs(self, file: str) -> None:
+        """Add the verbs of a file of `fedquilt.cli`, unless this is the wheel for boards, which lacks the file."""
+        if f"{file}.py" not in os.listdir(os.path.dirname(__file__)):
+            self.is_partial = True
+            return
+        for value in vars(importlib.import_module(f"fedquilt.cli.{file}")).values():
+            if isinstance(value, click.Command):
+                self.add_command(value)
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         # Without a verb, click would exit with 0.
@@ -168,10 +173,11 @@ class CommandGroup(_BaseCommand, click.Group):
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
         names = self.list_commands(ctx)
-        hidden = args and args[0] in self.commands and args[0] not in names
-        if args and args[0] not in names and not hidden and not args[0].startswith("-") and not ctx.resilient_parsing:
+        if args and args[0] not in names and not args[0].startswith("-") and not ctx.resilient_parsing:
             from fedquilt.formats import toml
 
+            if self.is_partial:
+                ctx.fail(f"the verb {args[0]!r} is not installed: {ALL_VERBS}")
             ctx.fail(f"there is no verb {args[0]!r}{toml.suggest_nearest(args[0], names)}")
         return super().resolve_command(ctx, args)
 
@@ -180,8 +186,7 @@ class CommandGroup(_BaseCommand, click.Group):
         self.format_commands(ctx, formatter)
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        lacking = () if "jobs.py" in os.listdir(os.path.dirname(__file__)) else OPERATORS.get(self.name or "", ())
-        return [name for name in self.commands if name not in lacking]
+        return list(self.commands)
 
     def sections(self, ctx: click.Context) -> Mapping[str, Sequence[str]]:
         return {"Verbs": self.list_commands(ctx)}
@@ -207,7 +212,7 @@ class RootCommand(CommandGroup):
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
         if args and args[0] in VERB_FILES and args[0] not in self.list_commands(ctx):
-            ctx.fail(f"the verb {args[0]!r} is not installed: install the package fedquilt, which has all verbs")
+            ctx.fail(f"the verb {args[0]!r} is not installed: {ALL_VERBS}")
         return super().resolve_command(ctx, args)
 
     def get_command(self, ctx: click.Context, name: str) -> click.Command | None:

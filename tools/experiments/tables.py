@@ -12,7 +12,7 @@ import msgspec
 
 from fedquilt import extras, metrics
 from fedquilt.console import table, units
-from fedquilt.core import StoreError
+from fedquilt.host.disk import write_output
 from fedquilt.tools.experiments.single_run import EvaluationPoint, SeedRun
 from fedquilt.tools.report import plots, rendering
 
@@ -271,26 +271,9 @@ def write_files(result: dict[str, Any], runs: Sequence[SeedRun], out: Path) -> t
         files |= _make_report(result, runs)
     except ModuleNotFoundError as error:
         problem = f"no report: {extras.missing_message(error.name or '')}"
-    try:
-        if lost := _count_lost_runs(out / "compare.json", result):
-            (out / "compare.json").replace(out / "compare.old.json")
-            kept = f"{out / 'compare.old.json'}: the earlier result, with {lost} runs that this comparison lacks"
-            problem = f"{kept}; {problem}" if problem else kept
-        for name, text in files.items():
-            (out / name).write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise StoreError(f"cannot write into {out}: {error.strerror}") from None
+    for name, text in files.items():
+        write_output(out / name, text)
     return [str(out / name) for name in files], problem
-
-
-def _count_lost_runs(file: Path, result: Mapping[str, Any]) -> int:
-    # runs of an earlier comparison that this one does not have
-    try:
-        earlier = msgspec.json.decode(file.read_bytes())["runs"]
-        runs = {(run["method"], run["seed"]) for run in earlier}
-    except (OSError, msgspec.DecodeError, KeyError, TypeError):
-        return 0
-    return len(runs - {(run["method"], run["seed"]) for run in result["runs"]})
 
 
 def _make_report(result: dict[str, Any], runs: Sequence[SeedRun]) -> dict[str, str]:

@@ -266,25 +266,6 @@ def test_nothing_that_ended_is_a_table_of_nothing(tmp_path: Path) -> None:
     assert "fedavg, seed 0: no" in (tmp_path / "compare.html").read_text()
 
 
-def test_a_smaller_comparison_keeps_the_larger_one_beside_it(
-    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(comparison, "run_seed", lambda job, *_, **options: made(job.method, job.seed, 0.5, 0.75))
-
-    def compare(seeds: list[int]) -> tuple[str, list[int]]:
-        assert comparison.compare_and_print(JOB, folder, tmp_path, names=["fedavg"], seeds=seeds) == 0
-        result = json.loads((tmp_path / "compare.json").read_text())
-        return capsys.readouterr().out, [run["seed"] for run in result["runs"]]
-
-    old = tmp_path / "compare.old.json"
-    assert "compare.old.json" not in compare([0, 1, 2])[0]
-    said, seeds = compare([1])
-    assert f"{old}: the earlier result, with 2 runs that this comparison lacks" in said
-    assert seeds == [1]
-    assert [run["seed"] for run in json.loads(old.read_text())["runs"]] == [0, 1, 2]
-    assert "compare.old.json" not in compare([0, 1, 2, 3])[0]
-
-
 @pytest.mark.parametrize("package", ["matplotlib", "jinja2"])
 def test_without_the_packages_of_a_report_the_table_is_printed_all_the_same(
     package: str, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch

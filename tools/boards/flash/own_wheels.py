@@ -40,7 +40,7 @@ BOARD_FILES: Final = (
         "host/",
     ),
     *("methods/", "models/", "onnx/", "profiles/", "security/", "transport/"),
-    *("cli/__init__.py", "cli/__main__.py", "cli/commands.py", "cli/entry.py", "cli/home_access.py"),
+    *("cli/__init__.py", "cli/__main__.py", "cli/commands.py", "cli/entry.py"),
     *("cli/options.py", "cli/agent.py", "cli/board.py"),
     *(
         "cli/identity.py",

@@ -1,0 +1,125 @@
+"""`fedquilt identity` verbs of the fleet's authority, which the wheel for boards lacks."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Final, Literal
+
+from fedquilt.cli import options
+from fedquilt.cli.commands import argument, option, verb
+
+days_option: Final = option(
+    "--days", type=options.POSITIVE_NUMBER, metavar="N", help="Days for which certificates are valid (default: 365)."
+)
+
+
+@verb()
+@option("--crl-url", metavar="URL", help="Address from which brokers will fetch the revocation list (EMQX does).")
+@options.authority_option
+def init(crl_url: str | None, ca: Path) -> int:
+    """Create a certificate authority: key, certificate and revocation list."""
+    from fedquilt.tools.identity import commands
+
+    return commands.create_authority(ca, crl_url)
+
+
+@verb()
+@argument("name", "Whose certificate it is.", type=options.NAME)
+@option("--host", "hosts", multiple=True, help="Name or address of a server; may be repeated.")
+@option(
+    "--role",
+    type=options.WordChoice(("observer", "site")),
+    help="Role of the holder: an observer only reads messages, a site submits updates of its boards.",
+)
+@option("--boards", multiple=True, metavar="PATTERN", help="Boards of a site, by name or 'cam-*'; may be repeated.")
+@option("--most-boards", type=options.COUNT, metavar="N", help="Most boards of a site in a round.")
+@option("--out", type=options.FOLDER, default=Path(), help="Folder to write into.")
+@option(
+    "--days",
+    type=options.POSITIVE_NUMBER,
+    metavar="N",
+    help="Days for which the certificate is valid (default: 730; an observer's or a site's 365).",
+)
+@options.authority_option
+def issue(
+    name: str,
+    hosts: tuple[str, ...],
+    role: Literal["observer", "site"] | None,
+    boards: tuple[str, ...],
+    most_boards: int | None,
+    out: Path,
+    days: float | None,
+    ca: Path,
+) -> int:
+    """Issue a certificate and key for the coordinator, a server or another role."""
+    from fedquilt.tools.identity import commands
+
+    return commands.issue_and_write_certificate(ca, name, list(hosts), out, days, role, boards, most_boards)
+
+
+@verb(name="list")
+@options.authority_option
+@options.format_option
+def list_certificates(ca: Path, format: str) -> int:
+    """List all certificates and the unused tokens."""
+    from fedquilt.tools.identity import commands
+
+    return commands.print_certificates(ca, format)
+
+
+@verb()
+@argument("device", "Whose certificates are revoked.", type=options.NAME)
+@options.authority_option
+def revoke(device: str, ca: Path) -> int:
+    """Revoke the certificates of a device or server, and update the revocation list."""
+    from fedquilt.tools.identity import commands
+
+    return commands.revoke_certificates(ca, device)
+
+
+@verb()
+@argument("device", "The board's id, or a pattern such as 'orin-*'.")
+@option(
+    "--out",
+    type=options.PATH,
+    metavar="FILE",
+    help="Write the token to this file, with mode 0600, instead of printing it.",
+)
+@options.authority_option
+def token(device: str, out: Path | None, ca: Path) -> int:
+    """Create a one-time token for a device, valid for 72 hours and shown once."""
+    from fedquilt.tools.identity import commands
+
+    return commands.create_token(ca, device, out)
+
+
+@verb()
+@option("--listen", default="0.0.0.0:8884", metavar="HOST:PORT", help="Address to listen on.")
+@option(
+    "--host",
+    "hosts",
+    multiple=True,
+    help="Name or address by which boards reach the endpoint (default: this machine's); may be repeated.",
+)
+@days_option
+@options.authority_option
+def serve(listen: str, hosts: tuple[str, ...], days: float | None, ca: Path) -> int:
+    """Run the HTTPS server at which devices enrol and renew certificates."""
+    from fedquilt.tools.identity import commands
+
+    logging.getLogger("fedquilt.enrol").setLevel(min(logging.INFO, logging.getLogger().level))
+    return commands.serve_enrolment(ca, listen, list(hosts), days)
+
+
+@verb()
+@argument("csr", "The certificate request of a board.", type=options.PATH)
+@option("--device", type=options.NAME, required=True, help="The board that the request comes from.")
+@option("--out", type=options.PATH, metavar="FILE", help="File for the certificate (default: CSR with .crt).")
+@days_option
+@options.authority_option
+def sign(csr: Path, device: str, out: Path | None, days: float | None, ca: Path) -> int:
+    """Sign a certificate request that was copied from a device."""
+    from fedquilt.tools.identity import commands
+
+    return commands.sign_request(ca, csr, device, out, days)
