@@ -132,16 +132,16 @@ def _power_model_rows(
 
 
 def _fit_non_negative_with_errors(
-    x: np.ndarray, y: np.ndarray, floor: float = 0.0
+    x: np.ndarray, y: np.ndarray, min_first_coefficient: float = 0.0
 ) -> tuple[list[float], RelativeErrors]:
-    coefficients = _solve_non_negative(x, y, floor)
+    coefficients = _solve_non_negative(x, y, min_first_coefficient)
     left_out: list[float | None] = []
     for i in range(len(y)):
         others = np.arange(len(y)) != i
         if others.sum() < x.shape[1] or np.linalg.matrix_rank(x[others] / x.max(0)) < x.shape[1]:
             left_out.append(None)  # the other points do not vary all clocks
         else:
-            left_out.append(float(x[i] @ _solve_non_negative(x[others], y[others], floor) / y[i] - 1))
+            left_out.append(float(x[i] @ _solve_non_negative(x[others], y[others], min_first_coefficient) / y[i] - 1))
     return [float(value) for value in coefficients], RelativeErrors(
         tuple(float(e) for e in x @ coefficients / y - 1), tuple(left_out)
     )

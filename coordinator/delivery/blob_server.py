@@ -98,8 +98,8 @@ class BlobServer:
     def issue_token(self, device: str, ref: BlobRef, writer: BlobWriter | None = None) -> str:
         """Return a token with which a device may fetch a blob, or upload the blob into `writer`.
 
-        A known fetch token is returned again with a full allowance, and an earlier upload token is revoked. Above
-        MAX_GRANTS tokens the oldest is revoked.
+        A known fetch token is returned again, and may fetch the whole blob again. An earlier upload token is revoked.
+        Above MAX_GRANTS tokens the oldest is revoked.
         """
         key = (device, ref.sha256, writer is not None)
         with self._lock:

@@ -148,7 +148,11 @@ def parts_of_site(update: DeviceUpdate) -> list[SiteUpdatePart]:
 
 
 def split_site_update(update: DeviceUpdate) -> list[DeviceUpdate]:
-    """Return the updates inside a site's update. Tensors are read when they are used."""
+    """Return the updates inside a site's update, with lazily read tensors.
+
+    Raises:
+        UpdateError: If a bundle belongs to none of the updates, or if their weights do not add up to the site's.
+    """
     updates = []
     for name, bundle in update.bundles.items():
         if not name.startswith(SITE_BUNDLES) or name == AGGREGATE_BUNDLE:

@@ -215,7 +215,7 @@ class ClockPin:
     def _adopt_owner_mode(self) -> str | None:
         """Adopt a power mode set by the owner since the last call. Return a text on the change, or None.
 
-        The limits of the new mode are restored then, as the old ones might exceed its caps.
+        `restore` then sets the limits of the new mode, because the earlier limits might exceed its caps.
         """
         if self._saved is None:
             return None

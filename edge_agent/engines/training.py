@@ -56,7 +56,7 @@ def network_inputs(
     if "input" in network:
         return network_input(x, network["input"])
     if network.get("name") == "transformer":
-        return _token_inputs(x, network["vocabulary"])
+        return _tokens_to_float32(x, network["vocabulary"])
     if x.dtype.kind == "u":
         return np.divide(x, np.float32(np.iinfo(x.dtype).max), dtype=np.float32)  # in one pass over the numbers
     if x.dtype.kind not in "fib":
@@ -64,7 +64,7 @@ def network_inputs(
     return x.astype(np.float32)
 
 
-def _token_inputs(x: np.ndarray, vocabulary_size: int) -> np.ndarray:
+def _tokens_to_float32(x: np.ndarray, vocabulary_size: int) -> np.ndarray:
     if x.dtype.kind not in "ui":
         raise DataError(f"examples of type {x.dtype}: a transformer requires integer tokens; see [data.text]")
     low, high = int(x.min(initial=0)), int(x.max(initial=0))

@@ -87,12 +87,12 @@ class ReleaseHook:
         self._command, self._process = list(command), ReleaseProcess(clock)
         self._failure = ""
 
-    def start(self, environment: Mapping[str, str]) -> None:
+    def start(self, extra_environment: Mapping[str, str]) -> None:
         self._process.stop()
         self._failure = ""
         try:
             if self._command:
-                self._process.start(self._command, HOOK_S, {**os.environ, **environment})
+                self._process.start(self._command, HOOK_S, {**os.environ, **extra_environment})
         except OSError as error:
             self._failure = f"the hook {self._command[0]} cannot be started: {error.strerror}"
 

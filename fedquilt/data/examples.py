@@ -32,7 +32,7 @@ def load_all_shares(spec: DataSpec) -> list[tuple[Examples, Examples]]:
 def _load_shares(spec: DataSpec, shares: Sequence[int]) -> list[tuple[Examples, Examples]]:
     reader = open_split(spec)
     rows = _select_rows(reader, spec)
-    parts = _split_shares(reader, rows, spec, shares)
+    parts = _split_share_rows(reader, rows, spec, shares)
     _require_nonempty(parts, len(rows), spec, shares)
     return _read_parts(reader, rows, parts, spec, shares)
 
@@ -57,7 +57,7 @@ class SharedLoader:
             try:
                 reader = open_split(fleet_spec)
                 rows = _select_rows(reader, fleet_spec)
-                parts = _split_shares(reader, rows, fleet_spec, range(spec.shares))
+                parts = _split_share_rows(reader, rows, fleet_spec, range(spec.shares))
                 self._shares[key] = (
                     _read_parts(reader, rows, parts, fleet_spec, range(spec.shares)),
                     len(rows),
@@ -88,7 +88,7 @@ def count_labels(spec: DataSpec) -> tuple[np.ndarray, np.ndarray]:
     rows = _select_rows(reader, spec)
     y = _class_labels(reader, rows, spec)
     class_count = int(y.max()) + 1 if len(y) else 0
-    parts = _split_shares(reader, rows, spec, range(spec.shares))
+    parts = _split_share_rows(reader, rows, spec, range(spec.shares))
     _require_nonempty(parts, len(rows), spec, range(spec.shares))
     train, held_out = (
         np.stack([np.bincount(y[part[index]], minlength=class_count) for part in parts]).astype(np.int64)
@@ -99,7 +99,7 @@ def count_labels(spec: DataSpec) -> tuple[np.ndarray, np.ndarray]:
 
 def require_nonempty_shares(reader: ExampleReader, spec: DataSpec) -> None:
     rows = _select_rows(reader, spec)
-    _require_nonempty(_split_shares(reader, rows, spec, range(spec.shares)), len(rows), spec, range(spec.shares))
+    _require_nonempty(_split_share_rows(reader, rows, spec, range(spec.shares)), len(rows), spec, range(spec.shares))
 
 
 def open_split(spec: DataSpec) -> ExampleReader:
@@ -116,8 +116,8 @@ def open_split(spec: DataSpec) -> ExampleReader:
     return reader
 
 
-def _split_shares(
-    reader: ExampleReader, rows: np.ndarray, spec: DataSpec, shares: Sequence[int]
+def _split_share_rows(
+    reader: ExampleReader, rows: np.ndarray, spec: DataSpec, share_numbers: Sequence[int]
 ) -> list[tuple[np.ndarray, np.ndarray]]:
     # Indices into `rows`, ascending. A share may be empty.
     from fedquilt.data import partition
@@ -126,8 +126,8 @@ def _split_shares(
     splits = []
     owner = None if reader.owner is None else reader.owner[rows]
     origin = None if reader.origin is None else reader.origin[rows]
-    rows_by_share = partition.rows_of_shares(y, spec, origin, shares, owner)
-    for share, share_rows in zip(shares, rows_by_share, strict=True):
+    rows_by_share = partition.rows_of_shares(y, spec, origin, share_numbers, owner)
+    for share, share_rows in zip(share_numbers, rows_by_share, strict=True):
         if not len(share_rows):
             splits.append((share_rows, share_rows))
             continue

@@ -43,7 +43,7 @@ def write_fake_board(root: Path, board: str, jetpack: int) -> None:
     _write_identity(root, layout, jetpack)
     _write_processors(root, layout)
     _write_gpu(root, layout, jetpack)
-    _write_memory_clock(root, layout, jetpack)
+    _write_fake_memory_clock(root, layout, jetpack)
     for number, (address, rails) in enumerate(layout.rails.items()):
         (_write_iio_monitor if jetpack == 4 else _write_hwmon_monitor)(root, address, number, rails)
     if layout.input_w is not None:
@@ -149,7 +149,7 @@ def _write_devfreq(root: Path, device: str, name: str, node: str, mhz: Sequence[
     _link_relative(root / "sys/class/devfreq" / name, root / directory)
 
 
-def _write_memory_clock(root: Path, layout: BoardLayout, jetpack: int) -> None:
+def _write_fake_memory_clock(root: Path, layout: BoardLayout, jetpack: int) -> None:
     # nvpmodel writes the cap, 0 for none. On a board only root can read debugfs.
     if jetpack >= 7:
         _write_devfreq(root, "platform/bwmgr", "bwmgr", "bwmgr", (204, layout.emc_mhz), "userspace")

@@ -47,7 +47,7 @@ def score_task_spec(state: SearchState, device: DeviceView) -> TaskSpec:
     runs: list[tuple[Block, float]] = [(blocks[name], 1.0) for name in net.path]
     if not device.rounds:  # later tasks find the donors' results in the cache
         family = _collect_path_and_donor_blocks(state.stock, (), state.pool).values()
-        runs += [(block, 1.0) for block in family if block.id not in _blocks_not_run(state)]
+        runs += [(block, 1.0) for block in family if block.id not in _blocks_never_run(state)]
     if params.score_at != "input":
         scored_share = min(params.screen / len(state.pool), 1.0) if params.score_at == "hybrid" else 1.0
         runs += [(blocks[name], scored_share / shares) for names in blocks_by_candidate.values() for name in names]
@@ -157,7 +157,7 @@ def _task_spec(
     state: SearchState, request: scoring.StitchingRequest, paths: Iterable[tuple[str, ...]], work: WorkEstimate
 ) -> TaskSpec:
     bundles: dict[str, Tensors | BlobRef] = {}
-    unused = _blocks_not_run(state) if state.phase == "score" else set()
+    unused = _blocks_never_run(state) if state.phase == "score" else set()
     scored = state.pool if state.phase == "score" and state.params.score_at != "input" else ()
     for block in request.blocks.values():
         if block.id not in unused:
@@ -169,7 +169,7 @@ def _task_spec(
     return TaskSpec({"phase": state.phase, **msgspec.to_builtins(request)}, bundles, work)
 
 
-def _blocks_not_run(state: SearchState) -> set[str]:
+def _blocks_never_run(state: SearchState) -> set[str]:
     # Where only inputs are scored, no device runs the deepest candidate of a donor.
     assert state.current is not None
     if state.params.score_at != "input":

@@ -350,7 +350,7 @@ def _check_power_mode(machine: MachineFacts) -> Verdict:
     )
 
 
-def _check_pinned_clocks(machine: MachineFacts) -> Verdict:
+def _check_clocks_pinned_by_others(machine: MachineFacts) -> Verdict:
     pinned = {name: low for name, (low, high) in machine.clock_limits.items() if low == high}
     is_pinned_by_helper = isinstance(machine.helper, HelperStatus) and machine.helper.point is not None
     if not pinned or is_pinned_by_helper or len(pinned) < len(machine.clock_limits):
@@ -440,7 +440,7 @@ MACHINE: Final = tuple(
         ("FQ155", "machine", _check_over_current, CURRENT_FIX),
         ("FQ156", "machine", _check_rails, RAILS_FIX),
         ("FQ160", "machine", _check_power_mode, "sudo nvpmodel -m 0"),
-        ("FQ161", "machine", _check_pinned_clocks, UNPIN_FIX),
+        ("FQ161", "machine", _check_clocks_pinned_by_others, UNPIN_FIX),
         ("FQ170", "helper", _check_clock_helper, ""),  # FQ315 checks whether the settings need a helper
         ("FQ171", "helper", _check_restored_clocks, RESTART_FIX),
         ("FQ172", "machine", _check_hidden_clocks, f"{RESTART_FIX}, and see that it runs as root"),

@@ -71,7 +71,7 @@ def prepare_environment(name: str) -> tuple[Path, str]:
     home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fedquilt" / "bench" / name
     python = home / "bin" / "python"
 
-    def run(*command: str) -> str:
+    def run_install_command(*command: str) -> str:
         try:
             completed = subprocess.run(command, capture_output=True, text=True)
         except OSError as error:
@@ -87,12 +87,12 @@ def prepare_environment(name: str) -> tuple[Path, str]:
 
     if not (home / "ready").exists():
         torch = metadata.version("torch").partition("+")[0]
-        run(sys.executable, "-m", "venv", "--clear", "--without-pip", str(home))
+        run_install_command(sys.executable, "-m", "venv", "--clear", "--without-pip", str(home))
         pip = (sys.executable, "-m", "pip", "--python", str(python))
-        run(*pip, "install", "--quiet", f"torch=={torch}", simulator.requirement)
+        run_install_command(*pip, "install", "--quiet", f"torch=={torch}", simulator.requirement)
         (home / "ready").touch()
     version_code = f"from importlib import metadata; print(metadata.version({simulator.package!r}))"
-    return python, run(str(python), "-c", version_code).strip()
+    return python, run_install_command(str(python), "-c", version_code).strip()
 
 
 @dataclass(frozen=True)
