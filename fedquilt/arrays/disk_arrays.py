@@ -1,7 +1,4 @@
-"""Arrays on disk that are read on use: large updates, states and partial aggregates.
-
-The checksum of an array is the sum of its 64-bit words, which detects every single flipped bit.
-"""
+"""Arrays on disk that are read on use: large updates, states and partial aggregates."""
 
 from __future__ import annotations
 
@@ -65,7 +62,7 @@ class DiskArray(TensorSpec):
         return array if size == self.nbytes else max(size, 0)
 
     def read(self) -> np.ndarray:
-        """Read the array, or raise StoreError if it cannot be read, is cut short, or has changed."""
+        """Read the array, or raise StoreError if the source cannot be read, is too short, or has changed."""
         with disk_errors(f"read {self.source}"):
             payload = self.read_available()
         if isinstance(payload, int) or self.expected_checksum not in (None, checksum(payload)):
@@ -80,8 +77,6 @@ class DiskArray(TensorSpec):
 
 
 class LazyTensors(Mapping[str, np.ndarray]):
-    """Mapping of tensors that are read from disk on each access."""
-
     def __init__(self, shapes: Mapping[str, DiskArray]) -> None:
         self.shapes = shapes
 
@@ -127,7 +122,7 @@ class ScratchFile:
 
 
 def checksum(array: np.ndarray) -> int:
-    """Return the sum of an array's 64-bit words and its remaining bytes, modulo 2^64."""
+    """Return the sum of an array's 64-bit words and remaining bytes, modulo 2^64. Each flipped bit changes the sum."""
     flat = np.asarray(array, order="C").reshape(-1).view(np.uint8)
     aligned_bytes = flat.size // 8 * 8
     word_sum = np.add.reduce(flat[:aligned_bytes].view(np.uint64), dtype=np.uint64)
@@ -146,9 +141,7 @@ MAX_STATE_HEADER_BYTES: Final = 100 << 20  # the safetensors library has the sam
 class SafetensorsReader(LazyTensors):
     """Tensors of a safetensors file, read on each access and sorted by name.
 
-    Raises:
-        StoreError: If the file cannot be read.
-        UpdateError: If the file is not a valid safetensors file. A truncated tensor is detected on access.
+    An invalid file raises UpdateError at once, and a truncated tensor on access.
     """
 
     def __init__(self, path: Place, disk: Disk = REAL, max_header_bytes: int = tensors.MAX_HEADER_BYTES) -> None:
@@ -222,11 +215,8 @@ def read_state(path: Place, kind: type[T], disk: Disk = REAL, lazy_bytes: float 
     try:
         reader = SafetensorsReader(path, disk, MAX_STATE_HEADER_BYTES)
         skeleton = json.loads(reader.metadata["state"])
-        arrays_by_field = {
-            name: _arrays_by_key(reader, skeleton[name])
-            for name in tensors.array_mapping_fields(kind)
-            if name in skeleton
-        }
+        stored_fields = [name for name in tensors.array_mapping_fields(kind) if name in skeleton]
+        arrays_by_field = {name: _arrays_by_key(reader, skeleton[name]) for name in stored_fields}
         lazy_tensors = {
             name: LazyTensors(arrays)
             for name, arrays in arrays_by_field.items()
