@@ -16,7 +16,7 @@ import safetensors.numpy
 from fedquilt.arrays import tensors
 from fedquilt.arrays.tensors import TensorSpec
 from fedquilt.core import StoreError, Tensors, UpdateError
-from fedquilt.host.disk import REAL, Disk, OpenFile, Place, disk_errors
+from fedquilt.host.disk import REAL, Disk, OpenFile, StrPath, disk_errors
 
 MIN_DISK_ENTRIES: Final = 1 << 16
 
@@ -29,7 +29,7 @@ class ByteSource(Protocol):
 
 @dataclass(frozen=True)
 class NamedFile:
-    path: Place
+    path: StrPath
     disk: Disk = REAL
 
     def __str__(self) -> str:
@@ -93,7 +93,7 @@ class LazyTensors(Mapping[str, np.ndarray]):
 class ScratchFile:
     """Anonymous file for arrays that change. Arrays of fewer than `min_entries` entries remain in memory."""
 
-    def __init__(self, folder: Place, disk: Disk = REAL, min_entries: int = MIN_DISK_ENTRIES) -> None:
+    def __init__(self, folder: StrPath, disk: Disk = REAL, min_entries: int = MIN_DISK_ENTRIES) -> None:
         self._folder, self._min_entries = folder, min_entries
         with disk_errors(f"make a file in {folder}"):
             self._file: OpenFile = disk.open_scratch(folder)
@@ -144,7 +144,7 @@ class SafetensorsReader(LazyTensors):
     An invalid file raises UpdateError at once, and a truncated tensor on access.
     """
 
-    def __init__(self, path: Place, disk: Disk = REAL, max_header_bytes: int = tensors.MAX_HEADER_BYTES) -> None:
+    def __init__(self, path: StrPath, disk: Disk = REAL, max_header_bytes: int = tensors.MAX_HEADER_BYTES) -> None:
         self._file = NamedFile(path, disk)
         try:
             (size,) = struct.unpack("<Q", disk.read(path, 0, 8))
@@ -207,7 +207,7 @@ def write_safetensors(path: Path, arrays: Tensors, metadata: dict[str, str] | No
             offset += shapes[name].nbytes
 
 
-def read_state(path: Place, kind: type[T], disk: Disk = REAL, lazy_bytes: float = math.inf) -> T:
+def read_state(path: StrPath, kind: type[T], disk: Disk = REAL, lazy_bytes: float = math.inf) -> T:
     """Read a state of type `kind`, or raise NoStateError if the file contains another type.
 
     Mappings of arrays with at least `lazy_bytes` bytes are returned as `LazyTensors` of the file.

@@ -29,7 +29,7 @@ import numpy as np
 from fedquilt.arrays import tensors
 from fedquilt.arrays.disk_arrays import MAX_STATE_HEADER_BYTES, SafetensorsReader, ScratchFile
 from fedquilt.core import Tensors, UpdateError
-from fedquilt.host.disk import Disk, Place
+from fedquilt.host.disk import Disk, StrPath
 
 T = TypeVar("T")
 MAX_LIMBS: Final = 16  # more than sums of addable numbers need
@@ -216,7 +216,7 @@ def map_limbs(
     return convert_array(value) if isinstance(value, np.ndarray) else value
 
 
-def read_accumulator(path: Place, kind: type[T], disk: Disk, scratch_file: ScratchFile) -> T:
+def read_accumulator(path: StrPath, kind: type[T], disk: Disk, scratch_file: ScratchFile) -> T:
     """Read an accumulator of type `kind` into a scratch file, or raise NoStateError if the file has another type.
 
     Only one array is in memory at a time.

@@ -8,7 +8,7 @@ from pathlib import Path
 from fedquilt import wire
 from fedquilt.blobs.store import BlobStore
 from fedquilt.core import BlobRef
-from fedquilt.host.disk import Place
+from fedquilt.host.disk import StrPath
 
 
 class SharedBlobStore:
@@ -64,7 +64,7 @@ class SharedBlobView(BlobStore):
     def store_small(self, payload: bytes, expected: BlobRef | None = None) -> BlobRef:
         return self._add_to_shared(self._shared.blob_store.store_small(payload, expected))
 
-    def store_file(self, path: Place, expected: BlobRef | None = None, *, move: bool = False) -> BlobRef:
+    def store_file(self, path: StrPath, expected: BlobRef | None = None, *, move: bool = False) -> BlobRef:
         self._make_folder()
         return super().store_file(path, expected, move=move)
 

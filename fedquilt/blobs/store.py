@@ -39,7 +39,7 @@ from fedquilt import wire
 from fedquilt.blobs import chunks
 from fedquilt.blobs.pack_file import PackFile, read_foreign_blob
 from fedquilt.core import BlobRef, StoreError
-from fedquilt.host.disk import REAL, Disk, PathInfo, Place, disk_errors
+from fedquilt.host.disk import REAL, Disk, PathInfo, StrPath, disk_errors
 
 T = TypeVar("T")
 
@@ -270,7 +270,7 @@ class BlobStore:
         assert self._pack is not None
         self._pack.free_space(offset, ref.size)
 
-    def store_untrusted_file(self, path: Place, expected: BlobRef) -> None:
+    def store_untrusted_file(self, path: StrPath, expected: BlobRef) -> None:
         """Store a copy of a file that another process may change. An unexpected copy raises DamagedBlobError."""
         if self.has_blob(expected):
             return
@@ -279,7 +279,7 @@ class BlobStore:
             self._require_expected(path, self._sync_and_hash(temporary, digest), expected)
             self._move_into_place(temporary, expected.sha256)
 
-    def store_file(self, path: Place, expected: BlobRef | None = None, *, move: bool = False) -> BlobRef:
+    def store_file(self, path: StrPath, expected: BlobRef | None = None, *, move: bool = False) -> BlobRef:
         """Store a file by a hard link if the file system supports links, else by a copy.
 
         A linked file must not be changed in place afterwards, but may be replaced. With `move` the file is moved
@@ -427,7 +427,7 @@ class BlobStore:
         return BlobRef(sha256=digest or self.disk.hash_file(path), size=info.size)
 
     @staticmethod
-    def _require_expected(path: Place, ref: BlobRef, expected: BlobRef | None) -> None:
+    def _require_expected(path: StrPath, ref: BlobRef, expected: BlobRef | None) -> None:
         if expected not in (None, ref):
             raise chunks.DamagedBlobError(f"{path} has an unexpected sha256 ({ref.sha256[:12]}): create the file again")
 
