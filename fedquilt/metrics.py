@@ -1,7 +1,6 @@
 """Names, titles and units of metrics, and the main metric of each task.
 
-This module needs no numpy. `fedquilt.core.evaluation` computes the values. Views, comparisons and reports use the main
-metric and the direction.
+This module needs no numpy. `fedquilt.core.evaluation` computes the values.
 """
 
 from __future__ import annotations
