@@ -57,7 +57,7 @@ from fedquilt.edge_agent.power.learned_model import LearnedModel
 from fedquilt.edge_agent.state_machine import CountedRound, Key
 from fedquilt.edge_agent.task import sandbox
 from fedquilt.edge_agent.task.protocol import PRIVATE_FILE
-from fedquilt.host.disk import REAL, Disk, Lock, Place, disk_errors
+from fedquilt.host.disk import REAL, Disk, Lock, StrPath, disk_errors
 
 log = logging.getLogger("fedquilt.agent")
 
@@ -386,7 +386,7 @@ class AgentState:
         for ref in refs:
             self.blob_store.record_use(ref.sha256)
 
-    def _sync(self, path: Place) -> None:
+    def _sync(self, path: StrPath) -> None:
         if self.durable:
             self._disk.sync(path)
 

@@ -224,7 +224,7 @@ def _read_certificate(
 def _validity_or_reason(
     pem: bytes, files: CredentialPaths, device: str, key: ec.EllipticCurvePrivateKey
 ) -> CertificateValidity | str:
-    with disk.disk_errors(f"read {files.ca}", when_full=""):
+    with disk.disk_errors(f"read {files.ca}", full_disk_fix=""):
         authority = files.ca.read_bytes()
     try:
         ca = x509.load_pem_x509_certificate(authority)
@@ -267,7 +267,7 @@ def _post_request(
     try:
         connection.request("POST", path, msgspec.json.encode(request), {"Content-Type": "application/json"})
         response = connection.getresponse()
-        status, body = response.status, response.read(enrolment.MAX_BODY + 1)
+        status, body = response.status, response.read(enrolment.MAX_BODY_BYTES + 1)
     except (OSError, http.client.HTTPException) as error:
         raise LinkError(_describe_connection_error(url, files, error)) from None
     finally:

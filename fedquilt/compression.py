@@ -30,8 +30,8 @@ from fedquilt.arrays.tensors import TensorSpec
 from fedquilt.core import ClientResult, DivergedError, Encoding, ModelError, Tensors, UpdateError
 from fedquilt.formats import tensor_register
 
-UNSENT: Final = "unsent/"  # in a device's private state: prefix of the rests that codecs have left out
-MARK: Final = "#"  # separates a tensor's name from that of a part it is sent in
+RESIDUAL_PREFIX: Final = "unsent/"  # prefix of residuals in a device's private state
+SEPARATOR: Final = "#"  # between the names of a tensor and of a part
 
 T = TypeVar("T")
 
@@ -41,62 +41,58 @@ def exclude_buffers(wire: Encoding, meta: Mapping[str, Any]) -> Encoding:
     network = meta.get("network")
     if wire.codec == "raw" or not network:
         return wire
-    register = tensor_register.register_from_table(
-        {**network, **{key: meta[key] for key in ("register",) if key in meta}}
-    )
+    register_entry = {"register": meta["register"]} if "register" in meta else {}
+    register = tensor_register.register_from_table({**network, **register_entry})
     buffers = [entry.name for entry in register.tensors if entry.kind != "parameter"]
     return msgspec.structs.replace(wire, unchanged=tuple(dict.fromkeys((*wire.unchanged, *buffers))))
 
 
 def method_state(private: Tensors) -> dict[str, np.ndarray]:
-    return {name: array for name, array in private.items() if not name.startswith(UNSENT)}
+    return {name: array for name, array in private.items() if not name.startswith(RESIDUAL_PREFIX)}
 
 
 def encode_update(
     wire: Encoding, result: ClientResult, base: Callable[[str], Tensors | None], private: Callable[[], Tensors]
 ) -> ClientResult:
-    """Return an update as sent. The arrays of `private`, called only now to save memory, are overwritten."""
+    """Return an update as sent. `private` is called late to save memory, and its arrays are overwritten."""
     if wire.codec == "raw":
         return result
-    started = private()
-    new_unsent = {name: started[name] for name in started if name.startswith(UNSENT)}
+    private_state = private()
+    residuals = {name: private_state[name] for name in private_state if name.startswith(RESIDUAL_PREFIX)}
     bundles = {}
     for bundle, bundle_tensors in result.bundles.items():
         tensors.require_finite(bundle_tensors)
-        prefix = f"{UNSENT}{bundle}/"
-        bundle_unsent = {
-            name.removeprefix(prefix): array for name, array in new_unsent.items() if name.startswith(prefix)
-        }
-        bundles[bundle], unsent = encode_bundle(wire, bundle_tensors, base(bundle) or {}, bundle_unsent)
-        new_unsent = {name: array for name, array in new_unsent.items() if not name.startswith(prefix)}
-        new_unsent |= {prefix + name: array for name, array in unsent.items()}
-    return replace(result, bundles=bundles, private_state={**result.private_state, **new_unsent})
+        prefix = f"{RESIDUAL_PREFIX}{bundle}/"
+        names = [name for name in residuals if name.startswith(prefix)]
+        bundle_residuals = {name.removeprefix(prefix): residuals.pop(name) for name in names}
+        bundles[bundle], new_residuals = encode_bundle(wire, bundle_tensors, base(bundle) or {}, bundle_residuals)
+        residuals |= {prefix + name: array for name, array in new_residuals.items()}
+    return replace(result, bundles=bundles, private_state={**result.private_state, **residuals})
 
 
 def encode_bundle(
-    wire: Encoding, bundle_tensors: Tensors, base: Tensors, unsent: Tensors
+    wire: Encoding, bundle_tensors: Tensors, base: Tensors, residuals: Tensors
 ) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
-    """Return a bundle as sent, and the residuals to add to the next update. `unsent` is overwritten."""
-    coder, encoded, remaining, unchanged = CODERS[wire.codec], {}, dict(unsent), frozenset(wire.unchanged)
+    """Return a bundle as sent, and the residuals to add to the next update. `residuals` is overwritten."""
+    codec, encoded, remaining, unchanged = LOSSY_CODECS[wire.codec], {}, dict(residuals), frozenset(wire.unchanged)
     for name, array in bundle_tensors.items():
-        if MARK in name:
-            raise ModelError(f"tensor {name!r}: a name with {MARK} cannot be told from a part's; [wire] codec = 'raw'")
+        if SEPARATOR in name:
+            problem = f"a name with {SEPARATOR} cannot be told from a part's"
+            raise ModelError(f"tensor {name!r}: {problem}; [wire] codec = 'raw'")
         start = _find_matching_start(base, name, array.shape)
-        if name in unchanged or not _can_round(array) or (start is None and not coder.alone):
+        if name in unchanged or not _can_round(array) or (start is None and not codec.works_without_start):
             encoded[name] = array
             continue
-        previous_residual, residual = remaining.pop(name, None), None
-        if start is not None and coder.remembers:
-            residual = (
-                np.zeros(array.shape, np.float32)
-                if previous_residual is None or previous_residual.shape != array.shape
-                else previous_residual
-            )
+        residual = remaining.pop(name, None)
+        if start is None or not codec.has_residual:
+            residual = None
+        elif residual is None or residual.shape != array.shape:
+            residual = np.zeros(array.shape, np.float32)
         try:
-            parts = coder.put(np.ascontiguousarray(array), start, residual, wire.keep)
+            parts = codec.encode(np.ascontiguousarray(array), start, residual, wire.keep)
         except UpdateError as error:
             raise UpdateError(f"tensor {name!r}, {error}") from None
-        encoded |= {f"{name}{MARK}{part}": value for part, value in zip(coder.parts, parts, strict=True)}
+        encoded |= {f"{name}{SEPARATOR}{part}": value for part, value in zip(codec.parts, parts, strict=True)}
         if residual is not None and residual.any():
             remaining[name] = residual
     return encoded, remaining
@@ -113,19 +109,20 @@ def decode_update(
 def decode_bundle(wire: Encoding, encoded: Tensors, base: Tensors) -> dict[str, np.ndarray]:
     """Return the bundle given to `encode_bundle`, up to the codec's error, or raise UpdateError."""
     tensors.require_finite(encoded)
-    coder = CODERS[wire.codec]
-    plain, split = _group_parts(wire, encoded)
+    codec = LOSSY_CODECS[wire.codec]
+    decoded, split = _group_parts(wire, encoded)
     for name, parts in split.items():
-        start = _find_matching_start(base, name, None if not coder.alone else parts[coder.parts[0]].shape)
-        if start is None and not coder.alone:
+        shape = parts[codec.parts[0]].shape if codec.works_without_start else None
+        start = _find_matching_start(base, name, shape)
+        if start is None and not codec.works_without_start:
             raise UpdateError(f"tensor {name!r} was sent by {wire.codec}, but there is none that it moved from")
-        # broadcast, so that no update doubles its memory on the coordinator
-        origin = np.broadcast_to(np.float32(0), parts[coder.parts[0]].shape) if start is None else start
+        # The broadcast saves memory: no update takes twice its size on the coordinator.
+        origin = np.broadcast_to(np.float32(0), parts[codec.parts[0]].shape) if start is None else start
         try:
-            plain[name] = coder.take([parts[part] for part in coder.parts], origin, wire.keep)
+            decoded[name] = codec.decode([parts[part] for part in codec.parts], origin, wire.keep)
         except UpdateError as error:
             raise UpdateError(f"tensor {name!r}, {error}") from None
-    return dict(sorted(plain.items()))
+    return dict(sorted(decoded.items()))
 
 
 def decoded_specs(
@@ -134,34 +131,34 @@ def decoded_specs(
     """Return types and shapes that `decode_bundle` would return. Shapes that are not sent are those of `reference`."""
     if wire.codec == "raw":
         return dict(encoded)
-    coder = CODERS[wire.codec]
-    plain, split = _group_parts(wire, encoded)
+    codec = LOSSY_CODECS[wire.codec]
+    specs, split = _group_parts(wire, encoded)
     for name, parts in split.items():
-        shape = coder.told([parts[part] for part in coder.parts], getattr(reference.get(name), "shape", ()), wire.keep)
+        expected_shape = getattr(reference.get(name), "shape", ())
+        shape = codec.decoded_shape([parts[part] for part in codec.parts], expected_shape, wire.keep)
         if shape is None:
-            raise UpdateError(f"tensor {name!r} is told in parts of types or shapes that {wire.codec} does not make")
-        plain[name] = TensorSpec(shape, np.dtype(np.float32))
-    return plain
+            raise UpdateError(f"tensor {name!r} has parts of types or shapes that {wire.codec} does not make")
+        specs[name] = TensorSpec(shape, np.dtype(np.float32))
+    return specs
 
 
 def _group_parts(wire: Encoding, encoded: Mapping[str, T]) -> tuple[dict[str, T], dict[str, dict[str, T]]]:
-    coder = CODERS[wire.codec]
+    codec = LOSSY_CODECS[wire.codec]
     plain: dict[str, T] = {}
     split: dict[str, dict[str, T]] = {}
     for name, value in encoded.items():
-        tensor, _, part = name.rpartition(MARK)
-        if tensor and part in coder.parts:
+        tensor, _, part = name.rpartition(SEPARATOR)
+        if tensor and part in codec.parts:
             split.setdefault(tensor, {})[part] = value
         else:
             plain[name] = value
-    if odd := split.keys() & set(wire.unchanged):
-        raise UpdateError(f"tensor {min(odd)!r} was sent by {wire.codec}, and is a buffer, which travels unchanged")
+    if buffers := split.keys() & set(wire.unchanged):
+        raise UpdateError(f"tensor {min(buffers)!r} was sent by {wire.codec}, and is a buffer, which travels unchanged")
     for name, parts in split.items():
-        if name in plain or parts.keys() != set(coder.parts):
+        if name in plain or parts.keys() != set(codec.parts):
             part_names = ", ".join([*(["itself"] if name in plain else []), *sorted(parts)])
-            raise UpdateError(
-                f"tensor {name!r} was sent as {part_names}; {wire.codec} wants {' and '.join(coder.parts)}"
-            )
+            required_names = " and ".join(codec.parts)
+            raise UpdateError(f"tensor {name!r} was sent as {part_names}; {wire.codec} wants {required_names}")
     return plain, split
 
 
@@ -184,13 +181,13 @@ class LossyCodec:
     """Functions of one lossy codec. `start` is the tensor's value before the change."""
 
     parts: tuple[str, ...]
-    put: Callable[[np.ndarray, np.ndarray | None, np.ndarray | None, float], Sequence[np.ndarray]]
-    """(array, start, rest, keep) -> the parts. `rest`, left out before, becomes the part left out now."""
-    take: Callable[[Sequence[np.ndarray], np.ndarray, float], np.ndarray]  # (parts, start or 0, keep) -> the tensor
-    told: Callable[[Sequence[TensorSpec], tuple[int, ...], float], tuple[int, ...] | None]
-    """(parts, shape expected, keep) -> the tensor's shape; None: parts of other types or shapes than `put` makes."""
-    remembers: bool  # whether its rest is sent next time
-    alone: bool  # whether it works without a start
+    encode: Callable[[np.ndarray, np.ndarray | None, np.ndarray | None, float], Sequence[np.ndarray]]
+    """(array, start, residual, keep) -> the parts. The array `residual` is overwritten with the new residual."""
+    decode: Callable[[Sequence[np.ndarray], np.ndarray, float], np.ndarray]  # (parts, start or 0, keep) -> the tensor
+    decoded_shape: Callable[[Sequence[TensorSpec], tuple[int, ...], float], tuple[int, ...] | None]
+    """(parts, expected shape, keep) -> the tensor's shape, or None if `encode` makes no such parts."""
+    has_residual: bool  # whether the error is added to the next update
+    works_without_start: bool
 
 
 def _require_finite(array: np.ndarray, fix: str) -> np.ndarray:
@@ -249,7 +246,7 @@ def _encode_int8(
         counts.reshape(-1)[block] = steps
         if start is not None and residual is not None:
             start_values = start.reshape(-1)[block]
-            changes[block] -= (start_values + steps * step) - start_values  # as the coordinator will round it
+            changes[block] -= (start_values + steps * step) - start_values  # rounded as on the coordinator
     return counts, np.full(1, step, np.float32)
 
 
@@ -283,16 +280,15 @@ def _encode_topk(
     changes = _add_change(array, start, residual)
     indices = _largest_indices(changes, _sent_count(changes.size, keep))
     current_values, start_values = array.reshape(-1)[indices], start.reshape(-1)[indices]
-    sent_values = current_values + (
-        changes[indices] - (current_values - start_values)
-    )  # the tensor's own entry to the last bit, if nothing was left out before
+    # Without a residual, each sent value is bit-identical to the tensor's entry.
+    sent_values = current_values + (changes[indices] - (current_values - start_values))
     changes[indices] -= sent_values - start_values
     return indices.astype(np.min_scalar_type(changes.size - 1)), sent_values
 
 
 def _largest_indices(changes: np.ndarray, count: int) -> np.ndarray:
-    """Return the sorted indices of the largest magnitudes. Of equal ones the first are selected."""
-    edge = _kth_largest(changes, count)
+    """Return the sorted indices of the largest magnitudes, and of the first among equal magnitudes."""
+    threshold = _kth_largest(changes, count)
 
     def select_indices(condition: Callable[[np.ndarray], np.ndarray], limit: int) -> list[np.ndarray]:
         index_blocks: list[np.ndarray] = []
@@ -303,24 +299,20 @@ def _largest_indices(changes: np.ndarray, count: int) -> np.ndarray:
             limit -= len(index_blocks[-1])
         return index_blocks
 
-    larger = select_indices(lambda sizes: sizes > edge, count)
-    level = select_indices(lambda sizes: sizes == edge, count - sum(map(len, larger)))
-    return np.sort(np.concatenate([*larger, *level]))
+    larger = select_indices(lambda sizes: sizes > threshold, count)
+    equal = select_indices(lambda sizes: sizes == threshold, count - sum(map(len, larger)))
+    return np.sort(np.concatenate([*larger, *equal]))
 
 
 def _kth_largest(changes: np.ndarray, count: int) -> np.ndarray:
-    """Return the `count`-th largest magnitude.
-
-    Magnitudes of floats are ordered like their bits, so the upper 16 bits are searched first, and then the lower 16.
-    """
-
+    # Magnitudes of floats are ordered like their bits, so the upper 16 bits are searched first, and then the lower 16.
     def magnitude_bits(block: slice) -> np.ndarray:
         return np.abs(changes[block]).view(np.uint32)
 
     def find_bin(counts: np.ndarray, rank: int) -> tuple[int, int]:
-        beyond = np.cumsum(counts[::-1])
-        index = int(np.searchsorted(beyond, rank))
-        return len(counts) - 1 - index, int(beyond[index] - counts[::-1][index])
+        cumulative_counts = np.cumsum(counts[::-1])
+        index = int(np.searchsorted(cumulative_counts, rank))
+        return len(counts) - 1 - index, int(cumulative_counts[index] - counts[::-1][index])
 
     upper, lower = np.zeros(1 << 16, np.int64), np.zeros(1 << 16, np.int64)
     for block in _split_blocks(changes.size):
@@ -359,8 +351,14 @@ def _sent_count(size: int, keep: float) -> int:
     return min(max(math.ceil(keep * size), 1), size)
 
 
-CODERS: Final[Mapping[str, LossyCodec]] = {
-    "fp16": LossyCodec(("fp16",), _encode_fp16, _decode_fp16, _fp16_shape, remembers=False, alone=True),
-    "int8": LossyCodec(("int8", "step"), _encode_int8, _decode_int8, _int8_shape, remembers=True, alone=True),
-    "topk": LossyCodec(("at", "value"), _encode_topk, _decode_topk, _topk_shape, remembers=True, alone=False),
+LOSSY_CODECS: Final[Mapping[str, LossyCodec]] = {
+    "fp16": LossyCodec(
+        ("fp16",), _encode_fp16, _decode_fp16, _fp16_shape, has_residual=False, works_without_start=True
+    ),
+    "int8": LossyCodec(
+        ("int8", "step"), _encode_int8, _decode_int8, _int8_shape, has_residual=True, works_without_start=True
+    ),
+    "topk": LossyCodec(
+        ("at", "value"), _encode_topk, _decode_topk, _topk_shape, has_residual=True, works_without_start=False
+    ),
 }

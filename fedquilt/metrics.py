@@ -1,7 +1,6 @@
 """Names, titles and units of metrics, and the main metric of each task.
 
-This module needs no numpy. Views, comparisons and reports use its main metric and direction. Values come from
-`fedquilt.core.evaluation`.
+This module needs no numpy. `fedquilt.core.evaluation` computes the values.
 """
 
 from __future__ import annotations
@@ -16,14 +15,14 @@ TASKS: Final[tuple[TaskKind, ...]] = ("classes", "regression", "labels")
 
 
 class Metric(NamedTuple):
-    name: str  # as of `evaluation.compute_metrics`
-    title: str  # for people
+    name: str  # key in the result of `evaluation.compute_metrics`
+    title: str
     higher: bool = True  # whether more is better
-    share: bool = True  # whether it runs from 0 to 1 and is shown in per cent
+    share: bool = True  # whether values are from 0 to 1 and shown in per cent
 
 
 ACCURACY: Final = Metric("accuracy", "accuracy")
-KNOWN: Final[Mapping[str, Metric]] = {
+METRICS: Final[Mapping[str, Metric]] = {
     metric.name: metric
     for metric in (
         ACCURACY,
@@ -44,10 +43,10 @@ KNOWN: Final[Mapping[str, Metric]] = {
         Metric("loss", "loss", higher=False, share=False),
     )
 }
-MAIN: Final[Mapping[TaskKind, Metric]] = {
-    "classes": KNOWN["accuracy"],
-    "regression": KNOWN["rmse"],
-    "labels": KNOWN["label_accuracy"],
+MAIN_METRICS: Final[Mapping[TaskKind, Metric]] = {
+    "classes": METRICS["accuracy"],
+    "regression": METRICS["rmse"],
+    "labels": METRICS["label_accuracy"],
 }
 
 
@@ -62,11 +61,11 @@ def task_from_network(network: Mapping[str, Any]) -> TaskKind:
 def main_metric(sums: EvaluationSums | None) -> tuple[Metric, float] | None:
     if sums is None or not sums.examples:
         return None
-    return MAIN[sums.task], evaluation.main_metric_value(sums)
+    return MAIN_METRICS[sums.task], evaluation.main_metric_value(sums)
 
 
 def summarise_over_devices(sums: EvaluationSums | None) -> evaluation.MetricOverDevices | None:
-    return None if sums is None else evaluation.summarise_over_devices(sums, higher=MAIN[sums.task].higher)
+    return None if sums is None else evaluation.summarise_over_devices(sums, higher=MAIN_METRICS[sums.task].higher)
 
 
 def best_value(metric: Metric, values: Sequence[float]) -> float:
@@ -89,9 +88,10 @@ def format_value(metric: Metric, value: float, digits: int = 2) -> str:
 
 
 def describe_metrics(sums: EvaluationSums, digits: int = 2, skip: Collection[str] = ()) -> list[str]:
-    """Format each metric of an evaluation, without those in `skip`. An AUC is followed by its error."""
+    """Format each metric of an evaluation that is not in `skip`. The error of the AUC follows the AUC."""
     values = evaluation.compute_metrics(sums)
-    texts = {name: f"{KNOWN[name].title} {format_value(KNOWN[name], value, digits)}" for name, value in values.items()}
+    metrics = [(METRICS[name], value) for name, value in values.items()]
+    texts = {metric.name: f"{metric.title} {format_value(metric, value, digits)}" for metric, value in metrics}
     if (error := values.get("auc_error")) is not None:
         texts["auc"] += f" ± {error:.2g}"
     return [text for name, text in texts.items() if name != "auc_error" and name not in skip]

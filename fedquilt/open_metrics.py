@@ -20,14 +20,14 @@ from fedquilt.host.http_server import ConnectionLimiter, ConnectionLimits, HttpE
 log = logging.getLogger(__name__)
 
 
-REUSE_S: Final = 0.5  # for which an answer is reused
+CACHE_S: Final = 0.5  # time for which a response is reused
 LIMITS: Final = ConnectionLimits(connections=32, per_address=16)  # scrapes are few and short
 
 
 class MetricFamily(NamedTuple):
-    name: str  # of a counter without "_total"
+    name: str  # without "_total" for a counter
     kind: Literal["gauge", "counter"]
-    about: str
+    description: str
     labels: tuple[str, ...]
     samples: Sequence[tuple[tuple[str, ...], float]]  # values of `labels`, and the value
 
@@ -47,7 +47,7 @@ def serve_metrics(
 
     Args:
         listen: "HOST:PORT" with port 0 for any free port, or None to serve nothing and yield "".
-        collect: Function called in another thread for each request. Its errors are logged and answered with status 500.
+        collect: Function called in another thread for each request. Errors are logged and cause status 500.
         connections: Limits on the connections, or None for LIMITS.
     """
     if listen is None:
@@ -58,12 +58,12 @@ def serve_metrics(
     registry = client.CollectorRegistry()
     registry.register(_Collector(collect, extras.load_optional("prometheus_client.core")))
     client.ProcessCollector(registry=registry)
-    answers = _CachedResponses(client.make_wsgi_app(registry))
+    responses = _CachedResponses(client.make_wsgi_app(registry))
     try:
         server = HttpServer(
             host,
             port,
-            answers.answer_request,
+            responses.answer_request,
             connections=ConnectionLimiter(LIMITS) if connections is None else connections,
         )
     except OSError as error:
@@ -76,40 +76,40 @@ def serve_metrics(
 
 
 class _CachedResponses:
-    """Answers of prometheus_client's WSGI application, which negotiates format and compression.
+    """Responses of prometheus_client's WSGI application, which negotiates format and compression.
 
-    Answers are made one at a time and reused for a moment, so that many clients cost no more time than a few.
+    Responses are created one at a time and reused for CACHE_S, so that many clients cost no more time than a few.
     """
 
     def __init__(self, application: Any) -> None:
         self._application, self._lock = application, threading.Lock()
-        self._made: dict[tuple[str, ...], tuple[float, int, dict[str, str], bytes]] = {}
+        self._responses: dict[tuple[str, ...], tuple[float, int, dict[str, str], bytes]] = {}
 
     def answer_request(self, exchange: HttpExchange) -> None:
-        """Answer GET and HEAD of /metrics, with the same response to equal requests for REUSE_S."""
         path, _, query = exchange.path.partition("?")
         if exchange.method not in ("GET", "HEAD") or path not in ("/", "/metrics"):
             raise RequestRefusedError(404, "there are only GET /metrics and HEAD /metrics")
         accepted = {name: exchange.headers.get(name, "") for name in ("accept", "accept-encoding")}
         with self._lock:
             now_s = time.monotonic()
-            self._made = {key: response for key, response in self._made.items() if now_s < response[0] + REUSE_S}
+            for expired in [key for key, response in self._responses.items() if now_s >= response[0] + CACHE_S]:
+                del self._responses[expired]
             key = (query, *accepted.values())
-            if key not in self._made:
+            if key not in self._responses:
                 status, headers, body = self._call_application(path, query, accepted)
-                self._made[key] = time.monotonic(), status, headers, body
-            _, status, headers, body = self._made[key]
+                self._responses[key] = time.monotonic(), status, headers, body
+            _, status, headers, body = self._responses[key]
         exchange.send_response(status, headers, body)
 
     def _call_application(self, path: str, query: str, accepted: dict[str, str]) -> tuple[int, dict[str, str], bytes]:
         environment = {"REQUEST_METHOD": "GET", "PATH_INFO": path, "QUERY_STRING": query}
         environment |= {f"HTTP_{name.upper().replace('-', '_')}": value for name, value in accepted.items() if value}
-        started: list[tuple[str, list[tuple[str, str]]]] = []
+        responses: list[tuple[str, list[tuple[str, str]]]] = []
         try:
-            body = b"".join(self._application(environment, lambda status, headers: started.append((status, headers))))
+            body = b"".join(self._application(environment, lambda status, headers: responses.append((status, headers))))
         except Exception:  # logged by _Collector
             raise RequestRefusedError(500, "the metrics cannot be made: see the log") from None
-        status, headers = started[0]
+        status, headers = responses[0]
         return int(status.split()[0]), dict(headers), body
 
 
@@ -118,7 +118,7 @@ class _Collector:
         self._collect, self._kinds = collect, kinds
 
     def describe(self) -> list[Any]:
-        # Names are unknown until something is collected.
+        # Names are unknown before the first collection.
         return []
 
     def collect(self) -> Iterator[Any]:
@@ -127,9 +127,9 @@ class _Collector:
         except Exception:
             log.exception("metrics cannot be made")
             raise
-        for each in families:
-            kind = self._kinds.CounterMetricFamily if each.kind == "counter" else self._kinds.GaugeMetricFamily
-            family = kind(each.name, each.about, labels=each.labels)
-            for values, value in each.samples:
-                family.add_metric(values, value)
-            yield family
+        for family in families:
+            kind = self._kinds.CounterMetricFamily if family.kind == "counter" else self._kinds.GaugeMetricFamily
+            prometheus_family = kind(family.name, family.description, labels=family.labels)
+            for values, value in family.samples:
+                prometheus_family.add_metric(values, value)
+            yield prometheus_family

@@ -40,13 +40,13 @@ GROUPS: Final[dict[Kind, str]] = {
     "engine": "fedquilt.engines",
     "blobs": "fedquilt.blobs",
 }
-CALLED: Final[dict[Kind, str]] = {**{kind: kind for kind in GROUPS}, "data": "data set", "blobs": "blob backend"}
-OWNERS: Final = ("data", "meter")  # kinds that no message names, only agent.toml
+KIND_TITLES: Final[dict[Kind, str]] = {**{kind: kind for kind in GROUPS}, "data": "data set", "blobs": "blob backend"}
+LOCAL_KINDS: Final = ("data", "meter")  # kinds that only agent.toml names
 TARGET: Final = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")  # module:name
-NAMED: Final = re.compile(r"[a-z0-9][a-z0-9._-]{0,63}")  # possible names of entry points
+ENTRY_POINT_NAME: Final = re.compile(r"[a-z0-9][a-z0-9._-]{0,63}")  # possible names of entry points
 
-_allowed: frozenset[str] | None = None  # packages and `module:name`; None: every installed package
-_by_code = True  # whether other `module:name` than those in `_allowed` may be imported
+_allowed: frozenset[str] | None = None  # packages and `module:name` plug-ins, or None for all installed packages
+_allows_targets = True  # whether `module:name` plug-ins outside `_allowed` may be imported
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class Plugin:
     kind: Kind
     name: str  # name in a job: of an entry point, or module:name
     target: str  # module:name
-    package: str  # distribution, or for `module:name` without one its top-level module
+    package: str  # distribution, or the top-level module of `module:name`
     version: str  # "" without a distribution
 
     @property
@@ -66,12 +66,12 @@ class Plugin:
 
     def __str__(self) -> str:
         owner = f"package {self.package} {self.version}".strip() if self.version else f"module {self.module}"
-        return f"{CALLED[self.kind]} {self.name!r} of {owner}" + (
+        return f"{KIND_TITLES[self.kind]} {self.name!r} of {owner}" + (
             f" ({self.target})" if self.name != self.target else ""
         )
 
 
-# -- what there is --------------------------------------------------------------------------------
+# -- lookup ---------------------------------------------------------------------------------------
 
 
 def plugin_names(kind: Kind) -> list[str]:
@@ -89,7 +89,7 @@ def plugin_fingerprints(
 
 
 def package_plugins(name: str) -> list[Plugin]:
-    """Return all plug-ins of an installed package, or [] if there are none."""
+    """Return all plug-ins of an installed package, or []."""
     plugins = [plugin for kind in GROUPS for plugin in _list_allowed_plugins(kind)]
     return [plugin for plugin in plugins if _normalized_package(plugin.package) == _normalized_package(name)]
 
@@ -123,27 +123,27 @@ def find_plugin(kind: Kind, name: str, builtin_names: Collection[str] = ()) -> P
     """
     if ":" in name:
         return _plugin_from_target(kind, name)
-    claims = [plugin for plugin in _list_allowed_plugins(kind) if plugin.name == name]
+    matches = [plugin for plugin in _list_allowed_plugins(kind) if plugin.name == name]
     if name in builtin_names:
-        if claims:
+        if matches:
             raise JobError(
-                f"{claims[0]} has the name of fedquilt's own {CALLED[kind]} {name!r}: rename its entry point in "
-                f"{GROUPS[kind]}, or uninstall {claims[0].package}"
+                f"{matches[0]} has the name of fedquilt's own {KIND_TITLES[kind]} {name!r}: rename its entry point in "
+                f"{GROUPS[kind]}, or uninstall {matches[0].package}"
             )
         return None
-    if len(claims) > 1:
-        owners = " and ".join(f"{plugin.package} {plugin.version}" for plugin in claims)
+    if len(matches) > 1:
+        owners = " and ".join(f"{plugin.package} {plugin.version}" for plugin in matches)
         raise JobError(
-            f"two packages give a {CALLED[kind]} {name!r}: {owners}; uninstall one, or write {claims[0].target!r}"
+            f"two packages give a {KIND_TITLES[kind]} {name!r}: {owners}; uninstall one, or write {matches[0].target!r}"
         )
-    if claims:
-        return claims[0]
+    if matches:
+        return matches[0]
     names = [*sorted(builtin_names), *plugin_names(kind)]
-    shut = [plugin for plugin in _list_installed_plugins(kind, tuple(sys.path)) if plugin.name == name]
-    if shut:
-        raise JobError(f"{shut[0]} is not allowed here: add {shut[0].package!r} to `plugins` in agent.toml")
+    forbidden = [plugin for plugin in _list_installed_plugins(kind, tuple(sys.path)) if plugin.name == name]
+    if forbidden:
+        raise JobError(f"{forbidden[0]} is not allowed here: add {forbidden[0].package!r} to `plugins` in agent.toml")
     raise JobError(
-        f"{CALLED[kind]} {name!r} is unknown{toml.describe_choices(name, names)}; "
+        f"{KIND_TITLES[kind]} {name!r} is unknown{toml.describe_choices(name, names)}; "
         "your own is module:name, or an entry point of an installed package"
     )
 
@@ -152,18 +152,14 @@ def load_plugin(kind: Kind, name: str, builtin_names: Collection[str] = ()) -> A
     """Import the object of a name, or return None for a built-in name in `builtin_names`.
 
     Raises:
-        JobError: If `find_plugin` fails, the object does not exist or its import fails.
+        JobError: If `find_plugin` or `import_plugin` fails.
     """
     plugin = find_plugin(kind, name, builtin_names)
     return None if plugin is None else import_plugin(plugin)
 
 
 def import_plugin(plugin: Plugin) -> Any:
-    """Import the object of a plug-in.
-
-    Raises:
-        JobError: If the module or the object does not exist, or the import fails.
-    """
+    """Import the object of a plug-in, or raise JobError if the object is missing or the import fails."""
     module, _, attribute = plugin.target.partition(":")
     with search_current_folder():
         try:
@@ -172,7 +168,7 @@ def import_plugin(plugin: Plugin) -> Any:
             if isinstance(error, ModuleNotFoundError) and error.name in (module, plugin.module):
                 fix = f"start the command in the folder of {plugin.module}.py, or install its package"
                 raise JobError(f"{plugin}: there is no module {error.name!r}; {fix}") from None
-            fix = "mend it" + (f", or uninstall {plugin.package}" if plugin.version else "")
+            fix = "correct the module" + (f", or uninstall {plugin.package}" if plugin.version else "")
             problem = shorten_error(str(error)) or type(error).__name__
             raise JobError(
                 f"{plugin} fails at import: {type(error).__name__}: {problem} ({_error_location(error)}); {fix}"
@@ -190,38 +186,35 @@ def wrong_kind_error(plugin: Plugin, expected: str, actual: Any) -> JobError:
     return JobError(f"{plugin} is a {type(actual).__name__}, and {expected} is wanted: correct {plugin.target}")
 
 
-# -- what a board allows --------------------------------------------------------------------------
+# -- permission -----------------------------------------------------------------------------------
 
 
 def restrict_plugins(allowed: Collection[str] | None) -> None:
-    """Limit this process to the plug-ins that its device allows.
+    """Limit this process to the plug-ins that its device allows. Agents and their task processes call this once.
 
-    Agents and their task processes call this once.
-
-    Args:
-        allowed: Names of packages and of `module:name` plug-ins. None allows the entry points of all installed packages
-            and no `module:name`.
+    `allowed` contains packages and `module:name` plug-ins. None allows the entry points of all installed packages, and
+    no `module:name`.
     """
-    global _allowed, _by_code
-    _allowed, _by_code = None if allowed is None else frozenset(allowed), False
+    global _allowed, _allows_targets
+    _allowed, _allows_targets = None if allowed is None else frozenset(allowed), False
 
 
 @contextmanager
 def restrict_plugins_within(allowed: Collection[str] | None) -> Iterator[None]:
     """Limit this process to the allowed plug-ins within a `with` block."""
-    global _allowed, _by_code
-    previous = _allowed, _by_code
+    global _allowed, _allows_targets
+    previous = _allowed, _allows_targets
     restrict_plugins(allowed)
     try:
         yield
     finally:
-        _allowed, _by_code = previous
+        _allowed, _allows_targets = previous
 
 
 @contextmanager
 def search_current_folder() -> Iterator[None]:
     """Import from the current folder too within a `with` block, except on a device."""
-    if not _by_code:
+    if not _allows_targets:
         yield
         return
     folder = str(Path.cwd())
@@ -232,72 +225,54 @@ def search_current_folder() -> Iterator[None]:
         sys.path.remove(folder)
 
 
-# -- which content --------------------------------------------------------------------------------
+# -- fingerprints ---------------------------------------------------------------------------------
 
 
 def fingerprint(plugin: Plugin) -> str:
     """Return package, version and sha256 of all files of a plug-in's module, as one line.
 
-    Two machines with the same fingerprint run the same code. A fingerprint has at most 200 characters, as a
-    `fedquilt.core.ShortText` has.
+    Two machines with the same fingerprint run the same code. A fingerprint has at most 200 characters, which is the
+    limit of `fedquilt.core.ShortText`.
     """
     return f"{plugin.package[:90]} {plugin.version[:44] or '-'} {module_digest(plugin.module)}"
 
 
 def module_digest(module: str) -> str:
-    """Return the sha256 of all files of a top-level module, or "unknown" without files.
-
-    Nothing is imported.
-    """
+    """Return the sha256 of all files of a top-level module, or "unknown" without files. Nothing is imported."""
     with search_current_folder():
         return _compute_module_digest(module, tuple(sys.path))
 
 
-def format_fingerprint(proof: str) -> str:
+def format_fingerprint(fingerprint_text: str) -> str:
     """Return version and short digest of a fingerprint, "1.0 (3fa1b2c4)", or "" if invalid."""
-    _, _, digest = proof.partition(" ")
+    _, _, digest = fingerprint_text.partition(" ")
     version, _, content = digest.partition(" ")
     return f"{'without version' if version == '-' else version} ({content[:8]})" if content else ""
 
 
-def require_unchanged_modules(recorded_digests: Mapping[str, str]) -> None:
-    """Check that the packages of a bundle's network are unchanged since `fedquilt prepare`.
+def require_unchanged_modules(recorded_fingerprints: Mapping[str, str]) -> None:
+    """Raise JobError if a module of a bundle's network has changed since `fedquilt prepare`.
 
     Modules without files on this machine are not checked.
-
-    Args:
-        recorded_digests: A mapping of each module to its fingerprint at the time of `fedquilt prepare`.
-
-    Raises:
-        JobError: If the files of a module have changed.
     """
-    for module, recorded_digest in recorded_digests.items():
+    for module, recorded_fingerprint in recorded_fingerprints.items():
         digest = module_digest(module)
-        if digest != "unknown" and not recorded_digest.endswith(f" {digest}"):
-            package = recorded_digest.partition(" ")[0]
+        if digest != "unknown" and not recorded_fingerprint.endswith(f" {digest}"):
+            package = recorded_fingerprint.partition(" ")[0]
             raise JobError(
-                f"the bundle's network is of package {package} {format_fingerprint(recorded_digest)}, which has "
-                "another content here "
-                f"({digest[:8]}): make the bundle anew with `fedquilt prepare`"
+                f"the bundle's network is of package {package} {format_fingerprint(recorded_fingerprint)}, which has "
+                f"another content here ({digest[:8]}): make the bundle anew with `fedquilt prepare`"
             )
 
 
 def required_modules(kind: Kind, name: str, builtin_names: Collection[str] = ()) -> dict[str, str]:
-    """Return the modules that a device needs for a name, with fingerprints, or {} if built in.
-
-    Raises:
-        JobError: If `find_plugin` fails.
-    """
+    """Return the modules that a device needs for a name, with fingerprints, or {} if built in."""
     plugin = find_plugin(kind, name, builtin_names)
     return {} if plugin is None else {plugin.module: fingerprint(plugin)}
 
 
 def allowlist_entries(kind: Kind, name: str, builtin_names: Collection[str] = ()) -> list[str]:
-    """Return the `plugins` entries that a simulated device needs to use a name.
-
-    Raises:
-        JobError: If `find_plugin` fails.
-    """
+    """Return the `plugins` entries that a simulated device needs to use a name."""
     plugin = find_plugin(kind, name, builtin_names)
     return [] if plugin is None else [plugin.name if ":" in plugin.name else plugin.package]
 
@@ -327,7 +302,7 @@ def _module_files(folder: Path) -> Iterator[Path]:
         yield from (Path(root, name) for name in names if not name.endswith((".pyc", ".pyo")))
 
 
-# -- within ---------------------------------------------------------------------------------------
+# -- installed packages ---------------------------------------------------------------------------
 
 
 def _list_allowed_plugins(kind: Kind) -> list[Plugin]:
@@ -337,7 +312,7 @@ def _list_allowed_plugins(kind: Kind) -> list[Plugin]:
     return [
         plugin
         for plugin in plugins
-        if kind in OWNERS or _allowed is None or _normalized_package(plugin.package) in allowed_packages
+        if kind in LOCAL_KINDS or _allowed is None or _normalized_package(plugin.package) in allowed_packages
     ]
 
 
@@ -346,17 +321,19 @@ def _list_installed_plugins(kind: Kind, path: tuple[str, ...]) -> tuple[Plugin, 
     """Return the installed plug-ins of a kind by name, without packages with damaged metadata."""
     if not any(_has_plugins(Path(folder)) for folder in path):
         return ()
-    from importlib import metadata  # here, as it takes 1 MB, and most devices have no plug-ins
+    from importlib import metadata  # only here, because most devices have no plug-ins and save 1 MB
 
-    plugins: dict[tuple[str, str], Plugin] = {}  # a package found twice on the path counts once, the first
+    plugins: dict[tuple[str, str], Plugin] = {}  # of several packages with one name, the first counts
     for distribution in metadata.distributions():
         try:
-            points = [point for point in distribution.entry_points if point.group == GROUPS[kind]]
-            for point in points:
-                if NAMED.fullmatch(point.name) and TARGET.fullmatch(point.value):
+            entry_points = [
+                entry_point for entry_point in distribution.entry_points if entry_point.group == GROUPS[kind]
+            ]
+            for entry_point in entry_points:
+                if ENTRY_POINT_NAME.fullmatch(entry_point.name) and TARGET.fullmatch(entry_point.value):
                     package = str(distribution.metadata["Name"])
-                    plugin = Plugin(kind, point.name, point.value, package, str(distribution.version))
-                    plugins.setdefault((package, point.name), plugin)
+                    plugin = Plugin(kind, entry_point.name, entry_point.value, package, str(distribution.version))
+                    plugins.setdefault((package, entry_point.name), plugin)
         except Exception:  # noqa: S112  (a package with damaged metadata has no plug-ins)
             continue
     return tuple(sorted(plugins.values(), key=lambda plugin: (plugin.name, plugin.package)))
@@ -373,20 +350,20 @@ def _has_plugins(folder: Path) -> bool:
 def _plugin_from_target(kind: Kind, name: str) -> Plugin:
     """Return the plug-in `module:name`, or raise JobError if malformed or not allowed on this device."""
     if not TARGET.fullmatch(name):
-        raise JobError(f"{CALLED[kind]} {name!r}: write module:name, as in mine.networks:small")
-    if kind not in OWNERS and not _by_code and name not in (_allowed or ()):
+        raise JobError(f"{KIND_TITLES[kind]} {name!r}: write module:name, as in mine.networks:small")
+    if kind not in LOCAL_KINDS and not _allows_targets and name not in (_allowed or ()):
         raise JobError(
-            f"{CALLED[kind]} {name!r} is code, and this board allows none of that name: install its package here and "
-            f"add {name!r} to `plugins` in agent.toml"
+            f"{KIND_TITLES[kind]} {name!r} is code, and this board allows none of that name: install its package "
+            f"here and add {name!r} to `plugins` in agent.toml"
         )
     from importlib import metadata
 
-    top = name.partition(":")[0].partition(".")[0]
+    top_module = name.partition(":")[0].partition(".")[0]
     try:
-        version = metadata.version(top)
+        version = metadata.version(top_module)
     except (metadata.PackageNotFoundError, ValueError):
         version = ""
-    return Plugin(kind, name, name, top, version)
+    return Plugin(kind, name, name, top_module, version)
 
 
 def _normalized_package(package: str) -> str:

@@ -10,12 +10,12 @@ from typing import Final
 
 from fedquilt.transport.link import Endpoint
 
-BEAT_S: Final = 1.0  # shortest interval between messages to the watchdog
+WATCHDOG_INTERVAL_S: Final = 1.0  # shortest interval between messages to the watchdog
 
 
-def send_notification(message: str, to: str | None = None) -> None:
+def send_notification(message: str, socket_path: str | None = None) -> None:
     """Send a message to systemd's socket, ignoring socket errors, or do nothing without a socket."""
-    address = to or os.environ.get("NOTIFY_SOCKET")
+    address = socket_path or os.environ.get("NOTIFY_SOCKET")
     if address:
         with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as line, contextlib.suppress(OSError):
             line.setblocking(False)
@@ -29,22 +29,17 @@ def is_journal_stream(environ: Mapping[str, str] = os.environ, file: int = 1) ->
 
 
 class WatchdogEndpoint:
-    """Endpoint wrapper that reports readiness, liveness and status to systemd.
+    """Endpoint wrapper that reports readiness, liveness and `status` (for `systemctl status`) to systemd.
 
     Readiness is reported after the first step, without waiting for a broker, because a device may start without a
     network.
-
-    Args:
-        endpoint: The endpoint.
-        status: Function that returns a sentence for `systemctl status`.
-        tell: Function that sends a message.
     """
 
     def __init__(
         self, endpoint: Endpoint, status: Callable[[], str], notify: Callable[[str], None] = send_notification
     ) -> None:
         self._endpoint, self._status, self._notify = endpoint, status, notify
-        self._told_s: float | None = None
+        self._notified_s: float | None = None
         self._sent_status = ""
 
     @property
@@ -57,10 +52,10 @@ class WatchdogEndpoint:
     def step(self, now_s: float) -> float:
         due_s = self._endpoint.step(now_s)
         messages = []
-        if self._told_s is None:
+        if self._notified_s is None:
             messages.append("READY=1")
-        if self._told_s is None or not 0 <= now_s - self._told_s < BEAT_S:
-            self._told_s = now_s
+        if self._notified_s is None or not 0 <= now_s - self._notified_s < WATCHDOG_INTERVAL_S:
+            self._notified_s = now_s
             messages.append("WATCHDOG=1")
         text = " ".join(self._status().split())
         if text != self._sent_status:

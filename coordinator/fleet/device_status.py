@@ -293,7 +293,7 @@ class TelemetryStore:
         if not writes and not path.is_file():
             return _open_empty_database()
         if writes:
-            PRIVATE.ensure(path)  # SQLite gives its other files the same mode
+            PRIVATE.create_if_missing(path)  # SQLite gives its other files the same mode
             db = sqlite3.connect(path, timeout=BUSY_S, isolation_level=None, check_same_thread=False)
         else:
             db = open_read_only(path, check_same_thread=False)

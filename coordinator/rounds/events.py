@@ -57,7 +57,7 @@ class ResourceUsage(msgspec.Struct, frozen=True):
 class BestEvaluation(msgspec.Struct, frozen=True):
     """Best of the evaluations so far by the main metric, and the number of evaluations without a gain since."""
 
-    metric: str  # a key of `metrics.KNOWN`
+    metric: str  # a key of `metrics.METRICS`
     value: float
     rounds: int  # completed before the evaluation
     state: BlobRef  # evaluated state
@@ -65,8 +65,8 @@ class BestEvaluation(msgspec.Struct, frozen=True):
     without_gain: int = 0
 
     def describe(self) -> str:
-        value = metrics.format_value(metrics.KNOWN[self.metric], self.value)
-        return f"{metrics.KNOWN[self.metric].title} {value} after {self.rounds} round{'s' * (self.rounds != 1)}"
+        value = metrics.format_value(metrics.METRICS[self.metric], self.value)
+        return f"{metrics.METRICS[self.metric].title} {value} after {self.rounds} round{'s' * (self.rounds != 1)}"
 
 
 def add_evaluation(

@@ -23,7 +23,7 @@ import msgspec
 
 from fedquilt.coordinator.rounds.events import AnyEvent
 from fedquilt.core import DECODE_ERRORS, JobError, StoreError, Update
-from fedquilt.host.disk import FIXES, NOT_ALLOWED, PRIVATE, Disk
+from fedquilt.host.disk import FIXES_BY_ERRNO, PERMISSION_FIX, PRIVATE, Disk
 
 NO_CHECKSUM: Final = b""  # checksum before the first event
 SUM_BYTES: Final = 16
@@ -183,10 +183,10 @@ def describe_database_error(home: Path, error: Exception) -> str:
     text = getattr(error, "strerror", None) or str(error)
     is_denied = isinstance(error, sqlite3.Error) and any(phrase in text for phrase in ("readonly", "unable to open"))
     if not is_denied or not home.exists() or os.access(home, os.W_OK):
-        return f"{text}; {FIXES.get(getattr(error, 'errno', 0), 'is the disk full, or the folder not yours?')}"
+        return f"{text}; {FIXES_BY_ERRNO.get(getattr(error, 'errno', 0), 'is the disk full, or the folder not yours?')}"
     if os.statvfs(home).f_flag & os.ST_RDONLY:
         return f"{text} (read-only file system); use a copy of the folder where you can write"
-    return f"{text} (no permission to write); {NOT_ALLOWED}"
+    return f"{text} (no permission to write); {PERMISSION_FIX}"
 
 
 def is_served(home: Path, disk: Disk = PRIVATE) -> bool:

@@ -32,7 +32,7 @@ from fedquilt.core import (
     UpdateError,
 )
 from fedquilt.formats import job_bundle
-from fedquilt.host.disk import DESCRIPTORS, Disk, PathInfo, Place, disk_errors
+from fedquilt.host.disk import DESCRIPTOR_ERRORS, Disk, PathInfo, StrPath, disk_errors
 from fedquilt.wire import Claim
 
 WHOLE_BYTES: Final = 1 << 20  # tensors up to this size are read and stored as bytes in memory
@@ -100,7 +100,7 @@ def suspension_reason(error: BaseException) -> UnreadableError | None:
 
 def _find_descriptor_error(error: BaseException | None) -> OSError | None:
     while error is not None:
-        if isinstance(error, OSError) and error.errno in DESCRIPTORS:
+        if isinstance(error, OSError) and error.errno in DESCRIPTOR_ERRORS:
             return error
         error = error.__cause__ or error.__context__
     return None
@@ -116,15 +116,15 @@ class _BlobReadDisk(Disk):
     def __init__(self, disk: Disk, convert_errors: Callable[[], AbstractContextManager[None]]) -> None:
         self._disk, self._convert_errors = disk, convert_errors
 
-    def stat(self, path: Place) -> PathInfo | None:
+    def stat(self, path: StrPath) -> PathInfo | None:
         with self._convert_errors(), disk_errors(f"read {path}"):
             return self._disk.stat(path)
 
-    def read(self, path: Place, offset: int = 0, size: int | None = None) -> bytes:
+    def read(self, path: StrPath, offset: int = 0, size: int | None = None) -> bytes:
         with self._convert_errors(), disk_errors(f"read {path}"):
             return self._disk.read(path, offset, size)
 
-    def read_into(self, path: Place, buffer: Any, offset: int) -> int:
+    def read_into(self, path: StrPath, buffer: Any, offset: int) -> int:
         with self._convert_errors(), disk_errors(f"read {path}"):
             return self._disk.read_into(path, buffer, offset)
 

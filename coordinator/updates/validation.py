@@ -36,7 +36,7 @@ from fedquilt.core import (
     evaluation,
 )
 from fedquilt.core.messages import has_site_bundles
-from fedquilt.metrics import KNOWN, MAIN
+from fedquilt.metrics import MAIN_METRICS, METRICS
 
 if TYPE_CHECKING:
     from fedquilt.coordinator.updates import sites
@@ -180,7 +180,7 @@ def require_valid_metrics(metrics: Mapping[str, float]) -> None:
             raise UpdateError(f"metric {name!r} has a name other than up to 40 of a-z, 0-9, _, . and -")
         if not math.isfinite(value):
             raise UpdateError(f"metric {name!r} is not a finite number")
-        metric = KNOWN.get(name)
+        metric = METRICS.get(name)
         if metric is not None and metric.share and not 0 <= value <= 1 + SHARE_TOLERANCE:
             raise UpdateError(f"metric {name!r} is {value:g}: a share is from 0 to 1")
 
@@ -194,7 +194,7 @@ def _require_valid_evaluation(sums: EvaluationSums, bounds: ClaimBounds, max_exa
             f"an evaluation of {sums.outputs} outputs ({sums.task}), and the network has {expected_outputs[1]} "
             f"({expected_outputs[0]})"
         )
-    metric = MAIN[sums.task]
+    metric = MAIN_METRICS[sums.task]
     problem = evaluation.find_inconsistency(sums) or evaluation.find_device_inconsistency(
         sums, boards, 1.0 if metric.share else math.inf
     )

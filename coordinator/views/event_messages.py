@@ -58,7 +58,7 @@ def format_score(scores: PersonalScores | None) -> str:
 
 
 def format_metric(name: str, value: float) -> str:
-    metric = metrics.KNOWN[name]
+    metric = metrics.METRICS[name]
     return f"{metric.title} {metrics.format_value(metric, value, 1)}"
 
 
@@ -232,7 +232,7 @@ def describe_evaluation(sums: EvaluationSums | None) -> list[str]:
     main_text, *other_texts = metrics.describe_metrics(sums, 1, skip=HIDDEN_METRICS)
     device_summary = metrics.summarise_over_devices(sums)
     if device_summary is not None and device_summary.devices > 1:
-        main = metrics.MAIN[sums.task]
+        main = metrics.MAIN_METRICS[sums.task]
         lines = (
             metrics.format_value(main, value, 1)
             for value in (device_summary.worst_decile, device_summary.gap, device_summary.deviation)
@@ -289,7 +289,7 @@ def format_energy_summary(summary: RunSummary) -> list[str]:
     points = progress_points(summary)
     if (point_j := energy_per_point_j(points)) is not None:
         metric = next(point.personal.metric for point in points if point.personal is not None)
-        parts.append(f"{run_summary.format_number(point_j)} J per point of {metrics.KNOWN[metric].title}")
+        parts.append(f"{run_summary.format_number(point_j)} J per point of {metrics.METRICS[metric].title}")
     energy = run_summary.format_energy(total.energy_j, total.net_j, total.energy_error_j)
     tasks = f"{total.metered} task{'s' * (total.metered != 1)}"
     coverage = "" if total.metered == total.tasks else f" of {total.tasks}; the others were not metered"

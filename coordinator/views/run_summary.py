@@ -143,7 +143,7 @@ class PersonalScores:
     count: int  # number of devices, including devices of sites
     loss: float  # mean over all examples
     devices: dict[str, float]  # value of each device or site
-    metric: str = "accuracy"  # a key of `fedquilt.metrics.KNOWN`
+    metric: str = "accuracy"  # a key of `fedquilt.metrics.METRICS`
     with_priors: float | None = None  # mean over all examples with class priors
 
 
@@ -406,7 +406,7 @@ def progress_points(summary: RunSummary) -> list[ProgressPoint]:
 def energy_per_point_j(points: Sequence[ProgressPoint]) -> float | None:
     """Return the gross joules per point of the main metric from the first to the best evaluation, or None."""
     evaluated_points = [(point.energy_j, point.personal) for point in points if point.personal is not None]
-    if not evaluated_points or not metrics.KNOWN[evaluated_points[0][1].metric].share:
+    if not evaluated_points or not metrics.METRICS[evaluated_points[0][1].metric].share:
         return None
     (first_j, first), (best_j, best) = evaluated_points[0], max(evaluated_points, key=lambda check: check[1].weighted)
     percent = 100 * (best.weighted - first.weighted)

@@ -27,7 +27,7 @@ class EvaluationScore(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     examples: int
     loss: float | None = None  # None if the method reports no loss
     state: str = ""  # sha256
-    metric: str = "accuracy"  # main metric of the task: a key of `fedquilt.metrics.KNOWN`
+    metric: str = "accuracy"  # main metric of the task: a key of `fedquilt.metrics.METRICS`
     evaluation: EvaluationSums | None = None  # None for stitched networks
 
 
@@ -40,7 +40,7 @@ class HeldOutScore(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     deviation: float  # standard deviation over devices
     count: int  # number of devices
     loss: float  # mean over all held-out examples
-    metric: str = "accuracy"  # key of `fedquilt.metrics.KNOWN`
+    metric: str = "accuracy"  # key of `fedquilt.metrics.METRICS`
     with_priors: float | None = None  # mean over all held-out examples, with class priors
 
     @staticmethod

@@ -198,7 +198,7 @@ class Console:
         job, committed = run.job, run.committed
         run.score, run.committed = score or run.score, None
         if committed is not None:
-            width = table.PLAIN - len(self._format_head(job.id))
+            width = table.MIN_COLUMNS - len(self._format_head(job.id))
             self._report_for(
                 job.id, event_messages.format_round(committed, job.job_state.constants.rounds, score, width)
             )

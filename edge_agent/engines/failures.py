@@ -18,7 +18,7 @@ from fedquilt.core import (
     UpdateError,
     shorten_error,
 )
-from fedquilt.host.disk import FULL
+from fedquilt.host.disk import FULL_DISK_ERRORS
 
 OUT_OF_MEMORY: Final = (
     "out of memory",  # torch.OutOfMemoryError ("CUDA out of memory"), CUDA itself, dlopen
@@ -61,7 +61,7 @@ def is_out_of_memory_error(error: BaseException) -> bool:
 
 
 def claim_code_from_error(error: Exception) -> Any:
-    if isinstance(error, DiskFullError) or (isinstance(error, OSError) and error.errno in FULL):
+    if isinstance(error, DiskFullError) or (isinstance(error, OSError) and error.errno in FULL_DISK_ERRORS):
         return "full"
     if not isinstance(error, DataError | StoreError | core.JobError):  # fedquilt's own errors about a file
         if is_out_of_memory_error(error):

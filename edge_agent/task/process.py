@@ -66,7 +66,7 @@ class ChildProcess:
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             bufsize=0,
-            env={**process_resources.QUIET, **os.environ},
+            env={**process_resources.LIBRARY_ENVIRONMENT, **os.environ},
             start_new_session=True,  # kills the process group, which a sandboxed process cannot leave
         )
         self.pid = self._process.pid

@@ -182,7 +182,7 @@ class AgentKind(ReleaseKind):
             for name, value in os.environ.items()
             if name not in (launcher.LAUNCH_INFO_VARIABLE, "NOTIFY_SOCKET")
         }
-        environ = {**process_resources.QUIET, **environ, "PYTHONDONTWRITEBYTECODE": "1"}
+        environ = {**process_resources.LIBRARY_ENVIRONMENT, **environ, "PYTHONDONTWRITEBYTECODE": "1"}
         try:
             self._check.start(self._command, CHECK_S, environ, msgspec.json.encode(self._staged))
         except OSError as error:

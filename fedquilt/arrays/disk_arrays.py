@@ -1,7 +1,4 @@
-"""Arrays on disk that are read on use: large updates, states and partial aggregates.
-
-The checksum of an array is the sum of its 64-bit words, which detects every single flipped bit.
-"""
+"""Arrays on disk that are read on use: large updates, states and partial aggregates."""
 
 from __future__ import annotations
 
@@ -19,7 +16,7 @@ import safetensors.numpy
 from fedquilt.arrays import tensors
 from fedquilt.arrays.tensors import TensorSpec
 from fedquilt.core import StoreError, Tensors, UpdateError
-from fedquilt.host.disk import REAL, Disk, OpenFile, Place, disk_errors
+from fedquilt.host.disk import REAL, Disk, OpenFile, StrPath, disk_errors
 
 MIN_DISK_ENTRIES: Final = 1 << 16
 
@@ -32,7 +29,7 @@ class ByteSource(Protocol):
 
 @dataclass(frozen=True)
 class NamedFile:
-    path: Place
+    path: StrPath
     disk: Disk = REAL
 
     def __str__(self) -> str:
@@ -65,7 +62,7 @@ class DiskArray(TensorSpec):
         return array if size == self.nbytes else max(size, 0)
 
     def read(self) -> np.ndarray:
-        """Read the array, or raise StoreError if it cannot be read, is cut short, or has changed."""
+        """Read the array, or raise StoreError if the source cannot be read, is too short, or has changed."""
         with disk_errors(f"read {self.source}"):
             payload = self.read_available()
         if isinstance(payload, int) or self.expected_checksum not in (None, checksum(payload)):
@@ -80,8 +77,6 @@ class DiskArray(TensorSpec):
 
 
 class LazyTensors(Mapping[str, np.ndarray]):
-    """Mapping of tensors that are read from disk on each access."""
-
     def __init__(self, shapes: Mapping[str, DiskArray]) -> None:
         self.shapes = shapes
 
@@ -98,7 +93,7 @@ class LazyTensors(Mapping[str, np.ndarray]):
 class ScratchFile:
     """Anonymous file for arrays that change. Arrays of fewer than `min_entries` entries remain in memory."""
 
-    def __init__(self, folder: Place, disk: Disk = REAL, min_entries: int = MIN_DISK_ENTRIES) -> None:
+    def __init__(self, folder: StrPath, disk: Disk = REAL, min_entries: int = MIN_DISK_ENTRIES) -> None:
         self._folder, self._min_entries = folder, min_entries
         with disk_errors(f"make a file in {folder}"):
             self._file: OpenFile = disk.open_scratch(folder)
@@ -127,7 +122,7 @@ class ScratchFile:
 
 
 def checksum(array: np.ndarray) -> int:
-    """Return the sum of an array's 64-bit words and its remaining bytes, modulo 2^64."""
+    """Return the sum of an array's 64-bit words and remaining bytes, modulo 2^64. Each flipped bit changes the sum."""
     flat = np.asarray(array, order="C").reshape(-1).view(np.uint8)
     aligned_bytes = flat.size // 8 * 8
     word_sum = np.add.reduce(flat[:aligned_bytes].view(np.uint64), dtype=np.uint64)
@@ -146,12 +141,10 @@ MAX_STATE_HEADER_BYTES: Final = 100 << 20  # the safetensors library has the sam
 class SafetensorsReader(LazyTensors):
     """Tensors of a safetensors file, read on each access and sorted by name.
 
-    Raises:
-        StoreError: If the file cannot be read.
-        UpdateError: If the file is not a valid safetensors file. A truncated tensor is detected on access.
+    An invalid file raises UpdateError at once, and a truncated tensor on access.
     """
 
-    def __init__(self, path: Place, disk: Disk = REAL, max_header_bytes: int = tensors.MAX_HEADER_BYTES) -> None:
+    def __init__(self, path: StrPath, disk: Disk = REAL, max_header_bytes: int = tensors.MAX_HEADER_BYTES) -> None:
         self._file = NamedFile(path, disk)
         try:
             (size,) = struct.unpack("<Q", disk.read(path, 0, 8))
@@ -214,7 +207,7 @@ def write_safetensors(path: Path, arrays: Tensors, metadata: dict[str, str] | No
             offset += shapes[name].nbytes
 
 
-def read_state(path: Place, kind: type[T], disk: Disk = REAL, lazy_bytes: float = math.inf) -> T:
+def read_state(path: StrPath, kind: type[T], disk: Disk = REAL, lazy_bytes: float = math.inf) -> T:
     """Read a state of type `kind`, or raise NoStateError if the file contains another type.
 
     Mappings of arrays with at least `lazy_bytes` bytes are returned as `LazyTensors` of the file.
@@ -222,11 +215,8 @@ def read_state(path: Place, kind: type[T], disk: Disk = REAL, lazy_bytes: float 
     try:
         reader = SafetensorsReader(path, disk, MAX_STATE_HEADER_BYTES)
         skeleton = json.loads(reader.metadata["state"])
-        arrays_by_field = {
-            name: _arrays_by_key(reader, skeleton[name])
-            for name in tensors.array_mapping_fields(kind)
-            if name in skeleton
-        }
+        stored_fields = [name for name in tensors.array_mapping_fields(kind) if name in skeleton]
+        arrays_by_field = {name: _arrays_by_key(reader, skeleton[name]) for name in stored_fields}
         lazy_tensors = {
             name: LazyTensors(arrays)
             for name, arrays in arrays_by_field.items()

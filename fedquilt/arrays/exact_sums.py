@@ -29,7 +29,7 @@ import numpy as np
 from fedquilt.arrays import tensors
 from fedquilt.arrays.disk_arrays import MAX_STATE_HEADER_BYTES, SafetensorsReader, ScratchFile
 from fedquilt.core import Tensors, UpdateError
-from fedquilt.host.disk import Disk, Place
+from fedquilt.host.disk import Disk, StrPath
 
 T = TypeVar("T")
 MAX_LIMBS: Final = 16  # more than sums of addable numbers need
@@ -39,14 +39,9 @@ MIN_FLOAT32_ENTRIES: Final = 1 << 16  # size of an array whose second limb start
 
 @dataclass(frozen=True)
 class ExactSum:
-    """Exact sum of floating-point arrays, or maximum of integer arrays (counters).
+    """Exact sum of floating-point arrays, or maximum of integer arrays (counters). Limbs may be `DiskArray` arrays."""
 
-    Attributes:
-        limbs: Arrays that add up to the sum, float64 and then float32 or float64, or a single integer array. Limbs on
-            the disk are `DiskArray` arrays, which numpy reads on use.
-    """
-
-    limbs: tuple[np.ndarray, ...]
+    limbs: tuple[np.ndarray, ...]  # float64, then float32 or float64, or a single integer array
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -88,12 +83,11 @@ def add_to_sum(total: ExactSum | None, array: np.ndarray, weight: float = 1.0) -
         return _store_limbs((product, second))
     limbs = [np.asarray(limb).reshape(-1) for limb in total.limbs]
     flat = array.reshape(-1)
+    is_exact = weight == 1.0 and flat.dtype == np.float64
     for start in range(0, array.size, BLOCK_ENTRIES):
         block = slice(start, start + BLOCK_ENTRIES)
-        is_exact = weight == 1.0 and flat.dtype == np.float64
-        _add_to_float_expansion(
-            limbs, block, flat[block] if is_exact else np.multiply(flat[block], weight, dtype=np.float64)
-        )
+        addend = flat[block] if is_exact else np.multiply(flat[block], weight, dtype=np.float64)
+        _add_to_float_expansion(limbs, block, addend)
     return _store_limbs(tuple(limb.reshape(array.shape) for limb in limbs), total)
 
 
@@ -191,9 +185,6 @@ def merge_accumulators(first: Any, second: Any) -> Any:
     """Return two accumulators merged, in the memory of `first`, which must not be used afterwards.
 
     Exact sums and integers are added. Mappings and dataclasses are merged by field, and other types by `merge_with`.
-
-    Raises:
-        TypeError: If an accumulator contains a value of another type.
     """
     if isinstance(first, ExactSum):
         return merge_sums(first, second)
@@ -202,13 +193,10 @@ def merge_accumulators(first: Any, second: Any) -> Any:
     if isinstance(first, int):
         return first + second
     if isinstance(first, Mapping):
-        return {
-            **first,
-            **{
-                name: merge_accumulators(first[name], field) if name in first else copy_accumulator(field)
-                for name, field in second.items()
-            },
-        }
+        merged = dict(first)
+        for name, field in second.items():
+            merged[name] = merge_accumulators(first[name], field) if name in first else copy_accumulator(field)
+        return merged
     if is_dataclass(first) and not isinstance(first, type):
         names = [field.name for field in fields(first)]
         return type(first)(**{name: merge_accumulators(getattr(first, name), getattr(second, name)) for name in names})
@@ -218,22 +206,17 @@ def merge_accumulators(first: Any, second: Any) -> Any:
 def map_limbs(
     value: Any, convert_limb: Callable[[Any], Any], convert_array: Callable[[Any], Any] = lambda array: array
 ) -> Any:
-    """Return an accumulator with its limbs and its arrays outside of sums converted."""
     if isinstance(value, ExactSum):
         return ExactSum(tuple(convert_limb(limb) for limb in value.limbs))
     if isinstance(value, Mapping):
         return {name: map_limbs(field, convert_limb, convert_array) for name, field in value.items()}
     if is_dataclass(value) and not isinstance(value, type):
-        return type(value)(
-            **{
-                field.name: map_limbs(getattr(value, field.name), convert_limb, convert_array)
-                for field in fields(value)
-            }
-        )
+        names = [field.name for field in fields(value)]
+        return type(value)(**{name: map_limbs(getattr(value, name), convert_limb, convert_array) for name in names})
     return convert_array(value) if isinstance(value, np.ndarray) else value
 
 
-def read_accumulator(path: Place, kind: type[T], disk: Disk, scratch_file: ScratchFile) -> T:
+def read_accumulator(path: StrPath, kind: type[T], disk: Disk, scratch_file: ScratchFile) -> T:
     """Read an accumulator of type `kind` into a scratch file, or raise NoStateError if the file has another type.
 
     Only one array is in memory at a time.
@@ -291,5 +274,4 @@ class WeightedSums:
         return float(self.weights)
 
     def mean(self) -> dict[str, np.ndarray]:
-        """Return sum_k n_k x_k / sum_k n_k in float64. Counters are not divided."""
         return {name: exact.mean(self.weight) for name, exact in self.total.items()}

@@ -96,13 +96,10 @@ def require_matching(tensors: Tensors, reference: Tensors) -> None:
 
 
 def require_addable(tensors: Tensors, reference: Tensors | Mapping[str, TensorSpec]) -> None:
-    """Check an update's tensors before they are aggregated.
+    """Raise UpdateError if a name, shape or type differs from `reference`, or a number is out of bounds.
 
     Integers are counters from 0 to `MAX_COUNTER`. Floating-point numbers may be as large as the square root of their
     type's range (1.8e19 in 32 bits), so that no sum, difference or second moment overflows.
-
-    Raises:
-        UpdateError: If a name, shape or type differs from `reference`, or a number is out of bounds.
     """
     _require_names(tensors, reference)
     expected_shapes = tensor_shapes(reference)
@@ -123,7 +120,6 @@ def require_addable(tensors: Tensors, reference: Tensors | Mapping[str, TensorSp
 
 @cache
 def addable_range(dtype: np.dtype[Any]) -> tuple[float, float]:
-    """Return the smallest and the largest number of this type that may be aggregated."""
     if dtype.kind != "f":
         return 0, MAX_COUNTER
     limit = float(np.finfo(dtype).max)
@@ -145,7 +141,6 @@ def _require_shape(name: str, array: np.ndarray | TensorSpec, reference: np.ndar
 
 
 def require_finite(tensors: Tensors) -> None:
-    """Raise DivergedError if a floating-point tensor holds NaN or infinity."""
     for name, array in tensors.items():
         if array.dtype.kind == "f" and not np.isfinite(array).all():
             raise DivergedError(f"tensor {name!r} holds {int((~np.isfinite(array)).sum())} values that are not finite")
@@ -157,7 +152,6 @@ def seeded_rng(*keys: object) -> np.random.Generator:
 
 
 def encode_tensors(tensors: Tensors, metadata: dict[str, str] | None = None) -> bytes:
-    """Encode tensors as safetensors. Equal tensors have equal bytes."""
     sorted_tensors = sort_tensors(tensors)
     shapes = tuple((name, array.dtype, array.shape) for name, array in sorted_tensors.items())
     cached_header = None if metadata else _cached_headers.get(shapes)
@@ -193,11 +187,9 @@ def decode_tensors(payload: bytes) -> dict[str, np.ndarray]:
 
 
 def read_tensors(path: Path, sha256: str = "") -> dict[str, np.ndarray]:
-    """Read the tensors of a safetensors file, sorted by name.
+    """Read the tensors of a safetensors file, sorted by name. The sha256 is verified unless "".
 
-    Raises:
-        StoreError: If the file cannot be read, or does not have this sha256 (unless "").
-        UpdateError: If the file is not a valid safetensors file.
+    An unreadable or changed file raises StoreError, and an invalid file UpdateError.
     """
     try:
         payload = path.read_bytes()
@@ -253,10 +245,7 @@ def split_state(state: Any) -> tuple[dict[str, np.ndarray], dict[str, str]]:
     """Return the arrays of a state and the metadata to restore it. Arrays on disk are not read.
 
     The annotations of the state's dataclasses declare its arrays. A numpy scalar is stored as an array of shape () if
-    an array is annotated, and as a plain number otherwise.
-
-    Raises:
-        TypeError: If a value does not match the annotations, so that `unpack_state` could not restore it.
+    an array is annotated, and as a plain number otherwise. A value that contradicts the annotations raises TypeError.
     """
     arrays: dict[str, np.ndarray] = {}
 
@@ -329,9 +318,8 @@ def _field_annotations(kind: type) -> tuple[tuple[str, Any], ...] | None:
 
 
 def array_mapping_fields(kind: type) -> list[str]:
-    return [
-        name for name, hint in _field_annotations(kind) or () if _type_arguments(hint, Mapping)[1:] == (np.ndarray,)
-    ]
+    annotations = _field_annotations(kind) or ()
+    return [name for name, hint in annotations if _type_arguments(hint, Mapping)[1:] == (np.ndarray,)]
 
 
 def unpack_state(payload: bytes, kind: type[T]) -> T:

@@ -48,11 +48,9 @@ def negotiate_chunk_size(max_bytes: int, requested_bytes: int) -> int:
 
 def single_chunk_manifest(ref: BlobRef, chunk: int) -> wire.BlobManifest | None:
     """Return the manifest of a blob of one chunk, or None for an empty or larger blob."""
-    return (
-        wire.BlobManifest(sha256=ref.sha256, size=ref.size, chunk=chunk, digests=ref.sha256)
-        if 0 < ref.size <= chunk
-        else None
-    )
+    if not 0 < ref.size <= chunk:
+        return None
+    return wire.BlobManifest(sha256=ref.sha256, size=ref.size, chunk=chunk, digests=ref.sha256)
 
 
 def chunk_count(manifest: wire.BlobManifest) -> int:
@@ -60,7 +58,6 @@ def chunk_count(manifest: wire.BlobManifest) -> int:
 
 
 def chunk_extent(manifest: wire.BlobManifest, index: int) -> tuple[int, int]:
-    """Return the offset and the size of a chunk in bytes."""
     offset = index * manifest.chunk
     return offset, min(manifest.chunk, manifest.size - offset)
 
@@ -71,11 +68,7 @@ def is_valid_chunk(manifest: wire.BlobManifest, index: int, payload: bytes) -> b
 
 
 class ManifestBuilder:
-    """Builder of a manifest, which reads a blob chunk by chunk with `read(offset, size)`.
-
-    Raises:
-        LinkError: If the manifest would be larger than a chunk.
-    """
+    """Builder of a manifest, which reads a blob chunk by chunk with `read(offset, size)`."""
 
     def __init__(self, ref: BlobRef, chunk: int, read: Callable[[int, int], bytes]) -> None:
         self._blob_ref, self._chunk, self._read = ref, chunk, read
@@ -90,11 +83,7 @@ class ManifestBuilder:
             )
 
     def hash_chunks(self, limit_bytes: float = math.inf) -> wire.BlobManifest | None:
-        """Hash the next chunks, about `limit_bytes` bytes. Return the manifest after the last chunk, and None before.
-
-        Raises:
-            DamagedBlobError: If the sha256 of all chunks is not the blob's.
-        """
+        """Hash about `limit_bytes` more bytes. Return the manifest at the end, else None, or raise DamagedBlobError."""
         ref, remaining_bytes = self._blob_ref, limit_bytes
         while len(self._digests) < self._count and remaining_bytes > 0:
             offset = len(self._digests) * self._chunk

@@ -85,7 +85,6 @@ class TransferBackend:
     def close_locations(self, key: Key) -> None: ...
 
     def take_ready_blobs(self) -> list[Key]:
-        """Return (device, sha256) of the blobs that became available at a location since the last call."""
         return []
 
     def fds(self) -> Sequence[int]:
@@ -140,9 +139,8 @@ class TransferBackend:
         def job() -> TransferResult:
             file = blob_store.open_blob_file(ref.sha256)
             try:
-                return TransferResult(
-                    key, None, None, location_index=self.http.upload_blob(locations, file, ref, count_bytes)
-                )
+                location_index = self.http.upload_blob(locations, file, ref, count_bytes)
+                return TransferResult(key, None, None, location_index=location_index)
             finally:
                 os.close(file)
 
@@ -156,9 +154,8 @@ class TransferBackend:
         self.start_job(job, TransferResult(key, writer, _PROGRAM_ERROR, is_disk_error=True))
 
     def abandon_download(self, key: Key, writer: BlobWriter, reason: str) -> None:
-        self.start_job(
-            lambda: close_failed_transfer(key, writer, LinkError(reason)), TransferResult(key, writer, _PROGRAM_ERROR)
-        )
+        failure_result = TransferResult(key, writer, _PROGRAM_ERROR)
+        self.start_job(lambda: close_failed_transfer(key, writer, LinkError(reason)), failure_result)
 
     @property
     def http(self) -> HttpClient:
@@ -246,11 +243,8 @@ class DirectTransfers:
             self._offered_downloads.clear()
         self._offered_downloads.add((device, ref.sha256))
         if locations := self._backend.download_locations(device, ref):
-            self._publish(
-                device,
-                f"blob/{ref.sha256}/place",
-                LocationOffer(sha256=ref.sha256, direction="get", locations=locations),
-            )
+            offer = LocationOffer(sha256=ref.sha256, direction="get", locations=locations)
+            self._publish(device, f"blob/{ref.sha256}/place", offer)
 
     def queue_upload(self, key: Key, ref: BlobRef, offer: LocationOffer) -> None:
         if key not in self._uploads:
@@ -293,17 +287,15 @@ class DirectTransfers:
             if locations := self._backend.upload_locations(key[0], writer):
                 download.pause_requests()
                 self._downloads[key] = _DirectDownload(download, writer, now_s + UPLOAD_TIMEOUT_S)
-                self._publish(
-                    key[0], f"blob/{key[1]}/place", LocationOffer(sha256=key[1], direction="put", locations=locations)
-                )
+                offer = LocationOffer(sha256=key[1], direction="put", locations=locations)
+                self._publish(key[0], f"blob/{key[1]}/place", offer)
 
     def start_completion(self, key: Key, download: Download) -> None:
         if key not in self._downloads and download.manifest is not None:
             download.pause_requests()
-            self._downloads[key] = _DirectDownload(
-                download, BlobWriter(self._blob_store, download.manifest, download.stored_chunks)
-            )
-            self._backend.start_completion(key, self._downloads[key].writer)
+            writer = BlobWriter(self._blob_store, download.manifest, download.stored_chunks)
+            self._downloads[key] = _DirectDownload(download, writer)
+            self._backend.start_completion(key, writer)
 
     def cancel_download(self, key: Key) -> None:
         transfer = self._downloads.pop(key, None)
@@ -360,18 +352,13 @@ class DirectTransfers:
                 upload.next_report_s = now_s + PROGRESS_INTERVAL_S
                 if upload.sent_bytes != upload.reported_bytes:
                     upload.reported_bytes = upload.sent_bytes
-                    self._publish(
-                        key[0], f"blob/{key[1]}/placed", UploadProgress(sha256=key[1], uploaded_bytes=upload.sent_bytes)
-                    )
-        times_s = [download.deadline_s for download in self._downloads.values()] + [
-            upload.next_report_s for upload in self._uploads.values()
-        ]
-        retry_times_s = [
-            self._backend.retry_at_s(locations)
-            for key, locations in self._locations.items()
-            if key not in self._downloads
-        ]
-        return min((time_s for time_s in times_s + retry_times_s if time_s > now_s), default=math.inf)
+                    progress = UploadProgress(sha256=key[1], uploaded_bytes=upload.sent_bytes)
+                    self._publish(key[0], f"blob/{key[1]}/placed", progress)
+        times_s = [download.deadline_s for download in self._downloads.values()]
+        times_s += [upload.next_report_s for upload in self._uploads.values()]
+        waiting = [locations for key, locations in self._locations.items() if key not in self._downloads]
+        times_s += map(self._backend.retry_at_s, waiting)
+        return min((time_s for time_s in times_s if time_s > now_s), default=math.inf)
 
     def _abandon(self, key: Key, transfer: _DirectDownload, reason: str) -> None:
         transfer.deadline_s = math.inf

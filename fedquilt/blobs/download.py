@@ -96,17 +96,14 @@ class Download:
         return min(min(self._request_times.values()) + self.timeout_s, self._progress_s + STALL_TIMEOUT_S)
 
     def next_requests(self, now_s: float, available_bytes: float = math.inf) -> list[wire.ChunkRequest]:
-        """Return the messages to send now, for at most `available_bytes` beyond the outstanding ones."""
+        """Return the messages to send now, for at most `available_bytes` beyond the outstanding bytes."""
         if self.is_paused:
             return []
         has_overdue = self._drop_overdue_requests(now_s) or self._has_lost_request
         self._has_lost_request = False
-        if (
-            self.failure is not None
-            or self.is_complete
-            or now_s < self._resume_requests_s
-            or available_bytes < self._largest_chunk_bytes
-        ):
+        if self.failure is not None or self.is_complete:
+            return []
+        if now_s < self._resume_requests_s or available_bytes < self._largest_chunk_bytes:
             return []
         if self.manifest is None:
             return [self._make_request((), now_s)] if MANIFEST not in self._request_times else []
@@ -272,7 +269,6 @@ class Download:
         self._record_progress(now_s)
 
     def suspend(self, now_s: float) -> None:
-        """Suspend the download, with all timeouts, until `resume`."""
         self._clear_requests()
         self._suspended_s = now_s
 
@@ -349,12 +345,9 @@ class BlobWriter:
             self._skip_complete_ranges()
 
     def finish(self, writer_id: int) -> None:
-        """Verify the part, rename it to the blob, and close the writer.
+        """Verify the part, rename it to the blob, and close the writer, or raise WriterClosedError or StoreError.
 
-        Raises:
-            WriterClosedError: If the writer is closed, or a later writer has replaced this one.
-            ContentError: If chunks do not match the manifest. `stored_chunks` then marks the matching chunks.
-            StoreError: If the disk fails.
+        If chunks do not match the manifest, `stored_chunks` marks the matching chunks, and ContentError is raised.
         """
         with self._lock:
             self._require_current(writer_id)

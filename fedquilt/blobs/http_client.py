@@ -74,7 +74,6 @@ class HttpClient:
         headers: Mapping[str, str] = {},
         send_body: Callable[[socket.socket], None] = lambda sock: None,
     ) -> Iterator[http.client.HTTPResponse]:
-        """Yield the response of a location on a new connection. Raise BlobLocationError, OSError or HTTPException."""
         try:
             parts = split_http_url(location.url)
         except ValueError:
@@ -123,11 +122,7 @@ class HttpClient:
     def fetch_blob(self, locations: Sequence[BlobLocation], writer: BlobWriter) -> None:
         """Fetch the missing bytes from the first location that works, and finish the blob.
 
-        Raises:
-            BlobLocationError: If no location works.
-            ContentError: If fetched chunks do not match the manifest.
-            WriterClosedError: If the writer was closed meanwhile.
-            StoreError: If the disk fails.
+        Raises BlobLocationError if no location works, and the errors of `BlobWriter.write` and `finish`.
         """
         writer_id = writer.replace_writer()
         self._try_locations(
@@ -176,9 +171,8 @@ class HttpClient:
         with self._request(
             "PUT", location, headers, lambda sock: send_file(sock, file, start, ref.size - start, count_bytes)
         ) as response:
-            if (
-                response.status == http.client.CONFLICT and location.token
-            ):  # bytes of an earlier connection arrived late
+            if response.status == http.client.CONFLICT and location.token:
+                # Bytes of an earlier connection arrived late.
                 raise ConnectionError("upload offset changed")
             _require_status(location, response, (200, 201, 204))
 
@@ -207,13 +201,11 @@ class HttpClient:
         attempt: Callable[[BlobLocation], None],
         moved_bytes: Callable[[BlobLocation], int],
     ) -> int:
-        """Call `attempt` for each location, with retries, until an attempt succeeds. Return the location's index."""
         failures: list[BlobLocationError] = []
         for index, location in enumerate(locations):
             if self.retry_at_s(location) > time.monotonic():
-                failures.append(
-                    BlobLocationError(f"{location.origin} was unreachable recently and is in backoff", can_retry=True)
-                )
+                problem = f"{location.origin} was unreachable recently and is in backoff"
+                failures.append(BlobLocationError(problem, can_retry=True))
                 continue
             try:
                 self._attempt_with_retries(location, attempt, moved_bytes)
@@ -221,10 +213,8 @@ class HttpClient:
                 failures.append(error)
                 if error.can_retry:
                     failures_before = self._backoffs.get(location.origin, (0, 0.0))[0]
-                    self._backoffs[location.origin] = (
-                        failures_before + 1,
-                        time.monotonic() + UNREACHABLE_RETRY.delay_s(failures_before),
-                    )
+                    retry_at_s = time.monotonic() + UNREACHABLE_RETRY.delay_s(failures_before)
+                    self._backoffs[location.origin] = (failures_before + 1, retry_at_s)
             else:
                 self._backoffs.pop(location.origin, None)
                 return index
@@ -242,18 +232,14 @@ class HttpClient:
             try:
                 return attempt(location)
             except (OSError, http.client.HTTPException) as error:
-                failed_connections = (
-                    0 if moved_bytes(location) >= bytes_before + MIN_CONNECTION_BYTES else failed_connections + 1
-                )
-                is_broken_connection = isinstance(error, ConnectionError) and not isinstance(
-                    error, ConnectionRefusedError
-                )
-                if failed_connections >= (
-                    MAX_FAILED_CONNECTIONS if is_broken_connection or moved_bytes(location) > initial_bytes else 1
-                ):
-                    raise BlobLocationError(
-                        f"{location.origin} cannot be used ({_describe_failure(error)})", can_retry=True
-                    ) from None
+                has_worked = moved_bytes(location) >= bytes_before + MIN_CONNECTION_BYTES
+                failed_connections = 0 if has_worked else failed_connections + 1
+                is_refused = isinstance(error, ConnectionRefusedError)
+                is_broken_connection = isinstance(error, ConnectionError) and not is_refused
+                was_reached = is_broken_connection or moved_bytes(location) > initial_bytes
+                if failed_connections >= (MAX_FAILED_CONNECTIONS if was_reached else 1):
+                    problem = f"{location.origin} cannot be used ({_describe_failure(error)})"
+                    raise BlobLocationError(problem, can_retry=True) from None
                 log.debug("%s broke off (%s): retrying", location.origin, _describe_failure(error))
                 # The first retry after a broken connection is immediate.
                 if failed_connections > is_broken_connection:
@@ -264,10 +250,8 @@ def _require_range(
     location: BlobLocation, response: http.client.HTTPResponse, byte_range: tuple[int, int], ref: BlobRef
 ) -> None:
     is_whole = response.status == 200 and byte_range == (0, ref.size)
-    is_range = (
-        response.getheader("Content-Range", "").replace(" ", "")
-        == f"bytes{byte_range[0]}-{byte_range[1] - 1}/{ref.size}"
-    )
+    content_range = response.getheader("Content-Range", "").replace(" ", "")
+    is_range = content_range == f"bytes{byte_range[0]}-{byte_range[1] - 1}/{ref.size}"
     if not is_whole and not is_range:
         raise BlobLocationError(f"{location.origin} sent another range of bytes than requested")
     if response.length != byte_range[1] - byte_range[0]:
@@ -277,8 +261,7 @@ def _require_range(
 def read_pieces(file: Any, size: int, handle_data: Callable[[memoryview], None]) -> None:
     """Read `size` bytes from a socket's file and pass them to `handle_data` in pieces of up to READ_BYTES.
 
-    Raises:
-        OSError: If the peer closes the connection or is too slow. Bytes received before are passed on first.
+    Bytes that arrive before an OSError (a closed or too slow connection) are passed on.
     """
     buffer, throughput = memoryview(bytearray(min(READ_BYTES, size))), MinimumThroughput()
     filled = 0

@@ -40,8 +40,6 @@ class PackEntry(NamedTuple):
 
 
 class PackFile:
-    """File of many blobs, each at an offset. With `verify_on_load`, `load` hashes each blob."""
-
     def __init__(self, path: str, disk: Disk, verify_on_load: bool = False) -> None:
         self._path, self._disk, self._verify_on_load, self._end = path, disk, verify_on_load, 0
         self._file: OpenFile | None = None
@@ -160,11 +158,8 @@ def _read_entry_at(file: OpenFile, position: int, file_size: int) -> PackEntry |
         return None
     mark, digest, size, checksum = _HEADER.unpack(header)
     entry = PackEntry(digest.hex(), position + _HEADER.size, size)
-    return (
-        entry
-        if mark == _HEADER_MARK and checksum == zlib.crc32(header[:-4]) and entry.end_offset <= file_size
-        else None
-    )
+    is_intact = mark == _HEADER_MARK and checksum == zlib.crc32(header[:-4]) and entry.end_offset <= file_size
+    return entry if is_intact else None
 
 
 def _find_next_entry(file: OpenFile, position: int, file_size: int) -> PackEntry | None:

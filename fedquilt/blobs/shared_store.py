@@ -8,7 +8,7 @@ from pathlib import Path
 from fedquilt import wire
 from fedquilt.blobs.store import BlobStore
 from fedquilt.core import BlobRef
-from fedquilt.host.disk import Place
+from fedquilt.host.disk import StrPath
 
 
 class SharedBlobStore:
@@ -46,19 +46,14 @@ class SharedBlobView(BlobStore):
         return super().find_ref(sha256) if ref is None and self._has_folder else ref
 
     def is_intact(self, ref: BlobRef) -> bool:
-        return (
-            self._shared.blob_store.is_intact(ref)
-            if ref.sha256 in self._device_blobs
-            else self._has_folder and super().is_intact(ref)
-        )
+        if ref.sha256 in self._device_blobs:
+            return self._shared.blob_store.is_intact(ref)
+        return self._has_folder and super().is_intact(ref)
 
     def read_range(self, sha256: str, offset: int, size: int) -> bytes:
-        is_local = sha256 not in self._device_blobs
-        return (
-            super().read_range(sha256, offset, size)
-            if is_local
-            else self._shared.blob_store.read_range(sha256, offset, size)
-        )
+        if sha256 in self._device_blobs:
+            return self._shared.blob_store.read_range(sha256, offset, size)
+        return super().read_range(sha256, offset, size)
 
     def load(self, sha256: str) -> bytes | None:
         return super().load(sha256) if sha256 not in self._device_blobs else self._shared.blob_store.load(sha256)
@@ -69,7 +64,7 @@ class SharedBlobView(BlobStore):
     def store_small(self, payload: bytes, expected: BlobRef | None = None) -> BlobRef:
         return self._add_to_shared(self._shared.blob_store.store_small(payload, expected))
 
-    def store_file(self, path: Place, expected: BlobRef | None = None, *, move: bool = False) -> BlobRef:
+    def store_file(self, path: StrPath, expected: BlobRef | None = None, *, move: bool = False) -> BlobRef:
         self._make_folder()
         return super().store_file(path, expected, move=move)
 

@@ -39,7 +39,7 @@ from fedquilt import wire
 from fedquilt.blobs import chunks
 from fedquilt.blobs.pack_file import PackFile, read_foreign_blob
 from fedquilt.core import BlobRef, StoreError
-from fedquilt.host.disk import REAL, Disk, PathInfo, Place, disk_errors
+from fedquilt.host.disk import REAL, Disk, PathInfo, StrPath, disk_errors
 
 T = TypeVar("T")
 
@@ -79,9 +79,7 @@ class BlobStore:
             if create:
                 (disk.make_durable_folder if durable else disk.make_folder)(folder)
             self._is_folder_unsynced = durable and create  # an earlier process may have ended before a sync
-            self._pack = (
-                None if durable else PackFile(self._prefix + PACK_FILE_NAME, self.disk, verify_on_load=self._durable)
-            )
+            self._pack = None if durable else PackFile(self._prefix + PACK_FILE_NAME, disk)
 
     def open_as_owner(self) -> None:
         """Open the blob store as the only process that stores small blobs in one file."""
@@ -138,7 +136,6 @@ class BlobStore:
         return any(sha256 in pins for pins in self._pins.values())
 
     def blob_path(self, sha256: str) -> Path | None:
-        """Return the path of an undamaged blob, or None if missing or damaged. Raise StoreError if the disk fails."""
         path = self.verified_path(sha256)
         return None if path is None else Path(path)
 
@@ -216,9 +213,8 @@ class BlobStore:
                 return self._pack.load(sha256)
             try:
                 is_verified = not self._durable and self._verified_file(sha256) is not None
-                if (
-                    payload := self._verification_cache.load(self._file_path(sha256), sha256, is_verified=is_verified)
-                ) is None:
+                payload = self._verification_cache.load(self._file_path(sha256), sha256, is_verified=is_verified)
+                if payload is None:
                     self._move_damaged_aside(sha256)
                 return payload
             except (FileNotFoundError, IsADirectoryError):
@@ -226,11 +222,9 @@ class BlobStore:
 
     def load_packed(self, sha256: str) -> bytes | None:
         with self._report_disk_errors(f"read blob {sha256[:12]}"):
-            return (
-                self._pack.load(sha256)
-                if self._pack
-                else read_foreign_blob(self._prefix + PACK_FILE_NAME, self.disk, sha256)
-            )
+            if self._pack is not None:
+                return self._pack.load(sha256)
+            return read_foreign_blob(self._prefix + PACK_FILE_NAME, self.disk, sha256)
 
     def store_bytes(self, payload: bytes, expected: BlobRef | None = None) -> BlobRef:
         """Store bytes and return their reference, or raise DamagedBlobError if they are not the blob `expected`."""
@@ -246,12 +240,7 @@ class BlobStore:
         return ref
 
     def store_small(self, payload: bytes, expected: BlobRef | None = None) -> BlobRef:
-        """Store a blob that only this process uses, for a short time. The owner stores small blobs in the pack file.
-
-        Raises:
-            DamagedBlobError: If the bytes are not the blob `expected`.
-            StoreError: If the disk fails.
-        """
+        """Store a blob that only this process uses, for a short time. The owner stores small blobs in the pack file."""
         if self._pack is None or len(payload) > MAX_SMALL_BYTES:
             return self.store_bytes(payload, expected)
         ref = chunks.ref_from_bytes(payload, expected)
@@ -281,13 +270,8 @@ class BlobStore:
         assert self._pack is not None
         self._pack.free_space(offset, ref.size)
 
-    def store_untrusted_file(self, path: Place, expected: BlobRef) -> None:
-        """Store a copy of a file that another process may change meanwhile.
-
-        Raises:
-            DamagedBlobError: If the copied bytes are not the blob `expected`.
-            StoreError: If the disk fails.
-        """
+    def store_untrusted_file(self, path: StrPath, expected: BlobRef) -> None:
+        """Store a copy of a file that another process may change. An unexpected copy raises DamagedBlobError."""
         if self.has_blob(expected):
             return
         with self._report_disk_errors(f"store {path}"), self._temporary_path() as temporary:
@@ -295,15 +279,11 @@ class BlobStore:
             self._require_expected(path, self._sync_and_hash(temporary, digest), expected)
             self._move_into_place(temporary, expected.sha256)
 
-    def store_file(self, path: Place, expected: BlobRef | None = None, *, move: bool = False) -> BlobRef:
+    def store_file(self, path: StrPath, expected: BlobRef | None = None, *, move: bool = False) -> BlobRef:
         """Store a file by a hard link if the file system supports links, else by a copy.
 
         A linked file must not be changed in place afterwards, but may be replaced. With `move` the file is moved
-        instead, or copied to another file system.
-
-        Raises:
-            DamagedBlobError: If the file is not the blob `expected`.
-            StoreError: If the disk fails.
+        instead, or copied to another file system. Another file than `expected` raises DamagedBlobError.
         """
         if expected is not None and self.has_blob(expected):
             return expected
@@ -359,11 +339,8 @@ class BlobStore:
                 is_stale = kind != "own" and self._wall_clock() - file.mtime_ns / 1e9 >= _STALE_AFTER_S
                 is_superfluous = kind == "part" and self.find_ref(sha256) is not None
                 with self._pin_lock:
-                    if (
-                        (is_stale or is_superfluous)
-                        if kind
-                        else sha256 not in kept_blobs and not self._is_pinned(sha256)
-                    ):
+                    is_kept = sha256 in kept_blobs or self._is_pinned(sha256)
+                    if (is_stale or is_superfluous) if kind else not is_kept:
                         self._verification_cache.forget(file.name)
                         self._deleter.unlink(f"{self._prefix}{file.name}")
 
@@ -398,9 +375,7 @@ class BlobStore:
     def finish_part(self, ref: BlobRef, digest: str | None = None) -> None:
         """Verify a complete part and rename it to the blob. `digest` is the part's sha256 if known to the caller.
 
-        Raises:
-            DamagedBlobError: If the part is not the blob. The part is deleted.
-            StoreError: If the disk fails.
+        A part that is not the blob is deleted and raises DamagedBlobError.
         """
         part = self._part_path(ref.sha256)
         with self._report_disk_errors(f"complete blob {ref.sha256[:12]}"):
@@ -452,7 +427,7 @@ class BlobStore:
         return BlobRef(sha256=digest or self.disk.hash_file(path), size=info.size)
 
     @staticmethod
-    def _require_expected(path: Place, ref: BlobRef, expected: BlobRef | None) -> None:
+    def _require_expected(path: StrPath, ref: BlobRef, expected: BlobRef | None) -> None:
         if expected not in (None, ref):
             raise chunks.DamagedBlobError(f"{path} has an unexpected sha256 ({ref.sha256[:12]}): create the file again")
 
@@ -529,8 +504,6 @@ VERIFIED_S: Final = 3600.0  # time for which an unchanged file counts as verifie
 
 
 class VerificationCache:
-    """Cache of files that were hashed, with their size and times."""
-
     def __init__(self, disk: Disk) -> None:
         self._disk = disk
         self._hashed_files: dict[str, tuple[PathInfo, float]] = {}  # sha256 -> (file, time of hashing)

@@ -103,9 +103,8 @@ class Transfers:
         if not self.queue or not self.queue.is_sending(device):
             return
         keys = [(device, sha256) for sha256 in self.queue.pending_blobs(device)]
-        if paused_keys := [
-            key for key in keys if key in self._active_downloads and self._active_downloads[key].is_paused
-        ]:
+        active = self._active_downloads
+        if paused_keys := [key for key in keys if key in active and active[key].is_paused]:
             for key in paused_keys:
                 self._direct_transfers.fall_back_to_link(key, "turn exceeded while other devices wait")
         else:
@@ -126,7 +125,6 @@ class Transfers:
         return charges
 
     def take_senders_of_unrequested_chunks(self) -> list[str]:
-        """Return the device of each chunk since the last call that was not requested."""
         devices, self._unrequested_senders = self._unrequested_senders, []
         return devices
 
@@ -190,12 +188,10 @@ class Transfers:
     def _handle_location_offer(self, key: Key, offer: LocationOffer) -> None:
         if offer.direction == "get" and key in self._requested:
             self._direct_transfers.add_locations(key, offer)
-        elif (
-            offer.direction == "put"
-            and self._is_allowed(*key)
-            and (ref := self._blob_store.find_ref(key[1])) is not None
-        ):
-            self._direct_transfers.queue_upload(key, ref, offer)
+        elif offer.direction == "put" and self._is_allowed(*key):
+            ref = self._blob_store.find_ref(key[1])
+            if ref is not None:
+                self._direct_transfers.queue_upload(key, ref, offer)
 
     def _handle_direct_results(self, now_s: float) -> None:
         for result, received_bytes in self._direct_transfers.take_results(now_s):
@@ -228,14 +224,9 @@ class Transfers:
 
     def _forget_transfer(self, key: Key) -> None:
         self._direct_transfers.cancel_download(key)
-        collections: tuple[dict[Key, Any], ...] = (
-            self._requested,
-            self._waiting,
-            self._downloads,
-            self._active_downloads,
-        )
-        for collection in collections:
-            collection.pop(key, None)
+        tables: tuple[dict[Key, Any], ...] = (self._requested, self._waiting, self._downloads, self._active_downloads)
+        for table in tables:
+            table.pop(key, None)
         self.queue.remove_blob(*key)
         if key in (queued_keys := self._keys_in_queue.get(key[0], {})):
             del queued_keys[key]
@@ -286,10 +277,8 @@ class Transfers:
         active_blobs = {sha256 for _, sha256 in self._active_downloads}
         active_bytes = sum(download.ref.size for download in self._active_downloads.values())
         for key in list(itertools.islice(self._waiting, 4 * _MAX_SMALL_DOWNLOADS)):
-            is_small = (
-                len(self._active_downloads) < _MAX_SMALL_DOWNLOADS
-                and active_bytes + self._requested[key].size <= chunks.BUDGET_BYTES
-            )
+            has_room = active_bytes + self._requested[key].size <= chunks.BUDGET_BYTES
+            is_small = has_room and len(self._active_downloads) < _MAX_SMALL_DOWNLOADS
             if len(self._active_downloads) >= MAX_DOWNLOADS and not is_small:
                 return
             if key[1] not in active_blobs:
@@ -301,15 +290,13 @@ class Transfers:
                 self._downloads[key] = self._active_downloads[key] = download
 
     def _send_requests(self, now_s: float) -> bool:
-        """Send due requests. Return whether a download ended or was suspended, so that other downloads can start."""
         outstanding_bytes, has_ended = self._outstanding_bytes, False
         for key, download in list(self._active_downloads.items()):
             if key not in self._active_downloads:
                 continue  # suspended with another blob of its device
             bytes_before, backoff_before = download.outstanding_bytes, download.backoff
-            available_bytes = max(
-                chunks.BUDGET_BYTES - outstanding_bytes, 0 if outstanding_bytes else download.chunk_bytes
-            )
+            min_bytes = 0 if outstanding_bytes else download.chunk_bytes
+            available_bytes = max(chunks.BUDGET_BYTES - outstanding_bytes, min_bytes)
             requests = download.next_requests(now_s, available_bytes)
             if download.failure is not None:
                 self._end_transfer(key, download.failure)
@@ -331,7 +318,6 @@ class Transfers:
         return sum(download.outstanding_bytes for download in self._active_downloads.values())
 
     def _blobs_to_suspend(self, key: Key) -> list[Key]:
-        """Return the blobs to suspend after `key` has stalled, or none if no other blob waits."""
         if not self._waiting and not self.queue:
             return []
         if not self.queue.contains(*key):

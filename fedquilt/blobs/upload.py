@@ -37,8 +37,6 @@ MIN_UPLOADING_DEVICES: Final = 2  # allowed beyond the byte limit, so that one u
 
 
 class UploadQueue:
-    """Queue of devices that wait to upload, and devices that are uploading."""
-
     def __init__(self) -> None:
         self._limit_bytes = 0.0
         self._unprocessed_devices = 0
@@ -192,9 +190,8 @@ class ChunkSender:
         self._is_allowed, self._charge = is_allowed, charge
         self.sent_bytes: Counter[str] = Counter()  # device -> bytes of chunks, with repetitions
         self._queue = OutgoingChunkQueue()
-        self._manifests: dict[
-            tuple[str, int], wire.BlobManifest
-        ] = {}  # (sha256, chunk size) -> manifest, least recently used first
+        # (sha256, chunk size) -> manifest, least recently used first
+        self._manifests: dict[tuple[str, int], wire.BlobManifest] = {}
         self._sent_chunks: set[OutgoingChunk] = set()
         self._latest_chunk: tuple[tuple[str, int, int], bytes] = ("", 0, 0), b""  # (sha256, chunk size, index), bytes
         self._hashed_blobs: set[str] = set()  # sha256 of blobs that were hashed once, which is not charged
@@ -215,9 +212,8 @@ class ChunkSender:
             self._waiting.setdefault(request.sha256, {})[device] = request
             return None
         if chunks.chunk_count(manifest) > 1:
-            self._direct_transfers.offer_locations(
-                device, BlobRef(sha256=request.sha256, size=manifest.size), repeat=not request.indices
-            )
+            ref = BlobRef(sha256=request.sha256, size=manifest.size)
+            self._direct_transfers.offer_locations(device, ref, repeat=not request.indices)
         if request.indices and manifest.chunk == request.chunk:
             for index in request.indices:
                 if index < chunks.chunk_count(manifest):
@@ -294,24 +290,21 @@ class ChunkSender:
                     payload = self._blob_store.read_range(sha256, *chunks.chunk_extent(manifest, index))
                     self._latest_chunk = (sha256, chunk.chunk_bytes, index), payload
                 payload = self._latest_chunk[1]
-                self._charge_and_verify_resent_chunk(chunk, manifest, payload)
+                self._charge_and_verify_chunk(chunk, manifest, payload)
                 topic = self._topics.chunk_topic(device, self._direction, sha256, index)
                 self._link.publish(topic, payload, reliable=False)
                 self.sent_bytes[device] += len(payload)
         except FedquiltError as error:
             self._publish_missing(device, sha256, str(error))
 
-    def _charge_and_verify_resent_chunk(
-        self, chunk: OutgoingChunk, manifest: wire.BlobManifest, payload: bytes
-    ) -> None:
+    def _charge_and_verify_chunk(self, chunk: OutgoingChunk, manifest: wire.BlobManifest, payload: bytes) -> None:
         # Only chunks requested again are hashed: hashing each chunk for each device takes half a millisecond.
         if chunk not in self._sent_chunks:
             if len(self._sent_chunks) >= _MAX_REMEMBERED_CHUNKS:
                 self._sent_chunks.clear()
             self._sent_chunks.add(chunk)
-            return self._charge(
-                chunk.device, SMALL_CHUNK_CHARGE_S if len(payload) < MIN_CREDITED_BYTES else -CHUNK_CREDIT_S
-            )
+            charge_s = SMALL_CHUNK_CHARGE_S if len(payload) < MIN_CREDITED_BYTES else -CHUNK_CREDIT_S
+            return self._charge(chunk.device, charge_s)
         self._charge(chunk.device, SMALL_CHUNK_CHARGE_S + len(payload) * HASH_S_PER_BYTE)
         if not chunks.is_valid_chunk(manifest, chunk.index, payload):
             self._manifests.pop((chunk.sha256, chunk.chunk_bytes), None)

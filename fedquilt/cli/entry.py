@@ -35,7 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         The exit code, as listed by `fedquilt --help`.
     """
-    for name, value in process_resources.QUIET.items():
+    for name, value in process_resources.LIBRARY_ENVIRONMENT.items():
         os.environ.setdefault(name, value)  # before a verb imports numpy
     if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
         sys.stdout.reconfigure(errors="replace")  # a letter that the terminal lacks becomes "?"

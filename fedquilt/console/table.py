@@ -14,17 +14,17 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
 from typing import Final, TextIO
 
-PLAIN: Final = 80
-MOST: Final = 120
+MIN_COLUMNS: Final = 80
+MAX_COLUMNS: Final = 120
 GAP: Final = "  "
-LEAST: Final = 20  # columns kept for wrapped text, however wide the others are
+MIN_WRAPPED_COLUMNS: Final = 20  # width of wrapped text, however wide the other columns are
 COLOURS: Final = {"bold": "1", "red": "31", "green": "32", "yellow": "33", "dim": "2"}
 
 
 def line_width(out: TextIO | None = None) -> int:
     if not (out or sys.stdout).isatty():
-        return PLAIN
-    return min(MOST, max(PLAIN, shutil.get_terminal_size((PLAIN, 24)).columns))
+        return MIN_COLUMNS
+    return min(MAX_COLUMNS, max(MIN_COLUMNS, shutil.get_terminal_size((MIN_COLUMNS, 24)).columns))
 
 
 def fold_line(line: str, hang: int | None = None, out: TextIO | None = None) -> list[str]:
@@ -37,7 +37,7 @@ def fold_line(line: str, hang: int | None = None, out: TextIO | None = None) -> 
     """
     if not (out or sys.stdout).isatty():
         return [line]
-    width = max(PLAIN, shutil.get_terminal_size((PLAIN, 24)).columns)
+    width = max(MIN_COLUMNS, shutil.get_terminal_size((MIN_COLUMNS, 24)).columns)
     indent = len(line) - len(line.lstrip()) + 2 if hang is None else hang
     wrapper = textwrap.TextWrapper(
         width, subsequent_indent=" " * indent, break_on_hyphens=False, break_long_words=False
@@ -53,7 +53,7 @@ def colour_text(text: str, colour: str | None, out: TextIO | None = None) -> str
 
 
 def format_table(
-    rows: Sequence[Sequence[str]], align: str, wide: int | None = None, colours: Mapping[str, str] | None = None
+    rows: Sequence[Sequence[str]], align: str, max_width: int | None = None, colours: Mapping[str, str] | None = None
 ) -> list[str]:
     """Format rows as lines.
 
@@ -64,19 +64,19 @@ def format_table(
         rows: Cells of each row.
         align: Alignment by column: "<" (left), ">" (right) or "~" (left and wrapped, for the last column). The last
             letter also applies to further columns.
-        wide: Maximum width of a line, or None for `line_width`.
+        max_width: Maximum width of a line, or None for `line_width`.
         colours: Colour by the text of a whole cell, on a terminal.
     """
     if not rows:
         return []
-    wide = line_width() if wide is None else wide
+    max_width = line_width() if max_width is None else max_width
     align = align.ljust(len(rows[0]), align[-1])
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     if align.endswith("~"):
-        widths[-1] = max(LEAST, wide - sum(widths[:-1]) - len(GAP) * (len(widths) - 1))
+        widths[-1] = max(MIN_WRAPPED_COLUMNS, max_width - sum(widths[:-1]) - len(GAP) * (len(widths) - 1))
         return [line for row in rows for line in _wrap_row(row, align, widths, colours or {})]
     lines: list[str] = []
-    for block in _group_columns(widths, wide):
+    for block in _group_columns(widths, max_width):
         if lines:
             lines.append("")
         lines += [
@@ -86,7 +86,7 @@ def format_table(
 
 
 def format_markdown(lines: Iterable[str]) -> list[str]:
-    """Format headings, paragraphs, lists and tables of a Markdown page without its signs."""
+    """Format headings, paragraphs, lists and tables of a Markdown page without the markup."""
     output: list[str] = []
     kinds = {"": "blank", "|": "table", "#": "heading"}
     for kind, group in groupby("\n".join(lines).splitlines(), lambda line: kinds.get(line[:1], "text")):

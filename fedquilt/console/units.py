@@ -19,7 +19,7 @@ def select_prefix(largest: float) -> tuple[float, str]:
 def format_bytes(count: int) -> str:
     """Format a number of bytes in three digits: "0 B", "815 B", "64.2 kB", "1.23 GB"."""
     scale, prefix = select_prefix(count)
-    if count >= 999.5 * scale and scale < UNITS[0][0]:  # rounding would give a thousand
+    if count >= 999.5 * scale and scale < UNITS[0][0]:  # would be rounded to a thousand
         scale, prefix = select_prefix(count * 1.001)
     return f"{count / scale:.3g} {prefix}B"
 
@@ -33,24 +33,18 @@ def format_duration(seconds: float) -> str:
 
 
 def format_time_of_day(time_s: float, now_s: float) -> str:
-    """Return a local time such as "14:02", with its date if that is not the date of `now_s`."""
+    """Return a local time such as "14:02", with the date if different from the date of `now_s`."""
     moment = time.localtime(time_s)
     return time.strftime("%H:%M" if moment[:3] == time.localtime(now_s)[:3] else "%Y-%m-%d %H:%M", moment)
 
 
-def parse_amount(text: str, scales: Mapping[str, float], what: str) -> float:
-    """Parse a number with a unit, such as "1.5 h".
-
-    Args:
-        text: Text to parse.
-        scales: Factor of each unit.
-        what: Noun for the value in errors.
-    """
+def parse_amount(text: str, scales: Mapping[str, float], noun: str) -> float:
+    """Parse a number with a unit, such as "1.5 h", or raise ValueError. `noun` names the value in errors."""
     match = re.fullmatch(r"([+-]?\d+(?:\.\d+)?) ?([A-Za-z%/]+)", text.strip())
     if match is None or match[2] not in scales:
         *first_units, last_unit = scales
         units = f"{', '.join(first_units)} or {last_unit}" if first_units else last_unit
-        raise ValueError(f"{text!r} is no {what}: a number with {units}")
+        raise ValueError(f"{text!r} is no {noun}: a number with {units}")
     return float(match[1]) * scales[match[2]]
 
 

@@ -41,33 +41,26 @@ def work_seconds(work: WorkEstimate, point: OperatingPoint) -> float | None:
     traffic_s = work.read_bytes / rates.bytes_per_s if rates.bytes_per_s else 0.0
     if work.flops <= 0 and not work.launches:
         return None
-    total_s = _overhead_seconds(work, rates) + arithmetic_s + traffic_s
+    total_s = overhead_seconds(work, point) + arithmetic_s + traffic_s
     return total_s if 0 < total_s < math.inf else None
 
 
 def overhead_seconds(work: WorkEstimate, point: OperatingPoint) -> float:
     """Return the seconds for tasks and launches at a point, or 0 if their costs are unknown."""
-    return _overhead_seconds(work, select_rates(work, point))
-
-
-def _overhead_seconds(work: WorkEstimate, rates: Rates | OperatingPoint) -> float:
+    rates = select_rates(work, point)
     overhead_s = work.task_share * (rates.task_s or 0.0) + work.launches * (rates.launch_s or 0.0)
     return overhead_s if math.isfinite(overhead_s) else 0.0
 
 
 def work_joules(duration_s: float, point: OperatingPoint) -> float | None:
-    """Return the joules of the whole device for a duration, or None if its power is unknown."""
     return None if point.busy_w is None else point.busy_w * duration_s
 
 
 class LinkCost(NamedTuple):
-    """Cost of transfers between the coordinator and a device."""
-
     transfer_s: float = 0.0  # seconds of one task independent of size: messages, claims and queues
     bytes_per_s: float = math.inf
 
     def transfer_seconds(self, size: int) -> float:
-        """Return the seconds to transfer `size` bytes."""
         return self.transfer_s + size / self.bytes_per_s
 
     @classmethod
@@ -103,9 +96,7 @@ class LinkCost(NamedTuple):
 
 
 EVALUATION_BATCH: Final = 64  # examples that an engine evaluates at once
-STEP_LAUNCHES: Final = (
-    12  # launches of a mini-batch outside of the layers: examples, loss, and the loss's backward pass
-)
+STEP_LAUNCHES: Final = 12  # launches of a mini-batch outside of the layers: examples, loss and its backward pass
 OPTIMIZER_LAUNCHES: Final = {"sgd": 2, "adam": 9}  # of an optimizer's step for one tensor; others as Adam
 OPTIMIZER_PASSES: Final = {"sgd": 3, "adam": 8}  # times a tensor's bytes that an optimizer reads and writes in a step
 ADAPTER_LAUNCHES: Final = 2  # of one matrix of an adapter: the product, and scaling or adding it
@@ -136,7 +127,7 @@ def parse_layers(meta: Mapping[str, Any]) -> tuple[Layer, ...]:
 
 
 def layers_by_tensor(layers: Sequence[Layer], names: Iterable[str]) -> dict[str, str]:
-    """Map each tensor name to the path of its layer: the nearest enclosing module, or the first layer without one."""
+    """Return the path of each tensor's layer: the nearest enclosing module, or else the first layer."""
     paths, first_path = {layer.path for layer in layers}, layers[0].path if layers else ""
     tensors = {}
     for name in names:
@@ -162,9 +153,7 @@ def training_cost(layers: Sequence[Layer], trained_names: Iterable[str]) -> Pass
     """
     trained = set(layers_by_tensor(layers, trained_names).values())
     total = forward_cost(layers)
-    is_after_trained = (
-        len(layers) == 1 and not layers[0].launches
-    )  # a whole network in one: most of it is behind its beginning
+    is_after_trained = len(layers) == 1 and not layers[0].launches  # one layer for the whole network
     for layer in layers:
         is_trained = layer.path in trained
         times = is_trained + is_after_trained if layer.flops else float(is_trained or is_after_trained)
@@ -225,7 +214,7 @@ def add_adapter_layers(layers: Sequence[Layer], backbone: Tensors, added: Tensor
 
 
 def workload_kind(layers: Sequence[Layer], convolutions: Iterable[str]) -> str:
-    """Return "conv" if more than half of a network's arithmetic is in `convolutions`, its modules, else "dense"."""
+    """Return "conv" if over half of the arithmetic is in `convolutions` (module paths), or else "dense"."""
     convolution_paths = set(layers_by_tensor(layers, convolutions).values())
     total_flops = sum(layer.flops + layer.free_flops for layer in layers)
     convolution_flops = sum(layer.flops for layer in layers if layer.path in convolution_paths)
@@ -244,22 +233,13 @@ def part_shares(layers: Sequence[Layer], full_model: Tensors, part: Tensors) -> 
 def training_work(
     pass_cost: PassCost, params: Mapping[str, Any], trained_bytes: Mapping[str, int], weights_bytes: int
 ) -> WorkEstimate:
-    """Return the work of training with `params` (epochs, optimizer, batch, ...), per example and per mini-batch.
-
-    Args:
-        pass_cost: Cost of a forward and backward pass.
-        params: Parameters of the method.
-        trained_bytes: Bytes of each trained tensor.
-        weights_bytes: Bytes of all weights.
-    """
+    """Return the work of training, per example and per mini-batch. `pass_cost` includes the backward pass."""
     epochs, optimizer = int(params.get("epochs", 1)), choice_name(params.get("optimizer", "sgd"))
     optimizer = optimizer if optimizer in OPTIMIZER_LAUNCHES else "adam"
-    extra_operations = sum(bool(params.get(key)) for key in ("momentum", "weight_decay", "ema")) + 2 * bool(
-        params.get("clip")
-    )
-    launches = (
-        pass_cost.launches + STEP_LAUNCHES + (OPTIMIZER_LAUNCHES[optimizer] + extra_operations) * len(trained_bytes)
-    )
+    extra_operations = sum(bool(params.get(key)) for key in ("momentum", "weight_decay", "ema"))
+    extra_operations += 2 * bool(params.get("clip"))
+    tensor_launches = OPTIMIZER_LAUNCHES[optimizer] + extra_operations
+    launches = pass_cost.launches + STEP_LAUNCHES + tensor_launches * len(trained_bytes)
     traffic = 2 * weights_bytes + (OPTIMIZER_PASSES[optimizer] + extra_operations + 1) * sum(trained_bytes.values())
     return WorkEstimate(
         flops_per_example=epochs * pass_cost.flops,

@@ -1,8 +1,7 @@
 """Predicted peak memory in bytes of training and inference above an idle engine, for engines and admission.
 
-Only `measure_training` imports torch. Constants were fitted on x86-64 (torch 2.13 for
-the CPU, onnxruntime 1.31, glibc 2.36). A device learns its own error while working
-(`fedquilt.edge_agent.task.memory_budget`).
+Only `measure_training` imports torch. Constants were fitted on x86-64 (torch 2.13 for the CPU, onnxruntime 1.31, glibc
+2.36). A device learns its own error while working (`fedquilt.edge_agent.task.memory_budget`).
 """
 
 from __future__ import annotations
@@ -29,10 +28,7 @@ FREED_BYTES: Mapping[str, int] = {"onnx": 20 * 10**6}
 
 
 def task_process_bytes(engine: str, peak_bytes: int, base_bytes: int | None = None) -> int:
-    """Return the peak memory of a task's process: engine, first use, freed memory, and `peak_bytes` of the work.
-
-    `base_bytes` is the device's measured memory of the imported engine, or None for ASSUMED_BASE_BYTES.
-    """
+    """Return the peak memory of a task's process. Without `base_bytes`, the engine's memory is ASSUMED_BASE_BYTES."""
     base = ASSUMED_BASE_BYTES.get(engine, 0) if base_bytes is None else base_bytes
     return base + FIRST_USE_BYTES.get(engine, 0) + FREED_BYTES.get(engine, 0) + peak_bytes
 
@@ -150,22 +146,13 @@ def training_bytes(
 ) -> int:
     """Return the peak memory of a training step above active torch.
 
-    Args:
-        network: Properties of the network.
-        examples: Number of examples in a micro-batch.
-        anchors: Additional copies of the weights, such as the start of a correction.
-        moments: Copies of the trained tensors in the optimizer's state.
-        library: Imported library of the network, or "".
-        piece_bytes: Limit on kept activations, which are then recomputed in pieces, or None to keep all.
+    `examples` are those of a micro-batch, `anchors` additional copies of the weights, and `moments` copies of the
+    trained tensors. Activations beyond `piece_bytes` are recomputed in pieces, or all are kept if None.
     """
     trained_bytes = (1 + moments) * (network.weights_bytes - network.frozen_bytes)
+    copies, kinds = WEIGHT_COPIES + anchors, network.kinds
     fixed_bytes = fixed_training_bytes(
-        network.weights_bytes,
-        network.convolutions,
-        trained_bytes,
-        copies=WEIGHT_COPIES + anchors,
-        library=library,
-        kinds=network.kinds,
+        network.weights_bytes, network.convolutions, trained_bytes, copies=copies, library=library, kinds=kinds
     )
     kept_bytes = examples * network.kept_bytes
     held_bytes = kept_bytes if piece_bytes is None else min(piece_bytes, kept_bytes)
@@ -177,7 +164,6 @@ def choice_name(choice: str | Mapping[str, Any]) -> str:
 
 
 def optimizer_copies(params: Mapping[str, Any]) -> int:
-    """Return the number of copies of the trained tensors in the optimizer's state."""
     copies = OPTIMIZER_COPIES.get(choice_name(params.get("optimizer", "sgd")), TORCH_OPTIMIZER_COPIES)
     return copies or int(params.get("momentum", 0) > 0)
 
@@ -260,10 +246,8 @@ class TierDevice(NamedTuple):
 
 
 class TierCoverage(NamedTuple):
-    """Numbers of devices and examples of a tier, in total and of devices with an engine and memory for the work."""
-
     devices: int = 0
-    capable: int = 0
+    capable: int = 0  # devices with an engine and memory for the work
     examples: int = 0  # of devices that have reported their number of examples
     capable_examples: int = 0
     unknown: int = 0  # devices that have not reported their number of examples
@@ -273,9 +257,8 @@ def tier_from_profile(profile: Profile | None) -> str:
     """Return the largest tier within a device's budget, or "" if the device has sent no profile."""
     if profile is None:
         return ""
-    return next(
-        (name for name, size in reversed(TIER_BYTES.items()) if profile.budget_bytes >= size), BELOW_SMALLEST_TIER
-    )
+    tiers = (name for name, size in reversed(TIER_BYTES.items()) if profile.budget_bytes >= size)
+    return next(tiers, BELOW_SMALLEST_TIER)
 
 
 def fits_budget(budget_bytes: int, engines: Iterable[str], work: WorkEstimate) -> bool:
@@ -286,12 +269,12 @@ def tier_coverage(fleet: Iterable[TierDevice], engines: Iterable[str], work: Wor
     """Return the coverage of each tier that has devices, smallest tier first."""
     engine_names = tuple(engines)
     coverage: dict[str, TierCoverage] = {}
-    for member in fleet:
-        usable_engines = [engine for engine in engine_names if engine in member.profile.engines]
-        is_able = fits_budget(member.profile.budget_bytes, usable_engines, work)
-        name = tier_from_profile(member.profile)
-        count = member.examples or 0
-        device_counts = TierCoverage(1, int(is_able), count, count * is_able, int(member.examples is None))
+    for device in fleet:
+        usable_engines = [engine for engine in engine_names if engine in device.profile.engines]
+        is_able = fits_budget(device.profile.budget_bytes, usable_engines, work)
+        name = tier_from_profile(device.profile)
+        count = device.examples or 0
+        device_counts = TierCoverage(1, int(is_able), count, count * is_able, int(device.examples is None))
         coverage[name] = _sum_counts((coverage.get(name, TierCoverage()), device_counts))
     return {name: coverage[name] for name in (BELOW_SMALLEST_TIER, *TIER_BYTES) if name in coverage}
 

@@ -20,18 +20,7 @@ from fedquilt.core import BlobRef, Bundle, JobError, StoreError, WireMessage
 from fedquilt.formats import checksummed_json, toml
 from fedquilt.host.disk import REAL, Disk, disk_errors
 
-INDEPENDENT_KEYS: Final = (
-    "name",
-    "rounds",
-    "priority",
-    "cohort",
-    "wire",
-    "stop",
-    "check",
-    "trigger",
-    "fleet",
-    "compare",
-)
+RUN_KEYS: Final = ("name", "rounds", "priority", "cohort", "wire", "stop", "check", "trigger", "fleet", "compare")
 """Keys of a job that do not affect the bundle."""
 PATH_KEYS: Final = ("path", "vocabulary", "weights", "classes")
 """Keys of a job, in any table, with a value that may be the path of a file or folder."""
@@ -63,16 +52,8 @@ def write_bundle(folder: Path, meta: Mapping[str, Any], files: Mapping[str, byte
 def load_bundle(folder: Path, disk: Disk = REAL, content: str = "") -> Bundle:
     """Open a bundle and check that its files are present with the right sizes.
 
-    The content of a file is checked on reading, which may raise the same errors.
-
-    Args:
-        folder: Folder of the bundle.
-        disk: Disk of the folder.
-        content: Required `hash_content` of the bundle, or "" for any bundle.
-
-    Raises:
-        JobError: If the bundle is missing, damaged or of other content.
-        StoreError: If the disk fails.
+    Raises JobError if the bundle is missing, damaged, or does not have `content` (of `hash_content`, unless ""). The
+    content of a file is verified on reading, which may raise JobError too.
     """
     index_path = folder / "bundle.json"
     with disk_errors(f"read the bundle {folder}"):
@@ -103,7 +84,6 @@ def _read_verified_tensors(folder: Path, ref: BlobRef, disk: Disk) -> dict[str, 
 
 
 def verify_file(folder: Path, ref: BlobRef, disk: Disk = REAL) -> Path:
-    """Return the path of a bundle's file, or raise JobError if the file is missing or damaged."""
     path = folder / "blobs" / ref.sha256
     with disk_errors(f"read {path}"):
         try:
@@ -142,7 +122,7 @@ def is_current(path: Path, bundle: Path) -> bool:
 
 
 def stamp_inputs(path: Path, job: Mapping[str, Any]) -> BundleInputs:
-    """Return digests of the job file, and of sizes and times of the files that the job names by absolute path.
+    """Return digests of the job file, and of sizes and times of its input files.
 
     Call this before the preparation reads the files, so that a change during the preparation is noticed.
     """
@@ -165,7 +145,7 @@ def hash_content(bundle: Path) -> str:
 
 
 def _hash_job(path: Path) -> str:
-    table = {key: value for key, value in toml.read_toml(path).items() if key not in INDEPENDENT_KEYS}
+    table = {key: value for key, value in toml.read_toml(path).items() if key not in RUN_KEYS}
     return hashlib.sha256(msgspec.json.encode(table, order="sorted")).hexdigest()
 
 
@@ -190,7 +170,6 @@ def _stamp_input(path: Path) -> str:
             files = [path] if path.is_file() else []
         for file in files:
             info = file.stat()
-            digest.update(
-                f"{file.relative_to(path)} {info.st_size} {info.st_mtime_ns}\n".encode("utf-8", "surrogateescape")
-            )
+            line = f"{file.relative_to(path)} {info.st_size} {info.st_mtime_ns}\n"
+            digest.update(line.encode("utf-8", "surrogateescape"))
     return digest.hexdigest() if files else ""

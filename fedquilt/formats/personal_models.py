@@ -35,8 +35,6 @@ class PersonalParts(NamedTuple):
 
 
 class _PersonalHeader(msgspec.Struct):
-    """Metadata in the header of a safetensors file."""
-
     metadata: dict[str, str] = msgspec.field(name="__metadata__", default_factory=dict)
 
 
@@ -51,12 +49,7 @@ def encode_personal(task: Task, graph: bytes, bundles: Mapping[str, Tensors]) ->
 
 
 def read_task(path: Path, disk: Disk = REAL) -> Task | None:
-    """Return the evaluation task of a personalised result, or None if the file is something else. Imports no numpy.
-
-    Raises:
-        ModelError: If the file contains an invalid task.
-        OSError: If the file cannot be read.
-    """
+    """Return the task of a personalised result, None for another file, or raise ModelError. Imports no numpy."""
     size = int.from_bytes(disk.read(path, 0, 8), "little")
     if not 0 < size <= MAX_HEADER_BYTES:
         return None
@@ -73,12 +66,7 @@ def read_task(path: Path, disk: Disk = REAL) -> Task | None:
 
 
 def read_personal(path: Path) -> PersonalParts:
-    """Return graph and bundles of a personalised result.
-
-    Raises:
-        ModelError: If the file is damaged or has no graph.
-        StoreError: If the file cannot be read.
-    """
+    """Return graph and bundles of a personalised result, or raise ModelError if damaged, StoreError if unreadable."""
     import numpy as np
 
     from fedquilt.arrays import tensors

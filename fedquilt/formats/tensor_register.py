@@ -1,6 +1,6 @@
 """Register of a network's tensors: kind and module of each, and the call order of modules.
 
-`fedquilt prepare` traces the register into the bundle (`models.networks.traces`). Methods use the register
+`fedquilt prepare` traces the register into the bundle (`fedquilt.models.networks.traces`). Methods use the register
 rather than names or shapes. A tensor with several names is in the model once, under the first name.
 """
 
@@ -61,17 +61,13 @@ class TensorRegister(msgspec.Struct, frozen=True):
 
     def with_aliases(self, model: Tensors) -> dict[str, Any]:
         """Return the model with each tensor under all of its names, as `load_state_dict` requires."""
-        entries_by_alias = {
-            alias: name for name in model if (entry := self.find_entry(name)) for alias in entry.aliases
-        }
-        return {**model, **{alias: model[name] for alias, name in entries_by_alias.items()}}
+        names_by_alias = {alias: name for name in model if (entry := self.find_entry(name)) for alias in entry.aliases}
+        return {**model, **{alias: model[name] for alias, name in names_by_alias.items()}}
 
     def is_coupled(self, model: Collection[str], trained_names: Collection[str] | None = None) -> bool:
         """Return whether trained batch normalisation couples the examples of a mini-batch.
 
-        Args:
-            model: Names of the model's tensors.
-            trained_names: Names of the trained tensors, or None for all. A module without trained tensors is frozen.
+        A module without tensors in `trained_names` is frozen, and None trains all modules.
         """
         norm_entries = [entry for entry in self.tensors if entry.type in BATCH_NORMS and entry.name in model]
         if trained_names is None:
@@ -116,16 +112,11 @@ class TensorRegister(msgspec.Struct, frozen=True):
         return dict(_find_layers(self))
 
     def find_classifier(self) -> str | None:
-        """Return the path of the linear layer called last, or None if the network has no linear layer.
-
-        Raises:
-            ModelError: If the last layer shares the weight of another layer.
-        """
+        """Return the path of the linear layer called last, or None. Raise ModelError if its weight is shared."""
         linear_paths = self.linear_paths()
         shared_entries = {alias.rpartition(".")[0]: entry for entry in self.tensors for alias in entry.aliases}
-        last_module = self.sort_by_call_order(
-            [*linear_paths, *(path for path in shared_entries if path in self.calls)]
-        )[-1:]
+        called_shared_paths = [path for path in shared_entries if path in self.calls]
+        last_module = self.sort_by_call_order([*linear_paths, *called_shared_paths])[-1:]
         if not last_module or last_module[0] in linear_paths:
             return last_module[0] if last_module else None
         raise ModelError(
@@ -151,7 +142,7 @@ class TensorRegister(msgspec.Struct, frozen=True):
 
 
 def register_from_table(network: Mapping[str, Any]) -> TensorRegister:
-    """Return the register in a network's table, or the register of an `mlp`, or raise ModelError for other networks."""
+    """Return the register in a network's table or of an `mlp`, or raise ModelError for other networks."""
     if "register" in network:
         return _parse_register(msgspec.json.encode(network["register"]))
     if network.get("name") == "mlp":

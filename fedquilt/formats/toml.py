@@ -29,9 +29,7 @@ _MISSING: Final = re.compile(r"Object missing required field `([^`]*)`")
 _CHOICE: Final = re.compile(r"Invalid enum value (.*)")
 _EXPECTED: Final = re.compile(r"Expected `([^`]*)`(.*?)(?:, got `[^`]*`)?")
 _PATTERN: Final = re.compile(r" matching regex '(.*)'")
-_NAMES: Final = re.compile(
-    r"[\^\\A]*\[a-z0-9\]\[a-z0-9\._-\]\{0,(\d+)\}\\*Z"
-)  # what names are made of; after the first
+_NAMES: Final = re.compile(r"[\^\\A]*\[a-z0-9\]\[a-z0-9\._-\]\{0,(\d+)\}\\*Z")  # the pattern of `core.Name`
 _LENGTH: Final = re.compile(r" of length (>=|<=)? ?(.*)")
 _KINDS: Final = {
     "int": "a whole number",
@@ -54,7 +52,6 @@ def read_toml(path: Path) -> dict[str, Any]:
 
 
 def absolute_path(path: str, folder: Path) -> str:
-    """Return an absolute path for a path in a settings file in `folder`."""
     try:
         return str((folder / path).resolve())
     except (ValueError, RuntimeError, OSError) as error:
@@ -104,13 +101,7 @@ def prefix_errors(prefix: str) -> Iterator[None]:
 
 
 def convert_table(table: Any, kind: type[T], source: str) -> T:
-    """Convert a table to a struct.
-
-    Args:
-        table: The table.
-        kind: Type of the struct.
-        source: Name of the table in errors, such as "a job" or "[data]".
-    """
+    """Convert a table to a struct, or raise JobError. `source` names the table in errors, as in "a job" or "[data]"."""
     try:
         return msgspec.convert(table, kind)
     except msgspec.ValidationError as error:
@@ -157,7 +148,6 @@ def _join_names(names: Sequence[str], room: int) -> str:
 
 
 def _explain_conversion_error(message: str, table: Any, kind: type, source: str) -> str:
-    """Return msgspec's message in plain words, with the key, its value and the known choices."""
     path = match[1] if (match := _PATH.search(message)) else ""
     message = message[: match.start()] if match else message
     options = _types_at_path(kind, path)
@@ -223,7 +213,6 @@ def _quote_value(value: Any, max_characters: int = 60) -> str:
 
 
 def _types_at_path(kind: type, path: str) -> list[Any]:
-    """Return msgspec's descriptions of the types that are possible at a path."""
     from msgspec import inspect
 
     types = _union_members(inspect.type_info(kind))

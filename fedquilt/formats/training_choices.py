@@ -86,13 +86,7 @@ class Schedule(Arguments, frozen=True):
     rounds: Annotated[int, Meta(ge=0)] = 0  # length of the job, or 0 if unknown
 
     def rate_factor(self, round: int, step: int = 0, steps: int = 1) -> float:
-        """Return the factor of a step.
-
-        Args:
-            round: Round of the job, from 0.
-            step: Step within the round, from 0.
-            steps: Steps of the device in a round.
-        """
+        """Return the factor of a step, counted from 0 in its round. `steps` is the device's number in a round."""
         scale = steps if self.over == "steps" else 1
         position = round * scale + (step if self.over == "steps" else 0)
         rise = self.warm_up * scale
@@ -247,8 +241,7 @@ def parse_augmentations(choices: Sequence[Choice]) -> list[tuple[str, Any]]:
     ]
 
 
-def is_own_transform(name: str) -> bool:
-    """Return whether a transform is a plug-in rather than "mixup" or a class of torchvision."""
+def is_plugin_transform(name: str) -> bool:
     return name != MIXUP and (":" in name or not name[:1].isupper())
 
 
@@ -269,7 +262,7 @@ def list_plugins(params: Mapping[str, Any]) -> list[tuple[Literal["loss", "trans
     loss, _ = split_choice(params.get("loss", ""), "loss")
     plugins: list[tuple[Literal["loss", "transform"], str]] = [("loss", loss)] if loss and loss not in LOSSES else []
     names = [split_choice(choice, "augment")[0] for choice in params.get("augment", ())]
-    return plugins + [("transform", name) for name in names if is_own_transform(name)]
+    return plugins + [("transform", name) for name in names if is_plugin_transform(name)]
 
 
 def describe_torch_choices(params: Mapping[str, Any]) -> str:

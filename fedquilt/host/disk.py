@@ -28,40 +28,40 @@ if TYPE_CHECKING:
     from _typeshed import WriteableBuffer
 
 
-Place: TypeAlias = str | Path
+StrPath: TypeAlias = str | Path
 T = TypeVar("T")
 log = logging.getLogger("fedquilt.disk")
-DESCRIPTORS: Final = (errno.EMFILE, errno.ENFILE)
-WAIT_S: Final = 0.1  # between two attempts to get a file descriptor
+DESCRIPTOR_ERRORS: Final = (errno.EMFILE, errno.ENFILE)
+DESCRIPTOR_RETRY_S: Final = 0.1  # pause between two attempts to open a file
 
 
 def retry_until_descriptor_free(open: Callable[[], T]) -> T:
-    """Return what `open` returns, repeating the call while no file descriptor is free."""
-    waited = False
+    """Return the result of `open`, which is called again while no file descriptor is free."""
+    has_waited = False
     while True:
         try:
             opened = open()
         except OSError as error:
-            if error.errno not in DESCRIPTORS:
+            if error.errno not in DESCRIPTOR_ERRORS:
                 raise
-            if not waited:
+            if not has_waited:
                 log.error("%s: waiting; raise the limit on open files (LimitNOFILE, ulimit -n)", error.strerror)
-            waited = True
-            time.sleep(WAIT_S)
+            has_waited = True
+            time.sleep(DESCRIPTOR_RETRY_S)
         else:
-            if waited:
+            if has_waited:
                 log.warning("a file descriptor is free again")
             return opened
 
 
-def open_descriptor(path: Place, flags: int, mode: int = 0o777) -> int:
+def open_descriptor(path: StrPath, flags: int, mode: int = 0o777) -> int:
     return retry_until_descriptor_free(lambda: os.open(path, flags, mode))
 
 
 class OpenedDescriptor:
     """Context of an open descriptor. A generator would take longer than the system calls of a small file."""
 
-    def __init__(self, path: Place, flags: int, mode: int = 0o777) -> None:
+    def __init__(self, path: StrPath, flags: int, mode: int = 0o777) -> None:
         self._file = open_descriptor(path, flags | os.O_CLOEXEC, mode)
 
     def __enter__(self) -> int:
@@ -74,7 +74,7 @@ class OpenedDescriptor:
 class OpenFile:
     """File that stays open, so that small reads and writes need one system call each."""
 
-    def __init__(self, path: Place, mode: int) -> None:
+    def __init__(self, path: StrPath, mode: int) -> None:
         self._file = open_descriptor(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, mode)
 
     def size(self) -> int:
@@ -106,9 +106,8 @@ class OpenFile:
 
 def read_fully(file: int, buffer: WriteableBuffer, offset: int) -> int:
     view, size = memoryview(buffer), 0
-    while size < view.nbytes and (
-        received := os.preadv(file, [view[size:]], offset + size)
-    ):  # 2 GiB at once at the most
+    # The kernel reads at most 2 GiB at once.
+    while size < view.nbytes and (received := os.preadv(file, [view[size:]], offset + size)):
         size += received
     return size
 
@@ -120,19 +119,19 @@ def write_fully(file: int, payload: bytes | memoryview, offset: int) -> None:
         view, offset = view[written:], offset + written
 
 
-NOT_ALLOWED: Final = "change the owner or the rights, or use another folder"
-FIXES: Final = {
+PERMISSION_FIX: Final = "change the owner or the rights, or use another folder"
+FIXES_BY_ERRNO: Final = {
     errno.EISDIR: "name a file in place of a folder",
     errno.ENOTDIR: "name a folder in place of a file",
     errno.EEXIST: "name a folder in place of a file",
-    errno.EACCES: NOT_ALLOWED,
-    errno.EPERM: NOT_ALLOWED,
+    errno.EACCES: PERMISSION_FIX,
+    errno.EPERM: PERMISSION_FIX,
     errno.EROFS: "use a folder that is not mounted read-only",
 }
-FULL: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})  # numbers of errors that free space cures
-ENTRY_BYTES: Final = 4096  # of a name in a folder, about, with its inode
+FULL_DISK_ERRORS: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+ENTRY_BYTES: Final = 4096  # approximate size of a directory entry and its inode
 BUFFER_BYTES: Final = 256 * 1024
-LOCK_S: Final = 0.05  # seconds between two tries for a lock
+LOCK_RETRY_S: Final = 0.05  # pause between two attempts to lock a file
 
 
 class PathInfo(NamedTuple):
@@ -140,7 +139,7 @@ class PathInfo(NamedTuple):
     is_dir: bool
     size: int  # bytes
     mtime_ns: int
-    inode: int  # a file that is written anew and renamed has another one
+    inode: int  # another number after the file was replaced
 
 
 class Lock:
@@ -161,54 +160,54 @@ class Disk:
     def wall_clock_s(self) -> float:
         return time.time()
 
-    def stat(self, path: Place) -> PathInfo | None:
+    def stat(self, path: StrPath) -> PathInfo | None:
         """Return information on a path, following links, or None if nothing exists there."""
         try:
             info = os.stat(path)
         except (FileNotFoundError, NotADirectoryError):
             return None
-        return _found_from_stat(os.path.basename(path), info)
+        return _info_from_stat(os.path.basename(path), info)
 
-    def is_file(self, path: Place) -> bool:
+    def is_file(self, path: StrPath) -> bool:
         return os.path.isfile(path)
 
-    def is_dir(self, path: Place) -> bool:
+    def is_dir(self, path: StrPath) -> bool:
         return os.path.isdir(path)
 
-    def entries(self, folder: Place) -> list[PathInfo]:
+    def entries(self, folder: StrPath) -> list[PathInfo]:
         infos = []
         with retry_until_descriptor_free(lambda: os.scandir(folder)) as entries:
             for entry in entries:
-                with suppress(FileNotFoundError):  # another process was faster
-                    infos.append(_found_from_stat(entry.name, entry.stat()))
+                with suppress(FileNotFoundError):  # another process has removed the entry
+                    infos.append(_info_from_stat(entry.name, entry.stat()))
         return infos
 
-    def free_bytes(self, folder: Place) -> int:
+    def free_bytes(self, folder: StrPath) -> int:
         stat = os.statvfs(folder)
         return stat.f_bavail * stat.f_frsize
 
-    def read(self, path: Place, offset: int = 0, size: int | None = None) -> bytes:
+    def read(self, path: StrPath, offset: int = 0, size: int | None = None) -> bytes:
         with builtins.open(path, "rb", buffering=0, opener=_open_nonblocking) as file:
             if size is not None:
                 return os.pread(file.fileno(), size, offset)
             file.seek(offset)
             return file.read()
 
-    def open_for_reading(self, path: Place) -> int:
+    def open_for_reading(self, path: StrPath) -> int:
         return open_descriptor(path, os.O_RDONLY | os.O_CLOEXEC)
 
-    def read_into(self, path: Place, buffer: WriteableBuffer, offset: int) -> int:
+    def read_into(self, path: StrPath, buffer: WriteableBuffer, offset: int) -> int:
         with OpenedDescriptor(path, os.O_RDONLY) as file:
             return read_fully(file, buffer, offset)
 
-    def read_pieces(self, path: Place) -> Iterator[memoryview]:
-        """Yield the bytes of a file piece by piece. A piece is valid until the next one."""
+    def read_pieces(self, path: StrPath) -> Iterator[memoryview]:
+        """Yield the bytes of a file in pieces, each in the same buffer."""
         with builtins.open(path, "rb", buffering=0, opener=open_descriptor) as file:
             buffer = memoryview(bytearray(min(BUFFER_BYTES, os.fstat(file.fileno()).st_size + 1)))
             while size := file.readinto(buffer):
                 yield buffer[:size]
 
-    def data_ranges(self, path: Place) -> list[tuple[int, int]]:
+    def data_ranges(self, path: StrPath) -> list[tuple[int, int]]:
         """Return the ranges (start, end) of a sparse file that hold data, or the whole file if unknown."""
         ranges: list[tuple[int, int]] = []
         with OpenedDescriptor(path, os.O_RDONLY) as file:
@@ -224,81 +223,81 @@ class Disk:
                 ranges.append((start, position))
         return ranges
 
-    def write(self, path: Place, payload: bytes, *, new: bool = False) -> None:
+    def write(self, path: StrPath, payload: bytes, *, new: bool = False) -> None:
         """Write a whole file in place, without protection against partial writes. A `new` file must not exist yet."""
         flags = os.O_WRONLY | os.O_CREAT | (os.O_EXCL if new else os.O_TRUNC)
         with OpenedDescriptor(path, flags, self._file_mode) as file:
             write_fully(file, payload, 0)
 
-    def ensure(self, path: Place) -> None:
+    def create_if_missing(self, path: StrPath) -> None:
         with suppress(FileExistsError):
             os.close(open_descriptor(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, self._file_mode))
 
-    def write_at(self, path: Place, payload: bytes | memoryview, offset: int) -> None:
+    def write_at(self, path: StrPath, payload: bytes | memoryview, offset: int) -> None:
         with OpenedDescriptor(path, os.O_WRONLY) as file:
             write_fully(file, payload, offset)
 
-    def resize(self, path: Place, size: int) -> None:
+    def resize(self, path: StrPath, size: int) -> None:
         """Set the size of a file, which is created if missing. Added bytes are a hole."""
         with OpenedDescriptor(path, os.O_RDWR | os.O_CREAT, self._file_mode) as file:
             if os.fstat(file).st_size != size:
                 os.ftruncate(file, size)
 
-    def open(self, path: Place) -> OpenFile:
+    def open(self, path: StrPath) -> OpenFile:
         return OpenFile(path, self._file_mode)
 
-    def open_scratch(self, folder: Place) -> OpenFile:
+    def open_scratch(self, folder: StrPath) -> OpenFile:
         file = self.open(path := os.path.join(folder, f"{os.urandom(16).hex()}.tmp"))
         self.unlink(path)
         return file
 
-    def sync(self, path: Place) -> None:
+    def sync(self, path: StrPath) -> None:
         """Wait until the content of a file, or the names in a folder, are on the disk."""
         with OpenedDescriptor(path, os.O_RDONLY) as file:
             os.fsync(file)
 
-    def replace(self, source: Place, target: Place) -> None:
+    def replace(self, source: StrPath, target: StrPath) -> None:
         """Rename a file over `target`, or a folder to a free path."""
         os.replace(source, target)
 
-    def hard_link(self, source: Place, target: Place) -> None:
-        """Create a second name for a file. Of a symbolic link, its target is linked."""
+    def hard_link(self, source: StrPath, target: StrPath) -> None:
+        """Create a second name for a file, or for the target of a symbolic link."""
         os.link(os.path.realpath(source) if os.path.islink(source) else source, target)
 
-    def symlink(self, target: str, path: Place) -> None:
+    def symlink(self, target: str, path: StrPath) -> None:
         os.symlink(target, path)
 
-    def read_link(self, path: Place) -> str | None:
+    def read_link(self, path: StrPath) -> str | None:
         return os.readlink(path) if os.path.islink(path) else None
 
-    def unlink(self, path: Place) -> None:
+    def unlink(self, path: StrPath) -> None:
         """Remove a file, and do nothing if the file does not exist."""
         with suppress(FileNotFoundError):
             os.unlink(path)
 
-    def touch(self, path: Place) -> None:
+    def touch(self, path: StrPath) -> None:
         with suppress(FileNotFoundError):
             os.utime(path)
 
-    def set_mode(self, path: Place, mode: int) -> None:
+    def set_mode(self, path: StrPath, mode: int) -> None:
         os.chmod(path, mode)
 
-    def make_folder(self, folder: Place) -> None:
+    def make_folder(self, folder: StrPath) -> None:
         """Create a folder with missing parents. `withheld` applies to the folder alone."""
         os.makedirs(folder, 0o777 & ~self.withheld, exist_ok=True)
 
-    def make_durable_folder(self, folder: Place) -> None:
+    def make_durable_folder(self, folder: StrPath) -> None:
         """Create a folder with missing parents, and wait until their names are on the disk."""
-        current, unsure = os.fspath(folder), [os.fspath(folder)]
+        current, unsynced_folders = os.fspath(folder), [os.fspath(folder)]
         while (parent := os.path.dirname(current)) not in ("", current) and not self.is_dir(parent):
-            unsure.append(parent)
+            unsynced_folders.append(parent)
             current = parent
         self.make_folder(folder)
-        for unsure_folder in unsure:
+        for unsynced_folder in unsynced_folders:
             with suppress(PermissionError):  # a writable folder of another user that may not be listed
-                self.sync(os.path.dirname(unsure_folder) or ".")
+                self.sync(os.path.dirname(unsynced_folder) or ".")
 
-    def remove(self, path: Place) -> None:
+    def remove(self, path: StrPath) -> None:
         """Remove a file, a link or a folder with its content. Do nothing if the path does not exist."""
         if os.path.islink(path) or not os.path.isdir(path):
             self.unlink(path)
@@ -306,31 +305,31 @@ class Disk:
             _empty_folder(path)
             os.rmdir(path)
 
-    def clear_folder(self, folder: Place) -> None:
+    def clear_folder(self, folder: StrPath) -> None:
         self.make_folder(folder)
         _empty_folder(folder)
 
-    def copy_untrusted(self, source: Place, target: Place, most_bytes: int) -> str:
-        """Copy a plain file that another process may change to a new file, and return the copy's sha256."""
+    def copy_untrusted(self, source: StrPath, target: StrPath, max_bytes: int) -> str:
+        """Copy a plain file, which another process may change, to a new file. Return the sha256 of the copy."""
         file = _open_nonblocking(os.fspath(source), os.O_RDONLY | os.O_NOFOLLOW)
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
         with (
             builtins.open(file, "rb", buffering=0) as source_file,
-            OpenedDescriptor(target, flags, self._file_mode) as copied,
-            builtins.open(copied, "wb", closefd=False) as copy,
+            OpenedDescriptor(target, flags, self._file_mode) as copy_fd,
+            builtins.open(copy_fd, "wb", closefd=False) as copy,
         ):
             if not stat.S_ISREG(os.fstat(file).st_mode):
                 raise OSError(errno.EINVAL, "it is not a plain file", str(source))
-            if os.fstat(file).st_size > most_bytes:
-                raise OSError(errno.EFBIG, f"it has more than {most_bytes} bytes", str(source))
-            sha256, remaining, buffer = hashlib.sha256(), most_bytes, memoryview(bytearray(BUFFER_BYTES))
+            if os.fstat(file).st_size > max_bytes:
+                raise OSError(errno.EFBIG, f"it has more than {max_bytes} bytes", str(source))
+            sha256, remaining, buffer = hashlib.sha256(), max_bytes, memoryview(bytearray(BUFFER_BYTES))
             while remaining and (size := source_file.readinto(buffer[: min(remaining, BUFFER_BYTES)])):
                 sha256.update(buffer[:size])
                 copy.write(buffer[:size])
                 remaining -= size
         return sha256.hexdigest()
 
-    def measure_usage(self, path: Place) -> tuple[int, int]:
+    def measure_usage(self, path: StrPath) -> tuple[int, int]:
         """Return the latest modification time in ns and the size in bytes of a file or folder tree."""
         latest_ns, size, folders = 0, 0, [(os.fspath(path), self.stat(path))]
         while folders:
@@ -345,13 +344,13 @@ class Disk:
                 size += info.size
         return latest_ns, size
 
-    def hash_file(self, path: Place) -> str:
+    def hash_file(self, path: StrPath) -> str:
         sha256 = hashlib.sha256()
         for data in self.read_pieces(path):
             sha256.update(data)
         return sha256.hexdigest()
 
-    def copy(self, source: Place, target: Place) -> str:
+    def copy(self, source: StrPath, target: StrPath) -> str:
         """Copy a file to a path that must be free, and return the sha256 of the copy."""
         sha256, offset = hashlib.sha256(), 0
         self.write(target, b"", new=True)
@@ -361,14 +360,14 @@ class Disk:
             offset += len(data)
         return sha256.hexdigest()
 
-    def repoint_link(self, path: Place, target: str) -> None:
+    def repoint_link(self, path: StrPath, target: str) -> None:
         part = f"{path}.part"
         self.unlink(part)
         self.symlink(target, part)
         self.replace(part, path)
         self.sync(os.path.dirname(path) or ".")
 
-    def write_atomically(self, path: Place, payload: bytes, *, durable: bool = True) -> None:
+    def write_atomically(self, path: StrPath, payload: bytes, *, durable: bool = True) -> None:
         """Write a small file atomically, and durably with `durable`."""
         part = f"{path}.part"
         self.write(part, payload)
@@ -378,18 +377,18 @@ class Disk:
         if durable:
             self.sync(os.path.dirname(path) or ".")
 
-    def is_locked(self, path: Place) -> bool:
+    def is_locked(self, path: StrPath) -> bool:
         try:
             with OpenedDescriptor(path, os.O_RDONLY) as file:
-                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)  # several may look at once
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)  # shared, so that several processes can check
         except FileNotFoundError:
             return False
         except BlockingIOError:
             return True
         return False
 
-    def lock(self, path: Place, *, tries: int = 1) -> Lock | None:
-        """Lock a file, or return None. `is_locked` elsewhere holds it for a moment, so a few `tries` may be needed."""
+    def lock(self, path: StrPath, *, tries: int = 1) -> Lock | None:
+        """Lock a file, or return None after `tries`. `is_locked` in another process also locks the file briefly."""
         file = open_descriptor(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, self._file_mode)
         for remaining_tries in reversed(range(tries)):
             try:
@@ -397,15 +396,15 @@ class Disk:
                 return Lock(file)
             except BlockingIOError:
                 if remaining_tries:
-                    time.sleep(LOCK_S)
+                    time.sleep(LOCK_RETRY_S)
         os.close(file)
         return None
 
-    def connect(self, path: Place, *, any_thread: bool = False) -> sqlite3.Connection:
+    def connect(self, path: StrPath, *, any_thread: bool = False) -> sqlite3.Connection:
         """Open an SQLite database in autocommit mode, and create it if missing."""
-        import sqlite3  # of no use to an agent
+        import sqlite3  # agents do not need the module
 
-        self.ensure(path)  # SQLite gives its other files the same mode
+        self.create_if_missing(path)  # SQLite gives its other files the same mode
         return sqlite3.connect(path, timeout=10, isolation_level=None, check_same_thread=not any_thread)
 
     @property
@@ -417,11 +416,11 @@ class PrivateDisk(Disk):
     withheld = 0o077
 
 
-REAL: Final = Disk()  # the machine's own
+REAL: Final = Disk()  # of this machine
 PRIVATE: Final = PrivateDisk()
 
 
-def _found_from_stat(name: str, status: os.stat_result) -> PathInfo:
+def _info_from_stat(name: str, status: os.stat_result) -> PathInfo:
     is_dir = (status.st_mode & 0o170000) == 0o040000
     return PathInfo(name, is_dir, status.st_size, status.st_mtime_ns, status.st_ino)
 
@@ -431,11 +430,11 @@ def _open_nonblocking(path: str, flags: int) -> int:
     return open_descriptor(path, flags | os.O_NONBLOCK | os.O_CLOEXEC)
 
 
-def _empty_folder(folder: Place) -> None:
-    """Remove the content of a folder, which a task may have filled to do harm.
+def _empty_folder(folder: StrPath) -> None:
+    """Remove the content of a folder, which a hostile task may have created.
 
-    Links are removed, not followed. Folders are moved up before they are emptied: `shutil.rmtree` recurses, and fails
-    with a RecursionError where folders are nested a thousand deep.
+    Links are removed, not followed. Nested folders are moved up and then emptied, because the recursion of
+    `shutil.rmtree` fails with a RecursionError for folders nested a thousand deep.
     """
     top = _open_folder_with_rights(folder)
     try:
@@ -448,7 +447,7 @@ def _empty_folder(folder: Place) -> None:
             try:
                 for nested in os.listdir(inner):
                     if not _unlink_unless_folder(nested, inner):
-                        os.close(_open_folder_with_rights(nested, inner))  # a folder that is shut cannot be moved
+                        os.close(_open_folder_with_rights(nested, inner))  # a folder without rights cannot be moved
                         names.append(os.urandom(16).hex())
                         os.rename(nested, names[-1], src_dir_fd=inner, dst_dir_fd=top)
             finally:
@@ -466,8 +465,8 @@ def _unlink_unless_folder(name: str, folder: int) -> bool:
     return True
 
 
-def _open_folder_with_rights(path: Place, parent_fd: int | None = None) -> int:
-    """Open a folder, not a link, after giving this user all rights on it if necessary."""
+def _open_folder_with_rights(path: StrPath, parent_fd: int | None = None) -> int:
+    """Open a folder, and no link, after granting this user all rights if necessary."""
     flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
     if not os.access(path, os.R_OK | os.W_OK | os.X_OK, dir_fd=parent_fd, follow_symlinks=False):
         folder_fd = os.open(path, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=parent_fd)
@@ -480,7 +479,7 @@ def _open_folder_with_rights(path: Place, parent_fd: int | None = None) -> int:
 
 
 def write_output(file: Path, text: str) -> None:
-    """Write a whole file, or leave an earlier one as it was."""
+    """Write a whole file. After a failure, the previous file is unchanged."""
     make_output_folder(file)
     target = file.resolve()
     with disk_errors(f"write {file}", "free some space or name another file"):
@@ -504,17 +503,17 @@ def make_output_folder(file: Path) -> None:
 class disk_errors(AbstractContextManager[None]):
     """Context manager that converts an OSError to a StoreError, or to DiskFullError on a full disk."""
 
-    def __init__(self, action: str, when_full: str = "free some space or use another home") -> None:
-        self._action, self._when_full = action, when_full
+    def __init__(self, action: str, full_disk_fix: str = "free some space or use another home") -> None:
+        self._action, self._full_disk_fix = action, full_disk_fix
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if isinstance(error, OSError):
-            if error.errno in FULL:
-                raise DiskFullError(f"cannot {self._action}: {error.strerror}; {self._when_full}") from None
+            if error.errno in FULL_DISK_ERRORS:
+                raise DiskFullError(f"cannot {self._action}: {error.strerror}; {self._full_disk_fix}") from None
             raise StoreError(f"cannot {self._action}: {error.strerror}; {describe_fix(error)}") from None
 
 
 def describe_fix(error: OSError) -> str:
-    if error.errno in DESCRIPTORS:
+    if error.errno in DESCRIPTOR_ERRORS:
         return "raise the limit on open files (LimitNOFILE, ulimit -n)"
-    return FIXES.get(error.errno or 0, "check the folder, its owner and the disk")
+    return FIXES_BY_ERRNO.get(error.errno or 0, "check the folder, its owner and the disk")

@@ -30,13 +30,13 @@ from msgspec import Meta
 log = logging.getLogger(__name__)
 
 HEADER_BYTES: Final = 8 * 1024
-PIECE_BYTES: Final = 64 * 1024  # of a body that are read at once
-LINGER_BYTES: Final = 256 << 20  # read and dropped after a refusal, so that the client gets the answer
-POLL_MS: Final = 500  # between checks of deadlines
-PORT_MOST: Final = 65535
-SPARE_THREADS: Final = 16  # for connections that were closed and whose threads have not ended yet
+PIECE_BYTES: Final = 64 * 1024  # bytes of a body in one read
+LINGER_BYTES: Final = 256 << 20  # input dropped after a refusal, so that the client receives the response
+POLL_MS: Final = 500  # interval of the checks of deadlines
+MAX_PORT: Final = 65535
+SPARE_THREADS: Final = 16  # threads of closed connections that have not ended
 _REQUEST: Final = re.compile(rb"([A-Z]{1,16}) (\S+) HTTP/1\.([01])\Z")
-_ONCE: Final = frozenset({"host", "content-length", "content-range", "range", "authorization", "origin"})
+_SINGLE_HEADERS: Final = frozenset({"host", "content-length", "content-range", "range", "authorization", "origin"})
 
 
 class RequestRefusedError(Exception):
@@ -46,10 +46,12 @@ class RequestRefusedError(Exception):
 
 
 class HttpExchange:
-    def __init__(self, line: _HttpConnection, method: str, path: str, headers: dict[str, str], reusable: bool) -> None:
-        self._line, self.method, self.path, self.headers = line, method, path, headers  # header names in lower case
-        self.client_address, self.socket, self.connection = line.address, line.sock, line.connection
-        self.answered, self._reusable = False, reusable
+    def __init__(
+        self, stream: _ConnectionStream, method: str, path: str, headers: dict[str, str], reusable: bool
+    ) -> None:
+        self.method, self.path, self.headers = method, path, headers  # header names in lower case
+        self._stream, self.client_address, self.connection = stream, stream.address, stream.connection
+        self.socket, self.is_answered, self._reusable = stream.sock, False, reusable
         length = headers.get("content-length", "0")
         if "transfer-encoding" in headers:
             raise RequestRefusedError(411, "a request has to say by Content-Length how many bytes follow")
@@ -69,7 +71,7 @@ class HttpExchange:
         if self.headers.get("expect", "").lower() == "100-continue":
             self.socket.sendall(b"HTTP/1.1 100 Continue\r\n\r\n")
         self._unread = 0
-        return self._line.file
+        return self._stream.file
 
     def read_body(self, max_bytes: int, reserve: Callable[[int], None] = lambda size: None) -> bytes:
         """Read the body. `reserve` is called with the size of each piece, and may raise RequestRefusedError."""
@@ -81,15 +83,15 @@ class HttpExchange:
         while missing and (data := stream.read1(min(missing, PIECE_BYTES))):
             missing -= len(data)
             reserve(len(data))
-            body += data  # small pieces on their own take many times their bytes
+            body += data  # a list of small pieces takes many times their bytes
         if missing:
             self.close_after()
             raise RequestRefusedError(400, f"the request ended after {self.size - missing} of {self.size} bytes")
         return bytes(body)
 
     def send_response(self, status: int, headers: dict[str, str] | None = None, body: bytes | None = b"") -> None:
-        """Send a response. Without a body, the caller sends it and gives its Content-Length in `headers`."""
-        self.answered = True
+        """Send a response. If `body` is None, the caller sends the body and sets Content-Length in `headers`."""
+        self.is_answered = True
         lines = [f"HTTP/1.1 {status} {HTTPStatus(status).phrase}"]
         lines += [f"{name}: {value}" for name, value in (headers or {}).items()]
         if body is not None and status != 204:
@@ -121,15 +123,15 @@ class HttpServer:
     ) -> None:
         self.connections = ConnectionLimiter() if connections is None else connections
         self._handler, self._context, self._error_body = handler, context, error_body
-        self._places = threading.BoundedSemaphore(self.connections.limits.connections + SPARE_THREADS)
+        self._thread_slots = threading.BoundedSemaphore(self.connections.limits.connections + SPARE_THREADS)
         self._closed = False
-        if not 0 <= port <= PORT_MOST:  # `create_server` would leave its socket open
-            raise OSError(f"port {port} is not between 0 and {PORT_MOST}")
+        if not 0 <= port <= MAX_PORT:  # `create_server` would leave its socket open
+            raise OSError(f"port {port} is not between 0 and {MAX_PORT}")
         try:
             family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
             self._listener = socket.create_server((host, port), family=family, backlog=128)
             self._listener.setblocking(False)
-        except (UnicodeError, TypeError) as error:  # Python's for host names that no host can have
+        except (UnicodeError, TypeError) as error:  # raised for invalid host names
             raise OSError(str(error)) from None
         self._thread = threading.Thread(target=self._accept_connections, name="http", daemon=True)
 
@@ -166,11 +168,11 @@ class HttpServer:
                 continue
             try:
                 sock, address = self._listener.accept()
-            except BlockingIOError:  # the client has gone
+            except BlockingIOError:  # the client has disconnected
                 continue
             except OSError as error:
                 log.debug("no connection can be accepted: %s", error)
-                self.connections.close_waiting()  # most likely no file descriptor is free
+                self.connections.close_waiting()  # probably no file descriptor is free
                 time.sleep(0.1)
                 continue
             try:
@@ -182,7 +184,7 @@ class HttpServer:
     def _start_connection(self, sock: socket.socket, address: str) -> None:
         descriptor = sock.fileno()  # TLS replaces the socket object and keeps the descriptor
         connection = self.connections.add_connection(address, descriptor, lambda: _reset_connection(descriptor))
-        if connection is None or not self._places.acquire(timeout=1.0):
+        if connection is None or not self._thread_slots.acquire(timeout=1.0):
             if connection is not None:
                 self.connections.remove_connection(connection)
             if self._context is None:
@@ -193,68 +195,68 @@ class HttpServer:
             return sock.close()
         try:
             thread = threading.Thread(
-                target=self._serve_connection, args=(_HttpConnection(sock, address, connection),), daemon=True
+                target=self._serve_connection, args=(_ConnectionStream(sock, address, connection),), daemon=True
             )
             thread.start()
         except RuntimeError:
             self.connections.remove_connection(connection)
-            self._places.release()
+            self._thread_slots.release()
             raise
 
-    def _serve_connection(self, line: _HttpConnection) -> None:
+    def _serve_connection(self, stream: _ConnectionStream) -> None:
         try:
-            line.open_stream(None if self._context is None else self._context())
-            while self._serve_one_request(line):
-                self.connections.await_request(line.connection)
+            stream.open_file(None if self._context is None else self._context())
+            while self._serve_one_request(stream):
+                self.connections.await_request(stream.connection)
         except OSError as error:  # TLS errors and timeouts are kinds of OSError
-            log.debug("the connection of %s ended early: %s", line.address, error)
+            log.debug("the connection of %s ended early: %s", stream.address, error)
         except Exception:
-            log.exception("the connection of %s ended by an error of fedquilt's own", line.address)
+            log.exception("the connection of %s ended by an internal error", stream.address)
         finally:
-            self.connections.remove_connection(line.connection)  # before the descriptor gets another meaning
-            line.close()
-            self._places.release()
+            self.connections.remove_connection(stream.connection)  # before the descriptor can be reused
+            stream.close()
+            self._thread_slots.release()
 
-    def _serve_one_request(self, line: _HttpConnection) -> bool:
+    def _serve_one_request(self, stream: _ConnectionStream) -> bool:
         exchange: HttpExchange | None = None
         try:
-            exchange = _read_request(line)
+            exchange = _read_request(stream)
             if exchange is None:
                 return False
-            self.connections.begin_request(line.connection)
+            self.connections.begin_request(stream.connection)
             self._handler(exchange)
         except RequestRefusedError as error:
             if exchange is None:
-                exchange = HttpExchange(line, "GET", "", {}, reusable=False)
-                exchange._unread = 1  # unknown: read and dropped
+                exchange = HttpExchange(stream, "GET", "", {}, reusable=False)
+                exchange._unread = 1  # the unknown rest is read and dropped
             exchange._unread = exchange._unread or exchange.size  # a handler may have read a part of the body
-            if not exchange.answered:
+            if not exchange.is_answered:
                 kind, body = self._error_body(str(error))
                 exchange.send_response(error.status, {"Content-Type": kind}, body)
         if exchange._unread:
-            self.connections.await_request(line.connection)
-            line.stop_and_drain()
+            self.connections.await_request(stream.connection)
+            stream.stop_and_drain()
         return exchange.is_reusable
 
 
-class _HttpConnection:
+class _ConnectionStream:
     def __init__(self, sock: socket.socket, address: str, connection: Connection) -> None:
         self.sock, self.address, self.connection = sock, address, connection
         self.file: io.BufferedReader
 
-    def open_stream(self, context: ssl.SSLContext | None) -> None:
+    def open_file(self, context: ssl.SSLContext | None) -> None:
         self.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         if context is not None:
             self.sock = context.wrap_socket(self.sock, server_side=True, do_handshake_on_connect=False)
             try:
                 self.sock.do_handshake()
             except ssl.SSLError:
-                self.stop_and_drain()  # the client reads why
+                self.stop_and_drain()  # the client receives the TLS alert
                 raise
         self.file = cast(io.BufferedReader, self.sock.makefile("rb", HEADER_BYTES))
 
     def stop_and_drain(self) -> None:
-        """Stop sending, and drop further input so that the answer is not lost on closing."""
+        """Stop sending, and drop further input so that closing does not lose the response."""
         socket.socket.shutdown(self.sock, socket.SHUT_WR)
         remaining_bytes = LINGER_BYTES
         while remaining_bytes > 0 and (received := socket.socket.recv(self.sock, 64 * 1024)):
@@ -262,21 +264,21 @@ class _HttpConnection:
 
     def close(self) -> None:
         if hasattr(self, "file"):
-            self.file.close()  # the socket's descriptor is closed with the last of both
+            self.file.close()  # the descriptor is closed after file and socket
         self.sock.close()
 
 
-def _read_request(line: _HttpConnection) -> HttpExchange | None:
+def _read_request(stream: _ConnectionStream) -> HttpExchange | None:
     rows: list[bytes] = []
     remaining_bytes = HEADER_BYTES
     while True:
-        row = line.file.readline(remaining_bytes)
+        row = stream.file.readline(remaining_bytes)
         remaining_bytes -= len(row)
         if not row and not rows:
             return None
         if not row.endswith(b"\n"):
-            too_long = remaining_bytes <= 0
-            raise RequestRefusedError(431 if too_long else 400, f"a request's header has at most {HEADER_BYTES} bytes")
+            status = 431 if remaining_bytes <= 0 else 400
+            raise RequestRefusedError(status, f"a request's header has at most {HEADER_BYTES} bytes")
         row = row.rstrip(b"\r\n")
         if not row:
             break
@@ -288,11 +290,11 @@ def _read_request(line: _HttpConnection) -> HttpExchange | None:
     for row in rows[1:]:
         name, colon, value = row.decode("latin-1").partition(":")
         name = name.lower()
-        if not colon or not name or name != name.strip() or (name in headers and name in _ONCE):
+        if not colon or not name or name != name.strip() or (name in headers and name in _SINGLE_HEADERS):
             raise RequestRefusedError(400, f"the header {name[:40]!r} is malformed or given twice")
         headers[name] = f"{headers[name]}, {value.strip()}" if name in headers else value.strip()
     reusable = match[3] == b"1" and "close" not in headers.get("connection", "").lower()
-    return HttpExchange(line, match[1].decode(), match[2].decode("latin-1"), headers, reusable)
+    return HttpExchange(stream, match[1].decode(), match[2].decode("latin-1"), headers, reusable)
 
 
 def _reset_connection(descriptor: int) -> None:
@@ -305,29 +307,29 @@ def _reset_connection(descriptor: int) -> None:
         sock.detach()
 
 
-HEADER_S: Final = 10.0  # for a TLS handshake and a request's header, and for the pause between two requests
-REQUEST_S: Final = 60.0  # for a request's body and the answer
+HEADER_S: Final = 10.0  # timeout of a TLS handshake, of a request's header, and of the pause between two requests
+REQUEST_S: Final = 60.0  # timeout of a request's body and of the response
 
 Count = Annotated[int, Meta(ge=1)]
 
 
 class ConnectionLimits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    connections: Count = 256  # at once
-    per_address: Count = 128  # at once, of one IPv4 address or IPv6 network of 64 bits
+    connections: Count = 256  # open at the same time
+    per_address: Count = 128  # open at the same time from one IPv4 address or /64 network of IPv6
 
 
 class Connection:
     def __init__(self, address: str, close: Callable[[], None], now_s: float, deadline_s: float) -> None:
         self.address, self.close, self.since_s, self.deadline_s = address, close, now_s, deadline_s
-        self.waits = True  # for a request
-        self.owner: str | None = None  # verified name of the peer: the connection is not closed for others
+        self.is_waiting = True  # for a request
+        self.owner: str | None = None  # verified name of the peer, whose connection is not closed for other connections
 
 
 class ConnectionLimiter:
     """Open connections of a listener, within its limits.
 
-    Thread-safe. A new connection at the limit replaces one that waits for a request, or one of an address with more
-    connections. Listeners never use the upper half of the process's file descriptors.
+    Thread-safe. At the limit, a new connection replaces a connection that waits for a request, or that has an address
+    with more connections. Listeners never use the upper half of the process's file descriptors.
     """
 
     def __init__(
@@ -346,40 +348,40 @@ class ConnectionLimiter:
         return len(self._open)
 
     def add_connection(self, address: str, descriptor: int, close: Callable[[], None]) -> Connection | None:
-        """Add a connection, if need be by closing another one, or return None. `close` must not block."""
+        """Add a connection, and close another at the limit, or return None. `close` must not block."""
         network = _address_group(address)
         with self._lock:
-            of_address = Counter(candidate.address for candidate in self._open)
-            soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-            scarce = soft != resource.RLIM_INFINITY and descriptor >= soft // 2
-            crowded = scarce or len(self._open) >= self.limits.connections
-            full = of_address[network] >= self.limits.per_address
-            if crowded or full:
-                candidates = [
-                    candidate
-                    for candidate in self._open
-                    if (not full or candidate.address == network)
-                    and candidate.owner is None
-                    and (candidate.waits or of_address[candidate.address] > of_address[network])
+            counts_by_address = Counter(other.address for other in self._open)
+            soft_limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+            is_scarce = soft_limit != resource.RLIM_INFINITY and descriptor >= soft_limit // 2
+            is_crowded = is_scarce or len(self._open) >= self.limits.connections
+            is_address_full = counts_by_address[network] >= self.limits.per_address
+            if is_crowded or is_address_full:
+                closable = [
+                    other
+                    for other in self._open
+                    if (not is_address_full or other.address == network)
+                    and other.owner is None
+                    and (other.is_waiting or counts_by_address[other.address] > counts_by_address[network])
                 ]
-                if not candidates:
+                if not closable:
                     return None
-                self._close(max(candidates, key=lambda candidate: (of_address[candidate.address], -candidate.since_s)))
+                self._close(max(closable, key=lambda other: (counts_by_address[other.address], -other.since_s)))
             now_s = self._clock()
             connection = Connection(network, close, now_s, now_s + self._header_s)
             self._open.add(connection)
             return connection
 
-    def begin_request(self, connection: Connection, more_s: float = 0.0) -> None:
-        """Start the time of a request whose header is complete. `more_s` is added to the usual time."""
-        connection.waits, connection.deadline_s = False, self._clock() + self._request_s + more_s
+    def begin_request(self, connection: Connection, extra_s: float = 0.0) -> None:
+        """Set the deadline of a request whose header is complete. `extra_s` is added to the usual time."""
+        connection.is_waiting, connection.deadline_s = False, self._clock() + self._request_s + extra_s
 
     def await_request(self, connection: Connection) -> None:
-        connection.waits, connection.since_s = True, self._clock()
+        connection.is_waiting, connection.since_s = True, self._clock()
         connection.deadline_s = connection.since_s + self._header_s
 
     def assign_owner(self, connection: Connection, owner: str, limit: int) -> bool:
-        """Assign a connection to a verified peer, or return False if `limit` others are assigned to the peer."""
+        """Assign a connection to a verified peer, or return False if the peer has `limit` connections."""
         with self._lock:
             if sum(other.owner == owner for other in self._open) >= limit:
                 return False
@@ -397,7 +399,7 @@ class ConnectionLimiter:
 
     def close_waiting(self) -> None:
         with self._lock:
-            for connection in [connection for connection in self._open if connection.waits]:
+            for connection in [connection for connection in self._open if connection.is_waiting]:
                 self._close(connection)
 
     def _close(self, connection: Connection) -> None:
@@ -407,13 +409,13 @@ class ConnectionLimiter:
 
 
 def raise_descriptor_limit() -> None:
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    _, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.suppress(OSError, ValueError):
-        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard_limit, hard_limit))
 
 
 def _address_group(address: str) -> str:
-    """Return the IPv4 address, or the /64 network of an IPv6 address: one subscriber usually has the whole network."""
+    """Return the IPv4 address, or the /64 network of an IPv6 address, which usually has one subscriber."""
     try:
         parsed = ipaddress.ip_address(address.partition("%")[0])
     except ValueError:
@@ -424,10 +426,10 @@ def _address_group(address: str) -> str:
 
 
 def split_http_url(url: str) -> SplitResult:
-    """Return the parts of an HTTP address with a usable host and port, or raise ValueError."""
+    """Return the parts of an HTTP URL with a usable host and port, or raise ValueError."""
     parts = urlsplit(url)
     host = parts.hostname or ""
-    host.encode("idna")  # Python does so when it resolves the name
+    host.encode("idna")  # as Python does to resolve the name
     if parts.scheme not in ("http", "https") or not host or parts.port == 0 or parts.username is not None:
         raise ValueError(f"{url!r} is no HTTP address")
     return parts

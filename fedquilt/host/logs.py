@@ -40,7 +40,7 @@ class JsonFormatter(logging.Formatter):
             fields["error"] = self.formatException(record.exc_info)
         try:
             return msgspec.json.encode(fields).decode()
-        except (UnicodeEncodeError, TypeError):  # text that is not Unicode, or an id that is no id
+        except (UnicodeEncodeError, TypeError):  # text that is not Unicode, or an id of another type
             return msgspec.json.encode({key: _to_json_value(value) for key, value in fields.items()}).decode()
 
 

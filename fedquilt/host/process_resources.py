@@ -15,9 +15,9 @@ from typing import Any, Final
 
 PROC: Final = Path("/proc")
 PAGE_BYTES: Final = os.sysconf("SC_PAGE_SIZE")
-MAPPED_BYTES: Final = 4 << 20  # larger pieces are the kernel's as soon as they are freed
-KEPT_BYTES: Final = 8 << 20  # the most at the heap's end that is kept beyond what is in use
-_TRIM_THRESHOLD: Final = -1  # of mallopt(3)
+MAPPED_BYTES: Final = 4 << 20  # larger blocks return to the kernel when freed
+KEPT_BYTES: Final = 8 << 20  # limit on unused memory at the end of the heap
+_TRIM_THRESHOLD: Final = -1  # options of mallopt(3)
 _MMAP_THRESHOLD: Final = -3
 
 
@@ -36,7 +36,7 @@ def keep_freed_memory() -> None:
 
 
 def import_on_use(name: str) -> None:
-    """Defer the import of a module until one of its names is used, unless the module is there."""
+    """Defer the import of a module until the first use of a name, unless the module is imported already."""
     if name in sys.modules:
         return
     deferred = sys.modules[name] = ModuleType(name)
@@ -67,10 +67,10 @@ def release_freed_memory() -> None:
         ctypes.CDLL(None).malloc_trim(0)
 
 
-QUIET: Final = {"OPENBLAS_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "ORT_DISABLE_TELEMETRY": "1"}
-"""Idle threads that spin slow down the working ones, ten times where agents share a host; numpy's products are small
-here. ONNX Runtime (from 1.32 on) starts a thread that reports to its makers, unless it is told not to. Libraries read
-these variables as they load, so they are set before, or for a new process."""
+LIBRARY_ENVIRONMENT: Final = {"OPENBLAS_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "ORT_DISABLE_TELEMETRY": "1"}
+"""Environment of numerical libraries, which read the variables at their import. Spinning idle threads slow down working
+threads, ten times if agents share a host, and numpy's products are small here. ONNX Runtime from 1.32 on starts a
+telemetry thread unless disabled."""
 
 
 @contextmanager

@@ -11,22 +11,22 @@ import os
 from collections.abc import Iterable
 from pathlib import Path
 
-LIMIT_BYTES = 1 << 16  # more than any of these files holds
-PLAUSIBLE_C = (-40.0, 150.0)  # a sensor that is off reads -256
+LIMIT_BYTES = 1 << 16  # more than the size of any such file
+PLAUSIBLE_C = (-40.0, 150.0)  # an inactive sensor reads -256
 STUCK_ZONES = frozenset({"PMIC-Die"})  # reads 100 C on Nano, TX2 and Xavier, cold or hot
 
 
 def read_text(path: str | Path) -> str | None:
     try:
-        handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError:
         return None
     try:
-        return os.read(handle, LIMIT_BYTES).decode("utf-8", "replace")
+        return os.read(descriptor, LIMIT_BYTES).decode("utf-8", "replace")
     except OSError:
         return None
     finally:
-        os.close(handle)
+        os.close(descriptor)
 
 
 def is_visible(path: str | Path) -> bool:
@@ -69,8 +69,8 @@ def device_tree_folder(root: Path) -> Path:
 
     The kernel's ABI notes (testing/sysfs-firmware-ofw) say that the name in /proc may be removed.
     """
-    promised = root / "sys/firmware/devicetree/base"
-    return promised if os.path.isdir(promised) else root / "proc/device-tree"
+    sysfs_folder = root / "sys/firmware/devicetree/base"
+    return sysfs_folder if os.path.isdir(sysfs_folder) else root / "proc/device-tree"
 
 
 def thermal_zone_files(thermal: Path) -> list[Path]:
@@ -82,7 +82,5 @@ def thermal_zone_files(thermal: Path) -> list[Path]:
 def hottest_temperature_c(sensors: Iterable[str | Path]) -> float | None:
     """Return the highest plausible temperature of sensor files in millidegrees, in °C, or None."""
     low, high = PLAUSIBLE_C
-    temperatures = [
-        milli / 1000 for milli in map(read_int, sensors) if milli is not None and low <= milli / 1000 <= high
-    ]
-    return max(temperatures, default=None)
+    temperatures = [value / 1000 for value in map(read_int, sensors) if value is not None]
+    return max((value for value in temperatures if low <= value <= high), default=None)

@@ -1,4 +1,4 @@
-"""Import of torchvision beside a torch that it was not compiled for.
+"""Import of a torchvision that was compiled for another torch.
 
 If torchvision's compiled operators cannot be loaded (as with a CPU-only torch, or NVIDIA's torch on a Jetson), `import
 torchvision` fails with "operator torchvision::nms does not exist", although networks, transforms and data sets need no
@@ -20,12 +20,12 @@ from fedquilt.core import ModelError
 SYMPTOM: Final = "operator torchvision::nms does not exist"
 SCHEMA: Final = "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
 
-Import = Callable[[str], ModuleType]
+ImportFunction = Callable[[str], ModuleType]
 
 
-def import_torchvision(load: Import = importlib.import_module) -> ModuleType:
+def import_torchvision(load: ImportFunction = importlib.import_module) -> ModuleType:
     """Import torchvision with working `models`, `transforms` and `datasets`."""
-    with warnings.catch_warnings():  # older ones warn that their JPEG reader, which we never use, is absent
+    with warnings.catch_warnings():  # old versions warn about a missing JPEG reader, which is not used
         warnings.filterwarnings("ignore", message="Failed to load image Python extension")
         try:
             return load("torchvision")

@@ -16,9 +16,9 @@ from collections.abc import Sequence
 from pathlib import Path, PurePosixPath
 from typing import IO, Final
 
-PIECE: Final = 1 << 20
-DAMAGED: Final = (zipfile.BadZipFile, zlib.error, struct.error, EOFError, ValueError, OverflowError, RuntimeError)
-"""What `zipfile` raises for archives that are damaged or encrypted."""
+PIECE_BYTES: Final = 1 << 20
+ZIP_ERRORS: Final = (zipfile.BadZipFile, zlib.error, struct.error, EOFError, ValueError, OverflowError, RuntimeError)
+"""Exceptions of `zipfile` for damaged or encrypted archives."""
 COMMAND: Final = '#!/bin/sh\nexec "$(dirname "$(readlink -f "$0")")/python" -m fedquilt.cli "$@"\n'
 
 
@@ -26,10 +26,10 @@ class InvalidWheelError(Exception):
     pass
 
 
-def unpack_wheels(wheels: Sequence[tuple[str, Path | IO[bytes]]], packages: Path, most_bytes: int) -> None:
-    """Unpack wheels into a folder. Raise InvalidWheelError for damaged, escaping or too large ones."""
+def unpack_wheels(wheels: Sequence[tuple[str, Path | IO[bytes]]], packages: Path, max_bytes: int) -> None:
+    """Unpack wheels into a folder, or raise InvalidWheelError for damaged, escaping or too large wheels."""
     packages.mkdir(parents=True, exist_ok=True)
-    remaining_bytes = most_bytes
+    remaining_bytes = max_bytes
     for name, file in wheels:
         try:
             with zipfile.ZipFile(file) as archive:
@@ -42,14 +42,14 @@ def unpack_wheels(wheels: Sequence[tuple[str, Path | IO[bytes]]], packages: Path
                     target = packages / relative_path
                     target.parent.mkdir(parents=True, exist_ok=True)
                     with archive.open(entry) as source, target.open("wb") as out:
-                        while data := source.read(PIECE):
+                        while data := source.read(PIECE_BYTES):
                             remaining_bytes -= len(data)
                             if remaining_bytes < 0:
                                 raise InvalidWheelError(
-                                    f"{name} holds more than the {most_bytes} bytes that were announced"
+                                    f"{name} holds more than the {max_bytes} bytes that were announced"
                                 )
                             out.write(data)
-        except DAMAGED as error:
+        except ZIP_ERRORS as error:
             raise InvalidWheelError(f"{name} is no whole wheel ({error})") from None
 
 
@@ -69,7 +69,7 @@ def packages_folder(home: Path, python: str) -> Path:
 
 
 def make_environment(home: Path, python: str, interpreter: str) -> None:
-    """Complete a folder with packages to a virtual environment with the command `fedquilt`."""
+    """Turn a folder with packages into a virtual environment with the command `fedquilt`."""
     (home / "bin").mkdir()
     for name in ("python", "python3"):
         (home / "bin" / name).symlink_to(interpreter)
@@ -80,11 +80,11 @@ def make_environment(home: Path, python: str, interpreter: str) -> None:
     command.chmod(0o755)
 
 
-def compile_packages(home: Path, python: str, seen_as: str) -> bool:
+def compile_packages(home: Path, python: str, final_home: str) -> bool:
     if python != f"{sys.version_info[0]}.{sys.version_info[1]}":
         return False
     compileall.compile_dir(
-        str(packages_folder(home, python)), quiet=2, stripdir=str(home), prependdir=seen_as, workers=1
+        str(packages_folder(home, python)), quiet=2, stripdir=str(home), prependdir=final_home, workers=1
     )
     return True
 

@@ -14,13 +14,13 @@ from typing import Final, Literal, TypeAlias, cast
 
 Kind: TypeAlias = Literal["int", "float", "bytes", "ints", "floats", "doubles", "many"]
 Schema: TypeAlias = Mapping[int, tuple[str, Kind]]
-"""Field number -> name and kind: one whole number, one 32-bit float, one piece of bytes (a text or a message), packed
-or single numbers any number of times (ints: variable length; floats: 4 bytes; doubles: 8), or pieces any number of
-times."""
+"""Field number -> name and kind. An "int", a "float" (32 bits) and "bytes" (a text or a message) occur at most once.
+"ints" (variable length), "floats" (4 bytes) and "doubles" (8 bytes) are numbers, packed or repeated. "many" is repeated
+"bytes"."""
 Pieces: TypeAlias = Sequence[bytes | memoryview]
-"""Bytes of a message or text, one piece after the other."""
+"""Bytes of a message or text in several parts."""
 
-FIELDS_MOST: Final = 1_000_000  # of one file: about a second's work
+MAX_FIELDS: Final = 1_000_000  # limit for one file, which takes about a second to read
 _VARINT, _EIGHT, _BYTES, _FOUR = 0, 1, 2, 5
 _WIRES: Final[Mapping[Kind, tuple[int, ...]]] = {
     "int": (_VARINT,),
@@ -31,7 +31,7 @@ _WIRES: Final[Mapping[Kind, tuple[int, ...]]] = {
     "doubles": (_EIGHT, _BYTES),
     "many": (_BYTES,),
 }
-_ONCE: Final = frozenset({"int", "float", "bytes"})
+_SINGLE_KINDS: Final = frozenset({"int", "float", "bytes"})
 
 
 class ProtobufError(ValueError): ...
@@ -41,7 +41,7 @@ class ProtobufError(ValueError): ...
 class ProtobufReader:
     """Reader of the messages of one file, with a limit on the number of fields in total."""
 
-    fields_most: int = FIELDS_MOST
+    remaining_fields: int = MAX_FIELDS
 
     def read_message(self, data: memoryview, schema: Schema, description: str) -> dict[str, list[int | memoryview]]:
         """Return the values of each field by name. Packed numbers remain bytes. Unknown fields are errors."""
@@ -54,7 +54,7 @@ class ProtobufReader:
             if wire not in _WIRES[kind]:
                 raise ProtobufError(f"{description}: field {name!r} has wire type {wire}")
             values = message.setdefault(name, [])
-            if values and kind in _ONCE:
+            if values and kind in _SINGLE_KINDS:
                 raise ProtobufError(f"{description} has field {name!r} twice")
             values.append(value)
         return message
@@ -62,8 +62,8 @@ class ProtobufReader:
     def _read_fields(self, data: memoryview, description: str) -> Iterator[tuple[int, int, int | memoryview]]:
         position, end = 0, len(data)
         while position < end:
-            self.fields_most -= 1
-            if self.fields_most < 0:
+            self.remaining_fields -= 1
+            if self.remaining_fields < 0:
                 raise ProtobufError("more fields than a graph of a network has")
             tag, position = _read_varint(data, position, description)
             number, wire = tag >> 3, tag & 7
@@ -172,18 +172,18 @@ _REDUCTIONS = """ReduceL1 ReduceL2 ReduceLogSum ReduceLogSumExp ReduceMax Reduce
     ReduceSumSquare"""
 _EIGHT_BITS = """ConvInteger DequantizeLinear DynamicQuantizeLinear MatMulInteger QLinearConv QLinearMatMul
     QuantizeLinear"""
-_RUNTIMES_OWN = """QGemm QLinearAdd QLinearAveragePool QLinearConcat QLinearGlobalAveragePool QLinearLeakyRelu
+_ONNX_RUNTIME = """QGemm QLinearAdd QLinearAveragePool QLinearConcat QLinearGlobalAveragePool QLinearLeakyRelu
     QLinearMul QLinearSigmoid QLinearSoftmax QLinearWhere"""
 
 OPERATORS: Final[Mapping[str, frozenset[str]]] = {
     "": frozenset(" ".join((_MATHS, _LAYERS, _SHAPES, _REDUCTIONS, _EIGHT_BITS)).split()),
-    "com.microsoft": frozenset(_RUNTIMES_OWN.split()),  # what ONNX Runtime's quantization writes
+    "com.microsoft": frozenset(_ONNX_RUNTIME.split()),  # operators that ONNX Runtime's quantization writes
 }
-"""Domain -> operators that a graph may call. The default domain's other name, "ai.onnx", is taken as it."""
+"""Domain -> permitted operators. "ai.onnx" is another name of the default domain."""
 
 
 def _schema(*fields: str) -> Schema:
-    """Return a schema from fields as "1 key bytes": number, name and kind."""
+    """Return a schema from texts of number, name and kind, such as "1 key bytes, 2 value bytes"."""
     rows = (field.split() for field in ", ".join(fields).split(", "))
     return {int(number): (name, cast(Kind, kind)) for number, name, kind in rows}
 
@@ -221,20 +221,20 @@ TENSOR_TYPE: Final = _schema("1 elem_type int, 2 shape bytes")
 SHAPE: Final = _schema("1 dim many")
 DIM: Final = _schema("1 dim_value int, 2 dim_param bytes, 3 denotation bytes")
 
-_TENSORS: Final = "export a network that takes and gives tensors of numbers alone"
-UNUSED: Final[Mapping[str, str]] = {
+_TENSORS_FIX: Final = "export a network that takes and gives tensors of numbers alone"
+FORBIDDEN_FIELDS: Final[Mapping[str, str]] = {
     "functions": "inline them, `onnx.inliner.inline_local_functions` does",
     "training_info": "export the network for inference",
     "sparse_initializer": "export dense weights",
-    "string_data": _TENSORS,
-    "tensors": _TENSORS,
-    "graphs": _TENSORS,
-    "sequence_type": _TENSORS,
-    "map_type": _TENSORS,
-    "sparse_tensor_type": _TENSORS,
-    "optional_type": _TENSORS,
+    "string_data": _TENSORS_FIX,
+    "tensors": _TENSORS_FIX,
+    "graphs": _TENSORS_FIX,
+    "sequence_type": _TENSORS_FIX,
+    "map_type": _TENSORS_FIX,
+    "sparse_tensor_type": _TENSORS_FIX,
+    "optional_type": _TENSORS_FIX,
 }
-"""Field that no graph may have -> how to do without."""
+"""Forbidden field -> fix."""
 
 Versions: TypeAlias = tuple[int, int]
 """Opset and IR version of a graph."""
@@ -247,23 +247,23 @@ RUNTIMES: Final[Mapping[tuple[int, int], Versions]] = {
     (1, 25): (26, 13),
     (1, 32): (28, 14),
 }
-"""Release of ONNX Runtime -> greatest opset and IR version that it and later ones load. The last one is the newest."""
+"""Release of ONNX Runtime -> greatest opset and IR version, also of later releases up to the next entry."""
 
 
 def explain_unsupported(graph: Versions, libraries: Mapping[str, str]) -> str:
-    """Return why a device's ONNX Runtime cannot load a graph, or "" if it can or is unknown."""
-    found = {}
+    """Return the reason why a device's ONNX Runtime cannot load a graph, or "" if loadable or unknown."""
+    installed = {}
     for name in ("onnxruntime", "onnxruntime-gpu"):
         if numbers := re.match(r"(\d{1,4})\.(\d{1,4})", libraries.get(name, "")):
-            found[int(numbers[1]), int(numbers[2])] = f"{name} {libraries[name][:20]}"
-    release = max(found, default=(0, 0))  # with both installed, the device may use the newer one
+            installed[int(numbers[1]), int(numbers[2])] = f"{name} {libraries[name][:20]}"
+    release = max(installed, default=(0, 0))  # with both installed, the device may use the newer one
     if not min(RUNTIMES) <= release <= max(RUNTIMES):
         return ""
     opset, ir_version = RUNTIMES[max(row for row in RUNTIMES if row <= release)]
     if graph[0] <= opset and graph[1] <= ir_version:
         return ""
     return (
-        f"{found[release]} loads opset {opset} and IR version {ir_version} at most, and the model has opset {graph[0]} "
-        f"and IR version {graph[1]}: export it with opset_version={min(graph[0], opset)} and that IR version, or "
-        "install a newer ONNX Runtime there"
+        f"{installed[release]} loads opset {opset} and IR version {ir_version} at most, and the model has opset "
+        f"{graph[0]} and IR version {graph[1]}: export it with opset_version={min(graph[0], opset)} and that IR "
+        "version, or install a newer ONNX Runtime there"
     )

@@ -29,6 +29,7 @@ from fedquilt.onnx.file_format import (
     ATTRIBUTE,
     DIM,
     ENTRY,
+    FORBIDDEN_FIELDS,
     GRAPH,
     MODEL,
     NODE,
@@ -38,7 +39,6 @@ from fedquilt.onnx.file_format import (
     TENSOR,
     TENSOR_TYPE,
     TYPE,
-    UNUSED,
     VALUE,
     ProtobufError,
     ProtobufReader,
@@ -49,45 +49,38 @@ from fedquilt.onnx.file_format import (
     to_signed,
 )
 
-NODES_MOST: Final = 20_000
-TENSORS_MOST: Final = 20_000
-DEPTH_MOST: Final = 4  # of graphs within graphs: the branches of `If`
-ELEMENTS_MOST: Final = 2**31  # of one tensor, or of a size that the graph states
-EDGE_MOST: Final = 65_536  # of a kernel, stride, padding or the like
-AXES_MOST: Final = 16
-LIST_MOST: Final = 4096  # inputs of a node, numbers in an attribute
-NAME_MOST: Final = 4096  # bytes
-META_MOST: Final = 1 << 20  # bytes of one text in the metadata: a thousand labels
-META_ENTRIES_MOST: Final = 64
-FILE_MOST: Final = 2**31 - 1  # bytes of one protobuf file
-SMALL: Final = 4096  # elements of constants whose values are read, for the sizes that they state
+MAX_NODES: Final = 20_000
+MAX_TENSORS: Final = 20_000
+MAX_DEPTH: Final = 4  # nesting of graphs, which are branches of `If`
+MAX_ELEMENTS: Final = 2**31  # of one tensor or stated size
+MAX_EDGE: Final = 65_536  # size of a kernel, stride or padding
+MAX_AXES: Final = 16
+MAX_LIST: Final = 4096  # inputs of a node, or numbers in an attribute
+MAX_NAME_BYTES: Final = 4096
+MAX_METADATA_BYTES: Final = 1 << 20  # of one text in the metadata, such as a thousand labels
+MAX_METADATA_ENTRIES: Final = 64
+MAX_FILE_BYTES: Final = 2**31 - 1  # limit of protobuf
+MAX_SIZES: Final = 4096  # elements of constants that are read as sizes
 
 _ITEM_BYTES: Final = {1: 4, 2: 1, 3: 1, 4: 2, 5: 2, 6: 4, 7: 8, 9: 1, 10: 2, 11: 8, 12: 4, 13: 8, 16: 2}
-_TYPED: Final = ("float_data", "int32_data", "int64_data", "double_data", "uint64_data")
-_TYPED_BYTES: Final = {"float_data": 4, "double_data": 8}  # of an element; variable length: at least 1
+_TYPED_FIELDS: Final = ("float_data", "int32_data", "int64_data", "double_data", "uint64_data")
+_TYPED_BYTES: Final = {"float_data": 4, "double_data": 8}  # bytes of an element, at least 1 for variable lengths
 _EDGES: Final = frozenset({"dilations", "kernel_shape", "output_padding", "output_shape", "pads", "strides"})
-_SIZED_BY: Final = {  # operator -> the input that states the size of what it makes
-    "ConstantOfShape": 0,
-    "Expand": 1,
-    "Tile": 1,
-    "OneHot": 1,
-    "Pad": 1,
-    "Upsample": 1,
-}
+# operator -> index of the input that states the size of the output
+_SIZED_BY: Final = {"ConstantOfShape": 0, "Expand": 1, "Tile": 1, "OneHot": 1, "Pad": 1, "Upsample": 1}
 _INT64, _FLOAT, _BFLOAT16 = 7, 1, 16
 _DIGEST: Final = re.compile(r"[0-9a-f]{64}")
 
 Fields: TypeAlias = Mapping[str, list[int | memoryview]]
-FileSize: TypeAlias = Callable[[str], int]  # name of a file beside the graph -> its bytes; ModelError: not to be read
-
+FileSize: TypeAlias = Callable[[str], int]  # file name beside the graph -> size in bytes, or ModelError
 
 Shape: TypeAlias = tuple[int | None, ...] | None
-"""A declared shape. None: one axis has no declared size, or the shape no declared number of axes."""
+"""Declared shape, or None for an unknown number of axes. An axis of unknown size is None."""
 
 
 class GraphValue(NamedTuple):
     name: str
-    kind: int  # number of its type in onnx.proto; 0: not declared
+    kind: int  # type number in onnx.proto, or 0 if not declared
     shape: Shape
 
 
@@ -104,11 +97,11 @@ def format_shape(shape: Shape) -> str:
 @dataclass(frozen=True)
 class CheckedGraph:
     metadata: Mapping[str, str]
-    weight_bytes: int  # of its initializers, inside and beside it
-    activation_bytes: int | None  # per example, as its metadata say; None: they do not
+    weight_bytes: int  # of the initializers, inside and beside the graph
+    activation_bytes: int | None  # per example, from the metadata, or None
     nodes: int
     versions: Versions
-    inputs: tuple[GraphValue, ...]  # without those that are initializers
+    inputs: tuple[GraphValue, ...]  # without initializers
     outputs: tuple[GraphValue, ...]
 
     @property
@@ -157,12 +150,12 @@ def check_file(path: Path) -> CheckedGraph:
 
 
 def map_file(path: Path) -> memoryview:
-    """Map an ONNX file into memory. Errors omit its name."""
+    """Map an ONNX file into memory. Errors omit the name of the file."""
     try:
         with path.open("rb") as file:
             length = file.seek(0, 2)
-            if not 0 < length <= FILE_MOST:
-                raise ModelError(f"it has {length} bytes, and an ONNX file has 1 to {FILE_MOST}")
+            if not 0 < length <= MAX_FILE_BYTES:
+                raise ModelError(f"it has {length} bytes, and an ONNX file has 1 to {MAX_FILE_BYTES}")
             return memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
     except OSError as error:
         raise ModelError(f"it cannot be read: {error.strerror}; name a file of `fedquilt model export`") from None
@@ -189,7 +182,7 @@ class _GraphCheck:
 
     def check_model(self, data: memoryview) -> CheckedGraph:
         model = self._read_message(data, MODEL, "the model")
-        metadata = _read_unique_entries(self.reader, model, "metadata_props", META_MOST)
+        metadata = _read_unique_entries(self.reader, model, "metadata_props", MAX_METADATA_BYTES)
         if len(graphs := _bytes_fields(model, "graph")) != 1:
             raise ModelError("it holds no graph")
         activation_text = metadata.get("activation_bytes")
@@ -198,7 +191,7 @@ class _GraphCheck:
                 f"its metadata say activation_bytes = {activation_text[:40]!r}, and a number of bytes is expected"
             )
         weight_bytes, inputs, outputs = self.check_graph(graphs[0], 0, ChainMap())
-        opsets = [self._read_opset(opset) for opset in _bytes_fields(model, "opset_import", LIST_MOST)]
+        opsets = [self._read_opset(opset) for opset in _bytes_fields(model, "opset_import", MAX_LIST)]
         domains = [domain[:80] for domain, _ in opsets]
         if "" not in domains or len(set(domains)) != len(domains):
             raise ModelError(f"it imports the operator sets {domains[:6]}: import ONNX's own (''), and each set once")
@@ -214,21 +207,22 @@ class _GraphCheck:
 
     def _read_message(self, data: memoryview, schema: Schema, description: str) -> Fields:
         message = self.reader.read_message(data, schema, description)
-        for name, fix in UNUSED.items():
+        for name, fix in FORBIDDEN_FIELDS.items():
             _require(name not in message, f"{description} has {name}: {fix}")
         return message
 
     def _read_opset(self, data: memoryview) -> tuple[str, int]:
         # Nodes decide which domains are permitted: exporters import more than they use.
         opset = self.reader.read_message(data, OPSET, "an operator set")
-        return _normalise_domain(decode_text(opset.get("domain"), NAME_MOST, "a domain")), _int_field(opset, "version")
+        domain = decode_text(opset.get("domain"), MAX_NAME_BYTES, "a domain")
+        return _normalise_domain(domain), _int_field(opset, "version")
 
     def check_graph(
         self, data: memoryview, depth: int, outer: ChainMap[str, list[float]]
     ) -> tuple[int, tuple[GraphValue, ...], tuple[GraphValue, ...]]:
         """Check a graph, which may name the constants of the graphs around it."""
-        if depth > DEPTH_MOST:
-            raise ModelError(f"graphs lie within graphs {depth} deep, {DEPTH_MOST} are permitted")
+        if depth > MAX_DEPTH:
+            raise ModelError(f"graphs lie within graphs {depth} deep, {MAX_DEPTH} are permitted")
         graph = self._read_message(data, GRAPH, "the graph")
         weight_bytes, weights, constants = 0, set(), outer.new_child()
         for node in _bytes_fields(graph, "initializer"):
@@ -249,11 +243,11 @@ class _GraphCheck:
     def check_node(self, data: memoryview, constants: ChainMap[str, list[float]], depth: int) -> int:
         """Check a node, add a constant's values to `constants`, and return the weight bytes of its graphs."""
         self.nodes += 1
-        if self.nodes > NODES_MOST:
-            raise ModelError(f"it has more than {NODES_MOST} nodes")
+        if self.nodes > MAX_NODES:
+            raise ModelError(f"it has more than {MAX_NODES} nodes")
         node = self.reader.read_message(data, NODE, "a node")
-        kind = decode_text(node.get("op_type"), NAME_MOST, "an operator")
-        domain = _normalise_domain(decode_text(node.get("domain"), NAME_MOST, "a domain"))
+        kind = decode_text(node.get("op_type"), MAX_NAME_BYTES, "an operator")
+        domain = _normalise_domain(decode_text(node.get("domain"), MAX_NAME_BYTES, "a domain"))
         if kind not in OPERATORS.get(domain, frozenset()):
             qualified_name = f"{domain}.{kind}" if domain else kind
             raise ModelError(
@@ -261,13 +255,13 @@ class _GraphCheck:
                 "export the network without it"
             )
         inputs = [
-            decode_text([attribute], NAME_MOST, "a name") for attribute in _bytes_fields(node, "input", LIST_MOST)
+            decode_text([attribute], MAX_NAME_BYTES, "a name") for attribute in _bytes_fields(node, "input", MAX_LIST)
         ]
         outputs = [
-            decode_text([attribute], NAME_MOST, "a name") for attribute in _bytes_fields(node, "output", LIST_MOST)
+            decode_text([attribute], MAX_NAME_BYTES, "a name") for attribute in _bytes_fields(node, "output", MAX_LIST)
         ]
         weight_bytes, constant = 0, None
-        for attribute in _bytes_fields(node, "attribute", LIST_MOST):
+        for attribute in _bytes_fields(node, "attribute", MAX_LIST):
             nbytes, values = self._check_attribute(attribute, kind, constants, depth)
             weight_bytes += nbytes
             constant = values if values is not None else constant
@@ -281,15 +275,15 @@ class _GraphCheck:
     ) -> tuple[int, list[float] | None]:
         """Check an attribute, and return the weight bytes in it and its values if they may be sizes."""
         attribute = self._read_message(data, ATTRIBUTE, f"an attribute of {kind}")
-        name = decode_text(attribute.get("name"), NAME_MOST, "a name")
-        for value in _bytes_fields(attribute, "strings", LIST_MOST):
-            _require(len(value) <= NAME_MOST, f"{kind}: {name} holds a text of more than {NAME_MOST} bytes")
-        decode_text(attribute.get("s"), META_MOST, f"{name} of {kind}")
+        name = decode_text(attribute.get("name"), MAX_NAME_BYTES, "a name")
+        for value in _bytes_fields(attribute, "strings", MAX_LIST):
+            _require(len(value) <= MAX_NAME_BYTES, f"{kind}: {name} holds a text of more than {MAX_NAME_BYTES} bytes")
+        decode_text(attribute.get("s"), MAX_METADATA_BYTES, f"{name} of {kind}")
         values: list[float] | None = [float(to_signed(value)) for value in attribute.get("i", [])] or None
         if "ints" in attribute:
-            values = [float(value) for value in decode_ints(attribute["ints"], LIST_MOST, f"{name} of {kind}")]
-        if name in _EDGES and any(abs(value) > EDGE_MOST for value in values or ()):
-            raise ModelError(f"{name} of {kind} is more than {EDGE_MOST}")
+            values = [float(value) for value in decode_ints(attribute["ints"], MAX_LIST, f"{name} of {kind}")]
+        if name in _EDGES and any(abs(value) > MAX_EDGE for value in values or ()):
+            raise ModelError(f"{name} of {kind} is more than {MAX_EDGE}")
         weight_bytes = 0
         for subgraph in _bytes_fields(attribute, "t"):
             _, _, values = self.check_tensor(subgraph)
@@ -301,38 +295,37 @@ class _GraphCheck:
     def check_tensor(self, data: memoryview) -> tuple[str, int, list[float] | None]:
         """Check a tensor, and return its name, size in bytes, and its values if they may be sizes."""
         self.tensors += 1
-        _require(self.tensors <= TENSORS_MOST, f"it has more than {TENSORS_MOST} tensors")
+        _require(self.tensors <= MAX_TENSORS, f"it has more than {MAX_TENSORS} tensors")
         tensor = self._read_message(data, TENSOR, "a tensor")
-        name = decode_text(tensor.get("name"), NAME_MOST, "a name")
+        name = decode_text(tensor.get("name"), MAX_NAME_BYTES, "a name")
         (kind,) = tensor.get("data_type", [0])
-        item = _ITEM_BYTES.get(to_signed(kind))
-        if item is None:
+        item_bytes = _ITEM_BYTES.get(to_signed(kind))
+        if item_bytes is None:
             raise ModelError(f"tensor {name[:80]!r} is of type {to_signed(kind)}, which is no number that is permitted")
-        dims = decode_ints(tensor.get("dims", []), AXES_MOST, f"the shape of {name[:80]!r}")
+        dims = decode_ints(tensor.get("dims", []), MAX_AXES, f"the shape of {name[:80]!r}")
         _require(all(dim >= 0 for dim in dims), f"tensor {name[:80]!r} has a negative size")
         elements = prod(dims)
-        _require(elements <= ELEMENTS_MOST, f"tensor {name[:80]!r} has {elements} elements")
+        _require(elements <= MAX_ELEMENTS, f"tensor {name[:80]!r} has {elements} elements")
         (location,) = tensor.get("data_location", [0])
         external, raw = bool(tensor.get("external_data")), _bytes_fields(tensor, "raw_data")
-        typed = {field: tensor[field] for field in _TYPED if field in tensor}
+        typed = {field: tensor[field] for field in _TYPED_FIELDS if field in tensor}
         storage_count = external + bool(raw) + len(typed)
         if location not in (0, 1) or (location == 1) != external or storage_count > 1:
             raise ModelError(
                 f"tensor {name[:80]!r} has its numbers in several places, or in none: export the model again"
             )
+        nbytes = elements * item_bytes
         if external:
-            self._check_external_data(name, read_external_location(self.reader, tensor, name), elements * item)
-            return name, elements * item, None
+            self._check_external_data(name, read_external_location(self.reader, tensor, name), nbytes)
+            return name, nbytes, None
         if raw:
-            _require(
-                len(raw[0]) == elements * item, f"tensor {name[:80]!r} has {len(raw[0])} bytes, not {elements * item}"
-            )
-            return name, elements * item, _decode_values(to_signed(kind), raw[0]) if elements <= SMALL else None
+            _require(len(raw[0]) == nbytes, f"tensor {name[:80]!r} has {len(raw[0])} bytes, not {nbytes}")
+            return name, nbytes, _decode_values(to_signed(kind), raw[0]) if elements <= MAX_SIZES else None
         value_count = sum(_count_elements(field, values) for field, values in typed.items())
         _require(elements <= value_count or not elements, f"tensor {name[:80]!r} has fewer numbers than its shape")
-        is_small = "int64_data" in typed and elements <= SMALL
-        values = [float(value) for value in decode_ints(typed["int64_data"], SMALL, name)] if is_small else None
-        return name, elements * item, values
+        is_small = "int64_data" in typed and elements <= MAX_SIZES
+        values = [float(value) for value in decode_ints(typed["int64_data"], MAX_SIZES, name)] if is_small else None
+        return name, nbytes, values
 
     def _check_external_data(self, name: str, location: ExternalDataLocation, nbytes: int) -> None:
         if not _DIGEST.fullmatch(location.file):
@@ -350,7 +343,7 @@ class _GraphCheck:
 
     def _check_declared_value(self, data: memoryview) -> GraphValue:
         value = self.reader.read_message(data, VALUE, "a declared value")
-        name, kind, dims = decode_text(value.get("name"), NAME_MOST, "a name"), 0, None
+        name, kind, dims = decode_text(value.get("name"), MAX_NAME_BYTES, "a name"), 0, None
         for type_data in _bytes_fields(value, "type"):
             for inner in _bytes_fields(
                 self._read_message(type_data, TYPE, f"the type of {name[:80]!r}"), "tensor_type"
@@ -365,12 +358,12 @@ class _GraphCheck:
                 for shape in _bytes_fields(declared, "shape"):
                     dims = tuple(self._iterate_axis_sizes(shape))
                 elements = prod(dim for dim in dims or () if dim is not None)
-                _require(elements <= ELEMENTS_MOST, f"value {name[:80]!r} is declared with {elements} elements")
+                _require(elements <= MAX_ELEMENTS, f"value {name[:80]!r} is declared with {elements} elements")
         return GraphValue(name, kind, dims)
 
     def _iterate_axis_sizes(self, data: memoryview) -> Iterator[int | None]:
         # None is a named or unknown size. Exporters write -1 or 0 for unknown.
-        for dimension in _bytes_fields(self.reader.read_message(data, SHAPE, "a shape"), "dim", AXES_MOST):
+        for dimension in _bytes_fields(self.reader.read_message(data, SHAPE, "a shape"), "dim", MAX_AXES):
             size = _int_field(self.reader.read_message(dimension, DIM, "an axis"), "dim_value")
             _require(size >= -1, f"a declared axis has the size {size}")
             yield size if size > 0 else None
@@ -383,7 +376,7 @@ class ExternalDataLocation(NamedTuple):
 
 
 def read_external_location(reader: ProtobufReader, tensor: Fields, name: str) -> ExternalDataLocation:
-    entries = _read_unique_entries(reader, tensor, "external_data", NAME_MOST)
+    entries = _read_unique_entries(reader, tensor, "external_data", MAX_NAME_BYTES)
     if odd := entries.keys() - {"location", "offset", "length", "checksum"}:
         raise ModelError(f"tensor {name[:80]!r} says {min(odd)[:40]!r} of the file that it is in")
     length = _parse_int(entries["length"], name) if "length" in entries else None
@@ -392,9 +385,9 @@ def read_external_location(reader: ProtobufReader, tensor: Fields, name: str) ->
 
 def _read_unique_entries(reader: ProtobufReader, message: Fields, name: str, max_bytes: int) -> dict[str, str]:
     entries: dict[str, str] = {}
-    for entry_data in _bytes_fields(message, name, META_ENTRIES_MOST):
+    for entry_data in _bytes_fields(message, name, MAX_METADATA_ENTRIES):
         entry = reader.read_message(entry_data, ENTRY, name)
-        key = decode_text(entry.get("key"), NAME_MOST, name)
+        key = decode_text(entry.get("key"), MAX_NAME_BYTES, name)
         _require(key not in entries, f"{name} says {key[:80]!r} twice")
         entries[key] = decode_text(entry.get("value"), max_bytes, name)
     return entries
@@ -408,21 +401,21 @@ def _require_bounded_sizes(kind: str, inputs: list[str], constants: Mapping[str,
     sizes = constant_values(_SIZED_BY[kind]) if kind in _SIZED_BY else []
     if kind == "Resize":
         sizes = [*constant_values(2), *constant_values(3)]
-    if kind == "Range" and all(len(constant_values(place)) == 1 for place in range(3)):
+    if kind == "Range" and all(len(constant_values(index)) == 1 for index in range(3)):
         (start,), (limit,), (step,) = constant_values(0), constant_values(1), constant_values(2)
         sizes = [abs(limit - start) / abs(step) if step else float("inf")]
     if kind == "Pad":
-        _require(all(abs(size) <= EDGE_MOST for size in sizes), f"Pad by more than {EDGE_MOST}")
+        _require(all(abs(size) <= MAX_EDGE for size in sizes), f"Pad by more than {MAX_EDGE}")
         return
     largest_size = prod(max(abs(size), 1.0) for size in sizes)
     _require(
-        largest_size <= ELEMENTS_MOST, f"{kind} is to make {largest_size:.3g} elements, {ELEMENTS_MOST} are permitted"
+        largest_size <= MAX_ELEMENTS, f"{kind} is to make {largest_size:.3g} elements, {MAX_ELEMENTS} are permitted"
     )
 
 
-def _require(holds: bool, otherwise: str) -> None:
-    if not holds:
-        raise ModelError(otherwise)
+def _require(condition: bool, problem: str) -> None:
+    if not condition:
+        raise ModelError(problem)
 
 
 def _int_field(message: Fields, name: str) -> int:

@@ -35,10 +35,10 @@ from fedquilt.onnx.file_format import (
     to_signed,
 )
 from fedquilt.onnx.graph_check import (
-    AXES_MOST,
-    DEPTH_MOST,
-    FILE_MOST,
-    NAME_MOST,
+    MAX_AXES,
+    MAX_DEPTH,
+    MAX_FILE_BYTES,
+    MAX_NAME_BYTES,
     ExternalDataLocation,
     map_file,
     read_external_location,
@@ -47,16 +47,16 @@ from fedquilt.onnx.graph_check import (
 if TYPE_CHECKING:
     from fedquilt.core import Tensors
 
-MESSAGES_MOST: Final = 3 * (DEPTH_MOST + 2)  # within each other: each graph is in an attribute of a node
-KINDS: Final[Mapping[int, str]] = {1: "<f4", 7: "<i8", 10: "<f2", 11: "<f8"}  # of onnx.proto's data types
-NUMBERS: Final = frozenset(name for name, kind in TENSOR.values() if kind in ("floats", "doubles")) | {
+MAX_MESSAGE_DEPTH: Final = 3 * (MAX_DEPTH + 2)  # nesting of messages, because each graph is in an attribute of a node
+DTYPES: Final[Mapping[int, str]] = {1: "<f4", 7: "<i8", 10: "<f2", 11: "<f8"}  # of onnx.proto's data types
+DATA_FIELDS: Final = frozenset(name for name, kind in TENSOR.values() if kind in ("floats", "doubles")) | {
     "raw_data",
     "int32_data",
     "int64_data",
     "uint64_data",
     "external_data",
 }
-_RAW: Final = {9: TENSOR[9]}
+_RAW_DATA: Final = {9: TENSOR[9]}
 
 
 class MissingTensor(NamedTuple):
@@ -65,29 +65,29 @@ class MissingTensor(NamedTuple):
 
 
 def missing_tensors(graph: bytes | memoryview) -> dict[str, MissingTensor]:
-    return {name: lack for name, (lack, _) in _read_graph_and_missing(graph)[2].items()}
+    return {name: tensor for name, (tensor, _) in _read_graph_and_missing(graph)[2].items()}
 
 
 def fill_graph(graph: bytes | memoryview, tensors: Tensors) -> list[bytes | memoryview]:
     """Return an ONNX file with the missing tensors inserted, in pieces and without copying."""
-    model, inner, lacking = _read_graph_and_missing(graph)
+    model, inner, missing = _read_graph_and_missing(graph)
     initializers: list[memoryview | Pieces] = []
     for initializer_data in inner["initializer"]:
         assert isinstance(initializer_data, memoryview)
         initializers.append(initializer_data)
-    for name, (lack, index) in lacking.items():
+    for name, (expected, index) in missing.items():
         array = tensors.get(name)
         if array is None:
             raise ModelError(f"the network's tensor {name!r} is missing")
-        if array.shape != lack.shape or array.dtype != lack.dtype:
+        if array.shape != expected.shape or array.dtype != expected.dtype:
             raise ModelError(
-                f"tensor {name!r} is {array.dtype} of shape {array.shape}, the network expects {lack.dtype} of shape "
-                f"{lack.shape}"
+                f"tensor {name!r} is {array.dtype} of shape {array.shape}, the network expects {expected.dtype} of "
+                f"shape {expected.shape}"
             )
         raw = np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
         initializer = inner["initializer"][index]
         assert isinstance(initializer, memoryview)
-        initializers[index] = [initializer, *encode_message({"raw_data": [raw]}, _RAW)]
+        initializers[index] = [initializer, *encode_message({"raw_data": [raw]}, _RAW_DATA)]
     return encode_message({**model, "graph": [encode_message({**inner, "initializer": initializers}, GRAPH)]}, MODEL)
 
 
@@ -109,14 +109,14 @@ def _read_graph_and_missing(graph: bytes | memoryview) -> tuple[Fields, Fields, 
             if isinstance(initializer, int):
                 continue
             tensor = reader.read_message(initializer, TENSOR, "a tensor")
-            name = decode_text(tensor.get("name"), NAME_MOST, "a name")
-            shape = tuple(decode_ints(tensor.get("dims", []), AXES_MOST, f"the shape of {name[:80]!r}"))
-            if NUMBERS & tensor.keys() or prod(shape) <= 0:
+            name = decode_text(tensor.get("name"), MAX_NAME_BYTES, "a name")
+            shape = tuple(decode_ints(tensor.get("dims", []), MAX_AXES, f"the shape of {name[:80]!r}"))
+            if DATA_FIELDS & tensor.keys() or prod(shape) <= 0:
                 continue
             (kind,) = tensor.get("data_type", [0])
-            if to_signed(kind) not in KINDS:
+            if to_signed(kind) not in DTYPES:
                 raise ProtobufError(f"tensor {name[:80]!r} is of type {to_signed(kind)}, which cannot be put in")
-            missing[name] = (MissingTensor(shape, np.dtype(KINDS[to_signed(kind)])), index)
+            missing[name] = (MissingTensor(shape, np.dtype(DTYPES[to_signed(kind)])), index)
     except ProtobufError as error:
         raise ModelError(f"it is no ONNX file as fedquilt writes them: {error}") from None
     return model, inner, missing
@@ -134,7 +134,7 @@ def read_with_external_data(path: Path) -> Pieces:
     return [inlined] if isinstance(inlined, memoryview) else inlined
 
 
-_INNER: Final[Mapping[str, Schema]] = {  # fields that hold a tensor, or a message that does
+_INNER_SCHEMAS: Final[Mapping[str, Schema]] = {  # fields that contain tensors, also in inner messages
     "graph": GRAPH,
     "g": GRAPH,
     "initializer": TENSOR,
@@ -147,29 +147,29 @@ _INNER: Final[Mapping[str, Schema]] = {  # fields that hold a tensor, or a messa
 @dataclass
 class _ExternalTensorFiles:
     folder: Path
-    size: int
+    total_bytes: int
     reader: ProtobufReader = field(default_factory=ProtobufReader)
 
     def inline_tensors(self, data: memoryview, schema: Schema, depth: int = 0) -> memoryview | Pieces:
         """Return a message with its external tensors inserted, or the same bytes if there are none."""
-        if depth > MESSAGES_MOST:
-            raise ModelError(f"graphs lie within graphs more than {DEPTH_MOST} deep")
+        if depth > MAX_MESSAGE_DEPTH:
+            raise ModelError(f"graphs lie within graphs more than {MAX_DEPTH} deep")
         fields = self.reader.read_message(data, schema, "the graph")
         if schema is TENSOR:
             return self._inline_tensor(data, fields)
         inlined: dict[str, Sequence[int | memoryview | Pieces]] = dict(fields)
-        for name in _INNER.keys() & fields.keys():
+        for name in _INNER_SCHEMAS.keys() & fields.keys():
             inlined[name] = [
-                message if isinstance(message, int) else self.inline_tensors(message, _INNER[name], depth + 1)
+                message if isinstance(message, int) else self.inline_tensors(message, _INNER_SCHEMAS[name], depth + 1)
                 for message in fields[name]
             ]
-        changed = any(new is not old for name in fields for new, old in zip(inlined[name], fields[name], strict=True))
-        return encode_message(inlined, schema) if changed else data
+        pairs = (pair for name in fields for pair in zip(inlined[name], fields[name], strict=True))
+        return encode_message(inlined, schema) if any(new is not old for new, old in pairs) else data
 
     def _inline_tensor(self, data: memoryview, fields: Fields) -> memoryview | Pieces:
         if "external_data" not in fields:
             return data
-        name = decode_text(fields.get("name"), NAME_MOST, "a name")
+        name = decode_text(fields.get("name"), MAX_NAME_BYTES, "a name")
         raw = self._read_external_data(name, read_external_location(self.reader, fields, name))
         kept_fields = {key: value for key, value in fields.items() if key not in ("external_data", "data_location")}
         return encode_message({**kept_fields, "raw_data": [[raw]]}, TENSOR)
@@ -188,9 +188,9 @@ class _ExternalTensorFiles:
                 if not stat.S_ISREG(info.st_mode):
                     raise ModelError(f"tensor {name[:80]!r} is in {file[:200]!r}, which is no plain file")
                 length = info.st_size - location.offset if location.length is None else location.length
-                self.size += max(length, 0)
-                if self.size > FILE_MOST:
-                    raise ModelError(f"with the numbers of {file[:200]!r} it has more than {FILE_MOST} bytes")
+                self.total_bytes += max(length, 0)
+                if self.total_bytes > MAX_FILE_BYTES:
+                    raise ModelError(f"with the numbers of {file[:200]!r} it has more than {MAX_FILE_BYTES} bytes")
                 stream.seek(location.offset)
                 raw = stream.read(max(length, 0))
         except OSError as error:

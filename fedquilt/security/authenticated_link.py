@@ -1,13 +1,11 @@
 """Authenticated links: signed messages between coordinator and devices over any broker.
 
-`AuthenticatedDeviceLink` and `AuthenticatedFleetLink` wrap a `Link` to a broker. They perform a handshake
-(`fedquilt.security.handshake`), sign what is published, and `receive` returns only messages that the peer sent in the
-current session.
+`AuthenticatedDeviceLink` and `AuthenticatedFleetLink` wrap a `Link` to a broker. Both links perform a handshake
+(`fedquilt.security.handshake`), sign published messages, and receive only messages of the peer in the current session.
 
 Three kinds of messages are unsigned. A chunk of a blob is verified by the manifest and by the sha256 in a signed
 message. Messages of the coordinator for observers (coord/state, job/#) have no effect on devices. A last will is given
-to the broker before there is a session: it applies to the start of the agent that it names, and a broker could cut off
-that agent in any case.
+to the broker before the session. The will names one start of an agent, which a broker could cut off anyway.
 
 An unsigned side uses the plain link. Neither side of a signed fleet accepts other unsigned messages.
 """
@@ -31,15 +29,13 @@ from fedquilt.security.handshake import Handshake, LinkIdentity, Session
 from fedquilt.transport.link import Link, LinkWrapper, MalformedMessages, Message
 from fedquilt.transport.mqtt.broker import Broker
 
-log = logging.getLogger("fedquilt.sealed")
+log = logging.getLogger("fedquilt.security")
 COORDINATOR: Final = handshake.COORDINATOR
 OBSERVER: Final = handshake.OBSERVER_UNIT
 UNSIGNED: Final = "unsigned: without certificates nobody checks who sends what over the broker"
-MIN_HANDSHAKE_INTERVAL_S: Final = (
-    2.0  # least time between two handshakes of a device, if a message announces a coordinator
-)
-SESSION_S: Final = 24 * 3600.0  # a session's length, after which certificates are checked anew
-LATE_MESSAGES_S: Final = 30.0  # after a new session, in which messages of the former one still arrive
+MIN_HANDSHAKE_INTERVAL_S: Final = 2.0  # minimum interval of the handshakes that messages cause on a device
+SESSION_S: Final = 24 * 3600.0  # length of a session, after which certificates are verified again
+LATE_MESSAGES_S: Final = 30.0  # time in which messages of the former session may still arrive
 _UNSIGNED_SUBTOPICS: Final = frozenset({"presence", "profile", "telemetry"})
 
 
@@ -48,7 +44,7 @@ def load_identity(broker: Broker) -> LinkIdentity | None:
 
 
 def handshake_probe(identity: LinkIdentity) -> wire.Hello:
-    """Return a first flight of which only the answer is of interest, to test the connection."""
+    """Return the first message of a handshake that only tests the connection and is not continued."""
     attempt = identity.start_as_device()
     return hello_from_flight(attempt, 0, attempt.step(b""))
 
@@ -59,9 +55,8 @@ class AuthenticatedLink(LinkWrapper):
         self._identity, self._clock = identity, clock
         self._topics = wire.Topics(fleet)
         self._rejected_messages, self._late_messages = MalformedMessages(), MalformedMessages()
-        self._former_sessions: dict[
-            str, tuple[str, float]
-        ] = {}  # device -> name of its former session, when it is late no more
+        # device -> (name of the former session, time until which messages of that session may be late)
+        self._former_sessions: dict[str, tuple[str, float]] = {}
 
     @property
     def max_payload(self) -> int:
@@ -78,14 +73,16 @@ class AuthenticatedLink(LinkWrapper):
         if session is not None:
             self._former_sessions[device] = (session.name, self._clock() + LATE_MESSAGES_S)
 
-    def _count_and_log_rejected(self, message: Message, error: Exception, key: Session | None) -> None:
+    def _count_and_log_rejected(self, message: Message, error: Exception, session: Session | None) -> None:
         if message.retained and isinstance(error, UnknownSessionError | UnsignedMessageError):
             return  # a retained message of an earlier session
         kind = str(error).partition(":")[0]  # "unsigned", "oversized", "forged", "replayed", "stale"
         kind = kind if kind.isalpha() else "others"
         if isinstance(error, UnknownSessionError):
-            former_name, until_s = self._former_sessions.get(wire.device_from_topic(message.topic), ("", -math.inf))
-            if key is None or (error.session == former_name and self._clock() < until_s):
+            former_name, late_until_s = self._former_sessions.get(
+                wire.device_from_topic(message.topic), ("", -math.inf)
+            )
+            if session is None or (error.session_name == former_name and self._clock() < late_until_s):
                 if line := self._late_messages.count_message(message.topic, error, message.retained, self._clock()):
                     log.info("%s", line)
                 return
@@ -111,7 +108,7 @@ def flight_from_hello(hello: wire.Hello) -> bytes:
 
 
 class AuthenticatedDeviceLink(AuthenticatedLink):
-    """Device's side of an authenticated link, connected while there is a session.
+    """Device's side of an authenticated link, connected during a session.
 
     Each new session counts as a new connection. While no coordinator answers, presence, profile and telemetry are
     published unsigned for observers, and no coordinator accepts them.
@@ -123,17 +120,17 @@ class AuthenticatedDeviceLink(AuthenticatedLink):
         super().__init__(link, identity, fleet, clock)
         self._device, self._hello_topic = device, self._topics.device_topic(device, "up", "hello")
         self._current: Session | None = None
-        self._is_unsigned = False  # no coordinator answers
-        self._state_changes = 0  # sessions, and times that it was alone
+        self._is_unsigned = False  # whether no coordinator responds, so that observers are sent unsigned messages
+        self._state_changes = 0  # number of new sessions, and of changes to unsigned messages
         self._attempt: Handshake | None = None
-        self._needs_session = True  # a session, or another one
-        self._due_s = -math.inf  # when the next attempt may begin
-        self._attempt_started_s = -math.inf  # the latest one
-        self._attempts_in_a_row = 0  # handshakes begun since the last session or announcement
+        self._needs_session = True  # whether a handshake is required
+        self._due_s = -math.inf  # earliest start of the next attempt
+        self._attempt_started_s = -math.inf  # start of the latest attempt
+        self._attempts_in_a_row = 0  # handshakes started since the last session or announcement
         self._renew_s = 0.0
-        self._connection = 0  # number of the broker's, at the last look
-        self._announced_epoch: int | None = None  # start of the coordinator for which a session is wanted
-        self._disproved_epoch: int | None = None  # start that was announced, while a handshake showed another
+        self._connection = 0  # latest known `session` of the wrapped link
+        self._announced_epoch: int | None = None  # announced start of the coordinator
+        self._disproved_epoch: int | None = None  # announced start that a handshake has disproved
         self._session_problem: str | None = None
         link.subscribe(self._topics.device_filters(device))
 
@@ -160,7 +157,7 @@ class AuthenticatedDeviceLink(AuthenticatedLink):
         self._link.publish(topic, payload, retain=retain, reliable=reliable)
 
     def receive(self) -> list[Message]:
-        """Return verified messages and chunks. Handshake messages are processed here, rejected ones are logged."""
+        """Return verified messages and chunks. Handshakes are processed, and rejected messages are logged."""
         messages = []
         for message in self._link.receive():
             try:
@@ -189,7 +186,7 @@ class AuthenticatedDeviceLink(AuthenticatedLink):
             return None
         if route.subtopic == "chunk":
             return message
-        if not message.payload:  # cleared at the broker: the coordinator takes a task back in an envelope
+        if not message.payload:  # cleared at the broker, while the coordinator cancels a task by a signed message
             return None
         return verify_message(self._current, route, message)
 
@@ -204,7 +201,7 @@ class AuthenticatedDeviceLink(AuthenticatedLink):
         now_s = self._clock()
         if self._connection != self._link.session:
             self._connection = self._link.session
-            self._due_s = now_s if self._current is None else self._due_s  # what was under way is lost
+            self._due_s = now_s if self._current is None else self._due_s  # messages in flight were lost
         if self._current is not None and now_s >= self._renew_s:
             self._needs_session = True
         if not self._needs_session or now_s < self._due_s:
@@ -217,7 +214,7 @@ class AuthenticatedDeviceLink(AuthenticatedLink):
         self._attempts_in_a_row += 1
         try:
             self._attempt = self._identity.start_as_device()
-        except JobError as error:  # files that cannot be read now
+        except JobError as error:  # a file is unreadable
             return self._record_failure(str(error))
         self._send_hello(self._device, "up", hello_from_flight(self._attempt, 0, self._attempt.step(b"")))
 
@@ -260,20 +257,20 @@ class AuthenticatedDeviceLink(AuthenticatedLink):
         self._session_problem = reason
 
 
-REQUEST_INTERVAL_S: Final = 5.0  # how often a board is asked to begin
-MAX_ATTEMPTS: Final = 256  # under way at a coordinator, whoever began them
-MAX_REMEMBERED_DEVICES: Final = 4096  # of which it is remembered when something was last done for them
-MAX_HANDSHAKE_BURST: Final = 1000.0  # attempts that a coordinator answers at once
-DEVICE_HANDSHAKE_INTERVAL_S: Final = 0.25  # between two attempts of a board that it answers
-HANDSHAKES_PER_S: Final = 5.0  # and a second for good, so that a flood takes about a hundredth of its time
+REQUEST_INTERVAL_S: Final = 5.0  # minimum interval of handshake requests to a device
+MAX_ATTEMPTS: Final = 256  # handshakes in progress at a coordinator
+MAX_REMEMBERED_DEVICES: Final = 4096  # devices with a remembered time of the latest request or response
+MAX_HANDSHAKE_BURST: Final = 1000.0  # attempts that a coordinator accepts at once
+DEVICE_HANDSHAKE_INTERVAL_S: Final = 0.25  # minimum interval of accepted attempts of a device
+HANDSHAKES_PER_S: Final = 5.0  # long-term rate, so that a flood takes about 1 % of a coordinator's time
 
 
 class AuthenticatedFleetLink(AuthenticatedLink):
     """Coordinator's side of authenticated links to all devices.
 
-    While the connection to the broker was lost, another coordinator may have given the devices sessions. So a session
-    of an earlier connection is doubtful: a device is asked for another one if it uses another session, or if it does
-    not use this one within REQUEST_INTERVAL_S and there is something to send.
+    Another coordinator may have opened sessions with the devices while the connection to the broker was lost. So after
+    a reconnection, a handshake is requested from a device that uses another session. The same happens before messages
+    are sent to a device that has not used its session for REQUEST_INTERVAL_S.
     """
 
     def __init__(
@@ -281,20 +278,18 @@ class AuthenticatedFleetLink(AuthenticatedLink):
     ) -> None:
         super().__init__(link, identity, fleet, clock)
         self._warn_before_expiry()
-        self._epoch = 0  # as the coordinator has announced it
+        self._epoch = 0  # announced start of the coordinator
         self._sessions: dict[str, Session] = {}  # by device
-        self._session_connections: dict[str, int] = {}  # device -> connection in which its session was made
-        self._last_used_connections: dict[str, int] = {}  # device -> connection in which it used its session last
-        self._connection, self._connected_s = link.session, -math.inf  # the present one, and since when
-        self._rights: dict[str, SiteRight] = {}  # of sites, by their certificates
-        self._boots: dict[str, str] = {}  # device -> the start of its agent that is online
-        self._attempts: OrderedDict[str, Handshake] = OrderedDict()  # by device, the oldest first
-        self._requested_s: dict[str, float] = {}  # device -> when it was asked to begin
-        self._answered_s: dict[str, float] = {}  # device -> when an attempt of it was answered
-        self._available_attempts, self._refilled_s = (
-            MAX_HANDSHAKE_BURST,
-            -math.inf,
-        )  # attempts that may be answered now, and when that was so
+        self._session_connections: dict[str, int] = {}  # device -> connection of the handshake
+        self._last_used_connections: dict[str, int] = {}  # device -> connection of the latest signed message
+        self._connection, self._connected_s = link.session, -math.inf  # current connection and its start
+        self._rights: dict[str, SiteRight] = {}  # device -> right in the certificate of a site
+        self._boots: dict[str, str] = {}  # device -> id of the agent's current start
+        self._attempts: OrderedDict[str, Handshake] = OrderedDict()  # by device, oldest first
+        self._requested_s: dict[str, float] = {}  # device -> time of the latest request
+        self._accepted_s: dict[str, float] = {}  # device -> time of the latest accepted attempt
+        self._available_attempts = MAX_HANDSHAKE_BURST  # attempts that the rate limiter accepts
+        self._refilled_s = -math.inf  # time of the latest update of `_available_attempts`
 
     def publish(self, topic: str, payload: bytes, *, retain: bool = False, reliable: bool = True) -> None:
         """Publish a message, signed for its device. Without a session, only an empty message is sent."""
@@ -336,13 +331,11 @@ class AuthenticatedFleetLink(AuthenticatedLink):
     def _warn_before_expiry(self) -> None:
         self._expiry_checked_s = self._clock()
         ends_s = self._identity.require_coordinator_certificate()
-        if (
-            ends_s - time.time() < enrolment.EXPIRY_WARNING_S
-        ):  # certificates go by the wall clock, of which ssl asks the system
+        if ends_s - time.time() < enrolment.EXPIRY_WARNING_S:  # certificates are valid by the wall clock
             day = time.strftime("%Y-%m-%d", time.gmtime(ends_s))
             log.warning(
                 "no board takes this coordinator's certificate after %s: `fedquilt identity issue coordinator` on the "
-                "authority's machine makes another, which is taken up without a restart",
+                "authority's machine makes another, which is used without a restart",
                 day,
             )
 
@@ -381,16 +374,15 @@ class AuthenticatedFleetLink(AuthenticatedLink):
             self._connection, self._connected_s = self._link.session, self._clock()
 
     def _request_handshake(self, device: str) -> None:
-        # Only without a session of this connection: each new one makes messages under way in the latest one late.
+        # Only without a session of this connection, because a new session invalidates messages in flight.
         if self._current_session(device) is None or self._session_connections.get(device) != self._connection:
             self._publish_handshake_request(device)
 
     def _request_handshake_if_unanswered(self, device: str) -> None:
         has_waited = self._clock() >= self._connected_s + REQUEST_INTERVAL_S
         if has_waited and self._last_used_connections.get(device) != self._connection:
-            self._publish_handshake_request(
-                device, reliable=False
-            )  # a broker would keep it for a device that is offline
+            # A broker would keep a reliable message for an offline device.
+            self._publish_handshake_request(device, reliable=False)
 
     def _publish_handshake_request(self, device: str, *, reliable: bool = True) -> None:
         if _admit_unless_too_early(self._requested_s, device, self._clock(), REQUEST_INTERVAL_S):
@@ -414,7 +406,7 @@ class AuthenticatedFleetLink(AuthenticatedLink):
         )
         self._refilled_s = now_s
         if self._available_attempts < 1 or not _admit_unless_too_early(
-            self._answered_s, device, now_s, DEVICE_HANDSHAKE_INTERVAL_S
+            self._accepted_s, device, now_s, DEVICE_HANDSHAKE_INTERVAL_S
         ):
             return False
         self._available_attempts -= 1
@@ -422,7 +414,7 @@ class AuthenticatedFleetLink(AuthenticatedLink):
 
     def _answer_first_flight(self, device: str, hello: wire.Hello) -> None:
         if not self._admit_handshake(device):
-            raise WireError("too many handshakes are begun: it has to wait")
+            raise WireError("too many handshakes: wait before the next attempt")
         attempt = self._identity.start_as_coordinator()
         attempt.attempt = hello.attempt
         flight = attempt.step(flight_from_hello(hello))
@@ -447,7 +439,7 @@ class AuthenticatedFleetLink(AuthenticatedLink):
             self._rights[device] = site_right
         session, flight = attempt.create_session(self._epoch)
         self._send_hello(device, "dn", hello_from_flight(attempt, 3, flight))
-        session.ends_s = self._clock() + 2 * SESSION_S  # a board renews it in time, if its certificate is still good
+        session.ends_s = self._clock() + 2 * SESSION_S  # a device with a valid certificate renews the session earlier
         self._remember_former_session(device, self._sessions.get(device))
         self._sessions[device] = session
         self._session_connections[device] = self._last_used_connections[device] = self._connection
@@ -464,11 +456,11 @@ def _admit_unless_too_early(last_s: dict[str, float], device: str, now_s: float,
 
 
 ENVELOPE_BYTES: Final = 128  # largest overhead of an envelope
-MAX_SIGNED_BYTES: Final = wire.MAX_CHUNK + ENVELOPE_BYTES  # of a message with its envelope
+MAX_SIGNED_BYTES: Final = wire.MAX_CHUNK + ENVELOPE_BYTES  # size of a message with its envelope
 
 # {"mac":"...","in":"<session>","no":12,"said":{"v":1,"crc":"...", ...}}
 _ENVELOPE = re.compile(rb'\{"mac":"([A-Za-z0-9+/]{43}=)","in":"([0-9a-f]{16})","no":(\d{1,15}),"said":')
-_EMPTY: Final = b"null"  # an empty message, which takes a task back
+_EMPTY: Final = b"null"  # payload of an empty message, which cancels a task
 
 
 def is_signed(payload: bytes) -> bool:
@@ -485,10 +477,10 @@ def make_signed_payload(session: Session, topic: str, payload: bytes) -> bytes:
 class UnknownSessionError(WireError):
     def __init__(self, session: str) -> None:
         super().__init__(
-            "stale: it is sealed under another session than there is now: it is late, replayed, or of a second "
-            "board with this one's name and certificate, as a copied card has"
+            "stale: the message is signed in another session than the current session: late, replayed, or sent by a "
+            "second board with the same name and certificate, as after a card was copied"
         )
-        self.session = session  # its name
+        self.session_name = session
 
 
 class UnsignedMessageError(WireError):
@@ -497,7 +489,7 @@ class UnsignedMessageError(WireError):
 
 
 def verify_message(session: Session | None, route: wire.Route, message: Message) -> Message:
-    """Return a signed message with its bare payload, or raise WireError."""
+    """Return a message without its envelope, or raise WireError."""
     envelope = _ENVELOPE.match(message.payload)
     if envelope is None:
         raise UnsignedMessageError

@@ -1,7 +1,7 @@
 """Enrolment messages between a device and the enrolment server, and storage of secrets.
 
-Each direction is one JSON object over HTTPS: a `SigningRequest` (signing request, with a one-time token to enrol and
-without one to renew) and an `SigningResponse` (certificate, or a reason). Both are limited in size and strictly
+Each direction is one JSON object over HTTPS: a `SigningRequest` (with a one-time token for enrolment, or no token for
+renewal) and a `SigningResponse` (a certificate, or the reason for its refusal). Both are limited in size and strictly
 decoded. Private keys are never sent.
 """
 
@@ -19,11 +19,11 @@ from msgspec import Meta
 from fedquilt.core import DECODE_ERRORS, Name, WireError
 from fedquilt.host import disk
 
-PORT: Final = 8884  # beside MQTT's 8883
+PORT: Final = 8884  # next to 8883 of MQTT
 ENROL, RENEW, CRL = "/v1/enrol", "/v1/renew", "/crl.pem"
-MAX_BODY: Final = 16 * 1024  # bytes, either way
+MAX_BODY_BYTES: Final = 16 * 1024  # of a request or response
 RENEWAL_SHARE: Final = 1 / 3  # a certificate is renewed in the last third of its life
-EXPIRY_WARNING_S: Final = 30 * 86400.0  # so long before its end a certificate is named that nothing renews by itself
+EXPIRY_WARNING_S: Final = 30 * 86400.0  # a certificate without renewal is reported this long before its end
 
 Pem = Annotated[str, Meta(max_length=8 * 1024)]
 
@@ -43,9 +43,9 @@ M = TypeVar("M", bound=msgspec.Struct)
 
 
 def decode_message(body: bytes, kind: type[M]) -> M:
-    """Decode an enrolment message, or raise WireError, which does not quote the body because of the token."""
-    if len(body) > MAX_BODY:
-        raise WireError(f"{len(body)} bytes are more than the {MAX_BODY} of an enrolment message")
+    """Decode an enrolment message, or raise WireError without quoting the body, which may contain a token."""
+    if len(body) > MAX_BODY_BYTES:
+        raise WireError(f"{len(body)} bytes are more than the {MAX_BODY_BYTES} of an enrolment message")
     try:
         return msgspec.json.decode(body, type=kind)
     except DECODE_ERRORS as error:
@@ -63,7 +63,7 @@ def write_file_with_mode(path: Path, data: bytes, mode: int) -> None:
         part = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
         try:
             with open(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as file:
-                os.fchmod(file.fileno(), mode)  # whatever the umask
+                os.fchmod(file.fileno(), mode)  # independent of the umask
                 file.write(data)
                 file.flush()
                 os.fsync(file.fileno())
@@ -74,18 +74,18 @@ def write_file_with_mode(path: Path, data: bytes, mode: int) -> None:
         disk.REAL.sync(path.parent)
 
 
-def key_fingerprint(public: Any) -> str:
+def key_fingerprint(public_key: Any) -> str:
     """Return the SHA-256 of a public key's SubjectPublicKeyInfo (DER), in hex."""
     import hashlib
 
     from cryptography.hazmat.primitives import serialization
 
-    der = public.public_bytes(serialization.Encoding.DER, serialization.PublicFormat.SubjectPublicKeyInfo)
+    der = public_key.public_bytes(serialization.Encoding.DER, serialization.PublicFormat.SubjectPublicKeyInfo)
     return hashlib.sha256(der).hexdigest()
 
 
 def common_name(certificate: Any) -> str | None:
-    """Return the only common name of a certificate or request, or None if there are none or several."""
+    """Return the common name of a certificate or request, or None unless there is exactly one."""
     from cryptography.x509.oid import NameOID
 
     attributes = certificate.subject.get_attributes_for_oid(NameOID.COMMON_NAME)

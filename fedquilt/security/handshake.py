@@ -30,12 +30,10 @@ from fedquilt.core import DECODE_ERRORS, Count, JobError, SiteRight, WireError
 from fedquilt.transport.mqtt.broker import Broker, describe_exception, refuse_passphrase
 from fedquilt.transport.mqtt.connection import OUT_OF_DATE
 
-COORDINATOR: Final = "coordinator"  # the common name of its certificate
-SITE_URI_PREFIX: Final = (
-    "fedquilt:site:"  # beginning of the URI in a site's certificate: "fedquilt:site:40:cam-*,door-7"
-)
-OBSERVER_UNIT: Final = "observer"  # the organisational unit in the certificate of who only watches
-MAX_FLIGHT_BYTES: Final = 32 * 1024  # the most that TLS may want to send at once; chains of certificates have 1 to 5 KB
+COORDINATOR: Final = "coordinator"  # common name in the coordinator's certificate
+SITE_URI_PREFIX: Final = "fedquilt:site:"  # of a URI in a site's certificate, as "fedquilt:site:40:cam-*,door-7"
+OBSERVER_UNIT: Final = "observer"  # organisational unit in the certificate of an observer
+MAX_FLIGHT_BYTES: Final = 32 * 1024  # limit on a TLS flight, where certificate chains have 1 to 5 KB
 _ISSUE_FIX: Final = "`fedquilt identity issue coordinator` makes one"
 
 
@@ -55,7 +53,8 @@ class LinkIdentity:
                 "certificate of the fleet's authority as ca (one file may hold it together with the broker's)"
             )
         self._ca, self._cert, self._key = broker.ca, broker.cert, broker.key
-        self._cached_contexts: dict[bool, tuple[tuple[int, ...], ssl.SSLContext]] = {}  # by side, of files as they were
+        # server -> (file times, context)
+        self._cached_contexts: dict[bool, tuple[tuple[int, ...], ssl.SSLContext]] = {}
 
     def start_as_device(self) -> Handshake:
         return Handshake(self.tls_context(server=False), server=False)
@@ -77,7 +76,7 @@ class LinkIdentity:
         return cached[1]
 
     def require_coordinator_certificate(self) -> float:
-        """Return when this certificate ends, in seconds since 1970, or raise JobError if no device accepts it."""
+        """Return the end of this certificate in seconds since 1970, or raise JobError if devices would reject it."""
         coordinator_side, device_side = self.start_as_coordinator(), self.start_as_device()
         try:
             device_side.step(coordinator_side.step(device_side.step(b"")))
@@ -92,33 +91,30 @@ class LinkIdentity:
     def _load_context(self, server: bool) -> ssl.SSLContext:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if server else ssl.PROTOCOL_TLS_CLIENT)
         context.minimum_version = ssl.TLSVersion.TLSv1_3
-        context.check_hostname = False  # a peer is known by its common name, not by where it can be reached
+        context.check_hostname = False  # a peer is verified by its common name, not by its address
         context.verify_mode = ssl.CERT_REQUIRED
         try:
             context.load_verify_locations(self._ca)
             context.load_cert_chain(self._cert, self._key, password=refuse_passphrase)
-        except OSError as error:  # OpenSSL's own errors are some
+        except OSError as error:  # the base class of OpenSSL's errors
             raise JobError(
                 f"{self._ca}, {self._cert} or {self._key} cannot be used: {describe_exception(error)}"
             ) from None
         if server:
-            context.num_tickets = 0  # nothing is resumed
+            context.num_tickets = 0  # TLS sessions are not resumed
         return context
 
 
 class Handshake:
     def __init__(self, context: ssl.SSLContext, *, server: bool) -> None:
         self.attempt = secrets.token_hex(8)
-        self.flight = 1 if server else 0  # the next that this side sends
+        self.flight = 1 if server else 0  # number of this side's next flight
         self.is_done = False
         self._in, self._out = ssl.MemoryBIO(), ssl.MemoryBIO()
         self._tls = context.wrap_bio(self._in, self._out, server_side=server)
 
     def step(self, flight: bytes) -> bytes:
-        """Process a flight of the peer, b"" to begin, and return the next one.
-
-        `take_alert` has the alert of an error.
-        """
+        """Process the peer's flight, b"" at the start, and return the next. After an error, call `take_alert`."""
         self._in.write(flight)
         try:
             self._tls.do_handshake()
@@ -192,9 +188,9 @@ class Session:
 
     def __init__(self, grant: SessionGrant) -> None:
         self.name, self.epoch, self._key = grant.session, grant.epoch, grant.key
-        self.ends_s = math.inf  # by the clock of who sets it
+        self.ends_s = math.inf  # by the clock of the link
         self._sent_number = 0
-        self._latest_numbers: dict[str, int] = {}  # leaf -> number of the latest message
+        self._latest_numbers: dict[str, int] = {}  # subtopic -> number of the latest message
 
     def sign(self, topic: str, payload: bytes) -> tuple[int, bytes]:
         """Return the number and the authentication code of the next outgoing message."""
@@ -202,7 +198,7 @@ class Session:
         return self._sent_number, self._authentication_code(topic, self._sent_number, payload)
 
     def verify(self, topic: str, subtopic: str, number: int, code: bytes, payload: bytes) -> None:
-        """Raise WireError if a message is forged or older than the latest of its kind, which QoS 1 may repeat."""
+        """Raise WireError if a message is forged, or older than the latest of its subtopic, which QoS 1 may repeat."""
         if not hmac.compare_digest(code, self._authentication_code(topic, number, payload)):
             raise WireError("forged: it was not sent so, or not here, by who holds the session's key")
         if number < self._latest_numbers.get(subtopic, 0):

@@ -20,8 +20,6 @@ class Message(NamedTuple):
 
 
 class Link(Protocol):
-    """One client's connection to a broker."""
-
     @property
     def session(self) -> int:
         """Number of connections so far, 0 before the first."""
@@ -48,8 +46,7 @@ class Link(Protocol):
         A `reliable` message has QoS 1. A broker with a full queue may still drop the message.
         """
 
-    def receive(self) -> list[Message]:
-        """Return the messages that arrived since the last call, without waiting."""
+    def receive(self) -> list[Message]: ...
 
     def wait(self, timeout_s: float, fds: Sequence[int] = ()) -> None:
         """Sleep until a message arrives, one of `fds` is readable, or the timeout expires."""
@@ -180,24 +177,16 @@ class MalformedMessages:
         line = f"dropped a message on {topic[:120]}: {error}"
         if retained:
             line += f"; the broker keeps it until it is cleared: mosquitto_pub -r -n -t '{topic[:120]}'"
-        return (
-            line
-            if branch.logged < MAX_LOGGED_PER_BRANCH
-            else f"{line} (from here on such messages under {name} are only counted)"
-        )
+        if branch.logged == MAX_LOGGED_PER_BRANCH:
+            line += f" (from here on such messages under {name} are only counted)"
+        return line
 
     def take_due_lines(self, now_s: float) -> list[str]:
-        """Return the lines about counted messages that are due."""
         lines = []
         for name, branch in list(self._branches.items()):
             if branch.unlogged and now_s >= branch.due_s:
                 lines.append(f"dropped {branch.unlogged} more messages under {name}; the last: {branch.last_text}")
                 branch.unlogged, branch.due_s = 0, now_s + COUNT_INTERVAL_S
-            elif (
-                not branch.unlogged
-                and branch.logged >= MAX_LOGGED_PER_BRANCH
-                and branch.due_s
-                and now_s >= branch.due_s
-            ):
+            elif not branch.unlogged and branch.logged >= MAX_LOGGED_PER_BRANCH and 0 < branch.due_s <= now_s:
                 del self._branches[name]
         return lines

@@ -48,7 +48,6 @@ class MemoryBroker:
         return self._heap[0][0] if self._heap else None
 
     def deliver_due(self) -> list[MemoryLink]:
-        """Deliver the messages that are due, and return the links that received some."""
         receivers: dict[MemoryLink, None] = {}
         while self._heap and self._heap[0][0] <= self.now_s:
             _, _, link, message = heapq.heappop(self._heap)
@@ -188,9 +187,8 @@ def run_on_virtual_time(
             on_step()
         if is_finished():
             return
-        next_s = min(
-            scheduler.next_due_s(), math.inf if (delivery_s := broker.next_delivery_s()) is None else delivery_s
-        )
+        delivery_s = broker.next_delivery_s()
+        next_s = min(scheduler.next_due_s(), math.inf if delivery_s is None else delivery_s)
         if next_s > limit_s:
             raise TimeoutError(f"no event is due before {limit_s:g} s, at virtual second {broker.now_s:.1f}")
         broker.now_s = max(broker.now_s, next_s)
@@ -204,10 +202,9 @@ class Scheduler:
         self._heap: list[tuple[float, int]] = []  # (due time, index), outdated if `_due_times_s` differs
 
     def set_endpoints(self, endpoints: Sequence[tuple[MemoryLink, Endpoint]], now_s: float) -> None:
-        """Replace the endpoints, with the due times of those that stay. New ones are due now."""
-        due_times_s = {
-            id(endpoint): due_s for (_, endpoint), due_s in zip(self._endpoints, self._due_times_s, strict=True)
-        }
+        """Replace the endpoints. Endpoints from before keep their due times, and new endpoints are due now."""
+        previous = zip(self._endpoints, self._due_times_s, strict=True)
+        due_times_s = {id(endpoint): due_s for (_, endpoint), due_s in previous}
         self._endpoints = list(endpoints)
         self._indices = {link: index for index, (link, _) in enumerate(self._endpoints)}
         self._due_times_s = [

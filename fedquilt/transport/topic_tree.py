@@ -93,10 +93,8 @@ def _iterate_items(node: _TopicNode[T]) -> Iterator[T]:
 
 
 class Subscriptions:
-    """Topic filters in the order of subscription."""
-
     def __init__(self) -> None:
-        self.filters: dict[str, None] = {}
+        self.filters: dict[str, None] = {}  # in the order of subscription
         self._tree: TopicTree[str] = TopicTree()
 
     def add(self, filters: Sequence[str]) -> None:

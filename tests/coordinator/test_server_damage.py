@@ -22,7 +22,7 @@ from fedquilt.coordinator.updates import job_blobs
 from fedquilt.coordinator.views import event_messages
 from fedquilt.core import BlobRef, EvaluationSums, JobError, StoreError, Usage
 from fedquilt.formats import job_bundle
-from fedquilt.host.disk import Disk, Place
+from fedquilt.host.disk import Disk, StrPath
 from fedquilt.methods import fedavg
 
 
@@ -68,7 +68,7 @@ def test_a_run_goes_on_with_the_bundle_that_it_began_with_alone(stage):
 class ReadOnly(Disk):
     """A disk on which nothing new gets a name."""
 
-    def replace(self, source: Place, target: Place) -> None:
+    def replace(self, source: StrPath, target: StrPath) -> None:
         raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(target))
 
 

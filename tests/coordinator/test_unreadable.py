@@ -22,7 +22,7 @@ from fedquilt.coordinator.settings import CoordinatorLimits
 from fedquilt.coordinator.storage.suspended_jobs import RETRY_S, TRIES, Suspension, count_failure
 from fedquilt.core import Encoding, JobError
 from fedquilt.formats import job_bundle
-from fedquilt.host.disk import Place, PrivateDisk
+from fedquilt.host.disk import PrivateDisk, StrPath
 
 
 class Bad(PrivateDisk):
@@ -32,17 +32,17 @@ class Bad(PrivateDisk):
         self.names, self.left, self.code = set(names), left, code
         self.but = Path()  # folder whose files can be read
 
-    def _ask(self, path: Place) -> None:
+    def _ask(self, path: StrPath) -> None:
         at = Path(os.fspath(path))
         if at.name in self.names and self.left > 0 and self.but not in (at.parent, at) and self.is_file(path):
             self.left -= 1
             raise OSError(self.code, os.strerror(self.code), str(path))
 
-    def read(self, path: Place, offset: int = 0, size: int | None = None) -> bytes:
+    def read(self, path: StrPath, offset: int = 0, size: int | None = None) -> bytes:
         self._ask(path)
         return super().read(path, offset, size)
 
-    def hash_file(self, path: Place) -> str:
+    def hash_file(self, path: StrPath) -> str:
         self._ask(path)
         return super().hash_file(path)
 

@@ -14,7 +14,7 @@ from fedquilt.coordinator.rounds.events import CohortSelected, JobStarted
 from fedquilt.coordinator.storage import write_ahead_log
 from fedquilt.coordinator.storage.store import Store
 from fedquilt.core import BlobRef
-from fedquilt.host.disk import REAL, Disk, Place
+from fedquilt.host.disk import REAL, Disk, StrPath
 
 
 def killed(folder: Path) -> tuple[Path, str]:
@@ -89,7 +89,7 @@ class Full(sqlite3.Connection):
 class FullDisk(Disk):
     """A disk without room."""
 
-    def connect(self, path: Place) -> sqlite3.Connection:
+    def connect(self, path: StrPath) -> sqlite3.Connection:
         return sqlite3.connect(path, isolation_level=None, factory=Full)
 
 

@@ -14,7 +14,7 @@ from one_agent import MODEL, Site, until_claimed, until_finished, until_offered
 from fedquilt.arrays import tensors
 from fedquilt.core import StoreError
 from fedquilt.edge_agent.task.protocol import WorkResult
-from fedquilt.host.disk import REAL, Disk, PathInfo, Place
+from fedquilt.host.disk import REAL, Disk, PathInfo, StrPath
 
 
 def until_pulled(site: Site) -> None:
@@ -102,7 +102,7 @@ def test_a_model_is_hashed_once_when_its_task_is_taken(
 ) -> None:
     digests: list[str] = []
 
-    def digest(disk: Disk, path: Place) -> str:
+    def digest(disk: Disk, path: StrPath) -> str:
         digests.append(Path(path).name)
         return whole(disk, path)
 
@@ -159,7 +159,7 @@ def test_an_update_whose_blobs_the_disk_lost_is_worked_for_again(site: Site) -> 
 class Silent(Disk):
     """A disk that fails whenever it is asked what a path leads to."""
 
-    def stat(self, path: Place) -> PathInfo | None:
+    def stat(self, path: StrPath) -> PathInfo | None:
         raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
 
 

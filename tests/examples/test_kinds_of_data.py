@@ -56,7 +56,7 @@ def test_an_example_learns_more_than_a_constant(kind, tmp_path):
     test = evaluation.load_test_set(job)
     train = examples.load_split(DataSpec.parse(job.data))
     task = metrics.task_from_network(job.model)
-    metric = metrics.MAIN[task]
+    metric = metrics.MAIN_METRICS[task]
     base = constant(train, test, task)
     assert last.metric == metric.name
     assert run.tested == len(test) > 0

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
 
-from fedquilt.host.disk import Place
+from fedquilt.host.disk import StrPath
 
 LOG: Final = "fedquilt.db-wal"  # name of the write-ahead log
 
@@ -25,7 +25,7 @@ class FaultyDatabase:
     def write_file(self, payload: bytes) -> None:
         self.path.write_bytes(payload)
 
-    def open_connection(self, ask: Callable[[str, Place], None]) -> FaultyConnection:
+    def open_connection(self, ask: Callable[[str, StrPath], None]) -> FaultyConnection:
         made = sqlite3.connect(self.path, timeout=10, isolation_level=None, factory=FaultyConnection)
         made.assign(self, ask)
         self._open.append(made)
@@ -74,10 +74,10 @@ class FaultyDatabase:
 
 class FaultyConnection(sqlite3.Connection):
     _base: FaultyDatabase
-    _ask: Callable[[str, Place], None]
+    _ask: Callable[[str, StrPath], None]
     synchronous = True  # SQLite's own default; a commit is on the disk when it returns
 
-    def assign(self, base: FaultyDatabase, ask: Callable[[str, Place], None]) -> None:
+    def assign(self, base: FaultyDatabase, ask: Callable[[str, StrPath], None]) -> None:
         self._base, self._ask = base, ask
 
     def close_at_crash(self) -> None:

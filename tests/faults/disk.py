@@ -17,7 +17,7 @@ from copy import deepcopy
 from pathlib import Path
 from typing import Any, Final, TypeAlias
 
-from fedquilt.host.disk import REAL, Disk, Lock, OpenFile, PathInfo, Place
+from fedquilt.host.disk import REAL, Disk, Lock, OpenFile, PathInfo, StrPath
 from tests.faults.database import FaultyDatabase
 
 TORN_BYTES: Final = 64  # a file that was being written ends, or turns into zeros or old bytes, at a multiple of this
@@ -213,7 +213,7 @@ class SimLock(Lock):
         self._holders.discard(self)
 
 
-Gate: TypeAlias = Callable[[str, Place], "OSError | None"]
+Gate: TypeAlias = Callable[[str, StrPath], "OSError | None"]
 """Called before each call with what it does ("read", "write", "sync", "name", "commit") and where.
 
 It returns the error that the call is to raise, or raises `SimulatedCrash`.
@@ -225,7 +225,7 @@ class SimulatedCrash(BaseException):
 
 
 class SimFile(OpenFile):
-    def __init__(self, disk: SimDisk, path: Place) -> None:
+    def __init__(self, disk: SimDisk, path: StrPath) -> None:
         self._disk, self._path = disk, path
 
     def size(self) -> int:
@@ -264,19 +264,19 @@ class SimDisk(Disk):
     def wall_clock_s(self) -> float:
         return self.platter.wall_ns() / 1e9
 
-    def stat(self, path: Place) -> PathInfo | None:
+    def stat(self, path: StrPath) -> PathInfo | None:
         node = self._find_node(path)
         if node is None:
             return REAL.stat(path) if self._is_outside(path) else None
         return _file_info(os.path.basename(path), node)
 
-    def is_file(self, path: Place) -> bool:
+    def is_file(self, path: StrPath) -> bool:
         return isinstance(self._find_node(path), StoredFile) or (self._is_outside(path) and REAL.is_file(path))
 
-    def is_dir(self, path: Place) -> bool:
+    def is_dir(self, path: StrPath) -> bool:
         return isinstance(self._find_node(path), StoredFolder)
 
-    def entries(self, folder: Place) -> list[PathInfo]:
+    def entries(self, folder: StrPath) -> list[PathInfo]:
         self._apply_gate("read", folder)
         node = self._find_node(folder)
         if not isinstance(node, StoredFolder):
@@ -287,10 +287,10 @@ class SimDisk(Disk):
         )
         return [_file_info(name, each) for name, each in places if each is not None]
 
-    def free_bytes(self, folder: Place) -> int:
+    def free_bytes(self, folder: StrPath) -> int:
         return 1 << 40
 
-    def read(self, path: Place, offset: int = 0, size: int | None = None) -> bytes:
+    def read(self, path: StrPath, offset: int = 0, size: int | None = None) -> bytes:
         node = self._find_node(path)
         if node is None and self._is_outside(path):
             return REAL.read(path, offset, size)
@@ -300,21 +300,21 @@ class SimDisk(Disk):
             return bytes(data)
         return bytes(data[offset : len(data) if size is None else offset + size])
 
-    def read_into(self, path: Place, buffer: Any, offset: int) -> int:
+    def read_into(self, path: StrPath, buffer: Any, offset: int) -> int:
         view = memoryview(buffer)
         found = self.read(path, offset, view.nbytes)
         view[: len(found)] = found
         return len(found)
 
-    def read_pieces(self, path: Place) -> Iterator[memoryview]:
+    def read_pieces(self, path: StrPath) -> Iterator[memoryview]:
         yield memoryview(self.read(path))
 
-    def data_ranges(self, path: Place) -> list[tuple[int, int]]:
+    def data_ranges(self, path: StrPath) -> list[tuple[int, int]]:
         # All ranges contain data here.
         size = len(self._require_file(path).data)
         return [(0, size)] if size else []
 
-    def write(self, path: Place, payload: bytes, *, new: bool = False) -> None:
+    def write(self, path: StrPath, payload: bytes, *, new: bool = False) -> None:
         folder, name = self._parent_folder(path)
         known = folder.names.get(name)
         if new and known is not None:
@@ -332,7 +332,7 @@ class SimDisk(Disk):
         self._apply_gate("write", path, lambda: write_whole(payload[: len(payload) // 2]))
         write_whole(bytes(payload))
 
-    def write_at(self, path: Place, payload: bytes | memoryview, offset: int) -> None:
+    def write_at(self, path: StrPath, payload: bytes | memoryview, offset: int) -> None:
         file = self._require_file(path)
 
         def write_range(part: bytes) -> None:
@@ -343,7 +343,7 @@ class SimDisk(Disk):
         self._apply_gate("write", path, lambda: write_range(bytes(payload[: len(payload) // 2])))
         write_range(bytes(payload))
 
-    def resize(self, path: Place, size: int) -> None:
+    def resize(self, path: StrPath, size: int) -> None:
         self._apply_gate("write", path)
         folder, name = self._parent_folder(path)
         node = folder.names.get(name)
@@ -356,16 +356,16 @@ class SimDisk(Disk):
                 [(folder, name, StoredFile(bytes(size), self.platter.next_inode(), self.platter.wall_ns()))]
             )
 
-    def open(self, path: Place) -> SimFile:
+    def open(self, path: StrPath) -> SimFile:
         if not self.is_file(path):
             self.resize(path, 0)
         return SimFile(self, path)
 
-    def open_scratch(self, folder: Place) -> SimFile:
+    def open_scratch(self, folder: StrPath) -> SimFile:
         # The file has a name here, until it is removed.
         return self.open(f"{os.fspath(folder)}/{os.urandom(16).hex()}.tmp")
 
-    def sync(self, path: Place) -> None:
+    def sync(self, path: StrPath) -> None:
         node = self._find_node(path)
         if node is None and self._is_outside(path):
             return
@@ -379,7 +379,7 @@ class SimDisk(Disk):
         if kept:
             self.platter.sync_changes(kept)
 
-    def replace(self, source: Place, target: Place) -> None:
+    def replace(self, source: StrPath, target: StrPath) -> None:
         self._apply_gate("name", target)
         here, name = self._parent_folder(source)
         node = here.names.get(name)
@@ -390,7 +390,7 @@ class SimDisk(Disk):
             raise OSError(errno.ENOTEMPTY, "Directory not empty", str(target))
         self._apply_change([(here, name, None), (there, new, node)])
 
-    def hard_link(self, source: Place, target: Place) -> None:
+    def hard_link(self, source: StrPath, target: StrPath) -> None:
         # A file of the real disk counts as synced.
         self._apply_gate("name", target)
         if self._is_outside(source):
@@ -403,7 +403,7 @@ class SimDisk(Disk):
             raise FileExistsError(errno.EEXIST, "File exists", str(target))
         self._apply_change([(there, new, node)])
 
-    def symlink(self, target: str, path: Place) -> None:
+    def symlink(self, target: str, path: StrPath) -> None:
         # Only to a name in the same folder.
         if "/" in target:
             raise OSError(errno.EPERM, "Operation not permitted", str(path))
@@ -413,28 +413,28 @@ class SimDisk(Disk):
             raise FileExistsError(errno.EEXIST, "File exists", str(path))
         self._apply_change([(there, new, StoredSymlink(target, self.platter.next_inode()))])
 
-    def read_link(self, path: Place) -> str | None:
+    def read_link(self, path: StrPath) -> str | None:
         parts = self._path_parts(path)
         folder = self._node_at(parts[:-1])
         node = folder.names.get(parts[-1]) if isinstance(folder, StoredFolder) else None
         return node.target if isinstance(node, StoredSymlink) else None
 
-    def unlink(self, path: Place) -> None:
+    def unlink(self, path: StrPath) -> None:
         self._apply_gate("name", path)
         found = self._path_parts(path)
         folder = self._node_at(found[:-1])
         if isinstance(folder, StoredFolder) and found[-1] in folder.names:
             self._apply_change([(folder, found[-1], None)])
 
-    def touch(self, path: Place) -> None:
+    def touch(self, path: StrPath) -> None:
         node = self._find_node(path)
         if isinstance(node, StoredFile):
             node.mtime_ns = self.platter.wall_ns()
 
-    def set_mode(self, path: Place, mode: int) -> None:
+    def set_mode(self, path: StrPath, mode: int) -> None:
         self._apply_gate("name", path)
 
-    def make_folder(self, folder: Place) -> None:
+    def make_folder(self, folder: StrPath) -> None:
         node: Node = self.platter.top
         for name in self._path_parts(folder):
             if not isinstance(node, StoredFolder):
@@ -444,7 +444,7 @@ class SimDisk(Disk):
                 self._apply_change([(node, name, StoredFolder(self.platter.next_inode()))])
             node = node.names[name]
 
-    def remove(self, folder: Place) -> None:
+    def remove(self, folder: StrPath) -> None:
         # Name by name, so that a process that ends here leaves a part.
         node = self._find_node(folder)
         if not isinstance(node, StoredFolder):
@@ -456,18 +456,18 @@ class SimDisk(Disk):
                 self.unlink(f"{folder}/{name}")
         self.unlink(folder)
 
-    def clear_folder(self, folder: Place) -> None:
+    def clear_folder(self, folder: StrPath) -> None:
         self.remove(folder)
         self.make_folder(folder)
 
-    def copy_untrusted(self, source: Place, target: Place, most_bytes: int) -> str:
+    def copy_untrusted(self, source: StrPath, target: StrPath, max_bytes: int) -> str:
         return self.copy(source, target)
 
-    def is_locked(self, path: Place) -> bool:
+    def is_locked(self, path: StrPath) -> bool:
         self._apply_gate("read", path)
         return bool(self.platter.locks.get(str(path)))
 
-    def lock(self, path: Place, *, tries: int = 1) -> Lock | None:
+    def lock(self, path: StrPath, *, tries: int = 1) -> Lock | None:
         self._apply_gate("name", path)
         holders = self.platter.locks.setdefault(str(path), set())
         if holders:
@@ -476,11 +476,11 @@ class SimDisk(Disk):
         self._held.append(lock)
         return lock
 
-    def connect(self, path: Place, *, any_thread: bool = False) -> sqlite3.Connection:
+    def connect(self, path: StrPath, *, any_thread: bool = False) -> sqlite3.Connection:
         self._apply_gate("read", path)
         return self.platter.open_database(str(path)).open_connection(self._apply_gate)
 
-    def _apply_gate(self, what: str, where: Place, part: Callable[[], None] = lambda: None) -> None:
+    def _apply_gate(self, what: str, where: StrPath, part: Callable[[], None] = lambda: None) -> None:
         try:
             error = self._rate_limiter(what, where)
         except SimulatedCrash:
@@ -495,10 +495,10 @@ class SimDisk(Disk):
         apply_change(change, safe=False)
         self.platter.changes.append(change)
 
-    def _is_outside(self, path: Place) -> bool:
+    def _is_outside(self, path: StrPath) -> bool:
         return not os.fspath(path).startswith(self._root)
 
-    def _path_parts(self, path: Place) -> list[str]:
+    def _path_parts(self, path: StrPath) -> list[str]:
         text = path if type(path) is str else os.fspath(path)
         known = self._paths.get(text)
         if known is None:
@@ -517,7 +517,7 @@ class SimDisk(Disk):
                 node = folder.names.get(node.target)
         return node
 
-    def _find_node(self, path: Place) -> Node | None:
+    def _find_node(self, path: StrPath) -> Node | None:
         parts = self._paths.get(path if type(path) is str else os.fspath(path))
         if parts is not None:
             return self._node_at(parts)
@@ -526,13 +526,13 @@ class SimDisk(Disk):
         except OSError:
             return None
 
-    def _require_file(self, path: Place) -> StoredFile:
+    def _require_file(self, path: StrPath) -> StoredFile:
         node = self._find_node(path)
         if not isinstance(node, StoredFile):
             raise FileNotFoundError(errno.ENOENT, "No such file or directory", str(path))
         return node
 
-    def _parent_folder(self, path: Place) -> tuple[StoredFolder, str]:
+    def _parent_folder(self, path: StrPath) -> tuple[StoredFolder, str]:
         parts = self._path_parts(path)
         folder = self._node_at(parts[:-1])
         if not isinstance(folder, StoredFolder):

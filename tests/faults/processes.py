@@ -26,7 +26,7 @@ from fedquilt.edge_agent.agent_state import UPDATE_FILE, JobRecords
 from fedquilt.edge_agent.devices import create_device as make_board
 from fedquilt.edge_agent.settings import AgentSettings
 from fedquilt.edge_agent.task.protocol import DataLoaded, Event, WorkRequest, WorkResult
-from fedquilt.host.disk import Place
+from fedquilt.host.disk import StrPath
 from tests.faults import schedule
 from tests.faults.broker import SimBroker, SimLink, with_unknown_field
 from tests.faults.database import LOG
@@ -180,7 +180,7 @@ class SimulatedProcess(ABC):
         else:
             self.platter.end_processes()
 
-    def _inject_fault(self, what: str, where: Place) -> OSError | None:
+    def _inject_fault(self, what: str, where: StrPath) -> OSError | None:
         if self._fell is not None:
             raise SimulatedCrash  # whatever runs while a dead process's stack unwinds has not happened
         self._calls += 1
@@ -331,7 +331,7 @@ class CoordinatorProcess(SimulatedProcess):
                 )
             self._epochs = (earlier, max(own, state.epoch))
 
-    def _inject_fault(self, what: str, where: Place) -> OSError | None:
+    def _inject_fault(self, what: str, where: StrPath) -> OSError | None:
         if where == LOG and not (self._happened["rot"] or self._happened["restore"]):  # a transaction is committed
             wanted = set[str]().union(*(blobs_in_event(fact) for _, fact in self.store.written))
             if lost := lost_blobs(self._durable, f"{self.platter.root}/blobs", wanted):
@@ -407,7 +407,7 @@ class AgentProcess(SimulatedProcess):
     failures = 0  # tasks that ended otherwise than well
     counts: Callable[[str, int], bool]  # whether the log has the device's update of a job's round
 
-    def _inject_fault(self, what: str, where: Place) -> OSError | None:
+    def _inject_fault(self, what: str, where: StrPath) -> OSError | None:
         if (
             what == "name" and "/outbox/" in str(where) and str(where).endswith(UPDATE_FILE)
         ):  # an update leaves the outbox

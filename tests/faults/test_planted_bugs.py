@@ -28,7 +28,7 @@ from fedquilt.core import BlobRef, Profile
 from fedquilt.edge_agent import state_machine
 from fedquilt.edge_agent.agent_state import AgentState
 from fedquilt.edge_agent.state_machine import PublishClaim
-from fedquilt.host.disk import Place, disk_errors
+from fedquilt.host.disk import StrPath, disk_errors
 from tests.faults import search
 from tests.faults.database import FaultyConnection
 from tests.faults.disk import SimDisk
@@ -83,7 +83,7 @@ def a_state_after_its_fact(patch: Patch) -> None:
 def a_torn_private_file(patch: Patch) -> None:
     plain = SimDisk.replace
 
-    def torn(self: SimDisk, source: Place, target: Place) -> None:
+    def torn(self: SimDisk, source: StrPath, target: StrPath) -> None:
         if Path(target).parent.name != "private":
             return plain(self, source, target)
         self.write(target, self.read(source))

@@ -14,7 +14,7 @@ import pytest
 
 from fedquilt.core import EvaluationSums, TaskKind, Update, UpdateError, Usage, evaluation
 from fedquilt.edge_agent.engines import evaluation_sums
-from fedquilt.metrics import MAIN
+from fedquilt.metrics import MAIN_METRICS
 from fedquilt.wire import MAX_CONTROL
 
 Data = tuple[np.ndarray, np.ndarray]  # scores and targets
@@ -333,4 +333,4 @@ def test_totals_of_honest_devices_are_consistent(task, outputs):
     for seed in range(2):
         total = grouped(task, drawn(task, outputs, 100, seed), seed)
         assert evaluation.find_inconsistency(total) == ""
-        assert evaluation.find_device_inconsistency(total, 21, 1.0 if MAIN[task].share else math.inf) == ""
+        assert evaluation.find_device_inconsistency(total, 21, 1.0 if MAIN_METRICS[task].share else math.inf) == ""

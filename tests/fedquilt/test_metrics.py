@@ -13,7 +13,7 @@ from fedquilt.core import EvaluationSums, JobError, Update, Usage, evaluation
 from fedquilt.tools.experiments import tables
 from fedquilt.tools.experiments.single_run import EvaluationPoint, SeedRun
 
-RMSE = metrics.KNOWN["rmse"]
+RMSE = metrics.METRICS["rmse"]
 
 
 def update(device: str, sums: EvaluationSums | None = None, **metrics: float) -> Update:

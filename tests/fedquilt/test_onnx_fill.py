@@ -216,7 +216,7 @@ def test_what_is_no_plain_file_beside_the_model_is_refused(tmp_path, place, said
 
 
 def test_a_file_that_many_tensors_name_is_not_read_beyond_the_size_of_an_onnx_file(tmp_path, monkeypatch):
-    monkeypatch.setattr(onnx_weights, "FILE_MOST", 10_000)
+    monkeypatch.setattr(onnx_weights, "MAX_FILE_BYTES", 10_000)
     path = made_graphs.two_files(tmp_path)
     made = onnx.load(path, load_external_data=False)
     for number in range(200):

@@ -8,7 +8,7 @@ import threading
 import pytest
 
 from fedquilt.console import progress
-from fedquilt.console.progress import EVERY_S, LIVE_S, QUIET_S, RARELY_S, ProgressLine
+from fedquilt.console.progress import FIRST_LINE_S, LIVE_INTERVAL_S, MAX_INTERVAL_S, MIN_INTERVAL_S, ProgressLine
 
 
 class Clock:
@@ -56,10 +56,15 @@ def test_elsewhere_a_line_comes_now_and_then(clock):
         line.show_status("work")
         if out.tell() > before:
             shown.append(second)
-    assert shown[:4] == [QUIET_S, QUIET_S + EVERY_S, QUIET_S + 2 * EVERY_S, QUIET_S + 3 * EVERY_S]
+    assert shown[:4] == [
+        FIRST_LINE_S,
+        FIRST_LINE_S + MIN_INTERVAL_S,
+        FIRST_LINE_S + 2 * MIN_INTERVAL_S,
+        FIRST_LINE_S + 3 * MIN_INTERVAL_S,
+    ]
     assert 20 < len(shown) < 60
     assert shown[-1] - shown[-2] > 200
-    assert shown[-1] - shown[-2] <= RARELY_S
+    assert shown[-1] - shown[-2] <= MAX_INTERVAL_S
     assert "\r" not in out.getvalue()
 
 
@@ -69,7 +74,7 @@ def test_a_terminal_has_one_line_that_is_rewritten_in_its_width(clock, monkeypat
     line = ProgressLine(out, clock=clock)
     line.show_status("one")
     line.show_status("two")  # too soon
-    clock.now_s += LIVE_S
+    clock.now_s += LIVE_INTERVAL_S
     line.show_status("three, which is longer than the terminal")
     line.print_lines("stays")
     line.show_status("four")
@@ -115,7 +120,7 @@ def test_further_lines_are_rewritten_in_place_and_only_on_a_terminal(clock):
     assert out.getvalue() == "\r\x1b[Kone\ntwo\nthree\r\x1b[2A\x1b[Jstays\n"
     line = ProgressLine(file, clock=clock)
     line.show_status("one\ntwo", 1, 4)
-    clock.now_s += QUIET_S
+    clock.now_s += FIRST_LINE_S
     line.show_status("one\ntwo", 1, 4)
     assert file.getvalue() == "one: 25 %\n"
 
@@ -152,7 +157,7 @@ def test_a_record_of_a_function_that_makes_a_line_waits_for_no_other_thread(cloc
         return "text"
 
     line.show_status("before")
-    clock.now_s += LIVE_S
+    clock.now_s += LIVE_INTERVAL_S
     shower = threading.Thread(target=lambda: line.show_status(make_text), daemon=True)
     shower.start()
     for thread in (shower, other):
@@ -166,7 +171,7 @@ def test_a_line_that_says_the_same_is_not_written_again(clock):
     line = ProgressLine(out, clock=clock)
     for _ in range(3):
         line.show_status("work")
-        clock.now_s += LIVE_S
+        clock.now_s += LIVE_INTERVAL_S
     assert out.getvalue() == "\r\x1b[Kwork"
 
 
@@ -177,7 +182,7 @@ def test_words_that_are_not_shown_are_not_made(clock):
     for second in range(8):
         clock.now_s = float(second)
         line.show_status(lambda: made.append(clock.now_s) or "words")
-    assert made == [QUIET_S]
+    assert made == [FIRST_LINE_S]
 
 
 def test_work_in_parts_says_which_it_is_at_how_many_are_done_and_how_long_the_others_may_take():

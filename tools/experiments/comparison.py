@@ -258,7 +258,7 @@ def compare_and_print(
     """Run missing cases, print the table and write its files. Return 1 if a run failed, otherwise 0."""
     from fedquilt.tools.experiments import tables
 
-    metric = metrics.MAIN[metrics.task_from_network(job.model)]
+    metric = metrics.MAIN_METRICS[metrics.task_from_network(job.model)]
     if target is not None and metric.share and target > 1:
         raise JobError(f"--target {target:g}: {metric.title} runs from 0 to 1; for {target:g} % give {target / 100:g}")
     todo = make_cases(job, folder, names, seeds, rounds=rounds, changes=changes)

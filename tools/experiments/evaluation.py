@@ -220,7 +220,7 @@ def _score_latest_if_new(
 
 def format_score(score: EvaluationScore, matrix: bool = False) -> list[str]:
     """Return lines about a score, and the confusion matrix if `matrix` is set and the terminal is wide enough."""
-    metric, sums = metrics.KNOWN[score.metric], score.evaluation
+    metric, sums = metrics.METRICS[score.metric], score.evaluation
     preposition = "of" if metric.share else "on"
     value = f"{metric.title} {metrics.format_value(metric, score.value)} {preposition} {score.examples} examples"
     parts = [value, *(metrics.describe_metrics(sums)[1:] if sums else ())]

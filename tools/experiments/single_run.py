@@ -46,7 +46,7 @@ class EvaluationPoint(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     down_bytes: int
     up_bytes: int
     energy_j: float | None
-    metric: str = "accuracy"  # a key of `fedquilt.metrics.KNOWN`
+    metric: str = "accuracy"  # a key of `fedquilt.metrics.METRICS`
 
     @property
     def value(self) -> float | None:

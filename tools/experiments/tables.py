@@ -85,7 +85,7 @@ def _find_best_value(run: SeedRun) -> float | None:
 
 
 def find_main_metric(runs: Sequence[SeedRun]) -> metrics.Metric:
-    return metrics.KNOWN[next((point.metric for run in runs for point in run.marks), "accuracy")]
+    return metrics.METRICS[next((point.metric for run in runs for point in run.marks), "accuracy")]
 
 
 def _get_cost(point: EvaluationPoint, name: str) -> float | None:
@@ -103,7 +103,7 @@ def _compute_deviation(values: Sequence[float | None]) -> float | None:
 
 
 def make_table_head(result: dict[str, Any]) -> list[str]:
-    metric = metrics.KNOWN[result["metric"]]
+    metric = metrics.METRICS[result["metric"]]
     unit = " %" if metric.share else ""
     columns = [
         "method",
@@ -122,7 +122,7 @@ def make_table_head(result: dict[str, Any]) -> list[str]:
 
 def format_table_cells(result: dict[str, Any]) -> list[list[str]]:
     """Return the table as text cells, with costs up to the target or in total."""
-    rows, scale = [], metrics.display_factor(metrics.KNOWN[result["metric"]])
+    rows, scale = [], metrics.display_factor(metrics.METRICS[result["metric"]])
     for row in result["table"]:
         cells = [row["method"], str(len(row["seeds"]))]
         values = [row[name] for name in ("accuracy", "sd", "best", "held", "worst_decile")]
@@ -150,7 +150,7 @@ def format_table(result: dict[str, Any]) -> list[str]:
 
 
 def make_table_notes(result: dict[str, Any]) -> list[str]:
-    metric = metrics.KNOWN[result["metric"]]
+    metric = metrics.METRICS[result["metric"]]
     article = "an" if metric.title[0] in "aRM" and metric.title != "macro F1" else "a"
     cost_note = (
         f"costs: in all; --target A counts them to {article} {metric.title}"
@@ -283,7 +283,7 @@ def _make_report(result: dict[str, Any], runs: Sequence[SeedRun]) -> dict[str, s
     files["compare.html"] = rendering.render_page(
         "compare.html",
         job=result["job"],
-        metric=metrics.KNOWN[result["metric"]].title,
+        metric=metrics.METRICS[result["metric"]].title,
         accuracy_on=result["accuracy_on"],
         table=rendering.HtmlTable(make_table_head(result), format_table_cells(result)),
         notes=make_table_notes(result),

@@ -132,7 +132,7 @@ def serve_enrolment(folder: Path, listen: str, hosts: Sequence[str], days: float
 
 def sign_request(folder: Path, csr: Path, device: str, out: Path | None, days: float | None) -> int:
     with disk.disk_errors(f"read {csr}"):
-        data = csr.read_bytes()[: enrolment.MAX_BODY]
+        data = csr.read_bytes()[: enrolment.MAX_BODY_BYTES]
     issued = EnrolmentService(CertificateAuthority(folder), days).sign_request(data.decode("ascii", "replace"), device)
     out = out or csr.with_suffix(".crt")
     disk.make_output_folder(out)

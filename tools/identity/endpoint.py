@@ -218,7 +218,7 @@ class EnrolmentServer:
 
     def _answer_enrolment(self, exchange: HttpExchange) -> None:
         try:
-            request = enrolment.decode_message(exchange.read_body(enrolment.MAX_BODY), SigningRequest)
+            request = enrolment.decode_message(exchange.read_body(enrolment.MAX_BODY_BYTES), SigningRequest)
         except WireError as error:
             raise RequestRefusedError(400, str(error)) from None
         assert isinstance(exchange.socket, ssl.SSLSocket)

@@ -43,7 +43,7 @@ DEVICE: Final = (
 
 
 def find_main_metric(job: JobSettings) -> metrics.Metric:
-    return metrics.MAIN[metrics.task_from_network(job.model)]
+    return metrics.MAIN_METRICS[metrics.task_from_network(job.model)]
 
 
 def make_round_rows(summary: RunSummary) -> list[Row]:

@@ -507,7 +507,7 @@ def _format_round_name(run: RunData, number: int) -> str:
 
 def _find_main_metric(run: RunData) -> metrics.Metric:
     metric_names = [*(score.metric for score in run.scores), *(score.metric for score in run.held_out_scores)]
-    return metrics.KNOWN[metric_names[0] if metric_names else "accuracy"]
+    return metrics.METRICS[metric_names[0] if metric_names else "accuracy"]
 
 
 def _format_metric_heading(metric: metrics.Metric) -> str:
@@ -515,7 +515,7 @@ def _format_metric_heading(metric: metrics.Metric) -> str:
 
 
 def _format_value(metric: str, value: float) -> str:
-    return metrics.format_value(metrics.KNOWN[metric], value, 1)
+    return metrics.format_value(metrics.METRICS[metric], value, 1)
 
 
 def format_duration(value: float) -> str:

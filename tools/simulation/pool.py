@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 PREFIX: Final = "fedquilt-scratch-"
 # One thread for each worker keeps the order of sums. No library thread may be alive when the first worker forks.
-SINGLE_THREAD_ENV: Final = {**process_resources.QUIET, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+SINGLE_THREAD_ENV: Final = {**process_resources.LIBRARY_ENVIRONMENT, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 # Keep freed arrays of some MB in the heap, because the kernel clears returned pages again at every step.
 MALLOC_ENV: Final = {"MALLOC_MMAP_THRESHOLD_": str(4 << 20), "MALLOC_TRIM_THRESHOLD_": str(32 << 20)}
 RAY_SCHEME: Final = "ray://"

@@ -111,7 +111,7 @@ def _call_transform(name: str, transform: Transform, value: torch.Tensor) -> tor
 
 
 def load_transform(name: str, arguments: Mapping[str, Any]) -> Transform:
-    if training_choices.is_own_transform(name):
+    if training_choices.is_plugin_transform(name):
         function = training_step.load_function("transform", name, arguments, values=1)
         return lambda value: function(value, **arguments)
     location = f"[params] augment {name!r}"

@@ -48,11 +48,7 @@ class Broker:
         password_file: str | Path | None = None,
         keepalive_s: int = 60,
     ) -> Broker:
-        """Return the broker at a URL `mqtt[s]://[user@]host[:port]`, with the given files.
-
-        Raises:
-            JobError: If the URL is malformed, a file cannot be used, or the options do not fit together.
-        """
+        """Return the broker at a URL `mqtt[s]://[user@]host[:port]`, or raise JobError for unusable options."""
         parts = _split_url(url)
         broker = cls(
             host=parts.hostname or "",
@@ -86,7 +82,6 @@ class Broker:
         return password
 
     def tls_context(self) -> ssl.SSLContext:
-        """Return a TLS context that verifies the broker, with this side's certificate if configured, or JobError."""
         if self.ca is not None and not _is_readable(self.ca):
             raise JobError(f"CA file {self.ca} cannot be read: check its path and permissions")
         try:

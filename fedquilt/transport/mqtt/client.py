@@ -193,9 +193,8 @@ class MqttClient(paho.Client):
         would then publish the last will.
         """
         deadline_s = time.monotonic() + 1.0
-        with socket.socket(
-            fileno=os.dup(sock.fileno())
-        ) as own_socket:  # paho closes its socket if the broker disconnects
+        # Paho closes its socket if the broker disconnects, so the rest is read from a duplicate.
+        with socket.socket(fileno=os.dup(sock.fileno())) as own_socket:
             self.disconnect()
             poller = select.poll()
             poller.register(own_socket, select.POLLOUT)
@@ -221,11 +220,7 @@ class MalformedPacketError(Exception): ...
 
 
 def find_packet(data: bytearray, start: int, max_bytes: int = MAX_BODY_BYTES) -> tuple[int, int, int] | None:
-    """Return (first byte, offset of the body, offset of the end) of the packet at `start`, or None if incomplete.
-
-    Raises:
-        MalformedPacketError: If the length is invalid or exceeds `max_bytes`.
-    """
+    """Return (first byte, body offset, end offset) of a packet, None if incomplete, or raise MalformedPacketError."""
     size, body_start = 0, start + 1
     while True:
         if body_start >= len(data):

@@ -96,9 +96,8 @@ class RetryDelay:
     def record_failure(self, was_connected: bool, now_s: float) -> float:
         """Record a failed attempt or the end of a connection. Return the seconds until the next attempt."""
         if was_connected:
-            self.short_connections = (
-                self.short_connections + 1 if now_s - self._connected_since_s < STABLE_CONNECTION_S else 0
-            )
+            is_short = now_s - self._connected_since_s < STABLE_CONNECTION_S
+            self.short_connections = self.short_connections + 1 if is_short else 0
             self.failures = max(self.short_connections - 1, 0)
         self.failures += 1
         return RECONNECT.delay_s(self.failures - 1, self._random_number())

@@ -92,7 +92,6 @@ class MqttLink:
 
     @property
     def problem(self) -> str | None:
-        """Reason for the missing connection or latest refusal of the broker, or None."""
         return self._connection_problem or self._refusal
 
     def wait_until_connected(self, timeout_s: float) -> None:
@@ -177,7 +176,6 @@ class MqttLink:
         self.connected = False
 
     def _poll_once(self, timeout_s: float, fds: Sequence[int]) -> bool:
-        """Do due work after waiting for at most the timeout. Return whether one of `fds` is readable."""
         is_idle = self._client is None and self._dial is None and not self._closed
         if is_idle and time.monotonic() >= self._due_s:
             self._dial = dial(self.broker)
@@ -284,14 +282,12 @@ class MqttLink:
                 return
             if message.size > self.max_payload:  # published when the limit was larger
                 self._queue.discard(message)
-                self._count_dropped(
-                    1, f"{self.broker} now takes {self.max_payload} bytes at most: larger messages are dropped"
-                )
+                sentence = f"{self.broker} now takes {self.max_payload} bytes at most: larger messages are dropped"
+                self._count_dropped(1, sentence)
             else:
                 qos = int(message.reliable)
-                self._queue.record_in_flight(
-                    client.queue_message(message.topic, message.payload, qos, message.retain), message
-                )
+                packet_id = client.queue_message(message.topic, message.payload, qos, message.retain)
+                self._queue.record_in_flight(packet_id, message)
 
     def _on_publish(self, packet_id: int, code: int) -> None:
         message = self._queue.remove_sent(packet_id)
@@ -324,21 +320,19 @@ class MqttLink:
 
     def _handle_closed_socket(self) -> None:
         code = self._end_reason.value if self._end_reason is not None else connection.UNSPECIFIED
+        reason = str(self._end_reason)
         if self.connected and self._client is not None and self._client.is_unread:
             return self._end_connection(connection.unread_error(self.broker))
         if self.connected:
             is_repeated = self._retry.short_connections >= 2
-            return self._end_connection(
-                connection.connection_lost_error(self.broker, self.client_id, code, str(self._end_reason), is_repeated)
-            )
+            lost_error = connection.connection_lost_error(self.broker, self.client_id, code, reason, is_repeated)
+            return self._end_connection(lost_error)
         if code == connection.UNSUPPORTED_VERSION and self.level == 5:
             log.info("%s refuses MQTT 5: using 3.1.1", self.broker)
             self.level = 4
             self._due_s = 0.0
             return self._close_socket()
-        if error := connection.attempt_error(
-            self.broker, self.client_id, code, str(self._end_reason), self._paho_error
-        ):
+        if error := connection.attempt_error(self.broker, self.client_id, code, reason, self._paho_error):
             return self._end_connection(error)
         self._switch_protocol_version()
         self._end_connection(connection.no_answer_error(self.broker))
@@ -356,12 +350,8 @@ class MqttLink:
             self._requeue_in_flight(self._end_reason.value if self._end_reason is not None else connection.UNSPECIFIED)
         self.connected = False
         if self._connection_problem != str(error):
-            log.log(
-                logging.INFO if self._has_waiting_command else logging.WARNING,
-                "%s; trying again in %.1f s",
-                error,
-                delay_s,
-            )
+            level = logging.INFO if self._has_waiting_command else logging.WARNING
+            log.log(level, "%s; trying again in %.1f s", error, delay_s)
         self._connection_problem, self._is_permanent = str(error), getattr(error, "is_permanent", True)
 
     def _requeue_in_flight(self, code: int) -> None:
@@ -432,7 +422,6 @@ class SendQueue:
         self.backlog += message.size
 
     def drop_oldest(self) -> int:
-        """Drop the oldest messages beyond the offline limits. Return their number."""
         dropped = 0
         while len(self._waiting) > MAX_OFFLINE_MESSAGES or self.backlog > MAX_OFFLINE_BYTES:
             self.discard(self._waiting.popleft())

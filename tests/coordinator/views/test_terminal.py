@@ -478,7 +478,7 @@ def test_a_terminal_shows_the_running_round_in_one_block(monkeypatch):
     for term, block in (("xterm", True), ("dumb", False)):
         out = Terminal()
         monkeypatch.setenv("TERM", term)
-        monkeypatch.setattr(progress, "LIVE_S", -1.0)
+        monkeypatch.setattr(progress, "LIVE_INTERVAL_S", -1.0)
         monkeypatch.setattr("sys.stdout", out)
         console = Console(clock=lambda: 0.0)
         state = observe_round(console, begun(CohortSettings(), check_every=1), facts)

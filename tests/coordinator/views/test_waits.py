@@ -33,7 +33,7 @@ from fedquilt.coordinator.storage.store import Store, StoreReader
 from fedquilt.coordinator.views import event_messages, terminal, wait_reasons
 from fedquilt.core import BlobRef
 from fedquilt.formats import job_bundle
-from fedquilt.host.disk import Place, PrivateDisk
+from fedquilt.host.disk import PrivateDisk, StrPath
 from fedquilt.tools.operations.dash.run_follower import RunFollower
 from fedquilt.transport.memory_link import MemoryBroker
 
@@ -90,7 +90,7 @@ class Fails(PrivateDisk):
     def __init__(self, name: str) -> None:
         self.name = name
 
-    def hash_file(self, path: Place) -> str:
+    def hash_file(self, path: StrPath) -> str:
         if Path(os.fspath(path)).name == self.name:
             raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
         return super().hash_file(path)

@@ -214,7 +214,7 @@ def test_what_may_take_long_says_that_it_goes_on(tmp_path, monkeypatch, capsys, 
     monkeypatch.chdir(tmp_path)
     Store(tmp_path / "runs").close()
     Path("job.toml").write_text("name = 'job'\nmethod = 'fedavg'\n")
-    monkeypatch.setattr(progress, "QUIET_S", 0.0)
+    monkeypatch.setattr(progress, "FIRST_LINE_S", 0.0)
 
     def work(*args):
         wait_until(lambda: "so far" in capsys.readouterr().err, "a line")

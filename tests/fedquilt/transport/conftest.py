@@ -20,7 +20,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Certified:
 
 @pytest.fixture
 def fleet(site: Certified, caplog: pytest.LogCaptureFixture) -> Fleet:
-    caplog.set_level(logging.INFO, "fedquilt.sealed")
+    caplog.set_level(logging.INFO, "fedquilt.security")
     made = Fleet(site)
     made.join("a")
     made.join("b")

@@ -242,7 +242,7 @@ def _run_single_devices(job: JobSettings, folder: Path, options: ExecutionOption
     if sized_values and len(sized_values) == len(all_values):
         figures["held"] = sum(value * size for value, size in sized_values) / sum(size for _, size in sized_values)
         sorted_values = sorted(
-            (value for value, _ in sized_values), reverse=not metrics.KNOWN[last_points[0].metric].higher
+            (value for value, _ in sized_values), reverse=not metrics.METRICS[last_points[0].metric].higher
         )
         figures["worst_decile"] = statistics.fmean(sorted_values[: math.ceil(len(sorted_values) / 10)])
     return msgspec.structs.replace(runs[-1], devices=len(runs), marks=(), figures=figures)

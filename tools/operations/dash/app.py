@@ -321,7 +321,7 @@ def make_limited_protocol(connections: ConnectionLimiter) -> Callable[..., async
                 return
             if self.conn.their_state is not h11.SEND_BODY and not self.flow.write_paused:
                 connections.begin_request(self.entry, math.inf)  # changes are streamed for hours
-            elif self.entry.waits or self.entry.deadline_s == math.inf:
+            elif self.entry.is_waiting or self.entry.deadline_s == math.inf:
                 connections.begin_request(self.entry)
 
         def on_response_complete(self) -> None:
