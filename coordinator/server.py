@@ -31,7 +31,7 @@ from fedquilt.coordinator.jobs.controller import CoordinatorContext, JobControll
 from fedquilt.coordinator.jobs.job import RunningJob
 from fedquilt.coordinator.rollout_runner import ObserveRollout, RolloutRunner
 from fedquilt.coordinator.rounds import decisions, events
-from fedquilt.coordinator.rounds.events import JobState
+from fedquilt.coordinator.rounds.job_state import EndedJob, JobConstants, JobState, apply_event
 from fedquilt.coordinator.settings import CoordinatorLimits
 from fedquilt.coordinator.storage.store import UNDER_WAY, Store, StoredJob
 from fedquilt.coordinator.storage.suspended_jobs import count_failure
@@ -152,18 +152,18 @@ class JobLoader:
         if ended_job.job_state.phase == event.status:
             self._context.observe(ended_job, event)
 
-    def end_inactive_job(self, job: StoredJob | RunningJob, event: events.JobEnded) -> events.EndedJob:
+    def end_inactive_job(self, job: StoredJob | RunningJob, event: events.JobEnded) -> EndedJob:
         """Store and publish the end of an inactive job. The status of a job that is done does not change."""
         store = self._context.store
         store.suspensions.delete_suspension(job.id)
         status = store.end_inactive_job(job.id, event)
-        state = events.JobState(events.JobConstants.from_job(job.job))
+        state = JobState(JobConstants.from_job(job.job))
         with contextlib.suppress(JobError):  # a damaged log
             for _, _, logged_event in store.read_events(job.id):
-                state = events.apply_event(state, logged_event, 0.0)
+                state = apply_event(state, logged_event, 0.0)
         if state.phase != status:
             state = msgspec.structs.replace(state, phase=status, reason=event.reason)
-        self._context.unpublished_jobs[job.id] = ended_job = events.EndedJob(job.id, job.job, state)
+        self._context.unpublished_jobs[job.id] = ended_job = EndedJob(job.id, job.job, state)
         return ended_job
 
     def suspend_job(self, job: StoredJob | RunningJob, error: UnreadableError, now_s: float) -> None:

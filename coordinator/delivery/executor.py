@@ -25,7 +25,8 @@ from fedquilt.coordinator.delivery.blob_server import BlobLocationProvider, Blob
 from fedquilt.coordinator.delivery.rate_limiter import ROUND_S, RateLimitedLink
 from fedquilt.coordinator.fleet.registry import BrokerOutage, SilenceDetector
 from fedquilt.coordinator.rounds import decisions
-from fedquilt.coordinator.rounds.events import ENDED_PHASES, JobView
+from fedquilt.coordinator.rounds.events import ENDED_PHASES
+from fedquilt.coordinator.rounds.job_state import JobView
 from fedquilt.coordinator.updates import validation
 from fedquilt.core import (
     MAX_COUNTED_ATTEMPTS,

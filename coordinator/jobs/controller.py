@@ -25,7 +25,7 @@ from fedquilt.coordinator.fleet.registry import DeviceRegistry
 from fedquilt.coordinator.jobs.job import RunningJob, decide_next_event
 from fedquilt.coordinator.jobs.retention import GarbageCollector
 from fedquilt.coordinator.rounds import decisions, events
-from fedquilt.coordinator.rounds.events import JobView
+from fedquilt.coordinator.rounds.job_state import JobView
 from fedquilt.coordinator.rounds.selection import NO_WORK
 from fedquilt.coordinator.storage.store import Store
 from fedquilt.coordinator.updates import job_blobs, validation

@@ -27,7 +27,7 @@ from msgspec import field
 from msgspec.structs import replace
 
 from fedquilt.coordinator.device_columns import ELIGIBLE, CostColumn, DeviceSet, LabelColumn
-from fedquilt.coordinator.rounds import deadline, events, failed_rounds
+from fedquilt.coordinator.rounds import deadline, failed_rounds
 from fedquilt.coordinator.rounds.deadline import DeviceWorkload, MemoryShortage
 from fedquilt.coordinator.rounds.events import (
     AnyEvent,
@@ -36,11 +36,11 @@ from fedquilt.coordinator.rounds.events import (
     DeadlineExtended,
     EligibilityRecorded,
     JobEnded,
-    JobState,
     RoundClosed,
     RoundRetried,
     UpdateRejected,
 )
+from fedquilt.coordinator.rounds.job_state import JobState, describe_unmetered_tasks
 from fedquilt.coordinator.rounds.selection import DECLINE_REASONS, DISK_FULL, LastingDecline, select_cohort
 from fedquilt.core import Update
 from fedquilt.wire import Claim
@@ -262,7 +262,7 @@ def _decide_selection_or_end(
         if state.is_work_done and (
             state.is_final_evaluation_done or not constants.check_every or constants.check_beside
         ):
-            return JobEnded("done", events.describe_unmetered_tasks(constants.stop, state.usage) or "")
+            return JobEnded("done", describe_unmetered_tasks(constants.stop, state.usage) or "")
         if state.reached_limit is not None:
             return JobEnded("done", state.reached_limit)
     if len(online_devices) < minimum_devices_to_start(state):

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 
-from fedquilt.coordinator.rounds.events import JobEnded, JobState
+from fedquilt.coordinator.rounds.events import JobEnded
+from fedquilt.coordinator.rounds.job_state import JobState
 from fedquilt.coordinator.rounds.selection import DECLINE_REASONS, UPDATE, LastingDecline
 
 

@@ -31,18 +31,16 @@ from fedquilt.coordinator.rounds.decisions import (
 from fedquilt.coordinator.rounds.events import (
     AnyEvent,
     CohortSelected,
-    JobConstants,
     JobEnded,
     JobStarted,
-    JobState,
     RoundClosed,
     RoundCommitted,
     RoundRetried,
     TaskDeclined,
     UpdateAccepted,
     UpdateRejected,
-    apply_event,
 )
+from fedquilt.coordinator.rounds.job_state import JobConstants, JobState, apply_event
 from fedquilt.coordinator.settings import CohortSettings
 from fedquilt.core import BlobRef, Update, Usage, WorkEstimate
 from fedquilt.wire import Claim

@@ -18,8 +18,9 @@ from fedquilt.coordinator.delivery.executor import TaskDispatcher
 from fedquilt.coordinator.jobs import job
 from fedquilt.coordinator.jobs.controller import JobController
 from fedquilt.coordinator.jobs.job import RunningJob
-from fedquilt.coordinator.rounds import decisions, events
-from fedquilt.coordinator.rounds.events import AnyEvent, JobState, RoundCommitted
+from fedquilt.coordinator.rounds import decisions, events, job_state
+from fedquilt.coordinator.rounds.events import AnyEvent, RoundCommitted
+from fedquilt.coordinator.rounds.job_state import JobState
 from fedquilt.coordinator.server import Server
 from fedquilt.coordinator.storage.store import Store
 from fedquilt.coordinator.updates.aggregation import PartialAggregate
@@ -166,9 +167,11 @@ def an_event_before_its_blobs(patch: Patch) -> None:
 
 
 def a_refusal_kept_after_a_commit(patch: Patch) -> None:
-    plain = events._clear_round
+    plain = job_state._clear_round
     patch.setattr(
-        events, "_clear_round", lambda state, round: replace(plain(state, round), decline_reasons=state.decline_reasons)
+        job_state,
+        "_clear_round",
+        lambda state, round: replace(plain(state, round), decline_reasons=state.decline_reasons),
     )
 
 

@@ -22,7 +22,8 @@ from fedquilt import methods, wire
 from fedquilt.arrays import disk_arrays, tensors
 from fedquilt.coordinator import settings
 from fedquilt.coordinator.rounds import events, failed_rounds
-from fedquilt.coordinator.rounds.events import AnyEvent, JobView
+from fedquilt.coordinator.rounds.events import AnyEvent
+from fedquilt.coordinator.rounds.job_state import JobView
 from fedquilt.coordinator.rounds.selection import NO_WORK
 from fedquilt.coordinator.server import Server
 from fedquilt.coordinator.settings import JobSettings

@@ -16,11 +16,8 @@ from fedquilt.coordinator.rounds.events import (
     AnyEvent,
     CohortSelected,
     EligibilityRecorded,
-    EndedJob,
-    JobConstants,
     JobEnded,
     JobStarted,
-    JobState,
     RoundClosed,
     RoundCommitted,
     RoundRetried,
@@ -28,8 +25,8 @@ from fedquilt.coordinator.rounds.events import (
     UpdateAccepted,
     UpdateLost,
     UpdateRejected,
-    apply_event,
 )
+from fedquilt.coordinator.rounds.job_state import EndedJob, JobConstants, JobState, apply_event
 from fedquilt.coordinator.settings import CohortSettings
 from fedquilt.coordinator.views import event_messages, run_summary, wait_reasons
 from fedquilt.coordinator.views.run_summary import RoundSummary, RunSummary
