@@ -24,7 +24,7 @@ from fedquilt.coordinator.fleet.fair_share import DeviceLeases
 from fedquilt.coordinator.fleet.registry import DeviceRegistry
 from fedquilt.coordinator.jobs.job import RunningJob, decide_next_event
 from fedquilt.coordinator.jobs.retention import GarbageCollector
-from fedquilt.coordinator.rounds import decisions, events
+from fedquilt.coordinator.rounds import decisions, events, responses
 from fedquilt.coordinator.rounds.job_state import JobView
 from fedquilt.coordinator.rounds.selection import NO_WORK
 from fedquilt.coordinator.storage.store import Store
@@ -152,7 +152,7 @@ class UpdatePipeline:
             self._apply_validation(device, validation, now_s)
 
     def _apply_validation_if_current(
-        self, device: str, update: Update, validation: Callable[[], decisions.UpdateValidated], now_s: float
+        self, device: str, update: Update, validation: Callable[[], responses.UpdateValidated], now_s: float
     ) -> None:
         if self._validating_updates.get(device) != update:
             return  # the device has announced another update
@@ -162,14 +162,14 @@ class UpdatePipeline:
             return  # the round is closed, and the blobs may be deleted
         self._apply_validation(device, validation, now_s)
 
-    def _apply_validation(self, device: str, validation: Callable[[], decisions.UpdateValidated], now_s: float) -> None:
+    def _apply_validation(self, device: str, validation: Callable[[], responses.UpdateValidated], now_s: float) -> None:
         """Pass the validated update to the job. If a read fails, request the update again or suspend the job."""
         try:
             result = validation()
         except job_blobs.LostUpdateError as lost:
             text = "%s's update could not be read (%s); it will offer it again"
             log.warning(text, device, lost.reason, extra=log_ids(device=device))
-            return self._controller.handle_input(decisions.UpdateReceived(device, lost.reason), now_s)
+            return self._controller.handle_input(responses.UpdateReceived(device, lost.reason), now_s)
         except job_blobs.UnreadableError as error:  # the device announces the update again when the job continues
             return self._controller.handle_failure(error, now_s)
         if result.implausible_claims:
@@ -235,7 +235,7 @@ class UpdatePipeline:
 
 
 START_S = 20.0  # after the activation of a job, for which selected devices count as working without a message
-IMMEDIATE_ACTIONS = frozenset((decisions.FetchUpdate, decisions.ValidateUpdate))  # actions without external effect
+IMMEDIATE_ACTIONS = frozenset((responses.FetchUpdate, responses.ValidateUpdate))  # actions without external effect
 Observe = Callable[[JobView, events.AnyEvent], None]
 
 
@@ -249,7 +249,7 @@ class CoordinatorContext:
         self.unpublished_jobs: dict[str, JobView] = {}  # jobs with unpublished changes
         self.fetching_jobs: dict[str, JobController] = {}  # device -> job whose update is being transferred
         # actions to carry out after the events are written, or None outside of a batch
-        self.deferred_actions: list[tuple[JobController, decisions.Action]] | None = None
+        self.deferred_actions: list[tuple[JobController, responses.Action]] | None = None
         self._epoch_raising_devices: set[str] = set()  # devices that have raised the epoch
         self.garbage = GarbageCollector(store, self.blobs_in_use)
 
@@ -419,19 +419,19 @@ class JobController:
     def handle_claim(self, device: str, claim: wire.Claim, now_s: float) -> None:
         registry = self._context.registry
         job_blobs.warn_of_rolled_back_log(self.job.job_state, self.id, device, claim, self._jobs_with_rolled_back_log)
-        input = decisions.ClaimReceived(device, claim)
+        input = responses.ClaimReceived(device, claim)
         if not claim.accepted:
             workload = self.job.device_workload(device, registry.latest_profile(device))
-            input = decisions.ClaimReceived(device, claim, workload, registry.agent_start_key(device))
+            input = responses.ClaimReceived(device, claim, workload, registry.agent_start_key(device))
         self.handle_input(input, now_s)
 
     def handle_update_offer(self, device: str, update: Update, stored_update: Update, now_s: float) -> None:
         """Process a device's announcement of an update. `stored_update` is the part of the message to store."""
         problem = self.job.manifest_problem(update, self._context.registry.latest_profile(device))
-        self.handle_input(decisions.UpdateAnnounced(device, stored_update, manifest_problem=problem), now_s)
+        self.handle_input(responses.UpdateAnnounced(device, stored_update, manifest_problem=problem), now_s)
 
-    def handle_input(self, input: decisions.Input, now_s: float) -> None:
-        decision = decisions.decide_response(
+    def handle_input(self, input: responses.Input, now_s: float) -> None:
+        decision = responses.decide_response(
             self.id, self.job.job_state, self.arriving_updates.get(input.device), input, now_s
         )
         if decision.arriving_update is None:
@@ -443,39 +443,39 @@ class JobController:
         for action in decision.actions:
             self._schedule_action(action, now_s)
 
-    def _schedule_action(self, action: decisions.Action, now_s: float) -> None:
+    def _schedule_action(self, action: responses.Action, now_s: float) -> None:
         """Carry out an action, after the events are written if the action has an external effect."""
         if self._context.deferred_actions is None or type(action) in IMMEDIATE_ACTIONS:
             self.carry_out_action(action, now_s)
         else:
             self._context.deferred_actions.append((self, action))
 
-    def carry_out_action(self, action: decisions.Action, now_s: float) -> None:
+    def carry_out_action(self, action: responses.Action, now_s: float) -> None:
         match action:  # the most frequent first
-            case decisions.SlowResends(device):
+            case responses.SlowResends(device):
                 self._context.executor.slow_resends(device)
-            case decisions.CancelTask(device):
+            case responses.CancelTask(device):
                 self.unsent_devices.discard(device)
                 self._context.cancel_task(device, self.id, now_s)
                 self._discard_unfinished_update(device)
-            case decisions.AckUpdate(device, update, accepted, reason):
+            case responses.AckUpdate(device, update, accepted, reason):
                 self._context.acknowledge_update(device, update, accepted, reason)
-            case decisions.FetchUpdate(device, update):
+            case responses.FetchUpdate(device, update):
                 self._discard_unfinished_update(device, update)
                 self._incomplete_updates[device] = update
                 self._context.fetching_jobs[device] = self
                 in_turn = self.pipeline.register_update(device, update, now_s)
                 self._context.executor.fetch_blobs(device, update.bundles.values(), in_turn=in_turn)
-            case decisions.ValidateUpdate(device, update):
+            case responses.ValidateUpdate(device, update):
                 registry = self._context.registry
                 self.pipeline.validate_update(
                     device, update, registry.latest_profile(device), registry.site_right(device), now_s
                 )
-            case decisions.SendTask(device):
+            case responses.SendTask(device):
                 self.send_task(device, now_s)
-            case decisions.DiscardUpdate(update):
+            case responses.DiscardUpdate(update):
                 self._context.garbage.add_candidates(blob_hashes([update]))
-            case decisions.RenewTask(device, epoch):
+            case responses.RenewTask(device, epoch):
                 self._context.adopt_epoch(device, epoch)
                 self.send_task(device, now_s)
 
@@ -629,4 +629,4 @@ class JobController:
 
     def _cancel_tasks(self, devices: Collection[str], now_s: float) -> None:
         for device in sorted(devices):
-            self._schedule_action(decisions.CancelTask(device), now_s)
+            self._schedule_action(responses.CancelTask(device), now_s)

@@ -21,8 +21,9 @@ from fedquilt.coordinator.device_columns import ELIGIBLE, NEVER, CostColumn, Dev
 from fedquilt.coordinator.fleet.registry import DeviceRegistry
 from fedquilt.coordinator.rounds import decisions, events
 from fedquilt.coordinator.rounds.deadline import DeviceWorkload
-from fedquilt.coordinator.rounds.decisions import UpdateValidated, restart_event, to_process_clock
+from fedquilt.coordinator.rounds.decisions import restart_event, to_process_clock
 from fedquilt.coordinator.rounds.job_state import JobConstants, JobState, apply_event, describe_unmetered_tasks
+from fedquilt.coordinator.rounds.responses import UpdateValidated
 from fedquilt.coordinator.rounds.selection import BUSY, SHARE, DeviceSnapshot, JobRequirements
 from fedquilt.coordinator.settings import require_matching_bundle, required_packages
 from fedquilt.coordinator.storage.store import Store, StoredJob

@@ -209,6 +209,20 @@ class LastingDecline(msgspec.Struct, frozen=True):
         return is_memory_decline and self.shortage is not None and self.shortage.is_at_most(shortage)
 
 
+def format_by_reason(reasons_by_device: Mapping[str, str], max_shown: int = 5) -> str:
+    """Return up to `max_shown` reasons as text, each after its devices: "a, b and 6 more: too big"."""
+    devices: dict[str, list[str]] = {}
+    for device, reason in sorted(reasons_by_device.items()):
+        devices.setdefault(reason, []).append(device)
+    suffixes = {
+        reason: f" and {len(names) - max_shown} more" for reason, names in devices.items() if len(names) > max_shown
+    }
+    shown_reasons = list(devices.items())[:max_shown]
+    parts = [f"{', '.join(names[:max_shown])}{suffixes.get(reason, '')}: {reason}" for reason, names in shown_reasons]
+    hidden_count = len(devices) - max_shown
+    return "; ".join([*parts, *([f"{hidden_count} more reason{'s' * (hidden_count > 1)}"] if hidden_count > 0 else [])])
+
+
 _SHIFTS: Final = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB), (31, 1))  # shifts and factors of SplitMix64
 _KEY_TOLERANCE: Final = 1e-9  # relative difference of a vectorised key from the exact one, at most
 

@@ -8,7 +8,7 @@ from typing import Any, Final
 
 from fedquilt import metrics
 from fedquilt.console import table, units
-from fedquilt.coordinator.rounds import events, failed_rounds, selection
+from fedquilt.coordinator.rounds import events, selection
 from fedquilt.coordinator.rounds.job_state import JobState
 from fedquilt.coordinator.storage.rows import UnreadableRow
 from fedquilt.coordinator.storage.store import UNAPPROVED, Store, StoredJob
@@ -39,9 +39,7 @@ def format_status(summary: RunSummary, state: JobState) -> list[str]:
     energy_parts = [f"{run_summary.format_joules(usage.joules)}{summary.total.energy_word}"] if usage.metered else []
     devices = [f"{len(state.accepted_updates)} of {cohort} devices answered" if cohort else "no device selected yet"]
     devices += [f"{len(state.pending_devices)} at work"] if state.pending_devices else []
-    devices += (
-        [f"declined: {failed_rounds.format_by_reason(state.decline_reasons, 3)}"] if state.decline_reasons else []
-    )
+    devices += [f"declined: {selection.format_by_reason(state.decline_reasons, 3)}"] if state.decline_reasons else []
     return [round_text, ", ".join([*energy_parts, f"{units.format_bytes(usage.bytes)} so far"]), ", ".join(devices)]
 
 

@@ -25,7 +25,7 @@ from fedquilt.coordinator.delivery.monitoring_executor import DeviceStatusTracke
 from fedquilt.coordinator.fleet.device_status import DeviceStatus
 from fedquilt.coordinator.jobs.job import RunningJob
 from fedquilt.coordinator.metrics_exporter import CoordinatorMetrics
-from fedquilt.coordinator.rounds import events, failed_rounds, selection
+from fedquilt.coordinator.rounds import events, selection
 from fedquilt.coordinator.rounds import rollout as rounds_rollout
 from fedquilt.coordinator.rounds.job_state import EndedJob, JobConstants, JobState, JobView, apply_event
 from fedquilt.coordinator.rounds.rollout import Rollout
@@ -206,7 +206,7 @@ class Console:
 
     def _print_declines(self) -> None:
         for (run, round), reasons in self._declines.items():
-            self._report_for(run, f"round {round + 1}: {failed_rounds.format_by_reason(reasons)}")
+            self._report_for(run, f"round {round + 1}: {selection.format_by_reason(reasons)}")
         self._declines.clear()
 
     def _report_for(self, run: str, first_line: str, *other_lines: str) -> None:

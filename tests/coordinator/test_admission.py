@@ -8,7 +8,20 @@ import plain
 import pytest
 
 from fedquilt.coordinator.rounds.deadline import DeviceWorkload, MemoryShortage
-from fedquilt.coordinator.rounds.decisions import (
+from fedquilt.coordinator.rounds.events import (
+    AnyEvent,
+    CohortSelected,
+    JobEnded,
+    JobStarted,
+    RoundClosed,
+    RoundCommitted,
+    RoundRetried,
+    TaskDeclined,
+    UpdateAccepted,
+    UpdateRejected,
+)
+from fedquilt.coordinator.rounds.job_state import JobConstants, JobState, apply_event
+from fedquilt.coordinator.rounds.responses import (
     FLOODED,
     UNFINISHED,
     AckUpdate,
@@ -28,19 +41,6 @@ from fedquilt.coordinator.rounds.decisions import (
     ValidateUpdate,
     decide_response,
 )
-from fedquilt.coordinator.rounds.events import (
-    AnyEvent,
-    CohortSelected,
-    JobEnded,
-    JobStarted,
-    RoundClosed,
-    RoundCommitted,
-    RoundRetried,
-    TaskDeclined,
-    UpdateAccepted,
-    UpdateRejected,
-)
-from fedquilt.coordinator.rounds.job_state import JobConstants, JobState, apply_event
 from fedquilt.coordinator.settings import CohortSettings
 from fedquilt.core import BlobRef, Update, Usage, WorkEstimate
 from fedquilt.wire import Claim

@@ -12,7 +12,7 @@ from by_hand import Hand, Stage, constant_model
 from fedquilt import methods, wire
 from fedquilt.arrays import tensors
 from fedquilt.coordinator import settings
-from fedquilt.coordinator.rounds import decisions, events
+from fedquilt.coordinator.rounds import events, responses
 from fedquilt.coordinator.rounds.events import RoundCommitted, UpdateAccepted, UpdateRejected
 from fedquilt.coordinator.rounds.job_state import JobConstants, JobState, apply_event
 from fedquilt.coordinator.settings import CoordinatorLimits
@@ -139,8 +139,8 @@ def running(*answers: Update) -> JobState:
     return state
 
 
-def examined(state: JobState, taken: Update) -> decisions.Decision:
-    return decisions.decide_response("j", state, taken, decisions.UpdateValidated(taken.device, taken, taken), 0.0)
+def examined(state: JobState, taken: Update) -> responses.Decision:
+    return responses.decide_response("j", state, taken, responses.UpdateValidated(taken.device, taken, taken), 0.0)
 
 
 def test_a_board_that_counts_through_one_site_is_refused_from_another():
@@ -155,8 +155,8 @@ def test_a_board_that_counts_through_one_site_is_refused_from_another():
 
 def test_a_board_that_counts_through_a_site_is_refused_by_itself_and_the_other_way_round():
     own = update("alone")
-    step = decisions.decide_response(
-        "j", running(update("one", "alone")), None, decisions.UpdateAnnounced("alone", own), 0.0
+    step = responses.decide_response(
+        "j", running(update("one", "alone")), None, responses.UpdateAnnounced("alone", own), 0.0
     )
     (fact,) = step.events
     assert isinstance(fact, events.UpdateRejected)
