@@ -288,15 +288,7 @@ def _select_devices(state: JobState, free_devices: DeviceSet, max_devices: float
             replace(state, silent_devices=()), free_devices - silent_devices, max_count
         )
         return tuple(sorted((*responsive_devices, *silent_devices[: max(max_count - len(responsive_devices), 0)])))
-    return select_cohort(
-        state.constants.seed,
-        state.round,
-        free_devices,
-        max_count,
-        costs=state.costs,
-        last_selected_rounds=state.last_selected_rounds,
-        turns=state.constants.cohort.turns,
-    )
+    return select_cohort(state.draw, free_devices, max_count)
 
 
 def _positive_work_amounts(workloads: Mapping[str, DeviceWorkload]) -> dict[str, float]:

@@ -21,7 +21,15 @@ from fedquilt import metrics
 from fedquilt.coordinator.device_columns import ELIGIBLE, NEVER, CostColumn, LabelColumn, RoundBitmap, RoundColumn
 from fedquilt.coordinator.rounds import deadline, events
 from fedquilt.coordinator.rounds.deadline import DeviceWorkload, MemoryShortage
-from fedquilt.coordinator.rounds.selection import BUSY, DECLINE_REASONS, NO_WORK, SHARE, UNKNOWN_DECLINE, LastingDecline
+from fedquilt.coordinator.rounds.selection import (
+    BUSY,
+    DECLINE_REASONS,
+    NO_WORK,
+    SHARE,
+    UNKNOWN_DECLINE,
+    CohortDraw,
+    LastingDecline,
+)
 from fedquilt.coordinator.settings import CohortSettings, JobLimits, JobSettings
 from fedquilt.core import Action, BlobRef, EvaluationSums, JobError, Update, evaluation
 
@@ -184,6 +192,11 @@ class JobState(msgspec.Struct, frozen=True):
     @property
     def ineligibility_reasons(self) -> dict[str, str]:
         return {device: label for device, label in self.eligibility.items() if label != ELIGIBLE}
+
+    @property
+    def draw(self) -> CohortDraw:
+        constants = self.constants
+        return CohortDraw(constants.seed, self.round, self.costs, self.last_selected_rounds, constants.cohort.turns)
 
     @property
     def cohort_size(self) -> int:

@@ -183,16 +183,7 @@ def _selection_outcomes(state: JobState, event: events.CohortSelected) -> Mappin
     available_devices = state.eligible - answered_devices
     cohort_size = len(event.devices)
     silent_devices = [device for device in state.silent_devices if device in available_devices]
-    responsive_devices = available_devices.difference(silent_devices)
-    ranking = selection.rank_devices(
-        state.constants.seed,
-        event.round,
-        responsive_devices,
-        cohort_size,
-        costs=state.costs,
-        last_selected_rounds=state.last_selected_rounds,
-        turns=state.constants.cohort.turns,
-    )
+    ranking = selection.rank_devices(state.draw, available_devices.difference(silent_devices), cohort_size)
     full_ranking = [*ranking, *silent_devices]
     outcomes = {
         device: DeviceOutcome(selection.reason_key(code), selection.reason_text(code))
