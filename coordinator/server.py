@@ -401,7 +401,7 @@ class Server:
                 log.info("%s is removed by request", device, extra=log_ids(device=device))
                 self.registry.forget_device(device, now_s)
         for controller in self._jobs.values():
-            if device in controller.pending_devices:
+            if device in controller.job.job_state.pending_devices:
                 controller.handle_input(input, now_s)
         return None
 
