@@ -59,8 +59,8 @@ class UpdatePipeline:
         if not self._is_large:
             return 0, 0
         count, size = self._job.aggregator.count_unfolded(self._job.job_state)
-        validating = self._validating_updates.values()
-        return count + len(validating), size + sum(map(total_blob_bytes, validating))
+        updates = self._validating_updates.values()
+        return count + len(updates), size + sum(map(total_blob_bytes, updates))
 
     def register_update(self, device: str, update: Update, now_s: float) -> bool:
         """Register an update before its transfer. Return whether the update is large and must wait for its turn."""
