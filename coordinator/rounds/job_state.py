@@ -134,8 +134,6 @@ def _unmetered_suffix(usage: ResourceUsage) -> str:
 
 
 class JobState(msgspec.Struct, frozen=True):
-    """State of a job, as given by applying all its events in order (`apply_event`)."""
-
     constants: JobConstants
     phase: events.Phase = "new"
     round: int = 0

@@ -246,7 +246,10 @@ class CohortDraw(NamedTuple):
 
 
 def select_cohort(draw: CohortDraw, eligible: Collection[str], count: int) -> tuple[str, ...]:
-    """Select the first `count` devices of `rank_devices`, sorted by id. Vectorised operations exclude most others."""
+    """Select up to `count` of the eligible devices, sorted by id.
+
+    They are the first of `rank_devices`. Vectorised operations exclude most others.
+    """
     import numpy as np
 
     pool = DeviceSet.from_devices(eligible)
