@@ -296,7 +296,8 @@ class CoordinatorContext:
         )
 
     def collect_garbage(self) -> None:
-        if self.garbage.is_due(sum(len(each.job.job_state.accepted_updates) for each in self.jobs.values())):
+        accepted_updates = [controller.job.job_state.accepted_updates for controller in self.jobs.values()]
+        if self.garbage.is_due(sum(map(len, accepted_updates))):
             self.garbage.collect()
 
 
