@@ -248,7 +248,7 @@ class CohortDraw(NamedTuple):
 def select_cohort(draw: CohortDraw, eligible: Collection[str], count: int) -> tuple[str, ...]:
     """Select up to `count` of the eligible devices, sorted by id.
 
-    They are the first of `rank_devices`. Vectorised operations exclude most others.
+    The first devices of `rank_devices` are selected. Vectorised operations exclude most others.
     """
     import numpy as np
 
