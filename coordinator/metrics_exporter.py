@@ -14,6 +14,7 @@ from typing import Final
 from fedquilt import __version__
 from fedquilt.coordinator.fleet.device_status import FRESH_S, DeviceStatus, TelemetrySample
 from fedquilt.coordinator.rounds import events
+from fedquilt.coordinator.rounds.job_state import JobView
 from fedquilt.open_metrics import MetricFamily
 
 MAX_DEVICES: Final = 2_000
@@ -63,7 +64,7 @@ class CoordinatorMetrics:
         self._running_rounds: dict[str, tuple[str, int, int, float]] = {}
         self._job_labels: set[str] = set()
 
-    def record_event(self, job: events.JobView, event: events.AnyEvent) -> None:
+    def record_event(self, job: JobView, event: events.AnyEvent) -> None:
         name = self._job_label(job.job.name)
         count = self._counts
         match event:

@@ -30,8 +30,8 @@ from fedquilt.coordinator.jobs import retention
 from fedquilt.coordinator.jobs.controller import CoordinatorContext, JobController, Observe
 from fedquilt.coordinator.jobs.job import RunningJob
 from fedquilt.coordinator.rollout_runner import ObserveRollout, RolloutRunner
-from fedquilt.coordinator.rounds import decisions, events
-from fedquilt.coordinator.rounds.events import JobState
+from fedquilt.coordinator.rounds import events, responses
+from fedquilt.coordinator.rounds.job_state import EndedJob, JobConstants, JobState, apply_event
 from fedquilt.coordinator.settings import CoordinatorLimits
 from fedquilt.coordinator.storage.store import UNDER_WAY, Store, StoredJob
 from fedquilt.coordinator.storage.suspended_jobs import count_failure
@@ -152,18 +152,18 @@ class JobLoader:
         if ended_job.job_state.phase == event.status:
             self._context.observe(ended_job, event)
 
-    def end_inactive_job(self, job: StoredJob | RunningJob, event: events.JobEnded) -> events.EndedJob:
+    def end_inactive_job(self, job: StoredJob | RunningJob, event: events.JobEnded) -> EndedJob:
         """Store and publish the end of an inactive job. The status of a job that is done does not change."""
         store = self._context.store
         store.suspensions.delete_suspension(job.id)
         status = store.end_inactive_job(job.id, event)
-        state = events.JobState(events.JobConstants.from_job(job.job))
+        state = JobState(JobConstants.from_job(job.job))
         with contextlib.suppress(JobError):  # a damaged log
             for _, _, logged_event in store.read_events(job.id):
-                state = events.apply_event(state, logged_event, 0.0)
+                state = apply_event(state, logged_event, 0.0)
         if state.phase != status:
             state = msgspec.structs.replace(state, phase=status, reason=event.reason)
-        self._context.unpublished_jobs[job.id] = ended_job = events.EndedJob(job.id, job.job, state)
+        self._context.unpublished_jobs[job.id] = ended_job = EndedJob(job.id, job.job, state)
         return ended_job
 
     def suspend_job(self, job: StoredJob | RunningJob, error: UnreadableError, now_s: float) -> None:
@@ -347,7 +347,7 @@ class Server:
                 if (controller := self._jobs.get(message.job)) is not None:
                     controller.handle_claim(device, message, now_s)
                 else:
-                    self._answer_inactive_job(decisions.ClaimReceived(device, message), now_s)
+                    self._answer_inactive_job(responses.ClaimReceived(device, message), now_s)
             case Update():
                 is_site_update = (
                     message.layouts or message.site_devices
@@ -360,7 +360,7 @@ class Server:
                 else:
                     status, is_counted = self._store.stored_status(message.job), self._store.is_update_counted(message)
                     self._answer_inactive_job(
-                        decisions.UpdateAnnounced(device, stored_update, status, is_counted), now_s
+                        responses.UpdateAnnounced(device, stored_update, status, is_counted), now_s
                     )
             case wire.Telemetry():
                 self.registry.update_telemetry(device, message, now_s)
@@ -378,13 +378,13 @@ class Server:
                 self._rollouts.receive_report(device, message)
 
     def _handle_connection(self, device: str, now_s: float) -> None:
-        self._handle_input(decisions.DeviceChange(device, "online"), now_s)
+        self._handle_input(responses.DeviceChange(device, "online"), now_s)
         if self._rollouts is not None:
             self._rollouts.resend_releases(device, now_s)
 
-    def _handle_input(self, input: decisions.DeviceChange | decisions.UpdateReceived, now_s: float) -> None:
+    def _handle_input(self, input: responses.DeviceChange | responses.UpdateReceived, now_s: float) -> None:
         device = input.device
-        if isinstance(input, decisions.UpdateReceived):
+        if isinstance(input, responses.UpdateReceived):
             if (fetched := self._context.fetching_jobs.pop(device, None)) is not None:
                 fetched.handle_input(input, now_s)
             return None
@@ -395,23 +395,23 @@ class Server:
                 self.registry.mark_returned(device)
                 return self._handle_connection(device, now_s)
             case "flooding":
-                log.warning("%s %s", device, decisions.FLOODED, extra=log_ids(device=device))
+                log.warning("%s %s", device, responses.FLOODED, extra=log_ids(device=device))
                 self.registry.block_device(device, now_s + BLOCK_S)
             case "removed":
                 log.info("%s is removed by request", device, extra=log_ids(device=device))
                 self.registry.forget_device(device, now_s)
         for controller in self._jobs.values():
-            if device in controller.pending_devices:
+            if device in controller.job.job_state.pending_devices:
                 controller.handle_input(input, now_s)
         return None
 
-    def _answer_inactive_job(self, input: decisions.ClaimReceived | decisions.UpdateAnnounced, now_s: float) -> None:
+    def _answer_inactive_job(self, input: responses.ClaimReceived | responses.UpdateAnnounced, now_s: float) -> None:
         """Acknowledge an update of an inactive job, or cancel its task on the device."""
-        for action in decisions.decide_response("", None, None, input, now_s).actions:
+        for action in responses.decide_response("", None, None, input, now_s).actions:
             match action:
-                case decisions.AckUpdate(device, update, accepted, reason):
+                case responses.AckUpdate(device, update, accepted, reason):
                     self._context.acknowledge_update(device, update, accepted, reason)
-                case decisions.CancelTask(device):
+                case responses.CancelTask(device):
                     self._context.cancel_task(device, "", now_s)
                 case _:
                     raise AssertionError(action)

@@ -17,7 +17,7 @@ from fedquilt.blobs import pack_file
 from fedquilt.coordinator import settings
 from fedquilt.coordinator.device_columns import RoundBitmap
 from fedquilt.coordinator.rounds import deadline, events
-from fedquilt.coordinator.rounds.events import JobConstants
+from fedquilt.coordinator.rounds.job_state import JobConstants, JobState
 from fedquilt.coordinator.storage import backup, rows, snapshots, write_ahead_log
 from fedquilt.coordinator.storage.rows import IndexedLog
 from fedquilt.coordinator.storage.store import Store
@@ -93,7 +93,7 @@ def _coordinator(folder: Path) -> dict[str, Decoder]:
     plan = JobConstants.from_job(settings.parse_job({"name": "digits", "method": "fedavg"}))
     answered, history = {"a": update}, {"a": RoundBitmap(5), "b": RoundBitmap(1 << 70)}
     took = {"a": (deadline.TaskDuration(0, 1.5, 2.0),)}
-    rounds = events.JobState(
+    rounds = JobState(
         plan,
         "open",
         2,

@@ -12,14 +12,12 @@ from fedquilt.coordinator.rounds.events import (
     TRANSITIONS,
     AnyEvent,
     CohortSelected,
-    JobConstants,
     JobStarted,
-    JobState,
     RoundClosed,
     RoundCommitted,
     UpdateAccepted,
-    apply_event,
 )
+from fedquilt.coordinator.rounds.job_state import JobConstants, JobState, apply_event
 from fedquilt.coordinator.settings import CohortSettings
 from fedquilt.coordinator.views.run_summary import RunSummary
 from fedquilt.core import BlobRef, Update, Usage, WorkEstimate

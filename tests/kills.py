@@ -39,14 +39,8 @@ from processes import Processes, read_events
 from fedquilt.arrays import tensors
 from fedquilt.coordinator import settings
 from fedquilt.coordinator.rounds import decisions
-from fedquilt.coordinator.rounds.events import (
-    AnyEvent,
-    CohortSelected,
-    JobEnded,
-    JobState,
-    RoundCommitted,
-    UpdateAccepted,
-)
+from fedquilt.coordinator.rounds.events import AnyEvent, CohortSelected, JobEnded, RoundCommitted, UpdateAccepted
+from fedquilt.coordinator.rounds.job_state import JobState
 from fedquilt.coordinator.storage.rows import is_served
 from fedquilt.coordinator.storage.store import Store
 from fedquilt.formats import toml

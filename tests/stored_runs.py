@@ -14,11 +14,9 @@ from fedquilt.coordinator.rounds.events import (
     CohortSelected,
     DeadlineExtended,
     EligibilityRecorded,
-    JobConstants,
     JobEnded,
     JobResumed,
     JobStarted,
-    JobState,
     NoteRecorded,
     RoundClosed,
     RoundCommitted,
@@ -27,8 +25,8 @@ from fedquilt.coordinator.rounds.events import (
     UpdateAccepted,
     UpdateLost,
     UpdateRejected,
-    apply_event,
 )
+from fedquilt.coordinator.rounds.job_state import JobConstants, JobState, apply_event
 from fedquilt.coordinator.storage.snapshots import Snapshot
 from fedquilt.coordinator.storage.store import Store
 from fedquilt.core import BlobRef, Update, Usage

@@ -24,8 +24,9 @@ from fedquilt.coordinator.background_worker import LARGE_BYTES
 from fedquilt.coordinator.delivery.blob_server import BlobLocationProvider, BlobLocationSettings
 from fedquilt.coordinator.delivery.rate_limiter import ROUND_S, RateLimitedLink
 from fedquilt.coordinator.fleet.registry import BrokerOutage, SilenceDetector
-from fedquilt.coordinator.rounds import decisions
-from fedquilt.coordinator.rounds.events import ENDED_PHASES, JobView
+from fedquilt.coordinator.rounds import responses
+from fedquilt.coordinator.rounds.events import ENDED_PHASES
+from fedquilt.coordinator.rounds.job_state import JobView
 from fedquilt.coordinator.updates import validation
 from fedquilt.core import (
     MAX_COUNTED_ATTEMPTS,
@@ -137,7 +138,7 @@ class TaskDispatcher:
 log = logging.getLogger("fedquilt.coordinator")
 
 DeviceMessage: TypeAlias = tuple[str, WireMessage]  # a device, and its presence, profile, telemetry, claim or update
-ExecutorInput: TypeAlias = DeviceMessage | decisions.DeviceChange | decisions.UpdateReceived | None
+ExecutorInput: TypeAlias = DeviceMessage | responses.DeviceChange | responses.UpdateReceived | None
 """None for a new session: messages sent before may be lost."""
 
 
@@ -262,14 +263,14 @@ class LinkExecutor:
         for message in self._link.receive():
             decoded = self._handle_or_decode_message(message, now_s)
             while self._returned_devices:
-                yield decisions.DeviceChange(self._returned_devices.pop(), "returned")
+                yield responses.DeviceChange(self._returned_devices.pop(), "returned")
             if decoded is not None:
                 yield decoded
         for device in self._request_presences(now_s):
-            yield decisions.DeviceChange(device, "silent")
+            yield responses.DeviceChange(device, "silent")
         for device in self._rate_limiter.take_blocked_devices():
             self._silence_detector.forget(device)  # messages of a blocked device are not read
-            yield decisions.DeviceChange(device, "flooding")
+            yield responses.DeviceChange(device, "flooding")
         for sentence in self.malformed_messages.take_due_lines(now_s):
             log.warning("%s", sentence)
         self._transfers.step(now_s)
@@ -279,7 +280,7 @@ class LinkExecutor:
         for device, seconds in self._transfers.take_charges().items():
             self._rate_limiter.charge_time(device, seconds)
         for device in self._dispatcher.take_due_devices(now_s):
-            yield decisions.DeviceChange(device, "online")
+            yield responses.DeviceChange(device, "online")
 
     def send_pending(self, now_s: float) -> float:
         return min(
@@ -428,7 +429,7 @@ class LinkExecutor:
         # not reliable, so that the broker does not queue the request for an offline device
         self._publish(self._topics.device_topic(device, "dn", "presence"), self._presence_message, reliable=False)
 
-    def _handle_fetched_blob(self, device: str, sha256: str, error: str | None) -> Iterator[decisions.UpdateReceived]:
+    def _handle_fetched_blob(self, device: str, sha256: str, error: str | None) -> Iterator[responses.UpdateReceived]:
         missing = self._missing_blobs.get(device)
         if missing is None or sha256 not in missing:
             return
@@ -436,12 +437,12 @@ class LinkExecutor:
             ids = log_ids(device=device)
             log.warning("%s's update could not be fetched (%s); it will offer it again", device, error, extra=ids)
             self.fetch_blobs(device, ())
-            yield decisions.UpdateReceived(device, error)
+            yield responses.UpdateReceived(device, error)
             return
         missing.remove(sha256)
         if not missing:
             del self._missing_blobs[device]
-            yield decisions.UpdateReceived(device)
+            yield responses.UpdateReceived(device)
 
     @property
     def _presence_message(self) -> wire.CoordState:

@@ -25,7 +25,7 @@ from fedquilt.coordinator.fleet.device_status import (
     TelemetrySample,
     TelemetryStore,
 )
-from fedquilt.coordinator.rounds import decisions
+from fedquilt.coordinator.rounds import responses
 from fedquilt.core import StoreError, Task
 from fedquilt.security.handshake import LinkIdentity
 from fedquilt.transport.link import Link
@@ -79,11 +79,11 @@ class DeviceStatusTracker:
 
     def record_message(self, input: ExecutorInput, now_s: float) -> None:
         self._now_s, time_s = now_s, self._clock()
-        if isinstance(input, decisions.DeviceChange):
+        if isinstance(input, responses.DeviceChange):
             status = self._status_with_last_seen(input.device)
             match input.kind:
                 case "flooding":
-                    decline = LatestDecline(time_s, "flooding", decisions.FLOODED)
+                    decline = LatestDecline(time_s, "flooding", responses.FLOODED)
                     self._set_status(replace(status, refusal=decline), STATUS_DELAY_S)
                 case "silent":
                     self._set_status(device_status.apply_silence(status, time_s), STATUS_DELAY_S)
@@ -265,7 +265,7 @@ class MonitoringExecutor(LinkExecutor):
             yield input
         for device in self._tracker.take_removed_devices():
             self._remove_device(device)
-            yield decisions.DeviceChange(device, "removed")
+            yield responses.DeviceChange(device, "removed")
 
     def _record_contact(self, device: str) -> None:
         super()._record_contact(device)

@@ -24,14 +24,14 @@ from fedquilt.coordinator.fleet.fair_share import DeviceLeases
 from fedquilt.coordinator.fleet.registry import DeviceRegistry
 from fedquilt.coordinator.jobs.job import RunningJob, decide_next_event
 from fedquilt.coordinator.jobs.retention import GarbageCollector
-from fedquilt.coordinator.rounds import decisions, events
-from fedquilt.coordinator.rounds.events import JobView
+from fedquilt.coordinator.rounds import decisions, events, responses
+from fedquilt.coordinator.rounds.job_state import JobView
 from fedquilt.coordinator.rounds.selection import NO_WORK
 from fedquilt.coordinator.storage.store import Store
 from fedquilt.coordinator.updates import job_blobs, validation
 from fedquilt.coordinator.updates.aggregation import blob_hashes, total_blob_bytes
 from fedquilt.coordinator.updates.job_blobs import CommitResult
-from fedquilt.core import FedquiltError, JobError, Profile, SiteRight, StoreError, Update, shorten_error
+from fedquilt.core import FedquiltError, JobError, StoreError, Update, shorten_error
 from fedquilt.host.logs import log_ids
 
 log = logging.getLogger("fedquilt.coordinator")
@@ -44,6 +44,7 @@ class UpdatePipeline:
 
     def __init__(self, controller: JobController, context: CoordinatorContext) -> None:
         self._controller, self._context = controller, context
+        self._job, self._executor = controller.job, context.executor
         self._is_folding = False  # whether the worker folds updates or commits the round
         self._validating_updates: dict[str, Update] = {}  # device -> update that the worker validates
         self._punctual_devices: set[str] = set()  # devices in `_validating_updates` whose update arrived in time
@@ -57,10 +58,9 @@ class UpdatePipeline:
         """Number and bytes of received large updates that are not validated and folded yet."""
         if not self._is_large:
             return 0, 0
-        count, size = self._controller.job.aggregator.count_unfolded(self._controller.job.job_state)
-        return count + len(self._validating_updates), size + sum(
-            map(total_blob_bytes, self._validating_updates.values())
-        )
+        count, size = self._job.aggregator.count_unfolded(self._job.job_state)
+        updates = self._validating_updates.values()
+        return count + len(updates), size + sum(map(total_blob_bytes, updates))
 
     def register_update(self, device: str, update: Update, now_s: float) -> bool:
         """Register an update before its transfer. Return whether the update is large and must wait for its turn."""
@@ -73,17 +73,15 @@ class UpdatePipeline:
     @property
     def lost_s(self) -> float:
         """Seconds added to the deadline because the broker was unreachable, limited by the end of a site's round."""
-        outage, state = self._context.executor.outage, self._controller.job.job_state
+        outage, state = self._executor.outage, self._job.job_state
         if state.opened_s != self._outage_at_attempt_start[0]:
             self._outage_at_attempt_start = state.opened_s, outage.lost_s
-        return min(
-            outage.lost_since(self._outage_at_attempt_start[1]),
-            decisions.site_deadline_s(state) - state.opened_s - state.deadline_s,
-        )
+        max_lost_s = decisions.site_deadline_s(state) - state.opened_s - state.deadline_s
+        return min(outage.lost_since(self._outage_at_attempt_start[1]), max_lost_s)
 
     @property
     def _extended_deadline_s(self) -> float:
-        return decisions.next_decision_s(decisions.delay_attempt(self._controller.job.job_state, self.lost_s))
+        return decisions.next_decision_s(decisions.delay_attempt(self._job.job_state, self.lost_s))
 
     def wait_limit_s(self, now_s: float) -> float:
         """Return the time of the deadline, or later, until which the round waits for punctual updates.
@@ -92,7 +90,7 @@ class UpdatePipeline:
         had to wait for their turn. The deadline of the latter moves by their waiting time. The round of a site has a
         fixed end.
         """
-        deadline_s, latest_s = self._extended_deadline_s, decisions.site_deadline_s(self._controller.job.job_state)
+        deadline_s, latest_s = self._extended_deadline_s, decisions.site_deadline_s(self._job.job_state)
         if self._punctual_devices:
             return latest_s
         if now_s < deadline_s or not self._queued_updates:
@@ -101,20 +99,16 @@ class UpdatePipeline:
         self._queued_updates = {
             device: update for device, update in self._queued_updates.items() if arriving.get(device) == update
         }
-        return min(
-            deadline_s + max(map(self._context.executor.transfer_wait_s, self._queued_updates), default=0.0), latest_s
-        )
+        return min(deadline_s + max(map(self._executor.transfer_wait_s, self._queued_updates), default=0.0), latest_s)
 
     def wait_for_punctual_updates(self, now_s: float) -> bool:
         """Return whether the round waits past its deadline. Move late devices to the end of the transfer queue."""
         deadline_s = self._extended_deadline_s
-        if not deadline_s <= now_s < self.wait_limit_s(now_s) or decisions.has_full_cohort(
-            self._controller.job.job_state
-        ):
+        if not deadline_s <= now_s < self.wait_limit_s(now_s) or decisions.has_full_cohort(self._job.job_state):
             return False
         for device in self._controller.arriving_updates:
-            if now_s >= deadline_s + self._context.executor.transfer_wait_s(device):
-                self._context.executor.yield_transfer_turn(device, now_s)
+            if now_s >= deadline_s + self._executor.transfer_wait_s(device):
+                self._executor.yield_transfer_turn(device, now_s)
         return True
 
     @property
@@ -123,28 +117,23 @@ class UpdatePipeline:
 
     @property
     def _is_large(self) -> bool:
-        return self._controller.job.aggregator.large
+        return self._job.aggregator.large
 
-    def validate_update(
-        self, device: str, update: Update, profile: Profile | None, site_right: SiteRight | None, now_s: float
-    ) -> None:
+    def validate_update(self, device: str, update: Update, now_s: float) -> None:
         """Validate an update after its transfer, in the worker if large, and pass the result to the job."""
         # a site's aggregate may be large although the updates of devices are small
         if total_blob_bytes(update) >= self._context.worker.large_bytes:
-            self._controller.job.aggregator.large = True
+            self._job.aggregator.large = True
         is_large = self._is_large
         if is_large and self._validating_updates.get(device) == update:  # announced again
             return
-        validation = self._controller.job.build_validation(
-            device, update, profile, now_s, large=is_large, right=site_right
-        )
+        registry = self._context.registry
+        profile, site_right = registry.latest_profile(device), registry.site_right(device)
+        validation = self._job.build_validation(device, update, profile, now_s, large=is_large, right=site_right)
         if is_large:
             self._validating_updates[device] = update
-            queue_wait_s = (
-                self._context.executor.transfer_wait_s(device)
-                if self._queued_updates.pop(device, None) == update
-                else 0.0
-            )
+            was_queued = self._queued_updates.pop(device, None) == update
+            queue_wait_s = self._executor.transfer_wait_s(device) if was_queued else 0.0
             if now_s < self._extended_deadline_s + queue_wait_s:
                 self._punctual_devices.add(device)
             self._context.start_work(validation, partial(self._apply_validation_if_current, device, update))
@@ -152,7 +141,7 @@ class UpdatePipeline:
             self._apply_validation(device, validation, now_s)
 
     def _apply_validation_if_current(
-        self, device: str, update: Update, validation: Callable[[], decisions.UpdateValidated], now_s: float
+        self, device: str, update: Update, validation: Callable[[], responses.UpdateValidated], now_s: float
     ) -> None:
         if self._validating_updates.get(device) != update:
             return  # the device has announced another update
@@ -162,14 +151,14 @@ class UpdatePipeline:
             return  # the round is closed, and the blobs may be deleted
         self._apply_validation(device, validation, now_s)
 
-    def _apply_validation(self, device: str, validation: Callable[[], decisions.UpdateValidated], now_s: float) -> None:
+    def _apply_validation(self, device: str, validation: Callable[[], responses.UpdateValidated], now_s: float) -> None:
         """Pass the validated update to the job. If a read fails, request the update again or suspend the job."""
         try:
             result = validation()
         except job_blobs.LostUpdateError as lost:
             text = "%s's update could not be read (%s); it will offer it again"
             log.warning(text, device, lost.reason, extra=log_ids(device=device))
-            return self._controller.handle_input(decisions.UpdateReceived(device, lost.reason), now_s)
+            return self._controller.handle_input(responses.UpdateReceived(device, lost.reason), now_s)
         except job_blobs.UnreadableError as error:  # the device announces the update again when the job continues
             return self._controller.handle_failure(error, now_s)
         if result.implausible_claims:
@@ -177,15 +166,15 @@ class UpdatePipeline:
         self._controller.handle_input(result, now_s)
 
     def start_folding(self) -> None:
-        if self._is_large and not self._is_folding and self._controller.job.has_updates_to_fold():
+        if self._is_large and not self._is_folding and self._job.has_updates_to_fold():
             self._is_folding = True
             self._context.start_work(
-                self._controller.job.build_fold(self._context.worker.min_unsaved_ratio), self._record_partial_aggregate
+                self._job.build_fold(self._context.worker.min_unsaved_ratio), self._record_partial_aggregate
             )
 
     def _record_partial_aggregate(self, result: Callable[[], events.UpdatesAggregated | None], now_s: float) -> None:
         self._is_folding = False
-        previous_state = self._controller.job.job_state
+        previous_state = self._job.job_state
         if self._is_job_inactive:
             return
         event = self._result_or_lost_event(result, now_s)
@@ -193,22 +182,20 @@ class UpdatePipeline:
             self._controller.record_event(event, now_s)
         if isinstance(event, events.UpdatesAggregated):
             aggregated_blobs = blob_hashes(previous_state.accepted_updates[device] for device in event.devices)
-            self._context.garbage.add_candidates(
-                aggregated_blobs
-                | ({previous_state.partial_aggregate.sum.sha256} if previous_state.partial_aggregate else set()),
-                urgent=True,
-            )
+            if previous_state.partial_aggregate is not None:
+                aggregated_blobs.add(previous_state.partial_aggregate.sum.sha256)
+            self._context.garbage.add_candidates(aggregated_blobs, urgent=True)
 
     def commit_round(self, now_s: float) -> bool:
         """Commit the round, in the worker if updates are large. Return whether the round is committed already."""
         if self._is_folding:
             return False
-        commit = self._controller.job.build_commit(now_s)
+        commit = self._job.build_commit(now_s)
         if self._is_large:
             self._is_folding = True
             self._context.start_work(commit, self._finish_commit)
             return False
-        with self._context.executor.keep_alive():  # a step of the method may exceed the keep-alive period of the broker
+        with self._executor.keep_alive():  # a step of the method may exceed the keep-alive period of the broker
             result = run_and_capture(commit)
         self._finish_commit(result, now_s)
         return True
@@ -228,14 +215,14 @@ class UpdatePipeline:
         try:
             return result()
         except job_blobs.LostUpdateError as lost:
-            return events.UpdateLost(self._controller.job.job_state.round, lost.device, lost.reason)
+            return events.UpdateLost(self._job.job_state.round, lost.device, lost.reason)
         except Exception as error:
             self._controller.handle_failure(error, now_s)
             return None
 
 
 START_S = 20.0  # after the activation of a job, for which selected devices count as working without a message
-IMMEDIATE_ACTIONS = frozenset((decisions.FetchUpdate, decisions.ValidateUpdate))  # actions without external effect
+IMMEDIATE_ACTIONS = frozenset((responses.FetchUpdate, responses.ValidateUpdate))  # actions without external effect
 Observe = Callable[[JobView, events.AnyEvent], None]
 
 
@@ -249,7 +236,7 @@ class CoordinatorContext:
         self.unpublished_jobs: dict[str, JobView] = {}  # jobs with unpublished changes
         self.fetching_jobs: dict[str, JobController] = {}  # device -> job whose update is being transferred
         # actions to carry out after the events are written, or None outside of a batch
-        self.deferred_actions: list[tuple[JobController, decisions.Action]] | None = None
+        self.deferred_actions: list[tuple[JobController, responses.Action]] | None = None
         self._epoch_raising_devices: set[str] = set()  # devices that have raised the epoch
         self.garbage = GarbageCollector(store, self.blobs_in_use)
 
@@ -278,9 +265,8 @@ class CoordinatorContext:
                 controller.send_task(device, now_s)
 
     def acknowledge_update(self, device: str, update: Update, accepted: bool, reason: str) -> None:
-        self.executor.send_ack(
-            device, wire.Ack(update.job, update.round, update.attempt, accepted, shorten_error(reason))
-        )
+        ack = wire.Ack(update.job, update.round, update.attempt, accepted, shorten_error(reason))
+        self.executor.send_ack(device, ack)
 
     def adopt_epoch(self, device: str, epoch: int) -> None:
         """Raise the epoch above a device's epoch, which is higher if the home is an older copy.
@@ -310,9 +296,8 @@ class CoordinatorContext:
         )
 
     def collect_garbage(self) -> None:
-        if self.garbage.is_due(
-            sum(len(controller.job.job_state.accepted_updates) for controller in self.jobs.values())
-        ):
+        accepted_updates = [controller.job.job_state.accepted_updates for controller in self.jobs.values()]
+        if self.garbage.is_due(sum(map(len, accepted_updates))):
             self.garbage.collect()
 
 
@@ -342,10 +327,6 @@ class JobController:
     def has_ended(self) -> bool:
         return self.job.job_state.phase in events.ENDED_PHASES
 
-    @property
-    def pending_devices(self) -> frozenset[str]:
-        return self.job.job_state.pending_devices
-
     def activate(self, now_s: float) -> None:
         self._context.store.mark_running(self.id)
         if self.job.job_state.phase in ("stopped", "failed"):
@@ -354,11 +335,11 @@ class JobController:
         self.schedule_publication()
 
     def send_all_tasks(self, now_s: float) -> None:
-        for device in sorted(self.pending_devices):
+        for device in sorted(self.job.job_state.pending_devices):
             self.send_task(device, now_s)
 
     def cancel_all_tasks(self, now_s: float) -> None:
-        self._cancel_tasks(self.pending_devices | set(self.job.job_state.silent_devices), now_s)
+        self._cancel_tasks(self.job.job_state.pending_devices | set(self.job.job_state.silent_devices), now_s)
 
     def measure_idle_time(self, now_s: float) -> fair_share.IdleTime:
         if not self._is_idle(now_s):
@@ -419,19 +400,19 @@ class JobController:
     def handle_claim(self, device: str, claim: wire.Claim, now_s: float) -> None:
         registry = self._context.registry
         job_blobs.warn_of_rolled_back_log(self.job.job_state, self.id, device, claim, self._jobs_with_rolled_back_log)
-        input = decisions.ClaimReceived(device, claim)
+        input = responses.ClaimReceived(device, claim)
         if not claim.accepted:
             workload = self.job.device_workload(device, registry.latest_profile(device))
-            input = decisions.ClaimReceived(device, claim, workload, registry.agent_start_key(device))
+            input = responses.ClaimReceived(device, claim, workload, registry.agent_start_key(device))
         self.handle_input(input, now_s)
 
     def handle_update_offer(self, device: str, update: Update, stored_update: Update, now_s: float) -> None:
         """Process a device's announcement of an update. `stored_update` is the part of the message to store."""
         problem = self.job.manifest_problem(update, self._context.registry.latest_profile(device))
-        self.handle_input(decisions.UpdateAnnounced(device, stored_update, manifest_problem=problem), now_s)
+        self.handle_input(responses.UpdateAnnounced(device, stored_update, manifest_problem=problem), now_s)
 
-    def handle_input(self, input: decisions.Input, now_s: float) -> None:
-        decision = decisions.decide_response(
+    def handle_input(self, input: responses.Input, now_s: float) -> None:
+        decision = responses.decide_response(
             self.id, self.job.job_state, self.arriving_updates.get(input.device), input, now_s
         )
         if decision.arriving_update is None:
@@ -443,39 +424,36 @@ class JobController:
         for action in decision.actions:
             self._schedule_action(action, now_s)
 
-    def _schedule_action(self, action: decisions.Action, now_s: float) -> None:
+    def _schedule_action(self, action: responses.Action, now_s: float) -> None:
         """Carry out an action, after the events are written if the action has an external effect."""
         if self._context.deferred_actions is None or type(action) in IMMEDIATE_ACTIONS:
             self.carry_out_action(action, now_s)
         else:
             self._context.deferred_actions.append((self, action))
 
-    def carry_out_action(self, action: decisions.Action, now_s: float) -> None:
+    def carry_out_action(self, action: responses.Action, now_s: float) -> None:
         match action:  # the most frequent first
-            case decisions.SlowResends(device):
+            case responses.SlowResends(device):
                 self._context.executor.slow_resends(device)
-            case decisions.CancelTask(device):
+            case responses.CancelTask(device):
                 self.unsent_devices.discard(device)
                 self._context.cancel_task(device, self.id, now_s)
                 self._discard_unfinished_update(device)
-            case decisions.AckUpdate(device, update, accepted, reason):
+            case responses.AckUpdate(device, update, accepted, reason):
                 self._context.acknowledge_update(device, update, accepted, reason)
-            case decisions.FetchUpdate(device, update):
+            case responses.FetchUpdate(device, update):
                 self._discard_unfinished_update(device, update)
                 self._incomplete_updates[device] = update
                 self._context.fetching_jobs[device] = self
                 in_turn = self.pipeline.register_update(device, update, now_s)
                 self._context.executor.fetch_blobs(device, update.bundles.values(), in_turn=in_turn)
-            case decisions.ValidateUpdate(device, update):
-                registry = self._context.registry
-                self.pipeline.validate_update(
-                    device, update, registry.latest_profile(device), registry.site_right(device), now_s
-                )
-            case decisions.SendTask(device):
+            case responses.ValidateUpdate(device, update):
+                self.pipeline.validate_update(device, update, now_s)
+            case responses.SendTask(device):
                 self.send_task(device, now_s)
-            case decisions.DiscardUpdate(update):
+            case responses.DiscardUpdate(update):
                 self._context.garbage.add_candidates(blob_hashes([update]))
-            case decisions.RenewTask(device, epoch):
+            case responses.RenewTask(device, epoch):
                 self._context.adopt_epoch(device, epoch)
                 self.send_task(device, now_s)
 
@@ -523,26 +501,16 @@ class JobController:
                 return False
             registry, unreachable_devices = self._context.registry, self._unreachable_devices(now_s)
             working_devices = self._devices_at_work(now_s) - unreachable_devices
+            lost_s = self.pipeline.lost_s
             event = decide_next_event(
-                job,
-                registry,
-                working_devices,
-                now_s,
-                busy_devices,
-                max_devices,
-                self.pipeline.lost_s,
-                unreachable_devices,
+                job, registry, working_devices, now_s, busy_devices, max_devices, lost_s, unreachable_devices
             )
-            if (
-                event is None
-                and now_s >= self._activated_s + START_S
-                and self._context.executor.outage.can_reach_devices(now_s)
-            ):
-                self._inputs_without_decision = registry.refresh_views(now_s), max_devices, unreachable_devices
         except Exception as error:
             self.handle_failure(error, now_s)
             return True
         if event is None:
+            if now_s >= self._activated_s + START_S and self._context.executor.outage.can_reach_devices(now_s):
+                self._inputs_without_decision = registry.refresh_views(now_s), max_devices, unreachable_devices
             return False
         self.record_event(event, now_s)
         return True
@@ -565,7 +533,7 @@ class JobController:
 
     def _devices_at_work(self, now_s: float) -> set[str]:
         # just after the activation all selected devices count, because authentication delays their messages
-        pending = set(self.pending_devices - self._context.leases.devices_of_other_jobs(self.id))
+        pending = set(self.job.job_state.pending_devices - self._context.leases.devices_of_other_jobs(self.id))
         return pending if now_s < self._activated_s + START_S else pending.intersection(self._able_devices(now_s))
 
     def _unreachable_devices(self, now_s: float) -> frozenset[str]:
@@ -592,18 +560,14 @@ class JobController:
             job.record_event(event, now_s)
         except JobError as error:  # an event that the job state does not allow
             return self.handle_failure(error, now_s)
-        if (
-            not isinstance(event, events.UpdateAccepted)
-            and not self.arriving_updates.keys() <= job.job_state.pending_devices
-        ):
+        if not isinstance(event, events.UpdateAccepted):
+            self._inputs_without_decision = None
             self.arriving_updates = {
                 device: update
                 for device, update in self.arriving_updates.items()
                 if device in job.job_state.pending_devices
             }
         self._context.observe(job, event)
-        if not isinstance(event, events.UpdateAccepted):
-            self._inputs_without_decision = None
         match event:
             case events.UpdateAccepted():  # the most frequent first
                 self._incomplete_updates.pop(event.update.device, None)  # `blobs_in_use` contains accepted updates
@@ -629,4 +593,4 @@ class JobController:
 
     def _cancel_tasks(self, devices: Collection[str], now_s: float) -> None:
         for device in sorted(devices):
-            self._schedule_action(decisions.CancelTask(device), now_s)
+            self._schedule_action(responses.CancelTask(device), now_s)

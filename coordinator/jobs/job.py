@@ -21,7 +21,9 @@ from fedquilt.coordinator.device_columns import ELIGIBLE, NEVER, CostColumn, Dev
 from fedquilt.coordinator.fleet.registry import DeviceRegistry
 from fedquilt.coordinator.rounds import decisions, events
 from fedquilt.coordinator.rounds.deadline import DeviceWorkload
-from fedquilt.coordinator.rounds.decisions import UpdateValidated, restart_event, to_process_clock
+from fedquilt.coordinator.rounds.decisions import restart_event, to_process_clock
+from fedquilt.coordinator.rounds.job_state import JobConstants, JobState, apply_event, describe_unmetered_tasks
+from fedquilt.coordinator.rounds.responses import UpdateValidated
 from fedquilt.coordinator.rounds.selection import BUSY, SHARE, DeviceSnapshot, JobRequirements
 from fedquilt.coordinator.settings import require_matching_bundle, required_packages
 from fedquilt.coordinator.storage.store import Store, StoredJob
@@ -107,11 +109,11 @@ class RunningJob:
         self._device_seed: Callable[[object], int] | None  # function that returns a device's seed
         self._manifest_validator: validation.ManifestValidator | None
         self.aggregator: Aggregator
-        self.snapshot, first_event = store.snapshots.load_state(self.id, events.JobConstants.from_job(row.job), now_s)
+        self.snapshot, first_event = store.snapshots.load_state(self.id, JobConstants.from_job(row.job), now_s)
         self.job_state = self.snapshot.job_state
         wall_s = store.blob_store.disk.wall_clock_s()
         for _, time_s, event in store.read_events(self.id, first_event):
-            self._apply_event(event, events.apply_event(self.job_state, event, now_s - (wall_s - time_s) * by_wall))
+            self._apply_event(event, apply_event(self.job_state, event, now_s - (wall_s - time_s) * by_wall))
         self.job_state = self.snapshot.job_state = to_process_clock(self.job_state, now_s, by_wall)
         self._by_wall = by_wall
 
@@ -134,7 +136,7 @@ class RunningJob:
         self._reset_round_caches()
 
     def record_event(self, event: events.AnyEvent, now_s: float) -> None:
-        new_state = events.apply_event(self.job_state, event, now_s)
+        new_state = apply_event(self.job_state, event, now_s)
         self._store.append_event(self.id, event)
         self._apply_event(event, new_state)
 
@@ -365,14 +367,14 @@ class RunningJob:
         """
         return partial(self._compute_commit, self.job_state, now_s)
 
-    def _compute_commit(self, job_state: events.JobState, now_s: float) -> CommitResult:
+    def _compute_commit(self, job_state: JobState, now_s: float) -> CommitResult:
         state = self.state
         if "work" in job_state.task_actions:
             state = self._active_method.step(state, self.aggregator.take_aggregate(job_state))
             validation.require_finite_state(state, tuple(sorted(job_state.accepted_updates)))
         usage, finished, updates = job_state.usage, self.method.is_done(state), job_state.accepted_updates.values()
         unmetered_note = (
-            events.describe_unmetered_tasks(self.job.stop, usage) if usage.metered or not job_state.round else None
+            describe_unmetered_tasks(self.job.stop, usage) if usage.metered or not job_state.round else None
         )
         early_end_note = (
             None if finished else describe_early_end(self.method, self.job.method, self.job.rounds, job_state.round)
@@ -411,7 +413,7 @@ class RunningJob:
         self._encoded_bundles = encoded
         self._sent_blobs.update(ref.sha256 for _, ref in encoded.values())
 
-    def blobs_released_by_commit(self, previous_state: events.JobState) -> set[str]:
+    def blobs_released_by_commit(self, previous_state: JobState) -> set[str]:
         """Return the blobs of the committed round that may be garbage: updates, aggregate, task bundles and states."""
         best_state = previous_state.best.state if previous_state.best else None
         refs = [
@@ -460,7 +462,7 @@ class RunningJob:
             else self.method
         )
 
-    def _apply_event(self, event: events.AnyEvent, new_state: events.JobState) -> None:
+    def _apply_event(self, event: events.AnyEvent, new_state: JobState) -> None:
         for device in event.epochs if isinstance(event, events.CohortSelected) else ():
             self._workloads.pop(device, None)  # computed for the job's epochs
         self.snapshot.apply_event(event, new_state)

@@ -1,33 +1,21 @@
-"""Decisions of a job: its next event, and the events and actions that follow from an input. Pure.
+"""Decisions of a job: its next event. Pure.
 
 `decide_event` returns the next event from the state, the time and the online devices. The eligibility of devices is
 recorded before a selection (`EligibilityRecorded`). So the selection depends on the log alone, and the log explains why
 a device was not selected.
-
-`decide_response` maps one input to events and actions. Events are written to the log before any action is taken. An
-accepted update is the result of three inputs:
-
-    `UpdateAnnounced`  a device has announced the update: its blobs are fetched
-    `UpdateReceived`   the blobs are complete: the update is validated
-    `UpdateValidated`  the update is accepted or rejected, and acknowledged
-
-An update that must not count (of another device, a closed round or an ended job) is rejected at once. After a crash,
-the server sends all open tasks again.
 """
 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 from collections.abc import Set as AbstractSet
-from typing import Literal, TypeAlias
 
-import msgspec
-from msgspec import field
 from msgspec.structs import replace
 
 from fedquilt.coordinator.device_columns import ELIGIBLE, CostColumn, DeviceSet, LabelColumn
-from fedquilt.coordinator.rounds import deadline, events, failed_rounds
+from fedquilt.coordinator.rounds import deadline
 from fedquilt.coordinator.rounds.deadline import DeviceWorkload, MemoryShortage
 from fedquilt.coordinator.rounds.events import (
     AnyEvent,
@@ -36,14 +24,18 @@ from fedquilt.coordinator.rounds.events import (
     DeadlineExtended,
     EligibilityRecorded,
     JobEnded,
-    JobState,
     RoundClosed,
     RoundRetried,
-    UpdateRejected,
 )
-from fedquilt.coordinator.rounds.selection import DECLINE_REASONS, DISK_FULL, LastingDecline, select_cohort
-from fedquilt.core import Update
-from fedquilt.wire import Claim
+from fedquilt.coordinator.rounds.job_state import JobState, describe_unmetered_tasks
+from fedquilt.coordinator.rounds.selection import (
+    DECLINE_REASONS,
+    DISK_FULL,
+    UPDATE,
+    LastingDecline,
+    format_by_reason,
+    select_cohort,
+)
 
 MIN_REMAINING_SHARE = 0.1  # least share of the deadline that remains of an attempt after the first restart
 UNKNOWN_ELAPSED_SHARE = 0.01  # share of the deadline that a restart costs if the wall clock was set
@@ -262,7 +254,7 @@ def _decide_selection_or_end(
         if state.is_work_done and (
             state.is_final_evaluation_done or not constants.check_every or constants.check_beside
         ):
-            return JobEnded("done", events.describe_unmetered_tasks(constants.stop, state.usage) or "")
+            return JobEnded("done", describe_unmetered_tasks(constants.stop, state.usage) or "")
         if state.reached_limit is not None:
             return JobEnded("done", state.reached_limit)
     if len(online_devices) < minimum_devices_to_start(state):
@@ -296,15 +288,7 @@ def _select_devices(state: JobState, free_devices: DeviceSet, max_devices: float
             replace(state, silent_devices=()), free_devices - silent_devices, max_count
         )
         return tuple(sorted((*responsive_devices, *silent_devices[: max(max_count - len(responsive_devices), 0)])))
-    return select_cohort(
-        state.constants.seed,
-        state.round,
-        free_devices,
-        max_count,
-        costs=state.costs,
-        last_selected_rounds=state.last_selected_rounds,
-        turns=state.constants.cohort.turns,
-    )
+    return select_cohort(state.draw, free_devices, max_count)
 
 
 def _positive_work_amounts(workloads: Mapping[str, DeviceWorkload]) -> dict[str, float]:
@@ -365,7 +349,7 @@ def _decide_open_round(
         if _is_quorum_impossible(
             state, failures, {*online_devices, *disconnected_devices}, quorum(state, wanted_updates)
         ):
-            return failed_rounds.quorum_failure_event(state, quorum(state, wanted_updates), failures)
+            return _quorum_failure_event(state, quorum(state, wanted_updates), failures)
         failures = {device: decline for device, decline in failures.items() if decline.code != DISK_FULL}
         if (
             len({*online_devices, *state.accepted_updates, *failures}) < minimum_updates(state)
@@ -374,7 +358,7 @@ def _decide_open_round(
         ):
             return RoundRetried(state.round, state.attempt)  # an offline fleet costs no attempt
         if state.attempt + 1 >= cohort_settings.attempts:
-            return failed_rounds.quorum_failure_event(state, quorum(state, wanted_updates), failures)
+            return _quorum_failure_event(state, quorum(state, wanted_updates), failures)
         return RoundRetried(state.round, state.attempt + 1)
     if new_devices:
         return CohortSelected(
@@ -425,249 +409,63 @@ def _is_quorum_impossible(
     return len(possible_devices) < quorum <= len(possible_devices | failures.keys())
 
 
-REMOVED = "removed from the fleet by request"
-FLOODED = "sent more than can be answered: it is set aside, and nothing of it is read for a while"
-UNFINISHED = ("queued", "running", "stopping", "stopped", "damaged")
+def _quorum_failure_event(state: JobState, quorum: int, recurring_failures: Mapping[str, LastingDecline]) -> JobEnded:
+    round_declines = {
+        device: decline for device, decline in state.lasting_declines.items() if decline.round == state.round
+    }
+    declines = {
+        device: (decline.code, decline.reason) for device, decline in {**recurring_failures, **round_declines}.items()
+    }
+    selected_devices = {
+        *state.selected_s,
+        *state.accepted_updates,
+        *state.decline_reasons,
+        *declines,
+    } - state.devices_without_work
+    if declines and len(declines) + len(state.accepted_updates) >= len(selected_devices):
+        codes = [code for code, _ in Counter(code for code, _ in declines.values()).most_common()]
+        causes = "; ".join(_summarise_refusals(state.round, code, declines, len(selected_devices)) for code in codes)
+        return JobEnded("failed", f"{causes}.\nFix: {DECLINE_REASONS[codes[0]].fix}.", codes[0])
+    other_declines = {
+        device: ("", reason) for device, reason in state.decline_reasons.items() if device not in declines
+    }
+    return JobEnded("failed", _describe_failed_round(state, quorum, declines | other_declines))
 
 
-class DeviceChange(msgspec.Struct, frozen=True):
-    """Change of a device's status, after which the device may lack its task."""
-
-    device: str
-    kind: Literal["online", "silent", "returned", "removed", "flooding"]
-
-
-class ClaimReceived(msgspec.Struct, frozen=True):
-    device: str
-    claim: Claim
-    workload: DeviceWorkload = field(default_factory=DeviceWorkload)  # cost of the task, for a device that declines
-    agent_start_key: str = ""  # `DeviceRegistry.agent_start_key`
-
-
-class UpdateAnnounced(msgspec.Struct, frozen=True):
-    """Announcement of an update by a device. `status` is that of the update's job in the store, or "" if unknown."""
-
-    device: str
-    update: Update
-    status: str = "running"
-    is_counted: bool = False  # whether the log of an inactive job contains the update
-    manifest_problem: str = ""  # why the manifest does not fit the round, or ""
-
-
-class UpdateReceived(msgspec.Struct, frozen=True):
-    """End of the transfer of an update's blobs, with an error if a blob could not be fetched."""
-
-    device: str
-    error: str | None = None
-
-
-class UpdateValidated(msgspec.Struct, frozen=True):
-    """Result of validating an update. `valid_part` is the valid part, or None if rejected for `reason`."""
-
-    device: str
-    update: Update
-    valid_part: Update | None
-    reason: str = ""
-    workload: DeviceWorkload = field(default_factory=DeviceWorkload)
-    implausible_claims: str = ""  # sentence on claims removed from `valid_part`, or ""
-
-
-Input: TypeAlias = DeviceChange | ClaimReceived | UpdateAnnounced | UpdateReceived | UpdateValidated
-
-
-class SendTask(msgspec.Struct, frozen=True):
-    device: str
-
-
-class CancelTask(msgspec.Struct, frozen=True):
-    device: str
-
-
-class SlowResends(msgspec.Struct, frozen=True):
-    device: str
-
-
-class FetchUpdate(msgspec.Struct, frozen=True):
-    device: str
-    update: Update
-
-
-class ValidateUpdate(msgspec.Struct, frozen=True):
-    device: str
-    update: Update
-
-
-class AckUpdate(msgspec.Struct, frozen=True):
-    device: str
-    update: Update
-    accepted: bool
-    reason: str = ""
-
-
-class DiscardUpdate(msgspec.Struct, frozen=True):
-    update: Update
-
-
-class RenewTask(msgspec.Struct, frozen=True):
-    """Action that resends a task with an epoch above that under which the device completed the round."""
-
-    device: str
-    epoch: int
-
-
-Action: TypeAlias = (
-    SendTask | CancelTask | SlowResends | FetchUpdate | ValidateUpdate | AckUpdate | DiscardUpdate | RenewTask
-)
-ArrivingUpdate: TypeAlias = Update | None  # update of the input's device whose blobs are being fetched
-
-
-class Decision(msgspec.Struct, frozen=True):
-    """Events to log and actions to take, in this order. `arriving_update` is the update being fetched afterwards."""
-
-    arriving_update: ArrivingUpdate
-    events: tuple[AnyEvent, ...] = ()
-    actions: tuple[Action, ...] = ()
-
-
-def decide_response(
-    job: str, state: JobState | None, arriving_update: ArrivingUpdate, input: Input, now_s: float
-) -> Decision:
-    """Decide which events to log and which actions to take after an input.
-
-    Args:
-        job: Id of the active job, or "" if no job is active.
-        state: State of the active job, or None if no job is active.
-        arriving_update: Update that is being fetched from the device, or None.
-        input: Message of a device, or the result of an earlier action.
-        now_s: Time of the coordinator's clock in seconds.
-    """
-    match input:  # the most frequent first
-        case UpdateValidated():
-            return _decide_on_validation(state, arriving_update, input, now_s)
-        case UpdateAnnounced():
-            return _decide_on_announcement(job, state, arriving_update, input)
-        case ClaimReceived():
-            return _decide_on_claim(job, state, arriving_update, input)
-        case UpdateReceived(device, error):
-            if arriving_update is None:
-                return Decision(None)
-            if error is None:
-                return Decision(arriving_update, (), (ValidateUpdate(device, arriving_update),))
-            return Decision(None)  # the device announces the update again
-        case DeviceChange(device, "flooding"):
-            return _exclude_device(state, arriving_update, device, "flooding", FLOODED)
-        case DeviceChange(device, "removed"):
-            return _exclude_device(state, arriving_update, device, "removed", REMOVED)
-        case DeviceChange(device):
-            is_open = state is not None and state.phase == "open"  # a message before may have stopped the job
-            return Decision(
-                arriving_update, (), (SendTask(device),) if is_open and _is_update_expected(state, device) else ()
-            )
-
-
-def _exclude_device(
-    state: JobState | None, arriving_update: ArrivingUpdate, device: str, code: str, reason: str
-) -> Decision:
-    if state is None or not _is_update_expected(state, device):
-        return Decision(arriving_update)
-    return Decision(None, (UpdateRejected(state.round, device, reason, code),), (CancelTask(device),))
-
-
-def _decide_on_claim(
-    job: str, state: JobState | None, arriving_update: ArrivingUpdate, input: ClaimReceived
-) -> Decision:
-    device, claim = input.device, input.claim
-    if state is None or not _is_update_expected(state, device):
-        return Decision(arriving_update, (), (CancelTask(device),))  # an old task retained by the broker
-    if claim.job != job or claim.round != state.round:
-        return Decision(arriving_update)
-    if claim.code == "counted":
-        return Decision(arriving_update, (), (RenewTask(device, claim.epoch),))
-    if claim.accepted:
-        return Decision(arriving_update, (), (SlowResends(device),))
-    if claim.code == "cleared":  # another client has deleted the retained task
-        return Decision(arriving_update, (), (SendTask(device),))
-    if claim.attempt != state.attempt:
-        return Decision(arriving_update)
-    decline_event = state.decline_event(device, claim.code, claim.reason, input.workload, input.agent_start_key)
-    return Decision(None, (decline_event,), (CancelTask(device),))
-
-
-def _decide_on_announcement(
-    job: str, state: JobState | None, arriving_update: ArrivingUpdate, input: UpdateAnnounced
-) -> Decision:
-    device, update = input.device, input.update
-    if update.device != device:
-        return _reject_unexpected_update(state, arriving_update, input, f"it names another device, {update.device}")
-    if state is None or update.job != job:
-        if input.is_counted:  # the acknowledgement was lost
-            return Decision(arriving_update, (), (AckUpdate(device, update, True),))
-        if input.status in UNFINISHED:
-            return Decision(arriving_update)  # the device announces the update again when the job continues
-        return _reject_unexpected_update(state, arriving_update, input, f"no job {update.job} is under way here")
-    if update.round in state.history.get(device, ()) or (
-        device in state.accepted_updates and update.round == state.round
-    ):
-        return Decision(arriving_update, (), (AckUpdate(device, update, True),))
-    if update.round == state.round and state.phase == "selecting":  # this log is an older copy
-        return Decision(arriving_update)  # the device announces the update again after its selection
-    if update.round != state.round or not _is_update_expected(state, device):
-        return _reject_unexpected_update(
-            state, arriving_update, input, f"round {update.round + 1} is closed or did not ask for this"
-        )
-    if state.state is not None and update.state != state.state.sha256:
-        reason = f"it was computed from the state {update.state[:12] or '(none)'}, and this round began with another"
-        return _reject_unexpected_update(state, arriving_update, input, reason)
-    if (site := state.sites_by_device.get(device)) is not None:
-        return _reject_update(device, update, _duplicate_device_text(device, site))
-    if input.manifest_problem:
-        return _reject_update(device, update, input.manifest_problem)
-    transfer_action = FetchUpdate(device, update) if update.bundles else ValidateUpdate(device, update)
-    return Decision(update, (), (SlowResends(device), transfer_action))
-
-
-def _decide_on_validation(
-    state: JobState | None, arriving_update: ArrivingUpdate, input: UpdateValidated, now_s: float
-) -> Decision:
-    device, update = input.device, input.update
-    if state is None or arriving_update != update:
-        return Decision(arriving_update)
-    if input.valid_part is None:
-        return _reject_update(device, update, input.reason)
-    for board in input.valid_part.site_devices:
-        if board in state.accepted_updates or board in state.sites_by_device:
-            return _reject_update(
-                device, update, f"{device}: {_duplicate_device_text(board, state.sites_by_device.get(board, 'itself'))}"
-            )
-        if board in state.last_selected_rounds:
-            return _reject_update(
-                device, update, f"{device}: {board} is a device of this coordinator, and speaks for itself"
-            )
-    event = state.acceptance_event(input.valid_part, now_s, input.workload)
-    superseded = () if input.valid_part == update else (DiscardUpdate(update),)
-    actions = (AckUpdate(device, update, True), CancelTask(device), *superseded)
-    return Decision(None, (event,), actions)
-
-
-def _reject_update(device: str, update: Update, reason: str) -> Decision:
-    actions = (AckUpdate(device, update, False, reason), CancelTask(device), DiscardUpdate(update))
-    return Decision(None, (UpdateRejected(update.round, device, reason),), actions)
-
-
-def _duplicate_device_text(board: str, submitter: str) -> str:
-    return (
-        f"{board} counts in this round already, by {submitter}: a board belongs to one coordinator, and its "
-        f"name to one board"
+def _summarise_refusals(round: int, code: str, declines: Mapping[str, tuple[str, str]], selected_count: int) -> str:
+    reasons = [reason for _, (decline_code, reason) in sorted(declines.items()) if decline_code == code]
+    reason, count = Counter(reasons).most_common(1)[0]
+    example = (
+        "" if count == len(reasons) else f"{min(d for d, decline in declines.items() if decline == (code, reason))}: "
+    )
+    devices = f"{len(reasons)} of {selected_count} {'device' if selected_count == 1 else 'devices'}"
+    return f"{DECLINE_REASONS[code].cause} in round {round + 1} on {devices}" + (
+        f" ({example}{reason})" if reason else ""
     )
 
 
-def _reject_unexpected_update(
-    state: JobState | None, arriving_update: ArrivingUpdate, input: UpdateAnnounced, reason: str
-) -> Decision:
-    ack = AckUpdate(input.device, input.update, False, reason)
-    cancellation = () if _is_update_expected(state, input.device) else (CancelTask(input.device),)
-    return Decision(arriving_update, (), (ack, *cancellation))
-
-
-def _is_update_expected(state: JobState | None, device: str) -> bool:
-    return state is not None and device in state.pending_devices
+def _describe_failed_round(state: JobState, quorum: int, reasons: Mapping[str, tuple[str, str]]) -> str:
+    selected_devices = state.selected_s.keys() | state.accepted_updates.keys() | reasons.keys()
+    rejected = {device for device, (code, _) in reasons.items() if code == UPDATE} | (
+        state.decline_reasons.keys() & state.cohort
+    )
+    declined = reasons.keys() - rejected - state.devices_without_work
+    silent = sorted(selected_devices - state.accepted_updates.keys() - reasons.keys())
+    counts = [
+        f"{len(state.accepted_updates)} answered",
+        *([f"{len(declined)} declined"] if declined else []),
+        *([f"{len(rejected)} sent what was rejected"] if rejected else []),
+        *([f"{len(state.devices_without_work)} had nothing to do"] if state.devices_without_work else []),
+        *([f"{len(silent)} stayed silent"] if silent else []),
+    ]
+    refused = format_by_reason({device: reason for device, (_, reason) in reasons.items()})
+    return (
+        f"round {state.round + 1} asked {len(selected_devices)} "
+        f"{'device' if len(selected_devices) == 1 else 'devices'} in {state.attempt + 1} "
+        f"{'attempt' if not state.attempt else 'attempts'}: {', '.join(counts)}, and {quorum} "
+        f"{'update is' if quorum == 1 else 'updates are'} needed"
+        + (f"; refused: {refused}" if refused else "")
+        + (f"; silent: {', '.join(silent[:5])}" if silent else "")
+        + ".\nFix: see to these devices and `fedquilt resume` the run (a simulated fleet: the same command again), or "
+        "run the job anew with another [cohort] size, quorum or deadline_s."
+    )

@@ -209,46 +209,70 @@ class LastingDecline(msgspec.Struct, frozen=True):
         return is_memory_decline and self.shortage is not None and self.shortage.is_at_most(shortage)
 
 
+def format_by_reason(reasons_by_device: Mapping[str, str], max_shown: int = 5) -> str:
+    """Return up to `max_shown` reasons as text, each after its devices: "a, b and 6 more: too big"."""
+    devices: dict[str, list[str]] = {}
+    for device, reason in sorted(reasons_by_device.items()):
+        devices.setdefault(reason, []).append(device)
+    suffixes = {
+        reason: f" and {len(names) - max_shown} more" for reason, names in devices.items() if len(names) > max_shown
+    }
+    shown_reasons = list(devices.items())[:max_shown]
+    parts = [f"{', '.join(names[:max_shown])}{suffixes.get(reason, '')}: {reason}" for reason, names in shown_reasons]
+    hidden_count = len(devices) - max_shown
+    return "; ".join([*parts, *([f"{hidden_count} more reason{'s' * (hidden_count > 1)}"] if hidden_count > 0 else [])])
+
+
 _SHIFTS: Final = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB), (31, 1))  # shifts and factors of SplitMix64
 _KEY_TOLERANCE: Final = 1e-9  # relative difference of a vectorised key from the exact one, at most
 
 
-def select_cohort(
-    seed: int,
-    round: int,
-    eligible: Collection[str],
-    count: int,
-    *,
-    costs: Mapping[str, float] = {},
-    last_selected_rounds: Mapping[str, int] = {},
-    turns: float = math.inf,
-) -> tuple[str, ...]:
+class CohortDraw(NamedTuple):
+    """Parameters of a round's selection.
+
+    Attributes:
+        seed: Seed of the job.
+        round: Number of the round.
+        costs: Joules per operation of each device, or empty to ignore energy. Missing values count as the median.
+        last_selected_rounds: Round in which a device was last selected, or first eligible. Missing values count as 0.
+        turns: Limit on a wait, in turns. Devices that were not selected for so long precede all others.
+    """
+
+    seed: int
+    round: int
+    costs: Mapping[str, float] = {}
+    last_selected_rounds: Mapping[str, int] = {}
+    turns: float = math.inf
+
+
+def select_cohort(draw: CohortDraw, eligible: Collection[str], count: int) -> tuple[str, ...]:
     """Select up to `count` of the eligible devices, sorted by id.
 
-    Arguments are as for `rank_devices`, whose first devices are selected. Vectorised operations exclude most others.
+    The first devices of `rank_devices` are selected. Vectorised operations exclude most others.
     """
     import numpy as np
 
     pool = DeviceSet.from_devices(eligible)
     if not 0 < count < len(pool):
         return tuple(sorted(pool)) if count > 0 else ()
-    rows, wait_limit = np.flatnonzero(pool.mask), turns * len(pool) / count
+    rows, wait_limit = np.flatnonzero(pool.mask), draw.turns * len(pool) / count
     overdue_rows, median = rows[:0], 1.0
-    if costs:
-        cost_array = CostColumn.from_values(costs).to_array(len(pool.mask))
+    if draw.costs:
+        cost_array = CostColumn.from_values(draw.costs).to_array(len(pool.mask))
         median = float(np.median(known_costs)) if len(known_costs := cost_array[rows][cost_array[rows] >= 0]) else 1.0
-    if wait_limit <= round:
-        waits = round - np.maximum(RoundColumn.from_values(last_selected_rounds).to_array(len(pool.mask))[rows], 0)
+    if wait_limit <= draw.round:
+        rounds = RoundColumn.from_values(draw.last_selected_rounds).to_array(len(pool.mask))[rows]
+        waits = draw.round - np.maximum(rounds, 0)
         waits = np.where(waits >= wait_limit, waits, 0)
         limit_wait = np.partition(waits, -count)[-count]
         overdue_rows, rows = rows[waits > limit_wait], rows[waits == limit_wait]
     numbers, remaining = name_hashes(rows), count - len(overdue_rows)
-    numbers ^= np.uint64(derive_seed("cohort", seed, round))
+    numbers ^= np.uint64(derive_seed("cohort", draw.seed, draw.round))
     for shift, factor in _SHIFTS:
         numbers ^= numbers >> np.uint64(shift)
         numbers *= np.uint64(factor)
     numbers >>= np.uint64(11)
-    if costs:
+    if draw.costs:
         keys = -np.log1p(-numbers.astype(float) / 2**53) * np.where(cost_array[rows] >= 0, cost_array[rows], median)
     else:  # a limit slightly above the expected quantile avoids a partition of all numbers
         is_candidate = numbers < 2**53 * (2 * remaining + 20) // len(rows)
@@ -256,48 +280,29 @@ def select_cohort(
             rows, numbers = rows[is_candidate], numbers[is_candidate]
         keys = numbers.astype(float)
     candidates = rows[keys <= np.partition(keys, remaining - 1)[remaining - 1] * (1 + _KEY_TOLERANCE)]
-    drawn_devices = sorted(device_names(candidates.tolist()), key=_create_key(seed, round, costs, median))
+    drawn_devices = sorted(device_names(candidates.tolist()), key=_create_key(draw, median))
     return tuple(sorted([*device_names(overdue_rows.tolist()), *drawn_devices[:remaining]]))
 
 
-def rank_devices(
-    seed: int,
-    round: int,
-    eligible: Collection[str],
-    count: int,
-    *,
-    costs: Mapping[str, float] = {},
-    last_selected_rounds: Mapping[str, int] = {},
-    turns: float = math.inf,
-) -> list[str]:
-    """Return the eligible devices in the order of selection.
-
-    Args:
-        seed: Seed of the job.
-        round: Number of the round.
-        eligible: Devices to rank.
-        count: Size of the cohort.
-        costs: Joules per operation of each device, or empty to ignore energy. Missing values count as the median.
-        last_selected_rounds: Round in which a device was last selected, or first eligible. Missing values count as 0.
-        turns: Limit on a wait, in turns. Devices that were not selected for so long precede all others.
-    """
-    wait_limit = turns * len(eligible) / count if count > 0 else math.inf
-    waits = {device: round - last_selected_rounds.get(device, 0) for device in eligible}
-    median = statistics.median([costs[device] for device in eligible if device in costs] or [1.0])
-    key = _create_key(seed, round, costs, median)
+def rank_devices(draw: CohortDraw, eligible: Collection[str], count: int) -> list[str]:
+    """Return the eligible devices in the order of selection into a cohort of `count` devices."""
+    wait_limit = draw.turns * len(eligible) / count if count > 0 else math.inf
+    waits = {device: draw.round - draw.last_selected_rounds.get(device, 0) for device in eligible}
+    median = statistics.median([draw.costs[device] for device in eligible if device in draw.costs] or [1.0])
+    key = _create_key(draw, median)
     return sorted(eligible, key=lambda device: (-waits[device] if waits[device] >= wait_limit else 0, *key(device)))
 
 
-def _create_key(seed: int, round: int, costs: Mapping[str, float], median: float) -> Callable[[str], tuple[float, str]]:
-    salt = derive_seed("cohort", seed, round)
+def _create_key(draw: CohortDraw, median: float) -> Callable[[str], tuple[float, str]]:
+    salt = derive_seed("cohort", draw.seed, draw.round)
 
     def key(device: str) -> tuple[float, str]:
         number = hash_name(device) ^ salt
         for shift, factor in _SHIFTS:
             number = (number ^ (number >> shift)) * factor % 2**64
-        if not costs:  # the numbers have the order of exponential keys of equal costs
+        if not draw.costs:  # the numbers have the order of exponential keys of equal costs
             return number >> 11, device
-        return -math.log1p(-(number >> 11) / 2**53) * costs.get(device, median), device
+        return -math.log1p(-(number >> 11) / 2**53) * draw.costs.get(device, median), device
 
     return key
 

@@ -19,7 +19,8 @@ from msgspec.structs import replace
 
 from fedquilt import __version__
 from fedquilt.coordinator.device_columns import DeviceColumn, DeviceWeights, RoundBitmap
-from fedquilt.coordinator.rounds.events import ENDED_PHASES, AnyEvent, JobConstants, JobState, UpdateAccepted
+from fedquilt.coordinator.rounds.events import ENDED_PHASES, AnyEvent, UpdateAccepted
+from fedquilt.coordinator.rounds.job_state import JobConstants, JobState
 from fedquilt.coordinator.storage.rows import DamagedRunError, IndexedLog, checksum, database_errors, has_event
 from fedquilt.core import DECODE_ERRORS, StoreError, Update
 from fedquilt.host.logs import log_ids

@@ -26,7 +26,8 @@ from fedquilt import compression
 from fedquilt.arrays import exact_sums, tensors
 from fedquilt.arrays.disk_arrays import ScratchFile
 from fedquilt.blobs.store import BlobStore
-from fedquilt.coordinator.rounds.events import JobState, UpdatesAggregated
+from fedquilt.coordinator.rounds.events import UpdatesAggregated
+from fedquilt.coordinator.rounds.job_state import JobState
 from fedquilt.coordinator.settings import JobSettings
 from fedquilt.coordinator.updates import job_blobs, sites, validation
 from fedquilt.coordinator.updates.job_blobs import WHOLE_BYTES

@@ -17,7 +17,8 @@ from fedquilt.arrays import disk_arrays, exact_sums, tensors
 from fedquilt.arrays.disk_arrays import ScratchFile
 from fedquilt.blobs.chunks import DamagedBlobError
 from fedquilt.blobs.store import BlobStore
-from fedquilt.coordinator.rounds.events import JobState, RoundCommitted, UpdatesAggregated
+from fedquilt.coordinator.rounds.events import RoundCommitted, UpdatesAggregated
+from fedquilt.coordinator.rounds.job_state import JobState
 from fedquilt.coordinator.settings import JobSettings, create_initial_state
 from fedquilt.core import (
     BlobRef,

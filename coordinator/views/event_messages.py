@@ -8,7 +8,8 @@ from typing import Any, Final
 
 from fedquilt import metrics
 from fedquilt.console import table, units
-from fedquilt.coordinator.rounds import events, failed_rounds, selection
+from fedquilt.coordinator.rounds import events, selection
+from fedquilt.coordinator.rounds.job_state import JobState
 from fedquilt.coordinator.storage.rows import UnreadableRow
 from fedquilt.coordinator.storage.store import UNAPPROVED, Store, StoredJob
 from fedquilt.coordinator.views import run_summary, scores, wait_reasons
@@ -30,7 +31,7 @@ HIDDEN_METRICS: Final = ("macro_precision", "macro_recall", "micro_precision", "
 """Metrics that a line does not show."""
 
 
-def format_status(summary: RunSummary, state: events.JobState) -> list[str]:
+def format_status(summary: RunSummary, state: JobState) -> list[str]:
     round_text = f"round {state.completed_rounds + 1} of {state.constants.rounds}"
     if state.is_work_done:
         round_text = FINAL_STATISTICS if state.is_evaluation_round else FINAL_EVALUATION
@@ -38,13 +39,11 @@ def format_status(summary: RunSummary, state: events.JobState) -> list[str]:
     energy_parts = [f"{run_summary.format_joules(usage.joules)}{summary.total.energy_word}"] if usage.metered else []
     devices = [f"{len(state.accepted_updates)} of {cohort} devices answered" if cohort else "no device selected yet"]
     devices += [f"{len(state.pending_devices)} at work"] if state.pending_devices else []
-    devices += (
-        [f"declined: {failed_rounds.format_by_reason(state.decline_reasons, 3)}"] if state.decline_reasons else []
-    )
+    devices += [f"declined: {selection.format_by_reason(state.decline_reasons, 3)}"] if state.decline_reasons else []
     return [round_text, ", ".join([*energy_parts, f"{units.format_bytes(usage.bytes)} so far"]), ", ".join(devices)]
 
 
-def is_evaluation_due(state: events.JobState) -> bool:
+def is_evaluation_due(state: JobState) -> bool:
     """Return whether devices must evaluate the present state: at every `check_every` rounds and at the end."""
     interval = 0 if state.constants.check_beside else state.constants.check_every
     return bool(interval) and (state.is_work_done or state.completed_rounds % interval == 0)
@@ -179,7 +178,7 @@ def format_end(status: str, reason: str) -> list[str]:
     return f"{prefix}: {reason}".splitlines() if reason else [prefix]
 
 
-def _describe_retry(event: events.RoundRetried, previous_summary: events.JobState) -> str:
+def _describe_retry(event: events.RoundRetried, previous_summary: JobState) -> str:
     silent_devices = sorted(previous_summary.pending_devices)
     declining_devices = previous_summary.decline_reasons.keys() - previous_summary.devices_without_work
     parts = [

@@ -10,6 +10,7 @@ from typing import Final
 from fedquilt.coordinator import device_columns, settings
 from fedquilt.coordinator.fleet.device_status import CurrentTask
 from fedquilt.coordinator.rounds import events, selection
+from fedquilt.coordinator.rounds.job_state import JobConstants, JobState
 from fedquilt.coordinator.settings import JobSettings
 from fedquilt.coordinator.storage.store import Store
 from fedquilt.coordinator.views import event_messages, wait_reasons
@@ -31,7 +32,7 @@ class DeviceOutcome:
 def load_outcomes(store: Store, run: str) -> RoundOutcomes:
     """Return the outcomes of a run, found by its id or its job's name."""
     row = store.find_job(run)
-    outcomes = RoundOutcomes(events.JobConstants.from_job(row.job))
+    outcomes = RoundOutcomes(JobConstants.from_job(row.job))
     for _, time_s, event in store.read_events(row.id):
         outcomes.apply_event(event, time_s)
     if store.current_status(row) == "running":
@@ -86,9 +87,7 @@ def _mark_queued_uploads(
             found[task.round][device] = DeviceOutcome("asked", text)
 
 
-def outcomes_by_round(
-    facts: Iterable[events.AnyEvent], plan: events.JobConstants
-) -> dict[int, dict[str, DeviceOutcome]]:
+def outcomes_by_round(facts: Iterable[events.AnyEvent], plan: JobConstants) -> dict[int, dict[str, DeviceOutcome]]:
     outcomes = RoundOutcomes(plan)
     for event in facts:
         outcomes.apply_event(event)
@@ -98,8 +97,8 @@ def outcomes_by_round(
 class RoundOutcomes:
     """Outcomes of a run's devices, updated event by event."""
 
-    def __init__(self, plan: events.JobConstants) -> None:
-        self.summary = RunSummary(events.JobState(plan))  # after the last event
+    def __init__(self, plan: JobConstants) -> None:
+        self.summary = RunSummary(JobState(plan))  # after the last event
         # The result of `outcomes_by_round`. A caller that follows a run may delete earlier rounds.
         self.by_round = dict[int, dict[str, DeviceOutcome]]()
 
@@ -179,21 +178,12 @@ def _set_outcomes(
             round_outcomes[device] = outcome
 
 
-def _selection_outcomes(state: events.JobState, event: events.CohortSelected) -> Mapping[str, DeviceOutcome]:
+def _selection_outcomes(state: JobState, event: events.CohortSelected) -> Mapping[str, DeviceOutcome]:
     answered_devices = {*state.pending_devices, *state.accepted_updates, *state.decline_reasons}
     available_devices = state.eligible - answered_devices
     cohort_size = len(event.devices)
     silent_devices = [device for device in state.silent_devices if device in available_devices]
-    responsive_devices = available_devices.difference(silent_devices)
-    ranking = selection.rank_devices(
-        state.constants.seed,
-        event.round,
-        responsive_devices,
-        cohort_size,
-        costs=state.costs,
-        last_selected_rounds=state.last_selected_rounds,
-        turns=state.constants.cohort.turns,
-    )
+    ranking = selection.rank_devices(state.draw, available_devices.difference(silent_devices), cohort_size)
     full_ranking = [*ranking, *silent_devices]
     outcomes = {
         device: DeviceOutcome(selection.reason_key(code), selection.reason_text(code))

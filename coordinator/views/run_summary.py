@@ -21,6 +21,7 @@ from msgspec.structs import replace
 from fedquilt import metrics
 from fedquilt.console import units
 from fedquilt.coordinator.rounds import events
+from fedquilt.coordinator.rounds.job_state import JobConstants, JobState, apply_event
 from fedquilt.coordinator.settings import JobSettings
 from fedquilt.core import EvaluationSums, Update
 
@@ -230,7 +231,7 @@ class RunSummary(msgspec.Struct, frozen=True):
     `round_costs` and `device_costs`.
     """
 
-    state: events.JobState
+    state: JobState
     total: CostLedger = CostLedger()
     running: RoundSummary = RoundSummary()
     earlier_rounds: Mapping[int, RoundSummary] = {}
@@ -245,12 +246,10 @@ class RunSummary(msgspec.Struct, frozen=True):
 
     @staticmethod
     def from_job(job: JobSettings) -> RunSummary:
-        return RunSummary(events.JobState(events.JobConstants.from_job(job)))
+        return RunSummary(JobState(JobConstants.from_job(job)))
 
-    def with_event(
-        self, event: events.AnyEvent, time_s: float = 0.0, state: events.JobState | None = None
-    ) -> RunSummary:
-        state = events.apply_event(self.state, event, time_s) if state is None else state
+    def with_event(self, event: events.AnyEvent, time_s: float = 0.0, state: JobState | None = None) -> RunSummary:
+        state = apply_event(self.state, event, time_s) if state is None else state
         number = getattr(event, "round", self.running.number)
         summary = self if number == self.running.number else self._open_round(number)
         selected = summary.selected or state.pending_devices.union(state.accepted_updates)
@@ -369,7 +368,7 @@ def summarise_events(job: JobSettings, facts: Iterable[tuple[int, float, events.
     return summary
 
 
-def is_of_final_evaluation(state: events.JobState, event: events.AnyEvent) -> bool:
+def is_of_final_evaluation(state: JobState, event: events.AnyEvent) -> bool:
     """Return whether an event belongs to the evaluation after the last round.
 
     `state` is the job state after the event. A settling round before that evaluation does not belong to it.

@@ -25,8 +25,9 @@ from fedquilt.coordinator.delivery.monitoring_executor import DeviceStatusTracke
 from fedquilt.coordinator.fleet.device_status import DeviceStatus
 from fedquilt.coordinator.jobs.job import RunningJob
 from fedquilt.coordinator.metrics_exporter import CoordinatorMetrics
-from fedquilt.coordinator.rounds import events, failed_rounds, selection
+from fedquilt.coordinator.rounds import events, selection
 from fedquilt.coordinator.rounds import rollout as rounds_rollout
+from fedquilt.coordinator.rounds.job_state import EndedJob, JobConstants, JobState, JobView, apply_event
 from fedquilt.coordinator.rounds.rollout import Rollout
 from fedquilt.coordinator.server import Server
 from fedquilt.coordinator.settings import CoordinatorLimits
@@ -106,7 +107,7 @@ class ConnectionReporter:
 
 @dataclass
 class _WatchedRun:
-    job: events.JobView
+    job: JobView
     summary: RunSummary
     waiting: WaitReporter = field(default_factory=WaitReporter)
     wait: wait_reasons.WaitReason | None = None
@@ -141,7 +142,7 @@ class Console:
         self._shown_run: str | None = None  # run whose block is displayed
         self._declines = defaultdict[tuple[str, int], dict[str, str]](dict)  # (run, round) -> device -> reason
 
-    def observe(self, job: events.JobView, event: events.AnyEvent) -> None:
+    def observe(self, job: JobView, event: events.AnyEvent) -> None:
         """Print an event or, unless verbose, update the status line and collect declines to print together."""
         run = self._watch_run(job)
         previous_summary, run.summary = run.summary, run.summary.with_event(event, state=job.job_state)
@@ -188,9 +189,9 @@ class Console:
         ):
             self.report(f"{rollout.id}: {rollout_view.format_event(rollout, event)}")
 
-    def _watch_run(self, job: events.JobView) -> _WatchedRun:
+    def _watch_run(self, job: JobView) -> _WatchedRun:
         if job.id not in self._runs:
-            self._runs[job.id] = _WatchedRun(job, RunSummary(events.JobState(job.job_state.constants)))
+            self._runs[job.id] = _WatchedRun(job, RunSummary(JobState(job.job_state.constants)))
         self._runs[job.id].job = job
         return self._runs[job.id]
 
@@ -205,7 +206,7 @@ class Console:
 
     def _print_declines(self) -> None:
         for (run, round), reasons in self._declines.items():
-            self._report_for(run, f"round {round + 1}: {failed_rounds.format_by_reason(reasons)}")
+            self._report_for(run, f"round {round + 1}: {selection.format_by_reason(reasons)}")
         self._declines.clear()
 
     def _report_for(self, run: str, first_line: str, *other_lines: str) -> None:
@@ -260,7 +261,7 @@ class Console:
 
     def report_wait(
         self,
-        job: events.JobView,
+        job: JobView,
         wait: wait_reasons.WaitReason | None,
         now_s: float,
         find_fix: Callable[[], str | None] = lambda: None,
@@ -305,7 +306,7 @@ class Console:
 
 
 class ParentCoordinator(Protocol):
-    def observe(self, job: events.JobView, event: events.AnyEvent) -> None: ...
+    def observe(self, job: JobView, event: events.AnyEvent) -> None: ...
 
     def make_endpoint(self, server: Server) -> links.Endpoint: ...
 
@@ -351,7 +352,7 @@ def run_coordinator(
     store.record_authentication(identity is not None)
     exporter = CoordinatorMetrics(tracker.statuses_with_readings)
 
-    def observe(job: events.JobView, event: events.AnyEvent) -> None:
+    def observe(job: JobView, event: events.AnyEvent) -> None:
         console.observe(job, event)
         if isinstance(event, events.RoundClosed) and not event.round:
             warning = round_outcomes.warn_of_weights(store, job.job, (each for _, _, each in store.read_events(job.id)))
@@ -407,7 +408,7 @@ def print_log(store: Store, id: str, *, follow: bool = False, json: bool = False
     # time at which a coordinator was last running
     row, last_served_s, is_disconnected = (store.find_job(id), -math.inf, False)
     last_number = 0
-    state = events.JobState(events.JobConstants.from_job(row.job))
+    state = JobState(JobConstants.from_job(row.job))
     time_s = row.created
     summary = RunSummary.from_job(row.job)
     console = Console(
@@ -423,12 +424,12 @@ def print_log(store: Store, id: str, *, follow: bool = False, json: bool = False
             if not status:
                 raise JobError(f"{id} has been deleted meanwhile")
             for number, time_s, event in store.read_events(id, after=last_number):
-                last_number, state = number, events.apply_event(state, event, time_s)
+                last_number, state = number, apply_event(state, event, time_s)
                 summary = summary.with_event(event, time_s, state)
                 if json:
                     print(msgspec.json.encode({"at": time_s, "fact": event}).decode())
                 else:
-                    console.observe(events.EndedJob(id, row.job, state), event)
+                    console.observe(EndedJob(id, row.job, state), event)
             sys.stdout.flush()
             is_served, now_s = store.is_served(), time.monotonic()
             last_served_s = now_s if is_served else last_served_s
@@ -448,12 +449,12 @@ def print_log(store: Store, id: str, *, follow: bool = False, json: bool = False
                 return
             if not json:
                 time_s = time.time()
-                _report_stored_wait(console, store, events.EndedJob(id, row.job, state), row, now_s)
+                _report_stored_wait(console, store, EndedJob(id, row.job, state), row, now_s)
                 console.refresh()
             time.sleep(0.5)
 
 
-def _report_stored_wait(console: Console, store: Store, job: events.JobView, row: StoredJob, now_s: float) -> None:
+def _report_stored_wait(console: Console, store: Store, job: JobView, row: StoredJob, now_s: float) -> None:
     state, suspension = job.job_state, store.suspensions.current_suspension(row.id)
     if suspension:
         return console.report_wait(job, wait_reasons.WaitReason(str(suspension), suspension, "lost"), now_s)
@@ -500,7 +501,7 @@ class JsonConsole(Console):
         super().__init__(verbose=True, run_names=True, live=False)
         log.setLevel(min(logging.INFO, logging.getLogger().level))
 
-    def observe(self, job: events.JobView, event: events.AnyEvent) -> None:
+    def observe(self, job: JobView, event: events.AnyEvent) -> None:
         update = getattr(event, "update", None)
         device = getattr(event, "device", None) or getattr(update, "device", None)
         ids = log_ids(run=job.id, round=getattr(event, "round", None), device=device, fact=type(event).__name__)

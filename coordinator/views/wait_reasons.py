@@ -15,7 +15,7 @@ from fedquilt.console import units
 from fedquilt.coordinator import run_control, settings
 from fedquilt.coordinator.fleet.device_status import DeviceStatus, TelemetrySample, TelemetryStore
 from fedquilt.coordinator.rounds import decisions, selection
-from fedquilt.coordinator.rounds.events import JobState
+from fedquilt.coordinator.rounds.job_state import JobState
 from fedquilt.coordinator.storage.store import ARMED, UNAPPROVED, Store, StoredJob
 from fedquilt.coordinator.views import devices
 from fedquilt.coordinator.views.run_summary import summarise_events

@@ -8,8 +8,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 from fedquilt.costs.cost_model import LinkCost
-from fedquilt.transport.link import Endpoint, Message
-from fedquilt.transport.topic_tree import TopicTree
+from fedquilt.transport.link import Endpoint, Message, TopicTree
 
 INSTANT_LINK = LinkCost()
 DELIVERY_DELAY_S = 0.001

@@ -8,7 +8,20 @@ import plain
 import pytest
 
 from fedquilt.coordinator.rounds.deadline import DeviceWorkload, MemoryShortage
-from fedquilt.coordinator.rounds.decisions import (
+from fedquilt.coordinator.rounds.events import (
+    AnyEvent,
+    CohortSelected,
+    JobEnded,
+    JobStarted,
+    RoundClosed,
+    RoundCommitted,
+    RoundRetried,
+    TaskDeclined,
+    UpdateAccepted,
+    UpdateRejected,
+)
+from fedquilt.coordinator.rounds.job_state import JobConstants, JobState, apply_event
+from fedquilt.coordinator.rounds.responses import (
     FLOODED,
     UNFINISHED,
     AckUpdate,
@@ -27,21 +40,6 @@ from fedquilt.coordinator.rounds.decisions import (
     UpdateValidated,
     ValidateUpdate,
     decide_response,
-)
-from fedquilt.coordinator.rounds.events import (
-    AnyEvent,
-    CohortSelected,
-    JobConstants,
-    JobEnded,
-    JobStarted,
-    JobState,
-    RoundClosed,
-    RoundCommitted,
-    RoundRetried,
-    TaskDeclined,
-    UpdateAccepted,
-    UpdateRejected,
-    apply_event,
 )
 from fedquilt.coordinator.settings import CohortSettings
 from fedquilt.core import BlobRef, Update, Usage, WorkEstimate

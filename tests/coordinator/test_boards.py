@@ -20,9 +20,9 @@ from fedquilt.coordinator.delivery.monitoring_executor import (
 )
 from fedquilt.coordinator.fleet import device_status
 from fedquilt.coordinator.fleet.device_status import CurrentTask, DeviceStatus, TelemetrySample, TelemetryStore
-from fedquilt.coordinator.rounds import decisions
-from fedquilt.coordinator.rounds.decisions import DeviceChange
+from fedquilt.coordinator.rounds import responses
 from fedquilt.coordinator.rounds.events import JobEnded, UpdateAccepted, UpdateRejected
+from fedquilt.coordinator.rounds.responses import DeviceChange
 from fedquilt.core import BlobRef, StoreError, Update, Usage
 from fedquilt.wire import Telemetry
 
@@ -393,7 +393,7 @@ def test_a_device_with_a_task_is_removed_only_by_force_and_its_round_goes_on(fle
     assert stage.known() == ["a", "b"]
     stage.said(capsys, "b", "--remove", "--force")
     stage.play()
-    assert [(fact.device, fact.reason) for fact in stage.told(UpdateRejected)] == [("b", decisions.REMOVED)]
+    assert [(fact.device, fact.reason) for fact in stage.told(UpdateRejected)] == [("b", responses.REMOVED)]
     assert b.tasks[-1] is None
     assert stage.retained("b") == []
     a.answer(constant_model())

@@ -31,16 +31,8 @@ from fedquilt.coordinator.rounds.energy_scheduling import (
     plan_least_energy,
     plan_least_time,
 )
-from fedquilt.coordinator.rounds.events import (
-    CohortSelected,
-    JobConstants,
-    JobStarted,
-    JobState,
-    RoundClosed,
-    RoundCommitted,
-    UpdateAccepted,
-    apply_event,
-)
+from fedquilt.coordinator.rounds.events import CohortSelected, JobStarted, RoundClosed, RoundCommitted, UpdateAccepted
+from fedquilt.coordinator.rounds.job_state import JobConstants, JobState, apply_event
 from fedquilt.coordinator.settings import CohortSettings
 from fedquilt.coordinator.storage.store import Store
 from fedquilt.coordinator.updates import tasks

@@ -15,8 +15,8 @@ from fedquilt.blobs.store import BlobStore
 from fedquilt.blobs.transfers import Transfers
 from fedquilt.coordinator.delivery.executor import ExecutorInput, LinkExecutor, TaskDispatcher
 from fedquilt.coordinator.jobs.job import RunningJob
-from fedquilt.coordinator.rounds.decisions import UpdateReceived
-from fedquilt.coordinator.rounds.events import JobConstants, JobState
+from fedquilt.coordinator.rounds.job_state import JobConstants, JobState
+from fedquilt.coordinator.rounds.responses import UpdateReceived
 from fedquilt.coordinator.settings import CohortSettings
 from fedquilt.core import BlobRef, Task
 from fedquilt.transport.link import LinkWrapper

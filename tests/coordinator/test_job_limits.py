@@ -21,12 +21,10 @@ from fedquilt.coordinator import settings
 from fedquilt.coordinator.jobs.job import describe_early_end
 from fedquilt.coordinator.jobs.retention import GarbageCollector
 from fedquilt.coordinator.rounds.decisions import decide_event
-from fedquilt.coordinator.rounds.events import (
-    JobEnded,
-    JobStarted,
+from fedquilt.coordinator.rounds.events import JobEnded, JobStarted, RoundCommitted
+from fedquilt.coordinator.rounds.job_state import (
     JobState,
     ResourceUsage,
-    RoundCommitted,
     apply_event,
     describe_reached_limit,
     describe_unmetered_tasks,

@@ -19,13 +19,13 @@ from fedquilt.coordinator.rounds.events import (
     CohortSelected,
     JobEnded,
     JobResumed,
-    JobState,
     RoundClosed,
     RoundCommitted,
     RoundRetried,
     TaskDeclined,
     UpdateAccepted,
 )
+from fedquilt.coordinator.rounds.job_state import JobState
 from fedquilt.coordinator.rounds.selection import DECLINE_REASONS, NO_WORK, UPDATE
 from fedquilt.core import Task
 

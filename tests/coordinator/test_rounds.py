@@ -14,19 +14,17 @@ from fedquilt.coordinator.rounds.decisions import can_skip_decision, decide_even
 from fedquilt.coordinator.rounds.events import (
     CohortSelected,
     DeadlineExtended,
-    JobConstants,
     JobEnded,
     JobResumed,
     JobStarted,
-    JobState,
     RoundClosed,
     RoundCommitted,
     RoundRetried,
     TaskDeclined,
     UpdateAccepted,
     UpdateRejected,
-    apply_event,
 )
+from fedquilt.coordinator.rounds.job_state import JobConstants, JobState, apply_event
 from fedquilt.coordinator.rounds.selection import MEMORY_DECLINE_ROUNDS
 from fedquilt.coordinator.settings import CohortSettings, JobLimits
 from fedquilt.core import JobError, WorkEstimate

@@ -24,7 +24,6 @@ from fedquilt.coordinator.rounds.events import (
     JobEnded,
     JobResumed,
     JobStarted,
-    JobState,
     NoteRecorded,
     RoundClosed,
     RoundCommitted,
@@ -34,8 +33,8 @@ from fedquilt.coordinator.rounds.events import (
     UpdateLost,
     UpdateRejected,
     UpdatesAggregated,
-    apply_event,
 )
+from fedquilt.coordinator.rounds.job_state import JobState, apply_event
 from fedquilt.coordinator.settings import JobLimits
 from fedquilt.core import JobError, OperatingPoint, Profile, Usage, WorkEstimate
 

@@ -15,6 +15,7 @@ from fedquilt.coordinator.fleet import registry as registry_module
 from fedquilt.coordinator.fleet.registry import FRESH_S, MAX_POINT_TABLES, OFFLINE_GRACE_S, DeviceRegistry
 from fedquilt.coordinator.rounds.selection import (
     REASONS,
+    CohortDraw,
     DeviceSnapshot,
     JobRequirements,
     ineligibility_code,
@@ -167,53 +168,55 @@ FLEET = [f"dev-{i}" for i in range(20)]
 
 
 def test_the_same_seed_and_round_draw_the_same_devices_in_any_order():
-    assert select_cohort(1, 2, FLEET, 5) == select_cohort(1, 2, list(reversed(FLEET)), 5)
+    assert select_cohort(CohortDraw(1, 2), FLEET, 5) == select_cohort(CohortDraw(1, 2), list(reversed(FLEET)), 5)
 
 
 def test_another_round_or_seed_draws_others():
-    assert len({select_cohort(1, 2, FLEET, 5), select_cohort(1, 3, FLEET, 5), select_cohort(2, 2, FLEET, 5)}) == 3
+    draws = (CohortDraw(1, 2), CohortDraw(1, 3), CohortDraw(2, 2))
+    assert len({select_cohort(draw, FLEET, 5) for draw in draws}) == 3
 
 
 def test_a_device_that_leaves_changes_no_other_devices_draw():
-    drawn = set(select_cohort(1, 2, FLEET, 5))
+    drawn = set(select_cohort(CohortDraw(1, 2), FLEET, 5))
     gone = next(device for device in FLEET if device not in drawn)
-    assert set(select_cohort(1, 2, [d for d in FLEET if d != gone], 5)) == drawn
+    assert set(select_cohort(CohortDraw(1, 2), [d for d in FLEET if d != gone], 5)) == drawn
 
 
 def test_every_device_is_drawn_about_equally_often():
     counts = dict.fromkeys(FLEET, 0)
     for round in range(400):
-        for device in select_cohort(7, round, FLEET, 5):
+        for device in select_cohort(CohortDraw(7, round), FLEET, 5):
             counts[device] += 1
     assert 65 < min(counts.values()) <= max(counts.values()) < 135
 
 
 def test_asking_for_more_than_there_are_gives_all():
-    assert select_cohort(0, 0, FLEET, 99) == tuple(sorted(FLEET))
-    assert select_cohort(0, 0, [], 3) == ()
+    assert select_cohort(CohortDraw(0, 0), FLEET, 99) == tuple(sorted(FLEET))
+    assert select_cohort(CohortDraw(0, 0), [], 3) == ()
 
 
 def test_a_device_that_takes_twice_the_joules_is_drawn_half_as_often_when_one_is_taken():
     counts = dict.fromkeys("ab", 0)
     for round in range(3000):
-        counts[select_cohort(3, round, "ab", 1, costs={"a": 2e-9, "b": 1e-9})[0]] += 1
+        counts[select_cohort(CohortDraw(3, round, costs={"a": 2e-9, "b": 1e-9}), "ab", 1)[0]] += 1
     assert 0.3 < counts["a"] / 3000 < 0.37
 
 
 def test_a_device_whose_joules_nobody_knows_is_taken_for_middling():
     known = {"a": 1.0, "b": 3.0, "c": 5.0}
     for round in range(50):
-        assert select_cohort(1, round, "abcd", 2, costs=known) == select_cohort(
-            1, round, "abcd", 2, costs={**known, "d": 3.0}
-        )
-        assert select_cohort(1, round, FLEET, 5, costs=dict.fromkeys(FLEET, 7.0)) == select_cohort(1, round, FLEET, 5)
+        draw = CohortDraw(1, round)
+        middling = draw._replace(costs={**known, "d": 3.0})
+        assert select_cohort(draw._replace(costs=known), "abcd", 2) == select_cohort(middling, "abcd", 2)
+        equal = draw._replace(costs=dict.fromkeys(FLEET, 7.0))
+        assert select_cohort(equal, FLEET, 5) == select_cohort(draw, FLEET, 5)
 
 
 def test_whoever_has_waited_for_the_given_turns_goes_first_and_nobody_waits_longer_than_a_turn_more():
     costs = {device: 1000.0 if device == "dev-7" else 1.0 for device in FLEET}
     since, longest = dict.fromkeys(FLEET, 0), dict.fromkeys(FLEET, 0)
     for round in range(1000):
-        for device in select_cohort(5, round, FLEET, 2, costs=costs, last_selected_rounds=since, turns=3.0):
+        for device in select_cohort(CohortDraw(5, round, costs=costs, last_selected_rounds=since, turns=3.0), FLEET, 2):
             longest[device] = max(longest[device], round - since[device])
             since[device] = round
     assert longest["dev-7"] >= 30  # it is not preferred otherwise
@@ -222,7 +225,7 @@ def test_whoever_has_waited_for_the_given_turns_goes_first_and_nobody_waits_long
 
 def test_of_those_who_have_waited_too_long_the_longest_waiting_come_first():
     since = {"a": 9, "b": 4, "c": 5, "d": 9}
-    assert rank_devices(0, 10, "abcd", 2, last_selected_rounds=since, turns=2.0)[:2] == ["b", "c"]
+    assert rank_devices(CohortDraw(0, 10, last_selected_rounds=since, turns=2.0), "abcd", 2)[:2] == ["b", "c"]
 
 
 def test_a_boards_joules_for_a_flop_are_its_thriftiest_points():
@@ -246,8 +249,8 @@ def test_the_devices_with_the_smallest_numbers_are_drawn():
     names = [f"late-{i}" for i in range(3000)] + ["gerät", ""]
     for round in range(5):
         order = sorted(names, key=lambda device: exact_number(11, round, device))
-        assert rank_devices(11, round, names, 7) == order
-        assert select_cohort(11, round, set(names), 7) == tuple(sorted(order[:7]))
+        assert rank_devices(CohortDraw(11, round), names, 7) == order
+        assert select_cohort(CohortDraw(11, round), set(names), 7) == tuple(sorted(order[:7]))
 
 
 @given(
@@ -262,8 +265,8 @@ def test_the_devices_with_the_smallest_numbers_are_drawn():
 def test_who_is_selected_comes_first_in_the_order_of_selection(fleet, round, count, turns):
     costs = {device: cost for device, (cost, _) in fleet.items() if cost is not None}
     since = {device: last for device, (_, last) in fleet.items() if last is not None}
-    ranked = rank_devices(5, round, fleet, count, costs=costs, last_selected_rounds=since, turns=turns)
-    found = select_cohort(5, round, set(fleet), count, costs=costs, last_selected_rounds=since, turns=turns)
+    draw = CohortDraw(5, round, costs=costs, last_selected_rounds=since, turns=turns)
+    ranked, found = rank_devices(draw, fleet, count), select_cohort(draw, set(fleet), count)
     assert found == tuple(sorted(ranked[: max(count, 0)]))
     assert sorted(ranked) == sorted(fleet)
 
@@ -271,7 +274,7 @@ def test_who_is_selected_comes_first_in_the_order_of_selection(fleet, round, cou
 def test_a_cohort_of_a_large_fleet_costs_no_python_object_per_device():
     fleet = DeviceSet.from_devices(f"many-{i}" for i in range(100_000))
     since = RoundColumn(dict.fromkeys(fleet, 0))
-    select_cohort(1, 0, fleet, 10)  # the hashes of the names are computed once
+    select_cohort(CohortDraw(1, 0), fleet, 10)  # the hashes of the names are computed once
     calls = 0
 
     def count_call(*_: object) -> None:
@@ -280,7 +283,7 @@ def test_a_cohort_of_a_large_fleet_costs_no_python_object_per_device():
 
     sys.setprofile(count_call)
     try:
-        drawn = select_cohort(1, 1, fleet - ["many-1"], 10, last_selected_rounds=since, turns=1e-9)
+        drawn = select_cohort(CohortDraw(1, 1, last_selected_rounds=since, turns=1e-9), fleet - ["many-1"], 10)
         since.with_values(dict.fromkeys(drawn, 1))
     finally:
         sys.setprofile(None)

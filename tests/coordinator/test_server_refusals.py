@@ -12,7 +12,7 @@ from fedquilt import methods, wire
 from fedquilt.arrays import tensors
 from fedquilt.coordinator.delivery import rate_limiter
 from fedquilt.coordinator.device_columns import ELIGIBLE
-from fedquilt.coordinator.rounds import decisions
+from fedquilt.coordinator.rounds import responses
 from fedquilt.coordinator.rounds.events import (
     CohortSelected,
     EligibilityRecorded,
@@ -178,8 +178,8 @@ def test_a_board_that_floods_is_set_aside_by_name_and_the_round_goes_on(tmp_path
     for _ in range(20_000):
         a.say(topic, wire.Progress(job="j", round=0, attempt=0, fraction=0.5))
     stage.play(0.2)
-    assert [fact.reason for fact in stage.told(UpdateRejected)] == [decisions.FLOODED]
-    assert f"a {decisions.FLOODED}" in caplog.text
+    assert [fact.reason for fact in stage.told(UpdateRejected)] == [responses.FLOODED]
+    assert f"a {responses.FLOODED}" in caplog.text
     b.answer(constant_model(2.0))
     stage.play(2.0)
     assert [fact.update.device for fact in stage.told(UpdateAccepted)] == ["b"]
@@ -271,7 +271,7 @@ def test_a_board_that_is_removed_is_not_asked_before_its_next_message(tmp_path):
         return set(registry.eligibility(wants, stage.broker.now_s).devices_with(ELIGIBLE))
 
     assert able() == {"a", "b"}
-    stage.server._handle_input(decisions.DeviceChange("a", "removed"), stage.broker.now_s)
+    stage.server._handle_input(responses.DeviceChange("a", "removed"), stage.broker.now_s)
     assert able() == {"b"}
     a.say("presence", wire.Presence(online=True, boot="2"), retain=True)
     a.say("profile", a.profile, retain=True)

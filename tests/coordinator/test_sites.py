@@ -12,8 +12,9 @@ from by_hand import Hand, Stage, constant_model
 from fedquilt import methods, wire
 from fedquilt.arrays import tensors
 from fedquilt.coordinator import settings
-from fedquilt.coordinator.rounds import decisions, events
-from fedquilt.coordinator.rounds.events import JobConstants, RoundCommitted, UpdateAccepted, UpdateRejected
+from fedquilt.coordinator.rounds import events, responses
+from fedquilt.coordinator.rounds.events import RoundCommitted, UpdateAccepted, UpdateRejected
+from fedquilt.coordinator.rounds.job_state import JobConstants, JobState, apply_event
 from fedquilt.coordinator.settings import CoordinatorLimits
 from fedquilt.coordinator.updates import sites, validation
 from fedquilt.coordinator.updates.validation import MAX_EPOCH_LEAD
@@ -129,17 +130,17 @@ def update(device: str, *boards: str, size: int = 10) -> Update:
     return Update(**whose, weight=1.0, bundles=ref, metrics={}, usage=Usage())
 
 
-def running(*answers: Update) -> events.JobState:
+def running(*answers: Update) -> JobState:
     """A round that has asked sites and a board, with these answers."""
-    state = events.apply_event(events.JobState(PLAN), events.JobStarted(BlobRef(sha256="0" * 64, size=1)), 0.0)
-    state = events.apply_event(state, events.CohortSelected(0, 0, ("one", "other", "alone")), 0.0)
+    state = apply_event(JobState(PLAN), events.JobStarted(BlobRef(sha256="0" * 64, size=1)), 0.0)
+    state = apply_event(state, events.CohortSelected(0, 0, ("one", "other", "alone")), 0.0)
     for each in answers:
-        state = events.apply_event(state, events.UpdateAccepted(0, each), 0.0)
+        state = apply_event(state, events.UpdateAccepted(0, each), 0.0)
     return state
 
 
-def examined(state: events.JobState, taken: Update) -> decisions.Decision:
-    return decisions.decide_response("j", state, taken, decisions.UpdateValidated(taken.device, taken, taken), 0.0)
+def examined(state: JobState, taken: Update) -> responses.Decision:
+    return responses.decide_response("j", state, taken, responses.UpdateValidated(taken.device, taken, taken), 0.0)
 
 
 def test_a_board_that_counts_through_one_site_is_refused_from_another():
@@ -154,8 +155,8 @@ def test_a_board_that_counts_through_one_site_is_refused_from_another():
 
 def test_a_board_that_counts_through_a_site_is_refused_by_itself_and_the_other_way_round():
     own = update("alone")
-    step = decisions.decide_response(
-        "j", running(update("one", "alone")), None, decisions.UpdateAnnounced("alone", own), 0.0
+    step = responses.decide_response(
+        "j", running(update("one", "alone")), None, responses.UpdateAnnounced("alone", own), 0.0
     )
     (fact,) = step.events
     assert isinstance(fact, events.UpdateRejected)
@@ -172,7 +173,7 @@ def test_a_site_does_not_speak_for_a_device_that_the_coordinator_knows():
 
 
 def test_the_boards_of_a_lost_update_may_count_again():
-    state = events.apply_event(running(update("one", "a")), events.UpdateLost(0, "one", "gone"), 0.0)
+    state = apply_event(running(update("one", "a")), events.UpdateLost(0, "one", "gone"), 0.0)
     assert state.sites_by_device == {}
     (fact,) = examined(state, update("other", "a")).events
     assert isinstance(fact, events.UpdateAccepted)

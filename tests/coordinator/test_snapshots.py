@@ -17,15 +17,13 @@ from stored_runs import DEVICES, Run, blob_of, load_job_state, random_event, rep
 
 from fedquilt.coordinator.rounds.events import (
     EligibilityRecorded,
-    JobConstants,
     JobEnded,
     JobStarted,
-    JobState,
     RoundClosed,
     RoundCommitted,
     UpdatesAggregated,
-    apply_event,
 )
+from fedquilt.coordinator.rounds.job_state import JobConstants, JobState, apply_event
 from fedquilt.coordinator.storage import snapshots
 from fedquilt.coordinator.storage.store import Store
 
@@ -203,8 +201,7 @@ KILLED = """
 import os, signal, sys
 from pathlib import Path
 from fedquilt.coordinator.storage import snapshots
-from fedquilt.coordinator.rounds.events import JobState, apply_event
-from fedquilt.coordinator.rounds.events import JobConstants
+from fedquilt.coordinator.rounds.job_state import JobConstants, JobState, apply_event
 from fedquilt.coordinator.storage.store import Store
 from fedquilt.coordinator.storage.rows import encode_lossless
 

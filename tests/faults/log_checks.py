@@ -24,7 +24,13 @@ from fedquilt.coordinator.rounds.events import (
     UpdateLost,
     UpdateRejected,
 )
-from fedquilt.coordinator.rounds.selection import DECLINE_REASONS, DISK_FULL, MEMORY_DECLINE_ROUNDS, select_cohort
+from fedquilt.coordinator.rounds.selection import (
+    DECLINE_REASONS,
+    DISK_FULL,
+    MEMORY_DECLINE_ROUNDS,
+    CohortDraw,
+    select_cohort,
+)
 from fedquilt.coordinator.settings import JobSettings
 
 
@@ -118,10 +124,8 @@ class SelectionCheck:
     def _expected_selection(self, pool: set[str], count: int) -> tuple[str, ...]:
         silent = [device for device in self._silent if device in pool]
         fresh = pool.difference(silent)
-        seed, turns = self._job.seed, self._job.cohort.turns
-        drawn = select_cohort(
-            seed, self._round, fresh, min(count, len(fresh)), last_selected_rounds=self._since, turns=turns
-        )
+        draw = CohortDraw(self._job.seed, self._round, last_selected_rounds=self._since, turns=self._job.cohort.turns)
+        drawn = select_cohort(draw, fresh, min(count, len(fresh)))
         return tuple(sorted((*drawn, *silent[: count - len(drawn)])))
 
 

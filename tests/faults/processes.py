@@ -15,7 +15,8 @@ from typing import Any, Final, TypeVar
 from fedquilt import wire
 from fedquilt.coordinator.background_worker import BackgroundWorker, Callback
 from fedquilt.coordinator.delivery.executor import LinkExecutor
-from fedquilt.coordinator.rounds.events import AnyEvent, JobConstants, JobState, apply_event
+from fedquilt.coordinator.rounds.events import AnyEvent
+from fedquilt.coordinator.rounds.job_state import JobConstants, JobState, apply_event
 from fedquilt.coordinator.server import Server
 from fedquilt.coordinator.settings import CoordinatorLimits
 from fedquilt.coordinator.storage.snapshots import Snapshot

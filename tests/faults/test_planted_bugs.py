@@ -18,8 +18,9 @@ from fedquilt.coordinator.delivery.executor import TaskDispatcher
 from fedquilt.coordinator.jobs import job
 from fedquilt.coordinator.jobs.controller import JobController
 from fedquilt.coordinator.jobs.job import RunningJob
-from fedquilt.coordinator.rounds import decisions, events
-from fedquilt.coordinator.rounds.events import AnyEvent, JobState, RoundCommitted
+from fedquilt.coordinator.rounds import events, job_state, responses
+from fedquilt.coordinator.rounds.events import AnyEvent, RoundCommitted
+from fedquilt.coordinator.rounds.job_state import JobState
 from fedquilt.coordinator.server import Server
 from fedquilt.coordinator.storage.store import Store
 from fedquilt.coordinator.updates.aggregation import PartialAggregate
@@ -102,14 +103,14 @@ def another_order(patch: Patch) -> None:
 
 
 def no_round_check(patch: Patch) -> None:
-    plain = decisions._decide_on_announcement
+    plain = responses._decide_on_announcement
 
-    def offered(job: str, state: Any, arriving: Any, event: decisions.UpdateAnnounced) -> decisions.Decision:
+    def offered(job: str, state: Any, arriving: Any, event: responses.UpdateAnnounced) -> responses.Decision:
         if state is not None and event.update.job == job and event.device in state.pending_devices:
             event = replace(event, update=replace(event.update, round=state.round))
         return plain(job, state, arriving, event)
 
-    patch.setattr(decisions, "_decide_on_announcement", offered)
+    patch.setattr(responses, "_decide_on_announcement", offered)
 
 
 def no_chunk_hash(patch: Patch) -> None:
@@ -166,9 +167,11 @@ def an_event_before_its_blobs(patch: Patch) -> None:
 
 
 def a_refusal_kept_after_a_commit(patch: Patch) -> None:
-    plain = events._clear_round
+    plain = job_state._clear_round
     patch.setattr(
-        events, "_clear_round", lambda state, round: replace(plain(state, round), decline_reasons=state.decline_reasons)
+        job_state,
+        "_clear_round",
+        lambda state, round: replace(plain(state, round), decline_reasons=state.decline_reasons),
     )
 
 
@@ -203,14 +206,14 @@ def a_late_profile_that_wakes_nobody(patch: Patch) -> None:
 
 
 def a_round_check_off_by_one(patch: Patch) -> None:
-    plain = decisions._decide_on_announcement
+    plain = responses._decide_on_announcement
 
-    def offered(job: str, state: Any, arriving: Any, event: decisions.UpdateAnnounced) -> decisions.Decision:
+    def offered(job: str, state: Any, arriving: Any, event: responses.UpdateAnnounced) -> responses.Decision:
         if state is not None and event.update.round + 1 == state.round and event.device in state.pending_devices:
             event = replace(event, update=replace(event.update, round=state.round))
         return plain(job, state, arriving, event)
 
-    patch.setattr(decisions, "_decide_on_announcement", offered)
+    patch.setattr(responses, "_decide_on_announcement", offered)
 
 
 def an_outbox_removed_too_early(patch: Patch) -> None:

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 from stored_job import JOB
 
-from fedquilt.coordinator.rounds.events import CohortSelected, EndedJob, JobConstants, JobEnded, JobState, TaskDeclined
+from fedquilt.coordinator.rounds.events import CohortSelected, JobEnded, TaskDeclined
+from fedquilt.coordinator.rounds.job_state import EndedJob, JobConstants, JobState
 from fedquilt.coordinator.views.terminal import JsonConsole
 from fedquilt.coordinator.views.wait_reasons import WaitReason
 from fedquilt.host import logs

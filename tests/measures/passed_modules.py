@@ -41,7 +41,7 @@ SEGMENTS: Final[dict[str, tuple[Call, Call]]] = {
     ),
     "one update passes, from its announcement to its acceptance": (
         ("edge_agent/agent.py", "submit_update"),
-        ("coordinator/rounds/events.py", "acceptance_event"),
+        ("coordinator/rounds/job_state.py", "acceptance_event"),
     ),
 }
 RUN: Final = "run in the whole job"

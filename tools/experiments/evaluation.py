@@ -25,14 +25,8 @@ import msgspec
 from fedquilt import methods, metrics
 from fedquilt.arrays import tensors
 from fedquilt.console import table
-from fedquilt.coordinator.rounds.events import (
-    ENDED_PHASES,
-    JobConstants,
-    JobStarted,
-    JobState,
-    RoundCommitted,
-    apply_event,
-)
+from fedquilt.coordinator.rounds.events import ENDED_PHASES, JobStarted, RoundCommitted
+from fedquilt.coordinator.rounds.job_state import JobConstants, JobState, apply_event
 from fedquilt.coordinator.settings import JobSettings
 from fedquilt.coordinator.storage.store import Store, StoredJob
 from fedquilt.coordinator.views import run_summary, scores

@@ -21,8 +21,9 @@ import numpy as np
 from fedquilt import methods, wire
 from fedquilt.arrays import disk_arrays, tensors
 from fedquilt.coordinator import settings
-from fedquilt.coordinator.rounds import events, failed_rounds
-from fedquilt.coordinator.rounds.events import AnyEvent, JobView
+from fedquilt.coordinator.rounds import events, selection
+from fedquilt.coordinator.rounds.events import AnyEvent
+from fedquilt.coordinator.rounds.job_state import JobView
 from fedquilt.coordinator.rounds.selection import NO_WORK
 from fedquilt.coordinator.server import Server
 from fedquilt.coordinator.settings import JobSettings
@@ -397,7 +398,7 @@ def _write_bundle_if_changed(folder: Path, request: WorkRequest) -> None:
 
 def _describe_missing_devices(updates: Mapping[str, Update], refusals: Mapping[str, str]) -> str:
     refused = {device: reason for device, reason in refusals.items() if device not in updates}
-    return f"refused there: {failed_rounds.format_by_reason(refused)}"[:1000] if refused else ""
+    return f"refused there: {selection.format_by_reason(refused)}"[:1000] if refused else ""
 
 
 CAPABILITIES_POLL_S: Final = 5.0

@@ -9,7 +9,8 @@ from typing import Any
 
 from fedquilt import methods, profiles
 from fedquilt.console import table
-from fedquilt.coordinator.rounds.events import AnyEvent, JobConstants
+from fedquilt.coordinator.rounds.events import AnyEvent
+from fedquilt.coordinator.rounds.job_state import JobConstants
 from fedquilt.coordinator.settings import JobSettings
 from fedquilt.coordinator.storage.store import Store, StoredJob
 from fedquilt.coordinator.views import round_outcomes

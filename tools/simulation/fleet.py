@@ -28,8 +28,8 @@ from fedquilt import wire
 from fedquilt.blobs.store import MAX_SMALL_BYTES, BlobStore
 from fedquilt.coordinator.delivery.executor import ExecutorInput
 from fedquilt.coordinator.fleet.registry import BrokerOutage
-from fedquilt.coordinator.rounds.decisions import UpdateReceived
-from fedquilt.coordinator.rounds.events import JobView
+from fedquilt.coordinator.rounds.job_state import JobView
+from fedquilt.coordinator.rounds.responses import UpdateReceived
 from fedquilt.coordinator.updates.aggregation import blob_hashes
 from fedquilt.core import BlobRef, Device, JobError, Profile, SiteRight, StoreError, Task, Update
 from fedquilt.costs.cost_model import LinkCost

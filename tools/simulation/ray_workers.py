@@ -22,7 +22,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final, Literal, NamedTuple
+from typing import Any, Final, Literal
 
 import msgspec
 from msgspec.structs import replace
@@ -48,15 +48,13 @@ from fedquilt.tools.simulation.pool import (
 log = logging.getLogger("fedquilt.simulation")
 
 OBJECT_STORE_BYTES: Final = 256 << 20  # object store memory of a Ray started here, which stores larger contents on disk
-CONNECT_TIMEOUT_S: Final = 10.0
-CONNECT_ATTEMPTS: Final = 3  # seconds to connect to a client server
+CONNECT_TIMEOUT_S: Final = 10.0  # seconds to connect to a client server
+CONNECT_ATTEMPTS: Final = 3
 NO_USAGE_STATS_ENV: Final = {"RAY_USAGE_STATS_ENABLED": "0"}  # Ray reports nothing to its developers
 # Ray listens on 127.0.0.1 only, and its workers have the priority of this process instead of niceness 15.
 LOCAL_RAY_ENV: Final = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0", "RAY_worker_niceness": "0"}
 
-VERSION_MISMATCH: Final = re.compile(
-    r"Ray: (\S+) Python: (\S+)"
-)  # pattern of versions in Ray's error text: of the cluster, then of this process
+VERSION_MISMATCH: Final = re.compile(r"Ray: (\S+) Python: (\S+)")  # of the cluster, then of this process
 TOKEN_AUTH_ENV: Final = {"RAY_AUTH_MODE": "token"}
 MAX_SHARED_BYTES: Final = 1 << 30  # files of a node without the examples; the least recently used are removed first
 Fetch = Callable[[Any], bytes]  # returns the content of an object reference
@@ -66,12 +64,6 @@ NODE_POLL_S: Final = 5.0  # interval of queries for the nodes
 START_TIMEOUT_S: Final = 60.0  # seconds to wait for workers without a free processor, if others are ready
 MAX_FAILED_STARTS: Final = 3  # consecutive failures after which no worker is started on the node
 STOP_TIMEOUT_S: Final = 5.0
-
-
-class RayConnection(NamedTuple):
-    ray: Any  # the module
-    must_close: bool  # whether this connection was opened here
-    is_local: bool  # whether this Ray was started for the run, with the workers' environment
 
 
 def find_ray_address(environ: Mapping[str, str]) -> str | None:
@@ -89,8 +81,12 @@ def find_ray_address(environ: Mapping[str, str]) -> str | None:
         return None
 
 
-def connect_to_ray(engine: str, processors: int | None) -> RayConnection:
-    """Import Ray, and connect to a cluster unless this process is connected already."""
+def connect_to_ray(engine: str, processors: int | None) -> tuple[Any, bool, bool]:
+    """Import Ray, and connect to a cluster unless this process is connected already.
+
+    Returns:
+        The module, whether the connection was opened here, and whether this Ray was started for the run.
+    """
     address = engine if engine != "ray" else find_ray_address(os.environ)
     options: dict[str, Any] = {"logging_level": logging.ERROR, "log_to_driver": False}
     if not address:
@@ -109,7 +105,7 @@ def connect_to_ray(engine: str, processors: int | None) -> RayConnection:
     with _set_environment(environment):
         ray = extras.load_optional("ray")
         if ray.is_initialized():
-            return RayConnection(ray, must_close=False, is_local=False)
+            return ray, False, False
         try:
             host, colon, port = (address or "").removeprefix(RAY_SCHEME).rpartition(":")
             if colon and port.isdigit():  # fails fast, because Ray waits minutes for an unreachable cluster
@@ -119,15 +115,13 @@ def connect_to_ray(engine: str, processors: int | None) -> RayConnection:
             _init_ray(ray, address, options)
         except (OSError, RuntimeError, ValueError, ImportError, ray.exceptions.RayError) as error:
             raise PoolError(_format_connection_error(ray, address, " ".join(str(error).split()))) from None
-    return RayConnection(ray, must_close=True, is_local=not address)
+    return ray, True, not address
 
 
 def _has_token(environ: Mapping[str, str]) -> bool:
     # a head node enables tokens if it finds one, but a client needs TOKEN to send it
-    path = environ.get("RAY_AUTH_TOKEN_PATH")
-    return (
-        bool(environ.get("RAY_AUTH_TOKEN")) or (Path(path) if path else Path.home() / ".ray" / "auth_token").is_file()
-    )
+    path = Path(environ.get("RAY_AUTH_TOKEN_PATH") or Path.home() / ".ray" / "auth_token")
+    return bool(environ.get("RAY_AUTH_TOKEN")) or path.is_file()
 
 
 def _format_connection_error(ray: Any, address: str | None, error_text: str) -> str:
@@ -165,16 +159,14 @@ def _init_ray(ray: Any, address: str | None, options: Mapping[str, Any]) -> None
 
 @contextlib.contextmanager
 def _set_environment(variables: Mapping[str, str]) -> Iterator[None]:
-    old_values = {name: os.environ.get(name) for name in variables}
+    old_values = {name: os.environ[name] for name in variables if name in os.environ}
     os.environ.update(variables)
     try:
         yield
     finally:
-        for name, value in old_values.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
+        for name in variables.keys() - old_values.keys():
+            del os.environ[name]
+        os.environ.update(old_values)
 
 
 @contextlib.contextmanager
@@ -214,12 +206,8 @@ class NodeFiles:
     """
 
     def __init__(self, folder: Path, own_folder: Path, fetch: Fetch, max_bytes: int = MAX_SHARED_BYTES) -> None:
-        self._shared_folder, self._own_folder, self._fetch, self._max_bytes = (
-            folder / "files",
-            own_folder,
-            fetch,
-            max_bytes,
-        )
+        self._shared_folder, self._own_folder = folder / "files", own_folder
+        self._fetch, self._max_bytes = fetch, max_bytes
         for path in (self._shared_folder, own_folder):
             path.mkdir(exist_ok=True)
 
@@ -408,16 +396,13 @@ class RayWorkers:
 
     def send_work(self, worker: int, work: WorkBatch) -> None:
         # workers on Ray do not fold updates, because they have no state of the round
-        packed_requests, files, requests = [], {}, work.requests
-        for request in requests:
-            packed_request, paths_of_request = pack_request(request)
-            packed_requests.append(packed_request)
-            files.update(paths_of_request)
-        shared = {ref.sha256 for request in requests for ref in request.task.bundles.values()}
+        pairs = [pack_request(request) for request in work.requests]
+        files = {sha256: path for _, paths in pairs for sha256, path in paths.items()}
+        shared = {ref.sha256 for request in work.requests for ref in request.task.bundles.values()}
         references = [self._get_object_reference(sha256, path, sha256 in shared) for sha256, path in files.items()]
-        batch = WorkBatch(tuple(packed_requests), work.batched, file_hashes=tuple(files))
+        batch = WorkBatch(tuple(request for request, _ in pairs), work.batched, file_hashes=tuple(files))
         handle = self._workers[worker]
-        handle.requests, handle.references = requests, references
+        handle.requests, handle.references = work.requests, references
         self._worker_of_call[handle.actor.run_batch.remote(msgspec.msgpack.encode(batch), references)] = worker
 
     def receive_replies(self, *, block: bool) -> Iterator[tuple[int, WorkerReply | None]]:
@@ -543,14 +528,11 @@ class RayWorkers:
 
     def _remove_worker(self, worker: int, error: BaseException) -> None:
         handle = self._workers.pop(worker)
+        node_name = self._node_names[handle.node_id]
         self._last_error = " ".join(str(error).split())[-500:]
         if handle.state != "ready":
             self._failed_starts[handle.node_id] += 1
-        log.warning(
-            "lost a worker on %s, its requests go to another worker: %s",
-            self._node_names[handle.node_id],
-            self._last_error,
-        )
+        log.warning("lost a worker on %s, its requests go to another worker: %s", node_name, self._last_error)
         with contextlib.suppress(Exception):
             self._ray.kill(handle.actor)
         self._replace_lost_workers()
@@ -592,15 +574,8 @@ def pack_request(request: WorkRequest) -> tuple[WorkRequest, dict[str, str]]:
         files[REAL.hash_file(honest_path)] = honest_path
         request = adversaries.add_honest_mean(request, REAL.hash_file(honest_path))
     bundles = {name: request.task.bundles[name].sha256 for name in request.bundles}
-    packed = replace(
-        request,
-        bundles=bundles,
-        private_state=private_hash,
-        cache_folder="",
-        output_folder="",
-        max_inline_bytes=sys.maxsize,
-    )
-    return packed, files
+    request = replace(request, bundles=bundles, private_state=private_hash, max_inline_bytes=sys.maxsize)
+    return replace(request, cache_folder="", output_folder=""), files
 
 
 def write_outputs(requests: Sequence[WorkRequest], reply: WorkerReply) -> WorkerReply:
@@ -608,16 +583,14 @@ def write_outputs(requests: Sequence[WorkRequest], reply: WorkerReply) -> Worker
     outcomes = []
     for request, worker_outcome in zip(requests, reply.outcomes, strict=True):
         result, small_blobs = worker_outcome.result, {}
+        prefix = f"{request.output_folder}/{request.file_prefix}"
         with disk_errors(f"write into {request.output_folder}"):
             for sha256, payload in result.blobs.items():
                 if len(payload) < request.max_inline_bytes:
                     small_blobs[sha256] = payload
                 else:
-                    REAL.write(f"{request.output_folder}/{request.file_prefix}{sha256}", payload)
+                    REAL.write(f"{prefix}{sha256}", payload)
             if result.private is not None:
-                REAL.write(
-                    f"{request.output_folder}/{request.file_prefix}{PRIVATE_FILE}",
-                    reply.private_states[result.private.sha256],
-                )
+                REAL.write(f"{prefix}{PRIVATE_FILE}", reply.private_states[result.private.sha256])
         outcomes.append(WorkOutcome(replace(result, blobs=small_blobs), worker_outcome.batchable))
     return WorkerReply(outcomes)

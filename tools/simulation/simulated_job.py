@@ -22,12 +22,12 @@ from fedquilt.coordinator.rounds.events import (
     JobEnded,
     JobResumed,
     JobStarted,
-    JobView,
     RoundCommitted,
     TaskDeclined,
     UpdateAccepted,
     UpdateRejected,
 )
+from fedquilt.coordinator.rounds.job_state import JobView
 from fedquilt.coordinator.server import Server
 from fedquilt.coordinator.settings import FleetSettings, JobSettings, required_packages
 from fedquilt.coordinator.storage.store import Store

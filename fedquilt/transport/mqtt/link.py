@@ -27,12 +27,11 @@ from paho.mqtt.reasoncodes import ReasonCode
 
 from fedquilt.core import FedquiltError, LinkError
 from fedquilt.host.process_resources import call_in_background
-from fedquilt.transport.link import Message
+from fedquilt.transport.link import Message, Subscriptions
 from fedquilt.transport.mqtt import connection
 from fedquilt.transport.mqtt.broker import Broker
 from fedquilt.transport.mqtt.client import KIB, MqttClient, describe_reason, payload_limit
 from fedquilt.transport.mqtt.connection import ANSWER_TIMEOUT_S, RetryDelay, SocketWait, dial, has_buffered_input
-from fedquilt.transport.topic_tree import Subscriptions
 
 log = logging.getLogger(__name__)
 

@@ -11,16 +11,13 @@ from stored_job import JOB
 
 from fedquilt.console import progress
 from fedquilt.coordinator.fleet.device_status import DeviceStatus
-from fedquilt.coordinator.rounds import failed_rounds
+from fedquilt.coordinator.rounds import selection
 from fedquilt.coordinator.rounds.events import (
     AnyEvent,
     CohortSelected,
     EligibilityRecorded,
-    EndedJob,
-    JobConstants,
     JobEnded,
     JobStarted,
-    JobState,
     RoundClosed,
     RoundCommitted,
     RoundRetried,
@@ -28,8 +25,8 @@ from fedquilt.coordinator.rounds.events import (
     UpdateAccepted,
     UpdateLost,
     UpdateRejected,
-    apply_event,
 )
+from fedquilt.coordinator.rounds.job_state import EndedJob, JobConstants, JobState, apply_event
 from fedquilt.coordinator.settings import CohortSettings
 from fedquilt.coordinator.views import event_messages, run_summary, wait_reasons
 from fedquilt.coordinator.views.run_summary import RoundSummary, RunSummary
@@ -374,9 +371,9 @@ def test_many_that_decline_for_one_reason_are_counted(capsys):
 
 def test_reasons_without_room_are_counted():
     declined = {"a": "too big", "b": "too big", "c": "too hot", "d": "no data"}
-    assert failed_rounds.format_by_reason(declined) == "a, b: too big; c: too hot; d: no data"
-    assert failed_rounds.format_by_reason(declined, 2) == "a, b: too big; c: too hot; 1 more reason"
-    assert failed_rounds.format_by_reason(declined, 1) == "a and 1 more: too big; 2 more reasons"
+    assert selection.format_by_reason(declined) == "a, b: too big; c: too hot; d: no data"
+    assert selection.format_by_reason(declined, 2) == "a, b: too big; c: too hot; 1 more reason"
+    assert selection.format_by_reason(declined, 1) == "a and 1 more: too big; 2 more reasons"
 
 
 def observe_round(console: Console, state: JobState, facts: Sequence[AnyEvent]) -> JobState:
@@ -463,10 +460,10 @@ def test_the_line_of_a_round_that_began_before_the_console_has_its_number_and_de
 
 
 def test_reasons_beyond_the_fifth_are_counted():
-    told = failed_rounds.format_by_reason({f"dev-{number}": f"reason {number}" for number in range(7)})
+    told = selection.format_by_reason({f"dev-{number}": f"reason {number}" for number in range(7)})
     assert told.startswith("dev-0: reason 0; dev-1: reason 1; ")
     assert told.endswith("; dev-4: reason 4; 2 more reasons")
-    assert failed_rounds.format_by_reason({"a": "too big", "b": "too big"}) == "a, b: too big"
+    assert selection.format_by_reason({"a": "too big", "b": "too big"}) == "a, b: too big"
 
 
 def test_a_terminal_shows_the_running_round_in_one_block(monkeypatch):

@@ -19,14 +19,12 @@ from fedquilt.coordinator.delivery.monitoring_executor import DeviceStatusTracke
 from fedquilt.coordinator.rounds.events import (
     CohortSelected,
     EligibilityRecorded,
-    JobConstants,
     JobEnded,
     JobStarted,
-    JobState,
     RoundCommitted,
     TaskDeclined,
-    apply_event,
 )
+from fedquilt.coordinator.rounds.job_state import JobConstants, JobState, apply_event
 from fedquilt.coordinator.settings import CohortSettings
 from fedquilt.coordinator.storage import suspended_jobs
 from fedquilt.coordinator.storage.store import Store, StoreReader

@@ -13,19 +13,17 @@ from fedquilt.coordinator.rounds.events import (
     AnyEvent,
     CohortSelected,
     EligibilityRecorded,
-    JobConstants,
     JobEnded,
     JobResumed,
     JobStarted,
-    JobState,
     RoundClosed,
     RoundCommitted,
     RoundRetried,
     TaskDeclined,
     UpdateAccepted,
     UpdateRejected,
-    apply_event,
 )
+from fedquilt.coordinator.rounds.job_state import JobConstants, JobState, apply_event
 from fedquilt.coordinator.settings import CohortSettings
 from fedquilt.coordinator.storage.store import Store
 from fedquilt.coordinator.views import event_messages, round_outcomes, wait_reasons

@@ -3,8 +3,7 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedquilt.transport.link import filter_matches
-from fedquilt.transport.topic_tree import TopicTree
+from fedquilt.transport.link import TopicTree, filter_matches
 
 FEW = settings(max_examples=50, deadline=None)
 LEVEL = st.sampled_from(["a", "b", ""])

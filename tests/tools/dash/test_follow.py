@@ -10,7 +10,8 @@ from job_facts import BLOB, summarise_events, whole_round
 
 from fedquilt.coordinator import settings
 from fedquilt.coordinator.fleet.device_status import DeviceStatus
-from fedquilt.coordinator.rounds.events import CohortSelected, JobConstants, JobStarted
+from fedquilt.coordinator.rounds.events import CohortSelected, JobStarted
+from fedquilt.coordinator.rounds.job_state import JobConstants
 from fedquilt.coordinator.storage.store import Store, StoreReader
 from fedquilt.coordinator.views import round_outcomes
 from fedquilt.tools.operations.dash.run_follower import MIN_ROUNDS, RunFollower, find_round_outcomes

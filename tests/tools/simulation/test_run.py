@@ -17,7 +17,7 @@ from simulated_fleets import Fleet, read_events
 from fedquilt import methods, wire
 from fedquilt.arrays import tensors
 from fedquilt.coordinator.rounds.events import TaskDeclined
-from fedquilt.coordinator.rounds.selection import select_cohort
+from fedquilt.coordinator.rounds.selection import CohortDraw, select_cohort
 from fedquilt.core import (
     Aggregation,
     BlobRef,
@@ -102,7 +102,7 @@ def test_devices_of_one_name_in_two_runs_have_a_cache_each(begin: Any, engine: N
     for _ in range(2):
         list(run.run_rounds(begin(method=method, rounds=2, cohort={"size": 1}), carry))
     assert sorted(seen) == sorted(
-        [f"{select_cohort(0, number, [f'dev-{i}' for i in range(5)], 1)[0]} 1" for number in (0, 1)] * 2
+        [f"{select_cohort(CohortDraw(0, number), [f'dev-{i}' for i in range(5)], 1)[0]} 1" for number in (0, 1)] * 2
     )
 
 
@@ -124,7 +124,7 @@ def test_the_cohort_is_the_coordinators(engine: NumpyEngine) -> None:
         cohort={"size": 2},
     )
     names = [f"dev-{i}" for i in range(5)]
-    assert rounds == [select_cohort(3, number, names, 2) for number in range(4)]
+    assert rounds == [select_cohort(CohortDraw(3, number), names, 2) for number in range(4)]
 
 
 def test_bytes_are_those_of_contents_and_each_goes_to_a_device_once(engine: NumpyEngine) -> None:

@@ -31,7 +31,7 @@ from fedquilt.blobs import chunks
 from fedquilt.blobs.download import Download
 from fedquilt.coordinator import settings
 from fedquilt.coordinator.rounds import events
-from fedquilt.coordinator.rounds.events import JobConstants
+from fedquilt.coordinator.rounds.job_state import JobConstants, JobState, apply_event
 from fedquilt.coordinator.settings import JobSettings, create_initial_state
 from fedquilt.coordinator.storage.snapshots import Snapshot
 from fedquilt.coordinator.storage.store import Store
@@ -226,11 +226,11 @@ def _write_past_rounds(store: Store, run: str, job: JobSettings, count: int, rou
     )
     devices = tuple(f"board-{number:05d}" for number in range(count))
     update = BlobRef(sha256=hashlib.sha256(b"update").hexdigest(), size=3000)
-    snapshot = Snapshot(events.JobState(JobConstants.from_job(job)))
+    snapshot = Snapshot(JobState(JobConstants.from_job(job)))
 
     def append_event(event: events.AnyEvent) -> None:
         store.append_event(run, event)
-        snapshot.apply_event(event, events.apply_event(snapshot.job_state, event, 0.0))
+        snapshot.apply_event(event, apply_event(snapshot.job_state, event, 0.0))
 
     with store.batch_events():
         append_event(events.JobStarted(state))

@@ -218,7 +218,8 @@ def run_with_options(
 def _run_single_devices(job: JobSettings, folder: Path, options: ExecutionOptions) -> SeedRun:
     # Each device trains alone and sends nothing. Values are means, weighted by examples for held-out accuracy.
     devices = options.select_devices(single_run.load_devices(job, folder)[0])
-    names = selection.select_cohort(job.seed, 0, [each.device for each in devices], options.row.alone)
+    draw = selection.CohortDraw(job.seed, 0)
+    names = selection.select_cohort(draw, [each.device for each in devices], options.row.alone)
     selected = [member for member in devices if member.device in names]
 
     def run_device(device: str) -> SeedRun:

@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple, TypeVar
 
 from fedquilt.coordinator.fleet import device_status
-from fedquilt.coordinator.rounds.events import ENDED_PHASES, JobConstants
+from fedquilt.coordinator.rounds.events import ENDED_PHASES
+from fedquilt.coordinator.rounds.job_state import JobConstants
 from fedquilt.coordinator.storage.rollout_log import RolloutLog
 from fedquilt.coordinator.storage.rows import DatabaseIdentity, UnreadableRow
 from fedquilt.coordinator.storage.store import NAME, ChangeDetector, StoredJob, StoreReader

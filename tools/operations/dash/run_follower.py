@@ -12,11 +12,10 @@ from fedquilt.coordinator.rounds.events import (
     AnyEvent,
     CohortSelected,
     EligibilityRecorded,
-    JobConstants,
-    JobState,
     RoundCommitted,
     UpdateAccepted,
 )
+from fedquilt.coordinator.rounds.job_state import JobConstants, JobState
 from fedquilt.coordinator.storage.store import StoredJob
 from fedquilt.coordinator.views import event_messages, round_outcomes, run_summary, wait_reasons
 from fedquilt.coordinator.views.run_summary import RunSummary

@@ -231,7 +231,7 @@ def write_workload(work: FederationWorkload, path: Path | str, folder: Path) -> 
         np.save(folder / f"{name}.npy", array)
     names = {NAME.format(index): index for index in range(work.clients)}
     cohorts = [
-        [names[name] for name in selection.select_cohort(SEED, number, names, work.cohort_size)]
+        [names[name] for name in selection.select_cohort(selection.CohortDraw(SEED, number), names, work.cohort_size)]
         for number in range(work.rounds)
     ]
     np.save(folder / "cohorts.npy", np.array(cohorts))

@@ -1,0 +1,543 @@
+"""Job state that follows from a job's constants and events. Pure.
+
+`apply_event` applies one event to the state. The server writes each event to the log before acting on the event, so
+that replaying the log after a crash gives the same state. An event that `events.TRANSITIONS` does not allow, and an
+event of another round than the running one, is refused.
+
+Limits of a job ([stop]) are compared with the totals and evaluations of the log between rounds. So a job can exceed a
+limit by one round. Joules do not include tasks without a meter, whose number the job reports after each round.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Final, NamedTuple, Protocol
+
+import msgspec
+from msgspec import field
+from msgspec.structs import replace
+
+from fedquilt import metrics
+from fedquilt.coordinator.device_columns import ELIGIBLE, NEVER, CostColumn, LabelColumn, RoundBitmap, RoundColumn
+from fedquilt.coordinator.rounds import deadline, events
+from fedquilt.coordinator.rounds.deadline import DeviceWorkload, MemoryShortage
+from fedquilt.coordinator.rounds.selection import (
+    BUSY,
+    DECLINE_REASONS,
+    NO_WORK,
+    SHARE,
+    UNKNOWN_DECLINE,
+    CohortDraw,
+    LastingDecline,
+)
+from fedquilt.coordinator.settings import CohortSettings, JobLimits, JobSettings
+from fedquilt.core import Action, BlobRef, EvaluationSums, JobError, Update, evaluation
+
+GAIN_TOLERANCE: Final = 1e-9  # a gain may be this much below `min_gain`
+
+
+class JobConstants(msgspec.Struct, frozen=True):
+    seed: int
+    rounds: int
+    cohort: CohortSettings
+    check_every: int  # rounds between evaluations, or 0 for none
+    stop: JobLimits = JobLimits()
+    check_beside: bool = False  # the coordinator's process evaluates, not the devices
+    class_priors: bool = False  # devices also evaluate with class priors
+
+    @staticmethod
+    def from_job(job: JobSettings) -> JobConstants:
+        priors = job.personal.prior == "auto"
+        return JobConstants(job.seed, job.rounds, job.cohort, job.check.every, job.stop, job.check.beside, priors)
+
+
+class ResourceUsage(msgspec.Struct, frozen=True):
+    joules: float = 0.0  # gross, of the metered tasks
+    metered: int = 0  # number of metered tasks
+    unmetered: int = 0  # number of tasks without a meter
+    bytes: int = 0
+    wall_s: float = 0.0  # of committed rounds
+
+    def add_update(self, update: Update) -> ResourceUsage:
+        usage = update.usage
+        return replace(
+            self,
+            joules=self.joules + (usage.energy_j or 0.0),
+            metered=self.metered + (usage.energy_j is not None),
+            unmetered=self.unmetered + (usage.energy_j is None),
+            bytes=self.bytes + update.down_bytes + update.up_bytes,
+        )
+
+
+class BestEvaluation(msgspec.Struct, frozen=True):
+    """Best of the evaluations so far by the main metric, and the number of evaluations without a gain since."""
+
+    metric: str  # a key of `metrics.METRICS`
+    value: float
+    rounds: int  # completed before the evaluation
+    state: BlobRef  # evaluated state
+    reference: float  # value from which the next gain is measured
+    without_gain: int = 0
+
+    def describe(self) -> str:
+        value = metrics.format_value(metrics.METRICS[self.metric], self.value)
+        return f"{metrics.METRICS[self.metric].title} {value} after {self.rounds} round{'s' * (self.rounds != 1)}"
+
+
+def add_evaluation(
+    best: BestEvaluation | None, sums: EvaluationSums | None, state: BlobRef | None, rounds: int, min_gain: float
+) -> BestEvaluation | None:
+    if (main := metrics.main_metric(sums)) is None or state is None:
+        return best
+    metric, value = main
+    if best is None or best.metric != metric.name:
+        return BestEvaluation(metric.name, value, rounds, state, value)
+    sign = 1 if metric.higher else -1
+    gain = sign * (value - best.reference)
+    gained = gain > 0 and gain >= min_gain - GAIN_TOLERANCE
+    best = (
+        replace(best, reference=value, without_gain=0) if gained else replace(best, without_gain=best.without_gain + 1)
+    )
+    return replace(best, value=value, rounds=rounds, state=state) if sign * (value - best.value) > 0 else best
+
+
+def describe_reached_limit(limits: JobLimits, usage: ResourceUsage, best: BestEvaluation | None = None) -> str | None:
+    if limits.patience is not None and best is not None and best.without_gain >= limits.patience:
+        min_gain = f" of {limits.min_gain:g}" if limits.min_gain else ""
+        evaluations = f"{best.without_gain} evaluation{'s' * (best.without_gain > 1)}"
+        return f"patience: no gain{min_gain} in {evaluations}; the best is {best.describe()}"
+    if limits.max_joules is not None and usage.joules >= limits.max_joules:
+        return f"max_joules: {usage.joules:.4g} J of {limits.max_joules:.4g} J are used up{_unmetered_suffix(usage)}"
+    if limits.max_bytes is not None and usage.bytes >= limits.max_bytes:
+        return f"max_bytes: {usage.bytes} bytes of {limits.max_bytes} are used up"
+    if limits.max_wall_s is not None and usage.wall_s >= limits.max_wall_s:
+        return f"max_wall_s: {usage.wall_s:.4g} s of {limits.max_wall_s:.4g} s are used up"
+    return None
+
+
+def describe_unmetered_tasks(limits: JobLimits, usage: ResourceUsage) -> str | None:
+    """Return a sentence on tasks missing from the joules, or None without tasks or a limit."""
+    if limits.max_joules is None or not usage.unmetered:
+        return None
+    if not usage.metered:
+        return (
+            f"max_joules = {limits.max_joules:.4g} ends nothing here: no board that has answered has a meter for its "
+            "joules; the job runs to its rounds, or to another limit of [stop]"
+        )
+    return f"max_joules counts {usage.joules:.4g} J of {limits.max_joules:.4g} J{_unmetered_suffix(usage)}"
+
+
+def _unmetered_suffix(usage: ResourceUsage) -> str:
+    if not usage.unmetered:
+        return ""
+    return f", without {usage.unmetered} task{'s' * (usage.unmetered > 1)} on boards that have no meter"
+
+
+class JobState(msgspec.Struct, frozen=True):
+    constants: JobConstants
+    phase: events.Phase = "new"
+    round: int = 0
+    attempt: int = 0
+    opened_s: float = 0.0  # start of the running attempt, on this process's clock
+    passed_s: float = 0.0  # elapsed seconds of the attempt at the latest restart of the coordinator
+    restarts: int = 0  # restarts of the coordinator during the attempt
+    attempt_limit_s: float | None = None  # duration of the attempt, or None for the cohort's `deadline_s`
+    is_deadline_extended: bool = False  # whether a predicted deadline has passed without a quorum
+    state: BlobRef | None = None
+    pending_devices: frozenset[str] = frozenset()  # selected in this attempt, without a result yet
+    cohort: frozenset[str] = frozenset()  # selected in the running or the last round, and not declined
+    # devices that could take part at the latest selection of this attempt, if the cohort is the whole fleet
+    expected_devices: frozenset[str] = frozenset()
+    silent_devices: tuple[str, ...] = ()  # selected in earlier attempts without an answer, the latest last
+    accepted_updates: Mapping[str, Update] = field(default_factory=dict)  # device -> update of the running round
+    partial_aggregate: events.UpdatesAggregated | None = None  # stored partial aggregate, whose updates are deleted
+    # device -> time of the selection, on this process's clock
+    selected_s: Mapping[str, float] = field(default_factory=dict)
+    work: Mapping[str, float] = field(default_factory=dict)  # device -> `deadline.work_amount` of the task
+    epochs: Mapping[str, int] = field(default_factory=dict)  # device -> epochs, if different from the job's
+    durations: deadline.DurationsByDevice = field(default_factory=dict)
+    # label of each device, from the latest `EligibilityRecorded`
+    eligibility: LabelColumn = field(default_factory=LabelColumn)
+    costs: CostColumn = field(default_factory=CostColumn)
+    # device -> round of the latest selection, or of the first eligibility record
+    last_selected_rounds: RoundColumn = field(default_factory=RoundColumn)
+    usage: ResourceUsage = ResourceUsage()
+    best: BestEvaluation | None = None
+    round_started_s: float = 0.0  # start of the running round, or of this process
+    # device -> reason of a decline or rejection in this attempt
+    decline_reasons: Mapping[str, str] = field(default_factory=dict)
+    # device -> latest decline that excludes the device beyond the attempt
+    lasting_declines: Mapping[str, LastingDecline] = field(default_factory=dict)
+    # devices in `decline_reasons` for which the method has no task
+    devices_without_work: frozenset[str] = frozenset()
+    redoing_devices: frozenset[str] = frozenset()  # devices that repeat their task after a lost update
+    history: Mapping[str, RoundBitmap] = field(default_factory=dict)  # device -> rounds with an accepted update
+    is_method_done: bool = False
+    is_final_evaluation_done: bool = False
+    has_evaluation_rounds: bool = False  # whether an evaluation round precedes each evaluation
+    is_evaluation_round: bool = False  # whether the running round is an evaluation round
+    parent_order: events.JobStarted | None = None  # on a site, the parent's settings of the running round
+    # device of a site -> site whose update in this round contains the device
+    sites_by_device: Mapping[str, str] = field(default_factory=dict)
+    evaluation_rounds: int = 0  # number of evaluation rounds so far
+    class_counts: tuple[int, ...] = ()  # held-out examples of each class in the last evaluation
+    reason: str = ""
+
+    @property
+    def eligible(self) -> frozenset[str]:
+        return frozenset(device for device, label in self.eligibility.items() if label == ELIGIBLE)
+
+    @property
+    def ineligibility_reasons(self) -> dict[str, str]:
+        return {device: label for device, label in self.eligibility.items() if label != ELIGIBLE}
+
+    @property
+    def draw(self) -> CohortDraw:
+        constants = self.constants
+        return CohortDraw(constants.seed, self.round, self.costs, self.last_selected_rounds, constants.cohort.turns)
+
+    @property
+    def cohort_size(self) -> int:
+        """Number of wanted updates, or 0 for all devices, as in every evaluation round."""
+        return 0 if self.is_evaluation_round else self.constants.cohort.size
+
+    @property
+    def completed_rounds(self) -> int:
+        """Number of committed rounds, without evaluation rounds."""
+        return self.round - self.evaluation_rounds
+
+    @property
+    def is_work_done(self) -> bool:
+        """Whether all training rounds are complete."""
+        return self.is_method_done or self.round - self.evaluation_rounds >= self.constants.rounds
+
+    @property
+    def task_actions(self) -> tuple[Action, ...]:
+        """Actions of the running round's tasks: evaluation ("check"), training ("work") or both."""
+        if self.parent_order is not None and self.parent_order.actions:
+            return self.parent_order.actions
+        every = 0 if self.constants.check_beside else self.constants.check_every
+        if self.is_work_done and not self.is_evaluation_round:
+            return ("check",)
+        return (
+            ("check", "work")
+            if not self.is_evaluation_round and every and self.completed_rounds % every == 0
+            else ("work",)
+        )
+
+    @property
+    def reached_limit(self) -> str | None:
+        return describe_reached_limit(self.constants.stop, self.usage, self.best)
+
+    def best_after(self, sums: EvaluationSums | None) -> BestEvaluation | None:
+        """Return the best evaluation after an evaluation of the state at the start of the running round."""
+        if not self.constants.check_every:  # a site evaluates only for its parent
+            return self.best
+        return add_evaluation(self.best, sums, self.state, self.completed_rounds, self.constants.stop.min_gain)
+
+    @property
+    def deadline_s(self) -> float:
+        return self.max_deadline_s if self.attempt_limit_s is None else self.attempt_limit_s
+
+    @property
+    def max_deadline_s(self) -> float:
+        return (self.parent_order and self.parent_order.deadline_s) or self.constants.cohort.deadline_s
+
+    def remaining_s(self, now_s: float) -> float:
+        return max(self.opened_s + self.deadline_s - now_s, 0.0)
+
+    def decline_event(
+        self, device: str, code: str, reason: str, workload: DeviceWorkload, agent_start_key: str = ""
+    ) -> events.TaskDeclined:
+        lacks_memory = DECLINE_REASONS.get(code, UNKNOWN_DECLINE).duration == "rounds"
+        return events.TaskDeclined(
+            self.round,
+            device,
+            code,
+            reason,
+            MemoryShortage.from_workload(workload) if lacks_memory else None,
+            agent_start_key,
+        )
+
+    def acceptance_event(
+        self, update: Update, now_s: float, workload: DeviceWorkload = DeviceWorkload()
+    ) -> events.UpdateAccepted:
+        """Return the acceptance of a device's update, with the duration of its task.
+
+        The duration is the time since the selection of the device, but at least the time that the device reports.
+        After a restart of the coordinator only the latter is known.
+        """
+        waited_s = now_s - self.selected_s.get(update.device, now_s)
+        usage = update.usage
+        expected_s = deadline.predict_duration_s(workload.work, workload.profile, usage.point, usage.examples or 1)
+        return events.UpdateAccepted(self.round, update, max(waited_s, usage.wall_s), expected_s)
+
+
+def apply_event(state: JobState, event: events.AnyEvent, now_s: float) -> JobState:
+    kind, event_round = type(event).__name__, getattr(event, "round", state.round)
+    allowed_phases = events.TRANSITIONS[kind].get(state.phase, ())
+    if event_round != state.round:
+        raise JobError(
+            f"{kind} of round {event_round + 1} in the log of a job whose running round is "
+            f"{state.round + 1}{_FOREIGN_LOG_HINT}"
+        )
+    new_state = _apply_allowed_event(state, event, now_s) if allowed_phases else state
+    if new_state.phase not in allowed_phases:
+        raise JobError(
+            f"{kind} in round {state.round + 1} cannot happen to a job that is {state.phase}{_FOREIGN_LOG_HINT}"
+        )
+    return new_state
+
+
+_FOREIGN_LOG_HINT = ": the log was not written by this coordinator's rules; run the job anew"
+
+
+def _apply_allowed_event(state: JobState, event: events.AnyEvent, now_s: float) -> JobState:
+    match event:  # the most frequent first
+        case events.UpdateAccepted():
+            device, durations = event.update.device, state.durations
+            if device in state.lasting_declines:
+                state = replace(
+                    state,
+                    lasting_declines={
+                        name: decline for name, decline in state.lasting_declines.items() if name != device
+                    },
+                )
+            if state.constants.cohort.deadline != "fixed":
+                durations = deadline.add_update_duration(
+                    durations, event.update, state.work, event.took_s, event.expected_s
+                )
+            if event.update.site_devices:
+                state = replace(
+                    state, sites_by_device={**state.sites_by_device, **dict.fromkeys(event.update.site_devices, device)}
+                )
+            return replace(
+                state,
+                pending_devices=state.pending_devices - {device},
+                accepted_updates={**state.accepted_updates, device: event.update},
+                usage=state.usage.add_update(event.update),
+                durations=durations,
+            )
+        case events.JobStarted():
+            next_phase: events.Phase = "selecting" if state.phase == "new" else state.phase
+            state = replace(
+                _restart_attempt_time(state, now_s),
+                phase=next_phase,
+                state=event.state,
+                round_started_s=now_s,
+                has_evaluation_rounds=event.has_evaluation_rounds,
+                parent_order=event if event.actions else None,
+                is_evaluation_round=event.is_evaluation_round,
+            )
+            if event.first_round < state.round:
+                return _rewind_to_round(state, event.first_round)
+            if event.first_round == state.round and not state.accepted_updates:
+                return state
+            return _clear_round(state, event.first_round)
+        case events.NoteRecorded():
+            return state
+        case events.EligibilityRecorded():
+            return _apply_eligibility(state, event)
+        case events.JobResumed():
+            phase: events.Phase = "open" if state.pending_devices or state.accepted_updates else "selecting"
+            return replace(
+                _restart_attempt_time(state, now_s),
+                phase=phase,
+                is_deadline_extended=False,
+                attempt=0,
+                reason="",
+                decline_reasons={},
+                lasting_declines={},
+                devices_without_work=frozenset(),
+                silent_devices=(),
+                round_started_s=now_s,
+            )
+        case events.JobEnded():
+            return replace(state, phase=event.status, reason=event.reason)
+        case events.CohortSelected():
+            return _apply_cohort_selected(state, event, now_s)
+        case events.TaskDeclined() | events.UpdateRejected():
+            agent_start_key, shortage = "", None
+            if isinstance(event, events.TaskDeclined):
+                agent_start_key, shortage = event.agent_start_key, event.shortage
+                state = replace(state, cohort=state.cohort - {event.device})
+                if event.code == NO_WORK:
+                    state = replace(state, devices_without_work=state.devices_without_work | {event.device})
+            if DECLINE_REASONS.get(event.code, UNKNOWN_DECLINE).duration != "attempt":
+                actions = frozenset(state.task_actions)
+                decline = LastingDecline(event.round, event.code, event.reason, actions, agent_start_key, shortage)
+                state = replace(state, lasting_declines={**state.lasting_declines, event.device: decline})
+            return replace(
+                state,
+                decline_reasons={**state.decline_reasons, event.device: event.reason},
+                pending_devices=state.pending_devices - {event.device},
+            )
+        case events.UpdateLost():
+            return _apply_update_lost(state, event, now_s)
+        case events.UpdatesAggregated():
+            return replace(state, partial_aggregate=event)
+        case events.RoundClosed():
+            return replace(state, phase="closing", pending_devices=frozenset(), expected_devices=frozenset())
+        case events.DeadlineExtended():
+            return replace(state, attempt_limit_s=None, is_deadline_extended=True)
+        case events.RoundRetried():
+            silent_devices = [device for device in state.silent_devices if device not in state.pending_devices]
+            return replace(
+                _restart_attempt_time(state, now_s),
+                attempt=event.attempt,
+                is_deadline_extended=False,
+                expected_devices=frozenset(),
+                silent_devices=(*silent_devices, *sorted(state.pending_devices)),
+                pending_devices=frozenset(),
+                decline_reasons={},
+                devices_without_work=frozenset(),
+            )
+        case events.AttemptResumed(passed_s=passed_s):
+            return replace(state, opened_s=now_s - passed_s, passed_s=passed_s, restarts=state.restarts + 1)
+        case events.RoundCommitted():
+            return _apply_round_committed(state, event, now_s)
+
+
+def _restart_attempt_time(state: JobState, now_s: float) -> JobState:
+    return replace(state, opened_s=now_s, passed_s=0.0, restarts=0)
+
+
+def _apply_cohort_selected(state: JobState, event: events.CohortSelected, now_s: float) -> JobState:
+    if state.phase == "selecting":
+        state = replace(
+            _restart_attempt_time(state, now_s),
+            phase="open",
+            attempt_limit_s=event.deadline_s,
+            is_deadline_extended=False,
+            selected_s={},
+            work={},
+            cohort=frozenset(),
+        )
+    if not state.cohort_size:
+        expected_devices = frozenset(
+            device for device, label in state.eligibility.items() if label in (ELIGIBLE, BUSY, SHARE)
+        )
+        state = replace(state, expected_devices=expected_devices)
+    return replace(
+        state,
+        pending_devices=state.pending_devices | set(event.devices),
+        cohort=state.cohort | set(event.devices),
+        selected_s={**state.selected_s, **dict.fromkeys(event.devices, now_s)},
+        work={**state.work, **event.work},
+        epochs={**state.epochs, **event.epochs},
+        last_selected_rounds=state.last_selected_rounds.with_values(dict.fromkeys(event.devices, event.round)),
+    )
+
+
+def _apply_update_lost(state: JobState, event: events.UpdateLost, now_s: float) -> JobState:
+    device, partial_aggregate = event.device, state.partial_aggregate
+    if state.phase == "closing":
+        state = replace(_restart_attempt_time(state, now_s), phase="open", is_deadline_extended=False)
+    if partial_aggregate is not None and device in partial_aggregate.devices:
+        partial_aggregate = None  # the aggregate contains the lost update
+    return replace(
+        state,
+        accepted_updates={name: update for name, update in state.accepted_updates.items() if name != device},
+        sites_by_device={board: site for board, site in state.sites_by_device.items() if site != device},
+        partial_aggregate=partial_aggregate,
+        selected_s={**state.selected_s, device: now_s},
+        pending_devices=state.pending_devices | {device},
+        redoing_devices=state.redoing_devices | {device},
+    )
+
+
+def _apply_eligibility(state: JobState, event: events.EligibilityRecorded) -> JobState:
+    ineligible_devices = {device: code for code, devices in event.ineligible.items() for device in devices}
+    labels_by_device = {**dict.fromkeys(event.eligible, ELIGIBLE), **ineligible_devices}
+    return replace(
+        state,
+        eligibility=state.eligibility.with_values(labels_by_device),
+        costs=state.costs.with_values(event.costs),
+        last_selected_rounds=state.last_selected_rounds.with_values(
+            {device: event.round for device in labels_by_device if device not in state.last_selected_rounds}
+        ),
+    )
+
+
+def _clear_round(state: JobState, round: int) -> JobState:
+    """Return the state before a round starts, without devices, updates and declines of the previous round."""
+    return replace(
+        state,
+        round=round,
+        attempt=0,
+        pending_devices=frozenset(),
+        accepted_updates={},
+        decline_reasons={},
+        lasting_declines={
+            device: decline
+            for device, decline in state.lasting_declines.items()
+            if DECLINE_REASONS[decline.code].duration != "round"
+        },
+        epochs={},
+        silent_devices=(),
+        partial_aggregate=None,
+        devices_without_work=frozenset(),
+        redoing_devices=frozenset(),
+        sites_by_device={},
+    )
+
+
+def _rewind_to_round(state: JobState, round: int) -> JobState:
+    """Return the state before a round that the parent repeats, without updates of later rounds.
+
+    A parent repeats rounds after it was restored from an older copy.
+    """
+    history = {device: rounds.rounds_before(round) for device, rounds in state.history.items()}
+    last_selected_rounds = RoundColumn(
+        {device: min(last_round, round) for device, last_round in state.last_selected_rounds.items()}
+    )
+    return replace(_clear_round(state, round), history=history, last_selected_rounds=last_selected_rounds)
+
+
+def _apply_round_committed(state: JobState, event: events.RoundCommitted, now_s: float) -> JobState:
+    histories = {device: state.history.get(device, NEVER).with_round(state.round) for device in state.accepted_updates}
+    new_state = replace(
+        _restart_attempt_time(_clear_round(state, state.round + 1), now_s),
+        phase="selecting",
+        round_started_s=now_s,
+        state=event.state,
+        history={**state.history, **histories},
+        is_method_done=state.is_method_done or event.finished,
+        is_final_evaluation_done=state.is_work_done and not state.is_evaluation_round,
+        is_evaluation_round=False,
+        evaluation_rounds=state.evaluation_rounds + event.is_evaluation_round,
+        usage=replace(state.usage, wall_s=state.usage.wall_s + event.took_s),
+        best=state.best_after(event.evaluation),
+    )
+    if state.constants.class_priors and event.evaluation is not None:
+        new_state = replace(new_state, class_counts=evaluation.count_classes(event.evaluation))
+    return replace(
+        new_state,
+        is_evaluation_round=state.has_evaluation_rounds
+        and not event.is_evaluation_round
+        and _is_evaluation_round_next(new_state),
+    )
+
+
+def _is_evaluation_round_next(state: JobState) -> bool:
+    is_evaluation_due = bool(every := state.constants.check_every) and state.completed_rounds % every == 0
+    return not state.is_final_evaluation_done and (
+        state.is_work_done or is_evaluation_due or state.reached_limit is not None
+    )
+
+
+class JobView(Protocol):
+    @property
+    def id(self) -> str: ...
+
+    @property
+    def job(self) -> JobSettings: ...
+
+    @property
+    def job_state(self) -> JobState: ...
+
+
+class EndedJob(NamedTuple):
+    id: str
+    job: JobSettings
+    job_state: JobState
