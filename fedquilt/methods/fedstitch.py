@@ -83,7 +83,7 @@ from fedquilt.models.stitching.algebra import least_squares
 from fedquilt.models.stitching.algebra.class_moments import ExactMomentSums
 from fedquilt.models.stitching.algebra.least_squares import RegressionMoments
 from fedquilt.models.stitching.device import moments, scoring
-from fedquilt.models.stitching.search import accumulators, candidates, cascades, ranking, steps, task_specs
+from fedquilt.models.stitching.search import accumulators, candidates, cascades, steps, task_specs
 from fedquilt.models.stitching.search.accumulators import CorrectCounts, JunctionSums, Sum, VoteSums
 from fedquilt.models.stitching.search.state import Candidate, SearchParams, SearchState, resolve_settings
 
@@ -117,6 +117,8 @@ def init(bundle: Bundle, params: SearchParams, seed: int) -> SearchState:
 
 def send(state: SearchState, device: DeviceView) -> TaskSpec | None:
     """Return the task spec of the current phase, or None if the device has nothing to do."""
+    from fedquilt.models.stitching.search import ranking  # the wheel for boards lacks it
+
     match state.phase:
         case "score":
             return task_specs.score_task_spec(state, device)
@@ -176,6 +178,8 @@ def result(state: SearchState, candidate: int | None = None) -> Artefact:
         JobError: If there is no such candidate.
         ModelError: If no moments were gathered and no network is finished.
     """
+    from fedquilt.models.stitching.search import ranking  # the wheel for boards lacks it
+
     if state.phase == "gather" and state.gathered is not None:
         state = cascades.finish_candidates(replace(state, candidates=_solve_candidates(state)))
     if state.phase == "validate":
@@ -244,6 +248,8 @@ def _is_phase_complete(state: SearchState, seen_before: tuple[str, ...]) -> bool
 
 def _close_gather_or_validation(state: SearchState) -> SearchState:
     """Solve the candidates after the moments are gathered, or choose the best one after the validation."""
+    from fedquilt.models.stitching.search import ranking  # the wheel for boards lacks it
+
     if state.phase == "validate":
         state = cascades.finish_candidates(state)
         return replace(state, phase="done", log=tuple(ranking.describe_validation(state)))

@@ -27,11 +27,12 @@ from fedquilt.tools.broker import EmbeddedBroker
 
 BOARD_MOST = 552_000  # bytes of the wheel for boards, which each upgrade sends to each board
 VERBS = ["model", "doctor", "agent", "board", "identity"]
-ELSEWHERE = {  # commands of operators, which say on a board that they need the whole package
+ELSEWHERE = {  # imported by functions that only coordinators and operators call
     "fedquilt.cli.options": {
         "fedquilt.coordinator.delivery.blob_server",
         "fedquilt.coordinator.storage.store",
     },
+    "fedquilt.methods.fedstitch": {"fedquilt.models.stitching.search.ranking"},
     "fedquilt.tools.boards.doctor": {"fedquilt.tools.boards.doctor.coordinator"},
 }
 

@@ -59,7 +59,7 @@ NOT_ON_BOARDS: Final = (
     *("data/compatibility.py", "data/inspection.py", "formats/job_bundle.py"),
     *("edge_agent/engines/batch_training.py", "edge_agent/engines/torch/batch_engine.py"),
     *("models/networks/onnx_file.py", "models/partial/dependency_trace.py"),
-    "models/stitching/onnx/",
+    *("models/stitching/onnx/", "models/stitching/search/ranking.py"),
     *("tools/boards/doctor/coordinator.py", "transport/memory_link.py"),
 )
 SOURCE_TEXT: Final = 'text = "see package fedquilt"'  # short text of sources in the profiles of boards
