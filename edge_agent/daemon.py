@@ -20,8 +20,8 @@ from fedquilt.edge_agent.agent import Agent
 from fedquilt.edge_agent.agent_state import AgentState
 from fedquilt.edge_agent.releases import models
 from fedquilt.edge_agent.releases.release_kind import ReleaseKind
-from fedquilt.edge_agent.settings import AgentSettings, describe_missing_data
-from fedquilt.edge_agent.task import memory_budget, sandbox
+from fedquilt.edge_agent.settings import AgentSettings
+from fedquilt.edge_agent.task import data_check, memory_budget, sandbox
 from fedquilt.edge_agent.task.worker import ChildWorker
 from fedquilt.edge_agent.upgrade.agent_release import AgentKind, read_launch_info
 from fedquilt.edge_agent.upgrade.remote_settings import SettingsKind
@@ -59,11 +59,10 @@ def run_agent(settings: AgentSettings) -> None:
     )
     if identity is None:
         log.info("%s", UNSIGNED)
-    if problem := describe_missing_data(settings):
-        log.warning("%s", problem)
     memory_limit, home = memory_budget.MemoryLimit(), Path(settings.home).absolute()
     worker = ChildWorker(settings.warm_s, sandbox.task_command(home / "task"), memory_limit, home / "task")
     check_home = home / sandbox.CHECK
+    data_check.warn_of_unreadable_data(settings, check_home)
     check_worker = ChildWorker(0.0, sandbox.task_command(check_home, sandbox.CHECK_PROGRAM), memory_limit, check_home)
     signals: list[int] = []
     settings_releases = SettingsKind(

@@ -15,7 +15,14 @@ from typing import Any, Final, Literal, NamedTuple
 
 from fedquilt import extras
 from fedquilt.core import JobError
-from fedquilt.host.http_server import ConnectionLimiter, ConnectionLimits, HttpExchange, HttpServer, RequestRefusedError
+from fedquilt.host.http_server import (
+    ConnectionLimiter,
+    ConnectionLimits,
+    HttpExchange,
+    HttpServer,
+    RequestRefusedError,
+    describe_listen_error,
+)
 
 log = logging.getLogger(__name__)
 
@@ -67,7 +74,9 @@ def serve_metrics(
             connections=ConnectionLimiter(LIMITS) if connections is None else connections,
         )
     except OSError as error:
-        raise JobError(f"metrics cannot be served at {listen}: {error.strerror}; choose another HOST:PORT") from None
+        raise JobError(
+            f"metrics cannot be served at {listen} ({describe_listen_error(error)}): choose another HOST:PORT"
+        ) from None
     server.start()
     try:
         yield f"http://{host}:{server.address[1]}/metrics"

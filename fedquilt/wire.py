@@ -55,11 +55,13 @@ Seconds1970 = Annotated[float, Meta(ge=-1e12, le=1e12)]
 class CoordState(WireMessage, frozen=True):
     """State of the coordinator on coord/state, retained and used as last will.
 
-    On dn/presence, this message requests the presence of a device.
+    On dn/presence, this message requests the presence of a device. On coord/state with a home and epoch 0, a
+    coordinator that starts asks for the state of another one.
     """
 
     online: bool
     epoch: Count = 0  # number of coordinator starts
+    home: ShortText = ""  # host and folder of the coordinator
 
 
 class RoundState(WireMessage, frozen=True):

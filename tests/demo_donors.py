@@ -1,18 +1,18 @@
-"""Train the donors of the demo on MNIST.
+"""Train the donors of the demo on MNIST, and make its digits.
 
-Usage: `python -m tests.demo_donors --data FOLDER --out FOLDER`. Needs torch, some minutes, and
+Usage: `python -m tests.demo_donors --data FOLDER --out FOLDER`. Needs torch, a minute, and
 the four `*-ubyte` files of MNIST (fetched by torchvision.datasets.MNIST). On one machine the result is bit-identical:
 one thread, fixed seeds, deterministic algorithms.
 
-Each donor is trained on a few digits only (those that `align` in the job names) and through its own one of
-AUGMENTATIONS, so that the donors know different things. None of them sees the digits of the demo.
+Each donor is trained on one of VIEWS of the images only, so that the donors know different things. None of them sees
+the digits of the demo, a third of which has each view.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -30,24 +30,36 @@ from fedquilt.models.networks import registry
 from fedquilt.tools.artefacts.prepare import prepare_bundle
 
 DEMO = Path(__file__).resolve().parents[1] / "tools" / "lab" / "demo" / "job.toml"
-EPOCHS = 2
-IMAGES = 6000  # of MNIST that a donor is trained on, at most
+EPOCHS = 5
+IMAGES = 12000  # of MNIST that a donor is trained on, at most
 BATCH = 128
 LEARNING_RATE = 0.1  # of SGD with momentum, falling to 0 along a cosine
 MOMENTUM = 0.9
 WEIGHT_DECAY = 5e-4
 
-Augmentation = Callable[[torch.Tensor, torch.Generator], torch.Tensor]
+VIEWS: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = {  # donor -> its view of bright images (n, ..., h, w)
+    "upright": lambda x: x,
+    "turned": lambda x: torch.rot90(x, 1, (-2, -1)),
+    "negative": lambda x: x.max() - x,
+}
+
+
+def make_digits(source: Path) -> dict[str, np.ndarray]:
+    """Return arrays of digits of which every third has the same view."""
+    with np.load(source) as file:
+        digits = dict(file)
+    for name in ("x_train", "x_test"):
+        for first, view in enumerate(VIEWS.values()):
+            digits[name][first::3] = view(torch.from_numpy(digits[name][first::3])).numpy()
+    return digits
 
 
 def shift_images(x: torch.Tensor, draw: torch.Generator) -> torch.Tensor:
     """Return the images, each shifted by up to 3 pixels in either direction."""
-    return _scale_and_shift_randomly(x, scale=(1.0, 1.0), shift=3 / 14, draw=draw)
-
-
-def enlarge_images(x: torch.Tensor, draw: torch.Generator) -> torch.Tensor:
-    """Return the images, each enlarged by 1 to 1.4 and shifted by up to one pixel."""
-    return _scale_and_shift_randomly(x, scale=(1.0, 1.4), shift=1 / 14, draw=draw)
+    theta = torch.zeros(len(x), 2, 3)
+    theta[:, 0, 0] = theta[:, 1, 1] = 1
+    theta[:, :, 2] = 3 / 14 * (2 * torch.rand(len(x), 2, generator=draw) - 1)
+    return F.grid_sample(x, F.affine_grid(theta, list(x.shape), align_corners=False), align_corners=False)
 
 
 def reduce_resolution(x: torch.Tensor, draw: torch.Generator) -> torch.Tensor:
@@ -59,13 +71,6 @@ def reduce_resolution(x: torch.Tensor, draw: torch.Generator) -> torch.Tensor:
     return mixed
 
 
-AUGMENTATIONS: Mapping[str, Augmentation] = {
-    "plain": shift_images,
-    "residual": enlarge_images,
-    "separable": reduce_resolution,
-}
-
-
 def train_donors(data: Path, out: Path, say: Callable[[str], None] = print) -> dict[str, float]:
     job = settings.load_job(DEMO)
     train, test = _load_mnist(data, "train"), _load_mnist(data, "test")
@@ -73,19 +78,18 @@ def train_donors(data: Path, out: Path, say: Callable[[str], None] = print) -> d
     tables = []
     for donor in job.donors:
         name = donor["name"]
-        x, y = _select_digits(*train, donor["align"])
-        x_test, y_test = _select_digits(*test, donor["align"])
         with _deterministic_single_thread():
             model = _train_donor(
-                donor["network"], x[:IMAGES], y[:IMAGES], AUGMENTATIONS[name], derive_seed("donor", name), say
+                donor["network"], train[0][:IMAGES], train[1][:IMAGES], VIEWS[name], derive_seed("donor", name), say
             )
         with torch.no_grad():
-            accuracies[name] = float((model(x_test).argmax(1) == y_test).float().mean())
-        say(f"{name}: {accuracies[name]:.2%} of MNIST's test images of its digits")
+            accuracies[name] = float((model(VIEWS[name](test[0])).argmax(1) == test[1]).float().mean())
+        say(f"{name}: {accuracies[name]:.2%} of MNIST's test images")
         weights = out / "weights" / f"{name}.safetensors"
         weights.parent.mkdir(parents=True, exist_ok=True)
         weights.write_bytes(tensors.encode_tensors({key: value.numpy() for key, value in model.state_dict().items()}))
         tables.append({**donor, "weights": str(weights)})
+    np.savez_compressed(out / "views.npz", **make_digits(DEMO.parent / "digits.npz"))  # type: ignore[arg-type]
     prepare_bundle({"input": job.input, "labels": job.labels, "donors": tables}, out / "bundle", say)
     return accuracies
 
@@ -106,7 +110,7 @@ def _train_donor(
     network: Mapping[str, Any],
     x: torch.Tensor,
     y: torch.Tensor,
-    augment: Augmentation,
+    view: Callable[[torch.Tensor], torch.Tensor],
     seed: int,
     say: Callable[[str], None],
 ) -> torch.nn.Module:
@@ -122,7 +126,7 @@ def _train_donor(
         total = 0.0
         for first in range(0, len(y) - BATCH + 1, BATCH):
             rows = order[first : first + BATCH]
-            loss = F.cross_entropy(model(augment(x[rows], draw)), y[rows])
+            loss = F.cross_entropy(model(view(reduce_resolution(shift_images(x[rows], draw), draw))), y[rows])
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
@@ -130,26 +134,6 @@ def _train_donor(
             total += float(loss.detach())
         say(f"{network['name']}: epoch {epoch + 1} of {EPOCHS}, loss {total / (len(y) // BATCH):.3f}")
     return model.eval()
-
-
-def _scale_and_shift_randomly(
-    x: torch.Tensor, scale: tuple[float, float], shift: float, draw: torch.Generator
-) -> torch.Tensor:
-    n = len(x)
-    factor = scale[0] + (scale[1] - scale[0]) * torch.rand(n, generator=draw)
-    move = shift * (2 * torch.rand(n, 2, generator=draw) - 1)
-    theta = torch.zeros(n, 2, 3)
-    theta[:, 0, 0] = theta[:, 1, 1] = 1 / factor
-    theta[:, :, 2] = move
-    grid = F.affine_grid(theta, list(x.shape), align_corners=False)
-    return F.grid_sample(x, grid, align_corners=False)
-
-
-def _select_digits(
-    x: torch.Tensor, y: torch.Tensor, align: Sequence[Sequence[int]]
-) -> tuple[torch.Tensor, torch.Tensor]:
-    classes = torch.tensor([own[0] if own else -1 for own in align])[y]
-    return x[classes >= 0], classes[classes >= 0]
 
 
 def _load_mnist(folder: Path, split: str) -> tuple[torch.Tensor, torch.Tensor]:
@@ -162,7 +146,7 @@ def _load_mnist(folder: Path, split: str) -> tuple[torch.Tensor, torch.Tensor]:
 def main() -> int:
     arguments = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     arguments.add_argument("--data", type=Path, required=True, help="folder of MNIST's *-ubyte files, or of its raw/")
-    arguments.add_argument("--out", type=Path, required=True, help="folder for the weights and the bundle")
+    arguments.add_argument("--out", type=Path, required=True, help="folder for the weights, the bundle and the digits")
     given = arguments.parse_args()
     train_donors(given.data, given.out)
     return 0

@@ -35,6 +35,7 @@ from fedquilt.host.http_server import (
     HttpExchange,
     HttpServer,
     RequestRefusedError,
+    describe_listen_error,
     split_http_url,
 )
 from fedquilt.security.handshake import LinkIdentity, common_name_of_peer
@@ -88,7 +89,8 @@ class BlobServer:
         try:
             self._http = HttpServer(host, port, self._serve_request, connections=self._connections, context=context)
         except OSError as error:
-            raise JobError(f"blobs cannot be served at {host}:{port} ({error}): choose another HOST:PORT") from None
+            problem = describe_listen_error(error)
+            raise JobError(f"blobs cannot be served at {host}:{port} ({problem}): choose another HOST:PORT") from None
         self._http.start()
 
     @property

@@ -24,7 +24,7 @@ from fedquilt.formats import labels
 STATES: Final = ("online", "offline", "silent", "working", "idle", "refused")  # values of --state
 MIN_REPORTED_SKEW_S: Final = 1.0  # smaller differences between clocks may be the network's
 MIN_REASON_WIDTH: Final = 20  # columns for the reason of a decline, even in a narrow terminal
-HEAD: Final = ("board", "state", "for", "W", "°C", "memory", "doing")
+HEAD: Final = ("device", "state", "for", "W", "°C", "memory", "doing")
 WATCH_INTERVAL_S: Final = 0.5  # between two checks of `watch_devices`
 
 

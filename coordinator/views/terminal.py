@@ -22,6 +22,7 @@ from fedquilt.console import progress, table
 from fedquilt.coordinator.background_worker import ThreadWorker
 from fedquilt.coordinator.delivery.blob_server import BlobLocationSettings
 from fedquilt.coordinator.delivery.monitoring_executor import DeviceStatusTracker, MonitoringExecutor
+from fedquilt.coordinator.delivery.sole_coordinator import SoleCoordinatorLink
 from fedquilt.coordinator.fleet.device_status import DeviceStatus
 from fedquilt.coordinator.jobs.job import RunningJob
 from fedquilt.coordinator.metrics_exporter import CoordinatorMetrics
@@ -339,9 +340,11 @@ def run_coordinator(
         raise JobError("limits.toml [sites]: a site has no sites of its own: remove the table")
     process_resources.keep_freed_memory()
     http_server.raise_descriptor_limit()
+    sole_link = SoleCoordinatorLink(link, fleet, store.home)
+    sole_link.require_sole_coordinator()
     tracker = DeviceStatusTracker(store.home)
     executor = MonitoringExecutor(
-        link,
+        sole_link,
         fleet,
         store.blob_store,
         store.begin_epoch(),

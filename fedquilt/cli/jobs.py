@@ -215,7 +215,7 @@ def serve(
         if format == "json":
             logs.use_json_logs()
             console = JsonConsole()
-        link, identity = create_coordinator_link(broker, console.report)
+        link, identity = create_coordinator_link(home, broker, console.report)
         console.report(
             f"serving {home} on {broker.url}; submit with `fedquilt run JOB --home {home}`, "
             f"watch with `fedquilt logs RUN --follow --home {home}`"
@@ -413,13 +413,14 @@ EXIT_CODES: Final = {"done": 0, "failed": 8, "stopped": 9}
 
 
 def create_coordinator_link(
-    broker: options.BrokerOptions, report: Callable[[str], None]
+    home: Path, broker: options.BrokerOptions, report: Callable[[str], None]
 ) -> tuple[MqttLink, LinkIdentity | None]:
     """Return the unconnected MQTT link of the coordinator, and the identity for signing or None.
 
     Unsigned messages are reported through `report`.
     """
     from fedquilt import wire
+    from fedquilt.coordinator.delivery.sole_coordinator import make_client_id
     from fedquilt.security import authenticated_link
     from fedquilt.transport.mqtt.broker import Broker as Address
     from fedquilt.transport.mqtt.link import MqttLink
@@ -429,7 +430,7 @@ def create_coordinator_link(
     identity = authenticated_link.load_identity(address)
     if identity is None:
         report(authenticated_link.UNSIGNED)
-    return MqttLink(address, f"fedquilt-coordinator-{broker.fleet}", will), identity
+    return MqttLink(address, make_client_id(broker.fleet, home), will), identity
 
 
 def run_to_end(
@@ -447,7 +448,7 @@ def run_to_end(
     is_local = store.acquire_lock()
     if is_local:
         console = terminal.Console(verbose=verbosity() > 0)
-        link, identity = create_coordinator_link(broker, console.report)
+        link, identity = create_coordinator_link(home, broker, console.report)
     id = submit()
     home_access.print_rows("text", [], [f"{id}; from elsewhere: `fedquilt logs {id} --follow --home {home.resolve()}`"])
     if is_local:

@@ -107,7 +107,8 @@ def report(run: str, out: Path | None, home: Path) -> None:
     from fedquilt.tools import report as tool
 
     with home_access.open_existing_home(home) as store, progress.show_progress(f"making a page of {run}"):
-        progress.LINE.print_to_stdout(f"{tool.write_run_page(store, run, out)}: {store.find_job(run).id}")
+        line = f"{tool.write_run_page(store, run, out)}: {store.find_job(run).id}"
+        progress.LINE.print_to_stdout(*table.fold_line(line))
 
 
 @verb()
@@ -208,10 +209,10 @@ def restore(file: Path, home: Path) -> None:
 @option(
     "--state",
     type=options.WordChoice(("online", "offline", "silent", "working", "idle", "refused")),
-    help="Only boards in this state; refused: that have declined a task, or had an update refused.",
+    help="Only devices in this state; refused: that have declined a task, or had an update refused.",
 )
-@option("--remove", is_flag=True, help="Remove the named boards, until their next message.")
-@option("--force", is_flag=True, help="With --remove: also boards that have a task.")
+@option("--remove", is_flag=True, help="Remove the named devices, until their next message.")
+@option("--force", is_flag=True, help="With --remove: also devices that have a task.")
 @option("--watch", is_flag=True, help="Stay, and show every change.")
 @options.home_option
 @options.format_option
@@ -235,7 +236,7 @@ def devices(
     home_access.require_home(home)
     if remove:
         if not names or label or state or watch:
-            raise JobError("--remove takes the NAMEs of the boards to remove, and neither --label, --state nor --watch")
+            raise JobError("--remove takes the NAMEs of the devices, and neither --label, --state nor --watch")
         with home_access.open_existing_home(home) as store:
             print("\n".join(table.fold_line(run_control.remove_devices(store, names, force=force), 0)))
         return None

@@ -156,8 +156,9 @@ def _explain_conversion_error(message: str, table: Any, kind: type, source: str)
         unknown = _UNKNOWN.fullmatch(message) is not None
         inner = path.lstrip(".")
         key_text = source if not inner else f"{source} {inner}" if source.startswith("[") else f"[{inner}]"
-        problem = f"there is no key {key[1]!r}" if unknown else f"key {key[1]!r} is missing"
-        return problem + describe_choices(key[1] if unknown else "", keys, f"keys of {key_text}:")
+        if not unknown:
+            return f"key {key[1]!r} is missing: write {key[1]} = ..." + (f" in {key_text}" if inner else "")
+        return f"there is no key {key[1]!r}" + describe_choices(key[1], keys, f"keys of {key_text}:")
     key_text = _format_key(path, source)
     value = _value_at_path(table, path)
     assignment = (

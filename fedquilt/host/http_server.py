@@ -10,6 +10,7 @@ import contextlib
 import io
 import ipaddress
 import logging
+import os
 import re
 import resource
 import select
@@ -37,6 +38,16 @@ MAX_PORT: Final = 65535
 SPARE_THREADS: Final = 16  # threads of closed connections that have not ended
 _REQUEST: Final = re.compile(rb"([A-Z]{1,16}) (\S+) HTTP/1\.([01])\Z")
 _SINGLE_HEADERS: Final = frozenset({"host", "content-length", "content-range", "range", "authorization", "origin"})
+
+
+def describe_listen_error(error: BaseException) -> str:
+    """Return why an address cannot be listened at, such as "address already in use", without the address itself."""
+    while not isinstance(error, OSError) and (cause := error.__cause__ or error.__context__) is not None:
+        error = cause
+    if not isinstance(error, OSError):
+        return str(error)
+    text = os.strerror(error.errno) if error.errno and error.errno > 0 else str(error.strerror or error)
+    return text[:1].lower() + text[1:]
 
 
 class RequestRefusedError(Exception):

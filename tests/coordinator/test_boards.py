@@ -417,8 +417,8 @@ def test_a_removed_device_that_still_runs_is_back_with_its_next_message(fleet, c
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        (["--remove"], "--remove takes the NAMEs of the boards to remove"),
-        (["a", "--remove", "--watch"], "--remove takes the NAMEs of the boards to remove"),
+        (["--remove"], "--remove takes the NAMEs of the devices, and"),
+        (["a", "--remove", "--watch"], "--remove takes the NAMEs of the devices, and"),
         (["z", "--remove"], "knows a device 'z'"),
         (["a", "--force"], "--force has a meaning only with --remove"),
     ],

@@ -81,7 +81,7 @@ class Plain:
         ({"name": "a", "parts": [{}, {"prefers": 1}]}, "did you mean 'prefer'? Keys of [parts[1]]: size, prefer"),
         ({"name": "a", "named": {"x": {"sizes": 1}}}, "did you mean 'size'? Keys of [named[...]]: size, prefer"),
         ({"name": "a", "inner": {"prefer": "enrgy"}}, "did you mean 'energy'? There are: energy, random"),
-        ({"inner": {}}, "key 'name' is missing; keys of a job: name, inner, parts, named"),
+        ({"inner": {}}, "key 'name' is missing: write name = ..."),
         ({"name": "a", "inner": {"size": -1}}, "[inner] size = -1: a whole number of at least 0 is wanted"),
     ],
 )

@@ -20,6 +20,7 @@ from types import TracebackType
 from typing import Any
 
 from fedquilt.core import JobError, LinkError
+from fedquilt.host.http_server import describe_listen_error
 
 START_S = 60.0
 STOP_S = 5.0
@@ -81,9 +82,8 @@ class EmbeddedBroker:
         if failures:
             self._thread.join()
             self._thread = None
-            raise LinkError(
-                f"cannot listen on {self.host}:{self.port} ({failures[0]}): choose another port, or stop what uses it"
-            )
+            problem = describe_listen_error(failures[0])
+            raise LinkError(f"cannot listen on {self.host}:{self.port} ({problem}): choose another port")
         return self
 
     def stop(self) -> None:

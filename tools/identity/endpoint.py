@@ -19,7 +19,14 @@ from cryptography import x509
 from cryptography.hazmat.primitives.asymmetric import ec
 
 from fedquilt.core import FedquiltError, JobError, LinkError, WireError
-from fedquilt.host.http_server import ConnectionLimiter, ConnectionLimits, HttpExchange, HttpServer, RequestRefusedError
+from fedquilt.host.http_server import (
+    ConnectionLimiter,
+    ConnectionLimits,
+    HttpExchange,
+    HttpServer,
+    RequestRefusedError,
+    describe_listen_error,
+)
 from fedquilt.security import enrolment
 from fedquilt.security.enrolment import SigningRequest, SigningResponse, is_renewal_due, key_fingerprint
 from fedquilt.tools.identity.authority import DAY_S, CertificateAuthority, clock_s, parse_signing_request
@@ -169,7 +176,8 @@ class EnrolmentServer:
                 error_body=lambda sentence: ("application/json", msgspec.json.encode(SigningResponse(reason=sentence))),
             )
         except OSError as error:
-            raise LinkError(f"cannot listen on {host}:{port} ({error}): choose another, or stop what uses it") from None
+            problem = describe_listen_error(error)
+            raise LinkError(f"cannot listen on {host}:{port} ({problem}): choose another HOST:PORT") from None
 
     @property
     def port(self) -> int:

@@ -174,9 +174,12 @@ IDX_IMAGES = re.compile(r"(.*)images([-.])idx3-ubyte(\.gz)?$")
 def open_idx(path: Path, spec: DataSpec) -> ExampleReader:
     if path.is_dir():
         name_parts = ("t10k", "test") if spec.split == "test" else (spec.split,)
-        images_paths = [file for file in find_idx_images(path) if any(part in file.name for part in name_parts)]
+        all_paths = find_idx_images(path)
+        images_paths = [file for file in all_paths if any(part in file.name for part in name_parts)]
+        if spec.split == "train" and len(all_paths) == 1:
+            images_paths = all_paths
         if len(images_paths) != 1:
-            available = ", ".join(file.name for file in find_idx_images(path)) or "none"
+            available = ", ".join(file.name for file in all_paths) or "none"
             raise DataError(f"{path}: one IDX file of images for split {spec.split!r} is wanted; it has {available}")
         path = images_paths[0]
     match = IDX_IMAGES.match(path.name)
@@ -247,7 +250,9 @@ def open_torchvision(path: Path, spec: DataSpec) -> ExampleReader:
     try:
         dataset = dataset_class(str(path), **options)
     except (RuntimeError, *READ_ERRORS) as error:
-        raise DataError(f"{spec.dataset} in {path}: {error}; or set [data] download = true") from None
+        problem = (str(error).splitlines() or [type(error).__name__])[0].rstrip(":")
+        fix = f"check the network, or copy its files to {path}" if spec.download else "set [data] download = true"
+        raise DataError(f"{spec.dataset} in {path}: {problem}: {fix}") from None
     labels = next((getattr(dataset, name) for name in ("targets", "labels", "_labels") if hasattr(dataset, name)), None)
     if labels is None:
         raise DataError(f"torchvision's {spec.dataset} does not list its labels: give it as a folder of images")

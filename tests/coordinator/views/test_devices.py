@@ -69,7 +69,7 @@ def test_the_table_fits_eighty_columns_and_has_everything(home):
     assert devices.format_devices(devices.load_devices(home, NOW), NOW, width=80) == [
         "3 devices: 2 online, 1 of them working; 1 offline",
         "",
-        "board    state     for     W  °C     memory  doing",
+        "device   state     for     W  °C     memory  doing",
         "orin-07  working   3 h  12.3  61  0.31/2 GB  digits, round 4: 45 % 65 s",
         "  NVIDIA Jetson Orin Nano, mode 25W, agent 0.1.0, clock -7.0 s; site=lab window",
         "pi-01    idle     60 s     -   -          -",

@@ -103,7 +103,10 @@ MIXED = [{"path": "a.npz", "labels_from": 0}, {"path": "b.npz", "labels_from": 1
         ({"sources": [{"path": "a", "labels_from": 0}], "dataset": "MNIST"}, "dataset goes with path"),
         ({"dataset": "fedpews-32k", "size": 32}, "size is for images"),
         ({"sources": MIXED, "column": "x"}, "column goes with path, or into each source"),
-        ({"sources": [{"path": "a.npz"}]}, r"labels_from.*keys of \[data\] sources\[0\]: path, labels_from"),
+        (
+            {"sources": [{"path": "a.npz"}]},
+            r"write labels_from = \.\.\. in \[data\] sources\[0\]",
+        ),
         ({"path": "a.npz", "limit": 5, "per_class": 2}, "limit and per_class"),
         ({"path": "a.npz", "groups": "source"}, "needs two sources"),
         ({"path": "a.npz", "groups": [[0, 1], [1, 2]]}, "no class in two groups"),

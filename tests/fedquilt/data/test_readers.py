@@ -51,6 +51,11 @@ def test_one_idx_file_brings_its_labels(tmp_path):
         data.load_split(DataSpec(str(images)))
 
 
+def test_the_only_pair_of_a_folder_is_trained_on_whatever_its_name(tmp_path):
+    idx(tmp_path, "t10k", 6)
+    assert len(data.load_split(DataSpec(str(tmp_path)))) == len(data.load_split(DataSpec(str(tmp_path), split="test")))
+
+
 def test_damaged_idx_files_are_refused(tmp_path):
     idx(tmp_path / "counts", "train", 6, labels=5)
     with pytest.raises(DataError, match="holds 6 images, train-labels-idx1-ubyte 5 labels"):

@@ -31,9 +31,9 @@ STOCK = stitch.load_donor_pool(BUNDLE.meta)
 FILES = {name: DEMO / "bundle" / "blobs" / ref.sha256 for name, ref in BUNDLE.files.items()}
 
 # shrinks 14 -> 7 and grows 7 -> 14 (sizes of the maps), each with a change of channels
-ACROSS = ["separable.0", "residual.3", "plain.2", "plain.3"]
-# a stem that four taps share, two depths of one donor, and plain.2 and plain.3 a second time, behind their own donor
-JOINED = [ACROSS, ACROSS[:2], [f"separable.{i}" for i in range(3)], ACROSS[:1], [f"plain.{i}" for i in range(4)]]
+ACROSS = ["negative.0", "turned.3", "upright.2", "upright.3"]
+# a stem that four taps share, two depths of one donor, and upright.2 and upright.3 again, behind their own donor
+JOINED = [ACROSS, ACROSS[:2], [f"negative.{i}" for i in range(3)], ACROSS[:1], [f"upright.{i}" for i in range(4)]]
 
 
 def artefact(
@@ -98,14 +98,14 @@ def digits(count: int) -> np.ndarray:
     ("taps", "align", "head"),
     [
         ([ACROSS], None, True),
-        ([[*ACROSS, "plain.4"]], [[i] for i in range(4)], False),
-        ([[*ACROSS, "plain.4"]], [[0, 2], [], [1, 3]], False),
-        ([[f"residual.{i}" for i in range(5)]], [[i] for i in range(3)], False),
-        ([["plain.0"]], None, True),
+        ([[*ACROSS, "upright.4"]], [[i] for i in range(4)], False),
+        ([[*ACROSS, "upright.4"]], [[0, 2], [], [1, 3]], False),
+        ([[f"turned.{i}" for i in range(5)]], [[i] for i in range(3)], False),
+        ([["upright.0"]], None, True),
         (JOINED, None, True),
         (JOINED[::-1], None, True),
         (JOINED, None, "drawn"),
-        ([[f"plain.{i}" for i in range(5)], ["plain.0"]], None, True),
+        ([[f"upright.{i}" for i in range(5)], ["upright.0"]], None, True),
     ],
     ids=[
         "head",
@@ -128,7 +128,7 @@ def test_the_file_gives_what_the_agents_compute(tmp_path, taps, align, head):
 def test_a_cascade_gives_what_the_agents_compute_and_runs_the_rest_for_some_examples_only(tmp_path, leave):
     meta, arrays = artefact(JOINED, None, True)
     draw = np.random.default_rng(5)
-    taps = [JOINED[0], JOINED[3]]  # plain.2 and plain.3 are behind both
+    taps = [JOINED[0], JOINED[3]]  # upright.2 and upright.3 are behind both
     width = sum(STOCK.blocks[tap[-1]].out_shape[0] for tap in taps)
     head = {"early.weights": draw.normal(size=(10, width)), "early.bias": draw.normal(size=10)}
     names = {"weights": "early.weights", "bias": "early.bias"}
@@ -157,8 +157,8 @@ def test_a_cascade_gives_what_the_agents_compute_and_runs_the_rest_for_some_exam
 
 
 def test_a_cascade_whose_first_network_is_no_part_of_its_second_is_refused():
-    meta, arrays = artefact([["plain.0"]], None, True)
-    meta["early"] = {"taps": [["residual.0"]], "head": meta["head"], "margin": 1.0, "share": 0.5}
+    meta, arrays = artefact([["upright.0"]], None, True)
+    meta["early"] = {"taps": [["turned.0"]], "head": meta["head"], "margin": 1.0, "share": 0.5}
     with pytest.raises(ModelError, match="not a part of its second"):
         export_stitched(meta, arrays, STOCK.blocks, FILES)
 
@@ -201,7 +201,7 @@ def test_what_is_projected_is_the_smaller_map():
 def test_shared_beginnings_and_repeated_blocks_are_in_the_file_once(tmp_path):
     meta, arrays = artefact(JOINED, None, True)
     model = onnx.load_from_string(export_stitched(meta, arrays, STOCK.blocks, FILES))
-    separable = onnx.load(FILES["separable.0.onnx"]).graph.node
+    separable = onnx.load(FILES["negative.0.onnx"]).graph.node
     assert sum(node.name.startswith("block0/") for node in model.graph.node) == len(separable)
     assert sum(node.input[0] == "x" for node in model.graph.node) == 2  # the two donors' stems
     names = [tensor.name for tensor in model.graph.initializer]
@@ -260,8 +260,8 @@ def test_the_runtime_pools_a_tap_before_it_computes_the_next_and_memory_covers_t
     pooled = [ran.index(f"head/{i}/pooled") for i in range(5)]
     assert pooled == sorted(pooled)
     first = [min(ran.index(name) for name in ran if name.startswith(f"block{place}/")) for place in (4, 6)]
-    assert pooled[1] < first[0] < pooled[2]  # separable.1 comes after the taps of residual.3
-    assert pooled[3] < first[1]  # plain.0 comes after separable.0's
+    assert pooled[1] < first[0] < pooled[2]  # negative.1 comes after the taps of turned.3
+    assert pooled[3] < first[1]  # upright.0 comes after negative.0's
     nodes = {node.name: node for node in model.graph.node}
     model.graph.ClearField("node")
     model.graph.node.extend(nodes[name] for name in ran)
@@ -273,7 +273,7 @@ def test_the_runtime_pools_a_tap_before_it_computes_the_next_and_memory_covers_t
 
 def test_a_class_that_nobody_has_never_wins(tmp_path):
     """Its score is -inf in the file too, though every other score is far below zero; none is NaN."""
-    meta, arrays = artefact([["plain.0"]], None, True)
+    meta, arrays = artefact([["upright.0"]], None, True)
     bias = np.where(np.arange(10) == 3, joint_head.NEVER, -1e6)
     head = joint_head.export_head({"weights": arrays["head.weights"], "bias": bias})
     arrays |= {f"head.{part}": head[part] for part in PARTS}
@@ -310,28 +310,28 @@ def test_the_same_network_is_the_same_file_also_of_blocks_that_a_store_has_linke
 
 def test_a_network_that_cannot_be_written_says_why(tmp_path):
     (tmp_path / "noise").write_bytes(b"noise")
-    noise = {"plain.0.onnx": tmp_path / "noise"}
+    noise = {"upright.0.onnx": tmp_path / "noise"}
     for head, blocks, files, why in (
         (False, STOCK.blocks, FILES, "neither a head nor an alignment"),
-        (True, STOCK.blocks, {}, r"no block 'plain\.0'"),
-        (True, {}, FILES, r"no block 'plain\.0'"),
-        (True, STOCK.blocks, noise, r"block 'plain\.0' cannot be read from .*noise"),
+        (True, STOCK.blocks, {}, r"no block 'upright\.0'"),
+        (True, {}, FILES, r"no block 'upright\.0'"),
+        (True, STOCK.blocks, noise, r"block 'upright\.0' cannot be read from .*noise"),
     ):
         with pytest.raises(ModelError, match=why):
-            export_stitched(*artefact([["plain.0"]], None, head), blocks, files)
+            export_stitched(*artefact([["upright.0"]], None, head), blocks, files)
     location = "0" * 64
-    large = onnx.load(FILES["residual.3.onnx"])
+    large = onnx.load(FILES["turned.3.onnx"])
     onnx.save(large, tmp_path / "graph", save_as_external_data=True, location=location, size_threshold=0)
     large = onnx.load(tmp_path / "graph", load_external_data=False)
     (tmp_path / location).write_bytes(b"short")
-    with pytest.raises(ModelError, match=rf"'residual\.3' .* takes 4608 bytes, and {location[:12]} has 5 from there"):
-        export_stitched(*artefact([["residual.3"]], None, True), STOCK.blocks, {"residual.3.onnx": tmp_path / "graph"})
+    with pytest.raises(ModelError, match=rf"'turned\.3' .* takes 4608 bytes, and {location[:12]} has 5 from there"):
+        export_stitched(*artefact([["turned.3"]], None, True), STOCK.blocks, {"turned.3.onnx": tmp_path / "graph"})
     large.graph.initializer[0].external_data[0].value = "../secret"
     onnx.save(large, tmp_path / "graph")
     with pytest.raises(ModelError, match=r"is in '\.\./secret': weights may only be in a file .* named by its sha256"):
-        export_stitched(*artefact([["residual.3"]], None, True), STOCK.blocks, {"residual.3.onnx": tmp_path / "graph"})
-    other = onnx.load(FILES["plain.0.onnx"])
+        export_stitched(*artefact([["turned.3"]], None, True), STOCK.blocks, {"turned.3.onnx": tmp_path / "graph"})
+    other = onnx.load(FILES["upright.0.onnx"])
     other.opset_import[0].version = 13
     onnx.save(other, tmp_path / "older")
     with pytest.raises(ModelError, match="was not made by `fedquilt prepare`"):
-        export_stitched(*artefact([["plain.0"]], None, True), STOCK.blocks, {"plain.0.onnx": tmp_path / "older"})
+        export_stitched(*artefact([["upright.0"]], None, True), STOCK.blocks, {"upright.0.onnx": tmp_path / "older"})

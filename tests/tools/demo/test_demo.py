@@ -37,7 +37,7 @@ def test_the_demo_prints_a_line_for_each_round_and_few_others_without_colours(to
     for wanted in (
         "donors",
         "stitched by all boards",
-        "donor residual + new head",
+        "donor turned + new head",
         "FedAvg from scratch",
         "The boards' network",
         "stitched.onnx: ",
@@ -48,8 +48,10 @@ def test_the_demo_prints_a_line_for_each_round_and_few_others_without_colours(to
     interval = re.search(r"Over \w+ \+ new head, the 95 % interval is \[([\d.]+), ([\d.]+)\] points\.", unwrapped)
     assert interval is not None  # a sign would not match: the whole interval is above 0
     assert 0 < float(interval[1]) < float(interval[2])
-    assert [line.split()[:4] for line in lines if line.startswith("plain ")] == [["plain", "0", "1", "2"]]
-    assert f"report of the run, with plots (--open shows it): {out / 'report.html'}" in lines[-1]
+    gains = [line.split()[0] for line in lines if re.match(r"\w+ +([\d.]+ +){3}\[", line)]
+    assert gains == ["upright", "turned", "negative"]
+    assert lines[-2].endswith("; report of the run, with plots (--open shows it):")
+    assert lines[-1] == f"  {out / 'report.html'}"
     assert " torch" not in imported  # the coordinator, the comparisons, the export and the page need none
     assert "font cache" not in imported
 
@@ -58,7 +60,7 @@ def test_the_page_is_that_of_the_run(told: tuple[Path, str, str]) -> None:
     page = (told[0] / "report.html").read_text(encoding="utf-8")
     assert "accuracy on the test set" in page
     assert "What each donor contributes" in page
-    assert "7 8 9" in page
+    assert "as it is, %" in page
     assert "method = &#34;fedstitch&#34;" in page
     assert "[[donors]]" in page
     assert "<script" not in page
@@ -89,13 +91,13 @@ def test_the_demo_stitches_a_network_and_sets_it_beside_everything_it_has_to_bea
         if name != demo.STITCHED:
             assert stitched["accuracy"] > row["accuracy"], name
     assert 0 < result["lead"][0] < result["lead"][1]
-    assert [donor["labels"] for donor in result["donors"]] == [list("0123"), list("456"), list("789")]
+    assert [donor["name"] for donor in result["donors"]] == ["upright", "turned", "negative"]
     for donor in result["donors"]:
         assert donor["unmodified"] < donor["head"] < donor["depths"] < stitched["accuracy"]
         assert donor["without"] < stitched["accuracy"]
-    assert stitched["accuracy"] > 0.95
+    assert stitched["accuracy"] > 0.9
     scratch = rows["FedAvg from scratch"]
-    assert scratch["accuracy"] > 0.8
+    assert scratch["accuracy"] > 0.6
     assert 0 < stitched["energy_j"] < scratch["energy_j"]  # forward passes only, by the boards' profiles
     assert len(result["devices"]) == len(result["alone"]) == 6
     for ledger in result["devices"].values():

@@ -73,7 +73,7 @@ def board(tmp_path: Path) -> Board:
     made.write("usr/bin/python3.10", "")
     made.write("sys/fs/cgroup/cgroup.controllers", "cpuset cpu io memory hugetlb pids")
     made.write("etc/systemd/system/fedquilt-agent.service", "[Service]\nDelegate=memory\nMemoryMax=75%")
-    made.write("srv/images/data.npz", "")
+    made.write("srv/images/a/0.pgm", "P5 1 1 255\n0")
     (made.root / "var/lib/fedquilt").mkdir(parents=True)
     made.package("numpy", "1.26.4")
     made.package("onnxruntime-gpu", "1.23.0", **{"capi__libonnxruntime_providers_cuda.so": ""})

@@ -169,7 +169,7 @@ def test_a_board_without_a_profile_and_with_anothers_are_found(board: Any) -> No
 
 
 def test_a_folder_of_examples_that_is_empty_is_found(board: Any) -> None:
-    (board.root / "srv/images/data.npz").unlink()
+    (board.root / "srv/images/a/0.pgm").unlink()
     board.require("FQ309", "error", "is empty")
     board.table["data"] = {"path": "/srv/none.npz"}
     (board.root / "srv/none.npz").touch()

@@ -23,7 +23,7 @@ from fedquilt.edge_agent.devices import linux
 from fedquilt.edge_agent.engines import NEEDS
 from fedquilt.edge_agent.power.learned_model import LatestTask, LearnedModel, estimate_points
 from fedquilt.edge_agent.settings import AgentSettings, parse_size
-from fedquilt.edge_agent.task import memory_budget
+from fedquilt.edge_agent.task import data_check, memory_budget
 from fedquilt.host import sysfs
 from fedquilt.security import enrolment
 from fedquilt.tools.boards.doctor import machine_facts
@@ -382,6 +382,8 @@ def check_examples(settings: AgentSettings, path: Path) -> Verdict:
         if _is_empty(data_path):
             problem = f"the examples at {data_path} are none: it is empty ([data] of {path})"
             return error(problem, f"ls -la {data_path}; mount or copy the board's data there")
+    if problem := data_check.find_data_problem(settings.data):
+        return error(f"the examples cannot be used: {problem}", f"correct [data] of {path}")
     return f"the examples are there: {', '.join(map(str, paths)) or spec.source_name}"
 
 
@@ -456,12 +458,13 @@ def _check_clock_helper(settings: AgentSettings, machine: MachineFacts) -> Verdi
 
 
 HOME: Final = Check("FQ302", ("settings",), check_home)
+EXAMPLES: Final = Check("FQ309", ("settings", "path"), check_examples)
 AGENT: Final = (
     HOME,
     Check("FQ303", ("settings", "free"), check_free_space),
     *IDENTITY,
     Check("FQ308", ("settings", "path"), _check_board_and_profile_exist),
-    Check("FQ309", ("settings", "path"), check_examples),
+    EXAMPLES,
     Check("FQ310", ("budget_bytes", "memory_bytes", "path"), _check_memory_budget),
     Check("FQ311", ("budget_bytes", "path", "packages", "machine"), _check_engines_fit_budget),
     Check("FQ312", ("budget_bytes", "path", "packages", "machine"), _check_other_engines),

@@ -1,12 +1,13 @@
 """Check before an upgrade that this version of the agent can run (`fedquilt agent --check`).
 
 The check reads the agent's files and runs a small task in a separate process. It changes none of the agent's files, so
-an agent may run at the same time. Existing problems that do not prevent an agent from running, such as missing data,
-are reported by `fedquilt doctor`.
+an agent may run at the same time. Unreadable data are a warning, and `fedquilt doctor` reports other problems that do
+not prevent an agent from running.
 """
 
 from __future__ import annotations
 
+import logging
 import tempfile
 import time
 from importlib import import_module
@@ -23,6 +24,8 @@ from fedquilt.tools.boards.doctor import agent
 from fedquilt.tools.boards.doctor.findings import run_checks
 from fedquilt.tools.boards.doctor.machine_facts import MachineFacts
 from fedquilt.tools.simulation.task_process import TaskProcess
+
+log = logging.getLogger(__name__)
 
 TASK_S: Final = 300.0  # importing numpy from a slow SD card takes long
 BUDGET_BYTES: Final = 1 << 30
@@ -47,6 +50,9 @@ def check_version(settings: AgentSettings, path: Path) -> None:
     for finding in run_checks((agent.HOME, *agent.IDENTITY), facts):
         if finding.severity == "error":
             raise JobError(f"{finding.sentence} (fix: {finding.fix})")
+    for finding in run_checks((agent.EXAMPLES,), facts):  # no error, because an upgrade does not change data
+        if finding.severity != "ok":
+            log.warning("%s (fix: %s)", finding.sentence, finding.fix)
     read_sensors(settings)
     train_small_task()
 

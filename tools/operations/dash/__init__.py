@@ -17,7 +17,7 @@ from fedquilt import extras, open_metrics, systemd
 from fedquilt.coordinator import settings
 from fedquilt.core import JobError
 from fedquilt.host import disk
-from fedquilt.host.http_server import ConnectionLimiter, raise_descriptor_limit
+from fedquilt.host.http_server import ConnectionLimiter, describe_listen_error, raise_descriptor_limit
 
 TOKEN_FILE: Final = "dash.token"  # noqa: S105  # a file's name
 BACKLOG: Final = 128
@@ -106,7 +106,8 @@ def _open_listening_socket(listen: str) -> socket.socket:
             listener.close()
             raise
     except OSError as error:
-        raise JobError(f"dashboard cannot listen at {listen}: {error.strerror}: choose another --listen") from None
+        problem = describe_listen_error(error)
+        raise JobError(f"dashboard cannot listen at {listen} ({problem}): choose another --listen") from None
     return listener
 
 

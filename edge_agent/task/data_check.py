@@ -1,0 +1,60 @@
+"""Check that a device's examples can be read, in a process of its own, because the daemon imports no numpy.
+
+    python -m fedquilt.edge_agent.task.sandbox fedquilt.edge_agent.task.data_check PRIVATE PARENT
+
+The process reads the table [data] as JSON from stdin and writes the problem, or nothing, to stdout.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final
+
+from fedquilt.core import FedquiltError
+from fedquilt.data.spec import DataSpec
+from fedquilt.edge_agent.settings import AgentSettings, describe_missing_data
+from fedquilt.edge_agent.task import sandbox
+from fedquilt.edge_agent.task.process import exit_with_parent
+
+log = logging.getLogger("fedquilt.agent")
+
+PROGRAM: Final = "fedquilt.edge_agent.task.data_check"
+
+
+def find_data_problem(data: Mapping[str, Any]) -> str:
+    """Return why a device with this [data] table has no examples, or an empty string."""
+    from fedquilt.data import examples
+
+    spec = DataSpec.parse(dict(data))
+    try:
+        examples.require_nonempty_shares(examples.open_split(spec), spec)
+    except (FedquiltError, OSError) as error:
+        return str(error)
+    return ""
+
+
+def warn_of_unreadable_data(settings: AgentSettings, private: Path) -> None:
+    """Log why this device cannot read its examples. The log line may come after the return."""
+    if problem := describe_missing_data(settings):
+        log.warning("%s", problem)
+    elif settings.data:
+        threading.Thread(target=_check_in_process, args=(settings.data, private), name="data", daemon=True).start()
+
+
+def _check_in_process(data: Mapping[str, Any], private: Path) -> None:
+    command = [*sandbox.task_command(private, PROGRAM), str(os.getpid())]
+    checked = subprocess.run(command, input=json.dumps(data), capture_output=True, text=True)
+    if checked.stdout:
+        log.warning("this device declines tasks, as its data cannot be used: %s", checked.stdout)
+
+
+def main() -> None:
+    exit_with_parent(int(sys.argv[-1]))
+    print(find_data_problem(json.load(sys.stdin)), end="")

@@ -1,0 +1,89 @@
+"""A second coordinator of a fleet is refused, and a restart or take-over never is."""
+
+from __future__ import annotations
+
+import logging
+import socket
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+
+from fedquilt import wire
+from fedquilt.coordinator.delivery.sole_coordinator import SoleCoordinatorLink, make_client_id
+from fedquilt.core import JobError
+from fedquilt.transport.link import Link, LinkWrapper
+from fedquilt.transport.memory_link import MemoryBroker
+
+TOPIC = wire.Topics("fleet").coord
+WILL = (TOPIC, wire.encode(wire.CoordState(online=False)))
+
+
+class TurnTakingLink(LinkWrapper):
+    """Link whose `wait` takes a tenth of a second, in which the other coordinator receives its messages."""
+
+    def __init__(self, link: Link, broker: MemoryBroker, other_turn: Callable[[], object]) -> None:
+        super().__init__(link)
+        self._broker, self._other_turn = broker, other_turn
+
+    def wait(self, timeout_s: float, fds: Sequence[int] = ()) -> None:
+        self._broker.now_s += min(timeout_s, 0.1)
+        self._broker.deliver_due()
+        self._other_turn()
+        self._broker.deliver_due()
+
+
+@pytest.fixture
+def broker() -> MemoryBroker:
+    return MemoryBroker()
+
+
+def start(broker: MemoryBroker, home: str, other_turn: Callable[[], object] = lambda: None) -> SoleCoordinatorLink:
+    link = TurnTakingLink(broker.connect(WILL), broker, other_turn)
+    sole_link = SoleCoordinatorLink(link, "fleet", Path(home), lambda: broker.now_s)
+    sole_link.require_sole_coordinator()
+    sole_link.publish(TOPIC, wire.encode(wire.CoordState(online=True, epoch=3)), retain=True)
+    broker.deliver_due()
+    return sole_link
+
+
+def test_another_home_is_refused_with_the_place_of_the_first(broker):
+    first = start(broker, "/a")
+    with pytest.raises(JobError, match=rf"'fleet' has a coordinator already, {socket.gethostname()}:/a: stop it, or"):
+        start(broker, "/b", first.receive)
+    assert broker.now_s < 1
+
+
+def test_the_same_home_takes_over_at_once_even_if_the_first_still_runs(broker):
+    first = start(broker, "/a")
+    start(broker, "/a", first.receive)
+    assert broker.now_s < 1
+
+
+def test_one_that_went_offline_is_no_other(broker):
+    first = start(broker, "/a")
+    first.publish(TOPIC, wire.encode(wire.CoordState(online=False, epoch=3)), retain=True)
+    start(broker, "/b")
+    assert broker.now_s < 1
+
+
+def test_one_whose_retained_state_outlived_it_is_replaced_with_a_warning(broker, caplog):
+    start(broker, "/a")
+    with caplog.at_level(logging.WARNING):
+        start(broker, "/b")
+    assert f"the coordinator {socket.gethostname()}:/a of fleet fleet does not answer: taking over" in caplog.text
+
+
+def test_of_two_that_run_the_first_warns_and_they_do_not_answer_each_other_for_ever(broker, caplog):
+    first = start(broker, "/a")
+    second = start(broker, "/b")
+    for _ in range(10):
+        broker.now_s += 2
+        broker.deliver_due()
+        assert first.receive() == second.receive() == []
+    assert caplog.text.count("fleet fleet has another coordinator") == 1
+
+
+def test_the_id_at_the_broker_is_that_of_the_home():
+    ids = {make_client_id("fleet", Path(home)) for home in ("/a", "/b", "/a/../a")}
+    assert len(ids) == 2
