@@ -79,7 +79,7 @@ class TaskRunner:
         self.device, self.state = device, state
         self._board, self._worker, self._services = board, worker, services
         self._power_manager = TaskPowerManager(board, governor_policy)
-        self._upload_reserve_s = 0.0  # of the update that the task in hand will make
+        self._upload_reserve_s = 0.0  # time reserved for the upload of the current task's update
 
     def step(self, now_s: float) -> None:
         self._power_manager.read_due_sensors(now_s)
@@ -103,6 +103,7 @@ class TaskRunner:
         self.carry_out_actions(actions, now_s)
 
     def fail_task(self, error: StoreError, now_s: float) -> None:
+        """Decline the open task because of a disk error."""
         self.handle_event(TaskFailed(failures.claim_code_from_error(error), failures.describe_error(error)), now_s)
 
     def carry_out_actions(self, actions: Sequence[state_machine.Action], now_s: float) -> None:
@@ -178,6 +179,7 @@ class TaskRunner:
         self._services.report_progress(open_task.task, event.fraction, now_s)
 
     def _record_task_result(self, open_task: state_machine.OpenTask, outcome: WorkResult, now_s: float) -> None:
+        """Store a result as an update in the outbox, or report a failure to the state machine."""
         capabilities = self.state.capabilities
         if outcome.runs_on not in ("", capabilities.runs_on.get(open_task.task.engine)):
             runs_on = {**capabilities.runs_on, open_task.task.engine: outcome.runs_on}
@@ -199,7 +201,8 @@ class TaskRunner:
             wire.decode(wire.encode(update), Update)
             private = self._services.commit_result(update, outcome.blobs, outcome.private)
         except WireError as error:
-            return self.handle_event(TaskFailed("exception", f"the method's answer cannot be sent: {error}"), now_s)
+            reason = f"method {open_task.task.method!r} returned an update that cannot be sent: {error}"
+            return self.handle_event(TaskFailed("exception", reason), now_s)
         except StoreError as error:
             return self.fail_task(error, now_s)
         return self.handle_event(TaskCompleted(update, private, task_cost.learned_model, outcome.planned_bytes), now_s)

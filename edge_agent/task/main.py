@@ -51,6 +51,8 @@ class EngineError(core.FedquiltError): ...
 
 
 class TaskExecutor:
+    """Loader of methods, engines and examples, which keeps engine and examples for the next task."""
+
     def __init__(self, load: Callable[[DataSpec], tuple[Examples, Examples]] | None = None) -> None:
         self._load = load or examples.load_share
         self._engine: tuple[tuple[str, int], Any] | None = None
@@ -60,6 +62,7 @@ class TaskExecutor:
         return methods.load(request.task.method)
 
     def load_engine(self, name: str, budget_bytes: int) -> Any:
+        """Return the engine, or raise EngineError. Close the previous one if name or budget differ."""
         key = (name, budget_bytes)
         if self._engine is None or self._engine[0] != key:
             if self._engine is not None:
@@ -91,7 +94,7 @@ def run_task(
     own_process: bool = False,
     report_examples: Callable[[int], None] = lambda examples: None,
 ) -> WorkResult:
-    """Run a task and write the result into its output folder. Errors become outcomes, too.
+    """Run a task and write its output into the output folder. Return a result with an error code after any exception.
 
     Args:
         request: Task with the paths of its files.
@@ -115,10 +118,10 @@ def run_task(
             if base > request.budget_bytes:
                 base_size, budget = (memory_budget.format_megabytes(size) for size in (base, request.budget_bytes))
                 raise MemoryBudgetError(
-                    f"torch and its GPU's libraries take {base_size} before any work, and the budget is {budget}: "
+                    f"torch with its GPU libraries takes {base_size} without work, more than the budget of {budget}: "
                     f"raise budget, or hide the GPU from the agent (CUDA_VISIBLE_DEVICES=-1)"
                 )
-        context = build_site(request, executor, progress, report_examples, engine=engine)
+        context = build_client_context(request, executor, progress, report_examples, engine=engine)
         outcome = run_method(request, executor.load_method(request), context)
     except DivergedError as error:
         network = request.task.params.get("network")
@@ -141,7 +144,7 @@ def _peak_bytes(gpu: Any) -> int | None:
     return resident if resident is None or gpu is None else resident + gpu.peak_bytes()
 
 
-def build_site(
+def build_client_context(
     request: WorkRequest,
     executor: TaskExecutor,
     progress: Callable[[float], None] = lambda fraction: None,
@@ -171,7 +174,7 @@ def build_site(
 
 
 def load_private_state(path: str | None, sha256: str, lost_reason: str, job: str) -> tuple[core.Tensors, str]:
-    """Return the private state of a job, and the reason if an existing state is unusable."""
+    """Return the private state of a job, and the reason why an existing state is unusable, or ""."""
     if path is None:
         return {}, lost_reason
     payload = Path(path).read_bytes()
@@ -181,10 +184,11 @@ def load_private_state(path: str | None, sha256: str, lost_reason: str, job: str
 
 
 def require_fresh_state_allowed(method: Method, name: str, lost_reason: str) -> None:
+    """Raise StoreError if private state is lost and the method does not permit to start without."""
     if lost_reason and not method.traits.replaces_private_state:
         raise StoreError(
             f"{lost_reason}, and {name} does not allow a device to start with new private state: run the job "
-            f"again, or leave this device out"
+            "again, or exclude this device"
         )
 
 
@@ -203,7 +207,7 @@ def _verified_bundle_file(request: WorkRequest, name: str) -> Path:
 def _require_undamaged(file: str, sha256: str) -> None:
     with disk_errors(f"read {file}"):
         if sha256 and REAL.hash_file(file) != sha256:
-            raise StoreError(f"{file} is damaged: contents differ from the stored hash")
+            raise StoreError(f"{file} is damaged: its sha256 is not {sha256[:12]}…")
 
 
 def _expected_hash(request: WorkRequest, name: str) -> str:
@@ -213,8 +217,8 @@ def _expected_hash(request: WorkRequest, name: str) -> str:
 
 
 def run_method(request: WorkRequest, method: Method, context: ClientContext) -> WorkResult:
+    """Run the task's actions, "check" and "work", and write bundles and private state into the output folder."""
     task = request.task
-
     verified_files: dict[str, str] = {}  # files that are read tensor by tensor, with their sha256
 
     def open_private_state() -> core.Tensors:
@@ -240,7 +244,7 @@ def run_method(request: WorkRequest, method: Method, context: ClientContext) -> 
     require_fresh_state_allowed(method, task.method, context.lost_state_reason)
     if "check" in task.actions:
         if method.check is None:
-            raise core.JobError(f"method {task.method!r} has no evaluation of its own")
+            raise core.JobError(f"method {task.method!r} has no `check` function, so devices cannot evaluate its model")
         prior = None if task.class_shares is None else core.ClassPrior(context.train.y, task.class_shares)
         held_out = dataclasses.replace(context.held_out, prior=prior)
         evaluation = method.check(
@@ -248,7 +252,7 @@ def run_method(request: WorkRequest, method: Method, context: ClientContext) -> 
         )
         if not isinstance(evaluation, core.EvaluationSums):
             raise core.JobError(
-                f"`check` of method {task.method!r} returned {type(evaluation).__name__}, return the sums of "
+                f"`check` of method {task.method!r} returned {type(evaluation).__name__}: return the sums of "
                 f"`client.engine.evaluate`"
             )
         weight = float(evaluation.examples)
@@ -256,7 +260,7 @@ def run_method(request: WorkRequest, method: Method, context: ClientContext) -> 
         client_result = method.work(task, context)
         if not isinstance(client_result, core.ClientResult):
             raise core.JobError(
-                f"`work` of method {task.method!r} returned {type(client_result).__name__}, "
+                f"`work` of method {task.method!r} returned {type(client_result).__name__}: "
                 "return a fedquilt.core.ClientResult"
             )
         encoded = compression.encode_update(task.wire, client_result, open_base_bundle, open_private_state)
@@ -266,10 +270,7 @@ def run_method(request: WorkRequest, method: Method, context: ClientContext) -> 
             note = note or request.unknown_reason
             require_fresh_state_allowed(method, task.method, note)
         bundles, blobs, private_state = _write_result(encoded, request)
-        for (
-            file,
-            sha256,
-        ) in verified_files.items():  # verified after reading, because a flipped bit on the disk stays flipped
+        for file, sha256 in verified_files.items():  # after reading, because a flipped bit on the disk stays flipped
             _require_undamaged(file, sha256)
         layouts = {name: tensors.layout_from_tensors(bundle) for name, bundle in encoded.bundles.items()}
     for name, value in {**metrics, "weight": weight}.items():
@@ -310,6 +311,11 @@ def plan_limit_bytes(request: WorkRequest) -> int:
 def _write_result(
     encoded: ClientResult, request: WorkRequest
 ) -> tuple[dict[str, core.BlobRef], dict[str, bytes], core.BlobRef | None]:
+    """Write bundles and private state.
+
+    Returns:
+        References of the bundles by name, contents of small bundles by sha256, and the private state's reference.
+    """
     refs, blobs, file_prefix = {}, {}, f"{request.output_folder}/{request.file_prefix}"
     for name, bundle in encoded.bundles.items():
         tensors.require_finite(bundle)

@@ -96,7 +96,7 @@ def forward(module: nn.Module, values: Mapping[str, torch.Tensor], x: torch.Tens
 
 
 class _DeviceBatch:
-    """Devices of one batch: their stacked parameters, and their positions in their examples."""
+    """Training of the devices of one batch, with stacked parameters."""
 
     def __init__(self, model: nn.Module | None, calls: Sequence[TrainCall], device: torch.device) -> None:
         assert model is not None

@@ -185,7 +185,7 @@ def test_modes_are_known_by_name_however_it_is_written(tmp_path: Path):
 
 def test_a_point_has_to_say_something(tmp_path: Path):
     write_fake_board(tmp_path, "jetson-tx2", 4)
-    with pytest.raises(ClockError, match="'MAXX' has no frequency and is no mode of this board: choose one of MAXN"):
+    with pytest.raises(ClockError, match="'MAXX' has no frequency and is not a mode of this board: choose one of MAXN"):
         controls.pin_writes(controls.discover_controls(tmp_path), OperatingPoint(name="MAXX"))
     assert controls.pin_writes(controls.discover_controls(tmp_path), OperatingPoint(name="MAXQ")) == []
 

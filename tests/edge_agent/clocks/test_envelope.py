@@ -52,7 +52,7 @@ def test_cores_that_the_mode_took_offline_stay_offline(nx: World):
     change(nx, "10W")
     nx.clamp.pin(SLOW)
     nx.clamp.restore()
-    with pytest.raises(ClockError, match="mode 25W has cores or clocks beyond the power mode, 10W"):
+    with pytest.raises(ClockError, match="mode 25W has more cores or higher clocks than the board's power mode 10W"):
         nx.clamp.pin(OperatingPoint(name="25W", gpu_hz=306e6))
     nx.check()
 
@@ -107,7 +107,7 @@ def test_no_point_above_max_w_is_held_nor_one_that_does_not_say(nx: World):
     clamp = ClockPin(nx.root, nx.state, max_w=10.0, write_file=nx.put, nvpmodel=nx.nvpmodel)
     with pytest.raises(ClockError, match="'fast' draws 25 W, and no point above 10 W is pinned here"):
         clamp.pin(FAST)
-    with pytest.raises(ClockError, match="'typed' draws nobody knows how much"):
+    with pytest.raises(ClockError, match="'typed' has unknown power"):
         clamp.pin(OperatingPoint(name="typed", gpu_hz=306e6))
     assert clamp.pin(SLOW).name == "slow"
 
@@ -137,8 +137,8 @@ def test_nothing_is_held_when_all_thermal_zones_fall_silent(nx: World):
     nx.clamp.pin(SLOW)
     for zone in (nx.root / "sys/class/thermal").iterdir():
         (zone / "temp").write_text("Resource temporarily unavailable\n")
-    assert nx.clamp.unpin_if_required() == "let go: no thermal zone answers, the limit is 85 C"
-    with pytest.raises(ClockError, match="no thermal zone answers"):
+    assert nx.clamp.unpin_if_required() == "clocks unpinned: no thermal zone can be read, the limit is 85 C"
+    with pytest.raises(ClockError, match="no thermal zone can be read"):
         nx.clamp.pin(SLOW)
 
 

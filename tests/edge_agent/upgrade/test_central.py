@@ -37,7 +37,7 @@ def test_what_is_set_takes_the_place_of_agent_toml() -> None:
 
 def test_labels_are_added_and_taken_away() -> None:
     assert applied({"labels": ["+canary", "-old", "+site=lab"]}).labels == ("site=lab", "canary")
-    with pytest.raises(JobError, match="labels mix changes and full names"):
+    with pytest.raises(JobError, match="mixes changes with full labels"):
         applied({"labels": ["+canary", "old"]})
     with pytest.raises(JobError, match="label 'site' stands twice"):
         applied({"labels": ["+site=hall"]})
@@ -46,10 +46,10 @@ def test_labels_are_added_and_taken_away() -> None:
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ({"budget": "2.1GB"}, "budget = '2.1GB' is above the 2000 MB that this board's agent.toml allows"),
+        ({"budget": "2.1GB"}, "budget = '2.1GB' is above this device's limit of 2000 MB"),
         ({"max_w": 15.5}, "max_w = 15.5 is above the 15 W"),
         ({"telemetry_s": 0.5}, "telemetry_s = 0.5"),
-        ({"budget": "much"}, "budget: 'much' is no size"),
+        ({"budget": "much"}, "budget: 'much' is not a size"),
         ({"home": "/"}, "home"),
         ({"policy": "fast"}, "policy"),
         ({"labels": ["No Label"]}, "is no label"),

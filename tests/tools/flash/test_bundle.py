@@ -108,7 +108,7 @@ def test_a_profile_that_ships_is_named_and_not_copied(site: Path) -> None:
         ('[data]\npath = "images"\n', r"'images' is on the board.*/srv/images"),
         ('[data]\nsources = [{ path = "a", labels_from = 0 }]\n', r"'a' is on the board"),
         ('[models]\nfolder = "srv"\n', r"\[models\] folder 'srv' is on the board.*/srv/srv"),
-        ('budget = "lots"\n', r"agent\.toml: budget: 'lots' is no size"),
+        ('budget = "lots"\n', r"agent\.toml: budget: 'lots' is not a size"),
         ("colour = 1\n", r"agent\.toml: .*colour"),
         (f"{URL}{ENROL}", "needs a ca"),
         ('profile = "none.toml"\n', r"none\.toml cannot be read"),
