@@ -311,7 +311,7 @@ def fit_points(profile: profiles.BoardProfile, frequencies: Lists) -> tuple[Oper
         if point.name not in modes and _clock_values(point) not in used_clocks:
             used_clocks.add(_clock_values(point))
             points.append(point)
-    return tuple(points[: profiles.MOST_POINTS])
+    return tuple(points[: profiles.MAX_POINTS])
 
 
 def create_power_lookup(profile: profiles.BoardProfile, root: Path) -> Callable[[OperatingPoint], float | None]:

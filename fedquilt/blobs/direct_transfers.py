@@ -2,7 +2,7 @@
 
 The coordinator offers locations (`LocationOffer`), from which a device fetches a blob or to which a device uploads a
 blob. During the transfer, requests over the link are paused. If the transfer fails, the remaining chunks are requested
-over the link. Threads transfer the bytes, so no call blocks. The end of each thread wakes the event loop by `fds`.
+over the link. Threads transfer the bytes, so that no call blocks. The end of each thread wakes the event loop by `fds`.
 """
 
 from __future__ import annotations
@@ -44,12 +44,14 @@ MAX_TRANSFERS: Final = 2  # threads that transfer blobs at the same time on a de
 UPLOAD_TIMEOUT_S: Final = 30.0  # pause of a device's upload after which its chunks are requested over the link
 PROGRESS_INTERVAL_S: Final = 5.0  # interval of `UploadProgress` messages
 _MAX_REMEMBERED_OFFERS: Final = 4096
-_PROGRAM_ERROR: Final = "an error in the program ended the transfer"
+_PROGRAM_ERROR: Final = "transfer was ended by an error in fedquilt (see the log)"
 
 Key = tuple[str, str]  # device, sha256
 
 
 class TransferResult(NamedTuple):
+    """End of a transfer outside the link. The transfer has succeeded if `error` is None."""
+
     key: Key
     writer: BlobWriter | None  # None for uploads
     error: str | None
@@ -59,7 +61,7 @@ class TransferResult(NamedTuple):
 
 
 class TransferBackend:
-    """Transfers between a blob store and locations, in threads. This class offers no locations itself."""
+    """Transfers between a blob store and locations, in threads. A subclass can offer locations."""
 
     def __init__(
         self, identity: LinkIdentity | None = None, ca: Path | None = None, max_transfers: int = MAX_TRANSFERS
@@ -72,19 +74,22 @@ class TransferBackend:
         self._wake_fd: int | None = None
 
     def download_locations(self, device: str, ref: BlobRef) -> tuple[BlobLocation, ...]:
+        """Return the locations from which a device may fetch a blob."""
         return ()
 
     def upload_locations(self, device: str, writer: BlobWriter) -> tuple[BlobLocation, ...]:
-        """Return the locations to which a device may upload. The coordinator's own server writes into `writer`."""
+        """Return the locations to which a device may upload. The coordinator's HTTP server writes into `writer`."""
         return ()
 
     def uploaded_locations(self, device: str, ref: BlobRef, location_index: int) -> tuple[BlobLocation, ...]:
-        """Return the locations from which to fetch the blob that a device uploaded to an offered location."""
+        """Return the locations from which to fetch a blob that a device has uploaded to the location of this index."""
         return ()
 
-    def close_locations(self, key: Key) -> None: ...
+    def close_locations(self, key: Key) -> None:
+        """Revoke the permission to upload a blob."""
 
     def take_ready_blobs(self) -> list[Key]:
+        """Return the blobs that have become available at locations since the last call."""
         return []
 
     def fds(self) -> Sequence[int]:
@@ -119,6 +124,8 @@ class TransferBackend:
         return min((client.retry_at_s(location) for location in locations), default=math.inf) if client else -math.inf
 
     def start_download(self, key: Key, writer: BlobWriter, locations: Sequence[BlobLocation]) -> None:
+        """Fetch the blob from the first location that works, in a thread."""
+
         def job() -> TransferResult:
             try:
                 self.http.fetch_blob(locations, writer)
@@ -147,6 +154,8 @@ class TransferBackend:
         self.start_job(job, TransferResult(key, None, _PROGRAM_ERROR))
 
     def start_completion(self, key: Key, writer: BlobWriter) -> None:
+        """Verify a blob whose chunks have all arrived, in a thread."""
+
         def job() -> TransferResult:
             writer.finish_received()
             return TransferResult(key, writer, None)
@@ -154,6 +163,7 @@ class TransferBackend:
         self.start_job(job, TransferResult(key, writer, _PROGRAM_ERROR, is_disk_error=True))
 
     def abandon_download(self, key: Key, writer: BlobWriter, reason: str) -> None:
+        """End an upload by a device in a thread, which verifies the received chunks. `reason` is the error."""
         failure_result = TransferResult(key, writer, _PROGRAM_ERROR)
         self.start_job(lambda: close_failed_transfer(key, writer, LinkError(reason)), failure_result)
 
@@ -166,9 +176,9 @@ class TransferBackend:
         return self._http
 
     def start_job(self, job: Callable[[], TransferResult], failure_result: TransferResult) -> None:
-        """Run a job in a thread, when a thread is free. If the job raises an exception, the result is `failure_result`.
+        """Run a job in a thread when a thread is free.
 
-        The error text of `failure_result` is replaced by that of a LinkError or StoreError.
+        If the job raises an exception, the result is `failure_result`, with the text of a LinkError or StoreError.
         """
         if self._wake_fd is None:
             self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -194,6 +204,7 @@ class TransferBackend:
 
 
 def close_failed_transfer(key: Key, writer: BlobWriter, error: FedquiltError) -> TransferResult:
+    """Close a writer, verify the chunks that have arrived, and return the failed result."""
     try:
         writer.close_and_check()
     except StoreError as disk_error:
@@ -204,6 +215,8 @@ def close_failed_transfer(key: Key, writer: BlobWriter, error: FedquiltError) ->
 
 @dataclass
 class _DirectDownload:
+    """Transfer to this side: a fetch from a location, or an upload by a device."""
+
     download: Download
     writer: BlobWriter
     deadline_s: float = math.inf  # time by which further bytes must arrive, infinite for a fetch by this side
@@ -213,6 +226,8 @@ class _DirectDownload:
 
 @dataclass
 class _DirectUpload:
+    """Upload from this device to a location."""
+
     ref: BlobRef
     locations: tuple[BlobLocation, ...]
     is_started: bool = False
@@ -225,6 +240,8 @@ class _DirectUpload:
 
 
 class DirectTransfers:
+    """Active transfers outside the link, with their messages. `publish` gets device, subtopic and message."""
+
     def __init__(
         self, backend: TransferBackend, blob_store: BlobStore, publish: Callable[[str, str, WireMessage], None]
     ) -> None:
@@ -254,6 +271,7 @@ class DirectTransfers:
         self._locations[key] = offer.locations
 
     def handle_upload_progress(self, key: Key, progress: UploadProgress, now_s: float) -> None:
+        """Process a device's report. After an error the upload is abandoned, after the end the blob is fetched."""
         transfer = self._downloads.get(key)
         if transfer is None or transfer.deadline_s == math.inf:
             return
@@ -291,6 +309,7 @@ class DirectTransfers:
                 self._publish(key[0], f"blob/{key[1]}/place", offer)
 
     def start_completion(self, key: Key, download: Download) -> None:
+        """Verify a download whose chunks have all arrived, in a thread."""
         if key not in self._downloads and download.manifest is not None:
             download.pause_requests()
             writer = BlobWriter(self._blob_store, download.manifest, download.stored_chunks)
@@ -298,6 +317,7 @@ class DirectTransfers:
             self._backend.start_completion(key, writer)
 
     def cancel_download(self, key: Key) -> None:
+        """End a download without a result, and revoke its locations."""
         transfer = self._downloads.pop(key, None)
         if transfer is not None:
             transfer.writer.close()
@@ -307,12 +327,13 @@ class DirectTransfers:
         self._offered_uploads.discard(key)
 
     def fall_back_to_link(self, key: Key, reason: str) -> None:
+        """Abandon an upload by a device. The remaining chunks are then requested over the link."""
         transfer = self._downloads.get(key)
         if transfer is not None and transfer.deadline_s < math.inf:
             self._abandon(key, transfer, reason)
 
     def take_results(self, now_s: float) -> list[tuple[TransferResult, int]]:
-        """Return the ended downloads with the bytes received. Failed downloads continue over the link."""
+        """Return ended downloads with the bytes received. Continue failed ones over the link, report ended uploads."""
         results = []
         for result in self._backend.take_results():
             if result.writer is None:
@@ -334,7 +355,10 @@ class DirectTransfers:
         return results
 
     def step(self, now_s: float) -> float:
-        """Start due uploads, report progress and abandon stalled transfers. Return the time of the next step."""
+        """Start queued uploads, report progress and abandon stalled uploads by devices.
+
+        Return the time by which the next call is due.
+        """
         if not (self._downloads or self._uploads or self._locations):
             return math.inf
         for key, download in list(self._downloads.items()):

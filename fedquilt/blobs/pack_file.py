@@ -1,10 +1,10 @@
 """Pack file: many small blobs in one file, for one process that soon removes them.
 
-Creating, renaming and removing a file takes a file system many times longer than writing 30 kB into an open file, and
-one sync (`sync`) is enough for all blobs written before. The file is a row of entries, each a header and a blob. The
-space of a removed blob is reused by the next blob of its size, so the file is as large as its contents at their peak.
-A killed process leaves complete entries and perhaps one incomplete entry: each is checked against its digest when
-the file is opened again.
+To create, rename and remove a file takes a file system many times longer than to write 30 kB into an open file, and one
+`sync` is enough for all blobs written before. The file is a sequence of entries, each a header and a blob. The space of
+a removed blob is reused by the next blob of the same size, so that the file is as large as its contents at their peak.
+A killed process leaves complete entries and perhaps one incomplete entry. Each entry is verified by its digest when the
+file is opened again.
 
 A header begins with a mark and ends with a checksum, so that reading resumes at the next entry after a damaged header.
 """
@@ -40,6 +40,8 @@ class PackEntry(NamedTuple):
 
 
 class PackFile:
+    """Pack file of one process, safe for several threads. Methods raise OSError if the disk fails."""
+
     def __init__(self, path: str, disk: Disk, verify_on_load: bool = False) -> None:
         self._path, self._disk, self._verify_on_load, self._end = path, disk, verify_on_load, 0
         self._file: OpenFile | None = None
@@ -92,6 +94,7 @@ class PackFile:
             return offset
 
     def sync(self) -> None:
+        """Wait until all written blobs are on the disk."""
         with self._lock:
             if self._is_unsynced:
                 self._open_file.sync()
@@ -100,6 +103,7 @@ class PackFile:
                 self._is_unsynced, self._is_name_synced = False, True
 
     def register_blob(self, sha256: str, offset: int, size: int) -> None:
+        """Make a written blob available, or free its space if the blob is there already."""
         with self._lock:
             if sha256 in self._entries:
                 self.free_space(offset, size)

@@ -12,6 +12,8 @@ from fedquilt.host.disk import StrPath
 
 
 class SharedBlobStore:
+    """Blob store with the number of devices that have each blob. A blob without a device is removed."""
+
     def __init__(self, folder: Path) -> None:
         self.blob_store = BlobStore(folder, durable=False)
         self.blob_store.remove_all_but(set())  # leftovers of a killed process
@@ -28,7 +30,7 @@ class SharedBlobStore:
 
 
 class SharedBlobView(BlobStore):
-    """View of one simulated device on a shared blob store. The device's folder is created on demand."""
+    """Blob store of one simulated device on a shared store. The device's own folder is created on demand."""
 
     def __init__(self, folder: Path, shared: SharedBlobStore) -> None:
         self._shared = shared
@@ -96,7 +98,7 @@ class SharedBlobView(BlobStore):
             super().remove_all_but(kept_blobs)
 
     def files_by_last_use(self) -> list[tuple[int, str, int]]:
-        # Shared blobs have no time of use for each device, only an order.
+        # Shared blobs have no time of use for each device, only the order of use.
         shared_blobs = ((index, ref.sha256, ref.size) for index, ref in enumerate(self._device_blobs.values()))
         return [*(super().files_by_last_use() if self._has_folder else ()), *shared_blobs]
 

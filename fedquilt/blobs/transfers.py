@@ -1,4 +1,4 @@
-"""Transfers of blobs over a link, in both directions, for both sides.
+"""Transfers of blobs over a link, in both directions, for agent and coordinator.
 
 `fedquilt.blobs.download` and `fedquilt.blobs.chunks` decide, and this module reads, writes and publishes.
 
@@ -78,9 +78,12 @@ class Transfers:
         return self._backend.fds()
 
     def request_blob(self, device: str, ref: BlobRef, *, use_queue: bool = False) -> None:
-        """Start to fetch a blob from the peer, with `use_queue` as soon as the upload queue permits.
+        """Start to fetch a blob from the peer. `take_finished` reports the end, also of a blob that is stored already.
 
-        `device` is the device at the other end of the link, or the agent's own device. `take_finished` reports the end.
+        Args:
+            device: Device at the other end of the link, or the agent's own device.
+            ref: The blob.
+            use_queue: Whether to wait until the upload queue permits the transfer.
         """
         key = (device, ref.sha256)
         if key in self._requested:
@@ -125,6 +128,7 @@ class Transfers:
         return charges
 
     def take_senders_of_unrequested_chunks(self) -> list[str]:
+        """Return the devices that sent chunks of blobs without a download, once for each chunk since the last call."""
         devices, self._unrequested_senders = self._unrequested_senders, []
         return devices
 
@@ -132,7 +136,7 @@ class Transfers:
         self._charges_s[device] = self._charges_s.get(device, 0.0) + seconds
 
     def handle_message(self, route: wire.Route, payload: bytes, now_s: float) -> bool:
-        """Process a message about a blob. Return False for other messages, or raise WireError if malformed."""
+        """Process a message about a blob. Return False for other messages. Raise WireError if malformed."""
         if route.subtopic not in _SUBTOPICS:
             return False
         if route.direction == self._direction:
@@ -215,6 +219,7 @@ class Transfers:
                 self._end_transfer(key, None)
 
     def _end_transfer(self, key: Key, error: str | None) -> None:
+        """Report the end of a transfer, and that of all requests for the blob if the blob is stored."""
         ref = self._requested[key]
         if self._blob_store.has_blob(ref):
             error = None
@@ -290,6 +295,7 @@ class Transfers:
                 self._downloads[key] = self._active_downloads[key] = download
 
     def _send_requests(self, now_s: float) -> bool:
+        """Send due requests. Return whether a download has ended or was suspended, so that another may start."""
         outstanding_bytes, has_ended = self._outstanding_bytes, False
         for key, download in list(self._active_downloads.items()):
             if key not in self._active_downloads:
@@ -318,6 +324,7 @@ class Transfers:
         return sum(download.outstanding_bytes for download in self._active_downloads.values())
 
     def _blobs_to_suspend(self, key: Key) -> list[Key]:
+        """Return the downloads to suspend after a timeout of one, or [] if no other download waits."""
         if not self._waiting and not self.queue:
             return []
         if not self.queue.contains(*key):

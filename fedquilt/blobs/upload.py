@@ -1,7 +1,7 @@
 """Sending side of transfers: order of the devices' uploads, and sending of requested chunks and manifests.
 
-Uploads take disk space until they are processed. So devices upload in order of arrival, within a limit on the bytes
-of active and unprocessed uploads. A device whose transfer stalls moves to the end of the queue.
+Uploads take disk space until they are processed. Devices therefore upload in order of arrival, within a limit on the
+bytes of active and unprocessed uploads. A device whose transfer stalls moves to the end of the queue.
 """
 
 from __future__ import annotations
@@ -37,6 +37,8 @@ MIN_UPLOADING_DEVICES: Final = 2  # allowed beyond the byte limit, so that one u
 
 
 class UploadQueue:
+    """Queue of the devices that are to upload blobs. A device's turn is for all of its blobs."""
+
     def __init__(self) -> None:
         self._limit_bytes = 0.0
         self._unprocessed_devices = 0
@@ -112,6 +114,7 @@ class UploadQueue:
         return device in self._uploading and device in self._pending
 
     def move_to_end(self, device: str, now_s: float) -> None:
+        """End a device's turn, and let the device wait for another."""
         self._end_turn(device)
         self._waiting_since_s[device], self._changes[device] = now_s, True
 
@@ -141,6 +144,8 @@ class OutgoingChunk:
 
 
 class OutgoingChunkQueue:
+    """Chunks to send, by device. Chunks of a device beyond a limit are dropped, and must be requested again."""
+
     def __init__(self) -> None:
         self._queues: dict[str, dict[OutgoingChunk, None]] = {}  # device -> chunks, both in order
 
@@ -172,7 +177,7 @@ class OutgoingChunkQueue:
 class ChunkSender:
     """Sender of requested chunks and manifests, at the speed of the link.
 
-    `charge` receives a device and the seconds of work that its requests have caused. Credits are negative.
+    `charge` is called with a device and the seconds of work that its requests have caused. Credits are negative.
     """
 
     def __init__(
@@ -204,6 +209,7 @@ class ChunkSender:
         return bool(self._queue) or bool(self._manifest_builders)
 
     def handle_request(self, device: str, request: wire.ChunkRequest) -> None:
+        """Queue the requested chunks or the manifest. Report a missing or forbidden blob to the device."""
         try:
             manifest = self._find_or_build_manifest(device, request.sha256, request.chunk)
         except FedquiltError as error:
@@ -225,7 +231,7 @@ class ChunkSender:
     def _find_or_build_manifest(self, device: str, sha256: str, requested_bytes: int) -> wire.BlobManifest | None:
         """Return the manifest, or None while it is built. Raise StoreError for a missing or forbidden blob."""
         if not self._is_allowed(device, sha256):
-            raise StoreError(f"blob {sha256[:12]} is not offered to {device} now")
+            raise StoreError(f"blob {sha256[:12]} is not for {device} at this time")
         ref = self._blob_store.find_ref(sha256)
         if ref is None:
             raise StoreError(f"blob {sha256[:12]} is no longer stored")
@@ -240,6 +246,7 @@ class ChunkSender:
         return self._manifests.get(key)
 
     def _continue_building(self, key: tuple[str, int]) -> bool:
+        """Hash a part of a blob. Return whether the manifest is complete. Raise StoreError if the blob is damaged."""
         device, builder = self._manifest_builders[key]
         try:
             manifest = builder.hash_chunks(HASH_STEP_BYTES)
@@ -261,6 +268,7 @@ class ChunkSender:
         return True
 
     def step(self) -> None:
+        """Continue one manifest, and send queued chunks until the link is busy."""
         if self._manifest_builders:
             key = next(iter(self._manifest_builders))
             try:
@@ -298,6 +306,7 @@ class ChunkSender:
             self._publish_missing(device, sha256, str(error))
 
     def _charge_and_verify_chunk(self, chunk: OutgoingChunk, manifest: wire.BlobManifest, payload: bytes) -> None:
+        """Charge the device, and raise DamagedBlobError if a chunk that is sent again has changed on the disk."""
         # Only chunks requested again are hashed: hashing each chunk for each device takes half a millisecond.
         if chunk not in self._sent_chunks:
             if len(self._sent_chunks) >= _MAX_REMEMBERED_CHUNKS:
@@ -310,10 +319,10 @@ class ChunkSender:
             self._manifests.pop((chunk.sha256, chunk.chunk_bytes), None)
             self._latest_chunk = ("", 0, 0), b""
             self._blob_store.discard_damaged(chunk.sha256)
-            raise chunks.DamagedBlobError(f"blob {chunk.sha256[:12]} is damaged on disk: store the blob again")
+            raise chunks.DamagedBlobError(f"blob {chunk.sha256[:12]} is damaged on the disk: store the blob again")
 
     def _publish_missing(self, device: str, sha256: str, reason: str) -> None:
-        log.info("%s is not sent blob %s: %s", device, sha256[:12], reason)
+        log.info("blob %s is not sent to %s: %s", sha256[:12], device, reason)
         self._publish(device, f"blob/{sha256}/missing", wire.MissingBlob(sha256=sha256, reason=shorten_error(reason)))
 
     def _publish(self, device: str, subtopic: str, message: WireMessage) -> None:

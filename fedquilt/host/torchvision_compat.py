@@ -31,7 +31,7 @@ def import_torchvision(load: ImportFunction = importlib.import_module) -> Module
             return load("torchvision")
         except ModuleNotFoundError as error:
             command = extras.installation_command("train")
-            raise ModelError(f"this needs torchvision, and {error.name} is not installed: {command}") from None
+            raise ModelError(f"torchvision is required, and {error.name} is not installed: {command}") from None
         except RuntimeError as error:
             if SYMPTOM not in str(error):
                 raise

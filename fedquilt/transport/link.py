@@ -20,6 +20,8 @@ class Message(NamedTuple):
 
 
 class Link(Protocol):
+    """Connection of one client to a broker, with publish and subscribe."""
+
     @property
     def session(self) -> int:
         """Number of connections so far, 0 before the first."""
@@ -46,7 +48,8 @@ class Link(Protocol):
         A `reliable` message has QoS 1. A broker with a full queue may still drop the message.
         """
 
-    def receive(self) -> list[Message]: ...
+    def receive(self) -> list[Message]:
+        """Return the messages that have arrived since the last call."""
 
     def wait(self, timeout_s: float, fds: Sequence[int] = ()) -> None:
         """Sleep until a message arrives, one of `fds` is readable, or the timeout expires."""
@@ -67,7 +70,8 @@ class Endpoint(Protocol):
     def step(self, now_s: float) -> float:
         """Process arrived messages and due work. Return the latest time of the next call."""
 
-    def fds(self) -> Sequence[int]: ...
+    def fds(self) -> Sequence[int]:
+        """Return file descriptors that become readable when `step` is due."""
 
 
 def run_endpoint(
@@ -85,6 +89,7 @@ def run_endpoint(
 
 
 def filter_matches(pattern: str, topic: str) -> bool:
+    """Return whether a topic matches an MQTT topic filter with + and #."""
     pattern_levels, topic_levels = pattern.split("/"), topic.split("/")
     for index, level in enumerate(pattern_levels):
         if level == "#":
@@ -106,9 +111,9 @@ class _TopicNode(Generic[T]):
 
 
 class TopicTree(Generic[T]):
-    """Items at topics, or at topic filters. A path can have several items.
+    """Items by topic, or by topic filter. A topic or filter can have several items.
 
-    Matches agree with `filter_matches`. Their cost grows with the levels and the matches only, not with the fleet.
+    Matches agree with `filter_matches`. Their cost grows with levels and matches, not with the number of items.
     """
 
     def __init__(self) -> None:
@@ -201,6 +206,8 @@ class Subscriptions:
 
 
 class LinkWrapper:
+    """Link that passes all calls to another link, as base class for links that change some."""
+
     def __init__(self, link: Link) -> None:
         self._link = link
 
@@ -222,6 +229,7 @@ class LinkWrapper:
 
     @property
     def problem(self) -> str | None:
+        """Why the link is not connected, or None."""
         problem: str | None = getattr(self._link, "problem", None)
         return problem
 
@@ -282,12 +290,13 @@ class MalformedMessages:
         branch.logged += 1
         line = f"dropped a message on {topic[:120]}: {error}"
         if retained:
-            line += f"; the broker keeps it until it is cleared: mosquitto_pub -r -n -t '{topic[:120]}'"
+            line += f"; the broker retains the message until you clear it: mosquitto_pub -r -n -t '{topic[:120]}'"
         if branch.logged == MAX_LOGGED_PER_BRANCH:
-            line += f" (from here on such messages under {name} are only counted)"
+            line += f" (further messages under {name} are only counted)"
         return line
 
     def take_due_lines(self, now_s: float) -> list[str]:
+        """Return the lines to log now, with the numbers of messages that were only counted."""
         lines = []
         for name, branch in list(self._branches.items()):
             if branch.unlogged and now_s >= branch.due_s:

@@ -15,6 +15,8 @@ DELIVERY_DELAY_S = 0.001
 
 
 class MemoryBroker:
+    """MQTT broker in memory on virtual time. Messages are delivered by `deliver_due`, in order of time."""
+
     def __init__(self, max_payload: int = 1 << 20) -> None:
         self.now_s = 0.0
         self.max_payload = max_payload
@@ -44,9 +46,11 @@ class MemoryBroker:
             self._publish(link.will[0], link.will[1], retain=True)
 
     def next_delivery_s(self) -> float | None:
+        """Return the virtual time of the next delivery, or None without messages."""
         return self._heap[0][0] if self._heap else None
 
     def deliver_due(self) -> list[MemoryLink]:
+        """Deliver the messages due by `now_s`. Return the links that have received messages."""
         receivers: dict[MemoryLink, None] = {}
         while self._heap and self._heap[0][0] <= self.now_s:
             _, _, link, message = heapq.heappop(self._heap)
@@ -106,6 +110,7 @@ class MemoryBroker:
         heapq.heappush(self._heap, (due_s, self._sequence, None, message))
 
     def _transmission_times(self, link: MemoryLink, free_s: float, message: Message) -> tuple[float, float]:
+        """Return when the last byte of a message is sent and when it arrives, on a line that is free from `free_s`."""
         sent_s = max(free_s, self.now_s) + len(message.payload) / link.pace.bytes_per_s
         return sent_s, sent_s + link.pace.transfer_s
 
@@ -121,6 +126,8 @@ class MemoryBroker:
 
 
 class MemoryLink:
+    """Link to a `MemoryBroker`, for `run_on_virtual_time`."""
+
     backlog = 0
 
     def __init__(self, broker: MemoryBroker, will: tuple[str, bytes] | None, pace: LinkCost = INSTANT_LINK) -> None:
@@ -151,7 +158,7 @@ class MemoryLink:
         return messages
 
     def wait(self, timeout_s: float, fds: Sequence[int] = ()) -> None:
-        raise RuntimeError("virtual time does not wait: drive a MemoryBroker with `simulate`")
+        raise RuntimeError("a link in memory cannot wait in real time: call `run_on_virtual_time`")
 
     def keep_alive(self) -> AbstractContextManager[None]:
         return nullcontext()
@@ -194,6 +201,8 @@ def run_on_virtual_time(
 
 
 class Scheduler:
+    """Due times of endpoints on virtual time. Endpoints are identified by index."""
+
     def __init__(self) -> None:
         self._endpoints: list[tuple[MemoryLink, Endpoint]] = []
         self._due_times_s: list[float] = []  # by index of the endpoint
@@ -213,6 +222,7 @@ class Scheduler:
         heapq.heapify(self._heap)
 
     def ready_indices(self, receivers: Sequence[MemoryLink], now_s: float) -> list[int]:
+        """Return the endpoints that are due or have received messages, in order."""
         indices = {self._indices[link] for link in receivers if link in self._indices}
         while self._heap and self._heap[0][0] <= now_s:
             due_s, index = heapq.heappop(self._heap)
@@ -233,6 +243,7 @@ class Scheduler:
                 heapq.heappush(self._heap, (due_s, index))
 
     def next_due_s(self) -> float:
+        """Return the time at which the next endpoint is due, or infinity."""
         while self._heap and self._heap[0][0] != self._due_times_s[self._heap[0][1]]:
             heapq.heappop(self._heap)
         return self._heap[0][0] if self._heap else math.inf

@@ -135,7 +135,10 @@ def test_a_certificate_that_is_not_this_boards_is_not_kept(site: Site, tmp_path:
     other = CertificateAuthority.create(tmp_path / "other", "site", clock_s())
     own = enrolment.load_or_create_key(site.files).public_key()
     cases = (
-        (site.authority.sign_certificate("orin-8", "device", own, clock_s()).pem, "for 'orin-8', and agent.toml says"),
+        (
+            site.authority.sign_certificate("orin-8", "device", own, clock_s()).pem,
+            "issued to 'orin-8', and agent.toml has",
+        ),
         (site.authority.sign_certificate("orin-7", "device", key.public_key(), clock_s()).pem, "for another key"),
         (other.sign_certificate("orin-7", "device", own, clock_s()).pem, "did not sign it"),
         ("text", "damaged"),

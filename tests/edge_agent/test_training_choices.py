@@ -347,7 +347,7 @@ REFUSED: tuple[tuple[str, dict[str, Any], str], ...] = (
     (
         "classes",
         {"augment": [{"name": "RandomCrop", "sise": 8}]},
-        r"augment 'RandomCrop': missing .*'size'; .its arguments: size, padding",
+        r"augment 'RandomCrop': missing .*'size' .its arguments: size, padding",
     ),
     ("classes", {"augment": [{"name": "RandomCrop", "size": 9}]}, r"fails with an example of shape \(1, 8, 8\)"),
     ("classes", {"augment": [{"name": "Resize", "size": 4}]}, r"returned \(1, 4, 4\) of torch.uint8 for an example"),

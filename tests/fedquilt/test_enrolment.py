@@ -23,7 +23,7 @@ from fedquilt.security.enrolment import SigningRequest, SigningResponse
     ],
 )
 def test_a_body_that_is_no_request_is_one_named_error(body):
-    with pytest.raises(WireError, match="no enrolment message"):
+    with pytest.raises(WireError, match="enrolment message is malformed"):
         enrolment.decode_message(body, SigningRequest)
 
 

@@ -117,7 +117,7 @@ def test_a_choice_that_does_not_fit_the_network_is_refused_as_the_job_is_prepare
     )
     monkeypatch.chdir(tmp_path)
     for params, message in (
-        ({"loss": {"name": "focal", "weights": [1.0]}}, "weights has 1 numbers, and the network has 3 outputs"),
+        ({"loss": {"name": "focal", "weights": [1.0]}}, "weights has 1 numbers for 3 outputs of the network"),
         ({"loss": "odd_losses:mean"}, "returned () for 2 examples: return one loss for each"),
         ({"loss": "odd_losses:nothing"}, "the loss became NaN at step 1 of 2"),
         ({"loss": "absent_losses:mean"}, "there is no module 'absent_losses'; start the command in the folder of"),

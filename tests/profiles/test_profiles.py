@@ -180,7 +180,7 @@ def test_every_point_has_a_name_of_its_own_and_says_what_it_does(name):
     board = profiles.load_board_profile(name)
     points = board.operating_points()
     assert [point.name for point in points[: len(board.points)]] == [mode.name for mode in board.points]
-    assert len({point.name for point in points}) == len(points) <= profiles.MOST_POINTS
+    assert len({point.name for point in points}) == len(points) <= profiles.MAX_POINTS
     assert all(point.flops_per_s and point.bytes_per_s and point.busy_w for point in points)
     assert len(msgspec.json.encode(points)) < 50_000
     rates = dict.fromkeys(("numpy-dense", "torch-dense", "torch-conv", "onnx-score"), RATES)

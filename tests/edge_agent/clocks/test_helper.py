@@ -64,7 +64,7 @@ def test_a_client_holds_and_lets_go(helper: ClockHelper, place: Place):
     assert talk.ask(UnpinRequest()) == HelperResponse()
     assert place.restored()
     assert talk.ask(UnpinRequest()) == HelperResponse()
-    assert talk.ask(KeepaliveRequest()).error == "this client holds no clocks"
+    assert talk.ask(KeepaliveRequest()).error == "this client has pinned no clocks"
 
 
 def test_a_client_that_hangs_up_gives_the_clocks_back(helper: ClockHelper, place: Place):
@@ -132,7 +132,7 @@ def test_a_refused_hold_holds_nothing(helper: ClockHelper, place: Place):
     answer = talk.ask(PinRequest(point=msgspec.structs.replace(SLOW, cpu_hz=1.0)))
     assert "has no 1e-06 MHz" in (answer.error or "")
     assert place.restored()
-    assert talk.ask(KeepaliveRequest()).error == "this client holds no clocks"
+    assert talk.ask(KeepaliveRequest()).error == "this client has pinned no clocks"
 
 
 def test_what_could_not_be_put_back_is_told_and_tried_again(place: Place):
@@ -203,7 +203,7 @@ def test_a_request_without_end_is_cut_off(data: bytes, helper: ClockHelper, plac
     talk = Talk(helper, place)
     talk.ask(PinRequest(point=SLOW))
     answer = msgspec.json.decode(talk.raw(data), type=HelperResponse)
-    assert answer.error == "a request is one line of at most 4096 bytes"
+    assert answer.error == "request is longer than 4096 bytes"
     assert place.restored()
     assert talk.socket.recv(1) == b""
 

@@ -211,7 +211,7 @@ def test_rails_that_are_silent_odd_or_none_make_no_wrong_total(
             "NC",
             r"rail VDD_IN is missing, and VDD_CPU_GPU_CV, VDD_SOC are only parts",
         ),
-        ("jetson-agx-orin", f"{ORIN}/in3_label", "NC", r"the rail VIN_SYS_5V0 is missing"),
+        ("jetson-agx-orin", f"{ORIN}/in3_label", "NC", r"rail VIN_SYS_5V0 is missing"),
         ("jetson-agx-orin", f"{ORIN}/curr1_input", "-100", r"rail VDD_GPU_SOC reads -1\.90 W, below 0"),
     ],
 )

@@ -178,9 +178,9 @@ def test_traits_are_told_with_the_board_s_name():
     ("text", "message"),
     [
         ("colour=red", "unknown colour: use battery, noise"),
-        ("noise=much", "are numbers"),
-        ("battery=", "are numbers"),
-        ("seed=1.5", "a whole one"),
+        ("noise=much", "spread are floats"),
+        ("battery=", "spread are floats"),
+        ("seed=1.5", "seed an integer"),
         ("noise=-1", "positive numbers"),
         ("battery=0", "positive numbers"),
         ("spread=nan", "positive numbers"),

@@ -175,14 +175,16 @@ def test_a_model_that_was_not_run_is_refused(laid: Laid, shape: list[str] | None
     model = laid("new", made_graphs.product(shape, nodes=identity(-1, 5 * 7), size=35).SerializeToString())
     found = check_process.run_check(order(model, data={}))
     assert (found.code, found.metrics) == ("model", {})
-    assert judge_check(ReleaseLimits(), found, None).refusal_reason.startswith("check failed: model takes examples of shape")
+    assert judge_check(ReleaseLimits(), found, None).refusal_reason.startswith(
+        "check failed: model takes examples of shape"
+    )
     assert "roll it out with --input-shape" in found.reason
 
 
 @pytest.mark.parametrize(
     ("output", "nodes", "said"),
     [
-        (("n", 2, 3), identity(-1, 2, 6), "for each example has shape (2, 3), not one score per class"),
+        (("n", 2, 3), identity(-1, 2, 6), "for an example has shape (2, 3), not one score per class"),
         ((2, "n", 3), identity(2, -1, 6), "output for one example has shape (2, 1, 3)"),  # time first
     ],
 )
@@ -193,7 +195,7 @@ def test_answers_that_are_no_scores_are_refused_with_a_fix(
     found = check_process.run_check(order(laid("new", made.SerializeToString()), data={}))
     assert found.code == "model"
     assert said in found.reason
-    assert ": roll out a network" in found.reason or ": export it" in found.reason
+    assert ": roll out a network" in found.reason or ": export the network" in found.reason
 
 
 def centred(into: str) -> list[Any]:
@@ -261,11 +263,14 @@ MEASURED = WorkResult(
         (ReleaseLimits(min_gain=-0.05, max_latency_s=0.020, max_energy_j=0.5, max_peak_bytes=200_000_000), ""),
         (
             ReleaseLimits(min_gain=-0.005),
-            "its accuracy is 80.0% on this device's held-out examples, and 85.0% with what runs",
+            "accuracy on this device's held-out examples changes from 85.0% to 80.0%: -5.0 points",
         ),
         (ReleaseLimits(max_latency_s=0.0199), "an answer takes 20.0 ms on this device, 19.9 are permitted"),
         (ReleaseLimits(max_energy_j=0.4), "an answer takes 0.5 J on this device, 0.4 are permitted"),
-        (ReleaseLimits(max_peak_bytes=199_000_000), "the model takes 200 MB of memory on this device, 199 MB are permitted"),
+        (
+            ReleaseLimits(max_peak_bytes=199_000_000),
+            "the model takes 200 MB of memory on this device, 199 MB are permitted",
+        ),
     ],
 )
 def test_limits_decide_with_a_sentence(limits: ReleaseLimits, refused: str) -> None:
@@ -280,8 +285,7 @@ def test_limits_on_what_cannot_be_measured_are_told_and_do_not_refuse() -> None:
     outcome = WorkResult(metrics={"accuracy": 0.8, "latency_s": 0.02}, examples=100)
     note = judge_check(ReleaseLimits(min_gain=0.0, max_energy_j=1.0), outcome, None).note
     assert note == (
-        "energy was not measured: this device has no meter; "
-        "its accuracy was compared with nothing: no model ran here before"
+        "energy was not measured: this device has no meter; accuracy was not compared: this device had no model before"
     )
 
 

@@ -168,7 +168,7 @@ def test_a_model_with_which_the_runner_fails_is_ill(place: Place) -> None:
     place.served(served=1036, failed=64)
     assert place.models.unhealthy_reason() == ""
     place.served(served=1034, failed=66)
-    assert place.models.unhealthy_reason() == "the model runner failed 16 of 100 times with it"
+    assert place.models.unhealthy_reason() == "the model runner failed 16 of 100 times with this model"
 
 
 def test_a_few_failures_are_not_the_models(place: Place) -> None:
@@ -178,7 +178,7 @@ def test_a_few_failures_are_not_the_models(place: Place) -> None:
     place.served(failed=4)
     assert place.models.unhealthy_reason() == ""
     place.served(failed=5)
-    assert place.models.unhealthy_reason() == "the model runner failed 5 of 5 times with it"
+    assert place.models.unhealthy_reason() == "the model runner failed 5 of 5 times with this model"
 
 
 def test_a_runner_that_is_started_anew_counts_from_nothing(place: Place) -> None:
@@ -186,7 +186,7 @@ def test_a_runner_that_is_started_anew_counts_from_nothing(place: Place) -> None
     place.served(served=1000, failed=400)
     assert place.models.unhealthy_reason() == ""
     place.served(served=3, failed=5)
-    assert place.models.unhealthy_reason() == "the model runner failed 5 of 8 times with it"
+    assert place.models.unhealthy_reason() == "the model runner failed 5 of 8 times with this model"
 
 
 def test_a_runner_that_falls_silent_or_does_not_take_the_model_up_is_ill(place: Place) -> None:
@@ -261,9 +261,7 @@ def test_a_model_whose_answers_in_use_are_worse_than_before_is_ill(place: Place)
     place.served(served=930, accuracy=0.4, labelled=30)
     assert place.models.unhealthy_reason() == ""
     place.served(served=1000, accuracy=0.3, labelled=100)
-    said = (
-        "accuracy in use, from 100 labels, is 30.0% after 60.0% with the model before: -30.0 points"
-    )
+    said = "accuracy in use, from 100 labels, is 30.0% after 60.0% with the model before: -30.0 points"
     assert place.models.unhealthy_reason() == f"{said}, at least -10.0 are required"
     place.models.roll_back()
     place.served(served=1100, accuracy=0.3, labelled=200)

@@ -64,7 +64,10 @@ def test_a_window_is_of_the_boards_own_day(wish: str, hour: int, open_: bool) ->
 
 
 def test_a_window_on_a_board_without_a_clock_stays_shut() -> None:
-    assert state_machine.outside_window_reason("02:00-05:00", None) == "the window is 02:00-05:00, and the device has no clock"
+    assert (
+        state_machine.outside_window_reason("02:00-05:00", None)
+        == "the window is 02:00-05:00, and the device has no clock"
+    )
 
 
 @pytest.mark.parametrize("text", ["2:00-5:00", "24:00-25:00", "02:00", "02:00-05:00 ", "02:60-05:00", "a"])

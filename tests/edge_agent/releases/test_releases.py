@@ -208,7 +208,10 @@ def test_a_clock_in_1970_does_not_open_a_window(site: Site) -> None:
     site.clock = lambda: site.broker.now_s
     deploy(site, window="00:00-23:59")
     site.run(20.0)
-    assert (last(site).phase, last(site).reason) == ("waiting", "the window is 00:00-23:59, and the device's clock is not set (year 1970)")
+    assert (last(site).phase, last(site).reason) == (
+        "waiting",
+        "the window is 00:00-23:59, and the device's clock is not set (year 1970)",
+    )
     midday_s = time.mktime((2026, 5, 4, 12, 0, 0, 0, 0, -1))
     site.clock = lambda: midday_s + site.broker.now_s
     site.run(30.0)

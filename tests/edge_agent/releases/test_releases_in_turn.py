@@ -172,7 +172,7 @@ def test_what_cannot_be_read_for_a_while_ends_nothing(
     toy.current_sha256 = unreadable
     deploy(site, force=True)
     site.run(10.0)
-    assert "releases of kind model: release in use is unreadable, waiting: cannot read choice.json" in caplog.text
+    assert "model release waits for the disk, trying again in 5 s: cannot read choice.json" in caplog.text
     assert all(claim.accepted for claim in site.all("claim"))
     toy.current_sha256 = current
     site.worker.finish()

@@ -161,7 +161,7 @@ def test_a_child_above_its_budget_is_killed_with_numbers(place: Place) -> None:
     with child(place.command()) as worker:
         outcome = run_request(worker, place.order("hog", budget_bytes=150 * 10**6))
         assert outcome.code == "memory"
-        assert "the budget is 150 MB" in outcome.reason
+        assert "over its budget of 150 MB" in outcome.reason
         assert outcome.peak_bytes is not None
         assert outcome.peak_bytes > 150 * 10**6
         assert worker.resident_bytes == 0

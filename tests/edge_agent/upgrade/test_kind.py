@@ -100,7 +100,10 @@ def test_why_the_launcher_returned_is_told(board: Board, bundle: Callable[..., P
     assert choice is not None
     launcher.write_choice(board.versions, launcher.roll_back(choice, "it ended 3 times before it was confirmed"))
     board.start()
-    assert (board.kind.current_sha256(), board.kind.unhealthy_reason()) == ("", "it ended 3 times before it was confirmed")
+    assert (board.kind.current_sha256(), board.kind.unhealthy_reason()) == (
+        "",
+        "it ended 3 times before it was confirmed",
+    )
     file = bundle("pass")
     board.kind.stage(board.release(file), file)
     assert board.kind.unhealthy_reason() == ""
@@ -108,7 +111,9 @@ def test_why_the_launcher_returned_is_told(board: Board, bundle: Callable[..., P
 
 def test_a_version_that_could_not_be_tried_is_given_up(board: Board, bundle: Callable[..., Path]) -> None:
     new = board.take(bundle())
-    board.start("", fallback_reason="choice.json cannot be written (No space left on device), so the trial is impossible")
+    board.start(
+        "", fallback_reason="choice.json cannot be written (No space left on device), so the trial is impossible"
+    )
     assert board.kind.current_sha256() == ""
     assert "No space left" in board.kind.unhealthy_reason()
     board.kind.discard_unused()
@@ -235,7 +240,7 @@ def test_a_disk_without_room_is_told_before_anything_is_written(board: Board, bu
         def free_bytes(self, folder: object) -> int:
             return 1_000_000
 
-    with pytest.raises(StoreError, match=r"1 MB are free at .*, and this version needs 34 MB: free disk space"):
+    with pytest.raises(StoreError, match=r"has 1 MB free, this version needs 34 MB: free disk space"):
         environment_build.build_environment(order(board, bundle()), Full())
     assert board.kept == []
 

@@ -72,7 +72,7 @@ def test_a_trial_that_was_not_online_in_time_is_over(tmp_path: Path) -> None:
 def test_a_board_flashed_anew_forgets_what_came_over_the_air(tmp_path: Path) -> None:
     choice, said = choose_version(tried(), "another", "boot", 0.0, tmp_path)
     assert choice == VersionChoice("another")
-    assert "flashed anew" in said
+    assert "was flashed again" in said
 
 
 def test_an_environment_that_is_gone_is_not_started(tmp_path: Path) -> None:

@@ -26,11 +26,13 @@ def test_only_the_fleets_authority_is_believed(tmp_path: Path, bundle: Callable[
     board.table["broker"] = {"ca": str(tmp_path / "ours/ca.crt")}
     board.start()
     assert board.verdict(bundle(sign=ours.sign_upgrade)) == CheckResult("", {})
-    assert "is not from the authority in" in board.verdict(bundle("1", sign=theirs.sign_upgrade)).refusal_reason
+    assert "is not signed by the authority in" in board.verdict(bundle("1", sign=theirs.sign_upgrade)).refusal_reason
     assert "bundle is not signed" in board.verdict(bundle("2")).refusal_reason
-    assert "is not from the authority in" in board.verdict(bundle("3", sign=lambda text: b"nonsense")).refusal_reason
+    assert (
+        "is not signed by the authority in" in board.verdict(bundle("3", sign=lambda text: b"nonsense")).refusal_reason
+    )
     signature = ours.sign_upgrade(b"another manifest")
-    assert "is not from the authority in" in board.verdict(bundle("4", sign=lambda text: signature)).refusal_reason
+    assert "is not signed by the authority in" in board.verdict(bundle("4", sign=lambda text: signature)).refusal_reason
 
 
 class Signed(Board):
@@ -61,7 +63,7 @@ def test_a_version_that_was_signed_before_the_one_kept_is_refused(tmp_path: Path
     board.keep(second)
     said = board.verdict(first).refusal_reason
     assert "has signature number 1, older than number 2" in said
-    assert "make and sign its bundle anew" in said
+    assert "build and sign that version again" in said
     assert "number 0" in board.verdict(unnumbered).refusal_reason
     assert board.kind.roll_back()
     board.start()

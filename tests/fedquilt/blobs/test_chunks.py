@@ -15,7 +15,7 @@ def test_the_chunk_size_leaves_room_for_the_rest_of_a_packet():
     assert blobs.chunks.chunk_size_for(2_000_000) == 256 * KIB
     assert blobs.chunks.chunk_size_for(128 * KIB) == 127 * KIB
     assert blobs.chunks.chunk_size_for(2 * KIB) == KIB
-    with pytest.raises(LinkError, match="takes 2047 bytes at most: raise its packet limit to 2048"):
+    with pytest.raises(LinkError, match="accepts only 2047 bytes a message: raise its packet limit to 2048"):
         blobs.chunks.chunk_size_for(2 * KIB - 1)
 
 

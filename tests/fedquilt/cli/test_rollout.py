@@ -216,7 +216,7 @@ def test_what_cannot_be_deployed_is_said(home, capsys):
         (("--soak", "-1s"), "-1s is less than 0"),
         (("--max-peak", "much"), "'much' is not a size"),
         (("--max-peak", "-5MB"), "'-5MB' is not a size"),
-        (("--window", "25:00-26:00"), "'25:00-26:00' is not a window"),
+        (("--window", "25:00-26:00"), "'25:00-26:00' is no window"),
         (("--label", "Site Lab"), "selects no boards"),
     ],
 )

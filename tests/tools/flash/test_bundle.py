@@ -103,7 +103,7 @@ def test_a_profile_that_ships_is_named_and_not_copied(site: Path) -> None:
     ("text", "says"),
     [
         (f'{URL}ca = "none.crt"\n', r"none\.crt cannot be read"),
-        (f'{URL}ca = "ca.crt"\ncert = "orin-1.crt"\n', "a certificate needs its key"),
+        (f'{URL}ca = "ca.crt"\ncert = "orin-1.crt"\n', "cert is given without key"),
         (f'{URL}ca = "ca.crt"\ncert = "ca.crt"\nkey = "orin-1.key"\n', "cannot be used together"),
         ('[data]\npath = "images"\n', r"'images' is on the board.*/srv/images"),
         ('[data]\nsources = [{ path = "a", labels_from = 0 }]\n', r"'a' is on the board"),

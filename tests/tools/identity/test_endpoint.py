@@ -134,7 +134,7 @@ def test_an_expired_certificate_is_refused_by_tls_and_the_board_says_what_to_do(
     files.cert.write_text(gone.pem)
     with pytest.raises(LinkError, match="as expired: put a new token into"):
         edge_agent_enrolment.enrol(board, datetime.datetime(1970, 1, 1, tzinfo=datetime.timezone.utc))
-    with pytest.raises(JobError, match=r"expired on .* by this board's clock, which says 20.*: set the clock"):
+    with pytest.raises(JobError, match=r"expired on .* .now 20.*: set the clock"):
         edge_agent_enrolment.enrol(board, now())
 
 
