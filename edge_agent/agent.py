@@ -153,7 +153,6 @@ class Agent:
         self.apply_capabilities(messages.capabilities_from_settings(settings, self._board.memory_bytes))
 
     def apply_capabilities(self, capabilities: state_machine.Capabilities) -> None:
-        """Use these capabilities for later tasks, and publish them in the profile."""
         self.task_runner.apply_capabilities(capabilities, self.settings.governor)
         self._published_capabilities = self.task_runner.state.capabilities
         self._profile = messages.profile_message(
@@ -218,10 +217,7 @@ class Agent:
         return self.task_runner.handle_event(TaskReceived(task, missing), now_s)
 
     def _apply_ack(self, ack: UpdateAcked, reason: str, now_s: float) -> None:
-        """Record the ack of an update on disk, delete the update's blobs and carry out the state machine's actions.
-
-        If an accepted ack cannot be recorded, nothing changes and the update is submitted again later.
-        """
+        """Record the ack of an update and delete its blobs. Change nothing if an accepted ack cannot be recorded."""
         key, accepted = ack.key, ack.accepted
         entry = self.task_runner.state.outbox.get(key)
         if entry is None:
@@ -288,7 +284,6 @@ class Agent:
             self._transfers.request_blob(self.device, ref)
 
     def _handle_fetched(self, sha256: str, error: str | None, now_s: float) -> None:
-        """Report the end of a blob's transfer to releases and task. A full disk fails the task."""
         self.releases.handle_fetched(sha256, error, now_s)
         if error is not None:
             log.warning("blob %s could not be fetched: %s", sha256[:12], error)
@@ -433,7 +428,6 @@ class Agent:
         return True
 
     def publish_message(self, subtopic: str, message: WireMessage, retain: bool = False, reliable: bool = True) -> None:
-        """Publish a message of this device. Errors are logged and not raised."""
         topic = self._topics.device_topic(self.device, "up", subtopic)
         try:
             self._link.publish(topic, wire.encode(message), retain=retain, reliable=reliable)

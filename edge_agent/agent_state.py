@@ -110,7 +110,6 @@ class AgentState:
                 (self._disk.make_durable_folder if self.durable else self._disk.make_folder)(folder)
 
     def lock_home(self) -> Lock:
-        """Lock the home folder. Raise JobError if another agent has the lock."""
         with disk_errors(f"lock {self.home}"):
             lock = self._disk.lock(self.home / "lock")
         if lock is None:
@@ -300,14 +299,12 @@ class AgentState:
     # -- files of other modules --
 
     def write_file(self, name: str, payload: bytes) -> None:
-        """Write a file of the home folder atomically, and make its folder."""
         file = self.home / name
         with disk_errors(f"write {file}"):
             (self._disk.make_durable_folder if self.durable else self._disk.make_folder)(file.parent)
             self._disk.write_atomically(file, payload, durable=self.durable)
 
     def read_file(self, name: str) -> bytes | None:
-        """Return the content of a file of the home folder, or None if the file is missing."""
         file = self.home / name
         with disk_errors(f"read {file}"):
             return self._disk.read(file) if self._disk.is_file(file) else None
@@ -387,11 +384,7 @@ class AgentState:
 
 
 def read_learned_costs(home: Path, disk: Disk = REAL) -> dict[str, LearnedModel]:
-    """Return the learned costs in an agent's home, by workload, or {} if the file is missing or damaged.
-
-    Raises:
-        StoreError: If the file cannot be read.
-    """
+    """Return the learned costs by workload, {} if missing or damaged. Raise StoreError if the file is unreadable."""
     file = home / LEARNED_FILE
     with disk_errors(f"read {file}"):
         if disk.stat(file) is None:
@@ -490,7 +483,6 @@ class JobRecords:
         )
 
     def latest_private_state(self, job: str) -> PrivateState:
-        """Return the private state after the last counted round of a job."""
         entry = self._jobs.get(job)
         return PrivateState() if entry is None else self.find_private_state(job, entry.round)
 

@@ -35,7 +35,6 @@ log = logging.getLogger("fedquilt.agent")
 
 
 def run_agent(settings: AgentSettings) -> None:
-    """Run a device's agent until SIGTERM or SIGINT."""
     from fedquilt.security.authenticated_link import UNSIGNED, AuthenticatedDeviceLink, load_identity
     from fedquilt.transport.mqtt.broker import Broker
     from fedquilt.transport.mqtt.link import MqttLink

@@ -74,7 +74,6 @@ def select_step(validity: CertificateValidity | None, has_token: bool, time: dat
 
 
 def paths_from_settings(settings: AgentSettings) -> CredentialPaths:
-    """Return the paths of the device's credentials, or raise JobError if [broker] lacks one."""
     broker, token = settings.broker, settings.enrol.token
     if broker.ca is None or broker.cert is None or broker.key is None:
         raise JobError(
@@ -87,10 +86,7 @@ def paths_from_settings(settings: AgentSettings) -> CredentialPaths:
 def enrol(settings: AgentSettings, now: datetime.datetime, post: Post | None = None) -> str:
     """Obtain, renew or keep the device's certificate. Return a sentence about the outcome.
 
-    Raises:
-        JobError: If the device cannot enrol or is refused.
-        LinkError: If the endpoint cannot be reached.
-        StoreError: If a file cannot be read or written.
+    Raise JobError if enrolment is impossible or refused, and LinkError if the endpoint cannot be reached.
     """
     files, post = paths_from_settings(settings), post or _post_request
     token = _read_token(files.token)
@@ -203,7 +199,6 @@ def install_certificate(settings: AgentSettings, pem: bytes) -> datetime.datetim
 
 
 def _read_token(path: Path) -> str | None:
-    """Return the one-time token, or None if the file is missing or empty."""
     try:
         text = path.read_text(encoding="ascii").strip()
     except FileNotFoundError:
@@ -218,7 +213,6 @@ def _read_token(path: Path) -> str | None:
 def _read_certificate(
     files: CredentialPaths, device: str, key: ec.EllipticCurvePrivateKey
 ) -> CertificateValidity | None:
-    """Return the validity of the stored certificate, or None if the certificate is missing or unusable."""
     try:
         pem = files.cert.read_bytes()
     except FileNotFoundError:

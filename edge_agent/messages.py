@@ -146,7 +146,6 @@ def _package_versions(engine_names: tuple[str, ...]) -> dict[str, str]:
 
 
 def _installed_version(name: str) -> str | None:
-    """Return the version of an installed package, or None."""
     # The name of the package's folder is read, as importlib.metadata takes 1 MB of an idle agent's memory.
     stem = f"{name.replace('-', '_')}-"
     info = next((info for folder in sys.path for info in Path(folder).glob(f"{stem}*-info")), None)

@@ -188,7 +188,6 @@ class DeviceState(msgspec.Struct, frozen=True):
 
 
 def workload_key(task: Task) -> str:
-    """Return the key of tasks with comparable costs: engine, method and workload."""
     return " ".join(filter(None, (task.engine, task.method, task.work.workload)))
 
 
@@ -241,7 +240,6 @@ def advance(state: DeviceState, event: Event, now_s: float, reading: Reading = R
 
 
 def _handle_task(state: DeviceState, event: TaskReceived, now_s: float, reading: Reading) -> Step:
-    """Submit the stored update of the task again, or ignore, confirm, decline or accept the task."""
     task, open_task = event.task, state.open_task
     key = (task.job, task.round)
     if key in state.outbox and state.outbox[key].update.state == task.state:
@@ -420,7 +418,6 @@ def _start_if_ready(state: DeviceState) -> Step:
 
 
 def _handle_completion(state: DeviceState, event: TaskCompleted, now_s: float) -> Step:
-    """Put the update into the outbox, and record the task's costs, base size and memory margin."""
     update, bases = event.update, dict(state.base_bytes)
     if state.open_task is not None and update.usage.base_bytes is not None:
         engine = state.open_task.task.engine
@@ -495,7 +492,6 @@ def _with_submission_counted(entry: OutboxUpdate, now_s: float) -> OutboxUpdate:
 
 
 def _repeat_due_actions(state: DeviceState, now_s: float) -> Step:
-    """Submit updates and fetch blobs again whose time has come."""
     if now_s < next_due_s(state):
         return state, ()
     actions: list[Action] = []
@@ -520,7 +516,6 @@ def _without_task(state: DeviceState) -> DeviceState:
 
 
 def _stop_actions(state: DeviceState, keep: frozenset[BlobRef] = frozenset()) -> tuple[Action, ...]:
-    """Return the actions that end the open task and its transfers, except those of blobs in `keep`."""
     if state.open_task is None:
         return ()
     cancellations = (CancelFetch(ref.sha256) for ref in _sorted_refs(state.open_task.missing_blobs - keep))

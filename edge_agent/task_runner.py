@@ -47,9 +47,7 @@ class TaskServices(Protocol):
 
     def discard_update(self, update: Update) -> None: ...
 
-    def fetch_blobs(self, refs: Sequence[BlobRef]) -> None:
-        """Start to fetch blobs. A `BlobFetched` event follows for each blob."""
-        ...
+    def fetch_blobs(self, refs: Sequence[BlobRef]) -> None: ...
 
     def cancel_fetch(self, sha256: str) -> None: ...
 
@@ -65,8 +63,6 @@ class TaskServices(Protocol):
 
 
 class TaskRunner:
-    """Task execution of one device, with its board, worker and state."""
-
     def __init__(
         self,
         device: str,
@@ -103,7 +99,6 @@ class TaskRunner:
         self.carry_out_actions(actions, now_s)
 
     def fail_task(self, error: StoreError, now_s: float) -> None:
-        """Decline the open task because of a disk error."""
         self.handle_event(TaskFailed(failures.claim_code_from_error(error), failures.describe_error(error)), now_s)
 
     def carry_out_actions(self, actions: Sequence[state_machine.Action], now_s: float) -> None:
@@ -179,7 +174,6 @@ class TaskRunner:
         self._services.report_progress(open_task.task, event.fraction, now_s)
 
     def _record_task_result(self, open_task: state_machine.OpenTask, outcome: WorkResult, now_s: float) -> None:
-        """Store a result as an update in the outbox, or report a failure to the state machine."""
         capabilities = self.state.capabilities
         if outcome.runs_on not in ("", capabilities.runs_on.get(open_task.task.engine)):
             runs_on = {**capabilities.runs_on, open_task.task.engine: outcome.runs_on}

@@ -176,8 +176,6 @@ class ProfilePoint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class ThermalModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Temperature of a board: T' = (ambient + rise * power - T) / time."""
-
     ambient_c: SourcedValue
     rise_c_per_w: SourcedValue
     time_s: SourcedValue
@@ -262,7 +260,6 @@ class BoardProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return OperatingPoint(name=name, **numbers, rates=rates)
 
     def highest_clocks(self) -> dict[str, float]:
-        """Return the highest clock of each axis in hertz, or {} if the profile has no clocks."""
         frequencies = {} if self.clocks is None else self.clocks.frequencies_by_axis()
         return {axis: values[-1] for axis, values in frequencies.items()}
 
@@ -284,7 +281,6 @@ def board_names() -> list[str]:
 
 
 def load_board_profile(name: str) -> BoardProfile:
-    """Return the shipped profile with this name, or raise JobError."""
     if name not in board_names():
         names_text = toml.describe_choices(name, board_names())
         raise JobError(f"board {name!r} is unknown{names_text}, or auto for this machine")
@@ -307,7 +303,6 @@ def find_board_profile(name_or_path: str) -> BoardProfile:
 
 
 def is_board_name(text: str) -> bool:
-    """Return whether a text can be the name of a profile, and is not a path."""
     return "/" not in text and not text.endswith(".toml")
 
 
@@ -315,7 +310,6 @@ _SUM: Final = "# sha256 of the lines above: "
 
 
 def add_checksum(text: str) -> str:
-    """Return the text of a profile with a last line that detects later changes."""
     return f"{text}{_SUM}{hashlib.sha256(text.encode()).hexdigest()}\n"
 
 

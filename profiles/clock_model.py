@@ -41,8 +41,6 @@ class InverseTimeLaw:
 
 @dataclass(frozen=True)
 class PowerModel:
-    """Power model of a busy board, with coefficients in watts at the highest clocks."""
-
     base_w: float = 0.0
     axes_w: Mapping[str, float] = field(default_factory=dict)  # axis -> watts at its highest
     exponent: float = 2.0  # k
@@ -54,7 +52,6 @@ class PowerModel:
 
 
 def clock_of_axis(clocks: Clocks, top: Mapping[str, float], axis: str) -> float:
-    """Return the clock of an axis in hertz, by default the board's highest."""
     return clocks.get(axis) or top[axis]
 
 

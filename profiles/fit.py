@@ -60,10 +60,7 @@ def fit_time_law(
 def fit_power_model(
     measurements: Sequence[MeasuredPoint], top: Mapping[str, float], floor_w: float = 0.0
 ) -> tuple[laws.PowerModel, RelativeErrors]:
-    """Return the power model base + sum of w * r^k that fits best, with its errors.
-
-    The exponent k is one of `EXPONENTS`, and `base` is at least `floor_w`.
-    """
+    """Return the best power model base + sum of w * r^k, k of `EXPONENTS`, base >= `floor_w`, with its errors."""
     axes = _find_varying_axes(measurements, top)
     values = _target_values(measurements)
     best: tuple[float, laws.PowerModel, RelativeErrors] | None = None
@@ -136,7 +133,6 @@ def _power_model_rows(
 def _fit_non_negative_with_errors(
     x: np.ndarray, y: np.ndarray, min_first_coefficient: float = 0.0
 ) -> tuple[list[float], RelativeErrors]:
-    """Return the coefficients of the columns of `x` (n, columns) that fit `y` (n,) best, with their errors."""
     coefficients = _solve_non_negative(x, y, min_first_coefficient)
     left_out: list[float | None] = []
     for i in range(len(y)):
@@ -157,7 +153,6 @@ def fit_unit_costs(counts: Sequence[Sequence[float]], values: Sequence[float]) -
 
 
 def _solve_non_negative(x: np.ndarray, y: np.ndarray, floor: float) -> np.ndarray:
-    """Return the non-negative coefficients, of which the first is at least `floor`, with the least relative error."""
     if (odd := ~(np.isfinite(y) & (y > 0))).any():
         index = int(odd.argmax())
         raise ValueError(f"measurement {index} is {y[index]:g}, not above 0: measure again, or leave the point out")

@@ -157,7 +157,6 @@ class ClockPin:
         return reason
 
     def current_mode(self) -> str | None:
-        """Return the name of the power mode that is set, or None if unknown."""
         output = self._nvpmodel("-q") or ""
         mode_name = next(
             (line.partition(":")[2].strip() for line in output.splitlines() if "Power Mode:" in line), None
@@ -169,7 +168,6 @@ class ClockPin:
         return self.current_mode() if self._saved is None or self._pinned_mode is None else self._saved.mode
 
     def control_limits(self, clock_controls: ClockControls, owner: str | None) -> owner_limits.ControlLimits:
-        """Return the highest permitted values, from the owner's mode and from the limits before pinning."""
         settings = clock_controls.read_state(None) if self._saved is None else self._saved
         return owner_limits.control_limits(
             clock_controls, clock_controls.find_mode(owner), {state.name: state.high for state in settings.controls}
@@ -270,7 +268,6 @@ class ClockPin:
             raise ClockError(f"{point.name!r} has {power_text}, over the limit of {self.max_w:g} W ([governor] max_w)")
 
     def _record_new_controls(self, clock_controls: ClockControls) -> None:
-        """Add the settings of controls that were not there before to the journal."""
         assert self._saved is not None
         known_names = {state.name for state in self._saved.controls}
         new_states = tuple(
@@ -340,10 +337,8 @@ class ClockPin:
         return True
 
     def _run_nvpmodel(self, *arguments: str) -> str | None:
-        """Return nvpmodel's output whatever its exit status, or None if it is missing, cannot start or times out.
-
-        nvpmodel gets no input, so that its question about a restart is never confirmed.
-        """
+        """Return nvpmodel's output whatever its exit status, or None if it is missing, cannot start or times out."""
+        # Without input, nvpmodel's question about a restart is never confirmed.
         program = self.root / NVPMODEL
         if not sysfs.is_visible(program):
             return None

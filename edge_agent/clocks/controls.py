@@ -48,7 +48,6 @@ class PowerMode:
 
     @property
     def emc_hz(self) -> int | None:
-        """Cap of the memory clock in hertz, or None without a cap."""
         return next((cap.value for cap in self.caps if cap.clock == "EMC" and cap.value < UNCAPPED), None)
 
     def caps_for_clock(self, kind: str, file: Path | None) -> list[int]:
@@ -200,10 +199,7 @@ class ClockControl:
         return "the board lists no frequencies of this clock, so leave the clock out"
 
     def limit_writes(self, value: int, *, low: int | None = None) -> list[ControlWrite]:
-        """Return writes of the upper limit `value` and the lower limit, `low` or the same value.
-
-        The writes are ordered so that the lower limit never exceeds the upper.
-        """
+        """Return writes of both limits, ordered so that the lower limit, `low` or `value`, never exceeds the upper."""
         writes = []
         if self.low is not None:
             writes.append(ControlWrite(self, self.low, min(self.listed_values[0], value if low is None else low)))
@@ -392,7 +388,6 @@ def pin_writes(clock_controls: ClockControls, point: OperatingPoint) -> list[Con
 def restore_writes(
     clock_controls: ClockControls, saved: BoardControlState, kinds: Iterable[Kind] = ("cpu", "gpu", "emc")
 ) -> list[ControlWrite]:
-    """Return the writes that restore saved settings of the given kinds of clocks."""
     controls_by_name = {control.name: control for control in clock_controls.controls if control.kind in kinds}
     writes: list[ControlWrite] = []
     for state in saved.controls:

@@ -62,7 +62,6 @@ def peer_credentials(connection: socket.socket) -> Peer:
 
 
 def may_connect(peer: Peer, group: int | None) -> bool:
-    """Return whether a client is root, this process's user or a member of the group."""
     _, uid, gid = peer
     if uid in (0, os.geteuid()) or (group is not None and gid == group):
         return True
@@ -139,7 +138,6 @@ class ClockHelper:
                 self._record_failures(self._clock_pin.restore())
 
     def close(self) -> None:
-        """Disconnect all clients, restore the board's settings and release socket and lock."""
         for client in list(self._clients):
             self._disconnect(client)
         self._record_failures(self._clock_pin.restore())
@@ -191,7 +189,6 @@ class ClockHelper:
                 return
 
     def _disconnect(self, client: HelperConnection) -> None:
-        """Remove a connected client, and unpin its clocks."""
         self._clients.remove(client)
         self._selector.unregister(client.socket)
         client.socket.close()
@@ -272,8 +269,6 @@ class ClockHelper:
 
 
 def read_clock_state(control: ClockControl, limit: int | None = None) -> ClockState:
-    """Return a clock's present values in hertz. `limit` is its highest permitted value in the control's unit."""
-
     def read_hz(path: Path | None) -> float | None:
         value = controls.read_number(path)
         return None if value is None or value < 0 else float(value * control.unit_hz)

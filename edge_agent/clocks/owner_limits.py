@@ -50,7 +50,6 @@ def control_limits(
 def require_within_limits(
     clock_controls: ClockControls, point: OperatingPoint, limits: ControlLimits, mode: str | None
 ) -> None:
-    """Raise ClockError if a clock of the point exceeds its limit or has no such frequency."""
     for kind, axis in AXIS_OF_KIND:
         hz: float | None = getattr(point, axis)
         for control in clock_controls.controls_of_kind(kind) if hz is not None else ():
@@ -106,7 +105,6 @@ def permitted_points(
     mode: PowerMode | None,
     limits_hz: Mapping[str, float],
 ) -> tuple[OperatingPoint, ...]:
-    """Return the points that may be pinned in the owner's mode."""
     modes_by_name = {normalize_mode_name(known_mode.name): known_mode for known_mode in clock_controls.modes}
     return tuple(
         point
@@ -138,7 +136,6 @@ def permitted_hz(clock_controls: ClockControls, limits: ControlLimits) -> dict[s
 def state_after_mode_change(
     saved: BoardControlState, clock_controls: ClockControls, mode: PowerMode
 ) -> BoardControlState:
-    """Return the settings to restore after the owner has set `mode`: earlier ones within the limits of the mode."""
     limits = control_limits(clock_controls, mode)
     controls_by_name = {control.name: control for control in clock_controls.controls}
     return BoardControlState(

@@ -35,9 +35,6 @@ def create_device(
         connect: Function that returns a client of the clock helper or None. By default, this machine's helper is used
             if `root` is "/".
         meter: Additional meter from agent.toml.
-
-    Raises:
-        JobError: If a simulated device has no such profile, point or traits, or gets a profile or a meter.
     """
     if board != "auto":
         if profile is not None:

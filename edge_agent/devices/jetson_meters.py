@@ -83,8 +83,6 @@ def find_roles(compatible: Collection[str], labels: Collection[str]) -> RailRole
 
 
 class RailSum(NamedTuple):
-    """Power of the board, or the reason why the power is unknown. Both are None without rails."""
-
     watts: float | None
     fault: str | None = None
 
@@ -114,8 +112,6 @@ def total_power(roles: RailRoles | None, watts: Mapping[str, float | None]) -> R
 
 
 class StuckRailCheck:
-    """Check whether a sensor repeats one total while the parts of the total change."""
-
     def __init__(self) -> None:
         self._readings: list[tuple[float, float]] = []  # (total, sum of its parts)
 

@@ -61,7 +61,6 @@ def detect(
     clocks: ClockClient | None = None,
     custom_meter: Meter | None = None,
 ) -> LinuxDevice:
-    """Return the device below `root`, with the shipped profile of its kind unless `profile` is given."""
     detected_profile = find_profile(root)
     meter = _detect_rail_meter(root, detected_profile)
     return LinuxDevice(root, profile=profile or detected_profile, clocks=clocks, meter=meter, custom_meter=custom_meter)
@@ -392,7 +391,6 @@ class MemorySensor:
         self.total_bytes = min([total, *self._limits.values()])
 
     def read_available_bytes(self) -> int | None:
-        """Return the memory that this process could use, or None if unknown."""
         group_bytes = [_group_available_bytes(group, limit) for group, limit in self._limits.items()]
         known_bytes = [
             size for size in (_meminfo_bytes(self._meminfo, "MemAvailable"), *group_bytes) if size is not None
@@ -419,7 +417,6 @@ def _meminfo_bytes(meminfo: Path, name: str) -> int | None:
 
 
 def _control_groups(root: Path) -> list[Path]:
-    """Return the folders of this process's control group and its parents, as far as they have memory limits."""
     for line in (sysfs.read_text(root / "proc/self/cgroup") or "").splitlines():
         number, _, path = line.partition("::")
         own_group = PurePosixPath(path)

@@ -109,13 +109,10 @@ class WidestRangeMeter:
 
 
 def plausible_or_none(value: float | None, limit: float = math.inf) -> float | None:
-    """Return the value if it is a number from 0 to the limit, or None."""
     return value if value is not None and math.isfinite(value) and 0 <= value <= limit else None
 
 
 class PowerFromEnergy:
-    """Mean power between two readings of an energy counter."""
-
     def __init__(self) -> None:
         self._last_sample: tuple[float, float] | None = None  # (now_s, energy_j)
 
@@ -128,8 +125,6 @@ class PowerFromEnergy:
 
 
 class Batteries:
-    """Batteries of the host, without those of mice and keyboards, as one `fedquilt.core.Meter`."""
-
     coverage: Coverage = "board"
 
     def __init__(self, supplies: Path) -> None:
@@ -253,8 +248,6 @@ class Rapl:
 
 
 class EnergyCounter:
-    """Counter of a RAPL zone, continued when it wraps."""
-
     def __init__(self, zone: Path) -> None:
         self._file = zone / "energy_uj"
         self._last_uj = sysfs.read_int(self._file)
@@ -298,8 +291,6 @@ LINE: Final = re.compile(r"(\w+)_([AV]) (?:current|volt)\(\d+\)=([0-9.]+)[AV]")
 
 
 class Pmic:
-    """Power of each rail with a voltage and a current, as a `fedquilt.core.Meter`."""
-
     coverage: Coverage = "processor"
 
     def __init__(self, read_output: Callable[[], str | None]) -> None:

@@ -28,8 +28,6 @@ _NOTHING = Reading()
 
 @dataclass(frozen=True)
 class SimulationTraits:
-    """Traits of a simulated device beside its profile. Raises JobError for values that are not positive numbers."""
-
     battery_wh: float | None = None  # capacity of a battery, full at first, or None without a battery
     noise: float = 0.0  # standard deviation of the logarithm of each task's time, about its relative error
     spread: float = 0.0  # standard deviation of the logarithm of the device's factor
@@ -62,8 +60,6 @@ class SimulationTraits:
 
 
 class SimulatedDevice:
-    """Simulated device at one operating point, by default the first in its profile."""
-
     adjustable = clocks_unchanged = True
 
     def __init__(

@@ -26,8 +26,6 @@ Trained = tuple[Tensors, dict[str, float]]  # tensors and metrics
 
 
 class TrainCall(NamedTuple):
-    """Arguments of one call of `train`. Calls with an equal `kind` can be trained together."""
-
     network: Mapping[str, Any]
     start: Tensors
     examples: Examples
@@ -39,7 +37,6 @@ class TrainCall(NamedTuple):
     kind: Hashable = None
 
     def run_alone(self, engine: Any) -> Trained | Exception:
-        """Return the result of the call, or the exception that the call raised."""
         try:
             result: Trained = engine.train(*self[:5], hooks=self.hooks, progress=self.progress)
         except Exception as error:
@@ -48,8 +45,6 @@ class TrainCall(NamedTuple):
 
 
 class BatchTrainer(ABC):
-    """Engine that can train several devices in one pass."""
-
     def batchable_call(
         self,
         network: Mapping[str, Any],

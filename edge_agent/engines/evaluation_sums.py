@@ -138,8 +138,6 @@ def losses_and_gradients(task: TaskKind, scores: np.ndarray, y: np.ndarray) -> t
 
 
 class EvaluationAccumulator:
-    """Sums of an evaluation, added batch by batch."""
-
     def __init__(self, task: TaskKind, prior: ClassPrior | None = None) -> None:
         self._task, self._examples, self._all_correct, self._prior = task, 0, 0, prior
         self.strengths: StrengthChoice | None = None  # set when examples are added with a prior
@@ -242,7 +240,6 @@ class EvaluationAccumulator:
 def evaluate_scores(
     task: TaskKind, batches: Iterable[tuple[np.ndarray, np.ndarray]], prior: ClassPrior | None = None
 ) -> EvaluationAccumulator:
-    """Return the accumulated sums of batches of scores (n, outputs) and targets."""
     accumulator = EvaluationAccumulator(task, prior)
     for scores, y in batches:
         accumulator.add_batch(scores, y, float(losses_and_gradients(task, scores, y)[0].sum()))

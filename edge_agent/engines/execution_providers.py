@@ -75,8 +75,6 @@ NO_TF32: Final = "NVIDIA_TF32_OVERRIDE"  # read by cuBLAS, cuDNN and TensorRT wh
 
 
 class ExecutionProviders:
-    """Execution providers of this process, in the order in which they are tried."""
-
     def __init__(self, available: Sequence[str], room_bytes: int) -> None:
         self._usable = [name for name in NAMES if name in available]
         self._has_gpu_provider = bool(self._usable)

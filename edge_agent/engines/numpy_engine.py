@@ -264,7 +264,6 @@ def _loss_and_gradient(
     micro_batch_size: int,
     hooks: Hooks,
 ) -> tuple[float, dict[str, np.ndarray]]:
-    """Return mean loss and gradient of a mini-batch, given as row numbers of the examples."""
     loss, gradient = 0.0, dict[str, np.ndarray]()
     for rows in training.micro_batches(batch, micro_batch_size):
         values = forward(model, _prepare_inputs(network, examples.x[rows], hooks))

@@ -47,10 +47,7 @@ COMMON_BATCH = 4  # kept sessions are dropped to allow at least this batch
 SESSION_SHARE = 0.5  # fraction of the memory for idle sessions, and for loading an optimized session
 MAPPED_SHARE = 128  # allocations above this fraction of the budget return to the system when freed
 MAX_MAPPED_BYTES = 32 << 20  # glibc's largest threshold
-MAX_MAPPED_PIECES, TRIM_BYTES = (
-    1 << 16,
-    128 << 10,
-)  # glibc's defaults: threshold of mapped allocations, and free end of the heap
+MAX_MAPPED_PIECES, TRIM_BYTES = 1 << 16, 128 << 10  # glibc's defaults: mapped allocations, and free end of the heap
 TRIMMED_BELOW_BYTES = 512 << 20  # with more room, freed pieces are kept: returning them costs page faults
 AMPLE_BYTES = 2 << 30  # with more room, large ones too: a MobileNet's blocks at 224 pixels then run twice as fast
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_MMAP_MAX, M_ARENA_MAX = -1, -3, -4, -8  # glibc's malloc.h
@@ -158,10 +155,7 @@ class OnnxEngine:
         return self._room_bytes
 
     def batch(self, graph: Path, caller_bytes: int = 0, caller_bytes_per_example: int = 0) -> int:
-        """Return the number of examples to run at once, and close sessions to make room for them.
-
-        `caller_bytes` and `caller_bytes_per_example` are memory that the caller needs besides.
-        """
+        """Return how many examples to run at once beside the caller's memory, and close sessions to make room."""
         plan = self._load_graph(graph).plan
         size = self._batch_size(plan, caller_bytes, caller_bytes_per_example)
         self.make_room(

@@ -50,10 +50,7 @@ def fitting_batch_size(room_bytes: float, example_bytes: float, max_size: int) -
 def network_inputs(
     x: np.ndarray, network: Mapping[str, Any], inputs: Callable[[np.ndarray], np.ndarray] | None = None
 ) -> np.ndarray:
-    """Return network inputs of stored examples in float32, prepared by `inputs` or the network's "input" table.
-
-    Without either, unsigned integers are scaled to 0 to 1. Raise DataError if the examples are not numbers.
-    """
+    """Return network inputs in float32, prepared by `inputs` or the network's "input" table, or raise DataError."""
     if inputs is not None:
         return inputs(x)
     if "input" in network:

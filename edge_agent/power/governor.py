@@ -69,8 +69,6 @@ class GovernorPolicy(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class PointForecast(NamedTuple):
-    """Predicted time and power of the remaining work at one point."""
-
     point: OperatingPoint
     seconds: float
     max_duration_s: float  # upper bound, for a point without measurements

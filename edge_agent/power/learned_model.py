@@ -78,14 +78,11 @@ class LearnedModel(WireMessage, frozen=True):
 
     @property
     def is_valid(self) -> bool:
-        """Whether stored laws have the sizes of this version."""
         laws = ((self.time, len(TIME_SPREADS)), (self.power, len(POWER_SPREADS)))
         return all(law is None or (len(law.information), len(law.targets)) == (size * size, size) for law, size in laws)
 
 
 class TaskSegment(NamedTuple):
-    """Part of a task at one operating point."""
-
     point: OperatingPoint
     work: WorkEstimate  # work done in the segment
     seconds: float
@@ -178,7 +175,6 @@ def _time_columns(law: CostLaw, work: WorkEstimate) -> Callable[[OperatingPoint]
 def _power_columns(
     law: CostLaw, point: OperatingPoint, point_s: float | None, reference_s: float | None
 ) -> list[float]:
-    """Return the columns of the power law for a point at which the reference's work takes `point_s`."""
     speed = reference_s / point_s if point_s and reference_s else 1.0
     unit_w = law.ratio * (law.reference_point.busy_w or 0.0)
     clocks = _relative_clocks(law.reference_clocks, point, AXES)
@@ -226,8 +222,6 @@ def _time_predictor(time: _LawFit | None, work: WorkEstimate) -> Callable[[Opera
 
 
 class _LawFit(NamedTuple):
-    """Weights of a law, with the covariance of their errors, n by n."""
-
     law: CostLaw
     weights: list[float]
     covariance: list[list[float]]
@@ -278,10 +272,9 @@ def _add_measurement(
     at_once: bool,
     columns: Callable[[CostLaw], list[float] | None],
 ) -> CostLaw | None:
-    """Return the law after a measurement, or None while the profile is exact.
+    """Return the law after a measurement, or None while the profile is exact. `values` are predicted and measured.
 
-    `values` are the profile's value and the measured one. An outlier is ignored, and a second one in a row resets the
-    law. `at_once` resets the law at the first outlier.
+    An outlier is ignored, and a second one in a row, or the first with `at_once`, resets the law.
     """
     predicted, measured = values
     if law is None and abs(measured / predicted - 1) < EXACT_TOLERANCE:

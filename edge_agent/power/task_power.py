@@ -51,8 +51,6 @@ MAX_POWER_GAP_S = 1.0  # longest interval between two powers of which the energy
 
 
 class EnergyAccount(msgspec.Struct, frozen=True):
-    """Energy of one segment, computed from sensor readings."""
-
     started_s: float
     last_reading_s: float | None = None  # time of the last usable reading
     last_reading: Reading = Reading()
@@ -134,7 +132,6 @@ class EnergyAccount(msgspec.Struct, frozen=True):
         )
 
     def _has_meter_failed(self, now_s: float) -> bool:
-        """Return whether the meter was silent or constant for too long."""
         last_reading_s = now_s if self.last_reading_s is None else self.last_reading_s
         limit_s = (
             max(FROZEN_S, FROZEN_FACTOR * self.longest_unchanged_s) if self.longest_unchanged_s else NEVER_CHANGED_S
@@ -234,8 +231,6 @@ class TaskCost(NamedTuple):
 
 
 class TaskPowerManager:
-    """Clocks and energy account of the current task. Methods do nothing without a started task."""
-
     def __init__(self, board: Device, governor_policy: governor.GovernorPolicy) -> None:
         self._board, self.governor_policy = board, governor_policy
         self._last_warning = ""
@@ -325,7 +320,6 @@ class TaskPowerManager:
         return task_cost
 
     def stop(self) -> None:
-        """Unpin the clocks and discard the measurements of the current task."""
         pinned_point = self._pinned_point
         self._reset()
         if pinned_point is not None:
@@ -366,7 +360,6 @@ class TaskPowerManager:
         return cost.energy_j / cost.duration_s
 
     def _close_if_unpinned(self, now_s: float, duration_s: float) -> None:
-        """End the segment if the board has unpinned the clocks by itself."""
         if self._pinned_point is not None and not self._board.clocks_unchanged:
             self._close_segment(self._fraction_done, now_s, duration_s)
             self._pinned_point = self._point_name = None

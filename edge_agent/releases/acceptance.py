@@ -15,7 +15,6 @@ STANDARD_ERRORS: Final = 3.0  # standard errors by which an accuracy must miss i
 
 
 def judge_check(limits: ReleaseLimits, outcome: WorkResult, inference_j: float | None) -> CheckResult:
-    """Return the result of a check by the limits of the release."""
     if outcome.code != "ok":
         return CheckResult(f"check failed: {outcome.reason}", {}, killed_externally=outcome.killed_externally)
     metrics = dict(outcome.metrics)
@@ -89,7 +88,6 @@ def needs_more_labels(min_gain: float | None, previous: RunnerStatus | None, cur
 
 
 def _chance_difference(previous: RunnerStatus, current: RunnerStatus) -> float:
-    """Return the difference of two accuracies that chance may explain, from their standard errors."""
     errors = sum(
         status.accuracy * (1 - status.accuracy) / _counted_labels(status)
         for status in (previous, current)

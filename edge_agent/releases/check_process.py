@@ -188,7 +188,6 @@ def _load_model(engine: Any, path: Path) -> LoadedModel:
 
 
 def _require_matching_data(model: LoadedModel, held_out: Examples, request: CheckRequest) -> None:
-    """Raise an error if labels, task or shapes of the model and the device's data differ."""
     spec = msgspec.convert(request.data, DataSpec)
     device_labels, model_labels = spec.labels, model.metadata.labels
     if device_labels and model_labels is not None and tuple(device_labels) != model_labels:
@@ -245,10 +244,6 @@ def _measure_current_model(
 def _choose_examples(
     model: LoadedModel, held_out: Examples | None, shape: tuple[int, ...] | None, notes: list[str]
 ) -> np.ndarray:
-    """Return prepared examples to time: held-out ones, or a random one of the given, declared or a guessed shape.
-
-    Raise ModelError if the model runs on no guessed shape.
-    """
     if held_out is not None:
         return model.metadata.prepare_inputs(held_out.x[:TIMED_EXAMPLES])
     failure = ""
@@ -390,17 +385,7 @@ NO_EXAMPLES: Final = Examples(np.empty((0,), np.float32), np.empty((0,), np.int6
 def assemble_network(
     files: SplitModelFiles, model: Path, budget_bytes: int, class_priors: np.ndarray | None = None
 ) -> str:
-    """Write the device's ONNX file from shared and private parts.
-
-    Args:
-        files: Files of the shared and private parts.
-        model: Path of the ONNX file.
-        budget_bytes: Memory budget for the method that computes the private parts.
-        class_priors: Values to add to the scores, or None for zeros.
-
-    Returns:
-        A note if the device's private state is missing, or "".
-    """
+    """Write the ONNX file `model` from shared and private parts. Return a note if private state is missing, or ""."""
     task = personal_models.read_task(Path(files.shared))
     if task is None:
         raise ModelError(f"release file {files.shared} does not name its run: roll out the run again")

@@ -35,8 +35,6 @@ MAX_POLLS: Final = 16  # limit of transitions in one step
 
 
 class ReleaseManager:
-    """Releases of each kind: their state machines, records, actions and published progress."""
-
     def __init__(
         self,
         storage: AgentState,
@@ -92,7 +90,6 @@ class ReleaseManager:
         return due_s
 
     def _advance_release(self, name: str, now_s: float) -> None:
-        """Pass on the result of a check, then poll until the state machine waits."""
         if self._is_checking_kind(name) and (verdict := self._kinds[name].poll_check()) is not None:
             if verdict.killed_externally:
                 log.warning("check of the %s release was killed and starts again: %s", name, verdict.refusal_reason)
@@ -103,7 +100,6 @@ class ReleaseManager:
             self._handle_event(name, self._poll_status(name, now_s), now_s)
 
     def handle_fetched(self, sha256: str, error: str | None, now_s: float) -> None:
-        """Report the end of a blob's transfer to the releases that wait for the blob."""
         for name in self._kinds:
             if (ref := self._blob_in_transfer(name)) is None or ref.sha256 != sha256:
                 continue
@@ -116,7 +112,6 @@ class ReleaseManager:
             self._handle_event_or_wait(name, event, now_s)
 
     def needed_blobs(self) -> set[str]:
-        """Return the sha256 of the blobs that releases need before they are activated."""
         hashes = set()
         for state in self._states.values():
             if state.record is not None and state.record.step == "wanted" and state.record.release.blob is not None:
@@ -138,7 +133,6 @@ class ReleaseManager:
         return [fd for kind in self._kinds.values() for fd in kind.fds()]
 
     def stop(self) -> None:
-        """End running checks. The next process repeats them."""
         for name, kind in self._kinds.items():
             if self._is_checking_kind(name):
                 kind.discard_unused()
@@ -146,7 +140,6 @@ class ReleaseManager:
     # -- events --
 
     def _resume_releases(self, now_s: float) -> None:
-        """Continue the recorded releases, on the first call."""
         if self._has_started:
             return
         self._has_started = True
@@ -234,7 +227,6 @@ class ReleaseManager:
     def _carry_out_action(
         self, name: str, action: state_machine.Action, record: state_machine.ReleaseRecord, now_s: float
     ) -> None:
-        """Carry out an action, and report its completion or failure to the state machine."""
         kind, release = self._kinds[name], record.release
         if action == "publish":
             self._published.pop(name, None)
@@ -289,7 +281,6 @@ class ReleaseManager:
             return None
 
     def _publish_progress(self, name: str) -> None:
-        """Publish and log the progress of a release if it has changed."""
         status = state_machine.release_status_message(self._states[name], self._kinds[name].current_sha256())
         if status is None or status == self._published.get(name):
             return

@@ -85,8 +85,6 @@ class ReleaseManifest(DeviceReport, frozen=True):
 
 
 class ModelReleases(ReleaseKind):
-    """Releases of models in the folder of the device's model runner."""
-
     def __init__(
         self,
         settings: AgentSettings,
@@ -139,7 +137,6 @@ class ModelReleases(ReleaseKind):
         return self._assembled_hashes[name]
 
     def _blob_sha256(self, name: str) -> str:
-        """Return the sha256 of the blob of the model in a folder, or "" if unreadable."""
         if name not in self._blob_hashes:
             try:
                 payload = self._disk.read(self.folder / name / RELEASE)
@@ -364,7 +361,6 @@ class ModelReleases(ReleaseKind):
         return self.runner.unchanged_s <= MAX_RUNNER_SILENCE_S
 
     def _awaits_labels(self) -> bool:
-        """Return whether the accuracy in use is undecided and labels still arrive."""
         status, now_s = self.runner.read_status(), self._clock()
         if status is None or status.model != self._served_sha256():
             return False
@@ -419,7 +415,6 @@ class ModelReleases(ReleaseKind):
 
 
 def models_folder(settings: AgentSettings) -> Path:
-    """Return the folder for models: [models] folder, or "models" in the home."""
     return Path(settings.models.folder or Path(settings.home) / "models").absolute()
 
 

@@ -83,8 +83,6 @@ class ReleaseProcess:
 
 
 class ReleaseHook:
-    """Command of the device's owner, run after each change of the model. Without a command it never fails."""
-
     def __init__(self, command: Sequence[str], clock: Callable[[], float] = time.monotonic) -> None:
         self._command, self._process = list(command), ReleaseProcess(clock)
         self._failure = ""

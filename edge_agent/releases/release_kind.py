@@ -94,5 +94,4 @@ class ReleaseKind(Protocol):
         return 0
 
     def fds(self) -> Sequence[int]:
-        """Return file descriptors that become readable when `poll_check` is due."""
         return ()

@@ -107,8 +107,6 @@ class ActionFailed(msgspec.Struct, frozen=True):
 
 
 class ProcessStarted(msgspec.Struct, frozen=True):
-    """Start of a process with the records of an earlier one."""
-
     current_sha256: str = ""
     unhealthy_reason: str = ""
 
@@ -239,7 +237,6 @@ def _handle_release(state: ReleaseState, event: ReleaseReceived, now_s: float) -
 
 
 def _start_or_end_release(state: ReleaseState, release: DesiredRelease, now_s: float) -> Step:
-    """Start a release, or end it at once if it is invalid or there is nothing to roll back."""
     previous_record = state.record
     if previous_record is None:
         record = ReleaseRecord(release=release)
@@ -458,7 +455,6 @@ def waiting_reason(release: DesiredRelease, state: ReleaseState, status: StatusP
 
 
 def window_error(window: str) -> str:
-    """Return why a window is malformed, or "". No window, "", is permitted."""
     return "" if not window or _WINDOW.match(window) else f"{window!r} is not a window: {WINDOW_HINT}"
 
 

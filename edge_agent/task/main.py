@@ -51,8 +51,6 @@ class EngineError(core.FedquiltError): ...
 
 
 class TaskExecutor:
-    """Loader of methods, engines and examples, which keeps engine and examples for the next task."""
-
     def __init__(self, load: Callable[[DataSpec], tuple[Examples, Examples]] | None = None) -> None:
         self._load = load or examples.load_share
         self._engine: tuple[tuple[str, int], Any] | None = None
@@ -217,7 +215,6 @@ def _expected_hash(request: WorkRequest, name: str) -> str:
 
 
 def run_method(request: WorkRequest, method: Method, context: ClientContext) -> WorkResult:
-    """Run the task's actions, "check" and "work", and write bundles and private state into the output folder."""
     task = request.task
     verified_files: dict[str, str] = {}  # files that are read tensor by tensor, with their sha256
 
@@ -311,11 +308,7 @@ def plan_limit_bytes(request: WorkRequest) -> int:
 def _write_result(
     encoded: ClientResult, request: WorkRequest
 ) -> tuple[dict[str, core.BlobRef], dict[str, bytes], core.BlobRef | None]:
-    """Write bundles and private state.
-
-    Returns:
-        References of the bundles by name, contents of small bundles by sha256, and the private state's reference.
-    """
+    """Write the files. Return the bundles' references, contents of small bundles by sha256, and the private state."""
     refs, blobs, file_prefix = {}, {}, f"{request.output_folder}/{request.file_prefix}"
     for name, bundle in encoded.bundles.items():
         tensors.require_finite(bundle)

@@ -74,10 +74,8 @@ def describe_engine_shortage(budget_bytes: int, engines: Collection[str]) -> str
     if any(size < budget_bytes for size in sizes.values()):
         return None
     size_text = ", ".join(f"{name} {format_megabytes(size)}" for name, size in sizes.items()) or "none is installed"
-    return (
-        f"memory budget of {format_megabytes(budget_bytes)} is smaller than each engine without work ({size_text}), so "
-        "that every task will be declined: raise budget"
-    )
+    budget = format_megabytes(budget_bytes)
+    return f"memory budget of {budget} is smaller than each engine without work ({size_text}): raise budget"
 
 
 def memory_shortage(
@@ -168,7 +166,6 @@ class MemoryLimit:
         return True
 
     def count_oom_kills(self) -> int | None:
-        """Return how often the kernel killed a task at its limit, or None without a control group."""
         if self._task_group is None:
             return None
         return _read_counter(self._task_group / "memory.events", "oom_kill")

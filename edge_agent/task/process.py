@@ -82,7 +82,6 @@ class ChildProcess:
 
     @property
     def last_output(self) -> str:
-        """Last line that is no event, at most 500 characters, or "(nothing)"."""
         lines = self._output_tail.decode(errors="replace").strip().splitlines()
         return shorten_error(lines[-1], 500) if lines else "(nothing)"
 
@@ -120,7 +119,6 @@ class ChildProcess:
         self.is_garbled = self._invalid_lines > MAX_INVALID_LINES
 
     def measure_resident_bytes(self) -> int | None:
-        """Return the resident size, or None if the process has ended. `explain_end` reports the last size."""
         resident_bytes = memory_budget.resident_bytes(self.pid)
         self._last_resident_bytes = resident_bytes or self._last_resident_bytes
         return resident_bytes

@@ -44,8 +44,6 @@ class WorkRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class DataLoaded(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="loaded"):
-    """Report that the device's data is loaded, before the work begins."""
-
     examples: int  # number of training examples
 
 
@@ -98,8 +96,6 @@ class SplitModelFiles(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class CheckRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Request to check a model that was released to this device, before the model runner uses it."""
-
     model: str  # model file, which is in `output_folder` if assembled from parts
     output_folder: str  # output folder for an assembled model and a TensorRT engine
     current_model: str | None  # file of the model in use, or None
@@ -125,12 +121,9 @@ SMALL_BYTES: Final = 1 << 20  # bytes of tensors encoded at once
 
 
 def write_tensors(path: Path | str, tensors: Tensors) -> BlobRef:
-    """Write a safetensors file and return its reference. Imports numpy.
+    """Write a safetensors file and return its reference, or raise StoreError. Imports numpy.
 
     Large files are written in pieces, because a whole encoding would be a second copy in memory.
-
-    Raises:
-        StoreError: If the file cannot be written.
     """
     from fedquilt.arrays.disk_arrays import write_safetensors
     from fedquilt.arrays.tensors import encode_tensors, total_bytes

@@ -68,7 +68,6 @@ def protect_memory() -> None:
 
 
 def enter_sandbox(private: Path) -> None:
-    """Restrict this process to its folders below `private`, as far as the kernel can, and use them for caches."""
     for name in (OUT, CACHE, TEMPORARY, LIBRARIES):
         (private / name).mkdir(parents=True, exist_ok=True)
     os.environ["TMPDIR"] = str(private / TEMPORARY)
@@ -92,7 +91,6 @@ def apply_restrictions(writable: Iterable[Path]) -> tuple[str, ...]:
 
 
 def available_restrictions() -> tuple[str, ...]:
-    """Return the restrictions that `apply_restrictions` can apply on this machine."""
     files = _landlock_version() >= MIN_LANDLOCK_VERSION
     network = platform.machine() in CALLS and os.path.exists("/proc/sys/kernel/seccomp/actions_avail")
     return tuple(name for name, is_available in (("files", files), ("network", network)) if is_available)

@@ -153,8 +153,6 @@ class InlineWorker(VirtualWorker):
 
 
 class ChildWorker:
-    """Worker that runs tasks in a child process, which is started with the first task."""
-
     def __init__(
         self,
         keep_s: float,
@@ -244,10 +242,7 @@ class ChildWorker:
         self.kill()
 
     def _find_process_failure(self, child: ChildProcess, request: ProcessRequest) -> WorkResult | None:
-        """Return a failed result if the process has ended, writes invalid output or exceeds its memory budget.
-
-        The caller must then end the process. Return None if the process works.
-        """
+        """Return the failure of a process that has ended, breaks the protocol or is over its budget, or None."""
         resident_bytes = child.measure_resident_bytes()
         if child.is_garbled:
             return WorkResult(code="failed", reason=f"the task's process wrote invalid output: {child.last_output}")
@@ -278,7 +273,6 @@ class ChildWorker:
 
 
 def _require_small_result(outcome: WorkResult, budget_bytes: int) -> WorkResult:
-    """Return the result, or a failed one if the files of the result are larger than the memory budget."""
     files = [*outcome.bundles.values(), *([] if outcome.private is None else [outcome.private])]
     if (size := sum(ref.size for ref in files)) <= budget_bytes:
         return outcome

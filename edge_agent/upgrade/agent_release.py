@@ -45,8 +45,6 @@ NO_LAUNCHER: Final = (
 
 
 class LaunchInfo(msgspec.Struct, frozen=True):
-    """Information from the launcher about this process, see `launcher.launch_info`."""
-
     folder: str
     flashed: str
     running: str  # sha256 of this process's version, or "" for the flashed version
@@ -68,8 +66,6 @@ def _cancel_alarm() -> None:
 
 
 class AgentKind(ReleaseKind):
-    """Releases of the agent itself. `restart` must end the process, so that the launcher starts the chosen version."""
-
     def __init__(
         self,
         launch_info: LaunchInfo | None,
@@ -252,7 +248,6 @@ class AgentKind(ReleaseKind):
         return True
 
     def confirm(self) -> None:
-        """End the trial of the running version, if it has been online."""
         if self._launch_info is None:
             return
         choice = self._read_choice()

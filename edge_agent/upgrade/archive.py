@@ -78,7 +78,6 @@ class UpgradeBundle:
             )
 
     def open_wheel(self, name: str) -> IO[bytes]:
-        """Return an open file of a wheel. Raise ModelError if the bundle lacks the wheel."""
         member = self._members.get(f"wheels/{name}")
         file = None if member is None else self._archive.extractfile(member)
         if file is None:
@@ -86,7 +85,6 @@ class UpgradeBundle:
         return file
 
     def verify_wheels(self) -> None:
-        """Raise ModelError if a wheel is missing or differs from its hash in the manifest."""
         for name, sha256 in self.manifest.wheels.items():
             digest = hashlib.sha256()
             with self.open_wheel(name) as file:

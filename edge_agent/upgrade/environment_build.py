@@ -59,7 +59,6 @@ def base_interpreter() -> str:
 
 
 def require_fitting_machine(manifest: UpgradeManifest) -> None:
-    """Raise ModelError if the bundle is for another processor or Python."""
     if manifest.machine != platform.machine():
         raise ModelError(
             f"upgrade bundle is for {manifest.machine}, this board is {platform.machine()}: {ARCHITECTURE_HINT}"
@@ -72,10 +71,6 @@ def require_fitting_machine(manifest: UpgradeManifest) -> None:
 
 
 def require_valid_signature(bundle: UpgradeBundle, ca: str | None, unsigned: bool) -> None:
-    """Raise ModelError unless the authority in `ca` has signed the bundle, or unsigned bundles are accepted.
-
-    Raise JobError if the signature cannot be verified on this board.
-    """
     if unsigned:
         return
     if ca is None:
@@ -115,7 +110,6 @@ def require_valid_signature(bundle: UpgradeBundle, ca: str | None, unsigned: boo
 
 
 def require_not_older(manifest: UpgradeManifest, newest: int) -> None:
-    """Raise ModelError if the bundle was signed before the latest version confirmed on this board."""
     if manifest.number < newest:
         raise ModelError(
             f"upgrade bundle of fedquilt {manifest.version} has signature number {manifest.number}, older than number "

@@ -54,7 +54,6 @@ class VersionChoice(NamedTuple):
 
 
 def parse_choice(text: str) -> VersionChoice | None:
-    """Return the content of choice.json, or None if it is damaged."""
     try:
         table = json.loads(text)
         fields = {name: table[name] for name in VersionChoice._fields if name in table}
@@ -78,7 +77,6 @@ def format_choice(choice: VersionChoice) -> str:
 
 
 def read_choice(folder: Path) -> VersionChoice | None:
-    """Return the stored choice, or None if it is missing, unreadable or damaged."""
     try:
         return parse_choice((folder / CHOICE).read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -157,7 +155,6 @@ def launch_info(
 
 
 def installation_id(folder: Path) -> str:
-    """Return the id of the flashed installation in a folder, or the folder's path without an id."""
     try:
         return str(json.loads((folder / "bundle.json").read_text(encoding="utf-8"))["id"])
     except (OSError, ValueError, KeyError, TypeError, RecursionError):

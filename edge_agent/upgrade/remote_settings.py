@@ -48,7 +48,6 @@ class StoredSettings(WireMessage, frozen=True):
 
 
 def parse_remote_settings(table: Mapping[str, Any]) -> RemoteSettings:
-    """Return validated remote settings, or raise JobError."""
     remote = toml.convert_table(table, RemoteSettings, "settings from the coordinator")
     if remote.budget is not None:
         with toml.prefix_errors("budget"):
@@ -102,8 +101,6 @@ def _apply_label_changes(local_labels: tuple[str, ...], changes: tuple[str, ...]
 
 
 class SettingsKind(ReleaseKind):
-    """Releases of settings. `apply` is called with the settings in effect after each change."""
-
     def __init__(
         self,
         local_settings: AgentSettings,

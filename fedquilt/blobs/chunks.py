@@ -69,8 +69,6 @@ def is_valid_chunk(manifest: wire.BlobManifest, index: int, payload: bytes) -> b
 
 
 class ManifestBuilder:
-    """Builder of a manifest, which reads a blob chunk by chunk with `read(offset, size)`."""
-
     def __init__(self, ref: BlobRef, chunk: int, read: Callable[[int, int], bytes]) -> None:
         self._blob_ref, self._chunk, self._read = ref, chunk, read
         self._blob_hash, self._digests = hashlib.sha256(), list[str]()
@@ -84,11 +82,7 @@ class ManifestBuilder:
             )
 
     def hash_chunks(self, limit_bytes: float = math.inf) -> wire.BlobManifest | None:
-        """Hash about `limit_bytes` more bytes. Return the manifest, or None if bytes are left to hash.
-
-        Raises:
-            DamagedBlobError: If the stored blob does not match its sha256.
-        """
+        """Hash about `limit_bytes` more bytes. Return the manifest at the end, else None, or raise DamagedBlobError."""
         ref, remaining_bytes = self._blob_ref, limit_bytes
         while len(self._digests) < self._count and remaining_bytes > 0:
             offset = len(self._digests) * self._chunk

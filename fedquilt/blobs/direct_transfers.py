@@ -50,8 +50,6 @@ Key = tuple[str, str]  # device, sha256
 
 
 class TransferResult(NamedTuple):
-    """End of a transfer outside the link. The transfer has succeeded if `error` is None."""
-
     key: Key
     writer: BlobWriter | None  # None for uploads
     error: str | None
@@ -74,7 +72,6 @@ class TransferBackend:
         self._wake_fd: int | None = None
 
     def download_locations(self, device: str, ref: BlobRef) -> tuple[BlobLocation, ...]:
-        """Return the locations from which a device may fetch a blob."""
         return ()
 
     def upload_locations(self, device: str, writer: BlobWriter) -> tuple[BlobLocation, ...]:
@@ -85,11 +82,9 @@ class TransferBackend:
         """Return the locations from which to fetch a blob that a device has uploaded to the location of this index."""
         return ()
 
-    def close_locations(self, key: Key) -> None:
-        """Revoke the permission to upload a blob."""
+    def close_locations(self, key: Key) -> None: ...
 
     def take_ready_blobs(self) -> list[Key]:
-        """Return the blobs that have become available at locations since the last call."""
         return []
 
     def fds(self) -> Sequence[int]:
@@ -124,8 +119,6 @@ class TransferBackend:
         return min((client.retry_at_s(location) for location in locations), default=math.inf) if client else -math.inf
 
     def start_download(self, key: Key, writer: BlobWriter, locations: Sequence[BlobLocation]) -> None:
-        """Fetch the blob from the first location that works, in a thread."""
-
         def job() -> TransferResult:
             try:
                 self.http.fetch_blob(locations, writer)
@@ -154,8 +147,6 @@ class TransferBackend:
         self.start_job(job, TransferResult(key, None, _PROGRAM_ERROR))
 
     def start_completion(self, key: Key, writer: BlobWriter) -> None:
-        """Verify a blob whose chunks have all arrived, in a thread."""
-
         def job() -> TransferResult:
             writer.finish_received()
             return TransferResult(key, writer, None)
@@ -163,7 +154,6 @@ class TransferBackend:
         self.start_job(job, TransferResult(key, writer, _PROGRAM_ERROR, is_disk_error=True))
 
     def abandon_download(self, key: Key, writer: BlobWriter, reason: str) -> None:
-        """End an upload by a device in a thread, which verifies the received chunks. `reason` is the error."""
         failure_result = TransferResult(key, writer, _PROGRAM_ERROR)
         self.start_job(lambda: close_failed_transfer(key, writer, LinkError(reason)), failure_result)
 
@@ -204,7 +194,6 @@ class TransferBackend:
 
 
 def close_failed_transfer(key: Key, writer: BlobWriter, error: FedquiltError) -> TransferResult:
-    """Close a writer, verify the chunks that have arrived, and return the failed result."""
     try:
         writer.close_and_check()
     except StoreError as disk_error:
@@ -215,8 +204,6 @@ def close_failed_transfer(key: Key, writer: BlobWriter, error: FedquiltError) ->
 
 @dataclass
 class _DirectDownload:
-    """Transfer to this side: a fetch from a location, or an upload by a device."""
-
     download: Download
     writer: BlobWriter
     deadline_s: float = math.inf  # time by which further bytes must arrive, infinite for a fetch by this side
@@ -226,8 +213,6 @@ class _DirectDownload:
 
 @dataclass
 class _DirectUpload:
-    """Upload from this device to a location."""
-
     ref: BlobRef
     locations: tuple[BlobLocation, ...]
     is_started: bool = False
@@ -240,8 +225,6 @@ class _DirectUpload:
 
 
 class DirectTransfers:
-    """Active transfers outside the link, with their messages. `publish` gets device, subtopic and message."""
-
     def __init__(
         self, backend: TransferBackend, blob_store: BlobStore, publish: Callable[[str, str, WireMessage], None]
     ) -> None:
@@ -271,7 +254,6 @@ class DirectTransfers:
         self._locations[key] = offer.locations
 
     def handle_upload_progress(self, key: Key, progress: UploadProgress, now_s: float) -> None:
-        """Process a device's report. After an error the upload is abandoned, after the end the blob is fetched."""
         transfer = self._downloads.get(key)
         if transfer is None or transfer.deadline_s == math.inf:
             return
@@ -309,7 +291,6 @@ class DirectTransfers:
                 self._publish(key[0], f"blob/{key[1]}/place", offer)
 
     def start_completion(self, key: Key, download: Download) -> None:
-        """Verify a download whose chunks have all arrived, in a thread."""
         if key not in self._downloads and download.manifest is not None:
             download.pause_requests()
             writer = BlobWriter(self._blob_store, download.manifest, download.stored_chunks)
@@ -327,7 +308,6 @@ class DirectTransfers:
         self._offered_uploads.discard(key)
 
     def fall_back_to_link(self, key: Key, reason: str) -> None:
-        """Abandon an upload by a device. The remaining chunks are then requested over the link."""
         transfer = self._downloads.get(key)
         if transfer is not None and transfer.deadline_s < math.inf:
             self._abandon(key, transfer, reason)

@@ -89,7 +89,6 @@ class Download:
 
     @property
     def due_s(self) -> float:
-        """Time by which `next_requests` must be called."""
         if self.is_paused:
             return math.inf
         if not self._request_times:
@@ -134,7 +133,6 @@ class Download:
         return tuple(indices)
 
     def _drop_overdue_requests(self, now_s: float) -> bool:
-        """Forget overdue requests and shrink the window. Return whether any was overdue. Fail a stalled download."""
         if now_s >= self._progress_s + STALL_TIMEOUT_S:
             self.failure = f"nothing arrived for {STALL_TIMEOUT_S:.0f} s"
         timeout_s = self.timeout_s
@@ -259,7 +257,6 @@ class Download:
             self.chunk_bytes, self.manifest = chunk_bytes, chunks.single_chunk_manifest(self.ref, chunk_bytes)
 
     def pause_requests(self) -> None:
-        """Request nothing until `resume_requests`, while the blob is transferred outside the link."""
         self.is_paused = True
         self._clear_requests()
 
@@ -273,7 +270,6 @@ class Download:
         self._record_progress(now_s)
 
     def suspend(self, now_s: float) -> None:
-        """Stop the clock of the stall timeout until `resume`, while other downloads are active."""
         self._clear_requests()
         self._suspended_s = now_s
 
@@ -285,8 +281,6 @@ class Download:
 
 
 class BlobLocationError(LinkError):
-    """No location could be used. `can_retry` means that a later attempt may succeed."""
-
     def __init__(self, sentence: str, *, can_retry: bool = False) -> None:
         super().__init__(sentence)
         self.can_retry = can_retry

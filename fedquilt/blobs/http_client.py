@@ -41,8 +41,6 @@ _RETRY_STATUSES: Final = frozenset({408, 425, 500, 502, 503, 504})
 
 
 class MinimumThroughput:
-    """Check that a transfer is not too slow."""
-
     def __init__(self) -> None:
         self._since_s, self._bytes = time.monotonic(), 0
 
@@ -77,10 +75,6 @@ class HttpClient:
         headers: Mapping[str, str] = {},
         send_body: Callable[[socket.socket], None] = lambda sock: None,
     ) -> Iterator[http.client.HTTPResponse]:
-        """Send a request on a new connection and yield the response.
-
-        Raise BlobLocationError for an unusable location, else OSError or HTTPException of the connection.
-        """
         try:
             parts = split_http_url(location.url)
         except ValueError:
@@ -129,11 +123,7 @@ class HttpClient:
     def fetch_blob(self, locations: Sequence[BlobLocation], writer: BlobWriter) -> None:
         """Fetch the missing bytes from the first location that works, and finish the blob.
 
-        Raises:
-            BlobLocationError: If no location works.
-            WriterClosedError: If another transfer has replaced this one.
-            ContentError: If the received bytes do not match the manifest.
-            StoreError: If the disk fails.
+        Raise BlobLocationError if no location works, and the errors of `BlobWriter.write` and `finish`.
         """
         writer_id = writer.replace_writer()
         self._try_locations(
@@ -153,11 +143,7 @@ class HttpClient:
     def upload_blob(
         self, locations: Sequence[BlobLocation], file: int, ref: BlobRef, count_bytes: Callable[[int], None]
     ) -> int:
-        """Upload a blob to the first location that works, and return the location's index.
-
-        Raises:
-            BlobLocationError: If no location works.
-        """
+        """Upload a blob to the first location that works. Return its index, or raise BlobLocationError."""
         tried_urls = set[str]()
         sent_bytes: Counter[str] = Counter()
 
@@ -200,11 +186,7 @@ class HttpClient:
         return int(offset)
 
     def send_request(self, method: str, location: BlobLocation) -> tuple[int, str]:
-        """Send a request without a body, with retries. Return status and Date header of the response.
-
-        Raises:
-            BlobLocationError: If there is no response.
-        """
+        """Send a request without a body. Return status and Date header, or raise BlobLocationError without response."""
         responses: list[tuple[int, str]] = []
 
         def attempt(location: BlobLocation) -> None:
@@ -246,7 +228,6 @@ class HttpClient:
         attempt: Callable[[BlobLocation], None],
         moved_bytes: Callable[[BlobLocation], int],
     ) -> None:
-        """Call `attempt` until it succeeds. Raise BlobLocationError after too many failed connections in a row."""
         failed_connections, initial_bytes = 0, moved_bytes(location)
         while True:
             bytes_before = moved_bytes(location)

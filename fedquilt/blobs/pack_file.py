@@ -40,8 +40,6 @@ class PackEntry(NamedTuple):
 
 
 class PackFile:
-    """Pack file of one process, safe for several threads. Methods raise OSError if the disk fails."""
-
     def __init__(self, path: str, disk: Disk, verify_on_load: bool = False) -> None:
         self._path, self._disk, self._verify_on_load, self._end = path, disk, verify_on_load, 0
         self._file: OpenFile | None = None
@@ -94,7 +92,6 @@ class PackFile:
             return offset
 
     def sync(self) -> None:
-        """Wait until all written blobs are on the disk."""
         with self._lock:
             if self._is_unsynced:
                 self._open_file.sync()
@@ -103,7 +100,6 @@ class PackFile:
                 self._is_unsynced, self._is_name_synced = False, True
 
     def register_blob(self, sha256: str, offset: int, size: int) -> None:
-        """Make a written blob available, or free its space if the blob is there already."""
         with self._lock:
             if sha256 in self._entries:
                 self.free_space(offset, size)

@@ -12,8 +12,6 @@ from fedquilt.host.disk import StrPath
 
 
 class SharedBlobStore:
-    """Blob store with the number of devices that have each blob. A blob without a device is removed."""
-
     def __init__(self, folder: Path) -> None:
         self.blob_store = BlobStore(folder, durable=False)
         self.blob_store.remove_all_but(set())  # leftovers of a killed process

@@ -242,10 +242,7 @@ class BlobStore:
         return ref
 
     def store_small(self, payload: bytes, expected: BlobRef | None = None) -> BlobRef:
-        """Store a blob that only this process needs, for a short time: in the pack file if small and owned by this one.
-
-        Other blobs are stored as files. Raise DamagedBlobError if `payload` is not the blob `expected`.
-        """
+        """Store a blob that only this process needs for a short time, in the pack file if possible, else as a file."""
         if self._pack is None or len(payload) > MAX_SMALL_BYTES:
             return self.store_bytes(payload, expected)
         ref = chunks.ref_from_bytes(payload, expected)
@@ -316,7 +313,6 @@ class BlobStore:
                 self._verification_cache.record_verified(self._file_path(ref.sha256), ref.sha256)
 
     def remove_blob(self, sha256: str) -> None:
-        """Remove a blob and its part unless pinned."""
         with self._report_disk_errors(f"remove blob {sha256[:12]}"), self._pin_lock:
             if self._is_pinned(sha256):
                 return
@@ -357,7 +353,6 @@ class BlobStore:
             )
 
     def record_use(self, sha256: str) -> None:
-        """Set the time of a blob's last use to now."""
         with self._report_disk_errors(f"touch blob {sha256[:12]}"):
             self._verification_cache.touch(self._file_path(sha256), sha256)
 
@@ -379,10 +374,9 @@ class BlobStore:
             self.disk.write_at(self._part_path(sha256), payload, offset)
 
     def finish_part(self, ref: BlobRef, digest: str | None = None) -> None:
-        """Verify a complete part and rename it to the blob. `digest` is the part's sha256 if the caller has hashed it.
+        """Verify a complete part and rename it to the blob. `digest` is the part's sha256 if known to the caller.
 
-        Raises:
-            DamagedBlobError: If the part is not the blob. The part is then deleted.
+        A part that is not the blob is deleted and raises DamagedBlobError.
         """
         part = self._part_path(ref.sha256)
         with self._report_disk_errors(f"complete blob {ref.sha256[:12]}"):
@@ -512,8 +506,6 @@ VERIFIED_S: Final = 3600.0  # time for which an unchanged file counts as verifie
 
 
 class VerificationCache:
-    """Record of the files that were hashed recently and have not changed since."""
-
     def __init__(self, disk: Disk) -> None:
         self._disk = disk
         self._hashed_files: dict[str, tuple[PathInfo, float]] = {}  # sha256 -> (file, time of hashing)

@@ -78,12 +78,9 @@ class Transfers:
         return self._backend.fds()
 
     def request_blob(self, device: str, ref: BlobRef, *, use_queue: bool = False) -> None:
-        """Start to fetch a blob from the peer. `take_finished` reports the end, also of a blob that is stored already.
+        """Start to fetch a blob from the peer, with `use_queue` as soon as the upload queue permits.
 
-        Args:
-            device: Device at the other end of the link, or the agent's own device.
-            ref: The blob.
-            use_queue: Whether to wait until the upload queue permits the transfer.
+        `device` is the device at the other end of the link, or the agent's own device. `take_finished` reports the end.
         """
         key = (device, ref.sha256)
         if key in self._requested:
@@ -128,7 +125,6 @@ class Transfers:
         return charges
 
     def take_senders_of_unrequested_chunks(self) -> list[str]:
-        """Return the devices that sent chunks of blobs without a download, once for each chunk since the last call."""
         devices, self._unrequested_senders = self._unrequested_senders, []
         return devices
 
@@ -219,7 +215,6 @@ class Transfers:
                 self._end_transfer(key, None)
 
     def _end_transfer(self, key: Key, error: str | None) -> None:
-        """Report the end of a transfer, and that of all requests for the blob if the blob is stored."""
         ref = self._requested[key]
         if self._blob_store.has_blob(ref):
             error = None

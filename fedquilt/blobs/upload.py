@@ -37,8 +37,6 @@ MIN_UPLOADING_DEVICES: Final = 2  # allowed beyond the byte limit, so that one u
 
 
 class UploadQueue:
-    """Queue of the devices that are to upload blobs. A device's turn is for all of its blobs."""
-
     def __init__(self) -> None:
         self._limit_bytes = 0.0
         self._unprocessed_devices = 0
@@ -114,7 +112,6 @@ class UploadQueue:
         return device in self._uploading and device in self._pending
 
     def move_to_end(self, device: str, now_s: float) -> None:
-        """End a device's turn, and let the device wait for another."""
         self._end_turn(device)
         self._waiting_since_s[device], self._changes[device] = now_s, True
 
@@ -144,8 +141,6 @@ class OutgoingChunk:
 
 
 class OutgoingChunkQueue:
-    """Chunks to send, by device. Chunks of a device beyond a limit are dropped, and must be requested again."""
-
     def __init__(self) -> None:
         self._queues: dict[str, dict[OutgoingChunk, None]] = {}  # device -> chunks, both in order
 
@@ -209,7 +204,6 @@ class ChunkSender:
         return bool(self._queue) or bool(self._manifest_builders)
 
     def handle_request(self, device: str, request: wire.ChunkRequest) -> None:
-        """Queue the requested chunks or the manifest. Report a missing or forbidden blob to the device."""
         try:
             manifest = self._find_or_build_manifest(device, request.sha256, request.chunk)
         except FedquiltError as error:
@@ -268,7 +262,6 @@ class ChunkSender:
         return True
 
     def step(self) -> None:
-        """Continue one manifest, and send queued chunks until the link is busy."""
         if self._manifest_builders:
             key = next(iter(self._manifest_builders))
             try:
@@ -306,7 +299,6 @@ class ChunkSender:
             self._publish_missing(device, sha256, str(error))
 
     def _charge_and_verify_chunk(self, chunk: OutgoingChunk, manifest: wire.BlobManifest, payload: bytes) -> None:
-        """Charge the device, and raise DamagedBlobError if a chunk that is sent again has changed on the disk."""
         # Only chunks requested again are hashed: hashing each chunk for each device takes half a millisecond.
         if chunk not in self._sent_chunks:
             if len(self._sent_chunks) >= _MAX_REMEMBERED_CHUNKS:

@@ -59,10 +59,7 @@ def open_descriptor(path: StrPath, flags: int, mode: int = 0o777) -> int:
 
 
 class OpenedDescriptor:
-    """Context manager that opens and closes a file descriptor.
-
-    A generator would take longer than the system calls of a small file.
-    """
+    """Context of an open descriptor. A generator would take longer than the system calls of a small file."""
 
     def __init__(self, path: StrPath, flags: int, mode: int = 0o777) -> None:
         self._file = open_descriptor(path, flags | os.O_CLOEXEC, mode)
@@ -75,8 +72,6 @@ class OpenedDescriptor:
 
 
 class OpenFile:
-    """File that stays open, so that small reads and writes need one system call each."""
-
     def __init__(self, path: StrPath, mode: int) -> None:
         self._file = open_descriptor(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, mode)
 
@@ -147,8 +142,6 @@ class PathInfo(NamedTuple):
 
 
 class Lock:
-    """Lock on a file, held until `release` or the end of the process."""
-
     def __init__(self, file: int) -> None:
         self._file = file
 
@@ -181,7 +174,6 @@ class Disk:
         return os.path.isdir(path)
 
     def entries(self, folder: StrPath) -> list[PathInfo]:
-        """Return information on the files and folders in a folder, in no order."""
         infos = []
         with retry_until_descriptor_free(lambda: os.scandir(folder)) as entries:
             for entry in entries:
@@ -190,12 +182,10 @@ class Disk:
         return infos
 
     def free_bytes(self, folder: StrPath) -> int:
-        """Return the bytes that this user can still write to the file system of a folder."""
         stat = os.statvfs(folder)
         return stat.f_bavail * stat.f_frsize
 
     def read(self, path: StrPath, offset: int = 0, size: int | None = None) -> bytes:
-        """Return up to `size` bytes of a file from `offset`, or all bytes to the end."""
         with builtins.open(path, "rb", buffering=0, opener=_open_nonblocking) as file:
             if size is not None:
                 return os.pread(file.fileno(), size, offset)
@@ -256,7 +246,6 @@ class Disk:
         return OpenFile(path, self._file_mode)
 
     def open_scratch(self, folder: StrPath) -> OpenFile:
-        """Open a new file without a name, which disappears when it is closed."""
         file = self.open(path := os.path.join(folder, f"{os.urandom(16).hex()}.tmp"))
         self.unlink(path)
         return file
@@ -316,16 +305,11 @@ class Disk:
             os.rmdir(path)
 
     def clear_folder(self, folder: StrPath) -> None:
-        """Remove the content of a folder, which is created if missing."""
         self.make_folder(folder)
         _empty_folder(folder)
 
     def copy_untrusted(self, source: StrPath, target: StrPath, max_bytes: int) -> str:
-        """Copy a regular file, which another process may change, to a new file. Return the sha256 of the copy.
-
-        Raises:
-            OSError: If the source is a link or no regular file, is larger than `max_bytes`, or `target` exists.
-        """
+        """Copy a regular file, which another process may change, to a new file. Return the sha256 of the copy."""
         file = _open_nonblocking(os.fspath(source), os.O_RDONLY | os.O_NOFOLLOW)
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
         with (
@@ -376,7 +360,6 @@ class Disk:
         return sha256.hexdigest()
 
     def repoint_link(self, path: StrPath, target: str) -> None:
-        """Create a symbolic link or replace one, atomically and durably."""
         part = f"{path}.part"
         self.unlink(part)
         self.symlink(target, part)
@@ -394,7 +377,6 @@ class Disk:
             self.sync(os.path.dirname(path) or ".")
 
     def is_locked(self, path: StrPath) -> bool:
-        """Return whether another process has locked a file. A missing file is not locked."""
         try:
             with OpenedDescriptor(path, os.O_RDONLY) as file:
                 fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)  # shared, so that several processes can check
@@ -430,8 +412,6 @@ class Disk:
 
 
 class PrivateDisk(Disk):
-    """Disk whose new files and folders only this user can read."""
-
     withheld = 0o077
 
 
@@ -499,11 +479,7 @@ def _open_folder_with_rights(path: StrPath, parent_fd: int | None = None) -> int
 
 
 def write_output(file: Path, text: str) -> None:
-    """Write a text file that a user has named, and make its folder. After an error the previous file is unchanged.
-
-    Raises:
-        StoreError: If the file cannot be written.
-    """
+    """Write a text file and make its folder, or raise StoreError. After an error the previous file is unchanged."""
     make_output_folder(file)
     target = file.resolve()
     with disk_errors(f"write {file}", "free some space or name another file"):
@@ -538,7 +514,6 @@ class disk_errors(AbstractContextManager[None]):
 
 
 def describe_fix(error: OSError) -> str:
-    """Return what the user can do about an error of the disk."""
     if error.errno in DESCRIPTOR_ERRORS:
         return "raise the limit on open files (LimitNOFILE, ulimit -n)"
     return FIXES_BY_ERRNO.get(error.errno or 0, "check the folder, its owner and the disk")

@@ -40,16 +40,12 @@ _SINGLE_HEADERS: Final = frozenset({"host", "content-length", "content-range", "
 
 
 class RequestRefusedError(Exception):
-    """Refusal of a request with an HTTP status. The server sends the sentence as body of the response."""
-
     def __init__(self, status: int, sentence: str) -> None:
         super().__init__(sentence)
         self.status = status
 
 
 class HttpExchange:
-    """One request, and its response. The constructor raises RequestRefusedError for an unusable length."""
-
     def __init__(
         self, stream: _ConnectionStream, method: str, path: str, headers: dict[str, str], reusable: bool
     ) -> None:
@@ -79,10 +75,7 @@ class HttpExchange:
         return self._stream.file
 
     def read_body(self, max_bytes: int, reserve: Callable[[int], None] = lambda size: None) -> bytes:
-        """Return the body, or raise RequestRefusedError if it is too long, incomplete or without Content-Length.
-
-        `reserve` is called with the size of each piece, and may raise RequestRefusedError too.
-        """
+        """Return the body, or raise RequestRefusedError. `reserve` gets the size of each piece and may refuse too."""
         if "content-length" not in self.headers:
             raise RequestRefusedError(411, "request has no Content-Length")
         if self.size > max_bytes:
@@ -392,7 +385,6 @@ class ConnectionLimiter:
         connection.is_waiting, connection.deadline_s = False, self._clock() + self._request_s + extra_s
 
     def await_request(self, connection: Connection) -> None:
-        """Set the deadline of the next request's header."""
         connection.is_waiting, connection.since_s = True, self._clock()
         connection.deadline_s = connection.since_s + self._header_s
 
@@ -425,7 +417,6 @@ class ConnectionLimiter:
 
 
 def raise_descriptor_limit() -> None:
-    """Raise this process's limit on open files as far as permitted."""
     _, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.suppress(OSError, ValueError):
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard_limit, hard_limit))

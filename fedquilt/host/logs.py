@@ -23,8 +23,6 @@ def log_ids(*, round: int | None = None, **ids: str | None) -> dict[str, str | i
 
 
 class JsonFormatter(logging.Formatter):
-    """Formatter of log records as JSON, with `ids` in each line."""
-
     def __init__(self, **ids: str) -> None:
         super().__init__()
         self._ids = ids
@@ -51,6 +49,5 @@ def _to_json_value(value: object) -> int | str:
 
 
 def use_json_logs(**ids: str) -> None:
-    """Write all logs of this process as JSON, with these ids in each line."""
     for handler in logging.getLogger().handlers:
         handler.setFormatter(JsonFormatter(**ids))

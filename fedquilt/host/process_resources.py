@@ -53,7 +53,6 @@ def import_on_use(name: str) -> None:
 
 
 def resident_bytes(pid: int, proc: Path = PROC) -> int | None:
-    """Return the resident size of a process, or None if it has ended."""
     try:
         return int((proc / str(pid) / "statm").read_text().split()[1]) * PAGE_BYTES
     except (OSError, IndexError, ValueError):

@@ -30,12 +30,10 @@ def read_text(path: str | Path) -> str | None:
 
 
 def is_visible(path: str | Path) -> bool:
-    """Return whether a path exists. A path in a folder that this user may not read does not count."""
     return os.path.exists(path)
 
 
 def list_matches(folder: Path, pattern: str) -> list[Path]:
-    """Return the sorted paths in a folder that match a glob pattern, [] if this user may not read the folder."""
     return sorted(folder / name for name in globs.glob(pattern, root_dir=folder))
 
 
@@ -51,18 +49,15 @@ def is_forbidden(path: str | Path) -> bool:
 
 
 def read_line(path: str | Path) -> str | None:
-    """Return the text of a file without line end and NUL, or None if empty or unreadable."""
     text = read_text(path)
     return text.strip("\0\n ") or None if text is not None else None
 
 
 def read_strings(path: str | Path) -> list[str]:
-    """Return the NUL-separated strings in a file of the device tree, [] if unreadable."""
     return [part for part in (read_text(path) or "").split("\0") if part.strip()]
 
 
 def read_int(path: str | Path) -> int | None:
-    """Return the integer in a file, or None if the file is unreadable or contains another text."""
     try:
         return int(read_text(path) or "")
     except ValueError:

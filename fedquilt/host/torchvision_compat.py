@@ -24,7 +24,6 @@ ImportFunction = Callable[[str], ModuleType]
 
 
 def import_torchvision(load: ImportFunction = importlib.import_module) -> ModuleType:
-    """Import torchvision with working `models`, `transforms` and `datasets`."""
     with warnings.catch_warnings():  # old versions warn about a missing JPEG reader, which is not used
         warnings.filterwarnings("ignore", message="Failed to load image Python extension")
         try:

@@ -27,11 +27,7 @@ class InvalidWheelError(Exception):
 
 
 def unpack_wheels(wheels: Sequence[tuple[str, Path | IO[bytes]]], packages: Path, max_bytes: int) -> None:
-    """Unpack wheels into a folder, of at most `max_bytes` together.
-
-    Raises:
-        InvalidWheelError: If a wheel is damaged, would write outside the folder, or exceeds the limit.
-    """
+    """Unpack wheels into a folder. Raise InvalidWheelError for damaged, escaping and too large wheels."""
     packages.mkdir(parents=True, exist_ok=True)
     remaining_bytes = max_bytes
     for name, file in wheels:
@@ -72,12 +68,9 @@ def packages_folder(home: Path, python: str) -> Path:
 
 
 def make_environment(home: Path, python: str, interpreter: str) -> None:
-    """Make a folder with unpacked wheels a virtual environment with the command `fedquilt`.
+    """Make a folder with packages a virtual environment with the command `fedquilt`.
 
-    Args:
-        home: The folder.
-        python: Version of Python, such as "3.12".
-        interpreter: Path of Python on the machine that will use the environment.
+    `interpreter` is the path of Python on the machine that will use the environment.
     """
     (home / "bin").mkdir()
     for name in ("python", "python3"):
@@ -100,7 +93,6 @@ def compile_packages(home: Path, python: str, final_home: str) -> bool:
 
 
 def make_world_readable(home: Path) -> None:
-    """Let all users read, and only the owner write, the files of an environment."""
     for folder, folders, names in os.walk(home):
         for name in (*folders, *names):
             path = Path(folder, name)

@@ -51,8 +51,6 @@ def handshake_probe(identity: LinkIdentity) -> wire.Hello:
 
 
 class AuthenticatedLink(LinkWrapper):
-    """Common part of both authenticated links: handshake messages, and the log of rejected messages."""
-
     def __init__(self, link: Link, identity: LinkIdentity, fleet: str, clock: Callable[[], float]) -> None:
         super().__init__(link)
         self._identity, self._clock = identity, clock
@@ -359,7 +357,6 @@ class AuthenticatedFleetLink(AuthenticatedLink):
         return verified
 
     def site_right(self, device: str) -> SiteRight | None:
-        """Return the right in a device's certificate to speak for other devices, or None if it is not a site."""
         return self._rights.get(device)
 
     def _current_session(self, device: str) -> Session | None:
@@ -474,7 +471,6 @@ def is_signed(payload: bytes) -> bool:
 
 
 def make_signed_payload(session: Session, topic: str, payload: bytes) -> bytes:
-    """Return the payload in an envelope with session, number and authentication code."""
     payload = payload or _EMPTY
     number, code = session.sign(topic, payload)
     mac = binascii.b2a_base64(code, newline=False)

@@ -108,8 +108,6 @@ class LinkIdentity:
 
 
 class Handshake:
-    """One side of a handshake, which receives and returns flights and does no I/O."""
-
     def __init__(self, context: ssl.SSLContext, *, server: bool) -> None:
         self.attempt = secrets.token_hex(8)
         self.flight = 1 if server else 0  # number of this side's next flight
@@ -118,11 +116,7 @@ class Handshake:
         self._tls = context.wrap_bio(self._in, self._out, server_side=server)
 
     def step(self, flight: bytes) -> bytes:
-        """Process the peer's flight, b"" at the start, and return the next flight to send.
-
-        Raises:
-            WireError: If the handshake has failed. `take_alert` then returns the last flight to send.
-        """
+        """Process the peer's flight, b"" at the start, and return the next. After a WireError, send `take_alert`."""
         self._in.write(flight)
         try:
             self._tls.do_handshake()
@@ -137,7 +131,6 @@ class Handshake:
         return self._out.read()
 
     def create_session(self, epoch: int) -> tuple[Session, bytes]:
-        """Return a new session and the flight with the session's key, after a completed handshake."""
         grant = SessionGrant(secrets.token_hex(8), secrets.token_bytes(32), epoch)
         self._tls.write(msgspec.json.encode(grant))
         return Session(grant), self._out.read()
@@ -165,7 +158,6 @@ class Handshake:
 
     @property
     def peer_expiry(self) -> str:
-        """End of the peer's certificate, as text for `ssl.cert_time_to_seconds`."""
         return str((self._tls.getpeercert() or {}).get("notAfter", ""))
 
 
@@ -210,10 +202,7 @@ class Session:
         return self._sent_number, self._authentication_code(topic, self._sent_number, payload)
 
     def verify(self, topic: str, subtopic: str, number: int, code: bytes, payload: bytes) -> None:
-        """Raise WireError if a message is forged, or older than the latest message of its subtopic.
-
-        The latest message itself is accepted again, because QoS 1 may repeat messages.
-        """
+        """Raise WireError if a message is forged, or older than the latest of its subtopic, which QoS 1 may repeat."""
         if not hmac.compare_digest(code, self._authentication_code(topic, number, payload)):
             raise WireError("forged: topic, number or content do not match the signature")
         if number < self._latest_numbers.get(subtopic, 0):

@@ -20,8 +20,6 @@ class Message(NamedTuple):
 
 
 class Link(Protocol):
-    """Connection of one client to a broker, with publish and subscribe."""
-
     @property
     def session(self) -> int:
         """Number of connections so far, 0 before the first."""
@@ -48,8 +46,7 @@ class Link(Protocol):
         A `reliable` message has QoS 1. A broker with a full queue may still drop the message.
         """
 
-    def receive(self) -> list[Message]:
-        """Return the messages that have arrived since the last call."""
+    def receive(self) -> list[Message]: ...
 
     def wait(self, timeout_s: float, fds: Sequence[int] = ()) -> None:
         """Sleep until a message arrives, one of `fds` is readable, or the timeout expires."""
@@ -62,16 +59,13 @@ class Link(Protocol):
 
 
 class Endpoint(Protocol):
-    """Coordinator or agent, driven by `step` and never blocking."""
-
     @property
     def finished(self) -> bool: ...
 
     def step(self, now_s: float) -> float:
         """Process arrived messages and due work. Return the latest time of the next call."""
 
-    def fds(self) -> Sequence[int]:
-        """Return file descriptors that become readable when `step` is due."""
+    def fds(self) -> Sequence[int]: ...
 
 
 def run_endpoint(
@@ -89,7 +83,6 @@ def run_endpoint(
 
 
 def filter_matches(pattern: str, topic: str) -> bool:
-    """Return whether a topic matches an MQTT topic filter with + and #."""
     pattern_levels, topic_levels = pattern.split("/"), topic.split("/")
     for index, level in enumerate(pattern_levels):
         if level == "#":
@@ -185,8 +178,6 @@ def _iterate_items(node: _TopicNode[T]) -> Iterator[T]:
 
 
 class Subscriptions:
-    """Topic filters in the order of subscription."""
-
     def __init__(self) -> None:
         self.filters: dict[str, None] = {}
         self._tree: TopicTree[str] = TopicTree()
@@ -206,8 +197,6 @@ class Subscriptions:
 
 
 class LinkWrapper:
-    """Link that passes all calls to another link, as base class for links that change some."""
-
     def __init__(self, link: Link) -> None:
         self._link = link
 
@@ -229,7 +218,6 @@ class LinkWrapper:
 
     @property
     def problem(self) -> str | None:
-        """Why the link is not connected, or None."""
         problem: str | None = getattr(self._link, "problem", None)
         return problem
 
@@ -270,8 +258,6 @@ class BranchCounter:
 
 
 class MalformedMessages:
-    """Counter of dropped messages, which limits the log lines per topic branch."""
-
     def __init__(self) -> None:
         self.dropped = 0
         self._branches: dict[str, BranchCounter] = {}

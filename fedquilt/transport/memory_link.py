@@ -15,8 +15,6 @@ DELIVERY_DELAY_S = 0.001
 
 
 class MemoryBroker:
-    """MQTT broker in memory on virtual time. Messages are delivered by `deliver_due`, in order of time."""
-
     def __init__(self, max_payload: int = 1 << 20) -> None:
         self.now_s = 0.0
         self.max_payload = max_payload
@@ -46,7 +44,6 @@ class MemoryBroker:
             self._publish(link.will[0], link.will[1], retain=True)
 
     def next_delivery_s(self) -> float | None:
-        """Return the virtual time of the next delivery, or None without messages."""
         return self._heap[0][0] if self._heap else None
 
     def deliver_due(self) -> list[MemoryLink]:
@@ -126,8 +123,6 @@ class MemoryBroker:
 
 
 class MemoryLink:
-    """Link to a `MemoryBroker`, for `run_on_virtual_time`."""
-
     backlog = 0
 
     def __init__(self, broker: MemoryBroker, will: tuple[str, bytes] | None, pace: LinkCost = INSTANT_LINK) -> None:
@@ -201,8 +196,6 @@ def run_on_virtual_time(
 
 
 class Scheduler:
-    """Due times of endpoints on virtual time. Endpoints are identified by index."""
-
     def __init__(self) -> None:
         self._endpoints: list[tuple[MemoryLink, Endpoint]] = []
         self._due_times_s: list[float] = []  # by index of the endpoint
@@ -222,7 +215,6 @@ class Scheduler:
         heapq.heapify(self._heap)
 
     def ready_indices(self, receivers: Sequence[MemoryLink], now_s: float) -> list[int]:
-        """Return the endpoints that are due or have received messages, in order."""
         indices = {self._indices[link] for link in receivers if link in self._indices}
         while self._heap and self._heap[0][0] <= now_s:
             due_s, index = heapq.heappop(self._heap)

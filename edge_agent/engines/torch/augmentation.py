@@ -25,8 +25,6 @@ Transform = Callable[[torch.Tensor], Any]
 
 
 class Part(NamedTuple):
-    """Micro-batch: part of a mini-batch."""
-
     batch: np.ndarray  # row numbers of the whole mini-batch
     positions: np.ndarray  # positions of this part's examples in `batch`
     number: int  # number of the pass over a mini-batch, part of the seed
@@ -37,8 +35,6 @@ def divide_batch(batch: np.ndarray, max_examples: int, number: int) -> list[Part
 
 
 class Augmentation:
-    """Augmentations of [params] augment: transforms of single examples, and mixup."""
-
     def __init__(self, choices: Sequence[Choice], seed: int) -> None:
         augmentations = training_choices.parse_augmentations(choices)
         self._seed = seed

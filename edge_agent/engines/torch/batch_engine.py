@@ -96,8 +96,6 @@ def forward(module: nn.Module, values: Mapping[str, torch.Tensor], x: torch.Tens
 
 
 class _DeviceBatch:
-    """Training of the devices of one batch, with stacked parameters."""
-
     def __init__(self, model: nn.Module | None, calls: Sequence[TrainCall], device: torch.device) -> None:
         assert model is not None
         self._model, self._calls, self._device, self._fit = model, calls, device, calls[0].fit

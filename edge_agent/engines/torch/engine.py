@@ -308,7 +308,6 @@ class TorchEngine:
     def _probe_network(
         self, model: nn.Module, network: Mapping[str, Any], examples: Examples, hooks: Hooks
     ) -> tuple[peak_memory.TrainingProperties, int]:
-        """Return measured properties and the number of outputs, or raise an error if the examples do not fit."""
         # Batch normalisation requires at least two examples.
         x, _ = self._load_batch(network, examples, np.array([0, len(examples) - 1]), hooks)
         try:

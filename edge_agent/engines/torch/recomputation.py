@@ -102,8 +102,6 @@ class _StopForward(Exception): ...
 
 
 class _RecomputePass:
-    """One forward pass, with placeholders for the tensors that autograd saves."""
-
     def __init__(
         self, model: nn.Module, forward: Callable[[], Any], lasting: Iterable[torch.Tensor], piece_bytes: int
     ) -> None:

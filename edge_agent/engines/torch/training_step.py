@@ -177,14 +177,9 @@ class Stepper:
         divisor: float,
         factor: float = 1.0,
     ) -> list[torch.Tensor]:
-        """Take a step on a mini-batch given in parts.
+        """Take a step on a mini-batch of `count` examples, given in parts of inputs and targets.
 
-        Args:
-            parts: Inputs and targets of each micro-batch.
-            count: Number of examples of the mini-batch.
-            piece_bytes: Memory of recomputed activations (`run_with_recomputation`), or None to keep activations.
-            divisor: Divisor of the sum of losses.
-            factor: Factor on the learning rates.
+        `piece_bytes` is the memory of recomputed activations, or None to keep activations. `factor` scales the rates.
 
         Returns:
             Sum of losses of each part, over `divisor`, without penalty, as scalars on the device. Reading a scalar
@@ -358,8 +353,6 @@ class MixedTargets:
 
 
 class TrainingLoss:
-    """Loss of [params] loss, or the task's own, as a sum over examples."""
-
     def __init__(self, choice: Choice, task: TaskKind, outputs: int, device: torch.device) -> None:
         name, arguments = training_choices.parse_loss(choice)
         self._weights: np.ndarray | None = None  # weights of classes, by whose sum the loss is divided

@@ -19,7 +19,6 @@ PORTS = {"mqtt": 1883, "mqtts": 8883}
 
 
 def describe_exception(error: Exception) -> str:
-    """Return a few words on an error: OpenSSL's reason, the system's text, or the exception's."""
     if reason := getattr(error, "reason", None):  # from OpenSSL
         return str(reason).lower().replace("_", " ")
     return (error.strerror if isinstance(error, OSError) else None) or str(error) or type(error).__name__
@@ -83,7 +82,6 @@ class Broker:
         return password
 
     def tls_context(self) -> ssl.SSLContext:
-        """Return the context of a TLS connection to the broker, or raise JobError if a file is unusable."""
         if self.ca is not None and not _is_readable(self.ca):
             raise JobError(f"CA file {self.ca} cannot be read: check its path and permissions")
         try:
@@ -120,7 +118,6 @@ class Broker:
 
 
 def _split_url(url: str) -> SplitResult:
-    """Return the parts of a broker's URL, or raise JobError, without the password in its text."""
     url_without_password = re.sub(r":[^/@]*@", ":***@", re.sub(r"^[^/]*//", lambda match: match[0], url))
     hint = "write mqtt[s]://[user@]host[:port]"
     try:

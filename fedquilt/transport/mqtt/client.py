@@ -84,7 +84,6 @@ class MqttClient(paho.Client):
         return self._open_socket
 
     def queue_message(self, topic: str, payload: bytes, qos: int, retain: bool) -> int:
-        """Queue a message for `loop_write` and return its packet id."""
         packet_id = self._mid_generate()
         self._append_output(publish_packet(self._level, packet_id, topic, payload, qos, retain))
         if not qos:
@@ -168,7 +167,6 @@ class MqttClient(paho.Client):
         self._queued_bytes += len(packet)
 
     def send_connect(self, broker: Broker, password: str | None, will: tuple[str, bytes] | None) -> None:
-        """Queue the CONNECT packet, with a last will (topic, payload) that the broker retains."""
         self.username_pw_set(broker.user, password)
         if will is not None:
             self.will_set(*will, qos=1, retain=True)

@@ -21,8 +21,6 @@ STABLE_CONNECTION_S = 10.0  # a connection of this length resets the backoff
 
 
 class SocketWait(NamedTuple):
-    """Event of a socket to wait for, as for `select.poll`."""
-
     socket: socket.socket
     events: int
 
@@ -86,8 +84,6 @@ def has_buffered_input(sock: socket.socket) -> bool:
 
 
 class RetryDelay:
-    """Backoff between attempts to connect, which only a stable connection resets."""
-
     def __init__(self, random_number: Callable[[], float]) -> None:
         self.failures = 0  # failed attempts and short connections in a row
         self.short_connections = 0  # connections in a row that ended within STABLE_CONNECTION_S
@@ -128,15 +124,12 @@ _NAME_MISMATCH: Final = frozenset({62, 64})  # OpenSSL's X509_V_ERR_HOSTNAME_MIS
 
 
 class BrokerError(LinkError):
-    """Failure of a connection. A permanent failure needs a change by the user, and further attempts fail too."""
-
     def __init__(self, sentence: str, is_permanent: bool = False) -> None:
         super().__init__(sentence)
         self.is_permanent = is_permanent
 
 
 def unreachable_error(broker: Broker, error: Exception) -> BrokerError:
-    """Return the error for a connection that could not be opened, with the fix for its cause."""
     if isinstance(error, (socket.gaierror, UnicodeError)):
         is_permanent = getattr(error, "errno", None) == socket.EAI_NONAME
         return BrokerError(
@@ -167,7 +160,6 @@ def unreachable_error(broker: Broker, error: Exception) -> BrokerError:
 
 
 def tls_error(broker: Broker, description: str) -> BrokerError:
-    """Return the error for a TLS failure, which TLS 1.3 may send after the handshake."""
     if "wrong version number" in description or "record layer failure" in description:
         return BrokerError(f"{broker} does not use TLS on this port: use its TLS port (mostly 8883), or mqtt://", True)
     if "alert" not in description:
@@ -182,7 +174,6 @@ def tls_error(broker: Broker, description: str) -> BrokerError:
 
 
 def refusal_error(broker: Broker, client_id: str, code: int, reason: str) -> BrokerError:
-    """Return the error for a CONNACK packet with a failure code."""
     if code not in _CREDENTIALS:
         return BrokerError(f"{broker} refuses {client_id!r} ({reason}): see the broker's log", code not in _TRANSIENT)
     if broker.user is None:
@@ -204,7 +195,6 @@ def attempt_error(broker: Broker, client_id: str, code: int, reason: str, paho_e
 
 
 def no_answer_error(broker: Broker) -> BrokerError:
-    """Return the error for a connection that the broker closed without CONNACK."""
     if not broker.tls:
         fix = "check that it is an MQTT port, or try mqtts://"
     elif broker.cert is None:

@@ -165,7 +165,6 @@ class MqttLink:
         return self.connected
 
     def close(self) -> None:
-        """Send queued messages for at most CLOSE_TIMEOUT_S, then disconnect without publishing the last will."""
         deadline_s = time.monotonic() + CLOSE_TIMEOUT_S
         while self.connected and self.backlog and (remaining_s := deadline_s - time.monotonic()) > 0:
             self._poll_once(remaining_s, ())
@@ -424,7 +423,6 @@ class SendQueue:
         self.backlog += message.size
 
     def drop_oldest(self) -> int:
-        """Drop the oldest messages beyond the limits for offline clients. Return their number."""
         dropped = 0
         while len(self._waiting) > MAX_OFFLINE_MESSAGES or self.backlog > MAX_OFFLINE_BYTES:
             self.discard(self._waiting.popleft())
