@@ -206,7 +206,7 @@ class BoardProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return (*(v for v in values if v is not None), *(value for part in parts for value in part.sourced_values()))
 
     def provenance(self, *values: Sourced | None) -> Provenance:
-        """Return the least certain provenance of these values, or of all values of the profile without arguments."""
+        """Return the least certain provenance among these values, or in the whole profile without arguments."""
         known_values = [value for value in values or self.sourced_values() if value is not None]
         return max((self.sources[value.source].provenance for value in known_values), key=FROM_SUREST.index)
 
@@ -314,7 +314,7 @@ def add_checksum(text: str) -> str:
 
 
 def parse_board_profile(text: str, source: str) -> BoardProfile:
-    """Return the profile in TOML text. Raise JobError, whose text begins with `source`, if the profile is invalid."""
+    """Return the profile in TOML text, or raise JobError, which names the text by `source`."""
     body, marker, checksum = text.rpartition(_SUM)
     if marker and checksum.strip() != hashlib.sha256(body.encode()).hexdigest():
         raise JobError(

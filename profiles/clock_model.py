@@ -62,7 +62,7 @@ def power_ratio(axis: str, clocks: Clocks, top: Mapping[str, float], exponent: f
 
 
 def make_grid(axes: Mapping[str, Sequence[float]], room: int) -> list[dict[str, float]]:
-    """Return combinations of the clocks, by axis, at most `room` of them, the fastest first.
+    """Return at most `room` combinations of the clocks, the fastest first.
 
     While there are too many combinations, the longest list loses one value (of equally long ones, the first in `AXES`).
     The remaining values are evenly distributed, and include both ends of a list of two or more. The result is

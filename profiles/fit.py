@@ -147,7 +147,7 @@ def _fit_non_negative_with_errors(
 
 
 def fit_unit_costs(counts: Sequence[Sequence[float]], values: Sequence[float]) -> list[float]:
-    """Return the non-negative costs per unit that fit values (n,) of counts (n, units) best, by relative errors."""
+    """Return non-negative unit costs that fit values (n,) for counts (n, units) with the least relative errors."""
     coefficients = _solve_non_negative(np.array(counts, float), np.array(values, float), 0.0)
     return [float(value) for value in coefficients]
 

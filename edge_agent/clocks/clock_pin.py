@@ -98,7 +98,7 @@ class ClockPin:
         return self.restore()
 
     def pin(self, point: OperatingPoint) -> OperatingPoint:
-        """Pin the clocks at `point` and restore clocks that it leaves out. Return the point reported by the board.
+        """Pin the clocks of a point and restore all others. Return the point reported by the board.
 
         Raises:
             ClockError: If the point is not permitted or cannot be set. All settings of the board are then restored.
@@ -139,7 +139,7 @@ class ClockPin:
         return self._saved is not None and self.point is None
 
     def unpin_if_required(self) -> str | None:
-        """Unpin the clocks if the board is too hot or its owner has set another mode. Return the reason, or None."""
+        """Unpin the clocks after overheating or a change of the power mode. Return the reason, or None."""
         hottest_c = controls.hottest_zone_c(self.root)
         if self._is_cooling and hottest_c is not None and hottest_c < self.max_temperature_c - COOLING_MARGIN_C:
             self._is_cooling = False

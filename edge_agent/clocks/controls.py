@@ -51,9 +51,9 @@ class PowerMode:
         return next((cap.value for cap in self.caps if cap.clock == "EMC" and cap.value < UNCAPPED), None)
 
     def caps_for_clock(self, kind: str, file: Path | None) -> list[int]:
-        """Return the caps on the clock of a kind (cpu, gpu or emc) whose upper limit is in `file`, in the file's unit.
+        """Return a clock's caps in the unit of `file`, which contains the clock's upper limit.
 
-        All caps of the kind are returned if the catalogue does not name the file.
+        All caps of the kind (cpu, gpu or emc) are returned if the catalogue does not name the file.
         """
         caps_of_kind = [cap for cap in self.caps if _clock_kind(cap.clock) == kind]
         control_path = os.path.realpath(file) if file is not None else ""
@@ -199,7 +199,7 @@ class ClockControl:
         return "the board lists no frequencies of this clock, so leave the clock out"
 
     def limit_writes(self, value: int, *, low: int | None = None) -> list[ControlWrite]:
-        """Return writes of both limits, ordered so that the lower limit, `low` or `value`, never exceeds the upper."""
+        """Return ordered writes of the upper limit `value` and the lower limit, by default the same value."""
         writes = []
         if self.low is not None:
             writes.append(ControlWrite(self, self.low, min(self.listed_values[0], value if low is None else low)))

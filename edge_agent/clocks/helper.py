@@ -120,7 +120,7 @@ class ClockHelper:
         self._selector.register(self._listener, selectors.EVENT_READ)
 
     def step(self, now_s: float, wait_s: float = 0.0) -> None:
-        """Handle requests, waiting for them up to `wait_s`. Unpin the clocks if the client is silent or if required."""
+        """Handle requests for up to `wait_s`. Unpin the clocks if the client is silent, or if required."""
         self._now_s += 0.0 if self._last_step_s is None else max(0.0, now_s - self._last_step_s)
         self._last_step_s = now_s
         for key, _ in self._selector.select(wait_s):

@@ -119,7 +119,7 @@ class TrainingProgress:
         self._loss_sum, self._example_count, self._first_loss = 0.0, 0, 0.0
 
     def add_step(self, loss: float, examples: int) -> None:
-        """Count one step with its mean loss and number of examples, and report progress, or raise DivergedError."""
+        """Count one step with its mean loss and number of examples. Report progress, or raise DivergedError."""
         if self._step_count % self._steps_per_epoch == 0:
             self._loss_sum, self._example_count = 0.0, 0  # the last epoch's loss is reported
         self._step_count += 1

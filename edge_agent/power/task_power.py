@@ -200,7 +200,7 @@ def _finite_or_none(value: float | None) -> float | None:
 def _interval_energy(
     previous: Reading, current: Reading, dt_s: float
 ) -> tuple[float, float, float, float, bool] | None:
-    """Return the energy between two readings, its error bound, both powers, and whether a counter measured.
+    """Return energy, error bound, first and last power, and whether a counter measured the energy.
 
     The result is None if the readings are of different meters, or do not both have a counter or a power.
     """

@@ -209,7 +209,7 @@ def _require_undamaged(file: str, sha256: str) -> None:
 
 
 def _expected_hash(request: WorkRequest, name: str) -> str:
-    """Return the sha256 of a bundle, or "" if the request does not ask for checks."""
+    """Return the sha256 of a bundle to verify, or "" if the daemon has verified the bundle."""
     ref = request.task.bundles.get(name) if request.verify_bundles else None
     return "" if ref is None else ref.sha256
 
@@ -240,26 +240,10 @@ def run_method(request: WorkRequest, method: Method, context: ClientContext) -> 
     note = context.lost_state_reason
     require_fresh_state_allowed(method, task.method, context.lost_state_reason)
     if "check" in task.actions:
-        if method.check is None:
-            raise core.JobError(f"method {task.method!r} has no `check` function, so devices cannot evaluate its model")
-        prior = None if task.class_shares is None else core.ClassPrior(context.train.y, task.class_shares)
-        held_out = dataclasses.replace(context.held_out, prior=prior)
-        evaluation = method.check(
-            task, dataclasses.replace(context, rng=tensors.seeded_rng(task.seed, "check"), held_out=held_out)
-        )
-        if not isinstance(evaluation, core.EvaluationSums):
-            raise core.JobError(
-                f"`check` of method {task.method!r} returned {type(evaluation).__name__}: return the sums of "
-                f"`client.engine.evaluate`"
-            )
+        evaluation = _evaluate_model(task, method, context)
         weight = float(evaluation.examples)
     if "work" in task.actions:
-        client_result = method.work(task, context)
-        if not isinstance(client_result, core.ClientResult):
-            raise core.JobError(
-                f"`work` of method {task.method!r} returned {type(client_result).__name__}: "
-                "return a fedquilt.core.ClientResult"
-            )
+        client_result = _train_model(task, method, context)
         encoded = compression.encode_update(task.wire, client_result, open_base_bundle, open_private_state)
         metrics = {name: float(value) for name, value in encoded.metrics.items()}
         weight = float(encoded.weight)
@@ -291,6 +275,31 @@ def run_method(request: WorkRequest, method: Method, context: ClientContext) -> 
         planned_bytes=planned_bytes,
         runs_on=getattr(context.engine, "runs_on", ""),
     )
+
+
+def _evaluate_model(task: core.Task, method: Method, context: ClientContext) -> core.EvaluationSums:
+    if method.check is None:
+        raise core.JobError(f"method {task.method!r} has no `check` function, so devices cannot evaluate its model")
+    prior = None if task.class_shares is None else core.ClassPrior(context.train.y, task.class_shares)
+    held_out = dataclasses.replace(context.held_out, prior=prior)
+    rng = tensors.seeded_rng(task.seed, "check")
+    evaluation = method.check(task, dataclasses.replace(context, rng=rng, held_out=held_out))
+    if not isinstance(evaluation, core.EvaluationSums):
+        raise core.JobError(
+            f"`check` of method {task.method!r} returned {type(evaluation).__name__}: return the sums of "
+            "`client.engine.evaluate`"
+        )
+    return evaluation
+
+
+def _train_model(task: core.Task, method: Method, context: ClientContext) -> ClientResult:
+    client_result = method.work(task, context)
+    if not isinstance(client_result, ClientResult):
+        raise core.JobError(
+            f"`work` of method {task.method!r} returned {type(client_result).__name__}: "
+            "return a fedquilt.core.ClientResult"
+        )
+    return client_result
 
 
 def failure_outcome(error: Exception) -> WorkResult:

@@ -88,9 +88,10 @@ class MemoryBroker:
             self._topics.remove(topic, topic)
 
     def _subscribe(self, link: MemoryLink, filters: Sequence[str]) -> None:
-        if link in self._links:
-            for pattern in filters:
-                self._filters.add(pattern, link)
+        if link not in self._links:
+            return  # the client is disconnected
+        for pattern in filters:
+            self._filters.add(pattern, link)
         topics = {topic for pattern in filters for topic in self._topics.items_matching_filter(pattern)}
         for topic in sorted(topics, key=lambda topic: self._retained[topic][0]):
             self._schedule_delivery(link, Message(topic, self._retained[topic][1], True))

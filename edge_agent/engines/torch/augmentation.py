@@ -72,7 +72,7 @@ class Augmentation:
             )
 
     def mixture_of_part(self, part: Part) -> tuple[float, np.ndarray] | None:
-        """Return mixup's share and, for each example of the mini-batch, the other's position, or None without mixup."""
+        """Return mixup's share and each example's partner, a position in the mini-batch, or None without mixup."""
         if not self._alphas:
             return None
         rng = np.random.default_rng((self._seed, part.number))
