@@ -98,10 +98,10 @@ class ClockPin:
         return self.restore()
 
     def pin(self, point: OperatingPoint) -> OperatingPoint:
-        """Pin the clocks of a point and restore all others. Return the point reported by the board.
+        """Pin an operating point. Return the point with the clocks that the board reports.
 
         Raises:
-            ClockError: If the point is not permitted or cannot be set. All settings of the board are then restored.
+            ClockError: If the point is not permitted or cannot be set. All settings are then restored.
         """
         try:
             self._require_cool()

@@ -1,4 +1,4 @@
-"""Child process of the daemon, with non-blocking pipes, a known size and an explained end, and the child's own loop."""
+"""Child process of the daemon, with non-blocking pipes and an explained end, and the request loop of the child."""
 
 from __future__ import annotations
 

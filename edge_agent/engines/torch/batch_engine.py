@@ -40,9 +40,9 @@ PLAIN = (
     nn.Tanh,
     nn.Sigmoid,
 )
-"""Modules without a state of their own beside their parameters, of which one product for all is faster than many.
+"""Modules that `forward` handles. Their only state is in parameters, and one product for all devices is faster.
 
-`forward` goes through them. What is neither a layer nor a flattening works element by element.
+Modules that are neither a container, a linear layer nor a flattening work element by element.
 """
 
 
