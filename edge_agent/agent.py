@@ -240,7 +240,7 @@ class Agent:
         self.task_runner.carry_out_actions(actions, now_s)
 
     def _delete_unneeded(self, refs: Iterable[BlobRef]) -> None:
-        needed_hashes = self._needed_blobs()
+        needed_hashes = self._needed_hashes()
         for ref in refs:
             if ref.sha256 not in needed_hashes:
                 self.storage.blob_store.remove_blob(ref.sha256)
@@ -278,7 +278,7 @@ class Agent:
     def fetch_blobs(self, refs: Sequence[BlobRef]) -> None:
         size = sum(ref.size for ref in refs)
         idle = not (self.task_runner.is_task_running or self.releases.is_checking)
-        self.storage.make_room(size, parse_size(self.settings.cache), self._needed_blobs(), is_idle=idle)
+        self.storage.make_room(size, parse_size(self.settings.cache), self._needed_hashes(), is_idle=idle)
         self.storage.require_room(size)
         for ref in refs:
             self._transfers.request_blob(self.device, ref)
@@ -297,7 +297,7 @@ class Agent:
 
     def cancel_fetch(self, sha256: str) -> None:
         """Cancel the transfer of a blob and delete the blob, unless anything else needs it."""
-        if sha256 not in self._needed_blobs():
+        if sha256 not in self._needed_hashes():
             self._transfers.cancel(self.device, sha256)
             self.storage.blob_store.remove_blob(sha256)
 
@@ -363,8 +363,8 @@ class Agent:
         if self._link.connected:  # else submitted with the next session
             self.publish_message("update", update)
 
-    def _needed_blobs(self) -> set[str]:
-        hashes = self.releases.needed_blobs()
+    def _needed_hashes(self) -> set[str]:
+        hashes = self.releases.needed_hashes()
         hashes |= {
             ref.sha256 for entry in self.task_runner.state.outbox.values() for ref in entry.update.bundles.values()
         }

@@ -386,7 +386,7 @@ class MemorySensor:
         total = _meminfo_bytes(self._meminfo, "MemTotal")
         if total is None:
             raise JobError(f"{self._meminfo} has no memory size: run on Linux, or set `board` to a profile to simulate")
-        groups = {group: sysfs.read_int(group / "memory.max") for group in _control_groups(root)}
+        groups = {group: sysfs.read_int(group / "memory.max") for group in _memory_limited_groups(root)}
         self._limits = {group: limit for group, limit in groups.items() if limit is not None}
         self.total_bytes = min([total, *self._limits.values()])
 
@@ -416,7 +416,7 @@ def _meminfo_bytes(meminfo: Path, name: str) -> int | None:
     return None
 
 
-def _control_groups(root: Path) -> list[Path]:
+def _memory_limited_groups(root: Path) -> list[Path]:
     for line in (sysfs.read_text(root / "proc/self/cgroup") or "").splitlines():
         number, _, path = line.partition("::")
         own_group = PurePosixPath(path)

@@ -111,7 +111,7 @@ class ReleaseManager:
                     event = state_machine.ActionFailed(str(full))
             self._handle_event_or_wait(name, event, now_s)
 
-    def needed_blobs(self) -> set[str]:
+    def needed_hashes(self) -> set[str]:
         hashes = set()
         for state in self._states.values():
             if state.record is not None and state.record.step == "wanted" and state.record.release.blob is not None:

@@ -205,7 +205,7 @@ class ChildWorker:
             if self._request is None:
                 continue  # the result has arrived already
             if isinstance(event, WorkResult):
-                event = _require_small_result(event, self._request.budget_bytes)
+                event = _result_or_size_failure(event, self._request.budget_bytes)
             events.append(event)
             if isinstance(event, WorkResult):
                 self._request, self._idle_since_s = None, now_s
@@ -272,7 +272,7 @@ class ChildWorker:
             REAL.clear_folder(self._private_folder / sandbox.TEMPORARY)
 
 
-def _require_small_result(outcome: WorkResult, budget_bytes: int) -> WorkResult:
+def _result_or_size_failure(outcome: WorkResult, budget_bytes: int) -> WorkResult:
     files = [*outcome.bundles.values(), *([] if outcome.private is None else [outcome.private])]
     if (size := sum(ref.size for ref in files)) <= budget_bytes:
         return outcome

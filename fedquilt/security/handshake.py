@@ -88,7 +88,7 @@ class LinkIdentity:
             raise JobError(
                 f"certificate {self._cert} is for {device_side.peer_name!r}, not for {COORDINATOR!r}: {_ISSUE_FIX}"
             )
-        return float(ssl.cert_time_to_seconds(device_side.peer_expiry))
+        return float(ssl.cert_time_to_seconds(device_side.peer_not_after))
 
     def _load_context(self, server: bool) -> ssl.SSLContext:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if server else ssl.PROTOCOL_TLS_CLIENT)
@@ -157,7 +157,7 @@ class Handshake:
         return right_from_uri(uris[0]) if uris else None
 
     @property
-    def peer_expiry(self) -> str:
+    def peer_not_after(self) -> str:
         return str((self._tls.getpeercert() or {}).get("notAfter", ""))
 
 

@@ -201,7 +201,7 @@ def test_its_blob_is_kept_while_it_waits_however_little_room_there_is_for_others
     site.run(20.0)
     assert last(site).phase == "committed"
     assert "fetching" not in [each.phase for each in site.all("installed")[fetched:] if each.reason]
-    assert site.agent.releases.needed_blobs() == set()
+    assert site.agent.releases.needed_hashes() == set()
 
 
 def test_a_clock_in_1970_does_not_open_a_window(site: Site) -> None:
