@@ -45,7 +45,7 @@ def retry_until_descriptor_free(open: Callable[[], T]) -> T:
             if error.errno not in DESCRIPTOR_ERRORS:
                 raise
             if not has_waited:
-                log.error("no free file descriptor, waiting for one: raise the limit (LimitNOFILE, ulimit -n)")
+                log.error("%s, waiting: raise the limit on open files (LimitNOFILE, ulimit -n)", error.strerror)
             has_waited = True
             time.sleep(DESCRIPTOR_RETRY_S)
         else:

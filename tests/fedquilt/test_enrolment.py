@@ -31,7 +31,7 @@ def test_an_error_never_quotes_a_token():
     with pytest.raises(WireError) as caught:
         enrolment.decode_message(b'{"device":"a","csr":"b","token":"' + b"secret" * 99 + b'"}', SigningRequest)
     assert "secret" not in str(caught.value)
-    with pytest.raises(WireError, match="more than the 16384"):
+    with pytest.raises(WireError, match="more than 16384"):
         enrolment.decode_message(b" " * 16385, SigningResponse)
 
 

@@ -64,7 +64,7 @@ def test_a_mode_that_the_owner_changes_during_a_hold_is_followed(nx: World):
     nx.check()
     nx.clamp.pin(SLOW)
     change(nx, "MAXN")
-    assert "power mode MAXN" in str(nx.clamp.unpin_if_required())
+    assert "from 10W to MAXN" in str(nx.clamp.unpin_if_required())
     assert (nx.gpu / "max_freq").read_text().strip() == "918000000"
     assert nx.clamp.pin(FAST).gpu_hz == 918e6
 

@@ -143,7 +143,7 @@ def test_environments_of_no_use_are_deleted(board: Board, bundle: Callable[..., 
         ({"format": 7}, "bundle has format 7, this version of fedquilt reads 1"),
         ({"present": {"msgspec": "0.0.1"}}, "bundle needs msgspec 0.0.1, this board has "),
         ({"present": {"no-such-thing": "1"}}, "bundle needs no-such-thing 1, this board does not have it"),
-        ({"unpacked_bytes": 3}, "holds more than the 3 bytes that were announced"),
+        ({"unpacked_bytes": 3}, "exceeds the announced size of 3 bytes"),
         ({"wheels": {"fedquilt-9.9.9-py3-none-any.whl": "0" * 64}}, "differs from the manifest"),
         ({"wheels": {"other-1-py3-none-any.whl": "0" * 64}}, "other-1-py3-none-any.whl is missing"),
         ({"wheels": {"../../x.whl": "0" * 64}}, "is not an upgrade bundle"),
@@ -167,7 +167,10 @@ def test_what_is_no_bundle_is_refused(board: Board, tmp_path: Path) -> None:
 def test_a_wheel_that_would_write_elsewhere_is_refused(board: Board, tmp_path: Path) -> None:
     house = [wheel(tmp_path / "house", "fedquilt", files={"../../../escaped.py": ""})]
     verdict = board.verdict(upgrades.pack(tmp_path / "b.tar", house))
-    assert "fedquilt-1.0-py3-none-any.whl would write to ../../../escaped.py" in verdict.refusal_reason
+    assert (
+        "fedquilt-1.0-py3-none-any.whl would write outside the environment, to ../../../escaped.py"
+        in verdict.refusal_reason
+    )
     assert board.kept == []
 
 

@@ -95,7 +95,7 @@ def test_a_profile_that_ships_is_named_and_not_copied(site: Path) -> None:
     made = told(site, 'profile = "jetson-orin-nano"\n')
     assert "profile.toml" not in made.files
     assert b'profile = "jetson-orin-nano"' in made.files["agent.toml"]
-    with pytest.raises(JobError, match="'jetson-thor' is no file, and none that ships"):
+    with pytest.raises(JobError, match="'jetson-thor' is neither a file nor a shipped profile"):
         told(site, 'profile = "jetson-thor"\n')
 
 
