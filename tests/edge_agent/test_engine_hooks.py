@@ -94,7 +94,7 @@ def test_the_numpy_engine_refuses_what_wants_a_module():
     }
     for name, hooks in refused.items():
         with pytest.raises(
-            ModelError, match=rf"cannot train with {name} as this method requires: pip install 'fedquilt\[train\]'"
+            ModelError, match=rf"lacks {name}, which this method requires: pip install 'fedquilt\[train\]'"
         ):
             changed(numpy_one, hooks)
 
