@@ -92,8 +92,8 @@ def test_tls_refusals_name_the_certificate_and_the_mend(secured, authority, stra
     cert, key = authority.issue("dev-a")
     odd, odd_key = stranger.issue("dev-a")
     assert f"is not signed by {stranger.ca}" in refusal(Broker.from_url(url, ca=stranger.ca), stage)
-    assert "no authority of this system signed it" in refusal(Broker.from_url(url), stage)
-    assert "give cert and key" in refusal(Broker.from_url(url, ca=authority.ca), stage)
+    assert "is not signed by an authority of this system" in refusal(Broker.from_url(url), stage)
+    assert "set cert and key" in refusal(Broker.from_url(url, ca=authority.ca), stage)
     said = refusal(Broker.from_url(url, ca=authority.ca, cert=odd, key=odd_key), stage)
     assert "signed by the broker's CA" in said or "another certificate" in said
     by_name = Broker.from_url(url.replace("127.0.0.1", "localhost"), ca=authority.ca, cert=cert, key=key)
