@@ -152,7 +152,7 @@ class MemoryLimit:
             self._task_group = self._create_agent_and_task_cgroups()
 
     def apply_limit(self, pid: int, budget_bytes: int) -> bool:
-        """Limit the memory of a process. Return False if there is no control group for tasks."""
+        """Limit the memory of a process. Return False if the kernel does not permit that."""
         self.create_group()
         if self._task_group is None:
             return False
