@@ -52,10 +52,10 @@ class Agent:
         durable: Whether to sync each step to the disk. See `AgentState`.
         shared: Store of small blobs shared with other devices of this process.
         disk: Disk of the home folder.
-        clock: Device clock in seconds since 1970, or None if the device has no clock.
+        clock: Function that returns the device's time in seconds since 1970, or None if the device has no clock.
         kinds: Kinds of release by name: "model", "agent", "settings".
-        runner: Status of the device's model runner, or None if no runner is watched.
-        carriers: Transfer backends besides the link, or None without certificates.
+        runner: Reader of the model runner's status, or None if no runner is watched.
+        transfer_backends: Transfers besides the link, or None without certificates.
     """
 
     finished = False
@@ -217,7 +217,7 @@ class Agent:
         return self.task_runner.handle_event(TaskReceived(task, missing), now_s)
 
     def _apply_ack(self, ack: UpdateAcked, reason: str, now_s: float) -> None:
-        """Record the coordinator's answer to an update on disk, then drop the update's blobs and act."""
+        """Record the ack of an update and delete its blobs. Change nothing if an accepted ack cannot be recorded."""
         key, accepted = ack.key, ack.accepted
         entry = self.task_runner.state.outbox.get(key)
         if entry is None:
@@ -230,17 +230,17 @@ class Agent:
             self.task_runner.state = state
             self._delete_unneeded(entry.update.bundles.values())
         except StoreError as error:
-            log.error("the ack of %s, round %d, cannot be recorded: %s", key[0], key[1] + 1, error)
+            log.error("ack of %s, round %d, cannot be recorded: %s", key[0], key[1] + 1, error)
             if accepted:
                 return
             self.task_runner.state = state  # an update that is partly deleted cannot be submitted again
         if not accepted:
             ids = log_ids(run=key[0], round=key[1])
-            log.warning("the update of %s, round %d, was refused: %s", key[0], key[1] + 1, reason, extra=ids)
+            log.warning("update of %s, round %d, was rejected: %s", key[0], key[1] + 1, reason, extra=ids)
         self.task_runner.carry_out_actions(actions, now_s)
 
     def _delete_unneeded(self, refs: Iterable[BlobRef]) -> None:
-        needed_hashes = self._needed_blobs()
+        needed_hashes = self._needed_hashes()
         for ref in refs:
             if ref.sha256 not in needed_hashes:
                 self.storage.blob_store.remove_blob(ref.sha256)
@@ -254,19 +254,21 @@ class Agent:
     def publish_claim(self, claim: wire.Claim) -> None:
         ids, number = log_ids(run=claim.job, round=claim.round), claim.round + 1
         if claim.code == "cleared":
-            log.info("%s, round %d, given up: %s", claim.job, number, claim.reason, extra=ids)
+            log.info("task of %s, round %d, cancelled: %s", claim.job, number, claim.reason, extra=ids)
         elif not claim.accepted:
             self.storage.blob_store.forget_verifications()  # the task may have failed because of a damaged blob
-            log.warning("%s, round %d, refused (%s): %s", claim.job, number, claim.code, claim.reason, extra=ids)
+            log.warning(
+                "task of %s, round %d, declined (%s): %s", claim.job, number, claim.code, claim.reason, extra=ids
+            )
         self.publish_message("claim", claim)
         if claim.code == "full":
             self._disk_full_s, self._telemetry_s = None, -math.inf
             self._free_bytes_at_failure = self.storage.free_bytes()
 
     def discard_update(self, update: Update) -> None:
-        """Delete an update whose round the coordinator requests again from another state."""
+        """Delete an update whose round the coordinator requests again, starting from another model state."""
         log.warning(
-            "the update of %s, round %d, is dropped: the coordinator asks for that round again, from another state",
+            "update of %s, round %d, deleted: the coordinator requests the round again, from another model state",
             update.job,
             update.round + 1,
         )
@@ -276,7 +278,7 @@ class Agent:
     def fetch_blobs(self, refs: Sequence[BlobRef]) -> None:
         size = sum(ref.size for ref in refs)
         idle = not (self.task_runner.is_task_running or self.releases.is_checking)
-        self.storage.make_room(size, parse_size(self.settings.cache), self._needed_blobs(), is_idle=idle)
+        self.storage.make_room(size, parse_size(self.settings.cache), self._needed_hashes(), is_idle=idle)
         self.storage.require_room(size)
         for ref in refs:
             self._transfers.request_blob(self.device, ref)
@@ -285,11 +287,8 @@ class Agent:
         self.releases.handle_fetched(sha256, error, now_s)
         if error is not None:
             log.warning("blob %s could not be fetched: %s", sha256[:12], error)
-            size = sum(
-                {ref.size for ref in self.task_runner.state.open_task.missing_blobs if ref.sha256 == sha256}
-                if self.task_runner.state.open_task
-                else ()
-            )
+            open_task = self.task_runner.state.open_task
+            size = sum({ref.size for ref in open_task.missing_blobs if ref.sha256 == sha256} if open_task else ())
             try:
                 self.storage.require_room(size)
             except StoreError as full:
@@ -298,7 +297,7 @@ class Agent:
 
     def cancel_fetch(self, sha256: str) -> None:
         """Cancel the transfer of a blob and delete the blob, unless anything else needs it."""
-        if sha256 not in self._needed_blobs():
+        if sha256 not in self._needed_hashes():
             self._transfers.cancel(self.device, sha256)
             self.storage.blob_store.remove_blob(sha256)
 
@@ -309,7 +308,9 @@ class Agent:
         for name, ref in task.bundles.items():
             path = blob_store.verified_path(ref.sha256, caller_hashes=verify_in_task)
             if path is None:
-                raise StoreError(f"bundle {name!r} is gone from {blob_store.folder}, or damaged: it is fetched again")
+                raise StoreError(
+                    f"bundle {name!r} is missing or damaged in {blob_store.folder}: the next attempt fetches the bundle"
+                )
             paths[name] = path
         self.storage.touch_blobs(task.bundles.values())
         private = self.storage.find_private_state(task.job, task.last_counted_round)
@@ -358,12 +359,12 @@ class Agent:
             return
         if not has_all_blobs:
             rejection = UpdateAcked((update.job, update.round), False, update.epoch, update.attempt)
-            return self._apply_ack(rejection, "its blobs are gone from this disk, or damaged", now_s)
+            return self._apply_ack(rejection, "blobs of the update are missing or damaged on this device's disk", now_s)
         if self._link.connected:  # else submitted with the next session
             self.publish_message("update", update)
 
-    def _needed_blobs(self) -> set[str]:
-        hashes = self.releases.needed_blobs()
+    def _needed_hashes(self) -> set[str]:
+        hashes = self.releases.needed_hashes()
         hashes |= {
             ref.sha256 for entry in self.task_runner.state.outbox.values() for ref in entry.update.bundles.values()
         }
@@ -376,10 +377,8 @@ class Agent:
     def _publish_presence_and_profile(self, now_s: float) -> None:
         self._publish_presence(online=True)
         self.publish_message("profile", self._profile, retain=True)
-        self._republish_s, self._republish_count = (
-            now_s + REPUBLISH.delay_s(self._republish_count),
-            self._republish_count + 1,
-        )
+        self._republish_s = now_s + REPUBLISH.delay_s(self._republish_count)
+        self._republish_count += 1
 
     def _publish_presence(self, online: bool) -> None:
         self._presence_count += 1
@@ -417,7 +416,7 @@ class Agent:
         )
 
     def _is_disk_full(self, now_s: float) -> bool | None:
-        """Return None if no task was refused for a full disk, else whether the disk is still as full."""
+        """Return whether the disk still lacks room, or None if no task has failed for lack of room."""
         if self._free_bytes_at_failure is None:
             return None
         self._disk_full_s = now_s if self._disk_full_s is None else self._disk_full_s
@@ -428,8 +427,8 @@ class Agent:
             )
         return True
 
-    def publish_message(self, leaf: str, message: WireMessage, retain: bool = False, reliable: bool = True) -> None:
-        topic = self._topics.device_topic(self.device, "up", leaf)
+    def publish_message(self, subtopic: str, message: WireMessage, retain: bool = False, reliable: bool = True) -> None:
+        topic = self._topics.device_topic(self.device, "up", subtopic)
         try:
             self._link.publish(topic, wire.encode(message), retain=retain, reliable=reliable)
         except (LinkError, WireError) as error:

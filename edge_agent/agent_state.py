@@ -63,7 +63,7 @@ log = logging.getLogger("fedquilt.agent")
 
 UPDATE_FILE: Final = "update.json"
 LEARNED_FILE: Final = "learned.json"
-PRIVATE_SUFFIX: Final = ".private"  # ending of its name in the outbox
+PRIVATE_SUFFIX: Final = ".private"  # suffix of private state in the outbox
 SPARE_BYTES: Final = 1 << 20  # disk space left for small files
 
 
@@ -113,7 +113,7 @@ class AgentState:
         with disk_errors(f"lock {self.home}"):
             lock = self._disk.lock(self.home / "lock")
         if lock is None:
-            raise JobError(f"another agent runs in {self.home}: stop it, or give this one a home of its own")
+            raise JobError(f"home {self.home} is in use by another agent: stop that agent, or set another `home`")
         return lock
 
     # -- starting --
@@ -157,11 +157,11 @@ class AgentState:
         except (FileNotFoundError, NotADirectoryError):
             return None
         except WireError as error:
-            log.warning("%s/%s is damaged (%s); its task will be worked for again", folder, UPDATE_FILE, error)
+            log.warning("%s/%s is damaged (%s): the task must run again", folder, UPDATE_FILE, error)
             return None
         missing_bundles = [name for name, ref in update.bundles.items() if not self.blob_store.has_blob(ref)]
         if missing_bundles:
-            log.warning("%s: bundle %s is gone; its task will be worked for again", folder, ", ".join(missing_bundles))
+            log.warning("%s: bundle %s is missing: the task must run again", folder, ", ".join(missing_bundles))
         return None if missing_bundles else update
 
     def _find_private_state_hash(self, folder: str) -> str | None:
@@ -230,17 +230,13 @@ class AgentState:
         if not self.durable:
             self._make_folders()
         target = self._entry_folder((update.job, update.round))
-        with disk_errors(f"keep the result of {update.job}, round {update.round + 1}, in {self._outbox_folder}"):
+        with disk_errors(f"store the result of {update.job}, round {update.round + 1}, in {self._outbox_folder}"):
             self._disk.clear_folder(scratch)
             if private is not None:
                 private_file = f"{scratch}/{private.sha256}{PRIVATE_SUFFIX}"
-                if (
-                    self._disk.copy_untrusted(f"{self._output_folder}/{PRIVATE_FILE}", private_file, private.size)
-                    != private.sha256
-                ):
-                    raise StoreError(
-                        f"the private state in {self._output_folder} is not what the task's process says it wrote"
-                    )
+                written_file = f"{self._output_folder}/{PRIVATE_FILE}"
+                if self._disk.copy_untrusted(written_file, private_file, private.size) != private.sha256:
+                    raise StoreError(f"{written_file} differs from the hash that the task's process reported")
             self._disk.write(f"{scratch}/{UPDATE_FILE}", wire.encode(update))
             if self.durable:
                 for entry in self._disk.entries(scratch):
@@ -253,11 +249,11 @@ class AgentState:
         return private is not None
 
     def record_ack(self, key: Key, accepted: bool, counted_rounds: Mapping[str, CountedRound]) -> None:
-        """Record the answer to an update, and keep its private state if accepted, else delete the state."""
+        """Record the ack of an update and delete the update. Private state becomes the job's only if accepted."""
         if key in self._in_memory_updates:
             self._in_memory_updates.remove(key)
             return self._job_records.record_counted_in_memory(key) if accepted else None
-        with disk_errors(f"settle {key[0]}, round {key[1] + 1}, in {self.home}"):
+        with disk_errors(f"record the ack of {key[0]}, round {key[1] + 1}, in {self.home}"):
             folder = self._entry_folder(key)
             if accepted:
                 private_sha256 = self._find_private_state_hash(folder)
@@ -316,13 +312,12 @@ class AgentState:
     # -- disk space --
 
     def require_room(self, size: int) -> None:
+        """Raise StoreError unless `size` bytes and a reserve are free and the home folder can be written."""
         with disk_errors(f"write to {self.home}"):
             free = self.free_bytes()
             if free < size + SPARE_BYTES:
                 required = (size + SPARE_BYTES) / 1e6
-                raise OSError(
-                    errno.ENOSPC, f"{free / 1e6:.1f} MB are free, {required:.1f} MB are wanted, some to spare"
-                )
+                raise OSError(errno.ENOSPC, f"{free / 1e6:.1f} MB are free, {required:.1f} MB are required")
             if self.durable:
                 self._disk.write_atomically(self._probe, b"\0")
                 self._disk.unlink(self._probe)
@@ -343,12 +338,9 @@ class AgentState:
         caches = self._list_cache_entries(remove=is_idle)
         candidates: list[tuple[int, str | Path, int]] = [*self.blob_store.files_by_last_use(), *caches]
         unused = sorted(candidates, key=lambda candidate: candidate[0])
-        with disk_errors(f"look at {self.home}"):
-            free = self.free_bytes()
-        excess_bytes = max(
-            sum(size_bytes for _, _, size_bytes in unused) + size_bytes - limit_bytes, size_bytes + SPARE_BYTES - free
-        )
-        for _, location, size_bytes in unused:
+        used_bytes = sum(size for _, _, size in unused)
+        excess_bytes = size_bytes + max(used_bytes - limit_bytes, SPARE_BYTES - self.free_bytes())
+        for _, location, size in unused:
             if excess_bytes <= 0:
                 break
             if isinstance(location, Path):
@@ -359,7 +351,7 @@ class AgentState:
                 self.blob_store.remove_blob(location)
             else:
                 continue
-            excess_bytes -= size_bytes
+            excess_bytes -= size
 
     def _list_cache_entries(self, *, remove: bool) -> list[tuple[int, Path, int]]:
         """Return last use, path and size of each cache entry. With `remove`, delete unreadable entries."""
@@ -392,7 +384,7 @@ class AgentState:
 
 
 def read_learned_costs(home: Path, disk: Disk = REAL) -> dict[str, LearnedModel]:
-    """Return the learned costs in an agent's home, by workload. Damaged entries are left out."""
+    """Return the learned costs by workload, {} if missing or damaged. Raise StoreError if the file is unreadable."""
     file = home / LEARNED_FILE
     with disk_errors(f"read {file}"):
         if disk.stat(file) is None:
@@ -401,7 +393,7 @@ def read_learned_costs(home: Path, disk: Disk = REAL) -> dict[str, LearnedModel]
     try:
         models = wire.decode(payload, LearnedCosts).workloads
     except WireError as error:
-        log.warning("%s is damaged (%s); speed and power of tasks are learned anew", file, error)
+        log.warning("%s is damaged (%s): speed and power of tasks are measured again", file, error)
         return {}
     return {workload: model for workload, model in models.items() if model.is_valid}
 
@@ -472,9 +464,7 @@ class JobRecords:
         if entry is None:
             if counted_round is None or not self._durable:  # on virtual time, not all is written down
                 return PrivateState()
-            return PrivateState(
-                unknown_reason=f"the counted round {counted_round + 1} of {job} is unknown on this device"
-            )
+            return PrivateState(unknown_reason=f"counted round {counted_round + 1} of {job} is unknown on this device")
         if not entry.private:
             return PrivateState()
         stored_by_round = {stored.round: stored for stored in self._stored_states() if stored.job == job}
@@ -489,7 +479,7 @@ class JobRecords:
         position = "before its first round" if counted_round is None else f"after round {counted_round + 1}"
         stored_round = entry.private_round + 1
         return PrivateState(
-            lost_reason=f"the private state of {job} {position} is not here, only that of round {stored_round}"
+            lost_reason=f"the private state of {job} {position} is missing, only that of round {stored_round} exists"
         )
 
     def latest_private_state(self, job: str) -> PrivateState:
@@ -503,20 +493,17 @@ class JobRecords:
         counted_rounds: Mapping[str, CountedRound],
         jobs_in_outbox: Collection[str],
     ) -> None:
-        """Record that a round was counted, and store the private state of that round.
+        """Record that a round was counted, and store the round's private state.
 
-        The state is moved before the record is written. After a crash in between, the coordinator's answer arrives
-        again.
+        `private_file` is the path and sha256 of the private state, or None. The file is moved before the record is
+        written. After a crash in between, the coordinator's ack arrives again.
         """
         job, round = key
         entry = self._jobs.get(job, JobRecord(round=0, epoch=0))
         sha256, private_round = entry.private, entry.private_round
         if private_file is not None:
             for stored in self._stored_states():
-                if (
-                    stored.job,
-                    stored.round,
-                ) == key:  # left for a coordinator that an older copy has replaced
+                if (stored.job, stored.round) == key:  # of the coordinator that a restored copy has replaced
                     self._disk.unlink(f"{self._folder}/{stored.file_name}")
             self._disk.replace(
                 private_file[0], f"{self._folder}/{StoredPrivateState(job, round, private_file[1]).file_name}"
@@ -563,14 +550,14 @@ class JobRecords:
         try:
             return wire.decode(payload, JobRecordFile).jobs
         except WireError as error:
-            log.warning("%s is damaged (%s); at worst a round is worked for in vain", self._file, error)
+            log.warning("%s is damaged (%s): a round that was counted may run again", self._file, error)
             return self._records_from_file_names()
 
     def _records_from_file_names(self) -> dict[str, JobRecord]:
         last_stored = {stored.job: stored for stored in sorted(self._stored_states())}
         return {
-            job: JobRecord(round=k.round, epoch=0, private=k.sha256, private_round=k.round)
-            for job, k in last_stored.items()
+            job: JobRecord(round=stored.round, epoch=0, private=stored.sha256, private_round=stored.round)
+            for job, stored in last_stored.items()
         }
 
     def _stored_states(self) -> list[StoredPrivateState]:

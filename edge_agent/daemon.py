@@ -35,7 +35,6 @@ log = logging.getLogger("fedquilt.agent")
 
 
 def run_agent(settings: AgentSettings) -> None:
-    """Run a device's agent until SIGTERM or SIGINT."""
     from fedquilt.security.authenticated_link import UNSIGNED, AuthenticatedDeviceLink, load_identity
     from fedquilt.transport.mqtt.broker import Broker
     from fedquilt.transport.mqtt.link import MqttLink
@@ -47,9 +46,9 @@ def run_agent(settings: AgentSettings) -> None:
     board, boot = devices.create_device(settings.board, profile=profile, meter=meter), os.urandom(8).hex()
     presence = wire.Topics(settings.fleet).device_topic(settings.device, "up", "presence")
     sandbox.protect_memory()
-    previous_handlers = os.umask(0o077)  # models, updates and private state are nobody else's on this board
+    previous_umask = os.umask(0o077)  # only this user may read models, updates and private state
     lock = AgentState(Path(settings.home)).lock_home()
-    with contextlib.suppress(PermissionError):  # also of a home that its owner has made
+    with contextlib.suppress(PermissionError):  # the home may belong to another user
         os.chmod(settings.home, 0o700)
     client = f"fedquilt-{settings.fleet}-{settings.device}"
     mqtt_link = MqttLink(broker, client, (presence, wire.encode(wire.Presence(online=False, boot=boot))))
@@ -95,7 +94,7 @@ def run_agent(settings: AgentSettings) -> None:
         signal.signal(signal_number, lambda signum, frame: signals.append(signum))
     online = f"online as {settings.device} of fleet {settings.fleet}, through {broker}"
     watchdog_endpoint = systemd.WatchdogEndpoint(
-        agent, lambda: link.problem or (online if link.connected else f"asks for {broker}")
+        agent, lambda: link.problem or (online if link.connected else f"connecting to {broker}")
     )
     try:
         with _serve_metrics(agent):
@@ -104,7 +103,7 @@ def run_agent(settings: AgentSettings) -> None:
         systemd.send_notification("STOPPING=1")
         agent.shut_down()
         lock.release()
-        os.umask(previous_handlers)
+        os.umask(previous_umask)
 
 
 def _serve_metrics(agent: Agent) -> AbstractContextManager[object]:
@@ -116,9 +115,9 @@ def _serve_metrics(agent: Agent) -> AbstractContextManager[object]:
 
 
 _SENSORS = {
-    "power_w": ("power_watts", "Power of the widest meter."),
+    "power_w": ("power_watts", "Power of the meter that measures most of the board."),
     "temperature_c": ("temperature_celsius", "Temperature of the hottest zone."),
-    "available_bytes": ("available_bytes", "Memory that is available."),
+    "available_bytes": ("available_bytes", "Available memory."),
     "task_bytes": ("task_bytes", "Resident memory of the task's process."),
     "battery": ("battery_ratio", "Charge of the battery."),
 }
@@ -130,10 +129,10 @@ def collect_metrics(agent: Agent) -> Iterator[MetricFamily]:
 
     state, telemetry = agent.task_runner.state, agent.last_telemetry
     values: list[tuple[str, str, float | None]] = [
-        ("connected", "Whether the broker is reached.", float(agent.is_connected)),
-        ("working", "Whether it has a task.", float(state.open_task is not None)),
-        ("outbox", "Updates that wait for the coordinator's answer.", float(len(state.outbox))),
-        ("budget_bytes", "Memory that a task may take.", float(state.capabilities.budget_bytes)),
+        ("connected", "Whether the broker is connected.", float(agent.is_connected)),
+        ("working", "Whether a task is open.", float(state.open_task is not None)),
+        ("outbox", "Updates without the coordinator's ack.", float(len(state.outbox))),
+        ("budget_bytes", "Memory budget of a task.", float(state.capabilities.budget_bytes)),
     ]
     values += [(name, description, getattr(telemetry, key, None)) for key, (name, description) in _SENSORS.items()]
     for name, description, value in values:

@@ -76,13 +76,18 @@ def select_step(validity: CertificateValidity | None, has_token: bool, time: dat
 def paths_from_settings(settings: AgentSettings) -> CredentialPaths:
     broker, token = settings.broker, settings.enrol.token
     if broker.ca is None or broker.cert is None or broker.key is None:
-        raise JobError("[broker] must name ca (given to the board), cert and key (made by enrolling): add them")
+        raise JobError(
+            "[broker] lacks ca, cert or key: name the authority's ca.crt, and two files for enrolment to make"
+        )
     key = Path(broker.key)
     return CredentialPaths(Path(broker.ca), Path(broker.cert), key, Path(token) if token else key.with_name("token"))
 
 
 def enrol(settings: AgentSettings, now: datetime.datetime, post: Post | None = None) -> str:
-    """Obtain, renew or keep the device's certificate. Return a sentence about the outcome."""
+    """Obtain, renew or keep the device's certificate. Return a sentence about the outcome.
+
+    Raise JobError if enrolment is impossible or refused, and LinkError if the endpoint cannot be reached.
+    """
     files, post = paths_from_settings(settings), post or _post_request
     token = _read_token(files.token)
     key = load_or_create_key(files)
@@ -91,19 +96,19 @@ def enrol(settings: AgentSettings, now: datetime.datetime, post: Post | None = N
     if step == "keep" and validity is not None:
         return f"{settings.device} is enrolled, until {_format_time(validity.ends)}"
     if step is None:
-        problem, hint = "it has no certificate", ""
+        problem, hint = "there is no certificate", ""
         if validity is not None:
-            problem = (
-                f"its certificate expired on {_format_time(validity.ends)} by this board's clock, which says "
-                f"{_format_time(now)},"
-            )
-            hint = "set the clock if it is wrong, else "
+            problem = f"the certificate expired on {_format_time(validity.ends)} (now {_format_time(now)})"
+            hint = "set the clock if wrong, else "
         raise JobError(
             f"{settings.device} cannot enrol: {problem} and {files.token} has no token: {hint}create one with "
             f"`fedquilt identity token {settings.device}` on the operator's machine"
         )
     if settings.enrol.url is None:
-        raise JobError('no endpoint to enrol with: write url = "https://HOST:8884" under [enrol], or carry a request')
+        raise JobError(
+            '[enrol] url is missing: write url = "https://HOST:8884" under [enrol], or have a request signed by hand '
+            "(`fedquilt identity request`)"
+        )
     request = SigningRequest(device=settings.device, csr=create_signing_request(key, settings.device), token=token)
     path = enrolment.ENROL if step == "enrol" else enrolment.RENEW
     try:
@@ -182,7 +187,7 @@ def create_signing_request(key: ec.EllipticCurvePrivateKey, device: str) -> str:
 
 
 def install_certificate(settings: AgentSettings, pem: bytes) -> datetime.datetime:
-    """Check and store a certificate for this device, and delete the token."""
+    """Store a certificate for this device and delete the token. Return the expiry, or raise JobError if unusable."""
     files = paths_from_settings(settings)
     validity = _validity_or_reason(pem, files, settings.device, load_or_create_key(files))
     if isinstance(validity, str):
@@ -224,24 +229,25 @@ def _read_certificate(
 def _validity_or_reason(
     pem: bytes, files: CredentialPaths, device: str, key: ec.EllipticCurvePrivateKey
 ) -> CertificateValidity | str:
+    """Return the validity of a certificate in PEM, or the reason why this device cannot use it."""
     with disk.disk_errors(f"read {files.ca}", full_disk_fix=""):
         authority = files.ca.read_bytes()
     try:
         ca = x509.load_pem_x509_certificate(authority)
     except (ValueError, x509.InvalidVersion):
         raise JobError(
-            f"{files.ca} holds no certificate in PEM: it is the ca.crt of `fedquilt identity init`"
+            f"{files.ca} contains no certificate in PEM: copy the ca.crt of `fedquilt identity init` there"
         ) from None
     try:
         cert = x509.load_pem_x509_certificate(pem)
         cert.verify_directly_issued_by(ca)
         name, public = enrolment.common_name(cert), cert.public_key()
     except (InvalidSignature, ValueError, TypeError, UnsupportedAlgorithm, x509.InvalidVersion):
-        return f"it is damaged, or {files.ca} did not sign it"
+        return f"damaged, or not signed by {files.ca}"
     if name != device:
-        return f"it is for {name!r}, and agent.toml says device = {device!r}"
+        return f"issued to {name!r}, and agent.toml has device = {device!r}"
     if public != key.public_key():
-        return f"it is for another key than {files.key}"
+        return f"issued for another key than {files.key}"
     return CertificateValidity(cert.not_valid_before_utc, cert.not_valid_after_utc)
 
 
@@ -275,11 +281,11 @@ def _post_request(
     try:
         reply = enrolment.decode_message(body, SigningResponse)
     except FedquiltError as error:
-        raise LinkError(f"{url} is no enrolment endpoint ({status}: {error}): check [enrol] url") from None
+        raise LinkError(f"{url} is not an enrolment endpoint ({status}: {error}): check [enrol] url") from None
     if 400 <= status < 500:
         raise EnrolmentRefusedError(f"{url} refuses {request.device}: {reply.reason}")
     if status != 200:
-        raise LinkError(f"{url} could not answer ({status}): {reply.reason}")
+        raise LinkError(f"{url} failed with status {status}: {reply.reason}")
     return reply
 
 
@@ -288,20 +294,18 @@ def _endpoint_address(url: str) -> tuple[str, int]:
         parts = split_http_url(url)
         if parts.scheme == "https" and parts.path in ("", "/"):
             return parts.hostname or "", parts.port or enrolment.PORT
-    raise JobError(f"[enrol] url = {url!r} is no address of an endpoint: write https://HOST[:PORT]")
+    raise JobError(f"[enrol] url = {url!r} is not the address of an endpoint: write https://HOST[:PORT]")
 
 
 def _describe_connection_error(url: str, files: CredentialPaths, error: Exception) -> str:
     if isinstance(error, ssl.SSLCertVerificationError):
         if error.verify_code in (_NOT_YET, _EXPIRED):
             clock_time = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime())
-            return (
-                f"the certificate of {url} is out of date by this board's clock, which says {clock_time}: set the clock"
-            )
-        return f"{url} is not to be trusted ({error.verify_message}): check [enrol] url and {files.ca}"
+            return f"certificate of {url} is not valid at {clock_time}, this device's time: set the clock"
+        return f"{url} is not trusted ({error.verify_message}): check [enrol] url and {files.ca}"
     description = describe_exception(error)
     if "alert" in description and "expired" in description:
-        return f"{url} says that {files.cert} has expired: put a new token into {files.token}"
+        return f"{url} refused {files.cert} as expired: put a new token into {files.token}"
     return (
         f"{url} cannot be reached ({description}): check the address, the network, and `fedquilt identity serve` there"
     )

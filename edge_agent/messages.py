@@ -61,6 +61,7 @@ def telemetry_message(
     runner_status: RunnerStatus | None = None,
     disk_full: bool | None = None,
 ) -> Telemetry | None:
+    """Return a telemetry message, or None if all values are unknown."""
     telemetry = Telemetry(
         power_w=reading.power_w,
         energy_j=reading.energy_j,
@@ -120,7 +121,7 @@ def update_message(device: str, open_task: OpenTask, outcome: WorkResult, cost: 
 
 
 def _layouts_within_limit(outcome: WorkResult) -> dict[str, dict[str, str]]:
-    # The layouts of a large network alone would exceed the size limit of a message.
+    """Return the layouts of the bundles, or {} if they would make the update's message too large."""
     sums = outcome.evaluation
     size = 4 * (len(sums.counts) + len(sums.scores)) // 3 if sums else 0
     size += sum(
@@ -145,7 +146,7 @@ def _package_versions(engine_names: tuple[str, ...]) -> dict[str, str]:
 
 
 def _installed_version(name: str) -> str | None:
-    # from the name of the package's folder, as importlib.metadata takes 1 MB of an idle agent's memory
+    # The name of the package's folder is read, as importlib.metadata takes 1 MB of an idle agent's memory.
     stem = f"{name.replace('-', '_')}-"
     info = next((info for folder in sys.path for info in Path(folder).glob(f"{stem}*-info")), None)
     return None if info is None else info.stem.removeprefix(stem).split("-")[0]

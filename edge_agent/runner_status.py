@@ -15,7 +15,7 @@ from fedquilt.core import DECODE_ERRORS, Count, DeviceReport, OptionalDigest
 from fedquilt.host.disk import REAL, Disk
 
 FILE: Final = "served.json"
-ACTIVE_S: Final = 60.0  # a runner that has written nothing for longer is not there
+ACTIVE_S: Final = 60.0  # time without a change of the file after which the runner counts as ended
 MAX_SIZE_BYTES: Final = 64 * 1024
 MAX_LABELS: Final = 500  # most labels that an accuracy counts, the latest ones
 
@@ -24,12 +24,12 @@ Share = Annotated[float, Meta(ge=0.0, le=1.0)]
 
 class RunnerStatus(DeviceReport, frozen=True):
     at: float = 0.0  # seconds since 1970
-    model: OptionalDigest = ""  # that it runs
+    model: OptionalDigest = ""  # sha256 of the model in use
     served: Count = 0
-    failed: Count = 0  # runs of the network, of inputs that fit the network
+    failed: Count = 0  # runs of the network that failed for valid inputs
     latency_s: float | None = None
-    drift: Share | None = None  # of the inputs: 0 as at first, 1 unlike it
-    accuracy: Share | None = None  # where labels arrive
+    drift: Share | None = None  # of the inputs: 0 as at the start, 1 completely different
+    accuracy: Share | None = None  # None without labels
     labelled: Count = 0
 
 
@@ -46,6 +46,7 @@ class RunnerStatusReader:
         self._changed_s = -math.inf  # when the file was last seen to have changed
 
     def read_status(self) -> RunnerStatus | None:
+        """Return the last valid status, or None if the runner is not active."""
         try:
             file_stat = self._disk.stat(self._file)
             payload = None if file_stat is None else self._disk.read(self._file, 0, MAX_SIZE_BYTES)

@@ -96,7 +96,7 @@ class AgentSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def parse_size(text: str) -> int:
-    """Return the bytes of a size such as "512MB" or "1.5GiB".
+    """Return the bytes of a size such as "512MB" or "1.5GiB", or raise JobError.
 
     kB to TB are powers of 1000, and KiB to TiB powers of 1024.
     """
@@ -104,7 +104,7 @@ def parse_size(text: str) -> int:
     unit = match[2].upper().removesuffix("B") + "B" if match else ""
     size = {name.upper(): factor for name, factor in UNITS.items()}.get(unit)
     if match is None or size is None:
-        raise JobError(f'{text!r} is no size: write, for example, "512MB" or "1.5GiB"; units are {", ".join(UNITS)}')
+        raise JobError(f'{text!r} is not a size: write, for example, "512MB" or "1.5GiB" (units: {", ".join(UNITS)})')
     whole_digits, _, fraction_digits = match[1].partition(".")
     number = int(whole_digits + fraction_digits)  # a float would lose bytes of large sizes
     if not match[2] and number:
@@ -113,7 +113,7 @@ def parse_size(text: str) -> int:
 
 
 def load_settings(path: Path) -> AgentSettings:
-    """Return the settings in an agent.toml. Relative paths start at the folder of the file."""
+    """Return the settings in an agent.toml, or raise JobError. Relative paths start at the folder of the file."""
     table = toml.read_toml(path)
     try:
         if "method" in table and "device" not in table:
@@ -124,6 +124,7 @@ def load_settings(path: Path) -> AgentSettings:
 
 
 def parse_settings(table: Mapping[str, Any]) -> AgentSettings:
+    """Return validated settings, or raise JobError with the invalid key and value."""
     settings = toml.convert_table(table, AgentSettings, "an agent's settings")
     if settings.data:
         DataSpec.parse(settings.data)
@@ -142,13 +143,14 @@ def parse_settings(table: Mapping[str, Any]) -> AgentSettings:
         if size is not None:
             try:
                 if parse_size(size) == 0 and key != "cache":
-                    raise JobError(f"{size!r} leaves no memory for a task: increase the value")
+                    raise JobError(f"{size!r} is too small: write a size above 0")
             except JobError as error:
                 raise JobError(f"{key}: {error}") from None
     return settings
 
 
 def describe_missing_data(settings: AgentSettings) -> str:
+    """Return a warning if the path of the data does not exist, or ""."""
     path = Path(settings.data.get("path") or ".")
     # No error, because the file may be on a disk that is mounted later. `Path.exists` raises some errors of the disk.
     return "" if os.path.exists(path) else f"no data at {path} ([data] path){toml.suggest_file(path)}"
@@ -198,12 +200,11 @@ def apply_systemd_credentials(settings: AgentSettings) -> AgentSettings:
     for key, path in paths.items():
         if path is None or not os.path.isfile(copy := os.path.join(folder, os.path.basename(path))):
             continue
-        for other_key in [
-            other_key for other_key, copied_path in copies.items() if copied_path == copy and paths[other_key] != path
-        ]:
+        other_keys = [other for other, other_copy in copies.items() if other_copy == copy and paths[other] != path]
+        if other_keys:
             raise JobError(
-                f"broker.{other_key} {paths[other_key]} and broker.{key} {path} have the same name, and one "
-                "credential cannot be both: rename one of the files"
+                f"broker.{other_keys[0]} {paths[other_keys[0]]} and broker.{key} {path} have the same file name, and "
+                "systemd stores credentials by file name: rename one of the files"
             )
         copies[key] = copy
     return msgspec.structs.replace(settings, broker=msgspec.structs.replace(settings.broker, **copies))

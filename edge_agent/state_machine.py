@@ -149,7 +149,7 @@ class Capabilities(msgspec.Struct, frozen=True):
     plugins: Mapping[str, str] = field(default_factory=dict)  # from `fedquilt.plugins.plugin_fingerprints`
     sandbox_restrictions: tuple[str, ...] | None = None  # from `task.sandbox`, or None without a process
     labels: tuple[str, ...] = ()  # set by the owner (`fedquilt.formats.labels`)
-    site_device_count: int = 0  # of a site's devices
+    site_device_count: int = 0  # number of a site's devices, or 0 without a site
     runs_on: Mapping[str, str] = field(default_factory=dict)  # engine that may use a GPU -> provider of its latest task
 
 
@@ -195,7 +195,7 @@ MAX_JOBS: Final = 64
 MAX_WORKLOADS: Final = 16  # workloads with learned models
 MAX_UPLOAD_TIMES: Final = 3  # per job: the median of three ignores one outage
 MAX_RESERVED_FRACTION: Final = 0.5  # limit of the time reserved for the upload, as a share of the remaining time
-COUNTED_REASON: Final = "counted already: this is an old message, or the coordinator's log is an older copy"
+COUNTED_REASON: Final = "round is counted already: the message is old, or the coordinator's log is an older copy"
 MAX_KILLS: Final = 2  # limit of restarts of a task whose process was killed from outside
 
 Step = tuple[DeviceState, tuple[Action, ...]]
@@ -278,18 +278,22 @@ def _handle_task(state: DeviceState, event: TaskReceived, now_s: float, reading:
 
 
 def decline_reason(state: DeviceState, task: Task, reading: Reading) -> tuple[RefusalCode, str] | None:
+    """Return code and text of the reason why the device cannot run a task, or None if the device can."""
     capabilities = state.capabilities
     if task.method not in capabilities.methods:
         return "method", (
-            f"there is no method {task.method!r} here: install the coordinator's version of fedquilt, or the package "
-            "that gives it"
+            f"method {task.method!r} is not installed on this device: install the coordinator's version of fedquilt, "
+            "or the package with this method"
         )
     if task.engine not in capabilities.engines:
-        engine_names = ", ".join(capabilities.engines) or "none"
-        return "engine", f"the {task.engine} engine cannot run here (there are: {engine_names}): install its packages"
+        names = ", ".join(capabilities.engines) or "none"
+        return "engine", f"engine {task.engine!r} is not installed on this device (installed: {names}): install it"
     if task.wire.codec not in capabilities.codecs:
-        codec_names = ", ".join(capabilities.codecs)
-        return "codec", f"no codec {task.wire.codec!r} here (known: {codec_names}): install the coordinator's fedquilt"
+        names = ", ".join(capabilities.codecs)
+        return (
+            "codec",
+            f"codec {task.wire.codec!r} is unknown here (known: {names}): install the coordinator's fedquilt",
+        )
     return memory_budget.memory_shortage(
         task.engine,
         task.work,
@@ -301,6 +305,7 @@ def decline_reason(state: DeviceState, task: Task, reading: Reading) -> tuple[Re
 
 
 def plan_limit_bytes(state: DeviceState, task: Task) -> int:
+    """Return the part of the memory budget that the engine may plan with, from the peaks of earlier such tasks."""
     base = memory_budget.engine_base_bytes(task.engine, state.base_bytes)
     return _memory_margin(state, task).plan_limit_bytes(state.capabilities.budget_bytes, base)
 
@@ -357,7 +362,7 @@ def _handle_cancellation(state: DeviceState) -> Step:
     """Stop the task and publish a claim, since others than the coordinator can empty the topic."""
     claims: tuple[Action, ...] = ()
     if state.open_task is not None:
-        reason = "its topic was emptied: by the coordinator, or by somebody at the broker"
+        reason = "the task's topic was cleared by the coordinator or another client of the broker"
         claim = replace(_acceptance_claim(state, state.open_task.task), accepted=False, code="cleared", reason=reason)
         claims = (PublishClaim(claim),)
     return replace(_without_task(state), last_decline=None), (*_stop_actions(state), *claims)
@@ -366,8 +371,8 @@ def _handle_cancellation(state: DeviceState) -> Step:
 def upload_reserve_s(state: DeviceState, now_s: float) -> float:
     """Return the seconds before the current task's deadline that are reserved for its upload.
 
-    This is the median of the job's latest uploads. Before the first, it is the time that fetching the task's blobs
-    took.
+    This is the median of the job's latest uploads or, before the first, the time since the task arrived if blobs had
+    to be fetched. At most half of the remaining time is reserved, and none without a task or deadline.
     """
     open_task = state.open_task
     if open_task is None or not math.isfinite(open_task.due_s):
@@ -447,6 +452,7 @@ def _handle_failure(state: DeviceState, open_task: OpenTask, event: TaskFailed) 
 
 
 def _handle_ack(state: DeviceState, event: UpdateAcked, now_s: float) -> Step:
+    """Remove an update from the outbox and, if accepted, record the round. Acks of earlier updates change nothing."""
     job, round = event.key
     entry = state.outbox.get(event.key)
     if entry is not None and event.epoch < entry.update.epoch:

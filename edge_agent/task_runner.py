@@ -47,9 +47,7 @@ class TaskServices(Protocol):
 
     def discard_update(self, update: Update) -> None: ...
 
-    def fetch_blobs(self, refs: Sequence[BlobRef]) -> None:
-        """Start to fetch blobs. A `BlobFetched` event follows for each blob."""
-        ...
+    def fetch_blobs(self, refs: Sequence[BlobRef]) -> None: ...
 
     def cancel_fetch(self, sha256: str) -> None: ...
 
@@ -65,8 +63,6 @@ class TaskServices(Protocol):
 
 
 class TaskRunner:
-    """Task execution of one device, with its board, worker and state."""
-
     def __init__(
         self,
         device: str,
@@ -79,7 +75,7 @@ class TaskRunner:
         self.device, self.state = device, state
         self._board, self._worker, self._services = board, worker, services
         self._power_manager = TaskPowerManager(board, governor_policy)
-        self._upload_reserve_s = 0.0  # of the update that the task in hand will make
+        self._upload_reserve_s = 0.0  # time reserved for the upload of the current task's update
 
     def step(self, now_s: float) -> None:
         self._power_manager.read_due_sensors(now_s)
@@ -199,7 +195,8 @@ class TaskRunner:
             wire.decode(wire.encode(update), Update)
             private = self._services.commit_result(update, outcome.blobs, outcome.private)
         except WireError as error:
-            return self.handle_event(TaskFailed("exception", f"the method's answer cannot be sent: {error}"), now_s)
+            reason = f"method {open_task.task.method!r} returned an update that cannot be sent: {error}"
+            return self.handle_event(TaskFailed("exception", reason), now_s)
         except StoreError as error:
             return self.fail_task(error, now_s)
         return self.handle_event(TaskCompleted(update, private, task_cost.learned_model, outcome.planned_bytes), now_s)

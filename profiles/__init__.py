@@ -45,12 +45,12 @@ from fedquilt.profiles import clock_model as laws
 
 Provenance = Literal["measured", "datasheet", "table", "assumed"]
 FROM_SUREST: Final[tuple[Provenance, ...]] = ("measured", "datasheet", "table", "assumed")
-MOST_POINTS: Final = 200  # of one profile on the wire
+MAX_POINTS: Final = 200  # limit on the operating points of a profile, which are sent in one message
 
 
 class NumberSource(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     provenance: Provenance
-    text: Annotated[str, Meta(min_length=20)]  # a sentence: a name alone explains nothing
+    text: Annotated[str, Meta(min_length=20)]  # sentence on the origin of the number
 
 
 class SourcedValue(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -72,6 +72,7 @@ class BoardClocks(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     emc_hz: ClockSteps | None = None  # memory controller
 
     def frequencies_by_axis(self) -> dict[str, tuple[float, ...]]:
+        """Return the clocks in hertz, rising, by axis. Axes without a clock are left out."""
         return {axis: getattr(self, axis).values for axis in laws.AXES if getattr(self, axis) is not None}
 
 
@@ -105,9 +106,9 @@ class TimeCoefficients(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         )
 
     def compute_rates(self, clocks: laws.Clocks, top: Mapping[str, float]) -> dict[str, float]:
-        """Return the numbers of `fedquilt.core.Rates` at these clocks.
+        """Return the fields of `fedquilt.core.Rates` at these clocks, without unknown ones.
 
-        `top` contains the highest clocks of the board. Unknown numbers are left out.
+        `top` contains the highest clocks of the board, by axis.
         """
         rates = {}
         for key, unit in UNITS.items():
@@ -119,16 +120,15 @@ class TimeCoefficients(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def sourced_values(self, *prefixes: str) -> tuple[SourcedValue, ...]:
         """Return the coefficients with one of these name prefixes, or all without a prefix."""
         keys = [key for key in self.__struct_fields__ if not prefixes or key.startswith(prefixes)]
-        return tuple(figure for key in keys if (figure := getattr(self, key)) is not None)
+        return tuple(value for key in keys if (value := getattr(self, key)) is not None)
 
     def _coefficient(self, key: str) -> float:
-        figure: SourcedValue | None = getattr(self, key)
-        return 0.0 if figure is None else figure.value
+        return _value_or_none(getattr(self, key)) or 0.0
 
 
 class ModelCoefficients(TimeCoefficients, frozen=True, forbid_unknown_fields=True):
     base_w: SourcedValue | None = None
-    cpu_w: SourcedValue | None = None  # at the highest clock, as the next two
+    cpu_w: SourcedValue | None = None  # power at the highest clock, as of the next two
     gpu_w: SourcedValue | None = None
     emc_w: SourcedValue | None = None
     exponent: SourcedValue | None = None  # k
@@ -141,13 +141,13 @@ class ModelCoefficients(TimeCoefficients, frozen=True, forbid_unknown_fields=Tru
         )
 
 
-UNITS: Final[Mapping[str, Unit]] = {  # a number of `fedquilt.core.Rates` -> what the time is of
+UNITS: Final[Mapping[str, Unit]] = {  # field of `fedquilt.core.Rates` -> unit of work
     "flops_per_s": "flop",
     "bytes_per_s": "byte",
     "launch_s": "launch",
     "task_s": "task",
 }
-BEHIND: Final[Mapping[str, tuple[str, ...]]] = {  # a point's number -> the coefficients it comes from
+BEHIND: Final[Mapping[str, tuple[str, ...]]] = {  # number of a point -> prefixes of the coefficients that give it
     "flops_per_s": ("flop_",),
     "bytes_per_s": ("byte_",),
     "launch_s": ("launch_",),
@@ -160,7 +160,7 @@ class ProfilePoint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Named mode of a board. Names contain the unit, and `bytes_per_s` is memory traffic."""
 
     name: ShortText
-    cores: SourcedValue | None = None  # processor cores that are on; for people: no point tells it to a board
+    cores: SourcedValue | None = None  # processor cores that are on, for readers of the profile only
     cpu_hz: SourcedValue | None = None
     gpu_hz: SourcedValue | None = None
     emc_hz: SourcedValue | None = None
@@ -172,7 +172,7 @@ class ProfilePoint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     def sourced_values(self) -> tuple[SourcedValue, ...]:
         values = (getattr(self, key) for key in self.__struct_fields__ if key != "name")
-        return tuple(figure for figure in values if figure is not None)
+        return tuple(value for value in values if value is not None)
 
 
 class ThermalModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -189,13 +189,11 @@ class BoardProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     title: ShortText
     memory_bytes: SourcedValue
     sources: dict[str, NumberSource]
-    points: Annotated[tuple[ProfilePoint, ...], Meta(min_length=1, max_length=MOST_POINTS)]
+    points: Annotated[tuple[ProfilePoint, ...], Meta(min_length=1, max_length=MAX_POINTS)]
     idle_w: SourcedValue | None = None
     clocks: BoardClocks | None = None
     model: ModelCoefficients | None = None
-    workloads: Annotated[
-        dict[ShortText, TimeCoefficients], Meta(max_length=20)
-    ] = {}  # by `fedquilt.core.WorkEstimate.workload`
+    workloads: Annotated[dict[ShortText, TimeCoefficients], Meta(max_length=20)] = {}  # by `WorkEstimate.workload`
     thermal: ThermalModel | None = None
 
     def sourced_values(self) -> tuple[Sourced, ...]:
@@ -205,18 +203,15 @@ class BoardProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         parts = [
             part for part in (self.model, *self.workloads.values(), self.thermal, *self.points) if part is not None
         ]
-        return (*(f for f in values if f is not None), *(figure for part in parts for figure in part.sourced_values()))
+        return (*(v for v in values if v is not None), *(value for part in parts for value in part.sourced_values()))
 
-    def provenance(self, *figures: Sourced | None) -> Provenance:
-        """Return the least certain provenance of these numbers, or of all numbers without arguments."""
-        sourced = [figure for figure in figures or self.sourced_values() if figure is not None]
-        return max((self.sources[figure.source].provenance for figure in sourced), key=FROM_SUREST.index)
+    def provenance(self, *values: Sourced | None) -> Provenance:
+        """Return the least certain provenance among these values, or in the whole profile without arguments."""
+        known_values = [value for value in values or self.sourced_values() if value is not None]
+        return max((self.sources[value.source].provenance for value in known_values), key=FROM_SUREST.index)
 
     def operating_points(self) -> tuple[OperatingPoint, ...]:
-        """Return the named modes, completed by the model, followed by the grid of the model.
-
-        The number of points is at most MOST_POINTS.
-        """
+        """Return the named modes, completed by the model, followed by the grid of the model, at most MAX_POINTS."""
         listed_points = [
             self._make_completed_point(point.name, {key: _value_or_none(getattr(point, key)) for key in NUMBERS})
             for point in self.points
@@ -224,7 +219,7 @@ class BoardProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         if self.clocks is None or self.model is None:
             return tuple(listed_points)
         listed_clocks = [{axis: getattr(point, axis) for axis in laws.AXES} for point in listed_points]
-        room = MOST_POINTS - len(listed_points)
+        room = MAX_POINTS - len(listed_points)
         clocks = laws.make_grid(self.clocks.frequencies_by_axis(), room)
         full_clocks: list[dict[str, float | None]] = [
             {axis: clocks_of_point.get(axis) for axis in laws.AXES} for clocks_of_point in clocks
@@ -265,22 +260,19 @@ class BoardProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return OperatingPoint(name=name, **numbers, rates=rates)
 
     def highest_clocks(self) -> dict[str, float]:
-        return (
-            {}
-            if self.clocks is None
-            else {axis: values[-1] for axis, values in self.clocks.frequencies_by_axis().items()}
-        )
+        frequencies = {} if self.clocks is None else self.clocks.frequencies_by_axis()
+        return {axis: values[-1] for axis, values in frequencies.items()}
 
 
-NUMBERS: Final = (*laws.AXES, *BEHIND)  # of an operating point
+NUMBERS: Final = (*laws.AXES, *BEHIND)  # numeric fields of an operating point
 
 
-def _value_or_none(figure: SourcedValue | None) -> float | None:
-    return None if figure is None else figure.value
+def _value_or_none(value: SourcedValue | None) -> float | None:
+    return None if value is None else value.value
 
 
 def _round_to_four_digits(value: float) -> float:
-    # a model is not more precise, and 200 points fit into one message
+    # A model is not more precise, and MAX_POINTS points fit into one message.
     return float(f"{value:.4g}")
 
 
@@ -291,23 +283,23 @@ def board_names() -> list[str]:
 def load_board_profile(name: str) -> BoardProfile:
     if name not in board_names():
         names_text = toml.describe_choices(name, board_names())
-        raise JobError(f"board {name!r} is unknown{names_text}, and auto for this host")
+        raise JobError(f"board {name!r} is unknown{names_text}, or auto for this machine")
     path = Path(__file__).parent / f"{name}.toml"
     return parse_board_profile(path.read_text(encoding="utf-8"), str(path))
 
 
 def find_board_profile(name_or_path: str) -> BoardProfile:
-    """Return the profile in a file, or the included profile with this name."""
+    """Return the profile in a file, or the shipped profile with this name. Raise JobError if there is neither."""
     path = Path(name_or_path)
     if not path.exists() and is_board_name(name_or_path):
         if name_or_path in board_names():
             return load_board_profile(name_or_path)
         names_text = toml.describe_choices(name_or_path, board_names())
-        raise JobError(f"profile {name_or_path!r} is no file, and none that ships{names_text}")
+        raise JobError(f"profile {name_or_path!r} is neither a file nor a shipped profile{names_text}")
     try:
         return parse_board_profile(path.read_text(encoding="utf-8"), str(path))
     except (OSError, UnicodeDecodeError) as error:
-        raise JobError(f"profile: {path} cannot be read ({error}): `fedquilt board record` writes one") from None
+        raise JobError(f"profile {path} cannot be read ({error}): write one with `fedquilt board record`") from None
 
 
 def is_board_name(text: str) -> bool:
@@ -322,30 +314,27 @@ def add_checksum(text: str) -> str:
 
 
 def parse_board_profile(text: str, source: str) -> BoardProfile:
-    """Return the profile in TOML text.
-
-    `source` names the text in errors.
-    """
+    """Return the profile in TOML text, or raise JobError, which names the text by `source`."""
     body, marker, checksum = text.rpartition(_SUM)
     if marker and checksum.strip() != hashlib.sha256(body.encode()).hexdigest():
         raise JobError(
-            f"{source} is damaged, or was changed since `fedquilt board record` wrote it: record it anew, or remove "
-            "its last line if you changed it"
+            f"{source} has changed since `fedquilt board record` wrote it: record the board again, or remove the last "
+            "line of the file if you changed it"
         )
     try:
         board = msgspec.convert(toml.parse_toml(text, source), BoardProfile)
     except msgspec.ValidationError as error:
         raise JobError(f"{source}: {error}") from None
-    unknown = sorted({figure.source for figure in board.sourced_values()} - set(board.sources))
+    unknown = sorted({value.source for value in board.sourced_values()} - set(board.sources))
     if unknown:
-        raise JobError(f"{source}: numbers name the sources {', '.join(unknown)}, which [sources] does not hold")
-    called = [point.name for point in board.points]
-    if len(set(called)) < len(called):
-        raise JobError(f"{source}: two points share a name: {', '.join(sorted(called))}")
+        raise JobError(f"{source}: sources {', '.join(unknown)} are unknown: describe them under [sources]")
+    names = [point.name for point in board.points]
+    if repeated := sorted({name for name in names if names.count(name) > 1}):
+        raise JobError(f"{source}: several points have the name {', '.join(repeated)}: use other names")
     lists = {} if board.clocks is None else board.clocks.frequencies_by_axis()
     for axis, values in lists.items():
         if list(values) != sorted(set(values)):
-            raise JobError(f"{source}: [clocks] {axis} must rise from the lowest value to the highest")
+            raise JobError(f"{source}: [clocks] {axis} is not in rising order: sort the values")
     for table, times in {
         "model": board.model,
         **{f"workloads.{key}": workload for key, workload in board.workloads.items()},
@@ -355,5 +344,5 @@ def parse_board_profile(text: str, source: str) -> BoardProfile:
         axes = {axis for unit in UNITS.values() for axis in times.time_law(unit).cycles}
         axes |= set(times.power_model().axes_w) if isinstance(times, ModelCoefficients) else set()
         if missing := sorted(axes - set(lists)):
-            raise JobError(f"{source}: [{table}] uses {', '.join(missing)}, of which [clocks] lists no values")
+            raise JobError(f"{source}: [{table}] uses {', '.join(missing)}: list these clocks under [clocks]")
     return board

@@ -9,7 +9,7 @@ voltage of memory is constant. `base` is the power while busy that does not depe
 idle power. The paper's law, t = c D / f (FedStitch, arXiv 2409.07202, equation 4), is the case a = b = d = 0, and does
 not fit the paper's Table II. The number of active cores is not in the model.
 
-The clock of an axis that a point does not name is the board's highest. No I/O and no numpy.
+An axis that a point leaves out has the board's highest clock. No I/O and no numpy.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Final
 
 AXES: Final = ("cpu_hz", "gpu_hz", "emc_hz")  # processor, graphics processor, memory controller
 POWERED: Final = {"cpu_hz": "cpu_w", "gpu_hz": "gpu_w", "emc_hz": "emc_w"}
-LINEAR: Final = "emc_hz"  # its power grows with the clock itself
+LINEAR: Final = "emc_hz"  # axis whose power is proportional to its clock
 
 Clocks = Mapping[str, float | None]  # axis -> hertz
 
@@ -41,8 +41,6 @@ class InverseTimeLaw:
 
 @dataclass(frozen=True)
 class PowerModel:
-    """Power model of a busy board, with coefficients in watts at the highest clocks."""
-
     base_w: float = 0.0
     axes_w: Mapping[str, float] = field(default_factory=dict)  # axis -> watts at its highest
     exponent: float = 2.0  # k
@@ -54,7 +52,6 @@ class PowerModel:
 
 
 def clock_of_axis(clocks: Clocks, top: Mapping[str, float], axis: str) -> float:
-    """Return the clock of an axis in hertz, by default the board's highest."""
     return clocks.get(axis) or top[axis]
 
 
@@ -65,10 +62,10 @@ def power_ratio(axis: str, clocks: Clocks, top: Mapping[str, float], exponent: f
 
 
 def make_grid(axes: Mapping[str, Sequence[float]], room: int) -> list[dict[str, float]]:
-    """Return combinations of the clocks, at most `room` of them, the fastest first.
+    """Return at most `room` combinations of the clocks, the fastest first.
 
     While there are too many combinations, the longest list loses one value (of equally long ones, the first in `AXES`).
-    The remaining values are spread evenly, and include both ends of a list while it has two or more. The result is
+    The remaining values are evenly distributed, and include both ends of a list of two or more. The result is
     deterministic.
     """
     lists = {axis: sorted(axes[axis]) for axis in AXES if axes.get(axis)}
@@ -83,7 +80,7 @@ def make_grid(axes: Mapping[str, Sequence[float]], room: int) -> list[dict[str, 
 
 
 def pick_evenly(values: Sequence[float], count: int) -> list[float]:
-    """Return `count` values at even distances, including both ends, or the last for a single one."""
+    """Return `count` evenly distributed values including the first and the last, or only the last for a count of 1."""
     if count == 1:
         return [values[-1]]
     last_index = len(values) - 1
@@ -98,4 +95,5 @@ def _product(sizes: Mapping[str, int]) -> int:
 
 
 def format_point_name(clocks: Mapping[str, float]) -> str:
+    """Return the name of a point with these clocks in hertz, as "cpu1200-gpu850" in megahertz."""
     return "-".join(f"{axis[:-3]}{clocks[axis] / 1e6:.0f}" for axis in AXES if axis in clocks)

@@ -1,8 +1,8 @@
 """Fit of the clock model to measurements, with its errors. Imports numpy.
 
-No coefficient is negative, because a higher clock cannot take longer or use less power. Non-negative least squares is
-exact here, by a search of all subsets of the few columns. Rows are weighted by 1 / measured, so that errors are
-relative. The reported error is that of leave-one-out cross-validation.
+No coefficient is negative, because work cannot take longer or use less power at a higher clock. The few columns allow
+an exact solution of non-negative least squares, by a search of all subsets of the columns. Rows are weighted by
+1 / measured, so that errors are relative. The reported error is that of leave-one-out cross-validation.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ import numpy as np
 from fedquilt.profiles import clock_model as laws
 
 EXPONENTS: Final = (1.0, 1.5, 2.0, 2.5, 3.0)  # k of `fedquilt.profiles.clock_model`
-BETTER: Final = 1e-9  # how much smaller the squared error of a larger subset must be
-TINY_DESIGN: Final = 1e-6  # keeps the determinant of the first few rows above 0
+BETTER: Final = 1e-9  # relative decrease of the squared error that justifies a larger subset
+TINY_DESIGN: Final = 1e-6  # ridge that keeps the determinant of the first few rows above 0
 
 
 class MeasuredPoint(NamedTuple):
@@ -31,7 +31,7 @@ class RelativeErrors:
     """Relative errors, (model - measured) / measured, in the order of the measurements."""
 
     fitted: tuple[float, ...]
-    left_out: tuple[float | None, ...]  # of each point, by the fit of all the others; None: too few are left
+    left_out: tuple[float | None, ...]  # by a fit without the point, or None if the others do not vary all clocks
 
     @property
     def median(self) -> float | None:
@@ -48,7 +48,7 @@ class RelativeErrors:
 def fit_time_law(
     measurements: Sequence[MeasuredPoint], top: Mapping[str, float]
 ) -> tuple[laws.InverseTimeLaw, RelativeErrors]:
-    """Fit the time law a + b / f_cpu + c / f_gpu + d / f_emc."""
+    """Return the time law a + b / f_cpu + c / f_gpu + d / f_emc that fits best, with its errors."""
     axes = _find_varying_axes(measurements, top)
     x = _time_law_rows(measurements, axes, top)  # (n, 1 + axes)
     coefficients, errors = _fit_non_negative_with_errors(x, _target_values(measurements))
@@ -60,7 +60,7 @@ def fit_time_law(
 def fit_power_model(
     measurements: Sequence[MeasuredPoint], top: Mapping[str, float], floor_w: float = 0.0
 ) -> tuple[laws.PowerModel, RelativeErrors]:
-    """Fit the power model base + sum of w * r^k, with k from `EXPONENTS` and `base` >= `floor_w`."""
+    """Return the best power model base + sum of w * r^k, k of `EXPONENTS`, base >= `floor_w`, with its errors."""
     axes = _find_varying_axes(measurements, top)
     values = _target_values(measurements)
     best: tuple[float, laws.PowerModel, RelativeErrors] | None = None
@@ -78,10 +78,9 @@ def fit_power_model(
 def select_points_to_measure(candidates: Sequence[laws.Clocks], count: int, top: Mapping[str, float]) -> list[int]:
     """Return indices of candidates to measure, the most informative first.
 
-    The first point is the fastest, and the second is the one in the middle, which shows whether power bends. Each
-    further point maximises the determinant of X'X (greedy D-optimal design), where X contains the scaled rows of the
-    time model. Most of these points are corners of the grid. The result is deterministic: the first of several equal
-    candidates is chosen.
+    The first point is the fastest. The second is in the middle, to measure the curvature of the power. Each further
+    point maximises the determinant of X'X (greedy D-optimal design), where X contains the scaled rows of the time
+    model. Most of these points are corners of the grid. Of several equal candidates the first is selected.
     """
     if not candidates or count < 1:
         return []
@@ -105,7 +104,7 @@ def select_points_to_measure(candidates: Sequence[laws.Clocks], count: int, top:
 
 def _find_varying_axes(measurements: Sequence[MeasuredPoint], top: Mapping[str, float]) -> list[str]:
     if not measurements:
-        raise ValueError("there is nothing to fit")
+        raise ValueError("no measurements to fit")
     return [
         axis
         for axis in laws.AXES
@@ -148,10 +147,7 @@ def _fit_non_negative_with_errors(
 
 
 def fit_unit_costs(counts: Sequence[Sequence[float]], values: Sequence[float]) -> list[float]:
-    """Return the non-negative cost per unit of each count that fits the values best.
-
-    The fit minimises relative errors.
-    """
+    """Return non-negative unit costs that fit values (n,) for counts (n, units) with the least relative errors."""
     coefficients = _solve_non_negative(np.array(counts, float), np.array(values, float), 0.0)
     return [float(value) for value in coefficients]
 
@@ -159,11 +155,9 @@ def fit_unit_costs(counts: Sequence[Sequence[float]], values: Sequence[float]) -
 def _solve_non_negative(x: np.ndarray, y: np.ndarray, floor: float) -> np.ndarray:
     if (odd := ~(np.isfinite(y) & (y > 0))).any():
         index = int(odd.argmax())
-        raise ValueError(
-            f"measurement {index} is {y[index]:g}, and has to be above 0: measure it again or leave it out"
-        )
+        raise ValueError(f"measurement {index} is {y[index]:g}, not above 0: measure again, or leave the point out")
     rows = x / y[:, None]
-    aim = 1.0 - floor * rows[:, 0]  # what is left for the coefficients above their lowest
+    aim = 1.0 - floor * rows[:, 0]  # remainder for the coefficients above their minimum
     scale = np.maximum(np.abs(rows).max(0), 1e-300)
     best, smallest_error = np.zeros(x.shape[1]), float(aim @ aim)
     for size in range(1, x.shape[1] + 1):

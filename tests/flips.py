@@ -43,7 +43,7 @@ from fedquilt.tools.artefacts import export
 
 KINDS = (("scaffold", "raw"), ("fedavg", "int8"), ("local", "raw"), ("fedavg", "topk"))
 NAMED = re.compile(
-    r"damaged|malformed|cannot (use|be read|be used)|not a fedquilt message|written by a newer|is gone|is not here"
+    r"damaged|malformed|cannot (use|be read|be used)|not a fedquilt message|written by a newer|is gone|is missing"
 )
 Verdict = Literal["same", "refused", "noted", "SILENT"]
 

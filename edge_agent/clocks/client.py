@@ -1,8 +1,8 @@
 """Client of the clock helper, over a Unix socket with one JSON line per request and response.
 
 Only the helper (`fedquilt.edge_agent.clocks.helper`) needs root. The helper restores the board's settings when the
-client unpins, ends or is silent: a client with pinned clocks calls `send_keepalive` more often than the helper's
-watchdog.
+client unpins, ends or is silent. A client with pinned clocks must call `send_keepalive` before the helper's watchdog
+expires.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class HelperStatus(WireMessage, frozen=True):
     temperature_c: float | None = None  # temperature of the hottest zone
     max_temperature_c: float | None = None  # temperature above which nothing is pinned
     max_w: float | None = None  # power above which no point is pinned
-    holder: Sentence | None = None  # description of the holder
+    holder: Sentence | None = None  # process and user that have pinned the clocks
     point: OperatingPoint | None = None
     # Settings of the board that the helper could not restore yet.
     unrestored_settings: tuple[Sentence, ...] = ()
@@ -88,16 +88,17 @@ class ClockClient:
 
     @classmethod
     def connect(cls, path: Path = Path("/") / SOCKET) -> ClockClient | None:
+        """Return a client of the helper, or None if no helper responds or the user has no permission (logged)."""
         connection = _open_socket(path)
         return None if connection is None else cls(connection, path)
 
     def pin(self, point: OperatingPoint) -> OperatingPoint:
         """Pin the clocks at a point. Return the point reported by the board.
 
-        Reconnects if the helper was restarted.
+        Connects again if the helper was restarted.
 
         Raises:
-            ClockError: If the helper refuses. Nothing is pinned then.
+            ClockError: If the helper refuses or does not respond. Nothing is pinned then.
         """
         self.point = None
         if self._connection is not None and _is_closed(self._connection):
@@ -152,7 +153,7 @@ class ClockClient:
 
     def _send_request(self, request: Request) -> HelperResponse:
         if self._connection is None:
-            raise ClockError(f"clock helper at {self._socket_path} has ended: see `systemctl status fedquilt-clocks`")
+            raise ClockError(f"clock helper at {self._socket_path} has ended: run `systemctl status fedquilt-clocks`")
         try:
             self._connection.settimeout(RESPONSE_TIMEOUT_S)
             self._connection.sendall(msgspec.json.encode(request) + b"\n")

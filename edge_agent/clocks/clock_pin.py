@@ -1,7 +1,7 @@
-"""Pinning of a board's clocks within its owner's limits, and restoring them.
+"""Pinned clocks of a board, within the owner's limits, and the restoration of the board's settings.
 
 Before the first change the settings of the board are written to a journal and synced. The journal is deleted only when
-everything is restored: a start after a kill -9 finds the journal and restores.
+everything is restored. After a kill, the next start finds the journal and restores the settings.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ COOLING_MARGIN_C: Final = 5.0  # after overheating, clocks are pinned again only
 
 
 class RestoreJournal(WireMessage, frozen=True):
-    boot: str | None  # a reboot resets clocks, and only the mode survives
+    boot: str | None  # id of the boot: a reboot resets clocks, but not the mode
     settings: BoardControlState
     pinned_mode: str | None = None  # power mode set by pinning, or None in the owner's mode
     # A later `controls.status_fingerprint` that differs means that the owner has set another mode.
@@ -45,8 +45,9 @@ class ClockPin:
         state: Folder of the journal, which must survive a restart of the board as power modes do.
         max_temperature_c: Degrees Celsius above which nothing is pinned.
         max_w: Watts above which no point is pinned, or None for no limit.
-        watts: Function that returns the power of a point, or None if unknown. By default, the client's `busy_w`.
-        put: Function that writes a value to a kernel file.
+        power_of_point: Function that returns the watts of a point, or None if unknown. By default, the client's
+            `busy_w`.
+        write_file: Function that writes a value to a kernel file.
         nvpmodel: Function that runs nvpmodel with arguments and returns its output or None. By default, the board's
             program.
     """
@@ -75,9 +76,10 @@ class ClockPin:
         try:
             state.mkdir(mode=0o700, parents=True, exist_ok=True)
         except OSError as error:
-            raise StoreError(f"no folder {state} for the clocks' journal: {error.strerror}; name another") from None
+            raise StoreError(f"folder {state} for the clocks' journal cannot be made: {error.strerror}") from None
 
     def restore_after_crash(self) -> list[str]:
+        """Restore the settings in the journal of a killed process. Return sentences on failures."""
         try:
             journal = msgspec.json.decode(self._journal.read_bytes(), type=RestoreJournal)
         except FileNotFoundError:
@@ -85,7 +87,7 @@ class ClockPin:
         except (OSError, *DECODE_ERRORS) as error:
             with contextlib.suppress(OSError):
                 self._journal.replace(self._journal.with_suffix(".unreadable"))
-            return [f"{self._journal} cannot be read ({error}): clocks stay as they are until the board is restarted"]
+            return [f"{self._journal} cannot be read ({error}): restart the board to restore its clocks"]
         self._saved, self._pinned_mode, self._mode_fingerprint = (
             journal.settings,
             journal.pinned_mode,
@@ -96,9 +98,10 @@ class ClockPin:
         return self.restore()
 
     def pin(self, point: OperatingPoint) -> OperatingPoint:
-        """Pin the clocks at `point`. Return the point reported by the board.
+        """Pin an operating point. Return the point with the clocks that the board reports.
 
-        Clocks pinned before and not named by this point are restored.
+        Raises:
+            ClockError: If the point is not permitted or cannot be set. All settings are then restored.
         """
         try:
             self._require_cool()
@@ -106,7 +109,9 @@ class ClockPin:
             return self._check_and_pin(point)
         except ClockError as error:
             failures = self.restore()
-            outcome = f"; NOT as before: {'; '.join(failures)}" if failures else "; the board's own settings hold"
+            outcome = (
+                f"; NOT restored: {'; '.join(failures)}" if failures else "; the board's own settings are restored"
+            )
             raise ClockError(f"{error}{outcome}") from None
 
     def restore(self) -> list[str]:
@@ -123,7 +128,7 @@ class ClockPin:
         clock_controls = controls.discover_controls(self.root)
         failures += self._apply_writes(controls.restore_writes(clock_controls, self._saved))
         for name in controls.offline_policies(self.root, self._saved, clock_controls.find_mode(self._saved.mode)):
-            failures.append(f"{name} is restored once one of its cores is on again")
+            failures.append(f"{name} has all cores off: the helper restores its limits when a core is on again")
         if not failures:
             self._saved = self._pinned_mode = None
             self._delete_journal()
@@ -134,6 +139,7 @@ class ClockPin:
         return self._saved is not None and self.point is None
 
     def unpin_if_required(self) -> str | None:
+        """Unpin the clocks after overheating or a change of the power mode. Return the reason, or None."""
         hottest_c = controls.hottest_zone_c(self.root)
         if self._is_cooling and hottest_c is not None and hottest_c < self.max_temperature_c - COOLING_MARGIN_C:
             self._is_cooling = False
@@ -142,10 +148,10 @@ class ClockPin:
         try:
             reason = self._adopt_owner_mode()
         except ClockError as error:
-            reason = f"let go: {error}"
+            reason = f"clocks unpinned: {error}"
         if reason is None and (overheat_reason := self._overheat_reason(hottest_c, self.max_temperature_c)) is not None:
             self._is_cooling = True
-            reason = f"let go: {overheat_reason}, the limit is {self.max_temperature_c:g} C"
+            reason = f"clocks unpinned: {overheat_reason}, the limit is {self.max_temperature_c:g} C"
         if reason is not None:
             self.restore()
         return reason
@@ -158,7 +164,7 @@ class ClockPin:
         return mode_name or controls.read_mode_name(self.root)
 
     def owner_mode(self) -> str | None:
-        """Return the power mode set by the owner, even while another is pinned, or None if unknown."""
+        """Return the power mode set by the owner, also while pinning has set another, or None if unknown."""
         return self.current_mode() if self._saved is None or self._pinned_mode is None else self._saved.mode
 
     def control_limits(self, clock_controls: ClockControls, owner: str | None) -> owner_limits.ControlLimits:
@@ -181,9 +187,9 @@ class ClockPin:
             limited_control = owner_limits.find_tighter_limit(
                 clock_controls, limits, owner_limits.control_limits(clock_controls, clock_controls.find_mode(owner))
             )
-            if limited_control:  # nvpmodel would raise it to the cap of the mode
+            if limited_control:  # nvpmodel would raise the limit to the cap of the mode
                 raise ClockError(
-                    f"mode {mode.name} is not set: {limited_control} is limited below the power mode of this board"
+                    f"mode {mode.name} cannot be set: the owner has limited {limited_control} below the power mode"
                 )
         if self._saved is None:
             self._mode_fingerprint = controls.status_fingerprint(self.root)
@@ -213,9 +219,9 @@ class ClockPin:
         return reported_point
 
     def _adopt_owner_mode(self) -> str | None:
-        """Adopt a power mode set by the owner since the last call. Return a text on the change, or None.
+        """Record a power mode set by the owner since the last call. Return a sentence on the change, or None.
 
-        `restore` then sets the limits of the new mode, because the earlier limits might exceed its caps.
+        `restore` then sets the limits of the new mode, because the earlier limits might exceed the caps of that mode.
         """
         if self._saved is None:
             return None
@@ -240,28 +246,26 @@ class ClockPin:
         self._pinned_mode, self._mode_fingerprint = None, fingerprint
         self._write_journal(saved)
         self._saved = saved
-        return f"let go: the owner has set the power mode {current_mode} (before: {previous_mode or 'not known'})"
+        return f"clocks unpinned: the power mode was changed from {previous_mode or '(unknown)'} to {current_mode}"
 
     def _require_cool(self) -> None:
         limit = self.max_temperature_c - (COOLING_MARGIN_C if self._is_cooling else 0.0)
         if (overheat_reason := self._overheat_reason(controls.hottest_zone_c(self.root), limit)) is not None:
-            raise ClockError(f"{overheat_reason}, and clocks are pinned only up to {limit:g} C: let the board cool")
+            raise ClockError(f"{overheat_reason}, clocks are pinned only up to {limit:g} C: cool the board")
 
     def _overheat_reason(self, hottest_c: float | None, limit: float) -> str | None:
-        """Return why the board may be too hot: a zone above `limit`, or zones without a reading, else None."""
+        """Return why the board may be too hot, a zone above `limit` or zones without a reading, or None."""
         if hottest_c is not None:
             return f"the hottest zone is at {hottest_c:g} C" if hottest_c > limit else None
-        return "no thermal zone answers" if sysfs.thermal_zone_files(self.root / "sys/class/thermal") else None
+        return "no thermal zone can be read" if sysfs.thermal_zone_files(self.root / "sys/class/thermal") else None
 
     def _require_power_within(self, point: OperatingPoint) -> None:
         if self.max_w is None:
             return
         power_w = self._power_of_point(point)
         if power_w is None or power_w > self.max_w:
-            power_text = "draws nobody knows how much" if power_w is None else f"draws {power_w:g} W"
-            raise ClockError(
-                f"{point.name!r} {power_text}, and no point above {self.max_w:g} W is pinned here ([governor] max_w)"
-            )
+            power_text = "unknown power" if power_w is None else f"{power_w:g} W"
+            raise ClockError(f"{point.name!r} has {power_text}, over the limit of {self.max_w:g} W ([governor] max_w)")
 
     def _record_new_controls(self, clock_controls: ClockControls) -> None:
         assert self._saved is not None
@@ -281,12 +285,14 @@ class ClockPin:
             for name in ("low", "high", "lock"):
                 path = getattr(control, name)
                 if path is not None and getattr(states_by_name[control.name], name) is None:
-                    raise ClockError(f"{control.name} cannot be pinned: {path} has no readable value to restore later")
+                    raise ClockError(
+                        f"{control.name} cannot be pinned: {path} cannot be read, and so not restored later"
+                    )
 
     def _apply_writes(
         self, writes: list[ControlWrite], limits: owner_limits.ControlLimits = MappingProxyType({})
     ) -> list[str]:
-        """Write and read back. Return sentences on failures. A rate above its limit is not locked."""
+        """Write values and read them back. Return sentences on failures. A rate above its limit is not locked."""
         failures: list[str] = []
         for write in writes:
             control = write.control
@@ -297,22 +303,20 @@ class ClockPin:
                 and limit is not None
                 and (rate_value is None or rate_value > limit)
             ):
-                failures.append(
-                    f"{write.file} is left open: {control.rate} says {rate_value}, and {limit} is permitted"
-                )
+                failures.append(f"{write.file} is not locked: {control.rate} is {rate_value}, the limit {limit}")
                 continue
             try:
                 self._write_file(write.file, str(write.value))
             except OSError as error:
-                failures.append(f"{write.file} does not take {write.value}: {error.strerror}")
+                failures.append(f"{write.file} refused {write.value}: {error.strerror}")
         failed = " ".join(failures)
         for write, value in controls.read_back(writes):
             if not write.is_applied(value) and str(write.file) not in failed:
-                failures.append(f"{write.file} was set to {write.value} and says {value if value else 'nothing'}")
+                failures.append(f"{write.file} was set to {write.value} and is {value if value else 'unreadable'}")
         return failures
 
     def _set_mode(self, clock_controls: ClockControls, name: str | None, repeat: bool = False) -> bool:
-        """Set a mode unless it is set already. Return whether nvpmodel was called."""
+        """Set a mode with nvpmodel unless the mode is set already. Return whether nvpmodel was called."""
         mode = None if name is None else clock_controls.find_mode(name)
         if mode is None:
             return False
@@ -322,24 +326,19 @@ class ClockPin:
         owner_limits.require_same_gpu_masks(clock_controls.find_mode(mode_before), mode)
         assert self._saved is not None
         self._pinned_mode = None if controls.is_same_mode(mode.name, self._saved.mode) else mode.name
-        self._write_journal(
-            self._saved
-        )  # written before the change, because a mode found after a kill is not the owner's
+        self._write_journal(self._saved)  # before the change, because a mode found after a kill is not the owner's
         output = self._nvpmodel("-m", str(mode.id))
         mode_after, self._mode_fingerprint = self.current_mode(), controls.status_fingerprint(self.root)
         self._write_journal(self._saved)
         if not controls.is_same_mode(mode_after, mode.name):
-            reason = (
-                "it needs a restart of the board"
-                if "reboot" in (output or "").lower()
-                else f"it is in {mode_after} still"
-            )
-            raise ClockError(f"nvpmodel did not go to mode {mode.name}: {reason}")
+            needs_reboot = "reboot" in (output or "").lower()
+            reason = "the mode needs a restart of the board" if needs_reboot else f"the mode is still {mode_after}"
+            raise ClockError(f"nvpmodel did not set mode {mode.name}: {reason}")
         return True
 
     def _run_nvpmodel(self, *arguments: str) -> str | None:
         """Return nvpmodel's output whatever its exit status, or None if it is missing, cannot start or times out."""
-        # Its question about a restart gets no input and so is never confirmed.
+        # Without input, nvpmodel's question about a restart is never confirmed.
         program = self.root / NVPMODEL
         if not sysfs.is_visible(program):
             return None
@@ -369,7 +368,7 @@ class ClockPin:
             )
         except OSError as error:
             raise ClockError(
-                f"no clock is changed, because {self._journal} cannot be written: {error.strerror}"
+                f"clocks stay unchanged, because {self._journal} cannot be written: {error.strerror}"
             ) from None
 
     def _delete_journal(self) -> None:

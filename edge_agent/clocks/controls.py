@@ -1,11 +1,11 @@
 """Clock controls of a board in its kernel: CPU policies, GPU and memory clocks, and power modes.
 
 A frequency is pinned by setting both limits to it under the board's own governor, as NVIDIA's `jetson_clocks` does. The
-memory clock (EMC) is pinned by its cap and, where debugfs has them, by its rate and lock. Only listed frequencies are
-planned. Nothing here writes.
+memory clock (EMC) is pinned by its cap and, where debugfs has them, by its rate and lock. Only listed frequencies can
+be pinned. This module plans writes and writes nothing.
 
-The frequencies of the memory clock are in debugfs, which only root can read on nearly every board. Any other process
-gets an empty list marked as hidden, and requests the list from the clock helper.
+The frequencies of the memory clock are in debugfs, which only root can read on nearly every board. Other users get an
+empty list marked as hidden, and request the list from the clock helper.
 
 A power mode of a Jetson turns cores off and caps clocks. nvpmodel's catalogue of modes is in /etc/nvpmodel.conf. Ids
 differ between releases, so a mode is identified by its name. nvpmodel stores the id of the mode set last in
@@ -51,9 +51,9 @@ class PowerMode:
         return next((cap.value for cap in self.caps if cap.clock == "EMC" and cap.value < UNCAPPED), None)
 
     def caps_for_clock(self, kind: str, file: Path | None) -> list[int]:
-        """Return the caps on the clock of a kind (cpu, gpu or emc) with its upper limit in `file`.
+        """Return a clock's caps in the unit of `file`, which contains the clock's upper limit.
 
-        All caps of the kind are returned if the catalogue does not name the file.
+        All caps of the kind (cpu, gpu or emc) are returned if the catalogue does not name the file.
         """
         caps_of_kind = [cap for cap in self.caps if _clock_kind(cap.clock) == kind]
         control_path = os.path.realpath(file) if file is not None else ""
@@ -109,7 +109,7 @@ def _clock_kind(clock: str) -> str:
 def read_mode_name(root: Path) -> str | None:
     """Return the name of the present mode, or the catalogue's default if none was ever set.
 
-    The result is None without a catalogue, if it lacks the mode, or if this user may not read the status.
+    The result is None if there is no catalogue, the catalogue lacks the mode, or this user may not read the status.
     """
     if sysfs.is_forbidden(root / STATUS):
         return None
@@ -164,9 +164,7 @@ class BoardControlState(WireMessage, frozen=True):
 class ClockControl:
     name: str  # "policy0", "17000000.gpu", "emc"
     kind: Kind
-    listed_values: tuple[
-        int, ...
-    ]  # ascending, in `unit_hz`, or () if no frequency is listed and the clock cannot be pinned
+    listed_values: tuple[int, ...]  # ascending, in `unit_hz`, or () if none is listed and the clock cannot be pinned
     unit_hz: int = 1
     governor: Path | None = None
     low: Path | None = None
@@ -184,23 +182,24 @@ class ClockControl:
         low, high, rate, lock = (read_number(path) for path in (self.low, self.high, self.rate, self.lock))
         return ControlState(name=self.name, governor=read_line(self.governor), low=low, high=high, rate=rate, lock=lock)
 
-    def nearest_value(self, hz: float) -> int:
+    def listed_value_at(self, hz: float) -> int:
+        """Return the listed value at `hz`, in `unit_hz`. Raise ClockError if none is within TOLERANCE."""
         nearest = min(self.listed_values, key=lambda value: abs(value * self.unit_hz - hz), default=None)
         if nearest is None or abs(nearest * self.unit_hz - hz) > TOLERANCE * hz:
             listed_text = ", ".join(f"{value * self.unit_hz / 1e6:g}" for value in self.listed_values)
             raise ClockError(
                 f"{self.name} ({self.kind}) has no {hz / 1e6:g} MHz: "
-                + (f"it lists {listed_text} MHz" if listed_text else self._explain_missing_list())
+                + (f"choose one of {listed_text} MHz" if listed_text else self._explain_missing_list())
             )
         return nearest
 
     def _explain_missing_list(self) -> str:
         if self.is_list_hidden:
-            return "root alone may read its frequencies: run this as root, or through the clock helper"
-        return "the board lists no frequencies for it, so leave it out"
+            return "only root can read the list of frequencies, so run as root or start the clock helper"
+        return "the board lists no frequencies of this clock, so leave the clock out"
 
     def limit_writes(self, value: int, *, low: int | None = None) -> list[ControlWrite]:
-        """Return writes of both limits, ordered so that the lower limit never exceeds the upper."""
+        """Return ordered writes of the upper limit `value` and the lower limit, by default the same value."""
         writes = []
         if self.low is not None:
             writes.append(ControlWrite(self, self.low, min(self.listed_values[0], value if low is None else low)))
@@ -221,7 +220,7 @@ class ControlWrite:
         return f"write {self.value} to {self.file} ({self.control.name})"
 
     def is_applied(self, value: str | None) -> bool:
-        """Return whether the file has the value. A memory clock may round up to a listed one."""
+        """Return whether `value`, read from the file, is the written one. A memory clock may round up."""
         if value == str(self.value):
             return True
         if self.control.kind != "emc" or self.file not in (self.control.rate, self.control.high):
@@ -363,6 +362,7 @@ def _emc_controls(root: Path, modes: Sequence[PowerMode]) -> Iterable[ClockContr
 
 
 def pin_writes(clock_controls: ClockControls, point: OperatingPoint) -> list[ControlWrite]:
+    """Return the writes that pin a point. Raise ClockError if the board has no such clock or frequency."""
     requested_clocks: tuple[tuple[Kind, float | None], ...] = (
         ("cpu", point.cpu_hz),
         ("gpu", point.gpu_hz),
@@ -373,15 +373,15 @@ def pin_writes(clock_controls: ClockControls, point: OperatingPoint) -> list[Con
         if hz is None:
             continue
         if not clock_controls.controls_of_kind(kind):
-            raise ClockError(f"this board has no {kind} clock that can be set: leave {kind} out of {point.name!r}")
+            raise ClockError(f"{point.name!r} sets the {kind} clock, which this board cannot set: leave {kind} out")
         for control in clock_controls.controls_of_kind(kind):
-            value = control.nearest_value(hz)
+            value = control.listed_value_at(hz)
             writes += control.limit_writes(value)
             if control.rate is not None and control.lock is not None:
                 writes += [ControlWrite(control, control.rate, value), ControlWrite(control, control.lock, 1)]
     if not writes and clock_controls.find_mode(point.name) is None:
         mode_names = ", ".join(mode.name for mode in clock_controls.modes) or "none"
-        raise ClockError(f"{point.name!r} has no frequency and is no mode of this board: choose one of {mode_names}")
+        raise ClockError(f"{point.name!r} has no frequency and is not a mode of this board: choose one of {mode_names}")
     return writes
 
 
@@ -406,7 +406,7 @@ def restore_writes(
 
 
 def read_back(writes: Iterable[ControlWrite]) -> list[tuple[ControlWrite, str | None]]:
-    """Return the last write to each file, with the present content of the file."""
+    """Return the last write to each file, with the present content of the file, or None if unreadable."""
     last_writes = {write.file: write for write in writes}
     return [(write, read_line(write.file)) for write in last_writes.values()]
 
@@ -423,11 +423,10 @@ def read_number(path: Path | None) -> int | None:
 
 
 def _listed_values(path: Path) -> tuple[tuple[int, ...], bool]:
-    """Return the positive integers of a list, ascending, and whether the list is hidden."""
+    """Return the positive integers in a file, ascending, and whether this user may not read the file."""
     fields = (read_line(path) or "").split()
-    return tuple(sorted({int(field) for field in fields if field.isdigit() and int(field) > 0})), sysfs.is_forbidden(
-        path
-    )
+    values = {int(field) for field in fields if field.isdigit()} - {0}
+    return tuple(sorted(values)), sysfs.is_forbidden(path)
 
 
 def _existing_or_none(path: Path) -> Path | None:

@@ -1,7 +1,7 @@
 """Clock helper, the only part of fedquilt that runs as root.
 
-The helper sets clocks for one client at a time, and accepts only frequencies that the board lists and its owner
-permits: the power mode, and [governor] max_w (`fedquilt.edge_agent.clocks.owner_limits`). The helper restores the
+The helper sets clocks for one client at a time, and only to frequencies that the board lists and its owner permits by
+the power mode and [governor] max_w (`fedquilt.edge_agent.clocks.owner_limits`). The helper restores the
 board's settings when the client unpins, disconnects, ends or is silent beyond the watchdog's time, when the board is
 too hot or its power mode changes, when the helper stops, and at its next start after a kill
 (`fedquilt.edge_agent.clocks.clock_pin`). There are no threads: one `step` runs at a time.
@@ -53,11 +53,11 @@ CHECK_S: Final = 1.0  # interval between readings of the thermal zones, and betw
 TICK_S: Final = 0.5  # longest wait before a signal is handled
 MAX_CLIENTS: Final = 8
 
-Peer = tuple[int, int, int]  # pid, uid, gid
+Peer = tuple[int, int, int]  # ids of process, user and group of a client
 
 
 def peer_credentials(connection: socket.socket) -> Peer:
-    """Return process, user and group of the other end (SO_PEERCRED, unix(7))."""
+    """Return the client's credentials (SO_PEERCRED, unix(7))."""
     return struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))
 
 
@@ -87,8 +87,11 @@ class ClockHelper:
     """Socket of the clock helper and the client that has pinned the clocks.
 
     Args:
+        clock_pin: Clocks to pin. Settings of a killed helper are restored at once.
+        path: Path of the socket.
+        state: Folder with the lock, which only one helper can have.
         group: Id of the group that may connect besides root, or None for root only.
-        peer: Function that returns the credentials of a connection.
+        read_peer: Function that returns the credentials of a connection.
     """
 
     def __init__(
@@ -117,6 +120,7 @@ class ClockHelper:
         self._selector.register(self._listener, selectors.EVENT_READ)
 
     def step(self, now_s: float, wait_s: float = 0.0) -> None:
+        """Handle requests for up to `wait_s`. Unpin the clocks if the client is silent, or if required."""
         self._now_s += 0.0 if self._last_step_s is None else max(0.0, now_s - self._last_step_s)
         self._last_step_s = now_s
         for key, _ in self._selector.select(wait_s):
@@ -125,7 +129,7 @@ class ClockHelper:
             else:
                 self._receive_requests(key.data)
         if self._holder is not None and self._now_s - self._last_message_s > self._watchdog_s:
-            self._unpin(f"let go: no word from the client for {self._watchdog_s:g} s")
+            self._unpin(f"clocks unpinned: the client was silent for {self._watchdog_s:g} s")
         if self._now_s - self._last_check_s >= CHECK_S:
             self._last_check_s = self._now_s
             if reason := self._clock_pin.unpin_if_required():
@@ -154,9 +158,9 @@ class ClockHelper:
         client = HelperConnection(connection, self._read_peer(connection))
         refusal = None
         if not may_connect(client.peer, self._group):
-            refusal = f"user {client.peer[1]} may not set clocks here: it has to be in the group fedquilt"
+            refusal = f"user {client.peer[1]} may not set clocks: add the user to the group fedquilt"
         elif len(self._clients) >= MAX_CLIENTS:
-            refusal = f"{MAX_CLIENTS} clients speak to the helper already: let one of them hang up"
+            refusal = f"{MAX_CLIENTS} clients are connected already: disconnect one"
         if refusal is not None:
             _send_response(client, HelperResponse(error=refusal))
             connection.close()
@@ -176,7 +180,7 @@ class ClockHelper:
             return
         *requests, client.received = (client.received + chunk).split(b"\n")
         if max(map(len, (*requests, client.received))) > MAX_REQUEST_BYTES:
-            _send_response(client, HelperResponse(error=f"a request is one line of at most {MAX_REQUEST_BYTES} bytes"))
+            _send_response(client, HelperResponse(error=f"request is longer than {MAX_REQUEST_BYTES} bytes"))
             self._disconnect(client)
             return
         for request in requests:
@@ -189,13 +193,13 @@ class ClockHelper:
         self._selector.unregister(client.socket)
         client.socket.close()
         if client is self._holder:
-            self._unpin(f"{client} hung up: the board's own settings are put back")
+            self._unpin(f"{client} has disconnected: restoring the board's own settings")
 
     def _handle_request(self, client: HelperConnection, line: bytes) -> HelperResponse:
         try:
             request = self._decoder.decode(line)
         except DECODE_ERRORS as error:
-            return HelperResponse(error=f"no request that the helper knows: {error}")
+            return HelperResponse(error=f"request is malformed or unknown: {error}")
         if isinstance(request, StatusRequest):
             return HelperResponse(status=self._read_status())
         if client is self._holder:
@@ -204,20 +208,20 @@ class ClockHelper:
             return self._pin(client, request)
         if isinstance(request, KeepaliveRequest):
             return HelperResponse(
-                error=None if client is self._holder else client.unpin_reason or "this client holds no clocks"
+                error=None if client is self._holder else client.unpin_reason or "this client has pinned no clocks"
             )
         if client is not self._holder:
             return HelperResponse()
         self._unpin(None)
         return HelperResponse(
-            error=f"not all is put back: {'; '.join(self._unrestored_settings)}" if self._unrestored_settings else None
+            error=f"not restored: {'; '.join(self._unrestored_settings)}" if self._unrestored_settings else None
         )
 
     def _pin(self, client: HelperConnection, request: PinRequest) -> HelperResponse:
         holder = self._holder
         if holder is not None and holder is not client:
             point_name = self._clock_pin.point.name if self._clock_pin.point is not None else ""
-            return HelperResponse(error=f"{holder} holds the clocks at {point_name!r}: one client at a time")
+            return HelperResponse(error=f"{holder} has pinned the clocks at {point_name!r}: stop that process first")
         client.unpin_reason = None
         try:
             point = self._clock_pin.pin(request.point)
@@ -235,7 +239,7 @@ class ClockHelper:
         self._record_failures(self._clock_pin.restore())
 
     def _record_loss(self, reason: str | None) -> None:
-        """Forget the holder of the clocks, and store the reason for the response to its next keepalive."""
+        """Release the clocks from their client. A reason is logged and is the error of its next keepalive."""
         if reason is not None:
             log.warning("%s", reason)
         if self._holder is not None:
@@ -326,8 +330,8 @@ def _lock_file(path: Path) -> int:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
         if error.errno == errno.EWOULDBLOCK:
-            raise StoreError(f"another clock helper uses {path.parent} already: stop one of the two") from None
-        raise StoreError(f"{path} cannot be locked: {error.strerror}; run the helper as root") from None
+            raise StoreError(f"{path.parent} is in use by another clock helper: stop that one") from None
+        raise StoreError(f"{path} cannot be locked ({error.strerror}): run the helper as root") from None
     return fd
 
 
@@ -354,6 +358,7 @@ def _listen_on_socket(path: Path, group: int | None) -> socket.socket:
 
 
 def _send_response(client: HelperConnection, response: HelperResponse) -> bool:
+    """Return whether the whole response was sent without waiting."""
     data = msgspec.json.encode(response) + b"\n"
     try:
         return client.socket.send(data) == len(data)

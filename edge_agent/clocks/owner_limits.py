@@ -1,8 +1,8 @@
 """Limits set by the owner of a board: power mode, limits written by hand, watts and degrees.
 
-The agent leaves out operating points beyond the limits, and the clock helper, which alone can write, refuses such
-points from any client. A mode is never exceeded: no clock above its cap, no core that it turned off, and no mode with
-more of either.
+The agent leaves out operating points beyond the limits. The clock helper, which alone can set clocks, refuses such
+points from any client. The owner's mode is never exceeded: no clock above its cap, no core that the mode turned off,
+and no other mode with more of either.
 """
 
 from __future__ import annotations
@@ -53,18 +53,17 @@ def require_within_limits(
     for kind, axis in AXIS_OF_KIND:
         hz: float | None = getattr(point, axis)
         for control in clock_controls.controls_of_kind(kind) if hz is not None else ():
-            value, limit = control.nearest_value(hz or 0.0), limits.get(control.name)
+            value, limit = control.listed_value_at(hz or 0.0), limits.get(control.name)
             if limit is not None and value > limit:
-                owner = f"the power mode {mode}" if mode is not None else "the board's own limit"
+                owner = f"power mode {mode}" if mode is not None else "the board's owner"
                 raise ClockError(
-                    f"{point.name!r} wants {control.name} at {value * control.unit_hz / 1e6:g} MHz, and "
-                    f"{owner} permits "
-                    f"{limit * control.unit_hz / 1e6:g} MHz: choose a lower point, or another mode by `sudo "
-                    "nvpmodel -m`"
+                    f"{point.name!r} sets {control.name} to {value * control.unit_hz / 1e6:g} MHz, {owner} permits "
+                    f"{limit * control.unit_hz / 1e6:g} MHz: choose a lower point, or another mode (`sudo nvpmodel -m`)"
                 )
 
 
 def find_tighter_limit(clock_controls: ClockControls, left: ControlLimits, right: ControlLimits) -> str | None:
+    """Return the name of a control whose limit in `left` is below that in `right`, or None."""
     for control in clock_controls.controls:
         highest = control.listed_values[-1] if control.listed_values else 0
         if left.get(control.name, highest) < right.get(control.name, highest):
@@ -73,9 +72,9 @@ def find_tighter_limit(clock_controls: ClockControls, left: ControlLimits, right
 
 
 def is_mode_within(outer: PowerMode | None, inner: PowerMode) -> bool:
-    """Return whether a mode turns on no core that `outer` has off, and has no cap above the caps of `outer`.
+    """Return whether `inner` turns on no core that `outer` has off, and has no cap above the caps of `outer`.
 
-    The result is False if `outer` is None, which means that the mode is unknown.
+    The result is False if `outer` is None, an unknown mode.
     """
     if outer is None or not outer.offline_cores <= inner.offline_cores:
         return False
@@ -84,20 +83,19 @@ def is_mode_within(outer: PowerMode | None, inner: PowerMode) -> bool:
 
 
 def require_same_gpu_masks(current: PowerMode | None, requested: PowerMode) -> None:
-    """Raise ClockError if a mode needs a restart of the board."""
+    """Raise ClockError if the change of the mode needs a restart of the board, because it turns GPU parts on or off."""
     if current is not None and set(current.gpu_masks) != set(requested.gpu_masks):
         raise ClockError(
-            f"mode {requested.name} turns on other parts of the GPU than {current.name} and needs a restart of "
-            f"the board: `sudo nvpmodel -m {requested.id}` and restart"
+            f"mode {requested.name} uses other parts of the GPU than {current.name} and needs a restart of "
+            f"the board: run `sudo nvpmodel -m {requested.id}` and restart"
         )
 
 
 def require_mode_within(owner: PowerMode | None, requested: PowerMode, owner_mode_name: str | None) -> None:
     if not is_mode_within(owner, requested):
         raise ClockError(
-            f"mode {requested.name} has cores or clocks beyond the power mode, "
-            f"{owner_mode_name or 'which is not known'}: "
-            f"`sudo nvpmodel -m {requested.id}` lets it, if the board's owner wants that"
+            f"mode {requested.name} has more cores or higher clocks than the board's power mode "
+            f"{owner_mode_name or '(unknown)'}: to permit it, run `sudo nvpmodel -m {requested.id}`"
         )
 
 
@@ -107,7 +105,6 @@ def permitted_points(
     mode: PowerMode | None,
     limits_hz: Mapping[str, float],
 ) -> tuple[OperatingPoint, ...]:
-    """Return the points that may be pinned in the owner's mode."""
     modes_by_name = {normalize_mode_name(known_mode.name): known_mode for known_mode in clock_controls.modes}
     return tuple(
         point

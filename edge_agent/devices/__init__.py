@@ -39,10 +39,10 @@ def create_device(
     if board != "auto":
         if profile is not None:
             raise JobError(
-                f"board {board!r} is simulated from its own profile: leave `profile` out, or set board = 'auto'"
+                f"board {board!r} is simulated and uses its own profile: remove `profile`, or set board = 'auto'"
             )
         if meter is not None:
-            raise JobError(f"board {board!r} is simulated and has no meter: leave `meter` out, or set board = 'auto'")
+            raise JobError(f"board {board!r} is simulated and has no meter: remove `meter`, or set board = 'auto'")
         from fedquilt.edge_agent.devices.simulated_device import SimulatedDevice
 
         return SimulatedDevice.from_name(board)
@@ -57,7 +57,7 @@ def create_device(
 
 
 def create_meter(meter_spec: str | Mapping[str, Any]) -> Meter:
-    """Create the meter named in agent.toml, from an entry point or `module:name`."""
+    """Create the meter named in agent.toml, from an entry point or `module:name`, or raise JobError."""
     table = {"name": meter_spec} if isinstance(meter_spec, str) else dict(meter_spec)
     name = table.pop("name", None)
     if not isinstance(name, str):
@@ -75,6 +75,6 @@ def create_meter(meter_spec: str | Mapping[str, Any]) -> Meter:
     if coverage not in COVERAGE_ORDER or not callable(getattr(meter, "read", None)):
         coverages = ", ".join(COVERAGE_ORDER)
         raise JobError(
-            f"{plugin} is no meter: define `read(now_s)`, and `coverage` as one of {coverages}, not {coverage!r}"
+            f"{plugin} is not a meter: define `read(now_s)`, and `coverage` as one of {coverages}, not {coverage!r}"
         )
     return meter

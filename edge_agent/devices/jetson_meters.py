@@ -12,7 +12,7 @@ INA3221 rails are parts of it (jetson_stats, pull request 900. A public log of a
 at VIN).
 
 jetson-stats is AGPL-3.0 and a separate daemon, for a Jetson whose own files show no rails (containers, new boards). It
-is no dependency: it is imported only if installed and needed, and used through its public client only.
+is not a dependency: only its public client is used, and imported only if installed and needed.
 """
 
 from __future__ import annotations
@@ -88,27 +88,26 @@ class RailSum(NamedTuple):
 
 
 def total_power(roles: RailRoles | None, watts: Mapping[str, float | None]) -> RailSum:
-    """Return the power of a board from its rails, or the reason why the total is implausible."""
+    """Return the power of a board from the watts of its rails, or the reason why the power is unknown."""
     if not watts:
         return RailSum(None)
     if roles is None:
-        return RailSum(None, f"it is not known which of the rails {', '.join(watts)} are parts of which on this board")
+        return RailSum(None, f"this board is unknown, and its rails {', '.join(watts)} may be parts of each other")
     for label in roles.total_rails:
         if label not in watts:
-            return RailSum(None, f"the rail {label} is missing: {', '.join(watts)} alone are not the whole board")
+            return RailSum(None, f"rail {label} is missing, and {', '.join(watts)} are only parts of the board")
         power = watts[label]
         if power is None:
-            return RailSum(None, f"the rail {label} does not answer")
+            return RailSum(None, f"rail {label} cannot be read")
         if power < (0.0 if len(roles.total_rails) == 1 else -OFFSET_W):
-            return RailSum(None, f"the rail {label} reads {power:.2f} W, below 0")
+            return RailSum(None, f"rail {label} reads {power:.2f} W, below 0")
     total_w = sum(max(0.0, watts[label] or 0.0) for label in roles.total_rails)
     if not MIN_W <= total_w <= MAX_W:
         return RailSum(None, f"the total of {total_w:.2f} W is implausible")
     for label in roles.total_rails:
         parts = sum(max(0.0, watts.get(part) or 0.0) for part in roles.parts_of(label))
         if parts > SLACK * max(0.0, watts[label] or 0.0) + SLACK_W:
-            rail_power = f"{watts[label]:.2f} W"
-            return RailSum(None, f"the parts of the rail {label} add up to {parts:.2f} W, and it reads {rail_power}")
+            return RailSum(None, f"rail {label} reads {watts[label]:.2f} W, less than its parts with {parts:.2f} W")
     return RailSum(total_w)
 
 
@@ -117,6 +116,7 @@ class StuckRailCheck:
         self._readings: list[tuple[float, float]] = []  # (total, sum of its parts)
 
     def check_reading(self, total_w: float, parts_w: float) -> str | None:
+        """Record a total and the sum of its parts. Return a sentence if the total is stuck, or None."""
         if self._readings and total_w != self._readings[-1][0]:
             self._readings.clear()
         self._readings = [*self._readings[1 - WINDOW :], (total_w, parts_w)]
@@ -125,7 +125,7 @@ class StuckRailCheck:
         )
         if len(self._readings) < WINDOW or change_w < MIN_CHANGE_W:
             return None
-        return f"the total reads {total_w:.2f} W without change while its parts moved by {change_w:.2f} W: it is stuck"
+        return f"the total is stuck at {total_w:.2f} W while its parts changed by {change_w:.2f} W"
 
 
 log = logging.getLogger("fedquilt.devices")
@@ -137,8 +137,8 @@ UNCONNECTED: Final = "NC"
 @dataclass(frozen=True)
 class Rail:
     label: str
-    files: tuple[Path, ...]
-    scale: float  # to watts
+    files: tuple[Path, ...]  # files whose product is the power
+    scale: float  # factor from the product to watts
 
     def read_watts(self) -> float | None:
         product = self.scale
@@ -237,10 +237,8 @@ def _with_unique_labels(rails: list[Rail]) -> list[Rail]:
     return unique_rails
 
 
-log = logging.getLogger("fedquilt.devices")
-
-
 def connect_jtop(load: Callable[[str], Any] = importlib.import_module) -> JtopMeter | None:
+    """Return a meter of a running jtop service, or None if jtop is not installed or does not respond."""
     try:
         client = load("jtop").jtop()
         client.start()

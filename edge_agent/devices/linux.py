@@ -86,7 +86,7 @@ class LinuxDevice:
         clocks: Client that sets the clocks, or None to only read the clocks. The client also lists frequencies that
             only root reads.
         meter: Meter of the board's rails, or None for hwmon.
-        own: Meter named in agent.toml, such as a plug, preferred among meters of equal coverage.
+        custom_meter: Meter named in agent.toml, such as a plug, preferred among meters of equal coverage.
     """
 
     def __init__(
@@ -129,10 +129,11 @@ class LinuxDevice:
         ]
 
     def read_sensors(self, now_s: float) -> Reading:
-        """Read all sensors.
+        """Read all sensors. Also send the keepalive of pinned clocks, and follow changes of the power mode.
 
-        RAPL's counters wrap after some minutes of full load and must be read more often. Energy and power come from one
-        meter, the widest that responds: batteries if they alone feed the board, a meter of the whole board, else RAPL.
+        Call at least every few seconds with pinned clocks, and more often than RAPL's counters wrap, some minutes at
+        full load. Energy and power come from the meter with the widest coverage that responds: batteries if they alone
+        feed the board, a meter of the whole board, else RAPL.
         """
         self._send_keepalive(now_s)
         self._update_points_after_mode_change(now_s)
@@ -153,7 +154,7 @@ class LinuxDevice:
     def pin_clocks(self, point: OperatingPoint) -> OperatingPoint:
         if self._clocks is None:
             raise ClockError(
-                f"clocks of {self.board} are read-only without a clock helper: start `fedquilt board clocks`"
+                f"clocks of {self.board} cannot be set without a clock helper: start `fedquilt board clocks`"
             )
         if point.name not in {operating_point.name for operating_point in self.points}:
             raise ClockError(f"{self.board} has no operating point {point.name!r}")
@@ -177,7 +178,7 @@ class LinuxDevice:
     def _read_permitted_points(self) -> tuple[OperatingPoint, ...]:
         """Read the present power mode, and return the permitted points.
 
-        Without control of the clocks, that is the point of the present mode, if the profile has it.
+        Without a clock helper only the point of the present mode is returned, if the profile has that point.
         """
         clock_controls = controls.discover_controls(self._root)
         helper_status = self._status
@@ -218,7 +219,7 @@ class LinuxDevice:
             self._status = _request_status(self._clocks)
         previous, self.points = self.points, self._read_permitted_points()
         if len(previous) != len(self.points):
-            log.info("%d of %d operating points are within mode %s", len(self.points), len(self._all_points), self.mode)
+            log.info("mode %s permits %d of %d operating points", self.mode, len(self.points), len(self._all_points))
 
     def _send_keepalive(self, now_s: float) -> None:
         if self._clocks is not None:
@@ -233,7 +234,7 @@ def _request_status(clocks: ClockClient) -> HelperStatus | None:
     try:
         return clocks.request_status()
     except ClockError as error:
-        log.warning("clocks of this board are only partly readable by this user: %s", error)
+        log.warning("clock helper's status is unknown, some clocks are readable by root only: %s", error)
         return None
 
 
@@ -246,16 +247,14 @@ def _listed_frequencies(root: Path, helper_status: HelperStatus | None) -> Lists
     unknown = [control.name for control in clock_controls.hidden_controls if f"{control.kind}_hz" not in frequencies]
     if unknown:
         log.info(
-            (
-                "frequencies of %s are unknown, because only root may read them and no clock helper runs: the board "
-                "sets these clocks"
-            ),
+            "frequencies of %s are unknown (only root can read them, and no clock helper runs): the board sets these",
             ", ".join(unknown),
         )
     return frequencies
 
 
 def find_profile(root: Path) -> profiles.BoardProfile | None:
+    """Return the shipped profile of the board named in the device tree, or None if there is none."""
     for board in sysfs.read_strings(sysfs.device_tree_folder(root) / "compatible"):
         for part in board.removeprefix("nvidia,").split("+"):
             profile_name = PROFILES.get(part)
@@ -311,7 +310,7 @@ def fit_points(profile: profiles.BoardProfile, frequencies: Lists) -> tuple[Oper
         if point.name not in modes and _clock_values(point) not in used_clocks:
             used_clocks.add(_clock_values(point))
             points.append(point)
-    return tuple(points[: profiles.MOST_POINTS])
+    return tuple(points[: profiles.MAX_POINTS])
 
 
 def create_power_lookup(profile: profiles.BoardProfile, root: Path) -> Callable[[OperatingPoint], float | None]:
@@ -354,7 +353,7 @@ def _grid_points(profile: profiles.BoardProfile, frequencies: Lists) -> tuple[Op
     highest_clocks = profile.highest_clocks()
     for axis, hz in highest_clocks.items():
         if axis in frequencies and abs(frequencies[axis][-1] - hz) > HIGHEST_CLOCK_TOLERANCE * hz:
-            return ()  # the board differs from the profile, so the profile's model is invalid
+            return ()
     if not any(axis in frequencies for axis in highest_clocks) or profile.clocks is None:
         return ()
     steps = {
@@ -386,10 +385,8 @@ class MemorySensor:
         self._meminfo, self._pressure = root / "proc/meminfo", root / "proc/pressure/memory"
         total = _meminfo_bytes(self._meminfo, "MemTotal")
         if total is None:
-            raise JobError(
-                f"{self._meminfo} has no memory size of this host: run on Linux, or set board to a profile to simulate"
-            )
-        groups = {group: sysfs.read_int(group / "memory.max") for group in _control_groups(root)}
+            raise JobError(f"{self._meminfo} has no memory size: run on Linux, or set `board` to a profile to simulate")
+        groups = {group: sysfs.read_int(group / "memory.max") for group in _memory_limited_groups(root)}
         self._limits = {group: limit for group, limit in groups.items() if limit is not None}
         self.total_bytes = min([total, *self._limits.values()])
 
@@ -419,7 +416,7 @@ def _meminfo_bytes(meminfo: Path, name: str) -> int | None:
     return None
 
 
-def _control_groups(root: Path) -> list[Path]:
+def _memory_limited_groups(root: Path) -> list[Path]:
     for line in (sysfs.read_text(root / "proc/self/cgroup") or "").splitlines():
         number, _, path = line.partition("::")
         own_group = PurePosixPath(path)

@@ -9,8 +9,8 @@ A meter is an object with `coverage` and `read`, see `fedquilt.core.Meter`. Sour
 - Raspberry Pi 5: the output of `vcgencmd pmic_read_adc`, read through the firmware's mailbox /dev/vcio without a
   process for each reading (github.com/raspberrypi/utils, vcgencmd). Raspberry Pi OS gives that file to the group
   `video`. A line is "VDD_CORE_A current(7)=1.29000000A" or "VDD_CORE_V volt(15)=0.75000000V". The 5 V input has a
-  voltage but no current: USB devices and the controller's losses are not in the sum, which counts as power of
-  processor and memory.
+  voltage but no current. USB devices and the controller's losses are therefore not in the sum, whose coverage is
+  "processor".
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ log = logging.getLogger("fedquilt.devices")
 COVERAGE_ORDER: Final = {"board": 0, "processor": 1, "rail": 2}  # from widest to narrowest
 MAX_PLAUSIBLE_W: Final = 2000.0  # no board draws more
 MAX_READ_S: Final = 1.0  # longest `read` without a warning, because `read` blocks the agent
-SILENCE_TIMEOUT_S: Final = 10.0  # time to wait for a silent meter before a narrower one replaces it
+SILENCE_TIMEOUT_S: Final = 10.0  # time without a value after which a meter of narrower coverage is used instead
 
 
 class WidestRangeMeter:
-    """Several meters as one, with the power of the widest that responds.
+    """Several meters as one, with the power of the meter of widest coverage that responds.
 
     A meter of the board precedes a meter of the processor. Among equals the first counts. The power of a rail's meter
-    is listed among the rails and never taken for the board. All meters are read each time, because counters wrap. A
-    meter that fails or is slow is reported once, and a failed one is skipped.
+    is listed among the rails and never used for the board. All meters are read each time, because counters wrap. A
+    meter that fails or is slow is reported once. A failed reading counts as empty.
     """
 
     def __init__(self, meters: Iterable[Meter], clock: Callable[[], float] = time.monotonic) -> None:
@@ -55,10 +55,10 @@ class WidestRangeMeter:
         self._slow: set[int] = set()  # indices of meters with a reported slow read
 
     def read(self, now_s: float) -> Power:
-        """Return the power of the widest meter that responds, with the rails of all meters.
+        """Return the power of the meter of widest coverage that responds, with the rails of all meters.
 
-        If a meter that responded recently is silent, the reading has no total: a narrower meter would be mistaken for
-        it.
+        If a meter that responded recently is silent, the reading has no total, because the value of another meter would
+        be for a smaller part of the board.
         """
         widest: Power | None = None
         rails_w: dict[str, float] = {}
@@ -96,7 +96,7 @@ class WidestRangeMeter:
             if index not in self._failed:
                 self._failed.add(index)
                 name = type(meter).__name__
-                log.warning("meter %s failed, skipped: %s: %s", name, type(error).__name__, error)
+                log.warning("meter %s failed, readings without it: %s: %s", name, type(error).__name__, error)
             return Power()
 
     def _report_slow_meter(self, index: int, meter: Meter, read_s: float) -> None:
@@ -117,6 +117,7 @@ class PowerFromEnergy:
         self._last_sample: tuple[float, float] | None = None  # (now_s, energy_j)
 
     def mean_power_w(self, now_s: float, energy_j: float) -> float | None:
+        """Return the mean power since the last call, or None on the first call or if the counter fell."""
         previous, self._last_sample = self._last_sample, (now_s, energy_j)
         if previous is None or now_s <= previous[0] or energy_j < previous[1]:
             return None
@@ -137,6 +138,7 @@ class Batteries:
         return Power(self.discharge_power_w(), "battery")
 
     def charge_fraction(self) -> float | None:
+        """Return the charge of all batteries together, from 0 to 1, or None if unknown."""
         for now_name, full_name in (("energy_now", "energy_full"), ("charge_now", "charge_full")):
             levels = [
                 (sysfs.read_int(battery / now_name), sysfs.read_int(battery / full_name)) for battery in self._batteries
@@ -157,7 +159,7 @@ class Batteries:
         return True if states & {"Charging", "Full", "Not charging"} else None
 
     def discharge_power_w(self) -> float | None:
-        """Return the host's power on batteries, or None on mains power or without a reading."""
+        """Return the power that batteries supply to the host, or None on mains power or without a reading."""
         powers_w = [
             _battery_power_w(battery)
             for battery in self._batteries
@@ -168,8 +170,7 @@ class Batteries:
 
 
 def _battery_power_w(battery: Path) -> float | None:
-    # Some drivers report a discharge as negative.
-    power = sysfs.read_int(battery / "power_now")
+    power = sysfs.read_int(battery / "power_now")  # some drivers report a discharge as negative
     if power is not None:
         return abs(power) / 1e6
     volts, amperes = sysfs.read_int(battery / "voltage_now"), sysfs.read_int(battery / "current_now")
@@ -254,6 +255,7 @@ class EnergyCounter:
         self._total_uj = 0
 
     def read_total_j(self) -> float | None:
+        """Return the energy since the object was created, or None if unreadable or wrapped without a known range."""
         value_uj = sysfs.read_int(self._file)
         if value_uj is None or self._last_uj is None:
             return None
@@ -289,8 +291,6 @@ LINE: Final = re.compile(r"(\w+)_([AV]) (?:current|volt)\(\d+\)=([0-9.]+)[AV]")
 
 
 class Pmic:
-    """Power of each rail with a voltage and a current, as a `fedquilt.core.Meter`."""
-
     coverage: Coverage = "processor"
 
     def __init__(self, read_output: Callable[[], str | None]) -> None:
@@ -313,6 +313,7 @@ def detect_pmic(root: Path) -> Pmic | None:
 
 
 def run_firmware_command(mailbox: Path, command: str) -> str | None:
+    """Return the output of a command of the Raspberry Pi's firmware, or None without permission or after an error."""
     buffer = array.array("I", bytes(4 * HEADER_WORDS + TEXT_BYTES + 4))
     text = command.encode() + b"\0"
     buffer[0], buffer[2], buffer[3] = 4 * len(buffer), GENCMD_TAG, TEXT_BYTES

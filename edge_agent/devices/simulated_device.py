@@ -5,8 +5,9 @@ the profile no speed, the time measured on this host is used and the energy is u
 
 Real boards differ from their profile. `spread` changes the speed of this device by one random factor, and `noise`
 the time of each task by another. Both are log-normal with median 1 and follow from the seed. Energy follows the time.
-Battery and temperature change with the work: `cost` reports work, `read` the passing of time. With [thermal] in the
-profile, the temperature is one heat capacity behind one resistance: T' = (ambient + rise * P - T) / time.
+Battery and temperature follow from the work of `task_cost` and the time that passes between calls of `read_sensors`.
+With [thermal] in the profile, the temperature is one heat capacity behind one resistance:
+T' = (ambient + rise * P - T) / time.
 """
 
 from __future__ import annotations
@@ -29,17 +30,17 @@ _NOTHING = Reading()
 class SimulationTraits:
     battery_wh: float | None = None  # capacity of a battery, full at first, or None without a battery
     noise: float = 0.0  # standard deviation of the logarithm of each task's time, about its relative error
-    spread: float = 0.0  # standard deviation of the logarithm of the board's factor
+    spread: float = 0.0  # standard deviation of the logarithm of the device's factor
     seed: int = 0
 
     def __post_init__(self) -> None:
         numbers = (self.noise, self.spread, 0.0 if self.battery_wh is None else self.battery_wh)
         if not all(math.isfinite(number) and number >= 0 for number in numbers) or self.battery_wh == 0:
-            raise JobError(f"a simulated board's battery, noise and spread are positive numbers, not {numbers}")
+            raise JobError(f"simulated board has noise, spread and battery of {numbers}: use positive numbers")
 
     @classmethod
     def parse(cls, text: str) -> SimulationTraits:
-        """Parse "battery=40Wh&noise=0.1&spread=0.2&seed=7", in which every part is optional."""
+        """Parse "battery=40Wh&noise=0.1&spread=0.2&seed=7", or raise JobError. Every part is optional."""
         values = dict(parse_qsl(text, keep_blank_values=True))
         try:
             battery = values.pop("battery", None)
@@ -50,15 +51,15 @@ class SimulationTraits:
                 seed=int(values.pop("seed", 0)),
             )
         except ValueError:
-            raise JobError(f"{text!r}: battery, noise and spread are numbers, seed is a whole one") from None
+            raise JobError(
+                f"{text!r} has an invalid number: battery, noise and spread are floats, seed an integer"
+            ) from None
         if values:
-            raise JobError(f"a simulated board has no {', '.join(sorted(values))}: battery, noise, spread or seed")
+            raise JobError(f"{text!r} has unknown {', '.join(sorted(values))}: use battery, noise, spread or seed")
         return traits
 
 
 class SimulatedDevice:
-    """Simulated device at one operating point, by default the first in its profile."""
-
     adjustable = clocks_unchanged = True
 
     def __init__(
@@ -73,7 +74,7 @@ class SimulatedDevice:
         self._points_by_name = {operating_point.name: operating_point for operating_point in self.points}
         if point is not None and point not in self._points_by_name:
             modes = ", ".join(mode.name for mode in profile.points)
-            raise JobError(f"board {profile.board!r} has no operating point {point!r}; choose one of the modes {modes}")
+            raise JobError(f"board {profile.board!r} has no operating point {point!r}: choose one of {modes}")
         self._default_point = self._point = self.points[0] if point is None else self._points_by_name[point]
         self._profile, self._traits = profile, traits
         self.board = profile.board
@@ -83,7 +84,7 @@ class SimulatedDevice:
         self.factor = _lognormal(traits.spread, traits.seed, "board")  # factor on the profile's times for this board
         self._provenances: dict[tuple[str, str], str] = {}  # (point, workload) -> provenance of its numbers
         self._last_prediction: tuple[WorkEstimate, OperatingPoint, int, Cost] | None = (
-            None  # last prediction and its task
+            None  # the int is the task's number
         )
         self._task_count = 0  # number of finished tasks
         self._charge_j = None if traits.battery_wh is None else traits.battery_wh * J_PER_WH
@@ -173,13 +174,13 @@ class SimulatedDevice:
     def _describe_sources(self, point: OperatingPoint, work: WorkEstimate) -> str:
         provenance = self._provenances.get((point.name, work.workload))
         if provenance is None:
-            figures = self._profile.values_behind(point.name, *profiles.BEHIND, workload=work.workload)
-            provenance = self._profile.provenance(*figures)
+            values = self._profile.values_behind(point.name, *profiles.BEHIND, workload=work.workload)
+            provenance = self._profile.provenance(*values)
             self._provenances[point.name, work.workload] = provenance
         return provenance
 
     def _advance_time(self, seconds: float, watts: float | None, *, idle: bool) -> None:
-        # `cost` has already taken the energy of work from the battery.
+        # `task_cost` has already taken the energy of work from the battery.
         if idle and watts is not None:
             self._drain_battery(watts * seconds)
         thermal = self._profile.thermal

@@ -16,12 +16,12 @@ from fedquilt.core import JobError
 if TYPE_CHECKING:
     from fedquilt.core import Engine
 
-# engine -> (its library, the extra that installs it); tested before anything heavy is imported
+# engine -> its library and the extra that installs the library
 NEEDS: Final = {"numpy": ("numpy", ""), "onnx": ("onnxruntime", "onnx"), "torch": ("torch", "train")}
 
 READ_BY_TASK: Final = frozenset({"numpy", "torch"})
-"""Engines whose bundles are read and verified by the task itself. ONNX Runtime opens graphs, and
-the files that these name, by their paths; an engine of another package may."""
+"""Engines whose bundles are read and verified by the task itself. ONNX Runtime opens graphs, and the files named in
+graphs, by their paths. Engines of other packages may do so."""
 
 
 def available_engines() -> tuple[str, ...]:
@@ -31,6 +31,7 @@ def available_engines() -> tuple[str, ...]:
 
 
 def create_engine(name: str, budget_bytes: int) -> Engine:
+    """Return a new engine. Raise JobError if its library is not installed or its plug-in is no engine."""
     if (plugin := plugins.find_plugin("engine", name, tuple(NEEDS))) is not None:
         factory = plugins.import_plugin(plugin)
         if not callable(factory):

@@ -1,7 +1,7 @@
 """Training of several devices in one pass, for simulated fleets with small training steps.
 
-Calls of `train` are grouped by what can be trained together. Calls that do not fit are trained one by one, so that each
-raises the same error as alone.
+Calls of `train` that can be trained together form a group. If training a group fails, its calls are trained one by one,
+so that each call raises the same error as alone.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from fedquilt.formats import training_choices
 
 log = logging.getLogger("fedquilt.engines")
 
-Trained = tuple[Tensors, dict[str, float]]
+Trained = tuple[Tensors, dict[str, float]]  # tensors and metrics
 
 
 class TrainCall(NamedTuple):
@@ -64,6 +64,7 @@ class BatchTrainer(ABC):
         return None if key is None else call._replace(kind=key)
 
     def train_together(self, calls: Sequence[TrainCall]) -> list[Trained | Exception]:
+        """Return the result or the exception of each call, in the order of the calls."""
         results: dict[int, Trained | Exception] = {}
         calls_by_kind: dict[Hashable, list[int]] = {}
         for index, call in enumerate(calls):
@@ -137,13 +138,13 @@ def _losses_and_gradient(
     count: int,
     gradient: dict[str, np.ndarray],
 ) -> np.ndarray:
-    """Add each device's gradient to `gradient`. Return the mean losses of the rows, (devices,)."""
+    """Add each device's gradient to `gradient`. Return each device's loss, divided by `count`, (devices,)."""
     network = calls[0].network
     x = _gather_rows([call.examples.x for call in calls], rows)
     y = _gather_rows([call.examples.y for call in calls], rows)
     ready = training.network_inputs(x, network).reshape(len(calls), len(rows[0]), -1)
     if ready.shape[2] != network["inputs"]:
-        raise ModelError(f"examples hold {ready.shape[2]} values each")
+        raise ModelError(f"examples have {ready.shape[2]} values each, the network has {network['inputs']} inputs")
     values = numpy_engine.forward(model, ready)
     scores = values.pop()
     losses, score_gradients = evaluation_sums.losses_and_gradients(
@@ -156,7 +157,6 @@ def _losses_and_gradient(
 def _gather_rows(arrays: Sequence[np.ndarray], rows: Sequence[np.ndarray]) -> np.ndarray:
     gathered = np.empty((len(arrays), len(rows[0]), *arrays[0].shape[1:]), arrays[0].dtype)
     for target, array, device_rows in zip(gathered, arrays, rows, strict=True):
-        array.take(
-            device_rows, axis=0, out=target, mode="clip"
-        )  # the indices are valid, and numpy is slower with a check
+        # The indices are valid, and numpy is slower with a check.
+        array.take(device_rows, axis=0, out=target, mode="clip")
     return gathered.reshape(-1, *arrays[0].shape[1:])

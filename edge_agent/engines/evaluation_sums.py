@@ -12,8 +12,8 @@ The torch engines compute the same losses (`torch.training_step`). All engines u
 Class priors correct the scores by the device's own class frequencies (Saerens et al., Adjusting the Outputs of a
 Classifier to New a Priori Probabilities, Neural Computation 2002, equation 2.4). To the score of each class is added
 `strength` times the log of its share among the device's examples over its share among the model's. A strength of 1 is
-the equation. Scores that are no calibrated log-probabilities need another one, the inverse of their temperature. The
-strength is chosen on the held-out examples.
+the equation. For scores that are not calibrated log-probabilities the best strength is the inverse of their
+temperature. The strength is chosen on the held-out examples.
 """
 
 from __future__ import annotations
@@ -56,9 +56,8 @@ class StrengthChoice:
     def __init__(self, log_ratios: np.ndarray) -> None:
         self.log_ratios, self._examples = log_ratios, 0
         self._correct = np.zeros((FOLDS, len(STRENGTHS)), np.int64)
-        self._changed = np.zeros(
-            (FOLDS, len(STRENGTHS)), np.int64
-        )  # examples whose prediction is right or wrong only with this strength
+        # Examples whose prediction becomes right or wrong with this strength.
+        self._changed = np.zeros((FOLDS, len(STRENGTHS)), np.int64)
 
     def add_batch(self, scores: np.ndarray, y: np.ndarray) -> None:
         folds = (self._examples + np.arange(len(y))) % FOLDS
@@ -85,10 +84,11 @@ def _find_best_index(correct: np.ndarray, changed: np.ndarray) -> int:
     return int(gains.argmax())
 
 
-ADVICE = "set `task` in [data] and [model] alike"
+ADVICE = "set the same `task` in [data] and [model]"
 
 
 def require_targets(examples: Examples, outputs: int, task: TaskKind = "classes") -> None:
+    """Raise DataError if shape, type or values of the targets do not fit the task and the number of outputs."""
     y = examples.y
     if task == "classes":
         if y.ndim != 1 or y.dtype.kind not in "iu":
@@ -108,7 +108,7 @@ def require_targets(examples: Examples, outputs: int, task: TaskKind = "classes"
         )
     if y.shape[1] != outputs:
         raise DataError(
-            f"each example has {y.shape[1]} targets, and the network has {outputs} outputs: change one of the two"
+            f"each example has {y.shape[1]} targets, the network has {outputs} outputs: use the same number of both"
         )
 
 
@@ -138,8 +138,6 @@ def losses_and_gradients(task: TaskKind, scores: np.ndarray, y: np.ndarray) -> t
 
 
 class EvaluationAccumulator:
-    """Sums of an evaluation, added batch by batch."""
-
     def __init__(self, task: TaskKind, prior: ClassPrior | None = None) -> None:
         self._task, self._examples, self._all_correct, self._prior = task, 0, 0, prior
         self.strengths: StrengthChoice | None = None  # set when examples are added with a prior
@@ -215,6 +213,7 @@ class EvaluationAccumulator:
             sums[:] = [_add_exactly(sum, column) for sum, column in zip(sums, terms.T, strict=True)]
 
     def sums(self) -> EvaluationSums:
+        """Return the sums of all batches. Raise DivergedError if the loss is not finite."""
         if not self._examples:
             return EvaluationSums(examples=0, task=self._task)
         if not math.isfinite(loss := sum(self._losses)):
@@ -247,7 +246,7 @@ def evaluate_scores(
     return accumulator
 
 
-Parts = tuple[float, ...]  # of an exact sum
+Parts = tuple[float, ...]  # parts of an exact sum (`fedquilt.core.evaluation.exact_sum`)
 
 
 def _add_exactly(parts: Parts, terms: np.ndarray) -> Parts:

@@ -2,10 +2,10 @@
 
 The provider is TensorRT, CUDA or the CPU, whichever works first.
 
-All providers compute in 32 bits, so that scores are comparable between boards: TensorRT uses neither float16 nor int8,
+All providers compute in 32 bits, so that scores are comparable between devices: TensorRT uses neither float16 nor int8,
 and NVIDIA's libraries do not use TF32, whose products have ten bits. A provider that cannot create a session is
-disabled from then on and reported once. The runtime's own fall-back is off, because it writes to stdout and ignores the
-limits of memory.
+disabled for the rest of the process and reported once. The runtime's own fall-back is off, because it writes to stdout
+and ignores memory limits.
 
 TensorRT builds an engine for each graph, which takes many times longer than a run. TensorRT is therefore used only if
 the settings give its engines disk space. Engines are stored with the job's files and deleted with them, oldest first if
@@ -36,6 +36,7 @@ _checked: OrderedDict[tuple[Path, int, int, int], CheckedGraph] = OrderedDict()
 
 
 def check_graph(graph: Path) -> CheckedGraph:
+    """Return the checked contents of a graph. Raise ModelError if the graph is missing, malformed or not permitted."""
     try:
         file_stat = graph.stat()
     except OSError:
@@ -69,21 +70,17 @@ TENSORRT: Final = "TensorrtExecutionProvider"
 NAMES: Final = {TENSORRT: "TensorRT", CUDA: "CUDA"}  # tried in this order
 ENGINES: Final = "tensorrt"  # name of the folder within the job's files
 WORKSPACE_SHARE: Final = 0.5  # fraction of the engine's memory that TensorRT may use to build and run
-_TRT: Final = re.compile(
-    r"tensorrt|\btrt", re.IGNORECASE
-)  # parts of error texts: "TensorRT EP failed", "TRTKernel_graph_0"
+_TRT: Final = re.compile(r"tensorrt|\btrt", re.IGNORECASE)  # in error texts: "TensorRT EP failed", "TRTKernel_graph_0"
 NO_TF32: Final = "NVIDIA_TF32_OVERRIDE"  # read by cuBLAS, cuDNN and TensorRT when they are loaded
 
 
 class ExecutionProviders:
-    """Execution providers of this process, in the order in which they are tried."""
-
     def __init__(self, available: Sequence[str], room_bytes: int) -> None:
         self._usable = [name for name in NAMES if name in available]
         self._has_gpu_provider = bool(self._usable)
         self._room_bytes = max(room_bytes, 0)
         self._engines: tuple[Path, int] | None = None
-        self.note = ""  # failure message for the device's owner
+        self.note = ""  # message for the device's owner about disabled providers
         if self._has_gpu_provider:
             os.environ.setdefault(NO_TF32, "0")
 
@@ -98,6 +95,7 @@ class ExecutionProviders:
 
     @property
     def provider_name(self) -> str:
+        """First provider that is tried, "processor" if all GPU providers are disabled, or "" if none is installed."""
         if not self._has_gpu_provider:
             return ""
         return NAMES[self._enabled_providers()[0]] if self._enabled_providers() else "processor"
@@ -119,8 +117,8 @@ class ExecutionProviders:
         self._delete_oldest_engines()
         return session
 
-    def handle_tensorrt_error(self, error: Exception) -> bool:
-        """Return whether an error of a run is TensorRT's. TensorRT is disabled in that case."""
+    def disable_tensorrt_after(self, error: Exception) -> bool:
+        """Disable TensorRT if the error of a run comes from it. Return whether it was disabled."""
         if TENSORRT not in self._enabled_providers() or _is_device_failure(error) or not _TRT.search(str(error)):
             return False
         self._disable_provider(TENSORRT, _error_in_brackets(error))
@@ -132,7 +130,7 @@ class ExecutionProviders:
     def _disable_provider(self, name: str, reason: str) -> None:
         self._usable.remove(name)
         fallback = NAMES[self._enabled_providers()[0]] if self._enabled_providers() else "the processor"
-        text = f"ONNX Runtime has {NAMES[name]} and cannot use it here{reason}: graphs run on {fallback}"
+        text = f"ONNX Runtime cannot use {NAMES[name]} on this device{reason}: graphs run on {fallback}"
         self.note = f"{self.note}; {text}" if self.note else text
 
     def _provider_options(self, name: str) -> dict[str, str]:
@@ -159,9 +157,7 @@ class ExecutionProviders:
             return
         folder, max_bytes = self._engines
         folder.mkdir(parents=True, exist_ok=True)
-        engines = sorted(
-            ((file.stat(), file) for file in folder.iterdir()), key=lambda file_stat: file_stat[0].st_mtime_ns
-        )
+        engines = sorted(((file.stat(), file) for file in folder.iterdir()), key=lambda entry: entry[0].st_mtime_ns)
         total_bytes = sum(file_stat.st_size for file_stat, _ in engines)
         for file_stat, file in engines:
             if total_bytes <= max_bytes:

@@ -44,6 +44,7 @@ class ExportedModel(NamedTuple):
 
 
 def read_metadata(metadata: Mapping[str, str]) -> ExportedModel:
+    """Return the metadata that `fedquilt model export` wrote into a graph, or raise ModelError if damaged."""
     tables = {name: _decode_entry(metadata, name, dict) for name in ("input", "network", "reading")}
     labels = _decode_entry(metadata, "labels", list)
     if tables["input"] is not None:
@@ -61,7 +62,7 @@ def _require_network(network: Mapping[str, Any]) -> None:
     if "input" in network:
         _require_input(network["input"], "network")
     if network.get("name") == "transformer" and not isinstance(network.get("vocabulary"), int):
-        raise _metadata_error("network", "a transformer has a vocabulary")
+        raise _metadata_error("network", "the transformer's vocabulary size is missing")
     try:
         metrics.task_from_network(network)
     except JobError as error:
@@ -88,7 +89,9 @@ def _require_reading_settings(settings: Mapping[str, Any]) -> None:
 
 def _metadata_error(name: str, reason: object = None) -> ModelError:
     detail = "" if reason is None else f" ({reason})"
-    return ModelError(f"metadata {name!r} differ from the format of `fedquilt model export`{detail}: export it again")
+    return ModelError(
+        f"metadata {name!r} of the model are damaged{detail}: export it again with `fedquilt model export`"
+    )
 
 
 def require_shape(inputs: np.ndarray, expected_shape: Shape) -> None:
@@ -96,7 +99,7 @@ def require_shape(inputs: np.ndarray, expected_shape: Shape) -> None:
     if not graph_check.fits_shape(actual_shape, expected_shape):
         expected_text = graph_check.format_shape(expected_shape)
         raise DataError(
-            f"the network takes inputs of shape {expected_text}, and the data of this device have shape {actual_shape}"
+            f"the network takes inputs of shape {expected_text}, the examples of this device have shape {actual_shape}"
         )
 
 

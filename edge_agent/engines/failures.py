@@ -61,6 +61,7 @@ def is_out_of_memory_error(error: BaseException) -> bool:
 
 
 def claim_code_from_error(error: Exception) -> Any:
+    """Return the claim's code for an error, a `fedquilt.wire.RefusalCode`. Unknown errors are "exception"."""
     if isinstance(error, DiskFullError) or (isinstance(error, OSError) and error.errno in FULL_DISK_ERRORS):
         return "full"
     if not isinstance(error, DataError | StoreError | core.JobError):  # fedquilt's own errors about a file
@@ -88,8 +89,8 @@ def describe_error(error: Exception) -> str:
     if is_out_of_memory_error(error):
         text = text or type(error).__name__
         return shorten_error(
-            f"an allocation failed ({text}): the next attempt plans with less memory; reduce the batch, or free "
-            f"memory on the device"
+            f"memory allocation failed ({text}): reduce the batch, or free memory on the device (the next attempt "
+            "plans with less)"
         )
     return shorten_error(f"{type(error).__name__}{': ' if text else ''}{text} ({_source_location(error)})")
 
@@ -97,4 +98,4 @@ def describe_error(error: Exception) -> str:
 def _source_location(error: Exception) -> str:
     every = traceback.extract_tb(error.__traceback__)
     frames = [frame for frame in every if "site-packages" not in frame.filename] or list(every)
-    return f"{os.path.basename(frames[-1].filename)}, line {frames[-1].lineno}" if frames else "place unknown"
+    return f"{os.path.basename(frames[-1].filename)}, line {frames[-1].lineno}" if frames else "unknown location"

@@ -136,7 +136,7 @@ class NumpyEngine:
 
 
 class NumpyOptimizer:
-    """In-place optimizer of a model: correction, clipping over all tensors, weight decay and step."""
+    """Optimizer of a model, in place: gradient correction, clipping over all tensors, weight decay and step."""
 
     def __init__(self, mlp: MlpTable, model: dict[str, np.ndarray], fit: Fit, hooks: Hooks) -> None:
         self._model, self._fit, self._correct = model, fit, hooks.correct_gradient
@@ -204,7 +204,7 @@ def _require_supported_hooks(hooks: Hooks) -> None:
     }
     if unsupported := [name for name, value in hook_values.items() if value]:
         raise ModelError(
-            f"the numpy engine cannot train with {' and '.join(unsupported)} as this method requires: "
+            f"the numpy engine lacks {' and '.join(unsupported)}, which this method requires: "
             f"{extras.installation_command('train')}"
         )
 
@@ -213,9 +213,10 @@ def _require_supported_hooks(hooks: Hooks) -> None:
 
 
 def parse_network(network: Mapping[str, Any]) -> MlpTable:
+    """Return an "mlp" table. Raise ModelError for other networks, unknown keys and widths below 1."""
     if network.get("name") != "mlp":
         raise ModelError(
-            f"the numpy engine trains 'mlp' networks, not {network.get('name')!r}: torch trains it: "
+            f"the numpy engine cannot train network {network.get('name')!r}, only 'mlp': "
             f"{extras.installation_command('train')}"
         )
     try:
@@ -236,7 +237,7 @@ def _load_network(network: Mapping[str, Any], start: Tensors) -> tuple[MlpTable,
 def _prepare_inputs(network: Mapping[str, Any], x: np.ndarray, hooks: Hooks) -> np.ndarray:
     flat = training.network_inputs(x, network, hooks.inputs).reshape(len(x), -1)
     if flat.shape[1] != network["inputs"]:
-        raise DataError(f"examples hold {flat.shape[1]} values each, the network takes {network['inputs']}")
+        raise DataError(f"examples have {flat.shape[1]} values each, the network has {network['inputs']} inputs")
     return flat
 
 

@@ -47,10 +47,7 @@ COMMON_BATCH = 4  # kept sessions are dropped to allow at least this batch
 SESSION_SHARE = 0.5  # fraction of the memory for idle sessions, and for loading an optimized session
 MAPPED_SHARE = 128  # allocations above this fraction of the budget return to the system when freed
 MAX_MAPPED_BYTES = 32 << 20  # glibc's largest threshold
-MAX_MAPPED_PIECES, TRIM_BYTES = (
-    1 << 16,
-    128 << 10,
-)  # glibc's defaults: threshold of mapped allocations, and free end of the heap
+MAX_MAPPED_PIECES, TRIM_BYTES = 1 << 16, 128 << 10  # glibc's defaults: mapped allocations, and free end of the heap
 TRIMMED_BELOW_BYTES = 512 << 20  # with more room, freed pieces are kept: returning them costs page faults
 AMPLE_BYTES = 2 << 30  # with more room, large ones too: a MobileNet's blocks at 224 pixels then run twice as fast
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_MMAP_MAX, M_ARENA_MAX = -1, -3, -4, -8  # glibc's malloc.h
@@ -64,20 +61,20 @@ TYPES = {  # ONNX Runtime's names of types -> numpy's
     "tensor(bool)": "bool",
     **{f"tensor({sign}int{bits})": f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)},
 }
-FATAL_ONLY = 4  # the same for a session, because onnxruntime 1.23 also writes errors that are raised
+FATAL_ONLY = 4  # severity for sessions, because onnxruntime 1.23 also writes the errors that it raises
 
 
 class MemoryPlan(NamedTuple):
     is_roomy: bool
     session_bytes: int  # memory of the session between runs
-    example_bytes: int | None  # memory of one example's activations; None: not in the graph
+    example_bytes: int | None  # memory of one example's activations, or None if the graph does not declare shapes
     takes_single_examples: bool  # whether the graph takes one example at a time
 
 
 class LoadedGraph(NamedTuple):
     session: Any
     plan: MemoryPlan
-    answers: dict[tuple[int, ...], tuple[int, ...]]  # shape of an example -> measured shape of its output
+    output_shapes: dict[tuple[int, ...], tuple[int, ...]]  # shape of an example -> measured shape of its output
 
 
 class OnnxEngine:
@@ -158,7 +155,7 @@ class OnnxEngine:
         return self._room_bytes
 
     def batch(self, graph: Path, caller_bytes: int = 0, caller_bytes_per_example: int = 0) -> int:
-        """Return the number of examples to run at once."""
+        """Return how many examples to run at once beside the caller's memory, and close sessions to make room."""
         plan = self._load_graph(graph).plan
         size = self._batch_size(plan, caller_bytes, caller_bytes_per_example)
         self.make_room(
@@ -167,7 +164,7 @@ class OnnxEngine:
         return size
 
     def _batch_size(self, plan: MemoryPlan, around_bytes: int, example_bytes: int) -> int:
-        """Return how many examples to run at once, 1 to LARGEST_BATCH, or 1 if their memory is unknown."""
+        """Return how many examples to run at once, at most LARGEST_BATCH, or 1 if their memory is unknown."""
         if self._micro_batch is not None:
             return self._micro_batch
         if plan.example_bytes is None or plan.takes_single_examples:
@@ -179,10 +176,10 @@ class OnnxEngine:
         return int(np.clip(max(size_beside_all, size_alone), 1, LARGEST_BATCH))
 
     def make_room(self, size_bytes: int, needed_graph: Path | None = None, in_use: int = 0) -> None:
-        """Close sessions, longest unused first and never `needed_graph`, until `size_bytes` more bytes fit.
+        """Close sessions, the longest unused first but never `needed_graph`, until `size_bytes` more bytes fit.
 
-        Freed memory returns to the system if the room is small, or if more than half is needed and the freed memory
-        leaves too little for what is not `in_use` of `size_bytes`. Micro-batches do not change.
+        Freed memory is returned to the system if the engine has little memory, or if more than half is needed and the
+        rest is too small for `size_bytes` without the part `in_use` already. Micro-batches do not change.
         """
         session_bytes = sum(loaded.plan.session_bytes for loaded in self._graphs.values())
         for unused_graph in [path for path in self._graphs if path != needed_graph]:
@@ -244,9 +241,8 @@ class OnnxEngine:
         required_bytes = peak_memory.inference_bytes(weights, activation_bytes or 0, 1)
         if required_bytes > self._room_bytes:
             raise MemoryBudgetError(
-                f"graph {graph.name[:12]} needs {required_bytes / 1e6:.0f} MB for its weights and one example, "
-                f"and {max(self._room_bytes, 0) / 1e6:.0f} MB of the budget are left: raise the budget, or leave "
-                f"out that block"
+                f"graph {graph.name[:12]} needs {required_bytes / 1e6:.0f} MB for its weights and one example, the "
+                f"budget has {max(self._room_bytes, 0) / 1e6:.0f} MB left: raise budget, or leave out that block"
             )
         free = (1 - SESSION_SHARE) * self._room_bytes
         is_roomy = (
@@ -302,7 +298,7 @@ class OnnxEngine:
             if output.type != FLOAT:
                 (y[...],) = bound.copy_outputs_to_cpu()
         except Exception as error:
-            if not self._providers.handle_tensorrt_error(error):
+            if not self._providers.disable_tensorrt_after(error):
                 raise
             self.close()
             self._run_batch(graph, x, y)
@@ -314,15 +310,15 @@ def _output_shape(loaded: LoadedGraph, x: np.ndarray) -> tuple[int, ...]:
     declared_shape = session.get_outputs()[0].shape[1:]
     if declared_shape and all(isinstance(size, int) for size in declared_shape):
         return tuple(declared_shape)
-    if x.shape[1:] not in loaded.answers:
+    if x.shape[1:] not in loaded.output_shapes:
         measured_shape = np.shape(session.run(None, {session.get_inputs()[0].name: _cast_examples(session, x[:1])})[0])
         if measured_shape[:1] != (1,):
             raise ModelError(
-                f"the network returns for one example an array of shape {measured_shape}: export it with the examples "
-                "as the first axis of its output too"
+                f"the network's output for one example has shape {measured_shape}: export the network with the "
+                "examples as first axis of the output"
             )
-        loaded.answers[x.shape[1:]] = measured_shape[1:]
-    return loaded.answers[x.shape[1:]]
+        loaded.output_shapes[x.shape[1:]] = measured_shape[1:]
+    return loaded.output_shapes[x.shape[1:]]
 
 
 def _input_type(session: Any) -> np.dtype[Any]:
@@ -336,7 +332,7 @@ def _cast_examples(session: Any, x: np.ndarray) -> np.ndarray:
         cast = np.ascontiguousarray(x, input_type)
     if input_type.kind not in "f" and not np.array_equal(cast, x):
         raise DataError(
-            f"the network takes {input_type}, and the data of this device are not integers in the range of that type"
+            f"the network takes {input_type}, and values of this device's examples are not integers in that range"
         )
     return cast
 

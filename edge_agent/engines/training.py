@@ -14,10 +14,10 @@ from fedquilt.data.inputs import prepare_inputs as network_input
 if TYPE_CHECKING:
     from fedquilt.core import Examples, Fit, Tensors
 
-MAX_LOSS_FACTOR = (
-    10.0  # factor on the first step's loss, and at least this many nats: worse than a guess among 22,000 classes
-)
-MIN_JUDGED_STEPS = 10  # steps before an epoch's mean is judged: one odd mini-batch is no explosion
+# Training has diverged if an epoch's mean loss exceeds the first step's loss, or 1 nat if that is smaller, by this
+# factor. A loss of 10 nats is worse than a guess among 22,000 classes.
+MAX_LOSS_FACTOR = 10.0
+MIN_JUDGED_STEPS = 10  # steps of an epoch before its mean loss is judged, because one mini-batch may be unusual
 
 
 def draw_orders(count: int, epochs: int, rng: np.random.Generator) -> list[np.ndarray]:
@@ -36,7 +36,7 @@ def micro_batches(batch: np.ndarray, max_examples: int) -> list[np.ndarray]:
 
 
 def fitting_batch_size(room_bytes: float, example_bytes: float, max_size: int) -> int:
-    """Return the number of examples to run at once: `max_size`, halved until they fit, at least 1.
+    """Return the number of examples to run at once: `max_size`, halved until the examples fit, at least 1.
 
     The room must follow from the budget and constants, never from the present size of the process. The size of
     micro-batches decides the last bits of a result, which must be the same in every run.
@@ -50,7 +50,7 @@ def fitting_batch_size(room_bytes: float, example_bytes: float, max_size: int) -
 def network_inputs(
     x: np.ndarray, network: Mapping[str, Any], inputs: Callable[[np.ndarray], np.ndarray] | None = None
 ) -> np.ndarray:
-    """Return network inputs of stored examples in float32, by the network's "input" table if any."""
+    """Return network inputs in float32, prepared by `inputs` or the network's "input" table, or raise DataError."""
     if inputs is not None:
         return inputs(x)
     if "input" in network:
@@ -60,33 +60,34 @@ def network_inputs(
     if x.dtype.kind == "u":
         return np.divide(x, np.float32(np.iinfo(x.dtype).max), dtype=np.float32)  # in one pass over the numbers
     if x.dtype.kind not in "fib":
-        raise DataError(f"examples of type {x.dtype}: expected numbers")
+        raise DataError(f"examples have type {x.dtype}: store them as numbers")
     return x.astype(np.float32)
 
 
 def _tokens_to_float32(x: np.ndarray, vocabulary_size: int) -> np.ndarray:
     if x.dtype.kind not in "ui":
-        raise DataError(f"examples of type {x.dtype}: a transformer requires integer tokens; see [data.text]")
+        raise DataError(f"examples have type {x.dtype}, a transformer requires integer tokens: see [data.text]")
     low, high = int(x.min(initial=0)), int(x.max(initial=0))
     if low < 0 or high >= vocabulary_size:
         raise DataError(
-            f"tokens are {low} to {high}, and the vocabulary of the network has {vocabulary_size} (0 to "
-            f"{vocabulary_size - 1}): give this device the vocabulary file that the job was made with"
+            f"tokens are {low} to {high}, and the network's vocabulary has 0 to {vocabulary_size - 1}: copy the job's "
+            "vocabulary file to this device"
         )
     return x.astype(np.float32)
 
 
-def require_examples(examples: Examples, each: int) -> None:
+def require_examples(examples: Examples, examples_per_gradient: int) -> None:
     if not len(examples):
-        raise DataError("no examples: this device cannot compute gradients")
-    if each < 1:
-        raise JobError(f"groups of {each} examples: give at least 1")
+        raise DataError("no examples for gradients: add data under [data], or exclude this device")
+    if examples_per_gradient < 1:
+        raise JobError(f"{examples_per_gradient} examples per gradient: use at least 1")
 
 
 def require_shapes(start: Tensors, shapes: Mapping[str, tuple[int, ...]]) -> None:
     if odd := sorted(start.keys() ^ shapes.keys()):
-        side = "lack" if odd[0] in shapes else "have"
-        raise ModelError(f"the tensors do not fit the network: {len(odd)} names differ, they {side} {odd[0]!r}")
+        problem = "is missing" if odd[0] in shapes else "is not in the network"
+        more = f" ({len(odd)} names differ)" if len(odd) > 1 else ""
+        raise ModelError(f"tensors do not fit the network: {odd[0]!r} {problem}{more}")
     for name, shape in shapes.items():
         if start[name].shape != shape:
             raise ModelError(f"tensor {name!r} has shape {start[name].shape}, the network expects {shape}")
@@ -103,22 +104,22 @@ def require_anchors(anchors: Mapping[str, Tensors], shapes: Mapping[str, tuple[i
 class TrainingProgress:
     """Progress and metrics of one training run, which detects divergence.
 
-    A loss that is not finite raises DivergedError at once. A loss that has exploded does when the mean of the epoch so
-    far shows the increase. Such an update would spoil the aggregate of all devices.
+    A diverged update would spoil the aggregate of all devices. `add_step` raises DivergedError if a loss is not finite,
+    or if the epoch's mean loss so far is far above the first step's (`MAX_LOSS_FACTOR`).
     """
 
     def __init__(self, count: int, fit: Fit, progress: Callable[[float], None]) -> None:
         if not count:
-            raise DataError("no examples: add data under [data], or leave this device out")
+            raise DataError("no examples to train on: add data under [data], or exclude this device")
         if fit.batch < 1 or fit.epochs < 0:
-            raise JobError(f"batch {fit.batch} and epochs {fit.epochs}: give at least 1 and 0")
+            raise JobError(f"[params] batch = {fit.batch}, epochs = {fit.epochs}: use at least 1 and 0")
         self._steps_per_epoch = math.ceil(count / fit.batch)
         self._fit, self._progress = fit, progress
         self._step_count = 0
         self._loss_sum, self._example_count, self._first_loss = 0.0, 0, 0.0
 
     def add_step(self, loss: float, examples: int) -> None:
-        """Count one step and report progress."""
+        """Count one step with its mean loss and number of examples. Report progress, or raise DivergedError."""
         if self._step_count % self._steps_per_epoch == 0:
             self._loss_sum, self._example_count = 0.0, 0  # the last epoch's loss is reported
         self._step_count += 1
@@ -144,6 +145,7 @@ class TrainingProgress:
         raise DivergedError(f"{problem}, learning rate {self._fit.lr:g}")
 
     def metrics(self) -> dict[str, float]:
+        """Return the number of steps and, after a step, the last epoch's mean loss."""
         if not self._example_count:
             return {"steps": 0.0}
         return {"loss": self._loss_sum / self._example_count, "steps": float(self._step_count)}

@@ -1,20 +1,20 @@
-"""Local energy coordinator, which chooses the operating point of a task. Pure functions.
+"""Choice of the operating point of a task, by energy and deadline. Pure functions.
 
 Points are compared by the energy of the whole board until the deadline,
 
     E(point) = busy_w * t + idle_w * (deadline - t)
 
 and not until the end of the work. A board that finishes early waits for the end of the round and draws idle_w
-meanwhile. Without that term, racing to idle would win whenever busy_w * t falls with the clock. For one deadline the
+meanwhile. Without that term, the fastest point would win whenever busy_w * t falls with the clock. For one deadline the
 sum orders the points as (busy_w - idle_w) * t does, the energy above idle. FedStitch (arXiv 2409.07202) has the same
 sum in its equation 5, and its Table II shows that no order is generally best: from 1.12 to 1.30 GHz the time falls by
 12 % and the power as well, so that the fastest point is best, and from 0.85 to 1.12 GHz the power grows by 25 % and the
-time falls by 17 %. Each point is therefore computed.
+time falls by 17 %. The energy of each point is therefore computed.
 
-Times and powers come from `learned_model`: first from the profile, then from tasks of this engine and workload. An
-estimate for a little-known point is less certain. With a tight deadline a point counts as slow as it may well be, so
-that known points are chosen. With slack it counts as cheap as it may be, so that unknown points are tried (as in BoFL,
-Middleware 2022).
+Times and powers come from `learned_model`: first from the profile, then from tasks of this engine and workload.
+Estimates for rarely used points are less certain. Whether a point meets the deadline is decided by an upper bound of
+its time (`CAUTION`). Points are compared by a lower bound of their energy (`CURIOSITY`), so that unknown points are
+tried if there is time (as in BoFL, Middleware 2022).
 
 Policies:
     energy   the cheapest of the points that meet the deadline with `MARGIN` to spare
@@ -22,14 +22,14 @@ Policies:
              at the slowest point that meets the deadline with `MARGIN`, which is found directly. The paper gives
              neither step nor margin
     max      the fastest
-    board    none: the board's own governor stays in charge
+    board    none: the board's own governor sets the clocks
 
-If no point meets the deadline, each policy takes the fastest. Points without numbers in the profile are left out.
-Without any point the policy is `board`. An unknown idle_w is between 0 and the least power of any point at work: chosen
-is the point with the fewest joules above the cheapest in the worse of these two cases. Energy is linear in idle_w, so
-that no value between them is worse.
+If no point meets the deadline, each policy selects the fastest. Points without numbers in the profile are left out.
+Without any point the policy is `board`. An unknown idle_w is between 0 and the smallest power of any point at work. The
+selected point is then the one with the fewest joules above the cheapest in the worse of these two cases. Energy is
+linear in idle_w, so that no value between them is worse.
 
-The owner's bound has priority: a point above `max_w` is never chosen. The board's own governor obeys its power mode
+The owner's limit has priority: a point above `max_w` is never selected. The board's own governor obeys its power mode
 only.
 
 A late task is stepped up, never down, and at most once every STEP_S.
@@ -51,15 +51,15 @@ from fedquilt.edge_agent.power.learned_model import LearnedModel, TaskSegment, e
 STEP_S: Final = 3.0  # shortest interval between changes of clocks: each takes time, and its effect has to be seen first
 MARGIN: Final = 0.05  # share of the predicted time that is kept as reserve
 MIN_FRACTION_DONE: Final = 0.02  # share of the work to be done at a point before its pace is meaningful
-CAUTION: Final = 1.645  # spreads by which a point may be slower than estimated: one in twenty is
-CURIOSITY: Final = 0.6  # spreads by which it is taken for cheaper than estimated
+CAUTION: Final = 1.645  # standard deviations by which a point may be slower than estimated, as one in twenty is
+CURIOSITY: Final = 0.6  # standard deviations by which a point counts as cheaper than estimated
 
 Policy: TypeAlias = Literal["energy", "paper", "max", "board"]
 
 
 class GovernorPolicy(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     policy: Policy = "energy"
-    max_w: Annotated[float, Meta(gt=0)] | None = None  # most that a point may draw; None: no limit
+    max_w: Annotated[float, Meta(gt=0)] | None = None  # highest permitted power of a point, or None without a limit
 
     def points_within_max_w(self, points: Sequence[OperatingPoint]) -> Sequence[OperatingPoint]:
         """Return the points within `max_w`. A point of unknown power is left out if a limit is set."""
@@ -110,10 +110,10 @@ def choose_operating_point(
     idle_w: float | None = None,
     learned_model: LearnedModel = LearnedModel(),
 ) -> OperatingPoint | None:
-    """Choose the operating point to pin by the policy, the fastest if none is in time.
+    """Return the operating point to pin, the fastest if none is in time.
 
-    Return None to leave the clocks to the board: by policy, without a predicted
-    duration or, for "energy", without a known power.
+    The result is None if the board should set its clocks: by policy, without a predicted duration or, for "energy",
+    without a known power.
     """
     forecasts = forecast_points(governor.points_within_max_w(points), work, learned_model)
     if governor.max_w is not None:
@@ -163,9 +163,9 @@ def choose_faster_point(
     idle_w: float | None = None,
     learned_model: LearnedModel = LearnedModel(),
 ) -> OperatingPoint | None:
-    """Choose a faster point for a task that would miss its deadline, or None to stay.
+    """Return a faster point for a task that would miss its deadline, or None to keep the present point.
 
-    The present segment counts at once, even if it is unlike all earlier tasks: the task may be of a new kind.
+    The present segment counts at once, even if it is unlike all earlier tasks, because the work may be new.
     """
     if (
         governor.policy not in ("energy", "paper")

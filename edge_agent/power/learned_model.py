@@ -45,7 +45,7 @@ EXACT_TOLERANCE: Final = 1e-6  # relative error of an exact profile, as of simul
 MIN_OUTLIER_ERROR: Final = 0.5  # smallest relative error of an outlier
 OUTLIER_SPREADS: Final = 4.0  # smallest error of an outlier in expected spreads
 MIN_MEASUREMENTS: Final = 4  # with fewer, an outlier changes the scale of the law
-MAX_RATIO: Final = 1000.0  # limit of the ratio, because clocks explain no larger one
+MAX_RATIO: Final = 1000.0  # limit of measured over predicted values
 MAX_SWEEPS: Final = 100  # limit of the solver's iterations
 SOLVER_TOLERANCE: Final = 1e-6  # change of a weight at which the solver stops
 
@@ -57,7 +57,7 @@ class CostLaw(WireMessage, frozen=True):
 
     reference_point: OperatingPoint  # point of the first measurement, the unit of the columns
     reference_clocks: dict[ShortText, Amount]  # highest clocks of the board at the first measurement, by axis
-    ratio: Amount  # measured there, over the profile's
+    ratio: Amount  # first measurement over the profile's value
     information: Numbers  # matrix of the normal equations, n * n, without the prior
     targets: Numbers  # right-hand sides of the normal equations, n
     count: Count
@@ -65,8 +65,8 @@ class CostLaw(WireMessage, frozen=True):
 
 
 class LatestTask(WireMessage, frozen=True):
-    work: WorkEstimate  # of the whole task
-    time_left_s: float  # until its deadline, once its data was loaded
+    work: WorkEstimate  # work of the whole task
+    time_left_s: float  # time until the deadline when the data was loaded
 
 
 class LearnedModel(WireMessage, frozen=True):
@@ -84,7 +84,7 @@ class LearnedModel(WireMessage, frozen=True):
 
 class TaskSegment(NamedTuple):
     point: OperatingPoint
-    work: WorkEstimate  # done in the segment
+    work: WorkEstimate  # work done in the segment
     seconds: float
     watts: float | None  # mean power of the board, or None without a reliable meter
     # Highest clocks of the board by axis. Missing axes have the clock of `point`.
@@ -103,6 +103,7 @@ class CostEstimate(NamedTuple):
 def estimate_points(
     learned_model: LearnedModel, points: Sequence[OperatingPoint], work: WorkEstimate
 ) -> list[CostEstimate | None]:
+    """Return the estimated cost of the work at each point, or None for points without a predictable time."""
     seconds_at = _time_predictor(_fit_law(learned_model.time, TIME_SPREADS), work)
     power = _fit_law(learned_model.power, POWER_SPREADS)
     reference_s = None if power is None else seconds_at(power.law.reference_point)[0]
@@ -123,8 +124,8 @@ def estimate_points(
 def learn_segment(learned_model: LearnedModel, segment: TaskSegment, *, at_once: bool = False) -> LearnedModel:
     """Return the learned costs after one more segment. Impossible values change nothing.
 
-    A segment unlike all earlier ones is left out. A second one in a row resets the law, because the work now runs
-    elsewhere, for example on the CPU for lack of a GPU.
+    A segment unlike all earlier ones is ignored unless `at_once`. A second one in a row resets the law, because the
+    work now runs on other hardware, for example on the CPU after the GPU failed.
     """
     profile_s = cost_model.work_seconds(segment.work, segment.point)
     if profile_s is None or not 0 < segment.seconds < math.inf:
@@ -193,6 +194,7 @@ def clocks_by_axis(point: OperatingPoint) -> dict[str, float]:
 
 @cache_last_call
 def highest_clocks(points: Sequence[OperatingPoint]) -> dict[str, float]:
+    """Return the highest clock of all points in hertz, by axis. Axes that no point sets are left out."""
     clocks = {axis: [hz for point in points if (hz := getattr(point, axis))] for axis in AXES}
     return {axis: max(values) for axis, values in clocks.items() if values}
 
@@ -220,13 +222,12 @@ def _time_predictor(time: _LawFit | None, work: WorkEstimate) -> Callable[[Opera
 
 
 class _LawFit(NamedTuple):
-    """Weights of a law, with the covariance of their errors, n by n."""
-
     law: CostLaw
     weights: list[float]
     covariance: list[list[float]]
 
     def evaluate(self, columns: Sequence[float]) -> tuple[float, float]:
+        """Return the law's value and its relative standard deviation."""
         value = sum(weight * x for weight, x in zip(self.weights, columns, strict=True))
         square = sum(x * sum(map(mul, row, columns)) for x, row in zip(columns, self.covariance, strict=True))
         return value, math.sqrt(max(square, 0.0)) / value
@@ -271,7 +272,10 @@ def _add_measurement(
     at_once: bool,
     columns: Callable[[CostLaw], list[float] | None],
 ) -> CostLaw | None:
-    """Return the law after a measurement. An outlier is left out, and a second one in a row resets the law."""
+    """Return the law after a measurement, or None while the profile is exact. `values` are predicted and measured.
+
+    An outlier is ignored, and a second one in a row, or the first with `at_once`, resets the law.
+    """
     predicted, measured = values
     if law is None and abs(measured / predicted - 1) < EXACT_TOLERANCE:
         return None

@@ -4,23 +4,22 @@ The agent reports the task's progress. Nothing else in the agent changes clocks.
 
     start_task --start_work--> pinned --report_progress--> stepped up if late --end_task--> TaskCost, unpinned
                                                                              --stop--> unpinned
-                                  +--the board unpins by itself--> continues at its own clocks
+                                  +--the board unpins by itself--> continues at the board's own clocks
 
 A task may run at several points in turn. Each of these segments has its share of the work and its own energy account.
 Time is the device's: on a simulated device that runs in real time on a faster host, the seconds of its profile.
 
 An `EnergyAccount` computes the energy from sensor readings. Two successive readings with a counter (`Reading.energy_j`,
 such as RAPL or a power monitor) give a difference. Otherwise, two readings with a power (`Reading.power_w`, such as
-INA3221 rails) give a trapezoid. Counters have priority, because they miss nothing between readings. Ignored are
-readings without a value, from the past, or from another meter than that of the segment's first reading, which covers
-another part of the board.
+INA3221 rails) give a trapezoid. Counters have priority, because they miss nothing between readings. Readings are
+ignored if they have no value, are from the past, or are from another meter than the segment's first reading.
 
 The error bound, `energy_error_j`, has three parts:
   - for trapezoids, half the difference between the rectangles of the left and of the right powers in each interval: the
     whole error of a power that only rose or only fell between two readings,
   - for a counter, the largest increment of one interval, by which it may lag at either end,
-  - unwatched time in full: a gap of more than MAX_POWER_GAP_S between two powers, and the time before the first and
-    after the last reading, both at the nearest power.
+  - the whole energy of unmeasured time: a gap of more than MAX_POWER_GAP_S between two powers, and the time before the
+    first and after the last reading, both at the nearest power.
 Energy is unknown if the meter has failed during the task: silent for more than MAX_READING_GAP_S, constant for much
 longer than before, or with impossible values, which are skipped until values are possible again.
 
@@ -44,12 +43,10 @@ from fedquilt.edge_agent.power.learned_model import LatestTask, LearnedModel, Ta
 
 SAMPLE_S = 0.1  # interval between sensor readings while a task runs
 MAX_READING_GAP_S = 5.0  # longest gap between readings of a task, after which its energy is unknown
-FROZEN_S = 10.0  # a frozen meter repeats one value for longer than this,
-FROZEN_FACTOR = 20.0  # and for this many times as long as before
-NEVER_CHANGED_S = (
-    60.0  # the same limit for a meter whose value has never changed, as with a coarse meter on an idle board
-)
-UNPINNED_NAME = "let go"  # name of a segment at the board's own clocks
+FROZEN_S = 10.0  # a meter counts as failed if its value is constant for longer than this
+FROZEN_FACTOR = 20.0  # and for this many times the longest constant interval before
+NEVER_CHANGED_S = 60.0  # the same limit if the value has never changed, as that of a coarse meter on an idle board
+UNPINNED_NAME = "unpinned"  # name of a segment at the board's own clocks
 MAX_POWER_GAP_S = 1.0  # longest interval between two powers of which the energy is known
 
 
@@ -88,7 +85,7 @@ class EnergyAccount(msgspec.Struct, frozen=True):
             return replace(initial, longest_gap_s=max(self.longest_gap_s, now_s - self.started_s))
         interval = _interval_energy(self.last_reading, reading, now_s - self.last_reading_s)
         if interval is None or interval[0] > self.max_w * (now_s - self.last_reading_s):
-            return self  # the counter fell or jumped, or only one of both has it: wait for one that fits
+            return self  # the counter fell or jumped, or only one reading has a counter: wait for the next reading
         energy, error, first_w, last_w, from_counter = interval
         has_changed = _meter_value(reading) != _meter_value(self.last_reading)
         longest_unchanged_s = self.longest_unchanged_s
@@ -145,6 +142,7 @@ class EnergyAccount(msgspec.Struct, frozen=True):
         )
 
     def _describe_source(self) -> str:
+        """Return the sensor's name and how the energy was computed: from a counter, or from power by trapezoids."""
         sensor = self.last_reading.energy_source or "a sensor without a name"
         if self.has_counter:
             return f"{sensor}, counter"[:200]
@@ -182,7 +180,7 @@ def _has_point_changed(cost: Cost, previous: Cost | None) -> bool:
 
 
 def _is_usable(reading: Reading, max_w: float) -> bool:
-    if reading.power_w is None and reading.energy_j is None:  # as of every board without a meter
+    if reading.power_w is None and reading.energy_j is None:  # no meter
         return False
     power_w = _finite_or_none(reading.power_w)
     if power_w is not None and not 0 <= power_w <= max_w:
@@ -202,9 +200,9 @@ def _finite_or_none(value: float | None) -> float | None:
 def _interval_energy(
     previous: Reading, current: Reading, dt_s: float
 ) -> tuple[float, float, float, float, bool] | None:
-    """Return energy between two readings, error bound, both powers, and whether a counter measured.
+    """Return energy, error bound, first and last power, and whether a counter measured the energy.
 
-    None if they are of different meters, or do not both have a counter or a power.
+    The result is None if the readings are of different meters, or do not both have a counter or a power.
     """
     if None not in (previous.energy_source, current.energy_source) and previous.energy_source != current.energy_source:
         return None
@@ -224,9 +222,7 @@ log = logging.getLogger(__name__)
 
 MAX_RELATIVE_ERROR: Final = 0.25  # limit for learning the power of a segment
 PLAUSIBLE_POWER_FACTOR: Final = 4.0  # limit of plausible readings, times the highest power in the profile
-PINNED_SAMPLE_S: Final = (
-    1.0  # longest interval between readings with pinned clocks, because each reading sends a keepalive
-)
+PINNED_SAMPLE_S: Final = 1.0  # longest interval between readings with pinned clocks: each reading sends a keepalive
 
 
 class TaskCost(NamedTuple):
@@ -241,7 +237,7 @@ class TaskPowerManager:
         self._reset()
 
     def _reset(self) -> None:
-        self._account: EnergyAccount | None = None  # of the present segment, or None without a task
+        self._account: EnergyAccount | None = None  # account of the present segment, or None without a task
         self._pinned_account: EnergyAccount | None = None  # since the clocks were pinned, or None
         self._sample_interval_s = self._next_sample_s = math.inf
         self._work = WorkEstimate()
@@ -249,7 +245,7 @@ class TaskPowerManager:
         self._accounted_s = 0.0  # part of the task's time that is in `_costs`
         self._fraction_done = self._fraction_accounted = 0.0  # shares of the work
         self._time_left_s, self._learned_model = math.inf, LearnedModel()
-        self._highest_clocks: Mapping[str, float] = {}  # of the board when the clocks were pinned
+        self._highest_clocks: Mapping[str, float] = {}  # highest clocks of the board when they were pinned
         self._pinned_point: OperatingPoint | None = None
         self._was_refused = False  # the board refused the latest point
         self._point_name: str | None = None
@@ -259,7 +255,7 @@ class TaskPowerManager:
     # -- a task --
 
     def start_task(self, now_s: float) -> None:
-        """Start measuring a task before its process starts. Loading runs at the board's own clocks."""
+        """Start to measure a task before its process starts. Data is loaded at the board's own clocks."""
         self.stop()
         reading = self._board.read_sensors(now_s)
         self._account = EnergyAccount(now_s, max_w=_max_plausible_w(self._board.points)).with_reading(now_s, reading)
@@ -269,7 +265,7 @@ class TaskPowerManager:
         self._has_sensors = reading != Reading()  # a board without any sensor need not be read
 
     def start_work(self, work: WorkEstimate, deadline_s: float, learned_model: LearnedModel, now_s: float) -> None:
-        """Choose an operating point, once the data is loaded and the whole work is known."""
+        """Choose and pin an operating point. Call when the data is loaded and the whole work is known."""
         if self._account is None:
             return
         self._work, self._segment_started_s, self._point_changed_s = work, now_s, now_s
@@ -280,6 +276,7 @@ class TaskPowerManager:
                 self._choose_and_pin_point(now_s)  # the owner may have changed the mode since the points were read
 
     def report_progress(self, fraction: float, now_s: float) -> None:
+        """Record the done fraction of the work, and pin a faster point if the task would miss its deadline."""
         if self._account is None or not self._fraction_done <= fraction <= 1:
             return
         self._fraction_done = fraction
@@ -296,6 +293,7 @@ class TaskPowerManager:
             self._pin_point(faster, now_s)
 
     def read_due_sensors(self, now_s: float) -> None:
+        """Read the sensors if a reading is due. End the segment if the board has unpinned its clocks."""
         if self._account is not None and now_s >= self._next_sample_s:
             self._read_sensors(now_s)
             self._next_sample_s = now_s + self._sample_interval_s
@@ -305,7 +303,7 @@ class TaskPowerManager:
         return self._next_sample_s
 
     def end_task(self, work: WorkEstimate, wall_s: float, now_s: float) -> TaskCost:
-        """Return the cost of a completed task and unpin. `wall_s` excludes process start and imports."""
+        """Return the cost of a completed task, and unpin the clocks. `wall_s` excludes process start and imports."""
         if self._account is None:
             return TaskCost(Cost(duration_s=wall_s), LearnedModel())
         self._work = work
@@ -351,8 +349,8 @@ class TaskPowerManager:
         return TaskSegment(self._pinned_point, work, seconds, power_w, self._highest_clocks)
 
     def _mean_power_w(self, measured: Cost, predicted: Cost, now_s: float) -> float | None:
-        """Return the measured mean power, that of a simulated device's profile, or None if too uncertain."""
-        if measured.energy_j is None:  # of a simulated board, its profile's power
+        """Return the measured mean power, or that of a simulated device's profile, or None if too uncertain."""
+        if measured.energy_j is None:  # a simulated device has its profile's power
             return (
                 predicted.energy_j / predicted.duration_s if predicted.energy_j and predicted.duration_s > 0 else None
             )
@@ -385,7 +383,7 @@ class TaskPowerManager:
         board = self._board
         if board.points and not self.governor_policy.points_within_max_w(board.points):
             log.warning(
-                "no operating point is known to draw %g W or less (max_w): using the device's default clocks",
+                "no operating point has a known power of at most %g W (max_w): using the device's default clocks",
                 self.governor_policy.max_w,
             )
         point = governor.choose_operating_point(
@@ -412,6 +410,7 @@ class TaskPowerManager:
             self._next_sample_s = min(self._next_sample_s, now_s + self._sample_interval_s)
 
     def _call_board(self, call: Callable[[], OperatingPoint | None]) -> OperatingPoint | None:
+        """Return the result of a call, or None after a ClockError, which is logged if it differs from the last."""
         try:
             return call()
         except ClockError as error:

@@ -15,9 +15,8 @@ STANDARD_ERRORS: Final = 3.0  # standard errors by which an accuracy must miss i
 
 
 def judge_check(limits: ReleaseLimits, outcome: WorkResult, inference_j: float | None) -> CheckResult:
-    """Return the result of a check by the limits of the release."""
     if outcome.code != "ok":
-        return CheckResult(f"its check failed: {outcome.reason}", {}, killed_externally=outcome.killed_externally)
+        return CheckResult(f"check failed: {outcome.reason}", {}, killed_externally=outcome.killed_externally)
     metrics = dict(outcome.metrics)
     if inference_j is not None and outcome.examples:
         metrics["energy_j"] = inference_j / outcome.examples
@@ -29,55 +28,55 @@ def judge_check(limits: ReleaseLimits, outcome: WorkResult, inference_j: float |
         reason
         for limit, name, reason in (
             (limits.min_gain, "accuracy", ""),  # the check measures the gain
-            (limits.max_energy_j, "energy_j", "joules were not measured: this device has no meter"),
-            (limits.max_peak_bytes, "peak_bytes", "its memory was not measured: the kernel does not tell it"),
+            (limits.max_energy_j, "energy_j", "energy was not measured: this device has no meter"),
+            (limits.max_peak_bytes, "peak_bytes", "memory was not measured: this kernel does not report peaks"),
         )
         if limit is not None and name not in metrics
     ]
     if limits.min_gain is not None and "accuracy" in metrics and "accuracy_before" not in metrics and not outcome.note:
-        remarks.append("its accuracy was compared with nothing: no model ran here before")
+        remarks.append("accuracy was not compared: this device had no model before")
     return CheckResult("", metrics, "; ".join(filter(None, (outcome.note, *remarks))))
 
 
 def exceeded_limit(limits: ReleaseLimits, metrics: dict[str, float]) -> str:
+    """Return a sentence on the first limit that the measured values miss, or "". Unmeasured values miss none."""
     accuracy, previous_accuracy = metrics.get("accuracy"), metrics.get("accuracy_before")
     if limits.min_gain is not None and accuracy is not None and previous_accuracy is not None:
         gain = accuracy - previous_accuracy
         if gain < limits.min_gain - 1e-9:
             return (
-                f"its accuracy is {accuracy:.1%} on this device's held-out examples, and "
-                f"{previous_accuracy:.1%} with what runs "
-                f"now: {100 * gain:+.1f} points, at least {100 * limits.min_gain:+.1f} are wanted"
+                f"accuracy on this device's held-out examples changes from {previous_accuracy:.1%} to {accuracy:.1%}: "
+                f"{100 * gain:+.1f} points, at least {100 * limits.min_gain:+.1f} are required"
             )
     latency_s, limit_s = metrics.get("latency_s"), limits.max_latency_s
     if limit_s is not None and latency_s is not None and latency_s > limit_s:
-        return f"an answer takes {1000 * latency_s:.1f} ms here, at most {1000 * limit_s:.1f} are wanted"
+        return f"an answer takes {1000 * latency_s:.1f} ms on this device, {1000 * limit_s:.1f} are permitted"
     energy_j, limit_j = metrics.get("energy_j"), limits.max_energy_j
     if limit_j is not None and energy_j is not None and energy_j > limit_j:
-        return f"an answer takes {energy_j:.3g} J here, at most {limit_j:.3g} are wanted"
+        return f"an answer takes {energy_j:.3g} J on this device, {limit_j:.3g} are permitted"
     peak, limit_bytes = metrics.get("peak_bytes"), limits.max_peak_bytes
     if limit_bytes is not None and peak is not None and peak > limit_bytes:
-        return (
-            f"it takes {format_megabytes(int(peak))} of memory here, at most {format_megabytes(limit_bytes)} are wanted"
-        )
+        size, limit = format_megabytes(int(peak)), format_megabytes(limit_bytes)
+        return f"the model takes {size} of memory on this device, {limit} are permitted"
     return ""
 
 
 def accuracy_loss_reason(min_gain: float | None, previous: RunnerStatus | None, current: RunnerStatus) -> str:
-    """Return why labels in use show that a model misses its limit, or "" if they do not."""
+    """Return why a model misses its accuracy limit, judged by the labels of the runner's answers, or ""."""
     if min_gain is None or previous is None or previous.accuracy is None or current.accuracy is None:
         return ""
     gain = current.accuracy - previous.accuracy
     if gain + _chance_difference(previous, current) >= min_gain:
         return ""
     return (
-        f"{current.accuracy:.1%} of its answers in use are right, of {_counted_labels(current)} with labels, and "
-        f"{previous.accuracy:.1%} were with what ran before: {100 * gain:+.1f} points, at least "
-        f"{100 * min_gain:+.1f} are wanted"
+        f"accuracy in use, from {_counted_labels(current)} labels, is {current.accuracy:.1%} after "
+        f"{previous.accuracy:.1%} with the model before: {100 * gain:+.1f} points, at least {100 * min_gain:+.1f} are "
+        "required"
     )
 
 
 def needs_more_labels(min_gain: float | None, previous: RunnerStatus | None, current: RunnerStatus) -> bool:
+    """Return whether more labels of the runner's answers could still decide on the accuracy limit."""
     if min_gain is None or previous is None or previous.accuracy is None:
         return False
     if current.accuracy is None:
@@ -89,7 +88,6 @@ def needs_more_labels(min_gain: float | None, previous: RunnerStatus | None, cur
 
 
 def _chance_difference(previous: RunnerStatus, current: RunnerStatus) -> float:
-    # Difference of two accuracies that chance may explain, from their standard errors.
     errors = sum(
         status.accuracy * (1 - status.accuracy) / _counted_labels(status)
         for status in (previous, current)

@@ -40,7 +40,6 @@ from fedquilt.data.spec import DataSpec
 from fedquilt.edge_agent import engines
 from fedquilt.edge_agent.engines import evaluation_sums, exported_model
 from fedquilt.edge_agent.engines.exported_model import ExportedModel
-from fedquilt.edge_agent.task import main as task
 from fedquilt.edge_agent.task import main as task_process
 from fedquilt.edge_agent.task import memory_budget
 from fedquilt.edge_agent.task.process import serve_requests
@@ -64,31 +63,9 @@ BATCH_EXAMPLES: Final = 64  # examples prepared at once: limits the memory of th
 WARM_UP_RUNS: Final = 3  # untimed answers at the beginning
 MIN_TIMED_RUNS, MAX_TIMED_RUNS = 5, 100_000  # timed answers
 TIMED_EXAMPLES: Final = 8  # distinct examples, because the latency of a network with branches varies
-GUESSED_SIZES: Final = (
-    224,
-    32,
-    28,
-    64,
-    96,
-    128,
-    160,
-    192,
-    256,
-    299,
-    320,
-    384,
-    416,
-    448,
-    480,
-    512,
-    640,
-    48,
-    16,
-    8,
-    4,
-    1,
-)
-"""Sizes that are tried for all axes without a declared one, the usual sides of images first."""
+# Sizes that are tried for all axes without a declared size, the usual sides of images first.
+IMAGE_SIDES: Final = (224, 32, 28, 64, 96, 128, 160, 192, 256, 299, 320, 384, 416, 448, 480, 512, 640)
+GUESSED_SIZES: Final = (*IMAGE_SIDES, 48, 16, 8, 4, 1)
 CHANNELS: Final = (3, 1)
 MAX_VECTOR_SIZE: Final = 4096  # largest size that is tried for the only axis of an example
 MAX_GUESSED_NUMBERS: Final = 1 << 22  # maximum number of values of a guessed example
@@ -106,7 +83,7 @@ class LoadedModel(NamedTuple):
     engine: Any
     path: Path
     metadata: ExportedModel
-    shape: Shape  # of one example
+    shape: Shape  # shape of one example
 
     def compute_scores(self, x: np.ndarray) -> np.ndarray:
         """Return the outputs (n, outputs) for stored examples (n, ...)."""
@@ -118,7 +95,7 @@ class LoadedModel(NamedTuple):
         scores: np.ndarray = self.engine.run(self.path, inputs)
         if scores.ndim != 2:
             raise ModelError(
-                f"model output for each example has shape {scores.shape[1:]}, not one score per class: "
+                f"model output for an example has shape {scores.shape[1:]}, not one score per class: "
                 "roll out a network whose output has the axes (examples, classes)"
             )
         exported_model.require_scores(scores)
@@ -128,6 +105,7 @@ class LoadedModel(NamedTuple):
 def run_check(
     request: CheckRequest, send_event: SendEvent = lambda event: None, load: Any = examples.load_share
 ) -> WorkResult:
+    """Check a model, and return its accuracy and latency as metrics. An exception becomes a failed result."""
     started_s, metrics = time.perf_counter(), dict[str, float]()
     try:
         engine = engines.create_engine(request.engine, request.budget_bytes)
@@ -161,9 +139,10 @@ def run_check(
         ):
             _require_independent_answers(model, first_example, held_out)
         else:
-            notes.append("answers of a batch were not compared: the budget has no room for a second example")
+            notes.append("outputs of a batch were not compared: the budget is too small for a second example")
         if held_out is not None and request.current_model is not None and "accuracy" in metrics:
-            metrics |= _measure_accuracy_before(engine, request, Path(request.current_model), load, notes)
+            accuracy_before = _measure_current_model(engine, request, Path(request.current_model), load, notes)
+            metrics |= {} if accuracy_before is None else {"accuracy_before": accuracy_before}
         engine.close()
         if request.trtexec is not None:
             notes += _build_tensorrt_engine(request, model, first_example)
@@ -175,7 +154,7 @@ def run_check(
             peak_bytes=peak_bytes,
         )
     except Exception as error:
-        return task.failure_outcome(error)
+        return task_process.failure_outcome(error)
 
 
 def _load_examples(request: CheckRequest, metadata: ExportedModel, load: Any) -> tuple[Examples, Examples] | None:
@@ -186,6 +165,7 @@ def _load_examples(request: CheckRequest, metadata: ExportedModel, load: Any) ->
 
 
 def _choose_evaluated(splits: tuple[Examples, Examples] | None) -> Examples | None:
+    """Return the held-out examples, the training examples if none are held out, or None without data."""
     return None if splits is None else splits[1] if len(splits[1]) else splits[0]
 
 
@@ -199,8 +179,8 @@ def _add_class_priors(model: LoadedModel, splits: tuple[Examples, Examples] | No
     if choice is None or not (strength := choice.choose_strength()):
         return [f"class priors do not help on {len(held_out)} held-out examples"]
     assemble_network(request.split_model, model.path, request.budget_bytes, strength * choice.log_ratios)
-    model.engine.close()  # the note on the graph without class priors no longer applies
-    return [f"class priors of this device count {strength:g} times"]
+    model.engine.close()  # the loaded graph has no class priors
+    return [f"class priors of this device are applied with strength {strength:g}"]
 
 
 def _load_model(engine: Any, path: Path) -> LoadedModel:
@@ -216,7 +196,7 @@ def _require_matching_data(model: LoadedModel, held_out: Examples, request: Chec
             f"{_format_labels(device_labels)}"
         )
     if model.metadata.task not in (None, spec.task):
-        raise ModelError(f"model predicts {model.metadata.task}, and the data of this device are for {spec.task}")
+        raise ModelError(f"model predicts {model.metadata.task}, the data of this device are for {spec.task}")
     outputs = model.compute_scores(held_out.x[:1]).shape[1]
     evaluation_sums.require_targets(held_out, outputs, spec.task)
 
@@ -226,9 +206,10 @@ def _format_labels(labels: tuple[str, ...]) -> str:
 
 
 def _measure_accuracy(model: LoadedModel, held_out: Examples, notes: list[str]) -> dict[str, float]:
+    """Return accuracy and number of examples, or {} with a note for regression."""
     task = model.metadata.task or "classes"
     if task == "regression":
-        notes.append("accuracy was not measured: it predicts numbers, of which none is right or wrong")
+        notes.append("accuracy was not measured: the model predicts numbers (regression)")
         return {}
     metric = metrics.main_metric(_evaluate_scores(model, held_out).sums())
     assert metric is not None
@@ -245,18 +226,19 @@ def _evaluate_scores(
     return evaluation_sums.evaluate_scores(model.metadata.task or "classes", batches, prior)
 
 
-def _measure_accuracy_before(
-    engine: Any, request: CheckRequest, path: Path, load: Any, notes: list[str]
-) -> dict[str, float]:
+def _measure_current_model(
+    engine: Any, request: CheckRequest, current_model: Path, load: Any, notes: list[str]
+) -> float | None:
+    """Return the accuracy of the model in use, or None with a note if it cannot be measured."""
     try:
-        model = _load_model(engine, path)
+        model = _load_model(engine, current_model)
         held_out = _choose_evaluated(_load_examples(request, model.metadata, load))
         assert held_out is not None
         accuracy = _measure_accuracy(model, held_out, notes)
     except (FedquiltError, OSError) as error:
-        notes.append(f"accuracy of what runs now was not measured: {error}")
-        return {}
-    return {"accuracy_before": accuracy["accuracy"]} if "accuracy" in accuracy else {}
+        notes.append(f"accuracy of the model in use was not measured: {error}")
+        return None
+    return accuracy.get("accuracy")
 
 
 def _choose_examples(
@@ -276,11 +258,11 @@ def _choose_examples(
         except (ModelError, MemoryBudgetError) as error:
             failure = failure or f" ({guess}: {error})"
             continue
-        notes.append(f"it was run on an example of the shape {guess}, a guess: its graph does not state it")
+        notes.append(f"the model was timed with the guessed shape {guess}, because its graph declares none")
         return example
     raise ModelError(
-        f"it was not run: its graph takes examples of shape {format_shape(model.shape)} and ran on none that was "
-        f"guessed{failure}: roll it out with --input-shape, such as --input-shape 3,224,224"
+        f"model takes examples of shape {format_shape(model.shape)} and ran with no guessed shape{failure}: roll it "
+        "out with --input-shape, such as --input-shape 3,224,224"
     )
 
 
@@ -304,7 +286,7 @@ def _guess_shapes(shape: Shape) -> Iterator[tuple[int, ...]]:
 
 
 def _measure_latency(model: LoadedModel, examples: np.ndarray, timing_s: float) -> tuple[float, int]:
-    """Return the mean of the examples' median seconds, and the number of answers."""
+    """Return the latency, the mean of the examples' median seconds, and the number of timed runs."""
     for _ in range(WARM_UP_RUNS):
         model.run_prepared(examples[:1])
     durations_s: list[list[float]] = [[] for _ in examples]
@@ -319,7 +301,7 @@ def _measure_latency(model: LoadedModel, examples: np.ndarray, timing_s: float) 
 
 
 def _require_independent_answers(model: LoadedModel, example: np.ndarray, held_out: Examples | None) -> None:
-    """Raise ModelError if the answer to an example changes with the other example of a batch."""
+    """Raise ModelError if the output for an example changes with the other example of a batch."""
     other_example = np.zeros_like(example) if held_out is None else model.metadata.prepare_inputs(held_out.x[-1:])
     batch = np.concatenate(
         [example, np.zeros_like(example) if np.array_equal(example, other_example) else other_example]
@@ -337,9 +319,8 @@ def _require_independent_answers(model: LoadedModel, example: np.ndarray, held_o
         are_equal = bool(np.abs(batch_scores[finite] - expected[finite]).max() <= tolerance)
     if not are_equal:
         raise ModelError(
-            "model output for one example depends on the other examples of a batch: "
-            "export the model in evaluation mode and "
-            "without operations over the first axis, or with a first axis of 1"
+            "model output for one example depends on the other examples of a batch: export the model in evaluation "
+            "mode and without operations over the first axis, or with a first axis of 1"
         )
 
 
@@ -347,6 +328,7 @@ def _require_independent_answers(model: LoadedModel, example: np.ndarray, held_o
 
 
 def _build_tensorrt_engine(request: CheckRequest, model: LoadedModel, example: np.ndarray) -> list[str]:
+    """Build an engine with trtexec into the output folder. Return a note if that fails, or []."""
     assert request.trtexec is not None
     part = Path(request.output_folder) / f"{TENSORRT_FILE}.part"
     command = [
@@ -375,12 +357,12 @@ def _build_tensorrt_engine(request: CheckRequest, model: LoadedModel, example: n
         if process.returncode:
             lines = process.stdout.decode(errors="replace").strip().splitlines()
             last_line = shorten_error(lines[-1]) if lines else "no output"
-            return [f"trtexec ended with code {process.returncode}: {last_line}"]
+            return [f"no TensorRT engine: trtexec ended with exit code {process.returncode}: {last_line}"]
         os.replace(part, part.with_name(TENSORRT_FILE))
     except subprocess.TimeoutExpired:
-        return [f"trtexec was ended after {MAX_TENSORRT_BUILD_S:g} s, without an engine"]
+        return [f"no TensorRT engine: trtexec was stopped after {MAX_TENSORRT_BUILD_S:g} s"]
     except OSError as error:
-        return [f"trtexec built no engine: {error.strerror}"]
+        return [f"no TensorRT engine: {error.strerror}"]
     finally:
         part.unlink(missing_ok=True)
     return []
@@ -403,10 +385,10 @@ NO_EXAMPLES: Final = Examples(np.empty((0,), np.float32), np.empty((0,), np.int6
 def assemble_network(
     files: SplitModelFiles, model: Path, budget_bytes: int, class_priors: np.ndarray | None = None
 ) -> str:
-    """Write the device's ONNX file from shared and private parts. Return a note on the network, or ""."""
+    """Write the ONNX file `model` from shared and private parts. Return a note if private state is missing, or ""."""
     task = personal_models.read_task(Path(files.shared))
     if task is None:
-        raise ModelError("release does not name its run: roll out the run again")
+        raise ModelError(f"release file {files.shared} does not name its run: roll out the run again")
     parts = personal_models.read_personal(Path(files.shared))
     missing = weights.missing_tensors(parts.graph.data)
     own_tensors, note = dict[str, np.ndarray](), ""
@@ -425,6 +407,7 @@ def assemble_network(
 def _compute_own_tensors(
     files: SplitModelFiles, task: Task, parts: personal_models.PersonalParts, model: Path, budget_bytes: int
 ) -> tuple[Tensors, str]:
+    """Return the tensors that the method computes on the device, and a note if private state is missing, or ""."""
     method = methods.load(task.method)
     if method.personal_model is None:
         raise JobError(f"method {task.method!r} does not define how a device assembles its network")
@@ -447,11 +430,10 @@ def _compute_own_tensors(
     )
     own_tensors = method.personal_model(task, context)
     if lost_reason:
-        return own_tensors, f"{lost_reason}: the network is that of a board which has not taken part"
-    return (
-        own_tensors,
-        "" if context.private_state else f"nothing of {task.job} is kept here: the network is that of a newcomer to it",
-    )
+        return own_tensors, f"{lost_reason}: the network is that of a new device"
+    if not context.private_state:
+        return own_tensors, f"this device has no private state of {task.job}: the network is that of a new device"
+    return own_tensors, ""
 
 
 def _require_bundle(parts: personal_models.PersonalParts, name: str) -> Tensors:

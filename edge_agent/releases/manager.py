@@ -2,7 +2,7 @@
 
     <home>/releases/<kind>.json     `ReleaseRecord`: the requested release and its progress
 
-Releases of several kinds proceed side by side, but only one is checked at a time. No task starts during a check.
+Releases of several kinds proceed independently, but only one is checked at a time. No task starts during a check.
 """
 
 from __future__ import annotations
@@ -52,6 +52,7 @@ class ReleaseManager:
     # -- calls of the agent --
 
     def handle_message(self, leaf: str, payload: bytes, now_s: float) -> bool:
+        """Handle a message of subtopic `leaf`. Return False if it is not about releases, or raise WireError."""
         if leaf not in KINDS:
             return False
         self._resume_releases(now_s)
@@ -61,11 +62,11 @@ class ReleaseManager:
             return True
         release = wire.decode(payload, DesiredRelease)
         if release.kind != leaf:
-            raise WireError(f"a release of kind {release.kind!r} on the topic of {leaf!r}")
+            raise WireError(f"release of kind {release.kind!r} has the topic of {leaf!r}")
         if leaf in self._kinds:
             self._handle_event_or_wait(leaf, state_machine.ReleaseReceived(release), now_s)
             return True
-        reason = f"this device exchanges no {leaf}: its agent was started without"
+        reason = f"this device's agent does not support releases of kind {leaf}"
         status = ReleaseStatus(
             rollout=release.rollout, kind=release.kind, serial=release.serial, phase="refused", reason=reason
         )
@@ -91,7 +92,7 @@ class ReleaseManager:
     def _advance_release(self, name: str, now_s: float) -> None:
         if self._is_checking_kind(name) and (verdict := self._kinds[name].poll_check()) is not None:
             if verdict.killed_externally:
-                log.warning("releases of kind %s: the check was killed, trying again: %s", name, verdict.refusal_reason)
+                log.warning("check of the %s release was killed and starts again: %s", name, verdict.refusal_reason)
             self._handle_event(name, verdict, now_s)
         for _ in range(MAX_POLLS):
             if self._states[name].next_poll_s > now_s:
@@ -110,7 +111,7 @@ class ReleaseManager:
                     event = state_machine.ActionFailed(str(full))
             self._handle_event_or_wait(name, event, now_s)
 
-    def needed_blobs(self) -> set[str]:
+    def needed_hashes(self) -> set[str]:
         hashes = set()
         for state in self._states.values():
             if state.record is not None and state.record.step == "wanted" and state.record.release.blob is not None:
@@ -118,7 +119,7 @@ class ReleaseManager:
         return hashes
 
     def republish_progress(self, now_s: float) -> None:
-        """Publish the progress of each release again, because the broker may have lost it."""
+        """Publish the progress of each release again. Call when the broker may have lost messages."""
         for name in self._kinds:
             self._published.pop(name, None)
             with self._retry_after_store_error(name, now_s):
@@ -158,11 +159,11 @@ class ReleaseManager:
 
     @contextmanager
     def _retry_after_store_error(self, name: str, now_s: float) -> Iterator[None]:
-        # The agent and its task continue while the release in use is unreadable.
+        # The agent and its task continue while the disk fails.
         try:
             yield
         except StoreError as error:
-            log.error("releases of kind %s: release in use is unreadable, waiting: %s", name, error)
+            log.error("%s release waits for the disk, trying again in %g s: %s", name, state_machine.POLL_S, error)
             self._states[name] = replace(self._states[name], next_poll_s=now_s + state_machine.POLL_S)
 
     def _is_activated(self, name: str) -> bool:
@@ -211,7 +212,7 @@ class ReleaseManager:
             except FedquiltError as error:
                 if state.record.step == "swapping":  # nothing is activated unless the record is on disk
                     return self._handle_event(name, state_machine.ActionFailed(str(error)), now_s)
-                log.error("the release %s of kind %s cannot be recorded: %s", state.record.release.name, name, error)
+                log.error("progress of %s release %s cannot be recorded: %s", name, state.record.release.name, error)
         self._states[name] = state
         self._publish_progress(name)
         if self._is_task_paused and not self.is_checking:
@@ -239,7 +240,7 @@ class ReleaseManager:
             had_previous = self._perform_action(kind, action, record)
         except FedquiltError as error:
             if action in ("confirm", "delete"):
-                log.error("releases of kind %s: %s failed: %s", name, action, error)
+                log.error("action %r of the %s release failed: %s", action, name, error)
             if action == "delete":
                 return None
             in_use = action == "activate" and release.blob is not None and kind.current_sha256() == release.blob.sha256
@@ -256,7 +257,7 @@ class ReleaseManager:
                 self._agent.fetch_blobs([blob] if blob is not None else [])
             case "check":
                 if blob is not None and (path := self._storage.blob_store.blob_path(blob.sha256)) is None:
-                    raise StoreError(f"its blob {blob.sha256[:12]} is damaged on this device's disk")
+                    raise StoreError(f"blob {blob.sha256[:12]} of the release is damaged on this device's disk")
                 kind.stage(release, path)
                 kind.start_check(release)
             case "activate":
@@ -276,7 +277,7 @@ class ReleaseManager:
         try:
             return None if payload is None else wire.decode(payload, state_machine.ReleaseRecord)
         except WireError as error:
-            log.warning("record of releases of kind %s is damaged (%s): ignored", name, error)
+            log.warning("%s is damaged (%s): starting without a record", _record_name(name), error)
             return None
 
     def _publish_progress(self, name: str) -> None:

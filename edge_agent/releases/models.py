@@ -7,12 +7,12 @@
     <home>/models/<first 16 of its sha256>/model.engine   TensorRT's engine, where trtexec is installed
     <home>/check/                                         private folders of the check's process
 
-Where devices have private parts of a network (`fedquilt.formats.personal_models`), the blob is not the model: the check
-first assembles model.onnx from the blob and the device's private state. The check's process writes only its private
-folders, and its output is copied from there after it has ended.
+If devices have private parts of a network (`fedquilt.formats.personal_models`), the blob contains only the shared
+parts. The check first assembles model.onnx from the blob and the device's private state. The check's process writes
+only its private folders. Its output is copied from there after it has ended.
 
-A link is replaced by renaming a new one, so a reader of `current` finds either the old or the new model. Folders with
-other names belong to somebody else and stay untouched.
+A link is replaced by renaming a new link, so that a reader of `current` finds either the old or the new model. Folders
+with other names are not changed.
 """
 
 from __future__ import annotations
@@ -57,10 +57,11 @@ from fedquilt.wire import DesiredRelease
 MODEL, SHARED, RELEASE = "model.onnx", "shared.safetensors", "release.json"
 CURRENT, PREVIOUS, NOTHING = "current", "previous", "none"
 CHECK_S: Final = 900.0  # time limit of a check, without building a TensorRT engine
-METERED_TIMING_S: Final = 3.0  # duration of the timed answers with a meter, for joules, else TIMING_S
+METERED_TIMING_S: Final = 3.0  # duration of the timed runs if a meter measures their energy, else TIMING_S
 TIMING_S: Final = 1.0
-MIN_FAILURES: Final = 5  # Limits of a runner's failures: their number, and the increase of their share of all answers.
-MAX_FAILURE_INCREASE: Final = 0.1  # Above both, the model is unhealthy. Malformed requests fail with any model.
+# A model is unhealthy above both limits of the runner's failures, because malformed requests fail with any model:
+MIN_FAILURES: Final = 5  # number of failures
+MAX_FAILURE_INCREASE: Final = 0.1  # increase of their share of all answers
 RUNNER_RELOAD_S: Final = 45.0  # time for an active runner to serve a new model
 MAX_RUNNER_SILENCE_S: Final = 30.0  # silence after which a runner, which reports every 20 s, counts as inactive
 LABEL_TIMEOUT_S: Final = 60.0  # time without a new label, after which the present labels decide on a soaking model
@@ -107,18 +108,14 @@ class ModelReleases(ReleaseKind):
         self._blob_hashes: dict[str, str] = {}  # folder -> sha256 of the blob of its model
         self._assembled_hashes: dict[str, str] = {}  # folder -> sha256 of the model file, if assembled on this device
         self._check: tuple[DesiredRelease, float] | None = None  # the release under check, and the check's time limit
-        self._energy: EnergyAccount | None = None  # energy of the timed answers
+        self._energy: EnergyAccount | None = None  # energy of the timed runs
         self._inference_j: float | None = None
         self._first_status: RunnerStatus | None = None  # the runner's first report on the model in use
-        self._previous_status: RunnerStatus | None = (
-            None  # the runner's last report on the previous model, lost at a restart
-        )
+        # The runner's last report on the previous model, lost at a restart.
+        self._previous_status: RunnerStatus | None = None
         self._min_gain: float | None = None  # limit of the release in use
         self._activated_s = clock()
-        self._label_progress = (
-            0,
-            self._activated_s,
-        )  # number of labels of the model in use, and time of the last change
+        self._label_progress = (0, self._activated_s)  # number of labels of the model, and time of the last change
         self._had_runner = False  # whether a runner was active at the activation
 
     # -- what is in use --
@@ -164,8 +161,8 @@ class ModelReleases(ReleaseKind):
         name, disk = release.blob.sha256[:16], self._disk
         part, target = self.folder / f"{name}.part", self.folder / name
         if name == disk.read_link(self.folder / PREVIOUS) and self._blob_sha256(name) == release.blob.sha256:
-            return  # the model ran here before
-        with disk_errors(f"lay the model {release.name} into {self.folder}", "free some space"):
+            return  # the previous model is still there
+        with disk_errors(f"write model {release.name} into {self.folder}", "free some space"):
             if not disk.is_dir(self.folder):
                 disk.make_durable_folder(self.folder)
                 if self._is_shared_folder:
@@ -186,7 +183,7 @@ class ModelReleases(ReleaseKind):
                 self._check_graph(part / MODEL)
         except ModelError as error:
             raise ModelError(f"model cannot be run: {error}") from None
-        with disk_errors(f"lay the model {release.name} into {self.folder}", "free some space"):
+        with disk_errors(f"write model {release.name} into {self.folder}", "free some space"):
             if self._is_shared_folder:
                 for path, mode in ((part / file, 0o640), (part / RELEASE, 0o640), (part, 0o750)):
                     disk.set_mode(path, mode)
@@ -247,6 +244,7 @@ class ModelReleases(ReleaseKind):
         self._worker.start(request, now_s)
 
     def _parts_of_model(self, folder: Path) -> SplitModelFiles | None:
+        """Return the files from which the check assembles the model, or None if the model is complete."""
         shared = folder / SHARED
         with disk_errors(f"read {shared}"):
             task = personal_models.read_task(shared, self._disk) if self._disk.is_file(shared) else None
@@ -259,7 +257,7 @@ class ModelReleases(ReleaseKind):
 
     def poll_check(self) -> CheckResult | None:
         if self._check is None:
-            return CheckResult("its check was not begun", {})
+            return CheckResult("check was not started", {})
         (release, end_s), now_s = self._check, self._clock()
         if self._energy is not None:
             self._energy = self._energy.with_reading(now_s, self._board.read_sensors(now_s))
@@ -276,10 +274,11 @@ class ModelReleases(ReleaseKind):
                     return verdict if verdict.refusal_reason else self._store_check_output(release, verdict)
         if now_s > end_s:
             self._end_check()
-            return CheckResult("its check did not come to an end: it was ended", {})
+            return CheckResult("check exceeded its time limit and was stopped", {})
         return None
 
     def _store_check_output(self, release: DesiredRelease, verdict: CheckResult) -> CheckResult:
+        """Copy an assembled model and a TensorRT engine into the model's folder. Return the verdict, or a refusal."""
         assert release.blob is not None
         folder, disk = self.folder / release.blob.sha256[:16], self._disk
         output_names = [MODEL] if disk.is_file(folder / SHARED) else []
@@ -290,9 +289,7 @@ class ModelReleases(ReleaseKind):
                 part = folder / f"{name}.part"
                 with disk_errors(f"copy {self._out / name} into {folder}", "free some space"):
                     disk.remove(part)
-                    disk.copy_untrusted(
-                        self._out / name, part, self._budget_bytes()
-                    )  # the memory was too small for the model
+                    disk.copy_untrusted(self._out / name, part, self._budget_bytes())  # no model exceeds the memory
                     if self._is_shared_folder:
                         disk.set_mode(part, 0o640)
                     disk.sync(part)
@@ -301,7 +298,7 @@ class ModelReleases(ReleaseKind):
                     disk.replace(part, folder / name)
                     disk.sync(folder)
         except (ModelError, StoreError) as error:
-            return CheckResult(f"what the check has made cannot be used: {error}", {})
+            return CheckResult(f"output of the check cannot be used: {error}", {})
         self._forget_hashes(folder.name)
         return verdict
 
@@ -323,7 +320,7 @@ class ModelReleases(ReleaseKind):
                 raise StoreError(f"model {self.folder / name} is missing: send the release again")
             status = self.runner.read_status()
             self._previous_status = status if status is not None and status.model == self._served_sha256() else None
-            with disk_errors(f"exchange the model in {self.folder}", "free some space"):
+            with disk_errors(f"activate the model in {self.folder}", "free some space"):
                 self._disk.repoint_link(self.folder / PREVIOUS, NOTHING if current is None else current)
                 self._disk.repoint_link(self.folder / CURRENT, name)
         self._min_gain = release.limits.min_gain
@@ -334,7 +331,7 @@ class ModelReleases(ReleaseKind):
         previous = self._disk.read_link(self.folder / PREVIOUS)
         if previous is None or (previous != NOTHING and not self._disk.is_file(self.folder / previous / MODEL)):
             return False
-        with disk_errors(f"return to the model before in {self.folder}", "free some space"):
+        with disk_errors(f"activate the previous model in {self.folder}", "free some space"):
             if previous == NOTHING:
                 self._disk.unlink(self.folder / CURRENT)
                 self._disk.sync(self.folder)
@@ -378,17 +375,17 @@ class ModelReleases(ReleaseKind):
             return failure
         name = self._disk.read_link(self.folder / CURRENT)
         if name is not None and not self._disk.is_file(self.folder / name / MODEL):
-            return f"its file is gone from {self.folder / name}"
+            return f"model file is missing in {self.folder / name}"
         return self._runner_failure()
 
     def _runner_failure(self) -> str:
         status = self.runner.read_status()
         if status is None:
             had_runner = self._had_runner or self._first_status is not None
-            return "the model runner has fallen silent with it" if had_runner else ""
+            return "the model runner was silent with this model" if had_runner else ""
         if status.model != self._served_sha256():
             is_late = self._clock() > self._activated_s + RUNNER_RELOAD_S
-            return "the model runner has not taken it up: it answers with another model" if is_late else ""
+            return "the model runner has not loaded this model and answers with another" if is_late else ""
         first_status = self._first_status
         # Smaller counts mean that the runner was restarted.
         if first_status is None or status.served < first_status.served or status.failed < first_status.failed:
@@ -400,7 +397,7 @@ class ModelReleases(ReleaseKind):
         usual_failure_rate = first_status.failed / max(first_status.failed + first_status.served, 1)
         if failures < MIN_FAILURES or failures <= (MAX_FAILURE_INCREASE + usual_failure_rate) * answers:
             return accuracy_loss_reason(self._min_gain, self._previous_status, status)
-        return f"the model runner failed {failures} of {answers} times with it"
+        return f"the model runner failed {failures} of {answers} times with this model"
 
     def discard_unused(self) -> None:
         if self._check is not None:

@@ -33,7 +33,7 @@ class ReleaseProcess:
     def start(
         self, command: Sequence[str], timeout_s: float, environment: Mapping[str, str], request: bytes = b""
     ) -> None:
-        """Start a command. A previous one is killed first."""
+        """Start a command with `request` as its input, and kill a previous one. Raise OSError if it cannot start."""
         self.stop()
         self._end_s = self._clock() + timeout_s
         self._output = tempfile.TemporaryFile()  # noqa: SIM115 - `stop` closes it
@@ -55,7 +55,7 @@ class ReleaseProcess:
                 self.process.stdin.close()
 
     def poll(self) -> ProcessEnd | None:
-        """Return the end of the command once, or None. A command beyond its time limit is killed."""
+        """Return how the command ended, once, or None while it runs. Kill a command beyond its time limit."""
         if self.process is None or ((code := self.process.poll()) is None and self._clock() < self._end_s):
             return None
         end = ProcessEnd(code, self._last_line())
@@ -94,20 +94,23 @@ class ReleaseHook:
             if self._command:
                 self._process.start(self._command, HOOK_S, {**os.environ, **extra_environment})
         except OSError as error:
-            self._failure = f"the hook {self._command[0]} cannot be started: {error.strerror}"
+            self._failure = f"hook {self._command[0]} cannot be started: {error.strerror}"
 
     @property
     def is_running(self) -> bool:
-        """Whether the command still runs. A run beyond its time limit is killed by this check."""
+        """Whether the command still runs. Reading this property kills a command beyond its time limit."""
         if (end := self._process.poll()) is not None and end.code != 0:
             if end.code is None:
-                ending = f"hung: it was ended after {HOOK_S:g} s"
+                ending = f"was stopped after {HOOK_S:g} s"
+            elif end.code < 0:
+                ending = f"was ended by {signal.Signals(-end.code).name}"
             else:
-                ending = f"died of {signal.Signals(-end.code).name}" if end.code < 0 else f"ended with code {end.code}"
-                ending += f": {end.last_line[-MAX_HOOK_OUTPUT:]}" if end.last_line else ""
-            self._failure = f"the hook {self._command[0]} {ending}"
+                ending = f"ended with exit code {end.code}"
+            output = f": {end.last_line[-MAX_HOOK_OUTPUT:]}" if end.last_line and end.code is not None else ""
+            self._failure = f"hook {self._command[0]} {ending}{output}"
         return self._process.process is not None
 
     @property
     def failure(self) -> str:
+        """How the latest run failed, or "" if it succeeded or still runs."""
         return "" if self.is_running else self._failure

@@ -10,26 +10,24 @@ from fedquilt.wire import DesiredRelease
 
 
 class CheckResult(NamedTuple):
-    """Result of a check: the reason of a refusal, or "", and the measured numbers."""
-
-    refusal_reason: str
+    refusal_reason: str  # why the release is refused, or ""
     metrics: Mapping[str, float]
     note: str = ""  # note on an accepted release whose accuracy was not measured
     killed_externally: bool = False  # whether the check's process was killed from outside
 
 
 class ReleaseKind(Protocol):
-    """Kind of release, with methods that can be repeated after a kill at any moment.
+    """Kind of release. Each method can be repeated after a kill at any moment.
 
-    The last methods of this class have defaults, for kinds without such a step.
+    Methods from `start_check` on have defaults, for kinds without such a step.
     """
 
     def current_sha256(self) -> str:
-        """Return the sha256 of the release in use, or "" for the flashed one."""
+        """Return the sha256 of the release in use, or "" if no release was installed."""
         ...
 
     def stage(self, release: DesiredRelease, blob: Path | None) -> None:
-        """Prepare and verify a release beside the release in use. Nothing is activated yet.
+        """Write and verify a release, which is not activated yet. `blob` is the release's file if there is one.
 
         Raises:
             ModelError: If the release cannot be used on this device. The text gives the reason.
@@ -38,7 +36,7 @@ class ReleaseKind(Protocol):
         ...
 
     def activate(self, release: DesiredRelease) -> None:
-        """Activate a release atomically, and keep the release before as the previous one.
+        """Activate a staged release atomically. The release in use becomes the previous one.
 
         After a kill during the soak, this is called again for the release in use, and a hook runs once more.
 
@@ -56,6 +54,7 @@ class ReleaseKind(Protocol):
         ...
 
     def start_check(self, release: DesiredRelease) -> None:
+        """Start to check a staged release. Raise ModelError if checks are impossible on this device."""
         return
 
     def poll_check(self) -> CheckResult | None:
@@ -63,11 +62,10 @@ class ReleaseKind(Protocol):
         return CheckResult("", {})
 
     def unhealthy_reason(self) -> str:
-        """Return why the release in use is unhealthy, or "" if it is not.
+        """Return why the release in use is unhealthy, or "".
 
-        This is called while a release soaks, and by a starting agent whose release was activated or about to be. The
-        result is then the reason why this process runs without that release, if something outside the agent has rolled
-        it back.
+        This is called while a release soaks, and at the start of an agent that had recorded an activation. If something
+        outside the agent has rolled that release back, the result is the reason.
         """
         return ""
 
@@ -76,7 +74,7 @@ class ReleaseKind(Protocol):
         return
 
     def confirm(self) -> None:
-        """Record that the release in use has passed its soak, before this is reported.
+        """Record that the release in use has passed its soak. Call before the success is published.
 
         Raises:
             StoreError: If the record cannot be written. The caller tries again.
@@ -92,9 +90,8 @@ class ReleaseKind(Protocol):
         return ""
 
     def check_memory_bytes(self, release: DesiredRelease) -> int:
-        """Return the memory that a check needs. The check waits until so much is free."""
+        """Return the memory that a check needs. The check waits until that much is free."""
         return 0
 
     def fds(self) -> Sequence[int]:
-        """Return file descriptors that become readable when `poll_check` is due."""
         return ()

@@ -4,18 +4,17 @@
             (gate)                 (gate)                 (gate)   |                        +-> returning -> returned
                                                                    +-> refused
 
-`ReleaseRecord` is on disk before the actions that follow are carried out, so that the next process finds the step of a
-killed one. After a kill, the steps before the activation are repeated: the blob is on disk already, and a second check
-changes nothing. An activation is recorded in advance, together with the release in use until then, and so is a
-roll-back. "committed" is recorded after the kind has confirmed the release: a version of the agent is on trial until
-then.
+`ReleaseRecord` is on disk before the actions that follow are carried out, so that the process after a kill continues at
+the recorded step. After a kill, the steps before the activation are repeated: the blob is on disk already, and a second
+check changes nothing. An activation is recorded in advance, together with the release in use until then, and so is a
+roll-back. "committed" is recorded after the kind has confirmed the release, because a version of the agent is on trial
+until then.
 
-A release with a smaller serial than the current one is ignored, and the same serial is answered with the progress. A
-greater serial replaces a release that is not in use yet. A soaking release first completes, unless it is to be rolled
-back.
+For a release with the same or a smaller serial than the latest, only the progress is published again. A greater serial
+replaces a release that is not in use yet. A soaking release first completes, unless it is to be rolled back.
 
-`is_rollback` rolls back what the rollout of that name has installed, if that is in use. A device that never had it, or
-has another release since, does nothing and reports "returned".
+A release with `is_rollback` rolls back the release that the named rollout has installed, if that one is in use.
+Otherwise the device changes nothing and reports "returned".
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ MAX_TEMPERATURE_C: Final = 85.0  # maximum temperature for a release
 SOAK_POLL_S: Final = 1.0  # interval of polls while a release soaks
 
 EARLIEST_YEAR: Final = 2020  # earlier times mean an unset clock, because boards without a clock battery start in 1970
-WINDOW_HINT: Final = 'a window is two times of a day, "02:00-05:00"'
+WINDOW_HINT: Final = 'write two times of a day, "02:00-05:00"'
 
 _WINDOW: Final = re.compile(r"([01]\d|2[0-3]):([0-5]\d)-([01]\d|2[0-3]):([0-5]\d)\Z")
 _PHASE_OF_STAGE: Final[dict[str, Any]] = {
@@ -108,8 +107,6 @@ class ActionFailed(msgspec.Struct, frozen=True):
 
 
 class ProcessStarted(msgspec.Struct, frozen=True):
-    """Start of a process with the records of an earlier one."""
-
     current_sha256: str = ""
     unhealthy_reason: str = ""
 
@@ -126,7 +123,7 @@ class StatusPolled(msgspec.Struct, frozen=True):
     reading: Reading = Reading()
     local_time: time.struct_time | None = None
     is_settled: bool = True  # no hook runs
-    unhealthy_reason: str = ""  # of the release in use, polled while it soaks and after a roll-back
+    unhealthy_reason: str = ""  # why the release in use is unhealthy, polled during the soak and after a roll-back
 
 
 Event = (
@@ -146,6 +143,7 @@ Step = tuple[ReleaseState, tuple[Action, ...]]
 
 
 def release_status_message(state: ReleaseState, current_sha256: str) -> ReleaseStatus | None:
+    """Return the progress to publish, or None if the device has had no release of this kind."""
     record = state.record
     if record is None:
         return None
@@ -209,7 +207,7 @@ def advance(state: ReleaseState, event: Event, now_s: float) -> Step:
             return _end_release(state, "committed", record.reason, now_s)
         case ActionDone("roll back") if record.step == "returning":
             if not event.had_previous:
-                return _end_release(state, "refused", "there is nothing before it to return to", now_s)
+                return _end_release(state, "refused", "roll-back is impossible: there is no previous release", now_s)
             return replace(state, stage="undone", next_poll_s=now_s), ()
         case DeviceIdle() if record.step == "wanted" and state.stage != "fetching" and state.waiting_for:
             return replace(state, next_poll_s=now_s), ()  # before another task starts
@@ -220,7 +218,7 @@ def advance(state: ReleaseState, event: Event, now_s: float) -> Step:
 
 
 def _handle_release(state: ReleaseState, event: ReleaseReceived, now_s: float) -> Step:
-    """Start a release with a higher serial, or keep it as next while another is swapped, soaking or rolled back.
+    """Start a release with a higher serial, or store it as next while another is activated, soaks or is rolled back.
 
     For a serial that is not higher, publish the progress again.
     """
@@ -257,10 +255,10 @@ def _start_or_end_release(state: ReleaseState, release: DesiredRelease, now_s: f
         return _end_release(state, "refused", window_problem, now_s)
     if release.is_rollback:
         if not record.rollout or record.rollout != release.rollout:
-            return _end_release(state, "returned", "it does not run what that rollout has brought", now_s)
+            return _end_release(state, "returned", "this device does not use a release of that rollout", now_s)
         return state, ()
     if release.kind != "settings" and release.blob is None:
-        return _end_release(state, "refused", "it names no blob", now_s)
+        return _end_release(state, "refused", "release has no blob", now_s)
     return state, ()
 
 
@@ -276,7 +274,7 @@ def _handle_cancellation(state: ReleaseState, record: ReleaseRecord) -> Step:
     if record.step != "wanted":
         return state, ()
     cancel_actions = _cancel_actions(state)
-    next_state, _ = _end_release(state, "refused", "it was withdrawn", math.inf)
+    next_state, _ = _end_release(state, "refused", "release was cancelled", math.inf)
     return next_state, cancel_actions
 
 
@@ -296,7 +294,7 @@ def _resume_release(state: ReleaseState, record: ReleaseRecord, event: ProcessSt
             return state, ("activate",)
         case "swapping" | "soaking":
             reason = (
-                event.unhealthy_reason or "this process began without it: something has returned to what ran before"
+                event.unhealthy_reason or "the agent started without this release, which was rolled back outside it"
             )
             state = _with_release_in_use(state, record)
             assert state.record is not None
@@ -308,7 +306,7 @@ def _resume_release(state: ReleaseState, record: ReleaseRecord, event: ProcessSt
 
 
 def _handle_failure(state: ReleaseState, record: ReleaseRecord, event: ActionFailed, now_s: float) -> Step:
-    """Refuse a release that is not in use yet, else return to the previous one. Retry a failed return later."""
+    """Refuse a release that is not in use yet, or roll back one in use. Repeat a failed roll-back later."""
     if event.in_use and record.step in ("swapping", "soaking"):
         return _start_roll_back(_with_release_in_use(state, record), event.reason)
     if record.step in ("wanted", "swapping"):
@@ -389,7 +387,7 @@ def _handle_poll(state: ReleaseState, record: ReleaseRecord, status: StatusPolle
         case "returning":
             reason = "; ".join(
                 filter(
-                    None, (record.reason, status.unhealthy_reason and f"after the return: {status.unhealthy_reason}")
+                    None, (record.reason, status.unhealthy_reason and f"after the roll-back: {status.unhealthy_reason}")
                 )
             )
             return _end_release(_with_previous_in_use(state, record), "returned", reason, now_s)
@@ -402,7 +400,7 @@ def _handle_poll(state: ReleaseState, record: ReleaseRecord, status: StatusPolle
 def _continue_release(state: ReleaseState, record: ReleaseRecord, status: StatusPolled, now_s: float) -> Step:
     release = record.release
     if state.stage == "gate" and release.blob is not None and release.blob.sha256 == status.current_sha256:
-        return _end_release(state, "committed", "it ran here already", now_s)
+        return _end_release(state, "committed", "release was in use already", now_s)
     if state.stage == "fetching":  # the previous fetch has failed
         return replace(state, next_poll_s=math.inf), ("fetch",)
     if state.stage == "checking":
@@ -425,9 +423,9 @@ def _continue_release(state: ReleaseState, record: ReleaseRecord, status: Status
 
 
 def waiting_reason(release: DesiredRelease, state: ReleaseState, status: StatusPolled) -> str:
-    """Return the condition that a release waits for before its next step, or "".
+    """Return why a release waits before its next step, or "".
 
-    Measured values are left out, because each change of the text is published.
+    The text has no measured values, because each change of the text is published.
     """
     is_idle = release.force or not status.is_task_running
     if release.is_rollback:  # the release in use is unwanted, and only replacing the agent would end a task
@@ -436,9 +434,9 @@ def waiting_reason(release: DesiredRelease, state: ReleaseState, status: StatusP
         return window_reason
     reading = status.reading
     if reading.battery is not None and reading.battery < MIN_BATTERY and not reading.charging:
-        return f"its battery is below {MIN_BATTERY:.0%}, and does not charge"
+        return f"the battery is below {MIN_BATTERY:.0%} and is not charging"
     if reading.temperature_c is not None and reading.temperature_c > MAX_TEMPERATURE_C:
-        return f"it is hotter than {MAX_TEMPERATURE_C:g} °C"
+        return f"the device is hotter than {MAX_TEMPERATURE_C:g} °C"
     if state.stage == "gate":
         return ""
     if not is_idle:
@@ -446,10 +444,10 @@ def waiting_reason(release: DesiredRelease, state: ReleaseState, status: StatusP
     if state.stage != "fetched":
         return ""
     if status.other_kind_in_check:
-        return f"its release of kind {status.other_kind_in_check} is being checked"
+        return f"a release of kind {status.other_kind_in_check} is being checked"
     free = reading.available_bytes
     if free is not None and free < status.check_bytes:
-        return f"its check takes {format_megabytes(status.check_bytes)} of memory, and less is free"
+        return f"the check needs {format_megabytes(status.check_bytes)} of memory, and less is free"
     return ""
 
 
@@ -457,19 +455,19 @@ def waiting_reason(release: DesiredRelease, state: ReleaseState, status: StatusP
 
 
 def window_error(window: str) -> str:
-    return "" if not window or _WINDOW.match(window) else f"{window!r} is no window: {WINDOW_HINT}"
+    return "" if not window or _WINDOW.match(window) else f"{window!r} is not a window: {WINDOW_HINT}"
 
 
 def outside_window_reason(window: str, local_time: time.struct_time | None) -> str:
-    """Return why nothing may be installed now, or ""."""
+    """Return why nothing may be installed at this time, or ""."""
     match = _WINDOW.match(window)
     if match is None:
         return ""
     if local_time is None:
-        return f"its window is {window}, and it has no clock"
+        return f"the window is {window}, and the device has no clock"
     if local_time.tm_year < EARLIEST_YEAR:
-        return f"its window is {window}, and its clock says {local_time.tm_year}"
+        return f"the window is {window}, and the device's clock is not set (year {local_time.tm_year})"
     start, end = (60 * int(match[group]) + int(match[group + 1]) for group in (1, 3))
     minute = 60 * local_time.tm_hour + local_time.tm_min
     is_inside = start <= minute < end if start < end else minute >= start or minute < end
-    return "" if is_inside else f"its window is {window}"
+    return "" if is_inside else f"the window is {window}"

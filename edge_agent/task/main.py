@@ -60,6 +60,7 @@ class TaskExecutor:
         return methods.load(request.task.method)
 
     def load_engine(self, name: str, budget_bytes: int) -> Any:
+        """Return the engine, or raise EngineError. Close the previous one if name or budget differ."""
         key = (name, budget_bytes)
         if self._engine is None or self._engine[0] != key:
             if self._engine is not None:
@@ -91,7 +92,7 @@ def run_task(
     own_process: bool = False,
     report_examples: Callable[[int], None] = lambda examples: None,
 ) -> WorkResult:
-    """Run a task and write the result into its output folder. Errors become outcomes, too.
+    """Run a task and write its output into the output folder. Return a result with an error code after any exception.
 
     Args:
         request: Task with the paths of its files.
@@ -115,10 +116,10 @@ def run_task(
             if base > request.budget_bytes:
                 base_size, budget = (memory_budget.format_megabytes(size) for size in (base, request.budget_bytes))
                 raise MemoryBudgetError(
-                    f"torch and its GPU's libraries take {base_size} before any work, and the budget is {budget}: "
+                    f"torch with its GPU libraries takes {base_size} without work, more than the budget of {budget}: "
                     f"raise budget, or hide the GPU from the agent (CUDA_VISIBLE_DEVICES=-1)"
                 )
-        context = build_site(request, executor, progress, report_examples, engine=engine)
+        context = build_client_context(request, executor, progress, report_examples, engine=engine)
         outcome = run_method(request, executor.load_method(request), context)
     except DivergedError as error:
         network = request.task.params.get("network")
@@ -141,7 +142,7 @@ def _peak_bytes(gpu: Any) -> int | None:
     return resident if resident is None or gpu is None else resident + gpu.peak_bytes()
 
 
-def build_site(
+def build_client_context(
     request: WorkRequest,
     executor: TaskExecutor,
     progress: Callable[[float], None] = lambda fraction: None,
@@ -171,7 +172,7 @@ def build_site(
 
 
 def load_private_state(path: str | None, sha256: str, lost_reason: str, job: str) -> tuple[core.Tensors, str]:
-    """Return the private state of a job, and the reason if an existing state is unusable."""
+    """Return the private state of a job, and the reason why an existing state is unusable, or ""."""
     if path is None:
         return {}, lost_reason
     payload = Path(path).read_bytes()
@@ -181,10 +182,11 @@ def load_private_state(path: str | None, sha256: str, lost_reason: str, job: str
 
 
 def require_fresh_state_allowed(method: Method, name: str, lost_reason: str) -> None:
+    """Raise StoreError if private state is lost and the method does not permit to start without."""
     if lost_reason and not method.traits.replaces_private_state:
         raise StoreError(
             f"{lost_reason}, and {name} does not allow a device to start with new private state: run the job "
-            f"again, or leave this device out"
+            "again, or exclude this device"
         )
 
 
@@ -203,18 +205,17 @@ def _verified_bundle_file(request: WorkRequest, name: str) -> Path:
 def _require_undamaged(file: str, sha256: str) -> None:
     with disk_errors(f"read {file}"):
         if sha256 and REAL.hash_file(file) != sha256:
-            raise StoreError(f"{file} is damaged: contents differ from the stored hash")
+            raise StoreError(f"{file} is damaged: its sha256 is not {sha256[:12]}…")
 
 
 def _expected_hash(request: WorkRequest, name: str) -> str:
-    """Return the sha256 of a bundle, or "" if the request does not ask for checks."""
+    """Return the sha256 of a bundle to verify, or "" if the daemon has verified the bundle."""
     ref = request.task.bundles.get(name) if request.verify_bundles else None
     return "" if ref is None else ref.sha256
 
 
 def run_method(request: WorkRequest, method: Method, context: ClientContext) -> WorkResult:
     task = request.task
-
     verified_files: dict[str, str] = {}  # files that are read tensor by tensor, with their sha256
 
     def open_private_state() -> core.Tensors:
@@ -239,26 +240,10 @@ def run_method(request: WorkRequest, method: Method, context: ClientContext) -> 
     note = context.lost_state_reason
     require_fresh_state_allowed(method, task.method, context.lost_state_reason)
     if "check" in task.actions:
-        if method.check is None:
-            raise core.JobError(f"method {task.method!r} has no evaluation of its own")
-        prior = None if task.class_shares is None else core.ClassPrior(context.train.y, task.class_shares)
-        held_out = dataclasses.replace(context.held_out, prior=prior)
-        evaluation = method.check(
-            task, dataclasses.replace(context, rng=tensors.seeded_rng(task.seed, "check"), held_out=held_out)
-        )
-        if not isinstance(evaluation, core.EvaluationSums):
-            raise core.JobError(
-                f"`check` of method {task.method!r} returned {type(evaluation).__name__}, return the sums of "
-                f"`client.engine.evaluate`"
-            )
+        evaluation = _evaluate_model(task, method, context)
         weight = float(evaluation.examples)
     if "work" in task.actions:
-        client_result = method.work(task, context)
-        if not isinstance(client_result, core.ClientResult):
-            raise core.JobError(
-                f"`work` of method {task.method!r} returned {type(client_result).__name__}, "
-                "return a fedquilt.core.ClientResult"
-            )
+        client_result = _train_model(task, method, context)
         encoded = compression.encode_update(task.wire, client_result, open_base_bundle, open_private_state)
         metrics = {name: float(value) for name, value in encoded.metrics.items()}
         weight = float(encoded.weight)
@@ -266,10 +251,7 @@ def run_method(request: WorkRequest, method: Method, context: ClientContext) -> 
             note = note or request.unknown_reason
             require_fresh_state_allowed(method, task.method, note)
         bundles, blobs, private_state = _write_result(encoded, request)
-        for (
-            file,
-            sha256,
-        ) in verified_files.items():  # verified after reading, because a flipped bit on the disk stays flipped
+        for file, sha256 in verified_files.items():  # after reading, because a flipped bit on the disk stays flipped
             _require_undamaged(file, sha256)
         layouts = {name: tensors.layout_from_tensors(bundle) for name, bundle in encoded.bundles.items()}
     for name, value in {**metrics, "weight": weight}.items():
@@ -295,6 +277,31 @@ def run_method(request: WorkRequest, method: Method, context: ClientContext) -> 
     )
 
 
+def _evaluate_model(task: core.Task, method: Method, context: ClientContext) -> core.EvaluationSums:
+    if method.check is None:
+        raise core.JobError(f"method {task.method!r} has no `check` function, so devices cannot evaluate its model")
+    prior = None if task.class_shares is None else core.ClassPrior(context.train.y, task.class_shares)
+    held_out = dataclasses.replace(context.held_out, prior=prior)
+    rng = tensors.seeded_rng(task.seed, "check")
+    evaluation = method.check(task, dataclasses.replace(context, rng=rng, held_out=held_out))
+    if not isinstance(evaluation, core.EvaluationSums):
+        raise core.JobError(
+            f"`check` of method {task.method!r} returned {type(evaluation).__name__}: return the sums of "
+            "`client.engine.evaluate`"
+        )
+    return evaluation
+
+
+def _train_model(task: core.Task, method: Method, context: ClientContext) -> ClientResult:
+    client_result = method.work(task, context)
+    if not isinstance(client_result, ClientResult):
+        raise core.JobError(
+            f"`work` of method {task.method!r} returned {type(client_result).__name__}: "
+            "return a fedquilt.core.ClientResult"
+        )
+    return client_result
+
+
 def failure_outcome(error: Exception) -> WorkResult:
     if isinstance(error, EngineError):
         return WorkResult(code="engine", reason=shorten_error(str(error)))
@@ -310,6 +317,7 @@ def plan_limit_bytes(request: WorkRequest) -> int:
 def _write_result(
     encoded: ClientResult, request: WorkRequest
 ) -> tuple[dict[str, core.BlobRef], dict[str, bytes], core.BlobRef | None]:
+    """Write the files. Return the bundles' references, contents of small bundles by sha256, and the private state."""
     refs, blobs, file_prefix = {}, {}, f"{request.output_folder}/{request.file_prefix}"
     for name, bundle in encoded.bundles.items():
         tensors.require_finite(bundle)

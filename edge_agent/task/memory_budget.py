@@ -69,14 +69,13 @@ def minimum_task_bytes(engine: str, measured: Mapping[str, int]) -> int:
 
 
 def describe_engine_shortage(budget_bytes: int, engines: Collection[str]) -> str | None:
+    """Return a warning if each engine alone exceeds the budget, or None."""
     sizes = {name: minimum_task_bytes(name, {}) for name in engines}
     if any(size < budget_bytes for size in sizes.values()):
         return None
     size_text = ", ".join(f"{name} {format_megabytes(size)}" for name, size in sizes.items()) or "none is installed"
-    return (
-        f"the budget of {format_megabytes(budget_bytes)} is less than any engine here holds by itself ({size_text}): "
-        "every task will be declined until the budget is raised"
-    )
+    budget = format_megabytes(budget_bytes)
+    return f"memory budget of {budget} is smaller than each engine without work ({size_text}): raise budget"
 
 
 def memory_shortage(
@@ -87,9 +86,9 @@ def memory_shortage(
     measured: Mapping[str, int],
     margin: MemoryMargin = MemoryMargin(),
 ) -> tuple[RefusalCode, str] | None:
-    """Return why the work does not fit the memory even in its smallest steps, or None if it fits.
+    """Return code and text of the reason why work does not fit even in its smallest steps, or None if it fits.
 
-    The code is "budget" if the work never fits this device, "memory" if it fits after memory is freed.
+    The code is "budget" if the work never fits this device, "memory" if the work fits after memory is freed.
     """
     base_bytes = minimum_task_bytes(engine, measured)
     factor = max(STEP_FACTOR**margin.reduction_steps, margin.ratio)
@@ -97,16 +96,16 @@ def memory_shortage(
     required_bytes = base_bytes + work_bytes
     if required_bytes <= budget_bytes and (available_bytes is None or required_bytes <= available_bytes):
         return None
-    correction = "" if factor == 1.0 else f" ({factor:.2f} times what was predicted, as such tasks have shown here)"
+    correction = "" if factor == 1.0 else f" ({factor:.2f} times the prediction, as in earlier tasks)"
     engine_size, work_size = format_megabytes(base_bytes), format_megabytes(work_bytes)
     breakdown = f"{engine_size} for the {engine} engine, {work_size} for the work{correction}"
     requirement = f"needs {format_megabytes(required_bytes)} ({breakdown})"
     if required_bytes > budget_bytes:
-        return "budget", f"{requirement}, the budget here is {format_megabytes(budget_bytes)}"
+        return "budget", f"{requirement}, more than the device's budget of {format_megabytes(budget_bytes)}"
     assert available_bytes is not None
     return "memory", (
-        f"{requirement}, the board has {format_megabytes(available_bytes)} left: ask for less, or free memory there "
-        f"(the budget of {format_megabytes(budget_bytes)} would allow it)"
+        f"{requirement}, more than the {format_megabytes(available_bytes)} available on the device: reduce model or "
+        f"batch, or free memory (the budget is {format_megabytes(budget_bytes)})"
     )
 
 
@@ -118,6 +117,7 @@ def format_megabytes(size: int) -> str:
 
 
 def count_oom_kills(proc: Path = PROC) -> int | None:
+    """Return how often the kernel killed a process for lack of memory since boot, or None if not counted."""
     return _read_counter(proc / "vmstat", "oom_kill")
 
 
@@ -143,15 +143,16 @@ class MemoryLimit:
         self._is_initialized = False
 
     def create_group(self) -> None:
-        """Create the task's group on the first call, before any child process starts.
+        """Create the control group of tasks on the first call, before any child process starts.
 
-        The kernel refuses (EBUSY) while a child is in this process's own group.
+        The kernel does not divide this process's own group (EBUSY) while a child process is in the group.
         """
         if not self._is_initialized:
             self._is_initialized = True
             self._task_group = self._create_agent_and_task_cgroups()
 
     def apply_limit(self, pid: int, budget_bytes: int) -> bool:
+        """Limit the memory of a process. Return False if the kernel does not permit that."""
         self.create_group()
         if self._task_group is None:
             return False

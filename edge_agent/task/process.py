@@ -1,4 +1,4 @@
-"""Child process of the daemon, with non-blocking pipes, a known size and an explained end, and the child's own loop."""
+"""Child process of the daemon, with non-blocking pipes and an explained end, and the request loop of the child."""
 
 from __future__ import annotations
 
@@ -41,19 +41,16 @@ R = TypeVar("R", bound=ProcessRequest)
 class ChildProcess:
     """Process that reads requests from stdin and writes events to stdout.
 
-    The command gets the id of this process as last argument.
+    The command gets the id of this process as last argument. The constructor raises OSError if the process cannot be
+    started. Out-of-memory kills are counted on the machine and within the task's memory limit, None if unknown.
     """
 
     def __init__(
         self,
         command: Sequence[str],
         engine: str,
-        count_machine_oom_kills: Callable[
-            [], int | None
-        ] = memory_budget.count_oom_kills,  # number of out-of-memory kills on the machine
-        count_task_oom_kills: Callable[[], int | None] = lambda: (
-            None
-        ),  # number of out-of-memory kills within the task's memory limit
+        count_machine_oom_kills: Callable[[], int | None] = memory_budget.count_oom_kills,
+        count_task_oom_kills: Callable[[], int | None] = lambda: None,
     ) -> None:
         self.engine = engine
         self.is_garbled = False
@@ -127,29 +124,25 @@ class ChildProcess:
         return resident_bytes
 
     def explain_end(self) -> WorkResult:
+        """Return a failed result with the most likely cause of the end. Wait at most a second for the end."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(timeout=1.0)
         status = self._process.poll()
         size_text = (
             ""
             if self._last_resident_bytes is None
-            else f", which held {memory_budget.format_megabytes(self._last_resident_bytes)} when last seen,"
+            else f" (last measured at {memory_budget.format_megabytes(self._last_resident_bytes)})"
         )
+        output = f"; last output: {self.last_output}"
         if status is None:
-            return WorkResult(
-                code="failed", reason=f"the task's process stopped answering; it said: {self.last_output}"
-            )
+            return WorkResult(code="failed", reason=f"the task's process closed its output{output}")
         if status != -signal.SIGKILL and failures.is_out_of_memory_text(self._output_tail.decode(errors="replace")):
-            return self._out_of_memory_outcome(
-                f"the task's process{size_text} ran out of memory and ended; it said: {self.last_output}"
-            )
+            return self._out_of_memory_outcome(f"the task's process{size_text} ran out of memory and ended{output}")
         if status >= 0:
-            return WorkResult(
-                code="failed", reason=f"the task's process ended with code {status}; it said: {self.last_output}"
-            )
+            return WorkResult(code="failed", reason=f"the task's process ended with exit code {status}{output}")
         if status != -signal.SIGKILL:
             name = signal.Signals(-status).name
-            reason = f"the task's process{size_text} died of {name}; it said: {self.last_output}"
+            reason = f"the task's process{size_text} was ended by {name}{output}"
             return WorkResult(code="failed", reason=reason, killed_externally=-status in EXTERNAL_SIGNALS)
         return self._explain_sigkill(size_text)
 
@@ -159,19 +152,19 @@ class ChildProcess:
             return self._out_of_memory_outcome(f"the kernel killed the task's process{size_text} at its budget")
         kills = self._count_machine_oom_kills()
         if kills is None or self._initial_machine_kills is None:  # JetPack 4 (Linux 4.9) does not count kills
-            cause = f"the task's process{size_text} was killed, most likely by the kernel for want of memory"
+            cause = f"the task's process{size_text} was killed, most likely by the kernel for lack of memory"
         elif kills > self._initial_machine_kills:
-            cause = f"the kernel ran out of memory and killed the task's process{size_text} most likely"
+            cause = f"the machine ran out of memory, and the kernel most likely killed the task's process{size_text}"
         else:
             return WorkResult(
                 code="failed",
-                reason=f"the task's process{size_text} was killed by somebody (SIGKILL)",
+                reason=f"the task's process{size_text} was killed from outside (SIGKILL)",
                 killed_externally=True,
             )
         return msgspec.structs.replace(self._out_of_memory_outcome(cause), killed_externally=True)
 
     def _out_of_memory_outcome(self, cause: str) -> WorkResult:
-        reason = f"{cause}: ask for less, or lower budget to what the board can give"
+        reason = f"{cause}: reduce model or batch, or lower budget to the memory that the device has free"
         return WorkResult(
             code="memory", reason=shorten_error(reason), peak_bytes=self._last_resident_bytes, ran_out_of_memory=True
         )
@@ -202,7 +195,7 @@ class ChildProcess:
 
 
 def _read_available(pipe: IO[bytes] | None) -> tuple[IO[bytes] | None, bytes]:
-    """Read without blocking, up to about MAX_LINE_BYTES. Return the pipe, or None at its end, and the bytes."""
+    """Read about MAX_LINE_BYTES at most, without blocking. Return the pipe, or None after its end, and the bytes."""
     parts: list[bytes] = []
     while pipe is not None and sum(map(len, parts)) <= MAX_LINE_BYTES:
         part = pipe.read(65536)
@@ -225,10 +218,10 @@ def _processes_in_group(leader: int) -> Iterator[int]:
 
 
 def serve_requests(request_type: type[R], handle_request: Callable[[R, Callable[[Event], None]], WorkResult]) -> None:
-    """Answer the requests on standard input, one after another, until the input or the parent process ends.
+    """Handle the requests on standard input, one after another, until the input or the parent process ends.
 
-    The parent's id is the last argument of this process. `handle_request` gets a request and a function that sends an
-    event.
+    The last command-line argument is the parent's process id. `handle_request` gets a request and a function that sends
+    an event. All other output of this process goes to stderr.
     """
     exit_with_parent(int(sys.argv[-1]))
     with contextlib.suppress(OSError):  # the kernel should kill this process first if memory runs out

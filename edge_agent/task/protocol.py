@@ -44,8 +44,6 @@ class WorkRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class DataLoaded(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="loaded"):
-    """Report that the device's data is loaded, before the work begins."""
-
     examples: int  # number of training examples
 
 
@@ -64,7 +62,7 @@ class WorkResult(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="o
     bundles: dict[str, BlobRef] = {}
     blobs: dict[Digest, bytes] = {}  # sha256 -> content of bundles without a file
     private: BlobRef | None = None  # private state left by the task, or None
-    note: str = ""  # whether private state was lost and started again
+    note: str = ""  # message for the device's owner, such as lost private state
     layouts: dict[str, dict[str, str]] = {}  # layout of the bundles: `fedquilt.arrays.tensors.layout_from_tensors`
     examples: int = 0  # number of the device's training examples
     wall_s: float = 0.0
@@ -81,10 +79,10 @@ class WorkResult(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="o
 Event = DataLoaded | ProgressReport | WorkResult
 
 
-TIMING_STARTED: Final = 0.5  # progress at which the timed answers begin
+TIMING_STARTED: Final = 0.5  # progress of a check at which the timed runs of the model begin
+TIMING_ENDED: Final = 0.75  # progress at which the timed runs have ended; `WorkResult.examples` is their number
 TENSORRT_FILE: Final = "model.engine"  # file in `CheckRequest.output_folder`
 MAX_TENSORRT_BUILD_S: Final = 1200.0  # time limit for building a TensorRT engine
-TIMING_ENDED: Final = 0.75  # progress at which the timed answers have ended; `WorkResult.examples` is their number
 
 
 class SplitModelFiles(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -106,7 +104,7 @@ class CheckRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     allowed_plugins: tuple[str, ...] | None = (
         None  # plug-in packages permitted on this board: `fedquilt.plugins.restrict_plugins`
     )
-    timing_s: float = 1.0  # duration of consecutive answers, of which the median is the latency
+    timing_s: float = 1.0  # duration of consecutive runs, of which the median is the latency
     trtexec: str | None = None  # program that builds a TensorRT engine, or None
     split_model: SplitModelFiles | None = (
         None  # files from which the model is assembled first, or None for a complete model
@@ -123,9 +121,9 @@ SMALL_BYTES: Final = 1 << 20  # bytes of tensors encoded at once
 
 
 def write_tensors(path: Path | str, tensors: Tensors) -> BlobRef:
-    """Write a safetensors file and return its reference.
+    """Write a safetensors file and return its reference, or raise StoreError. Imports numpy.
 
-    Large files are written in pieces, because a whole encoding would be a second copy in memory. Imports numpy.
+    Large files are written in pieces, because a whole encoding would be a second copy in memory.
     """
     from fedquilt.arrays.disk_arrays import write_safetensors
     from fedquilt.arrays.tensors import encode_tensors, total_bytes

@@ -4,12 +4,13 @@
 
 The process enters the sandbox before any library is imported, then becomes the module PROGRAM.
 
-A task runs graphs, networks and data made by other people. If any of them takes over the process, the process can send
-nothing except its result, reach no other process's memory, leave no process group, and write no file outside its
-private folders. The agent trusts no file in these folders: it copies a result before checking it. Without seccomp and
-Landlock, the task runs without a sandbox (see docs/security.md).
+A task loads graphs, networks and data that other people have made. If malicious content takes over the process, the
+process can send nothing except its result, reach no other process's memory, leave no process group, and write no file
+outside its private folders. The agent trusts no file in these folders: it copies a result before checking the copy.
+Without seccomp and Landlock, the task runs without a sandbox (see docs/security.md).
 
-Both apply to the calling thread and its later children, so `enter_sandbox` must run before any library starts threads.
+seccomp and Landlock apply to the calling thread and its later children, so that `enter_sandbox` must run before any
+library starts threads.
 """
 
 from __future__ import annotations
@@ -76,9 +77,9 @@ def enter_sandbox(private: Path) -> None:
 
 
 def apply_restrictions(writable: Iterable[Path]) -> tuple[str, ...]:
-    """Restrict this process permanently. Return the restrictions that the kernel applied.
+    """Restrict this process permanently. Return those of "files" and "network" that the kernel has applied.
 
-    Restrictions are "files" (writes) and "network" (sockets, and calls that reach other processes).
+    "files" denies writes outside the folders, "network" sockets and system calls that reach other processes.
     """
     if _prctl(PR_SET_NO_NEW_PRIVS, 1):
         return ()

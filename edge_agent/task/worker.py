@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from fedquilt.core import Examples
     from fedquilt.data.spec import DataSpec
 
-    Shares = tuple[Examples, Examples]  # numbers of training and held-out examples
+    Shares = tuple[Examples, Examples]  # training and held-out examples
 
 CHECK_S: Final = 0.2  # interval between checks of the child's resident size
 PROGRESS_S: Final = 1.0  # interval of progress reports on virtual time
@@ -43,11 +43,11 @@ class TaskWorker(Protocol):
         ...
 
     def start(self, request: WorkRequest, now_s: float) -> None:
-        """Start a task. `poll_events` returns its outcome, even if the start failed."""
+        """Start a task. `poll_events` returns the result, even if the start failed."""
         ...
 
     def poll_events(self, now_s: float) -> list[Event]:
-        """Return the events since the last call. After an `WorkResult` the worker is free."""
+        """Return the events since the last call. After a `WorkResult` the worker is free."""
         ...
 
     def next_poll_s(self, now_s: float) -> float:
@@ -64,10 +64,10 @@ class TaskWorker(Protocol):
 
 
 class VirtualWorker:
-    """Simulated worker that takes, on virtual time, as long for a task as the simulated board would.
+    """Simulated worker whose tasks take as much virtual time as they would on the simulated board.
 
     The remaining time follows the board's operating point, also if the point changes during the task. `set_outcome`
-    must be called at the time at which the task was started: until then no event comes.
+    must be called at the time at which the task was started. `poll_events` returns no event before that call.
     """
 
     resident_bytes: int = 0
@@ -153,8 +153,6 @@ class InlineWorker(VirtualWorker):
 
 
 class ChildWorker:
-    """Worker that runs tasks in a child process, which is started with the first task."""
-
     def __init__(
         self,
         keep_s: float,
@@ -207,7 +205,7 @@ class ChildWorker:
             if self._request is None:
                 continue  # the result has arrived already
             if isinstance(event, WorkResult):
-                event = _require_small_result(event, self._request.budget_bytes)
+                event = _result_or_size_failure(event, self._request.budget_bytes)
             events.append(event)
             if isinstance(event, WorkResult):
                 self._request, self._idle_since_s = None, now_s
@@ -215,7 +213,7 @@ class ChildWorker:
                 is_unusable = has_gpu_failed or self._child.has_other_processes()  # affects all later requests
         if (
             self._request is not None
-            and (failure := self._detect_process_failure(self._child, self._request)) is not None
+            and (failure := self._find_process_failure(self._child, self._request)) is not None
         ):
             self._end_child()
             self._request = None
@@ -243,13 +241,11 @@ class ChildWorker:
     def close(self) -> None:
         self.kill()
 
-    def _detect_process_failure(self, child: ChildProcess, request: ProcessRequest) -> WorkResult | None:
-        # A process above its budget has ended too: the caller kills the process.
+    def _find_process_failure(self, child: ChildProcess, request: ProcessRequest) -> WorkResult | None:
+        """Return the failure of a process that has ended, breaks the protocol or is over its budget, or None."""
         resident_bytes = child.measure_resident_bytes()
         if child.is_garbled:
-            return WorkResult(
-                code="failed", reason=f"the task's process answers no protocol; it said: {child.last_output}"
-            )
+            return WorkResult(code="failed", reason=f"the task's process wrote invalid output: {child.last_output}")
         if child.has_ended:
             return child.explain_end()
         if resident_bytes is not None and resident_bytes > request.budget_bytes:
@@ -257,8 +253,8 @@ class ChildWorker:
             limit = memory_budget.format_megabytes(request.budget_bytes)
             return WorkResult(
                 code="memory",
-                reason=f"the task held {size}, the budget is {limit}, so its process was killed: "
-                "ask for less (a smaller model, batch or tier), or raise budget",
+                reason=f"the task's process used {size}, over its budget of {limit}, and was killed: "
+                "use a smaller model, batch or tier, or raise budget",
                 peak_bytes=resident_bytes,
                 ran_out_of_memory=True,
             )
@@ -276,13 +272,12 @@ class ChildWorker:
             REAL.clear_folder(self._private_folder / sandbox.TEMPORARY)
 
 
-def _require_small_result(outcome: WorkResult, budget_bytes: int) -> WorkResult:
+def _result_or_size_failure(outcome: WorkResult, budget_bytes: int) -> WorkResult:
     files = [*outcome.bundles.values(), *([] if outcome.private is None else [outcome.private])]
     if (size := sum(ref.size for ref in files)) <= budget_bytes:
         return outcome
     limit = memory_budget.format_megabytes(budget_bytes)
     reason = (
-        f"the task's result has {memory_budget.format_megabytes(size)}, more than its memory budget of {limit}: send a "
-        "smaller one"
+        f"the task's result of {memory_budget.format_megabytes(size)} exceeds the memory budget of {limit}: send less"
     )
     return WorkResult(code="failed", reason=reason)

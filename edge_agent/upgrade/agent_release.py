@@ -39,14 +39,12 @@ CHECK_S: Final = 1800.0  # for unpacking, compiling and the new version's own ch
 CHECK_BYTES: Final = 300 << 20  # memory for the check: an agent, and the process of a small task
 HIGHEST_NUMBER_FILE: Final = "newest"  # file with the highest number of a confirmed signed version
 NO_LAUNCHER: Final = (
-    "this agent was not started by its launcher, which returns from a version that does not start: flash the board "
-    "once more, or start `python -m fedquilt.edge_agent.upgrade.launcher FOLDER agent agent.toml` again and again"
+    "agent was not started by its launcher, which rolls back a version that does not start: flash the board again, or "
+    "let the service manager start `python -m fedquilt.edge_agent.upgrade.launcher FOLDER agent agent.toml`"
 )
 
 
 class LaunchInfo(msgspec.Struct, frozen=True):
-    """Information from the launcher about this process, see `launcher.launch_info`."""
-
     folder: str
     flashed: str
     running: str  # sha256 of this process's version, or "" for the flashed version
@@ -56,6 +54,7 @@ class LaunchInfo(msgspec.Struct, frozen=True):
 
 
 def read_launch_info(environ: Mapping[str, str] = os.environ) -> LaunchInfo | None:
+    """Return the launcher's information about this process, or None without a launcher."""
     try:
         return msgspec.json.decode(environ[launcher.LAUNCH_INFO_VARIABLE], type=LaunchInfo)
     except (KeyError, *DECODE_ERRORS):
@@ -109,7 +108,7 @@ class AgentKind(ReleaseKind):
             self._disk.write_atomically(file, launcher.format_choice(choice).encode())
 
     def _highest_signed_number(self) -> int:
-        """Return the highest signed number of the recorded one and of the versions here that are not on trial."""
+        """Return the highest number of a signed version: the recorded one, or of an installed one not on trial."""
         file = self._versions_folder() / HIGHEST_NUMBER_FILE
         with disk_errors(f"read {file}"):
             text = self._disk.read(file, 0, 32).decode(errors="replace").strip() if self._disk.is_file(file) else "0"
@@ -152,11 +151,10 @@ class AgentKind(ReleaseKind):
     def stage(self, release: DesiredRelease, blob: Path | None) -> None:
         started = self._require_launcher()
         if blob is None or release.blob is None:
-            raise ModelError("a release of the agent needs a bundle of wheels")
-        from fedquilt.edge_agent.upgrade import (
-            archive,
-            environment_build,
-        )  # imported here, because an idle agent reads no bundle
+            raise ModelError(
+                "release of the agent has no bundle of wheels: build one with `fedquilt rollout build FILE`"
+            )
+        from fedquilt.edge_agent.upgrade import archive, environment_build  # here, as an idle agent reads no bundle
 
         with archive.open_bundle(blob) as bundle:
             environment_build.require_fitting_machine(bundle.manifest)
@@ -190,16 +188,16 @@ class AgentKind(ReleaseKind):
 
     def poll_check(self) -> CheckResult | None:
         if self._check.process is None:
-            return CheckResult("its check was ended", {})
+            return CheckResult("check was stopped", {})
         if (end := self._check.poll()) is None:
             return None
         if end.code is None:
-            return CheckResult(f"its check has not ended within {CHECK_S:g} s", {})
+            return CheckResult(f"check was stopped after its time limit of {CHECK_S:g} s", {})
         if end.code == 0:
             return CheckResult("", {})
-        last_line = shorten_error(end.last_line.removeprefix("fedquilt: "), 900) or "it said nothing"
+        last_line = shorten_error(end.last_line.removeprefix("fedquilt: "), 900) or "check failed without output"
         if end.code < 0:
-            reason = f"its check was ended by {signal.Signals(-end.code).name}; {last_line}"
+            reason = f"check was ended by {signal.Signals(-end.code).name}; last output: {last_line}"
             return CheckResult(reason, {}, killed_externally=end.code == -signal.SIGKILL)
         return CheckResult(last_line, {})
 
@@ -217,7 +215,7 @@ class AgentKind(ReleaseKind):
             self._restart()
 
     def unhealthy_reason(self) -> str:
-        """Return why the launcher has rolled the version back, or "". Record that it is online."""
+        """Return why the launcher has rolled the version back, or "". Also record that a version on trial is online."""
         if self._launch_info is None:
             return NO_LAUNCHER
         choice = self._read_choice()
@@ -250,7 +248,6 @@ class AgentKind(ReleaseKind):
         return True
 
     def confirm(self) -> None:
-        """End the trial of the running version, if it has been online."""
         if self._launch_info is None:
             return
         choice = self._read_choice()
@@ -271,7 +268,7 @@ class AgentKind(ReleaseKind):
             return
         kept_versions = {choice.current, choice.previous, self._launch_info.running}
         folder = self._versions_folder()
-        with disk_errors(f"look at {folder}"):
+        with disk_errors(f"list {folder}"):
             entries = self._disk.entries(folder) if self._disk.is_dir(folder) else []
         for entry in entries:
             if entry.is_dir and entry.name not in kept_versions:

@@ -1,4 +1,4 @@
-"""Bundle of an upgrade: a tar archive of wheels with a manifest and its signature.
+"""Bundle of an upgrade: a tar archive of wheels with a signed manifest.
 
     upgrade.json     version, machine, Python, and the sha256 of every wheel
     upgrade.sig      signature of upgrade.json by the fleet's authority, absent in a fleet without one
@@ -60,7 +60,7 @@ class _PlainTarHeader(tarfile.TarInfo):
 
 
 class UpgradeBundle:
-    """Open bundle of an upgrade. Only its manifest has been read, and nothing verified."""
+    """Open bundle of an upgrade. The constructor reads the manifest and verifies nothing."""
 
     def __init__(self, archive: tarfile.TarFile, path: Path) -> None:
         self._archive, self._path = archive, path
@@ -73,8 +73,8 @@ class UpgradeBundle:
             raise self._error(f"{MANIFEST}: {error}") from None
         if self.manifest.format != FORMAT:
             raise ModelError(
-                f"the bundle has format {self.manifest.format}, and this version of fedquilt reads {FORMAT}: "
-                "build the bundle with this version of `fedquilt rollout build FILE`, or flash the board"
+                f"upgrade bundle has format {self.manifest.format}, this version of fedquilt reads {FORMAT}: "
+                "build the bundle with this version (`fedquilt rollout build FILE`), or flash the board"
             )
 
     def open_wheel(self, name: str) -> IO[bytes]:
@@ -110,7 +110,7 @@ def bundle_error(path: Path, reason: object) -> ModelError:
 
 @contextmanager
 def open_bundle(path: Path, copy: IO[bytes] | None = None) -> Iterator[UpgradeBundle]:
-    """Open a bundle, or a `copy` protected from changes."""
+    """Open a bundle, read from `copy` if given. Raise ModelError if the file is not an upgrade bundle."""
     with disk_errors(f"read {path}"), path.open("rb") if copy is None else nullcontext(copy) as file:
         try:
             with tarfile.open(fileobj=file, mode="r:", tarinfo=_PlainTarHeader) as archive:

@@ -2,10 +2,10 @@
 
     python -m fedquilt.edge_agent.upgrade.environment_build
 
-The program reads a `BuildRequest` as JSON from stdin. An environment counts once a synced folder is renamed to
-FOLDER/<sha256>, so the program may be killed at any moment. At its end, the program becomes the new version, which
-checks itself: `fedquilt agent agent.toml --check`. Exit code 0 means success. Otherwise the last line on stderr is the
-reason.
+The program reads a `BuildRequest` as JSON from stdin. An environment is complete when its synced folder is renamed to
+FOLDER/<sha256>, so that the program may be killed at any moment. Finally the program replaces itself by the new
+version, which checks itself (`fedquilt agent agent.toml --check`). Exit code 0 means success. Otherwise the last line
+on stderr is the reason.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ class BuildRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     packages: tuple[str, ...]  # folders of the packages that the board was flashed with
     ca: str | None  # file with the authority's certificate
     unsigned: bool
-    highest_number: int  # number of the latest version confirmed on this board: older bundles are refused
-    parent: int  # id of the process to end with, or 0
+    highest_number: int  # number of the latest version confirmed on this board, below which bundles are refused
+    parent: int  # id of the process with which this one ends, or 0
 
 
 def base_interpreter() -> str:
-    """Return the Python for a new environment: this one without its own environment."""
+    """Return the path of this Python outside its own virtual environment, for a new environment."""
     name = f"python{sys.version_info[0]}.{sys.version_info[1]}"
     for path in (Path(sys.executable).resolve(), Path(sys.base_prefix) / "bin" / name):
         if path.name.startswith("python") and path.is_file():
@@ -61,12 +61,12 @@ def base_interpreter() -> str:
 def require_fitting_machine(manifest: UpgradeManifest) -> None:
     if manifest.machine != platform.machine():
         raise ModelError(
-            f"the bundle is for {manifest.machine}, and this board is {platform.machine()}: {ARCHITECTURE_HINT}"
+            f"upgrade bundle is for {manifest.machine}, this board is {platform.machine()}: {ARCHITECTURE_HINT}"
         )
     python = f"{sys.version_info[0]}.{sys.version_info[1]}"
     if manifest.python != python:
         raise ModelError(
-            f"the bundle is for Python {manifest.python}, and this board has {python}: {ARCHITECTURE_HINT}"
+            f"upgrade bundle is for Python {manifest.python}, this board has {python}: {ARCHITECTURE_HINT}"
         )
 
 
@@ -75,11 +75,11 @@ def require_valid_signature(bundle: UpgradeBundle, ca: str | None, unsigned: boo
         return
     if ca is None:
         raise ModelError(
-            "this board has no certificate of an authority ([broker] ca in agent.toml) to verify upgrades: give "
-            "the fleet one (`fedquilt identity init`), or write unsigned = true under [upgrade] there"
+            "upgrade cannot be verified, because agent.toml has no [broker] ca: make an authority for the fleet "
+            "(`fedquilt identity init`), or write unsigned = true under [upgrade]"
         )
     if bundle.signature is None:
-        raise ModelError("the bundle is not signed: `fedquilt rollout build FILE --ca DIR` signs it")
+        raise ModelError("upgrade bundle is not signed: build it with `fedquilt rollout build FILE --ca DIR`")
     try:
         from cryptography import x509
         from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
@@ -87,14 +87,16 @@ def require_valid_signature(bundle: UpgradeBundle, ca: str | None, unsigned: boo
         from cryptography.hazmat.primitives.asymmetric import ec
     except ImportError:
         raise JobError(
-            "checking a signature needs fedquilt[identity]: flash this board with --extras identity"
+            "signature cannot be verified without fedquilt[identity]: flash this board with --extras identity"
         ) from None
     with disk_errors(f"read {ca}"):
         pem = Path(ca).read_bytes()
     try:
         certificates = x509.load_pem_x509_certificates(pem)
     except (ValueError, x509.InvalidVersion):
-        raise JobError(f"{ca} holds no certificate in PEM: it is the ca.crt of `fedquilt identity init`") from None
+        raise JobError(
+            f"{ca} contains no certificate in PEM: copy the ca.crt of `fedquilt identity init` there"
+        ) from None
     for certificate in certificates:
         try:
             key = certificate.public_key()
@@ -103,21 +105,20 @@ def require_valid_signature(bundle: UpgradeBundle, ca: str | None, unsigned: boo
         except (InvalidSignature, UnsupportedAlgorithm, ValueError):
             continue
     raise ModelError(
-        f"the signature of the bundle is not from the authority in {ca}: sign the bundle with the authority "
-        f"of this fleet"
+        f"upgrade bundle is not signed by the authority in {ca}: sign the bundle with the authority of this fleet"
     )
 
 
 def require_not_older(manifest: UpgradeManifest, newest: int) -> None:
     if manifest.number < newest:
         raise ModelError(
-            f"the bundle of fedquilt {manifest.version} has the authority's number {manifest.number}, and this board "
-            f"has kept number {newest}: what was signed before that is refused; if this version is wanted again, make "
-            "and sign its bundle anew (`fedquilt rollout build FILE --ca DIR`)"
+            f"upgrade bundle of fedquilt {manifest.version} has signature number {manifest.number}, older than number "
+            f"{newest} on this board: build and sign that version again (`fedquilt rollout build FILE --ca DIR`)"
         )
 
 
 def flashed_packages(manifest: UpgradeManifest, packages: Iterable[str]) -> list[str]:
+    """Return the folders of packages that the bundle omits, or [] if none. Raise ModelError if one is missing."""
     if not manifest.present:
         return []
     folders = list(packages)
@@ -130,8 +131,7 @@ def flashed_packages(manifest: UpgradeManifest, packages: Iterable[str]) -> list
         if installed_version != version:
             problem = "does not have it" if installed_version is None else f"has {installed_version}"
             raise ModelError(
-                f"the bundle needs {name} {version}, and this board {problem}: build a bundle with all packages "
-                f"(--whole)"
+                f"upgrade bundle needs {name} {version}, this board {problem}: build a bundle with --whole"
             )
     return folders
 
@@ -166,13 +166,13 @@ def build_environment(request: BuildRequest, disk: Disk = REAL) -> Path:
                 raise
             except virtual_environment.InvalidWheelError as error:
                 shutil.rmtree(incomplete, ignore_errors=True)
-                raise ModelError(f"the bundle cannot be unpacked: {error}") from None
+                raise ModelError(f"upgrade bundle cannot be unpacked: {error}") from None
     return environment
 
 
 @contextmanager
 def _open_private_copy(request: BuildRequest, disk: Disk) -> Iterator[IO[bytes]]:
-    """Yield a copy of the bundle without a name, so that the bytes checked are those unpacked."""
+    """Yield a copy of the bundle without a name, which nothing can change between check and unpacking."""
     with disk_errors(f"copy {request.bundle}", "free some space on the board"):
         disk.make_folder(Path(request.folder))
         file = tempfile.TemporaryFile(dir=request.folder)  # noqa: SIM115 - closed below
@@ -193,8 +193,7 @@ def _require_space(folder: Path, required_bytes: int, disk: Disk) -> None:
     if free_bytes < required_bytes + SPARE_BYTES:
         required_mb = (required_bytes + SPARE_BYTES) / 1e6
         raise StoreError(
-            f"{free_bytes / 1e6:.0f} MB are free at {folder}, and this version needs {required_mb:.0f} MB: free "
-            f"disk space on the board"
+            f"{folder} has {free_bytes / 1e6:.0f} MB free, this version needs {required_mb:.0f} MB: free disk space"
         )
 
 

@@ -1,9 +1,9 @@
 """Launcher of the agent: starts the chosen version, and rolls back a new version that fails.
 
-    python launch.py FOLDER [word of `fedquilt`]...
+    python launch.py FOLDER [argument of `fedquilt`]...
 
-The service manager starts this file instead of the agent, and again whenever the agent has ended. The launcher needs
-the standard library only and nothing of the versions between which it chooses, so that no version can break it. FOLDER
+The service manager starts this file instead of the agent, and again whenever the agent has ended. The launcher imports
+only the standard library and nothing of the versions between which it chooses, so that no version can break it. FOLDER
 contains the remote upgrades:
 
     FOLDER/choice.json      current and previous version, and the state of a trial
@@ -12,8 +12,8 @@ contains the remote upgrades:
 If FOLDER is empty or unusable, the launcher starts the version that it was installed with ("flashed"). The launcher
 becomes the agent by exec, so that the service manager watches the same process.
 
-A version on trial gets `MAX_STARTS` starts, and in each of them `ONLINE_S` seconds to reach its broker: an alarm that
-survives the exec ends the process unless the agent cancels it. After that, the launcher chooses the previous version.
+A version on trial gets `MAX_STARTS` starts, and `ONLINE_S` seconds in each to reach its broker. An alarm that survives
+the exec ends the process unless the agent cancels the alarm. Then the launcher chooses the previous version.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ _ENVIRONMENT: Final = re.compile(r"[0-9a-f]{64}\Z")
 class VersionChoice(NamedTuple):
     """Content of choice.json. Versions are sha256 of bundles, and "" is the flashed version."""
 
-    flashed: str  # flashed installation below the upgrades, which are void after another flashing
+    flashed: str  # id of the flashed installation: another flashing makes the upgrades invalid
     current: str = ""
     previous: str | None = None  # None without a previous version
     trying: bool = False  # `current` is on trial
-    starts: int = 0  # starts of the trial since the last long run
-    online: bool = False  # whether the version has reached its broker since
+    starts: int = 0  # starts of the version on trial
+    online: bool = False  # whether the version has reached its broker since the last start
     began_s: float = 0.0  # time of the last start in seconds since boot
     boot: str = ""  # id of that boot
     returned: str = ""  # reason of the rollback to `current`
@@ -106,30 +106,30 @@ def fedquilt_command(program: str, arguments: Sequence[str]) -> list[str]:
 
 
 def roll_back(choice: VersionChoice, reason: str) -> VersionChoice:
-    """Return the choice of the previous version. `reason` is the reason, without a full stop."""
+    """Return the choice of the previous version, with the reason why the current one is rolled back."""
     return VersionChoice(choice.flashed, choice.previous or "", returned=reason, failed=choice.current)
 
 
 def describe_roll_back(choice: VersionChoice) -> str:
     current = choice.current[:12] or "the flashed version"
-    return f"returned from {choice.failed[:12]} to {current}: {choice.returned}"
+    return f"version {choice.failed[:12]} rolled back to {current}: {choice.returned}"
 
 
 def choose_version(
     choice: VersionChoice | None, flashed: str, boot: str, now_s: float, folder: Path
 ) -> tuple[VersionChoice, str]:
-    """Return the choice to write and start, and a message about it, or ""."""
+    """Return the choice to store and start, and a message about a change, or "". Count a start of a trial."""
     if choice is None:
         return VersionChoice(flashed), ""
     if choice.flashed != flashed:
-        message = f"this board was flashed anew: {choice.current[:12]} no longer counts" if choice.current else ""
+        message = f"version {choice.current[:12]} is void: the board was flashed again" if choice.current else ""
         return VersionChoice(flashed), message
     if choice.current and not python_path(folder, choice.current).exists():
-        choice = roll_back(choice, "its environment or the Python that it was made for is gone")
+        choice = roll_back(choice, "its environment or its Python is missing")
     elif choice.trying and not choice.online and choice.boot == boot and now_s - choice.began_s >= ONLINE_S:
         choice = roll_back(choice, f"it was not online within {ONLINE_S:g} s")
     elif choice.trying and choice.starts >= MAX_STARTS:
-        choice = roll_back(choice, f"it ended {choice.starts} times without having held")
+        choice = roll_back(choice, f"it ended {choice.starts} times before it was confirmed")
     elif choice.trying:
         return choice._replace(starts=choice.starts + 1, online=False, boot=boot, began_s=now_s), ""
     else:
@@ -174,7 +174,7 @@ def _print_message(sentence: str) -> None:
 
 def main(arguments: list[str]) -> None:
     if not arguments:
-        sys.exit("fedquilt: launch.py FOLDER [word of `fedquilt`]...: FOLDER holds the versions that came over the air")
+        sys.exit("usage: launch.py FOLDER [argument of `fedquilt`]... (FOLDER contains remote upgrades)")
     folder, fedquilt_arguments = Path(arguments[0]).absolute(), arguments[1:]
     flashed, stored_choice = installation_id(Path(__file__).resolve().parent), read_choice(folder)
     choice, message = choose_version(
@@ -188,7 +188,7 @@ def main(arguments: list[str]) -> None:
             try:
                 write_choice(folder, choice)
             except OSError as error:
-                fallback_reason = f"{folder / CHOICE} cannot be written ({error.strerror}), so it could not be tried"
+                fallback_reason = f"{folder / CHOICE} cannot be written ({error.strerror}), so the trial is impossible"
                 _print_message(f"{fallback_reason}: the flashed version is started")
                 choice = VersionChoice(flashed)  # a trial without counted starts would never end
         program = str(python_path(folder, choice.current)) if choice.current else sys.executable
@@ -204,7 +204,7 @@ def main(arguments: list[str]) -> None:
         except OSError as error:
             signal.setitimer(signal.ITIMER_REAL, 0)
             if not choice.current:
-                sys.exit(f"fedquilt: {program} cannot be started ({error.strerror}): flash this board once more")
+                sys.exit(f"fedquilt: {program} cannot be started ({error.strerror}): flash this board again")
             stored_choice, choice = choice, roll_back(choice, f"it cannot be started ({error.strerror})")
             message = describe_roll_back(choice)
 

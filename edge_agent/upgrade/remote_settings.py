@@ -2,8 +2,8 @@
 
     <home>/settings.json     present and previous remote settings
 
-Remote settings override agent.toml. Values that a release does not name are those of agent.toml, so that a device that
-was off for some releases equals the others once it has the latest.
+Remote settings override agent.toml. Values that a release leaves out are those of agent.toml, so that a device that
+missed some releases equals the others with the latest one.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class RemoteSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, om
 
 
 class StoredSettings(WireMessage, frozen=True):
-    serial: Count  # of the release that set it
+    serial: Count  # serial of the release
     set: dict[str, Any]
     previous: dict[str, Any] | None = None  # previous remote settings, or None
     is_rolled_back: bool = False  # whether the previous settings are in use again
@@ -59,21 +59,22 @@ def parse_remote_settings(table: Mapping[str, Any]) -> RemoteSettings:
 
 
 def apply_remote_settings(local_settings: AgentSettings, table: Mapping[str, Any], memory_bytes: int) -> AgentSettings:
+    """Return agent.toml's settings with remote ones, or raise JobError if these exceed the owner's limits."""
     remote, result = parse_remote_settings(table), local_settings
     if remote.budget is not None:
         limit_bytes = local_settings.task_budget_bytes(memory_bytes)
         if parse_size(remote.budget) > limit_bytes:
             raise JobError(
-                f"budget = {remote.budget!r} is above the {limit_bytes / 1e6:.0f} MB that this board's agent.toml "
-                f"allows: reduce the value, or raise budget in agent.toml"
+                f"budget = {remote.budget!r} is above this device's limit of {limit_bytes / 1e6:.0f} MB: reduce the "
+                "value, or raise budget in agent.toml"
             )
         result = replace(result, budget=remote.budget)
     if remote.max_w is not None:
         limit_w = local_settings.governor.max_w
         if limit_w is not None and remote.max_w > limit_w:
             raise JobError(
-                f"max_w = {remote.max_w:g} is above the {limit_w:g} W that this board's agent.toml allows: reduce "
-                f"the value, or raise [governor] max_w in agent.toml"
+                f"max_w = {remote.max_w:g} is above this device's limit of {limit_w:g} W: reduce the value, or raise "
+                "[governor] max_w in agent.toml"
             )
         result = replace(result, governor=replace(result.governor, max_w=remote.max_w))
     if remote.policy is not None:
@@ -93,7 +94,7 @@ def _apply_label_changes(local_labels: tuple[str, ...], changes: tuple[str, ...]
     if not signed:
         return changes
     if len(signed) < len(changes):
-        raise JobError("labels mix changes and full names: give all a sign (+canary to add, -old to remove), or none")
+        raise JobError(f"{' '.join(changes)} mixes changes with full labels: sign all (+canary, -old), or none")
     removed = {change[1:] for change in signed if change[0] == "-"}
     remaining = [label for label in local_labels if label not in removed]
     return (*remaining, *(change[1:] for change in signed if change[0] == "+" and change[1:] not in remaining))

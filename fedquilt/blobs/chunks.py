@@ -1,9 +1,9 @@
 """Chunks of a blob: manifest and verification. No I/O.
 
-The receiving side requests the manifest of a blob, then chunks (`fedquilt.blobs.download`). The sending side
-only responds, so a slow receiver never fills a broker's queue, and lost messages are requested again. An upload is a
-download by the coordinator. This module stores no chunks: `fedquilt.blobs.transfers` moves them between a link
-and a blob store.
+The receiving side requests the manifest of a blob, then chunks (`fedquilt.blobs.download`). The sending side only
+responds, so that a slow receiver never fills a broker's queue. Lost messages are requested again. An upload is a
+download by the coordinator. This module stores no chunks: `fedquilt.blobs.transfers` moves chunks between a link and
+a blob store.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def chunk_size_for(max_payload: int) -> int:
     chunk_bytes = min(wire.MAX_CHUNK, max_payload - HEADROOM_BYTES)
     if chunk_bytes < wire.MIN_CHUNK:
         min_bytes = wire.MIN_CHUNK + HEADROOM_BYTES
-        raise LinkError(f"the broker takes {max_payload} bytes at most: raise its packet limit to {min_bytes} or more")
+        raise LinkError(f"broker accepts only {max_payload} bytes a message: raise its packet limit to {min_bytes}")
     return chunk_bytes
 
 
@@ -58,6 +58,7 @@ def chunk_count(manifest: wire.BlobManifest) -> int:
 
 
 def chunk_extent(manifest: wire.BlobManifest, index: int) -> tuple[int, int]:
+    """Return offset and size of a chunk in bytes."""
     offset = index * manifest.chunk
     return offset, min(manifest.chunk, manifest.size - offset)
 
@@ -68,8 +69,6 @@ def is_valid_chunk(manifest: wire.BlobManifest, index: int, payload: bytes) -> b
 
 
 class ManifestBuilder:
-    """Builder of a manifest, which reads a blob chunk by chunk with `read(offset, size)`."""
-
     def __init__(self, ref: BlobRef, chunk: int, read: Callable[[int, int], bytes]) -> None:
         self._blob_ref, self._chunk, self._read = ref, chunk, read
         self._blob_hash, self._digests = hashlib.sha256(), list[str]()
@@ -78,8 +77,8 @@ class ManifestBuilder:
             max_mb = (chunk - _MANIFEST_BYTES) // 64 * chunk / 1e6
             fix = "raise the broker's packet limit" if chunk < wire.MAX_CHUNK else "store it as several smaller files"
             raise LinkError(
-                f"blob {ref.sha256[:12]} has {ref.size / 1e6:.0f} MB; "
-                f"in chunks of {chunk} bytes {max_mb:.0f} MB is the most that can be sent: {fix}"
+                f"blob {ref.sha256[:12]} of {ref.size / 1e6:.0f} MB is above the limit of {max_mb:.0f} MB in chunks of "
+                f"{chunk} bytes: {fix}"
             )
 
     def hash_chunks(self, limit_bytes: float = math.inf) -> wire.BlobManifest | None:
@@ -94,13 +93,12 @@ class ManifestBuilder:
         if len(self._digests) < self._count:
             return None
         if self._blob_hash.hexdigest() != ref.sha256:
-            raise DamagedBlobError(f"blob {ref.sha256[:12]} is damaged on disk: its sha256 has changed")
+            raise DamagedBlobError(f"blob {ref.sha256[:12]} is damaged on the disk: its sha256 has changed")
         return wire.BlobManifest(sha256=ref.sha256, size=ref.size, chunk=self._chunk, digests="".join(self._digests))
 
 
 def damaged_arrival_error(ref: BlobRef) -> DamagedBlobError:
-    problem = f"blob {ref.sha256[:12]} arrived with content of another sha256"
-    return DamagedBlobError(f"{problem}: the sender's copy is damaged; request the blob again")
+    return DamagedBlobError(f"blob {ref.sha256[:12]} arrived with another sha256: the sender's copy is damaged")
 
 
 def ref_from_bytes(payload: bytes, expected: BlobRef | None = None) -> BlobRef:

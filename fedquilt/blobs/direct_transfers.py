@@ -2,7 +2,7 @@
 
 The coordinator offers locations (`LocationOffer`), from which a device fetches a blob or to which a device uploads a
 blob. During the transfer, requests over the link are paused. If the transfer fails, the remaining chunks are requested
-over the link. Threads transfer the bytes, so no call blocks. The end of each thread wakes the event loop by `fds`.
+over the link. Threads transfer the bytes, so that no call blocks. The end of each thread wakes the event loop by `fds`.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ MAX_TRANSFERS: Final = 2  # threads that transfer blobs at the same time on a de
 UPLOAD_TIMEOUT_S: Final = 30.0  # pause of a device's upload after which its chunks are requested over the link
 PROGRESS_INTERVAL_S: Final = 5.0  # interval of `UploadProgress` messages
 _MAX_REMEMBERED_OFFERS: Final = 4096
-_PROGRAM_ERROR: Final = "an error in the program ended the transfer"
+_PROGRAM_ERROR: Final = "transfer was ended by an error in fedquilt (see the log)"
 
 Key = tuple[str, str]  # device, sha256
 
@@ -59,7 +59,7 @@ class TransferResult(NamedTuple):
 
 
 class TransferBackend:
-    """Transfers between a blob store and locations, in threads. This class offers no locations itself."""
+    """Transfers between a blob store and locations, in threads. A subclass can offer locations."""
 
     def __init__(
         self, identity: LinkIdentity | None = None, ca: Path | None = None, max_transfers: int = MAX_TRANSFERS
@@ -75,11 +75,11 @@ class TransferBackend:
         return ()
 
     def upload_locations(self, device: str, writer: BlobWriter) -> tuple[BlobLocation, ...]:
-        """Return the locations to which a device may upload. The coordinator's own server writes into `writer`."""
+        """Return the locations to which a device may upload. The coordinator's HTTP server writes into `writer`."""
         return ()
 
     def uploaded_locations(self, device: str, ref: BlobRef, location_index: int) -> tuple[BlobLocation, ...]:
-        """Return the locations from which to fetch the blob that a device uploaded to an offered location."""
+        """Return the locations from which to fetch a blob that a device has uploaded to the location of this index."""
         return ()
 
     def close_locations(self, key: Key) -> None: ...
@@ -166,9 +166,9 @@ class TransferBackend:
         return self._http
 
     def start_job(self, job: Callable[[], TransferResult], failure_result: TransferResult) -> None:
-        """Run a job in a thread, when a thread is free. If the job raises an exception, the result is `failure_result`.
+        """Run a job in a thread when a thread is free.
 
-        The error text of `failure_result` is replaced by that of a LinkError or StoreError.
+        If the job raises an exception, the result is `failure_result`, with the text of a LinkError or StoreError.
         """
         if self._wake_fd is None:
             self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -298,6 +298,7 @@ class DirectTransfers:
             self._backend.start_completion(key, writer)
 
     def cancel_download(self, key: Key) -> None:
+        """End a download without a result, and revoke its locations."""
         transfer = self._downloads.pop(key, None)
         if transfer is not None:
             transfer.writer.close()
@@ -312,7 +313,7 @@ class DirectTransfers:
             self._abandon(key, transfer, reason)
 
     def take_results(self, now_s: float) -> list[tuple[TransferResult, int]]:
-        """Return the ended downloads with the bytes received. Failed downloads continue over the link."""
+        """Return ended downloads with the bytes received. Continue failed ones over the link, report ended uploads."""
         results = []
         for result in self._backend.take_results():
             if result.writer is None:
@@ -334,7 +335,10 @@ class DirectTransfers:
         return results
 
     def step(self, now_s: float) -> float:
-        """Start due uploads, report progress and abandon stalled transfers. Return the time of the next step."""
+        """Start queued uploads, report progress and abandon stalled uploads by devices.
+
+        Return the time by which the next call is due.
+        """
         if not (self._downloads or self._uploads or self._locations):
             return math.inf
         for key, download in list(self._downloads.items()):

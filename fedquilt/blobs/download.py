@@ -2,10 +2,10 @@
 
 `Download` decides requests, verification and timeouts without I/O.
 
-Timeouts follow TCP (RFC 6298): a smoothed round-trip time, doubled when nothing arrives. The window grows by one
-chunk for each arrival and is halved when a chunk is overdue. So a slow line is not flooded. A chunk is also requested
-again when OVERTAKEN chunks that were requested later have arrived, as in fast retransmit of TCP (RFC 5681), because
-a broker delivers in order.
+Timeouts follow TCP (RFC 6298): a smoothed round-trip time, doubled when nothing arrives. The window grows by one chunk
+for each arrival and is halved when a chunk is overdue, so that a slow line is not flooded. A chunk is also requested
+again when OVERTAKEN_LIMIT chunks that were requested later have arrived, as in fast retransmit of TCP (RFC 5681),
+because a broker delivers in order.
 """
 
 from __future__ import annotations
@@ -134,7 +134,7 @@ class Download:
 
     def _drop_overdue_requests(self, now_s: float) -> bool:
         if now_s >= self._progress_s + STALL_TIMEOUT_S:
-            self.failure = f"no answer for {STALL_TIMEOUT_S:.0f} s"
+            self.failure = f"nothing arrived for {STALL_TIMEOUT_S:.0f} s"
         timeout_s = self.timeout_s
         # Sums are compared, as in `due_s`. A difference could be rounded to less than the timeout, and never be due.
         overdue = [index for index, request_s in self._request_times.items() if now_s >= request_s + timeout_s]
@@ -154,7 +154,7 @@ class Download:
         return max(1, min(self.chunk_bytes, self.ref.size))
 
     def handle_manifest(self, manifest: wire.BlobManifest, now_s: float) -> bool:
-        """Return whether a manifest is new and valid. The caller must then call `set_stored_chunks`."""
+        """Adopt a manifest. Return whether it is new and valid: the caller must then call `set_stored_chunks`."""
         self._record_arrival(MANIFEST, now_s)
         if self.manifest is not None and manifest.chunk >= self.manifest.chunk:
             return False
@@ -180,7 +180,7 @@ class Download:
         self._missing_chunks = self.stored_chunks.count(0)
 
     def handle_chunk(self, index: int, payload: bytes, now_s: float) -> bool:
-        """Return whether the caller must write the chunk to disk."""
+        """Record an arrived chunk. Return whether it was missing and is valid, so that the caller must store it."""
         if self.manifest is None or not 0 <= index < len(self.stored_chunks):
             return False
         self._drop_overtaken_requests(index)
@@ -261,6 +261,7 @@ class Download:
         self._clear_requests()
 
     def resume_requests(self, stored_chunks: bytes | bytearray | None, now_s: float) -> None:
+        """Request the missing chunks again. `stored_chunks` replaces the known ones unless None."""
         self.is_paused = False
         if stored_chunks is not None:
             self.set_stored_chunks(stored_chunks)
@@ -292,7 +293,7 @@ class ContentError(LinkError): ...
 
 
 class BlobWriter:
-    """Writer of the missing ranges of a blob to its part, for transfers outside the link.
+    """Writer of the missing ranges of a blob to the blob's part file, for transfers outside the link.
 
     Another thread may close the writer. A blob of which no chunk was stored before is hashed while it is written.
     Chunks are compared with the manifest only if the sha256 of the blob does not match. With `to_end`, all bytes from
@@ -322,7 +323,7 @@ class BlobWriter:
         self._skip_complete_ranges()
 
     def replace_writer(self) -> int:
-        """Return the id of a new connection that writes. Writes with earlier ids then raise WriterClosedError."""
+        """Return the id for a new connection's writes. Writes with earlier ids raise WriterClosedError from now on."""
         with self._lock:
             self._writer_id += 1
             return self._writer_id
@@ -377,7 +378,7 @@ class BlobWriter:
             self.stored_chunks = self._blob_store.open_part(self.manifest)
 
     def close(self) -> None:
-        """Close the writer. After the return no thread writes to the part."""
+        """Close the writer. No thread writes to the part after this call."""
         with self._lock:
             self._is_open = False
 

@@ -64,6 +64,7 @@ class HttpClient:
         self._backoffs: dict[str, tuple[int, float]] = {}  # origin -> (failures in a row, end of the backoff)
 
     def retry_at_s(self, location: BlobLocation) -> float:
+        """Return the end of the backoff of a location's host, in seconds of the monotonic clock, or 0."""
         return self._backoffs.get(location.origin, (0, 0.0))[1]
 
     @contextmanager
@@ -77,7 +78,7 @@ class HttpClient:
         try:
             parts = split_http_url(location.url)
         except ValueError:
-            raise BlobLocationError(f"{location.origin} is no host and port: write http://HOST:PORT") from None
+            raise BlobLocationError(f"{location.origin} is not a host and port: write http://HOST:PORT") from None
         host, port = parts.hostname or "", parts.port
         connection: http.client.HTTPConnection
         if parts.scheme == "https":
@@ -90,7 +91,7 @@ class HttpClient:
             if location.token and isinstance(connection.sock, ssl.SSLSocket):
                 peer = common_name_of_peer(connection.sock)
                 if peer != COORDINATOR:
-                    raise BlobLocationError(f"{location.origin} is {peer or 'somebody'!r}, not the coordinator")
+                    raise BlobLocationError(f"{location.origin} has a certificate of {peer!r}, not of the coordinator")
             connection.sock.settimeout(STALL_TIMEOUT_S)
             target = f"{parts.path}?{parts.query}" if parts.query else parts.path
             connection.putrequest(method, target, skip_accept_encoding=True)
@@ -111,7 +112,7 @@ class HttpClient:
             if location.token and self._identity is not None:
                 return self._identity.tls_context(server=False)
             if location.token:
-                raise BlobLocationError(f"{location.origin} requires a certificate, and this board has none")
+                raise BlobLocationError(f"{location.origin} requires a certificate, which this device does not have")
             context = ssl.create_default_context()
             if self._ca is not None:
                 context.load_verify_locations(self._ca)
@@ -122,7 +123,7 @@ class HttpClient:
     def fetch_blob(self, locations: Sequence[BlobLocation], writer: BlobWriter) -> None:
         """Fetch the missing bytes from the first location that works, and finish the blob.
 
-        Raises BlobLocationError if no location works, and the errors of `BlobWriter.write` and `finish`.
+        Raise BlobLocationError if no location works, and the errors of `BlobWriter.write` and `finish`.
         """
         writer_id = writer.replace_writer()
         self._try_locations(
@@ -142,7 +143,7 @@ class HttpClient:
     def upload_blob(
         self, locations: Sequence[BlobLocation], file: int, ref: BlobRef, count_bytes: Callable[[int], None]
     ) -> int:
-        """Upload a blob to the first location that works, and return the location's index, or BlobLocationError."""
+        """Upload a blob to the first location that works. Return its index, or raise BlobLocationError."""
         tried_urls = set[str]()
         sent_bytes: Counter[str] = Counter()
 
@@ -185,7 +186,7 @@ class HttpClient:
         return int(offset)
 
     def send_request(self, method: str, location: BlobLocation) -> tuple[int, str]:
-        """Return the status and the Date header of the response to a request without a body, or BlobLocationError."""
+        """Send a request without a body. Return status and Date header, or raise BlobLocationError without response."""
         responses: list[tuple[int, str]] = []
 
         def attempt(location: BlobLocation) -> None:
@@ -201,6 +202,7 @@ class HttpClient:
         attempt: Callable[[BlobLocation], None],
         moved_bytes: Callable[[BlobLocation], int],
     ) -> int:
+        """Return the index of the first location for which `attempt` succeeds, or raise BlobLocationError."""
         failures: list[BlobLocationError] = []
         for index, location in enumerate(locations):
             if self.retry_at_s(location) > time.monotonic():
@@ -255,7 +257,7 @@ def _require_range(
     if not is_whole and not is_range:
         raise BlobLocationError(f"{location.origin} sent another range of bytes than requested")
     if response.length != byte_range[1] - byte_range[0]:
-        raise BlobLocationError(f"{location.origin} sent {response.length} bytes, which is not the range's size")
+        raise BlobLocationError(f"{location.origin} sent {response.length} bytes, not the size of the range")
 
 
 def read_pieces(file: Any, size: int, handle_data: Callable[[memoryview], None]) -> None:
@@ -269,7 +271,7 @@ def read_pieces(file: Any, size: int, handle_data: Callable[[memoryview], None])
         while size:
             read_bytes = file.readinto1(buffer[filled : min(len(buffer), filled + size)])
             if not read_bytes:
-                raise ConnectionError("the other side hung up")
+                raise ConnectionError("the peer closed the connection")
             throughput.count_bytes(read_bytes)
             filled, size = filled + read_bytes, size - read_bytes
             if filled == len(buffer) or not size:
@@ -309,5 +311,6 @@ def _describe_failure(error: Exception) -> str:
 def _require_status(location: BlobLocation, response: http.client.HTTPResponse, statuses: Sequence[int]) -> None:
     if response.status not in statuses:
         is_temporary = response.status in _RETRY_STATUSES
-        problem = f"{location.origin} refuses ({response.status} {http.client.responses.get(response.status, '')})"
+        status_text = http.client.responses.get(response.status, "")
+        problem = f"{location.origin} refused the request ({response.status} {status_text})"
         raise BlobLocationError(problem, can_retry=is_temporary)

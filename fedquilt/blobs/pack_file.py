@@ -1,10 +1,10 @@
 """Pack file: many small blobs in one file, for one process that soon removes them.
 
-Creating, renaming and removing a file takes a file system many times longer than writing 30 kB into an open file, and
-one sync (`sync`) is enough for all blobs written before. The file is a row of entries, each a header and a blob. The
-space of a removed blob is reused by the next blob of its size, so the file is as large as its contents at their peak.
-A killed process leaves complete entries and perhaps one incomplete entry: each is checked against its digest when
-the file is opened again.
+To create, rename and remove a file takes a file system many times longer than to write 30 kB into an open file, and one
+`sync` is enough for all blobs written before. The file is a sequence of entries, each a header and a blob. The space of
+a removed blob is reused by the next blob of the same size, so that the file is as large as its contents at their peak.
+A killed process leaves complete entries and perhaps one incomplete entry. Each entry is verified by its digest when the
+file is opened again.
 
 A header begins with a mark and ends with a checksum, so that reading resumes at the next entry after a damaged header.
 """

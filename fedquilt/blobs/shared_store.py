@@ -28,7 +28,7 @@ class SharedBlobStore:
 
 
 class SharedBlobView(BlobStore):
-    """View of one simulated device on a shared blob store. The device's folder is created on demand."""
+    """Blob store of one simulated device on a shared store. The device's own folder is created on demand."""
 
     def __init__(self, folder: Path, shared: SharedBlobStore) -> None:
         self._shared = shared
@@ -96,7 +96,7 @@ class SharedBlobView(BlobStore):
             super().remove_all_but(kept_blobs)
 
     def files_by_last_use(self) -> list[tuple[int, str, int]]:
-        # Shared blobs have no time of use for each device, only an order.
+        # Shared blobs have no time of use for each device, only the order of use.
         shared_blobs = ((index, ref.sha256, ref.size) for index, ref in enumerate(self._device_blobs.values()))
         return [*(super().files_by_last_use() if self._has_folder else ()), *shared_blobs]
 

@@ -7,13 +7,13 @@
     <random>.own      being written by the process that called `open_as_owner`, removed at its next start
     small.pack        small blobs that the owner stores for a short time (`store_small`)
 
-A file gets its final name only when its bytes are verified and on the disk, so a file with that name is complete
-whenever the process is killed or the power fails. A part has no record of its chunks, which could claim data that a
-power cut lost. `open_part` gets the written ranges from the file system and verifies them with the manifest.
+A file gets its final name only when its bytes are verified and on the disk, so that a file with that name is complete
+whenever the process is killed or the power fails. There is no record of a part's chunks, which could name data that a
+power failure lost. `open_part` gets the written ranges from the file system and verifies them with the manifest.
 
-A disk may return other bytes than were written, and a flipped bit does not change the times of a file. So a blob is
-hashed whenever it is opened (`load`, `verified_path`), and a damaged blob counts as missing. An unchanged file is
-hashed once an hour for `has_blob`, in a store that is not durable, and if the reader hashes the file.
+A disk may return other bytes than were written, and a flipped bit does not change the times of a file. A blob is
+therefore hashed whenever it is opened (`load`, `verified_path`), and a damaged blob counts as missing. An unchanged
+file is hashed only once an hour for `has_blob`, in a store that is not durable, and if the reader hashes the file.
 
 ONNX graphs rely on flat names: they name their external data by sha256, in the same folder.
 
@@ -82,7 +82,7 @@ class BlobStore:
             self._pack = None if durable else PackFile(self._prefix + PACK_FILE_NAME, disk)
 
     def open_as_owner(self) -> None:
-        """Open the blob store as the only process that stores small blobs in one file."""
+        """Open the store as its owner, the only process that stores small blobs in the pack file."""
         with self._report_disk_errors("open the small blobs"):
             self._pack = self._pack or PackFile(self._prefix + PACK_FILE_NAME, self.disk, verify_on_load=self._durable)
             if self._temporary_suffix != "own":
@@ -136,14 +136,15 @@ class BlobStore:
         return any(sha256 in pins for pins in self._pins.values())
 
     def blob_path(self, sha256: str) -> Path | None:
+        """Return the path of an undamaged blob, or None if missing or damaged. Raise StoreError if the disk fails."""
         path = self.verified_path(sha256)
         return None if path is None else Path(path)
 
     def verified_path(self, sha256: str, *, caller_hashes: bool = False) -> str | None:
         """Return the path of an undamaged blob, or None if missing or damaged.
 
-        A blob of the pack file is stored as a file first. With `caller_hashes`, the caller verifies the file, and the
-        store hashes the file at most once an hour.
+        A blob of the pack file is stored as a file first. With `caller_hashes`, the caller must verify the file, and
+        the store hashes the file at most once an hour. Raise StoreError if the disk fails.
         """
         path = self._file_path(sha256)
         self._pin(sha256)
@@ -182,19 +183,19 @@ class BlobStore:
         return info is not None and info.size == ref.size
 
     def forget_verifications(self) -> None:
-        """Hash every blob again at its next use, after an error that the disk may have caused."""
+        """Hash every blob again at its next use. Call after an error that the disk may have caused."""
         self._verification_cache.forget()
 
     def discard_damaged(self, sha256: str) -> None:
-        """Remove a damaged blob from use. A file is kept for a day as `.damaged`."""
-        with self._report_disk_errors(f"put the damaged blob {sha256[:12]} aside"):
+        """Make a damaged blob missing. Its file is kept for a day as `.damaged`."""
+        with self._report_disk_errors(f"rename the damaged blob {sha256[:12]}"):
             if self._pack is not None and sha256 in self._pack:
                 return self._pack.remove_blob(sha256)
             if self.disk.is_file(self._file_path(sha256)):
                 self._move_damaged_aside(sha256)
 
     def read_range(self, sha256: str, offset: int, size: int) -> bytes:
-        """Return bytes of a blob without verification, or raise StoreError if missing."""
+        """Return up to `size` bytes of a blob from `offset`, without verification. Raise StoreError if missing."""
         with self._report_disk_errors(f"read blob {sha256[:12]}"):
             if self._pack is not None and sha256 in self._pack:
                 return self._pack.read_range(sha256, offset, size)
@@ -221,6 +222,7 @@ class BlobStore:
                 return self.load_packed(sha256)
 
     def load_packed(self, sha256: str) -> bytes | None:
+        """Return a verified blob of the pack file, this process's or its owner's, or None if missing or damaged."""
         with self._report_disk_errors(f"read blob {sha256[:12]}"):
             if self._pack is not None:
                 return self._pack.load(sha256)
@@ -240,7 +242,7 @@ class BlobStore:
         return ref
 
     def store_small(self, payload: bytes, expected: BlobRef | None = None) -> BlobRef:
-        """Store a blob that only this process uses, for a short time. The owner stores small blobs in the pack file."""
+        """Store a blob that only this process needs for a short time, in the pack file if possible, else as a file."""
         if self._pack is None or len(payload) > MAX_SMALL_BYTES:
             return self.store_bytes(payload, expected)
         ref = chunks.ref_from_bytes(payload, expected)
@@ -271,7 +273,7 @@ class BlobStore:
         self._pack.free_space(offset, ref.size)
 
     def store_untrusted_file(self, path: StrPath, expected: BlobRef) -> None:
-        """Store a copy of a file that another process may change. An unexpected copy raises DamagedBlobError."""
+        """Store a copy of a file that another process may change. Raise DamagedBlobError if it is not `expected`."""
         if self.has_blob(expected):
             return
         with self._report_disk_errors(f"store {path}"), self._temporary_path() as temporary:
@@ -283,7 +285,7 @@ class BlobStore:
         """Store a file by a hard link if the file system supports links, else by a copy.
 
         A linked file must not be changed in place afterwards, but may be replaced. With `move` the file is moved
-        instead, or copied to another file system. Another file than `expected` raises DamagedBlobError.
+        instead, or copied to another file system. Raise DamagedBlobError if the file is not `expected`.
         """
         if expected is not None and self.has_blob(expected):
             return expected
@@ -311,7 +313,6 @@ class BlobStore:
                 self._verification_cache.record_verified(self._file_path(ref.sha256), ref.sha256)
 
     def remove_blob(self, sha256: str) -> None:
-        """Remove a blob and its part unless pinned."""
         with self._report_disk_errors(f"remove blob {sha256[:12]}"), self._pin_lock:
             if self._is_pinned(sha256):
                 return
@@ -345,7 +346,7 @@ class BlobStore:
                         self._deleter.unlink(f"{self._prefix}{file.name}")
 
     def files_by_last_use(self) -> list[tuple[int, str, int]]:
-        """Return (time of last use in ns, sha256, bytes) of every file, including parts, least recently used first."""
+        """Return time of last use in ns, sha256 and size of every file and part, least recently used first."""
         with self._report_disk_errors("list blobs"):
             return sorted(
                 (file.mtime_ns, file.name.partition(".")[0], file.size) for file in self._iterate_stored_files()
@@ -356,7 +357,7 @@ class BlobStore:
             self._verification_cache.touch(self._file_path(sha256), sha256)
 
     def open_part(self, manifest: wire.BlobManifest) -> bytearray:
-        """Open or create the part of a blob. Return one byte per chunk, 1 if stored and verified."""
+        """Open or create the part of a blob, and hash the chunks in it. Return one byte per chunk, 1 if verified."""
         stored_chunks = bytearray(chunks.chunk_count(manifest))
         with self._report_disk_errors(f"receive blob {manifest.sha256[:12]}"):
             part = self._part_path(manifest.sha256)
@@ -389,7 +390,7 @@ class BlobStore:
 
     def _file_path(self, sha256: str) -> str:
         if not _DIGEST.fullmatch(sha256):
-            raise StoreError(f"{sha256[:80]!r} names no blob: expected a sha256 in hex")
+            raise StoreError(f"blob name {sha256[:80]!r} is not a sha256 in hex")
         return f"{self._prefix}{sha256}"
 
     def _part_path(self, sha256: str) -> str:
@@ -402,6 +403,7 @@ class BlobStore:
                 yield entry
 
     def _verified_file(self, sha256: str, *, force_hash: bool = False) -> PathInfo | None:
+        """Return information on a blob's undamaged file, or None. Rename a damaged file."""
         path = self._file_path(sha256)
         info = self.disk.stat(path)
         if info is None or info.is_dir:
@@ -429,7 +431,7 @@ class BlobStore:
     @staticmethod
     def _require_expected(path: StrPath, ref: BlobRef, expected: BlobRef | None) -> None:
         if expected not in (None, ref):
-            raise chunks.DamagedBlobError(f"{path} has an unexpected sha256 ({ref.sha256[:12]}): create the file again")
+            raise chunks.DamagedBlobError(f"{path} is damaged: its sha256 is {ref.sha256[:12]}, create the file again")
 
     def _store_payload(self, payload: bytes, sha256: str) -> None:
         with self._temporary_path() as path:
@@ -461,9 +463,9 @@ class BlobStore:
 class BackgroundDeleter:
     """Deleter of files in one folder.
 
-    A thread frees the blocks of large files. Freeing the blocks of 96 MB takes 28 to 49 ms on ext4 with `discard`, so a
-    round with many updates would stop for a second or more. An open file loses its name at once and frees its blocks
-    when the thread, or the end of the process, closes the file.
+    A thread frees the blocks of large files. To free the blocks of 96 MB takes 28 to 49 ms on ext4 with `discard`, so
+    that a round with many updates would stop for a second or more. An open file loses its name at once. Its blocks are
+    freed when the thread, or the end of the process, closes the file.
     """
 
     def __init__(self, disk: Disk) -> None:

@@ -1,4 +1,4 @@
-"""Transfers of blobs over a link, in both directions, for both sides.
+"""Transfers of blobs over a link, in both directions, for agent and coordinator.
 
 `fedquilt.blobs.download` and `fedquilt.blobs.chunks` decide, and this module reads, writes and publishes.
 
@@ -132,7 +132,7 @@ class Transfers:
         self._charges_s[device] = self._charges_s.get(device, 0.0) + seconds
 
     def handle_message(self, route: wire.Route, payload: bytes, now_s: float) -> bool:
-        """Process a message about a blob. Return False for other messages, or raise WireError if malformed."""
+        """Process a message about a blob. Return False for other messages. Raise WireError if malformed."""
         if route.subtopic not in _SUBTOPICS:
             return False
         if route.direction == self._direction:
@@ -290,6 +290,7 @@ class Transfers:
                 self._downloads[key] = self._active_downloads[key] = download
 
     def _send_requests(self, now_s: float) -> bool:
+        """Send due requests. Return whether a download has ended or was suspended, so that another may start."""
         outstanding_bytes, has_ended = self._outstanding_bytes, False
         for key, download in list(self._active_downloads.items()):
             if key not in self._active_downloads:
@@ -318,6 +319,7 @@ class Transfers:
         return sum(download.outstanding_bytes for download in self._active_downloads.values())
 
     def _blobs_to_suspend(self, key: Key) -> list[Key]:
+        """Return the downloads to suspend after a timeout of one, or [] if no other download waits."""
         if not self._waiting and not self.queue:
             return []
         if not self.queue.contains(*key):

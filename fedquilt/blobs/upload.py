@@ -1,7 +1,7 @@
 """Sending side of transfers: order of the devices' uploads, and sending of requested chunks and manifests.
 
-Uploads take disk space until they are processed. So devices upload in order of arrival, within a limit on the bytes
-of active and unprocessed uploads. A device whose transfer stalls moves to the end of the queue.
+Uploads take disk space until they are processed. Devices therefore upload in order of arrival, within a limit on the
+bytes of active and unprocessed uploads. A device whose transfer stalls moves to the end of the queue.
 """
 
 from __future__ import annotations
@@ -172,7 +172,7 @@ class OutgoingChunkQueue:
 class ChunkSender:
     """Sender of requested chunks and manifests, at the speed of the link.
 
-    `charge` receives a device and the seconds of work that its requests have caused. Credits are negative.
+    `charge` is called with a device and the seconds of work that its requests have caused. Credits are negative.
     """
 
     def __init__(
@@ -225,7 +225,7 @@ class ChunkSender:
     def _find_or_build_manifest(self, device: str, sha256: str, requested_bytes: int) -> wire.BlobManifest | None:
         """Return the manifest, or None while it is built. Raise StoreError for a missing or forbidden blob."""
         if not self._is_allowed(device, sha256):
-            raise StoreError(f"blob {sha256[:12]} is not offered to {device} now")
+            raise StoreError(f"blob {sha256[:12]} is not for {device} at this time")
         ref = self._blob_store.find_ref(sha256)
         if ref is None:
             raise StoreError(f"blob {sha256[:12]} is no longer stored")
@@ -240,6 +240,7 @@ class ChunkSender:
         return self._manifests.get(key)
 
     def _continue_building(self, key: tuple[str, int]) -> bool:
+        """Hash a part of a blob. Return whether the manifest is complete. Raise StoreError if the blob is damaged."""
         device, builder = self._manifest_builders[key]
         try:
             manifest = builder.hash_chunks(HASH_STEP_BYTES)
@@ -310,10 +311,10 @@ class ChunkSender:
             self._manifests.pop((chunk.sha256, chunk.chunk_bytes), None)
             self._latest_chunk = ("", 0, 0), b""
             self._blob_store.discard_damaged(chunk.sha256)
-            raise chunks.DamagedBlobError(f"blob {chunk.sha256[:12]} is damaged on disk: store the blob again")
+            raise chunks.DamagedBlobError(f"blob {chunk.sha256[:12]} is damaged on the disk: store the blob again")
 
     def _publish_missing(self, device: str, sha256: str, reason: str) -> None:
-        log.info("%s is not sent blob %s: %s", device, sha256[:12], reason)
+        log.info("blob %s is not sent to %s: %s", sha256[:12], device, reason)
         self._publish(device, f"blob/{sha256}/missing", wire.MissingBlob(sha256=sha256, reason=shorten_error(reason)))
 
     def _publish(self, device: str, subtopic: str, message: WireMessage) -> None:

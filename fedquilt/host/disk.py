@@ -1,8 +1,8 @@
 """File and database access of coordinator and agent, replaceable by a simulated disk.
 
-`Disk` is the machine's own. Its methods are thin, so that a simulation can lose, tear or refuse writes
-(`tests/faults`). The content of a file is durable only after `sync` of the file, and its name only after `sync` of its
-folder.
+`Disk` is the machine's own. Its methods are thin, so that a simulation can lose, truncate or refuse writes
+(`tests/faults`), and raise OSError. The content of a file is durable only after `sync` of the file, and its name only
+after `sync` of its folder.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ DESCRIPTOR_RETRY_S: Final = 0.1  # pause between two attempts to open a file
 
 
 def retry_until_descriptor_free(open: Callable[[], T]) -> T:
-    """Return the result of `open`, which is called again while no file descriptor is free."""
+    """Return the result of `open`. While no file descriptor is free, wait and call `open` again."""
     has_waited = False
     while True:
         try:
@@ -45,7 +45,7 @@ def retry_until_descriptor_free(open: Callable[[], T]) -> T:
             if error.errno not in DESCRIPTOR_ERRORS:
                 raise
             if not has_waited:
-                log.error("%s: waiting; raise the limit on open files (LimitNOFILE, ulimit -n)", error.strerror)
+                log.error("%s, waiting: raise the limit on open files (LimitNOFILE, ulimit -n)", error.strerror)
             has_waited = True
             time.sleep(DESCRIPTOR_RETRY_S)
         else:
@@ -72,8 +72,6 @@ class OpenedDescriptor:
 
 
 class OpenFile:
-    """File that stays open, so that small reads and writes need one system call each."""
-
     def __init__(self, path: StrPath, mode: int) -> None:
         self._file = open_descriptor(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, mode)
 
@@ -105,6 +103,7 @@ class OpenFile:
 
 
 def read_fully(file: int, buffer: WriteableBuffer, offset: int) -> int:
+    """Fill a buffer from a file. Return the bytes read, fewer than the buffer's only at the end of the file."""
     view, size = memoryview(buffer), 0
     # The kernel reads at most 2 GiB at once.
     while size < view.nbytes and (received := os.preadv(file, [view[size:]], offset + size)):
@@ -119,7 +118,7 @@ def write_fully(file: int, payload: bytes | memoryview, offset: int) -> None:
         view, offset = view[written:], offset + written
 
 
-PERMISSION_FIX: Final = "change the owner or the rights, or use another folder"
+PERMISSION_FIX: Final = "change the owner or the permissions, or use another folder"
 FIXES_BY_ERRNO: Final = {
     errno.EISDIR: "name a file in place of a folder",
     errno.ENOTDIR: "name a folder in place of a file",
@@ -139,7 +138,7 @@ class PathInfo(NamedTuple):
     is_dir: bool
     size: int  # bytes
     mtime_ns: int
-    inode: int  # another number after the file was replaced
+    inode: int  # differs after the file was replaced
 
 
 class Lock:
@@ -310,7 +309,7 @@ class Disk:
         _empty_folder(folder)
 
     def copy_untrusted(self, source: StrPath, target: StrPath, max_bytes: int) -> str:
-        """Copy a plain file, which another process may change, to a new file. Return the sha256 of the copy."""
+        """Copy a regular file, which another process may change, to a new file. Return the sha256 of the copy."""
         file = _open_nonblocking(os.fspath(source), os.O_RDONLY | os.O_NOFOLLOW)
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
         with (
@@ -319,9 +318,9 @@ class Disk:
             builtins.open(copy_fd, "wb", closefd=False) as copy,
         ):
             if not stat.S_ISREG(os.fstat(file).st_mode):
-                raise OSError(errno.EINVAL, "it is not a plain file", str(source))
+                raise OSError(errno.EINVAL, "not a regular file", str(source))
             if os.fstat(file).st_size > max_bytes:
-                raise OSError(errno.EFBIG, f"it has more than {max_bytes} bytes", str(source))
+                raise OSError(errno.EFBIG, f"file has more than {max_bytes} bytes", str(source))
             sha256, remaining, buffer = hashlib.sha256(), max_bytes, memoryview(bytearray(BUFFER_BYTES))
             while remaining and (size := source_file.readinto(buffer[: min(remaining, BUFFER_BYTES)])):
                 sha256.update(buffer[:size])
@@ -351,7 +350,7 @@ class Disk:
         return sha256.hexdigest()
 
     def copy(self, source: StrPath, target: StrPath) -> str:
-        """Copy a file to a path that must be free, and return the sha256 of the copy."""
+        """Copy a file to a path that must not exist, and return the sha256 of the copy."""
         sha256, offset = hashlib.sha256(), 0
         self.write(target, b"", new=True)
         for data in self.read_pieces(source):
@@ -368,7 +367,7 @@ class Disk:
         self.sync(os.path.dirname(path) or ".")
 
     def write_atomically(self, path: StrPath, payload: bytes, *, durable: bool = True) -> None:
-        """Write a small file atomically, and durably with `durable`."""
+        """Write a small file so that readers find the old or the new content, and sync it if `durable`."""
         part = f"{path}.part"
         self.write(part, payload)
         if durable:
@@ -416,7 +415,7 @@ class PrivateDisk(Disk):
     withheld = 0o077
 
 
-REAL: Final = Disk()  # of this machine
+REAL: Final = Disk()
 PRIVATE: Final = PrivateDisk()
 
 
@@ -458,6 +457,7 @@ def _empty_folder(folder: StrPath) -> None:
 
 
 def _unlink_unless_folder(name: str, folder: int) -> bool:
+    """Remove a file or link in an open folder. Return False without a change if it is a folder."""
     try:
         os.unlink(name, dir_fd=folder)
     except IsADirectoryError:
@@ -466,7 +466,7 @@ def _unlink_unless_folder(name: str, folder: int) -> bool:
 
 
 def _open_folder_with_rights(path: StrPath, parent_fd: int | None = None) -> int:
-    """Open a folder, and no link, after granting this user all rights if necessary."""
+    """Open a folder that is not a link, and give this user all permissions first if necessary."""
     flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
     if not os.access(path, os.R_OK | os.W_OK | os.X_OK, dir_fd=parent_fd, follow_symlinks=False):
         folder_fd = os.open(path, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=parent_fd)
@@ -479,7 +479,7 @@ def _open_folder_with_rights(path: StrPath, parent_fd: int | None = None) -> int
 
 
 def write_output(file: Path, text: str) -> None:
-    """Write a whole file. After a failure, the previous file is unchanged."""
+    """Write a text file and make its folder, or raise StoreError. After an error the previous file is unchanged."""
     make_output_folder(file)
     target = file.resolve()
     with disk_errors(f"write {file}", "free some space or name another file"):

@@ -65,13 +65,14 @@ class HttpExchange:
         self.socket, self.is_answered, self._reusable = stream.sock, False, reusable
         length = headers.get("content-length", "0")
         if "transfer-encoding" in headers:
-            raise RequestRefusedError(411, "a request has to say by Content-Length how many bytes follow")
+            raise RequestRefusedError(411, "request has a Transfer-Encoding: send a Content-Length instead")
         if not length.isascii() or not length.isdigit() or len(length) > 16:
-            raise RequestRefusedError(400, f"the Content-Length {length[:20]!r} is no number of bytes")
+            raise RequestRefusedError(400, f"Content-Length {length[:20]!r} is not a number of bytes")
         self.size = self._unread = int(length)  # bytes of the body
 
     @property
     def is_reusable(self) -> bool:
+        """Whether the connection can be used for another request, because the whole body was read."""
         return self._reusable and not self._unread
 
     def close_after(self) -> None:
@@ -85,11 +86,11 @@ class HttpExchange:
         return self._stream.file
 
     def read_body(self, max_bytes: int, reserve: Callable[[int], None] = lambda size: None) -> bytes:
-        """Read the body. `reserve` is called with the size of each piece, and may raise RequestRefusedError."""
+        """Return the body, or raise RequestRefusedError. `reserve` gets the size of each piece and may refuse too."""
         if "content-length" not in self.headers:
-            raise RequestRefusedError(411, "a request has to say by Content-Length how many bytes follow")
+            raise RequestRefusedError(411, "request has no Content-Length")
         if self.size > max_bytes:
-            raise RequestRefusedError(413, f"{self.size} bytes in one request: at most {max_bytes} are read")
+            raise RequestRefusedError(413, f"request has {self.size} bytes: send at most {max_bytes}")
         stream, body, missing = self.open_body(), bytearray(), self.size
         while missing and (data := stream.read1(min(missing, PIECE_BYTES))):
             missing -= len(data)
@@ -97,7 +98,7 @@ class HttpExchange:
             body += data  # a list of small pieces takes many times their bytes
         if missing:
             self.close_after()
-            raise RequestRefusedError(400, f"the request ended after {self.size - missing} of {self.size} bytes")
+            raise RequestRefusedError(400, f"request ended after {self.size - missing} of {self.size} bytes")
         return bytes(body)
 
     def send_response(self, status: int, headers: dict[str, str] | None = None, body: bytes | None = b"") -> None:
@@ -120,7 +121,11 @@ def _plain_text_body(sentence: str) -> tuple[str, bytes]:
 
 
 class HttpServer:
-    """HTTP server at one address, started by `start`. Its `handler` is called in the thread of a connection."""
+    """HTTP server at one address, started by `start`. The constructor raises OSError if the address is unusable.
+
+    `handler` is called in the thread of a connection, and may raise RequestRefusedError. `context` returns the TLS
+    context of a new connection. `error_body` returns content type and body for the sentence of a refusal.
+    """
 
     def __init__(
         self,
@@ -229,6 +234,7 @@ class HttpServer:
             self._thread_slots.release()
 
     def _serve_one_request(self, stream: _ConnectionStream) -> bool:
+        """Serve a request. Return whether the connection can be used for another one."""
         exchange: HttpExchange | None = None
         try:
             exchange = _read_request(stream)
@@ -280,6 +286,7 @@ class _ConnectionStream:
 
 
 def _read_request(stream: _ConnectionStream) -> HttpExchange | None:
+    """Read the header of a request. Return None if the client has closed the connection."""
     rows: list[bytes] = []
     remaining_bytes = HEADER_BYTES
     while True:
@@ -289,20 +296,21 @@ def _read_request(stream: _ConnectionStream) -> HttpExchange | None:
             return None
         if not row.endswith(b"\n"):
             status = 431 if remaining_bytes <= 0 else 400
-            raise RequestRefusedError(status, f"a request's header has at most {HEADER_BYTES} bytes")
+            reason = f"is longer than {HEADER_BYTES} bytes" if remaining_bytes <= 0 else "is incomplete"
+            raise RequestRefusedError(status, f"header of the request {reason}")
         row = row.rstrip(b"\r\n")
         if not row:
             break
         rows.append(row)
     match = _REQUEST.match(rows[0]) if rows else None
     if match is None:
-        raise RequestRefusedError(400, "the first line of the request is not that of an HTTP/1.1 request")
+        raise RequestRefusedError(400, "first line of the request is not HTTP/1.1")
     headers: dict[str, str] = {}
     for row in rows[1:]:
         name, colon, value = row.decode("latin-1").partition(":")
         name = name.lower()
         if not colon or not name or name != name.strip() or (name in headers and name in _SINGLE_HEADERS):
-            raise RequestRefusedError(400, f"the header {name[:40]!r} is malformed or given twice")
+            raise RequestRefusedError(400, f"header {name[:40]!r} is malformed or repeated")
         headers[name] = f"{headers[name]}, {value.strip()}" if name in headers else value.strip()
     reusable = match[3] == b"1" and "close" not in headers.get("connection", "").lower()
     return HttpExchange(stream, match[1].decode(), match[2].decode("latin-1"), headers, reusable)
@@ -332,15 +340,15 @@ class ConnectionLimits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class Connection:
     def __init__(self, address: str, close: Callable[[], None], now_s: float, deadline_s: float) -> None:
         self.address, self.close, self.since_s, self.deadline_s = address, close, now_s, deadline_s
-        self.is_waiting = True  # for a request
-        self.owner: str | None = None  # verified name of the peer, whose connection is not closed for other connections
+        self.is_waiting = True  # whether the connection waits for a request
+        self.owner: str | None = None  # verified name of the peer: the connection is not closed to make room
 
 
 class ConnectionLimiter:
-    """Open connections of a listener, within its limits.
+    """Open connections of a listener, within its limits. Thread-safe.
 
-    Thread-safe. At the limit, a new connection replaces a connection that waits for a request, or that has an address
-    with more connections. Listeners never use the upper half of the process's file descriptors.
+    At a limit, a new connection replaces one that waits for a request or whose address has more connections. Listeners
+    never use the upper half of the process's file descriptors.
     """
 
     def __init__(
@@ -359,7 +367,7 @@ class ConnectionLimiter:
         return len(self._open)
 
     def add_connection(self, address: str, descriptor: int, close: Callable[[], None]) -> Connection | None:
-        """Add a connection, and close another at the limit, or return None. `close` must not block."""
+        """Add a connection. At a limit close another, or return None if none can be closed. `close` must not block."""
         network = _address_group(address)
         with self._lock:
             counts_by_address = Counter(other.address for other in self._open)
@@ -392,7 +400,7 @@ class ConnectionLimiter:
         connection.deadline_s = connection.since_s + self._header_s
 
     def assign_owner(self, connection: Connection, owner: str, limit: int) -> bool:
-        """Assign a connection to a verified peer, or return False if the peer has `limit` connections."""
+        """Assign a connection to a verified peer. Return False if the peer has `limit` connections already."""
         with self._lock:
             if sum(other.owner == owner for other in self._open) >= limit:
                 return False
@@ -442,5 +450,5 @@ def split_http_url(url: str) -> SplitResult:
     host = parts.hostname or ""
     host.encode("idna")  # as Python does to resolve the name
     if parts.scheme not in ("http", "https") or not host or parts.port == 0 or parts.username is not None:
-        raise ValueError(f"{url!r} is no HTTP address")
+        raise ValueError(f"{url!r} is not an HTTP address")
     return parts

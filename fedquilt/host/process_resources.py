@@ -36,7 +36,7 @@ def keep_freed_memory() -> None:
 
 
 def import_on_use(name: str) -> None:
-    """Defer the import of a module until the first use of a name, unless the module is imported already."""
+    """Defer the import of a module until one of its names is used, unless the module is imported already."""
     if name in sys.modules:
         return
     deferred = sys.modules[name] = ModuleType(name)
@@ -75,7 +75,7 @@ telemetry thread unless disabled."""
 
 @contextmanager
 def call_in_background(call: Callable[[], object], every_s: float, name: str) -> Iterator[None]:
-    """Call `call` every `every_s` in a thread until it returns False or the body ends."""
+    """Call `call` every `every_s` in a thread, until it returns False or the context ends."""
     is_finished = threading.Event()
 
     def repeat() -> None:

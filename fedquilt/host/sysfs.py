@@ -80,7 +80,7 @@ def thermal_zone_files(thermal: Path) -> list[Path]:
 
 
 def hottest_temperature_c(sensors: Iterable[str | Path]) -> float | None:
-    """Return the highest plausible temperature of sensor files in millidegrees, in °C, or None."""
+    """Return the highest plausible temperature in °C, or None. The files contain thousandths of degrees."""
     low, high = PLAUSIBLE_C
     temperatures = [value / 1000 for value in map(read_int, sensors) if value is not None]
     return max((value for value in temperatures if low <= value <= high), default=None)

@@ -24,14 +24,13 @@ ImportFunction = Callable[[str], ModuleType]
 
 
 def import_torchvision(load: ImportFunction = importlib.import_module) -> ModuleType:
-    """Import torchvision with working `models`, `transforms` and `datasets`."""
     with warnings.catch_warnings():  # old versions warn about a missing JPEG reader, which is not used
         warnings.filterwarnings("ignore", message="Failed to load image Python extension")
         try:
             return load("torchvision")
         except ModuleNotFoundError as error:
             command = extras.installation_command("train")
-            raise ModelError(f"this needs torchvision, and {error.name} is not installed: {command}") from None
+            raise ModelError(f"torchvision is required, and {error.name} is not installed: {command}") from None
         except RuntimeError as error:
             if SYMPTOM not in str(error):
                 raise

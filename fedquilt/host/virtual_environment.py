@@ -17,8 +17,8 @@ from pathlib import Path, PurePosixPath
 from typing import IO, Final
 
 PIECE_BYTES: Final = 1 << 20
+# Exceptions of `zipfile` for damaged or encrypted archives.
 ZIP_ERRORS: Final = (zipfile.BadZipFile, zlib.error, struct.error, EOFError, ValueError, OverflowError, RuntimeError)
-"""Exceptions of `zipfile` for damaged or encrypted archives."""
 COMMAND: Final = '#!/bin/sh\nexec "$(dirname "$(readlink -f "$0")")/python" -m fedquilt.cli "$@"\n'
 
 
@@ -27,7 +27,7 @@ class InvalidWheelError(Exception):
 
 
 def unpack_wheels(wheels: Sequence[tuple[str, Path | IO[bytes]]], packages: Path, max_bytes: int) -> None:
-    """Unpack wheels into a folder, or raise InvalidWheelError for damaged, escaping or too large wheels."""
+    """Unpack wheels into a folder. Raise InvalidWheelError for damaged, escaping and too large wheels."""
     packages.mkdir(parents=True, exist_ok=True)
     remaining_bytes = max_bytes
     for name, file in wheels:
@@ -38,25 +38,24 @@ def unpack_wheels(wheels: Sequence[tuple[str, Path | IO[bytes]]], packages: Path
                     if relative_path is None or entry.is_dir():
                         continue
                     if entry.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
-                        raise InvalidWheelError(f"{name} is compressed in another way than by deflate")
+                        raise InvalidWheelError(f"{name} has an unsupported compression: use deflate")
                     target = packages / relative_path
                     target.parent.mkdir(parents=True, exist_ok=True)
                     with archive.open(entry) as source, target.open("wb") as out:
                         while data := source.read(PIECE_BYTES):
                             remaining_bytes -= len(data)
                             if remaining_bytes < 0:
-                                raise InvalidWheelError(
-                                    f"{name} holds more than the {max_bytes} bytes that were announced"
-                                )
+                                raise InvalidWheelError(f"{name} exceeds the announced size of {max_bytes} bytes")
                             out.write(data)
         except ZIP_ERRORS as error:
-            raise InvalidWheelError(f"{name} is no whole wheel ({error})") from None
+            raise InvalidWheelError(f"{name} is not a complete wheel ({error}): download the wheel again") from None
 
 
 def _installed_path(wheel: str, filename: str) -> PurePosixPath | None:
+    """Return the path of a wheel's file below the packages' folder, or None for scripts, headers and data."""
     relative_path = PurePosixPath(filename)
     if relative_path.is_absolute() or ".." in relative_path.parts or not relative_path.parts:
-        raise InvalidWheelError(f"{wheel} would write to {filename}")
+        raise InvalidWheelError(f"{wheel} would write outside the environment, to {filename}")
     if not relative_path.parts[0].endswith(".data"):
         return relative_path
     if len(relative_path.parts) < 3 or relative_path.parts[1] not in ("purelib", "platlib"):
@@ -69,7 +68,10 @@ def packages_folder(home: Path, python: str) -> Path:
 
 
 def make_environment(home: Path, python: str, interpreter: str) -> None:
-    """Turn a folder with packages into a virtual environment with the command `fedquilt`."""
+    """Make a folder with packages a virtual environment with the command `fedquilt`.
+
+    `interpreter` is the path of Python on the machine that will use the environment.
+    """
     (home / "bin").mkdir()
     for name in ("python", "python3"):
         (home / "bin" / name).symlink_to(interpreter)
@@ -81,6 +83,7 @@ def make_environment(home: Path, python: str, interpreter: str) -> None:
 
 
 def compile_packages(home: Path, python: str, final_home: str) -> bool:
+    """Compile the packages for the path `final_home`. Return False if this Python has another version."""
     if python != f"{sys.version_info[0]}.{sys.version_info[1]}":
         return False
     compileall.compile_dir(

@@ -5,9 +5,9 @@
 
 Three kinds of messages are unsigned. A chunk of a blob is verified by the manifest and by the sha256 in a signed
 message. Messages of the coordinator for observers (coord/state, job/#) have no effect on devices. A last will is given
-to the broker before the session. The will names one start of an agent, which a broker could cut off anyway.
+to the broker before the session. The will names one start of an agent, which a broker could disconnect anyway.
 
-An unsigned side uses the plain link. Neither side of a signed fleet accepts other unsigned messages.
+A process without a certificate uses the plain link. Processes with a certificate accept no other unsigned messages.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from fedquilt.transport.mqtt.broker import Broker
 log = logging.getLogger("fedquilt.security")
 COORDINATOR: Final = handshake.COORDINATOR
 OBSERVER: Final = handshake.OBSERVER_UNIT
-UNSIGNED: Final = "unsigned: without certificates nobody checks who sends what over the broker"
+UNSIGNED: Final = "messages are unsigned, so that their senders are not verified: no certificate is configured"
 MIN_HANDSHAKE_INTERVAL_S: Final = 2.0  # minimum interval of the handshakes that messages cause on a device
 SESSION_S: Final = 24 * 3600.0  # length of a session, after which certificates are verified again
 LATE_MESSAGES_S: Final = 30.0  # time in which messages of the former session may still arrive
@@ -40,6 +40,7 @@ _UNSIGNED_SUBTOPICS: Final = frozenset({"presence", "profile", "telemetry"})
 
 
 def load_identity(broker: Broker) -> LinkIdentity | None:
+    """Return the identity of a process with a certificate, or None. Raise JobError without an authority."""
     return None if broker.cert is None else LinkIdentity(broker)
 
 
@@ -67,7 +68,7 @@ class AuthenticatedLink(LinkWrapper):
         try:
             self._link.publish(topic, wire.encode(hello), reliable=reliable)
         except LinkError as error:
-            log.error("cannot shake hands: %s", error)
+            log.error("handshake message cannot be sent: %s", error)
 
     def _remember_former_session(self, device: str, session: Session | None) -> None:
         if session is not None:
@@ -104,7 +105,7 @@ def flight_from_hello(hello: wire.Hello) -> bytes:
     try:
         return base64.b64decode(hello.tls, validate=True)
     except (binascii.Error, ValueError) as error:
-        raise WireError(f"no flight of a handshake: {error}") from None
+        raise WireError(f"handshake message is malformed: {error}") from None
 
 
 class AuthenticatedDeviceLink(AuthenticatedLink):
@@ -170,6 +171,7 @@ class AuthenticatedDeviceLink(AuthenticatedLink):
         return messages
 
     def _process_or_verify_message(self, message: Message) -> Message | None:
+        """Return a verified message or chunk, or None after a message of the handshake or for others."""
         route = wire.parse_topic(message.topic)
         if route.subtopic == "coord":
             state = wire.decode(message.payload, wire.CoordState)
@@ -186,7 +188,7 @@ class AuthenticatedDeviceLink(AuthenticatedLink):
             return None
         if route.subtopic == "chunk":
             return message
-        if not message.payload:  # cleared at the broker, while the coordinator cancels a task by a signed message
+        if not message.payload:  # cleared at the broker: the coordinator cancels tasks by signed messages
             return None
         return verify_message(self._current, route, message)
 
@@ -207,7 +209,7 @@ class AuthenticatedDeviceLink(AuthenticatedLink):
         if not self._needs_session or now_s < self._due_s:
             return
         if self._attempt is not None and self._current is None and now_s >= self._attempt_started_s + RESEND.first_s:
-            self._record_failure("no coordinator answers: none is online, or it is unsigned (without a certificate)")
+            self._record_failure("no coordinator answers: start one, or give it a certificate if it runs without")
             self._state_changes += not self._is_unsigned
             self._is_unsigned = True
         self._attempt_started_s, self._due_s = now_s, now_s + RESEND.delay_s(self._attempts_in_a_row)
@@ -235,7 +237,7 @@ class AuthenticatedDeviceLink(AuthenticatedLink):
     def _send_certificate(self, attempt: Handshake, data: bytes) -> None:
         flight = attempt.step(data)
         if attempt.is_done and attempt.peer_name != COORDINATOR:
-            raise WireError(f"{attempt.peer_name or 'somebody'!r} poses as the coordinator")
+            raise WireError(f"peer has a certificate of {attempt.peer_name!r}, not of the coordinator")
         attempt.flight = 2
         self._send_hello(self._device, "up", hello_from_flight(attempt, 2, flight))
 
@@ -247,9 +249,7 @@ class AuthenticatedDeviceLink(AuthenticatedLink):
         self._state_changes += 1
         self._due_s, self._attempts_in_a_row = self._attempt_started_s + RESEND.first_s, 0
         self._renew_s, self._session_problem = self._clock() + SESSION_S, None
-        log.info(
-            "signed: the coordinator has proved its identity; session %s, its start %d", session.name, session.epoch
-        )
+        log.info("coordinator is authenticated: session %s, epoch %d", session.name, session.epoch)
 
     def _record_failure(self, reason: str) -> None:
         if reason != self._session_problem:
@@ -268,9 +268,9 @@ HANDSHAKES_PER_S: Final = 5.0  # long-term rate, so that a flood takes about 1 %
 class AuthenticatedFleetLink(AuthenticatedLink):
     """Coordinator's side of authenticated links to all devices.
 
-    Another coordinator may have opened sessions with the devices while the connection to the broker was lost. So after
-    a reconnection, a handshake is requested from a device that uses another session. The same happens before messages
-    are sent to a device that has not used its session for REQUEST_INTERVAL_S.
+    Another coordinator may have started sessions with the devices while the connection to the broker was lost.
+    Therefore a handshake is requested after a reconnection from a device that uses another session, and from a device
+    that has not used its session for REQUEST_INTERVAL_S, when a message is published to it.
     """
 
     def __init__(
@@ -334,8 +334,8 @@ class AuthenticatedFleetLink(AuthenticatedLink):
         if ends_s - time.time() < enrolment.EXPIRY_WARNING_S:  # certificates are valid by the wall clock
             day = time.strftime("%Y-%m-%d", time.gmtime(ends_s))
             log.warning(
-                "no board takes this coordinator's certificate after %s: `fedquilt identity issue coordinator` on the "
-                "authority's machine makes another, which is used without a restart",
+                "coordinator's certificate expires on %s: replace it by `fedquilt identity issue coordinator` "
+                "(no restart is needed)",
                 day,
             )
 
@@ -364,6 +364,7 @@ class AuthenticatedFleetLink(AuthenticatedLink):
         return session if session is not None and self._clock() < session.ends_s else None
 
     def _accept_last_will(self, device: str, message: Message) -> Message | None:
+        """Return the unsigned will of the agent's current start, or None. Raise WireError for another message."""
         presence = wire.decode(message.payload, wire.Presence)
         if presence.online:
             raise UnsignedMessageError
@@ -400,6 +401,7 @@ class AuthenticatedFleetLink(AuthenticatedLink):
             raise WireError(f"{device}: {error}") from None
 
     def _admit_handshake(self, device: str) -> bool:
+        """Count an attempt, and return whether the rate limits permit it."""
         now_s = self._clock()
         self._available_attempts = min(
             self._available_attempts + HANDSHAKES_PER_S * (now_s - self._refilled_s), MAX_HANDSHAKE_BURST
@@ -414,7 +416,7 @@ class AuthenticatedFleetLink(AuthenticatedLink):
 
     def _answer_first_flight(self, device: str, hello: wire.Hello) -> None:
         if not self._admit_handshake(device):
-            raise WireError("too many handshakes: wait before the next attempt")
+            raise WireError("too many handshakes: the device must wait before the next attempt")
         attempt = self._identity.start_as_coordinator()
         attempt.attempt = hello.attempt
         flight = attempt.step(flight_from_hello(hello))
@@ -433,7 +435,7 @@ class AuthenticatedFleetLink(AuthenticatedLink):
         if not attempt.is_done:
             raise WireError("a flight of the handshake is incomplete")
         if attempt.peer_name != device:
-            raise WireError(f"the certificate is of {attempt.peer_name or 'an observer'!r}")
+            raise WireError(f"certificate is for {attempt.peer_name or 'an observer'!r}")
         self._rights.pop(device, None)
         if (site_right := attempt.peer_right) is not None:
             self._rights[device] = site_right
@@ -443,10 +445,11 @@ class AuthenticatedFleetLink(AuthenticatedLink):
         self._remember_former_session(device, self._sessions.get(device))
         self._sessions[device] = session
         self._session_connections[device] = self._last_used_connections[device] = self._connection
-        log.info("signed: %s has proved its identity; session %s", device, session.name)
+        log.info("%s is authenticated: session %s", device, session.name)
 
 
 def _admit_unless_too_early(last_s: dict[str, float], device: str, now_s: float, interval_s: float) -> bool:
+    """Record `now_s` for the device and return True, or return False within the interval after the last time."""
     if now_s < last_s.get(device, -math.inf) + interval_s:
         return False
     if len(last_s) >= MAX_REMEMBERED_DEVICES:
@@ -477,26 +480,26 @@ def make_signed_payload(session: Session, topic: str, payload: bytes) -> bytes:
 class UnknownSessionError(WireError):
     def __init__(self, session: str) -> None:
         super().__init__(
-            "stale: the message is signed in another session than the current session: late, replayed, or sent by a "
-            "second board with the same name and certificate, as after a card was copied"
+            "stale: message is signed in another session: late, replayed, or from a second device with the same name "
+            "and certificate, as after an SD card was copied"
         )
         self.session_name = session
 
 
 class UnsignedMessageError(WireError):
     def __init__(self) -> None:
-        super().__init__("unsigned: the sender has no certificate")
+        super().__init__("unsigned: sender has no certificate")
 
 
 def verify_message(session: Session | None, route: wire.Route, message: Message) -> Message:
-    """Return a message without its envelope, or raise WireError."""
+    """Return a message without its envelope, or raise WireError if it is unsigned, forged or of another session."""
     envelope = _ENVELOPE.match(message.payload)
     if envelope is None:
         raise UnsignedMessageError
     if (size := len(message.payload)) > MAX_SIGNED_BYTES:
-        raise WireError(f"oversized: it has {size} bytes, and a message has at most {MAX_SIGNED_BYTES}")
+        raise WireError(f"oversized: message has {size} bytes, more than {MAX_SIGNED_BYTES}")
     if message.payload[-1:] != b"}":
-        raise WireError("forged: its envelope has no end")
+        raise WireError("forged: envelope has no end")
     if session is None or envelope[2] != session.name.encode():
         raise UnknownSessionError(envelope[2].decode())
     payload = message.payload[envelope.end() : -1]

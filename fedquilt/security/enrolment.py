@@ -21,7 +21,7 @@ from fedquilt.host import disk
 
 PORT: Final = 8884  # next to 8883 of MQTT
 ENROL, RENEW, CRL = "/v1/enrol", "/v1/renew", "/crl.pem"
-MAX_BODY_BYTES: Final = 16 * 1024  # of a request or response
+MAX_BODY_BYTES: Final = 16 * 1024  # size limit of a request or response
 RENEWAL_SHARE: Final = 1 / 3  # a certificate is renewed in the last third of its life
 EXPIRY_WARNING_S: Final = 30 * 86400.0  # a certificate without renewal is reported this long before its end
 
@@ -45,11 +45,11 @@ M = TypeVar("M", bound=msgspec.Struct)
 def decode_message(body: bytes, kind: type[M]) -> M:
     """Decode an enrolment message, or raise WireError without quoting the body, which may contain a token."""
     if len(body) > MAX_BODY_BYTES:
-        raise WireError(f"{len(body)} bytes are more than the {MAX_BODY_BYTES} of an enrolment message")
+        raise WireError(f"enrolment message has {len(body)} bytes, more than {MAX_BODY_BYTES}")
     try:
         return msgspec.json.decode(body, type=kind)
     except DECODE_ERRORS as error:
-        raise WireError(f"this is no enrolment message: {error}") from None
+        raise WireError(f"enrolment message is malformed: {error}") from None
 
 
 def is_renewal_due(not_before: datetime.datetime, not_after: datetime.datetime, time: datetime.datetime) -> bool:
@@ -58,7 +58,7 @@ def is_renewal_due(not_before: datetime.datetime, not_after: datetime.datetime, 
 
 
 def write_file_with_mode(path: Path, data: bytes, mode: int) -> None:
-    """Write a file atomically and durably, with these permission bits from the beginning."""
+    """Write a file atomically and durably. No part of the file ever has other permission bits than `mode`."""
     with disk.disk_errors(f"write {path}"):
         part = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
         try:

@@ -1,8 +1,8 @@
-"""Key exchange of coordinator and device through a broker that neither trusts.
+"""Key exchange of coordinator and device through an untrusted broker.
 
 Both have a certificate of the fleet's authority. They perform a TLS 1.3 handshake, each flight in one message. The
-coordinator then sends the key of a `Session` inside this TLS connection, which is not used afterwards. This requires
-only Python's own `ssl`: a device needs no other package and no more memory than for the broker's TLS.
+coordinator then sends the key of a `Session` inside this TLS connection, which is not used afterwards. Only Python's
+`ssl` is required, so that a device needs no other package and no more memory than for the broker's TLS.
 
     device   ClientHello                            -> coordinator   flight 0
     device <- ServerHello, certificate, Finished       coordinator   flight 1
@@ -31,7 +31,7 @@ from fedquilt.transport.mqtt.broker import Broker, describe_exception, refuse_pa
 from fedquilt.transport.mqtt.connection import OUT_OF_DATE
 
 COORDINATOR: Final = "coordinator"  # common name in the coordinator's certificate
-SITE_URI_PREFIX: Final = "fedquilt:site:"  # of a URI in a site's certificate, as "fedquilt:site:40:cam-*,door-7"
+SITE_URI_PREFIX: Final = "fedquilt:site:"  # prefix of a URI in a site's certificate: "fedquilt:site:40:cam-*,door-7"
 OBSERVER_UNIT: Final = "observer"  # organisational unit in the certificate of an observer
 MAX_FLIGHT_BYTES: Final = 32 * 1024  # limit on a TLS flight, where certificate chains have 1 to 5 KB
 _ISSUE_FIX: Final = "`fedquilt identity issue coordinator` makes one"
@@ -44,13 +44,13 @@ class SessionGrant(msgspec.Struct, frozen=True):
 
 
 class LinkIdentity:
-    """Certificate and key of this side, and the peer's authority. Changed files are read again."""
+    """Certificate and key of this process, and the fleet's authority. Changed files are read again."""
 
     def __init__(self, broker: Broker) -> None:
         if broker.ca is None or broker.cert is None or broker.key is None:
             raise JobError(
-                "with a certificate of its own this side checks who sends what, and without ca it cannot: give the "
-                "certificate of the fleet's authority as ca (one file may hold it together with the broker's)"
+                "[broker] has cert and key without ca, so that senders of messages cannot be verified: set ca to the "
+                "certificate of the fleet's authority (the file may also contain the broker's authority)"
             )
         self._ca, self._cert, self._key = broker.ca, broker.cert, broker.key
         # server -> (file times, context)
@@ -81,12 +81,14 @@ class LinkIdentity:
         try:
             device_side.step(coordinator_side.step(device_side.step(b"")))
         except WireError as error:
-            raise JobError(f"no board will take {self._cert} for the coordinator's ({error}): {_ISSUE_FIX}") from None
+            raise JobError(
+                f"certificate {self._cert} would be rejected by devices as the coordinator's ({error}): {_ISSUE_FIX}"
+            ) from None
         if device_side.peer_name != COORDINATOR:
             raise JobError(
-                f"{self._cert} is the certificate of {device_side.peer_name!r}, not of {COORDINATOR!r}: {_ISSUE_FIX}"
+                f"certificate {self._cert} is for {device_side.peer_name!r}, not for {COORDINATOR!r}: {_ISSUE_FIX}"
             )
-        return float(ssl.cert_time_to_seconds(device_side.peer_expiry))
+        return float(ssl.cert_time_to_seconds(device_side.peer_not_after))
 
     def _load_context(self, server: bool) -> ssl.SSLContext:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if server else ssl.PROTOCOL_TLS_CLIENT)
@@ -114,7 +116,7 @@ class Handshake:
         self._tls = context.wrap_bio(self._in, self._out, server_side=server)
 
     def step(self, flight: bytes) -> bytes:
-        """Process the peer's flight, b"" at the start, and return the next. After an error, call `take_alert`."""
+        """Process the peer's flight, b"" at the start, and return the next. After a WireError, send `take_alert`."""
         self._in.write(flight)
         try:
             self._tls.do_handshake()
@@ -134,13 +136,14 @@ class Handshake:
         return Session(grant), self._out.read()
 
     def session_from_flight(self, flight: bytes) -> Session:
+        """Return the session in the coordinator's last flight, or raise WireError."""
         self._in.write(flight)
         try:
             return Session(msgspec.json.decode(self._tls.read(MAX_FLIGHT_BYTES), type=SessionGrant))
         except ssl.SSLError as error:
             raise WireError(_describe_ssl_error(error)) from None
         except DECODE_ERRORS as error:
-            raise WireError(f"no session was given: {error}") from None
+            raise WireError(f"coordinator sent no valid session: {error}") from None
 
     @property
     def peer_name(self) -> str:
@@ -148,12 +151,13 @@ class Handshake:
 
     @property
     def peer_right(self) -> SiteRight | None:
+        """Right of a site in the peer's certificate, or None. Raises WireError if the right is malformed."""
         names = cast(Sequence[tuple[str, str]], (self._tls.getpeercert() or {}).get("subjectAltName", ()))
         uris = [value for kind, value in names if kind == "URI" and value.startswith(SITE_URI_PREFIX)]
         return right_from_uri(uris[0]) if uris else None
 
     @property
-    def peer_expiry(self) -> str:
+    def peer_not_after(self) -> str:
         return str((self._tls.getpeercert() or {}).get("notAfter", ""))
 
 
@@ -176,7 +180,7 @@ def right_from_uri(uri: str) -> SiteRight:
     try:
         return msgspec.convert({"most": max_devices, "boards": boards.split(",")}, SiteRight, strict=False)
     except DECODE_ERRORS as error:
-        raise WireError(f"the site's right {uri[:100]!r} in its certificate cannot be read: {error}") from None
+        raise WireError(f"certificate of the site has an invalid right {uri[:100]!r}: {error}") from None
 
 
 class Session:
@@ -200,7 +204,7 @@ class Session:
     def verify(self, topic: str, subtopic: str, number: int, code: bytes, payload: bytes) -> None:
         """Raise WireError if a message is forged, or older than the latest of its subtopic, which QoS 1 may repeat."""
         if not hmac.compare_digest(code, self._authentication_code(topic, number, payload)):
-            raise WireError("forged: it was not sent so, or not here, by who holds the session's key")
+            raise WireError("forged: topic, number or content do not match the signature")
         if number < self._latest_numbers.get(subtopic, 0):
             raise WireError(f"replayed: {subtopic} number {number} came after number {self._latest_numbers[subtopic]}")
         self._latest_numbers[subtopic] = number
@@ -214,7 +218,6 @@ def _describe_ssl_error(error: ssl.SSLError) -> str:
     if getattr(error, "verify_code", 0) in OUT_OF_DATE:
         time_text = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime())
         description = (
-            f"{description} by the clock here, which says {time_text}: "
-            "set the clock, or renew the certificate of the other side"
+            f"{description} at {time_text}, this machine's time: set the clock, or renew the peer's certificate"
         )
-    return f"the handshake failed: {description}"
+    return f"handshake failed: {description}"

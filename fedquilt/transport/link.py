@@ -59,8 +59,6 @@ class Link(Protocol):
 
 
 class Endpoint(Protocol):
-    """Coordinator or agent, driven by `step` and never blocking."""
-
     @property
     def finished(self) -> bool: ...
 
@@ -106,9 +104,9 @@ class _TopicNode(Generic[T]):
 
 
 class TopicTree(Generic[T]):
-    """Items at topics, or at topic filters. A path can have several items.
+    """Items by topic, or by topic filter. A topic or filter can have several items.
 
-    Matches agree with `filter_matches`. Their cost grows with the levels and the matches only, not with the fleet.
+    Matches agree with `filter_matches`. Their cost grows with levels and matches, not with the number of items.
     """
 
     def __init__(self) -> None:
@@ -180,8 +178,6 @@ def _iterate_items(node: _TopicNode[T]) -> Iterator[T]:
 
 
 class Subscriptions:
-    """Topic filters in the order of subscription."""
-
     def __init__(self) -> None:
         self.filters: dict[str, None] = {}
         self._tree: TopicTree[str] = TopicTree()
@@ -262,8 +258,6 @@ class BranchCounter:
 
 
 class MalformedMessages:
-    """Counter of dropped messages, which limits the log lines per topic branch."""
-
     def __init__(self) -> None:
         self.dropped = 0
         self._branches: dict[str, BranchCounter] = {}
@@ -282,12 +276,13 @@ class MalformedMessages:
         branch.logged += 1
         line = f"dropped a message on {topic[:120]}: {error}"
         if retained:
-            line += f"; the broker keeps it until it is cleared: mosquitto_pub -r -n -t '{topic[:120]}'"
+            line += f"; the broker retains the message until you clear it: mosquitto_pub -r -n -t '{topic[:120]}'"
         if branch.logged == MAX_LOGGED_PER_BRANCH:
-            line += f" (from here on such messages under {name} are only counted)"
+            line += f" (further messages under {name} are only counted)"
         return line
 
     def take_due_lines(self, now_s: float) -> list[str]:
+        """Return the lines to log now, with the numbers of messages that were only counted."""
         lines = []
         for name, branch in list(self._branches.items()):
             if branch.unlogged and now_s >= branch.due_s:

@@ -47,6 +47,7 @@ class MemoryBroker:
         return self._heap[0][0] if self._heap else None
 
     def deliver_due(self) -> list[MemoryLink]:
+        """Deliver the messages due by `now_s`. Return the links that have received messages."""
         receivers: dict[MemoryLink, None] = {}
         while self._heap and self._heap[0][0] <= self.now_s:
             _, _, link, message = heapq.heappop(self._heap)
@@ -87,9 +88,10 @@ class MemoryBroker:
             self._topics.remove(topic, topic)
 
     def _subscribe(self, link: MemoryLink, filters: Sequence[str]) -> None:
-        if link in self._links:
-            for pattern in filters:
-                self._filters.add(pattern, link)
+        if link not in self._links:
+            return  # the client is disconnected
+        for pattern in filters:
+            self._filters.add(pattern, link)
         topics = {topic for pattern in filters for topic in self._topics.items_matching_filter(pattern)}
         for topic in sorted(topics, key=lambda topic: self._retained[topic][0]):
             self._schedule_delivery(link, Message(topic, self._retained[topic][1], True))
@@ -106,6 +108,7 @@ class MemoryBroker:
         heapq.heappush(self._heap, (due_s, self._sequence, None, message))
 
     def _transmission_times(self, link: MemoryLink, free_s: float, message: Message) -> tuple[float, float]:
+        """Return when the last byte of a message is sent and when it arrives, on a line that is free from `free_s`."""
         sent_s = max(free_s, self.now_s) + len(message.payload) / link.pace.bytes_per_s
         return sent_s, sent_s + link.pace.transfer_s
 
@@ -151,7 +154,7 @@ class MemoryLink:
         return messages
 
     def wait(self, timeout_s: float, fds: Sequence[int] = ()) -> None:
-        raise RuntimeError("virtual time does not wait: drive a MemoryBroker with `simulate`")
+        raise RuntimeError("a link in memory cannot wait in real time: call `run_on_virtual_time`")
 
     def keep_alive(self) -> AbstractContextManager[None]:
         return nullcontext()
@@ -233,6 +236,7 @@ class Scheduler:
                 heapq.heappush(self._heap, (due_s, index))
 
     def next_due_s(self) -> float:
+        """Return the time at which the next endpoint is due, or infinity."""
         while self._heap and self._heap[0][0] != self._due_times_s[self._heap[0][1]]:
             heapq.heappop(self._heap)
         return self._heap[0][0] if self._heap else math.inf

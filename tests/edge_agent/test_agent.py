@@ -127,7 +127,7 @@ def test_a_result_that_cannot_be_kept_is_refused_and_the_agent_goes_on(site: Sit
     site.run()
     claim = site.all("claim")[-1]
     assert (claim.accepted, claim.code) == (False, "disk")
-    assert "cannot keep the result of j-1, round 1" in claim.reason
+    assert "cannot store the result of j-1, round 1" in claim.reason
     (site.folder / "d/outbox").unlink()
     (site.folder / "d/outbox").mkdir()
     site.ask(1)

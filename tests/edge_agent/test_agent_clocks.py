@@ -180,7 +180,7 @@ def test_a_point_that_was_not_held_to_the_end_is_not_told_as_if_it_were(site: Si
     site.worker.finish()
     site.run()
     update = site.all("update")[-1]
-    assert update.usage.point == "slow, then let go"
+    assert update.usage.point == "slow, then unpinned"
     assert update.usage.energy_j > 0
     assert site.board.clocks == ["slow"]  # there is nothing to give back
     site.board.clocks_unchanged = True

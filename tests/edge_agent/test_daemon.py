@@ -32,7 +32,7 @@ from fedquilt.wire import Telemetry
 def test_a_budget_that_no_engine_fits_is_told_at_the_start(site: Site, caplog: pytest.LogCaptureFixture) -> None:
     site.start(budget="5MB")
     (said,) = [record.message for record in caplog.records if "budget" in record.message]
-    assert said.startswith("d: the budget of 5 MB is less than any engine here holds by itself (numpy ")
+    assert said.startswith("d: memory budget of 5 MB is smaller than each engine without work (numpy ")
     caplog.clear()
     site.start(budget="5GB")
     assert caplog.records == []

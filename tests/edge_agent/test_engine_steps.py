@@ -274,9 +274,7 @@ def test_one_example_without_running_statistics_is_told_by_name():
         return torch.nn.Sequential(torch.nn.Linear(6, 5), blind, torch.nn.Linear(5, 3))
 
     start = {name: value.numpy().copy() for name, value in prepare(None).state_dict().items()}
-    with pytest.raises(
-        ModelError, match="batch normalisation '1' keeps no running statistics, and a mini-batch of one"
-    ):
+    with pytest.raises(ModelError, match="batch normalisation '1' has no running statistics and gets one value"):
         torch_one(AMPLE).train(MLP, start, table(9), Fit(batch=8), tensors.seeded_rng(1), hooks=Hooks(prepare=prepare))
 
 

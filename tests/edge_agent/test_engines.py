@@ -147,7 +147,7 @@ def test_one_odd_step_is_no_explosion():
 def test_tensors_of_another_network_are_refused(engine):
     start = numpy_engine.init_tensors(MLP, 0)
     fewer = {name: array for name, array in start.items() if name != "3.bias"}
-    with pytest.raises(ModelError, match=r"1 names differ, they lack '3.bias'"):
+    with pytest.raises(ModelError, match=r"'3.bias' is missing"):
         engine(AMPLE).train(MLP, fewer, table(), Fit(), tensors.seeded_rng(0))
     wider = {**start, "3.bias": np.zeros(9, np.float32)}
     with pytest.raises(ModelError, match=r"'3.bias' has shape \(9,\), the network expects \(4,\)"):
@@ -170,7 +170,7 @@ def test_examples_that_do_not_fit_are_refused(engine):
 
 
 def test_the_numpy_engine_says_what_it_cannot_train():
-    with pytest.raises(ModelError, match=r"not 'cnn': torch trains it: pip install 'fedquilt\[train\]'"):
+    with pytest.raises(ModelError, match=r"network 'cnn', only 'mlp': pip install 'fedquilt\[train\]'"):
         numpy_engine.init_tensors(CNN, 0)
     with pytest.raises(ModelError, match=r"network 'mlp': key 'inputs' is missing"):
         numpy_engine.init_tensors({"name": "mlp", "classes": 3}, 0)

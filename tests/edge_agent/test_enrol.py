@@ -81,7 +81,7 @@ def site(tmp_path: Path) -> Site:
 def test_files_lie_where_agent_toml_says_and_the_token_beside_the_key(site: Site) -> None:
     assert [path.name for path in site.files] == ["ca.crt", "device.crt", "device.key", "token"]
     assert site.files.token.parent == site.files.key.parent
-    with pytest.raises(JobError, match="must name ca"):
+    with pytest.raises(JobError, match="lacks ca"):
         enrolment.paths_from_settings(settings.parse_settings({"device": "a", "home": "b"}))
 
 
@@ -126,7 +126,7 @@ def test_an_authority_of_another_version_is_named(site: Site) -> None:
     own = enrolment.load_or_create_key(site.files).public_key()
     pem = site.authority.sign_certificate("orin-7", "device", own, clock_s()).pem
     site.files.ca.write_text(of_another_version(site.files.ca.read_text()))
-    with pytest.raises(JobError, match="holds no certificate in PEM"):
+    with pytest.raises(JobError, match="contains no certificate in PEM"):
         enrolment.install_certificate(site.board, pem.encode())
 
 
@@ -135,9 +135,12 @@ def test_a_certificate_that_is_not_this_boards_is_not_kept(site: Site, tmp_path:
     other = CertificateAuthority.create(tmp_path / "other", "site", clock_s())
     own = enrolment.load_or_create_key(site.files).public_key()
     cases = (
-        (site.authority.sign_certificate("orin-8", "device", own, clock_s()).pem, "for 'orin-8', and agent.toml says"),
+        (
+            site.authority.sign_certificate("orin-8", "device", own, clock_s()).pem,
+            "issued to 'orin-8', and agent.toml has",
+        ),
         (site.authority.sign_certificate("orin-7", "device", key.public_key(), clock_s()).pem, "for another key"),
-        (other.sign_certificate("orin-7", "device", own, clock_s()).pem, "did not sign it"),
+        (other.sign_certificate("orin-7", "device", own, clock_s()).pem, "not signed by"),
         ("text", "damaged"),
         (of_another_version(site.authority.sign_certificate("orin-7", "device", own, clock_s()).pem), "damaged"),
     )
@@ -153,7 +156,7 @@ def test_a_certificate_on_disk_that_cannot_serve_counts_as_none(site: Site, capl
     )
     with pytest.raises(JobError, match=r"no certificate and .* has no token"):
         site.enrol()
-    assert "it is for 'old'" in caplog.text
+    assert "issued to 'old'" in caplog.text
     site.give_token()
     assert "is enrolled" in site.enrol()
 
@@ -182,7 +185,7 @@ def test_key_token_and_ca_files_that_cannot_be_used_say_which(site: Site) -> Non
     site.files.token.rmdir()
     site.give_token()
     site.files.ca.write_text("text")
-    with pytest.raises(JobError, match="holds no certificate in PEM"):
+    with pytest.raises(JobError, match="contains no certificate in PEM"):
         site.enrol()
 
 
@@ -193,7 +196,7 @@ def test_without_an_endpoint_it_says_how_to_name_one(site: Site) -> None:
         "home": "h",
         "broker": {k: str(v) for k, v in site.files._asdict().items() if k != "token"},
     }
-    with pytest.raises(JobError, match=r"under \[enrol\], or carry a request"):
+    with pytest.raises(JobError, match=r"under \[enrol\], or have a request signed"):
         enrolment.enrol(settings.parse_settings(table), day(0))
 
 

@@ -48,7 +48,7 @@ def test_a_layered_network_gets_images_if_its_table_declares_them(own: dict[str,
     ],
 )
 def test_anything_else_is_refused(name: str, table: Any) -> None:
-    with pytest.raises(ModelError, match=f"metadata '{name}' differ from the format of `fedquilt model export`"):
+    with pytest.raises(ModelError, match=f"metadata '{name}' of the model are damaged"):
         exported_model.read_metadata({name: json.dumps(table)})
 
 

@@ -74,7 +74,7 @@ def test_only_a_roomy_budget_pays_for_optimizing(tmp_path: Path) -> None:
 def test_what_the_process_holds_already_counts(tmp_path: Path, weights: np.ndarray) -> None:
     """The runtime itself holds some 50 MB, so a budget of 20 MB leaves nothing."""
     with pytest.raises(
-        MemoryBudgetError, match=r"needs \d+ MB for its weights and one example, and 0 MB of the budget are left"
+        MemoryBudgetError, match=r"needs \d+ MB for its weights and one example, the budget has 0 MB left"
     ):
         OnnxEngine(20 * MB).run(product(tmp_path, weights), np.ones((1, 3)))
 
@@ -214,7 +214,9 @@ def test_numbers_that_are_not_whole_are_not_cut(tmp_path: Path, odd: float) -> N
     """Pixels between 0 and 1 would all become 0, and the model would answer."""
     engine = OnnxEngine(100 * MB, base_bytes=0)
     x = np.full((1, 6), odd, np.float32)
-    with pytest.raises(DataError, match="the network takes int32, and the data of this device are not integers"):
+    with pytest.raises(
+        DataError, match="the network takes int32, and values of this device's examples are not integers"
+    ):
         engine.run(written(tmp_path, made_graphs.product(kind=made_graphs.INT32)), x)
 
 

@@ -112,25 +112,24 @@ def test_without_room_for_its_engines_tensorrt_is_not_asked_for(engine: Any, tmp
     [
         (
             Runtime(fails={TENSORRT: RuntimeError("no libnvinfer.so")}),
-            "ONNX Runtime has TensorRT and cannot use it here (no libnvinfer.so): graphs run on CUDA",
+            "ONNX Runtime cannot use TensorRT on this device (no libnvinfer.so): graphs run on CUDA",
             "CUDA",
         ),
         (
             Runtime(runs={TENSORRT: RuntimeError("TensorRT EP failed to create engine")}),
-            "ONNX Runtime has TensorRT and cannot use it here (TensorRT EP failed to create engine): "
-            "graphs run on CUDA",
+            "ONNX Runtime cannot use TensorRT on this device (TensorRT EP failed to create engine): graphs run on CUDA",
             "CUDA",
         ),
         (
             Runtime(lacks=[TENSORRT, CUDA]),
-            "ONNX Runtime has TensorRT and cannot use it here: graphs run on CUDA; "
-            "ONNX Runtime has CUDA and cannot use it here: graphs run on the processor",
+            "ONNX Runtime cannot use TensorRT on this device: graphs run on CUDA; "
+            "ONNX Runtime cannot use CUDA on this device: graphs run on the processor",
             "processor",
         ),
         (
             Runtime(fails={TENSORRT: RuntimeError("no driver"), CUDA: RuntimeError("no driver")}),
-            "ONNX Runtime has TensorRT and cannot use it here (no driver): graphs run on CUDA; "
-            "ONNX Runtime has CUDA and cannot use it here (no driver): graphs run on the processor",
+            "ONNX Runtime cannot use TensorRT on this device (no driver): graphs run on CUDA; "
+            "ONNX Runtime cannot use CUDA on this device (no driver): graphs run on the processor",
             "processor",
         ),
     ],

@@ -46,15 +46,20 @@ def refusal(wanted: Task, reading: Reading = Reading()) -> Claim:
             {"wire": Encoding(codec="wavelet")},
             Reading(),
             "codec",
-            ("'wavelet' here (known: raw, fp16, int8, topk)",),
+            ("'wavelet' is unknown here (known: raw, fp16, int8, topk)",),
         ),
         (
             {"work": WorkEstimate(peak_bytes=1000 * 10**6)},
             Reading(),
             "budget",
-            ("1000 MB for the work", "budget here is 105 MB"),
+            ("1000 MB for the work", "device's budget of 105 MB"),
         ),
-        ({}, Reading(available_bytes=1 << 20), "memory", ("the board has 1 MB left",)),  # the budget would allow it
+        (
+            {},
+            Reading(available_bytes=1 << 20),
+            "memory",
+            ("more than the 1 MB available",),
+        ),  # the budget would allow it
     ],
 )
 def test_what_cannot_be_done_here_is_refused_with_what_could(
@@ -98,7 +103,7 @@ def test_a_task_that_ran_out_of_memory_is_planned_smaller_the_next_time_and_refu
     _, actions = after(TaskReceived(again(asked, 4)), state=state)
     assert isinstance(actions[0], PublishClaim)
     assert actions[0].claim.code == "budget"
-    assert "2.44 times what was predicted" in actions[0].claim.reason
+    assert "2.44 times the prediction" in actions[0].claim.reason
 
 
 def again(asked: Task, attempt: int) -> Task:

@@ -102,7 +102,7 @@ def test_sizes_are_read_as_people_write_them(text: str, size: int) -> None:
 
 @pytest.mark.parametrize("text", ["9" * 400 + "MB", "0." + "1" * 5000 + "GB"], ids=len)
 def test_a_size_of_hundreds_of_digits_is_none(text: str) -> None:
-    with pytest.raises(JobError, match="is no size"):
+    with pytest.raises(JobError, match="is not a size"):
         settings.parse_size(text)
 
 
@@ -115,10 +115,10 @@ def test_a_size_of_hundreds_of_digits_is_none(text: str) -> None:
             "device = 'd'\nhome = 'h'\nbudgett = '1GB'",
             ("budgett'; did you mean 'budget'? Keys of an agent's settings: device, home",),
         ),
-        ("device = 'd'\nhome = 'h'\nbudget = '0MB'", ("budget: '0MB' leaves no memory for a task",)),
+        ("device = 'd'\nhome = 'h'\nbudget = '0MB'", ("budget: '0MB' is too small",)),
         (
             "device = 'd'\nhome = 'h'\nbudget = '1 parsec'",
-            ("budget: '1 parsec' is no size", "512MB", "units are B, kB, MB, GB, TB, KiB"),
+            ("budget: '1 parsec' is not a size", "512MB", "units: B, kB, MB, GB, TB, KiB"),
         ),
         ("device = 'd'\nhome = 'h'\nwarm_s = -1", ("warm_s = ",)),
         ("device = 'd'\nhome = 'h'\n[broker]\nhost = 'x'", ("host", "keys of [broker]: url")),
@@ -212,7 +212,7 @@ def test_a_password_from_systemd_is_taken_too(credentials: Path) -> None:
 
 def test_two_files_of_one_name_are_refused(credentials: Path) -> None:
     (credentials / "x.pem").write_text("certificate")
-    with pytest.raises(JobError, match=r"broker.ca /a/x\.pem and broker.cert /b/x\.pem have the same name"):
+    with pytest.raises(JobError, match=r"broker.ca /a/x\.pem and broker.cert /b/x\.pem have the same file name"):
         settings.apply_systemd_credentials(broker_settings(ca="/a/x.pem", cert="/b/x.pem"))
     both = settings.apply_systemd_credentials(broker_settings(cert="/a/x.pem", key="/a/x.pem"))
     assert (both.broker.cert, both.broker.key) == (str(credentials / "x.pem"),) * 2

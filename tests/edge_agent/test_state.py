@@ -196,7 +196,7 @@ def test_the_private_state_is_that_of_the_round_that_the_coordinator_counted_las
             found = now.find_private_state("j-1", last)
             assert found.path is None
             assert "only that of round 5" in found.lost_reason
-    assert "the counted round 3 of j-2 is unknown" in local.find_private_state("j-2", 2).unknown_reason
+    assert "counted round 3 of j-2 is unknown" in local.find_private_state("j-2", 2).unknown_reason
     assert local.find_private_state("j-2", None) == PrivateState()
 
 
@@ -331,7 +331,7 @@ def test_blobs_make_room_on_a_disk_that_is_smaller_than_their_limit(
 def test_a_full_disk_is_an_error_that_says_so(tmp_path: Path) -> None:
     local = AgentState(tmp_path)
     local.require_room(1)
-    with pytest.raises(StoreError, match=r"are free, .* are wanted, some to spare; free some space"):
+    with pytest.raises(StoreError, match=r"are free, .* are required; free some space"):
         local.require_room(1 << 60)
 
 
@@ -342,7 +342,7 @@ def test_a_folder_that_cannot_be_written_is_an_error_that_says_so(tmp_path: Path
 
 def test_two_agents_may_not_share_a_home(tmp_path: Path) -> None:
     first = AgentState(tmp_path).lock_home()
-    with pytest.raises(JobError, match="another agent runs in"):
+    with pytest.raises(JobError, match="is in use by another agent"):
         AgentState(tmp_path).lock_home()
     first.release()
     AgentState(tmp_path).lock_home().release()

@@ -104,13 +104,13 @@ def test_a_better_model_is_kept_and_taken_back_and_a_worse_one_refused(fleet: Fl
     assert fleet.current() == good
     fleet.deploy("bad", bad, "--min-gain", "-0.5pt")
     refused = fleet.until("refused", "good")
-    assert "points, at least -0.5 are wanted" in refused.reason
+    assert "points, at least -0.5 are required" in refused.reason
     assert fleet.current() == good
     assert len((fleet.user.home / "hooked").read_text().splitlines()) == 3
     fleet.command("rollout", "settings", "budget=20MB", "--soak", "1s")  # agent.toml has more, which would be enough
     fleet.until("committed")
     fleet.deploy("last", better)
-    assert "the budget is 20 MB" in fleet.until("refused").reason
+    assert "over its budget of 20 MB" in fleet.until("refused").reason
 
 
 def test_an_agent_that_is_killed_in_each_phase_goes_on_by_itself(fleet: Fleet) -> None:

@@ -158,7 +158,7 @@ def test_a_version_that_cannot_start_is_returned_from_and_the_rollout_ends(
     with Store(home) as store:
         state = store.rollouts.find_rollout().state
     assert (state.status, len(state.offered)) == ("aborted", 1)
-    assert "it ended 3 times without having held" in state.reason
+    assert "it ended 3 times before it was confirmed" in state.reason
     assert units.log.read_text().count("this version cannot start") == 3
     wait_until(
         lambda: versions(home) == dict.fromkeys(versions(home), fedquilt.__version__) and len(versions(home)) == 2,

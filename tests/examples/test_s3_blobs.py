@@ -211,7 +211,7 @@ def test_an_address_that_has_expired_is_refused_and_named_and_the_blob_comes_all
     assert pair.broker.chunks == 4
     assert b"X-Amz-Signature" in store.asked[0]
     said = " ".join(each.getMessage() for each in caplog.records if each.name.startswith("fedquilt"))
-    assert f"http://127.0.0.1:{store.port} refuses (403 Forbidden)" in said
+    assert f"http://127.0.0.1:{store.port} refused the request (403 Forbidden)" in said
     assert "X-Amz" not in said
     assert "verysecret" not in said
 

@@ -23,7 +23,7 @@ from fedquilt.security.enrolment import SigningRequest, SigningResponse
     ],
 )
 def test_a_body_that_is_no_request_is_one_named_error(body):
-    with pytest.raises(WireError, match="no enrolment message"):
+    with pytest.raises(WireError, match="enrolment message is malformed"):
         enrolment.decode_message(body, SigningRequest)
 
 
@@ -31,7 +31,7 @@ def test_an_error_never_quotes_a_token():
     with pytest.raises(WireError) as caught:
         enrolment.decode_message(b'{"device":"a","csr":"b","token":"' + b"secret" * 99 + b'"}', SigningRequest)
     assert "secret" not in str(caught.value)
-    with pytest.raises(WireError, match="more than the 16384"):
+    with pytest.raises(WireError, match="more than 16384"):
         enrolment.decode_message(b" " * 16385, SigningResponse)
 
 

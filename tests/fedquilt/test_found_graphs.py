@@ -21,7 +21,7 @@ pytest.importorskip("onnxruntime", reason="graphs are run by it")
 CACHE: Final = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fedquilt-graphs"
 RUNS: Final = ""
 FIXED: Final = "examples at once: export it with a first axis of any size"
-GUESSED: Final = "it was run on an example of the shape (3, 224, 224), a guess"
+GUESSED: Final = "the model was timed with the guessed shape (3, 224, 224)"
 
 
 def several(*names: str, side: str = "input") -> str:

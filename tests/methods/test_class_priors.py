@@ -249,4 +249,4 @@ def test_a_model_on_a_board_adds_the_boards_own_class_priors(tmp_path):
         assert own - plain == pytest.approx(np.tile(strength * ratios, (len(x), 1)), abs=1e-4)
         assert (strength > 0) is helps
         assert found.metrics["accuracy"] == (own.argmax(axis=1) == held.y).mean()
-        assert ("class priors of this device count" in found.note) is helps
+        assert ("class priors of this device are applied" in found.note) is helps

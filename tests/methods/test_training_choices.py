@@ -117,12 +117,12 @@ def test_a_choice_that_does_not_fit_the_network_is_refused_as_the_job_is_prepare
     )
     monkeypatch.chdir(tmp_path)
     for params, message in (
-        ({"loss": {"name": "focal", "weights": [1.0]}}, "weights has 1 numbers, and the network has 3 outputs"),
+        ({"loss": {"name": "focal", "weights": [1.0]}}, "weights has 1 numbers for 3 outputs of the network"),
         ({"loss": "odd_losses:mean"}, "returned () for 2 examples: return one loss for each"),
         ({"loss": "odd_losses:nothing"}, "the loss became NaN at step 1 of 2"),
         ({"loss": "absent_losses:mean"}, "there is no module 'absent_losses'; start the command in the folder of"),
         ({"loss": "odd_losses:broken"}, "(odd_losses.py, line 3)"),
-        ({"optimizer": "Rmsprop"}, "optimizer = 'Rmsprop' is no class of torch.optim"),
+        ({"optimizer": "Rmsprop"}, "optimizer = 'Rmsprop' is not in torch.optim"),
     ):
         with pytest.raises(ModelError) as refused:
             prepare.prepare_and_check(job_of("fedavg", **params), tmp_path / "bundle")

@@ -107,5 +107,5 @@ def test_tied_weights_have_their_gradient_under_the_first_name():
 def test_nothing_to_take_gradients_of_is_said(engine):
     with pytest.raises(DataError, match="no examples"):
         engine.fisher(MLP, init_tensors(MLP, 3), examples(0))
-    with pytest.raises(JobError, match="groups of 0"):
+    with pytest.raises(JobError, match="0 examples per gradient"):
         engine.fisher(MLP, init_tensors(MLP, 3), examples(), examples_per_gradient=0)

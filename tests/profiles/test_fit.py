@@ -71,14 +71,14 @@ def test_base_power_is_no_less_than_its_floor():
 
 
 def test_nothing_seen_is_refused():
-    with pytest.raises(ValueError, match="nothing to fit"):
+    with pytest.raises(ValueError, match="no measurements to fit"):
         fit.fit_time_law([], TOP)
 
 
 @pytest.mark.parametrize("value", [0.0, -1.0, float("nan"), float("inf")])
 def test_a_measurement_that_is_not_above_0_is_named(value):
     points = [fit.MeasuredPoint({"cpu_hz": 1e9}, 2.0), fit.MeasuredPoint({"cpu_hz": 2e9}, value)]
-    said = f"measurement 1 is {value:g}, and has to be above 0"
+    said = f"measurement 1 is {value:g}, not above 0"
     for act in (
         lambda: fit.fit_time_law(points, TOP),
         lambda: fit.fit_power_model(points, TOP),

@@ -180,7 +180,7 @@ def test_every_point_has_a_name_of_its_own_and_says_what_it_does(name):
     board = profiles.load_board_profile(name)
     points = board.operating_points()
     assert [point.name for point in points[: len(board.points)]] == [mode.name for mode in board.points]
-    assert len({point.name for point in points}) == len(points) <= profiles.MOST_POINTS
+    assert len({point.name for point in points}) == len(points) <= profiles.MAX_POINTS
     assert all(point.flops_per_s and point.bytes_per_s and point.busy_w for point in points)
     assert len(msgspec.json.encode(points)) < 50_000
     rates = dict.fromkeys(("numpy-dense", "torch-dense", "torch-conv", "onnx-score"), RATES)
@@ -238,11 +238,11 @@ def test_the_model_fills_in_what_a_mode_does_not_say_and_spans_the_grid():
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
-        ("values = [1, 2, 4]", "values = [2, 1, 4]", "cpu_hz must rise"),
-        ("flop_gpu_cycles", "flop_emc_cycles", "uses emc_hz, of which"),
+        ("values = [1, 2, 4]", "values = [2, 1, 4]", "cpu_hz is not in rising order"),
+        ("flop_gpu_cycles", "flop_emc_cycles", "uses emc_hz: list these clocks"),
         ("flop_gpu_cycles", "flop_npu_cycles", "npu"),
         ("values = [5, 10]", "values = []", "gpu_hz"),
-        ('name = "slow"', 'name = "slow"\n[[points]]\nname = "slow"', "share a name"),
+        ('name = "slow"', 'name = "slow"\n[[points]]\nname = "slow"', "several points have the name slow"),
     ],
 )
 def test_a_model_that_cannot_be_used_is_refused(old, new, message):
@@ -289,7 +289,7 @@ def test_a_profile_is_found_by_its_file_or_its_name(tmp_path):
         == profiles.find_board_profile("jetson-tx2")
         == profiles.load_board_profile("jetson-tx2")
     )
-    with pytest.raises(JobError, match=r"'jetson-orin-nan' is no file, .*; did you mean 'jetson-orin-nano'\?"):
+    with pytest.raises(JobError, match=r"'jetson-orin-nan' is neither a file .*; did you mean 'jetson-orin-nano'\?"):
         profiles.find_board_profile("jetson-orin-nan")
     with pytest.raises(JobError, match=r"none\.toml cannot be read"):
         profiles.find_board_profile(str(tmp_path / "none.toml"))

@@ -45,7 +45,7 @@ def test_a_recorded_profile_that_is_damaged_is_refused(tmp_path):
     at = text.index("value = ") + len("value = ")
     damaged = text[:at] + chr(ord(text[at]) ^ 1) + text[at + 1 :]
     (tmp_path / "own.toml").write_text(damaged)
-    with pytest.raises(JobError, match=r"own.toml is damaged, or was changed .* record it anew, or remove its last"):
+    with pytest.raises(JobError, match=r"own.toml has changed since .* record the board again, or remove the last"):
         profiles.find_board_profile(str(tmp_path / "own.toml"))
     (tmp_path / "own.toml").write_text("".join(damaged.splitlines(keepends=True)[:-1]))
     assert profiles.find_board_profile(str(tmp_path / "own.toml")).board == "jetson-nano"

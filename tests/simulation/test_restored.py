@@ -52,7 +52,9 @@ def test_private_state_of_rounds_that_a_home_does_not_know_begins_anew_where_the
     assert ended(federation) == "done: "
     assert len(federation.states()) == len(calm["scaffold"])
     assert federation.states() != calm["scaffold"]
-    said = "the private state of {} after round 2 is not here, only that of round 5: starting with new private state"
+    said = (
+        "the private state of {} after round 2 is missing, only that of round 5 exists: starting with new private state"
+    )
     assert federation.notes() == [said.format(federation.job)] * 3
 
 
@@ -80,7 +82,7 @@ def test_a_method_that_allows_no_new_beginning_declines_by_name(tmp_path):
     federation = Federation(tmp_path, "local").create()
     put_back(federation, after=1, until=5)
     federation.run()
-    assert "after round 2 is not here, only that of round 5, and local does not allow" in ended(federation)
+    assert "after round 2 is missing, only that of round 5 exists, and local does not allow" in ended(federation)
 
 
 def test_a_copy_from_before_several_starts_learns_the_epoch_from_its_devices(tmp_path, calm, caplog):

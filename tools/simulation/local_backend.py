@@ -215,7 +215,7 @@ def _run_in_batch(executor_requests: Sequence[tuple[main.TaskExecutor, WorkReque
 
     def make_client(executor: main.TaskExecutor, request: WorkRequest) -> RestartableClient[WorkResult]:
         return RestartableClient(
-            lambda engine: main.build_site(request, executor, engine=engine),
+            lambda engine: main.build_client_context(request, executor, engine=engine),
             lambda site: main.run_method(request, executor.load_method(request), site),
         )
 

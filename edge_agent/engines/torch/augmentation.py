@@ -1,7 +1,7 @@
 """Random changes of training examples: transforms of torchvision, plug-ins, and mixup.
 
-What is drawn depends on the task's seed, the mini-batch and the example's place in the mini-batch, not on the
-micro-batches into which a budget divides it.
+Random numbers depend on the task's seed, the mini-batch and the example's position in the mini-batch. They do not
+depend on the division into micro-batches, which follows from the memory budget.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ Transform = Callable[[torch.Tensor], Any]
 
 
 class Part(NamedTuple):
-    batch: np.ndarray  # rows of the whole mini-batch
-    positions: np.ndarray  # within `batch`
-    number: int  # seed of the pass over a mini-batch
+    batch: np.ndarray  # row numbers of the whole mini-batch
+    positions: np.ndarray  # positions of this part's examples in `batch`
+    number: int  # number of the pass over a mini-batch, part of the seed
 
 
 def divide_batch(batch: np.ndarray, max_examples: int, number: int) -> list[Part]:
@@ -51,7 +51,10 @@ class Augmentation:
         return bool(self._transforms or self._alphas)
 
     def transform_examples(self, x: np.ndarray, part: Part, positions: np.ndarray) -> np.ndarray:
-        """Return the examples of a part after the transforms."""
+        """Return the examples `x` after the transforms. `positions` are the examples' positions in the mini-batch.
+
+        Raise JobError if a transform fails or does not follow torch's seed.
+        """
         if not self._transforms or not len(x):
             return x
         with _kept_random_state():
@@ -60,14 +63,16 @@ class Augmentation:
             )
             if not np.array_equal(example, repeated, equal_nan=example.dtype.kind == "f"):
                 names = " and ".join(name for name, _ in self._transforms)
-                raise JobError(f"[params] augment {names}: two calls differ with one seed; draw with torch's generator")
+                raise JobError(
+                    f"[params] augment {names} gives two results for one seed: draw numbers from torch's generator"
+                )
             self._is_checked = True
             return np.stack(
                 [self._transform(example, part, int(position)) for example, position in zip(x, positions, strict=True)]
             )
 
     def mixture_of_part(self, part: Part) -> tuple[float, np.ndarray] | None:
-        """Return mixup's share and, for each example of the mini-batch, the place of the other one, or None."""
+        """Return mixup's share and each example's partner, a position in the mini-batch, or None without mixup."""
         if not self._alphas:
             return None
         rng = np.random.default_rng((self._seed, part.number))
@@ -104,13 +109,14 @@ def _call_transform(name: str, transform: Transform, value: torch.Tensor) -> tor
     if kept_type != (shape, kind):
         kept_type = " of ".join(map(str, kept_type)) if isinstance(kept_type, tuple) else kept_type
         raise JobError(
-            f"[params] augment {name!r} returned {kept_type} for an example {shape} of {kind}: a transform "
-            "keeps shape and type, and never gets labels"
+            f"[params] augment {name!r} returned {kept_type} for an example {shape} of {kind}: use a transform that "
+            "keeps shape and type"
         )
     return transformed
 
 
 def load_transform(name: str, arguments: Mapping[str, Any]) -> Transform:
+    """Return a transform of torchvision or a plug-in. Raise JobError for unknown names and wrong arguments."""
     if training_choices.is_plugin_transform(name):
         function = training_step.load_function("transform", name, arguments, values=1)
         return lambda value: function(value, **arguments)
@@ -120,7 +126,7 @@ def load_transform(name: str, arguments: Mapping[str, Any]) -> Transform:
     kind = getattr(v2, name, None)
     if not (isinstance(kind, type) and issubclass(kind, v2.Transform)):
         near = toml.suggest_nearest(name, [attribute for attribute in dir(v2) if attribute[:1].isupper()])
-        raise JobError(f"{location}: torchvision.transforms.v2 has no such transform{near}; your own is module:name")
+        raise JobError(f"{location} is not in torchvision.transforms.v2{near}: write your own as module:name")
     training_step.require_arguments(location, kind, 0, arguments)
     try:
         transform: Transform = kind(**arguments)

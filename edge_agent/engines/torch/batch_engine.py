@@ -40,9 +40,9 @@ PLAIN = (
     nn.Tanh,
     nn.Sigmoid,
 )
-"""Modules without a state of their own beside their parameters, of which one product for all is faster than many.
+"""Modules that `forward` handles. Their only state is in parameters, and one product for all devices is faster.
 
-`forward` goes through them. What is neither a layer nor a flattening works element by element.
+Modules that are neither a container, a linear layer nor a flattening work element by element.
 """
 
 
@@ -96,8 +96,6 @@ def forward(module: nn.Module, values: Mapping[str, torch.Tensor], x: torch.Tens
 
 
 class _DeviceBatch:
-    """Devices of one batch: their stacked parameters, and their positions in their examples."""
-
     def __init__(self, model: nn.Module | None, calls: Sequence[TrainCall], device: torch.device) -> None:
         assert model is not None
         self._model, self._calls, self._device, self._fit = model, calls, device, calls[0].fit

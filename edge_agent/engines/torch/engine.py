@@ -47,20 +47,20 @@ P = TypeVar("P")
 T = TypeVar("T")
 
 EVALUATION_BATCH = {"cpu": 64, "cuda": 256}  # by device type: more is no faster on a CPU, and takes more memory
-# Weights of one convolution from which on a processor is slower with channels last. Convolutions of 3x3 weights take
-# 0.85 to 0.97 of the time up to 128 channels, 1.0 to 1.3 times with 256 and 1.3 to 1.5 times with 512; of 1x1 weights
-# half the time, and max pooling a ninth (x86-64, one core, forward and backward). Grouped ones are a tenth faster, and
-# take 10 MB more in MobileNetV3-small.
+# Number of weights of a convolution from which a CPU is slower with channels last. Convolutions of 3x3 weights take
+# 0.85 to 0.97 of the time up to 128 channels, 1.0 to 1.3 times with 256 and 1.3 to 1.5 times with 512. Those of 1x1
+# weights take half the time, and max pooling a ninth (x86-64, one core, forward and backward). Grouped convolutions are
+# a tenth faster, and take 10 MB more in MobileNetV3-small.
 MAX_CHANNELS_LAST_WEIGHTS = 1 << 19
 READ_INTERVAL = {"cpu": 1, "cuda": 32}  # losses read together, because each reading waits for the GPU
 BATCHES_AHEAD = {"cpu": 0, "cuda": 2}  # batches that a thread prepares while the CPU launches the GPU's work
-# Resident after the import, on x86-64: torch 2.13 for the CPU, 2.15 with its CUDA libraries.
+# Resident size after the import, on x86-64: torch 2.13 for the CPU, 2.15 with its CUDA libraries.
 BASE_BYTES = 230_000_000 if torch.version.cuda is None else 525_000_000
-# Of the driver's context and of loaded libraries, assumed in plans, which follow from constants. The context's part is
-# not measured. On an H100 (torch 2.11 for CUDA 13), a first training took 575 to 640 MB more than a second one in the
-# same process. These include the task's own kernels (GPU_KERNELS_BYTES).
+# Memory of the driver's context and of loaded libraries that plans assume. The context's part is not measured. On an
+# H100 (torch 2.11 for CUDA 13), a first training took 575 to 640 MB more than a second one in the same process. These
+# include the task's own kernels (GPU_KERNELS_BYTES).
 GPU_BYTES = (200 + 640) * 10**6
-# A training on a GPU for its libraries: convolutions of several widths, strides and kernels, forward and backward.
+# Network whose training loads the GPU's libraries: convolutions of several widths, strides and kernels.
 WARM_UP, WARM_UP_EXAMPLES = models.residual(3, 32, 10, mean=(0.5,), std=(0.25,)), 32
 
 
@@ -68,16 +68,16 @@ class TorchMemory:
     """Memory of this process on torch's first GPU. The constructor creates the driver's context and loads libraries.
 
     The kernel does not count GPU memory as resident, not even the memory that a Jetson's GPU shares with the processor.
-    A task's budget is for the sum. torch's limit applies to its own allocator only. Under a lower limit the
-    same training can take less, as cuDNN has algorithms with less workspace. The context and the libraries' own memory
-    come on top, and can be measured only with shared memory, as the decrease of the memory that is available or this
-    process's own.
-    Kernels that only a task's shapes need are loaded as resident memory: `peak_memory.GPU_KERNELS_BYTES` is for them.
+    A task's budget is for the sum of both. torch's limit applies to torch's own allocator only. Under a lower limit the
+    same training can take less, as cuDNN has algorithms with less workspace. The driver's context and the libraries use
+    further memory, which can be measured only where GPU and processor share memory: by how much the memory that is
+    available or this process's own decreases. Kernels that only a task's shapes need are loaded as resident memory,
+    for which plans reserve `peak_memory.GPU_KERNELS_BYTES`.
 
     Args:
         cuda: The module `torch.cuda`.
-        load_libraries: Function that loads the libraries of trainings, which then are no part of the first task's peak.
-        available_bytes: Function that returns the memory of the board that is available or this process's own.
+        load_libraries: Function that loads the libraries of trainings, so that the first task's peak is without them.
+        available_bytes: Function that returns the board's available memory plus this process's own.
     """
 
     def __init__(
@@ -94,7 +94,7 @@ class TorchMemory:
         self._context_bytes = library_bytes if device.is_integrated else 0
 
     def begin(self, budget_bytes: int) -> int:
-        """Release cached memory, reset the peak, and limit torch's allocator."""
+        """Release cached memory, reset the peak and limit torch's allocator. Return the GPU memory in use."""
         self._cuda.empty_cache()
         self._cuda.reset_peak_memory_stats(0)
         share = (budget_bytes - self._context_bytes - peak_memory.GPU_KERNELS_BYTES) / self._total_bytes
@@ -119,7 +119,9 @@ class TorchEngine:
         on_gpu = self._device.type == "cuda"
         self.note = ""  # message for the device's owner
         if not on_gpu and torch.version.cuda is not None:
-            self.note = f"torch is made for CUDA {torch.version.cuda} and finds no GPU here: it runs on the processor"
+            self.note = (
+                f"torch for CUDA {torch.version.cuda} finds no GPU on this device: training runs on the processor"
+            )
         self.runs_on = "CUDA" if on_gpu else "processor" if torch.version.cuda is not None else ""
         base_bytes += GPU_BYTES if on_gpu else 0
         self._room_bytes = (
@@ -274,6 +276,7 @@ class TorchEngine:
         hooks: Hooks,
         half_dtype: torch.dtype | None = None,
     ) -> tuple[nn.Module, peak_memory.TrainingProperties, int]:
+        """Return the network with the tensors of `start`, its measured properties and its number of outputs."""
         model = registry.build_network(network)
         model = hooks.prepare(model) if hooks.prepare else model
         # The format must be set before the probe compiles kernels.
@@ -313,14 +316,14 @@ class TorchEngine:
             if failures.is_out_of_memory_error(error) or failures.is_gpu_failure_text(str(error)):
                 raise
             raise DataError(
-                f"network {network.get('name')!r} takes no examples of shape {tuple(x.shape[1:])} "
-                f'({first_line(error)}): give it an "input" table'
+                f"network {network.get('name')!r} cannot take examples of shape {tuple(x.shape[1:])} "
+                f'({first_line(error)}): add an "input" table'
             ) from None
         if not isinstance(scores, torch.Tensor) or scores.ndim != 2:
-            shape_text = f" but {tuple(scores.shape[1:])}" if isinstance(scores, torch.Tensor) else ""
+            shape = tuple(scores.shape[1:]) if isinstance(scores, torch.Tensor) else type(scores).__name__
             raise ModelError(
-                f"network {network.get('name')!r} does not give one number per class or output{shape_text}: "
-                "end it in a linear layer with `classes` outputs"
+                f"network {network.get('name')!r} returns {shape} for an example, not one number per class or output: "
+                "end the network with a linear layer of `classes` outputs"
             )
         return properties, scores.shape[1]
 
@@ -379,6 +382,7 @@ def _map_ahead(load: Callable[[P], T], parts: Iterable[P], ahead: int) -> Iterat
 
 
 def _library(network: Mapping[str, Any]) -> str:
+    # "timm" of the name "timm/resnet18"
     return str(network.get("name", "")).partition("/")[0]
 
 
@@ -406,6 +410,7 @@ def _available_or_own_bytes() -> int:
 
 
 def _fast_half_type(device: torch.device) -> torch.dtype | None:
+    """Return the 16-bit type that the GPU computes fast, or None for a CPU."""
     if device.type != "cuda":
         return None
     ampere = torch.cuda.get_device_capability(device) >= (8, 0)  # older GPUs (Nano, TX2, Xavier) emulate bfloat16
@@ -420,6 +425,7 @@ def _arrays_from_model(model: nn.Module) -> dict[str, np.ndarray]:
 
 @contextmanager
 def deterministic_torch(seed: int) -> Iterator[None]:
+    """Seed torch and use deterministic algorithms within the context. Random state and mode are restored."""
     debug_mode = torch.get_deterministic_debug_mode()  # `use_deterministic_algorithms` imports torch's compiler, 70 MB
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS is deterministic only with this
     with torch.random.fork_rng():

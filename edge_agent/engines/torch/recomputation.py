@@ -1,6 +1,6 @@
 """Batch normalisation over whole mini-batches in little memory, with bit-identical results.
 
-Batch normalisation couples the examples of a mini-batch, so that micro-batches would take another step. A network with
+Batch normalisation couples the examples of a mini-batch, so that micro-batches would change the step. A network with
 batch normalisation therefore runs with its whole mini-batch. If the tensors saved for the backward pass do not fit,
 `run_with_recomputation` saves none: the backward pass recomputes them piece by piece, from the last to the first, by
 repeating the forward pass up to each piece.
@@ -28,6 +28,7 @@ OWN_PAGES_BYTES: Final = 128 << 10  # allocations of at least this size have pag
 
 
 def has_coupled_examples(model: nn.Module) -> bool:
+    """Return whether the model has batch normalisation that uses the statistics of the mini-batch."""
     norms = (module for module in model.modules() if isinstance(module, _BatchNorm))
     return any(module.training or module.running_mean is None for module in norms)
 
@@ -35,8 +36,8 @@ def has_coupled_examples(model: nn.Module) -> bool:
 def handle_single_values(model: nn.Module) -> None:
     """Make batch normalisation use its running statistics where a channel has a single value.
 
-    This occurs in a last mini-batch of one example, behind pooling or in a fully connected network: a single value has
-    no variance, and torch refuses the step. For this step the layer works as in evaluation mode.
+    This occurs in a last mini-batch of one example, after pooling or in a fully connected network. A single value has
+    no variance, and torch raises an error. For this step the layer works as in evaluation mode.
 
     Raises, in such a step:
         ModelError: If the layer has no running statistics.
@@ -46,8 +47,8 @@ def handle_single_values(model: nn.Module) -> None:
         single = layer.training and inputs[0].numel() == inputs[0].shape[1]
         if single and layer.running_mean is None:
             raise ModelError(
-                f"batch normalisation {path!r} keeps no running statistics, and a mini-batch of one example leaves it "
-                "one value for each channel: choose a batch that leaves no single example over"
+                f"batch normalisation {path!r} has no running statistics and gets one value per channel from a "
+                "mini-batch of one example: choose a batch size that leaves no single example"
             )
         layer.takes_single_examples = single
         if single:
@@ -101,8 +102,6 @@ class _StopForward(Exception): ...
 
 
 class _RecomputePass:
-    """One forward pass: the tensors it would have kept, in order."""
-
     def __init__(
         self, model: nn.Module, forward: Callable[[], Any], lasting: Iterable[torch.Tensor], piece_bytes: int
     ) -> None:
@@ -135,11 +134,13 @@ class _RecomputePass:
         if placeholder.value is None:
             self._recompute(placeholder.index)
         if placeholder.value is None:
-            raise ModelError("the forward pass of this network differs when repeated: raise budget")
+            raise ModelError(
+                "this network's forward pass differs when repeated, and must be to save memory: raise budget"
+            )
         return placeholder.value
 
     def _recompute(self, index: int) -> None:
-        """Repeat the forward pass for the tensor at `index`, all later and, within `piece_bytes`, earlier ones."""
+        """Repeat the forward pass to restore the tensor at `index`, later ones, and earlier ones within a piece."""
         missing = [saved for ref in self._saved if (saved := ref()) is not None and saved.value is None]
         saved_by_index, size = {}, 0
         for saved in reversed(missing):

@@ -4,7 +4,7 @@
 compiler and sympy: 73 MB and a second or more in every training process, on boards whose whole budget may be 512 MB.
 The functions give bit-identical results without these imports.
 
-Losses that [params] names are sums over examples, so that a mini-batch can be divided.
+Losses named in [params] are sums over examples, so that a mini-batch can be divided.
 """
 
 from __future__ import annotations
@@ -32,10 +32,7 @@ from fedquilt.edge_agent.engines.torch import recomputation
 from fedquilt.formats import toml, training_choices
 from fedquilt.models.networks import traces
 
-UNUSABLE = (
-    "LBFGS",
-    "SparseAdam",
-)  # LBFGS evaluates the loss several times in a step, SparseAdam needs sparse gradients
+UNUSABLE = ("LBFGS", "SparseAdam")  # LBFGS evaluates the loss several times a step, SparseAdam needs sparse gradients
 FIRST_SCALE = 2.0**10  # initial scale of float16's loss: torch's 2**16 makes short tasks skip their first steps
 
 Anchors = Mapping[str, Mapping[str, torch.Tensor]]
@@ -50,9 +47,8 @@ class OptimizerStep:
             {"lr": rate, "params": parameters} for rate, parameters in groups.items()
         ]
         self._momenta: dict[torch.Tensor, torch.Tensor | None] = {}
-        self._moments: dict[
-            torch.Tensor, tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-        ] = {}  # Adam's second moment and number of steps
+        # Adam's first and second moment, and number of steps.
+        self._moments: dict[torch.Tensor, tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = {}
 
     def zero_grad(self) -> None:
         for group in self.param_groups:
@@ -104,6 +100,7 @@ class OptimizerStep:
 
 
 def make_optimizer(groups: Mapping[float, Sequence[torch.Tensor]], fit: Fit) -> Any:
+    """Return an `OptimizerStep` or a `torch.optim.Optimizer`. Raise JobError for unknown names and arguments."""
     name, arguments = training_choices.parse_optimizer(fit.optimizer)
     if name in training_choices.OPTIMIZERS:
         return OptimizerStep(groups, fit)
@@ -112,19 +109,18 @@ def make_optimizer(groups: Mapping[float, Sequence[torch.Tensor]], fit: Fit) -> 
         not (isinstance(optimizer_class, type) and issubclass(optimizer_class, torch.optim.Optimizer))
         or name in UNUSABLE
     ):
-        reason = "cannot be used here" if name in UNUSABLE else "is no class of torch.optim"
+        reason = "does not fit the training loop" if name in UNUSABLE else "is not in torch.optim"
         raise JobError(f"[params] optimizer = {name!r} {reason}: use 'sgd', 'adam', 'adamw' or 'RMSprop', for example")
     accepted = inspect.signature(optimizer_class).parameters
     if unknown := sorted(set(arguments) - accepted.keys()):
         choices = toml.describe_choices(
             unknown[0], [argument for argument in accepted if argument not in ("params", "lr")], "it takes"
         )
-        raise JobError(f"[params] optimizer {name!r}: there is no key {unknown[0]!r}{choices}")
+        raise JobError(f"[params] optimizer {name!r}: unknown key {unknown[0]!r}{choices}")
     fit_arguments = {key: getattr(fit, key) for key in ("weight_decay", "momentum", "nesterov")}
     if unknown := sorted(key for key, value in fit_arguments.items() if value and key not in accepted):
         raise JobError(
-            f"[params] {unknown[0]} = {fit_arguments[unknown[0]]!r}: optimizer {name!r} has no {unknown[0]}; "
-            "leave the line out"
+            f"[params] {unknown[0]} = {fit_arguments[unknown[0]]!r} does not fit optimizer {name!r}: delete the line"
         )
     all_arguments = {**{key: value for key, value in fit_arguments.items() if key in accepted}, **arguments}
     try:
@@ -139,7 +135,7 @@ class Stepper:
     """Optimizer and gradients of one `fedquilt.core.Step`.
 
     Args:
-        half: 16-bit type to compute in, or None for 32 bits.
+        half_dtype: 16-bit type to compute in, or None for 32 bits.
         total: Function from scores and targets to the sum of the examples' losses.
     """
 
@@ -181,11 +177,13 @@ class Stepper:
         divisor: float,
         factor: float = 1.0,
     ) -> list[torch.Tensor]:
-        """Take a step on a mini-batch of `count` examples given in parts.
+        """Take a step on a mini-batch of `count` examples, given in parts of inputs and targets.
+
+        `piece_bytes` is the memory of recomputed activations, or None to keep activations. `factor` scales the rates.
 
         Returns:
-            Share of each part in the mean loss before the step, without penalty, as scalars on the device. Reading a
-            scalar waits for the device. A penalty that is not finite is returned as the loss.
+            Sum of losses of each part, over `divisor`, without penalty, as scalars on the device. Reading a scalar
+            waits for the device. The scalar is not finite if the penalty is not.
         """
         if not self._is_only_step:
             self._enable_gradients()
@@ -218,13 +216,12 @@ class Stepper:
     def _training_and_task_loss(
         self, x: torch.Tensor, y: Any, count: int, divisor: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the loss with penalty, to derive, and the loss without, detached."""
         with self._autocast:
             scores = self._model(x)
             main_scores, *other_scores = self._step.exits() if self._step.exits else (scores,)
-            loss = (
-                sum((self._total(exit_scores, y) for exit_scores in other_scores), self._total(main_scores, y))
-                / divisor
-            )
+            other_losses = (self._total(exit_scores, y) for exit_scores in other_scores)
+            loss = sum(other_losses, self._total(main_scores, y)) / divisor
             if not self._step.penalty:
                 return loss, loss.detach()
             extra = self._step.penalty(self._model, x, scores, self._anchors) * (len(y) / count)
@@ -261,8 +258,8 @@ def enable_gradients(model: nn.Module, hooks: Hooks) -> None:
 def freeze_statistics(model: nn.Module, hooks: Hooks) -> None:
     """Set each module with buffers to evaluation mode, if no step trains a tensor of the module.
 
-    So frozen batch normalisation keeps its statistics. A module around other modules keeps its mode, as do frozen
-    modules without buffers: dropout in them belongs to the training.
+    Frozen batch normalisation then keeps its statistics. Modules that contain modules keep their mode, and so do frozen
+    modules without buffers, such as dropout.
     """
     for path, module in model.named_modules():
         buffers = dict(module.named_buffers(recurse=False))
@@ -277,7 +274,7 @@ def freeze_statistics(model: nn.Module, hooks: Hooks) -> None:
 
 
 def anchor_tensors(model: nn.Module, hooks: Hooks) -> Anchors:
-    """Return the method's anchors and the "start" on the model's device, or {} if no hook uses them."""
+    """Return the method's anchors, and the tensors before training as "start", or {} if no hook uses anchors."""
     if not hooks.correct_gradient and not any(step.penalty for step in hooks.steps):
         return {}
     model_state = traces.state_without_aliases(model)
@@ -288,7 +285,7 @@ def anchor_tensors(model: nn.Module, hooks: Hooks) -> Anchors:
 
 
 def build_anchors(start: Mapping[str, torch.Tensor], anchors: Mapping[str, Tensors], device: torch.device) -> Anchors:
-    """Return anchors as tensors on a device, floats in 32 bits, with the "start" among them."""
+    """Return "start" and the anchors as tensors on a device, floats in 32 bits."""
     result = {"start": start}
     for anchor, arrays in anchors.items():
         tensors = {name: torch.tensor(array, device=device) for name, array in arrays.items()}
@@ -299,7 +296,7 @@ def build_anchors(start: Mapping[str, torch.Tensor], anchors: Mapping[str, Tenso
 
 
 def targets_tensor(task: TaskKind, y: np.ndarray) -> torch.Tensor:
-    """Return targets of `evaluation_sums` in the type of the task's loss: int64 (n,), or float32 (n, outputs)."""
+    """Return targets in the type of the task's loss: int64 (n,) for classes, else float32 (n, outputs)."""
     return torch.from_numpy(y.astype(np.int64 if task == "classes" else np.float32))
 
 
@@ -324,7 +321,7 @@ def _element_losses(task: TaskKind, scores: torch.Tensor, y: torch.Tensor) -> to
 def load_function(
     kind: Literal["loss", "transform"], name: str, arguments: Mapping[str, Any], values: int
 ) -> Callable[..., Any]:
-    """Return the function of a plug-in, which takes `values` values and the arguments."""
+    """Return the function of a plug-in, or raise JobError if it cannot take `values` values and these arguments."""
     plugin = plugins.find_plugin(kind, name, training_choices.BUILT_IN_CHOICES[kind])
     assert plugin is not None
     function: Callable[..., Any] = plugins.import_plugin(plugin)
@@ -339,7 +336,7 @@ def require_arguments(location: str, function: Callable[..., Any], values: int, 
     try:
         signature.bind(*[None] * values, **arguments)
     except TypeError as error:
-        raise JobError(f"{location}: {error}; its arguments are {', '.join(signature.parameters)}") from None
+        raise JobError(f"{location}: {error} (its arguments: {', '.join(signature.parameters)})") from None
 
 
 Sum = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]  # (scores, targets) -> sum of the examples' losses
@@ -374,8 +371,8 @@ class TrainingLoss:
         if numbers and len(numbers) not in ((1, outputs) if name == "quantile" else (outputs,)):
             key = "quantiles" if name == "quantile" else "weights"
             raise JobError(
-                f"[params] loss {name!r}: {key} has {len(numbers)} numbers, and the network has {outputs} outputs: "
-                "give one for each"
+                f"[params] loss {name!r}: {key} has {len(numbers)} numbers for {outputs} outputs of the network: write "
+                "one for each"
             )
         weights = torch.tensor(numbers, device=device) if numbers else None
         self._sum = _make_sum(name, arguments, weights)
@@ -388,7 +385,7 @@ class TrainingLoss:
         return self._sum(scores, y)
 
     def divisor(self, y: np.ndarray) -> float:
-        """Return the divisor of a mini-batch's sum for the mean in torch."""
+        """Return the divisor that makes a mini-batch's sum of losses torch's mean: examples, or their weights."""
         return float(len(y) if self._weights is None else self._weights[y].sum())
 
 
@@ -428,7 +425,7 @@ def load_own_loss(name: str, arguments: Mapping[str, Any]) -> Sum:
         if shape != (len(y),):
             raise JobError(
                 f"[params] loss {name!r} returned {shape} for {len(y)} examples: return one loss for each, "
-                f"a tensor of shape ({len(y)},), without their mean"
+                f"a tensor of shape ({len(y)},)"
             )
         if torch.is_grad_enabled() and not loss.requires_grad:
             raise JobError(

@@ -87,7 +87,7 @@ class Broker:
         try:
             context = ssl.create_default_context(cafile=str(self.ca) if self.ca else None)
         except ssl.SSLError:
-            raise JobError(f"CA file {self.ca} holds no certificate: it must be PEM") from None
+            raise JobError(f"CA file {self.ca} contains no certificate in PEM: use the ca.crt of the broker") from None
         if self.cert is None or self.key is None:
             return context
         for kind, path in (("certificate", self.cert), ("key", self.key)):
@@ -98,19 +98,20 @@ class Broker:
         except ssl.SSLError as error:
             raise JobError(
                 f"certificate {self.cert} and key {self.key} cannot be used together ({describe_exception(error)}): "
-                "both must be PEM, and of one pair"
+                "use PEM files of one pair"
             ) from None
         return context
 
     def _validate(self) -> None:
         if (self.cert is None) != (self.key is None):
-            raise JobError("a certificate needs its key and a key its certificate: give both cert and key, or neither")
+            given, missing = ("cert", "key") if self.key is None else ("key", "cert")
+            raise JobError(f"{given} is given without {missing}: give both cert and key, or neither")
         if not self.tls and (self.ca or self.cert):
-            raise JobError(f"{self} is not encrypted, so ca, cert and key are of no use: write mqtts://")
+            raise JobError(f"{self} is not encrypted and cannot use ca, cert and key: write mqtts://")
         if self.password_file is not None and self.user is None:
-            raise JobError("a password file needs a user: write mqtt[s]://USER@host")
+            raise JobError(f"password file {self.password_file} has no user: write mqtt[s]://USER@host")
         if not 5 <= self.keepalive_s <= 65535:
-            raise JobError(f"keepalive_s is {self.keepalive_s}: it must be 5 to 65535 seconds")
+            raise JobError(f"keepalive_s = {self.keepalive_s} is not from 5 to 65535 seconds")
         self.read_password()
         if self.tls:
             self.tls_context()
@@ -126,10 +127,10 @@ def _split_url(url: str) -> SplitResult:
         raise JobError(f"broker URL {url_without_password!r}: {error}; {hint}") from None
     if parts.password is not None:
         raise JobError(
-            f"broker URL {url_without_password!r} holds a password, which others could read: use a password file"
+            f"broker URL {url_without_password!r} contains a password, which others could read: use a password file"
         )
     if parts.scheme not in PORTS or not parts.hostname or port == 0:
-        raise JobError(f"broker URL {url_without_password!r} names no broker: {hint}")
+        raise JobError(f"broker URL {url_without_password!r} is invalid: {hint}")
     if parts.path not in ("", "/") or parts.query or parts.fragment:
         raise JobError(f"broker URL {url_without_password!r} has text after the port: {hint}")
     return parts
@@ -144,4 +145,4 @@ def _is_readable(path: Path) -> bool:
 
 
 def refuse_passphrase() -> str:
-    raise JobError("the key is encrypted, and a daemon cannot ask for its passphrase: use a key without one, mode 0600")
+    raise JobError("key is encrypted, and a daemon cannot enter a passphrase: use a key without passphrase, mode 0600")

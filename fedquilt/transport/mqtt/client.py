@@ -1,9 +1,9 @@
 """MQTT client of one connection on an open socket, and payload limits of brokers.
 
-Paho introduces this side, subscribes and keeps the connection alive. Messages and their acknowledgements, which are
-nearly all packets, bypass paho: paho 2.2 needs 3 to 4 reads of the socket for each packet, one write for each, and a
-dozen property tables that are never used. `MqttClient` reads and writes 64 KiB at a time, handles these two kinds of
-packets itself, and passes all others to paho.
+Paho connects, subscribes and keeps the connection alive. Messages and their acknowledgements, which are nearly all
+packets, bypass paho: paho 2.2 needs 3 to 4 reads of the socket for each packet, one write for each, and a dozen
+property tables that are never used. `MqttClient` reads and writes 64 KiB at a time, handles these two kinds of packets
+itself, and passes all others to paho.
 """
 
 from __future__ import annotations
@@ -231,9 +231,9 @@ def find_packet(data: bytearray, start: int, max_bytes: int = MAX_BODY_BYTES) ->
         if byte < 0x80:
             break
         if body_start > start + 4:
-            raise MalformedPacketError("the length of a packet takes more than four bytes")
+            raise MalformedPacketError("packet has a length field of more than four bytes")
     if size > max_bytes:
-        raise MalformedPacketError(f"a packet of {size} bytes, where {max_bytes} are the most")
+        raise MalformedPacketError(f"packet has {size} bytes, more than {max_bytes}")
     return (data[start], body_start, body_start + size) if body_start + size <= len(data) else None
 
 
@@ -261,12 +261,12 @@ def parse_publish(level: int, first_byte: int, body: bytearray) -> tuple[str | N
         if level == 5:
             properties = find_packet(body, position - 1)  # properties have a length as packets have
             if properties is None:
-                raise MalformedPacketError("the properties of a message are longer than its packet")
+                raise MalformedPacketError("properties of a message are longer than its packet")
             position = properties[2]
     except struct.error:
-        raise MalformedPacketError("a message is shorter than its packet says") from None
+        raise MalformedPacketError("message is shorter than its fields") from None
     if position > len(body):
-        raise MalformedPacketError("a topic is longer than its packet")
+        raise MalformedPacketError("topic is longer than its packet")
     try:
         return name.decode(), bytes(body[position:]), packet_id
     except UnicodeDecodeError:
@@ -276,7 +276,7 @@ def parse_publish(level: int, first_byte: int, body: bytearray) -> tuple[str | N
 def parse_puback(body: bytearray) -> tuple[int, int]:
     """Return the id and the reason code of a PUBACK packet. Codes from 128 on are failures."""
     if len(body) < 2:
-        raise MalformedPacketError("an acknowledgement without an id")
+        raise MalformedPacketError("acknowledgement has no packet id")
     return _UINT16.unpack_from(body)[0], body[2] if len(body) > 2 else 0
 
 

@@ -1,4 +1,4 @@
-"""Non-blocking connections to a broker, delays between attempts, and errors, each a sentence with a fix."""
+"""Non-blocking connections to a broker, delays between attempts, and errors with their fixes."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ class SocketWait(NamedTuple):
 
 
 def dial(broker: Broker) -> Generator[SocketWait, None, socket.socket]:
-    """Return a connected socket to the broker, trying its addresses in turn. Yield the event to wait for.
+    """Connect to the broker's addresses in turn. Yield events to wait for, and return the connected socket.
 
-    The caller throws `TimeoutError` into the generator after ANSWER_TIMEOUT_S at one address.
+    The caller must throw `TimeoutError` into the generator after ANSWER_TIMEOUT_S at one address.
 
     Raises:
         BrokerError: If no address works.
@@ -117,8 +117,7 @@ OUT_OF_DATE: Final = frozenset({9, 10})  # X509_V_ERR_CERT_NOT_YET_VALID, X509_V
 _CERTIFICATE_FIXES: Final = {
     "certificate expired": "renew it: `fedquilt identity enrol` on a board, `fedquilt identity issue` for the "
     "coordinator",
-    "certificate revoked": "it was revoked on purpose; if this side is to come back, remove its key and certificate, "
-    "and enrol it with a new token",
+    "certificate revoked": "to use this device again, remove its key and certificate, and enrol it with a new token",
 }
 _ID_FIX: Final = "give each agent its own `device`, and each fleet one coordinator"
 _NAME_MISMATCH: Final = frozenset({62, 64})  # OpenSSL's X509_V_ERR_HOSTNAME_MISMATCH, X509_V_ERR_IP_ADDRESS_MISMATCH
@@ -134,23 +133,25 @@ def unreachable_error(broker: Broker, error: Exception) -> BrokerError:
     if isinstance(error, (socket.gaierror, UnicodeError)):
         is_permanent = getattr(error, "errno", None) == socket.EAI_NONAME
         return BrokerError(
-            f"no address is known for {broker.host!r}: check the name in {broker}, or the DNS", is_permanent
+            f"host {broker.host!r} has no known address: check the name in {broker}, or the DNS", is_permanent
         )
     if isinstance(error, ssl.SSLCertVerificationError):
         if error.verify_code in _NAME_MISMATCH:
-            return BrokerError(f"the certificate of {broker} is for another name: use the name it was made for", True)
+            return BrokerError(f"certificate of {broker} is for another name: use the name in the certificate", True)
         if error.verify_code in OUT_OF_DATE:
-            problem = f"the certificate of {broker} is out of date by this machine's clock ({error.verify_message})"
+            problem = f"certificate of {broker} is not valid at this machine's time ({error.verify_message})"
             return BrokerError(f"{problem}: set the clock, or renew the broker's certificate")
-        problem_with_ca = f"{broker.ca} did not sign it" if broker.ca else "no authority of this system signed it"
-        reason = f"the certificate of {broker} is not to be trusted ({error.verify_message}): {problem_with_ca}"
-        return BrokerError(f"{reason}; give the CA file that did", True)
+        authority = broker.ca or "an authority of this system"
+        problem = f"certificate of {broker} is not signed by {authority} ({error.verify_message})"
+        return BrokerError(f"{problem}: set `ca` to the file of the authority that signed it", True)
     if isinstance(error, ssl.SSLError):
         return tls_error(broker, describe_exception(error))
     if isinstance(error, ConnectionRefusedError):
-        return BrokerError(f"nothing listens at {broker} (connection refused): start the broker or correct the URL")
+        return BrokerError(f"{broker} refused the connection: start the broker, or correct the URL")
     if broker.tls and isinstance(error, (ConnectionResetError, BrokenPipeError)):
-        return BrokerError(f"{broker} hung up at the TLS handshake: use its TLS port (mostly 8883), or mqtt://")
+        return BrokerError(
+            f"{broker} closed the connection during the TLS handshake: use its TLS port (mostly 8883), or mqtt://"
+        )
     if isinstance(error, TimeoutError):
         return BrokerError(f"no answer from {broker}: check the address, the network and the firewall")
     return BrokerError(
@@ -159,13 +160,12 @@ def unreachable_error(broker: Broker, error: Exception) -> BrokerError:
 
 
 def tls_error(broker: Broker, description: str) -> BrokerError:
-    """Return the error for a TLS failure, which TLS 1.3 may send after the handshake."""
     if "wrong version number" in description or "record layer failure" in description:
-        return BrokerError(f"{broker} does not speak TLS there: use its TLS port (mostly 8883), or mqtt://", True)
+        return BrokerError(f"{broker} does not use TLS on this port: use its TLS port (mostly 8883), or mqtt://", True)
     if "alert" not in description:
         return BrokerError(f"TLS with {broker} failed ({description}): check that it is an MQTT broker's TLS port")
     if broker.cert is None:
-        return BrokerError(f"{broker} requires a certificate of ours ({description}): give cert and key", True)
+        return BrokerError(f"{broker} requires a client certificate ({description}): set cert and key", True)
     fix = next(
         (fix for phrase, fix in _CERTIFICATE_FIXES.items() if phrase in description),
         "have one signed by the broker's CA",
@@ -177,7 +177,7 @@ def refusal_error(broker: Broker, client_id: str, code: int, reason: str) -> Bro
     if code not in _CREDENTIALS:
         return BrokerError(f"{broker} refuses {client_id!r} ({reason}): see the broker's log", code not in _TRANSIENT)
     if broker.user is None:
-        fix = "write mqtt[s]://USER@host and give a password file, or give a certificate it knows"
+        fix = "write mqtt[s]://USER@host and set a password file, or set a certificate that the broker accepts"
         return BrokerError(f"{broker} refuses a client without a user ({reason}): {fix}", True)
     fix = f"the password in {broker.password_file}" if broker.password_file else "give a password file"
     return BrokerError(f"{broker} refuses user {broker.user!r} ({reason}): check the user and {fix}", True)
@@ -196,22 +196,22 @@ def attempt_error(broker: Broker, client_id: str, code: int, reason: str, paho_e
 
 def no_answer_error(broker: Broker) -> BrokerError:
     if not broker.tls:
-        fix = "is it an MQTT port, and is mqtts:// needed?"
+        fix = "check that it is an MQTT port, or try mqtts://"
     elif broker.cert is None:
-        fix = "it may want a certificate: give cert and key"
+        fix = "the broker may require a certificate, so set cert and key"
     else:
-        fix = f"it may want another certificate than ours, if {broker.cert} has expired or was revoked"
-    return BrokerError(f"{broker} hung up without an answer: {fix}")
+        fix = f"check whether {broker.cert} has expired or was revoked"
+    return BrokerError(f"{broker} closed the connection without an answer: {fix}")
 
 
 def not_mqtt_error(broker: Broker, description: str) -> BrokerError:
-    return BrokerError(f"{broker} sent what is not MQTT ({description}): check that it is an MQTT broker's port")
+    return BrokerError(f"{broker} sent bytes that are not MQTT ({description}): use the port of an MQTT broker")
 
 
 def connection_lost_error(broker: Broker, client_id: str, code: int, reason: str, is_repeated: bool) -> BrokerError:
     """Return the error for a lost connection. `is_repeated` means that the previous connections were short too."""
     if code == KEEP_ALIVE:
-        return BrokerError(f"no sign of life from {broker}: check the network")
+        return BrokerError(f"{broker} was silent for too long: check the network")
     if code == SESSION_TAKEN_OVER:
         return BrokerError(f"another client uses the id {client_id!r} at {broker}: {_ID_FIX}")
     suffix = f" ({reason})" if code > UNSPECIFIED else ""
@@ -223,14 +223,13 @@ def connection_lost_error(broker: Broker, client_id: str, code: int, reason: str
 
 
 def unread_error(broker: Broker) -> BrokerError:
-    return BrokerError(f"{broker} reads nothing any more: check the network, and the broker's load")
+    return BrokerError(f"{broker} has stopped reading: check the network, and the broker's load")
 
 
 def describe_refused_message(broker: Broker, topic: str, code: int, reason: str) -> str:
-    acl_fix = "its certificate or user may have no right there: see the broker's ACL"
-    fix = acl_fix if code == NOT_AUTHORIZED else "see the broker's log"
+    fix = "permit this client's certificate or user in the broker's ACL" if code == NOT_AUTHORIZED else "see its log"
     return f"{broker} refuses messages to {topic} ({reason}): {fix}"
 
 
 def describe_oversized_message(broker: Broker, topic: str, size: int) -> str:
-    return f"{broker} takes no message of {size} bytes to {topic}: it was dropped; raise the broker's packet limit"
+    return f"{broker} refused a message of {size} bytes to {topic}, which is dropped: raise the broker's packet limit"

@@ -1,12 +1,12 @@
 """Link over an MQTT broker. Only this package imports paho.
 
-One thread at a time: paho is driven through its external-loop calls inside `wait`, in the caller's thread, and only
-the resolver blocks. A caller that computes for long uses `keep_alive`, which drives the link in another thread. MQTT 5
-is tried first, and 3.1.1 if a broker refuses MQTT 5. Only the packet limit depends on the version.
+The link works inside `wait`, in the caller's thread, and only the resolver blocks. A caller that computes for long uses
+`keep_alive`, which polls the link in another thread. MQTT 5 is tried first, and 3.1.1 if a broker refuses MQTT 5. Only
+the packet limit depends on the version.
 
-Messages wait in our queue, not in paho's: paho 2.2 obeys neither the broker's packet limit nor its
-ReceiveMaximum, keeps an unbounded queue, and repeats for ever a message at which a broker closes the connection. So
-paho gets a few messages at a time, and each connection has a new client. `SendQueue` decides.
+Messages wait in `SendQueue`, not in paho's queue. Paho 2.2 obeys neither the broker's packet limit nor its
+ReceiveMaximum, has no limit on its queue, and repeats for ever a message at which a broker closes the connection.
+Paho therefore gets a few messages at a time, and each connection has a new client.
 """
 
 from __future__ import annotations
@@ -91,6 +91,7 @@ class MqttLink:
 
     @property
     def problem(self) -> str | None:
+        """Why the link is not connected, else the latest refused message or subscription, or None."""
         return self._connection_problem or self._refusal
 
     def wait_until_connected(self, timeout_s: float) -> None:
@@ -103,7 +104,7 @@ class MqttLink:
                 if remaining_s <= 0 or self._is_permanent:
                     no_answer = f"no answer from {self.broker} within {timeout_s:g} s"
                     tls_hint = " with TLS (mqtts)" if self.broker.tls else ""
-                    raise LinkError(self.problem or f"{no_answer}: check that an MQTT broker{tls_hint} listens there")
+                    raise LinkError(self.problem or f"{no_answer}: check that it is an MQTT broker{tls_hint}")
                 self.wait(remaining_s)
         finally:
             self._has_waiting_command = False
@@ -125,14 +126,14 @@ class MqttLink:
         """
         if len(payload) > self.max_payload:
             raise LinkError(
-                f"a message of {len(payload)} bytes to {topic} exceeds the {self.max_payload} of {self.broker}: "
-                "send smaller ones, or raise the broker's packet limit"
+                f"message of {len(payload)} bytes to {topic} exceeds the limit of {self.max_payload} of {self.broker}: "
+                "raise the broker's packet limit"
             )
         if not self.connected and not reliable:
             return
         self._queue.add(QueuedMessage(topic, payload, retain, reliable))
         if not self.connected and (dropped := self._queue.drop_oldest()):
-            self._count_dropped(dropped, f"too much waits for {self.broker}: the oldest messages are dropped")
+            self._count_dropped(dropped, f"queue for {self.broker} is full while offline: oldest messages are dropped")
 
     def receive(self) -> list[Message]:
         messages, self._inbox, self._inbox_bytes = self._inbox, [], 0
@@ -175,6 +176,7 @@ class MqttLink:
         self.connected = False
 
     def _poll_once(self, timeout_s: float, fds: Sequence[int]) -> bool:
+        """Start a due attempt, send and receive, waiting at most a second. Return whether one of `fds` is readable."""
         is_idle = self._client is None and self._dial is None and not self._closed
         if is_idle and time.monotonic() >= self._due_s:
             self._dial = dial(self.broker)
@@ -281,7 +283,7 @@ class MqttLink:
                 return
             if message.size > self.max_payload:  # published when the limit was larger
                 self._queue.discard(message)
-                sentence = f"{self.broker} now takes {self.max_payload} bytes at most: larger messages are dropped"
+                sentence = f"{self.broker} accepts only {self.max_payload} bytes now: larger messages are dropped"
                 self._count_dropped(1, sentence)
             else:
                 qos = int(message.reliable)
@@ -447,6 +449,7 @@ class SendQueue:
         self._update_totals(message, 1)
 
     def remove_sent(self, packet_id: int) -> QueuedMessage | None:
+        """Return the message in flight with this packet id, which no longer counts, or None if unknown."""
         message = self._in_flight.pop(packet_id, None)
         if message is not None:
             self.backlog -= message.size
@@ -462,10 +465,11 @@ class SendQueue:
         self.backlog -= message.size
 
     def handle_disconnect(self, max_breaks: int = MAX_BREAKS, *, is_clean: bool = False) -> QueuedMessage | None:
-        """Requeue the reliable messages, and drop the unreliable ones.
+        """Queue the reliable messages in flight again, and drop all unreliable ones.
 
-        A message that was the only reliable one in flight, and has been in flight at `max_breaks` breaks, is dropped
-        and returned, otherwise None. With `is_clean`, the break is not counted.
+        If only one reliable message was in flight, and for the `max_breaks`th time when a connection broke, it is
+        dropped and returned as the probable cause. Otherwise the result is None. With `is_clean`, this break does not
+        count.
         """
         suspects = [message for message in self._in_flight.values() if message.reliable]
         for message in suspects:

@@ -119,7 +119,7 @@ def test_a_point_is_held_kept_and_given_back(served: Served):
 
 def test_a_refusal_is_the_helpers_own_sentence(served: Served):
     clocks = served.connect()
-    with pytest.raises(ClockError, match="has no 1 MHz: it lists"):
+    with pytest.raises(ClockError, match="has no 1 MHz: choose one of"):
         clocks.pin(OperatingPoint(name="x", cpu_hz=1e6))
     assert clocks.point is None
     clocks.close()
@@ -130,7 +130,7 @@ def test_letting_go_on_the_helpers_part_is_told_at_the_next_keepalive(served: Se
     clocks.pin(SLOW)
     served.jump_s = 60.0
     wait_until(lambda: other.request_status().holder is None, "the helper lets go")
-    with pytest.raises(ClockError, match="no word from the client for 10 s"):
+    with pytest.raises(ClockError, match="the client was silent for 10 s"):
         clocks.send_keepalive(0.0)
     assert clocks.point is None
     assert clocks.pin(SLOW) == SLOW

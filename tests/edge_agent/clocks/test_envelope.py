@@ -39,9 +39,7 @@ def change(world: World, name: str) -> None:
 def test_no_clock_is_held_above_the_present_mode(nx: World):
     """In 10W an Orin NX was driven at 1984 and 918 MHz, which draw 25 W; the refusal names cap and mend."""
     change(nx, "10W")
-    with pytest.raises(
-        ClockError, match=r"policy0 at 1984 MHz, and the power mode 10W permits 1190\.4 MHz: .*nvpmodel"
-    ):
+    with pytest.raises(ClockError, match=r"policy0 to 1984 MHz, power mode 10W permits 1190\.4 MHz: .*nvpmodel"):
         nx.clamp.pin(FAST)
     assert nx.clamp.pin(SLOW).gpu_hz == 612e6
     nx.check()
@@ -52,7 +50,7 @@ def test_cores_that_the_mode_took_offline_stay_offline(nx: World):
     change(nx, "10W")
     nx.clamp.pin(SLOW)
     nx.clamp.restore()
-    with pytest.raises(ClockError, match="mode 25W has cores or clocks beyond the power mode, 10W"):
+    with pytest.raises(ClockError, match="mode 25W has more cores or higher clocks than the board's power mode 10W"):
         nx.clamp.pin(OperatingPoint(name="25W", gpu_hz=306e6))
     nx.check()
 
@@ -61,12 +59,12 @@ def test_a_mode_that_the_owner_changes_during_a_hold_is_followed(nx: World):
     """Down: the hold ends within one look, and what is restored are the limits of 10W. Up: those of MAXN again."""
     nx.clamp.pin(FAST)
     change(nx, "10W")
-    assert "the owner has set the power mode 10W (before: MAXN)" in str(nx.clamp.unpin_if_required())
+    assert "the power mode was changed from MAXN to 10W" in str(nx.clamp.unpin_if_required())
     assert nx.clamp.point is None
     nx.check()
     nx.clamp.pin(SLOW)
     change(nx, "MAXN")
-    assert "power mode MAXN" in str(nx.clamp.unpin_if_required())
+    assert "from 10W to MAXN" in str(nx.clamp.unpin_if_required())
     assert (nx.gpu / "max_freq").read_text().strip() == "918000000"
     assert nx.clamp.pin(FAST).gpu_hz == 918e6
 
@@ -84,7 +82,7 @@ def test_a_mode_changed_while_the_helper_was_dead_is_followed_by_the_next(nx: Wo
 def test_a_lower_mode_may_be_held_and_the_owners_comes_back(nx: World):
     """From 25W to 10W: fewer cores and lower caps are within the owner's mode, except for the GPU's cap of 408 MHz."""
     change(nx, "25W")
-    with pytest.raises(ClockError, match="beyond"):
+    with pytest.raises(ClockError, match="has more cores or higher clocks"):
         nx.clamp.pin(OperatingPoint(name="10W"))
     change(nx, "MAXN")
     nx.clamp.pin(OperatingPoint(name="10W"))
@@ -105,9 +103,9 @@ def test_a_limit_that_the_owner_wrote_by_hand_holds_too(nx: World):
 
 def test_no_point_above_max_w_is_held_nor_one_that_does_not_say(nx: World):
     clamp = ClockPin(nx.root, nx.state, max_w=10.0, write_file=nx.put, nvpmodel=nx.nvpmodel)
-    with pytest.raises(ClockError, match="'fast' draws 25 W, and no point above 10 W is pinned here"):
+    with pytest.raises(ClockError, match="'fast' has 25 W, over the limit of 10 W"):
         clamp.pin(FAST)
-    with pytest.raises(ClockError, match="'typed' draws nobody knows how much"):
+    with pytest.raises(ClockError, match="'typed' has unknown power"):
         clamp.pin(OperatingPoint(name="typed", gpu_hz=306e6))
     assert clamp.pin(SLOW).name == "slow"
 
@@ -127,7 +125,7 @@ def test_a_client_that_is_wrong_about_watts_does_not_get_beyond_max_w(nx: World)
     grid = [point for point in known if point.name.startswith("cpu") and point.busy_w]
     hungry, frugal = (choose(grid, key=lambda point: point.busy_w or 0.0) for choose in (max, min))
     for wrong in (replace(hungry, busy_w=1.0), replace(hungry, name=frugal.name, busy_w=1.0)):
-        with pytest.raises(ClockError, match="and no point above"):
+        with pytest.raises(ClockError, match="over the limit of"):
             clamp.pin(wrong)
         assert clamp.point is None
     assert clamp.pin(replace(frugal, busy_w=None)).name == frugal.name
@@ -137,8 +135,8 @@ def test_nothing_is_held_when_all_thermal_zones_fall_silent(nx: World):
     nx.clamp.pin(SLOW)
     for zone in (nx.root / "sys/class/thermal").iterdir():
         (zone / "temp").write_text("Resource temporarily unavailable\n")
-    assert nx.clamp.unpin_if_required() == "let go: no thermal zone answers, the limit is 85 C"
-    with pytest.raises(ClockError, match="no thermal zone answers"):
+    assert nx.clamp.unpin_if_required() == "clocks unpinned: no thermal zone can be read, the limit is 85 C"
+    with pytest.raises(ClockError, match="no thermal zone can be read"):
         nx.clamp.pin(SLOW)
 
 

@@ -64,7 +64,7 @@ def test_a_client_holds_and_lets_go(helper: ClockHelper, place: Place):
     assert talk.ask(UnpinRequest()) == HelperResponse()
     assert place.restored()
     assert talk.ask(UnpinRequest()) == HelperResponse()
-    assert talk.ask(KeepaliveRequest()).error == "this client holds no clocks"
+    assert talk.ask(KeepaliveRequest()).error == "this client has pinned no clocks"
 
 
 def test_a_client_that_hangs_up_gives_the_clocks_back(helper: ClockHelper, place: Place):
@@ -84,7 +84,7 @@ def test_a_silent_client_loses_the_clocks_and_reads_why(helper: ClockHelper, pla
     assert place.held()
     helper.step(118.1)
     assert place.restored()
-    assert talk.ask(KeepaliveRequest(), 118.2).error == "let go: no word from the client for 10 s"
+    assert talk.ask(KeepaliveRequest(), 118.2).error == "clocks unpinned: the client was silent for 10 s"
     assert talk.ask(PinRequest(point=SLOW), 118.3).point == SLOW
 
 
@@ -114,7 +114,7 @@ def test_a_board_that_gets_too_hot_is_let_go_and_the_client_reads_why(helper: Cl
     assert place.held()
     helper.step(1.0)
     assert place.restored()
-    assert talk.ask(KeepaliveRequest(), 1.1).error == "let go: the hottest zone is at 90 C, the limit is 85 C"
+    assert talk.ask(KeepaliveRequest(), 1.1).error == "clocks unpinned: the hottest zone is at 90 C, the limit is 85 C"
     assert "clocks are pinned only up to 80 C" in (talk.ask(PinRequest(point=SLOW), 1.2).error or "")
 
 
@@ -132,7 +132,7 @@ def test_a_refused_hold_holds_nothing(helper: ClockHelper, place: Place):
     answer = talk.ask(PinRequest(point=msgspec.structs.replace(SLOW, cpu_hz=1.0)))
     assert "has no 1e-06 MHz" in (answer.error or "")
     assert place.restored()
-    assert talk.ask(KeepaliveRequest()).error == "this client holds no clocks"
+    assert talk.ask(KeepaliveRequest()).error == "this client has pinned no clocks"
 
 
 def test_what_could_not_be_put_back_is_told_and_tried_again(place: Place):
@@ -146,10 +146,10 @@ def test_what_could_not_be_put_back_is_told_and_tried_again(place: Place):
     talk = Talk(helper, place)
     talk.ask(PinRequest(point=SLOW), 0.0)
     stuck[0] = True
-    assert "not all is put back" in (talk.ask(UnpinRequest(), 0.1).error or "")
+    assert "not restored" in (talk.ask(UnpinRequest(), 0.1).error or "")
     status = talk.ask(StatusRequest(), 0.2).status
     assert status is not None
-    assert "max_freq was set to 1300500000 and says 318750000" in status.unrestored_settings[0]
+    assert "max_freq was set to 1300500000 and is 318750000" in status.unrestored_settings[0]
     stuck[0] = False
     helper.step(5.0)
     assert place.restored()
@@ -164,7 +164,7 @@ def test_one_client_holds_at_a_time_and_anybody_may_ask(helper: ClockHelper, pla
     first, second = Talk(helper, place), Talk(helper, place)
     first.ask(PinRequest(point=SLOW))
     refused = second.ask(PinRequest(point=SLOW)).error or ""
-    assert refused.startswith(f"process {os.getpid()} of user {os.getuid()} holds the clocks at 'slow'")
+    assert refused.startswith(f"process {os.getpid()} of user {os.getuid()} has pinned the clocks at 'slow'")
     assert second.ask(UnpinRequest()) == HelperResponse()
     assert place.held()
     status = second.ask(StatusRequest()).status
@@ -203,7 +203,7 @@ def test_a_request_without_end_is_cut_off(data: bytes, helper: ClockHelper, plac
     talk = Talk(helper, place)
     talk.ask(PinRequest(point=SLOW))
     answer = msgspec.json.decode(talk.raw(data), type=HelperResponse)
-    assert answer.error == "a request is one line of at most 4096 bytes"
+    assert answer.error == "request is longer than 4096 bytes"
     assert place.restored()
     assert talk.socket.recv(1) == b""
 
@@ -251,7 +251,7 @@ def test_only_root_the_helpers_own_user_and_the_group_may_speak(place: Place):
     helper = place.helper(read_peer=lambda line: (1, 54321, 778))
     stranger = Talk(helper, place)
     helper.step(0.0)
-    assert b"user 54321 may not set clocks here" in stranger.socket.recv(4096)
+    assert b"user 54321 may not set clocks" in stranger.socket.recv(4096)
     assert stranger.socket.recv(1) == b""
     helper.close()
 

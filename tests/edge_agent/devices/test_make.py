@@ -17,7 +17,7 @@ from fedquilt.testing.boards import write_fake_board
 
 
 def test_a_host_that_is_no_linux_is_told_what_to_do(tmp_path: Path):
-    with pytest.raises(JobError, match="set board to a profile to simulate"):
+    with pytest.raises(JobError, match="set `board` to a profile to simulate"):
         devices.create_device("auto", tmp_path)
     (tmp_path / "proc").mkdir()
     (tmp_path / "proc/meminfo").write_text("")
@@ -55,7 +55,7 @@ def test_a_profile_of_this_board_goes_before_the_shipped_one(tmp_path: Path):
     write_fake_board(tmp_path, "jetson-nano", jetpack=4)
     own = profiles.load_board_profile("x86-host")
     assert devices.create_device("auto", tmp_path, profile=own).idle_w == (own.idle_w.value if own.idle_w else None)
-    with pytest.raises(JobError, match="leave `profile` out"):
+    with pytest.raises(JobError, match="remove `profile`"):
         devices.create_device("jetson-tx2", profile=own)
 
 

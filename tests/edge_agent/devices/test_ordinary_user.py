@@ -162,7 +162,7 @@ def test_a_helper_that_cannot_read_the_lists_either_is_no_error(user: User, plan
 
 def is_refused(seen: Path, socket: Path) -> Any:
     device = board_of(seen, lambda: ClockClient.connect(socket))
-    with pytest.raises(ClockError, match="read-only"):
+    with pytest.raises(ClockError, match="cannot be set without a clock helper"):
         device.pin_clocks(device.points[0])
     return [device.adjustable, machine_facts._read_helper_status(socket)]
 
@@ -295,4 +295,4 @@ def test_a_memory_file_that_may_not_be_read_is_told(user: User):
     root = user.folder / "board"
     write_fake_board(root, "jetson-tx2", 4)
     user.shut(root / "proc/meminfo")
-    assert "has no memory size of this host" in user.does(is_no_board, root)
+    assert "has no memory size" in user.does(is_no_board, root)

@@ -70,7 +70,7 @@ def test_a_board_is_made_by_name_and_point():
     assert device.task_cost(
         WorkEstimate(flops=144.8e9, task_share=0.0), Cost(duration_s=0.0)
     ).duration_s == pytest.approx(1.0)
-    with pytest.raises(JobError, match="no operating point 'MAXX'; choose one of the modes MAXN"):
+    with pytest.raises(JobError, match="no operating point 'MAXX': choose one of MAXN"):
         devices.create_device("jetson-tx2:MAXX")
     with pytest.raises(JobError, match="'tx3' is unknown"):
         devices.create_device("tx3")
@@ -177,10 +177,10 @@ def test_traits_are_told_with_the_board_s_name():
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("colour=red", "no colour: battery, noise"),
-        ("noise=much", "are numbers"),
-        ("battery=", "are numbers"),
-        ("seed=1.5", "a whole one"),
+        ("colour=red", "unknown colour: use battery, noise"),
+        ("noise=much", "spread are floats"),
+        ("battery=", "spread are floats"),
+        ("seed=1.5", "seed an integer"),
         ("noise=-1", "positive numbers"),
         ("battery=0", "positive numbers"),
         ("spread=nan", "positive numbers"),

@@ -117,7 +117,7 @@ def test_stretches_are_added_up() -> None:
     )
     assert total_cost([one, Cost(duration_s=1.0)]).energy_j is None
     assert total_cost([one, one]).point == "MAXQ"
-    assert total_cost([one, Cost(duration_s=1.0)]).point == "MAXQ, then let go"
+    assert total_cost([one, Cost(duration_s=1.0)]).point == "MAXQ, then unpinned"
     assert total_cost([Cost(duration_s=1.0)]).point is None
 
 

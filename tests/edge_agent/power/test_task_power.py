@@ -101,7 +101,7 @@ def test_a_stretch_whose_clocks_somebody_else_moved_teaches_nothing() -> None:
     board = Board()
     spent = worked(board, lost_s=30.0)
     assert spent.learned_model == LearnedModel()
-    assert spent.cost.point == "slow, then let go"
+    assert spent.cost.point == "slow, then unpinned"
     assert board.clocks == ["own", "slow"]
 
 

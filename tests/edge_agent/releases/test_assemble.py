@@ -99,7 +99,7 @@ def test_the_boards_own_part_is_in_its_network_and_is_checked_on_its_own_data(pl
 def test_a_newcomer_gets_what_the_method_evaluates_of_one_and_says_so(place: Place) -> None:
     found = place.checked(SplitModelFiles(str(place.shared), "d"))
     assert found.code == "ok"
-    assert found.note == f"nothing of {JOB} is kept here: the network is that of a newcomer to it"
+    assert found.note == f"this device has no private state of {JOB}: the network is that of a new device"
     assert place.model.read_bytes() == b"".join(
         weights.fill_graph(personal_models.read_personal(place.shared).graph.data, FIRST)
     )

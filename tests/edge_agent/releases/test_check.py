@@ -78,7 +78,7 @@ def test_different_examples_are_timed_as_a_cascade_takes_longer_for_some(monkeyp
     ("made", "data", "said"),
     [
         ({"size": 28}, {}, ""),  # an image is resized to what the network takes
-        ({"size": 28, "facts": False}, {}, "takes inputs of shape (1, 28, 28), and the data of this device have shape"),
+        ({"size": 28, "facts": False}, {}, "takes inputs of shape (1, 28, 28), the examples of this device have shape"),
         ({"labels": ("0", "1", "2")}, {}, "the network predicts 3 classes"),
         ({}, {"path": "nowhere.npz"}, "nowhere.npz"),
     ],
@@ -88,7 +88,7 @@ def test_a_model_for_other_data_is_refused_by_name(laid: Laid, made: dict, data:
     assert said in found.reason
     assert (found.code == "ok") is (said == "")
     if said:
-        assert judge_check(ReleaseLimits(), found, None).refusal_reason.startswith("its check failed: ")
+        assert judge_check(ReleaseLimits(), found, None).refusal_reason.startswith("check failed: ")
 
 
 def test_a_model_for_other_labels_is_refused_by_name(laid: Laid, tmp_path: Path) -> None:
@@ -121,7 +121,7 @@ def test_bytes_that_are_no_network_are_refused(laid: Laid, payload: bytes) -> No
 def test_a_budget_that_is_too_small_is_told(laid: Laid) -> None:
     found = check_process.run_check(order(laid("new", network()), budget_bytes=60_000_000))
     assert found.code == "budget"
-    assert "raise the budget" in found.reason
+    assert "raise budget" in found.reason
 
 
 # -- graphs of other exporters ------------------------------------------------------------------------
@@ -157,7 +157,7 @@ def test_a_graph_without_sizes_is_run_on_a_shape_that_it_takes(
     found = check_process.run_check(order(laid("new", made().SerializeToString()), data={}))
     assert (found.code, found.reason) == ("ok", "")
     assert found.metrics["latency_s"] > 0
-    assert f"it was run on an example of the shape {guess}, a guess" in found.note
+    assert f"the model was timed with the guessed shape {guess}" in found.note
 
 
 def test_the_shape_of_the_release_is_the_one_that_is_run(laid: Laid) -> None:
@@ -175,15 +175,17 @@ def test_a_model_that_was_not_run_is_refused(laid: Laid, shape: list[str] | None
     model = laid("new", made_graphs.product(shape, nodes=identity(-1, 5 * 7), size=35).SerializeToString())
     found = check_process.run_check(order(model, data={}))
     assert (found.code, found.metrics) == ("model", {})
-    assert judge_check(ReleaseLimits(), found, None).refusal_reason.startswith("its check failed: it was not run")
+    assert judge_check(ReleaseLimits(), found, None).refusal_reason.startswith(
+        "check failed: model takes examples of shape"
+    )
     assert "roll it out with --input-shape" in found.reason
 
 
 @pytest.mark.parametrize(
     ("output", "nodes", "said"),
     [
-        (("n", 2, 3), identity(-1, 2, 6), "for each example has shape (2, 3), not one score per class"),
-        ((2, "n", 3), identity(2, -1, 6), "returns for one example an array of shape (2, 1, 3)"),  # time first
+        (("n", 2, 3), identity(-1, 2, 6), "for an example has shape (2, 3), not one score per class"),
+        ((2, "n", 3), identity(2, -1, 6), "output for one example has shape (2, 1, 3)"),  # time first
     ],
 )
 def test_answers_that_are_no_scores_are_refused_with_a_fix(
@@ -193,7 +195,7 @@ def test_answers_that_are_no_scores_are_refused_with_a_fix(
     found = check_process.run_check(order(laid("new", made.SerializeToString()), data={}))
     assert found.code == "model"
     assert said in found.reason
-    assert ": roll out a network" in found.reason or ": export it" in found.reason
+    assert ": roll out a network" in found.reason or ": export the network" in found.reason
 
 
 def centred(into: str) -> list[Any]:
@@ -244,7 +246,7 @@ def test_without_room_for_a_second_example_a_batch_is_not_compared(laid: Laid, m
     monkeypatch.setattr(check_process.memory_budget, "read_peak_bytes", lambda pid: 3_000_000_000)
     found = check_process.run_check(order(laid("new", made), data={}, budget_bytes=4_000_000_000))
     assert found.code == "ok"
-    assert "answers of a batch were not compared" in found.note
+    assert "outputs of a batch were not compared" in found.note
 
 
 # -- limits ---------------------------------------------------------------------------------------
@@ -261,11 +263,14 @@ MEASURED = WorkResult(
         (ReleaseLimits(min_gain=-0.05, max_latency_s=0.020, max_energy_j=0.5, max_peak_bytes=200_000_000), ""),
         (
             ReleaseLimits(min_gain=-0.005),
-            "its accuracy is 80.0% on this device's held-out examples, and 85.0% with what runs",
+            "accuracy on this device's held-out examples changes from 85.0% to 80.0%: -5.0 points",
         ),
-        (ReleaseLimits(max_latency_s=0.0199), "an answer takes 20.0 ms here, at most 19.9 are wanted"),
-        (ReleaseLimits(max_energy_j=0.4), "an answer takes 0.5 J here, at most 0.4 are wanted"),
-        (ReleaseLimits(max_peak_bytes=199_000_000), "it takes 200 MB of memory here, at most 199 MB are wanted"),
+        (ReleaseLimits(max_latency_s=0.0199), "an answer takes 20.0 ms on this device, 19.9 are permitted"),
+        (ReleaseLimits(max_energy_j=0.4), "an answer takes 0.5 J on this device, 0.4 are permitted"),
+        (
+            ReleaseLimits(max_peak_bytes=199_000_000),
+            "the model takes 200 MB of memory on this device, 199 MB are permitted",
+        ),
     ],
 )
 def test_limits_decide_with_a_sentence(limits: ReleaseLimits, refused: str) -> None:
@@ -280,8 +285,7 @@ def test_limits_on_what_cannot_be_measured_are_told_and_do_not_refuse() -> None:
     outcome = WorkResult(metrics={"accuracy": 0.8, "latency_s": 0.02}, examples=100)
     note = judge_check(ReleaseLimits(min_gain=0.0, max_energy_j=1.0), outcome, None).note
     assert note == (
-        "joules were not measured: this device has no meter; "
-        "its accuracy was compared with nothing: no model ran here before"
+        "energy was not measured: this device has no meter; accuracy was not compared: this device had no model before"
     )
 
 
@@ -313,9 +317,9 @@ def test_an_engine_is_built_beside_the_model(laid: Laid, tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("body", "limit_s", "note"),
     [
-        ("echo no device; exit 3", 60.0, "trtexec ended with code 3: no device"),
-        ("exec sleep 1000", 0.2, "trtexec was ended after 0.2 s, without an engine"),
-        ("exit 0", 60.0, "trtexec built no engine: No such file or directory"),
+        ("echo no device; exit 3", 60.0, "no TensorRT engine: trtexec ended with exit code 3: no device"),
+        ("exec sleep 1000", 0.2, "no TensorRT engine: trtexec was stopped after 0.2 s"),
+        ("exit 0", 60.0, "no TensorRT engine: No such file or directory"),
     ],
 )
 def test_a_failure_of_tensorrt_is_told_and_harmless(

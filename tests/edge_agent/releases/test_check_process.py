@@ -103,7 +103,7 @@ def test_a_check_above_the_budget_is_ended_by_name(tmp_path: Path) -> None:
         refused = place.verdict().refusal_reason
     finally:
         place.worker.close()
-    assert "the budget is 20 MB" in refused
+    assert "over its budget of 20 MB" in refused
 
 
 def test_a_check_that_is_dropped_ends_at_once(place: Place) -> None:
@@ -111,7 +111,7 @@ def test_a_check_that_is_dropped_ends_at_once(place: Place) -> None:
     wait_until(lambda: pids(place), "the process")
     place.models.discard_unused()
     assert pids(place) == []
-    assert place.models.poll_check() == CheckResult("its check was not begun", {})
+    assert place.models.poll_check() == CheckResult("check was not started", {})
     assert not [path for path in place.models.folder.iterdir() if path.is_dir()]
 
 

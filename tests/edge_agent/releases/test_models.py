@@ -147,7 +147,7 @@ def test_the_shape_of_a_release_is_the_one_that_its_check_runs(place: Place) -> 
 def test_a_check_whose_process_somebody_killed_is_reported(place: Place) -> None:
     begun(place)
     place.checks.events = [WorkResult(code="failed", reason="killed by somebody", killed_externally=True)]
-    assert place.models.poll_check() == CheckResult("its check failed: killed by somebody", {}, killed_externally=True)
+    assert place.models.poll_check() == CheckResult("check failed: killed by somebody", {}, killed_externally=True)
 
 
 def test_a_check_that_never_ends_is_ended(place: Place) -> None:
@@ -155,7 +155,7 @@ def test_a_check_that_never_ends_is_ended(place: Place) -> None:
     place.now_s += 10_000.0
     verdict = place.models.poll_check()
     assert verdict is not None
-    assert verdict.refusal_reason == "its check did not come to an end: it was ended"
+    assert verdict.refusal_reason == "check exceeded its time limit and was stopped"
 
 
 # -- the runner -----------------------------------------------------------------------------------
@@ -168,7 +168,7 @@ def test_a_model_with_which_the_runner_fails_is_ill(place: Place) -> None:
     place.served(served=1036, failed=64)
     assert place.models.unhealthy_reason() == ""
     place.served(served=1034, failed=66)
-    assert place.models.unhealthy_reason() == "the model runner failed 16 of 100 times with it"
+    assert place.models.unhealthy_reason() == "the model runner failed 16 of 100 times with this model"
 
 
 def test_a_few_failures_are_not_the_models(place: Place) -> None:
@@ -178,7 +178,7 @@ def test_a_few_failures_are_not_the_models(place: Place) -> None:
     place.served(failed=4)
     assert place.models.unhealthy_reason() == ""
     place.served(failed=5)
-    assert place.models.unhealthy_reason() == "the model runner failed 5 of 5 times with it"
+    assert place.models.unhealthy_reason() == "the model runner failed 5 of 5 times with this model"
 
 
 def test_a_runner_that_is_started_anew_counts_from_nothing(place: Place) -> None:
@@ -186,7 +186,7 @@ def test_a_runner_that_is_started_anew_counts_from_nothing(place: Place) -> None
     place.served(served=1000, failed=400)
     assert place.models.unhealthy_reason() == ""
     place.served(served=3, failed=5)
-    assert place.models.unhealthy_reason() == "the model runner failed 5 of 8 times with it"
+    assert place.models.unhealthy_reason() == "the model runner failed 5 of 8 times with this model"
 
 
 def test_a_runner_that_falls_silent_or_does_not_take_the_model_up_is_ill(place: Place) -> None:
@@ -200,11 +200,11 @@ def test_a_runner_that_falls_silent_or_does_not_take_the_model_up_is_ill(place: 
     assert place.models.unhealthy_reason() == ""
     place.now_s += 50.0
     place.served(served=12, model=first.blob.sha256)
-    assert place.models.unhealthy_reason() == "the model runner has not taken it up: it answers with another model"
+    assert place.models.unhealthy_reason() == "the model runner has not loaded this model and answers with another"
     place.served(served=13, model=second.blob.sha256)
     assert place.models.unhealthy_reason() == ""
     place.now_s += 61.0
-    assert place.models.unhealthy_reason() == "the model runner has fallen silent with it"
+    assert place.models.unhealthy_reason() == "the model runner was silent with this model"
 
 
 def test_a_model_is_not_settled_until_the_runner_that_is_there_has_taken_it_up(place: Place) -> None:
@@ -216,7 +216,7 @@ def test_a_model_is_not_settled_until_the_runner_that_is_there_has_taken_it_up(p
     assert not place.models.is_settled()
     place.now_s += 46.0
     place.served(served=11, model=first.blob.sha256)
-    assert "has not taken it up" in place.models.unhealthy_reason()
+    assert "has not loaded this model" in place.models.unhealthy_reason()
     assert place.models.is_settled()  # it is waited for no longer
     place.served(served=12, model=second.blob.sha256)
     assert place.models.is_settled()
@@ -225,7 +225,7 @@ def test_a_model_is_not_settled_until_the_runner_that_is_there_has_taken_it_up(p
     place.served(served=13)
     assert place.models.is_settled()
     place.now_s += 61.0
-    assert place.models.unhealthy_reason() == "the model runner has fallen silent with it"
+    assert place.models.unhealthy_reason() == "the model runner was silent with this model"
 
 
 def test_a_runner_that_ends_at_the_exchange_has_fallen_silent(place: Place) -> None:
@@ -235,7 +235,7 @@ def test_a_runner_that_ends_at_the_exchange_has_fallen_silent(place: Place) -> N
     place.now_s += 20.0
     place.put(2)
     place.now_s += 41.0
-    assert place.models.unhealthy_reason() == "the model runner has fallen silent with it"
+    assert place.models.unhealthy_reason() == "the model runner was silent with this model"
     place.served(served=11)
     place.models.unhealthy_reason()
     place.now_s += 31.0
@@ -261,10 +261,8 @@ def test_a_model_whose_answers_in_use_are_worse_than_before_is_ill(place: Place)
     place.served(served=930, accuracy=0.4, labelled=30)
     assert place.models.unhealthy_reason() == ""
     place.served(served=1000, accuracy=0.3, labelled=100)
-    said = (
-        "30.0% of its answers in use are right, of 100 with labels, and 60.0% were with what ran before: -30.0 points"
-    )
-    assert place.models.unhealthy_reason() == f"{said}, at least -10.0 are wanted"
+    said = "accuracy in use, from 100 labels, is 30.0% after 60.0% with the model before: -30.0 points"
+    assert place.models.unhealthy_reason() == f"{said}, at least -10.0 are required"
     place.models.roll_back()
     place.served(served=1100, accuracy=0.3, labelled=200)
     assert place.models.unhealthy_reason() == ""
@@ -277,7 +275,7 @@ def test_a_model_is_not_settled_while_labels_may_yet_show_that_it_is_worse(place
         place.served(served=1000 + labelled, accuracy=accuracy, labelled=labelled)
         assert (place.models.is_settled(), place.models.unhealthy_reason()) == (False, "")
     place.served(served=1500, accuracy=0.4, labelled=400)
-    assert place.models.unhealthy_reason().startswith("40.0% of its answers in use are right, of 400 with labels")
+    assert place.models.unhealthy_reason().startswith("accuracy in use, from 400 labels, is 40.0%")
 
 
 @pytest.mark.parametrize(("accuracy", "labelled"), [(0.9, 30), (0.55, 500)])
@@ -339,7 +337,7 @@ def test_an_old_runners_file_says_nothing_until_it_changes(place: Place) -> None
 def test_a_model_that_is_gone_is_ill(place: Place) -> None:
     wanted = place.put(1)
     (place.folder / short(wanted) / "model.onnx").unlink()
-    assert place.models.unhealthy_reason().startswith("its file is gone from")
+    assert place.models.unhealthy_reason().startswith("model file is missing in")
 
 
 def test_a_pipe_in_the_place_of_the_runners_file_keeps_nobody_waiting(place: Place) -> None:
@@ -365,9 +363,9 @@ def test_the_hook_is_run_after_each_exchange_with_the_models_place(tmp_path: Pat
 @pytest.mark.parametrize(
     ("command", "said"),
     [
-        (("sh", "-c", "echo starting; echo no such unit >&2; exit 4"), "the hook sh ended with code 4: no such unit"),
-        (("sh", "-c", "kill -9 $$"), "the hook sh died of SIGKILL"),
-        (("/nowhere/reload",), "the hook /nowhere/reload cannot be started: No such file or directory"),
+        (("sh", "-c", "echo starting; echo no such unit >&2; exit 4"), "hook sh ended with exit code 4: no such unit"),
+        (("sh", "-c", "kill -9 $$"), "hook sh was ended by SIGKILL"),
+        (("/nowhere/reload",), "hook /nowhere/reload cannot be started: No such file or directory"),
     ],
 )
 def test_a_hook_that_fails_is_told_by_name(tmp_path: Path, command: tuple[str, ...], said: str) -> None:
@@ -385,7 +383,7 @@ def test_a_hook_that_hangs_is_ended_with_what_it_has_started(tmp_path: Path) -> 
     assert place.models.unhealthy_reason() == ""
     sleeper = int(wait_until(lambda: pid.exists() and pid.read_text(), "the hook's child"))
     place.now_s += HOOK_S + 1
-    assert told(place) == "the hook sh hung: it was ended after 60 s"
+    assert told(place) == "hook sh was stopped after 60 s"
     wait_until(lambda: not is_running(sleeper), "the end of what it has started")
 
 

@@ -31,10 +31,10 @@ def wanted(**changes: object) -> ReleaseState:
     ("reading", "said"),
     [
         (Reading(), ""),
-        (Reading(battery=0.19), "its battery is below 20%, and does not charge"),
+        (Reading(battery=0.19), "the battery is below 20% and is not charging"),
         (Reading(battery=0.19, charging=True), ""),
         (Reading(battery=0.21), ""),
-        (Reading(temperature_c=85.5), "it is hotter than 85 °C"),
+        (Reading(temperature_c=85.5), "the device is hotter than 85 °C"),
         (Reading(temperature_c=84.5), ""),
     ],
 )
@@ -64,7 +64,10 @@ def test_a_window_is_of_the_boards_own_day(wish: str, hour: int, open_: bool) ->
 
 
 def test_a_window_on_a_board_without_a_clock_stays_shut() -> None:
-    assert state_machine.outside_window_reason("02:00-05:00", None) == "its window is 02:00-05:00, and it has no clock"
+    assert (
+        state_machine.outside_window_reason("02:00-05:00", None)
+        == "the window is 02:00-05:00, and the device has no clock"
+    )
 
 
 @pytest.mark.parametrize("text", ["2:00-5:00", "24:00-25:00", "02:00", "02:00-05:00 ", "02:60-05:00", "a"])

@@ -43,7 +43,7 @@ def test_what_ran_before_is_what_it_returns_to(site: Site, toy: ToyKind) -> None
     assert first.blob is not None
     assert (last(site).phase, last(site).reason) == (
         "returned",
-        "it failed 9 of 10 times; after the return: hook failed",
+        "it failed 9 of 10 times; after the roll-back: hook failed",
     )
     assert (last(site).current, last(site).name) == (first.blob.sha256, "v1")
 
@@ -178,7 +178,7 @@ def test_memory_that_is_not_free_is_waited_for(site: Site, toy: ToyKind) -> None
     toy.need, site.board.available_bytes = 100_000_000, 99_000_000
     deploy(site)
     site.run(10.0)
-    assert last(site).reason == "its check takes 100 MB of memory, and less is free"
+    assert last(site).reason == "the check needs 100 MB of memory, and less is free"
     site.board.available_bytes = 100_000_000
     site.run(20.0)
     assert last(site).phase == "committed"
@@ -201,14 +201,17 @@ def test_its_blob_is_kept_while_it_waits_however_little_room_there_is_for_others
     site.run(20.0)
     assert last(site).phase == "committed"
     assert "fetching" not in [each.phase for each in site.all("installed")[fetched:] if each.reason]
-    assert site.agent.releases.needed_blobs() == set()
+    assert site.agent.releases.needed_hashes() == set()
 
 
 def test_a_clock_in_1970_does_not_open_a_window(site: Site) -> None:
     site.clock = lambda: site.broker.now_s
     deploy(site, window="00:00-23:59")
     site.run(20.0)
-    assert (last(site).phase, last(site).reason) == ("waiting", "its window is 00:00-23:59, and its clock says 1970")
+    assert (last(site).phase, last(site).reason) == (
+        "waiting",
+        "the window is 00:00-23:59, and the device's clock is not set (year 1970)",
+    )
     midday_s = time.mktime((2026, 5, 4, 12, 0, 0, 0, 0, -1))
     site.clock = lambda: midday_s + site.broker.now_s
     site.run(30.0)
@@ -291,7 +294,7 @@ def test_damaged_notes_are_forgotten(site: Site, toy: ToyKind, caplog: pytest.Lo
     site.start()
     site.run(2.0)
     assert "is damaged" in caplog.text
-    assert (last(site).phase, last(site).reason) == ("committed", "it ran here already")
+    assert (last(site).phase, last(site).reason) == ("committed", "release was in use already")
 
 
 def test_a_swap_that_cannot_be_noted_is_not_made(site: Site, toy: ToyKind) -> None:

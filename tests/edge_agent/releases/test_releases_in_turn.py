@@ -86,7 +86,7 @@ def test_what_a_rollout_has_brought_is_taken_back(site: Site, toy: ToyKind) -> N
         site.run(5.0)
         assert (last(site).serial, last(site).phase) == (serial, "returned")
         assert (toy.running == first.blob.sha256) is running
-    assert last(site).reason == "it does not run what that rollout has brought"
+    assert last(site).reason == "this device does not use a release of that rollout"
     assert toy.calls.count("back") == 1
 
 
@@ -104,7 +104,7 @@ def test_a_release_that_is_withdrawn_is_given_up(site: Site, toy: ToyKind) -> No
     deploy(site)
     site.run(2.0)
     site.say("model", b"", retain=True)
-    assert (last(site).phase, last(site).reason) == ("refused", "it was withdrawn")
+    assert (last(site).phase, last(site).reason) == ("refused", "release was cancelled")
     toy.verdict = verdict
     deploy(site, 2)
     site.run(3.0)
@@ -118,7 +118,7 @@ def test_the_same_model_again_is_not_exchanged(site: Site, toy: ToyKind) -> None
     site.run(20.0)
     site.say("model", release(2, wanted.blob), retain=True)
     site.run(2.0)
-    assert (last(site).phase, last(site).reason) == ("committed", "it ran here already")
+    assert (last(site).phase, last(site).reason) == ("committed", "release was in use already")
     site.say("model", release(3, rollout="r2", is_rollback=True), retain=True)
     site.run(2.0)
     assert wanted.blob is not None
@@ -172,7 +172,7 @@ def test_what_cannot_be_read_for_a_while_ends_nothing(
     toy.current_sha256 = unreadable
     deploy(site, force=True)
     site.run(10.0)
-    assert "releases of kind model: release in use is unreadable, waiting: cannot read choice.json" in caplog.text
+    assert "model release waits for the disk, trying again in 5 s: cannot read choice.json" in caplog.text
     assert all(claim.accepted for claim in site.all("claim"))
     toy.current_sha256 = current
     site.worker.finish()

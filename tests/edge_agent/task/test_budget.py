@@ -22,7 +22,7 @@ def test_work_fits_when_engine_and_work_together_do() -> None:
     assert memory_budget.memory_shortage("e", WorkEstimate(peak_bytes=70 * MB), 100 * MB, None, {"e": 30 * MB}) is None
     assert memory_budget.memory_shortage("e", WorkEstimate(peak_bytes=71 * MB), 100 * MB, None, {"e": 30 * MB}) == (
         "budget",
-        "needs 101 MB (30 MB for the e engine, 71 MB for the work), the budget here is 100 MB",
+        "needs 101 MB (30 MB for the e engine, 71 MB for the work), more than the device's budget of 100 MB",
     )
 
 
@@ -30,7 +30,7 @@ def test_a_board_short_of_memory_is_named_as_such() -> None:
     short = memory_budget.memory_shortage("e", WorkEstimate(peak_bytes=10 * MB), 100 * MB, 39 * MB, {"e": 30 * MB})
     assert short is not None
     assert short[0] == "memory"
-    assert "the board has 39 MB left" in short[1]
+    assert "more than the 39 MB available on the device" in short[1]
     assert (
         memory_budget.memory_shortage("e", WorkEstimate(peak_bytes=10 * MB), 100 * MB, 40 * MB, {"e": 30 * MB}) is None
     )
@@ -152,7 +152,7 @@ def test_a_board_that_saw_more_than_predicted_asks_for_more() -> None:
     short = memory_budget.memory_shortage("e", work, 90 * MB, None, {"e": 50 * MB}, learnt)
     assert short is not None
     assert "needs 100 MB" in short[1]
-    assert "1.25 times what was predicted" in short[1]
+    assert "1.25 times the prediction" in short[1]
     assert memory_budget.memory_shortage("e", work, 100 * MB, None, {"e": 50 * MB}, learnt) is None
 
 

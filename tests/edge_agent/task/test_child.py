@@ -56,7 +56,7 @@ def test_a_child_that_answers_no_protocol_is_killed(
     with child(script(endless)) as worker:
         outcome = run_request(worker, place.order())
     assert outcome.code == "failed"
-    assert "answers no protocol" in outcome.reason
+    assert "wrote invalid output" in outcome.reason
     assert len(caplog.records) == logged
 
 
@@ -73,7 +73,7 @@ def test_a_child_that_ends_by_itself_is_quoted(place: Place) -> None:
     with child(script("import sys; print('no such library', file=sys.stderr); sys.exit(3)")) as worker:
         outcome = run_request(worker, place.order())
     assert outcome.code == "failed"
-    assert "ended with code 3; it said: no such library" in outcome.reason
+    assert "ended with exit code 3; last output: no such library" in outcome.reason
 
 
 def test_a_child_that_cannot_be_started_is_an_outcome(place: Place) -> None:

@@ -115,7 +115,7 @@ def test_a_result_larger_than_the_memory_that_it_was_made_in_is_refused(place: P
     finally:
         worker.close()
     assert (outcome.code, outcome.bundles) == ("failed", {})
-    assert "35184372 MB, more than its memory budget of 1074 MB" in outcome.reason
+    assert "35184372 MB exceeds the memory budget of 1074 MB" in outcome.reason
 
 
 # -- folders --------------------------------------------------------------------------------------

@@ -38,11 +38,17 @@ def dies(words: str, signal: str) -> str:
     [
         # C++ ends a process whose allocation fails by SIGABRT, and what it said last tells why
         (dies("'std::bad_alloc'", "SIGABRT"), (3, 3), (0, 0), ("memory", True, False), "bad_alloc"),
-        (dies("NvMapMemAllocInternalTagged", "SIGABRT"), (3, 3), (0, 0), ("memory", True, False), "ask for less"),
+        (
+            dies("NvMapMemAllocInternalTagged", "SIGABRT"),
+            (3, 3),
+            (0, 0),
+            ("memory", True, False),
+            "reduce model or batch",
+        ),
         (dies("corrupted memory map", "SIGABRT"), (3, 3), (0, 0), ("failed", False, False), "SIGABRT"),
         # a library that calls exit() instead
         ("import sys; sys.exit('CUDA error: out of memory')", (0, 0), (0, 0), ("memory", True, False), "CUDA"),
-        (dies("busy", "SIGKILL"), (3, 3), (0, 0), ("failed", False, True), "by somebody"),
+        (dies("busy", "SIGKILL"), (3, 3), (0, 0), ("failed", False, True), "from outside"),
         # by the kernel, which others have brought there
         (dies("busy", "SIGKILL"), (3, 4), (0, 0), ("memory", True, True), "kernel"),
         (dies("busy", "SIGKILL"), (3, 4), (None, None), ("memory", True, True), "kernel"),

@@ -131,10 +131,10 @@ def test_private_state_goes_in_and_comes_out_and_prints_go_elsewhere(place: Plac
     [
         ("diverged", {}, "diverged", "tensor 'w' holds 1 values that are not finite"),
         ("clumsy", {}, "model", "no bundle 'weights': choose one of model"),
-        ("greedy", {}, "memory", "an allocation failed"),
+        ("greedy", {}, "memory", "memory allocation failed"),
         ("chatty", {"data": {}}, "data", "add a [data] table to agent.toml"),
         ("chatty", {"data": {"path": "/nowhere.npz"}}, "data", "/nowhere.npz"),
-        ("chatty", {"actions": ("check",)}, "method", "no evaluation"),
+        ("chatty", {"actions": ("check",)}, "method", "no `check` function"),
         ("chatty", {"engine": "abacus"}, "engine", "'abacus'"),
     ],
 )
@@ -161,7 +161,7 @@ def test_a_child_above_its_budget_is_killed_with_numbers(place: Place) -> None:
     with child(place.command()) as worker:
         outcome = run_request(worker, place.order("hog", budget_bytes=150 * 10**6))
         assert outcome.code == "memory"
-        assert "the budget is 150 MB" in outcome.reason
+        assert "over its budget of 150 MB" in outcome.reason
         assert outcome.peak_bytes is not None
         assert outcome.peak_bytes > 150 * 10**6
         assert worker.resident_bytes == 0
@@ -199,8 +199,8 @@ def test_a_child_killed_in_the_middle_is_told_from_one_out_of_memory(place: Plac
         os.kill(pid_of(worker), signal.SIGKILL)
         outcome = until(worker, WorkResult)
     assert (outcome.code, outcome.killed_externally) == ("failed", True)
-    assert "was killed by somebody (SIGKILL)" in outcome.reason
-    assert "MB when last seen" in outcome.reason
+    assert "was killed from outside (SIGKILL)" in outcome.reason
+    assert "(last measured at" in outcome.reason
 
 
 def test_a_task_given_up_is_killed_and_never_heard_of(place: Place) -> None:
@@ -280,5 +280,5 @@ def test_a_method_whose_work_returns_no_answer_is_told_so(tmp_path: Path) -> Non
         cache_folder="",
         output_folder=str(tmp_path),
     )
-    with pytest.raises(JobError, match="`work` of method 'prox:METHOD' returned NoneType, return a fedquilt"):
+    with pytest.raises(JobError, match="`work` of method 'prox:METHOD' returned NoneType: return a fedquilt"):
         main.run_method(order, method, SimpleNamespace(lost_state_reason=""))  # type: ignore[arg-type]

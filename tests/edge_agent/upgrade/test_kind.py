@@ -98,9 +98,12 @@ def test_why_the_launcher_returned_is_told(board: Board, bundle: Callable[..., P
     board.take(bundle())
     choice = launcher.read_choice(board.versions)
     assert choice is not None
-    launcher.write_choice(board.versions, launcher.roll_back(choice, "it ended 3 times without having held"))
+    launcher.write_choice(board.versions, launcher.roll_back(choice, "it ended 3 times before it was confirmed"))
     board.start()
-    assert (board.kind.current_sha256(), board.kind.unhealthy_reason()) == ("", "it ended 3 times without having held")
+    assert (board.kind.current_sha256(), board.kind.unhealthy_reason()) == (
+        "",
+        "it ended 3 times before it was confirmed",
+    )
     file = bundle("pass")
     board.kind.stage(board.release(file), file)
     assert board.kind.unhealthy_reason() == ""
@@ -108,7 +111,9 @@ def test_why_the_launcher_returned_is_told(board: Board, bundle: Callable[..., P
 
 def test_a_version_that_could_not_be_tried_is_given_up(board: Board, bundle: Callable[..., Path]) -> None:
     new = board.take(bundle())
-    board.start("", fallback_reason="choice.json cannot be written (No space left on device), so it could not be tried")
+    board.start(
+        "", fallback_reason="choice.json cannot be written (No space left on device), so the trial is impossible"
+    )
     assert board.kind.current_sha256() == ""
     assert "No space left" in board.kind.unhealthy_reason()
     board.kind.discard_unused()
@@ -133,12 +138,12 @@ def test_environments_of_no_use_are_deleted(board: Board, bundle: Callable[..., 
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"machine": "riscv64"}, "the bundle is for riscv64, and this board is "),
-        ({"python": "3.99"}, "the bundle is for Python 3.99, and this board has 3."),
-        ({"format": 7}, "the bundle has format 7, and this version of fedquilt reads 1"),
-        ({"present": {"msgspec": "0.0.1"}}, "the bundle needs msgspec 0.0.1, and this board has "),
-        ({"present": {"no-such-thing": "1"}}, "the bundle needs no-such-thing 1, and this board does not have it"),
-        ({"unpacked_bytes": 3}, "holds more than the 3 bytes that were announced"),
+        ({"machine": "riscv64"}, "bundle is for riscv64, this board is "),
+        ({"python": "3.99"}, "bundle is for Python 3.99, this board has 3."),
+        ({"format": 7}, "bundle has format 7, this version of fedquilt reads 1"),
+        ({"present": {"msgspec": "0.0.1"}}, "bundle needs msgspec 0.0.1, this board has "),
+        ({"present": {"no-such-thing": "1"}}, "bundle needs no-such-thing 1, this board does not have it"),
+        ({"unpacked_bytes": 3}, "exceeds the announced size of 3 bytes"),
         ({"wheels": {"fedquilt-9.9.9-py3-none-any.whl": "0" * 64}}, "differs from the manifest"),
         ({"wheels": {"other-1-py3-none-any.whl": "0" * 64}}, "other-1-py3-none-any.whl is missing"),
         ({"wheels": {"../../x.whl": "0" * 64}}, "is not an upgrade bundle"),
@@ -162,7 +167,10 @@ def test_what_is_no_bundle_is_refused(board: Board, tmp_path: Path) -> None:
 def test_a_wheel_that_would_write_elsewhere_is_refused(board: Board, tmp_path: Path) -> None:
     house = [wheel(tmp_path / "house", "fedquilt", files={"../../../escaped.py": ""})]
     verdict = board.verdict(upgrades.pack(tmp_path / "b.tar", house))
-    assert "fedquilt-1.0-py3-none-any.whl would write to ../../../escaped.py" in verdict.refusal_reason
+    assert (
+        "fedquilt-1.0-py3-none-any.whl would write outside the environment, to ../../../escaped.py"
+        in verdict.refusal_reason
+    )
     assert board.kept == []
 
 
@@ -184,7 +192,7 @@ def test_a_check_that_hangs_is_ended(board: Board, bundle: Callable[..., Path]) 
     now[0] = 1e6
     verdict = board.kind.poll_check()
     assert verdict is not None
-    assert verdict.refusal_reason.startswith("its check has not ended within")
+    assert verdict.refusal_reason.startswith("check was stopped after its time limit")
 
 
 def test_without_a_launcher_nothing_is_taken(tmp_path: Path, bundle: Callable[..., Path]) -> None:
@@ -235,7 +243,7 @@ def test_a_disk_without_room_is_told_before_anything_is_written(board: Board, bu
         def free_bytes(self, folder: object) -> int:
             return 1_000_000
 
-    with pytest.raises(StoreError, match=r"1 MB are free at .*, and this version needs 34 MB: free disk space"):
+    with pytest.raises(StoreError, match=r"has 1 MB free, this version needs 34 MB: free disk space"):
         environment_build.build_environment(order(board, bundle()), Full())
     assert board.kept == []
 

@@ -55,8 +55,8 @@ def test_a_trial_gets_three_starts(tmp_path: Path) -> None:
         assert (choice.current, choice.starts, said) == (B, start, "")
     choice, said = choose_version(choice, "f", "boot", 4.0, tmp_path)
     assert (choice.current, choice.previous, choice.trying, choice.failed) == (A, None, False, B)
-    assert choice.returned == "it ended 3 times without having held"
-    assert said.startswith("returned from bbbbbbbbbbbb to aaaaaaaaaaaa: it ended 3 times")
+    assert choice.returned == "it ended 3 times before it was confirmed"
+    assert said.startswith("version bbbbbbbbbbbb rolled back to aaaaaaaaaaaa: it ended 3 times")
     assert choose_version(choice, "f", "boot", 5.0, tmp_path) == (choice, "")  # it stays there
 
 
@@ -72,13 +72,13 @@ def test_a_trial_that_was_not_online_in_time_is_over(tmp_path: Path) -> None:
 def test_a_board_flashed_anew_forgets_what_came_over_the_air(tmp_path: Path) -> None:
     choice, said = choose_version(tried(), "another", "boot", 0.0, tmp_path)
     assert choice == VersionChoice("another")
-    assert "flashed anew" in said
+    assert "was flashed again" in said
 
 
 def test_an_environment_that_is_gone_is_not_started(tmp_path: Path) -> None:
     choice, said = choose_version(VersionChoice("f", B, A), "f", "boot", 0.0, tmp_path)
     assert (choice.current, choice.failed) == ("", B)
-    assert "is gone" in said
+    assert "is missing" in said
     assert "the flashed version" in said
 
 

@@ -26,11 +26,13 @@ def test_only_the_fleets_authority_is_believed(tmp_path: Path, bundle: Callable[
     board.table["broker"] = {"ca": str(tmp_path / "ours/ca.crt")}
     board.start()
     assert board.verdict(bundle(sign=ours.sign_upgrade)) == CheckResult("", {})
-    assert "is not from the authority in" in board.verdict(bundle("1", sign=theirs.sign_upgrade)).refusal_reason
-    assert "the bundle is not signed" in board.verdict(bundle("2")).refusal_reason
-    assert "is not from the authority in" in board.verdict(bundle("3", sign=lambda text: b"nonsense")).refusal_reason
+    assert "is not signed by the authority in" in board.verdict(bundle("1", sign=theirs.sign_upgrade)).refusal_reason
+    assert "bundle is not signed" in board.verdict(bundle("2")).refusal_reason
+    assert (
+        "is not signed by the authority in" in board.verdict(bundle("3", sign=lambda text: b"nonsense")).refusal_reason
+    )
     signature = ours.sign_upgrade(b"another manifest")
-    assert "is not from the authority in" in board.verdict(bundle("4", sign=lambda text: signature)).refusal_reason
+    assert "is not signed by the authority in" in board.verdict(bundle("4", sign=lambda text: signature)).refusal_reason
 
 
 class Signed(Board):
@@ -60,19 +62,19 @@ def test_a_version_that_was_signed_before_the_one_kept_is_refused(tmp_path: Path
     board.keep(first)
     board.keep(second)
     said = board.verdict(first).refusal_reason
-    assert "has the authority's number 1, and this board has kept number 2" in said
-    assert "make and sign its bundle anew" in said
+    assert "has signature number 1, older than number 2" in said
+    assert "build and sign that version again" in said
     assert "number 0" in board.verdict(unnumbered).refusal_reason
     assert board.kind.roll_back()
     board.start()
     board.kind.discard_unused()
     assert (choice := launcher.read_choice(board.versions)) is not None
     assert choice.current == hashlib.sha256(first.read_bytes()).hexdigest()
-    assert "has kept number 2" in board.verdict(bundle("1 again", sign=sign, number=1)).refusal_reason
+    assert "older than number 2" in board.verdict(bundle("1 again", sign=sign, number=1)).refusal_reason
     board.keep(second)
     board.keep(third)
     (board.versions / "newest").write_bytes(b"\xff damaged")
-    assert "has kept number 3" in board.verdict(second).refusal_reason
+    assert "older than number 3" in board.verdict(second).refusal_reason
 
 
 def test_a_version_that_did_not_hold_makes_none_old(tmp_path: Path, bundle: Callable[..., Path]) -> None:
@@ -103,7 +105,7 @@ def test_killed_as_a_version_is_kept_its_number_is_known(
         board.kind.confirm()
     monkeypatch.undo()
     board.start()
-    assert "has kept number 2" in board.verdict(old).refusal_reason
+    assert "older than number 2" in board.verdict(old).refusal_reason
 
 
 def test_the_authority_numbers_what_it_signs(tmp_path: Path) -> None:
@@ -117,7 +119,7 @@ def test_a_certificate_of_another_version_is_named(tmp_path: Path) -> None:
     ours = CertificateAuthority.create(tmp_path / "ours", "ours", time.time())
     (tmp_path / "odd.crt").write_text(of_another_version((tmp_path / "ours/ca.crt").read_text()))
     file = upgrades.pack(tmp_path / "b.tar", [upgrades.toy(tmp_path / "house")], ours.sign_upgrade)
-    with archive.open_bundle(file) as opened, pytest.raises(JobError, match=r"odd\.crt holds no certificate in PEM"):
+    with archive.open_bundle(file) as opened, pytest.raises(JobError, match=r"odd\.crt contains no certificate in PEM"):
         environment_build.require_valid_signature(opened, str(tmp_path / "odd.crt"), unsigned=False)
 
 

@@ -50,6 +50,6 @@ def test_settings_hold_at_once_and_are_taken_back(site: Site) -> None:
 
 def test_more_than_agent_toml_allows_is_refused_by_the_board(site: Site) -> None:
     said = send(site, 1, budget="3GB")
-    assert said.startswith("refused: budget = '3GB' is above the 2000 MB that this board's agent.toml allows")
+    assert said.startswith("refused: budget = '3GB' is above this device's limit of 2000 MB")
     assert site.agent.settings.budget != "3GB"
     assert send(site, 2, budget="2GB") == "committed"

@@ -96,7 +96,7 @@ def test_boards_return_by_themselves_from_a_version_that_cannot_start(tmp_path: 
         assert (choice.current, choice.failed, choice.trying) == ("", new, False)
         assert not (board.versions / new).exists()
     assert {(each.phase, each.reason, each.current) for each in told} == {
-        ("returned", "it ended 3 times without having held", "")
+        ("returned", "it ended 3 times before it was confirmed", "")
     }
 
 

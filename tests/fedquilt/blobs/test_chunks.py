@@ -15,7 +15,7 @@ def test_the_chunk_size_leaves_room_for_the_rest_of_a_packet():
     assert blobs.chunks.chunk_size_for(2_000_000) == 256 * KIB
     assert blobs.chunks.chunk_size_for(128 * KIB) == 127 * KIB
     assert blobs.chunks.chunk_size_for(2 * KIB) == KIB
-    with pytest.raises(LinkError, match="takes 2047 bytes at most: raise its packet limit to 2048"):
+    with pytest.raises(LinkError, match="accepts only 2047 bytes a message: raise its packet limit to 2048"):
         blobs.chunks.chunk_size_for(2 * KIB - 1)
 
 
@@ -33,7 +33,9 @@ def test_a_blob_whose_manifest_does_not_fit_a_message_is_refused_with_the_mend()
         blobs.chunks.ManifestBuilder(
             BlobRef(sha256="0" * 64, size=13 * KIB), KIB, lambda offset, size: bytes(size)
         ).hash_chunks()
-    with pytest.raises(LinkError, match=r"2000 MB; in chunks of 262144 bytes 1073 MB .* several smaller files"):
+    with pytest.raises(
+        LinkError, match=r"2000 MB is above the limit of 1073 MB in chunks of 262144 bytes: .* several smaller files"
+    ):
         blobs.chunks.ManifestBuilder(
             BlobRef(sha256="0" * 64, size=2_000_000_000), 256 * KIB, lambda offset, size: bytes(size)
         ).hash_chunks()
@@ -47,7 +49,7 @@ def test_the_largest_manifest_that_is_cut_fits_one_message(chunk):
 
 
 def test_bytes_that_are_not_the_blob_any_more_are_seen_while_cutting():
-    with pytest.raises(DamagedBlobError, match="damaged on disk"):
+    with pytest.raises(DamagedBlobError, match="damaged on the disk"):
         blobs.chunks.ManifestBuilder(ref_of(BLOB), 2 * KIB, lambda offset, size: bytes(size)).hash_chunks()
 
 

@@ -179,7 +179,7 @@ def test_patience_ends_after_no_progress_and_not_before():
         pull.next_requests(now_s)
         assert pull.failure is None or now_s >= 300.0
         now_s = pull.due_s
-    assert pull.failure == "no answer for 300 s"
+    assert pull.failure == "nothing arrived for 300 s"
 
 
 def test_time_does_not_pass_for_a_parked_pull():

@@ -104,6 +104,6 @@ def test_a_place_without_an_address_is_passed_over(tmp_path, origin):
     fetched(tmp_path, server, http_client.HttpClient(), BlobLocation(url=f"{origin}/secret", token="t"))
     server.thread.join()
     assert server.starts == [0]
-    with pytest.raises(BlobLocationError, match="is no host and port") as refused:
+    with pytest.raises(BlobLocationError, match="is not a host and port") as refused:
         http_client.HttpClient().send_request("HEAD", BlobLocation(url=f"{origin}/secret", token="t"))
     assert "secret" not in str(refused.value)

@@ -121,7 +121,7 @@ def test_those_who_are_gone_do_not_keep_others_waiting_for_their_turn(tmp_path):
     assert coordinator.errors == {("alive", ref.sha256): None}
     assert broker.now_s < 10.0
     play(broker, coordinator, agent, until=lambda: len(coordinator.errors) == 9)
-    assert coordinator.errors["dead3", ref_of(bytes([7])).sha256] == "no answer for 300 s"
+    assert coordinator.errors["dead3", ref_of(bytes([7])).sha256] == "nothing arrived for 300 s"
 
 
 def test_a_device_that_is_not_wanted_any_more_leaves_the_queue(tmp_path):

@@ -66,7 +66,7 @@ def test_a_blob_the_other_side_does_not_have_ends_with_its_reason(tmp_path):
     agent.transfers.request_blob("tx2", secret)
     play(broker, coordinator, agent, until=lambda: len(agent.errors) == 2)
     assert "is no longer stored" in str(agent.errors["tx2", absent.sha256])
-    assert "is not offered to tx2 now" in str(agent.errors["tx2", secret.sha256])
+    assert "is not for tx2 at this time" in str(agent.errors["tx2", secret.sha256])
     assert coordinator.transfers.traffic_bytes("tx2", "dn") == 0
     coordinator.refused.clear()
     agent.errors.clear()

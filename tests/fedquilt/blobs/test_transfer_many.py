@@ -24,7 +24,7 @@ def test_devices_that_are_gone_do_not_keep_others_waiting(tmp_path, monkeypatch)
     assert coordinator.errors == {("alive", ref.sha256): None}
     assert broker.now_s < 10.0
     play(broker, coordinator, agent, until=lambda: len(coordinator.errors) == 5)
-    assert coordinator.errors["dead3", ref_of(bytes([3])).sha256] == "no answer for 300 s"
+    assert coordinator.errors["dead3", ref_of(bytes([3])).sha256] == "nothing arrived for 300 s"
 
 
 def test_one_blob_from_two_devices_is_pulled_once_and_finished_for_both(tmp_path):

@@ -277,7 +277,7 @@ def test_a_broker_that_cannot_be_reached_is_named(
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     found = answer(capsys, ["run", "job.toml", "--broker", f"mqtt://127.0.0.1:{port}"])
-    assert_helpful(found, 5, f"nothing listens at mqtt://127.0.0.1:{port}", "start the broker")
+    assert_helpful(found, 5, f"mqtt://127.0.0.1:{port} refused the connection", "start the broker")
 
 
 def test_a_failed_check_leaves_no_bundle_that_the_next_command_would_use(

@@ -214,8 +214,8 @@ def test_what_cannot_be_deployed_is_said(home, capsys):
         (("--min-gain", "-0.5"), "'-0.5' is no number of points: a number with pt or %"),
         (("--max-latency", "40"), "'40' is no time: a number with ms, s"),
         (("--soak", "-1s"), "-1s is less than 0"),
-        (("--max-peak", "much"), "'much' is no size"),
-        (("--max-peak", "-5MB"), "'-5MB' is no size"),
+        (("--max-peak", "much"), "'much' is not a size"),
+        (("--max-peak", "-5MB"), "'-5MB' is not a size"),
         (("--window", "25:00-26:00"), "'25:00-26:00' is no window"),
         (("--label", "Site Lab"), "selects no boards"),
     ],
@@ -399,10 +399,10 @@ def test_settings_are_queued_as_boards_take_them(home, capsys):
     [
         (["budget"], "'budget' is no setting: write budget=1GB"),
         (["budget=1GB", "budget=2GB"], "budget is set twice"),
-        (["budget=much"], "budget: 'much' is no size"),
+        (["budget=much"], "budget: 'much' is not a size"),
         (["max_w=ten"], "max_w is a number"),
         (["home=/"], "home"),
-        (["labels=+a,b"], "labels mix changes and full names"),
+        (["labels=+a,b"], "mixes changes with full labels"),
         ([], "missing argument"),
     ],
 )

@@ -20,10 +20,10 @@ def test_a_url_gives_host_port_user_and_encryption():
 @pytest.mark.parametrize(
     ("url", "says"),
     [
-        ("broker.local:1883", "names no broker"),
-        ("http://broker.local", "names no broker"),
-        ("mqtt://", "names no broker"),
-        ("mqtt://host:0", "names no broker"),
+        ("broker.local:1883", "is invalid: write mqtt"),
+        ("http://broker.local", "is invalid: write mqtt"),
+        ("mqtt://", "is invalid: write mqtt"),
+        ("mqtt://host:0", "is invalid: write mqtt"),
         ("mqtt://host:port", "port"),
         ("mqtt://host:70000", "port"),
         ("mqtt://[::1", "IPv6"),
@@ -58,12 +58,12 @@ def test_the_password_is_read_from_its_file_and_never_shown(tmp_path):
     ("url", "files", "says"),
     [
         ("mqtts://host", {"ca": "absent"}, "absent cannot be read"),
-        ("mqtts://host", {"ca": "text"}, "must be PEM"),
+        ("mqtts://host", {"ca": "text"}, "contains no certificate in PEM"),
         ("mqtts://host", {"cert": "text"}, "give both cert and key"),
-        ("mqtts://host", {"cert": "text", "key": "text"}, "both must be PEM"),
+        ("mqtts://host", {"cert": "text", "key": "text"}, "use PEM files of one pair"),
         ("mqtts://host", {"cert": "text", "key": "absent"}, "key file .*absent cannot be read"),
         ("mqtt://host", {"ca": "text"}, "write mqtts://"),
-        ("mqtt://host", {"password_file": "text"}, "needs a user"),
+        ("mqtt://host", {"password_file": "text"}, "has no user"),
         ("mqtt://me@host", {"password_file": "absent"}, "cannot be read"),
         ("mqtt://me@host", {"password_file": "empty"}, "is empty"),
     ],
@@ -82,7 +82,7 @@ def test_a_key_that_is_not_the_certificates_is_refused(authority):
 
 
 def test_a_keepalive_out_of_range_is_refused():
-    with pytest.raises(JobError, match="it must be"):
+    with pytest.raises(JobError, match="is not from 5 to 65535"):
         Broker.from_url("mqtt://host", keepalive_s=1)
 
 

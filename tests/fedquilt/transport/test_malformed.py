@@ -40,7 +40,9 @@ def test_a_branch_that_has_been_quiet_is_told_anew():
 
 def test_what_the_broker_keeps_is_told_with_the_command_that_clears_it():
     said = MalformedMessages().count_message("fq/1/f/coord/state", ERROR, True, 0.0)
-    assert str(said).endswith("the broker keeps it until it is cleared: mosquitto_pub -r -n -t 'fq/1/f/coord/state'")
+    assert str(said).endswith(
+        "the broker retains the message until you clear it: mosquitto_pub -r -n -t 'fq/1/f/coord/state'"
+    )
 
 
 def test_names_that_somebody_invents_fill_neither_log_nor_memory():

@@ -127,5 +127,5 @@ def test_a_link_to_a_broker_that_sends_and_does_not_read_is_lost_and_says_so():
             link._client._blocked_s -= 2 * link.broker.keepalive_s
             link.wait(0.0)
             assert not link.connected
-            assert link.problem == f"{link.broker} reads nothing any more: check the network, and the broker's load"
+            assert link.problem == f"{link.broker} has stopped reading: check the network, and the broker's load"
         link.close()

@@ -48,7 +48,7 @@ def test_what_is_larger_than_any_message_is_not_even_hashed(fleet, monkeypatch, 
     fleet.attacker.publish(up_topic("a"), large)
     fleet.run()
     assert fleet.payloads("coordinator") == [CLAIM]
-    assert f"oversized: it has {len(large)} bytes, and a message has at most 262272" in caplog.text
+    assert f"oversized: message has {len(large)} bytes, more than 262272" in caplog.text
     assert "unsigned" not in caplog.text
 
 

@@ -37,7 +37,11 @@ def test_the_small_task_of_this_version_passes_confined_and_leaves_nothing(monke
 @pytest.mark.parametrize(
     ("command", "limits", "said"),
     [
-        ((sys.executable, "-c", "raise SystemExit('no numpy')"), {}, "process ended with code 1; it said: no numpy"),
+        (
+            (sys.executable, "-c", "raise SystemExit('no numpy')"),
+            {},
+            "process ended with exit code 1; last output: no numpy",
+        ),
         ((sys.executable, "-c", TELLS), {}, f"fedavg, plugins [], data {version.DATA}"),
         (("sh", "-c", "exec cat"), {"TASK_S": 0.0}, "the task has not ended within 0 s"),
         (("sh", "-c", "exec cat"), {"BUDGET_BYTES": 1}, "MB, more than 0 MB"),

@@ -95,7 +95,7 @@ def test_a_profile_that_ships_is_named_and_not_copied(site: Path) -> None:
     made = told(site, 'profile = "jetson-orin-nano"\n')
     assert "profile.toml" not in made.files
     assert b'profile = "jetson-orin-nano"' in made.files["agent.toml"]
-    with pytest.raises(JobError, match="'jetson-thor' is no file, and none that ships"):
+    with pytest.raises(JobError, match="'jetson-thor' is neither a file nor a shipped profile"):
         told(site, 'profile = "jetson-thor"\n')
 
 
@@ -103,12 +103,12 @@ def test_a_profile_that_ships_is_named_and_not_copied(site: Path) -> None:
     ("text", "says"),
     [
         (f'{URL}ca = "none.crt"\n', r"none\.crt cannot be read"),
-        (f'{URL}ca = "ca.crt"\ncert = "orin-1.crt"\n', "a certificate needs its key"),
+        (f'{URL}ca = "ca.crt"\ncert = "orin-1.crt"\n', "cert is given without key"),
         (f'{URL}ca = "ca.crt"\ncert = "ca.crt"\nkey = "orin-1.key"\n', "cannot be used together"),
         ('[data]\npath = "images"\n', r"'images' is on the board.*/srv/images"),
         ('[data]\nsources = [{ path = "a", labels_from = 0 }]\n', r"'a' is on the board"),
         ('[models]\nfolder = "srv"\n', r"\[models\] folder 'srv' is on the board.*/srv/srv"),
-        ('budget = "lots"\n', r"agent\.toml: budget: 'lots' is no size"),
+        ('budget = "lots"\n', r"agent\.toml: budget: 'lots' is not a size"),
         ("colour = 1\n", r"agent\.toml: .*colour"),
         (f"{URL}{ENROL}", "needs a ca"),
         ('profile = "none.toml"\n', r"none\.toml cannot be read"),

@@ -43,9 +43,9 @@ def refusal(broker: Broker, stage: Any) -> str:
         link = stage.join(broker, "client")
         with pytest.raises(LinkError) as caught:
             link.wait_until_connected(timeout_s=5.0)
-        if "hung up" not in str(caught.value):
+        if "closed the connection without an answer" not in str(caught.value):
             break
-        assert f"if {broker.cert} has expired or was revoked" in str(caught.value)
+        assert f"whether {broker.cert} has expired or was revoked" in str(caught.value)
     return str(caught.value)
 
 
@@ -71,7 +71,7 @@ def test_a_device_reaches_its_own_branch_and_the_coordinator_the_fleets(site: Si
         spy.publish(topic, b"forged")
         stage.until(lambda before=before: spy.dropped > before)
         assert f"refuses messages to {topic}" in spy.problem
-        assert "its certificate or user may have no right there" in spy.problem
+        assert "permit this client's certificate or user" in spy.problem
     spy.publish(f"{root}/dev/dev-b/up/claim", b"own")
     stage.until(lambda: stage.payloads("coordinator") == [b"claim", b"own"])
     assert stage.payloads("spy") == [b"state"]
@@ -107,7 +107,7 @@ def test_who_has_no_certificate_or_one_that_is_not_good_stays_out_and_is_told_wh
     site: Site, stage: Any, stranger: Any
 ) -> None:
     none = Broker.from_url(site.url, ca=site.authority.folder / "ca.crt")
-    assert "requires a certificate of ours" in refusal(none, stage)
+    assert "requires a client certificate" in refusal(none, stage)
     expired = refusal(site.broker("dev-a", days_ago=400), stage)
     assert "dev-a.crt" in expired
     assert "certificate expired" in expired
@@ -132,7 +132,7 @@ def test_a_revoked_device_is_refused_once_the_broker_has_the_list(
     first.close()
     said = refusal(lost, stage)
     assert "certificate revoked" in said
-    assert "it was revoked on purpose" in said
+    assert "to use this device again" in said
     site.mosquitto.kill()
     site.mosquitto.restart()
     assert "certificate revoked" in refusal(lost, stage)

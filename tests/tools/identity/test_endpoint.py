@@ -132,9 +132,9 @@ def test_an_expired_certificate_is_refused_by_tls_and_the_board_says_what_to_do(
         gone = site.authority.sign_certificate("orin-7", "device", key, clock_s() - 400 * DAY_S, days=30)
     assert gone.ends_s < held.ends_s
     files.cert.write_text(gone.pem)
-    with pytest.raises(LinkError, match="has expired: put a new token into"):
+    with pytest.raises(LinkError, match="as expired: put a new token into"):
         edge_agent_enrolment.enrol(board, datetime.datetime(1970, 1, 1, tzinfo=datetime.timezone.utc))
-    with pytest.raises(JobError, match=r"expired on .* by this board's clock, which says 20.*: set the clock"):
+    with pytest.raises(JobError, match=r"expired on .* .now 20.*: set the clock"):
         edge_agent_enrolment.enrol(board, now())
 
 
@@ -143,10 +143,10 @@ def test_an_endpoint_of_another_authority_or_name_gets_no_token(site: Site, tmp_
     other = Site(tmp_path / "elsewhere")
     try:
         board = site.board("orin-7", "token", f"https://localhost:{other.endpoint.port}")
-        with pytest.raises(LinkError, match="is not to be trusted"):
+        with pytest.raises(LinkError, match="is not trusted"):
             edge_agent_enrolment.enrol(board, now())
         elsewhere = site.board("orin-7", "token", f"https://127.0.0.2:{site.endpoint.port}")
-        with pytest.raises(LinkError, match=r"cannot be reached|not to be trusted"):
+        with pytest.raises(LinkError, match=r"cannot be reached|is not trusted"):
             edge_agent_enrolment.enrol(elsewhere, now())
     finally:
         other.close()
@@ -156,7 +156,7 @@ def test_an_endpoint_of_another_authority_or_name_gets_no_token(site: Site, tmp_
     "url", ["https://a..b", "https://[::1", "https://a:x", "https://a:65536", "http://a", "https://"]
 )
 def test_an_address_that_is_none_is_named_before_anything_is_sent(site: Site, url: str) -> None:
-    with pytest.raises(JobError, match="is no address of an endpoint"):
+    with pytest.raises(JobError, match="is not the address of an endpoint"):
         edge_agent_enrolment.enrol(site.board("orin-7", "token", url), now())
 
 
@@ -164,7 +164,7 @@ def test_a_clock_that_is_far_ahead_is_named_as_what_is_wrong(site: Site) -> None
     board = site.board("orin-7", site.token("orin-7"))
     site.ahead_s = -400 * DAY_S
     ssl.get_server_certificate(("127.0.0.1", site.endpoint.port))  # after it, a new certificate is made
-    with pytest.raises(LinkError, match=r"out of date by this board's clock, which says 20.*: set the clock"):
+    with pytest.raises(LinkError, match=r"is not valid at 20.*: set the clock"):
         edge_agent_enrolment.enrol(board, now())
 
 

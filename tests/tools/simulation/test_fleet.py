@@ -40,7 +40,7 @@ def test_a_device_without_the_memory_declines_and_the_others_go_on(fleet: Fleet)
     ended = fleet.run_job(fleet={"budgets": ["512MB", "1MB"]})
     refusals = read_events(ended, TaskDeclined)
     assert {(fact.device, fact.code) for fact in refusals} == {("dev-1", "budget")}
-    assert "the budget here is 1 MB" in refusals[0].reason
+    assert "more than the device's budget of 1 MB" in refusals[0].reason
     assert answered(ended) == [(0, "dev-0"), (0, "dev-2"), (1, "dev-0"), (1, "dev-2")]
     assert ended.status == "done"
 

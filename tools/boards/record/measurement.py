@@ -19,7 +19,7 @@ import msgspec
 from fedquilt.core import ClockError, Cost, OperatingPoint, Rates, Reading
 from fedquilt.edge_agent.clocks.client import ClockClient
 from fedquilt.edge_agent.power.task_power import EnergyAccount
-from fedquilt.profiles import MOST_POINTS, fit
+from fedquilt.profiles import MAX_POINTS, fit
 from fedquilt.profiles import clock_model as laws
 from fedquilt.tools.boards.record.probes import TaskProbe, TimedWorkload
 from fedquilt.tools.boards.record.probes import fit_rates as workload_rates
@@ -64,8 +64,8 @@ class BoardMeasurements:
 
 
 def candidate_points(lists: dict[str, tuple[float, ...]]) -> list[OperatingPoint]:
-    """Return the grid of operating points for lists of clock settings, at most `MOST_POINTS`."""
-    grid = laws.make_grid(lists, MOST_POINTS)
+    """Return the grid of operating points for lists of clock settings, at most `MAX_POINTS`."""
+    grid = laws.make_grid(lists, MAX_POINTS)
     return [msgspec.convert({"name": laws.format_point_name(clocks), **clocks}, OperatingPoint) for clocks in grid]
 
 
