@@ -33,9 +33,10 @@ class MetricFamily(NamedTuple):
 
 
 def parse_listen_address(listen: str) -> tuple[str, int]:
+    """Return host (without brackets) and port of "HOST:PORT", or raise JobError."""
     host, _, port = listen.rpartition(":")
     if not host or not port.isascii() or not port.isdigit() or not int(port) < 65536:
-        raise JobError(f"{listen!r} is no address to serve at: write HOST:PORT, such as 127.0.0.1:9464")
+        raise JobError(f"{listen!r} is not a valid address: write HOST:PORT, such as 127.0.0.1:9464")
     return host.removeprefix("[").removesuffix("]"), int(port)
 
 
@@ -49,6 +50,9 @@ def serve_metrics(
         listen: "HOST:PORT" with port 0 for any free port, or None to serve nothing and yield "".
         collect: Function called in another thread for each request. Errors are logged and cause status 500.
         connections: Limits on the connections, or None for LIMITS.
+
+    Raises:
+        JobError: If the address is invalid or in use, or prometheus_client is not installed.
     """
     if listen is None:
         yield ""
@@ -86,9 +90,10 @@ class _CachedResponses:
         self._responses: dict[tuple[str, ...], tuple[float, int, dict[str, str], bytes]] = {}
 
     def answer_request(self, exchange: HttpExchange) -> None:
+        """Send a fresh or cached response, or raise RequestRefusedError (404, or 500 if collecting fails)."""
         path, _, query = exchange.path.partition("?")
         if exchange.method not in ("GET", "HEAD") or path not in ("/", "/metrics"):
-            raise RequestRefusedError(404, "there are only GET /metrics and HEAD /metrics")
+            raise RequestRefusedError(404, "unknown path or method: send GET /metrics")
         accepted = {name: exchange.headers.get(name, "") for name in ("accept", "accept-encoding")}
         with self._lock:
             now_s = time.monotonic()
@@ -108,7 +113,7 @@ class _CachedResponses:
         try:
             body = b"".join(self._application(environment, lambda status, headers: responses.append((status, headers))))
         except Exception:  # logged by _Collector
-            raise RequestRefusedError(500, "the metrics cannot be made: see the log") from None
+            raise RequestRefusedError(500, "collecting the metrics failed: see the log") from None
         status, headers = responses[0]
         return int(status.split()[0]), dict(headers), body
 
@@ -125,7 +130,7 @@ class _Collector:
         try:
             families = list(self._collect())
         except Exception:
-            log.exception("metrics cannot be made")
+            log.exception("collecting the metrics failed")
             raise
         for family in families:
             kind = self._kinds.CounterMetricFamily if family.kind == "counter" else self._kinds.GaugeMetricFamily

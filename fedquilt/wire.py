@@ -111,9 +111,7 @@ class Claim(DeviceReport, frozen=True):
     accepted: bool
     code: Literal["ok", "cleared", "counted", RefusalCode] = "ok"
     reason: Sentence = ""
-    last_counted_round: Count | None = (
-        None  # last round of the job with an accepted update, if not before the task's round
-    )
+    last_counted_round: Count | None = None  # last round with an accepted update, if not before the task's round
     epoch: Count = 0  # number of the coordinator start that accepted the update
 
 
@@ -168,9 +166,7 @@ ReleasePhase = Literal["waiting", "fetching", "checking", "soaking", "committed"
 class ReleaseLimits(WireMessage, frozen=True, omit_defaults=True):
     """Limits that the device checks before it installs a release. None means no limit."""
 
-    min_gain: Annotated[float, Meta(ge=-1.0, le=1.0)] | None = (
-        None  # accuracy minus the accuracy of the running release
-    )
+    min_gain: Annotated[float, Meta(ge=-1.0, le=1.0)] | None = None  # accuracy minus that of the running release
     max_latency_s: Seconds | None = None  # median of one prediction
     max_energy_j: Amount | None = None  # of one prediction
     max_peak_bytes: Count | None = None
@@ -239,7 +235,7 @@ class MissingBlob(WireMessage, frozen=True):
 
 
 class Hello(DeviceReport, frozen=True):
-    """Flight of a handshake on <up|dn>/hello. An empty `attempt` requests a handshake."""
+    """Flight of a TLS handshake on <up|dn>/hello. An empty `attempt` requests a handshake."""
 
     attempt: Annotated[str, Meta(pattern=r"^([0-9a-f]{16})?\Z")] = ""
     flight: Annotated[int, Meta(ge=0, le=3)] = 0

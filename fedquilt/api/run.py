@@ -87,6 +87,7 @@ class Table:
         return f"<table><thead><tr>{head.replace('td>', 'th>')}</tr></thead><tbody>{rows}</tbody></table>"
 
     def _format_rows(self) -> list[list[str]]:
+        """Return the header and the rows as text, with "..." for the middle of a long table."""
         body = [[_format_cell(value) for value in row.values()] for row in self]
         if len(body) > MAX_PRINTED_ROWS:
             body = [*body[: MAX_PRINTED_ROWS // 2], ["..."] * len(self.columns), *body[-MAX_PRINTED_ROWS // 2 :]]
@@ -122,7 +123,7 @@ class Run:
             StoreError: If there is no such home or run.
         """
         if not (Path(home) / "fedquilt.db").is_file():
-            raise StoreError(f"no runs in {home}: give the home of a coordinator, which contains fedquilt.db")
+            raise StoreError(f"{home} has no runs: give the home of a coordinator, which contains fedquilt.db")
         with open_store(Path(home)) as store:
             return cls(Path(home), store.find_job(id).id)
 
@@ -133,7 +134,7 @@ class Run:
 
     @property
     def status(self) -> str:
-        """Status of the run.
+        """Status of the run, as a word.
 
         "armed" (its [trigger] starts further runs), "waiting for approval", "queued", "waiting" (behind other runs),
         "running", "held" (the disk is full), "interrupted" (no coordinator), "stopping", "done", "failed" or "stopped".
@@ -153,7 +154,7 @@ class Run:
             return Table(columns.make_round_columns(summary, row.job, scores.read_scores(self.home, row)))
 
     def follow(self) -> Iterator[dict[str, Any]]:
-        """Yield each finished round once, as a row of `rounds`, until the run has ended.
+        """Yield each finished round once, as a row of `rounds`, until the run has ended. Blocks between rounds.
 
         A round that is evaluated during the next round is finished with that evaluation.
 
@@ -214,7 +215,7 @@ class Run:
         """Return the tensors of the last committed state, by name.
 
         Args:
-            best: Whether to return those of the state with the best evaluation by devices instead.
+            best: Whether to return the state with the best evaluation by devices instead.
 
         Returns:
             The tensors.
@@ -253,10 +254,11 @@ class Run:
         return Path(path)
 
     def candidates(self) -> list[dict[str, Any]]:
-        """Return the networks that a stitching job could have resulted in, the cheapest first.
+        """Return the candidate networks of a stitching job, the cheapest first.
 
-        Each has its "accuracy" on held-out examples with a 95 % "interval", its costs, and whether it is on the "front"
-        of accuracy and costs. Costs of a cascade are means, and "worst_flops" and the share of "early" exits are added.
+        Each row has the "accuracy" on held-out examples with a 95 % "interval", the costs, and whether the network is
+        on the "front" of accuracy and costs. For a cascade, costs are means, and the row has also "worst_flops" and
+        the share of "early" exits.
 
         Returns:
             The candidates, or [] for other jobs.

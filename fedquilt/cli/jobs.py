@@ -50,20 +50,20 @@ def run(job: Path, home: Path, blobs: options.BlobOptions, broker: options.Broke
     with Store(home) as store:
         id = store.find_unfinished(job_settings, folder.resolve())
         if id is not None and store.stored_status(id) == ARMED:
-            print(f"{id} is armed already (`fedquilt stop {id}` ends that)")
+            print(f"{id} is already armed (`fedquilt stop {id}` disarms it)")
             return 0
         if id is None or job_settings.trigger is not None:
             settings.require_matching_bundle(job_settings, bundle)
             settings.create_initial_state(job_settings, bundle)
         if job_settings.trigger is not None:
             id = store.add_job(job_settings, folder.resolve())
-            print(f"{id} is armed: `fedquilt serve --home {home}` starts runs of it; `fedquilt stop {id}` ends that")
+            print(f"{id} is armed: `fedquilt serve --home {home}` starts its runs; `fedquilt stop {id}` disarms it")
             return 0
 
         def submit() -> str:
             id, exists = store.find_or_add_job(job_settings, folder.resolve())
             if exists:
-                print(f"continuing {id}, which is unfinished (`fedquilt prune {id}` deletes it, for a new one)")
+                print(f"continuing {id}, which is unfinished (delete it with `fedquilt prune {id}` for a new run)")
                 store.set_status(id, "running")
             return id
 
@@ -116,7 +116,7 @@ def simulate(
     job = Path(source) if is_job else out or Path("job.toml")
     if is_job:
         if label or force or out:
-            raise JobError(f"--label, --out and --force go with data: {source} is a job file, which is run as it is")
+            raise JobError(f"--label, --out and --force require data, but {source} is a job file: leave them out")
     else:
         from fedquilt.tools.lab import new_job
 
@@ -139,6 +139,7 @@ def _run_job(
     workers: options.WorkerOptions,
     broker: options.BrokerOptions,
 ) -> tuple[str, str]:
+    """Run a job on simulated devices, and return the run's id, or "" if interrupted, and its status."""
     from fedquilt.formats import toml
     from fedquilt.tools.simulation import agents as tool
 
@@ -152,7 +153,7 @@ def _run_job(
     try:
         if workers.is_given:
             if link != "memory":
-                raise JobError(f"--link {link} and --engine are two ways to reach the boards: leave one of them out")
+                raise JobError(f"--link {link} is not possible with --engine, --workers or --mixed: leave one out")
             from fedquilt.tools.experiments import single_run
 
             return single_run.run_and_print(plan, wordy=verbose, **workers.to_keywords())
@@ -364,11 +365,11 @@ def broker(context: click.Context, listen: str, password_file: Path | None) -> N
     required=True,
     help="Name or address by which clients reach the broker; may be repeated.",
 )
-@option("--out", type=options.FOLDER, required=True, help="Folder for all that the broker needs.")
+@option("--out", type=options.FOLDER, required=True, help="Folder for the broker's files.")
 @option(
     "--installed", metavar="DIR", help="Path that the folder will have on the broker's machine (default: one in /etc)."
 )
-@option("--listen", default="0.0.0.0:8883", metavar="HOST:PORT", help="Address at which the broker takes TLS.")
+@option("--listen", default="0.0.0.0:8883", metavar="HOST:PORT", help="Address of the broker's TLS listener.")
 @option("--fleet", type=options.NAME, default="fleet", help="Name of the fleet in MQTT topics.")
 @options.authority_option
 def config(
@@ -381,12 +382,14 @@ def config(
 
 
 def write_job(job: NewJob, *, force: bool) -> None:
+    """Write a job file, and print notes on the job and the path of the file."""
     job.write(force=force)
     for line in (*job.list_notes(), f"wrote {job.path}"):
         print("\n".join(table.fold_line(line)), flush=True)
 
 
 def prepare_if_changed(path: Path, job: JobSettings) -> Path:
+    """Return the folder of the job's bundle, which is prepared unless it is current."""
     from fedquilt.formats import job_bundle
 
     folder = home_access.bundle_folder(path)
@@ -394,6 +397,7 @@ def prepare_if_changed(path: Path, job: JobSettings) -> Path:
 
 
 def prepare_bundle(path: Path, job: JobSettings) -> Path:
+    """Prepare the bundle of the job file at `path`, print its size, and return its folder."""
     import msgspec
 
     from fedquilt.formats import job_bundle, toml
@@ -435,10 +439,10 @@ def create_coordinator_link(
 def run_to_end(
     home: Path, broker: options.BrokerOptions, blobs: options.BlobOptions, store: Store, submit: Callable[[], str]
 ) -> int:
-    """Submit a job, run it to its end and return the exit code.
+    """Submit a job, run it to its end, print the next step and return the exit code.
 
-    The job runs in this process, or in the coordinator that serves the home. This is decided before `submit`, so that
-    the process does not replace a coordinator that fails because of the job.
+    The job runs in the coordinator that serves the home, or in this process if there is none. This is decided before
+    `submit`, so that the process does not replace a coordinator that fails because of the job.
     """
     from fedquilt.coordinator import settings
     from fedquilt.coordinator.views import terminal
@@ -457,16 +461,13 @@ def run_to_end(
         )
     else:
         if blobs.given_options:
-            print(
-                f"{blobs.given_options[0]} has no effect: a coordinator serves {home}, by the options of its "
-                "own command"
-            )
+            print(f"{blobs.given_options[0]} has no effect: the coordinator that serves {home} has its own options")
         terminal.print_log(store, id, follow=True, verbose=verbosity() > 0)
     return report_end(home, id, store.stored_status(id), f"fedquilt resume {id}")
 
 
 def report_end(home: Path, id: str, status: str, resume_command: str) -> int:
-    """Print the next step after a run, and return the exit code. `resume_command` is the resuming command."""
+    """Print the next step after a run, and return the exit code. `resume_command` continues an interrupted run."""
     next_step = (
         f"interrupted; `{resume_command} --home {shlex.quote(str(home))}` continues it" if status == "running" else ""
     )

@@ -50,8 +50,8 @@ class ProgressLine:
     """Progress of the current operation: lines that are rewritten in place. Thread-safe.
 
     Args:
-        out: Output stream, or None for the current standard error.
-        live: Whether lines are rewritten in place, or None to do so on a terminal that can.
+        stream: Output stream, or None for the current standard error.
+        live: Whether lines are rewritten in place, or None to do so on a terminal that supports it.
         clock: Function that returns seconds.
     """
 
@@ -107,10 +107,11 @@ class ProgressLine:
                 print(f"{headline}:{remaining}" if remaining else headline, file=self._out, flush=True)
 
     def set_part(self, name: str, done: float, total: float) -> None:
-        """Set the current part of the work, which `show_progress` displays with the number of completed parts."""
+        """Set the name of the current part, and the numbers of completed and of all parts, for `show_progress`."""
         self._part = (name, done, total)
 
     def show_elapsed(self, operation: str, started_s: float) -> None:
+        """Show an operation with its elapsed time and its current part. `started_s` is a time of the line's clock."""
         part, elapsed = self._part, units.format_duration(self._clock() - started_s)
         if part is None:
             return self.show_status(f"{operation}: {elapsed} so far")
@@ -165,6 +166,7 @@ class ProgressLine:
         return f"\r\x1b[{len(self._drawn_lines) - 1}A\x1b[J" if len(self._drawn_lines) > 1 else "\r\x1b[K"
 
     def _format_remaining(self, done: float | None, total: float | None, now_s: float) -> str:
+        """Return the percentage and, once known, the remaining time, as text after a line, or "" without a total."""
         if done is None or not total:
             return ""
         if self._first_progress is None or self._first_progress[0] != total or done < self._first_progress[1]:
@@ -206,6 +208,7 @@ def count_parts(total: int) -> Callable[[str], None]:
 
 
 def call_periodically(report: Callable[[], None], interval_s: float = TICK_S) -> AbstractContextManager[None]:
+    """Return a context manager that calls `report` every `interval_s` in another thread."""
     return process_resources.call_in_background(report, interval_s, "progress")
 
 

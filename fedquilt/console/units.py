@@ -39,21 +39,21 @@ def format_time_of_day(time_s: float, now_s: float) -> str:
 
 
 def parse_amount(text: str, scales: Mapping[str, float], noun: str) -> float:
-    """Parse a number with a unit, such as "1.5 h", or raise ValueError. `noun` names the value in errors."""
+    """Return a number times the scale of its unit, such as "1.5 h", or raise ValueError with `noun` for the value."""
     match = re.fullmatch(r"([+-]?\d+(?:\.\d+)?) ?([A-Za-z%/]+)", text.strip())
     if match is None or match[2] not in scales:
         *first_units, last_unit = scales
         units = f"{', '.join(first_units)} or {last_unit}" if first_units else last_unit
-        raise ValueError(f"{text!r} is no {noun}: a number with {units}")
+        raise ValueError(f"{text!r} is not a {noun}: write a number with {units}")
     return float(match[1]) * scales[match[2]]
 
 
 def parse_seconds(text: str) -> float:
-    """Parse a duration in seconds, such as "40ms", "10min" or "30d"."""
+    """Return the seconds of a duration such as "40ms", "10min" or "30d", or raise ValueError."""
     try:
         value = parse_amount(text, TIMES, "time")
     except ValueError as error:
         raise ValueError(f"{error}, such as 90s or 30d") from None
     if not 0 <= value < 1e9:
-        raise ValueError(f"{text} is less than 0, or too long")
+        raise ValueError(f"{text} is negative or too long: write a time up to 1653w")
     return round(value, 9)

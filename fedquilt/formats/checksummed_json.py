@@ -20,16 +20,18 @@ class DamagedFileError(ValueError): ...
 
 
 def encode_with_checksum(value: msgspec.Struct) -> bytes:
+    """Return a struct as indented JSON with a checksum."""
     table: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(value))
     return msgspec.json.format(msgspec.json.encode({**table, FIELD: _checksum_of(table)}), indent=1)
 
 
 def decode_with_checksum(payload: bytes, kind: type[T]) -> T:
+    """Return the struct of type `kind`, or raise DamagedFileError if the checksum or the content is wrong."""
     try:
         table = msgspec.json.decode(payload)
         checksum = table.pop(FIELD, None) if isinstance(table, dict) else None
         if checksum != _checksum_of(table):
-            raise DamagedFileError("its checksum does not match")
+            raise DamagedFileError("the checksum does not match")
         return msgspec.json.decode(msgspec.json.encode(table), type=kind)
     except DECODE_ERRORS as error:
         raise DamagedFileError(str(error)) from None

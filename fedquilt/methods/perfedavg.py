@@ -39,7 +39,7 @@ class Params(fedavg.Params):
         super().__post_init__()
         self.require_plain_steps("Per-FedAvg reverses a step by its length")
         if self.optimizer != "sgd" or self.momentum or self.clip:
-            raise ValueError("Per-FedAvg reverses its first step: it requires sgd, no momentum and no clip")
+            raise ValueError("Per-FedAvg reverses its first step: set optimizer = 'sgd', momentum = 0 and clip = 0")
 
 
 class MetaStep:

@@ -248,7 +248,7 @@ def test_what_is_taken_back_may_take_back_another() -> None:
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [
-        ({"int8": {"size": 8}}, JobError, r"\[int8\]: one of path, sources and dataset is wanted"),
+        ({"int8": {"size": 8}}, JobError, r"\[int8\]: one of path, sources and dataset is required"),
         ({"int8": {"path": PATH, "siz": 8}}, JobError, r"no key 'siz'; did you mean 'size'\? Keys of \[int8\]: "),
         ({"int8": {"path": PATH, "share": 1}}, JobError, "share: images are drawn from all"),
         ({"int8": {"path": "no.npz"}}, DataError, "no.npz"),
