@@ -57,15 +57,11 @@ def encode_update(
 ) -> ClientResult:
     """Return a result with encoded bundles, and with the new residuals in its private state.
 
-    Args:
-        wire: Encoding in the task. The codec "raw" returns the result itself, unchecked.
-        result: Result of the client half.
-        base: Function from a bundle's name to the received bundle, or to None if the task has none of this name.
-        private: Function that loads the device's private state, called late to save memory. Its arrays are overwritten.
+    The codec "raw" returns the result itself, unchecked. `base` returns the received bundle of a name, or None.
+    `private` loads the device's private state. It is called late to save memory, and its arrays are overwritten.
 
     Raises:
-        DivergedError: If a tensor is not finite.
-        UpdateError: If a codec cannot represent a value.
+        UpdateError: If a value is not finite or too large for the codec.
         ModelError: If a tensor's name contains SEPARATOR.
     """
     if wire.codec == "raw":
@@ -121,12 +117,9 @@ def decode_update(
 
 
 def decode_bundle(wire: Encoding, encoded: Tensors, base: Tensors) -> dict[str, np.ndarray]:
-    """Return the bundle given to `encode_bundle`, up to the codec's error.
+    """Return the bundle given to `encode_bundle`, up to the codec's error, or raise UpdateError for invalid parts.
 
-    Only the codec's parts are checked: the names and shapes of other tensors may differ from those of `base`.
-
-    Raises:
-        UpdateError: If parts are missing or invalid, or a value is not finite.
+    Other tensors are returned unchecked: their names and shapes may differ from those of `base`.
     """
     tensors.require_finite(encoded)
     codec = LOSSY_CODECS[wire.codec]
@@ -148,10 +141,9 @@ def decode_bundle(wire: Encoding, encoded: Tensors, base: Tensors) -> dict[str, 
 def decoded_specs(
     wire: Encoding, encoded: Mapping[str, TensorSpec], reference: Mapping[str, Any]
 ) -> dict[str, TensorSpec]:
-    """Return the types and shapes that `decode_bundle` would return. Shapes that are not sent are `reference`'s.
+    """Return the types and shapes that `decode_bundle` would return, or raise UpdateError for invalid parts.
 
-    Raises:
-        UpdateError: If parts are missing, or have types or shapes that the codec does not produce.
+    Shapes that are not sent are those of `reference`.
     """
     if wire.codec == "raw":
         return dict(encoded)

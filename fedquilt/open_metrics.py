@@ -51,8 +51,7 @@ def serve_metrics(
         collect: Function called in another thread for each request. Errors are logged and cause status 500.
         connections: Limits on the connections, or None for LIMITS.
 
-    Raises:
-        JobError: If the address is invalid or in use, or prometheus_client is not installed.
+    Raise JobError if the address is invalid or in use, or prometheus_client is not installed.
     """
     if listen is None:
         yield ""
@@ -90,7 +89,6 @@ class _CachedResponses:
         self._responses: dict[tuple[str, ...], tuple[float, int, dict[str, str], bytes]] = {}
 
     def answer_request(self, exchange: HttpExchange) -> None:
-        """Send a fresh or cached response, or raise RequestRefusedError (404, or 500 if collecting fails)."""
         path, _, query = exchange.path.partition("?")
         if exchange.method not in ("GET", "HEAD") or path not in ("/", "/metrics"):
             raise RequestRefusedError(404, "unknown path or method: send GET /metrics")

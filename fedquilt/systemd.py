@@ -50,7 +50,6 @@ class WatchdogEndpoint:
         return self._endpoint.fds()
 
     def step(self, now_s: float) -> float:
-        """Step the endpoint, send due notifications and return when the endpoint must be stepped again."""
         due_s = self._endpoint.step(now_s)
         messages = []
         if self._notified_s is None:

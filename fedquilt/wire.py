@@ -86,18 +86,7 @@ class Presence(DeviceReport, frozen=True):
 
 
 RefusalCode = Literal[
-    "budget",
-    "codec",
-    "data",
-    "disk",
-    "diverged",
-    "engine",
-    "exception",
-    "failed",
-    "full",
-    "memory",
-    "method",
-    "model",
+    "budget", "codec", "data", "disk", "diverged", "engine", "exception", "failed", "full", "memory", "method", "model"
 ]
 """Reason for declining a task. `fedquilt.coordinator.rounds.selection` describes each code."""
 

@@ -228,7 +228,6 @@ def compare(
 
 
 def _prepare_cases(job: Job, out: Path, seeds: Sequence[int]) -> list[runs.ComparisonCase]:
-    """Write the job's bundle below `out`, and return a case for each seed."""
     from fedquilt.tools.artefacts import prepare
 
     settings = job.settings

@@ -87,7 +87,6 @@ class Table:
         return f"<table><thead><tr>{head.replace('td>', 'th>')}</tr></thead><tbody>{rows}</tbody></table>"
 
     def _format_rows(self) -> list[list[str]]:
-        """Return the header and the rows as text, with "..." for the middle of a long table."""
         body = [[_format_cell(value) for value in row.values()] for row in self]
         if len(body) > MAX_PRINTED_ROWS:
             body = [*body[: MAX_PRINTED_ROWS // 2], ["..."] * len(self.columns), *body[-MAX_PRINTED_ROWS // 2 :]]

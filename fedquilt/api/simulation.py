@@ -136,7 +136,6 @@ class _RunReporter:
         self._show(f"{simulation.run}: round {completed} of {rounds}{self._latest_score}", completed, rounds)
 
     def report_rounds(self, *, has_ended: bool) -> None:
-        """Pass each new finished round to `on_round`, whose errors are logged."""
         for row in self._reader.read_new_rows(has_ended=has_ended) if self._reader is not None else ():
             if row[self._metric.name] is not None:
                 value = metrics.format_value(self._metric, row[self._metric.name], 1)

@@ -223,7 +223,6 @@ def _header_bytes(payload: bytes) -> int:
 
 
 def _cache_header(payload: bytes, arrays: Tensors) -> None:
-    """Store the header of a blob for later encoding and decoding, unless it is large or has metadata."""
     size = _header_bytes(payload)
     if size > MAX_CACHED_HEADER_BYTES:
         return
@@ -243,7 +242,6 @@ def _cache_header(payload: bytes, arrays: Tensors) -> None:
 
 
 def pack_state(state: Any) -> bytes:
-    """Return a state as safetensors bytes, for `unpack_state`."""
     return encode_tensors(*split_state(state))
 
 

@@ -80,12 +80,7 @@ def revoke(device: str, ca: Path) -> int:
 
 @verb()
 @argument("device", "The board's id, or a pattern such as 'orin-*'.")
-@option(
-    "--out",
-    type=options.PATH,
-    metavar="FILE",
-    help="File for the token (mode 0600), which is then not printed.",
-)
+@option("--out", type=options.PATH, metavar="FILE", help="File for the token (mode 0600), which is then not printed.")
 @options.authority_option
 def token(device: str, out: Path | None, ca: Path) -> int:
     """Create a one-time token for a device, valid for 72 hours and shown once."""

@@ -73,8 +73,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except MemoryError as error:
         detail = f": {error}" if str(error) else ""
         print(
-            f"fedquilt: this machine has too little memory{detail}: use a smaller network or less data",
-            file=sys.stderr,
+            f"fedquilt: this machine has too little memory{detail}: use a smaller network or less data", file=sys.stderr
         )
         return fedquilt.MemoryBudgetError.exit_code
     except TerminatedError as ended:  # the sender of the signal sees that this process ended by it
@@ -104,7 +103,6 @@ def run_agent(settings: Path, *, verbose: bool = False, json_logs: bool = False)
 
 
 def _require_unicode(arguments: Sequence[str]) -> None:
-    """Raise JobError if an argument or the current folder is not UTF-8."""
     texts = list(arguments)
     with contextlib.suppress(FileNotFoundError):  # the folder was deleted
         texts.append(os.getcwd())

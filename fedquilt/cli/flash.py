@@ -34,11 +34,7 @@ dry_run_option: Final = option("--dry-run", is_flag=True, help="Show what would 
     default="agent",
     help="Program of SETTINGS: agent, or coordinator with enrolment.",
 )
-@option(
-    "--device",
-    type=options.NAME,
-    help="Name of the board in place of agent.toml's.",
-)
+@option("--device", type=options.NAME, help="Name of the board in place of agent.toml's.")
 @rootfs_option
 @option(
     "--image",

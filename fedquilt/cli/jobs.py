@@ -132,12 +132,7 @@ def simulate(
 
 
 def _run_job(
-    job: Path,
-    devices: int | None,
-    link: str,
-    home: Path,
-    workers: options.WorkerOptions,
-    broker: options.BrokerOptions,
+    job: Path, devices: int | None, link: str, home: Path, workers: options.WorkerOptions, broker: options.BrokerOptions
 ) -> tuple[str, str]:
     """Run a job on simulated devices, and return the run's id, or "" if interrupted, and its status."""
     from fedquilt.formats import toml
@@ -382,14 +377,12 @@ def config(
 
 
 def write_job(job: NewJob, *, force: bool) -> None:
-    """Write a job file, and print notes on the job and the path of the file."""
     job.write(force=force)
     for line in (*job.list_notes(), f"wrote {job.path}"):
         print("\n".join(table.fold_line(line)), flush=True)
 
 
 def prepare_if_changed(path: Path, job: JobSettings) -> Path:
-    """Return the folder of the job's bundle, which is prepared unless it is current."""
     from fedquilt.formats import job_bundle
 
     folder = home_access.bundle_folder(path)

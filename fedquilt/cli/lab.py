@@ -45,13 +45,7 @@ def demo(out: Path, show: bool, format: str) -> int:
 @option("--out", type=options.NEW_JOB, default=Path("job.toml"), help="The job file to write.")
 @option("--force", is_flag=True, help="Overwrite the job file.")
 def init(
-    method: str | None,
-    data: str | None,
-    label: str,
-    devices: int | None,
-    rounds: int | None,
-    out: Path,
-    force: bool,
+    method: str | None, data: str | None, label: str, devices: int | None, rounds: int | None, out: Path, force: bool
 ) -> None:
     """Write a commented job file, from questions or from options.
 
@@ -151,10 +145,7 @@ def complete_tables(context: click.Context, parameter: click.Parameter, incomple
 
 @lab.command()
 @argument(
-    "table",
-    "A paper's table, or FILE.toml with a grid of your own.",
-    required=False,
-    shell_complete=complete_tables,
+    "table", "A paper's table, or FILE.toml with a grid of your own.", required=False, shell_complete=complete_tables
 )
 @option("--data", type=options.FOLDER, metavar="FOLDER", help="Folder with the real data that some tables need.")
 @option(

@@ -206,7 +206,6 @@ class BrokerOptions:
 
     @property
     def files(self) -> dict[str, Path]:
-        """Files that were given, by the key of a [broker] table."""
         paths = {"ca": self.ca, "cert": self.cert, "key": self.key, "password_file": self.password_file}
         return {name: path for name, path in paths.items() if path is not None}
 

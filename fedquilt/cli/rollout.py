@@ -195,10 +195,7 @@ def model(
 
     with home_access.open_existing_home(home) as store:
         limits = wire.ReleaseLimits(
-            min_gain=min_gain,
-            max_latency_s=max_latency,
-            max_energy_j=max_energy,
-            max_peak_bytes=max_peak,
+            min_gain=min_gain, max_latency_s=max_latency, max_energy_j=max_energy, max_peak_bytes=max_peak
         )
         plan = phased.make_plan("model", "", limits=limits)
         if source.endswith(".onnx"):

@@ -65,13 +65,7 @@ def logs(run: str, follow: bool, home: Path, format: str) -> None:
 @verb()
 @options.run_argument
 @argument("number", "Show this round only, counted from 1.", type=options.INTEGER, metavar="[ROUND]", required=False)
-@option(
-    "--device",
-    type=options.NAME,
-    metavar="D",
-    help="Show this device only.",
-    shell_complete=complete_devices,
-)
+@option("--device", type=options.NAME, metavar="D", help="Show this device only.", shell_complete=complete_devices)
 @options.home_option
 @options.format_option
 def why(run: str, number: int | None, device: str | None, home: Path, format: str) -> None:
@@ -196,11 +190,7 @@ def restore(file: Path, home: Path) -> None:
 
 @verb()
 @argument(
-    "names",
-    "Names of devices; without one, all.",
-    nargs=-1,
-    metavar="[NAME]...",
-    shell_complete=complete_devices,
+    "names", "Names of devices; without one, all.", nargs=-1, metavar="[NAME]...", shell_complete=complete_devices
 )
 @options.label_option("label")
 @option(

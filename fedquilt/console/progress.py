@@ -56,11 +56,7 @@ class ProgressLine:
     """
 
     def __init__(
-        self,
-        stream: TextIO | None = None,
-        *,
-        live: bool | None = None,
-        clock: Callable[[], float] = time.monotonic,
+        self, stream: TextIO | None = None, *, live: bool | None = None, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._stream, self._live, self._clock = stream, live, clock
         self._started_s: float | None = None  # start of the current operation
@@ -111,7 +107,6 @@ class ProgressLine:
         self._part = (name, done, total)
 
     def show_elapsed(self, operation: str, started_s: float) -> None:
-        """Show an operation with its elapsed time and its current part. `started_s` is a time of the line's clock."""
         part, elapsed = self._part, units.format_duration(self._clock() - started_s)
         if part is None:
             return self.show_status(f"{operation}: {elapsed} so far")
@@ -208,7 +203,6 @@ def count_parts(total: int) -> Callable[[str], None]:
 
 
 def call_periodically(report: Callable[[], None], interval_s: float = TICK_S) -> AbstractContextManager[None]:
-    """Return a context manager that calls `report` every `interval_s` in another thread."""
     return process_resources.call_in_background(report, interval_s, "progress")
 
 

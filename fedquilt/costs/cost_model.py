@@ -273,6 +273,5 @@ def repeat_work(work: WorkEstimate, times: float) -> WorkEstimate:
 
 
 def trained_tensor_bytes(model: Tensors, trained_names: Collection[str]) -> dict[str, int]:
-    """Return the bytes of each named floating-point tensor of a model."""
     shapes = tensor_shapes(model)
     return {name: shapes[name].nbytes for name in trained_names if name in shapes and shapes[name].dtype.kind == "f"}

@@ -265,7 +265,6 @@ def tier_from_profile(profile: Profile | None) -> str:
 
 
 def fits_budget(budget_bytes: int, engines: Iterable[str], work: WorkEstimate) -> bool:
-    """Return whether the process of a task fits a memory budget with any of these engines."""
     return any(budget_bytes >= task_process_bytes(engine, work.peak_bytes) for engine in engines)
 
 

@@ -22,11 +22,8 @@ CHOICE_HINT = "choose other data, or another network and prepare again"
 def open_compatible_data(meta: Mapping[str, Any], spec: DataSpec) -> ExampleReader:
     """Return a reader of a [data] table's examples, if they fit a bundle's network.
 
-    Only headers and labels are read. The input shape of an imported network is not checked.
-
-    Raises:
-        DataError: If the data cannot be opened, or labels or shapes do not fit.
-        JobError: If a module of the network has changed since `fedquilt prepare`.
+    Only headers and labels are read. The input shape of an imported network is not checked. Raise DataError if labels
+    or shapes do not fit, and JobError if a module of the network has changed since `fedquilt prepare`.
     """
     plugins.require_unchanged_modules(meta.get("plugins") or {})
     reader = examples.open_split(spec)

@@ -48,7 +48,6 @@ class SharedLoader:
         self._shares: dict[bytes, tuple[list[tuple[Examples, Examples]], int] | None] = {}
 
     def load_share(self, spec: DataSpec) -> tuple[Examples, Examples]:
-        """Return one device's training and held-out examples, or raise DataError."""
         fleet_spec = msgspec.structs.replace(spec, share=0)
         key = msgspec.json.encode(fleet_spec)
         if key not in self._shares:

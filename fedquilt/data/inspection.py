@@ -44,14 +44,10 @@ class DataInspection:
 
 
 def inspect_data(source: str, label: str = "") -> DataInspection:
-    """Return the tables that read a data set, and notes on its content. Examples are read on this machine.
+    """Return the tables that read a data set, and notes on its content, or raise DataError.
 
-    Args:
-        source: File, folder, or data set by name: "sklearn/iris", "torchvision/MNIST".
-        label: Column or array to predict, or "" for the default.
-
-    Raises:
-        DataError: If there are no data, or they cannot be read or learned from.
+    `source` is a file, a folder, or a name such as "sklearn/iris" or "torchvision/MNIST". `label` is the column or
+    array to predict, or "" for the default.
     """
     data = _locate_data(source)
     kind = readers.detect_format(Path(data.get("path", "")), DataSpec(**data)) if "path" in data else "sklearn"

@@ -29,7 +29,7 @@ def rows_of_shares(
     selected: Sequence[int] | None = None,
     owner: np.ndarray | None = None,
 ) -> list[np.ndarray]:
-    """Return the rows of each selected share, ascending.
+    """Return the rows of each selected share, ascending, or raise DataError if the partition is impossible.
 
     With `partition = "all"`, all shares of a group are equal. Otherwise shares are disjoint and cover all rows.
 
@@ -39,9 +39,6 @@ def rows_of_shares(
         origin: Source of each row (n,), required only for groups of sources.
         selected: Selected shares, from 0, or None for all.
         owner: User of each row, (n,) strings, required only with `partition = "column"`.
-
-    Raises:
-        DataError: If the partition is impossible for these labels.
     """
     if spec.partition == "column":
         return _group_rows(_assign_users(owner, spec), range(spec.shares) if selected is None else selected)
@@ -109,7 +106,6 @@ def sample_rows_by_class(y: np.ndarray, rows_per_class: int, seed: int) -> np.nd
 
 
 def _split_groups(y: np.ndarray, spec: DataSpec, origin: np.ndarray | None) -> list[tuple[np.ndarray, range]]:
-    """Return the rows and the shares of each group, or raise DataError."""
     if not spec.groups:
         return [(np.arange(len(y)), range(spec.shares))]
     if spec.groups == "source":

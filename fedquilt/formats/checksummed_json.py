@@ -20,7 +20,6 @@ class DamagedFileError(ValueError): ...
 
 
 def encode_with_checksum(value: msgspec.Struct) -> bytes:
-    """Return a struct as indented JSON with a checksum."""
     table: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(value))
     return msgspec.json.format(msgspec.json.encode({**table, FIELD: _checksum_of(table)}), indent=1)
 

@@ -52,14 +52,8 @@ def write_bundle(folder: Path, meta: Mapping[str, Any], files: Mapping[str, byte
 def load_bundle(folder: Path, disk: Disk = REAL, content: str = "") -> Bundle:
     """Return a bundle whose files are present with the right sizes.
 
-    Args:
-        folder: Folder of the bundle.
-        disk: Disk to read from.
-        content: Required `hash_content` of the bundle, or "" for any.
-
-    Raises:
-        JobError: If the bundle is missing, damaged or has other content. `Bundle.load` verifies the file it reads, and
-            raises JobError too.
+    Raise JobError if the bundle is missing, damaged, or has another `hash_content` than `content` (unless "").
+    `Bundle.load` verifies the sha256 of the file that it reads, and raises JobError too.
     """
     index_path = folder / "bundle.json"
     with disk_errors(f"read the bundle {folder}"):
@@ -116,10 +110,6 @@ def is_current(job_file: Path, bundle: Path) -> bool:
 
     A bundle without recorded inputs was made by hand and is current. With a damaged record, a bundle is not current. A
     missing input counts as unchanged, because a bundle may be copied to another machine.
-
-    Args:
-        job_file: Path of the job file.
-        bundle: Folder of the bundle.
     """
     if not (bundle / "bundle.json").exists():
         return False
@@ -162,7 +152,6 @@ def _hash_job(path: Path) -> str:
 
 
 def _list_paths(value: Any, key: str = "") -> Iterator[str]:
-    """Yield the absolute paths in a job's table, at any depth."""
     if isinstance(value, Mapping):
         for name, item in value.items():
             yield from _list_paths(item, name)

@@ -39,7 +39,6 @@ class _PersonalHeader(msgspec.Struct):
 
 
 def encode_personal(task: Task, graph: bytes, bundles: Mapping[str, Tensors]) -> bytes:
-    """Return the blob of a personalised result."""
     import numpy as np
 
     from fedquilt.arrays import tensors

@@ -76,7 +76,6 @@ class TensorRegister(msgspec.Struct, frozen=True):
         return any(entry.name in trained_names or entry.module not in modules_with_parameters for entry in norm_entries)
 
     def convolution_paths(self, model: Collection[str]) -> set[str]:
-        """Return the paths of the convolutions with tensors in the model."""
         return {entry.module for entry in self.tensors if entry.type in CONVOLUTIONS and entry.name in model}
 
     def weights_by_module(self) -> dict[str, str]:

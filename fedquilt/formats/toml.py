@@ -216,7 +216,6 @@ def _quote_value(value: Any, max_characters: int = 60) -> str:
 
 
 def _types_at_path(kind: type, path: str) -> list[Any]:
-    """Return msgspec's descriptions of the types that a value at a path within `kind` may have."""
     from msgspec import inspect
 
     types = _union_members(inspect.type_info(kind))

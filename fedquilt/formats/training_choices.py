@@ -86,13 +86,7 @@ class Schedule(Arguments, frozen=True):
     rounds: Annotated[int, Meta(ge=0)] = 0  # length of the job, or 0 if unknown
 
     def rate_factor(self, round: int, step: int = 0, steps: int = 1) -> float:
-        """Return the factor on `lr` at a step.
-
-        Args:
-            round: Round from 0.
-            step: Step within the round, from 0.
-            steps: Number of the device's steps in a round.
-        """
+        """Return the factor on `lr` at a step of a round, both from 0. The device takes `steps` steps in a round."""
         scale = steps if self.over == "steps" else 1
         position = round * scale + (step if self.over == "steps" else 0)
         rise = self.warm_up * scale
@@ -254,7 +248,6 @@ def is_plugin_transform(name: str) -> bool:
 
 
 def require_valid_choices(params: Any) -> None:
-    """Raise JobError if a choice in a method's parameters is unknown or has invalid arguments."""
     parse_loss(params.loss)
     parse_optimizer(getattr(params, "optimizer", "adam"))
     parse_schedule(params.schedule)

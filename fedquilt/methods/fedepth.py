@@ -142,14 +142,7 @@ def _train_group(
 
 
 def make_link_hook(next_stage: stages.Stage, start: Mapping[str, np.ndarray], end: int, head: str) -> Any:
-    """Return the hook that ends the network before `next_stage`, with a link from there to the classifier.
-
-    Args:
-        next_stage: First stage to leave out.
-        start: Tensors of the shortened network, without the link.
-        end: Index of the stage, for the link's name.
-        head: Name of the classifier.
-    """
+    """Return the hook that ends the network before stage `end`, with a link from there to the classifier `head`."""
 
     def prepare(module: Any) -> Any:
         from torch import nn

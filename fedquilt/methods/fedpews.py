@@ -253,14 +253,7 @@ def add_covered(
     neurons: np.ndarray,
     published: Mapping[str, np.ndarray],
 ) -> MaskedSums:
-    """Return the sums with a device's covered entries added in place.
-
-    Args:
-        state: State with the plan of the masks.
-        accumulator: Sums of the round so far, or None.
-        update: Update with the covered entries.
-        neurons: The device's mask, (h,).
-        published: The device's mask as published, by device, or {}.
+    """Return the sums with a device's covered entries added in place, by its mask `neurons`, (h,).
 
     Raises:
         UpdateError: If the entries are not those that the mask covers, or are not finite.

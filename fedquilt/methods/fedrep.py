@@ -71,11 +71,7 @@ def send(state: State, device: core.DeviceView) -> core.TaskSpec:
 
 
 def load_device_network(site: core.ClientContext) -> dict[str, np.ndarray]:
-    """Return the received tensors and the device's own tensors, which before the first training are the job's.
-
-    Raises:
-        UpdateError: If a stored tensor has another shape or type than in the job.
-    """
+    """Return the received tensors and the device's own tensors, which before the first training are the job's."""
     initial_own = site.load("own")
     tensors.require_matching(
         site.private_state, {name: initial_own[name] for name in initial_own if name in site.private_state}

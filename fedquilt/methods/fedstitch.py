@@ -236,12 +236,7 @@ def _add_correct_counts(state: SearchState, total: CorrectCounts) -> SearchState
 
 
 def _is_phase_complete(state: SearchState, seen_before: tuple[str, ...]) -> bool:
-    """Return whether all devices seen so far have contributed, or the phase has used its rounds.
-
-    Args:
-        state: State with the devices of the round.
-        seen_before: Devices that had taken part before the round.
-    """
+    """Return whether all devices, some seen before the round, have contributed, or the phase has used its rounds."""
     # The number of devices is unknown, so a phase can also end with a round that selects no new device.
     if state.subround >= state.params.head_rounds:
         return True

@@ -72,12 +72,7 @@ class OrderedDropoutHooks:
         return module
 
     def unit_mask(self, groups: tuple[str, ...], repeat: int) -> np.ndarray:
-        """Return a float32 mask of a layer's inputs, (inputs,): 1 for units in use, 0 for dropped units.
-
-        Args:
-            groups: Groups of units that enter the layer, in order.
-            repeat: Number of inputs of each unit, such as the pixels of a flattened channel.
-        """
+        """Return a float32 mask, (inputs,), with 1 for units in use. Each unit of `groups` has `repeat` inputs."""
         parts = []
         for name in groups:
             full_count = self._plan.widths.get(name)

@@ -110,13 +110,7 @@ def leading_places(state: State, rate: float) -> TensorCut:
 
 
 def canonical_rate(widths: Collection[int], rates: Sequence[float], rate: float) -> float:
-    """Return the largest of `rates` and 1 that leaves as many units in each group as `rate`.
-
-    Args:
-        widths: Number of units of each group.
-        rates: Rates of the memory tiers.
-        rate: Rate of a part.
-    """
+    """Return the largest of `rates` and 1 that leaves as many units in each group (of `widths` units) as `rate`."""
 
     def unit_counts(rate: float) -> list[int]:
         return [width_parts.unit_count(width, rate) for width in widths]

@@ -60,7 +60,6 @@ class ProtobufReader:
         return message
 
     def _read_fields(self, data: memoryview, description: str) -> Iterator[tuple[int, int, int | memoryview]]:
-        """Yield number, wire type and value of each field."""
         position, end = 0, len(data)
         while position < end:
             self.remaining_fields -= 1
@@ -255,12 +254,7 @@ RUNTIMES: Final[Mapping[tuple[int, int], Versions]] = {
 
 
 def explain_unsupported(graph: Versions, libraries: Mapping[str, str]) -> str:
-    """Return why a device's ONNX Runtime cannot load a graph, or "" if it can or its release is unknown.
-
-    Args:
-        graph: Opset and IR version of the graph.
-        libraries: Versions of the device's libraries, by package.
-    """
+    """Return why the ONNX Runtime among a device's libraries cannot load a graph, or "" if it can or is unknown."""
     installed = {}
     for name in ("onnxruntime", "onnxruntime-gpu"):
         if numbers := re.match(r"(\d{1,4})\.(\d{1,4})", libraries.get(name, "")):

@@ -134,11 +134,7 @@ class CheckedGraph:
 
 
 def check_file(path: Path) -> CheckedGraph:
-    """Return the checked graph of an ONNX file, with external weights and batched examples.
-
-    Raises:
-        ModelError: If the file cannot be read, or the graph is not permitted. The text omits the name of the file.
-    """
+    """Return the checked graph of an ONNX file with batched examples, or raise ModelError without the file's name."""
     folder = path.parent
 
     def file_size(name: str) -> int:
@@ -172,11 +168,9 @@ def map_file(path: Path) -> memoryview:
 
 
 def check_bytes(data: bytes | memoryview, size: FileSize | None = None) -> CheckedGraph:
-    """Return the checked graph of an ONNX file in memory, or raise ModelError if the graph is not permitted.
+    """Return the checked graph of an ONNX file in memory, or raise ModelError.
 
-    Args:
-        data: Content of the file.
-        size: Function that returns the size of a file with weights, or None to permit no such files.
+    `size` returns the size of a file with weights. Without it, no such files are permitted.
     """
     try:
         return _GraphCheck(size or _refuse_file).check_model(memoryview(data))

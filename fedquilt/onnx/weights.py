@@ -70,11 +70,7 @@ def missing_tensors(graph: bytes | memoryview) -> dict[str, MissingTensor]:
 
 
 def fill_graph(graph: bytes | memoryview, tensors: Tensors) -> list[bytes | memoryview]:
-    """Return an ONNX file with the missing tensors inserted, in pieces and without copying.
-
-    Raises:
-        ModelError: If a tensor is not given or has another shape or type, or the file is invalid.
-    """
+    """Return an ONNX file with the missing tensors inserted, in pieces, or raise ModelError if one does not fit."""
     model, inner, missing = _read_graph_and_missing(graph)
     initializers: list[memoryview | Pieces] = []
     for initializer_data in inner["initializer"]:

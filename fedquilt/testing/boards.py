@@ -522,9 +522,7 @@ BOARDS |= {  # modules of the same families
         gpu={7: "platform/bus@0/d0b0000000.pcie/gpu-gpc-0"},
         gpu_mhz=(315, 630, 945, 1260, 1575),
         emc_mhz=4266,
-        rails={
-            "2-0040": (("VDD_GPU", 20000, 0), ("VDD_CPU_SOC_MSS", 20000, 325), ("VIN_SYS_5V0", 5000, 1304)),
-        },
+        rails={"2-0040": (("VDD_GPU", 20000, 0), ("VDD_CPU_SOC_MSS", 20000, 325), ("VIN_SYS_5V0", 5000, 1304))},
         zones=("cpu-thermal", "gpu-thermal", "soc012-thermal", "soc345-thermal", "tj-thermal"),
         source="jetson_stats, issue 711 (names) and pull request 900 (INA238); public logs of an idle board "
         "(rails, VIN, zones); RidgeRun's module overview (tops); made up: addresses, clocks below the tops, and "

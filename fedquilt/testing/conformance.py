@@ -151,13 +151,7 @@ def run_works_on_network(name: str, network: str, unfit: bool | None = None) -> 
 
 
 def _require_run_on_network(
-    name: str,
-    method: Method,
-    engine: Any,
-    bundle: Bundle,
-    store: Store,
-    unfit: bool | None,
-    network: Mapping[str, Any],
+    name: str, method: Method, engine: Any, bundle: Bundle, store: Store, unfit: bool | None, network: Mapping[str, Any]
 ) -> None:
     params, init_error = training_params(method.params), ""
     task = metrics.task_from_network(network)

@@ -51,7 +51,6 @@ SMALL_SEARCH = {"subrounds": 1, "expansions": 8, "samples": 16, "fit_samples": 2
 
 
 def blob_ref(payload: bytes) -> BlobRef:
-    """Return the BlobRef of a payload."""
     return BlobRef(sha256=hashlib.sha256(payload).hexdigest(), size=len(payload))
 
 
@@ -371,7 +370,6 @@ class Scenario:
 
     @property
     def params(self) -> Any:
-        """Parameters of the method in this scenario."""
         return self.method.params(**self.params_table)
 
     def run_rounds(

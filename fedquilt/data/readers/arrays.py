@@ -47,7 +47,6 @@ def open_npz(path: Path, spec: DataSpec) -> ExampleReader:
 
 
 def read_labels(path: Path, spec: DataSpec) -> np.ndarray:
-    """Return the array of labels in an .npz file as stored, or raise DataError."""
     with _open_archive(path) as archive:
         y = _choose_array_name(path, spec, "y", _list_arrays(archive))
         with archive.open(f"{y}.npy") as stream:

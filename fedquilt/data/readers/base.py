@@ -135,10 +135,8 @@ def find_files_by_class(
     """Return the files in <path>/<split>/<class>/, their classes (n,), and their users (n,) or None.
 
     The training split may also be in <path>/<class>/. With [data] column, each class has a folder for each user.
-    Classes are numbered by [data] labels, or by the sorted folder names of the training split.
-
-    Raises:
-        DataError: If the folder, a class or any file is missing. `noun` names the files in the text.
+    Classes are numbered by [data] labels, or by the sorted folder names of the training split. Raise DataError if there
+    are no such files, which `noun` names.
     """
     root = path / spec.split if (path / spec.split).is_dir() else path
     if root == path and spec.split != "train":

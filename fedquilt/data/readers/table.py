@@ -73,7 +73,6 @@ class ColumnDecoder:
         return np.concatenate(parts, axis=1) if parts else np.zeros((len(chunk), 0), np.float32)
 
     def decode_labels(self, chunk: TableChunk) -> np.ndarray:
-        """Return the labels in the form of `ExampleReader.y`."""
         if self._spec.task == "regression":
             return np.stack([self.decode_numbers(chunk, name) for name in self._y], axis=1)
         if self._spec.task == "labels":
@@ -297,11 +296,7 @@ def find_split_tables(folder: Path, split: str) -> list[Path]:
 
 
 def find_table(path: Path, spec: DataSpec) -> Path:
-    """Return the table file of the split: in a folder, or the path itself for the training split.
-
-    Raises:
-        DataError: If a folder has no table or several tables of the split, or a single table has no such split.
-    """
+    """Return the only table of the split in a folder, or the path itself for the training split, or raise DataError."""
     if path.is_dir():
         tables = find_split_tables(path, spec.split)
         if len(tables) != 1:

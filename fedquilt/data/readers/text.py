@@ -61,7 +61,6 @@ class Tokenizer:
             raise DataError(f"the vocabulary {path} is not text in UTF-8: save it in UTF-8") from None
 
     def encode_words(self, text: str) -> Iterator[list[int]]:
-        """Yield the token numbers of each word."""
         for word in WORD.findall(unicodedata.normalize("NFC", text).lower()):
             yield self._encode_longest_matches(word)
 
