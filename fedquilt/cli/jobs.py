@@ -345,10 +345,10 @@ def methods(method: str | None, out: Path | None, format: str) -> None:
 def broker(context: click.Context, listen: str, password_file: Path | None) -> None:
     """Run the embedded MQTT broker (3.1.1, without TLS), for one machine and tests."""
     if context.invoked_subcommand is None:
-        from fedquilt import open_metrics
+        from fedquilt import metrics_endpoint
         from fedquilt.tools import broker as tool
 
-        tool.serve_foreground(*open_metrics.parse_listen_address(listen), password_file)
+        tool.serve_foreground(*metrics_endpoint.parse_listen_address(listen), password_file)
 
 
 @broker.command()

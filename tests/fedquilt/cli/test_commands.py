@@ -139,7 +139,7 @@ print(*sys.modules)"""
     assert not set(done.stdout.split()) & {
         *("numpy", "torch", "onnxruntime", "prometheus_client", "statistics", "tarfile", "zipfile"),
         *("importlib.metadata", "fedquilt.edge_agent.upgrade.archive", "fedquilt.edge_agent.upgrade.environment_build"),
-        *("fedquilt.host.http_server", "fedquilt.onnx.graph_check", "fedquilt.open_metrics"),
+        *("fedquilt.host.http_server", "fedquilt.onnx.graph_check", "fedquilt.metrics_endpoint"),
     }
 
 
