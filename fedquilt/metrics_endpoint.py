@@ -44,7 +44,7 @@ def parse_listen_address(listen: str) -> tuple[str, int]:
 def serve_metrics(
     listen: str | None, collect: Callable[[], Iterable[MetricFamily]], connections: ConnectionLimiter | None = None
 ) -> Iterator[str]:
-    """Serve metrics of `collect` and of this process during the body, and yield the URL.
+    """Serve metrics of `collect` and of this process during a `with` block, which gets the URL.
 
     Args:
         listen: "HOST:PORT" with port 0 for any free port, or None to serve nothing and yield "".

@@ -263,7 +263,7 @@ M = TypeVar("M", bound=WireMessage)
 
 
 def encode(message: WireMessage) -> bytes:
-    """Encode a message.
+    """Return the bytes of a message.
 
     Raises:
         WireError: If the message exceeds the size limit or contains text that is not Unicode.
@@ -281,7 +281,7 @@ def encode(message: WireMessage) -> bytes:
 
 
 def decode(payload: bytes, kind: type[M]) -> M:
-    """Decode a message of type `kind` with strict checks.
+    """Return the message of type `kind` in a payload, after strict checks.
 
     Raises:
         WireError: If the payload is too large, of another protocol version, has a wrong checksum, or is not a valid

@@ -125,7 +125,7 @@ class Comparison:
 
     @extras.report_missing_extras()
     def plot(self, x: str = "rounds", axes: Any = None) -> Axes:
-        """Draw the mean accuracy of each job over a cost, with a band of one standard deviation over the seeds.
+        """Draw the mean accuracy of each job against a cost, with a band of one standard deviation over the seeds.
 
         Args:
             x: "rounds", "seconds", "real_seconds", "bytes" or "joules".
@@ -143,7 +143,7 @@ class Comparison:
         return plots.draw_on_axes(plots.choose_plot(tables.make_cost_plots(runs), x), axes)
 
     def to_pandas(self) -> pd.DataFrame:
-        """Convert `curves` to a pandas data frame.
+        """Return `curves` as a pandas data frame.
 
         Raises:
             JobError: If pandas is not installed.

@@ -61,7 +61,7 @@ class Table:
             yield dict(zip(self.columns, values, strict=True))
 
     def to_pandas(self) -> pd.DataFrame:
-        """Convert to a pandas data frame. Unknown values become NaN or None.
+        """Return the table as a pandas data frame. Unknown values become NaN or None.
 
         Raises:
             JobError: If pandas is not installed.
@@ -69,7 +69,7 @@ class Table:
         return extras.load_optional("pandas").DataFrame(dict(self.columns))
 
     def to_polars(self) -> pl.DataFrame:
-        """Convert to a polars data frame. Unknown values become null.
+        """Return the table as a polars data frame. Unknown values become null.
 
         Raises:
             JobError: If polars is not installed.
@@ -185,7 +185,7 @@ class Run:
             return Table(columns.make_device_columns(summary, row.job, scores.read_scores(self.home, row)))
 
     def why(self, device: str | None = None, round: int | None = None) -> list[str]:
-        """Explain the outcome of each device in each round, as sentences.
+        """Return sentences on the outcome of each device in each round.
 
         Args:
             device: Id of the device, or None for all devices.
@@ -272,7 +272,7 @@ class Run:
 
     @extras.report_missing_extras()
     def plot(self, x: str = "rounds", axes: Any = None) -> Axes:
-        """Draw accuracy, or the job's main metric, over a cost.
+        """Draw accuracy, or the job's main metric, against a cost.
 
         Args:
             x: "rounds", "seconds" (virtual time in a simulation), "board seconds", "bytes" or "joules".

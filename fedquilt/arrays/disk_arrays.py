@@ -62,7 +62,7 @@ class DiskArray(TensorSpec):
         return array if size == self.nbytes else max(size, 0)
 
     def read(self) -> np.ndarray:
-        """Read the array, or raise StoreError if the source cannot be read, is too short, or has changed."""
+        """Return the array, or raise StoreError if the source cannot be read, is too short, or has changed."""
         with disk_errors(f"read {self.source}"):
             payload = self.read_available()
         if isinstance(payload, int) or self.expected_checksum not in (None, checksum(payload)):
@@ -213,7 +213,7 @@ def write_safetensors(path: Path, arrays: Tensors, metadata: dict[str, str] | No
 
 
 def read_state(path: StrPath, kind: type[T], disk: Disk = REAL, lazy_bytes: float = math.inf) -> T:
-    """Read a state of type `kind`, or raise NoStateError if the file contains another type.
+    """Return the state of type `kind` in a file, or raise NoStateError if the file contains another type.
 
     Mappings of arrays with at least `lazy_bytes` bytes are returned as `LazyTensors` of the file.
     """

@@ -96,7 +96,7 @@ _scratch_file: ContextVar[ScratchFile | None] = ContextVar("scratch_file", defau
 
 @contextmanager
 def sums_on_disk(scratch_file: ScratchFile | None) -> Iterator[None]:
-    """Store large sums that are created in the body in a scratch file, or in memory if `scratch_file` is None."""
+    """Store large sums created in the `with` block in a scratch file, or in memory if `scratch_file` is None."""
     token = _scratch_file.set(scratch_file)
     try:
         yield
@@ -222,7 +222,7 @@ def map_limbs(
 
 
 def read_accumulator(path: StrPath, kind: type[T], disk: Disk, scratch_file: ScratchFile) -> T:
-    """Read an accumulator of type `kind` into a scratch file, or raise NoStateError if the file has another type.
+    """Return the accumulator of type `kind` in a file, copied to a scratch file, or raise NoStateError.
 
     Only one array is in memory at a time.
     """

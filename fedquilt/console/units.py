@@ -17,7 +17,7 @@ def select_prefix(largest: float) -> tuple[float, str]:
 
 
 def format_bytes(count: int) -> str:
-    """Format a number of bytes in three digits: "0 B", "815 B", "64.2 kB", "1.23 GB"."""
+    """Return a number of bytes as text with three digits: "0 B", "815 B", "64.2 kB", "1.23 GB"."""
     scale, prefix = select_prefix(count)
     if count >= 999.5 * scale and scale < UNITS[0][0]:  # would be rounded to a thousand
         scale, prefix = select_prefix(count * 1.001)
@@ -25,7 +25,7 @@ def format_bytes(count: int) -> str:
 
 
 def format_duration(seconds: float) -> str:
-    """Format a duration in about two digits: "0 s", "45 s", "12 min", "3 h", "5 d"."""
+    """Return a duration as text with about two digits: "0 s", "45 s", "12 min", "3 h", "5 d"."""
     for scale, name, min_seconds in ((86400.0, "d", 2 * 86400.0), (3600.0, "h", 2 * 3600.0), (60.0, "min", 120.0)):
         if seconds >= min_seconds:
             return f"{seconds / scale:.0f} {name}"

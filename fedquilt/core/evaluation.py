@@ -48,7 +48,7 @@ def exact_sum(numbers: Iterable[float]) -> tuple[float, ...]:
 
 
 def pack_counts(counts: Iterable[int]) -> bytes:
-    """Pack counts as variable-length integers, runs of zeros as 0 and their length. Zeros at the end are omitted."""
+    """Return counts as variable-length integers, runs of zeros as 0 and their length. Zeros at the end are omitted."""
     packed, zeros = bytearray(), 0
     for count in counts:
         if not count:
@@ -63,7 +63,7 @@ def pack_counts(counts: Iterable[int]) -> bytes:
 
 
 def unpack_counts(packed: bytes, size: int) -> list[int]:
-    """Unpack counts from `pack_counts`.
+    """Return the `size` counts that `pack_counts` packed.
 
     Args:
         packed: Packed counts.

@@ -60,7 +60,7 @@ def resize_matrix(size: int, new_size: int) -> np.ndarray:
 
 
 def resize_maps(maps: np.ndarray, *sizes: int) -> np.ndarray:
-    """Resize feature maps (n, c, h, w) to (height, width), or (n, c, l) to (length,), float32."""
+    """Return feature maps (n, c, h, w) resized to (height, width), or (n, c, l) to (length,), float32."""
     if maps.shape[2:] == sizes:
         return maps
     if len(sizes) == 2:
@@ -69,7 +69,7 @@ def resize_maps(maps: np.ndarray, *sizes: int) -> np.ndarray:
 
 
 def resize_images(x: np.ndarray, size: int) -> np.ndarray:
-    """Resize stored images (n, h, w[, c]) to (n, size, size[, c]) of the same type."""
+    """Return stored images (n, h, w[, c]) resized to (n, size, size[, c]), of the same type."""
     result = np.empty((len(x), size, size, *x.shape[3:]), x.dtype)
     step = max(1, BLOCK_PIXELS // max(1, x.shape[1] * x.shape[2]))
     for start in range(0, len(x), step):
@@ -130,7 +130,7 @@ def change_images(
 
 
 def rotate_images(x: np.ndarray, degrees: float) -> np.ndarray:
-    """Rotate images (n, h, w[, c]) of floats counter-clockwise about their centre, bilinearly and with 0 outside."""
+    """Return float images (n, h, w[, c]) rotated counter-clockwise about their centre, bilinearly, with 0 outside."""
     if not degrees:
         return x
     height, width = x.shape[1:3]

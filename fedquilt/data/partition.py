@@ -155,7 +155,7 @@ def _assign_iid(y: np.ndarray, spec: DataSpec) -> np.ndarray:
 
 
 def _assign_dirichlet(y: np.ndarray, spec: DataSpec) -> np.ndarray:
-    """Split each class in proportions drawn from Dirichlet(alpha) (Hsu et al. 2019, arXiv 1909.06335)."""
+    """Return the share of each row. Proportions of a class are Dirichlet(alpha) (Hsu et al. 2019, arXiv 1909.06335)."""
     _require_enough_examples(len(y), spec)
     rng = tensors.seeded_rng("dirichlet", spec.seed)
     members = _shuffle_by_class(y, rng)
@@ -177,7 +177,7 @@ def _assign_dirichlet(y: np.ndarray, spec: DataSpec) -> np.ndarray:
 
 
 def _assign_quantity(y: np.ndarray, spec: DataSpec) -> np.ndarray:
-    """Assign random rows. Sizes above `min_size` follow a power law: P(size > s) falls as s ** -alpha."""
+    """Return the share of each row, at random. Sizes above `min_size` follow a power law, P(size > s) ~ s^-alpha."""
     _require_enough_examples(len(y), spec)
     rng = tensors.seeded_rng("quantity", spec.seed)
     logs = -np.log(1.0 - rng.random(spec.shares)) / spec.alpha
@@ -198,7 +198,7 @@ def _require_enough_examples(count: int, spec: DataSpec) -> None:
 
 
 def _assign_classes(y: np.ndarray, spec: DataSpec) -> np.ndarray:
-    """Assign `classes` classes to each share, the least assigned ones first, and split each class evenly."""
+    """Return the share of each row. Each share has `classes` classes, and each class is split evenly."""
     rng = tensors.seeded_rng("classes", spec.seed)
     members = _shuffle_by_class(y, rng)
     if not len(members) / spec.shares <= spec.classes <= len(members):
@@ -221,7 +221,7 @@ def _assign_classes(y: np.ndarray, spec: DataSpec) -> np.ndarray:
 
 
 def _assign_shards(y: np.ndarray, spec: DataSpec) -> np.ndarray:
-    """Sort rows by class, cut them into shards, and assign shards (McMahan et al. 2017, section 3)."""
+    """Return the share of each row. Rows are sorted by class and cut into shards (McMahan et al. 2017, section 3)."""
     count = spec.shares * SHARDS_PER_DEVICE
     if count > len(y):
         raise DataError(

@@ -94,7 +94,7 @@ def _drop_none(value: Any) -> Any:
 
 @contextmanager
 def prefix_errors(prefix: str) -> Iterator[None]:
-    """Prefix each JobError of the body with `prefix`, unless the error already has the prefix."""
+    """Add a prefix to each JobError in a `with` block, unless the error already has the prefix."""
     try:
         yield
     except JobError as error:

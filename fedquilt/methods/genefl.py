@@ -391,7 +391,7 @@ def _average_layers_by_cluster(state: State, total: GeneFLSums) -> State:
 
 
 def _shrink_gene_if_accurate(state: State, total: GeneFLSums) -> State:
-    """Every `shrink_every` rounds, decrease L_t by one unless the accuracy has fallen."""
+    """Return the state after a round. Every `shrink_every` rounds, L_t falls by one unless the accuracy has fallen."""
     if not total.counts:
         return state  # no device trained
     examples = float(total.held_examples)

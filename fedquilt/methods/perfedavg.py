@@ -76,7 +76,7 @@ def send(state: NetworkState, device: DeviceView) -> TaskSpec:
 
 
 def work(task: Task, site: ClientContext) -> ClientResult:
-    """Take both steps on every mini-batch, or train as in FedAvg if alpha is 0."""
+    """Train with both steps on every mini-batch, or as in FedAvg if alpha is 0."""
     if not task.params["alpha"]:
         return fedavg.work(task, site)
     received, meta_step = site.load("model"), MetaStep(task.params["alpha"], local_training.fit_from_task(task).lr)
@@ -86,7 +86,7 @@ def work(task: Task, site: ClientContext) -> ClientResult:
 
 
 def check(task: Task, site: ClientContext) -> EvaluationSums:
-    """Adapt the received model to the device's examples and evaluate the adapted model."""
+    """Evaluate the received model on the held-out examples, after its adaptation to the device's examples."""
     model, alpha, epochs = site.load("model"), task.params["alpha"], task.params["adapt_epochs"]
     if alpha and epochs and len(site.train):
         fit = replace(local_training.fit_from_task(task), lr=alpha, epochs=epochs)

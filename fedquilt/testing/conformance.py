@@ -535,7 +535,7 @@ BUDGET_BYTES = 1 << 40
 
 
 def check_package(name: str) -> Iterator[tuple[bool, str]]:
-    """Check a method, or all plug-ins of an installed package.
+    """Check a method, or all plug-ins of an installed package, one by one.
 
     Yields:
         False for a failed check and True otherwise, and a line with the result.

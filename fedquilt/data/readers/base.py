@@ -120,7 +120,7 @@ def convert_labels(y: np.ndarray, path: Path | str, task: TaskKind = "classes") 
 
 @contextmanager
 def convert_read_errors(path: Path, *extra_errors: type[Exception]) -> Iterator[None]:
-    """Convert READ_ERRORS and `extra_errors` of the body to a DataError that names the file."""
+    """Convert READ_ERRORS and `extra_errors` in a `with` block to a DataError that names the file."""
     kinds: tuple[type[Exception], ...] = (*READ_ERRORS, *extra_errors)
     try:
         yield

@@ -106,7 +106,7 @@ class ColumnDecoder:
     def _number_hint(self, chunk: TableChunk, name: str, value: object) -> str:
         if DECIMAL_COMMA.fullmatch(str(value)):
             return f"write it with a point, {str(value).replace(',', '.')}"
-        if isinstance(name, str) and name in self._y:
+        if name in self._y:
             return "write numbers, or leave task = 'regression' out"
         kinds = sorted({str(value) for value in chunk.columns[name] if not is_missing(value)})
         if len(kinds) > 20:
@@ -212,7 +212,7 @@ class InputColumns(NamedTuple):
 
 
 def open_table(path: Path, spec: DataSpec, *, labelled: bool = True) -> ExampleReader:
-    """Read a table, and return its rows, or windows of rows, as examples. Without `labelled`, all labels are 0."""
+    """Read a table, and return a reader of its rows, or of windows. Without `labelled`, all labels are 0."""
     file = find_table(path, spec)
     table_rows = read_rows(
         file, spec, lambda chunk, decoder, names: decoder.decode_inputs(chunk, names), "an example", labelled=labelled
@@ -317,9 +317,9 @@ def read_column_names(file: Path) -> tuple[str, ...]:
 
 
 def column_roles(file: Path, column_names: Sequence[str], spec: DataSpec, *, labelled: bool = True) -> InputColumns:
-    """Return the input, label and owner columns.
+    """Return the input, label and owner columns, by default "y" as label and all other columns as inputs.
 
-    The default label column is "y", and the default inputs are all other columns.
+    Raise DataError if a column is missing, there are no inputs, or a column is both input and label.
     """
     y = label_columns(spec)
     owner = spec.column
