@@ -262,7 +262,7 @@ class _GraphCheck:
         if kind not in OPERATORS.get(domain, frozenset()):
             qualified_name = f"{domain}.{kind}" if domain else kind
             raise ModelError(
-                f"the graph calls operator {qualified_name[:80]!r}, which is not permitted: export the network without "
+                f"the graph calls the operator {qualified_name[:80]!r}, which is not permitted: export the network without "
                 "this operator"
             )
         inputs = [

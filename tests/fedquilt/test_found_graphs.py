@@ -35,7 +35,7 @@ def shaped(name: str, shape: str) -> str:
 
 
 def calls(operator: str) -> str:
-    return f"the graph calls operator {operator!r}, which is not permitted: export the network without"
+    return f"the graph calls the operator {operator!r}, which is not permitted: export the network without"
 
 
 GRAPHS: Final[Mapping[str, Mapping[str, str]]] = {

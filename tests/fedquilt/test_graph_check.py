@@ -104,8 +104,11 @@ HOSTILE: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "another key": (lambda: model(node("Relu"), tensors=(beside("e" * 64, 9, basepath="/"),)), "'basepath'"),
     "a key twice": (lambda: model(node("Relu"), tensors=(named_twice(),)), "has key 'location' twice"),
-    "beyond its end": (lambda: model(node("Relu"), tensors=(beside("f" * 64, 99),)), "takes 99 bytes, and ffff"),
-    "beyond by offset": (lambda: model(node("Relu"), tensors=(beside("f" * 64, 9, offset="8"),)), "has 8 from there"),
+    "beyond its end": (lambda: model(node("Relu"), tensors=(beside("f" * 64, 99),)), "needs 99 bytes, but ffff"),
+    "beyond by offset": (
+        lambda: model(node("Relu"), tensors=(beside("f" * 64, 9, offset="8"),)),
+        "has 8 after the offset",
+    ),
     "a negative offset": (
         lambda: model(node("Relu"), tensors=(beside("f" * 64, 9, offset="-9"),)),
         "of external data is not a number",
@@ -173,7 +176,7 @@ HOSTILE: dict[str, tuple[Callable[[], Any], str]] = {
     "two graphs": (lambda: model(node("Relu")).SerializeToString() * 2, "twice"),
     "an unknown field": (lambda: model(node("Relu")).SerializeToString() + b"\xfa\x07\x00", "field 127"),
     "a group": (lambda: b"\x0b\x0c", "wire type 3"),
-    "nothing": (lambda: b"", "it has 0 bytes"),
+    "nothing": (lambda: b"", "the file has 0 bytes"),
     "no graph": (lambda: onnx.ModelProto(ir_version=8, opset_import=[helper.make_opsetid("", 17)]), "no graph"),
     "noise": (lambda: b"not a graph", "not a valid ONNX file"),
 }

@@ -116,7 +116,7 @@ def test_devices_of_a_mixed_fleet_are_sent_parts_of_another_size():
         ("fedopt", {"server": "lamb"}, r"server = "),
         ("fedopt", {"tau": 0.0}, r"tau = "),
         ("moon", {"temperature": 0.0}, r"temperature = "),
-        ("pfedme", {"momentum": 0.9}, "set 'sgd' and momentum = 0"),
+        ("pfedme", {"momentum": 0.9}, "and momentum = 0"),
         ("pfedme", {"lr": 0.2}, "must be below 2"),
         ("perfedavg", {"clip": 1.0}, "momentum = 0 and clip = 0"),
         ("perfedavg", {"alpha": -0.1}, r"alpha = "),

@@ -112,7 +112,7 @@ def test_a_vocabulary_that_is_larger_than_the_networks_is_told(tmp_path):
     longer = {**job.data, "text": {**text, "length": 5}}
     with pytest.raises(DataError, match=r"examples of shape \(5,\), but network 'transformer' takes 4 tokens"):
         compatibility.open_compatible_data(bundle.meta, DataSpec.parse(longer))
-    with pytest.raises(DataError, match="task is 'labels', and network 'transformer' was prepared for 'classes'"):
+    with pytest.raises(DataError, match="task is 'labels', but network 'transformer' was prepared for 'classes'"):
         compatibility.open_compatible_data(
             bundle.meta, DataSpec.parse({**job.data, "task": "labels", "labels": ["0", "1"]})
         )

@@ -132,7 +132,7 @@ def test_sources_that_do_not_go_together_are_refused(tmp_path):
     with pytest.raises(DataError, match=r"points\.npz: inputs of shape \(5,\) are no images: leave \[data\] size out"):
         examples.load_split(mixed((small, 0), (points, 2), size=4))
     whole = saved(tmp_path / "whole.npz", 1, (2, 2), dtype=np.int32)
-    with pytest.raises(DataError, match=r"several types: .*int32: save all as uint8"):
+    with pytest.raises(DataError, match=r"different types .*int32\): save all as uint8"):
         examples.load_split(mixed((small, 0), (whole, 2)))
     with pytest.raises(DataError, match=r"both have class 1, .* set equal labels_from"):
         examples.load_split(mixed((small, 0), (large, 1), size=2))
