@@ -261,10 +261,8 @@ class _GraphCheck:
         domain = _normalise_domain(decode_text(node.get("domain"), MAX_NAME_BYTES, "a domain"))
         if kind not in OPERATORS.get(domain, frozenset()):
             qualified_name = f"{domain}.{kind}" if domain else kind
-            raise ModelError(
-                f"the graph calls the operator {qualified_name[:80]!r}, which is not permitted: export the network without "
-                "this operator"
-            )
+            problem = f"the graph calls the operator {qualified_name[:80]!r}, which is not permitted"
+            raise ModelError(f"{problem}: export the network without this operator")
         inputs = [
             decode_text([attribute], MAX_NAME_BYTES, "a name") for attribute in _bytes_fields(node, "input", MAX_LIST)
         ]

@@ -20,7 +20,7 @@ def test_a_label_that_is_no_label_is_refused(word):
 def test_labels_are_bounded():
     with pytest.raises(JobError, match="33 labels are too many: set at most 32"):
         labels.parse_labels([f"l{index}" for index in range(33)])
-    with pytest.raises(JobError, match="label 'site' is set twice \(site=hall, site=lab\)"):
+    with pytest.raises(JobError, match=r"label 'site' is set twice \(site=hall, site=lab\)"):
         labels.parse_labels(["site=lab", "site=hall"])
 
 

@@ -114,7 +114,7 @@ def test_a_result_whose_task_cannot_be_read_is_refused_by_name(tmp_path, written
 def test_a_damaged_result_is_refused_by_name(tmp_path, payload):
     path = tmp_path / "shared"
     path.write_bytes(payload)
-    with pytest.raises(ModelError, match="the personalised result (is damaged|has no graph)"):
+    with pytest.raises(ModelError, match=r"the personalised result (is damaged|has no graph)"):
         personal_models.read_personal(path)
 
 
