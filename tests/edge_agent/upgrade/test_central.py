@@ -39,7 +39,7 @@ def test_labels_are_added_and_taken_away() -> None:
     assert applied({"labels": ["+canary", "-old", "+site=lab"]}).labels == ("site=lab", "canary")
     with pytest.raises(JobError, match="labels mix changes and full names"):
         applied({"labels": ["+canary", "old"]})
-    with pytest.raises(JobError, match="label 'site' stands twice"):
+    with pytest.raises(JobError, match="label 'site' is set twice"):
         applied({"labels": ["+site=hall"]})
 
 
