@@ -38,7 +38,7 @@ class MetricOverDevices(NamedTuple):
 # -- exact sums and packed counts -----------------------------------------------------------------
 
 
-def exact_sum(numbers: Iterable[float]) -> tuple[float, ...]:
+def exact_summands(numbers: Iterable[float]) -> tuple[float, ...]:
     """Return the fewest floats whose exact sum is that of the numbers, the same for any order of the numbers."""
     remaining, summands = [float(number) for number in numbers], list[float]()
     while rounded := math.fsum(remaining):
@@ -181,7 +181,7 @@ def _add_correct_with_priors(parts: Sequence[EvaluationSums]) -> int | None:
 
 
 def _combine_sums(sums: Iterable[tuple[float, ...]]) -> tuple[float, ...]:
-    return exact_sum(number for summands in sums for number in summands)
+    return exact_summands(number for summands in sums for number in summands)
 
 
 def _add_counts(packed: Sequence[bytes], size: int) -> bytes:
@@ -250,12 +250,12 @@ def _find_error_inconsistency(sums: EvaluationSums) -> str:
         return "counts of classes, but the task 'regression'"
     if (len(sums.squared_errors), len(sums.targets), len(sums.target_squares)) != (detailed or 1, detailed, detailed):
         return f"sums of another number of outputs than {sums.outputs}"
-    squares, absolute = [exact_fraction(each) for each in sums.squared_errors], exact_fraction(sums.absolute_errors)
+    squares, absolute = [sum_as_fraction(each) for each in sums.squared_errors], sum_as_fraction(sums.absolute_errors)
     max_squared_sum = sums.examples * sums.outputs * sum(squares) * SQUARES_TOLERANCE
     if min(squares) < 0 or absolute < 0 or absolute**2 > max_squared_sum:
         return "errors whose sum and sum of squares contradict each other"
     if any(
-        exact_fraction(each) ** 2 > sums.examples * exact_fraction(square) * SQUARES_TOLERANCE
+        sum_as_fraction(each) ** 2 > sums.examples * sum_as_fraction(square) * SQUARES_TOLERANCE
         for each, square in zip(sums.targets, sums.target_squares, strict=True)
     ):
         return "targets whose sum and sum of squares contradict each other"
@@ -334,12 +334,15 @@ def summarise_over_devices(sums: EvaluationSums, *, higher: bool) -> MetricOverD
     count = sum(number for _, number in sums.device_values)
     mean = math.fsum(value * number for value, number in sums.device_values) / count
     squares = math.fsum((value - mean) ** 2 * number for value, number in sums.device_values)
-    lowest, highest = _tenth_mean(sums.device_values, count), _tenth_mean(sums.device_values[::-1], count)
+    lowest, highest = (
+        _mean_of_first_tenth(sums.device_values, count),
+        _mean_of_first_tenth(sums.device_values[::-1], count),
+    )
     worst, best = (lowest, highest) if higher else (highest, lowest)
     return MetricOverDevices(count, mean, worst, best, math.sqrt(squares / count))
 
 
-def _tenth_mean(values: Sequence[tuple[float, int]], count: int) -> float:
+def _mean_of_first_tenth(values: Sequence[tuple[float, int]], count: int) -> float:
     """Return the mean of the first tenth of `count` devices. Pairs are a value and its number of devices."""
     remaining = tenth = math.ceil(count / 10)
     values_of_tenth = list[float]()
@@ -430,14 +433,14 @@ def _compute_r2(sums: EvaluationSums) -> float | None:
     ratios = []
     for errors, targets, squares in zip(sums.squared_errors, sums.targets, sums.target_squares, strict=False):
         # Fractions avoid cancellation, however large the mean.
-        target_spread = sums.examples * exact_fraction(squares) - exact_fraction(targets) ** 2
+        target_spread = sums.examples * sum_as_fraction(squares) - sum_as_fraction(targets) ** 2
         if target_spread > 0:
-            ratios.append(sums.examples * exact_fraction(errors) / target_spread)
+            ratios.append(sums.examples * sum_as_fraction(errors) / target_spread)
     try:
         return 1 - _mean([float(ratio) for ratio in ratios]) if ratios else None
     except OverflowError:
         return None
 
 
-def exact_fraction(numbers: tuple[float, ...]) -> Fraction:
+def sum_as_fraction(numbers: tuple[float, ...]) -> Fraction:
     return sum(map(Fraction, numbers), Fraction())

@@ -192,7 +192,7 @@ MAX_DETAILED_OUTPUTS: Final = 100
 """Largest number of outputs with a row in the confusion matrix, an AUC or an R² for each output."""
 
 Sum = Annotated[tuple[float, ...], Meta(max_length=40)]
-"""Floats whose exact sum is the value (see `evaluation.exact_sum`)."""
+"""Floats whose exact sum is the value (see `evaluation.exact_summands`)."""
 
 Sums = Annotated[tuple[Sum, ...], Meta(max_length=MAX_DETAILED_OUTPUTS)]
 MAX_CLASS_SHARES: Final = 1000  # largest number of classes with shares in a task

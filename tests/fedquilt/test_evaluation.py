@@ -82,10 +82,10 @@ def test_every_grouping_into_devices_and_sites_has_the_metrics_of_all_examples(t
 
 def test_exact_sums_do_not_depend_on_order():
     numbers = [1e90, 1.0, -1e90, 1e-300, 0.1, 0.2, -0.3]
-    found = evaluation.exact_sum(numbers)
+    found = evaluation.exact_summands(numbers)
     assert math.fsum(found) == math.fsum(numbers)
-    assert found == evaluation.exact_sum(reversed(numbers)) == evaluation.exact_sum(found)
-    assert evaluation.exact_sum([1.5, -1.5]) == ()
+    assert found == evaluation.exact_summands(reversed(numbers)) == evaluation.exact_summands(found)
+    assert evaluation.exact_summands([1.5, -1.5]) == ()
 
 
 # -- each metric against its definition ----------------------------------------------------------------
