@@ -95,7 +95,7 @@ def token(device: str, out: Path | None, ca: Path) -> int:
     "--host",
     "hosts",
     multiple=True,
-    help="Name or address by which boards reach the endpoint (default: this machine's); may be repeated.",
+    help="Name or address for boards (default: this machine's); may be repeated.",
 )
 @days_option
 @options.authority_option

@@ -59,7 +59,7 @@ dry_run_option: Final = option("--dry-run", is_flag=True, help="Show what would 
     "--boards",
     type=options.PATH,
     metavar="FILE",
-    help="Table (CSV) of boards: name,target,budget,labels,address; each gets a token of its own.",
+    help="Table (CSV) of boards: name,target,budget,labels,address.",
     group=FLEET_GROUP,
 )
 @options.authority_option

@@ -90,8 +90,8 @@ def run(job: Path, home: Path, blobs: options.BlobOptions, broker: options.Broke
     "--link",
     default="memory",
     type=options.WordChoice(("memory", "embedded", "broker")),
-    help="memory: all in this process on virtual time; embedded: agents as processes, a broker of our own; broker: the "
-    "same over --broker. With --engine there is no link: rounds on virtual time, work done by workers.",
+    help="memory: one process on virtual time; embedded: agents as processes with an own broker; broker: agents as "
+    "processes over --broker. --engine requires memory.",
 )
 @options.home_option
 @options.worker_options
@@ -179,8 +179,7 @@ def _write_report(home: Path, run: str, file: Path) -> None:
     "--site",
     type=options.PATH,
     metavar="FILE",
-    help="Run as a site: a device of the coordinator above, described in this file with the keys of an agent.toml "
-    "(device, home, fleet, [broker]).",
+    help="Also be a device of another coordinator, by this agent.toml (device, home, fleet, [broker]).",
 )
 @options.format_option
 @options.broker_options()
@@ -339,7 +338,7 @@ def methods(method: str | None, out: Path | None, format: str) -> None:
 @option(
     "--password-file",
     type=options.PATH,
-    help="File with users and their passwords; required unless --listen is a loopback address.",
+    help="File with users and passwords; optional for loopback addresses.",
 )
 @click.pass_context
 def broker(context: click.Context, listen: str, password_file: Path | None) -> None:
@@ -361,9 +360,7 @@ def broker(context: click.Context, listen: str, password_file: Path | None) -> N
     help="Name or address by which clients reach the broker; may be repeated.",
 )
 @option("--out", type=options.FOLDER, required=True, help="Folder for the broker's files.")
-@option(
-    "--installed", metavar="DIR", help="Path that the folder will have on the broker's machine (default: one in /etc)."
-)
+@option("--installed", metavar="DIR", help="Path of the folder on the broker's machine (default: one in /etc).")
 @option("--listen", default="0.0.0.0:8883", metavar="HOST:PORT", help="Address of the broker's TLS listener.")
 @option("--fleet", type=options.NAME, default="fleet", help="Name of the fleet in MQTT topics.")
 @options.authority_option

@@ -150,7 +150,7 @@ target_option: Final = option(
 python_option: Final = option(
     "--python",
     metavar="3.N|PATH",
-    help="Python of the board: its version, or its path, which ends in python3.N (default: the target's).",
+    help="Python of the board: version, or path ending in python3.N (default: the target's).",
 )
 extras_option: Final = option(
     "--extras",
@@ -268,21 +268,20 @@ worker_options: Final = group_options(
     option(
         "--engine",
         metavar="ENGINE",
-        help="Workers that do the boards' work: pool, processes of this machine; ray, of the Ray cluster that it "
-        "is a node of, or of a Ray that is started for the run; ray://HOST:PORT, of a cluster elsewhere; auto, "
-        "pool unless RAY_ADDRESS is set.",
+        help="Workers: pool (processes of this machine), ray (this node's Ray cluster, or a new local Ray), "
+        "ray://HOST:PORT (another cluster), or auto (pool unless RAY_ADDRESS is set).",
         group="Workers",
     ),
     option(
         "--workers",
         type=POSITIVE,
-        help="Number of workers (default: one for each core, of this machine or of the Ray cluster).",
+        help="Number of workers (default: one for each core).",
         group="Workers",
     ),
     option(
         "--mixed",
         is_flag=True,
-        help="Permit machines whose processor, GPU or libraries differ; results then do not repeat bit for bit.",
+        help="Permit different processors, GPUs or libraries; results then differ in the last bits.",
         group="Workers",
     ),
 )
@@ -320,16 +319,14 @@ blob_options: Final = group_options(
     option(
         "--blobs-http",
         metavar="HOST:PORT",
-        help="Serve models and take updates by HTTP (with --cert HTTPS) too; boards that do not reach it use "
-        "the broker.",
+        help="Also transfer models and updates by HTTP (with --cert HTTPS), where boards reach this address.",
         group="Blobs",
     ),
     option("--blobs-url", metavar="URL", help="Address by which boards reach --blobs-http.", group="Blobs"),
     option(
         "--blobs-backend",
         metavar="NAME=ADDRESS",
-        help="Use the store of an installed package for models and updates too, such as s3=https://HOST/BUCKET "
-        "of examples/s3_blobs.",
+        help="Also transfer models and updates by a package's store, such as s3=https://HOST/BUCKET.",
         group="Blobs",
     ),
 )

@@ -239,8 +239,7 @@ def agent(bundle: Path, phased: RolloutOptions, home: Path) -> None:
 @rollout.command()
 @argument(
     "assignments",
-    "Complete settings: budget=1GB, labels=+canary,-old, policy=energy, max_w=10, telemetry_s=60; others as in "
-    "agent.toml.",
+    "Settings: budget=1GB, labels=+canary,-old, policy=energy, max_w=10, telemetry_s=60; others as in agent.toml.",
     nargs=-1,
     required=True,
     metavar="KEY=VALUE...",

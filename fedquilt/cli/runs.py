@@ -196,7 +196,7 @@ def restore(file: Path, home: Path) -> None:
 @option(
     "--state",
     type=options.WordChoice(("online", "offline", "silent", "working", "idle", "refused")),
-    help="Only boards in this state; refused: with a declined task or a rejected update.",
+    help="State of the boards; refused: with a declined task or rejected update.",
 )
 @option("--remove", is_flag=True, help="Remove the named boards, until their next message.")
 @option("--force", is_flag=True, help="With --remove: also boards that have a task.")
