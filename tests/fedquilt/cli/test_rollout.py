@@ -199,7 +199,7 @@ def test_what_cannot_be_deployed_is_said(home, capsys):
         capsys, "rollout", "model", "digits", "--input-shape", "3", *at
     )
     assert "is stopped, so that it has no result yet" in refused(capsys, "rollout", "model", "digits", *at)
-    assert "none.onnx: it cannot be read: No such file" in refused(capsys, "rollout", "model", "none.onnx", *at)
+    assert "none.onnx: the file cannot be read (No such file" in refused(capsys, "rollout", "model", "none.onnx", *at)
     assert "no rollout of kind 'model' in" in refused(capsys, "rollout", "back", "model", *at)
     assert "no runs in" in refused(capsys, "rollout", "back", "model", "--home", str(home / "nowhere"))
 
@@ -208,10 +208,10 @@ def test_what_cannot_be_deployed_is_said(home, capsys):
     ("words", "said"),
     [
         (("--phases", "105%"), "105% is not between 0 % and 100 %"),
-        (("--phases", "few"), "'few%' is no share"),
+        (("--phases", "few"), "'few%' is not a share"),
         (("--phases", "50,25"), "do not grow"),
         (("--phases", "100"), "at least one phase after it"),
-        (("--min-gain", "-0.5"), "'-0.5' is no number of points: a number with pt or %"),
+        (("--min-gain", "-0.5"), "'-0.5' is not a number of points: write a number with pt or %"),
         (("--max-latency", "40"), "'40' is not a time: write a number with ms, s"),
         (("--soak", "-1s"), "-1s is negative"),
         (("--max-peak", "much"), "'much' is no size"),

@@ -73,12 +73,16 @@ TABLE = "a,b,y\n1,10,0\n3,30,1\n"
 @pytest.mark.parametrize(
     ("model", "data", "said"),
     [
-        ({"name": "mlp", "inputs": 3, "classes": 2}, {}, r"hold 2 values each \(a, b\), network 'mlp' takes 3"),
-        ({"name": "mlp", "inputs": 2, "classes": 1}, {}, r"labels run from 0 to 1, network 'mlp' predicts 1 classes"),
+        ({"name": "mlp", "inputs": 3, "classes": 2}, {}, r"have 2 values each \(a, b\), but network 'mlp' takes 3"),
+        (
+            {"name": "mlp", "inputs": 2, "classes": 1},
+            {},
+            r"labels run from 0 to 1, but network 'mlp' predicts 1 classes",
+        ),
         (
             {"name": "mlp", "inputs": 2, "outputs": 2},
             {"task": "regression"},
-            r"has 1 numbers, network 'mlp' predicts 2",
+            r"has 1 numbers, but network 'mlp' predicts 2",
         ),
         (
             {"name": "mlp", "inputs": 2, "outputs": 1},
