@@ -580,8 +580,9 @@ def _check_plugin(plugin: plugins.Plugin) -> tuple[bool, str]:
         "meter": lambda: devices.create_meter(plugin.name).read(0.0),
         "engine": lambda: engines.create_engine(plugin.name, BUDGET_BYTES).close(),
     }
+    import_only: Callable[[], object] = partial(plugins.import_plugin, plugin)
     try:
-        trials.get(plugin.kind, partial(plugins.import_plugin, plugin))()
+        trials.get(plugin.kind, import_only)()
     except FedquiltError as error:
         return False, f"failed   {error}"
     except Exception as error:  # a plug-in may raise anything

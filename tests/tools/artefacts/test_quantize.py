@@ -218,7 +218,7 @@ def test_the_bundle_without_an_accepted_graph_is_refused(both: tuple[Path, Path]
     made = job_bundle.load_bundle(both[1])
     name = f"{min(in_int8(made))}.int8.onnx"
     left = {file: ref for file, ref in made.files.items() if file != name}
-    with pytest.raises(FedquiltError, match=f"lacks {name}"):
+    with pytest.raises(FedquiltError, match=f"has no {name}"):
         METHOD.init(replace(made, files=left), SearchSettings(), 0)
 
 
