@@ -80,7 +80,7 @@ def _describe_shape_problem(
 ) -> str:
     """Return why the shape of an example does not fit the network's input, or "" if it does."""
     shape, kind, input_table = reader.shape, network.get("name"), network.get("input") or meta.get("input") or {}
-    actual = f"examples of shape {shape}{_format_features(reader)}"
+    actual = f"examples have shape {shape}{_format_features(reader)}"
     if "channels" in input_table:
         if inputs.is_image_shape(shape):
             return ""
@@ -92,7 +92,7 @@ def _describe_shape_problem(
     if "donors" in meta:
         donor, donor_table = next(iter(meta["donors"].items()))
         donor_shape = tuple(meta["blocks"][donor_table["blocks"][0]]["in_shape"])
-        return f"{actual}, but donor {donor!r} takes {donor_shape}" if shape != donor_shape else ""
+        return f"{actual}, but donor {donor!r} takes shape {donor_shape}" if shape != donor_shape else ""
     if kind in ("mlp", "rezero") and (size := math.prod(shape)) != network["inputs"]:
         values = f"have {size} values each{_format_features(reader)}"
         return f"examples of shape {shape} {values}, but {name} takes {network['inputs']}"

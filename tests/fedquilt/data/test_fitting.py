@@ -38,8 +38,8 @@ def stored(path: Path, *shape: int, most: int = 2) -> DataSpec:
     ("meta", "shape", "most", "said"),
     [
         ({"network": MLP}, (4, 4), 2, ""),
-        ({"network": MLP}, (4, 5), 2, r"\(4, 5\) have 20 values each, network 'mlp' takes 16"),
-        ({"network": MLP}, (4, 4), 3, r"labels run from 0 to 3, network 'mlp' predicts 3 classes \(0 to 2\)"),
+        ({"network": MLP}, (4, 5), 2, r"\(4, 5\) have 20 values each, but network 'mlp' takes 16"),
+        ({"network": MLP}, (4, 4), 3, r"labels run from 0 to 3, but network 'mlp' predicts 3 classes \(0 to 2\)"),
         ({"network": PICTURES}, (5, 7, 3), 2, ""),
         ({"network": PICTURES}, (64,), 2, r"shape \(64,\), but the job's \[input\] is for images"),
         ({"network": {"name": "exits", "of": PICTURES}}, (8, 8), 3, "predicts 3 classes"),
@@ -51,7 +51,7 @@ def stored(path: Path, *shape: int, most: int = 2) -> DataSpec:
             "has labels for 2 classes",
         ),
         (SERIES, (20, 3), 2, ""),
-        (SERIES, (24, 3), 2, r"shape \(24, 3\), donor 'wide' takes \(20, 3\)"),
+        (SERIES, (24, 3), 2, r"shape \(24, 3\), but donor 'wide' takes shape \(20, 3\)"),
     ],
 )
 def test_what_headers_and_labels_tell_is_told(tmp_path, meta, shape, most, said):
@@ -77,7 +77,7 @@ def test_one_label_for_all_training_examples_is_refused(tmp_path, task, y, said)
     np.savez(tmp_path / "own.npz", x=np.zeros((12, 16)), y=y, x_test=np.zeros((12, 16)), y_test=y)
     table = {"path": str(tmp_path / "own.npz"), "task": task}
     meta = {"network": {**MLP, "task": task, "classes": y.shape[1] if y.ndim > 1 else 3 if task == "classes" else 1}}
-    with pytest.raises(DataError, match=rf"own.npz: {said}: there is nothing to learn"):
+    with pytest.raises(DataError, match=rf"own.npz: {said}, so there is nothing to learn"):
         compatibility.open_compatible_data(meta, DataSpec.parse(table))
     compatibility.open_compatible_data(meta, DataSpec.parse({**table, "split": "test"}))
 

@@ -114,7 +114,7 @@ def test_a_vocabulary_that_is_larger_than_the_networks_is_told(tmp_path):
     with pytest.raises(DataError, match="the vocabulary has 4 tokens, but network 'transformer' was built for 3"):
         compatibility.open_compatible_data(bundle.meta, DataSpec.parse(job.data))
     longer = {**job.data, "text": {**text, "length": 5}}
-    with pytest.raises(DataError, match=r"examples of shape \(5,\), but network 'transformer' takes 4 tokens"):
+    with pytest.raises(DataError, match=r"examples have shape \(5,\), but network 'transformer' takes 4 tokens"):
         compatibility.open_compatible_data(bundle.meta, DataSpec.parse(longer))
     with pytest.raises(DataError, match="task is 'labels', but network 'transformer' was prepared for 'classes'"):
         compatibility.open_compatible_data(
