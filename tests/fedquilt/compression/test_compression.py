@@ -314,11 +314,11 @@ GOOD_INT8 = {"w#int8": np.ones(4, np.int8), "w#step": np.ones(1, np.float32)}
         ),
         (topk(0.5), {"w#value": np.ones(2)}, "float64"),
         (topk(0.5), {"w#value": np.array([1, np.nan], np.float32)}, "not finite"),
-        (topk(0.5), {"w#value": None}, "'w' was sent as at; topk wants at and value"),
+        (topk(0.5), {"w#value": None}, "tensor 'w' has the parts at, but topk needs at and value"),
         (
             topk(0.5),
             {f"v#{part[2:]}": array for part, array in GOOD_TOPK.items()},
-            r"'v' was sent as a change \(topk\), but",
+            "'v' was sent as a change (topk), but",
         ),
     ],
 )

@@ -261,7 +261,7 @@ def test_texts_are_read_from_a_table_or_by_folder(tmp_path):
     [
         (["a", "[PAD]", "[UNK]"], r"is not a vocabulary: write \[PAD\] in the first line"),
         (["[PAD]", "a"], r"\[UNK\] in another"),
-        (["[PAD]", "[UNK]", "a", "a"], r"line 4: 'a' is there twice"),
+        (["[PAD]", "[UNK]", "a", "a"], r"line 4: token 'a' is repeated"),
         (["[PAD]", "[UNK]", "", "a"], r"line 3: token is missing"),
     ],
 )
