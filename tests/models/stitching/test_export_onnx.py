@@ -330,7 +330,9 @@ def test_a_network_that_cannot_be_written_says_why(tmp_path):
         export_stitched(*artefact([["residual.3"]], None, True), STOCK.blocks, {"residual.3.onnx": tmp_path / "graph"})
     large.graph.initializer[0].external_data[0].value = "../secret"
     onnx.save(large, tmp_path / "graph")
-    with pytest.raises(ModelError, match=r"is in '\.\./secret': weights may only be in a file .* named by its sha256"):
+    with pytest.raises(
+        ModelError, match=r"is in file '\.\./secret': weights may only be in a file .* named by its sha256"
+    ):
         export_stitched(*artefact([["residual.3"]], None, True), STOCK.blocks, {"residual.3.onnx": tmp_path / "graph"})
     other = onnx.load(FILES["plain.0.onnx"])
     other.opset_import[0].version = 13
