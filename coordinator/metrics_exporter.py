@@ -15,7 +15,7 @@ from fedquilt import __version__
 from fedquilt.coordinator.fleet.device_status import FRESH_S, DeviceStatus, TelemetrySample
 from fedquilt.coordinator.rounds import events
 from fedquilt.coordinator.rounds.job_state import JobView
-from fedquilt.open_metrics import MetricFamily
+from fedquilt.metrics_endpoint import MetricFamily
 
 MAX_DEVICES: Final = 2_000
 MAX_JOBS: Final = 50

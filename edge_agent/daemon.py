@@ -29,7 +29,7 @@ from fedquilt.host import process_resources
 from fedquilt.transport import link as links
 
 if TYPE_CHECKING:
-    from fedquilt.open_metrics import MetricFamily
+    from fedquilt.metrics_endpoint import MetricFamily
 
 log = logging.getLogger("fedquilt.agent")
 
@@ -109,9 +109,9 @@ def run_agent(settings: AgentSettings) -> None:
 def _serve_metrics(agent: Agent) -> AbstractContextManager[object]:
     if agent.settings.metrics.listen is None:
         return contextlib.nullcontext()
-    from fedquilt import open_metrics
+    from fedquilt import metrics_endpoint
 
-    return open_metrics.serve_metrics(agent.settings.metrics.listen, lambda: collect_metrics(agent))
+    return metrics_endpoint.serve_metrics(agent.settings.metrics.listen, lambda: collect_metrics(agent))
 
 
 _SENSORS = {
@@ -125,7 +125,7 @@ _SENSORS = {
 
 def collect_metrics(agent: Agent) -> Iterator[MetricFamily]:
     """Yield the agent's current metrics and latest sensor readings. Safe from other threads."""
-    from fedquilt.open_metrics import MetricFamily
+    from fedquilt.metrics_endpoint import MetricFamily
 
     state, telemetry = agent.task_runner.state, agent.last_telemetry
     values: list[tuple[str, str, float | None]] = [

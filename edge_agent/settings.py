@@ -129,10 +129,10 @@ def parse_settings(table: Mapping[str, Any]) -> AgentSettings:
     if settings.data:
         DataSpec.parse(settings.data)
     if settings.metrics.listen is not None:
-        from fedquilt import open_metrics
+        from fedquilt import metrics_endpoint
 
         with toml.prefix_errors("[metrics] listen"):
-            open_metrics.parse_listen_address(settings.metrics.listen)
+            metrics_endpoint.parse_listen_address(settings.metrics.listen)
     with toml.prefix_errors("labels"):
         labels.parse_labels(settings.labels)
     for key, size in (

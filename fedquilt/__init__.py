@@ -74,7 +74,7 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> object:
-    """Load a public name (PEP 562)."""
+    """Import and return a public name (PEP 562), or raise AttributeError with the nearest name."""
     if name not in __all__:
         nearest = ""
         if not any(os.path.exists(f"{__path__[0]}/{file}") for file in (name, f"{name}.py")):  # not yet imported

@@ -47,14 +47,23 @@ def exclude_buffers(wire: Encoding, meta: Mapping[str, Any]) -> Encoding:
     return msgspec.structs.replace(wire, unchanged=tuple(dict.fromkeys((*wire.unchanged, *buffers))))
 
 
-def method_state(private: Tensors) -> dict[str, np.ndarray]:
+def remove_residuals(private: Tensors) -> dict[str, np.ndarray]:
+    """Return a device's private state without the residuals of codecs."""
     return {name: array for name, array in private.items() if not name.startswith(RESIDUAL_PREFIX)}
 
 
 def encode_update(
     wire: Encoding, result: ClientResult, base: Callable[[str], Tensors | None], private: Callable[[], Tensors]
 ) -> ClientResult:
-    """Return an update as sent. `private` is called late to save memory, and its arrays are overwritten."""
+    """Return a result with encoded bundles, and with the new residuals in its private state.
+
+    The codec "raw" returns the result itself, unchecked. `base` returns the received bundle of a name, or None.
+    `private` loads the device's private state. It is called late to save memory, and its arrays are overwritten.
+
+    Raises:
+        UpdateError: If a value is not finite or too large for the codec.
+        ModelError: If a tensor's name contains SEPARATOR.
+    """
     if wire.codec == "raw":
         return result
     private_state = private()
@@ -73,12 +82,12 @@ def encode_update(
 def encode_bundle(
     wire: Encoding, bundle_tensors: Tensors, base: Tensors, residuals: Tensors
 ) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
-    """Return a bundle as sent, and the residuals to add to the next update. `residuals` is overwritten."""
+    """Return the encoded bundle, and the residuals to add to the next update. `residuals` is overwritten."""
     codec, encoded, remaining, unchanged = LOSSY_CODECS[wire.codec], {}, dict(residuals), frozenset(wire.unchanged)
     for name, array in bundle_tensors.items():
         if SEPARATOR in name:
-            problem = f"a name with {SEPARATOR} cannot be told from a part's"
-            raise ModelError(f"tensor {name!r}: {problem}; [wire] codec = 'raw'")
+            problem = f"{SEPARATOR!r} in a name is reserved for parts of encoded tensors"
+            raise ModelError(f"tensor {name!r}: {problem}; set [wire] codec = 'raw'")
         start = _find_matching_start(base, name, array.shape)
         if name in unchanged or not _can_round(array) or (start is None and not codec.works_without_start):
             encoded[name] = array
@@ -91,7 +100,7 @@ def encode_bundle(
         try:
             parts = codec.encode(np.ascontiguousarray(array), start, residual, wire.keep)
         except UpdateError as error:
-            raise UpdateError(f"tensor {name!r}, {error}") from None
+            raise UpdateError(f"tensor {name!r}: {error}") from None
         encoded |= {f"{name}{SEPARATOR}{part}": value for part, value in zip(codec.parts, parts, strict=True)}
         if residual is not None and residual.any():
             remaining[name] = residual
@@ -101,13 +110,17 @@ def encode_bundle(
 def decode_update(
     wire: Encoding, bundles: Mapping[str, Tensors], base: Callable[[str], Tensors | None]
 ) -> Mapping[str, Tensors]:
+    """Return the decoded bundles of an update, or "raw" bundles unchecked. See `decode_bundle`."""
     if wire.codec == "raw":
         return bundles
     return {name: decode_bundle(wire, encoded, base(name) or {}) for name, encoded in bundles.items()}
 
 
 def decode_bundle(wire: Encoding, encoded: Tensors, base: Tensors) -> dict[str, np.ndarray]:
-    """Return the bundle given to `encode_bundle`, up to the codec's error, or raise UpdateError."""
+    """Return the bundle given to `encode_bundle`, up to the codec's error, or raise UpdateError for invalid parts.
+
+    Other tensors are returned unchecked: their names and shapes may differ from those of `base`.
+    """
     tensors.require_finite(encoded)
     codec = LOSSY_CODECS[wire.codec]
     decoded, split = _group_parts(wire, encoded)
@@ -115,20 +128,23 @@ def decode_bundle(wire: Encoding, encoded: Tensors, base: Tensors) -> dict[str, 
         shape = parts[codec.parts[0]].shape if codec.works_without_start else None
         start = _find_matching_start(base, name, shape)
         if start is None and not codec.works_without_start:
-            raise UpdateError(f"tensor {name!r} was sent by {wire.codec}, but there is none that it moved from")
+            raise UpdateError(f"tensor {name!r} was sent as a change ({wire.codec}), but the task has no such tensor")
         # The broadcast saves memory: no update takes twice its size on the coordinator.
         origin = np.broadcast_to(np.float32(0), parts[codec.parts[0]].shape) if start is None else start
         try:
             decoded[name] = codec.decode([parts[part] for part in codec.parts], origin, wire.keep)
         except UpdateError as error:
-            raise UpdateError(f"tensor {name!r}, {error}") from None
+            raise UpdateError(f"tensor {name!r}: {error}") from None
     return dict(sorted(decoded.items()))
 
 
 def decoded_specs(
     wire: Encoding, encoded: Mapping[str, TensorSpec], reference: Mapping[str, Any]
 ) -> dict[str, TensorSpec]:
-    """Return types and shapes that `decode_bundle` would return. Shapes that are not sent are those of `reference`."""
+    """Return the types and shapes that `decode_bundle` would return, or raise UpdateError for invalid parts.
+
+    Shapes that are not sent are those of `reference`.
+    """
     if wire.codec == "raw":
         return dict(encoded)
     codec = LOSSY_CODECS[wire.codec]
@@ -137,12 +153,13 @@ def decoded_specs(
         expected_shape = getattr(reference.get(name), "shape", ())
         shape = codec.decoded_shape([parts[part] for part in codec.parts], expected_shape, wire.keep)
         if shape is None:
-            raise UpdateError(f"tensor {name!r} has parts of types or shapes that {wire.codec} does not make")
+            raise UpdateError(f"tensor {name!r}: parts have types or shapes that {wire.codec} does not produce")
         specs[name] = TensorSpec(shape, np.dtype(np.float32))
     return specs
 
 
 def _group_parts(wire: Encoding, encoded: Mapping[str, T]) -> tuple[dict[str, T], dict[str, dict[str, T]]]:
+    """Return the tensors that were sent unchanged, and the parts by tensor. Raise UpdateError for missing parts."""
     codec = LOSSY_CODECS[wire.codec]
     plain: dict[str, T] = {}
     split: dict[str, dict[str, T]] = {}
@@ -153,12 +170,12 @@ def _group_parts(wire: Encoding, encoded: Mapping[str, T]) -> tuple[dict[str, T]
         else:
             plain[name] = value
     if buffers := split.keys() & set(wire.unchanged):
-        raise UpdateError(f"tensor {min(buffers)!r} was sent by {wire.codec}, and is a buffer, which travels unchanged")
+        raise UpdateError(f"tensor {min(buffers)!r} is a buffer, but was encoded by {wire.codec}: send it unchanged")
     for name, parts in split.items():
         if name in plain or parts.keys() != set(codec.parts):
-            part_names = ", ".join([*(["itself"] if name in plain else []), *sorted(parts)])
+            part_names = ", ".join([*(["whole"] if name in plain else []), *sorted(parts)])
             required_names = " and ".join(codec.parts)
-            raise UpdateError(f"tensor {name!r} was sent as {part_names}; {wire.codec} wants {required_names}")
+            raise UpdateError(f"tensor {name!r} has the parts {part_names}, but {wire.codec} needs {required_names}")
     return plain, split
 
 
@@ -190,9 +207,9 @@ class LossyCodec:
     works_without_start: bool
 
 
-def _require_finite(array: np.ndarray, fix: str) -> np.ndarray:
+def _require_finite(array: np.ndarray, problem: str) -> np.ndarray:
     if not np.isfinite(array).all():
-        raise DivergedError(f"values that are too large: {fix}")
+        raise DivergedError(problem)
     return array
 
 
@@ -201,12 +218,12 @@ def _split_blocks(size: int) -> Iterator[slice]:
 
 
 def _add_change(array: np.ndarray, start: np.ndarray, residual: np.ndarray) -> np.ndarray:
-    # The sum replaces `residual`, to save memory. The result is flat.
+    """Return `residual` with the change of the array added in place, flat. Raise DivergedError beyond float32."""
     flat, values, start_values = residual.reshape(-1), array.reshape(-1), start.reshape(-1)
     with np.errstate(over="ignore"):
         for block in _split_blocks(flat.size):
             flat[block] += values[block] - start_values[block]
-    return _require_finite(flat, "32 bits do not hold how far it moved")
+    return _require_finite(flat, "a change is too large for float32")
 
 
 def _encode_fp16(
@@ -216,13 +233,13 @@ def _encode_fp16(
     with np.errstate(over="ignore"):
         for block in _split_blocks(values.size):
             halves.reshape(-1)[block] = values[block] if start is None else values[block] - start.reshape(-1)[block]
-    return (_require_finite(halves, "16 bits hold up to 65504; [wire] codec = 'int8' or 'raw'"),)
+    return (_require_finite(halves, "a value is above 65504, the limit of fp16: set [wire] codec = 'int8' or 'raw'"),)
 
 
 def _decode_fp16(parts: Sequence[np.ndarray], start: np.ndarray, keep: float) -> np.ndarray:
     (halves,) = parts
     if halves.dtype != np.float16:
-        raise UpdateError(f"part fp16: {halves.dtype}, wanted float16")
+        raise UpdateError(f"part fp16 has type {halves.dtype} instead of float16")
     decoded, flat = np.empty(start.shape, np.float32), halves.reshape(-1)
     for block in _split_blocks(flat.size):
         decoded.reshape(-1)[block] = start.reshape(-1)[block] + flat[block].astype(np.float32)
@@ -254,15 +271,15 @@ def _decode_int8(parts: Sequence[np.ndarray], start: np.ndarray, keep: float) ->
     counts, step = parts
     if counts.dtype != np.int8 or step.dtype != np.float32 or step.shape != (1,):
         raise UpdateError(
-            f"parts int8 and step: {counts.dtype} and {step.shape} {step.dtype}, wanted int8 and (1,) float32"
+            f"parts int8 and step are {counts.dtype} and {step.shape} {step.dtype} instead of int8 and (1,) float32"
         )
     if not 0 <= step[0] < np.inf:
-        raise UpdateError(f"part step: {step[0]:g}, wanted a number of at least 0")
+        raise UpdateError(f"part step is {step[0]:g}, which is not a number of at least 0")
     decoded, flat = np.empty(start.shape, np.float32), counts.reshape(-1)
     with np.errstate(over="ignore"):
         for block in _split_blocks(flat.size):
             values = start.reshape(-1)[block] + flat[block].astype(np.float32) * step
-            decoded.reshape(-1)[block] = _require_finite(values, f"its step is {step[0]:g}")
+            decoded.reshape(-1)[block] = _require_finite(values, f"step {step[0]:g} is too large for float32")
     return decoded
 
 
@@ -287,7 +304,7 @@ def _encode_topk(
 
 
 def _largest_indices(changes: np.ndarray, count: int) -> np.ndarray:
-    """Return the sorted indices of the largest magnitudes, and of the first among equal magnitudes."""
+    """Return the sorted indices of the `count` largest magnitudes, the first ones of equal magnitudes."""
     threshold = _kth_largest(changes, count)
 
     def select_indices(condition: Callable[[np.ndarray], np.ndarray], limit: int) -> list[np.ndarray]:
@@ -305,6 +322,8 @@ def _largest_indices(changes: np.ndarray, count: int) -> np.ndarray:
 
 
 def _kth_largest(changes: np.ndarray, count: int) -> np.ndarray:
+    """Return the magnitude of rank `count`, as a float32 scalar array."""
+
     # Magnitudes of floats are ordered like their bits, so the upper 16 bits are searched first, and then the lower 16.
     def magnitude_bits(block: slice) -> np.ndarray:
         return np.abs(changes[block]).view(np.uint32)
@@ -330,11 +349,11 @@ def _decode_topk(parts: Sequence[np.ndarray], start: np.ndarray, keep: float) ->
     count = _sent_count(start.size, keep)
     if indices.dtype.kind != "u" or values.dtype != np.float32 or not indices.shape == values.shape == (count,):
         raise UpdateError(
-            f"parts at and value: {indices.shape} {indices.dtype} and {values.shape} {values.dtype}, "
-            f"wanted {count} places as unsigned numbers and as many float32 values"
+            f"parts at and value are {indices.shape} {indices.dtype} and {values.shape} {values.dtype} "
+            f"instead of {count} unsigned indices and {count} float32 values"
         )
     if (indices[1:] <= indices[:-1]).any() or indices[-1] >= start.size:
-        raise UpdateError(f"part at: places that are repeated, out of order or beyond its {start.size} entries")
+        raise UpdateError(f"part at has indices that are repeated, out of order or beyond the {start.size} entries")
     decoded = start.flatten()
     decoded[indices] = values
     return decoded.reshape(start.shape)

@@ -36,13 +36,13 @@ BOARD_EXTRAS: Final = ("gpu", "identity", "images", "jetson", "metrics", "onnx",
 
 
 def missing_message(module: str) -> str:
-    if module.split(".")[0] == "fedquilt":  # a board has only part of it
-        return f"this needs the whole package fedquilt, which is not installed: {installation_command('')}"
+    if module.split(".")[0] == "fedquilt":  # the wheel for boards has only some modules
+        return f"this needs the full package fedquilt, which is not installed: {installation_command('')}"
     return f"this needs {module}, which is not installed: {installation_command(EXTRAS.get(module.split('.')[0], ''))}"
 
 
 def installation_command(extra: str) -> str:
-    """Return the command that installs an extra, or for "" all of fedquilt."""
+    """Return the pip command that installs an extra, or fedquilt without extras for ""."""
     if not extra:
         return "pip install 'fedquilt'"
     name = "fedquilt-board" if extra in BOARD_EXTRAS and _is_board_distribution() else "fedquilt"
@@ -54,6 +54,7 @@ def _is_board_distribution() -> bool:
 
 
 def load_optional(module: str) -> ModuleType:
+    """Import and return a module of an extra, or raise JobError with the command that installs the extra."""
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
@@ -64,7 +65,7 @@ def load_optional(module: str) -> ModuleType:
 
 @contextmanager
 def report_missing_extras() -> Iterator[None]:
-    """Convert the ModuleNotFoundError of an optional package. Also usable as a decorator."""
+    """Convert the ModuleNotFoundError of an optional package to a JobError. Also usable as a decorator."""
     try:
         yield
     except ModuleNotFoundError as error:

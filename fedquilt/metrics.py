@@ -51,14 +51,15 @@ MAIN_METRICS: Final[Mapping[TaskKind, Metric]] = {
 
 
 def task_from_network(network: Mapping[str, Any]) -> TaskKind:
-    """Return the task in a network's table, by default "classes"."""
+    """Return the task in a network's table, by default "classes". Raise JobError for an unknown task."""
     task = network.get("task", "classes")
     if task not in TASKS:
-        raise JobError(f"task = {task!r}: there are {', '.join(TASKS)}")
+        raise JobError(f"task = {task!r} is unknown: write one of {', '.join(TASKS)}")
     return task
 
 
 def main_metric(sums: EvaluationSums | None) -> tuple[Metric, float] | None:
+    """Return the main metric of an evaluation with its value, or None without examples."""
     if sums is None or not sums.examples:
         return None
     return MAIN_METRICS[sums.task], evaluation.main_metric_value(sums)
@@ -81,14 +82,14 @@ def display_factor(metric: Metric) -> float:
 
 
 def format_value(metric: Metric, value: float, digits: int = 2) -> str:
-    """Format a value with its unit: "77.70 %", or four significant digits."""
+    """Return a value as text: "77.70 %", four significant digits, or "-" if not finite."""
     if not math.isfinite(value):
         return "-"
     return f"{100 * value:.{digits}f} %" if metric.share else f"{value:.4g}"
 
 
 def describe_metrics(sums: EvaluationSums, digits: int = 2, skip: Collection[str] = ()) -> list[str]:
-    """Format each metric of an evaluation that is not in `skip`. The error of the AUC follows the AUC."""
+    """Return a text for each metric that is not in `skip`, such as "AUC 0.91 ± 0.01"."""
     values = evaluation.compute_metrics(sums)
     metrics = [(METRICS[name], value) for name, value in values.items()]
     texts = {metric.name: f"{metric.title} {format_value(metric, value, digits)}" for metric, value in metrics}
@@ -102,7 +103,7 @@ def axis_label(metric: Metric) -> str:
 
 
 def column_name(metric: Metric, name: str) -> str:
-    """Return the name of the table column "accuracy" or "held_accuracy" for the main metric."""
+    """Return a table column's name, with "accuracy" replaced by the main metric's name."""
     return {"accuracy": metric.name, "held_accuracy": f"held_{metric.name}"}.get(name, name)
 
 

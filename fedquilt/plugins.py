@@ -75,14 +75,14 @@ class Plugin:
 
 
 def plugin_names(kind: Kind) -> list[str]:
-    """Return the sorted names of a kind that this process may import. Nothing is imported."""
+    """Return the sorted names of a kind's plug-ins that this process may import. Nothing is imported."""
     return sorted({plugin.name for plugin in _list_allowed_plugins(kind)})
 
 
 def plugin_fingerprints(
     kinds: Collection[Kind] = ("method", "network", "loss", "transform", "engine"),
 ) -> dict[str, str]:
-    """Return the plug-ins of a device's profile: "plugin <module>" -> `fingerprint`."""
+    """Return the entries of `Profile.versions` for plug-ins: "plugin <module>" -> `fingerprint`."""
     plugins = [plugin for kind in kinds for plugin in _list_allowed_plugins(kind)]
     plugins += [_plugin_from_target("network", name) for name in sorted(_allowed or ()) if TARGET.fullmatch(name)]
     return {f"plugin {plugin.module}": fingerprint(plugin) for plugin in plugins}
@@ -134,7 +134,8 @@ def find_plugin(kind: Kind, name: str, builtin_names: Collection[str] = ()) -> P
     if len(matches) > 1:
         owners = " and ".join(f"{plugin.package} {plugin.version}" for plugin in matches)
         raise JobError(
-            f"two packages give a {KIND_TITLES[kind]} {name!r}: {owners}; uninstall one, or write {matches[0].target!r}"
+            f"{KIND_TITLES[kind]} {name!r} is ambiguous, {owners} have one: uninstall one package, or write "
+            f"{matches[0].target!r}"
         )
     if matches:
         return matches[0]
@@ -144,22 +145,18 @@ def find_plugin(kind: Kind, name: str, builtin_names: Collection[str] = ()) -> P
         raise JobError(f"{forbidden[0]} is not allowed here: add {forbidden[0].package!r} to `plugins` in agent.toml")
     raise JobError(
         f"{KIND_TITLES[kind]} {name!r} is unknown{toml.describe_choices(name, names)}; "
-        "your own is module:name, or an entry point of an installed package"
+        "name your own as module:name, or install its package"
     )
 
 
 def load_plugin(kind: Kind, name: str, builtin_names: Collection[str] = ()) -> Any:
-    """Import the object of a name, or return None for a built-in name in `builtin_names`.
-
-    Raises:
-        JobError: If `find_plugin` or `import_plugin` fails.
-    """
+    """Import and return the object of a name, or None for a built-in name. Raise JobError if this fails."""
     plugin = find_plugin(kind, name, builtin_names)
     return None if plugin is None else import_plugin(plugin)
 
 
 def import_plugin(plugin: Plugin) -> Any:
-    """Import the object of a plug-in, or raise JobError if the object is missing or the import fails."""
+    """Import and return the object of a plug-in, or raise JobError if the object is missing or the import fails."""
     module, _, attribute = plugin.target.partition(":")
     with search_current_folder():
         try:
@@ -167,7 +164,7 @@ def import_plugin(plugin: Plugin) -> Any:
         except (Exception, SystemExit) as error:
             if isinstance(error, ModuleNotFoundError) and error.name in (module, plugin.module):
                 fix = f"start the command in the folder of {plugin.module}.py, or install its package"
-                raise JobError(f"{plugin}: there is no module {error.name!r}; {fix}") from None
+                raise JobError(f"{plugin}: module {error.name!r} was not found; {fix}") from None
             fix = "correct the module" + (f", or uninstall {plugin.package}" if plugin.version else "")
             problem = shorten_error(str(error)) or type(error).__name__
             raise JobError(
@@ -183,7 +180,7 @@ def import_plugin(plugin: Plugin) -> Any:
 
 def wrong_kind_error(plugin: Plugin, expected: str, actual: Any) -> JobError:
     """Return the error for a plug-in with an object that is not of the kind `expected`."""
-    return JobError(f"{plugin} is a {type(actual).__name__}, and {expected} is wanted: correct {plugin.target}")
+    return JobError(f"{plugin} is a {type(actual).__name__} instead of {expected}: correct {plugin.target}")
 
 
 # -- permission -----------------------------------------------------------------------------------
@@ -192,8 +189,8 @@ def wrong_kind_error(plugin: Plugin, expected: str, actual: Any) -> JobError:
 def restrict_plugins(allowed: Collection[str] | None) -> None:
     """Limit this process to the plug-ins that its device allows. Agents and their task processes call this once.
 
-    `allowed` contains packages and `module:name` plug-ins. None allows the entry points of all installed packages, and
-    no `module:name`.
+    Args:
+        allowed: Packages and `module:name` plug-ins. None allows entry points of all packages, and no `module:name`.
     """
     global _allowed, _allows_targets
     _allowed, _allows_targets = None if allowed is None else frozenset(allowed), False
@@ -213,7 +210,7 @@ def restrict_plugins_within(allowed: Collection[str] | None) -> Iterator[None]:
 
 @contextmanager
 def search_current_folder() -> Iterator[None]:
-    """Import from the current folder too within a `with` block, except on a device."""
+    """Add the current folder to `sys.path` within a `with` block, except on a device."""
     if not _allows_targets:
         yield
         return
@@ -229,10 +226,9 @@ def search_current_folder() -> Iterator[None]:
 
 
 def fingerprint(plugin: Plugin) -> str:
-    """Return package, version and sha256 of all files of a plug-in's module, as one line.
+    """Return package, version and sha256 of all files of a plug-in's module, as a `ShortText` in one line.
 
-    Two machines with the same fingerprint run the same code. A fingerprint has at most 200 characters, which is the
-    limit of `fedquilt.core.ShortText`.
+    Two machines with the same fingerprint run the same code.
     """
     return f"{plugin.package[:90]} {plugin.version[:44] or '-'} {module_digest(plugin.module)}"
 
@@ -260,19 +256,19 @@ def require_unchanged_modules(recorded_fingerprints: Mapping[str, str]) -> None:
         if digest != "unknown" and not recorded_fingerprint.endswith(f" {digest}"):
             package = recorded_fingerprint.partition(" ")[0]
             raise JobError(
-                f"the bundle's network is of package {package} {format_fingerprint(recorded_fingerprint)}, which has "
-                f"another content here ({digest[:8]}): make the bundle anew with `fedquilt prepare`"
+                f"the bundle was prepared with package {package} {format_fingerprint(recorded_fingerprint)}, whose "
+                f"files here differ ({digest[:8]}): prepare the bundle again with `fedquilt prepare`"
             )
 
 
 def required_modules(kind: Kind, name: str, builtin_names: Collection[str] = ()) -> dict[str, str]:
-    """Return the modules that a device needs for a name, with fingerprints, or {} if built in."""
+    """Return the module that a device needs for a name, with its fingerprint, or {} if built in."""
     plugin = find_plugin(kind, name, builtin_names)
     return {} if plugin is None else {plugin.module: fingerprint(plugin)}
 
 
 def allowlist_entries(kind: Kind, name: str, builtin_names: Collection[str] = ()) -> list[str]:
-    """Return the `plugins` entries that a simulated device needs to use a name."""
+    """Return what a device must list as `plugins` in agent.toml to use a name: its package, or `module:name`."""
     plugin = find_plugin(kind, name, builtin_names)
     return [] if plugin is None else [plugin.name if ":" in plugin.name else plugin.package]
 
@@ -350,11 +346,11 @@ def _has_plugins(folder: Path) -> bool:
 def _plugin_from_target(kind: Kind, name: str) -> Plugin:
     """Return the plug-in `module:name`, or raise JobError if malformed or not allowed on this device."""
     if not TARGET.fullmatch(name):
-        raise JobError(f"{KIND_TITLES[kind]} {name!r}: write module:name, as in mine.networks:small")
+        raise JobError(f"{KIND_TITLES[kind]} {name!r} is invalid: write module:name, as in mine.networks:small")
     if kind not in LOCAL_KINDS and not _allows_targets and name not in (_allowed or ()):
         raise JobError(
-            f"{KIND_TITLES[kind]} {name!r} is code, and this board allows none of that name: install its package "
-            f"here and add {name!r} to `plugins` in agent.toml"
+            f"{KIND_TITLES[kind]} {name!r} is not allowed on this device: install its package here and add {name!r} to "
+            "`plugins` in agent.toml"
         )
     from importlib import metadata
 
@@ -374,4 +370,4 @@ def _error_location(error: BaseException) -> str:
     if isinstance(error, SyntaxError) and error.filename:
         return f"{error.filename}, line {error.lineno}"
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if "importlib" not in frame.filename]
-    return f"{frames[-1].filename}, line {frames[-1].lineno}" if frames else "place unknown"
+    return f"{frames[-1].filename}, line {frames[-1].lineno}" if frames else "unknown line"

@@ -88,18 +88,7 @@ class Presence(DeviceReport, frozen=True):
 
 
 RefusalCode = Literal[
-    "budget",
-    "codec",
-    "data",
-    "disk",
-    "diverged",
-    "engine",
-    "exception",
-    "failed",
-    "full",
-    "memory",
-    "method",
-    "model",
+    "budget", "codec", "data", "disk", "diverged", "engine", "exception", "failed", "full", "memory", "method", "model"
 ]
 """Reason for declining a task. `fedquilt.coordinator.rounds.selection` describes each code."""
 
@@ -113,9 +102,7 @@ class Claim(DeviceReport, frozen=True):
     accepted: bool
     code: Literal["ok", "cleared", "counted", RefusalCode] = "ok"
     reason: Sentence = ""
-    last_counted_round: Count | None = (
-        None  # last round of the job with an accepted update, if not before the task's round
-    )
+    last_counted_round: Count | None = None  # last round with an accepted update, if not before the task's round
     epoch: Count = 0  # number of the coordinator start that accepted the update
 
 
@@ -170,9 +157,7 @@ ReleasePhase = Literal["waiting", "fetching", "checking", "soaking", "committed"
 class ReleaseLimits(WireMessage, frozen=True, omit_defaults=True):
     """Limits that the device checks before it installs a release. None means no limit."""
 
-    min_gain: Annotated[float, Meta(ge=-1.0, le=1.0)] | None = (
-        None  # accuracy minus the accuracy of the running release
-    )
+    min_gain: Annotated[float, Meta(ge=-1.0, le=1.0)] | None = None  # accuracy minus that of the running release
     max_latency_s: Seconds | None = None  # median of one prediction
     max_energy_j: Amount | None = None  # of one prediction
     max_peak_bytes: Count | None = None
@@ -241,7 +226,7 @@ class MissingBlob(WireMessage, frozen=True):
 
 
 class Hello(DeviceReport, frozen=True):
-    """Flight of a handshake on <up|dn>/hello. An empty `attempt` requests a handshake."""
+    """Flight of a TLS handshake on <up|dn>/hello. An empty `attempt` requests a handshake."""
 
     attempt: Annotated[str, Meta(pattern=r"^([0-9a-f]{16})?\Z")] = ""
     flight: Annotated[int, Meta(ge=0, le=3)] = 0
@@ -280,7 +265,7 @@ M = TypeVar("M", bound=WireMessage)
 
 
 def encode(message: WireMessage) -> bytes:
-    """Encode a message.
+    """Return the bytes of a message.
 
     Raises:
         WireError: If the message exceeds the size limit or contains text that is not Unicode.
@@ -298,7 +283,7 @@ def encode(message: WireMessage) -> bytes:
 
 
 def decode(payload: bytes, kind: type[M]) -> M:
-    """Decode a message of type `kind` with strict checks.
+    """Return the message of type `kind` in a payload, after strict checks.
 
     Raises:
         WireError: If the payload is too large, of another protocol version, has a wrong checksum, or is not a valid

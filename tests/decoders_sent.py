@@ -255,7 +255,7 @@ def _tensors(folder: Path) -> dict[str, Decoder]:
 
     def floats(payload: bytes) -> object:
         path.write_bytes(payload)
-        return list(disk_arrays.FloatReader(path).values())
+        return list(disk_arrays.Float32Reader(path).values())
 
     def streamed(payload: bytes) -> None:
         path.write_bytes(payload)

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Protocol
 
-from fedquilt import open_metrics
+from fedquilt import metrics_endpoint
 from fedquilt.blobs.direct_transfers import Key, TransferBackend, TransferResult, close_failed_transfer
 from fedquilt.blobs.download import BlobWriter, ContentError, WriterClosedError
 from fedquilt.blobs.http_client import STALL_TIMEOUT_S, read_pieces, send_file
@@ -314,7 +314,7 @@ class BlobLocationSettings:
 
     def __post_init__(self) -> None:
         if self.listen is not None:
-            host, _ = open_metrics.parse_listen_address(self.listen)
+            host, _ = metrics_endpoint.parse_listen_address(self.listen)
             if self.url is None and _is_wildcard_address(host):
                 raise JobError(
                     f"--blobs-http {self.listen} listens at every address of this machine, and boards need one: name "
@@ -327,7 +327,7 @@ class BlobLocationSettings:
         """Return `url` or, without one, the listen address with `port`. The result has no trailing slash."""
         scheme = "https" if is_encrypted else "http"
         if self.url is None:
-            host, _ = open_metrics.parse_listen_address(self.listen or "")
+            host, _ = metrics_endpoint.parse_listen_address(self.listen or "")
             return f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"
         if not self.url.startswith(f"{scheme}://"):
             reason = (
@@ -356,7 +356,7 @@ class BlobLocationProvider(TransferBackend):
         self._server: BlobServer | None = None
         self._base = ""
         if location_settings.listen is not None:
-            host, port = open_metrics.parse_listen_address(location_settings.listen)
+            host, port = metrics_endpoint.parse_listen_address(location_settings.listen)
             self._server = BlobServer(
                 host,
                 port,

@@ -231,7 +231,7 @@ def base_tensors(blob_store: BlobStore, update: Update, sent_blobs: Set[str], na
         path = blob_store.verified_path(sha256) if sha256 in sent_blobs else None
     if path is None:
         raise UpdateError(f"bundle {name!r} has moved from {sha256[:12]}, which this round has not sent")
-    return disk_arrays.FloatReader(path, _BlobReadDisk(blob_store.disk, convert_errors))
+    return disk_arrays.Float32Reader(path, _BlobReadDisk(blob_store.disk, convert_errors))
 
 
 def store_tensors(

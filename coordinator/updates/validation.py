@@ -199,7 +199,7 @@ def _require_valid_evaluation(sums: EvaluationSums, bounds: ClaimBounds, max_exa
         sums, boards, 1.0 if metric.share else math.inf
     )
     if problem:
-        raise UpdateError(f"its evaluation has {problem}")
+        raise UpdateError(f"the evaluation has {problem}")
 
 
 def require_site_right(update: Update, parts: Sequence[sites.SiteUpdatePart], bounds: ClaimBounds) -> None:

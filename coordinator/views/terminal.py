@@ -17,7 +17,7 @@ from typing import Final, Protocol
 
 import msgspec
 
-from fedquilt import open_metrics
+from fedquilt import metrics_endpoint
 from fedquilt.console import progress, table
 from fedquilt.coordinator.background_worker import ThreadWorker
 from fedquilt.coordinator.delivery.blob_server import BlobLocationSettings
@@ -378,7 +378,7 @@ def run_coordinator(
         uses_wall_clock=True,
     )
     endpoint = server if site is None else site.make_endpoint(server)
-    with open_metrics.serve_metrics(metrics, exporter.metric_families) as address, catch_stop_signals() as stop:
+    with metrics_endpoint.serve_metrics(metrics, exporter.metric_families) as address, catch_stop_signals() as stop:
         if address:
             console.report(f"metrics at {address}")
         if executor.blob_locations.server_address:

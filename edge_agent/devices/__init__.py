@@ -66,7 +66,7 @@ def create_meter(meter_spec: str | Mapping[str, Any]) -> Meter:
     assert plugin is not None  # fedquilt's own meters are detected by the board's files and have no names
     factory = plugins.import_plugin(plugin)
     if not callable(factory):
-        raise plugins.wrong_kind_error(plugin, "a class or function that makes a meter", factory)
+        raise plugins.wrong_kind_error(plugin, "a class or function that returns a meter", factory)
     try:
         meter = factory(**table)
     except Exception as error:  # plug-ins may raise any exception

@@ -225,7 +225,7 @@ class EvaluationAccumulator:
             examples=self._examples,
             task=self._task,
             outputs=self._outputs,
-            loss=evaluation.exact_sum(self._losses),
+            loss=evaluation.exact_summands(self._losses),
             counts=evaluation.pack_counts(self._counts.tolist()),
             exact_matches=self._all_correct,
             scores=evaluation.pack_counts(self._scores.tolist()),
@@ -250,4 +250,4 @@ Parts = tuple[float, ...]  # parts of an exact sum (`fedquilt.core.evaluation.ex
 
 
 def _add_exactly(parts: Parts, terms: np.ndarray) -> Parts:
-    return evaluation.exact_sum([*parts, *terms.ravel().tolist()])
+    return evaluation.exact_summands([*parts, *terms.ravel().tolist()])

@@ -422,7 +422,7 @@ def _compute_own_tensors(
         rng=tensors.seeded_rng(task.seed),
         train=NO_EXAMPLES,
         held_out=NO_EXAMPLES,
-        private_state=compression.method_state(local),
+        private_state=compression.remove_residuals(local),
         lost_state_reason=lost_reason,
         cache_folder=model.parent,
         load=lambda name: _require_bundle(parts, name),

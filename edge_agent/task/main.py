@@ -162,7 +162,7 @@ def build_client_context(
         rng=tensors.seeded_rng(request.task.seed),
         train=train,
         held_out=held_out,
-        private_state=compression.method_state(local),
+        private_state=compression.remove_residuals(local),
         lost_state_reason=lost_reason,
         cache_folder=request.cache_folder,
         load=lambda name: executor.read_tensors(_bundle_file(request, name), _expected_hash(request, name)),
@@ -222,13 +222,13 @@ def run_method(request: WorkRequest, method: Method, context: ClientContext) -> 
         if not request.private_state or context.lost_state_reason:
             return {}
         verified_files[request.private_state] = request.private_sha256
-        return disk_arrays.FloatReader(Path(request.private_state))
+        return disk_arrays.Float32Reader(Path(request.private_state))
 
     def open_base_bundle(name: str) -> core.Tensors | None:
         if name not in request.bundles:
             return None
         verified_files[request.bundles[name]] = _expected_hash(request, name)
-        return disk_arrays.FloatReader(Path(request.bundles[name]))
+        return disk_arrays.Float32Reader(Path(request.bundles[name]))
 
     metrics: dict[str, float] = {}
     evaluation: core.EvaluationSums | None = None

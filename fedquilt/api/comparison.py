@@ -33,7 +33,7 @@ class Comparison:
         jobs: The compared jobs.
         runs: Completed runs of each job, in the order of seeds.
         failed: A sentence for each failed run.
-        note: Which scores are compared and why, if not those on the test set alone.
+        note: A sentence on the compared scores and the reason, or "" if all are scores on the test set.
     """
 
     jobs: tuple[Job, ...]
@@ -43,7 +43,7 @@ class Comparison:
 
     @property
     def labels(self) -> list[str]:
-        """Label of each job: the method, with the settings that differ if methods are repeated."""
+        """Label of each job: the method, and if a method is repeated, also the settings that differ between jobs."""
         flat_tables = [_flatten_table(job.to_table()) for job in self.jobs]
         methods = [job.method for job in self.jobs]
         if len(set(methods)) == len(methods):
@@ -52,7 +52,7 @@ class Comparison:
             key
             for flat_table in flat_tables
             for key in flat_table
-            if len({repr(flat_table_.get(key)) for flat_table_ in flat_tables}) > 1
+            if len({repr(other.get(key)) for other in flat_tables}) > 1
         }
         names = []
         for table, method in zip(flat_tables, methods, strict=True):
@@ -66,8 +66,8 @@ class Comparison:
         Columns: job, seeds, accuracy (0..1 after the last round), sd, best, held_accuracy, worst_decile, difference
         (in accuracy, to the first job at the same seeds) with low and high (95 % interval by Student's t), rounds,
         bytes, joules, seconds and real_seconds. With a target, these last five are totals up to the first evaluation
-        that reached the target, and reached is the number of such seeds. Accuracy is on held-out shares without a test
-        set, or if the networks of a method differ by device.
+        that reached the target, and reached is the number of such seeds. Accuracy is on held-out shares if there is no
+        test set, or if the networks of a method differ by device.
 
         Args:
             target: Accuracy from 0 to 1, or value of the task's main metric. Without a target, totals cover whole runs.
@@ -79,7 +79,7 @@ class Comparison:
             JobError: If `target` is not a finite number.
         """
         if target is not None and not (isinstance(target, numbers.Real) and math.isfinite(target)):
-            raise JobError(f"target = {target!r}: wanted a number, as in table(target=0.9)")
+            raise JobError(f"target = {target!r} is not a finite number: give one, as in table(target=0.9)")
         rows = []
         for name, job_runs in zip(self.labels, self.runs, strict=True):
             evaluated_runs = [run for run in job_runs if run.marks]
@@ -125,7 +125,7 @@ class Comparison:
 
     @extras.report_missing_extras()
     def plot(self, x: str = "rounds", axes: Any = None) -> Axes:
-        """Draw the mean accuracy of each job over a cost, with a band of one standard deviation over the seeds.
+        """Draw the mean accuracy of each job against a cost, with a band of one standard deviation over the seeds.
 
         Args:
             x: "rounds", "seconds", "real_seconds", "bytes" or "joules".
@@ -135,7 +135,7 @@ class Comparison:
             The axes.
 
         Raises:
-            JobError: If matplotlib is not installed, no run has been evaluated, or `x` is unknown.
+            JobError: If matplotlib is not installed, no run has evaluations, or `x` is unknown.
         """
         from fedquilt.tools.report import plots
 
@@ -143,7 +143,7 @@ class Comparison:
         return plots.draw_on_axes(plots.choose_plot(tables.make_cost_plots(runs), x), axes)
 
     def to_pandas(self) -> pd.DataFrame:
-        """Convert `curves` to a pandas data frame.
+        """Return `curves` as a pandas data frame.
 
         Raises:
             JobError: If pandas is not installed.
@@ -159,7 +159,7 @@ class Comparison:
         return self.table()._repr_html_()
 
     def _difference_to_first(self, runs: Sequence[SeedRun]) -> dict[str, float | None]:
-        # The difference to the first job at the same seeds. One seed has no interval.
+        """Return the mean difference to the first job at equal seeds, with an interval for several seeds."""
         baselines = {run.seed: _final_value(run) for run in self.runs[0]}
         pairs = [(_final_value(run), baselines.get(run.seed)) for run in runs]
         values = [value - baseline for value, baseline in pairs if value is not None and baseline is not None]
@@ -183,8 +183,8 @@ def compare(
     """Run each job with each seed on its simulated fleet.
 
     Completed runs are stored in `out` and not repeated. A seed determines the partition, the cohorts and the order of
-    examples, equally for every job. Devices of a small network are trained in one graph, so states equal those of
-    `simulate` to float tolerance, not bit for bit.
+    examples, in the same way for every job. Devices of a small network are trained in one graph, so states equal those
+    of `simulate` to float tolerance, not bit for bit.
 
     Args:
         jobs: Jobs with a fleet and data.

@@ -1,4 +1,4 @@
-"""Jobs as Python values with the keys and checks of a job file, and methods made of parts."""
+"""Jobs as Python values with the keys and checks of a job file, and methods derived from other methods."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ class ValidatedMeta(type):
         names = cls.table.__struct_fields__
         if len(positional) > len(names):
             raise JobError(
-                f"{cls.table_name}: {len(positional)} values, and there are {len(names)} keys: {', '.join(names)}"
+                f"{cls.table_name} got {len(positional)} values for {len(names)} keys: give {', '.join(names)}"
             )
         positional_keys = dict(zip(names, positional, strict=False))
         for key in (key for key in positional_keys if key in keys):
-            conflict = f"{positional_keys[key]!r} by its place and {keys[key]!r} by its name"
-            raise JobError(f"{cls.table_name}: {key} is given twice: {conflict}")
+            conflict = f"{positional_keys[key]!r} by position and {keys[key]!r} by name"
+            raise JobError(f"{cls.table_name}: {key} is given twice, {conflict}: give it once")
         return toml.convert_table(_to_plain({**positional_keys, **keys}), cls.table, cls.table_name)
 
     def __instancecheck__(cls, value: object) -> bool:
@@ -94,9 +94,8 @@ def _wrap_init_with_checks(init: Callable[P, T]) -> Callable[P, T]:
             if key not in job_keys:
                 raise JobError(f"a job has no key {key!r}{toml.describe_choices(key, job_keys)}")
         if "method" not in keys:
-            raise JobError(
-                "a job names its method, as in fq.Job(method='fedavg'): " + ", ".join(methods.builtin_names())
-            )
+            names = ", ".join(methods.builtin_names())
+            raise JobError(f"the job has no method: give one, as in fq.Job(method='fedavg'), of {names}")
         return init(*positional, **{**keys, "method": importable_name(keys["method"])})  # type: ignore[arg-type]
 
     return checked_init
@@ -160,8 +159,8 @@ class Job:
     def replace(self, **changes: Any) -> Job:
         """Return a copy with some keys changed.
 
-        A table replaces the whole table. With another method, parameters unknown to that method are dropped unless new
-        parameters are given.
+        A new table replaces the old one completely. With another method and no new `params`, parameters that the new
+        method does not have are dropped.
 
         Args:
             changes: New values by key.
@@ -182,7 +181,7 @@ class Job:
 
     @extras.report_missing_extras()
     def plot_fleet(self) -> Axes:
-        """Draw the examples of each simulated device by class: the size of a dot is their number.
+        """Draw the number of examples of each simulated device and class, as the size of a dot.
 
         Returns:
             The axes of a new figure of matplotlib.
@@ -239,7 +238,7 @@ if not TYPE_CHECKING:
 
 
 def _to_plain(value: Any) -> Any:
-    # Fields with their default values are left out.
+    """Return a value as TOML tables, lists and scalars, without fields at their defaults and None."""
     if isinstance(value, msgspec.Struct):
         fields = {item.name: (item, getattr(value, item.name)) for item in msgspec.structs.fields(value)}
         return {
@@ -284,11 +283,11 @@ def method(base: Method | ModuleType, **parts: Any) -> Method:
     field_names = [field_.name for field_ in dataclasses.fields(Method)]
     for name in parts:
         if name not in field_names:
-            raise JobError(f"a method has no part {name!r}{toml.describe_choices(name, field_names)}")
+            raise JobError(f"a method has no field {name!r}{toml.describe_choices(name, field_names)}")
     for name in ("params", "state"):
         if name in parts and not _is_frozen_dataclass(parts[name]):
             raise JobError(
-                f"{name} = {parts[name]!r}: a frozen dataclass is wanted, @dataclass(frozen=True) above its class"
+                f"{name} = {parts[name]!r} is not a frozen dataclass: write @dataclass(frozen=True) above its class"
             )
     return dataclasses.replace(method_, **parts)
 
@@ -320,8 +319,8 @@ def importable_name(value: object) -> object:
     ]
     if not locations:
         raise JobError(
-            "method: the object is in no module that the simulation's processes could import, as one of a notebook or "
-            "of the script that runs is: put it into a file, mine.py, as METHOD = ..., and give mine.METHOD"
+            "method cannot be imported by other processes, because it is defined in a notebook or in the running "
+            "script: move it to a file mine.py as METHOD = ..., and give mine.METHOD"
         )
     builtin_prefix = "fedquilt.methods."
     module_name, name = min(locations, key=lambda location: (not location[0].startswith(builtin_prefix), location))

@@ -61,7 +61,7 @@ class Table:
             yield dict(zip(self.columns, values, strict=True))
 
     def to_pandas(self) -> pd.DataFrame:
-        """Convert to a pandas data frame. Unknown values become NaN or None.
+        """Return the table as a pandas data frame. Unknown values become NaN or None.
 
         Raises:
             JobError: If pandas is not installed.
@@ -69,7 +69,7 @@ class Table:
         return extras.load_optional("pandas").DataFrame(dict(self.columns))
 
     def to_polars(self) -> pl.DataFrame:
-        """Convert to a polars data frame. Unknown values become null.
+        """Return the table as a polars data frame. Unknown values become null.
 
         Raises:
             JobError: If polars is not installed.
@@ -122,7 +122,7 @@ class Run:
             StoreError: If there is no such home or run.
         """
         if not (Path(home) / "fedquilt.db").is_file():
-            raise StoreError(f"no runs in {home}: give the home of a coordinator, which contains fedquilt.db")
+            raise StoreError(f"{home} has no runs: give the home of a coordinator, which contains fedquilt.db")
         with open_store(Path(home)) as store:
             return cls(Path(home), store.find_job(id).id)
 
@@ -133,7 +133,7 @@ class Run:
 
     @property
     def status(self) -> str:
-        """Status of the run.
+        """Status of the run, as a word.
 
         "armed" (its [trigger] starts further runs), "waiting for approval", "queued", "waiting" (behind other runs),
         "running", "held" (the disk is full), "interrupted" (no coordinator), "stopping", "done", "failed" or "stopped".
@@ -153,7 +153,7 @@ class Run:
             return Table(columns.make_round_columns(summary, row.job, scores.read_scores(self.home, row)))
 
     def follow(self) -> Iterator[dict[str, Any]]:
-        """Yield each finished round once, as a row of `rounds`, until the run has ended.
+        """Yield each finished round once, as a row of `rounds`, until the run has ended. Blocks between rounds.
 
         A round that is evaluated during the next round is finished with that evaluation.
 
@@ -185,7 +185,7 @@ class Run:
             return Table(columns.make_device_columns(summary, row.job, scores.read_scores(self.home, row)))
 
     def why(self, device: str | None = None, round: int | None = None) -> list[str]:
-        """Explain the outcome of each device in each round, as sentences.
+        """Return sentences on the outcome of each device in each round.
 
         Args:
             device: Id of the device, or None for all devices.
@@ -214,7 +214,7 @@ class Run:
         """Return the tensors of the last committed state, by name.
 
         Args:
-            best: Whether to return those of the state with the best evaluation by devices instead.
+            best: Whether to return the state with the best evaluation by devices instead.
 
         Returns:
             The tensors.
@@ -253,10 +253,11 @@ class Run:
         return Path(path)
 
     def candidates(self) -> list[dict[str, Any]]:
-        """Return the networks that a stitching job could have resulted in, the cheapest first.
+        """Return the candidate networks of a stitching job, the cheapest first.
 
-        Each has its "accuracy" on held-out examples with a 95 % "interval", its costs, and whether it is on the "front"
-        of accuracy and costs. Costs of a cascade are means, and "worst_flops" and the share of "early" exits are added.
+        Each row has the "accuracy" on held-out examples with a 95 % "interval", the costs, and whether the network is
+        on the "front" of accuracy and costs. For a cascade, costs are means, and the row has also "worst_flops" and
+        the share of "early" exits.
 
         Returns:
             The candidates, or [] for other jobs.
@@ -271,7 +272,7 @@ class Run:
 
     @extras.report_missing_extras()
     def plot(self, x: str = "rounds", axes: Any = None) -> Axes:
-        """Draw accuracy, or the job's main metric, over a cost.
+        """Draw accuracy, or the job's main metric, against a cost.
 
         Args:
             x: "rounds", "seconds" (virtual time in a simulation), "board seconds", "bytes" or "joules".

@@ -45,8 +45,8 @@ def simulate(
 ) -> Run:
     """Run a job to its end on its simulated fleet.
 
-    Rounds, deadlines, budgets, governors and codecs are those of the coordinator and the agents, and only devices and
-    time are simulated. Every state is bit-identical to that of `fedquilt simulate` with the same job, for any number of
+    Rounds, deadlines, budgets, clock control and codecs run the code of coordinator and agents. Only devices and time
+    are simulated. Every state is bit-identical to that of `fedquilt simulate` with the same job, for any number of
     workers.
 
     Args:
@@ -79,11 +79,11 @@ def simulate(
     from fedquilt.tools.simulation.pool import ScratchFolder
 
     if not isinstance(job, Job):
-        raise JobError(f"simulate takes a fq.Job, not {job!r}; of a job file: fq.simulate(fq.Job.read('job.toml'))")
+        raise JobError(f"{job!r} is not a fq.Job: read a job file with fq.simulate(fq.Job.read('job.toml'))")
     job_settings = job.settings if seed is None else job.replace(seed=seed).settings
     run_settings = single_run.add_evaluation(job_settings) if evaluate else job_settings
     if not run_settings.data:
-        raise JobError("a simulated fleet needs the job's data, as in fq.Job(..., data=fq.Data('digits.npz'))")
+        raise JobError("the job has no data: give some, as in fq.Job(..., data=fq.Data('digits.npz'))")
     with contextlib.ExitStack() as stack:
         folder = Path(home) if home is not None else stack.enter_context(ScratchFolder())
         bundle = folder / "bundles" / bundle_folder_name(run_settings)
@@ -114,7 +114,7 @@ def bundle_folder_name(job: settings.JobSettings) -> str:
 
 
 class _RunReporter:
-    """Shows a run's progress and passes its finished rounds to a callback."""
+    """Display of a run's progress, which also passes finished rounds to `on_round`."""
 
     def __init__(
         self,
@@ -138,9 +138,8 @@ class _RunReporter:
     def report_rounds(self, *, has_ended: bool) -> None:
         for row in self._reader.read_new_rows(has_ended=has_ended) if self._reader is not None else ():
             if row[self._metric.name] is not None:
-                self._latest_score = (
-                    f", {self._metric.title} {metrics.format_value(self._metric, row[self._metric.name], 1)}"
-                )
+                value = metrics.format_value(self._metric, row[self._metric.name], 1)
+                self._latest_score = f", {self._metric.title} {value}"
             try:
                 if self._on_round is not None:
                     self._on_round(row)
@@ -193,10 +192,7 @@ class NotebookDisplay(Display):
 
 
 def make_display(progress: bool | None) -> Display:
-    """Return the display for this environment.
-
-    With True, lines are printed even if standard error is not a terminal. With False, nothing is shown.
-    """
+    """Return a display for notebooks, terminals or none (`Display`), as described for `simulate`."""
     if progress is False:
         return Display()
     if _is_notebook():

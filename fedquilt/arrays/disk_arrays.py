@@ -62,14 +62,15 @@ class DiskArray(TensorSpec):
         return array if size == self.nbytes else max(size, 0)
 
     def read(self) -> np.ndarray:
-        """Read the array, or raise StoreError if the source cannot be read, is too short, or has changed."""
+        """Return the array, or raise StoreError if the source cannot be read, is too short, or has changed."""
         with disk_errors(f"read {self.source}"):
             payload = self.read_available()
         if isinstance(payload, int) or self.expected_checksum not in (None, checksum(payload)):
-            raise StoreError(f"{self.source} was changed or cut off on the disk: check the disk, and resume the job")
+            raise StoreError(f"{self.source} was changed or truncated on the disk: check the disk, and resume the job")
         return payload
 
     def with_checksum(self) -> DiskArray:
+        """Read the array, and return a reference whose reads verify that the array is unchanged."""
         return replace(self, expected_checksum=checksum(self.read()))
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
@@ -77,6 +78,8 @@ class DiskArray(TensorSpec):
 
 
 class LazyTensors(Mapping[str, np.ndarray]):
+    """Tensors that each access reads from the disk. `shapes` has their types and shapes."""
+
     def __init__(self, shapes: Mapping[str, DiskArray]) -> None:
         self.shapes = shapes
 
@@ -100,7 +103,7 @@ class ScratchFile:
         self._end = 0
 
     def __str__(self) -> str:
-        return f"the running sum in {self._folder}"
+        return f"the partial aggregate in {self._folder}"
 
     def size(self) -> int:
         return self._file.size()
@@ -109,7 +112,7 @@ class ScratchFile:
         return self._file.read_into(buffer, offset)
 
     def store_array(self, array: np.ndarray, previous: object = None) -> np.ndarray | DiskArray:
-        """Store an array in the space of `previous`, and return a reference to it, or the array itself if small."""
+        """Store an array, in the space of `previous` if it fits, and return its reference, or a small array itself."""
         array = np.asarray(array, order="C")
         if array.size < self._min_entries:
             return array
@@ -149,7 +152,7 @@ class SafetensorsReader(LazyTensors):
         try:
             (size,) = struct.unpack("<Q", disk.read(path, 0, 8))
             if size > max_header_bytes:
-                raise ValueError(f"a header of {size} bytes: {max_header_bytes} are permitted")
+                raise ValueError(f"header of {size} bytes exceeds the limit of {max_header_bytes}")
             table = json.loads(disk.read(path, 8, size))
             self.metadata: Mapping[str, str] = table.pop("__metadata__", {})
             arrays = ((str(name), self._array_from_entry(8 + size, entry)) for name, entry in sorted(table.items()))
@@ -180,13 +183,15 @@ class SafetensorsReader(LazyTensors):
         return array
 
 
-class FloatReader(SafetensorsReader):
+class Float32Reader(SafetensorsReader):
+    """Reader of the float32 tensors of a safetensors file. Other tensors are skipped."""
+
     def _array_from_entry(self, data_offset: int, entry: Mapping[str, Any]) -> DiskArray | None:
         return super()._array_from_entry(data_offset, entry) if entry["dtype"] == "F32" else None
 
 
 def write_safetensors(path: Path, arrays: Tensors, metadata: dict[str, str] | None = None, disk: Disk = REAL) -> None:
-    """Write the bytes of `encode_tensors` to a file, one tensor at a time. Disk errors are OSError."""
+    """Write the bytes of `encode_tensors` to a file, one tensor at a time. Raise OSError if the disk fails."""
     shapes = tensors.tensor_shapes(arrays)
     empty = {name: np.empty(0, shapes[name].dtype) for name in sorted(shapes)}
     payload = safetensors.numpy.save(empty, metadata)  # the library orders tensors by type and name
@@ -208,7 +213,7 @@ def write_safetensors(path: Path, arrays: Tensors, metadata: dict[str, str] | No
 
 
 def read_state(path: StrPath, kind: type[T], disk: Disk = REAL, lazy_bytes: float = math.inf) -> T:
-    """Read a state of type `kind`, or raise NoStateError if the file contains another type.
+    """Return the state of type `kind` in a file, or raise NoStateError if the file contains another type.
 
     Mappings of arrays with at least `lazy_bytes` bytes are returned as `LazyTensors` of the file.
     """

@@ -96,7 +96,7 @@ _scratch_file: ContextVar[ScratchFile | None] = ContextVar("scratch_file", defau
 
 @contextmanager
 def sums_on_disk(scratch_file: ScratchFile | None) -> Iterator[None]:
-    """Store large sums that are created in the body in a scratch file, or in memory if `scratch_file` is None."""
+    """Store large sums created in the `with` block in a scratch file, or in memory if `scratch_file` is None."""
     token = _scratch_file.set(scratch_file)
     try:
         yield
@@ -124,6 +124,7 @@ def merge_sums(first: ExactSum, second: ExactSum) -> ExactSum:
 def add_arrays(
     total: Mapping[str, ExactSum], arrays: Mapping[str, np.ndarray], weight: float = 1.0
 ) -> dict[str, ExactSum]:
+    """Return the sums with `array * weight` added for each name, as `add_to_sum` does."""
     return {**total, **{name: add_to_sum(total.get(name), array, weight) for name, array in arrays.items()}}
 
 
@@ -132,6 +133,7 @@ def rounded_values(total: Mapping[str, ExactSum]) -> dict[str, np.ndarray]:
 
 
 def _add_to_float_expansion(limbs: list[np.ndarray], block: slice, remainder: np.ndarray) -> None:
+    """Add numbers to a block of the flat limbs in place. Widen a float32 limb or append a limb where needed."""
     for index, limb in enumerate(limbs):
         stored = limb[block]
         total = stored + remainder
@@ -165,19 +167,21 @@ def require_valid_sums(sums: Mapping[str, ExactSum], reference: Tensors, weight:
 
 def _require_valid_sum(name: str, total: ExactSum, reference: np.ndarray, weight: float) -> None:
     if not 1 <= len(total.limbs) <= MAX_LIMBS or any(limb.shape != reference.shape for limb in total.limbs):
-        raise UpdateError(f"sum {name!r} has {len(total.limbs)} parts, or one that is not of shape {reference.shape}")
+        shapes = ", ".join(str(limb.shape) for limb in total.limbs[:MAX_LIMBS])
+        expected = f"1 to {MAX_LIMBS} of shape {reference.shape}"
+        raise UpdateError(f"sum {name!r} has {len(total.limbs)} parts ({shapes}) instead of {expected}")
     if reference.dtype.kind in "iu":
         if len(total.limbs) > 1:
-            raise UpdateError(f"sum {name!r} has {len(total.limbs)} parts: counters have one")
+            raise UpdateError(f"sum {name!r} has {len(total.limbs)} parts instead of one, as it is a counter")
         return tensors.require_addable({name: np.asarray(total.limbs[0])}, {name: reference})
     dtypes = [limb.dtype for limb in total.limbs]
     if dtypes[0] != np.float64 or not set(dtypes) <= {np.dtype(np.float64), np.dtype(np.float32)}:
-        raise UpdateError(f"sum {name!r} has parts of {', '.join(map(str, dtypes))}: expected float64")
+        raise UpdateError(f"sum {name!r} has parts of {', '.join(map(str, dtypes))} instead of float64")
     limit = 2 * weight * tensors.addable_range(reference.dtype)[1]
     for limb in map(np.asarray, total.limbs):
         tensors.require_finite({name: limb})
         if limb.size and float(np.abs(limb).max()) > limit:
-            raise UpdateError(f"sum {name!r} holds numbers beyond {limit:g}, which updates of this weight cannot have")
+            raise UpdateError(f"sum {name!r} has numbers beyond {limit:g}, which are impossible for weight {weight:g}")
     return None
 
 
@@ -200,12 +204,13 @@ def merge_accumulators(first: Any, second: Any) -> Any:
     if is_dataclass(first) and not isinstance(first, type):
         names = [field.name for field in fields(first)]
         return type(first)(**{name: merge_accumulators(getattr(first, name), getattr(second, name)) for name in names})
-    raise TypeError(f"accumulators cannot be merged that hold a {type(first).__name__}")
+    raise TypeError(f"cannot merge accumulators that contain a {type(first).__name__}")
 
 
 def map_limbs(
     value: Any, convert_limb: Callable[[Any], Any], convert_array: Callable[[Any], Any] = lambda array: array
 ) -> Any:
+    """Return a copy of an accumulator with all limbs of exact sums converted, and all other arrays."""
     if isinstance(value, ExactSum):
         return ExactSum(tuple(convert_limb(limb) for limb in value.limbs))
     if isinstance(value, Mapping):
@@ -217,7 +222,7 @@ def map_limbs(
 
 
 def read_accumulator(path: StrPath, kind: type[T], disk: Disk, scratch_file: ScratchFile) -> T:
-    """Read an accumulator of type `kind` into a scratch file, or raise NoStateError if the file has another type.
+    """Return the accumulator of type `kind` in a file, copied to a scratch file, or raise NoStateError.
 
     Only one array is in memory at a time.
     """
@@ -232,12 +237,15 @@ def read_accumulator(path: StrPath, kind: type[T], disk: Disk, scratch_file: Scr
 
 
 def copy_accumulator(value: Any) -> Any:
+    """Return a copy of an accumulator, with large arrays on the disk within `sums_on_disk`."""
     scratch_file = _scratch_file.get()
     return map_limbs(value, np.array if scratch_file is None else scratch_file.store_array)
 
 
 @dataclass(frozen=True)
 class ExactScalar:
+    """Exact sum of floats. Its float value is infinity if the sum overflows."""
+
     parts: tuple[float, ...] = ()
 
     def __float__(self) -> float:

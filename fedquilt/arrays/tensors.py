@@ -35,7 +35,7 @@ MAX_COUNTER: Final = 2**53  # largest value of a counter, so that the counter ca
 
 
 class NoStateError(StoreError):
-    pass
+    """Error in a file that does not contain a state of the expected type."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +55,7 @@ def layout_from_tensors(tensors: Tensors) -> dict[str, str]:
 
 
 def specs_from_layout(layout: Mapping[str, str]) -> dict[str, TensorSpec]:
+    """Return the tensor specs of a layout from `layout_from_tensors`, or raise UpdateError."""
     return {name: _spec_from_text(name, text) for name, text in layout.items()}
 
 
@@ -113,13 +114,14 @@ def require_addable(tensors: Tensors, reference: Tensors | Mapping[str, TensorSp
         if not (minimum <= array.min() and array.max() <= maximum):
             require_finite({name: array})
             raise UpdateError(
-                f"tensor {name!r} holds numbers from {array.min():g} to {array.max():g}, "
-                f"as {array.dtype} they may be from {minimum:g} to {maximum:g}"
+                f"tensor {name!r} has numbers from {array.min():g} to {array.max():g}, "
+                f"beyond the {minimum:g} to {maximum:g} permitted for {array.dtype}"
             )
 
 
 @cache
 def addable_range(dtype: np.dtype[Any]) -> tuple[float, float]:
+    """Return the smallest and the largest number of a type that `require_addable` permits."""
     if dtype.kind != "f":
         return 0, MAX_COUNTER
     limit = float(np.finfo(dtype).max)
@@ -141,6 +143,7 @@ def _require_shape(name: str, array: np.ndarray | TensorSpec, reference: np.ndar
 
 
 def require_finite(tensors: Tensors) -> None:
+    """Raise DivergedError if a tensor has NaN or infinite values."""
     for name, array in tensors.items():
         if array.dtype.kind == "f" and not np.isfinite(array).all():
             raise DivergedError(f"tensor {name!r} holds {int((~np.isfinite(array)).sum())} values that are not finite")
@@ -152,6 +155,7 @@ def seeded_rng(*keys: object) -> np.random.Generator:
 
 
 def encode_tensors(tensors: Tensors, metadata: dict[str, str] | None = None) -> bytes:
+    """Return tensors as safetensors bytes, which depend only on names, arrays and metadata."""
     sorted_tensors = sort_tensors(tensors)
     shapes = tuple((name, array.dtype, array.shape) for name, array in sorted_tensors.items())
     cached_header = None if metadata else _cached_headers.get(shapes)
@@ -169,7 +173,7 @@ def sort_tensors(tensors: Tensors) -> dict[str, np.ndarray]:
 
 
 def decode_tensors(payload: bytes) -> dict[str, np.ndarray]:
-    """Decode safetensors bytes as arrays sorted by name, or raise UpdateError."""
+    """Return the arrays in safetensors bytes, sorted by name, or raise UpdateError."""
     cached_layout = _cached_layouts.get(payload[: _header_bytes(payload)])
     if cached_layout is not None and len(payload) == cached_layout.size:
         return {
@@ -178,7 +182,7 @@ def decode_tensors(payload: bytes) -> dict[str, np.ndarray]:
     try:
         (size,) = struct.unpack("<Q", payload[:8])
         if size > MAX_HEADER_BYTES:
-            raise ValueError(f"a header of {size} bytes: {MAX_HEADER_BYTES} are permitted")
+            raise ValueError(f"header of {size} bytes exceeds the limit of {MAX_HEADER_BYTES}")
         arrays = dict(sorted(safetensors.numpy.load(payload).items()))  # the library returns any order
     except (SafetensorError, ValueError, KeyError, OverflowError, struct.error) as error:
         raise UpdateError(f"not a safetensors blob: {error}") from None
@@ -187,16 +191,16 @@ def decode_tensors(payload: bytes) -> dict[str, np.ndarray]:
 
 
 def read_tensors(path: Path, sha256: str = "") -> dict[str, np.ndarray]:
-    """Read the tensors of a safetensors file, sorted by name. The sha256 is verified unless "".
+    """Return the tensors of a safetensors file, sorted by name.
 
-    An unreadable or changed file raises StoreError, and an invalid file UpdateError.
+    Raise StoreError if the file is unreadable or has another `sha256` (unless ""), and UpdateError if it is invalid.
     """
     try:
         payload = path.read_bytes()
     except OSError as error:
         raise StoreError(f"cannot read {path}: {error.strerror}") from None
     if sha256 and hashlib.sha256(payload).hexdigest() != sha256:
-        raise StoreError(f"{path} is damaged: its sha256 has changed")
+        raise StoreError(f"{path} is damaged, because its sha256 has changed: download or prepare it again")
     return decode_tensors(payload)
 
 
@@ -253,7 +257,7 @@ def split_state(state: Any) -> tuple[dict[str, np.ndarray], dict[str, str]]:
         if isinstance(value, np.ndarray | _ArrayPlaceholder):
             arrays[str(len(arrays))] = value if isinstance(value, np.ndarray) else value.array
             return {"$array": len(arrays) - 1}
-        raise TypeError(f"a state may not hold a {type(value).__name__}")
+        raise TypeError(f"a state must not contain a {type(value).__name__}")
 
     skeleton = msgspec.to_builtins(
         _convert_scalars(state, type(state), type(state).__name__), enc_hook=encode_array, str_keys=True
@@ -269,13 +273,14 @@ class _ArrayPlaceholder:
 
 
 def _convert_scalars(value: Any, kind: Any, path: str) -> Any:
+    """Return a value of a state with numpy scalars as arrays of shape () or plain numbers, by its annotation `kind`."""
     if _declares_array(kind):
         if isinstance(value, np.generic):
             return np.asarray(value)
         if isinstance(value, TensorSpec) and hasattr(value, "__array__"):
             return _ArrayPlaceholder(value)
         if kind is np.ndarray and not isinstance(value, np.ndarray):
-            raise TypeError(f"{path} is annotated as an array and holds a {type(value).__name__}")
+            raise TypeError(f"{path} is annotated as an array, but is a {type(value).__name__}")
         return value
     if isinstance(value, np.generic):
         return value.item()
@@ -302,6 +307,7 @@ def _declares_array(kind: Any) -> bool:
 
 @cache
 def _type_arguments(kind: Any, generic: type) -> tuple[Any, ...]:
+    """Return the arguments of a type, or of a member of a union, that is a subclass of `generic`, or ()."""
     for option in (kind, *get_args(kind)):
         origin = get_origin(option)
         if isinstance(origin, type) and issubclass(origin, generic):
@@ -318,12 +324,13 @@ def _field_annotations(kind: type) -> tuple[tuple[str, Any], ...] | None:
 
 
 def array_mapping_fields(kind: type) -> list[str]:
+    """Return the names of a dataclass's fields that are annotated as mappings to arrays."""
     annotations = _field_annotations(kind) or ()
     return [name for name, hint in annotations if _type_arguments(hint, Mapping)[1:] == (np.ndarray,)]
 
 
 def unpack_state(payload: bytes, kind: type[T]) -> T:
-    """Unpack a state of type `kind` from `pack_state`, bit-identical, or raise NoStateError."""
+    """Return the state of type `kind` from the bytes of `pack_state`, bit-identical, or raise NoStateError."""
     try:
         arrays = safetensors.numpy.load(payload)
         (size,) = struct.unpack("<Q", payload[:8])
@@ -334,6 +341,8 @@ def unpack_state(payload: bytes, kind: type[T]) -> T:
 
 
 def state_from_parts(arrays: Tensors, metadata: Mapping[str, str], kind: type[T]) -> T:
+    """Return the state of type `kind` from the result of `split_state`, or raise NoStateError."""
+
     def restore_array(array_type: type, value: Any) -> Any:
         if array_type is np.ndarray and isinstance(value, dict):
             return arrays[str(value["$array"])]

@@ -12,7 +12,7 @@ from fedquilt.cli.commands import argument, option, verb
 
 @verb()
 @argument("settings", "The board's agent.toml.", type=options.PATH)
-@option("--check", is_flag=True, help="Check whether this version could run here, with one small task, and end.")
+@option("--check", is_flag=True, help="Only run one small task to test this version.")
 @options.format_option
 def agent(settings: Path, check: bool, format: str) -> None:
     """Run the agent of this device with its agent.toml, or with --check only run a small task to test this version."""

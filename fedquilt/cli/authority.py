@@ -10,12 +10,12 @@ from fedquilt.cli import options
 from fedquilt.cli.commands import argument, option, verb
 
 days_option: Final = option(
-    "--days", type=options.POSITIVE_NUMBER, metavar="N", help="Days for which certificates are valid (default: 365)."
+    "--days", type=options.POSITIVE_NUMBER, metavar="N", help="Days of validity of certificates (default: 365)."
 )
 
 
 @verb()
-@option("--crl-url", metavar="URL", help="Address from which brokers will fetch the revocation list (EMQX does).")
+@option("--crl-url", metavar="URL", help="Address of the revocation list for brokers such as EMQX.")
 @options.authority_option
 def init(crl_url: str | None, ca: Path) -> int:
     """Create a certificate authority: key, certificate and revocation list."""
@@ -25,21 +25,21 @@ def init(crl_url: str | None, ca: Path) -> int:
 
 
 @verb()
-@argument("name", "Whose certificate it is.", type=options.NAME)
+@argument("name", "Name of the holder; without --host and --role the coordinator's.", type=options.NAME)
 @option("--host", "hosts", multiple=True, help="Name or address of a server; may be repeated.")
 @option(
     "--role",
     type=options.WordChoice(("observer", "site")),
-    help="Role of the holder: an observer only reads messages, a site submits updates of its boards.",
+    help="Role: observer reads messages, site submits updates of boards.",
 )
 @option("--boards", multiple=True, metavar="PATTERN", help="Boards of a site, by name or 'cam-*'; may be repeated.")
-@option("--most-boards", type=options.COUNT, metavar="N", help="Most boards of a site in a round.")
+@option("--most-boards", type=options.COUNT, metavar="N", help="Largest number of a site's boards in a round.")
 @option("--out", type=options.FOLDER, default=Path(), help="Folder to write into.")
 @option(
     "--days",
     type=options.POSITIVE_NUMBER,
     metavar="N",
-    help="Days for which the certificate is valid (default: 730; an observer's or a site's 365).",
+    help="Days of validity (default: 730, for observers and sites 365).",
 )
 @options.authority_option
 def issue(
@@ -52,7 +52,7 @@ def issue(
     days: float | None,
     ca: Path,
 ) -> int:
-    """Issue a certificate and key for the coordinator, a server or another role."""
+    """Issue a certificate and key for the coordinator, a server or another role. Existing files are replaced."""
     from fedquilt.tools.identity import commands
 
     return commands.issue_and_write_certificate(ca, name, list(hosts), out, days, role, boards, most_boards)
@@ -69,7 +69,7 @@ def list_certificates(ca: Path, format: str) -> int:
 
 
 @verb()
-@argument("device", "Whose certificates are revoked.", type=options.NAME)
+@argument("device", "Holder of the certificates.", type=options.NAME)
 @options.authority_option
 def revoke(device: str, ca: Path) -> int:
     """Revoke the certificates of a device or server, and update the revocation list."""
@@ -80,12 +80,7 @@ def revoke(device: str, ca: Path) -> int:
 
 @verb()
 @argument("device", "The board's id, or a pattern such as 'orin-*'.")
-@option(
-    "--out",
-    type=options.PATH,
-    metavar="FILE",
-    help="Write the token to this file, with mode 0600, instead of printing it.",
-)
+@option("--out", type=options.PATH, metavar="FILE", help="File for the token (mode 0600), which is then not printed.")
 @options.authority_option
 def token(device: str, out: Path | None, ca: Path) -> int:
     """Create a one-time token for a device, valid for 72 hours and shown once."""
@@ -100,7 +95,7 @@ def token(device: str, out: Path | None, ca: Path) -> int:
     "--host",
     "hosts",
     multiple=True,
-    help="Name or address by which boards reach the endpoint (default: this machine's); may be repeated.",
+    help="Name or address for boards (default: this machine's); may be repeated.",
 )
 @days_option
 @options.authority_option

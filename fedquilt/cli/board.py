@@ -83,7 +83,7 @@ def status(format: str, root: Path) -> int:
 
 @clocks.command()
 @argument("point", "A mode of the board, or cpu=1.2GHz,gpu=850MHz,emc=1600MHz, or MODE,gpu=...")
-@option("--dry-run", is_flag=True, help="Say what would be written, and write nothing.")
+@option("--dry-run", is_flag=True, help="Show what would be written, and write nothing.")
 @root_option
 def hold(point: str, dry_run: bool, root: Path) -> int:
     """Pin an operating point through the helper until interrupted."""
@@ -105,7 +105,7 @@ def doctor(settings: Path | None, home: Path | None, root: Path, broker: options
     from fedquilt.tools.boards import doctor as tool
 
     if broker.url is None and broker.files:
-        raise JobError("--ca, --cert, --key and --password-file go with --broker URL")
+        raise JobError("--ca, --cert, --key and --password-file require --broker URL")
     target = tool.ExaminationTarget(
         settings=settings,
         home=home,

@@ -1,4 +1,4 @@
-"""Classes of the commands: a root command that imports verbs on use, and their help and errors.
+"""Classes of commands: a root command that imports verbs on use, options and arguments, help and errors.
 
 `SECTIONS` gives each verb of `fedquilt --help` the file of this folder with the command of the same name.
 """
@@ -111,7 +111,7 @@ class _BaseCommand(click.Command):
         ...
 
     def _repeat_option_names(self, args: Sequence[str]) -> list[str]:
-        # click expects the option's name before each of its values.
+        """Return the words with a variadic option's name before each of its values, as click expects."""
         parameters = [parameter for parameter in self.params if isinstance(parameter, Option) and parameter.variadic]
         variadic_options = {name: parameter for parameter in parameters for name in parameter.opts}
         remaining = list(args)
@@ -255,10 +255,12 @@ def argument(name: str, text: str = "", **attributes: Any) -> Callable[[F], F]:
 
 
 def verbosity() -> int:
+    """Return how many times -v was given to the current command."""
     return click.get_current_context().find_root().obj or 0
 
 
 def explain_usage_error(error: click.UsageError) -> str:
+    """Return click's message with the command that prints help, and with the nearest name for an unknown option."""
     message, context = error.format_message(), error.ctx
     if isinstance(error, click.NoSuchOption) and context is not None:
         from fedquilt.formats import toml

@@ -38,7 +38,7 @@ def dash(context: click.Context, home: Path, listen: str, actions: bool, names: 
     "--target",
     default="127.0.0.1:9464",
     metavar="HOST:PORT",
-    help="Where `fedquilt serve --metrics` serves, as Prometheus reaches it.",
+    help="Address of `fedquilt serve --metrics` for Prometheus.",
 )
 def grafana(out: Path, target: str) -> None:
     """Write a Grafana dashboard, Prometheus alert rules and configuration."""

@@ -1,4 +1,4 @@
-"""Entry point of the command line, which turns errors into sentences and exit codes."""
+"""Entry point of the command line, which converts errors to messages and exit codes."""
 
 from __future__ import annotations
 
@@ -24,6 +24,8 @@ DEFERRED_IMPORTS: Final = ("json", "shutil", "subprocess", "tempfile", "tracebac
 
 
 class TerminatedError(KeyboardInterrupt):
+    """Exception raised by a signal that ends the process. `number` is the signal's."""
+
     def __init__(self, number: int) -> None:
         super().__init__(signal.Signals(number).name)
         self.number = number
@@ -71,8 +73,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except MemoryError as error:
         detail = f": {error}" if str(error) else ""
         print(
-            f"fedquilt: this machine's memory is not enough{detail}: use a smaller network or less data",
-            file=sys.stderr,
+            f"fedquilt: this machine has too little memory{detail}: use a smaller network or less data", file=sys.stderr
         )
         return fedquilt.MemoryBudgetError.exit_code
     except TerminatedError as ended:  # the sender of the signal sees that this process ended by it
@@ -82,10 +83,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run_agent(settings: Path, *, verbose: bool = False, json_logs: bool = False) -> None:
-    """Run the agent of a device until SIGTERM or SIGINT.
-
-    It runs without click, and without modules that an idle agent does not use.
-    """
+    """Run the agent of a device until SIGTERM or SIGINT, without click and other modules that an idle agent skips."""
     import logging
 
     from fedquilt.host import logs, process_resources
@@ -97,9 +95,7 @@ def run_agent(settings: Path, *, verbose: bool = False, json_logs: bool = False)
 
     logging.basicConfig(format=logs.PLAIN, stream=sys.stderr)
     root = logging.getLogger()
-    root.setLevel(
-        logging.DEBUG if verbose else min(logging.INFO, root.level)
-    )  # INFO at least, so that the log shows normal operation
+    root.setLevel(logging.DEBUG if verbose else min(logging.INFO, root.level))  # the log shows normal operation
     agent_settings = settings_files.apply_systemd_credentials(settings_files.load_settings(settings))
     if json_logs:
         logs.use_json_logs(device=agent_settings.device)
@@ -115,7 +111,7 @@ def _require_unicode(arguments: Sequence[str]) -> None:
             text.encode()
         except UnicodeEncodeError:
             raise fedquilt.JobError(
-                f"{text!a} is no UTF-8 text: rename the file or folder, and set LC_ALL=C.UTF-8 if its name is UTF-8"
+                f"{text!a} is not UTF-8 text: rename the file or folder, or set LC_ALL=C.UTF-8 if its name is UTF-8"
             ) from None
 
 
@@ -144,7 +140,8 @@ def _run_command(arguments: list[str]) -> int:
 
 @contextlib.contextmanager
 def _raise_on_signals() -> Iterator[None]:
-    # SIGTERM and SIGHUP end the body like Ctrl-C, unless the body handles them.
+    """Raise TerminatedError in the body at SIGTERM and SIGHUP, unless another handler is set."""
+
     def raise_terminated(number: int, frame: object) -> None:
         raise TerminatedError(number)
 

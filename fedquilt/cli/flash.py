@@ -22,7 +22,7 @@ rootfs_option: Final = option(
     group=DESTINATION_GROUP,
 )
 ssh_option: Final = option("--ssh", metavar="USER@HOST", help="A running board.", group=DESTINATION_GROUP)
-dry_run_option: Final = option("--dry-run", is_flag=True, help="Say what would be written, and write nothing there.")
+dry_run_option: Final = option("--dry-run", is_flag=True, help="Show what would be written, and write nothing.")
 
 
 @verb()
@@ -32,13 +32,9 @@ dry_run_option: Final = option("--dry-run", is_flag=True, help="Say what would b
     "--role",
     type=options.WordChoice(("agent", "coordinator")),
     default="agent",
-    help="What SETTINGS are of: a board's agent, or the coordinator and its enrolment (coordinator.toml).",
+    help="Program of SETTINGS: agent, or coordinator with enrolment.",
 )
-@option(
-    "--device",
-    type=options.NAME,
-    help="Name of the board in place of agent.toml's, so that one agent.toml serves many boards.",
-)
+@option("--device", type=options.NAME, help="Name of the board in place of agent.toml's.")
 @rootfs_option
 @option(
     "--image",
@@ -63,7 +59,7 @@ dry_run_option: Final = option("--dry-run", is_flag=True, help="Say what would b
     "--boards",
     type=options.PATH,
     metavar="FILE",
-    help="Table (CSV) of boards: name,target,budget,labels,address; each gets a token of its own.",
+    help="Table (CSV) of boards: name,target,budget,labels,address.",
     group=FLEET_GROUP,
 )
 @options.authority_option
@@ -92,9 +88,9 @@ def flash(
     options.require_exclusive(boards=boards, rootfs=rootfs, ssh=ssh)
     options.require_exclusive(boards=boards, token=token)
     if role == "coordinator" and (boards is not None or token is not None or device is not None):
-        raise JobError("--role coordinator goes with none of --boards, --token and --device")
+        raise JobError("--role coordinator is not possible with --boards, --token or --device: leave them out")
     if target is None and boards is None:
-        raise JobError("board flash needs a --target; docs/boards.md lists them")
+        raise JobError("--target is missing: docs/boards.md lists the targets")
     content = tool.FlashContent(
         target=target or "",
         settings=settings,

@@ -1,4 +1,4 @@
-"""Common steps of several verbs: reading jobs, opening homes, running to the end, printing rows."""
+"""Common steps of several verbs: reading jobs, opening homes, printing rows."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 
 def open_existing_home(home: Path) -> Store:
+    """Open the store of a coordinator's home, or raise StoreError if the home has no runs."""
     from fedquilt.coordinator.storage.store import open_store
 
     require_home(home)
@@ -23,18 +24,18 @@ def open_existing_home(home: Path) -> Store:
 
 
 def require_home(home: Path) -> None:
-    with disk.disk_errors(f"look into {home}"):
+    with disk.disk_errors(f"read {home}"):
         entry = disk.REAL.stat(home / "fedquilt.db")
     if entry is None or entry.is_dir:
         raise StoreError(no_runs_message(home))
 
 
 def no_runs_message(home: Path) -> str:
-    return f"no runs in {home}: `fedquilt run` or `simulate` begins one, --home names another folder"
+    return f"no runs in {home}: start one with `fedquilt run` or `simulate`, or set --home"
 
 
 def load_job(path: Path) -> JobSettings:
-    """Load a job file, and check its [data] and [test] tables too."""
+    """Return the job of a file with checked [data] and [test] tables, or raise JobError."""
     from fedquilt.coordinator import settings
     from fedquilt.data.spec import DataSpec
     from fedquilt.formats import toml
@@ -55,6 +56,7 @@ def bundle_folder(job: Path) -> Path:
 
 
 def print_rows(format: str, rows: Any, lines: Sequence[str]) -> None:
+    """Print `rows` as a line of JSON if the format is "json", or otherwise the lines, wrapped on a terminal."""
     if format == "json":
         import msgspec
 

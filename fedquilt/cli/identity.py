@@ -21,7 +21,7 @@ identity.add_operator_verbs("authority")
 
 @identity.command()
 @settings_argument
-@option("--wait", is_flag=True, help="Try until the endpoint answers.")
+@option("--wait", is_flag=True, help="Retry until the endpoint answers.")
 def enrol(settings: Path, wait: bool) -> int:
     """Request a certificate for this device at [enrol] url, or renew it when due."""
     from fedquilt.tools.boards import enrol as tool
@@ -31,7 +31,7 @@ def enrol(settings: Path, wait: bool) -> int:
 
 @identity.command()
 @settings_argument
-@argument("csr", "File for the certificate request, to be carried to the authority.", type=options.PATH)
+@argument("csr", "File for the certificate request.", type=options.PATH)
 def request(settings: Path, csr: Path) -> int:
     """Write a certificate request of this device."""
     from fedquilt.tools.boards import enrol as tool
@@ -41,7 +41,7 @@ def request(settings: Path, csr: Path) -> int:
 
 @identity.command()
 @settings_argument
-@argument("certificate", "The file that was carried back.", type=options.PATH)
+@argument("certificate", "The signed certificate.", type=options.PATH)
 def accept(settings: Path, certificate: Path) -> int:
     """Install the certificate that the authority has signed for this device."""
     from fedquilt.tools.boards import enrol as tool

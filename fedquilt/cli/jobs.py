@@ -50,20 +50,20 @@ def run(job: Path, home: Path, blobs: options.BlobOptions, broker: options.Broke
     with Store(home) as store:
         id = store.find_unfinished(job_settings, folder.resolve())
         if id is not None and store.stored_status(id) == ARMED:
-            print(f"{id} is armed already (`fedquilt stop {id}` ends that)")
+            print(f"{id} is already armed (`fedquilt stop {id}` disarms it)")
             return 0
         if id is None or job_settings.trigger is not None:
             settings.require_matching_bundle(job_settings, bundle)
             settings.create_initial_state(job_settings, bundle)
         if job_settings.trigger is not None:
             id = store.add_job(job_settings, folder.resolve())
-            print(f"{id} is armed: `fedquilt serve --home {home}` starts runs of it; `fedquilt stop {id}` ends that")
+            print(f"{id} is armed: `fedquilt serve --home {home}` starts its runs; `fedquilt stop {id}` disarms it")
             return 0
 
         def submit() -> str:
             id, exists = store.find_or_add_job(job_settings, folder.resolve())
             if exists:
-                print(f"continuing {id}, which is unfinished (`fedquilt prune {id}` deletes it, for a new one)")
+                print(f"continuing {id}, which is unfinished (delete it with `fedquilt prune {id}` for a new run)")
                 store.set_status(id, "running")
             return id
 
@@ -90,8 +90,8 @@ def run(job: Path, home: Path, blobs: options.BlobOptions, broker: options.Broke
     "--link",
     default="memory",
     type=options.WordChoice(("memory", "embedded", "broker")),
-    help="memory: all in this process on virtual time; embedded: agents as processes, a broker of our own; broker: the "
-    "same over --broker. With --engine there is no link: rounds on virtual time, work done by workers.",
+    help="memory: one process on virtual time; embedded: agents as processes with an own broker; broker: agents as "
+    "processes over --broker. --engine requires memory.",
 )
 @options.home_option
 @options.worker_options
@@ -116,7 +116,7 @@ def simulate(
     job = Path(source) if is_job else out or Path("job.toml")
     if is_job:
         if label or force or out:
-            raise JobError(f"--label, --out and --force go with data: {source} is a job file, which is run as it is")
+            raise JobError(f"--label, --out and --force require data, but {source} is a job file: leave them out")
     else:
         from fedquilt.tools.lab import new_job
 
@@ -132,13 +132,9 @@ def simulate(
 
 
 def _run_job(
-    job: Path,
-    devices: int | None,
-    link: str,
-    home: Path,
-    workers: options.WorkerOptions,
-    broker: options.BrokerOptions,
+    job: Path, devices: int | None, link: str, home: Path, workers: options.WorkerOptions, broker: options.BrokerOptions
 ) -> tuple[str, str]:
+    """Run a job on simulated devices, and return the run's id, or "" if interrupted, and its status."""
     from fedquilt.formats import toml
     from fedquilt.tools.simulation import agents as tool
 
@@ -152,7 +148,7 @@ def _run_job(
     try:
         if workers.is_given:
             if link != "memory":
-                raise JobError(f"--link {link} and --engine are two ways to reach the boards: leave one of them out")
+                raise JobError(f"--link {link} is not possible with --engine, --workers or --mixed: leave one out")
             from fedquilt.tools.experiments import single_run
 
             return single_run.run_and_print(plan, wordy=verbose, **workers.to_keywords())
@@ -183,8 +179,7 @@ def _write_report(home: Path, run: str, file: Path) -> None:
     "--site",
     type=options.PATH,
     metavar="FILE",
-    help="Run as a site: a device of the coordinator above, described in this file with the keys of an agent.toml "
-    "(device, home, fleet, [broker]).",
+    help="Also be a device of another coordinator, by this agent.toml (device, home, fleet, [broker]).",
 )
 @options.format_option
 @options.broker_options()
@@ -343,16 +338,16 @@ def methods(method: str | None, out: Path | None, format: str) -> None:
 @option(
     "--password-file",
     type=options.PATH,
-    help="File with users and their passwords; required unless --listen is a loopback address.",
+    help="File with users and passwords; optional for loopback addresses.",
 )
 @click.pass_context
 def broker(context: click.Context, listen: str, password_file: Path | None) -> None:
     """Run the embedded MQTT broker (3.1.1, without TLS), for one machine and tests."""
     if context.invoked_subcommand is None:
-        from fedquilt import open_metrics
+        from fedquilt import metrics_endpoint
         from fedquilt.tools import broker as tool
 
-        tool.serve_foreground(*open_metrics.parse_listen_address(listen), password_file)
+        tool.serve_foreground(*metrics_endpoint.parse_listen_address(listen), password_file)
 
 
 @broker.command()
@@ -364,11 +359,9 @@ def broker(context: click.Context, listen: str, password_file: Path | None) -> N
     required=True,
     help="Name or address by which clients reach the broker; may be repeated.",
 )
-@option("--out", type=options.FOLDER, required=True, help="Folder for all that the broker needs.")
-@option(
-    "--installed", metavar="DIR", help="Path that the folder will have on the broker's machine (default: one in /etc)."
-)
-@option("--listen", default="0.0.0.0:8883", metavar="HOST:PORT", help="Address at which the broker takes TLS.")
+@option("--out", type=options.FOLDER, required=True, help="Folder for the broker's files.")
+@option("--installed", metavar="DIR", help="Path of the folder on the broker's machine (default: one in /etc).")
+@option("--listen", default="0.0.0.0:8883", metavar="HOST:PORT", help="Address of the broker's TLS listener.")
 @option("--fleet", type=options.NAME, default="fleet", help="Name of the fleet in MQTT topics.")
 @options.authority_option
 def config(
@@ -394,6 +387,7 @@ def prepare_if_changed(path: Path, job: JobSettings) -> Path:
 
 
 def prepare_bundle(path: Path, job: JobSettings) -> Path:
+    """Prepare the bundle of the job file at `path`, print its size, and return its folder."""
     import msgspec
 
     from fedquilt.formats import job_bundle, toml
@@ -436,10 +430,10 @@ def create_coordinator_link(
 def run_to_end(
     home: Path, broker: options.BrokerOptions, blobs: options.BlobOptions, store: Store, submit: Callable[[], str]
 ) -> int:
-    """Submit a job, run it to its end and return the exit code.
+    """Submit a job, run it to its end, print the next step and return the exit code.
 
-    The job runs in this process, or in the coordinator that serves the home. This is decided before `submit`, so that
-    the process does not replace a coordinator that fails because of the job.
+    The job runs in the coordinator that serves the home, or in this process if there is none. This is decided before
+    `submit`, so that the process does not replace a coordinator that fails because of the job.
     """
     from fedquilt.coordinator import settings
     from fedquilt.coordinator.views import terminal
@@ -458,16 +452,13 @@ def run_to_end(
         )
     else:
         if blobs.given_options:
-            print(
-                f"{blobs.given_options[0]} has no effect: a coordinator serves {home}, by the options of its "
-                "own command"
-            )
+            print(f"{blobs.given_options[0]} has no effect: the coordinator that serves {home} has its own options")
         terminal.print_log(store, id, follow=True, verbose=verbosity() > 0)
     return report_end(home, id, store.stored_status(id), f"fedquilt resume {id}")
 
 
 def report_end(home: Path, id: str, status: str, resume_command: str) -> int:
-    """Print the next step after a run, and return the exit code. `resume_command` is the resuming command."""
+    """Print the next step after a run, and return the exit code. `resume_command` continues an interrupted run."""
     next_step = (
         f"interrupted; `{resume_command} --home {shlex.quote(str(home))}` continues it" if status == "running" else ""
     )

@@ -45,13 +45,7 @@ def demo(out: Path, show: bool, format: str) -> int:
 @option("--out", type=options.NEW_JOB, default=Path("job.toml"), help="The job file to write.")
 @option("--force", is_flag=True, help="Overwrite the job file.")
 def init(
-    method: str | None,
-    data: str | None,
-    label: str,
-    devices: int | None,
-    rounds: int | None,
-    out: Path,
-    force: bool,
+    method: str | None, data: str | None, label: str, devices: int | None, rounds: int | None, out: Path, force: bool
 ) -> None:
     """Write a commented job file, from questions or from options.
 
@@ -89,7 +83,7 @@ def partition(job: Path, devices: int | None, out: Path | None, format: str) -> 
     """Show the partition of a job's examples among its devices."""
     from fedquilt.tools.report import partition as tool
 
-    with progress.show_progress(f"sharing out the examples of {job}"):
+    with progress.show_progress(f"partitioning the examples of {job}"):
         return tool.print_counts(home_access.load_job(job), devices, out, format)
 
 
@@ -108,7 +102,7 @@ def front(job: Path, out: Path | None, format: str) -> int:
 @lab.command()
 @argument("name", "Name of a method, module:name, or an installed package.")
 def conformance(name: str) -> int:
-    """Check that a method, or all plug-ins of a package, follow fedquilt's rules."""
+    """Check a method, or all plug-ins of a package, against fedquilt's rules."""
     from fedquilt.testing import conformance as tool
 
     if not verbosity():  # the line of a check reports its failure
@@ -124,21 +118,21 @@ def conformance(name: str) -> int:
 
 @lab.command()
 @option("--data", type=options.PATH, required=True, help="Images: a folder, .npz or IDX files.")
-@option("--images", type=options.POSITIVE, default=4, help="Number of images to rebuild.")
+@option("--images", type=options.POSITIVE, default=4, help="Number of images to reconstruct.")
 @option("--size", type=options.POSITIVE, help="Width and height in pixels to scale images to (default: their own).")
 @option(
     "--out",
     type=options.PATH,
     default=Path("fedquilt-audit.svg"),
     metavar="FILE.svg",
-    help="File for a drawing of the original and rebuilt pictures.",
+    help="File for a drawing of original and reconstructed images.",
 )
 @options.format_option
 def audit(data: Path, images: int, size: int | None, out: Path, format: str) -> int:
     """Measure how well images can be reconstructed from a device's uploads."""
     from fedquilt.tools.lab import audit as tool
 
-    with progress.show_progress("rebuilding pictures"):
+    with progress.show_progress("reconstructing images"):
         return tool.audit_and_print(data, out, format, {"count": images, "size": size or 0})
 
 
@@ -151,10 +145,7 @@ def complete_tables(context: click.Context, parameter: click.Parameter, incomple
 
 @lab.command()
 @argument(
-    "table",
-    "A paper's table, or FILE.toml with a grid of your own.",
-    required=False,
-    shell_complete=complete_tables,
+    "table", "A paper's table, or FILE.toml with a grid of your own.", required=False, shell_complete=complete_tables
 )
 @option("--data", type=options.FOLDER, metavar="FOLDER", help="Folder with the real data that some tables need.")
 @option(

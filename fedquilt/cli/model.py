@@ -30,7 +30,7 @@ def run(network: Path, examples: Path, format: str) -> int:
 @model.command()
 @argument(
     "models",
-    "A board's folder of models, whose `current` it follows; or a model's folder or ONNX file.",
+    "A board's folder of models (follows `current`), a model's folder, or an ONNX file.",
     type=options.PATH,
 )
 @option("--listen", default="127.0.0.1:8080", metavar="HOST:PORT", help="Address of the HTTP server, port 0: any.")

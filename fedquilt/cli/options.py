@@ -67,14 +67,14 @@ def _parse_number(text: str, kind: type[int] | type[float]) -> Any:
 def _parse_new_job(text: str) -> Path:
     path = Path(text)
     if path.suffix != ".toml":
-        raise ValueError(f"{text!r} is no name of a job file: its ending is .toml, as in {path.stem or 'job'}.toml")
+        raise ValueError(f"{text!r} is not the name of a job file: write {path.stem or 'job'}.toml")
     return path
 
 
 def _parse_count(text: str, minimum: int = 0) -> int:
     value: int = _parse_number(text, int)
     if value < minimum:
-        raise ValueError(f"{value} is less than {minimum}")
+        raise ValueError(f"{value} is below the minimum of {minimum}")
     return value
 
 
@@ -87,7 +87,8 @@ def _parse_above_0(text: str, limit: float = float("inf"), problem: str = "is no
 
 def _parse_name(text: str) -> str:
     if not re.fullmatch(r"[a-z0-9][a-z0-9._-]{0,63}", text):
-        raise ValueError(f"{text!r}: up to 64 of a-z, 0-9, '.', '_' and '-', beginning with one of a-z, 0-9")
+        form = "up to 64 of a-z, 0-9, '.', '_' and '-', beginning with a letter or digit"
+        raise ValueError(f"{text!r} is not a valid name: write {form}")
     return text
 
 
@@ -96,7 +97,7 @@ FOLDER: Final = FilePath(file_okay=False)
 NEW_JOB: Final = ParsedType("path", _parse_new_job)
 POSITIVE: Final = ParsedType("n", lambda text: _parse_count(text, minimum=1))
 POSITIVE_NUMBER: Final = ParsedType("x", _parse_above_0)
-SECONDS: Final = ParsedType("s", lambda text: _parse_above_0(text, 1e9, "is no time in seconds"))
+SECONDS: Final = ParsedType("s", lambda text: _parse_above_0(text, 1e9, "is not a time in seconds"))
 NAME: Final = ParsedType("name", _parse_name)
 COUNT: Final = ParsedType("n", _parse_count)
 TIME: Final = ParsedType("time", units.parse_seconds)
@@ -149,7 +150,7 @@ target_option: Final = option(
 python_option: Final = option(
     "--python",
     metavar="3.N|PATH",
-    help="Python of the board: its version, or its path, which ends in python3.N (default: the target's).",
+    help="Python of the board: version, or path ending in python3.N (default: the target's).",
 )
 extras_option: Final = option(
     "--extras",
@@ -217,6 +218,7 @@ class BrokerOptions:
         return arguments + ([] if self.fleet == FLEET else ["--fleet", self.fleet])
 
     def to_table(self) -> dict[str, Any]:
+        """Return the options as a [broker] table with absolute paths."""
         return {"url": self.url, **{name: str(path.resolve()) for name, path in self.files.items()}}
 
 
@@ -266,21 +268,20 @@ worker_options: Final = group_options(
     option(
         "--engine",
         metavar="ENGINE",
-        help="Workers that do the boards' work: pool, processes of this machine; ray, of the Ray cluster that it "
-        "is a node of, or of a Ray that is started for the run; ray://HOST:PORT, of a cluster elsewhere; auto, "
-        "pool unless RAY_ADDRESS is set.",
+        help="Workers: pool (processes of this machine), ray (this node's Ray cluster, or a new local Ray), "
+        "ray://HOST:PORT (another cluster), or auto (pool unless RAY_ADDRESS is set).",
         group="Workers",
     ),
     option(
         "--workers",
         type=POSITIVE,
-        help="Number of workers (default: one for each core, of this machine or of the Ray cluster).",
+        help="Number of workers (default: one for each core).",
         group="Workers",
     ),
     option(
         "--mixed",
         is_flag=True,
-        help="Permit machines whose processor, GPU or libraries differ; results then do not repeat bit for bit.",
+        help="Permit different processors, GPUs or libraries; results then differ in the last bits.",
         group="Workers",
     ),
 )
@@ -318,22 +319,21 @@ blob_options: Final = group_options(
     option(
         "--blobs-http",
         metavar="HOST:PORT",
-        help="Serve models and take updates by HTTP (with --cert HTTPS) too; boards that do not reach it use "
-        "the broker.",
+        help="Also transfer models and updates by HTTP (with --cert HTTPS), where boards reach this address.",
         group="Blobs",
     ),
     option("--blobs-url", metavar="URL", help="Address by which boards reach --blobs-http.", group="Blobs"),
     option(
         "--blobs-backend",
         metavar="NAME=ADDRESS",
-        help="Use the store of an installed package for models and updates too, such as s3=https://HOST/BUCKET "
-        "of examples/s3_blobs.",
+        help="Also transfer models and updates by a package's store, such as s3=https://HOST/BUCKET.",
         group="Blobs",
     ),
 )
 
 
 def require_exclusive(**options_: Any) -> None:
+    """Raise UsageError if more than one of these options, given by parameter name, has a value."""
     names = [f"--{name.replace('_', '-')}" for name, value in options_.items() if value]
     if len(names) > 1:
-        raise click.UsageError(f"{names[0]} and {names[1]}: one of them, not both", click.get_current_context())
+        raise click.UsageError(f"{names[0]} is not possible with {names[1]}", click.get_current_context())

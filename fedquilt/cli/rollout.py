@@ -26,26 +26,28 @@ NUMERIC_SETTINGS: Final = ("max_w", "telemetry_s")
 
 
 def parse_settings(assignments: tuple[str, ...]) -> dict[str, Any]:
+    """Return remote settings from KEY=VALUE words, or raise JobError. Values are not checked further."""
     settings_: dict[str, Any] = {}
     for assignment in assignments:
         key, equals, value = assignment.partition("=")
         if not equals or not key:
-            raise JobError(f"{assignment!r} is no setting: write budget=1GB labels=+canary, before the options")
+            raise JobError(f"{assignment!r} is not a setting: write KEY=VALUE, as in budget=1GB, before the options")
         if key in settings_:
-            raise JobError(f"{key} is set twice")
+            raise JobError(f"{key} is set twice: set it once")
         if key == "labels":
             settings_[key] = [*filter(None, value.split(","))]
         elif key in NUMERIC_SETTINGS:
             try:
                 settings_[key] = float(value)
             except ValueError:
-                raise JobError(f"{assignment!r}: {key} is a number") from None
+                raise JobError(f"{assignment!r} has no number: write {key}=10") from None
         else:
             settings_[key] = value
     return settings_
 
 
 def parse_share(text: str) -> float:
+    """Return a share from 0 to 1 of a text such as "5%" or "5", or raise ValueError."""
     value = units.parse_amount(text if text.endswith("%") else f"{text}%", {"%": 0.01}, "share")
     if not 0 <= value <= 1:
         raise ValueError(f"{text} is not between 0 % and 100 %")
@@ -53,6 +55,7 @@ def parse_share(text: str) -> float:
 
 
 def parse_points(text: str) -> float:
+    """Return a difference of shares from -1 to 1 of a text such as "-0.5pt", or raise ValueError."""
     value = units.parse_amount(text, {"pt": 0.01, "%": 0.01}, "number of points")
     if not -1 <= value <= 1:
         raise ValueError(f"{text} is not between -100pt and 100pt")
@@ -60,7 +63,6 @@ def parse_points(text: str) -> float:
 
 
 def parse_size(text: str) -> int:
-    from fedquilt.core import JobError
     from fedquilt.edge_agent.settings import parse_size
 
     try:
@@ -162,12 +164,16 @@ def rollout() -> None:
 )
 @option("--input-shape", type=options.POSITIVE, variadic=True, help="Shape of one example of FILE.onnx: 3,224,224.")
 @rollout_options(
-    option("--min-gain", type=POINTS, metavar="POINTS", help="Least gain in accuracy: -0.5pt.", group=CHECK_GROUP),
-    option("--max-latency", type=options.TIME, help="Most time of an answer: 40ms.", group=CHECK_GROUP),
+    option("--min-gain", type=POINTS, metavar="POINTS", help="Smallest gain in accuracy: -0.5pt.", group=CHECK_GROUP),
+    option("--max-latency", type=options.TIME, help="Longest time of a prediction: 40ms.", group=CHECK_GROUP),
     option(
-        "--max-energy", type=options.POSITIVE_NUMBER, metavar="J", help="Most joules of an answer.", group=CHECK_GROUP
+        "--max-energy",
+        type=options.POSITIVE_NUMBER,
+        metavar="J",
+        help="Most joules of a prediction.",
+        group=CHECK_GROUP,
     ),
-    option("--max-peak", type=SIZE, help="Most memory of the check: 500MB.", group=CHECK_GROUP),
+    option("--max-peak", type=SIZE, help="Largest memory of the check: 500MB.", group=CHECK_GROUP),
 )
 @options.home_option
 def model(
@@ -189,10 +195,7 @@ def model(
 
     with home_access.open_existing_home(home) as store:
         limits = wire.ReleaseLimits(
-            min_gain=min_gain,
-            max_latency_s=max_latency,
-            max_energy_j=max_energy,
-            max_peak_bytes=max_peak,
+            min_gain=min_gain, max_latency_s=max_latency, max_energy_j=max_energy, max_peak_bytes=max_peak
         )
         plan = phased.make_plan("model", "", limits=limits)
         if source.endswith(".onnx"):
@@ -203,13 +206,13 @@ def model(
             submit_rollout(store, plan, payload, file.name, home)
             return
         if input_shape:
-            raise click.UsageError("--input-shape goes with a FILE.onnx", click.get_current_context())
+            raise click.UsageError("--input-shape requires a FILE.onnx", click.get_current_context())
         payload, description = export.encode_for_devices(store, source)
         submit_rollout(store, replace(plan, name=store.find_job(source).id), payload, description, home)
 
 
 @rollout.command()
-@argument("bundle", "What `rollout build` has made.", type=options.PATH)
+@argument("bundle", "Bundle written by `rollout build`.", type=options.PATH)
 @rollout_options()
 @options.home_option
 def agent(bundle: Path, phased: RolloutOptions, home: Path) -> None:
@@ -226,7 +229,7 @@ def agent(bundle: Path, phased: RolloutOptions, home: Path) -> None:
         except OSError as error:
             raise StoreError(f"cannot read {bundle}: {error.strerror}") from None
         if not is_signed:
-            print("not signed: only boards whose agent.toml says unsigned = true under [upgrade] take it")
+            print("not signed: only boards with unsigned = true under [upgrade] in agent.toml accept it")
         description = (
             f"fedquilt {manifest.version} for {manifest.machine}, Python {manifest.python}, {len(payload) / 1e6:.1f} MB"
         )
@@ -236,7 +239,7 @@ def agent(bundle: Path, phased: RolloutOptions, home: Path) -> None:
 @rollout.command()
 @argument(
     "assignments",
-    "All that is set: budget=1GB, labels=+canary,-old, policy=energy, max_w=10, telemetry_s=60; else agent.toml holds.",
+    "Settings: budget=1GB, labels=+canary,-old, policy=energy, max_w=10, telemetry_s=60; others as in agent.toml.",
     nargs=-1,
     required=True,
     metavar="KEY=VALUE...",
@@ -264,14 +267,14 @@ def settings(assignments: tuple[str, ...], phased: RolloutOptions, home: Path) -
 @options.target_option
 @options.extras_option
 @options.python_option
-@option("--whole", is_flag=True, help="Bring all packages, not fedquilt's own alone.")
+@option("--whole", is_flag=True, help="Include all packages, not only fedquilt's.")
 @options.authority_option
 def build(file: Path, target: str, extras: tuple[str, ...], python: str | None, whole: bool, ca: Path) -> None:
     """Build a signed bundle of this agent version for `rollout agent`."""
     from fedquilt.tools.boards import flash as tool
 
     content = tool.FlashContent(target=target, extras=tuple(filter(None, extras)), python=python)
-    with progress.show_progress(f"collecting what {file} takes"):
+    with progress.show_progress(f"collecting packages for {file}"):
         tool.write_upgrade_bundle(content, file, ca, with_dependencies=whole, print_line=progress.LINE.print_to_stdout)
 
 
@@ -291,7 +294,7 @@ def status(id: str | None, home: Path, format: str) -> None:
             waits = {row.state.id: view.load_rollout_wait(row, store.rollouts, context) for row in readable}
             rows = [{**view.summarise_rollout(row), "waits": waits[row.state.id]} for row in readable]
             rows += [{"rollout": rollout_id, "problem": problem} for rollout_id, problem in problems.items()]
-            lines = [f"no rollouts in {home}: `fedquilt rollout model RUN --home {home}` begins one"]
+            lines = [f"no rollouts in {home}: start one with `fedquilt rollout model RUN --home {home}`"]
             if readable:
                 lines = view.format_rollouts(readable, context.now)
             notes = [f"{rollout_id} waits for {reason}" for rollout_id, reason in waits.items() if reason]
@@ -310,7 +313,7 @@ def status(id: str | None, home: Path, format: str) -> None:
 @argument("rollout_id", f"A rollout's id, or {', '.join(KINDS)} for the latest of that kind.", metavar="WHAT")
 @options.home_option
 def back(rollout_id: str, home: Path) -> None:
-    """Take a rollout back, or end it early, so that devices return to their former release."""
+    """Roll a rollout back, or end it early, so that devices return to their previous release."""
     from fedquilt.coordinator import run_control
 
     with home_access.open_existing_home(home) as store:
@@ -318,17 +321,18 @@ def back(rollout_id: str, home: Path) -> None:
             kind = rollout_id
             ids_of_kind = [row.state.id for row in store.rollouts.readable_rollouts() if row.state.plan.kind == kind]
             if not ids_of_kind:
-                raise JobError(f"no rollout of kind {kind!r} in {store.home}: there is nothing to take back")
+                raise JobError(f"no rollout of kind {kind!r} in {store.home}: name another kind or id")
             rollout_id = ids_of_kind[-1]
         print(run_control.revert_rollout(store, rollout_id))
 
 
 def submit_rollout(store: Store, plan: RolloutPlan, payload: bytes | None, description: str, home: Path) -> None:
+    """Queue a rollout, and print its id, why it waits, and the next command."""
     from fedquilt.coordinator import run_control
     from fedquilt.coordinator.views import rollouts as view
 
     id = run_control.queue_rollout(store, plan, payload)
-    print(f"{id}: {description}; `fedquilt rollout status {id} --home {home}` shows how far it is")
+    print(f"{id}: {description}; `fedquilt rollout status {id} --home {home}` shows its progress")
     context = view.load_context(home, store.rollouts)
     if wait_reason := view.describe_unmatched_labels(plan, context):
         print(f"it waits for {wait_reason}")

@@ -65,13 +65,7 @@ def logs(run: str, follow: bool, home: Path, format: str) -> None:
 @verb()
 @options.run_argument
 @argument("number", "Show this round only, counted from 1.", type=options.INTEGER, metavar="[ROUND]", required=False)
-@option(
-    "--device",
-    type=options.NAME,
-    metavar="D",
-    help="Show this device only.",
-    shell_complete=complete_devices,
-)
+@option("--device", type=options.NAME, metavar="D", help="Show this device only.", shell_complete=complete_devices)
 @options.home_option
 @options.format_option
 def why(run: str, number: int | None, device: str | None, home: Path, format: str) -> None:
@@ -106,7 +100,7 @@ def report(run: str, out: Path | None, home: Path) -> None:
     """Write an HTML page about a run: accuracy, time, energy, memory and participants."""
     from fedquilt.tools import report as tool
 
-    with home_access.open_existing_home(home) as store, progress.show_progress(f"making a page of {run}"):
+    with home_access.open_existing_home(home) as store, progress.show_progress(f"writing the report of {run}"):
         line = f"{tool.write_run_page(store, run, out)}: {store.find_job(run).id}"
         progress.LINE.print_to_stdout(*table.fold_line(line))
 
@@ -119,7 +113,7 @@ def report(run: str, out: Path | None, home: Path) -> None:
     metavar="[RUN]...",
     shell_complete=options.complete_runs,
 )
-@option("--keep", type=options.COUNT, metavar="N", help="Delete all runs that have ended but the N latest.")
+@option("--keep", type=options.COUNT, metavar="N", help="Delete all ended runs except the N latest.")
 @option(
     "--older-than", type=options.TIME, metavar="AGE", help="Delete runs that ended longer ago than this: 30d, 12h, 2w."
 )
@@ -138,7 +132,7 @@ def prune(
 
     is_by_age = keep is not None or older_than is not None
     if runs and is_by_age:
-        raise click.UsageError("name runs, or give --keep and --older-than: one of them", click.get_current_context())
+        raise click.UsageError("RUN is not possible with --keep or --older-than", click.get_current_context())
     with home_access.open_existing_home(home) as store:
         ids = retention.select_expired_runs(store, time.time(), keep, older_than) if is_by_age else []
         if runs:
@@ -152,7 +146,7 @@ def prune(
             return 130
         removed = retention.remove_runs(store, ids)
     freed = f"{units.format_bytes(removed.bytes)} freed"
-    remaining = "; blobs go when the coordinator of this home takes up its next job" if removed.blobs_left else ""
+    remaining = "; the coordinator deletes blobs when it starts its next job" if removed.blobs_left else ""
     print(f"deleted {len(ids)} runs: {freed}{remaining}")
     return 0
 
@@ -161,7 +155,7 @@ def _confirm(question: str, yes: bool) -> bool:
     if yes:
         return True
     if not sys.stdin.isatty():
-        raise JobError(f"{question} There is no terminal to ask on: --yes answers it")
+        raise JobError(f"{question} There is no terminal for the answer: confirm with --yes")
     return click.confirm(question, err=True)
 
 
@@ -172,7 +166,7 @@ def backup() -> None:
 
 @backup.command()
 @argument("home", "Folder of the coordinator's runs.", type=options.FOLDER)
-@argument("file", "The file to write; it must not exist yet.", type=options.PATH)
+@argument("file", "New file.", type=options.PATH)
 def save(home: Path, file: Path) -> None:
     """Save a coordinator's home to one file, also while a coordinator runs."""
     from fedquilt.coordinator.storage import backup as tool
@@ -183,37 +177,31 @@ def save(home: Path, file: Path) -> None:
 
 
 @backup.command()
-@argument("file", "What `backup save` wrote.", type=options.PATH)
-@argument("home", "Folder to make; it must not exist yet, or be empty.", type=options.FOLDER)
+@argument("file", "Backup written by `backup save`.", type=options.PATH)
+@argument("home", "New or empty folder.", type=options.FOLDER)
 def restore(file: Path, home: Path) -> None:
     """Restore a coordinator's home from a verified backup, with resumable runs."""
     from fedquilt.coordinator.storage import backup as tool
 
     with progress.show_progress(f"restoring {home}"):
         restored = tool.restore_backup(file, home)
-    print(
-        f"{home}: {restored.runs} runs, {units.format_bytes(restored.bytes)}; `fedquilt serve --home {home}` goes "
-        "on with them"
-    )
+    size = units.format_bytes(restored.bytes)
+    print(f"{home}: {restored.runs} runs, {size}; `fedquilt serve --home {home}` continues them")
 
 
 @verb()
 @argument(
-    "names",
-    "Names of devices; without one, all.",
-    nargs=-1,
-    metavar="[NAME]...",
-    shell_complete=complete_devices,
+    "names", "Names of devices; without one, all.", nargs=-1, metavar="[NAME]...", shell_complete=complete_devices
 )
 @options.label_option("label")
 @option(
     "--state",
     type=options.WordChoice(("online", "offline", "silent", "working", "idle", "refused")),
-    help="Only devices in this state; refused: that have declined a task, or had an update refused.",
+    help="State of the devices; refused: with a declined task or rejected update.",
 )
 @option("--remove", is_flag=True, help="Remove the named devices, until their next message.")
 @option("--force", is_flag=True, help="With --remove: also devices that have a task.")
-@option("--watch", is_flag=True, help="Stay, and show every change.")
+@option("--watch", is_flag=True, help="Keep running, and show every change.")
 @options.home_option
 @options.format_option
 def devices(
@@ -236,17 +224,17 @@ def devices(
     home_access.require_home(home)
     if remove:
         if not names or label or state or watch:
-            raise JobError("--remove takes the NAMEs of the devices, and neither --label, --state nor --watch")
+            raise JobError("--remove requires NAMEs of devices, and is not possible with --label, --state or --watch")
         with home_access.open_existing_home(home) as store:
             print("\n".join(table.fold_line(run_control.remove_devices(store, names, force=force), 0)))
         return None
     if force:
-        raise JobError("--force has a meaning only with --remove")
+        raise JobError("--force requires --remove")
 
     def read_devices() -> list[DeviceRow]:
         all_rows = view.load_devices(home)
         if unknown := set(names) - {row.board.device for row in all_rows}:
-            raise JobError(f"no coordinator of {home} knows a device {min(unknown)!r}: `fedquilt devices` lists them")
+            raise JobError(f"device {min(unknown)!r} is unknown in {home}: `fedquilt devices` lists the devices")
         rows = view.filter_devices(all_rows, label, state)
         return [row for row in rows if not names or row.board.device in names]
 

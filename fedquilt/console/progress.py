@@ -50,17 +50,13 @@ class ProgressLine:
     """Progress of the current operation: lines that are rewritten in place. Thread-safe.
 
     Args:
-        out: Output stream, or None for the current standard error.
-        live: Whether lines are rewritten in place, or None to do so on a terminal that can.
+        stream: Output stream, or None for the current standard error.
+        live: Whether lines are rewritten in place, or None to do so on a terminal that supports it.
         clock: Function that returns seconds.
     """
 
     def __init__(
-        self,
-        stream: TextIO | None = None,
-        *,
-        live: bool | None = None,
-        clock: Callable[[], float] = time.monotonic,
+        self, stream: TextIO | None = None, *, live: bool | None = None, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._stream, self._live, self._clock = stream, live, clock
         self._started_s: float | None = None  # start of the current operation
@@ -107,7 +103,7 @@ class ProgressLine:
                 print(f"{headline}:{remaining}" if remaining else headline, file=self._out, flush=True)
 
     def set_part(self, name: str, done: float, total: float) -> None:
-        """Set the current part of the work, which `show_progress` displays with the number of completed parts."""
+        """Set the name of the current part, and the numbers of completed and of all parts, for `show_progress`."""
         self._part = (name, done, total)
 
     def show_elapsed(self, operation: str, started_s: float) -> None:
@@ -165,6 +161,7 @@ class ProgressLine:
         return f"\r\x1b[{len(self._drawn_lines) - 1}A\x1b[J" if len(self._drawn_lines) > 1 else "\r\x1b[K"
 
     def _format_remaining(self, done: float | None, total: float | None, now_s: float) -> str:
+        """Return the percentage and, once known, the remaining time, as text after a line, or "" without a total."""
         if done is None or not total:
             return ""
         if self._first_progress is None or self._first_progress[0] != total or done < self._first_progress[1]:

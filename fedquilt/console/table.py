@@ -22,13 +22,14 @@ COLOURS: Final = {"bold": "1", "red": "31", "green": "32", "yellow": "33", "dim"
 
 
 def line_width(out: TextIO | None = None) -> int:
+    """Return the columns of a terminal, limited to 80 to 120, or 80 for files and pipes."""
     if not (out or sys.stdout).isatty():
         return MIN_COLUMNS
     return min(MAX_COLUMNS, max(MIN_COLUMNS, shutil.get_terminal_size((MIN_COLUMNS, 24)).columns))
 
 
 def fold_line(line: str, hang: int | None = None, out: TextIO | None = None) -> list[str]:
-    """Wrap a sentence to the width of a terminal. Output to a file or a pipe stays unwrapped.
+    """Return a sentence as lines of a terminal's width, or as one line for files and pipes.
 
     Args:
         line: Sentence of any length.
@@ -46,7 +47,7 @@ def fold_line(line: str, hang: int | None = None, out: TextIO | None = None) -> 
 
 
 def colour_text(text: str, colour: str | None, out: TextIO | None = None) -> str:
-    """Add a colour to a text, unless the output is not a terminal or NO_COLOR is set."""
+    """Return a text with a colour, or unchanged if the output is not a terminal or NO_COLOR is set."""
     if colour is None or not (out or sys.stdout).isatty() or os.environ.get("NO_COLOR"):
         return text
     return f"\x1b[{COLOURS[colour]}m{text}\x1b[0m"
@@ -55,10 +56,10 @@ def colour_text(text: str, colour: str | None, out: TextIO | None = None) -> str
 def format_table(
     rows: Sequence[Sequence[str]], align: str, max_width: int | None = None, colours: Mapping[str, str] | None = None
 ) -> list[str]:
-    """Format rows as lines.
+    """Return the lines of a table.
 
-    A wrapped last column gets the width left by the other columns. A table without a wrapped column that is too wide is
-    split into blocks, each with the first column.
+    A wrapped last column gets the width left by the other columns. A table that is too wide and has no wrapped column
+    is split into blocks, each with the first column.
 
     Args:
         rows: Cells of each row.
@@ -86,7 +87,7 @@ def format_table(
 
 
 def format_markdown(lines: Iterable[str]) -> list[str]:
-    """Format headings, paragraphs, lists and tables of a Markdown page without the markup."""
+    """Return the terminal lines of a Markdown page: headings, paragraphs, lists and tables without markup."""
     output: list[str] = []
     kinds = {"": "blank", "|": "table", "#": "heading"}
     for kind, group in groupby("\n".join(lines).splitlines(), lambda line: kinds.get(line[:1], "text")):

@@ -17,7 +17,7 @@ def select_prefix(largest: float) -> tuple[float, str]:
 
 
 def format_bytes(count: int) -> str:
-    """Format a number of bytes in three digits: "0 B", "815 B", "64.2 kB", "1.23 GB"."""
+    """Return a number of bytes as text with three digits: "0 B", "815 B", "64.2 kB", "1.23 GB"."""
     scale, prefix = select_prefix(count)
     if count >= 999.5 * scale and scale < UNITS[0][0]:  # would be rounded to a thousand
         scale, prefix = select_prefix(count * 1.001)
@@ -25,7 +25,7 @@ def format_bytes(count: int) -> str:
 
 
 def format_duration(seconds: float) -> str:
-    """Format a duration in about two digits: "0 s", "45 s", "12 min", "3 h", "5 d"."""
+    """Return a duration as text with about two digits: "0 s", "45 s", "12 min", "3 h", "5 d"."""
     for scale, name, min_seconds in ((86400.0, "d", 2 * 86400.0), (3600.0, "h", 2 * 3600.0), (60.0, "min", 120.0)):
         if seconds >= min_seconds:
             return f"{seconds / scale:.0f} {name}"
@@ -39,21 +39,21 @@ def format_time_of_day(time_s: float, now_s: float) -> str:
 
 
 def parse_amount(text: str, scales: Mapping[str, float], noun: str) -> float:
-    """Parse a number with a unit, such as "1.5 h", or raise ValueError. `noun` names the value in errors."""
+    """Return a number times the scale of its unit, such as "1.5 h", or raise ValueError with `noun` for the value."""
     match = re.fullmatch(r"([+-]?\d+(?:\.\d+)?) ?([A-Za-z%/]+)", text.strip())
     if match is None or match[2] not in scales:
         *first_units, last_unit = scales
         units = f"{', '.join(first_units)} or {last_unit}" if first_units else last_unit
-        raise ValueError(f"{text!r} is no {noun}: a number with {units}")
+        raise ValueError(f"{text!r} is not a {noun}: write a number with {units}")
     return float(match[1]) * scales[match[2]]
 
 
 def parse_seconds(text: str) -> float:
-    """Parse a duration in seconds, such as "40ms", "10min" or "30d"."""
+    """Return the seconds of a duration such as "40ms", "10min" or "30d", or raise ValueError."""
     try:
         value = parse_amount(text, TIMES, "time")
     except ValueError as error:
         raise ValueError(f"{error}, such as 90s or 30d") from None
     if not 0 <= value < 1e9:
-        raise ValueError(f"{text} is less than 0, or too long")
+        raise ValueError(f"{text} is negative or too long: write a time up to 1653w")
     return round(value, 9)

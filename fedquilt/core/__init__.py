@@ -1,4 +1,4 @@
-"""Data types shared by coordinator and devices, without I/O and arithmetic.
+"""Data types shared by coordinator and devices, without I/O.
 
 All values are frozen. Every physical quantity has its unit in its name (`_s`, `_j`, `_bytes`, `_hz`, `_w`), and a
 quantity that cannot be measured is None, never 0. Messages are msgspec structs, which are decoded strictly (see

@@ -40,7 +40,7 @@ class Power:
 
 
 class Meter(Protocol):
-    """Sensor of power or energy, either built in or a plug-in named in agent.toml.
+    """Meter of power or energy, either built in or a plug-in named in agent.toml.
 
     The event loop of the agent calls `read` up to ten times a second, so `read` must not block. A meter behind a
     network reads in its own thread and returns the latest value, or `Power()` if the latest value is old.
@@ -103,5 +103,5 @@ class Device(Protocol):
         ...
 
     def task_cost(self, work: WorkEstimate, measured: Cost) -> Cost:
-        """Return the cost of a task: `measured`, or the profile's prediction on a simulated board."""
+        """Return the cost of a finished task: `measured`, or on a simulated board the profile's prediction."""
         ...

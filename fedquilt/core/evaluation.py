@@ -38,8 +38,8 @@ class MetricOverDevices(NamedTuple):
 # -- exact sums and packed counts -----------------------------------------------------------------
 
 
-def exact_sum(numbers: Iterable[float]) -> tuple[float, ...]:
-    """Return floats with the same exact sum as the numbers. The result does not depend on their order."""
+def exact_summands(numbers: Iterable[float]) -> tuple[float, ...]:
+    """Return the fewest floats whose exact sum is that of the numbers, the same for any order of the numbers."""
     remaining, summands = [float(number) for number in numbers], list[float]()
     while rounded := math.fsum(remaining):
         summands.append(rounded)
@@ -48,10 +48,7 @@ def exact_sum(numbers: Iterable[float]) -> tuple[float, ...]:
 
 
 def pack_counts(counts: Iterable[int]) -> bytes:
-    """Pack counts as variable-length integers of 7 bits per byte.
-
-    A run of zeros is packed as 0 and its length. Zeros at the end are omitted.
-    """
+    """Return counts as variable-length integers, runs of zeros as 0 and their length. Zeros at the end are omitted."""
     packed, zeros = bytearray(), 0
     for count in counts:
         if not count:
@@ -66,7 +63,7 @@ def pack_counts(counts: Iterable[int]) -> bytes:
 
 
 def unpack_counts(packed: bytes, size: int) -> list[int]:
-    """Unpack counts from `pack_counts`.
+    """Return the `size` counts that `pack_counts` packed.
 
     Args:
         packed: Packed counts.
@@ -89,6 +86,7 @@ def _append_varint(packed: bytearray, number: int) -> None:
 
 
 def _unpack_nonzero(packed: bytes, size: int) -> Iterator[tuple[int, int]]:
+    """Yield index and value of each count above 0, or raise UpdateError for an invalid packing."""
     index = number = shift = 0
     after_zero = False
     for byte in packed:
@@ -102,14 +100,14 @@ def _unpack_nonzero(packed: bytes, size: int) -> Iterator[tuple[int, int]]:
             index, after_zero = index + number, False
         elif number:
             if index >= size:
-                raise UpdateError(f"packed counts are more than {size}")
+                raise UpdateError(f"more than {size} counts are packed")
             yield index, number
             index += 1
         else:
             after_zero = True
         number = shift = 0
     if shift or after_zero:
-        raise UpdateError("packed counts are cut off in the middle of a number")
+        raise UpdateError("packed counts end in the middle of a number")
 
 
 def _split_rows(numbers: Sequence[int], width: int) -> list[list[int]]:
@@ -117,11 +115,12 @@ def _split_rows(numbers: Sequence[int], width: int) -> list[list[int]]:
 
 
 def histogram_bins(outputs: int) -> int:
-    """Return the number of bins per probability histogram, or 0 for many outputs."""
+    """Return the number of bins per probability histogram, or 0 above MAX_DETAILED_OUTPUTS outputs."""
     return min(3000 // outputs, 400) if outputs <= MAX_DETAILED_OUTPUTS else 0
 
 
 def counts_length(task: TaskKind, outputs: int) -> int:
+    """Return the number of counts that `EvaluationSums.counts` packs."""
     if task == "regression":
         return 0
     return outputs**2 if task == "classes" and outputs <= MAX_DETAILED_OUTPUTS else 3 * outputs
@@ -135,7 +134,7 @@ def scores_length(task: TaskKind, outputs: int) -> int:
 
 
 def add_evaluations(evaluations: Iterable[EvaluationSums]) -> EvaluationSums | None:
-    """Add evaluations of different devices or sites, or return None without examples.
+    """Return the total of evaluations of different devices or sites, or None without examples.
 
     Raises:
         UpdateError: If tasks or numbers of outputs differ.
@@ -172,18 +171,17 @@ def add_evaluations(evaluations: Iterable[EvaluationSums]) -> EvaluationSums | N
 
 
 def _add_correct_with_priors(parts: Sequence[EvaluationSums]) -> int | None:
-    # Engines that do not support class priors report None.
-    counts_with_priors = [part.correct_with_priors for part in parts]
-    counts_without_priors = (_sum_outcomes(count_outcomes(part))[0] for part in parts)
-    return (
-        sum(b if a is None else a for a, b in zip(counts_with_priors, counts_without_priors, strict=True))
-        if any(a is not None for a in counts_with_priors)
-        else None
+    """Return the sum of correct predictions with priors, or without them where an engine does not support priors."""
+    if all(part.correct_with_priors is None for part in parts):
+        return None
+    return sum(
+        _sum_outcomes(count_outcomes(part))[0] if part.correct_with_priors is None else part.correct_with_priors
+        for part in parts
     )
 
 
 def _combine_sums(sums: Iterable[tuple[float, ...]]) -> tuple[float, ...]:
-    return exact_sum(number for summands in sums for number in summands)
+    return exact_summands(number for summands in sums for number in summands)
 
 
 def _add_counts(packed: Sequence[bytes], size: int) -> bytes:
@@ -208,29 +206,32 @@ def confusion_matrix(sums: EvaluationSums) -> list[list[int]] | None:
 
 
 def find_inconsistency(sums: EvaluationSums) -> str:
-    """Return a description of a contradiction between the sums, or "" if they are consistent."""
+    """Return a contradiction between the sums, as the object of "the evaluation has", or "" if there is none."""
     if not sums.examples:
-        return "" if sums == EvaluationSums(examples=0, task=sums.task, outputs=sums.outputs) else "sums of no example"
+        return "" if sums == EvaluationSums(examples=0, task=sums.task, outputs=sums.outputs) else "sums but no example"
     all_sums = [sums.loss, sums.absolute_errors, *sums.squared_errors, *sums.targets, *sums.target_squares]
     if not all(abs(each) <= MAX_SUM for part in all_sums for each in part):
-        return f"a sum that is not a number up to {MAX_SUM:g}"
+        return f"a sum that is infinite, not a number or above {MAX_SUM:g}"
     if sums.correct_with_priors is not None and (sums.task != "classes" or sums.correct_with_priors > sums.examples):
-        return f"{sums.correct_with_priors} correct predictions with class priors of {sums.examples} examples"
+        return (
+            f"{sums.correct_with_priors} correct predictions with class priors for {sums.examples} examples "
+            f"(task {sums.task!r})"
+        )
     if sums.task == "regression":
         return _find_error_inconsistency(sums)
     if sums.absolute_errors or sums.squared_errors or sums.targets or sums.target_squares:
-        return f"sums of a regression, and its task is {sums.task!r}"
+        return f"sums of a regression, but the task {sums.task!r}"
     outcomes, matrix = count_outcomes(sums), confusion_matrix(sums)
     right, wrong, missed_count = _sum_outcomes(outcomes)
     classes = sums.task == "classes"
     if classes and (right + missed_count != sums.examples or wrong != missed_count or sums.exact_matches):
-        return f"counts of {right + missed_count} examples, and it has {sums.examples}"
+        return f"counts of {right + missed_count} examples instead of {sums.examples}"
     if not classes and any(sum(each) > sums.examples for each in outcomes):
-        return f"more outcomes of a label than its {sums.examples} examples"
+        return f"more outcomes of a label than the {sums.examples} examples"
     if not classes and sums.exact_matches > sums.examples - max(
         wrong + missed_count for _, wrong, missed_count in outcomes
     ):
-        return f"{sums.exact_matches} examples without a wrong label, and more wrong ones than are left"
+        return f"{sums.exact_matches} of {sums.examples} examples without a wrong label, but too many wrong labels"
     bins = histogram_bins(sums.outputs)
     rows = _split_rows(unpack_counts(sums.scores, scores_length(sums.task, sums.outputs)), bins) if bins else []
     true = [sum(row) for row in matrix] if matrix else [right + missed_count for right, _, missed_count in outcomes]
@@ -239,22 +240,22 @@ def find_inconsistency(sums: EvaluationSums) -> str:
         for index, n in enumerate(true)
         if rows
     ):
-        return "histograms of another number of examples than its counts"
+        return "histograms of another number of examples than the counts"
     return ""
 
 
 def _find_error_inconsistency(sums: EvaluationSums) -> str:
     detailed = sums.outputs if sums.outputs <= MAX_DETAILED_OUTPUTS else 0
     if sums.counts or sums.scores or sums.exact_matches:
-        return "counts of classes, and its task is 'regression'"
+        return "counts of classes, but the task 'regression'"
     if (len(sums.squared_errors), len(sums.targets), len(sums.target_squares)) != (detailed or 1, detailed, detailed):
         return f"sums of another number of outputs than {sums.outputs}"
-    squares, absolute = [exact_fraction(each) for each in sums.squared_errors], exact_fraction(sums.absolute_errors)
+    squares, absolute = [sum_as_fraction(each) for each in sums.squared_errors], sum_as_fraction(sums.absolute_errors)
     max_squared_sum = sums.examples * sums.outputs * sum(squares) * SQUARES_TOLERANCE
     if min(squares) < 0 or absolute < 0 or absolute**2 > max_squared_sum:
         return "errors whose sum and sum of squares contradict each other"
     if any(
-        exact_fraction(each) ** 2 > sums.examples * exact_fraction(square) * SQUARES_TOLERANCE
+        sum_as_fraction(each) ** 2 > sums.examples * sum_as_fraction(square) * SQUARES_TOLERANCE
         for each, square in zip(sums.targets, sums.target_squares, strict=True)
     ):
         return "targets whose sum and sum of squares contradict each other"
@@ -262,7 +263,7 @@ def _find_error_inconsistency(sums: EvaluationSums) -> str:
 
 
 def find_device_inconsistency(sums: EvaluationSums, max_devices: int, max_metric: float) -> str:
-    """Return a description of a contradiction in the device values, or "" if they are consistent.
+    """Return a contradiction in the device values, as the object of "the evaluation has", or "" if there is none.
 
     Args:
         sums: Evaluation of a device or a site, checked by `find_inconsistency`.
@@ -271,15 +272,15 @@ def find_device_inconsistency(sums: EvaluationSums, max_devices: int, max_metric
     """
     values = [value for value, _ in sums.device_values]
     if not max_devices or not sums.examples:
-        return "values of devices, and it speaks for itself" if values else ""
+        return "values of several devices, but comes from a single device" if values else ""
     if not values or values != sorted(set(values)) or not 0 <= values[0] <= values[-1] <= max_metric:
-        return "no ascending values of its devices"
+        return f"device values that are missing, not in ascending order or not from 0 to {max_metric:g}"
     count = sum(number for _, number in sums.device_values)
     if count > max_devices or any(not number for _, number in sums.device_values):
-        return f"values of {count} devices, and it may speak for {max_devices}"
+        return f"values of {count} devices, but the site may submit for at most {max_devices}"
     main = main_metric_value(sums)
     if not values[0] / ROUNDING_TOLERANCE <= main <= values[-1] * ROUNDING_TOLERANCE:
-        return f"a main metric of {main:g} beyond that of each of its devices"
+        return f"a main metric of {main:g}, outside the devices' {values[0]:g} to {values[-1]:g}"
     return ""
 
 
@@ -322,7 +323,7 @@ def compute_metrics(sums: EvaluationSums) -> dict[str, float]:
 
 
 def summarise_over_devices(sums: EvaluationSums, *, higher: bool) -> MetricOverDevices | None:
-    """Summarise the main metric over the devices of a total, or return None for a single device.
+    """Return statistics of the main metric over the devices of a total, or None for a single device.
 
     Args:
         sums: Total of the devices.
@@ -333,12 +334,15 @@ def summarise_over_devices(sums: EvaluationSums, *, higher: bool) -> MetricOverD
     count = sum(number for _, number in sums.device_values)
     mean = math.fsum(value * number for value, number in sums.device_values) / count
     squares = math.fsum((value - mean) ** 2 * number for value, number in sums.device_values)
-    lowest, highest = _tenth_mean(sums.device_values, count), _tenth_mean(sums.device_values[::-1], count)
+    lowest, highest = (
+        _mean_of_first_tenth(sums.device_values, count),
+        _mean_of_first_tenth(sums.device_values[::-1], count),
+    )
     worst, best = (lowest, highest) if higher else (highest, lowest)
     return MetricOverDevices(count, mean, worst, best, math.sqrt(squares / count))
 
 
-def _tenth_mean(values: Sequence[tuple[float, int]], count: int) -> float:
+def _mean_of_first_tenth(values: Sequence[tuple[float, int]], count: int) -> float:
     """Return the mean of the first tenth of `count` devices. Pairs are a value and its number of devices."""
     remaining = tenth = math.ceil(count / 10)
     values_of_tenth = list[float]()
@@ -364,7 +368,7 @@ def count_classes(sums: EvaluationSums) -> tuple[int, ...]:
 
 
 def class_shares(counts: Sequence[int]) -> tuple[float, ...]:
-    """Return the share of each class with add-one smoothing, or () for too many classes."""
+    """Return the share of each class with add-one smoothing, or () for more than MAX_CLASS_SHARES classes."""
     total = sum(counts) + len(counts)
     return tuple(_round_digits((count + 1) / total) for count in counts) if len(counts) <= MAX_CLASS_SHARES else ()
 
@@ -428,16 +432,15 @@ def _compute_auc(sums: EvaluationSums) -> dict[str, float]:
 def _compute_r2(sums: EvaluationSums) -> float | None:
     ratios = []
     for errors, targets, squares in zip(sums.squared_errors, sums.targets, sums.target_squares, strict=False):
-        target_spread = (
-            sums.examples * exact_fraction(squares) - exact_fraction(targets) ** 2
-        )  # exact: no cancellation, however large the mean
+        # Fractions avoid cancellation, however large the mean.
+        target_spread = sums.examples * sum_as_fraction(squares) - sum_as_fraction(targets) ** 2
         if target_spread > 0:
-            ratios.append(sums.examples * exact_fraction(errors) / target_spread)
+            ratios.append(sums.examples * sum_as_fraction(errors) / target_spread)
     try:
         return 1 - _mean([float(ratio) for ratio in ratios]) if ratios else None
     except OverflowError:
         return None
 
 
-def exact_fraction(numbers: tuple[float, ...]) -> Fraction:
+def sum_as_fraction(numbers: tuple[float, ...]) -> Fraction:
     return sum(map(Fraction, numbers), Fraction())

@@ -14,9 +14,10 @@ T = TypeVar("T")
 
 
 def cache_last_call(function: Callable[P, T]) -> Callable[P, T]:
-    """Decorate a pure function so that equal arguments in a row are computed once.
+    """Return a function that calls a pure function only if the arguments differ from those of the last call.
 
-    In contrast to `functools.lru_cache`, arguments need not be hashable. Callers must not change arguments or results.
+    In contrast to `functools.lru_cache`, arguments need not be hashable, but must support `==` (arrays do not). Callers
+    must not change arguments or results.
     """
     latest_call: tuple[tuple[object, ...], dict[str, object], T] | None = None
 

@@ -67,9 +67,7 @@ class WorkEstimate(WireMessage, frozen=True, omit_defaults=True):
     launches_per_batch: Amount = 0.0  # for one mini-batch, in all passes over the examples
     bytes_per_batch: Amount = 0.0
     batch: Count = 0  # examples in a mini-batch, 0 for all examples
-    task_share: Annotated[float, Meta(ge=0, le=1)] = (
-        1.0  # share of the fixed cost of a task, below 1 for a part of a task
-    )
+    task_share: Annotated[float, Meta(ge=0, le=1)] = 1.0  # share of a task's fixed cost, below 1 for a part of a task
     max_examples: Count = 0  # largest number of the device's examples that the task uses, 0 for all
     peak_bytes: Count = 0  # memory required in addition to an idle engine's, 0 if not predicted
     workload: ShortText = ""  # key of `OperatingPoint.rates`, such as "torch-conv"; "" selects the point's own rates
@@ -194,7 +192,7 @@ MAX_DETAILED_OUTPUTS: Final = 100
 """Largest number of outputs with a row in the confusion matrix, an AUC or an R² for each output."""
 
 Sum = Annotated[tuple[float, ...], Meta(max_length=40)]
-"""Floats whose exact sum is the value (see `evaluation.exact_sum`)."""
+"""Floats whose exact sum is the value (see `evaluation.exact_summands`)."""
 
 Sums = Annotated[tuple[Sum, ...], Meta(max_length=MAX_DETAILED_OUTPUTS)]
 MAX_CLASS_SHARES: Final = 1000  # largest number of classes with shares in a task
@@ -254,17 +252,14 @@ class Update(DeviceReport, frozen=True, omit_defaults=True):
     metrics: Metrics
     usage: Usage
     evaluation: EvaluationSums | None = None  # only for a task with the action "check"
-    bases: Annotated[
-        dict[ShortText, Digest], Meta(max_length=2000)
-    ] = {}  # with a codec: blob that each difference starts from
+    bases: Annotated[dict[ShortText, Digest], Meta(max_length=2000)] = {}
+    """By bundle, the blob that the encoded changes are relative to. Empty without a codec."""
     layouts: Annotated[dict[ShortText, Layout], Meta(max_length=2000)] = {}  # by bundle, as encoded; {} if not reported
     state: OptionalDigest = ""  # sha256 of the state in the task
     epoch: Count = 0  # as in the task
     note: Sentence = ""  # for the round's log, such as the restart of lost private state
     devices_usage: Usage | None = None  # total usage of a site's devices
-    site_devices: Annotated[
-        tuple[Name, ...], Meta(max_length=1_000_000)
-    ] = ()  # devices of a site, filled in by the coordinator
+    site_devices: Annotated[tuple[Name, ...], Meta(max_length=1_000_000)] = ()  # filled in by the coordinator
 
     @property
     def down_bytes(self) -> int:
@@ -315,16 +310,12 @@ class Profile(DeviceReport, frozen=True):
     memory_bytes: Count
     budget_bytes: Count  # limit on the resident memory of a task's process
     engines: Annotated[tuple[Name, ...], Meta(max_length=20)]
-    versions: Annotated[
-        dict[ShortText, ShortText], Meta(max_length=50)
-    ]  # by library, and by "plugin <module>" for plug-ins
+    versions: Annotated[dict[ShortText, ShortText], Meta(max_length=50)]  # by library or "plugin <module>"
     points: Annotated[tuple[OperatingPoint, ...], Meta(max_length=200)] = ()
     idle_w: Amount | None = None
     provenance: ShortText = "unknown"  # sysfs | table | measured | assumed | unknown
     codecs: Annotated[tuple[Name, ...], Meta(max_length=20)] = ("raw",)
-    labels: Annotated[
-        tuple[DeviceLabel, ...], Meta(max_length=32)
-    ] = ()  # chosen by the owner, see `fedquilt.formats.labels`
+    labels: Annotated[tuple[DeviceLabel, ...], Meta(max_length=32)] = ()  # chosen by the owner of the device
     site_device_count: Count = 0  # devices of a site, set to 0 without a `SiteRight`
 
 
@@ -335,9 +326,7 @@ class BlobLocation(WireMessage, frozen=True, omit_defaults=True):
     """Location of a blob: URL and access token. Both are secret, so `repr` shows only the origin."""
 
     url: Annotated[str, Meta(pattern=r"^https?://[^\s/]+/", max_length=4096)]
-    token: Annotated[str, Meta(pattern=r"^[A-Za-z0-9_-]{0,100}\Z")] = (
-        ""  # for the coordinator's server, "" for a blob store
-    )
+    token: Annotated[str, Meta(pattern=r"^[A-Za-z0-9_-]{0,100}\Z")] = ""  # "" for an external blob store
     start: Count = 0  # offset of the first byte to upload
 
     def __repr__(self) -> str:
@@ -405,7 +394,7 @@ class SiteRight(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def has_site_bundles(names: Collection[str]) -> bool:
-    """Return whether bundle names belong to a site's update."""
+    """Return whether any bundle name has the prefix of bundles in a site's update."""
     return any(name.startswith(SITE_BUNDLES) for name in names)
 
 

@@ -159,9 +159,7 @@ class Aggregation:
     Updates are then folded in any order, and `fedquilt.arrays.exact_sums.merge_accumulators` merges accumulators of
     different devices.
     """
-    schema: Callable[[Any], UpdateSchema | None] = lambda state: (
-        None
-    )  # schema of valid updates, None if unknown in advance
+    schema: Callable[[Any], UpdateSchema | None] = lambda state: None  # of valid updates, None if unknown in advance
     check_update: Callable[[Any, DeviceUpdate], None] | None = None
     """Function (S, update) that raises UpdateError if `fold` would. Default: `fold` without an accumulator."""
     check_sums: Callable[[Any, Any, float], None] | None = None
@@ -192,9 +190,7 @@ class Traits:
     frozen_weights: str = ""  # initial weights that are never trained, in words; `prepare` warns if they are random
     training_passes: int | str = 1  # forward and backward passes per example and epoch, or the name of a param
     forward_passes: int = 0  # additional forward passes per example and epoch
-    model_copies: int | str = (
-        0  # in memory in addition to plain SGD, or the name of a param that adds a copy if above 0
-    )
+    model_copies: int | str = 0  # in memory beyond plain SGD, or the name of a param that adds a copy if above 0
 
 
 @dataclass(frozen=True)
@@ -215,9 +211,7 @@ class EvaluationRound:
     available device.
     """
 
-    is_needed: Callable[
-        [Any], bool
-    ]  # (S) -> whether the job needs evaluation rounds; called once, with the first state
+    is_needed: Callable[[Any], bool]  # (S) -> whether the job needs such rounds; called once, with the first state
     send: Callable[[Any, DeviceView], TaskSpec | None]  # as in `Method`
     aggregation: Aggregation
     step: Callable[[Any, Any], Any]
@@ -307,9 +301,7 @@ class Step:
     rate: Callable[[str], float] = lambda name: 1.0  # tensor name -> factor of `Fit.lr`, 0 for a frozen tensor
     penalty: Callable[[Any, Any, Any, Mapping[str, Any]], Any] | None = None
     """(module, x, scores, anchors) -> scalar of the engine that is added to the mean loss of the examples."""
-    before_step: Callable[[Any], None] | None = (
-        None  # (module) -> None; called once before all micro-batches of the step
-    )
+    before_step: Callable[[Any], None] | None = None  # (module) -> None; called before the first part of a mini-batch
     exits: Callable[[], Sequence[Any]] | None = None  # scores of all exits, whose losses are summed
 
 
@@ -411,7 +403,7 @@ class Runner(Engine, Protocol):
         ...
 
     def make_room(self, size_bytes: int) -> None:
-        """Free cached resources until `size_bytes` bytes are available, as far as possible."""
+        """Free cached graphs until `size_bytes` of the memory budget are available, or no graph is cached."""
         ...
 
     def run(self, graph: Path, x: np.ndarray) -> np.ndarray:
@@ -424,7 +416,7 @@ class Runner(Engine, Protocol):
     def evaluate_scores(
         self, batches: Iterable[tuple[np.ndarray, np.ndarray]], prior: ClassPrior | None = None
     ) -> EvaluationSums:
-        """Evaluate (scores, labels) batches that the caller has computed: arrays (n, classes) and (n,)."""
+        """Evaluate scores that the caller has computed: batches of scores (n, classes) and labels (n,)."""
         ...
 
 
@@ -437,10 +429,7 @@ def derive_seed(*keys: object) -> int:
 
 
 def seed_deriver(*keys: object) -> Callable[[object], int]:
-    """Return a function from a further key to `derive_seed(*keys, key)`.
-
-    The common keys are hashed only once.
-    """
+    """Return a function that maps a further key to `derive_seed(*keys, key)`, and hashes `keys` only once."""
     copy_common_hash = hashlib.sha256("".join([f"{key}\x1f" for key in keys]).encode()).copy
 
     def seed(key: object) -> int:

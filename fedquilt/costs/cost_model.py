@@ -65,7 +65,7 @@ class LinkCost(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> LinkCost:
-        """Parse a rate with an optional delay per transfer, such as "2MB/s 50ms", or raise ValueError."""
+        """Return the link of a rate with an optional delay per task, such as "2MB/s 50ms", or raise ValueError."""
         rate, _, delay = text.strip().partition(" ")
         scales = {f"{unit}/s": scale for unit, scale in (("B", 1.0), ("kB", 1e3), ("MB", 1e6), ("GB", 1e9))}
         bytes_per_s = units.parse_amount(rate, scales, "rate")
@@ -75,7 +75,7 @@ class LinkCost(NamedTuple):
 
     @staticmethod
     def fit_link(transfers: Sequence[tuple[int, float]]) -> LinkCost | None:
-        """Fit a link to transfers (bytes, seconds), or return None for fewer than three with bytes.
+        """Return the link fitted to transfers (bytes, seconds), or None for fewer than three with bytes.
 
         If sizes differ by less than a factor of 2, or the fit is impossible, all time is attributed to the bytes.
         Predictions for more bytes are then too long rather than too short.
@@ -122,6 +122,7 @@ class PassCost(NamedTuple):
 
 
 def parse_layers(meta: Mapping[str, Any]) -> tuple[Layer, ...]:
+    """Return the layers in a bundle's metadata, or one layer with the FLOPs of the whole network."""
     layers = tuple(Layer(str(path), *numbers) for path, *numbers in meta.get("layers", ()))
     return layers or (Layer("", float(meta.get("flops", 0)), 0.0, 0.0, 0),)
 
@@ -166,6 +167,7 @@ def training_cost(layers: Sequence[Layer], trained_names: Iterable[str]) -> Pass
 def split_at_trained(
     layers: Sequence[Layer], trained_names: Iterable[str]
 ) -> tuple[tuple[Layer, ...], tuple[Layer, ...]]:
+    """Return the layers before the first trained layer, and the layers from there."""
     trained = set(layers_by_tensor(layers, trained_names).values())
     first_index = next((index for index, layer in enumerate(layers) if layer.path in trained), len(layers))
     return tuple(layers[:first_index]), tuple(layers[first_index:])
@@ -253,7 +255,10 @@ def training_work(
 def inference_work(
     pass_cost: PassCost, weights_bytes: int, share: float = 1.0, batch: int = EVALUATION_BATCH
 ) -> WorkEstimate:
-    """Return the work of a forward pass per example of the device, times `share`, in batches of EVALUATION_BATCH."""
+    """Return the work of forward passes over a share of a device's examples, EVALUATION_BATCH at once.
+
+    `batch` is the mini-batch of the estimate, to which counts per mini-batch refer.
+    """
     return WorkEstimate(
         flops_per_example=share * pass_cost.flops,
         bytes_per_example=share * pass_cost.bytes,

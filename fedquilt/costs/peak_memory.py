@@ -45,7 +45,7 @@ class TrainingProperties:
 
 
 def measure_training(model: nn.Module, x: torch.Tensor) -> tuple[TrainingProperties, torch.Tensor]:
-    """Measure a network's training memory with one forward pass, and return the pass's output too.
+    """Return a network's training memory, measured with one forward pass, and the output of the pass.
 
     A parameter without gradient is frozen, and activations needed only by frozen parameters are not kept. The pass is
     in training mode, so it updates batch-normalisation statistics and requires two examples with batch normalisation.
@@ -164,6 +164,7 @@ def choice_name(choice: str | Mapping[str, Any]) -> str:
 
 
 def optimizer_copies(params: Mapping[str, Any]) -> int:
+    """Return how many copies of the trained tensors the optimizer's state has, momentum included."""
     copies = OPTIMIZER_COPIES.get(choice_name(params.get("optimizer", "sgd")), TORCH_OPTIMIZER_COPIES)
     return copies or int(params.get("momentum", 0) > 0)
 
@@ -192,6 +193,7 @@ def fixed_training_bytes(
 
 
 def evaluation_bytes(network: TrainingProperties, examples: int, *, library: str = "") -> int:
+    """Return the peak memory of an evaluation of `examples` examples at once above active torch."""
     fixed_bytes = fixed_training_bytes(
         network.weights_bytes, network.convolutions, library=library, kinds=network.kinds
     )
@@ -199,6 +201,7 @@ def evaluation_bytes(network: TrainingProperties, examples: int, *, library: str
 
 
 def bytes_per_example(network: TrainingProperties) -> int:
+    """Return the memory per example of a training step that keeps all activations."""
     return network.kept_bytes + _working_bytes(network)
 
 
@@ -280,6 +283,7 @@ def tier_coverage(fleet: Iterable[TierDevice], engines: Iterable[str], work: Wor
 
 
 def format_coverage(coverage: Mapping[str, TierCoverage], work: WorkEstimate) -> list[str]:
+    """Return lines on the devices with enough memory, in total and by tier, or [] without devices."""
     if not coverage:
         return []
     total = _sum_counts(coverage.values())

@@ -16,16 +16,14 @@ from fedquilt.data.readers.base import describe_class_problem
 from fedquilt.data.spec import DataSpec
 
 SCALE_SAMPLE_ROWS = 10_000  # rows by which the scales of features are compared
-CHOICE_HINT = "give the job data that fit, or another network and a new bundle"
+CHOICE_HINT = "choose other data, or another network and prepare again"
 
 
 def open_compatible_data(meta: Mapping[str, Any], spec: DataSpec) -> ExampleReader:
-    """Open the data of a [data] table and check that they fit a bundle's network.
+    """Return a reader of a [data] table's examples, if they fit a bundle's network.
 
-    No inputs are read. The inputs of an imported network are not checked here.
-
-    Returns:
-        Reader of the data.
+    Only headers and labels are read. The input shape of an imported network is not checked. Raise DataError if labels
+    or shapes do not fit, and JobError if a module of the network has changed since `fedquilt prepare`.
     """
     plugins.require_unchanged_modules(meta.get("plugins") or {})
     reader = examples.open_split(spec)
@@ -37,14 +35,14 @@ def open_compatible_data(meta: Mapping[str, Any], spec: DataSpec) -> ExampleRead
     task = metrics.task_from_network(network)
     if task != spec.task:
         raise DataError(
-            f"{spec.source_name}: [data] task is {spec.task!r}, and {name} was prepared for {task!r}: set `task` in "
-            "[data] and [model] alike, and prepare anew"
+            f"{spec.source_name}: [data] task is {spec.task!r}, but {name} was prepared for {task!r}: set the same "
+            "`task` in [data] and [model], and run `fedquilt prepare` again"
         )
     if "donors" in meta:
-        _require_label_range(reader, spec, len(meta["labels"]), "the job has labels for")
+        _require_label_range(reader, spec, len(meta["labels"]), "but the job has labels for")
     elif isinstance(outputs := meta.get("outputs", network.get("classes")), int):
         if task == "classes":
-            _require_label_range(reader, spec, outputs, f"{name} predicts")
+            _require_label_range(reader, spec, outputs, f"but {name} predicts")
         else:
             _require_label_width(reader, spec, outputs, name)
     if problem := _describe_shape_problem(meta, network, name, reader):
@@ -62,7 +60,7 @@ def data_warnings(meta: Mapping[str, Any], reader: ExampleReader, spec: DataSpec
     if len(reader.shape) == 1 and not (network.get("input") or meta.get("input")):
         rows = np.linspace(0, len(reader.y) - 1, min(len(reader.y), SCALE_SAMPLE_ROWS)).astype(np.int64)
         if scale_problem := inputs.describe_unequal_scales(reader.take(rows), reader.features):
-            warnings.append(f"{spec.source_name}: {scale_problem}: set [input] standardise = true, and prepare anew")
+            warnings.append(f"{spec.source_name}: {scale_problem}: set [input] standardise = true, and prepare again")
     return warnings
 
 
@@ -72,38 +70,38 @@ def _require_label_variety(reader: ExampleReader, spec: DataSpec) -> None:
     label = ", ".join(f"{value:g}" for value in np.ravel(reader.y[0]))
     label_name = f"class {label}" if spec.task == "classes" else f"label {label}"
     raise DataError(
-        f"{spec.source_name}: all {len(reader.y)} training examples have {label_name}: there is nothing to learn, "
-        "name data with other labels too"
+        f"{spec.source_name}: all {len(reader.y)} training examples have {label_name}, so there is nothing to learn: "
+        "add examples with other labels"
     )
 
 
 def _describe_shape_problem(
     meta: Mapping[str, Any], network: Mapping[str, Any], name: str, reader: ExampleReader
 ) -> str:
-    """Return the difference between shapes of examples and of the network's input, or ""."""
+    """Return why the shape of an example does not fit the network's input, or "" if it does."""
     shape, kind, input_table = reader.shape, network.get("name"), network.get("input") or meta.get("input") or {}
-    actual = f"examples of shape {shape}{_format_features(reader)}"
+    actual = f"examples have shape {shape}{_format_features(reader)}"
     if "channels" in input_table:
         if inputs.is_image_shape(shape):
             return ""
-        expected = "(height, width) or (height, width, 1 or 3) are wanted"
-        return f"examples have shape {shape}, and the job's input are images: {expected}"
+        expected = "(height, width) or (height, width, 1 or 3)"
+        return f"examples have shape {shape}, but the job's [input] is for images of shape {expected}"
     features = max((len(input_table.get(key, ())) for key in ("mean", "std")), default=0)
     if features > 1 and shape[-1:] != (features,):
-        return f"{actual}, and the job's [input] standardises {features} features"
+        return f"{actual}, but the job's [input] standardises {features} features"
     if "donors" in meta:
         donor, donor_table = next(iter(meta["donors"].items()))
         donor_shape = tuple(meta["blocks"][donor_table["blocks"][0]]["in_shape"])
-        return f"{actual}, donor {donor!r} takes {donor_shape}" if shape != donor_shape else ""
+        return f"{actual}, but donor {donor!r} takes shape {donor_shape}" if shape != donor_shape else ""
     if kind in ("mlp", "rezero") and (size := math.prod(shape)) != network["inputs"]:
-        values = f"hold {size} values each{_format_features(reader)}"
-        return f"examples of shape {shape} {values}, {name} takes {network['inputs']}"
+        values = f"have {size} values each{_format_features(reader)}"
+        return f"examples of shape {shape} {values}, but {name} takes {network['inputs']}"
     if kind in ("conv1d", "gru") and shape != (network["steps"], network["channels"]):
-        return f"{actual}, {name} takes {network['steps']} steps of {network['channels']} channels"
+        return f"{actual}, but {name} takes {network['steps']} steps of {network['channels']} channels"
     if kind == "transformer" and shape != (network["length"],):
-        return f"{actual}, {name} takes {network['length']} tokens"
+        return f"{actual}, but {name} takes {network['length']} tokens"
     if kind == "transformer" and reader.tokens > network["vocabulary"]:
-        return f"the vocabulary has {reader.tokens} tokens, {name} knows {network['vocabulary']}"
+        return f"the vocabulary has {reader.tokens} tokens, but {name} was built for {network['vocabulary']}"
     return ""
 
 
@@ -118,7 +116,8 @@ def _require_label_width(reader: ExampleReader, spec: DataSpec, outputs: int, na
     if reader.y.shape[1] != outputs:
         noun = "numbers" if spec.task == "regression" else "labels"
         raise DataError(
-            f"{spec.source_name}: each example has {reader.y.shape[1]} {noun}, {name} predicts {outputs}; {CHOICE_HINT}"
+            f"{spec.source_name}: each example has {reader.y.shape[1]} {noun}, but {name} predicts {outputs}; "
+            f"{CHOICE_HINT}"
         )
 
 

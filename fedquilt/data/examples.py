@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def load_share(spec: DataSpec) -> tuple[Examples, Examples]:
-    """Load the training and held-out examples of this device's share, in stored order."""
+    """Load the training and held-out examples of this device's share, in stored order, or raise DataError."""
     return _load_shares(spec, [spec.share])[0]
 
 
@@ -40,17 +40,14 @@ def _load_shares(spec: DataSpec, shares: Sequence[int]) -> list[tuple[Examples, 
 class SharedLoader:
     """Loader for the devices of one process, which reads the shares of all devices in one pass.
 
-    An empty share is an error for its own device only. If the data cannot be read in one pass, each share is read
-    alone.
+    An empty share is an error only for its device. If the data cannot be read in one pass, each share is read alone.
     """
 
     def __init__(self) -> None:
-        self._shares: dict[
-            bytes, tuple[list[tuple[Examples, Examples]], int] | None
-        ] = {}  # with the number of examples
+        # By encoded [data] table: the shares and the number of all examples, or None if one pass is not possible.
+        self._shares: dict[bytes, tuple[list[tuple[Examples, Examples]], int] | None] = {}
 
     def load_share(self, spec: DataSpec) -> tuple[Examples, Examples]:
-        """Load one device's training and held-out examples."""
         fleet_spec = msgspec.structs.replace(spec, share=0)
         key = msgspec.json.encode(fleet_spec)
         if key not in self._shares:
@@ -58,10 +55,7 @@ class SharedLoader:
                 reader = open_split(fleet_spec)
                 rows = _select_rows(reader, fleet_spec)
                 parts = _split_share_rows(reader, rows, fleet_spec, range(spec.shares))
-                self._shares[key] = (
-                    _read_parts(reader, rows, parts, fleet_spec, range(spec.shares)),
-                    len(rows),
-                )
+                self._shares[key] = _read_parts(reader, rows, parts, fleet_spec, range(spec.shares)), len(rows)
             except DataError:
                 self._shares[key] = None
         cached = self._shares[key]
@@ -73,14 +67,15 @@ class SharedLoader:
 
 
 def load_split(spec: DataSpec) -> Examples:
+    """Load the examples of all shares together, or raise DataError."""
     reader = open_split(spec)
     return _read_examples(reader, _select_rows(reader, spec), spec)
 
 
 def count_labels(spec: DataSpec) -> tuple[np.ndarray, np.ndarray]:
-    """Count the training and the held-out examples of each class in every share.
+    """Return the numbers of training and of held-out examples, each (shares, classes). No inputs are read.
 
-    A task without classes counts as one class. No inputs are read.
+    A task without classes counts as one class. Raise DataError if a share is empty.
     """
     import numpy as np
 
@@ -103,6 +98,7 @@ def require_nonempty_shares(reader: ExampleReader, spec: DataSpec) -> None:
 
 
 def open_split(spec: DataSpec) -> ExampleReader:
+    """Return a reader of the split's labels and inputs, or raise DataError. No inputs are read."""
     from fedquilt.data import inputs, readers, synthetic
 
     if spec.is_synthetic:
@@ -110,8 +106,8 @@ def open_split(spec: DataSpec) -> ExampleReader:
     reader = readers.open_sources(spec)
     if spec.domains is not None and not (inputs.is_image_shape(reader.shape) and reader.dtype.kind in "uf"):
         raise DataError(
-            f"{spec.source_name}: [data] domains changes images, (height, width) or (height, width, 1 or 3), and "
-            f"examples are {reader.dtype} of shape {reader.shape}: leave domains out"
+            f"{spec.source_name}: [data] domains changes images, but examples are {reader.dtype} of shape "
+            f"{reader.shape}: leave domains out"
         )
     return reader
 
@@ -119,7 +115,7 @@ def open_split(spec: DataSpec) -> ExampleReader:
 def _split_share_rows(
     reader: ExampleReader, rows: np.ndarray, spec: DataSpec, share_numbers: Sequence[int]
 ) -> list[tuple[np.ndarray, np.ndarray]]:
-    # Indices into `rows`, ascending. A share may be empty.
+    """Return training and held-out examples of each share, as ascending indices into `rows`. A share may be empty."""
     from fedquilt.data import partition
 
     y = _class_labels(reader, rows, spec)
@@ -146,8 +142,8 @@ def _require_nonempty(parts: Sequence[tuple[Sized, Sized]], count: int, spec: Da
     for share, (train, held_out) in zip(shares, parts, strict=True):
         if not len(train) + len(held_out):
             raise DataError(
-                f"{spec.source_name}: share {share} of {spec.shares} ({spec.partition!r}) is empty, of {count} "
-                "examples: have fewer shares, or more examples in each"
+                f"{spec.source_name}: share {share} of {spec.shares} (partition {spec.partition!r}) has none of the "
+                f"{count} examples: set fewer shares, or add examples"
             )
 
 
@@ -167,7 +163,7 @@ def _read_parts(
     spec: DataSpec,
     shares: Sequence[int],
 ) -> list[tuple[Examples, Examples]]:
-    # One pass over the file. All results are views of one array, if no domain changes them.
+    """Read the training and held-out examples of each share in one pass. Without domains, results are views."""
     import numpy as np
 
     flat = [part for pair in parts for part in pair]

@@ -1,7 +1,7 @@
-"""Images as network inputs, linear resizing and changes by device in numpy, with one definition for all engines.
+"""Network inputs from stored examples, in numpy: resizing, standardisation, and changes of images by device.
 
-Resizing is separable and linear: along one axis it is a matrix whose rows sum to one. So the same
-two matrix products resize here, in an exported ONNX graph and in a fit, with equal results.
+Resizing is separable and linear: along one axis it is a matrix whose rows sum to one. So the same two matrix products
+resize here, in an exported ONNX graph and in a fit, with equal results.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ def is_image_shape(shape: tuple[int, ...]) -> bool:
 
 @lru_cache(maxsize=256)
 def resize_matrix(size: int, new_size: int) -> np.ndarray:
-    """Return the read-only float32 matrix (wanted, size) that resizes one axis.
+    """Return the read-only float32 matrix (new_size, size) that resizes one axis.
 
-    Shrinking averages adaptively. Growing interpolates bilinearly with half-pixel centres.
+    Shrinking is adaptive average pooling. Growing interpolates linearly with half-pixel centres.
     """
     matrix = np.zeros((new_size, size))
     if new_size <= size:
@@ -60,7 +60,7 @@ def resize_matrix(size: int, new_size: int) -> np.ndarray:
 
 
 def resize_maps(maps: np.ndarray, *sizes: int) -> np.ndarray:
-    """Resize feature maps (n, c, h, w) to (height, width), or (n, c, l) to (length,), float32."""
+    """Return feature maps (n, c, h, w) resized to (height, width), or (n, c, l) to (length,), float32."""
     if maps.shape[2:] == sizes:
         return maps
     if len(sizes) == 2:
@@ -69,7 +69,7 @@ def resize_maps(maps: np.ndarray, *sizes: int) -> np.ndarray:
 
 
 def resize_images(x: np.ndarray, size: int) -> np.ndarray:
-    """Resize stored images (n, h, w[, c]) to (n, size, size[, c]) of the same type."""
+    """Return stored images (n, h, w[, c]) resized to (n, size, size[, c]), of the same type."""
     result = np.empty((len(x), size, size, *x.shape[3:]), x.dtype)
     step = max(1, BLOCK_PIXELS // max(1, x.shape[1] * x.shape[2]))
     for start in range(0, len(x), step):
@@ -82,7 +82,7 @@ def resize_images(x: np.ndarray, size: int) -> np.ndarray:
 
 
 def prepare_images(x: np.ndarray, image_input: ImageInput | Mapping[str, Any]) -> np.ndarray:
-    """Convert stored images to standardised network inputs, (n, channels, size, size) float32.
+    """Return standardised network inputs of stored images, (n, channels, size, size) float32, or raise DataError.
 
     Grey becomes colour by repetition, and colour becomes grey by the BT.601 luma weights.
     """
@@ -90,9 +90,9 @@ def prepare_images(x: np.ndarray, image_input: ImageInput | Mapping[str, Any]) -
     if x.ndim == 3:
         x = x[..., None]
     if x.ndim != 4 or x.shape[3] not in (1, 3):
-        raise DataError(f"images of shape {x.shape}: expected (n, h, w) or (n, h, w, 1 or 3)")
+        raise DataError(f"images have shape {x.shape}: save them as (n, h, w) or (n, h, w, 1 or 3)")
     if x.dtype.kind not in "uf":
-        raise DataError(f"images of type {x.dtype}: expected uint8 or floating point")
+        raise DataError(f"images have type {x.dtype}: save them as uint8 or floating point")
     maps = x.transpose(0, 3, 1, 2).astype(np.float32)  # (n, c, h, w)
     if x.dtype.kind == "u":
         maps /= np.float32(np.iinfo(x.dtype).max)
@@ -130,7 +130,7 @@ def change_images(
 
 
 def rotate_images(x: np.ndarray, degrees: float) -> np.ndarray:
-    """Rotate images (n, h, w[, c]) of floats counter-clockwise about their centre, bilinearly and with 0 outside."""
+    """Return float images (n, h, w[, c]) rotated counter-clockwise about their centre, bilinearly, with 0 outside."""
     if not degrees:
         return x
     height, width = x.shape[1:3]
@@ -152,7 +152,7 @@ def rotate_images(x: np.ndarray, degrees: float) -> np.ndarray:
 MAX_SCALE_RATIO = 100.0  # factor between the standard deviations of two features
 
 Table: TypeAlias = dict[str, int | bool | tuple[float, ...]]
-"""An `[input]` table that `parse` takes, as a bundle holds it."""
+"""`[input]` table as stored in a bundle (see `parse_input_table`)."""
 
 
 class ValueInput(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -160,10 +160,11 @@ class ValueInput(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     mean: tuple[float, ...] = (0.0,)  # one for all features, or one each
     std: tuple[float, ...] = (1.0,)
-    standardise: bool = False  # in a job: `prepare_inputs` computes both from the training split of [data]
+    standardise: bool = False  # in a job: `fedquilt prepare` computes both from the training split of [data]
 
 
 def parse_input_table(table: Mapping[str, Any]) -> ImageInput | ValueInput:
+    """Return a checked [input] table, for images if it has `channels` or `size`, or raise JobError."""
     if "channels" in table or "size" in table:
         input_spec: ImageInput | ValueInput = toml.convert_table(table, ImageInput, "[input]")
         assert isinstance(input_spec, ImageInput)
@@ -172,14 +173,14 @@ def parse_input_table(table: Mapping[str, Any]) -> ImageInput | ValueInput:
         input_spec = toml.convert_table(table, ValueInput, "[input]")
         assert isinstance(input_spec, ValueInput)
         if input_spec.standardise and ("mean" in table or "std" in table):
-            raise JobError("[input] standardise computes mean and std: leave these two out, or standardise")
+            raise JobError("[input] standardise = true computes mean and std: leave mean and std out")
         lengths = (1, max(len(input_spec.mean), len(input_spec.std), 1))
     for key in ("mean", "std"):
         values = getattr(input_spec, key)
         if len(values) not in lengths:
             raise JobError(f"[input] {key} has {len(values)} values: give 1 or {lengths[1]}")
     if min(input_spec.std) <= 0:
-        raise JobError(f"[input] std = {min(input_spec.std):g}: each standard deviation has to be above 0")
+        raise JobError(f"[input] std = {min(input_spec.std):g}: each standard deviation must be above 0")
     return input_spec
 
 
@@ -208,28 +209,29 @@ def describe_unequal_scales(x: np.ndarray, names: Sequence[str] = ()) -> str:
 
 
 def fill_missing(x: np.ndarray, fill: object) -> np.ndarray:
-    """Replace NaN by a [data] fill of one number. Tables are filled by their reader."""
+    """Return stored examples with NaN replaced by a [data] fill of one number. Tables are filled by their reader."""
     return np.where(np.isnan(x), x.dtype.type(fill), x) if isinstance(fill, float) and x.dtype.kind == "f" else x
 
 
 def network_input_shape(input_table: Mapping[str, Any], stored: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the shape of one prepared example: (channels, size, size) for images, else the stored shape."""
     if "channels" in input_table:
         return (int(input_table["channels"]), int(input_table["size"]), int(input_table["size"]))
     return stored
 
 
 def prepare_inputs(x: np.ndarray, input_table: Mapping[str, Any]) -> np.ndarray:
-    """Convert stored examples (n, ...) to float32 network inputs."""
+    """Return float32 network inputs of stored examples (n, ...), or raise DataError if their type or shape is wrong."""
     if "channels" in input_table:
         return prepare_images(x, input_table)
     spec = msgspec.convert(input_table, ValueInput)
     if x.dtype.kind not in "fiub":
-        raise DataError(f"examples of type {x.dtype}: expected numbers")
+        raise DataError(f"examples have type {x.dtype}: save them as numbers")
     mean, std = np.array(spec.mean, np.float32), np.array(spec.std, np.float32)
     features = max(len(mean), len(std))
     if features > 1 and (x.ndim < 2 or x.shape[-1] != features):
         raise DataError(
-            f"examples of shape {tuple(x.shape[1:])}: the job's [input] standardises {features} features, which the "
-            "last axis has to hold"
+            f"examples have shape {tuple(x.shape[1:])}, but the job's [input] standardises {features} features: save "
+            f"{features} values along the last axis"
         )
     return (x.astype(np.float32) - mean) / std

@@ -44,7 +44,11 @@ class DataInspection:
 
 
 def inspect_data(source: str, label: str = "") -> DataInspection:
-    """Inspect a file, a folder, or a data set by name: "sklearn/iris", "torchvision/MNIST"."""
+    """Return the tables that read a data set, and notes on its content, or raise DataError.
+
+    `source` is a file, a folder, or a name such as "sklearn/iris" or "torchvision/MNIST". `label` is the column or
+    array to predict, or "" for the default.
+    """
     data = _locate_data(source)
     kind = readers.detect_format(Path(data.get("path", "")), DataSpec(**data)) if "path" in data else "sklearn"
     notes: list[str] = []
@@ -52,22 +56,22 @@ def inspect_data(source: str, label: str = "") -> DataInspection:
         data |= inspect_table(Path(source), label, notes)
     elif kind == "npz":
         data |= _name_arrays(Path(source), label) if label else {}
-        data |= choose_settings(arrays.read_labels(Path(source), DataSpec(**data)), source)
+        data |= settings_from_labels(arrays.read_labels(Path(source), DataSpec(**data)), source)
     elif kind == "sklearn":
-        data |= choose_settings(arrays.load_sklearn_data(DataSpec(**data))[1], source)
+        data |= settings_from_labels(arrays.load_sklearn_data(DataSpec(**data))[1], source)
     elif kind == "folder":
         data |= _inspect_folder(Path(source), notes)
     if label and kind not in ("csv", "parquet", "npz"):
-        raise DataError(f"{source} has no columns, and its classes are known: leave --label out")
+        raise DataError(f"{source} has no columns to choose from: leave --label out")
     reader = examples.open_split(DataSpec.parse(reading_settings.complete_data_table(data)))
     if not len(reader.y):
-        raise DataError(f"{source} holds no examples: add some")
+        raise DataError(f"{source} has no examples: add some")
     if not reader.shape:
         raise DataError(f"{source}: examples have shape ({len(reader.y)},): save x.reshape(-1, 1)")
     if (reader.y == reader.y[:1]).all():
         raise DataError(
             f"{source}: all {len(reader.y)} examples have the same label, so there is nothing to learn: "
-            "add examples with others, or name another --label"
+            "add examples with other labels, or choose another --label"
         )
     _fill_gaps(reader, data, source, notes)
     input_table = _inspect_inputs(reader, data, notes)
@@ -119,7 +123,7 @@ def _inspect_folder(path: Path, notes: list[str]) -> dict[str, Any]:
 
 
 def _fill_gaps(reader: ExampleReader, data: dict[str, Any], source: str, notes: list[str]) -> None:
-    """Add a fill to [data] if arrays of numbers have gaps."""
+    """Add `fill` to the [data] table, and a note, if arrays of numbers contain NaN."""
     if reader.dtype.kind != "f" or reader.features:
         return
     count, size = len(reader.y), max(1, math.prod(reader.shape))
@@ -131,7 +135,7 @@ def _fill_gaps(reader: ExampleReader, data: dict[str, Any], source: str, notes: 
         return
     x = reader.take(_choose_rows(reader, step))
     if np.isnan(x).all():
-        raise DataError(f"{source}: the inputs are NaN in all of {len(x)} examples: save the numbers, or other arrays")
+        raise DataError(f"{source}: all inputs of {len(x)} examples are NaN: save numbers, or choose another array")
     data["fill"] = float(f"{np.nanmedian(x):.6g}")
     notes.append(f"missing: {gaps} of {count * size} numbers, filled with the median of all, {data['fill']:g}")
 
@@ -141,6 +145,7 @@ def _choose_rows(reader: ExampleReader, max_rows: int) -> np.ndarray:
 
 
 def _inspect_inputs(reader: ExampleReader, data: dict[str, Any], notes: list[str]) -> dict[str, Any]:
+    """Return the [input] table for images or numbers, and append notes."""
     if not _is_image(reader):
         if len(reader.shape) == 1 and not reader.features:
             notes.append(f"{reader.shape[0]} numbers each")
@@ -213,13 +218,14 @@ class Column:
         return any(map(DECIMAL_COMMA.fullmatch, words)) and all(map(NUMBER_WITH_SEPARATOR.fullmatch, words))
 
     def describe_unusable_values(self) -> str:
+        """Return why the column is no input, as a predicate such as "looks like ids", or "" if it is one."""
         present_count = self.rows - self.missing
         if not present_count:
             return "is empty"
         if len(self.distinct_words) == 1 and not self.missing:
-            return "holds one value"
+            return "has only one value"
         if PERSONAL_COLUMN.search(self.name):
-            return "looks like data on persons"
+            return "looks like personal data"
         values = self.numbers
         if values is None:
             if self.has_decimal_commas:
@@ -234,22 +240,22 @@ class Column:
 
 
 def inspect_table(path: Path, label: str, notes: list[str]) -> dict[str, Any]:
-    """Return the [data] keys that read a table, and append notes."""
+    """Return the [data] keys that read a table, and append notes on its columns. Raise DataError without inputs."""
     file = table.find_table(path, DataSpec(path=str(path)))
     columns: dict[str, Column] = {}
     for chunk in table.read_chunks(file):
         for name, values in chunk.columns.items():
             columns.setdefault(name, Column(name)).add_values(values)
     if not any(column.rows for column in columns.values()):
-        raise DataError(f"{file} has a head and no rows: write a line for each example")
+        raise DataError(f"{file} has a header but no rows: add a row for each example")
     label = label or _require_default_label(file, list(columns))
     table.require_columns(file, tuple(columns), "y", [label])
-    settings = _label_settings(file, columns.pop(label))
+    settings = _settings_from_label_column(file, columns.pop(label))
     left_out = {name: problem for name, column in columns.items() if (problem := column.describe_unusable_values())}
     used_columns = [column for name, column in columns.items() if name not in left_out]
     if not used_columns:
-        problem = _join_reasons(left_out) or f"it has {label} only, add others"
-        raise DataError(f"{file} has no column that is an input: {problem}")
+        problem = _join_reasons(left_out) or f"{label} is the only column"
+        raise DataError(f"{file} has no usable input column ({problem}): add others")
     number_columns = [column for column in used_columns if column.numbers is not None]
     word_columns = [column for column in used_columns if column.numbers is None]
     if number_columns:
@@ -279,11 +285,12 @@ def _require_default_label(file: Path, column_names: Sequence[str]) -> str:
     if "y" in column_names:
         return "y"
     raise DataError(
-        f"{file}: name the column to predict, as --label {column_names[-1]}: it has {_shorten(column_names)}"
+        f"{file} has no column 'y': name the column to predict, as in --label {column_names[-1]}; columns: "
+        f"{_shorten(column_names)}"
     )
 
 
-def _label_settings(file: Path, column: Column) -> dict[str, Any]:
+def _settings_from_label_column(file: Path, column: Column) -> dict[str, Any]:
     if column.missing:
         raise DataError(
             f"{file}: column {column.name!r} is missing in {column.missing} of {column.rows} rows: leave these rows out"
@@ -294,7 +301,7 @@ def _label_settings(file: Path, column: Column) -> dict[str, Any]:
             raise DataError(f"{location} {COMMA_PROBLEM}")
         return {"labels": require_classes(list(column.distinct_words), column.rows, location)}
     if not (np.isfinite(values).all() and are_classes(np.unique(values), len(values))):
-        return choose_settings(values, location)
+        return settings_from_labels(values, location)
     labels = sorted(column.distinct_words, key=lambda label: (float(label), label))
     if len(labels) > MAX_CATEGORIES or labels == [str(class_) for class_ in range(len(labels))]:
         return {}
@@ -321,8 +328,8 @@ MAX_LISTED_CLASSES: Final = 10  # classes whose examples are listed
 MAX_CLASS_RATIO: Final = 10.0  # ratio of the largest to the smallest class that adds a warning
 
 
-def choose_settings(y: np.ndarray, location: str) -> dict[str, Any]:
-    """Return the [data] keys `task`, `labels` and `target` that fit stored labels."""
+def settings_from_labels(y: np.ndarray, location: str) -> dict[str, Any]:
+    """Return the [data] keys `task`, `labels` and `target` that fit stored labels, or raise DataError."""
     if not y.size:
         raise DataError(f"{location} has no labels (shape {y.shape}): add an example with a label")
     if y.dtype.kind == "f" and (gaps := len(y) - int(np.isfinite(y.reshape(len(y), -1)).all(axis=1).sum())):
@@ -330,7 +337,7 @@ def choose_settings(y: np.ndarray, location: str) -> dict[str, Any]:
     if y.ndim > 2:
         raise DataError(f"{location}: labels have shape {y.shape}: save one label, or a row of them, for each example")
     if y.ndim == 2:
-        return _choose_row_settings(y, location)
+        return _settings_from_label_rows(y, location)
     kinds = np.unique(y)
     if y.dtype.kind in "USb":
         return {"labels": require_classes([str(label) for label in kinds], len(y), location)}
@@ -341,11 +348,11 @@ def choose_settings(y: np.ndarray, location: str) -> dict[str, Any]:
     return {"labels": [str(label) for label in kinds]}
 
 
-def _choose_row_settings(y: np.ndarray, location: str) -> dict[str, Any]:
+def _settings_from_label_rows(y: np.ndarray, location: str) -> dict[str, Any]:
     label_shape = f"{location}: labels have shape {y.shape}"
     if y.dtype.kind in "US" or (y.shape[1] == 1 and are_classes(np.unique(y), len(y))):
         fix = "y.reshape(-1)" if y.shape[1] == 1 else "one column of them"
-        raise DataError(f"{label_shape}, and classes are one label for each example: save {fix}")
+        raise DataError(f"{label_shape}, but a class is one label for each example: save {fix}")
     if y.shape[1] == 1 or not np.isin(y, (0, 1)).all():
         return _regression_settings(y)
     if (y.sum(axis=1) == 1).all():
@@ -354,8 +361,10 @@ def _choose_row_settings(y: np.ndarray, location: str) -> dict[str, Any]:
 
 
 def require_classes(labels: Sequence[str], count: int, location: str) -> list[str]:
+    """Return the sorted labels, or raise DataError if they are too many to be classes of `count` examples."""
     if len(labels) > min(MAX_CATEGORIES, max(2, count // 2)):
-        raise DataError(f"{location}: {len(labels)} different labels in {count} examples are no classes: name another")
+        problem = f"{len(labels)} different labels in {count} examples are too many for classes"
+        raise DataError(f"{location}: {problem}: choose another --label")
     return sorted(labels)
 
 

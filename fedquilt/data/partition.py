@@ -18,13 +18,8 @@ from fedquilt.arrays import tensors
 from fedquilt.core import DataError, derive_seed
 from fedquilt.data.spec import DataSpec
 
-MAX_DIRICHLET_DRAWS = 1000  # attempts at a Dirichlet partition before its minimum size counts as out of reach
-
+MAX_DIRICHLET_DRAWS = 1000  # attempts at a Dirichlet partition with the minimum size
 SHARDS_PER_DEVICE = 2  # for each device with partition = "shards" (McMahan et al. 2017, section 3)
-
-
-def rows_of_share(y: np.ndarray, spec: DataSpec, origin: np.ndarray | None = None) -> np.ndarray:
-    return rows_of_shares(y, spec, origin, [spec.share])[0]
 
 
 def rows_of_shares(
@@ -34,7 +29,7 @@ def rows_of_shares(
     selected: Sequence[int] | None = None,
     owner: np.ndarray | None = None,
 ) -> list[np.ndarray]:
-    """Return the rows of each selected share, ascending.
+    """Return the rows of each selected share, ascending, or raise DataError if the partition is impossible.
 
     With `partition = "all"`, all shares of a group are equal. Otherwise shares are disjoint and cover all rows.
 
@@ -78,7 +73,7 @@ def _group_rows(owner: np.ndarray, shares: Sequence[int]) -> list[np.ndarray]:
 
 
 def split_held_out(y: np.ndarray, spec: DataSpec) -> tuple[np.ndarray, np.ndarray]:
-    """Split a share's rows into training and held-out rows, each ascending.
+    """Return the indices of a share's training and held-out rows, each ascending.
 
     Of n rows, round(held * n) are held out, but at least one and at most n - 1 if held and n - 1 are above 0. Each
     class contributes its proportion, rounded by largest remainder.
@@ -99,7 +94,7 @@ def split_held_out(y: np.ndarray, spec: DataSpec) -> tuple[np.ndarray, np.ndarra
 
 
 def sample_rows(count: int, limit: int, seed: int) -> np.ndarray:
-    """Sample `limit` of `count` rows, ascending. A limit of 0, or of at least `count`, selects all."""
+    """Return `limit` of `count` rows, ascending. A limit of 0, or of at least `count`, selects all."""
     if limit == 0 or limit >= count:
         return np.arange(count)
     return np.sort(_random_order(count, tensors.seeded_rng("limit", seed))[:limit])
@@ -121,12 +116,12 @@ def _split_groups(y: np.ndarray, spec: DataSpec, origin: np.ndarray | None) -> l
         count, noun = len(spec.groups), "groups"
         if missing := [int(kind) for kind in np.unique(y) if kind not in of_class]:
             raise DataError(
-                f"{spec.source_name}: class {missing[0]} is in none of [data] groups: list it in one of them"
+                f"{spec.source_name}: class {missing[0]} is in no group of [data] groups: add it to a group"
             )
         number = np.array([of_class[int(kind)] for kind in y], int)
     if count > spec.shares:
         raise DataError(
-            f"{spec.source_name}: {count} {noun} among {spec.shares} shares: have a device or more for each"
+            f"{spec.source_name}: {count} {noun} are more than {spec.shares} shares: simulate at least {count} devices"
         )
     teams = np.array_split(np.arange(spec.shares), count)
     return [
@@ -135,19 +130,19 @@ def _split_groups(y: np.ndarray, spec: DataSpec, origin: np.ndarray | None) -> l
 
 
 def _assign_users(owner: np.ndarray | None, spec: DataSpec) -> np.ndarray:
-    # Numeric users sort by value, others alphabetically. With as many users as devices, device i gets user i.
+    """Return the share of each row. Users, in numeric or alphabetical order, are split among the shares."""
     if owner is None:
         raise DataError(
-            f"{spec.source_name}: partition = 'column' is for tables, .npz files and folders, which name "
-            "the users of their examples"
+            f"{spec.source_name}: partition = 'column' requires a table, an .npz file or a folder with the user of "
+            "each example: choose another partition"
         )
     users = np.unique(owner)
     if all(re.fullmatch(r"-?\d{1,18}", user) for user in users):
         users = users[np.argsort(users.astype(np.int64), kind="stable")]
     if len(users) < spec.shares:
         raise DataError(
-            f"{spec.source_name}: column {spec.column!r} names {len(users)} users, and there are {spec.shares} "
-            "devices: have fewer devices (shares), as each has one user or more"
+            f"{spec.source_name}: column {spec.column!r} has {len(users)} users for {spec.shares} devices: simulate at "
+            f"most {len(users)} devices (shares)"
         )
     device = {
         user: share for share, device_users in enumerate(np.array_split(users, spec.shares)) for user in device_users
@@ -160,7 +155,7 @@ def _assign_iid(y: np.ndarray, spec: DataSpec) -> np.ndarray:
 
 
 def _assign_dirichlet(y: np.ndarray, spec: DataSpec) -> np.ndarray:
-    """Split each class in proportions drawn from Dirichlet(alpha) (Hsu et al. 2019, arXiv 1909.06335)."""
+    """Return the share of each row. Proportions of a class are Dirichlet(alpha) (Hsu et al. 2019, arXiv 1909.06335)."""
     _require_enough_examples(len(y), spec)
     rng = tensors.seeded_rng("dirichlet", spec.seed)
     members = _shuffle_by_class(y, rng)
@@ -182,7 +177,7 @@ def _assign_dirichlet(y: np.ndarray, spec: DataSpec) -> np.ndarray:
 
 
 def _assign_quantity(y: np.ndarray, spec: DataSpec) -> np.ndarray:
-    """Assign random rows. Sizes above `min_size` follow a power law: P(size > s) falls as s ** -alpha."""
+    """Return the share of each row, at random. Sizes above `min_size` follow a power law, P(size > s) ~ s^-alpha."""
     _require_enough_examples(len(y), spec)
     rng = tensors.seeded_rng("quantity", spec.seed)
     logs = -np.log(1.0 - rng.random(spec.shares)) / spec.alpha
@@ -197,19 +192,19 @@ def _assign_quantity(y: np.ndarray, spec: DataSpec) -> np.ndarray:
 def _require_enough_examples(count: int, spec: DataSpec) -> None:
     if spec.shares * spec.min_size > count:
         raise DataError(
-            f"{spec.source_name}: {spec.shares} shares of at least {spec.min_size} of only {count} examples: "
-            "lower the number of devices"
+            f"{spec.source_name}: {count} examples are too few for {spec.shares} shares of at least {spec.min_size}: "
+            "simulate fewer devices"
         )
 
 
 def _assign_classes(y: np.ndarray, spec: DataSpec) -> np.ndarray:
-    """Assign `classes` classes to each share, the least assigned ones first, and split each class evenly."""
+    """Return the share of each row. Each share has `classes` classes, and each class is split evenly."""
     rng = tensors.seeded_rng("classes", spec.seed)
     members = _shuffle_by_class(y, rng)
     if not len(members) / spec.shares <= spec.classes <= len(members):
         raise DataError(
-            f"{spec.source_name}: {len(members)} classes cannot go to {spec.shares} devices with {spec.classes} "
-            f"classes each: set classes from {-(-len(members) // spec.shares)} to {len(members)}"
+            f"{spec.source_name}: {len(members)} classes cannot be assigned to {spec.shares} devices with "
+            f"{spec.classes} each: set classes from {-(-len(members) // spec.shares)} to {len(members)}"
         )
     shares_by_class: list[list[int]] = [[] for _ in members]
     for share in range(spec.shares):
@@ -226,11 +221,11 @@ def _assign_classes(y: np.ndarray, spec: DataSpec) -> np.ndarray:
 
 
 def _assign_shards(y: np.ndarray, spec: DataSpec) -> np.ndarray:
-    """Sort rows by class, cut them into shards, and assign shards (McMahan et al. 2017, section 3)."""
+    """Return the share of each row. Rows are sorted by class and cut into shards (McMahan et al. 2017, section 3)."""
     count = spec.shares * SHARDS_PER_DEVICE
     if count > len(y):
         raise DataError(
-            f"{spec.source_name}: {spec.shares} devices need {count} shards of at least one example, and there are "
+            f"{spec.source_name}: {spec.shares} devices need {count} shards of at least one example, but there are "
             f"{len(y)} examples: simulate at most {len(y) // SHARDS_PER_DEVICE} devices"
         )
     rng = tensors.seeded_rng("shards", spec.seed)

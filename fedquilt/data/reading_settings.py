@@ -28,6 +28,7 @@ def complete_data_table(table: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def format_agent_settings(table: Mapping[str, Any]) -> list[str]:
+    """Return the lines with measured categories and depth for the [data] table of agent.toml."""
     lines = []
     if categories := table.get("categories"):
         category_lists = (
@@ -53,16 +54,16 @@ def _add_category_words(table: Mapping[str, Any]) -> dict[str, Any]:
 
     spec = DataSpec.parse({**table, "categories": {}})
     if not spec.path:
-        raise JobError(f'[data] categories = "{AUTO}" is for a table at a path, not for {spec.source_name}')
+        raise JobError(f'[data] categories = "{AUTO}" needs a table at a path, not {spec.source_name}: list the words')
     categories_by_column = readers.category_words(
         Path(spec.path), msgspec.structs.replace(spec, split="train"), columns
     )
     for column, categories_ in categories_by_column.items():
         if not categories_ or len(categories_) > MAX_CATEGORIES:
-            problem = f"has {len(categories_)} different words" if categories_ else "has no word"
-            raise DataError(
-                f"{spec.source_name}: column {column!r} {problem}, which makes no category: leave it out of [data] x"
+            problem = (
+                f"has {len(categories_)} different words, more than {MAX_CATEGORIES}" if categories_ else "is empty"
             )
+            raise DataError(f"{spec.source_name}: column {column!r} {problem}: leave the column out of [data] x")
     assert isinstance(categories, Mapping)
     return {
         **table,
@@ -100,10 +101,12 @@ def reading_settings(spec: DataSpec) -> dict[str, Any]:
 
 
 def spec_with_settings(settings: Mapping[str, Any], table: Mapping[str, Any]) -> DataSpec:
+    """Return a checked [data] table with stored reading settings in place of its own, or raise JobError."""
     return DataSpec.parse({**table, **settings})
 
 
 def _input_columns(spec: DataSpec) -> tuple[str, ...]:
+    """Return the input columns of a table, or () if the data are no table."""
     from fedquilt.data.readers import table
 
     path = Path(spec.path)

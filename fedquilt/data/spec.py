@@ -20,7 +20,7 @@ AUTO: Final = "auto"  # stands for all words of a column in the training data (f
 SKLEARN: Final = "sklearn/"  # prefix of scikit-learn's data sets: "sklearn/iris"
 SYNTHETIC: Final = ("fedpews-32k", "fedpews-3.2k")  # generated data sets (fedquilt.data.synthetic)
 HOW = ("task", "target", "labels", "categories", "fill", "column", "audio", "text", "windows", "size", "depth")
-"""Keys on how a file is read. A [test] table with its own path inherits these keys from [data]."""
+"""Keys that determine how a file is read. A [test] table with its own path inherits these keys from [data]."""
 
 
 def is_builtin_dataset(name: str) -> bool:
@@ -95,9 +95,7 @@ class DataSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     labels: tuple[str, ...] = ()  # names of classes or labels, in order; of an .npz: values of y, or names of 0, 1, ...
     categories: dict[str, tuple[str, ...] | Literal["auto"]] = {}
     """Tables: column of words -> the words, each an input of 0 or 1; in a job "auto" for those of the training data."""
-    fill: float | dict[str, float] | None = (
-        None  # for missing numbers, or by column; None: missing numbers are an error
-    )
+    fill: float | dict[str, float] | None = None  # for missing numbers, or by column; None: they are an error
     column: str = ""  # tables: user of each example; npz: the array of users; folders by class: a name for their users
     audio: Audio | None = None
     text: Text | None = None
@@ -109,7 +107,7 @@ class DataSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     depth: Annotated[int, Meta(ge=0, le=16)] = 0  # bits of a grey level in image files, 9 to 16; 0: 8-bit images
     limit: Natural = 0  # number of examples to use, drawn by the seed; 0: all
     per_class: Natural | dict[str, Natural] = (
-        0  # largest number of examples of each class, instead of `limit`; or by split
+        0  # largest number of examples of each class, not with `limit`; or by split
     )
     held: Annotated[float, Meta(ge=0, lt=1)] = 0.2  # fraction of the device's examples that is held out
     groups: Literal["source"] | tuple[tuple[Natural, ...], ...] = ()
@@ -130,38 +128,37 @@ class DataSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         if not sources and self.dataset:
             sources = ["dataset"]
         if len(sources) != 1:
-            raise ValueError(f"one of path, sources and dataset is wanted, not {' and '.join(sources) or 'none'}")
+            raise ValueError(f"one of path, sources and dataset is required, not {' and '.join(sources) or 'none'}")
         for name in ("x", "y", "dataset", "download", "column"):
             if sources == ["dataset"] and name == "dataset":
                 continue
             if sources != ["path"] and getattr(self, name) not in ("", False):
-                raise ValueError(f"{name} goes with path{', or into each source' * (sources == ['sources'])}")
+                raise ValueError(f"{name} requires path{', or set it in each source' * (sources == ['sources'])}")
         if self.share >= self.shares:
             raise ValueError(f"share {self.share} of {self.shares}: shares are counted from 0 to {self.shares - 1}")
         if 0 < self.depth < 9:
-            raise ValueError(f"depth {self.depth}: images of up to 8 bits need no depth, deeper ones 9 to 16")
+            raise ValueError(f"depth = {self.depth}: leave it out for images of up to 8 bits, or set 9 to 16")
         if self.is_synthetic and self.size:
-            raise ValueError("size is for images, not for synthetic points")
+            raise ValueError(f"size is for images, but {self.dataset} has points: leave size out")
         if self.limit and self.per_class:
-            raise ValueError("limit and per_class: one of the two")
+            raise ValueError("limit and per_class are both set: leave one out")
         if self.groups == "source":
             if len(self.sources) < 2:
-                raise ValueError('groups = "source" needs two sources or more')
+                raise ValueError('groups = "source" requires at least two sources')
         elif self.groups:
             listed_classes = [kind for group in self.groups for kind in group]
             if not all(self.groups) or len(set(listed_classes)) < len(listed_classes):
-                raise ValueError("groups: give each group one class or more, and no class in two groups")
-
+                raise ValueError("groups has an empty group or a repeated class: list each class in one group")
         if self.target is not None and self.task != "regression":
-            raise ValueError('target scales numbers to predict: it goes with task = "regression"')
+            raise ValueError(f'`target` is set for task = {self.task!r}: leave it out, or set task = "regression"')
         self._require_unique_names()
         self._require_classes()
         if sum(option is not None for option in (self.audio, self.text, self.windows)) > 1:
-            raise ValueError("audio, text and windows: one of them, as an example is one of these")
+            raise ValueError("more than one of audio, text and windows is set: keep the kind of your examples")
         if self.domains is not None and (self.audio or self.text or self.windows or self.is_synthetic):
-            raise ValueError("domains changes images: leave it out")
+            raise ValueError("domains changes images, and these examples are none: leave domains out")
         if self.partition == "column" and (not self.column or self.groups):
-            raise ValueError('partition = "column" needs column = "..." and no groups')
+            raise ValueError('partition = "column" requires column = "..." and no groups')
 
     def _require_unique_names(self) -> None:
         # A repeated column or word would be an input or class that counts twice or never.
@@ -179,7 +176,7 @@ class DataSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             by_class.append(f"partition = {self.partition!r}")
         if by_class:
             raise ValueError(
-                f"task = {self.task!r}: {by_class[0]} goes by classes, which there are none of; partition may be "
+                f"task = {self.task!r} has no classes, which {by_class[0]} requires: leave it out; partition may be "
                 '"all", "iid", "quantity" or "column"'
             )
 
@@ -197,11 +194,12 @@ class DataSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @classmethod
     def parse(cls, table: Mapping[str, Any], location: str = "[data]") -> DataSpec:
+        """Return a checked table, or raise JobError. `location` names the table in errors."""
         spec = toml.convert_table(table, cls, location)
         for column, categories_ in spec.categories.items():
             if categories_ == AUTO:
                 raise JobError(
-                    f'{location} categories.{column} = "{AUTO}" is for the [data] of a job: list the words here, which '
-                    "`fedquilt prepare` prints, so that all devices number them alike"
+                    f'{location} categories.{column} = "{AUTO}" is only possible in a job file: list the words that '
+                    "`fedquilt prepare` prints, so that all devices have the same inputs"
                 )
         return spec

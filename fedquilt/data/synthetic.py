@@ -47,7 +47,7 @@ TEST_POINTS = 400  # points of each cluster in the test split
 def open_synthetic(spec: DataSpec) -> ExampleReader:
     sizes = {"train": TRAIN_POINTS[spec.dataset], "test": TEST_POINTS}
     if spec.split not in sizes:
-        raise DataError(f"{spec.dataset} has the splits train and test, not {spec.split!r}")
+        raise DataError(f"{spec.dataset} has no split {spec.split!r}: choose 'train' or 'test'")
     y = np.repeat([_class_of_cluster(*cluster) for cluster in _list_clusters()], sizes[spec.split])
 
     def take(rows: np.ndarray) -> np.ndarray:
@@ -63,7 +63,7 @@ def open_synthetic(spec: DataSpec) -> ExampleReader:
 
 
 def draw_points(name: str, split: str, seed: int) -> np.ndarray:
-    """Draw the points of all clusters in the plane, (n, 2) float64, by centre and then by offset."""
+    """Return random points of all clusters in the plane, (n, 2) float64, by centre and then by offset."""
     count = TRAIN_POINTS[name] if split == "train" else TEST_POINTS
     points = []
     for centre, offset in _list_clusters():

@@ -25,11 +25,12 @@ def encode_with_checksum(value: msgspec.Struct) -> bytes:
 
 
 def decode_with_checksum(payload: bytes, kind: type[T]) -> T:
+    """Return the struct of type `kind`, or raise DamagedFileError if the checksum or the content is wrong."""
     try:
         table = msgspec.json.decode(payload)
         checksum = table.pop(FIELD, None) if isinstance(table, dict) else None
         if checksum != _checksum_of(table):
-            raise DamagedFileError("its checksum does not match")
+            raise DamagedFileError("the checksum does not match")
         return msgspec.json.decode(msgspec.json.encode(table), type=kind)
     except DECODE_ERRORS as error:
         raise DamagedFileError(str(error)) from None

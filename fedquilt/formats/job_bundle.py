@@ -1,7 +1,7 @@
 """Bundle of a job on disk: `bundle.json` with metadata and file digests, and the folder `blobs`.
 
-`fedquilt prepare` writes the bundle on the operator's machine, and the coordinator serves it. Blobs are named by their
-digests in one folder, so that an ONNX graph finds its external data beside itself.
+`fedquilt prepare` writes the bundle on the operator's machine, and the coordinator serves it. All blobs are in one
+folder, named by their digests, because the external data of an ONNX graph must be in the graph's folder.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class BundleIndex(WireMessage, frozen=True):
 
 
 def write_bundle(folder: Path, meta: Mapping[str, Any], files: Mapping[str, bytes]) -> Bundle:
-    """Write a bundle and open it. Undamaged blobs in the folder are not written again. Raise StoreError on failure."""
+    """Write a bundle and return it. Undamaged blobs are not written again. Raise StoreError if the disk fails."""
     refs: dict[str, BlobRef] = {}
     try:
         REAL.make_folder(folder / "blobs")
@@ -50,10 +50,10 @@ def write_bundle(folder: Path, meta: Mapping[str, Any], files: Mapping[str, byte
 
 
 def load_bundle(folder: Path, disk: Disk = REAL, content: str = "") -> Bundle:
-    """Open a bundle and check that its files are present with the right sizes.
+    """Return a bundle whose files are present with the right sizes.
 
-    Raises JobError if the bundle is missing, damaged, or does not have `content` (of `hash_content`, unless ""). The
-    content of a file is verified on reading, which may raise JobError too.
+    Raise JobError if the bundle is missing, damaged, or has another `hash_content` than `content` (unless "").
+    `Bundle.load` verifies the sha256 of the file that it reads, and raises JobError too.
     """
     index_path = folder / "bundle.json"
     with disk_errors(f"read the bundle {folder}"):
@@ -61,18 +61,19 @@ def load_bundle(folder: Path, disk: Disk = REAL, content: str = "") -> Bundle:
             payload = disk.read(index_path)
             index = checksummed_json.decode_with_checksum(payload, BundleIndex)
         except (FileNotFoundError, NotADirectoryError):
-            raise JobError(f"no bundle in {folder}: make it with `fedquilt prepare`") from None
+            raise JobError(f"{folder} has no bundle: create one with `fedquilt prepare`") from None
         except (IsADirectoryError, checksummed_json.DamagedFileError) as error:
-            raise JobError(f"{index_path} is damaged ({error}): make it anew with `fedquilt prepare`") from None
+            raise JobError(f"{index_path} is damaged ({error}): run `fedquilt prepare` again") from None
         if content not in ("", hashlib.sha256(payload).hexdigest()):
             raise JobError(
-                f"{folder} has been prepared with other content since the run began: prepare it from the former job "
-                "file and data and `fedquilt resume` the run, or begin a new one with `fedquilt run`"
+                f"{folder} was prepared with other content after the start of the run: prepare it from the original "
+                "job file and data and continue with `fedquilt resume`, or start a new run with `fedquilt run`"
             )
         for name, ref in index.files.items():
             info = disk.stat(folder / "blobs" / ref.sha256)
             if info is None or info.is_dir or info.size != ref.size:
-                raise JobError(f"{folder}: file {name!r} ({ref.sha256[:12]}) is missing or cut short: prepare it anew")
+                problem = f"file {name!r} ({ref.sha256[:12]}) is missing or incomplete"
+                raise JobError(f"{folder}: {problem}: run `fedquilt prepare` again")
     return Bundle(index.meta, index.files, lambda name: _read_verified_tensors(folder, index.files[name], disk))
 
 
@@ -84,18 +85,19 @@ def _read_verified_tensors(folder: Path, ref: BlobRef, disk: Disk) -> dict[str, 
 
 
 def verify_file(folder: Path, ref: BlobRef, disk: Disk = REAL) -> Path:
+    """Return the path of a bundle's file, or raise JobError if the file is missing or its sha256 differs."""
     path = folder / "blobs" / ref.sha256
     with disk_errors(f"read {path}"):
         try:
             is_damaged = disk.hash_file(path) != ref.sha256
         except FileNotFoundError:
-            raise JobError(f"{path} is gone: make the bundle anew with `fedquilt prepare`") from None
+            raise JobError(f"{path} is missing: run `fedquilt prepare` again") from None
     if is_damaged:
-        raise JobError(f"{path} is damaged: make the bundle anew with `fedquilt prepare`")
+        raise JobError(f"{path} is damaged: run `fedquilt prepare` again")
     return path
 
 
-# -- what a bundle was prepared from ---------------------------------------------------------------
+# -- inputs of a bundle ---------------------------------------------------------------------------
 
 
 class BundleInputs(msgspec.Struct, frozen=True):
@@ -103,11 +105,11 @@ class BundleInputs(msgspec.Struct, frozen=True):
     files: dict[str, str]  # path -> digest of sizes and times
 
 
-def is_current(path: Path, bundle: Path) -> bool:
+def is_current(job_file: Path, bundle: Path) -> bool:
     """Return whether a bundle exists, and neither the job file nor a file named in the job has changed since.
 
-    A bundle without a record counts as current, because the bundle was made by hand. A damaged record counts as
-    changed. An input that is missing counts as unchanged, because a bundle may be copied to another machine.
+    A bundle without recorded inputs was made by hand and is current. With a damaged record, a bundle is not current. A
+    missing input counts as unchanged, because a bundle may be copied to another machine.
     """
     if not (bundle / "bundle.json").exists():
         return False
@@ -118,19 +120,19 @@ def is_current(path: Path, bundle: Path) -> bool:
     except msgspec.DecodeError:
         return False
     is_unchanged = all(_stamp_input(Path(file)) in ("", stamp) for file, stamp in recorded_inputs.files.items())
-    return is_unchanged and recorded_inputs.job == _hash_job(path)
+    return is_unchanged and recorded_inputs.job == _hash_job(job_file)
 
 
-def stamp_inputs(path: Path, job: Mapping[str, Any]) -> BundleInputs:
-    """Return digests of the job file, and of sizes and times of its input files.
+def stamp_inputs(job_file: Path, job: Mapping[str, Any]) -> BundleInputs:
+    """Return digests of the job file at `job_file`, and of sizes and times of the input files that the job names.
 
-    Call this before the preparation reads the files, so that a change during the preparation is noticed.
+    Call this before the preparation reads the files, so that a change during the preparation is detected.
     """
-    return BundleInputs(_hash_job(path), {file: _stamp_input(Path(file)) for file in sorted(set(_list_paths(job)))})
+    return BundleInputs(_hash_job(job_file), {file: _stamp_input(Path(file)) for file in sorted(set(_list_paths(job)))})
 
 
 def record_inputs(inputs: BundleInputs, bundle: Path) -> None:
-    """Write the inputs into the bundle's folder, with files that the preparation has created."""
+    """Write `stamp_inputs` into the bundle's folder, completed by input files that the preparation created."""
     files = {file: stamp or _stamp_input(Path(file)) for file, stamp in inputs.files.items()}
     inputs = BundleInputs(inputs.job, {file: stamp for file, stamp in files.items() if stamp})
     with disk_errors(f"write {bundle / 'inputs.json'}"):
@@ -163,7 +165,7 @@ def _list_paths(value: Any, key: str = "") -> Iterator[str]:
 def _stamp_input(path: Path) -> str:
     """Return a digest of sizes and times of a file or of all files in a folder, or "" if missing or empty."""
     digest = hashlib.sha256()
-    with disk_errors(f"look into {path}"):
+    with disk_errors(f"read {path}"):
         if path.is_dir():
             files = sorted(file for file in path.rglob("*") if file.is_file())
         else:

@@ -16,12 +16,13 @@ from fedquilt.core import DeviceLabel, JobError
 MAX_LABELS: Final = 32  # limit on labels of a device, and on words of a selection
 _LABEL: Final = re.compile(get_args(DeviceLabel)[1].pattern)
 _FORM: Final = (
-    "a label is a word as site=lab or window: up to 64 of a-z, 0-9, '.', '_' and '-', beginning with one of a-z, 0-9, "
-    "and behind '=' capitals too"
+    "write a label such as site=lab or window, with up to 64 of a-z, 0-9, '.', '_' and '-', beginning with a letter or "
+    "digit, and capitals only after '='"
 )
 
 
 def split_words(text: str) -> list[str]:
+    """Return the words of a text, which are separated by commas or white space."""
     return text.replace(",", " ").split()
 
 
@@ -33,26 +34,28 @@ def parse_labels(texts: Iterable[str]) -> tuple[str, ...]:
     labels = sorted(set(texts))
     for label in labels:
         if not _LABEL.match(label):
-            raise JobError(f"{label[:100]!r} is no label: {_FORM}")
+            raise JobError(f"{label[:100]!r} is not a label: {_FORM}")
     if len(labels) > MAX_LABELS:
-        raise JobError(f"{len(labels)} labels, and a board has {MAX_LABELS} at the most")
+        raise JobError(f"{len(labels)} labels are too many: set at most {MAX_LABELS}")
     keys = [label.partition("=")[0] for label in labels]
     if repeated_key := next((key for key in keys if keys.count(key) > 1), None):
         repeated = [label for label in labels if label.partition("=")[0] == repeated_key]
-        raise JobError(f"label {repeated_key!r} stands twice: {', '.join(repeated)}")
+        raise JobError(f"label {repeated_key!r} is set twice ({', '.join(repeated)}): keep one")
     return tuple(labels)
 
 
 def require_valid_selection(selection: Sequence[str]) -> None:
+    """Raise JobError if a selection has a malformed word or more than MAX_LABELS words."""
     if len(selection) > MAX_LABELS:
-        raise JobError(f"{len(selection)} words, and a selection has {MAX_LABELS} at the most")
+        raise JobError(f"a selection has {len(selection)} words: write at most {MAX_LABELS}")
     for term in selection:
         for part in term.split("|"):
             if not _LABEL.match(part.removeprefix("!")):
-                raise JobError(f"{term[:100]!r} selects no boards: {_FORM}, with ! before it for boards without it")
+                raise JobError(f"{term[:100]!r} is not a label or !label: {_FORM}; !label excludes devices with it")
 
 
 def is_selected(selection: Iterable[str], labels: Collection[str]) -> bool:
+    """Return whether all words of a selection hold for a device with these labels."""
     return all(
         any((part[1:] not in labels) if part.startswith("!") else (part in labels) for part in term.split("|"))
         for term in selection

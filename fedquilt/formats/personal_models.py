@@ -60,9 +60,7 @@ def read_task(path: Path, disk: Disk = REAL) -> Task | None:
     try:
         return None if metadata is None else wire.decode(metadata.encode(), Task)
     except (WireError, UnicodeError) as error:
-        raise ModelError(
-            f"the task in the result of a run with parts on boards: {error}; roll out the run again"
-        ) from None
+        raise ModelError(f"the personalised result has an invalid task ({error}): roll out the run again") from None
 
 
 def read_personal(path: Path) -> PersonalParts:
@@ -74,10 +72,10 @@ def read_personal(path: Path) -> PersonalParts:
     try:
         arrays = tensors.read_tensors(path)
     except UpdateError as error:
-        raise ModelError(f"the result of a run with parts on boards is damaged: {error}") from None
+        raise ModelError(f"the personalised result is damaged ({error}): roll out the run again") from None
     graph = arrays.pop(GRAPH_TENSOR, None)
     if graph is None or graph.dtype != np.uint8 or graph.ndim != 1:
-        raise ModelError("the result of a run with parts on boards has no graph: roll out the run again")
+        raise ModelError("the personalised result has no graph: roll out the run again")
     bundles: dict[str, dict[str, np.ndarray]] = {}
     for key, array in arrays.items():
         bundle, _, name = key.partition("/")

@@ -46,7 +46,7 @@ class RegisterEntry(msgspec.Struct, frozen=True, array_like=True):
 
 class TensorRegister(msgspec.Struct, frozen=True):
     tensors: tuple[RegisterEntry, ...]
-    calls: tuple[str, ...] = ()
+    calls: tuple[str, ...] = ()  # paths of modules in the order of their first calls
 
     def find_entry(self, name: str) -> RegisterEntry | None:
         return _entries_by_name(self).get(name)
@@ -88,14 +88,16 @@ class TensorRegister(msgspec.Struct, frozen=True):
         return {entry.module for entry in self.tensors if entry.type == "Linear" and entry.is_weight}
 
     def require_plain_weight(self, layer: str) -> None:
+        """Raise ModelError if a layer's weight is computed from other tensors, as in weight normalisation."""
         weight_names = [entry.name for entry in self.tensors if entry.module == layer and entry.is_weight]
         if f"{layer}.weight" not in weight_names:
             raise ModelError(
-                f"the weight of {layer!r} is made of {', '.join(map(repr, weight_names))}, and this method needs "
-                "the weight itself: give the layer a plain weight, or take another method"
+                f"the weight of {layer!r} is computed from {', '.join(map(repr, weight_names))}, but this method "
+                "requires a plain weight: remove the parametrization, or choose another method"
             )
 
     def running_means_by_variance(self) -> dict[str, str]:
+        """Return the name of the running mean of each batch norm layer, by the name of the running variance."""
         norm_tensors = {entry.name for entry in self.tensors if entry.type in BATCH_NORMS}
         pairs = {f"{entry.module}.running_var": f"{entry.module}.running_mean" for entry in self.tensors}
         return {variance: mean for variance, mean in pairs.items() if {variance, mean} <= norm_tensors}
@@ -109,6 +111,7 @@ class TensorRegister(msgspec.Struct, frozen=True):
         return {entry.name for entry in self.tensors if entry.module in modules}
 
     def parameters_by_layer(self) -> dict[str, tuple[str, ...]]:
+        """Return the sorted parameter names of each layer, with the layers in call order."""
         return dict(_find_layers(self))
 
     def find_classifier(self) -> str | None:
@@ -121,8 +124,8 @@ class TensorRegister(msgspec.Struct, frozen=True):
             return last_module[0] if last_module else None
         raise ModelError(
             f"the last layer {last_module[0]!r} shares the tensor {shared_entries[last_module[0]].name!r} with "
-            "another layer, so it cannot be treated apart as the classifier: give the layer weights of its own, or "
-            "take another method"
+            "another layer, so it cannot be trained separately as the classifier: give the layer its own weights, or "
+            "choose another method"
         )
 
     def sort_by_call_order(self, names: Iterable[str]) -> list[str]:
@@ -149,10 +152,11 @@ def register_from_table(network: Mapping[str, Any]) -> TensorRegister:
         hidden = network.get("hidden", (64,))
         return make_mlp_register(len(hidden) + 1)
     name = network.get("name")
-    raise ModelError(f"the bundle has no register of the tensors of {name!r}: run `fedquilt prepare` anew")
+    raise ModelError(f"the bundle has no tensor register of network {name!r}: run `fedquilt prepare` again")
 
 
 def make_mlp_register(layers: int) -> TensorRegister:
+    """Return the register of an `mlp` with `layers` linear layers, which alternate with activations."""
     paths = [str(2 * index + 1) for index in range(layers)]
     rows = [
         RegisterEntry(f"{path}.{suffix}", "parameter", path, path, "Linear", normalises=False, trained=True)
@@ -163,6 +167,7 @@ def make_mlp_register(layers: int) -> TensorRegister:
 
 
 def register_from_kinds(names: Iterable[str], kinds: Mapping[str, Kind]) -> TensorRegister:
+    """Return a register without layer types and call order. Tensors missing in `kinds` are parameters."""
     rows = []
     for name in names:
         path = name.rpartition(".")[0]
@@ -175,6 +180,7 @@ def without_register(network: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def natural_key(name: str) -> list[tuple[int, int | str]]:
+    """Return a sort key that orders numbers in names by value, "layer.2" before "layer.10"."""
     return [(0, int(part)) if part.isdigit() else (1, part) for part in re.split(r"(\d+)", name) if part]
 
 
@@ -183,7 +189,7 @@ def _parse_register(payload: bytes) -> TensorRegister:
     try:
         return msgspec.json.decode(payload, type=TensorRegister)
     except msgspec.MsgspecError as error:
-        raise ModelError(f"the bundle's register is damaged ({error}): run `fedquilt prepare` anew") from None
+        raise ModelError(f"the bundle's tensor register is damaged ({error}): run `fedquilt prepare` again") from None
 
 
 @lru_cache(maxsize=8)

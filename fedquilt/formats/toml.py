@@ -43,26 +43,28 @@ _LIMITS: Final = {">=": "of at least", "<=": "of at most", ">": "above", "<": "b
 
 
 def read_toml(path: Path) -> dict[str, Any]:
+    """Return the table of a TOML file, or raise JobError."""
     try:
         return parse_toml(path.read_text(encoding="utf-8-sig"), str(path))  # Windows' editors begin a file with a mark
     except OSError as error:
         raise JobError(f"cannot read {path}: {error.strerror}{suggest_file(path) or ': name a TOML file'}") from None
     except UnicodeDecodeError:
-        raise JobError(f"{path} is not TOML, as it is not text in UTF-8: name a TOML file") from None
+        raise JobError(f"{path} is not TOML, because it is not text in UTF-8: name a TOML file") from None
 
 
 def absolute_path(path: str, folder: Path) -> str:
     try:
         return str((folder / path).resolve())
     except (ValueError, RuntimeError, OSError) as error:
-        raise JobError(f"{path!r} is no path of a file or folder ({error}): write another one") from None
+        raise JobError(f"{path!r} is not a valid path ({error}): correct it") from None
 
 
 def parse_toml(text: str, source: str) -> dict[str, Any]:
+    """Return the table of a TOML text, or raise JobError. `source` names the text in the error."""
     try:
         return tomllib.loads(text)
     except RecursionError as error:
-        raise JobError(f"{source} is not TOML: {error}") from None
+        raise JobError(f"{source} has too many nested values ({error}): simplify it") from None
     except tomllib.TOMLDecodeError as error:
         line_match = re.search(r"\(at line (\d+)", str(error))
         line = text.split("\n")[int(line_match[1]) - 1].strip() if line_match else ""
@@ -92,7 +94,7 @@ def _drop_none(value: Any) -> Any:
 
 @contextmanager
 def prefix_errors(prefix: str) -> Iterator[None]:
-    """Prefix each JobError of the body with `prefix`, unless the error already has the prefix."""
+    """Add a prefix to each JobError in a `with` block, unless the error already has the prefix."""
     try:
         yield
     except JobError as error:
@@ -101,7 +103,7 @@ def prefix_errors(prefix: str) -> Iterator[None]:
 
 
 def convert_table(table: Any, kind: type[T], source: str) -> T:
-    """Convert a table to a struct, or raise JobError. `source` names the table in errors, as in "a job" or "[data]"."""
+    """Return a table as a struct, or raise JobError. `source` names the table in errors, as in "a job" or "[data]"."""
     try:
         return msgspec.convert(table, kind)
     except msgspec.ValidationError as error:
@@ -133,7 +135,7 @@ def suggest_file(path: Path) -> str:
     """Return a "did you mean ...?" suffix with the file of the same folder whose name is nearest, or ""."""
     try:
         if path.is_symlink() and not path.exists():
-            return f": {path} is a link to {os.readlink(path)}, which is not there"
+            return f": {path} is a link to {os.readlink(path)}, which does not exist"
         file_names = [] if path.exists() else [entry.name for entry in path.parent.iterdir()]
     except OSError:
         return ""
@@ -148,6 +150,7 @@ def _join_names(names: Sequence[str], room: int) -> str:
 
 
 def _explain_conversion_error(message: str, table: Any, kind: type, source: str) -> str:
+    """Return msgspec's error message as a sentence with key, value, and the permitted keys or values."""
     path = match[1] if (match := _PATH.search(message)) else ""
     message = message[: match.start()] if match else message
     options = _types_at_path(kind, path)
@@ -175,18 +178,18 @@ def _explain_conversion_error(message: str, table: Any, kind: type, source: str)
 
 
 def _describe_expected(kinds: str, limit: str) -> str:
-    """Return msgspec's expectation in words: "`int` >= 1" is "a whole number of at least 1 is wanted"."""
+    """Return msgspec's expectation in words: "`int` >= 1" is "must be a whole number of at least 1"."""
     kind_names = " or ".join(_KINDS.get(kind, kind) for kind in kinds.split(" | ") if kind != "null")
     if (pattern := _PATTERN.fullmatch(limit)) and (name := _NAMES.fullmatch(pattern[1])):
-        description = f"small letters, digits, '.', '_' and '-', the first no mark, at most {int(name[1]) + 1}"
-        return f"text of {description}, is wanted"
+        description = f"at most {int(name[1]) + 1} of a-z, 0-9, '.', '_' and '-', beginning with a letter or digit"
+        return f"must be text of {description}"
     if (length := _LENGTH.fullmatch(limit)) is not None:
         count = f"{_LIMITS[length[1]].removeprefix('of ')} " if length[1] else ""
-        return f"{kind_names} of {count}{length[2]} {'entry' if length[2] == '1' else 'entries'} is wanted"
+        return f"must be {kind_names} of {count}{length[2]} {'entry' if length[2] == '1' else 'entries'}"
     operator, _, number = limit.strip().partition(" ")
     if operator in _LIMITS:
-        return f"{kind_names} {_LIMITS[operator]} {number.removesuffix('.0')} is wanted"
-    return f"{kind_names}{limit} is wanted"
+        return f"must be {kind_names} {_LIMITS[operator]} {number.removesuffix('.0')}"
+    return f"must be {kind_names}{limit}"
 
 
 def _format_key(path: str, source: str) -> str:

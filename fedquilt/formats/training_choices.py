@@ -1,4 +1,4 @@
-"""Choices in [params] of how devices train: loss, optimizer, schedule and augmentation. Imports no torch.
+"""Training choices in [params]: loss, optimizer, schedule and augmentation. Imports no torch.
 
 A choice is a name, or a table with a name and its arguments: `"focal"`, `{ name = "focal", gamma = 1.5 }`. Losses and
 augmentations of other packages are plug-ins (`fedquilt.plugins`), and other optimizers are classes of `torch.optim`.
@@ -86,7 +86,7 @@ class Schedule(Arguments, frozen=True):
     rounds: Annotated[int, Meta(ge=0)] = 0  # length of the job, or 0 if unknown
 
     def rate_factor(self, round: int, step: int = 0, steps: int = 1) -> float:
-        """Return the factor of a step, counted from 0 in its round. `steps` is the device's number in a round."""
+        """Return the factor on `lr` at a step of a round, both from 0. The device takes `steps` steps in a round."""
         scale = steps if self.over == "steps" else 1
         position = round * scale + (step if self.over == "steps" else 0)
         rise = self.warm_up * scale
@@ -95,9 +95,11 @@ class Schedule(Arguments, frozen=True):
         return self._main_factor(position - rise, scale)
 
     def step_factor(self, round: int, step: int, steps: int) -> float:
+        """Return the factor on the rate of the round at a step, which is 1 unless the schedule is over "steps"."""
         return self.rate_factor(round, step, steps) if self.over == "steps" else 1.0
 
     def _main_factor(self, step: int, scale: int) -> float:
+        """Return the factor at a step after the warm-up. `scale` is the number of steps in a round."""
         return 1.0
 
     def _length(self, scale: int) -> int:
@@ -107,8 +109,8 @@ class Schedule(Arguments, frozen=True):
     def require_rounds(self) -> None:
         if self.rounds <= self.warm_up:
             raise JobError(
-                f"[params] schedule: rounds = {self.rounds} and warm_up = {self.warm_up}: set the job's rounds above "
-                "warm_up"
+                f"[params] schedule: warm_up = {self.warm_up} is not below rounds = {self.rounds}: raise the job's "
+                "rounds"
             )
 
 
@@ -177,11 +179,12 @@ BUILT_IN_CHOICES: Final[Mapping[Literal["loss", "transform"], Sequence[str]]] = 
 
 
 def split_choice(choice: Choice, key: str) -> tuple[str, dict[str, Any]]:
+    """Return name and arguments of a choice, or raise JobError, with the [params] key, for a table without a name."""
     if isinstance(choice, str):
         return choice, {}
     name, arguments = choice.get("name"), {argument: value for argument, value in choice.items() if argument != "name"}
     if not isinstance(name, str):
-        raise JobError(f'[params] {key} = {dict(choice)}: the table has no name; write {{ name = "...", ... }}')
+        raise JobError(f'[params] {key} = {dict(choice)} has no name: write {{ name = "...", ... }}')
     return name, arguments
 
 
@@ -200,9 +203,7 @@ def parse_optimizer(choice: Choice) -> tuple[str, Any]:
     name, arguments = split_choice(choice, "optimizer")
     for key in PARAMS_KEYS:
         if key in arguments:
-            raise JobError(
-                f"[params] optimizer {name!r}: {key} = {arguments[key]!r} has a key of its own: set [params] {key}"
-            )
+            raise JobError(f"[params] optimizer {name!r} has {key} = {arguments[key]!r}: set [params] {key} instead")
     optimizer = OPTIMIZERS.get(name)
     if optimizer is None and not name[:1].isupper():
         choices_text = toml.describe_choices(name, OPTIMIZERS)
@@ -220,6 +221,7 @@ def parse_schedule(choice: Choice) -> Schedule:
 
 
 def schedule_with_rounds(choice: Choice, rounds: int) -> Choice:
+    """Return a schedule with the job's number of rounds, or raise JobError if the schedule needs more rounds."""
     name, arguments = split_choice(choice, "schedule")
     if set(arguments) <= {"rounds"} and name == "constant":
         return choice
@@ -234,7 +236,7 @@ def parse_augmentations(choices: Sequence[Choice]) -> list[tuple[str, Any]]:
     """Return name and arguments of each augmentation, or raise JobError if "mixup" is not last."""
     augmentations = [split_choice(choice, "augment") for choice in choices]
     if MIXUP in [name for name, _ in augmentations[:-1]]:
-        raise JobError("[params] augment: mixup mixes what the other transforms made; write it last, once")
+        raise JobError("[params] augment: mixup is not the last transform: write it once, after all others")
     return [
         (name, parse_arguments(name, arguments, Mixup, "augment") if name == MIXUP else arguments)
         for name, arguments in augmentations
@@ -259,6 +261,7 @@ def select_choices(kind: type, params: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def list_plugins(params: Mapping[str, Any]) -> list[tuple[Literal["loss", "transform"], str]]:
+    """Return kind and name of each loss and transform that is a plug-in."""
     loss, _ = split_choice(params.get("loss", ""), "loss")
     plugins: list[tuple[Literal["loss", "transform"], str]] = [("loss", loss)] if loss and loss not in LOSSES else []
     names = [split_choice(choice, "augment")[0] for choice in params.get("augment", ())]
@@ -266,7 +269,7 @@ def list_plugins(params: Mapping[str, Any]) -> list[tuple[Literal["loss", "trans
 
 
 def describe_torch_choices(params: Mapping[str, Any]) -> str:
-    """Return the parameters that only the torch engine can train with, as text, or ""."""
+    """Return the parameters that only the torch engine supports, as "ema = 0.9 and ...", or ""."""
     optimizer, arguments = parse_optimizer(params.get("optimizer", "sgd"))
     needs = {
         "loss": params.get("loss"),

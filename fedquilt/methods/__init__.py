@@ -48,7 +48,7 @@ def required_plugins(name: str) -> dict[str, str]:
 
 @cache  # called for every task, and searching the folder takes longer than a small task
 def load(name: str) -> Method:
-    """Load a method by the name of its file, of an entry point, or as `module:name`.
+    """Import and return a method by the name of its file, of an entry point, or as `module:name`.
 
     Raises:
         JobError: If there is no such method, if its import fails, or if it is not a `Method`.
@@ -66,6 +66,6 @@ def load(name: str) -> Method:
         field_type = getattr(method, field_name)
         if not (isinstance(field_type, type) and dataclasses.is_dataclass(field_type)):
             raise JobError(
-                f"{plugin}: `{field_name}` is {field_type!r}, not a frozen dataclass: correct {plugin.target}"
+                f"{plugin}: `{field_name}` is {field_type!r} instead of a frozen dataclass: correct {plugin.target}"
             )
     return method

@@ -31,13 +31,13 @@ class State(NetworkState):
 
     plan: MaskPlan
     widths: dict[str, dict[str, np.ndarray]]  # by rate: batch normalisation's running statistics
-    settled: int  # rounds so far that gathered statistics: counted in a task's round, not in the learning rate
+    settled: int  # number of evaluation rounds so far: counted in a task's round, not in the learning rate
 
 
 def make_subnetwork_state(
     state: NetworkState, places: TensorCut, replacements: core.Tensors | None = None
 ) -> NetworkState:
-    """Return the state of a sub-network, with its cost. Tensors in `replacements` replace those cut out."""
+    """Return a state with the tensors and costs of a sub-network. Tensors in `replacements` replace cut ones."""
     subnetwork = {**width.cut_tensors(state.model, places), **(replacements or {})}
     flops_share, activation_share = cost_model.part_shares(state.costs_by_layer(), state.model, subnetwork)
     return NetworkState(
@@ -68,17 +68,19 @@ def make_statistics_round(
     """Return the evaluation round that gathers batch norm statistics of each sub-network.
 
     Args:
-        parts: Function from the state to the places of each sub-network, by rate.
-        rate_of: Function from the state and a device to the rate of its sub-network.
+        parts: Function from the state to the indices of each sub-network's entries in each tensor, by rate.
+        rate_of: Function from the state and a device to the rate of the device's sub-network.
         scaled: Whether training multiplies the outputs of narrower layers by 1 / rate.
-        frozen_names: Function from the state to the tensors that are never trained, whose statistics stay.
+        frozen_names: Function from the state to the names of tensors that are never trained. Their statistics are kept.
     """
 
     def statistic_names(state: State) -> list[str]:
+        """Return the names of running means and variances, without frozen ones."""
         frozen, mean_by_variance = frozen_names(state), state.register.running_means_by_variance()
         return [name for pair in mean_by_variance.items() for name in pair[::-1] if name not in frozen]
 
     def send(state: State, device: core.DeviceView) -> core.TaskSpec:
+        """Return the task with all sub-networks up to the device's rate, and wider ones that fit its budget."""
         device_rate, work = rate_of(state, device), core.WorkEstimate()
         rates: list[float] = []
         bundles: dict[str, core.Tensors] = {}
@@ -115,7 +117,7 @@ def make_statistics_round(
         places_by_key = {f"{rate:g}": part for rate, part in parts(state).items()}
         if not update.bundles or update.bundles.keys() - {f"statistics.{key}" for key in places_by_key}:
             bundle_names = ", ".join(sorted(update.bundles)) or "nothing"
-            raise core.UpdateError(f"{update.device} sent {bundle_names}: batch norm statistics by width are expected")
+            raise core.UpdateError(f"{update.device} sent {bundle_names} instead of batch norm statistics by rate")
         moments_by_key = {}
         for bundle, statistics in update.bundles.items():
             key = bundle.removeprefix("statistics.")
@@ -161,20 +163,20 @@ def _fits_device(device: core.DeviceView, work: core.WorkEstimate) -> bool:
 def _convert_variances_to_moments(
     statistics: core.Tensors, mean_by_variance: Mapping[str, str], device: str
 ) -> dict[str, np.ndarray]:
-    """Return statistics with raw second moments for variances, or raise UpdateError for a negative variance."""
+    """Return statistics with E[x^2] in place of variances, or raise UpdateError for a negative variance."""
     moments = {}
     for name, array in statistics.items():
         value = array.astype(np.float64)
         if name in mean_by_variance:
             if (value < 0).any():
-                raise core.UpdateError(f"{device} sent {name!r} with values below 0: it is a variance")
+                raise core.UpdateError(f"{device} sent {name!r}, a variance, with values below 0")
             value = value + np.square(statistics[mean_by_variance[name]].astype(np.float64))
         moments[name] = np.asarray(value)
     return moments
 
 
 def gather_statistics(task: core.Task, site: core.ClientContext) -> core.ClientResult:
-    """Compute batch norm statistics of the device's examples in each received sub-network."""
+    """Return batch norm statistics of the device's examples in each received sub-network."""
     order, bundles = site.rng.permutation(len(site.train)), {}
     shuffled = core.Examples(site.train.x[order], site.train.y[order])
     for index, rate in enumerate(task.params["asked"]):

@@ -80,15 +80,15 @@ def init(bundle: core.Bundle, params: Params, seed: int) -> State:
     donor = params.donor or next(iter(pool.donors))
     if donor not in pool.donors:
         raise core.JobError(
-            f"[params] donor: the bundle has no donor {donor!r}; it has {', '.join(sorted(pool.donors))}"
+            f"[params] donor = {donor!r} is not in the bundle: choose one of {', '.join(sorted(pool.donors))}"
         )
     if params.gcv and params.ridge:
         raise core.JobError(
-            f"[params] ridge = {params.ridge:g}: gcv = true chooses the ridge; leave out one of the two"
+            f"[params] ridge = {params.ridge:g} is not possible with gcv = true, which chooses the ridge: leave out one"
         )
     path = pool.donors[donor].blocks[:-1]
     if missing := [name for block in path for name in pool.blocks[block].files if name not in bundle.files]:
-        raise core.ModelError(f"the bundle lacks {', '.join(missing[:3])}: prepare it anew")
+        raise core.ModelError(f"the bundle has no {', '.join(missing[:3])}: run `fedquilt prepare` again")
     return State(params, seed, pool, dict(bundle.files), path)
 
 
@@ -111,34 +111,34 @@ def send(state: State, device: core.DeviceView) -> core.TaskSpec | None:
 
 
 def validate_site_sums(state: State, total: ExactMomentSums, weight: float) -> None:
-    """Validate the moments of a site before they are merged."""
+    """Raise UpdateError unless the moments can be those of a site's devices with this total weight."""
     class_moments.validate_site_moments(total, len(state.stock.labels), _feature_width(state), weight, exact=True)
 
 
 def validate_update(state: State, update: core.DeviceUpdate) -> None:
-    """Validate an update before it is added to the sums."""
+    """Raise UpdateError if an update is for another turn, or its moments are invalid."""
     if update.metrics.get("turn") != state.turn:
-        raise core.UpdateError(f"answers turn {update.metrics.get('turn')} of the job, which is at {state.turn}")
+        raise core.UpdateError(f"the update is for turn {update.metrics.get('turn')}, but the job is at {state.turn}")
     if update.device not in state.heard:
         class_moments.validate_update_moments(update, len(state.stock.labels), _feature_width(state), exact=True)
 
 
 def fold(state: State, accumulator: ExactMomentSums | None, update: core.DeviceUpdate) -> ExactMomentSums:
-    """Add a device's moments in place, unless they were added in an earlier round."""
+    """Return the sums with a device's moments added in place, or unchanged if an earlier round has them."""
     validate_update(state, update)
     accumulator = accumulator or ExactMomentSums()
     return accumulator if update.device in state.heard else accumulator.add_update(update)
 
 
 def step(state: State, total: ExactMomentSums | None) -> State:
-    """Add a round's moments. Solve the head after the last round, or if no new device took part."""
+    """Return the state with a round's moments, and with the head after the last round or one without new devices."""
     if total is None or not total.devices:
         return _set_final_head(state) if state.heard else replace(state, log=())
     sums = total.total_sums(candidates.unpack_sums(state.gathered))
     heard = tuple(sorted({*state.heard, *total.devices}))
     notes = [f"moments of {sums.n:.0f} examples of {len(heard)} devices"]
     if total.short:
-        notes.append(f"{total.short} of {len(total.devices)} devices: memory for some of their examples only")
+        notes.append(f"{total.short} of {len(total.devices)} devices had memory for only some of their examples")
     state = replace(
         state, turn=state.turn + 1, heard=heard, gathered=candidates.pack_sums(sums, exact=True), log=tuple(notes)
     )
@@ -159,7 +159,7 @@ def result(state: State) -> core.Artefact:
         ModelError: If no device has sent its moments.
     """
     if not done(state) and state.gathered is None:
-        raise core.ModelError("no device has sent its moments yet: there is no head")
+        raise core.ModelError("no device has sent moments yet, so there is no head: wait for the first update")
     head = joint_head.export_head(state.head or _solve_head_tensors(state))
     meta, arrays = stitched_network.to_artefact(stitched_network.StitchedNetwork((state.path,), {}, head), state.stock)
     return core.Artefact("stitched", meta, arrays)
@@ -197,12 +197,12 @@ def _solve_head_tensors(state: State) -> dict[str, np.ndarray]:
 
 
 def _set_final_head(state: State) -> State:
-    """Solve the head from all moments, then drop the moments and log classes without examples."""
+    """Return the state with the solved head, without moments, and with notes on classes without examples."""
     assert state.gathered is not None
     notes = [f"the head of {state.path[0].rpartition('.')[0]} solved from {state.gathered.counts.sum():.0f} examples"]
     pairs = zip(state.stock.labels, state.gathered.counts, strict=True)
     if labels_without_examples := [label for label, count in pairs if not count]:
-        notes.append(f"no device has examples of {', '.join(labels_without_examples)}: never predicted")
+        notes.append(f"never predicted, because no device has examples: {', '.join(labels_without_examples)}")
     return replace(state, head=_solve_head_tensors(state), gathered=None, log=(*state.log, *notes))
 
 

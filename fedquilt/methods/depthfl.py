@@ -63,12 +63,12 @@ def init(bundle: core.Bundle, params: Params, seed: int) -> NetworkState:
 
 
 def body(state: NetworkState) -> stages.StagedNetwork:
-    """Return the division of the plain network into stages."""
+    """Return the plain network, without exits, divided into stages."""
     return stages.split_stages(state.model, state.params["exits"], state.register)
 
 
 def leading_stage_places(state: NetworkState, depth: int) -> TensorCut:
-    """Return the places of the tensors of the first `depth` stages and of their exits."""
+    """Return the tensors of the first `depth` stages and of their exits, as a cut with whole tensors."""
     network = body(state)
     names = [name for stage in network.stages[:depth] for name in stage.names]
     names += [f"exit.{i}.{suffix}" for i in range(min(depth, len(network.stages) - 1)) for suffix in ("weight", "bias")]
@@ -120,7 +120,7 @@ class Exits:
         return add_exits
 
     def _combine_scores(self, module: Any, stage_inputs: list[Any], final_scores: Any) -> Any:
-        """Return the mean of the exits' scores, and keep the scores."""
+        """Return the mean of the exits' scores, and store each exit's scores as `scores`."""
         import torch
 
         self.scores = [linear(x) for linear, x in zip(module.exit, stage_inputs, strict=True)]
@@ -166,7 +166,7 @@ def check(task: core.Task, site: core.ClientContext) -> core.EvaluationSums:
 
 
 def fold(state: NetworkState, accumulator: WeightedEntrySums | None, update: core.DeviceUpdate) -> WeightedEntrySums:
-    """Add an update to the sums, entry by entry. The tensors present identify the depth."""
+    """Return the sums with an update's entries added. Raise UpdateError if its tensors are those of no depth."""
     model = heterofl.require_sent_model(update)
     cuts = [leading_stage_places(state, depth) for depth in sorted(set(state.params["depths"]))]
     return by_width.add_entries(
@@ -175,7 +175,7 @@ def fold(state: NetworkState, accumulator: WeightedEntrySums | None, update: cor
 
 
 def step(state: NetworkState, total: WeightedEntrySums | None) -> NetworkState:
-    """Average each entry over the devices that sent it."""
+    """Return the state with the mean of each entry over the devices that sent the entry."""
     return replace(state, model=by_width.average_entries(state.model, total))
 
 

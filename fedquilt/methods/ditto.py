@@ -60,7 +60,7 @@ def work(task: core.Task, site: core.ClientContext) -> core.ClientResult:
     received, pull = site.load("model"), task.params["pull"]
     frozen, hooks = fedlora.load_backbone(task, site, received)
     start = {**frozen, **received}
-    batch_rng = copy.deepcopy(site.rng)  # the same mini-batches a second time
+    batch_rng = copy.deepcopy(site.rng)  # selects the same mini-batches for the personal model
     global_result = local_training.train_from(
         task, replace(site, progress=lambda fraction: site.progress(fraction / 2)), start, hooks
     )

@@ -33,7 +33,7 @@ class Params:
     epochs: Annotated[int, Meta(ge=1)] = 1  # E: passes over the device's own examples in a round
     batch: Batch = 32  # B: mini-batch size; a device with fewer examples takes all of them in one step
     lr: Annotated[float, Meta(gt=0)] = 0.05  # eta: learning rate
-    optimizer: core.Choice = "sgd"  # starts anew in every round
+    optimizer: core.Choice = "sgd"  # its state is reset in every round
     momentum: Annotated[float, Meta(ge=0, lt=1)] = 0.0  # of sgd, and of torch's optimizers with momentum
     nesterov: bool = False
     weight_decay: Annotated[float, Meta(ge=0)] = 0.0
@@ -53,9 +53,9 @@ class Params:
     def require_plain_steps(self, reason: str) -> None:
         """Raise ValueError if the learning rate changes within a round, or an average of the weights is sent."""
         if training_choices.parse_schedule(self.schedule).over == "steps":
-            raise ValueError(f'schedule over "steps": {reason}; take over = "rounds"')
+            raise ValueError(f'schedule over "steps" is not possible, because {reason}: set over = "rounds"')
         if self.ema:
-            raise ValueError(f"ema = {self.ema:g}: {reason}; take ema = 0")
+            raise ValueError(f"ema = {self.ema:g} is not possible, because {reason}: set ema = 0")
 
 
 def init(bundle: core.Bundle, params: Any, seed: int) -> NetworkState:
@@ -79,9 +79,9 @@ def check(task: core.Task, site: core.ClientContext) -> core.EvaluationSums:
 
 
 def validate_site_sums(state: NetworkState, total: WeightedSums, weight: float) -> None:
-    """Validate the sums of a site before they are merged."""
+    """Raise UpdateError unless the sums can be those of a site's devices with this total weight."""
     if total.weight != weight:
-        raise core.UpdateError(f"the site's sum has the weight {total.weight:g}, and its update the weight {weight:g}")
+        raise core.UpdateError(f"the site's sums have the weight {total.weight:g}, but its update {weight:g}")
     exact_sums.require_valid_sums(total.total, state.model, weight)
 
 
@@ -91,7 +91,7 @@ def validate_update(state: NetworkState, update: core.DeviceUpdate) -> None:
 
 
 def fold(state: NetworkState, accumulator: WeightedSums | None, update: core.DeviceUpdate) -> WeightedSums:
-    """Add an update to the sums in place, weighted by its examples."""
+    """Return the sums with an update added in place, weighted by its examples. Raise UpdateError if it is invalid."""
     validate_update(state, update)
     accumulator = accumulator or WeightedSums()
     return WeightedSums(
@@ -101,7 +101,7 @@ def fold(state: NetworkState, accumulator: WeightedSums | None, update: core.Dev
 
 
 def step(state: NetworkState, total: WeightedSums | None) -> NetworkState:
-    """Replace the model by the weighted mean, or keep the model if there are no updates."""
+    """Return the state with the weighted mean of the models, or the same state if there are no updates."""
     if total is None or total.weight == 0:
         return state
     sums, weight = total.total, total.weight

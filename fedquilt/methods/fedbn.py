@@ -32,7 +32,7 @@ class State(NetworkState):
 
 
 def private_names(state: NetworkState) -> set[str]:
-    """Return the names of running statistics and of normalisations' tensors, which stay private."""
+    """Return the names of running statistics, and of all tensors of normalisations that have them."""
     register = state.register
     running_statistics = [statistic for statistic in register.tensors if register.is_running_statistic(statistic.name)]
     return {statistic.name for statistic in running_statistics} | register.tensors_of_modules(
@@ -41,7 +41,7 @@ def private_names(state: NetworkState) -> set[str]:
 
 
 def init(bundle: core.Bundle, params: Any, seed: int) -> State:
-    """Split the bundle's model into shared tensors and batch norm."""
+    """Return the first state, with the bundle's model split into shared tensors and batch norm tensors."""
     initial = fedavg.init(bundle, params, seed)
     device_names = private_names(initial)
     shared = {name: array for name, array in initial.model.items() if name not in device_names}

@@ -41,7 +41,7 @@ Groups = Annotated[int, Meta(ge=1)]
 class Params(fedavg.Params):
     """FedAvg's parameters, with `epochs` for each group, and the number of groups by memory tier."""
 
-    stages: Groups = 6  # that groups are made of; no more than the network has blocks
+    stages: Groups = 6  # stages of the network, which form the groups; no more than the network has blocks
     groups: tuple[Groups, Groups, Groups, Groups, Groups] = (6, 6, 3, 2, 1)  # under 1 GB, from 1, 2, 4 and 8 GB
 
 
@@ -76,7 +76,7 @@ def plain_network(state: NetworkState) -> dict[str, np.ndarray]:
 
 
 def split_into_groups(body: StagedNetwork, count: int) -> list[StageGroup]:
-    """Split the stages into at most `count` groups of nearly equal size."""
+    """Return at most `count` groups with nearly equal numbers of consecutive stages."""
     groups = []
     for indices in np.array_split(np.arange(len(body.stages)), min(count, len(body.stages))):
         groups.append(StageGroup(tuple(name for i in indices for name in body.stages[i].names), int(indices[-1]) + 1))
@@ -84,7 +84,7 @@ def split_into_groups(body: StagedNetwork, count: int) -> list[StageGroup]:
 
 
 def places_for_groups(state: NetworkState, body: StagedNetwork, count: int) -> TensorCut:
-    """Return the places of the whole network and of the links for `count` groups."""
+    """Return the whole network and the links between `count` groups, as a cut with whole tensors."""
     links = [link_name(group.end) for group in split_into_groups(body, count)[:-1]]
     return dict.fromkeys(sorted([*plain_network(state), *links]), (None, None))
 
@@ -108,7 +108,7 @@ def send(state: NetworkState, device: core.DeviceView) -> core.TaskSpec:
 
 
 def work(task: core.Task, site: core.ClientContext) -> core.ClientResult:
-    """Train the groups in turn, each with a link to the classifier and earlier groups frozen."""
+    """Train the groups one after another, each with a link to the classifier and earlier groups frozen."""
     groups, ends, model = task.params["groups"], task.params["ends"], site.load("model")
     if len(groups) == 1:
         return fedavg.work(task, site)
@@ -142,7 +142,7 @@ def _train_group(
 
 
 def make_link_hook(next_stage: stages.Stage, start: Mapping[str, np.ndarray], end: int, head: str) -> Any:
-    """Return the hook that ends the network before a stage, with a link to the classifier."""
+    """Return the hook that ends the network before stage `end`, with a link from there to the classifier `head`."""
 
     def prepare(module: Any) -> Any:
         from torch import nn
@@ -167,7 +167,7 @@ def check(task: core.Task, site: core.ClientContext) -> core.EvaluationSums:
 
 
 def fold(state: NetworkState, accumulator: WeightedEntrySums | None, update: core.DeviceUpdate) -> WeightedEntrySums:
-    """Add an update to the sums, entry by entry. The links present identify the number of groups."""
+    """Return the sums with an update's entries added. Raise UpdateError if its links fit no number of groups."""
     model = heterofl.require_sent_model(update)
     body = stages.split_stages(state.model, state.params["stages"], state.register)
     cuts = [places_for_groups(state, body, count) for count in sorted(set(state.params["groups"]))]

@@ -27,7 +27,7 @@ class Params(fedavg.Params):
 
 
 def init(bundle: Bundle, params: Params, seed: int) -> fedrep.State:
-    """Share the last convolutions of the bundle's model."""
+    """Return the first state, with the last convolutions of the bundle's model as the shared tensors."""
     initial = fedavg.init(bundle, params, seed)
     shared_names = parfed.last_weights(initial, params.layers)
     return fedrep.split_state(initial, initial.model.keys() - shared_names)

@@ -2,9 +2,8 @@
 
 Papers: Wang et al., Learngene: From Open-World to Your Learning Task, AAAI 2022 (arXiv 2106.06788), selects the layers
 that change least while an ancestor model learns. FedLG is a baseline in GENE-FL's comparison (arXiv 2504.14628,
-section 4) that "extracts information from gradient updates". There three convolutions of a ResNet18 are shared, 18.28
-MiB
-an upload: two of 512x512x3x3 and one of 128x64x3x3. The unit is therefore a convolution's weight tensor.
+section 4) that "extracts information from gradient updates". There three convolutions of a ResNet18 are shared (18.28
+MiB): two of 512x512x3x3 and one of 128x64x3x3. The unit is therefore a convolution's weight tensor.
 
 In the first rounds (`probe`) devices train, and report the gradient size of each convolution in their mini-batches: the
 root mean square over its values, from the Fisher diagonal with one group per mini-batch (`Trainer.fisher`). The
@@ -73,7 +72,7 @@ def send(state: State, device: core.DeviceView) -> core.TaskSpec:
 
 
 def work(task: core.Task, site: core.ClientContext) -> core.ClientResult:
-    """Train the device's network. Return gradient sizes while probing, afterwards the learnGene."""
+    """Train the device's network, and return gradient sizes while probing, or the learnGene afterwards."""
     client_result = fedrep.split_result(
         local_training.train_from(task, site, fedrep.load_device_network(site)), task.params["shared"]
     )
@@ -96,7 +95,7 @@ def update_schema(state: State) -> core.UpdateSchema:
 
 
 def fold(state: State, accumulator: WeightedSums | None, update: core.DeviceUpdate) -> WeightedSums:
-    """Add an update to the sums: the learnGene or, while probing, the gradient sizes."""
+    """Return the sums with an update's learnGene or, while probing, gradient sizes added in place."""
     if state.shared:
         reference = {name: state.own[name] for name in state.shared}
         return fedavg.fold(replace(state, model=reference), accumulator, update)
@@ -109,7 +108,7 @@ def fold(state: State, accumulator: WeightedSums | None, update: core.DeviceUpda
 
 
 def step(state: State, total: WeightedSums | None) -> State:
-    """Average the learnGene, or add the gradient sizes and choose after the last probing round."""
+    """Return the state with the mean learnGene, or with added gradient sizes and the choice after the last probe."""
     if total is None or total.weight == 0:
         return state
     if state.shared:
@@ -123,7 +122,7 @@ def step(state: State, total: WeightedSums | None) -> State:
 
 
 def explain(state: State) -> list[str]:
-    """Return a sentence with the layers of the learnGene after they are chosen."""
+    """Return a sentence with the layers of the learnGene after the round that chose them, or []."""
     return [f"the learnGene is {', '.join(state.shared)}"] if state.shared and not state.model else []
 
 

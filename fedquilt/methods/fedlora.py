@@ -67,7 +67,7 @@ def initial_shared_part(
 
 
 def adapted_layers(network: Mapping[str, Any]) -> tuple[lora.AdapterSite, ...]:
-    """Return the layers that have adapters."""
+    """Return the layers that have adapters, with their shapes, grouped by block."""
     return lora.find_adapted_layers(tensor_register.register_from_table(network))
 
 
@@ -80,7 +80,7 @@ def head_names(network: Mapping[str, Any]) -> tuple[str, ...]:
     register = tensor_register.register_from_table(network)
     head = register.find_classifier()
     if head is None:
-        raise core.ModelError("this network has no last linear layer for classes: LoRA also trains that layer")
+        raise core.ModelError("the network has no last linear layer, which LoRA also trains: choose another method")
     return register.parameters_by_layer()[head]
 
 
@@ -112,11 +112,8 @@ def adapter_scale(params: Mapping[str, Any]) -> float:
 
 def make_adapter_hooks(task: core.Task, trained: core.Tensors) -> core.Hooks:
     """Return hooks that insert the adapters, train the tensors in `trained` and freeze all others."""
-    sites, rank, mu = (
-        lora.sites_from_json(task.params["places"]),
-        task.params["rank"],
-        task.params.get("mu", 0.0),
-    )
+    sites, rank = lora.sites_from_json(task.params["places"]), task.params["rank"]
+    mu = task.params.get("mu", 0.0)
 
     def prepare(module: Any) -> Any:
         from fedquilt.models.partial import adapter_layers
@@ -130,7 +127,7 @@ def make_adapter_hooks(task: core.Task, trained: core.Tensors) -> core.Hooks:
 
 
 def load_backbone(task: core.Task, site: core.ClientContext, trained: core.Tensors) -> tuple[core.Tensors, core.Hooks]:
-    """Load the frozen tensors and the hooks of the adapters, or {} and no hooks if the job has no adapters."""
+    """Return the frozen tensors and the hooks that insert adapters, or {} and no hooks if the job has no adapters."""
     return (site.load("backbone"), make_adapter_hooks(task, trained)) if task.params.get("rank") else ({}, core.Hooks())
 
 

@@ -50,13 +50,13 @@ def layer_units(state: NetworkState) -> list[tuple[str, ...]]:
 
 
 def send(state: NetworkState, device: core.DeviceView) -> core.TaskSpec:
-    """Return FedAvg's task spec, with the layers that a device sends or drops."""
+    """Return FedAvg's task spec with the tensor names of each layer, which is sent or dropped as a whole."""
     task_spec = fedavg.send(state, device)
     return replace(task_spec, params={**task_spec.params, "units": layer_units(state)})
 
 
 def work(task: core.Task, site: core.ClientContext) -> core.ClientResult:
-    """Train as in FedAvg, and return each layer with probability `keep`."""
+    """Train as in FedAvg, and return a result with a random choice of layers, each with probability `keep`."""
     client_result = fedavg.work(task, site)
     model = client_result.bundles["model"]
     kept_layers = [names for names in task.params["units"] if site.rng.random() < task.params["keep"]]
@@ -64,9 +64,9 @@ def work(task: core.Task, site: core.ClientContext) -> core.ClientResult:
 
 
 def fold(state: NetworkState, accumulator: FedLPSums | None, update: core.DeviceUpdate) -> FedLPSums:
-    """Add the layers in an update to their sums."""
+    """Return the sums with an update's layers added in place, or raise UpdateError if the update is invalid."""
     if "model" not in update.bundles:
-        raise core.UpdateError(f"{update.device} sent no model, not even an empty one")
+        raise core.UpdateError(f"{update.device} sent no bundle 'model', which is required even without layers")
     model = update.bundles["model"]
     received_names = {name for names in layer_units(state) if not model.keys().isdisjoint(names) for name in names}
     partial_state = replace(state, model={name: state.model[name] for name in sorted(received_names)})
@@ -80,7 +80,7 @@ def fold(state: NetworkState, accumulator: FedLPSums | None, update: core.Device
 
 
 def step(state: NetworkState, total: FedLPSums | None) -> NetworkState:
-    """Average each layer over its senders. A layer without senders stays."""
+    """Return the state with the mean of each layer over the devices that sent the layer."""
     if total is None:
         return state
     mean: dict[str, np.ndarray] = {}

@@ -54,7 +54,7 @@ class State(_subnetworks.State):
 
 
 def init(bundle: core.Bundle, params: Params, seed: int) -> State:
-    """Choose the frozen encoder and, for each pruning ratio, the units that stay in other layers.
+    """Return the first state, with the chosen encoder layers and the channels left by each pruning ratio.
 
     Raises:
         JobError: If the encoder would have random weights.
@@ -62,15 +62,15 @@ def init(bundle: core.Bundle, params: Params, seed: int) -> State:
     """
     if params.encoder and not bundle.meta.get("pretrained", True):
         raise core.JobError(
-            "the frozen encoder would have random weights: give [model] weights = a file of a pre-trained network's, "
-            "or train the whole network with encoder = 0"
+            "the frozen encoder would have random weights: set [model] weights to a file of a pre-trained network, or "
+            "train the whole network with encoder = 0"
         )
     plain = fedavg.init(bundle, params, seed)
     initial = _subnetworks.State(**vars(plain), plan=masks.plan_from_bundle(bundle, plain.model), widths={}, settled=0)
     head = initial.register.find_classifier()
     layers = [name for name in initial.register.parameters_by_layer() if name != head]
     if params.encoder and not layers:
-        raise core.ModelError("this network has one layer, and no encoder to freeze: set encoder = 0")
+        raise core.ModelError("the network has only one layer, so no encoder can be frozen: set encoder = 0")
     encoder = tuple(layers[: int(params.encoder * (len(layers) + 1))])
     unpruned_groups = {group for layer in encoder for group in initial.plan.follows.get(f"{layer}.weight", NOWHERE).out}
     units_by_share = {}
@@ -94,7 +94,7 @@ def encoder_names(state: State) -> set[str]:
 
 
 def places_by_share(state: State) -> dict[float, TensorCut]:
-    """Return the places of each part that can be sent, by the share of channels in the part."""
+    """Return the indices of the channels in each tensor of a part, by the share of channels in the part."""
     shares = sorted({canonical_share(state, share) for share in remaining_shares(state.params)})
     return {
         share: width.unit_indices_by_tensor(state.plan, state.model, state.kept.get(f"{share:g}", {}))
@@ -103,7 +103,7 @@ def places_by_share(state: State) -> dict[float, TensorCut]:
 
 
 def canonical_share(state: State, share: float) -> float:
-    """Return the largest share that leaves as many channels of the predictor as `share`."""
+    """Return the largest of the tiers' shares that leaves as many channels of the predictor as `share`."""
     pruned = next(iter(state.kept.values()))
     return heterofl.canonical_rate(
         [state.plan.widths[group] for group in pruned], remaining_shares(state.params), share
@@ -137,7 +137,7 @@ def work(task: core.Task, site: core.ClientContext) -> core.ClientResult:
 
 
 def fold(state: State, accumulator: HeteroFLSums | None, update: core.DeviceUpdate) -> HeteroFLSums:
-    """Add a device's predictor entries to the sums of its ratio."""
+    """Return the sums with a device's predictor entries added in place, or raise UpdateError if they are invalid."""
     model, frozen = heterofl.require_sent_model(update), encoder_names(state)
     trained_places = {
         share: {name: axes for name, axes in places.items() if name not in frozen}

@@ -37,7 +37,7 @@ class Params(fedavg.Params):
         super().__post_init__()
         self.require_plain_steps("FedNova requires local steps of equal length")
         if self.optimizer != "sgd":
-            raise ValueError(f"optimizer = {self.optimizer!r}: FedNova has a_i for sgd only; take 'sgd'")
+            raise ValueError(f"optimizer = {self.optimizer!r}: FedNova defines a_i only for SGD; set 'sgd'")
 
 
 @dataclass(frozen=True)
@@ -58,14 +58,14 @@ def effective_steps(steps: float, params: Mapping[str, Any]) -> float:
 
 
 def validate_site_sums(state: NetworkState, total: FedNovaSums, weight: float) -> None:
-    """Validate the sums of a site before they are merged."""
+    """Raise UpdateError unless the sums can be those of a site's devices with this total weight."""
     fedavg.validate_site_sums(state, total, weight)
     if weight and not (0 < float(total.inverse_steps) <= weight <= float(total.weighted_steps)):
-        raise UpdateError("the sums of 1 / a_i and of a_i are impossible for devices with at least one step each")
+        raise UpdateError("the site's sums of n_i / a_i and n_i a_i are impossible for devices with at least one step")
 
 
 def fold(state: NetworkState, accumulator: FedNovaSums | None, update: DeviceUpdate) -> FedNovaSums:
-    """Add an update to the sums, with trained tensors divided by a_i."""
+    """Return the sums with an update added in place, with trained tensors divided by a_i."""
     weight, a = update.weight, effective_steps(local_training.reported_steps(update), state.params)
     model, trained_names = update.bundles.get("model", {}), set(state.trained_names())
     tensors.require_addable(model, state.model)
@@ -74,15 +74,13 @@ def fold(state: NetworkState, accumulator: FedNovaSums | None, update: DeviceUpd
         name: exact_sums.add_to_sum(accumulator.total.get(name), array, weight / a if name in trained_names else weight)
         for name, array in model.items()
     }
-    inverse_steps, weighted_steps = (
-        accumulator.inverse_steps.add_numbers(weight / a),
-        accumulator.weighted_steps.add_numbers(weight * a),
-    )
+    inverse_steps = accumulator.inverse_steps.add_numbers(weight / a)
+    weighted_steps = accumulator.weighted_steps.add_numbers(weight * a)
     return FedNovaSums(total, accumulator.weights.add_numbers(weight), inverse_steps, weighted_steps)
 
 
 def step(state: NetworkState, total: FedNovaSums | None) -> NetworkState:
-    """Move the model along the mean normalised update (Eq. 7) and average other tensors."""
+    """Return the state with the model moved along the mean normalised update (Eq. 7), other tensors averaged."""
     if total is None or total.weight == 0:
         return state
     model = total.mean()

@@ -66,7 +66,7 @@ class Params(WarmupParams):
         self.require_plain_steps("FedPeWS alternates plain steps on scores and weights")
         if self.optimizer != "sgd" or self.momentum or self.weight_decay or self.clip:
             raise ValueError(
-                "mask scores are learnt by plain steps: FedPeWS requires sgd without momentum, weight_decay and clip"
+                "FedPeWS learns mask scores by plain steps: set optimizer = 'sgd', and no momentum, weight_decay, clip"
             )
 
 
@@ -105,7 +105,7 @@ def init(bundle: core.Bundle, params: WarmupParams, seed: int) -> State:
         try:
             plan = masks.plan_from_bundle(bundle, initial.model)
         except core.ModelError as error:
-            raise core.ModelError(f"{error}; or set warmup = 0, which needs no masks") from None
+            raise core.ModelError(f"{error}; or set warmup = 0 to train without masks") from None
     return State(**vars(initial), plan=plan, round=0, reached=0.0, published={})
 
 
@@ -158,7 +158,7 @@ def proximal_hooks(task: core.Task) -> core.Hooks:
 
 
 def work(task: core.Task, site: core.ClientContext) -> core.ClientResult:
-    """Train scores and weights in turn (Eq. 6 and 8), then draw a mask to send."""
+    """Train mask scores and weights in turn (Eq. 6 and 8), and return a random mask with the weights it covers."""
     if not task.params.get("masked"):
         return fedavg.work(task, site, proximal_hooks(task))
     import torch
@@ -211,7 +211,7 @@ def update_schema(state: State) -> core.UpdateSchema:
 
 
 def fold(state: State, accumulator: RoundSums | None, update: core.DeviceUpdate) -> RoundSums:
-    """Add an update to the sums: covered entries in the warm-up, the whole model afterwards.
+    """Return the sums with an update's covered entries (in the warm-up) or whole model added in place.
 
     Raises:
         UpdateError: If a warm-up update has no mask, or a mask of the wrong size or values.
@@ -225,7 +225,7 @@ def fold(state: State, accumulator: RoundSums | None, update: core.DeviceUpdate)
         expected_names = {"bits"}
     if mask.keys() != expected_names:
         raise core.UpdateError(
-            f"{update.device} published {sorted(mask)} of its mask, and this warm-up expects {sorted(expected_names)}"
+            f"{update.device} published {sorted(mask)} of its mask instead of {sorted(expected_names)}"
         )
     count = state.plan.neurons
     neurons = masks.unpack_mask(mask["bits"], count)
@@ -238,7 +238,7 @@ def fold(state: State, accumulator: RoundSums | None, update: core.DeviceUpdate)
 
 
 def fold_full_model(state: State, accumulator: WeightedSums | None, update: core.DeviceUpdate) -> WeightedSums:
-    """Add an update with the whole model to the sums."""
+    """Return the sums with an update's whole model added in place, weighted by `update_weight`."""
     return fedavg.fold(state, accumulator, replace(update, weight=update_weight(state, update)))
 
 
@@ -253,7 +253,7 @@ def add_covered(
     neurons: np.ndarray,
     published: Mapping[str, np.ndarray],
 ) -> MaskedSums:
-    """Add a device's covered entries to the sums in place. `neurons` is the device's mask, (h,).
+    """Return the sums with a device's covered entries added in place, by its mask `neurons`, (h,).
 
     Raises:
         UpdateError: If the entries are not those that the mask covers, or are not finite.
@@ -273,7 +273,7 @@ def add_covered(
 
 
 def step(state: State, total: RoundSums | None) -> State:
-    """Move each entry towards its mean over the devices that cover the entry (Eq. 4)."""
+    """Return the state with each entry moved towards its mean over the devices that cover the entry (Eq. 4)."""
     if total is None or (isinstance(total, WeightedSums) and total.weight == 0):
         return state
     rate = state.params["server_lr"]
@@ -305,7 +305,7 @@ def _step_towards(old: np.ndarray, mean: np.ndarray, rate: float) -> np.ndarray:
 
 
 def explain(state: State) -> list[str]:
-    """Return a sentence with the share of the network that the latest masks covered."""
+    """Return, after a warm-up round, a sentence with the share of the network that the masks covered, or []."""
     if not state.round or state.round > int(state.params["warmup"]):
         return []
     round_name = f"warm-up round {state.round} of {state.params['warmup']}"

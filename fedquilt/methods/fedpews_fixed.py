@@ -34,11 +34,11 @@ class Params(fedpews.WarmupParams):
     """Parameters of the warm-up and of the fixed parts."""
 
     parts: Annotated[int, Meta(ge=1)] = 2  # N: parts that every hidden layer is split into
-    devices: tuple[str, ...] = ()  # devices of the first part, the second, ...; goes round if there are more parts
+    devices: tuple[str, ...] = ()  # devices of the first, second, ... part, then again from the first part
 
 
 def part_index(state: fedpews.State, device: str) -> int:
-    """Return the index of a device's part, from 0."""
+    """Return the index of a device's part, from 0: the position in `devices` or, if not listed, a hash of the name."""
     listed, parts = list(state.params["devices"]), int(state.params["parts"])
     return (listed.index(device) if device in listed else core.derive_seed("part", device)) % parts
 
@@ -75,13 +75,14 @@ def check(task: core.Task, site: core.ClientContext) -> core.EvaluationSums:
 
 
 def _load_part(task: core.Task, site: core.ClientContext) -> tuple[core.Tensors, Mapping[str, np.ndarray]]:
+    """Return the network with 0 outside the device's part, and the mask of the part in each tensor."""
     plan = masks.plan_from_array(site.load("plan")["json"])
     cover = masks.covered_entries(plan, masks.mask_of_equal_part(plan, task.params["part"], task.params["parts"]))
     return masks.restore_masked_tensors(site.load("model"), cover), cover
 
 
 def fold(state: fedpews.State, accumulator: fedpews.RoundSums | None, update: core.DeviceUpdate) -> fedpews.RoundSums:
-    """Add an update to the sums: the device's part in the warm-up, the whole model afterwards."""
+    """Return the sums with the device's part (in the warm-up) or the whole model added in place."""
     if not fedpews.is_warmup(state):
         assert not isinstance(accumulator, fedpews.MaskedSums)
         return fedpews.fold_full_model(state, accumulator, update)

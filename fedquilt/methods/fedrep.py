@@ -71,7 +71,7 @@ def send(state: State, device: core.DeviceView) -> core.TaskSpec:
 
 
 def load_device_network(site: core.ClientContext) -> dict[str, np.ndarray]:
-    """Return the device's network: the received part and the device's own part."""
+    """Return the received tensors and the device's own tensors, which before the first training are the job's."""
     initial_own = site.load("own")
     tensors.require_matching(
         site.private_state, {name: initial_own[name] for name in initial_own if name in site.private_state}
@@ -91,7 +91,7 @@ def split_result(client_result: core.ClientResult, shared: Collection[str]) -> c
 
 
 def train_whole_network(task: core.Task, site: core.ClientContext) -> core.ClientResult:
-    """Train all tensors together and send the shared part."""
+    """Train all tensors together, and return a result that sends only the shared tensors."""
     return split_result(local_training.train_from(task, site, load_device_network(site)), site.load("model"))
 
 
@@ -109,7 +109,7 @@ def personal(task: core.Task, site: core.ClientContext) -> core.Tensors:
 
 
 def result(state: State) -> core.Artefact:
-    """Return the shared part in the first network. `meta["private"]` names the devices' own tensors."""
+    """Return the shared tensors with the job's first values of other tensors, named by `meta["private"]`."""
     model, private = {**state.own, **state.model}, sorted(state.own.keys() - state.model.keys())
     if state.backbone:
         model = fedlora.merged_model(
@@ -119,7 +119,7 @@ def result(state: State) -> core.Artefact:
 
 
 def init(bundle: core.Bundle, params: Params, seed: int) -> State:
-    """Split the bundle's network into representation and head.
+    """Return the first state: the representation as shared tensors, and the head as devices' own tensors.
 
     Raises:
         JobError: If `head` and `rank` are both given.
@@ -128,7 +128,7 @@ def init(bundle: core.Bundle, params: Params, seed: int) -> State:
     initial = fedavg.init(bundle, params, seed)
     if params.rank:
         if params.head is not None:
-            raise core.JobError("head and rank: with rank, the last layer stays on each device; leave head out")
+            raise core.JobError("head is not possible with rank, which keeps the last layer on devices: leave head out")
         adapted = replace(initial, model=fedlora.initial_shared_part(initial.model, params.rank, seed, initial.network))
         return replace(split_state(adapted, fedlora.head_names(initial.network)), backbone=initial.model)
     layers = initial.register.parameters_by_layer()
@@ -137,11 +137,11 @@ def init(bundle: core.Bundle, params: Params, seed: int) -> State:
     layer_by_module = {entry.module: entry.layer for entry in initial.register.tensors}
     head = tuple(layer_by_module.get(name, name) for name in head)  # a normalisation goes with its layer
     if params.head is None and classifier is None:
-        raise core.ModelError('this network has no last linear layer: name the layers that stay, as head = ["conv10"]')
+        raise core.ModelError('the network has no last linear layer: name its head, as in head = ["conv10"]')
     if unknown := sorted(set(head) - layers.keys()):
-        raise core.ModelError(f"head: the network has no layer {unknown[0]!r}; it has {', '.join(layers)}")
+        raise core.ModelError(f"head: layer {unknown[0]!r} is not in the network: choose among {', '.join(layers)}")
     if head and layers.keys() == set(head):
-        raise core.ModelError("head: these are all layers, nothing would be shared; the method 'local' does that")
+        raise core.ModelError("head lists all layers, so nothing would be shared: choose the method 'local'")
     return split_state(initial, {name for layer in head for name in layers[layer]})
 
 

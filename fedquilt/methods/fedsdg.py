@@ -122,7 +122,7 @@ class State(fedlora.State):
 
 
 def init(bundle: core.Bundle, params: Params, seed: int) -> State:
-    """Insert shared adapters into the bundle's network, which is the frozen backbone."""
+    """Return the first state: the bundle's network as the frozen backbone, with shared adapters and head."""
     initial = fedavg.init(bundle, params, seed)
     model = fedlora.initial_shared_part(initial.model, params.rank, seed, initial.network)
     if params.head == "private":
@@ -139,12 +139,12 @@ def send(state: State, device: core.DeviceView) -> core.TaskSpec:
 
 
 def fold(state: State, collected: CollectedUpdates | None, update: core.DeviceUpdate) -> CollectedUpdates:
-    """Collect an update's change of the shared part, for up to `most` devices in a round."""
+    """Return the collected changes of the shared part with an update's, for up to `most` devices in a round."""
     return collect_update(collected, update, "delta", state.model, state.params["most"], state.seed)
 
 
 def step(state: State, total: CollectedUpdates | None) -> State:
-    """Add the changes to the shared part, weighted by their alignment (Eq. 10 and 11)."""
+    """Return the state with the changes added to the shared part, weighted by alignment (Eq. 10 and 11)."""
     if total is None:
         return state
     devices = sorted(total.updates)
@@ -155,7 +155,7 @@ def step(state: State, total: CollectedUpdates | None) -> State:
     }
     notes = total.left_out_note("changes")
     if not any_agreed:
-        notes.append("no change agreed with the mean change: the plain mean was taken")
+        notes.append("no change agreed with the mean change, so the plain mean was used")
     elif excluded_devices := [device for device, share in zip(devices, shares, strict=True) if share == 0]:
         notes.append(f"excluded because their change opposes the mean change: {', '.join(excluded_devices)}")
     return replace(state, model=tensors.cast_like(model, state.model), told=tuple(notes))
@@ -182,7 +182,7 @@ def aggregation_weights(deltas: Sequence[core.Tensors], rule: str) -> tuple[np.n
     return aligned / (aligned.sum() + EPS), True
 
 
-def _flatten(delta: core.Tensors, adapters_only: bool) -> np.ndarray:
+def _flatten(delta: core.Tensors, adapters_only: bool) -> np.ndarray:  # (values,) float64
     names = [name for name in sorted(delta) if not adapters_only or name.rpartition(".")[2] in lora.SHARED]
     return np.concatenate([delta[name].astype(np.float64).ravel() for name in names])
 
@@ -256,7 +256,7 @@ def load_own_branch(task: core.Task, site: core.ClientContext, backbone: core.Te
     """Return the device's branch, gates and private head, as last stored or with their first values.
 
     Raises:
-        ModelError: If the stored values are of another network, rank or choice of gates.
+        ModelError: If the stored values have the shapes of another network, rank or choice of gates.
     """
     rng = tensors.seeded_rng(task.params["own_seed"], site.device)
     branch = lora.initial_own_branch(backbone, layers_by_gate(task), task.params["rank"], rng, task.params["gate"])
@@ -267,7 +267,7 @@ def load_own_branch(task: core.Task, site: core.ClientContext, backbone: core.Te
     shapes = {name: array.shape for name, array in branch.items()}
     if {name: array.shape for name, array in site.private_state.items()} != shapes:
         raise core.ModelError(
-            f"{site.device} keeps a branch of another network, rank or choice of gates: give the job a new name"
+            f"{site.device} has a stored branch of another network, rank or choice of gates: give the job a new name"
         )
     return dict(site.private_state)
 

@@ -5,9 +5,8 @@ is the structural copy w_SK. The quantitative copy w_QK starts as a copy of it. 
 compute h_l = 1[z_l(w_SK) > 0] * z_l(w_QK) (`fedquilt.models.partial.dual_copy`), and w_QK is averaged as in FedAvg,
 weighted by examples.
 
-Deviations: only trained tensors are sent in each round, and w_SK once. A device caches the outputs of w_SK that
-training
-needs: features before the first trained tensor, and gates in one bit each, which never change. Outputs beyond
+Deviations: only trained tensors are sent in each round, and w_SK once. A device caches the outputs of w_SK needed for
+training: features before the first trained tensor, and gates in one bit each, which never change. Outputs beyond
 `cache_mb` are computed each time. ReLU6 keeps its cap, and leaky ReLU its slope. The result ("dualcopy") contains
 w_SK's trained tensors as "gates.NAME", because the deployed network needs both copies. FedProx's term (`mu`) can be
 added. `gates = "own"` is FedAvg on the same part, a baseline for FedSQ.
@@ -59,7 +58,7 @@ class Params(fedavg.Params):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.augment and self.cache != "off":
-            raise ValueError('augment: FedSQ caches features of examples that never change; set cache = "off"')
+            raise ValueError('augment is not possible while FedSQ caches features of the examples: set cache = "off"')
 
 
 @dataclass(frozen=True)
@@ -70,7 +69,7 @@ class State(NetworkState):
 
 
 def init(bundle: core.Bundle, params: Params, seed: int) -> State:
-    """Split the bundle's network into a frozen copy and the trained tensors.
+    """Return the first state: the bundle's network as the frozen copy, and the trained tensors.
 
     Raises:
         ModelError: If `trained` names an unknown module or leaves nothing to train, or if the network is not separable.
@@ -82,13 +81,13 @@ def init(bundle: core.Bundle, params: Params, seed: int) -> State:
         if not any(is_trained([module], name) for name in initial.model):
             module_names = ", ".join(sorted({name.split(".")[0] for name in initial.model}))
             raise core.ModelError(
-                f"trained = {module!r}: the network has no such module; it has {module_names} and their parts"
+                f"trained = {module!r} is not a module of the network: choose among {module_names} and their parts"
             )
     require_separable(initial.register)
     model = tensors_to_send(initial, trained, params.bn)
     if not model:
         raise core.ModelError(
-            f"trained = {', '.join(trained)}: there is nothing to train in it with bn = {params.bn!r}"
+            f"trained = {', '.join(trained)} has no tensors to train with bn = {params.bn!r}: add modules"
         )
     trained_state = replace(initial, model=model, params={**initial.params, "trained": trained})
     return State(**vars(trained_state), frozen=initial.model)
@@ -104,13 +103,13 @@ def require_separable(register: TensorRegister) -> None:
     for entry in register.tensors:
         if entry.aliases:
             raise core.ModelError(
-                f"the tensor {entry.name!r} is {entry.aliases[0]!r} as well: FedSQ trains one copy of a part of the "
-                "network, so give each module tensors of its own, or take another method"
+                f"tensor {entry.name!r} is shared with {entry.aliases[0]!r}, but FedSQ trains a copy of some modules "
+                "only: give each module its own tensors, or choose another method"
             )
         if register.is_running_statistic(entry.name) and entry.type not in BATCH_NORMS:
             raise core.ModelError(
-                f"the tensor {entry.name!r} is a statistic of {entry.type}, and FedSQ cannot take it apart: "
-                "take torch's own normalisation, or another method"
+                f"tensor {entry.name!r} is a running statistic of {entry.type}, which FedSQ does not support: use "
+                "torch's batch norm, or choose another method"
             )
 
 
@@ -208,7 +207,7 @@ class _Copies:
     def prepare_run(
         self, received: core.Tensors, examples: core.Examples, split: str
     ) -> tuple[core.Examples, core.Tensors, core.Hooks, int]:
-        """Return examples, tensors and hooks for the engine, and the bytes of cached features, 0 without a cache."""
+        """Return examples, tensors and hooks for the engine, and the size of cached features in bytes, 0 without."""
         tensors.require_matching(received, {name: self._frozen[name] for name in received if name in self._frozen})
         quantitative = {f"qk.{name}": received.get(name, self._frozen[name]) for name in self.dual.names}
         metadata = None if self._task.params["cache"] == "off" else self._find_or_cache_rows(examples, split)

@@ -102,21 +102,21 @@ def init(bundle: Bundle, params: SearchParams, seed: int) -> SearchState:
     required_files = [name for block in pool.blocks.values() for name in (*block.files, *block.scoring_variant.files)]
     missing = [name for name in required_files if name not in bundle.files]
     if missing:
-        raise ModelError(f"the bundle lacks {', '.join(missing[:3])}: prepare it anew")
+        raise ModelError(f"the bundle has no {', '.join(missing[:3])}: run `fedquilt prepare` again")
     if settings.head == "aligned" and not any(donor.align for donor in pool.donors.values()):
-        raise JobError("head = 'aligned', but no donor maps its classes to labels: give a donor `align`")
+        raise JobError("head = 'aligned', but no donor maps its classes to labels: set `align` of a donor")
     if settings.criterion != "cka" and settings.score_at == "input":
-        raise JobError(f"criterion = '{settings.criterion}' judges outputs: let score_at be 'hybrid' or 'output'")
+        raise JobError(f"criterion = '{settings.criterion}' scores outputs: set score_at = 'hybrid' or 'output'")
     candidates.require_usable_budgets(settings)
     state = steps.initial_state(settings, seed, pool, dict(bundle.files))
     candidates.require_networks_within_budget(state)
     if state.current is None and settings.expansions:
-        raise ModelError("no block may follow any starting block: raise max_upsampling, or take other donors")
+        raise ModelError("no block can follow any starting block: raise max_upsampling, or choose other donors")
     return state
 
 
 def send(state: SearchState, device: DeviceView) -> TaskSpec | None:
-    """Return the task spec of the current phase, or None if the device has nothing to do."""
+    """Return the task spec of the current phase, or None if the device has already contributed to the phase."""
     from fedquilt.models.stitching.search import ranking  # the wheel for boards lacks it
 
     match state.phase:
@@ -137,7 +137,7 @@ def send(state: SearchState, device: DeviceView) -> TaskSpec | None:
 
 
 def step(state: SearchState, total: Sum | None) -> SearchState:
-    """Add the sums of a round and, when the phase is complete, start the next phase."""
+    """Return the state with the sums of a round, and in the next phase if the phase is complete."""
     if total is None or (isinstance(total, ExactMomentSums | CorrectCounts) and not total.devices):
         if state.phase == "score" and state.ballots:
             return replace(steps.close_vote(state), turn=state.turn + 1)
@@ -203,6 +203,7 @@ def result(state: SearchState, candidate: int | None = None) -> Artefact:
 
 
 def _solve_junctions_and_grow(state: SearchState, sums: tuple[RegressionMoments, ...]) -> SearchState:
+    """Return the state with the winners' junctions, solved from the sums, and the paths that they extend."""
     assert state.current is not None
     junctions = {}
     for name, junction_moments in zip(steps.winners_needing_junction(state), sums, strict=True):
@@ -220,7 +221,7 @@ def _add_class_moments(state: SearchState, total: ExactMomentSums) -> SearchStat
     sums = total.total_sums(candidates.unpack_sums(state.gathered))
     notes = [f"{sums.n:.0f} images of {len(state.heard)} devices at {len(state.taps)} taps"]
     if total.short:
-        notes.append(f"{total.short} of {len(total.devices)} devices: memory for some of the wanted images only")
+        notes.append(f"{total.short} of {len(total.devices)} devices had memory for only some of their images")
     return replace(state, gathered=candidates.pack_sums(sums), log=tuple(notes))
 
 
@@ -235,10 +236,7 @@ def _add_correct_counts(state: SearchState, total: CorrectCounts) -> SearchState
 
 
 def _is_phase_complete(state: SearchState, seen_before: tuple[str, ...]) -> bool:
-    """Return whether all devices seen so far have contributed, or the phase has used its rounds.
-
-    `seen_before` are the devices seen before the round.
-    """
+    """Return whether all devices, some seen before the round, have contributed, or the phase has used its rounds."""
     # The number of devices is unknown, so a phase can also end with a round that selects no new device.
     if state.subround >= state.params.head_rounds:
         return True
@@ -247,7 +245,7 @@ def _is_phase_complete(state: SearchState, seen_before: tuple[str, ...]) -> bool
 
 
 def _close_gather_or_validation(state: SearchState) -> SearchState:
-    """Solve the candidates after the moments are gathered, or choose the best one after the validation."""
+    """Return the state in the next phase: with solved candidates after "gather", or "done" after "validate"."""
     from fedquilt.models.stitching.search import ranking  # the wheel for boards lacks it
 
     if state.phase == "validate":
@@ -257,7 +255,7 @@ def _close_gather_or_validation(state: SearchState) -> SearchState:
     solved, counts = _solve_candidates(state), state.gathered.counts
     notes = [f"{len(solved)} candidates solved from {counts.sum():.0f} images of {len(state.heard)} devices"]
     if labels_without_examples := [label for label, count in zip(state.stock.labels, counts, strict=True) if not count]:
-        notes.append(f"no device has examples of {', '.join(labels_without_examples)}: never predicted")
+        notes.append(f"never predicted, because no device has examples: {', '.join(labels_without_examples)}")
     state = replace(state, phase="validate", candidates=solved, gathered=None, heard=(), subround=0)
     return replace(state, log=(*state.log, *notes))
 
@@ -287,7 +285,7 @@ def work(task: Task, site: ClientContext) -> ClientResult:
         case "validate":
             return moments.count_correct(msgspec.convert(task.params, moments.CountRequest), site)
         case phase:
-            raise ModelError(f"this agent does not support phase {phase!r} of a stitching job: update the agent")
+            raise ModelError(f"phase {phase!r} of a stitching job is unknown to this agent: update the agent")
 
 
 def check(task: Task, site: ClientContext) -> EvaluationSums:

@@ -41,7 +41,7 @@ class OrderedDropoutHooks:
 
     Args:
         plan: Dependencies between the network's units.
-        most: Width of the network that is trained, p_max.
+        max_width: Width of the network that is trained, p_max.
         widths: Widths to draw from, up to p_max.
         rng: Generator of the widths.
     """
@@ -51,11 +51,11 @@ class OrderedDropoutHooks:
         self.width = max_width  # of the current step
 
     def draw_width(self, module: Any) -> None:
-        """Draw the width p of the next step."""
+        """Draw the width p of the next step, and store it as `width`."""
         self.width = self._widths[int(self._rng.integers(len(self._widths)))]
 
     def insert_gates(self, module: Any) -> Any:
-        """Insert hooks that set dropped units to 0 before each layer, and return the module."""
+        """Return the module with hooks that set dropped units to 0 before each layer."""
         from torch.nn.modules.batchnorm import _BatchNorm
 
         from fedquilt.models.networks import traces
@@ -72,7 +72,7 @@ class OrderedDropoutHooks:
         return module
 
     def unit_mask(self, groups: tuple[str, ...], repeat: int) -> np.ndarray:
-        """Return a float32 mask of a layer's inputs: 1 for units in use, 0 for dropped units."""
+        """Return a float32 mask, (inputs,), with 1 for units in use. Each unit of `groups` has `repeat` inputs."""
         parts = []
         for name in groups:
             full_count = self._plan.widths.get(name)

@@ -29,7 +29,7 @@ class Params(ft_full.Params):
 
 
 def init(bundle: core.Bundle, params: Params, seed: int) -> fedrep.State:
-    """Split the bundle's network into frozen first layers and trained last layers.
+    """Return the first state: frozen first layers as devices' own tensors, and trained last layers as shared ones.
 
     Raises:
         ModelError: If the network has no last linear layer.
@@ -37,7 +37,7 @@ def init(bundle: core.Bundle, params: Params, seed: int) -> fedrep.State:
     initial = fedavg.init(bundle, params, seed)
     layers, head = initial.register.parameters_by_layer(), initial.register.find_classifier()
     if head is None:
-        raise core.ModelError("this network has no last linear layer: there is no classifier to fine-tune")
+        raise core.ModelError("the network has no last linear layer to fine-tune: choose another method")
     ordered_layers = [*(name for name in layers if name != head), head]
     trained_names = {
         entry.name for entry in initial.register.tensors if entry.layer in ordered_layers[-params.layers :]
@@ -57,7 +57,7 @@ def send(state: fedrep.State, device: core.DeviceView) -> core.TaskSpec | None:
 
 
 def work(task: core.Task, site: core.ClientContext) -> core.ClientResult:
-    """Train the last layers in the frozen network."""
+    """Train the last layers in the frozen network, and return a result that sends only the last layers."""
     model = site.load("model")
     start = {**site.load("own"), **model}
     client_result = local_training.train_from(

@@ -109,7 +109,7 @@ class State(NetworkState):
 
     @property
     def statistics(self) -> dict[str, np.ndarray]:
-        """Tensors that belong to no layer, at the job's start."""
+        """First values of the tensors that belong to no layer."""
         layer_names = {name for names in self.units.values() for name in names}
         return {name: array for name, array in self.model.items() if name not in layer_names}
 
@@ -136,7 +136,7 @@ def init(bundle: core.Bundle, params: Params, seed: int) -> State:
 
 
 def layer_units(register: TensorRegister) -> dict[str, tuple[str, ...]]:
-    """Return the parameters of each layer. A module around layers goes with the first layer in it.
+    """Return the parameter names of each layer. Parameters around layers belong to the first layer inside.
 
     A gain of one number would otherwise always have one of the smallest scores, and would be the last layer shared.
     """
@@ -233,7 +233,7 @@ def personal(task: core.Task, site: core.ClientContext) -> core.Tensors:
     """
     if not site.private_state:
         raise core.ModelError(
-            f"{site.device} has no model of its own of {task.job}: genefl gives a device one when it takes part"
+            f"{site.device} has no model of job {task.job}: with genefl a device has one after its first training"
         )
     return site.private_state
 
@@ -266,7 +266,7 @@ def _sample_examples(site: core.ClientContext, max_count: int) -> core.Examples:
 def _find_elastic_gene(
     task: core.Task, site: core.ClientContext, previous: core.Tensors, received: core.Tensors, bound_names: list[str]
 ) -> dict[str, np.ndarray]:
-    # Eq. 5 and 6: the device's value where the scaled Fisher value is below gamma, otherwise the cluster's.
+    """Return el of Eq. 6: the device's value where the scaled Fisher value is below gamma, else the cluster's."""
     if not (bound_names and task.params["elastic"]):
         return {name: previous[name] for name in bound_names}
     examples = _sample_examples(site, task.params["fisher_samples"])
@@ -281,6 +281,7 @@ def _find_elastic_gene(
 
 
 def _count_held_correct(task: core.Task, site: core.ClientContext, model: core.Tensors) -> dict[str, float]:
+    """Return the metrics "held_correct" and "held_examples", or {} without held-out examples."""
     evaluation = site.engine.evaluate(task.params["network"], model, site.held_out)
     metric = metrics.main_metric(evaluation)
     if metric is None:
@@ -292,7 +293,7 @@ def _count_held_correct(task: core.Task, site: core.ClientContext, model: core.T
 
 
 def fold(state: State, accumulator: GeneFLSums | None, update: core.DeviceUpdate) -> GeneFLSums:
-    """Add a learnGene to the sums of its cluster, or store a fingerprint.
+    """Return the sums with a learnGene added to its cluster's, or with a further fingerprint.
 
     Raises:
         UpdateError: If the update has a wrong number of layers, wrong tensors or an impossible accuracy.
@@ -300,10 +301,8 @@ def fold(state: State, accumulator: GeneFLSums | None, update: core.DeviceUpdate
     accumulator = accumulator or GeneFLSums({}, {}, {})
     cluster = state.assigned.get(update.device)
     if cluster is None:
-        bundle, other_fingerprints = (
-            update.bundles.get("fingerprint", {}),
-            (*state.centres, *state.fingerprints.values()),
-        )
+        bundle = update.bundles.get("fingerprint", {})
+        other_fingerprints = (*state.centres, *state.fingerprints.values())
         fingerprint = subspaces.validate_fingerprint(
             bundle, update.device, state.params["directions"], other_fingerprints
         )
@@ -311,7 +310,7 @@ def fold(state: State, accumulator: GeneFLSums | None, update: core.DeviceUpdate
     gene, key = update.bundles.get("gene", {}), str(cluster)
     layers = [layer for layer in state.shared if not state.initial_layers[layer].keys().isdisjoint(gene)]
     if len(layers) != state.size:
-        raise core.UpdateError(f"{update.device} sent {len(layers)} layers: {state.size} are expected")
+        raise core.UpdateError(f"{update.device} sent {len(layers)} layers instead of {state.size}")
     reference = {name: array for layer in layers for name, array in state.initial_layers[layer].items()}
     tensors.require_addable(gene, reference)
     correct, examples = (update.metrics.get(name, 0.0) for name in ("held_correct", "held_examples"))
@@ -331,7 +330,7 @@ def fold(state: State, accumulator: GeneFLSums | None, update: core.DeviceUpdate
 
 
 def step(state: State, total: GeneFLSums | None) -> State:
-    """Cluster the fingerprints (Eq. 12), or average layers by cluster (Eq. 10) and adapt L_t."""
+    """Return the state with clustered fingerprints (Eq. 12), or with mean layers by cluster (Eq. 10) and a new L_t."""
     if total is None:
         return state
     if state.phase == "fingerprint":
@@ -343,9 +342,8 @@ def step(state: State, total: GeneFLSums | None) -> State:
 
 def _cluster_fingerprints(state: State, total: GeneFLSums) -> State:
     shapes = [array.shape for array in (*state.fingerprints.values(), *total.fingerprints.values())]
-    usual_shape = max(
-        sorted(set(shapes)), key=shapes.count
-    )  # fingerprints of one round were not validated against each other
+    # Fingerprints of one round were not validated against each other.
+    usual_shape = max(sorted(set(shapes)), key=shapes.count)
     fingerprints = {
         k: v for k, v in sorted({**state.fingerprints, **total.fingerprints}.items()) if v.shape == usual_shape
     }
@@ -367,7 +365,7 @@ def _cluster_fingerprints(state: State, total: GeneFLSums) -> State:
 
 
 def _assign_to_clusters(state: State, fingerprints: Mapping[str, np.ndarray]) -> State:
-    # Eq. 12. The centre of a cluster is the mean of all its members.
+    """Return the state with new devices in the nearest cluster, whose centre moves to the members' mean (Eq. 12)."""
     centres, members, assigned = list(state.centres), list(state.members), dict(state.assigned)
     for device in sorted(fingerprints):
         assigned[device] = subspaces.assign_to_nearest(fingerprints[device], centres, members)
@@ -375,7 +373,7 @@ def _assign_to_clusters(state: State, fingerprints: Mapping[str, np.ndarray]) ->
 
 
 def _average_layers_by_cluster(state: State, total: GeneFLSums) -> State:
-    # Eq. 10. Layers without senders stay.
+    """Return the state with the mean of each cluster's received layers (Eq. 10). Other layers are unchanged."""
     clusters, genes = list(state.clusters), list(state.genes)
     for key, counts in total.counts.items():
         k, sums = int(key), total.totals[key]
@@ -393,7 +391,7 @@ def _average_layers_by_cluster(state: State, total: GeneFLSums) -> State:
 
 
 def _shrink_gene_if_accurate(state: State, total: GeneFLSums) -> State:
-    """Every `shrink_every` rounds, decrease L_t by one unless the accuracy has fallen."""
+    """Return the state after a round. Every `shrink_every` rounds, L_t falls by one unless the accuracy has fallen."""
     if not total.counts:
         return state  # no device trained
     examples = float(total.held_examples)
@@ -410,7 +408,7 @@ def _shrink_gene_if_accurate(state: State, total: GeneFLSums) -> State:
 
 
 def explain(state: State) -> list[str]:
-    """Return sentences on the fingerprints, or on the clusters and the layers that each shares."""
+    """Return sentences on the number of fingerprints, or on each cluster's size and shared layers."""
     if state.phase == "fingerprint":
         return [f"{len(state.fingerprints)} fingerprints so far"] if state.fingerprints else []
     sizes = f"{len(state.members)} clusters of {', '.join(map(str, state.members))} devices"

@@ -77,9 +77,7 @@ def init(bundle: core.Bundle, params: Params, seed: int) -> State:
     if params.masked:
         head = initial.register.find_classifier()
         if head is None:
-            raise core.ModelError(
-                "this network has no last linear layer, whose rows are the classes: set masked = false"
-            )
+            raise core.ModelError("the network has no last linear layer with a row for each class: set masked = false")
         initial.register.require_plain_weight(head)
     return initial
 
@@ -94,7 +92,7 @@ def initial_width_state(bundle: core.Bundle, params: Any, seed: int) -> State:
 
 
 def initial_statistics(state: State, parts: Mapping[float, TensorCut]) -> dict[str, dict[str, np.ndarray]]:
-    """Return the first batch norm statistics of each narrower part, cut from the network's own."""
+    """Return the first batch norm statistics of each narrower part by rate, cut from the whole network's."""
     names = [entry.name for entry in state.register.tensors if entry.normalises and entry.kind != "parameter"]
     return {
         f"{rate:g}": width_parts.cut_tensors(state.model, {name: places[name] for name in names})
@@ -107,12 +105,12 @@ def initial_statistics(state: State, parts: Mapping[float, TensorCut]) -> dict[s
 
 
 def leading_places(state: State, rate: float) -> TensorCut:
-    """Return the places of the leading units' entries at a rate."""
+    """Return the indices of the leading units in each tensor at a rate."""
     return width_parts.unit_indices_by_tensor(state.plan, state.model, width_parts.leading_units(state.plan, rate))
 
 
 def canonical_rate(widths: Collection[int], rates: Sequence[float], rate: float) -> float:
-    """Return the largest rate that leaves as many units in each group as `rate`."""
+    """Return the largest of `rates` and 1 that leaves as many units in each group (of `widths` units) as `rate`."""
 
     def unit_counts(rate: float) -> list[int]:
         return [width_parts.unit_count(width, rate) for width in widths]
@@ -127,7 +125,7 @@ def part_task_spec(
 
     Args:
         state: State of the whole network.
-        places: Places of the part's entries.
+        places: Indices of the part's units in each tensor.
         rate: Width of the part, above 0 and at most 1.
         replacements: Tensors that replace the network's, or None.
     """
@@ -145,7 +143,7 @@ def device_rate(state: State, device: core.DeviceView) -> float:
 
 
 def places_by_rate(state: State) -> dict[float, TensorCut]:
-    """Return the places of every part that can be sent, by rate."""
+    """Return the indices of the leading units in each tensor, by the rate of each part that can be sent."""
     rates, widths = state.params["rates"], state.plan.widths.values()
     return {
         rate: leading_places(state, rate) for rate in sorted({canonical_rate(widths, rates, rate) for rate in rates})
@@ -204,10 +202,10 @@ def require_sent_model(update: core.DeviceUpdate) -> Mapping[str, Any]:
     """Return the model in an update.
 
     Raises:
-        UpdateError: If there is none.
+        UpdateError: If the update has no bundle "model".
     """
     if "model" not in update.bundles:
-        raise core.UpdateError(f"{update.device} sent no model")
+        raise core.UpdateError(f"{update.device} sent no bundle 'model'")
     return update.bundles["model"]
 
 
@@ -221,7 +219,7 @@ def update_schema(state: State) -> core.UpdateSchema:
 
 
 def fold(state: State, accumulator: HeteroFLSums | None, update: core.DeviceUpdate) -> HeteroFLSums:
-    """Add a device's part to the sums, without classifier rows of classes that the device lacks."""
+    """Return the sums with a device's part added, without classifier rows of classes that the device lacks."""
     model = require_sent_model(update)
     rows = reported_classes(state, update) if state.params.get("masked") else None
     return add_part(state, accumulator, model, places_by_rate(state), update.weight, rows)
@@ -235,15 +233,15 @@ def add_part(
     weight: float,
     rows: np.ndarray | None = None,
 ) -> HeteroFLSums:
-    """Add a device's part to the sums of a round.
+    """Return the sums of a round with a device's part added.
 
     Args:
         state: State of the whole network, with each part's statistics.
         accumulator: Sums of the round, or None before the first update.
         part: Tensors of the update.
-        parts: Places that may have been sent, by rate.
+        parts: Indices of each part that may have been sent, by rate.
         weight: Weight of the device in the mean.
-        rows: Rows of the classifier that count, or None for all.
+        rows: Rows of the classifier to add, or None for all.
 
     Raises:
         UpdateError: If the tensors fit none of the parts, or are not finite.
@@ -287,7 +285,7 @@ def reported_classes(state: State, update: core.DeviceUpdate) -> np.ndarray:
 
 
 def step(state: State, total: HeteroFLSums | None) -> State:
-    """Average each entry over the devices that sent it (Eq. 2-5), and each width's statistics."""
+    """Return the state with the mean of each entry over its senders (Eq. 2-5), and of each width's statistics."""
     if total is None:
         return state
     widths = {key: width_parts.average_entries(state.widths[key], sums) for key, sums in total.widths.items()}

@@ -29,7 +29,7 @@ def init(bundle: core.Bundle, params: Any, seed: int) -> State:
 
 
 def work(task: core.Task, site: core.ClientContext) -> core.ClientResult:
-    """Train the device's own model further. No tensors are sent."""
+    """Train the device's own model, and return a result without tensors to send."""
     client_result = local_training.train_from(task, site, personal(task, site))
     return replace(client_result, bundles={}, private_state=client_result.bundles["model"])
 
@@ -48,20 +48,19 @@ def personal(task: core.Task, site: core.ClientContext) -> core.Tensors:
 
 
 def fold(state: State, accumulator: int | None, update: core.DeviceUpdate) -> int:
-    """Count an update.
+    """Return the number of updates in the round.
 
     Raises:
         UpdateError: If the update contains tensors.
     """
     if update.bundles:
-        raise core.UpdateError(
-            f"{update.device} sent {', '.join(sorted(update.bundles))}: this method sends no tensors"
-        )
+        bundles = ", ".join(sorted(update.bundles))
+        raise core.UpdateError(f"{update.device} sent the bundles {bundles}, but the method 'local' sends none")
     return (accumulator or 0) + 1
 
 
 def step(state: State, total: int | None) -> State:
-    """Count the round if any device trained."""
+    """Return the state with the round counted, if any device trained."""
     return replace(state, rounds=state.rounds + 1) if total else state
 
 

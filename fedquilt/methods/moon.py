@@ -44,7 +44,7 @@ class ContrastiveHooks:
         self._representation: Any = None  # (n, features) that entered the last linear layer in the last forward pass
 
     def prepare(self, module: Any) -> Any:
-        """Add a hook that records the classifier's input, and return the module."""
+        """Return the module with a hook that records the classifier's input."""
         module.get_submodule(self._head).register_forward_pre_hook(self._record_input)
         return module
 
@@ -58,7 +58,7 @@ class ContrastiveHooks:
         names_by_alias = traces.state_names_by_alias(module)
         z, training_modes = self._representation, [(submodule, submodule.training) for submodule in module.modules()]
         other_z = []
-        module.eval()  # the two anchor models are not trained: no statistics change, and no dropout
+        module.eval()  # forward passes of the anchors must not change statistics or use dropout
         with torch.no_grad():
             for anchor in ("start", "previous"):
                 anchor_tensors = {place: anchors[anchor][name] for place, name in names_by_alias.items()}
@@ -82,7 +82,7 @@ def init(bundle: Bundle, params: Params, seed: int) -> NetworkState:
     """
     initial = fedavg.init(bundle, params, seed)
     if initial.register.find_classifier() is None:
-        raise ModelError("this network has no last linear layer: MOON compares the inputs of that layer")
+        raise ModelError("the network has no last linear layer, whose inputs MOON compares: choose another method")
     return initial
 
 
@@ -94,7 +94,7 @@ def send(state: NetworkState, device: DeviceView) -> TaskSpec:
 
 
 def work(task: Task, site: ClientContext) -> ClientResult:
-    """Train with the contrastive loss if there is a previous model, and keep the new model."""
+    """Train with the contrastive loss if there is a previous model, and store the new model on the device."""
     hooks = Hooks()
     if site.private_state:
         contrastive = ContrastiveHooks(task.params["mu"], task.params["temperature"], task.params["head"])

@@ -33,12 +33,12 @@ class Params(fedavg.Params):
 
 
 def convolution_weights(initial: NetworkState) -> list[str]:
-    """Return the weight names of convolutions larger than 1x1 or, without any, of linear layers.
+    """Return the weight names of convolutions larger than 1x1 or, if there are none, of matrices except the head's.
 
-    Matrices of attention and recurrent layers count as weights of linear layers.
+    The order is that of the calls in the network. Matrices are weights of linear, attention and recurrent layers.
 
     Raises:
-        ModelError: If there are neither, or only the head's.
+        ModelError: If there are neither convolutions nor matrices.
     """
     register, model = initial.register, initial.model
     trained_names = register.sort_by_call_order(initial.trained_names())
@@ -54,7 +54,7 @@ def convolution_weights(initial: NetworkState) -> list[str]:
             if types[name] in MATRIX_MODULES and model[name].ndim == 2 and name not in head_names
         ]
     if not weight_names:
-        raise ModelError("this network has no convolutions and one linear layer: there is no part of it to share")
+        raise ModelError("the network has no convolutions and only one linear layer: choose another method")
     return weight_names
 
 
@@ -64,7 +64,7 @@ def last_weights(initial: NetworkState, count: int) -> set[str]:
 
 
 def init(bundle: Bundle, params: Params, seed: int) -> fedrep.State:
-    """Split the bundle's network: the last convolutions and all statistics stay on the devices."""
+    """Return the first state, with the last convolutions and all statistics as devices' own tensors."""
     initial = fedavg.init(bundle, params, seed)
     shared = set(initial.trained_names()) - last_weights(initial, params.layers)
     return fedrep.split_state(initial, initial.model.keys() - shared)

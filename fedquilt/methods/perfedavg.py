@@ -39,7 +39,7 @@ class Params(fedavg.Params):
         super().__post_init__()
         self.require_plain_steps("Per-FedAvg reverses a step by its length")
         if self.optimizer != "sgd" or self.momentum or self.clip:
-            raise ValueError("Per-FedAvg reverses its first step: it requires sgd, no momentum and no clip")
+            raise ValueError("Per-FedAvg reverses its first step: set optimizer = 'sgd', momentum = 0 and clip = 0")
 
 
 class MetaStep:
@@ -76,7 +76,7 @@ def send(state: NetworkState, device: DeviceView) -> TaskSpec:
 
 
 def work(task: Task, site: ClientContext) -> ClientResult:
-    """Take both steps on every mini-batch, or train as in FedAvg if alpha is 0."""
+    """Train with both steps on every mini-batch, or as in FedAvg if alpha is 0."""
     if not task.params["alpha"]:
         return fedavg.work(task, site)
     received, meta_step = site.load("model"), MetaStep(task.params["alpha"], local_training.fit_from_task(task).lr)
@@ -86,7 +86,7 @@ def work(task: Task, site: ClientContext) -> ClientResult:
 
 
 def check(task: Task, site: ClientContext) -> EvaluationSums:
-    """Adapt the received model to the device's examples and evaluate the adapted model."""
+    """Evaluate the received model on the held-out examples, after its adaptation to the device's examples."""
     model, alpha, epochs = site.load("model"), task.params["alpha"], task.params["adapt_epochs"]
     if alpha and epochs and len(site.train):
         fit = replace(local_training.fit_from_task(task), lr=alpha, epochs=epochs)

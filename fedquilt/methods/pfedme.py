@@ -44,9 +44,9 @@ class Params(fedavg.Params):
         super().__post_init__()
         self.require_plain_steps("pFedMe requires steps of theta of equal length")
         if self.optimizer != "sgd" or self.momentum:
-            raise ValueError("theta is found by plain gradient steps: pFedMe requires sgd and no momentum")
+            raise ValueError("pFedMe finds theta by plain gradient steps: set optimizer = 'sgd' and momentum = 0")
         if self.lr * self.pull >= 2 or self.outer_lr * self.pull >= 2:
-            raise ValueError("lr and outer_lr times pull have to be below 2: otherwise theta or w diverges")
+            raise ValueError("lr * pull and outer_lr * pull must be below 2, because theta or w diverges otherwise")
 
 
 class MoreauEnvelope:
@@ -100,19 +100,19 @@ def work(task: Task, site: ClientContext) -> ClientResult:
 
 
 def validate_update(state: NetworkState, update: DeviceUpdate) -> None:
-    """Validate an update as in FedAvg, and its weight, which is 1 for every device."""
+    """Raise UpdateError if an update is invalid for FedAvg, or its weight is not 1."""
     local_training.require_unit_weight(update)
     fedavg.validate_update(state, update)
 
 
 def fold(state: NetworkState, accumulator: WeightedSums | None, update: DeviceUpdate) -> WeightedSums:
-    """Add an update to the sums, with the same weight for every device."""
+    """Return the sums with an update added in place, with weight 1. Raise UpdateError if it is invalid."""
     validate_update(state, update)
     return fedavg.fold(state, accumulator, update)
 
 
 def step(state: NetworkState, total: WeightedSums | None) -> NetworkState:
-    """Move the global model by beta towards the mean of the devices' w."""
+    """Return the state with the global model moved by beta towards the mean of the devices' w."""
     if total is None or total.weight == 0:
         return state
     model, beta = total.mean(), state.params["beta"]

@@ -41,11 +41,7 @@ from fedquilt.models import local_training
 from fedquilt.models.local_training import NetworkState
 
 BLOCK_VALUES: Final = 1 << 16  # values of a tensor that are read from all updates at once
-RULES_WITH_ATTACKERS = (
-    "trimmed_mean",
-    "krum",
-    "multi_krum",
-)  # rules that leave out as many updates as there may be attackers
+RULES_WITH_ATTACKERS = ("trimmed_mean", "krum", "multi_krum")  # rules that leave out updates of assumed attackers
 
 
 def assumed_attackers(share: float, updates: int) -> int:
@@ -68,12 +64,12 @@ class Params(fedavg.Params):
         if not self._tolerates(self.most):
             f, rows = assumed_attackers(self.attackers, self.most), "updates" if self.bucket == 1 else "buckets"
             raise ValueError(
-                f"most = {self.most}, bucket = {self.bucket}, attackers = {self.attackers:g}: {self.rule} requires "
-                f"more than {'2 f + 2' if 'krum' in self.rule else '2 f'} {rows}, and f is {f} here"
+                f"most = {self.most}, bucket = {self.bucket}, attackers = {self.attackers:g} allow no round: "
+                f"{self.rule} requires more than {'2 f + 2' if 'krum' in self.rule else '2 f'} {rows}, with f = {f}"
             )
 
     def minimum_updates(self) -> int:
-        """Return the fewest updates with which the rule tolerates the assumed attackers."""
+        """Return the smallest number of updates with which the rule always tolerates the assumed attackers."""
         return 1 + max((count for count in range(self.most) if not self._tolerates(count)), default=0)
 
     def _tolerates(self, updates: int) -> bool:
@@ -97,18 +93,18 @@ class CollectedUpdates:
     round: int = 0
 
     def left_out_note(self, noun: str) -> list[str]:
-        """Return one sentence if any updates were left out, otherwise none."""
+        """Return a sentence if any updates were left out, or []."""
         if not self.left_out:
             return []
-        return [f"{self.left_out} {noun} beyond the {len(self.updates)} held at once were left out"]
+        return [f"{self.left_out} {noun} were left out, because at most {len(self.updates)} are compared"]
 
 
 def collect_update(
     collected: CollectedUpdates | None, update: DeviceUpdate, name: str, reference: Tensors, max_updates: int, seed: int
 ) -> CollectedUpdates:
-    """Add an update's bundle. Beyond `max_updates` updates, a draw by `seed` decides which stay.
+    """Return the collected updates with a bundle of an update added.
 
-    The draw does not depend on the order of arrival.
+    Beyond `max_updates` updates, a draw by `seed` decides which are kept, whatever the order of arrival.
 
     Raises:
         UpdateError: If a tensor's name, shape or type differs from `reference`, or a number is out of range.
@@ -126,27 +122,27 @@ def collect_update(
 
 
 def init(bundle: Bundle, params: Any, seed: int) -> State:
-    """Return the first state. The seed draws the updates that count, and the buckets."""
+    """Return FedAvg's first state with the seed, which draws the kept updates and the buckets."""
     return State(**vars(fedavg.init(bundle, params, seed)), seed=seed)
 
 
 def fold(state: State, collected: CollectedUpdates | None, update: DeviceUpdate) -> CollectedUpdates:
-    """Collect an update, for up to `most` devices in a round."""
+    """Return the collected updates with an update added, for up to `most` devices in a round."""
     return collect_update(collected, update, "model", state.model, state.params["most"], state.seed)
 
 
 def step(state: State, total: CollectedUpdates | None) -> State:
-    """Replace the model by the rule's aggregate, or keep it if the updates are too few for the rule."""
+    """Return the state with the rule's aggregate, or with the old model if there are too few updates for the rule."""
     if total is None:
         return state
     devices, rule, size = sorted(total.updates), state.params["rule"], state.params["bucket"]
     f = assumed_attackers(state.params["attackers"], len(devices))
     notes = total.left_out_note("updates")
     if not tolerates_attackers(rule, len(devices), f, size):
-        too_few = f"{len(devices)} updates are too few for {rule} with {f} attackers: the round changed nothing"
+        too_few = f"{len(devices)} updates are too few for {rule} with {f} attackers: the model is unchanged"
         return replace(state, told=(*notes, too_few))
     if rule in RULES_WITH_ATTACKERS and state.params["attackers"] and not f:
-        notes.append(f"{len(devices)} updates are too few for an attacker among them: {rule} left none out")
+        notes.append(f"{rule} left no update out, because {len(devices)} updates are too few to assume an attacker")
     groups = None
     if size > 1:
         groups = draw_buckets(len(devices), size, tensors.seeded_rng(state.seed, "buckets", total.round))
@@ -162,7 +158,7 @@ def step(state: State, total: CollectedUpdates | None) -> State:
 def _aggregate_by_rule(
     state: State, rows: UpdateRows, names: list[str], f: int, row_names: list[str]
 ) -> tuple[dict[str, np.ndarray], list[str]]:
-    """Return the rule's aggregate, and at most one sentence on shortened changes or chosen updates."""
+    """Return the rule's aggregate of the named tensors, and a sentence on clipped changes or chosen updates, or []."""
     rule, radius = state.params["rule"], state.params["radius"]
     if rule == "trimmed_mean":
         return trimmed_mean(rows, names, f), []
@@ -173,11 +169,11 @@ def _aggregate_by_rule(
         radius = radius or float(np.median(lengths))
         clipped_count = int((lengths > radius).sum())
         changes = f"{clipped_count} of {len(rows)} changes"
-        note = f"{changes} were shortened to {radius:.3g}, the longest from {lengths.max():.3g}"
+        note = f"{changes} were clipped to the norm {radius:.3g}, the largest from {lengths.max():.3g}"
         return clipped_mean(rows, names, state.model, lengths, radius), [note] if clipped_count else []
     count = 1 if rule == "krum" else len(rows) - f
     best = sorted(np.argsort(krum_scores(rows, names, f), kind="stable")[:count].tolist())
-    return mean_of_rows(rows, names, best), [f"{rule} took {', '.join(row_names[index] for index in best)}"]
+    return mean_of_rows(rows, names, best), [f"{rule} chose {', '.join(row_names[index] for index in best)}"]
 
 
 # -- aggregates of the rules ----------------------------------------------------------------------
@@ -198,7 +194,7 @@ class UpdateRows:
         return len(self.updates if self._groups is None else self._groups)
 
     def empty_arrays(self, names: Collection[str]) -> dict[str, np.ndarray]:
-        """Return an uninitialised array for each of the names."""
+        """Return an uninitialised array of each named tensor's shape and type."""
         return {name: np.empty(self.updates[0][name].shape, self.updates[0][name].dtype) for name in names}
 
     def iterate_blocks(self, name: str) -> Iterator[tuple[slice, np.ndarray]]:
@@ -247,14 +243,14 @@ def mean_of_rows(rows: UpdateRows, names: Collection[str], row_indices: Sequence
 
 
 def krum_scores(rows: UpdateRows, names: Collection[str], f: int) -> np.ndarray:
-    """Return each row's sum of squared distances to its rows - f - 2 nearest neighbours, (rows,)."""
+    """Return each row's sum of squared distances to its `len(rows) - f - 2` nearest rows, (rows,)."""
     count = len(rows)
     distances = np.zeros((count, count))
     for name in names:
         for _, block in rows.iterate_blocks(name):
             for i in range(1, count):
                 distances[i, :i] += np.square(block[:i] - block[i]).sum(axis=1)
-    near: np.ndarray = np.sort(distances + distances.T, axis=1)[:, 1 : count - f - 1]  # the first is to itself
+    near: np.ndarray = np.sort(distances + distances.T, axis=1)[:, 1 : count - f - 1]  # without the row itself
     return near.sum(axis=1)
 
 
@@ -290,7 +286,7 @@ def clipped_mean(
 
 
 def draw_buckets(count: int, size: int, rng: np.random.Generator) -> list[list[int]]:
-    """Draw groups of `size` indices without replacement."""
+    """Return the indices below `count` in random groups of `size`. The last group may be smaller."""
     shuffled = rng.permutation(count).tolist()
     return [sorted(shuffled[start : start + size]) for start in range(0, count, size)]
 

@@ -36,7 +36,7 @@ from fedquilt.models.local_training import NetworkState
 
 TOPK: Final = (
     "SCAFFOLD computes each device's mean gradient from the change of its whole model, and this codec "
-    "sends a few entries at a time: take 'int8', 'fp16' or 'raw', or another method"
+    "sends a few entries at a time: choose 'int8', 'fp16' or 'raw', or another method"
 )
 
 
@@ -54,9 +54,7 @@ class Params(fedavg.Params):
         super().__post_init__()
         self.require_plain_steps("SCAFFOLD divides a device's change by K eta_l")
         if self.optimizer != "sgd" or self.momentum:
-            raise ValueError(
-                "control variates are differences of plain gradients: SCAFFOLD requires sgd and no momentum"
-            )
+            raise ValueError("SCAFFOLD computes control variates from plain gradients: set 'sgd' and momentum = 0")
 
 
 @dataclass(frozen=True)
@@ -97,10 +95,8 @@ def work(task: core.Task, site: core.ClientContext) -> core.ClientResult:
         correct_gradient=lambda gradient, value, anchors: gradient + anchors["shift"], anchors={"shift": shift}
     )
     client_result = local_training.train_from(task, site, received, correction)
-    model, k_eta = (
-        client_result.bundles["model"],
-        client_result.metrics["steps"] * local_training.fit_from_task(task).lr,
-    )
+    model = client_result.bundles["model"]
+    k_eta = client_result.metrics["steps"] * local_training.fit_from_task(task).lr
     new_control = {name: (received[name] - model[name]) / np.float32(k_eta) - shift[name] for name in control}
     return replace(
         client_result,
@@ -111,7 +107,7 @@ def work(task: core.Task, site: core.ClientContext) -> core.ClientResult:
 
 
 def validate_site_sums(state: State, total: ScaffoldSums, weight: float) -> None:
-    """Validate the sums of a site before they are merged."""
+    """Raise UpdateError unless the sums can be those of a site's devices with this total weight."""
     fedavg.validate_site_sums(state, total, weight)
     exact_sums.require_valid_sums(total.slopes, state.control, weight)
     if not 0 <= total.new_devices <= weight:
@@ -119,19 +115,17 @@ def validate_site_sums(state: State, total: ScaffoldSums, weight: float) -> None
 
 
 def validate_update(state: State, update: core.DeviceUpdate) -> None:
-    """Validate an update as in FedAvg, its steps, and whether the device is new."""
+    """Raise UpdateError if an update is invalid for FedAvg, or its steps, weight or metric "new" are."""
     is_new = update.metrics.get("new")
     if is_new not in (0.0, 1.0):
-        raise core.UpdateError(
-            f"{update.device} does not say whether it takes part for the first time (new = {is_new})"
-        )
+        raise core.UpdateError(f"{update.device} reports the metric new = {is_new} instead of 0 or 1")
     local_training.reported_steps(update)
     local_training.require_unit_weight(update)
     fedavg.validate_update(state, update)
 
 
 def fold(state: State, accumulator: ScaffoldSums | None, update: core.DeviceUpdate) -> ScaffoldSums:
-    """Add an update's model to the sums in place, with its mean gradient (x - y) / (K eta_l)."""
+    """Return the sums with an update's model and mean gradient (x - y) / (K eta_l) added in place."""
     validate_update(state, update)
     k_eta = local_training.reported_steps(update) * local_training.learning_rate(state.params, update.round)
     accumulator = accumulator or ScaffoldSums()
@@ -148,15 +142,13 @@ def fold(state: State, accumulator: ScaffoldSums | None, update: core.DeviceUpda
 
 
 def step(state: State, total: ScaffoldSums | None) -> State:
-    """Average the models and update the server's control variate c (Algorithm 1)."""
+    """Return the state with the models' mean and a new server control variate c (Algorithm 1)."""
     if total is None or total.weight == 0:
         return state
     # A restored coordinator may have lost devices that still have their c_i, and report that they are not new.
     device_count = max(state.known + total.new_devices, math.ceil(total.weight))
-    devices_before, devices_after = (
-        max(state.known, state.params["devices"]),
-        max(device_count, state.params["devices"]),
-    )
+    devices_before = max(state.known, state.params["devices"])
+    devices_after = max(device_count, state.params["devices"])
     weight, server_lr, shapes = total.weight, state.params["server_lr"], tensors.tensor_shapes(state.model)
     model, control = {}, {}
     for name in state.control:

@@ -49,7 +49,7 @@ class ProtobufReader:
         for number, wire, value in self._read_fields(data, description):
             field = schema.get(number)
             if field is None:
-                raise ProtobufError(f"{description} has field {number}, which is not expected there")
+                raise ProtobufError(f"{description} has unknown field {number}")
             name, kind = field
             if wire not in _WIRES[kind]:
                 raise ProtobufError(f"{description}: field {name!r} has wire type {wire}")
@@ -64,7 +64,7 @@ class ProtobufReader:
         while position < end:
             self.remaining_fields -= 1
             if self.remaining_fields < 0:
-                raise ProtobufError("more fields than a graph of a network has")
+                raise ProtobufError(f"the file has more than {MAX_FIELDS} fields")
             tag, position = _read_varint(data, position, description)
             number, wire = tag >> 3, tag & 7
             value: int | memoryview
@@ -78,12 +78,13 @@ class ProtobufReader:
                 else:
                     raise ProtobufError(f"{description} has wire type {wire}")
                 if size > end - position:
-                    raise ProtobufError(f"{description} is cut short")
+                    raise ProtobufError(f"{description} is truncated")
                 value, position = data[position : position + size], position + size
             yield number, wire, value
 
 
 def _read_varint(data: memoryview, position: int, description: str) -> tuple[int, int]:
+    """Return the number at a position, and the position after the number."""
     value = shift = 0
     while position < len(data) and shift < 70:
         byte = data[position]
@@ -92,7 +93,7 @@ def _read_varint(data: memoryview, position: int, description: str) -> tuple[int
         if byte < 0x80:
             return value & 0xFFFF_FFFF_FFFF_FFFF, position
         shift += 7
-    raise ProtobufError(f"{description} is cut short")
+    raise ProtobufError(f"{description} is truncated")
 
 
 def encode_message(
@@ -104,7 +105,7 @@ def encode_message(
         if name not in fields:
             continue
         if kind not in ("int", "ints", "bytes", "many"):
-            raise ProtobufError(f"{name} is of the kind {kind}, which is not written")
+            raise ProtobufError(f"{name} has kind {kind}, which cannot be encoded")
         for value in fields[name]:
             if isinstance(value, int):
                 encoded.append(_encode_varint(number << 3 | _VARINT) + _encode_varint(value))
@@ -124,12 +125,14 @@ def _encode_varint(value: int) -> bytes:
 
 
 def to_signed(value: int | memoryview) -> int:
+    """Return a number read from a file as signed 64-bit integer, or raise ProtobufError for bytes."""
     if not isinstance(value, int):
-        raise ProtobufError("bytes where a number is expected")
+        raise ProtobufError("a field has bytes instead of a number")
     return value - (1 << 64) if value >= 1 << 63 else value
 
 
 def decode_ints(values: list[int | memoryview], max_count: int, description: str) -> list[int]:
+    """Return the signed numbers of a field of kind "ints", or raise ProtobufError for more than `max_count`."""
     numbers: list[int] = []
     for value in values:
         if isinstance(value, int):
@@ -145,7 +148,7 @@ def decode_ints(values: list[int | memoryview], max_count: int, description: str
 
 
 def decode_text(values: list[int | memoryview] | None, max_bytes: int, description: str) -> str:
-    """Return a field of kind "bytes" as text, or "" if absent."""
+    """Return a field of kind "bytes" as text, "" if absent, or raise ProtobufError beyond `max_bytes`."""
     if not values:
         return ""
     (value,) = values
@@ -221,9 +224,9 @@ TENSOR_TYPE: Final = _schema("1 elem_type int, 2 shape bytes")
 SHAPE: Final = _schema("1 dim many")
 DIM: Final = _schema("1 dim_value int, 2 dim_param bytes, 3 denotation bytes")
 
-_TENSORS_FIX: Final = "export a network that takes and gives tensors of numbers alone"
+_TENSORS_FIX: Final = "export a network whose inputs and outputs are only numeric tensors"
 FORBIDDEN_FIELDS: Final[Mapping[str, str]] = {
-    "functions": "inline them, `onnx.inliner.inline_local_functions` does",
+    "functions": "inline them with `onnx.inliner.inline_local_functions`",
     "training_info": "export the network for inference",
     "sparse_initializer": "export dense weights",
     "string_data": _TENSORS_FIX,
@@ -251,7 +254,7 @@ RUNTIMES: Final[Mapping[tuple[int, int], Versions]] = {
 
 
 def explain_unsupported(graph: Versions, libraries: Mapping[str, str]) -> str:
-    """Return the reason why a device's ONNX Runtime cannot load a graph, or "" if loadable or unknown."""
+    """Return why the ONNX Runtime among a device's libraries cannot load a graph, or "" if it can or is unknown."""
     installed = {}
     for name in ("onnxruntime", "onnxruntime-gpu"):
         if numbers := re.match(r"(\d{1,4})\.(\d{1,4})", libraries.get(name, "")):
@@ -263,7 +266,7 @@ def explain_unsupported(graph: Versions, libraries: Mapping[str, str]) -> str:
     if graph[0] <= opset and graph[1] <= ir_version:
         return ""
     return (
-        f"{installed[release]} loads opset {opset} and IR version {ir_version} at most, and the model has opset "
-        f"{graph[0]} and IR version {graph[1]}: export it with opset_version={min(graph[0], opset)} and that IR "
-        "version, or install a newer ONNX Runtime there"
+        f"{installed[release]} supports opset {opset} and IR version {ir_version} at most, but the model has opset "
+        f"{graph[0]} and IR version {graph[1]}: export it with opset_version={min(graph[0], opset)} and IR version "
+        f"{min(graph[1], ir_version)}, or install a newer ONNX Runtime on the device"
     )

@@ -4,8 +4,8 @@ ONNX Runtime up to 1.23.2 (in JetPack 6) reads any file that a graph names as it
 graph may also call operators without end, or declare sizes beyond any memory. Permitted are only:
 
 - operators in OPERATORS, without functions, sequences, strings, sparse tensors and loops,
-- weights inside the graph, or in a regular file beside it that is named by its sha256,
-- tensors with as many bytes as are present, and bounded nodes, texts, nesting and declared sizes.
+- weights inside the graph, or in a regular file in the graph's folder that is named by its sha256,
+- tensors whose size equals that of their data, and bounded nodes, texts, nesting and declared sizes.
 
 Sizes computed at run time are not checked, and are limited by the task's memory budget. The file is parsed by
 `fedquilt.onnx.file_format`, because devices need not have the `onnx` package.
@@ -72,7 +72,7 @@ _INT64, _FLOAT, _BFLOAT16 = 7, 1, 16
 _DIGEST: Final = re.compile(r"[0-9a-f]{64}")
 
 Fields: TypeAlias = Mapping[str, list[int | memoryview]]
-FileSize: TypeAlias = Callable[[str], int]  # file name beside the graph -> size in bytes, or ModelError
+FileSize: TypeAlias = Callable[[str], int]  # name of a file in the graph's folder -> bytes; raises ModelError
 
 Shape: TypeAlias = tuple[int | None, ...] | None
 """Declared shape, or None for an unknown number of axes. An axis of unknown size is None."""
@@ -85,6 +85,7 @@ class GraphValue(NamedTuple):
 
 
 def fits_shape(shape: Sequence[int], pattern: Shape) -> bool:
+    """Return whether a shape agrees with a declared shape, in which unknown sizes agree with any size."""
     return pattern is None or (
         len(shape) == len(pattern) and all(size in (None, axis) for axis, size in zip(shape, pattern, strict=True))
     )
@@ -111,16 +112,17 @@ class CheckedGraph:
         return None if shape is None else shape[1:]
 
     def require_batched_examples(self) -> None:
+        """Raise ModelError unless the graph has one input and one output, and the input's first axis is a batch."""
         for values, side, verb in ((self.inputs, "input", "feeds"), (self.outputs, "output", "reads")):
             if len(values) != 1:
                 names = ", ".join(repr(value.name[:40]) for value in values[:6]) or "none"
                 raise ModelError(
-                    f"the graph has {len(values)} {side}s ({names}), and fedquilt {verb} one: export a network with "
+                    f"the graph has {len(values)} {side}s ({names}), but fedquilt {verb} one: export a network with "
                     f"one {side}, and make other {side}s constants or leave them out"
                 )
             if values[0].kind == _BFLOAT16:
                 value_text = f"{side} {values[0].name[:80]!r}"
-                raise ModelError(f"{value_text} is bfloat16, which has no type in numpy: export it with float32")
+                raise ModelError(f"{value_text} is bfloat16, which numpy does not support: export it with float32")
         ((name, _, shape),) = self.inputs
         if shape == ():
             raise ModelError(f"input {name[:80]!r} is a single number: export it with a batch as its first axis")
@@ -132,16 +134,18 @@ class CheckedGraph:
 
 
 def check_file(path: Path) -> CheckedGraph:
-    """Check an ONNX file and its external weights, and require batched examples. Errors omit the graph's name."""
+    """Return the checked graph of an ONNX file with batched examples, or raise ModelError without the file's name."""
     folder = path.parent
 
     def file_size(name: str) -> int:
         try:
             info = (folder / name).lstat()
         except OSError as error:
-            raise ModelError(f"its weights {name[:12]} are not beside it: {error.strerror}") from None
+            raise ModelError(
+                f"weights file {name[:12]} cannot be read in the graph's folder: {error.strerror}"
+            ) from None
         if not stat.S_ISREG(info.st_mode):
-            raise ModelError(f"its weights {name[:12]} are a link or no file: a graph reads only what lies beside it")
+            raise ModelError(f"weights file {name[:12]} is a link or not a file: copy the file into the graph's folder")
         return info.st_size
 
     checked = check_bytes(map_file(path), file_size)
@@ -150,27 +154,32 @@ def check_file(path: Path) -> CheckedGraph:
 
 
 def map_file(path: Path) -> memoryview:
-    """Map an ONNX file into memory. Errors omit the name of the file."""
+    """Return the bytes of an ONNX file, mapped into memory, or raise ModelError, whose text omits the file's name."""
     try:
         with path.open("rb") as file:
             length = file.seek(0, 2)
             if not 0 < length <= MAX_FILE_BYTES:
-                raise ModelError(f"it has {length} bytes, and an ONNX file has 1 to {MAX_FILE_BYTES}")
+                raise ModelError(f"the file has {length} bytes, but an ONNX file has 1 to {MAX_FILE_BYTES}")
             return memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
     except OSError as error:
-        raise ModelError(f"it cannot be read: {error.strerror}; name a file of `fedquilt model export`") from None
+        raise ModelError(
+            f"the file cannot be read ({error.strerror}): name a file of `fedquilt model export`"
+        ) from None
 
 
 def check_bytes(data: bytes | memoryview, size: FileSize | None = None) -> CheckedGraph:
-    """Check a graph in memory. `size` returns the size of a file beside the graph."""
+    """Return the checked graph of an ONNX file in memory, or raise ModelError.
+
+    `size` returns the size of a file with weights. Without it, no such files are permitted.
+    """
     try:
         return _GraphCheck(size or _refuse_file).check_model(memoryview(data))
     except ProtobufError as error:
-        raise ModelError(f"it is no ONNX file as fedquilt writes them: {error}") from None
+        raise ModelError(f"the file is not a valid ONNX file ({error}): export the model again") from None
 
 
 def _refuse_file(name: str) -> int:
-    raise ModelError("its weights are in a file, and it has none beside it")
+    raise ModelError("the graph has weights in another file: export it with its weights in one file")
 
 
 @dataclass
@@ -184,17 +193,16 @@ class _GraphCheck:
         model = self._read_message(data, MODEL, "the model")
         metadata = _read_unique_entries(self.reader, model, "metadata_props", MAX_METADATA_BYTES)
         if len(graphs := _bytes_fields(model, "graph")) != 1:
-            raise ModelError("it holds no graph")
+            raise ModelError("the file has no graph: export the model again")
         activation_text = metadata.get("activation_bytes")
         if activation_text is not None and not re.fullmatch(r"[0-9]{1,15}", activation_text):
-            raise ModelError(
-                f"its metadata say activation_bytes = {activation_text[:40]!r}, and a number of bytes is expected"
-            )
+            problem = f"activation_bytes = {activation_text[:40]!r} in the metadata is not a number of bytes"
+            raise ModelError(f"{problem}: export the model again")
         weight_bytes, inputs, outputs = self.check_graph(graphs[0], 0, ChainMap())
         opsets = [self._read_opset(opset) for opset in _bytes_fields(model, "opset_import", MAX_LIST)]
         domains = [domain[:80] for domain, _ in opsets]
         if "" not in domains or len(set(domains)) != len(domains):
-            raise ModelError(f"it imports the operator sets {domains[:6]}: import ONNX's own (''), and each set once")
+            raise ModelError(f"the graph imports operator sets {domains[:6]}: import ONNX's own (''), and each once")
         return CheckedGraph(
             metadata=metadata,
             weight_bytes=weight_bytes,
@@ -220,9 +228,12 @@ class _GraphCheck:
     def check_graph(
         self, data: memoryview, depth: int, outer: ChainMap[str, list[float]]
     ) -> tuple[int, tuple[GraphValue, ...], tuple[GraphValue, ...]]:
-        """Check a graph, which may name the constants of the graphs around it."""
+        """Check a graph, and return the bytes of its weights, its inputs without weights, and its outputs.
+
+        `outer` has the constants of enclosing graphs by name, which the graph may use.
+        """
         if depth > MAX_DEPTH:
-            raise ModelError(f"graphs lie within graphs {depth} deep, {MAX_DEPTH} are permitted")
+            raise ModelError(f"graphs are nested {depth} deep: at most {MAX_DEPTH} are permitted")
         graph = self._read_message(data, GRAPH, "the graph")
         weight_bytes, weights, constants = 0, set(), outer.new_child()
         for node in _bytes_fields(graph, "initializer"):
@@ -241,19 +252,17 @@ class _GraphCheck:
         return weight_bytes, inputs, tuple(values["output"])
 
     def check_node(self, data: memoryview, constants: ChainMap[str, list[float]], depth: int) -> int:
-        """Check a node, add a constant's values to `constants`, and return the weight bytes of its graphs."""
+        """Check a node, add a constant's values to `constants`, and return the weight bytes in its attributes."""
         self.nodes += 1
         if self.nodes > MAX_NODES:
-            raise ModelError(f"it has more than {MAX_NODES} nodes")
+            raise ModelError(f"the graph has more than {MAX_NODES} nodes: export a smaller network")
         node = self.reader.read_message(data, NODE, "a node")
         kind = decode_text(node.get("op_type"), MAX_NAME_BYTES, "an operator")
         domain = _normalise_domain(decode_text(node.get("domain"), MAX_NAME_BYTES, "a domain"))
         if kind not in OPERATORS.get(domain, frozenset()):
             qualified_name = f"{domain}.{kind}" if domain else kind
-            raise ModelError(
-                f"it calls the operator {qualified_name[:80]!r}, which is not among those that are permitted: "
-                "export the network without it"
-            )
+            problem = f"the graph calls the operator {qualified_name[:80]!r}, which is not permitted"
+            raise ModelError(f"{problem}: export the network without this operator")
         inputs = [
             decode_text([attribute], MAX_NAME_BYTES, "a name") for attribute in _bytes_fields(node, "input", MAX_LIST)
         ]
@@ -277,43 +286,41 @@ class _GraphCheck:
         attribute = self._read_message(data, ATTRIBUTE, f"an attribute of {kind}")
         name = decode_text(attribute.get("name"), MAX_NAME_BYTES, "a name")
         for value in _bytes_fields(attribute, "strings", MAX_LIST):
-            _require(len(value) <= MAX_NAME_BYTES, f"{kind}: {name} holds a text of more than {MAX_NAME_BYTES} bytes")
+            _require(len(value) <= MAX_NAME_BYTES, f"{name} of {kind} has a text of more than {MAX_NAME_BYTES} bytes")
         decode_text(attribute.get("s"), MAX_METADATA_BYTES, f"{name} of {kind}")
         values: list[float] | None = [float(to_signed(value)) for value in attribute.get("i", [])] or None
         if "ints" in attribute:
             values = [float(value) for value in decode_ints(attribute["ints"], MAX_LIST, f"{name} of {kind}")]
         if name in _EDGES and any(abs(value) > MAX_EDGE for value in values or ()):
-            raise ModelError(f"{name} of {kind} is more than {MAX_EDGE}")
+            raise ModelError(f"{name} of {kind} is above {MAX_EDGE}")
         weight_bytes = 0
         for subgraph in _bytes_fields(attribute, "t"):
             _, _, values = self.check_tensor(subgraph)
         for subgraph in _bytes_fields(attribute, "g"):
-            _require(kind == "If", f"{kind} holds a graph, which only If may")
+            _require(kind == "If", f"{kind} contains a graph, which is permitted only for If")
             weight_bytes += self.check_graph(subgraph, depth + 1, constants)[0]
         return weight_bytes, values
 
     def check_tensor(self, data: memoryview) -> tuple[str, int, list[float] | None]:
         """Check a tensor, and return its name, size in bytes, and its values if they may be sizes."""
         self.tensors += 1
-        _require(self.tensors <= MAX_TENSORS, f"it has more than {MAX_TENSORS} tensors")
+        _require(self.tensors <= MAX_TENSORS, f"the graph has more than {MAX_TENSORS} tensors")
         tensor = self._read_message(data, TENSOR, "a tensor")
         name = decode_text(tensor.get("name"), MAX_NAME_BYTES, "a name")
         (kind,) = tensor.get("data_type", [0])
         item_bytes = _ITEM_BYTES.get(to_signed(kind))
         if item_bytes is None:
-            raise ModelError(f"tensor {name[:80]!r} is of type {to_signed(kind)}, which is no number that is permitted")
+            raise ModelError(f"tensor {name[:80]!r} has type {to_signed(kind)}, which is not permitted: use float32")
         dims = decode_ints(tensor.get("dims", []), MAX_AXES, f"the shape of {name[:80]!r}")
         _require(all(dim >= 0 for dim in dims), f"tensor {name[:80]!r} has a negative size")
         elements = prod(dims)
-        _require(elements <= MAX_ELEMENTS, f"tensor {name[:80]!r} has {elements} elements")
+        _require(elements <= MAX_ELEMENTS, f"tensor {name[:80]!r} has {elements} elements, more than {MAX_ELEMENTS}")
         (location,) = tensor.get("data_location", [0])
         external, raw = bool(tensor.get("external_data")), _bytes_fields(tensor, "raw_data")
         typed = {field: tensor[field] for field in _TYPED_FIELDS if field in tensor}
         storage_count = external + bool(raw) + len(typed)
         if location not in (0, 1) or (location == 1) != external or storage_count > 1:
-            raise ModelError(
-                f"tensor {name[:80]!r} has its numbers in several places, or in none: export the model again"
-            )
+            raise ModelError(f"tensor {name[:80]!r} has no data, or several data fields: export the model again")
         nbytes = elements * item_bytes
         if external:
             self._check_external_data(name, read_external_location(self.reader, tensor, name), nbytes)
@@ -330,16 +337,14 @@ class _GraphCheck:
     def _check_external_data(self, name: str, location: ExternalDataLocation, nbytes: int) -> None:
         if not _DIGEST.fullmatch(location.file):
             raise ModelError(
-                f"tensor {name[:80]!r} is in {location.file[:200]!r}: weights may only be in a file beside the graph "
-                "that is named by its sha256"
+                f"tensor {name[:80]!r} is in file {location.file[:200]!r}: weights may only be in a file of the "
+                "graph's folder that is named by its sha256"
             )
         size = self.size(location.file)
         length = size - location.offset if location.length is None else location.length
         if length != nbytes or location.offset + length > size:
-            available_bytes = max(size - location.offset, 0)
-            raise ModelError(
-                f"tensor {name[:80]!r} takes {nbytes} bytes, and {location.file[:12]} has {available_bytes} from there"
-            )
+            available = f"{max(size - location.offset, 0)} after the offset"
+            raise ModelError(f"tensor {name[:80]!r} needs {nbytes} bytes, but {location.file[:12]} has {available}")
 
     def _check_declared_value(self, data: memoryview) -> GraphValue:
         value = self.reader.read_message(data, VALUE, "a declared value")
@@ -352,20 +357,21 @@ class _GraphCheck:
                 kind = _int_field(declared, "elem_type")
                 if kind and kind not in _ITEM_BYTES:
                     raise ModelError(
-                        f"value {name[:80]!r} is of type {kind}, which is no number that is permitted: export the "
-                        "network with another type, such as float32"
+                        f"value {name[:80]!r} has type {kind}, which is not permitted: export the network with another "
+                        "type, such as float32"
                     )
                 for shape in _bytes_fields(declared, "shape"):
                     dims = tuple(self._iterate_axis_sizes(shape))
                 elements = prod(dim for dim in dims or () if dim is not None)
-                _require(elements <= MAX_ELEMENTS, f"value {name[:80]!r} is declared with {elements} elements")
+                problem = f"value {name[:80]!r} is declared with {elements} elements, more than {MAX_ELEMENTS}"
+                _require(elements <= MAX_ELEMENTS, problem)
         return GraphValue(name, kind, dims)
 
     def _iterate_axis_sizes(self, data: memoryview) -> Iterator[int | None]:
-        # None is a named or unknown size. Exporters write -1 or 0 for unknown.
+        """Yield the size of each axis, or None if it is named or unknown, for which exporters write -1 or 0."""
         for dimension in _bytes_fields(self.reader.read_message(data, SHAPE, "a shape"), "dim", MAX_AXES):
             size = _int_field(self.reader.read_message(dimension, DIM, "an axis"), "dim_value")
-            _require(size >= -1, f"a declared axis has the size {size}")
+            _require(size >= -1, f"a declared axis has the negative size {size}")
             yield size if size > 0 else None
 
 
@@ -378,7 +384,7 @@ class ExternalDataLocation(NamedTuple):
 def read_external_location(reader: ProtobufReader, tensor: Fields, name: str) -> ExternalDataLocation:
     entries = _read_unique_entries(reader, tensor, "external_data", MAX_NAME_BYTES)
     if odd := entries.keys() - {"location", "offset", "length", "checksum"}:
-        raise ModelError(f"tensor {name[:80]!r} says {min(odd)[:40]!r} of the file that it is in")
+        raise ModelError(f"tensor {name[:80]!r} has the unknown entry {min(odd)[:40]!r} on its external data")
     length = _parse_int(entries["length"], name) if "length" in entries else None
     return ExternalDataLocation(entries.get("location", ""), _parse_int(entries.get("offset", "0"), name), length)
 
@@ -388,13 +394,14 @@ def _read_unique_entries(reader: ProtobufReader, message: Fields, name: str, max
     for entry_data in _bytes_fields(message, name, MAX_METADATA_ENTRIES):
         entry = reader.read_message(entry_data, ENTRY, name)
         key = decode_text(entry.get("key"), MAX_NAME_BYTES, name)
-        _require(key not in entries, f"{name} says {key[:80]!r} twice")
+        _require(key not in entries, f"{name} has key {key[:80]!r} twice")
         entries[key] = decode_text(entry.get("value"), max_bytes, name)
     return entries
 
 
 def _require_bounded_sizes(kind: str, inputs: list[str], constants: Mapping[str, list[float]]) -> None:
-    # ONNX Runtime would allocate a constant size, often before anything runs.
+    """Raise ModelError if constants make an operator's output too large, which ONNX Runtime allocates early."""
+
     def constant_values(index: int) -> list[float]:
         return constants.get(inputs[index], []) if index < len(inputs) else []
 
@@ -405,12 +412,10 @@ def _require_bounded_sizes(kind: str, inputs: list[str], constants: Mapping[str,
         (start,), (limit,), (step,) = constant_values(0), constant_values(1), constant_values(2)
         sizes = [abs(limit - start) / abs(step) if step else float("inf")]
     if kind == "Pad":
-        _require(all(abs(size) <= MAX_EDGE for size in sizes), f"Pad by more than {MAX_EDGE}")
+        _require(all(abs(size) <= MAX_EDGE for size in sizes), f"Pad adds more than {MAX_EDGE} elements")
         return
     largest_size = prod(max(abs(size), 1.0) for size in sizes)
-    _require(
-        largest_size <= MAX_ELEMENTS, f"{kind} is to make {largest_size:.3g} elements, {MAX_ELEMENTS} are permitted"
-    )
+    _require(largest_size <= MAX_ELEMENTS, f"{kind} makes {largest_size:.3g} elements, more than {MAX_ELEMENTS}")
 
 
 def _require(condition: bool, problem: str) -> None:
@@ -424,7 +429,7 @@ def _int_field(message: Fields, name: str) -> int:
 
 def _bytes_fields(message: Fields, name: str, max_count: int = 1 << 30) -> list[memoryview]:
     values = message.get(name, [])
-    _require(len(values) <= max_count, f"{name} stands there {len(values)} times, {max_count} are permitted")
+    _require(len(values) <= max_count, f"field {name} occurs {len(values)} times: {max_count} are permitted")
     return [value for value in values if not isinstance(value, int)]
 
 
@@ -434,7 +439,7 @@ def _normalise_domain(name: str) -> str:
 
 def _parse_int(text: str, name: str) -> int:
     if not re.fullmatch(r"[0-9]{1,15}", text):
-        raise ModelError(f"tensor {name[:80]!r} is said to be at {text[:40]!r} of its file")
+        raise ModelError(f"tensor {name[:80]!r}: offset or length {text[:40]!r} of external data is not a number")
     return int(text)
 
 
@@ -443,7 +448,7 @@ def _count_elements(name: str, values: list[int | memoryview]) -> int:
     return packed + sum(isinstance(value, int) for value in values)
 
 
-def _decode_values(kind: int, raw: memoryview) -> list[float] | None:
+def _decode_values(kind: int, raw: memoryview) -> list[float] | None:  # None for types that cannot be sizes
     if kind not in (_INT64, _FLOAT):
         return None
     return [float(value) for (value,) in struct.iter_unpack("<q" if kind == _INT64 else "<f", raw)]

@@ -65,11 +65,12 @@ class MissingTensor(NamedTuple):
 
 
 def missing_tensors(graph: bytes | memoryview) -> dict[str, MissingTensor]:
+    """Return shape and type of each initializer without data, by name, or raise ModelError for an invalid file."""
     return {name: tensor for name, (tensor, _) in _read_graph_and_missing(graph)[2].items()}
 
 
 def fill_graph(graph: bytes | memoryview, tensors: Tensors) -> list[bytes | memoryview]:
-    """Return an ONNX file with the missing tensors inserted, in pieces and without copying."""
+    """Return an ONNX file with the missing tensors inserted, in pieces, or raise ModelError if one does not fit."""
     model, inner, missing = _read_graph_and_missing(graph)
     initializers: list[memoryview | Pieces] = []
     for initializer_data in inner["initializer"]:
@@ -78,10 +79,10 @@ def fill_graph(graph: bytes | memoryview, tensors: Tensors) -> list[bytes | memo
     for name, (expected, index) in missing.items():
         array = tensors.get(name)
         if array is None:
-            raise ModelError(f"the network's tensor {name!r} is missing")
+            raise ModelError(f"tensor {name!r} of the network is missing: roll out the model again")
         if array.shape != expected.shape or array.dtype != expected.dtype:
             raise ModelError(
-                f"tensor {name!r} is {array.dtype} of shape {array.shape}, the network expects {expected.dtype} of "
+                f"tensor {name!r} is {array.dtype} of shape {array.shape}, but the network needs {expected.dtype} of "
                 f"shape {expected.shape}"
             )
         raw = np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
@@ -101,7 +102,7 @@ def _read_graph_and_missing(graph: bytes | memoryview) -> tuple[Fields, Fields, 
         model = reader.read_message(memoryview(graph), MODEL, "the model")
         (data,) = model.get("graph", [0])
         if isinstance(data, int):
-            raise ProtobufError("it holds no graph")
+            raise ProtobufError("it has no graph")
         inner = reader.read_message(data, GRAPH, "the graph")
         inner.setdefault("initializer", [])
         missing: dict[str, tuple[MissingTensor, int]] = {}
@@ -115,20 +116,20 @@ def _read_graph_and_missing(graph: bytes | memoryview) -> tuple[Fields, Fields, 
                 continue
             (kind,) = tensor.get("data_type", [0])
             if to_signed(kind) not in DTYPES:
-                raise ProtobufError(f"tensor {name[:80]!r} is of type {to_signed(kind)}, which cannot be put in")
+                raise ProtobufError(f"tensor {name[:80]!r} without data has the unsupported type {to_signed(kind)}")
             missing[name] = (MissingTensor(shape, np.dtype(DTYPES[to_signed(kind)])), index)
     except ProtobufError as error:
-        raise ModelError(f"it is no ONNX file as fedquilt writes them: {error}") from None
+        raise ModelError(f"the file is not a valid ONNX file ({error}): export the model again") from None
     return model, inner, missing
 
 
 def read_with_external_data(path: Path) -> Pieces:
-    """Read an ONNX file with the data in regular files beside it, as the pieces of one file."""
+    """Return an ONNX file with the external data of its folder inserted, in pieces, or raise ModelError."""
     try:
         data = map_file(path)
         inlined = _ExternalTensorFiles(path.parent, len(data)).inline_tensors(data, MODEL)
     except ProtobufError as error:
-        raise ModelError(f"{path.name}: it is no ONNX file as fedquilt writes them: {error}") from None
+        raise ModelError(f"{path.name} is not a valid ONNX file ({error}): export the model again") from None
     except ModelError as error:
         raise ModelError(f"{path.name}: {error}") from None
     return [inlined] if isinstance(inlined, memoryview) else inlined
@@ -153,7 +154,7 @@ class _ExternalTensorFiles:
     def inline_tensors(self, data: memoryview, schema: Schema, depth: int = 0) -> memoryview | Pieces:
         """Return a message with its external tensors inserted, or the same bytes if there are none."""
         if depth > MAX_MESSAGE_DEPTH:
-            raise ModelError(f"graphs lie within graphs more than {MAX_DEPTH} deep")
+            raise ModelError(f"graphs are nested more than {MAX_DEPTH} deep: export a simpler network")
         fields = self.reader.read_message(data, schema, "the graph")
         if schema is TENSOR:
             return self._inline_tensor(data, fields)
@@ -178,24 +179,24 @@ class _ExternalTensorFiles:
         file = location.file
         if file in ("", ".", "..") or any(character in file for character in "/\\\0"):
             raise ModelError(
-                f"tensor {name[:80]!r} is in {file[:200]!r}: fedquilt reads files of the model's own folder alone; "
-                "export the model as one file (`external_data=False`)"
+                f"tensor {name[:80]!r} is in {file[:200]!r}, which is not a file name in the model's folder: export "
+                "the model as one file (`external_data=False`)"
             )
         try:
             opened = os.open(self.folder / file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
             with open(opened, "rb") as stream:
                 info = os.fstat(opened)
                 if not stat.S_ISREG(info.st_mode):
-                    raise ModelError(f"tensor {name[:80]!r} is in {file[:200]!r}, which is no plain file")
+                    raise ModelError(f"tensor {name[:80]!r} is in {file[:200]!r}: copy a regular file there")
                 length = info.st_size - location.offset if location.length is None else location.length
                 self.total_bytes += max(length, 0)
                 if self.total_bytes > MAX_FILE_BYTES:
-                    raise ModelError(f"with the numbers of {file[:200]!r} it has more than {MAX_FILE_BYTES} bytes")
+                    raise ModelError(f"with the data of {file[:200]!r}, the model exceeds {MAX_FILE_BYTES} bytes")
                 stream.seek(location.offset)
                 raw = stream.read(max(length, 0))
         except OSError as error:
-            reason = "it is a link: copy the file itself there" if error.errno == errno.ELOOP else error.strerror
-            raise ModelError(f"tensor {name[:80]!r} is in {file[:200]!r} beside the model: {reason}") from None
+            reason = "symbolic link, copy the file itself" if error.errno == errno.ELOOP else error.strerror
+            raise ModelError(f"cannot read {file[:200]!r} with tensor {name[:80]!r}: {reason}") from None
         if len(raw) != length:
-            raise ModelError(f"tensor {name[:80]!r} takes {length} bytes of {file[:200]!r}, and {len(raw)} are there")
+            raise ModelError(f"tensor {name[:80]!r} needs {length} bytes of {file[:200]!r}, which has {len(raw)}")
         return raw

@@ -3,8 +3,8 @@
     write_fake_board(root, "jetson-tx2", jetpack=4)
 
 The files follow documented layouts (NVIDIA's developer guides, the kernel's ABI notes and public logs) and are not
-copied from a board. All files are plain, so that a value written is the value read, without a reaction of a kernel. For
-tests, `fedquilt lab bench` and trials of commands.
+copied from a board. All files are regular, so that a value that is written is read again, without the reactions of a
+kernel. Tests, `fedquilt lab bench` and trials of commands use these boards.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def write_fake_board(root: Path, board: str, jetpack: int) -> None:
 
     Args:
         root: The folder, created if necessary.
-        board: A key of `board_layouts.BOARDS`.
+        board: A key of `BOARDS`.
         jetpack: The JetPack version, 4 to 7, which determines the layouts of power monitor and GPU.
 
     Raises:
@@ -39,7 +39,7 @@ def write_fake_board(root: Path, board: str, jetpack: int) -> None:
     layout = BOARDS.get(board)
     if layout is None or jetpack not in layout.jetpacks:
         runs = ", ".join(f"{name} {'/'.join(map(str, board_layout.jetpacks))}" for name, board_layout in BOARDS.items())
-        raise JobError(f"there is no fake {board!r} with JetPack {jetpack}; there are: {runs}")
+        raise JobError(f"fake board {board!r} with JetPack {jetpack} does not exist: choose one of {runs}")
     _write_identity(root, layout, jetpack)
     _write_processors(root, layout)
     _write_gpu(root, layout, jetpack)
@@ -150,7 +150,7 @@ def _write_devfreq(root: Path, device: str, name: str, node: str, mhz: Sequence[
 
 
 def _write_fake_memory_clock(root: Path, layout: BoardLayout, jetpack: int) -> None:
-    # nvpmodel writes the cap, 0 for none. On a board only root can read debugfs.
+    # nvpmodel writes a cap, or 0 for no cap. On a board only root can read debugfs.
     if jetpack >= 7:
         _write_devfreq(root, "platform/bwmgr", "bwmgr", "bwmgr", (204, layout.emc_mhz), "userspace")
         (root / "sys/kernel/debug").mkdir(parents=True, exist_ok=True)
@@ -224,6 +224,7 @@ ORIN_ZONES = ("cpu-thermal", "gpu-thermal", "cv0-thermal", "soc0-thermal", "soc1
 
 
 def frequency_steps(start: float, end: float, step: float, *extra: float) -> tuple[float, ...]:
+    """Return the frequencies from `start` to `end` in equal steps, followed by `extra`."""
     return (*(start + step * k for k in range(round((end - start) / step) + 1)), *extra)
 
 
@@ -254,7 +255,7 @@ class BoardLayout:
     rails: Mapping[str, tuple[Rail, ...]]  # by I2C address; "" is a channel without a label
     zones: tuple[str, ...]
     modes: tuple[NvpmodelMode, ...]
-    source: str  # of rails, addresses, clocks and modes
+    source: str  # document with rails, addresses, clocks and modes
     default: int = 0
     input_w: float | None = None  # at VIN, where an INA238 measures it
 
@@ -521,9 +522,7 @@ BOARDS |= {  # modules of the same families
         gpu={7: "platform/bus@0/d0b0000000.pcie/gpu-gpc-0"},
         gpu_mhz=(315, 630, 945, 1260, 1575),
         emc_mhz=4266,
-        rails={
-            "2-0040": (("VDD_GPU", 20000, 0), ("VDD_CPU_SOC_MSS", 20000, 325), ("VIN_SYS_5V0", 5000, 1304)),
-        },
+        rails={"2-0040": (("VDD_GPU", 20000, 0), ("VDD_CPU_SOC_MSS", 20000, 325), ("VIN_SYS_5V0", 5000, 1304))},
         zones=("cpu-thermal", "gpu-thermal", "soc012-thermal", "soc345-thermal", "tj-thermal"),
         source="jetson_stats, issue 711 (names) and pull request 900 (INA238); public logs of an idle board "
         "(rails, VIN, zones); RidgeRun's module overview (tops); made up: addresses, clocks below the tops, and "

@@ -1,4 +1,4 @@
-"""Conformance checks of methods: functions of a method's name that raise AssertionError.
+"""Conformance checks: functions that take a method's name, and raise AssertionError if the method fails the check.
 
 A package with a method calls the checks in its own tests, or runs `fedquilt lab conformance NAME`:
 
@@ -40,10 +40,9 @@ from fedquilt.core import (
     UpdateError,
     shorten_error,
 )
-from fedquilt.data.readers import arrays as readers_plugin
+from fedquilt.data.readers import arrays as array_readers
 from fedquilt.data.spec import DataSpec
-from fedquilt.edge_agent import devices as sensors
-from fedquilt.edge_agent import engines
+from fedquilt.edge_agent import devices, engines
 from fedquilt.models.networks import registry
 from fedquilt.testing.toy_networks import (
     MIXED_SUFFIX,
@@ -69,10 +68,7 @@ from fedquilt.testing.toy_networks import (
 
 
 def run_is_reproducible(name: str) -> None:
-    """Assert that all states are bit-identical when the devices are listed in reverse order.
-
-    A round must change the state.
-    """
+    """Assert that all states are bit-identical if devices are listed in reverse order, and that rounds change them."""
     scenario, run, _, _ = record_run(name)
     # Budgets follow the order of devices, so each device keeps its budget.
     reversed_scenario = replace(scenario, budgets=scenario.budgets[::-1])
@@ -117,7 +113,7 @@ def common_task_is_the_same_for_all_devices(name: str) -> None:
     """
     scenario, run, _, _ = record_run(name)
     if not scenario.method.common_task:
-        raise CheckSkipped("its tasks are made for each device")
+        raise CheckSkipped("the method sends different tasks to devices")
     small_device = DeviceView("b", device_profile(1), (0,))
     for state in run:
         task_spec = scenario.method.send(state, DeviceView("a", None))
@@ -140,11 +136,14 @@ def run_works_on_network(name: str, network: str, unfit: bool | None = None) -> 
     Args:
         name: The name of the method.
         network: One of NETWORKS.
-        unfit: Whether the method must reject the network, or None if both are permitted.
+        unfit: Whether the method must reject the network, or None if it may.
+
+    Raises:
+        CheckSkipped: If torch is not installed, or the method trains no network.
     """
     method, engine = methods.load(name), make_torch_engine()
     if "onnx" in method.engines:
-        raise CheckSkipped("this method stitches donors and trains no network")
+        raise CheckSkipped("the method stitches donors and trains no network")
     with tempfile.TemporaryDirectory() as folder, Store(Path(folder) / "home") as store:
         _require_run_on_network(
             name, method, engine, prepare_bundle(NETWORKS[network], Path(folder)), store, unfit, NETWORKS[network]
@@ -152,13 +151,7 @@ def run_works_on_network(name: str, network: str, unfit: bool | None = None) -> 
 
 
 def _require_run_on_network(
-    name: str,
-    method: Method,
-    engine: Any,
-    bundle: Bundle,
-    store: Store,
-    unfit: bool | None,
-    network: Mapping[str, Any],
+    name: str, method: Method, engine: Any, bundle: Bundle, store: Store, unfit: bool | None, network: Mapping[str, Any]
 ) -> None:
     params, init_error = training_params(method.params), ""
     task = metrics.task_from_network(network)
@@ -189,7 +182,7 @@ def _require_run_on_network(
         except JobError as error:
             message = str(error)
         assert f"task = {task!r}" in message, (
-            message or f"a run with task = {task!r} begins, which is none of the method's"
+            message or f"a run with task = {task!r} starts, although the method does not support this task"
         )
         return
     try:
@@ -197,7 +190,7 @@ def _require_run_on_network(
     except ModelError as error:
         init_error = str(error)
     if unfit is not None:
-        assert bool(init_error) == unfit, init_error or "the method was expected to refuse this network"
+        assert bool(init_error) == unfit, init_error or "the method should reject this network"
     if init_error:
         return
     first_state, *_, last_state = run_method(
@@ -214,10 +207,7 @@ def _require_run_on_network(
 
 
 def updates_work_in_16_bits(name: str) -> None:
-    """Assert that updates with the codec fp16 arrive with small errors, unless the method is exact.
-
-    Jobs of an exact method must be refused with this codec.
-    """
+    """Assert that updates with the codec fp16 arrive with small errors, or that jobs of an exact method reject it."""
     scenario, _, fold_inputs, _ = record_run(name)
     if scenario.method.traits.exact_updates:
         error_message = ""
@@ -225,7 +215,7 @@ def updates_work_in_16_bits(name: str) -> None:
             settings.parse_job({"name": "j", "method": scenario.name, "wire": {"codec": "fp16"}})
         except JobError as error:
             error_message = str(error)
-        assert "may not be rounded" in error_message, "its jobs take a codec that rounds"
+        assert "may not be rounded" in error_message, "jobs of this exact method accept a lossy codec"
         return
     received_updates: FoldInputs = {}
 
@@ -258,10 +248,10 @@ def updates_work_in_16_bits(name: str) -> None:
 
 
 def invalid_updates_are_rejected(name: str) -> None:
-    """Assert that `fold` rejects invalid updates with UpdateError and keeps its accumulator.
+    """Assert that `fold` rejects invalid updates with UpdateError and leaves its accumulator unchanged.
 
-    Invalid are NaN, infinity, another dtype, too large values, missing tensors or bundles, and other shapes. An
-    additional tensor may also be ignored.
+    Invalid are NaN, infinity, another dtype, too large values, missing tensors or bundles, and other shapes. Unknown
+    tensors may also be ignored.
     """
     scenario, _, fold_inputs, _ = record_run(name)
     rejected_count = 0
@@ -275,13 +265,13 @@ def invalid_updates_are_rejected(name: str) -> None:
             except UpdateError:
                 rejected_count += 1
             else:
-                assert "stranger" in description, f"folded, though {description}"
+                assert "unknown tensor" in description, f"an update was folded although {description}"
                 assert tensors.pack_state(total) == expected_sum, description
                 continue
             with contextlib.suppress(UpdateError):
                 scenario.method.aggregation.fold(state, sum_of_one, replace(bad_update, device="zz-another"))
-            assert tensors.pack_state(sum_of_one) == expected_sum, f"a refused update is in the sum: {description}"
-    assert rejected_count >= 6 or not phases  # a method that sends no tensors has none to refuse
+            assert tensors.pack_state(sum_of_one) == expected_sum, f"a rejected update was added: {description}"
+    assert rejected_count >= 6 or not phases  # a method without tensors in its updates rejects nothing
 
 
 def accumulators_merge_in_any_order(name: str) -> None:
@@ -304,15 +294,15 @@ def accumulators_merge_in_any_order(name: str) -> None:
         checked_rounds += 1
         expected = tensors.pack_state(scenario.method.step(state, total(updates)))
         assert tensors.pack_state(scenario.method.step(state, total(updates[::-1]))) == expected, (
-            "another order, other bits"
+            "the state depends on the order of the updates"
         )
         first_sum, *other_sums = (tensors.pack_state(total(part)) for part in (updates[1::2], updates[::2]) if part)
         merged: Any = tensors.unpack_state(first_sum, kind)
         for packed_sum in other_sums:
             merged = exact_sums.merge_accumulators(merged, tensors.unpack_state(packed_sum, kind))
-        assert tensors.pack_state(scenario.method.step(state, merged)) == expected, "other groups, other bits"
+        assert tensors.pack_state(scenario.method.step(state, merged)) == expected, "merging changes the state"
     if not checked_rounds:
-        raise CheckSkipped("its sums are made in sorted order of devices, and are not merged")
+        raise CheckSkipped("the accumulators depend on the order of devices and are not merged")
 
 
 def state_on_disk_gives_same_result(name: str) -> None:
@@ -347,14 +337,14 @@ def accumulator_does_not_grow(name: str, bytes_per_device: int = 0) -> None:
 
     Args:
         name: The name of the method.
-        bytes_per_device: The bytes that the method must keep for each device.
+        bytes_per_device: The bytes by which the accumulator may grow for each device.
 
     Raises:
         CheckSkipped: If the method declares `Traits.per_device_data`, and `bytes_per_device` is 0.
     """
     scenario = make_scenario(name)
     if scenario.method.traits.per_device_data and not bytes_per_device:
-        raise CheckSkipped(f"by its own account a round keeps {scenario.method.traits.per_device_data}")
+        raise CheckSkipped(f"the method declares per_device_data: {scenario.method.traits.per_device_data}")
     array_bytes, overhead = [], []
     for count in (3, 12):
         devices = (image_devices if "onnx" in scenario.method.engines else point_devices)(count)
@@ -425,7 +415,7 @@ CHECKS: Final[tuple[Callable[[str], None], ...]] = (
 
 
 def run_checks(name: str) -> Iterator[tuple[str, str, str]]:
-    """Run all checks on a method. Yield title, "passed", "skipped" or "failed", and reason of each.
+    """Run all checks on a method, and yield the title, "passed", "skipped" or "failed", and the reason of each check.
 
     Raises:
         JobError: If the method does not exist or cannot be imported.
@@ -462,7 +452,7 @@ def _check_title(check: Callable[..., None]) -> str:
 
 
 def _describe_assertion(error: AssertionError) -> str:
-    """Return the message of an assertion, or its line, with file and line number."""
+    """Return the message of a failed assertion, or its source line, with file and line number."""
     frame = traceback.extract_tb(error.__traceback__)[-1]
     message = shorten_error(str(error))
     return f"{message or frame.line} ({Path(frame.filename).name}, line {frame.lineno})"
@@ -472,7 +462,7 @@ def _describe_assertion(error: AssertionError) -> str:
 
 
 def corrupted_updates(update: DeviceUpdate) -> Iterator[tuple[str, DeviceUpdate]]:
-    """Yield copies of an update with one error each, and a description of the error."""
+    """Yield a description of each error, and a copy of the update with this error."""
 
     def replace_tensor(bundle: str, name: str, array: np.ndarray | None) -> DeviceUpdate:
         changed = {**update.bundles[bundle], name: array}
@@ -488,13 +478,13 @@ def corrupted_updates(update: DeviceUpdate) -> Iterator[tuple[str, DeviceUpdate]
                 yield f"{bundle}/{name} {problem}", replace_tensor(bundle, name, invalid_array)
             yield f"{bundle}/{name} is missing", replace_tensor(bundle, name, None)
             yield f"{bundle}/{name} is longer", replace_tensor(bundle, name, _repeat_array(array))
-        yield f"{bundle} has a stranger", replace_tensor(bundle, "stranger", np.zeros(1, np.float32))
+        yield f"{bundle} has an unknown tensor", replace_tensor(bundle, "stranger", np.zeros(1, np.float32))
         other_bundles = {key: value for key, value in update.bundles.items() if key != bundle}
-        yield f"{bundle} is absent", replace(update, bundles=other_bundles)
+        yield f"{bundle} is missing", replace(update, bundles=other_bundles)
 
 
 def invalid_arrays(array: np.ndarray) -> Iterator[tuple[str, np.ndarray]]:
-    """Yield copies of an array with another dtype or with too large values, and descriptions."""
+    """Yield a description of each error, and a copy of the array with another dtype or values out of range."""
     floats, integers = (np.float32, np.float64), (np.int32, np.int64, np.uint8)
     for kind in (*floats, *integers):
         if array.dtype != kind:
@@ -519,7 +509,7 @@ def _repeat_array(array: np.ndarray) -> np.ndarray:
 
 def require_identical(actual: Any, expected: Any, location: str = "state") -> None:
     """Assert that two values are equal, and all arrays equal in dtype, shape and bits."""
-    assert not isinstance(expected, np.generic), f"{location}: arithmetic has made a scalar of an array"
+    assert not isinstance(expected, np.generic), f"{location} is a numpy scalar: convert it with np.asarray"
     assert isinstance(actual, np.ndarray) == isinstance(expected, np.ndarray), location
     if isinstance(expected, np.ndarray):
         assert (actual.dtype, actual.shape, actual.tobytes()) == (expected.dtype, expected.shape, expected.tobytes()), (
@@ -545,10 +535,10 @@ BUDGET_BYTES = 1 << 40
 
 
 def check_package(name: str) -> Iterator[tuple[bool, str]]:
-    """Check a method, or all plug-ins of an installed package.
+    """Check a method, or all plug-ins of an installed package, one by one.
 
     Yields:
-        Whether a check has passed, and a line with the result.
+        False for a failed check and True otherwise, and a line with the result.
 
     Raises:
         JobError: If there is no such method or package.
@@ -581,19 +571,20 @@ def _check_method(name: str) -> Iterator[tuple[bool, str]]:
 
 
 def _check_plugin(plugin: plugins.Plugin) -> tuple[bool, str]:
-    """Import and try a plug-in. Return whether it works, and a line that states this."""
+    """Import and try a plug-in. Return whether the plug-in works, and a line with the result."""
     trials: dict[str, Callable[[], object]] = {
         "network": lambda: registry.require_callable(plugin.name, plugins.import_plugin(plugin)),
         "data": lambda: [
-            readers_plugin.open_plugin_data(DataSpec(dataset=plugin.name, split=split)) for split in ("train", "test")
+            array_readers.open_plugin_data(DataSpec(dataset=plugin.name, split=split)) for split in ("train", "test")
         ],
-        "meter": lambda: sensors.create_meter(plugin.name).read(0.0),
+        "meter": lambda: devices.create_meter(plugin.name).read(0.0),
         "engine": lambda: engines.create_engine(plugin.name, BUDGET_BYTES).close(),
     }
+    import_only: Callable[[], object] = partial(plugins.import_plugin, plugin)
     try:
-        trials[plugin.kind]()
+        trials.get(plugin.kind, import_only)()
     except FedquiltError as error:
         return False, f"failed   {error}"
     except Exception as error:  # a plug-in may raise anything
         return False, f"failed   {plugin}: {type(error).__name__}: {error}"
-    return True, f"passed   {plugin} is one"
+    return True, f"passed   {plugin}"

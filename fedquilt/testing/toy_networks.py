@@ -1,4 +1,4 @@
-"""Toy donors, toy networks, devices with examples for both, and scenarios of conformance checks.
+"""Toy donors, toy networks, devices with examples, and scenarios of conformance checks.
 
 In a scenario, a method that trains gets a small network and devices with points. A method that runs blocks gets toy
 donors. A method that depends on a device's memory is run a second time, on a network of three stages and devices of
@@ -51,12 +51,11 @@ SMALL_SEARCH = {"subrounds": 1, "expansions": 8, "samples": 16, "fit_samples": 2
 
 
 def blob_ref(payload: bytes) -> BlobRef:
-    """Return the BlobRef of a payload."""
     return BlobRef(sha256=hashlib.sha256(payload).hexdigest(), size=len(payload))
 
 
 def bundle_files(parts: Mapping[str, Mapping[str, np.ndarray]]) -> dict[str, BlobRef]:
-    """Return the files of a bundle, as references to the encoded tensors."""
+    """Return the reference to each file of a bundle, by the file's name."""
     return {name: blob_ref(tensors.encode_tensors(part)) for name, part in parts.items()}
 
 
@@ -74,7 +73,7 @@ def write_bundle(folder: Path, bundle: Bundle) -> Path:
 
 
 def make_job(method: str, params: Mapping[str, Any] = {}, **table: Any) -> JobSettings:
-    """Return a job with the name "local", which is part of every seed drawn."""
+    """Return a job named "local". The name is part of every seed."""
     return settings.parse_job({"name": "local", "method": method, "params": dict(params), **table})
 
 
@@ -89,7 +88,7 @@ def run_method(
     observe: Callable[[Simulation, WorkBackend], None] = lambda simulation, hands: None,
     **table: Any,
 ) -> list[Any]:
-    """Run a method in this process and return its states before the first round and after each.
+    """Run a method in this process, and return its states before the first round and after each round.
 
     Args:
         name: The name of the method.
@@ -131,7 +130,7 @@ def deliver_task(
 
 
 def with_loaded_tensors(task: Task, site: ClientContext) -> ClientContext:
-    """Return a copy of a site with all tensors in memory, which outlive their files."""
+    """Return a copy of a context with all tensors in memory, so that their files may be deleted."""
     loaded = {name: site.load(name) for name in task.bundles if not name.endswith(".onnx")}
     return replace(site, load=lambda name: dict(loaded[name]))
 
@@ -231,7 +230,7 @@ def build_donors() -> tuple[Bundle, FakeRunner]:
 
 
 def image_devices(count: int = 4, examples: int = 60) -> list[DeviceData]:
-    """Return devices with noisy images of three templates, in a different mixture on each."""
+    """Return devices with noisy images of three templates, mixed in other proportions on each device."""
     draws = np.random.default_rng(7)
     templates = draws.uniform(0, 255, size=(3, 8, 8))
     devices = []
@@ -246,7 +245,7 @@ def image_devices(count: int = 4, examples: int = 60) -> list[DeviceData]:
 # -- networks -------------------------------------------------------------------------------------
 
 MLP = {"name": "mlp", "inputs": 6, "hidden": [5], "classes": 3}
-MLP_MASKS = masks.MaskPlan(  # fedquilt.models.partial.dependency_trace.trace_mask_plan of it
+MLP_MASKS = masks.MaskPlan(  # as returned by fedquilt.models.partial.dependency_trace.trace_mask_plan
     {"1": 5},
     {},
     {
@@ -285,7 +284,7 @@ def register_entry(network: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def point_devices(count: int = 3, examples: int = 16) -> list[DeviceData]:
-    """Return devices with points of three classes, in a different mixture on each."""
+    """Return devices with points of three classes, mixed in other proportions on each device."""
     devices = []
     for i in range(count):
         draws = np.random.default_rng(i)
@@ -297,7 +296,7 @@ def point_devices(count: int = 3, examples: int = 16) -> list[DeviceData]:
 
 
 def write_images(path: Path, size: int) -> Path:
-    """Write an .npz of noisy images of ten templates, 80 for training and 80 for tests."""
+    """Write an .npz file of noisy images of ten templates, 80 for training and 80 for tests, and return `path`."""
     draws = np.random.default_rng(0)
     templates = draws.uniform(0, 255, size=(10, size, size))
     arrays: dict[str, Any] = {}
@@ -319,13 +318,7 @@ BUDGETS = ("512MB", "2GB", "8GB")
 IMAGES = {"channels": 1, "size": 8}
 NETWORKS: dict[str, dict[str, Any]] = {
     "mlp": {"name": "mlp", "inputs": 64, "hidden": [5, 4], "classes": 3},
-    "batch norm": {
-        "name": "residual",
-        "channels": 1,
-        "classes": 3,
-        "width": 4,
-        "input": IMAGES,
-    },  # counters: int64 ()
+    "batch norm": {"name": "residual", "channels": 1, "classes": 3, "width": 4, "input": IMAGES},  # int64 counters ()
     "no axes": {"name": "rezero", "inputs": 64, "classes": 3, "width": 6, "blocks": 2},  # parameters of shape ()
     "gru": {"name": "gru", "channels": 8, "steps": 8, "classes": 3, "width": 4},  # several tensors for each layer
     "numbers": {"name": "mlp", "inputs": 64, "hidden": [5, 4], "classes": 2, "task": "regression"},
@@ -377,13 +370,12 @@ class Scenario:
 
     @property
     def params(self) -> Any:
-        """Parameters of the method for this scene."""
         return self.method.params(**self.params_table)
 
     def run_rounds(
         self, *, method: Method | None = None, devices: list[DeviceData] | None = None, rounds: int = 0, **table: Any
     ) -> list[Any]:
-        """Run the method and return its states before the first round and after each round."""
+        """Run the method, and return its states before the first round and after each round."""
         return run_method(
             self.name,
             self.bundle,
@@ -399,7 +391,7 @@ class Scenario:
 
 
 def make_scenario(name: str) -> Scenario:
-    """Return the smallest scenario for a method. The suffix MIXED selects a mixed fleet.
+    """Return the smallest scenario for a method. The suffix MIXED_SUFFIX selects devices of several memory tiers.
 
     Raises:
         JobError: If there is no such method.
@@ -446,11 +438,11 @@ FoldInputs = dict[tuple[int, str], tuple[Any, DeviceUpdate]]
 def record_run(
     name: str,
 ) -> tuple[Scenario, list[Any], list[tuple[Any, DeviceUpdate]], list[tuple[ClientContext, ClientResult]]]:
-    """Run a scenario and record all values of the run. Runs are cached by name.
+    """Run the scenario of a name, and return all values of the run. Runs are cached by name.
 
     Returns:
-        The scenario, the states, each update with the state into which it was folded, and the site and answer of each
-        task.
+        The scenario, the states, each update after the state into which it was folded, and the context and the result
+        of each task.
     """
     fold_inputs: FoldInputs = {}
     task_runs: list[tuple[ClientContext, ClientResult]] = []
@@ -470,11 +462,12 @@ def record_run(
 
 
 def packed_states(run: list[Any]) -> list[bytes]:
+    """Return each state as bytes, for comparisons of runs bit by bit."""
     return [tensors.pack_state(state) for state in run]
 
 
 def prepare_bundle(network: dict[str, Any], folder: Path) -> Bundle:
-    """Return the bundle of a network, as made by `fedquilt prepare`."""
+    """Write the bundle of a network below a folder as `fedquilt prepare` does, and return it."""
     job = {"model": {key: value for key, value in network.items() if key != "input"}, "input": network.get("input")}
     from fedquilt.tools.artefacts import prepare
 

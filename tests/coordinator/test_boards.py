@@ -417,10 +417,10 @@ def test_a_removed_device_that_still_runs_is_back_with_its_next_message(fleet, c
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        (["--remove"], "--remove takes the NAMEs of the devices, and"),
-        (["a", "--remove", "--watch"], "--remove takes the NAMEs of the devices, and"),
+        (["--remove"], "--remove requires NAMEs of devices"),
+        (["a", "--remove", "--watch"], "--remove requires NAMEs of devices"),
         (["z", "--remove"], "knows a device 'z'"),
-        (["a", "--force"], "--force has a meaning only with --remove"),
+        (["a", "--force"], "--force requires --remove"),
     ],
 )
 def test_a_removal_of_nobody_is_refused(fleet, capsys, words, told):

@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
-from fedquilt import open_metrics
+from fedquilt import metrics_endpoint
 from fedquilt.coordinator import metrics_exporter
 from fedquilt.coordinator.fleet.device_status import CurrentTask, DeviceStatus, TelemetrySample
 from fedquilt.coordinator.metrics_exporter import CoordinatorMetrics
 from fedquilt.coordinator.rounds.events import CohortSelected, JobEnded, RoundCommitted, TaskDeclined, UpdateAccepted
 from fedquilt.core import BlobRef, JobError, Update, Usage
-from fedquilt.open_metrics import MetricFamily
+from fedquilt.metrics_endpoint import MetricFamily
 
 NOW = 1_800_000_000.0
 OPEN = "application/openmetrics-text; version=1.0.0"
@@ -126,7 +126,7 @@ def test_they_are_served_as_open_metrics_and_every_name_is_one():
 
     counts = CoordinatorMetrics(lambda: [(DeviceStatus('a"b\nc', online=True, board="x" * 300), None)], lambda: NOW)
     play(counts)
-    with open_metrics.serve_metrics("127.0.0.1:0", counts.metric_families) as place:
+    with metrics_endpoint.serve_metrics("127.0.0.1:0", counts.metric_families) as place:
         found = {family.name: family for family in parser.text_string_to_metric_families(read(place))}
     assert found["fedquilt_updates"].samples[0].value == 1
     assert found["fedquilt_board_online"].samples[0].labels == {"device": 'a"b\nc'}
@@ -143,28 +143,28 @@ def test_an_error_of_metrics_is_theirs_alone(caplog):
         return []
 
     broken.insert(0, False)
-    with open_metrics.serve_metrics("127.0.0.1:0", collect) as place:
+    with metrics_endpoint.serve_metrics("127.0.0.1:0", collect) as place:
         with pytest.raises(OSError):
             read(place)
         assert "process_cpu_seconds" in read(place)
-    assert "metrics cannot be made" in caplog.text
+    assert "collecting the metrics failed" in caplog.text
 
 
 @pytest.mark.parametrize("listen", ["9464", ":9464", "localhost:", "localhost:http", "localhost:70000", ""])
 def test_what_is_no_place_to_serve_at_is_refused(listen):
     with (
         pytest.raises(JobError, match=r"write HOST:PORT, such as 127\.0\.0\.1:9464"),
-        open_metrics.serve_metrics(listen, list),
+        metrics_endpoint.serve_metrics(listen, list),
     ):
         pass
 
 
 def test_a_place_that_is_taken_is_named():
     pytest.importorskip("prometheus_client", reason="metrics are an extra")
-    with open_metrics.serve_metrics("127.0.0.1:0", list) as place:
+    with metrics_endpoint.serve_metrics("127.0.0.1:0", list) as place:
         taken = place.removeprefix("http://").removesuffix("/metrics")
         with (
             pytest.raises(JobError, match=f"cannot be served at {taken} .address already in use.: choose"),
-            open_metrics.serve_metrics(taken, list),
+            metrics_endpoint.serve_metrics(taken, list),
         ):
             pass

@@ -116,9 +116,9 @@ def test_a_model_goes_to_no_device_whose_runtime_is_too_old_for_it(ground):
     state = ground.state(id)
     said = view.format_event(state, told(ground, RolloutStarted)[0])
     assert said == (
-        "begun: model digits; left out: b-000 (onnxruntime 1.19.2 loads opset 21 and IR version 10 at most, and the "
-        "model has opset 25 and IR version 10: export it with opset_version=21 and that IR version, or install a newer "
-        "ONNX Runtime there)"
+        "begun: model digits; left out: b-000 (onnxruntime 1.19.2 supports opset 21 and IR version 10 at most, but the "
+        "model has opset 25 and IR version 10: export it with opset_version=21 and IR version 10, or install a newer "
+        "ONNX Runtime on the device)"
     )
     assert state.count_outcomes() == {"committed": 2}
     ground.fleet(1, versions={"onnxruntime": "1.20.1"})
@@ -166,7 +166,7 @@ def test_a_model_that_no_device_can_load_ends_its_rollout_before_it_is_sent(grou
     ground.play(10.0)
     state = ground.state(id)
     assert (state.status, [board.releases for board in boards]) == ("aborted", [[], []])
-    assert "loads opset 28 and IR version 14 at most, and the model has opset 17 and IR version 77" in state.reason
+    assert "supports opset 28 and IR version 14 at most, but the model has opset 17 and IR version 77" in state.reason
 
 
 def test_a_board_that_is_off_for_the_whole_rollout_catches_up_when_it_returns(ground):
@@ -368,7 +368,7 @@ def test_one_rollout_of_a_kind_at_a_time(ground):
         ({"canary": 0.0}, "a canary above 0 %"),
         ({"window": "2-5"}, "'2-5' is no window: write it as 02:00-05:00"),
         ({"window": "02:00-02:00"}, "begins when it ends"),
-        ({"select": ("Site Lab",)}, "selects no boards"),
+        ({"select": ("Site Lab",)}, "is not a label or !label"),
         ({"limits": wire.ReleaseLimits(max_energy_j=1e300)}, "Plan of model-.* cannot be kept: .*max_energy_j"),
         ({"name": "\udcff"}, "Plan of model-.* cannot be kept: .*surrogates"),
     ],

@@ -55,7 +55,9 @@ def test_a_run_goes_on_with_the_bundle_that_it_began_with_alone(stage):
     stage.play()
     (ended,) = stage.told(JobEnded)
     assert ended.status == "failed"
-    assert ended.reason.startswith(f"{index.parent} has been prepared with other content since the run began: prepare")
+    assert ended.reason.startswith(
+        f"{index.parent} was prepared with other content after the start of the run: prepare"
+    )
     index.write_bytes(before)
     stage.store.set_status(stage.job, "queued")
     stage.restart()
@@ -80,7 +82,7 @@ def test_a_disk_that_takes_nothing_for_a_while_fails_no_job_for_its_bundle(stage
         job_blobs.restore_bundle_files("j", depot, folder, files)
     ref = next(iter(files.values()))
     flip(folder / "blobs" / ref.sha256)
-    with pytest.raises(JobError, match=f"{ref.sha256} is damaged: make the bundle anew"):
+    with pytest.raises(JobError, match=f"{ref.sha256} is damaged: run `fedquilt prepare` again"):
         job_blobs.restore_bundle_files("j", BlobStore(stage.folder / "other"), folder, files)
 
 

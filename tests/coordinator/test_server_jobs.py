@@ -313,7 +313,7 @@ def test_a_job_that_ends_before_it_is_taken_up_is_published_as_any_that_ends(tmp
     told, cleared = watcher.receive()
     said = wire.decode(told.payload, wire.RoundState)
     status, reason = {
-        "bundle": ("failed", "make it with `fedquilt prepare`"),
+        "bundle": ("failed", "create one with `fedquilt prepare`"),
         "engine": ("failed", "leave the line out"),
         "method": ("failed", "KeyError: 'fedavg'"),
         "stopped": ("stopped", "by request"),

@@ -39,7 +39,7 @@ from fedquilt.models.local_training import NetworkState
         ({**constant_model(), "1.bias": np.full(2, 7, np.int64)}, "a: tensor '1.bias' is int64, expected float32"),
         (
             {**constant_model(), "1.bias": np.full(2, 3e38, np.float32)},
-            "a: tensor '1.bias' holds numbers from 3e+38 to 3e+38",
+            "a: tensor '1.bias' has numbers from 3e+38 to 3e+38",
         ),
     ],
 )

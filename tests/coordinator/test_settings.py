@@ -43,8 +43,11 @@ def test_paths_are_taken_from_the_job_files_folder(tmp_path):
         ("name = ", "not TOML"),
         ('name = "j"\nmethod = "fedavgg"\n', "did you mean 'fedavg'? There are: afl, depthfl, ditto, fedavg"),
         ('name = "j"\nmethod = "fedavg"\nround = 3\n', "there is no key 'round'"),
-        ('name = "j"\nmethod = "fedavg"\n[cohort]\nselect = ["Lab"]\n', "[cohort] select: 'Lab' selects no boards"),
-        ('name = "j"\nmethod = "fedavg"\n[fleet]\nlabels = ["a", "b="]\n', "[fleet] labels: 'b=' is no label"),
+        (
+            'name = "j"\nmethod = "fedavg"\n[cohort]\nselect = ["Lab"]\n',
+            "[cohort] select: 'Lab' is not a label or !label",
+        ),
+        ('name = "j"\nmethod = "fedavg"\n[fleet]\nlabels = ["a", "b="]\n', "[fleet] labels: 'b=' is not a label"),
         ('name = "j"\nmethod = "fedavg"\nrounds = "3"\n', "rounds = "),
         ('name = "J/../x"\nmethod = "fedavg"\n', "name = "),
         ('name = "j"\nmethod = "fedavg"\n[params]\nlearning_rate = 1\n', "it has epochs"),
@@ -77,8 +80,8 @@ def test_a_missing_job_file_is_named(tmp_path):
 @pytest.mark.parametrize(
     ("method", "params", "said"),
     [
-        ("fedavg", {"batch": 0}, "batch = 0: a whole number of at least 1 is wanted"),
-        ("fedprox", {"batch": 10**13}, "batch = 10000000000000: a whole number of at most 1000000000 is wanted"),
+        ("fedavg", {"batch": 0}, "batch = 0: must be a whole number of at least 1"),
+        ("fedprox", {"batch": 10**13}, "batch = 10000000000000: must be a whole number of at most 1000000000"),
         ("fedavg", {"lr": -1.0}, "lr = "),
         ("fedavg", {"lr": float("nan")}, "lr: not a finite number"),
         ("fedprox", {"mu": -5.0}, "mu = "),
@@ -112,7 +115,7 @@ def test_a_mistyped_method_or_parameter_is_answered_with_the_nearest(tmp_path):
 
 
 def test_scaffold_refuses_the_codec_that_its_variates_cannot_do_with():
-    with pytest.raises(JobError, match=r"codec = 'topk': SCAFFOLD .* take 'int8', 'fp16' or 'raw'"):
+    with pytest.raises(JobError, match=r"codec = 'topk': SCAFFOLD .* choose 'int8', 'fp16' or 'raw'"):
         settings.parse_job({"name": "j", "method": "scaffold", "wire": {"codec": "topk"}})
     for codec in ("raw", "fp16", "int8"):
         assert settings.parse_job({"name": "j", "method": "scaffold", "wire": {"codec": codec}}).wire.codec == codec
@@ -137,7 +140,7 @@ def test_what_the_file_says_holds(tmp_path):
         ("running = 0", "running"),
         ("places = 2", "places"),
         ("[submitter]\nshare = 1.5", "share"),
-        ('[retention]\nolder_than = "soon"', "'soon' is no time"),
+        ('[retention]\nolder_than = "soon"', "'soon' is not a time"),
         ("running =", "is not TOML"),
         ('[sites.plant]\nboards = ["cam-*"]', "most"),
         ('[sites.plant]\nboards = ["*-cam"]\nmost = 1', "boards"),

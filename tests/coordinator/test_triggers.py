@@ -71,7 +71,7 @@ def test_it_pauses_between_two_starts():
         ({"boards": "0%"}, r"\[trigger\] boards = .0%.: a share of boards is above 0 % and at most 100 %"),
         ({"boards": "150%"}, r"above 0 % and at most 100 %"),
         ({"boards": "25"}, r"boards"),
-        ({"pause": "12"}, r"\[trigger\] pause = '12' is no time: a number with ms, s, min, m, h, d or w"),
+        ({"pause": "12"}, r"\[trigger\] pause = '12' is not a time: write a number with ms, s, min, m, h, d or w"),
         ({"drift_above": 1.0}, r"drift_above"),
         ({"drift": 0.3}, r"drift"),
     ],

@@ -232,15 +232,15 @@ def test_an_evaluation_of_twelve_classes_is_consistent():
     [
         (of_classes(0.5), None, ""),
         (total(of_classes(0.5), of_classes(0.75, 4)), RIGHT, ""),
-        (of_classes(0.5), RIGHT, "no ascending values of its devices"),
-        (total(of_classes(0.5)), None, "values of devices, and it speaks for itself"),
+        (of_classes(0.5), RIGHT, "device values that are missing, not in ascending order"),
+        (total(of_classes(0.5)), None, "values of several devices, but comes from a single device"),
         (
             total(of_classes(0.5), of_classes(0.7), of_classes(0.7)),
             RIGHT,
-            "values of 3 devices, and it may speak for 2",
+            "values of 3 devices, but the site may submit for at most 2",
         ),
-        (msgspec.structs.replace(of_classes(0.5), device_values=((0.9, 1),)), RIGHT, "a main metric of 0.5 beyond"),
-        (msgspec.structs.replace(of_classes(0.5), device_values=((0.5, 1), (1.5, 1))), RIGHT, "no ascending values"),
+        (msgspec.structs.replace(of_classes(0.5), device_values=((0.9, 1),)), RIGHT, "a main metric of 0.5, outside"),
+        (msgspec.structs.replace(of_classes(0.5), device_values=((0.5, 1), (1.5, 1))), RIGHT, "not in ascending order"),
         (of_numbers(1.0, 1.0, 5), None, r"1 outputs \(regression\), and the network has 2 \(classes\)"),
         (of_twelve_classes(), None, r"12 outputs \(classes\), and the network has 2 \(classes\)"),
         (
@@ -248,8 +248,8 @@ def test_an_evaluation_of_twelve_classes_is_consistent():
             None,
             r"2 outputs \(regression\), and the network has 2 \(classes\)",
         ),
-        (msgspec.structs.replace(of_classes(0.5), examples=9), None, "its evaluation has counts of 10 examples"),
-        (of_classes(0.5, 10, 1e300), None, "a sum that is not a number up to"),
+        (msgspec.structs.replace(of_classes(0.5), examples=9), None, "the evaluation has counts of 10 examples"),
+        (of_classes(0.5, 10, 1e300), None, "a sum that is infinite, not a number or above"),
     ],
 )
 def test_an_evaluation_is_of_the_jobs_network_and_of_devices_within_a_right(sums, right, said):

@@ -148,5 +148,5 @@ def test_an_agent_tells_what_it_told_last(tmp_path: Path) -> None:
 
 def test_a_place_that_is_none_is_refused_with_the_settings() -> None:
     assert parse_settings({"device": "a", "home": "x"}).metrics.listen is None
-    with pytest.raises(JobError, match=r"\[metrics\] listen: '9464' is no address to serve at"):
+    with pytest.raises(JobError, match=r"\[metrics\] listen: '9464' is not a valid address"):
         parse_settings({"device": "a", "home": "x", "metrics": {"listen": "9464"}})

@@ -61,7 +61,7 @@ def test_labels_are_words_and_what_is_none_is_named(tmp_path: Path) -> None:
         "site=lab",
         "window",
     )
-    with pytest.raises(JobError, match=r"agent\.toml: labels: 'Site lab' is no label"):
+    with pytest.raises(JobError, match=r"agent\.toml: labels: 'Site lab' is not a label"):
         settings.load_settings(write(tmp_path, 'labels = ["Site lab"]\n' + GOOD))
 
 

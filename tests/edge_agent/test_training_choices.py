@@ -327,7 +327,7 @@ REFUSED: tuple[tuple[str, dict[str, Any], str], ...] = (
     ("classes", {"loss": "mse"}, r"loss = 'mse' is for task = 'regression', and the task of the network is 'classes'"),
     ("regression", {"loss": f"{OWN}:mean"}, r"returned \(\) for 6 examples: return one loss for each.* \(6,\)"),
     ("regression", {"loss": f"{OWN}:still"}, r"has no gradient: compute the losses from the scores with torch"),
-    ("regression", {"loss": f"{OWN}:number"}, r"is a int, and a function is wanted"),
+    ("regression", {"loss": f"{OWN}:number"}, r"is a int instead of a function"),
     ("regression", {"loss": f"{OWN}:absent"}, r"has no 'absent'"),
     (
         "regression",

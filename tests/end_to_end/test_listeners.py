@@ -19,10 +19,10 @@ from blob_site import Site
 from two_sides import noise
 from waiting import wait_until
 
-from fedquilt import open_metrics
+from fedquilt import metrics_endpoint
 from fedquilt.coordinator.storage.store import Store
 from fedquilt.host.http_server import ConnectionLimiter, ConnectionLimits
-from fedquilt.open_metrics import MetricFamily
+from fedquilt.metrics_endpoint import MetricFamily
 from fedquilt.security import enrolment
 from fedquilt.tools.identity.authority import CertificateAuthority, clock_s
 from fedquilt.tools.identity.endpoint import EnrolmentServer
@@ -86,7 +86,7 @@ class Listener:
 
 
 def metrics(folder: Path, stack: ExitStack, connections: ConnectionLimiter) -> Listener:
-    place = stack.enter_context(open_metrics.serve_metrics("127.0.0.1:0", lambda: HEAVY, connections))
+    place = stack.enter_context(metrics_endpoint.serve_metrics("127.0.0.1:0", lambda: HEAVY, connections))
     request = "GET /metrics{} HTTP/1.1\nHost: x\n\n"
     return Listener(int(re.findall(r":(\d+)/", place)[0]), request.format("?name[]=none"), request.format(""))
 

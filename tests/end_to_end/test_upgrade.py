@@ -108,7 +108,7 @@ def test_agents_are_upgraded_and_taken_back_in_the_middle_of_a_job(
     file = upgrades.pack(tmp_path / "agents.tar", [upgrades.wheel(tmp_path / "house")])
     phases = ("--phases", "34%", "100", "--soak", "1s", "--patience", "5min")
     said = order("rollout", "agent", str(file), "--home", str(home), *phases)
-    assert "not signed: only boards whose agent.toml says unsigned = true under [upgrade] take it" in said
+    assert "not signed: only boards with unsigned = true under [upgrade] in agent.toml accept it" in said
     assert f"fedquilt {upgrades.NEW} for " in said
     new, old = dict.fromkeys(members, upgrades.NEW), dict.fromkeys(members, fedquilt.__version__)
     wait_until(lambda: status(home) in ("done", "aborted"), "the upgrade is over", diagnostics=units.said)

@@ -46,7 +46,7 @@ def test_files_that_are_there_already_are_kept(tmp_path):
 
 
 def test_an_absent_bundle_says_how_it_is_made(tmp_path):
-    with pytest.raises(JobError, match="make it with `fedquilt prepare`"):
+    with pytest.raises(JobError, match="create one with `fedquilt prepare`"):
         job_bundle.load_bundle(tmp_path)
 
 
@@ -54,7 +54,7 @@ def test_a_missing_or_shortened_file_is_named(tmp_path):
     ref = job_bundle.write_bundle(tmp_path, {}, {"donor/a": MODEL}).files["donor/a"]
     path = tmp_path / "blobs" / ref.sha256
     path.write_bytes(MODEL[:-1])
-    with pytest.raises(JobError, match=r"'donor/a'.*missing or cut short: prepare it anew"):
+    with pytest.raises(JobError, match=r"'donor/a'.*missing or incomplete: run `fedquilt prepare` again"):
         job_bundle.load_bundle(tmp_path)
     path.unlink()
     with pytest.raises(JobError, match=r"'donor/a'"):

@@ -82,7 +82,7 @@ class Plain:
         ({"name": "a", "named": {"x": {"sizes": 1}}}, "did you mean 'size'? Keys of [named[...]]: size, prefer"),
         ({"name": "a", "inner": {"prefer": "enrgy"}}, "did you mean 'energy'? There are: energy, random"),
         ({"inner": {}}, "key 'name' is missing: write name = ..."),
-        ({"name": "a", "inner": {"size": -1}}, "[inner] size = -1: a whole number of at least 0 is wanted"),
+        ({"name": "a", "inner": {"size": -1}}, "[inner] size = -1: must be a whole number of at least 0"),
     ],
 )
 def test_a_wrong_key_is_answered_with_the_keys_of_its_own_table(table, said):
@@ -96,15 +96,15 @@ def test_a_wrong_key_is_answered_with_the_keys_of_its_own_table(table, said):
     [
         (
             {"name": "My job"},
-            "name = 'My job': text of small letters, digits, '.', '_' and '-', the first no mark, at most 40",
+            "name = 'My job': must be text of at most 40 of a-z, 0-9, '.', '_' and '-', beginning with a letter",
         ),
-        ({"name": "job", "data": "x.npz"}, "data = 'x.npz': a table is wanted"),
-        ({"name": "job", "fleet": {"boards": []}}, "[fleet] boards = []: a list of at least 1 entry is wanted"),
-        ({"name": "job", "fleet": {"devices": True}}, "[fleet] devices = true: a whole number is wanted"),
-        ({"name": "job", "fleet": {"policy": 3}}, "[fleet] policy = 3: text in quotes is wanted"),
-        ({"name": "job", "cohort": {"quorum": 2}}, "[cohort] quorum = 2: a number of at most 1 is wanted"),
-        ({"name": "job", "donors": [{}, 3]}, "donors[1] = 3: a table is wanted"),
-        ({"name": "job", "compare": {"fedprox": 3}}, "compare: a table is wanted"),
+        ({"name": "job", "data": "x.npz"}, "data = 'x.npz': must be a table"),
+        ({"name": "job", "fleet": {"boards": []}}, "[fleet] boards = []: must be a list of at least 1 entry"),
+        ({"name": "job", "fleet": {"devices": True}}, "[fleet] devices = true: must be a whole number"),
+        ({"name": "job", "fleet": {"policy": 3}}, "[fleet] policy = 3: must be text in quotes"),
+        ({"name": "job", "cohort": {"quorum": 2}}, "[cohort] quorum = 2: must be a number of at most 1"),
+        ({"name": "job", "donors": [{}, 3]}, "donors[1] = 3: must be a table"),
+        ({"name": "job", "compare": {"fedprox": 3}}, "compare: must be a table"),
     ],
 )
 def test_what_is_wanted_is_told_in_words(table, said):
@@ -127,11 +127,11 @@ def test_a_part_of_a_job_says_which_it_is():
     ("keys", "said"),
     [
         ({"governor": {"policy": "fast"}}, "[governor] policy = 'fast'; there are: board, energy, max, paper"),
-        ({"meter": 3}, "meter = 3: text in quotes or a table is wanted"),
-        ({"data": {"path": "x", "per_class": "ten"}}, "[data]: per_class = 'ten': a whole number or a table is wanted"),
+        ({"meter": 3}, "meter = 3: must be text in quotes or a table"),
+        ({"data": {"path": "x", "per_class": "ten"}}, "[data]: per_class = 'ten': must be a whole number or a table"),
         (
             {"data": {"path": "x", "audio": {"rate": 0}}},
-            "[data]: audio.rate = 0: a whole number of at least 1 is wanted",
+            "[data]: audio.rate = 0: must be a whole number of at least 1",
         ),
         (
             {"data": {"path": "x", "categories": {"a": "red"}}},
@@ -163,5 +163,5 @@ def test_a_path_that_no_file_can_have_is_refused_by_name(tmp_path, path):
         if path == "loop" and sys.version_info >= (3, 13):
             assert read(tmp_path / "it.toml")  # resolved as it stands, and refused when it is read
             continue
-        with pytest.raises(JobError, match=r"it\.toml: .* is no path of a file or folder"):
+        with pytest.raises(JobError, match=r"it\.toml: .* is not a valid path"):
             read(tmp_path / "it.toml")

@@ -139,8 +139,8 @@ def test_a_sum_is_stored_in_every_bit():
 @pytest.mark.parametrize(
     ("limbs", "said"),
     [
-        ((np.array([1, 2]), np.array([np.nan, 1e300])), "counters have one"),
-        ((np.array([1, 2]), np.array([1, 2])), "counters have one"),
+        ((np.array([1, 2]), np.array([np.nan, 1e300])), "instead of one, as it is a counter"),
+        ((np.array([1, 2]), np.array([1, 2])), "instead of one, as it is a counter"),
         ((np.array([1.0, 2.0]),), "is float64, expected int64"),
         ((np.array([1, -2]),), "from -2 to 1"),
     ],

@@ -88,16 +88,31 @@ def named_twice() -> Any:
 
 
 HOSTILE: dict[str, tuple[Callable[[], Any], str]] = {
-    "an absolute path": (lambda: model(node("Relu"), tensors=(beside("/etc/passwd", 9),)), "in a file beside"),
-    "a path outside": (lambda: model(node("Relu"), tensors=(beside("../device.key", 9),)), "in a file beside"),
+    "an absolute path": (
+        lambda: model(node("Relu"), tensors=(beside("/etc/passwd", 9),)),
+        "in a file of the graph's folder",
+    ),
+    "a path outside": (
+        lambda: model(node("Relu"), tensors=(beside("../device.key", 9),)),
+        "in a file of the graph's folder",
+    ),
     "a plain name": (lambda: model(node("Relu"), tensors=(beside("device.key", 9),)), "named by its sha256"),
     "memory": (lambda: model(node("Relu"), tensors=(beside("*/_ORT_MEM_ADDR_/*", 9),)), "named by its sha256"),
-    "no such file": (lambda: model(node("Relu"), tensors=(beside("e" * 64, 9),)), "are not beside it"),
+    "no such file": (
+        lambda: model(node("Relu"), tensors=(beside("e" * 64, 9),)),
+        "cannot be read in the graph's folder",
+    ),
     "another key": (lambda: model(node("Relu"), tensors=(beside("e" * 64, 9, basepath="/"),)), "'basepath'"),
-    "a key twice": (lambda: model(node("Relu"), tensors=(named_twice(),)), "says 'location' twice"),
-    "beyond its end": (lambda: model(node("Relu"), tensors=(beside("f" * 64, 99),)), "takes 99 bytes, and ffff"),
-    "beyond by offset": (lambda: model(node("Relu"), tensors=(beside("f" * 64, 9, offset="8"),)), "has 8 from there"),
-    "a negative offset": (lambda: model(node("Relu"), tensors=(beside("f" * 64, 9, offset="-9"),)), "said to be at"),
+    "a key twice": (lambda: model(node("Relu"), tensors=(named_twice(),)), "has key 'location' twice"),
+    "beyond its end": (lambda: model(node("Relu"), tensors=(beside("f" * 64, 99),)), "needs 99 bytes, but ffff"),
+    "beyond by offset": (
+        lambda: model(node("Relu"), tensors=(beside("f" * 64, 9, offset="8"),)),
+        "has 8 after the offset",
+    ),
+    "a negative offset": (
+        lambda: model(node("Relu"), tensors=(beside("f" * 64, 9, offset="-9"),)),
+        "of external data is not a number",
+    ),
     "a loop": (lambda: model(node("Loop", "x", body=subgraph(node("Relu")))), "the operator 'Loop'"),
     "a scan": (lambda: model(node("Scan", "x", body=subgraph(node("Relu")), num_scan_inputs=1)), "operator 'Scan'"),
     "random numbers": (lambda: model(node("RandomNormal", shape=[9])), "the operator 'RandomNormal'"),
@@ -113,7 +128,7 @@ HOSTILE: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "the runtime's own": (lambda: model(node("Inverse", domain="com.microsoft")), "'com.microsoft.Inverse'"),
     "functions": (with_function, "the model has functions: inline them"),
-    "a graph in Relu": (lambda: model(node("Relu", body=subgraph(node("Relu")))), "Relu holds a graph"),
+    "a graph in Relu": (lambda: model(node("Relu", body=subgraph(node("Relu")))), "Relu contains a graph"),
     "deep nesting": (lambda: model(nested(5)), "5 deep"),
     "data cut short": (lambda: model(node("Relu"), tensors=(short_data(),)), "has 4 bytes, not 4000"),
     "a claimed size": (lambda: model(node("Relu"), tensors=(claiming([1 << 20]),)), "fewer numbers than its shape"),
@@ -138,7 +153,7 @@ HOSTILE: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: model(
             helper.make_node("Constant", [], ["s"], value_ints=[1 << 20, 1 << 20]), node("ConstantOfShape", "s")
         ),
-        "ConstantOfShape is to make",
+        "ConstantOfShape makes",
     ),
     "a bomb by Range": (
         lambda: model(
@@ -146,7 +161,10 @@ HOSTILE: dict[str, tuple[Callable[[], Any], str]] = {
         ),
         "Range",
     ),
-    "a bomb by Pad": (lambda: model(node("Pad", "x", "s"), tensors=(constant("s", 0, 0, 0, 1 << 30),)), "Pad by"),
+    "a bomb by Pad": (
+        lambda: model(node("Pad", "x", "s"), tensors=(constant("s", 0, 0, 0, 1 << 30),)),
+        "Pad adds more",
+    ),
     "a bomb by Resize": (
         lambda: model(node("Resize", "x", "", "s"), tensors=(constant("s", 1e6, 1e6, kind=np.float32),)),
         "Resize",
@@ -154,13 +172,13 @@ HOSTILE: dict[str, tuple[Callable[[], Any], str]] = {
     "a bomb by pads": (lambda: model(node("MaxPool", kernel_shape=[1], pads=[1 << 40, 0])), "pads of MaxPool"),
     "many nodes": (lambda: model(*[node("Relu")] * 20_001), "more than 20000 nodes"),
     "a long name": (lambda: model(node("Relu", "x" * 5000)), "more than 4096 bytes"),
-    "odd metadata": (lambda: with_metadata("9" * 5000), "a number of bytes is expected"),
+    "odd metadata": (lambda: with_metadata("9" * 5000), "is not a number of bytes"),
     "two graphs": (lambda: model(node("Relu")).SerializeToString() * 2, "twice"),
     "an unknown field": (lambda: model(node("Relu")).SerializeToString() + b"\xfa\x07\x00", "field 127"),
     "a group": (lambda: b"\x0b\x0c", "wire type 3"),
-    "nothing": (lambda: b"", "it has 0 bytes"),
+    "nothing": (lambda: b"", "the file has 0 bytes"),
     "no graph": (lambda: onnx.ModelProto(ir_version=8, opset_import=[helper.make_opsetid("", 17)]), "no graph"),
-    "noise": (lambda: b"not a graph", "no ONNX file"),
+    "noise": (lambda: b"not a graph", "not a valid ONNX file"),
 }
 
 
@@ -197,7 +215,7 @@ def test_weights_are_read_from_a_plain_file_beside_the_graph_alone(tmp_path, how
         place.mkdir()
     else:
         os.mkfifo(place)
-    with pytest.raises(ModelError, match="a link or no file"):
+    with pytest.raises(ModelError, match="a link or not a file"):
         graph_check.check_file(stored(tmp_path / "blobs", model(node("Relu"), tensors=(beside(name, len(SECRET)),))))
 
 
@@ -258,10 +276,10 @@ def test_inputs_with_a_value_are_weights():
     [
         (
             lambda: made_graphs.product(inputs=[made_graphs.value("state", (2, 1, 128)), made_graphs.value("sr", ())]),
-            "the graph has 3 inputs ('x', 'state', 'sr'), and fedquilt feeds one: export a network with one input",
+            "the graph has 3 inputs ('x', 'state', 'sr'), but fedquilt feeds one: export a network with one input",
         ),
-        (lambda: without_inputs(), "the graph has 0 inputs (none), and fedquilt feeds one"),
-        (lambda: with_outputs("y", "f"), "the graph has 2 outputs ('y', 'f'), and fedquilt reads one"),
+        (lambda: without_inputs(), "the graph has 0 inputs (none), but fedquilt feeds one"),
+        (lambda: with_outputs("y", "f"), "the graph has 2 outputs ('y', 'f'), but fedquilt reads one"),
         (
             lambda: made_graphs.product((4, 6)),
             "input 'x' takes exactly 4 examples at once: export it with a first axis",
@@ -269,7 +287,7 @@ def test_inputs_with_a_value_are_weights():
         (lambda: made_graphs.product(kind=made_graphs.BFLOAT16), "input 'x' is bfloat16"),
         (
             lambda: made_graphs.product(output=made_graphs.value("y", kind=made_graphs.BFLOAT16)),
-            "output 'y' is bfloat16, which has no type in numpy: export it with float32",
+            "output 'y' is bfloat16, which numpy does not support: export it with float32",
         ),
         (lambda: made_graphs.product(()), "input 'x' is a single number"),
     ],

@@ -125,7 +125,10 @@ def test_a_task_in_one_table_holds_for_the_other():
             {"model": {**MODEL, "task": "regression"}, "data": {"path": "a", "task": "labels"}},
             r"\[model\] task = 'regression' and \[data\] task = 'labels'",
         ),
-        ({"model": {**MODEL, "task": "ranking"}}, "task = 'ranking': there are classes, regression, labels"),
+        (
+            {"model": {**MODEL, "task": "ranking"}},
+            "task = 'ranking' is unknown: write one of classes, regression, labels",
+        ),
         ({"model": {**MODEL, "classes": 2}}, "outputs and classes: both count"),
         (
             {"model": {**MODEL, "task": "regression"}, "method": "genefl"},

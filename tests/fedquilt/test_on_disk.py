@@ -102,7 +102,7 @@ def test_a_bit_that_flips_in_a_state_is_found_when_its_tensor_is_read(tmp_path, 
     payload[place.offset + at] ^= 4
     path.write_bytes(payload)
     assert np.array_equal(found.model["a"], ONES)
-    with pytest.raises(StoreError, match="state was changed or cut off"):
+    with pytest.raises(StoreError, match="state was changed or truncated"):
         found.model["b"]
     path.unlink()
     with pytest.raises(StoreError, match="the file is missing"):

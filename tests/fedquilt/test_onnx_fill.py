@@ -72,13 +72,13 @@ def test_what_has_its_numbers_keeps_them_and_what_is_not_named_is_left_out():
 @pytest.mark.parametrize(
     ("payload", "given", "said"),
     [
-        (graph(lacking()), {}, "'w' is missing"),
-        (graph(lacking()), {"w": np.zeros((3, 2), np.float32)}, r"of shape \(3, 2\), the network expects float32"),
+        (graph(lacking()), {}, "'w' of the network is missing"),
+        (graph(lacking()), {"w": np.zeros((3, 2), np.float32)}, r"of shape \(3, 2\), but the network needs float32"),
         (graph(lacking()), {"w": np.zeros((2, 3))}, "is float64 of shape"),
-        (graph(lacking(kind=8)), {}, "'w' is of type 8"),
-        (graph(lacking())[:-3], {}, "no ONNX file"),
-        (b"", {}, "no ONNX file"),
-        (b"\x00\x01text", {}, "no ONNX file"),
+        (graph(lacking(kind=8)), {}, "'w' without data has the unsupported type 8"),
+        (graph(lacking())[:-3], {}, "not a valid ONNX file"),
+        (b"", {}, "not a valid ONNX file"),
+        (b"\x00\x01text", {}, "not a valid ONNX file"),
     ],
 )
 def test_what_does_not_fit_is_refused_by_name(payload, given, said):
@@ -106,7 +106,7 @@ def test_a_result_with_parts_on_boards_says_whose_it_is(tmp_path):
 def test_a_result_whose_task_cannot_be_read_is_refused_by_name(tmp_path, written):
     path = tmp_path / "shared"
     path.write_bytes(tensors.encode_tensors({"graph": np.zeros(2, np.uint8)}, {"personal": written}))
-    with pytest.raises(ModelError, match=r"parts on boards: not a fedquilt message: .*; roll out the run again"):
+    with pytest.raises(ModelError, match=r"has an invalid task \(not a fedquilt message: .*: roll out the run again"):
         personal_models.read_task(path)
 
 
@@ -114,7 +114,7 @@ def test_a_result_whose_task_cannot_be_read_is_refused_by_name(tmp_path, written
 def test_a_damaged_result_is_refused_by_name(tmp_path, payload):
     path = tmp_path / "shared"
     path.write_bytes(payload)
-    with pytest.raises(ModelError, match="parts on boards"):
+    with pytest.raises(ModelError, match=r"the personalised result (is damaged|has no graph)"):
         personal_models.read_personal(path)
 
 
@@ -179,20 +179,18 @@ def test_weights_are_read_from_the_folder_of_the_model_alone(tmp_path, location)
     (tmp_path / "m" / "sub").mkdir(parents=True)
     (tmp_path / "m" / "sub" / "device.key").write_bytes(bytes(100))
     path = made_graphs.two_files(tmp_path / "m", location=location)
-    with pytest.raises(
-        ModelError, match="fedquilt reads files of the model's own folder alone; export the model as one"
-    ):
+    with pytest.raises(ModelError, match="which is not a file name in the model's folder: export the model as one"):
         onnx_weights.read_with_external_data(path)
 
 
 @pytest.mark.parametrize(
     ("place", "said"),
     [
-        ("link", "it is a link: copy the file itself there"),
+        ("link", "symbolic link, copy the file itself"),
         ("folder", "Is a directory"),
-        ("pipe", "which is no plain file"),
+        ("pipe", "copy a regular file there"),
         ("nothing", "No such file or directory"),
-        ("short", "takes 72 bytes of 'model.onnx.data', and 71 are there"),
+        ("short", "needs 72 bytes of 'model.onnx.data', which has 71"),
     ],
 )
 def test_what_is_no_plain_file_beside_the_model_is_refused(tmp_path, place, said):
@@ -223,5 +221,5 @@ def test_a_file_that_many_tensors_name_is_not_read_beyond_the_size_of_an_onnx_fi
         made.graph.initializer.append(made.graph.initializer[0])
         made.graph.initializer[-1].name = f"w{number}"
     path.write_bytes(made.SerializeToString())
-    with pytest.raises(ModelError, match=r"with the numbers of 'model\.onnx\.data' it has more than 10000 bytes"):
+    with pytest.raises(ModelError, match=r"with the data of 'model\.onnx\.data', the model exceeds 10000 bytes"):
         onnx_weights.read_with_external_data(path)

@@ -13,6 +13,7 @@ from fedquilt.data import examples
 from fedquilt.data.spec import DataSpec
 from fedquilt.edge_agent import devices, engines
 from fedquilt.models.networks import registry
+from fedquilt.testing import conformance
 from fedquilt.tools.experiments import method_pages
 
 Install = Callable[..., Path]
@@ -79,6 +80,12 @@ def test_a_data_set_of_another_package_is_shared_out(install):
     assert train.x.shape[1:] == (10,)
 
 
+def test_the_check_of_a_package_imports_losses_too(install):
+    losses = {"mean": "loss_fl:mean", "absent": "loss_fl:absent"}
+    install("loss-fl", {"loss_fl.py": "def mean(scores, targets): ...\n"}, {"fedquilt.losses": losses})
+    assert [passed for passed, _ in conformance.check_package("loss-fl")] == [False, True]
+
+
 # -- what can be wrong ----------------------------------------------------------------------------
 
 
@@ -97,7 +104,9 @@ def test_a_package_that_fails_at_import_is_named_and_disturbs_nobody_else(instal
 def test_two_packages_with_one_name_are_both_named(install):
     install("one-fl", {"one_fl.py": METHOD}, {"fedquilt.methods": {"twice": "one_fl:METHOD"}})
     install("two-fl", {"two_fl.py": METHOD}, {"fedquilt.methods": {"twice": "two_fl:METHOD"}}, "2.0")
-    with pytest.raises(JobError, match=r"give a method 'twice': one-fl 1\.0 and two-fl 2\.0; uninstall one"):
+    with pytest.raises(
+        JobError, match=r"method 'twice' is ambiguous, one-fl 1\.0 and two-fl 2\.0 have one: uninstall one"
+    ):
         methods.load("twice")
     assert methods.load("one_fl:METHOD").paper == "own"
     assert len(plugins.name_conflicts("method", methods.builtin_names())) == 1
@@ -124,10 +133,10 @@ def test_a_name_that_hides_one_of_ours_is_refused(install, group, name, load):
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("nowhere_fl:METHOD", r"no module 'nowhere_fl'; start the command in the folder of nowhere_fl\.py"),
+        ("nowhere_fl:METHOD", r"module 'nowhere_fl' was not found; start the command in the folder of nowhere_fl\.py"),
         ("odd_fl:METHDO", r"odd_fl\.py has no 'METHDO'; did you mean 'METHOD'"),
-        ("odd_fl:TABLE", r"is a dict, and a fedquilt\.core\.Method is wanted"),
-        ("odd_fl:LOOSE", r"`params` is <class 'dict'>, not a frozen dataclass"),
+        ("odd_fl:TABLE", r"is a dict instead of a fedquilt\.core\.Method"),
+        ("odd_fl:LOOSE", r"`params` is <class 'dict'> instead of a frozen dataclass"),
         ("odd_fl:a.b", "write module:name"),
         ("fedavgg", r"did you mean 'fedavg'\? There are: .*module:name"),
     ],
@@ -151,7 +160,7 @@ def test_a_network_that_raises_or_is_none_is_named(install):
 @pytest.mark.parametrize(
     ("body", "said"),
     [
-        ("return 3", "returns a int, and inputs and labels are wanted"),
+        ("return 3", "returns a int: return inputs and labels"),
         ("return np.zeros((4, 2)), np.zeros(3, int)", r"shape \(4, 2\).*labels of shape \(3,\)"),
         ("raise KeyError('x')", "fails on split 'train': KeyError"),
     ],
@@ -172,9 +181,9 @@ def test_a_board_imports_what_is_installed_or_what_it_lists_and_never_any_module
     install("mine-fl", {"mine_two.py": METHOD}, {"fedquilt.methods": {"mine": "mine_two:METHOD"}})
     with plugins.restrict_plugins_within(None):
         assert plugins.find_plugin("method", "mine") is not None
-        with pytest.raises(ModelError, match="this board allows none of that name"):
+        with pytest.raises(ModelError, match="is not allowed on this device"):
             registry.build_network({"name": "os:system", "command": "true"})
-        with pytest.raises(ModelError, match="this board allows none"):
+        with pytest.raises(ModelError, match="is not allowed on this device"):
             registry.build_network({"name": "exits", "of": {"name": "os:system"}, "looks": [], "classes": 2})
     with plugins.restrict_plugins_within([]):
         assert plugins.plugin_fingerprints() == {}
@@ -216,7 +225,7 @@ def test_a_bundle_of_a_network_that_has_changed_since_is_refused(install):
     now = plugins.required_modules("network", "net")
     plugins.require_unchanged_modules(now)
     plugins.require_unchanged_modules({"elsewhere_fl": "elsewhere-fl 1.0 abc"})
-    with pytest.raises(JobError, match=r"package net-fl 0\.9 \(00000000\).*another content here.*fedquilt prepare"):
+    with pytest.raises(JobError, match=r"package net-fl 0\.9 \(00000000\).*files here differ.*fedquilt prepare"):
         plugins.require_unchanged_modules({"net_fl": f"net-fl 0.9 {'0' * 64}"})
 
 

@@ -184,7 +184,7 @@ def test_a_residual_net_s_batch_norms_go_with_their_convolutions():
 def test_a_table_without_a_register_is_refused_unless_it_says_the_tensors_itself():
     network = {"name": "mlp", "inputs": 6, "hidden": [5, 4], "classes": 3}
     assert register_from_table(network) == traced(network) == make_mlp_register(3)
-    with pytest.raises(ModelError, match="no register of the tensors of 'gru'"):
+    with pytest.raises(ModelError, match="no tensor register of network 'gru'"):
         register_from_table({"name": "gru"})
     with pytest.raises(ModelError, match="register is damaged"):
         register_from_table({"name": "gru", "register": {"tensors": [1]}})
@@ -208,7 +208,7 @@ def test_tensors_that_a_weight_is_made_of_belong_to_its_layer(normalised):
     }
     assert register.find_classifier() == "2"
     assert register.weights_by_module()["2"].startswith("2.parametrizations.weight.original")
-    with pytest.raises(ModelError, match=r"weight of '2' is made of '2\.parametrizations\.weight\.original"):
+    with pytest.raises(ModelError, match=r"weight of '2' is computed from '2\.parametrizations\.weight\.original"):
         register.require_plain_weight("2")
     register.require_plain_weight("0")
 

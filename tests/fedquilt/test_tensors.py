@@ -43,11 +43,11 @@ def test_what_a_device_sent_has_the_types_and_bounds_that_a_sum_can_take():
     tensors.require_addable(good, wanted)
     bad = [
         ("w", np.zeros(2), "tensor 'w' is float64, expected float32"),
-        ("w", np.array([0, 1.9e19], np.float32), "tensor 'w' holds numbers from 0 to 1.9e"),
+        ("w", np.array([0, 1.9e19], np.float32), "tensor 'w' has numbers from 0 to 1.9e"),
         ("w", np.array([0, np.nan], np.float32), "tensor 'w' holds 1 values that are not finite"),
         ("w", np.zeros(3, np.float32), "tensor 'w' has shape"),
-        ("n", np.array(2**53 + 1), "tensor 'n' holds numbers from 9.0072e"),
-        ("n", np.array(-1), "tensor 'n' holds numbers from -1 to -1, as int64 they may be from 0 to 9.0072e"),
+        ("n", np.array(2**53 + 1), "tensor 'n' has numbers from 9.0072e"),
+        ("n", np.array(-1), "tensor 'n' has numbers from -1 to -1, beyond the 0 to 9.0072e"),
     ]
     for name, array, said in bad:
         with pytest.raises(UpdateError, match=re.escape(said)):
@@ -124,7 +124,7 @@ def test_floats_of_a_file_are_those_that_are_read_at_once(tmp_path):
         "double": np.ones(2),
     }
     disk_arrays.write_safetensors(tmp_path / "file", given)
-    found = disk_arrays.FloatReader(tmp_path / "file")
+    found = disk_arrays.Float32Reader(tmp_path / "file")
     assert list(found) == ["a", "b", "none"]
     assert all(
         found[name].tobytes() == given[name].tobytes() and found[name].shape == given[name].shape for name in found
@@ -138,7 +138,7 @@ def test_floats_of_a_file_are_those_that_are_read_at_once(tmp_path):
 def test_a_file_that_is_no_safetensors_has_no_floats(tmp_path, payload):
     (tmp_path / "file").write_bytes(payload)
     with pytest.raises(UpdateError, match="not a safetensors"):
-        disk_arrays.FloatReader(tmp_path / "file")
+        disk_arrays.Float32Reader(tmp_path / "file")
 
 
 def test_an_empty_tensor_beyond_the_end_of_its_file_is_missed_by_name(tmp_path):
@@ -146,21 +146,21 @@ def test_an_empty_tensor_beyond_the_end_of_its_file_is_missed_by_name(tmp_path):
     header = json.dumps({"w": {"dtype": "F32", "shape": [0], "data_offsets": [far, far]}}).encode()
     path.write_bytes(struct.pack("<Q", len(header)) + header)
     with pytest.raises(UpdateError, match="ends within tensor 'w'"):
-        disk_arrays.FloatReader(path)["w"]
+        disk_arrays.Float32Reader(path)["w"]
 
 
 def test_floats_that_a_file_has_lost_are_missed_by_name(tmp_path):
     path = tmp_path / "file"
     disk_arrays.write_safetensors(path, {"w": np.ones(9, np.float32)})
     path.write_bytes(path.read_bytes()[:-4])
-    found = disk_arrays.FloatReader(path)
+    found = disk_arrays.Float32Reader(path)
     with pytest.raises(UpdateError, match="ends within tensor 'w'"):
         found["w"]
     path.unlink()
     with pytest.raises(StoreError, match="cannot read"):
         found["w"]
     with pytest.raises(StoreError, match="cannot read"):
-        disk_arrays.FloatReader(path)
+        disk_arrays.Float32Reader(path)
 
 
 KEPT = NetworkState({"lr": 0.1}, {"name": "mlp"}, {"w": np.ones((3, 2), np.float32), "n": np.array(7)}, 9.0, 4)

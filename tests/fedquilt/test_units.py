@@ -53,12 +53,12 @@ def test_a_time_is_read_with_any_unit(text, seconds):
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("12", "'12' is no time: a number with ms, s, min, m, h, d or w, such as 90s or 30d"),
-        ("soon", "'soon' is no time"),
-        ("1month", "'1month' is no time"),
-        ("1.s", "'1.s' is no time"),
-        ("-1s", "-1s is less than 0, or too long"),
-        ("99999w", "99999w is less than 0, or too long"),
+        ("12", "'12' is not a time: write a number with ms, s, min, m, h, d or w, such as 90s or 30d"),
+        ("soon", "'soon' is not a time"),
+        ("1month", "'1month' is not a time"),
+        ("1.s", "'1.s' is not a time"),
+        ("-1s", "-1s is negative or too long"),
+        ("99999w", "99999w is negative or too long"),
     ],
 )
 def test_what_is_no_time_says_what_is_one(text, said):

@@ -165,7 +165,7 @@ def test_a_class_that_nobody_has_is_never_predicted():
         for each in image_devices()
     ]
     *_, last = played(some, ridge=1e-3)
-    assert any("no device has examples of b" in line for line in METHOD.explain(last))
+    assert any("never predicted, because no device has examples: b" in line for line in METHOD.explain(last))
     scores = -1e4 * features(POOLED.x) @ np.abs(last.head["weights"].T) + last.head["bias"]
     assert (scores.argmin(axis=1) == 1).all()
     assert np.isneginf(METHOD.result(last).tensors["head.bias"]).tolist() == [False, True, False]
@@ -208,9 +208,9 @@ def test_a_sum_of_a_site_is_refused_that_cannot_be_one():
 def test_what_cannot_begin_or_be_folded_says_why():
     """No such donor, two ways to a ridge, nobody heard; an update of another round, or with moments that cannot be."""
     bundle, _ = build_donors()
-    with pytest.raises(JobError, match="no donor 'oak'; it has ash, elm, fir"):
+    with pytest.raises(JobError, match="donor = 'oak' is not in the bundle: choose one of ash, elm, fir"):
         METHOD.init(bundle, Params(donor="oak"), 0)
-    with pytest.raises(JobError, match="gcv = true chooses the ridge"):
+    with pytest.raises(JobError, match="not possible with gcv = true, which chooses the ridge"):
         METHOD.init(bundle, Params(ridge=0.1, gcv=True), 0)
     state = METHOD.init(bundle, Params(), 0)
     with pytest.raises(ModelError, match="no device has sent"):
@@ -220,7 +220,7 @@ def test_what_cannot_begin_or_be_folded_says_why():
         "a", 0, float(len(POOLED)), {"turn": 0.0}, {"moments": class_moments.pack_moments(part, exact=True)}
     )
     assert METHOD.aggregation.fold(state, None, good).devices == {"a": 1}
-    with pytest.raises(UpdateError, match="answers turn 1"):
+    with pytest.raises(UpdateError, match="the update is for turn 1"):
         METHOD.aggregation.fold(state, None, replace(good, metrics={"turn": 1.0}))
     with pytest.raises(UpdateError, match="moments"):
         METHOD.aggregation.fold(state, None, replace(good, bundles={"moments": class_moments.pack_moments(part)}))

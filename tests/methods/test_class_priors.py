@@ -126,7 +126,7 @@ def test_a_job_without_classes_has_no_class_priors(changes, said):
 )
 def test_more_right_predictions_than_examples_or_of_no_classes_contradict(sums):
     odd = msgspec.structs.replace(sums, correct_with_priors=5)
-    assert "correct predictions with class priors" in evaluation.find_inconsistency(odd)
+    assert "correct predictions with class priors for" in evaluation.find_inconsistency(odd)
 
 
 def test_a_device_that_counts_none_adds_its_plain_ones_and_one_that_was_not_asked_adds_none():

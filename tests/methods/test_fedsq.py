@@ -244,9 +244,11 @@ def test_the_schedule_of_the_bundle_is_taken_where_the_job_names_none():
 
 
 def test_a_module_that_is_not_there_is_refused_with_those_that_are():
-    with pytest.raises(ModelError, match=r"trained = 'layer4': the network has no such module; it has 0, 1, 2, 3, 6"):
+    with pytest.raises(
+        ModelError, match=r"trained = 'layer4' is not a module of the network: choose among 0, 1, 2, 3, 6"
+    ):
         METHOD.init(bundle(), params(trained=("layer4",)), 0)
-    with pytest.raises(ModelError, match="nothing to train in it with bn = 'frozen_stats'"):
+    with pytest.raises(ModelError, match="has no tensors to train with bn = 'frozen_stats'"):
         METHOD.init(bundle(), params(trained=("0.1.running_mean",)), 0)
 
 

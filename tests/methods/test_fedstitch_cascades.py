@@ -150,7 +150,7 @@ def test_the_devices_evaluate_the_cascade_that_was_chosen():
     ("spoil", "why"),
     [
         (lambda a: {**a, "in_bin": a["in_bin"] + 1}, "do not add up"),
-        (lambda a: {**a, "in_bin": -a["in_bin"]}, "from 0 to"),
+        (lambda a: {**a, "in_bin": -a["in_bin"]}, "beyond the 0 to"),
         (lambda a: {**a, "by_margin": a["by_margin"] + 99}, "by margin: more right answers than examples"),
         (lambda a: share_no_examples(a), "by margin: right answers of two candidates that do not fit"),
         (lambda a: {**a, "by_margin": 0 * a["by_margin"]}, "do not add up"),

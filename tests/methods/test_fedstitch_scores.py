@@ -182,5 +182,5 @@ def test_outputs_can_be_judged_by_the_labels(criterion):
 def test_labels_judge_no_inputs():
     """All blocks would score the same: what the path puts out."""
     bundle, _ = build_donors()
-    with pytest.raises(JobError, match="criterion = 'labels' judges outputs: let score_at be"):
+    with pytest.raises(JobError, match="criterion = 'labels' scores outputs: set score_at"):
         METHOD.init(bundle, SearchSettings(criterion="labels", score_at="input"), 0)

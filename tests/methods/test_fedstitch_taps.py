@@ -67,7 +67,7 @@ def test_a_board_with_little_memory_gives_fewer_images():
     assert METHOD.work(task, site).weight == moments.MIN_ROWS
     total = METHOD.aggregation.fold(state, None, DeviceUpdate("dev-0", 0, tight.weight, tight.metrics, tight.bundles))
     after = METHOD.step(state, total)
-    assert "1 of 1 devices: memory for some of the wanted images only" in after.log
+    assert "1 of 1 devices had memory for only some of their images" in after.log
 
 
 def test_the_orders_memory_counts_the_moments():

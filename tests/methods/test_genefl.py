@@ -162,7 +162,10 @@ def test_a_layer_is_the_mean_of_those_of_the_cluster_who_sent_it():
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (lambda state: {"gene": {**state.initial_layers["1"], **state.initial_layers["3"]}}, "sent 2 layers: 1"),
+        (
+            lambda state: {"gene": {**state.initial_layers["1"], **state.initial_layers["3"]}},
+            "sent 2 layers instead of 1",
+        ),
         (lambda state: {"gene": state.initial_layers["5"]}, "sent 0 layers"),
         (lambda state: {"gene": {"1.weight": state.initial_layers["1"]["1.weight"]}}, "names differ"),
         (lambda state: {"fingerprint": {"u": np.zeros((6, 5), np.float32)}}, "sent 0 layers"),

@@ -244,7 +244,7 @@ def test_head_and_representation_are_all_of_the_network_and_have_nothing_in_comm
 def test_a_head_of_several_layers_is_named():
     state = fedrep.init(toy_bundle(), fedrep.Params(head=("1",)), 0)
     assert state.own.keys() == {"1.weight", "1.bias"}
-    with pytest.raises(ModelError, match=r"no layer 'fc'; it has 1, 3"):
+    with pytest.raises(ModelError, match=r"layer 'fc' is not in the network: choose among 1, 3"):
         fedrep.init(toy_bundle(), fedrep.Params(head=("fc",)), 0)
     with pytest.raises(ModelError, match="nothing would be shared"):
         fedrep.init(toy_bundle(), fedrep.Params(head=("1", "3")), 0)
@@ -255,7 +255,7 @@ def test_a_head_of_several_layers_is_named():
 
 def test_nothing_travels_with_local():
     state = local.init(toy_bundle(), local.METHOD.params(), 0)
-    with pytest.raises(UpdateError, match="dev-7 sent model"):
+    with pytest.raises(UpdateError, match="dev-7 sent the bundles model"):
         local.fold(state, None, DeviceUpdate("dev-7", 0, 1.0, {}, {"model": dict(state.model)}))
     assert local.step(state, None) is state
 

@@ -102,7 +102,7 @@ def test_genefl_has_no_network_for_a_newcomer():
     played = played_once([name for name, _, _ in CASES].index("genefl"))
     task, site = played.given(0, DeviceView("", None))
     assert played.method.check(task, site).examples == 0
-    with pytest.raises(ModelError, match=r"dev-0 has no model of its own of .*: genefl gives a device one"):
+    with pytest.raises(ModelError, match=r"dev-0 has no model of job .*: with genefl a device has one"):
         played.method.personal_model(task, site)
 
 

@@ -63,11 +63,11 @@ def test_krum_takes_one_update_and_multi_krum_the_mean_of_all_but_f():
     state = begun(1, rule="krum", attackers=0.2)
     after = robust.step(state, folded(state, points))
     assert after.model["x"] == pytest.approx([1.0])
-    assert after.told == ("krum took b",)
+    assert after.told == ("krum chose b",)
     several = begun(1, rule="multi_krum", attackers=0.2)
     merged = robust.step(several, folded(several, points))
     assert merged.model["x"] == pytest.approx([11 / 4])
-    assert merged.told == ("multi_krum took a, b, c, d",)
+    assert merged.told == ("multi_krum chose a, b, c, d",)
 
 
 def test_a_long_change_is_shortened_and_the_log_says_so():
@@ -75,7 +75,7 @@ def test_a_long_change_is_shortened_and_the_log_says_so():
     state = begun(rule="clipped", attackers=0.3)
     after = robust.step(state, folded(state, points))
     assert after.model["x"] == pytest.approx([2 / 3, 1 / 3])
-    assert after.told == ("1 of 3 changes were shortened to 1, the longest from 100",)
+    assert after.told == ("1 of 3 changes were clipped to the norm 1, the largest from 100",)
     given = begun(rule="clipped", attackers=0.3, radius=0.5)
     assert robust.step(given, folded(given, points)).model["x"] == pytest.approx([1 / 3, 1 / 6])
     wide = begun(rule="clipped", attackers=0.3, radius=1000.0)
@@ -156,7 +156,7 @@ def test_too_few_updates_for_krum_change_nothing_and_it_says_so():
     state = begun(rule="krum", attackers=0.3)
     after = robust.step(state, folded(state, {"a": (1.0, 1.0), "b": (2.0, 2.0), "c": (3.0, 3.0), "d": (3.0, 4.0)}))
     assert after.model is state.model
-    few = "4 updates are too few for krum with 1 attackers: the round changed nothing"
+    few = "4 updates are too few for krum with 1 attackers: the model is unchanged"
     assert robust.METHOD.explain(after) == (few,)
     assert robust.step(state, None) is state
 
@@ -164,7 +164,7 @@ def test_too_few_updates_for_krum_change_nothing_and_it_says_so():
 def test_the_log_says_where_a_share_of_attackers_is_nobody():
     state = begun(attackers=0.2)
     few = robust.step(state, folded(state, dict(list(HONEST.items())[:4])))
-    assert few.told == ("4 updates are too few for an attacker among them: trimmed_mean left none out",)
+    assert few.told == ("trimmed_mean left no update out, because 4 updates are too few to assume an attacker",)
     assert robust.step(state, folded(state, HONEST)).told == ()
 
 
@@ -174,7 +174,7 @@ def test_only_so_many_updates_are_held_whatever_the_order_they_come_in():
     assert len(total.updates) == 3
     assert total.left_out == 3
     assert total.updates.keys() == other.updates.keys() != {"a", "b", "c"}
-    assert robust.step(state, total).told[0] == "3 updates beyond the 3 held at once were left out"
+    assert robust.step(state, total).told[0] == "3 updates were left out, because at most 3 are compared"
 
 
 @pytest.mark.parametrize(

@@ -30,12 +30,17 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "ema": {"ema": 0.9},
 }
 NONE = "has no such parameter"
-PLAIN = {"adamw": "sgd", "torch": "sgd", "steps": 'schedule over "steps": ', "ema": "ema = 0.9: "}
+PLAIN = {
+    "adamw": "sgd",
+    "torch": "sgd",
+    "steps": 'schedule over "steps" is not possible',
+    "ema": "ema = 0.9 is not possible",
+}
 REFUSED: dict[str, dict[str, str]] = {
     **{name: dict.fromkeys(OPTIONS, NONE) for name in ("afl", "fedstitch")},  # which train no network
     **dict.fromkeys(("fednova", "fedpews", "perfedavg", "pfedme", "scaffold"), PLAIN),
     "fedsdg": {"adamw": NONE, "torch": NONE},  # whose optimizer is Adam
-    "fedsq": {"augment": 'FedSQ caches features of examples that never change; set cache = "off"'},
+    "fedsq": {"augment": 'augment is not possible while FedSQ caches features of the examples: set cache = "off"'},
 }
 MORE: dict[str, dict[str, Any]] = {"fedlps": {"encoder": 0.0}}
 QUICK = ("fedavg", "scaffold", "depthfl", "fedsdg", "fedpews_fixed", "heterofl", "fedrep")  # in `make test`
@@ -81,23 +86,23 @@ def test_every_choice_is_used_in_a_dry_run(name: str, options: list[str], tmp_pa
     ("params", "message"),
     [
         ({"loss": "crossentropy"}, "loss 'crossentropy' is unknown; did you mean 'cross_entropy'"),
-        ({"loss": {"gamma": 1.0}}, "the table has no name"),
+        ({"loss": {"gamma": 1.0}}, "has no name: write"),
         ({"loss": {"name": "focal", "gama": 1.0}}, "there is no key 'gama'; did you mean 'gamma'?"),
-        ({"loss": {"name": "cross_entropy", "smoothing": 1.5}}, "smoothing = 1.5: a number below 1 is wanted"),
-        ({"loss": {"name": "cross_entropy", "weights": [1, 0, 1]}}, "weights[1] = 0: a number above 0 is wanted"),
+        ({"loss": {"name": "cross_entropy", "smoothing": 1.5}}, "smoothing = 1.5: must be a number below 1"),
+        ({"loss": {"name": "cross_entropy", "weights": [1, 0, 1]}}, "weights[1] = 0: must be a number above 0"),
         ({"optimizer": "rmsprop"}, "optimizer = 'rmsprop'; there are: sgd, adam, adamw, or a class of torch.optim"),
         ({"optimizer": "AdamW"}, "optimizer = 'AdamW': write 'adamw'"),
-        ({"optimizer": {"name": "adam", "lr": 0.1}}, "lr = 0.1 has a key of its own: set [params] lr"),
+        ({"optimizer": {"name": "adam", "lr": 0.1}}, "has lr = 0.1: set [params] lr"),
         ({"optimizer": {"name": "adam", "beta": 0.1}}, "there is no key 'beta'; did you mean 'betas'?"),
         ({"schedule": "cosin"}, "schedule = 'cosin'; did you mean 'cosine'?"),
-        ({"schedule": {"name": "step", "every": 0}}, "every = 0: a whole number of at least 1 is wanted"),
-        ({"schedule": {"name": "cosine", "warm_up": 10}}, "rounds = 10 and warm_up = 10: set the job's rounds above"),
+        ({"schedule": {"name": "step", "every": 0}}, "every = 0: must be a whole number of at least 1"),
+        ({"schedule": {"name": "cosine", "warm_up": 10}}, "warm_up = 10 is not below rounds = 10"),
         ({"schedule": {"name": "one_cycle", "rise": 0.1}}, "one_cycle has 10 steps, of which less than 2 rise"),
-        ({"augment": ["mixup", "RandomHorizontalFlip"]}, "mixup mixes what the other transforms made; write it last"),
-        ({"augment": [{"name": "mixup", "alpha": 0}]}, "alpha = 0: a number above 0 is wanted"),
+        ({"augment": ["mixup", "RandomHorizontalFlip"]}, "mixup is not the last transform"),
+        ({"augment": [{"name": "mixup", "alpha": 0}]}, "alpha = 0: must be a number above 0"),
         ({"augment": ["flip"]}, "transform 'flip' is unknown"),
-        ({"accumulate": 0}, "accumulate = 0: a whole number of at least 1 is wanted"),
-        ({"ema": 1.0}, "ema = 1.0: a number below 1 is wanted"),
+        ({"accumulate": 0}, "accumulate = 0: must be a whole number of at least 1"),
+        ({"ema": 1.0}, "ema = 1.0: must be a number below 1"),
     ],
     ids=lambda value: str(value) if isinstance(value, dict) else "",
 )
@@ -120,7 +125,7 @@ def test_a_choice_that_does_not_fit_the_network_is_refused_as_the_job_is_prepare
         ({"loss": {"name": "focal", "weights": [1.0]}}, "weights has 1 numbers for 3 outputs of the network"),
         ({"loss": "odd_losses:mean"}, "returned () for 2 examples: return one loss for each"),
         ({"loss": "odd_losses:nothing"}, "the loss became NaN at step 1 of 2"),
-        ({"loss": "absent_losses:mean"}, "there is no module 'absent_losses'; start the command in the folder of"),
+        ({"loss": "absent_losses:mean"}, "module 'absent_losses' was not found; start the command in the folder of"),
         ({"loss": "odd_losses:broken"}, "(odd_losses.py, line 3)"),
         ({"optimizer": "Rmsprop"}, "optimizer = 'Rmsprop' is not in torch.optim"),
     ):

@@ -93,8 +93,8 @@ def test_a_federation_is_prepared_simulated_and_shown_without_packs(run: Run) ->
     ("words", "missing"),
     [
         ("doctor", "the verb 'doctor' is not installed: install the package fedquilt"),
-        ("simulate digits", "this needs the whole package fedquilt, which is not installed: pip install"),
-        ("rollout build b.zip --target jetpack6", "this needs the whole package fedquilt, which is not installed"),
+        ("simulate digits", "this needs the full package fedquilt, which is not installed: pip install"),
+        ("rollout build b.zip --target jetpack6", "this needs the full package fedquilt, which is not installed"),
     ],
 )
 def test_what_needs_a_pack_names_the_package_to_install(run: Run, words: str, missing: str) -> None:

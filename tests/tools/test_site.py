@@ -39,7 +39,7 @@ def test_a_site_whose_sum_is_of_another_count_is_refused_by_name(tmp_path: Path)
         assert made.play() == "done"
         (rejected,) = [fact for fact in made.facts if isinstance(fact, UpdateRejected)]
         assert rejected.device == "site-0"
-        assert "and its update the weight" in rejected.reason
+        assert "but its update" in rejected.reason
         assert [fact.update.device for fact in made.facts if isinstance(fact, UpdateAccepted)] == ["site-1"]
 
 

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from fedquilt import open_metrics
+from fedquilt import metrics_endpoint
 from fedquilt.core import JobError, SiteRight
 from fedquilt.host import disk, http_server
 from fedquilt.security import enrolment
@@ -124,7 +124,7 @@ def create_token(folder: Path, pattern: str, out: Path | None) -> int:
 def serve_enrolment(folder: Path, listen: str, hosts: Sequence[str], days: float | None) -> int:
     names = tuple(hosts) or tuple(dict.fromkeys((socket.gethostname(), socket.getfqdn())))
     http_server.raise_descriptor_limit()
-    host, port = open_metrics.parse_listen_address(listen)
+    host, port = metrics_endpoint.parse_listen_address(listen)
     endpoint = EnrolmentServer(CertificateAuthority(folder), host, port, names, days=days)
     serve_until_signal(endpoint, lambda line: print(line, flush=True))
     return 0
@@ -146,7 +146,7 @@ def configure_broker(
     folder: Path, broker: Any, hosts: Sequence[str], out: Path, *, fleet: str, listen: str, installed: str | None
 ) -> int:
     authority, now_s = CertificateAuthority(folder), clock_s()
-    address = open_metrics.parse_listen_address(listen)
+    address = metrics_endpoint.parse_listen_address(listen)
     messages = broker_config.write_config(
         authority, broker, hosts, out, now_s, fleet=fleet, listen=address, installed=installed
     )

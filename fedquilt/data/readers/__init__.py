@@ -41,17 +41,18 @@ OPENERS: dict[str, Callable[[Path, DataSpec], ExampleReader]] = {
     "audio": audio.open_recordings,
     "text": text.open_texts,
 }
-CLASS_FORMATS = ("idx", "folder", "torchvision")  # kinds with classes only
+CLASS_FORMATS = ("idx", "folder", "torchvision")  # formats whose labels are always classes
 
 
 def open_reader(spec: DataSpec) -> ExampleReader:
+    """Return a reader of one source (no `sources`), with targets scaled by [data] target, or raise DataError."""
     reader = _open_stored(spec)
     if spec.target is None:
         return reader
     mean, std = np.array(spec.target.mean), np.array(spec.target.std)
     if not len(mean) == len(std) == reader.y.shape[1]:
         raise DataError(
-            f"{spec.source_name}: [data] target needs one mean and std for each of {reader.y.shape[1]} numbers"
+            f"{spec.source_name}: [data] target must have a mean and a std for each of {reader.y.shape[1]} numbers"
         )
     return replace(reader, y=((reader.y - mean) / std).astype(np.float32))
 
@@ -65,27 +66,22 @@ def _open_stored(spec: DataSpec) -> ExampleReader:
     with convert_read_errors(path):  # a folder without permission to read raises here
         kind = detect_format(path, spec)
         if kind != "torchvision" and not path.exists():
-            fix = toml.suggest_file(path) or (
-                ": set [data] path to a .npz or IDX file, a table, or a folder of images by class"
-            )
-            raise DataError(f"no data at {path}{fix}")
+            hint = ": set [data] path to a .npz or IDX file, a table, or a folder of images by class"
+            raise DataError(f"no data at {path}{toml.suggest_file(path) or hint}")
         if path.exists() and not (path.is_file() or path.is_dir()):
-            raise DataError(f"{path} is a device or a pipe, which has no end: set [data] path to a file or a folder")
+            raise DataError(f"{path} is a device or a pipe: set [data] path to a file or a folder")
         if kind in CLASS_FORMATS and spec.task != "classes":
-            raise DataError(f"{path}: {kind} has a class for each example: leave task = {spec.task!r} out")
+            raise DataError(f"{path}: data of format {kind} have only classes: leave task = {spec.task!r} out")
         return OPENERS[kind](path, spec)
 
 
 def measure_image_depth(spec: DataSpec) -> int:
-    """Return the bits of a grey level in a folder's training images, or 0 for 8-bit images.
-
-    Other data have the depth 0.
-    """
+    """Return the bits of a grey level in a folder's training images, or 0 for 8-bit images and other data."""
     return images.measure_grey_depth(_list_image_files(msgspec.structs.replace(spec, split="train")))
 
 
 def require_supported_images(spec: DataSpec) -> None:
-    """Check the header of each image in a folder. Do nothing for other data."""
+    """Raise DataError if an image in a folder of images by class has several pages or unsupported levels."""
     images.require_supported_files(_list_image_files(spec))
 
 
@@ -98,6 +94,7 @@ def _list_image_files(spec: DataSpec) -> list[Path]:
 
 
 def detect_format(path: Path, spec: DataSpec) -> str:
+    """Return the key of OPENERS for data at a path, by the [data] table, folder content and file name."""
     if spec.dataset:
         return "torchvision"
     if spec.audio is not None:
@@ -112,6 +109,7 @@ def detect_format(path: Path, spec: DataSpec) -> str:
 
 
 def open_sources(spec: DataSpec) -> ExampleReader:
+    """Return a reader of the spec's source, or of all its `sources` together, with resized images."""
     if not spec.sources:
         return _resize_images(open_reader(spec), spec)
     readers = []
@@ -133,8 +131,8 @@ def _require_consistent_labels(readers: Sequence[ExampleReader], spec: DataSpec)
             common = np.intersect1d(reader.y, earlier_reader.y)
             if len(common) and source.labels_from != earlier_source.labels_from:
                 raise DataError(
-                    f"{earlier_source.path} and {source.path}: class {common[0]} is in both, which do not number "
-                    "theirs alike: set labels_from apart by all classes of the first, or equal for the same classes"
+                    f"{earlier_source.path} and {source.path} both have class {common[0]}, but other labels_from: set "
+                    "equal labels_from for the same classes, or one that skips all classes of the first source"
                 )
 
 
@@ -142,8 +140,7 @@ def _resize_images(reader: ExampleReader, spec: DataSpec) -> ExampleReader:
     if not spec.size or reader.shape[:2] == (spec.size, spec.size):
         return reader
     if not inputs.is_image_shape(reader.shape):
-        raise DataError(f"{spec.source_name}: [data] size is for images, not for inputs of shape {reader.shape}")
-
+        raise DataError(f"{spec.source_name}: inputs of shape {reader.shape} are no images: leave [data] size out")
     return replace(
         reader,
         take=lambda rows: inputs.resize_images(reader.take(rows), spec.size),
@@ -152,7 +149,7 @@ def _resize_images(reader: ExampleReader, spec: DataSpec) -> ExampleReader:
 
 
 def _combine_readers(readers: Sequence[ExampleReader], spec: DataSpec) -> ExampleReader:
-    """Return one reader of several: grey becomes colour if any has colour, and bytes become 0 to 1."""
+    """Return a reader of all sources: grey becomes colour if any source has colour, and mixed types become 0 to 1."""
     shape, dtype = _common_shape(readers, spec), _common_type(readers, spec)
     sizes = [len(reader.y) for reader in readers]
     starts, origin = np.cumsum([0, *sizes]), np.repeat(np.arange(len(readers)), sizes)
@@ -181,8 +178,8 @@ def _common_shape(readers: Sequence[ExampleReader], spec: DataSpec) -> tuple[int
     source_shapes = ", ".join(
         f"{source.path} {reader.shape}" for source, reader in zip(spec.sources, readers, strict=True)
     )
-    fix = "set [data] size" if all(map(inputs.is_image_shape, shapes)) else "they cannot be mixed"
-    raise DataError(f"sources of several shapes: {source_shapes}: {fix}")
+    fix = "set [data] size" if all(map(inputs.is_image_shape, shapes)) else "leave out all but one shape"
+    raise DataError(f"sources have examples of different shapes ({source_shapes}): {fix}")
 
 
 def _common_type(readers: Sequence[ExampleReader], spec: DataSpec) -> np.dtype:
@@ -194,4 +191,4 @@ def _common_type(readers: Sequence[ExampleReader], spec: DataSpec) -> np.dtype:
     source_types = ", ".join(
         f"{source.path} {reader.dtype}" for source, reader in zip(spec.sources, readers, strict=True)
     )
-    raise DataError(f"sources of several types: {source_types}: save all as uint8, or as floats from 0 to 1")
+    raise DataError(f"sources have different types ({source_types}): save all as uint8, or as floats from 0 to 1")

@@ -65,10 +65,10 @@ def _open_archive(path: Path) -> Iterator[zipfile.ZipFile]:
         try:
             archive = zipfile.ZipFile(path)
         except zipfile.BadZipFile:
-            raise DataError(f"cannot read {path}, which is no .npz file: {FORMAT_HINT}") from None
+            raise DataError(f"{path} is not an .npz file: {FORMAT_HINT}") from None
         with archive:
             if "[Content_Types].xml" in archive.namelist():
-                raise DataError(f"{path} is a workbook of Excel: save the sheet as CSV (UTF-8)")
+                raise DataError(f"{path} is an Excel workbook: save the sheet as CSV (UTF-8)")
             yield archive
 
 
@@ -79,52 +79,53 @@ def _list_arrays(archive: zipfile.ZipFile) -> list[str]:
 def _read_owner_column(
     archive: zipfile.ZipFile, path: Path, spec: DataSpec, array_names: Sequence[str], count: int
 ) -> np.ndarray | None:
+    """Return the user of each example as text, (n,), or None without [data] column."""
     if not spec.column:
         return None
     name = next(
         (candidate for candidate in (f"{spec.column}_{spec.split}", spec.column) if candidate in array_names), ""
     )
     if not name:
-        raise DataError(f"{path} holds {', '.join(array_names)}, not {spec.column}: set [data] column to one of these")
+        raise DataError(f"{path} has no array {spec.column!r}: set [data] column to one of {', '.join(array_names)}")
     with archive.open(f"{name}.npy") as stream:
         shape, dtype = _read_npy_header(stream, path, name, "uiU")
         if shape != (count,):
-            raise DataError(f"{path}: {name} has shape {shape}, and one user for each of {count} examples is wanted")
+            raise DataError(f"{path}: {name} has shape {shape}: save one user for each of the {count} examples")
         return read_rows(stream, shape, dtype, np.arange(count)).astype(str)
 
 
 def _choose_array_name(path: Path, spec: DataSpec, letter: str, array_names: Sequence[str]) -> str:
     configured_name = spec.x if letter == "x" else spec.y
     if not isinstance(configured_name, str):
-        raise DataError(f"{path}: [data] {letter} is the name of one array of an .npz, not a list")
+        raise DataError(f"{path}: [data] {letter} is a list: set the name of one array of the .npz file")
     candidates = [configured_name] if configured_name else [f"{letter}_{spec.split}"]
     if not configured_name and spec.split == "train":
         candidates.append(letter)
     for name in candidates:
         if name in array_names:
             return name
-    raise DataError(
-        f"{path} holds {', '.join(array_names) or 'no arrays'}, not {' or '.join(candidates)}: set [data] {letter}"
-    )
+    available = f"to one of {', '.join(array_names)}" if array_names else "after saving arrays"
+    raise DataError(f"{path} has no array {' or '.join(candidates)}: set [data] {letter} {available}")
 
 
 def _read_npy_header(
     stream: Bytes, path: Path, name: str, kinds: str = "uifb"
 ) -> tuple[tuple[int, ...], np.dtype[Any]]:
+    """Return shape and type of an array, and leave the stream at its values. Raise DataError for other content."""
     version = np.lib.format.read_magic(stream)
     header_readers = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
     read_header = header_readers.get(version)
     if read_header is None:
-        raise DataError(f"{path}: {name} is in .npy version {version}; save it as a plain array of numbers")
+        raise DataError(f"{path}: {name} has .npy version {version}: save a plain array of numbers")
     shape, fortran, dtype = read_header(stream)
     if dtype.kind not in kinds:
         content = "Python objects" if dtype.hasobject else f"values of type {dtype}"
-        fix = "with all examples of one shape, save np.stack(...)" if dtype.hasobject else "save them as numbers"
-        raise DataError(f"{path}: {name} holds {content}, and numbers are wanted: {fix}")
+        fix = "save np.stack(...) of examples of one shape" if dtype.hasobject else "save them as numbers"
+        raise DataError(f"{path}: {name} has {content} instead of numbers: {fix}")
     if not shape:
-        raise DataError(f"{path}: {name} is a single number, and an array with a row for each example is wanted")
+        raise DataError(f"{path}: {name} is a single number: save an array with a row for each example")
     if fortran:
-        raise DataError(f"{path}: {name} lies in Fortran order: save np.ascontiguousarray({name})")
+        raise DataError(f"{path}: {name} is in Fortran order: save np.ascontiguousarray({name})")
     return shape, dtype
 
 
@@ -138,14 +139,14 @@ EXCLUDED_LOADERS: Final = (
 
 
 def open_plugin_data(spec: DataSpec) -> ExampleReader:
-    """Open the plug-in data set named by the spec's `dataset`.
+    """Return a reader of the plug-in data set named by the spec's `dataset`, or raise DataError.
 
     The plug-in is a function that gets the spec (`split` is "train" or "test") and returns inputs (n, ...) and labels
-    (n,), as a pair or as `Examples`. Each call must return the same data, because every device draws its share from it.
+    (n,), as a pair or as `Examples`. Each call must return the same data, because every device selects its share.
     """
     try:
         plugin = plugins.find_plugin("data", spec.dataset)
-        assert plugin is not None  # fedquilt's own data sets are read by `format`, and have no names
+        assert plugin is not None  # without built-in names
         load_data = plugins.import_plugin(plugin)
         if not callable(load_data):
             raise plugins.wrong_kind_error(plugin, "a function from a DataSpec to inputs and labels", load_data)
@@ -169,10 +170,7 @@ def open_sklearn_data(spec: DataSpec) -> ExampleReader:
 
 
 def load_sklearn_data(spec: DataSpec) -> tuple[np.ndarray, np.ndarray]:
-    """Return inputs and labels of the data set "sklearn/NAME", as scikit-learn's `load_NAME` does.
-
-    It has the split "train" only.
-    """
+    """Return inputs and labels of scikit-learn's `load_NAME` for "sklearn/NAME", or raise DataError."""
     try:
         from sklearn import datasets
     except ImportError:
@@ -185,7 +183,7 @@ def load_sklearn_data(spec: DataSpec) -> tuple[np.ndarray, np.ndarray]:
     if name not in available_names:
         raise DataError(f"scikit-learn has no data set {name!r}{toml.describe_choices(name, available_names)}")
     if spec.split != "train":
-        raise DataError(f"{spec.dataset} has no split {spec.split!r}, only 'train': set [test] path to other examples")
+        raise DataError(f"{spec.dataset} has only the split 'train', not {spec.split!r}: set [test] path")
     x, y = getattr(datasets, f"load_{name}")(return_X_y=True)
     return x, y
 
@@ -193,11 +191,11 @@ def load_sklearn_data(spec: DataSpec) -> tuple[np.ndarray, np.ndarray]:
 def _require_arrays(plugin: plugins.Plugin, data: Any) -> tuple[np.ndarray, np.ndarray]:
     pair = (data.x, data.y) if isinstance(data, Examples) else data
     if not (isinstance(pair, tuple) and len(pair) == 2 and all(isinstance(array, np.ndarray) for array in pair)):
-        raise DataError(f"{plugin} returns a {type(data).__name__}, and inputs and labels are wanted, two numpy arrays")
+        raise DataError(f"{plugin} returns a {type(data).__name__}: return inputs and labels as two numpy arrays")
     x, y = pair
     if x.ndim < 2 or x.dtype.kind not in "uif" or len(x) != len(y):
         raise DataError(
-            f"{plugin} returns inputs of shape {x.shape} and type {x.dtype} with labels of shape {y.shape}: numbers of "
-            "shape (n, ...) and one label for each are wanted"
+            f"{plugin} returns inputs of shape {x.shape} and type {x.dtype} with labels of shape {y.shape}: return "
+            "numbers of shape (n, ...) and n labels"
         )
     return x, y

@@ -73,7 +73,7 @@ MAX_FORMAT_BYTES: Final = 40  # of a format chunk
 
 
 class _WavFormat(NamedTuple):
-    stream: BinaryIO
+    stream: BinaryIO  # at the first sample
     channels: int
     rate: int
     width: int  # bytes of a sample
@@ -81,12 +81,16 @@ class _WavFormat(NamedTuple):
 
 
 def open_recordings(path: Path, spec: DataSpec, *, labelled: bool = True) -> ExampleReader:
+    """Return a reader of WAV files in a folder by class or named in a table, or raise DataError.
+
+    All headers are read. Without `labelled`, a table has no labels, and all labels are 0.
+    """
     audio = spec.audio or Audio()
     if path.is_dir() and not table.find_split_tables(path, spec.split):
         if spec.task != "classes":
             raise DataError(
-                f"{path}: in a folder by class each recording has a class: leave task = {spec.task!r} out, or give a "
-                "table"
+                f"{path}: a folder of recordings by class has only classes: leave task = {spec.task!r} out, or set "
+                "path to a table"
             )
         files, labels, owner = base.find_files_by_class(path, spec, (".wav",), "recordings")
     else:
@@ -114,18 +118,18 @@ def _read_listing(file: Path, spec: DataSpec, labelled: bool) -> tuple[list[Path
         for position, name in zip(chunk.positions, chunk.columns[names[0]], strict=True):
             if not (file.parent / str(name)).is_file():
                 raise DataError(
-                    f"{file}, {chunk.unit} {position}, column {names[0]!r}: no file {str(name)!r} beside the table: "
-                    "names are relative to its folder"
+                    f"{file}, {chunk.unit} {position}, column {names[0]!r}: file {str(name)!r} does not exist: write "
+                    "paths relative to the table's folder"
                 )
         return [file.parent / str(name) for name in chunk.columns[names[0]]]
 
-    rows = table.read_rows(file, spec, listed_files, "a recording", "name the recordings: say which", labelled=labelled)
+    rows = table.read_rows(file, spec, listed_files, "a recording", "name the recordings", labelled=labelled)
     return list(chain.from_iterable(rows.x)), rows.y, rows.owner
 
 
 @contextlib.contextmanager
 def _open_wav(source: Path | bytes) -> Iterator[_WavFormat]:
-    """Open a WAV file or its bytes. Raise DataError for any other file."""
+    """Open a WAV file, or its bytes, at the first sample. Raise DataError if it is not an uncompressed WAV file."""
     file = _name_of(source)
     try:
         stream = io.BytesIO(source) if isinstance(source, bytes) else source.open("rb")
@@ -137,15 +141,16 @@ def _open_wav(source: Path | bytes) -> Iterator[_WavFormat]:
         except OSError as error:
             raise DataError(f"cannot read {file}: {error.strerror}") from None
         except (ValueError, struct.error) as error:
-            reason = "it is cut short" if isinstance(error, struct.error) else error
-            raise DataError(f"{file} is no WAV file of plain samples ({reason}): save it as PCM") from None
+            reason = "incomplete" if isinstance(error, struct.error) else error
+            raise DataError(f"{file} is not an uncompressed WAV file ({reason}): save it as PCM") from None
         yield sound
 
 
 def _read_wav_head(stream: BinaryIO) -> _WavFormat:
+    """Return the format, with the stream at the first sample. Raise ValueError or struct.error for other files."""
     riff, _, kind = struct.unpack("<4sI4s", stream.read(12))
     if (riff, kind) != (b"RIFF", b"WAVE"):
-        raise ValueError("it does not begin as one")
+        raise ValueError("no RIFF/WAVE header")
     fmt = b""
     while True:
         name, size = struct.unpack("<4sI", stream.read(8))
@@ -172,12 +177,13 @@ def _require_sample_rate(sound: _WavFormat, source: Path | bytes, audio: Audio) 
     if (rate := sound.rate) != audio.rate:
         name = source.name if isinstance(source, Path) else "old.wav"
         raise DataError(
-            f"{_name_of(source)} has {rate} samples a second, and {audio.rate} are wanted: bring it to that rate, as "
-            f"`ffmpeg -i {name} -ar {audio.rate} new.wav` does, or set [data.audio] rate = {rate} if all have it"
+            f"{_name_of(source)} has {rate} samples a second instead of {audio.rate}: convert it, as with `ffmpeg -i "
+            f"{name} -ar {audio.rate} new.wav`, or set [data.audio] rate = {rate} if all recordings have this rate"
         )
 
 
 def read_samples(source: Path | bytes, audio: Audio) -> np.ndarray:
+    """Return the samples of a WAV file as float64 from -1 to 1, the mean of all channels, or raise DataError."""
     max_samples, file = frame_layout(audio)[0], _name_of(source)
     with _open_wav(source) as sound:
         _require_sample_rate(sound, source, audio)
@@ -187,7 +193,7 @@ def read_samples(source: Path | bytes, audio: Audio) -> np.ndarray:
         except OSError as error:
             raise DataError(f"cannot read {file}: {error.strerror}") from None
     if len(raw) < min(max_samples, count) * width * channels:
-        raise DataError(f"{file} is cut short: its head announces {count} samples: record or copy it anew")
+        raise DataError(f"{file} has fewer samples than the {count} in its header: record or copy it again")
     if width == 1:
         values = np.frombuffer(raw, np.uint8).astype(np.float64) / 128 - 1
     elif width == 3:  # the three bytes of a sample become the upper three of four

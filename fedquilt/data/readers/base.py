@@ -27,7 +27,7 @@ READ_ERRORS = (OSError, EOFError, ValueError, KeyError, zipfile.BadZipFile, zlib
 
 @dataclass(frozen=True)
 class ExampleReader:
-    """Labels of a data set, with a function that reads the inputs (rows, *shape) of any rows.
+    """Labels of a data set, with a function `take` that reads the inputs (rows, *shape) of any rows.
 
     Labels are (n,) int64 of classes, (n, k) float32 of a regression, (n, k) uint8 of several labels.
     """
@@ -43,10 +43,7 @@ class ExampleReader:
 
 
 def read_rows(stream: Bytes, shape: tuple[int, ...], dtype: np.dtype[Any], rows: np.ndarray) -> np.ndarray:
-    """Read rows of the array at the stream's position, in the order of `rows`.
-
-    The array is read to its end, block by block.
-    """
+    """Return rows of the array at the stream's position, in the order of `rows`. Raise EOFError if it is incomplete."""
     row_bytes = int(np.prod(shape[1:], dtype=np.int64)) * dtype.itemsize
     result = np.empty((len(rows), *shape[1:]), dtype)
     order = np.argsort(rows, kind="stable")
@@ -56,20 +53,20 @@ def read_rows(stream: Bytes, shape: tuple[int, ...], dtype: np.dtype[Any], rows:
         count = min(block_rows, shape[0] - start)
         block = stream.read(count * row_bytes)
         if len(block) < count * row_bytes:
-            raise EOFError(f"cut short in row {start + len(block) // max(1, row_bytes)} of {shape[0]}")
+            raise EOFError(f"file ends in row {start + len(block) // max(1, row_bytes)} of {shape[0]}")
         low, high = np.searchsorted(rows, (start, start + count))
         result[order[low:high]] = np.frombuffer(block, dtype).reshape(count, *shape[1:])[rows[low:high] - start]
     return result
 
 
 def describe_class_problem(y: np.ndarray, classes: int | None = None, *, is_table: bool = False) -> str:
-    """Return a problem of class numbers with its fix, or "" if all are from 0 to `classes` - 1."""
+    """Return a problem of class numbers with its fix, or "" if all are from 0 to `classes` - 1 (None: any number)."""
     kinds = np.unique(y)
     if not len(kinds) or (kinds[0] >= 0 and (classes is None or kinds[-1] < classes)):
         return ""
     low, high, count = int(kinds[0]), int(kinds[-1]), len(kinds)
     if classes is not None and count > classes:
-        return f"the labels are of {count} classes: set [model] classes = {max(high + 1, count)}, and prepare anew"
+        return f"there are {count} classes: set [model] classes = {max(high + 1, count)}, and prepare again"
     if low >= 1 and high in (count, classes):
         problem, fix = "the labels are counted from 1", "subtract 1 from each label"
     elif (low, high, count) == (-1, 1, 2):
@@ -83,18 +80,16 @@ def describe_class_problem(y: np.ndarray, classes: int | None = None, *, is_tabl
 
 
 def number_labels(y: np.ndarray, path: Path | str, names: Sequence[str]) -> np.ndarray:
-    """Return the place of each label (n,), a number or a word, among the names of the classes.
+    """Return the index of each label (n,) among the names of the classes, or raise DataError for an unknown label.
 
-    Whole numbers from 0 are places already if no name is a number.
+    Whole-number labels are indices already if no name is a number.
     """
     kinds, kind_indices = np.unique(y, return_inverse=True)
     index_by_name = {name: class_index for class_index, name in enumerate(names)}
     if y.dtype.kind in "ui" and not any(map(WHOLE_NUMBER.fullmatch, names)):
         index_by_name = {str(class_index): class_index for class_index in range(len(names))}
     if unknown := [str(kind) for kind in kinds if str(kind) not in index_by_name]:
-        raise DataError(
-            f"{path}: label {unknown[0]!r} is none of [data] labels ({', '.join(names)}): add or correct it"
-        )
+        raise DataError(f"{path}: label {unknown[0]!r} is not in [data] labels ({', '.join(names)}): add or correct it")
     return np.array([index_by_name[str(kind)] for kind in kinds], np.int64)[kind_indices]
 
 
@@ -111,11 +106,11 @@ def convert_labels(y: np.ndarray, path: Path | str, task: TaskKind = "classes") 
             raise DataError(f"{description}: each example needs one whole number from 0{f' ({fix})' if fix else ''}")
         return y.astype(np.int64)
     if y.ndim not in (1, 2) or (not len(y[:1].reshape(-1)) and len(y)):
-        raise DataError(f"{description}: with task = {task!r} a number or a row of numbers for each example is wanted")
+        raise DataError(f"{description}: task = {task!r} requires a number or a row of numbers for each example")
     matrix = y.reshape(len(y), -1)
     if task == "labels":
         if invalid := [str(value) for value in np.unique(matrix) if value not in (0, 1)]:
-            raise DataError(f"{description}: with task = 'labels' each is 0 or 1, and there is {invalid[0]}")
+            raise DataError(f"{description}: task = 'labels' requires 0 or 1, not {invalid[0]}")
         return matrix.astype(np.uint8)
     targets = matrix.astype(np.float32)
     if len(invalid_rows := np.flatnonzero(~np.isfinite(targets).all(axis=1))):
@@ -125,28 +120,30 @@ def convert_labels(y: np.ndarray, path: Path | str, task: TaskKind = "classes") 
 
 @contextmanager
 def convert_read_errors(path: Path, *extra_errors: type[Exception]) -> Iterator[None]:
+    """Convert READ_ERRORS and `extra_errors` in a `with` block to a DataError that names the file."""
     kinds: tuple[type[Exception], ...] = (*READ_ERRORS, *extra_errors)
     try:
         yield
     except kinds as error:
-        reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error) or "it is cut short"
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error) or "incomplete file"
         raise DataError(f"cannot read {path}: {reason}") from None
 
 
 def find_files_by_class(
     path: Path, spec: DataSpec, suffixes: Collection[str], noun: str
 ) -> tuple[list[Path], np.ndarray, np.ndarray | None]:
-    """Find the files of <path>/<split>/<class>/, and return them with their classes and users, each (n,).
+    """Return the files in <path>/<split>/<class>/, their classes (n,), and their users (n,) or None.
 
     The training split may also be in <path>/<class>/. With [data] column, each class has a folder for each user.
-    Classes are numbered by [data] labels, or by the sorted folder names of the training split.
+    Classes are numbered by [data] labels, or by the sorted folder names of the training split. Raise DataError if there
+    are no such files, which `noun` names.
     """
     root = path / spec.split if (path / spec.split).is_dir() else path
     if root == path and spec.split != "train":
         raise DataError(f"{path} has no folder {spec.split!r}: put its {noun} in {path / spec.split}/<class>/")
     class_names = spec.labels or tuple(list_subfolders(path / "train" if (path / "train").is_dir() else root))
     if unknown := sorted(set(list_subfolders(root)) - set(class_names)):
-        raise DataError(f"{root}: class {unknown[0]!r} is not among those to train on: {', '.join(class_names)}")
+        raise DataError(f"{root}: class {unknown[0]!r} is not a training class: choose among {', '.join(class_names)}")
     files = [
         (file, label)
         for label, name in enumerate(class_names)
@@ -155,7 +152,7 @@ def find_files_by_class(
     ]
     if not files:
         expected_path = f"{root}/<class>/" + (f"<{spec.column}>/" if spec.column else "")
-        raise DataError(f"{root} holds no {noun}: put them in {expected_path}, as {', '.join(sorted(suffixes))}")
+        raise DataError(f"{root} has no {noun}: put {', '.join(sorted(suffixes))} files in {expected_path}")
     owner = np.array([file.parent.name for file, _ in files]) if spec.column else None
     return [file for file, _ in files], np.array([label for _, label in files], np.int64), owner
 

@@ -1,7 +1,7 @@
 """Decoding of image files to arrays, shared by training, evaluation, release checks and serving.
 
 An 8-bit image becomes (h, w, 3) uint8. A grey image of more bits becomes (h, w) uint16, with its levels stretched
-from `[data] depth` bits to 16. EXIF orientation is applied and transparent pixels are laid on white.
+from `[data] depth` bits to 16. EXIF orientation is applied, and transparent pixels are blended with white.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ def has_pillow() -> bool:
 
 
 def import_pillow() -> Any:
+    """Return the module PIL.Image, or raise DataError with the command that installs it."""
     try:
         from PIL import Image
 
@@ -56,6 +57,9 @@ def read_image(source: Path | bytes, size: int = 0, depth: int = 0) -> np.ndarra
 
     Returns:
         Pixels, (h, w, 3) uint8, or (h, w) uint16 with a depth.
+
+    Raises:
+        DataError: If the image is damaged, too large, of another format, or has deeper levels than `depth`.
     """
     Image = import_pillow()
     name = f"the image {source}" if isinstance(source, Path) else "the image"
@@ -70,7 +74,7 @@ def read_image(source: Path | bytes, size: int = 0, depth: int = 0) -> np.ndarra
         size_problem = f"more than {MAX_PIXELS / 1e6:.0f} million pixels: send a smaller image"
         raise DataError(f"cannot read {name}: {size_problem if isinstance(source, bytes) else error}") from None
     except Image.UnidentifiedImageError as error:
-        problem = "no PNG, JPEG, WebP or TIFF" if isinstance(source, bytes) else str(error)
+        problem = "not a PNG, JPEG, WebP or TIFF file" if isinstance(source, bytes) else str(error)
         raise DataError(f"cannot read {name}: {problem}") from None
     except Exception as error:  # Pillow raises OSError, SyntaxError, struct.error, ... by the kind of damage
         reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
@@ -79,7 +83,7 @@ def read_image(source: Path | bytes, size: int = 0, depth: int = 0) -> np.ndarra
 
 
 def pixels_from_image(image: Any, name: str, depth: int = 0, *, keep_grey: bool = False) -> np.ndarray:
-    """Return the pixels of an open Pillow image, turned upright and laid on white, as `read_image` does."""
+    """Return the pixels of an open Pillow image as `read_image` does, or (h, w) uint8 for grey with `keep_grey`."""
     from PIL import ImageOps
 
     _require_supported_mode(image, name)
@@ -96,7 +100,7 @@ def pixels_from_image(image: Any, name: str, depth: int = 0, *, keep_grey: bool 
     return np.asarray(image.convert("RGB"))
 
 
-def measure_sizes(files: Sequence[Path]) -> list[tuple[int, int]]:
+def measure_sizes(files: Sequence[Path]) -> list[tuple[int, int]]:  # (width, height) of each image
     sizes = []
     for file in files:
         with _open_file(file) as image:
@@ -111,9 +115,9 @@ def require_supported_files(files: Sequence[Path]) -> None:
 
 
 def measure_grey_depth(files: Sequence[Path], sample: int = 64) -> int:
-    """Return the bit depth of grey images by their largest level, 9 to 16, or 0 if all have 8 bits.
+    """Return the used bits of grey levels, 9 to 16, or 0 if all images have 8 bits.
 
-    A 12-bit camera saves PNG of 16 bits, of which it uses 12. At least `sample` evenly chosen images are decoded.
+    A 12-bit camera uses 12 bits of a 16-bit PNG. At least `sample` evenly chosen images are decoded.
     """
     depth = 0
     for file in files[:: max(1, len(files) // sample)]:
@@ -146,24 +150,22 @@ def _require_supported_mode(image: Any, name: str) -> None:
     if image.format == "TIFF" and getattr(image, "n_frames", 1) > 1:
         raise DataError(f"{name} has {image.n_frames} pages: save each page as a file")
     if image.mode == "F":
-        raise DataError(f"{name} has levels in floating point: save it as PNG of 8 or 16 bits, or as an array in .npz")
+        raise DataError(f"{name} has floating-point levels: save it as PNG with 8 or 16 bits, or as an array in .npz")
     if image.mode == "I" and image.format == "TIFF":
-        raise DataError(f"{name} has levels of 32 bits: save it with 8 or 16 bits a level")
+        raise DataError(f"{name} has 32-bit levels: save it with 8 or 16 bits")
 
 
 def _scale_grey_levels(levels: np.ndarray, name: str, depth: int) -> np.ndarray:
     low, high = int(levels.min(initial=0)), int(levels.max(initial=0))
     if low < 0 or high > 65535:
-        raise DataError(f"{name} has grey levels from {low} to {high}: save it with 8 or 16 bits a level")
+        raise DataError(f"{name} has grey levels from {low} to {high}: save it with 8 or 16 bits")
     needed_depth = max(DEPTHS[0], high.bit_length())
     if not depth:
-        raise DataError(
-            f"{name} is grey with more than 8 bits: set [data] depth = {needed_depth}, the bits that are used"
-        )
+        raise DataError(f"{name} has grey levels of more than 8 bits: set [data] depth = {needed_depth}")
     max_level = 2**depth - 1
     if high > max_level:
         raise DataError(
-            f"{name} has a level of {high}, above the {max_level} of [data] depth = {depth}: set it to {needed_depth}"
+            f"{name} has level {high}, above the {max_level} of [data] depth = {depth}: set depth = {needed_depth}"
         )
     return np.rint(levels.astype(np.float32) * np.float32(65535 / max_level)).astype(np.uint16)
 
@@ -172,6 +174,7 @@ IDX_IMAGES = re.compile(r"(.*)images([-.])idx3-ubyte(\.gz)?$")
 
 
 def open_idx(path: Path, spec: DataSpec) -> ExampleReader:
+    """Return a reader of an IDX image file with its label file, found by the split in a folder, or raise DataError."""
     if path.is_dir():
         name_parts = ("t10k", "test") if spec.split == "test" else (spec.split,)
         all_paths = find_idx_images(path)
@@ -180,21 +183,22 @@ def open_idx(path: Path, spec: DataSpec) -> ExampleReader:
             images_paths = all_paths
         if len(images_paths) != 1:
             available = ", ".join(file.name for file in all_paths) or "none"
-            raise DataError(f"{path}: one IDX file of images for split {spec.split!r} is wanted; it has {available}")
+            problem = f"{len(images_paths)} IDX image files for split {spec.split!r} (files: {available})"
+            raise DataError(f"{path} has {problem}: set [data] path to one of them")
         path = images_paths[0]
     match = IDX_IMAGES.match(path.name)
     if match is None:
-        raise DataError(f"{path}: an IDX file of images is named like train-images-idx3-ubyte, or so with .gz")
+        raise DataError(f"{path} has no name of an IDX image file: call it train-images-idx3-ubyte or similar (.gz)")
     labels_path = path.with_name(f"{match[1]}labels{match[2]}idx1-ubyte{match[3] or ''}")
     if not labels_path.is_file():
-        raise DataError(f"{path} has no labels: {labels_path.name} is not beside it")
+        raise DataError(f"{path} has no labels: put {labels_path.name} in the same folder")
     with convert_read_errors(labels_path), _open_stream(labels_path) as stream:
         (count,) = _read_idx_header(stream, labels_path, 1)
         labels = read_rows(stream, (count,), np.dtype(np.uint8), np.arange(count))
     with convert_read_errors(path), _open_stream(path) as stream:
         shape = _read_idx_header(stream, path, 3)
     if shape[0] != count:
-        raise DataError(f"{path} holds {shape[0]} images, {labels_path.name} {count} labels: they do not match")
+        raise DataError(f"{path} has {shape[0]} images, but {labels_path.name} {count} labels: download both again")
 
     def take(rows: np.ndarray) -> np.ndarray:
         with convert_read_errors(path), _open_stream(path) as stream:
@@ -204,10 +208,7 @@ def open_idx(path: Path, spec: DataSpec) -> ExampleReader:
 
 
 def find_idx_images(path: Path) -> list[Path]:
-    """Return the IDX image files in a folder and its subfolder `raw`, uncompressed ones first.
-
-    Of a file that exists in both forms, only one is returned.
-    """
+    """Return the IDX image files in a folder and its subfolder `raw`, each once, preferably uncompressed."""
     files_by_name: dict[str, Path] = {}
     for folder in (path, path / "raw"):
         for file in sorted(folder.glob("*")) if folder.is_dir() else ():
@@ -220,7 +221,7 @@ def _read_idx_header(stream: Bytes, path: Path, dimensions: int) -> tuple[int, .
     # Two zero bytes, the type (8 is unsigned byte), the rank, then the sizes as big-endian uint32.
     head = stream.read(4 * (1 + dimensions))
     if len(head) < 4 * (1 + dimensions) or head[:4] != bytes((0, 0, 8, dimensions)):
-        raise DataError(f"{path} is not an IDX file of bytes in {dimensions} dimensions: fetch it anew")
+        raise DataError(f"{path} is not an IDX file of bytes with {dimensions} dimensions: download it again")
     return tuple(int(size) for size in np.frombuffer(head, ">u4")[1:])
 
 
@@ -242,7 +243,7 @@ def open_torchvision(path: Path, spec: DataSpec) -> ExampleReader:
 
     dataset_class = getattr(datasets, spec.dataset, None)
     if not isinstance(dataset_class, type):
-        raise DataError(f"torchvision has no data set {spec.dataset!r}: set [data] dataset, to MNIST or CIFAR10, say")
+        raise DataError(f"torchvision has no data set {spec.dataset!r}: set [data] dataset, such as MNIST or CIFAR10")
     parameters = inspect.signature(dataset_class).parameters
     options: dict[str, Any] = {"train": spec.split == "train"} if "train" in parameters else {"split": spec.split}
     if "download" in parameters:
@@ -255,7 +256,7 @@ def open_torchvision(path: Path, spec: DataSpec) -> ExampleReader:
         raise DataError(f"{spec.dataset} in {path}: {problem}: {fix}") from None
     labels = next((getattr(dataset, name) for name in ("targets", "labels", "_labels") if hasattr(dataset, name)), None)
     if labels is None:
-        raise DataError(f"torchvision's {spec.dataset} does not list its labels: give it as a folder of images")
+        raise DataError(f"torchvision's {spec.dataset} has no list of labels: save it as a folder of images by class")
 
     def read_pixels(row: int) -> np.ndarray:
         pixels = pixels_from_image(dataset[row][0], f"{spec.dataset}, image {row}", spec.depth, keep_grey=True)
@@ -266,7 +267,7 @@ def open_torchvision(path: Path, spec: DataSpec) -> ExampleReader:
 
 def _make_image_reader(y: np.ndarray, read_pixels: Callable[[int], np.ndarray], path: Path) -> ExampleReader:
     if not len(y):
-        raise DataError(f"{path} holds no images of this split")
+        raise DataError(f"{path} has no images of this split: add some")
     first_image = read_pixels(0)
     return ExampleReader(y, lambda rows: _stack_images(path, read_pixels, rows), first_image.shape, first_image.dtype)
 
@@ -277,6 +278,7 @@ def _stack_images(path: Path, read_pixels: Callable[[int], np.ndarray], rows: np
     for index, row in enumerate(rows):
         pixels = read_pixels(int(row))
         if pixels.shape != first_image.shape:
-            raise DataError(f"{path}: images of {pixels.shape[:2]} and {first_image.shape[:2]} pixels: set [data] size")
+            sizes = f"{pixels.shape[:2]} and {first_image.shape[:2]}"
+            raise DataError(f"{path} has images of different sizes ({sizes} pixels): set [data] size")
         result[index] = pixels
     return result

@@ -38,21 +38,23 @@ class TableChunk:
 
 
 class ColumnDecoder:
-    """Converter of table chunks to arrays, by the [data] table."""
+    """Converter of table chunks to arrays, by the [data] table. A cell that does not fit raises DataError."""
 
     def __init__(self, file: Path, spec: DataSpec, y: Sequence[str]) -> None:
         self._file, self._spec, self._y = file, spec, tuple(y)
         if spec.task == "classes" and len(self._y) > 1:
             raise DataError(
-                f"{file}: labels in {len(self._y)} columns are for task = 'regression' or 'labels'; a class is in one"
+                f"{file}: [data] y names {len(self._y)} columns, but classes are in one: name one, or set task = "
+                "'regression' or 'labels'"
             )
         if spec.task == "labels" and len(self._y) == 1 and not spec.labels:
             raise DataError(
-                f"{file}: name the columns of 0 and 1 in [data] y = [...], or in `labels` the words that column "
-                f"{self._y[0]!r} holds"
+                f"{file}: task = 'labels' has no labels: list columns of 0 and 1 as [data] y, or the words in column "
+                f"{self._y[0]!r} as [data] labels"
             )
 
     def feature_names(self, x: Sequence[str]) -> tuple[str, ...]:
+        """Return the names of the inputs from these columns, "column=word" for each word of a category."""
         names: list[str] = []
         for name in x:
             kinds = self._spec.categories.get(name)
@@ -60,6 +62,7 @@ class ColumnDecoder:
         return tuple(names)
 
     def decode_inputs(self, chunk: TableChunk, x: Sequence[str]) -> np.ndarray:
+        """Return the inputs (rows, features) float32. A category has a feature of 0 or 1 for each word."""
         parts = []
         for name in x:
             kinds = self._spec.categories.get(name)
@@ -82,7 +85,7 @@ class ColumnDecoder:
         for row, value in enumerate(chunk.columns[name]):
             if is_missing(value):
                 if fill is None:
-                    hint = "give [data] fill a number, or leave such rows out"
+                    hint = "set [data] fill to a number, or leave such rows out"
                     raise self._cell_error(chunk, row, name, f"the value is missing: {hint}")
                 numbers[row] = fill
                 continue
@@ -103,8 +106,8 @@ class ColumnDecoder:
     def _number_hint(self, chunk: TableChunk, name: str, value: object) -> str:
         if DECIMAL_COMMA.fullmatch(str(value)):
             return f"write it with a point, {str(value).replace(',', '.')}"
-        if isinstance(name, str) and name in self._y:
-            return "with task = 'regression' labels are numbers"
+        if name in self._y:
+            return "write numbers, or leave task = 'regression' out"
         kinds = sorted({str(value) for value in chunk.columns[name] if not is_missing(value)})
         if len(kinds) > 20:
             return "leave the column out of [data] x, or correct the value"
@@ -117,8 +120,8 @@ class ColumnDecoder:
         for row, value in enumerate(chunk.columns[name]):
             if str(value) in column_by_kind:
                 one_hot[row, column_by_kind[str(value)]] = 1
-            elif not (is_missing(value) and self._fill_value(name) is not None):  # filled: none of them
-                problem = f"{_quote(value)} is none of its categories ({', '.join(kinds)}): add it to [data] categories"
+            elif not (is_missing(value) and self._fill_value(name) is not None):  # a filled cell has no category
+                problem = f"{_quote(value)} is not a category ({', '.join(kinds)}): add it to [data] categories"
                 raise self._cell_error(chunk, row, name, problem)
         return one_hot
 
@@ -136,7 +139,7 @@ class ColumnDecoder:
                 classes[row] = int(word)
             else:
                 hint = self._label_hint(chunk, name)
-                raise self._cell_error(chunk, row, name, f"{_quote(value)} is not a class's number: {hint}")
+                raise self._cell_error(chunk, row, name, f"{_quote(value)} is not the number of a class: {hint}")
         return classes
 
     def _label_hint(self, chunk: TableChunk, name: str) -> str:
@@ -148,14 +151,16 @@ class ColumnDecoder:
             are_classes = True
         if are_classes and len(kinds) <= MAX_NAMED_CLASSES:
             return f"name the classes in order: set [data] labels = {json.dumps(kinds, ensure_ascii=False)}"
-        return "classes are whole numbers from 0; to predict numbers set task = 'regression'"
+        return "number the classes from 0, or set task = 'regression' to predict numbers"
 
     def _decode_multi_labels(self, chunk: TableChunk) -> np.ndarray:
         if len(self._y) > 1:
             flags = np.stack([self.decode_numbers(chunk, name) for name in self._y], axis=1)
             for row, column in np.argwhere((flags != 0) & (flags != 1)):
                 name = self._y[column]
-                problem = f"{_quote(chunk.columns[name][row])} is neither 0 nor 1: task = 'labels' requires these"
+                problem = (
+                    f"{_quote(chunk.columns[name][row])} is neither 0 nor 1, as task = 'labels' requires: correct it"
+                )
                 raise self._cell_error(chunk, int(row), name, problem)
             return flags.astype(np.uint8)
         (name,) = self._y
@@ -173,7 +178,7 @@ class ColumnDecoder:
     def _unknown_label_error(self, chunk: TableChunk, row: int, name: str, value: object) -> DataError:
         names = ", ".join(self._spec.labels)
         return self._cell_error(
-            chunk, row, name, f"{_quote(value)} is none of [data] labels ({names}): add or correct it"
+            chunk, row, name, f"{_quote(value)} is not in [data] labels ({names}): add or correct it"
         )
 
     def _cell_error(self, chunk: TableChunk, row: int, name: str, problem: str) -> DataError:
@@ -181,6 +186,7 @@ class ColumnDecoder:
 
 
 def class_word(value: Any) -> str:
+    """Return a cell's class as text. Parquet's booleans become "0" and "1"."""
     return str(int(value)) if isinstance(value, bool) else str(value)
 
 
@@ -206,10 +212,7 @@ class InputColumns(NamedTuple):
 
 
 def open_table(path: Path, spec: DataSpec, *, labelled: bool = True) -> ExampleReader:
-    """Open the rows of a table, or windows of them, with their labels.
-
-    An unlabelled table gets zeros as labels.
-    """
+    """Read a table, and return a reader of its rows, or of windows. Without `labelled`, all labels are 0."""
     file = find_table(path, spec)
     table_rows = read_rows(
         file, spec, lambda chunk, decoder, names: decoder.decode_inputs(chunk, names), "an example", labelled=labelled
@@ -242,7 +245,7 @@ def read_rows(
     *,
     labelled: bool = True,
 ) -> TableRows:
-    """Read inputs, labels and owners of a table in chunks.
+    """Return inputs, labels and owners of a table, which is read in chunks.
 
     Args:
         file: The table.
@@ -251,12 +254,16 @@ def read_rows(
         row_noun: Noun for a row, for the error on a table without rows.
         role_hint: Verb phrase for the error on several input columns, or "" to permit several.
         labelled: Whether the table has label columns. Otherwise labels are zeros.
+
+    Raises:
+        DataError: If the table has no rows, a column is missing, or a cell does not fit.
     """
     chunks = read_chunks(file)
     first_chunk = next(chunks)
     roles = column_roles(file, tuple(first_chunk.columns), spec, labelled=labelled)
     if role_hint and len(roles.x) != 1:
-        raise DataError(f"{file}: columns {', '.join(roles.x)} could all {role_hint}, as [data] x = {roles.x[0]!r}")
+        columns = ", ".join(roles.x)
+        raise DataError(f"{file}: columns {columns} could all {role_hint}: set one, as in [data] x = {roles.x[0]!r}")
     decoder = ColumnDecoder(file, spec, roles.y)
     x, y, owner = [], [], []
     for chunk in chain((first_chunk,), chunks):
@@ -266,11 +273,12 @@ def read_rows(
             owner.append(np.array([str(value) for value in chunk.columns[roles.owner]]))
     labels = np.concatenate(y)
     if not len(labels):
-        raise DataError(f"{file} has a head and no rows: {row_noun} in each row is wanted")
+        raise DataError(f"{file} has a header but no rows: write {row_noun} in each row")
     return TableRows(x, labels, np.concatenate(owner) if owner else None, decoder.feature_names(roles.x))
 
 
 def category_words(path: Path, spec: DataSpec, names: Sequence[str]) -> dict[str, tuple[str, ...]]:
+    """Return the sorted different words of each named column, or raise DataError for a missing column."""
     file = find_table(path, spec)
     words_by_column: dict[str, set[str]] = {name: set() for name in names}
     for chunk in read_chunks(file):
@@ -288,18 +296,18 @@ def find_split_tables(folder: Path, split: str) -> list[Path]:
 
 
 def find_table(path: Path, spec: DataSpec) -> Path:
-    """Return the table of the split: a file in a folder, or the path itself for the training split."""
+    """Return the only table of the split in a folder, or the path itself for the training split, or raise DataError."""
     if path.is_dir():
         tables = find_split_tables(path, spec.split)
         if len(tables) != 1:
             raise DataError(
-                f"{path} has {len(tables) or 'no'} tables of split {spec.split!r}: name one {spec.split}.csv"
+                f"{path} has {len(tables) or 'no'} tables of split {spec.split!r}: keep one, such as {spec.split}.csv"
             )
         return tables[0]
     if spec.split != "train":
         raise DataError(
-            f"{path} is one table, of the training split: put {spec.split}.csv beside a train.csv and set path to "
-            "their folder, or give [test] a path of its own"
+            f"{path} is a single table without a split {spec.split!r}: put train.csv and {spec.split}.csv in a folder "
+            "and set path to the folder, or set [test] path"
         )
     return path
 
@@ -309,9 +317,9 @@ def read_column_names(file: Path) -> tuple[str, ...]:
 
 
 def column_roles(file: Path, column_names: Sequence[str], spec: DataSpec, *, labelled: bool = True) -> InputColumns:
-    """Return the input, label and owner columns.
+    """Return the input, label and owner columns, by default "y" as label and all other columns as inputs.
 
-    The default label column is "y", and the default inputs are all other columns.
+    Raise DataError if a column is missing, there are no inputs, or a column is both input and label.
     """
     y = label_columns(spec)
     owner = spec.column
@@ -325,11 +333,9 @@ def column_roles(file: Path, column_names: Sequence[str], spec: DataSpec, *, lab
     ):
         require_columns(file, column_names, key, names)
     if not x:
-        raise DataError(f"{file} has no column beside {', '.join(y)}: inputs are wanted too")
+        raise DataError(f"{file} has no column other than {', '.join(y)}: add columns of inputs")
     if conflicting := [name for name in x if name in y]:
-        raise DataError(
-            f"{file}: column {conflicting[0]!r} is input and label at once: name it in [data] x or y, not in both"
-        )
+        raise DataError(f"{file}: column {conflicting[0]!r} is in both [data] x and y: remove it from one")
     return InputColumns(x, y, owner)
 
 
@@ -339,12 +345,13 @@ def label_columns(spec: DataSpec) -> tuple[str, ...]:
 
 
 def require_columns(file: Path, column_names: Sequence[str], key: str, names: Iterable[str]) -> None:
+    """Raise DataError if a name is not among a table's columns. `key` is the [data] key with the name."""
     if missing := [name for name in names if name not in column_names]:
         hint = toml.describe_choices(missing[0], column_names, "it has")
         if missing[0] == "y" and key == "y" and column_names and not hint.startswith("; did"):
-            hint += f": name the column of labels, as [data] y = {column_names[-1]!r}"
+            hint += f": name the column of labels, as in [data] y = {column_names[-1]!r}"
         if any(map(_is_number, column_names)):
-            hint += ". If the first line is an example, write a line with the names of the columns before it"
+            hint += ". If the first line is an example, insert a line with column names before it"
         raise DataError(f"{file} has no column {missing[0]!r} ([data] {key}){hint}")
 
 
@@ -360,6 +367,7 @@ def _is_number(text: str) -> bool:
 
 
 def read_chunks(file: Path) -> Iterator[TableChunk]:
+    """Yield a table's rows in chunks, at least one, of which the first may be empty. Raise DataError if damaged."""
     return _read_parquet(file) if file.suffix.lower() == ".parquet" else _read_csv(file)
 
 
@@ -370,7 +378,7 @@ def _read_csv(file: Path) -> Iterator[TableChunk]:
         with file.open(encoding="utf-8-sig", newline="") as stream:
             head_line = stream.readline()
             if not head_line.strip():
-                raise DataError(f"{file} is empty: a first line with the columns' names is wanted")
+                raise DataError(f"{file} is empty: write a first line with the columns' names")
             if "\0" in head_line:
                 raise DataError(f"{file} is not text in UTF-8{encoding_hint(file)}")
             delimiter = next((candidate for candidate in (",", ";", "\t") if candidate in head_line), ",")
@@ -379,7 +387,7 @@ def _read_csv(file: Path) -> Iterator[TableChunk]:
             head = [name.strip() for name in next(rows)]
             if len(set(head)) < len(head):
                 repeated = next(name for name in head if head.count(name) > 1)
-                raise DataError(f"{file}, line 1: two columns are called {repeated!r}: give each its own name")
+                raise DataError(f"{file}, line 1: two columns are called {repeated!r}: rename one")
             yield from _chunk_rows(file, head, rows, last_line)
     except UnicodeDecodeError:
         raise DataError(f"{file} is not text in UTF-8{encoding_hint(file)}") from None
@@ -403,7 +411,7 @@ def _chunk_rows(
             continue  # an empty line
         if len(row) != len(head):
             raise DataError(
-                f"{file}, line {line}: {len(row)} values, and the head names {len(head)} columns: correct the line"
+                f"{file}, line {line}: {len(row)} values for the {len(head)} columns of line 1: correct the line"
             )
         lines.append(line)
         chunk_rows.append(row)
@@ -422,14 +430,15 @@ def _chunk_from_rows(head: Sequence[str], rows: Sequence[Sequence[str]], lines: 
 
 
 def encoding_hint(file: Path) -> str:
+    """Return a suffix for "... is not text in UTF-8", with the probable format and how to convert the file."""
     with file.open("rb") as stream:
         start = stream.read(4)
     if start == ARCHIVE:
-        return f" but an archive, perhaps a workbook of Excel: {AS_CSV}"
+        return f" but an archive, perhaps an Excel workbook: {AS_CSV}"
     is_utf16 = start[:2] in (b"\xff\xfe", b"\xfe\xff") or b"\0" in start
     name = "UTF-16" if is_utf16 else "LATIN1"
-    guess = " but, it seems, in UTF-16" if is_utf16 else " (perhaps Latin-1)"
-    return f"{guess}: save it as UTF-8, as `iconv -f {name} -t UTF-8 {file.name} > new{file.suffix}` does"
+    guess = " but probably in UTF-16" if is_utf16 else " (perhaps Latin-1)"
+    return f"{guess}: convert it with `iconv -f {name} -t UTF-8 {file.name} > new{file.suffix}`"
 
 
 def _read_parquet(file: Path) -> Iterator[TableChunk]:
@@ -446,17 +455,17 @@ def _read_parquet(file: Path) -> Iterator[TableChunk]:
                 yield TableChunk(batch.to_pydict(), range(position, position + len(batch)), "row")
                 position += len(batch)
     except (ArrowException, OSError, ValueError) as error:
-        raise DataError(f"cannot read {file}: {first_line(error)}: write the file again, or as CSV") from None
+        raise DataError(f"cannot read {file}: {first_line(error)}: save the file again, or as CSV") from None
 
 
 # -- windows --------------------------------------------------------------------------------------
 
 
 def _cut_windows(file: Path, spec: DataSpec, windows: Windows, rows: ExampleReader) -> ExampleReader:
-    """Return windows of consecutive rows as examples (steps, features). No window spans two users.
+    """Return a reader of windows of consecutive rows, (steps, features). No window spans two users.
 
-    The label of a window is the most frequent class (the least of ties), the last row's targets in a regression, or the
-    union of its rows' labels.
+    The label of a window is the most frequent class (of ties the smallest number), in a regression the last row's
+    targets, and otherwise the union of its rows' labels.
     """
     stride = windows.stride or windows.steps
     count = len(rows.y)
@@ -468,7 +477,9 @@ def _cut_windows(file: Path, spec: DataSpec, windows: Windows, rows: ExampleRead
         ]
     ).astype(np.int64)
     if not len(starts):
-        raise DataError(f"{file}: no {windows.steps} rows in a row, of {count}: lower [data.windows] steps")
+        raise DataError(
+            f"{file} has no {windows.steps} consecutive rows of one user ({count} rows): lower [data.windows] steps"
+        )
     row_indices = starts[:, None] + np.arange(windows.steps)  # (n, steps)
     labels_by_window = rows.y[row_indices]
     if spec.task == "classes":

@@ -29,23 +29,24 @@ MAX_WORD_LETTERS = 100  # longer words are encoded as unknown
 
 @dataclass(frozen=True)
 class Tokenizer:
-    numbers: dict[str, int]
+    numbers: dict[str, int]  # by token
 
     def __len__(self) -> int:
         return len(self.numbers)
 
     @classmethod
     def load(cls, vocabulary: str | Sequence[str]) -> Tokenizer:
+        """Return the tokenizer of a vocabulary file, or of a list of tokens, or raise DataError."""
         path = vocabulary if isinstance(vocabulary, str) else "the model's vocabulary"
         lines = cls._read_lines(vocabulary) if isinstance(vocabulary, str) else list(vocabulary)
         numbers: dict[str, int] = {}
         for line, token in enumerate(lines, 1):
             if not token or token in numbers:
-                problem = f"{token!r} is there twice" if token else "no token"
-                raise DataError(f"{path}, line {line}: {problem}: each line holds another token")
+                problem = f"token {token!r} is repeated" if token else "token is missing"
+                raise DataError(f"{path}, line {line}: {problem}: write a different token in each line")
             numbers[token] = line - 1
         if not lines or lines[0] != PAD or UNKNOWN not in numbers:
-            raise DataError(f"{path} is no vocabulary: its first line is {PAD}, and another is {UNKNOWN}")
+            raise DataError(f"{path} is not a vocabulary: write {PAD} in the first line, and {UNKNOWN} in another")
         return cls(numbers)
 
     @staticmethod
@@ -57,14 +58,14 @@ class Tokenizer:
                 f"cannot read the vocabulary {path}: {error.strerror}: set [data.text] vocabulary"
             ) from None
         except UnicodeDecodeError:
-            raise DataError(f"the vocabulary {path} is not text in UTF-8: save it as that") from None
+            raise DataError(f"the vocabulary {path} is not text in UTF-8: save it in UTF-8") from None
 
     def encode_words(self, text: str) -> Iterator[list[int]]:
         for word in WORD.findall(unicodedata.normalize("NFC", text).lower()):
             yield self._encode_longest_matches(word)
 
     def encode(self, text: str, length: int) -> np.ndarray:
-        """Encode a text as (length,) int32, cut to `length` tokens or padded with 0."""
+        """Return a text's token numbers as (length,) int32, cut to `length` tokens or padded with 0."""
         encoded = np.zeros(length, np.int32)
         position = 0
         for numbers in self.encode_words(text):
@@ -75,7 +76,7 @@ class Tokenizer:
                 break
         return encoded
 
-    def _encode_longest_matches(self, word: str) -> list[int]:
+    def _encode_longest_matches(self, word: str) -> list[int]:  # the number of [UNK] if no token matches
         encoded: list[int] = []
         start = 0
         while start < len(word) and len(word) <= MAX_WORD_LETTERS:
@@ -90,8 +91,9 @@ class Tokenizer:
 
 
 def open_texts(path: Path, spec: DataSpec, *, labelled: bool = True) -> ExampleReader:
+    """Read texts in a folder by class or in a table, and return a reader of token numbers, or raise DataError."""
     if spec.text is None:
-        raise DataError(f'{path}: texts need a vocabulary: add [data.text] vocabulary = "vocab.txt"')
+        raise DataError(f'{path}: texts have no vocabulary: set [data.text] vocabulary, such as "vocab.txt"')
     tokenizer = Tokenizer.load(spec.text.vocabulary)
     if path.is_dir() and not table.find_split_tables(path, spec.split):
         return _open_folder(path, spec, spec.text, tokenizer)
@@ -102,7 +104,7 @@ def _open_table(file: Path, spec: DataSpec, text: Text, tokenizer: Tokenizer, la
     def encode_chunk(chunk: TableChunk, decoder: table.ColumnDecoder, names: tuple[str, ...]) -> np.ndarray:
         return _encode_texts([str(cell or "") for cell in chunk.columns[names[0]]], text, tokenizer)
 
-    rows = table.read_rows(file, spec, encode_chunk, "a text", "be the text: name it", labelled=labelled)
+    rows = table.read_rows(file, spec, encode_chunk, "a text", "be the text", labelled=labelled)
     values = np.concatenate(rows.x)
     return ExampleReader(
         rows.y, values.__getitem__, values.shape[1:], values.dtype, owner=rows.owner, tokens=len(tokenizer)
@@ -112,7 +114,7 @@ def _open_table(file: Path, spec: DataSpec, text: Text, tokenizer: Tokenizer, la
 def _open_folder(path: Path, spec: DataSpec, text: Text, tokenizer: Tokenizer) -> ExampleReader:
     if spec.task != "classes":
         raise DataError(
-            f"{path}: a folder by class has a class for each text: leave task = {spec.task!r} out, or give a table"
+            f"{path}: a folder of texts by class has only classes: leave task = {spec.task!r} out, or use a table"
         )
     files, labels, owner = base.find_files_by_class(path, spec, (".txt",), "texts")
     values = _encode_texts([_read_text(file) for file in files], text, tokenizer)
@@ -135,7 +137,7 @@ def _read_text(source: Path | bytes) -> str:
         try:
             return source.decode("utf-8-sig")
         except UnicodeDecodeError:
-            raise DataError("the text is not in UTF-8: send it in UTF-8") from None
+            raise DataError("the text is not in UTF-8: encode it as UTF-8") from None
     file = source
     try:
         return file.read_text(encoding="utf-8-sig")

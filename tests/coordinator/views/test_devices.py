@@ -172,7 +172,7 @@ def test_boards_are_chosen_by_name_and_told_as_json(home, capsys):
     ("words", "says"),
     [
         (["nobody"], "knows a device 'nobody'"),
-        (["--label", "Lab 1"], "'Lab 1' selects no boards"),
+        (["--label", "Lab 1"], "'Lab 1' is not a label or !label"),
         (["--state", "asleep"], "'asleep' is unknown; there are: online, "),
     ],
 )

@@ -39,7 +39,7 @@ def test_labels_are_added_and_taken_away() -> None:
     assert applied({"labels": ["+canary", "-old", "+site=lab"]}).labels == ("site=lab", "canary")
     with pytest.raises(JobError, match="mixes changes with full labels"):
         applied({"labels": ["+canary", "old"]})
-    with pytest.raises(JobError, match="label 'site' stands twice"):
+    with pytest.raises(JobError, match="label 'site' is set twice"):
         applied({"labels": ["+site=hall"]})
 
 
@@ -52,7 +52,7 @@ def test_labels_are_added_and_taken_away() -> None:
         ({"budget": "much"}, "budget: 'much' is not a size"),
         ({"home": "/"}, "home"),
         ({"policy": "fast"}, "policy"),
-        ({"labels": ["No Label"]}, "is no label"),
+        ({"labels": ["No Label"]}, "is not a label"),
     ],
 )
 def test_more_than_agent_toml_allows_is_refused_by_name(given: dict[str, Any], said: str) -> None:

@@ -111,5 +111,5 @@ def test_a_job_that_is_repeated_and_a_target_that_is_no_number_are_refused():
     with pytest.raises(fq.JobError, match=r"the same job \(fedprox\) is in the list twice"):
         fq.compare([PROX, PROX.replace(rounds=9), PROX.replace()], seeds=[0])
     for target in ("x", float("nan")):
-        with pytest.raises(fq.JobError, match=r"wanted a number, as in table\(target=0\.9\)"):
+        with pytest.raises(fq.JobError, match=r"is not a finite number: give one, as in table\(target=0\.9\)"):
             comparison(PROX).table(target=target)

@@ -67,8 +67,8 @@ def test_a_replaced_method_keeps_the_parameters_that_it_has():
     ("make", "said"),
     [
         (lambda: job(round=3), r"a job has no key 'round'; did you mean 'rounds'\? There are: method, name, "),
-        (lambda: fq.Job(), r"a job names its method"),
-        (lambda: job(rounds=0), "rounds = 0: a whole number of at least 1 is wanted"),
+        (lambda: fq.Job(), r"the job has no method"),
+        (lambda: job(rounds=0), "rounds = 0: must be a whole number of at least 1"),
         (lambda: job(params={"muu": 1.0}), r"\[params\] muu: fedprox has no such parameter; .*did you mean 'mu'\?"),
         (
             lambda: fq.Cohort(siz=3),
@@ -76,10 +76,10 @@ def test_a_replaced_method_keeps_the_parameters_that_it_has():
         ),
         (
             lambda: fq.Fleet(1, ["a"], ["1GB"], "max", None, ["lab"], ["1MB/s"], "more"),
-            r"\[fleet\]: 8 values, and there are 7 keys: devices",
+            r"\[fleet\] got 8 values for 7 keys: give devices",
         ),
-        (lambda: fq.Fleet(4, devices=5), r"\[fleet\]: devices is given twice: 4 by its place and 5 by its name"),
-        (lambda: fq.Data(), r"\[data\]: one of path, sources and dataset is wanted, not none"),
+        (lambda: fq.Fleet(4, devices=5), r"\[fleet\]: devices is given twice, 4 by position and 5 by name"),
+        (lambda: fq.Data(), r"\[data\]: one of path, sources and dataset is required, not none"),
         (lambda: job(data={"path": "x", "alpa": 1}), r"\[data\]: there is no key 'alpa'.*did you mean 'alpha'\?"),
         (lambda: job(wire={"codec": "zip"}), r"\[wire\] codec = 'zip': there are raw"),
         (lambda: job(test={"path": "x", "splitt": "y"}), r"\[test\]: there is no key 'splitt'"),
@@ -107,7 +107,7 @@ def test_what_is_shown_makes_the_same_job():
 @pytest.mark.parametrize(
     ("make", "said"),
     [
-        (lambda: fq.simulate("job.toml"), r"simulate takes a fq\.Job, not 'job\.toml'; .*fq\.Job\.read"),
+        (lambda: fq.simulate("job.toml"), r"'job\.toml' is not a fq\.Job: .*fq\.Job\.read"),
         (lambda: fq.compare(job(), seeds=[0]), r"compare takes a list of jobs and seeds"),
         (lambda: fq.compare([job()], seeds=1), r"compare takes a list of jobs and seeds"),
         (lambda: fq.compare("job.toml"), r"compare takes a list of jobs and seeds"),

@@ -39,9 +39,9 @@ def test_parts_that_are_given_replace_those_of_the_base():
 @pytest.mark.parametrize(
     ("parts", "said"),
     [
-        ({"wrk": work}, r"a method has no part 'wrk'; did you mean 'work'\? There are: paper, "),
-        ({"params": Loose}, r"params = .*Loose.*: a frozen dataclass is wanted"),
-        ({"params": Params()}, r"a frozen dataclass is wanted"),
+        ({"wrk": work}, r"a method has no field 'wrk'; did you mean 'work'\? There are: paper, "),
+        ({"params": Loose}, r"params = .*Loose.* is not a frozen dataclass"),
+        ({"params": Params()}, r"is not a frozen dataclass: write @dataclass"),
     ],
 )
 def test_a_wrong_part_is_named(parts, said):
@@ -73,7 +73,7 @@ def test_a_job_takes_a_method_that_a_module_holds(tmp_path, monkeypatch):
 
 
 def test_a_method_that_no_other_process_could_import_is_refused():
-    with pytest.raises(fq.JobError, match=r"put it into a file, mine\.py, as METHOD = "):
+    with pytest.raises(fq.JobError, match=r"move it to a file mine\.py as METHOD = "):
         fq.Job(method=fq.method(fq.fedavg, work=work))
-    with pytest.raises(fq.JobError, match=r"method = 3: text in quotes is wanted"):
+    with pytest.raises(fq.JobError, match=r"method = 3: must be text in quotes"):
         fq.Job(method=3)

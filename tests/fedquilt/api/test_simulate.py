@@ -172,7 +172,7 @@ def test_the_command_does_not_resume_what_python_began(job, home, capsys):
 @pytest.mark.parametrize(
     ("changes", "kind", "said"),
     [
-        ({"data": {}}, fq.JobError, r"needs the job's data, as in fq\.Job"),
+        ({"data": {}}, fq.JobError, r"the job has no data: give some, as in fq\.Job"),
         ({"model": {"name": "mpl"}}, fq.ModelError, "network 'mpl' is unknown"),
         ({"model": fq.models.mlp(63, [8], 10)}, fq.DataError, "64"),
         ({"fleet": {"budgets": ["1XB"]}}, fq.JobError, r"\[fleet\]: .*1XB"),

@@ -90,7 +90,7 @@ def test_a_home_without_runs_is_said_to_have_none(tmp_path, capsys):
     assert main(["prune", run, "--yes", "--home", str(tmp_path)]) == 0
     capsys.readouterr()
     assert main(["ls", "--home", str(tmp_path)]) == 0
-    assert capsys.readouterr().out.startswith(f"no runs in {tmp_path}: `fedquilt run` or `simulate` begins one")
+    assert capsys.readouterr().out.startswith(f"no runs in {tmp_path}: start one with `fedquilt run` or `simulate`")
     assert main(["ls", "--home", str(tmp_path), "--format", "json"]) == 0
     assert json.loads(capsys.readouterr().out) == []
 
@@ -124,7 +124,7 @@ def test_a_run_that_a_coordinator_may_be_at_is_refused(tmp_path, capsys):
         assert main(["prune", busy, "--yes", "--home", str(tmp_path)]) == 2
         coordinator.set_status(busy, "running")
         assert main(["prune", ended, "--yes", "--home", str(tmp_path)]) == 0
-        assert "blobs go when the coordinator" in capsys.readouterr().out
+        assert "the coordinator deletes blobs" in capsys.readouterr().out
     assert ids(tmp_path) == [busy]
     assert {path for path in before if path.startswith("blobs")} <= files(tmp_path)
     assert main(["prune", busy, "--yes", "--home", str(tmp_path)]) == 0  # interrupted: nobody is at it

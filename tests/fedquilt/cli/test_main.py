@@ -241,7 +241,7 @@ def test_a_reader_that_goes_away_is_no_matter_for_words(tmp_path):
 @pytest.mark.parametrize(
     ("raised", "code", "said"),
     [
-        (MemoryError("Unable to allocate 46.6 TiB"), 7, "this machine's memory is not enough: Unable to allocate 46.6"),
+        (MemoryError("Unable to allocate 46.6 TiB"), 7, "this machine has too little memory: Unable to allocate 46.6"),
         (
             PermissionError(13, "Permission denied", "x.toml"),
             6,

@@ -58,7 +58,7 @@ def test_places_given_beside_a_coordinator_are_said_to_have_no_effect(tmp_path, 
         main(["resume", run, "--home", str(tmp_path), "--blobs-http", "127.0.0.1:8443"])
         first, second, *_ = capsys.readouterr().out.splitlines()
         assert first.startswith(run)
-        assert second.startswith(f"--blobs-http has no effect: a coordinator serves {tmp_path}")
+        assert second.startswith(f"--blobs-http has no effect: the coordinator that serves {tmp_path}")
         assert serving.stored_status(run) == "running"
 
 

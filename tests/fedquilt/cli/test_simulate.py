@@ -71,7 +71,7 @@ def test_a_job_is_prepared_when_it_has_changed(capsys, monkeypatch, verb):
 def test_options_of_data_are_refused_with_a_job(capsys):
     Path("job.toml").write_text('name = "a"\nmethod = "fedavg"\n')
     for words in (("--label", "kind"), ("--out", "other.toml"), ("--force",)):
-        assert "--label, --out and --force go with data" in run(capsys, "simulate", "job.toml", *words, code=2)
+        assert "--label, --out and --force require data" in run(capsys, "simulate", "job.toml", *words, code=2)
 
 
 def test_other_data_begin_another_run(capsys, here, monkeypatch):

@@ -34,8 +34,12 @@ PARTITIONS = {
 every_partition = pytest.mark.parametrize("kind", PARTITIONS)
 
 
+def rows_of_share(y: np.ndarray, spec: DataSpec) -> np.ndarray:
+    return partition.rows_of_shares(y, spec, selected=[spec.share])[0]
+
+
 def shares(y: np.ndarray, spec: DataSpec) -> list[np.ndarray]:
-    return [partition.rows_of_share(y, msgspec.structs.replace(spec, share=share)) for share in range(spec.shares)]
+    return [rows_of_share(y, msgspec.structs.replace(spec, share=share)) for share in range(spec.shares)]
 
 
 def with_options(spec: DataSpec, **options) -> DataSpec:
@@ -96,9 +100,9 @@ def test_no_dirichlet_share_is_below_the_minimum():
     spec = DataSpec("digits.npz", partition="dirichlet", shares=7, alpha=0.3, min_size=6)
     assert min(map(len, shares(LABELS, spec))) >= 6
     with pytest.raises(DataError, match=r"digits\.npz: none of 1000 .* raise alpha, or lower shares or min_size"):
-        partition.rows_of_share(LABELS, with_options(spec, min_size=14, alpha=0.01))
-    with pytest.raises(DataError, match="7 shares of at least 15 of only 100"):
-        partition.rows_of_share(LABELS, with_options(spec, min_size=15))
+        rows_of_share(LABELS, with_options(spec, min_size=14, alpha=0.01))
+    with pytest.raises(DataError, match="100 examples are too few for 7 shares of at least 15"):
+        rows_of_share(LABELS, with_options(spec, min_size=15))
 
 
 def test_sizes_follow_a_power_law_above_the_minimum():
@@ -112,8 +116,8 @@ def test_sizes_follow_a_power_law_above_the_minimum():
     assert sorted(map(len, even)) == [14] * 5 + [15] * 2
     one = shares(LABELS, with_options(PARTITIONS["quantity"], alpha=1e-6))
     assert sorted(map(len, one)) == [2] * 6 + [88]
-    with pytest.raises(DataError, match="7 shares of at least 15 of only 100 examples: lower the number of devices"):
-        partition.rows_of_share(LABELS, with_options(PARTITIONS["quantity"], min_size=15))
+    with pytest.raises(DataError, match="100 examples are too few for 7 shares of at least 15: simulate fewer devices"):
+        rows_of_share(LABELS, with_options(PARTITIONS["quantity"], min_size=15))
 
 
 def test_each_device_has_so_many_classes_and_each_class_a_device():
@@ -131,7 +135,7 @@ def test_classes_that_cannot_be_given_out_are_refused(classes):
     """3 devices of one class leave two classes to nobody; 6 of 5 classes cannot be had."""
     spec = DataSpec("d", partition="classes", shares=3, classes=classes)
     with pytest.raises(DataError, match="set classes from 2 to 5"):
-        partition.rows_of_share(LABELS, spec)
+        rows_of_share(LABELS, spec)
 
 
 def test_a_fifth_of_each_class_is_held_out():
@@ -198,7 +202,7 @@ def test_one_empty_share_does_not_make_every_device_read_the_data_by_itself(tmp_
         except DataError as error:
             empty.append(str(error))
     assert len(empty) == 5
-    assert all("of 25 ('iid') is empty, of 20 examples" in told for told in empty)
+    assert all("of 25 (partition 'iid') has none of the 20 examples" in told for told in empty)
     assert len(opened) == 1
 
 
@@ -255,7 +259,7 @@ def test_arrays_may_be_called_otherwise(tmp_path):
     np.savez(path, x=np.ones((2, 3)), y=[0, 1], pixels=np.zeros((2, 3)))
     assert data.load_split(DataSpec(str(path))).x.sum() == 6
     assert data.load_split(DataSpec(str(path), x="pixels")).x.sum() == 0
-    with pytest.raises(DataError, match=r"a\.npz holds x, y, pixels, not x_test: set \[data\] x"):
+    with pytest.raises(DataError, match=r"a\.npz has no array x_test: set \[data\] x to one of x, y, pixels"):
         data.load_split(DataSpec(str(path), split="test"))
 
 
@@ -266,8 +270,8 @@ def test_arrays_may_be_called_otherwise(tmp_path):
         ({"y_train": np.linspace(0, 1, 20)}, "labels of type float64"),
         ({"y_train": np.zeros((20, 2), int)}, r"labels of type int64, shape \(20, 2\)"),
         ({"y_train": -np.ones(20, int)}, "one whole number from 0"),
-        ({"x_train": np.array([{}] * 20)}, r"x_train holds Python objects, .*np\.stack"),
-        ({"y_train": np.array([{}] * 20)}, "y_train holds Python objects"),
+        ({"x_train": np.array([{}] * 20)}, r"x_train has Python objects .*np\.stack"),
+        ({"y_train": np.array([{}] * 20)}, "y_train has Python objects"),
         ({"y_train": np.array(["a"] * 20)}, r'labels of type <U1, .*set \[data\] labels = \["a"\]'),
         ({"y_train": np.array(3)}, "y_train is a single number"),
         ({"x_train": np.asfortranarray(np.ones((20, 3)))}, r"save np\.ascontiguousarray\(x_train\)"),
@@ -286,7 +290,7 @@ def test_a_damaged_npz_is_refused(tmp_path):
     for name, payload in {"cut": whole[:-300], "text": b"x,y\n1,2\n", "empty": b"", "flipped": bytes(flipped)}.items():
         path = tmp_path / f"{name}.npz"
         path.write_bytes(payload)
-        with pytest.raises(DataError, match=rf"cannot read .*{name}\.npz"):
+        with pytest.raises(DataError, match=rf"{name}\.npz"):
             data.load_share(DataSpec(str(path)))
 
 
@@ -296,10 +300,12 @@ def test_a_damaged_npz_is_refused(tmp_path):
 def test_a_device_without_data_is_told_what_to_set(tmp_path):
     with pytest.raises(DataError, match=r"no data at .*nowhere: set \[data\] path"):
         data.load_share(DataSpec(str(tmp_path / "nowhere")))
-    with pytest.raises(DataError, match="/dev/zero is a device or a pipe, which has no end: set"):
+    with pytest.raises(DataError, match="/dev/zero is a device or a pipe: set"):
         data.load_share(DataSpec("/dev/zero"))
     path = str(small(tmp_path / "a.npz"))
-    with pytest.raises(DataError, match=r"a\.npz: share 20 of 21 \('iid'\) is empty, of 20 examples: have fewer"):
+    with pytest.raises(
+        DataError, match=r"a\.npz: share 20 of 21 \(partition 'iid'\) has none of the 20 examples: set fewer"
+    ):
         data.load_share(DataSpec(path, partition="iid", share=20, shares=21))
 
 

@@ -38,10 +38,10 @@ def stored(path: Path, *shape: int, most: int = 2) -> DataSpec:
     ("meta", "shape", "most", "said"),
     [
         ({"network": MLP}, (4, 4), 2, ""),
-        ({"network": MLP}, (4, 5), 2, r"\(4, 5\) hold 20 values each, network 'mlp' takes 16"),
-        ({"network": MLP}, (4, 4), 3, r"labels run from 0 to 3, network 'mlp' predicts 3 classes \(0 to 2\)"),
+        ({"network": MLP}, (4, 5), 2, r"\(4, 5\) have 20 values each, but network 'mlp' takes 16"),
+        ({"network": MLP}, (4, 4), 3, r"labels run from 0 to 3, but network 'mlp' predicts 3 classes \(0 to 2\)"),
         ({"network": PICTURES}, (5, 7, 3), 2, ""),
-        ({"network": PICTURES}, (64,), 2, r"shape \(64,\), and the job's input are images"),
+        ({"network": PICTURES}, (64,), 2, r"shape \(64,\), but the job's \[input\] is for images"),
         ({"network": {"name": "exits", "of": PICTURES}}, (8, 8), 3, "predicts 3 classes"),
         ({"network": {"name": "mine:Net"}}, (2, 3, 4, 5), 99, ""),
         (
@@ -51,7 +51,7 @@ def stored(path: Path, *shape: int, most: int = 2) -> DataSpec:
             "has labels for 2 classes",
         ),
         (SERIES, (20, 3), 2, ""),
-        (SERIES, (24, 3), 2, r"shape \(24, 3\), donor 'wide' takes \(20, 3\)"),
+        (SERIES, (24, 3), 2, r"shape \(24, 3\), but donor 'wide' takes shape \(20, 3\)"),
     ],
 )
 def test_what_headers_and_labels_tell_is_told(tmp_path, meta, shape, most, said):
@@ -77,7 +77,7 @@ def test_one_label_for_all_training_examples_is_refused(tmp_path, task, y, said)
     np.savez(tmp_path / "own.npz", x=np.zeros((12, 16)), y=y, x_test=np.zeros((12, 16)), y_test=y)
     table = {"path": str(tmp_path / "own.npz"), "task": task}
     meta = {"network": {**MLP, "task": task, "classes": y.shape[1] if y.ndim > 1 else 3 if task == "classes" else 1}}
-    with pytest.raises(DataError, match=rf"own.npz: {said}: there is nothing to learn"):
+    with pytest.raises(DataError, match=rf"own.npz: {said}, so there is nothing to learn"):
         compatibility.open_compatible_data(meta, DataSpec.parse(table))
     compatibility.open_compatible_data(meta, DataSpec.parse({**table, "split": "test"}))
 
@@ -92,7 +92,7 @@ def test_commands_refuse_data_that_do_not_fit_and_leave_no_run(tmp_path, capsys,
     home = ["--out" if words[0] == "compare" else "--home", str(tmp_path / "out")]
     assert main([words[0], str(tmp_path / "job.toml"), *words[1:], *home]) == DataError.exit_code
     told = capsys.readouterr()
-    assert told.err.count("hold 20 values each") == 1
+    assert told.err.count("have 20 values each") == 1
     assert "round" not in told.out
     if words[0] == "simulate":
         with Store(tmp_path / "out") as store:
@@ -106,7 +106,7 @@ def test_prepare_says_it_where_the_data_are_here(tmp_path, capsys):
     table = {"name": "a", "method": "fedavg", "model": MLP, "data": {"path": "own.npz"}}
     (tmp_path / "job.toml").write_text(toml.format_toml(table))
     assert main(["prepare", str(tmp_path / "job.toml")]) == DataError.exit_code
-    assert "hold 20 values each" in capsys.readouterr().err
+    assert "have 20 values each" in capsys.readouterr().err
     (tmp_path / "own.npz").unlink()
     assert main(["prepare", str(tmp_path / "job.toml")]) == 0
 
@@ -117,7 +117,7 @@ LABELS = {
     "-1 and 1": ([-1, 1], "the labels are -1 and 1: write 0 for -1"),
     "gaps": ([0, 2, 5], "the labels have gaps: number the 3 classes from 0 to 2"),
     "below 0": ([-2, 0, 4], "there are labels below 0: number the 3 classes from 0 to 2"),
-    "more classes": ([0, 1, 2, 3], "the labels are of 4 classes: set [model] classes = 4, and prepare anew"),
+    "more classes": ([0, 1, 2, 3], "there are 4 classes: set [model] classes = 4, and prepare again"),
     "right": ([0, 2], ""),
 }
 
@@ -157,7 +157,7 @@ def test_features_of_unequal_scales_are_warned_of_unless_the_network_standardise
     large, small = scaled(tmp_path / "large.npz", 500.0), scaled(tmp_path / "small.npz", 50.0)
     (said,) = compatibility.data_warnings({"network": MLP}, *large)
     assert "features differ in scale by a factor of 374 (number 1 by 410, number 0 by 1.1)" in said
-    assert said.endswith(": set [input] standardise = true, and prepare anew")
+    assert said.endswith(": set [input] standardise = true, and prepare again")
     assert compatibility.data_warnings({"network": MLP}, *small) == []
     assert compatibility.data_warnings({"network": {**MLP, "input": {"mean": [0.0], "std": [1.0]}}}, *large) == []
 

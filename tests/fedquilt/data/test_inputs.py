@@ -27,7 +27,7 @@ def test_features_are_brought_to_mean_0_and_deviation_1():
     assert ready.dtype == np.float32
     np.testing.assert_allclose(ready[..., 0].std(), 1, rtol=1e-6)
     assert not ready[..., 1].any()
-    with pytest.raises(DataError, match=r"shape \(3,\): the job's \[input\] standardises 2 features"):
+    with pytest.raises(DataError, match=r"shape \(3,\), but the job's \[input\] standardises 2 features"):
         inputs.prepare_inputs(np.zeros((4, 3)), {"mean": found.mean, "std": found.std})
 
 
@@ -35,8 +35,8 @@ def test_features_are_brought_to_mean_0_and_deviation_1():
     ("table", "said"),
     [
         ({"mean": [1, 2], "std": [1, 2, 3]}, r"\[input\] mean has 2 values: give 1 or 3"),
-        ({"std": [0]}, r"\[input\] std = 0: each standard deviation has to be above 0"),
-        ({"standardise": True, "mean": [1]}, "standardise computes mean and std: leave these two out"),
+        ({"std": [0]}, r"\[input\] std = 0: each standard deviation must be above 0"),
+        ({"standardise": True, "mean": [1]}, "standardise = true computes mean and std: leave mean and std out"),
         ({"channels": 1, "size": 8, "mean": [0.5, 0.5, 0.5]}, r"\[input\] mean has 3 values: give 1 or 1"),
         ({"standardize": True}, "there is no key 'standardize'"),
     ],
@@ -73,12 +73,16 @@ TABLE = "a,b,y\n1,10,0\n3,30,1\n"
 @pytest.mark.parametrize(
     ("model", "data", "said"),
     [
-        ({"name": "mlp", "inputs": 3, "classes": 2}, {}, r"hold 2 values each \(a, b\), network 'mlp' takes 3"),
-        ({"name": "mlp", "inputs": 2, "classes": 1}, {}, r"labels run from 0 to 1, network 'mlp' predicts 1 classes"),
+        ({"name": "mlp", "inputs": 3, "classes": 2}, {}, r"have 2 values each \(a, b\), but network 'mlp' takes 3"),
+        (
+            {"name": "mlp", "inputs": 2, "classes": 1},
+            {},
+            r"labels run from 0 to 1, but network 'mlp' predicts 1 classes",
+        ),
         (
             {"name": "mlp", "inputs": 2, "outputs": 2},
             {"task": "regression"},
-            r"has 1 numbers, network 'mlp' predicts 2",
+            r"has 1 numbers, but network 'mlp' predicts 2",
         ),
         (
             {"name": "mlp", "inputs": 2, "outputs": 1},
@@ -107,12 +111,12 @@ def test_a_vocabulary_that_is_larger_than_the_networks_is_told(tmp_path):
     text = {"vocabulary": str(tmp_path / "v.txt"), "length": 4}
     model = {"name": "transformer", "vocabulary": 3, "length": 4, "classes": 2, "width": 4}
     job, bundle = made(tmp_path, model=model, data={"path": str(tmp_path / "a.csv"), "text": text})
-    with pytest.raises(DataError, match="the vocabulary has 4 tokens, network 'transformer' knows 3"):
+    with pytest.raises(DataError, match="the vocabulary has 4 tokens, but network 'transformer' was built for 3"):
         compatibility.open_compatible_data(bundle.meta, DataSpec.parse(job.data))
     longer = {**job.data, "text": {**text, "length": 5}}
-    with pytest.raises(DataError, match=r"examples of shape \(5,\), network 'transformer' takes 4 tokens"):
+    with pytest.raises(DataError, match=r"examples have shape \(5,\), but network 'transformer' takes 4 tokens"):
         compatibility.open_compatible_data(bundle.meta, DataSpec.parse(longer))
-    with pytest.raises(DataError, match="task is 'labels', and network 'transformer' was prepared for 'classes'"):
+    with pytest.raises(DataError, match="task is 'labels', but network 'transformer' was prepared for 'classes'"):
         compatibility.open_compatible_data(
             bundle.meta, DataSpec.parse({**job.data, "task": "labels", "labels": ["0", "1"]})
         )
@@ -270,12 +274,12 @@ def test_the_test_set_stays_as_stored(digits):
 @pytest.mark.parametrize(
     ("table", "message"),
     [
-        ({"rotation": []}, r"\[data\]: domains.rotation = \[\]: a list of at least 1 entry is wanted"),
+        ({"rotation": []}, r"\[data\]: domains.rotation = \[\]: must be a list of at least 1 entry"),
         ({"rotation": [400]}, r"rotation\[0\] = 400: .*360"),
         ({"noise": [-0.1]}, r"noise\[0\] = -0.1"),
         ({"noise": [float("nan")]}, r"noise\[0\] = nan"),
         ({"brightness": [float("inf")]}, r"brightness\[0\] = inf"),
-        ({"brightness": 0.5}, "a list is wanted"),
+        ({"brightness": 0.5}, "must be a list"),
         ({"contrast": [1]}, "contrast"),
     ],
 )
@@ -286,7 +290,7 @@ def test_a_wrong_table_says_what_is_wrong(table, message):
 
 @pytest.mark.parametrize("more", [{"text": {"vocabulary": "v.txt"}}, {"windows": {"steps": 3}}, {"audio": {}}])
 def test_what_is_no_image_has_no_domain(more, tmp_path):
-    with pytest.raises(JobError, match="domains changes images: leave it out"):
+    with pytest.raises(JobError, match="domains changes images, and these examples are none"):
         DataSpec.parse({"path": "d.csv", "domains": {"noise": [0.1]}, **more})
     np.savez(tmp_path / "t.npz", x=np.zeros((8, 5), np.float32), y=np.zeros(8, int))
     with pytest.raises(DataError, match=r"examples are float32 of shape \(5,\): leave domains out"):
@@ -303,8 +307,8 @@ def test_a_folder_level_names_the_users(tmp_path):
     found = examples.load_all_shares(DataSpec.parse(table))
     own = [sorted(int(x.flat[0]) for part in pair for x in part.x) for pair in found]
     assert own == [[0, 1, 20, 21], [10, 11], [30, 31]]
-    with pytest.raises(DataError, match=r"column 'user' names 3 users, and there are 4 devices"):
+    with pytest.raises(DataError, match=r"column 'user' has 3 users for 4 devices"):
         examples.load_all_shares(DataSpec.parse({**table, "shares": 4}))
     (tmp_path / "flat" / "train" / "cat").mkdir(parents=True)
-    with pytest.raises(DataError, match=r"holds no images: put them in .*/<class>/<user>/"):
+    with pytest.raises(DataError, match=r"has no images: put .*/<class>/<user>/"):
         examples.load_all_shares(DataSpec.parse({**table, "path": str(tmp_path / "flat")}))

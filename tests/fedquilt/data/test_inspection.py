@@ -47,7 +47,7 @@ def test_a_table_with_words_gaps_ids_and_addresses(customers):
         f"{customers}: 6 examples",
         "numbers: age, income",
         "categories, an input for each word: plan (2)",
-        "left out: customer_id (looks like ids), email (looks like data on persons), country (holds one value), "
+        "left out: customer_id (looks like ids), email (looks like personal data), country (has only one value), "
         "empty (is empty)",
         "missing: age in 1 of 6 rows, filled with the median 39",
         "missing: plan in 1 of 6 rows, no category",
@@ -130,8 +130,8 @@ def test_many_classes_that_count_from_0_need_no_names(tmp_path):
 @pytest.mark.parametrize(
     ("y", "said"),
     [
-        (np.arange(12).reshape(-1, 1) % 3, r"shape \(12, 1\), and classes are one label .*: save y\.reshape\(-1\)"),
-        (np.array([["cat"], ["dog"]] * 6), r"shape \(12, 1\), and classes are one label .*: save y\.reshape\(-1\)"),
+        (np.arange(12).reshape(-1, 1) % 3, r"shape \(12, 1\), but a class is one label .*: save y\.reshape\(-1\)"),
+        (np.array([["cat"], ["dog"]] * 6), r"shape \(12, 1\), but a class is one label .*: save y\.reshape\(-1\)"),
         (np.eye(3)[np.arange(12) % 3], r"shape \(12, 3\) with exactly one 1 in each row.*: save y\.argmax\(axis=1\)"),
         (np.array([0.5, np.nan] * 6), "6 of 12 labels are NaN or infinity: leave these examples out"),
         (np.zeros((12, 2, 2)), r"labels have shape \(12, 2, 2\): save one label, or a row of them, for each"),
@@ -151,7 +151,7 @@ def test_truth_values_are_classes_and_names_may_stand_for_whole_numbers(tmp_path
     assert examples.load_split(DataSpec.parse(found.data)).y.tolist() == [1, 0, 0] * 4
     np.savez(tmp_path / "own.npz", x=np.zeros((12, 2), np.float32), y=np.arange(12) % 2)
     assert examples.load_split(DataSpec.parse(found.data)).y.tolist() == [0, 1] * 6
-    with pytest.raises(DataError, match=r"label '0' is none of \[data\] labels \(1, 2\)"):
+    with pytest.raises(DataError, match=r"label '0' is not in \[data\] labels \(1, 2\)"):
         examples.load_split(DataSpec.parse({**found.data, "labels": ["1", "2"]}))
 
 
@@ -164,7 +164,7 @@ def test_images_with_gaps_are_measured_without_them(tmp_path):
     assert (found.data["fill"], found.input["mean"]) == (0.5, [0.5])
     assert 0 < found.input["std"][0] < 1e-5
     np.savez(tmp_path / "own.npz", x=np.full_like(x, np.nan), y=np.arange(12) % 2)
-    with pytest.raises(DataError, match="the inputs are NaN in all of 12 examples"):
+    with pytest.raises(DataError, match="all inputs of 12 examples are NaN"):
         inspect_data(str(tmp_path / "own.npz"))
 
 
@@ -192,7 +192,7 @@ def test_arrays_with_words_for_labels(tmp_path):
     assert "missing: 1 of 24 numbers, filled with the median of all, 12" in found.notes
     assert examples.load_split(DataSpec.parse(found.data)).y.tolist() == [2, 0, 1] * 4
     np.savez(tmp_path / "test.npz", sizes=np.zeros((1, 2)), kind=np.array(["oak"]))
-    with pytest.raises(DataError, match=r"label 'oak' is none of \[data\] labels \(iris, lily, rose\)"):
+    with pytest.raises(DataError, match=r"label 'oak' is not in \[data\] labels \(iris, lily, rose\)"):
         examples.load_split(DataSpec.parse({**found.data, "path": str(tmp_path / "test.npz")}))
 
 
@@ -269,10 +269,10 @@ def test_a_data_set_of_torchvision_by_name(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("label", "said"),
     [
-        ("", "name the column to predict, as --label stays: it has customer_id"),
+        ("", "name the column to predict, as in --label stays; columns: customer_id"),
         ("stay", r"has no column 'stay' .*; did you mean 'stays'\? It has "),
         ("age", "column 'age' is missing in 1 of 6 rows: leave these rows out"),
-        ("email", "6 different labels in 6 examples are no classes"),
+        ("email", "6 different labels in 6 examples are too many for classes"),
     ],
 )
 def test_a_label_that_cannot_be_predicted_is_named_with_the_fix(customers, label, said):
@@ -283,11 +283,11 @@ def test_a_label_that_cannot_be_predicted_is_named_with_the_fix(customers, label
 def test_data_that_are_not_there_or_have_no_columns(tmp_path):
     with pytest.raises(DataError, match=r"no data at none\.csv: name a CSV"):
         inspect_data("none.csv")
-    with pytest.raises(DataError, match="holds no images"):
+    with pytest.raises(DataError, match="has no images"):
         inspect_data(str(tmp_path), "kind")
     image = pytest.importorskip("PIL.Image")
     for name in "ab":
         (tmp_path / name).mkdir()
         image.new("L", (8, 8)).save(tmp_path / name / "1.png")
-    with pytest.raises(DataError, match="has no columns, and its classes are known: leave --label out"):
+    with pytest.raises(DataError, match="has no columns to choose from: leave --label out"):
         inspect_data(str(tmp_path), "kind")

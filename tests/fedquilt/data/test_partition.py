@@ -14,6 +14,10 @@ TEN = np.repeat(np.arange(10), 30)  # 30 examples of each of ten classes
 KNOWN = ((0, 1, 2, 3, 4), (5, 6, 7, 8, 9))
 
 
+def rows_of_share(y: np.ndarray, spec: DataSpec) -> np.ndarray:
+    return partition.rows_of_shares(y, spec, selected=[spec.share])[0]
+
+
 def kinds(y: np.ndarray, owned: np.ndarray) -> set[int]:
     return set(y[owned].tolist())
 
@@ -35,9 +39,9 @@ def test_shards_are_equal_and_of_few_classes():
 def test_more_shards_than_examples_are_refused():
     spec = DataSpec("few.npz", partition="shards", shares=175)
     with pytest.raises(
-        DataError, match=r"few\.npz: 175 devices need 350 shards .*, and there are 300 .* at most 150 devices"
+        DataError, match=r"few\.npz: 175 devices need 350 shards .*, but there are 300 .* at most 150 devices"
     ):
-        partition.rows_of_share(TEN, spec)
+        rows_of_share(TEN, spec)
 
 
 @pytest.mark.parametrize("kind", ["iid", "dirichlet", "classes", "shards"])
@@ -53,7 +57,7 @@ def test_each_group_is_a_partition_of_its_own():
     owned = partition.rows_of_shares(TEN, spec)
     assert not np.array_equal(owned[0] + 150, owned[4])
     for share in (0, 3, 4, 7):
-        assert np.array_equal(partition.rows_of_share(TEN, msgspec.structs.replace(spec, share=share)), owned[share])
+        assert np.array_equal(rows_of_share(TEN, msgspec.structs.replace(spec, share=share)), owned[share])
 
 
 def test_one_device_for_each_group_has_all_of_it():
@@ -67,10 +71,10 @@ def test_one_device_for_each_group_has_all_of_it():
 
 
 def test_groups_that_do_not_fit_are_refused():
-    with pytest.raises(DataError, match=r"d\.npz: class 9 is in none of \[data\] groups: list it"):
-        partition.rows_of_share(TEN, DataSpec("d.npz", shares=2, groups=((0, 1, 2, 3, 4), (5, 6, 7, 8))))
-    with pytest.raises(DataError, match="2 groups among 1 shares: have a device or more for each"):
-        partition.rows_of_share(TEN, DataSpec("d.npz", groups=KNOWN))
+    with pytest.raises(DataError, match=r"d\.npz: class 9 is in no group of \[data\] groups: add it"):
+        rows_of_share(TEN, DataSpec("d.npz", shares=2, groups=((0, 1, 2, 3, 4), (5, 6, 7, 8))))
+    with pytest.raises(DataError, match="2 groups are more than 1 shares: simulate at least 2 devices"):
+        rows_of_share(TEN, DataSpec("d.npz", groups=KNOWN))
 
 
 def test_so_many_of_each_class_are_drawn():
@@ -99,18 +103,18 @@ MIXED = [{"path": "a.npz", "labels_from": 0}, {"path": "b.npz", "labels_from": 1
 @pytest.mark.parametrize(
     ("table", "message"),
     [
-        ({}, "one of path, sources and dataset is wanted, not none"),
-        ({"sources": [{"path": "a", "labels_from": 0}], "dataset": "MNIST"}, "dataset goes with path"),
+        ({}, "one of path, sources and dataset is required, not none"),
+        ({"sources": [{"path": "a", "labels_from": 0}], "dataset": "MNIST"}, "dataset requires path"),
         ({"dataset": "fedpews-32k", "size": 32}, "size is for images"),
-        ({"sources": MIXED, "column": "x"}, "column goes with path, or into each source"),
+        ({"sources": MIXED, "column": "x"}, "column requires path, or set it in each source"),
         (
             {"sources": [{"path": "a.npz"}]},
             r"write labels_from = \.\.\. in \[data\] sources\[0\]",
         ),
         ({"path": "a.npz", "limit": 5, "per_class": 2}, "limit and per_class"),
-        ({"path": "a.npz", "groups": "source"}, "needs two sources"),
-        ({"path": "a.npz", "groups": [[0, 1], [1, 2]]}, "no class in two groups"),
-        ({"path": "a.npz", "groups": [[0, 1], []]}, "give each group one class or more"),
+        ({"path": "a.npz", "groups": "source"}, "requires at least two sources"),
+        ({"path": "a.npz", "groups": [[0, 1], [1, 2]]}, "a repeated class"),
+        ({"path": "a.npz", "groups": [[0, 1], []]}, "groups has an empty group"),
         ({"path": "a.npz", "groups": [[-1]]}, r"groups"),
         ({"path": "a.npz", "per_class": {"train": -1}}, "per_class"),
         (
@@ -189,5 +193,5 @@ def test_each_device_makes_its_own_share():
 
 
 def test_there_are_two_splits():
-    with pytest.raises(DataError, match="fedpews-32k has the splits train and test, not 'validation'"):
+    with pytest.raises(DataError, match="fedpews-32k has no split 'validation'"):
         examples.load_split(msgspec.structs.replace(LARGE, split="validation"))

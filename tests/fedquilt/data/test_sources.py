@@ -124,17 +124,17 @@ def test_images_are_scaled_by_the_table(tmp_path):
 
 def test_sources_that_do_not_go_together_are_refused(tmp_path):
     small, large = saved(tmp_path / "small.npz", 1, (2, 2)), saved(tmp_path / "large.npz", 1, (4, 4, 3))
-    with pytest.raises(DataError, match=r"small\.npz \(2, 2\), .*large\.npz \(4, 4, 3\): set \[data\] size"):
+    with pytest.raises(DataError, match=r"small\.npz \(2, 2\), .*large\.npz \(4, 4, 3\)\): set \[data\] size"):
         examples.load_split(mixed((small, 0), (large, 2)))
     points = saved(tmp_path / "points.npz", 1, (5,))
-    with pytest.raises(DataError, match=r"points\.npz \(5,\): they cannot be mixed"):
+    with pytest.raises(DataError, match=r"points\.npz \(5,\)\): leave out all but one shape"):
         examples.load_split(mixed((small, 0), (points, 2)))
-    with pytest.raises(DataError, match=r"points\.npz: \[data\] size is for images, not for inputs of shape \(5,\)"):
+    with pytest.raises(DataError, match=r"points\.npz: inputs of shape \(5,\) are no images: leave \[data\] size out"):
         examples.load_split(mixed((small, 0), (points, 2), size=4))
     whole = saved(tmp_path / "whole.npz", 1, (2, 2), dtype=np.int32)
-    with pytest.raises(DataError, match=r"several types: .*int32: save all as uint8"):
+    with pytest.raises(DataError, match=r"different types .*int32\): save all as uint8"):
         examples.load_split(mixed((small, 0), (whole, 2)))
-    with pytest.raises(DataError, match=r"class 1 is in both, .* set labels_from apart"):
+    with pytest.raises(DataError, match=r"both have class 1, .* set equal labels_from"):
         examples.load_split(mixed((small, 0), (large, 1), size=2))
     with pytest.raises(DataError, match=r"no data at .*nowhere"):
         examples.load_split(mixed((small, 0), (str(tmp_path / "nowhere"), 2)))

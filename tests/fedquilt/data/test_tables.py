@@ -107,7 +107,7 @@ def test_windows_lie_within_one_users_rows(tmp_path):
     assert reader.owner.tolist() == ["a", "a", "b"]
     numbers = readers.open_reader(spec(path, x="x", task="regression", windows={"steps": 9}))
     assert numbers.y.tolist() == [[1.0]]
-    with pytest.raises(DataError, match=r"no 6 rows in a row, of 9: lower \[data\.windows\] steps"):
+    with pytest.raises(DataError, match=r"no 6 consecutive rows of one user \(9 rows\): lower \[data\.windows\] steps"):
         readers.open_reader(spec(path, x="x", column="user", windows={"steps": 6}))
 
 
@@ -129,9 +129,9 @@ def test_each_device_has_all_rows_of_its_own_users(tmp_path):
 def test_fewer_users_than_devices_are_an_error(tmp_path):
     """As a device without examples would be; so is a table of users that there is not."""
     path = written(tmp_path, "u,x,y\na,1,0\nb,2,1\n")
-    with pytest.raises(DataError, match=r"column 'u' names 2 users, and there are 3 devices: have fewer"):
+    with pytest.raises(DataError, match=r"column 'u' has 2 users for 3 devices: simulate at most 2"):
         examples.load_all_shares(spec(path, column="u", partition="column", shares=3))
-    with pytest.raises(JobError, match='partition = "column" needs column'):
+    with pytest.raises(JobError, match='partition = "column" requires column'):
         spec(path, partition="column")
     with pytest.raises(DataError, match=r"has no column 'who' \(\[data\] column\); it has u, x, y"):
         readers.open_reader(spec(path, column="who"))
@@ -148,13 +148,13 @@ def test_fewer_users_than_devices_are_an_error(tmp_path):
             {},
             r"a\.csv, line 3, column 'x': 'two' is not a number: .*categories = { x = \[\"1\", \"two\"\]",
         ),
-        ("x,y\n1,0\n,1\n", {}, r"line 3, column 'x': the value is missing: give \[data\] fill a number"),
+        ("x,y\n1,0\n,1\n", {}, r"line 3, column 'x': the value is missing: set \[data\] fill to a number"),
         ("x,y\n1,0\ninf,1\n", {}, r"line 3, column 'x': 'inf' is not a finite number"),
-        ("x,y\n1,0\n2\n", {}, r"a\.csv, line 3: 1 values, and the head names 2 columns"),
+        ("x,y\n1,0\n2\n", {}, r"a\.csv, line 3: 1 values for the 2 columns of line 1"),
         ("x,x,y\n1,0,1\n", {}, r"line 1: two columns are called 'x'"),
         ("x,label\n1,0\n", {}, r"a\.csv has no column 'y' \(\[data\] y\); it has x, label"),
         ("temp,y\n1,0\n", {"x": ["tmp"]}, r"has no column 'tmp' \(\[data\] x\); did you mean 'temp'\? It has temp, y"),
-        ("x,y\n", {}, r"a\.csv has a head and no rows"),
+        ("x,y\n", {}, r"a\.csv has a header but no rows"),
         ("", {}, r"a\.csv is empty"),
         ('x,y\n1,0\n"2,1\n3,1\n', {}, r"a\.csv, line 3: unexpected end of data: correct this line's quotes"),
         ("x;y\n0,5;1\n", {}, r"a\.csv, line 2, column 'x': '0,5' is not a number: write it with a point, 0\.5$"),
@@ -162,24 +162,24 @@ def test_fewer_users_than_devices_are_an_error(tmp_path):
         (
             "x,y\n1,hot\n2,cold\n",
             {},
-            r"line 2, column 'y': 'hot' is not a class's number: .*labels = \[\"cold\", \"hot\"\]",
+            r"line 2, column 'y': 'hot' is not the number of a class: .*labels = \[\"cold\", \"hot\"\]",
         ),
-        ("x,y\n1,0.5\n", {}, r"'0\.5' is not a class's number: .*task = 'regression'"),
-        ("x,y\n1,wet\n", {"labels": ["dry"]}, r"line 2, column 'y': 'wet' is none of \[data\] labels \(dry\)"),
+        ("x,y\n1,0.5\n", {}, r"'0\.5' is not the number of a class: .*task = 'regression'"),
+        ("x,y\n1,wet\n", {"labels": ["dry"]}, r"line 2, column 'y': 'wet' is not in \[data\] labels \(dry\)"),
         ("x,y\n1,hot\n", {"task": "regression"}, r"line 2, column 'y': 'hot' is not a number"),
         ("x,a,b\n1,0,2\n", {"task": "labels", "y": ["a", "b"]}, r"line 2, column 'b': '2' is neither 0 nor 1"),
         (
             "x,y\n1,a;b\n",
             {"task": "labels", "labels": ["a"]},
-            r"line 2, column 'y': 'b' is none of \[data\] labels \(a\)",
+            r"line 2, column 'y': 'b' is not in \[data\] labels \(a\)",
         ),
-        ("x,y\n1,a\n", {"task": "labels"}, r"name the columns of 0 and 1 in \[data\] y = \[...\], or in `labels`"),
+        ("x,y\n1,a\n", {"task": "labels"}, r"list columns of 0 and 1 as \[data\] y, or the words"),
         (
             "c,y\nred,0\n",
             {"categories": {"c": ["blue"]}},
-            r"line 2, column 'c': 'red' is none of its categories \(blue\)",
+            r"line 2, column 'c': 'red' is not a category \(blue\)",
         ),
-        ("x,y\n1,0\n".encode("utf-16"), {}, r"a\.csv is not text in UTF-8 but, it seems, in UTF-16: .*iconv -f UTF-16"),
+        ("x,y\n1,0\n".encode("utf-16"), {}, r"a\.csv is not text in UTF-8 but probably in UTF-16: .*iconv -f UTF-16"),
         ("größe,y\n1,0\n".encode("latin-1"), {}, r"a\.csv is not text in UTF-8 \(perhaps Latin-1\): .*iconv -f LATIN1"),
         (b"x,y\n" + b"1,0\n" * 9000 + "ä,1\n".encode("latin-1"), {}, r"a\.csv is not text in UTF-8"),
     ],
@@ -192,14 +192,14 @@ def test_a_bad_table_is_told_with_line_column_and_mend(text, keys, said, tmp_pat
 def test_a_table_of_one_split_has_no_test_set(tmp_path):
     """So that nobody is tested on what devices train on; a folder has a table for each split."""
     path = written(tmp_path, "x,y\n1,0\n", "train.csv")
-    with pytest.raises(DataError, match=r"is one table, of the training split: put test\.csv beside"):
+    with pytest.raises(DataError, match=r"is a single table without a split 'test': put train\.csv and test\.csv"):
         readers.open_reader(spec(path, split="test"))
     assert len(readers.open_reader(spec(tmp_path)).y) == 1
 
 
 @pytest.mark.parametrize("keys", [{"partition": "dirichlet"}, {"per_class": 3}, {"groups": [[0], [1]]}])
 def test_what_goes_by_classes_is_refused_for_other_tasks(keys):
-    with pytest.raises(JobError, match=r"task = 'regression': .* goes by classes, which there are none of"):
+    with pytest.raises(JobError, match=r"task = 'regression' has no classes, which .* requires"):
         spec(Path("a.csv"), task="regression", **keys)
 
 
@@ -212,7 +212,7 @@ def test_numbers_and_labels_come_from_arrays_too(tmp_path):
     assert train.y.tolist() == [[0.5], [1.5]]
     with pytest.raises(DataError, match=r"\(for numbers to predict set \[data\] task = 'regression'\)"):
         readers.open_reader(spec(tmp_path / "a.npz"))
-    with pytest.raises(DataError, match=r"with task = 'labels' each is 0 or 1, and there is 0\.5"):
+    with pytest.raises(DataError, match=r"task = 'labels' requires 0 or 1, not 0\.5"):
         readers.open_reader(spec(tmp_path / "a.npz", task="labels"))
     with pytest.raises(DataError, match=r"or set .* fill to a number"):
         examples.load_split(spec(tmp_path / "a.npz", task="regression"))
@@ -286,7 +286,7 @@ def test_words_that_are_left_to_the_data_are_those_of_the_training_split(tmp_pat
     test = examples.load_split(DataSpec.parse(scores.make_test_table(job)))
     assert test.x.tolist() == [[1, 0, 1, 0]]
     written(tmp_path / "pumps", "age,material,failed\n1,wood,0\n", "test.csv")
-    with pytest.raises(DataError, match=r"'wood' is none of its categories \(bronze, iron, steel\)"):
+    with pytest.raises(DataError, match=r"'wood' is not a category \(bronze, iron, steel\)"):
         examples.load_split(DataSpec.parse(scores.make_test_table(job)))
 
 
@@ -309,7 +309,7 @@ def test_the_line_for_agent_toml_quotes_columns_and_words_as_toml_does():
 
 def test_a_board_has_to_list_its_words():
     table = {"device": "a", "home": "a", "data": {"path": "own.csv", "categories": {"material": "auto"}}}
-    with pytest.raises(JobError, match=r'categories\.material = "auto" is for the \[data\] of a job: list the words'):
+    with pytest.raises(JobError, match=r'categories\.material = "auto" is only possible in a job file: list the words'):
         agent.parse_settings(table)
 
 
@@ -317,10 +317,10 @@ def test_a_board_has_to_list_its_words():
     ("rows", "said"),
     [
         ("age,kind,failed\n1,a,0\n", "has no column 'material'"),
-        ("age,material,failed\n1,NA,0\n", "column 'material' has no word, which makes no category"),
+        ("age,material,failed\n1,NA,0\n", "column 'material' is empty"),
         (
             "age,material,failed\n" + "".join(f"1,name{row},0\n" for row in range(300)),
-            "has 300 different words, which makes no category: leave it out",
+            "has 300 different words, more than 256: leave the column out",
         ),
     ],
 )

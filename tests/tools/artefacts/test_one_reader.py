@@ -237,8 +237,8 @@ def test_a_rotated_photograph_stands_upright(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "save", "reason"),
     [
-        ("floats", lambda path: Image.fromarray(np.ones((2, 2), np.float32)).save(path), "levels in floating point"),
-        ("32 bits", lambda path: Image.fromarray(np.full((2, 2), 70000, np.int32)).save(path), "levels of 32 bits"),
+        ("floats", lambda path: Image.fromarray(np.ones((2, 2), np.float32)).save(path), "floating-point levels"),
+        ("32 bits", lambda path: Image.fromarray(np.full((2, 2), 70000, np.int32)).save(path), "32-bit levels"),
         (
             "pages",
             lambda path: Image.new("L", (2, 2)).save(path, save_all=True, append_images=[Image.new("L", (2, 2))]),
@@ -263,7 +263,7 @@ def test_deep_images_without_depth_name_the_setting(tmp_path: Path) -> None:
     images(saved("I;16", ".png"), 1)(tmp_path)
     with pytest.raises(DataError, match=r"more than 8 bits: set \[data\] depth = 12"):
         examples.load_split(DataSpec(str(tmp_path)))
-    with pytest.raises(DataError, match=r"above the 1023 of \[data\] depth = 10: set it to 12"):
+    with pytest.raises(DataError, match=r"above the 1023 of \[data\] depth = 10: set depth = 12"):
         examples.load_split(DataSpec(str(tmp_path), depth=10))
 
 

@@ -218,7 +218,7 @@ def test_the_bundle_without_an_accepted_graph_is_refused(both: tuple[Path, Path]
     made = job_bundle.load_bundle(both[1])
     name = f"{min(in_int8(made))}.int8.onnx"
     left = {file: ref for file, ref in made.files.items() if file != name}
-    with pytest.raises(FedquiltError, match=f"lacks {name}"):
+    with pytest.raises(FedquiltError, match=f"has no {name}"):
         METHOD.init(replace(made, files=left), SearchSettings(), 0)
 
 
@@ -248,7 +248,7 @@ def test_what_is_taken_back_may_take_back_another() -> None:
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [
-        ({"int8": {"size": 8}}, JobError, r"\[int8\]: one of path, sources and dataset is wanted"),
+        ({"int8": {"size": 8}}, JobError, r"\[int8\]: one of path, sources and dataset is required"),
         ({"int8": {"path": PATH, "siz": 8}}, JobError, r"no key 'siz'; did you mean 'size'\? Keys of \[int8\]: "),
         ({"int8": {"path": PATH, "share": 1}}, JobError, "share: images are drawn from all"),
         ({"int8": {"path": "no.npz"}}, DataError, "no.npz"),

@@ -131,7 +131,7 @@ def test_what_cannot_be_classified_says_why(model: Path, tmp_path: Path) -> None
     good = npz(tmp_path / "good.npz", x=np.zeros((2, 4, 4), np.uint8))
     with pytest.raises(ModelError, match="does not say its labels: give a network that `fedquilt model export` wrote"):
         run_model(classifiers.write_classifier(tmp_path / "other.onnx", facts={}), good)
-    with pytest.raises(ModelError, match=r"absent\.onnx: it cannot be read"):
+    with pytest.raises(ModelError, match=r"absent\.onnx: the file cannot be read"):
         run_model(tmp_path / "absent.onnx", good)
     with pytest.raises(DataError, match="does not exist: name a folder or a file of"):
         run_model(model, tmp_path / "absent")

@@ -100,7 +100,7 @@ def test_boards_are_chosen_and_sorted(dash: Dashboard, query: str, count: int, f
     ("path", "status", "says"),
     [
         ("/api/fleet?state=asleep", 409, "'asleep' is no state"),
-        ("/api/fleet?label=Lab%20One", 409, "selects no boards"),
+        ("/api/fleet?label=Lab%20One", 409, "is not a label or !label"),
         ("/api/fleet?sort=colour", 409, "not sorted by 'colour'"),
         ("/api/fleet?page=-1", 409, "is no whole number"),
         ("/api/boards/board-00001?span=9y", 409, "'9y' is no span"),

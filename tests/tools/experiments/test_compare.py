@@ -387,7 +387,7 @@ def test_a_key_changes_with_every_part_and_with_the_bundle(tmp_path: Path) -> No
 
 
 def test_a_bundle_that_is_gone_or_damaged_is_an_error_that_names_it(tmp_path: Path) -> None:
-    with pytest.raises(JobError, match=r"no bundle in .*prepare"):
+    with pytest.raises(JobError, match=r"has no bundle: .*prepare"):
         run_cache.make_key(b"job", bundle=tmp_path, data=())
     job_bundle.write_bundle(tmp_path, {}, {"model": b"weights"})
     next((tmp_path / "blobs").iterdir()).unlink()

@@ -189,7 +189,7 @@ def test_the_test_set_is_the_jobs_own_or_the_data_s_test_split() -> None:
 def test_a_test_set_that_cannot_be_read_names_its_table(tmp_path: Path) -> None:
     np.savez(tmp_path / "own.npz", x=np.zeros((4, 2)), y=np.arange(4) % 2)
     job = settings.parse_job({**TABLE, "test": {"path": str(tmp_path / "own.npz")}})
-    with pytest.raises(DataError, match=r"own.npz holds x, y, not x_test: set \[test\] x"):
+    with pytest.raises(DataError, match=r"own.npz has no array x_test: set \[test\] x"):
         evaluation.load_test_set(job)
 
 

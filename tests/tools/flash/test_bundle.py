@@ -158,7 +158,7 @@ def test_a_coordinators_settings_that_cannot_work_are_refused(site: Path) -> Non
         '[enrol]\nhost = "hub"\n': r"coordinator\.toml.*host",
         '[enrol]\nhosts = ["hub; reboot"]\n': "is no name of a host",
         "[enrol]\nport = 0\n": "port",
-        '[dash]\nlisten = "8080"\n': "is no address to serve at",
+        '[dash]\nlisten = "8080"\n': "is not a valid address",
         '[dash]\nlisten = "0.0.0.0 --actions:80"\n': "is no name of a host",
         '[dash]\nnames = ["hub.site; reboot"]\n': r"\[dash\] names.*is no name of a host",
         "[governor]\n": "governor",

@@ -158,7 +158,7 @@ def test_a_dry_run_makes_no_token(site: Path, capfd: pytest.CaptureFixture[str])
         ("name,target\na,jetpack6\nb,jetpack8\n", r"line 3: no target 'jetpack8': one of "),
         ("name,target\na,jetpack6\na,jetpack6\n", r"line 3: a stands in the table twice"),
         ("name,target,budget\na,jetpack6,much\n", r"line 2: 'much' is not a size"),
-        ("name,target,labels\na,jetpack6,site=lab Hall\n", r"line 2: 'Hall' is no label"),
+        ("name,target,labels\na,jetpack6,site=lab Hall\n", r"line 2: 'Hall' is not a label"),
         ("name\na\n", "a has no target"),
         ("name,target\n", "has no board"),
     ],

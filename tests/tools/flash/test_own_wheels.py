@@ -247,7 +247,7 @@ def test_a_board_has_the_commands_of_a_board(program: Path, tmp_path: Path) -> N
     assert refused.returncode == 2
     assert (
         refused.stderr
-        == "fedquilt: this needs the whole package fedquilt, which is not installed: pip install 'fedquilt'\n"
+        == "fedquilt: this needs the full package fedquilt, which is not installed: pip install 'fedquilt'\n"
     )
     for group, verb in (("model", "evaluate"), ("identity", "list"), ("board", "flash")):
         refused = run(program, group, verb, "x")

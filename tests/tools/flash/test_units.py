@@ -114,7 +114,7 @@ def test_the_agent_may_write_the_folder_of_models_that_its_owner_names(site: Pat
         ('folder = "/srv/../etc/cron.d"', "the services see none there"),
         ('folder = "/models"', "the services see none there"),
         ('serve = "127.0.0.1:8080"\nfolder = "/var/lib/fedquilt/models"', "may not enter"),
-        ('serve = "8080"', "is no address"),
+        ('serve = "8080"', "is not a valid address"),
         ('serve = "0.0.0.0:8080"', "answers its own board alone"),
         ('serve = "127.0.0.1 --listen-anywhere:8080"', "answers its own board alone"),
     ],

@@ -81,7 +81,7 @@ def test_a_board_without_a_network_enrols_by_hand(folder: Path, capsys: pytest.C
 
 def test_a_port_that_there_is_not_is_refused(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["broker", "config", "mosquitto", "--host", "h", "--out", "b", "--listen", "0.0.0.0:99999"]) == 2
-    assert "'0.0.0.0:99999' is no address" in capsys.readouterr().err
+    assert "'0.0.0.0:99999' is not a valid address" in capsys.readouterr().err
     assert not (folder / "b").exists()
 
 

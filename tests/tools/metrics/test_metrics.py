@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 from waiting import wait_until
 
-from fedquilt import cli, open_metrics
+from fedquilt import cli, metrics_endpoint
 from fedquilt.coordinator.fleet.device_status import DeviceStatus
 from fedquilt.coordinator.metrics_exporter import CoordinatorMetrics
 from fedquilt.tools.operations import metrics as tool
@@ -109,7 +109,7 @@ def test_prometheus_itself_reads_a_coordinator_and_answers_every_panel(tmp_path:
     pytest.importorskip("prometheus_client", reason="metrics are an extra")
     boards = [(DeviceStatus("a", online=True), None), (DeviceStatus("b"), None)]
     counts = CoordinatorMetrics(lambda: boards)
-    with open_metrics.serve_metrics("127.0.0.1:0", counts.metric_families) as place:
+    with metrics_endpoint.serve_metrics("127.0.0.1:0", counts.metric_families) as place:
         tool.write_monitoring_files(tmp_path, place.removeprefix("http://").removesuffix("/metrics"))
         path = tmp_path / "prometheus.yml"  # by default it looks once a minute, which a test need not wait for
         path.write_text(f"global: {{scrape_interval: 1s, evaluation_interval: 1s}}\n{path.read_text()}")

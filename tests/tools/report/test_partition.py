@@ -151,12 +151,12 @@ def test_a_job_names_its_classes(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("more", "code", "message"),
     [
-        ('partition = "dirichlet"\nmin_size = 9999\n', 3, "4 shares of at least 9999 of only"),
-        ("alpha = -1\n", 2, "job.toml: [data]: alpha = -1: a number above 0 is wanted"),
+        ('partition = "dirichlet"\nmin_size = 9999\n', 3, "are too few for 4 shares of at least 9999"),
+        ("alpha = -1\n", 2, "job.toml: [data]: alpha = -1: must be a number above 0"),
         (
             'sources = [{ path = "a", labels_from = 0 }]\n',
             2,
-            "one of path, sources and dataset is wanted, not path and sources",
+            "one of path, sources and dataset is required, not path and sources",
         ),
     ],
 )

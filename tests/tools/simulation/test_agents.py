@@ -180,7 +180,7 @@ def children(pid: int) -> list[int]:
         ({"data": {**DATA, "partition": "dirichelt"}}, "dirichelt"),
         ({"data": {**DATA, "alpha": 0.0}}, "alpha"),
         ({"data": {**DATA, "path": "/nowhere/digits.npz"}}, "/nowhere/digits.npz"),
-        ({"data": {**DATA, "partition": "iid", "limit": 2}}, "share 2 of 3 .* is empty, of 2 examples"),
+        ({"data": {**DATA, "partition": "iid", "limit": 2}}, "share 2 of 3 .* has none of the 2 examples"),
         ({"cohort": {"size": 4}}, r"\[cohort\] size is 4, and the fleet has 3 devices"),
     ],
 )

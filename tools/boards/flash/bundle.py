@@ -21,7 +21,7 @@ import msgspec
 from msgspec import Meta
 
 import fedquilt
-from fedquilt import open_metrics, profiles
+from fedquilt import metrics_endpoint, profiles
 from fedquilt.coordinator.delivery.blob_server import BlobLocationSettings
 from fedquilt.core import JobError
 from fedquilt.core.messages import Name
@@ -129,7 +129,7 @@ def read_board_files(
 
 def _resolve_model_folder(table: agents.ModelSettings) -> str | None:
     if table.serve is not None:
-        host, _ = open_metrics.parse_listen_address(table.serve)
+        host, _ = metrics_endpoint.parse_listen_address(table.serve)
         if host not in LOOPBACK or re.search(SPECIAL_CHARACTERS, table.serve):
             raise JobError(
                 f"[models] serve = {table.serve!r}: the runner answers its own board alone, at 127.0.0.1:PORT; who "
@@ -405,11 +405,11 @@ def read_coordinator_files(path: Path) -> CoordinatorFiles:
                 raise JobError(f"{key}: {special[0]!r} has no place in an address")
         BlobLocationSettings(settings.blobs.http, settings.blobs.url)
         if settings.metrics is not None:
-            open_metrics.parse_listen_address(settings.metrics)
+            metrics_endpoint.parse_listen_address(settings.metrics)
         if settings.enrol is not None:
             _check_hosts("[enrol] hosts", settings.enrol.hosts)
         if settings.dash is not None:
-            host, _ = open_metrics.parse_listen_address(settings.dash.listen)
+            host, _ = metrics_endpoint.parse_listen_address(settings.dash.listen)
             _check_hosts("[dash] listen", [host])
             _check_hosts("[dash] names", settings.dash.names)
     files = {COORDINATOR_FILES[key]: _read_file(Path(source)) for key, source in paths.items()}

@@ -26,7 +26,7 @@ OwnWheel: TypeAlias = Literal["fedquilt", "fedquilt-board"]
 
 # folders and files of the package on boards; `fedquilt --help` lists the verbs that are there
 BOARD_FILES: Final = (
-    *("__init__.py", "extras.py", "metrics.py", "open_metrics.py", "plugins.py", "systemd.py", "wire.py"),
+    *("__init__.py", "extras.py", "metrics.py", "metrics_endpoint.py", "plugins.py", "systemd.py", "wire.py"),
     *(
         "arrays/",
         "blobs/",

@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any, Final
 
-from fedquilt import extras, open_metrics, systemd
+from fedquilt import extras, metrics_endpoint, systemd
 from fedquilt.coordinator import settings
 from fedquilt.core import JobError
 from fedquilt.host import disk
@@ -94,7 +94,7 @@ async def _close_watch_on_exit(server: Any, watcher: Any) -> None:
 
 
 def _open_listening_socket(listen: str) -> socket.socket:
-    host, port = open_metrics.parse_listen_address(listen)
+    host, port = metrics_endpoint.parse_listen_address(listen)
     try:
         family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
         listener = socket.socket(family)

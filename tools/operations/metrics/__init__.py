@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Final
 
-from fedquilt import open_metrics
+from fedquilt import metrics_endpoint
 from fedquilt.host import disk
 
 FOLDER: Final = Path(__file__).parent
@@ -21,7 +21,7 @@ rule_files:
 
 
 def write_monitoring_files(folder: Path, target: str) -> list[Path]:
-    open_metrics.parse_listen_address(target)
+    metrics_endpoint.parse_listen_address(target)
     with disk.disk_errors(f"write {folder}"):
         folder.mkdir(parents=True, exist_ok=True)
     for name in FILES:

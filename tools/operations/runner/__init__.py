@@ -24,7 +24,7 @@ from typing import Any, Final
 
 import msgspec
 
-from fedquilt import open_metrics
+from fedquilt import metrics_endpoint
 from fedquilt.core import DECODE_ERRORS, DataError, FedquiltError, JobError
 from fedquilt.host import http_server
 from fedquilt.host.http_server import ConnectionLimiter, ConnectionLimits, HttpExchange, HttpServer, RequestRefusedError
@@ -65,7 +65,7 @@ def serve_model(
 
 
 def _require_permitted_address(listen: str, anywhere: bool) -> tuple[str, int]:
-    host, port = open_metrics.parse_listen_address(listen)
+    host, port = metrics_endpoint.parse_listen_address(listen)
     try:
         ip_address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][4][0]
     except OSError as error:

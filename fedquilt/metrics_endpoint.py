@@ -40,9 +40,10 @@ class MetricFamily(NamedTuple):
 
 
 def parse_listen_address(listen: str) -> tuple[str, int]:
+    """Return host (without brackets) and port of "HOST:PORT", or raise JobError."""
     host, _, port = listen.rpartition(":")
     if not host or not port.isascii() or not port.isdigit() or not int(port) < 65536:
-        raise JobError(f"{listen!r} is no address to serve at: write HOST:PORT, such as 127.0.0.1:9464")
+        raise JobError(f"{listen!r} is not a valid address: write HOST:PORT, such as 127.0.0.1:9464")
     return host.removeprefix("[").removesuffix("]"), int(port)
 
 
@@ -50,12 +51,14 @@ def parse_listen_address(listen: str) -> tuple[str, int]:
 def serve_metrics(
     listen: str | None, collect: Callable[[], Iterable[MetricFamily]], connections: ConnectionLimiter | None = None
 ) -> Iterator[str]:
-    """Serve metrics of `collect` and of this process during the body, and yield the URL.
+    """Serve metrics of `collect` and of this process during a `with` block, which gets the URL.
 
     Args:
         listen: "HOST:PORT" with port 0 for any free port, or None to serve nothing and yield "".
         collect: Function called in another thread for each request. Errors are logged and cause status 500.
         connections: Limits on the connections, or None for LIMITS.
+
+    Raise JobError if the address is invalid or in use, or prometheus_client is not installed.
     """
     if listen is None:
         yield ""
@@ -97,7 +100,7 @@ class _CachedResponses:
     def answer_request(self, exchange: HttpExchange) -> None:
         path, _, query = exchange.path.partition("?")
         if exchange.method not in ("GET", "HEAD") or path not in ("/", "/metrics"):
-            raise RequestRefusedError(404, "there are only GET /metrics and HEAD /metrics")
+            raise RequestRefusedError(404, "unknown path or method: send GET /metrics")
         accepted = {name: exchange.headers.get(name, "") for name in ("accept", "accept-encoding")}
         with self._lock:
             now_s = time.monotonic()
@@ -117,7 +120,7 @@ class _CachedResponses:
         try:
             body = b"".join(self._application(environment, lambda status, headers: responses.append((status, headers))))
         except Exception:  # logged by _Collector
-            raise RequestRefusedError(500, "the metrics cannot be made: see the log") from None
+            raise RequestRefusedError(500, "collecting the metrics failed: see the log") from None
         status, headers = responses[0]
         return int(status.split()[0]), dict(headers), body
 
@@ -134,7 +137,7 @@ class _Collector:
         try:
             families = list(self._collect())
         except Exception:
-            log.exception("metrics cannot be made")
+            log.exception("collecting the metrics failed")
             raise
         for family in families:
             kind = self._kinds.CounterMetricFamily if family.kind == "counter" else self._kinds.GaugeMetricFamily
