@@ -1,9 +1,13 @@
-"""Client side of GENE-FL (arXiv 2504.14628): choice of layers, and penalties. Requires numpy only."""
+"""Client side of GENE-FL (arXiv 2504.14628): choice of layers, and penalties.
+
+Equations are numbered as in the paper. Requires numpy only.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from typing import Literal
 
 import numpy as np
 
@@ -11,11 +15,18 @@ from fedquilt.core import Hooks, Tensors
 
 
 def choose_learngene_layers(
-    parts: Mapping[str, tuple[str, ...]], model: Tensors, old_model: Tensors, *, count: int, selection: str, norm: str
+    parts: Mapping[str, tuple[str, ...]],
+    model: Tensors,
+    old_model: Tensors,
+    *,
+    count: int,
+    selection: Literal["lowest", "highest"],
+    norm: Literal["mul", "div_sqrt", "none"],
 ) -> list[str]:
-    """Return the names of `count` layers, sorted by how far their weights turned from `old_model` (Eq. 9).
+    """Return the names of `count` layers with the lowest or highest score, in this order (Eq. 9).
 
-    Layers that turned least come first or, with selection "highest", layers that turned most.
+    The score is the cosine distance of a layer's weights from those in `old_model`. With `norm` "mul" it is multiplied
+    by the layer's share of all weights, with "div_sqrt" divided by the share's root.
     """
     sizes = {layer: sum(model[name].size for name in names) for layer, names in parts.items()}
     total = sum(sizes.values())
@@ -38,13 +49,16 @@ def choose_learngene_layers(
 
 
 def scale_fisher(fisher: np.ndarray) -> np.ndarray:
-    """Scale Fisher values to 0..1 (Eq. 6). If all are equal, all become 0."""
+    """Scale Fisher values linearly to 0..1 (Eq. 6). If all are equal, all become 0."""
     low, high = float(fisher.min()), float(fisher.max())
     return (fisher - low) / (high - low) if high > low else np.zeros_like(fisher)
 
 
 def layer_strengths(kind: str, parts: Mapping[str, tuple[str, ...]], model: Tensors) -> dict[str, float]:
-    """Return the strength a_l of each tensor (Eq. 4) from the size of its layer, or 1 for other kinds."""
+    """Return the strength a_l of each tensor (Eq. 4).
+
+    With kind "size" it is the layer's size relative to the largest layer, with "sqrt" 1 / sqrt(size), otherwise 1.
+    """
     sizes = {layer: sum(model[name].size for name in names) for layer, names in parts.items()}
     largest = max(sizes.values())
     if kind == "size":
@@ -68,7 +82,7 @@ def penalty_hooks(
 ) -> Hooks:
     """Return hooks that add the gradients of both penalties (Eq. 4 and 8), or empty hooks without a penalty.
 
-    The two gradients are one: 2 s (theta - Theta) + 2 e (theta - el) = p (theta - aim).
+    The sum of both gradients is 2 s (theta - Theta) + 2 e (theta - el) = p (theta - aim).
 
     Args:
         smooth_weight: Weight lambda1.

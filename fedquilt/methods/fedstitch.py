@@ -198,7 +198,7 @@ def result(state: SearchState, candidate: int | None = None) -> Artefact:
             raise JobError(f"candidate {candidate} does not exist: the run has candidates 1 to {len(state.candidates)}")
         index = candidate - 1
     meta, arrays = stitched_network.to_artefact(ranking.to_network(state, state.candidates[index]), state.stock)
-    summary = ranking.summarise_all(state)
+    summary = ranking.summarise_candidates(state)
     return Artefact("stitched", {**meta, "search": summary, "gains": ranking.accuracy_gains(state)}, arrays)
 
 

@@ -53,8 +53,8 @@ def trace_network(model: nn.Module, subject: str, fix: str) -> fx.GraphModule:
         location = f"module {tracer.failed!r}" if tracer.failed else "the network's own forward()"
         reason = first_line(error)
         raise ModelError(
-            f"{subject} cannot be traced: {location} ({type(module).__name__}{_error_location(error)}) stops torch.fx: "
-            f"{reason}; rewrite that place without branches on values, or {fix}"
+            f"{subject} cannot be traced: torch.fx fails in {location} ({type(module).__name__}"
+            f"{_error_location(error)}): {reason}; remove branches on values there, or {fix}"
         ) from None
     return fx.GraphModule(model, graph)
 
@@ -166,6 +166,7 @@ def trace_register(model: nn.Module, shape: tuple[int, ...]) -> TensorRegister:
 
 
 def state_without_aliases(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Return the network's own tensors, each under its first name in the state dict."""
     state = model.state_dict(keep_vars=True)
     first_names = {names[0] for names in names_of_tensors(model)}
     return {name: value for name, value in state.items() if name in first_names}
@@ -190,6 +191,7 @@ def state_names_by_alias(model: nn.Module) -> dict[str, str]:
 
 
 def modules_sharing_weight(model: nn.Module, path: str) -> list[tuple[str, nn.Module]]:
+    """Return the paths and modules that have the weight of the module at `path`, itself included."""
     weight = model.get_submodule(path).weight
     all_modules = model.named_modules(remove_duplicate=False)
     return [(module_path, module) for module_path, module in all_modules if getattr(module, "weight", None) is weight]

@@ -37,6 +37,7 @@ class GateFunction:
 
 
 def gate_function(traced: fx.GraphModule, node: fx.Node) -> GateFunction | None:
+    """Return the gate of an activation, that of ReLU for smooth ones, or None for other operations."""
     if node.op == "call_module":
         module = traced.get_submodule(str(node.target))
         if isinstance(module, nn.ReLU6):
@@ -60,6 +61,7 @@ def is_max_pool(traced: fx.GraphModule, node: fx.Node) -> bool:
 
 
 def max_pool_settings(traced: fx.GraphModule, node: fx.Node) -> dict[str, Any]:
+    """Return the keyword arguments of `F.max_pool2d` for this operation, or {} if it is none."""
     if node.op == "call_module":
         module = traced.get_submodule(str(node.target))
         if not isinstance(module, nn.MaxPool2d):
@@ -77,6 +79,7 @@ def second_of_pair(pair: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
 
 
 def make_out_of_place(node: fx.Node) -> fx.Node:
+    """Change the node to the operation that does not write into its input, and return the node."""
     if node.kwargs.get("inplace"):
         node.kwargs = {**node.kwargs, "inplace": False}
     if node.op == "call_method" and node.target == "relu_":
@@ -87,6 +90,7 @@ def make_out_of_place(node: fx.Node) -> fx.Node:
 
 
 def nodes_depending_on_trained(traced: fx.GraphModule, trained: Sequence[str]) -> dict[fx.Node, None]:
+    """Return, in order, the operations that use a trained tensor, and all that depend on these."""
     dependent_nodes: dict[fx.Node, None] = {}
     for node in traced.graph.nodes:
         if node.op == "output":
@@ -97,6 +101,7 @@ def nodes_depending_on_trained(traced: fx.GraphModule, trained: Sequence[str]) -
 
 
 def nodes_feeding_weights(traced: fx.GraphModule) -> set[fx.Node]:
+    """Return the operations on whose outputs a later operation with tensors depends."""
     feeding_nodes: set[fx.Node] = set()
     for node in reversed(traced.graph.nodes):
         if node in feeding_nodes or uses_tensors(traced, node, None):
@@ -116,13 +121,13 @@ def uses_tensors(traced: fx.GraphModule, node: fx.Node, trained: Sequence[str] |
 
 
 def trace_network(model: nn.Module, name: str) -> fx.GraphModule:
-    """Trace a network with torch.fx, in evaluation mode."""
+    """Trace a network in evaluation mode. Raise ModelError if that fails or its output is not one tensor."""
     model.eval()  # in training mode some networks return more than scores
-    traced = traces.trace_network(model, f"network {name!r}", "take another method than FedSQ, which takes it apart")
+    traced = traces.trace_network(model, f"network {name!r}", "use another method than FedSQ")
     traced.graph.eliminate_dead_code()
     end = next(node for node in traced.graph.nodes if node.op == "output").args[0]
     if not isinstance(end, fx.Node):
-        raise ModelError(f"network {name!r} returns more than scores: FedSQ requires one score per class")
+        raise ModelError(f"network {name!r} returns more than scores: return one score per class, or do not use FedSQ")
     return traced
 
 
@@ -175,7 +180,7 @@ class DualCopy:
         self._trained_nodes = nodes_depending_on_trained(self._traced, trained)
         if not self._trained_nodes:
             raise ModelError(
-                f"network {self._name!r} uses no tensor of {', '.join(trained) or 'nothing'}: none is trained"
+                f"network {self._name!r} uses no tensor of {', '.join(trained) or 'nothing'}: name other modules"
             )
         has_frozen_gates = gates == "frozen"
         inner = nodes_feeding_weights(self._traced)
@@ -191,7 +196,7 @@ class DualCopy:
         self._frozen_part = _build_pruned_module(model, self._build_frozen_graph(scores=False))
         self._frozen_part_with_scores = _build_pruned_module(model, self._build_frozen_graph(scores=True))
         self.names = tuple(self._tail.state_dict())
-        """Tensors of the quantitative copy: the first trained tensor and all behind it."""
+        """Tensors of the quantitative copy: the first trained tensor and all later ones."""
         self.trained = tuple(name for name, _ in self._tail.named_parameters() if is_trained(trained, name))
         """Tensors of the quantitative copy that gradients update."""
         self.frozen_names = tuple(self._frozen_part.state_dict())

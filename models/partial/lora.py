@@ -49,12 +49,15 @@ def find_adapted_layers(register: TensorRegister) -> tuple[AdapterSite, ...]:
             path for path in linear_paths if path.startswith(f"{block}.") and not path.startswith(f"{attention}.")
         ]
         if not block or not block_layers or f"{attention}.out_proj" not in linear_paths:
-            raise ModelError(f"no output projection or no linear layer beside the attention {attention!r}")
+            raise ModelError(
+                f"the block of attention {attention!r} lacks an output projection or another linear layer: use another "
+                "network"
+            )
         sites.append(AdapterSite(block, (f"{attention}.out_proj", register.sort_by_call_order(block_layers)[-1])))
     if not attentions:
         sites = [AdapterSite(path, (path,)) for path in register.sort_by_call_order(linear_paths) if path != head]
     if not sites:
-        raise ModelError(f"LoRA adapts linear layers, and this network has none before {head!r}: take a transformer")
+        raise ModelError(f"LoRA finds no linear layer before the classifier {head!r}: use a transformer")
     for layer in (layer for site in sites for layer in site.layers):
         register.require_plain_weight(layer)
     return tuple(sites)
@@ -84,7 +87,7 @@ def initial_own_branch(
 
 
 def gate_openness(branch: Tensors, sites: Sequence[AdapterSite]) -> list[float]:
-    """Return m = sigmoid(a) of every block's gate, 0..1 (FedSDG, Eq. 3)."""
+    """Return m = sigmoid(a) of each site's gate, from 0 to 1 (FedSDG, Eq. 3)."""
     return [float(1 / (1 + np.exp(-branch[f"{site.block}.{GATE}"].astype(np.float64)))) for site in sites]
 
 

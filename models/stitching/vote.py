@@ -40,7 +40,7 @@ class Ballot:
     score: np.ndarray  # (b,) float64: score at the block's own level
     level: np.ndarray  # (b,) int64: 0 or 1
     picks: np.ndarray  # (k,) int64: positions in the pool
-    explored: bool  # the picks were drawn at random
+    explored: bool  # whether the picks were drawn at random
 
 
 @dataclass(frozen=True)
@@ -81,6 +81,7 @@ def greedy_picks(score: np.ndarray, level: np.ndarray, pool: Sequence[str], k: i
 def choose_picks(
     score: np.ndarray, level: np.ndarray, pool: Sequence[str], k: int, epsilon: float, seed: int, spread: bool = False
 ) -> tuple[list[int], bool]:
+    """Return up to `k` positions in the pool, and whether they were drawn at random (with probability `epsilon`)."""
     coin = tensors.seeded_rng("explore", seed)
     k = min(k, len(pool))
     if coin.random() < epsilon:
@@ -98,14 +99,14 @@ def read_ballot(sent: Tensors, pool: Sequence[str], k: int, epsilon: float, seed
     for name, kind in (("screen", np.float64), ("score", np.float64), ("level", np.int64), ("picks", np.int64)):
         array = sent.get(name)
         if array is None or array.dtype != kind or array.ndim != 1:
-            raise UpdateError(f"scores: no usable {name!r}, which is a list of {np.dtype(kind)}")
+            raise UpdateError(f"scores: {name!r} is missing, or not a vector of {np.dtype(kind)}: update the agent")
         if name != "picks" and len(array) != len(pool):
-            raise UpdateError(f"scores: {name!r} holds {len(array)} of {len(pool)} blocks")
+            raise UpdateError(f"scores: {name!r} has {len(array)} values for {len(pool)} blocks")
         if kind == np.float64 and not (np.abs(array) <= 1).all():
-            raise UpdateError(f"scores: {name!r} holds values that are not finite or not in [-1, 1]")
+            raise UpdateError(f"scores: {name!r} has values that are not finite or not in [-1, 1]")
     screen, score, level, picks = (sent[name] for name in ("screen", "score", "level", "picks"))
     if not np.isin(level, (0, 1)).all():
-        raise UpdateError("scores: 'level' holds values other than 0 and 1")
+        raise UpdateError("scores: 'level' has values other than 0 and 1")
     expected_picks, explored = choose_picks(score, level, pool, k, epsilon, seed, spread)
     if picks.tolist() != expected_picks:
         raise UpdateError(f"scores: picks {picks.tolist()} do not follow from the scores: expected {expected_picks}")
@@ -130,8 +131,8 @@ def cross_ranks(
 ) -> dict[str, float]:
     """Return the rank r_i of each device: the mean percentile of its K picks on other devices.
 
-    With too few devices the result is {}. With `judged` "picks", as in the paper, the picks that the device sent count,
-    which are random if the device explored.
+    The result is {} unless each device has MIN_OTHERS others. With `judged` "picks", as in the paper, the picks that
+    the device sent count, which are random if the device explored.
     """
     if len(ballots) <= MIN_OTHERS:
         return {}
@@ -173,6 +174,7 @@ def update_weights(
 
 
 def add_devices(weights: Mapping[str, float], devices: Sequence[str]) -> dict[str, float]:
+    """Return the weights with new devices, which get the mean weight, normalised to a sum of 1."""
     new_devices = [device for device in devices if device not in weights]
     mean = sum(weights.values()) / len(weights) if weights else 1.0
     return _normalise_within_limits({**weights, **dict.fromkeys(new_devices, mean)})

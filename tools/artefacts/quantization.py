@@ -340,7 +340,7 @@ def _yield_calibration_inputs(
         ):
             continue
         positions = block_runner.draw_positions(own_inputs.shape[0], block.in_shape, params.positions)
-        x = block_runner.sample_vectors(block_runner.resize_maps(maps, *block.in_shape[1:]), positions)
+        x = block_runner.sample_vectors(block_runner.resize_maps_lazily(maps, *block.in_shape[1:]), positions)
         weights, bias = least_squares.RidgeFit(x, params.ridge, params.bias).solve_weights(
             block_runner.sample_vectors(own_inputs, positions)
         )

@@ -68,7 +68,7 @@ class BaselineSetup:
             outputs = stitched_network.run_taps(network, self.donor_pool.blocks, self._run_block, x)
             return np.concatenate([stitched_network.global_average_pool(output) for output in outputs], axis=1)
 
-        moments = class_moments.device_moments(
+        moments = class_moments.compute_moments(
             self._run_in_batches(self.train, features), self.train.y, len(self.donor_pool.labels)
         )
         sums = joint_head.standardise_sums(moments.to_sums())

@@ -315,7 +315,7 @@ def test_a_network_that_cannot_be_written_says_why(tmp_path):
         (False, STOCK.blocks, FILES, "neither a head nor an alignment"),
         (True, STOCK.blocks, {}, r"no block 'plain\.0'"),
         (True, {}, FILES, r"no block 'plain\.0'"),
-        (True, STOCK.blocks, noise, r"block 'plain\.0' cannot be read from .*noise"),
+        (True, STOCK.blocks, noise, r"block 'plain\.0' in .*noise is unusable"),
     ):
         with pytest.raises(ModelError, match=why):
             export_stitched(*artefact([["plain.0"]], None, head), blocks, files)
