@@ -45,12 +45,13 @@ class EnergyFront:
 
 
 def compute_fronts(job: JobSettings, folder: Path) -> EnergyFront:
+    """Return the energy plans of a job, or raise JobError if times or joules on its boards are unknown."""
     workloads, durations = predict_work(job, folder)
     problem = deadline.energy_problem(job.cohort, durations, workloads)
     chosen_plan = problem and deadline.plan_energy(job.cohort, *problem)
     if not problem or not chosen_plan:
         raise JobError(
-            f"{job.method} on {', '.join(dict.fromkeys(job.fleet.boards))}: time or joules of a task are not known; "
+            f"{job.method} on {', '.join(dict.fromkeys(job.fleet.boards))}: the time or joules of a task are unknown: "
             "name boards in [fleet] whose profiles have operating points with speed and busy_w"
         )
     forecasts, passes = problem
@@ -82,7 +83,7 @@ def compute_fronts(job: JobSettings, folder: Path) -> EnergyFront:
 def predict_work(
     job: JobSettings, folder: Path, create_device: Callable[[str], Device] | None = None
 ) -> tuple[dict[str, DeviceWorkload], dict[str, tuple[TaskDuration, ...]]]:
-    """Return the predicted work of each device, and predicted times of its last rounds."""
+    """Return the predicted workload of each device, and predicted durations of last rounds for known speeds."""
     method, fleet = methods.load(job.method), job.fleet
     state = create_initial_state(job, agents.FleetPlan(job, folder, Path()).validate_and_load_bundle(), method)
     engine = choose_job_engine(job, method)
@@ -157,7 +158,7 @@ def format_fronts(fronts: EnergyFront, job: JobSettings) -> list[str]:
     text = table.format_table(rows, "<>>~" if fronts.epochs else "<>>")
     lines = [f"{len(fronts.kinds)} boards; joules of all of them until the end of the round, idle included", *text]
     lines += [
-        f"without the waiting of {board}, whose idle power nobody knows" for board in fronts.boards_without_idle_power
+        f"without the idle energy of {board}, whose idle power is unknown" for board in fronts.boards_without_idle_power
     ]
     lines.append('chosen: by deadline = "energy" and its bounds in [cohort]')
     for name, bound, value in (
@@ -165,7 +166,7 @@ def format_fronts(fronts: EnergyFront, job: JobSettings) -> list[str]:
         ("deadline_s", job.cohort.deadline_s, fronts.chosen_plan.seconds),
     ):
         if bound is not None and value > bound * (1 + 1e-9):
-            lines.append(f"no plan keeps {name} = {plots.format_number(bound)}: chosen is the one that comes nearest")
+            lines.append(f"no plan keeps {name} = {plots.format_number(bound)}: the chosen plan exceeds it least")
             break
     lines += ['predicted: by deadline = "predicted"'] if fronts.predicted_plan else []
     if fronts.epochs:

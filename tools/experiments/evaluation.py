@@ -179,7 +179,7 @@ class _StateReader:
         self._latest: tuple[int, BlobRef] | None = None
 
     def read_latest(self) -> tuple[int, BlobRef] | None:
-        """Read new events, and return the rounds behind the latest model state and its blob, or None."""
+        """Read new events. Return the latest model state's number of rounds and its blob, or None without a state."""
         # an evaluation-only round leaves the state unchanged
         for seq, _, event in self.store.read_events(self._run, self._last_seq):
             self._last_seq, self.rounds = seq, apply_event(self.rounds, event, 0.0)
@@ -243,7 +243,7 @@ def scores_to_dict(run_scores: RunScores) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class EvaluationResult:
-    """Results of one evaluation, or None without examples."""
+    """Results of one evaluation. A score is None if there are no examples."""
 
     test: EvaluationScore | None  # on the test set
     held: HeldOutScore | None  # on the devices' held-out shares
@@ -266,6 +266,7 @@ class LiveEvaluator:
             self._evaluator.close()
 
     def evaluate(self, simulation: Simulation, backend: WorkBackend, *, shares: bool) -> EvaluationResult:
+        """Evaluate the model, with `shares` also on held-out shares, and give the run the devices' class counts."""
         sums_by_device = backend.evaluate(simulation) if self.checks and shares else {}
         total = evaluation.add_evaluations(sums_by_device.values())
         if total is not None and simulation.running is not None and total.correct_with_priors is not None:

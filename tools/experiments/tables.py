@@ -143,7 +143,7 @@ def format_table_cells(result: dict[str, Any]) -> list[list[str]]:
 
 def format_table(result: dict[str, Any]) -> list[str]:
     if not result["table"]:
-        return ["no run has come to an end"]
+        return ["no run has finished"]
     body = [make_table_head(result), *format_table_cells(result)]
     notes = (part for line in make_table_notes(result) for part in table.fold_line(line))
     return [*table.format_table(body, "<>"), "", *notes]
@@ -245,10 +245,8 @@ def _make_mean_line(name: str, runs: Sequence[SeedRun], cost: str) -> plots.Plot
     factor, max_value = metrics.display_factor(metric), 1.0 if metric.share else math.inf
     for number in common:
         points = [points[number] for points in by_rounds]
-        mean_cost, value = (
-            _compute_mean([_get_cost(point, cost) for point in points]),
-            _compute_mean([point.value for point in points]),
-        )
+        mean_cost = _compute_mean([_get_cost(point, cost) for point in points])
+        value = _compute_mean([point.value for point in points])
         if mean_cost is None or value is None:
             return None
         spread = _compute_deviation([point.value for point in points]) or 0.0
@@ -299,10 +297,8 @@ T_95: Final = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2
 
 def confidence_interval(values: Sequence[float]) -> tuple[float, float]:
     """Return the 95 % confidence interval of the mean of two or more values."""
-    mean, half_width = (
-        statistics.fmean(values),
-        t_quantile(len(values) - 1) * statistics.stdev(values) / len(values) ** 0.5,
-    )
+    mean = statistics.fmean(values)
+    half_width = t_quantile(len(values) - 1) * statistics.stdev(values) / len(values) ** 0.5
     return mean - half_width, mean + half_width
 
 

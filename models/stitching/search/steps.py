@@ -116,11 +116,11 @@ def _bisection_rank(index: int, size: int) -> tuple[int, int]:
     """Return the step in which bisection of [0, size) has `index` as its middle, and the index."""
     assert 0 <= index < size
     low, high = 0, size
-    rounds = 0
+    step = 0
     while (middle := (low + high) // 2) != index:
         low, high = (low, middle) if index < middle else (middle + 1, high)
-        rounds += 1
-    return rounds, index
+        step += 1
+    return step, index
 
 
 # -- one expansion --------------------------------------------------------------------------------

@@ -246,7 +246,7 @@ def test_a_file_gives_rows_in_any_order_and_is_found_by_its_key(tmp_path):
     with (folder / "train.rows").open("ab") as file:
         file.truncate(100)
     assert output_cache.find_complete_rows(folder, "train", "k", 6) is None
-    with pytest.raises(StoreError, match="cut short"):
+    with pytest.raises(StoreError, match="truncated"):
         rows[np.array([4])]
     (folder / "train.rows").unlink()
     with pytest.raises(StoreError, match="cannot read"):

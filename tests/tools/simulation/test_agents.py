@@ -114,7 +114,7 @@ def test_a_fleet_whose_agents_all_fail_says_what_one_of_them_said(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(fleet, "AGENT_PROGRAM", "raise SystemExit('the port is taken')")
-    with pytest.raises(JobError, match="every agent has ended; last line of jetson-nano-00: the port is taken"):
+    with pytest.raises(JobError, match=r"every agent has ended \(last line of jetson-nano-00: the port is taken"):
         fleet.run_fleet_on_broker(plan(tmp_path), None)
 
 

@@ -259,8 +259,12 @@ def test_a_worker_that_is_killed_is_told_with_the_mend_and_leaves_nothing_behind
 @pytest.mark.parametrize(
     ("words", "ends", "said"),
     [
-        ("x\nMemoryError: std::bad_alloc", signal.SIGKILL, "ran out of memory; it said: .*bad_alloc; give a smaller"),
-        ("loading", signal.SIGSEGV, "a worker of the pool died of SIGSEGV; it said: loading"),
+        (
+            "x\nMemoryError: std::bad_alloc",
+            signal.SIGKILL,
+            r"ran out of memory \(last line: .*bad_alloc\): use a smaller",
+        ),
+        ("loading", signal.SIGSEGV, "a worker of the pool died of SIGSEGV: loading"),
     ],
 )
 def test_what_a_worker_said_last_or_died_of_is_told(words: str, ends: signal.Signals, said: str) -> None:

@@ -94,7 +94,7 @@ def test_auto_is_a_pool_except_within_a_ray_cluster() -> None:
 
 @pytest.mark.parametrize("word", ["dask", "ray://", "ray://head", "ray://:10001", "ray://head:port", ""])
 def test_an_unknown_engine_is_refused_with_those_there_are(word: str) -> None:
-    with pytest.raises(JobError, match="is none of auto, pool, ray and ray://HOST:PORT"):
+    with pytest.raises(JobError, match="is unknown: use auto, pool, ray or ray://HOST:PORT"):
         pool.choose_engine(word, {})
 
 

@@ -151,7 +151,7 @@ def test_a_cluster_that_does_not_answer_is_told_with_its_address(monkeypatch: py
     monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:9")
     workers = RayWorkers("numpy", "ray", count=None, mixed=False)
     with (
-        pytest.raises(PoolError, match=r"no Ray could be reached at 127\.0\.0\.1:9 .*same token"),
+        pytest.raises(PoolError, match=r"no Ray cluster answers at 127\.0\.0\.1:9 .*same token"),
         WorkerPool(workers, []),
     ):
         pass
