@@ -137,10 +137,9 @@ def groups_work(state: NetworkState, model: core.Tensors, groups: Sequence[Seque
 
 def evaluation_work(state: NetworkState) -> core.WorkEstimate:
     """Return the cost of one forward pass over the device's training examples."""
-    kind = cost_model.workload_kind(state.costs_by_layer(), state.register.convolution_paths(state.model))
-    work = cost_model.inference_work(
-        cost_model.forward_cost(state.costs_by_layer()), tensors.total_bytes([state.model])
-    )
+    costs = state.costs_by_layer()
+    kind = cost_model.workload_kind(costs, state.register.convolution_paths(state.model))
+    work = cost_model.inference_work(cost_model.forward_cost(costs), tensors.total_bytes([state.model]))
     return msgspec.structs.replace(work, workload=kind)
 
 

@@ -93,7 +93,5 @@ def _validated_layer_widths(network: Mapping[str, Any]) -> Sequence[int]:
         )
     values = math.prod(registry.input_shape(network))
     if values != widths[0]:
-        raise ModelError(
-            f"network 'mlp' has {widths[0]} inputs, but the job's input has {values}: set inputs = {values}"
-        )
+        raise ModelError(f"network 'mlp' has {widths[0]} inputs, but the input has {values}: set inputs = {values}")
     return widths

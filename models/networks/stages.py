@@ -192,10 +192,8 @@ def split_stages(model: Tensors, count: int, register: TensorRegister) -> Staged
     for layer in parameters_by_layer:
         if layer != head:
             blocks.setdefault(_block_name(_nearest_called_ancestor(register, layer)), []).append(layer)
-    weight_names = register.weights_by_module()
-    shapes = {
-        layer: model[weight_names[layer]].shape for layer in parameters_by_layer if weight_names.get(layer) in model
-    }
+    names = register.weights_by_module()
+    shapes = {layer: model[names[layer]].shape for layer in parameters_by_layer if names.get(layer) in model}
     weights = {layer: shape for layer, shape in shapes.items() if len(shape) > 1}
     weighted_blocks = _merge_blocks_without_weights(weights, list(blocks.values()))
     if not weighted_blocks:

@@ -60,9 +60,7 @@ def trace_network(model: nn.Module, subject: str, fix: str) -> fx.GraphModule:
 
 
 def _error_location(error: Exception) -> str:
-    frames = [
-        frame for frame in traceback.extract_tb(error.__traceback__) if _TORCH not in Path(frame.filename).parents
-    ]
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if _TORCH not in Path(f.filename).parents]
     innermost = frames[-1]
     return (
         ""
@@ -93,9 +91,7 @@ def trace_layer_costs(model: nn.Module, shape: tuple[int, ...]) -> list[Layer]:
 class _OperationCounter(TorchDispatchMode):  # type: ignore[misc]
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
-        self._weight_addresses = {
-            value.untyped_storage().data_ptr() for value in (*model.parameters(), *model.buffers())
-        }
+        self._weight_addresses = {t.untyped_storage().data_ptr() for t in (*model.parameters(), *model.buffers())}
         self._running = [""]
         self.counts_by_layer: dict[str, list[Any]] = {}
         self._watches = []

@@ -72,9 +72,7 @@ def row_layout(batch: BatchOutputs, *, is_float16: bool) -> RowLayout:
     outputs = [*batch.values, *batch.indices, *batch.masks]
     count = {len(tensor) if hasattr(tensor, "shape") and len(tensor.shape) else 0 for tensor in outputs}
     if len(count) != 1 or not all(value.is_floating_point() for value in batch.values):
-        raise ModelError(
-            'an input of the trained part is not a float tensor with a row for each example: set cache = "off"'
-        )
+        raise ModelError('an input of the trained part is not a float tensor with a row per example: set cache = "off"')
     values, indices, masks = (tuple(tuple(tensor.shape[1:]) for tensor in part) for part in batch)
     return RowLayout(values, indices, masks, is_float16)
 

@@ -157,13 +157,8 @@ def shrink_module(module: Any, start: Tensors, *, scaled: bool) -> Any:
     for name, value in module.state_dict(keep_vars=True).items():
         first_names.setdefault(id(value), name)
     for path, submodule in module.named_modules():
-        own_tensors = {
-            **dict(submodule.named_parameters(recurse=False)),
-            **dict(submodule.named_buffers(recurse=False)),
-        }
-        names = {
-            attribute: first_names[id(value)] for attribute, value in own_tensors.items() if id(value) in first_names
-        }
+        own_tensors = dict(submodule.named_parameters(recurse=False)) | dict(submodule.named_buffers(recurse=False))
+        names = {key: first_names[id(value)] for key, value in own_tensors.items() if id(value) in first_names}
         if odd := [name for name in names.values() if name not in start]:
             raise ModelError(f"the sub-network has no tensor {odd[0]!r}")
         new_shapes = {

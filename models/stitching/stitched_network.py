@@ -81,14 +81,12 @@ def load_donor_pool(meta: Mapping[str, Any]) -> DonorPool:
         pool = msgspec.convert(fields, DonorPool)
         msgspec.convert(pool.input, inputs.ImageInput if "channels" in pool.input else inputs.ValueInput)
     except (KeyError, msgspec.ValidationError) as error:
-        raise ModelError(
-            f"the bundle has no donor blocks ({error}): add [[donors]] to the job and prepare it"
-        ) from None
+        raise ModelError(f"the bundle has no donor blocks ({error}): add [[donors]] and prepare the job") from None
     for name, donor in pool.donors.items():
         kinds = [pool.blocks[block].kind if block in pool.blocks else None for block in donor.blocks]
         if kinds != ["start", *["middle"] * (len(kinds) - 2), "end"]:
             raise ModelError(
-                f"donor {name!r} has blocks of kinds {kinds}, not start, middle ..., end: prepare the job again"
+                f"donor {name!r} has blocks of kinds {kinds}, not start, middle ..., end: prepare it again"
             )
         if donor.align is not None and len(donor.align) != len(pool.labels):
             raise ModelError(

@@ -165,9 +165,7 @@ def update_weights(
     if not ranks:
         return _normalise_within_limits(weights)
     limit = float(np.median(list(ranks.values()))) if theta == "median" else theta
-    new_weights = {
-        device: weights[device] * (1 + alpha if rank >= limit else 1 - beta) for device, rank in ranks.items()
-    }
+    new_weights = {name: weights[name] * (1 + alpha if rank >= limit else 1 - beta) for name, rank in ranks.items()}
     old_sum, new_sum = (sum(group[device] for device in sorted(ranks)) for group in (weights, new_weights))
     share = old_sum / new_sum if normalise == "cohort" else 1.0
     return _normalise_within_limits({**weights, **{device: weight * share for device, weight in new_weights.items()}})
@@ -219,9 +217,7 @@ def tally_votes(
 
 def _mean_score(ballots: Mapping[str, Ballot], weights: Mapping[str, float], j: int) -> float:
     top = max(ballot.level[j] for ballot in ballots.values())
-    scored = [
-        (weights[device], ballot.score[j]) for device, ballot in sorted(ballots.items()) if ballot.level[j] == top
-    ]
+    scored = [(weights[name], ballot.score[j]) for name, ballot in sorted(ballots.items()) if ballot.level[j] == top]
     return float(sum(weight * score for weight, score in scored) / sum(weight for weight, _ in scored))
 
 

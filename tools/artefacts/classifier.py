@@ -120,9 +120,7 @@ class Classifier:
         if self._reading.text is not None:
             return text.read_tokens(source, self._reading.text)
         if self.image_settings is None:
-            raise DataError(
-                "the network reads numbers, not images: use an .npy, .npz, .csv or .parquet file with numbers"
-            )
+            raise DataError("the network reads numbers, not images: use an .npy, .npz, .csv or .parquet file")
         return images.read_image(source, self._reading.size, self._reading.depth)
 
     @property
@@ -194,9 +192,7 @@ def read_array(data: bytes, kinds: str = NUMBER_KINDS) -> np.ndarray:
     if dtype.kind not in kinds:
         raise DataError(f"the array has the type {dtype}: convert it to numbers")
     if any(size < 0 for size in shape) or math.prod(shape) * dtype.itemsize != remaining_bytes:
-        raise DataError(
-            f"the array of shape {shape} and type {dtype} does not have {remaining_bytes} bytes: save it again"
-        )
+        raise DataError(f"the array {shape} of type {dtype} does not have {remaining_bytes} bytes: save it again")
     return np.frombuffer(data, dtype, offset=file.tell()).reshape(shape, order="F" if is_fortran_order else "C")
 
 
@@ -208,9 +204,7 @@ def read_arrays(data: bytes, max_bytes: int) -> dict[str, np.ndarray]:
             if len(entries) > MAX_ARRAYS:
                 raise DataError(f"the .npz has {len(entries)} arrays: send at most {MAX_ARRAYS}")
             if sum(entry.file_size for entry in entries) > max_bytes:
-                raise DataError(
-                    f"the unpacked .npz exceeds the limit of {max_bytes} bytes: send fewer examples at once"
-                )
+                raise DataError(f"the unpacked .npz exceeds the limit of {max_bytes} bytes: send fewer examples")
             return {
                 entry.filename.removesuffix(".npy"): read_array(archive.read(entry), NUMBER_KINDS + "U")
                 for entry in entries
@@ -287,7 +281,7 @@ def _batches_from_files(source: Path, network: Classifier) -> Iterator[Batch]:
     labels, suffixes = network.labels, network.file_suffixes
     if not suffixes:
         raise DataError(
-            f"{source}: the network reads numbers: use an .npz file with an array 'x', or a table as in training"
+            f"{source}: the network reads numbers: use an .npz with an array 'x', or a table as in training"
         )
     if not source.exists():
         raise DataError(f"{source} does not exist: name a folder or a file of {', '.join(suffixes)}")

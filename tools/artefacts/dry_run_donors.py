@@ -73,18 +73,14 @@ def _dry_run_donors(job: JobSettings, prepared: Bundle, folder: Path, engine: An
     graphs = {name: job_bundle.verify_file(folder, ref) for name, ref in prepared.files.items()}
     with dry_run.convert_to_model_error(f"{job.method} cannot stitch these donors", "change the donors") as errors:
         _require_donors_run(pool, examples.x[: dry_run.EXAMPLES], lambda name, x: engine.run(graphs[name], x))
-        devices = [
-            DeviceData(f"dry-{number}", examples, Examples(examples.x[:1], examples.y[:1])) for number in range(2)
-        ]
+        devices = [DeviceData(f"dry-{i}", examples, Examples(examples.x[:1], examples.y[:1])) for i in range(2)]
         last_state = dry_run.run_to_last_state(
             job, table, folder, devices, dry_run.wrap_to_record_errors(method, errors), engine
         )
         artefact = method.result(last_state)
         _export_and_run_stitched(artefact.meta, artefact.tensors, pool, graphs, examples)
         if isinstance(last_state, SearchState):  # AFL searches no candidates
-            widest = ranking.to_network(
-                last_state, max(last_state.candidates, key=lambda candidate: len(candidate.paths))
-            )
+            widest = ranking.to_network(last_state, max(last_state.candidates, key=lambda c: len(c.paths)))
             _export_and_run_stitched(*stitched_network.to_artefact(widest, pool), pool, graphs, examples)
 
 

@@ -55,9 +55,7 @@ def load_state(store: Store, row: StoredJob, *, best: bool = False) -> Any:
         return tensors.unpack_state(path.read_bytes(), methods.load(row.job.method).state)
     except StoreError as error:
         if row.bundle.parent.name == "sites":
-            raise JobError(
-                f"{row.id} is a site's round ({store.home}): export at the coordinator of all sites"
-            ) from None
+            raise JobError(f"{row.id} is a site's round ({store.home}): export at the parent coordinator") from None
         raise StoreError(
             f"the state of {row.id} cannot be read ({error}): use the version that ran it, or run the job again"
         ) from None

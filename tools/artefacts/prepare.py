@@ -85,11 +85,9 @@ def align_labels(
     invalid = [number for number in numbers if not 0 <= number < classes or numbers.count(number) > 1]
     if invalid:
         exists = 0 <= invalid[0] < classes
-        label_text = " and ".join(
-            repr(label) for label, group in zip(labels, groups, strict=True) if invalid[0] in group
-        )
-        problem = f"twice, for {label_text}" if exists else f"but the donor has {classes} classes"
-        raise ModelError(f"align has class {invalid[0]} {problem}: write `align` as a table of classes for each label")
+        label_text = " and ".join(repr(name) for name, group in zip(labels, groups, strict=True) if invalid[0] in group)
+        problem = f" twice, for {label_text}" if exists else f", but the donor has {classes} classes"
+        raise ModelError(f"align has class {invalid[0]}{problem}: write `align` as a table of classes for each label")
     if align == "names":
         class_names = _read_class_names(names, classes)
         for label, group in zip(labels, groups, strict=True):

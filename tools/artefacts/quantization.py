@@ -184,10 +184,7 @@ class QuantizationTrial:
             plain_bundle = job_bundle.write_bundle(folder, meta, files)
             quantized = _quantize_suitable_blocks(device, plain_bundle, self.params)
             close = {name: block for name, block in quantized.items() if block.max_cka_change < INT8_DELTA}
-            table = {
-                **meta["blocks"],
-                **{name: {**meta["blocks"][name], "int8": make_int8_name(name)} for name in close},
-            }
+            table = meta["blocks"] | {name: {**meta["blocks"][name], "int8": make_int8_name(name)} for name in close}
             graphs = {make_int8_name(name): block.graph for name, block in close.items()}
             int8_bundle = job_bundle.write_bundle(folder, {**meta, "blocks": table}, {**files, **graphs})
             deviating, changing = find_rejected(
@@ -223,9 +220,7 @@ def make_trial(job: Mapping[str, Any]) -> QuantizationTrial:
     images_found = load_split(msgspec.structs.replace(spec, limit=3 * MAX_IMAGES))
     images = len(images_found) // 3
     if images < cka.MIN_IMAGES:
-        raise DataError(
-            f"{spec.source_name} has {len(images_found)} images: [int8] needs at least {3 * cka.MIN_IMAGES}"
-        )
+        raise DataError(f"{spec.source_name} has {len(images_found)} images: [int8] needs {3 * cka.MIN_IMAGES}")
     permutation = tensors.seeded_rng("int8", spec.seed).permutation(3 * images)
     return QuantizationTrial(params, Examples(images_found.x[permutation], images_found.y[permutation]), images)
 

@@ -260,9 +260,7 @@ def compare_and_print(
 
     metric = metrics.MAIN_METRICS[metrics.task_from_network(job.model)]
     if target is not None and metric.share and target > 1:
-        raise JobError(
-            f"--target {target:g} is above 1, the highest {metric.title}: for {target:g} % use {target / 100:g}"
-        )
+        raise JobError(f"--target {target:g} is above 1: for {target:g} % {metric.title} use {target / 100:g}")
     todo = make_cases(job, folder, names, seeds, rounds=rounds, changes=changes)
 
     def run_case(case: ComparisonCase, report_round: ReportRound) -> SeedRun:

@@ -86,9 +86,7 @@ def format_card(card: MethodCard, common: Sequence[MethodParameter] = ()) -> lis
 def format_method_table(names: Iterable[str], installed_plugins: Sequence[plugins.Plugin] = ()) -> list[str]:
     """Return the terminal's lines of a table of names and titles."""
     titles = {name: make_card(name).title for name in names}
-    titles |= {
-        plugin.name: f"of package {plugin.package} {plugin.version} ({plugin.target})" for plugin in installed_plugins
-    }
+    titles |= {p.name: f"of package {p.package} {p.version} ({p.target})" for p in installed_plugins}
     return table.format_table([list(row) for row in titles.items()], "<~")
 
 

@@ -61,12 +61,10 @@ def make_row(name: str, runs: Sequence[SeedRun], target: float | None) -> dict[s
         "in_all": {cost: _compute_mean([_get_cost(point, cost) for point in last_points]) for cost in COSTS},
     }
     if target is not None:
-        points_at_target = [point for run in runs if (point := find_first_reaching(run, target)) is not None]
-        row["reached"] = len(points_at_target)
-        row["to_target"] = {
-            cost: _compute_mean([_get_cost(point, cost) for point in points_at_target]) for cost in COSTS
-        }
-        row["rounds_sd"] = _compute_deviation([float(point.rounds) for point in points_at_target])
+        reached = [point for run in runs if (point := find_first_reaching(run, target)) is not None]
+        row["reached"] = len(reached)
+        row["to_target"] = {cost: _compute_mean([_get_cost(point, cost) for point in reached]) for cost in COSTS}
+        row["rounds_sd"] = _compute_deviation([float(point.rounds) for point in reached])
     return row
 
 
@@ -105,15 +103,8 @@ def _compute_deviation(values: Sequence[float | None]) -> float | None:
 def make_table_head(result: dict[str, Any]) -> list[str]:
     metric = metrics.METRICS[result["metric"]]
     unit = " %" if metric.share else ""
-    columns = [
-        "method",
-        "seeds",
-        metrics.axis_label(metric),
-        "sd",
-        f"best{unit}",
-        f"held-out{unit}",
-        f"worst tenth{unit}",
-    ]
+    columns = ["method", "seeds", metrics.axis_label(metric), "sd"]
+    columns += [f"best{unit}", f"held-out{unit}", f"worst tenth{unit}"]
     costs = ["rounds", "bytes", "J", "board s", "real s"]
     if result["target"] is None:
         return [*columns, *costs]

@@ -49,8 +49,7 @@ def find_main_metric(job: JobSettings) -> metrics.Metric:
 def make_round_rows(summary: RunSummary) -> list[Row]:
     """Return one row per round of a run, without the scores of `fedquilt model evaluate`.
 
-    The costs of surveys and evaluation-only rounds count with the preceding round, so that columns add up to the
-    whole run.
+    The costs of rounds without work are added to the preceding round, so that columns add up to the whole run.
     """
     rows = list[Row]()
     unassigned_costs = None  # costs before the first round
@@ -89,7 +88,7 @@ def _add_costs(row: Row, costs: Row) -> None:
 
 
 def make_scored_rows(summary: RunSummary, job: JobSettings, scores: RunScores) -> list[Row]:
-    """Return one row per round, with scores of `fedquilt model evaluate` under the main metric."""
+    """Return one row per round, with scores of `fedquilt model evaluate` in the column of the main metric."""
     held = {row_score.rounds: row_score for row_score in scores.held}
     test = {row_score.rounds: row_score for row_score in scores.scores}
     rows = []

@@ -85,7 +85,7 @@ def print_counts(job: JobSettings, devices: int | None, out: Path | None, format
 def format_counts(counts: ClassCounts) -> list[str]:
     """Return a table of the examples of each device, and a last line with totals.
 
-    More than FEW classes are summarised in two columns.
+    More than MAX_CLASS_COLUMNS classes are summarised in two columns.
     """
     totals = counts.train + counts.held
     has_class_columns = len(counts.classes) <= MAX_CLASS_COLUMNS
@@ -118,8 +118,7 @@ def format_counts(counts: ClassCounts) -> list[str]:
 def draw_counts(counts: ClassCounts, title: str = "") -> plots.Picture:
     """Return a picture with a dot per device and class, and a bar per device.
 
-    The area of a dot is the number of examples. The dark part is for training, the pale rim is held out. Dots have
-    tooltips with their numbers.
+    The area of a dot is the number of examples: its dark part for training, its pale rim held out.
     """
     totals = counts.train + counts.held
     cell = min(MAX_COLUMN_WIDTH, max(MIN_COLUMN_WIDTH, MAX_TOTAL_WIDTH / max(1, len(counts.devices))))
@@ -175,7 +174,7 @@ def _draw_legend(axis: Any, largest: int, radius: Radius) -> None:
 def _draw_dots(
     axis: Any, add_tooltip: plots.AddTooltip, counts: ClassCounts, dot_position: DotPosition, radius: Radius
 ) -> None:
-    # dots have no tooltips if there are more than MAX_TOOLTIPS
+    # more than MAX_TOOLTIPS dots have no tooltips
     from matplotlib.collections import PatchCollection
     from matplotlib.patches import Circle
 

@@ -410,10 +410,8 @@ class SimulatedFleet:
     def fetch_blobs(self, device: str, refs: Iterable[BlobRef], *, in_turn: bool = False) -> None:
         # devices write into the coordinator's blob store, so all blobs are there already
         missing_hashes = [ref.sha256 for ref in refs if not self.blob_store.has_blob(ref)]
-        missing_text = (
-            f"blob {missing_hashes[0][:12]} is gone from {self.blob_store.folder}" if missing_hashes else None
-        )
-        self._inbox.append(UpdateReceived(device, missing_text))
+        problem = f"blob {missing_hashes[0][:12]} is gone from {self.blob_store.folder}" if missing_hashes else None
+        self._inbox.append(UpdateReceived(device, problem))
 
     def send_ack(self, device: str, ack: wire.Ack) -> None:
         if device in self._offline:

@@ -143,10 +143,8 @@ def format_machines(machines_by_name: Mapping[str, Machine]) -> list[str]:
 
 
 def _format_differences(actual: Mapping[str, str], expected: Mapping[str, str]) -> str:
-    differing_names = [name for name in {**expected, **actual} if expected.get(name) != actual.get(name)]
-    return "; ".join(
-        f"{name} {actual.get(name, 'missing')}, not {expected.get(name, 'missing')}" for name in differing_names
-    )
+    names = [name for name in {**expected, **actual} if expected.get(name) != actual.get(name)]
+    return "; ".join(f"{name} {actual.get(name, 'missing')}, not {expected.get(name, 'missing')}" for name in names)
 
 
 def _read_processor_model() -> str:

@@ -162,9 +162,7 @@ class ProcessWorkers:
         kills = memory_budget.count_oom_kills()
         if kills is not None and self._oom_kills is not None and kills > self._oom_kills:
             return PoolError(f"a worker of the pool was killed, most likely because memory ran out: {fix}")
-        return PoolError(
-            f"another program killed a worker of the pool (SIGKILL): start again, or if memory ran out {fix}"
-        )
+        return PoolError(f"a worker of the pool was killed (SIGKILL): start again, or if memory ran out {fix}")
 
 
 class DetachedResult(msgspec.Struct, frozen=True, array_like=True, tag=True):

@@ -431,9 +431,7 @@ class RayWorkers:
             return
         with contextlib.suppress(Exception):  # an unreachable cluster has ended the workers
             if not immediately:
-                calls = [
-                    each.actor.release_files.remote() for each in self._workers.values() if each.state != "starting"
-                ]
+                calls = [w.actor.release_files.remote() for w in self._workers.values() if w.state != "starting"]
                 if calls:
                     self._ray.wait(calls, num_returns=len(calls), timeout=STOP_TIMEOUT_S)
             for each in self._workers.values():

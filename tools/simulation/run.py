@@ -51,12 +51,8 @@ class WorkBackend:
 
         Devices that have no model yet are missing in the result. Raise JobError if an evaluation fails.
         """
-        device_names = list(devices) or sorted(
-            name for name in simulation.held_out_counts if self._held_out_counts.get(name)
-        )
-        requests = [
-            request for name in device_names if (request := simulation.make_evaluation_request(name)) is not None
-        ]
+        names = list(devices) or sorted(name for name in simulation.held_out_counts if self._held_out_counts.get(name))
+        requests = [r for name in names if (r := simulation.make_evaluation_request(name)) is not None]
         sums_by_device = {}
         for request, result in zip(requests, self._run_requests(requests), strict=True):
             if result.code != "ok":
@@ -90,9 +86,8 @@ def open_pool_backend(
     training_engine, worker_engine = choose_job_engine(job, methods.load(job.method)), choose_engine(engine, os.environ)
     workers_group: WorkerGroup
     if worker_engine == "pool":
-        workers_group = ProcessWorkers(
-            training_engine, len(os.sched_getaffinity(0)) if workers is None else workers, modules
-        )
+        count = len(os.sched_getaffinity(0)) if workers is None else workers
+        workers_group = ProcessWorkers(training_engine, count, modules)
     else:
         from fedquilt.tools.simulation.ray_workers import RayWorkers  # optional package
 

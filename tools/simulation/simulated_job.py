@@ -277,9 +277,7 @@ class Simulation:
         job = self.running
         assert job is not None
         if job.method.check is None:
-            raise JobError(
-                f"the method {self.job.method} cannot evaluate: leave out evaluations, or use another method"
-            )
+            raise JobError(f"method {self.job.method} cannot evaluate: leave out evaluations, or use another method")
         task = job.build_task(device, self.engine, self.fleet.profile(device), self.now_s, ("check",))
         return None if task is None else self.fleet.make_extra_request(device, task)
 

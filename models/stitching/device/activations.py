@@ -125,9 +125,8 @@ class FileStack(ActivationSource):
     def read_channels(self, examples: slice, channels: slice) -> np.ndarray:
         channel_size = prod(self.shape[2:])
         result = np.empty((examples.stop - examples.start, channels.stop - channels.start, *self.shape[2:]), np.float32)
-        self._read_rows(
-            result.reshape(len(result), -1), examples.start * self._width + 4 * channels.start * channel_size
-        )
+        offset = examples.start * self._width + 4 * channels.start * channel_size
+        self._read_rows(result.reshape(len(result), -1), offset)
         return result
 
     def read_features(self, first: int, last: int, examples: int) -> np.ndarray:

@@ -124,9 +124,7 @@ class BlockRunner:
         if len(stage) == 1:
             yield from self._iterate_graph_outputs(stage[0], source, first, last, flops)
             return
-        tiles = [
-            np.concatenate(list(self._iterate_graph_outputs(graph, source, first, last, flops))) for graph in stage
-        ]
+        tiles = [np.concatenate([*self._iterate_graph_outputs(graph, source, first, last, flops)]) for graph in stage]
         yield np.concatenate(tiles, axis=1)
 
     def _iterate_graph_outputs(

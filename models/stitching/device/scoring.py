@@ -273,9 +273,7 @@ class _BlockScorer:
 
     def _estimate_flops(self) -> float:
         request, n = self._request, len(self._rows)
-        chain_flops = {
-            block.id: block.flops for chain, _ in donor_chains(request.blocks, self._pool) for block in chain
-        }
+        chain_flops = {b.id: b.flops for chain, _ in donor_chains(request.blocks, self._pool) for b in chain}
         scored_count = {"input": 0, "hybrid": min(request.screen, len(request.pool)), "output": len(request.pool)}[
             request.score_at
         ]

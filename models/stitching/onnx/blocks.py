@@ -302,9 +302,7 @@ def cuts_after_modules(operations: Sequence[Operation], donor: str, cuts: Sequen
         indices = [i for i, op in enumerate(operations) if op.owner == cut or op.owner.startswith(cut + ".")]
         if not indices:
             tops = sorted({op.owner.split(".")[0] for op in operations} - {""})
-            raise ModelError(
-                f"donor {donor!r} runs no module {cut!r}: name {', '.join(tops)}, or a module inside these"
-            )
+            raise ModelError(f"donor {donor!r} runs no module {cut!r}: name {', '.join(tops)}, or a module inside")
         if not operations[indices[-1]].can_cut:
             raise ModelError(
                 f"donor {donor!r} cannot be cut after {cut!r}: later modules read other values too, or the output is "

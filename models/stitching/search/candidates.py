@@ -169,9 +169,8 @@ def pack_sums(sums: ClassMoments, exact: bool = False) -> PackedSums:
 def unpack_sums(packed: PackedSums | None) -> ClassMoments | None:
     if packed is None:
         return None
-    return ClassMoments(
-        packed.counts, packed.totals, least_squares.unpack_symmetric(packed.half, packed.totals.shape[1])
-    )
+    scatter = least_squares.unpack_symmetric(packed.half, packed.totals.shape[1])
+    return ClassMoments(packed.counts, packed.totals, scatter)
 
 
 # -- solving --------------------------------------------------------------------------------------
@@ -293,9 +292,7 @@ class _TruncationSearch:
             min(map(RidgePenalty, ridges, chain_criteria), key=lambda penalty: penalty.criterion)
             for chain_criteria in zip(*criteria, strict=True)
         ]
-        return [
-            _TapSet(taps, self._ordering_cost(taps), penalty) for taps, penalty in zip(sets, penalties, strict=True)
-        ]
+        return [_TapSet(taps, self._ordering_cost(taps), p) for taps, p in zip(sets, penalties, strict=True)]
 
     def _refine_penalty(self, tap_set: _TapSet) -> _TapSet:
         return replace(tap_set, penalty=joint_head.search_penalty(self.restrict_to(tap_set.taps), tap_set.penalty))

@@ -84,7 +84,7 @@ def test_what_cannot_be_prepared_names_the_job_file(tmp_path, capsys, monkeypatc
     path.write_text(JOB)
     code, told = failed(capsys, verb, str(path))
     assert (code, told.count(str(path))) == (2, 1)
-    assert f"{path}: the job has neither [model] nor [[donors]]: there is nothing to prepare" in told
+    assert f"{path}: the job has neither [model] nor [[donors]] to prepare" in told
 
 
 def test_runs_are_listed_and_told_for_people_and_programs(tmp_path, capsys):

@@ -121,7 +121,7 @@ def test_a_trained_network_has_numbers_for_labels(tmp_path: Path) -> None:
     model = classifiers.write_classifier(
         tmp_path / "numbers.onnx", facts={"network": json.dumps({**table, "task": "regression"})}
     )
-    with pytest.raises(ModelError, match="predicts regression, and a network that chooses one of several classes"):
+    with pytest.raises(ModelError, match="predicts regression: use a network that predicts classes"):
         run_model(model, tmp_path / "a.npz")
 
 
@@ -129,7 +129,9 @@ def test_what_cannot_be_classified_says_why(model: Path, tmp_path: Path) -> None
     empty = tmp_path / "empty"
     empty.mkdir()
     good = npz(tmp_path / "good.npz", x=np.zeros((2, 4, 4), np.uint8))
-    with pytest.raises(ModelError, match="does not say its labels: give a network that `fedquilt model export` wrote"):
+    with pytest.raises(
+        ModelError, match="has no labels in its metadata: use a file written by `fedquilt model export`"
+    ):
         run_model(classifiers.write_classifier(tmp_path / "other.onnx", facts={}), good)
     with pytest.raises(ModelError, match=r"absent\.onnx: it cannot be read"):
         run_model(tmp_path / "absent.onnx", good)

@@ -235,8 +235,8 @@ def test_a_device_that_is_asked_again_begins_later_in_the_timeline(tmp_path: Pat
     section = sections.make_timeline_section(replace(found, events=tuple(dated)))
     assert section is not None
     ((_, drawn),) = section.switch
-    assert {"a, before it was asked: 0", "a, task: 2", "a, waiting: 7"} <= set(re.findall("<title>(.*?)<", str(drawn)))
-    assert {"b, before it was asked: 5", "b, task: 2", "b, waiting: 2"} <= set(re.findall("<title>(.*?)<", str(drawn)))
+    assert {"a, before selection: 0", "a, task: 2", "a, waiting: 7"} <= set(re.findall("<title>(.*?)<", str(drawn)))
+    assert {"b, before selection: 5", "b, task: 2", "b, waiting: 2"} <= set(re.findall("<title>(.*?)<", str(drawn)))
 
 
 def test_of_many_devices_the_worst_errors_are_drawn(tmp_path: Path) -> None:

@@ -114,7 +114,7 @@ def test_a_model_that_does_not_load_leaves_the_old_one(running: Running, models:
     assert status == 200
     assert health["model"] == old
     assert health["trouble"].endswith("the one before answers meanwhile")
-    expected = {"garbage": "it is no ONNX file", "labels": "there are 3 labels", "nothing": "is missing: `fedquilt"}
+    expected = {"garbage": "it is no ONNX file", "labels": "2 scores for 3 labels", "nothing": "is missing: `fedquilt"}
     assert expected.get(what, "is missing: `fedquilt") in health["trouble"]
     assert running.client.post(npy(classifiers.image(250)))[0] == 200
     classifiers.lead(models, "b")

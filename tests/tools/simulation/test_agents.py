@@ -62,7 +62,7 @@ def facts_of(given: fleet.FleetPlan, run: str) -> list[object]:
 
 def test_a_fleet_on_virtual_time_that_waits_for_boards_that_never_come_says_so(tmp_path: Path) -> None:
     given = plan(tmp_path, cohort={"min_devices": 5}, fleet={"devices": 2})
-    with pytest.raises(JobError, match="waits for devices in round 1"):
+    with pytest.raises(JobError, match="lacks devices in round 1"):
         fleet.run_fleet_virtually(given)
 
 
