@@ -1,7 +1,4 @@
-"""Client side of GENE-FL (arXiv 2504.14628): choice of layers, and penalties.
-
-Equations are numbered as in the paper. Requires numpy only.
-"""
+"""Client side of GENE-FL (arXiv 2504.14628): choice of layers, and penalties. Requires numpy only."""
 
 from __future__ import annotations
 
@@ -23,7 +20,7 @@ def choose_learngene_layers(
     selection: Literal["lowest", "highest"],
     norm: Literal["mul", "div_sqrt", "none"],
 ) -> list[str]:
-    """Return the names of `count` layers with the lowest or highest score, in this order (Eq. 9).
+    """Return the names of `count` layers with the lowest or highest score (GENE-FL, Eq. 9), sorted.
 
     The score is the cosine distance of a layer's weights from those in `old_model`. With `norm` "mul" it is multiplied
     by the layer's share of all weights, with "div_sqrt" divided by the share's root.
@@ -49,13 +46,13 @@ def choose_learngene_layers(
 
 
 def scale_fisher(fisher: np.ndarray) -> np.ndarray:
-    """Scale Fisher values linearly to 0..1 (Eq. 6). If all are equal, all become 0."""
+    """Scale Fisher values linearly to 0..1 (GENE-FL, Eq. 6). Equal values become 0."""
     low, high = float(fisher.min()), float(fisher.max())
     return (fisher - low) / (high - low) if high > low else np.zeros_like(fisher)
 
 
 def layer_strengths(kind: str, parts: Mapping[str, tuple[str, ...]], model: Tensors) -> dict[str, float]:
-    """Return the strength a_l of each tensor (Eq. 4).
+    """Return the strength a_l of each tensor's penalty (GENE-FL, Eq. 4).
 
     With kind "size" it is the layer's size relative to the largest layer, with "sqrt" 1 / sqrt(size), otherwise 1.
     """
@@ -80,7 +77,7 @@ def penalty_hooks(
     elastic_tensors: Tensors,
     strengths: Mapping[str, float],
 ) -> Hooks:
-    """Return hooks that add the gradients of both penalties (Eq. 4 and 8), or empty hooks without a penalty.
+    """Return hooks that add the gradients of both penalties (GENE-FL, Eq. 4 and 8), or empty hooks without a penalty.
 
     The sum of both gradients is 2 s (theta - Theta) + 2 e (theta - el) = p (theta - aim).
 

@@ -38,7 +38,6 @@ class NetworkState:
         return tensor_register.register_from_table(self.network)
 
     def trained_names(self) -> list[str]:
-        """Return the names of the model's tensors that gradients change."""
         return self.register.parameter_names(self.model)
 
     def plain_state_with(self, model: Mapping[str, np.ndarray]) -> NetworkState:
@@ -46,6 +45,7 @@ class NetworkState:
 
 
 def initial_state(bundle: core.Bundle, params: Any) -> NetworkState:
+    """Return the state with the bundle's network, or raise ModelError if the bundle has none."""
     if "model" not in bundle.files:
         raise core.ModelError("the bundle has no 'model': add a [model] table to the job and run `fedquilt prepare`")
     table = {name: getattr(params, name) for name in type(params).__dataclass_fields__}

@@ -71,7 +71,6 @@ def build_network(network: Mapping[str, Any]) -> nn.Module:
 
 
 def _initialise_lazy_tensors(model: nn.Module, network: Mapping[str, Any]) -> None:
-    # raises ModelError if the network cannot compute an example of zeros
     import torch
     from torch.nn.parameter import is_lazy
 
@@ -118,6 +117,7 @@ def load_network(network: Mapping[str, Any], weights: str | Path | None = None, 
 
 
 def measure_cost(model: nn.Module, shape: tuple[int, ...]) -> NetworkCost:
+    """Run the network on an example of `shape` and return the cost. Exceptions of the network are raised."""
     import torch
     from torch.nn.attention import SDPBackend, sdpa_kernel
     from torch.utils.flop_counter import FlopCounterMode

@@ -182,7 +182,7 @@ def split_stages(model: Tensors, count: int, register: TensorRegister) -> Staged
     """Split the network into `count` stages, or as many as it has blocks.
 
     Layers form a block if their names are equal up to the first number ("layer1.0"). A layer without a number is a
-    block ("conv1"). A block without weights joins the block before it.
+    block ("conv1"). A block without weights joins the previous block.
     """
     parameters_by_layer, head = register.parameters_by_layer(), register.find_classifier()
     if head is None:

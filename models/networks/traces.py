@@ -146,7 +146,7 @@ def trace_register(model: nn.Module, shape: tuple[int, ...]) -> TensorRegister:
     """
     modules, names_by_id, state = dict(model.named_modules()), _tensor_names_by_id(model), state_without_aliases(model)
     trained_names, calls = _names_trained_by_step(model, shape), _trace_calls(model, shape)
-    layers, rows = _layers_before_norms(modules, calls), []
+    layers, rows = _find_layer_before_each_norm(modules, calls), []
     for name, value in state.items():
         path = name.partition(PARAMETRIZATION_PATH)[0] if PARAMETRIZATION_PATH in name else name.rpartition(".")[0]
         module = modules[path]
@@ -209,7 +209,7 @@ def _nearest_torch_type_name(module: nn.Module) -> str:
     return f"{type(module).__module__}.{type(module).__qualname__}"
 
 
-def _layers_before_norms(modules: Mapping[str, nn.Module], calls: Sequence[str]) -> dict[str, str]:
+def _find_layer_before_each_norm(modules: Mapping[str, nn.Module], calls: Sequence[str]) -> dict[str, str]:
     layers, previous_path = {}, ""
     for path in calls:
         module = modules[path]

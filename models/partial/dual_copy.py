@@ -37,7 +37,7 @@ class GateFunction:
 
 
 def gate_function(traced: fx.GraphModule, node: fx.Node) -> GateFunction | None:
-    """Return the gate of an activation, that of ReLU for smooth ones, or None for other operations."""
+    """Return the gate of an activation, or None for other operations. Smooth activations have the gate of ReLU."""
     if node.op == "call_module":
         module = traced.get_submodule(str(node.target))
         if isinstance(module, nn.ReLU6):
@@ -61,7 +61,7 @@ def is_max_pool(traced: fx.GraphModule, node: fx.Node) -> bool:
 
 
 def max_pool_settings(traced: fx.GraphModule, node: fx.Node) -> dict[str, Any]:
-    """Return the keyword arguments of `F.max_pool2d` for this operation, or {} if it is none."""
+    """Return the keyword arguments of `F.max_pool2d` for a max pool, or {} for another operation."""
     if node.op == "call_module":
         module = traced.get_submodule(str(node.target))
         if not isinstance(module, nn.MaxPool2d):
@@ -90,7 +90,7 @@ def make_out_of_place(node: fx.Node) -> fx.Node:
 
 
 def nodes_depending_on_trained(traced: fx.GraphModule, trained: Sequence[str]) -> dict[fx.Node, None]:
-    """Return, in order, the operations that use a trained tensor, and all that depend on these."""
+    """Return, in order, the operations that use a trained tensor or depend on such an operation."""
     dependent_nodes: dict[fx.Node, None] = {}
     for node in traced.graph.nodes:
         if node.op == "output":
@@ -110,7 +110,7 @@ def nodes_feeding_weights(traced: fx.GraphModule) -> set[fx.Node]:
 
 
 def uses_tensors(traced: fx.GraphModule, node: fx.Node, trained: Sequence[str] | None) -> bool:
-    """Return whether an operation uses a trained tensor or, with None, any tensor."""
+    """Return whether an operation uses a tensor of `trained`, or any tensor if `trained` is None."""
     if node.op == "get_attr":
         names = [str(node.target)]
     elif node.op == "call_module":
@@ -139,12 +139,12 @@ NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 
 
 def gate_value(z: torch.Tensor, on: torch.Tensor, slope: float = 0.0) -> torch.Tensor:
-    """Return alpha * z, or slope * z where the gate is off."""
+    """Return z where the gate is on, and slope * z elsewhere."""
     return torch.where(on, z, slope * z) if slope else z * on  # a product takes a third of `where`'s time
 
 
 def gate_with_cap(z: torch.Tensor, on: torch.Tensor, full: torch.Tensor, cap: float) -> torch.Tensor:
-    """Return alpha * z, or `cap` where the structural copy has reached the cap."""
+    """Return `cap` where `full`, z where only the gate is on, and 0 elsewhere."""
     return torch.where(full, cap, z * on)
 
 

@@ -48,7 +48,7 @@ class MaskPlan:
 
 
 def plan_from_layers(layers: Mapping[str, tuple[int, int]]) -> MaskPlan:
-    """Return the plan of a chain of fully connected layers."""
+    """Return the plan of fully connected layers in order, given as path -> (outputs, inputs)."""
     hidden = {path: outputs for path, (outputs, _) in list(layers.items())[:-1]}
     follows: dict[str, TensorGroups] = {}
     previous_groups: tuple[str, ...] = ()
@@ -63,12 +63,12 @@ def plan_from_layers(layers: Mapping[str, tuple[int, int]]) -> MaskPlan:
 
 
 def describe_unmaskable_layers(plan: MaskPlan) -> str:
-    """Return a phrase with up to four layers that cannot be masked and their readers, or "" without any."""
+    """Return text with up to four layers that cannot be masked and the reasons, or "" without such layers."""
     descriptions = [f"{layer!r} ({reader})" for layer, reader in plan.whole.items()]
     if not descriptions:
         return ""
     rest = f" and {len(descriptions) - 4} more" if len(descriptions) > 4 else ""
-    return f"layers that stay whole (with their unsupported reader): {', '.join(descriptions[:4])}{rest}"
+    return f"layers that cannot be masked (with the unsupported operation): {', '.join(descriptions[:4])}{rest}"
 
 
 def validate_plan(plan: MaskPlan, model: Tensors) -> None:
@@ -87,7 +87,7 @@ def validate_plan(plan: MaskPlan, model: Tensors) -> None:
 
 
 def plan_from_bundle(bundle: Bundle, model: Tensors) -> MaskPlan:
-    """Return the bundle's plan. Raise ModelError without a plan for this model, or one that masks a neuron."""
+    """Return the bundle's plan, or raise ModelError if the plan is missing, masks no neuron or does not fit `model`."""
     if "masks" not in bundle.files:
         missing = "the bundle has no plan of the network's hidden neurons: run `fedquilt prepare` again"
         raise ModelError(str(bundle.meta.get("untraced", missing)))

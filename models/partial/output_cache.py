@@ -68,7 +68,7 @@ class CacheMetadata(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class NoRoomError(Exception): ...
 
 
-def row_layout(batch: BatchOutputs, *, is_float16: bool) -> RowLayout:
+def make_row_layout(batch: BatchOutputs, *, is_float16: bool) -> RowLayout:
     outputs = [*batch.values, *batch.indices, *batch.masks]
     count = {len(tensor) if hasattr(tensor, "shape") and len(tensor.shape) else 0 for tensor in outputs}
     if len(count) != 1 or not all(value.is_floating_point() for value in batch.values):
@@ -168,7 +168,7 @@ class RowWriter:
     def write_batch(self, batch: BatchOutputs) -> None:
         try:
             if self._layout is None:
-                self._layout = row_layout(batch, is_float16=self._is_float16)
+                self._layout = make_row_layout(batch, is_float16=self._is_float16)
                 self._delete_old_files_and_require_space(self._count * self._layout.row_bytes)
             rows = pack_rows(batch, self._layout)
             with self._part.open("ab") as file:

@@ -94,7 +94,7 @@ class WeightedEntrySums:
 def add_entries(
     model: Tensors, sums: WeightedEntrySums | None, sub_model: Tensors, cut: TensorCut, weight: float
 ) -> WeightedEntrySums:
-    """Add a device's sub-network to a round's sums, or raise UpdateError if its shapes are not those of the cut."""
+    """Add a device's sub-network to a round's sums, or raise UpdateError if its shapes do not fit `cut`."""
     tensors.require_addable(sub_model, cut_shapes(model, cut))
     sums = sums or WeightedEntrySums()
     total, weights = dict(sums.total), dict(sums.weight)
@@ -160,7 +160,7 @@ def shrink_module(module: Any, start: Tensors, *, scaled: bool) -> Any:
         own_tensors = dict(submodule.named_parameters(recurse=False)) | dict(submodule.named_buffers(recurse=False))
         names = {key: first_names[id(value)] for key, value in own_tensors.items() if id(value) in first_names}
         if odd := [name for name in names.values() if name not in start]:
-            raise ModelError(f"the sub-network has no tensor {odd[0]!r}")
+            raise ModelError(f"the sub-network has no tensor {odd[0]!r}: run `fedquilt prepare` again")
         new_shapes = {
             attribute: start[name].shape
             for attribute, name in names.items()

@@ -4,9 +4,9 @@ Source: FedStitch (arXiv 2409.07202), sections 4.2 and 4.3, Algorithm 1 lines 14
 aggregator" is here an epsilon-greedy choice on the devices and multiplicative weights. The paper publishes neither
 constants nor a definition of the rank.
 
-Deviations beside those in `fedquilt.methods.fedstitch`: picks can be spread over donors, with fewer than three other
-devices a device is not judged, and picks are recomputed from the scores and the task's seed, so that a device cannot
-vote against its own scores. Requires numpy only.
+Deviations in addition to those in `fedquilt.methods.fedstitch`: picks can be spread over donors, with fewer than three
+other devices a device is not judged, and picks are recomputed from the scores and the task's seed, so that a device
+cannot vote against its own scores. Requires numpy only.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def rank_blocks(score: np.ndarray, level: np.ndarray, pool: Sequence[str]) -> li
 
 
 def alternate_kinds(ordered: Iterable[int], kinds: Sequence[str]) -> list[int]:
-    """Reorder positions so that their kinds alternate, each in its own order."""
+    """Reorder positions so that their kinds alternate. Positions of one kind keep their order."""
     counts: dict[str, int] = {}
     keyed = []
     for position, j in enumerate(ordered):

@@ -143,7 +143,7 @@ class Classifier:
 
     @property
     def array_names(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """Names in an .npz for inputs and for labels: those of training, "x_test" and "x"."""
+        """Names of input arrays and of label arrays in an .npz: the names in training, then "x_test" or "y_test"."""
         own_names = [name if isinstance(name, str) and name else "" for name in (self._reading.x, self._reading.y)]
         return (*filter(None, own_names[:1]), "x_test", "x"), (*filter(None, own_names[1:]), "y_test", "y")
 

@@ -50,7 +50,7 @@ def load_state(store: Store, row: StoredJob, *, best: bool = False) -> Any:
         )
     path = store.blob_store.blob_path(ref.sha256)
     if path is None:
-        raise StoreError(f"the state of {row.id} ({ref.sha256[:12]}) is gone from {store.home}, or damaged")
+        raise StoreError(f"the state of {row.id} ({ref.sha256[:12]}) is missing or damaged: restore {store.home}")
     try:
         return tensors.unpack_state(path.read_bytes(), methods.load(row.job.method).state)
     except StoreError as error:
@@ -78,8 +78,8 @@ def export_result(store: Store, run: str, out: Path, *, best: bool = False, cand
     """Write the result of a run to a file, and return a sentence that describes the file.
 
     A stitched network becomes one ONNX file. Trained weights become a safetensors file with the network's table in
-    the header, or an ONNX file if `out` ends with .onnx. With `best` the result is that after the round with the best
-    evaluation. The sentence states if the run has not ended.
+    the header, or an ONNX file if `out` ends with .onnx. With `best` it is the result after the round with the best
+    evaluation. The sentence says if the run has not ended. Raise JobError without a result.
     """
     artefact, row = load_result(store, run, best=best, candidate=candidate), store.find_job(run)
     suffixes = (".onnx",) if artefact.kind == "stitched" else (".onnx", ".safetensors")
@@ -108,7 +108,7 @@ def encode_for_devices(store: Store, run: str) -> tuple[bytes, str]:
     """Return the result of a run as bytes for devices, and a description.
 
     The bytes are an ONNX file, or `fedquilt.formats.personal_models` data if each device has a private part of the
-    network.
+    network. Raise JobError before the run is done, or if devices cannot complete the network.
     """
     row = store.find_job(run)
     state, method = load_state(store, row), methods.load(row.job.method)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -417,11 +417,12 @@ def _prepare_donors(
     meta: dict[str, Any] = {"input": msgspec.to_builtins(input_spec), "labels": labels, "donors": {}, "blocks": {}}
     for donor in donors:
         start_part(f"donor {donor.name}")
-        donor_meta, blocks = _prepare_donor(donor, input_spec, labels, files, print_line)
-        meta["donors"][donor.name] = donor_meta
-        meta["blocks"] |= blocks
-        size = sum(block["weight_bytes"] for block in blocks.values())
-        print_line(f"donor {donor.name}: {len(blocks)} blocks, {units.format_bytes(size)}")
+        prepared = _prepare_donor(donor, input_spec, labels, print_line)
+        meta["donors"][donor.name] = prepared.metadata
+        meta["blocks"] |= prepared.blocks
+        files |= prepared.files
+        size = sum(block["weight_bytes"] for block in prepared.blocks.values())
+        print_line(f"donor {donor.name}: {len(prepared.blocks)} blocks, {units.format_bytes(size)}")
     shapes = {name: meta["blocks"][donor_meta["blocks"][0]]["in_shape"] for name, donor_meta in meta["donors"].items()}
     first_name, *others = shapes
     if other := [name for name in others if shapes[name] != shapes[first_name]]:
@@ -432,13 +433,18 @@ def _prepare_donors(
     return meta
 
 
+class _PreparedDonor(NamedTuple):
+    metadata: dict[str, Any]  # entry of "donors" in the bundle's metadata
+    blocks: dict[str, Any]  # entries of "blocks", by block id
+    files: dict[str, bytes]
+
+
 def _prepare_donor(
     donor: DonorSettings,
     input_spec: ImageInput | inputs.ValueInput,
     labels: Sequence[str],
-    files: dict[str, bytes],
     print_line: Callable[[str], None],
-) -> tuple[dict[str, Any], dict[str, Any]]:
+) -> _PreparedDonor:
     from fedquilt.models.stitching.onnx import blocks  # torch and onnx
 
     if isinstance(input_spec, ImageInput):
@@ -456,7 +462,8 @@ def _prepare_donor(
             metadata["align"] = align_labels(donor.align, donor.classes, classes, labels, print_donor_line)
         except FedquiltError as error:
             raise type(error)(f"donor {donor.name!r}: {error}") from None
-    table = {}
+    table: dict[str, Any] = {}
+    files: dict[str, bytes] = {}
     for part in parts:
         stages = blocks.export_block(part)
         graphs = [graph for stage in stages for graph in stage]
@@ -480,7 +487,7 @@ def _prepare_donor(
             "resident_bytes": max(graph.weight_bytes for graph in graphs),
             "activation_bytes": max(graph.activation_bytes for graph in graphs),
         }
-    return metadata, table
+    return _PreparedDonor(metadata, table, files)
 
 
 def _make_graph_names(block: str, counts: Sequence[int]) -> list[list[str]]:

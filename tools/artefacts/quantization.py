@@ -206,7 +206,7 @@ class QuantizationTrial:
 
 
 def make_trial(job: Mapping[str, Any]) -> QuantizationTrial:
-    """Return the quantisation trial for the [int8] table of a job."""
+    """Return the trial for the [int8] table of a job, or raise JobError or DataError if the table is unusable."""
     if not job.get("donors"):
         raise JobError("[int8] quantizes the blocks of [[donors]], but the job has no donors: remove [int8]")
     params = resolve_settings(toml.convert_table(job.get("params") or {}, SearchParams, "[params]"))
@@ -393,7 +393,7 @@ def _score_original_and_quantized(
 def find_rejected(
     choices: Sequence[QuantizationChoice], candidates: Iterable[str], k: int
 ) -> tuple[set[str], set[str]]:
-    """Return the candidates with deviating scores, and those that would change a choice of the best K.
+    """Return the candidates with deviating scores, and candidates that would change a choice of the best K.
 
     Candidates that enter or leave the best K are rejected repeatedly until the remaining ones change no choice.
     """

@@ -172,7 +172,7 @@ def format_fronts(fronts: EnergyFront, job: JobSettings) -> list[str]:
     if fronts.epochs:
         lines.append(f"even: the cheapest plan with {fronts.epochs} epochs on every board")
     else:
-        lines.append(f"{job.method}: each device trains as the job says; only the round time is chosen")
+        lines.append(f"{job.method}: every device trains for the job's epochs; only the round time is chosen")
     return lines
 
 
@@ -185,8 +185,11 @@ def _format_epochs(fronts: EnergyFront, plan: EnergyPlan) -> str:
     return ", ".join(f"{kind} {low}" + (f"-{high}" if high > low else "") for kind, (low, high) in spans.items())
 
 
-def plot_fronts(found: EnergyFront) -> plots.Plot:
-    fronts = {"front": found.front, "the same epochs on every board": found.even_front if found.epochs else ()}
+def plot_fronts(energy_front: EnergyFront) -> plots.Plot:
+    fronts = {
+        "front": energy_front.front,
+        "the same epochs on every board": energy_front.even_front if energy_front.epochs else (),
+    }
     lines = [
         plots.PlotLine(name, [plan.seconds for plan in plans], [plan.joules for plan in plans])
         for name, plans in fronts.items()
@@ -194,7 +197,7 @@ def plot_fronts(found: EnergyFront) -> plots.Plot:
     ]
     lines += [
         plots.PlotLine(name, [plan.seconds], [plan.joules])
-        for name, plan in (("chosen", found.chosen_plan), ("predicted", found.predicted_plan))
+        for name, plan in (("chosen", energy_front.chosen_plan), ("predicted", energy_front.predicted_plan))
         if plan is not None
     ]
     return plots.plot_lines(lines, "Joules of a round by its time", "seconds", "joules")

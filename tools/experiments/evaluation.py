@@ -55,8 +55,6 @@ def load_test_set(job: JobSettings) -> Examples:
 
 
 class Evaluator:
-    """Evaluator of one job's states on its test set."""
-
     def __init__(self, job: JobSettings, folder: Path, *, test: Examples | None = None) -> None:
         self.job, self.method, self._folder = job, methods.load(job.method), folder
         self._test = load_test_set(job) if test is None else test
@@ -205,9 +203,8 @@ def _score_latest_if_new(
         payload = None
     if payload is None:
         if has_ended:
-            raise StoreError(
-                f"the state after {rounds_done} rounds ({ref.sha256[:12]}) is gone from {states.store.home}, or damaged"
-            )
+            state_text = f"the state after {rounds_done} rounds ({ref.sha256[:12]})"
+            raise StoreError(f"{state_text} is missing or damaged: restore {states.store.home}")
         return None
     return evaluator.score(tensors.unpack_state(payload, evaluator.method.state), rounds_done, ref.sha256)
 
@@ -266,7 +263,7 @@ class LiveEvaluator:
             self._evaluator.close()
 
     def evaluate(self, simulation: Simulation, backend: WorkBackend, *, shares: bool) -> EvaluationResult:
-        """Evaluate the model, with `shares` also on held-out shares, and give the run the devices' class counts."""
+        """Evaluate the model, with `shares` also on held-out shares, and update the class counts of the run."""
         sums_by_device = backend.evaluate(simulation) if self.checks and shares else {}
         total = evaluation.add_evaluations(sums_by_device.values())
         if total is not None and simulation.running is not None and total.correct_with_priors is not None:

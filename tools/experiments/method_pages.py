@@ -49,7 +49,6 @@ class MethodCard:
 
 
 def make_card(name: str, covering: Covering = lambda name: ()) -> MethodCard:
-    """Return the description of a method from its source file."""
     method = methods.load(name)
     title, _, about = (inspect.getdoc(methods.method_module(name)) or "").partition("\n")
     parameters = tuple(_list_parameters(method.params))

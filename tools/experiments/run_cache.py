@@ -32,8 +32,6 @@ _digest_cache: dict[tuple[int, ...], str] = {}  # digests of unchanged files, wh
 
 
 class RunCache:
-    """Cached runs in `folder`/runs."""
-
     def __init__(self, folder: Path) -> None:
         self.folder = folder / "runs"
         with disk_errors(f"write {self.folder}"):

@@ -87,10 +87,10 @@ def run_seed(
 ) -> SeedRun:
     """Run a job with one seed, and evaluate its model outside of the rounds.
 
-    The model is evaluated every `check.every` rounds and after the last round, on all held-out shares and, with
-    `tested`, on the test set, with `evaluate_first` also before the first round. The last `offline_count` devices
-    start offline. `observe_run` is called before the first round, after each round and at the end. The function may
-    bring devices online, and returns `SeedRun.figures`.
+    The model is evaluated every `check.every` rounds and after the last round, and with `evaluate_first` also before
+    the first round: on all held-out shares and, with `tested`, on the test set. The last `offline_count` devices start
+    offline. `observe_run` is called before the first round, after each round and at the end. It may bring devices
+    online, and returns `SeedRun.figures`. Raise JobError if the run fails.
     """
     members, test = load_devices(job, folder)
     members, test = select_members(members), test if tested else None

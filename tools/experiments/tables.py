@@ -24,7 +24,7 @@ FILES: Final = {"joules": "energy", "seconds": "board-time", "real_seconds": "re
 def make_result(
     job: str, runs: Sequence[SeedRun], target: float | None, failed: Sequence[str] = (), note: str = ""
 ) -> dict[str, Any]:
-    """Return a comparison for JSON: its table and all runs."""
+    """Return the comparison for JSON, with its table and all runs."""
     return {
         "job": job,
         "accuracy_on": "test set" if any(run.tested for run in runs) else "held-out shares",
@@ -69,7 +69,6 @@ def make_row(name: str, runs: Sequence[SeedRun], target: float | None) -> dict[s
 
 
 def find_first_reaching(run: SeedRun, target: float) -> EvaluationPoint | None:
-    """Return the first evaluation that reaches the target, or None."""
     metric = find_main_metric([run])
     reaching_points = (
         point for point in run.marks if point.value is not None and metrics.reaches_target(metric, point.value, target)
@@ -144,7 +143,7 @@ def make_table_notes(result: dict[str, Any]) -> list[str]:
     metric = metrics.METRICS[result["metric"]]
     article = "an" if metric.title[0] in "aRM" and metric.title != "macro F1" else "a"
     cost_note = (
-        f"costs: in all; --target A counts them to {article} {metric.title}"
+        f"costs: of whole runs; --target A counts them up to {article} {metric.title}"
         if result["target"] is None
         else f"costs: to the first evaluation at or {'above' if metric.higher else 'below'} the target, means over the "
         "seeds that reached it"
@@ -154,7 +153,7 @@ def make_table_notes(result: dict[str, Any]) -> list[str]:
         f"{metric.title}: on the {result['accuracy_on']} after the last round, mean and sd over seeds; "
         "best: of any round",
         cost_note,
-        "J: of the simulated boards' tasks, at their governors' points; board s: of whole rounds; real s: this machine",
+        "J: energy of tasks on the simulated boards; board s: duration of rounds there; real s: on this machine",
     ]
 
 

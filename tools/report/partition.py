@@ -44,7 +44,7 @@ class ClassCounts:
 
 
 def count_examples(job: JobSettings, devices: int | None = None) -> ClassCounts:
-    """Return the example counts of the devices of `fedquilt simulate`, by default as many as in the job."""
+    """Return the example counts of `devices` simulated devices, by default as many as the job has."""
     tables = FleetPlan(job, Path(), Path(), devices).make_agent_tables()
     train, held = examples.count_labels(DataSpec.parse(tables[0]["data"]))
     kinds = train.shape[1]

@@ -395,7 +395,7 @@ def choose_ticks(low: float, high: float, *, integer: bool = False) -> list[floa
 
 
 def format_number(value: float) -> str:
-    """Return a number as text, with four digits or without decimals."""
+    """Return a number with four digits, or from 1000 on without decimals."""
     return f"{value:.0f}" if abs(value) >= 1000 else f"{value:.4g}"
 
 

@@ -26,7 +26,7 @@ MAX_NAME_LETTERS = 70  # letters of a candidate's name
 
 
 def load_candidates(store: Store, run: str) -> Candidates:
-    """Return the candidates of a run's result, or () for other jobs and runs without a result."""
+    """Return the candidates of a stitching run's result, or () for other methods and without a complete result."""
     from fedquilt.tools.artefacts import export
 
     try:

@@ -296,9 +296,10 @@ class SimulatedFleet:
         self.specs |= extra_specs or {}
 
     def bring_online(self, names: Iterable[str]) -> None:
+        """Bring devices online that are offline. Raise JobError if the fleet lacks a device."""
         for name in names:
             if name not in self.specs:
-                raise JobError(f"the simulated fleet has no device {name!r}")
+                raise JobError(f"the simulated fleet has no device {name!r}: use one of its {len(self.specs)} names")
             if name in self._offline:
                 self._offline.remove(name)
                 self._inbox += [(name, ONLINE_PRESENCE), (name, self.profile(name))]

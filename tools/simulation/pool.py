@@ -197,7 +197,7 @@ class WorkerGroup(Protocol):
 
     @property
     def ready(self) -> Iterable[int]:
-        """Workers that can receive work, including busy ones."""
+        """Workers that can receive work, busy workers included."""
         ...
 
     def send_work(self, worker: int, work: WorkBatch) -> None: ...
@@ -273,7 +273,7 @@ class WorkerPool:
         self._workers.wait_until_ready()
 
     def expect_requests(self, count: int) -> None:
-        """Expect `count` announced work requests, and discard earlier ones that were not run."""
+        """Prepare for `count` announcements of work requests, and discard earlier announcements."""
         self._expected_sizes, self._incomplete_batch = deque(self._choose_batch_sizes(count)), []
         self._prefetched.clear()
 

@@ -140,7 +140,7 @@ def _test_set_device(test: Examples) -> DeviceData:
 def run_rounds(
     simulation: Simulation, run_requests: Callable[[Sequence[WorkRequest]], Iterable[WorkResult]]
 ) -> Iterator[Simulation]:
-    """Run a simulation, and yield it before its first round, after each round, and at the end."""
+    """Run a simulation, and yield the simulation before the first round, after each round, and at the end."""
     reported_rounds = -1
     while True:
         requests = simulation.advance()

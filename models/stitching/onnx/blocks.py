@@ -316,7 +316,7 @@ def cuts_after_modules(operations: Sequence[Operation], donor: str, cuts: Sequen
 
 def cuts_by_rule(model: nn.Module, operations: Sequence[Operation], donor: str, architecture: str = "") -> list[str]:
     """Return the names of operations to cut after: before each part with a convolution or attention, and the head."""
-    head = _find_cut_before_head(operations, donor)
+    head = _find_index_before_head(operations, donor)
     parts = next((names for family, names in _PARTS.items() if architecture.startswith(family)), ())
     ends = cuts_after_modules(operations, donor, parts) if parts else _cuts_before_convolutions(model, operations)
     before_head = {op.name for op in operations[:head]}
@@ -375,7 +375,7 @@ def _cuts_before_convolutions(model: nn.Module, operations: Sequence[Operation])
     return ends
 
 
-def _find_cut_before_head(operations: Sequence[Operation], donor: str) -> int:
+def _find_index_before_head(operations: Sequence[Operation], donor: str) -> int:
     # The last operation before the terminating block.
     last = max((i for i, op in enumerate(operations) if op.has_weights), default=0)
     first = last  # all layers of the part with the last weights belong to the classifier

@@ -347,7 +347,7 @@ def _inline_external_data(tensor: onnx.TensorProto, folder: Path) -> None:
 
 
 def fold_projection(graph: onnx.GraphProto, weights: np.ndarray, bias: np.ndarray) -> onnx.GraphProto | None:
-    """Fold a projection, weights (q, p) and bias (q,), into a graph of maps (n, q, ...), which then takes p channels.
+    """Fold a projection, weights (q, p) and bias (q,), into a graph of maps (n, q, ...), which then reads p channels.
 
     Return None if folding is inexact or the folded graph costs more.
     """

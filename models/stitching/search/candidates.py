@@ -280,7 +280,7 @@ class _TruncationSearch:
         return [self._refine_penalty(tap_set) for tap_set in distinct_sets if len(tap_set.taps) > 1]
 
     def _extend(self, base: _TapSet, chain: tuple[int, ...]) -> list[_TapSet]:
-        """Return the base with the first taps of a chain, for each number of taps within the limits."""
+        """Return the base joined with the first one, two, ... taps of a chain, as far as the limits allow."""
         sets = [(*base.taps, *chain[: count + 1]) for count in range(len(chain))]
         sets = [taps for taps in sets if self._is_allowed(taps)]
         if not sets:

@@ -119,7 +119,7 @@ def _to_candidate(state: SearchState, cascade: _Cascade) -> Candidate:
 
 
 def _extend_right_answers(state: SearchState, cascades: Sequence[_Cascade]) -> np.ndarray:
-    """Return the matrix of examples that both of two candidates predict correctly, cascades last."""
+    """Return `state.right`, the examples that both of two candidates predict correctly, with cascades added last."""
     if not state.right.size:
         return state.right
     nets = len(state.candidates)

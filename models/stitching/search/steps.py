@@ -159,7 +159,7 @@ def is_finished(state: SearchState, net: ScoredPath) -> bool:
 
 
 def distinct_finalists(state: SearchState) -> list[ScoredPath]:
-    """Return the finished networks, best first, one for each path before the last block if a head replaces it."""
+    """Return the finished networks, best first. With a ridge head, networks must differ before the last block."""
     finalists: dict[tuple[str, ...], ScoredPath] = {}
     for net in sorted(state.finished, key=lambda net: (-net.score, len(net.path), net.path)):
         key = net.path[:-1] if state.params.head == "ridge" else net.path  # a head replaces the last block

@@ -129,9 +129,7 @@ def test_what_cannot_be_classified_says_why(model: Path, tmp_path: Path) -> None
     empty = tmp_path / "empty"
     empty.mkdir()
     good = npz(tmp_path / "good.npz", x=np.zeros((2, 4, 4), np.uint8))
-    with pytest.raises(
-        ModelError, match="has no labels in its metadata: use a file written by `fedquilt model export`"
-    ):
+    with pytest.raises(ModelError, match="has no labels in its metadata: use a file written by `fedquilt"):
         run_model(classifiers.write_classifier(tmp_path / "other.onnx", facts={}), good)
     with pytest.raises(ModelError, match=r"absent\.onnx: it cannot be read"):
         run_model(tmp_path / "absent.onnx", good)
