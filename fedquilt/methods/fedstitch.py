@@ -84,7 +84,7 @@ from fedquilt.models.stitching.algebra.class_moments import ExactMomentSums
 from fedquilt.models.stitching.algebra.least_squares import RegressionMoments
 from fedquilt.models.stitching.device import moments, scoring
 from fedquilt.models.stitching.search import accumulators, candidates, cascades, steps, task_specs
-from fedquilt.models.stitching.search.accumulators import CorrectCounts, JunctionSums, Sum, VoteSums
+from fedquilt.models.stitching.search.accumulators import Accumulator, CorrectCounts, JunctionSums, VoteSums
 from fedquilt.models.stitching.search.state import Candidate, SearchParams, SearchState, resolve_settings
 
 # -- server ---------------------------------------------------------------------------------------
@@ -136,7 +136,7 @@ def send(state: SearchState, device: DeviceView) -> TaskSpec | None:
     return task_specs.validation_task_spec(state, state.candidates)
 
 
-def step(state: SearchState, total: Sum | None) -> SearchState:
+def step(state: SearchState, total: Accumulator | None) -> SearchState:
     """Add the sums of a round and, when the phase is complete, start the next phase."""
     if total is None or (isinstance(total, ExactMomentSums | CorrectCounts) and not total.devices):
         if state.phase == "score" and state.ballots:

@@ -189,19 +189,19 @@ def input_shape(network: Mapping[str, Any]) -> tuple[int, ...]:
 def required_plugins(network: Mapping[str, Any]) -> dict[str, str]:
     """Return the plug-in modules of a network and of nested tables, with version and digest."""
     modules: dict[str, str] = {}
-    for name in plugin_networks(network):
+    for name in list_plugin_networks(network):
         find = functools.partial(plugins.required_modules, "network", name, BUILTIN_NETWORKS)
         modules |= _call_with_model_errors(find)
     return modules
 
 
-def plugin_networks(network: Mapping[str, Any]) -> list[str]:
+def list_plugin_networks(network: Mapping[str, Any]) -> list[str]:
     name = str(network.get("name", ""))
     nested_names = [
         nested_name
         for value in network.values()
         if isinstance(value, Mapping)
-        for nested_name in plugin_networks(value)
+        for nested_name in list_plugin_networks(value)
     ]
     is_builtin = not name or name in BUILTIN_NETWORKS or name.startswith("torchvision/")
     return nested_names if is_builtin else [name, *nested_names]

@@ -15,7 +15,7 @@ from torch import nn
 from fedquilt.core import ModelError
 from fedquilt.models.networks import traces
 from fedquilt.models.networks.architectures import Attention
-from fedquilt.models.partial.lora import GATE, OWN, SHARED, AdapterSite
+from fedquilt.models.partial.lora import GATE, OWN_SUFFIXES, SHARED_SUFFIXES, AdapterSite
 
 
 class LoraLinear(nn.Module):  # type: ignore[misc]
@@ -26,7 +26,7 @@ class LoraLinear(nn.Module):  # type: ignore[misc]
         self.weight, self.bias, self.scale = linear.weight, linear.bias, scale
         self.gated: tuple[nn.Module, ...] = ()  # the block with the gate; in a tuple, it is no part of this layer
         outputs, inputs = linear.weight.shape
-        for a, b in (SHARED, OWN) if with_own_branch else (SHARED,):
+        for a, b in (SHARED_SUFFIXES, OWN_SUFFIXES) if with_own_branch else (SHARED_SUFFIXES,):
             self.register_parameter(a, nn.Parameter(torch.zeros(inputs, rank)))
             self.register_parameter(b, nn.Parameter(torch.zeros(rank, outputs)))
 

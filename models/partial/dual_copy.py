@@ -17,8 +17,8 @@ from fedquilt.core import ModelError
 from fedquilt.models.networks import registry, traces
 from fedquilt.models.partial import output_cache
 
-BINARY = (nn.GELU, nn.SiLU, nn.Hardswish, nn.ELU, nn.CELU, nn.SELU, nn.Mish)
-BINARY_CALLS = (F.gelu, F.silu, F.hardswish, F.elu, F.celu, F.selu, F.mish)
+SMOOTH_ACTIVATIONS = (nn.GELU, nn.SiLU, nn.Hardswish, nn.ELU, nn.CELU, nn.SELU, nn.Mish)
+SMOOTH_CALLS = (F.gelu, F.silu, F.hardswish, F.elu, F.celu, F.selu, F.mish)
 
 
 RELU_CALLS = (F.relu, torch.relu, torch.relu_, F.relu_)
@@ -44,7 +44,7 @@ def gate_function(traced: fx.GraphModule, node: fx.Node) -> GateFunction | None:
             return GateFunction(cap=6.0)
         if isinstance(module, nn.LeakyReLU):
             return GateFunction(slope=float(module.negative_slope))
-        return GateFunction() if isinstance(module, (nn.ReLU, *BINARY)) else None
+        return GateFunction() if isinstance(module, (nn.ReLU, *SMOOTH_ACTIVATIONS)) else None
     if node.op == "call_method":
         return GateFunction() if node.target in ("relu", "relu_") else None
     if node.target is F.relu6:
@@ -53,7 +53,7 @@ def gate_function(traced: fx.GraphModule, node: fx.Node) -> GateFunction | None:
         return GateFunction(
             slope=float(node.kwargs.get("negative_slope", node.args[1] if len(node.args) > 1 else 0.01))
         )
-    return GateFunction() if node.op == "call_function" and node.target in (*RELU_CALLS, *BINARY_CALLS) else None
+    return GateFunction() if node.op == "call_function" and node.target in (*RELU_CALLS, *SMOOTH_CALLS) else None
 
 
 def is_max_pool(traced: fx.GraphModule, node: fx.Node) -> bool:

@@ -26,7 +26,7 @@ from fedquilt.formats import checksummed_json
 if TYPE_CHECKING:
     import torch
 
-SPARE = 1.2  # factor on a file's size that has to be free on the disk
+SPACE_FACTOR = 1.2  # factor on a file's size that has to be free on the disk
 VERSION = 2
 BITS = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little").view(np.int64)[:, 0]
 """The eight bits of each byte as one byte each, least significant first."""
@@ -195,8 +195,8 @@ class RowWriter:
             (self._folder / file_name).unlink(missing_ok=True)
         if size > self._limit_bytes:
             raise NoRoomError(f"{size} bytes exceed the limit of {self._limit_bytes} bytes")
-        if SPARE * size > shutil.disk_usage(self._folder).free:
-            raise NoRoomError(f"the disk has less than {SPARE:g} x {size} bytes free")
+        if SPACE_FACTOR * size > shutil.disk_usage(self._folder).free:
+            raise NoRoomError(f"the disk has less than {SPACE_FACTOR:g} x {size} bytes free")
 
 
 def find_complete_rows(folder: Path, name: str, key: str, count: int) -> CacheMetadata | None:

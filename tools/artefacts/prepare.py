@@ -330,7 +330,7 @@ def _prepare_model(
     metadata |= {"example_bytes": example_bytes, "register": register}
     metadata["layers"] = traces.trace_layer_costs(model, registry.input_shape(network))
     metadata |= {"pretrained": table.get("weights") is not None}
-    if registry.plugin_networks(network):
+    if registry.list_plugin_networks(network):
         metadata |= {"plugins": registry.required_plugins(network), "outputs": _count_validated_outputs(model, network)}
     return metadata, parts
 

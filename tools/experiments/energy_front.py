@@ -30,7 +30,7 @@ from fedquilt.tools.report import plots
 from fedquilt.tools.simulation import agents
 from fedquilt.tools.simulation.simulated_job import choose_job_engine
 
-ROWS: Final = 8  # plans of the front that are printed
+MAX_ROWS: Final = 8  # plans of the front that are printed
 
 
 @dataclass(frozen=True)
@@ -143,7 +143,7 @@ def print_fronts(job: JobSettings, folder: Path, out: Path | None, format: str) 
 
 def format_fronts(fronts: EnergyFront, job: JobSettings) -> list[str]:
     last_index = len(fronts.front) - 1
-    indices = sorted({round(step * last_index / max(ROWS - 1, 1)) for step in range(ROWS)})
+    indices = sorted({round(step * last_index / max(MAX_ROWS - 1, 1)) for step in range(MAX_ROWS)})
     plans_by_name = {"": [fronts.front[index] for index in indices], "chosen": [fronts.chosen_plan]}
     plans_by_name |= {"even": [fronts.even_front[-1]] if fronts.epochs and fronts.even_front else []}
     plans_by_name |= {"predicted": [fronts.predicted_plan] if fronts.predicted_plan else []}

@@ -17,8 +17,8 @@ from fedquilt.tools.experiments.single_run import EvaluationPoint, SeedRun
 from fedquilt.tools.report import plots, rendering
 
 COSTS: Final = ("rounds", "bytes", "energy_j", "seconds", "real_s")
-NAMES: Final = {"energy_j": "joules", "real_s": "real_seconds"}
-FILES: Final = {"joules": "energy", "seconds": "board-time", "real_seconds": "real-time"}
+COST_NAMES: Final = {"energy_j": "joules", "real_s": "real_seconds"}
+FILE_NAMES: Final = {"joules": "energy", "seconds": "board-time", "real_seconds": "real-time"}
 
 
 def make_result(
@@ -171,7 +171,9 @@ def make_plots(runs: Sequence[SeedRun], target: float | None) -> dict[str, plots
     Lines are means over seeds with a band of one standard deviation.
     """
     by_method = {name: [run for run in runs if run.method == name] for name in dict.fromkeys(r.method for r in runs)}
-    plots_by_file = {f"accuracy-{FILES.get(x, x)}.svg": plot for x, plot in make_cost_plots(by_method, target).items()}
+    plots_by_file = {
+        f"accuracy-{FILE_NAMES.get(x, x)}.svg": plot for x, plot in make_cost_plots(by_method, target).items()
+    }
     metric = find_main_metric(runs)
     factor, label = metrics.display_factor(metric), _axis_label(runs)
     ends = [
@@ -215,7 +217,7 @@ def make_cost_plots(by_name: Mapping[str, Sequence[SeedRun]], target: float | No
             plots.PlotLine(mean_line.name, [x / scale for x in mean_line.x], mean_line.y, mean_line.low, mean_line.high)
             for mean_line in lines
         ]
-        plots_by_cost[NAMES.get(cost, cost)] = plots.plot_lines(
+        plots_by_cost[COST_NAMES.get(cost, cost)] = plots.plot_lines(
             scaled, f"{heading} {title}", prefix + unit, _axis_label(runs), level=level, max_value=max_value
         )
     return plots_by_cost

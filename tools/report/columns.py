@@ -13,7 +13,7 @@ Row = dict[str, Any]
 
 METRIC: Final = metrics.ACCURACY.name  # placeholder for the main metric of the job's task in names of columns
 
-ROUND: Final = (
+ROUND_COLUMNS: Final = (
     "round",  # from 1
     METRIC,  # after the round, on the test set or else on held-out shares, or None if unknown
     "loss",  # from the same evaluation
@@ -27,7 +27,7 @@ ROUND: Final = (
     "up_bytes",
     "participants",  # devices whose updates were aggregated
 )
-DEVICE: Final = (
+DEVICE_COLUMNS: Final = (
     "device",
     "tasks",  # with an aggregated update
     "declined",  # refused tasks and refused updates
@@ -70,7 +70,7 @@ def make_round_rows(summary: RunSummary) -> list[Row]:
             "up_bytes": cost.up_bytes,
         }
         if round.is_work:
-            row = {**dict.fromkeys(ROUND), "round": round.rounds_before + 1, **costs}
+            row = {**dict.fromkeys(ROUND_COLUMNS), "round": round.rounds_before + 1, **costs}
             rows.append(row | {"train_loss": round.train_loss, "participants": cost.tasks})
             if unassigned_costs is not None:
                 _add_costs(rows[-1], unassigned_costs)
@@ -109,7 +109,7 @@ def make_scored_rows(summary: RunSummary, job: JobSettings, scores: RunScores) -
 
 def make_round_columns(summary: RunSummary, job: JobSettings, scores: RunScores) -> dict[str, list[Any]]:
     rows = make_scored_rows(summary, job, scores)
-    names = [metrics.column_name(find_main_metric(job), name) for name in ROUND]
+    names = [metrics.column_name(find_main_metric(job), name) for name in ROUND_COLUMNS]
     return {name: [row[name] for row in rows] for name in names}
 
 
@@ -135,4 +135,4 @@ def make_device_columns(summary: RunSummary, job: JobSettings, scores: RunScores
                 METRIC: values.get(name),
             }
         )
-    return metrics.rename_columns(find_main_metric(job), {name: [row[name] for row in rows] for name in DEVICE})
+    return metrics.rename_columns(find_main_metric(job), {name: [row[name] for row in rows] for name in DEVICE_COLUMNS})

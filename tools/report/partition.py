@@ -22,7 +22,7 @@ from fedquilt.host import disk
 from fedquilt.tools.report import plots
 from fedquilt.tools.simulation.agents import FleetPlan
 
-DARK, PALE = "#2f6fb8", "#9fc4ea"
+TRAIN_COLOUR, HELD_OUT_COLOUR = "#2f6fb8", "#9fc4ea"
 # in pixels; columns shrink to fit MAX_TOTAL_WIDTH
 MAX_COLUMN_WIDTH, MIN_COLUMN_WIDTH, MAX_TOTAL_WIDTH = 32.0, 6.0, 960.0
 MAX_BAR_HEIGHT, LETTER_WIDTH, LINE_HEIGHT = 40.0, 6.6, 16.0
@@ -165,7 +165,7 @@ def _draw_legend(axis: Any, largest: int, radius: Radius) -> None:
 
     x, y = 12.0, 2.8 * LINE_HEIGHT + MAX_COLUMN_WIDTH / 2
     for count in sorted({largest, max(1, largest // 4)}, reverse=True):
-        axis.add_patch(Circle((x + radius(count), y), radius(count), color=DARK, linewidth=0))
+        axis.add_patch(Circle((x + radius(count), y), radius(count), color=TRAIN_COLOUR, linewidth=0))
         x += 2 * radius(count) + 5
         axis.text(x, y, f"{count}", va="center")
         x += LETTER_WIDTH * len(str(count)) + 14
@@ -178,11 +178,11 @@ def _draw_dots(
     from matplotlib.collections import PatchCollection
     from matplotlib.patches import Circle
 
-    dots_by_colour: dict[str, list[Any]] = {PALE: [], DARK: []}
+    dots_by_colour: dict[str, list[Any]] = {HELD_OUT_COLOUR: [], TRAIN_COLOUR: []}
     for column, row in np.argwhere(counts.train + counts.held).tolist():
         train, held_out = int(counts.train[column, row]), int(counts.held[column, row])
         text = f"{counts.devices[column]}, class {counts.classes[row]}: {train} to train on, {held_out} held out"
-        sizes = {PALE: train + held_out if held_out else 0, DARK: train}
+        sizes = {HELD_OUT_COLOUR: train + held_out if held_out else 0, TRAIN_COLOUR: train}
         for ink in (ink for ink, count in sizes.items() if count):
             dots_by_colour[ink].append(
                 (Circle(dot_position(row, column), radius(sizes[ink]), color=ink, linewidth=0), text)
@@ -203,7 +203,7 @@ def _draw_bar(
 
     largest = max(1, int((counts.train + counts.held).sum(axis=1).max(initial=1)))
     train, held_out = int(counts.train[column].sum()), int(counts.held[column].sum())
-    for ink, count in ((PALE, train + held_out), (DARK, train)):
+    for ink, count in ((HELD_OUT_COLOUR, train + held_out), (TRAIN_COLOUR, train)):
         height = MAX_BAR_HEIGHT * count / largest
         bar = axis.add_patch(Rectangle((x - width / 2, floor - height), width, height, color=ink, linewidth=0))
         add_tooltip(bar, f"{counts.devices[column]}: {train} to train on, {held_out} held out")

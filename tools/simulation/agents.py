@@ -103,7 +103,7 @@ class FleetPlan:
     def _list_allowed_plugins(self) -> list[str]:
         allowed = plugins.allowlist_entries("method", self.job.method, methods.builtin_names())
         for table in (self.job.model, *(donor.get("network", {}) for donor in self.job.donors)):
-            for name in registry.plugin_networks(table):
+            for name in registry.list_plugin_networks(table):
                 allowed += plugins.allowlist_entries("network", name, registry.BUILTIN_NETWORKS)
         if self.job.engine is not None:
             allowed += plugins.allowlist_entries("engine", self.job.engine, tuple(engines.NEEDS))

@@ -27,7 +27,7 @@ from fedquilt.host.disk import PRIVATE, disk_errors
 log = logging.getLogger("fedquilt.simulation")
 
 NUMERICAL_LIBRARIES: Final = ("numpy", "torch", "torchvision", "onnxruntime")
-PROCESSOR: Final = ("model name", "cpu model", "hardware", "cpu part")  # of /proc/cpuinfo, the most precise first
+PROCESSOR_KEYS: Final = ("model name", "cpu model", "hardware", "cpu part")  # of /proc/cpuinfo, the most precise first
 
 
 class Machine(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -155,7 +155,7 @@ def _read_processor_model() -> str:
             cpu_info.setdefault(key.strip().lower(), " ".join(value.split()))
     except OSError:
         pass
-    model = next((cpu_info[key] for key in PROCESSOR if cpu_info.get(key)), "unknown processor")
+    model = next((cpu_info[key] for key in PROCESSOR_KEYS if cpu_info.get(key)), "unknown processor")
     return f"{model} ({platform.machine()})"
 
 

@@ -23,7 +23,7 @@ from fedquilt.arrays.tensors import TensorSpec
 from fedquilt.core import DeviceUpdate, Tensors, UpdateError
 from fedquilt.models.stitching.algebra import least_squares
 
-PANEL: Final = 128  # rows of second moments in one sum
+PANEL_ROWS: Final = 128  # rows of second moments in one sum
 DEVICES_PER_BATCH: Final = 8  # devices unpacked at a time, so that a panel stays in the processor's cache
 SLACK: Final = 1e-9  # tolerance of Cauchy-Schwarz: rounding may raise |sum a b| by this share of its bound
 TENSOR_NAMES = ("counts", "mean", "means", "factor", "rows")  # tensors that a device sends
@@ -187,7 +187,7 @@ class ExactMomentSums:
     and second moments z z' about zero, each rounded once from the device's factor and mean. The bits of this product
     depend on the processor.
 
-    Second moments are stored as one exact sum for each PANEL rows of the matrix, from the diagonal on. A device's
+    Second moments are stored as one exact sum for each PANEL_ROWS rows of the matrix, from the diagonal on. A device's
     product is added panel by panel, so that the whole product is never in memory.
 
     Attributes:
@@ -240,8 +240,8 @@ class ExactMomentSums:
         if earlier_sums is not None:
             mean_difference, share = features / n - earlier_sums.mean, n * earlier_sums.n / (n + earlier_sums.n)
             counts, totals = counts + earlier_sums.counts, totals + earlier_sums.totals
-        for start in range(0, width, PANEL):
-            rows = slice(start, start + PANEL)
+        for start in range(0, width, PANEL_ROWS):
+            rows = slice(start, start + PANEL_ROWS)
             panel = _add_second_moment_panel(self.sums.get(f"second.{start}"), factors, start).rounded_value()
             panel -= np.outer(features[rows], features[start:] / n)
             if earlier_sums is not None:
@@ -257,7 +257,7 @@ class ExactMomentSums:
         for start_index in range(0, len(parts), DEVICES_PER_BATCH):
             moments = [unpack_without_validation(part) for part in parts[start_index : start_index + DEVICES_PER_BATCH]]
             factors, sums = [_rows_about_zero(part) for part in moments], _add_counts_and_totals(sums, moments)
-            for start in range(0, factors[0].shape[1], PANEL):
+            for start in range(0, factors[0].shape[1], PANEL_ROWS):
                 sums[f"second.{start}"] = _add_second_moment_panel(sums.get(f"second.{start}"), factors, start)
         return replace(self, sums=sums, parts={})
 
@@ -304,15 +304,15 @@ def _rows_about_zero(part: DeviceMoments) -> np.ndarray:
 
 def _add_second_moment_panel(total: ExactSum | None, factors: Sequence[np.ndarray], start: int) -> ExactSum:
     for factor in factors:
-        total = exact_sums.add_to_sum(total, factor[:, start : start + PANEL].T @ factor[:, start:])
+        total = exact_sums.add_to_sum(total, factor[:, start : start + PANEL_ROWS].T @ factor[:, start:])
     assert total is not None
     return total
 
 
 def _validate_and_count_examples(sums: Mapping[str, ExactSum], labels: int, width: int, weight: float) -> float:
     shapes: dict[str, tuple[int, ...]] = {"counts": (labels,), "totals": (labels, width)}
-    starts = range(0, width, PANEL)
-    shapes |= {f"second.{start}": (min(PANEL, width - start), width - start) for start in starts}
+    starts = range(0, width, PANEL_ROWS)
+    shapes |= {f"second.{start}": (min(PANEL_ROWS, width - start), width - start) for start in starts}
     templates: dict[str, Any] = {name: np.broadcast_to(np.float64(0), shape) for name, shape in shapes.items()}
     exact_sums.require_valid_sums(sums, templates, weight)
     counts = sums["counts"].rounded_value()
@@ -324,6 +324,6 @@ def _validate_and_count_examples(sums: Mapping[str, ExactSum], labels: int, widt
     norms = np.sqrt(squares) * (1 + SLACK)
     for start in starts:
         panel = np.abs(sums[f"second.{start}"].rounded_value())
-        if (panel > norms[start : start + PANEL, None] * norms[start:]).any():
+        if (panel > norms[start : start + PANEL_ROWS, None] * norms[start:]).any():
             raise UpdateError("moments: the product of two features is larger than their squares allow")
     return float(counts.sum())

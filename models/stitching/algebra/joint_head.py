@@ -23,7 +23,7 @@ from fedquilt.core import Tensors
 from fedquilt.models.stitching.algebra.class_moments import ClassMoments
 
 STRENGTHS = tuple(float(ridge) for ridge in np.round(10.0 ** np.arange(-4, 3.01, 0.25), 8))  # ridges of a head
-NEVER = -1e30  # bias of a class without examples: finite, and below every score
+ABSENT_BIAS = -1e30  # bias of a class without examples: finite, and below every score
 MAX_DIRECT_SIZE = 128  # larger triangular matrices are inverted by halves
 CONSTANT_TOLERANCE = 1e-5  # a standard deviation below this share of the mean is rounding
 
@@ -172,7 +172,7 @@ def _gcv(rss: float, freedom: float, n: float) -> float:
 def fit_discriminant(sums: StandardisedSums, ridge: float) -> LinearHead:
     """Fit a linear discriminant for equally frequent classes, with a ridge within classes.
 
-    A class without examples gets weights of 0 and the bias NEVER, so that it never wins.
+    A class without examples gets weights of 0 and the bias ABSENT_BIAS, so that it never wins.
     """
     classes = np.flatnonzero(sums.shares > 0)
     means = sums.means[classes]
@@ -180,15 +180,15 @@ def fit_discriminant(sums: StandardisedSums, ridge: float) -> LinearHead:
     within_classes[np.diag_indices(len(within_classes))] += ridge
     centre = means.mean(axis=0)
     directions = np.linalg.solve(within_classes, (means - centre).T).T
-    weights, bias = np.zeros_like(sums.means), np.full(len(sums.means), NEVER)
+    weights, bias = np.zeros_like(sums.means), np.full(len(sums.means), ABSENT_BIAS)
     weights[classes] = directions * sums.inverse
     bias[classes] = -0.5 * ((means + centre) * directions).sum(axis=1) - weights[classes] @ sums.mean
     return LinearHead(weights, bias)
 
 
 def export_head(head: Tensors) -> dict[str, np.ndarray]:
-    """Return a head in which the bias NEVER, which keeps job states finite, is replaced by -inf."""
+    """Return a head in which ABSENT_BIAS, which keeps job states finite, is replaced by -inf."""
     weights, bias = (head[part].astype(np.float32) for part in ("weights", "bias"))
-    is_absent = bias <= np.float32(NEVER)
+    is_absent = bias <= np.float32(ABSENT_BIAS)
     weights[is_absent], bias[is_absent] = 0.0, -np.inf
     return {**head, "weights": weights, "bias": bias}

@@ -25,7 +25,7 @@ from fedquilt.models.stitching.device.activations import (
 )
 from fedquilt.models.stitching.stitched_network import Block
 
-STACKS = 6  # stacks in memory get one sixth of the engine's memory
+STACKS_DIVISOR = 6  # stacks in memory get one sixth of the engine's memory
 MAX_CACHE_BYTES = 256 << 20  # path outputs on disk for later tasks, never more than half of the budget
 STRIPE_BYTES = 1 << 20  # maps resized at a time
 PIECE_BYTES = 2 << 20  # maps read at a time where no graph sets the batch size
@@ -58,7 +58,7 @@ class BlockRunner:
         largest = max(peak_memory.inference_bytes(block.resident_bytes, block.activation_bytes, 1) for block in blocks)
         largest += 4 * max(prod(block.out_shape) for block in blocks)  # and one example that is resized for it
         largest = max(largest, matrices_bytes)
-        self._stacks_bytes = int(max(min(available_bytes // STACKS, available_bytes - largest - task_bytes), 0))
+        self._stacks_bytes = int(max(min(available_bytes // STACKS_DIVISOR, available_bytes - largest - task_bytes), 0))
         self._reserved_bytes = self._stacks_bytes + task_bytes
         self.shelf = ActivationCache(site.cache, self._stacks_bytes, min(site.budget_bytes // 2, MAX_CACHE_BYTES))
 

@@ -44,26 +44,28 @@ class CorrectCounts:
     devices: Mapping[str, int] = field(default_factory=dict)  # device -> 1
 
 
-Sum: TypeAlias = VoteSums | JunctionSums | ExactMomentSums | CorrectCounts  # accumulator of a round, by its phase
-SUMS: Final[Mapping[str, type[Sum]]] = {
+Accumulator: TypeAlias = (
+    VoteSums | JunctionSums | ExactMomentSums | CorrectCounts
+)  # accumulator of a round, by its phase
+ACCUMULATOR_TYPES: Final[Mapping[str, type[Accumulator]]] = {
     "score": VoteSums,
     "fit": JunctionSums,
     "gather": ExactMomentSums,
     "validate": CorrectCounts,
 }
-MERGED: Final = (ExactMomentSums, CorrectCounts)  # other accumulators are kept per device
+MERGEABLE_TYPES: Final = (ExactMomentSums, CorrectCounts)  # other accumulators are kept per device
 
 
 # -- folding --------------------------------------------------------------------------------------
 
 
-def accumulator_type(state: SearchState) -> type[Sum] | None:
+def accumulator_type(state: SearchState) -> type[Accumulator] | None:
     """Return the type that a site may send for its devices in this phase, or None if it forwards their updates."""
-    kind = SUMS.get(state.phase)
-    return kind if kind in MERGED else None
+    kind = ACCUMULATOR_TYPES.get(state.phase)
+    return kind if kind in MERGEABLE_TYPES else None
 
 
-def validate_site_sums(state: SearchState, total: Sum, weight: float) -> None:
+def validate_site_sums(state: SearchState, total: Accumulator, weight: float) -> None:
     """Raise UpdateError unless a site's sums are possible and count `weight` examples."""
     if isinstance(total, ExactMomentSums):
         return class_moments.validate_site_moments(
@@ -103,10 +105,10 @@ def _read_update(state: SearchState, update: DeviceUpdate) -> Any:
             return _read_valid_counts(update, state)
 
 
-def fold_update(state: SearchState, sums: Sum | None, update: DeviceUpdate) -> Sum:
+def fold_update(state: SearchState, sums: Accumulator | None, update: DeviceUpdate) -> Accumulator:
     """Add a device's update to the accumulator of the round, after validation."""
     unpacked = _read_update(state, update)
-    sums = SUMS[state.phase]() if sums is None else sums
+    sums = ACCUMULATOR_TYPES[state.phase]() if sums is None else sums
     match sums:
         case _ if unpacked is None:
             return sums

@@ -20,7 +20,7 @@ from fedquilt.models.stitching.search.state import ScoredPath, SearchSettings, S
 from fedquilt.models.stitching.stitched_network import Block, DonorPool
 from fedquilt.models.stitching.vote import Ballot, Winner
 
-STEP = 0.9  # expected factor of a path's score over a tenth of a donor
+SCORE_FACTOR = 0.9  # expected factor of a path's score over a tenth of a donor
 MIN_FINALISTS = 10  # the log explains why there are fewer distinct finalists
 
 # -- order of blocks ------------------------------------------------------------------------------
@@ -81,11 +81,11 @@ def pick_network(state: SearchState, is_budget_spent: bool = False) -> ScoredPat
     """Select the partial network to expand next.
 
     With `is_budget_spent` it is the longest network, with `order` "random" a random one, and otherwise the one with
-    the highest promise. The promise is the score, multiplied by STEP for each tenth of a donor that the path has yet to
-    run: by score alone the shortest paths would always be first, and few paths would end. Each block counts as its
-    share of its donor, and skipped blocks count as blocks to run. With `completion`, which ends paths without votes,
-    the promise is the score. The donors' own prefixes all score 1: donors then alternate, and a donor's prefixes are
-    ordered by bisection, the middle one first, then the quarters.
+    the highest promise. The promise is the score, multiplied by SCORE_FACTOR for each tenth of a donor that the path
+    has yet to run: by score alone the shortest paths would always be first, and few paths would end. Each block counts
+    as its share of its donor, and skipped blocks count as blocks to run. With `completion`, which ends paths without
+    votes, the promise is the score. The donors' own prefixes all score 1: donors then alternate, and a donor's prefixes
+    are ordered by bisection, the middle one first, then the quarters.
     """
     params, blocks, donors = state.params, state.stock.blocks, state.stock.donors
     if params.order == "random" and not is_budget_spent:
@@ -105,7 +105,7 @@ def pick_network(state: SearchState, is_budget_spent: bool = False) -> ScoredPat
         )
 
     def promise(net: ScoredPath) -> float:
-        return net.score if params.completion else net.score * STEP ** (10 * remaining_share(net))
+        return net.score if params.completion else net.score * SCORE_FACTOR ** (10 * remaining_share(net))
 
     if is_budget_spent:
         return min(state.frontier, key=lambda net: (-len(net.path), -net.score, net.path))

@@ -96,7 +96,9 @@ def test_a_shut_gate_leaves_the_shared_branch_alone(name):
     _, copy, values, x = adapted(name, own=True, trained=True)
     make, shape = NETWORKS[name]
     spots = spots_of(make(), shape[1:])
-    alone = {key: value for key, value in values.items() if key.rpartition(".")[2] not in (*lora.OWN, lora.GATE)}
+    alone = {
+        key: value for key, value in values.items() if key.rpartition(".")[2] not in (*lora.OWN_SUFFIXES, lora.GATE)
+    }
     shared = filled(adapter_layers.insert_adapters(make(), spots, 2, 8.0), alone)
     for logit, same in ((-100.0, True), (0.0, False)):
         gates = {f"{spot.block}.gate": np.array(logit, np.float32) for spot in spots}

@@ -10,9 +10,9 @@ from feature_moments import CLASSES, data, sent
 from fedquilt.arrays import exact_sums, tensors
 from fedquilt.core import DeviceUpdate, UpdateError
 from fedquilt.models.stitching.algebra import class_moments
-from fedquilt.models.stitching.algebra.class_moments import PANEL, ClassMoments, ExactMomentSums
+from fedquilt.models.stitching.algebra.class_moments import PANEL_ROWS, ClassMoments, ExactMomentSums
 
-WIDE = PANEL + 45  # features, in two panels
+WIDE = PANEL_ROWS + 45  # features, in two panels
 
 
 def updates(devices: int, n: int = 9, width: int = WIDE, far: float = 1.0) -> list[DeviceUpdate]:

@@ -6,7 +6,7 @@ from feature_moments import CLASSES, data, merged
 
 from fedquilt.models.stitching.algebra import class_moments, joint_head
 from fedquilt.models.stitching.algebra.class_moments import ClassMoments, DeviceMoments
-from fedquilt.models.stitching.algebra.joint_head import NEVER, StandardisedSums
+from fedquilt.models.stitching.algebra.joint_head import ABSENT_BIAS, StandardisedSums
 
 
 def central(z: np.ndarray, y: np.ndarray, classes: int = CLASSES) -> ClassMoments:
@@ -133,7 +133,7 @@ def test_a_class_without_examples_never_wins():
     z, y = data(classes=3)
     head = joint_head.fit_discriminant(standard(z, y), 0.1)
     assert not head.weights[3].any()
-    assert head.bias[3] == NEVER
+    assert head.bias[3] == ABSENT_BIAS
     found = scores(head, 1e6 * z)
     assert np.isfinite(found).all()
     assert (found.argmax(axis=1) < 3).all()

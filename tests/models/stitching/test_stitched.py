@@ -179,7 +179,7 @@ def test_features_may_be_drawn_before_the_head():
 
 
 def test_a_class_that_nobody_has_scores_less_than_any_other():
-    stored = {"weights": np.array([[1.0, 2], [5, 5], [3, 4]]), "bias": np.array([-1e29, joint_head.NEVER, 6])}
+    stored = {"weights": np.array([[1.0, 2], [5, 5], [3, 4]]), "bias": np.array([-1e29, joint_head.ABSENT_BIAS, 6])}
     head = joint_head.export_head(stored)
     assert head["weights"].tolist() == [[1, 2], [0, 0], [3, 4]]
     assert head["bias"].tolist() == [np.float32(-1e29), -np.inf, 6]
