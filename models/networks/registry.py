@@ -266,7 +266,9 @@ def _find_torchvision_factory(name: str) -> Callable[..., nn.Module]:
     try:
         builder: Callable[..., nn.Module] = import_torchvision().models.get_model_builder(architecture)
     except ValueError:
-        raise ModelError(f"torchvision has no {architecture!r}: see torchvision.models.list_models()") from None
+        raise ModelError(
+            f"torchvision has no architecture {architecture!r}: see torchvision.models.list_models()"
+        ) from None
     quiet = {"init_weights": False} if architecture in ("googlenet", "inception_v3") else {}
     return lambda num_classes=1000: builder(num_classes=num_classes, **quiet)
 

@@ -54,7 +54,7 @@ def test_a_method_that_cannot_train_the_bundles_network_is_refused_before_it_is_
     home = job.with_name("runs")
     code, said = failed(capsys, verb, str(job), "--home", str(home))
     assert code == 4
-    assert "LoRA adapts linear layers, and this network has none before " in said
+    assert "LoRA finds no linear layer before the classifier " in said
     with Store(home) as store:
         assert not store.all_jobs()
 

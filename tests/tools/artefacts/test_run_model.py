@@ -135,7 +135,7 @@ def test_what_cannot_be_classified_says_why(model: Path, tmp_path: Path) -> None
         run_model(tmp_path / "absent.onnx", good)
     with pytest.raises(DataError, match="does not exist: name a folder or a file of"):
         run_model(model, tmp_path / "absent")
-    with pytest.raises(DataError, match="holds none of the files that the network takes"):
+    with pytest.raises(DataError, match="has no files that the network reads"):
         run_model(model, empty)
     with pytest.raises(DataError, match="expected under 'x_test' or 'x'"):
         run_model(model, npz(tmp_path / "a.npz", z=np.zeros(3)))
