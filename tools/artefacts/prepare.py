@@ -99,9 +99,9 @@ def _read_class_names(source: str | None, classes: int) -> list[str]:
     if source is None:
         raise JobError("align needs class names: set `classes` to a file with the names, or to 'imagenet'")
     if source == "imagenet":
-        from torchvision.models import ResNet18_Weights
+        from fedquilt.host.torchvision_compat import import_torchvision
 
-        names = list(ResNet18_Weights.DEFAULT.meta["categories"])
+        names = list(import_torchvision().models.ResNet18_Weights.DEFAULT.meta["categories"])
     else:
         try:
             names = Path(source).read_text(encoding="utf-8").splitlines()

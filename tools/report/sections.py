@@ -358,7 +358,9 @@ def make_device_section(run: RunData) -> PageSection | None:
         worst = sorted(scores, key=scores.__getitem__, reverse=not metric.higher)[:MAX_BARS]
         rows_of = [plots.PlotBar(name, [factor * scores[name]]) for name in worst]
         if len(worst) < len(scores):
-            notes.append(f"{_format_metric_heading(metric)}: {len(worst)} worst of {len(scores)} devices are drawn.")
+            notes.append(
+                f"{_format_metric_heading(metric)}: the worst {len(worst)} of {len(scores)} devices are drawn."
+            )
         label = f"{metric.title}{', %' * metric.share}, last held-out share"
         figures.append(plots.plot_bars(rows_of, f"{_format_metric_heading(metric)} of each device", label))
     if any(cost.energy_j is not None for cost in drawn.values()):

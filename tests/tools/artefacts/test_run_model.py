@@ -137,7 +137,7 @@ def test_what_cannot_be_classified_says_why(model: Path, tmp_path: Path) -> None
         run_model(model, tmp_path / "absent")
     with pytest.raises(DataError, match="has no files that the network reads"):
         run_model(model, empty)
-    with pytest.raises(DataError, match="expected under 'x_test' or 'x'"):
+    with pytest.raises(DataError, match="name their array 'x_test' or 'x'"):
         run_model(model, npz(tmp_path / "a.npz", z=np.zeros(3)))
     with pytest.raises(DataError, match="labels must be one of 0 to 1 for each of the 2 images"):
         run_model(model, npz(tmp_path / "b.npz", x=np.zeros((2, 4, 4), np.uint8), y=np.array([0, 2])))

@@ -286,7 +286,7 @@ def test_where_the_time_went_adds_up() -> None:
     """Both rounds: 2 s at the task, 1 s moving, 1 s waiting, of 4 s."""
     _, page = usual_page()
     shown = " ".join(page.shown)
-    assert "50 % at its task, 25 % fetching, starting and sending, 25 % waiting" in shown
+    assert "50 % of the time on its task, 25 % on transfers and the start, and 25 % waiting" in shown
 
 
 def test_what_a_run_says_is_text_and_no_html() -> None:
