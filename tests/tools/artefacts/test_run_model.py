@@ -139,7 +139,7 @@ def test_what_cannot_be_classified_says_why(model: Path, tmp_path: Path) -> None
         run_model(model, empty)
     with pytest.raises(DataError, match="name their array 'x_test' or 'x'"):
         run_model(model, npz(tmp_path / "a.npz", z=np.zeros(3)))
-    with pytest.raises(DataError, match="labels must be one of 0 to 1 for each of the 2 images"):
+    with pytest.raises(DataError, match="the labels are not 2 integers from 0 to 1"):
         run_model(model, npz(tmp_path / "b.npz", x=np.zeros((2, 4, 4), np.uint8), y=np.array([0, 2])))
     with pytest.raises(DataError, match=r"cannot read .*c\.npz"):
         run_model(model, npz(tmp_path / "c.npz", x=np.array([{}, {}])))
