@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from typing import Literal
 
 import numpy as np
 
@@ -11,11 +12,18 @@ from fedquilt.core import Hooks, Tensors
 
 
 def choose_learngene_layers(
-    parts: Mapping[str, tuple[str, ...]], model: Tensors, old_model: Tensors, *, count: int, selection: str, norm: str
+    parts: Mapping[str, tuple[str, ...]],
+    model: Tensors,
+    old_model: Tensors,
+    *,
+    count: int,
+    selection: Literal["lowest", "highest"],
+    norm: Literal["mul", "div_sqrt", "none"],
 ) -> list[str]:
-    """Return the names of `count` layers, sorted by how far their weights turned from `old_model` (Eq. 9).
+    """Return the names of `count` layers with the lowest or highest score (GENE-FL, Eq. 9), sorted.
 
-    Layers that turned least come first or, with selection "highest", layers that turned most.
+    The score is the cosine distance of a layer's weights from those in `old_model`. With `norm` "mul" it is multiplied
+    by the layer's share of all weights, with "div_sqrt" divided by the share's root.
     """
     sizes = {layer: sum(model[name].size for name in names) for layer, names in parts.items()}
     total = sum(sizes.values())
@@ -38,13 +46,16 @@ def choose_learngene_layers(
 
 
 def scale_fisher(fisher: np.ndarray) -> np.ndarray:
-    """Scale Fisher values to 0..1 (Eq. 6). If all are equal, all become 0."""
+    """Scale Fisher values linearly to 0..1 (GENE-FL, Eq. 6). Equal values become 0."""
     low, high = float(fisher.min()), float(fisher.max())
     return (fisher - low) / (high - low) if high > low else np.zeros_like(fisher)
 
 
 def layer_strengths(kind: str, parts: Mapping[str, tuple[str, ...]], model: Tensors) -> dict[str, float]:
-    """Return the strength a_l of each tensor (Eq. 4) from the size of its layer, or 1 for other kinds."""
+    """Return the strength a_l of each tensor's penalty (GENE-FL, Eq. 4).
+
+    With kind "size" it is the layer's size relative to the largest layer, with "sqrt" 1 / sqrt(size), otherwise 1.
+    """
     sizes = {layer: sum(model[name].size for name in names) for layer, names in parts.items()}
     largest = max(sizes.values())
     if kind == "size":
@@ -66,9 +77,9 @@ def penalty_hooks(
     elastic_tensors: Tensors,
     strengths: Mapping[str, float],
 ) -> Hooks:
-    """Return hooks that add the gradients of both penalties (Eq. 4 and 8), or empty hooks without a penalty.
+    """Return hooks that add the gradients of both penalties (GENE-FL, Eq. 4 and 8), or empty hooks without a penalty.
 
-    The two gradients are one: 2 s (theta - Theta) + 2 e (theta - el) = p (theta - aim).
+    The sum of both gradients is 2 s (theta - Theta) + 2 e (theta - el) = p (theta - aim).
 
     Args:
         smooth_weight: Weight lambda1.

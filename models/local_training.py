@@ -38,7 +38,6 @@ class NetworkState:
         return tensor_register.register_from_table(self.network)
 
     def trained_names(self) -> list[str]:
-        """Return the names of the model's tensors that gradients change."""
         return self.register.parameter_names(self.model)
 
     def plain_state_with(self, model: Mapping[str, np.ndarray]) -> NetworkState:
@@ -46,8 +45,9 @@ class NetworkState:
 
 
 def initial_state(bundle: core.Bundle, params: Any) -> NetworkState:
+    """Return the state with the bundle's network, or raise ModelError if the bundle has none."""
     if "model" not in bundle.files:
-        raise core.ModelError("the bundle has no 'model': give the job a [model] table and run `fedquilt prepare`")
+        raise core.ModelError("the bundle has no 'model': add a [model] table to the job and run `fedquilt prepare`")
     table = {name: getattr(params, name) for name in type(params).__dataclass_fields__}
     network, model = dict(bundle.meta["network"]), dict(bundle.load("model"))
     if "register" in bundle.meta:
@@ -108,7 +108,7 @@ def training_work(
 
 
 def groups_work(state: NetworkState, model: core.Tensors, groups: Sequence[Sequence[str]]) -> core.WorkEstimate:
-    """Return the cost of training groups of layers one after another, each with the classifier behind it.
+    """Return the cost of training groups of layers one after another, each together with the classifier.
 
     A group costs a forward pass up to its end and a backward pass through itself.
 
@@ -137,15 +137,14 @@ def groups_work(state: NetworkState, model: core.Tensors, groups: Sequence[Seque
 
 def evaluation_work(state: NetworkState) -> core.WorkEstimate:
     """Return the cost of one forward pass over the device's training examples."""
-    kind = cost_model.workload_kind(state.costs_by_layer(), state.register.convolution_paths(state.model))
-    work = cost_model.inference_work(
-        cost_model.forward_cost(state.costs_by_layer()), tensors.total_bytes([state.model])
-    )
+    costs = state.costs_by_layer()
+    kind = cost_model.workload_kind(costs, state.register.convolution_paths(state.model))
+    work = cost_model.inference_work(cost_model.forward_cost(costs), tensors.total_bytes([state.model]))
     return msgspec.structs.replace(work, workload=kind)
 
 
 def minimum_batch(state: NetworkState, trained_tensors: core.Tensors | None = None) -> int:
-    """Return the minimum number of examples in memory: a mini-batch with trained batch norm, else one."""
+    """Return the minimum number of examples in memory: 1, or a micro-batch if batch norm is trained."""
     names = None if trained_tensors is None else trained_tensors.keys()
     batch = math.ceil(state.params.get("batch", 1) / state.params.get("accumulate", 1))
     return batch if state.register.is_coupled(state.model, names) else 1
@@ -159,7 +158,7 @@ def fit_from_task(task: core.Task) -> core.Fit:
 
 
 def training_round(params: Mapping[str, Any], round: int) -> int:
-    """Return the number of a round without the evaluation rounds (`settled`) before it."""
+    """Return the number of a round when earlier evaluation rounds (parameter `settled`) are not counted."""
     return round - int(params.get("settled", 0))
 
 
@@ -190,11 +189,11 @@ def partial_model_schema(state: Any) -> core.UpdateSchema:
 
 def require_unit_weight(update: core.DeviceUpdate) -> None:
     if update.weight != 1:
-        raise core.UpdateError(f"{update.device} weighs {update.weight:g}: with this method every device weighs 1")
+        raise core.UpdateError(f"the update of {update.device} has weight {update.weight:g}: this method requires 1")
 
 
 def reported_steps(update: core.DeviceUpdate) -> float:
-    """Return the number of mini-batches that a device reports in metric "steps"."""
+    """Return the number of mini-batches that a device reports in metric "steps", or raise UpdateError below 1."""
     steps = update.metrics.get("steps", 0.0)
     if not 1 <= steps < 2**53:
         raise core.UpdateError(f"{update.device} reports {steps:g} steps: this method requires 1 or more")

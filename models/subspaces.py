@@ -21,7 +21,7 @@ RESTARTS, STEPS = 10, 100
 
 
 def compute_subspace(x: np.ndarray, directions: int) -> np.ndarray:
-    """Return the first left singular vectors of the examples (Eq. 11), (d, directions) float32.
+    """Return the first left singular vectors of the examples (GENE-FL, Eq. 11), (d, directions) float32.
 
     Column i of X (d, n) is example i, not centred. The largest entry of each vector is positive. Examples of smaller
     rank leave columns of zeros.
@@ -39,6 +39,7 @@ def compute_subspace(x: np.ndarray, directions: int) -> np.ndarray:
 
 
 def mean_similarity(x: np.ndarray, fingerprint: np.ndarray) -> float:
+    """Return |cos| of the mean example and the fingerprint's first vector, or 0 if the mean is 0."""
     mean = x.reshape(len(x), -1).astype(np.float64).mean(axis=0)
     size = float(np.linalg.norm(mean))
     return float(abs(mean @ fingerprint[:, 0].astype(np.float64)) / size) if size else 0.0
@@ -62,24 +63,27 @@ def assign_to_nearest(point: np.ndarray, centres: list[np.ndarray], members: lis
 def validate_fingerprint(
     tensors_by_name: Tensors, device: str, directions: int, other_fingerprints: Sequence[np.ndarray]
 ) -> np.ndarray:
-    """Return the fingerprint (d, directions) that a device sent as its only tensor, "u"."""
+    """Return the fingerprint (d, directions) that a device sent as its only tensor, "u".
+
+    Raise UpdateError unless its vectors have length 1 or 0, and as many values as other devices' vectors.
+    """
     if (
         tensors_by_name.keys() != {"u"}
         or tensors_by_name["u"].ndim != 2
         or tensors_by_name["u"].shape[1] != directions
         or tensors_by_name["u"].dtype != np.float32
     ):
-        raise UpdateError(f"{device} did not send a fingerprint of {directions} vectors")
+        raise UpdateError(f"the update of {device} is not a fingerprint of {directions} vectors")
     tensors.require_finite(tensors_by_name)
     fingerprint = tensors_by_name["u"]
     if other_fingerprints and other_fingerprints[0].shape != fingerprint.shape:
         raise UpdateError(
-            f"{device}'s examples have {len(fingerprint)} values each, other devices' {len(other_fingerprints[0])}: "
+            f"{device} has examples of {len(fingerprint)} values, other devices of {len(other_fingerprints[0])}: "
             "give all devices examples of one size"
         )
     lengths = np.linalg.norm(fingerprint.astype(np.float64), axis=0)
     if (np.minimum(lengths, np.abs(lengths - 1)) > 1e-3).any():
-        raise UpdateError(f"{device} sent vectors that are not of length 1")
+        raise UpdateError(f"the fingerprint of {device} has vectors that are not of length 1")
     return fingerprint
 
 

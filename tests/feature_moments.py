@@ -31,4 +31,4 @@ def merged(parts: Sequence[DeviceMoments], before: ClassMoments | None = None) -
 
 
 def sent() -> dict[str, np.ndarray]:
-    return class_moments.pack_moments(class_moments.device_moments(*data(40), CLASSES))
+    return class_moments.pack_moments(class_moments.compute_moments(*data(40), CLASSES))

@@ -151,7 +151,7 @@ def _run_job(
                 raise JobError(f"--link {link} is not possible with --engine, --workers or --mixed: leave one out")
             from fedquilt.tools.experiments import single_run
 
-            return single_run.run_and_print(plan, wordy=verbose, **workers.to_keywords())
+            return single_run.run_and_print(plan, verbose=verbose, **workers.to_keywords())
         if link == "memory":
             return tool.run_fleet_virtually(plan, verbose=verbose)
     except KeyboardInterrupt:

@@ -168,7 +168,7 @@ def result(state: State) -> core.Artefact:
 def solve_head(params: Params, sums: ClassMoments) -> dict[str, np.ndarray]:
     """Return the head solved from the sums of all devices, as float64 "weights" and "bias".
 
-    "weights" is (labels, d) and "bias" (labels,). The bias of a class without examples is `joint_head.NEVER`.
+    "weights" is (labels, d) and "bias" (labels,). The bias of a class without examples is `joint_head.ABSENT_BIAS`.
     """
     if params.gcv:
         standardised = joint_head.standardise_sums(sums)
@@ -181,7 +181,7 @@ def solve_head(params: Params, sums: ClassMoments) -> dict[str, np.ndarray]:
         xx = sums.scatter + sums.n * np.outer(sums.mean, sums.mean)
         moments = least_squares.RegressionMoments(sums.n, zero, np.zeros(labels), xx, sums.totals.T, sums.n)
         weights, bias = least_squares.solve_ridge(moments, params.ridge)
-    return {"weights": weights, "bias": np.where(sums.counts > 0, bias, joint_head.NEVER)}
+    return {"weights": weights, "bias": np.where(sums.counts > 0, bias, joint_head.ABSENT_BIAS)}
 
 
 def _solve_head_tensors(state: State) -> dict[str, np.ndarray]:

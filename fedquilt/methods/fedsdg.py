@@ -183,7 +183,7 @@ def aggregation_weights(deltas: Sequence[core.Tensors], rule: str) -> tuple[np.n
 
 
 def _flatten(delta: core.Tensors, adapters_only: bool) -> np.ndarray:  # (values,) float64
-    names = [name for name in sorted(delta) if not adapters_only or name.rpartition(".")[2] in lora.SHARED]
+    names = [name for name in sorted(delta) if not adapters_only or name.rpartition(".")[2] in lora.SHARED_SUFFIXES]
     return np.concatenate([delta[name].astype(np.float64).ravel() for name in names])
 
 
@@ -293,7 +293,7 @@ def make_branch_hooks(task: core.Task, received: core.Tensors, branch: core.Tens
         suffix = name.rpartition(".")[2]
         if suffix == lora.GATE:
             return float(params["lr_gates"] / params["lr"])
-        if suffix in lora.OWN:
+        if suffix in lora.OWN_SUFFIXES:
             return float(params["lr_own"] / params["lr"])
         return float(name in received or name in branch)  # a private head learns at the shared rate
 
@@ -303,7 +303,7 @@ def make_branch_hooks(task: core.Task, received: core.Tensors, branch: core.Tens
             suffix = name.rpartition(".")[2]
             if suffix == lora.GATE and params["sparsity"]:
                 total = total + params["sparsity"] * value.sigmoid()
-            elif suffix in lora.OWN and params["own_decay"]:
+            elif suffix in lora.OWN_SUFFIXES and params["own_decay"]:
                 total = total + params["own_decay"] * value.square().sum()
             elif name in received and params["shared_decay"]:
                 total = total + params["shared_decay"] / 2 * value.square().sum()

@@ -84,7 +84,7 @@ from fedquilt.models.stitching.algebra.class_moments import ExactMomentSums
 from fedquilt.models.stitching.algebra.least_squares import RegressionMoments
 from fedquilt.models.stitching.device import moments, scoring
 from fedquilt.models.stitching.search import accumulators, candidates, cascades, steps, task_specs
-from fedquilt.models.stitching.search.accumulators import CorrectCounts, JunctionSums, Sum, VoteSums
+from fedquilt.models.stitching.search.accumulators import Accumulator, CorrectCounts, JunctionSums, VoteSums
 from fedquilt.models.stitching.search.state import Candidate, SearchParams, SearchState, resolve_settings
 
 # -- server ---------------------------------------------------------------------------------------
@@ -136,7 +136,7 @@ def send(state: SearchState, device: DeviceView) -> TaskSpec | None:
     return task_specs.validation_task_spec(state, state.candidates)
 
 
-def step(state: SearchState, total: Sum | None) -> SearchState:
+def step(state: SearchState, total: Accumulator | None) -> SearchState:
     """Return the state with the sums of a round, and in the next phase if the phase is complete."""
     if total is None or (isinstance(total, ExactMomentSums | CorrectCounts) and not total.devices):
         if state.phase == "score" and state.ballots:
@@ -198,7 +198,7 @@ def result(state: SearchState, candidate: int | None = None) -> Artefact:
             raise JobError(f"candidate {candidate} does not exist: the run has candidates 1 to {len(state.candidates)}")
         index = candidate - 1
     meta, arrays = stitched_network.to_artefact(ranking.to_network(state, state.candidates[index]), state.stock)
-    summary = ranking.summarise_all(state)
+    summary = ranking.summarise_candidates(state)
     return Artefact("stitched", {**meta, "search": summary, "gains": ranking.accuracy_gains(state)}, arrays)
 
 

@@ -102,7 +102,7 @@ class CifarResNet(nn.Module):  # type: ignore[misc]
     Tensor names are those of the public checkpoints (`conv1`, `bn1`, `layer1.0.conv1`, ..., `linear`).
     """
 
-    def __init__(self, depth: int, classes: int) -> None:
+    def __init__(self, depth: int, classes: int = 10) -> None:
         super().__init__()
         blocks = (depth - 2) // 6
         self.conv1 = nn.Conv2d(3, 16, 3, padding=1, bias=False)
@@ -262,9 +262,7 @@ class Attention(nn.Module):  # type: ignore[misc]
             or is_causal
             or any(mask is not None for mask in masks.values())
         ):
-            raise ModelError(
-                "only self-attention without a mask can be adapted: take another network, or another method"
-            )
+            raise ModelError("only self-attention without a mask can be adapted: use another network or method")
         n, patches, width = x.shape
         qkv = F.linear(x, self.in_proj_weight, self.in_proj_bias)
         q, k, v = qkv.view(n, patches, 3, self.heads, width // self.heads).permute(2, 0, 3, 1, 4)

@@ -88,10 +88,10 @@ def _validated_layer_widths(network: Mapping[str, Any]) -> Sequence[int]:
     widths = [settings.pop("inputs", None), *hidden_widths, settings.pop("classes", None)]
     if settings or not all(isinstance(width, int) and not isinstance(width, bool) and width > 0 for width in widths):
         raise ModelError(
-            f"network 'mlp' cannot be built from {registry.describe_settings(network)}: it has inputs, classes and "
-            "hidden (a list), whole numbers above 0"
+            f"network 'mlp' cannot be built from {registry.describe_settings(network)}: set inputs, classes and "
+            "hidden (a list) to whole numbers above 0"
         )
     values = math.prod(registry.input_shape(network))
     if values != widths[0]:
-        raise ModelError(f"network 'mlp' takes {widths[0]} inputs, and the job's input has {values}")
+        raise ModelError(f"network 'mlp' has {widths[0]} inputs, but the input has {values}: set inputs = {values}")
     return widths

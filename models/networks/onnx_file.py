@@ -87,11 +87,11 @@ def export_without_weights(network: Mapping[str, Any], reading: Mapping[str, Any
     draws = torch.Generator().manual_seed(0)
     for value in float_tensors.values():  # different values, because the exporter merges equal tensors
         value.copy_(torch.rand(value.shape, generator=draws) + 0.5)
-    name, fix = f"network {network.get('name')!r}", "roll out a run of a method whose result is whole"
+    name, fix = f"network {network.get('name')!r}", "roll out the result of a method that trains the whole network"
     proto = trace_to_onnx(model, registry.input_shape(network), name, fix, keep_tensor_names=True)
     graphs = {tensor.name: tensor for tensor in proto.graph.initializer}
     if odd := sorted(float_tensors.keys() - graphs.keys()):
-        raise ModelError(f"the ONNX of {name} has no tensor {odd[0]!r}, so that boards cannot insert weights: {fix}")
+        raise ModelError(f"the ONNX of {name} has no tensor {odd[0]!r}, so devices cannot insert weights: {fix}")
     for tensor_name in float_tensors:
         graphs[tensor_name].ClearField("raw_data")
     return _serialise_with_metadata(proto, network, reading)

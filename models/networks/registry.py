@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -27,17 +27,8 @@ if TYPE_CHECKING:
     from torch import nn
 
 ARCHITECTURES = (
-    "cnn",
-    "conv1d",
-    "gru",
-    "lenet",
-    "mlp",
-    "plain",
-    "residual",
-    "rezero",
-    "separable",
-    "transformer",
-    "vit",
+    *("cnn", "conv1d", "gru", "lenet", "mlp", "plain"),
+    *("residual", "rezero", "separable", "transformer", "vit"),
 )
 CIFAR_DEPTHS = (20, 32, 44, 56)
 BUILTIN_NETWORKS = (
@@ -56,7 +47,10 @@ class NetworkCost(NamedTuple):
 
 
 def build_network(network: Mapping[str, Any]) -> nn.Module:
-    """Return a network with random weights, in training mode. Seed torch to repeat the weights."""
+    """Return a network with random weights, in training mode. Seed torch to repeat the weights.
+
+    Raise ModelError for an unknown name, or settings with which the network cannot be built.
+    """
     table = dict(network)
     name = str(table.pop("name", ""))
     for key in ("input", "register", "task"):
@@ -77,7 +71,6 @@ def build_network(network: Mapping[str, Any]) -> nn.Module:
 
 
 def _initialise_lazy_tensors(model: nn.Module, network: Mapping[str, Any]) -> None:
-    # raises ModelError if the network cannot compute an example of zeros
     import torch
     from torch.nn.parameter import is_lazy
 
@@ -88,8 +81,8 @@ def _initialise_lazy_tensors(model: nn.Module, network: Mapping[str, Any]) -> No
                 model.eval()(torch.zeros(1, *shape))
         except Exception as error:  # a module from outside may raise anything
             raise ModelError(
-                f"network {network.get('name')!r}: its lazy modules get no shapes, as it does not run on an example of "
-                f"shape {shape} ({first_line(error)}): correct the sizes in [model]"
+                f"network {network.get('name')!r} has lazy modules, but does not run on an example of shape {shape} "
+                f"({first_line(error)}): correct the sizes in [model]"
             ) from None
         model.train()
 
@@ -100,10 +93,12 @@ def load_network(network: Mapping[str, Any], weights: str | Path | None = None, 
     Args:
         network: Table of the network.
         weights: None for random weights, the name of torchvision's weights such as "DEFAULT" (downloaded by
-        torchvision),
-            or a file: `.safetensors`, or a state dict of `torch.save` (`.pt`, `.pth`, `.th`), read without running its
-            code.
+            torchvision), or a file: `.safetensors`, or a state dict of `torch.save` (`.pt`, `.pth`, `.th`), read
+            without running its code.
         seed: Seed of random weights.
+
+    Raises:
+        ModelError: If the network cannot be built, or the weights are missing, unreadable or of other shapes.
     """
     import torch
 
@@ -122,6 +117,7 @@ def load_network(network: Mapping[str, Any], weights: str | Path | None = None, 
 
 
 def measure_cost(model: nn.Module, shape: tuple[int, ...]) -> NetworkCost:
+    """Run the network on an example of `shape` and return the cost. Exceptions of the network are raised."""
     import torch
     from torch.nn.attention import SDPBackend, sdpa_kernel
     from torch.utils.flop_counter import FlopCounterMode
@@ -182,8 +178,8 @@ def input_shape(network: Mapping[str, Any]) -> tuple[int, ...]:
     if network.get("name") == "exits":
         return input_shape(network["of"])
     raise ModelError(
-        f"network {network.get('name')!r}: give it an [input] with channels and size, or the keys steps and channels, "
-        "or `inputs`, an example's values"
+        f"network {network.get('name')!r} has no input shape: set channels and size in [input], or in [model] channels "
+        "and steps, or inputs"
     )
 
 
@@ -193,19 +189,19 @@ def input_shape(network: Mapping[str, Any]) -> tuple[int, ...]:
 def required_plugins(network: Mapping[str, Any]) -> dict[str, str]:
     """Return the plug-in modules of a network and of nested tables, with version and digest."""
     modules: dict[str, str] = {}
-    for name in plugin_networks(network):
+    for name in list_plugin_networks(network):
         find = functools.partial(plugins.required_modules, "network", name, BUILTIN_NETWORKS)
         modules |= _call_with_model_errors(find)
     return modules
 
 
-def plugin_networks(network: Mapping[str, Any]) -> list[str]:
+def list_plugin_networks(network: Mapping[str, Any]) -> list[str]:
     name = str(network.get("name", ""))
     nested_names = [
         nested_name
         for value in network.values()
         if isinstance(value, Mapping)
-        for nested_name in plugin_networks(value)
+        for nested_name in list_plugin_networks(value)
     ]
     is_builtin = not name or name in BUILTIN_NETWORKS or name.startswith("torchvision/")
     return nested_names if is_builtin else [name, *nested_names]
@@ -226,12 +222,14 @@ def _find_factory(name: str) -> Callable[..., nn.Module]:
         return _wrap_plugin_factory(name, plugin)
     from fedquilt.models.networks import architectures, stages
 
+    def build_exits(of: Mapping[str, Any], looks: Sequence[Sequence[Any]], classes: int) -> nn.Module:
+        return stages.build_exits_network(build_network(of), looks, classes)
+
     if name == "exits":
-        return lambda of, looks, classes: stages.build_exits_network(build_network(of), looks, classes)
+        return build_exits
     if name in ARCHITECTURES:
         return getattr(architectures, name)
-    cifar = {f"resnet{depth}-cifar": depth for depth in CIFAR_DEPTHS}
-    return lambda classes=10: architectures.CifarResNet(cifar[name], classes)
+    return functools.partial(architectures.CifarResNet, int(name.removeprefix("resnet").removesuffix("-cifar")))
 
 
 def require_callable(name: str, factory: Any) -> None:
@@ -295,7 +293,7 @@ def _load_weights_file(model: nn.Module, name: str, path: Path) -> None:
     odd += sorted(k for k in weights.keys() & network_state.keys() if weights[k].shape != network_state[k].shape)
     if odd:
         raise ModelError(
-            f"{path} does not hold the weights of {name!r}: {len(odd)} tensors differ, the first is {odd[0]!r}; "
+            f"weights {path} do not fit network {name!r}: {len(odd)} tensors differ, the first is {odd[0]!r}; "
             "use the file's own network and number of classes"
         )
     model.load_state_dict(weights)
@@ -317,7 +315,7 @@ def _read_state_dict(path: Path) -> dict[str, torch.Tensor]:
         raise ModelError(f"cannot read the weights {path}: {reason}; save a plain state dict") from None
     state = state.get("state_dict", state) if isinstance(state, dict) else state
     if not isinstance(state, dict) or not all(isinstance(value, torch.Tensor) for value in state.values()):
-        raise ModelError(f"{path} holds a {type(state).__name__}, not a state dict: save model.state_dict()")
+        raise ModelError(f"weights {path} are a {type(state).__name__}, not a state dict: save model.state_dict()")
     return {str(key).removeprefix("module."): value for key, value in state.items()}
 
 
@@ -329,9 +327,9 @@ def _download_model(name: str, network: Mapping[str, Any], weights: str) -> nn.M
     try:
         model = import_torchvision().models.get_model(architecture, weights=weights)
     except (ValueError, KeyError, AttributeError) as error:
-        raise ModelError(f"{name} has no weights {weights!r} ({error}): give DEFAULT, or a file") from None
+        raise ModelError(f"{name} has no weights {weights!r} ({error}): set DEFAULT, or a file") from None
     except OSError as error:
-        raise ModelError(f"cannot download the weights of {name} ({error}): give a local file instead") from None
+        raise ModelError(f"cannot download the weights of {name} ({error}): use a local file instead") from None
     classes = int(network.get("classes", 1000))
     if classes != 1000:
         raise ModelError(f"torchvision's weights of {name} are for 1000 classes, not {classes}: remove `classes`")

@@ -22,7 +22,7 @@ from fedquilt.formats.tensor_register import TensorRegister
 class Stage:
     entrance: str  # first layer, whose input is the stage's only input
     width: int  # channels of that input
-    names: tuple[str, ...]  # its tensors, running statistics too
+    names: tuple[str, ...]  # tensors of the stage, running statistics included
 
 
 def keep_first_stages(
@@ -87,7 +87,7 @@ def keep_first_stages(
         result = compute_scores(pooled_inputs, scores) if len(pooled_inputs) == len(recorded_stages) else None
         if result is None or called < expected_calls:
             missing = ", ".join(sorted(expected_calls - called)[:3]) or "a stage"
-            raise ModelError(f"the order of this network's layers is unknown ({missing}): use another network")
+            raise ModelError(f"this network did not run {missing} in the recorded order: use another network")
         return result
 
     module.forward = forward
@@ -95,6 +95,7 @@ def keep_first_stages(
 
 
 def add_exits(module: Any, stages: Sequence[Stage], classes: int) -> Any:
+    """Add a classifier of each stage's pooled input as `module.exit`, in place, and return the module."""
     from torch import nn
 
     module.add_module("exit", nn.ModuleList(nn.Linear(stage.width, classes) for stage in stages))
@@ -140,7 +141,8 @@ class _StageHook:
         pooled = _average_over_positions(layer, x)
         if pooled.shape[1] != self._stage.width:
             raise ModelError(
-                f"layer {self._stage.entrance!r} received {pooled.shape[1]} channels instead of {self._stage.width}"
+                f"layer {self._stage.entrance!r} read {pooled.shape[1]} channels instead of {self._stage.width}: use "
+                "another network"
             )
         self._stage_inputs[self._index] = pooled
         if self._is_last:
@@ -180,24 +182,22 @@ def split_stages(model: Tensors, count: int, register: TensorRegister) -> Staged
     """Split the network into `count` stages, or as many as it has blocks.
 
     Layers form a block if their names are equal up to the first number ("layer1.0"). A layer without a number is a
-    block ("conv1"). A block without weights joins the block before it.
+    block ("conv1"). A block without weights joins the previous block.
     """
     parameters_by_layer, head = register.parameters_by_layer(), register.find_classifier()
     if head is None:
-        raise ModelError("this network has no last linear layer: it cannot be cut by depth")
+        raise ModelError("this network cannot be cut by depth, as its last layer is not linear: use another network")
     register.require_plain_weight(head)
     blocks: dict[str, list[str]] = {}
     for layer in parameters_by_layer:
         if layer != head:
             blocks.setdefault(_block_name(_nearest_called_ancestor(register, layer)), []).append(layer)
-    weight_names = register.weights_by_module()
-    shapes = {
-        layer: model[weight_names[layer]].shape for layer in parameters_by_layer if weight_names.get(layer) in model
-    }
+    names = register.weights_by_module()
+    shapes = {layer: model[names[layer]].shape for layer in parameters_by_layer if names.get(layer) in model}
     weights = {layer: shape for layer, shape in shapes.items() if len(shape) > 1}
     weighted_blocks = _merge_blocks_without_weights(weights, list(blocks.values()))
     if not weighted_blocks:
-        raise ModelError("this network has only a classifier: it cannot be cut by depth")
+        raise ModelError("this network cannot be cut by depth, as it has only a classifier: use another network")
     parts = np.array_split(np.arange(len(weighted_blocks)), min(count, len(weighted_blocks)))
     members = [[layer for i in part for layer in weighted_blocks[i]] for part in parts]
     stages = tuple(
@@ -228,7 +228,7 @@ def _block_name(layer: str) -> str:
 
 
 def _merge_blocks_without_weights(weights: Shapes, blocks: Sequence[list[str]]) -> list[list[str]]:
-    # A block without weights joins the block before it. Those at the front join the first block.
+    # A block without weights joins the previous block with weights. Earlier ones join the first block with weights.
     merged: list[list[str]] = []
     front: list[str] = []
     for block in blocks:
@@ -261,6 +261,6 @@ def _require_separate_tensors(register: TensorRegister, members: Sequence[Sequen
         for alias in entry.aliases:
             if stage.get(_block_name(alias.rpartition(".")[0]), -1) != stage.get(_block_name(entry.layer)):
                 raise ModelError(
-                    f"the tensor {entry.name!r} is {alias!r} as well, in another part of the network: a network whose "
-                    "parts share tensors cannot be cut by depth, so give each its own or take another method"
+                    f"this network cannot be cut by depth, as tensor {entry.name!r} is also {alias!r} in another "
+                    "stage: give each layer its own tensor, or use another method"
                 )

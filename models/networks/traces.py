@@ -53,16 +53,14 @@ def trace_network(model: nn.Module, subject: str, fix: str) -> fx.GraphModule:
         location = f"module {tracer.failed!r}" if tracer.failed else "the network's own forward()"
         reason = first_line(error)
         raise ModelError(
-            f"{subject} cannot be traced: {location} ({type(module).__name__}{_error_location(error)}) stops torch.fx: "
-            f"{reason}; rewrite that place without branches on values, or {fix}"
+            f"{subject} cannot be traced: torch.fx fails in {location} ({type(module).__name__}"
+            f"{_error_location(error)}): {reason}; remove branches on values there, or {fix}"
         ) from None
     return fx.GraphModule(model, graph)
 
 
 def _error_location(error: Exception) -> str:
-    frames = [
-        frame for frame in traceback.extract_tb(error.__traceback__) if _TORCH not in Path(frame.filename).parents
-    ]
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if _TORCH not in Path(f.filename).parents]
     innermost = frames[-1]
     return (
         ""
@@ -93,9 +91,7 @@ def trace_layer_costs(model: nn.Module, shape: tuple[int, ...]) -> list[Layer]:
 class _OperationCounter(TorchDispatchMode):  # type: ignore[misc]
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
-        self._weight_addresses = {
-            value.untyped_storage().data_ptr() for value in (*model.parameters(), *model.buffers())
-        }
+        self._weight_addresses = {t.untyped_storage().data_ptr() for t in (*model.parameters(), *model.buffers())}
         self._running = [""]
         self.counts_by_layer: dict[str, list[Any]] = {}
         self._watches = []
@@ -150,7 +146,7 @@ def trace_register(model: nn.Module, shape: tuple[int, ...]) -> TensorRegister:
     """
     modules, names_by_id, state = dict(model.named_modules()), _tensor_names_by_id(model), state_without_aliases(model)
     trained_names, calls = _names_trained_by_step(model, shape), _trace_calls(model, shape)
-    layers, rows = _layers_before_norms(modules, calls), []
+    layers, rows = _find_layer_before_each_norm(modules, calls), []
     for name, value in state.items():
         path = name.partition(PARAMETRIZATION_PATH)[0] if PARAMETRIZATION_PATH in name else name.rpartition(".")[0]
         module = modules[path]
@@ -166,6 +162,7 @@ def trace_register(model: nn.Module, shape: tuple[int, ...]) -> TensorRegister:
 
 
 def state_without_aliases(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Return the network's own tensors, each under its first name in the state dict."""
     state = model.state_dict(keep_vars=True)
     first_names = {names[0] for names in names_of_tensors(model)}
     return {name: value for name, value in state.items() if name in first_names}
@@ -190,6 +187,7 @@ def state_names_by_alias(model: nn.Module) -> dict[str, str]:
 
 
 def modules_sharing_weight(model: nn.Module, path: str) -> list[tuple[str, nn.Module]]:
+    """Return the paths and modules that have the weight of the module at `path`, itself included."""
     weight = model.get_submodule(path).weight
     all_modules = model.named_modules(remove_duplicate=False)
     return [(module_path, module) for module_path, module in all_modules if getattr(module, "weight", None) is weight]
@@ -211,7 +209,7 @@ def _nearest_torch_type_name(module: nn.Module) -> str:
     return f"{type(module).__module__}.{type(module).__qualname__}"
 
 
-def _layers_before_norms(modules: Mapping[str, nn.Module], calls: Sequence[str]) -> dict[str, str]:
+def _find_layer_before_each_norm(modules: Mapping[str, nn.Module], calls: Sequence[str]) -> dict[str, str]:
     layers, previous_path = {}, ""
     for path in calls:
         module = modules[path]

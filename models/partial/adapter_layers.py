@@ -15,7 +15,7 @@ from torch import nn
 from fedquilt.core import ModelError
 from fedquilt.models.networks import traces
 from fedquilt.models.networks.architectures import Attention
-from fedquilt.models.partial.lora import GATE, OWN, SHARED, AdapterSite
+from fedquilt.models.partial.lora import GATE, OWN_SUFFIXES, SHARED_SUFFIXES, AdapterSite
 
 
 class LoraLinear(nn.Module):  # type: ignore[misc]
@@ -26,7 +26,7 @@ class LoraLinear(nn.Module):  # type: ignore[misc]
         self.weight, self.bias, self.scale = linear.weight, linear.bias, scale
         self.gated: tuple[nn.Module, ...] = ()  # the block with the gate; in a tuple, it is no part of this layer
         outputs, inputs = linear.weight.shape
-        for a, b in (SHARED, OWN) if with_own_branch else (SHARED,):
+        for a, b in (SHARED_SUFFIXES, OWN_SUFFIXES) if with_own_branch else (SHARED_SUFFIXES,):
             self.register_parameter(a, nn.Parameter(torch.zeros(inputs, rank)))
             self.register_parameter(b, nn.Parameter(torch.zeros(rank, outputs)))
 
@@ -63,7 +63,7 @@ def insert_adapters(
             except AttributeError:
                 linear = None
             if not isinstance(linear, nn.Linear):
-                raise ModelError(f"{layer!r} is no linear layer of this network: LoRA has nothing to adapt there")
+                raise ModelError(f"{layer!r} is not a linear layer of this network: run `fedquilt prepare` again")
             adapted_layers += _replace_layers_sharing_weight(
                 module, layer, LoraLinear(linear, rank, scale, with_own_branch=with_own_branch)
             )
@@ -84,8 +84,8 @@ def _replace_layers_sharing_weight(module: nn.Module, layer: str, adapted: LoraL
     for path, sharing_layer in traces.modules_sharing_weight(module, layer):
         if not isinstance(sharing_layer, nn.Linear):
             raise ModelError(
-                f"the tensor '{layer}.weight' is '{path}.weight' as well, and that is no linear layer's: an adapter "
-                "beside one of them cannot be merged into both, so give each its own or take another method"
+                f"the tensor '{layer}.weight' is also '{path}.weight' of a layer that is not linear, so that no "
+                "adapter can be merged: give each layer its own tensor, or use another method"
             )
         if id(sharing_layer) not in replacements:
             replacements[id(sharing_layer)] = adapted.with_bias_of(sharing_layer)

@@ -37,7 +37,7 @@ Value = tuple[str, ...] | None
 
 
 def trace_mask_plan(model: nn.Module) -> MaskPlan:
-    graph = traces.trace_network(model, "the network", "take a method that trains it whole").graph
+    graph = traces.trace_network(model, "the network", "use a method that trains the whole network").graph
     return _DependencyReader(
         dict(model.named_modules()), traces.state_without_aliases(model), traces.names_of_tensors(model)
     ).build_mask_plan(graph)
@@ -92,7 +92,7 @@ class _DependencyReader:
         return MaskPlan({name: self.widths[name] for name in free}, pinned_widths, follows, unmaskable)
 
     def _trace_node_neurons(self, node: fx.Node, inputs: Sequence[Value], values: Mapping[fx.Node, Value]) -> Value:
-        """Return the layers whose neurons a node's output holds in order, or None after pinning them."""
+        """Return the layers whose neurons are a node's outputs, in order, or pin the neurons and return None."""
         if node.op == "call_module" and len(inputs) == 1:
             return self._trace_module_neurons(str(node.target), inputs[0])
         if node.op == "call_function" and node.target in _CHANNELWISE_FUNCTIONS and len(inputs) == 1:
@@ -189,7 +189,7 @@ class _DependencyReader:
         return tensor is not None and not tensor.ndim
 
     def _keeps_channels(self, node: fx.Node, inputs: Value) -> bool:
-        """Return whether a mean or maximum runs only over axes behind the channels."""
+        """Return whether a mean or maximum reduces only axes after the channels."""
         axes = node.kwargs.get("dim", node.args[1] if len(node.args) > 1 else None)
         axes = (axes,) if isinstance(axes, int) else axes
         if not inputs or not isinstance(axes, list | tuple) or not all(isinstance(axis, int) for axis in axes):

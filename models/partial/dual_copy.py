@@ -17,8 +17,8 @@ from fedquilt.core import ModelError
 from fedquilt.models.networks import registry, traces
 from fedquilt.models.partial import output_cache
 
-BINARY = (nn.GELU, nn.SiLU, nn.Hardswish, nn.ELU, nn.CELU, nn.SELU, nn.Mish)
-BINARY_CALLS = (F.gelu, F.silu, F.hardswish, F.elu, F.celu, F.selu, F.mish)
+SMOOTH_ACTIVATIONS = (nn.GELU, nn.SiLU, nn.Hardswish, nn.ELU, nn.CELU, nn.SELU, nn.Mish)
+SMOOTH_CALLS = (F.gelu, F.silu, F.hardswish, F.elu, F.celu, F.selu, F.mish)
 
 
 RELU_CALLS = (F.relu, torch.relu, torch.relu_, F.relu_)
@@ -37,13 +37,14 @@ class GateFunction:
 
 
 def gate_function(traced: fx.GraphModule, node: fx.Node) -> GateFunction | None:
+    """Return the gate of an activation, or None for other operations. Smooth activations have the gate of ReLU."""
     if node.op == "call_module":
         module = traced.get_submodule(str(node.target))
         if isinstance(module, nn.ReLU6):
             return GateFunction(cap=6.0)
         if isinstance(module, nn.LeakyReLU):
             return GateFunction(slope=float(module.negative_slope))
-        return GateFunction() if isinstance(module, (nn.ReLU, *BINARY)) else None
+        return GateFunction() if isinstance(module, (nn.ReLU, *SMOOTH_ACTIVATIONS)) else None
     if node.op == "call_method":
         return GateFunction() if node.target in ("relu", "relu_") else None
     if node.target is F.relu6:
@@ -52,7 +53,7 @@ def gate_function(traced: fx.GraphModule, node: fx.Node) -> GateFunction | None:
         return GateFunction(
             slope=float(node.kwargs.get("negative_slope", node.args[1] if len(node.args) > 1 else 0.01))
         )
-    return GateFunction() if node.op == "call_function" and node.target in (*RELU_CALLS, *BINARY_CALLS) else None
+    return GateFunction() if node.op == "call_function" and node.target in (*RELU_CALLS, *SMOOTH_CALLS) else None
 
 
 def is_max_pool(traced: fx.GraphModule, node: fx.Node) -> bool:
@@ -60,6 +61,7 @@ def is_max_pool(traced: fx.GraphModule, node: fx.Node) -> bool:
 
 
 def max_pool_settings(traced: fx.GraphModule, node: fx.Node) -> dict[str, Any]:
+    """Return the keyword arguments of `F.max_pool2d` for a max pool, or {} for another operation."""
     if node.op == "call_module":
         module = traced.get_submodule(str(node.target))
         if not isinstance(module, nn.MaxPool2d):
@@ -77,6 +79,7 @@ def second_of_pair(pair: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
 
 
 def make_out_of_place(node: fx.Node) -> fx.Node:
+    """Change the node to the operation that does not write into its input, and return the node."""
     if node.kwargs.get("inplace"):
         node.kwargs = {**node.kwargs, "inplace": False}
     if node.op == "call_method" and node.target == "relu_":
@@ -87,6 +90,7 @@ def make_out_of_place(node: fx.Node) -> fx.Node:
 
 
 def nodes_depending_on_trained(traced: fx.GraphModule, trained: Sequence[str]) -> dict[fx.Node, None]:
+    """Return, in order, the operations that use a trained tensor or depend on such an operation."""
     dependent_nodes: dict[fx.Node, None] = {}
     for node in traced.graph.nodes:
         if node.op == "output":
@@ -97,6 +101,7 @@ def nodes_depending_on_trained(traced: fx.GraphModule, trained: Sequence[str]) -
 
 
 def nodes_feeding_weights(traced: fx.GraphModule) -> set[fx.Node]:
+    """Return the operations on whose outputs a later operation with tensors depends."""
     feeding_nodes: set[fx.Node] = set()
     for node in reversed(traced.graph.nodes):
         if node in feeding_nodes or uses_tensors(traced, node, None):
@@ -105,7 +110,7 @@ def nodes_feeding_weights(traced: fx.GraphModule) -> set[fx.Node]:
 
 
 def uses_tensors(traced: fx.GraphModule, node: fx.Node, trained: Sequence[str] | None) -> bool:
-    """Return whether an operation uses a trained tensor or, with None, any tensor."""
+    """Return whether an operation uses a tensor of `trained`, or any tensor if `trained` is None."""
     if node.op == "get_attr":
         names = [str(node.target)]
     elif node.op == "call_module":
@@ -116,13 +121,13 @@ def uses_tensors(traced: fx.GraphModule, node: fx.Node, trained: Sequence[str] |
 
 
 def trace_network(model: nn.Module, name: str) -> fx.GraphModule:
-    """Trace a network with torch.fx, in evaluation mode."""
+    """Trace a network in evaluation mode. Raise ModelError if that fails or its output is not one tensor."""
     model.eval()  # in training mode some networks return more than scores
-    traced = traces.trace_network(model, f"network {name!r}", "take another method than FedSQ, which takes it apart")
+    traced = traces.trace_network(model, f"network {name!r}", "use another method than FedSQ")
     traced.graph.eliminate_dead_code()
     end = next(node for node in traced.graph.nodes if node.op == "output").args[0]
     if not isinstance(end, fx.Node):
-        raise ModelError(f"network {name!r} returns more than scores: FedSQ requires one score per class")
+        raise ModelError(f"network {name!r} returns more than scores: return one score per class, or do not use FedSQ")
     return traced
 
 
@@ -134,12 +139,12 @@ NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 
 
 def gate_value(z: torch.Tensor, on: torch.Tensor, slope: float = 0.0) -> torch.Tensor:
-    """Return alpha * z, or slope * z where the gate is off."""
+    """Return z where the gate is on, and slope * z elsewhere."""
     return torch.where(on, z, slope * z) if slope else z * on  # a product takes a third of `where`'s time
 
 
 def gate_with_cap(z: torch.Tensor, on: torch.Tensor, full: torch.Tensor, cap: float) -> torch.Tensor:
-    """Return alpha * z, or `cap` where the structural copy has reached the cap."""
+    """Return `cap` where `full`, z where only the gate is on, and 0 elsewhere."""
     return torch.where(full, cap, z * on)
 
 
@@ -175,7 +180,7 @@ class DualCopy:
         self._trained_nodes = nodes_depending_on_trained(self._traced, trained)
         if not self._trained_nodes:
             raise ModelError(
-                f"network {self._name!r} uses no tensor of {', '.join(trained) or 'nothing'}: none is trained"
+                f"network {self._name!r} uses no tensor of {', '.join(trained) or 'nothing'}: name other modules"
             )
         has_frozen_gates = gates == "frozen"
         inner = nodes_feeding_weights(self._traced)
@@ -191,7 +196,7 @@ class DualCopy:
         self._frozen_part = _build_pruned_module(model, self._build_frozen_graph(scores=False))
         self._frozen_part_with_scores = _build_pruned_module(model, self._build_frozen_graph(scores=True))
         self.names = tuple(self._tail.state_dict())
-        """Tensors of the quantitative copy: the first trained tensor and all behind it."""
+        """Tensors of the quantitative copy: the first trained tensor and all later ones."""
         self.trained = tuple(name for name, _ in self._tail.named_parameters() if is_trained(trained, name))
         """Tensors of the quantitative copy that gradients update."""
         self.frozen_names = tuple(self._frozen_part.state_dict())

@@ -20,8 +20,8 @@ import numpy as np
 from fedquilt.core import ModelError, Tensors
 from fedquilt.formats.tensor_register import ATTENTION, TensorRegister
 
-SHARED = ("lora_a", "lora_b")
-OWN = ("own_a", "own_b")
+SHARED_SUFFIXES = ("lora_a", "lora_b")
+OWN_SUFFIXES = ("own_a", "own_b")
 GATE = "gate"
 OWN_STD = 0.01  # initial standard deviation of B_p: with 0 the gate would have no gradient
 
@@ -49,12 +49,15 @@ def find_adapted_layers(register: TensorRegister) -> tuple[AdapterSite, ...]:
             path for path in linear_paths if path.startswith(f"{block}.") and not path.startswith(f"{attention}.")
         ]
         if not block or not block_layers or f"{attention}.out_proj" not in linear_paths:
-            raise ModelError(f"no output projection or no linear layer beside the attention {attention!r}")
+            raise ModelError(
+                f"the block of attention {attention!r} lacks an output projection or another linear layer: use another "
+                "network"
+            )
         sites.append(AdapterSite(block, (f"{attention}.out_proj", register.sort_by_call_order(block_layers)[-1])))
     if not attentions:
         sites = [AdapterSite(path, (path,)) for path in register.sort_by_call_order(linear_paths) if path != head]
     if not sites:
-        raise ModelError(f"LoRA adapts linear layers, and this network has none before {head!r}: take a transformer")
+        raise ModelError(f"LoRA finds no linear layer before the classifier {head!r}: use a transformer")
     for layer in (layer for site in sites for layer in site.layers):
         register.require_plain_weight(layer)
     return tuple(sites)
@@ -72,7 +75,7 @@ def initial_shared_adapters(
     model: Tensors, sites: Sequence[AdapterSite], rank: int, rng: np.random.Generator
 ) -> dict[str, np.ndarray]:
     """Return the first shared adapters: A from N(0, 1/r), and B = 0."""
-    return _draw_adapter_branch(model, sites, rank, rng, SHARED, 0.0)
+    return _draw_adapter_branch(model, sites, rank, rng, SHARED_SUFFIXES, 0.0)
 
 
 def initial_own_branch(
@@ -80,25 +83,27 @@ def initial_own_branch(
 ) -> dict[str, np.ndarray]:
     """Return a device's first branch: A_p from N(0, 1/r), B_p from N(0, OWN_STD^2), and gate logits."""
     gates = {f"{site.block}.{GATE}": np.array(gate, np.float32) for site in sites}
-    return {**_draw_adapter_branch(model, sites, rank, rng, OWN, OWN_STD), **gates}
+    return {**_draw_adapter_branch(model, sites, rank, rng, OWN_SUFFIXES, OWN_STD), **gates}
 
 
 def gate_openness(branch: Tensors, sites: Sequence[AdapterSite]) -> list[float]:
-    """Return m = sigmoid(a) of every block's gate, 0..1 (FedSDG, Eq. 3)."""
+    """Return m = sigmoid(a) of each site's gate, from 0 to 1 (FedSDG, Eq. 3)."""
     return [float(1 / (1 + np.exp(-branch[f"{site.block}.{GATE}"].astype(np.float64)))) for site in sites]
 
 
 def merge_shared(
     model: Tensors, adapters: Tensors, sites: Sequence[AdapterSite], scale: float
 ) -> dict[str, np.ndarray]:
-    return _merge_adapter_products(model, adapters, sites, SHARED, [scale] * len(sites))
+    return _merge_adapter_products(model, adapters, sites, SHARED_SUFFIXES, [scale] * len(sites))
 
 
 def merge_own_branch(
     model: Tensors, branch: Tensors, sites: Sequence[AdapterSite], scale: float
 ) -> dict[str, np.ndarray]:
     """Merge a device's branch into the weights: W + m s (A_p B_p)^T for every adapted layer."""
-    return _merge_adapter_products(model, branch, sites, OWN, [scale * m for m in gate_openness(branch, sites)])
+    return _merge_adapter_products(
+        model, branch, sites, OWN_SUFFIXES, [scale * m for m in gate_openness(branch, sites)]
+    )
 
 
 def _merge_adapter_products(

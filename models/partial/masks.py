@@ -48,7 +48,7 @@ class MaskPlan:
 
 
 def plan_from_layers(layers: Mapping[str, tuple[int, int]]) -> MaskPlan:
-    """Return the plan of a chain of fully connected layers."""
+    """Return the plan of fully connected layers in order, given as path -> (outputs, inputs)."""
     hidden = {path: outputs for path, (outputs, _) in list(layers.items())[:-1]}
     follows: dict[str, TensorGroups] = {}
     previous_groups: tuple[str, ...] = ()
@@ -63,12 +63,12 @@ def plan_from_layers(layers: Mapping[str, tuple[int, int]]) -> MaskPlan:
 
 
 def describe_unmaskable_layers(plan: MaskPlan) -> str:
-    """Return a phrase with up to four layers that cannot be masked and their readers, or "" without any."""
+    """Return text with up to four layers that cannot be masked and the reasons, or "" without such layers."""
     descriptions = [f"{layer!r} ({reader})" for layer, reader in plan.whole.items()]
     if not descriptions:
         return ""
     rest = f" and {len(descriptions) - 4} more" if len(descriptions) > 4 else ""
-    return f"layers that stay whole (with their unsupported reader): {', '.join(descriptions[:4])}{rest}"
+    return f"layers that cannot be masked (with the unsupported operation): {', '.join(descriptions[:4])}{rest}"
 
 
 def validate_plan(plan: MaskPlan, model: Tensors) -> None:
@@ -78,24 +78,25 @@ def validate_plan(plan: MaskPlan, model: Tensors) -> None:
         for axis, groups, repeat in ((0, follow.out, 1), (1, follow.into, follow.repeat)):
             width = sum(widths.get(group, 0) for group in groups) * repeat
             if groups and (not widths.keys() >= set(groups) or follow.shape[axis : axis + 1] != (width,)):
-                raise ModelError(f"the plan of masks is damaged at {name!r}: run `fedquilt prepare` anew")
+                raise ModelError(f"the plan of masks is damaged at {name!r}: run `fedquilt prepare` again")
         if name not in model or model[name].shape != follow.shape:
             raise ModelError(
-                f"the plan of masks is another network's: its tensor {name!r} of shape {follow.shape} is not in "
-                "the model: run `fedquilt prepare` anew"
+                f"the plan of masks belongs to another network, with a tensor {name!r} of shape {follow.shape}: "
+                "run `fedquilt prepare` again"
             )
 
 
 def plan_from_bundle(bundle: Bundle, model: Tensors) -> MaskPlan:
+    """Return the bundle's plan, or raise ModelError if the plan is missing, masks no neuron or does not fit `model`."""
     if "masks" not in bundle.files:
-        missing = "the bundle has no plan of the network's hidden neurons: run `fedquilt prepare` anew"
+        missing = "the bundle has no plan of the network's hidden neurons: run `fedquilt prepare` again"
         raise ModelError(str(bundle.meta.get("untraced", missing)))
     plan = plan_from_array(bundle.load("masks")["json"])
     validate_plan(plan, model)
     if not plan.neurons:
         reason = describe_unmaskable_layers(plan) or "it has no hidden layer"
         raise ModelError(
-            f"no hidden neuron of this network can be masked: use a method that trains the whole network; {reason}"
+            f"no hidden neuron of this network can be masked ({reason}): use a method that trains the whole network"
         )
     return plan
 
@@ -122,6 +123,7 @@ def mask_of_equal_part(plan: MaskPlan, index: int, parts: int) -> np.ndarray:
 
 
 def split_by_group(plan: MaskPlan, neurons: np.ndarray) -> dict[str, np.ndarray]:
+    """Return the entries of a mask (h,) by group. Pinned neurons, which the mask lacks, are True."""
     masks = {name: np.ones(width, bool) for name, width in plan.pinned.items()}
     offset = 0
     for name, width in plan.widths.items():
@@ -151,7 +153,10 @@ def select_covered(model: Tensors, masks: Mapping[str, np.ndarray]) -> dict[str,
 
 
 def restore_masked_tensors(packed: Tensors, masks: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Return the sent entries where the mask covers, and 0 elsewhere. Tensors without a mask stay as sent."""
+    """Return the sent entries where the mask covers, and 0 elsewhere. Tensors without a mask stay as sent.
+
+    Raise UpdateError if a tensor does not have as many entries as its mask covers.
+    """
     restored = {}
     for name, array in packed.items():
         mask = masks.get(name)
@@ -160,7 +165,7 @@ def restore_masked_tensors(packed: Tensors, masks: Mapping[str, np.ndarray]) -> 
             continue
         covered_count = int(mask.sum())
         if array.shape != (covered_count,):
-            raise UpdateError(f"tensor {name!r} has shape {array.shape}, its mask covers {covered_count} entries")
+            raise UpdateError(f"tensor {name!r} has shape {array.shape}, but its mask covers {covered_count} entries")
         restored[name] = np.zeros(mask.shape, array.dtype)
         restored[name][mask] = array
     return restored
@@ -172,7 +177,7 @@ def pack_mask(neurons: np.ndarray) -> np.ndarray:
 
 def unpack_mask(bits: np.ndarray, count: int) -> np.ndarray:
     if bits.dtype != np.uint8 or bits.shape != (-(-count // 8),):
-        raise UpdateError(f"a mask of {count} neurons has {-(-count // 8)} bytes, not {bits.dtype} {bits.shape}")
+        raise UpdateError(f"the mask is {bits.dtype} {bits.shape}, not {-(-count // 8)} bytes for {count} neurons")
     return np.unpackbits(bits, count=count).astype(bool)
 
 

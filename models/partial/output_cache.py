@@ -26,7 +26,7 @@ from fedquilt.formats import checksummed_json
 if TYPE_CHECKING:
     import torch
 
-SPARE = 1.2  # factor on a file's size that has to be free on the disk
+SPACE_FACTOR = 1.2  # factor on a file's size that has to be free on the disk
 VERSION = 2
 BITS = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little").view(np.int64)[:, 0]
 """The eight bits of each byte as one byte each, least significant first."""
@@ -68,13 +68,11 @@ class CacheMetadata(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class NoRoomError(Exception): ...
 
 
-def row_layout(batch: BatchOutputs, *, is_float16: bool) -> RowLayout:
+def make_row_layout(batch: BatchOutputs, *, is_float16: bool) -> RowLayout:
     outputs = [*batch.values, *batch.indices, *batch.masks]
     count = {len(tensor) if hasattr(tensor, "shape") and len(tensor.shape) else 0 for tensor in outputs}
     if len(count) != 1 or not all(value.is_floating_point() for value in batch.values):
-        raise ModelError(
-            'some input of the trained part is no float tensor with one row per example: set cache = "off"'
-        )
+        raise ModelError('an input of the trained part is not a float tensor with a row per example: set cache = "off"')
     values, indices, masks = (tuple(tuple(tensor.shape[1:]) for tensor in part) for part in batch)
     return RowLayout(values, indices, masks, is_float16)
 
@@ -145,7 +143,7 @@ class CachedRows:
             with self._path.open("rb", buffering=0) as file:
                 for index, row in enumerate(rows):
                     if os.preadv(file.fileno(), [result[index]], int(row) * self.shape[1]) != self.shape[1]:
-                        raise StoreError(f"{self._path} was cut short while it was in use")
+                        raise StoreError(f"{self._path} is truncated: the next task recreates it")
                     if zlib.crc32(result[index]) != self._sums[row]:
                         self._path.with_suffix(".json").unlink(missing_ok=True)
                         raise StoreError(f"{self._path} is damaged: the next task recreates it")
@@ -155,7 +153,10 @@ class CachedRows:
 
 
 class RowWriter:
-    """Writer of `folder`/`name`.rows, which appears whole or not at all and replaces an older file."""
+    """Writer of `folder`/`name`.rows, which replaces an older file and appears only if complete.
+
+    Methods raise NoRoomError if the cache exceeds `limit_bytes` or the disk fails.
+    """
 
     def __init__(self, folder: Path, name: str, count: int, *, is_float16: bool, limit_bytes: int) -> None:
         self._folder, self._name, self._count = folder, name, count
@@ -167,7 +168,7 @@ class RowWriter:
     def write_batch(self, batch: BatchOutputs) -> None:
         try:
             if self._layout is None:
-                self._layout = row_layout(batch, is_float16=self._is_float16)
+                self._layout = make_row_layout(batch, is_float16=self._is_float16)
                 self._delete_old_files_and_require_space(self._count * self._layout.row_bytes)
             rows = pack_rows(batch, self._layout)
             with self._part.open("ab") as file:
@@ -193,9 +194,9 @@ class RowWriter:
         for file_name in (f"{self._name}.json", f"{self._name}.rows", f"{self._name}.part"):
             (self._folder / file_name).unlink(missing_ok=True)
         if size > self._limit_bytes:
-            raise NoRoomError(f"{size} bytes are more than {self._limit_bytes}")
-        if SPARE * size > shutil.disk_usage(self._folder).free:
-            raise NoRoomError(f"the disk has no {size} bytes to spare")
+            raise NoRoomError(f"{size} bytes exceed the limit of {self._limit_bytes} bytes")
+        if SPACE_FACTOR * size > shutil.disk_usage(self._folder).free:
+            raise NoRoomError(f"the disk has less than {SPACE_FACTOR:g} x {size} bytes free")
 
 
 def find_complete_rows(folder: Path, name: str, key: str, count: int) -> CacheMetadata | None:
@@ -205,13 +206,9 @@ def find_complete_rows(folder: Path, name: str, key: str, count: int) -> CacheMe
         size = (folder / f"{name}.rows").stat().st_size
     except (OSError, checksummed_json.DamagedFileError):
         return None
-    is_complete = (metadata.key, metadata.rows, metadata.version) == (
-        key,
-        count,
-        VERSION,
-    ) and size == count * metadata.layout.row_bytes
-    is_complete = is_complete and len(metadata.sums) == 8 * count
-    return metadata if is_complete else None
+    is_wanted = (metadata.key, metadata.rows, metadata.version) == (key, count, VERSION)
+    is_complete = size == count * metadata.layout.row_bytes and len(metadata.sums) == 8 * count
+    return metadata if is_wanted and is_complete else None
 
 
 def _write_columns(rows: np.ndarray, offset: int, values: np.ndarray) -> int:

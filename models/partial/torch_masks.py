@@ -25,7 +25,7 @@ class MaskHooks:
 
     Args:
         plan: Groups of the network's neurons.
-        others: Mean theta of the other devices, (h,), or None to leave out the diversity term.
+        others_mean: Mean theta of the other devices, (h,), or None to leave out the diversity term.
         diversity: Weight of the diversity term, lambda.
         mu: Weight of the proximal term on covered entries.
     """
@@ -37,6 +37,7 @@ class MaskHooks:
         self._buffers: dict[str, torch.Tensor] = {}  # values before a step on the scores
 
     def training_steps(self, rate: float) -> tuple[Step, Step]:
+        """Return the step on the mask scores, with `rate` times the learning rate, and the step on the weights."""
         scores = Step(
             rate=lambda name: rate if name == SCORES else 0.0,
             penalty=self._diversity_penalty if self._others_mean is not None and self._diversity else None,
@@ -50,6 +51,7 @@ class MaskHooks:
         return scores, weights
 
     def prepare(self, module: Any) -> Any:
+        """Add mask scores of 0 and the hooks that mask inputs to a network, in place, and return the network."""
         module.register_parameter(SCORES, nn.Parameter(torch.zeros(self._plan.neurons)))
         inner = dict(module.named_modules())
         for name, follow in self._plan.follows.items():
@@ -57,7 +59,7 @@ class MaskHooks:
             if not follow.into:  # no weights
                 continue
             if path not in inner:
-                raise ModelError(f"the plan of masks is another network's: this one has no layer {path!r}")
+                raise ModelError(f"the plan of masks belongs to another network, with a layer {path!r}")
             for layer in {layer for _, layer in traces.modules_sharing_weight(module, path)}:
                 layer.register_forward_pre_hook(self._make_input_mask_hook(follow))
         module.register_forward_pre_hook(self._sample_mask)

@@ -50,7 +50,10 @@ def unit_count(width: int, rate: float) -> int:
 
 
 def unit_indices_by_tensor(plan: MaskPlan, model: Tensors, units_by_group: Mapping[str, np.ndarray]) -> TensorCut:
-    """Return the row and column indices of the given units in every tensor of the model, None for a whole axis."""
+    """Return the row and column indices of units in every tensor, None for a whole axis.
+
+    Groups that `units_by_group` does not name keep all units.
+    """
     widths = {**plan.pinned, **plan.widths}
 
     def along(groups: Sequence[str], repeat: int = 1) -> np.ndarray | None:
@@ -91,7 +94,7 @@ class WeightedEntrySums:
 def add_entries(
     model: Tensors, sums: WeightedEntrySums | None, sub_model: Tensors, cut: TensorCut, weight: float
 ) -> WeightedEntrySums:
-    """Add a device's sub-network to a round's sums, in place."""
+    """Add a device's sub-network to a round's sums, or raise UpdateError if its shapes do not fit `cut`."""
     tensors.require_addable(sub_model, cut_shapes(model, cut))
     sums = sums or WeightedEntrySums()
     total, weights = dict(sums.total), dict(sums.weight)
@@ -108,7 +111,7 @@ def cut_shapes(model: Tensors, cut: TensorCut) -> dict[str, tensors.TensorSpec]:
 
 
 def average_entries(model: Tensors, sums: WeightedEntrySums | None) -> dict[str, np.ndarray]:
-    """Return the mean of every entry over its senders. Entries without senders stay."""
+    """Return the model with the mean of each entry over the devices that sent the entry, if any."""
     averages = dict(model)
     for name, total in sums.total.items() if sums else ():
         weight = sums.weight[name].rounded_value()  # type: ignore[union-attr]
@@ -118,12 +121,12 @@ def average_entries(model: Tensors, sums: WeightedEntrySums | None) -> dict[str,
 
 
 def recognise_cut(model: Tensors, sub_model: Tensors, candidates: Sequence[TensorCut]) -> TensorCut:
-    """Return the candidate whose tensors have the names and shapes of `sub_model`."""
+    """Return the candidate whose tensors have the names and shapes of `sub_model`, or raise UpdateError."""
     shapes = {name: array.shape for name, array in sub_model.items()}
     for cut in candidates:
         if shapes == {name: _cut_shape(model[name], axes) for name, axes in cut.items()}:
             return cut
-    raise UpdateError("the tensors have the names and shapes of none of the sub-models that this job sends")
+    raise UpdateError("the names and shapes of the tensors fit no sub-network of this job")
 
 
 def _numpy_index(axes: tuple[np.ndarray | None, np.ndarray | None]) -> Any:
@@ -154,15 +157,10 @@ def shrink_module(module: Any, start: Tensors, *, scaled: bool) -> Any:
     for name, value in module.state_dict(keep_vars=True).items():
         first_names.setdefault(id(value), name)
     for path, submodule in module.named_modules():
-        own_tensors = {
-            **dict(submodule.named_parameters(recurse=False)),
-            **dict(submodule.named_buffers(recurse=False)),
-        }
-        names = {
-            attribute: first_names[id(value)] for attribute, value in own_tensors.items() if id(value) in first_names
-        }
+        own_tensors = dict(submodule.named_parameters(recurse=False)) | dict(submodule.named_buffers(recurse=False))
+        names = {key: first_names[id(value)] for key, value in own_tensors.items() if id(value) in first_names}
         if odd := [name for name in names.values() if name not in start]:
-            raise ModelError(f"the sub-network has no tensor {odd[0]!r}")
+            raise ModelError(f"the sub-network has no tensor {odd[0]!r}: run `fedquilt prepare` again")
         new_shapes = {
             attribute: start[name].shape
             for attribute, name in names.items()
@@ -183,6 +181,7 @@ def shrink_module(module: Any, start: Tensors, *, scaled: bool) -> Any:
 
 
 def _resize_layer(layer: Any, path: str) -> bool:
+    """Set the layer's sizes to those of its tensors. Return whether the layer is a depthwise convolution."""
     from torch import nn
 
     if isinstance(layer, nn.Linear):
@@ -198,7 +197,7 @@ def _resize_layer(layer: Any, path: str) -> bool:
     if isinstance(layer, nn.modules.batchnorm._BatchNorm):
         layer.num_features = len(layer.weight if layer.affine else layer.running_mean)
         return False
-    raise ModelError(f"layer {path!r} is a {type(layer).__name__}: it cannot be cut by width")
+    raise ModelError(f"layer {path!r} is a {type(layer).__name__}, which cannot be cut by width: use another network")
 
 
 def mask_classes(module: Any, present_classes: np.ndarray) -> Any:
@@ -219,7 +218,7 @@ class BatchNormMoments:
     the mini-batches' variances.
 
     Args:
-        still: Tensors whose normalisations keep their running statistics.
+        frozen_names: Tensors whose layers keep their running statistics.
     """
 
     def __init__(self, frozen_names: Collection[str] = ()) -> None:

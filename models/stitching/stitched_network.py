@@ -81,17 +81,18 @@ def load_donor_pool(meta: Mapping[str, Any]) -> DonorPool:
         pool = msgspec.convert(fields, DonorPool)
         msgspec.convert(pool.input, inputs.ImageInput if "channels" in pool.input else inputs.ValueInput)
     except (KeyError, msgspec.ValidationError) as error:
-        raise ModelError(
-            f"the bundle holds no donor blocks ({error}): give the job [[donors]] and prepare it"
-        ) from None
+        raise ModelError(f"the bundle has no donor blocks ({error}): add [[donors]] and prepare the job") from None
     for name, donor in pool.donors.items():
         kinds = [pool.blocks[block].kind if block in pool.blocks else None for block in donor.blocks]
         if kinds != ["start", *["middle"] * (len(kinds) - 2), "end"]:
             raise ModelError(
-                f"donor {name!r}: its blocks are {kinds}, expected start, middle ..., end: prepare it anew"
+                f"donor {name!r} has blocks of kinds {kinds}, not start, middle ..., end: prepare it again"
             )
         if donor.align is not None and len(donor.align) != len(pool.labels):
-            raise ModelError(f"donor {name!r}: align names {len(donor.align)} labels, the job has {len(pool.labels)}")
+            raise ModelError(
+                f"donor {name!r}: `align` has {len(donor.align)} entries for {len(pool.labels)} labels: name classes "
+                "for each label of the job"
+            )
     return pool
 
 
@@ -107,6 +108,7 @@ def is_native_path(path: Sequence[Block]) -> bool:
 
 
 def can_connect(previous: Block, following: Block, max_upsampling: float = 2.0) -> bool:
+    """Return whether a junction can connect two blocks, with maps enlarged at most `max_upsampling` times per axis."""
     if following.kind == "start" or len(previous.out_shape) != len(following.in_shape) or len(following.in_shape) < 2:
         return False
     return all(
@@ -147,12 +149,13 @@ def _project_maps(maps: np.ndarray, junction: Tensors) -> np.ndarray:
     return projected.reshape(n, -1, *sizes)
 
 
-def load_junctions(path: Sequence[Block], load: Callable[[str], Tensors]) -> list[Tensors | None]:
+def load_junctions(path: Sequence[Block], load_bundle: Callable[[str], Tensors]) -> list[Tensors | None]:
+    """Return the junction before each block, None where the block continues its donor."""
     ids = [block.id for block in path]
-    junctions: list[Tensors | None] = [None]
-    for i in range(1, len(path)):
-        junctions.append(None if is_continuation(path[i - 1], path[i]) else load(junction_name(ids[: i + 1])))
-    return junctions
+    return [
+        None if i == 0 or is_continuation(path[i - 1], path[i]) else load_bundle(junction_name(ids[: i + 1]))
+        for i in range(len(path))
+    ]
 
 
 def run_block(block: Block, run: Callable[[str, np.ndarray], np.ndarray], x: np.ndarray) -> np.ndarray:
@@ -200,7 +203,7 @@ def random_projection(width: int, features: int, seed: int) -> np.ndarray:
 
 @dataclass(frozen=True)
 class EarlyExit:
-    """Cheaper network of a cascade, whose paths are beginnings of the larger network's paths.
+    """Cheaper network of a cascade, whose paths are prefixes of the larger network's paths.
 
     An example leaves early if its two best scores differ by `margin` or more. `share` is the share of held-out examples
     that leave early.
@@ -273,7 +276,6 @@ def to_artefact(network: StitchedNetwork, donor_pool: DonorPool) -> tuple[dict[s
 
 
 def from_artefact(meta: Mapping[str, Any], arrays: Tensors) -> StitchedNetwork:
-    """Read a network from an artefact."""
     parts, early = ("weights", "bias"), meta.get("early")
     if early is not None:
         head = {part: arrays[name] for part, name in early["head"].items()}
@@ -292,14 +294,15 @@ def from_artefact(meta: Mapping[str, Any], arrays: Tensors) -> StitchedNetwork:
 
 
 def require_label_scores(network: StitchedNetwork) -> None:
+    """Raise ModelError unless the network has blocks, and a head or an alignment that turns outputs into scores."""
     if not network.taps or not all(network.taps):
-        raise ModelError("the stitched network has no taps, or one without blocks: nothing to run")
+        raise ModelError("the stitched network has no taps, or a tap without blocks: run the search again")
     if network.head is None and not any(network.align or ()):
-        raise ModelError("the stitched network has neither a head nor an alignment, so its outputs have no labels")
+        raise ModelError("the stitched network has neither a head nor an alignment with labels: run the search again")
     if network.early and not set(path_prefixes(network.early.taps)) <= set(path_prefixes(network.taps)):
-        raise ModelError("the cascade's first network is not a part of its second network")
+        raise ModelError("the cascade's first network is not a part of its second network: run the search again")
     if network.head is None and len(network.taps) > 1:
-        raise ModelError(f"the stitched network joins {len(network.taps)} taps without a head: only a head joins taps")
+        raise ModelError(f"the stitched network joins {len(network.taps)} taps without a head: run the search again")
 
 
 def path_prefixes(taps: Iterable[Sequence[str]]) -> list[tuple[str, ...]]:
@@ -360,9 +363,9 @@ def compute_label_scores(network: StitchedNetwork, blocks: Mapping[str, Block], 
 
 
 def network_name(taps: Sequence[Sequence[str]], headed: bool, early: Sequence[Sequence[str]] = ()) -> str:
-    """Return a network's name, for instance "head on a.0-3 + (a.0-2 > b.1)" with the taps a.0, a.1, a.2 and a.3.
+    """Return a network's name, as "head on a.0-3 + (a.0-2 > b.1)" for the taps a.0 to a.3 and a stitched path.
 
-    Without a head the only path ends in a donor's classifier. A cascade has `early` taps.
+    `early` are the taps of a cascade's first network. A network that is not `headed` is named by its only path.
     """
     if early:
         return f"{network_name(early, headed)}, then {network_name(taps, headed)}"

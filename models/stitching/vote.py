@@ -4,9 +4,9 @@ Source: FedStitch (arXiv 2409.07202), sections 4.2 and 4.3, Algorithm 1 lines 14
 aggregator" is here an epsilon-greedy choice on the devices and multiplicative weights. The paper publishes neither
 constants nor a definition of the rank.
 
-Deviations beside those in `fedquilt.methods.fedstitch`: picks can be spread over donors, with fewer than three other
-devices a device is not judged, and picks are recomputed from the scores and the task's seed, so that a device cannot
-vote against its own scores. Requires numpy only.
+Deviations in addition to those in `fedquilt.methods.fedstitch`: picks can be spread over donors, with fewer than three
+other devices a device is not judged, and picks are recomputed from the scores and the task's seed, so that a device
+cannot vote against its own scores. Requires numpy only.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Ballot:
     score: np.ndarray  # (b,) float64: score at the block's own level
     level: np.ndarray  # (b,) int64: 0 or 1
     picks: np.ndarray  # (k,) int64: positions in the pool
-    explored: bool  # the picks were drawn at random
+    explored: bool  # whether the picks were drawn at random
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ def rank_blocks(score: np.ndarray, level: np.ndarray, pool: Sequence[str]) -> li
 
 
 def alternate_kinds(ordered: Iterable[int], kinds: Sequence[str]) -> list[int]:
-    """Reorder positions so that their kinds alternate, each in its own order."""
+    """Reorder positions so that their kinds alternate. Positions of one kind keep their order."""
     counts: dict[str, int] = {}
     keyed = []
     for position, j in enumerate(ordered):
@@ -81,6 +81,7 @@ def greedy_picks(score: np.ndarray, level: np.ndarray, pool: Sequence[str], k: i
 def choose_picks(
     score: np.ndarray, level: np.ndarray, pool: Sequence[str], k: int, epsilon: float, seed: int, spread: bool = False
 ) -> tuple[list[int], bool]:
+    """Return up to `k` positions in the pool, and whether they were drawn at random (with probability `epsilon`)."""
     coin = tensors.seeded_rng("explore", seed)
     k = min(k, len(pool))
     if coin.random() < epsilon:
@@ -98,14 +99,14 @@ def read_ballot(sent: Tensors, pool: Sequence[str], k: int, epsilon: float, seed
     for name, kind in (("screen", np.float64), ("score", np.float64), ("level", np.int64), ("picks", np.int64)):
         array = sent.get(name)
         if array is None or array.dtype != kind or array.ndim != 1:
-            raise UpdateError(f"scores: no usable {name!r}, which is a list of {np.dtype(kind)}")
+            raise UpdateError(f"scores: {name!r} is missing, or not a vector of {np.dtype(kind)}: update the agent")
         if name != "picks" and len(array) != len(pool):
-            raise UpdateError(f"scores: {name!r} holds {len(array)} of {len(pool)} blocks")
+            raise UpdateError(f"scores: {name!r} has {len(array)} values for {len(pool)} blocks")
         if kind == np.float64 and not (np.abs(array) <= 1).all():
-            raise UpdateError(f"scores: {name!r} holds values that are not finite or not in [-1, 1]")
+            raise UpdateError(f"scores: {name!r} has values that are not finite or not in [-1, 1]")
     screen, score, level, picks = (sent[name] for name in ("screen", "score", "level", "picks"))
     if not np.isin(level, (0, 1)).all():
-        raise UpdateError("scores: 'level' holds values other than 0 and 1")
+        raise UpdateError("scores: 'level' has values other than 0 and 1")
     expected_picks, explored = choose_picks(score, level, pool, k, epsilon, seed, spread)
     if picks.tolist() != expected_picks:
         raise UpdateError(f"scores: picks {picks.tolist()} do not follow from the scores: expected {expected_picks}")
@@ -130,8 +131,8 @@ def cross_ranks(
 ) -> dict[str, float]:
     """Return the rank r_i of each device: the mean percentile of its K picks on other devices.
 
-    With too few devices the result is {}. With `judged` "picks", as in the paper, the picks that the device sent count,
-    which are random if the device explored.
+    The result is {} unless each device has MIN_OTHERS others. With `judged` "picks", as in the paper, the picks that
+    the device sent count, which are random if the device explored.
     """
     if len(ballots) <= MIN_OTHERS:
         return {}
@@ -164,15 +165,14 @@ def update_weights(
     if not ranks:
         return _normalise_within_limits(weights)
     limit = float(np.median(list(ranks.values()))) if theta == "median" else theta
-    new_weights = {
-        device: weights[device] * (1 + alpha if rank >= limit else 1 - beta) for device, rank in ranks.items()
-    }
+    new_weights = {name: weights[name] * (1 + alpha if rank >= limit else 1 - beta) for name, rank in ranks.items()}
     old_sum, new_sum = (sum(group[device] for device in sorted(ranks)) for group in (weights, new_weights))
     share = old_sum / new_sum if normalise == "cohort" else 1.0
     return _normalise_within_limits({**weights, **{device: weight * share for device, weight in new_weights.items()}})
 
 
 def add_devices(weights: Mapping[str, float], devices: Sequence[str]) -> dict[str, float]:
+    """Return the weights with new devices, which get the mean weight, normalised to a sum of 1."""
     new_devices = [device for device in devices if device not in weights]
     mean = sum(weights.values()) / len(weights) if weights else 1.0
     return _normalise_within_limits({**weights, **dict.fromkeys(new_devices, mean)})
@@ -217,9 +217,7 @@ def tally_votes(
 
 def _mean_score(ballots: Mapping[str, Ballot], weights: Mapping[str, float], j: int) -> float:
     top = max(ballot.level[j] for ballot in ballots.values())
-    scored = [
-        (weights[device], ballot.score[j]) for device, ballot in sorted(ballots.items()) if ballot.level[j] == top
-    ]
+    scored = [(weights[name], ballot.score[j]) for name, ballot in sorted(ballots.items()) if ballot.level[j] == top]
     return float(sum(weight * score for weight, score in scored) / sum(weight for weight, _ in scored))
 
 

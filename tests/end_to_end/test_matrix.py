@@ -34,7 +34,7 @@ from fedquilt.tools import simulation
 
 EVERY = sort_by_engine(methods.builtin_names())
 QUICK = ("fedrep", "fedstitch")  # private layers, a search
-NO_LINEAR = "adapts linear layers, and this network has none"
+NO_LINEAR = "LoRA finds no linear layer before"
 UNFIT = {  # (method, network) -> what is said: adapters of linear layers that it lacks, no parts that could be left out
     **{(name, network): NO_LINEAR for name in ("fedlora", "fedsdg") for network in ("batch-norm", "recurrent")},
     **{(name, "recurrent"): "cannot be cut by" for name in ("depthfl", "fedepth")},

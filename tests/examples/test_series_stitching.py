@@ -14,7 +14,7 @@ from fedquilt.methods import fedstitch
 from fedquilt.models.stitching import stitched_network
 from fedquilt.tools.artefacts import prepare
 from fedquilt.tools.experiments import evaluation, single_run
-from fedquilt.tools.experiments.baselines import run_to_last_state
+from fedquilt.tools.experiments.baselines import run_search
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "series_stitching"
 
@@ -37,7 +37,7 @@ def test_donors_of_time_series_are_stitched_and_exported(tmp_path):
     test = evaluation.load_test_set(job)
     engine = onnx_engine.OnnxEngine(1 << 30)
     members, _ = single_run.load_devices(job, tmp_path / "bundle")
-    last = run_to_last_state(job, tmp_path / "bundle", members, fedstitch.METHOD, engine)
+    last = run_search(job, tmp_path / "bundle", members, fedstitch.METHOD, engine)
     stock, found = stitched_network.load_donor_pool(made.meta), fedstitch.METHOD.result(last)
     assert {len(block.out_shape) for block in stock.blocks.values() if block.kind != "end"} == {2}
     files = {name: tmp_path / "bundle" / "blobs" / ref.sha256 for name, ref in made.files.items()}

@@ -31,7 +31,7 @@ def several(*names: str, side: str = "input") -> str:
 
 
 def shaped(name: str, shape: str) -> str:
-    return f"output {name!r} has the shape {shape}, not the axes (examples, classes): export a network that ends with"
+    return f"output {name!r} has the shape {shape}, not (examples, classes): export a network that ends with"
 
 
 def calls(operator: str) -> str:

@@ -58,7 +58,7 @@ def test_a_method_of_an_installed_package_is_found_by_its_name(install):
     assert "mine" not in methods.builtin_names()
     assert any(
         "mine-fl 1.0" in line
-        for line in method_pages.format_method_list(["fedavg"], plugins.usable_plugins("method", ["fedavg"]))
+        for line in method_pages.format_method_table(["fedavg"], plugins.usable_plugins("method", ["fedavg"]))
     )
     assert method_pages.make_card("mine").paper == "own"
 

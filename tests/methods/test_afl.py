@@ -174,12 +174,12 @@ def test_a_class_that_nobody_has_is_never_predicted():
 def test_a_sum_of_a_site_is_refused_that_cannot_be_one():
     bundle, _ = build_donors()
     state, sound = METHOD.init(bundle, Params(), 0), METHOD.aggregation.check_sums
-    part = class_moments.pack_moments(class_moments.device_moments(features(POOLED.x), POOLED.y, 3), exact=True)
+    part = class_moments.pack_moments(class_moments.compute_moments(features(POOLED.x), POOLED.y, 3), exact=True)
     held = ExactMomentSums(parts={"a": part}, devices={"a": 1})
     n = len(POOLED)
     for total in (held, held.fold_parts_into_sums()):
         sound(state, total, n)
-        with pytest.raises(UpdateError, match=f"of {n} examples, in an update that weighs 1$"):
+        with pytest.raises(UpdateError, match=f"on {n} examples, but the update's weight is 1$"):
             sound(state, total, 1.0)
 
     def summed(name: str, place: Any, values: Any) -> ExactMomentSums:
@@ -191,15 +191,15 @@ def test_a_sum_of_a_site_is_refused_that_cannot_be_one():
     sums = held.fold_parts_into_sums().sums
     few = {name: each for name, each in sums.items() if name != "totals"}
     for total, why in (
-        (replace(held, devices={}), "of no devices"),
-        (replace(held, devices={"a": 2}), "of no devices, or of one twice"),
+        (replace(held, devices={}), "the site names no device"),
+        (replace(held, devices={"a": 2}), "counts a device twice"),
         (replace(held, devices={"a": 1, "b": 1}), "the devices of the parts differ from the listed devices"),
         (replace(held, sums=sums), "the devices of the parts differ from the listed devices"),
         (replace(held, parts={"a": {**part, "factor": part["factor"] / 10}}), "positive semi-definite"),
-        (summed("second.0", (0, 1), largest), "a product of two features that is larger than their squares allow"),
-        (summed("second.0", (0, 0), -largest), "a negative square"),
+        (summed("second.0", (0, 1), largest), "the product of two features is larger than their squares allow"),
+        (summed("second.0", (0, 0), -largest), "the sum of squares of a feature is negative"),
         (replace(held, parts={}, sums=few), "names of sums differ: totals"),
-        (summed("counts", slice(2), (0.5, -0.5)), "negative, or not whole"),
+        (summed("counts", slice(2), (0.5, -0.5)), "negative or not integers"),
     ):
         with pytest.raises(UpdateError, match=why):
             sound(state, total, n)
@@ -215,7 +215,7 @@ def test_what_cannot_begin_or_be_folded_says_why():
     state = METHOD.init(bundle, Params(), 0)
     with pytest.raises(ModelError, match="no device has sent"):
         METHOD.result(state)
-    part = class_moments.device_moments(features(POOLED.x), POOLED.y, 3)
+    part = class_moments.compute_moments(features(POOLED.x), POOLED.y, 3)
     good = DeviceUpdate(
         "a", 0, float(len(POOLED)), {"turn": 0.0}, {"moments": class_moments.pack_moments(part, exact=True)}
     )
@@ -224,7 +224,7 @@ def test_what_cannot_begin_or_be_folded_says_why():
         METHOD.aggregation.fold(state, None, replace(good, metrics={"turn": 1.0}))
     with pytest.raises(UpdateError, match="moments"):
         METHOD.aggregation.fold(state, None, replace(good, bundles={"moments": class_moments.pack_moments(part)}))
-    with pytest.raises(UpdateError, match=f"of {len(POOLED)} examples, in an update that weighs 1$"):
+    with pytest.raises(UpdateError, match=f"on {len(POOLED)} examples, but the update's weight is 1$"):
         METHOD.aggregation.fold(state, None, replace(good, weight=1.0))
     order = METHOD.send(state, DeviceView("a", None))
     assert set(order.bundles) == {"ash.0.onnx", "ash.1.onnx", "ash.2.onnx"}

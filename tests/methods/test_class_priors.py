@@ -214,7 +214,7 @@ def test_a_model_on_a_board_adds_the_boards_own_class_priors(tmp_path):
     with Store(home) as store:
         payload, what = export.encode_for_devices(store, run)
         export.export_result(store, run, tmp_path / "global.onnx")
-    assert "to whose scores each board adds its class priors" in what
+    assert "to whose scores each device adds its class priors" in what
     shared, model = tmp_path / "shared.safetensors", tmp_path / "model.onnx"
     shared.write_bytes(payload)
     task = personal_models.read_task(shared)

@@ -208,7 +208,7 @@ def test_when_the_warm_up_is_over_nothing_of_masks_is_left():
         ({"theta": np.full(H, np.nan, np.float16)}, "not 5 float16 probabilities"),
         ({"theta": np.full(H, 0.5, np.float32)}, "not 5 float16 probabilities"),
         ({"theta": np.full(4, 0.5, np.float16)}, "not 5 float16 probabilities"),
-        ({"bits": np.zeros(2, np.uint8)}, "a mask of 5 neurons has 1 bytes"),
+        ({"bits": np.zeros(2, np.uint8)}, "not 1 bytes for 5 neurons"),
         ({"bits": np.full(1, 255, np.uint8)}, "its mask covers 30 entries"),
         ({"more": np.zeros(1)}, "published .* of its mask"),
     ],
@@ -312,7 +312,7 @@ def test_the_mask_learning_rate_does_not_decay():
 def test_a_bundle_without_a_plan_of_masks_is_refused_where_one_is_wanted():
     bundle = toy_bundle()
     bare = replace(bundle, files={"model": bundle.files["model"]})
-    with pytest.raises(ModelError, match="run `fedquilt prepare` anew"):
+    with pytest.raises(ModelError, match="run `fedquilt prepare` again"):
         fedpews.init(bare, fedpews.Params(), 0)
     unmasked = fedpews.init(bare, fedpews.Params(warmup=0), 0)
     assert unmasked.plan.neurons == 0

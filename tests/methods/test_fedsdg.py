@@ -101,10 +101,10 @@ def test_only_the_change_of_the_shared_part_is_in_the_bytes_that_are_sent():
         header = 8 + int.from_bytes(payload[:8], "little")
         names = set(json.loads(payload[8:header])) - {"__metadata__"}
         assert answer.bundles.keys() == {"delta"}
-        assert names == {f"{layer}.{leaf}" for layer in LAYERS for leaf in lora.SHARED} | HEAD
+        assert names == {f"{layer}.{leaf}" for layer in LAYERS for leaf in lora.SHARED_SUFFIXES} | HEAD
         assert len(payload) - header == 4 * (160 + 27)
         assert all(array.tobytes() not in payload for array in answer.private_state.values())
-        assert answer.private_state.keys() == {f"{layer}.{leaf}" for layer in LAYERS for leaf in lora.OWN} | {
+        assert answer.private_state.keys() == {f"{layer}.{leaf}" for layer in LAYERS for leaf in lora.OWN_SUFFIXES} | {
             "blocks.0.gate",
             "blocks.1.gate",
         }
@@ -137,7 +137,7 @@ def test_what_is_held_still_has_no_gradients_and_no_moments(name):
 @pytest.mark.parametrize("name", ["fedrep", "ditto"])
 def test_a_personal_method_on_adapters_sends_them_alone_and_leaves_the_backbone(name):
     played = Played(name, rank=2, lr=0.1)
-    adapters = {f"{layer}.{leaf}" for layer in LAYERS for leaf in lora.SHARED}
+    adapters = {f"{layer}.{leaf}" for layer in LAYERS for leaf in lora.SHARED_SUFFIXES}
     sent, kept = (adapters, HEAD) if name == "fedrep" else (adapters | HEAD, adapters | HEAD)
     for _, answer in played.worked:
         assert answer.bundles.keys() == {"model"}

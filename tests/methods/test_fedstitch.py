@@ -150,18 +150,18 @@ def nothing(sent: Any) -> Any:
     [
         ("score", spoilt("scores", score=lambda a: a * np.nan), "not finite"),
         ("score", spoilt("scores", picks=lambda a: a[::-1].copy()), "do not follow"),
-        ("score", nothing, "no usable"),
+        ("score", nothing, "is missing"),
         ("fit", spoilt("moments.0", xy=lambda a: a * np.inf), "not finite"),
-        ("fit", spoilt("moments.0", n=lambda a: 2 * a), "examples, in an update that weighs"),
+        ("fit", spoilt("moments.0", n=lambda a: 2 * a), "examples, but the update's weight is"),
         ("gather", nothing, "missing"),
         ("gather", spoilt("moments", means=lambda a: a * 99), "semi-definite"),
         ("gather", spoilt("moments", factor=lambda a: a * np.nan), "finite|NaN"),
-        ("validate", spoilt("counts", right=lambda a: a + 99), "more right answers"),
-        ("validate", spoilt("counts", right=np.tril), "do not fit"),
-        ("validate", spoilt("counts", right=lambda a: np.diag(a.diagonal())), "do not fit"),
-        ("validate", spoilt("counts", right=lambda a: a + 1 - np.eye(len(a), dtype=int)), "do not fit|more right"),
+        ("validate", spoilt("counts", right=lambda a: a + 99), "more correct predictions"),
+        ("validate", spoilt("counts", right=np.tril), "contradict"),
+        ("validate", spoilt("counts", right=lambda a: np.diag(a.diagonal())), "contradict"),
+        ("validate", spoilt("counts", right=lambda a: a + 1 - np.eye(len(a), dtype=int)), "contradict|more correct"),
         ("validate", spoilt("counts", examples=lambda a: a + 1), "add up to all examples"),
-        ("validate", nothing, "no usable"),
+        ("validate", nothing, "missing"),
     ],
 )
 def test_an_answer_that_is_not_what_was_asked_is_refused(phase, spoil, why):
@@ -173,7 +173,7 @@ def test_an_answer_that_is_not_what_was_asked_is_refused(phase, spoil, why):
 def test_an_answer_to_another_step_of_the_search_is_refused():
     """A straggler's scores of an earlier pool cannot be counted for this one."""
     update = DeviceUpdate("dev-0", 0, 1.0, {"turn": 5.0}, {})
-    with pytest.raises(UpdateError, match=r"is for step 5\.0 of the search, which is at step 0"):
+    with pytest.raises(UpdateError, match=r"is from step 5\.0 of the search, but step 0 is running"):
         METHOD.aggregation.fold(FULL[0], None, update)
 
 
@@ -195,7 +195,7 @@ def test_parameters_that_cannot_be_used_are_refused_at_once():
     bare = {name: {**donor, "align": None} for name, donor in bundle.meta["donors"].items()}
     with pytest.raises(JobError, match="set `align` of a donor"):
         METHOD.init(replace(bundle, meta={**bundle.meta, "donors": bare}), SearchSettings(head="aligned"), 0)
-    with pytest.raises(ModelError, match="holds no donor blocks"):
+    with pytest.raises(ModelError, match="has no donor blocks"):
         METHOD.init(Bundle({}, {}, lambda name: {}), SearchSettings(), 0)
     with pytest.raises(ModelError, match="has no ash"):
         METHOD.init(replace(bundle, files={}), SearchSettings(), 0)

@@ -151,12 +151,12 @@ def test_the_devices_evaluate_the_cascade_that_was_chosen():
     [
         (lambda a: {**a, "in_bin": a["in_bin"] + 1}, "do not add up"),
         (lambda a: {**a, "in_bin": -a["in_bin"]}, "beyond the 0 to"),
-        (lambda a: {**a, "by_margin": a["by_margin"] + 99}, "by margin: more right answers than examples"),
-        (lambda a: share_no_examples(a), "by margin: right answers of two candidates that do not fit"),
+        (lambda a: {**a, "by_margin": a["by_margin"] + 99}, "by margin: more correct predictions than examples"),
+        (lambda a: share_no_examples(a), "by margin: correct predictions of pairs of candidates contradict"),
         (lambda a: {**a, "by_margin": 0 * a["by_margin"]}, "do not add up"),
         (lambda a: {"examples": a["examples"], **{n: 0 * each for n, each in a.items() if n != "examples"}}, "add up"),
         (lambda a: {**a, "by_margin": a["by_margin"][:, 1:]}, "shape"),
-        (lambda a: {name: each for name, each in a.items() if name != "in_bin"}, "no usable in_bin"),
+        (lambda a: {name: each for name, each in a.items() if name != "in_bin"}, "in_bin missing"),
     ],
 )
 def test_counts_by_margin_that_cannot_be_are_refused(spoil, why):

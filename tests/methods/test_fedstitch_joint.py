@@ -47,7 +47,7 @@ def test_every_head_is_that_of_the_pooled_images_of_all_devices(cohort):
     assert {candidate.kind for candidate in heads} == {"joined", "donor", "stitched"}
     for candidate in heads:
         z = ends(last, candidate.paths, [member.train for member in devices])
-        central = joint_head.standardise_sums(class_moments.device_moments(z, y, LABELS).to_sums())
+        central = joint_head.standardise_sums(class_moments.compute_moments(z, y, LABELS).to_sums())
         assert joint_head.best_penalty(central).ridge == candidate.ridge
         assert candidate.criterion == pytest.approx(joint_head.best_penalty(central).criterion, rel=1e-5)
         head = joint_head.fit_discriminant(central, candidate.ridge or 0.0)
@@ -113,7 +113,7 @@ def test_a_job_without_a_search_joins_donors():
     assert all(candidates.is_native_path(last.stock, path) for path in last.taps)
     assert len(last.taps) == 7
     assert METHOD.result(last).meta["gains"]["stitched"] is None
-    assert any(line == "stitching: nothing to compare with" for line in METHOD.explain(last))
+    assert any(line == "stitching: no candidates to compare" for line in METHOD.explain(last))
 
 
 def test_a_class_that_nobody_has_is_named_and_never_wins():
@@ -211,7 +211,7 @@ def test_the_story_tells_what_joining_and_stitching_add():
     )
     assert "joining taps adds 15.0 points on 200 held-out examples (standard error 2.5): " in "".join(lines)
     assert any(line.startswith("stitching does not pay: -1.5 points") for line in lines)
-    assert lines[-1].endswith("head on ash.0 + (ash.0 > elm.1) beside head on ash.0 + elm.0")
+    assert lines[-1].endswith("head on ash.0 + (ash.0 > elm.1) compared with head on ash.0 + elm.0")
     assert ranking.accuracy_gains(state) == pytest.approx({"joined": 0.15, "stitched": -0.015})
 
 
@@ -220,7 +220,7 @@ def test_there_are_always_joined_taps_with_and_without_a_stitched_one():
     native = [all(candidates.is_native_path(state.stock, path) for path in each.paths) for each in state.candidates]
     joined = {flag for flag, each in zip(native, state.candidates, strict=True) if each.kind == "joined"}
     assert joined == {True, False}
-    sums = class_moments.device_moments(np.random.default_rng(0).normal(size=(200, 8)), SIGNS, LABELS).to_sums()
+    sums = class_moments.compute_moments(np.random.default_rng(0).normal(size=(200, 8)), SIGNS, LABELS).to_sums()
     bare = replace(FULL[0], taps=(("ash.0",), ("ash.0", "elm.1")), finalists=())
     wide = replace(bare, stock=replace(bare.stock, blocks={**bare.stock.blocks, "elm.1": narrow(bare, "elm.1", 4)}))
     kinds = [(each.kind, len(each.paths)) for each in candidates.solve_candidates(wide, sums)]
@@ -255,7 +255,7 @@ def test_each_set_on_the_front_is_the_best_of_all_truncations_that_cost_no_more(
     state, devices = solved[0], image_devices(8)
     z = ends(state, state.taps, [member.train for member in devices])
     y = np.concatenate([member.train.y for member in devices])
-    given = joint_head.standardise_sums(class_moments.device_moments(z, y, LABELS).to_sums())
+    given = joint_head.standardise_sums(class_moments.compute_moments(z, y, LABELS).to_sums())
     search = candidates._TruncationSearch(state, given)
     depths = [candidates.native_taps(state.stock, donor) for donor in state.stock.donors]
     every = []

@@ -37,9 +37,7 @@ def test_taps_step_down_shallow_first_and_say_so():
     assert notes == []
     fewer, [note] = kept(40)  # of 57: an early one, the third stitched one, then one half-way through its donor
     assert set(every) - set(fewer) == {("ash.0",), ("elm.0", "fir.1"), ("elm.0",)}
-    assert note == (
-        "not gathered, as all taps together would have more than 40 features: ash.0, (elm.0 > fir.1), elm.0"
-    )
+    assert note == ("taps not used, to keep `features` = 40: ash.0, (elm.0 > fir.1), elm.0")
     least, _ = kept(1)
     assert least == [
         path for path in every if candidates.is_native_path(stock, path) and candidates.relative_depth(stock, path) == 1
@@ -128,7 +126,7 @@ def test_a_device_counts_no_more_than_its_update_weighs():
     ).devices
     told = dict(answer.bundles["moments"])
     many = {**told, "counts": 10**4 * told["counts"], "factor": np.float32(100) * told["factor"]}
-    with pytest.raises(UpdateError, match="examples, in an update that weighs"):
+    with pytest.raises(UpdateError, match="examples, but the update's weight is"):
         METHOD.aggregation.fold(state, None, DeviceUpdate("dev-0", 0, answer.weight, answer.metrics, {"moments": many}))
 
 
@@ -141,7 +139,7 @@ def test_a_device_validates_on_no_more_examples_than_it_says_it_has(own, held, c
     assert (answer.weight, answer.bundles["counts"]["examples"].tolist()) == (counted, [counted])
     update = DeviceUpdate("dev-0", 0, answer.weight, answer.metrics, answer.bundles)
     assert METHOD.aggregation.fold(state, None, update).sums["examples"].rounded_value().tolist() == [counted]
-    with pytest.raises(UpdateError, match=f"counts: of {counted} examples, in an update that weighs {counted + 1}"):
+    with pytest.raises(UpdateError, match=f"counted on {counted} examples, but the update's weight is {counted + 1}"):
         METHOD.aggregation.fold(state, None, replace(update, weight=counted + 1.0))
 
 
@@ -158,12 +156,12 @@ def test_a_state_keeps_half_of_the_matrix_and_no_devices_moments():
 @pytest.mark.parametrize(
     ("spoil", "why"),
     [
-        (lambda total: replace(total, devices={}), "of no devices"),
-        (lambda total: replace(total, devices={"dev-0": 2}), "of one twice"),
+        (lambda total: replace(total, devices={}), "the site names no device"),
+        (lambda total: replace(total, devices={"dev-0": 2}), "counts a device twice"),
         (lambda total: replace(total, sums={"right": total.sums["right"]}), "names of sums differ: .*examples"),
         (lambda total: replace(total, sums={**total.sums, "right": total.sums["examples"]}), "shape"),
-        (lambda total: moved(total, 0.5), "parts of an example"),
-        (lambda total: moved(total, 1000), "more right answers than examples|beyond"),
+        (lambda total: moved(total, 0.5), "not integers"),
+        (lambda total: moved(total, 1000), "more correct predictions than examples|beyond"),
         (lambda total: moved(total, -1000), "negative|beyond"),
     ],
 )
@@ -178,7 +176,7 @@ def test_a_sites_counts_that_cannot_be_are_refused(spoil, why):
     counts |= {"in_bin": bins, "by_margin": 7 * (bins > 0)[..., None, None] * np.ones((nets, nets), np.int64)}
     update = DeviceUpdate("dev-0", 0, 12.0, {"turn": float(state.turn)}, {"counts": counts})
     sound(state, METHOD.aggregation.fold(state, None, update), 12.0)
-    with pytest.raises(UpdateError, match="counts: of 12 examples, in an update that weighs 13"):
+    with pytest.raises(UpdateError, match="counted on 12 examples, but the update's weight is 13"):
         sound(state, METHOD.aggregation.fold(state, None, update), 13.0)
     with pytest.raises(UpdateError, match=why):
         sound(state, spoil(METHOD.aggregation.fold(state, None, update)), 12.0)

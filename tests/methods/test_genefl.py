@@ -182,7 +182,7 @@ def test_what_is_no_learngene_of_the_size_wanted_is_refused(change, said):
     [
         (np.eye(6, 5, dtype=np.float32) * 3, "not of length 1"),
         (np.eye(6, 4, dtype=np.float32), "fingerprint of 5"),
-        (np.eye(7, 5, dtype=np.float32), "7 values each"),
+        (np.eye(7, 5, dtype=np.float32), "of 7 values"),
         (np.full((6, 5), np.nan, np.float32), "not finite"),
     ],
 )

@@ -184,7 +184,7 @@ def test_pfedmes_server_goes_by_beta_and_by_no_examples():
         for device, value in (("a", 1.0), ("b", 4.0)):
             model = {"model": {"x": np.full(1, value, np.float32)}}
             total = pfedme.fold(state, total, DeviceUpdate(device, 0, 1.0, {}, model))
-        with pytest.raises(UpdateError, match="c weighs 99: with this method every device weighs 1"):
+        with pytest.raises(UpdateError, match="c has weight 99: this method requires 1"):
             pfedme.fold(state, total, DeviceUpdate("c", 0, 99.0, {}, model))
         assert pfedme.step(state, total).model["x"] == pytest.approx([wanted])
 

@@ -161,7 +161,7 @@ def test_a_site_exports_nothing_and_a_deleted_run_leaves_no_folder(tmp_path: Pat
     with federation(plan(tmp_path, rounds=1, cohort={"start_devices": 1}), (6,), run) as made:
         assert made.play() == "done"
         store = made._stores["site-0"]
-        with pytest.raises(JobError, match="its result is at the coordinator above"):
+        with pytest.raises(JobError, match="export at the parent coordinator"):
             export_result(store, run, tmp_path / "out.safetensors")
         assert (store.home / "sites" / run).is_dir()
         store.set_status(run, "stopped")

@@ -65,11 +65,9 @@ class Classifier:
         self._reading: DataSpec = reading_settings.spec_with_settings(self._metadata.reading, {"path": "."})
         labels = self._metadata.labels or self._reading.labels or _number_classes(self._metadata.network)
         if not labels or (self._metadata.network is None and self._metadata.input is None):
-            raise ModelError(f"{model} does not say its labels: give a network that `fedquilt model export` wrote")
+            raise ModelError(f"{model} has no labels in its metadata: use a file written by `fedquilt model export`")
         if self._metadata.task not in (None, "classes"):
-            raise ModelError(
-                f"{model} predicts {self._metadata.task}, and a network that chooses one of several classes is wanted"
-            )
+            raise ModelError(f"{model} predicts {self._metadata.task}: use a network that predicts classes")
         self.labels = list(labels)
 
     @property
@@ -86,22 +84,20 @@ class Classifier:
         return None if shape is None or None in shape else tuple(size for size in shape if size is not None)
 
     def prepare_inputs(self, x: np.ndarray) -> np.ndarray:
-        """Return float32 network inputs of stored examples, as in training."""
+        """Return stored examples as float32 inputs of the network, prepared as in training, or raise DataError."""
         with np.errstate(over="ignore", invalid="ignore"):  # overflows are detected below
             prepared = self._metadata.prepare_inputs(inputs.fill_missing(x, self._reading.fill))
         if not np.isfinite(prepared).all():
-            raise DataError("the example holds numbers that are not finite")
+            raise DataError("the example has numbers that are not finite: correct or remove the example")
         exported_model.require_shape(prepared, self._engine.input_shape(self._file))
         return prepared
 
     def compute_scores(self, prepared: np.ndarray) -> np.ndarray:
-        """Return the outputs of the network, an array (n, labels) of float32."""
+        """Return the outputs (n, labels), float32, or raise ModelError unless there is a score for each label."""
         scores = self._engine.run(self._file, prepared)
         if scores.ndim != 2 or scores.shape[1] != len(self.labels):
-            count_text = f"{scores.shape[1:]} numbers" if scores.ndim != 2 else f"{scores.shape[1]}"
-            raise ModelError(
-                f"{self.model} answers with {count_text} for an example, and there are {len(self.labels)} labels"
-            )
+            shape = scores.shape[1] if scores.ndim == 2 else scores.shape[1:]
+            raise ModelError(f"{self.model} outputs {shape} scores for {len(self.labels)} labels: export it again")
         try:
             exported_model.require_scores(scores)
         except ModelError as error:
@@ -124,9 +120,7 @@ class Classifier:
         if self._reading.text is not None:
             return text.read_tokens(source, self._reading.text)
         if self.image_settings is None:
-            raise DataError(
-                "the network takes numbers, not images: give an .npy, .npz, .csv or .parquet file with them"
-            )
+            raise DataError("the network reads numbers, not images: use an .npy, .npz, .csv or .parquet file")
         return images.read_image(source, self._reading.size, self._reading.depth)
 
     @property
@@ -149,27 +143,26 @@ class Classifier:
 
     @property
     def array_names(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """Names in an .npz for inputs and for labels: those of training, "x_test" and "x"."""
+        """Names of input arrays and of label arrays in an .npz: the names in training, then "x_test" or "y_test"."""
         own_names = [name if isinstance(name, str) and name else "" for name in (self._reading.x, self._reading.y)]
         return (*filter(None, own_names[:1]), "x_test", "x"), (*filter(None, own_names[1:]), "y_test", "y")
 
     def examples_from_arrays(self, arrays: Mapping[str, np.ndarray], name: str = "the .npz") -> StoredExamples:
+        """Return the examples in arrays with `array_names`, or raise DataError if they do not fit the network."""
         x, y = (next((arrays[key] for key in names if key in arrays), None) for names in self.array_names)
         if x is None or not x.ndim or not len(x):
-            raise DataError(
-                f"{name} holds no examples: they are expected under {' or '.join(map(repr, self.array_names[0]))}"
-            )
+            raise DataError(f"{name} has no examples: name their array {' or '.join(map(repr, self.array_names[0]))}")
         if x.dtype.kind not in NUMBER_KINDS:
-            raise DataError(f"{name}: examples of type {x.dtype}: expected numbers")
+            raise DataError(f"{name}: the examples have the type {x.dtype}: convert them to numbers")
         if y is not None and self._reading.labels and y.shape == (len(x),):
             y = number_labels(y, name, self._reading.labels)
         last_label = len(self.labels) - 1
         if y is not None and (y.shape != (len(x),) or y.dtype.kind not in "ui" or y.min() < 0 or y.max() > last_label):
-            raise DataError(f"{name}: labels must be one of 0 to {last_label} for each of the {len(x)} images")
+            raise DataError(f"{name}: the labels are not {len(x)} integers from 0 to {last_label}: correct them")
         return StoredExamples(x, y)
 
     def read_uploaded_rows(self, data: bytes) -> StoredExamples:
-        """Return the examples in the bytes of a CSV file, with their labels if it has them."""
+        """Return the examples in the bytes of a CSV file, with their labels if the file has them."""
         with tempfile.NamedTemporaryFile(suffix=".csv") as file:
             file.write(data)
             file.flush()
@@ -186,6 +179,7 @@ def _number_classes(network: Mapping[str, Any] | None) -> tuple[str, ...]:
 
 
 def read_array(data: bytes, kinds: str = NUMBER_KINDS) -> np.ndarray:
+    """Return the array in the bytes of an .npy file, or raise DataError unless its dtype is one of `kinds`."""
     file = io.BytesIO(data)
     try:
         version = np.lib.format.read_magic(file)
@@ -196,11 +190,9 @@ def read_array(data: bytes, kinds: str = NUMBER_KINDS) -> np.ndarray:
         raise DataError(f"cannot read the array: {shorten_error(str(error))}") from None
     remaining_bytes = len(data) - file.tell()
     if dtype.kind not in kinds:
-        raise DataError(f"an array of type {dtype}: expected numbers")
+        raise DataError(f"the array has the type {dtype}: convert it to numbers")
     if any(size < 0 for size in shape) or math.prod(shape) * dtype.itemsize != remaining_bytes:
-        raise DataError(
-            f"the array of shape {shape} and type {dtype} is not the {remaining_bytes} bytes that are there"
-        )
+        raise DataError(f"the array {shape} of type {dtype} does not have {remaining_bytes} bytes: save it again")
     return np.frombuffer(data, dtype, offset=file.tell()).reshape(shape, order="F" if is_fortran_order else "C")
 
 
@@ -210,9 +202,9 @@ def read_arrays(data: bytes, max_bytes: int) -> dict[str, np.ndarray]:
         with zipfile.ZipFile(io.BytesIO(data)) as archive:
             entries = archive.infolist()
             if len(entries) > MAX_ARRAYS:
-                raise DataError(f"an .npz of {len(entries)} arrays: at most {MAX_ARRAYS} are read")
+                raise DataError(f"the .npz has {len(entries)} arrays: send at most {MAX_ARRAYS}")
             if sum(entry.file_size for entry in entries) > max_bytes:
-                raise DataError(f"the .npz unpacks to more than the {max_bytes} bytes that are allowed")
+                raise DataError(f"the unpacked .npz exceeds the limit of {max_bytes} bytes: send fewer examples")
             return {
                 entry.filename.removesuffix(".npy"): read_array(archive.read(entry), NUMBER_KINDS + "U")
                 for entry in entries
@@ -289,7 +281,7 @@ def _batches_from_files(source: Path, network: Classifier) -> Iterator[Batch]:
     labels, suffixes = network.labels, network.file_suffixes
     if not suffixes:
         raise DataError(
-            f"{source}: the network takes numbers: give an .npz file with them under 'x', or a table as in training"
+            f"{source}: the network reads numbers: use an .npz with an array 'x', or a table as in training"
         )
     if not source.exists():
         raise DataError(f"{source} does not exist: name a folder or a file of {', '.join(suffixes)}")
@@ -297,14 +289,11 @@ def _batches_from_files(source: Path, network: Classifier) -> Iterator[Batch]:
     if source.is_dir():
         paths = sorted(path for path in source.rglob("*") if path.suffix.lower() in suffixes)
     if not paths:
-        raise DataError(f"{source} holds none of the files that the network takes: {', '.join(suffixes)}")
+        raise DataError(f"{source} has no files that the network reads: add {', '.join(suffixes)} files")
     root = source if source.is_dir() else source.parent
     for start in range(0, len(paths), BATCH):
         batch = paths[start : start + BATCH]
         names = [str(path.relative_to(root)) for path in batch]
         truths = [path.parent.name if path.parent.name in labels else None for path in batch]
-        yield (
-            names,
-            truths,
-            np.concatenate([network.prepare_inputs(network.read_example(path)[None]) for path in batch]),
-        )
+        prepared = [network.prepare_inputs(network.read_example(path)[None]) for path in batch]
+        yield names, truths, np.concatenate(prepared)

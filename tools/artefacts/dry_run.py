@@ -38,7 +38,7 @@ SHORT_PARAMS: Final[Mapping[str, Any]] = {
     "lr": 1e-3,
 }
 PHASES: Final = ("warmup", "probe", "gather")  # rounds before a method's regular rounds, one of which is enough
-BUDGETS: Final = ("512MB", "2GB", "64GB")  # for methods that send parts: a small, a middling and a large device
+BUDGETS: Final = ("512MB", "2GB", "64GB")  # for methods that send parts: a small, a medium and a large device
 EXAMPLES: Final = 3  # of a device: with mini-batches of two the last has one
 
 
@@ -72,16 +72,23 @@ def dry_run_job(job: JobSettings, bundle: Bundle, folder: Path, stored: np.ndarr
 
 
 def shorten_params(params: Any, limits: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the parameters in `limits` that the method has, each at most its limit."""
     return {name: min(value, getattr(params, name)) for name, value in limits.items() if hasattr(params, name)}
 
 
 def run_to_last_state(
-    job: JobSettings, table: Mapping[str, Any], folder: Path, devices: Sequence[DeviceData], method: Method, engine: Any
+    job: JobSettings,
+    table: Mapping[str, Any],
+    bundle_folder: Path,
+    devices: Sequence[DeviceData],
+    method: Method,
+    engine: Any,
 ) -> Any:
+    """Run a bundle with the settings `table` instead of the job's, and return the last method state."""
     common_settings = {"name": "dry-run", "method": job.method, "seed": job.seed, "cohort": {"attempts": 1}}
     short_job = settings.parse_job({**common_settings, **table})
     *_, last_state = simulated.iterate_states(
-        short_job, folder, devices, load_method=lambda name: method, engine=engine
+        short_job, bundle_folder, devices, load_method=lambda name: method, engine=engine
     )
     return last_state
 
@@ -104,13 +111,14 @@ def _limit_torch_to_one_thread(engine: Any) -> Iterator[None]:
 
 @contextlib.contextmanager
 def convert_to_model_error(sentence: str, fix: str) -> Iterator[list[BaseException]]:
+    """Raise ModelError for any exception in the context. The reason is the first error in the yielded list, if any."""
     errors: list[BaseException] = []
     try:
         yield errors
     except Exception as error:  # code of methods and networks from outside may raise anything
         raise ModelError(
             f"{sentence}: {_error_text(errors[0] if errors else error)} (found in a dry run on synthetic examples): "
-            f"{fix} or the method's [params], or take another method"
+            f"{fix} or the method's [params], or use another method"
         ) from error
 
 
@@ -130,7 +138,10 @@ def _make_engine(job: JobSettings, method: Method) -> Any:
 def draw_examples(
     network: Mapping[str, Any], outputs: int, count: int = EXAMPLES, shape: tuple[int, ...] | None = None
 ) -> Examples:
-    """Return random examples of the shape and kind that a network takes."""
+    """Return examples for a network, before preparation: images are uint8 with channels last, tokens int32.
+
+    Inputs are random, and so are targets of regression and labels in {0, 1}. Classes take turns.
+    """
     rng, shape = np.random.default_rng(0), shape or registry.input_shape(network)
     table = network.get("input")
     x: np.ndarray
@@ -151,7 +162,7 @@ def draw_examples(
 
 
 def wrap_to_record_errors(method: Method, errors: list[BaseException]) -> Method:
-    """Return the method with parts that also append to `errors` what they raise."""
+    """Return the method with functions that also append their exceptions to `errors`."""
 
     def add_recording(part: Callable[..., Any]) -> Callable[..., Any]:
         def call(*arguments: Any) -> Any:

@@ -47,7 +47,7 @@ def dry_run_job(job: JobSettings, bundle: Bundle, folder: Path) -> None:
     """Run a few rounds of a job that stitches donors on synthetic examples, and export the result.
 
     Raises:
-        ModelError: If the method cannot stitch the donors. Gives the reason.
+        ModelError: If the method cannot stitch the donors.
     """
     try:
         from fedquilt.edge_agent.engines.onnx_engine import OnnxEngine
@@ -73,18 +73,14 @@ def _dry_run_donors(job: JobSettings, prepared: Bundle, folder: Path, engine: An
     graphs = {name: job_bundle.verify_file(folder, ref) for name, ref in prepared.files.items()}
     with dry_run.convert_to_model_error(f"{job.method} cannot stitch these donors", "change the donors") as errors:
         _require_donors_run(pool, examples.x[: dry_run.EXAMPLES], lambda name, x: engine.run(graphs[name], x))
-        devices = [
-            DeviceData(f"dry-{number}", examples, Examples(examples.x[:1], examples.y[:1])) for number in range(2)
-        ]
+        devices = [DeviceData(f"dry-{i}", examples, Examples(examples.x[:1], examples.y[:1])) for i in range(2)]
         last_state = dry_run.run_to_last_state(
             job, table, folder, devices, dry_run.wrap_to_record_errors(method, errors), engine
         )
         artefact = method.result(last_state)
         _export_and_run_stitched(artefact.meta, artefact.tensors, pool, graphs, examples)
         if isinstance(last_state, SearchState):  # AFL searches no candidates
-            widest = ranking.to_network(
-                last_state, max(last_state.candidates, key=lambda candidate: len(candidate.paths))
-            )
+            widest = ranking.to_network(last_state, max(last_state.candidates, key=lambda c: len(c.paths)))
             _export_and_run_stitched(*stitched_network.to_artefact(widest, pool), pool, graphs, examples)
 
 
@@ -94,18 +90,16 @@ def _require_donors_run(pool: DonorPool, x: np.ndarray, run: Callable[[str, np.n
         for block in (pool.blocks[id] for id in donor.blocks):
             description = f"donor {name!r}: block {block.id}"
             if maps.shape[1:] != block.in_shape:
-                raise ModelError(f"{description} takes inputs of shape {block.in_shape} and would get {maps.shape[1:]}")
+                raise ModelError(f"{description} reads the shape {block.in_shape}, but would get {maps.shape[1:]}")
             for variant in dict.fromkeys((block.scoring_variant, block)):  # the full-precision output goes on
                 try:
                     output = stitched_network.run_block(variant, run, maps)
                 except ModelError as error:
                     raise ModelError(f"{description} does not run on {len(x)} examples: {error}") from None
                 if output.shape != (len(x), *block.out_shape):
-                    raise ModelError(
-                        f"{description} returns shape {output.shape[1:]} and should return {block.out_shape}"
-                    )
+                    raise ModelError(f"{description} outputs the shape {output.shape[1:]}, not {block.out_shape}")
                 if not np.isfinite(output).all():
-                    raise ModelError(f"{description} returns numbers that are not finite: check the donor's weights")
+                    raise ModelError(f"{description} outputs numbers that are not finite: check the donor's weights")
             maps = output
 
 

@@ -26,7 +26,7 @@ from fedquilt.onnx.graph_check import CheckedGraph
 def load_result(store: Store, run: str, *, best: bool = False, candidate: int | None = None) -> Artefact:
     """Return the result of a run after its last committed round, or after the round with the best evaluation.
 
-    With `candidate`, return the candidate with this number instead of the chosen one.
+    With `candidate`, return the candidate with this number instead of the chosen one. Raise JobError without a result.
     """
     row = store.find_job(run)
     state, method = load_state(store, row, best=best), methods.load(row.job.method)
@@ -42,7 +42,7 @@ def load_state(store: Store, row: StoredJob, *, best: bool = False) -> Any:
     latest, evaluated, _ = _find_states(store, row)
     ref = evaluated if best else latest
     if latest is None:
-        raise JobError(f"{row.id} is {row.status} and has no state yet")
+        raise JobError(f"{row.id} is {row.status} and has no state yet: wait until its first round starts")
     if ref is None:
         raise JobError(
             f"{row.id} has no evaluation by devices yet, and thus no best state: leave --best out, and set [check] "
@@ -50,19 +50,19 @@ def load_state(store: Store, row: StoredJob, *, best: bool = False) -> Any:
         )
     path = store.blob_store.blob_path(ref.sha256)
     if path is None:
-        raise StoreError(f"the state of {row.id} ({ref.sha256[:12]}) is gone from {store.home}, or damaged")
+        raise StoreError(f"the state of {row.id} ({ref.sha256[:12]}) is missing or damaged: restore {store.home}")
     try:
         return tensors.unpack_state(path.read_bytes(), methods.load(row.job.method).state)
     except StoreError as error:
         if row.bundle.parent.name == "sites":
-            explanation = "its result is at the coordinator above, which has all sites"
-            raise JobError(f"{row.id} is a round of a site, {store.home}: {explanation}") from None
+            raise JobError(f"{row.id} is a site's round ({store.home}): export at the parent coordinator") from None
         raise StoreError(
-            f"the state of {row.id} cannot be read ({error}): use the version that ran it, or run the job anew"
+            f"the state of {row.id} cannot be read ({error}): use the version that ran it, or run the job again"
         ) from None
 
 
 def _find_states(store: Store, row: StoredJob) -> tuple[BlobRef | None, BlobRef | None, int]:
+    """Return the latest state, the state with the best evaluation, and the number of rounds before the latter."""
     latest_state: BlobRef | None = None
     best_state, best_rounds, rounds = latest_state, 0, 0
     for _, _, event in store.read_events(row.id):
@@ -78,8 +78,8 @@ def export_result(store: Store, run: str, out: Path, *, best: bool = False, cand
     """Write the result of a run to a file, and return a sentence that describes the file.
 
     A stitched network becomes one ONNX file. Trained weights become a safetensors file with the network's table in
-    the header, or an ONNX file if `out` ends with .onnx. With `best` the result is that after the round with the best
-    evaluation. The sentence states if the run has not ended.
+    the header, or an ONNX file if `out` ends with .onnx. With `best` it is the result after the round with the best
+    evaluation. The sentence says if the run has not ended. Raise JobError without a result.
     """
     artefact, row = load_result(store, run, best=best, candidate=candidate), store.find_job(run)
     suffixes = (".onnx",) if artefact.kind == "stitched" else (".onnx", ".safetensors")
@@ -108,21 +108,18 @@ def encode_for_devices(store: Store, run: str) -> tuple[bytes, str]:
     """Return the result of a run as bytes for devices, and a description.
 
     The bytes are an ONNX file, or `fedquilt.formats.personal_models` data if each device has a private part of the
-    network.
+    network. Raise JobError before the run is done, or if devices cannot complete the network.
     """
     row = store.find_job(run)
     state, method = load_state(store, row), methods.load(row.job.method)
     if (status := store.current_status(row)) != "done":
-        raise JobError(
-            f"{row.id} is {status}, so that it has no result yet: `fedquilt resume {row.id}` goes on with it"
-        )
+        raise JobError(f"{row.id} is {status} and has no result yet: continue the run with `fedquilt resume {row.id}`")
     artefact = method.result(state)
     has_private_part = method.personal_model is not None and artefact.meta.get("private") != []
     if (private_names := artefact.meta.get("private")) and not has_private_part:
         raise JobError(
-            f"{row.job.method} leaves {len(private_names)} tensors ({private_names[0]}, ...) on each board, and does "
-            "not say how a board puts its network together of them (`Method.personal_model`): roll out a run of "
-            "another method, or a FILE.onnx"
+            f"{row.job.method} leaves {len(private_names)} tensors ({private_names[0]}, ...) on devices, but has no "
+            "`Method.personal_model` that adds them to the network: roll out a run of another method, or a FILE.onnx"
         )
     if has_private_part:
         from fedquilt.models.networks import onnx_file  # needs torch
@@ -130,15 +127,14 @@ def encode_for_devices(store: Store, run: str) -> tuple[bytes, str]:
         graph = onnx_file.export_without_weights(artefact.meta["network"], _reading_settings(row))
         task_spec = method.send(state, DeviceView("", None))
         assert task_spec is not None, f"{row.job.method} orders nothing of a new device"
-        private_part_text = f"what it has kept of {row.id}"
-        label = f"network {artefact.meta['network'].get('name')}, in which each board puts {private_part_text}"
+        label = f"network {artefact.meta['network'].get('name')}, completed on each device with its part of {row.id}"
     else:
         graph, label = _encode_result(artefact, row, onnx=True)
         task_spec = TaskSpec({}, {})
     shares = None
     if row.job.personal.prior == "auto":
         graph, shares = _add_unfilled_class_priors(graph), _last_class_shares(store, row, method)
-        label = f"{label}, to whose scores each board adds its class priors"
+        label = f"{label}, to whose scores each device adds its class priors"
     zeros = {name: np.zeros(missing.shape, missing.dtype) for name, missing in weights.missing_tensors(graph).items()}
     require_loadable(b"".join(weights.fill_graph(graph, zeros)) if zeros else graph, label)
     return (_encode_shared_parts(row, method, task_spec, graph, shares) if zeros else graph), label
@@ -160,14 +156,14 @@ def _add_unfilled_class_priors(graph: bytes) -> bytes:
 
 
 def _last_class_shares(store: Store, row: StoredJob, method: Method) -> tuple[float, ...]:
-    """Return the class shares of the run's last evaluation, or () for equal ones."""
+    """Return the class shares of the run's last evaluation, or () for equal shares."""
     evaluations = [event.evaluation for _, _, event in store.read_events(row.id) if isinstance(event, RoundCommitted)]
     counted = [] if method.traits.equal_classes else [sums for sums in evaluations if sums is not None]
     return evaluation.class_shares(evaluation.count_classes(counted[-1])) if counted else ()
 
 
 def require_loadable(payload: bytes | memoryview, label: str, input_shape: Sequence[int] | None = None) -> CheckedGraph:
-    """Check an ONNX file as a device does before loading, and return the checked graph."""
+    """Return the graph of an ONNX file if devices can load it, or raise ModelError with the file's `label`."""
     try:
         checked = graph_check.check_bytes(payload)
         checked.require_batched_examples()
@@ -176,16 +172,16 @@ def require_loadable(payload: bytes | memoryview, label: str, input_shape: Seque
     output = checked.outputs[0]
     if output.shape is not None and len(output.shape) != 2:
         raise ModelError(
-            f"{label}: output {output.name[:80]!r} has the shape {graph_check.format_shape(output.shape)}, not the "
-            "axes (examples, classes): export a network that ends with scores of classes"
+            f"{label}: output {output.name[:80]!r} has the shape {graph_check.format_shape(output.shape)}, not "
+            "(examples, classes): export a network that ends with scores of classes"
         )
     name, declared = checked.inputs[0].name[:80], checked.input_shape
     if input_shape is None and declared is None:
         raise ModelError(f"{label}: input {name!r} declares no number of axes: add --input-shape, such as 3,224,224")
     if input_shape is not None and not graph_check.fits_shape(input_shape, declared):
         raise ModelError(
-            f"{label}: --input-shape {','.join(map(str, input_shape))} is not what input {name!r} declares, examples "
-            f"of shape {graph_check.format_shape(declared)}"
+            f"{label}: --input-shape {','.join(map(str, input_shape))} does not fit input {name!r} of shape "
+            f"{graph_check.format_shape(declared)}"
         )
     return checked
 

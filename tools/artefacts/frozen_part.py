@@ -45,7 +45,7 @@ class CandidateResult(NamedTuple):
 def make_schedule(
     table: Mapping[str, Any], network: Mapping[str, Any], model: Tensors, print_line: Callable[[str], None]
 ) -> dict[str, Any]:
-    """Search the modules to train by fine-tuning, and return them as the metadata "schedule" of a bundle."""
+    """Fine-tune to find the best modules to train, and return the metadata "schedule" of a bundle."""
     from fedquilt.edge_agent.engines.torch.engine import TorchEngine
 
     calibration = toml.convert_table(table, CalibrationData, "[schedule]")
@@ -73,10 +73,11 @@ def search_schedule(
     The search ends after the first candidate that is not better than the previous one.
     """
     if not len(held_out):
-        raise JobError("[schedule] held = 0 leaves nothing to validate on: take 0.2")
+        raise JobError("[schedule] held = 0 leaves no examples for validation: set held = 0.2")
     unknown = [part for block in blocks for part in block if not any(_is_inside(name, (part,)) for name in model)]
     if unknown or not blocks:
-        raise JobError(f"[schedule] blocks: {unknown[0]!r} has no tensors" if unknown else "[schedule] blocks: none")
+        problem = f"{unknown[0]!r} has no tensors" if unknown else "the network has none"
+        raise JobError(f"[schedule] blocks: {problem}: name modules of the network")
     candidates: list[CandidateResult] = []
     for depth in range(1, len(blocks) + 1):
         trained = tuple(part for block in blocks[-depth:] for part in block)
@@ -133,10 +134,9 @@ def _is_inside(name: str, trained: Sequence[str]) -> bool:
 
 
 def load_with_new_head(network: Mapping[str, Any], weights: str, classes: int, seed: int) -> nn.Module:
-    """Return a network with pre-trained weights and a new last layer.
+    """Return a network with pre-trained weights for `classes` classes, and a new last layer drawn from `seed`.
 
-    The weights are for `classes` classes. The last layer has the network's own number of classes and is drawn from
-    `seed`.
+    The last layer has the number of classes in `network`. Raise ModelError unless one layer's shape differs.
     """
     old_state = registry.load_network({**network, "classes": classes}, weights).state_dict()
     model = registry.load_network(network, seed=seed)
@@ -144,8 +144,8 @@ def load_with_new_head(network: Mapping[str, Any], weights: str, classes: int, s
     heads = {name.rpartition(".")[0] for name in new_state if new_state[name].shape != old_state[name].shape}
     if len(heads) != 1:
         raise ModelError(
-            f"network {network.get('name')!r}: {len(heads)} layers differ between {classes} classes and its own "
-            "number, where one is wanted: the last"
+            f"network {network.get('name')!r}: the shapes of {len(heads)} layers depend on the number of classes, but "
+            "only the last layer can be replaced: use another network"
         )
     model.load_state_dict(
         {name: value if name.rpartition(".")[0] in heads else old_state[name] for name, value in new_state.items()}

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -73,25 +73,21 @@ def align_labels(
     elif isinstance(align, str):
         if align not in ALIGNMENTS:
             names_text = ", ".join([*ALIGNMENTS, "names"])
-            raise JobError(f"align {align!r} is unknown; there are: {names_text}")
+            raise JobError(f"align {align!r} is unknown: use {names_text}, or a table")
         groups = [list(group) for group in ALIGNMENTS[align](classes)]
     elif isinstance(align, Mapping):
         groups = _match_classes_by_table(align, labels, names, classes)
     else:
         groups = [list(group) for group in align]
     if len(groups) != len(labels):
-        raise JobError(f"align is for {len(groups)} labels, the job has {len(labels)}")
+        raise JobError(f"align has {len(groups)} entries for {len(labels)} labels: write one for each label of the job")
     numbers = [number for group in groups for number in group]
     invalid = [number for number in numbers if not 0 <= number < classes or numbers.count(number) > 1]
     if invalid:
         exists = 0 <= invalid[0] < classes
-        label_text = " and ".join(
-            repr(label) for label, group in zip(labels, groups, strict=True) if invalid[0] in group
-        )
-        problem = f"is there twice, for {label_text}" if exists else f"the donor does not have (it has {classes})"
-        raise ModelError(
-            f"align names class {invalid[0]}, which {problem}: give `align` as a table that says what it means"
-        )
+        label_text = " and ".join(repr(name) for name, group in zip(labels, groups, strict=True) if invalid[0] in group)
+        problem = f" twice, for {label_text}" if exists else f", but the donor has {classes} classes"
+        raise ModelError(f"align has class {invalid[0]}{problem}: write `align` as a table of classes for each label")
     if align == "names":
         class_names = _read_class_names(names, classes)
         for label, group in zip(labels, groups, strict=True):
@@ -101,22 +97,22 @@ def align_labels(
 
 def _read_class_names(source: str | None, classes: int) -> list[str]:
     if source is None:
-        raise JobError("align goes by class names: say where these are with `classes`, a file or 'imagenet'")
+        raise JobError("align needs class names: set `classes` to a file with the names, or to 'imagenet'")
     if source == "imagenet":
-        from torchvision.models import ResNet18_Weights
+        from fedquilt.host.torchvision_compat import import_torchvision
 
-        names = list(ResNet18_Weights.DEFAULT.meta["categories"])
+        names = list(import_torchvision().models.ResNet18_Weights.DEFAULT.meta["categories"])
     else:
         try:
             names = Path(source).read_text(encoding="utf-8").splitlines()
         except (OSError, UnicodeDecodeError) as error:
-            raise DataError(f"classes = {source!r} cannot be read: {error}: name a text file, or 'imagenet'") from None
+            raise DataError(f"classes = {source!r} cannot be read ({error}): name a text file, or 'imagenet'") from None
     while names and not names[-1].strip():
         names.pop()
     if len(names) != classes:
         raise JobError(
-            f"classes = {source!r} holds {len(names)} names, and the donor has {classes} classes: one line for each, "
-            "in their order, and nothing else"
+            f"classes = {source!r} has {len(names)} names for {classes} classes of the donor: write one line for each "
+            "class, in order"
         )
     return [name.strip() for name in names]
 
@@ -135,8 +131,8 @@ def _match_classes_by_name(labels: Sequence[str], names: Sequence[str]) -> list[
     unmatched = [repr(label) for label, group in zip(labels, groups, strict=True) if not group]
     if unmatched:
         raise JobError(
-            f"align = 'names': no class has the name {', '.join(unmatched)}: give `align` as a table, "
-            "{ label = [numbers or names of classes] }; a label may have none, []"
+            f"align = 'names': no class has the name {', '.join(unmatched)}: write `align` as a table "
+            "{ label = [numbers or names of classes] }, with [] for none"
         )
     return groups
 
@@ -148,7 +144,7 @@ def _match_classes_by_table(
     unknown = [repr(label) for label in table if label not in labels]
     if missing or unknown:
         parts = [f"lacks {', '.join(missing)}"] * bool(missing) + [f"has {', '.join(unknown)}"] * bool(unknown)
-        raise JobError(f"align {' and '.join(parts)}, and the job's labels are {', '.join(labels)}: one key for each")
+        raise JobError(f"align {' and '.join(parts)}: write one key for each label of the job: {', '.join(labels)}")
     by_name: dict[str, set[int]] = {}
     if any(isinstance(item, str) for group in table.values() for item in group):
         for number, name in enumerate(_read_class_names(names, classes)):
@@ -160,8 +156,8 @@ def _match_classes_by_table(
             return key
         numbers = sorted(by_name.get(" ".join(_normalise_words(key)), ()))
         if len(numbers) != 1:
-            problem = f"is the name of classes {' and '.join(map(str, numbers))}" if numbers else "is no class's name"
-            raise JobError(f"align of {label!r}: {key!r} {problem}: give the number of the class")
+            problem = f"is the name of classes {' and '.join(map(str, numbers))}" if numbers else "names no class"
+            raise JobError(f"align of {label!r}: {key!r} {problem}: write the number of the class")
         return numbers[0]
 
     return [[find_class_number(label, key) for key in table[label]] for label in labels]
@@ -204,7 +200,7 @@ def prepare_bundle(job: Mapping[str, Any], out: Path, print_line: Callable[[str]
         network + (network and bool(job.get("schedule"))) + len(job.get("donors") or ()) + bool(job.get("int8")) + 1
     )
     if not job.get("model") and not job.get("donors"):
-        raise JobError("the job has neither [model] nor [[donors]]: there is nothing to prepare")
+        raise JobError("the job has neither [model] nor [[donors]] to prepare: add one of them")
     network_input = job["model"].get("input") if job.get("model") else None
     input_table = job.get("input") or (
         network_input if isinstance(network_input, Mapping) and network_input.get("standardise") else None
@@ -212,9 +208,7 @@ def prepare_bundle(job: Mapping[str, Any], out: Path, print_line: Callable[[str]
     input_spec = inputs.parse_input_table(input_table) if input_table else None
     if isinstance(input_spec, inputs.ValueInput) and input_spec.standardise:
         if not job.get("data"):
-            raise JobError(
-                "[input] standardise = true needs [data]: name a sample of the data here, or give mean and std"
-            )
+            raise JobError("[input] standardise = true needs [data]: add [data] with a sample, or set mean and std")
         sample = examples.load_split(DataSpec.parse(job["data"]))
         input_spec = msgspec.structs.replace(inputs.measure_scales(sample.x), standardise=True)
     for line in reading_settings.format_agent_settings(job.get("data") or {}):
@@ -233,7 +227,7 @@ def prepare_bundle(job: Mapping[str, Any], out: Path, print_line: Callable[[str]
         files |= parts
         print_line(f"model {metadata['network']['name']}: {units.format_bytes(len(files['model']))}")
         if job.get("schedule"):
-            start_part("which part of it to train")
+            start_part("the part to train")
             model = tensors.decode_tensors(files["model"])
             meta["schedule"] = frozen_part.make_schedule(job["schedule"], metadata["network"], model, print_line)
     if job.get("donors"):
@@ -248,7 +242,7 @@ def prepare_bundle(job: Mapping[str, Any], out: Path, print_line: Callable[[str]
 
 
 def prepare_and_check(job: JobSettings, out: Path, print_line: Callable[[str], None] = lambda line: None) -> Bundle:
-    """Write the bundle of a job, and check that the job can run with its parameters, network and data.
+    """Write the bundle of a job, and raise a FedquiltError if its parameters, network and data do not fit.
 
     A dry run carries out a few rounds of the method on synthetic examples (`dry_run`, `dry_run_donors`).
     """
@@ -269,8 +263,8 @@ def _check_bundle(job: JobSettings, bundle: Bundle, out: Path, print_line: Calla
         print_line(f"{job.method}: {reason}")
     if (frozen := methods.load(job.method).traits.frozen_weights) and not bundle.meta.get("pretrained", True):
         print_line(
-            f"{job.method} keeps {frozen} of the first weights, and these are random: give [model] weights = a file of "
-            "a pre-trained network's"
+            f"{job.method} keeps {frozen} of the first weights, which are random: set [model] weights to a file of "
+            "pre-trained weights"
         )
     sample = None
     if job.data:
@@ -336,7 +330,7 @@ def _prepare_model(
     metadata |= {"example_bytes": example_bytes, "register": register}
     metadata["layers"] = traces.trace_layer_costs(model, registry.input_shape(network))
     metadata |= {"pretrained": table.get("weights") is not None}
-    if registry.plugin_networks(network):
+    if registry.list_plugin_networks(network):
         metadata |= {"plugins": registry.required_plugins(network), "outputs": _count_validated_outputs(model, network)}
     return metadata, parts
 
@@ -347,8 +341,8 @@ def _require_trainable(model: nn.Module, name: str) -> None:
     for path, value in parameters.items():
         if (dtype := str(value.dtype).removeprefix("torch.")) != "float32":
             raise ModelError(
-                f"network {name!r}: parameter {path!r} is {dtype}, and examples and weights are float32: return "
-                "the network's .float(); [params] mixed = true has 16-bit arithmetic where a GPU has it"
+                f"network {name!r}: parameter {path!r} is {dtype}, not float32: return network.float(). For 16-bit "
+                "arithmetic on GPUs set [params] mixed = true"
             )
     frozen_names = [path for path, value in parameters.items() if not value.requires_grad]
     if not frozen_names:
@@ -359,9 +353,9 @@ def _require_trainable(model: nn.Module, name: str) -> None:
         else f"{len(frozen_names)} of {len(parameters)} parameters"
     )
     raise ModelError(
-        f"network {name!r}: {description} are frozen (requires_grad = False), {frozen_names[0]!r} for instance, and "
-        "fedquilt would train them all the same: make what never moves a buffer (register_buffer), or leave all free "
-        "and have the method train a part of the network, as ft_part does"
+        f"network {name!r}: {description} are frozen (requires_grad = False), such as {frozen_names[0]!r}, but all "
+        "parameters are trained: make constants buffers (register_buffer), or use a method that trains a part of the "
+        "network, such as ft_part"
     )
 
 
@@ -390,11 +384,12 @@ def _count_validated_outputs(model: Any, network: Mapping[str, Any]) -> int:
     shape_text = tuple(getattr(scores, "shape", ())) or type(scores).__name__
     if not isinstance(scores, torch.Tensor) or scores.ndim != 2 or len(scores) != 2:
         raise ModelError(
-            f"network {name!r} returns {shape_text} for two examples, and scores of shape (2, classes) are wanted"
+            f"network {name!r} returns {shape_text} for two examples, not scores of shape (2, classes): correct the "
+            "network's forward()"
         )
     if network.get("classes", scores.shape[1]) != scores.shape[1]:
         raise ModelError(
-            f"network {name!r} returns {scores.shape[1]} scores for an example, and its [model] table has classes = "
+            f"network {name!r} returns {scores.shape[1]} scores for an example, but its [model] table has classes = "
             f"{network['classes']}: correct the network's last layer, or the table"
         )
     return int(scores.shape[1])
@@ -410,8 +405,8 @@ def _prepare_donors(
     labels = [str(label) for label in job.get("labels") or ()]
     if input_spec is None or not labels:
         raise JobError(
-            "a job with [[donors]] also needs [input] (channels, size, mean and std of images; mean and std, or "
-            "standardise, of time series) and labels = [...]"
+            "the job has [[donors]] but no [input] or labels: add labels = [...] and [input] (channels, size, mean and "
+            "std of images, or mean and std, or standardise, of time series)"
         )
     donors = [toml.convert_table(table, DonorSettings, f"[[donors]] {i + 1}") for i, table in enumerate(job["donors"])]
     duplicates = sorted(
@@ -422,29 +417,34 @@ def _prepare_donors(
     meta: dict[str, Any] = {"input": msgspec.to_builtins(input_spec), "labels": labels, "donors": {}, "blocks": {}}
     for donor in donors:
         start_part(f"donor {donor.name}")
-        donor_meta, blocks = _prepare_donor(donor, input_spec, labels, files, print_line)
-        meta["donors"][donor.name] = donor_meta
-        meta["blocks"] |= blocks
-        size = sum(block["weight_bytes"] for block in blocks.values())
-        print_line(f"donor {donor.name}: {len(blocks)} blocks, {units.format_bytes(size)}")
+        prepared = _prepare_donor(donor, input_spec, labels, print_line)
+        meta["donors"][donor.name] = prepared.metadata
+        meta["blocks"] |= prepared.blocks
+        files |= prepared.files
+        size = sum(block["weight_bytes"] for block in prepared.blocks.values())
+        print_line(f"donor {donor.name}: {len(prepared.blocks)} blocks, {units.format_bytes(size)}")
     shapes = {name: meta["blocks"][donor_meta["blocks"][0]]["in_shape"] for name, donor_meta in meta["donors"].items()}
     first_name, *others = shapes
     if other := [name for name in others if shapes[name] != shapes[first_name]]:
         raise JobError(
-            f"donor {other[0]!r} takes examples of shape {tuple(shapes[other[0]])}, {first_name!r} of "
-            f"{tuple(shapes[first_name])}: donors are run on the same examples, so give their networks the same steps "
-            "and channels"
+            f"donor {other[0]!r} reads examples of shape {tuple(shapes[other[0]])}, but {first_name!r} of "
+            f"{tuple(shapes[first_name])}: give their networks the same steps and channels"
         )
     return meta
+
+
+class _PreparedDonor(NamedTuple):
+    metadata: dict[str, Any]  # entry of "donors" in the bundle's metadata
+    blocks: dict[str, Any]  # entries of "blocks", by block id
+    files: dict[str, bytes]
 
 
 def _prepare_donor(
     donor: DonorSettings,
     input_spec: ImageInput | inputs.ValueInput,
     labels: Sequence[str],
-    files: dict[str, bytes],
     print_line: Callable[[str], None],
-) -> tuple[dict[str, Any], dict[str, Any]]:
+) -> _PreparedDonor:
     from fedquilt.models.stitching.onnx import blocks  # torch and onnx
 
     if isinstance(input_spec, ImageInput):
@@ -462,7 +462,8 @@ def _prepare_donor(
             metadata["align"] = align_labels(donor.align, donor.classes, classes, labels, print_donor_line)
         except FedquiltError as error:
             raise type(error)(f"donor {donor.name!r}: {error}") from None
-    table = {}
+    table: dict[str, Any] = {}
+    files: dict[str, bytes] = {}
     for part in parts:
         stages = blocks.export_block(part)
         graphs = [graph for stage in stages for graph in stage]
@@ -486,7 +487,7 @@ def _prepare_donor(
             "resident_bytes": max(graph.weight_bytes for graph in graphs),
             "activation_bytes": max(graph.activation_bytes for graph in graphs),
         }
-    return metadata, table
+    return _PreparedDonor(metadata, table, files)
 
 
 def _make_graph_names(block: str, counts: Sequence[int]) -> list[list[str]]:

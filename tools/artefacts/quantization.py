@@ -67,7 +67,7 @@ class _RangeReader(quantization.CalibrationDataReader):  # type: ignore[misc]
 
 
 def quantize_block(block: Block, paths: Mapping[str, Path], calibration_inputs: Iterator[np.ndarray]) -> bytes | None:
-    """Return the 8-bit graph of a block, or None if it is a first or divided block or would gain nothing.
+    """Return the 8-bit graph of a block, or None for first and divided blocks and if the graph needs more memory.
 
     The inputs `calibration_inputs` determine the ranges of the activations.
     """
@@ -184,10 +184,7 @@ class QuantizationTrial:
             plain_bundle = job_bundle.write_bundle(folder, meta, files)
             quantized = _quantize_suitable_blocks(device, plain_bundle, self.params)
             close = {name: block for name, block in quantized.items() if block.max_cka_change < INT8_DELTA}
-            table = {
-                **meta["blocks"],
-                **{name: {**meta["blocks"][name], "int8": make_int8_name(name)} for name in close},
-            }
+            table = meta["blocks"] | {name: {**meta["blocks"][name], "int8": make_int8_name(name)} for name in close}
             graphs = {make_int8_name(name): block.graph for name, block in close.items()}
             int8_bundle = job_bundle.write_bundle(folder, {**meta, "blocks": table}, {**files, **graphs})
             deviating, changing = find_rejected(
@@ -209,21 +206,21 @@ class QuantizationTrial:
 
 
 def make_trial(job: Mapping[str, Any]) -> QuantizationTrial:
-    """Return the quantisation trial for the [int8] table of a job."""
+    """Return the trial for the [int8] table of a job, or raise JobError or DataError if the table is unusable."""
     if not job.get("donors"):
-        raise JobError("[int8] is for the blocks of [[donors]], and the job has none: leave it out")
+        raise JobError("[int8] quantizes the blocks of [[donors]], but the job has no donors: remove [int8]")
     params = resolve_settings(toml.convert_table(job.get("params") or {}, SearchParams, "[params]"))
     for name, value in (("score_at", "input"), ("expansions", 0)):
         if getattr(params, name) == value:
-            raise JobError(f"[params] {name} = {value!r} scores no outputs: leave out [int8], which would do nothing")
+            raise JobError(f"[int8] has no effect, as [params] {name} = {value!r} scores no outputs: remove [int8]")
     if unused := [key for key in UNUSED_KEYS if key in job["int8"]]:
-        raise JobError(f"[int8] {', '.join(unused)}: images are drawn from all of the split; leave it out")
+        raise JobError(f"[int8] {', '.join(unused)} has no effect, as images are drawn from the whole split: remove it")
     spec = DataSpec.parse(job["int8"], "[int8]")
     # a third for the value ranges, a third for the comparison, and a third for the junctions
     images_found = load_split(msgspec.structs.replace(spec, limit=3 * MAX_IMAGES))
     images = len(images_found) // 3
     if images < cka.MIN_IMAGES:
-        raise DataError(f"{spec.source_name} has {len(images_found)} images: [int8] takes {3 * cka.MIN_IMAGES} or more")
+        raise DataError(f"{spec.source_name} has {len(images_found)} images: [int8] needs {3 * cka.MIN_IMAGES}")
     permutation = tensors.seeded_rng("int8", spec.seed).permutation(3 * images)
     return QuantizationTrial(params, Examples(images_found.x[permutation], images_found.y[permutation]), images)
 
@@ -340,7 +337,7 @@ def _yield_calibration_inputs(
         ):
             continue
         positions = block_runner.draw_positions(own_inputs.shape[0], block.in_shape, params.positions)
-        x = block_runner.sample_vectors(block_runner.resize_maps(maps, *block.in_shape[1:]), positions)
+        x = block_runner.sample_vectors(block_runner.resize_maps_lazily(maps, *block.in_shape[1:]), positions)
         weights, bias = least_squares.RidgeFit(x, params.ridge, params.bias).solve_weights(
             block_runner.sample_vectors(own_inputs, positions)
         )
@@ -396,7 +393,7 @@ def _score_original_and_quantized(
 def find_rejected(
     choices: Sequence[QuantizationChoice], candidates: Iterable[str], k: int
 ) -> tuple[set[str], set[str]]:
-    """Return the candidates with deviating scores, and those that would change a choice of the best K.
+    """Return the candidates with deviating scores, and candidates that would change a choice of the best K.
 
     Candidates that enter or leave the best K are rejected repeatedly until the remaining ones change no choice.
     """

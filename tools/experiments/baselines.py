@@ -68,7 +68,7 @@ class BaselineSetup:
             outputs = stitched_network.run_taps(network, self.donor_pool.blocks, self._run_block, x)
             return np.concatenate([stitched_network.global_average_pool(output) for output in outputs], axis=1)
 
-        moments = class_moments.device_moments(
+        moments = class_moments.compute_moments(
             self._run_in_batches(self.train, features), self.train.y, len(self.donor_pool.labels)
         )
         sums = joint_head.standardise_sums(moments.to_sums())
@@ -94,12 +94,14 @@ class BaselineSetup:
         return float(self.mark_correct(network).mean())
 
 
-def run_to_last_state(
-    job: JobSettings, folder: Path, members: Iterable[DeviceData], method: Method, engine: Any
+def run_search(
+    job: JobSettings, bundle_folder: Path, members: Iterable[DeviceData], method: Method, engine: Any
 ) -> Any:
-    """Run a search on devices with unlimited memory until its end, and return the last method state."""
+    """Run a bundle's search on devices with unlimited memory until its end, and return the last method state."""
     unlimited_job = msgspec.structs.replace(job, rounds=MAX_ROUNDS, fleet=UNLIMITED_FLEET)
-    *_, last_state = iterate_states(unlimited_job, folder, members, load_method=lambda name: method, engine=engine)
+    *_, last_state = iterate_states(
+        unlimited_job, bundle_folder, members, load_method=lambda name: method, engine=engine
+    )
     return last_state
 
 

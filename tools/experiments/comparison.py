@@ -69,7 +69,7 @@ def make_cases(
     rounds: int | None = None,
     changes: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> list[ComparisonCase]:
-    """Return one case per seed and method, in the order of seeds.
+    """Return one case per seed and method, in the order of seeds, or raise JobError if a job would be invalid.
 
     An interrupted comparison is thus complete for its first seeds.
     """
@@ -82,7 +82,7 @@ def make_cases(
     for name in (*chosen, *job.compare, *changes):
         methods.load(name)
     if idle := sorted(changes.keys() - set(chosen)):
-        raise JobError(f"--set {idle[0]}...: {idle[0]} is not compared; --methods {' '.join([*chosen, idle[0]])}")
+        raise JobError(f"--set {idle[0]}...: {idle[0]} is not compared: use --methods {' '.join([*chosen, idle[0]])}")
     compatibility.open_compatible_data(bundle.meta, DataSpec.parse(job.data))
     if job.test:
         compatibility.open_compatible_data(bundle.meta, DataSpec.parse(scores.make_test_table(job), "[test]"))
@@ -128,7 +128,7 @@ def parse_changes(texts: Iterable[str]) -> dict[str, dict[str, Any]]:
         target, equals, value = text.partition("=")
         name, dot, key = target.strip().partition(".")
         if not (equals and dot and name and key and value.strip()):
-            raise JobError(f"--set {text}: expected METHOD.PARAMETER=VALUE, as in fedprox.mu=0.1")
+            raise JobError(f"--set {text} is invalid: write METHOD.PARAMETER=VALUE, as in fedprox.mu=0.1")
         try:
             parsed = toml.parse_toml(f"value = {value}", text)["value"]
         except JobError:
@@ -140,7 +140,7 @@ def parse_changes(texts: Iterable[str]) -> dict[str, dict[str, Any]]:
 def run_cases(
     cases: Sequence[ComparisonCase],
     out: Path,
-    player: RunCase,
+    run_case: RunCase,
     report_line: Callable[[str], None],
     show: ShowStatus = progress.LINE.show_status,
     *,
@@ -159,7 +159,7 @@ def run_cases(
     for line in store.describe_cache(len(runs), keys.values()):
         report_line(line)
     failed: list[str] = []
-    outcomes = _run_in_parallel(missing, player, show) if parallel else _run_sequentially(missing, player, show)
+    outcomes = _run_in_parallel(missing, run_case, show) if parallel else _run_sequentially(missing, run_case, show)
     for count, (case, outcome) in enumerate(outcomes, 1):
         if isinstance(outcome, str):
             failed.append(f"{case.name}: {outcome}")
@@ -178,7 +178,7 @@ def run_cases(
 
 
 def _run_sequentially(
-    missing: Sequence[ComparisonCase], player: RunCase, show: ShowStatus
+    missing: Sequence[ComparisonCase], run_case: RunCase, show: ShowStatus
 ) -> Iterator[tuple[ComparisonCase, SeedRun | str]]:
     rounds = [case.settings.rounds for case in missing]
     for count, case in enumerate(missing):
@@ -187,11 +187,11 @@ def _run_sequentially(
             line = f"run {count + 1} of {len(missing)}: {case.name}: round {rounds_done} of {rounds[count]}"
             show(line, sum(rounds[:count]) + rounds_done, sum(rounds))
 
-        yield case, _run_case_or_describe_error(player, case, show_round)
+        yield case, _run_case_or_describe_error(run_case, case, show_round)
 
 
 def _run_in_parallel(
-    missing: Sequence[ComparisonCase], player: RunCase, show: ShowStatus
+    missing: Sequence[ComparisonCase], run_case: RunCase, show: ShowStatus
 ) -> Iterator[tuple[ComparisonCase, SeedRun | str]]:
     started_s = time.monotonic()
     finished_count = 0
@@ -201,22 +201,22 @@ def _run_in_parallel(
         show(f"{finished_count} of {len(missing)} runs are done, {elapsed} so far", finished_count, len(missing))
 
     with progress.call_periodically(show_progress):
-        for index, run in run_in_processes(_run_case_or_describe_error, [(player, case) for case in missing]):
+        for index, run in run_in_processes(_run_case_or_describe_error, [(run_case, case) for case in missing]):
             finished_count += 1
             yield missing[index], run
 
 
 def _run_case_or_describe_error(
-    player: RunCase, case: ComparisonCase, report_round: ReportRound | None = None
+    run_case: RunCase, case: ComparisonCase, report_round: ReportRound | None = None
 ) -> SeedRun | str:
     try:
-        return player(case, report_round or (lambda done: None))
+        return run_case(case, report_round or (lambda done: None))
     except FedquiltError as error:
         return str(error)
 
 
 def select_scores(runs: Sequence[SeedRun], compared: Iterable[str] = ()) -> tuple[list[SeedRun], str]:
-    """Return the runs with their common scores, and a note on scores not of the test set.
+    """Return the runs with the scores on which all can be compared, and a note on these scores, or "".
 
     A test set cannot measure networks that differ by device. Such methods are compared on held-out shares, unless
     another method has no scores on them.
@@ -228,8 +228,8 @@ def select_scores(runs: Sequence[SeedRun], compared: Iterable[str] = ()) -> tupl
     without_checks = ", ".join(name for name in names if methods.load(name).check is None)
     if without_checks:
         return list(runs), (
-            f"on the test set, because {without_checks} has no scores on held-out shares: the networks of {personal} "
-            "differ by device, and the one of a new device is tested"
+            f"on the test set, because {without_checks} has no scores on held-out shares: {personal} is tested with "
+            "the network of a new device, although its networks differ by device"
         )
     untested_runs = [
         msgspec.structs.replace(
@@ -260,7 +260,7 @@ def compare_and_print(
 
     metric = metrics.MAIN_METRICS[metrics.task_from_network(job.model)]
     if target is not None and metric.share and target > 1:
-        raise JobError(f"--target {target:g}: {metric.title} runs from 0 to 1; for {target:g} % give {target / 100:g}")
+        raise JobError(f"--target {target:g} is above 1: for {target:g} % {metric.title} use {target / 100:g}")
     todo = make_cases(job, folder, names, seeds, rounds=rounds, changes=changes)
 
     def run_case(case: ComparisonCase, report_round: ReportRound) -> SeedRun:
@@ -289,7 +289,7 @@ class RunProcessError(FedquiltError): ...
 def run_in_processes(
     function: Callable[..., T], calls: Sequence[tuple[Any, ...]], workers: int | None = None
 ) -> Iterator[tuple[int, T]]:
-    """Yield the index and the result of each call as it finishes. An exception in one call stops all."""
+    """Yield the index and the result of each call as it finishes. An exception in a call ends all calls."""
     if not calls:
         return
     count = min(workers or len(os.sched_getaffinity(0)), len(calls))
@@ -297,15 +297,15 @@ def run_in_processes(
     with ProcessPoolExecutor(count, context, _initialise_worker, (os.getpid(),)) as pool:
         try:
             waiting = {
-                pool.submit(_run_call_until_terminated, function, arguments): index
+                pool.submit(_run_or_exit_on_sigterm, function, arguments): index
                 for index, arguments in enumerate(calls)
             }
             for future in as_completed(waiting):
                 yield waiting[future], future.result()
         except BrokenProcessPool:
             raise RunProcessError(
-                f"one of {count} run processes has ended unexpectedly (output above): if the kernel killed it because "
-                "memory was low, allow this command fewer cores (taskset -c 0 fedquilt ...)"
+                f"one of {count} run processes ended unexpectedly (output above): if memory was low, use fewer cores "
+                "(taskset -c 0 fedquilt ...)"
             ) from None
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
@@ -327,7 +327,7 @@ def _raise_on_sigterm(number: int, frame: object) -> None:
     raise _TerminationExit(128 + number)  # runs all cleanup handlers
 
 
-def _run_call_until_terminated(function: Callable[..., T], arguments: tuple[Any, ...]) -> T:
+def _run_or_exit_on_sigterm(function: Callable[..., T], arguments: tuple[Any, ...]) -> T:
     # a terminated process must not start the next call
     try:
         return function(*arguments)

@@ -30,7 +30,7 @@ from fedquilt.tools.report import plots
 from fedquilt.tools.simulation import agents
 from fedquilt.tools.simulation.simulated_job import choose_job_engine
 
-ROWS: Final = 8  # plans of the front that are printed
+MAX_ROWS: Final = 8  # plans of the front that are printed
 
 
 @dataclass(frozen=True)
@@ -45,12 +45,13 @@ class EnergyFront:
 
 
 def compute_fronts(job: JobSettings, folder: Path) -> EnergyFront:
+    """Return the energy plans of a job, or raise JobError if times or joules on its boards are unknown."""
     workloads, durations = predict_work(job, folder)
     problem = deadline.energy_problem(job.cohort, durations, workloads)
     chosen_plan = problem and deadline.plan_energy(job.cohort, *problem)
     if not problem or not chosen_plan:
         raise JobError(
-            f"{job.method} on {', '.join(dict.fromkeys(job.fleet.boards))}: time or joules of a task are not known; "
+            f"{job.method} on {', '.join(dict.fromkeys(job.fleet.boards))}: the time or joules of a task are unknown: "
             "name boards in [fleet] whose profiles have operating points with speed and busy_w"
         )
     forecasts, passes = problem
@@ -82,7 +83,7 @@ def compute_fronts(job: JobSettings, folder: Path) -> EnergyFront:
 def predict_work(
     job: JobSettings, folder: Path, create_device: Callable[[str], Device] | None = None
 ) -> tuple[dict[str, DeviceWorkload], dict[str, tuple[TaskDuration, ...]]]:
-    """Return the predicted work of each device, and predicted times of its last rounds."""
+    """Return the predicted workload of each device, and predicted durations of last rounds for known speeds."""
     method, fleet = methods.load(job.method), job.fleet
     state = create_initial_state(job, agents.FleetPlan(job, folder, Path()).validate_and_load_bundle(), method)
     engine = choose_job_engine(job, method)
@@ -142,7 +143,7 @@ def print_fronts(job: JobSettings, folder: Path, out: Path | None, format: str) 
 
 def format_fronts(fronts: EnergyFront, job: JobSettings) -> list[str]:
     last_index = len(fronts.front) - 1
-    indices = sorted({round(step * last_index / max(ROWS - 1, 1)) for step in range(ROWS)})
+    indices = sorted({round(step * last_index / max(MAX_ROWS - 1, 1)) for step in range(MAX_ROWS)})
     plans_by_name = {"": [fronts.front[index] for index in indices], "chosen": [fronts.chosen_plan]}
     plans_by_name |= {"even": [fronts.even_front[-1]] if fronts.epochs and fronts.even_front else []}
     plans_by_name |= {"predicted": [fronts.predicted_plan] if fronts.predicted_plan else []}
@@ -157,7 +158,7 @@ def format_fronts(fronts: EnergyFront, job: JobSettings) -> list[str]:
     text = table.format_table(rows, "<>>~" if fronts.epochs else "<>>")
     lines = [f"{len(fronts.kinds)} boards; joules of all of them until the end of the round, idle included", *text]
     lines += [
-        f"without the waiting of {board}, whose idle power nobody knows" for board in fronts.boards_without_idle_power
+        f"without the idle energy of {board}, whose idle power is unknown" for board in fronts.boards_without_idle_power
     ]
     lines.append('chosen: by deadline = "energy" and its bounds in [cohort]')
     for name, bound, value in (
@@ -165,13 +166,13 @@ def format_fronts(fronts: EnergyFront, job: JobSettings) -> list[str]:
         ("deadline_s", job.cohort.deadline_s, fronts.chosen_plan.seconds),
     ):
         if bound is not None and value > bound * (1 + 1e-9):
-            lines.append(f"no plan keeps {name} = {plots.format_number(bound)}: chosen is the one that comes nearest")
+            lines.append(f"no plan keeps {name} = {plots.format_number(bound)}: the chosen plan exceeds it least")
             break
     lines += ['predicted: by deadline = "predicted"'] if fronts.predicted_plan else []
     if fronts.epochs:
         lines.append(f"even: the cheapest plan with {fronts.epochs} epochs on every board")
     else:
-        lines.append(f"{job.method}: each device trains as the job says; only the round time is chosen")
+        lines.append(f"{job.method}: every device trains for the job's epochs; only the round time is chosen")
     return lines
 
 
@@ -184,8 +185,11 @@ def _format_epochs(fronts: EnergyFront, plan: EnergyPlan) -> str:
     return ", ".join(f"{kind} {low}" + (f"-{high}" if high > low else "") for kind, (low, high) in spans.items())
 
 
-def plot_fronts(found: EnergyFront) -> plots.Plot:
-    fronts = {"front": found.front, "the same epochs on every board": found.even_front if found.epochs else ()}
+def plot_fronts(energy_front: EnergyFront) -> plots.Plot:
+    fronts = {
+        "front": energy_front.front,
+        "the same epochs on every board": energy_front.even_front if energy_front.epochs else (),
+    }
     lines = [
         plots.PlotLine(name, [plan.seconds for plan in plans], [plan.joules for plan in plans])
         for name, plans in fronts.items()
@@ -193,7 +197,7 @@ def plot_fronts(found: EnergyFront) -> plots.Plot:
     ]
     lines += [
         plots.PlotLine(name, [plan.seconds], [plan.joules])
-        for name, plan in (("chosen", found.chosen_plan), ("predicted", found.predicted_plan))
+        for name, plan in (("chosen", energy_front.chosen_plan), ("predicted", energy_front.predicted_plan))
         if plan is not None
     ]
     return plots.plot_lines(lines, "Joules of a round by its time", "seconds", "joules")

@@ -55,8 +55,6 @@ def load_test_set(job: JobSettings) -> Examples:
 
 
 class Evaluator:
-    """Evaluator of one job's states on its test set."""
-
     def __init__(self, job: JobSettings, folder: Path, *, test: Examples | None = None) -> None:
         self.job, self.method, self._folder = job, methods.load(job.method), folder
         self._test = load_test_set(job) if test is None else test
@@ -179,7 +177,7 @@ class _StateReader:
         self._latest: tuple[int, BlobRef] | None = None
 
     def read_latest(self) -> tuple[int, BlobRef] | None:
-        """Read new events, and return the rounds behind the latest model state and its blob, or None."""
+        """Read new events. Return the latest model state's number of rounds and its blob, or None without a state."""
         # an evaluation-only round leaves the state unchanged
         for seq, _, event in self.store.read_events(self._run, self._last_seq):
             self._last_seq, self.rounds = seq, apply_event(self.rounds, event, 0.0)
@@ -205,9 +203,8 @@ def _score_latest_if_new(
         payload = None
     if payload is None:
         if has_ended:
-            raise StoreError(
-                f"the state after {rounds_done} rounds ({ref.sha256[:12]}) is gone from {states.store.home}, or damaged"
-            )
+            state_text = f"the state after {rounds_done} rounds ({ref.sha256[:12]})"
+            raise StoreError(f"{state_text} is missing or damaged: restore {states.store.home}")
         return None
     return evaluator.score(tensors.unpack_state(payload, evaluator.method.state), rounds_done, ref.sha256)
 
@@ -243,7 +240,7 @@ def scores_to_dict(run_scores: RunScores) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class EvaluationResult:
-    """Results of one evaluation, or None without examples."""
+    """Results of one evaluation. A score is None if there are no examples."""
 
     test: EvaluationScore | None  # on the test set
     held: HeldOutScore | None  # on the devices' held-out shares
@@ -266,6 +263,7 @@ class LiveEvaluator:
             self._evaluator.close()
 
     def evaluate(self, simulation: Simulation, backend: WorkBackend, *, shares: bool) -> EvaluationResult:
+        """Evaluate the model, with `shares` also on held-out shares, and update the class counts of the run."""
         sums_by_device = backend.evaluate(simulation) if self.checks and shares else {}
         total = evaluation.add_evaluations(sums_by_device.values())
         if total is not None and simulation.running is not None and total.correct_with_priors is not None:

@@ -23,7 +23,7 @@ from fedquilt.console import table
 from fedquilt.host import disk
 
 Covering = Callable[[str], Iterable[tuple[str, str]]]
-"""Command and page of docs/ of each table that runs a method."""
+"""Function from a method to the command, and the page in docs/, of each table that compares the method."""
 
 SIGNS = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}
 
@@ -49,7 +49,6 @@ class MethodCard:
 
 
 def make_card(name: str, covering: Covering = lambda name: ()) -> MethodCard:
-    """Return the description of a method from its source file."""
     method = methods.load(name)
     title, _, about = (inspect.getdoc(methods.method_module(name)) or "").partition("\n")
     parameters = tuple(_list_parameters(method.params))
@@ -83,11 +82,10 @@ def format_card(card: MethodCard, common: Sequence[MethodParameter] = ()) -> lis
     return lines
 
 
-def format_method_list(names: Iterable[str], installed_plugins: Sequence[plugins.Plugin] = ()) -> list[str]:
+def format_method_table(names: Iterable[str], installed_plugins: Sequence[plugins.Plugin] = ()) -> list[str]:
+    """Return the terminal's lines of a table of names and titles."""
     titles = {name: make_card(name).title for name in names}
-    titles |= {
-        plugin.name: f"of package {plugin.package} {plugin.version} ({plugin.target})" for plugin in installed_plugins
-    }
+    titles |= {p.name: f"of package {p.package} {p.version} ({p.target})" for p in installed_plugins}
     return table.format_table([list(row) for row in titles.items()], "<~")
 
 
@@ -123,6 +121,7 @@ def write_pages(folder: Path, covering: Covering) -> list[Path]:
 
 
 def write_or_print_pages(name: str | None, out: Path | None, format: str, covering: Covering) -> None:
+    """Write all pages into `out` if given. Otherwise print the page of `name`, or a table of all methods."""
     if out is not None:
         print(f"{out}: {len(write_pages(out, covering))} pages")
     elif format == "json":
@@ -132,7 +131,7 @@ def write_or_print_pages(name: str | None, out: Path | None, format: str, coveri
         print("\n".join(table.format_markdown(format_card(make_card(name, covering)))))
     else:
         builtin = methods.builtin_names()
-        print("\n".join(format_method_list(builtin, plugins.usable_plugins("method", builtin))))
+        print("\n".join(format_method_table(builtin, plugins.usable_plugins("method", builtin))))
         for conflict in plugins.name_conflicts("method", builtin):
             print(conflict, file=sys.stderr)
 

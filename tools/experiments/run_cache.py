@@ -32,8 +32,6 @@ _digest_cache: dict[tuple[int, ...], str] = {}  # digests of unchanged files, wh
 
 
 class RunCache:
-    """Cached runs in `folder`/runs."""
-
     def __init__(self, folder: Path) -> None:
         self.folder = folder / "runs"
         with disk_errors(f"write {self.folder}"):
@@ -55,8 +53,7 @@ class RunCache:
         lines = [f"{cached_count} of {len(keys)} runs are in {self.folder} already"] if cached_count else []
         if other_runs and cached_count < len(keys):
             lines.append(
-                f"{other_runs} other runs in {self.folder} are not used: their job, bundle, data or version of the "
-                "code is not the one of this comparison"
+                f"{other_runs} other runs in {self.folder} are not used: they have another job, bundle, data or code"
             )
         return lines
 
@@ -72,6 +69,7 @@ def make_key(*parts: bytes, bundle: Path, data: Iterable[Path]) -> str:
 
 
 def list_data_paths(job: bytes) -> list[Path]:
+    """Return the files and folders that [data] and [test] of a job, given as JSON, name."""
     table = msgspec.json.decode(job)
     paths = [path for name in ("data", "test") for path in _list_table_paths(table.get(name) or {})]
     return [Path(path) for path in dict.fromkeys(paths)]

@@ -87,10 +87,10 @@ def run_seed(
 ) -> SeedRun:
     """Run a job with one seed, and evaluate its model outside of the rounds.
 
-    The model is evaluated every `check.every` rounds and after the last round, on all held-out shares and, with
-    `tested`, on the test set, with `evaluate_first` also before the first round. The last `offline_count` devices
-    start offline. `observe_run` is called before the first round, after each round and at the end. The function may
-    bring devices online, and returns `SeedRun.figures`.
+    The model is evaluated every `check.every` rounds and after the last round, and with `evaluate_first` also before
+    the first round: on all held-out shares and, with `tested`, on the test set. The last `offline_count` devices start
+    offline. `observe_run` is called before the first round, after each round and at the end. It may bring devices
+    online, and returns `SeedRun.figures`. Raise JobError if the run fails.
     """
     members, test = load_devices(job, folder)
     members, test = select_members(members), test if tested else None
@@ -143,7 +143,7 @@ def run_seed(
 
 
 def is_evaluation_due(simulation: Simulation, every: int) -> bool:
-    """Return whether the state is due for evaluation. With `every` 0, only the last state is."""
+    """Return whether the state is due for evaluation: every `every` rounds and at the end, or with 0 at the end."""
     is_last = simulation.is_finished or simulation.has_ended
     return bool(
         simulation.completed_rounds
@@ -153,10 +153,7 @@ def is_evaluation_due(simulation: Simulation, every: int) -> bool:
 
 
 def load_devices(job: JobSettings, folder: Path) -> tuple[list[DeviceData], Examples | None]:
-    """Return the devices of a job with their examples, and the test set.
-
-    The test set is None if the job has none and its [data] has no split "test".
-    """
+    """Return the devices of a job with their examples, and the test set, or None without [test] and a test split."""
     agents = FleetPlan(job, folder, Path()).make_agent_tables()
     split = examples.load_all_shares(DataSpec.parse(agents[0]["data"]))
     members = [DeviceData(agent["device"], *share) for agent, share in zip(agents, split, strict=True)]
@@ -267,14 +264,14 @@ def run_job(
 
 
 def run_and_print(
-    plan: FleetPlan, *, workers: int | None, engine: str, mixed: bool, wordy: bool = False
+    plan: FleetPlan, *, workers: int | None, engine: str, mixed: bool, verbose: bool = False
 ) -> tuple[str, str]:
     """Run the job of a plan, and print its rounds. Return the run id and its final status."""
     job = msgspec.structs.replace(plan.job, fleet=msgspec.structs.replace(plan.job.fleet, devices=plan.size))
     simulations: list[Simulation] = []
     runs: list[str] = []
     console = Console(
-        verbose=wordy, clock=lambda: simulations[-1].now_s if simulations else 0.0, stamp=VIRTUAL_FORMAT.format
+        verbose=verbose, clock=lambda: simulations[-1].now_s if simulations else 0.0, stamp=VIRTUAL_FORMAT.format
     )
 
     def print_machines(run: str) -> None:

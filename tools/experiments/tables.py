@@ -17,14 +17,14 @@ from fedquilt.tools.experiments.single_run import EvaluationPoint, SeedRun
 from fedquilt.tools.report import plots, rendering
 
 COSTS: Final = ("rounds", "bytes", "energy_j", "seconds", "real_s")
-NAMES: Final = {"energy_j": "joules", "real_s": "real_seconds"}
-FILES: Final = {"joules": "energy", "seconds": "board-time", "real_seconds": "real-time"}
+COST_NAMES: Final = {"energy_j": "joules", "real_s": "real_seconds"}
+FILE_NAMES: Final = {"joules": "energy", "seconds": "board-time", "real_seconds": "real-time"}
 
 
 def make_result(
     job: str, runs: Sequence[SeedRun], target: float | None, failed: Sequence[str] = (), note: str = ""
 ) -> dict[str, Any]:
-    """Return a comparison for JSON: its table and all runs."""
+    """Return the comparison for JSON, with its table and all runs."""
     return {
         "job": job,
         "accuracy_on": "test set" if any(run.tested for run in runs) else "held-out shares",
@@ -61,17 +61,14 @@ def make_row(name: str, runs: Sequence[SeedRun], target: float | None) -> dict[s
         "in_all": {cost: _compute_mean([_get_cost(point, cost) for point in last_points]) for cost in COSTS},
     }
     if target is not None:
-        points_at_target = [point for run in runs if (point := find_first_reaching(run, target)) is not None]
-        row["reached"] = len(points_at_target)
-        row["to_target"] = {
-            cost: _compute_mean([_get_cost(point, cost) for point in points_at_target]) for cost in COSTS
-        }
-        row["rounds_sd"] = _compute_deviation([float(point.rounds) for point in points_at_target])
+        reached = [point for run in runs if (point := find_first_reaching(run, target)) is not None]
+        row["reached"] = len(reached)
+        row["to_target"] = {cost: _compute_mean([_get_cost(point, cost) for point in reached]) for cost in COSTS}
+        row["rounds_sd"] = _compute_deviation([float(point.rounds) for point in reached])
     return row
 
 
 def find_first_reaching(run: SeedRun, target: float) -> EvaluationPoint | None:
-    """Return the first evaluation that reaches the target, or None."""
     metric = find_main_metric([run])
     reaching_points = (
         point for point in run.marks if point.value is not None and metrics.reaches_target(metric, point.value, target)
@@ -105,15 +102,8 @@ def _compute_deviation(values: Sequence[float | None]) -> float | None:
 def make_table_head(result: dict[str, Any]) -> list[str]:
     metric = metrics.METRICS[result["metric"]]
     unit = " %" if metric.share else ""
-    columns = [
-        "method",
-        "seeds",
-        metrics.axis_label(metric),
-        "sd",
-        f"best{unit}",
-        f"held-out{unit}",
-        f"worst tenth{unit}",
-    ]
+    columns = ["method", "seeds", metrics.axis_label(metric), "sd"]
+    columns += [f"best{unit}", f"held-out{unit}", f"worst tenth{unit}"]
     costs = ["rounds", "bytes", "J", "board s", "real s"]
     if result["target"] is None:
         return [*columns, *costs]
@@ -143,7 +133,7 @@ def format_table_cells(result: dict[str, Any]) -> list[list[str]]:
 
 def format_table(result: dict[str, Any]) -> list[str]:
     if not result["table"]:
-        return ["no run has come to an end"]
+        return ["no run has finished"]
     body = [make_table_head(result), *format_table_cells(result)]
     notes = (part for line in make_table_notes(result) for part in table.fold_line(line))
     return [*table.format_table(body, "<>"), "", *notes]
@@ -153,7 +143,7 @@ def make_table_notes(result: dict[str, Any]) -> list[str]:
     metric = metrics.METRICS[result["metric"]]
     article = "an" if metric.title[0] in "aRM" and metric.title != "macro F1" else "a"
     cost_note = (
-        f"costs: in all; --target A counts them to {article} {metric.title}"
+        f"costs: of whole runs; --target A counts them up to {article} {metric.title}"
         if result["target"] is None
         else f"costs: to the first evaluation at or {'above' if metric.higher else 'below'} the target, means over the "
         "seeds that reached it"
@@ -163,7 +153,7 @@ def make_table_notes(result: dict[str, Any]) -> list[str]:
         f"{metric.title}: on the {result['accuracy_on']} after the last round, mean and sd over seeds; "
         "best: of any round",
         cost_note,
-        "J: of the simulated boards' tasks, at their governors' points; board s: of whole rounds; real s: this machine",
+        "J: energy of tasks on the simulated boards; board s: duration of rounds there; real s: on this machine",
     ]
 
 
@@ -181,7 +171,9 @@ def make_plots(runs: Sequence[SeedRun], target: float | None) -> dict[str, plots
     Lines are means over seeds with a band of one standard deviation.
     """
     by_method = {name: [run for run in runs if run.method == name] for name in dict.fromkeys(r.method for r in runs)}
-    plots_by_file = {f"accuracy-{FILES.get(x, x)}.svg": plot for x, plot in make_cost_plots(by_method, target).items()}
+    plots_by_file = {
+        f"accuracy-{FILE_NAMES.get(x, x)}.svg": plot for x, plot in make_cost_plots(by_method, target).items()
+    }
     metric = find_main_metric(runs)
     factor, label = metrics.display_factor(metric), _axis_label(runs)
     ends = [
@@ -225,7 +217,7 @@ def make_cost_plots(by_name: Mapping[str, Sequence[SeedRun]], target: float | No
             plots.PlotLine(mean_line.name, [x / scale for x in mean_line.x], mean_line.y, mean_line.low, mean_line.high)
             for mean_line in lines
         ]
-        plots_by_cost[NAMES.get(cost, cost)] = plots.plot_lines(
+        plots_by_cost[COST_NAMES.get(cost, cost)] = plots.plot_lines(
             scaled, f"{heading} {title}", prefix + unit, _axis_label(runs), level=level, max_value=max_value
         )
     return plots_by_cost
@@ -245,10 +237,8 @@ def _make_mean_line(name: str, runs: Sequence[SeedRun], cost: str) -> plots.Plot
     factor, max_value = metrics.display_factor(metric), 1.0 if metric.share else math.inf
     for number in common:
         points = [points[number] for points in by_rounds]
-        mean_cost, value = (
-            _compute_mean([_get_cost(point, cost) for point in points]),
-            _compute_mean([point.value for point in points]),
-        )
+        mean_cost = _compute_mean([_get_cost(point, cost) for point in points])
+        value = _compute_mean([point.value for point in points])
         if mean_cost is None or value is None:
             return None
         spread = _compute_deviation([point.value for point in points]) or 0.0
@@ -299,10 +289,8 @@ T_95: Final = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2
 
 def confidence_interval(values: Sequence[float]) -> tuple[float, float]:
     """Return the 95 % confidence interval of the mean of two or more values."""
-    mean, half_width = (
-        statistics.fmean(values),
-        t_quantile(len(values) - 1) * statistics.stdev(values) / len(values) ** 0.5,
-    )
+    mean = statistics.fmean(values)
+    half_width = t_quantile(len(values) - 1) * statistics.stdev(values) / len(values) ** 0.5
     return mean - half_width, mean + half_width
 
 

@@ -13,7 +13,7 @@ Row = dict[str, Any]
 
 METRIC: Final = metrics.ACCURACY.name  # placeholder for the main metric of the job's task in names of columns
 
-ROUND: Final = (
+ROUND_COLUMNS: Final = (
     "round",  # from 1
     METRIC,  # after the round, on the test set or else on held-out shares, or None if unknown
     "loss",  # from the same evaluation
@@ -27,7 +27,7 @@ ROUND: Final = (
     "up_bytes",
     "participants",  # devices whose updates were aggregated
 )
-DEVICE: Final = (
+DEVICE_COLUMNS: Final = (
     "device",
     "tasks",  # with an aggregated update
     "declined",  # refused tasks and refused updates
@@ -49,8 +49,7 @@ def find_main_metric(job: JobSettings) -> metrics.Metric:
 def make_round_rows(summary: RunSummary) -> list[Row]:
     """Return one row per round of a run, without the scores of `fedquilt model evaluate`.
 
-    The costs of surveys and evaluation-only rounds count with the preceding round, so that columns add up to the
-    whole run.
+    The costs of rounds without work are added to the preceding round, so that columns add up to the whole run.
     """
     rows = list[Row]()
     unassigned_costs = None  # costs before the first round
@@ -71,7 +70,7 @@ def make_round_rows(summary: RunSummary) -> list[Row]:
             "up_bytes": cost.up_bytes,
         }
         if round.is_work:
-            row = {**dict.fromkeys(ROUND), "round": round.rounds_before + 1, **costs}
+            row = {**dict.fromkeys(ROUND_COLUMNS), "round": round.rounds_before + 1, **costs}
             rows.append(row | {"train_loss": round.train_loss, "participants": cost.tasks})
             if unassigned_costs is not None:
                 _add_costs(rows[-1], unassigned_costs)
@@ -89,7 +88,7 @@ def _add_costs(row: Row, costs: Row) -> None:
 
 
 def make_scored_rows(summary: RunSummary, job: JobSettings, scores: RunScores) -> list[Row]:
-    """Return one row per round, with scores of `fedquilt model evaluate` under the main metric."""
+    """Return one row per round, with scores of `fedquilt model evaluate` in the column of the main metric."""
     held = {row_score.rounds: row_score for row_score in scores.held}
     test = {row_score.rounds: row_score for row_score in scores.scores}
     rows = []
@@ -110,7 +109,7 @@ def make_scored_rows(summary: RunSummary, job: JobSettings, scores: RunScores) -
 
 def make_round_columns(summary: RunSummary, job: JobSettings, scores: RunScores) -> dict[str, list[Any]]:
     rows = make_scored_rows(summary, job, scores)
-    names = [metrics.column_name(find_main_metric(job), name) for name in ROUND]
+    names = [metrics.column_name(find_main_metric(job), name) for name in ROUND_COLUMNS]
     return {name: [row[name] for row in rows] for name in names}
 
 
@@ -136,4 +135,4 @@ def make_device_columns(summary: RunSummary, job: JobSettings, scores: RunScores
                 METRIC: values.get(name),
             }
         )
-    return metrics.rename_columns(find_main_metric(job), {name: [row[name] for row in rows] for name in DEVICE})
+    return metrics.rename_columns(find_main_metric(job), {name: [row[name] for row in rows] for name in DEVICE_COLUMNS})

@@ -22,7 +22,7 @@ from fedquilt.host import disk
 from fedquilt.tools.report import plots
 from fedquilt.tools.simulation.agents import FleetPlan
 
-DARK, PALE = "#2f6fb8", "#9fc4ea"
+TRAIN_COLOUR, HELD_OUT_COLOUR = "#2f6fb8", "#9fc4ea"
 # in pixels; columns shrink to fit MAX_TOTAL_WIDTH
 MAX_COLUMN_WIDTH, MIN_COLUMN_WIDTH, MAX_TOTAL_WIDTH = 32.0, 6.0, 960.0
 MAX_BAR_HEIGHT, LETTER_WIDTH, LINE_HEIGHT = 40.0, 6.6, 16.0
@@ -44,7 +44,7 @@ class ClassCounts:
 
 
 def count_examples(job: JobSettings, devices: int | None = None) -> ClassCounts:
-    """Return the example counts of the devices of `fedquilt simulate`, by default as many as in the job."""
+    """Return the example counts of `devices` simulated devices, by default as many as the job has."""
     tables = FleetPlan(job, Path(), Path(), devices).make_agent_tables()
     train, held = examples.count_labels(DataSpec.parse(tables[0]["data"]))
     kinds = train.shape[1]
@@ -85,7 +85,7 @@ def print_counts(job: JobSettings, devices: int | None, out: Path | None, format
 def format_counts(counts: ClassCounts) -> list[str]:
     """Return a table of the examples of each device, and a last line with totals.
 
-    More than FEW classes are summarised in two columns.
+    More than MAX_CLASS_COLUMNS classes are summarised in two columns.
     """
     totals = counts.train + counts.held
     has_class_columns = len(counts.classes) <= MAX_CLASS_COLUMNS
@@ -118,8 +118,7 @@ def format_counts(counts: ClassCounts) -> list[str]:
 def draw_counts(counts: ClassCounts, title: str = "") -> plots.Picture:
     """Return a picture with a dot per device and class, and a bar per device.
 
-    The area of a dot is the number of examples. The dark part is for training, the pale rim is held out. Dots have
-    tooltips with their numbers.
+    The area of a dot is the number of examples: its dark part for training, its pale rim held out.
     """
     totals = counts.train + counts.held
     cell = min(MAX_COLUMN_WIDTH, max(MIN_COLUMN_WIDTH, MAX_TOTAL_WIDTH / max(1, len(counts.devices))))
@@ -166,7 +165,7 @@ def _draw_legend(axis: Any, largest: int, radius: Radius) -> None:
 
     x, y = 12.0, 2.8 * LINE_HEIGHT + MAX_COLUMN_WIDTH / 2
     for count in sorted({largest, max(1, largest // 4)}, reverse=True):
-        axis.add_patch(Circle((x + radius(count), y), radius(count), color=DARK, linewidth=0))
+        axis.add_patch(Circle((x + radius(count), y), radius(count), color=TRAIN_COLOUR, linewidth=0))
         x += 2 * radius(count) + 5
         axis.text(x, y, f"{count}", va="center")
         x += LETTER_WIDTH * len(str(count)) + 14
@@ -175,15 +174,15 @@ def _draw_legend(axis: Any, largest: int, radius: Radius) -> None:
 def _draw_dots(
     axis: Any, add_tooltip: plots.AddTooltip, counts: ClassCounts, dot_position: DotPosition, radius: Radius
 ) -> None:
-    # dots have no tooltips if there are more than MAX_TOOLTIPS
+    # more than MAX_TOOLTIPS dots have no tooltips
     from matplotlib.collections import PatchCollection
     from matplotlib.patches import Circle
 
-    dots_by_colour: dict[str, list[Any]] = {PALE: [], DARK: []}
+    dots_by_colour: dict[str, list[Any]] = {HELD_OUT_COLOUR: [], TRAIN_COLOUR: []}
     for column, row in np.argwhere(counts.train + counts.held).tolist():
         train, held_out = int(counts.train[column, row]), int(counts.held[column, row])
         text = f"{counts.devices[column]}, class {counts.classes[row]}: {train} to train on, {held_out} held out"
-        sizes = {PALE: train + held_out if held_out else 0, DARK: train}
+        sizes = {HELD_OUT_COLOUR: train + held_out if held_out else 0, TRAIN_COLOUR: train}
         for ink in (ink for ink, count in sizes.items() if count):
             dots_by_colour[ink].append(
                 (Circle(dot_position(row, column), radius(sizes[ink]), color=ink, linewidth=0), text)
@@ -204,7 +203,7 @@ def _draw_bar(
 
     largest = max(1, int((counts.train + counts.held).sum(axis=1).max(initial=1)))
     train, held_out = int(counts.train[column].sum()), int(counts.held[column].sum())
-    for ink, count in ((PALE, train + held_out), (DARK, train)):
+    for ink, count in ((HELD_OUT_COLOUR, train + held_out), (TRAIN_COLOUR, train)):
         height = MAX_BAR_HEIGHT * count / largest
         bar = axis.add_patch(Rectangle((x - width / 2, floor - height), width, height, color=ink, linewidth=0))
         add_tooltip(bar, f"{counts.devices[column]}: {train} to train on, {held_out} held out")

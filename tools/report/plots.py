@@ -70,7 +70,7 @@ class Plot:
     body: float  # pixels: the axis's height
     left: float = LEFT  # pixels to the left of the axis
     right: float = RIGHT
-    keys: tuple[str, ...] = ()  # the legend's entries, in the order of the colours
+    keys: tuple[str, ...] = ()  # entries of the legend, in the order of the colours
     below: float = 0.0  # pixels below the axis for long names, besides BOTTOM
 
     @property
@@ -82,7 +82,10 @@ class Plot:
 def plot_lines(
     lines: Sequence[PlotLine], title: str, x: str, y: str, *, level: float | None = None, max_value: float = math.inf
 ) -> Plot:
-    """Return a plot of lines over common axes. Values that are not finite are left out."""
+    """Return a plot of lines over common axes. Points that are not finite are left out.
+
+    `level` is the y of a dotted line, and `max_value` the end of the y axis, unless a value is larger.
+    """
     lines = [_drop_infinite_points(line) for line in lines]
     xs = [value for line in lines for value in line.x]
     ys = [value for line in lines for values in (line.y, line.low, line.high) for value in values]
@@ -125,7 +128,7 @@ def plot_bars(bars: Sequence[PlotBar], title: str, x: str, parts: Sequence[str] 
     if not any(part is not None and math.isfinite(part) for bar in bars for part in bar.parts):
         return make_empty_plot(title)
     totals = [
-        "not known" if all(part is None for part in bar.parts) else format_number(total)
+        "unknown" if all(part is None for part in bar.parts) else format_number(total)
         for bar, total in zip(bars, sums, strict=True)
     ]
 
@@ -135,7 +138,7 @@ def plot_bars(bars: Sequence[PlotBar], title: str, x: str, parts: Sequence[str] 
             for number, part in enumerate(bar.parts):
                 (rect,) = axis.barh(row, part or 0.0, left=start, height=0.76, color=COLOURS[number % len(COLOURS)])
                 part_name = f", {parts[number]}" if parts[number] else ""
-                add_tooltip(rect, f"{bar.name}{part_name}: {'not known' if part is None else format_number(part)}")
+                add_tooltip(rect, f"{bar.name}{part_name}: {'unknown' if part is None else format_number(part)}")
                 start += part or 0.0
             axis.annotate(total, (start, row), (4, 0), textcoords="offset points", va="center", annotation_clip=False)
         _label_rows(axis, [bar.name for bar in bars])
@@ -143,17 +146,9 @@ def plot_bars(bars: Sequence[PlotBar], title: str, x: str, parts: Sequence[str] 
         axis.set_xlabel(x)
 
     summary = ", ".join(f"{bar.name} {words}" for bar, words in zip(bars, totals, strict=True))
-    right_margin = RIGHT + LETTER_WIDTH * max(map(len, totals))
-    body = LINE_HEIGHT * len(bars) + 4
-    return Plot(
-        title,
-        f"{title}; {x}; {summary}",
-        draw,
-        body,
-        _compute_label_width(bars),
-        right_margin,
-        tuple(filter(None, parts)),
-    )
+    left_px, right_px = _compute_label_width(bars), RIGHT + LETTER_WIDTH * max(map(len, totals))
+    body, keys = LINE_HEIGHT * len(bars) + 4, tuple(filter(None, parts))
+    return Plot(title, f"{title}; {x}; {summary}", draw, body, left_px, right_px, keys)
 
 
 def plot_dots(rows: Sequence[DotRow], title: str, x: str, *, max_value: float = math.inf) -> Plot:
@@ -182,20 +177,14 @@ def plot_dots(rows: Sequence[DotRow], title: str, x: str, *, max_value: float = 
 
     pairs = zip(rows, means, strict=True)
     summary = ", ".join(
-        f"{row.name} {'not known' if mean is None else format_number(mean)} on average" for row, mean in pairs
+        f"{row.name} {'unknown' if mean is None else format_number(mean)} on average" for row, mean in pairs
     )
-    return Plot(
-        title,
-        f"{title}; {x}; {summary}",
-        draw,
-        LINE_HEIGHT * 1.3 * len(rows) + 4,
-        _compute_label_width(rows),
-        RIGHT + 44,
-    )
+    body = LINE_HEIGHT * 1.3 * len(rows) + 4
+    return Plot(title, f"{title}; {x}; {summary}", draw, body, _compute_label_width(rows), RIGHT + 44)
 
 
 def plot_matrix(counts: Sequence[Sequence[int]], names: Sequence[str], title: str) -> Plot:
-    """Return a confusion matrix: a row of cells per true class, darker the larger the part of the row."""
+    """Return a plot of a confusion matrix, with a row per true class. A cell's opacity is its share of the row."""
     count, side = len(names), WIDTH - _compute_label_width([PlotBar(name, ()) for name in names]) - RIGHT
 
     def draw(axis: Any, add_tooltip: AddTooltip) -> None:
@@ -226,9 +215,9 @@ def plot_matrix(counts: Sequence[Sequence[int]], names: Sequence[str], title: st
 def make_empty_plot(title: str) -> Plot:
     def draw(axis: Any, add_tooltip: AddTooltip) -> None:
         axis.set_axis_off()
-        axis.text(0.5, 0.5, "not known of this run", transform=axis.transAxes, ha="center", alpha=0.7)
+        axis.text(0.5, 0.5, "unknown for this run", transform=axis.transAxes, ha="center", alpha=0.7)
 
-    return Plot(title, f"{title}: not known of this run", draw, 30.0)
+    return Plot(title, f"{title}: unknown for this run", draw, 30.0)
 
 
 def render_svg(*plots: Plot) -> str:
@@ -258,10 +247,11 @@ def draw_on_axes(plot: Plot, axes: Any = None) -> Any:
 
 
 def choose_plot(plots: Mapping[str, Plot], x: str) -> Plot:
+    """Return the plot over `x`, or raise JobError if there is none."""
     if not plots:
-        raise JobError("there are fewer than two evaluations to draw: set [check] every = 1")
+        raise JobError("the run has fewer than two evaluations to plot: set [check] every = 1")
     if x not in plots:
-        raise JobError(f"nothing is drawn over {x!r}{toml.describe_choices(x, plots)}")
+        raise JobError(f"there is no plot over {x!r}{toml.describe_choices(x, plots)}")
     return plots[x]
 
 
@@ -352,25 +342,22 @@ def _clean_tag(tag: str, used_ids: set[str]) -> str:
 
 @contextmanager
 def make_plot_style(salt: str) -> Iterator[None]:
-    """Set the matplotlib style of all plots in the body.
-
-    The same `salt` and content give the same bytes of SVG.
-    """
+    """Set the style of all plots in the context. The same `salt` and content give the same bytes of SVG."""
     logging.getLogger("matplotlib").setLevel(logging.ERROR)  # matplotlib logs the creation of its font cache
     import matplotlib
 
     inked = {f"{name}.color": INK for name in ("text", "xtick", "ytick", "grid")}
     sizes = {f"{name}.labelsize": 11 for name in ("xtick", "ytick", "axes")} | {"font.size": 11}
-    axes_style = {
-        "axes.labelcolor": INK,
-        "grid.alpha": 0.14,
-        "grid.linewidth": 1,
-        "axes.axisbelow": True,
-        "axes.grid": True,
-    }
+    axes_style = {"axes.labelcolor": INK, "axes.axisbelow": True, "axes.grid": True, "grid.alpha": 0.14}
     spines = {f"axes.spines.{side}": False for side in ("left", "right", "top", "bottom")}
     tick_sizes = {f"{name}.{key}": 0 for name in ("xtick", "ytick") for key in ("major.size", "minor.size")}
-    text = {"axes.facecolor": "none", "svg.fonttype": "none", "svg.hashsalt": salt, "text.parse_math": False}
+    text = {
+        "grid.linewidth": 1,
+        "axes.facecolor": "none",
+        "svg.fonttype": "none",
+        "svg.hashsalt": salt,
+        "text.parse_math": False,
+    }
     with matplotlib.rc_context(inked | sizes | axes_style | spines | tick_sizes | text), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Glyph .* missing from font")  # the browser has the letters of an SVG
         yield
@@ -408,7 +395,7 @@ def choose_ticks(low: float, high: float, *, integer: bool = False) -> list[floa
 
 
 def format_number(value: float) -> str:
-    """Return a number as text, with four digits or without decimals."""
+    """Return a number with four digits, or from 1000 on without decimals."""
     return f"{value:.0f}" if abs(value) >= 1000 else f"{value:.4g}"
 
 

@@ -31,12 +31,11 @@ class PageSection:
 
 
 def render_plots(*plots: Plot) -> list[Any]:
-    """Return plots as markup that templates do not escape."""
     return [make_safe_markup(render_svg(plot)) for plot in plots]
 
 
 def make_safe_markup(picture: str) -> Any:
-    """Mark an SVG element that was generated here as safe for templates."""
+    """Return an SVG element from `plots` as markup that templates do not escape."""
     from markupsafe import Markup
 
     return Markup(picture)  # noqa: S704  # every text in it is escaped by `plots`

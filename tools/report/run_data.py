@@ -26,7 +26,7 @@ MAX_NAME_LETTERS = 70  # letters of a candidate's name
 
 
 def load_candidates(store: Store, run: str) -> Candidates:
-    """Return the candidates of a run's result, or () for other jobs and runs without a result."""
+    """Return the candidates of a stitching run's result, or () for other methods and without a complete result."""
     from fedquilt.tools.artefacts import export
 
     try:
@@ -44,14 +44,14 @@ def make_candidate_section(candidates: Candidates, job: JobSettings) -> PageSect
         return None
     note = (
         "Costs are of one example, milliseconds and joules those of the board's first operating point, from its "
-        "profile. Accuracies are on held-out examples, with 95 % intervals. On the front are candidates that no other "
-        "beats: none is as accurate and as cheap, and better in one of the two. "
+        "profile. Accuracies are on held-out examples, with 95 % intervals. A candidate is on the front if no other is "
+        "at least as accurate and as cheap, and better in one of the two. "
         "`fedquilt model export RUN --candidate N` writes any candidate. "
         'A "joined" candidate has one head on several taps, a "donor" a new head on one tap of an unmodified donor, a '
         '"stitched" one a new head on one stitched path, and an "aligned" one its last donor\'s own classes. A '
-        '"cascade" runs its larger network only for examples to which its cheap one has no clear answer: its '
+        '"cascade" runs its larger network only for examples for which the scores of its cheap network are close: its '
         "costs are means, with MFLOP at worst in brackets, and its accuracy is slightly too high, because the same "
-        "examples determine what is clear."
+        "examples determine the threshold."
     )
     return PageSection(
         (), render_plots(_plot_accuracy_by_cost(candidates)), [note], HtmlTable(*make_candidate_table(candidates, job))
@@ -156,7 +156,7 @@ class RunData:
 
 
 def load_run_data(store: Store, run: str) -> RunData:
-    """Return the data of a run's page, by its id or the name of its job."""
+    """Return the data of a run's page, by its id or the name of its job, or raise StoreError if there is none."""
     row = store.find_job(run)
     events = tuple((time_s, event) for _, time_s, event in store.read_events(row.id))
     outcomes = round_outcomes.RoundOutcomes(JobConstants.from_job(row.job))

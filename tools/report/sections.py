@@ -33,7 +33,7 @@ MEANINGS: Final = {
     "answered": "update received",
     "asked": "selected, no update in time",
     "declined": "declined",
-    "refused": "its update was refused",
+    "refused": "update rejected",
     "drawn": "eligible, not drawn",
     **REASONS,
 }
@@ -60,7 +60,7 @@ class DeviceMatrix:
 
 
 def make_device_matrix(parts: Mapping[int, Mapping[str, DeviceOutcome]], final: int | None) -> DeviceMatrix:
-    """Return the outcomes of devices in the latest rounds. `final` is the number of the final evaluation."""
+    """Return the outcomes of devices in the latest rounds. `final` is the number of the final evaluation, if any."""
     numbers = sorted(parts)[-MATRIX_ROUNDS:]
     device_names = sorted({name for number in numbers for name in parts[number]})
     names = device_names[:MATRIX_DEVICES]
@@ -151,11 +151,7 @@ def make_accuracy_plots(run: RunData) -> dict[str, plots.Plot]:
             axes[key] = (f"{label}, {name}", title, {r: value / scale for r, value in seconds.items()})
     transferred_bytes = {r: float(p.down_bytes + p.up_bytes) for r, p in points.items()}
     scale, prefix = units.select_prefix(max(transferred_bytes.values(), default=0.0))
-    axes["bytes"] = (
-        f"{prefix}B, down and up",
-        "by bytes",
-        {r: value / scale for r, value in transferred_bytes.items()},
-    )
+    axes["bytes"] = (f"{prefix}B, down and up", "by bytes", {r: v / scale for r, v in transferred_bytes.items()})
     joules = _drop_unknown({r: p.energy_j for r, p in points.items()})
     if any(joules.values()):
         scale, prefix = units.select_prefix(max(joules.values()))
@@ -237,7 +233,7 @@ def make_timeline_section(run: RunData) -> PageSection | None:
         name = _format_round_name(run, number)
         clock = "virtual time" if run.row.has_virtual_time else "since the round began"
         title = f"Devices in {'the ' * (number == run.summary.final_evaluation_round)}{name}"
-        plots_by_round[name] = plots.plot_bars(bars, title, f"{prefix}s, {clock}", ("before it was asked", *TIME_PARTS))
+        plots_by_round[name] = plots.plot_bars(bars, title, f"{prefix}s, {clock}", ("before selection", *TIME_PARTS))
     return PageSection(["The fastest device comes first."], switch=_render_switch(plots_by_round))
 
 
@@ -310,9 +306,9 @@ def make_time_section(run: RunData) -> PageSection | None:
         "" if len(splits_to_draw) == len(splits) else f" {len(splits_to_draw)} of {len(splits)} rounds are drawn."
     )
     note = (
-        f"Of a round, a device that answers spends on average {shares['compute']:.0f} % at its task, "
-        f"{shares['transfer']:.0f} % fetching, starting and sending, {shares['wait']:.0f} % waiting for other "
-        f"devices and for the round to begin.{selection_note}"
+        f"In a round, a device with an update spends on average {shares['compute']:.0f} % of the time on its task, "
+        f"{shares['transfer']:.0f} % on transfers and the start, and {shares['wait']:.0f} % waiting for the start and "
+        f"for other devices.{selection_note}"
     )
     points = run.points
     clocks = []
@@ -326,8 +322,8 @@ def make_time_section(run: RunData) -> PageSection | None:
         if last_point.boards_s is not None:
             clock_text += f"; the slowest boards of all rounds report {format_duration(last_point.boards_s)} together"
         clocks.append(
-            f"{clock_text}. Simulated boards report what their profiles predict; what their tasks really took here "
-            "counts as fetching and sending."
+            f"{clock_text}. Simulated boards report the times that their profiles predict. The real time of their "
+            "tasks counts as transfers."
         )
     plot = plots.plot_bars(bars, "Time per round, mean over its devices", f"{prefix}s", TIME_PARTS)
     return PageSection([note], render_plots(plot), clocks)
@@ -434,7 +430,7 @@ def make_bytes_section(run: RunData) -> PageSection | None:
 
 
 def make_reason_table(run: RunData) -> HtmlTable:
-    """Return the most frequent reasons why devices contributed nothing, at most 20."""
+    """Return the 20 most frequent reasons for which devices contributed no update."""
     reason_counts = Counter(
         (name, part.text if part.code == "declined" else MEANINGS.get(part.code, part.code))
         for devices in run.parts.values()

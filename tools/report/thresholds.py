@@ -25,11 +25,8 @@ class LoadMeter:
         """Return the share since the last call, or since the meter was created."""
         previous_others_s, previous_start_s = self._others_s, self._started_s
         self._others_s, self._started_s = _others_processor_s(), time.monotonic()
-        return (
-            max(self._others_s - previous_others_s, 0.0)
-            / (self._started_s - previous_start_s)
-            / (psutil.cpu_count() or 1)
-        )
+        used_s, elapsed_s = max(self._others_s - previous_others_s, 0.0), self._started_s - previous_start_s
+        return used_s / elapsed_s / (psutil.cpu_count() or 1)
 
 
 def _others_processor_s() -> float:
@@ -46,6 +43,7 @@ def compare_at_least(value: float, limit: float, unit: str) -> dict[str, Any]:
 
 
 def format_figures(result: dict[str, Any]) -> list[str]:
+    """Return a line for each entry of "figures", which are results of `compare_at_most` or `compare_at_least`."""
     return [
         f"{VERDICTS[f['reached']]} {name.replace('_', ' '):44} {f['value']:10.2f} {f['unit']}"
         f"   ({'at most' if 'at_most' in f else 'at least'} {f.get('at_most', f.get('at_least')):g})"

@@ -31,16 +31,12 @@ from fedquilt.coordinator.settings import AdversarySettings, JobSettings
 from fedquilt.core import ClientContext, ClientResult, DeviceUpdate, Examples, Method, Task, derive_seed
 from fedquilt.edge_agent.task.protocol import WorkRequest
 
-ATTACK_KEY: Final = (
-    "adversary"  # in `WorkRequest.data`: the attack, and for "inner_product" the file with the honest mean
-)
+# Key in `WorkRequest.data` of the attack and, for "inner_product", of the file with the honest mean.
+ATTACK_KEY: Final = "adversary"
 
 
 def choose_adversaries(job: JobSettings, devices: Collection[str]) -> frozenset[str]:
-    """Return the adversaries of a fleet, or none without [fleet] adversaries.
-
-    The job's seed determines the choice.
-    """
+    """Return the adversaries of a fleet, chosen by the job's seed, or none without [fleet] adversaries."""
     settings = job.fleet.adversaries
     if settings is None:
         return frozenset()

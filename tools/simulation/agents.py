@@ -104,7 +104,7 @@ class FleetPlan:
     def _list_allowed_plugins(self) -> list[str]:
         allowed = plugins.allowlist_entries("method", self.job.method, methods.builtin_names())
         for table in (self.job.model, *(donor.get("network", {}) for donor in self.job.donors)):
-            for name in registry.plugin_networks(table):
+            for name in registry.list_plugin_networks(table):
                 allowed += plugins.allowlist_entries("network", name, registry.BUILTIN_NETWORKS)
         if self.job.engine is not None:
             allowed += plugins.allowlist_entries("engine", self.job.engine, tuple(engines.NEEDS))
@@ -114,12 +114,14 @@ class FleetPlan:
         return sorted(set(allowed))
 
     def load_devices(self) -> tuple[list[DeviceData], Examples]:
+        """Return the devices with their examples, and the test set."""
         tables = self.make_agent_tables()
         shares = examples.load_all_shares(msgspec.convert(tables[0]["data"], DataSpec))
         devices = [DeviceData(table["device"], *share) for table, share in zip(tables, shares, strict=True)]
         return devices, examples.load_split(msgspec.convert({**self.job.data, "split": "test"}, DataSpec))
 
     def validate_and_load_bundle(self, create_board: Callable[[str], Device] = make_board) -> Bundle:
+        """Return the bundle. Raise a FedquiltError if fleet, bundle and data do not fit the job."""
         self.validate_fleet(create_board)
         bundle = load_bundle(self.bundle)
         require_matching_bundle(self.job, bundle)
@@ -160,18 +162,18 @@ def run_fleet_on_broker(plan: FleetPlan, broker: Mapping[str, Any] | None, *, ve
     """Run agents as processes and a coordinator here. Return the run id and its final status."""
     require_no_adversaries(plan.job)
     if plan.job.fleet.links:
-        raise JobError("[fleet] links: clients of a broker use their real links. --link memory simulates links")
+        raise JobError("[fleet] links need a simulated broker: remove them, or use --link memory")
     if broker is not None and broker.get("cert"):
         raise JobError(
-            "simulated boards cannot share the certificate of one board: leave out --cert and --key and use a "
-            "broker without certificates, or start `fedquilt agent` for each board"
+            "simulated devices cannot share the certificate of one device: remove --cert and --key and use a broker "
+            "without certificates, or start `fedquilt agent` for each device"
         )
     with contextlib.ExitStack() as stack:
         if broker is None:
             broker = {"url": stack.enter_context(EmbeddedBroker()).url}
         store = stack.enter_context(Store(plan.home))
         if not store.acquire_lock():
-            raise JobError(f"another coordinator serves {plan.home.resolve()} already: give another --home")
+            raise JobError(f"another coordinator serves {plan.home.resolve()} already: use another --home")
         run = plan.queue_or_resume(store)
         console = Console(verbose=verbose, start_hint=f"the boards' logs: {plan.get_agent_folder(run, '*')}/agent.log")
         console.report(f"{run}: starting {plan.size} agents")
@@ -198,7 +200,7 @@ def run_fleet_virtually(
     broker = MemoryBroker()
     with Store(plan.home, durable=False) as store:
         if not store.acquire_lock():
-            raise JobError(f"another coordinator serves {plan.home.resolve()} already: give another --home")
+            raise JobError(f"another coordinator serves {plan.home.resolve()} already: use another --home")
         run = plan.queue_or_resume(store, create_board, "virtual")
         console = Console(verbose=verbose, clock=lambda: broker.now_s, stamp=VIRTUAL_FORMAT.format)
         console.report(f"{run}: creating {plan.size} devices")
@@ -233,7 +235,7 @@ def run_fleet_virtually(
                 busy_s = broker.now_s
             elif broker.now_s > busy_s + MAX_IDLE_S:  # no device joins later on virtual time
                 raise JobError(
-                    f"{run} waits for devices in round {job.job_state.round + 1}, and no other device will join: "
+                    f"{run} lacks devices in round {job.job_state.round + 1}, and no other device will join: "
                     "see `fedquilt why`, and correct [cohort] (min_devices, min_battery, max_temperature_c) or [fleet]"
                 )
 
@@ -320,6 +322,6 @@ def _make_agent_watcher(
                 report(f"the agent of {device} {end_description}; last line: {last_line}; {remaining} agents are left")
         if len(ended_devices) == len(agents):
             first_device = sorted(agents)[0]
-            raise JobError(f"every agent has ended; last line of {first_device}: {read_last_line(first_device)}")
+            raise JobError(f"every agent has ended (last line of {first_device}: {read_last_line(first_device)})")
 
     return watch

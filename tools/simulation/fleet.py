@@ -80,7 +80,7 @@ class FleetDevice:
             spec.governor,
             self,
         )
-        self._pack_offsets: dict[BlobRef, int] = {}  # folder of the running task's outputs
+        self._pack_offsets: dict[BlobRef, int] = {}  # of the running task's small outputs in the pack file
         self._prefix = f"{self.name}."  # of its tasks' files in the folder that all devices share
         self.due_s = math.inf
         self.next_telemetry_s = 0.0
@@ -141,9 +141,8 @@ class FleetDevice:
         self, earlier_transfers: Sequence[tuple[float, object]], size: int, now_s: float
     ) -> float:
         # transfers of one direction run one after another
-        return max(now_s, earlier_transfers[-1][0] if earlier_transfers else now_s) + self._spec.link.transfer_seconds(
-            size
-        )
+        free_s = max(now_s, earlier_transfers[-1][0]) if earlier_transfers else now_s
+        return free_s + self._spec.link.transfer_seconds(size)
 
     def cancel_fetch(self, sha256: str) -> None:
         self.fetched_hashes.discard(sha256)
@@ -151,21 +150,18 @@ class FleetDevice:
 
     def report_progress(self, task: Task, fraction: float, now_s: float) -> None: ...  # there are no observers
 
-    def store_learned_costs(
-        self, learned: Mapping[str, LearnedModel]
-    ) -> None: ...  # a simulated board does not restart
+    def store_learned_costs(self, learned: Mapping[str, LearnedModel]) -> None: ...  # a simulated board never restarts
 
     def build_work_request(self, task: Task, budget_bytes: int, plan_bytes: int, *, spare: bool = False) -> WorkRequest:
-        # a spare request is outside of the rounds, so its engine may plan with the whole budget
+        # a spare request is no task of a round, so its engine may plan with the whole budget
+        private_state = f"{self._folder}{self._private_file}"
         return WorkRequest(
             task=task,
             device=self.name,
             budget_bytes=budget_bytes,
             data={"share": self.name, **self._spec.data},
             bundles={name: self._fleet.find_bundle(name, ref) for name, ref in task.bundles.items()},
-            private_state=f"{self._folder}{self._private_file}"
-            if self._private_file in self._fleet.private_files
-            else None,
+            private_state=private_state if self._private_file in self._fleet.private_files else None,
             cache_folder=f"{self._fleet.folder}/caches/{self.name}",
             output_folder=self._fleet.output_folder,
             plan_bytes=None if spare else plan_bytes,
@@ -186,11 +182,7 @@ class FleetDevice:
             self._fleet.blob_store.discard_unnamed(*self._pack_offsets.popitem())
 
     def commit_result(self, update: Update, blobs: Mapping[str, bytes], private: BlobRef | None) -> bool:
-        """Name the update's blobs and keep the update until its acknowledgement.
-
-        Returns:
-            Whether a private state was stored.
-        """
+        """Add the update's blobs to the store, and return whether a private state was stored with the update."""
         output_prefix = f"{self._fleet.output_folder}/{self._prefix}"
         for ref in update.bundles.values():
             pack_offset = self._pack_offsets.pop(ref, None)
@@ -223,17 +215,12 @@ class FleetDevice:
         else:
             os.unlink(f"{self._folder}{self._next_private_file}")
         self._fleet.private_files -= {self._next_private_file, self._update_file}
-        os.unlink(
-            f"{self._folder}{self._update_file}"
-        )  # last, because a restart submits the update again while this file exists
+        os.unlink(f"{self._folder}{self._update_file}")  # last: a restart submits the update while the file exists
         self.has_pending_state = False
 
 
-DEVICE_FIELDS: Final = (
-    "seed",
-    "tier",
-    "last_counted_round",
-)  # fields of a task that differ between devices, all of plain types
+# Fields of a task that differ between devices, all of plain types.
+DEVICE_FIELDS: Final = ("seed", "tier", "last_counted_round")
 
 
 class EncodedTasks:
@@ -265,8 +252,8 @@ class SimulatedFleet:
     Args:
         blob_store: Blob store of the coordinator.
         folder: Folder for private state, caches and task outputs of the devices.
-        apart: Devices outside of the fleet, for `make_extra_request` alone.
-        away: Devices of the fleet that are offline at first.
+        extra_specs: Devices outside of the fleet, for `make_extra_request` alone.
+        offline: Devices of the fleet that are offline at first.
     """
 
     outage = BrokerOutage()  # no outage: simulated devices are always reachable
@@ -287,9 +274,7 @@ class SimulatedFleet:
         self._due_times: list[tuple[float, str]] = []
         self._changed_devices: dict[str, FleetDevice] = {}  # devices whose entry in `_due_times` may be outdated
         self._working_devices: dict[str, FleetDevice] = {}  # devices with a work request to run
-        self.on_work_started: Callable[[WorkRequest], None] = lambda order: (
-            None
-        )  # called with each work request that a device starts
+        self.on_work_started: Callable[[WorkRequest], None] = lambda request: None  # called when a device starts work
         self.output_folder = f"{folder}/made"  # outputs of the running tasks of all devices
         for name in ("private", "made"):
             (folder / name).mkdir(parents=True, exist_ok=True)
@@ -304,17 +289,17 @@ class SimulatedFleet:
                 update = wire.decode((folder / "private" / f"{name}{UPDATE_SUFFIX}").read_bytes(), Update)
                 self.unacknowledged_updates[name, (update.job, update.round)] = update
         self._encode_task = EncodedTasks()
-        self._profile_cache: dict[
-            tuple[object, int], tuple[Profile, bool]
-        ] = {}  # profile by board and capabilities, and whether the board has sensors
+        # profile by board and capabilities, and whether the board has sensors
+        self._profile_cache: dict[tuple[object, int], tuple[Profile, bool]] = {}
         self._offline = set(self.specs)
         self.bring_online(name for name in self.specs if name not in offline)
         self.specs |= extra_specs or {}
 
     def bring_online(self, names: Iterable[str]) -> None:
+        """Bring devices online that are offline. Raise JobError if the fleet lacks a device."""
         for name in names:
             if name not in self.specs:
-                raise JobError(f"the simulated fleet has no device {name!r}")
+                raise JobError(f"the simulated fleet has no device {name!r}: use one of its {len(self.specs)} names")
             if name in self._offline:
                 self._offline.remove(name)
                 self._inbox += [(name, ONLINE_PRESENCE), (name, self.profile(name))]
@@ -330,11 +315,8 @@ class SimulatedFleet:
 
     def find_running_task(self, device: str) -> Task | None:
         fleet_device = self._working_devices.get(device)
-        return (
-            None
-            if fleet_device is None or fleet_device.worker.pending_request is None
-            else fleet_device.worker.pending_request.task
-        )
+        request = None if fleet_device is None else fleet_device.worker.pending_request
+        return None if request is None else request.task
 
     def deliver_outcome(self, device: str, outcome: WorkResult) -> None:
         """Give a device the result of its work request. Results for devices that are offline are dropped."""
@@ -352,7 +334,7 @@ class SimulatedFleet:
         )
 
     def profile(self, device: str) -> Profile:
-        """Return the profile of a device. A device that is never selected and has no sensors need not exist."""
+        """Return the profile of a device, which is created only if it has sensors or an unacknowledged update."""
         spec = self.specs[device]
         cache_key = spec.create_board, id(spec.capabilities)
         if cache_key not in self._profile_cache:
@@ -408,9 +390,7 @@ class SimulatedFleet:
         # all events are known in advance
         return ()
 
-    def set_backlog(
-        self, updates: int, waiting_bytes: int, max_bytes: float
-    ) -> None: ...  # updates are written directly to the coordinator's disk
+    def set_backlog(self, updates: int, waiting_bytes: int, max_bytes: float) -> None: ...  # there are no uploads
 
     def site_right(self, device: str) -> SiteRight | None:
         return None
@@ -421,7 +401,7 @@ class SimulatedFleet:
     def yield_transfer_turn(self, device: str, now_s: float) -> None: ...  # no device waits for a slot
 
     def send_release(self, device: str, kind: wire.ReleaseKind, release: wire.DesiredRelease | None) -> None:
-        raise JobError("simulated devices run no releases: start an agent with `fedquilt agent`")
+        raise JobError("simulated devices cannot install releases: start agents with `fedquilt agent`")
 
     def keep_alive(self) -> AbstractContextManager[None]:
         return nullcontext()
@@ -431,12 +411,8 @@ class SimulatedFleet:
     def fetch_blobs(self, device: str, refs: Iterable[BlobRef], *, in_turn: bool = False) -> None:
         # devices write into the coordinator's blob store, so all blobs are there already
         missing_hashes = [ref.sha256 for ref in refs if not self.blob_store.has_blob(ref)]
-        self._inbox.append(
-            UpdateReceived(
-                device,
-                f"blob {missing_hashes[0][:12]} is gone from {self.blob_store.folder}" if missing_hashes else None,
-            )
-        )
+        problem = f"blob {missing_hashes[0][:12]} is gone from {self.blob_store.folder}" if missing_hashes else None
+        self._inbox.append(UpdateReceived(device, problem))
 
     def send_ack(self, device: str, ack: wire.Ack) -> None:
         if device in self._offline:
@@ -459,7 +435,7 @@ class SimulatedFleet:
     def find_bundle(self, name: str, ref: BlobRef) -> str:
         path = self._blob_paths.get(ref.sha256) or self.blob_store.verified_path(ref.sha256)
         if path is None:
-            raise StoreError(f"bundle {name!r} is missing in {self.blob_store.folder}: keep that folder unchanged")
+            raise StoreError(f"bundle {name!r} is missing in {self.blob_store.folder}: restore it, or start a new run")
         self._blob_paths[ref.sha256] = path
         return path
 

@@ -55,7 +55,7 @@ class ReplayEngine:
 
     def __init__(self, engine: Any) -> None:
         self._engine = engine
-        self.replies: list[TrainingReply | None] = []  # calls of `train` so far, None for a call that must run alone
+        self.replies: list[TrainingReply | None] = []  # by call of `train`, None for a call that must run alone
         self.next_call = 0
 
     def __getattr__(self, name: str) -> Any:
@@ -140,7 +140,7 @@ class WorkExecutor(main.TaskExecutor):
         return adversaries.corrupt_method(self._load_method(request.task.method), request.data)
 
     def load_engine(self, name: str, budget_bytes: int) -> Any:
-        # at most ENGINES engines are cached, and the oldest is closed
+        # at most MAX_ENGINES engines are cached, and the oldest is closed
         key = (name, budget_bytes)
         if key not in self._engines:
             while len(self._engines) >= MAX_ENGINES:

@@ -27,7 +27,7 @@ from fedquilt.host.disk import PRIVATE, disk_errors
 log = logging.getLogger("fedquilt.simulation")
 
 NUMERICAL_LIBRARIES: Final = ("numpy", "torch", "torchvision", "onnxruntime")
-PROCESSOR: Final = ("model name", "cpu model", "hardware", "cpu part")  # of /proc/cpuinfo, the most precise first
+PROCESSOR_KEYS: Final = ("model name", "cpu model", "hardware", "cpu part")  # of /proc/cpuinfo, the most precise first
 
 
 class Machine(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -43,11 +43,11 @@ class Machine(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return ", ".join([self.processor, *self.gpus, *library_versions, fedquilt_version])
 
     def describe_code_differences(self, other: Machine) -> str:
-        """Return the differences of another machine's code in words, or "" for none."""
+        """Return the versions and plug-ins in which another machine's code differs, as text, or "" for none."""
         return _format_differences(other.code, self.code)
 
     def describe_platform_differences(self, other: Machine) -> str:
-        """Return differences in processor, GPUs, threads and libraries in words, or "" for none."""
+        """Return the differences in processor, GPUs, threads and libraries, as text, or "" for none."""
         expected, actual = (
             {
                 "processor": machine.processor,
@@ -91,21 +91,24 @@ def get_machine_name() -> str:
 
 
 def require_same_results(run_machines: Mapping[str, Machine], name: str, machine: Machine, *, mixed: bool) -> None:
-    """Check that a machine gives bit-identical results to the machines of a run."""
+    """Raise JobError if the machine `name` may give other results than the machines of a run.
+
+    With `mixed` only its code has to be the same.
+    """
     for run_machine_name, run_machine in list(run_machines.items())[:1]:
         if code_differences := run_machine.describe_code_differences(machine):
             raise JobError(
-                f"{name} has other code than {run_machine_name}: {code_differences}; install the same code on both"
+                f"{name} has other code than {run_machine_name} ({code_differences}): install the same code on both"
             )
         if not mixed and (platform_differences := run_machine.describe_platform_differences(machine)):
             raise JobError(
-                f"{name} differs from {run_machine_name}: {platform_differences}; results would differ in their "
-                f"last bits. Leave out this machine, or permit different machines with --mixed (mixed=True)"
+                f"{name} differs from {run_machine_name} ({platform_differences}), so results would differ in their "
+                f"last bits: leave out this machine, or permit different machines with --mixed (mixed=True)"
             )
 
 
 def record_machines(home: Path, run: str, new_machines: Mapping[str, Machine], *, mixed: bool) -> None:
-    """Record the machines of a run, in addition to those recorded earlier."""
+    """Record more machines of a run. Raise JobError if results may differ, unless `mixed`, or StoreError."""
     path = home / "machines" / f"{run}.json"
     recorded = read_machines(home, run)
     run_machines = {f"{old_name}, where {run} began": machine for old_name, machine in recorded.items()}
@@ -140,10 +143,8 @@ def format_machines(machines_by_name: Mapping[str, Machine]) -> list[str]:
 
 
 def _format_differences(actual: Mapping[str, str], expected: Mapping[str, str]) -> str:
-    differing_names = [name for name in {**expected, **actual} if expected.get(name) != actual.get(name)]
-    return "; ".join(
-        f"{name} {actual.get(name, 'missing')}, not {expected.get(name, 'missing')}" for name in differing_names
-    )
+    names = [name for name in {**expected, **actual} if expected.get(name) != actual.get(name)]
+    return "; ".join(f"{name} {actual.get(name, 'missing')}, not {expected.get(name, 'missing')}" for name in names)
 
 
 def _read_processor_model() -> str:
@@ -154,7 +155,7 @@ def _read_processor_model() -> str:
             cpu_info.setdefault(key.strip().lower(), " ".join(value.split()))
     except OSError:
         pass
-    model = next((cpu_info[key] for key in PROCESSOR if cpu_info.get(key)), "unknown processor")
+    model = next((cpu_info[key] for key in PROCESSOR_KEYS if cpu_info.get(key)), "unknown processor")
     return f"{model} ({platform.machine()})"
 
 

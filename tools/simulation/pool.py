@@ -141,7 +141,7 @@ class ArrayLocation(msgspec.Struct, frozen=True, array_like=True):
 
 
 class DeviceExamples(msgspec.Struct, frozen=True, array_like=True):
-    train: tuple[ArrayLocation, ArrayLocation]
+    train: tuple[ArrayLocation, ArrayLocation]  # x and y
     held_out: tuple[ArrayLocation, ArrayLocation]
 
 
@@ -151,12 +151,12 @@ class PoolSetup(msgspec.Struct, frozen=True):
 
 
 class WorkBatch(msgspec.Struct, frozen=True):
-    """Work requests for one worker, with a sha256 instead of each path for a worker of another machine."""
+    """Work requests for one worker. For a worker of another machine each path is replaced by a sha256."""
 
     requests: tuple[WorkRequest, ...] = ()
     batched: bool = False
     state_path: str = ""  # file of the round's state if the worker folds the updates, or ""
-    file_hashes: tuple[str, ...] = ()  # of the files that another machine can fetch, in the order of their references
+    file_hashes: tuple[str, ...] = ()  # sha256 of files that another machine can fetch, in the order of the references
 
 
 class WorkOutcome(msgspec.Struct, frozen=True, array_like=True):
@@ -197,7 +197,7 @@ class WorkerGroup(Protocol):
 
     @property
     def ready(self) -> Iterable[int]:
-        """Workers that can receive work, including busy ones."""
+        """Workers that can receive work, busy workers included."""
         ...
 
     def send_work(self, worker: int, work: WorkBatch) -> None: ...
@@ -221,7 +221,7 @@ def choose_engine(engine: str, environ: Mapping[str, str]) -> str:
     host, _, port = engine.removeprefix(RAY_SCHEME).rpartition(":")
     if engine in ("pool", "ray") or (engine.startswith(RAY_SCHEME) and host and port.isdigit()):
         return engine
-    raise JobError(f"engine {engine!r} is none of auto, pool, ray and {RAY_SCHEME}HOST:PORT")
+    raise JobError(f"engine {engine!r} is unknown: use auto, pool, ray or {RAY_SCHEME}HOST:PORT")
 
 
 @dataclass
@@ -273,7 +273,7 @@ class WorkerPool:
         self._workers.wait_until_ready()
 
     def expect_requests(self, count: int) -> None:
-        """Expect `count` announced work requests, and discard earlier ones that were not run."""
+        """Prepare for `count` announcements of work requests, and discard earlier announcements."""
         self._expected_sizes, self._incomplete_batch = deque(self._choose_batch_sizes(count)), []
         self._prefetched.clear()
 
@@ -292,7 +292,7 @@ class WorkerPool:
             self._assign_workers(self._prefetched)
 
     def set_sum_receiver(self, simulation: Simulation) -> None:
-        """Let the workers fold updates, and deliver the partial sums to `simulation`."""
+        """Make the workers fold updates, and deliver the partial sums to `simulation`."""
         self._sum_receiver = simulation
 
     def run_requests(self, requests: Sequence[WorkRequest]) -> Iterator[tuple[WorkRequest, WorkResult]]:
@@ -316,7 +316,7 @@ class WorkerPool:
                 yield next(remaining), outcome.result
 
     def _choose_batch_sizes(self, count: int) -> list[int]:
-        # equal sizes of at most TOGETHER, and 1 until a request was batched
+        # equal sizes of at most MAX_BATCH_REQUESTS, and 1 until a request was batched
         if not self._is_batching:
             return [1] * count
         return [len(part) for part in np.array_split(np.arange(count), math.ceil(count / MAX_BATCH_REQUESTS))]
@@ -359,9 +359,8 @@ class WorkerPool:
                 if assignment.lost_workers >= MAX_LOST_WORKERS:
                     names = ", ".join(request.device for request in assignment.requests)
                     raise PoolError(
-                        f"{MAX_LOST_WORKERS} workers were lost, one after the other, with the work of {names}, "
-                        "which probably needs more memory than a node has: give fewer --workers, or a smaller network "
-                        "or batch"
+                        f"{MAX_LOST_WORKERS} workers ended one after another during the work of {names}, probably for "
+                        "lack of memory: use fewer --workers, or a smaller network or batch"
                     )
 
     def _wait_for_sum(self, assignment: WorkAssignment) -> bytes:
@@ -377,7 +376,7 @@ class WorkerPool:
 
             def write_array(array: np.ndarray) -> ArrayLocation:
                 if array.dtype.kind not in "uifb":
-                    raise DataError(f"examples of type {array.dtype}: expected numbers")
+                    raise DataError(f"examples have the type {array.dtype}: convert them to numbers")
                 location = ArrayLocation(file.tell(), array.shape, array.dtype.str)
                 file.write(np.ascontiguousarray(array).data)
                 return location

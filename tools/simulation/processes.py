@@ -58,7 +58,7 @@ class ProcessWorkers:
 
     def __init__(self, engine: str, count: int, modules: Collection[str] = ()) -> None:
         if not 1 <= count <= MAX_WORKERS:
-            raise JobError(f"{count} workers: give 1 to {MAX_WORKERS}, and at most one for each core")
+            raise JobError(f"{count} workers: use 1 to {MAX_WORKERS}, and at most one for each core")
         self._engine, self._count = engine, count
         self._pipes: list[Connection] = []
         self._blob_files: list[int] = []  # memory files, one for each worker
@@ -146,26 +146,23 @@ class ProcessWorkers:
     def _make_worker_error(self) -> PoolError:
         # only the exit status of the first process is available, because it is the parent of all workers
         log_text = self._log_path.read_text(errors="replace").strip()
-        last_line_text = f"it said: {log_text.splitlines()[-1][-500:] if log_text else '(nothing)'}"
-        advice = f"fewer --workers than {self._count}" if self._count > 1 else "a smaller network or batch"
+        last_line = log_text.splitlines()[-1][-500:] if log_text else "(no output)"
+        fix = f"use fewer --workers than {self._count}" if self._count > 1 else "use a smaller network or batch"
         if failures.is_out_of_memory_text(log_text):
-            return PoolError(f"a worker of the pool ran out of memory; {last_line_text}; give {advice}")
+            return PoolError(f"a worker of the pool ran out of memory (last line: {last_line}): {fix}")
         if TRACEBACK in log_text:
-            return PoolError(f"a worker of the pool has ended; {last_line_text}")
+            return PoolError(f"a worker of the pool ended: {last_line}")
         assert self._process is not None
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(timeout=1.0)
         status = self._process.poll()
         if status is not None and status not in (0, -signal.SIGKILL):
             end_description = f"died of {signal.Signals(-status).name}" if status < 0 else f"ended with code {status}"
-            return PoolError(f"a worker of the pool {end_description}; {last_line_text}")
+            return PoolError(f"a worker of the pool {end_description}: {last_line}")
         kills = memory_budget.count_oom_kills()
         if kills is not None and self._oom_kills is not None and kills > self._oom_kills:
-            return PoolError(f"a worker of the pool was killed, most likely because memory ran out: give {advice}")
-        return PoolError(
-            "a worker of the pool was killed from outside (SIGKILL): start the command again, or after an "
-            f"out-of-memory kill give {advice}"
-        )
+            return PoolError(f"a worker of the pool was killed, most likely because memory ran out: {fix}")
+        return PoolError(f"a worker of the pool was killed (SIGKILL): start again, or if memory ran out {fix}")
 
 
 class DetachedResult(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -222,7 +219,7 @@ class OutcomeSums:
     """Partial sums of updates, folded by the workers so that the coordinator merges few sums.
 
     Only updates with mergeable accumulators (`Aggregation.accumulator`) are summed, because their sums are
-    bit-identical in any order and grouping. A sum counts only if the round counts exactly its updates
+    bit-identical in any order and grouping. A sum is used only if the round accepts exactly these updates
     (`coordinator.updates.aggregation`). Otherwise the updates are folded one by one.
     """
 
@@ -301,6 +298,7 @@ class PoolWorker(WorkExecutor):
 
 
 def import_engine(engine: str) -> None:
+    """Import the modules of an engine, so that forked workers share their memory."""
     module = {"torch": "torch.batch_engine", "numpy": "batch_training"}.get(engine, f"{engine}_engine")
     importlib.import_module(f"fedquilt.edge_agent.engines.{module}")
     gc.freeze()  # garbage collections need not visit imported objects
@@ -334,7 +332,7 @@ def receive_messages(connection: Connection) -> Iterator[bytes]:
 
 
 def run_workers() -> None:
-    """Serve requests in one process for each PIPE:BLOBS after the arguments PARENT and ENGINE."""
+    """Run `serve_requests` in one process for each argument PIPE:BLOBS. The first arguments are PARENT and ENGINE."""
     exit_with_parent(int(sys.argv[1]))
     import_engine(sys.argv[2])
     pairs = [(int(pipe), int(blobs)) for pipe, _, blobs in (argument.partition(":") for argument in sys.argv[3:])]

@@ -126,21 +126,19 @@ def _has_token(environ: Mapping[str, str]) -> bool:
 
 def _format_connection_error(ray: Any, address: str | None, error_text: str) -> str:
     if not address:
-        return (
-            f"Ray could not be started ({error_text[:300]}): use `fedquilt simulate --engine pool`, which needs no Ray"
-        )
+        return f"Ray does not start ({error_text[:300]}): use `fedquilt simulate --engine pool`, which needs no Ray"
     versions = VERSION_MISMATCH.findall(error_text)
     if len(versions) == 2:
         (cluster_version, cluster_python), (local_version, local_python) = versions
         return (
-            f"the cluster at {address} runs Ray {cluster_version} on Python {cluster_python}, and this command Ray "
-            f"{local_version} on Python {local_python}: the versions must be equal. Install the cluster's version here "
-            f"(pip install 'ray[client]=={cluster_version}', on its Python), or this command's version on all nodes"
+            f"the cluster at {address} runs Ray {cluster_version} on Python {cluster_python}, but this command Ray "
+            f"{local_version} on Python {local_python}: install 'ray[client]=={cluster_version}' on Python "
+            f"{cluster_python} here, or this command's versions on all nodes"
         )
     return (
-        f"no Ray could be reached at {address} ({error_text[:300]}): the cluster must run the same versions of Ray and "
-        f"Python (here Ray {ray.__version__}), with the same token (~/.ray/auth_token); {RAY_SCHEME}HOST:PORT names a "
-        "cluster's client server, by default port 10001. `ray stop` clears the address of an ended Ray of this machine"
+        f"no Ray cluster answers at {address} ({error_text[:300]}): start one there with the same Python, Ray "
+        f"{ray.__version__} and the same token (~/.ray/auth_token), or name its client server, {RAY_SCHEME}HOST:10001. "
+        "`ray stop` clears the address of an ended cluster"
     )
 
 
@@ -224,7 +222,7 @@ class NodeFiles:
 
     def store_file(self, sha256: str, payload: bytes) -> None:
         if hashlib.sha256(payload).hexdigest() != sha256:
-            raise StoreError(f"content {sha256[:12]} is damaged: the object store returned other bytes")
+            raise StoreError(f"content {sha256[:12]} is damaged in the object store: start the command again")
         partial_path = self._own_folder / "part"
         partial_path.write_bytes(payload)
         os.replace(partial_path, self._own_folder / sha256)
@@ -322,7 +320,7 @@ class RayNode:
                 digest.update(payload)
                 file.write(payload)
         if digest.hexdigest() != sha256:
-            raise StoreError("the examples are damaged: the object store returned other bytes")
+            raise StoreError("the examples are damaged in the object store: start the command again")
         os.replace(part, path)
 
 
@@ -340,7 +338,7 @@ class RayWorkers:
         self, engine: str, address: str, *, count: int | None, mixed: bool, modules: Collection[str] = ()
     ) -> None:
         if count is not None and count < 1:
-            raise JobError(f"{count} workers: give at least 1")
+            raise JobError(f"{count} workers: use at least 1")
         self._engine, self._address, self._count = engine, address, count
         self._mixed, self._modules = mixed, tuple(sorted(modules))
         self._ray: Any = None
@@ -365,7 +363,7 @@ class RayWorkers:
         processors = sum(nodes.values())
         if self._count is not None and self._count > processors:
             raise JobError(
-                f"{self._count} workers: the Ray cluster has {processors} processors; give --workers {processors}"
+                f"{self._count} workers: the Ray cluster has {processors} processors: use --workers {processors}"
             )
         self._actor = self._ray.remote(RayNode)
         self._start_workers(self._count or processors, nodes)
@@ -433,9 +431,7 @@ class RayWorkers:
             return
         with contextlib.suppress(Exception):  # an unreachable cluster has ended the workers
             if not immediately:
-                calls = [
-                    each.actor.release_files.remote() for each in self._workers.values() if each.state != "starting"
-                ]
+                calls = [w.actor.release_files.remote() for w in self._workers.values() if w.state != "starting"]
                 if calls:
                     self._ray.wait(calls, num_returns=len(calls), timeout=STOP_TIMEOUT_S)
             for each in self._workers.values():
@@ -510,7 +506,7 @@ class RayWorkers:
                 machine = msgspec.msgpack.decode(reply, type=Machine)
             except msgspec.ValidationError as error:
                 raise JobError(
-                    f"{node_name} has another version of fedquilt ({error}): install the version of this machine"
+                    f"{node_name} has another version of fedquilt ({error}): install this machine's version there"
                 ) from None
             local_machine = machines.describe_this_machine(self._modules)
             machines.require_same_results({"this machine": local_machine}, node_name, machine, mixed=True)
@@ -546,8 +542,8 @@ class RayWorkers:
         self._start_workers((self._count or sum(nodes.values())) - len(self._workers), nodes)
         if not self._workers:
             raise PoolError(
-                f"no worker is left on the Ray cluster; the last error: {self._last_error or '(none)'}; start the "
-                f"command again to resume when the cluster has nodes"
+                f"no worker is left on the Ray cluster (last error: {self._last_error or 'none'}): start the command "
+                "again when the cluster has nodes, to resume"
             )
 
     def _get_object_reference(self, sha256: str, path: str, is_shared: bool) -> Any:
@@ -579,7 +575,7 @@ def pack_request(request: WorkRequest) -> tuple[WorkRequest, dict[str, str]]:
 
 
 def write_outputs(requests: Sequence[WorkRequest], reply: WorkerReply) -> WorkerReply:
-    """Write a remote worker's outputs into the folders of the work requests, and return the reply with small blobs."""
+    """Write a remote worker's outputs into the requests' folders, and return the reply with small blobs only."""
     outcomes = []
     for request, worker_outcome in zip(requests, reply.outcomes, strict=True):
         result, small_blobs = worker_outcome.result, {}

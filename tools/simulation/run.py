@@ -49,14 +49,10 @@ class WorkBackend:
     def evaluate(self, simulation: Simulation, devices: Iterable[str] = ()) -> dict[str, EvaluationSums]:
         """Evaluate the model on the held-out examples of devices, by default of all that have any.
 
-        Devices without anything to evaluate are missing in the result.
+        Devices that have no model yet are missing in the result. Raise JobError if an evaluation fails.
         """
-        device_names = list(devices) or sorted(
-            name for name in simulation.held_out_counts if self._held_out_counts.get(name)
-        )
-        requests = [
-            request for name in device_names if (request := simulation.make_evaluation_request(name)) is not None
-        ]
+        names = list(devices) or sorted(name for name in simulation.held_out_counts if self._held_out_counts.get(name))
+        requests = [r for name in names if (r := simulation.make_evaluation_request(name)) is not None]
         sums_by_device = {}
         for request, result in zip(requests, self._run_requests(requests), strict=True):
             if result.code != "ok":
@@ -90,9 +86,8 @@ def open_pool_backend(
     training_engine, worker_engine = choose_job_engine(job, methods.load(job.method)), choose_engine(engine, os.environ)
     workers_group: WorkerGroup
     if worker_engine == "pool":
-        workers_group = ProcessWorkers(
-            training_engine, len(os.sched_getaffinity(0)) if workers is None else workers, modules
-        )
+        count = len(os.sched_getaffinity(0)) if workers is None else workers
+        workers_group = ProcessWorkers(training_engine, count, modules)
     else:
         from fedquilt.tools.simulation.ray_workers import RayWorkers  # optional package
 
@@ -100,10 +95,11 @@ def open_pool_backend(
     with WorkerPool(workers_group, itertools.chain(devices, test_devices), batched=batched) as pool:
         held_out_counts = {name: count for name, count in pool.held_out_counts.items() if name != NEWCOMER}
 
-        def carry(requests: Sequence[WorkRequest]) -> Iterator[WorkResult]:
+        def run_on_pool(requests: Sequence[WorkRequest]) -> Iterator[WorkResult]:
             return (outcome for _, outcome in pool.run_requests(requests))
 
-        yield WorkBackend(carry, held_out_counts, pool, pool.wait_until_ready, workers_group.machines), held_out_counts
+        backend = WorkBackend(run_on_pool, held_out_counts, pool, pool.wait_until_ready, workers_group.machines)
+        yield backend, held_out_counts
 
 
 def make_local_backend(
@@ -129,14 +125,12 @@ def make_local_backend(
     else:
         executor = local_backend.SingleEngineExecutor(load_shard, load_method, engine)
 
-    def carry(requests: Sequence[WorkRequest]) -> list[WorkResult]:
-        return [
-            outcome for outcome, _ in local_backend.run_requests([(executor, request) for request in requests], batched)
-        ]
+    def run_here(requests: Sequence[WorkRequest]) -> list[WorkResult]:
+        pairs = [(executor, request) for request in requests]
+        return [outcome for outcome, _ in local_backend.run_requests(pairs, batched)]
 
-    return WorkBackend(
-        carry, held_out_counts, machines={machines.get_machine_name(): machines.describe_this_machine()}
-    ), held_out_counts
+    this_machine = {machines.get_machine_name(): machines.describe_this_machine()}
+    return WorkBackend(run_here, held_out_counts, machines=this_machine), held_out_counts
 
 
 def _test_set_device(test: Examples) -> DeviceData:
@@ -146,7 +140,7 @@ def _test_set_device(test: Examples) -> DeviceData:
 def run_rounds(
     simulation: Simulation, run_requests: Callable[[Sequence[WorkRequest]], Iterable[WorkResult]]
 ) -> Iterator[Simulation]:
-    """Run a simulation, and yield it before its first round, after each round, and at the end."""
+    """Run a simulation, and yield the simulation before the first round, after each round, and at the end."""
     reported_rounds = -1
     while True:
         requests = simulation.advance()
@@ -170,7 +164,10 @@ def iterate_states(
     engine: Any = None,
     observe: Callable[[Simulation, WorkBackend], None] = lambda simulation, backend: None,
 ) -> Iterator[Any]:
-    """Run a job here, and yield the method state before the first round and after each round."""
+    """Run a job in this process, and yield the method state before the first round and after each round.
+
+    Raise JobError if the run fails.
+    """
     backend, held_out_counts = make_local_backend(devices, load_method=load_method, engine=engine)
     with ScratchFolder() as home:
         name = None if engine is None else engine.name
@@ -220,6 +217,9 @@ def simulate(
         observe: Function called before the first round, after each round, and at the end.
         home: Folder of the run, which resumes there after an interruption, or None for a temporary folder.
         offline: Devices that are offline at first.
+
+    Raises:
+        JobError: If the run fails, or does not fit this machine or its engines.
     """
     started_s = time.perf_counter()
     with contextlib.ExitStack() as stack:

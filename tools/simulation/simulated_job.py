@@ -103,7 +103,7 @@ class Simulation:
         self._honest_updates = adversaries.HonestUpdates()
         self._store = Store(home, durable=False)
         if not self._store.acquire_lock():
-            raise JobError(f"another coordinator serves {home} already: give another home")
+            raise JobError(f"another coordinator serves {home} already: use another home")
         self._store.begin_epoch()
         bundle_folder = folder.resolve()
         self.run = self._store.find_unfinished(job, bundle_folder, "simulation") or self._store.add_job(
@@ -117,9 +117,7 @@ class Simulation:
             for module, digest in required_packages(job, job_bundle.load_bundle(folder)).items()
         }
         newcomer_capabilities = self._make_capabilities(UNLIMITED_BYTES)
-        self.devices_folder = (
-            home / "agents" / self.run
-        )  # for this run alone, because stored state of another run would affect this one
+        self.devices_folder = home / "agents" / self.run  # stored state of another run would affect this run
         newcomer = DeviceSpec(NEWCOMER, lambda: boards.create_device("x86-host"), newcomer_capabilities)
         self.fleet = SimulatedFleet(
             self._make_specs(create_board), self._store.blob_store, self.devices_folder, {NEWCOMER: newcomer}, offline
@@ -169,9 +167,9 @@ class Simulation:
         return self.running is not None and self.running.job_state.is_work_done and self.can_evaluate
 
     def advance(self) -> list[WorkRequest]:
-        """Advance virtual time until work requests wait, and return them.
+        """Advance virtual time until there are work requests, and return them.
 
-        The list is empty if the run has ended or no device can continue it (see `reason`).
+        The list is empty if the run has ended or no device can continue the run (see `reason`).
         """
         while not self.has_ended:
             due_s = self._server.step(self.now_s)
@@ -188,15 +186,15 @@ class Simulation:
                 break
             has_open_attempt = job is not None and job.job_state.pending_devices
             if due_s >= (POLL_S if has_open_attempt else self._last_activity_s + MAX_IDLE_S):
-                self.reason = "no device is left that could continue the run"
+                self.reason = "no device can continue the run"
                 break
             self.now_s = max(self.now_s, due_s)
         return []
 
     def set_prefetcher(self, prefetch_pool: WorkerPool | None) -> None:
-        """Announce work requests to `prefetch_pool` as soon as devices start them.
+        """Announce work requests to `prefetch_pool` as soon as devices start tasks.
 
-        This is disabled with adversaries that observe honest updates.
+        Nothing is announced if adversaries observe honest updates.
         """
         if prefetch_pool is not None and not self._adversaries_observe:
             self._prefetch_pool, self.fleet.on_work_started = prefetch_pool, prefetch_pool.prefetch
@@ -206,7 +204,7 @@ class Simulation:
         self._wall_start_s += seconds
 
     def deliver_outcome(self, device: str, result: WorkResult) -> None:
-        """Pass a result to its device, after folding a small update early and recording what adversaries observe."""
+        """Pass a result to its device, after a small update is folded and shown to adversaries that observe."""
         task, job = self.fleet.find_running_task(device), self._server.find_job(self.run)
         if job is not None and task is not None and task.job == job.id and result.bundles:
             is_small = all(ref.sha256 in result.blobs for ref in result.bundles.values())
@@ -228,6 +226,7 @@ class Simulation:
     def receive_sum(
         self, requests: Sequence[WorkRequest], results: Sequence[WorkResult], pack_sum: Callable[[], bytes]
     ) -> None:
+        """Fold the sum of these requests' updates, packed on demand, if all requests are still running."""
         job, pairs = self._server.find_job(self.run), zip(requests, results, strict=True)
         if job is not None and all(
             self.fleet.find_running_task(request.device) is request.task for request in requests
@@ -254,7 +253,7 @@ class Simulation:
         return lying is not None and lying.attack == "inner_product"
 
     def _select_requests(self, requests: list[WorkRequest]) -> list[WorkRequest]:
-        """Return the requests to run now. Adversaries that observe run after honest devices and receive their mean."""
+        """Return the requests to run now. Adversaries that observe run last, with the mean of honest updates."""
         if not self._adversaries_observe:
             return requests
         honest_requests = [request for request in requests if request.device not in self.adversaries]
@@ -262,10 +261,7 @@ class Simulation:
             return honest_requests
         job = self._server.find_job(self.run)
         assert job is not None
-        for (
-            device,
-            update,
-        ) in job.job_state.accepted_updates.items():  # updates that an interrupted process has received
+        for device, update in job.job_state.accepted_updates.items():  # also those before an interruption
             if device not in self.adversaries and device not in self._honest_updates.list_devices(job.job_state.round):
                 self._honest_updates.add_update(job_blobs.load_update(self._store.blob_store, update))
         if not self._honest_updates.list_devices(job.job_state.round):
@@ -274,11 +270,14 @@ class Simulation:
         return [adversaries.add_honest_mean(request, honest_path) for request in requests]
 
     def make_evaluation_request(self, device: str) -> WorkRequest | None:
-        """Return a work request that evaluates the next model, or None if there is nothing to evaluate."""
+        """Return a work request that evaluates the next model, or None if there is no model to evaluate.
+
+        Raise JobError if the method cannot evaluate.
+        """
         job = self.running
         assert job is not None
         if job.method.check is None:
-            raise JobError(f"{self.job.method} has no evaluation of its own")
+            raise JobError(f"method {self.job.method} cannot evaluate: leave out evaluations, or use another method")
         task = job.build_task(device, self.engine, self.fleet.profile(device), self.now_s, ("check",))
         return None if task is None else self.fleet.make_extra_request(device, task)
 
@@ -365,8 +364,9 @@ def _make_round(
 
 
 def choose_job_engine(job: JobSettings, method: Method) -> str:
-    installed = engines.available_engines()
-    for name in [job.engine] if job.engine else method.engines:
+    """Return the job's engine, or the method's first engine that is installed, or raise JobError."""
+    installed, usable = engines.available_engines(), [job.engine] if job.engine else method.engines
+    for name in usable:
         if name in installed:
             return name
-    raise JobError(f"{job.method} runs on {' or '.join(method.engines)}; installed here: {', '.join(installed)}")
+    raise JobError(f"the job needs the engine {' or '.join(usable)}: install it (installed: {', '.join(installed)})")

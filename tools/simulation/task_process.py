@@ -59,6 +59,7 @@ class TaskProcess:
             self._child.kill()
 
     def run_task(self, task_spec: TaskSpec, number: int) -> tuple[protocol.WorkResult, dict[str, Tensors]]:
+        """Run a task as round `number`. Return its result and its bundles, or raise ModelError if it failed."""
         output_folder = self._folder / sandbox.OUT / str(number)
         output_folder.mkdir(parents=True)
 
@@ -104,7 +105,7 @@ class TaskProcess:
         )
         outcome = self.run_request(request)
         if outcome.code != "ok":
-            raise ModelError(f"a task of {self._method} in {self._budget_bytes / 1e6:.0f} MB: {outcome.reason}")
+            raise ModelError(f"a task of {self._method} failed in {self._budget_bytes / 1e6:.0f} MB: {outcome.reason}")
         if (output_folder / protocol.PRIVATE_FILE).exists():
             self._private = str(output_folder / protocol.PRIVATE_FILE)
         return outcome, {
@@ -112,6 +113,7 @@ class TaskProcess:
         }
 
     def run_request(self, request: protocol.WorkRequest) -> protocol.WorkResult:
+        """Run a request on the data of this process. Failures, timeout and limit are results with a code."""
         child = self._child
         assert child is not None
         child.send_line(msgspec.json.encode(msgspec.structs.replace(request, data=self._data)) + b"\n")
@@ -126,9 +128,6 @@ class TaskProcess:
             if time.monotonic() >= end_s:
                 return protocol.WorkResult(code="failed", reason=f"the task has not ended within {self._timeout_s:g} s")
             if (resident_bytes := child.measure_resident_bytes() or 0) > self._limit_bytes:
-                reason = (
-                    f"its process holds {memory_budget.format_megabytes(resident_bytes)}, more than "
-                    f"{memory_budget.format_megabytes(self._limit_bytes)}"
-                )
-                return protocol.WorkResult(code="memory", reason=reason)
+                used, limit = map(memory_budget.format_megabytes, (resident_bytes, self._limit_bytes))
+                return protocol.WorkResult(code="memory", reason=f"the task process uses {used}, more than {limit}")
             time.sleep(POLL_S)

@@ -1,9 +1,9 @@
 """Linear centred kernel alignment (CKA): similarity of two sets of activations on the same images.
 
 Source: Kornblith et al., Similarity of Neural Network Representations Revisited, ICML 2019, with which FedStitch (arXiv
-2409.07202) scores blocks. Its Eq. 2 is garbled and means HSIC(X, Y) = ||Yc' Xc||_F^2 with centred columns, which equals
-<Kc, Lc> on the centred Gram matrices. So n images take n x n numbers for any width of the layer. Features are centred
-before the product, because centring the Gram matrix of float32 features with a large offset loses the signal.
+2409.07202) scores blocks. Eq. 2 of FedStitch is misprinted: HSIC(X, Y) is ||Yc' Xc||_F^2 with centred columns, which
+equals <Kc, Lc> on the centred Gram matrices. So n images take n x n numbers for any width of the layer. Features are
+centred before the product, because centring the Gram matrix of float32 features with a large offset loses the signal.
 
 Similarity to the donor's own output is 1 for every unmodified donor at any depth, and does not separate blocks that
 help a classifier from others. `label_alignment` and `explained_variance` do, with the same few images.
@@ -24,10 +24,10 @@ STRENGTHS = (0.03, 0.1, 0.3, 1.0, 3.0, 10.0)  # ridges, as multiples of the feat
 
 
 class CkaScore(NamedTuple):
-    """CKA value in [-1, 1], and whether there was any variation. Otherwise the value is 0."""
+    """Score of two sets of activations, from -1 to 1."""
 
     value: float
-    sound: bool
+    sound: bool  # False without variation in one of the two sets, for which the value is 0
 
 
 def gram_matrix(features: np.ndarray) -> np.ndarray:
@@ -53,7 +53,7 @@ def hsic(k: np.ndarray, l: np.ndarray, estimator: Estimator = "unbiased") -> flo
     """Return the HSIC of two Gram matrices (n, n), up to a factor that depends on n only.
 
     "biased" is <HKH, HLH>. "unbiased" (Song et al., 2012) is the inner product of the U-centred matrices (Szekely and
-    Rizzo, 2014), so that HSIC(K, K) is never negative and |CKA| never exceeds 1.
+    Rizzo, 2014), so that HSIC(K, K) is never negative and |CKA| never exceeds 1. It needs MIN_IMAGES images.
     """
     centre = _u_centre if estimator == "unbiased" else _centre
     return float(np.vdot(centre(k), centre(l)))
@@ -63,14 +63,14 @@ def cka(k: np.ndarray, l: np.ndarray, estimator: Estimator = "unbiased") -> CkaS
     """Return the CKA of two Gram matrices of the same images, 1 for equal matrices.
 
     For independent noise the biased estimator gives 0.5 to 1 if features outnumber images, and the unbiased estimator
-    about 0. Features without variation score 0 and are flagged.
+    about 0. Raise ValueError for different shapes, or fewer than MIN_IMAGES images.
     """
     if k.shape != l.shape:
-        raise ValueError(f"Gram matrices of shapes {k.shape} and {l.shape}: they must be of the same images")
+        raise ValueError(f"Gram matrices have shapes {k.shape} and {l.shape}: compute both on the same images")
     if len(k) < MIN_IMAGES:
         raise ValueError(f"{len(k)} images: CKA needs at least {MIN_IMAGES}")
     kk, ll = hsic(k, k, estimator), hsic(l, l, estimator)
-    if _is_rounding(kk, k) or _is_rounding(ll, l):
+    if _is_rounding_error(kk, k) or _is_rounding_error(ll, l):
         return CkaScore(0.0, False)
     value = hsic(k, l, estimator) / (np.sqrt(kk) * np.sqrt(ll)) if kk != ll else hsic(k, l, estimator) / kk
     return CkaScore(float(np.clip(value, -1.0, 1.0)), True)
@@ -92,7 +92,7 @@ def _u_centre(k: np.ndarray) -> np.ndarray:
     return centred
 
 
-def _is_rounding(norm: float, k: np.ndarray) -> bool:
+def _is_rounding_error(norm: float, k: np.ndarray) -> bool:
     eps = np.finfo(k.dtype).eps
     return norm <= float(eps * len(k)) ** 2 * float(np.vdot(k, k).real)
 
@@ -101,10 +101,7 @@ def _is_rounding(norm: float, k: np.ndarray) -> bool:
 
 
 def label_alignment(features: np.ndarray, y: np.ndarray) -> CkaScore:
-    """Return the unbiased CKA of features (n, d) and one-hot labels y (n,), about 0 if independent.
-
-    Labels or features without variation score 0 and are flagged.
-    """
+    """Return the unbiased CKA of features (n, d) and one-hot labels y (n,), about 0 if independent."""
     return cka(gram_matrix(features), gram_matrix(_one_hot(y)))
 
 
@@ -113,8 +110,8 @@ def explained_variance(features: np.ndarray, y: np.ndarray) -> CkaScore:
 
     The score is 1 - GCV / GCV of the mean alone, at the best of STRENGTHS, where GCV is the generalised
     cross-validation error rss / (n - df)^2 (Golub, Heath and Wahba, 1979), computed from the Gram matrix of the
-    standardised features. The score is in [-1, 1] and about 0 if features and labels are independent. Labels or
-    features without variation score 0 and are flagged.
+    standardised features. The score is in [-1, 1] and about 0 if features and labels are independent. With fewer than
+    MIN_IMAGES examples, or labels or features without variation, it is 0 and not sound.
     """
     x = features.astype(np.float64)
     x -= x.mean(axis=0)

@@ -23,7 +23,7 @@ from fedquilt.arrays.tensors import TensorSpec
 from fedquilt.core import DeviceUpdate, Tensors, UpdateError
 from fedquilt.models.stitching.algebra import least_squares
 
-PANEL: Final = 128  # rows of second moments in one sum
+PANEL_ROWS: Final = 128  # rows of second moments in one sum
 DEVICES_PER_BATCH: Final = 8  # devices unpacked at a time, so that a panel stays in the processor's cache
 SLACK: Final = 1e-9  # tolerance of Cauchy-Schwarz: rounding may raise |sum a b| by this share of its bound
 TENSOR_NAMES = ("counts", "mean", "means", "factor", "rows")  # tensors that a device sends
@@ -85,10 +85,12 @@ class ClassMoments:
 
 
 def factor_bytes(rows: int, width: int) -> int:
+    """Return the peak memory of `compute_moments` on `rows` examples of `width` features, input included."""
     return 32 * rows * width
 
 
-def device_moments(z: np.ndarray, y: np.ndarray, labels: int) -> DeviceMoments:
+def compute_moments(z: np.ndarray, y: np.ndarray, labels: int) -> DeviceMoments:
+    """Return the moments of features z (n, d) with labels y (n,) below `labels`."""
     z = z.astype(np.float64)
     counts = np.bincount(y, minlength=labels).astype(np.int64)
     means = np.zeros((labels, z.shape[1]))
@@ -99,7 +101,7 @@ def device_moments(z: np.ndarray, y: np.ndarray, labels: int) -> DeviceMoments:
 
 
 def pack_moments(moments: DeviceMoments, exact: bool = False) -> dict[str, np.ndarray]:
-    """Pack moments for sending: the mean, the offsets of class means from it, and the factor.
+    """Pack moments for sending: the mean, the offsets of class means from the mean, and the factor.
 
     Centred values are sent as float32, which is accurate for large means, or as float64 if `exact`.
     """
@@ -127,16 +129,19 @@ def read_sent_moments(sent: Tensors, labels: int, width: int, exact: bool = Fals
     _require_shapes({"counts": sent["counts"], "rows": sent["rows"]}, {"counts": (labels,), "rows": (1,)}, np.int64)
     counts, rows = sent["counts"], int(sent["rows"][0])
     if not counts.any():
-        raise UpdateError("moments: counts of examples that are all 0")
+        raise UpdateError("moments: the number of examples is 0 in every class")
     if not 1 <= rows <= min(int(counts.sum()), width):
-        raise UpdateError(f"moments: a factor of {rows} rows from {counts.sum()} examples of {width} features")
+        raise UpdateError(
+            f"moments: the factor has {rows} rows: {counts.sum()} examples of {width} features allow 1 to "
+            f"{min(int(counts.sum()), width)}"
+        )
     has_examples = counts > 0
     shapes = {"means": (int(has_examples.sum()), width), "factor": (least_squares.packed_size(rows, width),)}
     _require_shapes({name: sent[name] for name in shapes}, shapes, np.float64 if exact else np.float32)
     _require_shapes({"mean": sent["mean"]}, {"mean": (width,)}, np.float64)
     for name in ("mean", *shapes):
         if np.abs(sent[name]).max(initial=0.0) > MAX_ABSOLUTE:
-            raise UpdateError(f"moments: {name} beyond {MAX_ABSOLUTE:g}, which no pooled maps reach")
+            raise UpdateError(f"moments: {name!r} has values above {MAX_ABSOLUTE:g}, which pooled maps never reach")
     moments = unpack_without_validation(sent)
     _require_positive_semidefinite(moments)
     return moments
@@ -161,8 +166,8 @@ def _require_positive_semidefinite(moments: DeviceMoments) -> None:
     inner = np.linalg.eigvalsh(root.T @ (signs[:, None] * root))
     if inner[0] < -NEGATIVE_TOLERANCE * max(float(values[-1]), np.finfo(np.float64).tiny):
         raise UpdateError(
-            "moments: class means that differ by more than the second moments allow: within classes these are not "
-            "positive semi-definite"
+            "moments: the class means differ by more than the second moments allow: second moments within classes are "
+            "not positive semi-definite"
         )
 
 
@@ -182,7 +187,7 @@ class ExactMomentSums:
     and second moments z z' about zero, each rounded once from the device's factor and mean. The bits of this product
     depend on the processor.
 
-    Second moments are stored as one exact sum for each PANEL rows of the matrix, from the diagonal on. A device's
+    Second moments are stored as one exact sum for each PANEL_ROWS rows of the matrix, from the diagonal on. A device's
     product is added panel by panel, so that the whole product is never in memory.
 
     Attributes:
@@ -223,9 +228,9 @@ class ExactMomentSums:
         return merged.fold_parts_into_sums() if merged.sums or parts_bytes > sum_bytes(width) else merged
 
     def total_sums(self, earlier_sums: ClassMoments | None = None) -> ClassMoments:
-        """Return the sums of all devices, with those of earlier devices `earlier_sums`.
+        """Return the moments of all devices, and of the devices in `earlier_sums`.
 
-        The mean is subtracted at the end: second moments lose (mean / deviation)^2 of float64's 16 digits.
+        The mean is subtracted at the end, so that second moments are imprecise if (mean / deviation)^2 nears 1e16.
         """
         parts = [unpack_without_validation(part) for part in self.parts.values()]
         counts_and_totals = _add_counts_and_totals(dict(self.sums), parts)
@@ -235,8 +240,8 @@ class ExactMomentSums:
         if earlier_sums is not None:
             mean_difference, share = features / n - earlier_sums.mean, n * earlier_sums.n / (n + earlier_sums.n)
             counts, totals = counts + earlier_sums.counts, totals + earlier_sums.totals
-        for start in range(0, width, PANEL):
-            rows = slice(start, start + PANEL)
+        for start in range(0, width, PANEL_ROWS):
+            rows = slice(start, start + PANEL_ROWS)
             panel = _add_second_moment_panel(self.sums.get(f"second.{start}"), factors, start).rounded_value()
             panel -= np.outer(features[rows], features[start:] / n)
             if earlier_sums is not None:
@@ -252,17 +257,18 @@ class ExactMomentSums:
         for start_index in range(0, len(parts), DEVICES_PER_BATCH):
             moments = [unpack_without_validation(part) for part in parts[start_index : start_index + DEVICES_PER_BATCH]]
             factors, sums = [_rows_about_zero(part) for part in moments], _add_counts_and_totals(sums, moments)
-            for start in range(0, factors[0].shape[1], PANEL):
+            for start in range(0, factors[0].shape[1], PANEL_ROWS):
                 sums[f"second.{start}"] = _add_second_moment_panel(sums.get(f"second.{start}"), factors, start)
         return replace(self, sums=sums, parts={})
 
 
 def sum_bytes(width: int) -> int:
+    """Return the approximate size of exact second moments of `width` features."""
     return 6 * width * width
 
 
 def validate_update_moments(update: DeviceUpdate, labels: int, width: int, exact: bool = False) -> None:
-    """Validate the moments of one device before they are added."""
+    """Raise UpdateError unless the update has valid moments, of as many examples as its weight."""
     part = read_sent_moments(update.bundles.get("moments", {}), labels, width, exact)
     least_squares.require_weight(part.n, update.weight)
 
@@ -274,7 +280,7 @@ def validate_site_moments(total: ExactMomentSums, labels: int, width: int, weigh
         UpdateError: If names, shapes, devices or numbers of examples are wrong, or if the values cannot be moments.
     """
     if not 0 <= total.short <= len(total.devices) or set(total.devices.values()) != {1}:
-        raise UpdateError("moments: of no devices, or of one twice")
+        raise UpdateError("moments: the site names no device, counts a device twice, or has a wrong number `short`")
     if total.parts.keys() != (set() if total.sums else total.devices.keys()):
         raise UpdateError("moments: the devices of the parts differ from the listed devices")
     parts = [read_sent_moments(part, labels, width, exact) for part in total.parts.values()]
@@ -298,26 +304,26 @@ def _rows_about_zero(part: DeviceMoments) -> np.ndarray:
 
 def _add_second_moment_panel(total: ExactSum | None, factors: Sequence[np.ndarray], start: int) -> ExactSum:
     for factor in factors:
-        total = exact_sums.add_to_sum(total, factor[:, start : start + PANEL].T @ factor[:, start:])
+        total = exact_sums.add_to_sum(total, factor[:, start : start + PANEL_ROWS].T @ factor[:, start:])
     assert total is not None
     return total
 
 
 def _validate_and_count_examples(sums: Mapping[str, ExactSum], labels: int, width: int, weight: float) -> float:
     shapes: dict[str, tuple[int, ...]] = {"counts": (labels,), "totals": (labels, width)}
-    starts = range(0, width, PANEL)
-    shapes |= {f"second.{start}": (min(PANEL, width - start), width - start) for start in starts}
+    starts = range(0, width, PANEL_ROWS)
+    shapes |= {f"second.{start}": (min(PANEL_ROWS, width - start), width - start) for start in starts}
     templates: dict[str, Any] = {name: np.broadcast_to(np.float64(0), shape) for name, shape in shapes.items()}
     exact_sums.require_valid_sums(sums, templates, weight)
     counts = sums["counts"].rounded_value()
     if (counts < 0).any() or (counts != np.floor(counts)).any():
-        raise UpdateError("moments: counts of examples that are negative, or not whole")
+        raise UpdateError("moments: numbers of examples are negative or not integers")
     squares = np.concatenate([np.diagonal(sums[f"second.{start}"].rounded_value()) for start in starts])
     if (squares < 0).any():
-        raise UpdateError("moments: a negative square of a feature")
+        raise UpdateError("moments: the sum of squares of a feature is negative")
     norms = np.sqrt(squares) * (1 + SLACK)
     for start in starts:
         panel = np.abs(sums[f"second.{start}"].rounded_value())
-        if (panel > norms[start : start + PANEL, None] * norms[start:]).any():
-            raise UpdateError("moments: a product of two features that is larger than their squares allow")
+        if (panel > norms[start : start + PANEL_ROWS, None] * norms[start:]).any():
+            raise UpdateError("moments: the product of two features is larger than their squares allow")
     return float(counts.sum())

@@ -23,7 +23,7 @@ from fedquilt.core import Tensors
 from fedquilt.models.stitching.algebra.class_moments import ClassMoments
 
 STRENGTHS = tuple(float(ridge) for ridge in np.round(10.0 ** np.arange(-4, 3.01, 0.25), 8))  # ridges of a head
-NEVER = -1e30  # bias of a class without examples: finite, and below every score
+ABSENT_BIAS = -1e30  # bias of a class without examples: finite, and below every score
 MAX_DIRECT_SIZE = 128  # larger triangular matrices are inverted by halves
 CONSTANT_TOLERANCE = 1e-5  # a standard deviation below this share of the mean is rounding
 
@@ -52,6 +52,7 @@ class StandardisedSums:
 
     @property
     def cross(self) -> np.ndarray:
+        """Covariances (d, labels) of the standardised features and the one-hot labels."""
         return np.asarray((self.means * self.shares[:, None]).T)
 
     def restrict_to(self, columns: np.ndarray) -> StandardisedSums:
@@ -95,7 +96,7 @@ def standardise_sums(sums: ClassMoments) -> StandardisedSums:
 
 
 def best_penalty(sums: StandardisedSums, ridges: Sequence[float] = STRENGTHS) -> RidgePenalty:
-    """Return the ridge penalty with the smallest cross-validation criterion. In a tie the strongest wins.
+    """Return the ridge penalty with the smallest cross-validation criterion, the strongest of equally good ones.
 
     The criterion is (rss / n) / (1 - df / n)^2, infinite if no degrees of freedom are left.
     """
@@ -111,10 +112,10 @@ def best_penalty(sums: StandardisedSums, ridges: Sequence[float] = STRENGTHS) ->
 
 
 def search_penalty(sums: StandardisedSums, start: RidgePenalty, ridges: Sequence[float] = STRENGTHS) -> RidgePenalty:
-    """Return a local optimum of the ridge penalty, downhill from `start`, one of `ridges` (ascending).
+    """Return a local optimum of the ridge penalty among `ridges` (ascending), searched downhill from `start`.
 
     A Cholesky factor solves each penalty, much faster than the eigenvectors of `best_penalty`. Stronger penalties are
-    tried first, because more features need stronger penalties.
+    tried first, because more features need stronger penalties. Raise ValueError if `ridges` lacks that of `start`.
     """
     best = start
     index = ridges.index(start.ridge)
@@ -131,7 +132,7 @@ def search_penalty(sums: StandardisedSums, start: RidgePenalty, ridges: Sequence
 
 
 def prefix_gcv_criteria(sums: StandardisedSums, ridge: float, ends: Sequence[int]) -> list[float]:
-    """Return the criterion of the first `end` features, for each of `ends`.
+    """Return the cross-validation criterion of a ridge on the first `end` features, for each of `ends`.
 
     Leading blocks of a Cholesky factor and of its inverse belong to leading blocks of the matrix. So one factor
     determines all criteria.
@@ -171,7 +172,7 @@ def _gcv(rss: float, freedom: float, n: float) -> float:
 def fit_discriminant(sums: StandardisedSums, ridge: float) -> LinearHead:
     """Fit a linear discriminant for equally frequent classes, with a ridge within classes.
 
-    A class without examples gets weights of 0 and the bias NEVER, so that it never wins.
+    A class without examples gets weights of 0 and the bias ABSENT_BIAS, so that it never wins.
     """
     classes = np.flatnonzero(sums.shares > 0)
     means = sums.means[classes]
@@ -179,15 +180,15 @@ def fit_discriminant(sums: StandardisedSums, ridge: float) -> LinearHead:
     within_classes[np.diag_indices(len(within_classes))] += ridge
     centre = means.mean(axis=0)
     directions = np.linalg.solve(within_classes, (means - centre).T).T
-    weights, bias = np.zeros_like(sums.means), np.full(len(sums.means), NEVER)
+    weights, bias = np.zeros_like(sums.means), np.full(len(sums.means), ABSENT_BIAS)
     weights[classes] = directions * sums.inverse
     bias[classes] = -0.5 * ((means + centre) * directions).sum(axis=1) - weights[classes] @ sums.mean
     return LinearHead(weights, bias)
 
 
 def export_head(head: Tensors) -> dict[str, np.ndarray]:
-    """Return a head in which a class with the bias NEVER scores -inf. States must be finite, and contain NEVER."""
+    """Return a head in which ABSENT_BIAS, which keeps job states finite, is replaced by -inf."""
     weights, bias = (head[part].astype(np.float32) for part in ("weights", "bias"))
-    is_absent = bias <= np.float32(NEVER)
+    is_absent = bias <= np.float32(ABSENT_BIAS)
     weights[is_absent], bias[is_absent] = 0.0, -np.inf
     return {**head, "weights": weights, "bias": bias}

@@ -45,6 +45,7 @@ class RegressionMoments:
 
 
 def merge_moments(parts: Sequence[RegressionMoments]) -> RegressionMoments:
+    """Return the moments of the rows of all parts. A single part is returned itself, not a copy."""
     first, *others = parts
     if not others:
         return first
@@ -62,7 +63,7 @@ def merge_moments(parts: Sequence[RegressionMoments]) -> RegressionMoments:
 
 
 def add_rows(sums: RegressionMoments | None, x: np.ndarray, y: np.ndarray, centred: bool = True) -> RegressionMoments:
-    """Add rows to moments in place, or start with None. `sums` must not be used afterwards."""
+    """Return `sums` with more rows x (n, p) and y (n, q), added in place. Use only the result afterwards."""
     p, q = x.shape[1], y.shape[1]
     sums = sums or RegressionMoments(0.0, np.zeros(p), np.zeros(q), np.zeros((p, p)), np.zeros((p, q)), 0.0)
     x, y = x.astype(np.float64), y.astype(np.float64)
@@ -81,7 +82,7 @@ def add_rows(sums: RegressionMoments | None, x: np.ndarray, y: np.ndarray, centr
 
 
 def add_maps(sums: RegressionMoments | None, x: np.ndarray, y: np.ndarray, centred: bool = True) -> RegressionMoments:
-    """Add maps x (n, p, ...) and y (n, q, ...) in place, one row per example and position."""
+    """Return `sums` with maps x (n, p, ...) and y (n, q, ...), added in place, one row per example and position."""
     for a, b in _iterate_chunks(x, y):
         sums = add_rows(sums, a, b, centred)
     assert sums is not None, "no maps"
@@ -109,6 +110,7 @@ def solve_ridge(sums: RegressionMoments, ridge: float = RIDGE) -> tuple[np.ndarr
 
 
 def fit_bytes(channels: int, positions: int) -> int:
+    """Return the peak memory of a `RidgeFit` on `positions` rows, with targets of at most BLOCK columns."""
     side = min(channels, positions)
     return 24 * side * side + 12 * positions * channels + 8 * BLOCK * (3 * positions + 2 * channels)
 
@@ -143,6 +145,7 @@ class RidgeFit:
             self._inverse = np.linalg.pinv(x, rcond=max(x.shape) * np.finfo(np.float64).eps)
 
     def solve_weights(self, y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return the weights (q, p) and the bias (q,), float64, for targets y (n, q)."""
         mean = y.mean(axis=0, dtype=np.float64) * self._centred
         y = y - mean
         if self._x is None:
@@ -175,10 +178,10 @@ def pack_moments(sums: RegressionMoments, exact: bool) -> dict[str, np.ndarray]:
 
 
 def read_sent_moments(sent: Tensors, p: int, q: int) -> RegressionMoments:
-    """Validate and unpack a device's regression moments of p inputs and q outputs."""
+    """Unpack a device's regression moments of p inputs and q outputs, or raise UpdateError if they are invalid."""
     shapes = {"n": (1,), "mean_x": (p,), "mean_y": (q,), "xx": (p * (p + 1) // 2,), "xy": (p, q), "yy": (1,)}
     if missing := sorted(shapes.keys() - sent.keys()):
-        raise UpdateError(f"moments: {', '.join(missing)} missing")
+        raise UpdateError(f"moments: {', '.join(missing)} missing: update the agent")
     kind = np.dtype(np.float64 if sent["xx"].dtype == np.float64 else np.float32)  # as `pack_moments`
     double = np.dtype(np.float64)
     require_tensors(
@@ -187,7 +190,7 @@ def read_sent_moments(sent: Tensors, p: int, q: int) -> RegressionMoments:
     xx = unpack_symmetric(sent["xx"], p)
     n, yy = float(sent["n"][0]), float(sent["yy"][0])
     if n <= 0 or yy < 0 or (np.diagonal(xx) < 0).any():
-        raise UpdateError("moments: a count that is not positive, or a negative variance")
+        raise UpdateError("moments: the number of rows is not positive, or a variance is negative")
     mean_x, mean_y, xy = (sent[name].astype(np.float64) for name in ("mean_x", "mean_y", "xy"))
     return RegressionMoments(n, mean_x, mean_y, xx, xy, yy)
 
@@ -200,11 +203,13 @@ def require_tensors(sent: Tensors, specs: Mapping[str, TensorSpec]) -> None:
 
 
 def require_weight(rows: float, weight: float, positions: int = 1) -> None:
+    """Raise UpdateError unless an update's weight is its number of examples, each with `positions` rows."""
     if rows != positions * weight:
-        raise UpdateError(f"moments: of {rows / positions:g} examples, in an update that weighs {weight:g}")
+        raise UpdateError(f"moments: computed on {rows / positions:g} examples, but the update's weight is {weight:g}")
 
 
 def pack_upper(matrix: np.ndarray, kind: type) -> np.ndarray:
+    """Return the entries on and above the diagonal, row by row, as a vector of `packed_size` entries."""
     packed: np.ndarray = np.empty(packed_size(*matrix.shape), kind)
     for row, entries in _packed_rows(*matrix.shape):
         packed[entries] = matrix[row, row:]

@@ -27,19 +27,20 @@ from fedquilt.host.disk import disk_errors
 log = logging.getLogger("fedquilt.agent")
 
 PART_PREFIX = "part-"  # prefix of temporary files
-DISK_FIX = "free some space, or raise the budget so that it stays in memory"
+DISK_FIX = "free disk space, or raise the memory budget so that activations stay in memory"
 CHECKSUM_BYTES = 4  # of the checksum behind the examples of a saved file
 READ_BYTES = 1 << 20
 SPARE_SUFFIX = ".spare"  # suffix of files that may be deleted to make room for newer ones
 
 
 class ActivationSource:
-    """Examples in a fixed order, read a few at a time."""
+    """Activations of examples in a fixed order, read a few examples at a time."""
 
     shape: tuple[int, ...]
     example_bytes = 0  # temporary memory for reading one example, without the example itself
 
     def read_examples(self, first: int, last: int) -> np.ndarray:
+        """Return examples [first, last), at least one, which may be a view."""
         raise NotImplementedError
 
     def read_channels(self, examples: slice, channels: slice) -> np.ndarray:
@@ -68,6 +69,7 @@ class MemoryStack(ActivationSource):
         return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
     def read_features(self, first: int, last: int, examples: int) -> np.ndarray:
+        """Return the flat features [first, last) of the first `examples` examples, (examples, last - first)."""
         parts, start = [], 0
         for part in self._parts:
             if start < examples:
@@ -123,9 +125,8 @@ class FileStack(ActivationSource):
     def read_channels(self, examples: slice, channels: slice) -> np.ndarray:
         channel_size = prod(self.shape[2:])
         result = np.empty((examples.stop - examples.start, channels.stop - channels.start, *self.shape[2:]), np.float32)
-        self._read_rows(
-            result.reshape(len(result), -1), examples.start * self._width + 4 * channels.start * channel_size
-        )
+        offset = examples.start * self._width + 4 * channels.start * channel_size
+        self._read_rows(result.reshape(len(result), -1), offset)
         return result
 
     def read_features(self, first: int, last: int, examples: int) -> np.ndarray:
@@ -142,8 +143,9 @@ class FileStack(ActivationSource):
         self._end += len(view)
 
     def save(self, path: Path) -> None:
+        """Append a checksum and move the file to `path`. Raise StoreError if the disk fails."""
         assert self._path is not None
-        with disk_errors(f"keep {path}", DISK_FIX):
+        with disk_errors(f"store {path}", DISK_FIX):
             os.pwrite(self._file, self._checksum(), self._end)
             os.replace(self._path, path)
         self._path = None
@@ -165,14 +167,14 @@ class FileStack(ActivationSource):
         if target.shape[1] * target.itemsize == self._width:
             target = target.reshape(1, -1)
         view, row = target.reshape(-1).view(np.uint8).data, target.shape[1] * target.itemsize
-        with disk_errors("read maps back from the disk", DISK_FIX):
+        with disk_errors("read activations from the disk", DISK_FIX):
             for i in range(len(target)):
                 start, read_bytes = i * row, 0
                 while read_bytes < row:
                     remaining = view[start + read_bytes : start + row]
                     count = os.preadv(self._file, [remaining], offset + i * self._width + read_bytes)
                     if not count:
-                        raise OSError(errno.EIO, "the file is cut short")
+                        raise OSError(errno.EIO, "the file is truncated")
                     read_bytes += count
 
 
@@ -245,9 +247,10 @@ class ActivationCache:
             if self._evict_entries_for(stack.nbytes):
                 stack.save(self._folder / (name + SPARE_SUFFIX))
         except (OSError, StoreError) as error:
-            log.warning("%s is not kept: %s", self._folder / name, error)
+            log.warning("%s was not stored for later tasks: %s", self._folder / name, error)
 
     def find(self, name: str, shape: tuple[int, ...]) -> FileStack | None:
+        """Return a stored stack, or None if it is missing or damaged."""
         return FileStack.open(self._folder / name, shape) or FileStack.open(self._folder / (name + SPARE_SUFFIX), shape)
 
     def _evict_entries_for(self, size: int) -> bool:

@@ -25,7 +25,7 @@ from fedquilt.models.stitching.device.activations import (
 )
 from fedquilt.models.stitching.stitched_network import Block
 
-STACKS = 6  # stacks in memory get one sixth of the engine's memory
+STACKS_DIVISOR = 6  # stacks in memory get one sixth of the engine's memory
 MAX_CACHE_BYTES = 256 << 20  # path outputs on disk for later tasks, never more than half of the budget
 STRIPE_BYTES = 1 << 20  # maps resized at a time
 PIECE_BYTES = 2 << 20  # maps read at a time where no graph sets the batch size
@@ -34,7 +34,7 @@ Junctions = Sequence[Tensors | None]
 
 
 class BlockRunner:
-    """Runner of one task's blocks, which reports progress and raises if the task is cancelled.
+    """Runner of one task's blocks, which reports the task's progress.
 
     Args:
         site: Context of the task.
@@ -58,11 +58,12 @@ class BlockRunner:
         largest = max(peak_memory.inference_bytes(block.resident_bytes, block.activation_bytes, 1) for block in blocks)
         largest += 4 * max(prod(block.out_shape) for block in blocks)  # and one example that is resized for it
         largest = max(largest, matrices_bytes)
-        self._stacks_bytes = int(max(min(available_bytes // STACKS, available_bytes - largest - task_bytes), 0))
+        self._stacks_bytes = int(max(min(available_bytes // STACKS_DIVISOR, available_bytes - largest - task_bytes), 0))
         self._reserved_bytes = self._stacks_bytes + task_bytes
         self.shelf = ActivationCache(site.cache, self._stacks_bytes, min(site.budget_bytes // 2, MAX_CACHE_BYTES))
 
     def reserve_memory(self, size: int) -> None:
+        """Free the engine's memory until `size` bytes are available beside the stacks and the task's arrays."""
         self._site.engine.make_room(size + self._reserved_bytes)
 
     def run_block(
@@ -97,7 +98,7 @@ class BlockRunner:
     ) -> ActivationStack:
         """Return the output of a path's last block on the images `rows`.
 
-        Blocks run from the longest prefix whose output is in the cache. The output is cached for later tasks.
+        Blocks after the longest prefix with a cached output run. The output is cached for later tasks.
         """
         start = len(path)
         maps = self._find_output(path, rows)
@@ -123,9 +124,7 @@ class BlockRunner:
         if len(stage) == 1:
             yield from self._iterate_graph_outputs(stage[0], source, first, last, flops)
             return
-        tiles = [
-            np.concatenate(list(self._iterate_graph_outputs(graph, source, first, last, flops))) for graph in stage
-        ]
+        tiles = [np.concatenate([*self._iterate_graph_outputs(graph, source, first, last, flops)]) for graph in stage]
         yield np.concatenate(tiles, axis=1)
 
     def _iterate_graph_outputs(
@@ -156,7 +155,7 @@ def cache_key(path: Sequence[Block], rows: np.ndarray, kind: str) -> str:
 
 
 def apply_junction_lazily(maps: ActivationSource, junction: Tensors | None, block: Block) -> ActivationSource:
-    """Return maps that are resized and projected for `block` on reading, or the same maps without a junction."""
+    """Return maps that are resized and projected for `block` on reading, or `maps` if `junction` is None."""
     if junction is None:
         return maps
     source = maps
@@ -165,7 +164,7 @@ def apply_junction_lazily(maps: ActivationSource, junction: Tensors | None, bloc
         # Maps are projected first, then one axis is resized after the other.
         temporary_values += block.in_shape[0] * _half_resized_size(maps, block.in_shape[1:])
     else:
-        source = resize_maps(maps, *block.in_shape[1:])
+        source = resize_maps_lazily(maps, *block.in_shape[1:])
         temporary_values = source.example_bytes // 4 + prod(source.shape[1:])
     return MappedSource(
         source,
@@ -175,7 +174,7 @@ def apply_junction_lazily(maps: ActivationSource, junction: Tensors | None, bloc
     )
 
 
-def resize_maps(maps: ActivationSource, *sizes: int) -> ActivationSource:
+def resize_maps_lazily(maps: ActivationSource, *sizes: int) -> ActivationSource:
     return maps if maps.shape[2:] == sizes else ResizedMaps(maps, sizes)
 
 
@@ -218,7 +217,10 @@ def iterate_pieces(source: ActivationSource) -> Iterator[tuple[int, np.ndarray]]
 
 
 def sample_vectors(maps: ActivationSource, positions: np.ndarray) -> np.ndarray:
-    """Return the channel vectors (r, c), float32, at ascending positions (r,) over all maps."""
+    """Return the channel vectors (r, c), float32, of maps (n, c, ...) at ascending `positions` (r,).
+
+    Position i * area + j is pixel j of example i, where `area` is the number of pixels of a channel.
+    """
     _, c, *sizes = maps.shape
     area = prod(sizes)
     vectors = np.empty((len(positions), c), np.float32)
@@ -231,7 +233,10 @@ def sample_vectors(maps: ActivationSource, positions: np.ndarray) -> np.ndarray:
 
 
 def draw_positions(n: int, shape: Sequence[int], count: int) -> np.ndarray:
-    """Draw positions of n maps, one from each of `count` equal intervals, with a fixed seed."""
+    """Draw ascending positions, as for `sample_vectors`, of n maps of `shape` (c, ...) with a fixed seed.
+
+    One position is drawn from each of `count` equal intervals, or all positions are returned if there are no more.
+    """
     total = n * prod(shape[1:])
     count = min(count, total)
     draw = tensors.seeded_rng("positions", total).random(count)

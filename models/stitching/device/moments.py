@@ -1,6 +1,6 @@
 """Moments and correct predictions at the taps of networks, computed by a device.
 
-FedStitch (arXiv 2409.07202), section 3, with forward passes only. Common beginnings of paths run once.
+FedStitch (arXiv 2409.07202), section 3, with forward passes only. Common prefixes of paths run once.
 """
 
 from __future__ import annotations
@@ -56,7 +56,9 @@ def compute_junction_moments(request: FitRequest, site: ClientContext) -> Client
             for block in chain:
                 if block.id in winner_ids:
                     run.reserve_memory(sums_bytes)
-                    for start, part in block_runner.iterate_pieces(block_runner.resize_maps(x, *block.in_shape[1:])):
+                    for start, part in block_runner.iterate_pieces(
+                        block_runner.resize_maps_lazily(x, *block.in_shape[1:])
+                    ):
                         target = y.read_examples(start, start + len(part))
                         sums[block.id] = least_squares.add_maps(sums.get(block.id), part, target, request.bias)
                 if block is not chain[-1]:
@@ -70,16 +72,19 @@ def compute_junction_moments(request: FitRequest, site: ClientContext) -> Client
 
 
 def example_batches(site: ClientContext, rows: np.ndarray) -> Iterator[np.ndarray]:
-    """Yield the indices of a device's examples, WAVE_IMAGES at a time."""
+    """Yield `rows`, WAVE_IMAGES at a time. Raise DataError if there are none."""
     if not len(rows):
-        raise DataError(f"{site.device} has no examples")
+        raise DataError(f"{site.device} has no examples: stitching needs some on every device")
     for start in range(0, len(rows), WAVE_IMAGES):
         yield rows[start : start + WAVE_IMAGES]
 
 
 def require_labels(y: np.ndarray, labels: int, device: str) -> None:
+    """Raise DataError unless all labels y are from 0 to `labels` - 1."""
     if len(y) and (y.min() < 0 or y.max() >= labels):
-        raise DataError(f"{device} has labels from {y.min()} to {y.max()}; the job's labels are 0 to {labels - 1}")
+        raise DataError(
+            f"{device} has labels from {y.min()} to {y.max()}: the job has {labels} labels, from 0 to {labels - 1}"
+        )
 
 
 @dataclass(frozen=True)
@@ -103,9 +108,9 @@ class CountRequest(StitchingRequest):
 
 
 def gather_moments(request: GatherRequest, site: ClientContext) -> ClientResult:
-    """Compute the moments of the device's own images.
+    """Return the moments of the device's own images as bundle "moments".
 
-    Metric "short" is 1 if memory allowed fewer images than requested.
+    Metric "short" is 1 if memory allowed fewer images than requested, otherwise 0.
     """
     require_labels(site.train.y, request.labels, site.device)
     local = scoring.load_private_state(site)
@@ -136,7 +141,7 @@ def gather_moments(request: GatherRequest, site: ClientContext) -> ClientResult:
         first = last
     run.reserve_memory(factor_bytes)
     packed = class_moments.pack_moments(
-        class_moments.device_moments(z, site.train.y[examples], request.labels), request.exact
+        class_moments.compute_moments(z, site.train.y[examples], request.labels), request.exact
     )
     metrics = {"turn": float(request.turn), "short": float(len(examples) < len(requested))}
     return ClientResult({"moments": packed}, float(len(examples)), metrics, local)
@@ -145,9 +150,9 @@ def gather_moments(request: GatherRequest, site: ClientContext) -> ClientResult:
 def count_correct(request: CountRequest, site: ClientContext) -> ClientResult:
     """Count the correct predictions of each candidate on the device's held-out examples.
 
-    The number of held-out examples is limited to the number of the device's examples, which bounds its weight.
-    "right" (candidates, candidates) is the number that both of two candidates predict correctly, and "by_margin" is
-    this number for each bin of an early candidate's margins. "in_bin" is the number of examples in each bin.
+    At most as many held-out examples as training examples are counted, which bounds the device's weight. Bundle
+    "counts" has "right" (candidates, candidates), the number of examples that both of two candidates predict correctly,
+    "by_margin", this number for each bin of an early candidate's margins, and "in_bin", the examples in each bin.
     """
     require_labels(site.held_out.y, request.labels, site.device)
     rows = np.arange(len(site.held_out))
@@ -173,6 +178,7 @@ def margin_bins(margins: np.ndarray) -> np.ndarray:
 
 
 def evaluate_candidate(request: CountRequest, site: ClientContext) -> EvaluationSums:
+    """Evaluate one candidate or, with a margin, a cascade of two, on all held-out examples of the device."""
     require_labels(site.held_out.y, request.labels, site.device)
     margin = -np.inf if request.margin is None else request.margin
     batches = (
@@ -223,7 +229,7 @@ def _average_pool_maps(run: BlockRunner, maps: ActivationSource) -> np.ndarray:
 def _run_and_pool_paths(
     run: BlockRunner, request: StitchingRequest, paths: Sequence[Path], images: ActivationSource, site: ClientContext
 ) -> Iterator[tuple[int, np.ndarray]]:
-    """Run the paths on shared prefixes, and yield each path's index and the pooled output of its last block."""
+    """Run shared prefixes once, and yield each path's index and its last block's pooled output (n, c)."""
     # Shorter branches run first, so that the longest one runs without other maps in memory.
     numbers = {path: i for i, path in enumerate(paths)}
     prefixes = stitched_network.path_prefixes(paths)

@@ -63,13 +63,13 @@ class ScoreRequest(StitchingRequest):
 def score_pool(request: ScoreRequest, site: ClientContext) -> ClientResult:
     """Score each block of a pool as the next block of a path, and choose the device's votes.
 
-    The result has the arrays of `vote.Ballot`. The input score compares the path's maps with the donor's own input to
-    the candidate, without a junction and without running the candidate. The output score fits a junction on other
-    images than are scored (on the same images every wide block interpolates and scores 1) and compares the candidate's
-    output with its donor's, or with the labels. In mode "hybrid" all blocks get the input score, and the best few also
-    the output score. A candidate may run in 8 bits for its output score (`Block.scoring_variant`). Paths and references
-    always run in float32. Blocks whose output was scored on all images have level 1, all others level 0. Metric
-    "doubtful" counts the scores without meaning, because one of the compared arrays does not vary.
+    The result has the arrays of `vote.Ballot`. The input score compares the path's maps with the maps that the
+    candidate reads in its donor, without a junction and without running the candidate. The output score fits a junction
+    on other images than are scored (on the same images every wide block interpolates and scores 1) and compares the
+    candidate's output with its output in the donor, or with the labels. In mode "hybrid" all blocks get the input
+    score, and the best few also the output score. A candidate may run in 8 bits for its output score
+    (`Block.scoring_variant`). Blocks whose output was scored on all images have level 1, all others level 0. Metric
+    "doubtful" counts scores that are 0 because one of the compared arrays does not vary.
     """
     scorer = _BlockScorer(request, site)
     scores_by_block, level = scorer.score_candidate_inputs(), np.zeros(len(request.pool), np.int64)
@@ -107,7 +107,7 @@ class _BlockScorer:
         self._path = [request.blocks[name] for name in request.path]
         self._pool = [request.blocks[name] for name in request.pool]
         self._fits_junctions, self._by_labels = request.score_at != "input", request.criterion != "cka"
-        parts = share_count(request.score_at)
+        parts = image_set_count(request.score_at)
         if len(site.train) < cka.MIN_IMAGES * parts:
             need = cka.MIN_IMAGES * parts
             raise DataError(f"{site.device} has {len(site.train)} examples: scoring needs at least {need}")
@@ -174,20 +174,15 @@ class _BlockScorer:
         if not self._by_labels:
             return self._compare_with_cached_gram(self._compute_gram(outputs, examples), _gram_name(block))
         maps: ActivationSource = outputs
-        for following in self._remaining_blocks(block):
+        for following in self._blocks_to_complete_with(block):
             maps = self._runner.run_block(following, maps, 0, examples)
         return self._score_against_labels(maps, examples)
 
-    def _remaining_blocks(self, block: Block) -> list[Block]:
-        donor_blocks = [
-            candidate
-            for candidate in self._request.blocks.values()
-            if candidate.donor == block.donor and candidate.kind != "end"
-        ]
-        remaining = [
-            candidate for candidate in donor_blocks if self._request.completes and candidate.index > block.index
-        ]
-        return sorted(remaining, key=lambda candidate: candidate.index)
+    def _blocks_to_complete_with(self, block: Block) -> list[Block]:
+        if not self._request.completes:
+            return []
+        later = (b for b in self._request.blocks.values() if b.donor == block.donor and b.index > block.index)
+        return sorted((b for b in later if b.kind != "end"), key=lambda b: b.index)
 
     def _score_against_labels(self, maps: ActivationSource, examples: int) -> cka.CkaScore:
         batches = block_runner.iterate_pieces(SourceSlice(maps, 0, examples))
@@ -253,7 +248,7 @@ class _BlockScorer:
         for size in sorted({block.in_shape[1:] for block in foreign_blocks}):
             self._runner.reserve_memory(self._fit_bytes)
             x = block_runner.sample_vectors(
-                block_runner.resize_maps(self._select_junction_images(self._compute_path_output_once()), *size),
+                block_runner.resize_maps_lazily(self._select_junction_images(self._compute_path_output_once()), *size),
                 self._draw_positions((0, *size)),
             )
             fit = least_squares.RidgeFit(x, self._request.ridge, self._request.bias)
@@ -278,9 +273,7 @@ class _BlockScorer:
 
     def _estimate_flops(self) -> float:
         request, n = self._request, len(self._rows)
-        chain_flops = {
-            block.id: block.flops for chain, _ in donor_chains(request.blocks, self._pool) for block in chain
-        }
+        chain_flops = {b.id: b.flops for chain, _ in donor_chains(request.blocks, self._pool) for b in chain}
         scored_count = {"input": 0, "hybrid": min(request.screen, len(request.pool)), "output": len(request.pool)}[
             request.score_at
         ]
@@ -289,7 +282,8 @@ class _BlockScorer:
         return n * self._path[-1].flops + pool + n * is_uncached * sum(chain_flops.values())
 
 
-def share_count(score_at: ScoreAt) -> int:
+def image_set_count(score_at: ScoreAt) -> int:
+    """Return the number of disjoint sets of images: one to score, and one to fit junctions for output scores."""
     return 1 if score_at == "input" else 2
 
 
@@ -307,13 +301,14 @@ def _label_score_name(block: Block, criterion: Criterion) -> str:
 
 
 def load_private_state(site: ClientContext) -> dict[str, np.ndarray]:
-    """Return the device's private state, reset if the number of its examples has changed."""
+    """Return the device's private state, or a new one if the number of its examples has changed."""
     if "drawn" in site.private_state and site.private_state["drawn"][0] == len(site.train):
         return dict(site.private_state)
     return {"drawn": np.array([len(site.train), site.rng.integers(1 << 62)])}
 
 
 def example_order(local: Tensors) -> np.ndarray:
+    """Return the permutation of the device's examples from which each task of the job takes its first examples."""
     examples, seed = (int(value) for value in local["drawn"])
     return tensors.seeded_rng("drawn", seed).permutation(examples)
 

@@ -89,7 +89,9 @@ def split_donor(
     *nodes, output = traced.graph.nodes
     result = output.args[0]
     if len(value_shape(result)) != 2:
-        raise ModelError(f"donor {donor!r} is no classifier: its output is {value_shape(result)}, not (n, classes)")
+        raise ModelError(
+            f"donor {donor!r} is not a classifier: its output has the shape {value_shape(result)}, not (n, classes)"
+        )
     operations = list_operations(model, traced)
     names = (
         cuts_after_modules(operations, donor, cuts) if cuts else cuts_by_rule(model, operations, donor, architecture)
@@ -119,7 +121,7 @@ def export_block(block: DonorBlock) -> tuple[tuple[BlockGraph, ...], ...]:
         try:
             graph_check.check_bytes(graph.graph, lambda name, data=graph.data: len(data or b""))  # type: ignore[misc]
         except ModelError as error:
-            raise ModelError(f"block {block.id} cannot run on any board: {error}; {EXPORT_FIX}") from None
+            raise ModelError(f"block {block.id} cannot run on devices ({error}): {EXPORT_FIX}") from None
     return stages
 
 
@@ -157,7 +159,7 @@ def _build_block_graph(model: onnx.ModelProto) -> BlockGraph:
 
 
 def _trace_with_shapes(model: nn.Module, donor: str, shape: tuple[int, ...]) -> fx.GraphModule:
-    traced = traces.trace_network(model, f"donor {donor!r}", "take another donor").eval()
+    traced = traces.trace_network(model, f"donor {donor!r}", "use another donor").eval()
     try:
         with torch.no_grad():
             ShapeProp(traced).propagate(torch.zeros(2, *shape))
@@ -167,7 +169,7 @@ def _trace_with_shapes(model: nn.Module, donor: str, shape: tuple[int, ...]) -> 
             subject, fix = "images", "change `size` or `channels` of [input]"
         else:
             subject, fix = "time series", "change `steps` or `channels` of its network"
-        raise ModelError(f"donor {donor!r} does not take {subject} of {size}: {first_line(error)}; {fix}") from None
+        raise ModelError(f"donor {donor!r} cannot read {subject} of {size} ({first_line(error)}): {fix}") from None
     traced.graph.eliminate_dead_code()
     _replace_indivisible_pools(traced)
     return traced
@@ -208,8 +210,8 @@ def _build_block(
         flops = registry.measure_cost(module, in_shape).flops
     except Exception as error:  # a user's forward() may fail with one example although the trace's two examples ran
         raise ModelError(
-            f"donor {donor!r}: block {donor}.{index} does not run on 1 example: {first_line(error)}; "
-            "its forward() may not state a batch size: write x.shape[0] or -1 there"
+            f"donor {donor!r}: block {donor}.{index} does not run on one example ({first_line(error)}): "
+            "write x.shape[0] or -1 in forward() instead of a fixed batch size"
         ) from None
     return DonorBlock(donor, index, kind, module, in_shape, out_shape, flops)
 
@@ -242,7 +244,7 @@ def _tensor_bytes(tensor: onnx.TensorProto) -> int:
 # -- cuts --------------------------------------------------------------------------------------------
 
 
-MAPS = "square maps (n, c, h, h), or of maps (n, c, l) along time or of a transformer's tokens"
+MAPS = "square maps (n, c, h, h), or maps (n, c, l) along time or tokens"
 CHANNELS_FIRST, CHANNELS_LAST = 1, 2  # axis of the channels of values with three axes
 POOLS = (nn.AdaptiveAvgPool1d, nn.AdaptiveAvgPool2d, nn.AvgPool1d, nn.AvgPool2d, architectures.ProductPool)
 POOLING = (F.adaptive_avg_pool1d, F.adaptive_avg_pool2d, F.avg_pool1d, F.avg_pool2d)
@@ -294,27 +296,27 @@ def list_operations(model: nn.Module, traced: fx.GraphModule) -> list[Operation]
 
 
 def cuts_after_modules(operations: Sequence[Operation], donor: str, cuts: Sequence[str]) -> list[str]:
-    """Return the names of the last operations of the modules to cut after."""
+    """Return the names of the last operations of the modules `cuts`, or raise ModelError if a cut is impossible."""
     ends: list[int] = []
     for cut in cuts:
         indices = [i for i, op in enumerate(operations) if op.owner == cut or op.owner.startswith(cut + ".")]
         if not indices:
             tops = sorted({op.owner.split(".")[0] for op in operations} - {""})
-            raise ModelError(f"donor {donor!r} runs no module {cut!r}: name one of {', '.join(tops)} or of their parts")
+            raise ModelError(f"donor {donor!r} runs no module {cut!r}: name {', '.join(tops)}, or a module inside")
         if not operations[indices[-1]].can_cut:
             raise ModelError(
-                f"donor {donor!r} cannot be cut after {cut!r}: later modules use more than one value, or the value is "
-                f"no stack of {MAPS}; cut after the module that joins the branches, before the flatten"
+                f"donor {donor!r} cannot be cut after {cut!r}: later modules read other values too, or the output is "
+                f"not {MAPS}: cut after the module that joins the branches, before the flatten"
             )
         if ends and indices[-1] <= ends[-1]:
-            raise ModelError(f"donor {donor!r}: cut {cut!r} is not behind the cut before it: sort the cuts")
+            raise ModelError(f"donor {donor!r}: cut {cut!r} runs before the previous cut: sort the cuts as they run")
         ends.append(indices[-1])
     return [operations[i].name for i in ends]
 
 
 def cuts_by_rule(model: nn.Module, operations: Sequence[Operation], donor: str, architecture: str = "") -> list[str]:
-    """Return the cuts before every part with a convolution or attention, and before the classifier."""
-    head = _find_cut_before_head(operations, donor)
+    """Return the names of operations to cut after: before each part with a convolution or attention, and the head."""
+    head = _find_index_before_head(operations, donor)
     parts = next((names for family, names in _PARTS.items() if architecture.startswith(family)), ())
     ends = cuts_after_modules(operations, donor, parts) if parts else _cuts_before_convolutions(model, operations)
     before_head = {op.name for op in operations[:head]}
@@ -322,9 +324,9 @@ def cuts_by_rule(model: nn.Module, operations: Sequence[Operation], donor: str, 
 
 
 def find_trunk(model: nn.Module) -> str:
-    """Return the name of the innermost Sequential with 90 % of the attention modules, or else convolutions.
+    """Return the path of the innermost Sequential with 90 % of the model's attention modules, or "" for the model.
 
-    The name is "" for the whole model.
+    Convolutions are counted in a model without attention.
     """
     name, module = "", model
     kinds = ATTENTION if _count_modules(model, ATTENTION) else CONVOLUTIONS
@@ -373,7 +375,7 @@ def _cuts_before_convolutions(model: nn.Module, operations: Sequence[Operation])
     return ends
 
 
-def _find_cut_before_head(operations: Sequence[Operation], donor: str) -> int:
+def _find_index_before_head(operations: Sequence[Operation], donor: str) -> int:
     # The last operation before the terminating block.
     last = max((i for i, op in enumerate(operations) if op.has_weights), default=0)
     first = last  # all layers of the part with the last weights belong to the classifier
@@ -387,8 +389,8 @@ def _find_cut_before_head(operations: Sequence[Operation], donor: str) -> int:
             start = i - 1
     if not any(op.has_weights for op in operations[: start + 1]):
         raise ModelError(
-            f"donor {donor!r} cannot be split: before {operations[last].part or 'its classifier'!r} no single stack of "
-            f"{MAPS} is passed on; use a convolutional network, or name `cuts`"
+            f"donor {donor!r} cannot be split: before {operations[last].part or 'its classifier'!r} no module outputs "
+            f"only {MAPS}: use a convolutional network, or set `cuts`"
         )
     return start
 

@@ -98,7 +98,9 @@ def export_stitched(
         "weight_bytes": str(sum(len(tensor.raw_data) for tensor in builder.initializers)),
     }
     if model.ByteSize() > LARGEST_BYTES:
-        raise ModelError(f"the network takes {model.ByteSize() / 1e9:.1f} GB, one ONNX file holds 2 GB at most")
+        raise ModelError(
+            f"the stitched network has {model.ByteSize() / 1e9:.1f} GB, an ONNX file at most 2 GB: set `budget_mb`"
+        )
     if alive is not None:  # otherwise engines run one example at a time
         properties["activation_bytes"] = str(alive)
     helper.set_model_props(model, properties)
@@ -146,7 +148,7 @@ class _GraphBuilder:
         return nodes
 
     def add_choice(self, early_scores: str, late_scores: str, nodes: Sequence[onnx.NodeProto], margin: float) -> str:
-        """Add the choice between early and late scores. The nodes of the late scores run only if needed."""
+        """Add the choice of the early scores if their margin suffices. Otherwise `nodes` compute the late scores."""
         two = self.add_constant("early/two", np.array([2], np.int64))
         signs = self.add_constant("early/signs", np.array([[1.0], [-1.0]], np.float32))
         threshold = self.add_constant("early/least", np.array([[margin]], np.float32))
@@ -169,7 +171,7 @@ class _GraphBuilder:
         return self.add_node("If", [is_early], "answer", then_branch=branches[0], else_branch=branches[1])
 
     def make_model(self, count: str | int, in_shape: Sequence[int], out_shape: Sequence[int]) -> onnx.ModelProto:
-        """Return the model of all nodes, for `count` examples."""
+        """Return the model of all nodes, for `count` examples or any number, named by a string."""
         info = helper.make_tensor_value_info
         graph = helper.make_graph(
             self.nodes,
@@ -216,7 +218,10 @@ class _GraphBuilder:
         stage: list[onnx.GraphProto],
         name: str,
     ) -> tuple[str, list[onnx.GraphProto]]:
-        """Add a junction, folded into the stage if cheaper. Return its value and the stage after it."""
+        """Add a junction, or fold its projection into a copy of `stage` if cheaper.
+
+        Return the name of the value that the next stage reads, and the graphs of that stage.
+        """
         in_shape, out_shape = shapes
         if enlarges_maps(in_shape, out_shape):
             return self._add_resize(
@@ -285,6 +290,7 @@ class _GraphBuilder:
 
 
 def _copy_with_renamed_values(node: onnx.NodeProto, names: Mapping[str, str], prefix: str) -> onnx.NodeProto:
+    """Return a copy with the new `names`, and the prefix before other names, also of values in subgraphs."""
     renamed = onnx.NodeProto()
     renamed.CopyFrom(node)
     renamed.name = f"{prefix}{node.name}"
@@ -312,7 +318,7 @@ def _load_block_graphs(
 
 
 def load_graph(block: str, path: Path) -> onnx.ModelProto:
-    """Load a graph of a block with its weights, if `fedquilt.onnx.graph_check` accepts it."""
+    """Load a graph of a block with its weights. Raise ModelError if `fedquilt.onnx.graph_check` refuses it."""
     try:
         graph_check.check_file(path)
         model = onnx.load(path, load_external_data=False)
@@ -320,10 +326,10 @@ def load_graph(block: str, path: Path) -> onnx.ModelProto:
             if tensor.data_location == TensorProto.EXTERNAL:
                 _inline_external_data(tensor, path.parent)
     except Exception as error:  # protobuf and the file system raise their own exceptions
-        raise ModelError(f"block {block!r} cannot be read from {path}: {error}; prepare the bundle anew") from None
+        raise ModelError(f"block {block!r} in {path} is unusable ({error}): prepare the bundle again") from None
     opsets = [opset.version for opset in model.opset_import]
     if opsets != [OPSET] or len(model.graph.input) != 1 or len(model.graph.output) != 1:
-        raise ModelError(f"block {block!r} in {path} was not made by `fedquilt prepare`: prepare the bundle anew")
+        raise ModelError(f"block {block!r} in {path} was not made by `fedquilt prepare`: prepare the bundle again")
     return model
 
 
@@ -341,7 +347,7 @@ def _inline_external_data(tensor: onnx.TensorProto, folder: Path) -> None:
 
 
 def fold_projection(graph: onnx.GraphProto, weights: np.ndarray, bias: np.ndarray) -> onnx.GraphProto | None:
-    """Fold a projection, weights (q, p) and bias (q,), into a graph of maps (n, q, ...), which then takes p channels.
+    """Fold a projection, weights (q, p) and bias (q,), into a graph of maps (n, q, ...), which then reads p channels.
 
     Return None if folding is inexact or the folded graph costs more.
     """

@@ -44,7 +44,7 @@ RECURRENT_GATES = {"GRU": 3, "LSTM": 4, "RNN": 1}
 
 def peak_activation_bytes(model: onnx.ModelProto) -> int | None:
     """Return the peak bytes of one example's values, or None if a shape is unknown."""
-    return peak_buffer_bytes(model.graph, _value_sizes(model), _shapes_known_before_run(model))
+    return peak_buffer_bytes(model.graph, _measure_value_bytes(model), _shapes_known_before_run(model))
 
 
 def peak_buffer_bytes(
@@ -112,6 +112,7 @@ class _NodeUses:
         self.last_use = {name: index for index, node in enumerate(self.nodes) for name in node.input}
 
     def find_reused_input(self, index: int, output: str, shapes: Mapping[str, object]) -> str | None:
+        """Return the first input if the node reshapes it, or computes in place as its last user, or None."""
         node = self.nodes[index]
         source = node.input[0] if node.input else ""
         if source not in self.computed or source == self.input or output == self.output:
@@ -145,7 +146,7 @@ def _scratch_bytes(node: onnx.NodeProto, sizes: Mapping[str, int]) -> int:
 Dims = tuple["int | str | None", ...]  # dimensions of a shape: numbers, names, or None if unknown
 
 
-def _value_sizes(model: onnx.ModelProto) -> dict[str, int]:
+def _measure_value_bytes(model: onnx.ModelProto) -> dict[str, int]:
     inferred = _fold_and_infer_shapes(_single_example_model(model))
     fixed = {
         name: (kind, shape)
@@ -185,7 +186,7 @@ def _fold_and_infer_shapes(model: onnx.ModelProto) -> dict[str, tuple[int, Dims 
 
 
 def _value_dims(value: onnx.ValueInfoProto) -> Dims | None:
-    """Return a value's dimensions, with None for an unknown one, or None without a shape."""
+    """Return the dimensions of a value, each None if unknown, or None if the value has no shape."""
     kind = value.type.tensor_type
     if not kind.HasField("shape"):
         return None
@@ -301,7 +302,7 @@ class _FusionPass:
     def _fuse_gelu(self, erf: int) -> None:
         # Half of x may be taken before or after the product with x.
         scaling = self._producers.get(self._nodes[erf].input[0])
-        x = None if scaling is None else self._input_if_scaling(scaling)
+        x = None if scaling is None else self._find_scaled_input(scaling)
         adding_one = self._only_user(self._nodes[erf].output[0])
         if scaling is None or x is None or self._only_user(self._nodes[scaling].output[0]) is None:
             return
@@ -313,12 +314,12 @@ class _FusionPass:
         factor = next(name for name in self._nodes[product].input if name != self._nodes[adding_one].output[0])
         if factor == x:
             halving = self._only_user(self._nodes[product].output[0])
-            if halving is None or self._input_if_scaling(halving) is None:
+            if halving is None or self._find_scaled_input(halving) is None:
                 return
             fused_indices = [scaling, erf, adding_one, product, halving]
         else:
             halving = self._producers.get(factor)
-            if halving is None or self._input_if_scaling(halving) != x or self._only_user(factor) is None:
+            if halving is None or self._find_scaled_input(halving) != x or self._only_user(factor) is None:
                 return
             fused_indices = [scaling, halving, erf, adding_one, product]
         adding_bias = self._producers.get(x)
@@ -333,14 +334,14 @@ class _FusionPass:
             maker = self._producers.get(name)
             if maker is None or maker in self._replacements or self._only_user(name) is None:
                 continue
-            source = self._input_if_scaling(maker)
+            source = self._find_scaled_input(maker)
             if source is None and self._swaps_last_axes(maker):
                 source = self._nodes[maker].input[0]
             if source is not None:
                 fused_indices.append(maker)
                 factors[position] = source
         following = self._only_user(self._nodes[index].output[0])
-        if following is not None and self._input_if_scaling(following) is not None:
+        if following is not None and self._find_scaled_input(following) is not None:
             fused_indices.append(following)
         self._replace(fused_indices, "MatMul", factors)
 
@@ -356,7 +357,7 @@ class _FusionPass:
     def _matches(self, index: int, kind: str, inputs: set[str]) -> bool:
         return self._nodes[index].op_type == kind and {*self._nodes[index].input} == inputs
 
-    def _input_if_scaling(self, index: int) -> str | None:
+    def _find_scaled_input(self, index: int) -> str | None:
         node = self._nodes[index]
         if node.op_type not in SCALES:
             return None

@@ -44,37 +44,41 @@ class CorrectCounts:
     devices: Mapping[str, int] = field(default_factory=dict)  # device -> 1
 
 
-Sum: TypeAlias = VoteSums | JunctionSums | ExactMomentSums | CorrectCounts  # accumulator of a round, by its phase
-SUMS: Final[Mapping[str, type[Sum]]] = {
+Accumulator: TypeAlias = (
+    VoteSums | JunctionSums | ExactMomentSums | CorrectCounts
+)  # accumulator of a round, by its phase
+ACCUMULATOR_TYPES: Final[Mapping[str, type[Accumulator]]] = {
     "score": VoteSums,
     "fit": JunctionSums,
     "gather": ExactMomentSums,
     "validate": CorrectCounts,
 }
-MERGED: Final = (ExactMomentSums, CorrectCounts)  # other accumulators are kept per device
+MERGEABLE_TYPES: Final = (ExactMomentSums, CorrectCounts)  # other accumulators are kept per device
 
 
 # -- folding --------------------------------------------------------------------------------------
 
 
-def accumulator_type(state: SearchState) -> type[Sum] | None:
-    kind = SUMS.get(state.phase)
-    return kind if kind in MERGED else None
+def accumulator_type(state: SearchState) -> type[Accumulator] | None:
+    """Return the type that a site may send for its devices in this phase, or None if it forwards their updates."""
+    kind = ACCUMULATOR_TYPES.get(state.phase)
+    return kind if kind in MERGEABLE_TYPES else None
 
 
-def validate_site_sums(state: SearchState, total: Sum, weight: float) -> None:
+def validate_site_sums(state: SearchState, total: Accumulator, weight: float) -> None:
+    """Raise UpdateError unless a site's sums are possible and count `weight` examples."""
     if isinstance(total, ExactMomentSums):
         return class_moments.validate_site_moments(
             total, len(state.stock.labels), sum(candidates.tap_widths(state)), weight
         )
     assert isinstance(total, CorrectCounts)
     if set(total.devices.values()) != {1}:
-        raise UpdateError("counts: of no devices, or of one twice")
+        raise UpdateError("counts: the site names no device, or counts a device twice")
     shapes = _count_shapes(state)
     exact_sums.require_valid_sums(total.sums, {name: np.zeros(shape) for name, shape in shapes.items()}, weight)
     counts = {name: array.astype(np.int64) for name, array in exact_sums.rounded_values(total.sums).items()}
     if any((total_sum.rounded_value() != counts[name]).any() for name, total_sum in total.sums.items()):
-        raise UpdateError("counts: of parts of an example")
+        raise UpdateError("counts: numbers of examples are not integers")
     return _validate_counts(counts, weight)
 
 
@@ -86,7 +90,7 @@ def _read_update(state: SearchState, update: DeviceUpdate) -> Any:
     """Validate and unpack an update, or return None if the device took part in this phase before."""
     turn = update.metrics.get("turn")
     if turn != state.turn:
-        raise UpdateError(f"the update is for step {turn} of the search, which is at step {state.turn}")
+        raise UpdateError(f"the update is from step {turn} of the search, but step {state.turn} is running")
     match state.phase:
         case "score":
             return _read_ballot(state, update)
@@ -101,10 +105,10 @@ def _read_update(state: SearchState, update: DeviceUpdate) -> Any:
             return _read_valid_counts(update, state)
 
 
-def fold_update(state: SearchState, sums: Sum | None, update: DeviceUpdate) -> Sum:
+def fold_update(state: SearchState, sums: Accumulator | None, update: DeviceUpdate) -> Accumulator:
     """Add a device's update to the accumulator of the round, after validation."""
     unpacked = _read_update(state, update)
-    sums = SUMS[state.phase]() if sums is None else sums
+    sums = ACCUMULATOR_TYPES[state.phase]() if sums is None else sums
     match sums:
         case _ if unpacked is None:
             return sums
@@ -140,6 +144,7 @@ def _read_junction_moments(state: SearchState, update: DeviceUpdate) -> list[Reg
 
 
 def junction_shapes(state: SearchState) -> list[tuple[int, int, int]]:
+    """Return (input channels, output channels, positions in one map) of each junction to fit."""
     blocks = state.stock.blocks
     assert state.current is not None
     channels = blocks[state.current.path[-1]].out_shape[0]
@@ -156,7 +161,7 @@ def _read_valid_counts(update: DeviceUpdate, state: SearchState) -> dict[str, np
     sent = update.bundles.get("counts", {})
     shapes, kind = _count_shapes(state), np.dtype(np.int64)
     if missing := sorted(shapes.keys() - sent.keys()):
-        raise UpdateError(f"counts: no usable {', '.join(missing)}")
+        raise UpdateError(f"counts: {', '.join(missing)} missing: update the agent")
     counts = {name: sent[name] for name in shapes}
     try:
         tensors.require_addable(counts, {name: tensors.TensorSpec(shape, kind) for name, shape in shapes.items()})
@@ -171,22 +176,19 @@ def _validate_counts(counts: Mapping[str, np.ndarray], weight: float) -> None:
     _require_counts_of_examples(right, examples[0], "counts")
     _require_counts_of_examples(by_margin, in_bin[..., None, None], "counts by margin")
     if (in_bin.sum(axis=1) != examples[0]).any() or (by_margin.sum(axis=1) != right).any():
-        raise UpdateError("counts: bins of margins that do not add up to all examples")
+        raise UpdateError("counts: the bins of margins do not add up to all examples")
     if examples[0] != weight:  # the weight is the only count that the coordinator can verify
-        raise UpdateError(f"counts: of {examples[0]} examples, in an update that weighs {weight:g}")
+        raise UpdateError(f"counts: counted on {examples[0]} examples, but the update's weight is {weight:g}")
 
 
 def _require_counts_of_examples(right: np.ndarray, examples: Any, subject: str) -> None:
-    """Raise UpdateError unless `right` (..., candidates, candidates) can be counts of correct predictions.
-
-    `examples` is the number of examples. Accuracies and standard errors of cascades are computed from parts of `right`.
-    """
+    """Raise UpdateError unless `right` (..., candidates, candidates) can be counts on this many `examples`."""
     if (right < 0).any() or np.any(examples < 0):
-        raise UpdateError(f"{subject}: negative numbers of right answers")
+        raise UpdateError(f"{subject}: negative numbers of correct predictions")
     if (right > examples).any():
-        raise UpdateError(f"{subject}: more right answers than examples")
+        raise UpdateError(f"{subject}: more correct predictions than examples")
     correct = right.diagonal(axis1=-2, axis2=-1)
     row, column = correct[..., :, None], correct[..., None, :]
     is_consistent = (right <= np.minimum(row, column)) & (right >= row + column - examples)
     if not is_consistent.all() or (right != right.swapaxes(-2, -1)).any():
-        raise UpdateError(f"{subject}: right answers of two candidates that do not fit those of each")
+        raise UpdateError(f"{subject}: correct predictions of pairs of candidates contradict those of each candidate")

@@ -54,6 +54,7 @@ MAX_FRONT = 12  # maximum number of validated sets of taps, without controls
 
 
 def end_search(state: SearchState) -> SearchState:
+    """Return the state in the next phase: "validate" for aligned heads, else "gather", or "done" with no network."""
     if state.params.head == "aligned":
         finalists = aligned_candidates(state, state.finalists)
         return replace(state, phase="validate" if finalists else "done", candidates=finalists)
@@ -62,7 +63,7 @@ def end_search(state: SearchState) -> SearchState:
 
 
 def choose_taps(state: SearchState) -> tuple[tuple[Path, ...], list[str]]:
-    """Return the taps to gather, at most `SearchParams.features` wide in total, and log sentences.
+    """Return the taps to gather, at most `SearchParams.features` wide in total, and sentences for the log.
 
     Taps beyond a budget, which only cascades use, are dropped first.
     """
@@ -95,7 +96,7 @@ def choose_taps(state: SearchState) -> tuple[tuple[Path, ...], list[str]]:
     notes = []
     if dropped:
         notes.append(
-            f"not gathered, as all taps together would have more than {params.features} features: "
+            f"taps not used, to keep `features` = {params.features}: "
             + ", ".join(map(stitched_network.tap_name, dropped))
         )
     return tuple(path for path in (*native, *stitched) if path not in dropped), notes
@@ -109,9 +110,9 @@ def require_networks_within_budget(state: SearchState) -> None:
     costs = [measure_cost(state.params, _inference_cost(state, [path])) for path in taps]
     least_costs = {name: min(cost[name] or 0.0 for cost in costs) for name in limits}
     limits_text = ", ".join(
-        f"budget_{name} = {limit:g} (least {least_costs[name]:.3g})" for name, limit in limits.items()
+        f"budget_{name} = {limit:g} (cheapest tap: {least_costs[name]:.3g})" for name, limit in limits.items()
     )
-    raise JobError(f"[params] {limits_text}: no donor has a block within the budget: raise it, or give a smaller donor")
+    raise JobError(f"[params] {limits_text}: every donor exceeds the budget: raise the budget, or use a smaller donor")
 
 
 def native_taps(donor_pool: DonorPool, donor: str) -> list[Path]:
@@ -168,15 +169,15 @@ def pack_sums(sums: ClassMoments, exact: bool = False) -> PackedSums:
 def unpack_sums(packed: PackedSums | None) -> ClassMoments | None:
     if packed is None:
         return None
-    return ClassMoments(
-        packed.counts, packed.totals, least_squares.unpack_symmetric(packed.half, packed.totals.shape[1])
-    )
+    scatter = least_squares.unpack_symmetric(packed.half, packed.totals.shape[1])
+    return ClassMoments(packed.counts, packed.totals, scatter)
 
 
 # -- solving --------------------------------------------------------------------------------------
 
 
 def solve_candidates(state: SearchState, sums: ClassMoments) -> tuple[Candidate, ...]:
+    """Return candidates with solved heads, the cheapest first. A few exceed a budget, for use in cascades."""
     search = _TruncationSearch(state, joint_head.standardise_sums(sums))
     tap_sets = [*search.find_larger_sets(), *map(search.solve_single_tap, search.choose_single_taps())]
     if budgets(state.params):
@@ -279,7 +280,7 @@ class _TruncationSearch:
         return [self._refine_penalty(tap_set) for tap_set in distinct_sets if len(tap_set.taps) > 1]
 
     def _extend(self, base: _TapSet, chain: tuple[int, ...]) -> list[_TapSet]:
-        """Return the base with the first taps of a chain, for each number of taps within the limits."""
+        """Return the base joined with the first one, two, ... taps of a chain, as far as the limits allow."""
         sets = [(*base.taps, *chain[: count + 1]) for count in range(len(chain))]
         sets = [taps for taps in sets if self._is_allowed(taps)]
         if not sets:
@@ -291,9 +292,7 @@ class _TruncationSearch:
             min(map(RidgePenalty, ridges, chain_criteria), key=lambda penalty: penalty.criterion)
             for chain_criteria in zip(*criteria, strict=True)
         ]
-        return [
-            _TapSet(taps, self._ordering_cost(taps), penalty) for taps, penalty in zip(sets, penalties, strict=True)
-        ]
+        return [_TapSet(taps, self._ordering_cost(taps), p) for taps, p in zip(sets, penalties, strict=True)]
 
     def _refine_penalty(self, tap_set: _TapSet) -> _TapSet:
         return replace(tap_set, penalty=joint_head.search_penalty(self.restrict_to(tap_set.taps), tap_set.penalty))
@@ -401,7 +400,7 @@ def inference_cost(donor_pool: DonorPool, paths: Sequence[Path], labels: int) ->
 
 
 def board_cost(flops: float, read_bytes: float, board: str) -> tuple[float | None, float | None]:
-    """Return the milliseconds and joules of one example on a board, None where its speed or power is unknown."""
+    """Return the milliseconds and joules of one example on a board, None if the speed or power is unknown."""
     points = profiles.load_board_profile(board).operating_points()
     work = WorkEstimate(flops=flops, read_bytes=read_bytes, task_share=0.0)
     seconds = cost_model.work_seconds(work, points[0]) if points else None
@@ -409,12 +408,13 @@ def board_cost(flops: float, read_bytes: float, board: str) -> tuple[float | Non
 
 
 def measure_cost(params: SearchParams, cost: InferenceCost) -> dict[str, float | None]:
+    """Return "mflop", "ms", "mb" and "joules" of one example. "ms" and "joules" are None for an unknown board."""
     ms, joules = board_cost(cost.flops, cost.read_bytes, params.board) if params.board else (None, None)
     return {"mflop": cost.flops / 1e6, "ms": ms, "mb": cost.weight_bytes / 1e6, "joules": joules}
 
 
 def is_within_budget(params: SearchParams, cost: InferenceCost, factor: float = 1.0) -> bool:
-    """Return whether no amount exceeds `factor` times its limit. The limit of "mb" is never multiplied."""
+    """Return whether no amount exceeds its limit times `factor`. The limit of "mb" is never multiplied."""
     amounts = measure_cost(params, cost)
     limits = {name: limit * (1.0 if name == "mb" else factor) for name, limit in budgets(params).items()}
     return all((amounts[name] or 0.0) <= limit for name, limit in limits.items())
@@ -426,12 +426,12 @@ def budgets(params: SearchParams) -> dict[str, float]:
 
 
 def ordering_cost(params: SearchParams, cost: InferenceCost) -> float:
-    """Return the amount that the first budget limits, or MFLOP without a budget."""
+    """Return the amount that the first budget limits, in the budget's unit, or MFLOP without a budget."""
     return measure_cost(params, cost)[next(iter(budgets(params)), "mflop")] or 0.0
 
 
 def require_usable_budgets(params: SearchParams) -> None:
-    """Raise JobError if a budget needs a board and there is none, or its speed or power is unknown."""
+    """Raise JobError if a budget needs a board that is not named, or whose speed or power is unknown."""
     if not params.board and (needing_board := budgets(params).keys() & {"ms", "joules"}):
         raise JobError(f"[params] budget_{min(needing_board)} has no board: name a profile, as in board = 'jetson-tx2'")
     amounts = measure_cost(params, InferenceCost(1.0, 1.0, 1.0))

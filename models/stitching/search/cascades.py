@@ -33,12 +33,15 @@ class _Cascade:
     edge: int  # index in MARGINS: examples in later bins leave early
 
     def answering_candidates(self) -> np.ndarray:
-        """Return the candidate that answers in each bin."""
+        """Return the index of the candidate that predicts in each bin of margins, (bins,)."""
         return np.where(np.arange(len(MARGINS) + 1) > self.edge, self.early, self.late)
 
 
 def early_candidates(state: SearchState) -> tuple[int, ...]:
-    """Return the indices of candidates with counted margins: the candidates better than all cheaper candidates."""
+    """Return the indices of candidates whose margins are counted, at most MAX_EARLY.
+
+    Each can start a cascade, and has a better criterion than all cheaper candidates.
+    """
     indices, best = [], inf
     early_indices = {early for early, _ in _cascade_pairs(state)}
     for i, candidate in enumerate(state.candidates):
@@ -116,7 +119,7 @@ def _to_candidate(state: SearchState, cascade: _Cascade) -> Candidate:
 
 
 def _extend_right_answers(state: SearchState, cascades: Sequence[_Cascade]) -> np.ndarray:
-    """Return the matrix of examples that both of two candidates predict correctly, cascades last."""
+    """Return `state.right`, the examples that both of two candidates predict correctly, with cascades added last."""
     if not state.right.size:
         return state.right
     nets = len(state.candidates)

@@ -24,6 +24,7 @@ def heldout_accuracy(state: SearchState, index: int) -> float | None:
 
 
 def accuracy_interval(correct: int, examples: int) -> tuple[float, float]:
+    """Return the 95 % Wilson interval of an accuracy, or (0, 1) without examples."""
     if not examples:
         return 0.0, 1.0
     share, correction = correct / examples, NORMAL_95**2 / examples
@@ -66,7 +67,10 @@ def candidates_on_front(state: SearchState) -> list[bool]:
 
 
 def pareto_front(gain: Sequence[float | None], prices: Sequence[Sequence[float]]) -> list[bool]:
-    """Return whether each candidate is on the Pareto front of high gain and low prices. None is never on the front."""
+    """Return for each candidate whether it is on the Pareto front of high gain and low prices.
+
+    A candidate with gain None is not on the front.
+    """
 
     def dominates(first: int, second: int) -> bool:
         first_costs, second_costs = (-(gain[first] or 0.0), *prices[first]), (-(gain[second] or 0.0), *prices[second])
@@ -77,9 +81,9 @@ def pareto_front(gain: Sequence[float | None], prices: Sequence[Sequence[float]]
 
 
 def accuracy_gains(state: SearchState) -> dict[str, float | None]:
-    """Return the gains in held-out accuracy by joining taps and by stitching, or None if unknown.
+    """Return the gains in held-out accuracy, as shares, of "joined" taps and "stitched" paths.
 
-    A gain is the difference between the best candidates with and without the change.
+    A gain is the difference between the best candidates with and without, or None if one of the two is missing.
     """
     pairs = _best_candidates_to_compare(state).items()
     return {name: None if None in pair or not state.examples else _gain(state, *pair) for name, pair in pairs}
@@ -123,14 +127,14 @@ def describe_validation(state: SearchState) -> list[str]:
     for kind, (with_kind, without_kind) in _best_candidates_to_compare(state).items():
         activity = "joining taps" if kind == "joined" else "stitching"
         if with_kind is None or without_kind is None:
-            lines.append(f"{activity}: nothing to compare with")
+            lines.append(f"{activity}: no candidates to compare")
             continue
         points = 100 * _gain(state, with_kind, without_kind)
         noise = 100 * paired_error(state, with_kind, without_kind) / state.examples
         verdict = f"adds {points:.1f} points" if points > 0 else f"does not pay: {points:.1f} points"
         basis = f"on {state.examples} held-out examples (standard error {noise:.1f})"
         names = (candidate_name(state.candidates[candidate]) for candidate in (with_kind, without_kind))
-        lines.append(f"{activity} {verdict} {basis}: {' beside '.join(names)}")
+        lines.append(f"{activity} {verdict} {basis}: {' compared with '.join(names)}")
     return lines
 
 
@@ -155,7 +159,7 @@ def _format_costs(state: SearchState, candidate: Candidate) -> str:
     return f"{text}, {worst:.3g} MFLOP at worst, {100 * candidate.early.share:.0f} % leave early"
 
 
-def summarise_all(state: SearchState) -> list[dict[str, Any]]:
+def summarise_candidates(state: SearchState) -> list[dict[str, Any]]:
     front, chosen = candidates_on_front(state), choose_candidate(state)
     return [{**_summarise_candidate(state, i), "front": best, "chosen": i == chosen} for i, best in enumerate(front)]
 

@@ -28,55 +28,55 @@ Limit = Annotated[float, Meta(gt=0)]
 class SearchParams:
     """Hyper-parameters of FedStitch, with the paper's symbols."""
 
-    mode: Literal["default", "paper"] = "default"  # with "paper" the search follows the paper to the letter
-    expansions: Annotated[int, Meta(ge=0)] = 0  # most partial networks expanded; 0: donors are joined, not stitched
+    mode: Literal["default", "paper"] = "default"  # with "paper" the search follows the paper exactly
+    expansions: Annotated[int, Meta(ge=0)] = 0  # maximum number of votes; 0: donors are joined, not stitched
     k: Count = 3  # K: blocks that each device picks, and winners of a vote
-    depth: Annotated[int, Meta(ge=2)] | None = None  # D_max: most blocks of a path; none: as many as the longest donor
-    subrounds: Count = 5  # rounds whose votes are summed, at most
-    finished: Count = 22  # most networks finished, beside the donors
+    depth: Annotated[int, Meta(ge=2)] | None = None  # D_max: maximum blocks of a path; none: those of the longest donor
+    subrounds: Count = 5  # maximum number of rounds in which devices join a vote
+    finished: Count = 22  # maximum number of stitched networks
     finalists: Count = 12  # finished networks that become candidates, the best-scoring first
-    max_upsampling: Annotated[float, Meta(ge=1)] = 2.0  # blocks that need maps enlarged by more are not offered
+    max_upsampling: Annotated[float, Meta(ge=1)] = 2.0  # maximum enlargement of maps between two blocks, per axis
     criterion: scoring.Criterion = "cka"  # similarity to the donor's output, or prediction of the labels
     score_at: scoring.ScoreAt = "hybrid"  # CKA of inputs, of outputs, or of the outputs of the best inputs
     samples: Annotated[int, Meta(ge=4)] = 64  # images scored on, and as many for the junctions of output scores
     fit_samples: Count = 128  # images on which each device fits junctions
-    head_samples: Count = 1000  # images that each device gives to the head
-    head_rounds: Count = 100  # most rounds to gather, and again to validate; fewer once every device was heard
-    features: Count = 6144  # most features of all taps together; beyond it the shallowest taps are left out first
-    budget_mflop: Limit | None = None  # most MFLOP of an example, two per multiply-add; none: no limit
-    budget_ms: Limit | None = None  # most milliseconds of an example on `board`
-    budget_mb: Limit | None = None  # most MB of weights
-    budget_joules: Limit | None = None  # most joules of an example on `board`
+    head_samples: Count = 1000  # images of each device that the head is fitted on
+    head_rounds: Count = 100  # maximum rounds to gather, and to validate; fewer if all devices have reported
+    features: Count = 6144  # maximum features of all taps together; the shallowest taps are left out first
+    budget_mflop: Limit | None = None  # maximum MFLOP of an example, two per multiply-add; none: no limit
+    budget_ms: Limit | None = None  # maximum milliseconds of an example on `board`
+    budget_mb: Limit | None = None  # maximum MB of weights
+    budget_joules: Limit | None = None  # maximum joules of an example on `board`
     board: str = ""  # profile of the board whose milliseconds and joules are reported
 
 
 @dataclass(frozen=True)
 class SearchSettings(SearchParams):
     # the search
-    close_early: bool = True  # a vote closes before the last sub-round once no new device turns up
-    completion: bool = True  # the last donor's blocks complete a path, only junctions are voted on; False: all are
+    close_early: bool = True  # whether a vote closes after a sub-round without a new device
+    completion: bool = True  # whether a path ends with the rest of its last donor, so that only junctions need votes
     order: Literal["best", "random"] = "best"  # the partial network expanded next
-    space_margin: Positive = 2.0  # standard errors beyond which a shallower block is dropped; 0: as in the paper
+    space_margin: Positive = 2.0  # gap of scores in standard errors that drops a shallower block; 0: as in the paper
     # scores
     screen: Count = 8  # with "hybrid": number of blocks that are scored by their output
-    early: Annotated[int, Meta(ge=0)] = 16  # images after which a hopeless output is scored no further; 0: never
-    early_margin: Share = 0.2  # an output is hopeless this far below the K-th best
-    positions: Annotated[int, Meta(ge=16)] = 1024  # positions of the maps on which the junction of a score is fitted
+    early: Annotated[int, Meta(ge=0)] = 16  # images after which the scoring of a hopeless output stops; 0: never
+    early_margin: Share = 0.2  # gap to the K-th best score that makes an output hopeless
+    positions: Annotated[int, Meta(ge=16)] = 1024  # positions of maps on which the junction for a score is fitted
     estimator: cka.Estimator = "unbiased"
     # votes
-    spread: bool = True  # picks and winners take the best block of each donor before the second of any
+    spread: bool = True  # whether picks and winners contain the best block of each donor before any second block
     theta: Share | Literal["median"] = "median"  # theta: rank (mean percentile of picks on others) that is rewarded
-    normalise: Literal["cohort", "all"] = "cohort"  # weights rescaled after a vote; "all": being asked adds weight
+    normalise: Literal["cohort", "all"] = "cohort"  # weights rescaled after a vote; with "all", selection adds weight
     judged: Literal["greedy", "picks"] = "greedy"  # with "picks" devices that explored are judged by their random picks
     alpha: Positive = 0.1  # alpha: reward, times 1 + depth / D_max
     beta: Annotated[float, Meta(ge=0, le=0.5)] = 0.1  # beta: penalty, times 1 + depth / D_max
     explore: Share = 0.3  # epsilon of the first expansion
     explore_decay: Share = 0.9  # factor of epsilon per expansion
-    explore_floor: Share = 0.05  # least epsilon
+    explore_floor: Share = 0.05  # minimum of epsilon
     # junctions and heads
-    ridge: Positive = least_squares.RIDGE  # lambda of junctions, as a share of the mean variance; 0: least norm
-    bias: bool = True  # False: junctions without bias and centring
-    head: Literal["ridge", "aligned"] = "ridge"  # with "aligned" the donors' own classes
+    ridge: Positive = least_squares.RIDGE  # lambda of junctions, as a share of the mean variance; 0: minimum norm
+    bias: bool = True  # whether junctions have a bias, fitted on centred maps
+    head: Literal["ridge", "aligned"] = "ridge"  # "aligned" keeps the donors' classifiers and aligns their classes
 
 
 PAPER: Mapping[str, Any] = {
@@ -148,9 +148,9 @@ class Candidate:
 
 @dataclass(frozen=True)
 class PackedSums:
-    counts: np.ndarray
+    counts: np.ndarray  # as in `ClassMoments`
     totals: np.ndarray
-    half: np.ndarray
+    half: np.ndarray  # upper triangle of the scatter, packed by rows
 
 
 @dataclass(frozen=True)
@@ -174,7 +174,7 @@ class SearchState:
     junctions: dict[str, dict[str, np.ndarray]] = field(default_factory=dict)
     finished: tuple[ScoredPath, ...] = ()
     seen: tuple[str, ...] = ()  # devices with an update in any phase, sorted
-    heard: tuple[str, ...] = ()  # devices with an update in this phase, sorted, in "gather" and "validate"
+    heard: tuple[str, ...] = ()  # devices with an update in the current phase, sorted, in "gather" and "validate"
     taps: tuple[tuple[str, ...], ...] = ()  # paths whose pooled ends are gathered
     gathered: PackedSums | None = None  # moments of the devices in `heard`
     finalists: tuple[ScoredPath, ...] = ()

@@ -20,8 +20,8 @@ from fedquilt.models.stitching.search.state import ScoredPath, SearchSettings, S
 from fedquilt.models.stitching.stitched_network import Block, DonorPool
 from fedquilt.models.stitching.vote import Ballot, Winner
 
-STEP = 0.9  # expected factor of a path's score over a tenth of a donor
-WANTED = 10  # the log explains fewer distinct finalists, or finalists of one donor only
+SCORE_FACTOR = 0.9  # expected factor of a path's score over a tenth of a donor
+MIN_FINALISTS = 10  # the log explains why there are fewer distinct finalists
 
 # -- order of blocks ------------------------------------------------------------------------------
 
@@ -33,10 +33,7 @@ def starting_networks(donor_pool: DonorPool) -> tuple[ScoredPath, ...]:
 
 
 def initial_state(params: SearchSettings, seed: int, donor_pool: DonorPool, files: dict[str, BlobRef]) -> SearchState:
-    """Return the state before the first vote.
-
-    With `completion`, the donors are finished networks without any vote.
-    """
+    """Return the state before the first vote. With `completion`, the donors themselves are finished networks."""
     if params.depth is None:
         params = replace(params, depth=max(len(donor.blocks) for donor in donor_pool.donors.values()))
     state = SearchState(params, seed, donor_pool, dict(files), ())
@@ -53,14 +50,12 @@ def max_depth(params: SearchSettings) -> int:
 def eligible_blocks(
     net: ScoredPath, donor_pool: DonorPool, params: SearchSettings, ends_only: bool = False
 ) -> tuple[str, ...]:
-    """Return the blocks of a pool that may follow a partial network, in the order of the pool.
+    """Return the blocks of the pool of `net` that may follow `net`, in the order of the pool.
 
-    With `ends_only`, only terminating blocks may follow.
-
-    No block is used twice, the block must accept the maps within the limit of upsampling, and the last place of a path
-    is for terminating blocks. With aligned heads, a terminating block needs classes that are aligned with the labels.
-    Where donors complete paths (`completion`), the rest of the block's donor must fit too, the donor's own next
-    block needs no vote, and terminating blocks are left out where a head replaces them.
+    With `ends_only`, and at the last position of a path, only terminating blocks may follow. A path uses no block
+    twice, and enlarges maps at most `max_upsampling` times. With aligned heads, a terminating block needs a donor
+    whose classes are aligned with the labels. With `completion`, the later blocks of the block's donor must fit into
+    the path too, the next block of the path's last donor needs no vote, and a ridge head replaces terminating blocks.
     """
     last_block, max_blocks = donor_pool.blocks[net.path[-1]], params.depth or len(donor_pool.blocks)
     ends_only = ends_only or len(net.path) >= max_blocks - 1
@@ -83,14 +78,14 @@ def eligible_blocks(
 
 
 def pick_network(state: SearchState, is_budget_spent: bool = False) -> ScoredPath:
-    """Select the partial network to expand next: the most promising, a random, or the longest one.
+    """Select the partial network to expand next.
 
-    The promise is the score times STEP for each tenth of a donor not yet run: by score alone short paths would always
-    be first, and few would be finished. A block counts as its share of its own donor, so that donors cut into many
-    blocks are no slower. Skipped blocks count as not run. Where donors complete paths (`completion`) nothing is
-    left to run, and the best score is first. Among equal scores (the donors' own prefixes all score 1) donors
-    alternate, each first at its middle, then at its quarters, and so on. With `is_budget_spent` the longest network is
-    selected.
+    With `is_budget_spent` it is the longest network, with `order` "random" a random one, and otherwise the one with
+    the highest promise. The promise is the score, multiplied by SCORE_FACTOR for each tenth of a donor that the path
+    has yet to run: by score alone the shortest paths would always be first, and few paths would end. Each block counts
+    as its share of its donor, and skipped blocks count as blocks to run. With `completion`, which ends paths without
+    votes, the promise is the score. The donors' own prefixes all score 1: donors then alternate, and a donor's prefixes
+    are ordered by bisection, the middle one first, then the quarters.
     """
     params, blocks, donors = state.params, state.stock.blocks, state.stock.donors
     if params.order == "random" and not is_budget_spent:
@@ -110,7 +105,7 @@ def pick_network(state: SearchState, is_budget_spent: bool = False) -> ScoredPat
         )
 
     def promise(net: ScoredPath) -> float:
-        return net.score if params.completion else net.score * STEP ** (10 * remaining_share(net))
+        return net.score if params.completion else net.score * SCORE_FACTOR ** (10 * remaining_share(net))
 
     if is_budget_spent:
         return min(state.frontier, key=lambda net: (-len(net.path), -net.score, net.path))
@@ -118,20 +113,21 @@ def pick_network(state: SearchState, is_budget_spent: bool = False) -> ScoredPat
 
 
 def _bisection_rank(index: int, size: int) -> tuple[int, int]:
-    """Return the round in which bisection of [0, whole) has `index` as its middle, and the index."""
+    """Return the step in which bisection of [0, size) has `index` as its middle, and the index."""
+    assert 0 <= index < size
     low, high = 0, size
-    rounds = 0
+    step = 0
     while (middle := (low + high) // 2) != index:
         low, high = (low, middle) if index < middle else (middle + 1, high)
-        rounds += 1
-    return rounds, index
+        step += 1
+    return step, index
 
 
 # -- one expansion --------------------------------------------------------------------------------
 
 
 def advance_search(state: SearchState) -> SearchState:
-    """Start the vote on the next partial network, or end the search if the budget or frontier is empty.
+    """Start the vote on the next partial network, or end the search without budget or partial networks.
 
     If the budget is spent and no network is finished, only terminating blocks may follow partial networks.
     """
@@ -163,7 +159,7 @@ def is_finished(state: SearchState, net: ScoredPath) -> bool:
 
 
 def distinct_finalists(state: SearchState) -> list[ScoredPath]:
-    """Return the finished networks, best first, without variants of the last block if a ridge head replaces it."""
+    """Return the finished networks, best first. With a ridge head, networks must differ before the last block."""
     finalists: dict[tuple[str, ...], ScoredPath] = {}
     for net in sorted(state.finished, key=lambda net: (-net.score, len(net.path), net.path)):
         key = net.path[:-1] if state.params.head == "ridge" else net.path  # a head replaces the last block
@@ -172,30 +168,32 @@ def distinct_finalists(state: SearchState) -> list[ScoredPath]:
 
 
 def choose_finalists(state: SearchState, unexpanded: int) -> tuple[tuple[ScoredPath, ...], tuple[str, ...]]:
-    """Choose the finished networks to validate. Return them and log notes if they are few.
+    """Return the finished networks to validate, and a log sentence if there are few or all have one donor.
 
     Sets of donors alternate, each with its best network first: by scores alone a donor with a skipped block would rank
-    above every network stitched from several donors. `unexpanded` partial networks could still have been expanded.
+    above every network stitched from several donors. `unexpanded` is the number of partial networks never expanded.
     """
     finalists, params = distinct_finalists(state), state.params
     sets = [{state.stock.blocks[name].donor for name in finalist.path[:-1]} for finalist in finalists]
     order = vote.alternate_kinds(range(len(finalists)), [" ".join(sorted(names)) for names in sets])
     chosen = tuple(finalists[j] for j in order)[: params.finalists]
     donors_used = set().union(*(sets[j] for j in order[: params.finalists]))
-    are_few = len(chosen) < min(WANTED, params.finalists)
+    are_few = len(chosen) < min(MIN_FINALISTS, params.finalists)
     have_one_donor = len(donors_used) < 2 and bool(chosen)
     if not are_few and not have_one_donor:
         return chosen, ()
-    subject = f"{len(chosen)} distinct networks are validated" if are_few else "all networks validated are"
     if unexpanded:
         reason = f"the budget was spent ({state.expansions} expansions, {len(state.finished)} networks finished): "
         reason += "raise `expansions` or `finished`"
     elif len(state.stock.donors) < 2:
-        reason = "there is one donor, and no other way through it: give another donor"
+        reason = "the only donor's blocks connect in no other way: add another donor"
     else:
-        reason = "no other block fits: raise `max_upsampling` or `depth`, or take other donors"
-    donors = f", of {' and '.join(sorted(donors_used))} alone" if have_one_donor else ""
-    return chosen, (f"only {subject}{donors}: {reason}" if are_few else f"{subject}{donors[1:]}: {reason}",)
+        reason = "no other block can be connected: raise `max_upsampling` or `depth`, or use other donors"
+    donors = f"of donor {' and '.join(sorted(donors_used))} alone"
+    if not are_few:
+        return chosen, (f"all validated networks are {donors}: {reason}",)
+    text = f"only {len(chosen)} distinct networks are validated" + (f", {donors}" if have_one_donor else "")
+    return chosen, (f"{text}: {reason}",)
 
 
 def exploration_rate(state: SearchState) -> float:
@@ -208,9 +206,9 @@ def choice_seed(state: SearchState, device: str) -> int:
 
 
 def add_ballots(state: SearchState, ballots: Mapping[str, Ballot]) -> SearchState:
-    """Add a sub-round's ballots, and close the vote after the last sub-round or when all have voted.
+    """Add a sub-round's ballots, and close the vote after the last sub-round or when all devices have voted.
 
-    The number of devices is unknown. After a sub-round without a new device, the known devices count as all.
+    The number of devices is unknown. A sub-round without a new device means that all devices are known.
     """
     net = state.current
     assert net is not None
@@ -228,6 +226,7 @@ def add_ballots(state: SearchState, ballots: Mapping[str, Ballot]) -> SearchStat
 
 
 def close_vote(state: SearchState) -> SearchState:
+    """Choose the winners, and start to fit their junctions, or extend the path if no winner needs a junction."""
     params, net = state.params, state.current
     assert net is not None
     depth_factor = 1 + len(net.path) / max_depth(params)
@@ -249,6 +248,7 @@ def close_vote(state: SearchState) -> SearchState:
 
 
 def winners_needing_junction(state: SearchState) -> tuple[str, ...]:
+    """Return the ids of winning blocks that do not continue the donor of the current path."""
     assert state.current is not None
     last = state.stock.blocks[state.current.path[-1]]
     voted = (winner.block for winner in state.winners)
@@ -256,7 +256,7 @@ def winners_needing_junction(state: SearchState) -> tuple[str, ...]:
 
 
 def grow_paths(state: SearchState, fitted: Mapping[str, dict[str, np.ndarray]]) -> SearchState:
-    """Append the winners to the current path, as new partial or finished networks, with the `fitted` junctions."""
+    """Add the current path with each winner as a partial or finished network, and advance the search."""
     net, winners = state.current, state.winners
     assert net is not None
     remaining_pool = tuple(name for name in net.pool if name not in state.dropped)

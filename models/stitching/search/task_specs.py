@@ -32,7 +32,7 @@ def score_task_spec(state: SearchState, device: DeviceView) -> TaskSpec:
     blocks = _collect_path_and_donor_blocks(state.stock, net.path, state.pool)
     blocks_by_candidate = {name: [name] for name in state.pool}  # candidate -> blocks that run to score its output
     if completes:  # the score compares labels with the output at the end of the donor
-        blocks_by_candidate = {name: _remaining_blocks(state.stock, name) for name in state.pool}
+        blocks_by_candidate = {name: _blocks_to_last_tap(state.stock, name) for name in state.pool}
         blocks |= {name: state.stock.blocks[name] for names in blocks_by_candidate.values() for name in names}
     request = scoring.ScoreRequest(
         **_shared_fields(state, blocks),
@@ -43,20 +43,20 @@ def score_task_spec(state: SearchState, device: DeviceView) -> TaskSpec:
         epsilon=steps.exploration_rate(state),
         coin=steps.choice_seed(state, device.device),
     )
-    shares = scoring.share_count(params.score_at)  # one share of the images is scored
+    image_sets = scoring.image_set_count(params.score_at)
     runs: list[tuple[Block, float]] = [(blocks[name], 1.0) for name in net.path]
     if not device.rounds:  # later tasks find the donors' results in the cache
         family = _collect_path_and_donor_blocks(state.stock, (), state.pool).values()
         runs += [(block, 1.0) for block in family if block.id not in _blocks_never_run(state)]
     if params.score_at != "input":
         scored_share = min(params.screen / len(state.pool), 1.0) if params.score_at == "hybrid" else 1.0
-        runs += [(blocks[name], scored_share / shares) for names in blocks_by_candidate.values() for name in names]
+        runs += [(blocks[name], scored_share / image_sets) for names in blocks_by_candidate.values() for name in names]
     matrices = (
         0
         if params.score_at == "input"
         else least_squares.fit_bytes(blocks[net.path[-1]].out_shape[0], params.positions)
     )
-    return _task_spec(state, request, [net.path], blocks_work(runs, matrices, shares * params.samples))
+    return _task_spec(state, request, [net.path], blocks_work(runs, matrices, image_sets * params.samples))
 
 
 def fit_task_spec(state: SearchState) -> TaskSpec:
@@ -109,11 +109,16 @@ def _gather_work(request: moments.GatherRequest) -> WorkEstimate:
 
 
 def minimum_moments_bytes(request: moments.GatherRequest) -> int:
+    """Return the memory for the moments of the fewest images to which memory may limit a device."""
     rows = moments.MIN_ROWS if request.samples is None else min(request.samples, moments.MIN_ROWS)
     return class_moments.factor_bytes(rows, sum(request.widths))
 
 
 def validation_task_spec(state: SearchState, candidates_to_count: Sequence[Candidate]) -> TaskSpec | None:
+    """Return the task that counts the candidates' correct predictions, or None without candidates.
+
+    A cascade must be the only candidate, and runs as two networks.
+    """
     if not candidates_to_count:
         return None
     margin = None
@@ -181,10 +186,11 @@ def _blocks_never_run(state: SearchState) -> set[str]:
 
 
 def label_classes(state: SearchState, path: Sequence[str]) -> tuple[tuple[int, ...], ...] | None:
+    """Return the classes of each label in the donor of the last block, or None if the donor is not aligned."""
     return state.stock.donors[state.stock.blocks[path[-1]].donor].align
 
 
-def _remaining_blocks(donor_pool: DonorPool, name: str) -> list[str]:
+def _blocks_to_last_tap(donor_pool: DonorPool, name: str) -> list[str]:
     block = donor_pool.blocks[name]
     later_blocks = donor_pool.donors[block.donor].blocks[block.index + 1 :]
     return [name, *(name_after for name_after in later_blocks if donor_pool.blocks[name_after].kind != "end")]

@@ -71,7 +71,7 @@ def test_a_comparison_draws_the_mean_of_each_job_with_its_spread():
     for of, line in zip(found.runs, lines, strict=True):
         values = [[100 * (each.value or 0.0) for each in run.marks] for run in of]
         assert list(line.get_ydata()) == pytest.approx([sum(each) / len(of) for each in zip(*values, strict=True)])
-    with pytest.raises(fq.JobError, match="nothing is drawn over 'hours'; there are: rounds, bytes, joules"):
+    with pytest.raises(fq.JobError, match="there is no plot over 'hours'; there are: rounds, bytes, joules"):
         found.plot("hours")
 
 

@@ -81,4 +81,4 @@ def test_a_broker_of_its_own_has_no_simulated_links(job, tmp_path, capsys):
     file = str(job.replace(fleet=fq.Fleet(4, links=["2kB/s"])).write(tmp_path / "job.toml"))
     assert main(["prepare", file]) == 0
     assert main(["simulate", file, "--link", "embedded", "--home", str(tmp_path / "fleet")]) == 2
-    assert "--link memory simulates" in capsys.readouterr().err
+    assert "use --link memory" in capsys.readouterr().err

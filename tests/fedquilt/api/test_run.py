@@ -175,7 +175,7 @@ def test_a_run_draws_its_accuracy_over_each_cost(run: fq.Run) -> None:
         assert axes.lines[0].get_xdata()[-1] == pytest.approx(progress_points(summarised(store, run.id))[-1].energy_j)
     assert run.plot("seconds").get_xlabel().startswith("virtual time, ")
     assert run.plot("bytes", axes) is axes
-    with pytest.raises(fq.JobError, match="nothing is drawn over 'joule'; did you mean 'joules'"):
+    with pytest.raises(fq.JobError, match="there is no plot over 'joule'; did you mean 'joules'"):
         run.plot("joule")
 
 

@@ -54,7 +54,7 @@ def test_a_method_that_cannot_train_the_bundles_network_is_refused_before_it_is_
     home = job.with_name("runs")
     code, said = failed(capsys, verb, str(job), "--home", str(home))
     assert code == 4
-    assert "LoRA adapts linear layers, and this network has none before " in said
+    assert "LoRA finds no linear layer before the classifier " in said
     with Store(home) as store:
         assert not store.all_jobs()
 
@@ -84,7 +84,7 @@ def test_what_cannot_be_prepared_names_the_job_file(tmp_path, capsys, monkeypatc
     path.write_text(JOB)
     code, told = failed(capsys, verb, str(path))
     assert (code, told.count(str(path))) == (2, 1)
-    assert f"{path}: the job has neither [model] nor [[donors]]: there is nothing to prepare" in told
+    assert f"{path}: the job has neither [model] nor [[donors]] to prepare" in told
 
 
 def test_runs_are_listed_and_told_for_people_and_programs(tmp_path, capsys):

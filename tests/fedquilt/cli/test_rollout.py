@@ -113,7 +113,7 @@ def test_a_run_with_parts_on_boards_is_deployed_without_them(home, capsys, metho
     pytest.importorskip("torch", reason="a network is written as ONNX by torch")
     run = ran(home, method, seed=7)
     assert main(["rollout", "model", "digits", "--home", str(home)]) == 0
-    assert f"network mlp, in which each board puts what it has kept of {run}" in capsys.readouterr().out
+    assert f"network mlp, completed on each device with its part of {run}" in capsys.readouterr().out
     with Store(home) as store:
         plan = store.rollouts.find_rollout(run).state.plan
         path = store.blob_store.blob_path(plan.blob.sha256)
@@ -133,7 +133,7 @@ def test_a_method_that_leaves_parts_and_does_not_say_how_they_go_together_is_ref
     method = dataclasses.replace(methods.load("fedrep"), personal_model=None)
     monkeypatch.setattr(methods, "load", lambda name: method)
     said = refused(capsys, "rollout", "model", "digits", "--home", str(home))
-    assert "fedrep leaves 2 tensors (3.bias, ...) on each board" in said
+    assert "fedrep leaves 2 tensors (3.bias, ...) on devices" in said
     assert "or a FILE.onnx" in said
     with Store(home) as store:
         assert store.rollouts.readable_rollouts() == []
@@ -178,8 +178,8 @@ def test_the_shape_of_an_example_goes_with_the_release(home, tmp_path):
 @pytest.mark.parametrize(
     ("shape", "words", "said"),
     [
-        ([-1, 3, -1, -1], ("--input-shape", "1,48,192"), "what input 'x' declares, examples of shape (3, any, any)"),
-        ([-1, 3, -1, -1], ("--input-shape", "3,48"), "--input-shape 3,48 is not what input 'x' declares"),
+        ([-1, 3, -1, -1], ("--input-shape", "1,48,192"), "does not fit input 'x' of shape (3, any, any)"),
+        ([-1, 3, -1, -1], ("--input-shape", "3,48"), "--input-shape 3,48 does not fit input 'x' of shape"),
         ([-1, 3, -1, -1], ("--input-shape", "3,0,48"), "0 is below the minimum of 1"),
         (None, (), "input 'x' declares no number of axes: add --input-shape, such as 3,224,224"),
     ],
@@ -198,7 +198,7 @@ def test_what_cannot_be_deployed_is_said(home, capsys):
     assert "--input-shape requires a FILE.onnx" in refused(
         capsys, "rollout", "model", "digits", "--input-shape", "3", *at
     )
-    assert "is stopped, so that it has no result yet" in refused(capsys, "rollout", "model", "digits", *at)
+    assert "is stopped and has no result yet" in refused(capsys, "rollout", "model", "digits", *at)
     assert "none.onnx: the file cannot be read (No such file" in refused(capsys, "rollout", "model", "none.onnx", *at)
     assert "no rollout of kind 'model' in" in refused(capsys, "rollout", "back", "model", *at)
     assert "no runs in" in refused(capsys, "rollout", "back", "model", "--home", str(home / "nowhere"))

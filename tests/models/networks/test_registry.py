@@ -62,7 +62,7 @@ def test_a_network_whose_lazy_modules_cannot_run_is_refused_with_the_reason(tmp_
         "from torch import nn\ndef network(inputs):\n    return nn.Sequential(nn.LazyLinear(4), nn.Linear(7, 3))\n"
     )
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(ModelError, match=r"'unfit:network': its lazy modules .* of shape \(5,\) \(mat1 and mat2"):
+    with pytest.raises(ModelError, match=r"'unfit:network' has lazy modules, .* of shape \(5,\) \(mat1 and mat2"):
         registry.build_network({"name": "unfit:network", "inputs": 5})
 
 
@@ -109,7 +109,7 @@ def test_a_transformer_reads_the_order_of_tokens_and_no_padding():
 
 
 def test_a_table_that_does_not_say_its_input_is_refused():
-    with pytest.raises(ModelError, match=r"'residual': give it an \[input\] with"):
+    with pytest.raises(ModelError, match=r"'residual' has no input shape: set channels and size in \[input\]"):
         registry.input_shape({"name": "residual", "channels": 1, "classes": 2})
 
 
@@ -135,7 +135,7 @@ def test_weights_come_from_every_kind_of_file(tmp_path, kind):
 
 def test_weights_of_another_network_are_refused_by_the_first_tensor_that_differs(tmp_path):
     torch.save(registry.build_network({**MLP, "hidden": [9]}).state_dict(), tmp_path / "w.pt")
-    with pytest.raises(ModelError, match=r"w\.pt does not hold the weights of 'mlp'.*'1\.bias'"):
+    with pytest.raises(ModelError, match=r"w\.pt do not fit network 'mlp'.*'1\.bias'"):
         registry.load_network(MLP, tmp_path / "w.pt")
 
 

@@ -85,7 +85,7 @@ def test_rows_that_were_kept_give_what_the_two_copies_give(network, trained, siz
     model, x = built(network, size)
     dual = DualCopy(network, trained, pool=pool)
     seen = seen_by(dual, network, model, x)
-    layout = output_cache.row_layout(seen, is_float16=False)
+    layout = output_cache.make_row_layout(seen, is_float16=False)
     rows = torch.from_numpy(output_cache.pack_rows(seen, layout))
     pair = filled(dual.build_copy_pair(registry.build_network(network)), model)
     tail = filled(dual.build_tail(registry.build_network(network), layout), model)
@@ -202,7 +202,7 @@ def seen() -> BatchOutputs:
 def test_rows_hold_what_was_seen(half):
     """10 values, 4 indices, 11 and 6 bits: 40 + 16 + 2 + 1 bytes filled up to 60; with 16-bit values 20 less."""
     wanted = seen()
-    layout = output_cache.row_layout(wanted, is_float16=half)
+    layout = output_cache.make_row_layout(wanted, is_float16=half)
     rows = output_cache.pack_rows(wanted, layout)
     assert rows.shape == (3, 60 - 20 * half)
     value, index, *masks = output_cache.unpack_rows(torch.from_numpy(rows), layout)
@@ -216,12 +216,12 @@ def test_values_too_large_for_16_bits_are_refused():
     """Infinity would be kept otherwise."""
     large = seen()._replace(values=[torch.full((3, 1), 1e6)])
     with pytest.raises(ModelError, match="do not fit 16 bits"):
-        output_cache.pack_rows(large, output_cache.row_layout(large, is_float16=True))
+        output_cache.pack_rows(large, output_cache.make_row_layout(large, is_float16=True))
 
 
 def test_what_is_no_batch_cannot_be_kept():
     with pytest.raises(ModelError, match='set cache = "off"'):
-        output_cache.row_layout(seen()._replace(values=[torch.zeros(2, 1)]), is_float16=False)
+        output_cache.make_row_layout(seen()._replace(values=[torch.zeros(2, 1)]), is_float16=False)
 
 
 def test_a_file_gives_rows_in_any_order_and_is_found_by_its_key(tmp_path):
@@ -246,7 +246,7 @@ def test_a_file_gives_rows_in_any_order_and_is_found_by_its_key(tmp_path):
     with (folder / "train.rows").open("ab") as file:
         file.truncate(100)
     assert output_cache.find_complete_rows(folder, "train", "k", 6) is None
-    with pytest.raises(StoreError, match="cut short"):
+    with pytest.raises(StoreError, match="truncated"):
         rows[np.array([4])]
     (folder / "train.rows").unlink()
     with pytest.raises(StoreError, match="cannot read"):
@@ -269,5 +269,5 @@ def test_a_cache_that_cannot_be_written_is_no_room(tmp_path):
 
 
 def test_a_layout_survives_json():
-    layout = output_cache.row_layout(seen(), is_float16=True)
+    layout = output_cache.make_row_layout(seen(), is_float16=True)
     assert msgspec.json.decode(msgspec.json.encode(layout), type=RowLayout) == layout

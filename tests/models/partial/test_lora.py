@@ -96,7 +96,9 @@ def test_a_shut_gate_leaves_the_shared_branch_alone(name):
     _, copy, values, x = adapted(name, own=True, trained=True)
     make, shape = NETWORKS[name]
     spots = spots_of(make(), shape[1:])
-    alone = {key: value for key, value in values.items() if key.rpartition(".")[2] not in (*lora.OWN, lora.GATE)}
+    alone = {
+        key: value for key, value in values.items() if key.rpartition(".")[2] not in (*lora.OWN_SUFFIXES, lora.GATE)
+    }
     shared = filled(adapter_layers.insert_adapters(make(), spots, 2, 8.0), alone)
     for logit, same in ((-100.0, True), (0.0, False)):
         gates = {f"{spot.block}.gate": np.array(logit, np.float32) for spot in spots}
@@ -140,13 +142,13 @@ def test_without_attention_every_linear_layer_but_the_head_is_a_block():
 
 
 def test_a_network_without_linear_layers_before_its_head_is_refused():
-    with pytest.raises(ModelError, match="take a transformer"):
+    with pytest.raises(ModelError, match="use a transformer"):
         spots_of(registry.load_network({"name": "plain", "channels": 1, "classes": 3}), (1, 8, 8))
 
 
 @pytest.mark.parametrize("layer", ["nowhere", "blocks.0.norm1"])
 def test_a_place_that_is_no_linear_layer_is_refused_by_name(layer):
-    with pytest.raises(ModelError, match=f"'{layer}' is no linear layer"):
+    with pytest.raises(ModelError, match=f"'{layer}' is not a linear layer"):
         adapter_layers.insert_adapters(registry.load_network(VIT), [lora.AdapterSite("blocks.0", (layer,))], 2, 1.0)
 
 

@@ -75,7 +75,7 @@ def test_what_is_taken_is_put_back_where_it_was():
     again = masks.restore_masked_tensors(sent, marks)
     for name, array in model.items():
         np.testing.assert_array_equal(again[name], array * marks.get(name, 1))
-    with pytest.raises(UpdateError, match=r"'a.bias' has shape \(3,\), its mask covers 2"):
+    with pytest.raises(UpdateError, match=r"'a.bias' has shape \(3,\), but its mask covers 2"):
         masks.restore_masked_tensors({**sent, "a.bias": np.ones(3)}, marks)
 
 
@@ -93,7 +93,7 @@ def test_a_mask_is_a_bit_for_each_neuron():
     bits = masks.pack_mask(mask)
     assert (bits.nbytes, masks.unpack_mask(bits, 13).tolist()) == (2, mask.tolist())
     for odd in (bits[:1], bits.astype(np.int8), np.zeros((1, 2), np.uint8)):
-        with pytest.raises(UpdateError, match="a mask of 13 neurons has 2 bytes"):
+        with pytest.raises(UpdateError, match="not 2 bytes for 13 neurons"):
             masks.unpack_mask(odd, 13)
 
 
@@ -109,7 +109,7 @@ def test_a_plan_of_another_network_is_refused():
     model = {name: np.zeros(follow.shape) for name, follow in PLAN.follows.items()}
     masks.validate_plan(PLAN, model)
     for odd in ({**model, "a.bias": np.zeros(5)}, {k: v for k, v in model.items() if k != "a.bias"}):
-        with pytest.raises(ModelError, match=r"another network's: its tensor 'a\.bias'"):
+        with pytest.raises(ModelError, match=r"another network, with a tensor 'a\.bias'"):
             masks.validate_plan(PLAN, odd)
     for follow in (TensorGroups((4,), ("b",)), TensorGroups((4,), ("z",)), TensorGroups((4,), ("a",), ("b",))):
         with pytest.raises(ModelError, match=r"damaged at 'a\.bias'"):
@@ -213,12 +213,12 @@ def test_a_network_that_cannot_be_traced_says_so():
             return x if x.sum() > 0 else -x
 
     line = Odd.forward.__code__.co_firstlineno + 1
-    with pytest.raises(ModelError, match=rf"network's own forward\(\) \(Odd, test_masks.py, line {line}\) stops"):
+    with pytest.raises(
+        ModelError, match=rf"torch.fx fails in the network's own forward\(\) \(Odd, test_masks.py, line {line}\)"
+    ):
         dependency_trace.trace_mask_plan(Odd())
     inner = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Sequential(torch.nn.ReLU(), Odd()))
-    with pytest.raises(
-        ModelError, match=rf"module '1.1' \(Odd, test_masks.py, line {line}\) stops torch.fx: .*rewrite"
-    ):
+    with pytest.raises(ModelError, match=rf"module '1.1' \(Odd, test_masks.py, line {line}\): .*remove branches"):
         dependency_trace.trace_mask_plan(inner)
 
 
@@ -268,6 +268,6 @@ def test_a_plan_that_names_a_layer_the_network_lacks_is_refused():
     from fedquilt.models.partial.torch_masks import MaskHooks
 
     odd = replace(plan, follows={"7.weight": plan.follows["2.weight"]})
-    with pytest.raises(ModelError, match="no layer '7'"):
+    with pytest.raises(ModelError, match="with a layer '7'"):
         MaskHooks(odd, None, 0.0, 0.0).prepare(module)
     assert torch is not None

@@ -64,7 +64,7 @@ def test_a_saved_stack_is_found_again_and_only_in_its_shape(where, tmp_path):
     assert FileStack.open(tmp_path / "absent", X.shape) is None
     os.truncate(tmp_path / "kept", 100)
     assert FileStack.open(tmp_path / "kept", X.shape) is None
-    with pytest.raises(StoreError, match="cut short"):
+    with pytest.raises(StoreError, match="truncated"):
         found.read_examples(0, 7)
 
 
@@ -95,9 +95,9 @@ def test_a_full_disk_is_told_with_a_mend(tmp_path, monkeypatch):
 
     shelf = ActivationCache(tmp_path, 10**6, 10**6)
     monkeypatch.setattr(os, "pwrite", full)
-    with pytest.raises(StoreError, match="No space left on device; free some space"):
+    with pytest.raises(StoreError, match="No space left on device; free disk space"):
         stack("file", tmp_path)
-    with pytest.raises(StoreError, match="free some space"):
+    with pytest.raises(StoreError, match="free disk space"):
         shelf.store("needed", stack("memory", tmp_path), spare=False)
     shelf.store("spared", stack("memory", tmp_path), spare=True)
     assert shelf.find("needed", X.shape) is shelf.find("spared", X.shape) is None

@@ -141,7 +141,7 @@ def test_maps_are_joined_and_resized_as_they_are_asked_for(size):
     explicit = np.einsum("kc,nchw->nkhw", junction["weights"], inputs.resize_maps(X, size, size))
     np.testing.assert_allclose(source.read_examples(0, 10), explicit + junction["bias"][:, None, None], atol=1e-5)
     assert np.array_equal(
-        block_runner.resize_maps(MemoryStack.from_array(X), size, size).read_examples(1, 3),
+        block_runner.resize_maps_lazily(MemoryStack.from_array(X), size, size).read_examples(1, 3),
         inputs.resize_maps(X[1:3], size, size),
     )
 
@@ -188,10 +188,10 @@ def test_large_maps_are_resized_a_few_channels_at_a_time(tmp_path, size, monkeyp
     maps.append(values)
     monkeypatch.setattr(block_runner, "STRIPE_BYTES", 32 << 10)
     for whole in (maps, MemoryStack.from_array(values)):
-        source = block_runner.resize_maps(SourceSlice(whole, 1, 3), size, size)
+        source = block_runner.resize_maps_lazily(SourceSlice(whole, 1, 3), size, size)
         assert np.array_equal(source.read_examples(0, 2), inputs.resize_maps(values[1:3], size, size))
         assert np.array_equal(source.read_channels(slice(1, 2), slice(5, 50)), source.read_examples(1, 2)[:, 5:50])
-    source = block_runner.resize_maps(maps, size, size)
+    source = block_runner.resize_maps_lazily(maps, size, size)
     tracemalloc.start()
     made = source.read_examples(0, 1)
     _, peak_bytes = tracemalloc.get_traced_memory()
@@ -205,7 +205,7 @@ def test_positions_of_series_are_sampled_and_resized_as_those_of_maps_of_one_row
     assert np.array_equal(chosen, block_runner.draw_positions(10, (3, 1, 9), 40))
     sampled = block_runner.sample_vectors(MemoryStack.from_array(series), chosen)
     assert np.array_equal(sampled, block_runner.sample_vectors(MemoryStack.from_array(series[:, :, None]), chosen))
-    longer = block_runner.resize_maps(MemoryStack.from_array(series), 12)
+    longer = block_runner.resize_maps_lazily(MemoryStack.from_array(series), 12)
     assert longer.shape == (10, 3, 12)
     np.testing.assert_allclose(
         longer.read_examples(2, 5), inputs.resize_maps(series[2:5, :, None], 1, 12)[:, :, 0], atol=1e-6

@@ -93,10 +93,10 @@ def test_a_users_own_network_is_cut_after_the_modules_named(tmp_path):
 @pytest.mark.parametrize(
     ("cuts", "message"),
     [
-        (["layer9"], "runs no module 'layer9': name one of bn1, conv1, layer1"),
-        (["layer1.0.conv1"], "cannot be cut after 'layer1.0.conv1': later modules use more than one value"),
+        (["layer9"], "runs no module 'layer9': name bn1, conv1, layer1"),
+        (["layer1.0.conv1"], "cannot be cut after 'layer1.0.conv1': later modules read other values too"),
         (["linear"], "cannot be cut after 'linear'"),
-        (["layer2", "layer1"], "'layer1' is not behind the cut before it"),
+        (["layer2", "layer1"], "'layer1' runs before the previous cut"),
     ],
 )
 def test_a_cut_that_cannot_be_made_is_named(cuts, message):
@@ -111,7 +111,7 @@ def test_a_network_of_time_series_is_cut_between_its_convolutions(tmp_path):
     require_same_outputs(map(blocks.export_block, parts), donor, (20, 3), tmp_path)
     with pytest.raises(ModelError, match=r"no module 'layers\.9'"):
         blocks.split_donor(donor, "donor", (20, 3), cuts=["layers.9"])
-    with pytest.raises(ModelError, match="does not take time series of 20 x 4"):
+    with pytest.raises(ModelError, match="cannot read time series of 20 x 4"):
         blocks.split_donor(donor, "donor", (20, 4))
 
 
@@ -156,14 +156,14 @@ class Branching(nn.Module):
         (
             registry.build_network({"name": "mlp", "inputs": 16, "classes": 2}),
             (1, 4, 4),
-            "before .* no single stack",
+            "before .* no module outputs only",
         ),
         (Branching(), (1, 4, 4), r"donor 'own' cannot be traced: .*\(Branching, test_blocks.py"),
-        (nn.Sequential(nn.Conv2d(1, 2, 3)), (1, 4, 4), "no classifier: its output is"),
+        (nn.Sequential(nn.Conv2d(1, 2, 3)), (1, 4, 4), "not a classifier: its output has the shape"),
         (
             registry.build_network({"name": "plain", "channels": 1, "classes": 2}),
             (3, 28, 28),
-            "does not take images of 3 x 28 x 28",
+            "cannot read images of 3 x 28 x 28",
         ),
     ],
     ids=["no maps", "branches", "no classifier", "wrong input"],

@@ -10,9 +10,9 @@ from feature_moments import CLASSES, data, sent
 from fedquilt.arrays import exact_sums, tensors
 from fedquilt.core import DeviceUpdate, UpdateError
 from fedquilt.models.stitching.algebra import class_moments
-from fedquilt.models.stitching.algebra.class_moments import PANEL, ClassMoments, ExactMomentSums
+from fedquilt.models.stitching.algebra.class_moments import PANEL_ROWS, ClassMoments, ExactMomentSums
 
-WIDE = PANEL + 45  # features, in two panels
+WIDE = PANEL_ROWS + 45  # features, in two panels
 
 
 def updates(devices: int, n: int = 9, width: int = WIDE, far: float = 1.0) -> list[DeviceUpdate]:
@@ -21,7 +21,7 @@ def updates(devices: int, n: int = 9, width: int = WIDE, far: float = 1.0) -> li
     for number in range(devices):
         z, y = data(n, width, seed=number)
         z[:, 0] += 1e4 * far
-        given = class_moments.pack_moments(class_moments.device_moments(z, y, CLASSES), exact=True)
+        given = class_moments.pack_moments(class_moments.compute_moments(z, y, CLASSES), exact=True)
         found.append(DeviceUpdate(f"d{number}", 0, float(n), {"short": float(number % 2)}, {"moments": given}))
     return found
 
@@ -93,17 +93,17 @@ def test_sums_are_those_of_all_examples(far):
     [
         ({"factor": lambda a: a * np.float32(np.nan)}, "not finite|NaN|nan"),
         ({"means": lambda a: a * np.float32(np.inf)}, "not finite|inf"),
-        ({"means": lambda a: a * np.float32(1e12)}, "no pooled maps reach"),
-        ({"factor": lambda a: a * np.float32(1e12)}, "no pooled maps reach"),
+        ({"means": lambda a: a * np.float32(1e12)}, "pooled maps never reach"),
+        ({"factor": lambda a: a * np.float32(1e12)}, "pooled maps never reach"),
         ({"counts": lambda a: -a}, "counts"),
-        ({"counts": lambda a: 0 * a}, "all 0"),
+        ({"counts": lambda a: 0 * a}, "0 in every class"),
         ({"counts": lambda a: a.astype(np.float32)}, "counts"),
         ({"rows": lambda a: a - 1}, "factor"),
         ({"rows": lambda a: a + 1}, "13 rows"),
         ({"rows": lambda a: 0 * a}, "0 rows"),
         ({"factor": lambda a: a[:-1]}, "factor"),
         ({"means": lambda a: a[:-1]}, "means"),
-        ({"mean": lambda a: a * 1e12}, "no pooled maps reach"),
+        ({"mean": lambda a: a * 1e12}, "pooled maps never reach"),
         ({"mean": lambda a: a.astype(np.float32)}, "mean"),
         ({"means": lambda a: 100 * a}, "not\\s+positive semi-definite"),
         ({"factor": lambda a: a / 10}, "not\\s+positive semi-definite"),
@@ -130,5 +130,5 @@ def test_honest_moments_are_never_refused(n):
         z, y = data(n, 12, seed)
         z = np.hstack([z, z[:, :3] + 1e-4, np.full((n, 1), 7.7)]).astype(np.float32)
         class_moments.read_sent_moments(
-            class_moments.pack_moments(class_moments.device_moments(z, y, CLASSES)), CLASSES, 16
+            class_moments.pack_moments(class_moments.compute_moments(z, y, CLASSES)), CLASSES, 16
         )

@@ -274,7 +274,7 @@ def test_the_runtime_pools_a_tap_before_it_computes_the_next_and_memory_covers_t
 def test_a_class_that_nobody_has_never_wins(tmp_path):
     """Its score is -inf in the file too, though every other score is far below zero; none is NaN."""
     meta, arrays = artefact([["upright.0"]], None, True)
-    bias = np.where(np.arange(10) == 3, joint_head.NEVER, -1e6)
+    bias = np.where(np.arange(10) == 3, joint_head.ABSENT_BIAS, -1e6)
     head = joint_head.export_head({"weights": arrays["head.weights"], "bias": bias})
     arrays |= {f"head.{part}": head[part] for part in PARTS}
     require_same_scores(tmp_path, (meta, arrays), digits(5))
@@ -315,7 +315,7 @@ def test_a_network_that_cannot_be_written_says_why(tmp_path):
         (False, STOCK.blocks, FILES, "neither a head nor an alignment"),
         (True, STOCK.blocks, {}, r"no block 'upright\.0'"),
         (True, {}, FILES, r"no block 'upright\.0'"),
-        (True, STOCK.blocks, noise, r"block 'upright\.0' cannot be read from .*noise"),
+        (True, STOCK.blocks, noise, r"block 'upright\.0' in .*noise is unusable"),
     ):
         with pytest.raises(ModelError, match=why):
             export_stitched(*artefact([["upright.0"]], None, head), blocks, files)

@@ -6,7 +6,7 @@ from feature_moments import CLASSES, data, merged
 
 from fedquilt.models.stitching.algebra import class_moments, joint_head
 from fedquilt.models.stitching.algebra.class_moments import ClassMoments, DeviceMoments
-from fedquilt.models.stitching.algebra.joint_head import NEVER, StandardisedSums
+from fedquilt.models.stitching.algebra.joint_head import ABSENT_BIAS, StandardisedSums
 
 
 def central(z: np.ndarray, y: np.ndarray, classes: int = CLASSES) -> ClassMoments:
@@ -19,7 +19,7 @@ def shares(z: np.ndarray, y: np.ndarray, devices: int, seed: int = 1) -> list[De
     """The parts of devices among which the examples are shared unevenly, most of them sorted by class."""
     order = np.argsort(y + np.random.default_rng(seed).uniform(0, 1.5, len(y)))
     cuts = np.sort(np.random.default_rng(seed).choice(np.arange(1, len(y)), devices - 1, replace=False))
-    return [class_moments.device_moments(z[rows], y[rows], CLASSES) for rows in np.split(order, cuts)]
+    return [class_moments.compute_moments(z[rows], y[rows], CLASSES) for rows in np.split(order, cuts)]
 
 
 def near(one: np.ndarray, other: np.ndarray, share: float = 1e-8) -> bool:
@@ -41,7 +41,7 @@ def test_merged_parts_are_the_sums_of_all_examples(devices):
 @pytest.mark.parametrize("n", [1, 5, 12, 40])
 def test_the_factor_is_exact_and_has_no_more_rows_than_it_needs(n):
     z, y = data(n)
-    found = class_moments.device_moments(z, y, CLASSES).factor
+    found = class_moments.compute_moments(z, y, CLASSES).factor
     assert found.shape == (min(n, 12), 12)
     assert np.allclose(found, np.triu(found), atol=0)
     wanted = (z - z.mean(axis=0)).T @ (z - z.mean(axis=0))
@@ -52,7 +52,7 @@ def test_the_factor_is_exact_and_has_no_more_rows_than_it_needs(n):
 
 
 def standard(z: np.ndarray, y: np.ndarray) -> StandardisedSums:
-    return joint_head.standardise_sums(class_moments.device_moments(z, y, CLASSES).to_sums())
+    return joint_head.standardise_sums(class_moments.compute_moments(z, y, CLASSES).to_sums())
 
 
 def criterion_by_hat(z: np.ndarray, y: np.ndarray, ridge: float) -> float:
@@ -133,7 +133,7 @@ def test_a_class_without_examples_never_wins():
     z, y = data(classes=3)
     head = joint_head.fit_discriminant(standard(z, y), 0.1)
     assert not head.weights[3].any()
-    assert head.bias[3] == NEVER
+    assert head.bias[3] == ABSENT_BIAS
     found = scores(head, 1e6 * z)
     assert np.isfinite(found).all()
     assert (found.argmax(axis=1) < 3).all()

@@ -179,7 +179,7 @@ def test_features_may_be_drawn_before_the_head():
 
 
 def test_a_class_that_nobody_has_scores_less_than_any_other():
-    stored = {"weights": np.array([[1.0, 2], [5, 5], [3, 4]]), "bias": np.array([-1e29, joint_head.NEVER, 6])}
+    stored = {"weights": np.array([[1.0, 2], [5, 5], [3, 4]]), "bias": np.array([-1e29, joint_head.ABSENT_BIAS, 6])}
     head = joint_head.export_head(stored)
     assert head["weights"].tolist() == [[1, 2], [0, 0], [3, 4]]
     assert head["bias"].tolist() == [np.float32(-1e29), -np.inf, 6]
@@ -191,10 +191,10 @@ def test_a_class_that_nobody_has_scores_less_than_any_other():
 @pytest.mark.parametrize(
     ("change", "why"),
     [
-        (lambda meta: meta.pop("donors"), "holds no donor blocks"),
-        (lambda meta: meta["blocks"].pop("a.1"), "expected start, middle"),
-        (lambda meta: meta["donors"]["a"].update(align=[[0]]), "align names 1 labels"),
-        (lambda meta: meta["blocks"]["a.0"].update(in_shape="big"), "holds no donor blocks"),
+        (lambda meta: meta.pop("donors"), "has no donor blocks"),
+        (lambda meta: meta["blocks"].pop("a.1"), "not start, middle"),
+        (lambda meta: meta["donors"]["a"].update(align=[[0]]), "`align` has 1 entries"),
+        (lambda meta: meta["blocks"]["a.0"].update(in_shape="big"), "has no donor blocks"),
     ],
 )
 def test_a_bundle_that_contradicts_itself_is_refused(change, why):

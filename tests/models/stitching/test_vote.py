@@ -149,9 +149,9 @@ def test_a_ballot_is_what_was_sent():
         ({"score": np.array([0.1, 0.4, np.nan, 0.2])}, "not finite"),
         ({"screen": np.array([0.1, 0.4, np.inf, 0.2])}, "not finite"),
         ({"score": np.array([0.1, 0.4, 3.0, 0.2])}, "not in"),
-        ({"score": np.array([0.1, 0.4, 0.3])}, "3 of 4 blocks"),
+        ({"score": np.array([0.1, 0.4, 0.3])}, "3 values for 4 blocks"),
         ({"level": np.array([0, 0, 0, 7])}, "other than 0 and 1"),
-        ({"picks": None}, "no usable 'picks'"),
+        ({"picks": None}, "'picks' is missing"),
     ],
 )
 def test_a_ballot_that_contradicts_itself_is_refused(change, why):

@@ -60,7 +60,7 @@ def test_it_ends_with_the_whole_network() -> None:
 
 
 def test_what_cannot_be_searched_is_refused() -> None:
-    with pytest.raises(JobError, match="nothing to validate on"):
+    with pytest.raises(JobError, match="no examples for validation"):
         searched(Oracle(), held=Examples(NOTHING.x[:0], NOTHING.y[:0]))
     with pytest.raises(JobError, match="'layer9' has no tensors"):
         searched(Oracle(), parts=(("layer9",),))
@@ -132,5 +132,5 @@ def test_a_new_head_replaces_the_last_layer_alone(tmp_path: Path) -> None:
 def test_weights_for_the_same_classes_leave_no_head_to_replace(tmp_path: Path) -> None:
     old = {name: value.numpy() for name, value in registry.load_network(CNN, seed=4).state_dict().items()}
     (tmp_path / "old.safetensors").write_bytes(tensors.encode_tensors(old))
-    with pytest.raises(ModelError, match="0 layers differ"):
+    with pytest.raises(ModelError, match="shapes of 0 layers depend"):
         frozen_part.load_with_new_head(CNN, str(tmp_path / "old.safetensors"), 3, 0)

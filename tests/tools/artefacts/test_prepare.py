@@ -201,16 +201,16 @@ def test_classes_are_aligned_by_their_names_or_by_a_table(tmp_path: Path, align:
 @pytest.mark.parametrize(
     ("donor", "message"),
     [
-        ({"align": "names"}, "align goes by class names: say where these are with `classes`"),
+        ({"align": "names"}, "align needs class names: set `classes`"),
         ({"align": "names", "classes": "none.txt"}, "classes = .*none.txt.* cannot be read"),
-        ({"align": "names", "classes": "imagenet"}, "'imagenet' holds 1000 names, and the donor has 8 classes"),
-        ({"align": "names", "classes": "FILE"}, "no class has the name 'deer': give `align` as a table"),
-        ({"align": {"cat": [0], "dog": [1]}}, "align lacks 'deer', and the job's labels are cat, dog, deer"),
-        ({"align": {"cat": [0], "dog": [1], "deer": [], "ox": []}}, "align has 'ox', and the job's labels are"),
+        ({"align": "names", "classes": "imagenet"}, "'imagenet' has 1000 names for 8 classes of the donor"),
+        ({"align": "names", "classes": "FILE"}, "no class has the name 'deer': write `align` as a table"),
+        ({"align": {"cat": [0], "dog": [1]}}, "align lacks 'deer': write one key for each label of the job"),
+        ({"align": {"cat": [0], "dog": [1], "deer": [], "ox": []}}, "align has 'ox': write one key for each label"),
         ({"align": {"cat": ["crane"], "dog": [], "deer": []}, "classes": "FILE"}, "is the name of classes 6 and 7"),
-        ({"align": {"cat": ["puma"], "dog": [], "deer": []}, "classes": "FILE"}, "'puma' is no class's name: give the"),
-        ({"align": {"cat": ["tabby"], "dog": [], "deer": []}}, "say where these are with `classes`"),
-        ({"align": {"cat": [0], "dog": [0], "deer": []}}, "class 0, which is there twice, for 'cat' and 'dog'"),
+        ({"align": {"cat": ["puma"], "dog": [], "deer": []}, "classes": "FILE"}, "'puma' names no class: write the"),
+        ({"align": {"cat": ["tabby"], "dog": [], "deer": []}}, "set `classes` to a file"),
+        ({"align": {"cat": [0], "dog": [0], "deer": []}}, "align has class 0 twice, for 'cat' and 'dog'"),
     ],
 )  # fmt: skip
 def test_an_alignment_that_cannot_be_is_refused_by_name(tmp_path: Path, donor: dict[str, Any], message: str) -> None:
@@ -237,20 +237,20 @@ def test_a_users_own_network_is_a_donor(tmp_path: Path, monkeypatch: pytest.Monk
     ("table", "error", "message"),
     [
         ({}, JobError, r"neither \[model\] nor \[\[donors\]\]"),
-        ({"donors": [{"name": "p", "network": PLAIN}]}, JobError, r"also needs \[input\]"),
+        ({"donors": [{"name": "p", "network": PLAIN}]}, JobError, r"but no \[input\] or labels"),
         (job({"name": "p", "netwrok": PLAIN}), JobError, r"\[\[donors\]\] 1: .*netwrok.*you mean .network."),
         (job({"name": "p", "network": PLAIN}, {"name": "p", "network": PLAIN}), JobError, "two donors are called 'p'"),
         (job({"name": "P!", "network": PLAIN}), JobError, r"\[\[donors\]\] 1"),
         (job(input={"channels": 3, "size": 28, "mean": [0, 0]}, model=PLAIN), JobError, "mean has 2 values"),
-        (job({"name": "p", "network": PLAIN, "align": "by-name"}), JobError, "align 'by-name' is unknown; there are"),
-        (job({"name": "p", "network": PLAIN, "align": [[0]]}), JobError, "align is for 1 labels, the job has 3"),
-        (job({"name": "p", "network": PLAIN, "align": [[0], [1], [3]]}), ModelError, r"class 3, which .* \(it has 3\)"),
-        (job({"name": "p", "network": PLAIN, "align": [[0], [1], [1]]}), ModelError, "class 1, which is there twice"),
+        (job({"name": "p", "network": PLAIN, "align": "by-name"}), JobError, "align 'by-name' is unknown: use"),
+        (job({"name": "p", "network": PLAIN, "align": [[0]]}), JobError, "align has 1 entries for 3 labels"),
+        (job({"name": "p", "network": PLAIN, "align": [[0], [1], [3]]}), ModelError, "class 3, but .* 3 classes"),
+        (job({"name": "p", "network": PLAIN, "align": [[0], [1], [1]]}), ModelError, "align has class 1 twice"),
         (job({"name": "p", "network": PLAIN, "weights": "no.pt"}), ModelError, "no.pt: no such file"),
         (job({"name": "p", "network": PLAIN, "cuts": ["9"]}), ModelError, "donor 'p' runs no module '9'"),
         (
             job(*({"name": f"p{n}", "network": {**SERIES, "steps": n}} for n in (20, 24)), input={"std": [2.0]}),
-            JobError, r"donor 'p24' takes examples of shape \(24, 3\), 'p20' of \(20, 3\)",
+            JobError, r"donor 'p24' reads examples of shape \(24, 3\), but 'p20' of \(20, 3\)",
         ),
     ],
 )  # fmt: skip
@@ -306,7 +306,7 @@ def test_an_engine_that_cannot_train_the_network_is_refused_before_any_board_is_
 def test_random_weights_that_a_method_never_trains_are_named(tmp_path: Path, method: str, kept: str) -> None:
     job, said = settings.JobSettings(name="j", method=method, model=SERIES), []
     made = prepare_and_check(job, tmp_path / "j.bundle", said.append)
-    told = [line for line in said if "these are random" in line]
+    told = [line for line in said if "which are random" in line]
     assert [kept in line for line in told] == [True] * bool(kept)
 
     given = tmp_path / "given.safetensors"
@@ -315,7 +315,7 @@ def test_random_weights_that_a_method_never_trains_are_named(tmp_path: Path, met
     prepare_and_check(
         msgspec.structs.replace(job, model={**SERIES, "weights": str(given)}), tmp_path / "g.bundle", said.append
     )
-    assert not [line for line in said if "these are random" in line]
+    assert not [line for line in said if "which are random" in line]
 
 
 def test_a_test_set_that_cannot_be_read_is_refused_with_its_table(tmp_path: Path) -> None:

@@ -250,12 +250,12 @@ def test_what_is_taken_back_may_take_back_another() -> None:
     [
         ({"int8": {"size": 8}}, JobError, r"\[int8\]: one of path, sources and dataset is required"),
         ({"int8": {"path": PATH, "siz": 8}}, JobError, r"no key 'siz'; did you mean 'size'\? Keys of \[int8\]: "),
-        ({"int8": {"path": PATH, "share": 1}}, JobError, "share: images are drawn from all"),
+        ({"int8": {"path": PATH, "share": 1}}, JobError, "share has no effect, as images are drawn from the whole"),
         ({"int8": {"path": "no.npz"}}, DataError, "no.npz"),
-        ({"params": {"expansions": 6, "score_at": "input"}}, JobError, r"score_at = 'input' .* leave out \[int8\]"),
-        ({"params": {}}, JobError, r"expansions = 0 scores no outputs: leave out \[int8\]"),
+        ({"params": {"expansions": 6, "score_at": "input"}}, JobError, r"score_at = 'input' scores no outputs"),
+        ({"params": {}}, JobError, r"expansions = 0 scores no outputs: remove \[int8\]"),
         ({"params": {"score_at": "all"}}, JobError, r"\[params\]: .*score_at"),
-        ({"donors": [], "model": PLAIN}, JobError, "the job has none: leave it out"),
+        ({"donors": [], "model": PLAIN}, JobError, "the job has no donors: remove"),
     ],
 )  # fmt: skip
 def test_a_table_that_cannot_be_done_is_refused_before_donors_are_cut(

@@ -121,7 +121,7 @@ def test_a_trained_network_has_numbers_for_labels(tmp_path: Path) -> None:
     model = classifiers.write_classifier(
         tmp_path / "numbers.onnx", facts={"network": json.dumps({**table, "task": "regression"})}
     )
-    with pytest.raises(ModelError, match="predicts regression, and a network that chooses one of several classes"):
+    with pytest.raises(ModelError, match="predicts regression: use a network that predicts classes"):
         run_model(model, tmp_path / "a.npz")
 
 
@@ -129,17 +129,17 @@ def test_what_cannot_be_classified_says_why(model: Path, tmp_path: Path) -> None
     empty = tmp_path / "empty"
     empty.mkdir()
     good = npz(tmp_path / "good.npz", x=np.zeros((2, 4, 4), np.uint8))
-    with pytest.raises(ModelError, match="does not say its labels: give a network that `fedquilt model export` wrote"):
+    with pytest.raises(ModelError, match="has no labels in its metadata: use a file written by `fedquilt"):
         run_model(classifiers.write_classifier(tmp_path / "other.onnx", facts={}), good)
     with pytest.raises(ModelError, match=r"absent\.onnx: the file cannot be read"):
         run_model(tmp_path / "absent.onnx", good)
     with pytest.raises(DataError, match="does not exist: name a folder or a file of"):
         run_model(model, tmp_path / "absent")
-    with pytest.raises(DataError, match="holds none of the files that the network takes"):
+    with pytest.raises(DataError, match="has no files that the network reads"):
         run_model(model, empty)
-    with pytest.raises(DataError, match="expected under 'x_test' or 'x'"):
+    with pytest.raises(DataError, match="name their array 'x_test' or 'x'"):
         run_model(model, npz(tmp_path / "a.npz", z=np.zeros(3)))
-    with pytest.raises(DataError, match="labels must be one of 0 to 1 for each of the 2 images"):
+    with pytest.raises(DataError, match="the labels are not 2 integers from 0 to 1"):
         run_model(model, npz(tmp_path / "b.npz", x=np.zeros((2, 4, 4), np.uint8), y=np.array([0, 2])))
     with pytest.raises(DataError, match=r"cannot read .*c\.npz"):
         run_model(model, npz(tmp_path / "c.npz", x=np.array([{}, {}])))

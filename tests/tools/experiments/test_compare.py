@@ -138,7 +138,7 @@ def test_parameters_of_the_command_line_are_toml_values() -> None:
         "a": {"b": [1, 2]},
     }
     for odd in ("mu=0.1", "fedprox.mu", "fedprox.=1", ".mu=1", "fedprox.mu="):
-        with pytest.raises(JobError, match="expected METHOD"):
+        with pytest.raises(JobError, match="write METHOD"):
             comparison.parse_changes([odd])
 
 
@@ -260,7 +260,7 @@ def test_a_method_without_scores_on_held_out_shares_keeps_the_test_set() -> None
 
 def test_nothing_that_ended_is_a_table_of_nothing(tmp_path: Path) -> None:
     found = tables.make_result("j", [], None, ["fedavg, seed 0: no"])
-    assert tables.format_table(found) == ["no run has come to an end"]
+    assert tables.format_table(found) == ["no run has finished"]
     tables.write_files(found, [], tmp_path)
     assert json.loads((tmp_path / "compare.json").read_text())["failed"] == ["fedavg, seed 0: no"]
     assert "fedavg, seed 0: no" in (tmp_path / "compare.html").read_text()
@@ -520,5 +520,5 @@ def test_runs_that_are_ended_clean_up_and_begin_no_others(tmp_path: Path) -> Non
 
 
 def test_a_process_that_is_killed_is_told_in_a_sentence() -> None:
-    with pytest.raises(FedquiltError, match=r"one of 2 run processes has ended unexpectedly .* fewer cores"):
+    with pytest.raises(FedquiltError, match=r"one of 2 run processes ended unexpectedly .* fewer cores"):
         dict(comparison.run_in_processes(os._exit, [(9,), (9,)], workers=2))

@@ -63,7 +63,7 @@ def test_bounds_of_the_job_choose_among_the_plans(tmp_path: Path, capsys: pytest
 def test_a_bound_that_no_plan_keeps_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for bound in ("joules_per_round = 0.001", "deadline_s = 0.001"):
         assert main(["lab", "front", str(job(tmp_path, more=bound))]) == 0
-        assert f"no plan keeps {bound}: chosen is the one that comes nearest" in capsys.readouterr().out
+        assert f"no plan keeps {bound}: the chosen plan exceeds it least" in capsys.readouterr().out
     for bound in ("joules_per_round = 100000", "deadline_s = 100"):
         assert main(["lab", "front", str(job(tmp_path, more=bound))]) == 0
         assert "no plan keeps" not in capsys.readouterr().out
@@ -93,7 +93,7 @@ def test_boards_whose_idle_power_is_unknown_are_named_beside_the_joules(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["lab", "front", str(job(tmp_path, boards='"jetson-nano", "jetson-xavier-nx"'))]) == 0
-    assert "without the waiting of jetson-xavier-nx, whose idle power nobody knows" in capsys.readouterr().out
+    assert "without the idle energy of jetson-xavier-nx, whose idle power is unknown" in capsys.readouterr().out
     assert told(job(tmp_path), capsys)["idle_power_unknown"] == []
 
 
@@ -105,4 +105,4 @@ def test_boards_without_known_joules_are_named(
     points = tuple(msgspec.structs.replace(point, busy_w=None) for point in bare.operating_points())
     monkeypatch.setattr(energy_front.boards, "create_device", lambda name: SimulatedDevice(bare, points=points))
     assert main(["lab", "front", str(made)]) == 2
-    assert "time or joules of a task are not known" in capsys.readouterr().err
+    assert "the time or joules of a task are unknown" in capsys.readouterr().err

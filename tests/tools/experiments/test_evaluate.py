@@ -148,7 +148,7 @@ def test_a_lost_state_of_an_ended_run_is_an_error(store: Store) -> None:
     run = begun(store)
     store.append_event(run, JobStarted(BlobRef(sha256="a" * 64, size=1)))
     store.set_status(run, "done")
-    with pytest.raises(StoreError, match="gone"):
+    with pytest.raises(StoreError, match="is missing or damaged"):
         evaluation.evaluate_run(store, run)
 
 

@@ -76,13 +76,13 @@ def test_nothing_to_show_says_so() -> None:
         plots.plot_bars([PlotBar("a", [None])], "t", "x"),
         plots.plot_dots([DotRow("a", [])], "t", "x"),
     ):
-        assert "not known of this run" in texts(render_svg(plot))
+        assert "unknown for this run" in texts(render_svg(plot))
 
 
 def test_a_sum_of_zero_is_known() -> None:
     drawn = render_svg(plots.plot_bars([PlotBar("a", [0.0]), PlotBar("b", [0.0])], "t", "%"))
     assert texts(drawn).count("0") >= 2
-    assert "not known of this run" not in texts(drawn)
+    assert "unknown for this run" not in texts(drawn)
 
 
 def test_bars_are_as_long_as_their_parts_and_the_unknown_has_none() -> None:
@@ -93,9 +93,9 @@ def test_bars_are_as_long_as_their_parts_and_the_unknown_has_none() -> None:
     one, _ = (width(shape) for shape in shapes(drawn, f"fill: {SECOND}"))
     assert three == pytest.approx(3 * one, abs=0.2)
     assert nothing == 0
-    assert {"not known", "4", "idle", "work"} <= set(texts(drawn))
+    assert {"unknown", "4", "idle", "work"} <= set(texts(drawn))
     assert "a, idle: 3" in tips(drawn)
-    assert "b, idle: not known" in tips(drawn)
+    assert "b, idle: unknown" in tips(drawn)
 
 
 def test_dots_have_a_figure_and_a_stroke_at_their_mean() -> None:

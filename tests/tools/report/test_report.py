@@ -235,8 +235,8 @@ def test_a_device_that_is_asked_again_begins_later_in_the_timeline(tmp_path: Pat
     section = sections.make_timeline_section(replace(found, events=tuple(dated)))
     assert section is not None
     ((_, drawn),) = section.switch
-    assert {"a, before it was asked: 0", "a, task: 2", "a, waiting: 7"} <= set(re.findall("<title>(.*?)<", str(drawn)))
-    assert {"b, before it was asked: 5", "b, task: 2", "b, waiting: 2"} <= set(re.findall("<title>(.*?)<", str(drawn)))
+    assert {"a, before selection: 0", "a, task: 2", "a, waiting: 7"} <= set(re.findall("<title>(.*?)<", str(drawn)))
+    assert {"b, before selection: 5", "b, task: 2", "b, waiting: 2"} <= set(re.findall("<title>(.*?)<", str(drawn)))
 
 
 def test_of_many_devices_the_worst_errors_are_drawn(tmp_path: Path) -> None:
@@ -286,7 +286,7 @@ def test_where_the_time_went_adds_up() -> None:
     """Both rounds: 2 s at the task, 1 s moving, 1 s waiting, of 4 s."""
     _, page = usual_page()
     shown = " ".join(page.shown)
-    assert "50 % at its task, 25 % fetching, starting and sending, 25 % waiting" in shown
+    assert "50 % of the time on its task, 25 % on transfers and the start, and 25 % waiting" in shown
 
 
 def test_what_a_run_says_is_text_and_no_html() -> None:

@@ -8,19 +8,18 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import classifiers
 import numpy as np
 import pytest
-from waiting import wait_until
-
-pytest.importorskip("onnx")
-pytest.importorskip("onnxruntime")
-
-import classifiers
 from runners import Clock, Running, digest, npy
+from waiting import wait_until
 
 from fedquilt.core import ModelError
 from fedquilt.host.disk import REAL
 from fedquilt.tools.operations.runner.service import RETRY_S, ModelSwitcher
+
+pytest.importorskip("onnx")
+pytest.importorskip("onnxruntime")
 
 
 def test_ten_thousand_requests_through_swaps_none_dropped_none_mixed(running: Running, models: Path) -> None:
@@ -116,7 +115,7 @@ def test_a_model_that_does_not_load_leaves_the_old_one(running: Running, models:
     assert health["trouble"].endswith("the one before answers meanwhile")
     expected = {
         "garbage": "is not a valid ONNX file",
-        "labels": "there are 3 labels",
+        "labels": "2 scores for 3 labels",
         "nothing": "is missing: `fedquilt",
     }
     assert expected.get(what, "is missing: `fedquilt") in health["trouble"]

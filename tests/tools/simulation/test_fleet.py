@@ -235,11 +235,11 @@ def test_a_board_that_is_short_of_memory_does_not_hold_up_a_job_that_wants_it_to
         (
             1,
             [5, 5],
-            r"was killed from outside \(SIGKILL\): start the command again, or .* give a smaller network or batch",
+            r"was killed \(SIGKILL\): start again, or .* use a smaller network or batch",
         ),
-        (2, [5, 5], "was killed from outside .* give fewer --workers than 2"),
-        (2, [5, 6], "a worker of the pool was killed, most likely .* give fewer --workers than 2"),
-        (2, [None, None], "was killed from outside .* give fewer --workers than 2"),
+        (2, [5, 5], r"was killed \(SIGKILL\): .* use fewer --workers than 2"),
+        (2, [5, 6], "a worker of the pool was killed, most likely .* use fewer --workers than 2"),
+        (2, [None, None], r"was killed \(SIGKILL\): .* use fewer --workers than 2"),
     ],
 )
 def test_a_worker_that_is_killed_is_told_with_the_mend_and_leaves_nothing_behind(
@@ -259,8 +259,12 @@ def test_a_worker_that_is_killed_is_told_with_the_mend_and_leaves_nothing_behind
 @pytest.mark.parametrize(
     ("words", "ends", "said"),
     [
-        ("x\nMemoryError: std::bad_alloc", signal.SIGKILL, "ran out of memory; it said: .*bad_alloc; give a smaller"),
-        ("loading", signal.SIGSEGV, "a worker of the pool died of SIGSEGV; it said: loading"),
+        (
+            "x\nMemoryError: std::bad_alloc",
+            signal.SIGKILL,
+            r"ran out of memory \(last line: .*bad_alloc\): use a smaller",
+        ),
+        ("loading", signal.SIGSEGV, "a worker of the pool died of SIGSEGV: loading"),
     ],
 )
 def test_what_a_worker_said_last_or_died_of_is_told(words: str, ends: signal.Signals, said: str) -> None:

@@ -52,7 +52,7 @@ def test_a_run_that_everybody_has_left_stands_still_and_says_so(folder: Path) ->
     hands, held = make_local_backend(point_devices(4, 13), engine=NumpyEngine(UNLIMITED_BYTES, base_bytes=0))
     with Simulation(given, folder, held, folder.parent / "home", offline=held) as simulation:
         assert list(run_rounds(simulation, hands)) == []
-        assert (simulation.status, simulation.reason) == ("running", "no device is left that could continue the run")
+        assert (simulation.status, simulation.reason) == ("running", "no device can continue the run")
         simulation.fleet.bring_online(["dev-1"])
         assert [len(each.rounds) for each in run_rounds(simulation, hands)] == [0, 1, 2]
         assert (simulation.status, simulation.reason) == ("done", "")

@@ -140,6 +140,6 @@ def test_a_full_folder_loses_what_was_used_longest_ago_and_nobody_loses_what_is_
 
 def test_a_content_that_comes_damaged_is_refused(tmp_path: Path) -> None:
     made = files(tmp_path, "one", {"ref": b"weighty"}, [])
-    with pytest.raises(StoreError, match="is damaged: the object store"):
+    with pytest.raises(StoreError, match="is damaged in the object store"):
         made.ensure_file(sha256(b"weights"), "ref")
     assert not list((tmp_path / "files").iterdir())

@@ -147,7 +147,7 @@ def test_a_device_whose_training_diverges_is_told_by_its_name_and_the_others_go_
 
 @pytest.mark.parametrize("workers", [-1, 257])
 def test_too_few_and_too_many_workers_are_refused(folder: Path, workers: int) -> None:
-    with pytest.raises(JobError, match=f"{workers} workers: give 1 to 256"):
+    with pytest.raises(JobError, match=f"{workers} workers: use 1 to 256"):
         play(folder, workers=workers)
 
 

@@ -111,7 +111,7 @@ def test_a_node_with_another_fedquilt_is_refused_by_name(
     node = nodes.add("older", {"PYTHONPATH": str(other)})
     given = plan("fedavg", tmp_path)
     workers = RayWorkers("numpy", "ray", count=None, mixed=True)
-    said = r"older \(Ray node \w+\) has other code than this machine: fedquilt 0\.0\.9 \(\w+\), not 0\.1\.0 \(\w+\)"
+    said = r"older \(Ray node \w+\) has other code than this machine \(fedquilt 0\.0\.9 \(\w+\), not 0\.1\.0 \(\w+\)"
     try:
         with pytest.raises(JobError, match=said), WorkerPool(workers, given.load_devices()[0]) as pool:
             pool.wait_until_ready()
@@ -151,7 +151,7 @@ def test_a_cluster_that_does_not_answer_is_told_with_its_address(monkeypatch: py
     monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:9")
     workers = RayWorkers("numpy", "ray", count=None, mixed=False)
     with (
-        pytest.raises(PoolError, match=r"no Ray could be reached at 127\.0\.0\.1:9 .*same token"),
+        pytest.raises(PoolError, match=r"no Ray cluster answers at 127\.0\.0\.1:9 .*same token"),
         WorkerPool(workers, []),
     ):
         pass

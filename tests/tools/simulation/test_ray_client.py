@@ -109,7 +109,7 @@ def test_a_client_server_that_never_starts_a_process_is_given_up(
 
     monkeypatch.setattr(ray, "init", fail)
     workers = RayWorkers("numpy", address, count=1, mixed=False)
-    said = rf"no Ray could be reached at {address} \(Starting Ray client server failed\)"
+    said = rf"no Ray cluster answers at {address} \(Starting Ray client server failed\)"
     with pytest.raises(PoolError, match=said), hands(workers, plan("fedavg", tmp_path)):
         pass
     assert asked == [address] * 3

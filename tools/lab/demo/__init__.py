@@ -34,7 +34,7 @@ from fedquilt.models.stitching import stitched_network
 from fedquilt.models.stitching.stitched_network import DonorPool, StitchedNetwork
 from fedquilt.tools.artefacts import export, prepare
 from fedquilt.tools.experiments import evaluation, tables
-from fedquilt.tools.experiments.baselines import BaselineSetup, pool_examples, run_to_last_state
+from fedquilt.tools.experiments.baselines import BaselineSetup, pool_examples, run_search
 from fedquilt.tools.experiments.single_run import run_seed
 from fedquilt.tools.report import render_run_page
 from fedquilt.tools.report.rendering import HtmlTable, PageSection
@@ -109,9 +109,7 @@ def compare_networks(
     accuracies = []
     for member in devices:
         report_progress(f"{member.device} alone")
-        artefact_of_device = fedstitch.result(
-            run_to_last_state(single, plan.bundle, [member], fedstitch.METHOD, engine)
-        )
+        artefact_of_device = fedstitch.result(run_search(single, plan.bundle, [member], fedstitch.METHOD, engine))
         accuracies.append(
             DeviceAccuracy(
                 member.device, len(member.train) + len(member.held_out), setup.compute_accuracy(artefact_of_device)
