@@ -51,7 +51,7 @@ BOARD_FILES: Final = (
     ),
     *("tools/boards/__init__.py", "tools/boards/clocks.py", "tools/boards/doctor/"),
     *("tools/boards/enrol.py", "tools/boards/record/", "tools/boards/targets.py", "tools/operations/__init__.py"),
-    *("tools/operations/access_control.py", "tools/operations/runner/", "tools/simulation/__init__.py"),
+    *("tools/operations/access_control.py", "tools/operations/inference_server/", "tools/simulation/__init__.py"),
     "tools/simulation/task_process.py",
 )
 # what these folders have for coordinators and simulations

@@ -127,6 +127,7 @@ class RunFollower:
         return rows
 
     def find_last_metric(self) -> float | None:
+        """Return the weighted metric of the latest evaluation after a round of training, or None."""
         all_scores = (
             committed_round.scores
             for committed_round in reversed(self.summary.committed_rounds())
@@ -152,7 +153,7 @@ class RunFollower:
     def describe_current_round(
         self, wait_reason: str | None = None, devices: Mapping[str, DeviceStatus] = {}
     ) -> dict[str, Any]:
-        """Return phase, devices, counts and wait reason of the current round."""
+        """Return phase, selected devices, counts and the reason to wait (or None) of the current round, from 1."""
         state = self.state
         parts = self.parts.get(state.round, {})
         return {

@@ -20,7 +20,7 @@ from runners import Clock, Running, digest, npy
 
 from fedquilt.core import ModelError
 from fedquilt.host.disk import REAL
-from fedquilt.tools.operations.runner.service import RETRY_S, ModelSwitcher
+from fedquilt.tools.operations.inference_server.service import RETRY_S, ModelSwitcher
 
 
 def test_ten_thousand_requests_through_swaps_none_dropped_none_mixed(running: Running, models: Path) -> None:
@@ -113,9 +113,9 @@ def test_a_model_that_does_not_load_leaves_the_old_one(running: Running, models:
     status, health = running.client.ask("GET", "/v1/health")
     assert status == 200
     assert health["model"] == old
-    assert health["trouble"].endswith("the one before answers meanwhile")
-    expected = {"garbage": "it is no ONNX file", "labels": "there are 3 labels", "nothing": "is missing: `fedquilt"}
-    assert expected.get(what, "is missing: `fedquilt") in health["trouble"]
+    assert health["trouble"].endswith("(the previous model stays in use)")
+    expected = {"garbage": "it is no ONNX file", "labels": "there are 3 labels", "nothing": "is missing: deploy"}
+    assert expected.get(what, "is missing: deploy") in health["trouble"]
     assert running.client.post(npy(classifiers.image(250)))[0] == 200
     classifiers.lead(models, "b")
     assert running.models.reload_if_changed()
@@ -154,5 +154,5 @@ def test_a_file_and_a_models_folder_do_too(models: Path) -> None:
     found = ModelSwitcher(path)
     os.replace(models / "b" / "model.onnx", path)
     assert found.reload_if_changed()
-    with pytest.raises(ModelError, match=r"model .*/nothing is missing: `fedquilt rollout model` puts one there"):
+    with pytest.raises(ModelError, match=r"model .*/nothing is missing: deploy one with `fedquilt rollout model`"):
         ModelSwitcher(models / "nothing")
