@@ -126,7 +126,7 @@ def is_told(home: Path, examples: Path, form: str) -> str:
     with pytest.raises(DataError, match=r"cannot read .*: Permission denied") as raised:
         load_examples(DataSpec.parse({"path": str(path)}))
     settings = AgentSettings(device="d", home=str(home), data={"path": str(examples)})
-    assert "cannot be read by this user" in examine(settings, "FQ309").sentence
+    assert "is not readable by this user" in examine(settings, "FQ309").sentence
     return str(raised.value)
 
 
@@ -223,7 +223,7 @@ def test_the_clock_commands_are_an_ordinary_users(user: User):
         user.shut(root / "sys/kernel/debug")
     alone = user.does(said, "status", *where)
     assert "emc     emc: " in alone
-    assert "its list is for root alone to read" in alone
+    assert "frequencies readable only by root" in alone
 
 
 def found(root: Path) -> Any:
@@ -255,7 +255,7 @@ def test_the_doctor_asks_the_helper_for_what_this_user_may_not_read(user: User):
     with Served(blind, root / "run/fedquilt", user.gid):
         ((severity, sentence),) = user.does(found, root)
     assert severity == "warning"
-    assert "neither to this user nor to the clock helper" in sentence
+    assert "neither by this user nor by the clock helper" in sentence
 
 
 def holds(socket: Path, limit: Path) -> Any:

@@ -286,7 +286,7 @@ def test_hold_holds_until_it_is_interrupted(
     assert cli.main(["board", "clocks", "hold", "cpu=345.6MHz", *where]) == 0
     assert (
         capsys.readouterr().out
-        == "held: cpu 345.6 MHz (interrupt to let go)\nlet go: the board's own settings are back\n"
+        == "held: cpu 345.6 MHz (interrupt to let go)\nunpinned: the board's own settings are restored\n"
     )
     assert served.max_khz() == 2035200
     assert cli.main(["board", "clocks", "hold", "cpu=345.6GHz", *where]) == 8

@@ -146,7 +146,9 @@ def test_the_rounds_compared_are_taken_together() -> None:
     assert found["figures"]["output_score_to_naive_by_wall"]["value"] == 30.0
     assert found["figures"]["references_to_plain_forward_by_wall"]["value"] == 2.0
     assert [row["candidates"] for row in found["rounds"]] == [2, 2]
-    assert {"path", "blocks", "naive", "output", "hybrid", "input"} <= set(" ".join(stitch.lines(found)).split())
+    assert {"path", "blocks", "naive", "output", "hybrid", "input"} <= set(
+        " ".join(stitch.format_result(found)).split()
+    )
     assert msgspec.json.decode(msgspec.json.encode(found)) == found  # the command's other form
 
 
@@ -217,7 +219,7 @@ def test_ours_and_the_bare_loop_take_the_same_steps(images: Path, monkeypatch: p
     by_cpu = told["ours"]["cpu_rates"][0] / told["bare_n"]["cpu_rates"][0]
     assert figures["overhead_of_bare_loop_by_cpu"]["value"] == pytest.approx(by_cpu, abs=0.001)
     assert "overhead_of_flower" not in figures
-    assert sim.lines(result)[-len(figures) :] == format_figures(result)
+    assert sim.format_result(result)[-len(figures) :] == format_figures(result)
 
 
 def test_images_that_do_not_do_are_refused(images: Path) -> None:

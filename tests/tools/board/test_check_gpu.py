@@ -255,7 +255,7 @@ def test_what_a_gpu_tells_is_in_units_of_si_and_the_rest_is_left_out(fake_gpu: g
         "its own",
         "580.65",
     )
-    assert unknown["power_limit_default_w"] == "nvidia-smi does not tell"
+    assert unknown["power_limit_default_w"] == "not reported by nvidia-smi"
     assert all(name in unknown for name, value in environment.items() if value is None)
     rows = fake_gpu._check_clocks(Path())[2]
     assert {"clock": "GPU memory", "now_mhz": 2619.0, "high_mhz": None, "settings": 0} in rows

@@ -160,7 +160,7 @@ def test_a_point_too_slow_for_its_time_is_skipped():
     board.trouble = slow
     found = measurement.measure_points(board.rig(), POINTS, 60.0)
     assert [name for name, _ in found.skipped] == [POINTS[2].name]
-    assert "did not suffice" in found.skipped[0][1]
+    assert "not enough time" in found.skipped[0][1]
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError, SystemExit])
@@ -207,12 +207,12 @@ def test_without_a_meter_power_is_left_out_and_that_is_said():
     assert (found.idle_w, result.board.idle_w, result.errors.get("power")) == (None, None, None)
     assert all(point.busy_w is None and point.flops_per_s for point in result.board.operating_points())
     assert "power could not be measured" in result.board.sources["measured"].text
-    assert "no power meter: power is left out of the profile" in record.format_fitted_profile(result)
+    assert "no power meter: the profile has no power" in record.format_fitted_profile(result)
 
 
 def test_a_recording_of_nothing_is_an_error_with_the_reasons():
     found = measurement.measure_points(FakeBoard().rig(), POINTS, 0.1)
-    with pytest.raises(ClockError, match=r"no time was left.*more --minutes"):
+    with pytest.raises(ClockError, match=r"no time left.*increase --minutes"):
         record.build_profile(found, FACTS, LISTS)
 
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 def test_a_broker_open_to_the_network_needs_a_password_file() -> None:
     for host in ("0.0.0.0", "192.168.1.5", "board.local"):
-        with pytest.raises(JobError, match=f"a broker on {host} is open to the network, so it needs --password-file"):
+        with pytest.raises(JobError, match=f"broker on {host} would be open to the network: add --password-file"):
             EmbeddedBroker(host)
     EmbeddedBroker("127.0.0.5")
     EmbeddedBroker("localhost")

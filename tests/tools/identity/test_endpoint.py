@@ -211,7 +211,7 @@ def test_a_revocation_list_that_cannot_be_read_is_answered_and_logged(
     (site.authority.folder / "crl.pem").unlink()
     status, body = ask(site, "GET", enrolment.CRL)
     assert status == 500
-    assert "the revocation list cannot be read" in json.loads(body)["reason"]
+    assert "revocation list cannot be read" in json.loads(body)["reason"]
     assert "crl.pem" in caplog.text
 
 

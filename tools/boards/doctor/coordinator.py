@@ -106,7 +106,7 @@ def _check_waiting_jobs(home: Path, store: Store) -> Iterator[Numbered]:
     unfinished = [row for row in store.readable_jobs() if row.status in (*UNDER_WAY, "stopping")]
     names = ", ".join(row.id for row in unfinished[:MAX_NAMES]) + (" ..." if len(unfinished) > MAX_NAMES else "")
     if not store.is_served():
-        sentence = f"{home} has {len(unfinished)} unfinished runs ({names}), but no coordinator is running"
+        sentence = f"no coordinator serves {home}, but runs are unfinished: {names}"
         problem = Problem(sentence, f"fedquilt serve --home {home}")
         yield "FQ507", problem if unfinished else f"no run waits in {home}, and no coordinator is running"
         return
@@ -116,8 +116,8 @@ def _check_waiting_jobs(home: Path, store: Store) -> Iterator[Numbered]:
         if (stuck := _check_stuck_job(row, store)) is not None:
             yield "FQ509", stuck
     if running and (queued := [row.id for row in unfinished if row not in running]):
-        queued_names, hint = ", ".join(queued[:MAX_NAMES]), "limits.toml of the home sets how many run at once"
-        yield "FQ508", f"{len(queued)} runs ({queued_names}) wait for one of {len(running)} running ones to end: {hint}"
+        names, hint = ", ".join(queued[:MAX_NAMES]), "limits.toml of the home sets how many run at once"
+        yield "FQ508", f"queued behind {len(running)} running: {names} ({hint})"
 
 
 def _check_stuck_job(row: StoredJob, store: Store) -> Problem | None:

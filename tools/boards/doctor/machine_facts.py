@@ -75,13 +75,7 @@ class MachineFacts:
 
 
 def read_machine(root: Path, clock_s: float, now_s: float) -> MachineFacts:
-    """Return the facts of the machine whose root file system is at `root`.
-
-    Args:
-        root: Root file system.
-        clock_s: Wall-clock time, which is one of the facts.
-        now_s: Monotonic time, for power sensors.
-    """
+    """Return the facts of the machine whose root file system is at `root`. `now_s` is a monotonic time."""
     is_this_machine = root == ROOT
     release = re.search(r"# R(\d+)", sysfs.read_text(root / "etc/nv_tegra_release") or "")
     compatible = sysfs.read_strings(sysfs.device_tree_folder(root) / "compatible")
@@ -267,7 +261,6 @@ def free_bytes(folder: Path) -> int:
 
 
 def nearest_existing(folder: Path) -> Path:
-    """Return the folder, or its nearest parent that exists."""
     return next(path for path in (folder, *folder.absolute().parents) if os.path.exists(path))
 
 

@@ -212,8 +212,6 @@ UNPACK_COMMAND: Final = f'umask 077; d=$(mktemp -d) && tar -x -C "$d" && mv "$d/
 
 
 class SshHost:
-    """A board that is reached by ssh."""
-
     def __init__(self, name: str) -> None:
         if not re.fullmatch(r"[A-Za-z0-9_][^\s]*", name):
             raise LinkError(f"--ssh {name!r} is not a host: write user@host")

@@ -335,7 +335,6 @@ def make_limited_protocol(connections: ConnectionLimiter) -> Callable[..., async
 
 
 async def close_late_connections(connections: ConnectionLimiter, server: Any) -> None:
-    """Close connections whose deadline has passed, until the server ends."""
     while not server.should_exit:
         connections.close_overdue()
         await asyncio.sleep(CHECK_S)

@@ -53,8 +53,6 @@ class FleetView(NamedTuple):
 
 
 class HomeWatcher:
-    """Cached fleet, runs and rollouts of a home, and the number of changes of each database."""
-
     def __init__(self, home: Path) -> None:
         self.home = home
         self.changes = {"boards": 0, "runs": 0}
@@ -80,7 +78,6 @@ class HomeWatcher:
     # -- changes --
 
     async def poll_databases(self) -> None:
-        """Check the databases for changes until the watcher is closed."""
         files = {"boards": device_status.NAME, "runs": NAME}
         while not self._closing:
             changed = False

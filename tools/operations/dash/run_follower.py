@@ -54,8 +54,6 @@ class RoundTimes:
 
 
 class RunFollower:
-    """State of one run after the events so far."""
-
     def __init__(self, row: StoredJob, max_cells: int = MAX_CELLS) -> None:
         self.row, self.seq, self.max_cells = row, 0, max_cells
         self.lines: deque[LogLine] = deque(maxlen=MAX_LOG_LINES)
@@ -78,7 +76,6 @@ class RunFollower:
         return self._outcomes.by_round
 
     def add_event(self, seq: int, time_s: float, event: AnyEvent) -> None:
-        """Apply the next event of the run and add its log line."""
         old_summary = self.summary
         self._outcomes.apply_event(event, time_s)
         text, *details = event_messages.format_event(old_summary, event, self.summary)

@@ -41,11 +41,7 @@ POLL_S: Final = 0.2  # interval of checks for a new model
 
 
 def serve_model(
-    location: Path,
-    listen: str,
-    *,
-    anywhere: bool = False,
-    print_line: Callable[[str], None] = print,
+    location: Path, listen: str, *, anywhere: bool = False, print_line: Callable[[str], None] = print
 ) -> None:
     """Answer requests until KeyboardInterrupt, and follow changes of the model at `location`, a folder or file.
 

@@ -149,12 +149,9 @@ class DriftCounts:
         self._classes = [0.0] * len(reference.class_counts)
 
     def add_examples(self, names: tuple[str, ...], values: np.ndarray, classes: Sequence[int]) -> None:
-        """Count examples. Without a reference of these features, the first `size` examples become the reference.
+        """Count n examples with feature values (n, features) and predicted classes.
 
-        Args:
-            names: Names of the features.
-            values: Values of the features (n, features).
-            classes: Predicted class of each example.
+        Without a reference of these features, the first `size` examples become the reference.
         """
         if self.reference is not None and self.reference.names != names:
             self.reference = None  # of another version of fedquilt

@@ -119,9 +119,9 @@ def test_rounds_that_are_no_number_are_named(tmp_path: Path) -> None:
 
 
 def test_mnist_is_found_where_its_files_or_torchvision_put_it(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="t1 needs --data: a folder with MNIST's files"):
+    with pytest.raises(DataError, match="table t1 needs data: add --data with a folder that contains MNIST's files"):
         grid.resolve_mark("t1", "mnist", "", None)
-    with pytest.raises(DataError, match=r"there is no MNIST in .*train-images-idx3-ubyte, .*MNIST/raw below it"):
+    with pytest.raises(DataError, match=r"no MNIST in .*train-images-idx3-ubyte, .*MNIST/raw below"):
         grid.resolve_mark("t", "mnist", "", tmp_path)
     (tmp_path / "train-images-idx3-ubyte.gz").write_bytes(b"")
     assert grid.resolve_mark("t", "mnist", "", tmp_path) == {"path": str(tmp_path)}
@@ -135,7 +135,7 @@ def test_mnist_is_found_where_its_files_or_torchvision_put_it(tmp_path: Path) ->
 
 def test_cifar_and_weights_are_found_or_what_is_wanted_is_said(tmp_path: Path) -> None:
     """CIFAR-10 as a file or as torchvision puts it."""
-    with pytest.raises(DataError, match=r"there is no CIFAR-10 in .*: cifar10\.npz, or torchvision's folder"):
+    with pytest.raises(DataError, match=r"no CIFAR-10 in .*: put cifar10\.npz or torchvision's cifar-10"):
         grid.resolve_mark("t", "cifar", "", tmp_path)
     (tmp_path / "cifar-10-batches-py").mkdir()
     assert grid.resolve_mark("t", "cifar", "", tmp_path) == {"path": str(tmp_path), "dataset": "CIFAR10"}
