@@ -176,7 +176,9 @@ class NewJob:
 def _require_same_or_absent(file: Path, payload: bytes) -> None:
     with disk.disk_errors(f"read {file}"):
         if file.exists() and file.read_bytes() != payload:
-            raise StoreError(f"{file} exists with other content: add --force to replace it, or choose another --out")
+            raise StoreError(
+                f"{file} exists already with other content: add --force to replace it, or choose another --out"
+            )
 
 
 def inspect_source(source: str, label: str) -> DataInspection:

@@ -282,7 +282,7 @@ def test_a_mode_that_may_not_be_read_is_not_the_catalogues_default(user: User):
     user.shut(root / "var/lib/nvpmodel/status")
     mode, several, said = user.does(asks_for_the_mode, root)
     assert (mode, several) == (None, True)
-    assert said.startswith("only root can read nvpmodel's status")
+    assert said.startswith("the power mode is unknown: only root")
 
 
 def is_no_board(root: Path) -> str:

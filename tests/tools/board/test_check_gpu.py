@@ -193,8 +193,8 @@ def test_peaks_on_a_gpu_are_judged_within_the_plan(changes: dict[str, Any], verd
         ({"to_cpu": 0.2}, "warning", "0.2"),
         ({"to_cpu": None}, "skipped", "not compared: no GPU"),
         ({"to_repetition": 1e-6}, "warning", "two runs differ by 1e-06"),
-        ({"too_large": "exception"}, "error", "ended as exception"),
-        ({"next_task": "failed"}, "error", "the next as failed"),
+        ({"too_large": "exception"}, "error", "ended with 'exception'"),
+        ({"next_task": "failed"}, "error", "the next one with 'failed'"),
     ],
 )
 def test_results_on_a_gpu_are_judged(changes: dict[str, Any], verdict: str, said: str) -> None:

@@ -108,14 +108,14 @@ def test_progress_is_shown_with_the_time_that_is_left():
     measurement.measure_points(board.rig(), POINTS, 300.0, said.append)
     starts = [line for line in said if line.startswith("[")]
     assert [line.split("]")[0] for line in starts] == [f"[{k}/{len(POINTS)}" for k in range(1, len(POINTS) + 1)]
-    assert starts[0].startswith(f"[1/{len(POINTS)}] {POINTS[0].name}; at most 4.8 min more")
+    assert starts[0].startswith(f"[1/{len(POINTS)}] {POINTS[0].name}, at most 4.8 min left")
     assert board.now_s - 100.0 < 600.0
 
 
 def test_how_far_to_trust_the_fit_is_said_by_points_left_out_of_it():
     result = record.build_profile(measurement.measure_points(FakeBoard().rig(), POINTS, 120.0), FACTS, LISTS)
     assert record.describe_accuracy(result)[0].startswith(
-        "time: the model holds well elsewhere, within 0.0 % at every point left out"
+        "time: the model predicts other points well, within 0.0 % at points left out"
     )
     board = FakeBoard()
 
@@ -125,10 +125,10 @@ def test_how_far_to_trust_the_fit_is_said_by_points_left_out_of_it():
 
     board.trouble = odd
     off = record.build_profile(measurement.measure_points(board.rig(), POINTS, 120.0), FACTS, LISTS)
-    assert "time: the model holds badly elsewhere" in record.describe_accuracy(off)[0]
+    assert "time: the model predicts other points badly" in record.describe_accuracy(off)[0]
     few = dataclasses.replace(result, errors={"time": fit.RelativeErrors((0.0,), (None,))})
     assert record.describe_accuracy(few) == [
-        "time: not cross-validated, as too few points were measured: give it more --minutes"
+        "time: not cross-validated, too few points were measured: increase --minutes"
     ]
 
 
@@ -146,7 +146,7 @@ def test_time_is_bounded_and_what_was_left_out_is_said():
     )
     assert found.skipped
     assert len(found.points) + len(found.skipped) == len(POINTS)
-    assert {reason for _, reason in found.skipped} == {"no time was left"}
+    assert {reason for _, reason in found.skipped} == {"no time left"}
     assert board.held is None
 
 

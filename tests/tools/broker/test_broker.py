@@ -66,7 +66,7 @@ def test_a_port_in_use_is_said(embedded_broker: EmbeddedBroker) -> None:
 def test_a_broker_that_does_not_begin_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(broker, "START_S", 0.05)
     monkeypatch.setattr(EmbeddedBroker, "_run_event_loop", lambda self, make, ready, failures: None)
-    with pytest.raises(LinkError, match=r"does not start within 0\.05 s: run the command again"):
+    with pytest.raises(LinkError, match=r"did not start within 0\.05 s: run the command again"):
         EmbeddedBroker().start()
 
 

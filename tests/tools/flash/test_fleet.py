@@ -77,7 +77,7 @@ def test_a_run_that_broke_off_goes_on(site: Path, capfd: pytest.CaptureFixture[s
     (site / "down").unlink()
     assert flash(site) == 0
     said = capfd.readouterr().out
-    assert "orin-1: done before" in said
+    assert "orin-1: flashed before" in said
     assert (site / "fedquilt-boards/orin-1.tar").stat().st_mtime_ns == made
     assert (site / "board/etc/fedquilt/token").read_bytes() == token
     register = CertificateRegister(site / "ca/register.db")
@@ -92,10 +92,10 @@ def test_a_row_that_changed_is_done_again_and_no_other(site: Path, capfd: pytest
     assert flash(site) == 0
     said = capfd.readouterr().out
     assert "orin-2: flashed before" in said
-    assert "orin-1: done before" not in said
+    assert "orin-1: flashed before" not in said
     (site / "fedquilt-boards/orin-1.tar").unlink()
     assert flash(site) == 0
-    assert "orin-1: done before" not in capfd.readouterr().out
+    assert "orin-1: flashed before" not in capfd.readouterr().out
 
 
 def redeem(register: CertificateRegister, token: str) -> None:

@@ -104,7 +104,7 @@ def test_a_raspberrys_image_gets_what_a_mounted_root_gets(
     bundle = make({"agent.toml": b'device = "orin-1"\n', "token": b"secret\n"}, HERE)
     said = put(base, tmp_path / "orin-1.img", bundle)
     assert hashlib.sha256(base.read_bytes()).digest() == before
-    assert said[-1].endswith("partition 2 write the image to a card as usual")
+    assert said[-1].endswith("installed in partition 2; write the image to a card as usual")
     install.install_bundle(bundle, install.RootFileSystem(tree, print_line=lambda line: None))
     got = inside(tmp_path / "orin-1.img", tmp_path)
 
@@ -154,7 +154,7 @@ def test_another_machine_and_another_python_are_refused(tree: Path, tmp_path: Pa
     with image.open_image_copy(tmp_path / "a.img", tmp_path / "o.img", "/usr/bin/python3.11", print) as copied:
         with pytest.raises(InstallRefusedError, match=r"has no /usr/bin/python3\.11, but python3\.13"):
             install.check_compatibility(copied.root, asked)
-        with pytest.raises(InstallRefusedError, match="is aarch64, and this bundle for x86_64"):
+        with pytest.raises(InstallRefusedError, match="is aarch64, but the bundle is for x86_64"):
             install.check_compatibility(copied.root, {**asked, "machine": "x86_64"})
     assert not [path for path in tmp_path.iterdir() if path.name.startswith("o.img")]
 

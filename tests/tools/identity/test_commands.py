@@ -76,7 +76,7 @@ def test_a_board_without_a_network_enrols_by_hand(folder: Path, capsys: pytest.C
     assert "orin-7 is enrolled, until" in said(capsys, "identity", "enrol", board)
     listed = json.loads(said(capsys, "identity", "list", "--format", "json"))["certificates"]
     assert [(one["name"], one["kind"], one["key_id"]) for one in listed] == [("orin-7", "device", fingerprint)]
-    assert "for 'orin-7', not for orin-8" in said(capsys, "identity", "sign", "orin.csr", "--device", "orin-8", code=2)
+    assert "of 'orin-7', not of orin-8" in said(capsys, "identity", "sign", "orin.csr", "--device", "orin-8", code=2)
 
 
 def test_a_port_that_there_is_not_is_refused(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -222,7 +222,7 @@ class GpuCheck:
         gpus = [str(row["device"]) for row in ran if "cpu" not in str(row["device"]).lower() and not row["reason"]]
         if not gpus:
             return "error", f"nothing runs on a GPU: {'; '.join(reasons)}", rows
-        sentence = f"{', '.join(gpus)}; outputs differ from the CPU's by at most {TOLERANCE:g}"
+        sentence = f"{', '.join(gpus)}; outputs as the CPU's within {TOLERANCE:g}"
         return ("warning" if reasons else "ok"), "; ".join([sentence, *reasons]), rows
 
     def _bench(self, folder: Path) -> tasks.TaskBench:
@@ -328,7 +328,7 @@ def judge_results(row: Row, why_no_cuda: str) -> Outcome:
         return "error", f"a task that exceeds the memory ended with {codes}; expected 'memory' and 'ok'", [row]
     repeat_difference, cpu_difference = row["to_repetition"], row["to_cpu"]
     sentence = f"two runs differ by {repeat_difference:.2g}" if repeat_difference else "two runs are bit-identical"
-    sentence += "; a task that exceeds the memory is refused, and the next one works"
+    sentence += "; a task above the memory is refused, and the next one works"
     if cpu_difference is None:
         return "skipped", f"{sentence}; GPU and CPU are not compared: {why_no_cuda}", [row]
     sentence = f"after {row['steps']} steps the update differs from the CPU's by {cpu_difference:.2g}; {sentence}"

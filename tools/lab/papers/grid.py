@@ -240,7 +240,7 @@ def _get_rounds(job: Mapping[str, Any]) -> int:
 
 def _require_known(kind: str, names: Iterable[str], choices: Iterable[str]) -> None:
     for name in sorted(set(names) - set(choices)):
-        raise JobError(f"unknown {kind} {name!r}{toml.describe_choices(name, choices)}")
+        raise JobError(f"{kind}: {name!r} is unknown{toml.describe_choices(name, choices)}")
 
 
 def read_tables(file: Path) -> dict[str, GridTable]:
