@@ -104,7 +104,7 @@ def revoke_certificates(folder: Path, name: str) -> int:
     return 0
 
 
-def create_token(folder: Path, pattern: str, out: Path | None) -> int:
+def create_and_print_token(folder: Path, pattern: str, out: Path | None) -> int:
     if pattern in RESERVED_NAMES:
         raise JobError(f"{pattern!r} is reserved: use `fedquilt identity issue {pattern}` for its certificate")
     now_s = clock_s()
@@ -129,7 +129,7 @@ def serve_enrolment(folder: Path, listen: str, hosts: Sequence[str], days: float
     return 0
 
 
-def sign_request(folder: Path, csr: Path, device: str, out: Path | None, days: float | None) -> int:
+def sign_request_file(folder: Path, csr: Path, device: str, out: Path | None, days: float | None) -> int:
     with disk.disk_errors(f"read {csr}"):
         data = csr.read_bytes()[: enrolment.MAX_BODY_BYTES]
     issued = EnrolmentService(CertificateAuthority(folder), days).sign_request(data.decode("ascii", "replace"), device)
@@ -141,7 +141,7 @@ def sign_request(folder: Path, csr: Path, device: str, out: Path | None, days: f
     return 0
 
 
-def configure_broker(
+def write_broker_config(
     folder: Path, broker: Any, hosts: Sequence[str], out: Path, *, fleet: str, listen: str, installed: str | None
 ) -> int:
     authority, now_s = CertificateAuthority(folder), clock_s()

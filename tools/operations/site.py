@@ -162,7 +162,7 @@ class SiteWorker:
         if not self._round_stored and self._outcome is None and not is_running:
             self._round_stored = True
             try:
-                self._outcome = self._begin_round(request)
+                self._outcome = self._begin_or_resume_round(request)
             except FedquiltError as error:
                 self._outcome = WorkResult(code="failed", reason=shorten_error(str(error)))
         elif not self._round_stored and self._outcome is None and not self._adopt_running_round(request):
@@ -184,9 +184,7 @@ class SiteWorker:
     def fds(self) -> Sequence[int]:
         return ()
 
-    def close(self) -> None:
-        # the round stays in the log and resumes at the next start
-        ...
+    def close(self) -> None: ...  # the round stays in the log and resumes at the next start
 
     def observe(self, job: JobView, event: events.AnyEvent) -> None:
         """Record the commit or failure of the requested round.
@@ -243,7 +241,7 @@ class SiteWorker:
         job = self.server.find_job(request.task.job)
         if job is None or job.id in self._stopping or job.job_state.state is None or sites.STATE not in request.bundles:
             return False
-        with contextlib.suppress(FedquiltError):  # `_begin_round` reports the error
+        with contextlib.suppress(FedquiltError):  # `_begin_or_resume_round` reports the error
             is_same_round = job.job_state.parent_order is not None and job.job_state.round == request.task.round
             self._round_stored = is_same_round and self._has_parent_state(
                 job.job_state.state,
@@ -251,7 +249,7 @@ class SiteWorker:
             )
         return self._round_stored
 
-    def _begin_round(self, request: WorkRequest) -> WorkResult | None:
+    def _begin_or_resume_round(self, request: WorkRequest) -> WorkResult | None:
         # None while the round runs, or the outcome of a committed round or stopped job
         task, store, id = request.task, self._store, request.task.job
         if sites.STATE not in request.bundles or "job" not in task.params:

@@ -223,7 +223,7 @@ def test_ours_and_the_bare_loop_take_the_same_steps(images: Path, monkeypatch: p
 
 
 def test_images_that_do_not_do_are_refused(images: Path) -> None:
-    with pytest.raises(DataError, match="has 300 examples .*, but 600 images"):
+    with pytest.raises(DataError, match=r"has 300 examples .*, but 600 images"):
         sim.write_workload(replace(TINY, clients=15), images, images / "out")
     with pytest.raises(DataError):
         sim.write_workload(TINY, images / "nowhere", images / "out")

@@ -232,7 +232,7 @@ def fake_gpu(monkeypatch: pytest.MonkeyPatch) -> gpu_check.GpuCheck:
         told = "580.65, 70.5, 700.00, [N/A], 7, 512, 1980, 2000, 2619, [Not Supported]\n"
         return SimpleNamespace(stdout="70.5\n" if command[2] == "--query-gpu=power.draw" else told)
 
-    monkeypatch.setattr(gpu_check, "_find_cuda", lambda: (FakeCuda(), ""))
+    monkeypatch.setattr(gpu_check, "_find_cuda_or_reason", lambda: (FakeCuda(), ""))
     monkeypatch.setattr(gpu_check.subprocess, "run", run)
     return gpu_check.GpuCheck()
 

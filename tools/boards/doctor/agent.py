@@ -76,7 +76,7 @@ def _check_credentials(settings: AgentSettings, path: Path) -> Verdict:
         return error(str(problem), f"correct [broker] in {path}")
 
 
-def _check_secret_modes(settings: AgentSettings) -> Verdict:
+def _check_secret_file_modes(settings: AgentSettings) -> Verdict:
     for name in (settings.broker.key, settings.broker.password_file, settings.enrol.token):
         try:
             mode = os.stat(name).st_mode if name is not None else 0
@@ -87,7 +87,7 @@ def _check_secret_modes(settings: AgentSettings) -> Verdict:
     return None
 
 
-def _check_validity(device_certificate: Certificate, path: Path, clock_s: float) -> Verdict:
+def _check_certificate_validity(device_certificate: Certificate, path: Path, clock_s: float) -> Verdict:
     begins_s, ends_s = device_certificate.begins_s, device_certificate.ends_s
     label = f"certificate {device_certificate.file}"
     end_day = format_day(ends_s)
@@ -122,8 +122,8 @@ def format_day(clock_s: float) -> str:
 
 IDENTITY: Final = (
     Check("FQ304", ("settings", "path"), _check_credentials),
-    Check("FQ305", ("settings",), _check_secret_modes),
-    Check("FQ306", ("certificate", "path", "clock_s"), _check_validity),
+    Check("FQ305", ("settings",), _check_secret_file_modes),
+    Check("FQ306", ("certificate", "path", "clock_s"), _check_certificate_validity),
     Check("FQ307", ("certificate", "settings"), _check_certificate_name),
 )
 
@@ -406,7 +406,9 @@ def _check_engines_fit_budget(
     return f"engines that fit the budget: {', '.join(fitting)}"
 
 
-def _check_other_engines(budget_bytes: int, path: Path, packages: InstalledPackages, machine: MachineFacts) -> Verdict:
+def _check_engine_besides_numpy(
+    budget_bytes: int, path: Path, packages: InstalledPackages, machine: MachineFacts
+) -> Verdict:
     engines = _installed_engines(packages)
     if [name for name in engines if memory_budget.minimum_task_bytes(name, {}) < budget_bytes] != ["numpy"]:
         return None
@@ -451,7 +453,7 @@ AGENT: Final = (
     Check("FQ309", ("settings", "path"), check_examples),
     Check("FQ310", ("budget_bytes", "memory_bytes", "path"), _check_memory_budget),
     Check("FQ311", ("budget_bytes", "path", "packages", "machine"), _check_engines_fit_budget),
-    Check("FQ312", ("budget_bytes", "path", "packages", "machine"), _check_other_engines),
+    Check("FQ312", ("budget_bytes", "path", "packages", "machine"), _check_engine_besides_numpy),
     Check("FQ313", ("settings", "budget_bytes", "machine"), _check_available_memory, FREE_MEMORY_FIX),
     Check("FQ314", ("budget_bytes", "machine"), _check_unit_limit, "fedquilt board flash again, which sets MemoryMax"),
     Check("FQ315", ("settings", "machine"), _check_clock_helper, "sudo systemctl enable --now fedquilt-clocks"),

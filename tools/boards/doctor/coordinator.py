@@ -51,27 +51,28 @@ def check_coordinator(home: Path, free: FreeBytes = free_bytes) -> Iterator[Numb
         return
     try:
         with open_store(home) as store:
-            for reason, is_damaged in _unreadable_logs(store):
-                yield "FQ504", error(reason, DAMAGE_FIX if is_damaged else VERSION_FIX)
+            yield from _check_event_logs(store)
             yield from _check_waiting_jobs(home, store)
             yield from _check_blobs(store)
     except FedquiltError as problem:
         yield "FQ504", error(str(problem), VERSION_FIX)
 
 
-def _unreadable_logs(store: Store) -> Iterator[tuple[str, bool]]:
-    # reason, and whether the log is damaged and not of another version
+def _check_event_logs(store: Store) -> Iterator[Numbered]:
+    def unreadable(reason: str, is_damaged: bool) -> Numbered:
+        return "FQ504", error(reason, DAMAGE_FIX if is_damaged else VERSION_FIX)
+
     for row in store.all_jobs():
         if isinstance(row, UnreadableRow):
-            yield row.reason, row.damaged
+            yield unreadable(row.reason, row.damaged)
             continue
         try:
             for _ in store.read_events(row.id):
                 pass
         except JobError as problem:
-            yield str(problem), isinstance(problem, DamagedRunError)
+            yield unreadable(str(problem), isinstance(problem, DamagedRunError))
     for damage in store.rollouts.read_errors().values():
-        yield str(damage), isinstance(damage, DamagedRunError)
+        yield unreadable(str(damage), isinstance(damage, DamagedRunError))
 
 
 def _check_free_space(folder: Path, free: FreeBytes) -> str | Problem:

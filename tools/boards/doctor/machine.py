@@ -63,7 +63,7 @@ def is_gpu_expected(machine: MachineFacts) -> bool:
     return machine.has_gpu and (not machine.is_tegra or (machine.jetpack or 0) >= 6)
 
 
-def _check_onnx(machine: MachineFacts, packages: InstalledPackages) -> Verdict:
+def _check_onnx_conflict(machine: MachineFacts, packages: InstalledPackages) -> Verdict:
     plain, gpu = (packages.versions.get(name) for name in ("onnxruntime", "onnxruntime-gpu"))
     if plain is not None and gpu is not None:
         return Problem(
@@ -85,7 +85,7 @@ def _check_onnx_gpu(machine: MachineFacts, packages: InstalledPackages) -> Verdi
     return Problem(sentence, _installation_command(machine, "gpu", uninstalled="onnxruntime"))
 
 
-def _check_torch(machine: MachineFacts, packages: InstalledPackages) -> Verdict:
+def _check_torch_gpu(machine: MachineFacts, packages: InstalledPackages) -> Verdict:
     if (version := packages.versions.get("torch")) is None:
         return None
     if is_gpu_expected(machine) and packages.torch_cuda is None:
@@ -94,7 +94,7 @@ def _check_torch(machine: MachineFacts, packages: InstalledPackages) -> Verdict:
     return f"torch {version}" + (f", CUDA {packages.torch_cuda}" if packages.torch_cuda else ", on the CPU")
 
 
-def _check_torch_cuda(machine: MachineFacts, packages: InstalledPackages) -> Verdict:
+def _check_torch_cuda_version(machine: MachineFacts, packages: InstalledPackages) -> Verdict:
     driver_cuda, torch_cuda = CUDA_BY_JETPACK.get(machine.jetpack or 0), packages.torch_cuda
     if driver_cuda is None or not torch_cuda or torch_cuda.split(".")[0] == str(driver_cuda):
         return None
@@ -105,7 +105,7 @@ def _check_torch_cuda(machine: MachineFacts, packages: InstalledPackages) -> Ver
     )
 
 
-def _check_numpy(machine: MachineFacts, packages: InstalledPackages) -> Verdict:
+def _check_numpy_fits_torch(machine: MachineFacts, packages: InstalledPackages) -> Verdict:
     numpy, torch_version = packages.versions.get("numpy"), packages.versions.get("torch")
     if numpy is None or torch_version is None or packages.torch_numpy != 1 or int(numpy.split(".")[0]) < 2:
         return None
@@ -121,11 +121,11 @@ def _check_numpy(machine: MachineFacts, packages: InstalledPackages) -> Verdict:
 PACKAGES: Final = tuple(
     Check(number, ("machine", "packages"), find)
     for number, find in (
-        ("FQ201", _check_onnx),
+        ("FQ201", _check_onnx_conflict),
         ("FQ202", _check_onnx_gpu),
-        ("FQ203", _check_torch),
-        ("FQ204", _check_torch_cuda),
-        ("FQ206", _check_numpy),
+        ("FQ203", _check_torch_gpu),
+        ("FQ204", _check_torch_cuda_version),
+        ("FQ206", _check_numpy_fits_torch),
     )
 )
 
@@ -213,7 +213,7 @@ def _check_word_size(machine: MachineFacts) -> Verdict:
     return None if machine.python_bits == 64 else error(sentence)
 
 
-def _check_clock(machine: MachineFacts) -> Verdict:
+def _check_wall_clock(machine: MachineFacts) -> Verdict:
     sentence = f"the clock shows {time.strftime('%Y-%m-%d %H:%M', time.gmtime(machine.clock_s))} UTC"
     if machine.clock_s < MIN_CLOCK_S:
         return error(f"{sentence}, a time in the past: certificates are refused as not yet valid")
@@ -297,7 +297,7 @@ def _check_temperature(machine: MachineFacts) -> Verdict:
     return Problem(f"no thermal zone in {machine.root / 'sys/class/thermal'} can be read: overheating goes unnoticed")
 
 
-def _check_heat(machine: MachineFacts) -> Verdict:
+def _check_overheating(machine: MachineFacts) -> Verdict:
     if machine.temperature_c is None or machine.temperature_c < HOT_C:
         return None
     sentence = f"the hottest zone is at {machine.temperature_c:.0f} C: the board lowers its clocks"
@@ -366,7 +366,7 @@ def _check_restored_clocks(helper: HelperStatus | HelperFault) -> Verdict:
     return Problem(f"the clock helper could not restore the board's settings: {unrestored}") if unrestored else None
 
 
-def _check_hidden_clocks(machine: MachineFacts) -> Verdict:
+def _check_unreadable_clocks(machine: MachineFacts) -> Verdict:
     if not machine.hidden_clocks:
         return None
     names = ", ".join(machine.hidden_clocks)
@@ -381,7 +381,7 @@ def _check_hidden_clocks(machine: MachineFacts) -> Verdict:
     return f"the clock helper reports the frequencies of {names}, which this user cannot read"
 
 
-def _check_gpu(machine: MachineFacts) -> Verdict:
+def _check_gpu_driver(machine: MachineFacts) -> Verdict:
     if not machine.is_tegra or machine.gpu_listed:
         return "the kernel lists the GPU (/sys/class/devfreq)" if machine.is_tegra else None
     return Problem("the kernel does not list the GPU (/sys/class/devfreq): its driver is not loaded, so it is unusable")
@@ -413,7 +413,7 @@ MACHINE: Final = tuple(
     for number, needs, find, fix in (
         ("FQ101", "machine", _check_python, ""),
         ("FQ102", "machine", _check_word_size, "install the board's 64-bit system (`uname -m` then prints aarch64)"),
-        ("FQ110", "machine", _check_clock, SET_CLOCK_FIX),
+        ("FQ110", "machine", _check_wall_clock, SET_CLOCK_FIX),
         ("FQ120", "machine", _check_memory, "fedquilt doctor --root / on the board itself"),
         ("FQ130", "machine", _check_swap, FREE_MEMORY_FIX),
         ("FQ131", "machine", _check_swap_on_card, ""),
@@ -421,7 +421,7 @@ MACHINE: Final = tuple(
         ("FQ141", "machine", _check_delegation, DELEGATE_FIX),
         ("FQ150", "machine", _check_power_sensors, ""),
         ("FQ151", "machine", _check_temperature, "grep . /sys/class/thermal/thermal_zone*/temp"),
-        ("FQ152", "machine", _check_heat, ""),
+        ("FQ152", "machine", _check_overheating, ""),
         ("FQ153", "machine", _check_voltage, "use the power supply recommended for this board, and reboot"),
         ("FQ154", "machine", _check_throttling, ""),
         ("FQ155", "machine", _check_over_current, CURRENT_FIX),
@@ -430,8 +430,8 @@ MACHINE: Final = tuple(
         ("FQ161", "machine", _check_clocks_pinned_by_others, UNPIN_FIX),
         ("FQ170", "helper", _check_clock_helper, ""),  # FQ315 checks whether the settings need a helper
         ("FQ171", "helper", _check_restored_clocks, RESTART_FIX),
-        ("FQ172", "machine", _check_hidden_clocks, f"{RESTART_FIX}, and check that it runs as root"),
-        ("FQ173", "machine", _check_gpu, KERNEL_FIX),
+        ("FQ172", "machine", _check_unreadable_clocks, f"{RESTART_FIX}, and check that it runs as root"),
+        ("FQ173", "machine", _check_gpu_driver, KERNEL_FIX),
     )
 )
 

@@ -64,7 +64,7 @@ class RootFileSystem:
         self.changes = 0
 
     def resolve(self, name: str | PurePosixPath, max_links: int = 20) -> Path:
-        """Return the real path of a name, with links resolved inside this root."""
+        """Return the real path of a name, with links resolved inside this root. Refuse a loop of links."""
         resolved, remaining_parts = self.path, list(PurePosixPath(name).parts)
         while remaining_parts:
             part = remaining_parts.pop(0)
@@ -139,7 +139,7 @@ class RootFileSystem:
                 path.unlink()
         return True
 
-    def read_json(self, name: str) -> dict[str, Any]:
+    def read_json_or_empty(self, name: str) -> dict[str, Any]:
         try:
             return json.loads(self.path_for(name).read_text(encoding="utf-8"))
         except (OSError, ValueError):
@@ -223,7 +223,7 @@ def _install_and_start(bundle: Path, root: RootFileSystem, manifest: Mapping[str
     for unit in units:
         root.write_file(f"{UNIT_FOLDER}/{unit}", (bundle / "units" / unit).read_bytes())
         root.create_symlink(f"{WANTS_FOLDERS[Path(unit).suffix]}/{unit}", f"../{unit}")
-    for unit in set(root.read_json(INSTALLATION_RECORD).get("units", ())) - set(units):
+    for unit in set(root.read_json_or_empty(INSTALLATION_RECORD).get("units", ())) - set(units):
         _remove_unit(root, unit)
     record = {"version": manifest["version"], "device": manifest["device"], "id": manifest["id"], "units": units}
     record["settings"] = {name: digest for name, digest in manifest["files"].items() if name.startswith("etc/")}
@@ -284,7 +284,7 @@ def _install_settings(bundle: Path, root: RootFileSystem, manifest: Mapping[str,
     if not root.path_for(SETTINGS_FOLDER).is_dir() and root.record_change(f"make /{SETTINGS_FOLDER}"):
         root.path_for(SETTINGS_FOLDER).mkdir(parents=True)
         root.path_for(SETTINGS_FOLDER).chmod(0o755)
-    installed = root.read_json(INSTALLATION_RECORD).get("settings", {})
+    installed = root.read_json_or_empty(INSTALLATION_RECORD).get("settings", {})
     for name, digest in sorted(manifest["files"].items()):
         if not name.startswith("etc/"):
             continue

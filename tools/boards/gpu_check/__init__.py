@@ -117,7 +117,7 @@ class SkippedPartError(FedquiltError):
 class GpuCheck:
     def __init__(self) -> None:
         self._device: Device = devices.create_device("auto", devices.ROOT)
-        self._cuda, self._no_cuda_reason = _find_cuda()
+        self._cuda, self._no_cuda_reason = _find_cuda_or_reason()
         self._smi_values = query_nvidia_smi(self._cuda)
         self._workload = tasks.WITHOUT_GPU if self._cuda is None else tasks.ON_GPU
 
@@ -459,7 +459,7 @@ def query_nvidia_smi(cuda: Any, names: Collection[str] = tuple(QUERY_FIELDS)) ->
     return values
 
 
-def _find_cuda() -> tuple[Any, str]:
+def _find_cuda_or_reason() -> tuple[Any, str]:
     if not importlib.util.find_spec("torch"):
         return None, "torch is not installed"
     importlib.import_module("fedquilt.edge_agent.engines.torch.engine")  # before torch, for the threads of tasks

@@ -161,8 +161,10 @@ def _measure_point(setup: MeasurementSetup, point: OperatingPoint, deadline_s: f
     _keep_pin_and_require_time(setup, deadline_s)
     plain_s = (PLAIN_SHARE if setup.probes else 1.0) * (deadline_s - setup.clock())
     plain_end_s = setup.clock() + plain_s
-    compute_s, busy_w = _time_units(setup, setup.work.compute, plain_end_s - (1 - COMPUTE_SHARE) * plain_s, deadline_s)
-    traffic_s, _ = _time_units(setup, setup.work.traffic, plain_end_s, deadline_s)
+    compute_s, busy_w = _measure_times_and_power(
+        setup, setup.work.compute, plain_end_s - (1 - COMPUTE_SHARE) * plain_s, deadline_s
+    )
+    traffic_s, _ = _measure_times_and_power(setup, setup.work.traffic, plain_end_s, deadline_s)
     rates = {}
     for index, (workload, probes) in enumerate(setup.probes.items()):
         workload_end_s = setup.clock() + (deadline_s - setup.clock()) / (len(setup.probes) - index)
@@ -203,7 +205,7 @@ def _measure_rates(
     return rates if rates.flops_per_s else None
 
 
-def _time_units(
+def _measure_times_and_power(
     setup: MeasurementSetup, unit: Callable[[], object], target_end_s: float, deadline_s: float
 ) -> tuple[list[float], float | None]:
     times: list[float] = []

@@ -115,8 +115,8 @@ def serve_blob(url: str, folder: str, sha256: str, transport: str, loss: str) ->
 
 
 def _serve_tcp(path: str, loss: float) -> None:
-    # Prints the port, serves until SIGTERM, and prints the measurement. SIGUSR1 begins an outage: all connections and
-    # the listener are closed for OUTAGE_S, like those of a killed server. A client first sends an offset of 8 bytes.
+    """Print the port, serve from a client's offset until SIGTERM, and print the measurement. SIGUSR1: an outage."""
+    # in an outage, all connections and the listener are closed for OUTAGE_S, like those of a killed server
     lost_count, socks = [0], list[socket.socket]()
     send = _create_unreliable_send(loss, lost_count) if loss else _send_rest
 

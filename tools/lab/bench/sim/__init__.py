@@ -279,7 +279,7 @@ def _run_and_measure_contestant(
         max_rss, max_pss, cpu_before_s = 0, 0, _child_processor_s()
         while process.poll() is None:
             show_status()
-            now_rss, now_pss = _memory_bytes(process.pid)
+            now_rss, now_pss = _rss_and_pss_bytes(process.pid)
             max_rss, max_pss = max(max_rss, now_rss), max(max_pss, now_pss)
             time.sleep(SAMPLE_S)
         with contextlib.suppress(psutil.NoSuchProcess):
@@ -314,7 +314,7 @@ def _child_processor_s() -> float:
     return times.children_user + times.children_system
 
 
-def _memory_bytes(pid: int) -> tuple[int, int]:
+def _rss_and_pss_bytes(pid: int) -> tuple[int, int]:
     rss = pss = 0
     try:
         root = psutil.Process(pid)
