@@ -57,7 +57,7 @@ def print_status(root: Path, format: str) -> int:
 
 
 def pin_point(text: str, root: Path, *, dry_run: bool = False) -> int:
-    """Pin the clocks to a point until KeyboardInterrupt, or with `dry_run` only print the settings. Return 0.
+    """Pin the clocks until KeyboardInterrupt, or with `dry_run` only print the settings. Return 0.
 
     Raise JobError if the text is no point, and ClockError without a clock helper or a suitable frequency.
     """

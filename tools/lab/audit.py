@@ -110,7 +110,7 @@ def extract_gradient(
 
 
 def audit_methods(data: Path, *, count: int = 4, size: int = 0) -> dict[str, Any]:
-    """Attack `count` examples of each variant, scaled to `size` pixels unless 0. Return "rows" and "pictures".
+    """Attack `count` examples of each variant, scaled to `size` unless 0. Return "rows" and "pictures".
 
     "rows" has PSNR in dB, uploaded values and inferred labels by variant, "pictures" for each example the original and
     its reconstructions (h, w, channels) from 0 to 1. Raise DataError if the examples are not square images.
@@ -224,7 +224,7 @@ def reconstruct_example(
     rng: np.random.Generator,
     steps: int,
 ) -> np.ndarray:
-    """Return an image of this shape, from 0 to 1, whose gradient is nearest to `gradient` (GENE-FL, Eq. 13).
+    """Return an image from 0 to 1 with the gradient nearest to `gradient` (GENE-FL, Eq. 13).
 
     This is iDLG's Algorithm 1 in float64 with a line search (strong Wolfe). The paper has none and fails more often.
     """

@@ -41,7 +41,7 @@ class ExaminationTarget:
 
 
 def print_findings(target: ExaminationTarget, format: str) -> int:
-    """Examine the target and print the findings. Return the exit code: 0, 10 with warnings, 11 with errors."""
+    """Examine the target and print the findings. Return exit code 0, 10 (warnings) or 11 (errors)."""
     results = run_groups(select_groups(target))
     if format == "json":
         print(msgspec.json.encode(findings.to_report(results)).decode())
@@ -57,7 +57,7 @@ def select_groups(
     free: machine_facts.FreeBytes = machine_facts.free_bytes,
     limit_s: float = TIME_LIMIT_S,
 ) -> dict[str, Group]:
-    """Return the groups of checks for a target, by name. Raise JobError if its options exclude each other.
+    """Return the named groups of checks of a target. Raise JobError for conflicting options.
 
     `clock_s` is the wall-clock time (default now). The checks of the broker end within `limit_s` from now.
     """

@@ -281,7 +281,7 @@ CheckSteps = Generator[Numbered, None, bool]
 def check_broker_for_device(
     settings: AgentSettings, clock_s: float, deadline: ExaminationDeadline
 ) -> Iterator[Numbered]:
-    """Yield findings on a device's connection, access rules and handshake, up to an error that prevents others."""
+    """Yield findings on a device's connection, access rules and handshake, up to an error."""
     try:
         broker = Broker.from_url(**msgspec.structs.asdict(settings.broker))
     except FedquiltError:

@@ -37,7 +37,7 @@ MODULES: Final = (
 
 
 def check_version(settings: AgentSettings, path: Path) -> None:
-    """Check that an agent of this version can run with these settings, by a small task. Raise JobError if not."""
+    """Raise JobError unless an agent of this version can run a small task with these settings."""
     for module in MODULES:
         try:
             import_module(f"fedquilt.{module}")

@@ -96,7 +96,7 @@ class FlashState(NamedTuple):
 
 
 def read_table(path: Path, target: str | None = None) -> list[BoardRow]:
-    """Read a table of boards, whose target defaults to `target`. Raise JobError for invalid or missing rows."""
+    """Read a table of boards, with `target` as their default. Raise JobError for invalid rows."""
     try:
         with path.open(newline="", encoding="utf-8-sig") as file:
             csv_rows = list(csv.DictReader(file, skipinitialspace=True))
@@ -149,7 +149,7 @@ def flash_boards(
     print_line: PrintLine = progress.LINE.print_to_stdout,
     now_s: Callable[[], float] = time.time,
 ) -> dict[str, str]:
-    """Flash every board without a valid record, also after failures. Return the error of each failed board, by name.
+    """Flash boards without a valid record, even after failures. Return the error by failed board.
 
     Raise StoreError if the boards enrol and `plan.authority` has no authority.
     """
@@ -232,7 +232,7 @@ def _hash_inputs(row: BoardRow, plan: FlashPlan) -> str:
 
 
 def find_record(row: BoardRow, plan: FlashPlan) -> FlashRecord | None:
-    """Return the record of a flashed board, or None if it, its inputs or its output file are missing or changed."""
+    """Return the record of a flashed board, or None if it is missing or its inputs or output changed."""
     try:
         record = msgspec.json.decode((plan.folder / f"{row.name}.json").read_bytes(), type=FlashRecord)
     except (OSError, msgspec.DecodeError):
@@ -284,7 +284,7 @@ def format_states(states: Sequence[FlashState], width: int | None = None) -> lis
 def watch_boards(
     read_current_states: Callable[[], Sequence[FlashState]], wait: Callable[[float], None], print_line: PrintLine
 ) -> Sequence[FlashState]:
-    """Print each change of enrolment until no flashed board waits for its first boot. Return the last states."""
+    """Print changes of enrolment until no flashed board waits for its first boot. Return the states."""
     last_enrolments: dict[str, EnrolmentState] = {}
     while True:
         states = read_current_states()

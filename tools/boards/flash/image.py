@@ -51,10 +51,7 @@ class Partition(NamedTuple):
 
 
 def find_root_partition(image: Path, *, original_path: Path | None = None) -> Partition:
-    """Return the ext partition named APP (L4T), or else the largest one. Raise InstallRefusedError if there is none.
-
-    Messages name `original_path` if `image` is a copy.
-    """
+    """Return the ext partition APP (L4T), or else the largest, or raise InstallRefusedError."""
     name = original_path or image
     command = [_find_program("partx"), "--pairs", "--output", "NR,START,SECTORS,NAME", "-", str(image)]
     table = subprocess.run(command, capture_output=True, text=True, check=False).stdout  # "" without a partition table

@@ -167,10 +167,7 @@ def _run_measured(bench: TaskBench, worker: ChildWorker, work: str, batch: int, 
 
 
 def memory_row(work: str, batch: int, budget: str, result: WorkResult, predicted: int | None) -> Row:
-    """Return the predicted and the measured peak in MB above the idle engine, of processor and GPU together.
-
-    Values that were not measured are None.
-    """
+    """Return predicted and measured peak of processor and GPU in MB above the idle engine, or None."""
     is_measured = result.peak_bytes is not None and result.base_bytes is not None
     peak_above_idle_bytes = result.peak_bytes - result.base_bytes if is_measured else None  # type: ignore[operator]
     return {
@@ -298,7 +295,7 @@ def count_repetitions(run: Work, min_s: float = MIN_RUN_S) -> int:
 
 
 def compare_rates(labels: tuple[str, str, str], items: int, engine: Work, bare: Work, pairs: int = PAIR_COUNT) -> Row:
-    """Time both functions in pairs, in alternating order, and return the rates (`items` per second of each run).
+    """Time the functions in pairs, in alternating order, and return the rates (`items` per second).
 
     `labels` are the names of work, processor and unit. The ratio is the median of the pairs.
     """

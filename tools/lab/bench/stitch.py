@@ -64,7 +64,7 @@ class ScoringRound:
 
 
 def measure(report: Callable[[str], None], size: int = SMALL_SIDE, images: int = IMAGES) -> dict[str, Any]:
-    """Measure rounds by each way of scoring, naive scoring, and the references. Return times and judged figures."""
+    """Time scoring rounds, naive scoring and the references. Return times and judged figures."""
     depths = DEPTHS if size <= SMALL_SIDE else DEPTHS[1:2]
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch) / "donors"

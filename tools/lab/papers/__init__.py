@@ -187,7 +187,7 @@ def make_result(
 
 
 def judge_claims(grid: Grid, columns: Mapping[str, Mapping[str, Any]]) -> dict[str, tuple[ClaimSpec, dict[str, Any]]]:
-    """Judge all claims for their rows and columns. Return claim and verdict by name, without those that lack a run."""
+    """Return claim and verdict by name, without claims that lack a run."""
     judged = {}
     for claim in grid.claims:
         baseline = claim.over or claim.of

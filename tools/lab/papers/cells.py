@@ -182,7 +182,7 @@ def _use_one_thread() -> None:
 
 
 def run_case(case: ComparisonCase, report: comparison.ReportRound) -> SeedRun:
-    """Run one case and return its result: by the row's `play` function, on single devices (`alone`) or as a job."""
+    """Run one case as its row requires (`play`, `alone`), and return its result."""
     options, job, folder = msgspec.json.decode(case.how, type=ExecutionOptions), case.settings, Path(case.folder)
     if choose_job_engine(job, methods.load(job.method)) == "torch":
         _use_one_thread()
