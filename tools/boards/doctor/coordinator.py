@@ -41,7 +41,7 @@ def check_coordinator(home: Path, free: FreeBytes = free_bytes) -> Iterator[Numb
         return
     lock = home / "lock"
     if lock.exists() and not os.access(lock, os.W_OK):
-        sentence = f"{lock} is not writable by this user, who cannot start a coordinator"
+        sentence = f"{lock} is not writable by this user: no coordinator can start"
         yield "FQ503", error(sentence, f"sudo chown $USER {lock}")
     if (mode := home.stat().st_mode & 0o777) & 0o005:
         sentence = f"all users of this machine can read the models and updates in {home} (mode {mode:04o})"

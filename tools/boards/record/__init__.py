@@ -143,7 +143,7 @@ def build_profile(recording: BoardMeasurements, facts: BoardFacts, lists: Lists)
         axes = {axis: ClockSteps(values, LISTED) for axis, values in lists.items()}
         clocks = profiles.BoardClocks(**axes)
         sources[LISTED] = NumberSource(
-            "measured", "What the board's own clock files list, as the clock helper told it."
+            "measured", "Frequencies in the board's clock files, reported by the clock helper."
         )
         sources[FITTED] = NumberSource("measured", _describe_fit(len(measured_points), errors))
     board = BoardProfile(

@@ -229,7 +229,7 @@ class SecuredApp:
         is_action = request.method not in ("GET", "HEAD")
         reason = access_control.refusal_reason(request.headers, self._names, is_action=is_action)
         if reason is None and len(scope.get("query_string", b"")) > MAX_QUERY_BYTES:
-            reason = "so long a question has no answer here"
+            reason = f"query is too long: send at most {MAX_QUERY_BYTES} bytes"
         if reason is not None:
             return await _make_problem_response(403, reason)(scope, receive, send_with_headers)
         return await self._app(scope, receive, send_with_headers)

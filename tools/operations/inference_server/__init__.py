@@ -217,7 +217,7 @@ class InferenceServer:
             case "GET" | "HEAD", "/v1/health":
                 return self._service.make_health()
         raise RequestRefusedError(
-            404, f"there is no {exchange.method} {exchange.path[:100]!r}: use /v1/classify, /v1/label or /v1/health"
+            404, f"unknown request {exchange.method} {exchange.path[:100]}: use /v1/classify, /v1/label or /v1/health"
         )
 
     def _refuse_other_sites(self, exchange: HttpExchange) -> None:
