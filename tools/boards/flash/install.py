@@ -302,7 +302,7 @@ def _install_settings(bundle: Path, root: RootFileSystem, manifest: Mapping[str,
 
 
 def uninstall(root: RootFileSystem, *, purge: bool = False) -> int:
-    """Remove the installation from a root, with `purge` also settings, identity and state. Return the changes made."""
+    """Remove the installation from a root, with `purge` also its settings and state. Return the change count."""
     old_changes = root.changes
     unit_folder = root.path_for(UNIT_FOLDER)
     units = {path.name for path in unit_folder.glob("fedquilt-*")} if unit_folder.is_dir() else set()
