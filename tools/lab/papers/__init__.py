@@ -100,8 +100,7 @@ def run_table(
     runs, failed = comparison.run_cases([cell.case for cell in grid_cells], out, cells.run_case, report, parallel=True)
     if failed and not (grid.may_fail and runs):
         raise JobError(
-            f"{len(failed)} of {len(grid_cells)} runs failed ({failed[0]}): repeat the command to continue with them. "
-            f"The results of the others are in {out / 'runs'}"
+            f"{len(failed)} of {len(grid_cells)} runs failed, results of the others are in {out / 'runs'}: {failed[0]}"
         )
     with toml.prefix_errors(f"{table.file}, table {table.name}"):
         return {**make_result(table.name, grid, grid_cells, runs, chosen_seeds, rounds), "about": grid.about}
