@@ -334,7 +334,7 @@ def _check_shipped_profile(settings: AgentSettings, path: Path, machine: Machine
         return f"profile {shipped.board} of fedquilt describes this board"
     compatible = ", ".join(sysfs.read_strings(sysfs.device_tree_folder(machine.root) / "compatible"))
     return Problem(
-        f"no shipped profile describes this board ({compatible}): its speed and power are unknown, clocks are not pinned",
+        f"no profile describes this board ({compatible}): its speed and power are unknown, clocks are not pinned",
         f'sudo fedquilt board record --out own.toml, and profile = "own.toml" in {path}',
     )
 
