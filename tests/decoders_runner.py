@@ -11,8 +11,8 @@ import numpy as np
 from decoding import Decoder
 
 from fedquilt.core import DECODE_ERRORS, DataError
-from fedquilt.tools.operations.runner import drift
-from fedquilt.tools.operations.runner.service import ModelService, ModelSwitcher
+from fedquilt.tools.operations.inference_server import drift
+from fedquilt.tools.operations.inference_server.service import ModelService, ModelSwitcher
 
 
 def every(folder: Path) -> dict[str, Decoder]:
@@ -47,6 +47,10 @@ def every(folder: Path) -> dict[str, Decoder]:
             "tools/artefacts/classifier.py", answers.classify_bytes, (DataError,), tuple(bodies), share=0.2
         ),
         "reference": Decoder(
-            "tools/operations/runner/service.py", compared, DECODE_ERRORS, (msgspec.json.encode(kept),), share=0.2
+            "tools/operations/inference_server/service.py",
+            compared,
+            DECODE_ERRORS,
+            (msgspec.json.encode(kept),),
+            share=0.2,
         ),
     }

@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 
 from fedquilt.host.disk import REAL
-from fedquilt.tools.operations.runner import RunnerServer
-from fedquilt.tools.operations.runner.service import ModelService, ModelSwitcher
+from fedquilt.tools.operations.inference_server import InferenceServer
+from fedquilt.tools.operations.inference_server.service import ModelService, ModelSwitcher
 
 
 class Clock:
@@ -26,7 +26,7 @@ class Clock:
 
 
 class Client:
-    def __init__(self, server: RunnerServer) -> None:
+    def __init__(self, server: InferenceServer) -> None:
         self._connection = http.client.HTTPConnection(*server.address, timeout=60)
 
     def ask(self, method: str, path: str, body: Any = None, **headers: str) -> tuple[int, Any]:
@@ -45,7 +45,7 @@ class Running:
     def __init__(self, models: Path, clock: Clock | None = None) -> None:
         self.models = ModelSwitcher(models)
         self.service = ModelService(self.models, models, size=100, **({"clock": clock} if clock else {}))
-        self.server = RunnerServer(self.service, "127.0.0.1", 0)
+        self.server = InferenceServer(self.service, "127.0.0.1", 0)
         self.server.start()
         self._clients: list[Client] = []
         self.client = self.connect()

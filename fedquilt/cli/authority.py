@@ -86,7 +86,7 @@ def token(device: str, out: Path | None, ca: Path) -> int:
     """Create a one-time token for a device, valid for 72 hours and shown once."""
     from fedquilt.tools.identity import commands
 
-    return commands.create_token(ca, device, out)
+    return commands.create_and_print_token(ca, device, out)
 
 
 @verb()
@@ -117,4 +117,4 @@ def sign(csr: Path, device: str, out: Path | None, days: float | None, ca: Path)
     """Sign a certificate request that was copied from a device."""
     from fedquilt.tools.identity import commands
 
-    return commands.sign_request(ca, csr, device, out, days)
+    return commands.sign_request_file(ca, csr, device, out, days)

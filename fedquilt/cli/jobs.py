@@ -370,7 +370,7 @@ def config(
     """Write the configuration of an MQTT broker: TLS, permissions and limits."""
     from fedquilt.tools.identity import commands
 
-    return commands.configure_broker(ca, kind, list(hosts), out, fleet=fleet, listen=listen, installed=installed)
+    return commands.write_broker_config(ca, kind, list(hosts), out, fleet=fleet, listen=listen, installed=installed)
 
 
 def write_job(job: NewJob, *, force: bool) -> None:

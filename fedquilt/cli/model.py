@@ -37,6 +37,6 @@ def run(network: Path, examples: Path, format: str) -> int:
 @option("--listen-anywhere", is_flag=True, help="Allow an address of --listen that other machines reach.")
 def serve(models: Path, listen: str, listen_anywhere: bool) -> None:
     """Serve predictions of an exported network, with updates in place and drift detection."""
-    from fedquilt.tools.operations import runner
+    from fedquilt.tools.operations.inference_server import serve_model
 
-    runner.serve_model(models, listen=listen, anywhere=listen_anywhere, print_line=lambda line: print(line, flush=True))
+    serve_model(models, listen=listen, anywhere=listen_anywhere, print_line=lambda line: print(line, flush=True))

@@ -126,7 +126,7 @@ def is_told(home: Path, examples: Path, form: str) -> str:
     with pytest.raises(DataError, match=r"cannot read .*: Permission denied") as raised:
         load_examples(DataSpec.parse({"path": str(path)}))
     settings = AgentSettings(device="d", home=str(home), data={"path": str(examples)})
-    assert "cannot be read by this user" in examine(settings, "FQ309").sentence
+    assert "is not readable by this user" in examine(settings, "FQ309").sentence
     return str(raised.value)
 
 
@@ -218,12 +218,12 @@ def test_the_clock_commands_are_an_ordinary_users(user: User):
         told = user.does(said, "status", *where)
         assert "lists 204 2133 3199" in told
         held = user.does(held_for_a_moment, "emc=2133MHz", *where)
-        assert held.startswith("held: emc 2133 MHz (interrupt to let go)\nlet go")
+        assert held.startswith("pinned: emc 2133 MHz (Ctrl-C to unpin)\nunpinned")
     if not user.root:
         user.shut(root / "sys/kernel/debug")
     alone = user.does(said, "status", *where)
     assert "emc     emc: " in alone
-    assert "its list is for root alone to read" in alone
+    assert "frequencies readable only by root" in alone
 
 
 def found(root: Path) -> Any:
@@ -241,11 +241,11 @@ def test_the_doctor_asks_the_helper_for_what_this_user_may_not_read(user: User):
     user.shut(root / "sys/kernel/debug")
     (root / "run").mkdir()
     ((severity, sentence),) = user.does(found, root)
-    assert (severity, sentence.split(":")[0]) == ("ok", "the frequencies of emc are for root alone to read")
+    assert (severity, sentence.split(":")[0]) == ("ok", "the frequencies of emc are unknown")
     with Served(whole, root / "run/fedquilt", user.gid) as served:
         assert served.path == root / machine_facts.SOCKET
         assert user.does(found, root) == [
-            ["ok", "the clock helper tells the frequencies of emc, which this user may not read"]
+            ["ok", "the clock helper reports the frequencies of emc, which this user cannot read"]
         ]
     shutil.rmtree(root / "run/fedquilt")
     blind = user.folder / "blind"  # without debugfs and without modes, root itself knows no list
@@ -255,7 +255,7 @@ def test_the_doctor_asks_the_helper_for_what_this_user_may_not_read(user: User):
     with Served(blind, root / "run/fedquilt", user.gid):
         ((severity, sentence),) = user.does(found, root)
     assert severity == "warning"
-    assert "neither to this user nor to the clock helper" in sentence
+    assert "neither by this user nor by the clock helper" in sentence
 
 
 def holds(socket: Path, limit: Path) -> Any:

@@ -116,11 +116,11 @@ def enrolling(folder: Path, stack: ExitStack, connections: ConnectionLimiter) ->
 
 
 def runner(folder: Path, stack: ExitStack, connections: ConnectionLimiter) -> Listener:
-    from fedquilt.tools.operations.runner import RunnerServer
-    from fedquilt.tools.operations.runner.service import ModelService, ModelSwitcher
+    from fedquilt.tools.operations.inference_server import InferenceServer
+    from fedquilt.tools.operations.inference_server.service import ModelService, ModelSwitcher
 
     models = ModelSwitcher(classifiers.write_classifier(folder / "a" / "model.onnx"))
-    server = RunnerServer(ModelService(models, None), "127.0.0.1", 0, connections=connections)
+    server = InferenceServer(ModelService(models, None), "127.0.0.1", 0, connections=connections)
     stack.callback(server.close)
     server.start()
     return Listener(server.address[1], "GET /v1/health HTTP/1.1\nHost: 127.0.0.1\n\n")

@@ -14,7 +14,7 @@ from fedquilt.tools.lab import demo
 EXAMPLE = Path(__file__).parents[2] / "examples" / "drift" / "drift.py"
 
 
-@pytest.mark.nightly  # its waits are those of a user; the parts are in test_triggers.py and tests/tools/runner
+@pytest.mark.nightly  # waits like a user; its parts are in test_triggers.py and tests/tools/inference_server
 def test_answers_are_wrong_in_the_dark_and_right_with_the_new_model(tmp_path):
     pytest.importorskip("onnxruntime")
     for name in ("job.toml", "digits.npz"):

@@ -18,22 +18,22 @@ UNITS = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9}
 
 
 def parse_point(text: str) -> OperatingPoint:
-    """Parse an operating point, such as "MAXQ", "cpu=1.2GHz,gpu=850MHz" or "MAXQ,emc=1600M"."""
+    """Parse an operating point, such as "MAXQ", "cpu=1.2GHz,gpu=850MHz" or "MAXQ,emc=1600M", or raise JobError."""
     mode_name, *clock_settings = text.split(",")
     has_mode = "=" not in mode_name
     clocks_hz: dict[str, float] = {}
     for part in clock_settings if has_mode else [mode_name, *clock_settings]:
         match = re.fullmatch(r"\s*(cpu|gpu|emc)\s*=\s*(\d+(?:\.\d+)?)\s*([kmg]?)(?:hz)?\s*", part, re.IGNORECASE)
         if match is None or f"{match[1].lower()}_hz" in clocks_hz:
-            raise JobError(f"{part.strip()!r} is no clock: write cpu=1.2GHz, gpu=850MHz or emc=1600MHz, each once")
+            raise JobError(f"clock {part.strip()!r} is invalid: write cpu=1.2GHz, gpu=850MHz or emc=1600MHz, each once")
         clocks_hz[f"{match[1].lower()}_hz"] = float(match[2]) * UNITS[match[3].lower()]
     if has_mode and not 0 < len(mode_name.strip()) <= 200:
-        raise JobError("name a mode of the board, or clocks as in cpu=1.2GHz,gpu=850MHz")
+        raise JobError("operating point is empty or too long: name a power mode, or clocks as in cpu=1.2GHz,gpu=850MHz")
     return msgspec.convert({"name": mode_name.strip() if has_mode else text.strip()[:200], **clocks_hz}, OperatingPoint)
 
 
 def read_status(root: Path) -> tuple[HelperStatus, bool]:
-    """Return the clocks of this machine, and whether the clock helper was asked."""
+    """Return the clocks of the machine, and whether they are from the clock helper and not from files."""
     clocks = ClockClient.connect(root / SOCKET)
     if clocks is not None:
         with contextlib.closing(clocks):
@@ -57,7 +57,10 @@ def print_status(root: Path, format: str) -> int:
 
 
 def pin_point(text: str, root: Path, *, dry_run: bool = False) -> int:
-    """Pin the clocks to a point until an interrupt, or with `dry_run` only print the settings. Return 0."""
+    """Pin the clocks until KeyboardInterrupt, or with `dry_run` only print the settings. Return 0.
+
+    Raise JobError if the text is no point, and ClockError without a clock helper or a suitable frequency.
+    """
     point = parse_point(text)
     if dry_run:
         clock_controls = controls.discover_controls(root)
@@ -70,13 +73,13 @@ def pin_point(text: str, root: Path, *, dry_run: bool = False) -> int:
         raise ClockError(f"no clock helper at {root / SOCKET}: start one with `sudo fedquilt board clocks serve`")
     try:
         pinned = clocks.pin(point)
-        print(f"held: {_format_point(pinned)} (interrupt to let go)", flush=True)
+        print(f"pinned: {_format_point(pinned)} (Ctrl-C to unpin)", flush=True)
         with contextlib.suppress(KeyboardInterrupt):
             while True:
                 time.sleep(1.0)
                 clocks.send_keepalive(time.monotonic())
         clocks.unpin()
-        print("let go: the board's own settings are back")
+        print("unpinned: the board's own settings are restored")
     finally:
         clocks.close()
     return 0
@@ -89,19 +92,19 @@ def _format_point(point: OperatingPoint) -> str:
 
 
 def _format_status(status: HelperStatus, missing_socket: Path | None) -> list[str]:
-    lines = [_format_clock(clock) for clock in status.clocks] or ["no clock of this machine can be seen"]
+    lines = [_format_clock(clock) for clock in status.clocks] or ["no clock of this machine is visible"]
     if status.modes:
-        lines.append(f"mode    {status.mode or 'not known'} of {', '.join(status.modes)}")
+        lines.append(f"mode    {status.mode or 'unknown'} of {', '.join(status.modes)}")
     if status.temperature_c is not None:
-        limit = "" if status.max_temperature_c is None else f"; above {status.max_temperature_c:g} C nothing is held"
+        limit = "" if status.max_temperature_c is None else f"; above {status.max_temperature_c:g} C no clock is pinned"
         lines.append(f"hottest {status.temperature_c:g} C{limit}")
     if missing_socket is not None:
         lines.append(f"helper  none at {missing_socket}: `sudo fedquilt board clocks serve` starts one")
     elif status.point is None or status.holder is None:
-        lines.append("helper  nobody holds the clocks")
+        lines.append("helper  no clock is pinned")
     else:
-        lines.append(f"helper  {status.holder} holds {status.point.name}: {_format_point(status.point)}")
-    return [*lines, *(f"NOT PUT BACK: {sentence}" for sentence in status.unrestored_settings)]
+        lines.append(f"helper  {status.holder} pins {status.point.name}: {_format_point(status.point)}")
+    return [*lines, *(f"NOT RESTORED: {sentence}" for sentence in status.unrestored_settings)]
 
 
 def _format_clock(clock: ClockState) -> str:
@@ -111,5 +114,5 @@ def _format_clock(clock: ClockState) -> str:
     settings = " ".join(format_mhz(hz) for hz in clock.listed_hz)
     limits = f"{format_mhz(clock.now_hz)} now, limits {format_mhz(clock.low_hz)} to {format_mhz(clock.high_hz)} MHz"
     governor = f", {clock.governor}" if clock.governor else ""
-    missing_reason = "its list is for root alone to read" if clock.hidden else "lists none: not settable"
+    missing_reason = "frequencies readable only by root" if clock.hidden else "no list of frequencies: cannot be pinned"
     return f"{clock.kind:7} {clock.name}: {limits}{governor}; " + (f"lists {settings}" if settings else missing_reason)

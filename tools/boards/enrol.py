@@ -13,6 +13,8 @@ from fedquilt.security import enrolment
 
 
 def enrol_device(path: Path, *, should_retry: bool) -> int:
+    """Enrol the device of an agent.toml, or renew its certificate if due, and print the result. Return 0."""
+
     def current_time() -> datetime.datetime:
         return datetime.datetime.now(datetime.timezone.utc)
 
@@ -26,17 +28,19 @@ def enrol_device(path: Path, *, should_retry: bool) -> int:
 
 
 def request_certificate(path: Path, csr: Path) -> int:
+    """Write a certificate signing request into `csr`, and create the device's key if it has none. Return 0."""
     agent_settings = agent.load_settings(path)
     key = device_enrolment.load_or_create_key(device_enrolment.paths_from_settings(agent_settings))
     enrolment.write_file_with_mode(
         csr, device_enrolment.create_signing_request(key, agent_settings.device).encode(), 0o644
     )
-    print(f"{csr}: for {agent_settings.device}; its key's fingerprint is {enrolment.key_fingerprint(key.public_key())}")
-    print(f"carry it to the authority: fedquilt identity sign {csr.name} --device {agent_settings.device}")
+    print(f"{csr}: request of {agent_settings.device}, key fingerprint {enrolment.key_fingerprint(key.public_key())}")
+    print(f"copy it to the authority, then: fedquilt identity sign {csr.name} --device {agent_settings.device}")
     return 0
 
 
 def accept_certificate(path: Path, certificate: Path) -> int:
+    """Install the certificate of a request of this device. Return 0, or raise JobError if it does not fit the key."""
     agent_settings = agent.load_settings(path)
     with disk.disk_errors(f"read {certificate}"):
         pem = certificate.read_bytes()

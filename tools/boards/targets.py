@@ -21,7 +21,7 @@ class BundleTarget:
     """
 
     name: str
-    machine: str  # as `uname -m` says
+    machine: str  # as `uname -m` prints
     python: str
     glibc: int
     interpreter: str = ""  # path on the board
@@ -70,28 +70,31 @@ TARGETS: Final = {
     "amd64": BundleTarget("amd64", "x86_64", "", 27),
 }
 OWN_PYTHON: Final = (
-    "install one there and name it, as in `fedquilt board flash ... --target jetpack5 --python "
+    "install one on the board and name it, as in `fedquilt board flash ... --target jetpack5 --python "
     "/opt/python3.11/bin/python3.11`"
 )
 
 
 def find_target(name: str, python: str | None = None) -> BundleTarget:
-    """Return a target by name, with its Python replaced by a version or path where given."""
+    """Return a target by name, with `python` (a version such as "3.11", or a path) instead of its Python.
+
+    Raise JobError if the target is unknown, or if its Python is unknown or unsupported.
+    """
     if name not in TARGETS:
-        raise JobError(f"no target {name!r}: one of {', '.join(TARGETS)}")
+        raise JobError(f"unknown target {name!r}: choose one of {', '.join(TARGETS)}")
     target = TARGETS[name]
     python = python or target.python
     if not python:
         raise JobError(
-            f"--target {name} needs --python, a Python of the board from 3.10 on: --python 3.11, or its path, --python "
-            "/opt/python3.11/bin/python3.11"
+            f"--target {name} needs --python with the board's Python, 3.10 or newer: a version, --python 3.11, or a "
+            "path, --python /opt/python3.11/bin/python3.11"
         )
     interpreter = None
     if "/" in python:
         path_match = re.fullmatch(r"(?:/[A-Za-z0-9._+-]+)*/python(3\.\d+)", python)
         if path_match is None:
             raise JobError(
-                f"--python {python}: the whole path on the board is wanted, up to python3.N, in plain letters"
+                f"--python {python} is not an absolute path ending in python3.N: write the path on the board"
             )
         interpreter, python = python, path_match[1]
     match = re.fullmatch(r"3\.(\d+)", python)

@@ -49,8 +49,8 @@ class EmbeddedBroker:
             _require_valid_password_file(self.password_file)
         elif not _is_loopback(host):
             raise JobError(
-                f"a broker on {host} is open to the network, so it needs --password-file "
-                "(python -m fedquilt.tools.broker USER makes a line of it)"
+                f"broker on {host} would be open to the network: add --password-file "
+                "(python -m fedquilt.tools.broker USER prints a line of it)"
             )
 
     @property
@@ -67,7 +67,7 @@ class EmbeddedBroker:
         try:
             from fedquilt.tools.broker.amqtt_fixes import PatchedBroker
         except ModuleNotFoundError:
-            raise JobError("the embedded broker needs amqtt: pip install 'fedquilt[demo]'") from None
+            raise JobError("amqtt is not installed: pip install 'fedquilt[demo]'") from None
         for name in ("amqtt", "transitions"):  # they log three lines for each connection
             logging.getLogger(name).setLevel(logging.CRITICAL)
         ready = threading.Event()
@@ -78,12 +78,14 @@ class EmbeddedBroker:
         self._thread.start()
         if not ready.wait(START_S):  # an interrupted import can leave Python's import lock acquired
             self._thread = None
-            raise LinkError(f"the embedded broker does not start within {START_S:g} s: run the command again")
+            raise LinkError(f"embedded broker did not start within {START_S:g} s: run the command again")
         if failures:
             self._thread.join()
             self._thread = None
             problem = describe_listen_error(failures[0])
-            raise LinkError(f"cannot listen on {self.host}:{self.port} ({problem}): choose another port")
+            raise LinkError(
+                f"cannot listen on {self.host}:{self.port} ({problem}): choose another port, or stop the program that uses it"
+            )
         return self
 
     def stop(self) -> None:
@@ -144,10 +146,8 @@ def _require_valid_password_file(path: Path) -> None:
     except (OSError, UnicodeDecodeError) as error:
         raise JobError(f"password file {path} cannot be read: {error}") from None
     if not lines or not all(":$argon2" in line for line in lines):
-        raise JobError(
-            f"password file {path} must hold lines USER:HASH with argon2 hashes: "
-            "python -m fedquilt.tools.broker USER makes one"
-        )
+        fix = "python -m fedquilt.tools.broker USER prints such a line"
+        raise JobError(f"password file {path} has lines other than USER:HASH with argon2 hashes, or none: {fix}")
 
 
 def format_password_line(user: str, password: str) -> str:
@@ -160,7 +160,7 @@ def format_password_line(user: str, password: str) -> str:
     from pwdlib.hashers.argon2 import Argon2Hasher
 
     if not user or not password or ":" in user or user.split() != [user]:
-        raise JobError("a user's name has no colon and no white space, and a password is not empty")
+        raise JobError(f"user {user!r} has a colon or white space, or user or password is empty: choose others")
     return f"{user}:{PasswordHash((Argon2Hasher(),)).hash(password)}"
 
 

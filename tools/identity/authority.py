@@ -74,13 +74,13 @@ def crl_distribution_points(url: str) -> x509.CRLDistributionPoints:
 
 
 def to_general_name(host: str) -> x509.GeneralName:
-    """Return the name or IP address of a host as a certificate's general name."""
+    """Return a host's name or IP address as a certificate's general name. Raise JobError if it is neither."""
     try:
         return x509.IPAddress(ipaddress.ip_address(host))
     except ValueError:
         pass
     if not re.match(r"(?!-)[A-Za-z0-9-]{1,63}(\.(?!-)[A-Za-z0-9-]{1,63})*\Z", host):
-        raise JobError(f"{host!r} is neither a host's name nor an IP address")
+        raise JobError(f"--host {host!r} is neither a host name nor an IP address")
     return x509.DNSName(host)
 
 
@@ -102,50 +102,54 @@ _EXTENDED_KEY_USAGES = {
 
 
 def parse_signing_request(pem: str, device: str) -> ec.EllipticCurvePublicKey:
-    """Return the public key of a device's signing request."""
+    """Return the public key of a device's signing request. Raise JobError if it is invalid or of another device."""
     try:
         csr = x509.load_pem_x509_csr(pem.encode())
         is_valid, key, name = csr.is_signature_valid, csr.public_key(), enrolment.common_name(csr)
     except (ValueError, TypeError, UnsupportedAlgorithm, InvalidSignature, x509.InvalidVersion):
-        raise JobError("this is no signing request (PKCS#10, PEM): `fedquilt identity request` makes one") from None
+        fix = "create one with `fedquilt identity request`"
+        raise JobError(f"signing request is damaged or no PKCS#10 in PEM: {fix}") from None
     if not is_valid:
-        raise JobError("the signing request was changed on its way: its signature does not fit it")
+        raise JobError("signing request was modified (invalid signature): copy it again")
     if not isinstance(key, ec.EllipticCurvePublicKey) or not isinstance(key.curve, ec.SECP256R1):
-        raise JobError("the signing request has another key than ECDSA P-256: let `fedquilt identity request` make it")
+        raise JobError("signing request has no ECDSA P-256 key: create it with `fedquilt identity request`")
     if name != device:
-        raise JobError(f"the signing request is for {name!r}, not for {device}: each device asks for itself")
+        raise JobError(f"signing request is of {name!r}, not of {device}: create it on {device}")
     return key
 
 
 class CertificateAuthority:
-    """Certificate authority in an existing folder (made by `create`)."""
+    """Certificate authority in an existing folder (of `create`). Raise StoreError if files are missing or damaged."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         if not (folder / "ca.key").is_file() or not (folder / "ca.crt").is_file():
-            raise StoreError(f"no authority in {folder}: `fedquilt identity init --ca {folder}` makes one")
+            raise StoreError(f"no authority in {folder}: create one with `fedquilt identity init --ca {folder}`")
         with disk.disk_errors(f"read {folder}"):
             key, cert = (folder / "ca.key").read_bytes(), (folder / "ca.crt").read_bytes()
         try:
             self.cert = x509.load_pem_x509_certificate(cert)
             loaded = serialization.load_pem_private_key(key, None)
         except (ValueError, TypeError, UnsupportedAlgorithm):
-            raise StoreError(f"ca.key or ca.crt in {folder} is damaged: restore the folder from a copy") from None
+            raise StoreError(f"ca.key or ca.crt in {folder} is damaged: restore the folder from a backup") from None
         if not isinstance(loaded, ec.EllipticCurvePrivateKey) or loaded.public_key() != self.cert.public_key():
-            raise StoreError(f"ca.key and ca.crt in {folder} do not belong together: restore the folder from a copy")
+            raise StoreError(f"ca.key and ca.crt in {folder} do not match: restore the folder from a backup")
         self._key = loaded
         self.register = CertificateRegister(folder / "register.db")
 
     @classmethod
     def create(cls, folder: Path, name: str, now_s: float, crl_url: str | None = None) -> CertificateAuthority:
-        """Create an authority, with its key readable only by the current user."""
+        """Create an authority and its revocation list in a folder, with its key readable only by the current user.
+
+        Raise JobError if the folder has an authority, or name or address are invalid.
+        """
         if (folder / "ca.key").exists():
-            raise JobError(f"{folder} holds an authority already: every certificate of the fleet hangs on it")
+            raise JobError(f"{folder} has an authority already, which signed the fleet's certificates: keep it")
         if not 0 < len(name) <= 64 or not name.isprintable():
-            raise JobError(f"{name!r} is no name for an authority: up to 64 printable characters")
+            raise JobError(f"authority's name {name!r} is invalid: use up to 64 printable characters")
         if crl_url is not None and not re.match(r"https?://[!-~]{1,200}\Z", crl_url):
-            raise JobError(f"{crl_url!r} is no address of a revocation list: write http://HOST/crl.pem")
-        with disk.disk_errors(f"make {folder}"):
+            raise JobError(f"--crl-url {crl_url!r} is not an address: write http://HOST/crl.pem")
+        with disk.disk_errors(f"create {folder}"):
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             folder.chmod(0o700)
         key, subject = ec.generate_private_key(ec.SECP256R1()), subject_name(name)
@@ -176,19 +180,17 @@ class CertificateAuthority:
     # -- signing ----------------------------------------------------------------------------------
 
     def require_enrollable(self, device: str, key: ec.EllipticCurvePublicKey, now_s: float) -> None:
-        """Raise an error if a device may not have a certificate for a key."""
+        """Raise JobError if a device may not have a certificate for a key (name, site or revocation)."""
         certs = self.register.list_certificates(device)
         if device in RESERVED_NAMES or any(cert.kind != "device" for cert in certs):
-            raise JobError(
-                f"{device!r} is no device's name here, but the coordinator's or a server's: rename the device"
-            )
+            raise JobError(f"{device!r} is the name of a server, site, observer or the coordinator: rename the device")
         if (
             site := next((site for site, site_right in self.valid_sites(now_s) if site_right.authorizes(device)), None)
         ) is not None:
-            raise JobError(f"{device!r} is a name of a board of site {site}: rename the device, or enrol it there")
+            raise JobError(f"{device!r} belongs to site {site}: rename the device, or enrol it at the site")
         if any(cert.key_id == enrolment.key_fingerprint(key) and cert.revoked_s is not None for cert in certs):
             raise JobError(
-                f"this key of {device} was revoked: remove device.key on the board, which then makes another"
+                f"this key of {device} was revoked: delete device.key on the board, which then creates another"
             )
 
     def sign_certificate(
@@ -202,14 +204,18 @@ class CertificateAuthority:
         days: float | None = None,
         site_right: SiteRight | None = None,
     ) -> IssuedCertificate:
-        """Sign a certificate for a key and add it to the register, within `register.transaction`."""
+        """Sign a certificate for a key and add it to the register. The caller must hold `register.transaction`.
+
+        It is valid for `days` (default VALIDITY_DAYS), at most as long as the authority's. Raise JobError if the name
+        or a host is invalid.
+        """
         if not _NAME.match(name):
-            raise JobError(f"{name!r} is no name: up to 64 of a-z, 0-9, '.', '_' and '-', beginning with a-z or 0-9")
+            fix = "use up to 64 of a-z, 0-9, '.', '_' and '-', beginning with a-z or 0-9"
+            raise JobError(f"name {name!r} is invalid: {fix}")
         checked_by_boards = kind in ("server", "coordinator")
         valid_from = EPOCH if checked_by_boards else to_datetime(now_s - DAY_S)  # the clock of a broker may be slow
         valid_until = min(
-            to_datetime(now_s + (VALIDITY_DAYS[kind] if days is None else days) * DAY_S),
-            self.cert.not_valid_after_utc,
+            to_datetime(now_s + (VALIDITY_DAYS[kind] if days is None else days) * DAY_S), self.cert.not_valid_after_utc
         )
         builder = (
             x509.CertificateBuilder(
@@ -274,19 +280,18 @@ class CertificateAuthority:
         days: float | None = None,
         site_right: SiteRight | None = None,
     ) -> tuple[IssuedCertificate, bytes]:
-        """Return a new certificate and its new private key in PEM, for all kinds except devices."""
+        """Return a new certificate and its new private key in PEM, for all kinds except devices.
+
+        Raise JobError if another kind has the name, or another site or device has devices of `site_right`.
+        """
         key = ec.generate_private_key(ec.SECP256R1())
         with self.register.transaction():
             other_kind = next((cert.kind for cert in self.register.list_certificates(name) if cert.kind != kind), kind)
             if "device" in (other_kind, kind) or other_kind != kind:
                 cert = "an observer" if other_kind == "observer" else f"a {other_kind}"
-                raise JobError(
-                    f"{name!r} is {cert}'s name, and the broker grants rights by name: take a name that nobody has"
-                )
+                raise JobError(f"{name!r} is {cert}'s name, by which the broker grants rights: choose an unused name")
             if (name in RESERVED_NAMES) != (kind == "coordinator"):
-                raise JobError(
-                    f"the name {authenticated_link.COORDINATOR!r} and the coordinator's rights belong together"
-                )
+                raise JobError(f"only the coordinator is named {authenticated_link.COORDINATOR!r}: choose another name")
             if site_right is not None:
                 self._require_free_boards(name, site_right, now_s)
             certificate = self.sign_certificate(
@@ -300,13 +305,13 @@ class CertificateAuthority:
         )
         if (conflicting := next((cert for cert in valid_certs if site_right.authorizes(cert.name)), None)) is not None:
             raise JobError(
-                f"{name} cannot speak for {conflicting.name}, which is a {conflicting.kind} here: narrow --boards"
+                f"site {name} cannot have {conflicting.name}, which has its own certificate ({conflicting.kind}): "
+                "narrow --boards"
             )
         for site, other_right in self.valid_sites(now_s):
             if site != name and site_right.overlaps(other_right):
                 raise JobError(
-                    f"{name} and {site} could both speak for one board: give each board to one site (--boards), or "
-                    f"`fedquilt identity revoke {site}`"
+                    f"sites {name} and {site} have common boards: narrow --boards, or `fedquilt identity revoke {site}`"
                 )
 
     def valid_sites(self, now_s: float) -> list[tuple[str, SiteRight]]:
@@ -322,11 +327,15 @@ class CertificateAuthority:
     # -- revoking ---------------------------------------------------------------------------------
 
     def revoke_name(self, name: str, now_s: float) -> list[IssuedCertificate]:
+        """Revoke a name's valid certificates, delete its tokens and write crl.pem. Return the revoked certificates.
+
+        Raise JobError if the name never had a certificate or token.
+        """
         with self.register.transaction():
             certs = self.register.list_certificates(name)
-            cancelled = self.register.cancel_tokens(name)
-            if not certs and not cancelled:
-                raise JobError(f"nothing was issued to {name!r}: `fedquilt identity list` shows all")
+            deleted_count = self.register.delete_tokens(name)
+            if not certs and not deleted_count:
+                raise JobError(f"{name!r} has no certificate or token: see `fedquilt identity list`")
             revoked = [cert for cert in certs if cert.revoked_s is None and cert.ends_s > now_s]
             for cert in revoked:
                 self.register.revoke_certificate(cert.serial, now_s)
@@ -336,7 +345,7 @@ class CertificateAuthority:
     def write_crl(self, now_s: float) -> Path:
         """Write crl.pem, the list of revoked certificates that have not expired. Return its path.
 
-        The list is valid as long as the authority, so that no broker refuses all devices because of an old copy.
+        The list is valid as long as the authority. Otherwise a broker with an old list would refuse all devices.
         """
         builder = (
             x509.CertificateRevocationListBuilder()
@@ -373,7 +382,7 @@ def _read_site_right(pem: str) -> SiteRight:
     try:
         return handshake.right_from_uri(uris[0])
     except (IndexError, WireError) as error:
-        raise StoreError(f"a site's certificate in the register cannot be read ({error}): restore a copy") from None
+        raise StoreError(f"a site's certificate in register.db is damaged ({error}): restore a backup") from None
 
 
 def describe_state(certificate: IssuedCertificate, now_s: float) -> str:

@@ -11,6 +11,7 @@ The options are tested with Mosquitto 2.0.11 (tests/tools/identity). EMQX 5 is c
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Final, Literal
@@ -89,7 +90,7 @@ pattern read {root}/coord/state
 
 
 def emqx_config(host: str, port: int, folder: str, crl: bool) -> str:
-    """Return text for emqx.conf. `crl` enables the check of the revocation list."""
+    """Return text to append to emqx.conf. `crl` enables the check of the revocation list."""
     url_host = f"[{host}]" if ":" in host else host
     return f"""# made by `fedquilt broker config emqx`
 listeners.ssl.default {{
@@ -152,28 +153,20 @@ def write_config(
     listen: tuple[str, int] = (ALL_ADDRESSES, PORT),
     installed: str | None = None,
 ) -> list[str]:
-    """Write the configuration, certificates and key of a broker into a folder.
+    """Write the configuration, certificates and key of a broker into a folder, and return the next steps as lines.
 
-    An existing certificate stays if it is valid for these hosts. `installed` is the folder's later path on the broker's
-    machine.
+    An existing certificate stays if it is valid for these hosts, by which clients reach the broker. `installed` is the
+    folder's later path on the broker's machine. Raise JobError if it is invalid or there is no host.
     """
     if not hosts:
-        raise JobError("a broker's certificate says by which names it is reached: give --host NAME or ADDRESS")
+        raise JobError("--host is missing: give the names and addresses by which clients reach the broker")
     installed_folder = (installed or DEFAULT_FOLDERS[broker]).rstrip("/")
-    if (
-        not installed_folder.startswith("/")
-        or not installed_folder.isprintable()
-        or '"' in installed_folder
-        or " " in installed_folder
-    ):
-        raise JobError(f"--installed {installed!r} is no folder's full path without white space")
-    with disk.disk_errors(f"make {out}"):
+    if not re.fullmatch(r'/[^\s"]*', installed_folder) or not installed_folder.isprintable():
+        raise JobError(f"--installed {installed!r} must be an absolute path without spaces and quotes")
+    with disk.disk_errors(f"create {out}"):
         out.mkdir(mode=0o700, parents=True, exist_ok=True)
     observers = authority.valid_observers(now_s)
-    files = {
-        "ca.crt": (authority.folder / "ca.crt").read_bytes(),
-        "crl.pem": authority.write_crl(now_s).read_bytes(),
-    }
+    files = {"ca.crt": (authority.folder / "ca.crt").read_bytes(), "crl.pem": authority.write_crl(now_s).read_bytes()}
     if broker == "mosquitto":
         files |= {
             "fedquilt.conf": mosquitto_config(*listen, installed_folder).encode(),
@@ -202,9 +195,7 @@ def write_config(
         f"{install_step}; then restart the broker",
     ]
     if broker == "emqx" and authority.crl_url is None:
-        messages.append(
-            "EMQX will know no revocation: it fetches the list from where `fedquilt identity init --crl-url` says"
-        )
+        messages.append("EMQX will not check revocations: that needs an authority with `identity init --crl-url`")
     return messages
 
 
@@ -224,7 +215,7 @@ def _is_certificate_current(authority: CertificateAuthority, out: Path, hosts: S
 
 def reload_advice() -> list[str]:
     return [
-        "Mosquitto: copy crl.pem to its folder and `systemctl reload mosquitto`: new connections are refused at once;",
-        "what is connected stays until it hangs up: `systemctl restart mosquitto` cuts it off now",
-        "EMQX: publish crl.pem at the address of --crl-url; it fetches the list every 15 minutes",
+        "Mosquitto: copy crl.pem to its folder and `systemctl reload mosquitto` to refuse new connections,",
+        "or `systemctl restart mosquitto` to close existing ones too",
+        "EMQX: publish crl.pem at the address of --crl-url, which EMQX downloads every 15 minutes",
     ]

@@ -24,9 +24,7 @@ def create_authority(folder: Path, crl_url: str | None) -> int:
     authority = CertificateAuthority.create(folder, "fedquilt", clock_s(), crl_url)
     print(f"{folder}: a new authority, until {authority.cert.not_valid_after_utc:%Y-%m-%d}")
     print(f"fingerprint of its key: {enrolment.key_fingerprint(authority.cert.public_key())}")
-    print(
-        f"boards get {folder}/ca.crt; {folder}/ca.key is the fleet: keep a copy of the folder where nobody else reads"
-    )
+    print(f"give boards {folder}/ca.crt; keep {folder} secret, with a backup: its ca.key controls the fleet")
     return 0
 
 
@@ -40,20 +38,21 @@ def issue_and_write_certificate(
     device_patterns: Sequence[str] = (),
     max_devices: int | None = None,
 ) -> int:
-    """Write a certificate and key for a server (with hosts), an observer, a site or the coordinator."""
+    """Write a new certificate and key for a server (with `hosts`), an observer, a site or else the coordinator.
+
+    Existing files are replaced. Return 0. Raise JobError if the name or options do not fit the kind of certificate.
+    """
     kind: Kind = role or ("server" if hosts else "coordinator")
     if role is not None and hosts:
-        raise JobError(f"{name}: --role {role} is for no server: leave --host out")
+        raise JobError(f"{name}: --host is only for servers: leave it out with --role {role}")
     if (role == "site") != bool(device_patterns and max_devices):
-        raise JobError(
-            f"{name}: a site's certificate, and no other, says which devices the site may speak for: --role site "
-            "--boards 'cam-*' --most-boards 40"
-        )
+        problem = "--role site needs" if role == "site" else "only --role site has"
+        raise JobError(f"{name}: {problem} --boards and --most-boards, such as --boards 'cam-*' --most-boards 40")
     site_right = _parse_right(device_patterns, max_devices) if device_patterns and max_devices else None
     if kind == "coordinator" and name not in RESERVED_NAMES:
         raise JobError(
-            f"{name}: add --host HOST for a server, or --role ROLE for an observer or a site; a device enrols "
-            f"(`fedquilt identity token {name}`)"
+            f"{name} is not the coordinator: add --host HOST for a server or --role ROLE for an observer or site, or "
+            f"enrol a device with `fedquilt identity token {name}`"
         )
     authority = CertificateAuthority(folder)
     issued, key = authority.issue_with_new_key(name, kind, clock_s(), hosts=hosts, days=days, site_right=site_right)
@@ -63,7 +62,7 @@ def issue_and_write_certificate(
     enrolment.write_file_with_mode(out / f"{name}.crt", issued.pem.encode(), 0o644)
     print(f"{out / name}.crt and .key, until {format_time(issued.ends_s)}")
     if role == "observer":
-        print("the broker's rules name each observer: `fedquilt broker config` again, copy them, reload the broker")
+        print("to give the observer access, repeat `fedquilt broker config`, copy the files and reload the broker")
     return 0
 
 
@@ -72,8 +71,8 @@ def _parse_right(device_patterns: Sequence[str], max_devices: int) -> SiteRight:
         return msgspec.convert({"boards": device_patterns, "most": max_devices}, SiteRight)
     except msgspec.ValidationError as error:
         raise JobError(
-            f"--boards {', '.join(device_patterns)} --most-boards {max_devices}: {error}. A pattern is a name, or "
-            "its beginning and *"
+            f"--boards {', '.join(device_patterns)} --most-boards {max_devices} is invalid ({error}): write names, "
+            "or the beginning of names and *"
         ) from None
 
 
@@ -98,16 +97,16 @@ def print_certificates(folder: Path, format: str) -> int:
 
 def revoke_certificates(folder: Path, name: str) -> int:
     revoked = CertificateAuthority(folder).revoke_name(name, clock_s())
-    print(f"{name}: {len(revoked)} certificate{'' if len(revoked) == 1 else 's'} revoked, its tokens forgotten")
-    print(f"{folder / 'crl.pem'} is written; brokers refuse {name} once they have it:")
+    print(f"{name}: {len(revoked)} certificate{'' if len(revoked) == 1 else 's'} revoked, its tokens deleted")
+    print(f"wrote {folder / 'crl.pem'}; brokers refuse {name} after they load it:")
     for line in broker_config.reload_advice():
         print(f"  {line}")
     return 0
 
 
-def create_token(folder: Path, pattern: str, out: Path | None) -> int:
+def create_and_print_token(folder: Path, pattern: str, out: Path | None) -> int:
     if pattern in RESERVED_NAMES:
-        raise JobError(f"no board can be named {pattern!r}: `fedquilt identity issue {pattern}` makes that certificate")
+        raise JobError(f"{pattern!r} is reserved: use `fedquilt identity issue {pattern}` for its certificate")
     now_s = clock_s()
     text = CertificateAuthority(folder).register.create_token(pattern, TOKEN_VALIDITY_S, now_s)
     notice = f"for one board named {pattern}, until {format_time(now_s + TOKEN_VALIDITY_S)}; it is not shown again"
@@ -130,19 +129,19 @@ def serve_enrolment(folder: Path, listen: str, hosts: Sequence[str], days: float
     return 0
 
 
-def sign_request(folder: Path, csr: Path, device: str, out: Path | None, days: float | None) -> int:
+def sign_request_file(folder: Path, csr: Path, device: str, out: Path | None, days: float | None) -> int:
     with disk.disk_errors(f"read {csr}"):
         data = csr.read_bytes()[: enrolment.MAX_BODY_BYTES]
     issued = EnrolmentService(CertificateAuthority(folder), days).sign_request(data.decode("ascii", "replace"), device)
     out = out or csr.with_suffix(".crt")
     disk.make_output_folder(out)
     enrolment.write_file_with_mode(out, issued.pem.encode(), 0o644)
-    print(f"{out}: for {device}, until {format_time(issued.ends_s)}; its key's fingerprint is {issued.key_id}")
-    print("compare it with what the board said, then there: fedquilt identity accept AGENT.toml FILE")
+    print(f"{out}: certificate of {device} until {format_time(issued.ends_s)}, key fingerprint {issued.key_id}")
+    print("compare the fingerprint with the board's, then run there: fedquilt identity accept AGENT.toml FILE")
     return 0
 
 
-def configure_broker(
+def write_broker_config(
     folder: Path, broker: Any, hosts: Sequence[str], out: Path, *, fleet: str, listen: str, installed: str | None
 ) -> int:
     authority, now_s = CertificateAuthority(folder), clock_s()

@@ -1,7 +1,7 @@
 """Enrolment and renewal of certificates, and the HTTPS server for them on the authority's machine.
 
-The server needs the authority's key, so it belongs on a machine that devices reach and the internet does not. The log
-contains who received a certificate or why not, and nothing else of a request.
+The server needs the authority's key, so run it on a machine that devices reach and the internet does not. The log names
+the device and the result of each request, and nothing else.
 """
 
 from __future__ import annotations
@@ -42,9 +42,13 @@ class EnrolmentService:
         self.authority, self._days, self._clock = authority, days, clock
 
     def enrol_device(self, request: SigningRequest) -> IssuedCertificate:
+        """Redeem the request's token and return a certificate, or the earlier one of a repeated request.
+
+        Certificates of other keys are revoked. Raise JobError to refuse.
+        """
         now_s, register = self._clock(), self.authority.register
         if request.token is None:
-            raise JobError("enrolling takes a token: ask the operator for one (`fedquilt identity token`)")
+            raise JobError("token is missing: request one from the operator (`fedquilt identity token`)")
         key = parse_signing_request(request.csr, request.device)
         fingerprint = key_fingerprint(key)
         with register.transaction():
@@ -57,32 +61,34 @@ class EnrolmentService:
             if token.used_s is not None and (issued_before := [cert for cert in valid if cert.key_id == fingerprint]):
                 return issued_before[-1]  # the first response was lost
             if token.used_s is not None:
-                raise JobError("the certificate of this token has ended: ask the operator for another token")
+                raise JobError("certificate of this token has expired: request another token from the operator")
             if not token.is_exact and any(cert.key_id != fingerprint for cert in valid):
                 raise JobError(
-                    f"{request.device} is enrolled with another key: if that board is gone, revoke it (`fedquilt "
-                    f"identity revoke {request.device}`) or give a token for this very id; if not, give this "
-                    "board another id"
+                    f"{request.device} is enrolled with another key: choose another id or, if this board replaces the "
+                    f"other, create a token for exactly this id (`fedquilt identity token {request.device}`)"
                 )
             return self._sign_and_revoke_others(request.device, key, now_s)
 
     def renew_certificate(self, request: SigningRequest, serial: str | None) -> IssuedCertificate:
-        """Sign a certificate for the holder of certificate `serial`, or return that one if not yet due."""
+        """Sign a certificate for the holder of certificate `serial`, or return the newest one if none is due yet.
+
+        Raise JobError if the certificate is unknown, revoked, expired or of another device or key.
+        """
         now_s, register = self._clock(), self.authority.register
         with register.transaction():
             current = None if serial is None else register.find_by_serial(serial)
             if current is None or current.kind != "device":
-                raise JobError("renewing takes the device's own certificate: enrol with a token instead")
+                raise JobError("renewal without a device's certificate: enrol with a token instead")
             if current.name != request.device:
                 raise JobError(f"{current.name} cannot renew the certificate of {request.device}")
             if current.revoked_s is not None:
                 raise JobError(
-                    f"the certificate of {current.name} was revoked at {format_time(current.revoked_s)}: enrol it anew"
+                    f"certificate of {current.name} was revoked at {format_time(current.revoked_s)}: enrol it again"
                 )
             key = parse_signing_request(request.csr, request.device)
             fingerprint = key_fingerprint(key)
             if fingerprint != current.key_id:
-                raise JobError(f"{current.name} renews with the key it has: with a new key it enrols by a token")
+                raise JobError(f"{current.name} has a new key, which cannot renew its certificate: enrol with a token")
             self.authority.require_enrollable(current.name, key, now_s)
             valid = [
                 cert
@@ -91,7 +97,7 @@ class EnrolmentService:
             ]
             if not valid:
                 raise JobError(
-                    f"the certificate of {current.name} expired at {format_time(current.ends_s)}: enrol it anew"
+                    f"certificate of {current.name} expired at {format_time(current.ends_s)}: enrol it again"
                 )
             newest = valid[-1]
             times_s = (newest.issued_s, newest.ends_s, now_s)
@@ -112,11 +118,12 @@ class EnrolmentService:
         certificate = self.authority.sign_certificate(device, "device", key, now_s, days=self._days)
         if other_certs:
             self.authority.write_crl(now_s)
-            log.warning("%s has a new key: its former certificate is revoked, give brokers the new crl.pem", device)
+            log.warning("%s has a new key, its old certificate is revoked: copy crl.pem to the brokers", device)
         log.info("enrolled %s, certificate until %s", device, format_time(certificate.ends_s))
         return certificate
 
     def sign_request(self, csr: str, device: str) -> IssuedCertificate:
+        """Return a certificate for a signing request without a token, and revoke certificates of other keys."""
         now_s, key = self._clock(), parse_signing_request(csr, device)
         with self.authority.register.transaction():
             self.authority.require_enrollable(device, key, now_s)
@@ -126,7 +133,7 @@ class EnrolmentService:
 def make_enrolment_response(
     issue_certificate: Callable[[], IssuedCertificate], requester: str
 ) -> tuple[int, SigningResponse]:
-    """Return the HTTP status and body for the outcome of `issue_certificate`, and log a refusal."""
+    """Call the function. Return HTTP status 200 with the certificate, or 403 or 500 with the logged reason."""
     try:
         return 200, SigningResponse(certificate=issue_certificate().pem)
     except JobError as error:
@@ -134,7 +141,7 @@ def make_enrolment_response(
         return 403, SigningResponse(reason=str(error))
     except FedquiltError as error:
         log.error("%s got no certificate: %s", requester, error)
-        return 500, SigningResponse(reason="the enrolment endpoint cannot write its register: see its log")
+        return 500, SigningResponse(reason="enrolment server failed: see its log")
 
 
 def _valid_certificates(certs: list[IssuedCertificate], now_s: float) -> list[IssuedCertificate]:
@@ -216,13 +223,11 @@ class EnrolmentServer:
                 try:
                     crl = (authority.folder / "crl.pem").read_bytes()
                 except OSError as error:  # an OSError would look like a connection error
-                    log.error("the revocation list cannot be read: %s", error)
-                    raise RequestRefusedError(
-                        500, "the revocation list cannot be read: see the endpoint's log"
-                    ) from None
+                    log.error("revocation list cannot be read: %s", error)
+                    raise RequestRefusedError(500, "revocation list cannot be read: see the server's log") from None
                 exchange.send_response(200, {"Content-Type": "application/x-pem-file"}, crl)
             case _:
-                raise RequestRefusedError(404, "there is nothing at this address")
+                raise RequestRefusedError(404, f"unknown address {exchange.method} {exchange.path[:100]!r}")
 
     def _answer_enrolment(self, exchange: HttpExchange) -> None:
         try:

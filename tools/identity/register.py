@@ -70,16 +70,14 @@ class CertificateRegister:
                 self._db.close()
                 raise
         except (OSError, sqlite3.Error) as error:
-            raise StoreError(
-                f"the register {path} cannot be opened ({error}): check the folder and its owner"
-            ) from None
+            raise StoreError(f"register {path} cannot be opened ({error}): check the folder and its owner") from None
 
     def close(self) -> None:
         self._db.close()
 
     @contextmanager
     def transaction(self) -> Iterator[None]:
-        """Run the block as one transaction that excludes other processes."""
+        """Run the block as one transaction that excludes other processes. Raise StoreError if the disk fails."""
         try:
             self._db.execute("BEGIN IMMEDIATE")
             try:
@@ -89,7 +87,7 @@ class CertificateRegister:
                 raise
             self._db.execute("COMMIT")
         except sqlite3.Error as error:
-            raise StoreError(f"the register of certificates cannot be written: {error}; check the disk") from None
+            raise StoreError(f"register of certificates cannot be written ({error}): check the disk") from None
 
     # -- certificates --
 
@@ -97,6 +95,7 @@ class CertificateRegister:
         self._db.execute("INSERT INTO certificate VALUES (?,?,?,?,?,?,?,?)", certificate)
 
     def list_certificates(self, name: str | None = None) -> list[IssuedCertificate]:
+        """Return all certificates, or those of one name, oldest first. Revoked and expired ones are included."""
         condition, values = ("", ()) if name is None else (" WHERE name = ?", (name,))
         rows = self._db.execute(f"SELECT * FROM certificate{condition} ORDER BY issued_s, rowid", values)  # noqa: S608
         return [IssuedCertificate(*row) for row in rows]
@@ -111,8 +110,9 @@ class CertificateRegister:
     # -- tokens --
 
     def create_token(self, pattern: str, validity_s: float, now_s: float) -> str:
+        """Store and return a one-time token for one device of a pattern. Raise JobError if the pattern is invalid."""
         if not PATTERN.match(pattern):
-            raise JobError(f"{pattern!r} is no device id, nor a pattern of ids such as 'orin-*'")
+            raise JobError(f"{pattern!r} is neither a device id nor a pattern: write one such as orin-01 or 'orin-*'")
         token = secrets.token_urlsafe(24)
         row: tuple[Any, ...] = (_hash_token(token), pattern, now_s, now_s + validity_s, None, None, None)
         with self.transaction():
@@ -124,6 +124,7 @@ class CertificateRegister:
         return [EnrolmentToken(*row) for row in rows]
 
     def is_redeemable(self, text: str, now_s: float) -> bool:
+        """Return whether a token is known, unused and not expired."""
         values = (_hash_token(text), now_s)
         row = self._db.execute("SELECT 1 FROM token WHERE digest = ? AND used_s IS NULL AND ends_s > ?", values)
         return row.fetchone() is not None
@@ -138,20 +139,21 @@ class CertificateRegister:
             "SELECT pattern, made_s, ends_s, used_s, device, key_id FROM token WHERE digest = ?", (_hash_token(text),)
         ).fetchone()
         if row is None:
-            return "this token is not known here: ask the operator for one (`fedquilt identity token`)"
+            return "token is unknown: request one from the operator (`fedquilt identity token`)"
         token = EnrolmentToken(*row)
         if now_s >= token.ends_s:
-            return f"this token ended at {format_time(token.ends_s)}: ask the operator for another"
+            return f"token expired at {format_time(token.ends_s)}: request another from the operator"
         if not fnmatch.fnmatchcase(device, token.pattern):
-            return f"this token is for {token.pattern}, not for {device}: ask the operator for another"
+            return f"token is for {token.pattern}, not for {device}: request another from the operator"
         if token.used_s is not None and (token.device, token.key_id) != (device, key_id):
-            return f"this token was used at {format_time(token.used_s)}, and serves once: ask the operator for another"
+            return f"token was used at {format_time(token.used_s)}: request another from the operator"
         if token.used_s is None:
             values = (now_s, device, key_id, _hash_token(text))
             self._db.execute("UPDATE token SET used_s = ?, device = ?, key_id = ? WHERE digest = ?", values)
         return token
 
-    def cancel_tokens(self, device: str) -> int:
+    def delete_tokens(self, device: str) -> int:
+        """Delete the tokens for exactly this name or pattern, or used by this device. Return their number."""
         return self._db.execute("DELETE FROM token WHERE pattern = ? OR device = ?", (device, device)).rowcount
 
 

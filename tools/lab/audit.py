@@ -1,13 +1,13 @@
 """Audit of the examples that a coordinator could reconstruct from uploads (`fedquilt lab audit`).
 
-One example is trained on by the method's own two halves. The attacker has the upload, the network, the device's weights
-before the step, the learning rate and the label: one step, one example, one device is the worst case. The network is
-LeNet with sigmoids, weights U(-0.5, 0.5), as in the attack's papers, because gradients of ReLU have no slope to follow.
+A simulated device trains one example in one step with the method's own code, the worst case for privacy. The attacker
+has the upload, the network, the device's weights before the step, the learning rate and the label. The network is LeNet
+with sigmoids and weights from U(-0.5, 0.5), as in the attack's papers, because the second derivative of ReLU is 0.
 
 Attack: iDLG (Zhao et al., arXiv 2001.02610) as in GENE-FL (arXiv 2504.14628, Eq. 13): find x' whose gradient of the
-uploaded layers is the uploaded one. PSNR is over pixels of 0 to 1. A single layer can be enough: four 5x5 filters
-revealed 8x8 pixels (83 dB), and not 12x12 (6 dB). A fingerprint (GENE-FL's Eq. 11) is no gradient: its first vector is
-compared with the mean picture.
+uploaded layers is the uploaded one. PSNR is over pixels of 0 to 1. A single layer can be enough: from four 5x5 filters
+the attack recovered images of 8x8 pixels (83 dB), but not of 12x12 (6 dB). GENE-FL's fingerprint (Eq. 11 of its paper)
+is a subspace of the examples, not a gradient: its first vector is compared with the mean image.
 """
 
 from __future__ import annotations
@@ -53,8 +53,6 @@ CELL, GAP, TOP = 112, 12, 40  # pixels
 
 @dataclass(frozen=True)
 class UploadVariant:
-    """A method with its parameters, and the noise added to its gradient."""
-
     label: str
     method: str
     params: Mapping[str, Any]
@@ -74,7 +72,10 @@ VARIANTS: Final = (
 def extract_gradient(
     variant: UploadVariant, network: Mapping[str, Any], start: Tensors, example: Examples, engine: Any
 ) -> Tensors:
-    """Return the gradient that a device's upload after one step reveals, by tensor of the network."""
+    """Return the gradient that a device's uploads after one step reveal, by tensor of the network.
+
+    Tensors that are not uploaded are missing. Raise JobError if the method uploads none.
+    """
     uploads: list[Mapping[str, Tensors]] = []
     method = methods.load(variant.method)
 
@@ -105,16 +106,18 @@ def extract_gradient(
             }
             if differences:
                 return differences
-    raise JobError(f"{variant.method} uploads no tensors of the network: there is no gradient to audit")
+    raise JobError(f"{variant.method} uploads no tensors of the network: audit another method")
 
 
 def audit_methods(data: Path, *, count: int = 4, size: int = 0) -> dict[str, Any]:
-    """Attack `count` examples in each row. Return figures, and "pictures" (h, w, channels) from 0 to 1."""
+    """Attack `count` examples of each variant, scaled to `size` unless 0. Return "rows" and "pictures".
+
+    "rows" has PSNR in dB, uploaded values and inferred labels by variant, "pictures" for each example the original and
+    its reconstructions (h, w, channels) from 0 to 1. Raise DataError if the examples are not square images.
+    """
     examples = shares.load_split(DataSpec(path=str(data), limit=max(count, *FINGERPRINT_SIZES), size=size, seed=SEED))
     if examples.x.ndim not in (3, 4) or examples.x.shape[1] != examples.x.shape[2]:
-        raise DataError(
-            f"{data}: examples of shape {examples.x.shape[1:]} are no square images: scale them with --size"
-        )
+        raise DataError(f"{data}: examples {examples.x.shape[1:]} are not square images: scale them with --size")
     channels, side = (1 if examples.x.ndim == 3 else examples.x.shape[3]), examples.x.shape[1]
     table = {"channels": channels, "size": side}
     network = {"name": "lenet", **table, "classes": max(10, int(examples.y.max()) + 1), "input": table}
@@ -154,7 +157,7 @@ def audit_methods(data: Path, *, count: int = 4, size: int = 0) -> dict[str, Any
 
 
 def compare_fingerprints(examples: Examples) -> list[dict[str, float]]:
-    """Compare a fingerprint's first vector with the mean image, for several numbers of examples."""
+    """Return the cosine of a fingerprint's first vector and the mean image, for several numbers of examples."""
     similarities = []
     for size in (1, *FINGERPRINT_SIZES):
         if size <= len(examples):
@@ -177,9 +180,9 @@ def format_result(result: Mapping[str, Any]) -> list[str]:
     ]
     for label, row in result["rows"].items():
         decibels = ", ".join(f"{value:.1f}" for value in row["psnr_db"])
-        read = f"label read off {sum(row['label_read'])} of {len(row['label_read'])}"
+        read = f"label inferred for {sum(row['label_read'])} of {len(row['label_read'])}"
         lines.append(f"  {label:24} {row['mean_db']:6.2f} dB ({decibels})   {row['values']} values, {read}")
-    lines.append("GENE-FL's fingerprint: cosine of its first vector and the mean picture")
+    lines.append("GENE-FL's fingerprint: cosine of its first vector and the mean image, by number of examples")
     cosines = [f"{decibels['cosine']:.3f} of {decibels['examples']}" for decibels in result["fingerprints"]]
     return [*lines, f"  {', '.join(cosines)}"]
 
@@ -190,7 +193,7 @@ def audit_and_print(data: Path, out: Path, format: str, options: Mapping[str, An
     by_picture = zip(*(row["psnr_db"] for row in result["rows"].values()), strict=True)
     notes = [["", *(f"{decibels:.1f} dB" for decibels in row)] for row in by_picture]
     disk.write_output(out, render_grid(["original", *result["rows"]], result.pop("pictures"), notes))
-    text = "\n".join([*format_result(result), f"{out}: the pictures"])
+    text = "\n".join([*format_result(result), f"wrote the images: {out}"])
     progress.LINE.print_to_stdout(
         msgspec.json.format(msgspec.json.encode(result)).decode() if format == "json" else text
     )
@@ -207,7 +210,7 @@ def draw_weights(network: Mapping[str, Any], seed: int) -> dict[str, np.ndarray]
 
 
 def infer_label(gradient: Tensors, head: str | None) -> int | None:
-    """Infer the label of a single example from the head's bias gradient, or None without a head."""
+    """Return the label of a single example, inferred from the head's bias gradient, or None if that was not sent."""
     bias = gradient.get(f"{head}.bias")
     return None if bias is None else int(bias.argmin())
 
@@ -221,9 +224,9 @@ def reconstruct_example(
     rng: np.random.Generator,
     steps: int,
 ) -> np.ndarray:
-    """Reconstruct x' in 0..1 that minimises the gradient distance |grad' - grad|^2 (Eq. 13).
+    """Return an image from 0 to 1 with the gradient nearest to `gradient` (GENE-FL, Eq. 13).
 
-    iDLG's Algorithm 1 in float64, with a line search (strong Wolfe) that the paper lacks: it fails less often.
+    This is iDLG's Algorithm 1 in float64 with a line search (strong Wolfe). The paper has none and fails more often.
     """
     model = registry.build_network(network).double()
     with torch.no_grad():
@@ -264,7 +267,7 @@ def reconstruct_example(
 
 
 def render_grid(titles: Sequence[str], rows: Sequence[Sequence[np.ndarray]], notes: Sequence[Sequence[str]]) -> str:
-    """Render images as a grid in a standalone SVG."""
+    """Return a standalone SVG with a grid of images: a column for each title, and a note below each image."""
     stride = CELL + GAP
 
     def draw(axis: plots.Axis, add_tooltip: plots.AddTooltip) -> None:

@@ -48,7 +48,6 @@ class NewJob:
 
     @property
     def network(self) -> dict[str, Any]:
-        """Table [model] of a network that fits the examples."""
         data = self.data
         outputs = {"classes" if data.data.get("task", "classes") == "classes" else "outputs": data.outputs}
         has_torch = importlib.util.find_spec("torch") is not None
@@ -61,7 +60,7 @@ class NewJob:
 
     @property
     def params(self) -> dict[str, Any]:
-        """Chosen parameters of the method."""
+        """Parameters of the method that differ from its defaults."""
         required, params_class = REQUIRED_PARAMS.get(self.method, {}), methods.load(self.method).params
         batches = math.ceil(self.data.examples * 0.8 / self.devices / TRAINING["batch"])
         params = {"epochs": max(1, round(STEPS / batches)), **TRAINING, **required}
@@ -72,7 +71,7 @@ class NewJob:
         return params
 
     def list_notes(self) -> list[str]:
-        """Return sentences on the data and the choices."""
+        """Return notes on the data, and a line on method, network, rounds and devices."""
         network = ", ".join(f"{key} {value}" for key, value in self.network.items() if key != "name")
         if self.is_search:
             choice = f"{self.method} from donors {' and '.join(DONORS)}"
@@ -84,15 +83,14 @@ class NewJob:
         """Write the job file, and the digits into the same folder if they are the data.
 
         Raises:
+            JobError: If the method is a search, and the examples are not images.
             StoreError: If a file with other content exists and `force` is false.
         """
         path = self.data.data.get("path")
         if self.is_search and "channels" not in self.data.input:
-            raise JobError(
-                f"{self.method} begins with donors, init knows donors of images only, and examples of "
-                f"{path or self.data.data['dataset']} have shape {self.data.shape}: write a job with [[donors]] of "
-                "your own (docs/jobs.md), as examples/series_stitching has for time series"
-            )
+            problem = f"examples of {path or self.data.data['dataset']} have shape {self.data.shape}"
+            fix = "write your own [[donors]] (docs/jobs.md, examples/series_stitching)"
+            raise JobError(f"{self.method} needs donors, which `init` has only for images, but {problem}: {fix}")
         text, digits_copy = "\n".join(self._format_lines()) + "\n", self.path.with_name(find_digits().name)
         has_digits = path == str(find_digits())
         if not force:
@@ -108,7 +106,7 @@ class NewJob:
         data, card, method = self.data, method_pages.make_card(self.method), methods.load(self.method)
         network = self.network
         name = re.sub(r"[^a-z0-9._-]+", "-", self.path.stem.lower()).strip("-._")[:40] or "job"
-        yield "# A job for fedquilt; docs/jobs.md lists every key. Lines that begin with # hold defaults."
+        yield "# A job for fedquilt; docs/jobs.md lists every key. Lines that begin with # are defaults."
         yield ""
         yield f"name = {json.dumps(name)}"
         yield f"method = {json.dumps(self.method)}   # {card.title}"
@@ -116,7 +114,7 @@ class NewJob:
         if self.is_search:
             names = data.data.get("labels") or [str(parameter) for parameter in range(data.outputs)]
             yield f"labels = {format_value(names)}   # names of the classes in order"
-        yield "# seed = 0          # everything random is drawn from it"
+        yield "# seed = 0          # of all random numbers"
         if "numpy" in method.engines and network["name"] == "mlp":
             yield 'engine = "numpy"    # enough for a small network; without this line devices train with torch'
         yield ""
@@ -131,8 +129,8 @@ class NewJob:
             )
         yield ""
         yield "[cohort]"
-        yield "# size = 0            # devices that take part in a round; 0: all"
-        yield "# deadline_s = 600    # the longest that a round waits for them"
+        yield "# size = 0            # devices in a round; 0: all"
+        yield "# deadline_s = 600    # limit of a round in seconds"
         if card.evaluates:
             yield ""
             yield "[check]"
@@ -142,11 +140,11 @@ class NewJob:
         yield ""
         yield from self._format_data()
         yield ""
-        yield "[fleet]               # what `fedquilt simulate` simulates, in turn"
+        yield "[fleet]               # devices of `fedquilt simulate`; boards and budgets take turns"
         yield f"devices = {self.devices}"
         yield f"boards = {json.dumps(list(BOARDS))}"
         budget = "256MB" if network["name"] == "mlp" and not self.is_search else "1GB"
-        yield f'budgets = ["{budget}"]   # memory that a task may take'
+        yield f'budgets = ["{budget}"]   # memory budget of a task'
 
     def _format_model(self, frozen: str) -> Iterator[str]:
         yield "[model]               # docs/jobs.md lists the networks"
@@ -168,21 +166,23 @@ class NewJob:
         for key, value in table.items():
             yield f"{key} = {format_value(value)}"
         if table.get("task", "classes") == "classes":
-            yield 'partition = "dirichlet"   # devices have unlike shares of the classes; "iid" makes them alike'
-            yield "alpha = 0.5           # the smaller, the more unlike"
+            yield 'partition = "dirichlet"   # shares of the classes differ between devices; with "iid" they are equal'
+            yield "alpha = 0.5           # smaller values make shares differ more"
         else:
             yield 'partition = "iid"     # devices have equal shares, drawn at random'
-        yield "# held = 0.2          # share of a device's examples that it does not train on"
+        yield "# held = 0.2          # share of a device's examples held out for evaluations"
 
 
 def _require_same_or_absent(file: Path, payload: bytes) -> None:
     with disk.disk_errors(f"read {file}"):
         if file.exists() and file.read_bytes() != payload:
-            raise StoreError(f"{file} exists already: --force overwrites it, --out names another file or folder")
+            raise StoreError(
+                f"{file} exists already with other content: add --force to replace it, or choose another --out"
+            )
 
 
 def inspect_source(source: str, label: str) -> DataInspection:
-    """Inspect a path, a name of a data set, or "digits"."""
+    """Return what a path, a data set's name or "digits" contains. `label` is the column of labels."""
     return inspection.inspect_data(str(find_digits()) if source == DIGITS else source, label)
 
 
@@ -212,9 +212,9 @@ def format_value(value: Any) -> str:
 
 
 def _format_donors() -> Iterator[str]:
-    yield "[input]               # of the donors: images are scaled to it, and standardised as ImageNet's"
+    yield "[input]               # of the donors: images are scaled to this size, and standardised like ImageNet's"
     yield "channels = 3"
-    yield "size = 64             # larger images are told apart better, and take more time"
+    yield "size = 64             # larger images give a higher accuracy, and take more time"
     yield "mean = [0.485, 0.456, 0.406]"
     yield "std = [0.229, 0.224, 0.225]"
     for name, network in DONORS.items():

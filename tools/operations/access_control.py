@@ -33,19 +33,18 @@ PROOF_HEADER: Final = "x-fedquilt-proof"  # header of actions, with a value that
 def refusal_reason(
     headers: Mapping[str, str], permitted_names: Collection[str] = (), *, is_action: bool = False
 ) -> str | None:
-    """Return why a request is refused for its host or origin, or None if it is permitted."""
+    """Return why a request is refused for its host or origin, or None. IP addresses and localhost are permitted."""
     host = headers.get("host", "")
     if not _is_permitted_host(host, permitted_names):
-        return f"this dashboard is not called {host[:100]!r}: use its address, or allow the name with --host"
+        return f"host {host[:100]!r} is not permitted: use the IP address, or allow the name with --host"
     if not is_action:
         return None
     origin = headers.get("origin")
     if origin is None:
-        return "a request to do something has to say which page it comes from (Origin)"
-    if origin not in (f"http://{host}", f"https://{host}"):
-        return "the request comes from a page of somebody else's"
-    if headers.get("sec-fetch-site", "same-origin") not in ("same-origin", "none"):
-        return "the request comes from a page of somebody else's"
+        return "action has no Origin header: send the address of the dashboard's own page"
+    is_same_origin = headers.get("sec-fetch-site", "same-origin") in ("same-origin", "none")
+    if origin not in (f"http://{host}", f"https://{host}") or not is_same_origin:
+        return f"action comes from another site's page ({origin[:100]!r}): use the dashboard's own page"
     return None
 
 
@@ -79,6 +78,7 @@ class AccessPolicy:
         return isinstance(token, str) and hmac.compare_digest(token.encode(), self.token.encode())
 
     def make_session_cookie(self) -> str:
+        """Return the value of the header Set-Cookie."""
         return f"{self._cookie_name}={self._derive_secret('session')}; Path=/; HttpOnly; SameSite=Strict"
 
     def has_session(self, headers: Mapping[str, str]) -> bool:

@@ -60,7 +60,7 @@ log = logging.getLogger("fedquilt.agent")
 DEVICE_TIME_SHARE: Final = 0.9  # the rest of the task's deadline is for the upload to the parent
 POLL_S: Final = 0.5
 MAX_ROUNDS: Final = 1_000_000  # the parent coordinator ends the job of a site
-STOP_NOTE: Final = "stopped at the site by request: it takes no part until it is resumed there (`fedquilt resume`)"
+STOP_NOTE: Final = "run was stopped at the site: resume it there with `fedquilt resume`"
 
 
 class SiteDevice:
@@ -98,13 +98,9 @@ class _SiteJobLog:
 
     @property
     def current_round(self) -> int:
-        return (
-            self.last_event.first_round
-            if isinstance(self.last_event, events.JobStarted)
-            else self.last_event.round
-            if self.last_event
-            else 0
-        )
+        if isinstance(self.last_event, events.JobStarted):
+            return self.last_event.first_round
+        return self.last_event.round if self.last_event else 0
 
     def apply_new_events(self, store: Store, job_id: str) -> _SiteJobLog:
         for seq, _, event in store.read_events(job_id, self._seq):
@@ -154,7 +150,7 @@ class SiteWorker:
         self._request, self._started_s, self._outcome = request, now_s, None
 
     def poll_events(self, now_s: float) -> list[Event]:
-        """Return the outcome when the round has been committed or has failed, and stop cancelled runs."""
+        """Return the outcome once the round is committed or has failed, else []. Stop cancelled runs."""
         self._record_stopped_jobs()
         if self._cancelled_request is not None:
             self._request_stop_if_active(self._cancelled_request.task.job)
@@ -166,7 +162,7 @@ class SiteWorker:
         if not self._round_stored and self._outcome is None and not is_running:
             self._round_stored = True
             try:
-                self._outcome = self._begin_round(request)
+                self._outcome = self._begin_or_resume_round(request)
             except FedquiltError as error:
                 self._outcome = WorkResult(code="failed", reason=shorten_error(str(error)))
         elif not self._round_stored and self._outcome is None and not self._adopt_running_round(request):
@@ -188,9 +184,7 @@ class SiteWorker:
     def fds(self) -> Sequence[int]:
         return ()
 
-    def close(self) -> None:
-        # the round stays in the log and resumes at the next start
-        ...
+    def close(self) -> None: ...  # the round stays in the log and resumes at the next start
 
     def observe(self, job: JobView, event: events.AnyEvent) -> None:
         """Record the commit or failure of the requested round.
@@ -199,19 +193,19 @@ class SiteWorker:
         """
         if isinstance(event, events.RoundCommitted):
             self._request_stop_if_active(job.id)
-            if self._is_ordered(job.id) and self._request is not None and event.round == self._request.task.round:
+            if self._is_requested(job.id) and self._request is not None and event.round == self._request.task.round:
                 self._outcome = self._write_bundles_and_make_outcome(job.id, event)
         elif isinstance(event, events.JobEnded) and event.status == "stopped":
             self._stopped_by_user |= {job.id} - self._stopping
             self._stopping.discard(job.id)
-        elif isinstance(event, events.JobEnded) and event.status == "failed" and self._is_ordered(job.id):
+        elif isinstance(event, events.JobEnded) and event.status == "failed" and self._is_requested(job.id):
             code: Any = event.code if event.code in get_args(RefusalCode) else "failed"
             self._outcome = WorkResult(code=code, reason=shorten_error(f"the site's round failed: {event.reason}"))
 
     def read_capabilities(self, capabilities: Capabilities, now_s: float) -> Capabilities:
-        """Return the site's capabilities, and update the memory of the site.
+        """Return the capabilities of the site, and set the memory of `SiteDevice` to that of all online devices.
 
-        Engines and codecs are those of any device, the budget is the largest.
+        Engines and codecs are those of any online device, the memory budget is the largest.
         """
         registered = [device for device in self.server.registry.device_views(now_s).values() if device.profile]
         online_profiles = [device.profile for device in registered if device.online and device.profile]
@@ -226,7 +220,7 @@ class SiteWorker:
 
     # -- rounds --
 
-    def _is_ordered(self, job_id: str) -> bool:
+    def _is_requested(self, job_id: str) -> bool:
         return self._request is not None and job_id == self._request.task.job
 
     def _request_stop_if_active(self, id: str) -> None:
@@ -240,14 +234,14 @@ class SiteWorker:
         for id in [id for id in self._stopped_by_user if self.server.find_job(id) is None]:
             self._stopped_by_user.discard(id)
             self._store.append_event(id, events.NoteRecorded(STOP_NOTE))
-            if self._is_ordered(id) and self._outcome is None:
+            if self._is_requested(id) and self._outcome is None:
                 self._round_stored, self._outcome = True, WorkResult(code="failed", reason=STOP_NOTE)
 
     def _adopt_running_round(self, request: WorkRequest) -> bool:
         job = self.server.find_job(request.task.job)
         if job is None or job.id in self._stopping or job.job_state.state is None or sites.STATE not in request.bundles:
             return False
-        with contextlib.suppress(FedquiltError):  # `_begin_round` reports the error
+        with contextlib.suppress(FedquiltError):  # `_begin_or_resume_round` reports the error
             is_same_round = job.job_state.parent_order is not None and job.job_state.round == request.task.round
             self._round_stored = is_same_round and self._has_parent_state(
                 job.job_state.state,
@@ -255,7 +249,8 @@ class SiteWorker:
             )
         return self._round_stored
 
-    def _begin_round(self, request: WorkRequest) -> WorkResult | None:
+    def _begin_or_resume_round(self, request: WorkRequest) -> WorkResult | None:
+        # None while the round runs, or the outcome of a committed round or stopped job
         task, store, id = request.task, self._store, request.task.job
         if sites.STATE not in request.bundles or "job" not in task.params:
             raise JobError(
@@ -343,7 +338,7 @@ class SiteWorker:
         request, state, job_log = self._request, self._read_state(event.state), self._read_log(id)
         assert request is not None
         if state is None:
-            return WorkResult(code="failed", reason="what the site's round has brought is gone from its disk")
+            return WorkResult(code="failed", reason="state of the site's round is missing or damaged on its disk")
         usages = [update.usage for update in job_log.updates.values()]
         joules = [usage.energy_j for usage in usages if usage.energy_j is not None]
         self._device.energy_j = math.fsum(joules) if len(joules) == len(usages) else None
@@ -398,7 +393,7 @@ def _write_bundle_if_changed(folder: Path, request: WorkRequest) -> None:
 
 def _describe_missing_devices(updates: Mapping[str, Update], refusals: Mapping[str, str]) -> str:
     refused = {device: reason for device, reason in refusals.items() if device not in updates}
-    return f"refused there: {selection.format_by_reason(refused)}"[:1000] if refused else ""
+    return f"without an update at the site: {selection.format_by_reason(refused)}"[:1000] if refused else ""
 
 
 CAPABILITIES_POLL_S: Final = 5.0
@@ -441,6 +436,7 @@ class SiteAgent:
         return min(self.agent.step(now_s), self._capabilities_s + CAPABILITIES_POLL_S)
 
     def make_endpoint(self, server: Server) -> Endpoint:
+        """Return an endpoint that steps the site's coordinator and this agent."""
         self.attach_server(server)
         return _SiteEndpoint(server, self)
 
@@ -478,8 +474,9 @@ class _SiteEndpoint:
         return [*self._server.fds(), *self._site.fds()]
 
 
-def connect_site_agent(path: Path, store: Store) -> SiteAgent:
-    options = load_settings(path)
+def connect_site_agent(settings_path: Path, store: Store) -> SiteAgent:
+    """Return the agent of a site, with a link to the parent's broker. Lock the agent's home."""
+    options = load_settings(settings_path)
     broker, boot_id = Broker.from_url(**msgspec.structs.asdict(options.broker)), os.urandom(8).hex()
     presence = wire.Topics(options.fleet).device_topic(options.device, "up", "presence")
     will = presence, wire.encode(wire.Presence(online=False, boot=boot_id))

@@ -244,7 +244,7 @@ def test_status_tells_the_clocks_and_who_holds(served: Served, capsys: pytest.Ca
     assert cli.main(["board", "clocks", "status", *where]) == 0
     shown = capsys.readouterr().out
     assert "policy0: 345.6 now, limits 345.6 to 345.6 MHz, schedutil; lists 345.6 499.2" in shown
-    assert f"helper  process {os.getpid()} of user {os.getuid()} holds slow: cpu 345.6 MHz" in shown
+    assert f"helper  process {os.getpid()} of user {os.getuid()} pins slow: cpu 345.6 MHz" in shown
     clocks.close()
     assert cli.main(["board", "clocks", "status", "--format", "json", *where]) == 0
     told = json.loads(capsys.readouterr().out)
@@ -254,7 +254,7 @@ def test_status_tells_the_clocks_and_who_holds(served: Served, capsys: pytest.Ca
     assert cli.main(["board", "clocks", "status", *where]) == 0
     shown = capsys.readouterr().out
     assert "helper  none at" in shown
-    assert "mode    not known of MAXN" in shown
+    assert "mode    unknown of MAXN" in shown
 
 
 def test_the_helper_keeps_the_bounds_in_the_boards_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -286,7 +286,7 @@ def test_hold_holds_until_it_is_interrupted(
     assert cli.main(["board", "clocks", "hold", "cpu=345.6MHz", *where]) == 0
     assert (
         capsys.readouterr().out
-        == "held: cpu 345.6 MHz (interrupt to let go)\nlet go: the board's own settings are back\n"
+        == "pinned: cpu 345.6 MHz (Ctrl-C to unpin)\nunpinned: the board's own settings are restored\n"
     )
     assert served.max_khz() == 2035200
     assert cli.main(["board", "clocks", "hold", "cpu=345.6GHz", *where]) == 8

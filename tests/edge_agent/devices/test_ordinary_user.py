@@ -174,7 +174,7 @@ def test_whom_the_helper_does_not_know_has_the_board_without_its_clocks(user: Us
     with Served(seen, user.folder / "run", None) as served:
         told = user.does(is_refused, seen, served.path)
         fault = machine_facts.HelperFault(
-            "not permitted", f"this user may not speak to the clock helper at {served.path}"
+            "not permitted", f"this user may not connect to the clock helper at {served.path}"
         )
         assert told == [False, list(fault)]
 
@@ -282,7 +282,7 @@ def test_a_mode_that_may_not_be_read_is_not_the_catalogues_default(user: User):
     user.shut(root / "var/lib/nvpmodel/status")
     mode, several, said = user.does(asks_for_the_mode, root)
     assert (mode, several) == (None, True)
-    assert said.startswith("nvpmodel's status is for root alone to read")
+    assert said.startswith("the power mode is unknown: only root")
 
 
 def is_no_board(root: Path) -> str:

@@ -50,7 +50,7 @@ def test_a_second_time_changes_no_job_and_another_label_needs_force(capsys, monk
     written = Path("job.toml").read_bytes()
     assert "job.bundle: " not in run(capsys, "simulate", "flowers.csv", "--label", "kind", code=9)
     said = run(capsys, "simulate", "flowers.csv", "--label", "colour", code=6)
-    assert "job.toml exists already: --force overwrites it, --out names another file" in said
+    assert "job.toml exists already with other content: add --force to replace it" in said
     assert Path("job.toml").read_bytes() == written
 
 

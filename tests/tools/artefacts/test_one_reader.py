@@ -25,7 +25,7 @@ from fedquilt.edge_agent.task.protocol import CheckRequest
 from fedquilt.models.networks import onnx_file
 from fedquilt.tools.artefacts import prepare
 from fedquilt.tools.artefacts.classifier import Classifier, run_model
-from fedquilt.tools.operations.runner.service import ModelService, ModelSwitcher
+from fedquilt.tools.operations.inference_server.service import ModelService, ModelSwitcher
 
 pytest.importorskip("torch", reason="a network is exported by torch")
 pytest.importorskip("onnxruntime", reason="an exported network is run")

@@ -55,7 +55,7 @@ def test_a_folder_of_images_is_classified_and_its_subfolders_tell_the_truth(mode
 
 
 def test_a_network_in_two_files_is_run_as_one(model: Path, tmp_path: Path) -> None:
-    from fedquilt.tools.operations.runner.service import ModelSwitcher
+    from fedquilt.tools.operations.inference_server.service import ModelSwitcher
 
     (tmp_path / "two").mkdir()
     two = made_graphs.two_files(tmp_path / "two", made_graphs.onnx.load(model))

@@ -123,7 +123,7 @@ def test_the_command_writes_the_pictures_and_tells_every_row(
 def test_what_are_no_square_pictures_is_said(tmp_path: Path) -> None:
     pytest.importorskip("torch")
     np.savez(tmp_path / "data.npz", x_train=np.zeros((3, 8, 6), np.uint8), y_train=np.zeros(3, int))
-    with pytest.raises(DataError, match="no square images: scale them with --size"):
+    with pytest.raises(DataError, match="not square images: scale them with --size"):
         audit_methods(tmp_path / "data.npz")
 
 

@@ -193,8 +193,8 @@ def test_peaks_on_a_gpu_are_judged_within_the_plan(changes: dict[str, Any], verd
         ({"to_cpu": 0.2}, "warning", "0.2"),
         ({"to_cpu": None}, "skipped", "not compared: no GPU"),
         ({"to_repetition": 1e-6}, "warning", "two runs differ by 1e-06"),
-        ({"too_large": "exception"}, "error", "ended as exception"),
-        ({"next_task": "failed"}, "error", "the next as failed"),
+        ({"too_large": "exception"}, "error", "ended with 'exception'"),
+        ({"next_task": "failed"}, "error", "the next one with 'failed'"),
     ],
 )
 def test_results_on_a_gpu_are_judged(changes: dict[str, Any], verdict: str, said: str) -> None:
@@ -232,7 +232,7 @@ def fake_gpu(monkeypatch: pytest.MonkeyPatch) -> gpu_check.GpuCheck:
         told = "580.65, 70.5, 700.00, [N/A], 7, 512, 1980, 2000, 2619, [Not Supported]\n"
         return SimpleNamespace(stdout="70.5\n" if command[2] == "--query-gpu=power.draw" else told)
 
-    monkeypatch.setattr(gpu_check, "_find_cuda", lambda: (FakeCuda(), ""))
+    monkeypatch.setattr(gpu_check, "_find_cuda_or_reason", lambda: (FakeCuda(), ""))
     monkeypatch.setattr(gpu_check.subprocess, "run", run)
     return gpu_check.GpuCheck()
 
@@ -255,7 +255,7 @@ def test_what_a_gpu_tells_is_in_units_of_si_and_the_rest_is_left_out(fake_gpu: g
         "its own",
         "580.65",
     )
-    assert unknown["power_limit_default_w"] == "nvidia-smi does not tell"
+    assert unknown["power_limit_default_w"] == "not reported by nvidia-smi"
     assert all(name in unknown for name, value in environment.items() if value is None)
     rows = fake_gpu._check_clocks(Path())[2]
     assert {"clock": "GPU memory", "now_mhz": 2619.0, "high_mhz": None, "settings": 0} in rows

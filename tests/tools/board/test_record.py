@@ -108,14 +108,14 @@ def test_progress_is_shown_with_the_time_that_is_left():
     measurement.measure_points(board.rig(), POINTS, 300.0, said.append)
     starts = [line for line in said if line.startswith("[")]
     assert [line.split("]")[0] for line in starts] == [f"[{k}/{len(POINTS)}" for k in range(1, len(POINTS) + 1)]
-    assert starts[0].startswith(f"[1/{len(POINTS)}] {POINTS[0].name}; at most 4.8 min more")
+    assert starts[0].startswith(f"[1/{len(POINTS)}] {POINTS[0].name}, at most 4.8 min left")
     assert board.now_s - 100.0 < 600.0
 
 
 def test_how_far_to_trust_the_fit_is_said_by_points_left_out_of_it():
     result = record.build_profile(measurement.measure_points(FakeBoard().rig(), POINTS, 120.0), FACTS, LISTS)
     assert record.describe_accuracy(result)[0].startswith(
-        "time: the model holds well elsewhere, within 0.0 % at every point left out"
+        "time: the model predicts other points well, within 0.0 % at points left out"
     )
     board = FakeBoard()
 
@@ -125,10 +125,10 @@ def test_how_far_to_trust_the_fit_is_said_by_points_left_out_of_it():
 
     board.trouble = odd
     off = record.build_profile(measurement.measure_points(board.rig(), POINTS, 120.0), FACTS, LISTS)
-    assert "time: the model holds badly elsewhere" in record.describe_accuracy(off)[0]
+    assert "time: the model predicts other points badly" in record.describe_accuracy(off)[0]
     few = dataclasses.replace(result, errors={"time": fit.RelativeErrors((0.0,), (None,))})
     assert record.describe_accuracy(few) == [
-        "time: not cross-validated, as too few points were measured: give it more --minutes"
+        "time: not cross-validated, too few points were measured: increase --minutes"
     ]
 
 
@@ -146,7 +146,7 @@ def test_time_is_bounded_and_what_was_left_out_is_said():
     )
     assert found.skipped
     assert len(found.points) + len(found.skipped) == len(POINTS)
-    assert {reason for _, reason in found.skipped} == {"no time was left"}
+    assert {reason for _, reason in found.skipped} == {"no time left"}
     assert board.held is None
 
 
@@ -160,7 +160,7 @@ def test_a_point_too_slow_for_its_time_is_skipped():
     board.trouble = slow
     found = measurement.measure_points(board.rig(), POINTS, 60.0)
     assert [name for name, _ in found.skipped] == [POINTS[2].name]
-    assert "did not suffice" in found.skipped[0][1]
+    assert "not enough time" in found.skipped[0][1]
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError, SystemExit])
@@ -207,12 +207,12 @@ def test_without_a_meter_power_is_left_out_and_that_is_said():
     assert (found.idle_w, result.board.idle_w, result.errors.get("power")) == (None, None, None)
     assert all(point.busy_w is None and point.flops_per_s for point in result.board.operating_points())
     assert "power could not be measured" in result.board.sources["measured"].text
-    assert "no power meter: power is left out of the profile" in record.format_fitted_profile(result)
+    assert "no power meter: the profile has no power" in record.format_fitted_profile(result)
 
 
 def test_a_recording_of_nothing_is_an_error_with_the_reasons():
     found = measurement.measure_points(FakeBoard().rig(), POINTS, 0.1)
-    with pytest.raises(ClockError, match=r"no time was left.*more --minutes"):
+    with pytest.raises(ClockError, match=r"no time left.*increase --minutes"):
         record.build_profile(found, FACTS, LISTS)
 
 

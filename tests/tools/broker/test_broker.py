@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 def test_a_broker_open_to_the_network_needs_a_password_file() -> None:
     for host in ("0.0.0.0", "192.168.1.5", "board.local"):
-        with pytest.raises(JobError, match=f"a broker on {host} is open to the network, so it needs --password-file"):
+        with pytest.raises(JobError, match=f"broker on {host} would be open to the network: add --password-file"):
             EmbeddedBroker(host)
     EmbeddedBroker("127.0.0.5")
     EmbeddedBroker("localhost")
@@ -66,7 +66,7 @@ def test_a_port_in_use_is_said(embedded_broker: EmbeddedBroker) -> None:
 def test_a_broker_that_does_not_begin_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(broker, "START_S", 0.05)
     monkeypatch.setattr(EmbeddedBroker, "_run_event_loop", lambda self, make, ready, failures: None)
-    with pytest.raises(LinkError, match=r"does not start within 0\.05 s: run the command again"):
+    with pytest.raises(LinkError, match=r"did not start within 0\.05 s: run the command again"):
         EmbeddedBroker().start()
 
 

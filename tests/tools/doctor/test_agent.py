@@ -107,10 +107,12 @@ def test_a_certificate_that_has_ended_is_found(board: Any) -> None:
 
 def test_a_certificate_that_ends_soon_or_begins_later_is_found() -> None:
     held = Certificate("a.crt", "a", 100 * DAY_S, 160 * DAY_S)
-    verdicts = [agent._check_validity(held, Path("agent.toml"), at * DAY_S) for at in (99, 101, 149, 151, 161)]
+    verdicts = [
+        agent._check_certificate_validity(held, Path("agent.toml"), at * DAY_S) for at in (99, 101, 149, 151, 161)
+    ]
     told = [to_finding("FQ306", verdict) for verdict in verdicts if verdict is not None]
     assert [one.severity for one in told] == ["error", "ok", "ok", "warning", "error"]
-    assert "it is behind" in told[0].sentence
+    assert "it is slow" in told[0].sentence
 
 
 def test_a_key_that_others_can_read_is_found(board: Any) -> None:

@@ -103,7 +103,7 @@ def test_damaged_logs_are_told_from_those_of_another_version(home: Path) -> None
         store._db.execute("update jobs set status = 'done'")
         store._db.execute("update rollout_facts set at = at + 1")
     damaged = [one for one in found(home) if one.number == "FQ504"]
-    assert [one.fix for one in damaged] == ["put back a copy of the whole folder, or begin it anew"] * 2
+    assert [one.fix for one in damaged] == ["restore a backup of the whole folder, or begin with an empty one"] * 2
     assert f"the log of {id} in" in damaged[1].sentence
 
 
@@ -127,7 +127,7 @@ def test_a_job_that_waits_for_devices_is_found_with_the_reason(home: Path, tmp_p
         told = [one for one in found(home) if one.number in ("FQ508", "FQ509")]
         assert other in told[1].sentence or other in told[0].sentence
         (stuck,) = [one for one in told if one.number == "FQ509"]
-        assert "waits for 3 devices" in stuck.sentence
+        assert "waits for 3 eligible devices" in stuck.sentence
         assert "c: offline" in stuck.sentence
         store.append_event(id, CohortSelected(0, 0, ("a", "b", "d")))
         assert bad(home) == []
@@ -153,7 +153,7 @@ def test_the_command_says_the_worst_by_its_exit_code(
     assert code == {"warning": 10, "error": 11}[told["severity"]]
     assert {"FQ502"} <= {one["number"] for one in told["findings"]}
     assert main(["doctor", "agent.toml", "--home", str(home)]) == 2
-    assert "leave --home and --broker out" in capsys.readouterr().err
+    assert "leave out --home and --broker" in capsys.readouterr().err
     assert main(["doctor", "--ca", "x"]) == 2
 
 
@@ -163,6 +163,6 @@ def test_what_is_wrong_is_told_with_its_mend(home: Path, tmp_path: Path, capsys:
     main(["doctor", "--home", str(home)])
     lines = capsys.readouterr().out.splitlines()
     at = next(n for n, line in enumerate(lines) if "FQ507" in line)
-    assert lines[at].startswith("warning  FQ507  1 unfinished")
+    assert lines[at].startswith("warning  FQ507  no coordinator serves")
     assert lines[at + 1].strip() == f"fix: fedquilt serve --home {home}"
     assert "warning" in lines[-1]

@@ -55,6 +55,6 @@ def test_a_task_process_that_does_not_hold_is_told_in_its_words(
     monkeypatch.setattr(sandbox, "task_command", lambda home: command)
     for name, value in limits.items():
         monkeypatch.setattr(version, name, value)
-    with pytest.raises(JobError, match="one small task has failed: ") as raised:
+    with pytest.raises(JobError, match="test task failed: ") as raised:
         version.train_small_task()
     assert said in str(raised.value)

@@ -105,12 +105,12 @@ def test_a_profile_that_ships_is_named_and_not_copied(site: Path) -> None:
         (f'{URL}ca = "none.crt"\n', r"none\.crt cannot be read"),
         (f'{URL}ca = "ca.crt"\ncert = "orin-1.crt"\n', "cert is given without key"),
         (f'{URL}ca = "ca.crt"\ncert = "ca.crt"\nkey = "orin-1.key"\n', "cannot be used together"),
-        ('[data]\npath = "images"\n', r"'images' is on the board.*/srv/images"),
-        ('[data]\nsources = [{ path = "a", labels_from = 0 }]\n', r"'a' is on the board"),
-        ('[models]\nfolder = "srv"\n', r"\[models\] folder 'srv' is on the board.*/srv/srv"),
+        ('[data]\npath = "images"\n', r"'images' is not absolute.*/srv/"),
+        ('[data]\nsources = [{ path = "a", labels_from = 0 }]\n', r"'a' is not absolute"),
+        ('[models]\nfolder = "srv"\n', r"\[models\] folder 'srv' is not absolute.*/srv/models"),
         ('budget = "lots"\n', r"agent\.toml: budget: 'lots' is not a size"),
         ("colour = 1\n", r"agent\.toml: .*colour"),
-        (f"{URL}{ENROL}", "needs a ca"),
+        (f"{URL}{ENROL}", "has no ca"),
         ('profile = "none.toml"\n', r"none\.toml cannot be read"),
         ("[broker\n", "not TOML"),
     ],
@@ -128,7 +128,7 @@ def test_a_token_needs_to_know_where_it_is_taken(site: Path) -> None:
 
 def test_another_file_is_no_token(site: Path) -> None:
     (site / "token").write_text('device = "orin-07"\n')
-    with pytest.raises(JobError, match="holds no token: `fedquilt identity token"):
+    with pytest.raises(JobError, match="contains no token: create one with `fedquilt identity token"):
         told(site, f'{URL}ca = "ca.crt"\n{ENROL}', None, site / "token")
 
 
@@ -156,11 +156,11 @@ def test_a_coordinators_units_say_what_its_settings_do(site: Path) -> None:
 def test_a_coordinators_settings_that_cannot_work_are_refused(site: Path) -> None:
     for text, said in {
         '[enrol]\nhost = "hub"\n': r"coordinator\.toml.*host",
-        '[enrol]\nhosts = ["hub; reboot"]\n': "is no name of a host",
+        '[enrol]\nhosts = ["hub; reboot"]\n': "is not a host name",
         "[enrol]\nport = 0\n": "port",
         '[dash]\nlisten = "8080"\n': "is not a valid address",
-        '[dash]\nlisten = "0.0.0.0 --actions:80"\n': "is no name of a host",
-        '[dash]\nnames = ["hub.site; reboot"]\n': r"\[dash\] names.*is no name of a host",
+        '[dash]\nlisten = "0.0.0.0 --actions:80"\n': "is not a host name",
+        '[dash]\nnames = ["hub.site; reboot"]\n': r"\[dash\] names.*is not a host name",
         "[governor]\n": "governor",
     }.items():
         with pytest.raises(JobError, match=said):
@@ -172,7 +172,7 @@ def test_a_coordinators_settings_that_cannot_work_are_refused(site: Path) -> Non
         (site / "bare.toml").write_text(f'[broker]\nurl = "{url}"\n')
         with pytest.raises(JobError, match=r"bare\.toml"):
             bundle.read_coordinator_files(site / "bare.toml")
-    with pytest.raises(JobError, match="systemd 247"):
+    with pytest.raises(JobError, match="target has systemd 245, but a coordinator needs 247"):
         bundle.render_units(serving(site), systemd=245)
 
 

@@ -71,13 +71,13 @@ def test_a_run_that_broke_off_goes_on(site: Path, capfd: pytest.CaptureFixture[s
     both = capfd.readouterr()
     assert "1 of 2 boards were not flashed" in both.err
     assert "No route to host" in both.out
-    assert "not written: orin-2; the same command again" in both.out
+    assert "not written: orin-2; repeat the command" in both.out
     made = (site / "fedquilt-boards/orin-1.tar").stat().st_mtime_ns
     token = (site / "fedquilt-boards/orin-2.token").read_bytes()
     (site / "down").unlink()
     assert flash(site) == 0
     said = capfd.readouterr().out
-    assert "orin-1: done before" in said
+    assert "orin-1: flashed before" in said
     assert (site / "fedquilt-boards/orin-1.tar").stat().st_mtime_ns == made
     assert (site / "board/etc/fedquilt/token").read_bytes() == token
     register = CertificateRegister(site / "ca/register.db")
@@ -91,11 +91,11 @@ def test_a_row_that_changed_is_done_again_and_no_other(site: Path, capfd: pytest
     capfd.readouterr()
     assert flash(site) == 0
     said = capfd.readouterr().out
-    assert "orin-2: done before" in said
-    assert "orin-1: done before" not in said
+    assert "orin-2: flashed before" in said
+    assert "orin-1: flashed before" not in said
     (site / "fedquilt-boards/orin-1.tar").unlink()
     assert flash(site) == 0
-    assert "orin-1: done before" not in capfd.readouterr().out
+    assert "orin-1: flashed before" not in capfd.readouterr().out
 
 
 def redeem(register: CertificateRegister, token: str) -> None:
@@ -104,7 +104,7 @@ def redeem(register: CertificateRegister, token: str) -> None:
 
 
 def cancel(register: CertificateRegister, token: str) -> None:
-    register.cancel_tokens("orin-1")
+    register.delete_tokens("orin-1")
 
 
 @pytest.mark.parametrize("spend", [redeem, cancel])
@@ -152,11 +152,11 @@ def test_a_dry_run_makes_no_token(site: Path, capfd: pytest.CaptureFixture[str])
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("name,color\norin-1,red\n", r"line 2: there is no column 'color'; .*name,target,budget,labels,address"),
+        ("name,color\norin-1,red\n", r"line 2: unknown column 'color': .*name,target,budget,labels,address"),
         ("name,target\norin-1,jetpack6,x\n", "more values than columns"),
-        ("name,target\nOrin 1,jetpack6\n", "'Orin 1' is no name of a board"),
-        ("name,target\na,jetpack6\nb,jetpack8\n", r"line 3: no target 'jetpack8': one of "),
-        ("name,target\na,jetpack6\na,jetpack6\n", r"line 3: a stands in the table twice"),
+        ("name,target\nOrin 1,jetpack6\n", "board name 'Orin 1' is invalid"),
+        ("name,target\na,jetpack6\nb,jetpack8\n", r"line 3: unknown target 'jetpack8': choose one of "),
+        ("name,target\na,jetpack6\na,jetpack6\n", r"line 3: board a is in the table twice"),
         ("name,target,budget\na,jetpack6,much\n", r"line 2: 'much' is not a size"),
         ("name,target,labels\na,jetpack6,site=lab Hall\n", r"line 2: 'Hall' is not a label"),
         ("name\na\n", "a has no target"),
@@ -206,7 +206,7 @@ def test_a_watch_tells_each_change_once_and_ends_when_all_are_there() -> None:
     assert len(waited) == 2
     assert [line.split("  ")[1] for line in said if "  a: " in line] == ["a: waits", "a: enrolled"]
     assert fleet.format_states(ended, 200)[-2:] == [
-        "not written: lost; the same command again goes on with them",
+        "not written: lost; repeat the command to continue with them",
         "not enrolled yet: lost",
     ]
 

@@ -106,17 +106,17 @@ def test_the_agent_may_write_the_folder_of_models_that_its_owner_names(site: Pat
 @pytest.mark.parametrize(
     ("table", "said"),
     [
-        ('folder = "models"', "whole path"),
-        ('folder = "/srv/my models"', "has no place"),
-        ('folder = "/srv/%i"', "has no place"),
-        ('folder = "/srv/$(reboot)"', "has no place"),
-        ('folder = "/home/me/models"', "the services see none there"),
-        ('folder = "/srv/../etc/cron.d"', "the services see none there"),
-        ('folder = "/models"', "the services see none there"),
-        ('serve = "127.0.0.1:8080"\nfolder = "/var/lib/fedquilt/models"', "may not enter"),
+        ('folder = "models"', "not absolute"),
+        ('folder = "/srv/my models"', "contains"),
+        ('folder = "/srv/%i"', "contains"),
+        ('folder = "/srv/$(reboot)"', "contains"),
+        ('folder = "/home/me/models"', "is hidden from the services"),
+        ('folder = "/srv/../etc/cron.d"', "is hidden from the services"),
+        ('folder = "/models"', "is hidden from the services"),
+        ('serve = "127.0.0.1:8080"\nfolder = "/var/lib/fedquilt/models"', "cannot read"),
         ('serve = "8080"', "is not a valid address"),
-        ('serve = "0.0.0.0:8080"', "answers its own board alone"),
-        ('serve = "127.0.0.1 --listen-anywhere:8080"', "answers its own board alone"),
+        ('serve = "0.0.0.0:8080"', "not a loopback address"),
+        ('serve = "127.0.0.1 --listen-anywhere:8080"', "not a loopback address"),
     ],
 )
 def test_a_folder_or_address_that_no_unit_can_have_is_refused(site: Path, table: str, said: str) -> None:

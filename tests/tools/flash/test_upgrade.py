@@ -43,7 +43,7 @@ def test_a_bundle_is_fedquilt_alone_signed_where_the_authority_is(
     assert flash() == 0
     said = capsys.readouterr().out
     assert "signed by the authority in fedquilt-ca" in said
-    assert "fedquilt rollout agent agents.tar --home HOME brings it to the fleet" in said
+    assert "to deploy it: fedquilt rollout agent agents.tar --home HOME" in said
     with archive.open_bundle(place / "agents.tar") as made:
         manifest = made.manifest
         made.verify_wheels()

@@ -66,7 +66,7 @@ def test_packages_that_need_each_other_come_to_an_end(tmp_path: Path) -> None:
 
 def test_what_is_no_wheel_is_named(tmp_path: Path) -> None:
     (tmp_path / "half-1.0-py3-none-any.whl").write_bytes(b"PK")
-    with pytest.raises(StoreError, match=r"half-1\.0.* is no wheel .*delete it"):
+    with pytest.raises(StoreError, match=r"half-1\.0.* is not a wheel .*delete it"):
         Wheel.from_file(tmp_path / "half-1.0-py3-none-any.whl")
 
 
@@ -165,7 +165,7 @@ def test_a_constraint_that_cannot_be_met_or_read_is_told(
         wheels.collect_wheels(JP7, [])
     (tmp_path / "only.txt").write_text("numpy==1.0\n")
     monkeypatch.setenv("PIP_CONSTRAINT", str(tmp_path / "only.txt"))
-    with pytest.raises(JobError, match=r"no wheels for jetpack7 .*does .*only\.txt allow versions that go"):
+    with pytest.raises(JobError, match=r"no wheels for jetpack7 .*the versions in .*only\.txt"):
         wheels.collect_wheels(JP7, [])
 
 
@@ -189,7 +189,7 @@ def test_what_there_is_no_wheel_for_is_told(index: Path, tmp_path: Path) -> None
 def test_an_unknown_extra_is_refused_before_anything_is_fetched(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with pytest.raises(JobError, match=r"no extra 'onx': fedquilt-board has .*onnx"):
+    with pytest.raises(JobError, match=r"unknown extra 'onx': fedquilt-board has .*onnx"):
         wheels.collect_wheels(JP6, ["onx"])
     assert not (tmp_path / "cache").exists()
 
@@ -278,13 +278,13 @@ def test_wheels_for_an_older_glibc_run_and_for_a_newer_do_not() -> None:
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (("jetpack8",), r"no target 'jetpack8': one of jetpack5, "),
+        (("jetpack8",), r"unknown target 'jetpack8': choose one of jetpack5, "),
         (("arm64",), r"--python 3\.11"),
-        (("jetpack5", "3.8"), r"install one there and name it, .* --python /opt"),
+        (("jetpack5", "3.8"), r"install one on the board and name it, .* --python /opt"),
         (("arm64", "3.8"), r"needs 3\.10 or newer"),
         (("arm64", "2.7"), r"needs 3\.10 or newer"),
-        (("arm64", "opt/python3.11"), r"the whole path on the board"),
-        (("arm64", "/usr/$(x)/python3.11"), r"in plain letters"),
+        (("arm64", "opt/python3.11"), r"write the path on the board"),
+        (("arm64", "/usr/$(x)/python3.11"), r"not an absolute path"),
     ],
 )
 def test_boards_that_cannot_get_a_clear_answer(arguments: tuple[str, ...], says: str) -> None:

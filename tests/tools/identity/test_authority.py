@@ -43,7 +43,7 @@ def test_secrets_are_readable_by_their_owner_alone(authority: CertificateAuthori
 
 
 def test_an_authority_is_never_made_over_another(authority: CertificateAuthority) -> None:
-    with pytest.raises(JobError, match="holds an authority already"):
+    with pytest.raises(JobError, match="has an authority already"):
         CertificateAuthority.create(authority.folder, "other", NOW_S)
     assert CertificateAuthority(authority.folder).cert == authority.cert
 
@@ -60,7 +60,7 @@ def test_a_missing_damaged_or_mixed_up_authority_says_so(authority: CertificateA
         CertificateAuthority(tmp_path)
     other = CertificateAuthority.create(tmp_path / "other", "other", NOW_S)
     shutil.copy(other.folder / "ca.crt", authority.folder / "ca.crt")
-    with pytest.raises(StoreError, match="do not belong together"):
+    with pytest.raises(StoreError, match="do not match"):
         CertificateAuthority(authority.folder)
     (authority.folder / "ca.key").write_text("nothing")
     with pytest.raises(StoreError, match="damaged"):
@@ -117,12 +117,12 @@ def test_requests_that_are_broken_for_others_or_of_other_kinds_are_refused(autho
     assert b"\x02\x01\x00" in der[:12]  # the version
     later = base64.encodebytes(der.replace(b"\x02\x01\x00", b"\x02\x01\x05", 1)).decode()
     cases = (
-        ("text", "orin-7", "no signing request"),
-        (f"{lines[0]}\n{later}{lines[-1]}\n", "orin-7", "no signing request"),
-        (good, "orin-8", "for 'orin-7', not for orin-8"),
-        (request("orin-7", rsa.generate_private_key(65537, 2048)), "orin-7", "another key than ECDSA P-256"),
-        (request("orin-7", ec.generate_private_key(ec.SECP384R1())), "orin-7", "another key than ECDSA P-256"),
-        (forged, "orin-7", "changed on its way|no signing request"),
+        ("text", "orin-7", "signing request is damaged"),
+        (f"{lines[0]}\n{later}{lines[-1]}\n", "orin-7", "signing request is damaged"),
+        (good, "orin-8", "of 'orin-7', not of orin-8"),
+        (request("orin-7", rsa.generate_private_key(65537, 2048)), "orin-7", "no ECDSA P-256 key"),
+        (request("orin-7", ec.generate_private_key(ec.SECP384R1())), "orin-7", "no ECDSA P-256 key"),
+        (forged, "orin-7", "was modified|is damaged"),
     )
     for pem, device, said in cases:
         with pytest.raises(JobError, match=said):
@@ -142,7 +142,7 @@ def test_a_name_is_a_devices_or_a_servers_never_both(authority: CertificateAutho
 
 @pytest.mark.parametrize("host", ["", "a b", "-x", "x/y", "*"])
 def test_a_host_that_is_none_is_refused(authority: CertificateAuthority, host: str) -> None:
-    with pytest.raises(JobError, match="neither a host's name"):
+    with pytest.raises(JobError, match="neither a host name"):
         authority.issue_with_new_key("broker", "server", NOW_S, hosts=[host])
     assert authority.register.list_certificates() == []
 
@@ -158,10 +158,10 @@ def test_revoking_lists_what_is_still_valid_and_forgets_tokens(tmp_path: Path, u
     assert crl.is_signature_valid(authority.cert.public_key())  # type: ignore[arg-type]
     assert [f"{one.serial_number:x}" for one in crl] == [new.serial] != [old.serial]
     assert crl.next_update_utc == authority.cert.not_valid_after_utc
-    assert "not known" in str(authority.register.redeem_token(token, "orin-7", "k", NOW_S))
+    assert "is unknown" in str(authority.register.redeem_token(token, "orin-7", "k", NOW_S))
     assert authority.crl_url == url
     assert len(crl.extensions) == (2 if url is None else 3)
-    with pytest.raises(JobError, match="nothing was issued to 'orin-9'"):
+    with pytest.raises(JobError, match="'orin-9' has no certificate or token"):
         authority.revoke_name("orin-9", NOW_S)
 
 
@@ -171,10 +171,10 @@ def test_revoking_lists_what_is_still_valid_and_forgets_tokens(tmp_path: Path, u
 def test_a_site_speaks_for_boards_that_are_nobody_elses(authority: CertificateAuthority) -> None:
     with authority.register.transaction():
         authority.sign_certificate("cam-1", "device", new_key().public_key(), NOW_S)
-    with pytest.raises(JobError, match="plant cannot speak for cam-1, which is a device here"):
+    with pytest.raises(JobError, match="site plant cannot have cam-1, which has its own certificate"):
         authority.issue_with_new_key("plant", "site", NOW_S, site_right=SiteRight(("cam-*",), 4))
     authority.issue_with_new_key("plant", "site", NOW_S, site_right=SiteRight(("door-*",), 4))
-    with pytest.raises(JobError, match="gate and plant could both speak for one board"):
+    with pytest.raises(JobError, match="sites gate and plant have common boards"):
         authority.issue_with_new_key("gate", "site", NOW_S, site_right=SiteRight(("door-7",), 1))
     authority.issue_with_new_key("plant", "site", NOW_S, site_right=SiteRight(("door-1",), 1))
     with pytest.raises(JobError, match="gate and plant"):  # the first certificate is valid still
@@ -187,7 +187,7 @@ def test_a_site_speaks_for_boards_that_are_nobody_elses(authority: CertificateAu
 def test_no_device_is_enrolled_under_the_name_of_a_sites_board(authority: CertificateAuthority) -> None:
     authority.issue_with_new_key("plant", "site", NOW_S, site_right=SiteRight(("cam-*",), 4))
     key = new_key().public_key()
-    with pytest.raises(JobError, match="'cam-9' is a name of a board of site plant"):
+    with pytest.raises(JobError, match="'cam-9' belongs to site plant"):
         authority.require_enrollable("cam-9", key, NOW_S)
     authority.revoke_name("plant", NOW_S)
     authority.require_enrollable("cam-9", key, NOW_S)

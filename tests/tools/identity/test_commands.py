@@ -76,7 +76,7 @@ def test_a_board_without_a_network_enrols_by_hand(folder: Path, capsys: pytest.C
     assert "orin-7 is enrolled, until" in said(capsys, "identity", "enrol", board)
     listed = json.loads(said(capsys, "identity", "list", "--format", "json"))["certificates"]
     assert [(one["name"], one["kind"], one["key_id"]) for one in listed] == [("orin-7", "device", fingerprint)]
-    assert "for 'orin-7', not for orin-8" in said(capsys, "identity", "sign", "orin.csr", "--device", "orin-8", code=2)
+    assert "of 'orin-7', not of orin-8" in said(capsys, "identity", "sign", "orin.csr", "--device", "orin-8", code=2)
 
 
 def test_a_port_that_there_is_not_is_refused(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -112,14 +112,14 @@ def test_revoking_says_how_brokers_hear_of_it_and_the_list_shows_it(
     site = ("identity", "issue", "plant", "--role", "site")
     assert "plant.crt" in said(capsys, *site, "--boards", "cam-*", "--most-boards", "4")
     assert re.search(r"plant +site +valid until", said(capsys, "identity", "list"))
-    assert "which devices the site may speak for" in said(capsys, *site, code=2)
-    assert "A pattern is a name" in said(capsys, *site, "--boards", "*-cam", "--most-boards", "4", code=2)
-    assert "`fedquilt broker config` again" in said(capsys, "identity", "issue", "tower", "--role", "observer")
+    assert "--role site needs --boards and --most-boards" in said(capsys, *site, code=2)
+    assert "write names" in said(capsys, *site, "--boards", "*-cam", "--most-boards", "4", code=2)
+    assert "repeat `fedquilt broker config`" in said(capsys, "identity", "issue", "tower", "--role", "observer")
     assert re.search(r"tower +observer +valid until", said(capsys, "identity", "list"))
     assert "an observer's name" in said(capsys, "identity", "issue", "tower", "--host", "tower.site", code=2)
     assert "a coordinator's name" in said(capsys, "identity", "issue", "coordinator", "--role", "observer", code=2)
-    assert "nothing was issued" in said(capsys, "identity", "revoke", "orin-9", code=2)
-    assert "holds an authority already" in said(capsys, "identity", "init", code=2)
+    assert "has no certificate or token" in said(capsys, "identity", "revoke", "orin-9", code=2)
+    assert "has an authority already" in said(capsys, "identity", "init", code=2)
     assert "identity init --ca none" in said(capsys, "identity", "list", "--ca", "none", code=6)
 
 

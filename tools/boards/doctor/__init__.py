@@ -41,6 +41,7 @@ class ExaminationTarget:
 
 
 def print_findings(target: ExaminationTarget, format: str) -> int:
+    """Examine the target and print the findings. Return exit code 0, 10 (warnings) or 11 (errors)."""
     results = run_groups(select_groups(target))
     if format == "json":
         print(msgspec.json.encode(findings.to_report(results)).decode())
@@ -56,9 +57,12 @@ def select_groups(
     free: machine_facts.FreeBytes = machine_facts.free_bytes,
     limit_s: float = TIME_LIMIT_S,
 ) -> dict[str, Group]:
-    """Return the groups of checks for a target, by name."""
+    """Return the named groups of checks of a target. Raise JobError for conflicting options.
+
+    `clock_s` is the wall-clock time (default now). The checks of the broker end within `limit_s` from now.
+    """
     if target.settings is not None and (target.home is not None or target.broker is not None):
-        raise JobError("an agent.toml says which broker: leave --home and --broker out, which are a coordinator's")
+        raise JobError(f"{target.settings} names the broker already: leave out --home and --broker of coordinators")
     timer = ExaminationDeadline(time.monotonic() + limit_s - SPARE_TIME_S)
     now_s = time.time() if clock_s is None else clock_s
     groups: dict[str, Group] = {}
@@ -95,7 +99,7 @@ def _group(steps: Callable[..., Iterable[Numbered]], *arguments: Any) -> Group:
 def run_groups(groups: Mapping[str, Group], limit_s: float = TIME_LIMIT_S) -> list[Finding]:
     """Run all groups within `limit_s` and return their findings, sorted by number.
 
-    A group that raises an exception or exceeds the limit keeps its findings until then, and that is an error finding.
+    A group that raises an exception or exceeds the limit adds an error finding to its findings until then.
     """
     findings_by_group: dict[str, list[Finding]] = {name: [] for name in groups}
 
@@ -107,7 +111,7 @@ def run_groups(groups: Mapping[str, Group], limit_s: float = TIME_LIMIT_S) -> li
             findings_by_group[name].append(to_finding("FQ002", error(f"{name}: {problem}", findings.VERBOSE)))
         except Exception as problem:  # checks may fail in any way on unusual machines
             sentence = f"{name} could not be examined ({type(problem).__name__}: {problem})"
-            fix = f"{findings.VERBOSE}, and tell fedquilt's authors what it says"
+            fix = f"{findings.VERBOSE}, and report its output to fedquilt's authors"
             findings_by_group[name].append(to_finding("FQ002", error(sentence, fix)))
 
     threads = {
@@ -122,6 +126,6 @@ def run_groups(groups: Mapping[str, Group], limit_s: float = TIME_LIMIT_S) -> li
         thread.join(max(deadline_s - time.monotonic(), 0.0))
         all_findings += findings_by_group[name]
         if thread.is_alive():
-            sentence = f"{name} was not examined within {limit_s:g} s: something there does not answer"
+            sentence = f"{name} was not examined within {limit_s:g} s: a file, sensor or server does not respond"
             all_findings.append(to_finding("FQ001", error(sentence, findings.VERBOSE)))
     return sorted(all_findings, key=lambda check_group: check_group.number)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import ssl
 import time
-from _ssl import _test_decode_cert  # type: ignore[attr-defined]
+from _ssl import _test_decode_cert
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, NamedTuple
@@ -55,7 +55,7 @@ class Certificate(NamedTuple):
 
 
 def load_certificate(file: str) -> Certificate:
-    """Load the first certificate of a PEM file, with Python's own ssl alone, and without verification."""
+    """Load the first certificate of a PEM file without verification. Raise OSError if that fails."""
     certificate: dict[str, Any] = _test_decode_cert(file)  # boards may not have the cryptography library
     subject: dict[str, str] = {}
     for key, value in (entry for names in certificate["subject"] for entry in names):
@@ -76,7 +76,7 @@ def _check_credentials(settings: AgentSettings, path: Path) -> Verdict:
         return error(str(problem), f"correct [broker] in {path}")
 
 
-def _check_secret_modes(settings: AgentSettings) -> Verdict:
+def _check_secret_file_modes(settings: AgentSettings) -> Verdict:
     for name in (settings.broker.key, settings.broker.password_file, settings.enrol.token):
         try:
             mode = os.stat(name).st_mode if name is not None else 0
@@ -87,14 +87,14 @@ def _check_secret_modes(settings: AgentSettings) -> Verdict:
     return None
 
 
-def _check_validity(device_certificate: Certificate, path: Path, clock_s: float) -> Verdict:
+def _check_certificate_validity(device_certificate: Certificate, path: Path, clock_s: float) -> Verdict:
     begins_s, ends_s = device_certificate.begins_s, device_certificate.ends_s
     label = f"certificate {device_certificate.file}"
     end_day = format_day(ends_s)
     renew_fix = f"sudo fedquilt identity enrol {path}"
     if clock_s < begins_s:
         return error(
-            f"{label} begins on {format_day(begins_s)}, and the clock says {format_day(clock_s)}: it is behind",
+            f"{label} is valid from {format_day(begins_s)}, but the clock shows {format_day(clock_s)}: it is slow",
             "sudo timedatectl set-ntp true",
         )
     if clock_s >= ends_s:
@@ -109,10 +109,10 @@ def _check_certificate_name(certificate: Certificate, settings: AgentSettings) -
         return f"the certificate names {settings.device}"
     return error(
         (
-            f"certificate {certificate.file} is of {certificate.name!r}, and this device is {settings.device!r}: "
-            f"the broker keeps it to the other's branch"
+            f"certificate {certificate.file} is of {certificate.name!r}, but this device is {settings.device!r}: "
+            f"the broker permits only topics of {certificate.name!r}"
         ),
-        f"fedquilt identity token {settings.device} on the authority's machine, then enrol this board anew",
+        f"fedquilt identity token {settings.device} on the authority's machine, then enrol this board again",
     )
 
 
@@ -122,14 +122,14 @@ def format_day(clock_s: float) -> str:
 
 IDENTITY: Final = (
     Check("FQ304", ("settings", "path"), _check_credentials),
-    Check("FQ305", ("settings",), _check_secret_modes),
-    Check("FQ306", ("certificate", "path", "clock_s"), _check_validity),
+    Check("FQ305", ("settings",), _check_secret_file_modes),
+    Check("FQ306", ("certificate", "path", "clock_s"), _check_certificate_validity),
     Check("FQ307", ("certificate", "settings"), _check_certificate_name),
 )
 
 
 def check_deadlines(settings: AgentSettings, machine: MachineFacts) -> Verdict:
-    """Check that the power mode meets the deadlines of the latest tasks, or return None without data.
+    """Check that tasks like the latest ones meet their deadlines in this power mode, or return None without data.
 
     Durations are predicted from the costs that the agent has learned on this device.
     """
@@ -176,10 +176,10 @@ def _describe_slow_mode(
 ) -> Problem:
     sentence = (
         f"in power mode {mode.name} the latest task ({workload}) takes {duration_s:.1f} s at the highest "
-        f"clocks that the mode permits, and had {available_s:.1f} s until its deadline"
+        f"clocks that the mode permits, but had {available_s:.1f} s until its deadline"
     )
     if not modes:
-        return Problem(f"{sentence}; no mode is fast enough", "a longer deadline_s under [cohort] of the job")
+        return Problem(f"{sentence}; no mode is fast enough", "increase [cohort] deadline_s in the job")
     # the slowest sufficient mode needs the least power
     slowest = max(modes, key=lambda candidate: modes[candidate])
     return Problem(f"{sentence}; in {slowest.name} it takes {modes[slowest]:.1f} s", f"sudo nvpmodel -m {slowest.id}")
@@ -202,6 +202,7 @@ MIN_AVAILABLE_SHARE: Final = 0.8  # of the budget. With less memory tasks are de
 
 
 def settings_under_root(settings: AgentSettings, path: Path, root: Path) -> AgentSettings:
+    """Return the settings with absolute paths moved below `root`, if the settings file `path` is below `root`."""
     if root == machine_facts.ROOT or root.resolve() not in path.resolve().parents:
         return settings
     base = root.resolve()
@@ -281,21 +282,21 @@ def simulated_memory_bytes(settings: AgentSettings) -> int | None:
     return None
 
 
-# -- its folder -----------------------------------------------------------------------------------
+# -- home -----------------------------------------------------------------------------------------
 
 
 def check_home(settings: AgentSettings) -> Verdict:
     home = Path(settings.home)
     existing = nearest_existing(home)
     if not existing.is_dir():
-        return error(f"the agent's home {home} cannot be made: {existing} is a file", f"mv {existing} {existing}.old")
+        return error(f"agent's home {home} cannot be created: {existing} is a file", f"mv {existing} {existing}.old")
     if not os.access(existing, os.W_OK | os.X_OK):
         owner = existing.stat().st_uid
         return error(
-            f"the agent's home {home} cannot be written by this user ({existing} is user {owner}'s)",
+            f"agent's home {home} is not writable by this user ({existing} belongs to user {owner})",
             f"sudo fedquilt doctor ..., or sudo chown -R $USER {existing}",
         )
-    return f"the agent's home {home} can be written"
+    return f"agent's home {home} is writable"
 
 
 def check_free_space(settings: AgentSettings, free: FreeBytes) -> Verdict:
@@ -306,17 +307,12 @@ def check_free_space(settings: AgentSettings, free: FreeBytes) -> Verdict:
     blobs = (home / "blobs").rglob("*") if os.access(home / "blobs", os.R_OK | os.X_OK) else ()
     cached_bytes = sum(path.stat().st_size for path in blobs if path.is_file())
     fix = f"sudo du -xh {existing} | sort -h | tail; or a smaller `cache` in agent.toml"
+    sentence = f"the disk of {home} has {free_space / 1e6:.0f} MB free"
     if free_space < MIN_FREE_BYTES:
-        return error(f"{free_space / 1e6:.0f} MB are free where {home} is: a round's blobs do not fit", fix)
+        return error(f"{sentence}: a round's blobs do not fit", fix)
     if free_space < cache - cached_bytes:
-        return Problem(
-            (
-                f"{free_space / 1e6:.0f} MB are free where {home} is, and its cache may grow by "
-                f"{(cache - cached_bytes) / 1e6:.0f} MB"
-            ),
-            fix,
-        )
-    return f"{free_space / 1e9:.1f} GB are free where {home} is"
+        return Problem(f"{sentence}, but the cache may grow by {(cache - cached_bytes) / 1e6:.0f} MB", fix)
+    return sentence
 
 
 def _check_board_and_profile_exist(settings: AgentSettings, path: Path) -> Verdict:
@@ -328,20 +324,17 @@ def _check_board_and_profile_exist(settings: AgentSettings, path: Path) -> Verdi
         if settings.profile is not None and not profiles.is_board_name(settings.profile):
             return error(str(problem), f"fedquilt board record --out {settings.profile}")
         return error(str(problem), f"correct {'profile' if settings.profile else 'board'} in {path}")
-    return f"board {settings.board}, profile {settings.profile or 'of its kind'}"
+    return f"board {settings.board}, profile {settings.profile or 'of this kind of board'}"
 
 
 def _check_shipped_profile(settings: AgentSettings, path: Path, machine: MachineFacts) -> Verdict:
     if settings.board != "auto" or not machine.is_tegra or settings.profile is not None:
         return None
     if (shipped := linux.find_profile(machine.root)) is not None:
-        return f"its profile is {shipped.board}, which ships"
+        return f"profile {shipped.board} of fedquilt describes this board"
     compatible = ", ".join(sysfs.read_strings(sysfs.device_tree_folder(machine.root) / "compatible"))
     return Problem(
-        (
-            f"no profile ships for this board ({compatible}): its speed and power are not known, and no operating "
-            f"point is chosen"
-        ),
+        f"no profile describes this board ({compatible}): its speed and power are unknown, clocks are not pinned",
         f'sudo fedquilt board record --out own.toml, and profile = "own.toml" in {path}',
     )
 
@@ -357,15 +350,12 @@ def _check_profile_fits_board(settings: AgentSettings, path: Path, machine: Mach
     if shipped is None or profile.board == shipped.board or profile.board not in profiles.board_names():
         return None
     return Problem(
-        (
-            f"the profile is that of {profile.board}, and this board is {shipped.board}: predicted times and "
-            f"joules are wrong"
-        ),
-        f'take `profile` out of {path}, or write profile = "{shipped.board}"',
+        f"the profile is of {profile.board}, but this board is {shipped.board}: predicted times and joules are wrong",
+        f'remove `profile` from {path}, or write profile = "{shipped.board}"',
     )
 
 
-# -- what it works with ---------------------------------------------------------------------------
+# -- data and memory ------------------------------------------------------------------------------
 
 
 def check_examples(settings: AgentSettings, path: Path) -> Verdict:
@@ -377,14 +367,14 @@ def check_examples(settings: AgentSettings, path: Path) -> Verdict:
     paths = [Path(data_path) for data_path, is_downloaded in sources if data_path and not is_downloaded]
     for data_path in paths:
         if not os.access(data_path, os.R_OK):
-            problem = "cannot be read by this user" if sysfs.is_forbidden(data_path) else "are not there"
-            return error(f"the examples at {data_path} {problem} ([data] of {path})", f"ls -ld {data_path}")
+            problem = "is not readable by this user" if sysfs.is_forbidden(data_path) else "is missing"
+            return error(f"data {data_path} {problem} ([data] of {path})", f"ls -ld {data_path}")
         if _is_empty(data_path):
-            problem = f"the examples at {data_path} are none: it is empty ([data] of {path})"
+            problem = f"data {data_path} is empty ([data] of {path})"
             return error(problem, f"ls -la {data_path}; mount or copy the board's data there")
     if problem := data_check.find_data_problem(settings.data):
         return error(f"the examples cannot be used: {problem}", f"correct [data] of {path}")
-    return f"the examples are there: {', '.join(map(str, paths)) or spec.source_name}"
+    return f"data found: {', '.join(map(str, paths)) or spec.source_name}"
 
 
 def _is_empty(path: Path) -> bool:
@@ -394,12 +384,12 @@ def _is_empty(path: Path) -> bool:
 
 
 def _check_memory_budget(budget_bytes: int, memory_bytes: int, path: Path) -> Verdict:
-    sentence = f"the budget is {budget_bytes / 1e6:.0f} MB of {memory_bytes / 1e6:.0f} MB of memory"
+    sentence = f"memory budget is {budget_bytes / 1e6:.0f} of {memory_bytes / 1e6:.0f} MB"
     fix = f'budget = "{memory_bytes // 2 // 10**6}MB" in {path}'
     if budget_bytes > memory_bytes:
-        return error(f"{sentence}: more than there is; the kernel would kill what comes near it", fix)
+        return error(f"{sentence}: the kernel kills tasks that need more memory than the board has", fix)
     if budget_bytes > MAX_BUDGET_SHARE * memory_bytes:
-        return Problem(f"{sentence}: too little is left for the system", fix)
+        return Problem(f"{sentence}: too little memory is left for the system", fix)
     return sentence
 
 
@@ -418,12 +408,14 @@ def _check_engines_fit_budget(
     return f"engines that fit the budget: {', '.join(fitting)}"
 
 
-def _check_other_engines(budget_bytes: int, path: Path, packages: InstalledPackages, machine: MachineFacts) -> Verdict:
+def _check_engine_besides_numpy(
+    budget_bytes: int, path: Path, packages: InstalledPackages, machine: MachineFacts
+) -> Verdict:
     engines = _installed_engines(packages)
     if [name for name in engines if memory_budget.minimum_task_bytes(name, {}) < budget_bytes] != ["numpy"]:
         return None
     return Problem(
-        "of the engines only numpy's can be used here: no stitching, no training of more than small networks",
+        "only the numpy engine is usable: no stitching, and only small networks can be trained",
         onnx_installation_command(machine) if engines == ["numpy"] else f'budget = "512MB" in {path}',
     )
 
@@ -431,11 +423,9 @@ def _check_other_engines(budget_bytes: int, path: Path, packages: InstalledPacka
 def _check_available_memory(settings: AgentSettings, budget_bytes: int, machine: MachineFacts) -> Verdict:
     if settings.board != "auto" or machine.available_bytes is None:
         return None
-    sentence = f"{machine.available_bytes / 1e6:.0f} MB of memory are left now"
+    sentence = f"{machine.available_bytes / 1e6:.0f} MB of memory are available now"
     if machine.available_bytes < MIN_AVAILABLE_SHARE * budget_bytes:
-        return Problem(
-            f"{sentence}, and the budget is {budget_bytes / 1e6:.0f} MB: tasks that would need it are declined"
-        )
+        return Problem(f"{sentence}, less than the budget of {budget_bytes / 1e6:.0f} MB: larger tasks are declined")
     return sentence
 
 
@@ -443,10 +433,9 @@ def _check_unit_limit(budget_bytes: int, machine: MachineFacts) -> Verdict:
     limit_bytes = machine_facts.parse_systemd_size((machine.unit or {}).get("MemoryMax", ""))
     if limit_bytes is None:
         return None
-    sentence = f"fedquilt-agent.service may take {limit_bytes / 1e6:.0f} MB"
+    sentence = f"fedquilt-agent.service is limited to {limit_bytes / 1e6:.0f} MB (MemoryMax)"
     if limit_bytes < budget_bytes:
-        problem = f"less than the budget of {budget_bytes / 1e6:.0f} MB: the kernel would kill its tasks"
-        return error(f"{sentence} (MemoryMax), {problem}")
+        return error(f"{sentence}, less than the budget of {budget_bytes / 1e6:.0f} MB: the kernel kills large tasks")
     return sentence
 
 
@@ -454,7 +443,7 @@ def _check_clock_helper(settings: AgentSettings, machine: MachineFacts) -> Verdi
     policy, is_jetson = settings.governor.policy, machine.is_tegra and settings.board == "auto"
     if not is_jetson or policy == "board" or machine.helper is not None:
         return None
-    return Problem(f"[governor] policy is {policy!r}, and no clock helper runs here: the board decides")
+    return Problem(f"[governor] policy is {policy!r}, but no clock helper is running: clocks are not pinned")
 
 
 HOME: Final = Check("FQ302", ("settings",), check_home)
@@ -467,14 +456,9 @@ AGENT: Final = (
     EXAMPLES,
     Check("FQ310", ("budget_bytes", "memory_bytes", "path"), _check_memory_budget),
     Check("FQ311", ("budget_bytes", "path", "packages", "machine"), _check_engines_fit_budget),
-    Check("FQ312", ("budget_bytes", "path", "packages", "machine"), _check_other_engines),
+    Check("FQ312", ("budget_bytes", "path", "packages", "machine"), _check_engine_besides_numpy),
     Check("FQ313", ("settings", "budget_bytes", "machine"), _check_available_memory, FREE_MEMORY_FIX),
-    Check(
-        "FQ314",
-        ("budget_bytes", "machine"),
-        _check_unit_limit,
-        "fedquilt board flash again, which writes it by the budget",
-    ),
+    Check("FQ314", ("budget_bytes", "machine"), _check_unit_limit, "fedquilt board flash again, which sets MemoryMax"),
     Check("FQ315", ("settings", "machine"), _check_clock_helper, "sudo systemctl enable --now fedquilt-clocks"),
     Check("FQ316", ("settings", "path", "machine"), _check_shipped_profile),
     Check("FQ317", ("settings", "path", "machine"), _check_profile_fits_board),

@@ -1,7 +1,7 @@
 """Checks of the connection to the broker, in order: name, port, TLS, login, packet limit, rights, signatures.
 
-The checks end at the first error before the login. A running agent or coordinator keeps its connection: the broker
-would take a second client of the same name for it.
+The checks end at the first error before the login. Rights are not checked while the agent or coordinator runs: the
+broker would replace its connection by a second client of the same name.
 
 Access rules are tested by publishing messages and receiving the responses. A device requests an unknown blob from the
 coordinator on its own branch. The response, that the blob is missing, arrives on the same branch and proves both
@@ -45,7 +45,7 @@ from fedquilt.wire import MAX_CONTROL
 TEST_DEVICE: Final = "fedquilt-doctor"  # a device that does not exist
 GRACE_S: Final = 0.5  # wait for messages after the broker's acknowledgement
 CHUNK: Final = 1024
-RULES_FIX: Final = "fedquilt broker config mosquitto ..., which writes the rules that are needed"
+RULES_FIX: Final = "fedquilt broker config mosquitto ..., which writes the access rules"
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,10 @@ def try_device(
     deadline: ExaminationDeadline,
     make_request: Callable[[], ProbeRequest] = make_blob_request,
 ) -> PermissionResult:
-    """Test the rights of a device. A signed coordinator answers only a handshake as `make_request`."""
+    """Test the rights of a device on its own branch and on another device's.
+
+    A coordinator with certificates responds only if `make_request` returns a handshake.
+    """
     topics = wire.Topics(fleet)
     own_branch, other_branch = (topics.device_topic(message, "up", "") for message in (name, TEST_DEVICE))
     messages: list[Message] = []
@@ -139,7 +142,7 @@ def try_coordinator(link: MqttLink, fleet: str, deadline: ExaminationDeadline) -
 def try_observer(
     link: MqttLink, fleet: str, name: str, deadline: ExaminationDeadline
 ) -> tuple[PermissionResult, set[str]]:
-    """Test the rights of an observer. Return the outcome and the senders of received messages."""
+    """Test the rights of an observer. Return the result, and the devices whose messages were received."""
     topics = wire.Topics(fleet)
     messages: list[Message] = []
     link.subscribe([f"{topics.root}/dev/+/up/+", topics.coord])
@@ -156,72 +159,61 @@ def try_observer(
 
 def judge_observer(result: PermissionResult, devices: Collection[str], broker: Broker) -> str | Problem:
     fix = (
-        "fedquilt broker config mosquitto --host BROKER --out FOLDER, where the authority is: its rules name "
-        "the observers with a certificate; then copy FOLDER to the broker and reload it"
+        "fedquilt broker config mosquitto --host BROKER --out FOLDER on the authority's machine, then copy FOLDER "
+        "to the broker and reload it"
     )
     if result.level == 5 and not result.is_refused and not result.is_disconnected:
-        return error(f"the rules of {broker} do not name this observer, which may write as a device", fix)
+        return error(f"{broker} lets this observer publish as a device: its access rules lack the observer", fix)
     if not result.has_arrived:
-        sentence = f"{broker} shows an observer nothing: neither a device nor the coordinator has said anything"
+        sentence = f"no message reaches this observer: {broker} does not permit reading, or nothing is published"
         return Problem(sentence, fix)
     online = "online" if result.is_coordinator_online else "offline"
-    sentence = f"an observer hears {len(devices)} device{'' if len(devices) == 1 else 's'}, and writes nothing"
+    sentence = f"the observer receives from {len(devices)} device{'' if len(devices) == 1 else 's'}, and cannot publish"
     return f"{sentence}; the coordinator is {online}"
 
 
 def judge_device(result: PermissionResult, broker: Broker, name: str) -> Iterator[Numbered]:
     branch = f"dev/{name}"
     if result.is_disconnected:
-        yield "FQ411", error(f"{broker} hung up while {branch} was tried: see the broker's log", RULES_FIX)
+        yield "FQ411", error(f"{broker} closed the connection during the test of {branch}: see its log", RULES_FIX)
         return
     if result.is_refused:
-        yield "FQ411", error(f"{broker} refuses what this device sends on its own branch, {branch}/up", RULES_FIX)
+        yield "FQ411", error(f"{broker} refuses this device's messages on its own branch, {branch}/up", RULES_FIX)
     elif result.has_arrived:
-        yield "FQ411", f"what this device sends on {branch} arrives, and so does the answer"
+        yield "FQ411", f"messages of this device on {branch} arrive, and so do responses"
     elif result.is_coordinator_online:
-        yield (
-            "FQ411",
-            error(
-                f"a coordinator is online, but what it answers to this device does not arrive: {broker} does not "
-                f"let it read {branch}/dn, or drops what it sends on {branch}/up",
-                RULES_FIX,
-            ),
+        sentence = (
+            f"a coordinator is online, but its responses do not arrive: {broker} does not let this device read "
+            f"{branch}/dn, or drops its messages on {branch}/up"
         )
+        yield "FQ411", error(sentence, RULES_FIX)
     else:
-        acknowledges = "acknowledges" if result.level == 5 else "takes, without a word whether it passes them on,"
-        yield (
-            "FQ411",
-            f"{broker} {acknowledges} messages on {branch}/up; whether answers arrive is seen while a coordinator "
-            "is online",
-        )
+        accepts = "accepts" if result.level == 5 else "does not report whether it accepts"
+        sentence = f"{broker} {accepts} messages on {branch}/up"
+        yield "FQ411", f"{sentence}; responses can only be tested while a coordinator is online"
     yield "FQ412", _judge_other_branch(result, broker)
 
 
 def _judge_other_branch(result: PermissionResult, broker: Broker) -> str | Problem:
     if result.has_other_arrived:
-        sentence = (
-            f"{broker} lets this device reach another device's branch: what was sent on dev/{TEST_DEVICE} arrived"
-        )
+        sentence = f"{broker} delivers messages of this device on another device's branch, dev/{TEST_DEVICE}"
         if broker.tls or broker.user is not None:
             return error(sentence, RULES_FIX)
         if is_loopback(broker):
-            return f"{broker} has no rules for devices; only this machine reaches it"
-        return Problem(f"{sentence}; it has neither encryption nor users", RULES_FIX)
+            return f"{broker} has no access rules for devices, but only this machine can connect"
+        return Problem(f"{sentence}, and has neither encryption nor users", RULES_FIX)
     if result.is_other_refused or result.level < 5:
-        return f"nothing passes from this device to another's branch through {broker}"
-    return Problem(
-        f"{broker} acknowledges a message that this device sends on another's branch, dev/{TEST_DEVICE}; "
-        "whether it is passed on is not seen from here",
-        RULES_FIX,
-    )
+        return f"{broker} delivers no message of this device on another device's branch"
+    sentence = f"{broker} accepts messages of this device on another device's branch, dev/{TEST_DEVICE}"
+    return Problem(f"{sentence}; whether it delivers them cannot be tested here", RULES_FIX)
 
 
 def judge_coordinator(result: PermissionResult, broker: Broker) -> str | Problem:
     if result.is_disconnected or result.is_refused:
-        return error(f"{broker} refuses what a coordinator sends to devices (dev/+/dn)", RULES_FIX)
+        return error(f"{broker} refuses a coordinator's messages to devices (dev/+/dn)", RULES_FIX)
     if result.has_arrived:
-        return f"{broker} lets a coordinator write to devices and hear them"
-    return f"{broker} lets a coordinator write to devices; none has said anything yet"
+        return f"{broker} lets a coordinator send to devices and receive from them"
+    return f"{broker} lets a coordinator send to devices; no device has published anything"
 
 
 def is_loopback(broker: Broker) -> bool:
@@ -231,7 +223,7 @@ def is_loopback(broker: Broker) -> bool:
         return broker.host == "localhost"
 
 
-# -- trying ---------------------------------------------------------------------------------------
+# -- probe messages -------------------------------------------------------------------------------
 
 
 def _send_request(
@@ -243,6 +235,7 @@ def _send_request(
     is_complete: Callable[[], bool] = lambda: False,
     make_request: Callable[[], ProbeRequest] = make_blob_request,
 ) -> bool:
+    """Publish a request and add received messages to `messages`. Return whether the broker refused the request."""
     dropped_before = link.dropped
     topic_suffix, message = make_request()
     link.publish(topics.device_topic(name, "up", topic_suffix), wire.encode(message))
@@ -279,16 +272,16 @@ _NOT_YET, _EXPIRED = 9, 10  # OpenSSL's X509_V_ERR_CERT_NOT_YET_VALID, X509_V_ER
 _OTHER_NAME: Final = frozenset({62, 64})
 
 CheckSteps = Generator[Numbered, None, bool]
-"""Findings of a part of the examination, which returns whether the examination can go on."""
+"""Findings of a part of the examination. The generator returns whether the examination can go on."""
 
 
-# -- the whole of a device and of a coordinator ---------------------------------------------------
+# -- device and coordinator -----------------------------------------------------------------------
 
 
 def check_broker_for_device(
     settings: AgentSettings, clock_s: float, deadline: ExaminationDeadline
 ) -> Iterator[Numbered]:
-    """Yield findings on a device's connection, access rules and handshake, up to an error that hides the rest."""
+    """Yield findings on a device's connection, access rules and handshake, up to an error."""
     try:
         broker = Broker.from_url(**msgspec.structs.asdict(settings.broker))
     except FedquiltError:
@@ -296,7 +289,7 @@ def check_broker_for_device(
     if not (yield from check_connection(broker, clock_s, deadline)):
         return
     if machine_facts.is_locked(Path(settings.home)):
-        yield "FQ411", f"{settings.device}'s agent runs here: its rights at {broker} are tried while it is stopped"
+        yield "FQ411", f"{settings.device}'s agent is running: stop it to have its rights at {broker} tested"
         return
     with open_link(broker, f"{TEST_DEVICE}-{settings.device}", deadline) as link:
         if isinstance(link, Problem):
@@ -323,14 +316,14 @@ def check_broker_for_coordinator(
     try:
         broker = Broker.from_url(**table)
     except FedquiltError as problem:
-        yield "FQ400", error(str(problem), "correct --broker and the files beside it")
+        yield "FQ400", error(str(problem), "correct --broker and the options for its files")
         return
     if not (yield from check_connection(broker, clock_s, deadline)):
         return
     certificate = None if broker.cert is None else load_certificate(str(broker.cert))
     is_observer = certificate is not None and certificate.unit == authenticated_link.OBSERVER
     if not is_observer and home is not None and machine_facts.is_locked(home):
-        yield "FQ413", f"a coordinator serves {home}: its rights at {broker} are tried while it is stopped"
+        yield "FQ413", f"a coordinator serves {home}: stop it to have its rights at {broker} tested"
         return
     with open_link(broker, f"{TEST_DEVICE}-{'observer' if is_observer else 'coordinator'}", deadline) as link:
         if isinstance(link, Problem):
@@ -346,7 +339,7 @@ def check_broker_for_coordinator(
         yield "FQ413", judge_coordinator(try_coordinator(link, fleet, deadline), broker)
 
 
-# -- getting there --------------------------------------------------------------------------------
+# -- connection -----------------------------------------------------------------------------------
 
 
 def check_connection(broker: Broker, clock_s: float, deadline: ExaminationDeadline) -> CheckSteps:
@@ -362,7 +355,7 @@ def check_connection(broker: Broker, clock_s: float, deadline: ExaminationDeadli
     except OSError as problem:
         yield "FQ402", error(str(unreachable_error(broker, problem)), f"nc -vz {broker.host} {broker.port}")
         return False
-    yield "FQ402", f"something listens at {broker}"
+    yield "FQ402", f"{broker} accepts connections"
     with connection:
         if not broker.tls:
             return True
@@ -387,8 +380,8 @@ def _check_tls(broker: Broker, connection: socket.socket, clock_s: float, deadli
         return "FQ403", error(str(problem), "correct [broker]")
     day = format_day(ends_s)
     if ends_s - clock_s < enrolment.EXPIRY_WARNING_S:
-        return "FQ407", Problem(f"the certificate of {broker} ends on {day}", RENEW_FIX)
-    return "FQ403", f"the certificate of {broker} is to be trusted, until {day}"
+        return "FQ407", Problem(f"the certificate of {broker} expires on {day}", RENEW_FIX)
+    return "FQ403", f"the certificate of {broker} is trusted, and valid until {day}"
 
 
 def _receive_tls_alert(tls_socket: ssl.SSLSocket, deadline: ExaminationDeadline) -> ssl.SSLError | None:
@@ -413,11 +406,12 @@ def _explain_untrusted_certificate(
         return "FQ404", error(sentence, RENEW_FIX)
     if problem.verify_code in _OTHER_NAME:
         return "FQ406", error(sentence, f"fedquilt broker config ... --host {broker.host}, on the authority's machine")
-    return "FQ405", error(sentence, f"{show_command} | openssl x509 -noout -issuer; give that authority's file as ca")
+    return "FQ405", error(sentence, f"{show_command} | openssl x509 -noout -issuer; set ca to that authority's file")
 
 
 @contextmanager
 def open_link(broker: Broker, client: str, deadline: ExaminationDeadline) -> Iterator[MqttLink | Problem]:
+    """Yield a connected link without a session, or the problem if the broker refuses the login."""
     log = logging.getLogger("fedquilt.transport.mqtt")
     level = log.level
     log.setLevel(logging.CRITICAL)  # refusals are reported as findings
@@ -438,20 +432,20 @@ def _login_fix(broker: Broker) -> str:
     if broker.cert is not None:
         return f"openssl x509 -noout -subject -dates -in {broker.cert}; and see the broker's log"
     if broker.user is not None:
-        return f"mosquitto_passwd, for user {broker.user}, on the broker's machine; and see the broker's log"
+        return f"mosquitto_passwd for user {broker.user} on the broker's machine; and see the broker's log"
     return "see the broker's log"
 
 
 def check_packet_limit(broker: Broker, link: MqttLink) -> Iterator[Numbered]:
-    yield "FQ408", f"{broker} lets us in, by MQTT {'5' if link.level == 5 else '3.1.1'}"
-    limit_bytes, fix = link.max_payload, "max_packet_size 1048576 in mosquitto.conf, or what your broker calls it"
-    limit_text = f"{broker} takes no more than {limit_bytes} bytes"
+    yield "FQ408", f"{broker} accepts the login (MQTT {'5' if link.level == 5 else '3.1.1'})"
+    limit_bytes, fix = link.max_payload, "max_packet_size 1048576 in mosquitto.conf, or your broker's name for it"
+    limit_text = f"{broker} accepts at most {limit_bytes} bytes in a message"
     if limit_bytes < MIN_PAYLOAD:
-        yield "FQ409", error(f"{limit_text}: tasks do not pass", fix)
+        yield "FQ409", error(f"{limit_text}: tasks are larger", fix)
     elif limit_bytes < MAX_CONTROL:
-        yield "FQ409", Problem(f"{limit_text}: long lists of tensors (up to {MAX_CONTROL} bytes) do not pass", fix)
+        yield "FQ409", Problem(f"{limit_text}: tasks with many tensors (up to {MAX_CONTROL} bytes) are larger", fix)
     else:
-        sentence = "announces no limit" if link.level < 5 else f"takes {limit_bytes} bytes in a message"
+        sentence = "announces no limit" if link.level < 5 else f"accepts {limit_bytes} bytes in a message"
         yield "FQ409", f"{broker} {sentence}"
 
 
@@ -459,7 +453,7 @@ def check_packet_limit(broker: Broker, link: MqttLink) -> Iterator[Numbered]:
 
 
 def load_identity(broker: Broker) -> tuple[LinkIdentity | None, str | Problem]:
-    """Return the identity for signing, or None and what that means."""
+    """Return the identity for signing and "", or None and the verdict on unsigned messages or damaged files."""
     try:
         identity = authenticated_link.load_identity(broker)
     except JobError as problem:
@@ -467,7 +461,7 @@ def load_identity(broker: Broker) -> tuple[LinkIdentity | None, str | Problem]:
     if identity is not None:
         return identity, ""
     if is_loopback(broker):
-        return None, f"{authenticated_link.UNSIGNED}; only this machine reaches {broker}"
+        return None, f"{authenticated_link.UNSIGNED}, but only this machine can connect to {broker}"
     fix = "fedquilt identity gives both sides a certificate (docs/security.md)"
     return None, Problem(authenticated_link.UNSIGNED, fix)
 
@@ -475,7 +469,7 @@ def load_identity(broker: Broker) -> tuple[LinkIdentity | None, str | Problem]:
 def check_handshake(
     link: MqttLink, identity: LinkIdentity, fleet: str, name: str, is_online: bool | None, deadline: ExaminationDeadline
 ) -> str | Problem:
-    """Check the handshake of a device. An offline coordinator is not waited for."""
+    """Return the verdict on a device's handshake. With an offline coordinator, return at once."""
     device_link = AuthenticatedDeviceLink(link, identity, fleet, name)
     deadline_s = time.monotonic() + deadline.remaining_s(ANSWER_S if is_online else 0.0)
     device_link.receive()
@@ -483,11 +477,11 @@ def check_handshake(
         link.wait(remaining_s)
         device_link.receive()
     if device_link.connected:
-        return "signed: the coordinator has proved its identity, and takes this device's certificate"
+        return "signed: the coordinator has proved its identity, and accepts this device's certificate"
     if not is_online:
-        return "signed: whether certificates are taken is seen while a coordinator is online"
-    sentence = f"no handshake with the coordinator comes about: {device_link.problem or 'it does not answer'}"
-    return error(sentence, "look into the coordinator's log, which says why it refuses a device")
+        return "signed: certificates can only be tested while a coordinator is online"
+    sentence = f"handshake with the coordinator failed: {device_link.problem or 'no response'}"
+    return error(sentence, "see the coordinator's log for the reason")
 
 
 def check_coordinator_certificate(identity: LinkIdentity, clock_s: float) -> str | Problem:
@@ -496,5 +490,5 @@ def check_coordinator_certificate(identity: LinkIdentity, clock_s: float) -> str
     except JobError as problem:
         return error(str(problem), ISSUE_FIX)
     if ends_s - clock_s < enrolment.EXPIRY_WARNING_S:
-        return Problem(f"signed: no board takes the coordinator's certificate after {format_day(ends_s)}", ISSUE_FIX)
-    return "signed: boards will take the certificate for the coordinator's"
+        return Problem(f"signed: the coordinator's certificate expires on {format_day(ends_s)}", ISSUE_FIX)
+    return "signed: devices accept this certificate as the coordinator's"

@@ -23,70 +23,72 @@ LOW_BYTES: Final = 10**9
 MIN_FREE_BYTES: Final = 100 * 10**6
 DATABASE_CHECK_S: Final = 4.0  # large databases are checked in part
 MAX_NAMES: Final = 3
-VERSION_FIX: Final = "use the fedquilt that made it, or another --home"
-DAMAGE_FIX: Final = "put back a copy of the whole folder, or begin it anew"
+VERSION_FIX: Final = "use the version of fedquilt that wrote the folder, or another --home"
+DAMAGE_FIX: Final = "restore a backup of the whole folder, or begin with an empty one"
 
 
 def check_coordinator(home: Path, free: FreeBytes = free_bytes) -> Iterator[Numbered]:
-    """Check a coordinator's folder without creating or changing files, up to a damage that hides the rest."""
+    """Yield findings on a coordinator's home, up to damage that prevents further checks. No file is changed."""
     database, existing = home / "fedquilt.db", nearest_existing(home)
     if not os.access(existing, os.W_OK | os.X_OK):
-        sentence = f"the coordinator's folder {home} cannot be written by this user"
+        sentence = f"coordinator's home {home} is not writable by this user"
         yield "FQ501", error(sentence, f"sudo chown -R $USER {existing}")
         return
     yield "FQ505", _check_free_space(existing, free)
     if not database.is_file():
-        sentence = f"no runs in {home}" if home.is_dir() else f"there is no folder {home}"
-        yield "FQ502", Problem(f"{sentence}: this coordinator has never run", f"fedquilt serve --home {home}")
+        sentence = f"home {home} is {'empty' if home.is_dir() else 'missing'}: this coordinator has never run"
+        yield "FQ502", Problem(sentence, f"fedquilt serve --home {home}")
         return
     lock = home / "lock"
     if lock.exists() and not os.access(lock, os.W_OK):
-        sentence = f"{lock} cannot be opened by this user: a coordinator cannot be started here"
+        sentence = f"{lock} is not writable by this user: no coordinator can start"
         yield "FQ503", error(sentence, f"sudo chown $USER {lock}")
     if (mode := home.stat().st_mode & 0o777) & 0o005:
-        sentence = f"every user of this machine can read the models and updates in {home} (mode {mode:04o})"
+        sentence = f"all users of this machine can read the models and updates in {home} (mode {mode:04o})"
         yield "FQ512", Problem(sentence, f"chmod o-rwx {home}")
     yield "FQ506", (database_verdict := _check_database(database))
     if isinstance(database_verdict, Problem):
         return
     try:
         with open_store(home) as store:
-            for reason, is_damaged in _unreadable_logs(store):
-                yield "FQ504", error(reason, DAMAGE_FIX if is_damaged else VERSION_FIX)
+            yield from _check_event_logs(store)
             yield from _check_waiting_jobs(home, store)
             yield from _check_blobs(store)
     except FedquiltError as problem:
         yield "FQ504", error(str(problem), VERSION_FIX)
 
 
-def _unreadable_logs(store: Store) -> Iterator[tuple[str, bool]]:
+def _check_event_logs(store: Store) -> Iterator[Numbered]:
+    def unreadable(reason: str, is_damaged: bool) -> Numbered:
+        return "FQ504", error(reason, DAMAGE_FIX if is_damaged else VERSION_FIX)
+
     for row in store.all_jobs():
         if isinstance(row, UnreadableRow):
-            yield row.reason, row.damaged
+            yield unreadable(row.reason, row.damaged)
             continue
         try:
             for _ in store.read_events(row.id):
                 pass
         except JobError as problem:
-            yield str(problem), isinstance(problem, DamagedRunError)
+            yield unreadable(str(problem), isinstance(problem, DamagedRunError))
     for damage in store.rollouts.read_errors().values():
-        yield str(damage), isinstance(damage, DamagedRunError)
+        yield unreadable(str(damage), isinstance(damage, DamagedRunError))
 
 
 def _check_free_space(folder: Path, free: FreeBytes) -> str | Problem:
     free_space = free(folder)
-    sentence = f"{free_space / 1e6:.0f} MB are free where {folder} is"
+    sentence = f"the disk of {folder} has {free_space / 1e6:.0f} MB free"
     fix = f"sudo du -xh {folder} | sort -h | tail"
     if free_space < MIN_FREE_BYTES:
         return error(f"{sentence}: updates cannot be stored", fix)
     if free_space < LOW_BYTES:
-        return Problem(f"{sentence}: each round keeps its updates until it is closed", fix)
+        return Problem(f"{sentence}: a round stores its updates until it is closed", fix)
     return sentence
 
 
 def _check_database(database: Path) -> str | Problem:
     deadline_s = time.monotonic() + DATABASE_CHECK_S
-    fix = f"mv {database} {database}.damaged, or put back a copy of the whole folder"
+    fix = f"restore a backup of the whole folder, or mv {database} {database}.damaged"
     try:
         uri = f"{database.absolute().as_uri()}?mode=rw"
         with contextlib.closing(sqlite3.connect(uri, uri=True, timeout=2.0)) as connection:
@@ -94,20 +96,20 @@ def _check_database(database: Path) -> str | Problem:
             results = [str(row[0]) for row in connection.execute("pragma quick_check(3)")]
     except sqlite3.OperationalError as problem:
         if "interrupted" in str(problem):
-            return f"{database} is too large to be looked at in whole; no damage in what was seen"
+            return f"{database} is too large to be checked completely; the checked part is intact"
         return error(f"{database} cannot be read: {problem}", fix)
     except sqlite3.DatabaseError as problem:
         return error(f"{database} is damaged: {problem}", fix)
-    return f"{database} is whole" if results == ["ok"] else error(f"{database} is damaged: {'; '.join(results)}", fix)
+    return f"{database} is intact" if results == ["ok"] else error(f"{database} is damaged: {'; '.join(results)}", fix)
 
 
 def _check_waiting_jobs(home: Path, store: Store) -> Iterator[Numbered]:
     unfinished = [row for row in store.readable_jobs() if row.status in (*UNDER_WAY, "stopping")]
     names = ", ".join(row.id for row in unfinished[:MAX_NAMES]) + (" ..." if len(unfinished) > MAX_NAMES else "")
     if not store.is_served():
-        sentence = f"{len(unfinished)} unfinished in {home} ({names}), and no coordinator serves it"
+        sentence = f"no coordinator serves {home}, but runs are unfinished: {names}"
         problem = Problem(sentence, f"fedquilt serve --home {home}")
-        yield "FQ507", problem if unfinished else f"nothing waits in {home}; no coordinator serves it now"
+        yield "FQ507", problem if unfinished else f"no run waits in {home}, and no coordinator is running"
         return
     yield "FQ507", f"a coordinator serves {home}"
     running = [row for row in unfinished if row.status != "queued"]
@@ -115,8 +117,8 @@ def _check_waiting_jobs(home: Path, store: Store) -> Iterator[Numbered]:
         if (stuck := _check_stuck_job(row, store)) is not None:
             yield "FQ509", stuck
     if running and (queued := [row.id for row in unfinished if row not in running]):
-        queued_names, hint = ", ".join(queued[:MAX_NAMES]), "limits.toml of the home says how many run at once"
-        yield "FQ508", f"{len(queued)} wait for a place behind {len(running)} that run ({queued_names}): {hint}"
+        names, hint = ", ".join(queued[:MAX_NAMES]), "limits.toml of the home sets how many run at once"
+        yield "FQ508", f"queued behind {len(running)} running: {names} ({hint})"
 
 
 def _check_stuck_job(row: StoredJob, store: Store) -> Problem | None:
@@ -132,15 +134,15 @@ def _check_stuck_job(row: StoredJob, store: Store) -> Problem | None:
     if (attempts and latest is None) or (latest is not None and len(latest.eligible) >= min_devices):
         return None
     reason = "; ".join(format_single_event(latest)) if latest is not None else "no device has come online"
-    sentence = f"{row.id} waits for {min_devices} device{'s' if min_devices > 1 else ''} that can take part: {reason}"
-    return Problem(sentence, "on a board that is missing: fedquilt doctor /etc/fedquilt/agent.toml")
+    sentence = f"{row.id} waits for {min_devices} eligible device{'s' if min_devices > 1 else ''}: {reason}"
+    return Problem(sentence, "on a missing board: fedquilt doctor /etc/fedquilt/agent.toml")
 
 
 def _check_blobs(store: Store) -> Iterator[Numbered]:
     for row in store.readable_jobs():
         if row.status in UNDER_WAY and not (row.bundle / "bundle.json").is_file():
-            sentence = f"the bundle of {row.id} is gone: {row.bundle}"
-            yield "FQ510", error(sentence, f"put {row.bundle} back, or fedquilt prune {row.id} and run its job again")
+            sentence = f"bundle {row.bundle} of run {row.id} is missing"
+            yield "FQ510", error(sentence, f"restore {row.bundle}, or fedquilt prune {row.id} and run its job again")
     missing = sorted(
         digest
         for digest in store.latest_state_hashes()
@@ -149,9 +151,9 @@ def _check_blobs(store: Store) -> Iterator[Numbered]:
     if missing:
         sentence = (
             f"{len(missing)} states of runs are missing or damaged in {store.blob_store.folder} ({missing[0][:12]} "
-            "...): these cannot go on"
+            "...): these runs cannot continue"
         )
-        yield "FQ511", error(sentence, "put back a copy of the whole folder, or `fedquilt prune` these runs")
+        yield "FQ511", error(sentence, "restore a backup of the whole folder, or `fedquilt prune` these runs")
 
 
 def _is_blob_intact(path: Path, sha256: str) -> bool:

@@ -26,7 +26,7 @@ class Finding(msgspec.Struct, frozen=True):
 
 
 class Problem(NamedTuple):
-    """Problem that slows the machine or may cause a failure later, or an error that prevents operation."""
+    """Verdict of a check: a warning (slow operation, later failures), or an error that prevents operation."""
 
     sentence: str
     fix: str = ""  # "" for the fix of the check
@@ -42,13 +42,13 @@ Verdict: TypeAlias = str | Problem | None
 
 
 Numbered: TypeAlias = tuple[str, str | Problem]
-"""Number and verdict of a check that is a step of a longer examination, as of a connection."""
+"""Number and verdict of one step of a longer examination, such as that of a connection."""
 
 
 class Check(NamedTuple):
     number: str
     needs: tuple[str, ...]  # names of facts. The check does not apply if one is None
-    find: Callable[..., Verdict]  # arguments: the needed facts
+    find: Callable[..., Verdict]  # arguments: facts of `needs`
     fix: str = ""
 
 
@@ -64,7 +64,7 @@ def run_checks(checks: Iterable[Check], facts: object) -> Iterator[Finding]:
             needed_facts = [getattr(facts, name, None) for name in check.needs]
             verdict = check.find(*needed_facts) if all(fact is not None for fact in needed_facts) else None
         except Exception as problem:  # checks may fail in any way on unusual machines
-            verdict = error(f"this could not be examined ({type(problem).__name__}: {problem})", VERBOSE)
+            verdict = error(f"check {check.number} failed ({type(problem).__name__}: {problem})", VERBOSE)
         if verdict is not None:
             yield to_finding(check.number, verdict, check.fix)
 
@@ -79,7 +79,7 @@ def to_report(all_findings: Sequence[Finding]) -> dict[str, Any]:
 
 
 def format_findings(all_findings: Sequence[Finding], width: int | None = None) -> list[str]:
-    """Format the findings as lines of text, with fixes and a summary line."""
+    """Return the findings as lines of text, with fixes and a summary line. `width` None is the terminal's."""
     width = table.line_width() if width is None and sys.stdout.isatty() else width
     lines = []
     for finding in all_findings:
@@ -95,4 +95,4 @@ def format_findings(all_findings: Sequence[Finding], width: int | None = None) -
         (sum(finding.severity == severity for finding in all_findings), severity) for severity in ("error", "warning")
     ]
     parts = [f"{count} {severity}{'s' if count > 1 else ''}" for count, severity in counts if count]
-    return [*lines, f"{len(all_findings)} checks: {', '.join(parts) if parts else 'all is well'}"]
+    return [*lines, f"{len(all_findings)} checks: {', '.join(parts) if parts else 'no problems'}"]

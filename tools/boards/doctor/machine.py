@@ -36,7 +36,7 @@ class InstalledPackages:
 
 
 def read_packages(paths: Sequence[Path]) -> InstalledPackages:
-    """Read the packages in these folders. Of two with the same name, the first counts."""
+    """Return the packages installed in these folders. Of packages with the same name, the first counts."""
     versions: dict[str, str] = {}
     for package in metadata.distributions(path=[str(path) for path in paths]):
         name = _package_name(package).lower().replace("_", "-")
@@ -63,11 +63,11 @@ def is_gpu_expected(machine: MachineFacts) -> bool:
     return machine.has_gpu and (not machine.is_tegra or (machine.jetpack or 0) >= 6)
 
 
-def _check_onnx(machine: MachineFacts, packages: InstalledPackages) -> Verdict:
+def _check_onnx_conflict(machine: MachineFacts, packages: InstalledPackages) -> Verdict:
     plain, gpu = (packages.versions.get(name) for name in ("onnxruntime", "onnxruntime-gpu"))
     if plain is not None and gpu is not None:
         return Problem(
-            f"onnxruntime {plain} and onnxruntime-gpu {gpu} are both installed, each with some of the other's files",
+            f"onnxruntime {plain} and onnxruntime-gpu {gpu} are both installed, and overwrite each other's files",
             _installation_command(
                 machine, "gpu" if machine.has_gpu else "onnx", uninstalled="onnxruntime onnxruntime-gpu"
             ),
@@ -81,38 +81,38 @@ def _check_onnx_gpu(machine: MachineFacts, packages: InstalledPackages) -> Verdi
     versions = [packages.versions[name] for name in ("onnxruntime", "onnxruntime-gpu") if name in packages.versions]
     if len(versions) != 1 or packages.onnx_cuda or not is_gpu_expected(machine):
         return None
-    sentence = f"onnxruntime {versions[0]} runs on the CPU alone, and there is a GPU: stitching is slow"
+    sentence = f"onnxruntime {versions[0]} runs on the CPU only, although there is a GPU: stitching is slow"
     return Problem(sentence, _installation_command(machine, "gpu", uninstalled="onnxruntime"))
 
 
-def _check_torch(machine: MachineFacts, packages: InstalledPackages) -> Verdict:
+def _check_torch_gpu(machine: MachineFacts, packages: InstalledPackages) -> Verdict:
     if (version := packages.versions.get("torch")) is None:
         return None
     if is_gpu_expected(machine) and packages.torch_cuda is None:
-        sentence = f"torch {version} runs on the CPU alone, and there is a GPU: training is slow"
+        sentence = f"torch {version} runs on the CPU only, although there is a GPU: training is slow"
         return Problem(sentence, _installation_command(machine, "train"))
     return f"torch {version}" + (f", CUDA {packages.torch_cuda}" if packages.torch_cuda else ", on the CPU")
 
 
-def _check_torch_cuda(machine: MachineFacts, packages: InstalledPackages) -> Verdict:
+def _check_torch_cuda_version(machine: MachineFacts, packages: InstalledPackages) -> Verdict:
     driver_cuda, torch_cuda = CUDA_BY_JETPACK.get(machine.jetpack or 0), packages.torch_cuda
     if driver_cuda is None or not torch_cuda or torch_cuda.split(".")[0] == str(driver_cuda):
         return None
     return Problem(
-        f"torch {packages.versions.get('torch')} is for CUDA {torch_cuda}, and JetPack {machine.jetpack} has CUDA "
-        f"{driver_cuda}: it will not find the GPU",
+        f"torch {packages.versions.get('torch')} is for CUDA {torch_cuda}, but JetPack {machine.jetpack} has CUDA "
+        f"{driver_cuda}: torch will not find the GPU",
         _installation_command(machine, "train"),
     )
 
 
-def _check_numpy(machine: MachineFacts, packages: InstalledPackages) -> Verdict:
+def _check_numpy_fits_torch(machine: MachineFacts, packages: InstalledPackages) -> Verdict:
     numpy, torch_version = packages.versions.get("numpy"), packages.versions.get("torch")
     if numpy is None or torch_version is None or packages.torch_numpy != 1 or int(numpy.split(".")[0]) < 2:
         return None
     return error(
-        f"numpy {numpy} is beside torch {torch_version}, which was compiled with NumPy 1: no tensor becomes an array, "
-        "and every task with torch fails",
-        f"{FLASH_COMMAND}, with PIP_CONSTRAINT naming a file that holds numpy<2"
+        f"torch {torch_version} was compiled with NumPy 1 and does not work with numpy {numpy}: every task with torch "
+        "fails",
+        f"{FLASH_COMMAND}, with PIP_CONSTRAINT naming a file that contains numpy<2"
         if machine.is_flashed
         else "pip install 'numpy<2'",
     )
@@ -121,11 +121,11 @@ def _check_numpy(machine: MachineFacts, packages: InstalledPackages) -> Verdict:
 PACKAGES: Final = tuple(
     Check(number, ("machine", "packages"), find)
     for number, find in (
-        ("FQ201", _check_onnx),
+        ("FQ201", _check_onnx_conflict),
         ("FQ202", _check_onnx_gpu),
-        ("FQ203", _check_torch),
-        ("FQ204", _check_torch_cuda),
-        ("FQ206", _check_numpy),
+        ("FQ203", _check_torch_gpu),
+        ("FQ204", _check_torch_cuda_version),
+        ("FQ206", _check_numpy_fits_torch),
     )
 )
 
@@ -163,14 +163,10 @@ def _read_string_constant(path: Path, name: str) -> str | None:
     except (OSError, ValueError, SyntaxError):
         return None
     for statement in body:
-        target = (
-            statement.target
-            if isinstance(statement, ast.AnnAssign)
-            else statement.targets[0]
-            if isinstance(statement, ast.Assign)
-            else None
-        )
-        if isinstance(target, ast.Name) and target.id == name and isinstance(statement, (ast.Assign, ast.AnnAssign)):
+        if not isinstance(statement, (ast.Assign, ast.AnnAssign)):
+            continue
+        target = statement.target if isinstance(statement, ast.AnnAssign) else statement.targets[0]
+        if isinstance(target, ast.Name) and target.id == name:
             value = statement.value
             return value.value if isinstance(value, ast.Constant) and isinstance(value.value, str) else None
     return None
@@ -200,13 +196,13 @@ def _check_python(machine: MachineFacts) -> Verdict:
         return None
     version = ".".join(map(str, machine.python_version))
     if machine.python_version < (3, 10):
-        return error(f"this machine has Python {version}, and fedquilt needs 3.10 or newer", targets.OWN_PYTHON)
+        return error(f"this machine has Python {version}, but fedquilt needs 3.10 or newer", targets.OWN_PYTHON)
     required_version = PYTHON_BY_JETPACK.get(machine.jetpack or 0)
     if required_version is not None and machine.python_version != required_version:
         required = ".".join(map(str, required_version))
         return Problem(
-            f"NVIDIA's wheels for JetPack {machine.jetpack} are for Python {required}, and this is {version}: "
-            "torch and onnxruntime with the GPU do not install here",
+            f"NVIDIA's wheels for JetPack {machine.jetpack} are for Python {required}, but this is {version}: torch "
+            "and onnxruntime with GPU cannot be installed",
             f"/usr/bin/python{required} -m venv --system-site-packages ~/fedquilt",
         )
     return f"Python {version}" + (f" on JetPack {machine.jetpack}" if machine.jetpack else "")
@@ -217,17 +213,17 @@ def _check_word_size(machine: MachineFacts) -> Verdict:
     return None if machine.python_bits == 64 else error(sentence)
 
 
-def _check_clock(machine: MachineFacts) -> Verdict:
-    sentence = f"the clock says {time.strftime('%Y-%m-%d %H:%M', time.gmtime(machine.clock_s))} UTC"
+def _check_wall_clock(machine: MachineFacts) -> Verdict:
+    sentence = f"the clock shows {time.strftime('%Y-%m-%d %H:%M', time.gmtime(machine.clock_s))} UTC"
     if machine.clock_s < MIN_CLOCK_S:
-        return error(f"{sentence}, before this program was written: certificates look not yet valid")
+        return error(f"{sentence}, a time in the past: certificates are refused as not yet valid")
     return sentence
 
 
 def _check_memory(machine: MachineFacts) -> Verdict:
     if machine.memory_bytes is None:
-        return error(f"{machine.root / 'proc/meminfo'} does not tell the memory: is {machine.root} a Linux that runs?")
-    available = "" if machine.available_bytes is None else f", {machine.available_bytes / 1e6:.0f} MB of it left"
+        return error(f"{machine.root / 'proc/meminfo'} has no MemTotal: {machine.root} is not a running Linux system")
+    available = "" if machine.available_bytes is None else f", {machine.available_bytes / 1e6:.0f} MB of it available"
     return f"{machine.board}: {machine.memory_bytes / 1e6:.0f} MB of memory{available}"
 
 
@@ -237,7 +233,7 @@ def _check_swap(machine: MachineFacts) -> Verdict:
     if machine.swap_free_bytes < MIN_FREE_SWAP_SHARE * machine.swap_bytes:
         return Problem(
             f"{1 - machine.swap_free_bytes / machine.swap_bytes:.0%} of the {machine.swap_bytes / 1e6:.0f} MB of swap "
-            "is in use: programs here need more memory than there is, and tasks will be slow"
+            "is in use: programs need more memory than the machine has, and tasks will be slow"
         )
     return f"swap: {machine.swap_free_bytes / 1e6:.0f} of {machine.swap_bytes / 1e6:.0f} MB free"
 
@@ -246,14 +242,14 @@ def _check_swap_on_card(machine: MachineFacts) -> Verdict:
     if (swap := machine.swap_on_card) is None:
         return None
     return Problem(
-        f"swap is on the SD card ({swap}): a task that swaps is slow, and wears the card out",
-        f"sudo swapoff {swap}, and take it out of /etc/fstab (Raspberry Pi OS: sudo apt remove dphys-swapfile); "
-        "zram or an NVMe disk are places for swap",
+        f"swap is on the SD card ({swap}): swapping is slow and wears the card out",
+        f"sudo swapoff {swap}, and remove it from /etc/fstab (Raspberry Pi OS: sudo apt remove dphys-swapfile); "
+        "use zram or an NVMe disk for swap",
     )
 
 
 def _check_control_group(machine: MachineFacts) -> Verdict:
-    consequence = "a task's memory is watched, not limited by the kernel"
+    consequence = "the agent watches a task's memory, but the kernel does not limit it"
     if machine.controllers is None:
         return f"no cgroup v2: {consequence}"
     if "memory" not in machine.controllers:
@@ -266,8 +262,7 @@ def _check_delegation(machine: MachineFacts) -> Verdict:
     if machine.unit is None or "memory" not in (machine.controllers or ()) or delegated:
         return None
     return Problem(
-        "fedquilt-agent.service is not given its control group's memory (Delegate=memory): tasks have no limit of "
-        "their own"
+        "fedquilt-agent.service has no Delegate=memory: the kernel limits the memory of the agent, but not of a task"
     )
 
 
@@ -277,7 +272,7 @@ def _check_power_sensors(machine: MachineFacts) -> Verdict:
     if not machine.is_tegra or machine.rail_fault is not None:  # most other boards have no meter
         return None
     return Problem(
-        f"no power sensor of {machine.board} can be read (its INA3221, below {machine.root / 'sys/bus/i2c/drivers'}): "
+        f"no power sensor of {machine.board} can be read (INA3221 below {machine.root / 'sys/bus/i2c/drivers'}): "
         "energy will be unknown",
         "sudo apt install python3-pip && sudo pip3 install jetson-stats && sudo usermod -aG jtop fedquilt"
         + (
@@ -291,7 +286,7 @@ def _check_power_sensors(machine: MachineFacts) -> Verdict:
 def _check_rails(machine: MachineFacts) -> Verdict:
     if machine.power_w is not None or machine.rail_fault is None:
         return None
-    return Problem(f"the power of {machine.board} is not known: {machine.rail_fault}")
+    return Problem(f"the power of {machine.board} is unknown: {machine.rail_fault}")
 
 
 def _check_temperature(machine: MachineFacts) -> Verdict:
@@ -299,32 +294,29 @@ def _check_temperature(machine: MachineFacts) -> Verdict:
         return f"the hottest zone is at {machine.temperature_c:.0f} C"
     if not machine.is_tegra:
         return None
-    return Problem(
-        f"no thermal zone answers below {machine.root / 'sys/class/thermal'}: nobody sees this board get hot"
-    )
+    return Problem(f"no thermal zone in {machine.root / 'sys/class/thermal'} can be read: overheating goes unnoticed")
 
 
-def _check_heat(machine: MachineFacts) -> Verdict:
+def _check_overheating(machine: MachineFacts) -> Verdict:
     if machine.temperature_c is None or machine.temperature_c < HOT_C:
         return None
-    return Problem(f"the hottest zone is at {machine.temperature_c:.0f} C: the board slows itself down", _cool(machine))
+    sentence = f"the hottest zone is at {machine.temperature_c:.0f} C: the board lowers its clocks"
+    return Problem(sentence, _cooling_fix(machine))
 
 
 def _check_voltage(machine: MachineFacts) -> Verdict:
-    sentence = "the firmware has seen too low a voltage since the board was started: it slows down, and may fail"
+    sentence = "the supply voltage was too low at least once since the start: the board lowers its clocks, or fails"
     return Problem(sentence) if machine.undervoltage else None
 
 
 def _check_throttling(machine: MachineFacts) -> Verdict:
-    sentence = (
-        f"the kernel slows clocks for heat now ({', '.join(machine.throttling_devices)}): tasks take longer than "
-        "predicted"
-    )
-    return Problem(sentence, _cool(machine)) if machine.throttling_devices else None
+    names = ", ".join(machine.throttling_devices)
+    sentence = f"the kernel lowers clocks because of heat ({names}): tasks take longer than predicted"
+    return Problem(sentence, _cooling_fix(machine)) if machine.throttling_devices else None
 
 
-def _cool(machine: MachineFacts) -> str:
-    return "give it air, or a lower power mode (nvpmodel)" if machine.is_tegra else "give it air"
+def _cooling_fix(machine: MachineFacts) -> str:
+    return "improve cooling" + (", or set a lower power mode (nvpmodel)" if machine.is_tegra else "")
 
 
 def _check_over_current(machine: MachineFacts) -> Verdict:
@@ -332,8 +324,8 @@ def _check_over_current(machine: MachineFacts) -> Verdict:
     if not counts:
         return None
     return Problem(
-        "the hardware has cut its clocks for too much current or too low a voltage since the board was started "
-        f"({counts}): what a task takes then is not that of its operating point"
+        f"the hardware lowered clocks since the start because of over-current or low voltage ({counts}): times and "
+        "energy then differ from those of the operating point"
     )
 
 
@@ -341,12 +333,12 @@ def _check_power_mode(machine: MachineFacts) -> Verdict:
     if not machine.is_tegra or machine.power_mode is not None:
         return f"power mode {machine.power_mode}" if machine.is_tegra else None
     if not machine.power_modes:
-        return "this board tells no power modes"
+        return "this board lists no power modes"
     if machine.is_mode_hidden:
-        return "nvpmodel's status is for root alone to read: the power mode is not known to this user"
+        return "the power mode is unknown: only root can read nvpmodel's status"
     return Problem(
-        f"nvpmodel's status ({machine.root / 'var/lib/nvpmodel/status'}) names a mode that its catalogue has not "
-        f"({', '.join(machine.power_modes)}): speed and power are those of no known point"
+        f"{machine.root / 'var/lib/nvpmodel/status'} names none of the board's power modes "
+        f"({', '.join(machine.power_modes)}): speed and power are unknown"
     )
 
 
@@ -357,47 +349,42 @@ def _check_clocks_pinned_by_others(machine: MachineFacts) -> Verdict:
         return None
     clocks = ", ".join(f"{name} at {hz / 1e6:.0f} MHz" for name, hz in pinned.items())
     return Problem(
-        f"every clock is pinned ({clocks}), as jetson_clocks does it: the board draws that power when it idles too, "
-        "and no operating point can be compared with its own choice"
+        f"every clock is pinned ({clocks}), probably by jetson_clocks: the board draws this power when idle too, and "
+        "operating points cannot be compared with its default clocks"
     )
 
 
 def _check_clock_helper(helper: HelperStatus | HelperFault) -> Verdict:
     if isinstance(helper, HelperStatus):
-        return "the clock helper answers"
+        return "the clock helper is running"
     fix = "sudo usermod -aG fedquilt $USER, and log in again" if helper.kind == "not permitted" else RESTART_FIX
     return Problem(helper.sentence, fix)
 
 
 def _check_restored_clocks(helper: HelperStatus | HelperFault) -> Verdict:
     unrestored = "; ".join(helper.unrestored_settings) if isinstance(helper, HelperStatus) else ""
-    return (
-        Problem(f"the clock helper could not put back the board's own settings: {unrestored}") if unrestored else None
-    )
+    return Problem(f"the clock helper could not restore the board's settings: {unrestored}") if unrestored else None
 
 
-def _check_hidden_clocks(machine: MachineFacts) -> Verdict:
+def _check_unreadable_clocks(machine: MachineFacts) -> Verdict:
     if not machine.hidden_clocks:
         return None
     names = ", ".join(machine.hidden_clocks)
     if not isinstance(machine.helper, HelperStatus):
-        return f"the frequencies of {names} are for root alone to read: without the clock helper not known"
+        return f"the frequencies of {names} are unknown: only root or the clock helper can read them"
     readable_clocks = {clock.name for clock in machine.helper.clocks if clock.listed_hz}
     if unknown := [name for name in machine.hidden_clocks if name not in readable_clocks]:
         return Problem(
-            f"the frequencies of {', '.join(unknown)} are known neither to this user nor to the clock helper: "
-            "the board sets these clocks itself"
+            f"the frequencies of {', '.join(unknown)} can be read neither by this user nor by the clock helper: "
+            "these clocks cannot be pinned"
         )
-    return f"the clock helper tells the frequencies of {names}, which this user may not read"
+    return f"the clock helper reports the frequencies of {names}, which this user cannot read"
 
 
-def _check_gpu(machine: MachineFacts) -> Verdict:
+def _check_gpu_driver(machine: MachineFacts) -> Verdict:
     if not machine.is_tegra or machine.gpu_listed:
-        return "the GPU is among the devices with a clock (devfreq)" if machine.is_tegra else None
-    return Problem(
-        "the GPU is not among the devices with a clock (/sys/class/devfreq): its driver was not loaded, so nothing "
-        "runs on it"
-    )
+        return "the kernel lists the GPU (/sys/class/devfreq)" if machine.is_tegra else None
+    return Problem("the kernel does not list the GPU (/sys/class/devfreq): its driver is not loaded, so it is unusable")
 
 
 DELEGATE_FIX: Final = (
@@ -406,16 +393,16 @@ DELEGATE_FIX: Final = (
     "sudo systemctl daemon-reload; sudo systemctl restart fedquilt-agent"
 )
 CGROUP_FIX: Final = (
-    "append cgroup_enable=memory cgroup_memory=1 to the one line of /boot/firmware/cmdline.txt, and reboot"
+    "append cgroup_enable=memory cgroup_memory=1 to the single line of /boot/firmware/cmdline.txt, and reboot"
 )
 CURRENT_FIX: Final = (
     "a stronger supply and a shorter cable, or a lower power mode; `grep . /sys/class/hwmon/hwmon*/oc*_event_cnt`"
 )
 RAILS_FIX: Final = (
-    "grep . /sys/class/hwmon/hwmon*/{in,curr}[123]_*; report board and output; a wall or USB-C meter helps meanwhile "
+    "grep . /sys/class/hwmon/hwmon*/{in,curr}[123]_*; report board and output; until then use a wall or USB-C meter "
     "(`meter` in agent.toml)"
 )
-UNPIN_FIX: Final = "sudo jetson_clocks --restore, or reboot; and disable what pins them at boot"
+UNPIN_FIX: Final = "sudo jetson_clocks --restore, or reboot; and disable the service that pins clocks at boot"
 KERNEL_FIX: Final = (
     "sudo dmesg | grep -iE 'nvgpu|ga10b|gv11b|gp10b'; after an upgrade of the kernel: "
     "sudo apt install --reinstall nvidia-l4t-kernel nvidia-l4t-kernel-dtbs, and reboot"
@@ -425,8 +412,8 @@ MACHINE: Final = tuple(
     Check(number, (needs,), find, fix)
     for number, needs, find, fix in (
         ("FQ101", "machine", _check_python, ""),
-        ("FQ102", "machine", _check_word_size, "install the board's 64-bit system (`uname -m` then says aarch64)"),
-        ("FQ110", "machine", _check_clock, SET_CLOCK_FIX),
+        ("FQ102", "machine", _check_word_size, "install the board's 64-bit system (`uname -m` then prints aarch64)"),
+        ("FQ110", "machine", _check_wall_clock, SET_CLOCK_FIX),
         ("FQ120", "machine", _check_memory, "fedquilt doctor --root / on the board itself"),
         ("FQ130", "machine", _check_swap, FREE_MEMORY_FIX),
         ("FQ131", "machine", _check_swap_on_card, ""),
@@ -434,8 +421,8 @@ MACHINE: Final = tuple(
         ("FQ141", "machine", _check_delegation, DELEGATE_FIX),
         ("FQ150", "machine", _check_power_sensors, ""),
         ("FQ151", "machine", _check_temperature, "grep . /sys/class/thermal/thermal_zone*/temp"),
-        ("FQ152", "machine", _check_heat, ""),
-        ("FQ153", "machine", _check_voltage, "use the supply that was made for this board, and reboot"),
+        ("FQ152", "machine", _check_overheating, ""),
+        ("FQ153", "machine", _check_voltage, "use the power supply recommended for this board, and reboot"),
         ("FQ154", "machine", _check_throttling, ""),
         ("FQ155", "machine", _check_over_current, CURRENT_FIX),
         ("FQ156", "machine", _check_rails, RAILS_FIX),
@@ -443,8 +430,8 @@ MACHINE: Final = tuple(
         ("FQ161", "machine", _check_clocks_pinned_by_others, UNPIN_FIX),
         ("FQ170", "helper", _check_clock_helper, ""),  # FQ315 checks whether the settings need a helper
         ("FQ171", "helper", _check_restored_clocks, RESTART_FIX),
-        ("FQ172", "machine", _check_hidden_clocks, f"{RESTART_FIX}, and see that it runs as root"),
-        ("FQ173", "machine", _check_gpu, KERNEL_FIX),
+        ("FQ172", "machine", _check_unreadable_clocks, f"{RESTART_FIX}, and check that it runs as root"),
+        ("FQ173", "machine", _check_gpu_driver, KERNEL_FIX),
     )
 )
 
@@ -458,13 +445,13 @@ def _make_module_check(name: str, reason: str) -> Callable[[], Verdict]:
 
 def _check_ssh() -> Verdict:
     if shutil.which("ssh") is not None:
-        return "there is an ssh program"
-    return Problem("there is no ssh program: `fedquilt board flash --ssh` reaches no board, --rootfs and an archive do")
+        return "ssh is installed"
+    return Problem("ssh is not installed: `fedquilt board flash` works only with --rootfs or an archive")
 
 
-_check_packaging = _make_module_check("packaging", "`fedquilt board flash` resolves wheels with it")
-_check_pip = _make_module_check("pip", "`fedquilt board flash` downloads wheels with it")
-_check_cryptography = _make_module_check("cryptography", "`fedquilt identity` and `enrol` need it")
+_check_packaging = _make_module_check("packaging", "`fedquilt board flash` needs it")
+_check_pip = _make_module_check("pip", "`fedquilt board flash` needs it")
+_check_cryptography = _make_module_check("cryptography", "`fedquilt identity` needs it")
 OPERATOR: Final = (
     Check("FQ601", (), _check_packaging, "pip install 'fedquilt[flash]'"),
     Check("FQ602", (), _check_pip, "python3 -m ensurepip"),

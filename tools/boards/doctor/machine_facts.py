@@ -75,7 +75,7 @@ class MachineFacts:
 
 
 def read_machine(root: Path, clock_s: float, now_s: float) -> MachineFacts:
-    """Read the facts of the machine with files under `root`. `now_s` is a monotonic time."""
+    """Return the facts of the machine whose root file system is at `root`. `now_s` is a monotonic time."""
     is_this_machine = root == ROOT
     release = re.search(r"# R(\d+)", sysfs.read_text(root / "etc/nv_tegra_release") or "")
     compatible = sysfs.read_strings(sysfs.device_tree_folder(root) / "compatible")
@@ -123,7 +123,7 @@ def read_machine(root: Path, clock_s: float, now_s: float) -> MachineFacts:
 
 
 def parse_systemd_size(text: str) -> int | None:
-    """Return the bytes of a size such as "1536M", or None for "infinity" and invalid sizes."""
+    """Return the bytes of a systemd size such as "1536M", or None for "infinity" and invalid sizes."""
     match = re.fullmatch(r"(\d+)([KMGT]?)", text.strip())
     return int(match[1]) * SIZE_UNITS[match[2]] if match else None
 
@@ -190,10 +190,10 @@ def _read_helper_status(path: Path) -> HelperStatus | HelperFault | None:
     except OSError:
         return None
     if not os.access(path, os.W_OK):
-        return HelperFault("not permitted", f"this user may not speak to the clock helper at {path}")
+        return HelperFault("not permitted", f"this user may not connect to the clock helper at {path}")
     clocks = ClockClient.connect(path)
     if clocks is None:
-        return HelperFault("no answer", f"nobody answers at {path}, the clock helper's socket")
+        return HelperFault("no answer", f"no clock helper responds at {path}")
     try:
         return clocks.request_status()
     except ClockError as problem:

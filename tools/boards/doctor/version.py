@@ -40,12 +40,12 @@ MODULES: Final = (
 
 
 def check_version(settings: AgentSettings, path: Path) -> None:
-    """Check that an agent of this version can run with these settings."""
+    """Raise JobError unless an agent of this version can run a small task with these settings."""
     for module in MODULES:
         try:
             import_module(f"fedquilt.{module}")
         except ImportError as error:
-            raise JobError(f"{module} of this version cannot be imported ({error}): a package is missing") from None
+            raise JobError(f"module {module} cannot be imported ({error}): install the missing package") from None
     facts = agent.Facts(MachineFacts(time.time()), settings=settings, path=path)
     for finding in run_checks((agent.HOME, *agent.IDENTITY), facts):
         if finding.severity == "error":
@@ -85,4 +85,4 @@ def train_small_task() -> None:
             with process:
                 process.run_task(task_spec, 0)
         except (ModelError, OSError) as error:
-            raise JobError(f"one small task has failed: {error}") from None
+            raise JobError(f"test task failed: {error}") from None

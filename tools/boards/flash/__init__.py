@@ -57,7 +57,10 @@ class FlashContent:
 
 
 def flash_board(content: FlashContent, destination: FlashDestination, print_line: PrintLine = print) -> None:
-    """Build a board's bundle and install or write it at its destination."""
+    """Build a board's bundle, and install it at its destination or write it as an archive.
+
+    Raise JobError if the settings are invalid or the destination is unsuitable, and LinkError if ssh fails.
+    """
     target = targets.find_target(content.target, content.python)
     board: bundle.BoardFiles | CoordinatorFiles
     if content.role == "coordinator":
@@ -66,8 +69,8 @@ def flash_board(content: FlashContent, destination: FlashDestination, print_line
         board = bundle.read_board_files(content.settings, content.device, content.token, content.budget, content.labels)
         if board.can_enrol and not board.files.keys() & {"token", "device.crt"}:
             print_line(
-                f"without --token {board.device} enrols only if it was enrolled before: "
-                f"`fedquilt identity token {board.device} --out FILE` makes one"
+                f"without --token, {board.device} can only enrol if it was enrolled before: create one with "
+                f"`fedquilt identity token {board.device} --out FILE`"
             )
     requirements = {"interpreter": target.interpreter, "machine": target.machine}
     try:
@@ -125,7 +128,7 @@ def _collect_bundle_files(
 def write_upgrade_bundle(
     content: FlashContent, out: Path, authority: Path, *, with_dependencies: bool = False, print_line: PrintLine = print
 ) -> None:
-    """Write the bundle of an over-the-air upgrade, signed if the authority's key is here.
+    """Write the bundle of an over-the-air upgrade, signed if the folder `authority` has the authority's key.
 
     Without `with_dependencies`, the boards must have the dependencies already.
     """
@@ -160,25 +163,21 @@ def write_upgrade_bundle(
         f"{out}: fedquilt {manifest.version} for {target_text}; {wheels_text}, {size / 1e6:.1f} MB, {signature_text}"
     )
     if omitted:
-        print_line(
-            f"boards keep the other {len(omitted)} packages that they were flashed with (--whole brings them too)"
-        )
-    print_line(f"fedquilt rollout agent {out} --home HOME brings it to the fleet")
+        print_line(f"boards keep the other {len(omitted)} packages from their flash (--whole includes them)")
+    print_line(f"to deploy it: fedquilt rollout agent {out} --home HOME")
 
 
 def remove_installation(destination: FlashDestination, *, purge: bool = False, print_line: PrintLine = print) -> None:
-    """Remove fedquilt from a mounted root or a running board."""
+    """Remove fedquilt from a mounted root or a running board, with `purge` including settings, identity and state."""
     arguments = ["--uninstall", *["--purge"] * purge, *["--dry-run"] * destination.dry_run]
     try:
         if destination.rootfs is not None:
             changes = install.uninstall(_open_mounted_root(destination, print_line), purge=purge)
-            print_line(f"{changes} things {'would be' if destination.dry_run else 'were'} removed")
+            print_line(f"{changes} changes {'would be' if destination.dry_run else 'were'} made")
         elif destination.ssh is not None:
             SshHost(destination.ssh).uninstall(arguments)
         else:
-            raise JobError(
-                "board uninstall needs --rootfs or --ssh; on the board it is `sudo sh install.sh --uninstall`"
-            )
+            raise JobError("board uninstall needs --rootfs or --ssh: on the board use `sudo sh install.sh --uninstall`")
     except install.InstallRefusedError as error:
         raise JobError(str(error)) from None
 
@@ -186,11 +185,9 @@ def remove_installation(destination: FlashDestination, *, purge: bool = False, p
 def _open_mounted_root(destination: FlashDestination, print_line: PrintLine) -> install.RootFileSystem:
     assert destination.rootfs is not None
     if not destination.rootfs.is_dir():
-        raise JobError(f"--rootfs {destination.rootfs} is no folder: mount the board's root file system there")
+        raise JobError(f"--rootfs {destination.rootfs} is not a folder: mount the board's root file system there")
     if destination.rootfs.resolve() == Path("/") or os.path.samefile(destination.rootfs, "/"):
-        raise JobError(
-            "--rootfs / is this machine itself: flash an archive, and `sudo sh install.sh` from it, to put it here"
-        )
+        raise JobError("--rootfs / is this machine itself: write an archive, and install it with `sudo sh install.sh`")
     return install.RootFileSystem(destination.rootfs, destination.dry_run, print_line)
 
 
@@ -210,30 +207,28 @@ PROBE_COMMAND: Final = (
     'uname -m; id -u; test -x "$1" && echo python; for f in /usr/bin/python3.*; do echo "has $f"; done'
 )
 TOP_FOLDER: Final = "fedquilt-bundle"
-# a folder of root's own making would need root for the copy as well; of the user's, nobody else reads it
+# the login user creates the folder: root's folder would need root for the copy, and no other user can read this one
 UNPACK_COMMAND: Final = f'umask 077; d=$(mktemp -d) && tar -x -C "$d" && mv "$d/{TOP_FOLDER}" "$d/b" && echo "$d"'
 
 
 class SshHost:
-    """A board that is reached by ssh."""
-
     def __init__(self, name: str) -> None:
         if not re.fullmatch(r"[A-Za-z0-9_][^\s]*", name):
-            raise LinkError(f"--ssh {name!r} is no host: write user@host")
+            raise LinkError(f"--ssh {name!r} is not a host: write user@host")
         self.name = name
 
     def check_board(self, machine: str, interpreter: str) -> bool:
-        """Check machine and Python of the board. Return whether ssh logs in as root."""
+        """Return whether ssh logs in as root. Raise InstallRefusedError if machine type or Python do not fit."""
         lines = self._run_captured(f"sh -c {shlex.quote(PROBE_COMMAND)} sh {shlex.quote(interpreter)}").split("\n")
         machine_type, user = lines[0].strip(), lines[1].strip() if len(lines) > 1 else ""
         if machine_type != machine:
             raise InstallRefusedError(
-                f"{self.name} is {machine_type or 'no Linux'}, and the target {machine}: name that board's --target"
+                f"{self.name} is {machine_type or 'not Linux'}, but the target is {machine}: choose another --target"
             )
         if "python" not in lines:
             other_pythons = [line.rsplit("/", 1)[-1] for line in lines if re.fullmatch(r"has \S+/python3\.\d+", line)]
-            available = f" but {', '.join(other_pythons)}" if other_pythons else ""
-            raise InstallRefusedError(f"{self.name} has no {interpreter}{available}: name what it has with --python")
+            available = f", but {', '.join(other_pythons)}" if other_pythons else ""
+            raise InstallRefusedError(f"{self.name} has no {interpreter}{available}: choose another --python")
         return user == "0"
 
     def install_archive(self, archive: Path, root: bool, arguments: Sequence[str]) -> None:
@@ -244,7 +239,7 @@ class SshHost:
         with archive.open("rb") as file:
             folder = self._run_captured(f"sh -c {shlex.quote(UNPACK_COMMAND)}", stdin=file).strip().split("\n")[-1]
         if not re.fullmatch(r"/[A-Za-z0-9._/-]+", folder):
-            raise LinkError(f"{self.name}: the bundle was not unpacked: {folder[:200]}")
+            raise LinkError(f"{self.name}: the bundle was not unpacked (output {folder[:200]!r})")
         sudo = "" if root else "sudo "
         command = f"{sudo}sh {folder}/b/install.sh {' '.join(arguments)}; code=$?; rm -rf {folder}; exit $code"
         self._run_interactive(f"sh -c {shlex.quote(command)}")
@@ -257,17 +252,17 @@ class SshHost:
     def _run_interactive(self, command: str) -> None:
         process = subprocess.run(["ssh", "-t", self.name, command], check=False)
         if process.returncode:
-            raise LinkError(f"{self.name}: it ended with {process.returncode}; what it said stands above")
+            raise LinkError(f"{self.name}: command failed with exit code {process.returncode} (output above)")
 
     def _run_captured(self, command: str, stdin: IO[bytes] | int = subprocess.DEVNULL) -> str:
         try:
             process = subprocess.run(["ssh", self.name, command], stdin=stdin, capture_output=True, check=False)
         except FileNotFoundError:
-            raise LinkError("there is no ssh program here: apt install openssh-client") from None
+            raise LinkError("ssh is not installed: apt install openssh-client") from None
         if process.returncode:
             last_line = process.stderr.decode(errors="replace").strip().split("\n")[-1]
-            reason = last_line or f"ssh ended with {process.returncode}"
-            raise LinkError(f"{self.name}: {reason}; does `ssh {self.name} true` work?")
+            reason = last_line or f"exit code {process.returncode}"
+            raise LinkError(f"{self.name}: ssh failed ({reason}): check that `ssh {self.name} true` works")
         return process.stdout.decode(errors="replace")
 
 

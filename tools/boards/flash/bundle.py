@@ -73,9 +73,10 @@ def read_board_files(
     budget: str | None = None,
     labels: Sequence[str] | None = None,
 ) -> BoardFiles:
-    """Read the settings of one board from an agent.toml and the files named there.
+    """Read the settings of one board from an agent.toml and the files named there, or raise JobError.
 
-    With a `url` under [enrol], the board creates a missing certificate and key.
+    With a `url` under [enrol], the board creates a missing certificate and key. The other arguments replace values of
+    the agent.toml.
     """
     possible_overrides = {"device": device, "budget": budget, "labels": None if labels is None else list(labels)}
     set_overrides = {key: value for key, value in possible_overrides.items() if value is not None}
@@ -88,13 +89,13 @@ def read_board_files(
     }
     if can_enrol:
         if settings.broker.ca is None:
-            raise JobError(f"{path}: [broker] needs a ca, by which the board knows who enrols it")
+            raise JobError(f"{path}: [broker] has no ca: add the authority's ca.crt, by which the board trusts it")
         if not all(key in broker_files and Path(broker_files[key]).is_file() for key in ("cert", "key")):
             broker_files = {key: value for key, value in broker_files.items() if key not in ("cert", "key")}
         table["enrol"] = {"url": settings.enrol.url}
         broker |= {key: f"{ETC}/{BROKER_FILE_NAMES[key]}" for key in ("cert", "key")}
     elif token is not None:
-        raise JobError(f'{path}: a token is for a board that enrols: write url = "https://HOST:8884" under [enrol]')
+        raise JobError(f'{path}: --token needs enrolment: write url = "https://HOST:8884" under [enrol]')
     Broker.from_url(**{"url": settings.broker.url, **broker_files})
     files: dict[str, bytes] = {}
     for key, name in BROKER_FILE_NAMES.items():
@@ -112,12 +113,11 @@ def read_board_files(
     if token is not None:
         files["token"] = _read_file(token)
         if not re.fullmatch(rb"[A-Za-z0-9_-]+\s*", files["token"]):
-            raise JobError(f"{token} holds no token: `fedquilt identity token {settings.device} --out FILE` writes one")
+            fix = f"create one with `fedquilt identity token {settings.device} --out FILE`"
+            raise JobError(f"{token} contains no token: {fix}")
     for data_path in _data_paths(table.get("data", {})):
         if not data_path.startswith("/"):
-            raise JobError(
-                f"{path}: [data] {data_path!r} is on the board, so its whole path is wanted: /srv/{data_path}, say"
-            )
+            raise JobError(f"{path}: [data] path {data_path!r} is not absolute: write it as on the board, /srv/...")
     with toml.prefix_errors(str(path)):
         models = _resolve_model_folder(settings.models)
     if models is not None:
@@ -132,21 +132,21 @@ def _resolve_model_folder(table: agents.ModelSettings) -> str | None:
         host, _ = metrics_endpoint.parse_listen_address(table.serve)
         if host not in LOOPBACK or re.search(SPECIAL_CHARACTERS, table.serve):
             raise JobError(
-                f"[models] serve = {table.serve!r}: the runner answers its own board alone, at 127.0.0.1:PORT; who "
-                "else is to reach it comes through a proxy of yours"
+                f"[models] serve = {table.serve!r} is not a loopback address: write 127.0.0.1:PORT, and give other "
+                "machines access through a proxy"
             )
     folder = table.folder or (None if table.serve is None else MODELS_FOLDER)
     if folder is None:
         return None
     if not folder.startswith("/"):
-        raise JobError(f"[models] folder {folder!r} is on the board, so its whole path is wanted: /srv/{folder}")
+        raise JobError(f"[models] folder {folder!r} is not absolute: write it as on the board, such as /srv/models")
     if special := re.search(SPECIAL_CHARACTERS, folder):
-        raise JobError(f"[models] folder {folder!r}: {special[0]!r} has no place in it")
+        raise JobError(f"[models] folder {folder!r} contains {special[0]!r}: use a path without special characters")
     clean = str(PurePosixPath(folder))
     if ".." in PurePosixPath(clean).parts or clean.count("/") < 2 or clean.startswith(HIDDEN_FOLDERS):
-        raise JobError(f"[models] folder {folder!r}: the services see none there: name one such as /srv/models")
+        raise JobError(f"[models] folder {folder!r} is hidden from the services: choose one such as /srv/models")
     if table.serve is not None and PurePosixPath(HOME) in (model_path := PurePosixPath(clean), *model_path.parents):
-        raise JobError(f"[models] folder {folder!r} is the agent's home, which its runner may not enter: leave it out")
+        raise JobError(f"[models] folder {folder!r} is in the agent's home, which the runner cannot read: leave it out")
     return clean
 
 
@@ -176,6 +176,7 @@ def _read_file(path: Path) -> bytes:
 
 
 def render_units(board: BoardFiles | CoordinatorFiles, systemd: int = 249) -> dict[str, bytes]:
+    """Return the systemd units of a board by file name, for this version of systemd."""
     if isinstance(board, CoordinatorFiles):
         optional_units = {"fedquilt-enrol-serve": board.enrol, "fedquilt-dash": board.dash}
         excluded = (*AGENT_UNITS, *(name for name, arguments in optional_units.items() if arguments is None))
@@ -231,7 +232,7 @@ def _credential_lines(name: str, systemd: int) -> str:
 
 
 def fill_template(text: str, values: Mapping[str, str]) -> str:
-    """Replace each @WORD@ of a template by its value. Lines with only an empty value are dropped."""
+    """Return a template with each @WORD@ replaced by its value. Lines with only an empty value are dropped."""
     lines = []
     for line in text.splitlines():
         filled = line
@@ -242,15 +243,13 @@ def fill_template(text: str, values: Mapping[str, str]) -> str:
     return "\n".join(lines) + "\n"
 
 
-# -- the whole ------------------------------------------------------------------------------------
+# -- files of the bundle --------------------------------------------------------------------------
 
 
 def collect_files(
-    board: BoardFiles | CoordinatorFiles,
-    target: BundleTarget,
-    wheel_paths: Sequence[Path],
-    lock_text: str,
+    board: BoardFiles | CoordinatorFiles, target: BundleTarget, wheel_paths: Sequence[Path], lock_text: str
 ) -> dict[str, bytes | Path]:
+    """Return the content, or the file that has it, of each file of a bundle, by its path in the bundle."""
     digests = {path.name: wheels.file_sha256(path) for path in wheel_paths}
     files: dict[str, bytes | Path] = {f"wheels/{path.name}": path for path in wheel_paths}
     files |= {f"etc/{name}": data for name, data in board.files.items()}
@@ -303,7 +302,10 @@ def write_folder(files: Mapping[str, bytes | Path], folder: Path) -> None:
 
 
 def write_archive(files: Mapping[str, bytes | Path], path: Path, top_folder: str = "", *, private: bool = True) -> int:
-    """Write files as a tar archive and return its size in bytes. Same files give same bytes."""
+    """Write files as a tar archive and return its size in bytes. The same files give the same bytes.
+
+    Without `private`, other users may read the archive.
+    """
     with disk_errors(f"write {path}"):
         path.parent.mkdir(parents=True, exist_ok=True)
         temporary = path.with_name(path.name + ".new")
@@ -326,12 +328,7 @@ def write_archive(files: Mapping[str, bytes | Path], path: Path, top_folder: str
 
 # -- coordinators ---------------------------------------------------------------------------------
 
-COORDINATOR_FILES: Final = {
-    "ca": "ca.crt",
-    "cert": "coordinator.crt",
-    "key": "coordinator.key",
-    "password_file": "password",
-}
+COORDINATOR_FILES: Final = {**BROKER_FILE_NAMES, "cert": "coordinator.crt", "key": "coordinator.key"}
 COORDINATOR_SECRETS: Final = ("coordinator.key", "password")
 MIN_SYSTEMD: Final = 247  # the first version with credentials
 _HOST: Final = re.compile(r"[A-Za-z0-9.:_-]{1,253}")
@@ -389,6 +386,7 @@ class CoordinatorFiles(msgspec.Struct, frozen=True):
 
 
 def read_coordinator_files(path: Path) -> CoordinatorFiles:
+    """Read a coordinator.toml and the files named there as files and command lines, or raise JobError."""
     with toml.prefix_errors(str(path)):
         settings = toml.convert_table(toml.read_toml(path), CoordinatorSettings, "a coordinator's settings")
         file_names = {
@@ -402,7 +400,7 @@ def read_coordinator_files(path: Path) -> CoordinatorFiles:
             *((f"[blobs] {name}", blobs[name]) for name in blobs),
         ):
             if special := re.search(r"[\s%$\"'\\]", address):
-                raise JobError(f"{key}: {special[0]!r} has no place in an address")
+                raise JobError(f"{key} {address!r} contains {special[0]!r}: write an address without it")
         BlobLocationSettings(settings.blobs.http, settings.blobs.url)
         if settings.metrics is not None:
             metrics_endpoint.parse_listen_address(settings.metrics)
@@ -430,7 +428,7 @@ def read_coordinator_files(path: Path) -> CoordinatorFiles:
 
 def _check_hosts(key: str, hosts: Sequence[str]) -> None:
     if invalid := [host for host in hosts if not _HOST.fullmatch(host)]:
-        raise JobError(f"{key}: {invalid[0]!r} is no name of a host")
+        raise JobError(f"{key} {invalid[0]!r} is not a host name: use letters, digits, '.', ':', '_' and '-'")
 
 
 def _dash_arguments(table: DashTable) -> tuple[str, ...]:
@@ -444,7 +442,7 @@ def _enrol_arguments(table: EnrolTable) -> tuple[str, ...]:
 
 def template_values(coordinator: CoordinatorFiles, systemd: int) -> dict[str, str]:
     if systemd < MIN_SYSTEMD:
-        raise JobError(f"a coordinator needs systemd {MIN_SYSTEMD} or later, and that target has {systemd}")
+        raise JobError(f"target has systemd {systemd}, but a coordinator needs {MIN_SYSTEMD}: choose a newer system")
     return {
         "CONDITIONS": f"ConditionPathExists={ETC}/coordinator.crt" if "coordinator.crt" in coordinator.files else "",
         "ARGUMENTS": _join_arguments(coordinator.serve),

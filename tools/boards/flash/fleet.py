@@ -92,29 +92,29 @@ class FlashState(NamedTuple):
     is_done: bool = False
 
 
-# -- the table ------------------------------------------------------------------------------------
+# -- table ----------------------------------------------------------------------------------------
 
 
 def read_table(path: Path, target: str | None = None) -> list[BoardRow]:
+    """Read a table of boards, with `target` as their default. Raise JobError for invalid rows."""
     try:
         with path.open(newline="", encoding="utf-8-sig") as file:
             csv_rows = list(csv.DictReader(file, skipinitialspace=True))
     except (OSError, UnicodeDecodeError, csv.Error) as error:
-        raise JobError(
-            f"--boards {path} cannot be read ({error}): a CSV file is wanted, its first line {_format_header()}"
-        ) from None
+        fix = f"write a CSV file whose first line is {_format_header()}"
+        raise JobError(f"--boards {path} cannot be read ({error}): {fix}") from None
     rows: list[BoardRow] = []
     for number, csv_row in enumerate(csv_rows, 2):
         line = f"{path}, line {number}"
         if None in csv_row or (unknown := sorted(set(csv_row) - set(COLUMNS))):
-            problem = "more values than columns" if None in csv_row else f"there is no column {unknown[0]!r}"
-            raise JobError(f"{line}: {problem}; the first line is {_format_header()}")
+            problem = "more values than columns" if None in csv_row else f"unknown column {unknown[0]!r}"
+            raise JobError(f"{line}: {problem}: the columns are {_format_header()}")
         row = _parse_row({key: (value or "").strip() for key, value in csv_row.items()}, target, line)
         if row.name in {known_row.name for known_row in rows}:
-            raise JobError(f"{line}: {row.name} stands in the table twice")
+            raise JobError(f"{line}: board {row.name} is in the table twice: remove one line")
         rows.append(row)
     if not rows:
-        raise JobError(f"{path} has no board: its first line is {_format_header()}, then one line for each")
+        raise JobError(f"{path} has no board: write the line {_format_header()}, then one line for each board")
     return rows
 
 
@@ -125,10 +125,10 @@ def _format_header() -> str:
 def _parse_row(csv_row: Mapping[str, str], target: str | None, line: str) -> BoardRow:
     name = csv_row.get("name", "")
     if not NAME.fullmatch(name):
-        raise JobError(f"{line}: {name!r} is no name of a board: up to 64 of a-z, 0-9, '.', '_' and '-'")
+        raise JobError(f"{line}: board name {name!r} is invalid: use up to 64 of a-z, 0-9, '.', '_' and '-'")
     target_name = csv_row.get("target") or target
     if not target_name:
-        raise JobError(f"{line}: {name} has no target: one of {', '.join(targets.TARGETS)}, or --target for all")
+        raise JobError(f"{line}: {name} has no target: write one of {', '.join(targets.TARGETS)}, or give --target")
     try:
         if target_name not in targets.TARGETS or targets.TARGETS[target_name].python:
             targets.find_target(target_name)
@@ -149,19 +149,20 @@ def flash_boards(
     print_line: PrintLine = progress.LINE.print_to_stdout,
     now_s: Callable[[], float] = time.time,
 ) -> dict[str, str]:
-    """Flash every board without a valid record. Return the error of each failed board, by name.
+    """Flash boards without a valid record, even after failures. Return the error by failed board.
 
-    After a failure the next boards are flashed nevertheless.
+    Raise StoreError if the boards enrol and `plan.authority` has no authority.
     """
     can_enrol = agents.load_settings(plan.content.settings).enrol.url is not None
     if can_enrol and not plan.dry_run and not (plan.authority / "ca.key").is_file():
-        raise StoreError(f"no authority in {plan.authority}: `fedquilt identity init` makes one, --ca names its folder")
+        fix = "create one with `fedquilt identity init`, or name its folder with --ca"
+        raise StoreError(f"no authority in {plan.authority}: {fix}")
     plan.folder.mkdir(parents=True, exist_ok=True)
     failed: dict[str, str] = {}
     waiting_rows = [row for row in rows if find_record(row, plan) is None]
     for row in rows:
         if row not in waiting_rows:
-            print_line(f"{row.name}: done before")
+            print_line(f"{row.name}: flashed before")
     progress_state = (0, "")  # completed devices, current device
 
     def show_progress() -> None:
@@ -231,6 +232,7 @@ def _hash_inputs(row: BoardRow, plan: FlashPlan) -> str:
 
 
 def find_record(row: BoardRow, plan: FlashPlan) -> FlashRecord | None:
+    """Return the record of a flashed board, or None if it is missing or its inputs or output changed."""
     try:
         record = msgspec.json.decode((plan.folder / f"{row.name}.json").read_bytes(), type=FlashRecord)
     except (OSError, msgspec.DecodeError):
@@ -239,7 +241,7 @@ def find_record(row: BoardRow, plan: FlashPlan) -> FlashRecord | None:
     return record if is_output_present and record.inputs == _hash_inputs(row, plan) else None
 
 
-# -- how they are ---------------------------------------------------------------------------------
+# -- states ---------------------------------------------------------------------------------------
 
 
 def read_states(rows: Sequence[BoardRow], plan: FlashPlan, failed: Mapping[str, str]) -> list[FlashState]:
@@ -273,7 +275,7 @@ def format_states(states: Sequence[FlashState], width: int | None = None) -> lis
     rows = [(s.row.name, " ".join(s.row.labels), s.row.target, s.destination, s.enrolment.text) for s in states]
     lines = table.format_table([HEADER, *rows], "<", width)
     if missing := [state.row.name for state in states if not state.is_done]:
-        lines.append(f"not written: {', '.join(missing)}; the same command again goes on with them")
+        lines.append(f"not written: {', '.join(missing)}; repeat the command to continue with them")
     if waiting := [state.row.name for state in states if state.enrolment.is_waiting or state.enrolment.is_expired]:
         lines.append(f"not enrolled yet: {', '.join(waiting)}")
     return lines
@@ -282,7 +284,7 @@ def format_states(states: Sequence[FlashState], width: int | None = None) -> lis
 def watch_boards(
     read_current_states: Callable[[], Sequence[FlashState]], wait: Callable[[float], None], print_line: PrintLine
 ) -> Sequence[FlashState]:
-    """Print each change of state until no flashed board waits for its first boot. Return the states."""
+    """Print changes of enrolment until no flashed board waits for its first boot. Return the states."""
     last_enrolments: dict[str, EnrolmentState] = {}
     while True:
         states = read_current_states()
@@ -296,6 +298,10 @@ def watch_boards(
 
 
 def flash_table(table: Path, target: str | None, plan: FlashPlan, *, watch: bool) -> None:
+    """Flash the boards of a table and print their states. Raise JobError if a board failed.
+
+    With `watch`, wait until all boards are enrolled, or for KeyboardInterrupt.
+    """
     rows = read_table(table, target)
     failed = flash_boards(rows, plan)
     if plan.dry_run:
@@ -305,6 +311,4 @@ def flash_table(table: Path, target: str | None, plan: FlashPlan, *, watch: bool
         states = watch_boards(lambda: read_states(rows, plan, failed), time.sleep, print) if watch else []
     print("\n".join(format_states(states or read_states(rows, plan, failed))))
     if failed:
-        raise JobError(
-            f"{len(failed)} of {len(rows)} boards were not flashed: the same command again goes on with them"
-        )
+        raise JobError(f"{len(failed)} of {len(rows)} boards were not flashed: repeat the command to continue")

@@ -51,7 +51,7 @@ class Partition(NamedTuple):
 
 
 def find_root_partition(image: Path, *, original_path: Path | None = None) -> Partition:
-    """Return the ext partition named APP (L4T), or else the largest ext partition."""
+    """Return the ext partition APP (L4T), or else the largest, or raise InstallRefusedError."""
     name = original_path or image
     command = [_find_program("partx"), "--pairs", "--output", "NR,START,SECTORS,NAME", "-", str(image)]
     table = subprocess.run(command, capture_output=True, text=True, check=False).stdout  # "" without a partition table
@@ -61,13 +61,13 @@ def find_root_partition(image: Path, *, original_path: Path | None = None) -> Pa
     with image.open("rb") as file:
         if file.read(4) == SPARSE_MAGIC:
             raise InstallRefusedError(
-                f"{name} is in Android's sparse format: simg2img {name} raw.img, and take raw.img"
+                f"{name} is in Android's sparse format: convert it (simg2img {name} raw.img), and use raw.img"
             )
         ext_partitions = [partition for partition in partitions if _is_ext(file, partition.offset)]
     if not ext_partitions:
         partition_text = ", ".join(map(str, partitions[1:])) or "no partition table"
         raise InstallRefusedError(
-            f"{name} has no root file system of type ext4 ({partition_text}): take a Raspberry Pi's or L4T's disk image"
+            f"{name} has no ext4 root file system ({partition_text}): use a disk image of Raspberry Pi OS or L4T"
         )
     return max(ext_partitions, key=lambda partition: (partition.name == ROOT_NAME, partition.size))
 
@@ -88,7 +88,7 @@ class ExtFileSystem:
         return process.stdout.decode(errors="replace")
 
     def file_type(self, name: str) -> str:
-        """Return "regular", "directory" or "symlink", or "" for a missing path and paths below TAKEN."""
+        """Return "regular", "directory" or "symlink", or "" for a missing path and in INSTALLATION_FOLDERS."""
         if any(str(Path(name)).startswith(f"{folder}/") for folder in INSTALLATION_FOLDERS):
             return ""  # checked once, when the image was opened
         match = re.search(r"Type: (\w+)", self.run_query(f'stat "/{name}"'))
@@ -101,7 +101,7 @@ class ExtFileSystem:
             if match is None:
                 return name
             name = os.path.normpath(os.path.join(os.path.dirname(f"/{name}"), match[1])).lstrip("/")
-        raise InstallRefusedError(f"links go in circles at /{name} of the image")
+        raise InstallRefusedError(f"symbolic links at /{name} of the image form a loop: use another image")
 
     def free_bytes(self) -> int:
         output = self.run_query("stats -h")
@@ -114,7 +114,10 @@ class ExtFileSystem:
         self.run_query(f'dump "/{name}" "{to}"')
 
     def run_write_commands(self, commands: Sequence[str], script: Path) -> None:
-        """Run writing debugfs commands, then check the file system."""
+        """Write debugfs commands into `script` and run them, then check the file system.
+
+        Raise InstallRefusedError if a command or the check fails.
+        """
         script.write_text("\n".join(commands) + "\n", encoding="utf-8")
         process = subprocess.run(
             [self._debugfs, "-w", "-f", str(script), self._location], capture_output=True, check=False
@@ -124,7 +127,7 @@ class ExtFileSystem:
         ]
         if errors or process.returncode:
             raise InstallRefusedError(
-                f"the image cannot be written: {'; '.join(errors[:3]) or f'debugfs ended with {process.returncode}'}"
+                f"image cannot be written: {'; '.join(errors[:3]) or f'debugfs exit code {process.returncode}'}"
             )
         self.check_integrity()
 
@@ -133,7 +136,7 @@ class ExtFileSystem:
         if process.returncode:
             last_line = process.stdout.decode(errors="replace").strip().splitlines()[-1:]
             raise InstallRefusedError(
-                f"the image's file system is not sound ({' '.join(last_line)}): fetch the image again"
+                f"image's file system is damaged ({' '.join(last_line)}): download the image again"
             )
 
 
@@ -141,7 +144,7 @@ def _find_program(name: str) -> str:
     program = shutil.which(name, path=os.pathsep.join((os.environ.get("PATH", ""), *PROGRAM_FOLDERS)))
     if program is None:
         package = "util-linux" if name == "partx" else "e2fsprogs"
-        raise JobError(f"--image needs {name}, which is not here: sudo apt install {package}")
+        raise JobError(f"--image needs {name}, which is not installed: sudo apt install {package}")
     return program
 
 
@@ -161,7 +164,7 @@ class DiskImage:
         self._scratch, self._print_line = scratch, print_line
         for folder in INSTALLATION_FOLDERS:
             if self._file_system.file_type(folder):
-                raise InstallRefusedError(f"the image has /{folder} already: use an image as its maker ships it")
+                raise InstallRefusedError(f"image has /{folder} already: use an image without fedquilt")
         staged = scratch / "root"
         self._staged_files = {*self._copy_files_for_checks(interpreter, staged)}
         self.root = install.RootFileSystem(staged, print_line=print_line)
@@ -181,19 +184,21 @@ class DiskImage:
                 yield path
 
     def save_image(self) -> None:
-        """Copy the installed files into the image, and rename the copy to its final name."""
+        """Copy the installed files into the image, and rename the copy to its final name.
+
+        Raise InstallRefusedError if the partition is too small or the image cannot be written.
+        """
         commands, needed_bytes = self._build_write_commands()
         free_disk_bytes = self._file_system.free_bytes()
         if free_disk_bytes * (1 - SPARE_SHARE) < needed_bytes:
             raise InstallRefusedError(
-                f"{self.partition} has {free_disk_bytes / 1e6:.0f} MB free, and {needed_bytes / 1e6:.0f} MB are "
-                "needed: truncate -s +1G the image, let growpart and resize2fs enlarge the partition, and take that "
-                "image"
+                f"{self.partition} has {free_disk_bytes / 1e6:.0f} MB free, but {needed_bytes / 1e6:.0f} MB are "
+                "needed: enlarge the image (truncate -s +1G) and its partition (growpart, resize2fs)"
             )
         self._file_system.run_write_commands(commands, self._scratch / "commands")
         with disk_errors(f"write {self._output_path}"):
             self._copy_path.replace(self._output_path)
-        self._print_line(f"{self._output_path}: {self.partition} holds it; write it to a card as any image")
+        self._print_line(f"{self._output_path}: installed in {self.partition}; write the image to a card as usual")
 
     def _build_write_commands(self) -> tuple[list[str], int]:
         commands: list[str] = []
@@ -215,7 +220,7 @@ class DiskImage:
             for name in new_names:
                 path = Path(folder, name)
                 if re.search(r'["\n\\]', str(path)):
-                    raise InstallRefusedError(f"{path.name!r} has a letter that debugfs does not take")
+                    raise InstallRefusedError(f"file name {path.name!r} has a character that debugfs does not accept")
                 if path.is_symlink():
                     commands.append(f'symlink "{name}" "{os.readlink(path)}"')
                 else:
@@ -228,7 +233,7 @@ class DiskImage:
 def open_image_copy(
     base_image: Path, output_path: Path, interpreter: str, print_line: Callable[[str], None]
 ) -> Iterator[DiskImage]:
-    """Yield a copy of a disk image to install into. The copy is removed unless saved."""
+    """Yield a copy of a disk image to install into. Unless `save_image` was called, the copy is removed."""
     copy_path = output_path.with_name(output_path.name + ".part")
     try:
         copy_image(base_image, copy_path)
@@ -239,11 +244,9 @@ def open_image_copy(
 
 
 def copy_image(base_image: Path, copy_path: Path) -> None:
-    """Copy a disk image as a sparse file, decompressing xz."""
+    """Copy a disk image as a sparse file, decompressing xz. Raise JobError if it is missing or damaged."""
     if not base_image.is_file():
-        raise JobError(
-            f"--image {base_image} is no file: a Raspberry Pi's or L4T's disk image is wanted, .img or .img.xz"
-        )
+        raise JobError(f"--image {base_image} is not a file: name a disk image, .img or .img.xz")
     with disk_errors(f"write {copy_path}"), base_image.open("rb") as head:
         is_compressed = head.read(6) == b"\xfd7zXZ\0"
         copy_path.parent.mkdir(parents=True, exist_ok=True)
@@ -257,5 +260,5 @@ def copy_image(base_image: Path, copy_path: Path) -> None:
                     else:
                         file.write(chunk)
             except (lzma.LZMAError, EOFError) as error:
-                raise JobError(f"{base_image} is damaged ({error}): fetch it again") from None
+                raise JobError(f"{base_image} is damaged ({error}): download it again") from None
             file.truncate(file.tell())

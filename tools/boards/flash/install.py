@@ -64,7 +64,7 @@ class RootFileSystem:
         self.changes = 0
 
     def resolve(self, name: str | PurePosixPath, max_links: int = 20) -> Path:
-        """Return the real path of a name, with links resolved inside this root."""
+        """Return the real path of a name, with links resolved inside this root. Refuse a loop of links."""
         resolved, remaining_parts = self.path, list(PurePosixPath(name).parts)
         while remaining_parts:
             part = remaining_parts.pop(0)
@@ -75,13 +75,14 @@ class RootFileSystem:
             elif (resolved / part).is_symlink():
                 max_links -= 1
                 if max_links < 0:
-                    raise InstallRefusedError(f"links go in circles at /{name} in {self.path}")
+                    raise InstallRefusedError(f"symbolic links at /{name} in {self.path} form a loop: remove one")
                 remaining_parts = list(PurePosixPath(os.readlink(resolved / part)).parts) + remaining_parts
             else:
                 resolved = resolved / part
         return resolved
 
     def path_for(self, name: str) -> Path:
+        """Return the real path of a name, without following a link at its end."""
         path = PurePosixPath(name)
         return self.resolve(path.parent) / path.name
 
@@ -92,7 +93,7 @@ class RootFileSystem:
         return not self.dry_run
 
     def write_file(self, name: str, data: bytes, mode: int = 0o644) -> bool:
-        """Write a file atomically. Return False if the same content and mode existed already."""
+        """Write a file atomically. Return False if it has this content and mode already. A dry run only prints."""
         path = self.path_for(name)
         if (
             path.is_file()
@@ -114,6 +115,7 @@ class RootFileSystem:
         return True
 
     def create_symlink(self, name: str, to: str) -> bool:
+        """Create a link, replacing a file. Return False if it exists already. A dry run only prints."""
         path = self.path_for(name)
         if path.is_symlink() and os.readlink(path) == to:
             return False
@@ -126,6 +128,7 @@ class RootFileSystem:
         return True
 
     def remove_path(self, name: str) -> bool:
+        """Remove a file, link or whole folder. Return False if there is none. A dry run only prints."""
         path = self.path_for(name)
         if not path.is_symlink() and not path.exists():
             return False
@@ -136,17 +139,18 @@ class RootFileSystem:
                 path.unlink()
         return True
 
-    def read_json(self, name: str) -> dict[str, Any]:
+    def read_json_or_empty(self, name: str) -> dict[str, Any]:
         try:
             return json.loads(self.path_for(name).read_text(encoding="utf-8"))
         except (OSError, ValueError):
             return {}
 
 
-# -- what is asked of a board ---------------------------------------------------------------------
+# -- compatibility --------------------------------------------------------------------------------
 
 
 def read_elf_machine(path: Path) -> str | None:
+    """Return the machine type of a program as by `uname -m`, or None if the file is missing or no ELF file."""
     try:
         with open(path, "rb") as file:
             head = file.read(20)
@@ -159,36 +163,38 @@ def read_elf_machine(path: Path) -> str | None:
 
 
 def check_compatibility(root: RootFileSystem, manifest: Mapping[str, Any]) -> None:
+    """Raise InstallRefusedError if a root has no system, another machine type or not the manifest's Python."""
     python, required = manifest["interpreter"], manifest["machine"]
     description = "this board" if root.path == Path("/") else str(root.path)
     program_paths = [root.resolve(name) for name in (python.lstrip("/"), "bin/sh", "usr/bin/env", "sbin/init")]
     machine = next((name for name in map(read_elf_machine, program_paths) if name is not None), None)
     if machine is None:
         raise InstallRefusedError(
-            f"{description} holds no system: neither {python} nor /bin/sh is a program; mount it first"
+            f"{description} has no system (neither {python} nor /bin/sh is a program): mount it first"
         )
     if machine != required:
         raise InstallRefusedError(
-            f"{description} is {machine}, and this bundle for {required}: build one with the --target of that board"
+            f"{description} is {machine}, but the bundle is for {required}: build one with the board's --target"
         )
     if read_elf_machine(root.resolve(python.lstrip("/"))) is None:
         others = sorted(path.name for path in root.resolve("usr/bin").glob("python3.[0-9]*") if "-" not in path.name)
         raise InstallRefusedError(
-            f"{description} has no {python}{' but ' + ', '.join(others) if others else ''}: build the "
-            "bundle with the --python that is there"
+            f"{description} has no {python}{', but ' + ', '.join(others) if others else ''}: build the bundle with "
+            "another --python"
         )
 
 
 def read_manifest(bundle: Path) -> dict[str, Any]:
+    """Return a bundle's manifest after checking all files. Raise InstallRefusedError if one is damaged or missing."""
     try:
         manifest = json.loads((bundle / "bundle.json").read_text(encoding="utf-8"))
         if manifest["format"] != FORMAT:
-            raise InstallRefusedError(f"{bundle} is of another release of fedquilt: install it with its own install.sh")
+            raise InstallRefusedError(f"{bundle} is of another version of fedquilt: install it with its own install.sh")
         for name, digest in manifest["files"].items():
             if hashlib.sha256((bundle / name).read_bytes()).hexdigest() != digest:
                 raise InstallRefusedError(f"{name} of the bundle is damaged: copy it again")
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise InstallRefusedError(f"{bundle} is no whole bundle ({error}): copy it again") from None
+        raise InstallRefusedError(f"{bundle} is not a complete bundle ({error}): copy it again") from None
     return manifest
 
 
@@ -196,7 +202,10 @@ def read_manifest(bundle: Path) -> dict[str, Any]:
 
 
 def install_bundle(bundle: Path, root: RootFileSystem, *, start: bool = True) -> int:
-    """Install a bundle into a root. Return the number of changes."""
+    """Install a bundle into a root. Return the number of changes, or raise InstallRefusedError.
+
+    With `start`, the units are started if the root is this machine.
+    """
     manifest = read_manifest(bundle)
     check_compatibility(root, manifest)
     mask = os.umask(0o022)  # an administrator's 077 would shut the new folders to the agent's user
@@ -214,7 +223,7 @@ def _install_and_start(bundle: Path, root: RootFileSystem, manifest: Mapping[str
     for unit in units:
         root.write_file(f"{UNIT_FOLDER}/{unit}", (bundle / "units" / unit).read_bytes())
         root.create_symlink(f"{WANTS_FOLDERS[Path(unit).suffix]}/{unit}", f"../{unit}")
-    for unit in set(root.read_json(INSTALLATION_RECORD).get("units", ())) - set(units):
+    for unit in set(root.read_json_or_empty(INSTALLATION_RECORD).get("units", ())) - set(units):
         _remove_unit(root, unit)
     record = {"version": manifest["version"], "device": manifest["device"], "id": manifest["id"], "units": units}
     record["settings"] = {name: digest for name, digest in manifest["files"].items() if name.startswith("etc/")}
@@ -267,7 +276,7 @@ def _require_free_space(root: RootFileSystem, needed_bytes: int) -> None:
     free_disk_bytes = shutil.disk_usage(folder).free
     if free_disk_bytes < needed_bytes:
         raise InstallRefusedError(
-            f"{folder} has {free_disk_bytes / 1e6:.0f} MB free, and {needed_bytes / 1e6:.0f} MB are needed: make room"
+            f"{folder} has {free_disk_bytes / 1e6:.0f} MB free, but {needed_bytes / 1e6:.0f} MB are needed: free space"
         )
 
 
@@ -275,7 +284,7 @@ def _install_settings(bundle: Path, root: RootFileSystem, manifest: Mapping[str,
     if not root.path_for(SETTINGS_FOLDER).is_dir() and root.record_change(f"make /{SETTINGS_FOLDER}"):
         root.path_for(SETTINGS_FOLDER).mkdir(parents=True)
         root.path_for(SETTINGS_FOLDER).chmod(0o755)
-    installed = root.read_json(INSTALLATION_RECORD).get("settings", {})
+    installed = root.read_json_or_empty(INSTALLATION_RECORD).get("settings", {})
     for name, digest in sorted(manifest["files"].items()):
         if not name.startswith("etc/"):
             continue
@@ -293,13 +302,10 @@ def _install_settings(bundle: Path, root: RootFileSystem, manifest: Mapping[str,
 
 
 def uninstall(root: RootFileSystem, *, purge: bool = False) -> int:
-    """Remove the installation from a root. Return the number of changes."""
+    """Remove the installation from a root, with `purge` also its settings and state. Return the change count."""
     old_changes = root.changes
-    units = (
-        {path.name for path in root.path_for(UNIT_FOLDER).glob("fedquilt-*")}
-        if root.path_for(UNIT_FOLDER).is_dir()
-        else set()
-    )
+    unit_folder = root.path_for(UNIT_FOLDER)
+    units = {path.name for path in unit_folder.glob("fedquilt-*")} if unit_folder.is_dir() else set()
     if root.path == Path("/") and units and not root.dry_run:
         _run_systemctl("stop", *sorted(units))
     for unit in sorted(units):
@@ -322,9 +328,8 @@ def _remove_unit(root: RootFileSystem, unit: str) -> None:
 
 def _start_units(units: Sequence[str], print_line: Callable[[str], None], *, has_changed: bool) -> None:
     if not Path("/run/systemd/system").is_dir():
-        print_line(
-            "systemd does not run here: /opt/fedquilt/current/bin/fedquilt agent /etc/fedquilt/agent.toml is the agent"
-        )
+        command = "/opt/fedquilt/current/bin/fedquilt agent /etc/fedquilt/agent.toml"
+        print_line(f"systemd is not running: start the agent with {command}")
         return
     _run_systemctl("daemon-reload")
     _run_systemctl("restart" if has_changed else "start", "--no-block", *units)
@@ -337,17 +342,17 @@ def _run_systemctl(*arguments: str) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Install or uninstall. Return 0, 2 for a refused bundle, or 6 for missing rights or disk errors."""
+    """Install or uninstall. Return exit code 0, 2 for a refused bundle, or 6 for missing rights or disk errors."""
     parser = argparse.ArgumentParser(prog="install.sh", description="Put fedquilt's agent onto this board.")
     parser.add_argument("--root", default="/", help="a mounted root file system instead of this board's")
-    parser.add_argument("--dry-run", action="store_true", help="say what would be done")
-    parser.add_argument("--no-start", action="store_true", help="start nothing now")
-    parser.add_argument("--uninstall", action="store_true", help="take fedquilt out again")
-    parser.add_argument("--purge", action="store_true", help="with --uninstall: settings, identity and state as well")
+    parser.add_argument("--dry-run", action="store_true", help="print changes without making them")
+    parser.add_argument("--no-start", action="store_true", help="do not start the services")
+    parser.add_argument("--uninstall", action="store_true", help="remove fedquilt")
+    parser.add_argument("--purge", action="store_true", help="with --uninstall: also settings, identity and state")
     options = parser.parse_args(arguments)
     root = RootFileSystem(options.root, options.dry_run)
     if root.path == Path("/") and os.geteuid() != 0 and not options.dry_run:
-        print("fedquilt: this needs root: sudo sh install.sh", file=sys.stderr)
+        print("fedquilt: root rights are missing: sudo sh install.sh", file=sys.stderr)
         return 6
     try:
         if options.uninstall:
@@ -366,8 +371,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def describe_changes(changes: int, dry_run: bool) -> str:
     if not changes:
-        return "nothing to do: all is so already"
-    return f"{changes} things {'would change' if dry_run else 'changed'}"
+        return "no changes: installed already"
+    return f"{changes} changes {'would be' if dry_run else 'were'} made"
 
 
 if __name__ == "__main__":

@@ -27,31 +27,14 @@ OwnWheel: TypeAlias = Literal["fedquilt", "fedquilt-board"]
 # folders and files of the package on boards; `fedquilt --help` lists the verbs that are there
 BOARD_FILES: Final = (
     *("__init__.py", "extras.py", "metrics.py", "metrics_endpoint.py", "plugins.py", "systemd.py", "wire.py"),
-    *(
-        "arrays/",
-        "blobs/",
-        "compression.py",
-        "console/",
-        "core/",
-        "costs/",
-        "data/",
-        "edge_agent/",
-        "formats/",
-        "host/",
-    ),
-    *("methods/", "models/", "onnx/", "profiles/", "security/", "transport/"),
+    *("arrays/", "blobs/", "compression.py", "console/", "core/", "costs/", "data/", "edge_agent/", "formats/"),
+    *("host/", "methods/", "models/", "onnx/", "profiles/", "security/", "transport/"),
     *("cli/__init__.py", "cli/__main__.py", "cli/commands.py", "cli/entry.py"),
-    *("cli/options.py", "cli/agent.py", "cli/board.py"),
-    *(
-        "cli/identity.py",
-        "cli/model.py",
-        "tools/__init__.py",
-        "tools/artefacts/__init__.py",
-        "tools/artefacts/classifier.py",
-    ),
+    *("cli/options.py", "cli/agent.py", "cli/board.py", "cli/identity.py", "cli/model.py"),
+    *("tools/__init__.py", "tools/artefacts/__init__.py", "tools/artefacts/classifier.py"),
     *("tools/boards/__init__.py", "tools/boards/clocks.py", "tools/boards/doctor/"),
     *("tools/boards/enrol.py", "tools/boards/record/", "tools/boards/targets.py", "tools/operations/__init__.py"),
-    *("tools/operations/access_control.py", "tools/operations/runner/", "tools/simulation/__init__.py"),
+    *("tools/operations/access_control.py", "tools/operations/inference_server/", "tools/simulation/__init__.py"),
     "tools/simulation/task_process.py",
 )
 # what these folders have for coordinators and simulations
@@ -68,6 +51,7 @@ TIMESTAMP: Final = (2020, 1, 1, 0, 0, 0)  # of all files
 
 
 def build_own_wheel(folder: Path, name: OwnWheel = "fedquilt-board") -> Path:
+    """Write a wheel of the running files into a folder, and return its path."""
     package_folder, stem = Path(fedquilt.__file__).parent, f"{name.replace('-', '_')}-{fedquilt.__version__}"
     info_folder = f"{stem}.dist-info"
     files = dict(_iterate_package_files(package_folder) if name == "fedquilt" else _iterate_board_files(package_folder))
@@ -139,7 +123,7 @@ def _iterate_board_files(package: Path) -> Iterator[tuple[str, bytes]]:
         is_help = file.startswith("cli/")  # a verb's docstring is its help
         if not is_help and file.endswith(".py"):
             data = strip_prose(data.decode()).encode()
-        if data:  # else a package with nothing but prose, which needs no file
+        if data:  # a package with only a docstring needs no file
             yield name, data
 
 
@@ -148,7 +132,10 @@ def _is_below(file: str, paths: Sequence[str]) -> bool:
 
 
 def strip_prose(source: str) -> str:
-    """Return the code of a module, without annotations that nothing reads and without imports for these."""
+    """Return a module's code without docstrings, comments, annotations of functions, and imports used only there.
+
+    Indentation is one space instead of four.
+    """
     tree = ast.parse(source)
     used_names = _find_used_names(tree)
     tree = ast.fix_missing_locations(_ProseRemover().visit(tree))

@@ -61,13 +61,13 @@ class Wheel:
                 ]
                 fields = HeaderParser().parsestr(archive.read(name).decode())
         except (OSError, ValueError, zipfile.BadZipFile) as error:
-            raise StoreError(f"{path} is no wheel ({error}): delete it, and run this again") from None
+            raise StoreError(f"{path} is not a wheel ({error}): delete it, and repeat the command") from None
         return cls(
             canonicalize_name(fields["Name"]), fields["Version"], tuple(fields.get_all("Requires-Dist") or ()), path
         )
 
 
-# -- everything it needs --------------------------------------------------------------------------
+# -- wheels of a target ---------------------------------------------------------------------------
 
 
 def collect_wheels(
@@ -96,7 +96,7 @@ def collect_wheels(
     known_extras = {value for key, value in own_wheels.read_metadata(name) if key == "Provides-Extra"}
     for extra in extras:
         if extra not in known_extras:
-            raise JobError(f"no extra {extra!r}: {name} has {', '.join(sorted(known_extras))}")
+            raise JobError(f"unknown extra {extra!r}: {name} has {', '.join(sorted(known_extras))}")
     suffix = [f"constrained.{hashlib.sha256(constraints_text).hexdigest()[:8]}"] if constraints_text else []
     cache_key = "-".join([name, target.name, f"py{target.python}", *sorted(extras), *suffix])
     with disk_errors(f"use {cache}", "free some space or name another folder with XDG_CACHE_HOME"):
@@ -122,12 +122,12 @@ def _read_constraints(constraint: Path | None) -> bytes:
     try:
         return b"" if constraint is None else constraint.read_bytes()
     except OSError as error:
-        raise JobError(
-            f"PIP_CONSTRAINT {constraint} cannot be read ({error.strerror}): it is a file of lines such as numpy==2.2.6"
-        ) from None
+        fix = "name a file of lines such as numpy==2.2.6"
+        raise JobError(f"PIP_CONSTRAINT {constraint} cannot be read ({error.strerror}): {fix}") from None
 
 
 def format_lock(wheels: Sequence[Path]) -> str:
+    """Return a requirements file with version and sha256 of each wheel, sorted by name."""
     sorted_wheels = sorted((Wheel.from_file(path) for path in wheels), key=lambda wheel: wheel.name)
     return "".join(
         f"{wheel.name}=={wheel.version} --hash=sha256:{file_sha256(wheel.path)}\n" for wheel in sorted_wheels
@@ -174,7 +174,7 @@ class WheelDownload:
     constraint: Path | None
 
     def run(self) -> list[Path]:
-        """Download until no dependency is missing. Return the wheels without the own one."""
+        """Download until no dependency is missing. Return the wheels except the own one, or raise JobError."""
         root = f"{self.own_wheel.name}[{','.join(self.extras)}]" if self.extras else self.own_wheel.name
         with tempfile.TemporaryDirectory(dir=self.folder) as gpu_folder:
             more = [] if self.index is None else self._download_gpu_builds(root, Path(gpu_folder), self.index)
@@ -190,7 +190,8 @@ class WheelDownload:
                         paths = [downloaded[name].path for name in sorted(needed_names - {self.own_wheel.name})]
                         return [Path(shutil.copy(path, self.folder / path.name)) for path in paths]
                     more += missing
-        raise JobError(f"wheels for {self.target.name} cannot be resolved: {', '.join(more)} asks for more each time")
+        problem = f"{', '.join(more)} needed more packages in each of {MAX_DOWNLOADS} downloads"
+        raise JobError(f"wheels for {self.target.name} cannot be resolved: {problem}")
 
     def _download_gpu_builds(self, root: str, folder: Path, index: str) -> list[str]:
         """Download packages with GPU builds from `index`, and return requirements that pin them."""
@@ -213,10 +214,9 @@ class WheelDownload:
         reason = self._run_pip(requirements, folder, ["--extra-index-url", self.index] if self.index else [])
         if reason is not None:
             raise JobError(
-                f"no wheels for {self.target.name} (Python {self.target.python}, {self.target.machine}): {reason}; is "
-                "there a network, does this Python have pip, do these packages have wheels for that board "
-                "(PIP_EXTRA_INDEX_URL adds "
-                f"one){f', does {self.constraint} allow versions that go together' if self.constraint else ''}?"
+                f"no wheels for {self.target.name} (Python {self.target.python}, {self.target.machine}): {reason}. "
+                "Check the network, pip, and whether an index (PIP_EXTRA_INDEX_URL adds one) has wheels for this target"
+                f"{f', and the versions in {self.constraint}' if self.constraint else ''}"
             )
 
     def _run_pip(self, requirements: Sequence[str], folder: Path, index_options: Sequence[str]) -> str | None:
@@ -232,7 +232,7 @@ class WheelDownload:
         if not process.returncode:
             return None
         errors = [line.strip() for line in process.stderr.splitlines() if "error" in line.lower()]
-        return "; ".join(errors[-2:]) or process.stderr.strip()[-300:] or "pip said nothing"
+        return "; ".join(errors[-2:]) or process.stderr.strip()[-300:] or f"pip exit code {process.returncode}"
 
 
 def _is_built_for_numpy_2(torch: Path) -> bool:
@@ -242,7 +242,7 @@ def _is_built_for_numpy_2(torch: Path) -> bool:
 
 
 def dependency_closure(root: str, wheels: Mapping[str, Wheel], target: BundleTarget) -> tuple[set[str], list[str]]:
-    """Return the names of the wheels that `root` needs on the target, and the unmet requirements."""
+    """Return the names of the wheels that requirement `root` needs on the target, and requirements without a wheel."""
     from packaging.requirements import Requirement
     from packaging.utils import canonicalize_name
 
@@ -267,7 +267,7 @@ def dependency_closure(root: str, wheels: Mapping[str, Wheel], target: BundleTar
 
 
 def _is_required_for_extra(requirement: Requirement, target: BundleTarget, extra: str) -> bool:
-    """Return whether a requirement applies on the target with this extra alone, or without any for ""."""
+    """Return whether a requirement applies on the target only with this extra, or for "" without extras."""
     if requirement.marker is None:
         return not extra
     environment = target.marker_environment()

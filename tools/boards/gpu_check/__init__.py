@@ -63,7 +63,7 @@ def exit_code(report: GpuReport) -> int:
 
 
 def format_report(report: GpuReport) -> list[str]:
-    """Format the report as tables of at most 80 columns, or of a terminal's width."""
+    """Return the report as lines of tables of at most 80 columns, or of a terminal's width."""
     environment_rows = [(key.replace("_", " "), _text(value)) for key, value in report.environment.items()]
     verdicts = [(name, part.verdict, part.sentence) for name, part in report.parts.items()]
     lines = [*table.format_table(environment_rows, "<~"), "", *table.format_table(verdicts, "<<~", None, COLOURS)]
@@ -91,7 +91,7 @@ MIN_RATIO: Final = 0.9  # rate of the engine, relative to the bare loop
 IDLE_S, LOAD_S = 5.0, 5.0
 NO_ENGINE: Final = "neither torch nor onnxruntime with onnx is installed"
 LATE_SHARE: Final = 0.8  # share of the time after which no part begins
-LATE_PART: Final = PartResult(verdict="skipped", sentence="no time was left: give the check more --minutes")
+LATE_PART: Final = PartResult(verdict="skipped", sentence="no time was left: increase --minutes")
 CHANNELS, PIXELS = 32, 32  # size of the ONNX graph
 QUERY_FIELDS: Final[dict[str, tuple[str, float | None]]] = {  # name in nvidia-smi, and factor to the unit
     "driver": ("driver_version", None),
@@ -117,7 +117,7 @@ class SkippedPartError(FedquiltError):
 class GpuCheck:
     def __init__(self) -> None:
         self._device: Device = devices.create_device("auto", devices.ROOT)
-        self._cuda, self._no_cuda_reason = _find_cuda()
+        self._cuda, self._no_cuda_reason = _find_cuda_or_reason()
         self._smi_values = query_nvidia_smi(self._cuda)
         self._workload = tasks.WITHOUT_GPU if self._cuda is None else tasks.ON_GPU
 
@@ -155,7 +155,7 @@ class GpuCheck:
         groups: tuple[tuple[Row, str], ...] = (
             ({"board": self._device.board, "memory_mb": self._device.memory_bytes / 1e6}, ""),
             (_describe_gpu(self._cuda), self._no_cuda_reason),
-            (limits, "nvidia-smi does not tell"),
+            (limits, "not reported by nvidia-smi"),
             ({name: _read_version(name) for name in ("torch", "onnxruntime")}, "not installed, or damaged"),
             ({"power_mode": self._device.read_sensors(time.monotonic()).mode}, "no nvpmodel"),
             ({"python": platform.python_version(), "kernel": platform.release()}, ""),
@@ -217,11 +217,8 @@ class GpuCheck:
         reasons += [f"{row['device']}: {row['reason']}" for row in rows if row["reason"]]
         differing = [row for row in ran if row["difference"] > TOLERANCE]
         if differing:
-            return (
-                "error",
-                f"{differing[0]['device']} differs from the CPU by {differing[0]['difference']:.2g} of the output",
-                rows,
-            )
+            worst = differing[0]
+            return "error", f"{worst['device']} differs from the CPU by {worst['difference']:.2g} of the output", rows
         gpus = [str(row["device"]) for row in ran if "cpu" not in str(row["device"]).lower() and not row["reason"]]
         if not gpus:
             return "error", f"nothing runs on a GPU: {'; '.join(reasons)}", rows
@@ -288,15 +285,10 @@ class GpuCheck:
         for name in ("graphics", "memory"):
             now_hz, high_hz = self._smi_values.get(f"{name}_hz"), self._smi_values.get(f"{name}_high_hz")
             if now_hz is not None:
-                gpu = {
-                    "clock": f"GPU {name}",
-                    "now_mhz": _to_mhz(now_hz),
-                    "high_mhz": _to_mhz(high_hz),
-                    "settings": 0,
-                }
-                rows.append(gpu)
+                mhz = {"now_mhz": _to_mhz(now_hz), "high_mhz": _to_mhz(high_hz)}
+                rows.append({"clock": f"GPU {name}", **mhz, "settings": 0})
         if not rows:
-            raise SkippedPartError("this machine shows no clocks, as a container or a virtual machine")
+            raise SkippedPartError("this machine has no readable clocks, which is usual in containers")
         settable = sum(1 for row in rows if row["settings"])
         points = f"{len(self._device.points)} operating points in the board's profile"
         return "ok", f"{len(rows)} clocks can be read, the clock helper can set {settable}; {points}", rows
@@ -306,6 +298,7 @@ class GpuCheck:
 
 
 def judge_part(part: Callable[[], Outcome]) -> PartResult:
+    """Return the result of a part, with the verdict "skipped" or "error" if it raises an exception."""
     try:
         verdict, sentence, rows = part()
     except SkippedPartError as reason:
@@ -331,7 +324,8 @@ def judge_memory(rows: list[Row]) -> Outcome:
 
 def judge_results(row: Row, why_no_cuda: str) -> Outcome:
     if (row["too_large"], row["next_task"]) != ("memory", "ok"):
-        return "error", f"a task above the memory ended as {row['too_large']}, the next as {row['next_task']}", [row]
+        codes = f"{row['too_large']!r}, the next one with {row['next_task']!r}"
+        return "error", f"a task that exceeds the memory ended with {codes}; expected 'memory' and 'ok'", [row]
     repeat_difference, cpu_difference = row["to_repetition"], row["to_cpu"]
     sentence = f"two runs differ by {repeat_difference:.2g}" if repeat_difference else "two runs are bit-identical"
     sentence += "; a task above the memory is refused, and the next one works"
@@ -348,7 +342,7 @@ def judge_rates(rows: list[Row], cpu_share: float, gpu_share: float) -> Outcome:
     sentence = f"at least {worst['ratio']:.2f} of a bare loop's rate ({worst['work']})"
     if max(cpu_share, gpu_share) > MAX_OTHER_LOAD:
         load_text = f"other processes use {cpu_share:.0%} of the CPUs and {gpu_share:.0%} of the GPU"
-        return "refused", f"{load_text}: stop them and repeat; measured nevertheless: {sentence}", rows
+        return "refused", f"{load_text}: stop them and repeat (measured: {sentence})", rows
     return ("ok" if worst["ratio"] >= MIN_RATIO else "warning"), sentence, rows
 
 
@@ -356,7 +350,7 @@ def judge_rates(rows: list[Row], cpu_share: float, gpu_share: float) -> Outcome:
 
 
 def write_graph(folder: Path) -> Path:
-    """Write the graph of an inverted residual block, with the metadata that fedquilt's graphs have."""
+    """Write the graph of an inverted residual block with fedquilt's metadata into a folder, and return its path."""
     import onnx
 
     block = probes.write_probe_block(CHANNELS, PIXELS, folder)
@@ -369,6 +363,10 @@ def write_graph(folder: Path) -> Path:
 
 
 def compare_devices(runs: Mapping[str, Callable[[], DeviceRun]]) -> Iterator[Row]:
+    """Yield the largest difference of each device's output from the first one's, relative to its largest value.
+
+    The difference is None if the run fails.
+    """
     reference: np.ndarray | None = None  # output of the first device
     for device, run in runs.items():
         try:
@@ -414,7 +412,7 @@ def list_onnx_runs(graph: Path, folder: Path) -> dict[str, Callable[[], DeviceRu
         output = session.run(None, {"x": x})[0]
         events = json.loads(Path(session.end_profiling()).read_text())
         node_providers = [event.get("args", {}).get("provider") for event in events if event.get("cat") == "Node"]
-        reason = "" if name in node_providers else providers.note or "it took none of the graph's nodes"
+        reason = "" if name in node_providers else providers.note or "it ran none of the graph's nodes"
         return output, f"{node_providers.count(name)} of {len(node_providers)}", reason
 
     names = (*onnx_session.CPU, *NAMES)
@@ -422,7 +420,7 @@ def list_onnx_runs(graph: Path, folder: Path) -> dict[str, Callable[[], DeviceRu
 
 
 def measure_energy(meters: dict[str, Callable[[float], Reading]], load: Callable[[], object]) -> dict[str, Cost]:
-    """Read the meters in a thread while `load` runs. Return costs by working meter."""
+    """Read the meters in a thread while `load` runs. Return the costs by meter, without meters that report nothing."""
     accounts = dict.fromkeys(meters, EnergyAccount(time.monotonic()))
 
     def read_meters() -> None:
@@ -440,7 +438,7 @@ def measure_energy(meters: dict[str, Callable[[float], Reading]], load: Callable
 
 
 def query_nvidia_smi(cuda: Any, names: Collection[str] = tuple(QUERY_FIELDS)) -> dict[str, Any]:
-    """Return the known values of torch's GPU by nvidia-smi. `names` are keys of QUERY."""
+    """Return values (keys of QUERY_FIELDS) of torch's GPU, or of GPU 0 if `cuda` is None, without unknown ones."""
     uuid = None if cuda is None else getattr(cuda.get_device_properties(0), "uuid", None)
     gpu_id = "0" if uuid is None else f"GPU-{str(uuid).removeprefix('GPU-')}"
     fields = ",".join(QUERY_FIELDS[name][0] for name in names)
@@ -461,16 +459,16 @@ def query_nvidia_smi(cuda: Any, names: Collection[str] = tuple(QUERY_FIELDS)) ->
     return values
 
 
-def _find_cuda() -> tuple[Any, str]:
+def _find_cuda_or_reason() -> tuple[Any, str]:
     if not importlib.util.find_spec("torch"):
         return None, "torch is not installed"
     importlib.import_module("fedquilt.edge_agent.engines.torch.engine")  # before torch, for the threads of tasks
     import torch
 
     if torch.version.cuda is None:
-        return None, f"torch {torch.__version__} is made for the CPU alone"
+        return None, f"torch {torch.__version__} is a build for the CPU only"
     if not torch.cuda.is_available():
-        return None, f"torch {torch.__version__} is made for CUDA {torch.version.cuda} and finds no GPU"
+        return None, f"torch {torch.__version__}, a build for CUDA {torch.version.cuda}, finds no GPU"
     return torch.cuda, ""
 
 
@@ -492,6 +490,7 @@ def _require_torch() -> None:
 
 
 def has_onnx() -> bool:
+    """Return whether both onnxruntime and onnx are installed."""
     return bool(importlib.util.find_spec("onnxruntime") and importlib.util.find_spec("onnx"))
 
 

@@ -53,7 +53,7 @@ class Workload(NamedTuple):
     def initial_weights(self) -> dict[str, np.ndarray]:
         return {name: value.numpy() for name, value in registry.load_network(self.network).state_dict().items()}
 
-    def properties(self) -> peak_memory.TrainingProperties:
+    def measure_properties(self) -> peak_memory.TrainingProperties:
         import torch
 
         example = torch.zeros(2, 3, self.pixels, self.pixels)
@@ -89,6 +89,7 @@ class TaskBench:
         epochs: int = 1,
         budget_bytes: int = AMPLE_BYTES,
     ) -> tuple[WorkResult, Path]:
+        """Run a task in the worker. Return its result, also of a failed or late task, and its output folder."""
         data, out = self._folder / f"{examples}.npz", self._folder / f"out{self._count}"
         self._count += 1
         if not data.exists():
@@ -131,12 +132,12 @@ class TaskBench:
 
 
 def measure_memory(bench: TaskBench) -> Iterator[Row]:
-    """Yield the peaks of training and inference at both batch sizes, each in a fresh process without a GPU.
+    """Yield the memory peaks of training and inference at both batch sizes, or raise ModelError if a task fails.
 
-    On a GPU one process trains and then evaluates. Another process repeats both within budgets of their predictions
-    with the margin of plans, as cuDNN takes more if there is more.
+    Without a GPU, each task has its own process. On a GPU one process trains and then evaluates. Another process
+    repeats both within budgets (prediction and margin), because cuDNN uses more memory if more is free.
     """
-    properties = bench.workload.properties()
+    properties = bench.workload.measure_properties()
     for batch in bench.workload.batches:
         budgets: dict[str, tuple[int, int]] = {}  # work -> budget and prediction in bytes, for a GPU
         with bench.worker() as worker:
@@ -166,7 +167,7 @@ def _run_measured(bench: TaskBench, worker: ChildWorker, work: str, batch: int, 
 
 
 def memory_row(work: str, batch: int, budget: str, result: WorkResult, predicted: int | None) -> Row:
-    """Return predicted and measured peak above the idle engine, on processor and GPU together."""
+    """Return predicted and measured peak of processor and GPU in MB above the idle engine, or None."""
     is_measured = result.peak_bytes is not None and result.base_bytes is not None
     peak_above_idle_bytes = result.peak_bytes - result.base_bytes if is_measured else None  # type: ignore[operator]
     return {
@@ -183,7 +184,11 @@ def memory_row(work: str, batch: int, budget: str, result: WorkResult, predicted
 
 
 def check_results(bench: TaskBench, worker: ChildWorker, free_bytes: int | None) -> Row:
-    """Compare updates of GPU and CPU and of two runs, then run a task that exceeds the memory."""
+    """Compare updates of GPU and CPU and of two runs, then run a task that exceeds the memory and a normal one.
+
+    `free_bytes` is the free memory of a discrete GPU, or None for a GPU with the board's memory. Raise ModelError if a
+    task fails that should succeed.
+    """
     first_update, first_result = _train(bench, worker)
     second_update, second_result = _train(bench, worker)
     cpu_update: Tensors | None = None
@@ -191,8 +196,8 @@ def check_results(bench: TaskBench, worker: ChildWorker, free_bytes: int | None)
         with bench.worker(ON_CPU) as cpu_worker:
             cpu_update, cpu_result = _train(bench, cpu_worker)
         if cpu_result.runs_on == "CUDA":
-            raise ModelError("a task without visible GPUs ran on CUDA all the same")
-    example_bytes = bench.workload.properties().kept_bytes
+            raise ModelError("a task with CUDA_VISIBLE_DEVICES= ran on CUDA nevertheless")
+    example_bytes = bench.workload.measure_properties().kept_bytes
     work_bytes = SHARED_WORK_BYTES if free_bytes is None else EXCESS_FACTOR * free_bytes
     idle_bytes = second_result.base_bytes or worker.resident_bytes
     budget_bytes = idle_bytes + SHARED_LIMIT_BYTES if free_bytes is None else AMPLE_BYTES
@@ -217,7 +222,7 @@ def _train(bench: TaskBench, worker: ChildWorker) -> tuple[Tensors, WorkResult]:
 
 
 def largest_difference(update: Tensors, reference: Tensors, start: Tensors) -> float:
-    """Return the largest difference, relative to the largest change from `start` to `reference`."""
+    """Return the largest difference of float tensors, relative to the largest change from `start` to `reference`."""
     floats = [name for name, value in reference.items() if value.dtype.kind == "f"]
     change = max(float(np.max(np.abs(reference[name] - start[name]), initial=0.0)) for name in floats)
     difference = max(float(np.max(np.abs(update[name] - reference[name]), initial=0.0)) for name in floats)
@@ -234,7 +239,7 @@ Work = Callable[[], object]
 
 
 def measure_torch_rates(work: Workload) -> Iterator[Row]:
-    """Yield the rates of torch in training at both batch sizes and in inference."""
+    """Yield the rates of the torch engine and of a bare loop: training at both batch sizes, and inference."""
     engine: Any = engines.create_engine("torch", AMPLE_BYTES)
     start, device = work.initial_weights(), "cpu" if engine.gpu is None else "cuda"
     for batch in work.batches:
@@ -255,6 +260,7 @@ def measure_torch_rates(work: Workload) -> Iterator[Row]:
 
 
 def measure_onnx_rates(graph: Path, shape: tuple[int, ...], pairs: int = PAIR_COUNT, least_s: float = MIN_RUN_S) -> Row:
+    """Return the rates of the ONNX engine and of a bare loop, for examples of this shape."""
     import onnxruntime as ort
 
     engine: Any = engines.create_engine("onnx", AMPLE_BYTES)
@@ -281,6 +287,7 @@ def _repeat(run: Work, times: int) -> None:
 
 
 def count_repetitions(run: Work, min_s: float = MIN_RUN_S) -> int:
+    """Return how often to run the function to fill `min_s`, from 1 to MAX_REPETITIONS. Run it twice."""
     run()  # the first run loads libraries
     began_s = time.perf_counter()
     run()
@@ -288,7 +295,10 @@ def count_repetitions(run: Work, min_s: float = MIN_RUN_S) -> int:
 
 
 def compare_rates(labels: tuple[str, str, str], items: int, engine: Work, bare: Work, pairs: int = PAIR_COUNT) -> Row:
-    """Time both functions in pairs, in alternating order. The ratio is the median of the pairs."""
+    """Time the functions in pairs, in alternating order, and return the rates (`items` per second).
+
+    `labels` are the names of work, processor and unit. The ratio is the median of the pairs.
+    """
     rates: dict[Work, list[float]] = {engine: [], bare: []}
     engine()
     for pair in range(pairs):

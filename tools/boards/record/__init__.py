@@ -55,9 +55,10 @@ def record_profile(
     format: str = "text",
     print_line: Callable[[str], None] = print,
 ) -> int:
-    """Measure the board and write its profile, or with `dry_run` print the points. Return 1 if any were skipped.
+    """Measure the board and write its profile, or with `dry_run` print the points. Return 1 if points were skipped.
 
-    `root` is the folder with `proc` and `sys`. In a container, that is the mount of the host's.
+    The default of `out` is BOARD.toml in the current folder. `root` is the folder with `proc` and `sys`, in a container
+    the mount of the host's root. Raise ClockError if no point could be measured.
     """
     if out is not None:
         disk.make_output_folder(out)  # fail before the measurement
@@ -72,9 +73,7 @@ def record_profile(
             if format == "json":
                 print_line(msgspec.json.encode({"points": plan, "minutes": minutes}).decode())
             else:
-                print_line(
-                    "\n".join(["would measure, without setting anything now:", *(f"    {name}" for name in plan)])
-                )
+                print_line("\n".join(["points to measure:", *(f"    {name}" for name in plan)]))
             return 0
         work, probes_by_workload = probes.build_workload(), probes.build_probes_by_workload()
         load = f"{os.getloadavg()[0]:.1f} other"
@@ -101,6 +100,7 @@ def record_profile(
 
 
 def common_settings(clocks: Sequence[ClockState]) -> Lists:
+    """Return the frequencies in Hz, ascending, that all clocks of a kind list, by axis such as "cpu_hz"."""
     settings_by_axis: Lists = {}
     for kind, axis in KINDS.items():
         settings_per_clock = [set(clock.listed_hz) for clock in clocks if clock.kind == kind and clock.listed_hz]
@@ -110,7 +110,7 @@ def common_settings(clocks: Sequence[ClockState]) -> Lists:
 
 
 def permitted_settings(clocks: Sequence[ClockState]) -> Lists:
-    """Return the common settings within the owner's bounds, such as caps of the power mode."""
+    """Return the common settings up to each clock's ceiling, such as the cap of the power mode."""
 
     def limit_clock(clock: ClockState) -> ClockState:
         max_hz = float("inf") if clock.ceiling_hz is None else clock.ceiling_hz
@@ -120,11 +120,14 @@ def permitted_settings(clocks: Sequence[ClockState]) -> Lists:
 
 
 def build_profile(recording: BoardMeasurements, facts: BoardFacts, lists: Lists) -> FittedProfile:
-    """Build a profile from measured points, with a model if there are enough points."""
+    """Return a profile of the measured points, with a model if enough points with different clocks were measured.
+
+    `lists` are the settings by axis of `common_settings`. Raise ClockError if no point was measured.
+    """
     measured_points = recording.points
     if not measured_points:
         reasons = "; ".join(f"{name}: {reason}" for name, reason in recording.skipped)
-        raise ClockError(f"nothing could be measured ({reasons}): give it more --minutes, or let the board cool")
+        raise ClockError(f"no point could be measured ({reasons}): increase --minutes, or let the board cool")
     sources = {
         HOST: NumberSource("measured", f"MemTotal of /proc/meminfo on the board itself. {facts.description}"),
         MEASURED: NumberSource("measured", _describe_method(recording, facts)),
@@ -140,7 +143,7 @@ def build_profile(recording: BoardMeasurements, facts: BoardFacts, lists: Lists)
         axes = {axis: ClockSteps(values, LISTED) for axis, values in lists.items()}
         clocks = profiles.BoardClocks(**axes)
         sources[LISTED] = NumberSource(
-            "measured", "What the board's own clock files list, as the clock helper told it."
+            "measured", "Frequencies in the board's clock files, reported by the clock helper."
         )
         sources[FITTED] = NumberSource("measured", _describe_fit(len(measured_points), errors))
     board = BoardProfile(
@@ -260,7 +263,7 @@ def format_fitted_profile(result: FittedProfile) -> list[str]:
     idle = "not measurable here" if recording.idle_w is None else f"{recording.idle_w:.2f} W"
     lines = [f"idle power: {idle}"]
     if recording.power_source is None:
-        lines.append("no power meter: power is left out of the profile")
+        lines.append("no power meter: the profile has no power")
     if not result.errors:
         lines.append(f"no model: {len(recording.points)} point(s) at known clocks are too few to fit one")
     else:
@@ -290,12 +293,12 @@ def describe_accuracy(result: FittedProfile) -> list[str]:
     lines = []
     for name, errors in result.errors.items():
         if errors.worst is None:
-            lines.append(f"{name}: not cross-validated, as too few points were measured: give it more --minutes")
+            lines.append(f"{name}: not cross-validated, too few points were measured: increase --minutes")
             continue
         quality = next((quality for limit, quality in ACCURACY_LIMITS if errors.worst <= limit), "badly")
+        percent = _format_percent(errors.worst)
         lines.append(
-            f"{name}: the model holds {quality} elsewhere, within {_format_percent(errors.worst)} at every point "
-            "left out"
+            f"{name}: the model predicts other points {quality}, within {percent} at points left out of the fit"
         )
     return lines
 

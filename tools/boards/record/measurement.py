@@ -2,7 +2,7 @@
 
 Idle power is measured first. At each point (`profiles.fit.select_points_to_measure`) units of arithmetic and of
 memory traffic are timed, then the probes of each workload. Points that do not fit the time limit are skipped. The
-clocks are released at the end.
+clocks are unpinned at the end.
 """
 
 from __future__ import annotations
@@ -92,9 +92,10 @@ def measure_points(
     limit_s: float,
     print_line: Callable[[str], None] = lambda line: None,
 ) -> BoardMeasurements:
-    """Measure idle power and each point, and release the clocks at the end.
+    """Measure idle power and each point, and unpin the clocks at the end.
 
-    The time may exceed `limit_s` by one unit of work. If the clocks cannot be set, only the current point is measured.
+    A point that cannot be pinned or gets too little time is skipped. The time may exceed `limit_s` by one unit of
+    work. Without a clock helper, only the current point is measured.
     """
     began_s = setup.clock()
     deadline_s = began_s + limit_s
@@ -106,12 +107,12 @@ def measure_points(
         for index, point in enumerate(selected_points):
             share_s = (deadline_s - setup.clock()) / (len(selected_points) - index)
             print_line(
-                f"[{index + 1}/{len(selected_points)}] {point.name}; at most "
-                f"{max(0.0, deadline_s - setup.clock()) / 60:.1f} min more"
+                f"[{index + 1}/{len(selected_points)}] {point.name}, at most "
+                f"{max(0.0, deadline_s - setup.clock()) / 60:.1f} min left"
             )
             try:
                 if share_s < MIN_POINT_S:
-                    raise _PointSkipped("no time was left")
+                    raise _PointSkipped("no time left")
                 measured = _measure_point(setup, point, setup.clock() + share_s)
             except (_PointSkipped, ClockError) as reason:
                 skipped.append((point.name, str(reason)))
@@ -134,7 +135,7 @@ def _unpin_on_exit(clocks: ClockClient | None) -> Iterator[None]:
             try:
                 clocks.unpin()
             except ClockError as error:
-                log.warning("the clocks could not be given back: %s", error)
+                log.warning("clocks could not be unpinned: %s", error)
 
 
 def _measure_idle_power(setup: MeasurementSetup, seconds: float) -> tuple[float | None, str | None]:
@@ -160,8 +161,10 @@ def _measure_point(setup: MeasurementSetup, point: OperatingPoint, deadline_s: f
     _keep_pin_and_require_time(setup, deadline_s)
     plain_s = (PLAIN_SHARE if setup.probes else 1.0) * (deadline_s - setup.clock())
     plain_end_s = setup.clock() + plain_s
-    compute_s, busy_w = _time_units(setup, setup.work.compute, plain_end_s - (1 - COMPUTE_SHARE) * plain_s, deadline_s)
-    traffic_s, _ = _time_units(setup, setup.work.traffic, plain_end_s, deadline_s)
+    compute_s, busy_w = _measure_times_and_power(
+        setup, setup.work.compute, plain_end_s - (1 - COMPUTE_SHARE) * plain_s, deadline_s
+    )
+    traffic_s, _ = _measure_times_and_power(setup, setup.work.traffic, plain_end_s, deadline_s)
     rates = {}
     for index, (workload, probes) in enumerate(setup.probes.items()):
         workload_end_s = setup.clock() + (deadline_s - setup.clock()) / (len(setup.probes) - index)
@@ -202,7 +205,7 @@ def _measure_rates(
     return rates if rates.flops_per_s else None
 
 
-def _time_units(
+def _measure_times_and_power(
     setup: MeasurementSetup, unit: Callable[[], object], target_end_s: float, deadline_s: float
 ) -> tuple[list[float], float | None]:
     times: list[float] = []
@@ -224,10 +227,11 @@ def _keep_pin_and_require_time(setup: MeasurementSetup, deadline_s: float) -> No
     if setup.clocks is not None:
         setup.clocks.send_keepalive(now_s)
     if now_s >= deadline_s:
-        raise _PointSkipped(f"its time did not suffice for {MIN_UNITS} units of work")
+        raise _PointSkipped(f"not enough time for {MIN_UNITS} units of work")
 
 
 def mean_power_w(cost: Cost) -> float | None:
+    """Return the mean power of a cost, or None if its energy is unknown or 0."""
     return None if not cost.energy_j or cost.duration_s <= 0 else cost.energy_j / cost.duration_s
 
 

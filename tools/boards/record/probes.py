@@ -7,8 +7,10 @@ the engine's own training loop or sessions, so the times include the constant co
 
 from __future__ import annotations
 
+import atexit
 import importlib.metadata
 import importlib.util
+import shutil
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -61,9 +63,9 @@ def build_probes_by_workload() -> dict[str, list[TaskProbe]]:
 
 
 def fit_rates(probes: Sequence[TaskProbe], seconds: Sequence[float]) -> Rates:
-    """Fit FLOPs and bytes per second, and seconds per launch and per task, to the times of the probes.
+    """Return the FLOPs and bytes per second, and seconds per launch and task, that fit the probes' times best.
 
-    Negative values cannot occur, and a rate without effect is None.
+    No value is negative. A value is None if it does not affect the times.
     """
     counts = [(probe.work.task_share, probe.work.launches, probe.work.flops, probe.work.read_bytes) for probe in probes]
     task, launch, flop, byte = fit.fit_unit_costs(counts, seconds)
@@ -126,12 +128,16 @@ def build_training_probe(
 
 
 def build_scoring_probes() -> list[TaskProbe]:
-    """Return the probes of block scoring. Each has run once, because sessions are kept between tasks."""
+    """Return the probes of block scoring, after one run each, because sessions are kept between tasks.
+
+    Their graphs are in a temporary folder until the process ends.
+    """
     from fedquilt.models.stitching.device import block_runner, scoring
     from fedquilt.models.stitching.device.activations import MemoryStack
     from fedquilt.models.stitching.search import task_specs
 
     folder = Path(tempfile.mkdtemp(prefix="fedquilt-probes-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
     context = _BlockContext(make_engine("onnx"), folder)
     probes = []
     for channels, pixels, count in SCORED_BLOCKS:
@@ -168,16 +174,13 @@ def make_engine(name: str) -> Any:
 
 
 def write_probe_block(channels: int, pixels: int, folder: Path) -> Any:
+    """Write the ONNX graph of an inverted residual block into a folder, and return its `Block`."""
     from onnx import TensorProto, helper, numpy_helper
 
     from fedquilt.models.stitching.stitched_network import Block
 
     inner, rng = EXPANSION * channels, np.random.default_rng(SEED)
-    shapes = {
-        "expand": (inner, channels, 1, 1),
-        "depth": (inner, 1, 3, 3),
-        "project": (channels, inner, 1, 1),
-    }
+    shapes = {"expand": (inner, channels, 1, 1), "depth": (inner, 1, 3, 3), "project": (channels, inner, 1, 1)}
     weights = {name: (rng.standard_normal(shape) / 10).astype(np.float32) for name, shape in shapes.items()}
     limits = {"low": np.float32(0), "high": np.float32(6)}
     nodes = [
@@ -230,6 +233,7 @@ class TimedWorkload:
 
 
 def build_workload() -> TimedWorkload:
+    """Return convolutions on ONNX Runtime, or matrix products of numpy without it, and copies of memory."""
     source, target = np.ones(COPIED_BYTES, np.uint8), np.ones(COPIED_BYTES, np.uint8)
 
     def copy_memory() -> None:

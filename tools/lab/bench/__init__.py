@@ -26,7 +26,7 @@ START_S: Final = 10.0
 
 
 def run_and_print(what: str, format: str, arguments: Mapping[str, Any]) -> int:
-    """Run one benchmark, and print each measurement and the result.
+    """Run the module `what` of this package, and print each measurement and the result.
 
     Return 0, 1 if a figure missed its limit, or BUSY if other processes disturbed a benchmark of times.
     """
@@ -51,10 +51,10 @@ def run_and_print(what: str, format: str, arguments: Mapping[str, Any]) -> int:
     if format == "json":
         print(msgspec.json.format(msgspec.json.encode(result)).decode())
     else:
-        print("\n".join(getattr(bench, "lines", format_figures)(result)))
+        print("\n".join(getattr(bench, "format_result", format_figures)(result)))
     if busy:
-        reason = f"other processes used up to {other_share:.0%} of the processors during a measurement"
-        progress.LINE.print_lines(f"not measured: {reason}. Repeat the benchmark while they are stopped.")
+        reason = f"other processes used up to {other_share:.0%} of the processors"
+        progress.LINE.print_lines(f"benchmark is invalid: {reason}. Stop them and repeat the benchmark.")
         return BUSY
     return 0 if all(figure["reached"] for figure in result["figures"].values()) else 1
 
@@ -66,10 +66,13 @@ def find_free_port() -> int:
 
 
 def start_mosquitto(folder: Path, port: int, settings: str = "") -> subprocess.Popen[bytes]:
-    """Start Mosquitto on a port of this machine, and wait until it accepts connections."""
+    """Start Mosquitto on a port of this machine, and return the process when it accepts connections.
+
+    `settings` are further lines of mosquitto.conf. Raise JobError if Mosquitto is missing, LinkError if it fails.
+    """
     program = shutil.which("mosquitto", path=os.environ.get("PATH", "") + ":/usr/sbin")
     if program is None:
-        raise JobError("this bench needs Mosquitto: apt install mosquitto")
+        raise JobError("Mosquitto is not installed: apt install mosquitto")
     config = folder / "mosquitto.conf"
     user = psutil.Process().username()  # a broker started by root would change to the user "mosquitto"
     config.write_text(f"listener {port} 127.0.0.1\nallow_anonymous true\nset_tcp_nodelay true\nuser {user}\n{settings}")
@@ -86,4 +89,4 @@ def start_mosquitto(folder: Path, port: int, settings: str = "") -> subprocess.P
     process.kill()
     process.wait()
     log_text = " ".join(log_path.read_text(errors="replace").split())[-300:] or "no message"
-    raise LinkError(f"mosquitto accepts no connections on port {port} ({log_text}): start the bench again")
+    raise LinkError(f"mosquitto accepts no connections on port {port} ({log_text}): repeat the benchmark")

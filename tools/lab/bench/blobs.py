@@ -53,7 +53,7 @@ TRANSFER_RUNS: Final = {  # the duration of the first run determines the start o
 
 
 def measure(report: Callable[[str], None]) -> dict[str, Any]:
-    """Run all transfer methods, TURNS times."""
+    """Run all transfers REPEATS times, and return times, memory and judged figures."""
     with tempfile.TemporaryDirectory() as folder:
         home = Path(folder)
         sha256 = BlobStore(home / "server").store_bytes(random.Random(0).randbytes(SIZE)).sha256
@@ -188,7 +188,7 @@ def _build_result(measurements: dict[str, list[dict[str, Any]]]) -> dict[str, An
     }
 
 
-def lines(result: dict[str, Any]) -> list[str]:
+def format_result(result: dict[str, Any]) -> list[str]:
     return [
         *format_figures(result),
         f"    {result['agents']} x {result['bytes'] / 1e6:g} MB; {result['chunks_lost']} chunks lost, or connections",

@@ -74,10 +74,7 @@ SPARE_FILES: Final = 200  # open files of a process in addition to its devices' 
 
 MOST_MS, MOST_ROUND_S, MOST_MB, MOST_GROWTH = 1.5, 30.0, 200.0, 1.2
 MOST_OPENING_S: Final = 1.0
-MOST_TIMES: Final = {
-    "cpu": 13.0,
-    "wall": 25.0,
-}  # ratio to the bare loop by clock, in the order of `_measure_bare_loop_ms`
+MOST_TIMES: Final = {"cpu": 13.0, "wall": 25.0}  # ratio to the bare loop, in the order of `_measure_bare_loop_ms`
 MAX_JUDGED_DEVICES: Final = 3000  # round times of larger fleets have no limit
 FLEET: Final = "bench"
 EXAMPLES: Final = 32
@@ -95,8 +92,6 @@ PROFILE: Final[dict[str, Any]] = {
 
 
 class ResourceSample(NamedTuple):
-    """Resources used by the processes at the end of a round."""
-
     round: int
     at_s: float
     coordinator_s: float  # processor time of each kind of process
@@ -108,7 +103,10 @@ class ResourceSample(NamedTuple):
 def measure(
     report: Callable[[str], None], agents: Sequence[int] = AGENTS, rounds: int = ROUNDS, after: int = 0
 ) -> dict[str, Any]:
-    """Run a job with each number of devices."""
+    """Run a job of `rounds` rounds with each number of devices, and return times, memory and judged figures.
+
+    With `after`, also run one whose event log begins with so many rounds.
+    """
     _raise_file_limit(max(agents) + SPARE_FILES)
     fleets: dict[str, dict[str, Any]] = {}
     for count in agents:
@@ -204,14 +202,8 @@ def _queue_job(home: Path, count: int, past_rounds: int, rounds: int) -> str:
     model = _encode_model()
     job_bundle.write_bundle(home / "bundle", {"network": NETWORK, "flops": 1000}, {"model": model})
     cohort = {"deadline_s": ROUND_TIMEOUT_S, "start_devices": count, "quorum": 1.0}
-    table = {
-        "name": "bench",
-        "method": "fedavg",
-        "engine": "numpy",
-        "rounds": past_rounds + rounds + 1,
-        "cohort": cohort,
-    }
-    job = settings.parse_job(table)
+    table = {"name": "bench", "method": "fedavg", "engine": "numpy", "rounds": past_rounds + rounds + 1}
+    job = settings.parse_job({**table, "cohort": cohort})
     with Store(home / "runs") as store:
         run = store.add_job(job, home / "bundle")
         if past_rounds:
@@ -317,7 +309,7 @@ def _measure_bare_loop_ms() -> np.ndarray:
             for _ in range(BARE_UPDATES):
                 update = wire.decode(message, Update)
                 if hashlib.sha256(model).hexdigest() != update.bundles["model"].sha256:
-                    raise JobError("the bare loop hashed another blob")
+                    raise JobError("blob of the bare loop has another hash")
                 device_update = DeviceUpdate(
                     update.device, 0, update.weight, update.metrics, {"model": tensors.decode_tensors(model)}
                 )
@@ -352,7 +344,7 @@ def _raise_file_limit(connections: int) -> None:
     if soft < connections:
         if hard != resource.RLIM_INFINITY and hard < connections:
             raise JobError(
-                f"{connections} connections need as many open files, and {hard} are allowed: raise `ulimit -n`"
+                f"{connections} connections need as many open files, but {hard} are permitted: raise `ulimit -n`"
             )
         resource.setrlimit(resource.RLIMIT_NOFILE, (connections, hard))
 
@@ -386,7 +378,7 @@ class DeviceGroup:
 
 
 class LightDevice:
-    """A device that follows the protocol without training."""
+    """A device that follows the protocol without training: its update is the model plus a small number."""
 
     def __init__(self, group: DeviceGroup, number: int) -> None:
         self.group, self.number, self.device = group, number, f"board-{number:05d}"
@@ -410,7 +402,7 @@ class LightDevice:
         return sock
 
     def read(self) -> None:
-        """Process received messages and write the answers."""
+        """Process received messages and send responses. Raise ConnectionError if the broker closed the connection."""
         self.client.loop_read()
         while self.client.socket() is not None and self.client.want_write():
             self.client.loop_write()
@@ -508,7 +500,7 @@ class LightDevice:
     def _handle_ack(self, ack: wire.Ack) -> None:
         if self._update is not None and (ack.job, ack.round) == (self._update.job, self._update.round):
             if not ack.accepted:
-                print(f"the update of {self.device} is rejected: {ack.reason}", file=sys.stderr, flush=True)
+                print(f"update of {self.device} was rejected: {ack.reason}", file=sys.stderr, flush=True)
             self._update = None
 
     def _publish(self, leaf: str, message: WireMessage, retain: bool = False) -> int:
@@ -517,7 +509,7 @@ class LightDevice:
 
 
 def main(url: str, first_device: str, count: str) -> int:
-    """Run devices until the process is killed or the broker closes a connection. Print "ready" first."""
+    """Connect devices, print "ready", and run until killed. Return 1 if a connection fails or closes."""
     group = DeviceGroup(url, int(first_device), int(count))
     try:
         group.connect_all()

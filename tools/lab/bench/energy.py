@@ -1,8 +1,8 @@
 """Benchmark of the governor's policies: energy of FedStitch rounds on simulated boards.
 
-The same tasks run twice: as a federation on virtual time, once for each policy, with the coordinator's deadlines, in
-which all policies must select the same blocks; and in the paper's condition, in which each round lasts as long as under
-`max`, and energy until its end is compared with the minimum over all points of the profile.
+The tasks run twice. First as a federation on virtual time with the coordinator's deadlines, once for each policy: all
+policies must select the same blocks. Then under the paper's condition, in which each round lasts as long as under
+`max`: the energy until the round's end is compared with the minimum over all points of the profile.
 
 Tasks are scaled by SCALE, because the demo's donors are small. The scale changes no ratio. Times and powers are those
 of the profiles. A board without a known idle power has no energy and is in no sum.
@@ -39,11 +39,7 @@ BOARDS: Final = ("jetson-tx2", "jetson-nano", "jetson-xavier-nx", "jetson-orin-n
 POLICIES: Final[tuple[Policy, ...]] = get_args(Policy)
 SCALE: Final = 3000.0
 SEARCH: Final = {"expansions": 3, "k": 2, "depth": 5, "samples": 24, "fit_samples": 48, "finalists": 2, "subrounds": 1}
-PAPER_SAVED_PERCENT: Final = {
-    "CIFAR10": 32.3,
-    "CIFAR100": 30.4,
-    "CINIC10": 40.1,
-}  # less than at the highest clocks; FedStitch, Fig. 8
+PAPER_SAVED_PERCENT: Final = {"CIFAR10": 32.3, "CIFAR100": 30.4, "CINIC10": 40.1}  # of `max`; FedStitch, Fig. 8
 
 
 class ScaledBoard:
@@ -84,8 +80,6 @@ class ScaledBoard:
 
 @dataclass
 class PolicyRun:
-    """Results of one federation under one policy."""
-
     path: Sequence[str] = ()  # blocks of the network
     rounds: dict[int, dict[str, Usage]] = field(default_factory=dict)  # by round and board
     deadlines_s: dict[int, float] = field(default_factory=dict)
@@ -94,7 +88,10 @@ class PolicyRun:
 
 
 def run_federation(policy: Policy, folder: Path, search: Mapping[str, int] = SEARCH) -> PolicyRun:
-    """Run the demo's job with a smaller search on one board of each kind."""
+    """Run the demo's job with a smaller search on one board of each kind, and return its results.
+
+    Raise RuntimeError if the job fails.
+    """
     job, run = jobs.load_job(demo.HERE / "job.toml"), PolicyRun()
     cohort = msgspec.structs.replace(job.cohort, deadline="predicted", deadline_s=1e6)
     boards = jobs.FleetSettings(devices=len(BOARDS), boards=BOARDS, budgets=("512MB",), policy=policy)
@@ -108,7 +105,7 @@ def run_federation(policy: Policy, folder: Path, search: Mapping[str, int] = SEA
     with contextlib.redirect_stdout(io.StringIO()):
         name, status = agents.run_fleet_virtually(plan, create_board=create_device)
     if status != "done":
-        raise RuntimeError(f"the federation under {policy!r} ended as {status}")
+        raise RuntimeError(f"federation with policy {policy!r} ended with status {status!r}")
     with Store(plan.home) as store:
         run.path = [ids[-1] for ids in stitched_network.path_prefixes(export.load_result(store, name).meta["taps"])]
         for _, _, event in store.read_events(name):
@@ -122,12 +119,11 @@ def run_federation(policy: Policy, folder: Path, search: Mapping[str, int] = SEA
 
 
 def known_idle_w(boards: Mapping[str, ScaledBoard]) -> dict[str, float]:
-    """Return the idle power in watts of each board that has one."""
     return {name: board.idle_w for name, board in boards.items() if board.idle_w is not None}
 
 
 def summarise_run(run: PolicyRun) -> dict[str, Any]:
-    """Summarise a federation. Energy counts until each round's deadline."""
+    """Return energies in joules until each round's deadline, durations, the share of tasks in time and used points."""
     idle_w = known_idle_w(run.boards)
     joules = dict.fromkeys(idle_w, 0.0)
     in_time = tasks = 0
@@ -149,13 +145,13 @@ def summarise_run(run: PolicyRun) -> dict[str, Any]:
     }
 
 
-def fastest_s(board: ScaledBoard, work: WorkEstimate) -> float:
+def shortest_s(board: ScaledBoard, work: WorkEstimate) -> float:
     times = [cost_model.work_seconds(work, point) for point in board.points]
     return min(time for time in times if time is not None)
 
 
 def energy_until(board: ScaledBoard, point: OperatingPoint, work: WorkEstimate, round_s: float) -> float:
-    """Return the energy in joules until the round ends, idle included."""
+    """Return the energy in joules of a task and of idling until the round ends."""
     seconds = cost_model.work_seconds(work, point)
     assert seconds is not None
     assert point.busy_w is not None
@@ -164,7 +160,7 @@ def energy_until(board: ScaledBoard, point: OperatingPoint, work: WorkEstimate, 
 
 
 def minimum_energy(board: ScaledBoard, work: WorkEstimate, round_s: float) -> float:
-    """Return the least energy of all points that finish within the round."""
+    """Return the least energy in joules until the round ends, of all points that finish the task in time."""
     in_time_points = [
         p for p in board.points if p.busy_w is not None and (cost_model.work_seconds(work, p) or 1e9) <= round_s
     ]
@@ -172,9 +168,9 @@ def minimum_energy(board: ScaledBoard, work: WorkEstimate, round_s: float) -> fl
 
 
 def replay_tasks(boards: Mapping[str, ScaledBoard]) -> dict[str, Any]:
-    """Compute the energy of each policy and board over all rounds, with the excess over the minimum.
+    """Return the energy of each policy and board over all rounds, savings and the excess over the minimum.
 
-    Each round waits for the slowest board. Joules are those of boards with a known idle power.
+    Each round waits for the slowest board. Only boards with a known idle power have an energy.
     """
     measured_boards = {name: boards[name] for name in known_idle_w(boards)}
     rows: dict[str, dict[str, float]] = {name: dict.fromkeys((*POLICIES, "cheapest"), 0.0) for name in measured_boards}
@@ -182,11 +178,11 @@ def replay_tasks(boards: Mapping[str, ScaledBoard]) -> dict[str, Any]:
     count = min(len(board.tasks) for board in boards.values())
     total_s = 0.0
     for index in range(count):
-        round_s = max(fastest_s(board, board.tasks[index]) for board in boards.values())
+        round_s = max(shortest_s(board, board.tasks[index]) for board in boards.values())
         total_s += round_s
         for name, board in boards.items():
             work = board.tasks[index]
-            is_always_slowest[name] = is_always_slowest[name] and fastest_s(board, work) >= round_s
+            is_always_slowest[name] = is_always_slowest[name] and shortest_s(board, work) >= round_s
             if name not in measured_boards:
                 continue
             rows[name]["cheapest"] += minimum_energy(board, work, round_s)
@@ -237,11 +233,11 @@ def measure() -> dict[str, Any]:
     }
 
 
-def lines(result: dict[str, Any]) -> list[str]:
+def format_result(result: dict[str, Any]) -> list[str]:
     replayed, boards = result["at_the_round_time_of_max"], result["boards"]
     text = [*format_figures(result), "", f"blocks selected under every policy: {' > '.join(result['blocks'])}", ""]
     text.append(
-        f"{replayed['rounds']} rounds of {replayed['round_s']} s, as long as `max` makes them; joules, idle included"
+        f"{replayed['rounds']} rounds of {replayed['round_s']} s, as long as under `max`; joules with idle power"
     )
     text.append(f"{'':18} {'max':>9} {'board':>9} {'paper':>9} {'energy':>9} {'cheapest':>9} {'saved':>7}  profile")
     for name, row in replayed["joules"].items():
@@ -251,12 +247,12 @@ def lines(result: dict[str, Any]) -> list[str]:
             f"{name:18} {numbers} {saved:6.1f}%  {boards[name]['provenance'] if name in boards else ''}".rstrip()
         )
     for name in (name for name in boards if name not in replayed["joules"]):
-        text.append(f"{name:18} has no idle power in its profile: no joules, not in the sum")
+        text.append(f"{name:18} has no idle power in its profile, so its energy is unknown and not in the sum")
     figures = ", ".join(f"{name} {percent} %" for name, percent in result["paper_saved_percent"].items())
-    text.append(f"the paper, against its highest clocks, on real TX2 boards: {figures}")
+    text.append(f"the paper's savings, compared with the highest clocks on real TX2 boards: {figures}")
     if replayed["no_time_to_spare"]:
         text.append(f"Every round waits for {', '.join(replayed['no_time_to_spare'])}, which cannot save energy.")
-    text += ["", "the federation, with the coordinator's own deadlines; joules until each deadline, idle included"]
+    text += ["", "federation with the coordinator's deadlines; joules until each deadline, with idle power"]
     text.append(f"{'policy':18} {'joules':>9} {'of max':>7} {'round s':>9} {'deadline':>9} {'in time':>8}")
     for policy, summary in result["federation"].items():
         share = 100 * summary["fleet_j"] / result["federation"]["max"]["fleet_j"]

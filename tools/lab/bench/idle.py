@@ -23,7 +23,7 @@ HEAVY_LIBRARIES = ("torch", "onnxruntime", "pandas")
 
 
 def measure() -> dict[str, Any]:
-    """Measure the resident memory of idle processes, and the agent's processor time."""
+    """Measure idle processes, and return resident memory, the agent's processor time and judged figures."""
     with tempfile.TemporaryDirectory() as folder, EmbeddedBroker() as broker:
         home = Path(folder)
         settings = home / "agent.toml"
@@ -58,7 +58,7 @@ def _wait_online(url: str) -> None:
     deadline_s = time.monotonic() + 30
     while len(topics_seen) < 2:
         if time.monotonic() > deadline_s:
-            raise LinkError(f"only {sorted(topics_seen)} came online within 30 s")
+            raise LinkError(f"agent or coordinator not online within 30 s (topics seen: {sorted(topics_seen)})")
         link.wait(0.5)
         topics_seen |= {message.topic for message in link.receive()}
     link.close()
@@ -84,6 +84,6 @@ def _build_result(processes: dict[str, psutil.Process]) -> dict[str, Any]:
     }
 
 
-def lines(result: dict[str, Any]) -> list[str]:
+def format_result(result: dict[str, Any]) -> list[str]:
     ratios = ", ".join(f"{name} {ratio}x" for name, ratio in result["ratio_to_bare_python"].items())
     return [*format_figures(result), f"    a bare Python has {result['resident_mb']['python']} MB: {ratios}"]

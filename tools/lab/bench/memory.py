@@ -1,11 +1,11 @@
 """Benchmark of a device's memory while it stitches at 224 pixels under small budgets.
 
-The process is the agent's own (`fedquilt.edge_agent.task.main`), under budgets that leave 160 MB and 100 MB
-in addition to the process with ONNX Runtime imported. Its tasks need the most memory of a job with the five
-architectures of the FedStitch paper (arXiv 2409.07202, section 5.1): references and targets of each donor, output
-scores of each block behind the largest maps and behind the widest block, and sums for junctions and a head. The process
-reports its peak, and the kernel reports the peak from outside. Only scoring and the moments of a head have a limit,
-because the sums of a junction with 2048 channels are matrices of 34 MB each.
+The process is the agent's task process (`fedquilt.edge_agent.task.main`). Its budgets leave 160 MB and 100 MB in
+addition to the process with ONNX Runtime imported. The tasks are those with the highest memory use in a job with the
+five architectures of the FedStitch paper (arXiv 2409.07202, section 5.1): references and targets of each donor, output
+scores of each block after the largest maps and after the widest block, and sums for junctions and a head. The process
+and the kernel report the peak. Only scoring and the moments of a head have a limit, because the sums of a junction with
+2048 channels are matrices of 34 MB each.
 """
 
 from __future__ import annotations
@@ -35,7 +35,10 @@ TASK_PREFIXES = {"scoring": "output scores", "moments": "moments"}  # by figure,
 
 
 def measure(size: int = 224) -> dict[str, Any]:
-    """Measure the peak memory of stitching tasks under each budget, from inside and outside the process."""
+    """Measure stitching tasks under each budget, and return their peaks in MB by process and kernel, and figures.
+
+    Raise ModelError if the kernel reports no peaks.
+    """
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch) / "donors"
         bundle = prepare_donors(folder, size)
@@ -90,10 +93,8 @@ def _draw_random_junctions(state: SearchState, path: Sequence[str]) -> dict[str,
     for i in range(1, len(path)):
         shape = blocks[path[i]].in_shape[0], blocks[path[i - 1]].out_shape[0]
         weights = rng.normal(size=shape).astype(np.float32) / np.sqrt(shape[1], dtype=np.float32)
-        junctions[stitched_network.junction_name(path[: i + 1])] = {
-            "weights": weights,
-            "bias": np.zeros(shape[0], np.float32),
-        }
+        junction = {"weights": weights, "bias": np.zeros(shape[0], np.float32)}
+        junctions[stitched_network.junction_name(path[: i + 1])] = junction
     return junctions
 
 
@@ -102,10 +103,8 @@ def _measure_tasks(
 ) -> list[dict[str, Any]]:
     folder.mkdir()
     base_bytes, tasks = 0, []
-    budget_bytes, data = (
-        memory_budget.ASSUMED_BASE_BYTES["onnx"] + room_bytes,
-        {"path": str(folder.parent / "images.npz")},
-    )
+    budget_bytes = memory_budget.ASSUMED_BASE_BYTES["onnx"] + room_bytes
+    data = {"path": str(folder.parent / "images.npz")}
     with TaskProcess("fedstitch", "onnx", budget_bytes, data, blob_path, folder) as process:
         for number, (description, state) in enumerate(_iterate_search_states(bundle)):
             task_spec = METHOD.send(state, DeviceView("bench", None))
@@ -126,8 +125,8 @@ def _measure_tasks(
     return tasks
 
 
-def lines(result: dict[str, Any]) -> list[str]:
-    text = [f"{result['size']} pixels, {IMAGES} images, MB beside the bare process"]
+def format_result(result: dict[str, Any]) -> list[str]:
+    text = [f"{result['size']} pixels, {IMAGES} images, MB above the bare process"]
     for name, tasks in result["tasks"].items():
         text.append(f"    at most {LIMITS_MB[name]} MB{'own':>55} {'outside':>8} {'seconds':>8}")
         for task in tasks:

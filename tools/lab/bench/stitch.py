@@ -1,9 +1,9 @@
 """Benchmark of block scoring on one device, against naive scoring and a forward pass.
 
-One device, 64 images, the five architectures of the FedStitch paper (arXiv 2409.07202, section 5.1) with random
-weights, one path up to depth 10 without native successors. Some rounds of a real search are scored in the three ways of
-this engine and without its optimisations (`score_output`). The benchmark fails if scores differ. Figures are
-ratios of processor time and of wall time.
+The setting is one device, 64 images, the five architectures of the FedStitch paper (arXiv 2409.07202, section 5.1) with
+random weights, and one path up to depth 10 without native successors. Some rounds of a search are scored in the three
+ways of the engine ("output", "hybrid", "input") and without optimisations (`score_output`). The benchmark fails if
+scores differ. Figures are ratios of processor time and of wall time.
 """
 
 from __future__ import annotations
@@ -59,14 +59,12 @@ Run = Callable[[Block, np.ndarray], np.ndarray]
 
 @dataclass(frozen=True)
 class ScoringRound:
-    """Task parameters and site of one scoring round."""
-
     request: ScoreRequest
     site: ClientContext
 
 
 def measure(report: Callable[[str], None], size: int = SMALL_SIDE, images: int = IMAGES) -> dict[str, Any]:
-    """Measure a device's rounds by each way of scoring, naive scoring, and the references."""
+    """Time scoring rounds, naive scoring and the references. Return times and judged figures."""
     depths = DEPTHS if size <= SMALL_SIDE else DEPTHS[1:2]
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch) / "donors"
@@ -76,10 +74,8 @@ def measure(report: Callable[[str], None], size: int = SMALL_SIDE, images: int =
             return folder / "blobs" / bundle.files[name].sha256
 
         rounds = walk_path(bundle, blob_path, Path(scratch), max(depths), images)
-        forward_costs, reference_costs = (
-            measure_forward_pass(bundle, blob_path, Path(scratch), images),
-            measure_reference_costs(rounds[0]),
-        )
+        forward_costs = measure_forward_pass(bundle, blob_path, Path(scratch), images)
+        reference_costs = measure_reference_costs(rounds[0])
         report(f"references {reference_costs[0]:.2f} s of the processor, a forward pass {forward_costs[0]:.2f} s")
         comparisons = [
             compare_scoring(rounds[max(depth - 2, 0)], rounds[depth - 1], blob_path, report) for depth in depths
@@ -105,7 +101,7 @@ def prepare_donors(folder: Path, size: int) -> Bundle:
 
 
 def draw_examples(count: int) -> Examples:
-    """Draw smooth random images, so that feature maps are not mere noise."""
+    """Return smooth random images (count, 32, 32, 3), uint8, whose feature maps are not mere noise."""
     draws = np.random.default_rng(5)
     coarse = draws.uniform(0, 255, size=(count, 3, 5, 5)).astype(np.float32)
     x = inputs.resize_maps(coarse, 32, 32).transpose(0, 2, 3, 1).astype(np.uint8)
@@ -115,7 +111,7 @@ def draw_examples(count: int) -> Examples:
 def walk_path(
     bundle: Bundle, blob_path: Callable[[str], Path], scratch: Path, max_length: int = DEPTH - 1, count: int = IMAGES
 ) -> list[ScoringRound]:
-    """Run the rounds in which one device scores along a path, up to the longest length.
+    """Run the scoring rounds of one device along a path of up to `max_length` blocks, and return them in order.
 
     Each step adds the best-scored block of another donor whose maps are large enough for DEPTH blocks. The pool shrinks
     by the paper's rule.
@@ -206,9 +202,9 @@ def compare_scoring(
     blob_path: Callable[[str], Path],
     report: Callable[[str], None],
 ) -> ScoringComparison:
-    """Score a round in each way, after the round before, and naively.
+    """Score a round in each way, with the caches of `earlier_round`, and naively. Return times and scores.
 
-    If both rounds are the same, the donors are cached and the path is not.
+    If both rounds are the same, only the donors are cached, and not the path.
     """
     engine = OnnxEngine(BUDGET_BYTES)
     seconds: dict[str, np.ndarray] = {}
@@ -233,7 +229,7 @@ def compare_scoring(
 
 
 def measure_reference_costs(first_round: ScoringRound) -> np.ndarray:
-    """Measure the extra processor and wall seconds (2,) of a round in which the donors are loaded and not cached."""
+    """Return the extra processor and wall seconds (2,) of a round in which the donors are not cached."""
     engine = OnnxEngine(BUDGET_BYTES)
     with tempfile.TemporaryDirectory() as folder:
         uncached_times, cached = [], []
@@ -299,15 +295,12 @@ def measure_naive(
 def measure_forward_pass(
     bundle: Bundle, blob_path: Callable[[str], Path], folder: Path, count: int = IMAGES
 ) -> np.ndarray:
-    """Measure the processor and wall seconds (2,) of all donors on twice the images, once their graphs are loaded."""
+    """Return the processor and wall seconds (2,) of all donors on 2 * count images, without loading the graphs."""
     images = inputs.prepare_images(draw_examples(2 * count).x, bundle.meta["input"])
     total = np.zeros(2)
     for donor in bundle.meta["donors"].values():
         file = folder / "whole.onnx"
-        donor_pool, files = (
-            stitched_network.load_donor_pool(bundle.meta),
-            {name: blob_path(name) for name in bundle.files},
-        )
+        donor_pool, files = stitched_network.load_donor_pool(bundle.meta), {n: blob_path(n) for n in bundle.files}
         network = stitched_network.StitchedNetwork((tuple(donor["blocks"]),), {}, align=tuple((i,) for i in range(10)))
         meta, arrays = stitched_network.to_artefact(network, donor_pool)
         file.write_bytes(export.export_stitched(meta, arrays, donor_pool.blocks, files))
@@ -367,7 +360,7 @@ def _build_result(
     }
 
 
-def lines(result: dict[str, Any]) -> list[str]:
+def format_result(result: dict[str, Any]) -> list[str]:
     head = f"    {'path':>6} {'blocks scored':>14} {'naive':>9} {'output':>9} {'hybrid':>9} {'input':>9}   CPU seconds"
     table = [
         f"    {len(row['path']):6} {row['candidates']:14} "
@@ -394,9 +387,10 @@ def score_output(
     positions: np.ndarray,
     ridge: float,
 ) -> float:
-    """Return the CKA of a candidate's outputs behind the path and in the donor, both computed from the images.
+    """Return the CKA on `scored` images of a candidate's outputs after the path and in its donor.
 
-    `positions` are those of its input maps on `fitted`, of n * h * w.
+    The candidate is the last of `donor_blocks`. Its junction is solved on `fitted` images, from the vectors at
+    `positions` in its input maps, flattened to n * h * w.
     """
     candidate = donor_blocks[-1]
     path_outputs = stitched_network.run_path(path, junctions, run, np.concatenate([scored, fitted]))

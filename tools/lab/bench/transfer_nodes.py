@@ -41,8 +41,6 @@ RECONNECT_S: Final = 0.01  # between connection attempts of TCP
 
 
 class LossyLink:
-    """Link that drops a share of the published chunks."""
-
     def __init__(self, link: MqttLink, loss: float, seed: int) -> None:
         self._link, self._loss, self._rng = link, loss, random.Random(seed)
         self.lost_chunks = 0
@@ -75,9 +73,9 @@ def _create_unreliable_send(loss: float, lost_count: list[int]) -> Callable[...,
 
 
 def serve_blob(url: str, folder: str, sha256: str, transport: str, loss: str) -> None:
-    """Print the port, serve the blob until SIGTERM, then print memory and processor time as JSON.
+    """Print the port, serve the blob until SIGTERM, then print memory, processor time and lost chunks as JSON.
 
-    The `transport` is "tcp", "http" or "mqtt".
+    The `transport` is "tcp", "http" or "mqtt", `loss` the share of chunks that are lost.
     """
     import fedquilt.coordinator.server  # noqa: F401 - its imports are part of the base
     from fedquilt.coordinator.delivery import blob_server
@@ -117,7 +115,8 @@ def serve_blob(url: str, folder: str, sha256: str, transport: str, loss: str) ->
 
 
 def _serve_tcp(path: str, loss: float) -> None:
-    # SIGUSR1 closes all connections and the listener for OUTAGE_S, like a killed server
+    """Print the port, serve from a client's offset until SIGTERM, and print the measurement. SIGUSR1: an outage."""
+    # in an outage, all connections and the listener are closed for OUTAGE_S, like those of a killed server
     lost_count, socks = [0], list[socket.socket]()
     send = _create_unreliable_send(loss, lost_count) if loss else _send_rest
 

@@ -99,7 +99,7 @@ def compare_networks(
     artefact: Artefact,
     report_progress: Callable[[str], None],
 ) -> DemoComparison:
-    """Measure all baselines of the stitched network."""
+    """Return the accuracies of all baselines of the stitched network, with the FedAvg baseline for `rounds` rounds."""
     bundle = job_bundle.load_bundle(plan.bundle)
     folder = plan.bundle / "blobs"
     engine: Any = engines.create_engine("onnx", BUDGET_BYTES)
@@ -195,8 +195,7 @@ def train_from_scratch(job: JobSettings, rounds: int, size: int) -> NetworkResul
 def run_demo(out: Path, format: str = "text", verbose: bool = False, show: bool = False) -> int:
     """Run the federation, compare results, and write report, network and test digits into `out`.
 
-    Returns:
-        0, or 8 if the run failed.
+    Return 0, or 8 if the run failed. Raise KeyboardInterrupt if it was interrupted.
     """
     began_s = time.monotonic()
     # a folder for each run, because caches of an earlier run would change the measurements

@@ -37,11 +37,11 @@ def load_tables() -> dict[str, GridTable]:
 
 
 def find_table(name: str, tables: Mapping[str, GridTable]) -> GridTable:
-    """Return a paper's table by name, or the table in a file NAME.toml."""
+    """Return a paper's table by name, or the table in a file NAME.toml. Raise JobError if there is none."""
     if name in tables:
         return tables[name]
     if not name.endswith(".toml"):
-        raise JobError(f"table {name!r} is unknown; there are: {', '.join(tables) or 'none'}, and files NAME.toml")
+        raise JobError(f"unknown table {name!r}: choose one of {', '.join(tables) or 'none'}, or a file NAME.toml")
     own_tables = grids.read_tables(Path(name))
     if len(own_tables) > 1:
         raise JobError(f"{name} has {len(own_tables)} tables: write one table per file, without [tables]")
@@ -49,6 +49,7 @@ def find_table(name: str, tables: Mapping[str, GridTable]) -> GridTable:
 
 
 def find_tables_of_method(method: str) -> list[tuple[str, str]]:
+    """Return the command and the page in docs/ of each paper's table that uses a method."""
     return [
         (f"fedquilt lab reproduce {name}" + " --data FOLDER" * table.takes_data, table.grid.page)
         for name, table in load_tables().items()
@@ -79,20 +80,22 @@ def run_table(
     out: Path = CACHE_FOLDER,
     report: Callable[[str], None] = lambda line: None,
 ) -> dict[str, Any]:
-    """Run a table, and return its result with the description of the file under "about"."""
+    """Run a table, and return the result of `make_result` with the description of the file under "about".
+
+    `folder` has the data that fedquilt does not include, `out` gets runs and starting weights, which are reused. With
+    `rounds`, claims are not judged. Raise JobError if an option does not fit or a run fails, DataError without data.
+    """
     if folder is not None and not table.takes_data:
-        raise JobError(f"{table.name} creates its own data: leave out --data")
+        raise JobError(f"table {table.name} needs no --data: leave it out")
     all_columns = table.grid.columns
     if columns and len(all_columns) == 1:
-        raise JobError(f"{table.name} has one column: leave out --columns")
+        raise JobError(f"table {table.name} has one column: leave out --columns")
     if unknown := sorted(set(columns or ()) - all_columns.keys()):
-        raise JobError(f"{table.name} has no column {unknown[0]!r}; it has: {', '.join(all_columns)}")
+        raise JobError(f"table {table.name} has no column {unknown[0]!r}: choose from {', '.join(all_columns)}")
     grid = table.fill_marks(folder)
     grid = grid.select_rows(rows) if rows else grid
-    chosen_seeds, column_names = (
-        tuple(seeds or grid.seeds),
-        [name for name in all_columns if name in (columns or all_columns)],
-    )
+    chosen_seeds = tuple(seeds or grid.seeds)
+    column_names = [name for name in all_columns if name in (columns or all_columns)]
     grid_cells = cells.make_cells(grid, str(table.file), chosen_seeds, rounds, column_names, out)
     runs, failed = comparison.run_cases([cell.case for cell in grid_cells], out, cells.run_case, report, parallel=True)
     if failed and not (grid.may_fail and runs):
@@ -116,18 +119,15 @@ def list_or_run_tables(
     cache_folder: Path = CACHE_FOLDER,
     format: str,
 ) -> int:
-    """List the tables, or run one and print its result. Return 1 if a claim fails, otherwise 0."""
+    """List the tables, or run one, print its result and write JSON and SVG. Return 1 if a claim fails, otherwise 0."""
     tables = load_tables()
     if name is None:
         rows_of_list = [
             {"table": each, "about": table.grid.about.partition("\n")[0], "takes_data": table.takes_data}
             for each, table in tables.items()
         ]
-        print(
-            msgspec.json.encode(rows_of_list).decode()
-            if format == "json"
-            else "\n".join(format_catalogue(rows_of_list))
-        )
+        is_json = format == "json"
+        print(msgspec.json.encode(rows_of_list).decode() if is_json else "\n".join(format_catalogue(rows_of_list)))
         return 0
     table = find_table(name, tables)
     options: dict[str, Any] = {"seeds": seeds, "rounds": rounds, "folder": folder, "columns": columns, "rows": rows}
@@ -153,8 +153,8 @@ def make_result(
     """Return the result of a table for JSON.
 
     Returns:
-        "columns" (column, row, then "values" per seed, "paper" and "runs"), "figures" (judged claims), "told"
-        (reported comparisons without a claim), "table" and "seeds".
+        "columns" (by column and row: "values" for each seed, "paper" and "runs"), "figures" (judged claims, {} with
+        other `rounds` than the table's), "told" (comparisons without a claim), "table" and "seeds".
     """
     columns: dict[str, dict[str, Any]] = {}
     for cell in cells:
@@ -186,7 +186,7 @@ def make_result(
 
 
 def judge_claims(grid: Grid, columns: Mapping[str, Mapping[str, Any]]) -> dict[str, tuple[ClaimSpec, dict[str, Any]]]:
-    """Judge all claims for their rows and columns. Return claims and verdicts by name."""
+    """Return claim and verdict by name, without claims that lack a run."""
     judged = {}
     for claim in grid.claims:
         baseline = claim.over or claim.of
@@ -209,7 +209,7 @@ def judge_claims(grid: Grid, columns: Mapping[str, Mapping[str, Any]]) -> dict[s
 def compute_claim_values(claim: ClaimSpec, row: Mapping[str, Any], baseline: Mapping[str, Any] | None) -> list[float]:
     """Return a claim's value for each seed in one column, or [] if a run lacks the value.
 
-    A target that was never reached counts as one round more than were run.
+    A target that was never reached counts as one round more than were run. Raise JobError if a baseline of 100 % is 0.
     """
 
     def get_values(row: Mapping[str, Any]) -> list[float | None]:
@@ -223,8 +223,8 @@ def compute_claim_values(claim: ClaimSpec, row: Mapping[str, Any], baseline: Map
         return []
     if claim.of and any(b == 0 for _, b in pairs):
         raise JobError(
-            f"claim {claim.name!r}: of = {claim.of!r}: its {claim.value} is 0, and has no percentages: "
-            f"write over = {claim.of!r}"
+            f"claim {claim.name!r}: of = {claim.of!r} has {claim.value} = 0, so percentages are undefined: write "
+            f"over = {claim.of!r}"
         )
     return [100 * a / b if claim.of else claim.scale * (a - b) for a, b in pairs]
 

@@ -49,7 +49,7 @@ class ExecutionOptions(msgspec.Struct, frozen=True):
         selected = devices[slice(*self.row.members)] if self.row.members else devices
         if not selected:
             raise JobError(
-                f"members = {list(self.row.members)}: the job has {len(devices)} devices: give a smaller first number"
+                f"members = {list(self.row.members)}, but the job has {len(devices)} devices: write a smaller first one"
             )
         return selected
 
@@ -64,7 +64,7 @@ class GridCell(NamedTuple):
 def make_cells(
     grid: Grid, source: str, seeds: Sequence[int], rounds: int | None, columns: Sequence[str], out: Path
 ) -> list[GridCell]:
-    """Return all runs of a table, and make their bundles in `out`.
+    """Return all runs of a table, and write their bundles into `out`. Raise JobError if a job is invalid.
 
     Runs are ordered by seed, so that an interrupted table is complete for its first seeds.
     """
@@ -107,9 +107,7 @@ def make_bundles(jobs: Sequence[tuple[Mapping[str, Any], PretrainSettings | None
             table["model"] = {"seed": job["seed"], **table["model"]}
         if pretrain is not None:
             pretrain = msgspec.structs.replace(pretrain, data={"seed": job["seed"], **pretrain.data})
-        needs_data = table.get("int8") or table.get("input", {}).get(
-            "standardise"
-        )  # the bundle depends on the job's data
+        needs_data = table.get("int8") or table.get("input", {}).get("standardise")  # the bundle depends on the data
         bundle_inputs = [table.get(part) for part in (*NETWORK, *(["data"] if needs_data else []))]
         key: list[Any] = [bundle_inputs, msgspec.to_builtins(pretrain), job["seed"] if pretrain else 0]
         key += [
@@ -126,6 +124,7 @@ def make_bundles(jobs: Sequence[tuple[Mapping[str, Any], PretrainSettings | None
 
 
 def make_pretrained_bundle(table: dict[str, Any], pretrain: PretrainSettings | None, folder: Path) -> None:
+    """Write the bundle of a job into `folder / "bundle"`, after pretraining its weights if requested."""
     folder.mkdir(parents=True, exist_ok=True)
     if pretrain is not None:
         _use_one_thread()
@@ -136,12 +135,13 @@ def make_pretrained_bundle(table: dict[str, Any], pretrain: PretrainSettings | N
 
 
 def pretrain_weights(job: Mapping[str, Any], pretrain: PretrainSettings) -> Tensors:
+    """Return weights trained as in [pretrain], or computed by the function `pretrain.by`."""
     from fedquilt.edge_agent.engines.torch.engine import TorchEngine
     from fedquilt.models.networks import registry, traces
 
     fit_fields = [field.name for field in dataclasses.fields(Fit)]
     for unknown in pretrain.fit.keys() - set(fit_fields):
-        raise JobError(f"[pretrain.fit] {unknown} is unknown{toml.describe_choices(unknown, fit_fields)}")
+        raise JobError(f"[pretrain.fit] has unknown key {unknown}{toml.describe_choices(unknown, fit_fields)}")
     fit, examples_to_fit = Fit(**pretrain.fit), examples.load_split(DataSpec.parse(pretrain.data, "[pretrain.data]"))
     if pretrain.by:
         return dict(find_function(pretrain.by)(job, examples_to_fit))
@@ -174,16 +174,15 @@ def _list_named_files(value: Any) -> list[str]:
 
 
 def _use_one_thread() -> None:
-    importlib.import_module(
-        "fedquilt.edge_agent.engines.torch.engine"
-    )  # imported before torch, because the module sets how threads wait
+    # imported before torch, because the module sets how threads wait
+    importlib.import_module("fedquilt.edge_agent.engines.torch.engine")
     import torch
 
     torch.set_num_threads(1)  # one run per core
 
 
 def run_case(case: ComparisonCase, report: comparison.ReportRound) -> SeedRun:
-    """Run one case, with the `play` function of its row or on single devices if the row requires it."""
+    """Run one case as its row requires (`play`, `alone`), and return its result."""
     options, job, folder = msgspec.json.decode(case.how, type=ExecutionOptions), case.settings, Path(case.folder)
     if choose_job_engine(job, methods.load(job.method)) == "torch":
         _use_one_thread()
@@ -204,6 +203,7 @@ def run_with_options(
     report: comparison.ReportRound = lambda done: None,
     **changes: Any,
 ) -> SeedRun:
+    """Run a job with the options of its grid and row. `changes` replace arguments of `single_run.run_seed`."""
     arguments: dict[str, Any] = {
         "select_members": options.select_devices,
         "offline_count": options.row.away,
@@ -256,10 +256,10 @@ def find_function(name: str) -> Callable[..., Any]:
 
 
 def read_value(run: SeedRun, name: str, target: float | None = None) -> Any:
-    """Return a value of a run by name, from `figures` or else from the last evaluation, or None.
+    """Return a value of a run by name, from `figures` or else from the last evaluation, or None if it is unknown.
 
-    "test@3" is the value of "test" after 3 rounds. "rounds_to" is the number of rounds until the target is reached,
-    or None if it never is.
+    "test@3" is the value of "test" after 3 rounds. "rounds_to" is the number of rounds until "test" reaches the target,
+    or None if it never does.
     """
     if name in run.figures:
         return run.figures[name]

@@ -46,7 +46,10 @@ PAPER_BATCH: Final = 128  # determines the memory of tasks, and so which devices
 def observe_gates(
     folder: Path, options: ExecutionOptions, simulation: Simulation, backend: WorkBackend
 ) -> dict[str, Any]:
-    """Return after the last round the sizes, the uploads in % of the shared part, and FedSDG's gates."""
+    """Return after the last round the sizes in bytes, the uploads in % of the shared part, and FedSDG's gates.
+
+    Before the end return {}.
+    """
     if not simulation.is_finished:
         return {}
     tasks = sum(len(each.devices) for each in simulation.rounds)
@@ -68,7 +71,7 @@ def observe_gates(
 def observe_submodels(
     folder: Path, options: ExecutionOptions, simulation: Simulation, backend: WorkBackend
 ) -> dict[str, Any]:
-    """Return after the last round the accuracy of the sub-model for each memory budget."""
+    """Return after the last round the accuracy of the sub-model for each memory budget, and {} before."""
     if not simulation.is_finished or simulation.job.method in WHOLE_NETWORK_METHODS:
         return {}
     state, rounds = simulation.state, simulation.completed_rounds
@@ -80,13 +83,14 @@ def observe_submodels(
 def observe_newcomers(
     folder: Path, options: ExecutionOptions, simulation: Simulation, backend: WorkBackend
 ) -> dict[str, Any]:
-    """Bring GENE-FL's new devices online for the last two rounds, and return accuracies and sizes."""
+    """Bring GENE-FL's new devices online for the last two rounds, and return accuracies and sizes after these.
+
+    In other rounds, and without devices that are offline at first, return {}.
+    """
     if not options.row.away:
         return {}
-    newcomers, remaining_rounds = (
-        list(simulation.held_out_counts)[-options.row.away :],
-        simulation.job.rounds - len(simulation.rounds),
-    )
+    newcomers = list(simulation.held_out_counts)[-options.row.away :]
+    remaining_rounds = simulation.job.rounds - len(simulation.rounds)
     if remaining_rounds == 2:
         simulation.fleet.bring_online(newcomers)
     if remaining_rounds == 1:  # newcomers train from this state
@@ -112,7 +116,7 @@ def _mean_accuracy(device_metrics: Iterable[Mapping[str, float]]) -> float:
 
 
 def train_from_scratch(job: JobSettings, folder: Path, options: ExecutionOptions) -> SeedRun:
-    """Train new devices from the weights in the bundle, each alone."""
+    """Train new devices from the weights in the bundle, each alone, and return their mean accuracy as "newcomers"."""
     run = run_with_options(job, folder, options)
     return msgspec.structs.replace(run, marks=(), figures={"newcomers": run.marks[-1].mean})
 
@@ -163,7 +167,8 @@ def measure_schedule(job: JobSettings, folder: Path) -> dict[str, float]:
     """Return simulated seconds and joules of a whole job, run without training.
 
     The cost of a task on a simulated board depends on its work and the number of examples, never on values.
-    Selection, declines and bytes are therefore as in a real run, while the weights stay unchanged.
+    Selection, declines and bytes are therefore as in a real run, while the weights stay unchanged. Raise ModelError if
+    a board's profile has no power.
     """
     from fedquilt.edge_agent.engines.torch.engine import TorchEngine
 
@@ -178,7 +183,7 @@ def measure_schedule(job: JobSettings, folder: Path) -> dict[str, float]:
         pass
     joules = [round.energy_j for round in rounds if round.energy_j is not None]
     if len(joules) < len(rounds):
-        raise ModelError("a simulated board's profile has no power: the energy of the schedule is unknown")
+        raise ModelError("energy of the schedule is unknown: choose [fleet] boards whose profiles have a power")
     return {"planned_s": sum(round.duration_s for round in rounds), "planned_j": sum(joules)}
 
 
@@ -200,8 +205,8 @@ class FrozenEngine:
 def measure_peak_bytes(folder: Path, job: JobSettings, budget: str) -> int | None:
     """Return the peak memory of a task process in one round of training or a whole search.
 
-    The device is alone in its job and has the first share of the examples. The result is None if it declines because
-    the budget is too small.
+    The device is alone in its job and has the first share of the examples. Return None if it declines because the
+    budget is too small. Raise ModelError if a task fails.
     """
     single_job = msgspec.structs.replace(
         job,
@@ -224,7 +229,7 @@ def measure_peak_bytes(folder: Path, job: JobSettings, budget: str) -> int | Non
                 results = [process.run_request(request) for request in requests]
                 for result in results:
                     if result.code != "ok":
-                        raise ModelError(f"a task of {job.method} in {budget}: {result.reason}")
+                        raise ModelError(f"task of {job.method} failed with budget {budget}: {result.reason}")
                     if result.peak_bytes is None:
                         raise ModelError("this kernel does not report the peak memory of a process")
                     peaks.append(result.peak_bytes)
@@ -258,15 +263,15 @@ def is_folded(model: nn.Module) -> bool:
 
 
 def set_statistics_from_inputs(model: nn.Module, x: torch.Tensor) -> None:
-    """Set the statistics of all batch-norm layers to those of the inputs `x`, in place.
+    """Set the statistics of all batch-norm layers to those of the inputs `x`, in place, with unchanged outputs.
 
-    A network with folded batch normalisation has mean 0 and variance 1, and would normalise in training mode.
-    Statistics of some inputs, with a scale and shift that cancel them, leave the output unchanged.
+    Weight and bias of the layers change so that they cancel the statistics. A network with folded batch normalisation
+    has mean 0 and variance 1, and would otherwise normalise in training mode.
     """
     import torch
 
     layers = [layer for layer in model.modules() if _is_batch_norm(layer)]
-    handles = [layer.register_forward_pre_hook(_adopt_statistics) for layer in layers]
+    handles = [layer.register_forward_pre_hook(_adopt_statistics_keeping_output) for layer in layers]
     try:
         with torch.no_grad():
             model.eval()(x)
@@ -281,8 +286,9 @@ def _is_batch_norm(layer: Any) -> bool:
     return isinstance(layer, nn.modules.batchnorm._BatchNorm) and layer.running_mean is not None and layer.affine
 
 
-def _adopt_statistics(layer: Any, inputs: tuple[Any, ...]) -> None:
-    # w (z - m) / sqrt(v + eps) + b must stay the same function of the input z when m and v become those of z
+def _adopt_statistics_keeping_output(layer: Any, inputs: tuple[Any, ...]) -> None:
+    # w (z - m) / sqrt(v + eps) + b must stay the same function of the input z when m and v become those of z, so that
+    # weight w and bias b change too
     z = inputs[0]
     axes = [axis for axis in range(z.ndim) if axis != 1]
     mean, variance = z.mean(dim=axes), z.var(dim=axes, unbiased=False)

@@ -38,30 +38,30 @@ class PretrainSettings(GridStruct, frozen=True):
 
     data: dict[str, Any]  # as [data] of a job, with the run's seed unless it has its own
     fit: dict[str, Any] = {}  # fields of `fedquilt.core.Fit`
-    below: int = 0  # train on classes below this number only; 0: on all
+    below: int = 0  # train only on classes below this number, or 0 for all
     draw: tuple[str, ...] = ()  # words that, with the seed, determine the mini-batches
     new_head: bool = False  # reinitialise the last dense layer afterwards
-    by: str = ""  # function of `custom` that computes the weights; "": training
+    by: str = ""  # function of `custom` that computes the weights, or "" for training
 
 
 class AxisPoint(GridStruct, frozen=True):
     job: dict[str, Any] = {}  # merged over [job]
     shares: dict[str, float] = {}  # parameter -> its value as a share of the job's rounds
     pretrain: PretrainSettings | None = None
-    target: float | None = None  # metric that ends the value "rounds_to"
+    target: float | None = None  # value of "test" that ends "rounds_to"
     about: str = ""
-    paper: dict[str, dict[str, tuple[float, ...]]] = {}  # row -> value -> mean and deviation; (): never
+    paper: dict[str, dict[str, tuple[float, ...]]] = {}  # row -> value -> mean and deviation, or () for never reached
 
 
 class GridRow(GridStruct, frozen=True):
     job: dict[str, Any] = {}  # merged over [job] and the axes' points
     pretrain: PretrainSettings | None = None
-    fixed: bool = False  # keep its number of rounds whatever `--rounds` says
+    fixed: bool = False  # ignore `--rounds`
     more: int = 0  # rounds on top of the table's
-    members: tuple[int, ...] = ()  # first and one past the last of the devices that take part; (): all
-    away: int = 0  # number of these, the last ones, that are offline at first
-    alone: int = 0  # number of devices that run the job, each alone; the values are their means. 0: all together
-    play: str = ""  # function of `custom` that runs it; "": as any job
+    members: tuple[int, ...] = ()  # first device and one past the last, or () for all devices
+    away: int = 0  # number of the last devices that are offline at first
+    alone: int = 0  # number of devices that run the job, each alone, with mean values; or 0 for all together
+    play: str = ""  # function of `custom` that runs the row, or "" for a normal run
     paper: dict[str, tuple[float, ...]] = {}  # value -> mean and deviation
 
 
@@ -76,11 +76,11 @@ class GridColumn(GridStruct, frozen=True):
 class ClaimSpec(GridStruct, frozen=True):
     name: str  # {column} and {row} are replaced by their names
     value: str  # a name for `cells.read_value`
-    row: str = ""  # row that it is about; "": every row but the one it is compared with
+    row: str = ""  # row of the claim, or "" for all rows except the baseline
     over: str = ""  # row whose value is subtracted
     of: str = ""  # row whose value is 100 %
-    columns: tuple[str, ...] = ()  # columns that it is about; (): all
-    worst: bool = False  # one claim for all columns together, about the largest value of each seed
+    columns: tuple[str, ...] = ()  # columns of the claim, or () for all
+    worst: bool = False  # one claim for all columns together, on the largest value of each seed
     scale: float = 1.0
     unit: str = ""
     at_least: float | None = None
@@ -88,6 +88,7 @@ class ClaimSpec(GridStruct, frozen=True):
     told: bool = False  # print the comparison without claiming anything
 
     def list_rows(self, rows: Iterable[str]) -> list[str]:
+        """Return the rows of the claim, then its baseline if it has one."""
         baseline = self.over or self.of
         return [
             *([self.row] if self.row else [row for row in rows if row != baseline]),
@@ -105,9 +106,9 @@ class Grid(GridStruct, frozen=True):
     claims: tuple[ClaimSpec, ...] = ()
     pretrain: PretrainSettings | None = None
     together: bool = True  # train the devices of a small network in one graph
-    may_fail: bool = False  # a run that fails, as one whose model diverges, leaves its cell without that seed's value
-    first: bool = False  # evaluate on the test set before the first round too, as the value "test@0"
-    device: str = ""  # prefix of the devices' names, on which their random draws depend; "": names of their boards
+    may_fail: bool = False  # a failed run, as of a model that diverges, leaves its cell without that seed's value
+    first: bool = False  # evaluate on the test set also before the first round, as the value "test@0"
+    device: str = ""  # prefix of the devices' names, which seed their random draws, or "" for the names of boards
     observe: str = ""  # function of `custom` that returns further values of a run, or "" for none
     page: str = ""  # page of docs/ with the figures
 
@@ -148,13 +149,14 @@ class Grid(GridStruct, frozen=True):
         return list(dict.fromkeys([*(show.value for show in self.show), *(claim.value for claim in self.claims)]))
 
     def select_rows(self, rows: Sequence[str]) -> Grid:
-        """Return the grid with these rows and the claims about them."""
+        """Return the grid with these rows and the claims on them. Raise JobError if a row is unknown."""
         _require_known("row", rows, self.rows)
         claims = tuple(claim for claim in self.claims if {claim.row, claim.over, claim.of} <= {"", *rows})
         selected = {name: row for name, row in self.rows.items() if name in rows}
         return msgspec.structs.replace(self, rows=selected, claims=claims)
 
     def make_job(self, points: Iterable[AxisPoint], row: GridRow, seed: int, rounds: int | None) -> dict[str, Any]:
+        """Return the job of a cell as a table. `rounds` replaces the job's, except in rows with `fixed`."""
         table = self.job
         for point in points:
             table = merge_tables(table, point.job)
@@ -175,11 +177,14 @@ class GridTable:
 
     @property
     def grid(self) -> Grid:
-        """Parsed table, with the marks left in its paths."""
+        """Parsed table with unresolved marks such as "$mnist". Raises JobError if the table is invalid."""
         return self._parse_grid(self.raw)
 
     def fill_marks(self, data: Path | None) -> Grid:
-        """Return the parsed table with the marks in its paths replaced."""
+        """Return the parsed table with the marks in its paths replaced. `data` is the folder of `--data`.
+
+        Raise JobError if the table is invalid, and DataError if files are missing.
+        """
         with toml.prefix_errors(str(self.file)):
             return self._parse_grid(
                 _resolve_paths_and_marks(
@@ -197,9 +202,7 @@ class GridTable:
             if self.file.parent != HERE:  # functions of a paper's table may define other values
                 _require_known("value", {value.partition("@")[0] for value in grid.value_names}, VALUES)
                 for function in grid.function_names:
-                    raise JobError(
-                        f"{function!r} names a function, and only the papers' tables have code: leave it out"
-                    )
+                    raise JobError(f"function {function!r}: only the papers' tables can name functions: leave it out")
             for value in grid.value_names:
                 if "@" in value and not value.partition("@")[2].isdigit():
                     raise JobError(f"value {value!r}: write a number of rounds after @")
@@ -209,20 +212,19 @@ class GridTable:
                         raise JobError(f"rows.{name}.{key} = {count}: write a number of devices, at least 0")
                 if row.members and not (len(row.members) == 2 and 0 <= row.members[0] < row.members[1]):
                     raise JobError(
-                        f"rows.{name}.members = {list(row.members)}: write the first device and one past the last, as "
-                        "[0, 5]"
+                        f"rows.{name}.members = {list(row.members)} is invalid: write the first device and one past "
+                        "the last, such as [0, 5]"
                     )
             for name, points in grid.columns.items():
                 if "rounds_to" in grid.value_names and all(point.target is None for point in points):
                     column = f"column {name!r}" if name else "a table without axes"
-                    raise JobError(
-                        f"value 'rounds_to': {column} has no target: write target = 0.9 in [axes.AXIS.POINT]"
-                    )
+                    fix = "write target = 0.9 in [axes.AXIS.POINT]"
+                    raise JobError(f"value 'rounds_to': {column} has no target: {fix}")
             for claim in grid.claims:
                 _require_known(f"row of the claim {claim.name!r}", claim.list_rows(grid.rows), grid.rows)
                 _require_known(f"column of the claim {claim.name!r}", claim.columns, grid.columns)
                 if not claim.told and (claim.at_least is None) == (claim.at_most is None):
-                    raise JobError(f"the claim {claim.name!r} requires one of at_least and at_most")
+                    raise JobError(f"claim {claim.name!r} must have one of at_least and at_most: add or remove one")
             for name, points in grid.columns.items():
                 for point in points:
                     _require_known(f"row of the paper's numbers in {name!r}", point.paper, grid.rows)
@@ -238,10 +240,11 @@ def _get_rounds(job: Mapping[str, Any]) -> int:
 
 def _require_known(kind: str, names: Iterable[str], choices: Iterable[str]) -> None:
     for name in sorted(set(names) - set(choices)):
-        raise JobError(f"{kind}: there is no {name!r}{toml.describe_choices(name, choices)}")
+        raise JobError(f"{kind}: {name!r} is unknown{toml.describe_choices(name, choices)}")
 
 
 def read_tables(file: Path) -> dict[str, GridTable]:
+    """Return the tables of a file by name. Raise JobError if it cannot be read or `like` names no table."""
     with toml.prefix_errors(str(file)):
         common = _resolve_likes(toml.read_toml(file))
     several = common.pop("tables", None)
@@ -270,7 +273,7 @@ def _resolve_likes(table: Mapping[str, Any]) -> dict[str, Any]:
         if not isinstance(value, Mapping) or not isinstance(sibling := value.get("like"), str):
             return value
         if sibling not in resolved or sibling in ancestors:
-            raise JobError(f"{key}: like = {sibling!r}: no such table at the same level")
+            raise JobError(f"{key}: like = {sibling!r} names no table of the same level, or forms a loop")
         return merge_tables(
             resolve(sibling, (*ancestors, key)), {name: entry for name, entry in value.items() if name != "like"}
         )
@@ -279,29 +282,32 @@ def _resolve_likes(table: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def resolve_mark(table: str, mark: str, name: str, data: Path | None) -> dict[str, str]:
-    """Return the keys that replace a mark in a path: "path", and further keys of the same table."""
+    """Return the keys that replace a mark in a path: "path", and further keys of the same table.
+
+    Raise JobError if the mark is unknown, and DataError if files are missing.
+    """
     if mark == "digits":
         return {"path": str(DIGITS)}
     descriptions = {"mnist": "MNIST's files", "cifar": "CIFAR-10", "weights": "torchvision's weights in weights/"}
     if mark not in descriptions:
         raise JobError(
-            f"{table}: ${mark} is unknown; there are: $digits, {', '.join(f'${each}' for each in descriptions)}"
+            f"{table}: unknown ${mark}: choose one of $digits, {', '.join(f'${each}' for each in descriptions)}"
         )
     if data is None:
-        raise DataError(f"{table} needs --data: a folder with {descriptions[mark]}")
+        raise DataError(f"table {table} needs data: add --data with a folder that contains {descriptions[mark]}")
     if mark == "mnist":
         nested = data / "MNIST" / "raw"  # as torchvision has it
         folder = nested if nested.is_dir() else data
         if not any(folder.glob("*images?idx3-ubyte*")):
             raise DataError(
-                f"there is no MNIST in {folder}: train-images-idx3-ubyte, t10k-images-idx3-ubyte and their labels, "
-                "or the same with .gz, are wanted there or in MNIST/raw below it"
+                f"no MNIST in {folder}: put train-images-idx3-ubyte, t10k-images-idx3-ubyte and their labels, also as "
+                ".gz, there or in MNIST/raw below"
             )
         return {"path": str(folder)}
     if mark == "cifar":
         files = sorted(data.glob("cifar10*.npz"))
         if not files and not (data / "cifar-10-batches-py").is_dir():
-            raise DataError(f"there is no CIFAR-10 in {data}: cifar10.npz, or torchvision's folder cifar-10-batches-py")
+            raise DataError(f"no CIFAR-10 in {data}: put cifar10.npz or torchvision's cifar-10-batches-py there")
         return {"path": str(files[0])} if files else {"path": str(data), "dataset": "CIFAR10"}
     files = sorted((data / "weights").glob(f"{name}*.pt*"))
     if not files:

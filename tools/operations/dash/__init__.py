@@ -32,7 +32,10 @@ def serve_dashboard(
     print_line: Callable[[str], None] = print,
     connections: ConnectionLimiter | None = None,
 ) -> None:
-    """Serve the dashboard of a home until the process ends."""
+    """Serve the dashboard of a home until KeyboardInterrupt. `names` are permitted host names.
+
+    With `actions`, write the token into the home. Raise JobError if `listen` cannot be used or a library is missing.
+    """
     raise_descriptor_limit()
     uvicorn: Any = extras.load_optional("uvicorn")
     extras.load_optional("starlette")

@@ -146,13 +146,13 @@ class Dashboard:
         has_session = access_policy is not None and access_policy.has_session(request.headers)
         if request.method == "POST":
             if access_policy is None:
-                raise HTTPException(403, "this dashboard only shows: start it with --actions")
+                raise HTTPException(403, "dashboard is read-only: start it with --actions")
             try:
                 token = msgspec.json.decode(await _read_body(request), type=dict[str, str]).get("token")
             except msgspec.MsgspecError:
                 token = None
             if not access_policy.accepts_token(token):
-                raise HTTPException(403, "that is not the token of this start: open the address that was printed last")
+                raise HTTPException(403, "token is wrong: open the address that `fedquilt dash` printed last")
             headers, has_session = {"set-cookie": access_policy.make_session_cookie()}, True
         session = {
             "version": __version__,
@@ -181,9 +181,9 @@ class Dashboard:
         if action not in actions:
             raise HTTPException(404)
         if access_policy is None:
-            raise HTTPException(403, "this dashboard only shows: start it with --actions")
+            raise HTTPException(403, "dashboard is read-only: start it with --actions")
         if not access_policy.permits_action(request.headers):
-            raise HTTPException(403, "this needs the address with the token that `fedquilt dash --actions` printed")
+            raise HTTPException(403, "session is missing: open the address that `fedquilt dash --actions` printed")
         return action
 
 
@@ -202,7 +202,7 @@ def _request_run_action(action: str, watcher: HomeWatcher, run: str) -> str:
             raise JobError(
                 f"no coordinator serves {watcher.home}: start one with `fedquilt resume {run} --home {watcher.home}`"
             )
-        return f"{run_control.resume_run(job_store, run).id} goes on at the coordinator's next look at its store"
+        return f"{run_control.resume_run(job_store, run).id} resumes within a second"
 
 
 class SecuredApp:
@@ -229,7 +229,7 @@ class SecuredApp:
         is_action = request.method not in ("GET", "HEAD")
         reason = access_control.refusal_reason(request.headers, self._names, is_action=is_action)
         if reason is None and len(scope.get("query_string", b"")) > MAX_QUERY_BYTES:
-            reason = "so long a question has no answer here"
+            reason = f"query is too long: send at most {MAX_QUERY_BYTES} bytes"
         if reason is not None:
             return await _make_problem_response(403, reason)(scope, receive, send_with_headers)
         return await self._app(scope, receive, send_with_headers)
@@ -259,7 +259,7 @@ async def _handle_fedquilt_error(request: Request, error: FedquiltError) -> Resp
 
 async def _handle_unexpected_error(request: Request, error: Exception) -> Response:
     log.error("request for %s failed: %r", request.url.path, error)
-    return _make_problem_response(500, "an error of fedquilt's own; its log says more")
+    return _make_problem_response(500, "internal error: see the dashboard's log")
 
 
 def _get_path_parameter(request: Request, name: str) -> str:
@@ -271,7 +271,7 @@ async def _read_body(request: Request) -> bytes:
     async for chunk in request.stream():
         body += chunk
         if len(body) > MAX_BODY_BYTES:
-            raise HTTPException(413, "so long a request has no answer here")
+            raise HTTPException(413, f"request body is too long: send at most {MAX_BODY_BYTES} bytes")
     return body
 
 
@@ -283,6 +283,8 @@ CHECK_S = 0.5  # between checks of deadlines
 
 
 def make_limited_protocol(connections: ConnectionLimiter) -> Callable[..., asyncio.Protocol]:
+    """Return a protocol class for uvicorn that refuses connections (503) and sets deadlines by the limiter."""
+
     class LimitedProtocol(H11Protocol):
         entry: Connection | None = None
 
@@ -333,7 +335,6 @@ def make_limited_protocol(connections: ConnectionLimiter) -> Callable[..., async
 
 
 async def close_late_connections(connections: ConnectionLimiter, server: Any) -> None:
-    """Close connections whose deadline has passed, until the server ends."""
     while not server.should_exit:
         connections.close_overdue()
         await asyncio.sleep(CHECK_S)

@@ -78,7 +78,6 @@ class HomeWatcher:
     # -- changes --
 
     async def poll_databases(self) -> None:
-        """Check the databases for changes until the watcher is closed."""
         files = {"boards": device_status.NAME, "runs": NAME}
         while not self._closing:
             changed = False
@@ -194,6 +193,7 @@ class HomeWatcher:
         return self._get_current_reader().rollouts
 
     async def find_run(self, run: str) -> StoredJob:
+        """Return the latest run with this id or name. Raise StoreError if it is missing or its row is damaged."""
         rows = (await self.load_runs()).rows
         for row in reversed(rows):
             if isinstance(row, UnreadableRow) and run == row.id:
@@ -203,7 +203,11 @@ class HomeWatcher:
         raise MissingRunError(f"no run {run[:100]!r} in {self.home}")
 
     async def load_follower(self, run: str) -> RunFollower:
-        """Return the follower of a run after reading all its events."""
+        """Return the follower of a run, by id or name, after reading all its events.
+
+        Raise StoreError if there is no such run, or JobError if its log cannot be read. The error is raised again for
+        RETRY_S without another read.
+        """
         row = await self.find_run(run)
         async with self._get_lock(row.id):
             retry_s, problem = self._problems.get(row.id, (0.0, ""))
@@ -245,7 +249,7 @@ class HomeWatcher:
     async def get_loaded_follower(self, run: str) -> RunFollower | None:
         """Return the follower of a run if its log has been read, or None and schedule the read.
 
-        A change is announced when the log has been read.
+        After the read, "runs" in `changes` increases. Raise JobError if the log cannot be read.
         """
         if run in self._followers or run in self._problems:
             return await self.load_follower(run)
@@ -279,6 +283,7 @@ class HomeWatcher:
             await self._read_requested.wait()
 
     async def _read_next_log(self) -> bool:
+        # False if no run waits for its log to be read
         if self._requested_runs:
             run = next(iter(self._requested_runs))
             with contextlib.suppress(FedquiltError):  # the next request for the log reports the error
@@ -309,7 +314,7 @@ class HomeWatcher:
     async def load_round_outcomes(
         self, follower: RunFollower, round: int
     ) -> Mapping[str, round_outcomes.DeviceOutcome] | None:
-        """Return the outcomes of all devices in a round, or None if the round does not exist."""
+        """Return the outcomes by device of a round (from 0), or None if the round does not exist."""
         if (
             stored_outcomes := await self.run_in_reader_thread(lambda: dict(follower.parts.get(round, {})))
         ) or round in follower.parts:

@@ -56,7 +56,7 @@ async def load_fleet_page(watcher: HomeWatcher, query: Query) -> dict[str, Any]:
     )
     labels.require_valid_selection(label_filter)
     if state is not None and state not in devices.STATES:
-        raise JobError(f"{state[:100]!r} is no state: {', '.join(devices.STATES)}")
+        raise JobError(f"unknown state {state[:100]!r}: choose one of {', '.join(devices.STATES)}")
     rows = (
         fleet.device_rows
         if not label_filter and state is None
@@ -66,7 +66,7 @@ async def load_fleet_page(watcher: HomeWatcher, query: Query) -> dict[str, Any]:
         rows = [row for row in rows if text in _make_searchable_text(row)]
     sort = query.get("sort", "name")
     if sort.removeprefix("-") not in _SORTS:
-        raise JobError(f"boards are not sorted by {sort[:100]!r}: {', '.join(_SORTS)}")
+        raise JobError(f"unknown sort key {sort[:100]!r}: choose one of {', '.join(_SORTS)}")
     if key := _SORTS[sort.removeprefix("-")]:
         rows = sorted(rows, key=key, reverse=sort.startswith("-"))
     elif sort.startswith("-"):
@@ -103,7 +103,7 @@ async def load_device_page(watcher: HomeWatcher, query: Query, name: str) -> dic
     row = rows[index] if index < len(rows) and rows[index].board.device == name else None
     now_s, span = time.time(), query.get("span", "2h")
     if span not in SPANS:
-        raise JobError(f"{span[:100]!r} is no span: {', '.join(SPANS)}")
+        raise JobError(f"unknown span {span[:100]!r}: choose one of {', '.join(SPANS)}")
     readings = await watcher.load_readings(name, now_s - SPANS[span] + 1, now_s)
     device_rounds: list[dict[str, Any]] = []
     followers, reading = await _load_recent_runs(watcher)
@@ -125,7 +125,7 @@ async def load_device_page(watcher: HomeWatcher, query: Query, name: str) -> dic
 
 
 async def _load_recent_runs(watcher: HomeWatcher) -> tuple[list[run_follower.RunFollower], bool]:
-    # all unfinished runs and the two that ended last. Unreadable logs are left out
+    # unfinished runs and the two that ended last, and whether a log is still being read. Unreadable logs are left out
     try:
         rows = [row for row in (await watcher.load_runs()).rows if isinstance(row, StoredJob)]
     except FedquiltError:
@@ -257,6 +257,7 @@ async def load_log_page(watcher: HomeWatcher, query: Query) -> dict[str, Any]:
 
 
 def _paginate(rows: Sequence[Any], page: int, size: int) -> tuple[Sequence[Any], int, int]:
+    # rows of the page, number of the page within the limits, and number of pages
     pages = max(1, -(-len(rows) // size))
     page = min(max(page, 1), pages)
     return rows[(page - 1) * size : page * size], page, pages
@@ -267,7 +268,7 @@ def _parse_integer(query: Query, name: str, default: int) -> int:
     if not text:
         return default
     if not text.isascii() or not text.isdigit() or len(text) > 9:
-        raise JobError(f"{name}={text[:100]!r} is no whole number")
+        raise JobError(f"{name}={text[:100]!r} is not a whole number: write one of up to 9 digits")
     return int(text)
 
 
@@ -320,7 +321,10 @@ async def load_rollout(watcher: HomeWatcher, query: Query, id: str) -> dict[str,
 
 
 async def request_revert(watcher: HomeWatcher, id: str) -> str:
-    """Request the end or the roll-back of a rollout, and return a sentence on the effect."""
+    """Request the end or the roll-back of a rollout, and return a sentence on the effect.
+
+    Raise MissingRunError without the rollout, and JobError if it cannot be reverted.
+    """
     rollout = await _find_rollout(watcher, id)
 
     def store_request() -> str:

@@ -25,6 +25,7 @@ class ReportBuilder:
         self._pages: dict[tuple[str, str], bytes] = {}
 
     async def get_page(self, run: str, state: str) -> bytes:
+        """Return the report of a run as HTML, built again if `state` is new. Raise JobError if the build fails."""
         async with self._lock:
             if (run, state) not in self._pages:
                 page = await self._make_page(run)
@@ -46,7 +47,7 @@ class ReportBuilder:
                 process.kill()
                 await process.wait()
         if process.returncode:
-            lines = error_output.decode(errors="replace").strip().splitlines() or ["it says nothing"]
+            lines = error_output.decode(errors="replace").strip().splitlines() or [f"exit code {process.returncode}"]
             raise JobError(f"report of {run} failed: {shorten_error(lines[-1])}")
         return page
 

@@ -54,8 +54,6 @@ class RoundTimes:
 
 
 class RunFollower:
-    """State of one run after the events so far."""
-
     def __init__(self, row: StoredJob, max_cells: int = MAX_CELLS) -> None:
         self.row, self.seq, self.max_cells = row, 0, max_cells
         self.lines: deque[LogLine] = deque(maxlen=MAX_LOG_LINES)
@@ -78,7 +76,6 @@ class RunFollower:
         return self._outcomes.by_round
 
     def add_event(self, seq: int, time_s: float, event: AnyEvent) -> None:
-        """Apply the next event of the run and add its log line."""
         old_summary = self.summary
         self._outcomes.apply_event(event, time_s)
         text, *details = event_messages.format_event(old_summary, event, self.summary)
@@ -127,6 +124,7 @@ class RunFollower:
         return rows
 
     def find_last_metric(self) -> float | None:
+        """Return the weighted metric of the latest evaluation after a round of training, or None."""
         all_scores = (
             committed_round.scores
             for committed_round in reversed(self.summary.committed_rounds())
@@ -152,7 +150,7 @@ class RunFollower:
     def describe_current_round(
         self, wait_reason: str | None = None, devices: Mapping[str, DeviceStatus] = {}
     ) -> dict[str, Any]:
-        """Return phase, devices, counts and wait reason of the current round."""
+        """Return phase, selected devices, counts and the reason to wait (or None) of the current round, from 1."""
         state = self.state
         parts = self.parts.get(state.round, {})
         return {

@@ -73,31 +73,34 @@ def test_tables_of_one_file_share_what_stands_outside_of_them(tmp_path: Path) ->
         ("[rows.odd]\nmor = 1", r"made\.toml, table made: there is no key 'mor'; .*did you mean 'more'\?"),
         (
             "[[claims]]\nname = 'x'\nvalue = 'test'\nrow = 'plan'\nat_least = 0",
-            r"no 'plan'; did you mean 'plain'\? There are: ",
+            r"'plan' is unknown; did you mean 'plain'\? There are: ",
         ),
         (
             "[[claims]]\nname = 'x'\nvalue = 'test'\nrow = 'plain'",
-            r"the claim 'x' requires one of at_least and at_most",
+            r"claim 'x' must have one of at_least and at_most",
         ),
         (
             "[[claims]]\nname = 'x'\nvalue = 'test'\ncolumns = ['lo']\nat_most = 1",
-            r"column of the claim 'x': there is no",
+            r"column of the claim 'x': 'lo' is unknown",
         ),
-        ("[axes.rate.mid]\npaper.plein.test = [1.0]", r"row of the paper's numbers in 'mid, iid': there is no 'plein'"),
-        ("[[show]]\nvalue = 'tset'\ntitle = 'x'", r"value: there is no 'tset'; did you mean 'test'\? There are: "),
+        ("[axes.rate.mid]\npaper.plein.test = [1.0]", r"row of the paper's numbers in 'mid, iid': 'plein' is unknown"),
+        ("[[show]]\nvalue = 'tset'\ntitle = 'x'", r"value: 'tset' is unknown; did you mean 'test'\? There are: "),
         ("[[show]]\nvalue = 'test@x'\ntitle = 'x'", r"value 'test@x': write a number of rounds after @"),
-        ("[[show]]\nvalue = 'metric'\ntitle = 'x'", r"value: there is no 'metric'; there are: rounds_to, "),
+        ("[[show]]\nvalue = 'metric'\ntitle = 'x'", r"value: 'metric' is unknown; there are: rounds_to, "),
         (
             "[[show]]\nvalue = 'rounds_to'\ntitle = 'x'",
             r"'rounds_to': column 'low, iid' has no target: write target = 0\.9 in \[axes\.AXIS\.POINT\]",
         ),
         ("[rows.odd]\nalone = -1", r"rows\.odd\.alone = -1: write a number of devices, at least 0"),
         ("[rows.odd]\naway = -2", r"rows\.odd\.away = -2: write a number of devices"),
-        ("[rows.odd]\nmembers = [3]", r"rows\.odd\.members = \[3\]: write the first device and one past the last"),
-        ("[rows.odd]\nmembers = [3, 3]", r"rows\.odd\.members = \[3, 3\]: write"),
-        ("[rows.odd]\nmembers = [-2, 3]", r"rows\.odd\.members = \[-2, 3\]: write"),
-        ("[rows.odd]\nplay = 'alone'", r"'alone' names a function, and only the papers' tables have code"),
-        ("[rows.odd]\nlike = 'none'", r"made\.toml: odd: like = 'none': no such table at the same level"),
+        (
+            "[rows.odd]\nmembers = [3]",
+            r"rows\.odd\.members = \[3\] is invalid: write the first device and one past the last",
+        ),
+        ("[rows.odd]\nmembers = [3, 3]", r"rows\.odd\.members = \[3, 3\] is invalid: write"),
+        ("[rows.odd]\nmembers = [-2, 3]", r"rows\.odd\.members = \[-2, 3\] is invalid: write"),
+        ("[rows.odd]\nplay = 'alone'", r"function 'alone': only the papers' tables can name functions"),
+        ("[rows.odd]\nlike = 'none'", r"made\.toml: odd: like = 'none' names no table of the same level"),
         ("[rows.a]\nlike = 'b'\n[rows.b]\nlike = 'a'", r"like = 'a'"),
     ],
 )
@@ -119,9 +122,9 @@ def test_rounds_that_are_no_number_are_named(tmp_path: Path) -> None:
 
 
 def test_mnist_is_found_where_its_files_or_torchvision_put_it(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="t1 needs --data: a folder with MNIST's files"):
+    with pytest.raises(DataError, match="table t1 needs data: add --data with a folder that contains MNIST's files"):
         grid.resolve_mark("t1", "mnist", "", None)
-    with pytest.raises(DataError, match=r"there is no MNIST in .*train-images-idx3-ubyte, .*MNIST/raw below it"):
+    with pytest.raises(DataError, match=r"no MNIST in .*train-images-idx3-ubyte, .*MNIST/raw below"):
         grid.resolve_mark("t", "mnist", "", tmp_path)
     (tmp_path / "train-images-idx3-ubyte.gz").write_bytes(b"")
     assert grid.resolve_mark("t", "mnist", "", tmp_path) == {"path": str(tmp_path)}
@@ -135,7 +138,7 @@ def test_mnist_is_found_where_its_files_or_torchvision_put_it(tmp_path: Path) ->
 
 def test_cifar_and_weights_are_found_or_what_is_wanted_is_said(tmp_path: Path) -> None:
     """CIFAR-10 as a file or as torchvision puts it."""
-    with pytest.raises(DataError, match=r"there is no CIFAR-10 in .*: cifar10\.npz, or torchvision's folder"):
+    with pytest.raises(DataError, match=r"no CIFAR-10 in .*: put cifar10\.npz or torchvision's cifar-10"):
         grid.resolve_mark("t", "cifar", "", tmp_path)
     (tmp_path / "cifar-10-batches-py").mkdir()
     assert grid.resolve_mark("t", "cifar", "", tmp_path) == {"path": str(tmp_path), "dataset": "CIFAR10"}
@@ -153,7 +156,7 @@ def test_marks_and_paths_in_a_file_become_places(tmp_path: Path) -> None:
     rows = table.fill_marks(tmp_path).rows
     assert rows["own"].job["data"] == {"path": str((tmp_path / "x.npz").resolve())}
     assert rows["big"].job["data"] == {"path": str(tmp_path), "dataset": "CIFAR10"}
-    with pytest.raises(JobError, match=r"\$mnits is unknown; there are: \$digits, \$mnist"):
+    with pytest.raises(JobError, match=r"unknown \$mnits: choose one of \$digits, \$mnist"):
         made(tmp_path, GRID.replace("$digits", "$mnits")).fill_marks(tmp_path)
 
 
@@ -295,7 +298,7 @@ def test_nothing_is_a_percentage_of_nothing() -> None:
         return {"": {name: {"rounds": 1, "values": {"up_bytes": known}, "paper": {}} for name, known in each.items()}}
 
     assert list(papers.judge_claims(grid, column(10.0))) == ["{share} of a"]
-    with pytest.raises(JobError, match=r"of = 'b': its up_bytes is 0, and has no percentages: write over = 'b'"):
+    with pytest.raises(JobError, match=r"of = 'b' has up_bytes = 0, so percentages are undefined: write over = 'b'"):
         papers.judge_claims(grid, column(0.0))
 
 

@@ -105,14 +105,14 @@ def test_without_a_table_they_are_listed(capsys: pytest.CaptureFixture[str]) -> 
 @pytest.mark.parametrize(
     ("words", "code", "said"),
     [
-        (["table-99"], 2, "'table-99' is unknown; there are: budgets, class-priors, codecs, fedpews-table2"),
+        (["table-99"], 2, "unknown table 'table-99': choose one of budgets, class-priors, codecs, fedpews-table2"),
         (["none.toml"], 2, "cannot read none.toml"),
         (["genefl", "--data", ".", "--columns", "a"], 2, "genefl has one column: leave out --columns"),
-        (["fedpews-table2", "--columns", "64k"], 2, "has no column '64k'; it has: 32k-1.0"),
-        (["fedpews-table6", "--rows", "FedPros"], 2, "there is no 'FedPros'; did you mean 'FedProx'? There are: "),
-        (["fedpews-table2", "--data", "."], 2, "fedpews-table2 creates its own data: leave out --data"),
-        (["fedsdg"], 3, "fedsdg needs --data: a folder with MNIST's files"),
-        (["fedstitch"], 3, "fedstitch needs --data"),
+        (["fedpews-table2", "--columns", "64k"], 2, "has no column '64k': choose from 32k-1.0"),
+        (["fedpews-table6", "--rows", "FedPros"], 2, "'FedPros' is unknown; did you mean 'FedProx'? There are: "),
+        (["fedpews-table2", "--data", "."], 2, "table fedpews-table2 needs no --data: leave it out"),
+        (["fedsdg"], 3, "table fedsdg needs data: add --data with a folder that contains MNIST's files"),
+        (["fedstitch"], 3, "fedstitch needs data: add --data"),
     ],
 )
 def test_what_is_not_there_is_said_before_anything_is_run(
@@ -199,7 +199,7 @@ def test_devices_that_train_alone_have_the_mean_of_the_worst_tenth(own: Path, tm
     found = run["figures"]
     assert 0 <= found["worst_decile"] < found["mean"] < 1
     assert found["worst_decile"] <= found["held"] <= 2 * found["mean"] - found["worst_decile"]
-    with pytest.raises(JobError, match=r"members = \[2, 4\]: the job has 2 devices"):
+    with pytest.raises(JobError, match=r"members = \[2, 4\], but the job has 2 devices"):
         papers.run_table(table, rows=["far"], **options)
 
 

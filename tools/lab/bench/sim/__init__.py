@@ -51,8 +51,6 @@ BARE = ("bare_1", "bare_n")
 
 
 class OtherSimulator(NamedTuple):
-    """Package and script of another simulator."""
-
     package: str
     requirement: str
     script: str
@@ -66,7 +64,10 @@ OTHERS = {
 
 
 def prepare_environment(name: str) -> tuple[Path, str]:
-    """Return a simulator's Python and version, and install the environment with the torch of this Python if missing."""
+    """Return a simulator's Python and version. On first use, install it with this Python's version of torch.
+
+    Raise JobError if it cannot be installed.
+    """
     simulator = OTHERS[name]
     home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fedquilt" / "bench" / name
     python = home / "bin" / "python"
@@ -80,9 +81,8 @@ def prepare_environment(name: str) -> tuple[Path, str]:
             error_lines = [
                 line for line in (completed.stderr or completed.stdout).strip().splitlines() if "WARNING" not in line
             ]
-            raise JobError(
-                f"{simulator.title} cannot be installed here: {error_lines[-1] if error_lines else 'no output of pip'}"
-            )
+            reason = error_lines[-1] if error_lines else f"exit code {completed.returncode}"
+            raise JobError(f"{simulator.title} cannot be installed: {reason}")
         return completed.stdout
 
     if not (home / "ready").exists():
@@ -134,7 +134,7 @@ def select_workloads(names: Sequence[str]) -> Sequence[FederationWorkload]:
     """Return the workloads with these names (W1 is `compute`, W2 is `overhead`), or all of them."""
     for name in names:
         if name not in WORKLOADS:
-            raise JobError(f"bench sim has no workload {name!r} for --only: there are {', '.join(WORKLOADS)}")
+            raise JobError(f"--only {name} is not a workload: choose from {', '.join(WORKLOADS)}")
     return [work for name, work in WORKLOADS.items() if name in names or not names]
 
 
@@ -147,21 +147,20 @@ def measure(
     show: Callable[[str, float, float], None] = progress.LINE.show_status,
     report: Callable[[str], None] = progress.LINE.print_to_stdout,
 ) -> dict[str, Any]:
-    """Run all contestants on all workloads, in turn."""
+    """Run all contestants on all workloads, in turn, and return rates, times, memory and judged figures.
+
+    `beside` names other simulators to install and run. Only fedquilt and the bare loops are run `repeats` times. Raise
+    FedquiltError if a contestant fails, a name is unknown or the images (28x28) do not suffice.
+    """
     for name in beside:
         if name not in OTHERS:
-            raise JobError(f"--with {name}: there are {', '.join(OTHERS)}")
+            raise JobError(f"--with {name} is not a simulator: choose from {', '.join(OTHERS)}")
     workloads = select_workloads(only)
     ctypes.CDLL(None).prctl(SET_CHILD_SUBREAPER, 1)
     processes = processes or len(os.sched_getaffinity(0))
     contestants, missing_simulators = _prepare_contestants(beside, processes)
-    result: dict[str, Any] = {
-        "processes": processes,
-        "repeats": repeats,
-        "absent": missing_simulators,
-        "workloads": {},
-        "figures": {},
-    }
+    result: dict[str, Any] = {"processes": processes, "repeats": repeats, "absent": missing_simulators}
+    result |= {"workloads": {}, "figures": {}}
     with tempfile.TemporaryDirectory() as scratch:
         schedule = [
             (work, repeat, contestant)
@@ -215,16 +214,14 @@ def _prepare_contestants(other_simulators: Sequence[str], processes: int) -> tup
 
 
 def write_workload(work: FederationWorkload, path: Path | str, folder: Path) -> None:
-    """Write the data, cohorts and first weights that contestants are given, and our bundle and job."""
+    """Write data, cohorts and initial weights for all contestants, and fedquilt's bundle and job."""
     table = {"path": str(path), "held": 0.0, "seed": SEED}
-    train, test = (
-        examples.load_split(msgspec.convert({**table, "split": split}, DataSpec)) for split in ("train", "test")
-    )
+    splits = [msgspec.convert({**table, "split": split}, DataSpec) for split in ("train", "test")]
+    train, test = map(examples.load_split, splits)
     needed_examples = work.clients * work.examples_per_client
     if train.x.shape[1:] != (28, 28) or len(train) < needed_examples:
-        raise DataError(
-            f"{path}: {needed_examples} images of 28x28 are needed, not {len(train)} of {train.x.shape[1:]}"
-        )
+        problem = f"has {len(train)} examples {train.x.shape[1:]}, but {needed_examples} images (28, 28) are needed"
+        raise DataError(f"{path} {problem}: use MNIST or Fashion-MNIST")
     rows = np.random.default_rng(SEED).permutation(len(train))[:needed_examples]
     folder.mkdir(parents=True)
     for name, array in (("x", train.x[rows]), ("y", train.y[rows]), ("test_x", test.x), ("test_y", test.y)):
@@ -246,15 +243,9 @@ def write_workload(work: FederationWorkload, path: Path | str, folder: Path) -> 
         "cohort": {"size": work.cohort_size, "turns": 1e9},  # selected uniformly, as by the other simulators
         "params": {"lr": 0.05, "batch": 32},
     }
-    table = {
-        "clients": work.clients,
-        "each": work.examples_per_client,
-        "network": work.network,
-        "lr": 0.05,
-        "batch": 32,
-        "seed": SEED,
-    }
-    (folder / "spec.json").write_text(json.dumps({**table, "name": NAME, "job": job}))
+    table = {"clients": work.clients, "each": work.examples_per_client, "network": work.network}
+    table |= {"lr": 0.05, "batch": 32, "seed": SEED, "name": NAME, "job": job}
+    (folder / "spec.json").write_text(json.dumps(table))
     meta: dict[str, Any] = {"network": work.network}
     if work.network["name"] != "mlp":  # the table of an MLP implies its register
         from fedquilt.models.networks import traces
@@ -288,7 +279,7 @@ def _run_and_measure_contestant(
         max_rss, max_pss, cpu_before_s = 0, 0, _child_processor_s()
         while process.poll() is None:
             show_status()
-            now_rss, now_pss = _memory_bytes(process.pid)
+            now_rss, now_pss = _rss_and_pss_bytes(process.pid)
             max_rss, max_pss = max(max_rss, now_rss), max(max_pss, now_pss)
             time.sleep(SAMPLE_S)
         with contextlib.suppress(psutil.NoSuchProcess):
@@ -323,7 +314,7 @@ def _child_processor_s() -> float:
     return times.children_user + times.children_system
 
 
-def _memory_bytes(pid: int) -> tuple[int, int]:
+def _rss_and_pss_bytes(pid: int) -> tuple[int, int]:
     rss = pss = 0
     try:
         root = psutil.Process(pid)
@@ -379,7 +370,7 @@ def _build_figures(result: dict[str, Any]) -> dict[str, Any]:
     return figures
 
 
-def lines(result: dict[str, Any]) -> list[str]:
+def format_result(result: dict[str, Any]) -> list[str]:
     text = [f"{result['processes']} processes each"]
     for name, contestants in result["workloads"].items():
         text.append(
@@ -393,5 +384,5 @@ def lines(result: dict[str, Any]) -> list[str]:
             times = f"{contestant['wall_s']:9.1f} {contestant['cpu_s']:7.1f}"
             memory = f"{contestant['rss_mb']:8.0f} {contestant['pss_mb']:8.0f}"
             text.append(f"  {contestant['title']:22} {speed} {times} {memory} {100 * contestant['accuracy']:9.2f}%")
-    text += [f"  not here: {reason}" for reason in result["absent"].values()]
+    text += [f"  not measured: {reason}" for reason in result["absent"].values()]
     return [*text, *format_figures(result)]

@@ -23,15 +23,13 @@ server = ServerApp()
 
 
 class TimedFedAvg(FedAvg):  # type: ignore[misc]
-    """FedAvg that records the start of each round."""
-
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
         self.round_starts_s: list[float] = []
         self.start_s = 0.0
 
     def configure_train(self, *args: Any, **options: Any) -> Any:
-        """Record the begin of a round and, in the first one, the start time, then continue as FedAvg."""
+        """Record the start of the round and, in the first round, the start-up time. Then configure it like FedAvg."""
         if not self.round_starts_s:
             self.start_s = seconds_since_start()
         self.round_starts_s.append(time.perf_counter())
@@ -40,7 +38,6 @@ class TimedFedAvg(FedAvg):  # type: ignore[misc]
 
 @server.main()  # type: ignore[untyped-decorator]
 def run_rounds(grid: Grid, context: Context) -> None:
-    """Run all rounds, then evaluate on the test set."""
     work = ContestantWorkload(os.environ["BENCH_FOLDER"])
     rounds, cohort = work.cohorts.shape
     strategy = TimedFedAvg(
@@ -50,7 +47,7 @@ def run_rounds(grid: Grid, context: Context) -> None:
     result = strategy.start(
         grid, ArrayRecord(model.state_dict()), num_rounds=rounds, train_config=ConfigRecord({"lr": work.spec["lr"]})
     )
-    times = [*strategy.began_s, time.perf_counter()]
+    times = [*strategy.round_starts_s, time.perf_counter()]
     model.load_state_dict(result.arrays.to_torch_state_dict())
     print_result(strategy.start_s, [b - a for a, b in zip(times, times[1:])], work.accuracy(model))  # noqa: B905, RUF007
 

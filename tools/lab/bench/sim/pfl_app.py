@@ -11,7 +11,7 @@ from typing import Any
 
 
 def start_processes() -> int:
-    """Start the ranks like torchrun, without a parent process that loads torch. Return the exit code."""
+    """Start the ranks like torchrun, without a parent process that loads torch. Return the largest exit code."""
     count = int(sys.argv[2])
     if count == 1:
         return subprocess.run([sys.executable, *sys.argv], env={**os.environ, "BENCH_RANK": "0"}).returncode
@@ -36,7 +36,6 @@ def start_processes() -> int:
 
 
 def run_rank() -> None:
-    """Run one rank. Rank 0 prints the result."""
     import numpy as np
     import torch
     import torch.nn.functional as F
@@ -64,8 +63,6 @@ def run_rank() -> None:
         return Dataset(raw_data=[x[rows], y[rows]], user_id=str(user))
 
     class RoundClock(TrainingProcessCallback):  # type: ignore[misc]
-        """Recorder of the end of each round."""
-
         def __init__(self) -> None:
             self.times: list[float] = []
             self.start_s = 0.0

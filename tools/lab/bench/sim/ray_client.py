@@ -17,7 +17,6 @@ client = ClientApp()
 
 @client.train()  # type: ignore[untyped-decorator]
 def train(message: Message, context: Context) -> Message:
-    """Train one epoch on the client's examples."""
     if not cache:
         torch.set_num_threads(1)
         cache["work"] = ContestantWorkload(os.environ["BENCH_FOLDER"])

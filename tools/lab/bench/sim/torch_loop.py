@@ -12,8 +12,6 @@ from workload import ContestantWorkload, print_result, processor_seconds, read_a
 
 
 class TrainingLoop:
-    """Model and optimizer of one process, reused for all clients."""
-
     def __init__(self, work: ContestantWorkload) -> None:
         torch.set_num_threads(1)
         self.work, self.model = work, work.network(initial_weights=False)
@@ -21,6 +19,7 @@ class TrainingLoop:
         self.optimizer = torch.optim.SGD(self.parameters, lr=work.spec["lr"])
 
     def train(self, start: list[torch.Tensor], clients: Any, total: list[torch.Tensor]) -> None:
+        """Train each client for one epoch from `start`, and add its weights to `total`."""
         for client in clients:
             x, y = self.work.client(int(client))
             with torch.no_grad():
@@ -36,7 +35,7 @@ class TrainingLoop:
 
 
 def run_worker(folder: str, start: list[torch.Tensor], total: list[torch.Tensor], pipe: Any) -> None:
-    """Train the clients received from `pipe` in a worker process, with sums in shared memory."""
+    """Train clients received from `pipe` until None arrives. Each time write their sum into `total` and send None."""
     loop = TrainingLoop(ContestantWorkload(folder))
     pipe.send(None)
     while (clients := pipe.recv()) is not None:

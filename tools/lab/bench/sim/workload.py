@@ -33,7 +33,6 @@ class ContestantWorkload:
         return self._tensors(slice(index * self.spec["each"], (index + 1) * self.spec["each"]))
 
     def network(self, initial_weights: bool = True) -> Any:
-        """Build the network, with the initial weights if `initial_weights`."""
         import torch
         from torch import nn
 
@@ -91,6 +90,7 @@ def seconds_since_start() -> float:
 
 
 def processor_seconds() -> float:
+    """Return the processor time of this process and all its children."""
     import psutil  # the environments of other simulators may lack it
 
     process = psutil.Process()
@@ -102,5 +102,4 @@ def processor_seconds() -> float:
 
 
 def read_arguments() -> tuple[ContestantWorkload, int]:
-    """Return the workload and the number of processes from the command line."""
     return ContestantWorkload(sys.argv[1]), int(sys.argv[2])

@@ -1,4 +1,4 @@
-"""Model runner on ONNX Runtime that loads new models while running and measures drift.
+"""Inference server of a device ("model runner") on ONNX Runtime, which loads new models and measures drift.
 
 POST /v1/classify   bytes of an image, WAV file, text or .npy: one result. Bytes of an .npz or CSV: one per example
 POST /v1/label      {"id": ..., "label": name or number}: true label of a result
@@ -29,7 +29,7 @@ from fedquilt.core import DECODE_ERRORS, DataError, FedquiltError, JobError
 from fedquilt.host import http_server
 from fedquilt.host.http_server import ConnectionLimiter, ConnectionLimits, HttpExchange, HttpServer, RequestRefusedError
 from fedquilt.tools.operations import access_control
-from fedquilt.tools.operations.runner.service import (
+from fedquilt.tools.operations.inference_server.service import (
     MAX_BODY_BYTES,
     ModelService,
     ModelSwitcher,
@@ -41,12 +41,13 @@ POLL_S: Final = 0.2  # interval of checks for a new model
 
 
 def serve_model(
-    location: Path,
-    listen: str,
-    *,
-    anywhere: bool = False,
-    print_line: Callable[[str], None] = print,
+    location: Path, listen: str, *, anywhere: bool = False, print_line: Callable[[str], None] = print
 ) -> None:
+    """Answer requests until KeyboardInterrupt, and follow changes of the model at `location`, a folder or file.
+
+    Raise JobError if `listen` cannot be used, or is not a loopback address without `anywhere`, and ModelError if there
+    is no usable model.
+    """
     http_server.raise_descriptor_limit()
     address = _require_permitted_address(listen, anywhere)
     models = ModelSwitcher(location)
@@ -69,7 +70,7 @@ def _require_permitted_address(listen: str, anywhere: bool) -> tuple[str, int]:
     try:
         ip_address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][4][0]
     except OSError as error:
-        raise JobError(f"{listen!r} is no address of this machine: {error.strerror}") from None
+        raise JobError(f"--listen {listen} is not an address of this machine: {error.strerror}") from None
     if not anywhere and not ipaddress.ip_address(str(ip_address).partition("%")[0]).is_loopback:
         raise JobError(
             f"--listen {listen}: other machines can send requests to this address: permit this with "
@@ -81,11 +82,11 @@ def _require_permitted_address(listen: str, anywhere: bool) -> tuple[str, int]:
 @contextlib.contextmanager
 def _serve_http(service: ModelService, address: tuple[str, int], anywhere: bool) -> Iterator[str]:
     try:
-        server = RunnerServer(service, *address, anywhere=anywhere)
+        server = InferenceServer(service, *address, anywhere=anywhere)
     except OSError as error:
-        in_use = error.errno == errno.EADDRINUSE
-        fix = "another program listens there; choose another port" if in_use else "choose another address"
-        raise JobError(f"cannot answer at {address[0]}:{address[1]}: {error.strerror}; {fix} with --listen") from None
+        other = "port" if error.errno == errno.EADDRINUSE else "address"
+        place = f"{address[0]}:{address[1]}"
+        raise JobError(f"cannot listen at {place} ({error.strerror}): choose another {other} with --listen") from None
     server.start()
     try:
         yield server.url
@@ -109,7 +110,9 @@ class _LabelRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     label: str | int
 
 
-class RunnerServer:
+class InferenceServer:
+    """HTTP server that classifies examples with the device's model, and receives true labels."""
+
     def __init__(
         self,
         service: ModelService,
@@ -153,7 +156,10 @@ class RunnerServer:
 
     @contextmanager
     def reserve_body_memory(self, address: str) -> Iterator[Callable[[int], None]]:
-        """Yield a function that reserves memory for received bytes, until the end of the context."""
+        """Yield a function that reserves memory for received bytes until the context ends.
+
+        The function raises RequestRefusedError if the address, or all addresses together, have too many bytes.
+        """
         reserved = 0
 
         def reserve(size: int) -> None:
@@ -180,7 +186,7 @@ class RunnerServer:
     def _answer_request(self, exchange: HttpExchange) -> None:
         with self._count_as_busy():
             try:
-                status, response = 200, self._compute_result(exchange)
+                status, response = 200, self._route_request(exchange)
             except UnknownClassificationError as error:
                 status, response = 404, {"error": str(error)}
             except DataError as error:
@@ -191,12 +197,12 @@ class RunnerServer:
                 raise
             except Exception as error:
                 log.exception("request failed")
-                status, response = 500, {"error": f"an error of fedquilt's own ({type(error).__name__}): see the log"}
+                status, response = 500, {"error": f"internal error ({type(error).__name__}): see the server's log"}
             headers = {"content-type": "application/json", "cache-control": "no-store"}
             exchange.send_response(status, headers, msgspec.json.encode(response))
 
-    def _compute_result(self, exchange: HttpExchange) -> Any:
-        self._require_own_page(exchange)
+    def _route_request(self, exchange: HttpExchange) -> Any:
+        self._refuse_other_sites(exchange)
         match exchange.method, exchange.path:
             case "POST", "/v1/classify":
                 with self.reserve_body_memory(exchange.connection.address) as reserve:
@@ -205,30 +211,24 @@ class RunnerServer:
                 try:
                     label = msgspec.json.decode(exchange.read_body(MAX_LABEL_BYTES), type=_LabelRequest)
                 except DECODE_ERRORS as error:
-                    raise RequestRefusedError(400, f'a label is {{"id": ..., "label": ...}}: {error}') from None
+                    problem = f'body is not {{"id": ..., "label": ...}}: {error}'
+                    raise RequestRefusedError(400, problem) from None
                 return {"right": self._service.record_label(label.id, label.label)}
             case "GET" | "HEAD", "/v1/health":
                 return self._service.make_health()
         raise RequestRefusedError(
-            404, f"there is no {exchange.method} {exchange.path[:100]!r}: use /v1/classify, /v1/label or /v1/health"
+            404, f"unknown request {exchange.method} {exchange.path[:100]}: use /v1/classify, /v1/label or /v1/health"
         )
 
-    def _require_own_page(self, exchange: HttpExchange) -> None:
+    def _refuse_other_sites(self, exchange: HttpExchange) -> None:
         headers = exchange.headers
         host_name = headers.get("host", "").rpartition(":")[0].lower()
         from_browser = "origin" in headers or "sec-fetch-site" in headers
         is_action = exchange.method == "POST" and from_browser
-        if (
-            access_control.refusal_reason(headers, (host_name,) if self._anywhere else (), is_action=is_action)
-            is not None
-        ):
-            raise RequestRefusedError(
-                403,
-                (
-                    "request comes from another site's page, or names the runner by a host name: use the address of "
-                    "the runner"
-                ),
-            )
+        permitted_names = (host_name,) if self._anywhere else ()
+        if access_control.refusal_reason(headers, permitted_names, is_action=is_action) is not None:
+            problem = "request comes from another site's page, or has a host name: use the server's IP address"
+            raise RequestRefusedError(403, problem)
 
 
 def _json_error_body(message: str) -> tuple[str, bytes]:

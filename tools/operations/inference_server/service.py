@@ -20,8 +20,8 @@ from fedquilt.core import DECODE_ERRORS, DataError, FedquiltError, ModelError
 from fedquilt.host.disk import PRIVATE, REAL
 from fedquilt.tools.artefacts import classifier
 from fedquilt.tools.artefacts.classifier import Classifier
-from fedquilt.tools.operations.runner import drift
-from fedquilt.tools.operations.runner.drift import DriftCounts, ReferenceDistribution
+from fedquilt.tools.operations.inference_server import drift
+from fedquilt.tools.operations.inference_server.drift import DriftCounts, ReferenceDistribution
 
 RETRY_S: Final = 30.0  # pause after a failed load
 
@@ -35,7 +35,7 @@ class ServedModel(NamedTuple):
 
 
 def resolve_model_file(models: Path) -> Path:
-    """Return the ONNX file of a models folder or path, with links resolved, or raise ModelError if missing."""
+    """Return the ONNX file at a path or of a models folder, with links resolved. Raise ModelError if it is missing."""
     if models.is_dir():
         current = models / "current"
         model_path = (current if current.is_symlink() or current.is_dir() else models) / "model.onnx"
@@ -43,10 +43,7 @@ def resolve_model_file(models: Path) -> Path:
         model_path = models
     path = model_path.resolve()
     if not path.is_file():
-        fix = (
-            "`fedquilt rollout model` puts one there, or name a folder that has one, or a file that `fedquilt model "
-            "export` wrote"
-        )
+        fix = "deploy one with `fedquilt rollout model`, or name a file that `fedquilt model export` wrote"
         raise ModelError(f"model {model_path} is missing: {fix}")
     return path
 
@@ -80,7 +77,7 @@ class ModelSwitcher:
             self._failed_key, self._failed_s = key, self._clock()
             self.current = self._load_and_try_model(path)
         except (FedquiltError, OSError) as error:
-            self.trouble = f"{error}; the one before answers meanwhile"
+            self.trouble = f"{error} (the previous model stays in use)"
             return False
         self._failed_key, self.trouble = None, ""
         return True
@@ -95,7 +92,7 @@ class ModelSwitcher:
         if (shape := network.input_shape) is not None:
             network.compute_scores(np.zeros((1, *shape), np.float32))
         if _make_file_key(path) != key:
-            raise ModelError(f"{path} was changed while it was read")
+            raise ModelError(f"model {path} was changed while it was read: replace the file instead of writing to it")
         return ServedModel(network, sha256, key)
 
 
@@ -161,7 +158,11 @@ class ModelService:
     # -- requests --
 
     def classify_bytes(self, data: bytes) -> dict[str, Any]:
-        """Return the classification of the example in a file's bytes, or of all examples under "answers"."""
+        """Return the classification of the example in a file's bytes.
+
+        Tables and .npz files have several examples: Return the model, and all classifications under "answers", and
+        record labels in the file. Raise DataError if the bytes cannot be read.
+        """
         with self._count_refusals():
             if data.startswith(ZIP):
                 arrays = classifier.read_arrays(data, MAX_BODY_BYTES)
@@ -196,7 +197,7 @@ class ModelService:
             loaded = self._follow_current_model()  # a request uses one model from start to end
             x = read(loaded)
             if not 0 < len(x) <= MAX_EXAMPLES:
-                raise DataError(f"{len(x)} examples in one request: 1 to {MAX_EXAMPLES} are answered")
+                raise DataError(f"request has {len(x)} examples: send 1 to {MAX_EXAMPLES}")
             prepared = loaded.network.prepare_inputs(x)
             try:
                 scores = loaded.network.compute_scores(prepared)
@@ -222,12 +223,15 @@ class ModelService:
         return results
 
     def record_label(self, id: str, label: str | int) -> bool:
-        """Record the true label of a classification, a name or a number. Return whether they agree."""
+        """Record the true label, a name or a number, of a classification. Return whether the class was right.
+
+        Raise UnknownClassificationError if the id has a label or is too old, and DataError if the label is unknown.
+        """
         with self._lock:
             if id not in self._unlabelled:
                 raise UnknownClassificationError(
-                    f"result {id[:100]!r} cannot get a label: the result has a label, or more than "
-                    f"{MAX_UNLABELLED} newer results exist"
+                    f"result {id[:100]!r} is unknown: it has a label already, or more than {MAX_UNLABELLED} newer "
+                    "results exist"
                 )
             model, labels, predicted = self._unlabelled[id]
             number = labels.index(label) if isinstance(label, str) and label in labels else label
@@ -256,10 +260,11 @@ class ModelService:
         return loaded
 
     def compute_accuracy(self) -> float | None:
+        """Return the share of the latest labelled examples with the right class, or None below MIN_LABELS labels."""
         return sum(self._correct) / len(self._correct) if len(self._correct) >= MIN_LABELS else None
 
     def make_status(self) -> dict[str, Any]:
-        """Return the model, counts, median latency, drift and accuracy, after loading a newer model."""
+        """Return the model, counts, median latency, drift and accuracy. Restart drift and accuracy for a new model."""
         with self._lock:
             loaded = self._follow_current_model()
             score = self._drift.compute_score()
@@ -311,7 +316,7 @@ class ModelService:
                 )
             self._write_problem = ""
         except OSError as error:
-            problem = f"cannot write {self._home / STATUS_FILE}: {error.strerror}; nothing is told of drift meanwhile"
+            problem = f"cannot write {self._home / STATUS_FILE} ({error.strerror}): the agent gets no drift or accuracy"
             if problem != self._write_problem:
                 log.warning("%s", problem)
             self._write_problem = problem

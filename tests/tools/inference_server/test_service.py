@@ -16,8 +16,8 @@ import classifiers
 from runners import Clock, Running, digest, npy, npz
 
 from fedquilt.core import DataError, ModelError
-from fedquilt.tools.operations.runner import service as services
-from fedquilt.tools.operations.runner.service import ModelService, ModelSwitcher
+from fedquilt.tools.operations.inference_server import service as services
+from fedquilt.tools.operations.inference_server.service import ModelService, ModelSwitcher
 
 
 def test_served_json_says_what_the_contract_says(running: Running, models: Path) -> None:
@@ -137,7 +137,7 @@ def test_labels_that_arrive_later_make_an_accuracy(running: Running) -> None:
         assert (status, said) == (200, {"right": number % 4 != 0})
     status, said = running.client.ask("POST", "/v1/label", label)
     assert status == 404
-    assert "cannot get a label" in said["error"]
+    assert "has a label already" in said["error"]
     assert running.service.make_status()["accuracy"] == 0.75
     assert running.service.make_status()["labelled"] == 20
 

@@ -11,7 +11,7 @@ pytest.importorskip("onnxruntime")  # the runner's package needs it
 import documents
 from fedquilt.data import examples
 from fedquilt.data.spec import DataSpec
-from fedquilt.tools.operations.runner.drift import (
+from fedquilt.tools.operations.inference_server.drift import (
     DriftCounts,
     ReferenceDistribution,
     chi_squared_quantile,

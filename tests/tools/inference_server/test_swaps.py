@@ -16,7 +16,7 @@ from waiting import wait_until
 
 from fedquilt.core import ModelError
 from fedquilt.host.disk import REAL
-from fedquilt.tools.operations.runner.service import RETRY_S, ModelSwitcher
+from fedquilt.tools.operations.inference_server.service import RETRY_S, ModelSwitcher
 
 pytest.importorskip("onnx")
 pytest.importorskip("onnxruntime")
@@ -112,13 +112,13 @@ def test_a_model_that_does_not_load_leaves_the_old_one(running: Running, models:
     status, health = running.client.ask("GET", "/v1/health")
     assert status == 200
     assert health["model"] == old
-    assert health["trouble"].endswith("the one before answers meanwhile")
+    assert health["trouble"].endswith("(the previous model stays in use)")
     expected = {
         "garbage": "is not a valid ONNX file",
         "labels": "2 scores for 3 labels",
-        "nothing": "is missing: `fedquilt",
+        "nothing": "is missing: deploy",
     }
-    assert expected.get(what, "is missing: `fedquilt") in health["trouble"]
+    assert expected.get(what, "is missing: deploy") in health["trouble"]
     assert running.client.post(npy(classifiers.image(250)))[0] == 200
     classifiers.lead(models, "b")
     assert running.models.reload_if_changed()
@@ -157,5 +157,5 @@ def test_a_file_and_a_models_folder_do_too(models: Path) -> None:
     found = ModelSwitcher(path)
     os.replace(models / "b" / "model.onnx", path)
     assert found.reload_if_changed()
-    with pytest.raises(ModelError, match=r"model .*/nothing is missing: `fedquilt rollout model` puts one there"):
+    with pytest.raises(ModelError, match=r"model .*/nothing is missing: deploy one with `fedquilt rollout model`"):
         ModelSwitcher(models / "nothing")

@@ -23,9 +23,9 @@ from runners import Running, npy, npz, png
 from waiting import wait_until
 
 from fedquilt.host.http_server import RequestRefusedError
-from fedquilt.tools.operations import runner
-from fedquilt.tools.operations.runner import MAX_ADDRESS_BYTES, MAX_PENDING_BYTES
-from fedquilt.tools.operations.runner.service import MAX_BODY_BYTES, ModelService, ModelSwitcher
+from fedquilt.tools.operations import inference_server
+from fedquilt.tools.operations.inference_server import MAX_ADDRESS_BYTES, MAX_PENDING_BYTES
+from fedquilt.tools.operations.inference_server.service import MAX_BODY_BYTES, ModelService, ModelSwitcher
 
 pytest.importorskip("onnx")
 pytest.importorskip("onnxruntime")
@@ -58,7 +58,7 @@ BAD = {
     "a bomb in a zip": (member("x.npy", npy(np.zeros(4 << 20))), "unpacked .npz exceeds the limit"),
     "no examples": (npz(z=np.zeros(3)), "name their array 'x_test' or 'x'"),
     "labels out of range": (npz(x=np.zeros((2, 4, 4), np.uint8), y=np.array([0, 7])), "integers from 0 to 1"),
-    "too many": (npz(x=np.zeros((2000, 4, 4), np.uint8)), "1 to 1024 are answered"),
+    "too many": (npz(x=np.zeros((2000, 4, 4), np.uint8)), "send 1 to 1024"),
 }
 
 
@@ -169,8 +169,10 @@ def test_a_request_that_has_begun_is_answered_before_the_runner_ends(models: Pat
             told.append(answer.status)
 
     network.compute_scores = slowly  # type: ignore[method-assign]
-    monkeypatch.setattr(runner, "time", SimpleNamespace(monotonic=time.monotonic, sleep=lambda seconds: go_on.set()))
-    with runner._serve_http(service, ("127.0.0.1", 0), anywhere=False) as url:
+    monkeypatch.setattr(
+        inference_server, "time", SimpleNamespace(monotonic=time.monotonic, sleep=lambda seconds: go_on.set())
+    )
+    with inference_server._serve_http(service, ("127.0.0.1", 0), anywhere=False) as url:
         thread = threading.Thread(target=ask, args=(url,))
         thread.start()
         begun.wait()

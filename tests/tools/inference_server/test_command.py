@@ -62,11 +62,11 @@ def test_what_cannot_be_served_says_why(models: Path, tmp_path: Path, capsys: py
     (tmp_path / "empty").mkdir()
     assert refused(str(tmp_path / "empty"))[0] == 4
     code, said = refused(str(tmp_path / "empty"))
-    assert "is missing: `fedquilt" in said
-    assert "`fedquilt rollout model` puts one there" in said
+    assert "is missing: deploy" in said
+    assert "deploy one with `fedquilt rollout model`" in said
     code, said = refused(str(models), "--listen", "0.0.0.0:0")
     assert (code, "permit this with --listen-anywhere" in said) == (2, True)
     with socket.create_server(("127.0.0.1", 0)) as taken:
         code, said = refused(str(models), "--listen", f"127.0.0.1:{taken.getsockname()[1]}")
-    assert (code, "another program listens there; choose another port with --listen" in said) == (2, True)
+    assert (code, "choose another port with --listen" in said) == (2, True)
     assert refused(str(models), "--listen", "nowhere")[0] == 2

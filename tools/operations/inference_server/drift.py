@@ -56,6 +56,7 @@ class ReferenceDistribution(msgspec.Struct, frozen=True, forbid_unknown_fields=T
 
 
 def compute_features(prepared: np.ndarray, scores: np.ndarray) -> tuple[tuple[str, ...], np.ndarray]:
+    """Return names and values (n, features) of the features of n inputs and their class scores (n, classes)."""
     features: dict[str, np.ndarray] = {}
     x = prepared.astype(np.float64)
     if x.ndim == 4:  # images (n, channels, height, width)
@@ -148,10 +149,12 @@ class DriftCounts:
         self._classes = [0.0] * len(reference.class_counts)
 
     def add_examples(self, names: tuple[str, ...], values: np.ndarray, classes: Sequence[int]) -> None:
-        """Count examples, the first of which become the reference if there is none with these features."""
-        # the reference is from another version of fedquilt
+        """Count n examples with feature values (n, features) and predicted classes.
+
+        Without a reference of these features, the first `size` examples become the reference.
+        """
         if self.reference is not None and self.reference.names != names:
-            self.reference = None
+            self.reference = None  # of another version of fedquilt
         for row, number in zip(values, classes, strict=True):
             if self.reference is None:
                 self._first_examples.append((row, number))
@@ -165,10 +168,8 @@ class DriftCounts:
 
     def _add_to_decayed_counts(self, reference: ReferenceDistribution, row: Sequence[float], class_number: int) -> None:
         decay = self._decay
-        self._weight_sum, self._squared_weight_sum = (
-            self._weight_sum * decay + 1,
-            self._squared_weight_sum * decay * decay + 1,
-        )
+        self._weight_sum = self._weight_sum * decay + 1
+        self._squared_weight_sum = self._squared_weight_sum * decay * decay + 1
         for counts in (*self._counts, self._classes):
             for index, count in enumerate(counts):
                 if count:
