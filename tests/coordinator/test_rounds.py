@@ -199,8 +199,8 @@ def test_a_job_that_fails_says_what_became_of_everybody_who_was_asked():
         TaskDeclined(0, "d", "none", ""),
     )
     assert said(state, set("abcd")).startswith(
-        "round 1 asked 5 devices in 2 attempts: 1 answered, 1 declined, 1 sent what was rejected, 1 had nothing to do, "
-        "1 stayed silent, and 3 updates are needed; refused: b: too big; c: NaN; d: ; silent: e.\nFix: see to"
+        "round 1 selected 5 devices in 2 attempts: 1 submitted an update, 1 declined, 1 submitted an invalid "
+        "update, 1 had no task, 1 did not answer, and 3 updates are needed; reasons: b: too big; c: NaN; d: ; no answer: e.\nFix: check"
     )
 
 
