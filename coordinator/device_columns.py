@@ -1,6 +1,6 @@
 """Values by device, and sets of rounds, in little memory.
 
-Each device has a row, in the order in which this process has met the devices. A column is an array in this order, so
+Each device has a row, in the order in which this process first used the devices. A column is an array in this order, so
 immutable columns are copied as one block, and copies, comparisons and draws are vectorised. Only comparisons and sets
 import numpy, because commands that read a log import this module.
 """
@@ -68,7 +68,7 @@ class RoundBitmap(Sequence[int]):
         return hash(self._bits)
 
     def __repr__(self) -> str:
-        return f"Contributed({list(self)})"
+        return f"RoundBitmap({list(self)})"
 
 
 NEVER = RoundBitmap()
@@ -98,6 +98,7 @@ def _number_of(name: str, numbers: dict[str, int], names: list[str]) -> int:
 
 
 def find_rows(devices: Iterable[str]) -> list[int]:
+    """Return the row of each device. Unknown devices get new rows."""
     return [_number_of(device, _row_by_device, _device_names) for device in devices]
 
 
@@ -106,6 +107,7 @@ def device_names(rows: Iterable[int]) -> list[str]:
 
 
 def name_hashes(rows: np.ndarray) -> np.ndarray:
+    """Return the `hash_name` of the devices in these rows, as uint64 (n,)."""
     import numpy as np
 
     with _LOCK:
@@ -274,7 +276,10 @@ class DeviceWeights(Struct):
         insort(self.ascending, number)
 
     def largest_allowed(self, device: str, limit: int | None) -> float:
-        """Return the largest number that a device may report: `limit`, or a multiple of the others' median."""
+        """Return the largest number that a device may report: `limit`, or else a multiple of the other devices' median.
+
+        The result is MAX_EXAMPLES while fewer than MIN_DEVICES_FOR_MEDIAN other devices have reported numbers.
+        """
         if limit is not None:
             return limit
         own_number = self.by_device.get(device)

@@ -192,7 +192,7 @@ def decide_fixed(cohort: CohortSettings, durations: DurationsByDevice, workloads
 def decide_by_prediction(
     cohort: CohortSettings, durations: DurationsByDevice, workloads: WorkloadByDevice
 ) -> DeadlineDecision:
-    """Return a high percentile of the devices' predicted times plus PREDICTION_SLACK, or no deadline if one is unknown."""
+    """Return a high percentile of the predicted times plus PREDICTION_SLACK, or no deadline if a time is unknown."""
     fleet = FleetDurations.from_durations(durations)
     predictions = [_predict_p90_s(durations.get(device, ()), workload, fleet) for device, workload in workloads.items()]
     times = sorted(time for time in predictions if time is not None)
@@ -215,9 +215,7 @@ class FleetDurations(NamedTuple):
         return max(self.rest_s, self.link.transfer_seconds(workload.bytes))
 
     def assumed_examples(self, own_durations: Sequence[TaskDuration], workload: DeviceWorkload) -> int:
-        """Return a device's last reported number of examples, else the fleet's largest, else the task's maximum, else
-        1.
-        """
+        """Return a device's latest number of examples, or else the fleet's largest, the task's maximum, or 1."""
         reported_examples = own_durations[-1].examples if own_durations else self.examples
         return reported_examples or workload.work.max_examples or 1
 

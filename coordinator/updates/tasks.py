@@ -19,6 +19,7 @@ DEFAULT_HELD_OUT_SHARE: Final = 0.2
 
 
 def held_out_share(data: Mapping[str, Any] | None) -> float:
+    """Return the `held` share of a job's [data] table, or DEFAULT_HELD_OUT_SHARE if it is missing or invalid."""
     share = (data or {}).get("held")
     return float(share) if isinstance(share, int | float) and 0 <= share < 1 else DEFAULT_HELD_OUT_SHARE
 
@@ -37,7 +38,10 @@ class TaskSpecCache:
     def task_spec_for_device(
         self, send: Callable[[Any, DeviceView], TaskSpec | None], state: Any, view: DeviceView, *, common: bool
     ) -> TaskSpec | None:
-        """Return the method's task spec. With `common`, sites share one spec, and devices share another."""
+        """Return the method's task spec for a device, or None if the method has no task for it.
+
+        With `common`, all sites share one spec, and all other devices share another.
+        """
         if not common:
             return send(state, view)
         is_site = view.profile is not None and view.profile.site_device_count > 0
@@ -89,6 +93,7 @@ def make_task(
     work: WorkEstimate | None = None,
     **fields: Any,
 ) -> Task:
+    """Return the task of a task spec. `store_bundle` stores a bundle's tensors, `fields` are the other fields."""
     return Task(
         actions=actions,
         params=dict(task_spec.params),
@@ -123,15 +128,12 @@ def predict_workload(
     task_spec: TaskSpec, actions: Sequence[Action], engine: str, held_out_share: float, has_unequal_epochs: bool
 ) -> DeviceWorkload:
     """Predict the workload of a task spec. With `has_unequal_epochs`, record its epochs as changeable."""
-    workload = DeviceWorkload(
-        predict_work(task_spec, actions, engine, held_out_share), bytes=total_blob_bytes(task_spec)
-    )
+    work = predict_work(task_spec, actions, engine, held_out_share)
+    workload = DeviceWorkload(work, bytes=total_blob_bytes(task_spec))
     epochs = int(task_spec.params.get("epochs", 0)) if has_unequal_epochs and "work" in actions else 0
-    return (
-        workload._replace(epochs=epochs, epoch=cost_model.repeat_work(task_spec.work, 1 / epochs))
-        if epochs
-        else workload
-    )
+    if not epochs:
+        return workload
+    return workload._replace(epochs=epochs, epoch=cost_model.repeat_work(task_spec.work, 1 / epochs))
 
 
 def predict_evaluation_work(task_spec: TaskSpec, held_out_share: float = DEFAULT_HELD_OUT_SHARE) -> WorkEstimate:
@@ -159,6 +161,7 @@ def _scale_to_held_out(work: WorkEstimate, per_example: WorkEstimate, held_out_s
 
 
 def total_blob_bytes(task_spec: TaskSpec) -> int:
+    """Return the bytes of a task spec's bundles. A blob that several bundles refer to counts once."""
     refs = {value for value in task_spec.bundles.values() if isinstance(value, BlobRef)}
     bundles = [value for value in task_spec.bundles.values() if not isinstance(value, BlobRef)]
     return sum(ref.size for ref in refs) + tensors.total_bytes(bundles)

@@ -301,7 +301,7 @@ def test_an_update_of_another_round_is_turned_down_and_the_task_stays_out():
 def test_nobody_speaks_for_another(situation):
     step = hear(situation, UpdateAnnounced("stranger", update("a")))
     assert step.actions == (
-        AckUpdate("stranger", update("a"), False, "it names another device, a"),
+        AckUpdate("stranger", update("a"), False, "the message names another device, a"),
         CancelTask("stranger"),
     )
     assert not step.events

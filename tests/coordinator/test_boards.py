@@ -388,7 +388,7 @@ def test_a_removed_device_leaves_nothing_at_the_broker_and_in_the_home(fleet, ca
 
 def test_a_device_with_a_task_is_removed_only_by_force_and_its_round_goes_on(fleet, capsys):
     stage, a, b = fleet
-    assert f"b has a task of {stage.job}, round 1" in stage.said(capsys, "b", "--remove", code=2)
+    assert f"b is working on {stage.job}, round 1" in stage.said(capsys, "b", "--remove", code=2)
     stage.play()
     assert stage.known() == ["a", "b"]
     stage.said(capsys, "b", "--remove", "--force")

@@ -178,7 +178,7 @@ def test_a_gain_that_is_rounded_down_counts():
         ({"stop": {"patience": 1.5}, "check": {"every": 1}}, "patience"),
         (
             {"stop": {"patience": 3}},
-            r"\[stop\] patience = 3: it counts evaluations by devices; set \[check\] every = 1",
+            r"\[stop\] patience = 3 needs evaluations by devices: set \[check\] every = 1",
         ),
         (
             {"stop": {"patience": 3}, "check": {"every": 1, "beside": True}},

@@ -157,7 +157,7 @@ def test_a_damaged_sum_is_named_and_the_devices_in_it_are_asked_again(tmp_path):
     stage.hands[1].answer(constant_model(VALUES["b"]))
     stage.play()
     assert sorted(fact.device for fact in stage.told(UpdateLost)) == ["a", "c"]
-    assert "the sum" in stage.told(UpdateLost)[0].reason
+    assert "the partial aggregate" in stage.told(UpdateLost)[0].reason
     for hand in (stage.hands[0], stage.hands[2]):
         hand.answer(constant_model(VALUES[hand.name]), epoch=stage.store.epoch)
         stage.play()

@@ -191,7 +191,9 @@ def test_two_agents_of_one_device_are_named(
     registry = DeviceRegistry()
     for at_s, (boot, seq) in enumerate(came):
         registry.update_presence("a", wire.Presence(online=True, boot=boot, seq=seq), float(at_s))
-    assert ("two agents use the id a in turn: give each its own `device`" in caplog.text) is warned
+    assert (
+        "device id a is used by two agents: set a different `device` in agent.toml of each" in caplog.text
+    ) is warned
 
 
 RECURS = sorted(code for code in get_args(wire.RefusalCode) if DECLINE_REASONS[code].recurs)

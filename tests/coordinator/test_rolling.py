@@ -288,7 +288,7 @@ def test_a_rollout_is_ended_by_request(ground):
     away.go()
     said = run_control.revert_rollout(ground.store, id)
     when = f"as soon as a coordinator serves {ground.home}"
-    assert said == f"{id} of digits is ended {when}: boards return to what they ran before"
+    assert said == f"{id} of digits is ended {when}: devices return to their previous release"
     ground.play()
     assert ground.having() == [away.name]
     away.come()
@@ -369,8 +369,8 @@ def test_one_rollout_of_a_kind_at_a_time(ground):
         ({"window": "2-5"}, "'2-5' is no window: write it as 02:00-05:00"),
         ({"window": "02:00-02:00"}, "begins when it ends"),
         ({"select": ("Site Lab",)}, "selects no boards"),
-        ({"limits": wire.ReleaseLimits(max_energy_j=1e300)}, "Plan of model-.* cannot be kept: .*max_energy_j"),
-        ({"name": "\udcff"}, "Plan of model-.* cannot be kept: .*surrogates"),
+        ({"limits": wire.ReleaseLimits(max_energy_j=1e300)}, "Plan of model-.* cannot be encoded: .*max_energy_j"),
+        ({"name": "\udcff"}, "Plan of model-.* cannot be encoded: .*surrogates"),
     ],
 )
 def test_a_plan_that_cannot_be_carried_out_is_refused(ground, changes, said):

@@ -343,7 +343,10 @@ def test_coded_updates_on_both_sides_of_a_restart_count_as_if_there_were_none(co
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"bases": {"model": "a" * 64}}, "bundle 'model' has moved from aaaaaaaaaaaa, which this round has not sent"),
+        (
+            {"bases": {"model": "a" * 64}},
+            "bundle 'model' is relative to the blob aaaaaaaaaaaa, which this round has not sent",
+        ),
         ({"bases": {}, "value": np.inf}, "'1.bias#step' holds 1 values that are not finite"),
         ({"value": -1.0}, "tensor '1.bias', part step: -0.00787402, wanted a number of at least 0"),
     ],

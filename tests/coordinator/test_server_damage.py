@@ -40,7 +40,7 @@ def test_the_first_state_of_a_job_is_made_again_if_it_is_damaged(stage, caplog):
     flip(stage.store.blob_store.folder / sha256)
     stage.restart()
     stage.play()
-    assert f"({sha256[:12]}) was gone or damaged: it is made again" in caplog.text
+    assert f"({sha256[:12]}) was missing or damaged: created again from the bundle" in caplog.text
     hand.answer(constant_model())
     stage.play()
     assert [fact.status for fact in stage.told(JobEnded)] == ["done"]
@@ -131,7 +131,7 @@ def test_a_device_that_knows_a_later_start_gets_its_task_from_a_still_later_one(
     task = hand.tasks[-1]
     assert task.epoch == 10
     assert stage.store.epoch == 10
-    assert caplog.text.count("a has counted round 6") == 1
+    assert caplog.text.count("a has completed round 6") == 1
     assert "this home is an older copy" in caplog.text
 
 
@@ -171,11 +171,11 @@ def test_a_metric_that_is_huge_bricks_nothing(stage, value):
     [
         (
             {"evaluation": EvaluationSums(examples=0)},
-            "no evaluation: none of the devices holds out an example ([data] held), or there is no model yet",
+            "no evaluation: no device has held-out examples ([data] held), or there is no model yet",
         ),
         (
             {"weight": 0.0, "metrics": {"loss": 1.0, "steps": 0.0}},
-            "no mean of loss, steps: every update counts as 0 examples",
+            "no average of loss, steps: all updates have weight 0",
         ),
     ],
 )

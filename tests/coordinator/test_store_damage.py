@@ -113,7 +113,9 @@ def test_a_changed_fact_is_found_and_hides_its_run_alone(tmp_path, opened):
     flipped(tmp_path, f"reason of {runs[1]}".encode())
     store = opened()
     assert [len(list(store.read_events(run))) for run in (runs[0], runs[2])] == [2, 2]
-    with pytest.raises(DamagedRunError, match=rf"the log of {runs[1]} in .* is damaged: fact 4, .* put back a copy"):
+    with pytest.raises(
+        DamagedRunError, match=rf"the event log of {runs[1]} in .* is damaged: fact 4, .* put back a copy"
+    ):
         list(store.read_events(runs[1]))
     assert [event_messages.summarise_run(row, store)["problem"] is None for row in store.all_jobs()] == [
         True,
@@ -129,11 +131,11 @@ def test_a_changed_fact_is_found_and_hides_its_run_alone(tmp_path, opened):
     ("change", "said"),
     [
         ("delete from facts where seq = 3", "fact 4, or the one before it"),
-        ("delete from facts where seq = 4", "its last facts are missing"),
+        ("delete from facts where seq = 4", "its last events are missing"),
         ("update facts set seq = 100 where seq = 3", "fact 4, or the one before it"),
         ("update facts set at = at + 1 where seq = 4", "fact 4, or the one before it"),
         ("insert into facts (job, at, body, sum) select job, at, body, sum from facts where seq = 4", "fact 7"),
-        ("update facts set job = (select job from facts where seq = 1) where seq = 4", "its last facts are missing"),
+        ("update facts set job = (select job from facts where seq = 1) where seq = 4", "its last events are missing"),
     ],
 )
 def test_a_lost_moved_or_added_fact_is_found(tmp_path, opened, change, said):
@@ -166,7 +168,7 @@ def test_a_changed_row_of_a_run_is_named_and_hides_no_other(tmp_path, opened, te
     store._db.execute(f"update jobs set {column} = {column} || 'x' where id = ?", (runs[1],))
     found = store.all_jobs()
     assert [isinstance(row, StoredJob) for row in found] == [True, False, True]
-    assert "its row in the list of jobs is not what was written" in found[1].reason
+    assert "its row in the table of jobs does not match its checksum" in found[1].reason
     if column != "id":
         with pytest.raises(StoreError, match="is damaged"):
             store.set_status(runs[1], "running")

@@ -36,7 +36,7 @@ def test_it_fires_once_enough_boards_have_drifted():
     calm = [0.0] * 6
     assert trigger_reason(job(), boards(*calm, 0.5, 0.1), 0.0) == ""
     assert trigger_reason(job(), boards(*calm, 0.5, 0.31), 0.0) == (
-        "[trigger]: 2 of 8 boards that tell are beyond drift 0.3: b6 (drift 0.50), b7 (drift 0.31)"
+        "[trigger]: 2 of 8 reporting devices exceed drift 0.3: b6 (drift 0.50), b7 (drift 0.31)"
     )
     assert trigger_reason(job(), boards(*calm, 0.5, 0.3), 0.0) == ""  # above, not at
     assert trigger_reason(job(drift_above=0.6), boards(*calm, 0.5, 0.5), 0.0) == ""
@@ -123,7 +123,7 @@ def test_a_job_is_started_by_drift_and_carried_out(stage):
         hand.answer(constant_model())
     stage.play()
     assert stage.store.stored_status(started.id) == "done"
-    why = "[trigger]: 1 of 1 boards that tell are beyond drift 0.3: a (drift 0.70)"
+    why = "[trigger]: 1 of 1 reporting devices exceed drift 0.3: a (drift 0.70)"
     assert reasons(stage, started.id) == [why]
     assert reasons(stage, stage.job) == [f"{started.id} is started: {why}"]
     assert summarise_events(started.job, stage.store.read_events(started.id)).state.phase == "done"
@@ -164,7 +164,7 @@ def test_an_owner_approves_what_a_trigger_has_started(tmp_path):
     assert a.tasks[-1] is not None
     assert [(row.id, row.status) for row in others(stage)] == [(started.id, "running")]
     assert reasons(stage, started.id)[-1].startswith("approved by ")
-    with pytest.raises(JobError, match="is running: only a run that is waiting for approval can be approved"):
+    with pytest.raises(JobError, match="is running: only runs with status waiting for approval can be approved"):
         run_control.approve_run(stage.store, started.id)
 
 
@@ -202,5 +202,5 @@ def test_ls_says_what_an_armed_job_waits_for(stage):
     noted.close()
     row = stage.store.find_job(stage.job)
     told = wait_reasons.describe_wait(row, stage.store)
-    assert told == "drift 0.3: 1 of 3 boards that tell are beyond, at least 2 needed"
+    assert told == "drift 0.3: 1 of 3 reporting devices exceed this limit, at least 2 needed"
     assert run_control.describe_trigger_wait(row.job, [], now, now - HOUR) == "the end of its pause, in 11 h"

@@ -148,9 +148,9 @@ def test_devices_without_a_plug_in_are_named_with_the_fix_and_nobody_is_told_to_
         wait = wait_reasons.find_wait(state, ["torch"], online)
         assert wait.kind == "plugins"
         assert wait.text == (
-            "devices that run torch: 1 online, at least 2 needed; not b, which has no package mine-fl, of which the "
-            "job needs 1.0 aaaa: install it there, and allow it in agent.toml; not c, which has package mine-fl 1.1 "
-            "bbbb, and the job needs 1.0 aaaa: install the same content there"
+            "devices that run torch: 1 online, at least 2 needed; not b, which lacks package mine-fl 1.0 "
+            "aaaa: install it on the device, and allow it in agent.toml; not c, which has package mine-fl 1.1 "
+            "bbbb, and the job needs 1.0 aaaa: install that version on the device"
         )
     few = apply_event(begun(CohortSettings(size=4, min_devices=4)), EligibilityRecorded(0, ("a",), codes), 1.0)
     assert wait_reasons.find_wait(few, ["torch"], ["a"]).kind == "boards"  # a fourth device is needed as well

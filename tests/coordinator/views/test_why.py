@@ -221,7 +221,10 @@ def test_what_became_of_a_round_outlives_a_resumption():
 
 def test_a_round_that_cannot_begin_tells_why_too():
     facts = [JobStarted(BLOB), EligibilityRecorded(0, (), {"hot": ("a", "b")})]
-    assert round_outcomes.format_outcomes(told(facts)) == ["round 1:", "  hotter than [cohort] max_temperature_c: a, b"]
+    assert round_outcomes.format_outcomes(told(facts)) == [
+        "round 1:",
+        "  is hotter than [cohort] max_temperature_c: a, b",
+    ]
 
 
 def test_a_log_from_before_there_were_surveys_tells_what_it_can():
@@ -259,7 +262,7 @@ def test_lines_are_for_people_and_ask_for_what_there_is():
     assert round_outcomes.format_outcomes(found, round=2) == [
         "round 2:",
         "  update received: a, b",
-        "  its battery is below [cohort] min_battery, and not charging: c",
+        "  has less battery charge than [cohort] min_battery, and is not charging: c",
     ]
     assert round_outcomes.format_outcomes(found, device="a") == ["rounds 1 to 2: update received"]
     with pytest.raises(JobError, match="rounds so far: 1 to 2"):
