@@ -213,8 +213,6 @@ class LabelColumn(DeviceColumn[str]):
 
 
 class DeviceSet(Set[str]):
-    """Immutable set of devices, with vectorised differences and unions."""
-
     def __init__(self, mask: np.ndarray) -> None:
         import numpy as np
 
@@ -276,10 +274,7 @@ class DeviceWeights(Struct):
         insort(self.ascending, number)
 
     def largest_allowed(self, device: str, limit: int | None) -> float:
-        """Return the largest number that a device may report: `limit`, or else a multiple of the other devices' median.
-
-        The result is MAX_EXAMPLES while fewer than MIN_DEVICES_FOR_MEDIAN other devices have reported numbers.
-        """
+        """Return the limit of a device's number: `limit`, a multiple of the others' median, or MAX_EXAMPLES."""
         if limit is not None:
             return limit
         own_number = self.by_device.get(device)

@@ -41,7 +41,6 @@ class RunnerReport(NamedTuple):
 
 
 def online_reports(fleet: Mapping[str, DeviceSnapshot]) -> Iterator[tuple[RunnerReport, tuple[str, ...]]]:
-    """Yield the report and the labels of each online device that sends telemetry."""
     for device, snapshot in sorted(fleet.items()):
         if snapshot.online and (telemetry := snapshot.telemetry) is not None:
             yield (
@@ -118,7 +117,7 @@ def last_start_time(store: Store, run: str) -> float | None:
 def start_triggered_runs(
     store: Store, rows: Sequence[StoredJob], fleet: Mapping[str, DeviceSnapshot], now: float
 ) -> list[StoredJob]:
-    """Start a run for every trigger that fires. Return all new runs, also those that wait for approval.
+    """Start a run for every trigger that fires. Return the new runs, also those that wait for approval.
 
     An armed run starts no second run before the first has ended.
     """
@@ -155,10 +154,7 @@ def _format_limits(trigger: DriftTrigger) -> str:
 
 
 def stop_run(store: Store, run: str) -> str:
-    """Stop a run, at once or through its running coordinator.
-
-    Return a message for the user. Raise JobError if it has ended.
-    """
+    """Stop a run, at once or through its coordinator. Return a message for the user. Raise JobError if it has ended."""
     row = store.find_job(run)
     if row.status not in UNENDED:
         raise JobError(f"{row.id} is already {row.status}")

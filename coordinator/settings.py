@@ -88,7 +88,6 @@ class DriftTrigger(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def pause_s(self) -> float:
-        """Shortest time between two starts, in seconds."""
         try:
             return units.parse_seconds(self.pause)
         except ValueError as error:
@@ -229,7 +228,6 @@ def require_minimum_updates(job: JobSettings, min_updates: int) -> None:
 
 
 def require_energy_deadline(cohort: CohortSettings) -> None:
-    """Raise JobError if `joules_per_round` is set with another deadline policy than "energy"."""
     if cohort.joules_per_round is not None and cohort.deadline != "energy":
         raise JobError('[cohort] joules_per_round has no effect without deadline = "energy": set both, or remove it')
 
@@ -254,11 +252,10 @@ def require_no_adversaries(job: JobSettings) -> None:
 
 
 def require_supported_task(method_name: str, method: Method, network: Mapping[str, Any]) -> None:
-    """Raise JobError if the method does not support the prediction task of a [model] table."""
     if (task := metrics.task_from_network(network)) not in method.traits.prediction_tasks:
         raise JobError(
             f"task = {task!r} is not supported by {method_name}, which needs "
-            f"{' or '.join(map(repr, method.traits.prediction_tasks))}: choose another method, such as fedavg or fedprox"
+            f"{' or '.join(map(repr, method.traits.prediction_tasks))}: choose another method, such as fedavg"
         )
 
 
@@ -280,7 +277,6 @@ def _unify_task_and_classes(job: JobSettings) -> JobSettings:
 
 
 def _require_params_in_table(table: Mapping[str, Any]) -> None:
-    """Raise JobError if a parameter of the method is outside of [params]."""
     if not isinstance(method := table.get("method"), str):
         return  # `convert_table` reports a missing method
     job_keys = {field.encode_name for field in msgspec.structs.fields(JobSettings)}
@@ -291,10 +287,7 @@ def _require_params_in_table(table: Mapping[str, Any]) -> None:
 
 
 def parse_params(job: JobSettings) -> Any:
-    """Return the method's `Params` of a job.
-
-    Raise JobError for an unknown parameter, invalid value or unsupported engine.
-    """
+    """Return the method's `Params`. Raise JobError for an unknown parameter, invalid value or unsupported engine."""
     method = methods.load(job.method)
     if job.engine not in (None, *method.engines, *plugins.plugin_names("engine")):
         raise JobError(

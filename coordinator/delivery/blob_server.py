@@ -114,7 +114,6 @@ class BlobServer:
         return token
 
     def revoke_token(self, device: str, sha256: str, *, put: bool) -> None:
-        """Revoke a device's upload token (`put`) or fetch token for a blob, if there is one."""
         with self._lock:
             self._remove_token((device, sha256, put))
 
@@ -245,10 +244,7 @@ def _granted_bytes(ref: BlobRef) -> int:
 
 
 def _parse_range(header: str | None, size: int) -> tuple[int, int]:
-    """Return the start and end (exclusive) of the requested bytes.
-
-    Raise RequestRefusedError for an invalid Range header.
-    """
+    """Return the start and end (exclusive) of the requested bytes. Raise RequestRefusedError for an invalid range."""
     if header is None:
         return 0, size
     match = _RANGE.match(header)
@@ -376,7 +372,6 @@ class BlobLocationProvider(TransferBackend):
 
     @property
     def server_address(self) -> str:
-        """URL of the coordinator's own blob server, or "" without one."""
         return self._base
 
     def download_locations(self, device: str, ref: BlobRef) -> tuple[BlobLocation, ...]:

@@ -59,8 +59,6 @@ class DispatchedTask:
 
 
 class TaskDispatcher:
-    """Open tasks by device, sent as retained messages so that they survive restarts of coordinator and device."""
-
     def __init__(self, link: Link, topics: wire.Topics) -> None:
         self._link, self._topics = link, topics
         self._open_tasks: dict[str, DispatchedTask] = {}
@@ -127,7 +125,6 @@ class TaskDispatcher:
         self._releases.pop((device, kind), None)
 
     def may_fetch_blob(self, device: str, sha256: str) -> bool:
-        """Return whether a device's open task or one of its releases contains the blob."""
         if device in self._open_tasks and sha256 in self._open_tasks[device].blobs:
             return True
         releases = (self._releases.get((device, kind)) for kind in KINDS)
@@ -378,14 +375,14 @@ class LinkExecutor:
         self._link.close()
 
     def _handle_or_decode_message(self, message: Message, now_s: float) -> DeviceMessage | None:
-        """Return a device's decoded message, or None if it is invalid or belongs to a transfer."""
+        """Return a device's decoded message, or None if it is invalid or part of a transfer."""
         try:
             route = wire.parse_topic(message.topic)
             if route.direction != "up":
                 return None
             if route.subtopic == "hello":  # only signed links process it
                 raise WireError(
-                    "the message is signed, but this coordinator has no certificate: start it with --ca, --cert and --key"
+                    "signed message, but this coordinator has no certificate: start it with --ca, --cert and --key"
                 )
             if route.subtopic in ("presence", "profile") and not message.payload:
                 return None  # cleared retained message: the device was removed from the broker

@@ -103,7 +103,6 @@ class DeviceStatusTracker:
             self._add_telemetry(device, message, int(time_s))
 
     def record_contact(self, device: str) -> None:
-        """Record the time of any message of a device, also of one without status information."""
         if device in self._statuses or len(self._last_seen) < MAX_DEVICES:
             self._last_seen[device] = self._clock()
         if device in self._statuses and self._statuses[device].quiet:
@@ -179,7 +178,6 @@ class DeviceStatusTracker:
             self._set_status(replace(self._statuses[device], online=False, since=self._clock()), 0.0)
 
     def take_removed_devices(self) -> list[str]:
-        """Return the devices that removal requests have deleted since the last call."""
         removed, self._removed_devices = self._removed_devices, []
         return removed
 

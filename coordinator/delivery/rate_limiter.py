@@ -122,7 +122,6 @@ class RateLimitedLink(LinkWrapper):
         return [message for message in self._link.receive() if self._admit_received(message)]
 
     def take_blocked_devices(self) -> list[str]:
-        """Return the devices blocked since the last call."""
         blocked, self._newly_blocked = self._newly_blocked, []
         return blocked
 

@@ -131,7 +131,6 @@ def apply_return(status: DeviceStatus, time_s: float) -> DeviceStatus:
 
 
 def apply_task(status: DeviceStatus, task: Task, time_s: float) -> DeviceStatus:
-    """Return a device's status after its task was sent. A repeated task changes nothing."""
     if status.doing is not None and _is_task(status.doing, task.job, task.round):
         return status
     return replace(status, doing=CurrentTask(task.job, task.round, "asked", time_s))
@@ -152,7 +151,6 @@ def apply_ack(status: DeviceStatus, ack: wire.Ack, time_s: float) -> DeviceStatu
 
 
 def add_sample(previous: TelemetrySample | None, count: int, telemetry: Telemetry, time_s: int) -> TelemetrySample:
-    """Return an interval's sensor readings after its `count`-th telemetry message."""
     previous_sample = previous or TelemetrySample(time_s)
     mean = telemetry.power_w
     if mean is not None and previous_sample.power_w is not None:
@@ -257,10 +255,7 @@ from readings where step = :step and at >= :begin and at < :end group by at / :t
 
 
 class TelemetryStore:
-    """Database of device statuses and readings, with one writing process and any number of readers.
-
-    A writer replaces a damaged file. Every method raises StoreError if the file cannot be read or written.
-    """
+    """Database of statuses and readings, with one writing process. Methods raise StoreError if the file is unusable."""
 
     def __init__(self, home: Path, *, writes: bool = False) -> None:
         self._home = home
@@ -396,7 +391,7 @@ class TelemetryStore:
         return {devices[board]: reading for board, reading in readings.items() if board in devices}
 
     def load_readings(self, device: str, begin: float, end: float) -> list[TelemetrySample]:
-        """Return a device's readings from `begin` to `end`, oldest first, at the finest resolution still stored."""
+        """Return a device's readings from `begin` to `end`, oldest first, at the finest stored resolution."""
         step = next((step for step, kept_s in STEPS if begin >= end - kept_s), STEPS[-1][0])
         times = range(int(begin) // step * step, int(end) + 1, step)
         with _convert_database_errors(self._home):
@@ -422,6 +417,6 @@ def _convert_database_errors(home: Path) -> Iterator[None]:
         yield
     except (sqlite3.Error, OSError) as error:
         raise StoreError(
-            f"{home / NAME} cannot be used: {describe_database_error(home, error)}. A damaged file may be removed, since "
-            "it only contains monitoring data"
+            f"{home / NAME} cannot be used: {describe_database_error(home, error)}. A damaged file may be removed: it "
+            "only contains monitoring data"
         ) from None

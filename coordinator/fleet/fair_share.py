@@ -65,13 +65,11 @@ class DeviceLeases:
         return self._ended_lease_s.get(job, 0.0) + running_s
 
     def raise_usage(self, job: str, min_usage_s: float, now_s: float) -> None:
-        """Raise the device seconds of a job to at least `min_usage_s`."""
         missing_s = min_usage_s - self.device_seconds(job, now_s)
         if missing_s > 0:
             self._ended_lease_s[job] = self._ended_lease_s.get(job, 0.0) + missing_s
 
     def forget_job(self, job: str, now_s: float) -> None:
-        """Release the devices of a job and delete its device seconds."""
         for device in tuple(self.leased_devices(job)):
             self.release_device(device, job, now_s)
         for values in (self._devices_by_job, self._start_sums_s, self._ended_lease_s):

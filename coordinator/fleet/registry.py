@@ -257,10 +257,7 @@ class DeviceRegistry:
         record.profile = profile
 
     def set_site_right(self, device: str, right: SiteRight | None) -> None:
-        """Set the site right of a device.
-
-        A change deletes the device's profile, which was limited to the previous right.
-        """
+        """Set the site right of a device. A change deletes the profile, which was limited to the previous right."""
         record = self.devices.get(device)
         if right == (record.site_right if record else None):
             return

@@ -63,7 +63,7 @@ class UpdatePipeline:
         return count + len(updates), size + sum(map(total_blob_bytes, updates))
 
     def register_update(self, device: str, update: Update, now_s: float) -> bool:
-        """Register an update before its transfer. Return whether it is large and must wait for a turn."""
+        """Register an update before its transfer. Return whether it is large and waits for its turn."""
         if total_blob_bytes(update) < self._context.worker.large_bytes:
             return False
         if self._queued_updates.get(device) != update and now_s < self._extended_deadline_s:
@@ -72,7 +72,7 @@ class UpdatePipeline:
 
     @property
     def lost_s(self) -> float:
-        """Seconds by which the deadline moves because the broker was unreachable, limited by the end of a site's round."""
+        """Seconds added to the deadline because the broker was unreachable, limited by the end of a site's round."""
         outage, state = self._executor.outage, self._job.job_state
         if state.opened_s != self._outage_at_attempt_start[0]:
             self._outage_at_attempt_start = state.opened_s, outage.lost_s
@@ -102,10 +102,7 @@ class UpdatePipeline:
         return min(deadline_s + max(map(self._executor.transfer_wait_s, self._queued_updates), default=0.0), latest_s)
 
     def wait_for_punctual_updates(self, now_s: float) -> bool:
-        """Return whether the round waits past its deadline for punctual updates.
-
-        Late devices lose their transfer turn to devices that wait for one.
-        """
+        """Return whether the round waits past its deadline. Late devices lose their transfer turn to others."""
         deadline_s = self._extended_deadline_s
         if not deadline_s <= now_s < self.wait_limit_s(now_s) or decisions.has_full_cohort(self._job.job_state):
             return False
@@ -233,8 +230,6 @@ Observe = Callable[[JobView, events.AnyEvent], None]
 
 
 class CoordinatorContext:
-    """Services shared by all jobs of a coordinator."""
-
     def __init__(self, executor: Executor, store: Store, observe: Observe, worker: BackgroundWorker) -> None:
         self.executor, self.store, self.observe, self.worker = executor, store, observe, worker
         self.registry, self.leases = DeviceRegistry(), DeviceLeases()
@@ -295,7 +290,7 @@ class CoordinatorContext:
         self.raise_epoch(epoch)
 
     def raise_epoch(self, min_epoch: int) -> None:
-        """Start an epoch above `min_epoch`, unless the present epoch is higher. The jobs and the executor then use it."""
+        """Start an epoch above `min_epoch` for the executor and all jobs, unless the present epoch is higher."""
         if min_epoch >= self.store.epoch:
             self.executor.set_epoch(self.store.begin_epoch(min_epoch))
             for id in self.jobs:
@@ -354,7 +349,6 @@ class JobController:
         self._cancel_tasks(self.job.job_state.pending_devices | set(self.job.job_state.silent_devices), now_s)
 
     def measure_idle_time(self, now_s: float) -> fair_share.IdleTime:
-        """Return how long no device has worked for the job, and whether a round is open."""
         if not self._is_idle(now_s):
             self._last_work_s = now_s
         return fair_share.IdleTime(now_s - self._last_work_s, self.job.job_state.phase != "selecting")
@@ -409,7 +403,6 @@ class JobController:
         self._context.unpublished_jobs[self.id] = self.job
 
     def handle_claim(self, device: str, claim: wire.Claim, now_s: float) -> None:
-        """Process a device's claim that it has accepted or declined its task."""
         registry = self._context.registry
         job_blobs.warn_of_rolled_back_log(self.job.job_state, self.id, device, claim, self._jobs_with_rolled_back_log)
         input = responses.ClaimReceived(device, claim)
@@ -546,7 +539,6 @@ class JobController:
         )
 
     def _devices_at_work(self, now_s: float) -> set[str]:
-        """Return the selected devices that work on the job, or may do so shortly after its activation."""
         # just after the activation all selected devices count, because authentication delays their messages
         pending = set(self.job.job_state.pending_devices - self._context.leases.devices_of_other_jobs(self.id))
         return pending if now_s < self._activated_s + START_S else pending.intersection(self._able_devices(now_s))
@@ -558,10 +550,7 @@ class JobController:
         return self._context.registry.find_unreachable(state.pending_devices | state.expected_devices, now_s)
 
     def handle_failure(self, error: Exception, now_s: float) -> None:
-        """Fail the job after an error, or suspend the job if its data cannot be read.
-
-        StoreError and MemoryError are raised again, since they concern all jobs.
-        """
+        """Suspend the job if its data cannot be read, or fail it. StoreError and MemoryError are raised again."""
         if (read_error := job_blobs.suspension_reason(error)) is not None:
             self.read_error = read_error
             return

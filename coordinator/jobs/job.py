@@ -136,10 +136,7 @@ class RunningJob:
         self._reset_round_caches()
 
     def record_event(self, event: events.AnyEvent, now_s: float) -> None:
-        """Write an event to the log, then apply the event.
-
-        Raise JobError, without writing, if the job state forbids it.
-        """
+        """Write an event, then apply it. Raise JobError, without writing, if the job state forbids the event."""
         new_state = apply_event(self.job_state, event, now_s)
         self._store.append_event(self.id, event)
         self._apply_event(event, new_state)
@@ -324,7 +321,6 @@ class RunningJob:
     def build_update_reader(
         self, update: Update, profile: Profile | None, bounds: validation.ClaimBounds, *, large: bool = False
     ) -> Callable[[Update], Update]:
-        """Return a function that decodes, checks and stores an update, and may fold it (`Aggregator.read_update`)."""
         job_state, aggregator = self.job_state, self.aggregator
         find_base = self._build_base_finder(update, profile)
 
@@ -336,7 +332,6 @@ class RunningJob:
         return read
 
     def _build_base_finder(self, update: Update, profile: Profile | None) -> BaseTensors:
-        """Return a function that loads the base of each bundle. Only blobs sent in this round are valid bases."""
         task_spec = self._task_spec_for_device(update.device, profile) if update.bases else None
         # after a restart, `_sent_blobs` is empty
         task_blobs = {self._store_bundle(value).sha256 for value in task_spec.bundles.values()} if task_spec else set()
@@ -492,12 +487,9 @@ def decide_next_event(
     lost_s: float = 0.0,
     unreachable_devices: AbstractSet[str] = frozenset(),
 ) -> events.AnyEvent | None:
-    """Return the next event of a job, or None if nothing is due.
+    """Return the next event of a job, or None if nothing is due. Changes of eligibility precede a selection.
 
-    Changes of eligibility are returned before a selection.
-
-    `busy` are devices reserved for other jobs, `lost_s` is time without a broker that extends the deadline. The other
-    arguments are those of `decisions.decide_event`.
+    `busy` are devices reserved for other jobs, and `lost_s` extends the deadline. See `decisions.decide_event`.
     """
 
     def workload_of(device: str) -> DeviceWorkload:

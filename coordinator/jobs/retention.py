@@ -98,10 +98,7 @@ class RemovedFiles(NamedTuple):
 
 
 def find_run(store: Store, run: str) -> StoredJob | UnreadableRow:
-    """Return a run by its id, even if its row is damaged or from another version, or the latest run of a job by name.
-
-    Raise StoreError if there is no such run.
-    """
+    """Return a run by its id, readable or not, or the latest run of a job by name. Raise StoreError if unknown."""
     for row in reversed(store.all_jobs()):
         if run == row.id or (isinstance(row, StoredJob) and run == row.job.name):
             return row

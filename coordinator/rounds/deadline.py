@@ -71,7 +71,6 @@ class DeviceWorkload(NamedTuple):
     epoch: WorkEstimate = WorkEstimate()  # work of one epoch
 
     def with_epochs(self, epochs: int) -> DeviceWorkload:
-        """Return the workload with another number of epochs, of `epoch` each."""
         extra_epochs = epochs - self.epochs
         sums = {name: getattr(self.work, name) + extra_epochs * getattr(self.epoch, name) for name in ADDITIVE_FIELDS}
         return self._replace(work=msgspec.structs.replace(self.work, **sums), epochs=epochs)
@@ -284,10 +283,7 @@ def _p90_ratio(log_ratios: Sequence[float], spread: float) -> float:
 def decide_by_paper(
     cohort: CohortSettings, durations: DurationsByDevice, workloads: WorkloadByDevice
 ) -> DeadlineDecision:
-    """Return the last round's longest duration times the ratio of work, or no deadline without durations.
-
-    The rule is that of FedStitch (arXiv 2409.07202), section 4.4.
-    """
+    """Return the last round's longest duration times the ratio of work (FedStitch), or none without durations."""
     all_durations = [duration for own_durations in durations.values() for duration in own_durations]
     if not all_durations:
         return DeadlineDecision()

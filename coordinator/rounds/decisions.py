@@ -115,10 +115,7 @@ def capped_elapsed_s(elapsed_s: float, new_elapsed_s: float, limit_s: float, res
 def eligibility_event(
     state: JobState, labels: LabelColumn, costs: CostColumn = CostColumn()
 ) -> EligibilityRecorded | None:
-    """Return the event that records changes of eligibility and costs, or None without changes.
-
-    Devices known only from the log count as offline.
-    """
+    """Return the event with changes of eligibility and costs, or None. Devices known only from the log are offline."""
     devices_by_label: dict[str, list[str]] = {}
     for device, label in sorted(labels.changed_values(state.eligibility, default="offline").items()):
         devices_by_label.setdefault(label, []).append(device)
@@ -389,7 +386,6 @@ def have_all_declined(state: JobState) -> bool:
 
 
 def _recurring_failures(state: JobState, online_devices: Collection[str]) -> dict[str, LastingDecline]:
-    """Return the declines that would recur, of devices that are neither online nor have an accepted update."""
     failures = {
         device: decline for device, decline in state.lasting_declines.items() if DECLINE_REASONS[decline.code].recurs
     }
@@ -411,7 +407,6 @@ def _is_quorum_impossible(
 
 
 def _quorum_failure_event(state: JobState, quorum: int, recurring_failures: Mapping[str, LastingDecline]) -> JobEnded:
-    """Return the failure of the job, with its most frequent cause and the fix."""
     round_declines = {
         device: decline for device, decline in state.lasting_declines.items() if decline.round == state.round
     }

@@ -183,8 +183,6 @@ class JobResumed(Event, frozen=True): ...
 
 
 class NoteRecorded(Event, frozen=True):
-    """Note on a run that has not started, such as its trigger or its approval."""
-
     text: str
 
 

@@ -59,7 +59,6 @@ class ResourceUsage(msgspec.Struct, frozen=True):
     wall_s: float = 0.0  # of committed rounds
 
     def add_update(self, update: Update) -> ResourceUsage:
-        """Return the usage with the joules, tasks and bytes of an update, but not its time."""
         usage = update.usage
         return replace(
             self,
@@ -107,7 +106,6 @@ def add_evaluation(
 
 
 def describe_reached_limit(limits: JobLimits, usage: ResourceUsage, best: BestEvaluation | None = None) -> str | None:
-    """Return the first limit of [stop] that is reached, with its values, or None."""
     if limits.patience is not None and best is not None and best.without_gain >= limits.patience:
         min_gain = f" of {limits.min_gain:g}" if limits.min_gain else ""
         evaluations = f"{best.without_gain} evaluation{'s' * (best.without_gain > 1)}"
@@ -208,13 +206,11 @@ class JobState(msgspec.Struct, frozen=True):
         return 0 if self.is_evaluation_round else self.constants.cohort.size
 
     @property
-    def completed_rounds(self) -> int:
-        """Number of committed rounds, without evaluation rounds."""
+    def completed_rounds(self) -> int:  # without evaluation rounds
         return self.round - self.evaluation_rounds
 
     @property
     def is_work_done(self) -> bool:
-        """Whether all training rounds are complete."""
         return self.is_method_done or self.round - self.evaluation_rounds >= self.constants.rounds
 
     @property
@@ -468,7 +464,6 @@ def _apply_eligibility(state: JobState, event: events.EligibilityRecorded) -> Jo
 
 
 def _clear_round(state: JobState, round: int) -> JobState:
-    """Return the state before a round starts, without devices, updates and declines of the previous round."""
     return replace(
         state,
         round=round,

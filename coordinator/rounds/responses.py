@@ -29,8 +29,6 @@ UNFINISHED = ("queued", "running", "stopping", "stopped", "damaged")
 
 
 class DeviceChange(msgspec.Struct, frozen=True):
-    """Change of a device's status, after which the device may lack its task."""
-
     device: str
     kind: Literal["online", "silent", "returned", "removed", "flooding"]
 
@@ -53,8 +51,6 @@ class UpdateAnnounced(msgspec.Struct, frozen=True):
 
 
 class UpdateReceived(msgspec.Struct, frozen=True):
-    """End of the transfer of an update's blobs, with an error if a blob could not be fetched."""
-
     device: str
     error: str | None = None
 
@@ -166,7 +162,6 @@ def decide_response(
 def _exclude_device(
     state: JobState | None, arriving_update: ArrivingUpdate, device: str, code: str, reason: str
 ) -> Decision:
-    """Return the rejection and cancellation of a selected device's task, or no change for other devices."""
     if state is None or not _is_update_expected(state, device):
         return Decision(arriving_update)
     return Decision(None, (UpdateRejected(state.round, device, reason, code),), (CancelTask(device),))

@@ -138,10 +138,7 @@ def _copy_database(store: Store, target: Path) -> set[str]:
 
 
 def _lock_home_and_list_agent_files(store: Store) -> list[Path]:
-    """Return the files of simulated devices with unfinished runs, and lock the home if there are any.
-
-    Raise JobError if another process holds the lock.
-    """
+    """Return the files of simulated devices with unfinished runs, and lock the home if there are any."""
     rows = [row for row in store.readable_jobs() if isinstance(row, StoredJob) and row.status not in ("done", "failed")]
     folders = [store.home / "agents" / row.id for row in rows if (store.home / "agents" / row.id).is_dir()]
     if not folders:
@@ -231,10 +228,7 @@ def _file_exists_error(file: Path) -> JobError:
 
 
 def restore_backup(file: Path, home: Path) -> BackupSummary:
-    """Restore a home from a backup, completely or not at all.
-
-    Raise JobError if the home is not empty, and StoreError if the backup is damaged.
-    """
+    """Restore a home completely or not at all. Raise JobError if it is not empty, StoreError after damage."""
     home = Path(os.path.abspath(home))
     if home.is_symlink() or not _is_missing_or_empty(home):
         raise JobError(f"{home} exists already: choose a new folder, or move this one away")

@@ -66,10 +66,7 @@ class RolloutLog:
         self._cached: dict[str, tuple[int, JobRow, Rollout, float]] = {}
 
     def add_rollout(self, plan: RolloutPlan, *, id: str = "") -> str:
-        """Queue a rollout and return its id, `<kind>-<date>-<time>-<random>` unless given.
-
-        Raise JobError if the plan is invalid, or if another rollout of the same kind is under way.
-        """
+        """Queue a rollout and return its id. Raise JobError if another rollout of this kind is under way."""
         plan.require_valid()
         now = time.time()
         id = id or f"{plan.kind}-{time.strftime('%Y%m%d-%H%M%S', time.localtime(now))}-{secrets.token_hex(3)}"
@@ -89,7 +86,6 @@ class RolloutLog:
             return self._load_rollouts_and_errors()[0]
 
     def read_errors(self) -> dict[str, JobError]:
-        """Return the error of each rollout that cannot be read, by id."""
         with self._read_transaction():
             return self._load_rollouts_and_errors()[1]
 

@@ -79,8 +79,6 @@ class IndexedLog(msgspec.Struct):
 
 
 class LogIndex:
-    """Index of the event logs in one database."""
-
     def __init__(self, db: sqlite3.Connection, load_snapshot_log: Callable[[str], IndexedLog | None]) -> None:
         self._db, self._load_snapshot_log = db, load_snapshot_log
         self._logs: dict[str, IndexedLog] = {}
@@ -133,8 +131,6 @@ class _UpdateField(msgspec.Struct):
 
 
 class _ReferencedBlobs(msgspec.Struct):
-    """Blobs named in an event. The other fields of the event are not decoded."""
-
     state: _BlobField | None = None
     best: bool = False  # whether the previous state is the best so far
     update: _UpdateField | None = None
@@ -414,7 +410,6 @@ class RowStore:
         return self._logs.read_all_logs()
 
     def find_damaged_jobs(self) -> list[str]:
-        """Return the ids of jobs whose row or events do not match their checksums."""
         damaged_ids = []
         for row, is_intact in self.read_jobs():
             try:

@@ -134,8 +134,6 @@ class StoredJob(NamedTuple):
 
 
 class StartCause(NamedTuple):
-    """Cause of a triggered start: the armed run, the reason, and whether the new run needs approval."""
-
     row: StoredJob
     reason: str
     needs_approval: bool
@@ -202,7 +200,6 @@ class Store:
         return self._lock is not None
 
     def is_served(self) -> bool:
-        """Return whether this or another process runs a coordinator for the home."""
         return self._lock is not None or is_served(self.home, self._disk)
 
     def begin_epoch(self, min_epoch: int = 0) -> int:
@@ -239,10 +236,7 @@ class Store:
         return counter > 1 if counter else None
 
     def find_unfinished(self, job: JobSettings, bundle: Path, origin: Origin = "run") -> str | None:
-        """Return the id of the job's latest run that is not done or failed, or None.
-
-        The run must have the same bundle content, unless it is armed.
-        """
+        """Return the id of the job's latest armed run, or run with this bundle that is not done or failed, or None."""
         content = _hash_bundle(bundle)
         rows = [row for row in self.readable_jobs() if (row.job, row.bundle, row.origin) == (job, bundle, origin)]
         rows = [row for row in rows if row.content == content or row.status == ARMED]
@@ -310,10 +304,9 @@ class Store:
         raise StoreError(f"no run {run!r} in {self.home}{toml.describe_choices(run, names_and_ids)}")
 
     def delete_runs(self, ids: Collection[str], only_ended: bool = False) -> list[str]:
-        """Delete runs and their events in one transaction. Return the ids of the deleted runs.
+        """Delete runs and their events in one transaction, without their blobs. Return the ids of the deleted runs.
 
-        Blobs are left to garbage collection. With `only_ended`, runs that have not ended are kept. Raise JobError for
-        runs of another process's coordinator that have not ended.
+        With `only_ended`, runs that have not ended are kept. Raise JobError for active runs of another process.
         """
         with self.open_transaction():
             self.require_inactive(ids)
@@ -375,7 +368,6 @@ class Store:
         return row.status if row else ""
 
     def set_status(self, id: str, status: str, *, unless: str = "") -> None:
-        """Set a job's status, unless the stored status is `unless`."""
         with self.open_transaction():
             if not unless or self.stored_status(id) != unless:
                 self._rows.update_job(id, status=status)
@@ -394,12 +386,10 @@ class Store:
         return {log.state for log in self.read_logs().values() if log.state}
 
     def referenced_blobs(self) -> set[str]:
-        """Return the sha256 of all blobs that events of runs and rollouts need."""
         with database_errors(self.home):
             return self.rollouts.referenced_blobs().union(*(log.needed_blobs for log in self.read_logs().values()))
 
     def is_update_counted(self, update: Update) -> bool:
-        """Return whether the log of the update's job contains an accepted update of this device and round."""
         with database_errors(self.home):
             return self._rows.is_update_counted(update)
 
@@ -470,10 +460,7 @@ class Store:
         return event.status
 
     def read_events(self, id: str, after: int = 0, max_events: int = -1) -> Iterator[tuple[int, float, AnyEvent]]:
-        """Yield (sequence number, wall-clock seconds, event) of a job's events, oldest first.
-
-        Raise JobError if the log is damaged or from another version. `after` and `max_events` are as in `RowStore`.
-        """
+        """Yield (sequence number, wall-clock seconds, event), oldest first. Raise JobError if one is unreadable."""
         with database_errors(self.home):
             rows = self._rows.read_events(id, after, max_events)
         for seq, time_s, body in rows:
@@ -496,8 +483,6 @@ NAME: Final = "fedquilt.db"
 
 
 class ChangeDetector:
-    """Cheap detector of writes to a database, which need not exist yet."""
-
     def __init__(self, path: Path) -> None:
         self._path = path
         self._db: sqlite3.Connection | None = None

@@ -90,7 +90,6 @@ class SuspendedJobs:
             self._db.execute("update suspended set epoch = -1 where job = ?", (job,))
 
     def current_suspension(self, job: str) -> Suspension | None:
-        """Return a job's suspension by the home's latest coordinator, or None."""
         return self.current_suspensions().get(job)
 
     def current_suspensions(self) -> dict[str, Suspension]:

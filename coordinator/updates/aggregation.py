@@ -54,10 +54,7 @@ OUTLIER_LOSS_FACTOR: Final = 1000.0  # a note names devices whose loss exceeds t
 
 
 def aggregate_evaluations(updates: Collection[Update]) -> EvaluationSums | None:
-    """Return the sum of a round's consistent evaluations, or None without one.
-
-    Most devices define the task and outputs.
-    """
+    """Return the sum of the evaluations with the task and outputs of most devices, or None without evaluations."""
     return evaluation.add_evaluations(sums for _, sums in _select_consistent_evaluations(updates))
 
 
@@ -164,7 +161,6 @@ class PartialAggregate:
         self._pending_sums: list[tuple[dict[str, FoldInputs], Callable[[], Any]]] = []  # sums of simulation processes
 
     def can_fold_now(self, device: str, accepted: Mapping[str, Update], pending: Iterable[str]) -> bool:
-        """Return whether a device's update can be folded on arrival."""
         if self._any_order:
             return not self._contains_device(device)
         is_next = self.can_fold_in_order(device) and device == min(pending, default="")
@@ -254,10 +250,7 @@ BaseTensors = Callable[[str], Tensors | None]
 
 
 class Aggregator:
-    """Aggregation of one running round, from the state at its start.
-
-    With `large`, which the first large update of a job sets, exact partial aggregates stay on disk.
-    """
+    """Aggregation of one round. With `large`, set by the first large update, exact aggregates stay on disk."""
 
     def __init__(
         self,
@@ -513,7 +506,6 @@ class Aggregator:
             raise
 
     def _open_update(self, update: Update) -> DeviceUpdate:
-        """Return a stored update, with large tensors read from disk each time they are used."""
         lazily = total_blob_bytes(update) > WHOLE_BYTES
         return job_blobs.load_update(self._blob_store, update, lazily=lazily)
 
@@ -524,10 +516,7 @@ class Aggregator:
         return replace(update, bundles=compression.decode_update(self._job.wire, update.bundles, find_base))
 
     def _with_site_devices(self, update: Update, decoded: DeviceUpdate, bounds: validation.ClaimBounds) -> Update:
-        """Return a site's update with the ids of its devices, and any other update unchanged.
-
-        Raise UpdateError if the site has no right to submit for one of these devices.
-        """
+        """Return the update, with the ids of a site's devices. Raise UpdateError if the site has no right to them."""
         if not has_site_bundles(decoded.bundles):
             return update
         parts = sites.parts_of_site(decoded)

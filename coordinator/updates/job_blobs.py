@@ -113,8 +113,6 @@ def _convert_blob_read_errors(subject: str, ref: BlobRef, can_replace: bool) -> 
 
 
 class _BlobReadDisk(Disk):
-    """Disk whose read errors name the blob and the device of its update."""
-
     def __init__(self, disk: Disk, convert_errors: Callable[[], AbstractContextManager[None]]) -> None:
         self._disk, self._convert_errors = disk, convert_errors
 

@@ -75,7 +75,6 @@ def encode_parts(parts: Sequence[SiteUpdatePart]) -> np.ndarray:
 
 
 def bundle_from_aggregate(arrays: Tensors, skeleton: str, devices: Sequence[str]) -> dict[str, Any]:
-    """Return the bundle of a partial aggregate of these devices. Arrays may stay on disk."""
     tables = {
         SKELETON_TENSOR: np.frombuffer(skeleton.encode(), np.uint8),
         DEVICE_TABLE: encode_parts([SiteUpdatePart(device) for device in devices]),
@@ -135,10 +134,7 @@ def bundle_updates(updates: Sequence[DeviceUpdate]) -> Iterator[tuple[str, dict[
 
 
 def parts_of_site(update: DeviceUpdate) -> list[SiteUpdatePart]:
-    """Return the parts of a site's update, sorted by device.
-
-    Raise UpdateError for repeated names or weights not finite.
-    """
+    """Return the parts of a site's update by device. Raise UpdateError for repeated names and infinite weights."""
     devices, parts = set[str](), []
     for bundle in update.bundles.values():
         for part in _decode_parts(bundle):

@@ -25,8 +25,6 @@ def held_out_share(data: Mapping[str, Any] | None) -> float:
 
 
 class TaskSpecCache:
-    """Cache of task specs, workloads and tasks that are equal for several devices of a round."""
-
     def __init__(self, held_out_share: float) -> None:
         self._held_out_share = held_out_share
         # task specs for sites (True) and for other devices (False)
@@ -38,10 +36,7 @@ class TaskSpecCache:
     def task_spec_for_device(
         self, send: Callable[[Any, DeviceView], TaskSpec | None], state: Any, view: DeviceView, *, common: bool
     ) -> TaskSpec | None:
-        """Return the method's task spec for a device, or None if the method has no task for it.
-
-        With `common`, all sites share one spec, and all other devices share another.
-        """
+        """Return the method's task spec or None. With `common`, sites share one spec, and devices share another."""
         if not common:
             return send(state, view)
         is_site = view.profile is not None and view.profile.site_device_count > 0
@@ -161,7 +156,6 @@ def _scale_to_held_out(work: WorkEstimate, per_example: WorkEstimate, held_out_s
 
 
 def total_blob_bytes(task_spec: TaskSpec) -> int:
-    """Return the bytes of a task spec's bundles. A blob that several bundles refer to counts once."""
     refs = {value for value in task_spec.bundles.values() if isinstance(value, BlobRef)}
     bundles = [value for value in task_spec.bundles.values() if not isinstance(value, BlobRef)]
     return sum(ref.size for ref in refs) + tensors.total_bytes(bundles)

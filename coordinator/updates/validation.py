@@ -165,7 +165,6 @@ def require_plausible(update: Update, bounds: ClaimBounds, *, work: bool) -> Non
 
 
 def require_valid_metrics(metrics: Mapping[str, float]) -> None:
-    """Raise UpdateError if a metric's name or value is invalid, or if there are too many."""
     if len(metrics) > MAX_METRICS:
         raise UpdateError(f"update has {len(metrics)} metrics, at most {MAX_METRICS} are allowed")
     for name, value in metrics.items():

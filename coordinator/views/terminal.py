@@ -61,8 +61,8 @@ WITHIN_ROUND_EVENTS: Final = (
 ELAPSED_FORMAT: Final = "[{:6.1f} s] "
 VIRTUAL_FORMAT: Final = "[{:6.1f} s virtual] "
 START_AGENT_HINT = "start more: `fedquilt agent agent.toml` on a board"
-BROKER_WAIT = wait_reasons.WaitReason("its broker, which cannot be reached", "broker", "lost")
-BROKER_HINT = "`fedquilt doctor --home HOME --broker URL` says why"
+BROKER_WAIT = wait_reasons.WaitReason("its broker, which is unreachable", "broker", "lost")
+BROKER_HINT = "find the reason with `fedquilt doctor --home HOME --broker URL`"
 
 
 class WaitReporter:
@@ -101,7 +101,7 @@ class ConnectionReporter:
         if connected and (was_connected is False or previous_session not in (0, session)):
             return "reconnected to the broker" if previous_session else "connected to the broker"
         if was_connected and not connected:
-            return "lost the connection to the broker; trying to connect until it is back"
+            return "lost the connection to the broker: trying to reconnect"
         return None
 
 
@@ -182,11 +182,8 @@ class Console:
         self.refresh()
 
     def observe_rollout(self, rollout: Rollout, event: rounds_rollout.AnyRolloutEvent) -> None:
-        if (
-            self._is_verbose
-            or not isinstance(event, rounds_rollout.StatusReported)
-            or event.phase in rounds_rollout.FAILED
-        ):
+        is_routine = isinstance(event, rounds_rollout.StatusReported) and event.phase not in rounds_rollout.FAILED
+        if self._is_verbose or not is_routine:
             self.report(f"{rollout.id}: {rollout_view.format_event(rollout, event)}")
 
     def _watch_run(self, job: JobView) -> _WatchedRun:
@@ -224,6 +221,7 @@ class Console:
     def report_waits(
         self, server: Server, status_of: Callable[[str], DeviceStatus | None] = lambda device: None
     ) -> None:
+        """Report the waits of active jobs that are due, and refresh the status block, at most every WAIT_CHECK_S."""
         now_s, now = self._clock(), time.time()
         if now_s < self._last_wait_check_s + WAIT_CHECK_S:
             return self.refresh()
@@ -231,25 +229,20 @@ class Console:
         for job in server.active_jobs():
             usable_devices = server.registry.usable_engines(job.engines, now_s)
             state, deadline = server.wall_clock_state(job.id, now_s, now)
+            busy_devices = server.devices_of_other_jobs(job.id)
             wait = wait_reasons.find_wait(
-                state,
-                job.engines,
-                usable_devices.keys(),
-                server.devices_of_other_jobs(job.id),
-                status_of,
-                now,
-                deadline,
+                state, job.engines, usable_devices.keys(), busy_devices, status_of, now, deadline
             )
             # the online devices are unknown
             if is_disconnected := wait is not None and self._connection_reporter.is_disconnected:
                 wait = BROKER_WAIT
 
             def find_fix(
-                job: RunningJob = job, able: Collection[str] = usable_devices.keys(), away: bool = is_disconnected
+                job: RunningJob = job, usable: Collection[str] = usable_devices.keys(), offline: bool = is_disconnected
             ) -> str | None:
-                if away:
+                if offline:
                     return BROKER_HINT
-                return wait_reasons.describe_busy_devices(job.job_state, able, server.jobs_by_leased_device(job.id))
+                return wait_reasons.describe_busy_devices(job.job_state, usable, server.jobs_by_leased_device(job.id))
 
             self.report_wait(job, wait, now_s, find_fix)
         self._runs = {id: run for id, run in self._runs.items() if run.job.job_state.phase not in events.ENDED_PHASES}
@@ -422,7 +415,7 @@ def print_log(store: Store, id: str, *, follow: bool = False, json: bool = False
             status = store.stored_status(id)  # read before the events, so that the last event is printed
             has_ended = status in events.ENDED_PHASES
             if not status:
-                raise JobError(f"{id} has been deleted meanwhile")
+                raise JobError(f"{id} was deleted while its log was read")
             for number, time_s, event in store.read_events(id, after=last_number):
                 last_number, state = number, apply_event(state, event, time_s)
                 summary = summary.with_event(event, time_s, state)
@@ -436,13 +429,13 @@ def print_log(store: Store, id: str, *, follow: bool = False, json: bool = False
             is_coordinator_gone = not is_served and now_s >= last_served_s + MAX_COORDINATOR_GAP_S
             if not (is_served or is_coordinator_gone or is_disconnected or has_ended) and follow:
                 progress.LINE.print_lines(
-                    f"no coordinator serves {store.home}: another one is waited for {MAX_COORDINATOR_GAP_S:g} s"
+                    f"no coordinator is running for {store.home}: waiting {MAX_COORDINATOR_GAP_S:g} s for one"
                 )
             is_disconnected = not is_served
             if has_ended or not follow or is_coordinator_gone:
                 console.close()
             if not has_ended and follow and is_coordinator_gone:
-                raise InactiveRunError(f"no coordinator serves {store.home} any more: {store.describe_resume(row)}")
+                raise InactiveRunError(f"no coordinator is running for {store.home}: {store.describe_resume(row)}")
             if has_ended or not follow:
                 for lines in [] if json else event_messages.format_energy_summary(summary):
                     print("\n".join(table.fold_line(lines)))
@@ -470,8 +463,8 @@ def _report_stored_wait(console: Console, store: Store, job: JobView, row: Store
 
 @contextmanager
 def catch_stop_signals() -> Iterator[Callable[[], bool]]:
-    """Catch SIGINT, SIGTERM and SIGHUP as requests to stop."""
-    # no `threading.Event`, whose lock a second signal within the handler would await for ever
+    """Catch SIGINT, SIGTERM and SIGHUP. Yield a function that returns whether one has arrived."""
+    # not a `threading.Event`: a second signal within the handler would wait for its lock forever
     is_stop_requested = False
 
     def request_stop(signum: int, frame: object) -> None:
@@ -480,14 +473,11 @@ def catch_stop_signals() -> Iterator[Callable[[], bool]]:
             raise KeyboardInterrupt
         is_stop_requested = True
 
-    def is_asked() -> bool:
-        return is_stop_requested
-
     previous_handlers = {
         number: signal.signal(number, request_stop) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     }
     try:
-        yield is_asked
+        yield lambda: is_stop_requested
     finally:
         for number, handler in previous_handlers.items():
             signal.signal(number, handler)

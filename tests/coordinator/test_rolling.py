@@ -135,7 +135,8 @@ def test_a_model_goes_to_no_device_without_a_runtime(ground, versions):
     assert not any(board.releases for board in bare)
     state = ground.state(id)
     assert view.format_event(state, told(ground, RolloutStarted)[0]) == (
-        "begun: model digits; left out: b-000 (no ONNX Runtime, which checks models: install the extra `onnx` there)"
+        "begun: model digits; left out: b-000 (ONNX Runtime, which checks models, is missing: "
+        "install the extra `onnx` on the device)"
     )
     assert (state.status, state.count_outcomes()) == ("done", {"committed": 2})
     bare[0].go()
@@ -288,7 +289,7 @@ def test_a_rollout_is_ended_by_request(ground):
     away.go()
     said = run_control.revert_rollout(ground.store, id)
     when = f"as soon as a coordinator serves {ground.home}"
-    assert said == f"{id} of digits is ended {when}: devices return to their previous release"
+    assert said == f"{id} of digits is aborted {when}: devices return to their previous release"
     ground.play()
     assert ground.having() == [away.name]
     away.come()
@@ -307,7 +308,7 @@ def test_a_rollout_that_is_done_is_taken_back(ground):
     second = ground.deploy(OTHER, name="second")
     ground.play(30.0)
     assert len(ground.having(OTHER)) == 6
-    with pytest.raises(JobError, match=f"boards have {second} of second since, .*roll out again .* before {first}"):
+    with pytest.raises(JobError, match=f"{first} cannot be reverted: devices have the later {second} of second"):
         run_control.revert_rollout(ground.store, "first")
     run_control.revert_rollout(ground.store)
     ground.play()
@@ -330,7 +331,7 @@ def test_what_boards_have_had_a_later_one_of_is_not_taken_back(ground, ended):
         run_control.revert_rollout(ground.store, second)
         ground.play()
     assert ground.state(second).status == ended
-    with pytest.raises(JobError, match=f"boards were offered {second} of .* since, .*roll out again .* before {first}"):
+    with pytest.raises(JobError, match=f"{first} cannot be reverted: devices were offered the later {second}"):
         run_control.revert_rollout(ground.store, first)
     ground.play()
     assert ground.state(first).status == "done"
@@ -350,7 +351,7 @@ def test_a_rollout_is_taken_back_though_a_board_reports_at_that_moment(ground):
             return found
 
         store.rollouts.find_rollout = find_slowly
-        assert run_control.revert_rollout(store, id).startswith(f"{id} of digits is taken back")
+        assert run_control.revert_rollout(store, id).startswith(f"{id} of digits is rolled back")
     assert ground.store.rollouts.find_rollout(id).revert_requested
 
 

@@ -215,7 +215,7 @@ def test_a_board_that_died_in_its_check_is_shown_as_lost_until_it_is_heard_again
     told = view.summarise_rollout_and_devices(StoredRollout(now, 0.0, 0.0, "me", ""))
     assert told["counts"] == {"committed": 10, "lost": 1, "silent": 1}
     assert (told["boards"][0]["phase"], told["boards"][1]["phase"]) == ("lost", "silent")
-    assert told["boards"][0]["reason"] == "it came no further than checking and fell silent: it counts as failed"
+    assert told["boards"][0]["reason"] == "it came no further than checking: counts as failed"
     assert apply_rollout_event(now, StatusReported(devices[0], 7, "committed")).count_outcomes() == {
         "": 1,
         "committed": 11,

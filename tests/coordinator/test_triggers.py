@@ -53,7 +53,7 @@ def test_one_board_that_tells_is_enough_if_it_is_the_only_one_and_none_is_never(
 def test_accuracy_counts_where_the_job_says_so():
     told = boards(0.0, None, accuracy=0.7)
     assert trigger_reason(job(), told, 0.0) == ""
-    assert "beyond drift 0.3 or accuracy 0.8: b0 (drift 0.00, accuracy 0.70)" in trigger_reason(
+    assert "exceed drift 0.3 or accuracy 0.8: b0 (drift 0.00, accuracy 0.70)" in trigger_reason(
         job(accuracy_below=0.8), told, 0.0
     )
 
@@ -68,8 +68,8 @@ def test_it_pauses_between_two_starts():
 @pytest.mark.parametrize(
     ("table", "said"),
     [
-        ({"boards": "0%"}, r"\[trigger\] boards = .0%.: a share of boards is above 0 % and at most 100 %"),
-        ({"boards": "150%"}, r"above 0 % and at most 100 %"),
+        ({"boards": "0%"}, r"\[trigger\] boards = .0%.: set a share above 0 % and up to 100 %"),
+        ({"boards": "150%"}, r"above 0 % and up to 100 %"),
         ({"boards": "25"}, r"boards"),
         ({"pause": "12"}, r"\[trigger\] pause = '12' is no time: a number with ms, s, min, m, h, d or w"),
         ({"drift_above": 1.0}, r"drift_above"),
@@ -159,7 +159,7 @@ def test_an_owner_approves_what_a_trigger_has_started(tmp_path):
         f"its owner: `fedquilt resume {started.id} --home {stage.store.home}`",
     )
     assert any("waits for its owner" in line for line in event_messages.format_runs([row], 200))
-    assert "begins" in run_control.approve_run(stage.store, started.id)
+    assert "starts" in run_control.approve_run(stage.store, started.id)
     stage.play()
     assert a.tasks[-1] is not None
     assert [(row.id, row.status) for row in others(stage)] == [(started.id, "running")]

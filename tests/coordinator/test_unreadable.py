@@ -192,7 +192,7 @@ def test_an_update_that_cannot_be_read_when_it_has_come_is_taken_when_it_is_offe
     hand.answer(constant_model())
     stage.play()
     assert not stage.told(UpdateAccepted)
-    assert "a's update could not be read" in caplog.text
+    assert "update of a could not be read" in caplog.text
     hand.answer(constant_model())
     stage.play()
     assert not stage.told(UpdateRejected)

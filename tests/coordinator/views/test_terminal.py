@@ -91,7 +91,7 @@ def test_a_wait_for_devices_at_work_is_told_later():
 def test_the_loss_of_the_broker_and_its_return_are_told_once():
     contact = ConnectionReporter()
     told = [contact.line_due(*now) for now in ((True, 1), (True, 1), (False, 1), (False, 1), (True, 2), (True, 3))]
-    lost, again = ("lost the connection to the broker; trying to connect until it is back", "reconnected to the broker")
+    lost, again = ("lost the connection to the broker: trying to reconnect", "reconnected to the broker")
     assert told == [None, None, lost, None, again, again]
     daemon = ConnectionReporter()
     assert [daemon.line_due(*now) for now in ((False, 0), (True, 1), (True, 1))] == [
@@ -130,7 +130,7 @@ def test_a_wait_while_the_broker_is_away_is_not_told_as_a_lack_of_boards(capsys)
         console.report_connection(link)
         console.report_waits(Server())
     told = capsys.readouterr().out
-    assert "waiting for its broker, which cannot be reached" in told
+    assert "waiting for its broker, which is unreachable" in told
     assert "fedquilt doctor" in told
     assert "start more" not in told
 

@@ -65,7 +65,7 @@ def test_a_coordinator_without_its_broker_is_what_runs_wait_for(home, capsys, mo
             executor.send_pending(now[0])
             now[0] += 720.0
             told = [said(capsys, *words, "--home", str(home)) for words in (["ls"], ["why", "j"], ["devices"])]
-            assert [("its broker, which it has not reached for 12 min" in " ".join(each.split())) for each in told] == [
+            assert [("its broker, unreachable for 12 min" in " ".join(each.split())) for each in told] == [
                 not connected
             ] * 3
     noted.close()

@@ -310,12 +310,12 @@ def test_rollouts_say_for_whom_they_wait(home, capsys):
     assert waits(home, capsys) == f"a coordinator: nobody serves {home}, `fedquilt serve --home {home}` does"
     with Store(home) as serving:
         assert serving.acquire_lock()
-        assert waits(home, capsys) == f"a board: no coordinator of {home} has heard of one"
+        assert waits(home, capsys) == f"a device: none has connected to a coordinator of {home} yet"
         known(home, a=there, b=there)
         said = "a board: of the 2 boards that are known, none is selected by site=lab; `fedquilt devices --home "
         assert waits(home, capsys) == f"{said}{home}` shows their labels"
         known(home, c=replace(lab, online=False), d=replace(lab, online=False))
-        assert waits(home, capsys) == "a board to come online: 2 are selected, and none is"
+        assert waits(home, capsys) == "a device to come online: 2 are selected, all offline"
         known(home, **dict.fromkeys("cdefghij", lab))
         assert waits(home, capsys) == ""
         told(RolloutStarted(7), ReleaseOffered(0, tuple("cdefghi")))
