@@ -84,7 +84,7 @@ def trigger_reason(
     examples = ", ".join(_format_report(device) for device in exceeding[:MAX_NAMED_DEVICES])
     more = f" and {len(exceeding) - MAX_NAMED_DEVICES} more" if len(exceeding) > MAX_NAMED_DEVICES else ""
     return (
-        f"[trigger]: {len(exceeding)} of {len(reports)} reporting devices exceed {_format_limits(trigger)}: "
+        f"[trigger]: {len(exceeding)} of {len(reports)} reporting devices have {_format_limits(trigger)}: "
         f"{examples}{more}"
     )
 
@@ -103,10 +103,8 @@ def describe_trigger_wait(
         return f"the end of its pause, in {units.format_duration(trigger.pause_s - abs(now - last_start))}"
     min_devices = minimum_devices_to_fire(trigger, len(reports))
     exceeding_count = len(reports_beyond_limit(trigger, reports))
-    return (
-        f"{_format_limits(trigger)}: {exceeding_count} of {len(reports)} reporting devices exceed this limit, at least "
-        f"{min_devices} needed"
-    )
+    counts = f"{exceeding_count} of {len(reports)} reporting devices, at least {min_devices} needed"
+    return f"{_format_limits(trigger)}: {counts}"
 
 
 def last_start_time(store: Store, run: str) -> float | None:
@@ -150,7 +148,8 @@ def _format_report(report: RunnerReport) -> str:
 
 def _format_limits(trigger: DriftTrigger) -> str:
     min_accuracy = trigger.accuracy_below
-    return f"drift {trigger.drift_above:g}" + (f" or accuracy {min_accuracy:g}" if min_accuracy is not None else "")
+    accuracy_text = "" if min_accuracy is None else f" or accuracy below {min_accuracy:g}"
+    return f"drift above {trigger.drift_above:g}{accuracy_text}"
 
 
 def stop_run(store: Store, run: str) -> str:

@@ -246,8 +246,8 @@ def require_evaluations(job: JobSettings) -> None:
 def require_no_adversaries(job: JobSettings) -> None:
     if job.fleet.adversaries is not None:
         raise JobError(
-            "[fleet] adversaries is not supported with agents: use `fedquilt compare`, `fedquilt lab reproduce` or "
-            "fedquilt.simulate, or remove it"
+            "[fleet] adversaries have no effect on agents: use `fedquilt compare`, `fedquilt lab reproduce` or "
+            "fedquilt.simulate, or remove them"
         )
 
 

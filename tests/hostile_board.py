@@ -105,7 +105,7 @@ ATTACKS: dict[str, tuple[Callable[[Tensors], Lie], str]] = {  # -> what the log 
             None,
             usage=Usage(wall_s=1.0, energy_j=1e12),
         ),
-        "claims what cannot be",
+        "implausible claims",
     ),
     "updates of the honest boards": (
         lambda model: Lie(_of_others(model), None, bundle="site.0", weight=30.0),

@@ -173,7 +173,7 @@ class Executor(Protocol):
         """
 
     def set_backlog(self, updates: int, waiting_bytes: int, max_bytes: float) -> None:
-        """Report updates that are not processed yet. Transfers wait while these and their own exceed `max_bytes`."""
+        """Limit transfers: at most `max_bytes`, but at least two updates, are in transfer or unprocessed."""
 
     def transfer_wait_s(self, device: str) -> float:
         """Return how long a device waited for its transfer turn, or infinity while waiting."""

@@ -326,8 +326,8 @@ class RunningJob:
 
         def read(update: Update) -> Update:
             if large:
-                return aggregator.validate_large_update(update, find_base, bounds)
-            return aggregator.read_update(update, job_state, find_base, bounds)
+                return aggregator.decode_large_update(update, find_base, bounds)
+            return aggregator.decode_update(update, job_state, find_base, bounds)
 
         return read
 

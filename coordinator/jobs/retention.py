@@ -97,12 +97,12 @@ class RemovedFiles(NamedTuple):
     blobs_left: bool  # whether unreferenced blobs remain, because a coordinator runs or a log is damaged
 
 
-def find_run(store: Store, run: str) -> StoredJob | UnreadableRow:
+def find_run(store: Store, id_or_name: str) -> StoredJob | UnreadableRow:
     """Return a run by its id, readable or not, or the latest run of a job by name. Raise StoreError if unknown."""
     for row in reversed(store.all_jobs()):
-        if run == row.id or (isinstance(row, StoredJob) and run == row.job.name):
+        if id_or_name == row.id or (isinstance(row, StoredJob) and id_or_name == row.job.name):
             return row
-    return store.find_job(run)  # raises a StoreError that lists the runs
+    return store.find_job(id_or_name)  # raises a StoreError that lists the runs
 
 
 def select_expired_runs(store: Store, now: float, keep: int | None, older_s: float | None) -> list[str]:
@@ -150,7 +150,7 @@ def _last_event_or_creation_time(row: StoredJob | UnreadableRow, log: IndexedLog
 
 
 def remove_runs(store: Store, ids: Collection[str]) -> RemovedFiles:
-    """Remove runs, then files and blobs that no run needs. Raise JobError if a run has not ended.
+    """Remove runs, then files and blobs that no run needs. Raise JobError for a run that a coordinator may work on.
 
     Without a coordinator, the home stays locked until `store.close`.
     """

@@ -106,7 +106,7 @@ class RolloutResumed(RolloutEvent, frozen=True):
 
 
 class PhasePassed(RolloutEvent, frozen=True):
-    """Success of a step. The step waited no longer for the `silent` devices."""
+    """Success of a step. The `silent` devices had not reported its end."""
 
     step: int
     silent: tuple[Name, ...] = ()

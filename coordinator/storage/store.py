@@ -236,7 +236,10 @@ class Store:
         return counter > 1 if counter else None
 
     def find_unfinished(self, job: JobSettings, bundle: Path, origin: Origin = "run") -> str | None:
-        """Return the id of the job's latest armed run, or run with this bundle that is not done or failed, or None."""
+        """Return the id of the job's latest run that is not done or failed, or None.
+
+        The bundle must have the same content, unless the run is armed.
+        """
         content = _hash_bundle(bundle)
         rows = [row for row in self.readable_jobs() if (row.job, row.bundle, row.origin) == (job, bundle, origin)]
         rows = [row for row in rows if row.content == content or row.status == ARMED]
@@ -291,17 +294,17 @@ class Store:
         stored = Path(row.bundle), row.status, row.created
         return StoredJob(row.id, job, *stored, cast("Origin", row.origin), row.epoch, row.submitter, row.content)
 
-    def find_job(self, run: str) -> StoredJob:
+    def find_job(self, id_or_name: str) -> StoredJob:
         """Return the latest job with this id or name. Raise StoreError if there is none, or if its row is damaged."""
         rows = self.all_jobs()
         for row in reversed(rows):
-            if isinstance(row, UnreadableRow) and run == row.id:
+            if isinstance(row, UnreadableRow) and id_or_name == row.id:
                 raise StoreError(row.reason)
-            if isinstance(row, StoredJob) and run in (row.id, row.job.name):
+            if isinstance(row, StoredJob) and id_or_name in (row.id, row.job.name):
                 return row
         names = dict.fromkeys(row.job.name for row in rows if isinstance(row, StoredJob))
         names_and_ids = [*names, *(row.id for row in reversed(rows))]
-        raise StoreError(f"no run {run!r} in {self.home}{toml.describe_choices(run, names_and_ids)}")
+        raise StoreError(f"no run {id_or_name!r} in {self.home}{toml.describe_choices(id_or_name, names_and_ids)}")
 
     def delete_runs(self, ids: Collection[str], only_ended: bool = False) -> list[str]:
         """Delete runs and their events in one transaction, without their blobs. Return the ids of the deleted runs.
@@ -352,8 +355,8 @@ class Store:
         home_option = f"--home {self.home}"
         commands = {
             "run": f"`fedquilt serve {home_option}`",
-            "fleet": f"`fedquilt simulate JOB --link embedded {home_option}` (or --link broker), with its --devices,",
-            "virtual": f"`fedquilt simulate JOB {home_option}`, with its --devices,",
+            "fleet": f"`fedquilt simulate JOB --link embedded {home_option}` (or --link broker), with the same --devices,",
+            "virtual": f"`fedquilt simulate JOB {home_option}`, with the same --devices,",
             "simulation": "`fedquilt.simulate`, or `fedquilt simulate JOB --engine ENGINE`, with this job and home",
         }
         return f"{commands[row.origin]} continues {row.id}"

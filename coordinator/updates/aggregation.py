@@ -272,7 +272,7 @@ class Aggregator:
         # state, folded updates and result of the latest count
         self._unfolded_count: tuple[JobState, int, tuple[int, int]] | None = None
 
-    def read_update(
+    def decode_update(
         self, update: Update, job_state: JobState, find_base: BaseTensors, bounds: validation.ClaimBounds
     ) -> Update:
         """Decode, check and store an update, fold the update if it is due in order, and return the update as stored.
@@ -284,7 +284,7 @@ class Aggregator:
         if self._job.wire.codec == "raw" and not is_site_update and self._partial_aggregate.contains_update(update):
             return update
         with validation.name_device_in_errors(update.device):
-            decoded = self._decode_update(job_blobs.load_update(self._blob_store, update), find_base)
+            decoded = self._decode_bundles(job_blobs.load_update(self._blob_store, update), find_base)
             update = self._with_site_devices(update, decoded, bounds)
             is_foldable_now = self._partial_aggregate.can_fold_now(
                 update.device, job_state.accepted_updates, job_state.pending_devices
@@ -359,13 +359,13 @@ class Aggregator:
             self._cached_bytes += size
             self._cached_updates[update.device] = (update, decoded)
 
-    def validate_large_update(self, update: Update, find_base: BaseTensors, bounds: validation.ClaimBounds) -> Update:
+    def decode_large_update(self, update: Update, find_base: BaseTensors, bounds: validation.ClaimBounds) -> Update:
         """Decode, check and store an update with its tensors on disk, without folding. Raise UpdateError if invalid."""
         with validation.name_device_in_errors(update.device):
             decoded = self._open_update(update)
             for bundle in decoded.bundles.values():
                 tensors.require_finite(bundle)
-            decoded = self._decode_update(decoded, find_base)
+            decoded = self._decode_bundles(decoded, find_base)
             update = self._with_site_devices(update, decoded, bounds)
             self._aggregation.require_valid_update(self._state, decoded)
         return self._store_decoded(update, decoded)
@@ -377,7 +377,7 @@ class Aggregator:
         )
 
     def count_unfolded(self, job_state: JobState) -> tuple[int, int]:
-        """Return the number and bytes of updates that wait for folding. Valid during a worker's call."""
+        """Return the number and bytes of updates that wait for folding. May be called while a worker folds."""
         if "work" not in job_state.task_actions:
             return 0, 0
         cached = self._unfolded_count
@@ -509,7 +509,7 @@ class Aggregator:
         lazily = total_blob_bytes(update) > WHOLE_BYTES
         return job_blobs.load_update(self._blob_store, update, lazily=lazily)
 
-    def _decode_update(self, update: DeviceUpdate, find_base: BaseTensors) -> DeviceUpdate:
+    def _decode_bundles(self, update: DeviceUpdate, find_base: BaseTensors) -> DeviceUpdate:
         # a site has decoded its bundles already
         if has_site_bundles(update.bundles):
             return update

@@ -126,8 +126,8 @@ def describe_unmatched_labels(plan: rollout.RolloutPlan, context: RolloutContext
         return f"a device: none has connected to a coordinator of {context.home} yet"
     selection = " ".join(plan.select)
     return (
-        f"a device with labels {selection}: none of {_format_device_count(len(context.statuses))} has them; `fedquilt "
-        f"devices --home {context.home}` shows the labels"
+        f"a device with labels {selection}: {_format_device_count(len(context.statuses))} known, none with these; "
+        f"`fedquilt devices --home {context.home}` shows their labels"
     )
 
 

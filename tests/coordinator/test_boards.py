@@ -280,7 +280,7 @@ def test_an_old_home_has_no_boards_and_is_not_changed_by_looking(tmp_path):
 
 def test_a_database_of_another_version_is_refused_and_one_that_is_damaged_put_aside(tmp_path, caplog):
     (tmp_path / device_status.NAME).write_bytes(b"no database" * 1000)
-    with pytest.raises(StoreError, match="no run depends on it"):
+    with pytest.raises(StoreError, match="only contains monitoring data"):
         TelemetryStore(tmp_path)
     watched = Watched(tmp_path)
     watched.say("a", PROFILE)

@@ -532,8 +532,8 @@ def test_the_log_tells_the_planned_epochs():
         CohortSelected(3, 0, ("a", "b"), deadline_s=42.0, epochs={"b": 8, "a": 1})
     )
     assert told == [
-        "round 4: cohort a, b; deadline 42 s, chosen for it",
-        "round 4: epochs, as planned for energy: a 1, b 8",
+        "round 4: cohort a, b; deadline 42 s",
+        "round 4: epochs for least energy: a 1, b 8",
     ]
 
 

@@ -61,7 +61,7 @@ def test_each_limit_ends_a_job_when_it_is_reached_and_says_so():
     assert describe_reached_limit(JobLimits(), spent) is None
     assert describe_reached_limit(JobLimits(max_joules=30.1, max_bytes=701, max_wall_s=60.1), spent) is None
     assert describe_reached_limit(JobLimits(max_joules=30.0), spent) == "max_joules: 30 J of 30 J are used"
-    assert describe_reached_limit(JobLimits(max_bytes=700), spent) == "max_bytes: 700 bytes of 700 are used up"
+    assert describe_reached_limit(JobLimits(max_bytes=700), spent) == "max_bytes: 700 bytes of 700 are used"
     assert describe_reached_limit(JobLimits(max_wall_s=59.0), spent) == "max_wall_s: 60 s of 59 s are used up"
 
 
@@ -74,7 +74,7 @@ def test_joules_that_nobody_measured_end_nothing_but_are_spoken_of():
     )
     some = ResourceUsage(joules=0.5, metered=1, unmetered=2)
     assert describe_unmetered_tasks(JobLimits(max_joules=1.0), some) == (
-        "max_joules counts 0.5 J of 1 J, without 2 tasks on boards that have no meter"
+        "0.5 J of max_joules = 1 J are used, not counting 2 tasks on devices without a power meter"
     )
     assert describe_unmetered_tasks(JobLimits(), spent) is None
     assert describe_unmetered_tasks(JobLimits(max_joules=1.0), ResourceUsage(joules=0.5)) is None

@@ -244,7 +244,7 @@ def test_an_update_that_is_given_up_while_it_is_read_ends_nothing(tmp_path, monk
     def gone(*given):
         raise StoreError("the blob is gone")
 
-    monkeypatch.setattr(Aggregator, "validate_large_update", gone)
+    monkeypatch.setattr(Aggregator, "decode_large_update", gone)
     gate.set()
     while not worker.is_idle:
         select.select(worker.fds(), (), (), 60)

@@ -149,7 +149,7 @@ def test_a_job_whose_log_is_damaged_hides_no_other_and_keeps_its_blobs(tmp_path,
     hand.answer(constant_model())
     stage.play()
     assert [(row.id == later, row.status) for row in stage.store.readable_jobs()] == [(False, "failed"), (True, "done")]
-    assert "is damaged: fact 1" in caplog.text
+    assert "is damaged: event 1" in caplog.text
     assert "unreferenced blobs are kept" in caplog.text
     assert all(stage.store.blob_store.find_ref(sha256) for sha256 in kept)
 
@@ -210,7 +210,7 @@ def test_a_fact_that_cannot_be_kept_ends_its_job_and_not_the_coordinator(stage, 
     a.answer(constant_model())
     stage.play()
     assert stage.store.stored_status(stage.job) == "failed"
-    assert "cannot be kept" in stage.told(JobEnded)[0].reason
+    assert "cannot be encoded" in stage.told(JobEnded)[0].reason
 
 
 @contextlib.contextmanager
@@ -247,7 +247,7 @@ def test_a_log_that_cannot_be_written_ends_the_coordinator_with_a_sentence_and_a
     stage.play()
     claim = {"job": stage.job, "round": 0, "attempt": 0, "accepted": False, "code": "data", "reason": "none"}
     a.say("claim", wire.Claim(**claim))
-    with full_disk(), pytest.raises(StoreError, match="is the disk full"):
+    with full_disk(), pytest.raises(StoreError, match="check free space"):
         stage.play()
     assert a.acks == []
     stage.restart()

@@ -127,7 +127,7 @@ def test_a_fleets_run_that_was_killed_does_not_keep_others_from_being_served(sta
     stage.play(5.0)
     assert [job.id for job in stage.server.active_jobs()] == [stage.job]
     assert [record.message for record in caplog.records if left in record.message] == [
-        f"{left} is a simulated fleet's, whose boards are not here: it is left to `fedquilt simulate`"
+        f"{left} needs simulated devices: only `fedquilt simulate` continues this run"
     ]
     assert stage.store.stored_status(left) == "running"
 

@@ -36,7 +36,7 @@ def test_it_fires_once_enough_boards_have_drifted():
     calm = [0.0] * 6
     assert trigger_reason(job(), boards(*calm, 0.5, 0.1), 0.0) == ""
     assert trigger_reason(job(), boards(*calm, 0.5, 0.31), 0.0) == (
-        "[trigger]: 2 of 8 reporting devices exceed drift 0.3: b6 (drift 0.50), b7 (drift 0.31)"
+        "[trigger]: 2 of 8 reporting devices have drift above 0.3: b6 (drift 0.50), b7 (drift 0.31)"
     )
     assert trigger_reason(job(), boards(*calm, 0.5, 0.3), 0.0) == ""  # above, not at
     assert trigger_reason(job(drift_above=0.6), boards(*calm, 0.5, 0.5), 0.0) == ""
@@ -53,7 +53,7 @@ def test_one_board_that_tells_is_enough_if_it_is_the_only_one_and_none_is_never(
 def test_accuracy_counts_where_the_job_says_so():
     told = boards(0.0, None, accuracy=0.7)
     assert trigger_reason(job(), told, 0.0) == ""
-    assert "exceed drift 0.3 or accuracy 0.8: b0 (drift 0.00, accuracy 0.70)" in trigger_reason(
+    assert "drift above 0.3 or accuracy below 0.8: b0 (drift 0.00, accuracy 0.70)" in trigger_reason(
         job(accuracy_below=0.8), told, 0.0
     )
 
@@ -123,9 +123,9 @@ def test_a_job_is_started_by_drift_and_carried_out(stage):
         hand.answer(constant_model())
     stage.play()
     assert stage.store.stored_status(started.id) == "done"
-    why = "[trigger]: 1 of 1 reporting devices exceed drift 0.3: a (drift 0.70)"
+    why = "[trigger]: 1 of 1 reporting devices have drift above 0.3: a (drift 0.70)"
     assert reasons(stage, started.id) == [why]
-    assert reasons(stage, stage.job) == [f"{started.id} is started: {why}"]
+    assert reasons(stage, stage.job) == [f"started {started.id}: {why}"]
     assert summarise_events(started.job, stage.store.read_events(started.id)).state.phase == "done"
     stage.play(10.0)
     assert others(stage) == [stage.store.find_job(started.id)]  # it pauses, though the drift is there
@@ -202,5 +202,5 @@ def test_ls_says_what_an_armed_job_waits_for(stage):
     noted.close()
     row = stage.store.find_job(stage.job)
     told = wait_reasons.describe_wait(row, stage.store)
-    assert told == "drift 0.3: 1 of 3 reporting devices exceed this limit, at least 2 needed"
+    assert told == "drift above 0.3: 1 of 3 reporting devices, at least 2 needed"
     assert run_control.describe_trigger_wait(row.job, [], now, now - HOUR) == "the end of its pause, in 11 h"

@@ -83,7 +83,7 @@ def test_a_state_that_can_never_be_read_fails_its_job_by_name_and_no_other(tmp_p
         "fedquilt backup restore",
     ):
         assert said in ended.reason
-    assert caplog.text.count("is taken up again in 30 s") == TRIES - 1
+    assert caplog.text.count("is tried again in 30 s") == TRIES - 1
     assert (tmp_path / "home" / "blobs" / sha256).exists()
 
 

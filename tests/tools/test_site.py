@@ -102,7 +102,7 @@ def test_a_site_evaluates_and_its_boards_pack_what_they_send(tmp_path: Path, cod
 def test_a_job_of_a_sites_own_is_refused_with_the_place_where_it_belongs() -> None:
     job = settings.parse_job({"name": "own", "method": "fedavg"})
     below = sites.adapt_for_parent(methods.load("fedavg"), job, {})
-    with pytest.raises(JobError, match="submit own to the coordinator above"):
+    with pytest.raises(JobError, match="submit own to the parent coordinator"):
         below.send(sites.SiteJobState(sites.NO_STATE), DeviceView("a", None))
 
 
@@ -161,7 +161,7 @@ def test_a_site_exports_nothing_and_a_deleted_run_leaves_no_folder(tmp_path: Pat
     with federation(plan(tmp_path, rounds=1, cohort={"start_devices": 1}), (6,), run) as made:
         assert made.play() == "done"
         store = made._stores["site-0"]
-        with pytest.raises(JobError, match="its result is at the coordinator above"):
+        with pytest.raises(JobError, match="its result is at the parent coordinator"):
             export_result(store, run, tmp_path / "out.safetensors")
         assert (store.home / "sites" / run).is_dir()
         store.set_status(run, "stopped")

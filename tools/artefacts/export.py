@@ -55,7 +55,7 @@ def load_state(store: Store, row: StoredJob, *, best: bool = False) -> Any:
         return tensors.unpack_state(path.read_bytes(), methods.load(row.job.method).state)
     except StoreError as error:
         if row.bundle.parent.name == "sites":
-            explanation = "its result is at the coordinator above, which has all sites"
+            explanation = "its result is at the parent coordinator, which has all sites"
             raise JobError(f"{row.id} is a round of a site, {store.home}: {explanation}") from None
         raise StoreError(
             f"the state of {row.id} cannot be read ({error}): use the version that ran it, or run the job anew"

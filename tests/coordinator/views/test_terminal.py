@@ -260,18 +260,18 @@ def test_progress_counts_rounds_of_work_alone():
         (
             [answer("a"), TaskDeclined(0, "b", "data", "none"), TaskDeclined(0, "c", "memory", "too big")],
             1,
-            "no quorum, and no other board to ask (1 update, b, c declined); starting another attempt",
+            "no quorum, and no other device can be selected (1 update, b, c declined); starting another attempt",
         ),
         (
             [TaskDeclined(0, "b", "data", "none"), UpdateRejected(0, "c", "NaN")],
             1,
-            "no quorum by the deadline (0 updates, what c sent was refused, b declined, nothing from a); "
+            "no quorum by the deadline (0 updates, update of c rejected, b declined, nothing from a); "
             "starting another attempt",
         ),
         (
             [TaskDeclined(0, "a", "none", "nothing"), answer("b"), answer("c")],
             1,
-            "no quorum, and no other board to ask (2 updates, nothing to do for a); starting another attempt",
+            "no quorum, and no other device can be selected (2 updates, no task for a); starting another attempt",
         ),
         (
             [],

@@ -140,7 +140,7 @@ def test_stopping_a_run_that_no_coordinator_runs_stops_it_here(tmp_path, capsys)
     with Store(tmp_path) as store:
         run = store.add_job(settings.parse_job({"name": "digits", "method": "fedavg"}), tmp_path)
         assert main(["logs", run, "--follow", "--home", str(tmp_path)]) == 130
-        assert "no coordinator serves" in capsys.readouterr().err
+        assert "no coordinator is running for" in capsys.readouterr().err
         assert main(["stop", run, "--home", str(tmp_path)]) == 0
         assert store.stored_status(run) == "stopped"
     assert "no coordinator was running it" in capsys.readouterr().out

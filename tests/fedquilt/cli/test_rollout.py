@@ -246,7 +246,7 @@ def test_rollouts_are_listed_and_told(home, capsys):
         store.rollouts.append_events([(id, fact) for fact in facts])
     assert main(["rollout", "status", "--home", str(home)]) == 0
     (_, line, waits) = capsys.readouterr().out.splitlines()
-    assert waits == f"{id} waits for a coordinator: nobody serves {home}, `fedquilt serve --home {home}` does"
+    assert waits == f"{id} waits for a coordinator: start one with `fedquilt serve --home {home}`"
     assert line.split()[:4] == [id, "digits-20261123-041500-1a2b3c", "running", "canary"]
     assert "1 committed, 1 waiting, 1 silent" in line
     assert main(["rollout", "status", "digits", "--home", str(home)]) == 0
@@ -307,12 +307,12 @@ def test_rollouts_say_for_whom_they_wait(home, capsys):
         with Store(home) as store:
             store.rollouts.append_events([(id, fact) for fact in facts])
 
-    assert waits(home, capsys) == f"a coordinator: nobody serves {home}, `fedquilt serve --home {home}` does"
+    assert waits(home, capsys) == f"a coordinator: start one with `fedquilt serve --home {home}`"
     with Store(home) as serving:
         assert serving.acquire_lock()
         assert waits(home, capsys) == f"a device: none has connected to a coordinator of {home} yet"
         known(home, a=there, b=there)
-        said = "a board: of the 2 boards that are known, none is selected by site=lab; `fedquilt devices --home "
+        said = "a device with labels site=lab: 2 boards known, none with these; `fedquilt devices --home "
         assert waits(home, capsys) == f"{said}{home}` shows their labels"
         known(home, c=replace(lab, online=False), d=replace(lab, online=False))
         assert waits(home, capsys) == "a device to come online: 2 are selected, all offline"
@@ -340,8 +340,8 @@ def test_deploy_says_that_its_selection_names_no_board(home, capsys):
     known(home, a=DeviceStatus("", online=True, labels=("site=hall",)))
     assert main(["rollout", "model", str(file), "--label", "site=lab", "--home", str(home)]) == 0
     out = capsys.readouterr().out
-    assert "it waits for a board: the only board is not selected by site=lab; `fedquilt devices" in out
-    assert f"no coordinator serves {home}" in out
+    assert "it waits for a device with labels site=lab: 1 board known, none with these; `fedquilt devices" in out
+    assert f"no coordinator is running for {home}" in out
     with Store(home) as store:
         assert len(store.rollouts.readable_rollouts()) == 1
 

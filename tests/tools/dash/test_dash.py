@@ -197,7 +197,7 @@ def test_ending_a_rollout_needs_the_token_the_page_and_the_proof(tmp_path: Path)
         listed = dash.values("/api/rollouts")["rollouts"]
         assert [each["rollout"] for each in listed] == [id, ended, replaced]
         assert [each["name"] for each in listed[:2]] == [MARKUP, TABLES]
-        nobody = f"a coordinator: nobody serves {home}, `fedquilt serve --home {home}` does"
+        nobody = f"a coordinator: start one with `fedquilt serve --home {home}`"
         assert [each["waits"] for each in listed] == [nobody, "", ""]
         assert [dash.values(f"/api/rollouts/{each}")["waits"] for each in (id, ended)] == [nobody, ""]
         assert dash.values(f"/api/rollouts/{ended}")["steps"][-1]["text"].startswith("aborted: 2 of 2 boards failed")

@@ -217,5 +217,5 @@ def test_no_agent_is_asked_to_lie(verb: list[str], tmp_path: Path, capsys: pytes
     (tmp_path / "job.toml").write_text(table)
     where = [str(tmp_path / "job.toml"), "--home", str(tmp_path / "home")]
     assert main([verb[0], *where, *verb[1:]]) == 2
-    assert "[fleet] adversaries: no agent lies" in capsys.readouterr().err
+    assert "[fleet] adversaries have no effect on agents" in capsys.readouterr().err
     assert not list((tmp_path / "home").glob("agents/*"))
