@@ -355,7 +355,7 @@ class Store:
         home_option = f"--home {self.home}"
         commands = {
             "run": f"`fedquilt serve {home_option}`",
-            "fleet": f"`fedquilt simulate JOB --link embedded {home_option}` (or --link broker), with the same --devices,",
+            "fleet": f"`fedquilt simulate JOB --link embedded {home_option}` or broker, with the same --devices,",
             "virtual": f"`fedquilt simulate JOB {home_option}`, with the same --devices,",
             "simulation": "`fedquilt.simulate`, or `fedquilt simulate JOB --engine ENGINE`, with this job and home",
         }
