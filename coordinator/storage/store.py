@@ -352,11 +352,11 @@ class Store:
 
     def describe_resume(self, row: StoredJob) -> str:
         """Return the command that continues an unfinished run, as a sentence."""
-        home_option = f"--home {self.home}"
+        home = f"--home {self.home}"
         commands = {
-            "run": f"`fedquilt serve {home_option}`",
-            "fleet": f"`fedquilt simulate JOB --link embedded {home_option}` or broker, with the same --devices,",
-            "virtual": f"`fedquilt simulate JOB {home_option}`, with the same --devices,",
+            "run": f"`fedquilt serve {home}`",
+            "fleet": f"`fedquilt simulate JOB --link embedded {home}` (or --link broker), with the same --devices,",
+            "virtual": f"`fedquilt simulate JOB {home}`, with the same --devices,",
             "simulation": "`fedquilt.simulate`, or `fedquilt simulate JOB --engine ENGINE`, with this job and home",
         }
         return f"{commands[row.origin]} continues {row.id}"

@@ -181,7 +181,7 @@ def test_neither_overwrites_anything(home, tmp_path):
     assert contents(home) == kept
     (tmp_path / "again.part").mkdir()
     (tmp_path / "again.part" / "mine").write_text("mine")
-    with pytest.raises(JobError, match="something else"):
+    with pytest.raises(JobError, match="is needed for the restoration"):
         backup.restore_backup(file, tmp_path / "again")
     assert contents(tmp_path / "again.part") == {"mine": b"mine"}
     (tmp_path / "empty").mkdir()
@@ -194,7 +194,10 @@ def test_no_two_write_to_one_name(home, tmp_path):
     with backup._open_part_file(file), pytest.raises(JobError, match="is being written by another backup"):
         saved(home, file)
     saved(home, file)
-    with backup._open_part_folder(tmp_path / "again.part"), pytest.raises(JobError, match="another command is making"):
+    with (
+        backup._open_part_folder(tmp_path / "again.part"),
+        pytest.raises(JobError, match="is in use by another restoration"),
+    ):
         backup.restore_backup(file, tmp_path / "again")
     backup.restore_backup(file, tmp_path / "again")
 
@@ -264,7 +267,7 @@ def test_a_disk_that_takes_no_more_is_told_and_nothing_is_left(home, tmp_path):
     for limit_bytes in (0, 5_000, file.stat().st_size - 1):
         with files_of(limit_bytes), pytest.raises(StoreError, match="cannot"):
             saved(home, tmp_path / "more.tar")
-    with files_of(5_000), pytest.raises(StoreError, match="cannot make"):
+    with files_of(5_000), pytest.raises(StoreError, match="cannot restore"):
         backup.restore_backup(file, tmp_path / "again")
     assert sorted(each.name for each in tmp_path.iterdir()) == ["backup.tar", "run"]
 
@@ -359,7 +362,7 @@ def test_what_is_no_backup_is_refused(tmp_path, home):
             archive.addfile(entry)
         content = file.read_bytes().replace(b"42 comment=" + b"a" * 30, b"9" * 30 + b" comment=aa")
         file.write_bytes(content)
-        with pytest.raises(StoreError, match="is no whole backup"):
+        with pytest.raises(StoreError, match="is not a complete backup"):
             backup.restore_backup(file, tmp_path / "again")
     assert main(["backup", "restore", str(tmp_path / "none.tar"), str(tmp_path / "again")]) == 6
     assert main(["backup", "save", str(tmp_path / "nowhere"), str(tmp_path / "b.tar")]) == 6

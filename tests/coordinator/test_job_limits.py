@@ -62,7 +62,7 @@ def test_each_limit_ends_a_job_when_it_is_reached_and_says_so():
     assert describe_reached_limit(JobLimits(max_joules=30.1, max_bytes=701, max_wall_s=60.1), spent) is None
     assert describe_reached_limit(JobLimits(max_joules=30.0), spent) == "max_joules: 30 J of 30 J are used"
     assert describe_reached_limit(JobLimits(max_bytes=700), spent) == "max_bytes: 700 bytes of 700 are used"
-    assert describe_reached_limit(JobLimits(max_wall_s=59.0), spent) == "max_wall_s: 60 s of 59 s are used up"
+    assert describe_reached_limit(JobLimits(max_wall_s=59.0), spent) == "max_wall_s: 60 s of 59 s are used"
 
 
 def test_joules_that_nobody_measured_end_nothing_but_are_spoken_of():
@@ -78,7 +78,7 @@ def test_joules_that_nobody_measured_end_nothing_but_are_spoken_of():
     )
     assert describe_unmetered_tasks(JobLimits(), spent) is None
     assert describe_unmetered_tasks(JobLimits(max_joules=1.0), ResourceUsage(joules=0.5)) is None
-    assert "without 1 task on" in str(
+    assert "not counting 1 task on" in str(
         describe_reached_limit(JobLimits(max_joules=1.0), ResourceUsage(joules=1.5, unmetered=1))
     )
 

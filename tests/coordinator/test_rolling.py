@@ -83,7 +83,7 @@ def test_boards_that_cannot_be_upgraded_are_left_out_by_name_and_do_not_count(gr
     assert not any(board.releases for board in unable)
     begun = told(ground, RolloutStarted)[0]
     assert begun.incompatible_devices == dict.fromkeys(("b-000", "b-001"), "its agent was not started by the launcher")
-    said = "begun: agent digits; left out: b-000, b-001 (its agent was not started by the launcher)"
+    said = "started: agent digits; left out: b-000, b-001 (its agent was not started by the launcher)"
     assert view.format_event(state, begun) == said
     ground.fleet(1, **never)
     ground.play(10.0)
@@ -100,8 +100,8 @@ def test_an_upgrade_of_boards_that_all_cannot_be_upgraded_ends_and_names_them(gr
     state = ground.state(id)
     assert state.status == "aborted"
     assert state.reason == (
-        "no selected device can take the release: b-000 and 1 more (its agent was not started by the launcher); "
-        "select other devices"
+        "no selected device can run the release: b-000 and 1 more (its agent was not started by the launcher). "
+        "Select other devices"
     )
 
 
@@ -288,7 +288,7 @@ def test_a_rollout_is_ended_by_request(ground):
     away = next(board for board in boards if board.runs)
     away.go()
     said = run_control.revert_rollout(ground.store, id)
-    when = f"as soon as a coordinator serves {ground.home}"
+    when = f"as soon as a coordinator runs for {ground.home}"
     assert said == f"{id} of digits is aborted {when}: devices return to their previous release"
     ground.play()
     assert ground.having() == [away.name]

@@ -189,7 +189,7 @@ def test_a_sites_update_may_be_as_large_as_its_boards_could_send():
     with pytest.raises(UpdateError, match="from a site with 50 devices"):
         validation.require_manifest_fits(update("one", "a", size=most + 1), known, Encoding(), boards=50)
     vast = validation.MAX_SITE_DEVICES * each + validation.SITE_OVERHEAD_BYTES + 1
-    with pytest.raises(UpdateError, match="boards send"):
+    with pytest.raises(UpdateError, match="are expected from a site"):
         validation.require_manifest_fits(update("one", "a", size=vast), known, Encoding(), boards=2**53)
 
 

@@ -65,7 +65,7 @@ def test_facts_that_are_written_together_are_there_all_at_once_or_not_at_all(tmp
         other.set_status(id, "running")
     assert [fact.round for _, _, fact in other.read_events(id) if isinstance(fact, CohortSelected)] == [0, 1, 2]
     assert [line.lower() for line in said].count("commit") == 1
-    with pytest.raises(JobError, match="cannot be kept"), store.batch_events():
+    with pytest.raises(JobError, match="cannot be encoded"), store.batch_events():
         append_and_fail(store, id)
     assert len(list(other.read_events(id))) == 3
     store.append_event(id, JobEnded("done"))

@@ -201,7 +201,7 @@ def test_a_device_reports_as_many_examples_as_others_report_where_each_weighs_th
     [
         ({f"m{number}": 1.0 for number in range(65)}, "update has 65 metrics, at most 64 are allowed"),
         ({"Loss": 1.0}, "metric name 'Loss' is invalid"),
-        ({"\x1b[2J": 1.0}, r"metric '\\x1b\[2J' is invalid"),
+        ({"\x1b[2J": 1.0}, r"metric name '\\x1b\[2J' is invalid"),
         ({"x" * 41: 1.0}, "metric name 'x{41}' is invalid"),
         ({"loss": float("inf")}, "metric 'loss' is not a finite number"),
     ],

@@ -91,7 +91,7 @@ def test_a_silent_board_says_since_when_and_is_a_state_of_its_own(home):
     assert told[0] == "3 devices: 1 online, 0 of them working; 1 offline, 1 silent"
     assert told[3].startswith("orin-07  silent   12 min")
     assert told[4] == f"  NVIDIA Jetson Orin Nano, mode 25W, agent 0.1.0, silent since {at}; site=lab …"
-    assert told[6] == "  Raspberry Pi 5, clock right, last heard 40 s ago; site=hall"
+    assert told[6] == "  Raspberry Pi 5, clock right, last message 40 s ago; site=hall"
     assert [
         [each.board.device for each in devices.filter_devices(found, (), state)] for state in ("silent", "offline")
     ] == [["orin-07"], ["pi-02"]]

@@ -177,8 +177,8 @@ def test_a_device_that_was_asked_and_has_gone_is_named():
         return None if wait is None else wait.text
 
     assert told("") == "a, b, c, d, e and 2 more, offline"
-    assert told("f", "efg") == "a, b, c, d, offline; e, f, g, at other jobs' tasks"
-    assert told("df", "efg") == "a, b, c, offline; e, f, g, at other jobs' tasks"
+    assert told("f", "efg") == "a, b, c, d, offline; e, f, g, working for other jobs"
+    assert told("df", "efg") == "a, b, c, offline; e, f, g, working for other jobs"
     assert told("abcdefg") is None
 
 
@@ -196,7 +196,7 @@ def test_a_device_that_a_round_waits_for_is_named_with_since_when_and_until_when
     assert told(online=False, since=NOW - 45.0) == (f"d3, offline since {at}, until {until} (512 s)", "lost")
     assert told(silent=True, since=NOW - 45.0) == (f"d3, silent since {at}, until {until} (512 s)", "lost")
     quiet = told(online=True, quiet=True, seen=NOW - 40.0)
-    assert quiet == (f"d3, last heard 40 s ago, until {until} (512 s)", "lost")
+    assert quiet == (f"d3, last message 40 s ago, until {until} (512 s)", "lost")
     assert told(online=True) == (f"d3, at work for 88 s, until {until} (512 s)", "working")
 
 
@@ -276,8 +276,8 @@ def test_progress_counts_rounds_of_work_alone():
         (
             [],
             0,
-            "no quorum by the deadline (0 updates, nothing from a, b, c); beginning the attempt anew, as boards that "
-            "it needs are away or at other jobs' tasks",
+            "no quorum by the deadline (0 updates, nothing from a, b, c); repeating the attempt, as devices are "
+            "offline or working for other jobs",
         ),
     ],
 )

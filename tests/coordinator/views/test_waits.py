@@ -219,7 +219,7 @@ def test_a_coordinator_whose_boards_are_all_busy_does_not_ask_for_more(two_jobs,
     console.report_waits(stage.server)
     told = " ".join(capsys.readouterr().out.split())
     assert f"{second}: waiting for devices that run torch or numpy: 2 online, 2 of them working for other jobs" in told
-    assert f"it goes on when they are free: {a.name}, {b.name} at a task of {first}" in told
+    assert f"continues when they are free: {a.name}, {b.name} working for {first}" in told
     assert "start more" not in told
 
 
