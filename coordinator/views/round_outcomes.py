@@ -45,7 +45,7 @@ def load_outcomes(store: Store, run: str) -> RoundOutcomes:
     return outcomes
 
 
-def warn_of_weights(store: Store, job: JobSettings, facts: Iterable[events.AnyEvent]) -> str | None:
+def warn_of_weights(store: Store, job: JobSettings, logged_events: Iterable[events.AnyEvent]) -> str | None:
     """Return a warning if one device of a job can outweigh the others, or None.
 
     There is no warning for a home without certificates and limits.toml, where every client of the broker can act as any
@@ -55,7 +55,7 @@ def warn_of_weights(store: Store, job: JobSettings, facts: Iterable[events.AnyEv
     if is_bounded or not (store.was_authenticated() or (store.home / settings.LIMITS_FILE).exists()):
         return None
     devices, is_weighted_by_examples = set[str](), False
-    for event in facts:
+    for event in logged_events:
         match event:
             case events.EligibilityRecorded(eligible=event_devices) | events.CohortSelected(devices=event_devices):
                 devices.update(event_devices)
@@ -70,7 +70,7 @@ def warn_of_weights(store: Store, job: JobSettings, facts: Iterable[events.AnyEv
 
 
 def _mark_queued_uploads(
-    found: Mapping[int, dict[str, DeviceOutcome]], run: str, current_tasks: Mapping[str, CurrentTask]
+    by_round: Mapping[int, dict[str, DeviceOutcome]], run: str, current_tasks: Mapping[str, CurrentTask]
 ) -> None:
     sending_count = sum(task.step == "sending" for task in current_tasks.values())
     queue_text = (
@@ -83,21 +83,23 @@ def _mark_queued_uploads(
         "limits.toml)"
     )
     for device, task in current_tasks.items():
-        outcome = found.get(task.round, {}).get(device)
+        outcome = by_round.get(task.round, {}).get(device)
         if (task.job, task.step) == (run, "waiting") and outcome is not None and outcome.code == "asked":
-            found[task.round][device] = DeviceOutcome("asked", text)
+            by_round[task.round][device] = DeviceOutcome("asked", text)
 
 
-def outcomes_by_round(facts: Iterable[events.AnyEvent], plan: JobConstants) -> dict[int, dict[str, DeviceOutcome]]:
-    outcomes = RoundOutcomes(plan)
-    for event in facts:
+def outcomes_by_round(
+    logged_events: Iterable[events.AnyEvent], constants: JobConstants
+) -> dict[int, dict[str, DeviceOutcome]]:
+    outcomes = RoundOutcomes(constants)
+    for event in logged_events:
         outcomes.apply_event(event)
     return outcomes.by_round
 
 
 class RoundOutcomes:
-    def __init__(self, plan: JobConstants) -> None:
-        self.summary = RunSummary(JobState(plan))  # after the last event
+    def __init__(self, constants: JobConstants) -> None:
+        self.summary = RunSummary(JobState(constants))  # after the last event
         # The result of `outcomes_by_round`. A caller that follows a run may delete earlier rounds.
         self.by_round = dict[int, dict[str, DeviceOutcome]]()
 
@@ -161,13 +163,13 @@ _END_TEXTS: Final = {
 
 
 def _set_outcomes(
-    found: dict[int, dict[str, DeviceOutcome]],
+    by_round: dict[int, dict[str, DeviceOutcome]],
     round: int,
     outcomes: Mapping[str, DeviceOutcome],
     replaced: Iterable[str] = (),
 ) -> None:
     """Set the outcomes of a round, but keep those of selected devices that are not in `replaced`."""
-    round_outcomes, replaced_devices = found.setdefault(round, {}), set(replaced)
+    round_outcomes, replaced_devices = by_round.setdefault(round, {}), set(replaced)
     for device, outcome in outcomes.items():
         if (
             device in replaced_devices

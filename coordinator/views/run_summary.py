@@ -73,11 +73,11 @@ class CostLedger(msgspec.Struct, frozen=True):
         return describe_source(self.meters)
 
     def add_update(self, update: Update) -> CostLedger:
-        usage, found = update.usage, self
+        usage, ledger = update.usage, self
         if usage.energy_j is not None:
             first = not self.metered
-            found = replace(
-                found,
+            ledger = replace(
+                ledger,
                 metered=self.metered + 1,
                 metered_examples=self.metered_examples + update.weight,
                 energy_j=(self.energy_j or 0.0) + usage.energy_j,
@@ -86,9 +86,9 @@ class CostLedger(msgspec.Struct, frozen=True):
                 meters=self.meters | {str(usage.energy_source)},
             )
         if not self.tasks or (usage.peak_bytes or -1) > (self.peak_bytes or -1):
-            found = replace(found, peak_bytes=usage.peak_bytes, base_bytes=usage.base_bytes)
+            ledger = replace(ledger, peak_bytes=usage.peak_bytes, base_bytes=usage.base_bytes)
         return replace(
-            found,
+            ledger,
             tasks=self.tasks + 1,
             examples=self.examples + update.weight,
             wall_s=self.wall_s + usage.wall_s,
@@ -360,9 +360,9 @@ class RunSummary(msgspec.Struct, frozen=True):
         return replace(self, running=running, scores=device_scores)
 
 
-def summarise_events(job: JobSettings, facts: Iterable[tuple[int, float, events.AnyEvent]]) -> RunSummary:
+def summarise_events(job: JobSettings, logged_events: Iterable[tuple[int, float, events.AnyEvent]]) -> RunSummary:
     summary = RunSummary.from_job(job)
-    for _, time_s, event in facts:
+    for _, time_s, event in logged_events:
         summary = summary.with_event(event, time_s)
     return summary
 

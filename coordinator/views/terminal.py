@@ -321,15 +321,15 @@ def run_coordinator(
 ) -> None:
     """Run a coordinator until the job `only` has ended, or until a stop signal arrives.
 
-    `watch` is called once per turn. An exception in it ends the coordinator in an orderly way.
+    `watch` is called in each iteration of the loop. Its exceptions end the coordinator after a clean shutdown.
     """
     if limits.sites and identity is not None:
         raise JobError(
-            "limits.toml [sites]: in a fleet with certificates these grant the rights of sites (`fedquilt identity "
-            "issue NAME --role site`): remove the table"
+            "limits.toml [sites] has no effect with certificates, which grant site rights (`fedquilt identity issue "
+            "NAME --role site`): remove the table"
         )
     if limits.sites and site is not None:
-        raise JobError("limits.toml [sites]: a site has no sites of its own: remove the table")
+        raise JobError("limits.toml [sites] is set on a site, which cannot have sites of its own: remove the table")
     process_resources.keep_freed_memory()
     http_server.raise_descriptor_limit()
     tracker = DeviceStatusTracker(store.home)

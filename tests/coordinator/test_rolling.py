@@ -297,7 +297,7 @@ def test_a_rollout_is_ended_by_request(ground):
     assert ground.having() == []
     assert ground.state(id).status == "aborted"
     assert not ground.store.rollouts.find_rollout(id).revert_requested
-    with pytest.raises(JobError, match=f"{id} is aborted"):
+    with pytest.raises(JobError, match=f"{id} is already aborted"):
         run_control.revert_rollout(ground.store, id)
 
 

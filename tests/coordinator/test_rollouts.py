@@ -361,7 +361,7 @@ def test_a_damaged_log_is_named_and_hides_no_other(ground, caplog):
     assert ground.state(second).status == "done"
     assert f"the event log of {first} in" in caplog.text
     assert ground.store.find_damaged_ids() == [first]
-    with pytest.raises(StoreError, match="is damaged: fact 2"):
+    with pytest.raises(StoreError, match="is damaged: event 2"):
         ground.store.rollouts.find_rollout(first)
 
 
