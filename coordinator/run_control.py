@@ -96,7 +96,7 @@ def minimum_devices_to_fire(trigger: DriftTrigger, count: int) -> int:
 def describe_trigger_wait(
     job: JobSettings, reports: Sequence[RunnerReport], now: float, last_start: float | None
 ) -> str:
-    """Return what an armed run waits for, as text to follow "waits for": the end of its pause, or the limits."""
+    """Return the limits, or the pause, for which an armed run waits, as text to follow "waits for"."""
     trigger = job.trigger
     assert trigger is not None
     if last_start is not None and abs(now - last_start) < trigger.pause_s:
@@ -115,7 +115,7 @@ def last_start_time(store: Store, run: str) -> float | None:
 def start_triggered_runs(
     store: Store, rows: Sequence[StoredJob], fleet: Mapping[str, DeviceSnapshot], now: float
 ) -> list[StoredJob]:
-    """Start a run for every trigger that fires. Return the new runs, also those that wait for approval.
+    """Start a run for every trigger that fires. Return all new runs, with or without approval.
 
     An armed run starts no second run before the first has ended.
     """

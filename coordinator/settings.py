@@ -168,7 +168,7 @@ class JobSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def load_job(path: Path) -> JobSettings:
-    """Read a job from a TOML file, whose relative paths start at its folder. Raise JobError if it is invalid."""
+    """Read a job from a TOML file. Relative paths start at its folder. Raise JobError if it is invalid."""
     table = toml.read_toml(path)
     try:
         if "device" in table and "method" not in table:

@@ -169,7 +169,7 @@ class BlobServer:
         return self._receive_blob(request, grant, grant.writer)
 
     def _resume_upload(self, request: HttpExchange, grant: AccessGrant, writer: BlobWriter) -> None:
-        """Respond with the offset of an upload, and close earlier connections. Finish an upload that has all bytes."""
+        """Send the offset of an upload, and close earlier connections. Finish a complete upload."""
         writer_id, due_range = writer.replace_writer(), writer.next_range()
         if due_range is None and not writer.is_finished:
             self._finish_upload(grant, writer, writer_id)

@@ -129,7 +129,7 @@ class RateLimitedLink(LinkWrapper):
         self._limiter.charge_time(device, seconds, self.now_s)
 
     def admit_message(self, device: str, size: int, cost_s: float = MESSAGE_S) -> bool:
-        """Charge a device for a message. Return False if the message must be dropped. A flooding device is blocked."""
+        """Return whether to process a message, and count the message. Block a flooding device."""
         verdict = self._limiter.admit_message(device, size, self.now_s, cost_s)
         if verdict == "slowed":
             ids = log_ids(device=device)

@@ -31,7 +31,7 @@ class DeviceLeases:
         self._ended_lease_s: dict[str, float] = {}  # job -> device seconds of ended leases
 
     def acquire_device(self, device: str, job: str, now_s: float) -> bool:
-        """Lease a device to a job if no other job holds it. Return whether the job now holds the lease."""
+        """Reserve a device for a job unless another job holds it. Return whether the job holds the device."""
         holding_job = self._job_by_device.get(device)
         if holding_job is None:
             self._job_by_device[device], self._started_s[device] = job, now_s

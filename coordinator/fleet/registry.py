@@ -118,7 +118,7 @@ class SilenceDetector:
         self._silent.discard(device)
 
     def step(self, now_s: float, can_receive: bool) -> ReachabilityChange:
-        """Advance the clock. Return the devices whose presence must be requested, and those that have become silent."""
+        """Advance the clock. Return the devices to request presence from, and newly silent devices."""
         elapsed_s = min(now_s - self._now_s, MAX_STEP_S) if can_receive else 0.0
         self._now_s, self._listening_s = now_s, self._listening_s + elapsed_s
         self._request_budget = min(self._request_budget + REQUESTS_PER_S * elapsed_s, REQUESTS_PER_S)

@@ -87,8 +87,7 @@ class UpdatePipeline:
         """Return the deadline, or the later time until which the round waits for punctual updates.
 
         Updates are punctual if they were received in time and are still being validated, or were announced in time and
-        had to wait for their transfer. The deadline of the latter moves by their waiting time. The round of a site has
-        a fixed end.
+        had to wait for their transfer, which moves their deadline. The round of a site has a fixed end.
         """
         deadline_s, latest_s = self._extended_deadline_s, decisions.site_deadline_s(self._job.job_state)
         if self._punctual_devices:
@@ -171,9 +170,8 @@ class UpdatePipeline:
         """Fold the next accepted update in the worker, if updates are large and no fold or commit runs."""
         if self._is_large and not self._is_folding and self._job.has_updates_to_fold():
             self._is_folding = True
-            self._context.start_work(
-                self._job.build_fold(self._context.worker.min_unsaved_ratio), self._record_partial_aggregate
-            )
+            fold = self._job.build_fold(self._context.worker.min_unsaved_ratio)
+            self._context.start_work(fold, self._record_partial_aggregate)
 
     def _record_partial_aggregate(self, result: Callable[[], events.UpdatesAggregated | None], now_s: float) -> None:
         self._is_folding = False
@@ -279,12 +277,7 @@ class CoordinatorContext:
         if epoch < self.store.epoch:
             return
         if device in self._epoch_raising_devices or epoch > self.store.epoch + validation.MAX_EPOCH_LEAD:
-            log.warning(
-                "%s claims the implausible epoch %d of the coordinator: ignored",
-                device,
-                epoch,
-                extra=log_ids(device=device),
-            )
+            log.warning("%s: implausible coordinator epoch %d ignored", device, epoch, extra=log_ids(device=device))
             return
         self._epoch_raising_devices.add(device)
         self.raise_epoch(epoch)
@@ -585,9 +578,7 @@ class JobController:
                 self._cancel_tasks(set(job.job_state.silent_devices) - job.job_state.pending_devices, now_s)
             case events.UpdateLost():
                 ids = log_ids(run=job.id, round=event.round, device=event.device)
-                log.warning(
-                    "%s: the update of %s is requested again: %s", job.id, event.device, event.reason, extra=ids
-                )
+                log.warning("%s: %s's update is requested again: %s", job.id, event.device, event.reason, extra=ids)
                 self._context.raise_epoch(self._context.store.epoch)
                 self.send_task(event.device, now_s)
             case events.RoundClosed() | events.JobEnded():

@@ -197,7 +197,7 @@ class RunningJob:
         return evaluation.class_shares(self.class_counts or self.job_state.class_counts)
 
     def device_workload(self, device: str, profile: Profile | None) -> DeviceWorkload:
-        """Return the predicted workload of a device's task in the running round, without work if there is no task."""
+        """Return the predicted workload of a device's task, which is empty without a task."""
         workload = self._workloads.get(device)
         if workload is None or workload.profile != profile:
             task_spec = self._task_spec_for_device(device, profile)
@@ -471,7 +471,7 @@ class RunningJob:
 
 
 def describe_early_end(method: Method, name: str, rounds: int, round: int) -> str | None:
-    """Return a note after the last round of a job whose method has an end of its own, or None in other rounds."""
+    """Return a note after the last round if the method has an end of its own, or else None."""
     if method.is_done is Method.is_done or round + 1 < rounds:
         return None
     return f"{name} has not finished after the job's {rounds} rounds, and the result is preliminary: raise rounds"

@@ -326,7 +326,7 @@ def plan_energy(
 def energy_problem(
     cohort: CohortSettings, durations: DurationsByDevice, workloads: WorkloadByDevice
 ) -> tuple[dict[str, energy_scheduling.DeviceForecast], int] | None:
-    """Return each device's forecast, and the number of examples to train on, summed over epochs and devices.
+    """Return the forecast of each device, and the examples to train on, summed over epochs and devices.
 
     The result is None if the duration of some device, or the joules of all devices, cannot be predicted.
     """

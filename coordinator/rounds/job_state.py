@@ -120,7 +120,7 @@ def describe_reached_limit(limits: JobLimits, usage: ResourceUsage, best: BestEv
 
 
 def describe_unmetered_tasks(limits: JobLimits, usage: ResourceUsage) -> str | None:
-    """Return why `max_joules` misses the joules of some tasks, or None if all are metered or there is no limit."""
+    """Return how many joules `max_joules` counts, or None without a limit or unmetered tasks."""
     if limits.max_joules is None or not usage.unmetered:
         return None
     if not usage.metered:

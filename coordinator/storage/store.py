@@ -295,7 +295,7 @@ class Store:
         return StoredJob(row.id, job, *stored, cast("Origin", row.origin), row.epoch, row.submitter, row.content)
 
     def find_job(self, id_or_name: str) -> StoredJob:
-        """Return the latest job with this id or name. Raise StoreError if there is none, or if its row is damaged."""
+        """Return the latest job with this id or name. Raise StoreError if it is unknown or damaged."""
         rows = self.all_jobs()
         for row in reversed(rows):
             if isinstance(row, UnreadableRow) and id_or_name == row.id:

@@ -176,11 +176,11 @@ class PartialAggregate:
         self._folded_inputs[device], self.total = inputs, total
 
     def add_pending_sum(self, inputs: Mapping[str, FoldInputs], total: Callable[[], Any]) -> None:
-        """Add a sum that a simulation process computes. If `total()` returns None, its updates are folded singly."""
+        """Add a sum that a simulation process computes. `total()` may return None to fold singly."""
         self._pending_sums.append((dict(inputs), total))
 
     def merge_pending_sums(self, updates: Mapping[str, Update]) -> None:
-        """Merge the pending sums whose updates were all accepted unchanged, and drop the others."""
+        """Merge the pending sums of updates that were all accepted unchanged. Drop any other sum."""
         for inputs_by_device, compute_sum in self._pending_sums:
             is_unchanged = all(
                 device in updates and fold_inputs(updates[device]) == inputs
@@ -327,7 +327,7 @@ class Aggregator:
             self._partial_aggregate.include_update(update.device, (update.weight, update.metrics, bundles), total)
 
     def state_path_for_folding(self, job_state: JobState) -> str | None:
-        """Return the state file with which other processes may fold small raw updates, or None if they may not."""
+        """Return the state file for folding of small raw updates in other processes, or None to forbid it."""
         is_raw_training = self._job.wire.codec == "raw" and "work" in job_state.task_actions
         if not self._is_exact or not is_raw_training or job_state.is_evaluation_round:
             return None

@@ -176,7 +176,7 @@ def load_partial_aggregate(blob_store: BlobStore, event: UpdatesAggregated, kind
 
 
 def _load_object(blob_store: BlobStore, ref: BlobRef, kind: type[T], read_large: Callable[[str], T]) -> T | None:
-    """Return a stored object of class `kind`, by `read_large` if large, or None if its blob is missing or damaged."""
+    """Return a stored object of class `kind`, read by `read_large` if large, or None if lost."""
     if ref.size > WHOLE_BYTES:
         path = blob_store.verified_path(ref.sha256)
         return None if path is None else read_large(path)
@@ -203,7 +203,7 @@ def convert_bundle_read_errors(run: str, folder: Path) -> AbstractContextManager
 
 
 def open_bundle(run: str, folder: Path, content: str, blob_store: BlobStore) -> Bundle:
-    """Return the bundle of a run, whose meta data must have the sha256 `content`. Files are read on first use."""
+    """Return a bundle with meta data of sha256 `content`. Files are read on first use."""
     with convert_bundle_read_errors(run, folder):
         return job_bundle.load_bundle(folder, blob_store.disk, content)
 

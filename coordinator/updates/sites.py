@@ -358,7 +358,7 @@ def adapt_for_parent(method: Method, job: JobSettings, files: Mapping[str, BlobR
 
 
 def _site_functions(functions: MethodFunctions, parent_state: Callable[[SiteJobState], Any]) -> dict[str, Any]:
-    """Return the `send`, `aggregation` and `step` of a site, by those of the parent's method or evaluation round."""
+    """Return the `send`, `aggregation` and `step` of a site from those of the parent's method."""
     parent_aggregation = functions.aggregation
 
     def accumulator(state: SiteJobState) -> type | None:

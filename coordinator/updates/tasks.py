@@ -88,7 +88,7 @@ def make_task(
     work: WorkEstimate | None = None,
     **fields: Any,
 ) -> Task:
-    """Return the task of a task spec. `store_bundle` stores a bundle's tensors, `fields` are the other fields."""
+    """Build the task of a task spec. `store_bundle` stores tensors, `fields` sets other fields."""
     return Task(
         actions=actions,
         params=dict(task_spec.params),
