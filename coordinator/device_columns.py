@@ -88,7 +88,7 @@ _name_hashes: Final = array("Q")  # hashes of the first `_device_names`, compute
 _LOCK: Final = threading.Lock()
 
 
-def _number_of(name: str, numbers: dict[str, int], names: list[str]) -> int:
+def _assign_number(name: str, numbers: dict[str, int], names: list[str]) -> int:
     if (number := numbers.get(name)) is None:
         with _LOCK:
             number = numbers.setdefault(name, len(names))
@@ -99,7 +99,7 @@ def _number_of(name: str, numbers: dict[str, int], names: list[str]) -> int:
 
 def find_rows(devices: Iterable[str]) -> list[int]:
     """Return the row of each device. Unknown devices get new rows."""
-    return [_number_of(device, _row_by_device, _device_names) for device in devices]
+    return [_assign_number(device, _row_by_device, _device_names) for device in devices]
 
 
 def device_names(rows: Iterable[int]) -> list[str]:
@@ -206,7 +206,7 @@ class LabelColumn(DeviceColumn[str]):
         return self._sets[label]
 
     def _encode(self, value: str) -> int:
-        return _number_of(value, _label_numbers, _label_names)
+        return _assign_number(value, _label_numbers, _label_names)
 
     def _decode(self, value: int) -> str:
         return _label_names[value]
@@ -225,12 +225,12 @@ class DeviceSet(Set[str]):
         return devices if isinstance(devices, DeviceSet) else cls(np.zeros(0, bool)) | devices
 
     def __or__(self, other: Iterable[str]) -> DeviceSet:  # type: ignore[override]
-        return self._with(other, True)
+        return self._change_membership(other, True)
 
     def __sub__(self, other: Iterable[str]) -> DeviceSet:
-        return self._with(other, False)
+        return self._change_membership(other, False)
 
-    def _with(self, other: Iterable[str], included: bool) -> DeviceSet:
+    def _change_membership(self, other: Iterable[str], included: bool) -> DeviceSet:
         import numpy as np
 
         rows = [row for row in find_rows(other) if (row < len(self.mask) and self.mask[row]) != included]

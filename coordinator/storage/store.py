@@ -189,7 +189,7 @@ class Store:
             self._lock.release()
 
     def acquire_lock(self) -> bool:
-        """Lock the home and own its blob store until `close`. Return False if another process holds the lock."""
+        """Lock the home and its blob store until `close`. Return False if another process holds the lock."""
         if self._lock is None:
             self._require_undamaged()
             # `is_served` of another process holds the lock for a moment

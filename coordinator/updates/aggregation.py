@@ -132,7 +132,7 @@ def _weighted_mean(pairs: Sequence[tuple[float, float]]) -> float:
 
 
 def explain_unchanged_loss(losses: Mapping[int, float], lr: object) -> str | None:
-    """Return the probable cause if the loss has stayed constant, or None. Only after UNCHANGED_ROUNDS rounds."""
+    """Return the probable cause of a constant loss, or None unless there are exactly UNCHANGED_ROUNDS losses."""
     first_losses = [losses[number] for number in range(UNCHANGED_ROUNDS) if number in losses]
     if len(losses) != UNCHANGED_ROUNDS or len(first_losses) != UNCHANGED_ROUNDS or max(first_losses) < LEARNT_LOSS:
         return None

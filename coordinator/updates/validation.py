@@ -210,18 +210,18 @@ def require_site_right(update: Update, parts: Sequence[sites.SiteUpdatePart], bo
     for part in parts:
         require_valid_metrics(part.metrics)
         if part.weight > bounds.max_weight:
-            raise UpdateError(_weight_problem(part.device, part.weight, bounds.max_weight))
+            raise UpdateError(_describe_excessive_weight(part.device, part.weight, bounds.max_weight))
     _require_weight_within(update, len(parts) * bounds.max_weight, None)
 
 
 def _require_weight_within(update: Update, max_weight: float, reported_examples: int | None) -> None:
     if not update.weight <= max_weight:
-        raise UpdateError(_weight_problem(update.device, update.weight, max_weight))
+        raise UpdateError(_describe_excessive_weight(update.device, update.weight, max_weight))
     if reported_examples is not None and update.weight > max(reported_examples, 1):
         raise UpdateError(f"{update.device} claims weight {update.weight:g}, but has only {reported_examples} examples")
 
 
-def _weight_problem(device: str, weight: float, max_weight: float) -> str:
+def _describe_excessive_weight(device: str, weight: float, max_weight: float) -> str:
     return (
         f"{device} claims weight {weight:g}, but at most {max_weight:g} is plausible: set [cohort] max_examples if "
         f"the device has that many examples"

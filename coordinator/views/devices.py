@@ -130,11 +130,11 @@ def _format_cells(device: DeviceRow, now: float) -> tuple[str, ...]:
     )
 
 
-def _format_memory(task: int, budget: int) -> str:
-    if not budget:
+def _format_memory(task_bytes: int, budget_bytes: int) -> str:
+    if not budget_bytes:
         return "-"
-    scale, prefix = units.select_prefix(budget)
-    return f"{_format_digits(task / scale, 2)}/{_format_digits(budget / scale, 3)} {prefix}B"
+    scale, prefix = units.select_prefix(budget_bytes)
+    return f"{_format_digits(task_bytes / scale, 2)}/{_format_digits(budget_bytes / scale, 3)} {prefix}B"
 
 
 def _format_digits(value: float, digits: int) -> str:

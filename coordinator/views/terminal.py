@@ -155,13 +155,13 @@ class Console:
             event, (events.RoundCommitted, events.UpdatesAggregated, *WITHIN_ROUND_EVENTS)
         ):
             if isinstance(event, events.JobEnded):
-                self._print_round(run, "")
+                self._print_pending_round(run, "")
             self._report_for(job.id, *event_messages.format_event(previous_summary, event, run.summary))
         elif isinstance(event, events.TaskDeclined | events.UpdateRejected):
             description = f"declined ({event.code})" if isinstance(event, events.TaskDeclined) else "update refused"
             self._declines[job.id, event.round][event.device] = f"{description}: {event.reason}"
         elif isinstance(event, events.RoundCommitted) and not event.is_evaluation_round:
-            self._print_round(run, event_messages.format_score(run.summary.running.scores))
+            self._print_pending_round(run, event_messages.format_score(run.summary.running.scores))
             if not job.job_state.is_final_evaluation_done:
                 # the summary lacks events of earlier processes
                 run.committed = msgspec.structs.replace(
@@ -170,7 +170,7 @@ class Console:
                     cost=run_summary.sum_costs(previous_summary.state.accepted_updates.values()),
                 )
             if not event_messages.is_evaluation_due(job.job_state):
-                self._print_round(run, "")
+                self._print_pending_round(run, "")
         if isinstance(event, events.RoundCommitted) and not self._is_verbose:
             for warning in event.warnings:
                 if warning not in run.warnings:
@@ -192,7 +192,7 @@ class Console:
         self._runs[job.id].job = job
         return self._runs[job.id]
 
-    def _print_round(self, run: _WatchedRun, score: str) -> None:
+    def _print_pending_round(self, run: _WatchedRun, score: str) -> None:
         job, committed = run.job, run.committed
         run.score, run.committed = score or run.score, None
         if committed is not None:
@@ -454,7 +454,7 @@ def _report_stored_wait(console: Console, store: Store, job: JobView, row: Store
 
     def find_fix() -> str | None:
         able = wait_reasons.eligible_online_devices(state)
-        return wait_reasons.describe_busy_devices(state, able, wait_reasons.devices_of_other_runs(store, row.id))
+        return wait_reasons.describe_busy_devices(state, able, wait_reasons.other_runs_by_device(store, row.id))
 
     busy_devices = {device for device, code in state.ineligibility_reasons.items() if code == selection.BUSY}
     wait = wait_reasons.find_round_wait(row, state, wait_reasons.load_device_statuses(store.home), busy_devices)

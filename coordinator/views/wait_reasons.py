@@ -29,7 +29,7 @@ class WaitReason(NamedTuple):
     kind: Literal["boards", "plugins", "lost", "working"]
 
 
-def devices_of_other_runs(store: Store, run: str) -> dict[str, str]:
+def other_runs_by_device(store: Store, run: str) -> dict[str, str]:
     """Return the run that each device with a task works for, for all running runs except `run`."""
     run_by_device = dict[str, str]()
     for row in store.readable_jobs():
@@ -66,7 +66,7 @@ def describe_wait(row: StoredJob, store: Store) -> str | None:
     state = summarise_events(row.job, store.read_events(row.id)).state
     if state.phase not in ("selecting", "open"):
         return None
-    wait = find_round_wait(row, state, load_device_statuses(store.home), devices_of_other_runs(store, row.id).keys())
+    wait = find_round_wait(row, state, load_device_statuses(store.home), other_runs_by_device(store, row.id).keys())
     return None if wait is None else wait.text
 
 
