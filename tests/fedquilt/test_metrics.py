@@ -126,14 +126,14 @@ def test_a_task_in_one_table_holds_for_the_other():
             r"\[model\] task = 'regression' and \[data\] task = 'labels'",
         ),
         ({"model": {**MODEL, "task": "ranking"}}, "task = 'ranking': there are classes, regression, labels"),
-        ({"model": {**MODEL, "classes": 2}}, "outputs and classes: both count"),
+        ({"model": {**MODEL, "classes": 2}}, "outputs and classes have the same meaning"),
         (
             {"model": {**MODEL, "task": "regression"}, "method": "genefl"},
-            "task = 'regression': genefl works with 'classes' only",
+            "task = 'regression' is not supported by genefl, which needs 'classes'",
         ),
         (
             {"model": {**MODEL, "task": "labels"}, "method": "depthfl"},
-            "task = 'labels': depthfl works with 'classes' only",
+            "task = 'labels' is not supported by depthfl, which needs 'classes'",
         ),
     ],
 )

@@ -155,7 +155,7 @@ def assert_helpful(answered: tuple[int, str], code: int, *named: str) -> None:
         ("run nothing", 2, ("nothing", "name a TOML file")),
         ("run words.toml", 2, ("words.toml is not TOML", "line 1")),
         ("run bytes.toml", 2, ("bytes.toml", "UTF-8", "name a TOML file")),
-        ("run agent.toml", 2, ("agent.toml", "`fedquilt agent` takes settings")),
+        ("run agent.toml", 2, ("agent.toml", "`fedquilt agent` reads them")),
         ("agent job.toml", 2, ("job.toml", "run a job with `fedquilt run`")),
         ("run job.toml --broker 127.0.0.1", 2, ("'127.0.0.1'", "write mqtt[s]://[user@]host[:port]")),
         ("run job.toml --broker mqtt://127.0.0.1:99999", 2, ("99999", "0-65535")),

@@ -94,7 +94,7 @@ def test_a_file_is_queued_with_what_boards_are_asked(home, capsys):
     assert (limits.min_gain, limits.max_latency_s, limits.max_energy_j) == (-0.005, 0.04, 0.5)
     assert (limits.max_peak_bytes, plan.force) == (500_000_000, True)
     assert f"{kept.state.id}: net.onnx; `fedquilt rollout status {kept.state.id} --home {home}` shows" in out
-    assert f"`fedquilt serve --home {home}` carries it out" in out
+    assert f"start one with `fedquilt serve --home {home}`" in out
 
 
 def test_a_run_is_deployed_as_export_writes_it(home, capsys):
@@ -210,13 +210,13 @@ def test_what_cannot_be_deployed_is_said(home, capsys):
         (("--phases", "105%"), "105% is not between 0 % and 100 %"),
         (("--phases", "few"), "'few%' is no share"),
         (("--phases", "50,25"), "do not grow"),
-        (("--phases", "100"), "at least one phase after it"),
+        (("--phases", "100"), "no phase after it"),
         (("--min-gain", "-0.5"), "'-0.5' is no number of points: a number with pt or %"),
         (("--max-latency", "40"), "'40' is no time: a number with ms, s"),
         (("--soak", "-1s"), "-1s is less than 0"),
         (("--max-peak", "much"), "'much' is no size"),
         (("--max-peak", "-5MB"), "'-5MB' is no size"),
-        (("--window", "25:00-26:00"), "'25:00-26:00' is no window"),
+        (("--window", "25:00-26:00"), "window '25:00-26:00' is invalid"),
         (("--label", "Site Lab"), "selects no boards"),
     ],
 )
@@ -363,7 +363,7 @@ def test_an_upgrade_is_queued_with_its_version_and_phases(home, tmp_path, capsys
     assert "not signed: only boards whose agent.toml says unsigned = true" in capsys.readouterr().out
     assert "is queued: wait for its end" in refused(capsys, "rollout", "agent", str(file), "--home", str(home))
     assert main(["rollout", "back", "agent", "--home", str(home)]) == 0
-    assert "is ended" in capsys.readouterr().out
+    assert "is aborted" in capsys.readouterr().out
 
 
 def test_what_is_no_bundle_is_not_sent(home, tmp_path, capsys):
@@ -391,7 +391,7 @@ def test_settings_are_queued_as_boards_take_them(home, capsys):
         "telemetry_s": 60.0,
     }
     assert main(["rollout", "back", "settings", "--home", str(home)]) == 0
-    assert "is ended" in capsys.readouterr().out
+    assert "is aborted" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ def run(tmp_path: Path) -> str:
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        (("--blobs-http", "0.0.0.0:8443"), "by --blobs-url"),
+        (("--blobs-http", "0.0.0.0:8443"), "set --blobs-url"),
         (("--blobs-http", "nowhere"), "nowhere"),
         (("--blobs-backend", "s3=https://store.site/bucket"), "blob backend 's3' is unknown"),
     ],

@@ -195,7 +195,7 @@ def test_a_run_that_was_interrupted_in_a_round_ends_with_the_same_bits(
 
 
 def test_inner_product_manipulation_wants_updates_as_they_are() -> None:
-    with pytest.raises(JobError, match="attack = 'inner_product' read what the other boards send"):
+    with pytest.raises(JobError, match="not supported with the attack 'inner_product'"):
         digits(fleet=lying("inner_product"), wire={"codec": "int8"})
     assert digits(fleet=lying("scaled"), wire={"codec": "int8"}).fleet.adversaries is not None
 

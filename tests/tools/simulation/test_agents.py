@@ -73,7 +73,7 @@ def test_a_job_asks_the_boards_that_it_selects_and_no_others(tmp_path: Path) -> 
     asked = {fact.update.device for fact in facts_of(given, run) if isinstance(fact, UpdateAccepted)}
     assert (ended, asked) == ("done", {"x86-host-00", "x86-host-02"})
     nobody = plan(tmp_path, cohort={"select": ["attic"]}, fleet=fleet_of)
-    with pytest.raises(JobError, match=r"\[cohort\] select = \['attic'\]: no simulated board"):
+    with pytest.raises(JobError, match=r"\[cohort\] select = \['attic'\]: no simulated device"):
         fleet.run_fleet_virtually(nobody)
     many = plan(tmp_path, cohort={"select": ["window"], "size": 2}, fleet=fleet_of)
     with pytest.raises(JobError, match="the fleet has 1 devices of"):
