@@ -197,7 +197,7 @@ def test_arrays_that_are_named_for_training_are_no_test_set() -> None:
     job = settings.parse_job({**TABLE, "data": {"path": "a.npz", "x": "pictures", "y": "names"}})
     with pytest.raises(JobError, match=r"name that of \[test\] too"):
         scores.make_test_table(job)
-    with pytest.raises(JobError, match="add .test. to evaluate"):
+    with pytest.raises(JobError, match=r"add .test. to evaluate"):
         scores.make_test_table(settings.parse_job(TABLE))
 
 
