@@ -167,7 +167,7 @@ def test_the_command_does_not_resume_what_python_began(job, home, capsys):
     with pytest.raises(KeyboardInterrupt):
         fq.simulate(job, home=home, on_round=break_off)
     assert main(["resume", "job", "--home", str(home)]) == 2
-    how = "`fedquilt.simulate`, or `fedquilt simulate JOB --engine ENGINE`, with this job and home goes on with job"
+    how = "`fedquilt.simulate`, or `fedquilt simulate JOB --engine ENGINE`, with this job and home continues job"
     assert how in capsys.readouterr().err
 
 

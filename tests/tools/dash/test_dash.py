@@ -247,7 +247,7 @@ def test_stopping_needs_the_token_the_page_and_the_proof(tmp_path: Path) -> None
             assert store.stored_status(run) == "queued"
             store.set_status(run, "running")
         status, told = dash.act(run, "stop", **own, **proof, **here)
-        assert (status, "no coordinator was running it" in told["said"]) == (200, True)
+        assert (status, "no coordinator was running" in told["said"]) == (200, True)
         assert dash.act(run, "stop", **own, **proof, **here)[0] == 409
         status, told = dash.act(run, "resume", **own, **proof, **here)
         assert (status, "fedquilt resume" in told["problem"]) == (409, True)  # nobody serves the home
