@@ -297,7 +297,7 @@ def _torch(x: np.ndarray) -> Any:
 
 def test_an_engine_that_cannot_train_the_network_is_refused_before_any_board_is_asked(tmp_path: Path) -> None:
     job = settings.JobSettings(name="j", method="fedavg", engine="numpy", model=SERIES)
-    with pytest.raises(JobError, match=r"trains 'mlp' networks, and .* 'conv1d': leave the line out"):
+    with pytest.raises(JobError, match=r"trains only 'mlp' networks, and .* 'conv1d': remove the line"):
         prepare_and_check(job, tmp_path / "j.bundle")
     prepare_and_check(settings.JobSettings(name="j", method="fedavg", model=SERIES), tmp_path / "j.bundle")
 

@@ -181,7 +181,7 @@ def children(pid: int) -> list[int]:
         ({"data": {**DATA, "alpha": 0.0}}, "alpha"),
         ({"data": {**DATA, "path": "/nowhere/digits.npz"}}, "/nowhere/digits.npz"),
         ({"data": {**DATA, "partition": "iid", "limit": 2}}, "share 2 of 3 .* is empty, of 2 examples"),
-        ({"cohort": {"size": 4}}, r"\[cohort\] size is 4, but the fleet has 3 devices"),
+        ({"cohort": {"size": 4}}, r"\[cohort\] size = 4, but the fleet has 3 devices"),
     ],
 )
 def test_a_fleet_that_cannot_run_leaves_no_run_behind(tmp_path: Path, changes: dict[str, object], said: str) -> None:
